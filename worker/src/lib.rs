@@ -1,1 +1,7 @@
-//! ZeroShard: worker.
+//! ZeroShard's trainer on burn: a decoder-only transformer whose optimizer state, gradients and (level by
+//! level) parameters live on the shard servers.
+
+pub mod batches;
+pub mod model;
+pub mod random;
+pub mod segments;
