@@ -1,1 +1,5 @@
 //! ZeroShard: proto.
+
+pub mod blocks;
+pub mod dtype;
+pub mod optimizer;
