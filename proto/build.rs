@@ -16,13 +16,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let descriptors = protox::compile(FILES, ["."])?;
     let out = PathBuf::from(env::var("OUT_DIR")?);
     // For the reflection service.
-    fs::write(
-        out.join("zeroshard.bin"),
-        prost::Message::encode_to_vec(&descriptors),
-    )?;
+    fs::write(out.join("zeroshard.bin"), prost::Message::encode_to_vec(&descriptors))?;
     // `bytes` fields as `Bytes`: a payload that is decoded by generated code is not copied.
-    tonic_prost_build::configure()
-        .bytes(".")
-        .compile_fds(descriptors)?;
+    tonic_prost_build::configure().bytes(".").compile_fds(descriptors)?;
     Ok(())
 }

@@ -57,7 +57,9 @@ pub enum Error {
         slice: u32,
     },
     /// The caller's view of the membership is old.
-    #[error("epoch {epoch} of job {job:?} is not the current one, which is {current}; join again or wait for the update")]
+    #[error(
+        "epoch {epoch} of job {job:?} is not the current one, which is {current}; join again or wait for the update"
+    )]
     StaleEpoch {
         /// The job.
         job: String,
@@ -135,7 +137,9 @@ pub enum Error {
         what: String,
     },
     /// Early gradients fill the budget; push the other slices first, then this one again.
-    #[error("no room to park slice {slice} from rank {rank}: {budget} bytes of early gradients wait for the ranks before it")]
+    #[error(
+        "no room to park slice {slice} from rank {rank}: {budget} bytes of early gradients wait for the ranks before it"
+    )]
     ParkingFull {
         /// The slice.
         slice: u32,
@@ -188,11 +192,7 @@ impl Error {
         found: impl std::fmt::Display,
         expected: impl Into<String>,
     ) -> Self {
-        Self::Invalid {
-            what: what.into(),
-            found: found.to_string(),
-            expected: expected.into(),
-        }
+        Self::Invalid { what: what.into(), found: found.to_string(), expected: expected.into() }
     }
 
     /// What to do about it.
@@ -257,17 +257,13 @@ impl Error {
             .and_then(|info| serde_json::from_str(info.metadata.get("detail")?).ok());
         ours.unwrap_or_else(|| match status.code() {
             // What the transport, not a server of ours, says: the call may be sent again.
-            Code::Unavailable | Code::Cancelled | Code::Unknown => Self::Unavailable {
-                peer: peer.to_owned(),
-                cause: status.message().to_owned(),
-            },
-            Code::DeadlineExceeded => Self::Timeout {
-                waiting_for: format!("an answer of {peer}"),
-                waited_ms: 0,
-            },
-            code => Self::Internal {
-                cause: format!("{peer} answered {code:?}: {}", status.message()),
-            },
+            Code::Unavailable | Code::Cancelled | Code::Unknown => {
+                Self::Unavailable { peer: peer.to_owned(), cause: status.message().to_owned() }
+            }
+            Code::DeadlineExceeded => {
+                Self::Timeout { waiting_for: format!("an answer of {peer}"), waited_ms: 0 }
+            }
+            code => Self::Internal { cause: format!("{peer} answered {code:?}: {}", status.message()) },
         })
     }
 }

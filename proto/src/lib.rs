@@ -3,15 +3,20 @@
 //! Generated messages ([`pb`]) stop at the border: they are converted on receipt into the types of
 //! this crate, which cannot be wrong.
 
+pub mod blocks;
+pub mod dtype;
 pub mod error;
 pub mod frame;
 pub mod job;
 pub mod manifest;
+pub mod optimizer;
 pub mod placement;
 
+pub use dtype::DType;
 pub use error::Error;
 pub use job::JobSpec;
 pub use manifest::{Manifest, Policy, SliceSpec, TensorSpec};
+pub use optimizer::Optimizer;
 pub use placement::{Placement, Server};
 
 /// `Result` with this crate's [`Error`].
@@ -23,6 +28,5 @@ pub mod pb {
     tonic::include_proto!("zeroshard.v1");
 
     /// The encoded `FileDescriptorSet`, for the reflection service.
-    pub const FILE_DESCRIPTOR_SET: &[u8] =
-        include_bytes!(concat!(env!("OUT_DIR"), "/zeroshard.bin"));
+    pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/zeroshard.bin"));
 }

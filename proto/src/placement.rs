@@ -78,10 +78,10 @@ impl Placement {
 
 impl From<&Placement> for pb::Placement {
     fn from(placement: &Placement) -> Self {
-        let servers = placement.servers.iter().map(|server| pb::Server {
-            id: server.id,
-            address: server.address.clone(),
-        });
+        let servers = placement
+            .servers
+            .iter()
+            .map(|server| pb::Server { id: server.id, address: server.address.clone() });
         Self {
             servers: servers.collect(),
             replicas: placement.replicas as u32,
@@ -94,10 +94,8 @@ impl TryFrom<pb::Placement> for Placement {
     type Error = Error;
 
     fn try_from(message: pb::Placement) -> Result<Self> {
-        let servers = message.servers.into_iter().map(|server| Server {
-            id: server.id,
-            address: server.address,
-        });
+        let servers =
+            message.servers.into_iter().map(|server| Server { id: server.id, address: server.address });
         Self::new(servers.collect(), message.replicas as usize, message.owners)
     }
 }
