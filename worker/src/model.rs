@@ -211,6 +211,12 @@ impl Model {
         }
     }
 
+    /// Whether a segment that runs backward later than `segment` reads `tensor` too: true for the embedding
+    /// in the head.
+    pub fn reads_again(&self, segment: Segment, tensor: usize) -> bool {
+        segment == Segment::Head && tensor == EMBEDDING
+    }
+
     /// The first values of every tensor that is not an alias, by tensor. Uniform, with nothing but
     /// multiplications and additions, so that a seed means the same bits on every machine.
     pub fn initial_values(&self, seed: u64) -> Vec<(usize, Vec<f32>)> {
