@@ -1,1 +1,4 @@
 //! ZeroShard: server.
+
+pub mod backend;
+pub mod optim;

@@ -20,26 +20,14 @@ impl Batch {
     /// The windows of `text` that begin at `starts`. Each start must leave `length + 1` characters.
     pub fn cut(text: &[u8], starts: &[usize], length: usize) -> Self {
         let gather = |offset: usize| {
-            starts
-                .iter()
-                .flat_map(|&start| &text[start + offset..start + offset + length])
-                .copied()
-                .collect()
+            starts.iter().flat_map(|&start| &text[start + offset..start + offset + length]).copied().collect()
         };
-        Self {
-            length,
-            inputs: gather(0),
-            targets: gather(1),
-        }
+        Self { length, inputs: gather(0), targets: gather(1) }
     }
 
     /// One window without targets, for sampling.
     pub fn prompt(characters: &[u8]) -> Self {
-        Self {
-            length: characters.len(),
-            inputs: characters.to_vec(),
-            targets: Vec::new(),
-        }
+        Self { length: characters.len(), inputs: characters.to_vec(), targets: Vec::new() }
     }
 
     /// Characters of a window.
@@ -98,17 +86,9 @@ impl Sharding {
     /// `Error::Uneven` unless every part has the same number of windows, at least one.
     pub fn new(batch: usize, workers: usize, micro_batches: usize) -> Result<Self, Error> {
         if batch == 0 || !batch.is_multiple_of(workers * micro_batches) {
-            return Err(Error::Uneven {
-                batch,
-                workers,
-                micro_batches,
-            });
+            return Err(Error::Uneven { batch, workers, micro_batches });
         }
-        Ok(Self {
-            batch,
-            workers,
-            micro_batches,
-        })
+        Ok(Self { batch, workers, micro_batches })
     }
 
     /// The micro-batches of a rank at a step, in order.
@@ -118,10 +98,7 @@ impl Sharding {
         let starts: Vec<usize> = (rank * share..(rank + 1) * share)
             .map(|window| Stream::new(&[seed, WINDOW_STREAM, step, window as u64]).below(positions))
             .collect();
-        starts
-            .chunks(share / self.micro_batches)
-            .map(|starts| Batch::cut(text, starts, length))
-            .collect()
+        starts.chunks(share / self.micro_batches).map(|starts| Batch::cut(text, starts, length)).collect()
     }
 }
 
@@ -149,15 +126,7 @@ mod tests {
 
     fn inputs(sharding: Sharding, rank: usize, step: u64) -> Vec<u8> {
         sharding
-            .draw(
-                &text(),
-                8,
-                Draw {
-                    seed: 3,
-                    step,
-                    rank,
-                },
-            )
+            .draw(&text(), 8, Draw { seed: 3, step, rank })
             .iter()
             .flat_map(|batch| batch.inputs().to_vec())
             .collect()
@@ -168,9 +137,7 @@ mod tests {
         let whole = inputs(Sharding::new(12, 1, 1).unwrap(), 0, 5);
         for workers in [2, 3, 4, 12] {
             let sharding = Sharding::new(12, workers, 1).unwrap();
-            let parts: Vec<u8> = (0..workers)
-                .flat_map(|rank| inputs(sharding, rank, 5))
-                .collect();
+            let parts: Vec<u8> = (0..workers).flat_map(|rank| inputs(sharding, rank, 5)).collect();
             assert_eq!(parts, whole, "{workers} workers");
         }
     }
@@ -179,20 +146,7 @@ mod tests {
     fn micro_batches_divide_a_share_in_order() {
         let whole = inputs(Sharding::new(12, 2, 1).unwrap(), 1, 0);
         let sharding = Sharding::new(12, 2, 3).unwrap();
-        assert_eq!(
-            sharding
-                .draw(
-                    &text(),
-                    8,
-                    Draw {
-                        seed: 3,
-                        step: 0,
-                        rank: 1
-                    }
-                )
-                .len(),
-            3
-        );
+        assert_eq!(sharding.draw(&text(), 8, Draw { seed: 3, step: 0, rank: 1 }).len(), 3);
         assert_eq!(inputs(sharding, 1, 0), whole);
     }
 

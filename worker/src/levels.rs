@@ -20,7 +20,7 @@ use zeroshard_proto::Result;
 
 use crate::batches::Batch;
 use crate::model::{Model, Segment};
-use crate::segments::{Hidden, Pass, Tracking, scalar, seed};
+use crate::segments::{Hidden, Leaf, Pass, Tracking, scalar, seed};
 use crate::travel::{Departure, Exchange, Link, Outbox, Parameters};
 
 /// What a worker keeps.
@@ -122,8 +122,7 @@ pub fn evaluate<E: Exchange>(link: &Link<E>, model: &Model, version: u64, batche
         }
         for (hidden, batch) in hidden.iter_mut().zip(batches) {
             let input = hidden.take();
-            let pass =
-                Pass::forward(&model.architecture(), segment, &leaves, input, batch, Tracking::None);
+            let pass = Pass::forward(&model.architecture(), segment, &leaves, input, batch, Tracking::None);
             *hidden = Some(pass.output());
         }
         drop(leaves);
@@ -226,7 +225,7 @@ impl<E: Exchange> Step<'_, E> {
             for ((input, upstream), batch) in work {
                 let pass = step.forward(segment, leaves, input, batch, Tracking::Graph);
                 output(pass.output());
-                let gradients = pass.backward(upstream.expect("every segment but the embedding has one"));
+                let gradients = pass.backward(upstream.expect("the segment after gave one"));
                 step.outbox.add(segment, gradients.parameters);
                 results.push(gradients.input);
             }
@@ -241,7 +240,7 @@ impl<E: Exchange> Step<'_, E> {
         &mut self,
         segment: Segment,
         next: Option<Segment>,
-        compute: impl FnOnce(&mut Self, &[crate::segments::Leaf]) -> T,
+        compute: impl FnOnce(&mut Self, &[Leaf]) -> T,
     ) -> Result<T> {
         let leaves = self.parameters.take(segment)?;
         if let Some(next) = next {
@@ -256,11 +255,211 @@ impl<E: Exchange> Step<'_, E> {
     fn forward(
         &self,
         segment: Segment,
-        leaves: &[crate::segments::Leaf],
+        leaves: &[Leaf],
         hidden: Option<Hidden>,
         batch: &Batch,
         tracking: Tracking,
     ) -> Pass {
         Pass::forward(&self.model.architecture(), segment, leaves, hidden, batch, tracking)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::sync::{Arc, Mutex};
+
+    use tokio::runtime::Runtime;
+    use zeroshard_proto::Error;
+
+    use super::*;
+    use crate::memory::Ledger;
+    use crate::model::{Architecture, EMBEDDING};
+    use crate::segments::leaf;
+    use crate::travel::Buffer;
+
+    /// A cluster that is a table.
+    #[derive(Default)]
+    struct Table {
+        parameters: BTreeMap<usize, Vec<f32>>,
+        pushed: Mutex<BTreeMap<usize, Vec<f32>>>,
+        pulls: Mutex<Vec<usize>>,
+        abort: bool,
+    }
+
+    impl Exchange for Table {
+        async fn pull(&self, _: u64, mut buffers: Vec<Buffer>) -> Result<Vec<Buffer>> {
+            for buffer in &mut buffers {
+                buffer.values.copy_from_slice(&self.parameters[&buffer.tensor]);
+                self.pulls.lock().unwrap().push(buffer.tensor);
+            }
+            Ok(buffers)
+        }
+
+        async fn push(&self, step: u64, gradients: Vec<Buffer>) -> Result<()> {
+            if self.abort {
+                let cause = "rank 1 left".to_owned();
+                return Err(Error::StepAborted { job: "job".to_owned(), step, epoch: 2, cause });
+            }
+            let mut pushed = self.pushed.lock().unwrap();
+            for Buffer { tensor, values } in gradients {
+                assert_eq!(pushed.insert(tensor, values), None, "tensor {tensor} was pushed twice");
+            }
+            Ok(())
+        }
+    }
+
+    fn model() -> Model {
+        Model::new(Architecture { vocabulary: 23, context: 8, width: 16, blocks: 3, heads: 2 })
+    }
+
+    fn batches(micro_batches: usize) -> Vec<Batch> {
+        let text: Vec<u8> = (0..400u32).map(|i| ((i * i + i / 7) % 23) as u8).collect();
+        let starts: Vec<usize> = (0..12).map(|i| i * 31).collect();
+        starts.chunks(12 / micro_batches).map(|starts| Batch::cut(&text, starts, 8)).collect()
+    }
+
+    fn link(model: &Model, runtime: &Runtime) -> Link<Table> {
+        let parameters = model.initial_values(5).into_iter().collect();
+        let exchange = Table { parameters, ..Table::default() };
+        Link { exchange: Arc::new(exchange), runtime: runtime.handle().clone(), ledger: Ledger::default() }
+    }
+
+    struct Outcome {
+        loss: f64,
+        gradients: BTreeMap<usize, Vec<f32>>,
+        peak: usize,
+        pulls: usize,
+    }
+
+    fn outcome(level: Level, micro_batches: usize) -> Outcome {
+        let (model, runtime) = (model(), Runtime::new().unwrap());
+        let link = link(&model, &runtime);
+        let work = Work { step: 0, micro_batches: &batches(micro_batches), loss_scale: 1.0 };
+        let loss = run(level, &link, &model, work).unwrap();
+        assert_eq!(link.ledger.held(), 0, "{level} holds nothing after the step");
+        let gradients = std::mem::take(&mut *link.exchange.pushed.lock().unwrap());
+        let pulls = link.exchange.pulls.lock().unwrap().len();
+        Outcome { loss, gradients, peak: link.ledger.peak(), pulls }
+    }
+
+    /// The same gradients from one graph over the whole model.
+    fn whole_graph() -> (f64, BTreeMap<usize, Vec<f32>>) {
+        let model = model();
+        let values: BTreeMap<_, _> = model.initial_values(5).into_iter().collect();
+        let leaves: BTreeMap<_, _> =
+            values.iter().map(|(&tensor, v)| (tensor, leaf(v.clone()).require_grad())).collect();
+        let loss = crate::segments::whole(&model, &leaves, &batches(1)[0]);
+        let gradients = loss.backward();
+        let of = |leaf: &Leaf| leaf.grad(&gradients).unwrap().into_data().into_vec().unwrap();
+        let table = leaves.iter().map(|(&tensor, leaf)| (tensor, of(leaf))).collect();
+        (f64::from(loss.into_scalar()), table)
+    }
+
+    fn bits(gradients: &BTreeMap<usize, Vec<f32>>) -> Vec<(usize, Vec<u32>)> {
+        gradients.iter().map(|(&t, v)| (t, v.iter().map(|x| x.to_bits()).collect())).collect()
+    }
+
+    #[test]
+    fn gradients_by_segment_are_those_of_the_whole_graph() {
+        let (loss, expected) = whole_graph();
+        let found = outcome(Level::Os, 1);
+        assert_eq!(found.loss, loss);
+        assert_eq!(found.gradients.len(), expected.len());
+        for (tensor, expected) in &expected {
+            let norm = |v: &[f32]| v.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+            let difference: Vec<f32> =
+                expected.iter().zip(&found.gradients[tensor]).map(|(a, b)| a - b).collect();
+            assert!(norm(expected) > 0.0, "tensor {tensor} has a gradient");
+            assert!(norm(&difference) <= 1e-6 * norm(expected), "tensor {tensor}");
+        }
+    }
+
+    #[test]
+    fn levels_give_the_same_bits() {
+        for micro_batches in [1, 3] {
+            let os = outcome(Level::Os, micro_batches);
+            for level in [Level::OsG, Level::PGOs] {
+                let other = outcome(level, micro_batches);
+                assert_eq!(other.loss.to_bits(), os.loss.to_bits(), "{level}, {micro_batches} micro-batches");
+                assert_eq!(
+                    bits(&other.gradients),
+                    bits(&os.gradients),
+                    "{level}, {micro_batches} micro-batches"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn micro_batches_sum_to_the_whole_batch() {
+        let (whole, parts) = (outcome(Level::PGOs, 1), outcome(Level::PGOs, 4));
+        assert!((whole.loss - parts.loss).abs() < 1e-6 * whole.loss);
+        for (tensor, whole) in &whole.gradients {
+            let scale = whole.iter().fold(0f32, |max, x| max.max(x.abs()));
+            for (a, b) in whole.iter().zip(&parts.gradients[tensor]) {
+                assert!((a - b).abs() <= 1e-5 * scale, "tensor {tensor}: {a} and {b}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_trained_tensor_is_pushed_once_and_no_alias() {
+        let model = model();
+        let expected: Vec<usize> = (0..model.parameters().len() - 1).collect();
+        for level in Level::ALL {
+            let pushed: Vec<usize> = outcome(level, 1).gradients.into_keys().collect();
+            assert_eq!(pushed, expected, "{level}");
+        }
+    }
+
+    #[test]
+    fn each_level_holds_less_than_the_one_before() {
+        let all = model().elements() * size_of::<f32>();
+        let [os, os_g, p_g_os] = Level::ALL.map(|level| outcome(level, 2).peak);
+        assert!(os >= 2 * all, "{os} of {all}");
+        assert!(os_g <= os, "{os_g} and {os}");
+        assert!(p_g_os < os_g, "{p_g_os} and {os_g}");
+    }
+
+    #[test]
+    fn micro_batches_cost_p_g_os_no_more_pulls() {
+        assert_eq!(outcome(Level::PGOs, 1).pulls, outcome(Level::PGOs, 4).pulls);
+    }
+
+    #[test]
+    fn loss_scale_multiplies_the_gradient_and_not_the_loss() {
+        let (model, runtime) = (model(), Runtime::new().unwrap());
+        let link = link(&model, &runtime);
+        let work = Work { step: 0, micro_batches: &batches(1), loss_scale: 1024.0 };
+        let loss = run(Level::OsG, &link, &model, work).unwrap();
+        let plain = outcome(Level::OsG, 1);
+        assert_eq!(loss, plain.loss);
+        let scaled = &link.exchange.pushed.lock().unwrap()[&EMBEDDING];
+        let pairs = scaled.iter().zip(&plain.gradients[&EMBEDDING]);
+        assert!(pairs.into_iter().all(|(a, b)| (a - 1024.0 * b).abs() <= 1e-5 * a.abs()));
+    }
+
+    #[test]
+    fn an_aborted_step_leaves_nothing_and_can_run_again() {
+        let (model, runtime) = (model(), Runtime::new().unwrap());
+        let mut link = link(&model, &runtime);
+        Arc::get_mut(&mut link.exchange).unwrap().abort = true;
+        for level in Level::ALL {
+            let work = Work { step: 0, micro_batches: &batches(1), loss_scale: 1.0 };
+            let error = run(level, &link, &model, work).unwrap_err();
+            assert!(matches!(error, Error::StepAborted { .. }), "{error}");
+        }
+        link.exchange = Arc::new(Table { parameters: link.exchange.parameters.clone(), ..Table::default() });
+        let work = Work { step: 0, micro_batches: &batches(1), loss_scale: 1.0 };
+        assert_eq!(run(Level::PGOs, &link, &model, work).unwrap(), outcome(Level::PGOs, 1).loss);
+    }
+
+    #[test]
+    fn evaluation_is_the_loss_of_a_step() {
+        let (model, runtime) = (model(), Runtime::new().unwrap());
+        let link = link(&model, &runtime);
+        assert_eq!(evaluate(&link, &model, 0, &batches(2)).unwrap(), outcome(Level::Os, 2).loss);
+        assert_eq!(link.ledger.held(), 0);
     }
 }

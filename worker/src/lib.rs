@@ -2,6 +2,9 @@
 //! level) parameters live on the shard servers.
 
 pub mod batches;
+pub mod levels;
+pub mod memory;
 pub mod model;
 pub mod random;
 pub mod segments;
+pub mod travel;

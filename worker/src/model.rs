@@ -33,13 +33,7 @@ pub struct Architecture {
 impl Architecture {
     /// The default model, about one million parameters.
     pub fn small(vocabulary: usize, context: usize) -> Self {
-        Self {
-            vocabulary,
-            context,
-            width: 128,
-            blocks: 5,
-            heads: 4,
-        }
+        Self { vocabulary, context, width: 128, blocks: 5, heads: 4 }
     }
 }
 
@@ -107,24 +101,10 @@ const FIRST_BLOCK: usize = 2;
 impl Model {
     /// Lays out the parameters of a model.
     pub fn new(architecture: Architecture) -> Self {
-        let Architecture {
-            vocabulary,
-            context,
-            width,
-            blocks,
-            ..
-        } = architecture;
+        let Architecture { vocabulary, context, width, blocks, .. } = architecture;
         let mut list = Vec::with_capacity(FIRST_BLOCK + blocks * BLOCK_TENSORS + 3);
-        list.push(weight(
-            "embedding.weight",
-            &[vocabulary, width],
-            INITIAL_DEVIATION,
-        ));
-        list.push(weight(
-            "position.weight",
-            &[context, width],
-            INITIAL_DEVIATION,
-        ));
+        list.push(weight("embedding.weight", &[vocabulary, width], INITIAL_DEVIATION));
+        list.push(weight("position.weight", &[context, width], INITIAL_DEVIATION));
         // What ends in the residual stream starts smaller, so that its variance does not grow with
         // depth (GPT-2).
         let residual = INITIAL_DEVIATION / (2.0 * blocks as f32).sqrt();
@@ -132,31 +112,15 @@ impl Model {
             let name = |rest: &str| format!("blocks.{block}.{rest}");
             list.push(constant(&name("norm1.weight"), width, 1.0));
             list.push(constant(&name("norm1.bias"), width, 0.0));
-            list.push(weight(
-                &name("attention.in.weight"),
-                &[width, 3 * width],
-                INITIAL_DEVIATION,
-            ));
+            list.push(weight(&name("attention.in.weight"), &[width, 3 * width], INITIAL_DEVIATION));
             list.push(constant(&name("attention.in.bias"), 3 * width, 0.0));
-            list.push(weight(
-                &name("attention.out.weight"),
-                &[width, width],
-                residual,
-            ));
+            list.push(weight(&name("attention.out.weight"), &[width, width], residual));
             list.push(constant(&name("attention.out.bias"), width, 0.0));
             list.push(constant(&name("norm2.weight"), width, 1.0));
             list.push(constant(&name("norm2.bias"), width, 0.0));
-            list.push(weight(
-                &name("mlp.in.weight"),
-                &[width, 4 * width],
-                INITIAL_DEVIATION,
-            ));
+            list.push(weight(&name("mlp.in.weight"), &[width, 4 * width], INITIAL_DEVIATION));
             list.push(constant(&name("mlp.in.bias"), 4 * width, 0.0));
-            list.push(weight(
-                &name("mlp.out.weight"),
-                &[4 * width, width],
-                residual,
-            ));
+            list.push(weight(&name("mlp.out.weight"), &[4 * width, width], residual));
             list.push(constant(&name("mlp.out.bias"), width, 0.0));
         }
         list.push(constant("norm.weight", width, 1.0));
@@ -165,10 +129,7 @@ impl Model {
             alias_of: Some(EMBEDDING),
             ..weight("head.weight", &[vocabulary, width], INITIAL_DEVIATION)
         });
-        Self {
-            architecture,
-            parameters: list,
-        }
+        Self { architecture, parameters: list }
     }
 
     /// The sizes.
@@ -183,11 +144,7 @@ impl Model {
 
     /// Elements of all tensors that are not aliases.
     pub fn elements(&self) -> usize {
-        self.parameters
-            .iter()
-            .filter(|p| p.alias_of.is_none())
-            .map(Parameter::elements)
-            .sum()
+        self.parameters.iter().filter(|p| p.alias_of.is_none()).map(Parameter::elements).sum()
     }
 
     /// The segments in forward order.
@@ -231,9 +188,7 @@ impl Model {
                     Start::Uniform { deviation } => {
                         let mut stream = Stream::new(&[seed, INITIAL_STREAM, index as u64]);
                         let half_width = deviation * 3f32.sqrt();
-                        (0..count)
-                            .map(|_| (2.0 * stream.unit() - 1.0) * half_width)
-                            .collect()
+                        (0..count).map(|_| (2.0 * stream.unit() - 1.0) * half_width).collect()
                     }
                 };
                 (index, values)
@@ -277,11 +232,7 @@ mod tests {
     #[test]
     fn default_model_has_about_a_million_parameters() {
         let model = Model::new(Architecture::small(96, 64));
-        assert!(
-            (900_000..1_100_000).contains(&model.elements()),
-            "{}",
-            model.elements()
-        );
+        assert!((900_000..1_100_000).contains(&model.elements()), "{}", model.elements());
     }
 
     #[test]
@@ -307,11 +258,7 @@ mod tests {
     fn biases_and_norms_are_not_decayed() {
         let model = Model::new(Architecture::small(50, 16));
         for parameter in model.parameters() {
-            let expected = if parameter.shape.len() == 1 {
-                Group::NoDecay
-            } else {
-                Group::Decay
-            };
+            let expected = if parameter.shape.len() == 1 { Group::NoDecay } else { Group::Decay };
             assert_eq!(parameter.group, expected, "{}", parameter.name);
         }
     }

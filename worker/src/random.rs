@@ -14,9 +14,7 @@ pub struct Stream {
 impl Stream {
     /// The stream of a key. Different keys give unrelated streams.
     pub fn new(key: &[u64]) -> Self {
-        let state = key.iter().fold(GOLDEN, |state, &part| {
-            mix(state ^ mix(part.wrapping_add(GOLDEN)))
-        });
+        let state = key.iter().fold(GOLDEN, |state, &part| mix(state ^ mix(part.wrapping_add(GOLDEN))));
         Self { state }
     }
 
@@ -69,9 +67,6 @@ mod tests {
         for _ in 0..count {
             seen[stream.below(5)] += 1;
         }
-        assert!(
-            seen.iter().all(|&n| (3_800..4_200).contains(&n)),
-            "{seen:?}"
-        );
+        assert!(seen.iter().all(|&n| (3_800..4_200).contains(&n)), "{seen:?}");
     }
 }

@@ -79,33 +79,15 @@ impl Pass {
         let track = tracking == Tracking::Graph;
         let parameters: Vec<Leaf> = parameters
             .iter()
-            .map(|leaf| {
-                if track {
-                    leaf.clone().detach().require_grad()
-                } else {
-                    leaf.clone()
-                }
-            })
+            .map(|leaf| if track { leaf.clone().detach().require_grad() } else { leaf.clone() })
             .collect();
         let input = hidden.map(|hidden| {
             let hidden = Tensor::from_inner(hidden);
             if track { hidden.require_grad() } else { hidden }
         });
-        let run = Run {
-            architecture,
-            batch,
-        };
-        let output = match (segment, &input) {
-            (Segment::Embedding, _) => run.embed(&parameters),
-            (Segment::Block(_), Some(input)) => run.block(&parameters, input.clone()),
-            (Segment::Head, Some(input)) => run.loss(&parameters, input.clone()),
-            (_, None) => unreachable!("only the embedding has no hidden input"),
-        };
-        Self {
-            input,
-            parameters: if track { parameters } else { Vec::new() },
-            output,
-        }
+        let run = Run { architecture, batch };
+        let output = run.segment(segment, &parameters, input.clone());
+        Self { input, parameters: if track { parameters } else { Vec::new() }, output }
     }
 
     /// The output, outside the graph: hidden states, or the head's loss as `[1, 1]`.
@@ -118,11 +100,7 @@ impl Pass {
     /// `upstream`: the gradient of the output, of the output's shape. It enters as the gradient of
     /// `sum(output * upstream)`, which is `1 * upstream`: exact.
     pub fn backward(self, upstream: Hidden) -> Gradients {
-        let Self {
-            input,
-            parameters,
-            output,
-        } = self;
+        let Self { input, parameters, output } = self;
         let mut gradients = (output * Tensor::from_inner(upstream)).sum().backward();
         Gradients {
             input: input.and_then(|input| input.grad_remove(&mut gradients)),
@@ -145,20 +123,13 @@ pub fn last_logits(
     hidden: Hidden,
     batch: &Batch,
 ) -> Vec<f32> {
-    let run = Run {
-        architecture,
-        batch,
-    };
+    let run = Run { architecture, batch };
     let [rows, width] = hidden.dims();
     let last = hidden
         .reshape([batch.windows(), rows / batch.windows(), width])
         .narrow(1, rows / batch.windows() - 1, 1)
         .reshape([batch.windows(), width]);
-    values(
-        run.logits(parameters, Tensor::from_inner(last))
-            .inner()
-            .flatten(0, 1),
-    )
+    values(run.logits(parameters, Tensor::from_inner(last)).inner().flatten(0, 1))
 }
 
 /// The gradient that starts a backward pass at the head: `scale`, as `[1, 1]`.
@@ -172,10 +143,7 @@ pub fn scalar(loss: Hidden) -> f32 {
 }
 
 fn values(tensor: Tensor<Plain, 1>) -> Vec<f32> {
-    tensor
-        .into_data()
-        .into_vec()
-        .expect("all tensors of the model are f32")
+    tensor.into_data().into_vec().expect("all tensors of the model are f32")
 }
 
 /// One forward pass.
@@ -185,6 +153,20 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
+    fn segment(
+        &self,
+        segment: Segment,
+        parameters: &[Leaf],
+        input: Option<Tensor<Graph, 2>>,
+    ) -> Tensor<Graph, 2> {
+        match (segment, input) {
+            (Segment::Embedding, _) => self.embed(parameters),
+            (Segment::Block(_), Some(input)) => self.block(parameters, input),
+            (Segment::Head, Some(input)) => self.loss(parameters, input),
+            (_, None) => unreachable!("only the embedding has no hidden input"),
+        }
+    }
+
     /// Sum of a character's and a position's vector.
     fn embed(&self, parameters: &[Leaf]) -> Tensor<Graph, 2> {
         let [characters, positions] = parameters else {
@@ -193,9 +175,7 @@ impl Run<'_> {
         let width = self.architecture.width;
         let (n, t) = (self.batch.windows(), self.batch.length());
         let table = matrix(characters, self.architecture.vocabulary, width);
-        let characters = table
-            .select(0, indices(self.batch.inputs()))
-            .reshape([n, t, width]);
+        let characters = table.select(0, indices(self.batch.inputs())).reshape([n, t, width]);
         let positions = matrix(positions, self.architecture.context, width);
         let positions = positions.narrow(0, 0, t).unsqueeze::<3>();
         (characters + positions).reshape([n * t, width])
@@ -239,18 +219,12 @@ impl Run<'_> {
         let Architecture { width, heads, .. } = *self.architecture;
         let (n, t, size) = (self.batch.windows(), self.batch.length(), width / heads);
         let head = |part: usize| {
-            qkv.clone()
-                .narrow(1, part * width, width)
-                .reshape([n, t, heads, size])
-                .swap_dims(1, 2)
+            qkv.clone().narrow(1, part * width, width).reshape([n, t, heads, size]).swap_dims(1, 2)
         };
         let scale = (size as f32).sqrt().recip();
         let scores = head(0).mul_scalar(scale).matmul(head(1).swap_dims(2, 3));
         let weights = softmax(scores + causal_mask([n, heads, t, t]), 3);
-        weights
-            .matmul(head(2))
-            .swap_dims(1, 2)
-            .reshape([n * t, width])
+        weights.matmul(head(2)).swap_dims(1, 2).reshape([n * t, width])
     }
 
     fn logits(&self, parameters: &[Leaf], x: Tensor<Graph, 2>) -> Tensor<Graph, 2> {
@@ -292,17 +266,29 @@ fn indices(characters: &[u8]) -> Tensor<Graph, 1, Int> {
 /// times as fast as it broadcasts.
 fn causal_mask(shape: [usize; 4]) -> Tensor<Graph, 4> {
     let [n, heads, t, _] = shape;
-    let one: Vec<f32> = (0..t * t)
-        .map(|i| if i % t > i / t { MASKED } else { 0.0 })
-        .collect();
-    Tensor::from_data(
-        TensorData::new(one.repeat(n * heads), shape),
-        &Default::default(),
-    )
+    let one: Vec<f32> = (0..t * t).map(|i| if i % t > i / t { MASKED } else { 0.0 }).collect();
+    Tensor::from_data(TensorData::new(one.repeat(n * heads), shape), &Default::default())
 }
 
 /// GELU in its sigmoid form, `x * sigmoid(1.702 x)` (Hendrycks and Gimpel 2016, section 2): the form with
 /// `erf` took a third of a step.
 fn gelu(x: Tensor<Graph, 2>) -> Tensor<Graph, 2> {
     sigmoid(x.clone().mul_scalar(1.702)) * x
+}
+
+/// The loss of the whole model as one graph, `[1, 1]`: what the segments are measured against.
+#[cfg(test)]
+pub(crate) fn whole(
+    model: &crate::model::Model,
+    leaves: &std::collections::BTreeMap<usize, Leaf>,
+    batch: &Batch,
+) -> Tensor<Graph, 2> {
+    let architecture = model.architecture();
+    let run = Run { architecture: &architecture, batch };
+    let mut x = None;
+    for segment in model.segments() {
+        let parameters: Vec<Leaf> = model.tensors_of(segment).iter().map(|t| leaves[t].clone()).collect();
+        x = Some(run.segment(segment, &parameters, x.take()));
+    }
+    x.expect("a model has segments")
 }

@@ -9,7 +9,7 @@ use tokio::runtime::Handle;
 use tokio_util::task::AbortOnDropHandle;
 use zeroshard_proto::{Error, Result};
 
-use crate::memory::{Ledger, Lease};
+use crate::memory::{Lease, Ledger};
 use crate::model::{Model, Segment};
 use crate::segments::{Leaf, leaf};
 
@@ -25,11 +25,7 @@ pub struct Buffer {
 /// Where parameters come from and gradients go: the cluster, or in tests a table.
 pub trait Exchange: Send + Sync + 'static {
     /// Fills the buffers with the parameters of exactly `version`; waits for it.
-    fn pull(
-        &self,
-        version: u64,
-        buffers: Vec<Buffer>,
-    ) -> impl Future<Output = Result<Vec<Buffer>>> + Send;
+    fn pull(&self, version: u64, buffers: Vec<Buffer>) -> impl Future<Output = Result<Vec<Buffer>>> + Send;
 
     /// Sends gradients of `step`. Each tensor goes once a step. The buffers are freed on return at the latest.
     fn push(&self, step: u64, gradients: Vec<Buffer>) -> impl Future<Output = Result<()>> + Send;
@@ -47,11 +43,7 @@ pub struct Link<E> {
 
 impl<E> Clone for Link<E> {
     fn clone(&self) -> Self {
-        Self {
-            exchange: self.exchange.clone(),
-            runtime: self.runtime.clone(),
-            ledger: self.ledger.clone(),
-        }
+        Self { exchange: self.exchange.clone(), runtime: self.runtime.clone(), ledger: self.ledger.clone() }
     }
 }
 
@@ -114,7 +106,8 @@ impl<'a, E: Exchange> Parameters<'a, E> {
         if wanted.is_empty() {
             return;
         }
-        let (exchange, version, ledger) = (self.link.exchange.clone(), self.version, self.link.ledger.clone());
+        let (exchange, version, ledger) =
+            (self.link.exchange.clone(), self.version, self.link.ledger.clone());
         let sizes: Vec<usize> = wanted.iter().map(|&t| self.model.parameters()[t].elements()).collect();
         let buffers = wanted.clone().into_iter().zip(sizes);
         let transfer = self.link.start(async move {
@@ -125,7 +118,11 @@ impl<'a, E: Exchange> Parameters<'a, E> {
             Ok(buffers
                 .into_iter()
                 .zip(leases)
-                .map(|(Buffer { tensor, values }, lease)| Resident { tensor, leaf: leaf(values), _lease: lease })
+                .map(|(Buffer { tensor, values }, lease)| Resident {
+                    tensor,
+                    leaf: leaf(values),
+                    _lease: lease,
+                })
                 .collect())
         });
         self.coming.push_back((wanted, transfer));

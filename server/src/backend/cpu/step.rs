@@ -1,0 +1,231 @@
+//! One optimizer step over one slice: which kernel, on which state tensors, tile by tile.
+
+use zeroshard_proto::blocks::BLOCK;
+use zeroshard_proto::optimizer::{Optimizer, RmsProp, Sgd};
+
+use super::{Buffer, Cpu};
+use crate::backend::Update;
+use crate::backend::kernels::sum::{self, Lanes};
+use crate::backend::kernels::{adadelta, adagrad, adam, lamb, lion, rmsprop, sgd};
+
+/// Elements that a step handles before it casts them: four arrays of them are in the first-level cache.
+const TILE: usize = 2_048;
+
+// A norm's lanes go on from tile to tile within a block.
+const _: () = assert!(BLOCK.is_multiple_of(TILE) && TILE.is_multiple_of(sum::LANES));
+
+pub(super) fn apply(
+    cpu: &Cpu,
+    update: &Update<'_>,
+    master: &mut Buffer,
+    state: &mut [&mut Buffer],
+    gradient: &Buffer,
+    published: Option<&mut Buffer>,
+) {
+    let state = state.iter_mut().map(|buffer| buffer.values_mut()).collect();
+    let gradient = gradient.values();
+    let arrays = Arrays {
+        master: master.values_mut(),
+        state,
+        gradient,
+        published,
+    };
+    arrays.check(update.optimizer);
+    let &Update {
+        step, coefficient, ..
+    } = update;
+    let level = cpu.level;
+    match update.optimizer {
+        Optimizer::Sgd(h) => cpu.sgd(h, &sgd::Scalars::new(h, step, coefficient), arrays),
+        Optimizer::Adam(h) => {
+            cpu.adam(
+                &adam::Scalars::adam(h, step, coefficient),
+                h.amsgrad,
+                arrays,
+            );
+        }
+        Optimizer::AdamW(h) => {
+            cpu.adam(
+                &adam::Scalars::adamw(h, step, coefficient),
+                h.amsgrad,
+                arrays,
+            );
+        }
+        Optimizer::Adagrad(h) => {
+            let s = adagrad::Scalars::new(h, step, coefficient);
+            cpu.tiles(arrays, |p, [sum], g| adagrad::step(level, &s, p, sum, g));
+        }
+        Optimizer::Adadelta(h) => {
+            let s = adadelta::Scalars::new(h, coefficient);
+            cpu.tiles(arrays, |p, [square, delta], g| {
+                adadelta::step(level, &s, p, square, delta, g)
+            });
+        }
+        Optimizer::RmsProp(h) => cpu.rmsprop(h, &rmsprop::Scalars::new(h, coefficient), arrays),
+        Optimizer::Lion(h) => {
+            let s = lion::Scalars::new(h, coefficient);
+            cpu.tiles(arrays, |p, [m], g| lion::step(level, &s, p, m, g));
+        }
+        Optimizer::Lamb(h) => cpu.lamb(&lamb::Scalars::new(h, step, coefficient), arrays),
+    }
+}
+
+/// What a step works on.
+struct Arrays<'a> {
+    master: &'a mut [f32],
+    state: Vec<&'a mut [f32]>,
+    gradient: &'a [f32],
+    published: Option<&'a mut Buffer>,
+}
+
+impl Arrays<'_> {
+    fn check(&self, optimizer: &Optimizer) {
+        let numel = self.master.len();
+        assert_eq!(
+            self.state.len(),
+            optimizer.state().len(),
+            "{optimizer}'s state tensors"
+        );
+        assert!(
+            self.state.iter().all(|state| state.len() == numel),
+            "state is of the master's size"
+        );
+        assert_eq!(
+            self.gradient.len(),
+            numel,
+            "the gradient is of the master's size"
+        );
+        let published = self
+            .published
+            .as_ref()
+            .map_or(numel, |published| published.numel);
+        assert_eq!(
+            published, numel,
+            "what is published is of the master's size"
+        );
+    }
+
+    /// The same arrays for a pass whose parameters nobody may see yet.
+    fn unpublished(&mut self) -> Arrays<'_> {
+        Arrays {
+            master: self.master,
+            state: self.state.iter_mut().map(|state| &mut **state).collect(),
+            gradient: self.gradient,
+            published: None,
+        }
+    }
+}
+
+impl Cpu {
+    /// Runs `step` on tile after tile of parameter, `N` state tensors and gradient, and publishes each.
+    fn tiles<const N: usize>(
+        &self,
+        arrays: Arrays<'_>,
+        mut step: impl FnMut(&mut [f32], [&mut [f32]; N], &[f32]),
+    ) {
+        let Arrays {
+            master,
+            state,
+            gradient,
+            mut published,
+        } = arrays;
+        let mut state: [&mut [f32]; N] = state
+            .try_into()
+            .unwrap_or_else(|_| unreachable!("`check` counted the state tensors"));
+        for start in (0..master.len()).step_by(TILE) {
+            let tile = start..(start + TILE).min(master.len());
+            let states = state.each_mut().map(|state| &mut state[tile.clone()]);
+            step(&mut master[tile.clone()], states, &gradient[tile.clone()]);
+            if let Some(published) = &mut published {
+                let dtype = published.dtype;
+                self.encode(&master[tile.clone()], published.bytes_mut(tile), dtype);
+            }
+        }
+    }
+
+    fn sgd(&self, h: &Sgd, s: &sgd::Scalars, arrays: Arrays<'_>) {
+        if h.momentum == 0.0 {
+            self.tiles(arrays, |p, [], g| sgd::plain(self.level, s, p, g));
+        } else {
+            self.tiles(arrays, |p, [b], g| {
+                sgd::with_momentum(self.level, s, p, b, g)
+            });
+        }
+    }
+
+    fn adam(&self, s: &adam::Scalars, amsgrad: bool, arrays: Arrays<'_>) {
+        if amsgrad {
+            self.tiles(arrays, |p, [m, v, max], g| {
+                adam::amsgrad(self.level, s, p, m, v, max, g)
+            });
+        } else {
+            self.tiles(arrays, |p, [m, v], g| {
+                adam::plain(self.level, s, p, m, v, g)
+            });
+        }
+    }
+
+    fn rmsprop(&self, h: &RmsProp, s: &rmsprop::Scalars, arrays: Arrays<'_>) {
+        let level = self.level;
+        match (h.momentum != 0.0, h.centered) {
+            (false, false) => self.tiles(arrays, |p, [v], g| rmsprop::plain(level, s, p, v, g)),
+            (true, false) => self.tiles(arrays, |p, [v, b], g| {
+                rmsprop::with_momentum(level, s, p, v, b, g);
+            }),
+            (false, true) => self.tiles(arrays, |p, [v, mean], g| {
+                rmsprop::centered(level, s, p, v, mean, g);
+            }),
+            (true, true) => self.tiles(arrays, |p, [v, b, mean], g| {
+                rmsprop::centered_with_momentum(level, s, p, v, b, mean, g);
+            }),
+        }
+    }
+
+    /// Two passes: moments and norms, then the update again with the trust ratio.
+    fn lamb(&self, s: &lamb::Scalars, mut arrays: Arrays<'_>) {
+        let level = self.level;
+        let mut scratch = [0.0; TILE];
+        let (mut parameters, mut updates) = (BlockSums::default(), BlockSums::default());
+        self.tiles(arrays.unpublished(), |p, [m, v], g| {
+            let update = &mut scratch[..p.len()];
+            lamb::moments(level, s, m, v, g);
+            lamb::update(level, s, p, m, v, update);
+            parameters.add(self, p);
+            updates.add(self, update);
+        });
+        let minus_lr = s.minus_lr(parameters.total(), updates.total());
+        self.tiles(arrays, |p, [m, v], _| {
+            let update = &mut scratch[..p.len()];
+            lamb::update(level, s, p, m, v, update);
+            lamb::descend(level, p, update, minus_lr);
+        });
+    }
+}
+
+/// A sum of squares that is fed tile by tile, equal to [`sum::of_squares`] over all of them.
+#[derive(Default)]
+struct BlockSums {
+    sum: f64,
+    lanes: Lanes,
+    /// How many elements the current block has had.
+    filled: usize,
+}
+
+impl BlockSums {
+    fn add(&mut self, cpu: &Cpu, tile: &[f32]) {
+        sum::add_squares(cpu.level, &mut self.lanes, tile);
+        self.filled += tile.len();
+        if self.filled == BLOCK {
+            self.sum += std::mem::take(&mut self.lanes).total();
+            self.filled = 0;
+        }
+    }
+
+    fn total(self) -> f64 {
+        if self.filled == 0 {
+            self.sum
+        } else {
+            self.sum + self.lanes.total()
+        }
+    }
+}

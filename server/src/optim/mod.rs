@@ -1,0 +1,84 @@
+//! Optimizer state between steps: what a slice holds besides its parameters. The steps themselves are the
+//! backend's ([`Backend::apply`]).
+
+use zeroshard_proto::blocks::BLOCK;
+use zeroshard_proto::dtype::DType;
+use zeroshard_proto::optimizer::{Adagrad, Optimizer};
+
+use crate::backend::{Backend, OutOfMemory};
+
+/// The state that `numel` parameters have before the first step: one f32 buffer for each of
+/// [`Optimizer::state`], in that order.
+///
+/// # Errors
+/// [`OutOfMemory`] where the device cannot hold them all; what was allocated is freed.
+pub fn initial_state<B: Backend>(
+    backend: &B,
+    optimizer: &Optimizer,
+    numel: usize,
+) -> Result<Vec<B::Buffer>, OutOfMemory> {
+    let value = initial_value(optimizer);
+    let make = |_: &&str| {
+        let mut buffer = backend.allocate(DType::F32, numel)?;
+        if value != 0.0 {
+            fill(backend, &mut buffer, value);
+        }
+        Ok(buffer)
+    };
+    optimizer.state().iter().map(make).collect()
+}
+
+/// What all elements of all state tensors start at.
+fn initial_value(optimizer: &Optimizer) -> f32 {
+    match optimizer {
+        Optimizer::Adagrad(Adagrad {
+            initial_accumulator_value,
+            ..
+        }) => *initial_accumulator_value as f32,
+        Optimizer::Sgd(_)
+        | Optimizer::Adam(_)
+        | Optimizer::AdamW(_)
+        | Optimizer::Adadelta(_)
+        | Optimizer::RmsProp(_)
+        | Optimizer::Lion(_)
+        | Optimizer::Lamb(_) => 0.0,
+    }
+}
+
+fn fill<B: Backend>(backend: &B, buffer: &mut B::Buffer, value: f32) {
+    let numel = backend.numel(buffer);
+    let block = value.to_le_bytes().repeat(numel.min(BLOCK));
+    for offset in (0..numel).step_by(BLOCK) {
+        let bytes = (numel - offset).min(BLOCK) * DType::F32.size();
+        backend.store(buffer, offset, &block[..bytes], DType::F32);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::backend::Cpu;
+
+    #[test]
+    fn state_starts_at_zero_but_adagrads_sum_at_its_initial_value() {
+        let cpu = Cpu::new();
+        let adagrad = Adagrad {
+            initial_accumulator_value: 0.5,
+            ..Adagrad::default()
+        };
+        for (optimizer, expected) in [
+            ("adamw".parse().unwrap(), 0.0f32),
+            (Optimizer::Adagrad(adagrad), 0.5),
+        ] {
+            let numel = BLOCK + 3;
+            let state = initial_state(&cpu, &optimizer, numel).unwrap();
+            assert_eq!(state.len(), optimizer.state().len());
+            for buffer in state {
+                let bytes = cpu.read(&Arc::new(buffer), 0..numel, DType::F32);
+                assert_eq!(bytes, expected.to_le_bytes().repeat(numel));
+            }
+        }
+    }
+}
