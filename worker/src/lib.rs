@@ -2,9 +2,14 @@
 //! level) parameters live on the shard servers.
 
 pub mod batches;
+pub mod chart;
+pub mod evaluate;
 pub mod levels;
 pub mod memory;
 pub mod model;
 pub mod random;
+pub mod sample;
+pub mod schedule;
 pub mod segments;
+pub mod text;
 pub mod travel;
