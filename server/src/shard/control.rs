@@ -6,9 +6,7 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use zeroshard_proto::{
     Error, JobSpec, Placement, Result,
-    pb::{
-        self, coordinator_client::CoordinatorClient, server_command::Command, server_event::Event,
-    },
+    pb::{self, coordinator_client::CoordinatorClient, server_command::Command, server_event::Event},
     transport::{MAX_CONTROL_MESSAGE, endpoint},
 };
 
@@ -51,11 +49,8 @@ impl<'a, B: Backend> Session<'a, B> {
         let outgoing = tokio_stream::StreamExt::map(UnboundedReceiverStream::new(outgoing), |event| {
             pb::ServerEvent { event: Some(event) }
         });
-        let mut commands = client
-            .serve(outgoing)
-            .await
-            .map_err(|status| Error::from_status(&status, &peer))?
-            .into_inner();
+        let mut commands =
+            client.serve(outgoing).await.map_err(|status| Error::from_status(&status, &peer))?.into_inner();
         match commands.message().await.map_err(|status| Error::from_status(&status, &peer))? {
             Some(pb::ServerCommand { command: Some(Command::Welcome(welcome)) }) => {
                 tracing::info!(coordinator, server = welcome.server_id, "registered");

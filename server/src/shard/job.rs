@@ -8,6 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use prometheus::Histogram;
 use rayon::prelude::*;
 use tokio::sync::{Notify, mpsc::UnboundedSender, watch};
 use tokio_util::sync::CancellationToken;
@@ -54,7 +55,8 @@ struct Progress {
     waiting: usize,
     sums_of_squares: Vec<(u32, f64)>,
     overflow: Option<pb::Overflow>,
-    opened: Instant,
+    /// When the first gradient came; after the reduction, when that ended.
+    phase_began: Option<Instant>,
 }
 
 impl<B: Backend> Job<B> {
@@ -71,13 +73,8 @@ impl<B: Backend> Job<B> {
     ) -> Result<Self> {
         let mut slices: Vec<_> = (0..spec.manifest.slices().len()).map(|_| None).collect();
         for index in placement.primary_slices(id) {
-            let slice = Slice::allocate(
-                &*surroundings.backend,
-                &spec.manifest,
-                index,
-                &spec.groups,
-                spec.world,
-            );
+            let slice =
+                Slice::allocate(&*surroundings.backend, &spec.manifest, index, &spec.groups, spec.world);
             slices[index] = Some(slice.map_err(|e| Error::OutOfMemory {
                 what: format!("slice {index} of tensor {:?}", spec.manifest.tensor_of(index).name),
                 bytes: (e.numel * e.dtype.size()) as u64,
@@ -190,9 +187,9 @@ impl<B: Backend> Job<B> {
             self.check_epoch(epoch)?;
             self.check_step(slice, step)
         };
-        let (new, reduced) =
-            slice.contribute(self.backend(), piece, &self.surroundings.budget, current)?;
+        let (new, reduced) = slice.contribute(self.backend(), piece, &self.surroundings.budget, current)?;
         self.contributed.notify_waiters();
+        self.progress().phase_began.get_or_insert_with(Instant::now);
         if let Some(reduced) = reduced {
             self.finish_reduction(epoch, step, index, reduced);
         }
@@ -225,8 +222,7 @@ impl<B: Backend> Job<B> {
         }
         progress.waiting -= 1;
         if progress.waiting == 0 {
-            let phases = &self.surroundings.metrics.phases;
-            progress.reduced(phases);
+            progress.end_phase(&self.surroundings.metrics.phases.reduce);
             let mut sums = std::mem::take(&mut progress.sums_of_squares);
             sums.sort_unstable_by_key(|&(slice, _)| slice);
             self.tell(pb::server_event::Event::Ready(pb::StepReady {
@@ -249,8 +245,10 @@ impl<B: Backend> Job<B> {
         self.check_epoch(decision.epoch)?;
         let groups = zeroshard_proto::job::optimizers(decision.groups.clone())?;
         self.spec.validate_step(&groups)?;
+        let phases = &self.surroundings.metrics.phases;
         {
-            let progress = self.progress();
+            let mut progress = self.progress();
+            progress.end_phase(&phases.decide);
             if progress.version != Some(decision.step) || progress.waiting > 0 {
                 let cause = format!(
                     "step {} was decided at version {:?} with {} slices incomplete",
@@ -264,7 +262,10 @@ impl<B: Backend> Job<B> {
             apply: decision.apply.then_some((&groups[..], decision.coefficient)),
         };
         self.apply(&step)?;
-        *self.progress() = Progress::new(Some(decision.step + 1), self.training_slices());
+        let mut progress = self.progress();
+        progress.end_phase(&phases.apply);
+        *progress = Progress::new(Some(decision.step + 1), self.training_slices());
+        drop(progress);
         self.changed.send_replace(());
         Ok(())
     }
@@ -363,8 +364,13 @@ impl<B: Backend> Job<B> {
 
 impl Progress {
     fn new(version: Option<u64>, waiting: usize) -> Self {
-        let opened = Instant::now();
-        Self { version, waiting, sums_of_squares: Vec::new(), overflow: None, opened }
+        Self { version, waiting, sums_of_squares: Vec::new(), overflow: None, phase_began: None }
+    }
+
+    /// Observes how long a phase of the step took, and begins the next.
+    fn end_phase(&mut self, phase: &Histogram) {
+        let began = self.phase_began.replace(Instant::now());
+        phase.observe(began.map_or(0.0, |began| began.elapsed().as_secs_f64()));
     }
 }
 

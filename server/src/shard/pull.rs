@@ -71,9 +71,7 @@ pub(super) fn pull<B: Backend>(
         job,
     };
     pull.hold()?;
-    Ok(stream::try_unfold(pull, |mut pull| async {
-        Ok(pull.next_frame().await?.map(|frame| (frame, pull)))
-    }))
+    Ok(stream::try_unfold(pull, |mut pull| async { Ok(pull.next_frame().await?.map(|frame| (frame, pull))) }))
 }
 
 fn wanted<B: Backend>(job: &Job<B>, range: &pb::Range) -> Result<Wanted<B>> {
@@ -83,11 +81,9 @@ fn wanted<B: Backend>(job: &Job<B>, range: &pb::Range) -> Result<Wanted<B>> {
         length => length,
     };
     match range.offset.checked_add(length) {
-        Some(end) if end <= numel && range.offset < end => Ok(Wanted {
-            slice: range.slice,
-            range: range.offset as usize..end as usize,
-            parameters: None,
-        }),
+        Some(end) if end <= numel && range.offset < end => {
+            Ok(Wanted { slice: range.slice, range: range.offset as usize..end as usize, parameters: None })
+        }
         _ => Err(Error::invalid(
             format!("range of slice {}", range.slice),
             format!("{} elements from {} on", range.length, range.offset),

@@ -10,11 +10,7 @@ use zeroshard_proto::{
     pb,
 };
 
-use super::{
-    job::Job,
-    round::Piece,
-    store::Store,
-};
+use super::{job::Job, round::Piece, store::Store};
 use crate::backend::Backend;
 
 /// How long a push stands still when there is no room for gradients whose turn has not come. Then it is refused,

@@ -75,7 +75,7 @@ impl Piece {
         self.offset..self.offset + self.bytes.len() / self.dtype.size()
     }
 
-    fn part(&self, range: Range<usize>) -> Self {
+    pub(crate) fn part(&self, range: Range<usize>) -> Self {
         let size = self.dtype.size();
         let start = (range.start - self.offset) * size;
         let bytes = self.bytes.slice(start..start + range.len() * size);

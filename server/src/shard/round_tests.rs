@@ -9,7 +9,9 @@ const NUMEL: usize = 40;
 
 /// Values whose sum depends on the order of addition.
 fn gradient(rank: u32) -> Vec<f32> {
-    (0..NUMEL).map(|i| (1.0 + i as f32) * 10f32.powi((rank as i32 * 5 + i as i32) % 9 - 4) * 1.000_1).collect()
+    (0..NUMEL)
+        .map(|i| (1.0 + i as f32) * 10f32.powi((rank as i32 * 5 + i as i32) % 9 - 4) * 1.000_1)
+        .collect()
 }
 
 fn piece(rank: u32, range: Range<usize>) -> Piece {

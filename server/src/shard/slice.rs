@@ -212,8 +212,7 @@ impl<B: Backend> Slice<B> {
         let inner = &mut *inner;
         if let Some((group, open)) = self.group.zip(inner.open.as_mut()) {
             if let Some((groups, coefficient)) = step.apply {
-                let update =
-                    Update { optimizer: &groups[group], step: inner.applied + 1, coefficient };
+                let update = Update { optimizer: &groups[group], step: inner.applied + 1, coefficient };
                 let published = inner.published.as_mut().map(|p| exclusive(backend, p)).transpose()?;
                 let master = exclusive(backend, &mut inner.master)?;
                 let state = inner.state.iter_mut().map(|state| exclusive(backend, state));
@@ -260,11 +259,9 @@ impl<B: Backend> Slice<B> {
     fn check_version(&self, job: &str, version: u64) -> Result<()> {
         match self.version() {
             Some(current) if current == version => Ok(()),
-            current => Err(Error::VersionGone {
-                job: job.to_owned(),
-                version,
-                current: current.unwrap_or_default(),
-            }),
+            current => {
+                Err(Error::VersionGone { job: job.to_owned(), version, current: current.unwrap_or_default() })
+            }
         }
     }
 
