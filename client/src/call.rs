@@ -6,16 +6,13 @@ use http_body::Body as HttpBody;
 use prost::Message;
 use tonic::{Status, body::Body, transport::Channel};
 use tower::{Service, ServiceExt};
-use zeroshard_proto::{Error, Result, frame::Reader};
+use zeroshard_proto::{Error, Result};
 
-/// The longest message that a server may send: more than the largest chunk that it may be asked for.
-const MAX_MESSAGE: usize = 64 << 20;
-
-/// Calls `path` of `peer` with `body`; the events of the answer.
+/// Calls `path` of `peer` with `body`; the answer's body.
 ///
 /// # Errors
 /// What the server, or the transport, answered.
-pub(crate) async fn call<B>(channel: &Channel, path: &'static str, body: B, peer: &str) -> Result<Reader<Body>>
+pub(crate) async fn call<B>(channel: &Channel, path: &'static str, body: B, peer: &str) -> Result<Body>
 where
     B: HttpBody<Data = Bytes> + Send + 'static,
     B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
@@ -38,7 +35,7 @@ where
         let cause = format!("HTTP status {}", response.status());
         return Err(Error::Unavailable { peer: peer.to_owned(), cause });
     }
-    Ok(Reader::new(response.into_body(), MAX_MESSAGE))
+    Ok(response.into_body())
 }
 
 /// What headers, or trailers, say of the call; nothing where they have no status.
