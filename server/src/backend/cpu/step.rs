@@ -229,3 +229,22 @@ impl BlockSums {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sum_fed_tile_by_tile_equals_the_sum_of_the_whole() {
+        let cpu = Cpu::new();
+        for numel in [0, 1, TILE, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 77] {
+            let values: Vec<f32> = (0..numel).map(|i| ((i * 7919) as f32).sin()).collect();
+            let mut sums = BlockSums::default();
+            values.chunks(TILE).for_each(|tile| sums.add(&cpu, tile));
+            assert_eq!(
+                sums.total().to_bits(),
+                sum::of_squares(cpu.level, &values).to_bits()
+            );
+        }
+    }
+}

@@ -12,6 +12,7 @@ pub mod lamb;
 pub mod lion;
 pub mod rmsprop;
 pub mod sgd;
+pub mod stream;
 pub mod sum;
 
 /// An instruction set that this machine has.
