@@ -1,8 +1,8 @@
 //! How fast each optimizer's step is, beside what the memory can do.
 //!
-//! The limit is the best of three loops that do nothing but move memory, over buffers of the same kind and size, in the
-//! same repeats: `memcpy`, SGD's mix of reads and writes, and AdamW's. Bytes are counted as the loops name them (4 for a
-//! read, 4 for a write), for both sides.
+//! The limit is the better of two loops that do nothing but move memory, over the same buffers and in the same repeats:
+//! `memcpy`, and one addition to each array that the step writes. Bytes are counted as the loops name them (4 for a read,
+//! 4 for a write), for both sides.
 
 use std::num::NonZero;
 use std::sync::{Mutex, PoisonError};
@@ -42,7 +42,7 @@ struct Line {
     gbps: f64,
     /// The copy loop's GB/s on as many threads.
     copy_gbps: f64,
-    /// The best GB/s of the loops that only move memory, on as many threads.
+    /// The better GB/s of copying and of adding to the arrays that the step writes, on as many threads.
     memory_gbps: f64,
     /// `gbps / memory_gbps`.
     ratio_memory: f64,
@@ -52,19 +52,23 @@ struct Line {
 #[derive(Clone, Copy)]
 enum Subject {
     Copy,
-    Triad,
-    ThreeSums,
+    /// Adds the gradient to that many arrays.
+    Add(usize),
     Step(&'static str, Optimizer),
 }
 
 impl Subject {
-    /// The loops that only move memory first.
     fn all() -> Vec<Subject> {
         let momentum = Sgd {
             momentum: 0.9,
             ..Sgd::default()
         };
-        let mut all = vec![Subject::Copy, Subject::Triad, Subject::ThreeSums];
+        let mut all = vec![
+            Subject::Copy,
+            Subject::Add(1),
+            Subject::Add(2),
+            Subject::Add(3),
+        ];
         all.extend(
             Optimizer::defaults().map(|optimizer| Subject::Step(optimizer.name(), optimizer)),
         );
@@ -76,8 +80,7 @@ impl Subject {
     fn bytes(&self) -> usize {
         match self {
             Subject::Copy => 8,
-            Subject::Triad => 12,
-            Subject::ThreeSums => 28,
+            Subject::Add(arrays) => 4 + 8 * arrays,
             // The second pass reads all but the gradient again, and writes the parameter.
             Subject::Step(_, Optimizer::Lamb(_)) => 40,
             Subject::Step(_, optimizer) => 12 + 8 * optimizer.state().len(),
@@ -92,10 +95,13 @@ impl Subject {
         } = slice;
         match self {
             Subject::Copy => cpu.copy(gradient, a),
-            Subject::Triad => stream::triad(level, a.values_mut(), gradient.values(), 0.5),
-            Subject::ThreeSums => {
+            Subject::Add(arrays) => {
                 let (a, b, c) = (a.values_mut(), b.values_mut(), c.values_mut());
-                stream::three_sums(level, a, b, c, gradient.values());
+                match arrays {
+                    1 => stream::one(level, a, gradient.values()),
+                    2 => stream::two(level, a, b, gradient.values()),
+                    _ => stream::three(level, a, b, c, gradient.values()),
+                }
             }
             Subject::Step(_, optimizer) => {
                 let update = Update {
@@ -193,28 +199,28 @@ fn summarise(
     elements: usize,
     threads: usize,
 ) -> Vec<Line> {
-    let speeds: Vec<f64> = seconds
-        .into_iter()
-        .map(|times| elements as f64 / median(times))
-        .collect();
-    let gbps = |subject: &Subject, speed: f64| subject.bytes() as f64 * speed / 1e9;
-    let (mut copy_gbps, mut memory_gbps) = (0.0, 0.0);
+    let mut copy_gbps = 0.0;
+    let mut add_gbps = [0.0; 4];
     let mut lines = Vec::new();
-    for (subject, &speed) in subjects.iter().zip(&speeds) {
-        let gbps = gbps(subject, speed);
+    for (subject, seconds) in subjects.iter().zip(seconds) {
+        let gparams_per_s = elements as f64 / median(seconds) / 1e9;
+        let gbps = subject.bytes() as f64 * gparams_per_s;
         match subject {
-            Subject::Copy => (copy_gbps, memory_gbps) = (gbps, gbps),
-            Subject::Triad | Subject::ThreeSums => memory_gbps = f64::max(memory_gbps, gbps),
-            &Subject::Step(optimizer, _) => lines.push(Line {
-                bench: "optimizer",
-                optimizer,
-                threads,
-                gparams_per_s: speed / 1e9,
-                gbps,
-                copy_gbps,
-                memory_gbps,
-                ratio_memory: gbps / memory_gbps,
-            }),
+            Subject::Copy => copy_gbps = gbps,
+            &Subject::Add(arrays) => add_gbps[arrays] = gbps,
+            Subject::Step(name, optimizer) => {
+                let memory_gbps = f64::max(copy_gbps, add_gbps[1 + optimizer.state().len()]);
+                lines.push(Line {
+                    bench: "optimizer",
+                    optimizer: name,
+                    threads,
+                    gparams_per_s,
+                    gbps,
+                    copy_gbps,
+                    memory_gbps,
+                    ratio_memory: gbps / memory_gbps,
+                });
+            }
         }
     }
     lines

@@ -10,6 +10,7 @@ pub mod adam;
 pub mod convert;
 pub mod lamb;
 pub mod lion;
+pub mod prefetch;
 pub mod rmsprop;
 pub mod sgd;
 pub mod stream;

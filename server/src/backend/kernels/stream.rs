@@ -1,27 +1,40 @@
-//! Loops that do nothing but move memory: the limit that the other kernels are measured against.
+//! Loops that do nothing but move memory, each with the reads and writes of a kind of step: the limit that the kernels
+//! are measured against.
 
 use super::vectorised;
 
 vectorised! {
-    /// `a = a * scale + b`: SGD's mix of reads and writes, 12 bytes an element.
-    pub fn triad(a: &mut [f32], b: &[f32], scale: f32) {
+    /// Reads two arrays and writes one: a step without state.
+    pub fn one(a: &mut [f32], gradient: &[f32]) {
         let n = a.len();
-        let b = &b[..n];
+        let gradient = &gradient[..n];
         for i in 0..n {
-            a[i] = a[i] * scale + b[i];
+            a[i] += gradient[i];
         }
     }
 }
 
 vectorised! {
-    /// One addition to each of three arrays: AdamW's mix of reads and writes, 28 bytes an element.
-    pub fn three_sums(a: &mut [f32], b: &mut [f32], c: &mut [f32], d: &[f32]) {
+    /// Reads three arrays and writes two: a step with one state tensor.
+    pub fn two(a: &mut [f32], b: &mut [f32], gradient: &[f32]) {
         let n = a.len();
-        let (b, c, d) = (&mut b[..n], &mut c[..n], &d[..n]);
+        let (b, gradient) = (&mut b[..n], &gradient[..n]);
         for i in 0..n {
-            a[i] += d[i];
-            b[i] += d[i];
-            c[i] += d[i];
+            a[i] += gradient[i];
+            b[i] += gradient[i];
+        }
+    }
+}
+
+vectorised! {
+    /// Reads four arrays and writes three: a step with two state tensors.
+    pub fn three(a: &mut [f32], b: &mut [f32], c: &mut [f32], gradient: &[f32]) {
+        let n = a.len();
+        let (b, c, gradient) = (&mut b[..n], &mut c[..n], &gradient[..n]);
+        for i in 0..n {
+            a[i] += gradient[i];
+            b[i] += gradient[i];
+            c[i] += gradient[i];
         }
     }
 }
