@@ -89,12 +89,14 @@ impl Buffer {
         &mut self.memory.bytes_mut()[range.start * size..range.end * size]
     }
 
-    fn values(&self) -> &[f32] {
+    /// The elements of an f32 buffer.
+    pub fn values(&self) -> &[f32] {
         assert_eq!(self.dtype, DType::F32, "an f32 buffer is needed here");
         bytemuck::cast_slice(self.memory.bytes())
     }
 
-    fn values_mut(&mut self) -> &mut [f32] {
+    /// The elements of an f32 buffer, to write.
+    pub fn values_mut(&mut self) -> &mut [f32] {
         assert_eq!(self.dtype, DType::F32, "an f32 buffer is needed here");
         bytemuck::cast_slice_mut(self.memory.bytes_mut())
     }

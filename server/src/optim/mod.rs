@@ -52,6 +52,9 @@ fn fill<B: Backend>(backend: &B, buffer: &mut B::Buffer, value: f32) {
 }
 
 #[cfg(test)]
+mod golden;
+
+#[cfg(test)]
 mod tests {
     use std::sync::Arc;
 

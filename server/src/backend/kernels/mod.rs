@@ -10,8 +10,10 @@ pub mod adam;
 pub mod convert;
 pub mod lamb;
 pub mod lion;
+pub mod prefetch;
 pub mod rmsprop;
 pub mod sgd;
+pub mod stream;
 pub mod sum;
 
 /// An instruction set that this machine has.
