@@ -11,6 +11,7 @@ pub mod job;
 pub mod manifest;
 pub mod optimizer;
 pub mod placement;
+pub mod transport;
 
 pub use dtype::DType;
 pub use error::Error;

@@ -91,6 +91,11 @@ impl Sharding {
         Ok(Self { batch, workers, micro_batches })
     }
 
+    /// Windows of the global batch.
+    pub fn batch(&self) -> usize {
+        self.batch
+    }
+
     /// The micro-batches of a rank at a step, in order.
     pub fn draw(&self, text: &[u8], length: usize, Draw { seed, step, rank }: Draw) -> Vec<Batch> {
         let share = self.batch / self.workers;

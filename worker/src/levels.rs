@@ -319,8 +319,13 @@ mod tests {
         starts.chunks(12 / micro_batches).map(|starts| Batch::cut(&text, starts, 8)).collect()
     }
 
+    fn initial(model: &Model) -> BTreeMap<usize, Vec<f32>> {
+        let owners = model.parameters().iter().enumerate().filter(|(_, p)| p.alias_of.is_none());
+        owners.map(|(tensor, _)| (tensor, model.initial_values(5, tensor))).collect()
+    }
+
     fn link(model: &Model, runtime: &Runtime) -> Link<Table> {
-        let parameters = model.initial_values(5).into_iter().collect();
+        let parameters = initial(model);
         let exchange = Table { parameters, ..Table::default() };
         Link { exchange: Arc::new(exchange), runtime: runtime.handle().clone(), ledger: Ledger::default() }
     }
@@ -346,7 +351,7 @@ mod tests {
     /// The same gradients from one graph over the whole model.
     fn whole_graph() -> (f64, BTreeMap<usize, Vec<f32>>) {
         let model = model();
-        let values: BTreeMap<_, _> = model.initial_values(5).into_iter().collect();
+        let values = initial(&model);
         let leaves: BTreeMap<_, _> =
             values.iter().map(|(&tensor, v)| (tensor, leaf(v.clone()).require_grad())).collect();
         let loss = crate::segments::whole(&model, &leaves, &batches(1)[0]);

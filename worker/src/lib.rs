@@ -3,13 +3,18 @@
 
 pub mod batches;
 pub mod chart;
+pub mod error;
 pub mod evaluate;
 pub mod levels;
 pub mod memory;
 pub mod model;
+pub mod progress;
 pub mod random;
+pub mod remote;
+pub mod report;
 pub mod sample;
 pub mod schedule;
 pub mod segments;
 pub mod text;
+pub mod train;
 pub mod travel;

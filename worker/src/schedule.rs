@@ -1,5 +1,7 @@
 //! The hyperparameters of each step: learning rate by schedule, weight decay by parameter group.
 
+use std::fmt;
+
 use zeroshard_proto::Optimizer;
 
 use crate::model::Group;
@@ -26,8 +28,22 @@ impl Schedule {
     /// The optimizers of a step, one for each parameter group (`model::Group`). The learning rate rises linearly,
     /// then falls along half a cosine to a tenth (Loshchilov and Hutter 2017, without restarts).
     pub fn at(&self, step: u64) -> Vec<Optimizer> {
+        self.groups(self.factor(step))
+    }
+
+    /// The optimizers at the highest learning rate.
+    pub fn highest(&self) -> Vec<Optimizer> {
+        self.groups(1.0)
+    }
+
+    /// The optimizer's name.
+    pub fn name(&self) -> &'static str {
+        self.optimizer.name()
+    }
+
+    fn groups(&self, factor: f64) -> Vec<Optimizer> {
         let mut decayed = self.optimizer;
-        decayed.set_lr(self.optimizer.lr() * self.factor(step));
+        decayed.set_lr(self.optimizer.lr() * factor);
         let mut plain = decayed;
         plain.set_weight_decay(0.0);
         let mut groups = [decayed; 2];
@@ -46,10 +62,17 @@ impl Schedule {
     }
 }
 
+impl fmt::Display for Schedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (lr, decay) = (self.optimizer.lr(), self.optimizer.weight_decay());
+        write!(f, "{}, learning rate {lr}, weight decay {decay}", self.optimizer)
+    }
+}
+
 /// The learning rate that suits the default model, for when none is asked for.
 pub fn default_lr(optimizer: &Optimizer) -> f64 {
     match optimizer {
-        Optimizer::Adam(_) | Optimizer::AdamW(_) => 2e-3,
+        Optimizer::Adam(_) | Optimizer::AdamW(_) => 4e-3,
         Optimizer::Sgd(_) => 0.5,
         Optimizer::Adagrad(_) => 1e-2,
         Optimizer::Adadelta(_) => 1.0,

@@ -89,12 +89,14 @@ impl Buffer {
         &mut self.memory.bytes_mut()[range.start * size..range.end * size]
     }
 
-    fn values(&self) -> &[f32] {
+    /// The elements of an f32 buffer.
+    pub fn values(&self) -> &[f32] {
         assert_eq!(self.dtype, DType::F32, "an f32 buffer is needed here");
         bytemuck::cast_slice(self.memory.bytes())
     }
 
-    fn values_mut(&mut self) -> &mut [f32] {
+    /// The elements of an f32 buffer, to write.
+    pub fn values_mut(&mut self) -> &mut [f32] {
         assert_eq!(self.dtype, DType::F32, "an f32 buffer is needed here");
         bytemuck::cast_slice_mut(self.memory.bytes_mut())
     }
@@ -118,11 +120,7 @@ impl Backend for Cpu {
     fn allocate(&self, dtype: DType, numel: usize) -> Result<Buffer, OutOfMemory> {
         let memory = numel.checked_mul(dtype.size()).and_then(Memory::zeroed);
         let memory = memory.ok_or(OutOfMemory { numel, dtype })?;
-        Ok(Buffer {
-            memory,
-            dtype,
-            numel,
-        })
+        Ok(Buffer { memory, dtype, numel })
     }
 
     fn numel(&self, buffer: &Buffer) -> usize {

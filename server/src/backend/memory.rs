@@ -75,16 +75,7 @@ mod tests {
 
     #[test]
     fn both_kinds_are_zeroed_aligned_and_of_the_right_size() {
-        for len in [
-            0,
-            1,
-            63,
-            64,
-            4_000,
-            MAPPED_FROM - 1,
-            MAPPED_FROM,
-            MAPPED_FROM + 1,
-        ] {
+        for len in [0, 1, 63, 64, 4_000, MAPPED_FROM - 1, MAPPED_FROM, MAPPED_FROM + 1] {
             let mut memory = Memory::zeroed(len).unwrap();
             assert_eq!(memory.bytes().len(), len);
             assert_eq!(memory.bytes().as_ptr().align_offset(64), 0);

@@ -22,6 +22,9 @@ pub mod cpu;
 pub mod kernels;
 mod memory;
 
+#[cfg(test)]
+mod conformance;
+
 pub use cpu::Cpu;
 
 /// A device that holds slices of numbers and computes on them.

@@ -14,8 +14,9 @@ pub struct Scalars {
     first_moment: Lerp,
     beta2: f32,
     one_minus_beta2: f32,
-    correction1: f32,
-    correction2: f32,
+    /// Reciprocals: one division an element, instead of three, keeps both passes near the memory's speed.
+    inverse_correction1: f32,
+    inverse_correction2_sqrt: f32,
     eps: f32,
     weight_decay: f32,
     lr: f64,
@@ -29,8 +30,8 @@ impl Scalars {
             first_moment: Lerp::keeping(lamb.beta1),
             beta2: lamb.beta2 as f32,
             one_minus_beta2: (1.0 - lamb.beta2) as f32,
-            correction1: (1.0 - power(lamb.beta1, step)) as f32,
-            correction2: (1.0 - power(lamb.beta2, step)) as f32,
+            inverse_correction1: (1.0 / (1.0 - power(lamb.beta1, step))) as f32,
+            inverse_correction2_sqrt: (1.0 / (1.0 - power(lamb.beta2, step)).sqrt()) as f32,
             eps: lamb.eps as f32,
             weight_decay: lamb.weight_decay as f32,
             lr: lamb.lr,
@@ -73,8 +74,9 @@ vectorised! {
         let n = parameter.len();
         let (exp_avg, exp_avg_sq, update) = (&exp_avg[..n], &exp_avg_sq[..n], &mut update[..n]);
         for i in 0..n {
-            let denominator = (exp_avg_sq[i] / s.correction2).sqrt() + s.eps;
-            update[i] = exp_avg[i] / s.correction1 / denominator + parameter[i] * s.weight_decay;
+            let denominator = exp_avg_sq[i].sqrt() * s.inverse_correction2_sqrt + s.eps;
+            let ratio = exp_avg[i] * s.inverse_correction1 / denominator;
+            update[i] = ratio + parameter[i] * s.weight_decay;
         }
     }
 }

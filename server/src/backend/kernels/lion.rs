@@ -39,8 +39,8 @@ vectorised! {
         for i in 0..n {
             let g = gradient[i] * s.gradient;
             let c = exp_avg[i] * s.beta1 + g * s.one_minus_beta1;
-            let size = if c == 0.0 { 0.0 } else { s.lr };
-            parameter[i] = parameter[i] * s.kept - size.copysign(c);
+            let change = if c == 0.0 { 0.0 } else { s.lr.copysign(c) };
+            parameter[i] = parameter[i] * s.kept - change;
             exp_avg[i] = exp_avg[i] * s.beta2 + g * s.one_minus_beta2;
         }
     }

@@ -1,0 +1,222 @@
+//! The contract as scalar code: one element at a time, every operation rounded to f32 on its own.
+
+use zeroshard_proto::blocks::BLOCK;
+use zeroshard_proto::optimizer::{
+    Adadelta, Adagrad, Adam, AdamW, Lamb, Lion, Optimizer, RmsProp, Sgd,
+};
+
+use crate::backend::Update;
+
+/// Element `i` of a block into lane `i % 128`, lanes added as a tree, blocks added in order.
+pub(super) fn sum_of_squares(values: &[f32]) -> f64 {
+    let block_sum = |block: &[f32]| {
+        let mut lanes = vec![0.0f64; 128];
+        for (i, &value) in block.iter().enumerate() {
+            lanes[i % 128] += f64::from(value) * f64::from(value);
+        }
+        while lanes.len() > 1 {
+            let upper = lanes.split_off(lanes.len() / 2);
+            lanes
+                .iter_mut()
+                .zip(upper)
+                .for_each(|(lane, other)| *lane += other);
+        }
+        lanes[0]
+    };
+    values
+        .chunks(BLOCK)
+        .fold(0.0, |sum, block| sum + block_sum(block))
+}
+
+/// One step on a whole tensor.
+pub(super) fn apply(update: &Update<'_>, w: &mut [f32], state: &mut [Vec<f32>], gradient: &[f32]) {
+    if let Optimizer::Lamb(lamb) = update.optimizer {
+        return lamb_step(lamb, update, w, state, gradient);
+    }
+    for i in 0..w.len() {
+        let mut element: Vec<f32> = state.iter().map(|tensor| tensor[i]).collect();
+        w[i] = element_step(update, w[i], &mut element, gradient[i]);
+        for (tensor, value) in state.iter_mut().zip(element) {
+            tensor[i] = value;
+        }
+    }
+}
+
+fn element_step(update: &Update<'_>, w: f32, state: &mut [f32], gradient: f32) -> f32 {
+    let step = update.step;
+    match *update.optimizer {
+        Optimizer::Sgd(h) => sgd(h, step, w, state, scaled(update, gradient, h.maximize)),
+        Optimizer::Adam(h) => {
+            let g = decayed(scaled(update, gradient, h.maximize), w, h.weight_decay);
+            adam(h, step, w, state, g)
+        }
+        Optimizer::AdamW(h) => {
+            let AdamW {
+                lr,
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+                amsgrad,
+                maximize,
+            } = h;
+            let plain = Adam {
+                lr,
+                beta1,
+                beta2,
+                eps,
+                weight_decay: 0.0,
+                amsgrad,
+                maximize,
+            };
+            let w = w * (1.0 - lr * weight_decay) as f32;
+            adam(plain, step, w, state, scaled(update, gradient, maximize))
+        }
+        Optimizer::Adagrad(h) => {
+            let g = decayed(scaled(update, gradient, h.maximize), w, h.weight_decay);
+            adagrad(h, step, w, state, g)
+        }
+        Optimizer::Adadelta(h) => {
+            let g = decayed(scaled(update, gradient, h.maximize), w, h.weight_decay);
+            adadelta(h, w, state, g)
+        }
+        Optimizer::RmsProp(h) => {
+            let g = decayed(scaled(update, gradient, h.maximize), w, h.weight_decay);
+            rmsprop(h, w, state, g)
+        }
+        Optimizer::Lion(h) => lion(h, w, state, scaled(update, gradient, h.maximize)),
+        Optimizer::Lamb(_) => unreachable!("LAMB works on whole tensors"),
+    }
+}
+
+fn scaled(update: &Update<'_>, gradient: f32, maximize: bool) -> f32 {
+    let gradient = gradient * update.coefficient;
+    if maximize { -gradient } else { gradient }
+}
+
+fn decayed(gradient: f32, w: f32, weight_decay: f64) -> f32 {
+    if weight_decay == 0.0 {
+        gradient
+    } else {
+        gradient + weight_decay as f32 * w
+    }
+}
+
+fn lerp(start: f32, end: f32, weight: f64) -> f32 {
+    let weight = weight as f32;
+    if weight < 0.5 {
+        start + weight * (end - start)
+    } else {
+        end + (weight - 1.0) * (end - start)
+    }
+}
+
+/// `1 - beta^step`.
+fn correction(beta: f64, step: u64) -> f64 {
+    1.0 - (0..step).fold(1.0, |power, _| power * beta)
+}
+
+fn sgd(h: Sgd, step: u64, w: f32, state: &mut [f32], gradient: f32) -> f32 {
+    let g = decayed(gradient, w, h.weight_decay);
+    let mut direction = g;
+    if h.momentum != 0.0 {
+        let momentum = h.momentum as f32;
+        state[0] = if step == 1 {
+            g
+        } else {
+            state[0] * momentum + (1.0 - h.dampening) as f32 * g
+        };
+        direction = if h.nesterov {
+            g + momentum * state[0]
+        } else {
+            state[0]
+        };
+    }
+    w - h.lr as f32 * direction
+}
+
+fn adam(h: Adam, step: u64, w: f32, state: &mut [f32], g: f32) -> f32 {
+    state[0] = lerp(state[0], g, 1.0 - h.beta1);
+    state[1] = state[1] * h.beta2 as f32 + (1.0 - h.beta2) as f32 * g * g;
+    let mut v = state[1];
+    if h.amsgrad {
+        state[2] = state[2].max(v);
+        v = state[2];
+    }
+    let denominator = v.sqrt() / correction(h.beta2, step).sqrt() as f32 + h.eps as f32;
+    let step_size = (h.lr / correction(h.beta1, step)) as f32;
+    w - step_size * state[0] / denominator
+}
+
+fn adagrad(h: Adagrad, step: u64, w: f32, state: &mut [f32], g: f32) -> f32 {
+    state[0] += g * g;
+    let lr = (h.lr / (1.0 + (step - 1) as f64 * h.lr_decay)) as f32;
+    w - lr * g / (state[0].sqrt() + h.eps as f32)
+}
+
+fn adadelta(h: Adadelta, w: f32, state: &mut [f32], g: f32) -> f32 {
+    let (rho, rest, eps) = (h.rho as f32, (1.0 - h.rho) as f32, h.eps as f32);
+    state[0] = state[0] * rho + rest * g * g;
+    let delta = (state[1] + eps).sqrt() / (state[0] + eps).sqrt() * g;
+    state[1] = state[1] * rho + rest * delta * delta;
+    w - h.lr as f32 * delta
+}
+
+fn rmsprop(h: RmsProp, w: f32, state: &mut [f32], g: f32) -> f32 {
+    state[0] = state[0] * h.alpha as f32 + (1.0 - h.alpha) as f32 * g * g;
+    let mut variance = state[0];
+    if h.centered {
+        let mean = state.last_mut().expect("the mean is the last state tensor");
+        *mean = lerp(*mean, g, 1.0 - h.alpha);
+        variance -= *mean * *mean;
+    }
+    let denominator = variance.sqrt() + h.eps as f32;
+    if h.momentum == 0.0 {
+        return w - h.lr as f32 * g / denominator;
+    }
+    state[1] = state[1] * h.momentum as f32 + g / denominator;
+    w - h.lr as f32 * state[1]
+}
+
+fn lion(h: Lion, w: f32, state: &mut [f32], g: f32) -> f32 {
+    let c = state[0] * h.beta1 as f32 + (1.0 - h.beta1) as f32 * g;
+    state[0] = state[0] * h.beta2 as f32 + (1.0 - h.beta2) as f32 * g;
+    let w = w * (1.0 - h.lr * h.weight_decay) as f32;
+    let lr = h.lr as f32;
+    if c > 0.0 {
+        w - lr
+    } else if c < 0.0 {
+        w + lr
+    } else {
+        w
+    }
+}
+
+fn lamb_step(
+    h: &Lamb,
+    update: &Update<'_>,
+    w: &mut [f32],
+    state: &mut [Vec<f32>],
+    gradient: &[f32],
+) {
+    let first = (1.0 / correction(h.beta1, update.step)) as f32;
+    let second = (1.0 / correction(h.beta2, update.step).sqrt()) as f32;
+    let mut updates = Vec::new();
+    for i in 0..w.len() {
+        let g = scaled(update, gradient[i], h.maximize);
+        state[0][i] = lerp(state[0][i], g, 1.0 - h.beta1);
+        state[1][i] = state[1][i] * h.beta2 as f32 + (1.0 - h.beta2) as f32 * g * g;
+        let denominator = state[1][i].sqrt() * second + h.eps as f32;
+        updates.push(state[0][i] * first / denominator + h.weight_decay as f32 * w[i]);
+    }
+    let (w_norm, update_norm) = (sum_of_squares(w).sqrt(), sum_of_squares(&updates).sqrt());
+    let either_is_zero = w_norm == 0.0 || update_norm == 0.0;
+    let trust = if either_is_zero {
+        1.0
+    } else {
+        w_norm / update_norm
+    };
+    for (w, update) in w.iter_mut().zip(updates) {
+        *w -= (h.lr * trust) as f32 * update;
+    }
+}

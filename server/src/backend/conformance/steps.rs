@@ -1,0 +1,153 @@
+//! Optimizer steps, against [`super::reference`].
+
+use zeroshard_proto::blocks::BLOCK;
+use zeroshard_proto::dtype::DType;
+use zeroshard_proto::optimizer::Optimizer;
+
+use super::{assert_same, buffer_of, contents, from_bytes, numbers, reference, to_bytes};
+use crate::backend::{Backend, Update};
+
+/// Every kernel, and every hyperparameter that changes its path.
+const OPTIMIZERS: [&str; 28] = [
+    r#"{"name":"sgd"}"#,
+    r#"{"name":"sgd","weight_decay":0.1,"maximize":true}"#,
+    r#"{"name":"sgd","momentum":0.9,"dampening":0.5}"#,
+    r#"{"name":"sgd","momentum":0.9,"nesterov":true,"weight_decay":0.1}"#,
+    r#"{"name":"adam"}"#,
+    r#"{"name":"adam","weight_decay":0.1,"beta1":0.25}"#,
+    r#"{"name":"adam","amsgrad":true,"maximize":true}"#,
+    r#"{"name":"adam","beta1":0.0,"beta2":0.0}"#,
+    r#"{"name":"adamw"}"#,
+    r#"{"name":"adamw","weight_decay":0.5,"amsgrad":true}"#,
+    r#"{"name":"adamw","maximize":true}"#,
+    r#"{"name":"adagrad"}"#,
+    r#"{"name":"adagrad","lr_decay":0.5,"weight_decay":0.1,"maximize":true}"#,
+    r#"{"name":"adadelta"}"#,
+    r#"{"name":"adadelta","weight_decay":0.1,"maximize":true}"#,
+    r#"{"name":"adadelta","rho":1.0}"#,
+    r#"{"name":"rmsprop"}"#,
+    r#"{"name":"rmsprop","weight_decay":0.1,"maximize":true}"#,
+    r#"{"name":"rmsprop","momentum":0.9}"#,
+    r#"{"name":"rmsprop","centered":true}"#,
+    r#"{"name":"rmsprop","centered":true,"alpha":0.3}"#,
+    r#"{"name":"rmsprop","centered":true,"momentum":0.5}"#,
+    r#"{"name":"lion"}"#,
+    r#"{"name":"lion","weight_decay":0.1,"maximize":true}"#,
+    r#"{"name":"lamb"}"#,
+    r#"{"name":"lamb","weight_decay":0.1}"#,
+    r#"{"name":"lamb","maximize":true,"eps":0.1}"#,
+    r#"{"name":"lamb","beta1":0.25}"#,
+];
+
+pub(super) fn run<B: Backend>(backend: &B) {
+    for json in OPTIMIZERS {
+        let optimizer: Optimizer = serde_json::from_str(json).unwrap();
+        optimizer.validate().unwrap();
+        for numel in [0, 1, 7, 1_003, 2_049] {
+            steps_equal_the_reference(backend, &optimizer, numel, None);
+        }
+        for dtype in DType::ALL {
+            steps_equal_the_reference(backend, &optimizer, 4_099, Some(dtype));
+        }
+    }
+    let lamb = "lamb".parse().unwrap();
+    steps_equal_the_reference(backend, &lamb, BLOCK, None);
+    steps_equal_the_reference(backend, &lamb, 2 * BLOCK + 77, Some(DType::Bf16));
+    a_zero_norm_is_trusted(backend);
+}
+
+/// A few steps with another learning rate and coefficient each: same parameters, state and cast parameters.
+fn steps_equal_the_reference<B: Backend>(
+    backend: &B,
+    optimizer: &Optimizer,
+    numel: usize,
+    published_as: Option<DType>,
+) {
+    let mut expected = numbers(10, numel);
+    // Positive where it is a sum or average of squares; a first step must not depend on a momentum buffer.
+    let initial: Vec<f32> = numbers(11, numel)
+        .iter()
+        .map(|value| value * value)
+        .collect();
+    let mut expected_state = vec![initial; optimizer.state().len()];
+    let mut master = buffer_of(backend, &expected, DType::F32);
+    let of = |values: &Vec<f32>| buffer_of(backend, values, DType::F32);
+    let mut state: Vec<_> = expected_state.iter().map(of).collect();
+    for (step, coefficient) in [(1, 1.0), (2, 0.3), (3, -0.0), (4, 1e-3)] {
+        let mut optimizer = *optimizer;
+        optimizer.set_lr(optimizer.lr() / step as f64);
+        let update = Update {
+            optimizer: &optimizer,
+            step,
+            coefficient,
+        };
+        let values = numbers(20 + step as usize, numel);
+        let gradient = buffer_of(backend, &values, DType::F32);
+        let mut published = published_as.map(|dtype| backend.allocate(dtype, numel).unwrap());
+        let mut states: Vec<_> = state.iter_mut().collect();
+        backend.apply(
+            &update,
+            &mut master,
+            &mut states,
+            &gradient,
+            published.as_mut(),
+        );
+        reference::apply(&update, &mut expected, &mut expected_state, &values);
+
+        let what = format!("{optimizer:?}, {numel} elements, step {step}");
+        master = assert_contents(backend, master, &expected, &what);
+        for (i, name) in optimizer.state().iter().enumerate() {
+            let tensor = state.remove(i);
+            let what = format!("{name} of {what}");
+            state.insert(
+                i,
+                assert_contents(backend, tensor, &expected_state[i], &what),
+            );
+        }
+        if let Some(published) = published {
+            let dtype = backend.dtype(&published);
+            let expected = from_bytes(&to_bytes(&expected, dtype), dtype);
+            assert_contents(backend, published, &expected, &format!("{dtype} of {what}"));
+        }
+    }
+}
+
+/// LAMB moves tensors that are zero, and leaves those that nothing pulls on.
+fn a_zero_norm_is_trusted<B: Backend>(backend: &B) {
+    let optimizer: Optimizer = "lamb".parse().unwrap();
+    let update = Update {
+        optimizer: &optimizer,
+        step: 1,
+        coefficient: 1.0,
+    };
+    for (parameter, gradient) in [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)] {
+        let mut expected = vec![parameter; 5];
+        let mut expected_state = vec![vec![0.0; 5]; 2];
+        let mut master = buffer_of(backend, &expected, DType::F32);
+        let mut moments = [(); 2].map(|()| backend.allocate(DType::F32, 5).unwrap());
+        let gradient = vec![gradient; 5];
+        let gradients = buffer_of(backend, &gradient, DType::F32);
+        backend.apply(
+            &update,
+            &mut master,
+            &mut moments.each_mut(),
+            &gradients,
+            None,
+        );
+        reference::apply(&update, &mut expected, &mut expected_state, &gradient);
+        assert!(expected.iter().all(|value| value.is_finite()));
+        assert_contents(backend, master, &expected, "LAMB with a zero norm");
+    }
+}
+
+fn assert_contents<B: Backend>(
+    backend: &B,
+    buffer: B::Buffer,
+    expected: &[f32],
+    what: &str,
+) -> B::Buffer {
+    let dtype = backend.dtype(&buffer);
+    let (bytes, buffer) = contents(backend, buffer);
+    assert_same(&from_bytes(&bytes, dtype), expected, what);
+    buffer
+}

@@ -1,0 +1,221 @@
+//! The optimizers against golden vectors: `tests/golden/make.py` says how those were made.
+//!
+//! SGD equals torch bit for bit. The others take square roots, which torch does not always round to nearest: they
+//! equal torch as it is within a tolerance, and torch with correctly rounded square roots bit for bit.
+
+use std::sync::Arc;
+
+use serde_json::Value;
+use zeroshard_proto::dtype::DType;
+use zeroshard_proto::optimizer::Optimizer;
+
+use super::initial_state;
+use crate::backend::cpu::Buffer;
+use crate::backend::{Backend, Cpu, Update};
+
+const CASES: &str = include_str!("../../../tests/golden/cases.json");
+const VECTORS: &[u8] = include_bytes!("../../../tests/golden/vectors.f32");
+
+/// How far a parameter may be from its golden value, relative to it or to 1, whichever is larger. 0 demands equal bits.
+fn tolerance(optimizer: &Optimizer) -> f64 {
+    match optimizer {
+        Optimizer::Sgd(_) => 0.0,
+        Optimizer::Adam(_) | Optimizer::AdamW(_) | Optimizer::Adadelta(_) => 1e-7,
+        Optimizer::Adagrad(_) => 2e-7,
+        // Small averages make large steps, and momentum adds them up.
+        Optimizer::RmsProp(_) => 1e-6,
+        // Float64 on the other side: what differs is f32 rounding over 50 steps.
+        Optimizer::Lion(_) | Optimizer::Lamb(_) => 2e-6,
+    }
+}
+
+/// The same hash as in make.py.
+fn hashed(tensor: u32, step: u32, element: u32) -> u32 {
+    let mut x = element ^ step.wrapping_mul(0x9E37_79B1) ^ tensor.wrapping_mul(0x85EB_CA77);
+    x ^= x >> 16;
+    x = x.wrapping_mul(0x7FEB_352D);
+    x ^= x >> 15;
+    x = x.wrapping_mul(0x846C_A68B);
+    x ^ (x >> 16)
+}
+
+/// The same values as in make.py: gradients, or at step 0 the initial parameters.
+fn values(tensor: u32, step: u32, size: usize) -> Vec<f32> {
+    let value = |element: u32| {
+        let h = hashed(tensor, step, element);
+        let kind = (element + 4 + 12 * tensor + if step == 0 { 8 } else { 0 }) % 16;
+        let normal = ((h >> 8) as i32 - (1 << 23)) as f32 * 2f32.powi(-23);
+        match kind {
+            0 => 0.0,
+            1 => f32::from_bits(h & 0x807F_FFFF),
+            2 => normal * 2f32.powi(if step == 0 { 10 } else { 40 }),
+            3 => normal * 2f32.powi(-40),
+            _ => normal,
+        }
+    };
+    (0..size as u32).map(value).collect()
+}
+
+fn buffer(cpu: &Cpu, values: &[f32]) -> Buffer {
+    let mut buffer = cpu.allocate(DType::F32, values.len()).unwrap();
+    cpu.store(&mut buffer, 0, bytemuck::cast_slice(values), DType::F32);
+    buffer
+}
+
+/// A tensor's parameters after each of the recorded steps.
+fn run(index: &Index, optimizer: &Optimizer, tensor: usize) -> Vec<Vec<f32>> {
+    let cpu = Cpu::new();
+    let size = index.sizes[tensor];
+    let mut master = buffer(&cpu, &values(tensor as u32, 0, size));
+    let mut state = initial_state(&cpu, optimizer, size).unwrap();
+    let mut recorded = Vec::new();
+    for step in 1..=index.steps {
+        let mut optimizer = *optimizer;
+        let factor = index.lr_factors[(step - 1) % index.lr_factors.len()];
+        optimizer.set_lr(optimizer.lr() * factor);
+        let gradient = buffer(&cpu, &values(tensor as u32, step as u32, size));
+        let update = Update {
+            optimizer: &optimizer,
+            step: step as u64,
+            coefficient: 1.0,
+        };
+        let mut states: Vec<_> = state.iter_mut().collect();
+        cpu.apply(&update, &mut master, &mut states, &gradient, None);
+        if index.recorded.contains(&step) {
+            let shared = Arc::new(master);
+            let bytes = cpu.read(&shared, 0..size, DType::F32);
+            recorded.push(floats(&bytes));
+            drop(bytes);
+            master = Arc::into_inner(shared).unwrap();
+        }
+    }
+    recorded
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    let (raw, torn) = bytes.as_chunks();
+    assert!(torn.is_empty());
+    raw.iter().map(|&raw| f32::from_le_bytes(raw)).collect()
+}
+
+/// What cases.json says.
+struct Index {
+    torch: String,
+    sizes: Vec<usize>,
+    steps: usize,
+    recorded: Vec<usize>,
+    lr_factors: Vec<f64>,
+    cases: Vec<Case>,
+}
+
+struct Case {
+    name: String,
+    optimizer: Optimizer,
+    /// Of the parameters that torch has with correctly rounded square roots; none for LAMB and Lion.
+    checksum: Option<String>,
+}
+
+impl Index {
+    fn read() -> Index {
+        let json: Value = serde_json::from_str(CASES).unwrap();
+        let case = |case: &Value| Case {
+            name: case["case"].as_str().unwrap().to_owned(),
+            optimizer: serde_json::from_value(case["optimizer"].clone()).unwrap(),
+            checksum: case["checksum"].as_str().map(str::to_owned),
+        };
+        let sizes =
+            |key: &str| -> Vec<usize> { serde_json::from_value(json[key].clone()).unwrap() };
+        Index {
+            torch: json["torch"].as_str().unwrap().to_owned(),
+            sizes: sizes("sizes"),
+            steps: json["steps"].as_u64().unwrap() as usize,
+            recorded: sizes("recorded"),
+            lr_factors: serde_json::from_value(json["lr_factors"].clone()).unwrap(),
+            cases: json["cases"].as_array().unwrap().iter().map(case).collect(),
+        }
+    }
+}
+
+/// How a case's parameters compare.
+struct Comparison {
+    values: usize,
+    other_bits: usize,
+    worst: f64,
+    checksum: u64,
+}
+
+impl Comparison {
+    fn new() -> Comparison {
+        Comparison {
+            values: 0,
+            other_bits: 0,
+            worst: 0.0,
+            checksum: 0xCBF2_9CE4_8422_2325,
+        }
+    }
+
+    fn add(&mut self, ours: f32, golden: f32) {
+        let error = (f64::from(ours) - f64::from(golden)).abs() / f64::from(golden.abs().max(1.0));
+        assert!(!error.is_nan(), "golden vectors have no infinities nor NaN");
+        self.worst = self.worst.max(error);
+        self.other_bits += usize::from(ours.to_bits() != golden.to_bits());
+        self.values += 1;
+        self.checksum ^= u64::from(ours.to_bits());
+        self.checksum = self.checksum.wrapping_mul(0x100_0000_01B3);
+    }
+
+    /// Prints the table's line. Returns whether the case holds.
+    fn report(self, case: &Case) -> bool {
+        let Comparison {
+            values,
+            other_bits,
+            worst,
+            checksum,
+        } = self;
+        let tolerance = tolerance(&case.optimizer);
+        let rounded = case
+            .checksum
+            .as_ref()
+            .map(|expected| *expected == format!("{checksum:016x}"));
+        let yes_or_no = |yes| if yes { "yes" } else { "no" };
+        let share = format!("{other_bits}/{values}");
+        let bitwise = yes_or_no(other_bits == 0);
+        let rounded_bitwise = rounded.map_or("-", yes_or_no);
+        let name = &case.name;
+        println!(
+            "{name:<28}{bitwise:>8}{share:>12}{worst:>10.1e}{tolerance:>10.0e}{rounded_bitwise:>15}"
+        );
+        worst <= tolerance && (tolerance > 0.0 || other_bits == 0) && rounded != Some(false)
+    }
+}
+
+#[test]
+fn every_optimizer_equals_its_golden_vectors() {
+    let index = Index::read();
+    let mut golden = floats(VECTORS).into_iter();
+    let mut failed = Vec::new();
+    println!(
+        "against torch {} (LAMB and Lion: float64 formulas)",
+        index.torch
+    );
+    println!(
+        "{:<28}{:>8}{:>12}{:>10}{:>10}{:>15}",
+        "case", "bitwise", "other bits", "worst", "allowed", "rounded sqrt"
+    );
+    for case in &index.cases {
+        case.optimizer.validate().unwrap();
+        let run = |tensor| run(&index, &case.optimizer, tensor);
+        let runs: Vec<_> = (0..index.sizes.len()).map(run).collect();
+        let mut comparison = Comparison::new();
+        for recorded in 0..index.recorded.len() {
+            for &ours in runs.iter().flat_map(|run| &run[recorded]) {
+                comparison.add(ours, golden.next().unwrap());
+            }
+        }
+        if !comparison.report(case) {
+            failed.push(&case.name);
+        }
+    }
+    assert_eq!(golden.next(), None, "every vector was compared");
+    assert!(failed.is_empty(), "not equal: {failed:?}");
+}

@@ -1,0 +1,212 @@
+"""Makes the golden vectors that the optimizers are tested against: cases.json and vectors.f32, beside this file.
+
+    pip install torch numpy && python make.py
+
+torch.optim (foreach=False, fused=False: its single-tensor reference implementations) is the reference for all that it
+has; LAMB and Lion are written here from their papers, in float64. Each case runs STEPS steps over tensors of SIZES
+elements with a changing learning rate. Gradients and initial parameters come from an integer hash, so that the test makes the
+same ones and only results are stored: vectors.f32 holds, for each case, for each of RECORDED steps, for each tensor, the
+parameters as little-endian f32.
+
+torch's bits differ from machine to machine, for two reasons (both seen in torch 2.15):
+- Its AVX2 and AVX-512 kernels contract some products and sums to fused multiply-adds, in the vector part of a tensor and
+  not in its tail. So this script asks for its default kernels, which round every operation, as ours do.
+- Its float square root is MKL's, where 0.6 % of the results are one unit in the last place away from the nearest.
+So each case that has a square root is run twice: as torch is, for vectors.f32, and with a correctly rounded square root (in
+float64, then rounded, which is exact), of whose results cases.json has a checksum. The first must be met within a tolerance,
+the second bit for bit.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+
+os.environ["ATEN_CPU_CAPABILITY"] = "default"
+
+import numpy as np
+import torch
+
+HERE = pathlib.Path(__file__).parent
+SIZES = [1, 7, 1003]
+STEPS = 50
+RECORDED = [10, 50]
+LR_FACTORS = [1.0, 0.5, 2.0, 0.25]
+
+CASES = [
+    ("sgd", {"name": "sgd"}),
+    ("sgd weight_decay", {"name": "sgd", "lr": 0.05, "weight_decay": 0.1}),
+    ("sgd momentum", {"name": "sgd", "lr": 0.01, "momentum": 0.9}),
+    ("sgd dampening", {"name": "sgd", "lr": 0.01, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.01}),
+    ("sgd nesterov", {"name": "sgd", "lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    ("sgd maximize", {"name": "sgd", "lr": 0.01, "momentum": 0.8, "maximize": True}),
+    ("adam", {"name": "adam"}),
+    ("adam weight_decay", {"name": "adam", "lr": 0.01, "weight_decay": 0.1}),
+    ("adam amsgrad", {"name": "adam", "amsgrad": True}),
+    ("adam low betas", {"name": "adam", "beta1": 0.3, "beta2": 0.6, "eps": 1e-4}),
+    ("adam maximize", {"name": "adam", "weight_decay": 0.01, "amsgrad": True, "maximize": True}),
+    ("adamw", {"name": "adamw"}),
+    ("adamw no decay", {"name": "adamw", "weight_decay": 0.0, "beta1": 0.8, "beta2": 0.95}),
+    ("adamw amsgrad", {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
+    ("adamw maximize", {"name": "adamw", "maximize": True}),
+    ("adagrad", {"name": "adagrad"}),
+    ("adagrad lr_decay", {"name": "adagrad", "lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.01}),
+    ("adagrad initial value", {"name": "adagrad", "initial_accumulator_value": 0.1}),
+    ("adagrad maximize", {"name": "adagrad", "maximize": True}),
+    ("adadelta", {"name": "adadelta"}),
+    ("adadelta weight_decay", {"name": "adadelta", "lr": 0.5, "rho": 0.95, "weight_decay": 0.01}),
+    ("adadelta maximize", {"name": "adadelta", "maximize": True}),
+    ("rmsprop", {"name": "rmsprop"}),
+    ("rmsprop weight_decay", {"name": "rmsprop", "lr": 0.001, "alpha": 0.9, "weight_decay": 0.1}),
+    ("rmsprop momentum", {"name": "rmsprop", "momentum": 0.9}),
+    ("rmsprop centered", {"name": "rmsprop", "centered": True}),
+    ("rmsprop centered momentum", {"name": "rmsprop", "centered": True, "momentum": 0.5, "weight_decay": 0.01}),
+    ("rmsprop maximize", {"name": "rmsprop", "maximize": True}),
+    ("lion", {"name": "lion"}),
+    ("lion weight_decay", {"name": "lion", "lr": 0.001, "beta1": 0.95, "beta2": 0.98, "weight_decay": 0.1}),
+    ("lion maximize", {"name": "lion", "maximize": True}),
+    ("lamb", {"name": "lamb"}),
+    ("lamb weight_decay", {"name": "lamb", "lr": 0.01, "weight_decay": 0.1}),
+    ("lamb maximize", {"name": "lamb", "beta1": 0.8, "weight_decay": 0.01, "maximize": True}),
+]
+
+
+def hashed(tensor, step, size):
+    """One u32 an element: the finaliser `lowbias32` over element, step and tensor."""
+    i = np.arange(size, dtype=np.uint32)
+    x = i ^ np.uint32(step * 0x9E3779B1 & 0xFFFFFFFF) ^ np.uint32(tensor * 0x85EBCA77 & 0xFFFFFFFF)
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(0x846CA68B)
+    x ^= x >> np.uint32(16)
+    return x
+
+
+def values(tensor, step, size):
+    """Mostly in -1..1; of sixteen neighbours one is zero, one subnormal, one about 2^40 and one about 2^-40.
+
+    Step 0 gives the initial parameters. Their special elements are others than the gradients', and their large ones are
+    about 2^10: LAMB moves every element by a share of the tensor's norm.
+    """
+    h = hashed(tensor, step, size)
+    kind = (np.arange(size) + 4 + 12 * tensor + (8 if step == 0 else 0)) % 16
+    signed = (h >> np.uint32(8)).astype(np.int32) - (1 << 23)
+    normal = signed.astype(np.float32) * np.float32(2.0**-23)
+    subnormal = (h & np.uint32(0x807FFFFF)).view(np.float32)
+    large = normal * np.float32(2.0 ** (10 if step == 0 else 40))
+    special = [np.zeros(size, np.float32), subnormal, large, normal * np.float32(2.0**-40)]
+    return np.select([kind == k for k in range(4)], special, normal)
+
+
+def torch_optimizer(hyperparameters, parameters):
+    kinds = {
+        "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "adagrad": torch.optim.Adagrad,
+        "adadelta": torch.optim.Adadelta, "rmsprop": torch.optim.RMSprop,
+    }  # fmt: skip
+    options = dict(hyperparameters)
+    kind = kinds[options.pop("name")]
+    if "beta1" in options or "beta2" in options:
+        options["betas"] = (options.pop("beta1", 0.9), options.pop("beta2", 0.999))
+    return kind(parameters, foreach=False, **options)
+
+
+def run_torch(hyperparameters):
+    parameters = [torch.from_numpy(values(t, 0, size).copy()) for t, size in enumerate(SIZES)]
+    optimizer = torch_optimizer(hyperparameters, parameters)
+    group = optimizer.param_groups[0]
+    lr = group["lr"]
+    for step in range(1, STEPS + 1):
+        group["lr"] = lr * LR_FACTORS[(step - 1) % len(LR_FACTORS)]
+        for t, parameter in enumerate(parameters):
+            parameter.grad = torch.from_numpy(values(t, step, len(parameter)).copy())
+        optimizer.step()
+        if step in RECORDED:
+            yield [parameter.numpy().copy() for parameter in parameters]
+
+
+def lion(w, m, g, step, lr, beta1=0.9, beta2=0.99, weight_decay=0.0):
+    """Chen et al. (2023), algorithm 2."""
+    c = beta1 * m[0] + (1 - beta1) * g
+    # A sign that f32 could see otherwise would make the vector useless: choose other values then.
+    size = beta1 * np.abs(m[0]) + (1 - beta1) * np.abs(g)
+    assert (np.abs(c) >= 1e-6 * size).all(), "an update whose sign depends on rounding"
+    w -= lr * (np.sign(c) + weight_decay * w)
+    m[0] = beta2 * m[0] + (1 - beta2) * g
+
+
+def lamb(w, m, g, step, lr, beta1=0.9, beta2=0.999, eps=1e-6, weight_decay=0.0):
+    """You et al. (2020), algorithm 2, with phi the identity."""
+    m[0] = beta1 * m[0] + (1 - beta1) * g
+    m[1] = beta2 * m[1] + (1 - beta2) * g**2
+    r = m[0] / (1 - beta1**step) / (np.sqrt(m[1] / (1 - beta2**step)) + eps)
+    update = r + weight_decay * w
+    w_norm, update_norm = np.linalg.norm(w), np.linalg.norm(update)
+    trust = w_norm / update_norm if w_norm > 0 and update_norm > 0 else 1.0
+    w -= lr * trust * update
+
+
+def run_paper(hyperparameters):
+    options = dict(hyperparameters)
+    rule, lr = {"lion": (lion, 1e-4), "lamb": (lamb, 1e-3)}[options.pop("name")]
+    lr = options.pop("lr", lr)
+    sign = -1 if options.pop("maximize", False) else 1
+    parameters = [values(t, 0, size).astype(np.float64) for t, size in enumerate(SIZES)]
+    moments = [[np.zeros_like(w), np.zeros_like(w)] for w in parameters]
+    for step in range(1, STEPS + 1):
+        for t, (w, m) in enumerate(zip(parameters, moments)):
+            gradient = sign * values(t, step, len(w)).astype(np.float64)
+            rule(w, m, gradient, step, lr * LR_FACTORS[(step - 1) % len(LR_FACTORS)], **options)
+        if step in RECORDED:
+            yield [w.astype(np.float32) for w in parameters]
+
+
+@contextlib.contextmanager
+def nearest_square_roots():
+    """torch with a correctly rounded square root."""
+    sqrt, sqrt_ = torch.Tensor.sqrt, torch.Tensor.sqrt_
+    torch.Tensor.sqrt = lambda self: sqrt(self.double()).to(self.dtype)
+    torch.Tensor.sqrt_ = lambda self: self.copy_(self.sqrt())
+    yield
+    torch.Tensor.sqrt, torch.Tensor.sqrt_ = sqrt, sqrt_
+
+
+def checksum(vectors):
+    """FNV-1a of 64 bits over the parameters' bits, one u32 at a time."""
+    state = 0xCBF29CE484222325
+    for bits in np.concatenate(vectors).view(np.uint32):
+        state = (state ^ int(bits)) * 0x100000001B3 % 2**64
+    return f"{state:016x}"
+
+
+def flat(recorded):
+    return [tensor for parameters in recorded for tensor in parameters]
+
+
+def main():
+    torch.set_num_threads(1)
+    vectors, cases = [], []
+    for case, hyperparameters in CASES:
+        entry = {"case": case, "optimizer": hyperparameters}
+        if hyperparameters["name"] in ("lion", "lamb"):
+            vectors += flat(run_paper(hyperparameters))
+        else:
+            vectors += flat(run_torch(hyperparameters))
+            with nearest_square_roots():
+                entry["checksum"] = checksum(flat(run_torch(hyperparameters)))
+        cases.append(entry)
+    np.concatenate(vectors).astype("<f4").tofile(HERE / "vectors.f32")
+    index = {
+        "torch": torch.__version__.split("+")[0],
+        "sizes": SIZES,
+        "steps": STEPS,
+        "recorded": RECORDED,
+        "lr_factors": LR_FACTORS,
+    }
+    lines = [f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in index.items()]
+    cases = ",\n".join(json.dumps(case) for case in cases)
+    (HERE / "cases.json").write_text("{\n" + "".join(lines) + '"cases": [\n' + cases + "\n]\n}\n")
+
+
+if __name__ == "__main__":
+    main()
