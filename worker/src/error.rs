@@ -17,6 +17,9 @@ pub enum Error {
     /// The cluster, or a job that it does not take.
     #[error(transparent)]
     Cluster(#[from] zeroshard_proto::Error),
+    /// The embedded cluster.
+    #[error("embedded cluster: {0}")]
+    Embedded(#[from] zeroshard_server::serve::Error),
     /// A flag that contradicts another.
     #[error("{flag} is {found}; it must be {expected}")]
     Flag {

@@ -3,11 +3,14 @@
 
 pub mod batches;
 pub mod chart;
+pub mod cli;
 pub mod error;
 pub mod evaluate;
+pub mod launch;
 pub mod levels;
 pub mod memory;
 pub mod model;
+pub mod processes;
 pub mod progress;
 pub mod random;
 pub mod remote;

@@ -120,7 +120,7 @@ fn millions(count: usize) -> f64 {
 
 fn table(plan: &Plan, summary: &Summary, parameters: usize) -> Table {
     let mut table = Table::new();
-    table.load_preset(presets::UTF8_BORDERS_ONLY);
+    table.load_style(presets::UTF8_BORDERS_ONLY);
     let megabytes = |bytes: f64| format!("{:.2} MB", bytes / 1e6);
     let mut row = |name: &str, value: String| {
         table.add_row([name.to_owned(), value]);
