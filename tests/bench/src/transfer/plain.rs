@@ -4,8 +4,10 @@ use std::{pin::Pin, sync::Mutex};
 
 use bytes::Bytes;
 use futures_util::{Stream, StreamExt, stream};
-use tokio_stream::wrappers::TcpListenerStream;
-use tonic::{Request, Response, Status, Streaming, transport::Channel};
+use tonic::{
+    Request, Response, Status, Streaming,
+    transport::{Channel, server::TcpIncoming},
+};
 use zeroshard_proto::pb::{self, data_client::DataClient, data_server};
 
 type Error = Box<dyn std::error::Error>;
@@ -58,7 +60,8 @@ pub(crate) fn serve() -> Result<(), Error> {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
         crate::table::print_listening(&listener.local_addr()?.to_string());
         let service = data_server::DataServer::new(Plain::default());
-        let incoming = TcpListenerStream::new(listener);
+        // What `Server::serve` would do with an address: no delay.
+        let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
         Ok(tonic::transport::Server::builder().add_service(service).serve_with_incoming(incoming).await?)
     })
 }
