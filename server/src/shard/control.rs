@@ -14,15 +14,24 @@ use super::{
     job::{Job, Surroundings},
     store::Store,
 };
-use crate::backend::Backend;
+use crate::{backend::Backend, health::Health};
 
 /// How often the coordinator hears what this server holds.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// One connection to the coordinator, from the first greeting until it breaks: the reason.
-pub(super) async fn session<B: Backend>(store: &Arc<Store<B>>, coordinator: &str, advertised: &str) -> Error {
+pub(super) async fn session<B: Backend>(
+    store: &Arc<Store<B>>,
+    health: &Health,
+    coordinator: &str,
+    advertised: &str,
+) -> Error {
     match Session::open(store, coordinator, advertised).await {
-        Ok((mut session, commands)) => session.run(commands, coordinator).await,
+        Ok((mut session, commands)) => {
+            store.metrics.coordinator_connected.set(1);
+            health.set_ready(true).await;
+            session.run(commands, coordinator).await
+        }
         Err(error) => error,
     }
 }
@@ -54,7 +63,6 @@ impl<'a, B: Backend> Session<'a, B> {
         match commands.message().await.map_err(|status| Error::from_status(&status, &peer))? {
             Some(pb::ServerCommand { command: Some(Command::Welcome(welcome)) }) => {
                 tracing::info!(coordinator, server = welcome.server_id, "registered");
-                store.metrics.coordinator_connected.set(1);
                 Ok((Self { store, events, id: welcome.server_id }, commands))
             }
             other => Err(Error::Internal { cause: format!("{peer} greeted with {other:?}") }),

@@ -20,10 +20,8 @@ use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use zeroshard_proto::{pb::shard_server::ShardServer, transport::MAX_CONTROL_MESSAGE};
 
-pub use store::Limits;
-
-use crate::{backend::Backend, metrics::Metrics};
-use store::Store;
+use crate::{backend::Backend, config, health::Health, serve::Context};
+use store::{Limits, Store};
 
 /// How often a lost coordinator is dialled again.
 const RECONNECT: Duration = Duration::from_millis(500);
@@ -31,12 +29,19 @@ const RECONNECT: Duration = Duration::from_millis(500);
 /// The role `shard`, on one backend.
 pub struct Shard<B: Backend> {
     store: Arc<Store<B>>,
+    health: Health,
 }
 
 impl<B: Backend> Shard<B> {
     /// A server that holds nothing yet.
-    pub fn new(backend: B, limits: Limits, metrics: Arc<Metrics>) -> Self {
-        Self { store: Arc::new(Store::new(backend, limits, metrics)) }
+    pub fn new(backend: B, config: &config::Shard, context: Context) -> Self {
+        let Context { common, metrics, health } = context;
+        let limits = Limits {
+            wait: common.wait(),
+            max_message: common.max_message_bytes,
+            parked_bytes: config.parked_bytes,
+        };
+        Self { store: Arc::new(Store::new(backend, limits, metrics)), health }
     }
 
     /// The gRPC services. Streams end when `shutdown` is cancelled.
@@ -49,27 +54,25 @@ impl<B: Backend> Shard<B> {
     /// Registers with the coordinator, and does what it says until `shutdown`. A coordinator that is lost is
     /// dialled again; the jobs are dropped then, since nobody can decide their steps any more.
     pub async fn run(&self, coordinator: &str, advertised: &str, shutdown: CancellationToken) {
-        let connected = &self.store.metrics.coordinator_connected;
         loop {
-            let session = control::session(&self.store, coordinator, advertised);
+            let session = control::session(&self.store, &self.health, coordinator, advertised);
             let ended = tokio::select! {
                 () = shutdown.cancelled() => break,
                 ended = session => ended,
             };
-            connected.set(0);
-            self.store.close_all();
+            self.disconnected().await;
             tracing::warn!(coordinator, error = %ended, "no coordinator; dialling again");
             tokio::select! {
                 () = shutdown.cancelled() => break,
                 () = tokio::time::sleep(RECONNECT) => {}
             }
         }
-        connected.set(0);
-        self.store.close_all();
+        self.disconnected().await;
     }
 
-    /// Whether a coordinator is connected.
-    pub fn is_ready(&self) -> bool {
-        self.store.metrics.coordinator_connected.get() == 1
+    async fn disconnected(&self) {
+        self.health.set_ready(false).await;
+        self.store.metrics.coordinator_connected.set(0);
+        self.store.close_all();
     }
 }

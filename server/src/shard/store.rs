@@ -16,13 +16,13 @@ use crate::{backend::Backend, config::MAX_WAIT, metrics::Metrics};
 
 /// What a caller may cost.
 #[derive(Debug, Clone, Copy)]
-pub struct Limits {
+pub(crate) struct Limits {
     /// How long a call waits that does not say.
-    pub wait: Duration,
+    pub(crate) wait: Duration,
     /// The longest data-plane message, in bytes.
-    pub max_message: usize,
+    pub(crate) max_message: usize,
     /// Gradients that came before their turn, in bytes.
-    pub parked_bytes: u64,
+    pub(crate) parked_bytes: u64,
 }
 
 /// All jobs of one server.

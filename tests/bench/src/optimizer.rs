@@ -59,19 +59,9 @@ enum Subject {
 
 impl Subject {
     fn all() -> Vec<Subject> {
-        let momentum = Sgd {
-            momentum: 0.9,
-            ..Sgd::default()
-        };
-        let mut all = vec![
-            Subject::Copy,
-            Subject::Add(1),
-            Subject::Add(2),
-            Subject::Add(3),
-        ];
-        all.extend(
-            Optimizer::defaults().map(|optimizer| Subject::Step(optimizer.name(), optimizer)),
-        );
+        let momentum = Sgd { momentum: 0.9, ..Sgd::default() };
+        let mut all = vec![Subject::Copy, Subject::Add(1), Subject::Add(2), Subject::Add(3)];
+        all.extend(Optimizer::defaults().map(|optimizer| Subject::Step(optimizer.name(), optimizer)));
         all.push(Subject::Step("sgd_momentum", Optimizer::Sgd(momentum)));
         all
     }
@@ -89,10 +79,7 @@ impl Subject {
 
     fn run(&self, cpu: &Cpu, slice: &mut Slice) {
         let level = Level::best();
-        let Slice {
-            arrays: [a, b, c],
-            gradient,
-        } = slice;
+        let Slice { arrays: [a, b, c], gradient } = slice;
         match self {
             Subject::Copy => cpu.copy(gradient, a),
             Subject::Add(arrays) => {
@@ -104,11 +91,7 @@ impl Subject {
                 }
             }
             Subject::Step(_, optimizer) => {
-                let update = Update {
-                    optimizer,
-                    step: 2,
-                    coefficient: 0.5,
-                };
+                let update = Update { optimizer, step: 2, coefficient: 0.5 };
                 let mut state = [b, c];
                 let state = &mut state[..optimizer.state().len()];
                 cpu.apply(&update, a, state, gradient, None);
@@ -130,10 +113,7 @@ impl Slice {
         for (i, value) in gradient.values_mut().iter_mut().enumerate() {
             *value = 0.25 + (i % 1021) as f32 / 2048.0;
         }
-        Ok(Slice {
-            arrays: [array()?, array()?, array()?],
-            gradient,
-        })
+        Ok(Slice { arrays: [array()?, array()?, array()?], gradient })
     }
 
     /// Fills the arrays with positive numbers, which every optimizer can take for its state.
@@ -148,12 +128,8 @@ impl Slice {
 pub(crate) fn run(options: &Options, json: bool) -> Result<(), OutOfMemory> {
     let cpu = Cpu::new();
     let elements = options.elements.get();
-    let sizes = (0..elements)
-        .step_by(SLICE)
-        .map(|start| SLICE.min(elements - start));
-    let mut slices = sizes
-        .map(|numel| Slice::new(&cpu, numel))
-        .collect::<Result<Vec<_>, _>>()?;
+    let sizes = (0..elements).step_by(SLICE).map(|start| SLICE.min(elements - start));
+    let mut slices = sizes.map(|numel| Slice::new(&cpu, numel)).collect::<Result<Vec<_>, _>>()?;
     let subjects = Subject::all();
     let mut lines = Vec::new();
     for threads in THREADS {
@@ -193,12 +169,7 @@ fn in_parallel(slices: &mut [Slice], threads: usize, work: impl Fn(&mut Slice) +
     });
 }
 
-fn summarise(
-    subjects: &[Subject],
-    seconds: Vec<Vec<f64>>,
-    elements: usize,
-    threads: usize,
-) -> Vec<Line> {
+fn summarise(subjects: &[Subject], seconds: Vec<Vec<f64>>, elements: usize, threads: usize) -> Vec<Line> {
     let mut copy_gbps = 0.0;
     let mut add_gbps = [0.0; 4];
     let mut lines = Vec::new();
@@ -242,23 +213,9 @@ fn print_json(lines: &[Line]) {
 fn print_table(lines: &[Line]) {
     let mut table = Table::new();
     table.load_style(comfy_table::presets::UTF8_HORIZONTAL_ONLY);
-    table.set_header([
-        "optimizer",
-        "threads",
-        "G params/s",
-        "GB/s",
-        "copy GB/s",
-        "memory GB/s",
-        "ratio",
-    ]);
+    table.set_header(["optimizer", "threads", "G params/s", "GB/s", "copy GB/s", "memory GB/s", "ratio"]);
     for line in lines {
-        let numbers = [
-            line.gparams_per_s,
-            line.gbps,
-            line.copy_gbps,
-            line.memory_gbps,
-            line.ratio_memory,
-        ];
+        let numbers = [line.gparams_per_s, line.gbps, line.copy_gbps, line.memory_gbps, line.ratio_memory];
         let mut row = vec![line.optimizer.to_owned(), line.threads.to_string()];
         row.extend(numbers.map(|number| format!("{number:.2}")));
         table.add_row(row);
