@@ -171,7 +171,7 @@ async fn serve_admin(site: Option<AdminSite>, shutdown: CancellationToken) -> Re
 /// Says where it listens: in the log, and to the program that started us.
 fn announce(json: bool, role: &str, address: SocketAddr, admin: Option<&AdminSite>) {
     let admin = admin.map(|site| site.address);
-    tracing::info!(role, %address, ?admin, "listening");
+    tracing::info!(role, %address, admin = admin.map(tracing::field::display), "listening");
     if json {
         let event = json!({"event": "listening", "role": role, "address": address, "admin": admin});
         let mut out = io::stdout().lock();

@@ -251,7 +251,7 @@ mod tests {
         let before = place(None, &live, &weights, 2).unwrap();
         let after = place(Some(&before), &servers(1..101), &weights, 2).unwrap();
         assert!(spread(&after, &servers(1..101), &weights) <= 16_777_216);
-        // 0.1 s in a release build; the bound is for slow machines and debug builds.
+        // Both: 0.15 s in a release build; the bound is for slow machines and debug builds.
         assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
     }
 

@@ -28,10 +28,13 @@ struct Fixture {
 
 impl Fixture {
     async fn start() -> Self {
+        Self::start_with(Common::default()).await
+    }
+
+    async fn start_with(common: Common) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let context =
-            Context { common: Common::default(), metrics: Metrics::new(), health: Health::new().await };
+        let context = Context { common, metrics: Metrics::new(), health: Health::new().await };
         let coordinator = Coordinator::new(context.clone());
         let shutdown = CancellationToken::new();
         let (token, used) = (shutdown.clone(), context.clone());
@@ -273,4 +276,15 @@ async fn health_and_reflection_answer() {
         assert_eq!(health.check(request).await.unwrap().into_inner().status, 1, "{service:?} is serving");
     }
     fixture.stop().await;
+}
+
+#[tokio::test]
+async fn a_stream_without_end_does_not_hold_up_the_end() {
+    use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
+    let fixture = Fixture::start_with(Common { drain_seconds: 0, ..Common::default() }).await;
+    let channel = Channel::from_shared(format!("http://{}", fixture.address)).unwrap();
+    let mut health = HealthClient::new(channel.connect().await.unwrap());
+    let watch = health.watch(HealthCheckRequest { service: "liveness".into() }).await.unwrap();
+    fixture.stop().await;
+    drop(watch);
 }
