@@ -55,10 +55,7 @@ impl FromStr for DType {
     type Err = UnknownDType;
 
     fn from_str(name: &str) -> Result<Self, Self::Err> {
-        DType::ALL
-            .into_iter()
-            .find(|dtype| dtype.name() == name)
-            .ok_or_else(|| UnknownDType(name.to_owned()))
+        DType::ALL.into_iter().find(|dtype| dtype.name() == name).ok_or_else(|| UnknownDType(name.to_owned()))
     }
 }
 
@@ -70,10 +67,7 @@ mod tests {
     fn names_parse_back_and_serde_writes_the_same_names() {
         for dtype in DType::ALL {
             assert_eq!(dtype.to_string().parse(), Ok(dtype));
-            assert_eq!(
-                serde_json::to_string(&dtype).unwrap(),
-                format!("{:?}", dtype.name())
-            );
+            assert_eq!(serde_json::to_string(&dtype).unwrap(), format!("{:?}", dtype.name()));
         }
     }
 

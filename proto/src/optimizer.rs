@@ -346,10 +346,7 @@ mod tests {
             assert_eq!(optimizer.name().parse(), Ok(optimizer));
             let json = serde_json::to_value(optimizer).unwrap();
             assert_eq!(json["name"], optimizer.name());
-            assert_eq!(
-                serde_json::from_value::<Optimizer>(json).unwrap(),
-                optimizer
-            );
+            assert_eq!(serde_json::from_value::<Optimizer>(json).unwrap(), optimizer);
         }
         let error = "adamax".parse::<Optimizer>().unwrap_err();
         for optimizer in Optimizer::defaults() {
@@ -360,10 +357,7 @@ mod tests {
     #[test]
     fn absent_hyperparameters_are_torch_defaults_and_unknown_ones_are_refused() {
         let adamw: Optimizer = serde_json::from_str(r#"{"name":"adamw","lr":0.5}"#).unwrap();
-        let expected = AdamW {
-            lr: 0.5,
-            ..AdamW::default()
-        };
+        let expected = AdamW { lr: 0.5, ..AdamW::default() };
         assert_eq!(adamw, Optimizer::AdamW(expected));
         assert!(serde_json::from_str::<Optimizer>(r#"{"name":"adamw","lrr":0.5}"#).is_err());
     }
@@ -380,10 +374,7 @@ mod tests {
     #[test]
     fn only_what_changes_the_state_tensors_changes_the_layout() {
         let plain = Optimizer::Sgd(Sgd::default());
-        let momentum = Optimizer::Sgd(Sgd {
-            momentum: 0.9,
-            ..Sgd::default()
-        });
+        let momentum = Optimizer::Sgd(Sgd { momentum: 0.9, ..Sgd::default() });
         let mut other_lr = plain;
         other_lr.set_lr(7.0);
         assert!(plain.same_state_layout(&other_lr));

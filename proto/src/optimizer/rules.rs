@@ -21,40 +21,14 @@ pub(super) fn validate(optimizer: &Optimizer) -> Result<(), Invalid> {
     let rules = Rules(optimizer.name());
     match *optimizer {
         Optimizer::Sgd(sgd) => rules.sgd(&sgd),
-        Optimizer::Adam(Adam {
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            ..
-        })
-        | Optimizer::AdamW(AdamW {
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            ..
-        })
-        | Optimizer::Lamb(Lamb {
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            ..
-        }) => {
+        Optimizer::Adam(Adam { lr, beta1, beta2, eps, weight_decay, .. })
+        | Optimizer::AdamW(AdamW { lr, beta1, beta2, eps, weight_decay, .. })
+        | Optimizer::Lamb(Lamb { lr, beta1, beta2, eps, weight_decay, .. }) => {
             rules.non_negative(&[("lr", lr), ("eps", eps), ("weight_decay", weight_decay)])?;
             rules.below_one(&[("beta1", beta1), ("beta2", beta2)])
         }
         Optimizer::Adagrad(Adagrad {
-            lr,
-            lr_decay,
-            eps,
-            weight_decay,
-            initial_accumulator_value,
-            ..
+            lr, lr_decay, eps, weight_decay, initial_accumulator_value, ..
         }) => rules.non_negative(&[
             ("lr", lr),
             ("lr_decay", lr_decay),
@@ -62,24 +36,11 @@ pub(super) fn validate(optimizer: &Optimizer) -> Result<(), Invalid> {
             ("weight_decay", weight_decay),
             ("initial_accumulator_value", initial_accumulator_value),
         ]),
-        Optimizer::Adadelta(Adadelta {
-            lr,
-            rho,
-            eps,
-            weight_decay,
-            ..
-        }) => {
+        Optimizer::Adadelta(Adadelta { lr, rho, eps, weight_decay, .. }) => {
             rules.non_negative(&[("lr", lr), ("eps", eps), ("weight_decay", weight_decay)])?;
             rules.share("rho", rho)
         }
-        Optimizer::RmsProp(RmsProp {
-            lr,
-            alpha,
-            eps,
-            weight_decay,
-            momentum,
-            ..
-        }) => {
+        Optimizer::RmsProp(RmsProp { lr, alpha, eps, weight_decay, momentum, .. }) => {
             rules.non_negative(&[
                 ("lr", lr),
                 ("eps", eps),
@@ -88,13 +49,7 @@ pub(super) fn validate(optimizer: &Optimizer) -> Result<(), Invalid> {
             ])?;
             rules.share("alpha", alpha)
         }
-        Optimizer::Lion(Lion {
-            lr,
-            beta1,
-            beta2,
-            weight_decay,
-            ..
-        }) => {
+        Optimizer::Lion(Lion { lr, beta1, beta2, weight_decay, .. }) => {
             rules.non_negative(&[("lr", lr), ("weight_decay", weight_decay)])?;
             rules.below_one(&[("beta1", beta1), ("beta2", beta2)])
         }
@@ -106,18 +61,9 @@ struct Rules(&'static str);
 
 impl Rules {
     fn sgd(&self, sgd: &Sgd) -> Result<(), Invalid> {
-        self.non_negative(&[
-            ("lr", sgd.lr),
-            ("momentum", sgd.momentum),
-            ("weight_decay", sgd.weight_decay),
-        ])?;
+        self.non_negative(&[("lr", sgd.lr), ("momentum", sgd.momentum), ("weight_decay", sgd.weight_decay)])?;
         let dampening_fits = in_f32(sgd.dampening);
-        self.check(
-            "dampening",
-            sgd.dampening,
-            dampening_fits,
-            "a finite number",
-        )?;
+        self.check("dampening", sgd.dampening, dampening_fits, "a finite number")?;
         if sgd.nesterov {
             let expected = "greater than 0 where nesterov is on";
             self.check("momentum", sgd.momentum, sgd.momentum > 0.0, expected)?;
@@ -156,12 +102,7 @@ impl Rules {
         if holds {
             return Ok(());
         }
-        Err(Invalid {
-            optimizer: self.0,
-            field,
-            value: value.to_string(),
-            expected,
-        })
+        Err(Invalid { optimizer: self.0, field, value: value.to_string(), expected })
     }
 }
 
@@ -190,11 +131,7 @@ mod tests {
     fn every_number_of_every_optimizer_is_checked_for_sign_and_size() {
         for optimizer in Optimizer::defaults() {
             let json = serde_json::to_value(optimizer).unwrap();
-            let numbers = json
-                .as_object()
-                .unwrap()
-                .iter()
-                .filter(|(_, value)| value.is_f64());
+            let numbers = json.as_object().unwrap().iter().filter(|(_, value)| value.is_f64());
             for (field, _) in numbers {
                 for bad in [-1.0, 1e39] {
                     if field == "dampening" && bad == -1.0 {
@@ -220,27 +157,12 @@ mod tests {
             assert_eq!(optimizer.validate().unwrap_err().field, "weight_decay");
         }
         let nan = f64::NAN;
-        let sgd = Sgd {
-            dampening: nan,
-            ..Sgd::default()
-        };
-        let adam = Adam {
-            beta2: nan,
-            ..Adam::default()
-        };
-        let adadelta = Adadelta {
-            rho: nan,
-            ..Adadelta::default()
-        };
-        assert_eq!(
-            Optimizer::Sgd(sgd).validate().unwrap_err().field,
-            "dampening"
-        );
+        let sgd = Sgd { dampening: nan, ..Sgd::default() };
+        let adam = Adam { beta2: nan, ..Adam::default() };
+        let adadelta = Adadelta { rho: nan, ..Adadelta::default() };
+        assert_eq!(Optimizer::Sgd(sgd).validate().unwrap_err().field, "dampening");
         assert_eq!(Optimizer::Adam(adam).validate().unwrap_err().field, "beta2");
-        assert_eq!(
-            Optimizer::Adadelta(adadelta).validate().unwrap_err().field,
-            "rho"
-        );
+        assert_eq!(Optimizer::Adadelta(adadelta).validate().unwrap_err().field, "rho");
     }
 
     #[test]
@@ -263,10 +185,7 @@ mod tests {
 
     #[test]
     fn the_error_says_what_was_wrong_and_what_would_be_right() {
-        let lion = Optimizer::Lion(Lion {
-            beta1: 1.5,
-            ..Lion::default()
-        });
+        let lion = Optimizer::Lion(Lion { beta1: 1.5, ..Lion::default() });
         assert_eq!(
             lion.validate().unwrap_err().to_string(),
             "lion: beta1 is 1.5: it must be at least 0 and less than 1"

@@ -120,11 +120,7 @@ impl Backend for Cpu {
     fn allocate(&self, dtype: DType, numel: usize) -> Result<Buffer, OutOfMemory> {
         let memory = numel.checked_mul(dtype.size()).and_then(Memory::zeroed);
         let memory = memory.ok_or(OutOfMemory { numel, dtype })?;
-        Ok(Buffer {
-            memory,
-            dtype,
-            numel,
-        })
+        Ok(Buffer { memory, dtype, numel })
     }
 
     fn numel(&self, buffer: &Buffer) -> usize {

@@ -31,10 +31,7 @@ pub fn initial_state<B: Backend>(
 /// What all elements of all state tensors start at.
 fn initial_value(optimizer: &Optimizer) -> f32 {
     match optimizer {
-        Optimizer::Adagrad(Adagrad {
-            initial_accumulator_value,
-            ..
-        }) => *initial_accumulator_value as f32,
+        Optimizer::Adagrad(Adagrad { initial_accumulator_value, .. }) => *initial_accumulator_value as f32,
         Optimizer::Sgd(_)
         | Optimizer::Adam(_)
         | Optimizer::AdamW(_)
@@ -67,14 +64,9 @@ mod tests {
     #[test]
     fn state_starts_at_zero_but_adagrads_sum_at_its_initial_value() {
         let cpu = Cpu::new();
-        let adagrad = Adagrad {
-            initial_accumulator_value: 0.5,
-            ..Adagrad::default()
-        };
-        for (optimizer, expected) in [
-            ("adamw".parse().unwrap(), 0.0f32),
-            (Optimizer::Adagrad(adagrad), 0.5),
-        ] {
+        let adagrad = Adagrad { initial_accumulator_value: 0.5, ..Adagrad::default() };
+        for (optimizer, expected) in [("adamw".parse().unwrap(), 0.0f32), (Optimizer::Adagrad(adagrad), 0.5)]
+        {
             let numel = BLOCK + 3;
             let state = initial_state(&cpu, &optimizer, numel).unwrap();
             assert_eq!(state.len(), optimizer.state().len());

@@ -42,38 +42,16 @@ impl Scalars {
 
     /// AdamW's scalars of applied step `step` (from 1).
     pub fn adamw(adamw: &AdamW, step: u64, coefficient: f32) -> Scalars {
-        let &AdamW {
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize,
-        } = adamw;
-        let adam = Adam {
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay: 0.0,
-            amsgrad,
-            maximize,
-        };
-        Scalars {
-            kept: (1.0 - lr * weight_decay) as f32,
-            ..Scalars::adam(&adam, step, coefficient)
-        }
+        let &AdamW { lr, beta1, beta2, eps, weight_decay, amsgrad, maximize } = adamw;
+        let adam = Adam { lr, beta1, beta2, eps, weight_decay: 0.0, amsgrad, maximize };
+        Scalars { kept: (1.0 - lr * weight_decay) as f32, ..Scalars::adam(&adam, step, coefficient) }
     }
 
     /// The new moments.
     #[inline(always)]
     fn moments(&self, gradient: f32, parameter: f32, m: f32, v: f32) -> (f32, f32) {
         let g = decayed(gradient * self.gradient, parameter, self.weight_decay);
-        (
-            self.first_moment.to(m, g),
-            v * self.beta2 + self.one_minus_beta2 * g * g,
-        )
+        (self.first_moment.to(m, g), v * self.beta2 + self.one_minus_beta2 * g * g)
     }
 
     /// The new parameter.

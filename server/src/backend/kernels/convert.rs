@@ -125,10 +125,7 @@ impl Element for F16 {
         let bits = value.to_bits();
         let magnitude = bits & !(1 << 31);
         let odd = (magnitude >> 13) & 1;
-        let normal = magnitude
-            .wrapping_sub((127 - 15) << 23)
-            .wrapping_add(0xfff + odd)
-            >> 13;
+        let normal = magnitude.wrapping_sub((127 - 15) << 23).wrapping_add(0xfff + odd) >> 13;
         let sum = f32::from_bits(magnitude) + f32::from_bits(HALF);
         let subnormal = sum.to_bits().wrapping_sub(HALF);
         let quiet_nan = 0x7e00 | (magnitude >> 13) & 0x3ff;

@@ -107,11 +107,7 @@ fn signed(coefficient: f32, maximize: bool) -> f32 {
 /// `gradient + weight_decay * parameter`; the gradient itself where there is no decay, as torch does.
 #[inline(always)]
 fn decayed(gradient: f32, parameter: f32, weight_decay: f32) -> f32 {
-    if weight_decay == 0.0 {
-        gradient
-    } else {
-        gradient + parameter * weight_decay
-    }
+    if weight_decay == 0.0 { gradient } else { gradient + parameter * weight_decay }
 }
 
 /// A running average moving towards `end`: `torch.lerp`, whose two formulas keep it exact at both ends.
@@ -126,10 +122,7 @@ impl Lerp {
     fn keeping(decay: f64) -> Lerp {
         let weight = (1.0 - decay) as f32;
         let from_end = weight >= 0.5;
-        Lerp {
-            weight: if from_end { weight - 1.0 } else { weight },
-            from_end,
-        }
+        Lerp { weight: if from_end { weight - 1.0 } else { weight }, from_end }
     }
 
     #[inline(always)]
@@ -163,10 +156,7 @@ mod tests {
             for exponent in [0u64, 1, 2, 3, 10, 1000, 65_537] {
                 let expected = f64::powf(base, exponent as f64);
                 let error = (power(base, exponent) - expected).abs();
-                assert!(
-                    error <= 1e-12 * expected,
-                    "{base} to the power of {exponent}"
-                );
+                assert!(error <= 1e-12 * expected, "{base} to the power of {exponent}");
             }
         }
     }
