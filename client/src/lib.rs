@@ -1,1 +1,60 @@
-//! ZeroShard: client.
+//! The client SDK: the only code that dials a cluster's servers on behalf of a training program.
+//!
+//! ```no_run
+//! # async fn example() -> zeroshard_proto::Result<()> {
+//! use zeroshard_client::{Cluster, Commit, Gradient, Options, Target};
+//! use zeroshard_proto::{JobSpec, Manifest, TensorSpec};
+//!
+//! let cluster = Cluster::connect("127.0.0.1:7400", Options::default()).await?;
+//! let manifest = Manifest::new(vec![TensorSpec::new("weight", [1024, 1024])])?;
+//! cluster.create_job(&JobSpec::new("mine", manifest, vec!["adamw".parse().unwrap()])).await?;
+//! let job = cluster.join("mine", 0).await?;
+//! job.initialise(vec![Gradient { tensor: 0, data: vec![0.1; 1024 * 1024].into() }]).await?;
+//! let mut weight = vec![0.0; 1024 * 1024];
+//! for step in 0..10 {
+//!     job.pull(step, vec![Target { tensor: 0, data: &mut weight }]).await?;
+//!     let gradient = weight.iter().map(|w| 2.0 * w).collect::<Vec<f32>>();
+//!     job.push(step, vec![Gradient { tensor: 0, data: gradient.into() }]).await?;
+//!     let report = job.commit(Commit::new(step)).await?;
+//!     assert_eq!(report.version, step + 1);
+//! }
+//! # Ok(()) }
+//! ```
+
+mod call;
+mod cluster;
+mod hash;
+mod job;
+mod pull;
+mod push;
+mod shards;
+mod values;
+
+use std::time::Duration;
+
+pub use cluster::{Cluster, Description};
+pub use job::{Commit, Job, StepReport};
+pub use pull::Target;
+pub use push::Gradient;
+pub use shards::Traffic;
+pub use values::Values;
+pub use zeroshard_proto::{Error, Result};
+
+use zeroshard_proto::DType;
+
+/// How a program talks to its cluster.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Element type of parameters and gradients on the wire.
+    pub wire: DType,
+    /// Payload of one message, in bytes. Changes no result.
+    pub chunk_bytes: usize,
+    /// How long one operation may take, all its tries and waits together.
+    pub deadline: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { wire: DType::F32, chunk_bytes: 1 << 20, deadline: Duration::from_secs(60) }
+    }
+}

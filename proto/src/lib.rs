@@ -1,5 +1,33 @@
-//! ZeroShard: proto.
+//! The wire, and whatever both of its sides must agree on.
+//!
+//! Generated messages ([`pb`]) stop at the border: they are converted on receipt into the types of
+//! this crate, which cannot be wrong.
 
 pub mod blocks;
 pub mod dtype;
+pub mod error;
+pub mod frame;
+pub mod job;
+pub mod manifest;
 pub mod optimizer;
+pub mod placement;
+pub mod transport;
+
+pub use dtype::DType;
+pub use error::Error;
+pub use job::JobSpec;
+pub use manifest::{Manifest, Policy, SliceSpec, TensorSpec};
+pub use optimizer::Optimizer;
+pub use placement::{Placement, Server};
+
+/// `Result` with this crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Generated from `zeroshard/v1/*.proto`, where the messages are documented.
+#[expect(missing_docs, clippy::all, reason = "generated")]
+pub mod pb {
+    tonic::include_proto!("zeroshard.v1");
+
+    /// The encoded `FileDescriptorSet`, for the reflection service.
+    pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/zeroshard.bin"));
+}

@@ -1,9 +1,13 @@
 //! `zs-bench`: measured comparisons. Every subcommand prints a table, or with `--json` one object a line, and measures its
 //! baselines in the same run.
 
-use clap::{Parser, Subcommand};
-
 mod optimizer;
+mod sample;
+mod step;
+mod table;
+mod transfer;
+
+use clap::{Parser, Subcommand};
 
 #[derive(Parser)]
 #[command(about, version)]
@@ -17,13 +21,26 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Bench {
+    Transfer(transfer::Options),
     Optimizer(optimizer::Options),
+    Step(step::Options),
+    #[command(hide = true)]
+    StepWorker(step::WorkerOptions),
+    #[command(hide = true)]
+    ServeRaw,
+    #[command(hide = true)]
+    ServePlain,
 }
 
 fn main() -> std::process::ExitCode {
     let Arguments { json, bench } = Arguments::parse();
     let result: Result<(), Box<dyn std::error::Error>> = match bench {
+        Bench::Transfer(options) => transfer::run(&options, json),
         Bench::Optimizer(options) => optimizer::run(&options, json).map_err(Into::into),
+        Bench::Step(options) => step::run(&options, json),
+        Bench::StepWorker(options) => step::run_worker(&options),
+        Bench::ServeRaw => transfer::serve_raw(),
+        Bench::ServePlain => transfer::serve_plain(),
     };
     match result {
         Ok(()) => std::process::ExitCode::SUCCESS,

@@ -1,0 +1,72 @@
+//! gRPC calls of the data plane, below generated code: bodies in and out are streams of frames.
+
+use bytes::{BufMut, Bytes, BytesMut};
+use http::{HeaderMap, HeaderValue, Request, header};
+use http_body::Body as HttpBody;
+use prost::Message;
+use tonic::{Status, body::Body, transport::Channel};
+use tower::{Service, ServiceExt};
+use zeroshard_proto::{Error, Result};
+
+/// Calls `path` of `peer` with `body`; the answer's body.
+///
+/// # Errors
+/// What the server, or the transport, answered.
+pub(crate) async fn call<B>(channel: &Channel, path: &'static str, body: B, peer: &str) -> Result<Body>
+where
+    B: HttpBody<Data = Bytes> + Send + 'static,
+    B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+{
+    let unavailable = |cause: &dyn std::error::Error| Error::Unavailable {
+        peer: peer.to_owned(),
+        cause: std::iter::successors(cause.source(), |e| e.source())
+            .fold(cause.to_string(), |message, cause| format!("{message}: {cause}")),
+    };
+    let mut request = Request::post(path).body(Body::new(body)).expect("the path is a constant");
+    let headers = request.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    headers.insert(header::TE, HeaderValue::from_static("trailers"));
+
+    let mut channel = channel.clone();
+    let service = channel.ready().await.map_err(|e| unavailable(&e))?;
+    let response = service.call(request).await.map_err(|e| unavailable(&e))?;
+    check(response.headers(), peer)?;
+    if !response.status().is_success() {
+        let cause = format!("HTTP status {}", response.status());
+        return Err(Error::Unavailable { peer: peer.to_owned(), cause });
+    }
+    Ok(response.into_body())
+}
+
+/// What headers, or trailers, say of the call; nothing where they have no status.
+///
+/// # Errors
+/// Theirs.
+pub(crate) fn check(headers: &HeaderMap, peer: &str) -> Result<()> {
+    match Status::from_header_map(headers) {
+        Some(status) if status.code() != tonic::Code::Ok => Err(Error::from_status(&status, peer)),
+        _ => Ok(()),
+    }
+}
+
+/// What the trailers say at the end of an answer.
+///
+/// # Errors
+/// Theirs; [`Error::Unavailable`] where there are none: the stream was cut.
+pub(crate) fn finish(trailers: &HeaderMap, peer: &str) -> Result<()> {
+    if !trailers.contains_key("grpc-status") {
+        let cause = "the answer was cut short".to_owned();
+        return Err(Error::Unavailable { peer: peer.to_owned(), cause });
+    }
+    check(trailers, peer)
+}
+
+/// A message with its gRPC prefix.
+pub(crate) fn framed(message: &impl Message) -> Bytes {
+    let length = message.encoded_len();
+    let mut bytes = BytesMut::with_capacity(5 + length);
+    bytes.put_u8(0);
+    bytes.put_u32(length as u32);
+    message.encode(&mut bytes).expect("a BytesMut grows");
+    bytes.freeze()
+}

@@ -1,0 +1,210 @@
+//! A cluster, as seen through its coordinator.
+
+use std::{sync::Arc, time::Duration};
+
+use tokio::time::Instant;
+use tonic::transport::Channel;
+use zeroshard_proto::{
+    Error, JobSpec, Placement, Result,
+    error::Remedy,
+    pb::{self, coordinator_client::CoordinatorClient},
+    transport::{MAX_CONTROL_MESSAGE, endpoint},
+};
+
+use crate::{Job, Options, hash, shards::Shards};
+
+/// Pause before a call is tried again.
+pub(crate) const RETRY_PAUSE: Duration = Duration::from_millis(100);
+
+/// A connection to a cluster. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Cluster {
+    pub(crate) client: CoordinatorClient<Channel>,
+    /// For messages: role and address.
+    pub(crate) peer: String,
+    pub(crate) options: Options,
+    pub(crate) shards: Arc<Shards>,
+}
+
+/// What a reader must know of a job.
+#[derive(Debug, Clone)]
+pub struct Description {
+    /// What the job is.
+    pub spec: JobSpec,
+    /// Its membership generation.
+    pub epoch: u64,
+    /// Where its slices are.
+    pub placement: Placement,
+    /// The current version; `None` before the initial parameters are complete.
+    pub version: Option<u64>,
+}
+
+impl Cluster {
+    /// Connects to the coordinator at `address`, `host:port`; tries until the deadline.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for an address that is none, [`Error::Timeout`].
+    pub async fn connect(address: &str, options: Options) -> Result<Self> {
+        let peer = format!("coordinator {address}");
+        let cluster = Self {
+            client: CoordinatorClient::new(endpoint(address)?.connect_lazy())
+                .max_decoding_message_size(MAX_CONTROL_MESSAGE)
+                .max_encoding_message_size(MAX_CONTROL_MESSAGE),
+            peer,
+            options,
+            shards: Arc::default(),
+        };
+        cluster.status().await?;
+        Ok(cluster)
+    }
+
+    /// Servers and jobs.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`].
+    pub async fn status(&self) -> Result<pb::StatusResponse> {
+        self.retry("an answer", async |_| {
+            let request = pb::StatusRequest {};
+            self.client.clone().status(request).await
+        })
+        .await
+    }
+
+    /// Makes the job, unless it is there already.
+    ///
+    /// # Errors
+    /// [`Error::JobExists`] with another spec, [`Error::Timeout`] if too few servers come,
+    /// [`Error::JobFailed`] if they cannot hold it.
+    pub async fn create_job(&self, spec: &JobSpec) -> Result<()> {
+        spec.validate()?;
+        let spec = pb::JobSpec::from(spec);
+        self.retry("the job to be made", async |wait_ms| {
+            let request = pb::CreateJobRequest { spec: Some(spec.clone()), wait_ms };
+            self.client.clone().create_job(request).await
+        })
+        .await?;
+        Ok(())
+    }
+
+    /// Frees what the servers hold of the job.
+    ///
+    /// # Errors
+    /// [`Error::UnknownJob`], [`Error::Timeout`].
+    pub async fn delete_job(&self, job: &str) -> Result<()> {
+        self.retry("the job to be deleted", async |_| {
+            let request = pb::DeleteJobRequest { job: job.to_owned() };
+            self.client.clone().delete_job(request).await
+        })
+        .await?;
+        Ok(())
+    }
+
+    /// What a reader must know of the job.
+    ///
+    /// # Errors
+    /// [`Error::UnknownJob`], [`Error::Timeout`].
+    pub async fn describe_job(&self, job: &str) -> Result<Description> {
+        let answer = self
+            .retry("the job's description", async |_| {
+                let request = pb::DescribeJobRequest { job: job.to_owned() };
+                self.client.clone().describe_job(request).await
+            })
+            .await?;
+        Ok(Description {
+            spec: answer.spec.unwrap_or_default().try_into()?,
+            epoch: answer.epoch,
+            placement: answer.placement.unwrap_or_default().try_into()?,
+            version: answer.version,
+        })
+    }
+
+    /// The hash of all of a job's state at its current version: hexadecimal BLAKE3. It depends on what was
+    /// trained and how, not on the cluster.
+    ///
+    /// # Errors
+    /// [`Error::UnknownJob`], [`Error::VersionGone`] if a step was faster, [`Error::Timeout`].
+    pub async fn state_hash(&self, job: &str) -> Result<String> {
+        let description = self.describe_job(job).await?;
+        let version = description.version.ok_or_else(|| {
+            Error::invalid(format!("version of job {job:?}"), "not there", "made by uploading its parameters")
+        })?;
+        hash::state_hash(self, &description, version).await
+    }
+
+    /// Joins the job as `rank`.
+    ///
+    /// # Errors
+    /// [`Error::UnknownJob`], [`Error::RankTaken`], [`Error::Invalid`] for a rank out of range.
+    pub async fn join(&self, job: &str, rank: u32) -> Result<Job> {
+        Job::join(self.clone(), job, rank).await
+    }
+
+    /// Calls until it succeeds, an error is final, or the deadline passes. `call` gets the milliseconds that are
+    /// left.
+    pub(crate) async fn retry<T>(
+        &self,
+        what: &str,
+        mut call: impl AsyncFnMut(u32) -> Result<tonic::Response<T>, tonic::Status>,
+    ) -> Result<T> {
+        let deadline = Deadline::after(self.options.deadline);
+        loop {
+            // A little less than we wait ourselves: what the server says is better to know than our timeout.
+            let wait_ms = (deadline.left().as_millis() as u32).saturating_sub(200).max(1);
+            let answer = deadline.limit(|| format!("{what} from {}", self.peer), call(wait_ms)).await?;
+            let error = match answer {
+                Ok(answer) => return Ok(answer.into_inner()),
+                Err(status) => Error::from_status(&status, &self.peer),
+            };
+            if error.remedy() != Remedy::Retry {
+                return Err(error);
+            }
+            deadline.pause(error).await?;
+        }
+    }
+}
+
+/// When an operation must be over.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Deadline {
+    at: Instant,
+    after: Duration,
+}
+
+impl Deadline {
+    pub(crate) fn after(after: Duration) -> Self {
+        Self { at: Instant::now() + after, after }
+    }
+
+    pub(crate) fn left(&self) -> Duration {
+        self.at.saturating_duration_since(Instant::now())
+    }
+
+    /// # Errors
+    /// [`Error::Timeout`] with `waiting_for`.
+    pub(crate) async fn limit<T>(
+        &self,
+        waiting_for: impl FnOnce() -> String,
+        work: impl Future<Output = T>,
+    ) -> Result<T> {
+        tokio::time::timeout_at(self.at, work).await.map_err(|_| Error::Timeout {
+            waiting_for: waiting_for(),
+            waited_ms: self.after.as_millis() as u64,
+        })
+    }
+
+    /// Pauses before another try.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] that names `error` if no time is left.
+    pub(crate) async fn pause(&self, error: Error) -> Result<()> {
+        if self.left() <= RETRY_PAUSE {
+            let waited_ms = self.after.as_millis() as u64;
+            return Err(Error::Timeout {
+                waiting_for: format!("a try that succeeds; the last: {error}"),
+                waited_ms,
+            });
+        }
+        tokio::time::sleep(RETRY_PAUSE).await;
+        Ok(())
+    }
+}

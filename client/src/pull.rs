@@ -1,0 +1,170 @@
+//! Pulling: bytes go from the network buffer straight into the caller's array.
+
+use std::{collections::VecDeque, sync::atomic::Ordering};
+
+use http_body_util::Full;
+use tonic::body::Body;
+use zeroshard_proto::{
+    DType, Error, Manifest, Placement, Result, Server,
+    frame::{Event, Extent, Reader},
+    pb,
+};
+
+use crate::{
+    call::{call, finish, framed},
+    shards::{Shard, Shards},
+    values::decode,
+};
+
+/// The longest message that a server may send: more than the largest chunk that it may be asked for.
+const MAX_MESSAGE: usize = 64 << 20;
+
+/// Where a tensor's parameters go.
+#[derive(Debug)]
+pub struct Target<'a> {
+    /// Its index in the manifest.
+    pub tensor: usize,
+    /// All of its elements.
+    pub data: &'a mut [f32],
+}
+
+/// What one server is to send.
+pub(crate) struct Plan<'a> {
+    pub(crate) server: Server,
+    /// In the order in which it is sent. INVARIANT: none is empty.
+    rest: VecDeque<Part<'a>>,
+}
+
+struct Part<'a> {
+    slice: u32,
+    /// First element that has not come.
+    offset: usize,
+    /// Where it and those after it go.
+    data: &'a mut [f32],
+}
+
+/// Which server sends what.
+///
+/// # Errors
+/// [`Error::Invalid`] for a tensor that does not exist, or a target of another size.
+pub(crate) fn plan<'a>(
+    manifest: &Manifest,
+    placement: &Placement,
+    targets: Vec<Target<'a>>,
+) -> Result<Vec<Plan<'a>>> {
+    let plan = |server: &Server| Plan { server: server.clone(), rest: VecDeque::new() };
+    let mut plans: Vec<_> = placement.servers().iter().map(plan).collect();
+    for Target { tensor, data } in targets {
+        check_size("target of a pull of", manifest, tensor, data.len())?;
+        let mut rest = data;
+        for slice in manifest.slices_of(tensor) {
+            let (part, later) = rest.split_at_mut(manifest.slices()[slice].numel);
+            rest = later;
+            let part = Part { slice: slice as u32, offset: 0, data: part };
+            plans[placement.primary(slice)].rest.push_back(part);
+        }
+    }
+    plans.retain(|plan| !plan.rest.is_empty());
+    Ok(plans)
+}
+
+/// # Errors
+/// [`Error::Invalid`] unless the tensor exists and has `numel` elements.
+pub(crate) fn check_size(what: &str, manifest: &Manifest, tensor: usize, numel: usize) -> Result<()> {
+    let Some(spec) = manifest.tensors().get(tensor) else {
+        let expected = format!("less than the number of tensors, {}", manifest.tensors().len());
+        return Err(Error::invalid(format!("{what} tensor"), tensor, expected));
+    };
+    if spec.numel() != numel as u64 {
+        return Err(Error::invalid(
+            format!("{what} tensor {:?}", spec.name),
+            format!("{numel} elements"),
+            format!("its {} of shape {:?}", spec.numel(), spec.shape),
+        ));
+    }
+    Ok(())
+}
+
+/// What a pull says of itself.
+pub(crate) struct PullOf<'a> {
+    pub(crate) job: &'a str,
+    pub(crate) epoch: u64,
+    pub(crate) version: u64,
+    pub(crate) dtype: DType,
+    pub(crate) chunk_bytes: usize,
+    pub(crate) wait_ms: u32,
+}
+
+impl Plan<'_> {
+    /// Pulls what has not come yet. After an error, what has come stays, and the rest can be pulled again.
+    pub(crate) async fn pull(&mut self, shards: &Shards, of: &PullOf<'_>) -> Result<()> {
+        let shard = shards.get(&self.server)?;
+        let ranges = self.rest.iter().map(|part| pb::Range {
+            slice: part.slice,
+            offset: part.offset as u64,
+            length: part.data.len() as u64,
+        });
+        let request = pb::PullRequest {
+            job: of.job.to_owned(),
+            epoch: of.epoch,
+            version: of.version,
+            dtype: pb::Dtype::from(of.dtype).into(),
+            chunk_bytes: of.chunk_bytes as u32,
+            wait_ms: of.wait_ms,
+            ranges: ranges.collect(),
+        };
+        let body = Full::new(framed(&request));
+        let answer = call(&shard.pull, "/zeroshard.v1.Data/Pull", body, &shard.peer).await?;
+        let mut reader = Reader::new(answer, MAX_MESSAGE);
+        self.receive(&mut reader, shards, &shard).await?;
+        finish(reader.trailers(), &shard.peer)?;
+        match self.rest.front() {
+            None => Ok(()),
+            Some(part) => Err(unexpected(&shard, format!("the end before slice {}", part.slice))),
+        }
+    }
+
+    async fn receive(&mut self, reader: &mut Reader<Body>, shards: &Shards, shard: &Shard) -> Result<()> {
+        let mut dtype = DType::F32;
+        while let Some(event) = reader.next().await? {
+            match event {
+                Event::Extent(extent, elements) => {
+                    self.check(extent, elements).map_err(|found| unexpected(shard, found))?;
+                    dtype = extent.dtype;
+                }
+                Event::Payload(bytes) => {
+                    shards.pulled.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+                    self.store(&bytes, dtype);
+                }
+                Event::Begin(_) => return Err(unexpected(shard, "the beginning of a push".to_owned())),
+            }
+        }
+        Ok(())
+    }
+
+    /// Extents come in the order in which they were asked for, without gaps.
+    fn check(&self, extent: Extent, elements: u64) -> Result<(), String> {
+        let expected = self.rest.front().filter(|part| {
+            part.slice == extent.slice
+                && part.offset as u64 == extent.offset
+                && elements <= part.data.len() as u64
+        });
+        expected.map(|_| ()).ok_or_else(|| format!("{extent:?} with {elements} elements"))
+    }
+
+    fn store(&mut self, bytes: &[u8], dtype: DType) {
+        let part = self.rest.front_mut().expect("the extent was checked");
+        let elements = bytes.len() / dtype.size();
+        let (now, later) = std::mem::take(&mut part.data).split_at_mut(elements);
+        decode(bytes, dtype, now);
+        part.data = later;
+        part.offset += elements;
+        if part.data.is_empty() {
+            self.rest.pop_front();
+        }
+    }
+}
+
+fn unexpected(shard: &Shard, found: String) -> Error {
+    Error::Internal { cause: format!("{} sent what was not asked for: {found}", shard.peer) }
+}

@@ -1,0 +1,85 @@
+//! `zsctl`: the operator's tool. Asks a cluster's coordinator, and prints tables or JSON.
+
+mod status;
+
+use std::{process::ExitCode, time::Duration};
+
+use clap::{Parser, Subcommand};
+use serde_json::json;
+use zeroshard_client::{Cluster, Options, Result};
+
+/// Look at a ZeroShard cluster, and at the jobs that it holds
+#[derive(Debug, Parser)]
+#[command(name = "zsctl", version)]
+struct Arguments {
+    /// The cluster's coordinator
+    #[arg(
+        long,
+        env = "ZEROSHARD_ADDRESS",
+        value_name = "HOST:PORT",
+        default_value = "127.0.0.1:7400",
+        global = true
+    )]
+    address: String,
+    /// Give up after so many seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 10, global = true)]
+    timeout: u64,
+    /// Print one JSON object a line, and nothing else
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Servers, jobs, versions and bytes
+    Status,
+    /// The hash of a job's whole state (master weights and optimizer state) at its current version: equal
+    /// hashes, equal bits, whatever the cluster looks like
+    Hash {
+        /// Name of the job; `zsctl status` lists them
+        job: String,
+    },
+    /// Free what the servers hold of a job; its state is lost
+    Delete {
+        /// Name of the job; `zsctl status` lists them
+        job: String,
+    },
+}
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    match run(&arguments).await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("zsctl: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[expect(clippy::print_stdout, reason = "the program's output")]
+async fn run(arguments: &Arguments) -> Result<()> {
+    let options = Options { deadline: Duration::from_secs(arguments.timeout.max(1)), ..Options::default() };
+    let cluster = Cluster::connect(&arguments.address, options).await?;
+    match &arguments.command {
+        Command::Status => status::print(&cluster.status().await?, arguments.json),
+        Command::Hash { job } => {
+            let hash = cluster.state_hash(job).await?;
+            match arguments.json {
+                true => println!("{}", json!({"event": "hash", "job": job, "state_hash": hash})),
+                false => println!("{hash}"),
+            }
+        }
+        Command::Delete { job } => {
+            cluster.delete_job(job).await?;
+            match arguments.json {
+                true => println!("{}", json!({"event": "deleted", "job": job})),
+                false => println!("job {job:?} is deleted"),
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,117 @@
+//! `zsctl status`.
+
+use comfy_table::{Table, presets};
+use serde_json::json;
+use zeroshard_proto::pb;
+
+/// Prints servers and jobs.
+#[expect(clippy::print_stdout, reason = "the program's output")]
+pub(crate) fn print(status: &pb::StatusResponse, json: bool) {
+    if json {
+        status.servers.iter().for_each(|server| println!("{}", server_json(server)));
+        status.jobs.iter().for_each(|job| println!("{}", job_json(job)));
+    } else {
+        println!("{}\n\n{}", servers(&status.servers), jobs(&status.jobs));
+    }
+}
+
+fn table(header: &[&str]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_header(header);
+    table
+}
+
+fn servers(servers: &[pb::ServerStatus]) -> Table {
+    let mut table =
+        table(&["SERVER", "ADDRESS", "SLICES", "MASTER", "STATE", "GRADIENTS", "PUBLISHED", "PARKED"]);
+    for status in servers {
+        let server = status.server.clone().unwrap_or_default();
+        let stats = status.stats.clone().unwrap_or_default();
+        let slices: u32 = stats.jobs.iter().map(|job| job.slices).sum();
+        let bytes = [
+            stats.master_bytes,
+            stats.state_bytes,
+            stats.accumulator_bytes,
+            stats.published_bytes,
+            stats.parked_bytes,
+        ];
+        let head = [server.id.to_string(), server.address, slices.to_string()];
+        table.add_row(head.into_iter().chain(bytes.map(human)));
+    }
+    table
+}
+
+fn jobs(jobs: &[pb::JobStatus]) -> Table {
+    let mut table =
+        table(&["JOB", "VERSION", "EPOCH", "WORKERS", "PARAMETERS", "TENSORS", "SLICES", "STATE"]);
+    for job in jobs {
+        let state = match (&job.failure, job.version) {
+            (failure, _) if !failure.is_empty() => format!("failed: {failure}"),
+            (_, None) => "waits for its initial parameters".to_owned(),
+            _ => "ok".to_owned(),
+        };
+        table.add_row([
+            job.name.clone(),
+            job.version.map_or("-".to_owned(), |version| version.to_string()),
+            job.epoch.to_string(),
+            format!("{}/{}", job.joined.len(), job.world),
+            job.parameters.to_string(),
+            job.tensors.to_string(),
+            job.slices.to_string(),
+            state,
+        ]);
+    }
+    table
+}
+
+fn server_json(status: &pb::ServerStatus) -> serde_json::Value {
+    let server = status.server.clone().unwrap_or_default();
+    let stats = status.stats.clone().unwrap_or_default();
+    json!({
+        "event": "server", "id": server.id, "address": server.address,
+        "slices": stats.jobs.iter().map(|job| job.slices).sum::<u32>(),
+        "master_bytes": stats.master_bytes, "state_bytes": stats.state_bytes,
+        "accumulator_bytes": stats.accumulator_bytes, "published_bytes": stats.published_bytes,
+        "parked_bytes": stats.parked_bytes,
+    })
+}
+
+fn job_json(job: &pb::JobStatus) -> serde_json::Value {
+    json!({
+        "event": "job", "name": job.name, "version": job.version, "epoch": job.epoch, "world": job.world,
+        "joined": job.joined, "parameters": job.parameters, "tensors": job.tensors, "slices": job.slices,
+        "failure": (!job.failure.is_empty()).then_some(&job.failure),
+    })
+}
+
+/// Bytes with a binary unit.
+fn human(bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let unit = (0..UNITS.len() - 1).find(|&unit| bytes >> (10 * (unit + 1)) == 0).unwrap_or(UNITS.len() - 1);
+    match unit {
+        0 => format!("{bytes} B"),
+        unit => format!("{:.1} {}", bytes as f64 / (1u64 << (10 * unit)) as f64, UNITS[unit]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_have_the_largest_unit_that_fits() {
+        assert_eq!(human(0), "0 B");
+        assert_eq!(human(1023), "1023 B");
+        assert_eq!(human(1536), "1.5 KiB");
+        assert_eq!(human(5 << 40), "5.0 TiB");
+        assert_eq!(human(u64::MAX), "16777216.0 TiB");
+    }
+
+    #[test]
+    fn a_job_that_failed_says_why() {
+        let job =
+            pb::JobStatus { name: "a".into(), failure: "server 2 is gone".into(), ..Default::default() };
+        assert!(jobs(std::slice::from_ref(&job)).to_string().contains("failed: server 2 is gone"));
+        assert_eq!(job_json(&job)["failure"], "server 2 is gone");
+    }
+}

@@ -1,0 +1,302 @@
+//! What can go wrong between a client and the servers, in one table: [`Error`] <-> `tonic::Status`.
+//!
+//! A status carries a `google.rpc.ErrorInfo` whose `reason` names the variant (`STALE_EPOCH`, ...) and
+//! whose metadata has the variant's fields as JSON under `detail`, so that any gRPC client can tell the
+//! errors apart without reading the message.
+
+use serde::{Deserialize, Serialize};
+use tonic::{Code, Status};
+use tonic_types::{ErrorDetails, StatusExt};
+
+/// `ErrorInfo.domain` of every error of ours.
+pub const DOMAIN: &str = "zeroshard";
+
+/// An error that crosses the wire.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
+#[serde(tag = "reason", rename_all = "SCREAMING_SNAKE_CASE")]
+pub enum Error {
+    /// The request itself is wrong; sent again it will be refused again.
+    #[error("{what} is {found}; it must be {expected}")]
+    Invalid {
+        /// Which field of what, with tensor, slice, rank or step where there is one.
+        what: String,
+        /// What it was.
+        found: String,
+        /// What would be right.
+        expected: String,
+    },
+    /// No such job here.
+    #[error("there is no job {job:?} here; `zsctl status` lists the jobs")]
+    UnknownJob {
+        /// Its name.
+        job: String,
+    },
+    /// Another job of this name exists, with another spec.
+    #[error("job {job:?} exists with another {difference}; choose another name or delete that job")]
+    JobExists {
+        /// Its name.
+        job: String,
+        /// The first part of the spec that differs.
+        difference: String,
+    },
+    /// The job cannot go on.
+    #[error("job {job:?} cannot go on: {reason}")]
+    JobFailed {
+        /// Its name.
+        job: String,
+        /// Why.
+        #[serde(rename = "why")]
+        reason: String,
+    },
+    /// The slice exists, but another server owns it.
+    #[error("slice {slice} of job {job:?} is not on this server; ask the coordinator for the placement")]
+    NotHere {
+        /// The job.
+        job: String,
+        /// The slice.
+        slice: u32,
+    },
+    /// The caller's view of the membership is old.
+    #[error(
+        "epoch {epoch} of job {job:?} is not the current one, which is {current}; join again or wait for the update"
+    )]
+    StaleEpoch {
+        /// The job.
+        job: String,
+        /// What the caller said.
+        epoch: u64,
+        /// What it is.
+        current: u64,
+    },
+    /// The step is not the open one.
+    #[error("step {step} of job {job:?} is not open; the open step is {current}")]
+    StepMismatch {
+        /// The job.
+        job: String,
+        /// What the caller said.
+        step: u64,
+        /// What it is.
+        current: u64,
+    },
+    /// The step was dropped on all servers: run it again, from the same data.
+    #[error("step {step} of job {job:?} was aborted: {cause}; run it again under epoch {epoch}")]
+    StepAborted {
+        /// The job.
+        job: String,
+        /// The step.
+        step: u64,
+        /// The epoch to run it in.
+        epoch: u64,
+        /// What happened.
+        cause: String,
+    },
+    /// The version was there, and has been replaced.
+    #[error("version {version} of job {job:?} is gone; the current one is {current}")]
+    VersionGone {
+        /// The job.
+        job: String,
+        /// What the caller asked for.
+        version: u64,
+        /// What is there.
+        current: u64,
+    },
+    /// A deadline passed.
+    #[error("waited {waited_ms} ms for {waiting_for}")]
+    Timeout {
+        /// Which worker, server, tensor, step, epoch.
+        waiting_for: String,
+        /// For how long.
+        waited_ms: u64,
+    },
+    /// Somebody holds the rank.
+    #[error("rank {rank} of job {job:?} is taken by another worker")]
+    RankTaken {
+        /// The job.
+        job: String,
+        /// The rank.
+        rank: u32,
+    },
+    /// The lease has ended.
+    #[error("the lease of rank {rank} of job {job:?} has ended; join again")]
+    LeaseLost {
+        /// The job.
+        job: String,
+        /// The rank.
+        rank: u32,
+    },
+    /// Two ranks said different things about what must be the same.
+    #[error("rank {rank} disagrees about {what} at step {step} of job {job:?}: every rank must say the same")]
+    Disagreement {
+        /// The job.
+        job: String,
+        /// The step.
+        step: u64,
+        /// The rank that came later.
+        rank: u32,
+        /// About what.
+        what: String,
+    },
+    /// Early gradients fill the budget; push the other slices first, then this one again.
+    #[error(
+        "no room to park slice {slice} from rank {rank}: {budget} bytes of early gradients wait for the ranks before it"
+    )]
+    ParkingFull {
+        /// The slice.
+        slice: u32,
+        /// The rank.
+        rank: u32,
+        /// `--parked-bytes` of the server.
+        budget: u64,
+    },
+    /// Memory for the job could not be had.
+    #[error("out of memory: {bytes} bytes for {what}")]
+    OutOfMemory {
+        /// For what.
+        what: String,
+        /// How much.
+        bytes: u64,
+    },
+    /// The peer cannot be reached, or is going away.
+    #[error("{peer} is unavailable: {cause}")]
+    Unavailable {
+        /// Role and address.
+        peer: String,
+        /// What the transport said.
+        cause: String,
+    },
+    /// A bug: something that should hold does not.
+    #[error("internal error: {cause}")]
+    Internal {
+        /// What did not hold.
+        cause: String,
+    },
+}
+
+/// What a caller does about an error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Remedy {
+    /// Send the same again, after a pause.
+    Retry,
+    /// Get the current membership, then send again.
+    Refresh,
+    /// Run the step again, from the same data.
+    RedoStep,
+    /// Tell the user.
+    GiveUp,
+}
+
+impl Error {
+    /// An [`Error::Invalid`].
+    pub fn invalid(
+        what: impl Into<String>,
+        found: impl std::fmt::Display,
+        expected: impl Into<String>,
+    ) -> Self {
+        Self::Invalid { what: what.into(), found: found.to_string(), expected: expected.into() }
+    }
+
+    /// What to do about it.
+    pub fn remedy(&self) -> Remedy {
+        match self {
+            // The peer may be back, or the ranks before us may have pushed.
+            Self::Unavailable { .. } | Self::ParkingFull { .. } => Remedy::Retry,
+            Self::StaleEpoch { .. } | Self::NotHere { .. } => Remedy::Refresh,
+            Self::StepAborted { .. } => Remedy::RedoStep,
+            Self::Invalid { .. }
+            | Self::UnknownJob { .. }
+            | Self::JobExists { .. }
+            | Self::JobFailed { .. }
+            | Self::StepMismatch { .. }
+            | Self::VersionGone { .. }
+            | Self::Timeout { .. }
+            | Self::RankTaken { .. }
+            | Self::LeaseLost { .. }
+            | Self::Disagreement { .. }
+            | Self::OutOfMemory { .. }
+            | Self::Internal { .. } => Remedy::GiveUp,
+        }
+    }
+
+    fn code(&self) -> Code {
+        match self {
+            Self::Invalid { .. } => Code::InvalidArgument,
+            Self::UnknownJob { .. } => Code::NotFound,
+            Self::JobExists { .. } | Self::RankTaken { .. } => Code::AlreadyExists,
+            Self::NotHere { .. }
+            | Self::StaleEpoch { .. }
+            | Self::StepMismatch { .. }
+            | Self::JobFailed { .. }
+            | Self::LeaseLost { .. }
+            | Self::Disagreement { .. } => Code::FailedPrecondition,
+            Self::StepAborted { .. } => Code::Aborted,
+            Self::VersionGone { .. } => Code::OutOfRange,
+            Self::Timeout { .. } => Code::DeadlineExceeded,
+            Self::ParkingFull { .. } | Self::OutOfMemory { .. } => Code::ResourceExhausted,
+            Self::Unavailable { .. } => Code::Unavailable,
+            Self::Internal { .. } => Code::Internal,
+        }
+    }
+}
+
+impl From<Error> for Status {
+    fn from(error: Error) -> Self {
+        let detail = serde_json::to_value(&error).expect("strings and integers are JSON");
+        let reason = detail["reason"].as_str().expect("the enum's tag").to_owned();
+        let metadata = [("detail".to_owned(), detail.to_string())];
+        let details = ErrorDetails::with_error_info(reason, DOMAIN, metadata);
+        Status::with_error_details(error.code(), error.to_string(), details)
+    }
+}
+
+impl Error {
+    /// What a call to `peer` (role and address) ended with.
+    pub fn from_status(status: &Status, peer: &str) -> Self {
+        let ours = status
+            .get_details_error_info()
+            .filter(|info| info.domain == DOMAIN)
+            .and_then(|info| serde_json::from_str(info.metadata.get("detail")?).ok());
+        ours.unwrap_or_else(|| match status.code() {
+            // What the transport, not a server of ours, says: the call may be sent again.
+            Code::Unavailable | Code::Cancelled | Code::Unknown => {
+                Self::Unavailable { peer: peer.to_owned(), cause: status.message().to_owned() }
+            }
+            Code::DeadlineExceeded => {
+                Self::Timeout { waiting_for: format!("an answer of {peer}"), waited_ms: 0 }
+            }
+            code => Self::Internal { cause: format!("{peer} answered {code:?}: {}", status.message()) },
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_survives_the_wire() {
+        let errors = [
+            Error::invalid("offset of slice 3", 70, "at most 64"),
+            Error::StaleEpoch { job: "a".into(), epoch: 1, current: 2 },
+            Error::JobFailed { job: "a".into(), reason: "server 2 is gone".into() },
+            Error::StepAborted { job: "a".into(), step: 5, epoch: 2, cause: "rank 1 left".into() },
+        ];
+        for error in errors {
+            let status = Status::from(error.clone());
+            assert_eq!(Error::from_status(&status, "shard"), error);
+        }
+    }
+
+    #[test]
+    fn the_reason_names_the_variant() {
+        let status = Status::from(Error::UnknownJob { job: "x".into() });
+        assert_eq!(status.code(), Code::NotFound);
+        let info = status.get_details_error_info().expect("details");
+        assert_eq!(info.reason, "UNKNOWN_JOB");
+    }
+
+    #[test]
+    fn a_transport_error_can_be_retried() {
+        let error = Error::from_status(&Status::unavailable("connection reset"), "shard 1");
+        assert_eq!(error.remedy(), Remedy::Retry);
+    }
+}

@@ -1,0 +1,317 @@
+//! Reading: an incremental parser over network buffers, which must survive any bytes.
+
+use bytes::{Buf, Bytes, BytesMut};
+use prost::Message;
+
+use super::{Extent, PREFIX, field, wire};
+use crate::{DType, Error, Result, pb};
+
+/// The most bytes that may come before a payload: prefix, small fields, and an opening message.
+const MAX_HEADER: usize = 4 << 10;
+
+/// What a stream of messages holds, in order.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Event {
+    /// A push opens.
+    Begin(pb::PushBegin),
+    /// A payload of so many elements follows.
+    Extent(Extent, u64),
+    /// The next whole elements of the payload, little endian, at any alignment.
+    Payload(Bytes),
+}
+
+/// Reads messages from buffers that end anywhere.
+#[derive(Debug)]
+pub struct Decoder {
+    max_message: usize,
+    /// Bytes of a header that is not complete.
+    partial: BytesMut,
+    input: Bytes,
+    /// An extent whose header has been read.
+    extent: Option<(Extent, u64)>,
+    payload: Payload,
+}
+
+/// The payload being read.
+#[derive(Debug, Default)]
+struct Payload {
+    /// Bytes that are still to come.
+    left: usize,
+    element: usize,
+    /// The first bytes of an element that is cut by a buffer's end.
+    cut: [u8; 4],
+    cut_len: usize,
+}
+
+#[derive(Debug, Default)]
+struct Header {
+    begin: Option<pb::PushBegin>,
+    slice: u32,
+    offset: u64,
+    dtype: i32,
+    payload: Option<usize>,
+}
+
+impl Decoder {
+    /// A reader that refuses messages longer than `max_message` bytes.
+    pub fn new(max_message: usize) -> Self {
+        Self {
+            max_message,
+            partial: BytesMut::new(),
+            input: Bytes::new(),
+            extent: None,
+            payload: Payload::default(),
+        }
+    }
+
+    /// Gives it the next buffer. The one before must have been used up: [`Self::next`] gave `None`.
+    pub fn feed(&mut self, input: Bytes) {
+        debug_assert!(self.input.is_empty(), "the last buffer has been used up");
+        self.input = input;
+    }
+
+    /// The next event, or `None` when it needs another buffer.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]; the stream cannot be read further.
+    #[expect(clippy::should_implement_trait, reason = "fallible, and None is not the end")]
+    pub fn next(&mut self) -> Result<Option<Event>> {
+        loop {
+            if let Some((extent, elements)) = self.extent.take() {
+                return Ok(Some(Event::Extent(extent, elements)));
+            }
+            if self.payload.left > 0 {
+                match self.payload.take(&mut self.input) {
+                    Some(bytes) => return Ok(Some(Event::Payload(bytes))),
+                    None if self.input.is_empty() => return Ok(None),
+                    None => continue,
+                }
+            }
+            let Some(header) = self.header()? else {
+                return Ok(None);
+            };
+            self.open(&header)?;
+            if let Some(begin) = header.begin {
+                return Ok(Some(Event::Begin(begin)));
+            }
+        }
+    }
+
+    /// Call at the end of the stream.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if a message is cut short.
+    pub fn finish(&self) -> Result<()> {
+        if self.payload.left > 0 || !self.partial.is_empty() {
+            return Err(Error::invalid("last message of the stream", "cut short", "complete"));
+        }
+        Ok(())
+    }
+
+    /// Parses a header from what there is, across buffers if need be.
+    fn header(&mut self) -> Result<Option<Header>> {
+        if self.input.is_empty() {
+            return Ok(None);
+        }
+        if self.partial.is_empty() {
+            if let Some((header, used)) = parse(&self.input, self.max_message)? {
+                self.input.advance(used);
+                return Ok(Some(header));
+            }
+        }
+        let before = self.partial.len();
+        let more = self.input.len().min(MAX_HEADER - before);
+        self.partial.extend_from_slice(&self.input[..more]);
+        match parse(&self.partial, self.max_message)? {
+            Some((header, used)) => {
+                self.input.advance(used - before);
+                self.partial.clear();
+                Ok(Some(header))
+            }
+            None if self.partial.len() == MAX_HEADER => Err(Error::invalid(
+                "fields before the payload",
+                format!("more than {MAX_HEADER} bytes"),
+                "shorter; `payload` must be the last field",
+            )),
+            None => {
+                self.input.advance(more);
+                Ok(None)
+            }
+        }
+    }
+
+    fn open(&mut self, header: &Header) -> Result<()> {
+        let Some(bytes) = header.payload else {
+            return Ok(());
+        };
+        let what = |field: &str| format!("{field} of an extent of slice {}", header.slice);
+        let dtype = DType::from_wire(header.dtype)
+            .ok_or_else(|| Error::invalid(what("dtype"), header.dtype, "f32, bf16 or f16"))?;
+        let element = dtype.size();
+        if bytes == 0 || bytes % element != 0 {
+            let expected = format!("one or more elements of {element} bytes");
+            return Err(Error::invalid(what("payload"), format!("{bytes} bytes"), expected));
+        }
+        let extent = Extent { slice: header.slice, offset: header.offset, dtype };
+        self.extent = Some((extent, (bytes / element) as u64));
+        self.payload = Payload { left: bytes, element, ..Payload::default() };
+        Ok(())
+    }
+}
+
+impl Payload {
+    /// Takes the whole elements that `input` begins with; puts a cut one aside.
+    fn take(&mut self, input: &mut Bytes) -> Option<Bytes> {
+        if self.cut_len > 0 {
+            let more = (self.element - self.cut_len).min(input.len());
+            self.cut[self.cut_len..][..more].copy_from_slice(&input.split_to(more));
+            self.cut_len += more;
+            self.left -= more;
+            if self.cut_len < self.element {
+                return None;
+            }
+            self.cut_len = 0;
+            return Some(Bytes::copy_from_slice(&self.cut[..self.element]));
+        }
+        let available = input.len().min(self.left);
+        let whole = available - available % self.element;
+        if whole > 0 {
+            self.left -= whole;
+            return Some(input.split_to(whole));
+        }
+        self.cut_len = available;
+        self.left -= available;
+        self.cut[..available].copy_from_slice(&input.split_to(available));
+        None
+    }
+}
+
+/// Parses prefix and fields up to the payload: the header and its length, or `None` if `bytes` end before.
+fn parse(bytes: &[u8], max_message: usize) -> Result<Option<(Header, usize)>> {
+    let Some((prefix, _)) = bytes.split_first_chunk::<PREFIX>() else {
+        return Ok(None);
+    };
+    let [compressed, length @ ..] = *prefix;
+    let length = u32::from_be_bytes(length) as usize;
+    if compressed != 0 {
+        return Err(Error::invalid("a data-plane message", "compressed", "not compressed"));
+    }
+    if length > max_message {
+        let expected = format!("at most {max_message} bytes");
+        return Err(Error::invalid("a data-plane message", format!("{length} bytes"), expected));
+    }
+    let mut header = Header::default();
+    let mut cursor = Cursor { bytes, at: PREFIX, end: PREFIX + length };
+    while cursor.at < cursor.end {
+        match header.field(&mut cursor)? {
+            None => return Ok(None),
+            Some(()) if header.payload.is_some() => break,
+            Some(()) => {}
+        }
+    }
+    Ok(Some((header, cursor.at)))
+}
+
+impl Header {
+    /// Reads one field; `None` if the bytes end before it does.
+    fn field(&mut self, cursor: &mut Cursor<'_>) -> Result<Option<()>> {
+        let Some(tag) = cursor.varint()? else {
+            return Ok(None);
+        };
+        match (tag >> 3, tag & 7) {
+            (number, wire::VARINT) => {
+                let Some(value) = cursor.varint()? else {
+                    return Ok(None);
+                };
+                match number {
+                    field::SLICE => {
+                        self.slice = u32::try_from(value)
+                            .map_err(|_| Error::invalid("slice of an extent", value, "less than 2^32"))?;
+                    }
+                    field::OFFSET => self.offset = value,
+                    field::DTYPE => self.dtype = i32::try_from(value).unwrap_or(i32::MAX),
+                    _ => {} // a later version's field
+                }
+            }
+            (number, wire::BYTES) => {
+                let Some(length) = cursor.varint()? else {
+                    return Ok(None);
+                };
+                let length = cursor.checked(length)?;
+                if number == field::PAYLOAD {
+                    if cursor.at + length != cursor.end {
+                        return Err(malformed("fields after `payload`", "none: it must be the last field"));
+                    }
+                    self.payload = Some(length);
+                    return Ok(Some(()));
+                }
+                let Some(value) = cursor.take(length) else {
+                    return Ok(None);
+                };
+                if number == field::BEGIN {
+                    let begin = pb::PushBegin::decode(value).map_err(|e| malformed(e, "a PushBegin"))?;
+                    self.begin = Some(begin);
+                }
+            }
+            (_, wire::FIXED64) => return cursor.skip(8),
+            (_, wire::FIXED32) => return cursor.skip(4),
+            (_, other) => return Err(malformed(format!("wire type {other}"), "0, 1, 2 or 5")),
+        }
+        Ok(Some(()))
+    }
+}
+
+fn malformed(found: impl std::fmt::Display, expected: &str) -> Error {
+    Error::invalid("protobuf of a data-plane message", found, expected)
+}
+
+/// Reads within one message. INVARIANT: at <= end; `bytes` may end before `end`.
+struct Cursor<'a> {
+    bytes: &'a [u8],
+    at: usize,
+    end: usize,
+}
+
+impl Cursor<'_> {
+    /// A base-128 number, or `None` if the bytes end inside it.
+    fn varint(&mut self) -> Result<Option<u64>> {
+        let mut value = 0u64;
+        for (index, position) in (self.at..self.end).take(10).enumerate() {
+            let Some(&byte) = self.bytes.get(position) else {
+                return Ok(None);
+            };
+            if index == 9 && byte > 1 {
+                break;
+            }
+            value |= u64::from(byte & 0x7f) << (7 * index);
+            if byte < 0x80 {
+                self.at = position + 1;
+                return Ok(Some(value));
+            }
+        }
+        Err(malformed("a broken varint", "at most 10 bytes, inside the message"))
+    }
+
+    fn checked(&self, length: u64) -> Result<usize> {
+        let room = self.end - self.at;
+        let length = usize::try_from(length).unwrap_or(usize::MAX);
+        if length > room {
+            return Err(malformed(
+                format!("a field of {length} bytes"),
+                &format!("at most the message's {room}"),
+            ));
+        }
+        Ok(length)
+    }
+
+    fn take(&mut self, length: usize) -> Option<&[u8]> {
+        let value = self.bytes.get(self.at..self.at + length)?;
+        self.at += length;
+        Some(value)
+    }
+
+    fn skip(&mut self, length: usize) -> Result<Option<()>> {
+        let length = self.checked(length as u64)?;
+        Ok(self.take(length).map(|_| ()))
+    }
+}

@@ -1,0 +1,82 @@
+//! Writing: headers are gathered, large payloads pass through untouched.
+
+use std::collections::VecDeque;
+
+use bytes::{BufMut, Bytes, BytesMut};
+use prost::{Message, encoding::encode_varint};
+
+use super::{Extent, PREFIX, field, wire};
+use crate::pb;
+
+/// Payloads up to this many bytes are copied beside their header: an HTTP/2 frame of its own for each would
+/// cost more (about 2 µs, the time to copy 16 KiB).
+const SMALL: usize = 16 << 10;
+/// Gathered small messages are sent once there are so many bytes of them.
+const GATHERED: usize = 256 << 10;
+/// The longest header of an extent: prefix, three varints with their tags, tag and length of the payload.
+const MAX_EXTENT_HEADER: usize = PREFIX + 3 * 11 + 11;
+
+/// Turns extents into the data frames of a gRPC stream.
+#[derive(Debug, Default)]
+pub struct Writer {
+    gathered: BytesMut,
+    frames: VecDeque<Bytes>,
+}
+
+impl Writer {
+    /// The message that opens a push.
+    pub fn begin(&mut self, begin: pb::PushBegin) {
+        let message = pb::PushRequest { begin: Some(begin), ..Default::default() };
+        self.gathered.put_u8(0);
+        self.gathered.put_u32(message.encoded_len() as u32);
+        message.encode_raw(&mut self.gathered);
+    }
+
+    /// A message of one extent. The payload must be shorter than 4 GiB, gRPC's limit.
+    pub fn extent(&mut self, extent: Extent, payload: Bytes) {
+        self.header(extent, payload.len());
+        if payload.len() <= SMALL {
+            self.gathered.extend_from_slice(&payload);
+            if self.gathered.len() >= GATHERED {
+                self.flush();
+            }
+        } else {
+            self.flush();
+            self.frames.push_back(payload);
+        }
+    }
+
+    /// The next data frame, if there is a full one.
+    pub fn next_frame(&mut self) -> Option<Bytes> {
+        self.frames.pop_front()
+    }
+
+    /// Makes a frame of whatever is gathered: at the end, or before waiting.
+    pub fn flush(&mut self) {
+        if !self.gathered.is_empty() {
+            self.frames.push_back(self.gathered.split().freeze());
+        }
+    }
+
+    fn header(&mut self, extent: Extent, payload: usize) {
+        let mut fields = [0u8; MAX_EXTENT_HEADER];
+        let mut rest = &mut fields[..];
+        let numbers = [
+            (field::SLICE, u64::from(extent.slice)),
+            (field::OFFSET, extent.offset),
+            (field::DTYPE, pb::Dtype::from(extent.dtype) as u64),
+        ];
+        for (field, value) in numbers {
+            encode_varint(field << 3 | wire::VARINT, &mut rest);
+            encode_varint(value, &mut rest);
+        }
+        encode_varint(field::PAYLOAD << 3 | wire::BYTES, &mut rest);
+        encode_varint(payload as u64, &mut rest);
+        let length = MAX_EXTENT_HEADER - rest.len();
+
+        self.gathered.reserve(PREFIX + length);
+        self.gathered.put_u8(0);
+        self.gathered.put_u32((length + payload) as u32);
+        self.gathered.extend_from_slice(&fields[..length]);
+    }
+}

@@ -1,0 +1,62 @@
+//! Reading the body of a gRPC call.
+
+use bytes::Bytes;
+use http::HeaderMap;
+use http_body::Body;
+use http_body_util::BodyExt;
+
+use super::{Decoder, Event};
+use crate::{Error, Result};
+
+/// The events of a call's body, then its trailers.
+#[derive(Debug)]
+pub struct Reader<B> {
+    body: B,
+    decoder: Decoder,
+    trailers: HeaderMap,
+}
+
+impl<B> Reader<B>
+where
+    B: Body<Data = Bytes> + Unpin,
+    B::Error: std::fmt::Display,
+{
+    /// Reads `body`; messages longer than `max_message` bytes are refused.
+    pub fn new(body: B, max_message: usize) -> Self {
+        Self { body, decoder: Decoder::new(max_message), trailers: HeaderMap::new() }
+    }
+
+    /// The next event, or `None` at the end.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for what is not a message, [`Error::Unavailable`] when the stream breaks.
+    pub async fn next(&mut self) -> Result<Option<Event>> {
+        loop {
+            if let Some(event) = self.decoder.next()? {
+                return Ok(Some(event));
+            }
+            match self.body.frame().await {
+                None => {
+                    // A call that failed may end anywhere: its status says why.
+                    if !self.trailers.contains_key("grpc-status") {
+                        self.decoder.finish()?;
+                    }
+                    return Ok(None);
+                }
+                Some(Ok(frame)) => match frame.into_data() {
+                    Ok(data) => self.decoder.feed(data),
+                    Err(frame) => self.trailers.extend(frame.into_trailers().unwrap_or_default()),
+                },
+                Some(Err(error)) => {
+                    let peer = "the other end of the stream".to_owned();
+                    return Err(Error::Unavailable { peer, cause: error.to_string() });
+                }
+            }
+        }
+    }
+
+    /// The trailers, after the end.
+    pub fn trailers(&self) -> &HeaderMap {
+        &self.trailers
+    }
+}

@@ -1,0 +1,165 @@
+//! What is written is read, however it is cut, and by generated code too; what is not a message is refused.
+
+use bytes::{BufMut, Bytes, BytesMut};
+use proptest::prelude::*;
+use prost::Message;
+
+use super::*;
+use crate::{Error, Result, pb};
+
+const MAX: usize = 1 << 20;
+
+/// Feeds `wire` in pieces of the given lengths (cyclic), and gathers each payload into one.
+fn read(wire: &[u8], pieces: &[usize]) -> Result<Vec<Event>> {
+    let mut decoder = Decoder::new(MAX);
+    let mut events = Vec::new();
+    let mut lengths = pieces.iter().cycle();
+    let mut rest = wire;
+    while !rest.is_empty() {
+        let length = (*lengths.next().expect("cycle")).clamp(1, rest.len());
+        decoder.feed(Bytes::copy_from_slice(&rest[..length]));
+        rest = &rest[length..];
+        while let Some(event) = decoder.next()? {
+            match (events.last_mut(), event) {
+                (Some(Event::Payload(before)), Event::Payload(more)) => {
+                    *before = [&before[..], &more[..]].concat().into();
+                }
+                (_, event) => events.push(event),
+            }
+        }
+    }
+    decoder.finish()?;
+    Ok(events)
+}
+
+fn write(extents: &[(Extent, Bytes)]) -> Vec<u8> {
+    let mut writer = Writer::default();
+    let mut wire = Vec::new();
+    for (extent, payload) in extents {
+        writer.extent(*extent, payload.clone());
+    }
+    writer.flush();
+    while let Some(frame) = writer.next_frame() {
+        wire.extend_from_slice(&frame);
+    }
+    wire
+}
+
+fn prefixed(message: &[u8]) -> Vec<u8> {
+    let mut wire = BytesMut::new();
+    wire.put_u8(0);
+    wire.put_u32(message.len() as u32);
+    wire.extend_from_slice(message);
+    wire.to_vec()
+}
+
+fn extent() -> impl Strategy<Value = (Extent, Bytes)> {
+    let dtype = prop::sample::select(crate::DType::ALL.to_vec());
+    (any::<u32>(), any::<u64>(), dtype, 1usize..20_000).prop_map(|(slice, offset, dtype, elements)| {
+        let payload = (0..elements * dtype.size()).map(|i| (i * 7) as u8).collect();
+        (Extent { slice, offset, dtype }, payload)
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn what_is_written_is_read_however_it_is_cut(
+        extents in prop::collection::vec(extent(), 0..5),
+        pieces in prop::collection::vec(1usize..9000, 1..5),
+    ) {
+        let events = read(&write(&extents), &pieces).unwrap();
+        let expected = extents.iter().flat_map(|(extent, payload)| {
+            let elements = payload.len() / extent.dtype.size();
+            [Event::Extent(*extent, elements as u64), Event::Payload(payload.clone())]
+        });
+        prop_assert_eq!(events, expected.collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn generated_code_reads_what_is_written((extent, payload) in extent()) {
+        let wire = write(&[(extent, payload.clone())]);
+        let message = pb::PullResponse::decode(&wire[PREFIX..]).unwrap();
+        prop_assert_eq!(message.slice, extent.slice);
+        prop_assert_eq!(message.offset, extent.offset);
+        prop_assert_eq!(message.payload, payload);
+    }
+
+    #[test]
+    fn what_generated_code_writes_is_read(
+        slice: u32, offset: u64, step in prop::option::of(any::<u64>()), one in 1usize..9,
+    ) {
+        let begin = pb::PushBegin { job: "job".into(), epoch: 3, rank: 1, step };
+        let message = pb::PushRequest {
+            begin: Some(begin.clone()),
+            slice,
+            offset,
+            dtype: pb::Dtype::F32.into(),
+            payload: Bytes::from_static(&[1, 2, 3, 4]),
+        };
+        let events = read(&prefixed(&message.encode_to_vec()), &[one]).unwrap();
+        let extent = Extent { slice, offset, dtype: crate::DType::F32 };
+        prop_assert_eq!(events, vec![
+            Event::Begin(begin),
+            Event::Extent(extent, 1),
+            Event::Payload(message.payload),
+        ]);
+    }
+
+    #[test]
+    fn any_bytes_are_read_or_refused(
+        wire in prop::collection::vec(any::<u8>(), 0..200),
+        pieces in prop::collection::vec(1usize..50, 1..5),
+    ) {
+        let _ = read(&wire, &pieces);
+    }
+
+    #[test]
+    fn any_fields_are_read_or_refused_the_same_however_they_are_cut(
+        message in prop::collection::vec(any::<u8>(), 0..60),
+        piece in 1usize..50,
+    ) {
+        let wire = prefixed(&message);
+        prop_assert_eq!(read(&wire, &[piece]), read(&wire, &[wire.len()]));
+    }
+}
+
+#[test]
+fn unknown_fields_are_skipped() {
+    let known = pb::PullResponse {
+        slice: 1,
+        dtype: pb::Dtype::Bf16.into(),
+        payload: Bytes::from_static(&[1, 2]),
+        ..Default::default()
+    };
+    // Field 9: a varint; field 10: bytes; field 11: fixed64; field 12: fixed32.
+    let mut message = vec![9 << 3, 5, 10 << 3 | 2, 2, 8, 8, 11 << 3 | 1];
+    message.extend([0; 8]);
+    message.push(12 << 3 | 5);
+    message.extend([0; 4]);
+    message.extend(known.encode_to_vec());
+    assert_eq!(read(&prefixed(&message), &[3]).unwrap().len(), 2);
+}
+
+fn refused(wire: &[u8]) {
+    assert!(matches!(read(wire, &[7]), Err(Error::Invalid { .. })), "{wire:?}");
+}
+
+#[test]
+fn what_is_not_a_message_is_refused() {
+    refused(&[1, 0, 0, 0, 0]); // compressed
+    refused(&[0, 0xff, 0xff, 0xff, 0xff]); // too long
+    refused(&prefixed(&[15 << 3 | 2, 9, 0])); // a payload longer than its message
+    refused(&prefixed(&[15 << 3 | 2, 1, 0, 2 << 3, 1])); // a field after the payload
+    refused(&prefixed(&[4 << 3, 1, 15 << 3 | 2, 3, 0, 0, 0])); // three bytes of f32
+    refused(&prefixed(&[4 << 3, 9, 15 << 3 | 2, 4, 0, 0, 0, 0])); // an unknown dtype
+    refused(&prefixed(&[4 << 3, 1, 15 << 3 | 2, 0])); // an empty payload
+    refused(&prefixed(&[3])); // wire type 3
+    refused(&prefixed(&[0xff; 11])); // a varint that does not end
+    refused(&prefixed(&[4 << 3, 1, 15 << 3 | 2, 4, 0, 0, 0, 0])[..10]); // cut short
+    let long = vec![0u8; 5000];
+    let mut fields = vec![9 << 3 | 2, 0x88, 0x27];
+    fields.extend(long);
+    refused(&prefixed(&fields)); // more before the payload than a header has
+}

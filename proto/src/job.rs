@@ -1,0 +1,277 @@
+//! Everything that decides what a job is.
+
+use std::collections::BTreeMap;
+
+use serde_json::Value;
+
+use crate::{Error, Manifest, Optimizer, Policy, Result, TensorSpec, manifest::check_name, pb};
+
+/// The most workers a job may have.
+pub const MAX_WORLD: u32 = 65_536;
+
+/// A job: its tensors, optimizer, number of workers and replicas.
+#[derive(Debug, Clone, PartialEq)]
+pub struct JobSpec {
+    /// Unique in the cluster.
+    pub name: String,
+    /// Its tensors.
+    pub manifest: Manifest,
+    /// Optimizer of each parameter group: one kind, the same state tensors, hyperparameters of its own.
+    pub groups: Vec<Optimizer>,
+    /// Number of workers.
+    pub world: u32,
+    /// Placement waits until so many servers are there.
+    pub min_servers: u32,
+    /// Servers that hold each slice.
+    pub replicas: u32,
+}
+
+impl JobSpec {
+    /// A job of one worker, on whatever servers are there.
+    pub fn new(name: impl Into<String>, manifest: Manifest, groups: Vec<Optimizer>) -> Self {
+        Self { name: name.into(), manifest, groups, world: 1, min_servers: 1, replicas: 1 }
+    }
+
+    /// Checks what the parts alone cannot.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]: no group, groups of different kinds, a hyperparameter out of range, a tensor in
+    /// no group or cut where its optimizer needs it whole, a world or number of servers out of range.
+    pub fn validate(&self) -> Result<()> {
+        check_name("name of the job", &self.name)?;
+        check_groups(&self.groups, self.groups.first())?;
+        for tensor in self.manifest.tensors() {
+            self.validate_tensor(tensor)?;
+        }
+        if !(1..=MAX_WORLD).contains(&self.world) {
+            return Err(Error::invalid("world", self.world, format!("1 to {MAX_WORLD}")));
+        }
+        if self.replicas == 0 || self.min_servers < self.replicas {
+            let found = format!("{} on at least {} servers", self.replicas, self.min_servers);
+            return Err(Error::invalid("replicas", found, "1 or more, and not more than min_servers"));
+        }
+        Ok(())
+    }
+
+    fn validate_tensor(&self, tensor: &TensorSpec) -> Result<()> {
+        let Some(optimizer) = self.groups.get(tensor.group as usize) else {
+            return Err(Error::invalid(
+                format!("group of tensor {:?}", tensor.name),
+                tensor.group,
+                format!("less than the number of groups, {}", self.groups.len()),
+            ));
+        };
+        if optimizer.needs_whole_tensors() && tensor.trains() && tensor.policy != Policy::Whole {
+            return Err(Error::invalid(
+                format!("policy of tensor {:?}", tensor.name),
+                "elementwise",
+                format!("whole: {} updates a tensor as a whole", optimizer.name()),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Checks the hyperparameters that a step asks for.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]: another number of groups or kind than the job's, state tensors that the job does
+    /// not have, a hyperparameter out of range.
+    pub fn validate_step(&self, groups: &[Optimizer]) -> Result<()> {
+        if groups.len() != self.groups.len() {
+            let expected = format!("that of the job, {}", self.groups.len());
+            return Err(Error::invalid("number of parameter groups", groups.len(), expected));
+        }
+        check_groups(groups, self.groups.first())
+    }
+
+    /// The first part in which `other` differs, by name.
+    pub fn difference(&self, other: &Self) -> Option<String> {
+        let ours = self.manifest.tensors();
+        let theirs = other.manifest.tensors();
+        if ours.len() != theirs.len() {
+            return Some(format!("number of tensors ({} and {})", ours.len(), theirs.len()));
+        }
+        if let Some((a, _)) = ours.iter().zip(theirs).find(|(a, b)| a != b) {
+            return Some(format!("tensor {:?}", a.name));
+        }
+        let parts = [
+            ("name", self.name == other.name),
+            ("optimizer", self.groups == other.groups),
+            ("world", self.world == other.world),
+            ("min_servers", self.min_servers == other.min_servers),
+            ("replicas", self.replicas == other.replicas),
+        ];
+        parts.into_iter().find(|(_, equal)| !equal).map(|(part, _)| part.to_owned())
+    }
+}
+
+fn check_groups(groups: &[Optimizer], like: Option<&Optimizer>) -> Result<()> {
+    let Some(like) = like else {
+        return Err(Error::invalid("number of parameter groups", 0, "1 or more"));
+    };
+    for (index, group) in groups.iter().enumerate() {
+        let what = || format!("optimizer of parameter group {index}");
+        group.validate().map_err(|e| {
+            Error::invalid(
+                format!("{} of {} of parameter group {index}", e.field, e.optimizer),
+                e.value,
+                e.expected,
+            )
+        })?;
+        if !group.same_state_layout(like) {
+            return Err(Error::invalid(
+                what(),
+                format!("{} with state {:?}", group.name(), group.state()),
+                format!("{} with state {:?}, like the job's", like.name(), like.state()),
+            ));
+        }
+    }
+    Ok(())
+}
+
+impl From<&JobSpec> for pb::JobSpec {
+    fn from(spec: &JobSpec) -> Self {
+        Self {
+            name: spec.name.clone(),
+            tensors: spec.manifest.tensors().iter().map(Into::into).collect(),
+            groups: spec.groups.iter().map(Into::into).collect(),
+            world: spec.world,
+            min_servers: spec.min_servers,
+            replicas: spec.replicas,
+        }
+    }
+}
+
+impl TryFrom<pb::JobSpec> for JobSpec {
+    type Error = Error;
+
+    fn try_from(message: pb::JobSpec) -> Result<Self> {
+        let tensors = message.tensors.into_iter().map(TensorSpec::try_from);
+        let replicas = message.replicas.max(1);
+        let spec = Self {
+            name: message.name,
+            manifest: Manifest::new(tensors.collect::<Result<_>>()?)?,
+            groups: optimizers(message.groups)?,
+            world: message.world,
+            min_servers: message.min_servers.max(replicas),
+            replicas,
+        };
+        spec.validate()?;
+        Ok(spec)
+    }
+}
+
+/// Converts a message's parameter groups.
+///
+/// # Errors
+/// [`Error::Invalid`] naming the optimizer or hyperparameter that does not exist.
+pub fn optimizers(messages: Vec<pb::Optimizer>) -> Result<Vec<Optimizer>> {
+    messages.into_iter().map(Optimizer::try_from).collect()
+}
+
+fn fields(optimizer: &Optimizer) -> BTreeMap<String, Value> {
+    let mut fields: BTreeMap<_, _> = serde_json::to_value(optimizer)
+        .and_then(serde_json::from_value)
+        .expect("an optimizer is a struct of numbers and flags");
+    fields.remove("name");
+    fields
+}
+
+impl From<&Optimizer> for pb::Optimizer {
+    fn from(optimizer: &Optimizer) -> Self {
+        let number = |value: Value| match value {
+            Value::Bool(flag) => f64::from(u8::from(flag)),
+            value => value.as_f64().unwrap_or(f64::NAN),
+        };
+        let fields = fields(optimizer).into_iter().map(|(name, value)| (name, number(value)));
+        Self { name: optimizer.name().to_owned(), hyperparameters: fields.collect() }
+    }
+}
+
+impl TryFrom<pb::Optimizer> for Optimizer {
+    type Error = Error;
+
+    fn try_from(message: pb::Optimizer) -> Result<Self> {
+        let default: Optimizer = message.name.parse().map_err(|_| {
+            let names = Optimizer::defaults().map(|o| o.name());
+            Error::invalid("optimizer", format!("{:?}", message.name), format!("one of {}", names.join(", ")))
+        })?;
+        let mut fields = fields(&default);
+        for (name, number) in message.hyperparameters {
+            let what = format!("{name} of {}", default.name());
+            let names = fields.keys().cloned().collect::<Vec<_>>().join(", ");
+            let Some(field) = fields.get_mut(&name) else {
+                return Err(Error::invalid("hyperparameter", what, format!("one of {names}")));
+            };
+            *field = match field {
+                Value::Bool(_) if number == 0.0 || number == 1.0 => Value::Bool(number == 1.0),
+                Value::Bool(_) => return Err(Error::invalid(what, number, "0 or 1")),
+                _ if number.is_finite() => Value::from(number),
+                _ => return Err(Error::invalid(what, number, "a finite number")),
+            };
+        }
+        fields.insert("name".to_owned(), Value::from(default.name()));
+        serde_json::to_value(fields)
+            .and_then(serde_json::from_value)
+            .map_err(|e| Error::invalid(format!("optimizer {}", default.name()), e, "its hyperparameters"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec() -> JobSpec {
+        let manifest = Manifest::new(vec![TensorSpec::new("w", [2, 3])]).unwrap();
+        JobSpec::new("job", manifest, vec!["adamw".parse().unwrap()])
+    }
+
+    fn what(result: Result<impl std::fmt::Debug>) -> String {
+        match result {
+            Err(Error::Invalid { what, .. }) => what,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn every_optimizer_survives_the_wire() {
+        for optimizer in Optimizer::defaults() {
+            assert_eq!(Optimizer::try_from(pb::Optimizer::from(&optimizer)), Ok(optimizer));
+        }
+    }
+
+    #[test]
+    fn a_spec_survives_the_wire() {
+        assert_eq!(JobSpec::try_from(pb::JobSpec::from(&spec())), Ok(spec()));
+    }
+
+    #[test]
+    fn unknown_hyperparameters_and_broken_flags_are_refused() {
+        let adam = |name: &str, value| pb::Optimizer {
+            name: "adam".into(),
+            hyperparameters: [(name.to_owned(), value)].into(),
+        };
+        assert_eq!(what(Optimizer::try_from(adam("momentum", 0.9))), "hyperparameter");
+        assert_eq!(what(Optimizer::try_from(adam("amsgrad", 0.5))), "amsgrad of adam");
+        assert_eq!(what(Optimizer::try_from(adam("lr", f64::NAN))), "lr of adam");
+        assert!(Optimizer::try_from(adam("amsgrad", 1.0)).is_ok());
+    }
+
+    #[test]
+    fn a_spec_that_contradicts_itself_is_refused() {
+        assert_eq!(what(JobSpec { world: 0, ..spec() }.validate()), "world");
+        assert_eq!(what(JobSpec { groups: vec![], ..spec() }.validate()), "number of parameter groups");
+        assert_eq!(what(JobSpec { replicas: 2, ..spec() }.validate()), "replicas");
+        let lamb = JobSpec { groups: vec!["lamb".parse().unwrap()], ..spec() };
+        assert_eq!(what(lamb.validate()), "policy of tensor \"w\"");
+        let mixed = JobSpec { groups: vec!["adamw".parse().unwrap(), "sgd".parse().unwrap()], ..spec() };
+        assert_eq!(what(mixed.validate()), "optimizer of parameter group 1");
+    }
+
+    #[test]
+    fn the_difference_of_two_specs_is_named() {
+        assert_eq!(spec().difference(&spec()), None);
+        let other = JobSpec { world: 2, ..spec() };
+        assert_eq!(spec().difference(&other).as_deref(), Some("world"));
+    }
+}

@@ -1,0 +1,375 @@
+//! The job's ordered tensors, and the slices that follow from them.
+//!
+//! Slices are cut from the manifest alone: neither the number of servers nor anything else that a user can
+//! change moves a boundary.
+
+use std::{collections::HashMap, ops::Range};
+
+use crate::{DType, Error, Result, blocks::SLICE, pb};
+
+/// The most elements a job may have, so that no product or sum of sizes overflows.
+const MAX_ELEMENTS: u64 = 1 << 44;
+/// The longest name of a job or tensor, in bytes.
+pub(crate) const MAX_NAME: usize = 1024;
+
+/// How a tensor may be cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Policy {
+    /// Every [`SLICE`] elements.
+    #[default]
+    Elementwise,
+    /// Not at all: the optimizer needs the whole tensor at once.
+    Whole,
+}
+
+/// One tensor of the manifest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// Unique in the manifest.
+    pub name: String,
+    /// Row-major; empty for a scalar.
+    pub shape: Vec<u64>,
+    /// What parameters are published as. Master weights are f32 always.
+    pub dtype: DType,
+    /// Pulled, never pushed; no optimizer state.
+    pub frozen: bool,
+    /// Not a parameter (batch-norm statistics); treated as frozen.
+    pub buffer: bool,
+    /// Tied: the earlier tensor that owns the storage.
+    pub alias_of: Option<String>,
+    /// Parameter group.
+    pub group: u32,
+    /// How it may be cut.
+    pub policy: Policy,
+}
+
+impl TensorSpec {
+    /// A trainable f32 tensor of group 0.
+    pub fn new(name: impl Into<String>, shape: impl Into<Vec<u64>>) -> Self {
+        Self {
+            name: name.into(),
+            shape: shape.into(),
+            dtype: DType::F32,
+            frozen: false,
+            buffer: false,
+            alias_of: None,
+            group: 0,
+            policy: Policy::Elementwise,
+        }
+    }
+
+    /// Number of elements; 1 for a scalar.
+    pub fn numel(&self) -> u64 {
+        self.shape.iter().product()
+    }
+
+    /// Whether it takes gradients of its own.
+    pub fn trains(&self) -> bool {
+        !self.frozen && !self.buffer && self.alias_of.is_none()
+    }
+}
+
+/// Consecutive elements of one tensor: the unit of ownership and movement.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SliceSpec {
+    /// Index of the tensor that owns the storage.
+    pub tensor: usize,
+    /// First element, within the flattened tensor.
+    pub offset: usize,
+    /// Number of elements; 1 or more.
+    pub numel: usize,
+}
+
+/// The job's tensors, in order, and their slices.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Manifest {
+    tensors: Vec<TensorSpec>,
+    /// INVARIANT: the tensor that owns the storage of each; itself unless tied.
+    owners: Vec<usize>,
+    slices: Vec<SliceSpec>,
+    /// INVARIANT: `slices[first[t]..first[t + 1]]` are those of tensor t; none for tied and empty ones.
+    first: Vec<usize>,
+}
+
+impl Manifest {
+    /// Checks the tensors and cuts them into slices.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the tensor: a name that is empty, too long or not unique, a shape that
+    /// overflows, an alias that is not an earlier, storage-owning tensor of the same shape.
+    pub fn new(tensors: Vec<TensorSpec>) -> Result<Self> {
+        let mut names = HashMap::with_capacity(tensors.len());
+        let mut owners = Vec::with_capacity(tensors.len());
+        let mut total = 0u64;
+        for (index, tensor) in tensors.iter().enumerate() {
+            check_name(&format!("name of tensor {index}"), &tensor.name)?;
+            total = checked_total(total, tensor)?;
+            owners.push(match &tensor.alias_of {
+                None => index,
+                Some(alias) => owner_of(&tensors, &names, tensor, alias)?,
+            });
+            if names.insert(tensor.name.as_str(), index).is_some() {
+                return Err(Error::invalid(
+                    format!("name of tensor {index}"),
+                    format!("{:?}, which an earlier tensor has", tensor.name),
+                    "unique",
+                ));
+            }
+        }
+        let (slices, first) = cut(&tensors);
+        Ok(Self { tensors, owners, slices, first })
+    }
+
+    /// The tensors, in order.
+    pub fn tensors(&self) -> &[TensorSpec] {
+        &self.tensors
+    }
+
+    /// All slices, in manifest order; a slice's number is its position.
+    pub fn slices(&self) -> &[SliceSpec] {
+        &self.slices
+    }
+
+    /// The tensor whose storage `tensor` uses: itself, unless it is tied.
+    pub fn owner(&self, tensor: usize) -> usize {
+        self.owners[tensor]
+    }
+
+    /// Numbers of the slices that hold `tensor` (those of its owner if it is tied).
+    pub fn slices_of(&self, tensor: usize) -> Range<usize> {
+        let owner = self.owners[tensor];
+        self.first[owner]..self.first[owner + 1]
+    }
+
+    /// The tensor that slice number `slice` is part of.
+    pub fn tensor_of(&self, slice: usize) -> &TensorSpec {
+        &self.tensors[self.slices[slice].tensor]
+    }
+
+    /// Whether slice number `slice` takes gradients.
+    pub fn trains(&self, slice: usize) -> bool {
+        self.tensor_of(slice).trains()
+    }
+
+    /// Number of parameters; tied ones count once, buffers do not.
+    pub fn parameters(&self) -> u64 {
+        let owned = self.tensors.iter().filter(|t| t.alias_of.is_none() && !t.buffer);
+        owned.map(TensorSpec::numel).sum()
+    }
+}
+
+pub(crate) fn check_name(what: &str, name: &str) -> Result<()> {
+    if name.is_empty() || name.len() > MAX_NAME || name.chars().any(char::is_control) {
+        let expected = format!("1 to {MAX_NAME} bytes without control characters");
+        return Err(Error::invalid(what, format!("{name:?}"), expected));
+    }
+    Ok(())
+}
+
+fn checked_total(total: u64, tensor: &TensorSpec) -> Result<u64> {
+    let numel = tensor.shape.iter().try_fold(1u64, |product, &d| product.checked_mul(d));
+    let sum = numel.and_then(|numel| total.checked_add(numel));
+    sum.filter(|&sum| sum <= MAX_ELEMENTS).ok_or_else(|| {
+        Error::invalid(
+            format!("shape of tensor {:?}", tensor.name),
+            format!("{:?}", tensor.shape),
+            format!("small enough that the job has at most {MAX_ELEMENTS} elements"),
+        )
+    })
+}
+
+fn owner_of(
+    tensors: &[TensorSpec],
+    earlier: &HashMap<&str, usize>,
+    tensor: &TensorSpec,
+    alias: &str,
+) -> Result<usize> {
+    let what = || format!("alias_of of tensor {:?}", tensor.name);
+    let owner = *earlier
+        .get(alias)
+        .ok_or_else(|| Error::invalid(what(), format!("{alias:?}"), "the name of an earlier tensor"))?;
+    let spec = &tensors[owner];
+    if spec.alias_of.is_some() {
+        return Err(Error::invalid(
+            what(),
+            format!("{alias:?}, itself tied"),
+            "a tensor with storage of its own",
+        ));
+    }
+    if spec.shape != tensor.shape || spec.dtype != tensor.dtype {
+        return Err(Error::invalid(
+            what(),
+            format!("{alias:?} of shape {:?} and dtype {}", spec.shape, spec.dtype),
+            format!("a tensor of shape {:?} and dtype {}", tensor.shape, tensor.dtype),
+        ));
+    }
+    Ok(owner)
+}
+
+fn cut(tensors: &[TensorSpec]) -> (Vec<SliceSpec>, Vec<usize>) {
+    let mut slices = Vec::new();
+    let mut first = Vec::with_capacity(tensors.len() + 1);
+    for (index, tensor) in tensors.iter().enumerate() {
+        first.push(slices.len());
+        if tensor.alias_of.is_some() {
+            continue;
+        }
+        let numel = tensor.numel() as usize;
+        let step = match tensor.policy {
+            Policy::Elementwise => SLICE,
+            Policy::Whole => numel.max(1),
+        };
+        slices.extend((0..numel).step_by(step).map(|offset| SliceSpec {
+            tensor: index,
+            offset,
+            numel: step.min(numel - offset),
+        }));
+    }
+    first.push(slices.len());
+    (slices, first)
+}
+
+impl From<&TensorSpec> for pb::Tensor {
+    fn from(tensor: &TensorSpec) -> Self {
+        Self {
+            name: tensor.name.clone(),
+            shape: tensor.shape.clone(),
+            dtype: pb::Dtype::from(tensor.dtype).into(),
+            frozen: tensor.frozen,
+            buffer: tensor.buffer,
+            alias_of: tensor.alias_of.clone().unwrap_or_default(),
+            group: tensor.group,
+            policy: match tensor.policy {
+                Policy::Elementwise => pb::Policy::Elementwise,
+                Policy::Whole => pb::Policy::Whole,
+            }
+            .into(),
+        }
+    }
+}
+
+impl TryFrom<pb::Tensor> for TensorSpec {
+    type Error = Error;
+
+    fn try_from(message: pb::Tensor) -> Result<Self> {
+        let what = |field: &str| format!("{field} of tensor {:?}", message.name);
+        let dtype = DType::from_wire(message.dtype)
+            .ok_or_else(|| Error::invalid(what("dtype"), message.dtype, "f32, bf16 or f16"))?;
+        let policy = match pb::Policy::try_from(message.policy) {
+            Ok(pb::Policy::Elementwise) => Policy::Elementwise,
+            Ok(pb::Policy::Whole) => Policy::Whole,
+            Err(_) => return Err(Error::invalid(what("policy"), message.policy, "ELEMENTWISE or WHOLE")),
+        };
+        Ok(Self {
+            dtype,
+            policy,
+            name: message.name,
+            shape: message.shape,
+            frozen: message.frozen,
+            buffer: message.buffer,
+            alias_of: Some(message.alias_of).filter(|name| !name.is_empty()),
+            group: message.group,
+        })
+    }
+}
+
+impl From<DType> for pb::Dtype {
+    fn from(dtype: DType) -> Self {
+        match dtype {
+            DType::F32 => Self::F32,
+            DType::Bf16 => Self::Bf16,
+            DType::F16 => Self::F16,
+        }
+    }
+}
+
+impl DType {
+    /// The dtype of a message's enum number; `None` if unspecified or unknown.
+    pub fn from_wire(number: i32) -> Option<Self> {
+        match pb::Dtype::try_from(number).ok()? {
+            pb::Dtype::Unspecified => None,
+            pb::Dtype::F32 => Some(Self::F32),
+            pb::Dtype::Bf16 => Some(Self::Bf16),
+            pb::Dtype::F16 => Some(Self::F16),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn tied(name: &str, shape: &[u64], owner: &str) -> TensorSpec {
+        TensorSpec { alias_of: Some(owner.into()), ..TensorSpec::new(name, shape) }
+    }
+
+    fn refused(tensors: Vec<TensorSpec>) -> String {
+        match Manifest::new(tensors) {
+            Err(Error::Invalid { what, .. }) => what,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_tied_tensor_has_its_owners_slices() {
+        let manifest = Manifest::new(vec![
+            TensorSpec::new("embedding", [10, 4]),
+            TensorSpec::new("empty", [0, 4]),
+            tied("head", &[10, 4], "embedding"),
+            TensorSpec::new("scalar", []),
+        ])
+        .unwrap();
+        assert_eq!(manifest.slices_of(2), 0..1);
+        assert_eq!(manifest.slices_of(1), 1..1);
+        assert_eq!(manifest.slices_of(3), 1..2);
+        assert_eq!(manifest.parameters(), 41);
+    }
+
+    #[test]
+    fn whole_tensors_are_not_cut() {
+        let big = [3 * SLICE as u64 + 1];
+        let whole = TensorSpec { policy: Policy::Whole, ..TensorSpec::new("a", big) };
+        let manifest = Manifest::new(vec![whole, TensorSpec::new("b", big)]).unwrap();
+        assert_eq!(manifest.slices_of(0).len(), 1);
+        assert_eq!(manifest.slices_of(1).len(), 4);
+    }
+
+    #[test]
+    fn wrong_manifests_are_refused_by_name() {
+        let a = || TensorSpec::new("a", [2]);
+        assert_eq!(refused(vec![a(), a()]), "name of tensor 1");
+        assert_eq!(refused(vec![TensorSpec::new("", [2])]), "name of tensor 0");
+        assert_eq!(refused(vec![tied("b", &[2], "a"), a()]), "alias_of of tensor \"b\"");
+        assert_eq!(refused(vec![a(), tied("b", &[3], "a")]), "alias_of of tensor \"b\"");
+        let chain = vec![a(), tied("b", &[2], "a"), tied("c", &[2], "b")];
+        assert_eq!(refused(chain), "alias_of of tensor \"c\"");
+        let huge = TensorSpec::new("h", [u64::MAX, 2]);
+        assert_eq!(refused(vec![huge]), "shape of tensor \"h\"");
+    }
+
+    proptest! {
+        #[test]
+        fn slices_cover_every_tensor_once(sizes in prop::collection::vec(0u64..20_000_000, 1..8)) {
+            let specs = sizes.iter().enumerate().map(|(i, &n)| TensorSpec::new(format!("t{i}"), [n]));
+            let manifest = Manifest::new(specs.collect()).unwrap();
+            for (tensor, &size) in sizes.iter().enumerate() {
+                let mut end = 0;
+                for slice in &manifest.slices()[manifest.slices_of(tensor)] {
+                    prop_assert_eq!(slice.tensor, tensor);
+                    prop_assert_eq!(slice.offset, end);
+                    prop_assert!(slice.numel >= 1 && slice.numel <= SLICE);
+                    end += slice.numel;
+                }
+                prop_assert_eq!(end as u64, size);
+            }
+        }
+
+        #[test]
+        fn tensors_survive_the_wire(shape in prop::collection::vec(0u64..9, 0..4), frozen: bool, group in 0u32..9) {
+            let spec = TensorSpec { frozen, group, dtype: DType::Bf16, ..TensorSpec::new("t", shape) };
+            prop_assert_eq!(TensorSpec::try_from(pb::Tensor::from(&spec)).unwrap(), spec);
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! Which servers hold which slice. How a placement is chosen is the coordinator's business.
+
+use crate::{Error, Result, pb};
+
+/// A shard server as its peers dial it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Server {
+    /// Given by the coordinator, never used twice.
+    pub id: u32,
+    /// `host:port`.
+    pub address: String,
+}
+
+/// Slice -> ordered list of servers, primary first.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Placement {
+    servers: Vec<Server>,
+    replicas: usize,
+    /// INVARIANT: positions in `servers`; `replicas` for each slice, distinct within a slice.
+    owners: Vec<u32>,
+}
+
+impl Placement {
+    /// `owners` are positions in `servers`, `replicas` of them for each slice.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] unless every slice has `replicas` distinct servers.
+    pub fn new(servers: Vec<Server>, replicas: usize, owners: Vec<u32>) -> Result<Self> {
+        let wrong = |found: String, expected: &str| Err(Error::invalid("placement", found, expected));
+        if replicas == 0 || owners.len() % replicas != 0 {
+            return wrong(
+                format!("{} owners with {replicas} a slice", owners.len()),
+                "the same number, 1 or more, for each slice",
+            );
+        }
+        for (slice, owners) in owners.chunks(replicas).enumerate() {
+            let distinct = owners.iter().enumerate().all(|(i, o)| !owners[..i].contains(o));
+            if !distinct || owners.iter().any(|&o| o as usize >= servers.len()) {
+                return wrong(
+                    format!("slice {slice} on {owners:?} of {} servers", servers.len()),
+                    "distinct positions in the list of servers",
+                );
+            }
+        }
+        Ok(Self { servers, replicas, owners })
+    }
+
+    /// All servers that hold something.
+    pub fn servers(&self) -> &[Server] {
+        &self.servers
+    }
+
+    /// Servers per slice.
+    pub fn replicas(&self) -> usize {
+        self.replicas
+    }
+
+    /// Number of slices.
+    pub fn slices(&self) -> usize {
+        self.owners.len() / self.replicas
+    }
+
+    /// Positions in [`Self::servers`] of the servers of `slice`, primary first.
+    pub fn owners(&self, slice: usize) -> &[u32] {
+        &self.owners[slice * self.replicas..][..self.replicas]
+    }
+
+    /// Position in [`Self::servers`] of the server that answers for `slice`.
+    pub fn primary(&self, slice: usize) -> usize {
+        self.owners(slice)[0] as usize
+    }
+
+    /// The slices of which server `id` is the primary, ascending.
+    pub fn primary_slices(&self, id: u32) -> impl Iterator<Item = usize> + '_ {
+        (0..self.slices()).filter(move |&slice| self.servers[self.primary(slice)].id == id)
+    }
+}
+
+impl From<&Placement> for pb::Placement {
+    fn from(placement: &Placement) -> Self {
+        let servers = placement
+            .servers
+            .iter()
+            .map(|server| pb::Server { id: server.id, address: server.address.clone() });
+        Self {
+            servers: servers.collect(),
+            replicas: placement.replicas as u32,
+            owners: placement.owners.clone(),
+        }
+    }
+}
+
+impl TryFrom<pb::Placement> for Placement {
+    type Error = Error;
+
+    fn try_from(message: pb::Placement) -> Result<Self> {
+        let servers =
+            message.servers.into_iter().map(|server| Server { id: server.id, address: server.address });
+        Self::new(servers.collect(), message.replicas as usize, message.owners)
+    }
+}

@@ -1,0 +1,409 @@
+//! What a server is told: by flags, environment, TOML file and defaults, the first of them winning.
+//!
+//! Each struct is one section of the file and one group of flags; a field is declared once. Figment
+//! lays the four sources over each other, and refuses keys of the file that it does not know.
+
+mod values;
+
+use std::{ffi::OsString, path::PathBuf, time::Duration};
+
+use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, parser::ValueSource};
+use figment::{
+    Figment,
+    providers::{Format, Serialized, Toml},
+    value::{Dict, Value},
+};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+pub use values::{Address, AdminListen, Listen, Malformed};
+
+/// The longest wait that a caller may ask for.
+pub const MAX_WAIT: Duration = Duration::from_secs(600);
+
+/// What is wrong with the configuration.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The command line; clap's own message (or the text of `--help`).
+    #[error(transparent)]
+    CommandLine(#[from] clap::Error),
+    /// The file cannot be read, is not TOML, or has a value of the wrong type or an unknown key.
+    #[error("configuration file: {0}")]
+    File(String),
+    /// A section that no role reads.
+    #[error("configuration file {file}: unknown section [{section}]; there are [{}]", SECTIONS.join("], ["))]
+    UnknownSection {
+        /// The file.
+        file: PathBuf,
+        /// The section.
+        section: String,
+    },
+    /// A value out of range, wherever it was said.
+    #[error("--{flag} (`{key}` in [{section}] of the file) is {found}; it must be {expected}")]
+    Value {
+        /// The flag.
+        flag: String,
+        /// The key in the file.
+        key: &'static str,
+        /// The section of the file.
+        section: &'static str,
+        /// What it was.
+        found: String,
+        /// What would be right.
+        expected: String,
+    },
+}
+
+impl Error {
+    fn value(section: &'static str, key: &'static str, found: impl ToString, expected: &str) -> Self {
+        let flag = key.replace('_', "-");
+        Self::Value { flag, key, section, found: found.to_string(), expected: expected.to_owned() }
+    }
+}
+
+/// How log lines look.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+/// What every role is told.
+#[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Common {
+    /// What to log (on standard error): a level, or directives such as `info,zeroshard_server=debug`
+    #[arg(long, env = "ZEROSHARD_LOG", value_name = "FILTER", default_value = "info")]
+    pub log: String,
+    /// How to log
+    #[arg(long, env = "ZEROSHARD_LOG_FORMAT", value_name = "FORMAT", default_value = "text")]
+    pub log_format: LogFormat,
+    /// Largest gRPC message that is accepted, in bytes; a larger one gets a typed error
+    #[arg(long, env = "ZEROSHARD_MAX_MESSAGE_BYTES", value_name = "BYTES", default_value_t = 64 << 20)]
+    pub max_message_bytes: usize,
+    /// Calls that one connection may have open; further ones wait at the caller
+    #[arg(long, env = "ZEROSHARD_MAX_CONCURRENT_STREAMS", value_name = "N", default_value_t = 1024)]
+    pub max_concurrent_streams: u32,
+    /// Largest HTTP/2 frame that is accepted, in bytes; the biggest knob of the data plane
+    #[arg(long, env = "ZEROSHARD_FRAME_BYTES", value_name = "BYTES", default_value_t = 1 << 20)]
+    pub frame_bytes: u32,
+    /// HTTP/2 receive window of a stream and of a connection, in bytes
+    #[arg(long, env = "ZEROSHARD_WINDOW_BYTES", value_name = "BYTES", default_value_t = 16 << 20)]
+    pub window_bytes: u32,
+    /// Ask a silent peer for a sign of life after so many seconds, and give it as long to answer
+    #[arg(long, env = "ZEROSHARD_KEEPALIVE_SECONDS", value_name = "SECONDS", default_value_t = 10)]
+    pub keepalive_seconds: u64,
+    /// How long a call waits for others (a version, a rank, a server) unless it says so itself
+    #[arg(long, env = "ZEROSHARD_WAIT_SECONDS", value_name = "SECONDS", default_value_t = 60)]
+    pub wait_seconds: u64,
+    /// How long open calls may take to finish after SIGTERM or SIGINT
+    #[arg(long, env = "ZEROSHARD_DRAIN_SECONDS", value_name = "SECONDS", default_value_t = 10)]
+    pub drain_seconds: u64,
+}
+
+impl Common {
+    /// [`Self::wait_seconds`].
+    pub fn wait(&self) -> Duration {
+        Duration::from_secs(self.wait_seconds)
+    }
+
+    /// [`Self::keepalive_seconds`].
+    pub fn keepalive(&self) -> Duration {
+        Duration::from_secs(self.keepalive_seconds)
+    }
+
+    /// [`Self::drain_seconds`].
+    pub fn drain(&self) -> Duration {
+        Duration::from_secs(self.drain_seconds)
+    }
+
+    fn validate(&self) -> Result<(), Error> {
+        let wrong = |key, found: u64, expected| Err(Error::value("common", key, found, expected));
+        if let Err(error) = tracing_subscriber::EnvFilter::try_new(&self.log) {
+            let found = format!("{:?} ({error})", self.log);
+            let expected = "a level (error, warn, info, debug, trace) or directives such as info,h2=warn";
+            return Err(Error::value("common", "log", found, expected));
+        }
+        if !(1024..=1 << 31).contains(&self.max_message_bytes) {
+            return wrong("max_message_bytes", self.max_message_bytes as u64, "1024 to 2147483648 (2 GiB)");
+        }
+        if self.max_concurrent_streams == 0 {
+            return wrong("max_concurrent_streams", 0, "1 or more");
+        }
+        // RFC 9113: SETTINGS_MAX_FRAME_SIZE, SETTINGS_INITIAL_WINDOW_SIZE.
+        if !(16_384..=16_777_215).contains(&self.frame_bytes) {
+            return wrong("frame_bytes", self.frame_bytes.into(), "16384 to 16777215");
+        }
+        if !(65_535..=2_147_483_647).contains(&self.window_bytes) {
+            return wrong("window_bytes", self.window_bytes.into(), "65535 to 2147483647");
+        }
+        if !(1..=3600).contains(&self.keepalive_seconds) {
+            return wrong("keepalive_seconds", self.keepalive_seconds, "1 to 3600");
+        }
+        if !(1..=MAX_WAIT.as_secs()).contains(&self.wait_seconds) {
+            return wrong("wait_seconds", self.wait_seconds, "1 to 600");
+        }
+        if self.drain_seconds > 3600 {
+            return wrong("drain_seconds", self.drain_seconds, "0 to 3600");
+        }
+        Ok(())
+    }
+}
+
+impl Default for Common {
+    fn default() -> Self {
+        defaults()
+    }
+}
+
+/// What the coordinator is told.
+#[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Coordinator {
+    /// Where workers and shard servers reach the coordinator. 0.0.0.0:7400 lets other machines in: there
+    /// is no authentication and no encryption yet, so do that only in a network that you trust
+    #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7400))]
+    pub listen: Listen,
+    /// Where /metrics, /healthz, /readyz and the status page are; `off` for none
+    #[arg(long, env = "ZEROSHARD_ADMIN_LISTEN", value_name = "IP:PORT", default_value = "127.0.0.1:9400")]
+    pub admin_listen: AdminListen,
+}
+
+impl Default for Coordinator {
+    fn default() -> Self {
+        defaults()
+    }
+}
+
+/// What a shard server is told.
+#[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Shard {
+    /// Where workers reach this server. 0.0.0.0:7401 (with --advertise) lets other machines in: there is
+    /// no authentication and no encryption yet, so do that only in a network that you trust
+    #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7401))]
+    pub listen: Listen,
+    /// Where /metrics, /healthz, /readyz and the status page are; `off` for none
+    #[arg(long, env = "ZEROSHARD_ADMIN_LISTEN", value_name = "IP:PORT", default_value = "127.0.0.1:9401")]
+    pub admin_listen: AdminListen,
+    /// The coordinator to serve; it may start later
+    #[arg(long, env = "ZEROSHARD_COORDINATOR", value_name = "HOST:PORT")]
+    pub coordinator: Option<Address>,
+    /// What others dial to reach this server; by default the address that it listens on. Port 0 stands for
+    /// the port that it listens on
+    #[arg(long, env = "ZEROSHARD_ADVERTISE", value_name = "HOST:PORT")]
+    pub advertise: Option<Address>,
+    /// How many bytes of early gradients to keep while the ranks before theirs are still missing
+    #[arg(long, env = "ZEROSHARD_PARKED_BYTES", value_name = "BYTES", default_value_t = 64 << 20)]
+    pub parked_bytes: u64,
+}
+
+impl Default for Shard {
+    fn default() -> Self {
+        defaults()
+    }
+}
+
+/// What a process with a coordinator and one shard server is told.
+#[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct All {
+    /// Where workers and further shard servers reach the coordinator. There is no authentication and no
+    /// encryption yet: choose another address than loopback only in a network that you trust
+    #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7400))]
+    pub listen: Listen,
+    /// Where workers reach the shard server
+    #[arg(long, env = "ZEROSHARD_SHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7401))]
+    pub shard_listen: Listen,
+    /// Where /metrics, /healthz, /readyz and the status page are; `off` for none
+    #[arg(long, env = "ZEROSHARD_ADMIN_LISTEN", value_name = "IP:PORT", default_value = "127.0.0.1:9400")]
+    pub admin_listen: AdminListen,
+    /// What others dial to reach the shard server; by default the address that it listens on. Port 0 stands
+    /// for the port that it listens on
+    #[arg(long, env = "ZEROSHARD_ADVERTISE", value_name = "HOST:PORT")]
+    pub advertise: Option<Address>,
+    /// How many bytes of early gradients to keep while the ranks before theirs are still missing
+    #[arg(long, env = "ZEROSHARD_PARKED_BYTES", value_name = "BYTES", default_value_t = 64 << 20)]
+    pub parked_bytes: u64,
+}
+
+impl All {
+    /// The shard server's part; its coordinator is the one in this process.
+    pub fn shard(&self) -> Shard {
+        Shard {
+            listen: self.shard_listen,
+            admin_listen: AdminListen::Off,
+            coordinator: None,
+            advertise: self.advertise.clone(),
+            parked_bytes: self.parked_bytes,
+        }
+    }
+}
+
+/// What listeners on a wildcard address need.
+fn check_advertise(section: &'static str, listen: Listen, advertise: Option<&Address>) -> Result<(), Error> {
+    if listen.0.ip().is_unspecified() && advertise.is_none() {
+        let found = format!("absent, and the server listens on {listen}");
+        let expected = "the HOST:PORT at which workers reach this server (port 0: the one it listens on)";
+        return Err(Error::value(section, "advertise", found, expected));
+    }
+    Ok(())
+}
+
+#[derive(Debug, Args)]
+struct Process {
+    /// TOML file with the sections [common] and [coordinator], [shard] or [all]; its keys are the flags'
+    /// names with `_` for `-`. Flags and environment win over it
+    #[arg(long, env = "ZEROSHARD_CONFIG", value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Print one JSON object a line on standard output, and nothing else there: "listening" says, once all
+    /// listeners are bound, what the addresses are
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+struct Flags<R: Args> {
+    #[command(flatten)]
+    role: R,
+    #[command(flatten)]
+    process: Process,
+    #[command(flatten)]
+    common: Common,
+}
+
+/// ZeroShard server: holds optimizer state, gradients and parameters for training jobs
+///
+/// A cluster is one coordinator and any number of shard servers, started in any order:
+///
+///   zeroshard-server coordinator --listen 127.0.0.1:7400
+///   zeroshard-server shard --coordinator 127.0.0.1:7400 --listen 127.0.0.1:7401
+///   zeroshard-server shard --coordinator 127.0.0.1:7400 --listen 127.0.0.1:7402 --admin-listen off
+///
+/// Workers dial the coordinator. SIGTERM or SIGINT stops a server in order.
+#[derive(Debug, Parser)]
+#[command(name = "zeroshard-server", version, verbatim_doc_comment)]
+struct Cli {
+    #[command(subcommand)]
+    role: Roles,
+}
+
+#[derive(Debug, Subcommand)]
+enum Roles {
+    /// Decide about membership, placement and steps
+    Coordinator(Flags<Coordinator>),
+    /// Hold slices of jobs, and serve them to workers
+    Shard(Flags<Shard>),
+    /// Coordinator and one shard server in one process
+    All(Flags<All>),
+}
+
+/// Sections that the file may have.
+const SECTIONS: [&str; 4] = ["common", "coordinator", "shard", "all"];
+
+/// Which role this process has.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Role {
+    /// The coordinator.
+    Coordinator(Coordinator),
+    /// A shard server.
+    Shard(Shard),
+    /// Both.
+    All(All),
+}
+
+/// All that the command line, the environment and the file say.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// The role and what it is told.
+    pub role: Role,
+    /// What every role is told.
+    pub common: Common,
+    /// Whether to print events as JSON on standard output.
+    pub json: bool,
+}
+
+/// Reads the configuration of a process that was started with `arguments` (the first is its name).
+///
+/// # Errors
+/// [`Error`], which says what would be right; [`Error::CommandLine`] also for `--help` and `--version`.
+pub fn load(arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Result<Config, Error> {
+    let mut command = Cli::command();
+    let matches = command.try_get_matches_from_mut(arguments)?;
+    let (section, matches) = matches.subcommand().expect("clap requires a subcommand");
+    let process = Process::from_arg_matches(matches)?;
+    let file = process.config.map(File::read).transpose()?;
+    let common: Common = layered("common", matches, file.as_ref())?;
+    common.validate()?;
+    let role = match section {
+        "coordinator" => Role::Coordinator(layered("coordinator", matches, file.as_ref())?),
+        "shard" => {
+            let shard: Shard = layered("shard", matches, file.as_ref())?;
+            check_advertise("shard", shard.listen, shard.advertise.as_ref())?;
+            if shard.coordinator.is_none() {
+                let expected = "the coordinator's HOST:PORT, such as 127.0.0.1:7400";
+                return Err(Error::value("shard", "coordinator", "absent", expected));
+            }
+            Role::Shard(shard)
+        }
+        _ => {
+            let all: All = layered("all", matches, file.as_ref())?;
+            check_advertise("all", all.shard_listen, all.advertise.as_ref())?;
+            Role::All(all)
+        }
+    };
+    Ok(Config { role, common, json: process.json })
+}
+
+struct File(Figment);
+
+impl File {
+    fn read(path: PathBuf) -> Result<Self, Error> {
+        let figment = Figment::from(Toml::file_exact(&path));
+        let sections: Dict = figment.extract().map_err(|e| Error::File(e.to_string()))?;
+        match sections.into_keys().find(|key| !SECTIONS.contains(&key.as_str())) {
+            Some(section) => Err(Error::UnknownSection { file: path, section }),
+            None => Ok(Self(figment)),
+        }
+    }
+}
+
+/// One section: defaults, then the file, then what flags and environment say.
+fn layered<T>(section: &str, matches: &ArgMatches, file: Option<&File>) -> Result<T, Error>
+where
+    T: Args + Serialize + DeserializeOwned,
+{
+    let values = T::from_arg_matches(matches)?;
+    let wrap = |e: figment::Error| {
+        let key = e.path.last().map(|key| format!("`{key}`: ")).unwrap_or_default();
+        Error::File(format!("[{section}] {key}{}", e.kind))
+    };
+    let values = Value::serialize(values).map_err(wrap)?.into_dict().expect("a struct");
+    let said = |key: &String| {
+        matches!(matches.value_source(key), Some(ValueSource::CommandLine | ValueSource::EnvVariable))
+    };
+    let (said, defaults): (Dict, Dict) = values.into_iter().partition(|(key, _)| said(key));
+    let mut figment = Figment::from(Serialized::defaults(defaults));
+    if let Some(File(file)) = file {
+        figment = figment.merge(file.focus(section));
+    }
+    figment.merge(Serialized::defaults(said)).extract().map_err(wrap)
+}
+
+/// What a section is when nothing is said.
+fn defaults<T: Args>() -> T {
+    #[derive(Parser)]
+    struct Only<T: Args> {
+        #[command(flatten)]
+        section: T,
+    }
+    // Without the environment: defaults are the same everywhere.
+    let command = Only::<T>::command().mut_args(|arg| arg.env(None::<&'static str>));
+    let matches = command.try_get_matches_from(["defaults"]).expect("nothing is required");
+    Only::from_arg_matches(&matches).expect("the defaults are valid").section
+}
+
+#[cfg(test)]
+mod tests;

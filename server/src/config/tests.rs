@@ -1,0 +1,94 @@
+use std::io::Write;
+
+use super::*;
+
+fn shard(arguments: &[&str]) -> Result<Config, Error> {
+    load(["zeroshard-server", "shard", "--coordinator", "c:7400"].iter().chain(arguments).copied())
+}
+
+fn file(text: &str) -> tempfile::NamedTempFile {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    file.write_all(text.as_bytes()).unwrap();
+    file
+}
+
+fn with_file(text: &str, arguments: &[&str]) -> Result<Config, Error> {
+    let file = file(text);
+    let path = file.path().to_str().unwrap();
+    shard(&[&["--config", path], arguments].concat())
+}
+
+fn wrong_key(result: Result<Config, Error>) -> &'static str {
+    match result {
+        Err(Error::Value { key, .. }) => key,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn defaults_are_what_the_help_says() {
+    let config = shard(&[]).unwrap();
+    assert_eq!(config.common, Common::default());
+    assert_eq!(
+        config.role,
+        Role::Shard(Shard { coordinator: Some("c:7400".parse().unwrap()), ..Shard::default() })
+    );
+    assert_eq!(Shard::default().listen, Listen::loopback(7401));
+    assert_eq!(Common::default().max_message_bytes, 64 << 20);
+}
+
+#[test]
+fn a_flag_wins_over_the_file_and_the_file_over_the_default() {
+    let text = "[common]\nwait_seconds = 5\ndrain_seconds = 6\n[shard]\nparked_bytes = 7\n";
+    let config = with_file(text, &["--wait-seconds", "9"]).unwrap();
+    assert_eq!(config.common.wait_seconds, 9);
+    assert_eq!(config.common.drain_seconds, 6);
+    let Role::Shard(shard) = config.role else { panic!("role") };
+    assert_eq!(shard.parked_bytes, 7);
+}
+
+#[test]
+fn the_file_alone_can_name_the_coordinator() {
+    let file = file("[shard]\ncoordinator = \"c:1\"\nlisten = \"0.0.0.0:0\"\nadvertise = \"me:0\"\n");
+    let path = file.path().to_str().unwrap();
+    let config = load(["zeroshard-server", "shard", "--config", path]).unwrap();
+    let Role::Shard(shard) = config.role else { panic!("role") };
+    assert_eq!(shard.coordinator, Some("c:1".parse().unwrap()));
+}
+
+#[test]
+fn unknown_keys_and_sections_are_refused_by_name() {
+    let error = with_file("[common]\nwait_second = 5\n", &[]).unwrap_err();
+    assert!(matches!(error, Error::File(_)));
+    assert!(error.to_string().contains("wait_second"), "{error}");
+    let error = with_file("[shards]\nparked_bytes = 5\n", &[]).unwrap_err();
+    assert!(matches!(error, Error::UnknownSection { section, .. } if section == "shards"));
+}
+
+#[test]
+fn a_file_that_is_not_there_or_not_toml_is_refused() {
+    assert!(matches!(shard(&["--config", "/does/not/exist.toml"]), Err(Error::File(_))));
+    assert!(matches!(with_file("[common", &[]), Err(Error::File(_))));
+    let error = with_file("[shard]\nlisten = \"here\"\n", &[]).unwrap_err();
+    assert!(error.to_string().contains("[shard] `listen`"), "{error}");
+}
+
+#[test]
+fn values_out_of_range_are_refused_wherever_they_come_from() {
+    assert_eq!(wrong_key(shard(&["--wait-seconds", "601"])), "wait_seconds");
+    assert_eq!(wrong_key(with_file("[common]\nframe_bytes = 1\n", &[])), "frame_bytes");
+    assert_eq!(wrong_key(shard(&["--log", "a=b=c"])), "log");
+    assert_eq!(wrong_key(load(["zeroshard-server", "shard"])), "coordinator");
+    assert!(matches!(shard(&["--parked-bytes", "-1"]), Err(Error::CommandLine(_))));
+}
+
+#[test]
+fn a_wildcard_address_needs_an_advertised_one() {
+    assert_eq!(wrong_key(shard(&["--listen", "0.0.0.0:7401"])), "advertise");
+    assert!(shard(&["--listen", "[::]:7401", "--advertise", "node-1:0"]).is_ok());
+}
+
+#[test]
+fn the_command_line_is_consistent() {
+    Cli::command().debug_assert();
+}

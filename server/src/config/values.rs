@@ -1,0 +1,188 @@
+//! Addresses as flags and files write them.
+
+use std::{
+    fmt,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    str::FromStr,
+};
+
+use serde::{Deserialize, Serialize};
+
+/// Why a text is no address.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{found:?} is not {expected}")]
+pub struct Malformed {
+    found: String,
+    expected: &'static str,
+}
+
+/// Where to listen: an IP address of this machine and a port; port 0 lets the system choose.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Listen(pub SocketAddr);
+
+impl Listen {
+    /// Loopback: only this machine reaches it.
+    pub const fn loopback(port: u16) -> Self {
+        Self(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port))
+    }
+}
+
+impl FromStr for Listen {
+    type Err = Malformed;
+
+    fn from_str(text: &str) -> Result<Self, Malformed> {
+        let expected = "an IP address and a port, such as 127.0.0.1:7400, 0.0.0.0:7400 or [::]:7400";
+        text.parse().map(Self).map_err(|_| Malformed { found: text.to_owned(), expected })
+    }
+}
+
+impl fmt::Display for Listen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Where the admin HTTP server listens, if it does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum AdminListen {
+    /// No admin server.
+    Off,
+    /// There.
+    On(Listen),
+}
+
+impl FromStr for AdminListen {
+    type Err = Malformed;
+
+    fn from_str(text: &str) -> Result<Self, Malformed> {
+        if text == "off" {
+            return Ok(Self::Off);
+        }
+        let expected = "`off` or an IP address and a port, such as 127.0.0.1:9400 or 0.0.0.0:9400";
+        text.parse().map(Self::On).map_err(|e: Malformed| Malformed { expected, ..e })
+    }
+}
+
+impl fmt::Display for AdminListen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Off => f.write_str("off"),
+            Self::On(listen) => listen.fmt(f),
+        }
+    }
+}
+
+/// `host:port` as others dial it; the host is a name or an IP address.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Address {
+    host: String,
+    port: u16,
+}
+
+impl Address {
+    /// The same host with `port` in place of port 0.
+    #[must_use]
+    pub fn or_port(&self, port: u16) -> Self {
+        let port = if self.port == 0 { port } else { self.port };
+        Self { host: self.host.clone(), port }
+    }
+
+    /// The port.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+}
+
+impl From<SocketAddr> for Address {
+    fn from(address: SocketAddr) -> Self {
+        let host = match address.ip() {
+            IpAddr::V4(ip) => ip.to_string(),
+            IpAddr::V6(ip) => format!("[{ip}]"),
+        };
+        Self { host, port: address.port() }
+    }
+}
+
+impl FromStr for Address {
+    type Err = Malformed;
+
+    fn from_str(text: &str) -> Result<Self, Malformed> {
+        let malformed = || Malformed {
+            found: text.to_owned(),
+            expected: "HOST:PORT, such as 10.0.0.5:7400, node-1:7400 or [::1]:7400",
+        };
+        let (host, port) = text.rsplit_once(':').ok_or_else(malformed)?;
+        let port = port.parse().map_err(|_| malformed())?;
+        let bracketed = host.strip_prefix('[').and_then(|h| h.strip_suffix(']'));
+        let good = match bracketed {
+            Some(ip) => ip.parse::<std::net::Ipv6Addr>().is_ok(),
+            None => !host.is_empty() && host.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c)),
+        };
+        if good { Ok(Self { host: host.to_owned(), port }) } else { Err(malformed()) }
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.host, self.port)
+    }
+}
+
+/// Serde by way of `FromStr` and `Display`.
+macro_rules! as_text {
+    ($($name:ident),*) => {$(
+        impl TryFrom<String> for $name {
+            type Error = Malformed;
+
+            fn try_from(text: String) -> Result<Self, Malformed> {
+                text.parse()
+            }
+        }
+
+        impl From<$name> for String {
+            fn from(value: $name) -> Self {
+                value.to_string()
+            }
+        }
+    )*};
+}
+
+as_text!(Listen, AdminListen, Address);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_survive_text() {
+        for text in ["node-1.cluster:7400", "10.0.0.5:1", "[::1]:7400", "localhost:0"] {
+            assert_eq!(text.parse::<Address>().unwrap().to_string(), text);
+        }
+    }
+
+    #[test]
+    fn what_is_no_address_is_refused() {
+        for text in
+            ["", "node", "node:", ":7400", "node:70000", "http://node:7400", "::1:7400", "[x]:1", "a b:1"]
+        {
+            assert!(text.parse::<Address>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn port_zero_of_an_advertised_address_takes_the_bound_port() {
+        let address: Address = "node:0".parse().unwrap();
+        assert_eq!(address.or_port(7401).to_string(), "node:7401");
+        assert_eq!("node:5".parse::<Address>().unwrap().or_port(7401).port(), 5);
+    }
+
+    #[test]
+    fn the_admin_server_can_be_off() {
+        assert_eq!("off".parse(), Ok(AdminListen::Off));
+        assert_eq!("127.0.0.1:9400".parse(), Ok(AdminListen::On(Listen::loopback(9400))));
+        assert!("localhost:9400".parse::<AdminListen>().is_err());
+    }
+}

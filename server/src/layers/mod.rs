@@ -1,0 +1,3 @@
+//! Middleware, one layer a file.
+
+pub mod request_metrics;

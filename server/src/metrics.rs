@@ -1,0 +1,260 @@
+//! What `/metrics` shows. Everything is registered here; the code that counts only touches plain fields.
+
+use std::{collections::HashSet, sync::Arc, time::Duration};
+
+use prometheus::{
+    Encoder, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
+    Registry, TextEncoder, core::Collector, proto::MetricFamily,
+};
+use prost::Message;
+use zeroshard_proto::pb;
+
+/// Bounds of the histograms of seconds: 100 us to 100 s.
+const SECONDS: [f64; 19] = [
+    0.0001, 0.000_25, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+    25.0, 50.0, 100.0,
+];
+
+/// Memory by what it holds, in bytes.
+#[derive(Debug)]
+pub struct Memory {
+    /// f32 master weights.
+    pub master: IntGauge,
+    /// Optimizer state.
+    pub state: IntGauge,
+    /// Gradient accumulators.
+    pub accumulator: IntGauge,
+    /// Copies in the published dtype, where that is not f32.
+    pub published: IntGauge,
+    /// Gradients that came early.
+    pub parked: IntGauge,
+}
+
+/// Where the time of a step goes, on a shard server; each is observed once a step, in seconds.
+#[derive(Debug)]
+pub struct Phases {
+    /// First gradient to the last slice being summed.
+    pub reduce: Histogram,
+    /// The report to the coordinator to its decision.
+    pub decide: Histogram,
+    /// The optimizer, with the conversion to the published dtype; each slice can be pulled as soon as it is
+    /// done.
+    pub apply: Histogram,
+}
+
+/// What the coordinator counts about steps.
+#[derive(Debug)]
+pub struct Steps {
+    /// Decided: apply.
+    pub applied: IntCounter,
+    /// Decided: skip, because of an overflow.
+    pub skipped: IntCounter,
+    /// Dropped, because somebody was lost.
+    pub aborted: IntCounter,
+    /// First to last rank's commit, in seconds: how uneven the workers are.
+    pub commit_spread: Histogram,
+    /// Last rank's commit to the decision, in seconds: what the servers had left to do.
+    pub ready_wait: Histogram,
+}
+
+/// All metrics of a process. Cheap to touch from any thread.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    methods: HashSet<String>,
+    requests: IntCounterVec,
+    request_seconds: HistogramVec,
+    in_flight: IntGaugeVec,
+    /// Bytes of parameters sent.
+    pub pull_sent_bytes: IntCounter,
+    /// Bytes of gradients and initial parameters received, with duplicates.
+    pub push_received_bytes: IntCounter,
+    /// Bytes received again, and skipped.
+    pub push_duplicate_bytes: IntCounter,
+    /// Memory by kind.
+    pub memory: Memory,
+    /// Phases of a step on a shard server.
+    pub phases: Phases,
+    /// Steps as the coordinator sees them.
+    pub steps: Steps,
+    /// Current version, by job.
+    pub version: IntGaugeVec,
+    /// Current epoch, by job.
+    pub epoch: IntGaugeVec,
+    /// Workers with a lease, by job.
+    pub workers: IntGaugeVec,
+    /// Connected shard servers.
+    pub servers: IntGauge,
+    /// On a shard server: 1 while the coordinator is connected.
+    pub coordinator_connected: IntGauge,
+}
+
+impl Metrics {
+    /// All of them, at zero.
+    pub fn new() -> Arc<Self> {
+        let registry = Registry::new();
+        let r = Registrar(&registry);
+        let payload = r.counters(
+            "payload_bytes_total",
+            "Payload bytes on the data plane.",
+            &["operation", "direction"],
+        );
+        let memory = r.gauges("memory_bytes", "Memory of all jobs, by what it holds.", &["kind"]);
+        let phase = r.histograms("step_phase_seconds", "Phases of a step on a shard server.", &["phase"]);
+        let steps = r.counters("steps_total", "Steps, by what the coordinator decided.", &["outcome"]);
+        let wait = r.histograms("step_wait_seconds", "What the coordinator waited for.", &["for"]);
+        let metrics = Self {
+            methods: known_methods(),
+            requests: r.counters("requests_total", "gRPC calls that ended.", &["method", "code"]),
+            request_seconds: r.histograms(
+                "request_seconds",
+                "gRPC calls, to the end of the answer.",
+                &["method"],
+            ),
+            in_flight: r.gauges("requests_in_flight", "Open gRPC calls.", &["method"]),
+            pull_sent_bytes: payload.with_label_values(&["pull", "sent"]),
+            push_received_bytes: payload.with_label_values(&["push", "received"]),
+            push_duplicate_bytes: payload.with_label_values(&["push", "duplicate"]),
+            memory: Memory {
+                master: memory.with_label_values(&["master"]),
+                state: memory.with_label_values(&["state"]),
+                accumulator: memory.with_label_values(&["accumulator"]),
+                published: memory.with_label_values(&["published"]),
+                parked: memory.with_label_values(&["parked"]),
+            },
+            phases: Phases {
+                reduce: phase.with_label_values(&["reduce"]),
+                decide: phase.with_label_values(&["decide"]),
+                apply: phase.with_label_values(&["apply"]),
+            },
+            steps: Steps {
+                applied: steps.with_label_values(&["applied"]),
+                skipped: steps.with_label_values(&["skipped"]),
+                aborted: steps.with_label_values(&["aborted"]),
+                commit_spread: wait.with_label_values(&["ranks"]),
+                ready_wait: wait.with_label_values(&["servers"]),
+            },
+            version: r.gauges("job_version", "Version of the job's parameters.", &["job"]),
+            epoch: r.gauges("job_epoch", "Epoch of the job.", &["job"]),
+            workers: r.gauges("job_workers", "Workers with a lease.", &["job"]),
+            servers: r.gauges("servers", "Connected shard servers.", &[]).with_label_values::<&str>(&[]),
+            coordinator_connected: r
+                .gauges("coordinator_connected", "Whether this shard server has its coordinator.", &[])
+                .with_label_values::<&str>(&[]),
+            registry,
+        };
+        metrics.watch_process();
+        Arc::new(metrics)
+    }
+
+    #[cfg(target_os = "linux")]
+    fn watch_process(&self) {
+        let process = prometheus::process_collector::ProcessCollector::for_self();
+        self.registry.register(Box::new(process)).expect("registered once");
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn watch_process(&self) {}
+
+    /// Drops the series of a job that is gone.
+    pub fn forget_job(&self, job: &str) {
+        for gauges in [&self.version, &self.epoch, &self.workers] {
+            // An error says that the job never had that series.
+            let _ = gauges.remove_label_values(&[job]);
+        }
+    }
+
+    /// The label of a request's path: itself, or `other` for what no service here has, so that callers
+    /// cannot make series.
+    pub(crate) fn method<'a>(&self, path: &'a str) -> &'a str {
+        if self.methods.contains(path) { path } else { "other" }
+    }
+
+    pub(crate) fn request_started(&self, method: &str) {
+        self.in_flight.with_label_values(&[method]).inc();
+    }
+
+    pub(crate) fn request_ended(&self, method: &str, code: &str, took: Duration) {
+        self.in_flight.with_label_values(&[method]).dec();
+        self.requests.with_label_values(&[method, code]).inc();
+        self.request_seconds.with_label_values(&[method]).observe(took.as_secs_f64());
+    }
+
+    /// Everything, as it is now.
+    pub fn gather(&self) -> Vec<MetricFamily> {
+        self.registry.gather()
+    }
+
+    /// Prometheus' text format.
+    pub fn text(&self) -> String {
+        let mut text = Vec::new();
+        TextEncoder::new().encode(&self.gather(), &mut text).expect("a Vec takes everything");
+        String::from_utf8(text).expect("the text format is UTF-8")
+    }
+}
+
+struct Registrar<'a>(&'a Registry);
+
+impl Registrar<'_> {
+    fn register<C: Collector + Clone + 'static>(&self, collector: prometheus::Result<C>) -> C {
+        let collector = collector.expect("names and labels are well-formed");
+        self.0.register(Box::new(collector.clone())).expect("names are unique");
+        collector
+    }
+
+    fn counters(&self, name: &str, help: &str, labels: &[&str]) -> IntCounterVec {
+        self.register(IntCounterVec::new(Opts::new(name, help).namespace("zeroshard"), labels))
+    }
+
+    fn gauges(&self, name: &str, help: &str, labels: &[&str]) -> IntGaugeVec {
+        self.register(IntGaugeVec::new(Opts::new(name, help).namespace("zeroshard"), labels))
+    }
+
+    fn histograms(&self, name: &str, help: &str, labels: &[&str]) -> HistogramVec {
+        let options = HistogramOpts::new(name, help).namespace("zeroshard").buckets(SECONDS.to_vec());
+        self.register(HistogramVec::new(options, labels))
+    }
+}
+
+/// Paths of all methods in our .proto files, and of health checks.
+fn known_methods() -> HashSet<String> {
+    let files =
+        prost_types::FileDescriptorSet::decode(pb::FILE_DESCRIPTOR_SET).expect("written by the build script");
+    let ours = files.file.iter().flat_map(|file| {
+        file.service.iter().flat_map(move |service| {
+            service.method.iter().map(move |m| format!("/{}.{}/{}", file.package(), service.name(), m.name()))
+        })
+    });
+    let health = ["Check", "Watch"].map(|method| format!("/grpc.health.v1.Health/{method}"));
+    ours.chain(health).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn series_cannot_be_made_by_callers() {
+        let metrics = Metrics::new();
+        assert_eq!(metrics.method("/zeroshard.v1.Data/Pull"), "/zeroshard.v1.Data/Pull");
+        assert_eq!(metrics.method("/zeroshard.v1.Data/Pul"), "other");
+    }
+
+    #[test]
+    fn a_forgotten_job_is_not_shown() {
+        let metrics = Metrics::new();
+        metrics.version.with_label_values(&["a"]).set(3);
+        assert!(metrics.text().contains("zeroshard_job_version{job=\"a\"} 3"));
+        metrics.forget_job("a");
+        assert!(!metrics.text().contains("job=\"a\""));
+    }
+
+    #[test]
+    fn the_process_is_watched() {
+        assert!(metrics_names().contains("process_resident_memory_bytes"));
+    }
+
+    fn metrics_names() -> HashSet<String> {
+        Metrics::new().gather().iter().map(|family| family.name().to_owned()).collect()
+    }
+}

@@ -1,0 +1,147 @@
+//! The gRPC service `zeroshard.v1.Data`, by hand: generated code would copy every payload.
+
+use std::{
+    convert::Infallible,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+};
+
+use bytes::{BufMut, Bytes, BytesMut};
+use futures_util::StreamExt;
+use http::{HeaderMap, HeaderValue, Request, Response, header};
+use http_body::Frame;
+use http_body_util::{BodyExt, StreamBody};
+use prost::Message;
+use tokio_util::sync::CancellationToken;
+use tonic::{Status, body::Body, server::NamedService};
+use tower::Service;
+use zeroshard_proto::{Error, Result, pb};
+
+use super::{pull, push, store::Store};
+use crate::backend::Backend;
+
+/// The most bytes that a `PullRequest` may have: some 100,000 ranges.
+const MAX_PULL_REQUEST: usize = 4 << 20;
+
+pub(super) struct Data<B: Backend> {
+    store: Arc<Store<B>>,
+    shutdown: CancellationToken,
+}
+
+impl<B: Backend> Data<B> {
+    pub(super) fn new(store: Arc<Store<B>>, shutdown: CancellationToken) -> Self {
+        Self { store, shutdown }
+    }
+}
+
+impl<B: Backend> Clone for Data<B> {
+    fn clone(&self) -> Self {
+        Self { store: self.store.clone(), shutdown: self.shutdown.clone() }
+    }
+}
+
+impl<B: Backend> NamedService for Data<B> {
+    const NAME: &'static str = "zeroshard.v1.Data";
+}
+
+type Answer = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
+
+impl<B: Backend> Service<Request<Body>> for Data<B> {
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = Answer;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Answer {
+        let Self { store, shutdown } = self.clone();
+        Box::pin(async move {
+            let answer = match request.uri().path() {
+                "/zeroshard.v1.Data/Pull" => answer_pull(&store, request, shutdown).await,
+                "/zeroshard.v1.Data/Push" => answer_push(&store, request, shutdown).await,
+                path => Err(Status::unimplemented(format!("there is no method {path}"))),
+            };
+            Ok(answer.unwrap_or_else(Status::into_http))
+        })
+    }
+}
+
+fn going_away() -> Error {
+    Error::Unavailable { peer: "this shard server".to_owned(), cause: "it is shutting down".to_owned() }
+}
+
+async fn answer_push<B: Backend>(
+    store: &Store<B>,
+    request: Request<Body>,
+    shutdown: CancellationToken,
+) -> Result<Response<Body>, Status> {
+    let pushed = tokio::select! {
+        pushed = push::push(store, request.into_body()) => pushed?,
+        () = shutdown.cancelled() => return Err(going_away().into()),
+    };
+    let mut message = BytesMut::with_capacity(5 + pushed.encoded_len());
+    message.put_u8(0);
+    message.put_u32(pushed.encoded_len() as u32);
+    pushed.encode_raw(&mut message);
+    let frames = [Ok::<_, Infallible>(Frame::data(message.freeze())), Ok(Frame::trailers(trailers(Ok(()))))];
+    Ok(grpc(Body::new(StreamBody::new(futures_util::stream::iter(frames)))))
+}
+
+async fn answer_pull<B: Backend>(
+    store: &Arc<Store<B>>,
+    request: Request<Body>,
+    shutdown: CancellationToken,
+) -> Result<Response<Body>, Status> {
+    let request = read_request(request.into_body()).await?;
+    let frames = pull::pull(store, &request)?;
+    let frames = frames.take_until(shutdown.clone().cancelled_owned());
+    // Data frames, and at the end, good or bad, the trailers.
+    let body = futures_util::stream::unfold(Some(Box::pin(frames)), move |frames| {
+        let shutdown = shutdown.clone();
+        async move {
+            let mut frames = frames?;
+            let frame = match frames.next().await {
+                Some(Ok(data)) => return Some((Frame::data(data), Some(frames))),
+                Some(Err(error)) => Frame::trailers(trailers(Err(error))),
+                None if shutdown.is_cancelled() => Frame::trailers(trailers(Err(going_away()))),
+                None => Frame::trailers(trailers(Ok(()))),
+            };
+            Some((frame, None))
+        }
+    });
+    Ok(grpc(Body::new(StreamBody::new(body.map(Ok::<Frame<Bytes>, Infallible>)))))
+}
+
+fn grpc(body: Body) -> Response<Body> {
+    let mut response = Response::new(body);
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    response
+}
+
+fn trailers(result: Result<()>) -> HeaderMap {
+    let status = result.map_or_else(Status::from, |()| Status::ok(""));
+    let mut trailers = HeaderMap::new();
+    if let Err(unfit) = status.add_header(&mut trailers) {
+        trailers.insert("grpc-status", HeaderValue::from(unfit.code() as u16));
+    }
+    trailers
+}
+
+async fn read_request(body: Body) -> Result<pb::PullRequest, Error> {
+    let body = http_body_util::Limited::new(body, MAX_PULL_REQUEST + 5);
+    let bytes = body
+        .collect()
+        .await
+        .map_err(|e| Error::invalid("a PullRequest", e, format!("at most {MAX_PULL_REQUEST} bytes")))?
+        .to_bytes();
+    let malformed = |found: &str| Error::invalid("a PullRequest", found, "one uncompressed protobuf message");
+    let (prefix, message) = bytes.split_first_chunk::<5>().ok_or_else(|| malformed("cut short"))?;
+    let [compressed, length @ ..] = *prefix;
+    if compressed != 0 || u32::from_be_bytes(length) as usize != message.len() {
+        return Err(malformed("compressed, or of another length than it says"));
+    }
+    pb::PullRequest::decode(message).map_err(|e| malformed(&e.to_string()))
+}

@@ -1,0 +1,75 @@
+//! The shard server: holds slices, adds gradients, applies steps, hands out parameters.
+//!
+//! `data` and `service` are the wire, `store` finds the job, `job` the slice, `slice` computes on a backend.
+//! `control` listens to the coordinator. Nothing here knows the other servers.
+
+mod control;
+mod data;
+mod job;
+mod pull;
+mod push;
+mod ranges;
+mod round;
+mod service;
+mod slice;
+mod store;
+
+use std::{sync::Arc, time::Duration};
+
+use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
+use zeroshard_proto::{pb::shard_server::ShardServer, transport::MAX_CONTROL_MESSAGE};
+
+pub use store::Limits;
+
+use crate::{backend::Backend, metrics::Metrics};
+use store::Store;
+
+/// How often a lost coordinator is dialled again.
+const RECONNECT: Duration = Duration::from_millis(500);
+
+/// The role `shard`, on one backend.
+pub struct Shard<B: Backend> {
+    store: Arc<Store<B>>,
+}
+
+impl<B: Backend> Shard<B> {
+    /// A server that holds nothing yet.
+    pub fn new(backend: B, limits: Limits, metrics: Arc<Metrics>) -> Self {
+        Self { store: Arc::new(Store::new(backend, limits, metrics)) }
+    }
+
+    /// The gRPC services. Streams end when `shutdown` is cancelled.
+    pub fn routes(&self, shutdown: &CancellationToken) -> Routes {
+        let service = ShardServer::new(service::Service::new(self.store.clone(), shutdown.clone()));
+        Routes::new(data::Data::new(self.store.clone(), shutdown.clone()))
+            .add_service(service.max_decoding_message_size(MAX_CONTROL_MESSAGE))
+    }
+
+    /// Registers with the coordinator, and does what it says until `shutdown`. A coordinator that is lost is
+    /// dialled again; the jobs are dropped then, since nobody can decide their steps any more.
+    pub async fn run(&self, coordinator: &str, advertised: &str, shutdown: CancellationToken) {
+        let connected = &self.store.metrics.coordinator_connected;
+        loop {
+            let session = control::session(&self.store, coordinator, advertised);
+            let ended = tokio::select! {
+                () = shutdown.cancelled() => break,
+                ended = session => ended,
+            };
+            connected.set(0);
+            self.store.close_all();
+            tracing::warn!(coordinator, error = %ended, "no coordinator; dialling again");
+            tokio::select! {
+                () = shutdown.cancelled() => break,
+                () = tokio::time::sleep(RECONNECT) => {}
+            }
+        }
+        connected.set(0);
+        self.store.close_all();
+    }
+
+    /// Whether a coordinator is connected.
+    pub fn is_ready(&self) -> bool {
+        self.store.metrics.coordinator_connected.get() == 1
+    }
+}

@@ -1,0 +1,157 @@
+//! `Pull`: parameters at one version, from the slice's buffer to the socket without a copy.
+
+use std::{collections::VecDeque, ops::Range, sync::Arc};
+
+use bytes::Bytes;
+use futures_util::{Stream, stream};
+use zeroshard_proto::{
+    DType, Error, Result,
+    frame::{Extent, Writer},
+    pb,
+};
+
+use super::{
+    job::{Deadline, Job},
+    store::Store,
+};
+use crate::backend::Backend;
+
+/// Payload of one message where the caller does not say.
+const CHUNK_BYTES: usize = 1 << 20;
+/// Smallest and largest that a caller may ask for.
+const CHUNK_LIMITS: Range<usize> = 4 << 10..16 << 20;
+
+/// One slice's part of a pull.
+struct Wanted<B: Backend> {
+    slice: u32,
+    /// Elements that are still to be sent.
+    range: Range<usize>,
+    /// The parameters, once their version is there.
+    parameters: Option<Arc<B::Buffer>>,
+}
+
+struct Pull<B: Backend> {
+    store: Arc<Store<B>>,
+    job: Arc<Job<B>>,
+    version: u64,
+    dtype: DType,
+    chunk: usize,
+    deadline: Deadline,
+    wanted: VecDeque<Wanted<B>>,
+    writer: Writer,
+}
+
+/// Checks the request; then the data frames of the answer, which can end in an error.
+///
+/// # Errors
+/// What is wrong with the request.
+pub(super) fn pull<B: Backend>(
+    store: &Arc<Store<B>>,
+    request: &pb::PullRequest,
+) -> Result<impl Stream<Item = Result<Bytes>> + Send + use<B>> {
+    let job = store.job(&request.job)?;
+    if request.epoch != 0 {
+        job.check_epoch(request.epoch)?;
+    }
+    let dtype = DType::from_wire(request.dtype)
+        .ok_or_else(|| Error::invalid("dtype of a pull", request.dtype, "f32, bf16 or f16"))?;
+    let bytes = match request.chunk_bytes as usize {
+        0 => CHUNK_BYTES,
+        bytes => bytes.clamp(CHUNK_LIMITS.start, CHUNK_LIMITS.end),
+    };
+    let wanted = request.ranges.iter().map(|range| wanted(&job, range)).collect::<Result<_>>()?;
+    let mut pull = Pull {
+        store: store.clone(),
+        version: request.version,
+        dtype,
+        chunk: bytes / dtype.size(),
+        deadline: store.deadline(request.wait_ms)?,
+        wanted,
+        writer: Writer::default(),
+        job,
+    };
+    pull.hold()?;
+    Ok(stream::try_unfold(pull, |mut pull| async { Ok(pull.next_frame().await?.map(|frame| (frame, pull))) }))
+}
+
+fn wanted<B: Backend>(job: &Job<B>, range: &pb::Range) -> Result<Wanted<B>> {
+    let numel = job.slice(range.slice)?.spec.numel as u64;
+    let length = match range.length {
+        0 => numel.saturating_sub(range.offset),
+        length => length,
+    };
+    match range.offset.checked_add(length) {
+        Some(end) if end <= numel && range.offset < end => {
+            Ok(Wanted { slice: range.slice, range: range.offset as usize..end as usize, parameters: None })
+        }
+        _ => Err(Error::invalid(
+            format!("range of slice {}", range.slice),
+            format!("{} elements from {} on", range.length, range.offset),
+            format!("within its {numel} elements"),
+        )),
+    }
+}
+
+impl<B: Backend> Pull<B> {
+    /// Takes hold of everything that is there already, so that later steps do not touch it.
+    fn hold(&mut self) -> Result<()> {
+        for wanted in self.wanted.iter_mut().filter(|wanted| wanted.parameters.is_none()) {
+            wanted.parameters =
+                self.job.slice(wanted.slice)?.parameters(&self.job.spec.name, self.version)?;
+        }
+        Ok(())
+    }
+
+    async fn next_frame(&mut self) -> Result<Option<Bytes>> {
+        loop {
+            if let Some(frame) = self.writer.next_frame() {
+                return Ok(Some(frame));
+            }
+            let Some(wanted) = self.wanted.front_mut() else {
+                self.writer.flush();
+                return Ok(self.writer.next_frame());
+            };
+            let Some(parameters) = &wanted.parameters else {
+                // Nothing gathered may wait with us.
+                self.writer.flush();
+                match self.writer.next_frame() {
+                    Some(frame) => return Ok(Some(frame)),
+                    None => self.wait().await?,
+                }
+                continue;
+            };
+            let end = wanted.range.end.min(wanted.range.start + self.chunk);
+            let offset = std::mem::replace(&mut wanted.range.start, end);
+            let payload = self.job.backend().read(parameters, offset..end, self.dtype);
+            self.store.metrics.pull_sent_bytes.inc_by(payload.len() as u64);
+            let extent = Extent { slice: wanted.slice, offset: offset as u64, dtype: self.dtype };
+            self.writer.extent(extent, payload);
+            if wanted.range.is_empty() {
+                self.wanted.pop_front();
+            }
+        }
+    }
+
+    async fn wait(&mut self) -> Result<()> {
+        let index = self.wanted.front().expect("something is wanted").slice;
+        let slice = self.job.slice(index)?;
+        let (version, epoch) = (self.version, self.job.epoch());
+        let name = &self.job.spec.name;
+        let ready = || {
+            // Whoever waits for a step's result must hear that the step was aborted.
+            self.job.check_epoch(epoch)?;
+            slice.parameters(name, version)
+        };
+        let waiting_for = || {
+            let tensor = &self.job.spec.manifest.tensors()[slice.spec.tensor].name;
+            let missing = self.job.waiting_for().map(|missing| format!("; it lacks {missing}"));
+            format!(
+                "version {version} of tensor {tensor:?} of job {name:?} in epoch {epoch}{}",
+                missing.unwrap_or_default()
+            )
+        };
+        let parameters = self.job.wait_for(self.deadline, ready, waiting_for).await?;
+        self.wanted.front_mut().expect("something is wanted").parameters = Some(parameters);
+        self.hold()
+    }
+}

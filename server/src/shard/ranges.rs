@@ -1,0 +1,101 @@
+//! Sets of element positions: what has been received, what has been added.
+
+use std::ops::Range;
+
+/// Disjoint, ascending, non-adjacent ranges. Transfers come mostly in order, so there is mostly one.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Ranges(Vec<Range<usize>>);
+
+impl Ranges {
+    /// How many separate ranges there are: what an adversary could make grow.
+    pub(crate) fn pieces(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether it is `0..end`.
+    pub(crate) fn is_all(&self, end: usize) -> bool {
+        end == 0 || self.0.first() == Some(&(0..end))
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    pub(crate) fn insert(&mut self, new: Range<usize>) {
+        if new.is_empty() {
+            return;
+        }
+        // Those that touch `new` become one with it.
+        let first = self.0.partition_point(|r| r.end < new.start);
+        let last = self.0.partition_point(|r| r.start <= new.end);
+        let merged = match self.0.get(first..last) {
+            Some([one]) => one.start.min(new.start)..one.end.max(new.end),
+            Some([one, .., other]) => one.start.min(new.start)..other.end.max(new.end),
+            _ => new,
+        };
+        self.0.splice(first..last, [merged]);
+    }
+
+    /// Cuts `range` into pieces that are wholly inside (`true`) or outside (`false`), in order.
+    pub(crate) fn split(&self, range: Range<usize>) -> Vec<(Range<usize>, bool)> {
+        let mut pieces = Vec::with_capacity(3);
+        let mut at = range.start;
+        let first = self.0.partition_point(|r| r.end <= range.start);
+        for inside in self.0[first..].iter().take_while(|r| r.start < range.end) {
+            if at < inside.start {
+                pieces.push((at..inside.start, false));
+            }
+            let end = inside.end.min(range.end);
+            pieces.push((at.max(inside.start)..end, true));
+            at = end;
+        }
+        if at < range.end {
+            pieces.push((at..range.end, false));
+        }
+        pieces
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn it_is_the_set_of_what_was_inserted(
+            inserted in prop::collection::vec((0usize..60, 0usize..12), 0..20),
+            (start, length) in (0usize..70, 0usize..30),
+        ) {
+            let mut ranges = Ranges::default();
+            let mut set = [false; 100];
+            for (start, length) in inserted {
+                ranges.insert(start..start + length);
+                set[start..start + length].fill(true);
+            }
+            prop_assert!(ranges.0.windows(2).all(|pair| pair[0].end < pair[1].start));
+
+            let mut at = start;
+            for (piece, inside) in ranges.split(start..start + length) {
+                prop_assert_eq!(piece.start, at);
+                prop_assert!(piece.clone().all(|i| set[i] == inside));
+                at = piece.end;
+            }
+            prop_assert_eq!(at, start + length);
+            let leading = set.iter().take_while(|&&covered| covered).count();
+            prop_assert!(ranges.is_all(leading) || set.iter().filter(|&&c| c).count() > leading);
+        }
+    }
+
+    #[test]
+    fn all_needs_every_element() {
+        let mut ranges = Ranges::default();
+        ranges.insert(0..3);
+        ranges.insert(4..8);
+        assert!(!ranges.is_all(8));
+        ranges.insert(3..4);
+        assert!(ranges.is_all(8));
+        assert_eq!(ranges.pieces(), 1);
+    }
+}

@@ -1,0 +1,57 @@
+//! The gRPC service `zeroshard.v1.Shard`.
+
+use std::sync::Arc;
+
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status};
+use zeroshard_proto::{
+    Error, Result,
+    pb::{self, shard_server},
+};
+
+use super::store::Store;
+use crate::backend::Backend;
+
+pub(super) struct Service<B: Backend> {
+    store: Arc<Store<B>>,
+    shutdown: CancellationToken,
+}
+
+impl<B: Backend> Service<B> {
+    pub(super) fn new(store: Arc<Store<B>>, shutdown: CancellationToken) -> Self {
+        Self { store, shutdown }
+    }
+
+    async fn digests(&self, request: pb::DigestRequest) -> Result<pb::DigestResponse> {
+        let job = self.store.job(&request.job)?;
+        let deadline = self.store.deadline(request.wait_ms)?;
+        let there = || Ok(job.version().filter(|&version| version >= request.version));
+        let waiting_for = || format!("version {} of job {:?}", request.version, request.job);
+        job.wait_for(deadline, there, waiting_for).await?;
+        // Hashing reads all of the state: not on a thread that serves others.
+        let digests = move || {
+            let digest = |(slice, held): (u32, &super::slice::Slice<B>)| {
+                let digest = held.digest(job.backend(), &request.job, request.version)?;
+                Ok(pb::SliceDigest { slice, digest: digest.to_vec().into() })
+            };
+            job.slices().map(digest).collect::<Result<_>>()
+        };
+        let slices = tokio::task::spawn_blocking(digests)
+            .await
+            .map_err(|e| Error::Internal { cause: format!("hash the slices: {e}") })??;
+        Ok(pb::DigestResponse { slices })
+    }
+}
+
+#[tonic::async_trait]
+impl<B: Backend> shard_server::Shard for Service<B> {
+    async fn digest(
+        &self,
+        request: Request<pb::DigestRequest>,
+    ) -> Result<Response<pb::DigestResponse>, Status> {
+        tokio::select! {
+            digests = self.digests(request.into_inner()) => Ok(Response::new(digests?)),
+            () = self.shutdown.cancelled() => Err(Status::unavailable("this shard server is shutting down")),
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! The whole step (push, reduce, decide, apply, pull) without any model: what sharding costs when compute is free.
+//! Every worker and every server is a process.
+
+mod worker;
+
+use std::{
+    fmt,
+    process::{Child, Command, Stdio},
+};
+
+use clap::{Args, ValueEnum};
+use serde_json::{Value, json};
+use zeroshard_tests::{Cluster, binary};
+
+use crate::{sample::median, table::Table};
+
+pub(crate) use worker::{WorkerOptions, run as run_worker};
+
+type Error = Box<dyn std::error::Error>;
+
+/// f32 master weights, two AdamW moments and an accumulator.
+const SERVER_BYTES_PER_PARAMETER: u64 = 16;
+
+/// The whole step without any model, by workers, servers, level and number of tensors
+///
+/// Without options: 67 M parameters in 64 tensors over several numbers of workers and servers and at every level, then
+/// 10 M parameters in 10 tensors beside 10,000. With any of --workers, --servers, --tensors, --numel, --level: that
+/// one case.
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    /// Worker processes
+    #[arg(long)]
+    workers: Option<u32>,
+    /// Server processes
+    #[arg(long)]
+    servers: Option<u32>,
+    /// Number of tensors
+    #[arg(long)]
+    tensors: Option<usize>,
+    /// Elements of each tensor
+    #[arg(long)]
+    numel: Option<usize>,
+    /// What a worker keeps
+    #[arg(long)]
+    level: Option<Level>,
+    /// Measured steps, after two that are not; the median is shown
+    #[arg(long, default_value_t = 9)]
+    steps: usize,
+}
+
+/// How parameters and gradients travel.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum Level {
+    /// All gradients at once, all parameters at once
+    #[value(name = "os")]
+    Os,
+    /// Gradients in buckets, all parameters at once
+    #[value(name = "os_g")]
+    OsG,
+    /// Gradients in buckets, parameters in buckets, twice
+    #[value(name = "p_g_os")]
+    PGOs,
+}
+
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Os => "os",
+            Self::OsG => "os_g",
+            Self::PGOs => "p_g_os",
+        })
+    }
+}
+
+/// One case.
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    workers: u32,
+    servers: u32,
+    tensors: usize,
+    numel: usize,
+    level: Level,
+}
+
+const CASE: Case = Case { workers: 2, servers: 2, tensors: 64, numel: 1 << 20, level: Level::Os };
+
+fn cases(options: &Options) -> Vec<Case> {
+    let Options { workers, servers, tensors, numel, level, .. } = *options;
+    if workers.is_some() || servers.is_some() || tensors.is_some() || numel.is_some() || level.is_some() {
+        return vec![Case {
+            workers: workers.unwrap_or(CASE.workers),
+            servers: servers.unwrap_or(CASE.servers),
+            tensors: tensors.unwrap_or(CASE.tensors),
+            numel: numel.unwrap_or(CASE.numel),
+            level: level.unwrap_or(CASE.level),
+        }];
+    }
+    let sizes = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (2, 4)];
+    let sizes = sizes.map(|(workers, servers)| Case { workers, servers, ..CASE });
+    let levels = [Level::OsG, Level::PGOs].map(|level| Case { level, ..CASE });
+    let tensors = [(10, 1_000_000), (10_000, 1_000)].map(|(tensors, numel)| Case { tensors, numel, ..CASE });
+    [&sizes[..], &levels, &tensors].concat()
+}
+
+pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
+    let fields = [
+        "bench",
+        "params",
+        "tensors",
+        "workers",
+        "servers",
+        "level",
+        "seconds",
+        "gparams_per_s",
+        "phases",
+        "server_peak_bytes",
+        "ratio_server_floor",
+    ];
+    let mut table = Table::new(json, &fields);
+    for case in cases(options) {
+        table.row(measure(case, options.steps)?);
+    }
+    table.finish();
+    Ok(())
+}
+
+fn measure(case: Case, steps: usize) -> Result<Value, Error> {
+    let cluster = Cluster::start(case.servers as usize);
+    let children = (0..case.workers).map(|rank| start_worker(case, steps, rank, cluster.address()));
+    let children = children.collect::<Result<Vec<_>, _>>()?;
+    let mut results = Vec::new();
+    for child in children {
+        let output = child.wait_with_output()?;
+        if !output.status.success() {
+            return Err(format!("a worker ended with {}", output.status).into());
+        }
+        results.push(serde_json::from_slice::<Value>(&output.stdout)?);
+    }
+    let phase = |name: &str| -> f64 {
+        let samples = results[0][name].as_array().into_iter().flatten();
+        median(samples.filter_map(Value::as_f64).collect())
+    };
+    let params = (case.tensors * case.numel) as u64;
+    let seconds = phase("seconds");
+    let peak: u64 = cluster.shards.iter().map(|shard| shard.peak_memory()).sum();
+    Ok(json!({
+        "bench": "step", "params": params, "tensors": case.tensors, "workers": case.workers,
+        "servers": case.servers, "level": case.level.to_string(), "seconds": seconds,
+        "gparams_per_s": params as f64 / seconds / 1e9,
+        "phases": {"push": phase("push"), "decide": phase("decide"), "pull": phase("pull")},
+        "server_peak_bytes": peak,
+        "ratio_server_floor": peak as f64 / (params * SERVER_BYTES_PER_PARAMETER) as f64,
+    }))
+}
+
+fn start_worker(case: Case, steps: usize, rank: u32, address: &str) -> Result<Child, Error> {
+    let mut command = Command::new(binary("zs-bench"));
+    command.args(["step-worker", "--address", address]);
+    let numbers = [
+        ("--rank", rank as usize),
+        ("--workers", case.workers as usize),
+        ("--servers", case.servers as usize),
+        ("--tensors", case.tensors),
+        ("--numel", case.numel),
+        ("--steps", steps),
+    ];
+    for (flag, value) in numbers {
+        command.args([flag, &value.to_string()]);
+    }
+    command.args(["--level", &case.level.to_string()]);
+    Ok(command.stdout(Stdio::piped()).spawn()?)
+}

@@ -1,0 +1,139 @@
+//! One rank of the step bench.
+
+use std::{ops::Range, time::Instant};
+
+use clap::Args;
+use futures_util::{StreamExt, TryStreamExt, future, stream};
+use serde_json::json;
+use zeroshard_client::{Cluster, Commit, Gradient, Job, Target, Values};
+use zeroshard_proto::{JobSpec, Manifest, Result, TensorSpec};
+
+use super::{Error, Level};
+
+/// Steps that are not measured: memory is touched for the first time.
+const WARM_UP: usize = 2;
+/// Elements of a bucket at the levels that have them.
+const BUCKET: usize = 4 << 20;
+/// Buckets under way at a time.
+const AHEAD: usize = 2;
+
+/// One rank (used by `step` itself)
+#[derive(Debug, Args)]
+pub(crate) struct WorkerOptions {
+    #[arg(long)]
+    address: String,
+    #[arg(long)]
+    rank: u32,
+    #[arg(long)]
+    workers: u32,
+    #[arg(long)]
+    servers: u32,
+    #[arg(long)]
+    tensors: usize,
+    #[arg(long)]
+    numel: usize,
+    #[arg(long)]
+    level: Level,
+    #[arg(long)]
+    steps: usize,
+}
+
+struct Worker<'a> {
+    options: &'a WorkerOptions,
+    job: Job,
+    gradient: Values,
+    parameters: Vec<Vec<f32>>,
+    buckets: Vec<Range<usize>>,
+}
+
+#[expect(clippy::print_stdout, reason = "the parent reads it")]
+pub(crate) fn run(options: &WorkerOptions) -> Result<(), Error> {
+    let runtime = tokio::runtime::Runtime::new()?;
+    let [seconds, push, decide, pull] = runtime.block_on(async {
+        let mut worker = Worker::start(options).await?;
+        let mut phases: [Vec<f64>; 4] = Default::default();
+        for step in 0..WARM_UP + options.steps {
+            let times = worker.step(step as u64).await?;
+            if step >= WARM_UP {
+                phases.iter_mut().zip(times).for_each(|(samples, time)| samples.push(time));
+            }
+        }
+        worker.job.leave().await?;
+        Ok::<_, Error>(phases)
+    })?;
+    println!("{}", json!({"seconds": seconds, "push": push, "decide": decide, "pull": pull}));
+    Ok(())
+}
+
+impl<'a> Worker<'a> {
+    async fn start(options: &'a WorkerOptions) -> Result<Self> {
+        let cluster = Cluster::connect(&options.address, Default::default()).await?;
+        let tensor = |i| TensorSpec::new(format!("tensor.{i}"), [options.numel as u64]);
+        let manifest = Manifest::new((0..options.tensors).map(tensor).collect())?;
+        let adamw = "adamw".parse().expect("it is one of ours");
+        let spec = JobSpec {
+            world: options.workers,
+            min_servers: options.servers,
+            ..JobSpec::new("step", manifest, vec![adamw])
+        };
+        cluster.create_job(&spec).await?;
+        let job = cluster.join("step", options.rank).await?;
+        let gradient = Values::from(vec![1e-3f32; options.numel]);
+        let all = 0..options.tensors;
+        if options.rank == 0 {
+            job.initialise(all.clone().map(|tensor| Gradient { tensor, data: gradient.clone() }).collect())
+                .await?;
+        }
+        let parameters = vec![vec![0.0; options.numel]; options.tensors];
+        let per_bucket = (BUCKET / options.numel).max(1);
+        let buckets = all.clone().step_by(per_bucket).map(|first| first..all.end.min(first + per_bucket));
+        let buckets = match options.level {
+            Level::Os => vec![all.clone()],
+            Level::OsG | Level::PGOs => buckets.collect(),
+        };
+        let mut worker = Self { options, job, gradient, parameters, buckets };
+        worker.pull(0).await?;
+        Ok(worker)
+    }
+
+    /// Seconds of the step, its push, its decision, its pull.
+    async fn step(&mut self, step: u64) -> Result<[f64; 4]> {
+        let began = Instant::now();
+        if let Level::PGOs = self.options.level {
+            // Backward needs the parameters once more.
+            self.pull(step).await?;
+        }
+        self.push(step).await?;
+        let pushed = Instant::now();
+        self.job.commit(Commit::new(step)).await?;
+        let decided = Instant::now();
+        self.pull(step + 1).await?;
+        let ended = Instant::now();
+        let seconds = |from: Instant, to: Instant| (to - from).as_secs_f64();
+        Ok([seconds(began, ended), seconds(began, pushed), seconds(pushed, decided), seconds(decided, ended)])
+    }
+
+    async fn push(&self, step: u64) -> Result<()> {
+        let pushes = self.buckets.iter().rev().map(|bucket| {
+            let gradient = |tensor| Gradient { tensor, data: self.gradient.clone() };
+            self.job.push(step, bucket.clone().map(gradient).collect())
+        });
+        stream::iter(pushes).buffer_unordered(AHEAD).try_for_each(|()| future::ok(())).await
+    }
+
+    async fn pull(&mut self, version: u64) -> Result<()> {
+        let ahead = match self.options.level {
+            Level::Os | Level::OsG => return pull_into(&self.job, version, 0, &mut self.parameters).await,
+            Level::PGOs => AHEAD,
+        };
+        let size = self.buckets[0].len();
+        let buckets = self.parameters.chunks_mut(size).enumerate();
+        let pulls = buckets.map(|(i, arrays)| pull_into(&self.job, version, i * size, arrays));
+        stream::iter(pulls).buffered(ahead).try_for_each(|()| future::ok(())).await
+    }
+}
+
+async fn pull_into(job: &Job, version: u64, first: usize, arrays: &mut [Vec<f32>]) -> Result<()> {
+    let targets = arrays.iter_mut().enumerate();
+    job.pull(version, targets.map(|(i, data)| Target { tensor: first + i, data }).collect()).await
+}

@@ -1,0 +1,162 @@
+//! One child process of the project, from start to end.
+
+use std::{
+    env,
+    ffi::OsStr,
+    io::{self, BufRead, BufReader, Read},
+    path::PathBuf,
+    process::{Child, Command, ExitStatus, Stdio},
+    sync::mpsc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use serde_json::Value;
+
+/// How long a process may take to listen, or to stop.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A binary of this workspace: beside the running program, where cargo puts them all. Under `cargo test` it is
+/// brought up to date first.
+///
+/// # Panics
+/// If it does not build, or is not there.
+pub fn binary(name: &str) -> PathBuf {
+    let exe = env::current_exe().expect("a running program has a path");
+    let folder = exe.parent().expect("a file is in a folder");
+    let is_test = folder.ends_with("deps");
+    let folder = if is_test { folder.parent().expect("deps is in a folder") } else { folder };
+    if let Some(cargo) = env::var_os("CARGO").filter(|_| is_test) {
+        let mut build = Command::new(cargo);
+        build.args(["build", "--quiet", "--workspace", "--bin", name]);
+        if folder.ends_with("release") {
+            build.arg("--release");
+        }
+        let status = build.current_dir(env!("CARGO_MANIFEST_DIR")).status().expect("cargo runs");
+        assert!(status.success(), "{name} does not build");
+    }
+    let path = folder.join(name);
+    assert!(path.exists(), "{} is missing: build it with `cargo build --workspace`", path.display());
+    path
+}
+
+/// A child process that listens. Killed when dropped.
+#[derive(Debug)]
+pub struct Process {
+    child: Child,
+    /// The line in which it said where it listens.
+    listening: Value,
+}
+
+impl Process {
+    /// Starts `command`, and waits until it has printed a JSON line with `"event":"listening"`.
+    ///
+    /// # Panics
+    /// If it cannot be started, ends, or does not listen in time.
+    pub fn start(mut command: Command) -> Self {
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap_or_else(|e| panic!("start {command:?}: {e}"));
+        let stdout = child.stdout.take().expect("it is piped");
+        let (tell, told) = mpsc::channel();
+        thread::spawn(move || {
+            let mut stdout = BufReader::new(stdout);
+            let mut line = String::new();
+            let read = stdout.read_line(&mut line);
+            // Nobody listens any more after the deadline.
+            let _ = tell.send(read.map(|_| line));
+            // A pipe that nobody reads would stop the process.
+            let _ = io::copy(&mut stdout, &mut io::sink());
+        });
+        let line = told.recv_timeout(PATIENCE);
+        let listening = match &line {
+            Ok(Ok(line)) => serde_json::from_str::<Value>(line).ok(),
+            _ => None,
+        };
+        match listening.filter(|line| line["event"] == "listening") {
+            Some(listening) => Self { child, listening },
+            None => {
+                let _ = child.kill();
+                panic!("{command:?} did not listen; it said {line:?}");
+            }
+        }
+    }
+
+    /// `host:port` that it listens on.
+    ///
+    /// # Panics
+    /// If it did not say.
+    pub fn address(&self) -> &str {
+        self.listening["address"].as_str().expect("listening has an address")
+    }
+
+    /// `host:port` of its admin server.
+    ///
+    /// # Panics
+    /// If it has none.
+    pub fn admin(&self) -> &str {
+        self.listening["admin"].as_str().expect("listening has an admin address")
+    }
+
+    /// The process.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The most memory that the process has had resident, in bytes (`VmHWM`).
+    ///
+    /// # Panics
+    /// If the system does not say.
+    pub fn peak_memory(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.id())).expect("it runs");
+        let line = status.lines().find(|line| line.starts_with("VmHWM:")).expect("Linux says it");
+        let kilobytes = line.split_whitespace().nth(1).expect("a number");
+        kilobytes.parse::<u64>().expect("a number") * 1024
+    }
+
+    /// `GET path` of its admin server: the body.
+    ///
+    /// # Panics
+    /// If there is no answer.
+    pub fn get(&self, path: &str) -> String {
+        use std::io::Write;
+        let mut stream = std::net::TcpStream::connect(self.admin()).expect("the admin server listens");
+        write!(stream, "GET {path} HTTP/1.1\r\nhost: admin\r\nconnection: close\r\n\r\n").expect("send");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("an answer");
+        answer.split_once("\r\n\r\n").expect("a head and a body").1.to_owned()
+    }
+
+    /// Kills it at once (SIGKILL).
+    pub fn kill(&mut self) {
+        // Fails only if it has ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    /// Asks it to stop (SIGTERM), and waits until it has.
+    ///
+    /// # Panics
+    /// If it does not stop in time.
+    pub fn stop(mut self) -> ExitStatus {
+        let pid = self.id().to_string();
+        let signalled = Command::new("kill").args([OsStr::new("-TERM"), pid.as_ref()]).status();
+        assert!(signalled.is_ok_and(|s| s.success()), "SIGTERM cannot be sent");
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait().expect("it is our child") {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "process {pid} did not stop after SIGTERM");
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
