@@ -96,8 +96,7 @@ impl Cpu {
         mut step: impl FnMut(&mut [f32], [&mut [f32]; N], &[f32]),
     ) {
         let Arrays { master, state, gradient, mut published } = arrays;
-        let mut state: [&mut [f32]; N] =
-            state.try_into().unwrap_or_else(|_| unreachable!("`check` counted the state tensors"));
+        let mut state: [&mut [f32]; N] = state.try_into().expect("`check` counted the state tensors");
         let numel = master.len();
         for start in (0..numel).step_by(TILE) {
             let tile = start..(start + TILE).min(numel);
