@@ -27,7 +27,7 @@ impl Placement {
     /// [`Error::Invalid`] unless every slice has `replicas` distinct servers.
     pub fn new(servers: Vec<Server>, replicas: usize, owners: Vec<u32>) -> Result<Self> {
         let wrong = |found: String, expected: &str| Err(Error::invalid("placement", found, expected));
-        if replicas == 0 || owners.len() % replicas != 0 {
+        if replicas == 0 || !owners.len().is_multiple_of(replicas) {
             return wrong(
                 format!("{} owners with {replicas} a slice", owners.len()),
                 "the same number, 1 or more, for each slice",

@@ -80,7 +80,7 @@ pub struct Common {
     /// How to log
     #[arg(long, env = "ZEROSHARD_LOG_FORMAT", value_name = "FORMAT", default_value = "text")]
     pub log_format: LogFormat,
-    /// Largest gRPC message that is accepted, in bytes; a larger one gets a typed error
+    /// Largest gRPC message that is accepted, in bytes; a larger one is refused
     #[arg(long, env = "ZEROSHARD_MAX_MESSAGE_BYTES", value_name = "BYTES", default_value_t = 64 << 20)]
     pub max_message_bytes: usize,
     /// Calls that one connection may have open; further ones wait at the caller

@@ -44,6 +44,12 @@ impl Health {
         *self.ready.borrow()
     }
 
+    /// Returns once calls can be answered.
+    pub async fn until_ready(&self) {
+        // The sender is in `self`, so this does not end early.
+        let _ = self.ready.subscribe().wait_for(|ready| *ready).await;
+    }
+
     /// The standard gRPC health service.
     pub(crate) fn service(&self) -> HealthServer<HealthService> {
         HealthServer::new(HealthService::from_health_reporter(self.reporter.clone()))

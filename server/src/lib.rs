@@ -1,11 +1,18 @@
-//! ZeroShard: server.
+//! The server: what both roles, `coordinator` and `shard`, are made of.
+//!
+//! `main` reads the `config` and runs a role; `roles` puts a process together from `serve`, `admin` and the role's own
+//! module. `coordinator` and `shard` never import each other: they speak over gRPC, also inside one process.
 
 pub mod admin;
 pub mod backend;
 pub mod config;
+pub mod coordinator;
+pub mod embedded;
 pub mod health;
 pub mod layers;
+pub mod logging;
 pub mod metrics;
 pub mod optim;
+pub mod roles;
 pub mod serve;
 pub mod shard;

@@ -5,7 +5,7 @@
 
 use std::{io, net::SocketAddr, sync::Arc};
 
-use tokio::{net::TcpListener, time::timeout};
+use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tonic::{
     service::Routes,
@@ -37,6 +37,12 @@ pub enum Error {
     /// The admin server ended.
     #[error("serve admin HTTP: {0}")]
     Admin(io::Error),
+    /// A shard server has nobody to serve.
+    #[error("a shard server needs its coordinator's address: --coordinator HOST:PORT")]
+    NoCoordinator,
+    /// A part of the process ended by itself.
+    #[error("a server ended: {0}")]
+    Ended(String),
     /// The reflection service refused our own descriptors.
     #[error("describe the services: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
@@ -107,11 +113,6 @@ pub async fn serve(
             Ok(())
         }
     }
-}
-
-/// Waits for `task`, at most as long as calls may drain.
-pub async fn join_drained<T>(common: &Common, task: impl Future<Output = T>) -> Option<T> {
-    timeout(common.drain(), task).await.ok()
 }
 
 /// Cancels `shutdown` on SIGTERM or SIGINT.

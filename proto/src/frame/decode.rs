@@ -113,11 +113,11 @@ impl Decoder {
         if self.input.is_empty() {
             return Ok(None);
         }
-        if self.partial.is_empty() {
-            if let Some((header, used)) = parse(&self.input, self.max_message)? {
-                self.input.advance(used);
-                return Ok(Some(header));
-            }
+        if self.partial.is_empty()
+            && let Some((header, used)) = parse(&self.input, self.max_message)?
+        {
+            self.input.advance(used);
+            return Ok(Some(header));
         }
         let before = self.partial.len();
         let more = self.input.len().min(MAX_HEADER - before);

@@ -74,11 +74,7 @@ fn run(index: &Index, optimizer: &Optimizer, tensor: usize) -> Vec<Vec<f32>> {
         let factor = index.lr_factors[(step - 1) % index.lr_factors.len()];
         optimizer.set_lr(optimizer.lr() * factor);
         let gradient = buffer(&cpu, &values(tensor as u32, step as u32, size));
-        let update = Update {
-            optimizer: &optimizer,
-            step: step as u64,
-            coefficient: 1.0,
-        };
+        let update = Update { optimizer: &optimizer, step: step as u64, coefficient: 1.0 };
         let mut states: Vec<_> = state.iter_mut().collect();
         cpu.apply(&update, &mut master, &mut states, &gradient, None);
         if index.recorded.contains(&step) {
@@ -123,8 +119,7 @@ impl Index {
             optimizer: serde_json::from_value(case["optimizer"].clone()).unwrap(),
             checksum: case["checksum"].as_str().map(str::to_owned),
         };
-        let sizes =
-            |key: &str| -> Vec<usize> { serde_json::from_value(json[key].clone()).unwrap() };
+        let sizes = |key: &str| -> Vec<usize> { serde_json::from_value(json[key].clone()).unwrap() };
         Index {
             torch: json["torch"].as_str().unwrap().to_owned(),
             sizes: sizes("sizes"),
@@ -146,12 +141,7 @@ struct Comparison {
 
 impl Comparison {
     fn new() -> Comparison {
-        Comparison {
-            values: 0,
-            other_bits: 0,
-            worst: 0.0,
-            checksum: 0xCBF2_9CE4_8422_2325,
-        }
+        Comparison { values: 0, other_bits: 0, worst: 0.0, checksum: 0xCBF2_9CE4_8422_2325 }
     }
 
     fn add(&mut self, ours: f32, golden: f32) {
@@ -166,25 +156,15 @@ impl Comparison {
 
     /// Prints the table's line. Returns whether the case holds.
     fn report(self, case: &Case) -> bool {
-        let Comparison {
-            values,
-            other_bits,
-            worst,
-            checksum,
-        } = self;
+        let Comparison { values, other_bits, worst, checksum } = self;
         let tolerance = tolerance(&case.optimizer);
-        let rounded = case
-            .checksum
-            .as_ref()
-            .map(|expected| *expected == format!("{checksum:016x}"));
+        let rounded = case.checksum.as_ref().map(|expected| *expected == format!("{checksum:016x}"));
         let yes_or_no = |yes| if yes { "yes" } else { "no" };
         let share = format!("{other_bits}/{values}");
         let bitwise = yes_or_no(other_bits == 0);
         let rounded_bitwise = rounded.map_or("-", yes_or_no);
         let name = &case.name;
-        println!(
-            "{name:<28}{bitwise:>8}{share:>12}{worst:>10.1e}{tolerance:>10.0e}{rounded_bitwise:>15}"
-        );
+        println!("{name:<28}{bitwise:>8}{share:>12}{worst:>10.1e}{tolerance:>10.0e}{rounded_bitwise:>15}");
         worst <= tolerance && (tolerance > 0.0 || other_bits == 0) && rounded != Some(false)
     }
 }
@@ -194,10 +174,7 @@ fn every_optimizer_equals_its_golden_vectors() {
     let index = Index::read();
     let mut golden = floats(VECTORS).into_iter();
     let mut failed = Vec::new();
-    println!(
-        "against torch {} (LAMB and Lion: float64 formulas)",
-        index.torch
-    );
+    println!("against torch {} (LAMB and Lion: float64 formulas)", index.torch);
     println!(
         "{:<28}{:>8}{:>12}{:>10}{:>10}{:>15}",
         "case", "bitwise", "other bits", "worst", "allowed", "rounded sqrt"

@@ -75,7 +75,7 @@ fn two_workers_never_park() {
 #[test]
 fn the_next_in_order_is_let_in_when_the_budget_is_spent() {
     let early = piece(2, 0..NUMEL);
-    let (_, refused) = sum_of(0, 3, &[early.clone()], 100);
+    let (_, refused) = sum_of(0, 3, std::slice::from_ref(&early), 100);
     assert!(matches!(refused, Err(Error::ParkingFull { rank: 2, .. })));
 
     let in_order = [piece(0, 0..NUMEL), piece(1, 0..NUMEL), early];

@@ -1,7 +1,7 @@
 //! How fast each optimizer's step is, beside what the memory can do.
 //!
-//! The limit is the better of two loops that do nothing but move memory, over the same buffers and in the same repeats:
-//! `memcpy`, and one addition to each array that the step writes. Bytes are counted as the loops name them (4 for a read,
+//! The limit is the better of two loops that do nothing but move memory, over the same buffers and right before the step, in
+//! every repeat: `memcpy`, and one addition to each array that the step writes. Bytes are counted as the loops name them (4 for a read,
 //! 4 for a write), for both sides.
 
 use std::num::NonZero;
@@ -24,7 +24,7 @@ const THREADS: [usize; 2] = [1, 2];
 /// Measure the optimizers' steps: G parameters/s, and GB/s beside the memory's limit.
 #[derive(Args)]
 pub(crate) struct Options {
-    /// How many parameters: far more than fit into the last-level cache. Memory: 32 bytes each.
+    /// How many parameters: far more than fit into the last-level cache. Memory: 16 bytes each.
     #[arg(long, default_value = "67108864")]
     elements: NonZero<usize>,
     /// How often everything is measured; the median counts.
@@ -48,56 +48,26 @@ struct Line {
     ratio_memory: f64,
 }
 
-/// What is timed.
-#[derive(Clone, Copy)]
-enum Subject {
-    Copy,
-    /// Adds the gradient to that many arrays.
-    Add(usize),
-    Step(&'static str, Optimizer),
+/// What is measured: a name, and hyperparameters.
+fn subjects() -> Vec<(&'static str, Optimizer)> {
+    let momentum = Sgd { momentum: 0.9, ..Sgd::default() };
+    let mut subjects = Vec::from(Optimizer::defaults().map(|it| (it.name(), it)));
+    subjects.push(("sgd_momentum", Optimizer::Sgd(momentum)));
+    subjects
 }
 
-impl Subject {
-    fn all() -> Vec<Subject> {
-        let momentum = Sgd { momentum: 0.9, ..Sgd::default() };
-        let mut all = vec![Subject::Copy, Subject::Add(1), Subject::Add(2), Subject::Add(3)];
-        all.extend(Optimizer::defaults().map(|optimizer| Subject::Step(optimizer.name(), optimizer)));
-        all.push(Subject::Step("sgd_momentum", Optimizer::Sgd(momentum)));
-        all
+/// Bytes that a step reads and writes for each parameter.
+fn bytes_a_parameter(optimizer: &Optimizer) -> usize {
+    match optimizer {
+        // The second pass reads all but the gradient again, and writes the parameter.
+        Optimizer::Lamb(_) => 40,
+        _ => bytes_added(optimizer),
     }
+}
 
-    /// Bytes read and written an element.
-    fn bytes(&self) -> usize {
-        match self {
-            Subject::Copy => 8,
-            Subject::Add(arrays) => 4 + 8 * arrays,
-            // The second pass reads all but the gradient again, and writes the parameter.
-            Subject::Step(_, Optimizer::Lamb(_)) => 40,
-            Subject::Step(_, optimizer) => 12 + 8 * optimizer.state().len(),
-        }
-    }
-
-    fn run(&self, cpu: &Cpu, slice: &mut Slice) {
-        let level = Level::best();
-        let Slice { arrays: [a, b, c], gradient } = slice;
-        match self {
-            Subject::Copy => cpu.copy(gradient, a),
-            Subject::Add(arrays) => {
-                let (a, b, c) = (a.values_mut(), b.values_mut(), c.values_mut());
-                match arrays {
-                    1 => stream::one(level, a, gradient.values()),
-                    2 => stream::two(level, a, b, gradient.values()),
-                    _ => stream::three(level, a, b, c, gradient.values()),
-                }
-            }
-            Subject::Step(_, optimizer) => {
-                let update = Update { optimizer, step: 2, coefficient: 0.5 };
-                let mut state = [b, c];
-                let state = &mut state[..optimizer.state().len()];
-                cpu.apply(&update, a, state, gradient, None);
-            }
-        }
-    }
+/// Bytes that adding to as many arrays as the optimizer has reads and writes for each parameter.
+fn bytes_added(optimizer: &Optimizer) -> usize {
+    12 + 8 * optimizer.state().len()
 }
 
 /// Part of the model: a parameter, two state tensors and a gradient.
@@ -124,25 +94,43 @@ impl Slice {
     }
 }
 
+impl Slice {
+    fn add(&mut self, arrays: usize) {
+        let level = Level::best();
+        let gradient = self.gradient.values();
+        let [a, b, c] = self.arrays.each_mut().map(Buffer::values_mut);
+        match arrays {
+            1 => stream::one(level, a, gradient),
+            2 => stream::two(level, a, b, gradient),
+            _ => stream::three(level, a, b, c, gradient),
+        }
+    }
+
+    fn step(&mut self, cpu: &Cpu, optimizer: &Optimizer) {
+        let update = Update { optimizer, step: 2, coefficient: 0.5 };
+        let [master, state @ ..] = &mut self.arrays;
+        let mut state: Vec<_> = state.iter_mut().take(optimizer.state().len()).collect();
+        cpu.apply(&update, master, &mut state, &self.gradient, None);
+    }
+}
+
 /// Runs the bench and prints its lines.
 pub(crate) fn run(options: &Options, json: bool) -> Result<(), OutOfMemory> {
     let cpu = Cpu::new();
     let elements = options.elements.get();
     let sizes = (0..elements).step_by(SLICE).map(|start| SLICE.min(elements - start));
     let mut slices = sizes.map(|numel| Slice::new(&cpu, numel)).collect::<Result<Vec<_>, _>>()?;
-    let subjects = Subject::all();
     let mut lines = Vec::new();
     for threads in THREADS {
-        let mut seconds = vec![Vec::new(); subjects.len()];
+        let mut times = vec![Times::default(); subjects().len()];
         for _ in 0..options.repeat.get() {
-            for (subject, seconds) in subjects.iter().zip(&mut seconds) {
-                in_parallel(&mut slices, threads, |slice| slice.reset(&cpu));
-                let start = Instant::now();
-                in_parallel(&mut slices, threads, |slice| subject.run(&cpu, slice));
-                seconds.push(start.elapsed().as_secs_f64());
+            for ((_, optimizer), times) in subjects().iter().zip(&mut times) {
+                times.measure(&cpu, optimizer, &mut slices, threads);
             }
         }
-        lines.extend(summarise(&subjects, seconds, elements, threads));
+        for ((name, optimizer), times) in subjects().iter().zip(times) {
+            lines.push(times.line(name, optimizer, elements, threads));
+        }
     }
     if json {
         print_json(&lines)
@@ -150,6 +138,47 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), OutOfMemory> {
         print_table(&lines)
     }
     Ok(())
+}
+
+/// Seconds that an optimizer and its baselines took over all slices, in each repeat.
+#[derive(Clone, Default)]
+struct Times {
+    copy: Vec<f64>,
+    add: Vec<f64>,
+    step: Vec<f64>,
+}
+
+impl Times {
+    fn measure(&mut self, cpu: &Cpu, optimizer: &Optimizer, slices: &mut [Slice], threads: usize) {
+        let mut time = |work: &(dyn Fn(&mut Slice) + Sync)| {
+            let start = Instant::now();
+            in_parallel(slices, threads, work);
+            start.elapsed().as_secs_f64()
+        };
+        let arrays = 1 + optimizer.state().len();
+        self.copy.push(time(&|slice| cpu.copy(&slice.gradient, &mut slice.arrays[0])));
+        self.add.push(time(&|slice| slice.add(arrays)));
+        time(&|slice| slice.reset(cpu));
+        self.step.push(time(&|slice| slice.step(cpu, optimizer)));
+    }
+
+    fn line(self, name: &'static str, optimizer: &Optimizer, elements: usize, threads: usize) -> Line {
+        let gparams_per_s = |times| elements as f64 / median(times) / 1e9;
+        let step = gparams_per_s(self.step);
+        let gbps = step * bytes_a_parameter(optimizer) as f64;
+        let copy_gbps = gparams_per_s(self.copy) * 8.0;
+        let memory_gbps = copy_gbps.max(gparams_per_s(self.add) * bytes_added(optimizer) as f64);
+        Line {
+            bench: "optimizer",
+            optimizer: name,
+            threads,
+            gparams_per_s: step,
+            gbps,
+            copy_gbps,
+            memory_gbps,
+            ratio_memory: gbps / memory_gbps,
+        }
+    }
 }
 
 /// Gives every slice to one of the threads, whichever is free.
@@ -167,34 +196,6 @@ fn in_parallel(slices: &mut [Slice], threads: usize, work: impl Fn(&mut Slice) +
         }
         worker();
     });
-}
-
-fn summarise(subjects: &[Subject], seconds: Vec<Vec<f64>>, elements: usize, threads: usize) -> Vec<Line> {
-    let mut copy_gbps = 0.0;
-    let mut add_gbps = [0.0; 4];
-    let mut lines = Vec::new();
-    for (subject, seconds) in subjects.iter().zip(seconds) {
-        let gparams_per_s = elements as f64 / median(seconds) / 1e9;
-        let gbps = subject.bytes() as f64 * gparams_per_s;
-        match subject {
-            Subject::Copy => copy_gbps = gbps,
-            &Subject::Add(arrays) => add_gbps[arrays] = gbps,
-            Subject::Step(name, optimizer) => {
-                let memory_gbps = f64::max(copy_gbps, add_gbps[1 + optimizer.state().len()]);
-                lines.push(Line {
-                    bench: "optimizer",
-                    optimizer: name,
-                    threads,
-                    gparams_per_s,
-                    gbps,
-                    copy_gbps,
-                    memory_gbps,
-                    ratio_memory: gbps / memory_gbps,
-                });
-            }
-        }
-    }
-    lines
 }
 
 fn median(mut times: Vec<f64>) -> f64 {

@@ -32,11 +32,7 @@ fn every_value_is_decoded<B: Backend>(backend: &B, dtype: DType) {
     assert!(!finite, "infinities and NaN are among them");
     let (stored, _) = contents(backend, buffer);
     let expected = from_bytes(&bytes, dtype);
-    assert_same(
-        &from_bytes(&stored, DType::F32),
-        &expected,
-        &format!("decode {dtype}"),
-    );
+    assert_same(&from_bytes(&stored, DType::F32), &expected, &format!("decode {dtype}"));
 }
 
 /// Values of every exponent, at and beside the ties between neighbours of either half format.
@@ -50,11 +46,7 @@ fn hard_values() -> Vec<f32> {
     for half in 0..=0xFFFFu16 {
         let bits = half::f16::from_bits(half).to_f32().to_bits();
         let quarter_ulp = 1u32 << 11;
-        for bits in [
-            bits + quarter_ulp,
-            bits + 2 * quarter_ulp,
-            bits + 2 * quarter_ulp + 1,
-        ] {
+        for bits in [bits + quarter_ulp, bits + 2 * quarter_ulp, bits + 2 * quarter_ulp + 1] {
             values.push(f32::from_bits(bits));
             values.push(f32::from_bits(bits.wrapping_sub(1)));
         }
@@ -73,17 +65,9 @@ fn hard_values_are_encoded<B: Backend>(backend: &B, dtype: DType) {
     let bytes = backend.read(&buffer, 0..values.len(), dtype);
     let expected = to_bytes(&values, dtype);
     let what = format!("encode {dtype}");
-    assert_same(
-        &from_bytes(&bytes, dtype),
-        &from_bytes(&expected, dtype),
-        &what,
-    );
+    assert_same(&from_bytes(&bytes, dtype), &from_bytes(&expected, dtype), &what);
     let part = backend.read(&buffer, 77..10_001, dtype);
-    assert_eq!(
-        part,
-        bytes.slice(77 * dtype.size()..10_001 * dtype.size()),
-        "part of {what}"
-    );
+    assert_eq!(part, bytes.slice(77 * dtype.size()..10_001 * dtype.size()), "part of {what}");
 }
 
 /// An extent, at an odd address, into the middle of a buffer of any dtype.
@@ -97,10 +81,7 @@ fn an_extent_is_stored<B: Backend>(backend: &B, dtype: DType) {
         let mut buffer = buffer_of(backend, &before, to);
         // A large number is infinite as f16.
         let finite = incoming.iter().all(|value| value.is_finite());
-        assert_eq!(
-            backend.store(&mut buffer, 1_001, &bytes[1..], dtype),
-            finite
-        );
+        assert_eq!(backend.store(&mut buffer, 1_001, &bytes[1..], dtype), finite);
         let mut expected = before;
         expected[1_001..4_002].copy_from_slice(&incoming);
         let (stored, _) = contents(backend, buffer);
@@ -119,11 +100,7 @@ fn an_extent_is_added<B: Backend>(backend: &B, dtype: DType) {
         *sum += value;
     }
     let (added, _) = contents(backend, buffer);
-    assert_same(
-        &from_bytes(&added, DType::F32),
-        &expected,
-        &format!("accumulate {dtype}"),
-    );
+    assert_same(&from_bytes(&added, DType::F32), &expected, &format!("accumulate {dtype}"));
 }
 
 fn only_incoming_special_values_are_told<B: Backend>(backend: &B, dtype: DType) {
@@ -133,10 +110,7 @@ fn only_incoming_special_values_are_told<B: Backend>(backend: &B, dtype: DType) 
     let mut buffer = buffer_of(backend, &infinite, DType::F32);
     assert!(backend.accumulate(&mut buffer, 0, &finite, dtype));
     assert!(backend.store(&mut buffer, 0, &finite, dtype));
-    assert!(
-        backend.accumulate(&mut buffer, numel, &[], dtype),
-        "nothing is finite"
-    );
+    assert!(backend.accumulate(&mut buffer, numel, &[], dtype), "nothing is finite");
     for special in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
         for at in [0, 1, 63, 128, numel - 1] {
             let mut values = vec![1.0; numel];

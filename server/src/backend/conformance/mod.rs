@@ -48,10 +48,7 @@ fn memory<B: Backend>(backend: &B) {
     for dtype in DType::ALL {
         for numel in [0, 1, 1_003, 600_001] {
             let buffer = backend.allocate(dtype, numel).unwrap();
-            assert_eq!(
-                (backend.numel(&buffer), backend.dtype(&buffer)),
-                (numel, dtype)
-            );
+            assert_eq!((backend.numel(&buffer), backend.dtype(&buffer)), (numel, dtype));
             let bytes = backend.read(&Arc::new(buffer), 0..numel, dtype);
             assert_eq!(bytes.len(), numel * dtype.size());
             assert!(bytes.iter().all(|&byte| byte == 0));

@@ -1,9 +1,7 @@
 //! The contract as scalar code: one element at a time, every operation rounded to f32 on its own.
 
 use zeroshard_proto::blocks::BLOCK;
-use zeroshard_proto::optimizer::{
-    Adadelta, Adagrad, Adam, AdamW, Lamb, Lion, Optimizer, RmsProp, Sgd,
-};
+use zeroshard_proto::optimizer::{Adadelta, Adagrad, Adam, AdamW, Lamb, Lion, Optimizer, RmsProp, Sgd};
 
 use crate::backend::Update;
 
@@ -16,16 +14,11 @@ pub(super) fn sum_of_squares(values: &[f32]) -> f64 {
         }
         while lanes.len() > 1 {
             let upper = lanes.split_off(lanes.len() / 2);
-            lanes
-                .iter_mut()
-                .zip(upper)
-                .for_each(|(lane, other)| *lane += other);
+            lanes.iter_mut().zip(upper).for_each(|(lane, other)| *lane += other);
         }
         lanes[0]
     };
-    values
-        .chunks(BLOCK)
-        .fold(0.0, |sum, block| sum + block_sum(block))
+    values.chunks(BLOCK).fold(0.0, |sum, block| sum + block_sum(block))
 }
 
 /// One step on a whole tensor.
@@ -51,24 +44,8 @@ fn element_step(update: &Update<'_>, w: f32, state: &mut [f32], gradient: f32) -
             adam(h, step, w, state, g)
         }
         Optimizer::AdamW(h) => {
-            let AdamW {
-                lr,
-                beta1,
-                beta2,
-                eps,
-                weight_decay,
-                amsgrad,
-                maximize,
-            } = h;
-            let plain = Adam {
-                lr,
-                beta1,
-                beta2,
-                eps,
-                weight_decay: 0.0,
-                amsgrad,
-                maximize,
-            };
+            let AdamW { lr, beta1, beta2, eps, weight_decay, amsgrad, maximize } = h;
+            let plain = Adam { lr, beta1, beta2, eps, weight_decay: 0.0, amsgrad, maximize };
             let w = w * (1.0 - lr * weight_decay) as f32;
             adam(plain, step, w, state, scaled(update, gradient, maximize))
         }
@@ -95,20 +72,12 @@ fn scaled(update: &Update<'_>, gradient: f32, maximize: bool) -> f32 {
 }
 
 fn decayed(gradient: f32, w: f32, weight_decay: f64) -> f32 {
-    if weight_decay == 0.0 {
-        gradient
-    } else {
-        gradient + weight_decay as f32 * w
-    }
+    if weight_decay == 0.0 { gradient } else { gradient + weight_decay as f32 * w }
 }
 
 fn lerp(start: f32, end: f32, weight: f64) -> f32 {
     let weight = weight as f32;
-    if weight < 0.5 {
-        start + weight * (end - start)
-    } else {
-        end + (weight - 1.0) * (end - start)
-    }
+    if weight < 0.5 { start + weight * (end - start) } else { end + (weight - 1.0) * (end - start) }
 }
 
 /// `1 - beta^step`.
@@ -121,16 +90,8 @@ fn sgd(h: Sgd, step: u64, w: f32, state: &mut [f32], gradient: f32) -> f32 {
     let mut direction = g;
     if h.momentum != 0.0 {
         let momentum = h.momentum as f32;
-        state[0] = if step == 1 {
-            g
-        } else {
-            state[0] * momentum + (1.0 - h.dampening) as f32 * g
-        };
-        direction = if h.nesterov {
-            g + momentum * state[0]
-        } else {
-            state[0]
-        };
+        state[0] = if step == 1 { g } else { state[0] * momentum + (1.0 - h.dampening) as f32 * g };
+        direction = if h.nesterov { g + momentum * state[0] } else { state[0] };
     }
     w - h.lr as f32 * direction
 }
@@ -192,13 +153,7 @@ fn lion(h: Lion, w: f32, state: &mut [f32], g: f32) -> f32 {
     }
 }
 
-fn lamb_step(
-    h: &Lamb,
-    update: &Update<'_>,
-    w: &mut [f32],
-    state: &mut [Vec<f32>],
-    gradient: &[f32],
-) {
+fn lamb_step(h: &Lamb, update: &Update<'_>, w: &mut [f32], state: &mut [Vec<f32>], gradient: &[f32]) {
     let first = (1.0 / correction(h.beta1, update.step)) as f32;
     let second = (1.0 / correction(h.beta2, update.step).sqrt()) as f32;
     let mut updates = Vec::new();
@@ -211,11 +166,7 @@ fn lamb_step(
     }
     let (w_norm, update_norm) = (sum_of_squares(w).sqrt(), sum_of_squares(&updates).sqrt());
     let either_is_zero = w_norm == 0.0 || update_norm == 0.0;
-    let trust = if either_is_zero {
-        1.0
-    } else {
-        w_norm / update_norm
-    };
+    let trust = if either_is_zero { 1.0 } else { w_norm / update_norm };
     for (w, update) in w.iter_mut().zip(updates) {
         *w -= (h.lr * trust) as f32 * update;
     }

@@ -65,10 +65,7 @@ fn steps_equal_the_reference<B: Backend>(
 ) {
     let mut expected = numbers(10, numel);
     // Positive where it is a sum or average of squares; a first step must not depend on a momentum buffer.
-    let initial: Vec<f32> = numbers(11, numel)
-        .iter()
-        .map(|value| value * value)
-        .collect();
+    let initial: Vec<f32> = numbers(11, numel).iter().map(|value| value * value).collect();
     let mut expected_state = vec![initial; optimizer.state().len()];
     let mut master = buffer_of(backend, &expected, DType::F32);
     let of = |values: &Vec<f32>| buffer_of(backend, values, DType::F32);
@@ -76,22 +73,12 @@ fn steps_equal_the_reference<B: Backend>(
     for (step, coefficient) in [(1, 1.0), (2, 0.3), (3, -0.0), (4, 1e-3)] {
         let mut optimizer = *optimizer;
         optimizer.set_lr(optimizer.lr() / step as f64);
-        let update = Update {
-            optimizer: &optimizer,
-            step,
-            coefficient,
-        };
+        let update = Update { optimizer: &optimizer, step, coefficient };
         let values = numbers(20 + step as usize, numel);
         let gradient = buffer_of(backend, &values, DType::F32);
         let mut published = published_as.map(|dtype| backend.allocate(dtype, numel).unwrap());
         let mut states: Vec<_> = state.iter_mut().collect();
-        backend.apply(
-            &update,
-            &mut master,
-            &mut states,
-            &gradient,
-            published.as_mut(),
-        );
+        backend.apply(&update, &mut master, &mut states, &gradient, published.as_mut());
         reference::apply(&update, &mut expected, &mut expected_state, &values);
 
         let what = format!("{optimizer:?}, {numel} elements, step {step}");
@@ -99,10 +86,7 @@ fn steps_equal_the_reference<B: Backend>(
         for (i, name) in optimizer.state().iter().enumerate() {
             let tensor = state.remove(i);
             let what = format!("{name} of {what}");
-            state.insert(
-                i,
-                assert_contents(backend, tensor, &expected_state[i], &what),
-            );
+            state.insert(i, assert_contents(backend, tensor, &expected_state[i], &what));
         }
         if let Some(published) = published {
             let dtype = backend.dtype(&published);
@@ -115,11 +99,7 @@ fn steps_equal_the_reference<B: Backend>(
 /// LAMB moves tensors that are zero, and leaves those that nothing pulls on.
 fn a_zero_norm_is_trusted<B: Backend>(backend: &B) {
     let optimizer: Optimizer = "lamb".parse().unwrap();
-    let update = Update {
-        optimizer: &optimizer,
-        step: 1,
-        coefficient: 1.0,
-    };
+    let update = Update { optimizer: &optimizer, step: 1, coefficient: 1.0 };
     for (parameter, gradient) in [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)] {
         let mut expected = vec![parameter; 5];
         let mut expected_state = vec![vec![0.0; 5]; 2];
@@ -127,25 +107,14 @@ fn a_zero_norm_is_trusted<B: Backend>(backend: &B) {
         let mut moments = [(); 2].map(|()| backend.allocate(DType::F32, 5).unwrap());
         let gradient = vec![gradient; 5];
         let gradients = buffer_of(backend, &gradient, DType::F32);
-        backend.apply(
-            &update,
-            &mut master,
-            &mut moments.each_mut(),
-            &gradients,
-            None,
-        );
+        backend.apply(&update, &mut master, &mut moments.each_mut(), &gradients, None);
         reference::apply(&update, &mut expected, &mut expected_state, &gradient);
         assert!(expected.iter().all(|value| value.is_finite()));
         assert_contents(backend, master, &expected, "LAMB with a zero norm");
     }
 }
 
-fn assert_contents<B: Backend>(
-    backend: &B,
-    buffer: B::Buffer,
-    expected: &[f32],
-    what: &str,
-) -> B::Buffer {
+fn assert_contents<B: Backend>(backend: &B, buffer: B::Buffer, expected: &[f32], what: &str) -> B::Buffer {
     let dtype = backend.dtype(&buffer);
     let (bytes, buffer) = contents(backend, buffer);
     assert_same(&from_bytes(&bytes, dtype), expected, what);

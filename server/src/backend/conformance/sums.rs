@@ -7,33 +7,14 @@ use super::{buffer_of, numbers, reference};
 use crate::backend::Backend;
 
 pub(super) fn run<B: Backend>(backend: &B) {
-    for numel in [
-        0,
-        1,
-        127,
-        128,
-        129,
-        1_003,
-        BLOCK - 1,
-        BLOCK,
-        BLOCK + 1,
-        3 * BLOCK + 77,
-    ] {
+    for numel in [0, 1, 127, 128, 129, 1_003, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 77] {
         let values = numbers(6, numel);
         let sum = backend.sum_of_squares(&buffer_of(backend, &values, DType::F32));
         let expected = reference::sum_of_squares(&values);
-        assert_eq!(
-            sum.to_bits(),
-            expected.to_bits(),
-            "{numel} elements: {sum}, not {expected}"
-        );
+        assert_eq!(sum.to_bits(), expected.to_bits(), "{numel} elements: {sum}, not {expected}");
     }
     let largest = vec![f32::MAX; 1_003];
-    assert!(
-        backend
-            .sum_of_squares(&buffer_of(backend, &largest, DType::F32))
-            .is_finite()
-    );
+    assert!(backend.sum_of_squares(&buffer_of(backend, &largest, DType::F32)).is_finite());
     for special in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
         for at in [0, 128, BLOCK, BLOCK + 129] {
             let mut values = numbers(7, BLOCK + 130);

@@ -30,32 +30,17 @@ pub(super) fn apply(
 ) {
     let state = state.iter_mut().map(|buffer| buffer.values_mut()).collect();
     let gradient = gradient.values();
-    let arrays = Arrays {
-        master: master.values_mut(),
-        state,
-        gradient,
-        published,
-    };
+    let arrays = Arrays { master: master.values_mut(), state, gradient, published };
     arrays.check(update.optimizer);
-    let &Update {
-        step, coefficient, ..
-    } = update;
+    let &Update { step, coefficient, .. } = update;
     let level = cpu.level;
     match update.optimizer {
         Optimizer::Sgd(h) => cpu.sgd(h, &sgd::Scalars::new(h, step, coefficient), arrays),
         Optimizer::Adam(h) => {
-            cpu.adam(
-                &adam::Scalars::adam(h, step, coefficient),
-                h.amsgrad,
-                arrays,
-            );
+            cpu.adam(&adam::Scalars::adam(h, step, coefficient), h.amsgrad, arrays);
         }
         Optimizer::AdamW(h) => {
-            cpu.adam(
-                &adam::Scalars::adamw(h, step, coefficient),
-                h.amsgrad,
-                arrays,
-            );
+            cpu.adam(&adam::Scalars::adamw(h, step, coefficient), h.amsgrad, arrays);
         }
         Optimizer::Adagrad(h) => {
             let s = adagrad::Scalars::new(h, step, coefficient);
@@ -63,9 +48,7 @@ pub(super) fn apply(
         }
         Optimizer::Adadelta(h) => {
             let s = adadelta::Scalars::new(h, coefficient);
-            cpu.tiles(arrays, |p, [square, delta], g| {
-                adadelta::step(level, &s, p, square, delta, g)
-            });
+            cpu.tiles(arrays, |p, [square, delta], g| adadelta::step(level, &s, p, square, delta, g));
         }
         Optimizer::RmsProp(h) => cpu.rmsprop(h, &rmsprop::Scalars::new(h, coefficient), arrays),
         Optimizer::Lion(h) => {
@@ -87,28 +70,11 @@ struct Arrays<'a> {
 impl Arrays<'_> {
     fn check(&self, optimizer: &Optimizer) {
         let numel = self.master.len();
-        assert_eq!(
-            self.state.len(),
-            optimizer.state().len(),
-            "{optimizer}'s state tensors"
-        );
-        assert!(
-            self.state.iter().all(|state| state.len() == numel),
-            "state is of the master's size"
-        );
-        assert_eq!(
-            self.gradient.len(),
-            numel,
-            "the gradient is of the master's size"
-        );
-        let published = self
-            .published
-            .as_ref()
-            .map_or(numel, |published| published.numel);
-        assert_eq!(
-            published, numel,
-            "what is published is of the master's size"
-        );
+        assert_eq!(self.state.len(), optimizer.state().len(), "{optimizer}'s state tensors");
+        assert!(self.state.iter().all(|state| state.len() == numel), "state is of the master's size");
+        assert_eq!(self.gradient.len(), numel, "the gradient is of the master's size");
+        let published = self.published.as_ref().map_or(numel, |published| published.numel);
+        assert_eq!(published, numel, "what is published is of the master's size");
     }
 
     /// The same arrays for a pass whose parameters nobody may see yet.
@@ -129,23 +95,14 @@ impl Cpu {
         arrays: Arrays<'_>,
         mut step: impl FnMut(&mut [f32], [&mut [f32]; N], &[f32]),
     ) {
-        let Arrays {
-            master,
-            state,
-            gradient,
-            mut published,
-        } = arrays;
-        let mut state: [&mut [f32]; N] = state
-            .try_into()
-            .unwrap_or_else(|_| unreachable!("`check` counted the state tensors"));
+        let Arrays { master, state, gradient, mut published } = arrays;
+        let mut state: [&mut [f32]; N] = state.try_into().expect("`check` counted the state tensors");
         let numel = master.len();
         for start in (0..numel).step_by(TILE) {
             let tile = start..(start + TILE).min(numel);
             let ahead = (tile.start + AHEAD).min(numel)..(tile.end + AHEAD).min(numel);
             prefetch(&master[ahead.clone()]);
-            state
-                .iter()
-                .for_each(|state| prefetch(&state[ahead.clone()]));
+            state.iter().for_each(|state| prefetch(&state[ahead.clone()]));
             prefetch(&gradient[ahead]);
             let states = state.each_mut().map(|state| &mut state[tile.clone()]);
             step(&mut master[tile.clone()], states, &gradient[tile.clone()]);
@@ -160,21 +117,15 @@ impl Cpu {
         if h.momentum == 0.0 {
             self.tiles(arrays, |p, [], g| sgd::plain(self.level, s, p, g));
         } else {
-            self.tiles(arrays, |p, [b], g| {
-                sgd::with_momentum(self.level, s, p, b, g)
-            });
+            self.tiles(arrays, |p, [b], g| sgd::with_momentum(self.level, s, p, b, g));
         }
     }
 
     fn adam(&self, s: &adam::Scalars, amsgrad: bool, arrays: Arrays<'_>) {
         if amsgrad {
-            self.tiles(arrays, |p, [m, v, max], g| {
-                adam::amsgrad(self.level, s, p, m, v, max, g)
-            });
+            self.tiles(arrays, |p, [m, v, max], g| adam::amsgrad(self.level, s, p, m, v, max, g));
         } else {
-            self.tiles(arrays, |p, [m, v], g| {
-                adam::plain(self.level, s, p, m, v, g)
-            });
+            self.tiles(arrays, |p, [m, v], g| adam::plain(self.level, s, p, m, v, g));
         }
     }
 
@@ -235,11 +186,7 @@ impl BlockSums {
     }
 
     fn total(self) -> f64 {
-        if self.filled == 0 {
-            self.sum
-        } else {
-            self.sum + self.lanes.total()
-        }
+        if self.filled == 0 { self.sum } else { self.sum + self.lanes.total() }
     }
 }
 
@@ -254,10 +201,7 @@ mod tests {
             let values: Vec<f32> = (0..numel).map(|i| ((i * 7919) as f32).sin()).collect();
             let mut sums = BlockSums::default();
             values.chunks(TILE).for_each(|tile| sums.add(&cpu, tile));
-            assert_eq!(
-                sums.total().to_bits(),
-                sum::of_squares(cpu.level, &values).to_bits()
-            );
+            assert_eq!(sums.total().to_bits(), sum::of_squares(cpu.level, &values).to_bits());
         }
     }
 }

@@ -1,0 +1,321 @@
+//! The barrier and the decision. Slices 0 and 2 train, slice 1 is frozen.
+
+use super::*;
+
+#[test]
+fn a_step_is_decided_once_all_ranks_and_servers_are_there() {
+    let (mut script, leases) = Script::training(2, 2);
+    let first = script.commit(commit(leases[0], 1, 0, 0));
+    script.ready_all(0);
+    assert!(script.decisions().is_empty());
+    let second = script.commit(commit(leases[1], 1, 1, 0));
+    assert_eq!(script.decisions().iter().map(|(server, _)| *server).collect::<Vec<_>>(), [1, 2]);
+    // Sums of squares 1 and 3, two ranks.
+    let norm = 4.0f64.sqrt() / 2.0;
+    let report = pb::StepReport {
+        version: 1,
+        applied: true,
+        gradient_norm: norm,
+        clip_coefficient: 1.0,
+        overflow: None,
+        loss: None,
+        world: 2,
+    };
+    assert_eq!((script.report(first), script.report(second)), (report, report));
+    let decision = &script.decisions()[0].1;
+    assert_eq!((decision.step, decision.apply, decision.coefficient), (0, true, 0.5));
+    assert_eq!(decision.groups.len(), 1);
+    assert_eq!(script.cluster.describe("job").unwrap().version, Some(1));
+}
+
+#[test]
+fn the_order_of_commits_and_reports_changes_nothing() {
+    let play = |reports_first: bool, backwards: bool| {
+        let (mut script, leases) = Script::training(2, 3);
+        if reports_first {
+            script.ready_all(0);
+        }
+        let mut ranks = [0, 1];
+        if backwards {
+            ranks.reverse();
+        }
+        for rank in ranks {
+            let loss = Some([0.1, 0.7][rank]);
+            script.commit(Commit { loss, ..commit(leases[rank], 1, rank as u32, 0) });
+        }
+        if !reports_first {
+            script.ready_all(0);
+        }
+        let report = script.answers.values().find_map(|answer| match answer {
+            Ok(Reply::Report(report)) => Some(*report),
+            _ => None,
+        });
+        (report.expect("decided"), script.decisions())
+    };
+    let expected = play(true, false);
+    assert_eq!(expected.0.loss, Some((0.1 + 0.7) / 2.0));
+    for (reports_first, backwards) in [(false, false), (true, true), (false, true)] {
+        assert_eq!(play(reports_first, backwards), expected);
+    }
+}
+
+#[test]
+fn the_decision_does_not_depend_on_the_number_of_servers() {
+    let play = |servers| {
+        let (mut script, leases) = Script::training(1, servers);
+        script.ready_all(0);
+        let caller = script.commit(Commit { max_norm: Some(0.3), ..commit(leases[0], 1, 0, 0) });
+        (script.report(caller), script.decisions()[0].1.clone())
+    };
+    let one = play(1);
+    assert!(one.0.clip_coefficient < 1.0);
+    for servers in [2, 3, 7] {
+        assert_eq!(play(servers), one);
+    }
+}
+
+#[test]
+fn the_coefficient_clips_unscales_and_averages() {
+    let (mut script, leases) = Script::training(2, 1);
+    script.ready_all(0);
+    let mut caller = None;
+    for rank in [0, 1] {
+        let terms =
+            Commit { loss_scale: 8.0, max_norm: Some(0.1), ..commit(leases[rank], 1, rank as u32, 0) };
+        caller = Some(script.commit(terms));
+    }
+    let report = script.report(caller.unwrap());
+    assert_eq!(report.gradient_norm, 2.0 / 16.0);
+    assert_eq!(report.clip_coefficient, 0.1 / 0.125);
+    assert_eq!(script.decisions()[0].1.coefficient, (0.1 / 0.125 / 16.0) as f32);
+}
+
+#[test]
+fn an_overflow_skips_the_step_and_names_the_first_slice_and_its_rank() {
+    let (mut script, leases) = Script::training(1, 2);
+    let servers = script.servers();
+    for server in servers {
+        script.ready(server, 0, |report| {
+            let slice = report.slices[0];
+            report.sums_of_squares[0] = f64::INFINITY;
+            report.overflow = Some(pb::Overflow { slice, rank: Some(slice) });
+        });
+    }
+    let caller = script.commit(Commit { max_norm: Some(1.0), ..commit(leases[0], 1, 0, 0) });
+    let report = script.report(caller);
+    assert!(!report.applied && !report.gradient_norm.is_finite());
+    assert_eq!(report.overflow, Some(pb::Overflow { slice: 0, rank: Some(0) }));
+    assert!(script.decisions().iter().all(|(_, decision)| !decision.apply && decision.coefficient == 0.0));
+    assert_eq!(report.version, 1);
+}
+
+#[test]
+fn a_sum_that_is_not_finite_skips_the_step_although_no_rank_is_to_blame() {
+    let (mut script, leases) = Script::training(1, 1);
+    script.ready(1, 0, |report| report.sums_of_squares[1] = f64::NAN);
+    let caller = script.commit(commit(leases[0], 1, 0, 0));
+    assert_eq!(script.report(caller).overflow, Some(pb::Overflow { slice: 2, rank: None }));
+}
+
+#[test]
+fn a_rank_that_commits_twice_counts_once_and_both_callers_are_answered() {
+    let (mut script, leases) = Script::training(2, 1);
+    script.ready_all(0);
+    let once = script.commit(commit(leases[0], 1, 0, 0));
+    let twice = script.commit(commit(leases[0], 1, 0, 0));
+    assert!(script.decisions().is_empty());
+    script.commit(commit(leases[1], 1, 1, 0));
+    assert_eq!(script.report(once), script.report(twice));
+    assert_eq!(script.decisions().len(), 1);
+}
+
+#[test]
+fn a_commit_of_the_step_before_gets_its_report_again() {
+    let (mut script, leases) = Script::training(1, 1);
+    script.ready_all(0);
+    let first = script.commit(commit(leases[0], 1, 0, 0));
+    let again = script.commit(commit(leases[0], 1, 0, 0));
+    assert_eq!(script.report(first), script.report(again));
+    assert_eq!(script.decisions().len(), 1);
+    let early = script.commit(commit(leases[0], 1, 0, 2));
+    assert_eq!(script.error(early), &Error::StepMismatch { job: "job".into(), step: 2, current: 1 });
+    let never = script.commit(commit(leases[0], 1, 0, u64::MAX));
+    assert!(matches!(script.error(never), Error::StepMismatch { .. }));
+}
+
+#[test]
+fn a_lost_lease_and_a_stale_epoch_are_refused() {
+    let (mut script, leases) = Script::training(2, 1);
+    script.lose(leases[1]);
+    let lost = script.commit(commit(leases[1], 1, 1, 0));
+    assert_eq!(script.error(lost), &Error::LeaseLost { job: "job".into(), rank: 1 });
+    let stale = script.commit(commit(leases[0], 1, 0, 0));
+    assert_eq!(script.error(stale), &Error::StaleEpoch { job: "job".into(), epoch: 1, current: 2 });
+    let foreign = script.commit(Commit { job: "x".into(), ..commit(leases[0], 1, 0, 0) });
+    assert_eq!(script.error(foreign), &Error::UnknownJob { job: "x".into() });
+}
+
+#[test]
+fn ranks_that_disagree_are_told_about_what() {
+    let (mut script, leases) = Script::training(2, 1);
+    let mut other = spec(1).groups;
+    let zeroshard_proto::Optimizer::AdamW(adamw) = &mut other[0] else { panic!("adamw") };
+    adamw.lr = 0.5;
+    script.commit(commit(leases[0], 1, 0, 0));
+    let base = commit(leases[1], 1, 1, 0);
+    let cases = [
+        (Commit { groups: Some(other), ..base.clone() }, "lr of parameter group 0"),
+        (Commit { loss_scale: 2.0, ..base.clone() }, "loss_scale"),
+        (Commit { max_norm: Some(1.0), ..base.clone() }, "max_norm"),
+    ];
+    for (commit, expected) in cases {
+        let caller = script.commit(commit);
+        let Error::Disagreement { rank: 1, what, .. } = script.error(caller) else { panic!("disagreement") };
+        assert_eq!(what, expected);
+    }
+    // Said right, it counts.
+    script.ready_all(0);
+    let caller = script.commit(base);
+    assert!(script.report(caller).applied);
+}
+
+#[test]
+fn hyperparameters_of_another_optimizer_are_refused() {
+    let (mut script, leases) = Script::training(1, 1);
+    let groups = Some(vec!["sgd".parse().unwrap()]);
+    let caller = script.commit(Commit { groups, ..commit(leases[0], 1, 0, 0) });
+    assert!(matches!(script.error(caller), Error::Invalid { .. }));
+}
+
+#[test]
+fn the_mean_loss_needs_every_rank() {
+    let (mut script, leases) = Script::training(2, 1);
+    script.ready_all(0);
+    script.commit(Commit { loss: Some(1.0), ..commit(leases[0], 1, 0, 0) });
+    let caller = script.commit(commit(leases[1], 1, 1, 0));
+    assert_eq!(script.report(caller).loss, None);
+}
+
+#[test]
+fn a_missing_rank_and_a_late_server_are_named_at_the_deadline() {
+    let (mut script, leases) = Script::training(3, 2);
+    let caller = script.commit(commit(leases[0], 1, 0, 0));
+    let leaver = script.caller();
+    script.event(Event::Leave { caller: leaver, job: "job".into(), lease: leases[2] });
+    script.ready(1, 0, |_| {});
+    let waiting_for = "tensor \"b\" from rank 1".to_owned();
+    let job = pb::JobStats { job: "job".into(), waiting_for, ..Default::default() };
+    script.event(Event::Stats { server: 2, stats: pb::Stats { jobs: vec![job], ..Default::default() } });
+    assert_eq!(script.cluster.next_deadline(), Some(WAIT));
+    script.after(WAIT - Duration::from_millis(1));
+    assert_eq!(script.answer(caller), None);
+    script.after(Duration::from_millis(1));
+    let Error::Timeout { waiting_for, waited_ms: 60_000 } = script.error(caller) else { panic!("timeout") };
+    for part in [
+        "step 0 of job \"job\" (epoch 1)",
+        "have not committed (rank 1)",
+        "without a worker (rank 2)",
+        "server 2 (host:2), which waits for tensor \"b\" from rank 1",
+    ] {
+        assert!(waiting_for.contains(part), "{part} in {waiting_for}");
+    }
+    assert!(!waiting_for.contains("server 1"));
+    assert_eq!(script.cluster.next_deadline(), None);
+}
+
+#[test]
+fn a_commit_that_timed_out_still_counts() {
+    let (mut script, leases) = Script::training(2, 1);
+    script.ready_all(0);
+    let late = script.commit(commit(leases[0], 1, 0, 0));
+    script.after(WAIT);
+    assert!(matches!(script.error(late), Error::Timeout { .. }));
+    let caller = script.commit(commit(leases[1], 1, 1, 0));
+    assert!(script.report(caller).applied);
+    let again = script.commit(commit(leases[0], 1, 0, 0));
+    assert_eq!(script.report(again), script.report(caller));
+}
+
+#[test]
+fn a_step_committed_before_the_parameters_are_there_waits_for_them() {
+    let mut script = Script::with_servers(1);
+    script.create(spec(1));
+    script.open_all();
+    let lease = script.join(0).unwrap();
+    let caller = script.commit(commit(lease, 1, 0, 0));
+    script.ready_all(0);
+    assert_eq!(script.answer(caller), None);
+    script.initialise_all();
+    assert_eq!(script.report(caller).version, 1);
+}
+
+#[test]
+fn reports_of_another_epoch_or_step_are_ignored() {
+    let (mut script, leases) = Script::training(2, 1);
+    script.ready_all(1);
+    script.ready(1, 0, |report| report.epoch = 0);
+    script.ready_all(0);
+    script.lose(leases[1]);
+    let lease = script.join(1).unwrap();
+    script.commit(commit(leases[0], 2, 0, 0));
+    let caller = script.commit(commit(lease, 2, 1, 0));
+    assert_eq!(script.answer(caller), None, "the report was of the epoch before");
+    script.ready_all(0);
+    assert!(script.report(caller).applied);
+}
+
+#[test]
+fn a_frozen_job_needs_no_reports() {
+    let mut script = Script::with_servers(2);
+    let frozen = TensorSpec { frozen: true, ..TensorSpec::new("frozen", [2]) };
+    script.create(JobSpec { manifest: Manifest::new(vec![frozen]).unwrap(), ..spec(1) });
+    script.open_all();
+    let lease = script.join(0).unwrap();
+    script.initialise_all();
+    let caller = script.commit(commit(lease, 1, 0, 0));
+    assert_eq!(script.report(caller).gradient_norm, 0.0);
+    assert_eq!(script.decisions().len(), 1);
+}
+
+#[test]
+fn a_report_about_other_slices_fails_the_job() {
+    let changes: [fn(&mut pb::StepReady); 3] = [
+        |report| report.slices = vec![1],
+        |report| report.sums_of_squares.clear(),
+        |report| report.overflow = Some(pb::Overflow { slice: 99, rank: None }),
+    ];
+    for change in changes {
+        let (mut script, leases) = Script::training(1, 1);
+        let caller = script.commit(commit(leases[0], 1, 0, 0));
+        script.ready(1, 0, change);
+        assert!(matches!(script.error(caller), Error::JobFailed { .. }));
+    }
+}
+
+#[test]
+fn a_step_is_decided_by_all_servers_or_by_none_whatever_is_lost_when() {
+    // A rank or a server is lost after each prefix of the step's events: every server has the decision or
+    // none has, and every caller that committed has one answer.
+    for lost_server in [false, true] {
+        for cut in 0..=4 {
+            let (mut script, leases) = Script::training(2, 2);
+            let mut callers = Vec::new();
+            for event in 0..cut {
+                match event {
+                    0 | 2 => callers.push(script.commit(commit(leases[event / 2], 1, event as u32 / 2, 0))),
+                    event => script.ready(event.div_ceil(2) as u32, 0, |_| {}),
+                }
+            }
+            if lost_server {
+                script.event(Event::ServerLost { server: 1 });
+            } else {
+                script.lose(leases[1]);
+            }
+            let decided = script.decisions().len();
+            assert_eq!(decided, if cut == 4 { 2 } else { 0 }, "after {cut} events");
+            for caller in callers {
+                assert_eq!(script.answer(caller).expect("answered").is_ok(), cut == 4);
+            }
+        }
+    }
+}

@@ -1,0 +1,44 @@
+//! `zeroshard-server`: see `--help`.
+
+use std::{process::ExitCode, time::Duration};
+
+use tokio::runtime::Runtime;
+use tokio_util::sync::CancellationToken;
+use zeroshard_server::{
+    config::{self, Config},
+    logging, roles,
+    serve::stop_on_signals,
+};
+
+/// What is still running when a role has ended has had its drain time.
+const LAST_TASKS: Duration = Duration::from_millis(100);
+
+fn main() -> ExitCode {
+    let config = match config::load(std::env::args_os()) {
+        Ok(config) => config,
+        Err(config::Error::CommandLine(error)) => error.exit(),
+        Err(error) => {
+            eprintln!("zeroshard-server: {error}");
+            return ExitCode::from(2);
+        }
+    };
+    logging::start(&config.common);
+    match run(config) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(config: Config) -> Result<(), Box<dyn std::error::Error>> {
+    let runtime = Runtime::new()?;
+    let result = runtime.block_on(async {
+        let shutdown = CancellationToken::new();
+        stop_on_signals(shutdown.clone())?;
+        Ok(roles::run(config, shutdown).await?)
+    });
+    runtime.shutdown_timeout(LAST_TASKS);
+    result
+}

@@ -1,0 +1,177 @@
+//! Puts a process together: bind, announce, serve, until it is told to stop.
+
+use std::{
+    io::{self, Write as _},
+    net::SocketAddr,
+    pin::Pin,
+    time::Instant,
+};
+
+use serde_json::json;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
+
+use crate::{
+    admin::{self, Admin},
+    backend::Cpu,
+    config::{self, Address, AdminListen, Common, Config, Listen, Role},
+    coordinator::Coordinator,
+    health::Health,
+    metrics::Metrics,
+    serve::{Context, Error, bind, serve},
+    shard::Shard,
+};
+
+/// What makes a process a role: services, and what goes on beside them until the shutdown token.
+pub struct Parts {
+    /// The role's own services.
+    pub routes: Routes,
+    /// Ends soon after the token is cancelled.
+    pub background: Pin<Box<dyn Future<Output = ()> + Send>>,
+}
+
+/// A bound listener and what serving on it needs.
+pub(crate) struct Site {
+    pub(crate) listener: TcpListener,
+    pub(crate) address: SocketAddr,
+    pub(crate) context: Context,
+}
+
+impl Site {
+    pub(crate) async fn bind(listen: Listen, common: &Common) -> Result<Self, Error> {
+        let (listener, address) = bind(listen).await?;
+        let context =
+            Context { common: common.clone(), metrics: Metrics::new(), health: Health::new().await };
+        Ok(Self { listener, address, context })
+    }
+
+    /// Serves `parts` until `shutdown`.
+    pub(crate) async fn run(self, parts: Parts, shutdown: CancellationToken) -> Result<(), Error> {
+        let Parts { routes, background } = parts;
+        let serving = serve(self.listener, routes, &self.context, shutdown);
+        // The background part also answers calls that are open when the token is cancelled.
+        tokio::try_join!(serving, async {
+            background.await;
+            Ok(())
+        })?;
+        Ok(())
+    }
+}
+
+/// Runs the role of `config` until `shutdown`.
+///
+/// # Errors
+/// [`Error`]: an address that cannot be listened on, or the transport's error.
+pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Error> {
+    // Whatever ends first, by error or not, ends the rest.
+    let _stop = shutdown.clone().drop_guard();
+    let Config { role, common, json } = config;
+    match role {
+        Role::Coordinator(config) => {
+            let site = Site::bind(config.listen, &common).await?;
+            let admin = AdminSite::bind(config.admin_listen, "coordinator", &site).await?;
+            announce(json, "coordinator", site.address, admin.as_ref());
+            let parts = coordinator(&site.context, &shutdown);
+            tokio::try_join!(site.run(parts, shutdown.clone()), serve_admin(admin, shutdown))?;
+        }
+        Role::Shard(config) => {
+            let site = Site::bind(config.listen, &common).await?;
+            let admin = AdminSite::bind(config.admin_listen, "shard", &site).await?;
+            let coordinator = config.coordinator.clone().ok_or(Error::NoCoordinator)?;
+            let parts = shard(&config, coordinator, &site, &shutdown);
+            announce(json, "shard", site.address, admin.as_ref());
+            tokio::try_join!(site.run(parts, shutdown.clone()), serve_admin(admin, shutdown))?;
+        }
+        Role::All(config) => {
+            let site = Site::bind(config.listen, &common).await?;
+            let mut shard_site = Site::bind(config.shard_listen, &common).await?;
+            // One process, one set of metrics; ready is it when the shard server is.
+            shard_site.context.metrics = site.context.metrics.clone();
+            let admin = AdminSite::bind(config.admin_listen, "all", &shard_site).await?;
+            let parts = coordinator(&site.context, &shutdown);
+            let dial = dial_self(site.address);
+            let shard_parts = shard(&config.shard(), dial, &shard_site, &shutdown);
+            announce(json, "coordinator", site.address, admin.as_ref());
+            announce(json, "shard", shard_site.address, admin.as_ref());
+            tokio::try_join!(
+                site.run(parts, shutdown.clone()),
+                shard_site.run(shard_parts, shutdown.clone()),
+                serve_admin(admin, shutdown)
+            )?;
+        }
+    }
+    Ok(())
+}
+
+/// The coordinator's parts.
+pub(crate) fn coordinator(context: &Context, shutdown: &CancellationToken) -> Parts {
+    let coordinator = Coordinator::new(context.clone());
+    let (routes, shutdown) = (coordinator.routes(), shutdown.clone());
+    Parts { routes, background: Box::pin(async move { coordinator.run(shutdown).await }) }
+}
+
+/// A shard server's parts: it serves the coordinator at `coordinator`, and tells it its advertised address.
+pub(crate) fn shard(
+    config: &config::Shard,
+    coordinator: Address,
+    site: &Site,
+    shutdown: &CancellationToken,
+) -> Parts {
+    let advertised = match &config.advertise {
+        Some(address) => address.or_port(site.address.port()),
+        None => Address::from(site.address),
+    };
+    let shard = Shard::new(Cpu::new(), config, site.context.clone());
+    let (routes, shutdown) = (shard.routes(shutdown), shutdown.clone());
+    let background = async move {
+        shard.run(&coordinator.to_string(), &advertised.to_string(), shutdown).await;
+    };
+    Parts { routes, background: Box::pin(background) }
+}
+
+/// How this process dials what listens on `address`: loopback, if that is any address.
+pub(crate) fn dial_self(mut address: SocketAddr) -> Address {
+    if address.ip().is_unspecified() {
+        match &mut address {
+            SocketAddr::V4(v4) => v4.set_ip(std::net::Ipv4Addr::LOCALHOST),
+            SocketAddr::V6(v6) => v6.set_ip(std::net::Ipv6Addr::LOCALHOST),
+        }
+    }
+    address.into()
+}
+
+struct AdminSite {
+    listener: TcpListener,
+    address: SocketAddr,
+    admin: Admin,
+}
+
+impl AdminSite {
+    async fn bind(listen: AdminListen, role: &'static str, site: &Site) -> Result<Option<Self>, Error> {
+        let AdminListen::On(listen) = listen else { return Ok(None) };
+        let (listener, address) = bind(listen).await?;
+        let Context { metrics, health, .. } = site.context.clone();
+        let admin = Admin { role, address: site.address, started: Instant::now(), metrics, health };
+        Ok(Some(Self { listener, address, admin }))
+    }
+}
+
+async fn serve_admin(site: Option<AdminSite>, shutdown: CancellationToken) -> Result<(), Error> {
+    match site {
+        Some(site) => admin::serve(site.listener, site.admin, shutdown).await.map_err(Error::Admin),
+        None => Ok(()),
+    }
+}
+
+/// Says where it listens: in the log, and to the program that started us.
+fn announce(json: bool, role: &str, address: SocketAddr, admin: Option<&AdminSite>) {
+    let admin = admin.map(|site| site.address);
+    tracing::info!(role, %address, admin = admin.map(tracing::field::display), "listening");
+    if json {
+        let event = json!({"event": "listening", "role": role, "address": address, "admin": admin});
+        let mut out = io::stdout().lock();
+        // Who started us and does not listen does not want to know.
+        let _ = writeln!(out, "{event}").and_then(|()| out.flush());
+    }
+}
