@@ -2,14 +2,20 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::time::Duration;
 
+use rustix::process::{Pid, Signal, kill_process};
 use serde::Deserialize;
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::task::JoinSet;
+use tokio::time::timeout;
 
 use crate::cli::Train;
 use crate::error::{Error, Result};
+
+/// How long a server may take to end.
+const LAST_WORDS: Duration = Duration::from_secs(3);
 
 /// Starts everything, waits for the workers, and ends the servers. What is still running when this returns, or
 /// is dropped, is killed.
@@ -35,12 +41,24 @@ pub async fn run(flags: &Train) -> Result<()> {
         workers.spawn(finish(worker, rank));
     }
     servers.push(coordinator);
-    let ended = any_end(&mut servers);
-    tokio::select! {
+    let result = tokio::select! {
         result = all(&mut workers) => result,
-        error = ended => Err(error),
+        error = any_end(&mut servers) => Err(error),
         _ = tokio::signal::ctrl_c() => {
             Err(Error::Process { program: "the run".to_owned(), did: "was interrupted".to_owned() })
+        }
+    };
+    stop(servers).await;
+    result
+}
+
+/// Lets the servers end in order, shards before the coordinator.
+async fn stop(servers: Vec<Server>) {
+    for mut server in servers {
+        let pid = server.child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
+        // One that does not end in time is killed when it is dropped; one that has ended needs no signal.
+        if let Some(Ok(())) = pid.map(|pid| kill_process(pid, Signal::TERM)) {
+            let _ = timeout(LAST_WORDS, server.child.wait()).await;
         }
     }
 }

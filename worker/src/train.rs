@@ -20,7 +20,7 @@ use crate::schedule::Schedule;
 use crate::text::Corpus;
 use crate::travel::Link;
 
-/// Held-out evaluations during a run, about.
+/// Held-out evaluations during a run, at most.
 const EVALUATIONS: u64 = 8;
 /// Characters of held-out text that a sample goes on from.
 const PROMPT: usize = 24;
@@ -156,7 +156,7 @@ impl Run<'_> {
     fn steps(&mut self, first: u64, output: &mut Output) -> Result<Option<Outcome>> {
         let begin = Instant::now();
         let plan = self.plan;
-        let every = (plan.steps / EVALUATIONS).max(1);
+        let every = plan.steps.div_ceil(EVALUATIONS);
         let (mut train, mut held_out, mut skipped) = (Vec::new(), Vec::new(), 0);
         let mut version = first;
         while version < plan.steps {
@@ -178,7 +178,7 @@ impl Run<'_> {
                 tokens: self.tokens(version - first),
                 traffic: self.link.exchange.traffic(),
             })?;
-            if version % every == 0 || version >= plan.steps {
+            if version.is_multiple_of(every) || version >= plan.steps {
                 let loss = levels::evaluate(&self.link, &self.model, version, &self.held_out)?;
                 held_out.push((version, loss));
                 output.evaluation(version, loss)?;
