@@ -56,9 +56,9 @@ pub trait Backend: Send + Sync + 'static {
     /// the buffer's own nothing is copied: the bytes keep the buffer alive.
     fn read(&self, src: &Arc<Self::Buffer>, range: Range<usize>, dtype: DType) -> Bytes;
 
-    /// The sum of squares of an f32 buffer, in f64: see [`kernels::sum`] for the order. It is finite exactly
-    /// if every element is.
-    fn sum_of_squares(&self, src: &Self::Buffer) -> f64;
+    /// The sum of squares of the elements of `range`, which begins where a block does, in f64: see
+    /// [`kernels::sum`] for the order. It is finite exactly if every element is.
+    fn sum_of_squares(&self, src: &Self::Buffer, range: Range<usize>) -> f64;
 
     /// One optimizer step in one pass over memory (LAMB: two). `master`, `state` (one buffer for each of
     /// [`Optimizer::state`], in that order) and `gradient` are f32 and of equal size. The new master is also
