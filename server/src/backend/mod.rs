@@ -32,7 +32,7 @@ pub trait Backend: Send + Sync + 'static {
     /// An array of some number of elements of one dtype.
     type Buffer: Send + Sync + 'static;
 
-    /// A zeroed array. Memory that is never touched costs nothing.
+    /// A zeroed array.
     ///
     /// # Errors
     /// [`OutOfMemory`] where the device has not that much; nothing is lost then.
