@@ -63,11 +63,7 @@ impl Cluster {
     /// # Errors
     /// [`Error::Timeout`].
     pub async fn status(&self) -> Result<pb::StatusResponse> {
-        self.retry("an answer", async |_| {
-            let request = pb::StatusRequest {};
-            self.client.clone().status(request).await
-        })
-        .await
+        self.retry("an answer", |mut client, _| async move { client.status(pb::StatusRequest {}).await }).await
     }
 
     /// Makes the job, unless it is there already.
@@ -78,9 +74,9 @@ impl Cluster {
     pub async fn create_job(&self, spec: &JobSpec) -> Result<()> {
         spec.validate()?;
         let spec = pb::JobSpec::from(spec);
-        self.retry("the job to be made", async |wait_ms| {
+        self.retry("the job to be made", |mut client, wait_ms| {
             let request = pb::CreateJobRequest { spec: Some(spec.clone()), wait_ms };
-            self.client.clone().create_job(request).await
+            async move { client.create_job(request).await }
         })
         .await?;
         Ok(())
@@ -91,9 +87,9 @@ impl Cluster {
     /// # Errors
     /// [`Error::UnknownJob`], [`Error::Timeout`].
     pub async fn delete_job(&self, job: &str) -> Result<()> {
-        self.retry("the job to be deleted", async |_| {
+        self.retry("the job to be deleted", |mut client, _| {
             let request = pb::DeleteJobRequest { job: job.to_owned() };
-            self.client.clone().delete_job(request).await
+            async move { client.delete_job(request).await }
         })
         .await?;
         Ok(())
@@ -105,9 +101,9 @@ impl Cluster {
     /// [`Error::UnknownJob`], [`Error::Timeout`].
     pub async fn describe_job(&self, job: &str) -> Result<Description> {
         let answer = self
-            .retry("the job's description", async |_| {
+            .retry("the job's description", |mut client, _| {
                 let request = pb::DescribeJobRequest { job: job.to_owned() };
-                self.client.clone().describe_job(request).await
+                async move { client.describe_job(request).await }
             })
             .await?;
         Ok(Description {
@@ -139,18 +135,21 @@ impl Cluster {
         Job::join(self.clone(), job, rank).await
     }
 
-    /// Calls until it succeeds, an error is final, or the deadline passes. `call` gets the milliseconds that are
-    /// left.
-    pub(crate) async fn retry<T>(
+    /// Calls until it succeeds, an error is final, or the deadline passes. `call` gets the coordinator's client and
+    /// the milliseconds that are left. (Not an `AsyncFnMut`: what it gives is not known to be `Send`.)
+    pub(crate) async fn retry<T, F>(
         &self,
         what: &str,
-        mut call: impl AsyncFnMut(u32) -> Result<tonic::Response<T>, tonic::Status>,
-    ) -> Result<T> {
+        mut call: impl FnMut(CoordinatorClient<Channel>, u32) -> F,
+    ) -> Result<T>
+    where
+        F: Future<Output = Result<tonic::Response<T>, tonic::Status>>,
+    {
         let deadline = Deadline::after(self.options.deadline);
         loop {
             // A little less than we wait ourselves: what the server says is better to know than our timeout.
             let wait_ms = (deadline.left().as_millis() as u32).saturating_sub(200).max(1);
-            let answer = deadline.limit(|| format!("{what} from {}", self.peer), call(wait_ms)).await?;
+            let answer = deadline.limit(|| format!("{what} from {}", self.peer), call(self.client.clone(), wait_ms)).await?;
             let error = match answer {
                 Ok(answer) => return Ok(answer.into_inner()),
                 Err(status) => Error::from_status(&status, &self.peer),

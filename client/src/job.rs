@@ -84,9 +84,9 @@ impl Drop for Job {
 impl Job {
     pub(crate) async fn join(cluster: Cluster, job: &str, rank: u32) -> Result<Self> {
         let mut stream = cluster
-            .retry("a lease", async |_| {
+            .retry("a lease", |mut client, _| {
                 let request = pb::JoinRequest { job: job.to_owned(), rank };
-                cluster.client.clone().join(request).await
+                async move { client.join(request).await }
             })
             .await?;
         let deadline = Deadline::after(cluster.options.deadline);
@@ -152,21 +152,8 @@ impl Job {
         let world = self.spec.world;
         let plans = push::plan(&self.spec.manifest, &placement, self.rank, world, data)?;
         let begin = pb::PushBegin { job: self.spec.name.clone(), epoch, rank: self.rank, step };
-        let chunk = self.cluster.options.chunk_bytes;
-        let pushes = plans.into_iter().map(async |mut plan| {
-            let waiting_for = format!(
-                "shard server {} to take rank {}'s push of step {step:?} in epoch {epoch}",
-                plan.server.address, self.rank
-            );
-            loop {
-                let push = plan.push(&self.cluster.shards, begin.clone(), dtype, chunk);
-                match deadline.limit(|| waiting_for.clone(), push).await? {
-                    Ok(_) => return Ok(()),
-                    Err(error) if error.remedy() == Remedy::Retry => deadline.pause(error).await?,
-                    Err(error) => return Err(error),
-                }
-            }
-        });
+        let push = Push { job: self, begin, dtype, deadline };
+        let pushes = plans.into_iter().map(|plan| push.to_one(plan));
         let pushed = try_join_all(pushes).await;
         match (pushed, step) {
             (Ok(_), _) => Ok(()),
@@ -185,32 +172,33 @@ impl Job {
     pub async fn pull(&self, version: u64, targets: Vec<Target<'_>>) -> Result<()> {
         let deadline = Deadline::after(self.cluster.options.deadline);
         let plans = pull::plan(&self.spec.manifest, &self.current()?.placement, targets)?;
-        let pulls = plans.into_iter().map(async |mut plan| {
-            loop {
-                let epoch = self.current()?.epoch;
-                let of = pull::PullOf {
-                    job: &self.spec.name,
-                    epoch,
-                    version,
-                    dtype: self.cluster.options.wire,
-                    chunk_bytes: self.cluster.options.chunk_bytes,
-                    wait_ms: (deadline.left().as_millis() as u32).saturating_sub(200).max(1),
-                };
-                let waiting_for = format!("version {version} from shard server {}", plan.server.address);
-                let pull = plan.pull(&self.cluster.shards, &of);
-                let error = match deadline.limit(|| waiting_for, pull).await? {
-                    Ok(()) => return Ok(()),
-                    Err(error) => error,
-                };
-                match error.remedy() {
-                    Remedy::Retry => deadline.pause(error).await?,
-                    Remedy::Refresh => self.wait_for_news(epoch, deadline).await?,
-                    Remedy::RedoStep | Remedy::GiveUp => return Err(error),
-                }
-            }
-        });
-        try_join_all(pulls).await?;
+        try_join_all(plans.into_iter().map(|plan| self.pull_from_one(plan, version, deadline))).await?;
         Ok(())
+    }
+
+    async fn pull_from_one(&self, mut plan: pull::Plan<'_>, version: u64, deadline: Deadline) -> Result<()> {
+        loop {
+            let epoch = self.current()?.epoch;
+            let of = pull::PullOf {
+                job: &self.spec.name,
+                epoch,
+                version,
+                dtype: self.cluster.options.wire,
+                chunk_bytes: self.cluster.options.chunk_bytes,
+                wait_ms: (deadline.left().as_millis() as u32).saturating_sub(200).max(1),
+            };
+            let waiting_for = format!("version {version} from shard server {}", plan.server.address);
+            let pull = plan.pull(&self.cluster.shards, &of);
+            let error = match deadline.limit(|| waiting_for, pull).await? {
+                Ok(()) => return Ok(()),
+                Err(error) => error,
+            };
+            match error.remedy() {
+                Remedy::Retry => deadline.pause(error).await?,
+                Remedy::Refresh => self.wait_for_news(epoch, deadline).await?,
+                Remedy::RedoStep | Remedy::GiveUp => return Err(error),
+            }
+        }
     }
 
     /// Says that this rank has pushed all of the step; answered when the step is decided.
@@ -235,9 +223,9 @@ impl Job {
         };
         let report = self
             .cluster
-            .retry("the decision", async |wait_ms| {
+            .retry("the decision", |mut client, wait_ms| {
                 let request = pb::CommitRequest { wait_ms, ..request.clone() };
-                self.cluster.client.clone().commit(request).await
+                async move { client.commit(request).await }
             })
             .await;
         match report {
@@ -268,7 +256,10 @@ impl Job {
     pub async fn leave(self) -> Result<()> {
         let request = pb::LeaveRequest { job: self.spec.name.clone(), lease: self.lease };
         self.cluster
-            .retry("leave", async |_| self.cluster.client.clone().leave(request.clone()).await)
+            .retry("leave", |mut client, _| {
+                let request = request.clone();
+                async move { client.leave(request).await }
+            })
             .await?;
         Ok(())
     }
@@ -324,6 +315,33 @@ impl Job {
             overflow,
             loss: report.loss,
             world: report.world,
+        }
+    }
+}
+
+/// One push, to all servers that hold a part of it.
+struct Push<'a> {
+    job: &'a Job,
+    begin: pb::PushBegin,
+    dtype: DType,
+    deadline: Deadline,
+}
+
+impl Push<'_> {
+    async fn to_one(&self, mut plan: push::Plan) -> Result<()> {
+        let Self { job, begin, dtype, deadline } = self;
+        let waiting_for = format!(
+            "shard server {} to take rank {}'s push of step {:?} in epoch {}",
+            plan.server.address, begin.rank, begin.step, begin.epoch
+        );
+        loop {
+            let chunk = job.cluster.options.chunk_bytes;
+            let push = plan.push(&job.cluster.shards, begin.clone(), *dtype, chunk);
+            match deadline.limit(|| waiting_for.clone(), push).await? {
+                Ok(_) => return Ok(()),
+                Err(error) if error.remedy() == Remedy::Retry => deadline.pause(error).await?,
+                Err(error) => return Err(error),
+            }
         }
     }
 }

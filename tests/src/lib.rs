@@ -1,7 +1,14 @@
-//! Clusters of real processes, for tests and benches: the shipped binaries, on port 0, on this machine.
+//! Clusters of real processes, for tests and benches: the shipped binaries, on port 0, on this machine; and what
+//! tests need to drive them: jobs without a model, a proxy that breaks connections, a stock client.
 
 mod cluster;
 mod process;
+mod proxy;
+pub mod stock;
+pub mod synthetic;
+pub mod training;
 
 pub use cluster::Cluster;
-pub use process::{Process, binary};
+pub use process::{Process, binary, run};
+pub use proxy::FaultProxy;
+pub use training::{Trained, Training};

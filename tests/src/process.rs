@@ -5,8 +5,8 @@ use std::{
     ffi::OsStr,
     io::{self, BufRead, BufReader, Read},
     path::PathBuf,
-    process::{Child, Command, ExitStatus, Stdio},
-    sync::mpsc,
+    process::{Child, Command, ExitStatus, Output, Stdio},
+    sync::{Mutex, PoisonError, mpsc},
     thread,
     time::{Duration, Instant},
 };
@@ -16,8 +16,11 @@ use serde_json::Value;
 /// How long a process may take to listen, or to stop.
 const PATIENCE: Duration = Duration::from_secs(30);
 
+/// How long a program that ends by itself may take.
+const RUN_PATIENCE: Duration = Duration::from_secs(600);
+
 /// A binary of this workspace: beside the running program, where cargo puts them all. Under `cargo test` it is
-/// brought up to date first.
+/// brought up to date first, once in each test program.
 ///
 /// # Panics
 /// If it does not build, or is not there.
@@ -27,17 +30,41 @@ pub fn binary(name: &str) -> PathBuf {
     let is_test = folder.ends_with("deps");
     let folder = if is_test { folder.parent().expect("deps is in a folder") } else { folder };
     if let Some(cargo) = env::var_os("CARGO").filter(|_| is_test) {
-        let mut build = Command::new(cargo);
-        build.args(["build", "--quiet", "--workspace", "--bin", name]);
-        if folder.ends_with("release") {
-            build.arg("--release");
+        static BUILT: Mutex<Vec<String>> = Mutex::new(Vec::new());
+        let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
+        if !built.iter().any(|built| built == name) {
+            let mut build = Command::new(cargo);
+            build.args(["build", "--quiet", "--locked", "--workspace", "--bin", name]);
+            if folder.ends_with("release") {
+                build.arg("--release");
+            }
+            let status = build.current_dir(env!("CARGO_MANIFEST_DIR")).status().expect("cargo runs");
+            assert!(status.success(), "{name} does not build");
+            built.push(name.to_owned());
         }
-        let status = build.current_dir(env!("CARGO_MANIFEST_DIR")).status().expect("cargo runs");
-        assert!(status.success(), "{name} does not build");
     }
     let path = folder.join(name);
     assert!(path.exists(), "{} is missing: build it with `cargo build --workspace`", path.display());
     path
+}
+
+/// Runs a binary of this workspace to its end.
+///
+/// # Panics
+/// If it cannot be started, or does not end.
+pub fn run<S: AsRef<OsStr>>(name: &str, arguments: &[S]) -> Output {
+    let mut command = Command::new(binary(name));
+    command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let child = command.spawn().expect("the binary is there");
+    let pid = child.id().to_string();
+    let (tell, told) = mpsc::channel();
+    // Nobody listens any more after the deadline.
+    thread::spawn(move || _ = tell.send(child.wait_with_output()));
+    let Ok(output) = told.recv_timeout(RUN_PATIENCE) else {
+        let _ = Command::new("kill").args(["-KILL", &pid]).status();
+        panic!("{command:?} did not end in {RUN_PATIENCE:?}");
+    };
+    output.expect("its output can be read")
 }
 
 /// A child process that listens. Killed when dropped.

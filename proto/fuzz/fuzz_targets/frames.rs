@@ -1,0 +1,58 @@
+//! Any bytes as the body of a push or of a pull's answer: no panic, what is handed out belongs to what was announced, and
+//! where the network cuts the bytes makes no difference.
+
+#![no_main]
+
+use bytes::Bytes;
+use libfuzzer_sys::fuzz_target;
+use zeroshard_proto::frame::{Decoder, Event, Extent};
+
+const MAX_MESSAGE: usize = 1 << 16;
+
+/// A message of the stream, its payload in one piece.
+#[derive(Debug, PartialEq)]
+enum Whole {
+    Begin(String),
+    Extent(Extent, u64, Vec<u8>),
+}
+
+/// What is read of `input` in pieces of `piece` bytes, and whether it ended in an error.
+fn read(input: &[u8], piece: usize) -> (Vec<Whole>, bool) {
+    let mut decoder = Decoder::new(MAX_MESSAGE);
+    let mut whole = Vec::new();
+    for piece in input.chunks(piece) {
+        decoder.feed(Bytes::copy_from_slice(piece));
+        loop {
+            match decoder.next() {
+                Ok(None) => break,
+                Err(_) => return (whole, true),
+                Ok(Some(Event::Begin(begin))) => whole.push(Whole::Begin(format!("{begin:?}"))),
+                Ok(Some(Event::Extent(extent, elements))) => {
+                    assert!(elements <= MAX_MESSAGE as u64);
+                    whole.push(Whole::Extent(extent, elements, Vec::new()));
+                }
+                Ok(Some(Event::Payload(bytes))) => {
+                    let Some(Whole::Extent(extent, elements, payload)) = whole.last_mut() else {
+                        panic!("a payload without an extent");
+                    };
+                    assert!(bytes.len().is_multiple_of(extent.dtype.size()));
+                    payload.extend_from_slice(&bytes);
+                    assert!(payload.len() as u64 <= *elements * extent.dtype.size() as u64);
+                }
+            }
+        }
+    }
+    (whole, decoder.finish().is_err())
+}
+
+fuzz_target!(|data: &[u8]| {
+    let Some((&piece, input)) = data.split_first() else { return };
+    let at_once = read(input, input.len().max(1));
+    let in_pieces = read(input, usize::from(piece) + 1);
+    match (at_once.1, in_pieces.1) {
+        (false, false) => assert_eq!(at_once, in_pieces),
+        // An error may be found before the payloads in front of it are handed out.
+        (true, true) => {}
+        _ => panic!("{at_once:?} and {in_pieces:?}"),
+    }
+});

@@ -1,0 +1,124 @@
+//! Requests as nobody's client would make them: converted or refused, never a panic.
+
+use std::collections::HashMap;
+
+use proptest::prelude::*;
+use zeroshard_proto::{Error, JobSpec, Manifest, Optimizer, Placement, TensorSpec, pb};
+
+/// Often a name that means something.
+fn name() -> impl Strategy<Value = String> {
+    prop_oneof![
+        4 => prop::sample::select(vec!["a", "b", "w", "", "job", "adamw", "sgd", "lamb", "adamx", "\0"])
+            .prop_map(str::to_owned),
+        1 => any::<String>(),
+    ]
+}
+
+fn number() -> impl Strategy<Value = f64> {
+    prop_oneof![Just(0.0), Just(1.0), Just(0.9), Just(-1.0), Just(f64::NAN), Just(1e300), any::<f64>()]
+}
+
+fn optimizer() -> impl Strategy<Value = pb::Optimizer> {
+    let kinds = Optimizer::defaults().map(|optimizer| optimizer.name().to_owned()).to_vec();
+    let fields = ["lr", "beta1", "eps", "weight_decay", "momentum", "nesterov", "amsgrad", "centered", "", "x"];
+    let hyperparameters = prop::collection::vec((prop::sample::select(fields.to_vec()), number()), 0..4);
+    let kind = prop_oneof![8 => prop::sample::select(kinds), 1 => name()];
+    (kind, hyperparameters).prop_map(|(name, hyperparameters)| pb::Optimizer {
+        name,
+        hyperparameters: hyperparameters.into_iter().map(|(k, v)| (k.to_owned(), v)).collect::<HashMap<_, _>>(),
+    })
+}
+
+fn tensor() -> impl Strategy<Value = pb::Tensor> {
+    let dimension = prop_oneof![0u64..100, Just(1 << 22), Just(1 << 40), any::<u64>()];
+    let shape = prop::collection::vec(dimension, 0..4);
+    let flags = (any::<bool>(), any::<bool>(), -1i32..5, -1i32..4, 0u32..3);
+    (name(), shape, prop_oneof![3 => Just(String::new()), 1 => name()], flags).prop_map(
+        |(name, shape, alias_of, (frozen, buffer, dtype, policy, group))| pb::Tensor {
+            name,
+            shape,
+            dtype,
+            frozen,
+            buffer,
+            alias_of,
+            group,
+            policy,
+        },
+    )
+}
+
+fn spec() -> impl Strategy<Value = pb::JobSpec> {
+    let tensors = prop::collection::vec(tensor(), 0..4);
+    let groups = prop::collection::vec(optimizer(), 0..3);
+    let count = || prop_oneof![0u32..4, any::<u32>()];
+    (name(), tensors, groups, count(), count(), count()).prop_map(
+        |(name, tensors, groups, world, min_servers, replicas)| pb::JobSpec {
+            name,
+            tensors,
+            groups,
+            world,
+            min_servers,
+            replicas,
+        },
+    )
+}
+
+fn placement() -> impl Strategy<Value = pb::Placement> {
+    let server = (0u32..4, name()).prop_map(|(id, address)| pb::Server { id, address });
+    let owner = prop_oneof![9 => 0u32..4, 1 => any::<u32>()];
+    let owners = prop::collection::vec(owner, 0..9);
+    (prop::collection::vec(server, 0..4), prop_oneof![0u32..4, any::<u32>()], owners)
+        .prop_map(|(servers, replicas, owners)| pb::Placement { servers, replicas, owners })
+}
+
+/// A refusal that helps.
+fn refused<T: std::fmt::Debug>(result: &Result<T, Error>) -> bool {
+    matches!(result, Err(Error::Invalid { what, expected, .. }) if !what.is_empty() && !expected.is_empty())
+}
+
+proptest! {
+    #[test]
+    fn a_spec_is_refused_with_a_reason_or_survives_the_wire(message in spec()) {
+        let converted = JobSpec::try_from(message);
+        if let Ok(spec) = &converted {
+            prop_assert_eq!(spec.validate(), Ok(()));
+            prop_assert_eq!(&JobSpec::try_from(pb::JobSpec::from(spec)), &converted);
+        } else {
+            prop_assert!(refused(&converted), "{:?}", converted);
+        }
+    }
+
+    #[test]
+    fn tensors_are_refused_with_a_reason_or_have_slices_for_every_element(messages in prop::collection::vec(tensor(), 0..5)) {
+        let tensors: Result<Vec<_>, _> = messages.into_iter().map(TensorSpec::try_from).collect();
+        let manifest = tensors.and_then(Manifest::new);
+        match &manifest {
+            Ok(manifest) => for tensor in 0..manifest.tensors().len() {
+                let slices = &manifest.slices()[manifest.slices_of(tensor)];
+                let elements: usize = slices.iter().map(|slice| slice.numel).sum();
+                prop_assert_eq!(elements as u64, manifest.tensors()[tensor].numel());
+            },
+            refusal => prop_assert!(refused(refusal), "{:?}", refusal),
+        }
+    }
+
+    #[test]
+    fn an_optimizer_is_refused_with_a_reason_or_survives_the_wire(message in optimizer()) {
+        let converted = Optimizer::try_from(message);
+        match &converted {
+            Ok(optimizer) => prop_assert_eq!(&Optimizer::try_from(pb::Optimizer::from(optimizer)), &converted),
+            refusal => prop_assert!(refused(refusal), "{:?}", refusal),
+        }
+    }
+
+    #[test]
+    fn a_placement_is_refused_with_a_reason_or_has_an_owner_for_every_slice(message in placement()) {
+        let converted = Placement::try_from(message);
+        match &converted {
+            Ok(placement) => for slice in 0..placement.slices() {
+                prop_assert!(placement.primary(slice) < placement.servers().len());
+            },
+            refusal => prop_assert!(refused(refusal), "{:?}", refusal),
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! A TCP proxy that breaks connections on demand, between a client and a server that know nothing of it.
+
+use std::{
+    io,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream, tcp},
+    sync::watch,
+    task::JoinHandle,
+};
+
+/// Forwards connections to a server. Lives in the tokio runtime that made it, as long as itself.
+#[derive(Debug)]
+pub struct FaultProxy {
+    address: String,
+    faults: Arc<Faults>,
+    accepting: JoinHandle<()>,
+}
+
+#[derive(Debug)]
+struct Faults {
+    /// `host:port` that it forwards to. Until it is known, connections are closed at once.
+    target: Mutex<Option<String>>,
+    /// Bytes, of both directions and all connections, until all of them are cut.
+    until_cut: Mutex<Option<u64>>,
+    cuts: watch::Sender<u64>,
+    stalled: watch::Sender<bool>,
+}
+
+impl FaultProxy {
+    /// Listens on a free port. What it forwards to is said later.
+    ///
+    /// # Errors
+    /// When the system has no port.
+    pub async fn start() -> io::Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let address = listener.local_addr()?.to_string();
+        let faults = Arc::new(Faults {
+            target: Mutex::default(),
+            until_cut: Mutex::default(),
+            cuts: watch::Sender::new(0),
+            stalled: watch::Sender::new(false),
+        });
+        let accepting = tokio::spawn(accept(listener, faults.clone()));
+        Ok(Self { address, faults, accepting })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// From now on connections go to the server at `target`.
+    pub fn forward_to(&self, target: &str) {
+        *lock(&self.faults.target) = Some(target.to_owned());
+    }
+
+    /// Cuts all connections once so many more bytes have passed. Later ones pass.
+    pub fn cut_after(&self, bytes: u64) {
+        *lock(&self.faults.until_cut) = Some(bytes);
+    }
+
+    /// Cuts all connections now.
+    pub fn cut(&self) {
+        self.faults.cuts.send_modify(|cuts| *cuts += 1);
+    }
+
+    /// How often it has cut the connections.
+    pub fn cuts(&self) -> u64 {
+        *self.faults.cuts.borrow()
+    }
+
+    /// Whether bytes that come are kept back: a silent network.
+    pub fn stall(&self, stalled: bool) {
+        self.faults.stalled.send_replace(stalled);
+    }
+}
+
+impl Drop for FaultProxy {
+    fn drop(&mut self) {
+        self.accepting.abort();
+        self.cut();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+async fn accept(listener: TcpListener, faults: Arc<Faults>) {
+    while let Ok((client, _)) = listener.accept().await {
+        let target = lock(&faults.target).clone();
+        let faults = faults.clone();
+        tokio::spawn(async move {
+            let mut cuts = faults.cuts.subscribe();
+            let Some(target) = target else { return };
+            // Whoever cannot be reached closes the connection, as without us.
+            let Ok(server) = TcpStream::connect(target).await else { return };
+            let _ = (client.set_nodelay(true), server.set_nodelay(true));
+            let (from_client, to_client) = client.into_split();
+            let (from_server, to_server) = server.into_split();
+            tokio::select! {
+                () = forward(from_client, to_server, &faults) => {}
+                () = forward(from_server, to_client, &faults) => {}
+                _ = cuts.changed() => {}
+            }
+        });
+    }
+}
+
+/// Until one side closes, or the connection is to be cut.
+async fn forward(mut from: tcp::OwnedReadHalf, mut to: tcp::OwnedWriteHalf, faults: &Faults) {
+    let mut stalled = faults.stalled.subscribe();
+    let mut buffer = vec![0; 64 << 10];
+    while let Ok(read @ 1..) = from.read(&mut buffer).await {
+        if stalled.wait_for(|stalled| !stalled).await.is_err() {
+            return;
+        }
+        let (pass, cut) = faults.count(read as u64);
+        if to.write_all(&buffer[..pass as usize]).await.is_err() {
+            return;
+        }
+        if cut {
+            faults.cuts.send_modify(|cuts| *cuts += 1);
+            return;
+        }
+    }
+}
+
+impl Faults {
+    /// How many of `bytes` may pass, and whether the connections are to be cut then.
+    fn count(&self, bytes: u64) -> (u64, bool) {
+        let mut left = lock(&self.until_cut);
+        match *left {
+            None => (bytes, false),
+            Some(until) if until > bytes => {
+                *left = Some(until - bytes);
+                (bytes, false)
+            }
+            Some(until) => {
+                *left = None;
+                (until, true)
+            }
+        }
+    }
+}

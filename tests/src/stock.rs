@@ -1,0 +1,76 @@
+//! The data plane as a client sees it that was generated from the .proto files: it sends what it is told to,
+//! right or wrong.
+
+use tonic::{Streaming, transport::Channel};
+use zeroshard_proto::{
+    DType, Error, Result,
+    pb::{self, data_client::DataClient},
+    transport::endpoint,
+};
+
+/// For messages.
+const PEER: &str = "shard server";
+
+async fn client(address: &str) -> Result<DataClient<Channel>> {
+    let channel = endpoint(address)?.connect().await;
+    let channel =
+        channel.map_err(|e| Error::Unavailable { peer: PEER.to_owned(), cause: e.to_string() })?;
+    Ok(DataClient::new(channel).max_decoding_message_size(1 << 30).max_encoding_message_size(1 << 30))
+}
+
+/// Pushes `messages` to the shard server at `address`.
+///
+/// # Errors
+/// The server's.
+pub async fn push(address: &str, messages: Vec<pb::PushRequest>) -> Result<pb::PushResponse> {
+    let answer = client(address).await?.push(futures_util::stream::iter(messages)).await;
+    answer.map(tonic::Response::into_inner).map_err(|status| Error::from_status(&status, PEER))
+}
+
+/// The whole answer to `request` of the shard server at `address`.
+///
+/// # Errors
+/// The server's.
+pub async fn pull(address: &str, request: pb::PullRequest) -> Result<Vec<pb::PullResponse>> {
+    let mut stream = open_pull(address, request).await?;
+    let mut answer = Vec::new();
+    while let Some(message) = stream.message().await.map_err(|status| Error::from_status(&status, PEER))? {
+        answer.push(message);
+    }
+    Ok(answer)
+}
+
+/// An answer that has begun.
+///
+/// # Errors
+/// The server's.
+pub async fn open_pull(address: &str, request: pb::PullRequest) -> Result<Streaming<pb::PullResponse>> {
+    let answer = client(address).await?.pull(request).await;
+    answer.map(tonic::Response::into_inner).map_err(|status| Error::from_status(&status, PEER))
+}
+
+/// The first message of a push; `step` absent: initial parameters.
+pub fn begin(job: &str, epoch: u64, rank: u32, step: Option<u64>) -> pb::PushRequest {
+    let begin = pb::PushBegin { job: job.to_owned(), epoch, rank, step };
+    pb::PushRequest { begin: Some(begin), ..Default::default() }
+}
+
+/// Elements `offset..` of a slice, as f32.
+pub fn extent(slice: u32, offset: u64, values: &[f32]) -> pb::PushRequest {
+    let payload: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+    let dtype = pb::Dtype::from(DType::F32).into();
+    pb::PushRequest { begin: None, slice, offset, dtype, payload: payload.into() }
+}
+
+/// A reader's request for all of `slices` at `version`, as f32; waits for a second.
+pub fn read(job: &str, version: u64, slices: impl IntoIterator<Item = u32>) -> pb::PullRequest {
+    let ranges = slices.into_iter().map(|slice| pb::Range { slice, offset: 0, length: 0 });
+    pb::PullRequest {
+        job: job.to_owned(),
+        version,
+        dtype: pb::Dtype::from(DType::F32).into(),
+        wait_ms: 1000,
+        ranges: ranges.collect(),
+        ..Default::default()
+    }
+}

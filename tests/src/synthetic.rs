@@ -1,0 +1,79 @@
+//! A job without a model: parameters and gradients that are the same on every machine.
+
+use zeroshard_client::Gradient;
+use zeroshard_proto::{JobSpec, Manifest, Optimizer, Policy, Result, TensorSpec, blocks::SLICE};
+
+/// `numel` numbers in [-1, 1) that depend on `seed` alone: splitmix64 of a counter.
+pub fn values(seed: u64, numel: usize) -> Vec<f32> {
+    const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+    let number = |index: u64| {
+        let mut z = seed.wrapping_mul(GOLDEN) ^ index.wrapping_mul(GOLDEN);
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        // 24 bits: exact in f32.
+        ((z ^ (z >> 31)) >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    };
+    (0..numel as u64).map(number).collect()
+}
+
+fn tensors(manifest: &Manifest, wanted: impl Fn(&TensorSpec) -> bool, seed: u64) -> Vec<Gradient> {
+    let numbered = manifest.tensors().iter().enumerate().filter(|(_, spec)| wanted(spec));
+    let data = |(tensor, spec): (usize, &TensorSpec)| Gradient {
+        tensor,
+        data: values(seed + tensor as u64, spec.numel() as usize).into(),
+    };
+    numbered.map(data).collect()
+}
+
+/// The initial parameters: of every tensor that owns its storage.
+pub fn parameters(manifest: &Manifest) -> Vec<Gradient> {
+    tensors(manifest, |spec| spec.alias_of.is_none(), 1 << 40)
+}
+
+/// The gradients of `rank` for `step`: of every tensor that trains.
+pub fn gradients(manifest: &Manifest, rank: u32, step: u64) -> Vec<Gradient> {
+    tensors(manifest, TensorSpec::trains, (u64::from(rank) << 48) | ((step + 1) << 20))
+}
+
+/// A job of one parameter group and `world` ranks.
+///
+/// # Errors
+/// [`zeroshard_proto::Error::Invalid`] for a manifest that is none.
+pub fn job(name: &str, world: u32, optimizer: Optimizer, tensors: Vec<TensorSpec>) -> Result<JobSpec> {
+    Ok(JobSpec { world, ..JobSpec::new(name, Manifest::new(tensors)?, vec![optimizer]) })
+}
+
+/// Two small tensors: `w` of 1,000 elements and `b` of 3.
+pub fn small() -> Vec<TensorSpec> {
+    vec![TensorSpec::new("w", [10, 100]), TensorSpec::new("b", [3])]
+}
+
+/// Tensors of every kind: uneven, empty, of one element, frozen, tied, and `last`, which is large. Whole where
+/// the optimizer needs that.
+fn every_kind(optimizer: &Optimizer, last: TensorSpec) -> Vec<TensorSpec> {
+    let mut tensors = vec![
+        TensorSpec::new("embedding", [1000, 33]),
+        TensorSpec::new("empty", [0, 7]),
+        TensorSpec::new("scalar", []),
+        TensorSpec { frozen: true, ..TensorSpec::new("frozen", [129]) },
+        TensorSpec { buffer: true, ..TensorSpec::new("running_mean", [3]) },
+        TensorSpec::new("bias", [65_537]),
+        TensorSpec { alias_of: Some("embedding".to_owned()), ..TensorSpec::new("head", [1000, 33]) },
+        TensorSpec::new("one", [1]),
+        last,
+    ];
+    if optimizer.needs_whole_tensors() {
+        tensors.iter_mut().for_each(|tensor| tensor.policy = Policy::Whole);
+    }
+    tensors
+}
+
+/// Tensors of every kind, a tenth of a million elements in all.
+pub fn kinds(optimizer: &Optimizer) -> Vec<TensorSpec> {
+    every_kind(optimizer, TensorSpec::new("matrix", [131, 65]))
+}
+
+/// The same with a tensor of more than a slice.
+pub fn kinds_and_large(optimizer: &Optimizer) -> Vec<TensorSpec> {
+    every_kind(optimizer, TensorSpec::new("large", [SLICE as u64 + 70_001]))
+}

@@ -1,0 +1,96 @@
+//! A whole run of a synthetic job: so many ranks, each with a connection of its own, for so many steps.
+
+use futures_util::future::try_join_all;
+use zeroshard_client::{Cluster, Commit, Gradient, Job, Options, Result, StepReport, Target};
+use zeroshard_proto::JobSpec;
+
+use crate::synthetic;
+
+/// What is trained and how; everything but the cluster.
+#[derive(Debug, Clone)]
+pub struct Training {
+    /// The job; it must not exist yet.
+    pub spec: JobSpec,
+    /// How many steps.
+    pub steps: u64,
+    /// Of every rank's connection.
+    pub options: Options,
+    /// Into how many pushes each step's gradients are divided, last tensors first.
+    pub buckets: usize,
+    /// What each step is committed with, beside its number.
+    pub commit: Commit,
+}
+
+/// What came of it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Trained {
+    /// The state hash at the end.
+    pub hash: String,
+    /// One for each step, as rank 0 got it.
+    pub reports: Vec<StepReport>,
+    /// All tensors of the manifest at the end.
+    pub parameters: Vec<Vec<f32>>,
+}
+
+impl Training {
+    /// Three steps, gradients in one push.
+    pub fn new(spec: JobSpec) -> Self {
+        Self { spec, steps: 3, options: Options::default(), buckets: 1, commit: Commit::new(0) }
+    }
+
+    /// Creates the job and trains it; every rank pulls all parameters before each step.
+    ///
+    /// # Errors
+    /// The first rank's that fails.
+    pub async fn run(&self, address: &str) -> Result<Trained> {
+        let cluster = Cluster::connect(address, self.options.clone()).await?;
+        cluster.create_job(&self.spec).await?;
+        let ranks = try_join_all((0..self.spec.world).map(|rank| self.rank(address, rank))).await?;
+        Ok(ranks.into_iter().next().expect("a world has a rank 0"))
+    }
+
+    async fn rank(&self, address: &str, rank: u32) -> Result<Trained> {
+        let cluster = Cluster::connect(address, self.options.clone()).await?;
+        let job = cluster.join(&self.spec.name, rank).await?;
+        if rank == 0 {
+            job.initialise(synthetic::parameters(&self.spec.manifest)).await?;
+        }
+        let mut reports = Vec::new();
+        for step in 0..self.steps {
+            pull(&job, step).await?;
+            let mut gradients = synthetic::gradients(&self.spec.manifest, rank, step);
+            let a_bucket = gradients.len().div_ceil(self.buckets.max(1));
+            while !gradients.is_empty() {
+                let bucket = gradients.split_off(gradients.len().saturating_sub(a_bucket));
+                job.push(step, bucket).await?;
+            }
+            reports.push(job.commit(Commit { step, ..self.commit.clone() }).await?);
+        }
+        let parameters = pull(&job, self.steps).await?;
+        let hash = job.state_hash(self.steps).await?;
+        job.leave().await?;
+        Ok(Trained { hash, reports, parameters })
+    }
+}
+
+/// All tensors of the job at `version`.
+///
+/// # Errors
+/// As [`Job::pull`].
+pub async fn pull(job: &Job, version: u64) -> Result<Vec<Vec<f32>>> {
+    let tensors = job.spec().manifest.tensors();
+    let mut parameters: Vec<Vec<f32>> = tensors.iter().map(|t| vec![0.0; t.numel() as usize]).collect();
+    let targets = parameters.iter_mut().enumerate().map(|(tensor, data)| Target { tensor, data });
+    job.pull(version, targets.collect()).await?;
+    Ok(parameters)
+}
+
+/// Pushes all gradients of the job's rank for `step`, and commits them.
+///
+/// # Errors
+/// As [`Job::push`] and [`Job::commit`].
+pub async fn step(job: &Job, step: u64) -> Result<StepReport> {
+    let gradients: Vec<Gradient> = synthetic::gradients(&job.spec().manifest, job.rank(), step);
+    job.push(step, gradients).await?;
+    job.commit(Commit::new(step)).await
+}

@@ -1,0 +1,99 @@
+//! Wrong flags, values and files: the program ends at once, not with success, and says what would be right.
+
+use std::{io::Write, net::TcpListener};
+
+use zeroshard_tests::run;
+
+/// What a program that refuses its arguments says.
+fn refusal(program: &str, arguments: &[&str]) -> String {
+    let output = run(program, arguments);
+    assert!(output.status.code().is_some_and(|code| code != 0), "{program} {arguments:?}: {}", output.status);
+    assert!(output.stdout.is_empty(), "standard output is for results");
+    String::from_utf8(output.stderr).unwrap()
+}
+
+#[test]
+fn every_program_has_help_and_a_version() {
+    for (program, commands) in [
+        ("zeroshard-server", &["", "coordinator", "shard", "all"][..]),
+        ("zsctl", &["", "status", "hash", "delete"]),
+        ("zs-bench", &["", "transfer", "optimizer", "step"]),
+    ] {
+        for command in commands {
+            let arguments: Vec<&str> = [*command, "--help"].into_iter().filter(|word| !word.is_empty()).collect();
+            let output = run(program, &arguments);
+            assert!(output.status.success(), "{program} {arguments:?}");
+            assert!(String::from_utf8(output.stdout).unwrap().contains("Usage:"), "{program} {arguments:?}");
+        }
+        assert!(run(program, &["--version"]).status.success());
+        assert!(refusal(program, &["nonsense"]).contains("nonsense"));
+        assert!(refusal(program, &["--nonsense"]).contains("--nonsense"));
+    }
+}
+
+#[test]
+fn a_value_out_of_range_is_refused_with_its_range() {
+    for (flags, expected) in [
+        (&["--wait-seconds", "0"][..], "1 to 600"),
+        (&["--frame-bytes", "5"], "16384 to 16777215"),
+        (&["--max-message-bytes", "1"], "1024 to 2147483648"),
+        (&["--keepalive-seconds", "0"], "1 to 3600"),
+        (&["--log", "a=b=c"], "info"),
+        (&["--listen", "nowhere"], "--listen"),
+        (&["--admin-listen", "127.0.0.1"], "--admin-listen"),
+        (&["--parked-bytes", "-1"], "-1"),
+    ] {
+        let arguments = [&["shard", "--coordinator", "127.0.0.1:1"], flags].concat();
+        let said = refusal("zeroshard-server", &arguments);
+        assert!(said.contains(expected), "{flags:?}: {said}");
+    }
+}
+
+#[test]
+fn a_shard_server_without_a_coordinator_is_told_what_it_lacks() {
+    let said = refusal("zeroshard-server", &["shard", "--listen", "127.0.0.1:0", "--admin-listen", "off"]);
+    assert!(said.contains("--coordinator HOST:PORT"), "{said}");
+}
+
+#[test]
+fn a_wildcard_address_needs_one_that_others_can_dial() {
+    let arguments = ["shard", "--coordinator", "127.0.0.1:1", "--listen", "0.0.0.0:0", "--admin-listen", "off"];
+    let said = refusal("zeroshard-server", &arguments);
+    assert!(said.contains("--advertise"), "{said}");
+}
+
+#[test]
+fn an_address_in_use_is_named() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    for flags in [["--listen", &address, "--admin-listen", "off"], ["--listen", "127.0.0.1:0", "--admin-listen", &address]] {
+        let said = refusal("zeroshard-server", &[&["coordinator"], &flags[..]].concat());
+        assert!(said.contains(&address), "{said}");
+    }
+}
+
+#[test]
+fn a_configuration_file_that_is_wrong_is_refused_with_the_place() {
+    for (text, expected) in [
+        ("[common]\nwait_second = 7\n", "wait_second"),
+        ("[comon]\n", "comon"),
+        ("[common]\nwait_seconds = \"long\"\n", "wait_seconds"),
+        ("[common]\nwait_seconds = 0\n", "1 to 600"),
+        ("[common\n", "TOML"),
+    ] {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(text.as_bytes()).unwrap();
+        let path = file.path().to_str().unwrap();
+        let said = refusal("zeroshard-server", &["coordinator", "--config", path]);
+        assert!(said.contains(expected), "{text:?}: {said}");
+    }
+    assert!(refusal("zeroshard-server", &["coordinator", "--config", "/nowhere.toml"]).contains("/nowhere.toml"));
+}
+
+#[test]
+fn zsctl_says_whom_it_cannot_reach() {
+    let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let said = refusal("zsctl", &["--address", &address, "--timeout", "1", "status"]);
+    assert!(said.contains(&address), "{said}");
+    assert!(refusal("zsctl", &["--address", "nowhere", "status"]).contains("host:port"));
+}

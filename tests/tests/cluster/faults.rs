@@ -1,0 +1,204 @@
+//! Workers and servers are lost, and come in any order.
+
+use zeroshard_client::{Commit, Error, Job, Result, StepReport};
+use zeroshard_proto::{JobSpec, pb};
+use zeroshard_tests::{Cluster, FaultProxy, Process, Training, stock, synthetic, training};
+
+use crate::{adamw, connect, job, sgd, start};
+
+fn spec(name: &str, world: u32) -> JobSpec {
+    job(name, world, adamw(), synthetic::kinds(&adamw()))
+}
+
+async fn both(first: &Job, second: &Job, number: u64) -> (Result<StepReport>, Result<StepReport>) {
+    tokio::join!(training::step(first, number), training::step(second, number))
+}
+
+#[tokio::test]
+async fn a_step_that_loses_a_worker_is_aborted_and_done_again_with_the_same_bits() {
+    let cluster = Cluster::start(3);
+    let calm = Training { steps: 2, ..Training::new(spec("calm", 2)) };
+    let expected = calm.run(cluster.address()).await.unwrap().hash;
+
+    let mut jobs = start(cluster.address(), &spec("lossy", 2)).await;
+    let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
+    let (one, other) = both(&first, &second, 0).await;
+    assert_eq!(one.unwrap(), other.unwrap());
+    // Rank 1 is lost with half of its gradients pushed, while rank 0 waits for it.
+    let mut half = synthetic::gradients(&first.spec().manifest, 1, 1);
+    half.truncate(3);
+    second.push(1, half).await.unwrap();
+    let epoch = first.epoch();
+    first.push(1, synthetic::gradients(&first.spec().manifest, 0, 1)).await.unwrap();
+    let (aborted, ()) = tokio::join!(first.commit(Commit::new(1)), async { drop(second) });
+    match aborted {
+        Err(Error::StepAborted { step: 1, epoch: new, cause, .. }) => {
+            assert!(new > epoch);
+            assert!(cause.contains('1'), "{cause}");
+        }
+        other => panic!("{other:?}"),
+    }
+    // It comes back. Both run the step again, and nothing of the first try counts.
+    let second = connect(cluster.address()).await.join("lossy", 1).await.unwrap();
+    assert_eq!(second.version(), Some(1));
+    let (one, other) = both(&first, &second, 1).await;
+    assert_eq!(one.unwrap(), other.unwrap());
+    assert_eq!(first.state_hash(2).await.unwrap(), expected);
+    assert!(cluster.coordinator.get("/metrics").contains("zeroshard_steps_total{outcome=\"aborted\"} 1"));
+}
+
+#[tokio::test]
+async fn a_worker_that_is_lost_after_its_commit_aborts_the_step_too() {
+    let cluster = Cluster::start(2);
+    let expected = Training { steps: 1, ..Training::new(spec("calm", 2)) };
+    let expected = expected.run(cluster.address()).await.unwrap().hash;
+    let mut jobs = start(cluster.address(), &spec("committed", 2)).await;
+    let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
+    second.push(0, synthetic::gradients(&first.spec().manifest, 1, 0)).await.unwrap();
+    {
+        // Sent, and given up before the answer.
+        let commit = second.commit(Commit::new(0));
+        let address = cluster.address();
+        let seen = async {
+            // The coordinator has counted it when somebody else can see that it is waited for.
+            while !connect(address).await.status().await.is_ok_and(|status| status.jobs.len() == 1) {}
+        };
+        tokio::select! { biased; _ = commit => panic!("rank 0 has not committed"), () = seen => {} }
+    }
+    drop(second);
+    let second = loop {
+        match connect(cluster.address()).await.join("committed", 1).await {
+            Ok(job) => break job,
+            Err(Error::RankTaken { .. }) => {} // the loss has not been noticed yet
+            Err(other) => panic!("{other}"),
+        }
+    };
+    let second_first = second.epoch();
+    let (one, other) = loop {
+        let (one, other) = both(&first, &second, 0).await;
+        match (&one, &other) {
+            // Rank 0 may not have heard of the epoch yet.
+            (Err(Error::StepAborted { .. }), _) => {}
+            _ => break (one, other),
+        }
+    };
+    assert!(one.unwrap().applied && other.unwrap().applied && second_first > 0);
+    assert_eq!(first.state_hash(1).await.unwrap(), expected);
+}
+
+#[tokio::test]
+async fn a_stale_epoch_is_refused_and_told_the_current_one() {
+    let cluster = Cluster::start(1);
+    let mut jobs = start(cluster.address(), &spec("stale", 2)).await;
+    let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
+    let old = first.epoch();
+    drop(second);
+    // Whoever waits for the step hears of it.
+    let aborted = training::step(&first, 0).await;
+    assert!(matches!(aborted, Err(Error::StepAborted { .. })), "{aborted:?}");
+    let messages = vec![stock::begin("stale", old, 0, Some(0)), stock::extent(1, 0, &[1.0])];
+    match stock::push(cluster.shards[0].address(), messages).await {
+        Err(Error::StaleEpoch { epoch, current, .. }) => assert_eq!((epoch, current), (old, first.epoch())),
+        other => panic!("{other:?}"),
+    }
+    let request = pb::PullRequest { epoch: old, ..stock::read("stale", 0, [0]) };
+    let pulled = stock::pull(cluster.shards[0].address(), request).await;
+    assert!(matches!(pulled, Err(Error::StaleEpoch { .. })), "{pulled:?}");
+}
+
+#[tokio::test]
+async fn a_server_that_is_killed_fails_the_job_and_is_named() {
+    let mut cluster = Cluster::start(3);
+    let spec = JobSpec { min_servers: 3, ..spec("killed", 2) };
+    let jobs = start(cluster.address(), &spec).await;
+    let (one, other) = both(&jobs[0], &jobs[1], 0).await;
+    assert!(one.is_ok() && other.is_ok());
+    let dead = cluster.shards.remove(1);
+    let address = dead.address().to_owned();
+    jobs[0].push(1, synthetic::gradients(&spec.manifest, 0, 1)).await.unwrap();
+    // One waits for the other rank, one for the next version.
+    let (commit, pull, ()) = tokio::join!(
+        jobs[0].commit(Commit::new(1)),
+        training::pull(&jobs[1], 2),
+        async { drop(dead) } // killed
+    );
+    for error in [commit.unwrap_err(), pull.unwrap_err()] {
+        assert!(matches!(&error, Error::JobFailed { reason, .. } if reason.contains(&address)), "{error}");
+    }
+    // Later calls say it at once, and the operator sees it.
+    let push = jobs[1].push(1, synthetic::gradients(&spec.manifest, 1, 1)).await;
+    assert!(matches!(push, Err(Error::JobFailed { .. })), "{push:?}");
+    let client = connect(cluster.address()).await;
+    let status = client.status().await.unwrap();
+    assert!(status.jobs[0].failure.contains(&address), "{}", status.jobs[0].failure);
+    assert_eq!(status.servers.len(), 2);
+    assert!(matches!(client.join("killed", 0).await, Err(Error::JobFailed { .. })));
+    // The servers that are left go on with other jobs; deleted, the name can be used again.
+    client.delete_job("killed").await.unwrap();
+    let again = Training::new(job("killed", 1, sgd(1.0), synthetic::small()));
+    assert_eq!(again.run(cluster.address()).await.unwrap().reports.len(), 3);
+}
+
+#[tokio::test]
+async fn a_coordinator_that_is_killed_ends_every_wait() {
+    let cluster = Cluster::start(1);
+    let spec = job("headless", 2, sgd(1.0), synthetic::small());
+    connect(cluster.address()).await.create_job(&spec).await.unwrap();
+    let client = zeroshard_client::Cluster::connect(cluster.address(), crate::hasty()).await.unwrap();
+    let job = client.join("headless", 0).await.unwrap();
+    job.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
+    training::pull(&job, 0).await.unwrap();
+    let mut coordinator = cluster.coordinator;
+    coordinator.kill();
+    assert!(training::step(&job, 0).await.is_err());
+    assert!(training::pull(&job, 1).await.is_err());
+}
+
+/// Servers, worker and coordinator in an order of start that has nobody to talk to at first.
+async fn started_in_order(coordinator_at: usize) {
+    let proxy = FaultProxy::start().await.unwrap();
+    let spec = JobSpec { min_servers: 2, ..job("order", 1, sgd(1.0), synthetic::small()) };
+    // Tries until the coordinator and both servers are there.
+    let worker = async { Training::new(spec).run(proxy.address()).await };
+    let servers = async {
+        let mut shards: Vec<Process> = Vec::new();
+        let mut coordinator = None;
+        for place in 0..3 {
+            if place == coordinator_at {
+                let process = Cluster::coordinator();
+                proxy.forward_to(process.address());
+                coordinator = Some(process);
+            } else {
+                shards.push(Cluster::shard(proxy.address(), &[]));
+            }
+        }
+        (coordinator, shards)
+    };
+    let (trained, _processes) = tokio::join!(worker, servers);
+    assert_eq!(trained.unwrap().reports.len(), 3);
+}
+
+#[tokio::test]
+async fn coordinator_servers_and_workers_can_start_in_any_order() {
+    for coordinator_at in 0..3 {
+        started_in_order(coordinator_at).await;
+    }
+}
+
+#[tokio::test]
+async fn a_control_connection_that_is_cut_counts_as_a_lost_server() {
+    let proxy = FaultProxy::start().await.unwrap();
+    let coordinator = Cluster::coordinator();
+    proxy.forward_to(coordinator.address());
+    let _shard = Cluster::shard(proxy.address(), &[]);
+    let spec = job("cut", 1, sgd(1.0), synthetic::small());
+    let job = start(coordinator.address(), &spec).await.remove(0);
+    training::step(&job, 0).await.unwrap();
+    let (failed, ()) = tokio::join!(job.commit(Commit::new(1)), async { proxy.cut() });
+    assert!(matches!(failed, Err(Error::JobFailed { .. })), "{failed:?}");
+    // The server comes back by itself, empty.
+    let client = connect(coordinator.address()).await;
+    client.delete_job("cut").await.unwrap();
+    let again = Training::new(spec).run(coordinator.address()).await.unwrap();
+    assert_eq!(again.reports.len(), 3);
+}

@@ -1,0 +1,62 @@
+//! What the design promises, and what operators are told, held by clusters of the shipped binaries: real processes,
+//! real sockets on port 0, driven through the client.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+mod command_line;
+mod exactly_once;
+mod faults;
+mod membership;
+mod operations;
+mod reads;
+mod refusals;
+mod same_bits;
+mod shutdown;
+mod steps;
+mod waits;
+
+use std::time::Duration;
+
+use zeroshard_client::{Cluster, Job, Options};
+use zeroshard_proto::{JobSpec, Optimizer, TensorSpec, optimizer::Sgd};
+use zeroshard_tests::synthetic;
+
+/// With a deadline that ends a test which would hang.
+fn options() -> Options {
+    Options { deadline: Duration::from_secs(30), ..Options::default() }
+}
+
+/// For what is expected to run into its deadline.
+fn hasty() -> Options {
+    Options { deadline: Duration::from_millis(700), ..Options::default() }
+}
+
+async fn connect(address: &str) -> Cluster {
+    Cluster::connect(address, options()).await.unwrap()
+}
+
+/// Plain SGD: what comes out can be computed by hand.
+fn sgd(lr: f64) -> Optimizer {
+    Optimizer::Sgd(Sgd { lr, ..Sgd::default() })
+}
+
+fn adamw() -> Optimizer {
+    "adamw".parse().unwrap()
+}
+
+fn job(name: &str, world: u32, optimizer: Optimizer, tensors: Vec<TensorSpec>) -> JobSpec {
+    synthetic::job(name, world, optimizer, tensors).unwrap()
+}
+
+/// Creates the job and joins it with every rank; the initial parameters are there.
+async fn start(address: &str, spec: &JobSpec) -> Vec<Job> {
+    let cluster = connect(address).await;
+    cluster.create_job(spec).await.unwrap();
+    let mut jobs = Vec::new();
+    for rank in 0..spec.world {
+        // A connection of its own, as workers have.
+        jobs.push(connect(address).await.join(&spec.name, rank).await.unwrap());
+    }
+    jobs[0].initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
+    jobs
+}

@@ -1,0 +1,138 @@
+//! What an operator sees: metrics, probes, `zsctl`.
+
+use std::io::Write;
+
+use serde_json::Value;
+use tonic_health::pb::{
+    HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
+};
+use zeroshard_proto::transport::endpoint;
+use zeroshard_tests::{Cluster, Process, Training, run, synthetic};
+
+use crate::{adamw, connect, job, sgd, start};
+
+/// The value of a series in Prometheus' text format.
+fn series(metrics: &str, name: &str) -> f64 {
+    let line = metrics.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    line.unwrap_or_else(|| panic!("{name} is in {metrics}")).parse().unwrap()
+}
+
+#[tokio::test]
+async fn metrics_count_bytes_requests_steps_and_memory() {
+    let cluster = Cluster::start(1);
+    let spec = job("metrics", 2, adamw(), synthetic::small());
+    let jobs = start(cluster.address(), &spec).await;
+    let trained = tokio::join!(
+        zeroshard_tests::training::step(&jobs[0], 0),
+        zeroshard_tests::training::step(&jobs[1], 0)
+    );
+    assert!(trained.0.is_ok() && trained.1.is_ok());
+    for job in &jobs {
+        zeroshard_tests::training::pull(job, 1).await.unwrap();
+    }
+    let shard = cluster.shards[0].get("/metrics");
+    let bytes = 4 * 1003;
+    let payload = |operation, direction| {
+        format!("zeroshard_payload_bytes_total{{direction=\"{direction}\",operation=\"{operation}\"}}")
+    };
+    assert_eq!(series(&shard, &payload("pull", "sent")), f64::from(2 * bytes));
+    // The initial parameters, and two ranks' gradients.
+    assert_eq!(series(&shard, &payload("push", "received")), f64::from(3 * bytes));
+    assert_eq!(series(&shard, &payload("push", "duplicate")), 0.0);
+    for (kind, expected) in [("master", bytes), ("state", 2 * bytes), ("parked", 0), ("published", 0)] {
+        assert_eq!(series(&shard, &format!("zeroshard_memory_bytes{{kind=\"{kind}\"}}")), f64::from(expected));
+    }
+    for phase in ["reduce", "decide", "apply"] {
+        assert_eq!(series(&shard, &format!("zeroshard_step_phase_seconds_count{{phase=\"{phase}\"}}")), 1.0);
+    }
+    let pushes = "zeroshard_requests_total{code=\"OK\",method=\"/zeroshard.v1.Data/Push\"}";
+    assert_eq!(series(&shard, pushes), 3.0);
+    assert_eq!(series(&shard, "zeroshard_job_version{job=\"metrics\"}"), 1.0);
+    assert_eq!(series(&shard, "zeroshard_coordinator_connected"), 1.0);
+    assert!(shard.contains("zeroshard_request_seconds_bucket"));
+    assert!(series(&shard, "process_resident_memory_bytes") > 0.0);
+
+    let coordinator = cluster.coordinator.get("/metrics");
+    assert_eq!(series(&coordinator, "zeroshard_steps_total{outcome=\"applied\"}"), 1.0);
+    assert_eq!(series(&coordinator, "zeroshard_steps_total{outcome=\"skipped\"}"), 0.0);
+    assert_eq!(series(&coordinator, "zeroshard_steps_total{outcome=\"aborted\"}"), 0.0);
+    assert_eq!(series(&coordinator, "zeroshard_servers"), 1.0);
+    assert_eq!(series(&coordinator, "zeroshard_job_workers{job=\"metrics\"}"), 2.0);
+    assert_eq!(series(&coordinator, "zeroshard_step_wait_seconds_count{for=\"ranks\"}"), 1.0);
+}
+
+async fn health(process: &Process) -> ServingStatus {
+    let channel = endpoint(process.address()).unwrap().connect().await.unwrap();
+    let request = HealthCheckRequest { service: String::new() };
+    let answer = HealthClient::new(channel).check(request).await.unwrap();
+    answer.into_inner().status()
+}
+
+#[tokio::test]
+async fn probes_say_whether_a_server_is_of_use() {
+    let cluster = Cluster::start(1);
+    // Ready once the coordinator knows it.
+    start(cluster.address(), &job("probes", 1, sgd(1.0), synthetic::small())).await;
+    for process in [&cluster.coordinator, &cluster.shards[0]] {
+        assert_eq!(process.get("/healthz"), "ok\n");
+        assert_eq!(process.get("/readyz"), "ready\n");
+        assert_eq!(health(process).await, ServingStatus::Serving);
+        assert!(process.get("/").contains("ZeroShard"));
+    }
+    // Alive, but of no use without a coordinator.
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let lonely = Cluster::shard(&nobody, &[]);
+    assert_eq!(lonely.get("/healthz"), "ok\n");
+    assert_eq!(lonely.get("/readyz"), "not ready\n");
+    assert_eq!(health(&lonely).await, ServingStatus::NotServing);
+}
+
+fn lines(output: &std::process::Output) -> Vec<Value> {
+    assert!(output.status.success(), "{output:?}");
+    let text = String::from_utf8(output.stdout.clone()).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[tokio::test]
+async fn zsctl_shows_the_cluster_and_deletes_jobs() {
+    let cluster = Cluster::start(2);
+    let spec = job("mine", 1, adamw(), synthetic::kinds(&adamw()));
+    let trained = Training::new(spec).run(cluster.address()).await.unwrap();
+    let zsctl = |arguments: &[&str]| run("zsctl", &[&["--address", cluster.address()], arguments].concat());
+
+    let status = lines(&zsctl(&["status", "--json"]));
+    let servers: Vec<_> = status.iter().filter(|line| line["event"] == "server").collect();
+    let addresses: Vec<_> = servers.iter().map(|server| server["address"].as_str().unwrap()).collect();
+    assert_eq!(servers.len(), 2);
+    assert!(cluster.shards.iter().all(|shard| addresses.contains(&shard.address())));
+    let jobs: Vec<_> = status.iter().filter(|line| line["event"] == "job").collect();
+    assert_eq!(jobs.len(), 1);
+    assert_eq!((&jobs[0]["name"], &jobs[0]["version"]), (&Value::from("mine"), &Value::from(3)));
+    assert_eq!((&jobs[0]["tensors"], &jobs[0]["slices"]), (&Value::from(9), &Value::from(7)));
+    assert_eq!(jobs[0]["failure"], Value::Null);
+    let table = String::from_utf8(zsctl(&["status"]).stdout).unwrap();
+    assert!(table.contains("mine") && cluster.shards.iter().all(|shard| table.contains(shard.address())));
+
+    assert_eq!(lines(&zsctl(&["hash", "mine", "--json"]))[0]["state_hash"], trained.hash.as_str());
+    assert_eq!(String::from_utf8(zsctl(&["hash", "mine"]).stdout).unwrap().trim(), trained.hash);
+    let unknown = zsctl(&["hash", "other"]);
+    assert_eq!(unknown.status.code(), Some(1));
+    assert!(String::from_utf8(unknown.stderr).unwrap().contains("\"other\""));
+
+    assert_eq!(lines(&zsctl(&["delete", "mine", "--json"]))[0]["event"], "deleted");
+    assert!(connect(cluster.address()).await.status().await.unwrap().jobs.is_empty());
+}
+
+#[tokio::test]
+async fn a_server_can_be_configured_by_file_and_environment_and_flags_win() {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    let text = "[common]\nwait_seconds = 7\nlog = \"error\"\n[coordinator]\nlisten = \"127.0.0.1:0\"\n";
+    file.write_all(text.as_bytes()).unwrap();
+    let mut command = std::process::Command::new(zeroshard_tests::binary("zeroshard-server"));
+    command.args(["coordinator", "--json", "--config"]).arg(file.path());
+    // The file says where it listens; without the flag there would be no admin server.
+    command.args(["--admin-listen", "127.0.0.1:0"]).env("ZEROSHARD_ADMIN_LISTEN", "off");
+    let process = Process::start(command);
+    assert!(process.address().starts_with("127.0.0.1:"));
+    assert_eq!(process.get("/healthz"), "ok\n");
+}

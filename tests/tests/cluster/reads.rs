@@ -1,0 +1,148 @@
+//! A pull returns one version of every slice that it asks for.
+
+use std::collections::BTreeMap;
+
+use zeroshard_client::{Commit, Error, Gradient, Job};
+use zeroshard_proto::{DType, Placement, TensorSpec, blocks::SLICE, pb};
+use zeroshard_tests::{Cluster, stock, training};
+
+use crate::{connect, job, sgd, start};
+
+/// Makes version v a tensor of nothing but v.
+async fn count_up(job: &Job, steps: u64) {
+    let numel = job.spec().manifest.tensors()[0].numel() as usize;
+    for step in 0..steps {
+        job.push(step, vec![Gradient { tensor: 0, data: vec![-1.0; numel].into() }]).await.unwrap();
+        assert!(job.commit(Commit::new(step)).await.unwrap().applied);
+    }
+}
+
+/// Slices by the address of their server.
+fn by_server(placement: &Placement) -> BTreeMap<String, Vec<u32>> {
+    let mut slices = BTreeMap::<_, Vec<u32>>::new();
+    for slice in 0..placement.slices() {
+        let server = &placement.servers()[placement.primary(slice)];
+        slices.entry(server.address.clone()).or_default().push(slice as u32);
+    }
+    slices
+}
+
+/// The one number that all elements of the answers are.
+fn the_number(answer: &[pb::PullResponse]) -> Option<f32> {
+    let words = answer.iter().flat_map(|message| message.payload.chunks_exact(4));
+    let mut numbers = words.map(|word| f32::from_le_bytes(word.try_into().unwrap()));
+    let first = numbers.next()?;
+    numbers.all(|number| number == first).then_some(first)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reader_beside_training_gets_exactly_the_version_or_is_told_that_it_is_gone() {
+    const STEPS: u64 = 25;
+    let cluster = Cluster::start(2);
+    let numel = 2 * SLICE + 1000;
+    let spec = job("reads", 1, sgd(1.0), vec![TensorSpec::new("w", [numel as u64])]);
+    let client = connect(cluster.address()).await;
+    client.create_job(&spec).await.unwrap();
+    let trainer = client.join("reads", 0).await.unwrap();
+    trainer.initialise(vec![Gradient { tensor: 0, data: vec![0.0; numel].into() }]).await.unwrap();
+    let training = tokio::spawn(async move {
+        count_up(&trainer, STEPS).await;
+        trainer
+    });
+    let (mut read, mut gone, mut version) = (0, 0, 0);
+    while version < STEPS {
+        // The current version, and the one after it, which is waited for.
+        version = client.describe_job("reads").await.unwrap().version.unwrap_or(0);
+        for version in [version, (version + 1).min(STEPS)] {
+            let placement = client.describe_job("reads").await.unwrap().placement;
+            for (address, slices) in by_server(&placement) {
+                match stock::pull(&address, stock::read("reads", version, slices)).await {
+                    Ok(answer) => {
+                        assert_eq!(the_number(&answer), Some(version as f32));
+                        read += 1;
+                    }
+                    Err(Error::VersionGone { version: asked, current, .. }) => {
+                        assert!(asked == version && current > version);
+                        gone += 1;
+                    }
+                    Err(other) => panic!("{other}"),
+                }
+            }
+        }
+    }
+    training.await.unwrap();
+    assert!(read >= 2, "{read} reads, {gone} gone");
+}
+
+#[tokio::test]
+async fn a_pull_that_has_begun_keeps_its_version_while_steps_go_on() {
+    let cluster = Cluster::start(1);
+    let numel = SLICE;
+    let spec = job("slow", 1, sgd(1.0), vec![TensorSpec::new("w", [numel as u64])]);
+    let client = connect(cluster.address()).await;
+    client.create_job(&spec).await.unwrap();
+    let trainer = client.join("slow", 0).await.unwrap();
+    trainer.initialise(vec![Gradient { tensor: 0, data: vec![0.0; numel].into() }]).await.unwrap();
+    // More than the windows of HTTP/2 take: the server cannot have sent it all.
+    let mut request = stock::read("slow", 0, vec![0; 8]);
+    request.chunk_bytes = 1 << 20;
+    let mut slow = stock::open_pull(cluster.shards[0].address(), request).await.unwrap();
+    let mut answer = vec![slow.message().await.unwrap().unwrap()];
+    count_up(&trainer, 3).await;
+    while let Some(message) = slow.message().await.unwrap() {
+        answer.push(message);
+    }
+    let bytes: usize = answer.iter().map(|message| message.payload.len()).sum();
+    assert_eq!(bytes, 8 * 4 * numel);
+    assert_eq!(the_number(&answer), Some(0.0));
+    assert_eq!(training::pull(&trainer, 3).await.unwrap()[0], vec![3.0; numel]);
+}
+
+#[tokio::test]
+async fn a_pull_of_the_next_version_can_be_sent_before_the_step() {
+    let cluster = Cluster::start(2);
+    let spec = job("ahead", 1, sgd(1.0), zeroshard_tests::synthetic::small());
+    let trainer = start(cluster.address(), &spec).await.remove(0);
+    let (pulled, _) = tokio::join!(training::pull(&trainer, 1), training::step(&trainer, 0));
+    assert_eq!(pulled.unwrap(), training::pull(&trainer, 1).await.unwrap());
+}
+
+#[tokio::test]
+async fn a_version_that_was_replaced_is_gone() {
+    let cluster = Cluster::start(1);
+    let spec = job("gone", 1, sgd(1.0), zeroshard_tests::synthetic::small());
+    let trainer = start(cluster.address(), &spec).await.remove(0);
+    training::step(&trainer, 0).await.unwrap();
+    match training::pull(&trainer, 0).await {
+        Err(Error::VersionGone { version: 0, current: 1, .. }) => {}
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn any_range_can_be_read_in_any_dtype() {
+    let cluster = Cluster::start(1);
+    let spec = job("ranges", 1, sgd(1.0), vec![TensorSpec::new("w", [1000])]);
+    start(cluster.address(), &spec).await;
+    let values = zeroshard_tests::synthetic::values(1 << 40, 1000);
+    for dtype in [DType::F32, DType::Bf16, DType::F16] {
+        let mut request = stock::read("ranges", 0, []);
+        request.dtype = pb::Dtype::from(dtype).into();
+        request.ranges = vec![
+            pb::Range { slice: 0, offset: 990, length: 0 },
+            pb::Range { slice: 0, offset: 3, length: 5 },
+        ];
+        let answer = stock::pull(cluster.shards[0].address(), request).await.unwrap();
+        let expected: Vec<u8> = [&values[990..], &values[3..8]]
+            .concat()
+            .into_iter()
+            .flat_map(|value| match dtype {
+                DType::F32 => value.to_le_bytes().to_vec(),
+                DType::Bf16 => half::bf16::from_f32(value).to_le_bytes().to_vec(),
+                DType::F16 => half::f16::from_f32(value).to_le_bytes().to_vec(),
+            })
+            .collect();
+        let pulled: Vec<u8> = answer.iter().flat_map(|message| message.payload.to_vec()).collect();
+        assert_eq!(pulled, expected, "{dtype}");
+    }
+}

@@ -1,0 +1,261 @@
+//! Bad input gets a typed error; the state is unchanged, and the server lives.
+
+use zeroshard_client::{Commit, Error, Gradient, Job, Options, Target};
+use zeroshard_proto::{
+    JobSpec, Result,
+    pb::{self, coordinator_client::CoordinatorClient},
+};
+use zeroshard_tests::{Cluster, Training, stock, synthetic, training};
+
+use crate::{adamw, connect, job, options, sgd, start};
+
+/// The part of an error that says what was wrong.
+fn invalid<T: std::fmt::Debug>(result: Result<T>) -> String {
+    match result {
+        Err(Error::Invalid { what, expected, .. }) if !expected.is_empty() => what,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Does `mischief` to a job in the middle of a step, and checks that the job ends where one ends that nobody
+/// disturbed.
+async fn changes_nothing(name: &str, mischief: impl AsyncFnOnce(&Cluster, &Job)) {
+    let cluster = Cluster::start(1);
+    let spec = |name| job(name, 2, adamw(), synthetic::kinds(&adamw()));
+    let expected = Training { steps: 2, ..Training::new(spec("calm")) }.run(cluster.address()).await.unwrap();
+    let jobs = start(cluster.address(), &spec(name)).await;
+    let (first, second) = tokio::join!(training::step(&jobs[0], 0), training::step(&jobs[1], 0));
+    assert!(first.unwrap().applied && second.unwrap().applied);
+    let before = jobs[0].state_hash(1).await.unwrap();
+    jobs[0].push(1, synthetic::gradients(&spec("any").manifest, 0, 1)).await.unwrap();
+    mischief(&cluster, &jobs[0]).await;
+    assert_eq!(jobs[0].state_hash(1).await.unwrap(), before);
+    let (first, second) = tokio::join!(training::step(&jobs[0], 1), training::step(&jobs[1], 1));
+    assert!(first.unwrap().applied && second.unwrap().applied);
+    assert_eq!(jobs[0].state_hash(2).await.unwrap(), expected.hash);
+}
+
+#[tokio::test]
+async fn a_push_that_does_not_fit_is_refused() {
+    changes_nothing("push", async |cluster, job| {
+        let address = cluster.shards[0].address();
+        let epoch = job.epoch();
+        // Of rank 1, whose turn it is.
+        let begin = || stock::begin("push", epoch, 1, Some(1));
+        let push = async |messages| stock::push(address, messages).await;
+        let extent = |slice, offset, numel| stock::extent(slice, offset, &vec![7.0; numel]);
+        // Slices: embedding, scalar, frozen, running_mean, bias, one, matrix.
+        assert_eq!(invalid(push(vec![begin(), extent(1, 0, 2)]).await), "extent of slice 1 of tensor \"scalar\"");
+        assert_eq!(invalid(push(vec![begin(), extent(1, 1, 1)]).await), "extent of slice 1 of tensor \"scalar\"");
+        let overflow = extent(1, u64::MAX, 1);
+        assert_eq!(invalid(push(vec![begin(), overflow]).await), "extent of slice 1 of tensor \"scalar\"");
+        assert_eq!(invalid(push(vec![begin(), extent(2, 0, 1)]).await), "gradient of tensor \"frozen\"");
+        assert_eq!(invalid(push(vec![begin(), extent(3, 0, 1)]).await), "gradient of tensor \"running_mean\"");
+        assert_eq!(invalid(push(vec![begin(), extent(99, 0, 1)]).await), "slice");
+        let without_dtype = pb::PushRequest { dtype: 0, ..extent(1, 0, 1) };
+        invalid(push(vec![begin(), without_dtype]).await);
+        let strange_dtype = pb::PushRequest { dtype: 77, ..extent(1, 0, 1) };
+        invalid(push(vec![begin(), strange_dtype]).await);
+        let half_an_element = pb::PushRequest { payload: vec![0; 3].into(), ..extent(1, 0, 1) };
+        invalid(push(vec![begin(), half_an_element]).await);
+        invalid(push(vec![begin(), begin()]).await);
+        invalid(push(vec![extent(1, 0, 1)]).await);
+        invalid(push(vec![]).await);
+        assert_eq!(invalid(push(vec![stock::begin("push", epoch, 2, Some(1))]).await), "rank");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_push_for_another_job_step_or_epoch_is_refused() {
+    changes_nothing("where", async |cluster, job| {
+        let address = cluster.shards[0].address();
+        let epoch = job.epoch();
+        let push = async |begin| stock::push(address, vec![begin, stock::extent(1, 0, &[7.0])]).await;
+        match push(stock::begin("nobody's", epoch, 1, Some(1))).await {
+            Err(Error::UnknownJob { job }) => assert_eq!(job, "nobody's"),
+            other => panic!("{other:?}"),
+        }
+        for wrong in [epoch - 1, epoch + 1, 0, u64::MAX] {
+            match push(stock::begin("where", wrong, 1, Some(1))).await {
+                Err(Error::StaleEpoch { epoch: said, current, .. }) => assert_eq!((said, current), (wrong, epoch)),
+                other => panic!("{other:?}"),
+            }
+        }
+        for wrong in [0, 3, u64::MAX] {
+            match push(stock::begin("where", epoch, 1, Some(wrong))).await {
+                Err(Error::StepMismatch { step, current: 1, .. }) => assert_eq!(step, wrong),
+                other => panic!("{other:?}"),
+            }
+        }
+        // Initial parameters, once more and by the wrong rank.
+        assert!(push(stock::begin("where", epoch, 0, None)).await.is_err());
+        invalid(push(stock::begin("where", epoch, 1, None)).await);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_pull_that_does_not_fit_is_refused() {
+    changes_nothing("pull", async |cluster, job| {
+        let address = cluster.shards[0].address();
+        let pull = async |request| stock::pull(address, request).await;
+        let ranges = |slice, offset, length| pb::PullRequest {
+            ranges: vec![pb::Range { slice, offset, length }],
+            ..stock::read("pull", 1, [])
+        };
+        invalid(pull(stock::read("pull", 1, [99])).await);
+        for (offset, length) in [(0, 2), (1, 0), (1, 1), (u64::MAX, 1), (1, u64::MAX), (u64::MAX, u64::MAX)] {
+            assert_eq!(invalid(pull(ranges(1, offset, length)).await), "range of slice 1");
+        }
+        for dtype in [0, 77, -1] {
+            let request = pb::PullRequest { dtype, ..stock::read("pull", 1, [0]) };
+            assert_eq!(invalid(pull(request).await), "dtype of a pull");
+        }
+        let patient = pb::PullRequest { wait_ms: u32::MAX, ..stock::read("pull", 1, [0]) };
+        invalid(pull(patient).await);
+        let stale = pb::PullRequest { epoch: job.epoch() + 1, ..stock::read("pull", 1, [0]) };
+        assert!(matches!(pull(stale).await, Err(Error::StaleEpoch { .. })));
+        assert!(matches!(pull(stock::read("nobody's", 1, [0])).await, Err(Error::UnknownJob { .. })));
+        assert!(matches!(pull(stock::read("pull", 0, [0])).await, Err(Error::VersionGone { current: 1, .. })));
+        // More ranges than a request may have.
+        assert_eq!(invalid(pull(stock::read("pull", 1, vec![0; 3_000_000])).await), "a PullRequest");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_message_that_is_too_large_is_refused_before_it_is_read() {
+    let cluster = Cluster::start_with(1, &["--max-message-bytes", "4096"]);
+    let spec = job("large", 1, sgd(1.0), synthetic::kinds(&sgd(1.0)));
+    let client = connect(cluster.address()).await;
+    client.create_job(&spec).await.unwrap();
+    let job = client.join("large", 0).await.unwrap();
+    // The embedding in one chunk of 132,000 bytes.
+    match job.initialise(synthetic::parameters(&spec.manifest)).await {
+        Err(Error::Invalid { expected, .. }) => assert!(expected.contains("4096"), "{expected}"),
+        other => panic!("{other:?}"),
+    }
+    drop(job);
+    let options = Options { chunk_bytes: 4000, ..options() };
+    let client = zeroshard_client::Cluster::connect(cluster.address(), options).await.unwrap();
+    let job = client.join("large", 0).await.unwrap();
+    job.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
+    assert!(training::step(&job, 0).await.unwrap().applied);
+}
+
+#[tokio::test]
+async fn a_commit_that_does_not_fit_is_refused() {
+    changes_nothing("commit", async |cluster, job| {
+        let commit = async |commit| job.commit(commit).await;
+        let at = |step| Commit::new(step);
+        for step in [3, u64::MAX] {
+            assert!(matches!(commit(at(step)).await, Err(Error::StepMismatch { current: 1, .. })));
+        }
+        let groups = Commit { groups: vec![adamw(), adamw()], ..at(1) };
+        assert_eq!(invalid(commit(groups).await), "number of parameter groups");
+        invalid(commit(Commit { groups: vec![sgd(1.0)], ..at(1) }).await);
+        let mut negative = adamw();
+        negative.set_lr(-1.0);
+        assert_eq!(invalid(commit(Commit { groups: vec![negative], ..at(1) }).await), "lr of adamw of parameter group 0");
+        for bad in [-1.0, f64::NAN, f64::INFINITY] {
+            invalid(commit(Commit { loss_scale: bad, ..at(1) }).await);
+            invalid(commit(Commit { max_norm: Some(bad), ..at(1) }).await);
+        }
+        invalid(commit(Commit { max_norm: Some(0.0), ..at(1) }).await);
+        // With somebody else's rank, or a lease that is nobody's.
+        let address = format!("http://{}", cluster.address());
+        let mut stock = CoordinatorClient::connect(address).await.unwrap();
+        let request = pb::CommitRequest { job: "commit".into(), step: 1, epoch: job.epoch(), ..Default::default() };
+        for (rank, lease) in [(0, 999_999), (1, 0)] {
+            let status = stock.commit(pb::CommitRequest { rank, lease, ..request.clone() }).await.unwrap_err();
+            assert!(matches!(Error::from_status(&status, "coordinator"), Error::LeaseLost { .. }), "{status}");
+        }
+        let status = stock.commit(pb::CommitRequest { rank: 2, ..request }).await.unwrap_err();
+        assert!(matches!(Error::from_status(&status, "coordinator"), Error::Invalid { .. }), "{status}");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn the_client_refuses_arrays_that_do_not_fit_the_manifest() {
+    changes_nothing("client", async |_, job| {
+        let gradient = |tensor, numel| vec![Gradient { tensor, data: vec![1.0; numel].into() }];
+        invalid(job.push(1, gradient(0, 3)).await);
+        invalid(job.push(1, gradient(99, 3)).await);
+        // "head" is tied to "embedding".
+        invalid(job.push(1, gradient(6, 33_000)).await);
+        let mut short = [0.0; 3];
+        invalid(job.pull(1, vec![Target { tensor: 0, data: &mut short }]).await);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_spec_that_contradicts_itself_or_an_existing_job_is_refused() {
+    let cluster = Cluster::start(1);
+    let client = connect(cluster.address()).await;
+    let address = format!("http://{}", cluster.address());
+    let mut stock = CoordinatorClient::connect(address).await.unwrap();
+    let mut create = async |spec: Option<pb::JobSpec>| {
+        let request = pb::CreateJobRequest { spec, wait_ms: 500 };
+        let answer = stock.create_job(request).await.map(tonic::Response::into_inner);
+        answer.map_err(|status| Error::from_status(&status, "coordinator"))
+    };
+    let good = job("good", 1, adamw(), synthetic::small());
+    let pb = || pb::JobSpec::from(&good);
+    assert_eq!(invalid(create(None).await), "spec");
+    assert_eq!(invalid(create(Some(pb::JobSpec { name: String::new(), ..pb() })).await), "name of the job");
+    assert_eq!(invalid(create(Some(pb::JobSpec { world: 0, ..pb() })).await), "world");
+    assert_eq!(invalid(create(Some(pb::JobSpec { replicas: 2, ..pb() })).await), "replicas");
+    assert_eq!(invalid(create(Some(pb::JobSpec { groups: vec![], ..pb() })).await), "number of parameter groups");
+    let mut huge = pb();
+    huge.tensors[0].shape = vec![u64::MAX, u64::MAX];
+    assert_eq!(invalid(create(Some(huge)).await), "shape of tensor \"w\"");
+    let mut nameless = pb();
+    nameless.groups[0].name = "adamx".to_owned();
+    assert_eq!(invalid(create(Some(nameless)).await), "optimizer");
+    assert!(client.status().await.unwrap().jobs.is_empty());
+
+    client.create_job(&good).await.unwrap();
+    client.create_job(&good).await.unwrap();
+    match client.create_job(&JobSpec { world: 2, ..good.clone() }).await {
+        Err(Error::JobExists { difference, .. }) => assert_eq!(difference, "world"),
+        other => panic!("{other:?}"),
+    }
+    invalid(client.join("good", 1).await);
+    assert!(matches!(client.join("nobody's", 0).await, Err(Error::UnknownJob { .. })));
+    assert!(matches!(client.delete_job("nobody's").await, Err(Error::UnknownJob { .. })));
+    assert!(matches!(client.state_hash("nobody's").await, Err(Error::UnknownJob { .. })));
+}
+
+#[tokio::test]
+async fn a_job_that_no_memory_can_hold_is_refused_and_the_server_lives() {
+    let cluster = Cluster::start(1);
+    let client = connect(cluster.address()).await;
+    let tensors = vec![zeroshard_proto::TensorSpec::new("w", [1 << 42])];
+    let error = client.create_job(&job("huge", 1, adamw(), tensors)).await.unwrap_err();
+    assert!(error.to_string().contains("memory"), "{error}");
+    let trained = Training::new(job("small", 1, adamw(), synthetic::small())).run(cluster.address()).await;
+    assert_eq!(trained.unwrap().reports.len(), 3);
+}
+
+#[tokio::test]
+async fn bytes_that_are_no_grpc_are_survived() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    changes_nothing("noise", async |cluster, _| {
+        let noise: Vec<u8> = synthetic::values(99, 4096).iter().flat_map(|value| value.to_le_bytes()).collect();
+        for process in cluster.shards.iter().chain([&cluster.coordinator]) {
+            for address in [process.address(), process.admin()] {
+                for bytes in [&noise[..], b"GET / HTTP/1.0\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\nxxxxxxxxx"] {
+                    let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+                    // Whether the server still listens or has closed already is its business.
+                    let _ = stream.write_all(bytes).await;
+                    let _ = stream.shutdown().await;
+                    let _ = stream.read_to_end(&mut Vec::new()).await;
+                }
+            }
+        }
+    })
+    .await;
+}
