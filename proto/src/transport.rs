@@ -9,10 +9,9 @@ use crate::{Error, Result};
 /// Largest HTTP/2 frame that a receiver takes: the biggest knob of the data plane, since the default of 16 KiB
 /// costs a third of the throughput.
 pub const FRAME_BYTES: u32 = 1 << 20;
-/// Flow-control window of one stream: what may be on its way, or wait at a receiver that is busy.
-pub const STREAM_WINDOW: u32 = 8 << 20;
-/// Flow-control window of one connection.
-pub const CONNECTION_WINDOW: u32 = 16 << 20;
+/// Flow-control window of a stream and of a connection: what may be on its way, or wait at a receiver that is busy. More is
+/// not faster (what waits leaves the cache), and is memory that the receiver must have.
+pub const WINDOW_BYTES: u32 = 4 << 20;
 /// How long opening a connection may take.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// An idle connection is probed this often: without it a silent partition is never noticed.
@@ -39,8 +38,8 @@ pub fn endpoint(address: &str) -> Result<Endpoint> {
         .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
         .keep_alive_timeout(KEEPALIVE_TIMEOUT)
         .keep_alive_while_idle(true)
-        .initial_stream_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(CONNECTION_WINDOW)
+        .initial_stream_window_size(WINDOW_BYTES)
+        .initial_connection_window_size(WINDOW_BYTES)
         .http2_max_header_list_size(64 << 10)
         .max_frame_size(FRAME_BYTES))
 }

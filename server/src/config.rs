@@ -14,6 +14,7 @@ use figment::{
     value::{Dict, Value},
 };
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use zeroshard_proto::transport::{FRAME_BYTES, WINDOW_BYTES};
 
 pub use values::{Address, AdminListen, Listen, Malformed};
 
@@ -87,10 +88,10 @@ pub struct Common {
     #[arg(long, env = "ZEROSHARD_MAX_CONCURRENT_STREAMS", value_name = "N", default_value_t = 1024)]
     pub max_concurrent_streams: u32,
     /// Largest HTTP/2 frame that is accepted, in bytes; the biggest knob of the data plane
-    #[arg(long, env = "ZEROSHARD_FRAME_BYTES", value_name = "BYTES", default_value_t = 1 << 20)]
+    #[arg(long, env = "ZEROSHARD_FRAME_BYTES", value_name = "BYTES", default_value_t = FRAME_BYTES)]
     pub frame_bytes: u32,
     /// HTTP/2 receive window of a stream and of a connection, in bytes
-    #[arg(long, env = "ZEROSHARD_WINDOW_BYTES", value_name = "BYTES", default_value_t = 16 << 20)]
+    #[arg(long, env = "ZEROSHARD_WINDOW_BYTES", value_name = "BYTES", default_value_t = WINDOW_BYTES)]
     pub window_bytes: u32,
     /// Ask a silent peer for a sign of life after so many seconds, and give it as long to answer
     #[arg(long, env = "ZEROSHARD_KEEPALIVE_SECONDS", value_name = "SECONDS", default_value_t = 10)]

@@ -159,8 +159,8 @@ impl Backend for Cpu {
         bytes.into()
     }
 
-    fn sum_of_squares(&self, src: &Buffer) -> f64 {
-        sum::of_squares(self.level, src.values())
+    fn sum_of_squares(&self, src: &Buffer, range: Range<usize>) -> f64 {
+        sum::of_squares(self.level, &src.values()[range])
     }
 
     fn apply(

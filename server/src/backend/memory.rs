@@ -1,10 +1,9 @@
-//! Zeroed, aligned host memory that fails instead of aborting, and costs nothing until it is touched.
+//! Zeroed, aligned host memory that fails instead of aborting.
 
 use bytemuck::{Pod, Zeroable};
-use memmap2::MmapMut;
+use memmap2::{MmapMut, MmapOptions};
 
-/// From this size on memory is mapped on its own: the kernel zeroes its pages when they are first touched, and
-/// has them back as soon as they are dropped. Below it (a model may have ten thousand small
+/// From this size on memory is mapped on its own: the kernel has it back as soon as it is dropped. Below it (a model may have ten thousand small
 /// tensors) a mapping each would waste pages and run into the limit on their number.
 const MAPPED_FROM: usize = 1 << 20;
 
@@ -42,7 +41,10 @@ impl Memory {
         } else {
             // No advice on huge pages: measured on a virtual machine, steps were as fast without them, and a first touch
             // four times as fast (the host had taken free huge pages back).
-            Storage::Mapped(MmapMut::map_anon(len).ok()?)
+            //
+            // Populated at once: a page that is first read, and then written, is faulted in twice, and the second
+            // time all cores are interrupted. It made the first step ten times as long as the others.
+            Storage::Mapped(MmapOptions::new().len(len).populate().map_anon().ok()?)
         };
         Some(Memory { storage, len })
     }

@@ -32,7 +32,7 @@ pub trait Backend: Send + Sync + 'static {
     /// An array of some number of elements of one dtype.
     type Buffer: Send + Sync + 'static;
 
-    /// A zeroed array. Memory that is never touched costs nothing.
+    /// A zeroed array.
     ///
     /// # Errors
     /// [`OutOfMemory`] where the device has not that much; nothing is lost then.
@@ -56,9 +56,9 @@ pub trait Backend: Send + Sync + 'static {
     /// the buffer's own nothing is copied: the bytes keep the buffer alive.
     fn read(&self, src: &Arc<Self::Buffer>, range: Range<usize>, dtype: DType) -> Bytes;
 
-    /// The sum of squares of an f32 buffer, in f64: see [`kernels::sum`] for the order. It is finite exactly
-    /// if every element is.
-    fn sum_of_squares(&self, src: &Self::Buffer) -> f64;
+    /// The sum of squares of the elements of `range`, which begins where a block does, in f64: see
+    /// [`kernels::sum`] for the order. It is finite exactly if every element is.
+    fn sum_of_squares(&self, src: &Self::Buffer, range: Range<usize>) -> f64;
 
     /// One optimizer step in one pass over memory (LAMB: two). `master`, `state` (one buffer for each of
     /// [`Optimizer::state`], in that order) and `gradient` are f32 and of equal size. The new master is also

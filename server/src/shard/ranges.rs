@@ -17,6 +17,12 @@ impl Ranges {
         end == 0 || self.0.first() == Some(&(0..end))
     }
 
+    /// Whether all of `range` is inside.
+    pub(crate) fn contains(&self, range: &Range<usize>) -> bool {
+        let holder = self.0.partition_point(|r| r.end <= range.start);
+        range.is_empty() || self.0.get(holder).is_some_and(|r| r.start <= range.start && range.end <= r.end)
+    }
+
     pub(crate) fn clear(&mut self) {
         self.0.clear();
     }
@@ -83,6 +89,8 @@ mod tests {
                 at = piece.end;
             }
             prop_assert_eq!(at, start + length);
+            let all = (start..start + length).all(|i| set[i]);
+            prop_assert_eq!(ranges.contains(&(start..start + length)), all);
             let leading = set.iter().take_while(|&&covered| covered).count();
             prop_assert!(ranges.is_all(leading) || set.iter().filter(|&&c| c).count() > leading);
         }

@@ -15,7 +15,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use zeroshard_proto::{DType, Error, Result};
+use zeroshard_proto::{DType, Error, Result, blocks::BLOCK};
 
 use super::ranges::Ranges;
 use crate::backend::Backend;
@@ -100,6 +100,10 @@ pub(crate) struct Round {
     numel: usize,
     /// By position in the order of addition.
     contributions: Vec<Contribution>,
+    /// The sum of squares of each block that every rank's gradient is in.
+    block_sums: Vec<Option<f64>>,
+    /// How many blocks have none yet.
+    open_blocks: usize,
     /// The lowest rank that sent inf or NaN.
     overflow: Option<u32>,
 }
@@ -107,7 +111,9 @@ pub(crate) struct Round {
 impl Round {
     pub(crate) fn new(slice: u32, numel: usize, world: u32) -> Self {
         let contributions = (0..world).map(|_| Contribution::default()).collect();
-        Self { slice, numel, contributions, overflow: None }
+        let open_blocks = numel.div_ceil(BLOCK);
+        let block_sums = vec![None; open_blocks];
+        Self { slice, numel, contributions, block_sums, open_blocks, overflow: None }
     }
 
     /// Forgets everything: the next step, or the same one in a new epoch.
@@ -117,14 +123,19 @@ impl Round {
             contribution.added.clear();
             contribution.parked.clear();
         }
+        self.block_sums.fill(None);
+        self.open_blocks = self.block_sums.len();
         self.overflow = None;
     }
 
     /// Whether every rank's gradient is in.
     pub(crate) fn is_complete(&self) -> bool {
-        // The last of the order is added only where all before it are; the first two go in either order.
-        let last = self.contributions.len() - 1;
-        [last, 0].iter().all(|&position| self.contributions[position].added.is_all(self.numel))
+        self.open_blocks == 0
+    }
+
+    /// The sum of squares of the reduced gradient: block sums, added in order.
+    pub(crate) fn sum_of_squares(&self) -> f64 {
+        self.block_sums.iter().flatten().sum()
     }
 
     /// The lowest rank that sent inf or NaN.
@@ -233,6 +244,21 @@ impl Round {
             self.overflow = Some(self.overflow.map_or(piece.rank, |rank| rank.min(piece.rank)));
         }
         self.contributions[position].added.insert(piece.range());
+        self.sum_blocks(backend, sum, &piece.range());
+    }
+
+    /// Sums the squares of the blocks that `range` completes, while they are in cache.
+    fn sum_blocks<B: Backend>(&mut self, backend: &B, sum: &B::Buffer, range: &Range<usize>) {
+        // The last of the order is added only where all before it are; the first two come in either order.
+        let (first, last) =
+            (&self.contributions[0].added, &self.contributions[self.contributions.len() - 1].added);
+        for block in range.start / BLOCK..range.end.div_ceil(BLOCK) {
+            let elements = block * BLOCK..self.numel.min((block + 1) * BLOCK);
+            if first.contains(&elements) && last.contains(&elements) {
+                self.block_sums[block] = Some(backend.sum_of_squares(sum, elements));
+                self.open_blocks -= 1;
+            }
+        }
     }
 
     /// Adds what was parked behind `position`, as far as its turn has come.

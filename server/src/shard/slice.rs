@@ -180,7 +180,7 @@ impl<B: Backend> Slice<B> {
         if new == 0 || !open.round.is_complete() {
             return Ok((new, None));
         }
-        let sum_of_squares = backend.sum_of_squares(&open.sum);
+        let sum_of_squares = open.round.sum_of_squares();
         let overflow = open.round.overflow();
         let overflow = (overflow.is_some() || !sum_of_squares.is_finite()).then_some(overflow);
         Ok((new, Some(Reduced { sum_of_squares, overflow })))

@@ -9,6 +9,10 @@ mod transfer;
 
 use clap::{Parser, Subcommand};
 
+/// As in the server: see there.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 #[derive(Parser)]
 #[command(about, version)]
 struct Arguments {

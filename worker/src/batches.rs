@@ -1,0 +1,180 @@
+//! Which windows of the text a rank sees at a step.
+//!
+//! The windows of a step are drawn for the whole global batch, from a key (seed, step, window); a rank takes
+//! its contiguous share. So the data of a step depend on neither the number of workers nor on
+//! whether the step was run before.
+
+use thiserror::Error;
+
+use crate::random::Stream;
+
+/// Windows of text: `windows` rows of `length` characters, and for each the character that follows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    length: usize,
+    inputs: Vec<u8>,
+    targets: Vec<u8>,
+}
+
+impl Batch {
+    /// The windows of `text` that begin at `starts`. Each start must leave `length + 1` characters.
+    pub fn cut(text: &[u8], starts: &[usize], length: usize) -> Self {
+        let gather = |offset: usize| {
+            starts.iter().flat_map(|&start| &text[start + offset..start + offset + length]).copied().collect()
+        };
+        Self { length, inputs: gather(0), targets: gather(1) }
+    }
+
+    /// One window without targets, for sampling.
+    pub fn prompt(characters: &[u8]) -> Self {
+        Self { length: characters.len(), inputs: characters.to_vec(), targets: Vec::new() }
+    }
+
+    /// Characters of a window.
+    pub fn length(&self) -> usize {
+        self.length
+    }
+
+    /// Number of windows.
+    pub fn windows(&self) -> usize {
+        self.inputs.len() / self.length
+    }
+
+    /// `[windows * length]` characters, row by row.
+    pub fn inputs(&self) -> &[u8] {
+        &self.inputs
+    }
+
+    /// For each input, the character after it.
+    pub fn targets(&self) -> &[u8] {
+        &self.targets
+    }
+}
+
+/// Batch sizes that cannot be divided as asked.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum Error {
+    /// Some share would be larger than another, and the mean of means would not be the mean.
+    #[error(
+        "--batch {batch} cannot be divided into {workers} worker(s) x {micro_batches} micro-batch(es) of equal \
+         size; use a multiple of {}, such as {}",
+        workers * micro_batches,
+        batch.div_ceil(workers * micro_batches).max(1) * workers * micro_batches
+    )]
+    Uneven {
+        /// Windows of the global batch.
+        batch: usize,
+        /// Number of workers.
+        workers: usize,
+        /// Micro-batches of a worker.
+        micro_batches: usize,
+    },
+}
+
+/// How a global batch is divided.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sharding {
+    batch: usize,
+    workers: usize,
+    micro_batches: usize,
+}
+
+impl Sharding {
+    /// Divides `batch` windows among `workers` (> 0), each working in `micro_batches` (> 0) parts.
+    ///
+    /// # Errors
+    /// `Error::Uneven` unless every part has the same number of windows, at least one.
+    pub fn new(batch: usize, workers: usize, micro_batches: usize) -> Result<Self, Error> {
+        if batch == 0 || !batch.is_multiple_of(workers * micro_batches) {
+            return Err(Error::Uneven { batch, workers, micro_batches });
+        }
+        Ok(Self { batch, workers, micro_batches })
+    }
+
+    /// Windows of the global batch.
+    pub fn batch(&self) -> usize {
+        self.batch
+    }
+
+    /// The micro-batches of a rank at a step, in order.
+    pub fn draw(&self, text: &[u8], length: usize, Draw { seed, step, rank }: Draw) -> Vec<Batch> {
+        let share = self.batch / self.workers;
+        let positions = text.len() - length;
+        let starts: Vec<usize> = (rank * share..(rank + 1) * share)
+            .map(|window| Stream::new(&[seed, WINDOW_STREAM, step, window as u64]).below(positions))
+            .collect();
+        starts.chunks(share / self.micro_batches).map(|starts| Batch::cut(text, starts, length)).collect()
+    }
+}
+
+/// Whose windows are drawn.
+#[derive(Debug, Clone, Copy)]
+pub struct Draw {
+    /// The run's seed.
+    pub seed: u64,
+    /// The step.
+    pub step: u64,
+    /// The worker.
+    pub rank: usize,
+}
+
+/// Keeps the windows apart from every other use of the seed.
+const WINDOW_STREAM: u64 = 2;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text() -> Vec<u8> {
+        (0..1000u32).map(|i| (i % 97) as u8).collect()
+    }
+
+    fn inputs(sharding: Sharding, rank: usize, step: u64) -> Vec<u8> {
+        sharding
+            .draw(&text(), 8, Draw { seed: 3, step, rank })
+            .iter()
+            .flat_map(|batch| batch.inputs().to_vec())
+            .collect()
+    }
+
+    #[test]
+    fn windows_of_a_step_do_not_depend_on_the_number_of_workers() {
+        let whole = inputs(Sharding::new(12, 1, 1).unwrap(), 0, 5);
+        for workers in [2, 3, 4, 12] {
+            let sharding = Sharding::new(12, workers, 1).unwrap();
+            let parts: Vec<u8> = (0..workers).flat_map(|rank| inputs(sharding, rank, 5)).collect();
+            assert_eq!(parts, whole, "{workers} workers");
+        }
+    }
+
+    #[test]
+    fn micro_batches_divide_a_share_in_order() {
+        let whole = inputs(Sharding::new(12, 2, 1).unwrap(), 1, 0);
+        let sharding = Sharding::new(12, 2, 3).unwrap();
+        assert_eq!(sharding.draw(&text(), 8, Draw { seed: 3, step: 0, rank: 1 }).len(), 3);
+        assert_eq!(inputs(sharding, 1, 0), whole);
+    }
+
+    #[test]
+    fn steps_see_different_windows() {
+        let sharding = Sharding::new(4, 1, 1).unwrap();
+        assert_eq!(inputs(sharding, 0, 1), inputs(sharding, 0, 1));
+        assert_ne!(inputs(sharding, 0, 1), inputs(sharding, 0, 2));
+    }
+
+    #[test]
+    fn targets_are_the_inputs_shifted_by_one() {
+        let text = text();
+        let batch = Batch::cut(&text, &[3, 90], 4);
+        assert_eq!(batch.windows(), 2);
+        assert_eq!(batch.inputs(), [3, 4, 5, 6, 90, 91, 92, 93]);
+        assert_eq!(batch.targets(), [4, 5, 6, 7, 91, 92, 93, 94]);
+    }
+
+    #[test]
+    fn uneven_batch_is_refused_with_one_that_works() {
+        let error = Sharding::new(10, 2, 4).unwrap_err();
+        assert!(error.to_string().contains("such as 16"), "{error}");
+        assert!(Sharding::new(0, 1, 1).is_err());
+    }
+}

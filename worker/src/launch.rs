@@ -1,0 +1,127 @@
+//! Puts a run together: a cluster in this process, in processes of its own, or a running one; and its workers.
+
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::thread;
+
+use tokio::runtime::{Builder, Handle, Runtime};
+use zeroshard_server::embedded;
+
+use crate::cli::Train;
+use crate::error::{Error, Result};
+use crate::processes;
+use crate::progress::{self, Line, Output};
+use crate::report::{self, Summary};
+use crate::text::Corpus;
+use crate::train::{self, Outcome, Plan};
+
+/// Threads that move bytes; the workers compute on threads of their own.
+const IO_THREADS: usize = 2;
+
+/// Does what the flags say.
+///
+/// # Errors
+/// For flags that contradict each other, text that is not there, and whatever ends the run early.
+pub fn run(flags: &Train) -> Result<()> {
+    let plan = flags.plan()?;
+    // Read here in any case: a wrong folder is told before anything is started.
+    let corpus = Corpus::read(&flags.data, plan.context)?;
+    let runtime = Builder::new_multi_thread()
+        .worker_threads(IO_THREADS)
+        .enable_all()
+        .build()
+        .map_err(|cause| Error::System { doing: "start the runtime", cause })?;
+    let result = if flags.processes {
+        runtime.block_on(processes::run(flags))
+    } else {
+        run_here(flags, plan, corpus, &runtime)
+    };
+    // A transfer that hangs must not keep the program from ending.
+    runtime.shutdown_background();
+    result
+}
+
+/// Runs this process's workers, against the cluster that the flags name or one made for them.
+fn run_here(flags: &Train, plan: Plan, corpus: Corpus, runtime: &Runtime) -> Result<()> {
+    let ranks: Vec<u32> = flags.rank.map_or_else(|| (0..plan.workers).collect(), |rank| vec![rank]);
+    let run = Run { plan: Arc::new(plan), corpus: Arc::new(corpus), runtime: runtime.handle().clone() };
+    let outcome = match &flags.address {
+        Some(address) => run.workers(flags, address, &ranks)?,
+        None => {
+            let options = embedded::Options::new(run.plan.shards as usize);
+            let cluster = runtime.block_on(embedded::Cluster::start(options))?;
+            let outcome = run.workers(flags, &cluster.address(), &ranks)?;
+            runtime.block_on(cluster.shutdown())?;
+            outcome
+        }
+    };
+    match outcome {
+        Some(outcome) => tell(flags, &run.plan, &outcome),
+        None => Ok(()),
+    }
+}
+
+fn tell(flags: &Train, plan: &Plan, outcome: &Outcome) -> Result<()> {
+    report::write_files(&flags.out, plan, outcome)?;
+    match (flags.json, flags.quiet) {
+        (true, _) => progress::line(&Line::Done(&Summary::new(plan, outcome))),
+        (false, false) => report::print(&flags.out, plan, outcome),
+        (false, true) => Ok(()),
+    }
+}
+
+#[derive(Clone)]
+struct Run {
+    plan: Arc<Plan>,
+    corpus: Arc<Corpus>,
+    runtime: Handle,
+}
+
+impl Run {
+    /// Runs workers as threads until all are done. The first error ends the run; the other threads end with the
+    /// process.
+    fn workers(&self, flags: &Train, address: &str, ranks: &[u32]) -> Result<Option<Outcome>> {
+        let (done, results) = mpsc::channel();
+        for &rank in ranks {
+            let (run, done, address) = (self.clone(), done.clone(), address.to_owned());
+            let mut output = match (flags.json, flags.quiet) {
+                _ if rank != 0 => Output::Quiet,
+                (true, _) => Output::Json,
+                (false, true) => Output::Quiet,
+                (false, false) => Output::bar(run.plan.steps),
+            };
+            let work = move || {
+                // Sent on unwinding too, so that a panic is an error and not a silence.
+                let mut report = Report { done, rank, result: None };
+                let result = train::train(&run.plan, &run.corpus, &run.runtime, &address, rank, &mut output);
+                output.finish();
+                report.result = Some(result);
+            };
+            thread::Builder::new()
+                .name(format!("worker-{rank}"))
+                .spawn(work)
+                .map_err(|cause| Error::System { doing: "start a thread", cause })?;
+        }
+        drop(done);
+        let mut outcome = None;
+        for result in results {
+            outcome = result?.or(outcome);
+        }
+        Ok(outcome)
+    }
+}
+
+/// Tells of a worker's end, however it comes.
+struct Report {
+    done: mpsc::Sender<Result<Option<Outcome>>>,
+    rank: u32,
+    result: Option<Result<Option<Outcome>>>,
+}
+
+impl Drop for Report {
+    fn drop(&mut self) {
+        let result = self.result.take().unwrap_or(Err(Error::Panicked { rank: self.rank }));
+        // Nobody listens any more once another worker has failed.
+        let _ = self.done.send(result);
+    }
+}

@@ -1,0 +1,18 @@
+//! `zeroshard-worker`.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use zeroshard_worker::cli::{Cli, Command};
+use zeroshard_worker::launch;
+
+fn main() -> ExitCode {
+    let Command::Train(flags) = Cli::parse().command;
+    match launch::run(&flags) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("zeroshard-worker: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

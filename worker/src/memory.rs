@@ -1,0 +1,68 @@
+//! The ledger of parameter and gradient bytes that a worker holds.
+//!
+//! Whoever owns a buffer of parameters or gradients owns a [`Lease`] on as many bytes, and drops both
+//! together. The peak is what a level costs a worker; activations are not in it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Counts bytes held, and remembers the most. Clones share the count.
+#[derive(Debug, Clone, Default)]
+pub struct Ledger(Arc<Counts>);
+
+#[derive(Debug, Default)]
+struct Counts {
+    held: AtomicUsize,
+    peak: AtomicUsize,
+}
+
+impl Ledger {
+    /// Counts `elements` f32 numbers until the lease is dropped.
+    pub fn hold(&self, elements: usize) -> Lease {
+        let bytes = elements * size_of::<f32>();
+        let held = self.0.held.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.0.peak.fetch_max(held, Ordering::Relaxed);
+        Lease { ledger: self.clone(), bytes }
+    }
+
+    /// Bytes held now.
+    pub fn held(&self) -> usize {
+        self.0.held.load(Ordering::Relaxed)
+    }
+
+    /// The most bytes that were held at once.
+    pub fn peak(&self) -> usize {
+        self.0.peak.load(Ordering::Relaxed)
+    }
+}
+
+/// Bytes that count as held until this is dropped.
+#[derive(Debug)]
+#[must_use = "the bytes count as held only while the lease lives"]
+pub struct Lease {
+    ledger: Ledger,
+    bytes: usize,
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.ledger.0.held.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn peak_is_the_most_that_was_held_at_once() {
+        let ledger = Ledger::default();
+        let first = ledger.hold(10);
+        let second = ledger.hold(5);
+        drop(first);
+        let third = ledger.hold(8);
+        assert_eq!((ledger.held(), ledger.peak()), (52, 60));
+        drop((second, third));
+        assert_eq!((ledger.held(), ledger.peak()), (0, 60));
+    }
+}

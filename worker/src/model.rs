@@ -1,0 +1,277 @@
+//! The model as data: its sizes, and the list of its parameters in manifest order.
+//!
+//! A decoder-only transformer on characters: learned positions, pre-norm blocks, GELU, and a head tied
+//! to the token embedding (GPT-2: Radford et al. 2019; pre-norm: Xiong et al. 2020; tied head: Press and
+//! Wolf 2017). What the parameters do is in `segments`; how they travel is in `levels`.
+
+use std::ops::Range;
+
+use crate::random::Stream;
+
+/// Standard deviation of the initial weights (GPT-2's 0.02 for a model of width 768 is wider than this
+/// model needs to be told: at width 128 it trains faster from a little more).
+const INITIAL_DEVIATION: f32 = 0.04;
+
+/// Parameters of one block.
+pub const BLOCK_TENSORS: usize = 12;
+
+/// The sizes of a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Architecture {
+    /// Different characters.
+    pub vocabulary: usize,
+    /// Characters that the model sees at once.
+    pub context: usize,
+    /// Width of the residual stream; a multiple of `heads`.
+    pub width: usize,
+    /// Transformer blocks.
+    pub blocks: usize,
+    /// Attention heads of a block.
+    pub heads: usize,
+}
+
+impl Architecture {
+    /// The default model, about one million parameters.
+    pub fn small(vocabulary: usize, context: usize) -> Self {
+        Self { vocabulary, context, width: 128, blocks: 5, heads: 4 }
+    }
+}
+
+/// A piece of the model that runs (and whose parameters travel) as one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Segment {
+    /// Token and position embedding.
+    Embedding,
+    /// One transformer block.
+    Block(usize),
+    /// Final norm, head and loss.
+    Head,
+}
+
+/// The parameter group of a tensor, as an index into the job's optimizers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Group {
+    /// Matrices: weight decay.
+    Decay = 0,
+    /// Biases and norms: no weight decay.
+    NoDecay = 1,
+}
+
+/// How a tensor begins.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Start {
+    Constant(f32),
+    Uniform { deviation: f32 },
+}
+
+/// One tensor of the manifest.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Parameter {
+    /// Name in the manifest.
+    pub name: String,
+    /// Sizes, row-major.
+    pub shape: Vec<usize>,
+    /// Parameter group.
+    pub group: Group,
+    /// The tensor that this one is another name of (the tied head), as an index into the model's list.
+    pub alias_of: Option<usize>,
+    start: Start,
+}
+
+impl Parameter {
+    /// Number of elements.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// The model: sizes and parameters.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Model {
+    architecture: Architecture,
+    parameters: Vec<Parameter>,
+}
+
+/// Index of the token embedding, which the head shares.
+pub const EMBEDDING: usize = 0;
+const POSITION: usize = 1;
+const FIRST_BLOCK: usize = 2;
+
+impl Model {
+    /// Lays out the parameters of a model.
+    pub fn new(architecture: Architecture) -> Self {
+        let Architecture { vocabulary, context, width, blocks, .. } = architecture;
+        let mut list = Vec::with_capacity(FIRST_BLOCK + blocks * BLOCK_TENSORS + 3);
+        list.push(weight("embedding.weight", &[vocabulary, width], INITIAL_DEVIATION));
+        list.push(weight("position.weight", &[context, width], INITIAL_DEVIATION));
+        // What ends in the residual stream starts smaller, so that its variance does not grow with
+        // depth (GPT-2).
+        let residual = INITIAL_DEVIATION / (2.0 * blocks as f32).sqrt();
+        for block in 0..blocks {
+            let name = |rest: &str| format!("blocks.{block}.{rest}");
+            list.push(constant(&name("norm1.weight"), width, 1.0));
+            list.push(constant(&name("norm1.bias"), width, 0.0));
+            list.push(weight(&name("attention.in.weight"), &[width, 3 * width], INITIAL_DEVIATION));
+            list.push(constant(&name("attention.in.bias"), 3 * width, 0.0));
+            list.push(weight(&name("attention.out.weight"), &[width, width], residual));
+            list.push(constant(&name("attention.out.bias"), width, 0.0));
+            list.push(constant(&name("norm2.weight"), width, 1.0));
+            list.push(constant(&name("norm2.bias"), width, 0.0));
+            list.push(weight(&name("mlp.in.weight"), &[width, 4 * width], INITIAL_DEVIATION));
+            list.push(constant(&name("mlp.in.bias"), 4 * width, 0.0));
+            list.push(weight(&name("mlp.out.weight"), &[4 * width, width], residual));
+            list.push(constant(&name("mlp.out.bias"), width, 0.0));
+        }
+        list.push(constant("norm.weight", width, 1.0));
+        list.push(constant("norm.bias", width, 0.0));
+        list.push(Parameter {
+            alias_of: Some(EMBEDDING),
+            ..weight("head.weight", &[vocabulary, width], INITIAL_DEVIATION)
+        });
+        Self { architecture, parameters: list }
+    }
+
+    /// The sizes.
+    pub fn architecture(&self) -> Architecture {
+        self.architecture
+    }
+
+    /// All tensors in manifest order, aliases too.
+    pub fn parameters(&self) -> &[Parameter] {
+        &self.parameters
+    }
+
+    /// Elements of all tensors that are not aliases.
+    pub fn elements(&self) -> usize {
+        self.parameters.iter().filter(|p| p.alias_of.is_none()).map(Parameter::elements).sum()
+    }
+
+    /// The segments in forward order.
+    pub fn segments(&self) -> Vec<Segment> {
+        std::iter::once(Segment::Embedding)
+            .chain((0..self.architecture.blocks).map(Segment::Block))
+            .chain([Segment::Head])
+            .collect()
+    }
+
+    /// The tensors that a segment reads, in the order in which `segments` takes them. Aliases are
+    /// resolved: the head reads the embedding.
+    pub fn tensors_of(&self, segment: Segment) -> Vec<usize> {
+        match segment {
+            Segment::Embedding => vec![EMBEDDING, POSITION],
+            Segment::Block(block) => block_range(block).collect(),
+            Segment::Head => {
+                let norm = block_range(self.architecture.blocks).start;
+                vec![norm, norm + 1, EMBEDDING]
+            }
+        }
+    }
+
+    /// Whether a segment that runs backward later than `segment` reads `tensor` too: true for the embedding
+    /// in the head.
+    pub fn reads_again(&self, segment: Segment, tensor: usize) -> bool {
+        segment == Segment::Head && tensor == EMBEDDING
+    }
+
+    /// A tensor's first values. Uniform, with nothing but multiplications and additions, so that a seed means the
+    /// same bits on every machine.
+    pub fn initial_values(&self, seed: u64, tensor: usize) -> Vec<f32> {
+        let parameter = &self.parameters[tensor];
+        let count = parameter.elements();
+        match parameter.start {
+            Start::Constant(value) => vec![value; count],
+            Start::Uniform { deviation } => {
+                let mut stream = Stream::new(&[seed, INITIAL_STREAM, tensor as u64]);
+                let half_width = deviation * 3f32.sqrt();
+                (0..count).map(|_| (2.0 * stream.unit() - 1.0) * half_width).collect()
+            }
+        }
+    }
+}
+
+/// Keeps the initial values apart from every other use of the seed.
+const INITIAL_STREAM: u64 = 1;
+
+fn block_range(block: usize) -> Range<usize> {
+    let start = FIRST_BLOCK + block * BLOCK_TENSORS;
+    start..start + BLOCK_TENSORS
+}
+
+fn weight(name: &str, shape: &[usize], deviation: f32) -> Parameter {
+    Parameter {
+        name: name.to_owned(),
+        shape: shape.to_vec(),
+        group: Group::Decay,
+        alias_of: None,
+        start: Start::Uniform { deviation },
+    }
+}
+
+fn constant(name: &str, size: usize, value: f32) -> Parameter {
+    Parameter {
+        name: name.to_owned(),
+        shape: vec![size],
+        group: Group::NoDecay,
+        alias_of: None,
+        start: Start::Constant(value),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn default_model_has_about_a_million_parameters() {
+        let model = Model::new(Architecture::small(96, 64));
+        assert!((900_000..1_100_000).contains(&model.elements()), "{}", model.elements());
+    }
+
+    #[test]
+    fn segments_cover_every_tensor_and_share_only_the_embedding() {
+        let model = Model::new(Architecture::small(50, 16));
+        let mut readers = vec![0; model.parameters().len()];
+        for segment in model.segments() {
+            for tensor in model.tensors_of(segment) {
+                readers[tensor] += 1;
+            }
+        }
+        for (tensor, parameter) in model.parameters().iter().enumerate() {
+            let expected = match (tensor, parameter.alias_of) {
+                (EMBEDDING, _) => 2,
+                (_, Some(_)) => 0,
+                (_, None) => 1,
+            };
+            assert_eq!(readers[tensor], expected, "{}", parameter.name);
+        }
+    }
+
+    #[test]
+    fn biases_and_norms_are_not_decayed() {
+        let model = Model::new(Architecture::small(50, 16));
+        for parameter in model.parameters() {
+            let expected = if parameter.shape.len() == 1 { Group::NoDecay } else { Group::Decay };
+            assert_eq!(parameter.group, expected, "{}", parameter.name);
+        }
+    }
+
+    #[test]
+    fn head_is_the_embedding() {
+        let model = Model::new(Architecture::small(50, 16));
+        let head = model.parameters().last().expect("a model has parameters");
+        assert_eq!(head.name, "head.weight");
+        assert_eq!(head.alias_of, Some(EMBEDDING));
+        assert_eq!(head.shape, model.parameters()[EMBEDDING].shape);
+    }
+
+    #[test]
+    fn initial_values_follow_the_seed() {
+        let model = Model::new(Architecture::small(50, 16));
+        let embedding = model.initial_values(1, EMBEDDING);
+        assert_eq!(embedding, model.initial_values(1, EMBEDDING));
+        assert_ne!(embedding, model.initial_values(2, EMBEDDING));
+        let variance: f32 = embedding.iter().map(|x| x * x).sum::<f32>() / embedding.len() as f32;
+        assert!((variance.sqrt() - INITIAL_DEVIATION).abs() < 0.1 * INITIAL_DEVIATION);
+    }
+}

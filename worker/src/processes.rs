@@ -1,0 +1,134 @@
+//! `--processes`: coordinator, shard servers and workers as child processes, as a cluster runs them.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use serde::Deserialize;
+use tokio::io::{AsyncBufReadExt, BufReader, Lines};
+use tokio::process::{Child, ChildStdout, Command};
+use tokio::task::JoinSet;
+
+use crate::cli::Train;
+use crate::error::{Error, Result};
+
+/// Starts everything, waits for the workers, and ends the servers. What is still running when this returns, or
+/// is dropped, is killed.
+///
+/// # Errors
+/// For a program that is not there, does not start, or fails.
+pub async fn run(flags: &Train) -> Result<()> {
+    let here =
+        std::env::current_exe().map_err(|cause| Error::System { doing: "find this program", cause })?;
+    let server = here.with_file_name(format!("zeroshard-server{}", std::env::consts::EXE_SUFFIX));
+    if !server.is_file() {
+        return Err(Error::NoProgram { program: server });
+    }
+    let coordinator = Server::start(&server, &["coordinator", "--admin-listen", "off"]).await?;
+    let mut servers = vec![];
+    for _ in 0..flags.shards {
+        let arguments = ["shard", "--admin-listen", "off", "--coordinator", &coordinator.address];
+        servers.push(Server::start(&server, &arguments).await?);
+    }
+    let mut workers = JoinSet::new();
+    for rank in 0..flags.workers {
+        let worker = worker(&here, &coordinator.address, rank)?;
+        workers.spawn(finish(worker, rank));
+    }
+    servers.push(coordinator);
+    let ended = any_end(&mut servers);
+    tokio::select! {
+        result = all(&mut workers) => result,
+        error = ended => Err(error),
+        _ = tokio::signal::ctrl_c() => {
+            Err(Error::Process { program: "the run".to_owned(), did: "was interrupted".to_owned() })
+        }
+    }
+}
+
+/// The line that a server prints when it can be reached.
+#[derive(Debug, Deserialize)]
+struct Listening {
+    event: String,
+    address: String,
+}
+
+struct Server {
+    name: String,
+    address: String,
+    child: Child,
+    /// Kept open: a server must not fail for want of a reader.
+    _lines: Lines<BufReader<ChildStdout>>,
+}
+
+impl Server {
+    /// Starts a server on a free port and waits until it can be reached.
+    async fn start(program: &Path, arguments: &[&str]) -> Result<Self> {
+        let name = format!("zeroshard-server {}", arguments[0]);
+        let mut command = Command::new(program);
+        command.args(arguments).args(["--listen", "127.0.0.1:0", "--json"]);
+        if std::env::var_os("ZEROSHARD_LOG").is_none() {
+            command.env("ZEROSHARD_LOG", "warn");
+        }
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).kill_on_drop(true);
+        let failed = |did: String| Error::Process { program: name.clone(), did };
+        let mut child = command.spawn().map_err(|cause| failed(format!("did not start: {cause}")))?;
+        let stdout = child.stdout.take().ok_or_else(|| failed("has no standard output".to_owned()))?;
+        let mut lines = BufReader::new(stdout).lines();
+        while let Ok(Some(line)) = lines.next_line().await {
+            match serde_json::from_str::<Listening>(&line) {
+                Ok(Listening { event, address }) if event == "listening" => {
+                    return Ok(Self { name, address, child, _lines: lines });
+                }
+                _ => continue,
+            }
+        }
+        Err(failed("ended before it could be reached; it says why above".to_owned()))
+    }
+}
+
+/// This program again, with the flags that it was given, as one rank.
+fn worker(program: &PathBuf, address: &str, rank: u32) -> Result<Child> {
+    let mut command = Command::new(program);
+    command.args(std::env::args_os().skip(1).filter(|argument| argument != "--processes"));
+    command.args(["--address", address, "--rank", &rank.to_string()]);
+    command.stdin(Stdio::null()).kill_on_drop(true);
+    if rank != 0 {
+        command.stdout(Stdio::null());
+    }
+    command.spawn().map_err(|cause| Error::Process {
+        program: format!("worker {rank}"),
+        did: format!("did not start: {cause}"),
+    })
+}
+
+async fn finish(mut worker: Child, rank: u32) -> Result<()> {
+    let program = format!("worker {rank}");
+    match worker.wait().await {
+        Ok(status) if status.success() => Ok(()),
+        Ok(status) => Err(Error::Process { program, did: format!("failed ({status}); it says why above") }),
+        Err(cause) => Err(Error::Process { program, did: format!("cannot be waited for: {cause}") }),
+    }
+}
+
+async fn all(workers: &mut JoinSet<Result<()>>) -> Result<()> {
+    while let Some(result) = workers.join_next().await {
+        result.unwrap_or_else(|cause| {
+            Err(Error::Process { program: "a worker".to_owned(), did: format!("was lost: {cause}") })
+        })?;
+    }
+    Ok(())
+}
+
+/// The error of the first server that ends; none does while all is well.
+async fn any_end(servers: &mut [Server]) -> Error {
+    let ends = servers.iter_mut().map(|server| {
+        Box::pin(async {
+            let did = match server.child.wait().await {
+                Ok(status) => format!("ended during the run ({status})"),
+                Err(cause) => format!("cannot be waited for: {cause}"),
+            };
+            Error::Process { program: server.name.clone(), did }
+        })
+    });
+    futures_util::future::select_all(ends).await.0
+}

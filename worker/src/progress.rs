@@ -1,0 +1,182 @@
+//! What a run says while it goes on: a progress bar for people, one JSON object a line for programs.
+
+use std::io::{self, Write};
+use std::time::Instant;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde::Serialize;
+use zeroshard_client::Traffic;
+
+use crate::error::{Error, Result};
+
+/// A step that was decided.
+#[derive(Debug, Clone)]
+pub struct StepEvent {
+    /// Its number.
+    pub step: u64,
+    /// Mean over the ranks, nats per character.
+    pub loss: f64,
+    /// Of the mean gradient, before clipping.
+    pub gradient_norm: f64,
+    /// False: skipped because of inf or NaN.
+    pub applied: bool,
+    /// Where these were, if so.
+    pub overflow: Option<String>,
+    /// Characters trained on so far, by all workers.
+    pub tokens: u64,
+    /// Bytes moved so far, by this worker.
+    pub traffic: Traffic,
+}
+
+/// Where a run's news go.
+pub enum Output {
+    /// Nowhere.
+    Quiet,
+    /// To standard output, one JSON object a line.
+    Json,
+    /// To a progress bar on standard error; nowhere if that is no terminal.
+    Bar(Bar),
+}
+
+impl Output {
+    /// A progress bar for a run of so many steps.
+    pub fn bar(steps: u64) -> Self {
+        let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
+        let style = ProgressStyle::with_template("{bar:24} {pos}/{len} {msg} {eta} left");
+        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        Self::Bar(Bar { bar, held_out: None, last: None })
+    }
+
+    /// Tells of a step.
+    ///
+    /// # Errors
+    /// If standard output is closed.
+    pub fn step(&mut self, event: &StepEvent) -> Result<()> {
+        match self {
+            Self::Quiet => Ok(()),
+            Self::Json => {
+                let StepEvent { step, loss, gradient_norm, applied, overflow, .. } = event;
+                line(&Line::Step {
+                    step: *step,
+                    loss: *loss,
+                    gradient_norm: *gradient_norm,
+                    applied: *applied,
+                    overflow: overflow.as_deref(),
+                })
+            }
+            Self::Bar(bar) => {
+                bar.step(event);
+                Ok(())
+            }
+        }
+    }
+
+    /// Tells of an evaluation after `step` steps.
+    ///
+    /// # Errors
+    /// If standard output is closed.
+    pub fn evaluation(&mut self, step: u64, eval_loss: f64) -> Result<()> {
+        match self {
+            Self::Quiet => Ok(()),
+            Self::Json => line(&Line::Evaluation { step, eval_loss }),
+            Self::Bar(bar) => {
+                bar.held_out = Some(eval_loss);
+                Ok(())
+            }
+        }
+    }
+
+    /// Clears the bar.
+    pub fn finish(&mut self) {
+        if let Self::Bar(bar) = self {
+            bar.bar.finish_and_clear();
+        }
+    }
+}
+
+/// A progress bar with rates.
+pub struct Bar {
+    bar: ProgressBar,
+    held_out: Option<f64>,
+    /// When the step before was decided, tokens and traffic then.
+    last: Option<(Instant, u64, Traffic)>,
+}
+
+impl Bar {
+    fn step(&mut self, event: &StepEvent) {
+        if let Some(overflow) = &event.overflow {
+            self.bar.println(format!("step {}: skipped, inf or NaN in {overflow}", event.step));
+        }
+        let now = Instant::now();
+        let rates = self.last.as_ref().map_or_else(String::new, |(then, tokens, traffic)| {
+            let seconds = now.duration_since(*then).as_secs_f64();
+            let gigabytes = |new: u64, old: u64| (new - old) as f64 / seconds / 1e9;
+            format!(
+                " · {:.0} tokens/s · pull {:.3} push {:.3} GB/s",
+                (event.tokens - tokens) as f64 / seconds,
+                gigabytes(event.traffic.pulled_bytes, traffic.pulled_bytes),
+                gigabytes(event.traffic.pushed_bytes, traffic.pushed_bytes),
+            )
+        });
+        self.last = Some((now, event.tokens, event.traffic));
+        let held_out = self.held_out.map_or_else(String::new, |loss| format!(" · held-out {loss:.3}"));
+        self.bar.set_message(format!("loss {:.3}{held_out}{rates} ·", event.loss));
+        self.bar.set_position(event.step + 1);
+    }
+}
+
+/// One line of `--json`.
+#[derive(Debug, Serialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Line<'a> {
+    /// A step was decided.
+    Step {
+        /// Its number.
+        step: u64,
+        /// Mean over the ranks, nats per character.
+        loss: f64,
+        /// Of the mean gradient, before clipping; null if not finite.
+        gradient_norm: f64,
+        /// False: skipped because of inf or NaN.
+        applied: bool,
+        /// Where these were.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        overflow: Option<&'a str>,
+    },
+    /// Held-out text was measured.
+    Evaluation {
+        /// Steps before.
+        step: u64,
+        /// Nats per character.
+        eval_loss: f64,
+    },
+    /// The run is over.
+    Done(&'a crate::report::Summary),
+}
+
+/// Writes one line of JSON to standard output.
+///
+/// # Errors
+/// If that is closed.
+pub fn line(line: &Line<'_>) -> Result<()> {
+    let write = || {
+        let mut out = io::stdout().lock();
+        serde_json::to_writer(&mut out, line)?;
+        out.write_all(b"\n")?;
+        out.flush()
+    };
+    write().map_err(|cause| Error::System { doing: "write to standard output", cause })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_line_has_its_fields() {
+        let step =
+            Line::Step { step: 3, loss: 2.5, gradient_norm: f64::INFINITY, applied: false, overflow: None };
+        let expected = r#"{"event":"step","step":3,"loss":2.5,"gradient_norm":null,"applied":false}"#;
+        assert_eq!(serde_json::to_string(&step).unwrap(), expected);
+    }
+}

@@ -1,0 +1,72 @@
+//! Random numbers that are a pure function of a key: (seed, purpose, step, …).
+//!
+//! Counter based, so that a rank can draw its share of a step without drawing everybody else's, and a
+//! step that is run again draws the same. The mixing function is SplitMix64's (Steele, Lea, Flood 2014).
+
+const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// A stream of random numbers.
+#[derive(Debug, Clone)]
+pub struct Stream {
+    state: u64,
+}
+
+impl Stream {
+    /// The stream of a key. Different keys give unrelated streams.
+    pub fn new(key: &[u64]) -> Self {
+        let state = key.iter().fold(GOLDEN, |state, &part| mix(state ^ mix(part.wrapping_add(GOLDEN))));
+        Self { state }
+    }
+
+    /// The next 64 random bits.
+    pub fn bits(&mut self) -> u64 {
+        self.state = self.state.wrapping_add(GOLDEN);
+        mix(self.state)
+    }
+
+    /// Uniform in `[0, 1)`, with 24 random bits: every value is an exact f32.
+    pub fn unit(&mut self) -> f32 {
+        (self.bits() >> 40) as f32 / (1u64 << 24) as f32
+    }
+
+    /// Uniform in `0..bound` (`bound` > 0), by multiplication (Lemire 2019); the bias is below
+    /// `bound / 2^64`.
+    pub fn below(&mut self, bound: usize) -> usize {
+        ((u128::from(self.bits()) * bound as u128) >> 64) as usize
+    }
+}
+
+fn mix(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn same_key_gives_the_same_stream() {
+        let draw = |key: &[u64]| {
+            let mut stream = Stream::new(key);
+            (0..8).map(|_| stream.bits()).collect::<Vec<_>>()
+        };
+        assert_eq!(draw(&[1, 2]), draw(&[1, 2]));
+        assert_ne!(draw(&[1, 2]), draw(&[2, 1]));
+        assert_ne!(draw(&[1]), draw(&[1, 0]));
+    }
+
+    #[test]
+    fn numbers_are_uniform() {
+        let mut stream = Stream::new(&[7]);
+        let count = 20_000;
+        let mean = (0..count).map(|_| f64::from(stream.unit())).sum::<f64>() / f64::from(count);
+        assert!((mean - 0.5).abs() < 0.01, "{mean}");
+        let mut seen = [0; 5];
+        for _ in 0..count {
+            seen[stream.below(5)] += 1;
+        }
+        assert!(seen.iter().all(|&n| (3_800..4_200).contains(&n)), "{seen:?}");
+    }
+}

@@ -1,0 +1,157 @@
+//! The end of a run: a table, a loss curve, a sample; or the last line of `--json`.
+
+use std::fs;
+use std::io::{self, Write};
+use std::path::Path;
+
+use comfy_table::{Table, presets};
+use serde::Serialize;
+
+use crate::chart::Chart;
+use crate::error::{Error, Result};
+use crate::train::{Outcome, Plan};
+
+/// What the last line of `--json` says.
+#[derive(Debug, Clone, Serialize)]
+pub struct Summary {
+    /// Steps that the job has taken.
+    pub steps: u64,
+    /// Loss of the last step, nats per character.
+    pub train_loss: f64,
+    /// Held-out loss at the end, nats per character.
+    pub eval_loss: f64,
+    /// Loss of knowing only how common each character is.
+    pub unigram_entropy: f64,
+    /// Hash of the job's state.
+    pub state_hash: String,
+    /// From the first step to the last evaluation.
+    pub seconds: f64,
+    /// What a worker kept.
+    pub level: &'static str,
+    /// The most parameter and gradient bytes that a worker held at once.
+    pub peak_bytes: usize,
+    /// Parameter bytes that a worker received.
+    pub pulled_bytes: u64,
+    /// Gradient bytes that a worker sent.
+    pub pushed_bytes: u64,
+    /// Characters a second, of all workers together.
+    pub tokens_per_s: f64,
+    /// Steps that were skipped because of inf or NaN.
+    pub skipped: u64,
+    /// Times that a step was run again.
+    pub aborted: u64,
+}
+
+impl Summary {
+    /// Sums up a run.
+    pub fn new(plan: &Plan, outcome: &Outcome) -> Self {
+        let last = |points: &[(u64, f64)]| points.last().map_or(f64::NAN, |point| point.1);
+        let seconds = outcome.elapsed.as_secs_f64();
+        Self {
+            steps: outcome.steps,
+            train_loss: last(&outcome.train),
+            eval_loss: last(&outcome.held_out),
+            unigram_entropy: outcome.unigram_entropy,
+            state_hash: outcome.state_hash.clone(),
+            seconds,
+            level: plan.level.name(),
+            peak_bytes: outcome.peak_bytes,
+            pulled_bytes: outcome.pulled_bytes,
+            pushed_bytes: outcome.pushed_bytes,
+            tokens_per_s: outcome.tokens as f64 / seconds,
+            skipped: outcome.skipped,
+            aborted: outcome.aborted,
+        }
+    }
+}
+
+/// Writes `loss.svg` and `sample.txt` into a folder, which is made if it is not there.
+///
+/// # Errors
+/// If that fails.
+pub fn write_files(folder: &Path, plan: &Plan, outcome: &Outcome) -> Result<()> {
+    let points = |points: &[(u64, f64)]| points.iter().map(|&(step, loss)| (step as f64, loss)).collect();
+    let chart = Chart {
+        title: title(plan, outcome),
+        train: points(&outcome.train),
+        held_out: points(&outcome.held_out),
+        unigram_entropy: outcome.unigram_entropy,
+    };
+    let write = |name: &str, text: String| {
+        let path = folder.join(name);
+        fs::write(&path, text).map_err(|cause| Error::Report { path, cause })
+    };
+    fs::create_dir_all(folder).map_err(|cause| Error::Report { path: folder.to_owned(), cause })?;
+    write("loss.svg", chart.svg())?;
+    write("sample.txt", format!("{}{}\n", outcome.prompt, outcome.sample))
+}
+
+/// Prints table and sample.
+///
+/// # Errors
+/// If standard output is closed.
+pub fn print(folder: &Path, plan: &Plan, outcome: &Outcome) -> Result<()> {
+    let table = table(plan, &Summary::new(plan, outcome), outcome.parameters);
+    let curve = folder.join("loss.svg");
+    let mut out = io::stdout().lock();
+    let mut write = || {
+        writeln!(out, "{table}\n\nLoss curve: {}", curve.display())?;
+        if !outcome.sample.is_empty() {
+            writeln!(out, "Sample (after {:?}):\n\n{}", outcome.prompt, outcome.sample)?;
+        }
+        out.flush()
+    };
+    write().map_err(|cause| Error::System { doing: "write to standard output", cause })
+}
+
+fn title(plan: &Plan, outcome: &Outcome) -> String {
+    let optimizer = plan.schedule.name();
+    format!(
+        "{:.2} M parameters, {optimizer}, {} workers, level {}",
+        millions(outcome.parameters),
+        plan.workers,
+        plan.level
+    )
+}
+
+fn millions(count: usize) -> f64 {
+    count as f64 / 1e6
+}
+
+fn table(plan: &Plan, summary: &Summary, parameters: usize) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_BORDERS_ONLY);
+    let megabytes = |bytes: f64| format!("{:.2} MB", bytes / 1e6);
+    let mut row = |name: &str, value: String| {
+        table.add_row([name.to_owned(), value]);
+    };
+    row("model", format!("{:.2} M parameters, context {}", millions(parameters), plan.context));
+    row(
+        "run",
+        format!("{} steps of {} windows, {} workers", summary.steps, plan.sharding.batch(), plan.workers),
+    );
+    row("level", format!("{}, {} on the wire", plan.level, plan.wire));
+    row("optimizer", plan.schedule.to_string());
+    row("training loss", format!("{:.4} nats/character", summary.train_loss));
+    row("held-out loss", format!("{:.4} nats/character", summary.eval_loss));
+    row("unigram entropy", format!("{:.4} nats/character", summary.unigram_entropy));
+    row("held-out / unigram", format!("{:.3}", summary.eval_loss / summary.unigram_entropy));
+    row("speed", format!("{:.0} tokens/s", summary.tokens_per_s));
+    row("pulled by a worker", megabytes(summary.pulled_bytes as f64));
+    row("pushed by a worker", megabytes(summary.pushed_bytes as f64));
+    let all = (2 * size_of::<f32>() * parameters) as f64;
+    let share = 100.0 * summary.peak_bytes as f64 / all;
+    row(
+        "peak of a worker",
+        format!("{}: {share:.0} % of all parameters and gradients", megabytes(summary.peak_bytes as f64)),
+    );
+    if summary.skipped + summary.aborted > 0 {
+        row(
+            "steps not taken",
+            format!("{} skipped (overflow), {} run again", summary.skipped, summary.aborted),
+        );
+    }
+    row("state hash", summary.state_hash.clone());
+    row("time", format!("{:.1} s", summary.seconds));
+    table
+}

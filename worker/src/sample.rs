@@ -1,0 +1,92 @@
+//! Text from the model, character by character.
+
+use zeroshard_proto::Result;
+
+use crate::batches::Batch;
+use crate::model::{Model, Segment};
+use crate::random::Stream;
+use crate::segments::{Leaf, Pass, Tracking, last_logits};
+use crate::travel::{Exchange, Link, Parameters};
+
+/// Below 1 the likely characters become likelier.
+const TEMPERATURE: f64 = 0.7;
+/// Keeps the samples apart from every other use of the seed.
+const SAMPLE_STREAM: u64 = 3;
+
+/// What to sample.
+#[derive(Debug, Clone, Copy)]
+pub struct Request<'a> {
+    /// The parameters' version.
+    pub version: u64,
+    /// The text to go on from, at least one character.
+    pub prompt: &'a [u8],
+    /// Characters to add.
+    pub count: usize,
+    /// The run's seed.
+    pub seed: u64,
+}
+
+/// Goes on from the prompt. Pulls all parameters and holds them.
+///
+/// # Errors
+/// Those of the pull.
+pub fn generate<E: Exchange>(link: &Link<E>, model: &Model, request: Request<'_>) -> Result<Vec<u8>> {
+    let mut parameters = Parameters::new(link, model, request.version);
+    let segments = model.segments();
+    segments.iter().for_each(|&segment| parameters.prefetch(segment));
+    let leaves: Vec<(Segment, Vec<Leaf>)> = segments
+        .into_iter()
+        .map(|segment| Ok((segment, parameters.take(segment)?)))
+        .collect::<Result<_>>()?;
+    let mut text = request.prompt.to_vec();
+    for index in 0..request.count {
+        let visible = &text[text.len().saturating_sub(model.architecture().context)..];
+        let logits = next_logits(model, &leaves, &Batch::prompt(visible));
+        let point = Stream::new(&[request.seed, SAMPLE_STREAM, index as u64]).unit();
+        text.push(choose(&logits, f64::from(point)));
+    }
+    Ok(text.split_off(request.prompt.len()))
+}
+
+fn next_logits(model: &Model, leaves: &[(Segment, Vec<Leaf>)], visible: &Batch) -> Vec<f32> {
+    let architecture = model.architecture();
+    let mut hidden = None;
+    for (segment, leaves) in leaves {
+        if let (Segment::Head, Some(hidden)) = (segment, &hidden) {
+            return last_logits(&architecture, leaves, Clone::clone(hidden), visible);
+        }
+        let pass = Pass::forward(&architecture, *segment, leaves, hidden.take(), visible, Tracking::None);
+        hidden = Some(pass.output());
+    }
+    unreachable!("a model ends with its head");
+}
+
+/// The number at `point` (in `[0, 1)`) of the distribution that the logits make.
+fn choose(logits: &[f32], point: f64) -> u8 {
+    let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let weights = logits.iter().map(|&logit| (f64::from(logit - highest) / TEMPERATURE).exp());
+    let mut left = point * weights.clone().sum::<f64>();
+    let last = logits.len() - 1;
+    let chosen = weights.into_iter().position(|weight| {
+        left -= weight;
+        left < 0.0
+    });
+    u8::try_from(chosen.unwrap_or(last)).expect("a vocabulary has at most 256 characters")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn choice_follows_the_distribution() {
+        let logits = [0.0, f32::NEG_INFINITY, 0.0, 100.0 * f32::MIN_POSITIVE];
+        let chosen: Vec<u8> = (0..6).map(|i| choose(&logits, f64::from(i) / 6.0)).collect();
+        assert_eq!(chosen, [0, 0, 2, 2, 3, 3]);
+    }
+
+    #[test]
+    fn broken_logits_still_give_a_character() {
+        assert_eq!(choose(&[f32::NAN, f32::NAN], 0.5), 1);
+    }
+}

@@ -1,0 +1,116 @@
+//! The hyperparameters of each step: learning rate by schedule, weight decay by parameter group.
+
+use std::fmt;
+
+use zeroshard_proto::Optimizer;
+
+use crate::model::Group;
+
+/// The share of a run that the learning rate takes to rise.
+const WARM_UP: f64 = 0.1;
+/// What is left of the learning rate at the end.
+const FLOOR: f64 = 0.1;
+
+/// Optimizers by step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Schedule {
+    /// With the highest learning rate, and the weight decay of matrices.
+    optimizer: Optimizer,
+    steps: u64,
+}
+
+impl Schedule {
+    /// A run of `steps` steps.
+    pub fn new(optimizer: Optimizer, steps: u64) -> Self {
+        Self { optimizer, steps }
+    }
+
+    /// The optimizers of a step, one for each parameter group (`model::Group`). The learning rate rises linearly,
+    /// then falls along half a cosine to a tenth (Loshchilov and Hutter 2017, without restarts).
+    pub fn at(&self, step: u64) -> Vec<Optimizer> {
+        self.groups(self.factor(step))
+    }
+
+    /// The optimizers at the highest learning rate.
+    pub fn highest(&self) -> Vec<Optimizer> {
+        self.groups(1.0)
+    }
+
+    /// The optimizer's name.
+    pub fn name(&self) -> &'static str {
+        self.optimizer.name()
+    }
+
+    fn groups(&self, factor: f64) -> Vec<Optimizer> {
+        let mut decayed = self.optimizer;
+        decayed.set_lr(self.optimizer.lr() * factor);
+        let mut plain = decayed;
+        plain.set_weight_decay(0.0);
+        let mut groups = [decayed; 2];
+        groups[Group::NoDecay as usize] = plain;
+        groups.to_vec()
+    }
+
+    fn factor(&self, step: u64) -> f64 {
+        let warm_up = (self.steps as f64 * WARM_UP).ceil().max(1.0);
+        let done = step as f64 + 1.0;
+        if done <= warm_up {
+            return done / warm_up;
+        }
+        let progress = ((done - warm_up) / (self.steps as f64 - warm_up)).min(1.0);
+        FLOOR + (1.0 - FLOOR) * 0.5 * (1.0 + (std::f64::consts::PI * progress).cos())
+    }
+}
+
+impl fmt::Display for Schedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (lr, decay) = (self.optimizer.lr(), self.optimizer.weight_decay());
+        write!(f, "{}, learning rate {lr}, weight decay {decay}", self.optimizer)
+    }
+}
+
+/// The learning rate that suits the default model, for when none is asked for.
+pub fn default_lr(optimizer: &Optimizer) -> f64 {
+    match optimizer {
+        Optimizer::Adam(_) | Optimizer::AdamW(_) => 4e-3,
+        Optimizer::Sgd(_) => 0.5,
+        Optimizer::Adagrad(_) => 1e-2,
+        Optimizer::Adadelta(_) => 1.0,
+        Optimizer::RmsProp(_) => 1e-3,
+        Optimizer::Lion(_) => 3e-4,
+        Optimizer::Lamb(_) => 1e-2,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn adamw() -> Optimizer {
+        let mut optimizer: Optimizer = "adamw".parse().unwrap();
+        optimizer.set_lr(1.0);
+        optimizer
+    }
+
+    #[test]
+    fn learning_rate_rises_then_falls_to_a_tenth() {
+        let schedule = Schedule::new(adamw(), 100);
+        let lr: Vec<f64> = (0..100).map(|step| schedule.at(step)[0].lr()).collect();
+        assert!((lr[0] - 0.1).abs() < 1e-12 && (lr[9] - 1.0).abs() < 1e-12);
+        assert!(lr[..10].is_sorted() && lr[9..].iter().rev().is_sorted());
+        assert!((lr[99] - 0.1).abs() < 1e-12);
+    }
+
+    #[test]
+    fn a_run_of_one_step_has_the_whole_learning_rate() {
+        assert_eq!(Schedule::new(adamw(), 1).at(0)[0].lr(), 1.0);
+    }
+
+    #[test]
+    fn only_the_first_group_is_decayed() {
+        let groups = Schedule::new(adamw(), 10).at(3);
+        assert_eq!(groups[Group::Decay as usize].weight_decay(), adamw().weight_decay());
+        assert_eq!(groups[Group::NoDecay as usize].weight_decay(), 0.0);
+        assert_eq!(groups[0].lr(), groups[1].lr());
+    }
+}
