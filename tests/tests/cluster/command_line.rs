@@ -18,6 +18,7 @@ fn every_program_has_help_and_a_version() {
         ("zeroshard-server", &["", "coordinator", "shard", "all"][..]),
         ("zsctl", &["", "status", "hash", "delete"]),
         ("zs-bench", &["", "transfer", "optimizer", "step"]),
+        ("zeroshard-worker", &["", "train"]),
     ] {
         for command in commands {
             let arguments: Vec<&str> =
