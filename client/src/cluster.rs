@@ -63,7 +63,8 @@ impl Cluster {
     /// # Errors
     /// [`Error::Timeout`].
     pub async fn status(&self) -> Result<pb::StatusResponse> {
-        self.retry("an answer", |mut client, _| async move { client.status(pb::StatusRequest {}).await }).await
+        self.retry("an answer", |mut client, _| async move { client.status(pb::StatusRequest {}).await })
+            .await
     }
 
     /// Makes the job, unless it is there already.
@@ -149,7 +150,9 @@ impl Cluster {
         loop {
             // A little less than we wait ourselves: what the server says is better to know than our timeout.
             let wait_ms = (deadline.left().as_millis() as u32).saturating_sub(200).max(1);
-            let answer = deadline.limit(|| format!("{what} from {}", self.peer), call(self.client.clone(), wait_ms)).await?;
+            let answer = deadline
+                .limit(|| format!("{what} from {}", self.peer), call(self.client.clone(), wait_ms))
+                .await?;
             let error = match answer {
                 Ok(answer) => return Ok(answer.into_inner()),
                 Err(status) => Error::from_status(&status, &self.peer),

@@ -11,7 +11,8 @@ use crate::{Cluster, Description};
 
 /// BLAKE3 of the version and of every slice's digest, in manifest order.
 pub(crate) async fn state_hash(cluster: &Cluster, of: &Description, version: u64) -> Result<String> {
-    let digests = of.placement.servers().iter().map(|server| digests(cluster, &of.spec.name, version, server));
+    let digests =
+        of.placement.servers().iter().map(|server| digests(cluster, &of.spec.name, version, server));
     let mut slices = try_join_all(digests).await?.concat();
     slices.sort_unstable_by_key(|slice| slice.slice);
     let expected = 0..of.spec.manifest.slices().len() as u32;

@@ -1,6 +1,9 @@
 //! A rank's part in a job: pull, push, commit.
 
-use std::sync::Arc;
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
 
 use futures_util::future::try_join_all;
 use tokio::{sync::watch, task::JoinHandle};
@@ -11,6 +14,9 @@ use crate::{
     cluster::{Deadline, Description},
     hash, pull, push,
 };
+
+/// The coordinator's news of a job's end is at most so much later than the servers'.
+const NEWS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// This rank's word that it has pushed all of a step.
 #[derive(Debug, Clone, PartialEq)]
@@ -73,6 +79,8 @@ pub struct Job {
     lease: u64,
     membership: watch::Receiver<Membership>,
     watcher: JoinHandle<()>,
+    /// The step that was last pushed to, and the epoch in which that began: gradients of an older epoch are gone.
+    round: Mutex<Option<(u64, u64)>>,
 }
 
 impl Drop for Job {
@@ -100,7 +108,7 @@ impl Job {
         let (told, membership) = watch::channel(Membership::try_from(first)?);
         let lost = Error::LeaseLost { job: job.to_owned(), rank };
         let watcher = tokio::spawn(watch_membership(stream, told, cluster.peer.clone(), lost));
-        Ok(Self { cluster, spec: Arc::new(spec), rank, lease, membership, watcher })
+        Ok(Self { cluster, spec: Arc::new(spec), rank, lease, membership, watcher, round: Mutex::default() })
     }
 
     /// What the job is.
@@ -129,10 +137,12 @@ impl Job {
         self.cluster.shards.traffic()
     }
 
-    /// Uploads the initial parameters: all tensors that own their storage, by rank 0, once.
+    /// Uploads the initial parameters; in any number of calls, all tensors that own their storage, by rank 0,
+    /// once. A rank that is lost before [`Self::version`] tells of version 0 makes the servers drop them.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for sizes that do not fit, [`Error::Timeout`].
+    /// [`Error::StaleEpoch`]: upload all of them again. [`Error::Invalid`] for sizes that do not fit,
+    /// [`Error::Timeout`].
     pub async fn initialise(&self, parameters: Vec<Gradient>) -> Result<()> {
         // Always f32: the master weights are.
         self.push_as(None, DType::F32, parameters).await
@@ -149,18 +159,21 @@ impl Job {
     async fn push_as(&self, step: Option<u64>, dtype: DType, data: Vec<Gradient>) -> Result<()> {
         let deadline = Deadline::after(self.cluster.options.deadline);
         let Membership { epoch, placement, .. } = self.current()?;
+        if let Some(step) = step {
+            self.enter_round(step, epoch)?;
+        }
         let world = self.spec.world;
         let plans = push::plan(&self.spec.manifest, &placement, self.rank, world, data)?;
         let begin = pb::PushBegin { job: self.spec.name.clone(), epoch, rank: self.rank, step };
         let push = Push { job: self, begin, dtype, deadline };
         let pushes = plans.into_iter().map(|plan| push.to_one(plan));
-        let pushed = try_join_all(pushes).await;
+        let pushed = self.unless_ended(try_join_all(pushes)).await;
         match (pushed, step) {
             (Ok(_), _) => Ok(()),
             (Err(error @ Error::StaleEpoch { .. }), Some(step)) => {
                 Err(self.aborted(step, error, deadline).await)
             }
-            (Err(error), _) => Err(error),
+            (Err(error), _) => Err(self.explained(error).await),
         }
     }
 
@@ -172,8 +185,11 @@ impl Job {
     pub async fn pull(&self, version: u64, targets: Vec<Target<'_>>) -> Result<()> {
         let deadline = Deadline::after(self.cluster.options.deadline);
         let plans = pull::plan(&self.spec.manifest, &self.current()?.placement, targets)?;
-        try_join_all(plans.into_iter().map(|plan| self.pull_from_one(plan, version, deadline))).await?;
-        Ok(())
+        let pulls = plans.into_iter().map(|plan| self.pull_from_one(plan, version, deadline));
+        match self.unless_ended(try_join_all(pulls)).await {
+            Ok(_) => Ok(()),
+            Err(error) => Err(self.explained(error).await),
+        }
     }
 
     async fn pull_from_one(&self, mut plan: pull::Plan<'_>, version: u64, deadline: Deadline) -> Result<()> {
@@ -209,6 +225,7 @@ impl Job {
     pub async fn commit(&self, commit: Commit) -> Result<StepReport> {
         let deadline = Deadline::after(self.cluster.options.deadline);
         let epoch = self.current()?.epoch;
+        self.enter_round(commit.step, epoch)?;
         let request = pb::CommitRequest {
             job: self.spec.name.clone(),
             lease: self.lease,
@@ -264,6 +281,49 @@ impl Job {
         Ok(())
     }
 
+    /// Notes that `step` is worked on in `epoch`.
+    ///
+    /// # Errors
+    /// [`Error::StepAborted`], once, if that began in an earlier epoch: the servers have dropped what was pushed
+    /// then.
+    fn enter_round(&self, step: u64, epoch: u64) -> Result<()> {
+        let mut round = self.round.lock().unwrap_or_else(PoisonError::into_inner);
+        match round.replace((step, epoch)) {
+            Some((pushed, began)) if pushed == step && began != epoch => {
+                *round = None;
+                let job = self.spec.name.clone();
+                let cause = format!("a rank was lost after its gradients were pushed in epoch {began}");
+                Err(Error::StepAborted { job, step, epoch, cause })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// `work`, unless the lease ends before.
+    async fn unless_ended<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
+        let mut membership = self.membership.clone();
+        tokio::select! {
+            biased;
+            result = work => result,
+            Ok(now) = membership.wait_for(|now| now.ended.is_some()) => {
+                Err(now.ended.clone().expect("it was waited for"))
+            }
+        }
+    }
+
+    /// The coordinator's reason for what a server knows no more of than that it was told to drop the job.
+    async fn explained(&self, error: Error) -> Error {
+        if !matches!(error, Error::JobFailed { .. } | Error::UnknownJob { .. }) {
+            return error;
+        }
+        let mut membership = self.membership.clone();
+        let ended = membership.wait_for(|now| now.ended.is_some());
+        match tokio::time::timeout(NEWS_TIMEOUT, ended).await {
+            Ok(Ok(now)) => now.ended.clone().unwrap_or(error),
+            _ => error,
+        }
+    }
+
     fn current(&self) -> Result<Membership> {
         let membership = self.membership.borrow().clone();
         match membership.ended {
@@ -284,6 +344,7 @@ impl Job {
 
     /// The error of a step that was overtaken by a new epoch, once that is known here.
     async fn aborted(&self, step: u64, error: Error, deadline: Deadline) -> Error {
+        *self.round.lock().unwrap_or_else(PoisonError::into_inner) = None;
         let new = match &error {
             Error::StepAborted { epoch, .. } => *epoch,
             Error::StaleEpoch { current, .. } => *current,

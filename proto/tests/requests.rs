@@ -20,12 +20,16 @@ fn number() -> impl Strategy<Value = f64> {
 
 fn optimizer() -> impl Strategy<Value = pb::Optimizer> {
     let kinds = Optimizer::defaults().map(|optimizer| optimizer.name().to_owned()).to_vec();
-    let fields = ["lr", "beta1", "eps", "weight_decay", "momentum", "nesterov", "amsgrad", "centered", "", "x"];
+    let fields =
+        ["lr", "beta1", "eps", "weight_decay", "momentum", "nesterov", "amsgrad", "centered", "", "x"];
     let hyperparameters = prop::collection::vec((prop::sample::select(fields.to_vec()), number()), 0..4);
     let kind = prop_oneof![8 => prop::sample::select(kinds), 1 => name()];
     (kind, hyperparameters).prop_map(|(name, hyperparameters)| pb::Optimizer {
         name,
-        hyperparameters: hyperparameters.into_iter().map(|(k, v)| (k.to_owned(), v)).collect::<HashMap<_, _>>(),
+        hyperparameters: hyperparameters
+            .into_iter()
+            .map(|(k, v)| (k.to_owned(), v))
+            .collect::<HashMap<_, _>>(),
     })
 }
 

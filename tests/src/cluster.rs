@@ -58,6 +58,6 @@ impl Cluster {
 
 fn server(arguments: &[&str]) -> Command {
     let mut command = Command::new(binary("zeroshard-server"));
-    command.args(arguments).args(["--json", "--log", "warn"]);
+    command.args(arguments).args(["--json", "--log", "error"]);
     command
 }

@@ -13,8 +13,7 @@ const PEER: &str = "shard server";
 
 async fn client(address: &str) -> Result<DataClient<Channel>> {
     let channel = endpoint(address)?.connect().await;
-    let channel =
-        channel.map_err(|e| Error::Unavailable { peer: PEER.to_owned(), cause: e.to_string() })?;
+    let channel = channel.map_err(|e| Error::Unavailable { peer: PEER.to_owned(), cause: e.to_string() })?;
     Ok(DataClient::new(channel).max_decoding_message_size(1 << 30).max_encoding_message_size(1 << 30))
 }
 

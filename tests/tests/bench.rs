@@ -51,7 +51,10 @@ fn step_measures_a_case_at_every_level() {
         let whole = ["params", "workers", "servers"].map(|field| line[field].as_u64().unwrap());
         assert_eq!(whole, [5000, 2, 2]);
         for phase in ["push", "decide", "pull"] {
-            assert!(line["phases"][phase].as_f64().is_some_and(|seconds| seconds >= 0.0), "{phase} in {line}");
+            assert!(
+                line["phases"][phase].as_f64().is_some_and(|seconds| seconds >= 0.0),
+                "{phase} in {line}"
+            );
         }
     }
 }

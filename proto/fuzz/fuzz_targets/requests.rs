@@ -18,7 +18,8 @@ fuzz_target!(|data: &[u8]| {
         1 => {
             let Ok(message) = pb::Placement::decode(message) else { return };
             let Ok(placement) = Placement::try_from(message) else { return };
-            (0..placement.slices()).for_each(|slice| assert!(placement.primary(slice) < placement.servers().len()));
+            (0..placement.slices())
+                .for_each(|slice| assert!(placement.primary(slice) < placement.servers().len()));
             assert_eq!(Placement::try_from(pb::Placement::from(&placement)), Ok(placement));
         }
         2 => {

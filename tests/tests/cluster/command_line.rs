@@ -18,9 +18,11 @@ fn every_program_has_help_and_a_version() {
         ("zeroshard-server", &["", "coordinator", "shard", "all"][..]),
         ("zsctl", &["", "status", "hash", "delete"]),
         ("zs-bench", &["", "transfer", "optimizer", "step"]),
+        ("zeroshard-worker", &["", "train"]),
     ] {
         for command in commands {
-            let arguments: Vec<&str> = [*command, "--help"].into_iter().filter(|word| !word.is_empty()).collect();
+            let arguments: Vec<&str> =
+                [*command, "--help"].into_iter().filter(|word| !word.is_empty()).collect();
             let output = run(program, &arguments);
             assert!(output.status.success(), "{program} {arguments:?}");
             assert!(String::from_utf8(output.stdout).unwrap().contains("Usage:"), "{program} {arguments:?}");
@@ -52,12 +54,13 @@ fn a_value_out_of_range_is_refused_with_its_range() {
 #[test]
 fn a_shard_server_without_a_coordinator_is_told_what_it_lacks() {
     let said = refusal("zeroshard-server", &["shard", "--listen", "127.0.0.1:0", "--admin-listen", "off"]);
-    assert!(said.contains("--coordinator HOST:PORT"), "{said}");
+    assert!(said.contains("--coordinator") && said.contains("HOST:PORT"), "{said}");
 }
 
 #[test]
 fn a_wildcard_address_needs_one_that_others_can_dial() {
-    let arguments = ["shard", "--coordinator", "127.0.0.1:1", "--listen", "0.0.0.0:0", "--admin-listen", "off"];
+    let arguments =
+        ["shard", "--coordinator", "127.0.0.1:1", "--listen", "0.0.0.0:0", "--admin-listen", "off"];
     let said = refusal("zeroshard-server", &arguments);
     assert!(said.contains("--advertise"), "{said}");
 }
@@ -66,7 +69,10 @@ fn a_wildcard_address_needs_one_that_others_can_dial() {
 fn an_address_in_use_is_named() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
-    for flags in [["--listen", &address, "--admin-listen", "off"], ["--listen", "127.0.0.1:0", "--admin-listen", &address]] {
+    for flags in [
+        ["--listen", &address, "--admin-listen", "off"],
+        ["--listen", "127.0.0.1:0", "--admin-listen", &address],
+    ] {
         let said = refusal("zeroshard-server", &[&["coordinator"], &flags[..]].concat());
         assert!(said.contains(&address), "{said}");
     }
@@ -87,7 +93,9 @@ fn a_configuration_file_that_is_wrong_is_refused_with_the_place() {
         let said = refusal("zeroshard-server", &["coordinator", "--config", path]);
         assert!(said.contains(expected), "{text:?}: {said}");
     }
-    assert!(refusal("zeroshard-server", &["coordinator", "--config", "/nowhere.toml"]).contains("/nowhere.toml"));
+    assert!(
+        refusal("zeroshard-server", &["coordinator", "--config", "/nowhere.toml"]).contains("/nowhere.toml")
+    );
 }
 
 #[test]

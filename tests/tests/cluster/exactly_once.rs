@@ -31,10 +31,8 @@ async fn a_push_that_is_sent_twice_counts_once() {
     for _ in 0..2 {
         job.push(0, synthetic::gradients(&job.spec().manifest, 0, 0)).await.unwrap();
     }
-    let duplicate = format!(
-        "zeroshard_payload_bytes_total{{direction=\"duplicate\",operation=\"push\"}} {}",
-        4 * NUMEL
-    );
+    let duplicate =
+        format!("zeroshard_payload_bytes_total{{direction=\"duplicate\",operation=\"push\"}} {}", 4 * NUMEL);
     assert!(cluster.shards[0].get("/metrics").contains(&duplicate));
     assert_eq!(commit(&job).await, undisturbed(cluster.address()).await);
 }

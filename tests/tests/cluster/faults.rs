@@ -4,7 +4,7 @@ use zeroshard_client::{Commit, Error, Job, Result, StepReport};
 use zeroshard_proto::{JobSpec, pb};
 use zeroshard_tests::{Cluster, FaultProxy, Process, Training, stock, synthetic, training};
 
-use crate::{adamw, connect, job, sgd, start};
+use crate::{adamw, connect, job, sgd, start, until, until_commits_wait};
 
 fn spec(name: &str, world: u32) -> JobSpec {
     job(name, world, adamw(), synthetic::kinds(&adamw()))
@@ -30,11 +30,15 @@ async fn a_step_that_loses_a_worker_is_aborted_and_done_again_with_the_same_bits
     second.push(1, half).await.unwrap();
     let epoch = first.epoch();
     first.push(1, synthetic::gradients(&first.spec().manifest, 0, 1)).await.unwrap();
-    let (aborted, ()) = tokio::join!(first.commit(Commit::new(1)), async { drop(second) });
+    let lost = async {
+        until_commits_wait(&cluster, 1).await;
+        drop(second);
+    };
+    let (aborted, ()) = tokio::join!(first.commit(Commit::new(1)), lost);
     match aborted {
         Err(Error::StepAborted { step: 1, epoch: new, cause, .. }) => {
             assert!(new > epoch);
-            assert!(cause.contains('1'), "{cause}");
+            assert!(cause.contains("rank 1"), "{cause}");
         }
         other => panic!("{other:?}"),
     }
@@ -55,35 +59,36 @@ async fn a_worker_that_is_lost_after_its_commit_aborts_the_step_too() {
     let mut jobs = start(cluster.address(), &spec("committed", 2)).await;
     let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
     second.push(0, synthetic::gradients(&first.spec().manifest, 1, 0)).await.unwrap();
-    {
-        // Sent, and given up before the answer.
-        let commit = second.commit(Commit::new(0));
-        let address = cluster.address();
-        let seen = async {
-            // The coordinator has counted it when somebody else can see that it is waited for.
-            while !connect(address).await.status().await.is_ok_and(|status| status.jobs.len() == 1) {}
-        };
-        tokio::select! { biased; _ = commit => panic!("rank 0 has not committed"), () = seen => {} }
+    tokio::select! {
+        report = second.commit(Commit::new(0)) => panic!("rank 0 has not committed: {report:?}"),
+        () = until_commits_wait(&cluster, 1) => {}
     }
+    let epoch = first.epoch();
     drop(second);
-    let second = loop {
-        match connect(cluster.address()).await.join("committed", 1).await {
-            Ok(job) => break job,
-            Err(Error::RankTaken { .. }) => {} // the loss has not been noticed yet
-            Err(other) => panic!("{other}"),
-        }
-    };
-    let second_first = second.epoch();
-    let (one, other) = loop {
-        let (one, other) = both(&first, &second, 0).await;
-        match (&one, &other) {
-            // Rank 0 may not have heard of the epoch yet.
-            (Err(Error::StepAborted { .. }), _) => {}
-            _ => break (one, other),
-        }
-    };
-    assert!(one.unwrap().applied && other.unwrap().applied && second_first > 0);
+    until("rank 0 knows", || first.epoch() > epoch).await;
+    let second = connect(cluster.address()).await.join("committed", 1).await.unwrap();
+    let (one, other) = both(&first, &second, 0).await;
+    assert_eq!(one.unwrap(), other.unwrap());
     assert_eq!(first.state_hash(1).await.unwrap(), expected);
+}
+
+#[tokio::test]
+async fn gradients_that_were_pushed_before_a_rank_was_lost_cannot_be_committed_after() {
+    let cluster = Cluster::start(1);
+    let mut jobs = start(cluster.address(), &spec("between", 2)).await;
+    let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
+    first.push(0, synthetic::gradients(&first.spec().manifest, 0, 0)).await.unwrap();
+    let epoch = first.epoch();
+    drop(second);
+    until("rank 0 knows", || first.epoch() > epoch).await;
+    // The servers have dropped them: to wait would be in vain.
+    match first.commit(Commit::new(0)).await {
+        Err(Error::StepAborted { step: 0, epoch: new, .. }) => assert_eq!(new, first.epoch()),
+        other => panic!("{other:?}"),
+    }
+    let second = connect(cluster.address()).await.join("between", 1).await.unwrap();
+    let (one, other) = both(&first, &second, 0).await;
+    assert_eq!(one.unwrap(), other.unwrap());
 }
 
 #[tokio::test]
@@ -93,9 +98,7 @@ async fn a_stale_epoch_is_refused_and_told_the_current_one() {
     let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
     let old = first.epoch();
     drop(second);
-    // Whoever waits for the step hears of it.
-    let aborted = training::step(&first, 0).await;
-    assert!(matches!(aborted, Err(Error::StepAborted { .. })), "{aborted:?}");
+    until("rank 0 knows", || first.epoch() > old).await;
     let messages = vec![stock::begin("stale", old, 0, Some(0)), stock::extent(1, 0, &[1.0])];
     match stock::push(cluster.shards[0].address(), messages).await {
         Err(Error::StaleEpoch { epoch, current, .. }) => assert_eq!((epoch, current), (old, first.epoch())),

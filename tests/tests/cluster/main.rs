@@ -58,5 +58,23 @@ async fn start(address: &str, spec: &JobSpec) -> Vec<Job> {
         jobs.push(connect(address).await.join(&spec.name, rank).await.unwrap());
     }
     jobs[0].initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
+    // Who is lost earlier takes the parameters along.
+    until("all ranks know of version 0", || jobs.iter().all(|job| job.version() == Some(0))).await;
     jobs
+}
+
+/// Returns when `condition` holds; asks again and again, since nobody tells.
+async fn until(what: &str, condition: impl Fn() -> bool) {
+    let deadline = std::time::Instant::now() + options().deadline;
+    while !condition() {
+        assert!(std::time::Instant::now() < deadline, "waited in vain until {what}");
+        tokio::task::yield_now().await;
+    }
+}
+
+/// Returns when so many commits wait at the coordinator.
+async fn until_commits_wait(cluster: &zeroshard_tests::Cluster, commits: usize) {
+    let open =
+        format!("zeroshard_requests_in_flight{{method=\"/zeroshard.v1.Coordinator/Commit\"}} {commits}\n");
+    until(&format!("{commits} commits wait"), || cluster.coordinator.get("/metrics").contains(&open)).await;
 }

@@ -40,12 +40,15 @@ async fn metrics_count_bytes_requests_steps_and_memory() {
     assert_eq!(series(&shard, &payload("push", "received")), f64::from(3 * bytes));
     assert_eq!(series(&shard, &payload("push", "duplicate")), 0.0);
     for (kind, expected) in [("master", bytes), ("state", 2 * bytes), ("parked", 0), ("published", 0)] {
-        assert_eq!(series(&shard, &format!("zeroshard_memory_bytes{{kind=\"{kind}\"}}")), f64::from(expected));
+        assert_eq!(
+            series(&shard, &format!("zeroshard_memory_bytes{{kind=\"{kind}\"}}")),
+            f64::from(expected)
+        );
     }
     for phase in ["reduce", "decide", "apply"] {
         assert_eq!(series(&shard, &format!("zeroshard_step_phase_seconds_count{{phase=\"{phase}\"}}")), 1.0);
     }
-    let pushes = "zeroshard_requests_total{code=\"OK\",method=\"/zeroshard.v1.Data/Push\"}";
+    let pushes = "zeroshard_requests_total{code=\"Ok\",method=\"/zeroshard.v1.Data/Push\"}";
     assert_eq!(series(&shard, pushes), 3.0);
     assert_eq!(series(&shard, "zeroshard_job_version{job=\"metrics\"}"), 1.0);
     assert_eq!(series(&shard, "zeroshard_coordinator_connected"), 1.0);

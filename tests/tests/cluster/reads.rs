@@ -56,7 +56,8 @@ async fn a_reader_beside_training_gets_exactly_the_version_or_is_told_that_it_is
         for version in [version, (version + 1).min(STEPS)] {
             let placement = client.describe_job("reads").await.unwrap().placement;
             for (address, slices) in by_server(&placement) {
-                match stock::pull(&address, stock::read("reads", version, slices)).await {
+                let request = pb::PullRequest { wait_ms: 30_000, ..stock::read("reads", version, slices) };
+                match stock::pull(&address, request).await {
                     Ok(answer) => {
                         assert_eq!(the_number(&answer), Some(version as f32));
                         read += 1;

@@ -112,7 +112,8 @@ async fn parameters_and_wire_of_half_precision_give_the_same_bits_everywhere() {
                 ..Training::new(spec.clone())
             };
             let expected = train(&one, "half", training.clone()).await;
-            let trained = train(&three, "half", Training { options: Options { wire, ..options() }, ..training });
+            let trained =
+                train(&three, "half", Training { options: Options { wire, ..options() }, ..training });
             assert!(expected == trained.await, "{dtype} over {wire}");
             let all = expected.parameters.iter().flatten();
             let rounded = |value: f32| match dtype {

@@ -41,17 +41,20 @@ async fn a_commit_names_the_rank_that_has_not_committed_and_the_one_that_is_not_
     let _second = hasty.join("commit", 1).await.unwrap();
     first.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
     let message = timeout(training::step(&first, 0)).await;
-    assert_names(&message, &["step 0", "\"commit\"", "epoch", "not committed (rank 1)", "without a worker (rank 2)"]);
+    assert_names(
+        &message,
+        &["step 0", "\"commit\"", "epoch", "not committed (rank 1)", "without a worker (rank 2)"],
+    );
 }
 
 #[tokio::test]
 async fn a_commit_without_gradients_names_the_server_that_lacks_them() {
     let cluster = Cluster::start(1);
     let spec = job("empty-handed", 1, sgd(1.0), synthetic::small());
-    start(cluster.address(), &spec).await[0].push(0, vec![]).await.unwrap();
+    connect(cluster.address()).await.create_job(&spec).await.unwrap();
     let hasty = Client::connect(cluster.address(), hasty()).await.unwrap();
     let job = hasty.join("empty-handed", 0).await.unwrap();
-    training::pull(&job, 0).await.unwrap();
+    job.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
     let message = timeout(job.commit(Commit::new(0))).await;
     assert_names(&message, &["step 0", cluster.shards[0].address()]);
 }

@@ -1,0 +1,148 @@
+//! `zeroshard-worker train`: a real model on real text, and what may not change its result.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+use std::{process::Output, thread};
+
+use serde_json::Value;
+use zeroshard_tests::{Cluster, run};
+
+/// Text to learn: sources of this project.
+const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../proto/src");
+
+/// Trains with few and small steps. The lines that it prints.
+fn train(flags: &str) -> Vec<Value> {
+    let output = start(flags);
+    assert!(output.status.success(), "{flags}: {output:?}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn start(flags: &str) -> Output {
+    let out = tempfile::tempdir().unwrap();
+    let mut arguments = vec!["train", "--json", "--out", out.path().to_str().unwrap()];
+    if !flags.contains("--data") {
+        arguments.extend(["--data", TEXT]);
+    }
+    arguments.extend(flags.split_whitespace());
+    run("zeroshard-worker", &arguments)
+}
+
+fn done(lines: &[Value]) -> &Value {
+    let done = lines.last().unwrap();
+    assert_eq!(done["event"], "done");
+    done
+}
+
+/// The state hash after a few steps.
+fn hash(flags: &str) -> String {
+    let lines = train(&format!("--steps 3 --batch 4 --context 16 --sample-chars 0 {flags}"));
+    let done = done(&lines);
+    assert_eq!(done["steps"], 3);
+    let hash = done["state_hash"].as_str().unwrap().to_owned();
+    assert_eq!(hash.len(), 64, "{hash}");
+    hash
+}
+
+#[test]
+fn the_state_hash_depends_neither_on_shards_nor_level_nor_processes_nor_chunks() {
+    let expected = hash("");
+    for flags in [
+        "--shards 1 --level os",
+        "--shards 2 --level os_g",
+        "--shards 3 --level p_g_os --chunk-bytes 65536",
+        "--shards 7 --level p_g_os --chunk-bytes 4194304",
+        "--shards 1 --level p_g_os --processes",
+        "--shards 2 --level os --processes --chunk-bytes 4194304",
+        "--shards 7 --level os_g --processes --chunk-bytes 65536",
+    ] {
+        assert_eq!(hash(flags), expected, "{flags}");
+    }
+    assert_ne!(hash("--seed 1"), expected);
+}
+
+#[test]
+fn two_workers_with_half_the_batch_each_equal_one_with_all_of_it() {
+    let losses = |workers: u32| -> Vec<f64> {
+        let flags = "--steps 100 --batch 4 --context 16 --shards 1 --level os --sample-chars 0";
+        let lines = train(&format!("{flags} --workers {workers}"));
+        let steps = lines.iter().filter(|line| line["event"] == "step");
+        steps.map(|line| line["loss"].as_f64().unwrap()).collect()
+    };
+    let (one, two) = (losses(1), losses(2));
+    assert_eq!((one.len(), two.len()), (100, 100));
+    for (step, (one, two)) in one.iter().zip(&two).enumerate() {
+        assert!((one - two).abs() <= 1e-5 * one, "step {step}: {one} and {two}");
+    }
+}
+
+#[test]
+fn the_last_line_sums_the_run_up() {
+    let lines = train(
+        "--steps 4 --batch 2 --context 16 --micro-batches 1 --wire bf16 --param-dtype bf16 --optimizer lamb",
+    );
+    let done = done(&lines);
+    for field in [
+        "steps",
+        "train_loss",
+        "eval_loss",
+        "unigram_entropy",
+        "seconds",
+        "peak_bytes",
+        "pulled_bytes",
+        "pushed_bytes",
+    ] {
+        assert!(done[field].as_f64().is_some_and(|number| number > 0.0), "{field} in {done}");
+    }
+    assert_eq!(lines.iter().filter(|line| line["event"] == "step").count(), 4);
+}
+
+#[test]
+fn what_a_worker_holds_shrinks_from_level_to_level() {
+    let peak = |level: &str| {
+        let lines = train(&format!("--steps 2 --batch 2 --context 16 --sample-chars 0 --level {level}"));
+        done(&lines)["peak_bytes"].as_u64().unwrap()
+    };
+    let (os, os_g, p_g_os) = (peak("os"), peak("os_g"), peak("p_g_os"));
+    assert!(p_g_os < os_g && os_g < os, "{p_g_os}, {os_g}, {os}");
+}
+
+#[test]
+fn workers_of_their_own_share_a_running_cluster_and_give_the_same_hash() {
+    let cluster = Cluster::start(2);
+    let ranks = [0, 1].map(|rank| {
+        let flags = format!(
+            "--steps 3 --batch 4 --context 16 --sample-chars 0 --shards 2 --address {} --rank {rank} --workers 2",
+            cluster.address()
+        );
+        thread::spawn(move || train(&flags))
+    });
+    let lines = ranks.map(|rank| rank.join().unwrap());
+    let by_hand = done(&lines[0])["state_hash"].as_str().unwrap().to_owned();
+    assert_eq!(by_hand, hash(""));
+    let said = run("zsctl", &["--address", cluster.address(), "hash", "train"]);
+    assert_eq!(String::from_utf8(said.stdout).unwrap().trim(), by_hand);
+}
+
+#[test]
+fn what_cannot_be_trained_is_refused_with_what_would_be_right() {
+    let empty = tempfile::tempdir().unwrap();
+    let no_text = format!("--data {}", empty.path().display());
+    for (flags, expected) in [
+        (no_text.as_str(), empty.path().to_str().unwrap()),
+        ("--data /nowhere", "/nowhere"),
+        ("--level zero", "os, os_g, p_g_os"),
+        ("--optimizer adamx", "adamw"),
+        ("--batch 3 --workers 2", "--batch"),
+        ("--lr 0", "above 0"),
+        ("--wire f64", "f32, bf16, f16"),
+        ("--steps 0", "1.."),
+        ("--rank 0", "--address"),
+        ("--address nowhere", "host:port"),
+    ] {
+        let output = start(flags);
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code().is_some_and(|code| code != 0), "{flags}: {}", output.status);
+        assert!(said.contains(expected), "{flags}: {said}");
+    }
+}
