@@ -256,16 +256,18 @@ impl<B: Backend> Job<B> {
                 );
                 return Err(Error::Internal { cause });
             }
+            // From here on slice after slice is open for the next step, and may have all of its gradients before
+            // the last slice is there: they count from now on, the version when all slices have it.
+            *progress = Progress::new(progress.version, self.training_slices());
         }
         let step = Step {
             version: decision.step,
             apply: decision.apply.then_some((&groups[..], decision.coefficient)),
         };
+        let began = Instant::now();
         self.apply(&step)?;
-        let mut progress = self.progress();
-        progress.end_phase(&phases.apply);
-        *progress = Progress::new(Some(decision.step + 1), self.training_slices());
-        drop(progress);
+        phases.apply.observe(began.elapsed().as_secs_f64());
+        self.progress().version = Some(decision.step + 1);
         self.changed.send_replace(());
         Ok(())
     }

@@ -5,7 +5,7 @@ use zeroshard_client::{Commit, Error, Gradient, Job, StepReport};
 use zeroshard_proto::{JobSpec, Manifest, TensorSpec};
 use zeroshard_tests::{Cluster, Training, synthetic, training};
 
-use crate::{adamw, job, sgd, start};
+use crate::{adamw, job, sgd, start, until_commits_wait};
 
 /// Pushes `gradients` of each rank, and commits with `commit`; rank 0's report.
 async fn step(jobs: &[Job], gradients: impl Fn(u32) -> Vec<Gradient>, commit: &Commit) -> StepReport {
@@ -176,7 +176,8 @@ async fn ranks_that_disagree_about_a_step_are_told_about_what() {
     ];
     let first = jobs[0].commit(Commit::new(0));
     let second = async {
-        // Which of the two is told does not matter, as long as the step waits for agreement.
+        // Who comes first is right.
+        until_commits_wait(&cluster, 1).await;
         for (about, commit) in others {
             match jobs[1].commit(commit).await {
                 Err(Error::Disagreement { step: 0, rank: 1, what, .. }) => assert_eq!(what, about),
@@ -185,7 +186,6 @@ async fn ranks_that_disagree_about_a_step_are_told_about_what() {
         }
         jobs[1].commit(Commit::new(0)).await
     };
-    // In this order: rank 0's commit is sent first.
     let (first, second) = tokio::join!(first, second);
     assert_eq!(first.unwrap(), second.unwrap());
 }
