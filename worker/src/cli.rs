@@ -60,16 +60,16 @@ pub struct Train {
     #[arg(long, value_name = "NAME", default_value = "adamw", help_heading = "Training")]
     pub optimizer: Optimizer,
     /// Highest learning rate [default: what suits the optimizer; 0.004 for adamw]
-    #[arg(long, value_name = "RATE", value_parser = positive, help_heading = "Training")]
+    #[arg(long, value_name = "RATE", value_parser = positive, allow_negative_numbers = true, help_heading = "Training")]
     pub lr: Option<f64>,
     /// Weight decay of matrices; biases and norms have none [default: the optimizer's own]
-    #[arg(long, value_name = "DECAY", value_parser = not_negative, help_heading = "Training")]
+    #[arg(long, value_name = "DECAY", value_parser = not_negative, allow_negative_numbers = true, help_heading = "Training")]
     pub weight_decay: Option<f64>,
     /// Largest global norm of the gradient; 0: no clipping
-    #[arg(long, value_name = "NORM", default_value = "1", value_parser = not_negative, help_heading = "Training")]
+    #[arg(long, value_name = "NORM", default_value = "1", value_parser = not_negative, allow_negative_numbers = true, help_heading = "Training")]
     pub clip: f64,
     /// What the loss is multiplied by before the backward pass (helps small gradients through f16)
-    #[arg(long, value_name = "SCALE", default_value = "1", value_parser = positive, help_heading = "Training")]
+    #[arg(long, value_name = "SCALE", default_value = "1", value_parser = positive, allow_negative_numbers = true, help_heading = "Training")]
     pub loss_scale: f64,
     /// Decides initial parameters, windows and sample
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Training")]

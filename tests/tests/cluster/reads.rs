@@ -114,6 +114,8 @@ async fn a_version_that_was_replaced_is_gone() {
     let spec = job("gone", 1, sgd(1.0), zeroshard_tests::synthetic::small());
     let trainer = start(cluster.address(), &spec).await.remove(0);
     training::step(&trainer, 0).await.unwrap();
+    // The step is decided; it is applied once its version is there.
+    training::pull(&trainer, 1).await.unwrap();
     match training::pull(&trainer, 0).await {
         Err(Error::VersionGone { version: 0, current: 1, .. }) => {}
         other => panic!("{other:?}"),
