@@ -63,13 +63,13 @@ async fn a_commit_without_gradients_names_the_server_that_lacks_them() {
 async fn a_pull_of_a_version_that_does_not_come_names_the_tensor_and_the_missing_rank() {
     let cluster = Cluster::start(1);
     let spec = job("pull", 2, sgd(1.0), synthetic::small());
-    let jobs = start(cluster.address(), &spec).await;
+    let mut jobs = start(cluster.address(), &spec).await;
     jobs[0].push(0, synthetic::gradients(&spec.manifest, 0, 0)).await.unwrap();
-    drop(jobs);
+    jobs.pop().unwrap().leave().await.unwrap();
     let hasty = Client::connect(cluster.address(), hasty()).await.unwrap();
     let job = hasty.join("pull", 1).await.unwrap();
     let message = timeout(training::pull(&job, 1)).await;
-    assert_names(&message, &["version 1", "\"w\"", "\"pull\"", "epoch", "gradient of rank"]);
+    assert_names(&message, &["version 1", "\"w\"", "\"pull\"", "epoch", "gradient of rank 1"]);
 }
 
 #[tokio::test]
