@@ -33,6 +33,8 @@ struct Wanted<B: Backend> {
 struct Pull<B: Backend> {
     store: Arc<Store<B>>,
     job: Arc<Job<B>>,
+    /// In which the caller is a member; `None`: a reader.
+    epoch: Option<u64>,
     version: u64,
     dtype: DType,
     chunk: usize,
@@ -50,9 +52,8 @@ pub(super) fn pull<B: Backend>(
     request: &pb::PullRequest,
 ) -> Result<impl Stream<Item = Result<Bytes>> + Send + use<B>> {
     let job = store.job(&request.job)?;
-    if request.epoch != 0 {
-        job.check_epoch(request.epoch)?;
-    }
+    let epoch = Some(request.epoch).filter(|&epoch| epoch != 0);
+    epoch.map_or(Ok(()), |epoch| job.check_epoch(epoch))?;
     let dtype = DType::from_wire(request.dtype)
         .ok_or_else(|| Error::invalid("dtype of a pull", request.dtype, "f32, bf16 or f16"))?;
     let bytes = match request.chunk_bytes as usize {
@@ -62,6 +63,7 @@ pub(super) fn pull<B: Backend>(
     let wanted = request.ranges.iter().map(|range| wanted(&job, range)).collect::<Result<_>>()?;
     let mut pull = Pull {
         store: store.clone(),
+        epoch,
         version: request.version,
         dtype,
         chunk: bytes / dtype.size(),
@@ -135,18 +137,20 @@ impl<B: Backend> Pull<B> {
     async fn wait(&mut self) -> Result<()> {
         let index = self.wanted.front().expect("something is wanted").slice;
         let slice = self.job.slice(index)?;
-        let (version, epoch) = (self.version, self.job.epoch());
+        let (version, epoch) = (self.version, self.epoch);
         let name = &self.job.spec.name;
         let ready = || {
-            // Whoever waits for a step's result must hear that the step was aborted.
-            self.job.check_epoch(epoch)?;
+            // A member that waits for a step's result must hear that the step was aborted. A reader waits on: the
+            // step will be run again.
+            epoch.map_or(Ok(()), |epoch| self.job.check_epoch(epoch))?;
             slice.parameters(name, version)
         };
         let waiting_for = || {
             let tensor = &self.job.spec.manifest.tensors()[slice.spec.tensor].name;
             let missing = self.job.waiting_for().map(|missing| format!("; it lacks {missing}"));
             format!(
-                "version {version} of tensor {tensor:?} of job {name:?} in epoch {epoch}{}",
+                "version {version} of tensor {tensor:?} of job {name:?} in epoch {}{}",
+                self.job.epoch(),
                 missing.unwrap_or_default()
             )
         };

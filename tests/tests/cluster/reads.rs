@@ -6,7 +6,7 @@ use zeroshard_client::{Commit, Error, Gradient, Job};
 use zeroshard_proto::{DType, Placement, TensorSpec, blocks::SLICE, pb};
 use zeroshard_tests::{Cluster, stock, training};
 
-use crate::{connect, job, sgd, start};
+use crate::{connect, job, sgd, start, until};
 
 /// Makes version v a tensor of nothing but v.
 async fn count_up(job: &Job, steps: u64) {
@@ -106,6 +106,29 @@ async fn a_pull_of_the_next_version_can_be_sent_before_the_step() {
     let trainer = start(cluster.address(), &spec).await.remove(0);
     let (pulled, _) = tokio::join!(training::pull(&trainer, 1), training::step(&trainer, 0));
     assert_eq!(pulled.unwrap(), training::pull(&trainer, 1).await.unwrap());
+}
+
+#[tokio::test]
+async fn a_reader_that_waits_is_not_disturbed_by_the_loss_of_a_worker() {
+    let cluster = Cluster::start(1);
+    let spec = job("loss", 1, sgd(1.0), zeroshard_tests::synthetic::small());
+    let trainer = start(cluster.address(), &spec).await.remove(0);
+    let request = pb::PullRequest { wait_ms: 30_000, ..stock::read("loss", 1, [0]) };
+    let trained = async {
+        let pulls = "zeroshard_requests_in_flight{method=\"/zeroshard.v1.Data/Pull\"} 1\n";
+        until("the reader waits", || cluster.shards[0].get("/metrics").contains(pulls)).await;
+        let epoch = trainer.epoch();
+        drop(trainer);
+        let client = connect(cluster.address()).await;
+        let lost = async || client.describe_job("loss").await.unwrap().epoch > epoch;
+        while !lost().await {}
+        let trainer = client.join("loss", 0).await.unwrap();
+        training::step(&trainer, 0).await.unwrap();
+        training::pull(&trainer, 1).await.unwrap()
+    };
+    let (read, trained) = tokio::join!(stock::pull(cluster.shards[0].address(), request), trained);
+    let bytes: Vec<u8> = read.unwrap().iter().flat_map(|message| message.payload.to_vec()).collect();
+    assert!(trained[0].iter().flat_map(|value| value.to_le_bytes()).eq(bytes));
 }
 
 #[tokio::test]

@@ -25,7 +25,7 @@ const DRAIN: &[&str] = &["--drain-seconds", "5"];
 #[tokio::test]
 async fn a_shard_server_ends_while_pulls_wait() {
     let mut cluster = Cluster::start_with(1, DRAIN);
-    start(cluster.address(), &job("pull", 1, sgd(1.0), synthetic::small())).await;
+    let _jobs = start(cluster.address(), &job("pull", 1, sgd(1.0), synthetic::small())).await;
     let shard = cluster.shards.remove(0);
     let request = pb::PullRequest { wait_ms: 60_000, ..stock::read("pull", 9, [0, 1]) };
     let mut waiting = stock::open_pull(shard.address(), request).await.unwrap();
