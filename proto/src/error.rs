@@ -200,6 +200,8 @@ impl Error {
         match self {
             // The peer may be back, or the ranks before us may have pushed.
             Self::Unavailable { .. } | Self::ParkingFull { .. } => Remedy::Retry,
+            // The coordinator has told the caller first; the server will know in a moment.
+            Self::StaleEpoch { epoch, current, .. } if current < epoch => Remedy::Retry,
             Self::StaleEpoch { .. } | Self::NotHere { .. } => Remedy::Refresh,
             Self::StepAborted { .. } => Remedy::RedoStep,
             Self::Invalid { .. }
@@ -292,6 +294,13 @@ mod tests {
         assert_eq!(status.code(), Code::NotFound);
         let info = status.get_details_error_info().expect("details");
         assert_eq!(info.reason, "UNKNOWN_JOB");
+    }
+
+    #[test]
+    fn a_server_that_has_not_heard_of_an_epoch_is_asked_again() {
+        let stale = |epoch, current| Error::StaleEpoch { job: "a".into(), epoch, current };
+        assert_eq!(stale(2, 1).remedy(), Remedy::Retry);
+        assert_eq!(stale(1, 2).remedy(), Remedy::Refresh);
     }
 
     #[test]
