@@ -21,21 +21,25 @@
 //! # Ok(()) }
 //! ```
 
+mod buckets;
 mod call;
 mod cluster;
 mod hash;
 mod job;
 mod pull;
 mod push;
+mod schedule;
 mod shards;
 mod values;
 
 use std::time::Duration;
 
+pub use buckets::Buckets;
 pub use cluster::{Cluster, Description};
 pub use job::{Commit, Job, StepReport};
 pub use pull::Target;
 pub use push::Gradient;
+pub use schedule::Schedule;
 pub use shards::Traffic;
 pub use values::Values;
 pub use zeroshard_proto::{Error, Result};
