@@ -11,7 +11,7 @@ use zeroshard_proto::{
     transport::{MAX_CONTROL_MESSAGE, endpoint},
 };
 
-use crate::{Job, Options, hash, shards::Shards};
+use crate::{Job, Options, shards::Shards, state};
 
 /// Pause before a call is tried again.
 pub(crate) const RETRY_PAUSE: Duration = Duration::from_millis(100);
@@ -125,7 +125,7 @@ impl Cluster {
         let version = description.version.ok_or_else(|| {
             Error::invalid(format!("version of job {job:?}"), "not there", "made by uploading its parameters")
         })?;
-        hash::state_hash(self, &description, version).await
+        state::hash(self, &description, version).await
     }
 
     /// Joins the job as `rank`.

@@ -12,7 +12,7 @@
 //! job.initialise(vec![Gradient { tensor: 0, data: vec![0.1; 1024 * 1024].into() }]).await?;
 //! let mut weight = vec![0.0; 1024 * 1024];
 //! for step in 0..10 {
-//!     job.pull(step, vec![Target { tensor: 0, data: &mut weight }]).await?;
+//!     job.pull(step, vec![Target { tensor: 0, data: (&mut weight).into() }]).await?;
 //!     let gradient = weight.iter().map(|w| 2.0 * w).collect::<Vec<f32>>();
 //!     job.push(step, vec![Gradient { tensor: 0, data: gradient.into() }]).await?;
 //!     let report = job.commit(Commit::new(step)).await?;
@@ -24,24 +24,26 @@
 mod buckets;
 mod call;
 mod cluster;
-mod hash;
 mod job;
 mod pull;
 mod push;
 mod schedule;
 mod shards;
+mod state;
+mod step;
 mod values;
 
 use std::time::Duration;
 
 pub use buckets::Buckets;
 pub use cluster::{Cluster, Description};
-pub use job::{Commit, Job, StepReport};
+pub use job::Job;
 pub use pull::Target;
 pub use push::Gradient;
 pub use schedule::Schedule;
 pub use shards::Traffic;
-pub use values::Values;
+pub use step::{Absent, Commit, Reduced, StepReport};
+pub use values::{Slots, Values};
 pub use zeroshard_proto::{Error, Result};
 
 use zeroshard_proto::DType;

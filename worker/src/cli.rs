@@ -140,6 +140,10 @@ impl Train {
             return Err(Error::Flag { flag: "--rank", found: rank.to_string(), expected });
         }
         let mut optimizer = self.optimizer;
+        if let Optimizer::Average(_) = optimizer {
+            let expected = "one that trains: the servers would only average the gradients".to_owned();
+            return Err(Error::Flag { flag: "--optimizer", found: optimizer.to_string(), expected });
+        }
         optimizer.set_lr(self.lr.unwrap_or_else(|| default_lr(&optimizer)));
         if let Some(weight_decay) = self.weight_decay {
             optimizer.set_weight_decay(weight_decay);

@@ -233,6 +233,7 @@ impl Run<'_> {
             loss_scale: plan.loss_scale,
             max_norm: plan.clip,
             loss: Some(loss),
+            discard: false,
         })
     }
 

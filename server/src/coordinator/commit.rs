@@ -153,6 +153,7 @@ fn decide(job: &str, spec: &JobSpec, epoch: u64, step: u64, round: &Round) -> (p
         apply,
         coefficient: if apply { (clip / divisor) as f32 } else { 0.0 },
         groups: terms.groups.iter().map(Into::into).collect(),
+        unclipped: if apply { (1.0 / divisor) as f32 } else { 0.0 },
     };
     let report = pb::StepReport {
         version: step + 1,
@@ -163,6 +164,7 @@ fn decide(job: &str, spec: &JobSpec, epoch: u64, step: u64, round: &Round) -> (p
         overflow,
         loss: round.loss(spec.world),
         world: spec.world,
+        absent: Vec::new(),
     };
     (decision, report)
 }
@@ -193,7 +195,7 @@ impl Cluster {
             return Err(Error::StaleEpoch { job: name.clone(), epoch, current: *current });
         }
         if let Some(last) = open.last.as_ref().filter(|last| last.version == step.wrapping_add(1)) {
-            return Ok(Some(*last));
+            return Ok(Some(last.clone()));
         }
         if step != open.step() {
             return Err(Error::StepMismatch { job: name.clone(), step, current: open.step() });
@@ -247,7 +249,7 @@ impl Cluster {
             out.push(Action::Note(skipped(name, spec, decision.step, overflow)));
         }
         for waiter in open.round.drop_all() {
-            out.push(Action::Answer(waiter.caller, Ok(Reply::Report(report))));
+            out.push(Action::Answer(waiter.caller, Ok(Reply::Report(report.clone()))));
         }
         open.version = Some(report.version);
         open.last = Some(report);

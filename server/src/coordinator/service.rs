@@ -82,6 +82,10 @@ impl coordinator_server::Coordinator for Service {
         }
     }
 
+    async fn reduce(&self, _: Request<pb::ReduceRequest>) -> Answer<pb::ReduceReport> {
+        Err(Status::unimplemented("reduce"))
+    }
+
     async fn leave(&self, request: Request<pb::LeaveRequest>) -> Answer<pb::LeaveResponse> {
         let pb::LeaveRequest { job, lease } = request.into_inner();
         self.driver.call(|caller| Event::Leave { caller, job, lease: Lease(lease) }).await?;

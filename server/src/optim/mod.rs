@@ -38,7 +38,8 @@ fn initial_value(optimizer: &Optimizer) -> f32 {
         | Optimizer::Adadelta(_)
         | Optimizer::RmsProp(_)
         | Optimizer::Lion(_)
-        | Optimizer::Lamb(_) => 0.0,
+        | Optimizer::Lamb(_)
+        | Optimizer::Average(_) => 0.0,
     }
 }
 

@@ -232,6 +232,7 @@ impl<B: Backend> Job<B> {
                 slices: sums.iter().map(|&(slice, _)| slice).collect(),
                 sums_of_squares: sums.iter().map(|&(_, sum)| sum).collect(),
                 overflow: progress.overflow,
+                absent: Vec::new(),
             }));
         }
     }

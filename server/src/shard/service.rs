@@ -54,4 +54,8 @@ impl<B: Backend> shard_server::Shard for Service<B> {
             () = self.shutdown.cancelled() => Err(Status::unavailable("this shard server is shutting down")),
         }
     }
+
+    async fn steps(&self, _: Request<pb::StepsRequest>) -> Result<Response<pb::StepsResponse>, Status> {
+        Err(Status::unimplemented("steps"))
+    }
 }

@@ -20,8 +20,9 @@ fn a_step_is_decided_once_all_ranks_and_servers_are_there() {
         overflow: None,
         loss: None,
         world: 2,
+        absent: Vec::new(),
     };
-    assert_eq!((script.report(first), script.report(second)), (report, report));
+    assert_eq!((script.report(first), script.report(second)), (report.clone(), report));
     let decision = &script.decisions()[0].1;
     assert_eq!((decision.step, decision.apply, decision.coefficient), (0, true, 0.5));
     assert_eq!(decision.groups.len(), 1);
@@ -47,7 +48,7 @@ fn the_order_of_commits_and_reports_changes_nothing() {
             script.ready_all(0);
         }
         let report = script.answers.values().find_map(|answer| match answer {
-            Ok(Reply::Report(report)) => Some(*report),
+            Ok(Reply::Report(report)) => Some(report.clone()),
             _ => None,
         });
         (report.expect("decided"), script.decisions())

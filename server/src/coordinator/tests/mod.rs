@@ -153,6 +153,7 @@ impl Script {
             sums_of_squares: slices.iter().map(|&slice| f64::from(slice) + 1.0).collect(),
             slices,
             overflow: None,
+            absent: Vec::new(),
         };
         change(&mut report);
         self.event(Event::Ready { server, report });
@@ -176,7 +177,7 @@ impl Script {
 
     fn report(&self, caller: Caller) -> pb::StepReport {
         match self.answer(caller) {
-            Some(Ok(Reply::Report(report))) => *report,
+            Some(Ok(Reply::Report(report))) => report.clone(),
             other => panic!("{caller:?} has {other:?}"),
         }
     }
