@@ -50,7 +50,6 @@ def peaks(rank: int) -> tuple[int, int, int]:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(Layer() for _ in range(LAYERS)))
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    model, optimizer, _ = group_sharded_parallel(model, optimizer, "p_g_os", accumulation_steps=1)
     parameters = list(model.parameters())
     most = 0
 
@@ -60,11 +59,16 @@ def peaks(rank: int) -> tuple[int, int, int]:
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         most = max(most, sum(storages.values()))
 
-    for module in model.modules():
-        module.register_forward_pre_hook(look)
-        module.register_forward_hook(look)
+    # Before the package's own hooks where these give something back, after them where they fetch it.
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(look)
+    for module in model.modules():
+        module.register_forward_hook(look)
+    model, optimizer, _ = group_sharded_parallel(
+        model, optimizer, "p_g_os", segment_size=WIDTH, accumulation_steps=1
+    )
+    for module in model.modules():
+        module.register_forward_pre_hook(look)
     for step in range(4):
         if step == 1:
             settle()
