@@ -1,7 +1,7 @@
 """A convolutional network with batch norm learns the handwritten digits of scikit-learn.
 
-    python digits.py [--epochs N]
-    torchrun --nproc-per-node 2 digits.py
+python digits.py [--epochs N]
+torchrun --nproc-per-node 2 digits.py
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def read() -> tuple[Tensor, Tensor]:
 
 def main() -> None:
     """Trains; rank 0 reports."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=8)
     epochs = parser.parse_args().epochs
     images, digits = read()

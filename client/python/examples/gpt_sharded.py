@@ -1,7 +1,7 @@
 """A small GPT learns to write the text it is given: the files of this repository, unless told otherwise.
 
-    python gpt.py [--data FOLDER] [--steps N]
-    torchrun --nproc-per-node 2 gpt.py
+python gpt.py [--data FOLDER] [--steps N]
+torchrun --nproc-per-node 2 gpt.py
 """
 
 from __future__ import annotations
@@ -76,8 +76,12 @@ def sample(text: Tensor, generator: torch.Generator, count: int = BATCH) -> tupl
 
 def main() -> None:
     """Trains; rank 0 reports."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path(__file__).resolve().parents[3], help="a folder of texts")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, default=Path(__file__).resolve().parents[3], help="a folder of texts"
+    )
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
     text = read(arguments.data)
@@ -105,7 +109,10 @@ def main() -> None:
     with torch.no_grad():
         inputs, targets = sample(test, torch.Generator().manual_seed(0), 64)
         logits = model(inputs)
-    loss, accuracy = F.cross_entropy(logits.flatten(0, 1), targets.flatten()), (logits.argmax(2) == targets).float().mean()
+    loss, accuracy = (
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+        (logits.argmax(2) == targets).float().mean(),
+    )
     if RANK == 0:
         print(f"on text it has not seen: loss {loss.item():.3f}, accuracy {accuracy.item():.3f}")
 

@@ -35,7 +35,9 @@ class Classifier(nn.Module):
 
 
 def mlp() -> nn.Module:
-    return Classifier(nn.Linear(FEATURES, 32), nn.ReLU(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, CLASSES))
+    return Classifier(
+        nn.Linear(FEATURES, 32), nn.ReLU(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, CLASSES)
+    )
 
 
 def cnn() -> nn.Module:
@@ -63,7 +65,9 @@ class Block(nn.Module):
         # Without a bias: that of the keys has no gradient but noise, which Adam would amplify.
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
@@ -116,7 +120,9 @@ class CalledTwice(Classifier):
 
     def __init__(self) -> None:
         middle = nn.Linear(32, 32)
-        super().__init__(nn.Linear(FEATURES, 32), nn.Tanh(), middle, nn.Tanh(), middle, nn.Tanh(), nn.Linear(32, CLASSES))
+        super().__init__(
+            nn.Linear(FEATURES, 32), nn.Tanh(), middle, nn.Tanh(), middle, nn.Tanh(), nn.Linear(32, CLASSES)
+        )
 
 
 class Borrowed(Classifier):
@@ -161,7 +167,9 @@ class Frozen(Classifier):
     """The middle layer is frozen, for ever or until a step."""
 
     def __init__(self, until: int | None) -> None:
-        super().__init__(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, CLASSES))
+        super().__init__(
+            nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, CLASSES)
+        )
         self.until = until
         self.layers[2].requires_grad_(False)
 

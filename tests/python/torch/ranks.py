@@ -29,7 +29,15 @@ TIMEOUT = 120.0
 GRACE = 3.0
 LOOPBACK = "127.0.0.1"
 #: What a rank does not inherit, whatever the process that runs the tests has.
-FORGOTTEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ZEROSHARD_ADDRESS", "ZEROSHARD_TOKEN")
+FORGOTTEN = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "ZEROSHARD_ADDRESS",
+    "ZEROSHARD_TOKEN",
+)
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest"])
@@ -75,12 +83,18 @@ def run(
             store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
             port = store.port
         elif init == "env":
-            environment |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+            environment |= {
+                "MASTER_ADDR": LOOPBACK,
+                "MASTER_PORT": str(free_port()),
+                "WORLD_SIZE": str(world),
+            }
         connections: dict[Any, int] = {}
         for rank in range(world):
             ours, theirs = _context.Pipe()
             own = environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if init == "env" else {})
-            process = _context.Process(target=_rank, args=(theirs, rank, world, port, own, timeout, function, args))
+            process = _context.Process(
+                target=_rank, args=(theirs, rank, world, port, own, timeout, function, args)
+            )
             process.start()
             stack.callback(_end, process)
             theirs.close()

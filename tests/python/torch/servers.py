@@ -18,7 +18,17 @@ PATIENCE = 10
 @contextlib.contextmanager
 def server(*arguments: str) -> Iterator[str]:
     """A running server; the address that it listens on."""
-    command = [str(BINARY), *arguments, "--listen", "127.0.0.1:0", "--admin-listen", "off", "--json", "--log", "error"]
+    command = [
+        str(BINARY),
+        *arguments,
+        "--listen",
+        "127.0.0.1:0",
+        "--admin-listen",
+        "off",
+        "--json",
+        "--log",
+        "error",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

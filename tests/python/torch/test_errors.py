@@ -20,7 +20,7 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @pytest.mark.parametrize("level", ["p_g", "", "OS", "3", None, 3])
 def test_level_is_one_of_three(level: Any) -> None:
-    """"p_g" stands in the original's own example."""
+    """ "p_g" stands in the original's own example."""
     with pytest.raises(zs.InvalidArgument, match=r"os.*os_g.*p_g_os"):
         group_sharded_parallel(*model_and_optimizer(), level)
 

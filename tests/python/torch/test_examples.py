@@ -19,7 +19,9 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 def run(*command: str, cwd: Path | None = None) -> str:
     """What a script printed."""
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=TIMEOUT, cwd=cwd)
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=TIMEOUT, cwd=cwd
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "panicked" not in done.stderr and "Traceback" not in done.stderr, done.stderr
     return done.stdout

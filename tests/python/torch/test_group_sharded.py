@@ -100,7 +100,13 @@ def test_options_change_no_bits(processes: dict[str, str]) -> None:
     plain = Training(steps=10)
     variants = [
         dataclasses.replace(plain, options=options)
-        for options in ({}, {"offload": True}, {"buffer_max_size": 0}, {"segment_size": 0}, {"sync_comm": True})
+        for options in (
+            {},
+            {"offload": True},
+            {"buffer_max_size": 0},
+            {"segment_size": 0},
+            {"sync_comm": True},
+        )
     ]
     hashes = ranks.run(2, hashes_of, variants, env=processes)
     assert len({*hashes[0], *hashes[1]}) == 1

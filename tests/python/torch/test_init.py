@@ -25,7 +25,7 @@ from servers import servers
 from zeroshard.torch import group_sharded_parallel
 
 #: A script of a user's, for one rank or several.
-SCRIPT = '''
+SCRIPT = """
 import sys
 import torch
 import torch.distributed as dist
@@ -59,7 +59,7 @@ if __name__ == "__main__":
     else:
         zs.init()
         train()
-'''
+"""
 #: What a script may take, in seconds.
 TIMEOUT = 90
 
@@ -157,7 +157,9 @@ def finds_rank_0(rank: int, when: str) -> str:
     return hash
 
 
-@pytest.mark.parametrize("when", ["before init_process_group", "after init_process_group", "without a process group"])
+@pytest.mark.parametrize(
+    "when", ["before init_process_group", "after init_process_group", "without a process group"]
+)
 def test_rank_0_hosts_the_cluster_and_the_others_find_it(when: str) -> None:
     first, second = ranks.run(2, finds_rank_0, when, init="env")
     assert first == second
@@ -176,7 +178,12 @@ def test_script_with_mp_spawn(tmp_path: Path) -> None:
 
 def interrupted(rank: int) -> float:
     """Rank 0 waits for a rank that never comes; the seconds from Ctrl-C to the end of the wait."""
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ranks.LOOPBACK, "MASTER_PORT": str(ranks.free_port())}
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": ranks.LOOPBACK,
+        "MASTER_PORT": str(ranks.free_port()),
+    }
     zs.init()
     sent: list[float] = []
 
@@ -198,7 +205,12 @@ def test_ctrl_c_ends_a_wait_at_once() -> None:
 
 def waits_for_nobody(rank: int) -> str:
     """A rank whose peer never comes; what its error says."""
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ranks.LOOPBACK, "MASTER_PORT": str(ranks.free_port())}
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": ranks.LOOPBACK,
+        "MASTER_PORT": str(ranks.free_port()),
+    }
     zs.init(deadline=2.0)
     with pytest.raises(zs.Timeout) as raised:
         model, optimizer = sharded()
@@ -217,7 +229,9 @@ def test_address_where_nobody_listens_is_a_timely_error(tmp_path: Path) -> None:
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 1 and time.monotonic() - began < 10
-    assert re.search(r"^zeroshard\.errors\.(Unavailable|Timeout): .*127\.0\.0\.1", done.stderr, re.MULTILINE), done.stderr
+    assert re.search(
+        r"^zeroshard\.errors\.(Unavailable|Timeout): .*127\.0\.0\.1", done.stderr, re.MULTILINE
+    ), done.stderr
     assert "panicked" not in done.stderr
     with pytest.raises((zs.Error, ValueError)):
         zs.init("not an address", deadline=2.0)

@@ -56,7 +56,9 @@ def peaks(rank: int) -> tuple[int, int, int]:
     def look(*_: object) -> None:
         nonlocal most
         tensors = [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None)]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+        }
         most = max(most, sum(storages.values()))
 
     # Before the package's own hooks where these give something back, after them where they fetch it.

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 import models
 import ranks
 import zeroshard as zs
-from training import LEVELS, SEGMENT, Training, assert_close, assert_same, optimizer_of, train, train_all, worst
+from training import (
+    LEVELS,
+    SEGMENT,
+    Training,
+    assert_close,
+    assert_same,
+    optimizer_of,
+    train,
+    train_all,
+    worst,
+)
 from zeroshard.torch import LAMB, ClipGradByGlobalNorm, Lion, clip_grad_norm_, group_sharded_parallel
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -24,6 +34,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Adam": ("Adam", {"lr": 2e-3}),
     "Adam, decay": ("Adam", {"lr": 2e-3, "weight_decay": 0.01, "betas": (0.8, 0.95), "eps": 1e-6}),
     "Adam, amsgrad": ("Adam", {"lr": 2e-3, "amsgrad": True}),
+    "Adam, maximize": ("Adam", {"lr": 1e-4, "maximize": True}),
     "AdamW": ("AdamW", {"lr": 2e-3}),
     "AdamW, amsgrad": ("AdamW", {"lr": 2e-3, "amsgrad": True, "weight_decay": 0.1}),
     "Adagrad": ("Adagrad", {"lr": 0.02, "lr_decay": 0.01, "weight_decay": 0.01}),
@@ -117,7 +128,9 @@ def assert_state_close(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
             assert type(mine) is type(value), key
             if isinstance(value, Tensor):
                 assert mine.shape == value.shape and mine.dtype == value.dtype, key
-                torch.testing.assert_close(mine, value, rtol=1e-3, atol=1e-6, msg=lambda text: f"{index} {key}: {text}")
+                torch.testing.assert_close(
+                    mine, value, rtol=1e-3, atol=1e-6, msg=lambda text: f"{index} {key}: {text}"
+                )
             else:
                 assert mine == value, key
 
@@ -134,7 +147,9 @@ def overflow(rank: int, level: str) -> tuple[bool, float, bool, bool, bool]:
     model = models.build("mlp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler: Any = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    model, sharded_optimizer, scaler = group_sharded_parallel(model, optimizer, level, scaler=scaler, segment_size=SEGMENT)
+    model, sharded_optimizer, scaler = group_sharded_parallel(
+        model, optimizer, level, scaler=scaler, segment_size=SEGMENT
+    )
     states, hashes = [], []
     report: Any = None
     for step in range(3):
@@ -156,7 +171,9 @@ def overflow(rank: int, level: str) -> tuple[bool, float, bool, bool, bool]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("way", ["function of parameters", "function of model", "torch's object", "at construction"])
+@pytest.mark.parametrize(
+    "way", ["function of parameters", "function of model", "torch's object", "at construction"]
+)
 def test_clipping_is_torchs(level: str, way: str, cluster: zs.Session) -> None:
     """Without the parameters that do not need it."""
     plain = models.build("mlp")
@@ -172,7 +189,9 @@ def test_clipping_is_torchs(level: str, way: str, cluster: zs.Session) -> None:
         data = models.batch("mlp", step, 8)
         plain_optimizer.zero_grad(), optimizer.zero_grad()
         plain(*data).backward(), model(*data).backward()
-        expected = nn.utils.clip_grad_norm_([p for p in plain.parameters() if getattr(p, "need_clip", True)], 0.05)
+        expected = nn.utils.clip_grad_norm_(
+            [p for p in plain.parameters() if getattr(p, "need_clip", True)], 0.05
+        )
         if way == "function of parameters":
             norm = clip_grad_norm_(model.parameters(), 0.05)
         elif way == "function of model":
@@ -193,6 +212,7 @@ def test_closure_is_called_and_its_loss_returned(cluster: zs.Session) -> None:
     other, other_optimizer = sharded(training, "os_g")
     losses = []
     for step in range(5):
+
         def closure() -> Tensor:
             optimizer.zero_grad()
             loss = model(*models.batch("mlp", step, 8))

@@ -43,7 +43,9 @@ def saved(rank: int, level: str, name: str, output: str) -> tuple[dict[str, Tens
 
 @pytest.mark.parametrize("name", ["unfrozen", "gpt", "cnn"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_saved_model_loads_into_plain_torch(level: str, name: str, tmp_path: Path, processes: dict[str, str]) -> None:
+def test_saved_model_loads_into_plain_torch(
+    level: str, name: str, tmp_path: Path, processes: dict[str, str]
+) -> None:
     output = tmp_path / "made" / "by us"
     (state, optimizer_state), other = ranks.run(2, saved, level, name, str(output), env=processes)
     assert_same(state, other[0])

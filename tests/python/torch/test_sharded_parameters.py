@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -38,14 +39,18 @@ def step(model: Any, optimizer: Any, index: int = 0, name: str = "mlp") -> float
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_only_what_is_larger_than_a_segment_is_cut(trained: bool, cluster: zs.Session) -> None:
-    model, optimizer = wrap(models.Classifier(nn.Linear(20, 8, bias=False), nn.Linear(8, 8), nn.Linear(8, 9), nn.Linear(9, 10)))
+    model, optimizer = wrap(
+        models.Classifier(nn.Linear(20, 8, bias=False), nn.Linear(8, 8), nn.Linear(8, 9), nn.Linear(9, 10))
+    )
     if trained:
         step(model, optimizer)
     numels = {name: parameter.numel() for name, parameter in model.module.named_parameters()}
     empty = {name for name, parameter in model.module.named_parameters() if held(parameter) == 0}
     # 8 x 8 = 64 elements is a segment, and stays; a parameter keeps its shape wherever its elements are.
     assert empty == {name for name, numel in numels.items() if numel > SEGMENT}
-    assert numels["layers.1.weight"] == SEGMENT and "layers.1.weight" not in empty and "layers.2.weight" in empty
+    assert (
+        numels["layers.1.weight"] == SEGMENT and "layers.1.weight" not in empty and "layers.2.weight" in empty
+    )
     assert all(parameter.grad is None or held(parameter.grad) for parameter in model.parameters())
 
 
@@ -159,26 +164,24 @@ def test_summoned_parameters_are_whole_and_may_be_changed(level: str, cluster: z
     assert level != "p_g_os" or held(model.module.layers[0].weight) == 0
 
 
+@pytest.mark.parametrize("summoned", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
-def test_parameters_outside_forward(level: str, cluster: zs.Session) -> None:
-    """A penalty on the weights, made where they are summoned."""
+def test_parameters_outside_forward(level: str, summoned: bool, cluster: zs.Session) -> None:
+    """A penalty on the weights."""
     model, optimizer = wrap(models.build("mlp"), level)
     plain = models.build("mlp")
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     for index in range(3):
         data = models.batch("mlp", index, 8)
         losses = []
-        optimizer.zero_grad()
-        with model.summon_full_params():
-            loss = model(*data) + 0.1 * sum(p.square().sum() for p in model.parameters())
-            loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
-        plain_optimizer.zero_grad()
-        loss = plain(*data) + 0.1 * sum(p.square().sum() for p in plain.parameters())
-        loss.backward()
-        plain_optimizer.step()
-        assert worst(losses, [float(loss)]) <= 1e-5
+        for each, each_optimizer in ((model, optimizer), (plain, plain_optimizer)):
+            each_optimizer.zero_grad()
+            with each.summon_full_params() if summoned and each is model else contextlib.nullcontext():
+                loss = each(*data) + 0.1 * sum(p.square().sum() for p in each.parameters())
+                loss.backward()
+            each_optimizer.step()
+            losses.append(float(loss))
+        assert worst(losses[:1], losses[1:]) <= 1e-5
     assert_close(model.state_dict(), plain.state_dict())
 
 

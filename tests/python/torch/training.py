@@ -91,7 +91,9 @@ def train(training: Training, system: str, rank: int = 0, world: int = 1) -> Out
         options = {"segment_size": SEGMENT, **training.options}
         if training.announced == "accumulation_steps":
             options["accumulation_steps"] = training.micro
-        wrapped, optimizer, scaler = group_sharded_parallel(model, optimizer, system, scaler=scaler, **options)
+        wrapped, optimizer, scaler = group_sharded_parallel(
+            model, optimizer, system, scaler=scaler, **options
+        )
     schedule = SCHEDULES[training.schedule](optimizer) if training.schedule else None
     losses, norms = [], []
     for step in range(training.steps):
@@ -105,12 +107,19 @@ def train(training: Training, system: str, rank: int = 0, world: int = 1) -> Out
         mean = torch.tensor(losses, dtype=torch.float64)
         dist.all_reduce(mean)
         losses = (mean / world).tolist()
-    state = {name: tensor.clone() for name, tensor in (bare if system == "ddp" else wrapped).state_dict().items()}
+    state = {
+        name: tensor.clone() for name, tensor in (bare if system == "ddp" else wrapped).state_dict().items()
+    }
     return Outcome(losses, norms, state, optimizer.state_hash() if system in LEVELS else "")
 
 
 def _step(
-    training: Training, model: Any, optimizer: Any, scaler: Any, data: tuple[Tensor, Tensor], norms: list[float]
+    training: Training,
+    model: Any,
+    optimizer: Any,
+    scaler: Any,
+    data: tuple[Tensor, Tensor],
+    norms: list[float],
 ) -> float:
     """One step; its loss on this rank."""
     total = 0.0
@@ -127,7 +136,11 @@ def _step(
     if training.max_norm is not None:
         scaler.unscale_(optimizer)
         clip = getattr(optimizer, "clip_grad_norm_", None)
-        norm = clip(training.max_norm) if clip else nn.utils.clip_grad_norm_(model.parameters(), training.max_norm)
+        norm = (
+            clip(training.max_norm)
+            if clip
+            else nn.utils.clip_grad_norm_(model.parameters(), training.max_norm)
+        )
         norms.append(float(norm))
     scaler.step(optimizer)
     scaler.update()
@@ -145,11 +158,15 @@ def worst(ours: list[float], reference: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(ours, reference))
 
 
-def assert_close(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], rtol: float = 1e-3, atol: float = 1e-5) -> None:
+def assert_close(
+    ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], rtol: float = 1e-3, atol: float = 1e-5
+) -> None:
     """Two state dicts have the same names, in the same order, and nearly the same values."""
     assert list(ours) == list(reference)
     for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, reference[name], rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(
+            tensor, reference[name], rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}"
+        )
 
 
 def assert_same(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> None:
