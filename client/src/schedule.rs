@@ -22,15 +22,15 @@ impl Schedule {
         Self { sizes, window, known: Vec::new(), pass: Vec::new(), at: Some(0) }
     }
 
-    /// Notes that `unit` is used now. The units that follow, nearest first; a number that is no unit's counts for
-    /// nothing.
+    /// Notes that `unit` is used now. The units that follow, nearest first: `unit` itself where it is used again at
+    /// once, as the last of a forward is.
     pub fn enter(&mut self, unit: usize) -> Vec<usize> {
         self.pass.push(unit);
         let from = self.at.unwrap_or(0);
         let position = |range: std::ops::Range<usize>| range.into_iter().find(|&at| self.known[at] == unit);
         let found = position(from..self.known.len()).or_else(|| position(0..from));
         self.at = found.map(|found| found + 1);
-        self.ahead(Some(unit))
+        self.ahead()
     }
 
     /// A new pass begins. The units that it begins with, if it takes the way of the last.
@@ -39,14 +39,14 @@ impl Schedule {
             self.known = std::mem::take(&mut self.pass);
         }
         self.at = Some(0);
-        self.ahead(None)
+        self.ahead()
     }
 
-    fn ahead(&self, current: Option<usize>) -> Vec<usize> {
+    fn ahead(&self) -> Vec<usize> {
         let Some(at) = self.at else { return Vec::new() };
         let (mut next, mut bytes) = (Vec::new(), 0);
         for &unit in &self.known[at..] {
-            if current == Some(unit) || next.contains(&unit) {
+            if next.contains(&unit) {
                 continue;
             }
             bytes += self.sizes.get(unit).copied().unwrap_or(0);
@@ -82,8 +82,8 @@ mod tests {
         assert_eq!(schedule.restart(), [0, 1]);
         assert_eq!(schedule.enter(0), [1, 2]);
         assert_eq!(schedule.enter(1), [2, 3]);
-        assert_eq!(schedule.enter(2), [3]);
-        assert_eq!(schedule.enter(3), [2, 1]);
+        assert_eq!(schedule.enter(2), [3, 2]);
+        assert_eq!(schedule.enter(3), [3, 2]);
         assert_eq!(schedule.enter(3), [2, 1]);
         assert_eq!(schedule.enter(2), [1, 0]);
     }

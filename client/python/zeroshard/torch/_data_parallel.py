@@ -191,9 +191,10 @@ class DataParallel(nn.Module):
         if self._averages is not None:
             self._retired.append(self._averages)
             self._averages = None
-        self._broken = False
-        if self._place[1] == 1 or not trainable:
+        if self._place[1] == 1:
             return
+        # If this fails, the next forward pass tries again.
+        self._broken = True
         self._buckets = self._new_buckets(trainable)
         self._averages = Averages(
             current(), "data-parallel", self._place, trainable, self._constants() if share else (), share
@@ -202,6 +203,7 @@ class DataParallel(nn.Module):
             ready = _weakly(self, DataParallel._ready, index)
             hook = parameter.register_post_accumulate_grad_hook(ready)
             self._hooks.append(hook)
+        self._broken = False
 
     def _constants(self) -> list[Named]:
         tensors = [(name, p.detach()) for name, p in self.module.named_parameters() if not p.requires_grad]
@@ -213,6 +215,10 @@ class DataParallel(nn.Module):
             self._begun = False
             self._give_up()
         trainable = self._trainable()
+        if not trainable:
+            # All frozen, perhaps for a while: the job stays.
+            self._armed = False
+            return
         as_before = len(trainable) == len(self._trained) and all(
             parameter is before for (_, parameter), before in zip(trainable, self._trained)
         )
