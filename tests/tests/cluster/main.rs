@@ -13,6 +13,7 @@ mod refusals;
 mod same_bits;
 mod shutdown;
 mod steps;
+mod token;
 mod waits;
 
 use std::time::Duration;
