@@ -40,7 +40,8 @@ FORGOTTEN = (
 )
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest"])
+# The first optimizer that is made imports torch._dynamo.
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "pytest"])
 
 
 class RankFailed(AssertionError):
