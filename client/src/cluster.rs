@@ -10,7 +10,7 @@ use zeroshard_proto::{
     transport::{Connection, MAX_CONTROL_MESSAGE, endpoint},
 };
 
-use crate::{Job, Options, shards::Shards, state};
+use crate::{Job, Options, Traffic, shards::Shards, state};
 
 /// Pause before a call is tried again.
 pub(crate) const RETRY_PAUSE: Duration = Duration::from_millis(100);
@@ -128,6 +128,11 @@ impl Cluster {
             Error::invalid(format!("version of job {job:?}"), "not there", "made by uploading its parameters")
         })?;
         state::hash(self, &description, version).await
+    }
+
+    /// Payload bytes that all jobs of this connection have moved.
+    pub fn traffic(&self) -> Traffic {
+        self.shards.traffic()
     }
 
     /// Joins the job as `rank`.

@@ -199,7 +199,7 @@ impl Job {
     ///
     /// # Errors
     /// [`Error::Timeout`].
-    pub async fn leave(self) -> Result<()> {
+    pub async fn leave(&self) -> Result<()> {
         let request = pb::LeaveRequest { job: self.spec.name.clone(), lease: self.lease };
         self.cluster
             .retry("leave", |mut client, _| {

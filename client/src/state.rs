@@ -1,11 +1,10 @@
 //! What only the servers together know of a job: the hash of its state, and how far each tensor is.
 
 use futures_util::future::try_join_all;
-use tonic::transport::Channel;
 use zeroshard_proto::{
     Error, Result, Server,
     pb::{self, shard_client::ShardClient},
-    transport::MAX_CONTROL_MESSAGE,
+    transport::{Connection, MAX_CONTROL_MESSAGE},
 };
 
 use crate::{Cluster, Description};
@@ -60,7 +59,7 @@ async fn ask<T, F>(
     cluster: &Cluster,
     server: &Server,
     what: &str,
-    mut call: impl FnMut(ShardClient<Channel>, u32) -> F,
+    mut call: impl FnMut(ShardClient<Connection>, u32) -> F,
 ) -> Result<T>
 where
     F: Future<Output = Result<tonic::Response<T>, tonic::Status>>,

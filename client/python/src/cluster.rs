@@ -72,7 +72,7 @@ impl Cluster {
         let host: IpAddr =
             host.parse().map_err(|_| raise(Error::invalid("host", format!("{host:?}"), "an IP address")))?;
         let mut starting = embedded::Options { host, ..embedded::Options::new(shards) };
-        starting.common.token = token.as_deref().unwrap_or_default().into();
+        starting.common.token = token.clone().unwrap_or_default().into();
         let embedded = wait(py, async move {
             let started = embedded::Cluster::start(starting).await;
             started.map_err(|e| Error::Internal { cause: format!("start an embedded cluster: {e}") })

@@ -6,7 +6,10 @@ use std::{
 };
 
 use pyo3::prelude::*;
-use tokio::task::JoinSet;
+use tokio::{
+    sync::{Semaphore, SemaphorePermit},
+    task::JoinSet,
+};
 use zeroshard_client::{self as client, Commit, Gradient, Result, StepReport};
 use zeroshard_proto::{Error, Optimizer, pb};
 
@@ -33,7 +36,12 @@ pub(crate) struct Job {
     /// Elements that a bucket of gradients may have.
     bucket_numel: usize,
     outgoing: Mutex<Outgoing>,
+    /// How many buckets of gradients may be on their way before the next one waits.
+    lanes: Arc<Semaphore>,
 }
+
+/// One bucket is being sent while the next is filled; a third covers the gaps between them.
+const LANES: usize = 3;
 
 /// What is on its way to the servers.
 #[derive(Default)]
@@ -47,7 +55,7 @@ struct Outgoing {
 
 impl Job {
     pub(crate) fn new(job: client::Job, bucket_numel: usize) -> Self {
-        Self { job: Arc::new(job), bucket_numel, outgoing: Mutex::default() }
+        Self { job: Arc::new(job), bucket_numel, outgoing: Mutex::default(), lanes: Arc::new(Semaphore::new(LANES)) }
     }
 
     /// Starts `work`; its error is told by the next flush.
@@ -61,8 +69,21 @@ impl Job {
     }
 
     fn start_push(&self, outgoing: &mut Outgoing, step: u64, bucket: Vec<Gradient>) -> PyResult<()> {
-        let job = self.job.clone();
-        self.start(outgoing, async move { job.push(step, bucket).await })
+        let (job, lanes) = (self.job.clone(), self.lanes.clone());
+        self.start(outgoing, async move {
+            let _lane = lane(&lanes).await?;
+            job.push(step, bucket).await
+        })
+    }
+
+    /// Waits while too many buckets are on their way: gradients must not pile up where they are made faster than they
+    /// are sent.
+    fn wait_for_lane(&self, py: Python<'_>) -> PyResult<()> {
+        let lanes = self.lanes.clone();
+        if lanes.available_permits() > 0 {
+            return Ok(());
+        }
+        wait(py, async move { lane(&lanes).await.map(drop) })
     }
 
     fn close_bucket(&self, outgoing: &mut Outgoing) -> PyResult<()> {
@@ -79,6 +100,10 @@ impl Job {
         self.close_bucket(outgoing)?;
         Ok(std::mem::take(&mut outgoing.pushes))
     }
+}
+
+async fn lane(lanes: &Semaphore) -> Result<SemaphorePermit<'_>> {
+    lanes.acquire().await.map_err(|closed| Error::Internal { cause: closed.to_string() })
 }
 
 async fn arrived(mut pushes: JoinSet<Result<()>>) -> Result<()> {
@@ -135,18 +160,31 @@ impl Job {
         })
     }
 
-    fn gradient(&self, py: Python<'_>, step: u64, tensor: usize, array: PyRef<'_, crate::array::Array>) -> PyResult<()> {
+    fn gradient(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        tensor: usize,
+        array: PyRef<'_, crate::array::Array>,
+    ) -> PyResult<()> {
         let gradient = gradients(py, &vec![(tensor, array)])?.remove(0);
         let numel = gradient.data.len();
-        let outgoing = &mut *lock(&self.outgoing);
+        let mut outgoing = lock(&self.outgoing);
+        let mut closed = false;
         if outgoing.step != step || outgoing.numel + numel > self.bucket_numel {
-            self.close_bucket(outgoing)?;
+            closed = !outgoing.bucket.is_empty();
+            self.close_bucket(&mut outgoing)?;
             outgoing.step = step;
         }
         outgoing.numel += numel;
         outgoing.bucket.push(gradient);
         // What does not fit into any bucket goes alone.
-        if outgoing.numel >= self.bucket_numel { self.close_bucket(outgoing) } else { Ok(()) }
+        if outgoing.numel >= self.bucket_numel {
+            closed = true;
+            self.close_bucket(&mut outgoing)?;
+        }
+        drop(outgoing);
+        if closed { self.wait_for_lane(py) } else { Ok(()) }
     }
 
     fn push(&self, py: Python<'_>, step: u64, arrays: Arrays<'_>) -> PyResult<()> {
