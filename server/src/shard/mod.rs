@@ -6,6 +6,7 @@
 mod control;
 mod data;
 mod job;
+mod part;
 mod pull;
 mod push;
 mod ranges;
