@@ -59,7 +59,7 @@ class Rendezvous:
                 "torch.distributed.init_process_group before zeroshard.init, or start the program by torchrun"
             )
         try:
-            from torch.distributed import TCPStore
+            from torch._C._distributed_c10d import TCPStore
         except ImportError:
             raise NotInitialised(
                 "several ranks find each other through torch's store, and torch cannot be imported"

@@ -31,7 +31,7 @@ _METADATA: set[Any] = {
     for name in dir(Tensor)
     if name not in _WITHOUT_DATA and isinstance(getattr(Tensor, name), types.GetSetDescriptorType)
     for access in (getattr(Tensor, name).__get__, getattr(Tensor, name).__set__, getattr(Tensor, name).__delete__)
-} | {Tensor.data.__set__} | {
+} | {vars(torch._C.TensorBase)["data"].__set__} | {
     getattr(Tensor, name)
     for name in (
         "__hash__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_conj", "is_contiguous",
@@ -181,7 +181,7 @@ class Gatherer:
         with_units: set[nn.Module] = set()
         own: dict[nn.Module, Unit] = {}
         for module in model.modules():
-            large = {
+            large: dict[str, Tensor] = {
                 name: parameter
                 for name, parameter in module.named_parameters(recurse=False)
                 if id(parameter) not in seen and is_large(module, parameter)
@@ -304,7 +304,7 @@ class Gatherer:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_is_over)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_is_over)
         node = torch._C._current_autograd_node()
         # What trains is freed with its gradient. The others, with the node that needed them: it has run.
         for other in [other for other in self._of_node if other.node is not node]:

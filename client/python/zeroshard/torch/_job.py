@@ -184,8 +184,8 @@ class ModelJob:
             for parameter in group["params"]
         }
         named: dict[int, tuple[str, Tensor]] = {}
-        for name, parameter in self._model.named_parameters():
-            named[id(parameter)] = (name, parameter)
+        for name, own in self._model.named_parameters():
+            named[id(own)] = (name, own)
         for number, group in enumerate(self._optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
                 # What the optimizer has besides the model's: a loss with parameters of its own.

@@ -45,7 +45,7 @@ class GroupSharded(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and self.training:
-            _before_forward(self._sharding(), self._holding)
+            _outside_graphs(self._sharding(), self._holding)
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -88,9 +88,12 @@ class GroupSharded(nn.Module):
             raise InvalidArgument(
                 "a model at level p_g_os cannot be moved or cast; move or cast it before group_sharded_parallel"
             )
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
-@torch.compiler.disable
 def _before_forward(sharding: Sharding, holding: bool) -> None:
     sharding.before_forward(holding)
+
+
+# What the hook does is no part of a compiled graph.
+_outside_graphs = torch.compiler.disable(_before_forward)

@@ -43,7 +43,7 @@ class GradScaler(torch.amp.GradScaler):
         self._check_scale_growth_tracker("step")
         optimizer.loss_scale = self.get_scale()
         try:
-            result = optimizer.step(*args, **kwargs)
+            result: float | None = optimizer.step(*args, **kwargs)
         finally:
             optimizer.loss_scale = 1.0
         device = torch.device(self._device)
