@@ -266,7 +266,10 @@ class Gatherer:
         unit.finish()
 
     def _fetch_ahead(self, numbers: list[int]) -> None:
-        self._ahead = set(numbers)
+        no_longer, self._ahead = self._ahead.difference(numbers), set(numbers)
+        for number in no_longer:
+            if self.units[number].node is None:  # else backward is at it
+                self._free(self.units[number])
         for number in numbers:
             self.units[number].start()
 

@@ -84,16 +84,13 @@ class ModelJob:
         optimizer: torch.optim.Optimizer,
         place: tuple[int, int, tuple[int, ...]],
         bucket_numel: int,
-        share_frozen: bool,
     ) -> None:
-        """``share_frozen``: frozen parameters and buffers are in the job as well."""
         self._session = session
         self._kind = kind
         self._model = model
         self._optimizer = optimizer
         self.rank, self.world, self._ranks = place
         self._bucket_numel = bucket_numel
-        self._share_frozen = share_frozen
         self.optimizer_kind = kinds.kind(optimizer)
         self.entries: list[Entry] = []
         self._by_tensor: dict[int, Entry] = {}
@@ -198,12 +195,9 @@ class ModelJob:
             entries.append(Entry(name, tensor, trained, buffer, group, len(entries), raw))
 
         for key, (name, parameter) in named.items():
-            trained = key in group_of and parameter.requires_grad
-            if trained or self._share_frozen:
-                add(name, parameter, trained, False)
-        if self._share_frozen:
-            for name, tensor in self._model.named_buffers():
-                add(name, tensor, False, True)
+            add(name, parameter, key in group_of and parameter.requires_grad, False)
+        for name, tensor in self._model.named_buffers():
+            add(name, tensor, False, True)
         return entries
 
     def _upload(self, values: list[tuple[Entry, Tensor]], states: Mapping[int, State], label: str | None) -> None:

@@ -49,12 +49,10 @@ class Sharding:
         #: Gradients are those of the loss times this, at the next step.
         self.loss_scale = 1.0
         self.last_report: Report | None = None
-        sharded = level == "p_g_os"
-        share_frozen = sharded or place[1] > 1
-        self.job = ModelJob(session, "sharded", model, optimizer, place, bucket_numel, share_frozen)
+        self.job = ModelJob(session, "sharded", model, optimizer, place, bucket_numel)
         self.job.open(states(self.job))
         self._buffer_versions: dict[int, int] = {}
-        self.gatherer = Gatherer(self.job, model, is_large, not sync_comm) if sharded else None
+        self.gatherer = Gatherer(self.job, model, is_large, not sync_comm) if level == "p_g_os" else None
         accumulated = self.gatherer.accumulated if self.gatherer is not None else _nothing
         self.gradients = Gradients(self.job, level != "os", accumulation_steps, accumulated)
         _all.add(self)
