@@ -1,8 +1,8 @@
 """One rank of `zs-bench torch`, which runs it: training steps of one system, timed.
 
-The model is a stack of bias-free linear layers, so that there is little to compute for every parameter and the cost of
-sharding shows. Every rank has inputs of its own, so systems that synchronise end at the same loss, which is reported.
-Everything uses AdamW, torch's fused kernel wherever the system can take it.
+The model is a stack of bias-free linear layers, so that there is little to compute for every parameter and
+the cost of sharding shows. Every rank has inputs of its own, so systems that synchronise end at the same loss,
+which is reported. All of them are given torch's AdamW with its fused kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Step = Callable[[Tensor], Tensor]
 BATCH = 4
 LEARNING_RATE = 1e-6
 WEIGHT_DECAY = 0.01
-#: Steps that are not measured: memory is touched for the first time, and systems learn the order of the layers.
+#: Steps that are not measured: memory is touched for the first time, the order of the layers is learned.
 WARM_UP = 3
 
 
@@ -119,7 +119,8 @@ def deepspeed(model: nn.Sequential, options: Options) -> Step:
     """DeepSpeed, ZeRO at the stage that ends the system's name."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     # It compiles extensions, with the ninja that is installed beside the interpreter.
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    path = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
     package: Any = import_module("deepspeed")
     package.init_distributed("gloo")
     config = {
