@@ -1,4 +1,4 @@
-"""DataParallel: what section B of the contract says, with its numbers, on real ranks over an embedded cluster."""
+"""DataParallel: gradients averaged by the servers, on real ranks over an embedded cluster."""
 
 from __future__ import annotations
 
@@ -174,14 +174,27 @@ class Mixed(nn.Module):
         self.register_buffer("nan", torch.full((2,), float("nan")))
         self.register_buffer("hidden", torch.full((2,), value / 7), persistent=False)
 
+    def forward(self) -> Tensor:
+        return self.plain.sum()
+
 
 def constructed(rank: int) -> bool:
+    with zs.init():
+        return _constructed(rank)
+
+
+def _constructed(rank: int) -> bool:
     wrapped, reference = DataParallel(Mixed(rank + 1)), Mixed(1)
     assert wrapped.tied is wrapped.plain
+    # Rank 0 hosts the cluster: it must not end before the others have begun.
+    wrapped().backward()
     pairs = zip(wrapped.module.named_parameters(), reference.named_parameters(), strict=True)
     buffers = zip(wrapped.module.named_buffers(), reference.named_buffers(), strict=True)
     return all(
-        ours.dtype == theirs.dtype and ours.stride() == theirs.stride() and ours.equal(theirs) or "nan" in name
+        ours.dtype == theirs.dtype
+        and ours.stride() == theirs.stride()
+        and ours.equal(theirs)
+        or "nan" in name
         for (name, ours), (_, theirs) in [*pairs, *buffers]
     )
 
@@ -208,6 +221,11 @@ def test_models_that_differ_are_an_error() -> None:
 
 
 def mean_gradient(rank: int) -> float:
+    with zs.init():
+        return _mean_gradient(rank)
+
+
+def _mean_gradient(rank: int) -> float:
     wrapped = DataParallel(Scale())
     for step in range(3):
         wrapped.zero_grad()
@@ -454,7 +472,9 @@ def test_keys_have_no_prefix() -> None:
     model = models.build("cnn")
     wrapped = DataParallel(model)
     assert list(wrapped.state_dict()) == list(model.state_dict())
-    assert list(nn.ModuleDict({"part": wrapped}).state_dict()) == [f"part.{key}" for key in model.state_dict()]
+    assert list(nn.ModuleDict({"part": wrapped}).state_dict()) == [
+        f"part.{key}" for key in model.state_dict()
+    ]
 
 
 def test_state_goes_back_and_forth_between_wrapped_and_plain() -> None:
@@ -479,7 +499,9 @@ def test_set_state_dict_goes_by_name() -> None:
 
 def test_set_state_dict_without_structured_names_goes_by_position() -> None:
     wrapped, other = DataParallel(nn.Linear(3, 2)), nn.Linear(3, 2)
-    wrapped.set_state_dict({"linear_0.w_0": other.weight, "linear_0.b_0": other.bias}, use_structured_name=False)
+    wrapped.set_state_dict(
+        {"linear_0.w_0": other.weight, "linear_0.b_0": other.bias}, use_structured_name=False
+    )
     assert wrapped.weight.equal(other.weight) and wrapped.bias.equal(other.bias)
     with pytest.raises(zs.InvalidArgument, match="1 entries.* 2"):
         wrapped.set_state_dict({"linear_0.w_0": other.weight}, use_structured_name=False)
@@ -595,7 +617,9 @@ def losses(rank: int, name: str, steps: int) -> dict[str, list[float]]:
 
 
 # torch's own cannot unfreeze, and does not know what to do with a reentrant checkpoint of tied weights.
-@pytest.mark.parametrize("name", [name for name in models.MODELS if name not in ("unfrozen", "reentrant checkpoint")])
+@pytest.mark.parametrize(
+    "name", [name for name in models.MODELS if name not in ("unfrozen", "reentrant checkpoint")]
+)
 def test_losses_are_those_of_distributed_data_parallel(name: str) -> None:
     for found in ranks.run(2, losses, name, 40):
         for ours, theirs in zip(found["ours"], found["torch"], strict=True):

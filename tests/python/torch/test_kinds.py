@@ -25,7 +25,12 @@ KNOWN: list[tuple[Any, dict[str, Any], str, tuple[str, ...]]] = [
     (O.RMSprop, {}, "rmsprop", ("square_avg",)),
     (O.RMSprop, {"momentum": 0.9}, "rmsprop", ("square_avg", "momentum_buffer")),
     (O.RMSprop, {"centered": True}, "rmsprop", ("square_avg", "grad_avg")),
-    (O.RMSprop, {"momentum": 0.9, "centered": True}, "rmsprop", ("square_avg", "momentum_buffer", "grad_avg")),
+    (
+        O.RMSprop,
+        {"momentum": 0.9, "centered": True},
+        "rmsprop",
+        ("square_avg", "momentum_buffer", "grad_avg"),
+    ),
     (Lion, {}, "lion", ("exp_avg",)),
     (LAMB, {}, "lamb", ("exp_avg", "exp_avg_sq")),
 ]
@@ -39,7 +44,9 @@ def parameter() -> nn.Parameter:
 
 
 @pytest.mark.parametrize("cls, options, name, state", KNOWN, ids=ids)
-def test_names_and_state_are_the_servers(cls: Any, options: dict[str, Any], name: str, state: tuple[str, ...]) -> None:
+def test_names_and_state_are_the_servers(
+    cls: Any, options: dict[str, Any], name: str, state: tuple[str, ...]
+) -> None:
     optimizer = cls([parameter()], lr=0.1, **options)
     assert kinds.kind(optimizer) == name
     found = kinds.hyperparameters(name, optimizer.param_groups[0])

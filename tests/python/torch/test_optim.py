@@ -1,4 +1,4 @@
-"""Lion and LAMB as local optimizers: against the golden vectors, which the servers' kernels are tested with too."""
+"""Lion and LAMB as local optimizers, against the golden vectors of the servers' kernels."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def make(hyperparameters: dict[str, Any], parameters: list[torch.Tensor]) -> tor
 
 @pytest.mark.parametrize("number, case", CASES, ids=[case["case"] for _, case in CASES])
 def test_fifty_steps_give_the_golden_vectors(number: int, case: dict[str, Any]) -> None:
-    vectors = np.fromfile(GOLDEN / "vectors.f32", "<f4").reshape(len(index["cases"]), len(index["recorded"]), -1)
+    vectors = np.fromfile(GOLDEN / "vectors.f32", "<f4").reshape(
+        len(index["cases"]), len(index["recorded"]), -1
+    )
     parameters = [torch.from_numpy(golden.values(t, 0, size).copy()) for t, size in enumerate(index["sizes"])]
     optimizer = make(case["optimizer"], parameters)
     group = optimizer.param_groups[0]
@@ -112,7 +114,12 @@ def test_a_closure_computes_the_loss(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS.values())
 def test_hyperparameters_out_of_range_are_refused(kind: Any) -> None:
-    wrong: list[dict[str, Any]] = [{"lr": -1.0}, {"lr": float("nan")}, {"weight_decay": -1.0}, {"betas": (1.0, 0.9)}]
+    wrong: list[dict[str, Any]] = [
+        {"lr": -1.0},
+        {"lr": float("nan")},
+        {"weight_decay": -1.0},
+        {"betas": (1.0, 0.9)},
+    ]
     for options in wrong:
         with pytest.raises(ValueError, match=next(iter(options))):
             kind([torch.zeros(1)], **options)

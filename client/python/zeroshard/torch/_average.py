@@ -21,8 +21,8 @@ Place = tuple[int, int, tuple[int, ...]]
 class Averages:
     """Averages gradients of one list of parameters, step after step.
 
-    A step is :meth:`send` for what is complete, in as many parts as wanted and each parameter once, then :meth:`finish`,
-    on every rank. The parameters belong to the caller, who gives the same ones to every call.
+    A step is :meth:`send` for what is complete, in as many parts as wanted and each parameter once, then
+    :meth:`finish`, on every rank. The parameters belong to the caller, who gives the same ones to every call.
 
     Args:
         session: where the cluster is.
@@ -109,8 +109,8 @@ class Averages:
     def finish(self, parameters: Sequence[torch.Tensor], unused: bool) -> None:
         """Waits for the mean gradients, and puts them where the gradients were.
 
-        A parameter that only other ranks have a gradient for gets the mean as well (its own share is zeros). One that
-        no rank has a gradient for is left without.
+        A parameter that only other ranks have a gradient for gets the mean as well (its own share is zeros).
+        One that no rank has a gradient for is left without.
 
         Args:
             parameters: the parameters, each of which was sent.
@@ -122,7 +122,9 @@ class Averages:
         if self._absent:
             self._job.absent(self._step, self._absent)
         for index in self._absent:
-            self._gradients[index] = torch.zeros_like(parameters[index], memory_format=torch.contiguous_format)
+            self._gradients[index] = torch.zeros_like(
+                parameters[index], memory_format=torch.contiguous_format
+            )
         targets = {index: Incoming(gradient) for index, gradient in self._gradients.items()}
         arrays = [(index, target.array) for index, target in targets.items()]
         report = self._job.commit(self._step, [AVERAGE], targets=arrays)
@@ -135,14 +137,14 @@ class Averages:
                 del gradients[index]
             elif not unused:
                 raise UnusedParameter(
-                    f"parameter {self._names[index]!r} has no gradient on rank {self._ranks[rank]}, and has one on other "
-                    "ranks: with find_unused_parameters=True it gets the average"
+                    f"parameter {self._names[index]!r} has no gradient on rank {self._ranks[rank]}, and has one on "
+                    "other ranks: with find_unused_parameters=True it gets the average"
                 )
         for index, gradient in gradients.items():
             parameters[index].grad = gradient
 
     def abandon(self) -> None:
-        """Drops the step that is under way. The job is of no further use, since the servers may have parts of it."""
+        """Drops the step that is under way. The job is of no further use: the servers may have parts of it."""
         self._job.forget()
         self._gradients, self._absent = {}, []
 

@@ -26,28 +26,29 @@ MB = 1 << 20
 class DataParallel(nn.Module):
     """A module whose gradients, after each backward pass, are their mean over the ranks.
 
-    The gradients of a bucket are sent as soon as they are ready, while the backward pass goes on; when the pass is over, so
-    are the means in ``p.grad``. The optimizer is the user's own. Buckets are made in forward order, of one dtype each,
-    and close once they have ``comm_buffer_size``; they are sent in reverse.
+    The gradients of a bucket are sent as soon as they are ready, while the backward pass goes on; when the
+    pass is over, so are the means in ``p.grad``. The optimizer is the user's own. Buckets are made in forward
+    order, of one dtype each, and close once they have ``comm_buffer_size``; they are sent in reverse.
 
-    After construction parameters and buffers are those of rank 0. What follows is up to the ranks: as long as they do the
-    same, parameters stay equal. Buffers are not synchronised again.
+    After construction parameters and buffers are those of rank 0. What follows is up to the ranks: as long as
+    they do the same, parameters stay equal. Buffers are not synchronised again.
 
-    Which backward passes synchronise is said by their forward passes: see :meth:`no_sync`. A parameter that is unfrozen or
-    frozen later is noticed at the next forward pass. Sparse gradients become dense.
+    Which backward passes synchronise is said by their forward passes: see :meth:`no_sync`. A parameter that
+    is unfrozen or frozen later is noticed at the next forward pass. Sparse gradients become dense.
 
     Args:
         module: the model. Other attributes of it are attributes of this one too.
         strategy: deprecated, and without effect.
         comm_buffer_size: size of a bucket, in MB.
         last_comm_buffer_size: size of the first bucket of each dtype, in MB: the last one that is sent.
-        find_unused_parameters: whether a backward pass may leave parameters without a gradient on some ranks and not on
-            others. They get the average then, to which such a rank contributes zeros. Without it that is an error. A
-            parameter that no rank uses stays as it is either way.
+        find_unused_parameters: whether a backward pass may leave parameters without a gradient on some ranks
+            and not on others. They get the average then, to which such a rank contributes zeros. Without it
+            that is an error. A parameter that no rank uses stays as it is either way.
         group: the ranks to average over; all by default.
 
     Raises:
-        InvalidArgument: no parameter is to be trained, one is neither float32 nor bfloat16 nor float16, or a size is negative.
+        InvalidArgument: no parameter is to be trained, one is neither float32 nor bfloat16 nor float16, or a
+            size is negative.
         JobExists: the ranks' models differ in their parameters' names, shapes or dtypes.
     """
 
@@ -63,7 +64,10 @@ class DataParallel(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"module is a {type(module).__name__}: it must be a torch.nn.Module")
-        for name, size in (("comm_buffer_size", comm_buffer_size), ("last_comm_buffer_size", last_comm_buffer_size)):
+        for name, size in (
+            ("comm_buffer_size", comm_buffer_size),
+            ("last_comm_buffer_size", last_comm_buffer_size),
+        ):
             if not size >= 0:
                 raise InvalidArgument(f"{name} is {size}: it must be a number of MB, at least 0")
         if strategy is not None:
@@ -86,7 +90,9 @@ class DataParallel(nn.Module):
 
         trainable = self._trainable()
         if not trainable:
-            raise InvalidArgument("the module has no parameter that requires a gradient: there is nothing to train")
+            raise InvalidArgument(
+                "the module has no parameter that requires a gradient: there is nothing to train"
+            )
         if self._place[1] == 1:
             warnings.warn("one process: there are no gradients to average", UserWarning, stacklevel=2)
         self._arrange(trainable, share=True)
@@ -97,7 +103,7 @@ class DataParallel(nn.Module):
             self._begin_forward()
         outputs = self.module(*inputs, **kwargs)
         if self._armed and torch.is_grad_enabled():
-            # The outermost backward pass begins here. A reentrant checkpoint's, within it, would end too early.
+            # The outermost backward pass begins here; that of a reentrant checkpoint would end too early.
             begin = _weakly(self, DataParallel._begin_round)
             for output in tree_leaves(outputs):
                 if isinstance(output, torch.Tensor) and output.grad_fn is not None:
@@ -122,7 +128,9 @@ class DataParallel(nn.Module):
         return self._new_buckets(list(zip(self._names, self._trained))).buckets
 
     def _new_buckets(self, parameters: list[Named]) -> _native.Buckets:
-        sizes = [(parameter.nbytes, dtype_name(f"parameter {name!r}", parameter)) for name, parameter in parameters]
+        sizes = [
+            (parameter.nbytes, dtype_name(f"parameter {name!r}", parameter)) for name, parameter in parameters
+        ]
         return _native.Buckets(sizes, *self._limits)
 
     # State
@@ -139,7 +147,9 @@ class DataParallel(nn.Module):
         """The module's state: its keys have no prefix, and fit the module as well."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Loads what :meth:`state_dict`, here or of the module, gave."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
@@ -148,8 +158,8 @@ class DataParallel(nn.Module):
 
         Args:
             state_dict: parameters and buffers.
-            use_structured_name: whether they are found by name. Otherwise names do not matter (torch's tensors have none of
-                their own): the first is taken for the first, and so on.
+            use_structured_name: whether they are found by name. Otherwise names do not matter (torch's
+                tensors have none of their own): the first is taken for the first, and so on.
 
         Returns:
             ``missing_keys`` and ``unexpected_keys``.
@@ -161,19 +171,24 @@ class DataParallel(nn.Module):
             names = list(self.module.state_dict())
             if len(names) != len(state_dict):
                 raise InvalidArgument(
-                    f"state_dict has {len(state_dict)} entries: by position it must have the module's {len(names)}"
+                    f"state_dict has {len(state_dict)} entries: by position there must be {len(names)}"
                 )
             state_dict = dict(zip(names, state_dict.values()))
         found = self.module.load_state_dict(state_dict, strict=False)
-        for what, keys in (("lacks", found.missing_keys), ("has what the module has not:", found.unexpected_keys)):
+        for what, keys in (
+            ("lacks", found.missing_keys),
+            ("has what the module has not:", found.unexpected_keys),
+        ):
             if keys:
                 warnings.warn(f"state_dict {what} {', '.join(keys)}", UserWarning, stacklevel=2)
         return found
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
         # Where this module is a part of another, whose load_state_dict goes by the names of modules.
         for key in [key for key in state_dict if key.startswith(prefix)]:
-            state_dict[f"{prefix}module.{key[len(prefix):]}"] = state_dict.pop(key)
+            state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     # Synchronisation
@@ -207,7 +222,9 @@ class DataParallel(nn.Module):
 
     def _constants(self) -> list[Named]:
         tensors = [(name, p.detach()) for name, p in self.module.named_parameters() if not p.requires_grad]
-        return [(name, tensor) for name, tensor in [*tensors, *self.module.named_buffers()] if tensor.numel() > 0]
+        return [
+            (name, tensor) for name, tensor in [*tensors, *self.module.named_buffers()] if tensor.numel() > 0
+        ]
 
     def _begin_forward(self) -> None:
         if self._begun and torch._C._current_graph_task_id() == -1:
@@ -240,8 +257,8 @@ class DataParallel(nn.Module):
             ready = self._buckets.ready(index)
         except InvalidArgument as error:
             raise InvalidArgument(
-                f"the gradient of parameter {self._names[index]!r} was ready twice in one backward pass (is it used in more "
-                "than one reentrant checkpoint?): run each backward pass but the last under no_sync(), then "
+                f"the gradient of parameter {self._names[index]!r} was ready twice in one backward pass (is it "
+                "used in more than one reentrant checkpoint?): run each backward pass but the last under no_sync(), then "
                 "fused_allreduce_gradients"
             ) from error
         self._averages.send(self._trained, ready)
@@ -278,9 +295,9 @@ def fused_allreduce_gradients(
 ) -> None:
     """Makes each parameter's gradient its mean over the ranks, now.
 
-    For gradients that were accumulated under ``no_sync()``, or by a module that is not wrapped. A rank without a gradient
-    counts as zeros, unless no rank has one. Frozen parameters do not take part. Every rank calls this with the same
-    parameters; the first call with them makes a job, which the later ones use again.
+    For gradients that were accumulated under ``no_sync()``, or by a module that is not wrapped. A rank
+    without a gradient counts as zeros, unless no rank has one. Frozen parameters do not take part. Every rank
+    calls this with the same parameters; the first call with them makes a job, which the later ones use again.
 
     Args:
         parameters: one parameter or several, of float32, bfloat16 or float16.
@@ -334,7 +351,7 @@ _fused = _Jobs()
 
 
 def _weakly(owner: DataParallel, method: Callable[..., None], *args: Any) -> Callable[..., None]:
-    """``method`` of ``owner`` for a hook, which must not keep it alive: tensors' hooks are not garbage-collected."""
+    """``method`` of ``owner`` for a hook that does not keep it alive: tensors' hooks are no garbage, ever."""
     reference = weakref.ref(owner)
 
     def call(*more: Any) -> None:

@@ -1,6 +1,7 @@
-"""Which of the servers' optimizers a ``torch.optim.Optimizer`` is, and how its state and theirs become each other.
+"""Which of the servers' optimizers a ``torch.optim.Optimizer`` is, and its state in their form and torch's.
 
-The servers' names, hyperparameters and state tensors are those of ``proto/src/optimizer.rs``, which takes them from torch.
+The servers' names, hyperparameters and state tensors are those of ``proto/src/optimizer.rs``, which takes
+them from torch.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def kind(optimizer: torch.optim.Optimizer) -> str:
     }
     if len(names) != 1:
         raise UnsupportedOptimizer(
-            "decoupled_weight_decay must be the same in all parameter groups of an Adam: a job runs one optimizer"
+            "decoupled_weight_decay must be the same in all groups of an Adam: a job runs one optimizer"
         )
     return names.pop()
 

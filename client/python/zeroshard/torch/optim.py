@@ -1,7 +1,7 @@
 """Lion and LAMB as plain torch optimizers: what the shard servers run by these names, for one process alone.
 
-The order of operations is the servers', and each operation rounds by itself: on a CPU Lion gives the servers' bits, and LAMB
-is within rounding of them (torch's square roots are not always the nearest).
+The order of operations is the servers', and each operation rounds by itself: on a CPU Lion gives the servers'
+bits, and LAMB is within rounding of them (torch's square roots are not always the nearest).
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ class Lion(_Local):
         *,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        )
 
     def _apply(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
@@ -109,7 +111,7 @@ class Lion(_Local):
 
 
 class LAMB(_Local):
-    """LAMB: You et al., "Large Batch Optimization for Deep Learning" (2020), algorithm 2, with phi the identity.
+    """LAMB: You et al., "Large Batch Optimization for Deep Learning" (2020), algorithm 2; phi is the identity.
 
     The trust ratio is the tensor's ``||w|| / ||update||``, or 1 where either is 0. Norms are sums in float64.
 
