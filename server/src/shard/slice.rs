@@ -355,3 +355,7 @@ fn exclusive<'a, B: Backend>(backend: &B, buffer: &'a mut Arc<B::Buffer>) -> Res
     }
     Ok(Arc::get_mut(buffer).expect("nobody else has seen the copy"))
 }
+
+#[cfg(test)]
+#[path = "slice_tests.rs"]
+mod tests;
