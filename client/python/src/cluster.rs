@@ -114,7 +114,7 @@ impl Cluster {
     fn join(&self, py: Python<'_>, name: String, rank: u32, bucket_numel: usize) -> PyResult<Job> {
         let cluster = self.cluster.clone();
         let job = wait(py, async move { cluster.join(&name, rank).await })?;
-        Ok(Job::new(job, bucket_numel))
+        Ok(Job::new(self.cluster.clone(), job, bucket_numel))
     }
 
     fn delete_job(&self, py: Python<'_>, name: String) -> PyResult<()> {

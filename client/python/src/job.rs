@@ -18,7 +18,7 @@ use crate::{
     error::raise,
     plan::lock,
     progress::in_parts,
-    runtime::{join, runtime, spawn, wait},
+    runtime::{self, join, runtime, spawn, wait},
 };
 
 /// A parameter group: the optimizer's name, and its hyperparameters.
@@ -32,6 +32,7 @@ pub(crate) fn optimizers(groups: Vec<Group>) -> PyResult<Vec<Optimizer>> {
 /// One rank's lease on a job.
 #[pyclass(frozen, module = "zeroshard._native")]
 pub(crate) struct Job {
+    cluster: client::Cluster,
     job: Arc<client::Job>,
     /// Elements that a bucket of gradients may have.
     bucket_numel: usize,
@@ -54,8 +55,8 @@ struct Outgoing {
 }
 
 impl Job {
-    pub(crate) fn new(job: client::Job, bucket_numel: usize) -> Self {
-        Self { job: Arc::new(job), bucket_numel, outgoing: Mutex::default(), lanes: Arc::new(Semaphore::new(LANES)) }
+    pub(crate) fn new(cluster: client::Cluster, job: client::Job, bucket_numel: usize) -> Self {
+        Self { cluster, job: Arc::new(job), bucket_numel, outgoing: Mutex::default(), lanes: Arc::new(Semaphore::new(LANES)) }
     }
 
     /// Starts `work`; its error is told by the next flush.
@@ -100,6 +101,21 @@ impl Job {
         self.close_bucket(outgoing)?;
         Ok(std::mem::take(&mut outgoing.pushes))
     }
+}
+
+/// Leaves the job, and deletes it if nobody is left.
+async fn retire(cluster: client::Cluster, job: Arc<client::Job>) -> Result<()> {
+    job.leave().await?;
+    let name = &job.spec().name;
+    let status = cluster.status().await?;
+    if status.jobs.iter().any(|job| job.name == *name && job.joined.is_empty()) {
+        match cluster.delete_job(name).await {
+            // Another rank left at the same moment, and was faster.
+            Err(Error::UnknownJob { .. }) => {}
+            deleted => deleted?,
+        }
+    }
+    Ok(())
 }
 
 async fn lane(lanes: &Semaphore) -> Result<SemaphorePermit<'_>> {
@@ -270,10 +286,10 @@ impl Job {
         wait(py, async move { job.applied_steps(version).await })
     }
 
-    fn leave(&self, py: Python<'_>) -> PyResult<()> {
+    fn retire(&self, py: Python<'_>, wait: bool) -> PyResult<()> {
         self.forget();
-        let job = self.job.clone();
-        wait(py, async move { job.leave().await })
+        let retired = retire(self.cluster.clone(), self.job.clone());
+        if wait { runtime::wait(py, retired) } else { spawn(retired).map(drop) }
     }
 }
 

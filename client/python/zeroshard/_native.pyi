@@ -137,7 +137,8 @@ class Job:
         """As :meth:`pull`, and waits; with a ``label`` long work shows a progress bar."""
     def applied_steps(self, version: int) -> list[int]:
         """How many steps each tensor has been updated by."""
-    def leave(self) -> None: ...
+    def retire(self, wait: bool) -> None:
+        """Leaves the job; the last rank that leaves deletes it. Without ``wait`` in the background."""
 
 @final
 class Transfer:

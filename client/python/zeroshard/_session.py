@@ -94,18 +94,11 @@ class Session:
         self._jobs.append(job)
         return job
 
-    def retire(self, job: Job) -> None:
-        """Leaves a job; the last rank that leaves deletes it."""
-        if job not in self._jobs:
-            return
-        self._jobs.remove(job)
-        job.leave()
-        status = next((found for found in self._status().jobs if found.name == job.name), None)
-        if status is not None and not status.joined:
-            try:
-                self.cluster.delete_job(job.name)
-            except Error:
-                pass  # another rank left at the same moment, and was faster
+    def retire(self, job: Job, *, wait: bool = True) -> None:
+        """Leaves a job, once; the last rank that leaves deletes it."""
+        if job in self._jobs:
+            self._jobs.remove(job)
+            job.retire(wait)
 
     def _status(self) -> Status:
         found: dict[str, Any] = json.loads(self.cluster.status())

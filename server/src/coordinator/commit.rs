@@ -258,7 +258,7 @@ impl Cluster {
             out.push(Action::Answer(waiter.caller, Ok(Reply::Report(report.clone()))));
         }
         open.version = Some(report.version);
-        open.last = Some(report);
+        open.last = Some(Box::new(report));
     }
 
     pub(super) fn expire_commits(&mut self, now: Now, out: &mut Vec<Action>) {

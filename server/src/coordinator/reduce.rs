@@ -171,7 +171,7 @@ impl Open {
 
     /// The report of `step`, if it is the one before the open one.
     pub(super) fn report_of(&self, step: u64) -> Option<&pb::StepReport> {
-        self.last.as_ref().filter(|last| last.version == step.wrapping_add(1))
+        self.last.as_deref().filter(|last| last.version == step.wrapping_add(1))
     }
 
     /// # Errors

@@ -194,7 +194,7 @@ pub(crate) struct Open {
     pub(crate) trainable: BTreeMap<ServerId, Vec<u32>>,
     pub(crate) round: Round,
     /// Of the step that made `version`.
-    pub(crate) last: Option<pb::StepReport>,
+    pub(crate) last: Option<Box<pb::StepReport>>,
 }
 
 impl Open {

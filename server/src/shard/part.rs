@@ -47,3 +47,21 @@ impl Part {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_those_of_the_optimizer() {
+        let adamw: Optimizer = "adamw".parse().unwrap();
+        assert_eq!(Part::parse("", &adamw), Ok(Part::Parameters));
+        assert_eq!(Part::parse("master", &adamw), Ok(Part::Master));
+        assert_eq!(Part::parse("exp_avg_sq", &adamw), Ok(Part::State(1)));
+        for unknown in ["momentum_buffer", "max_exp_avg_sq", "Master"] {
+            assert!(matches!(Part::parse(unknown, &adamw), Err(Error::Invalid { .. })), "{unknown}");
+        }
+        assert!(Part::State(0).check(true, "w").is_ok() && Part::Master.check(false, "w").is_ok());
+        assert!(matches!(Part::State(0).check(false, "w"), Err(Error::Invalid { .. })));
+    }
+}

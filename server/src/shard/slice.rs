@@ -40,7 +40,7 @@ pub(crate) struct Slice<B: Backend> {
     no_clip: bool,
     /// What all elements of all optimizer state start at.
     initial_state: f32,
-    /// What [`Inner::parameters`] are published as.
+    /// What the parameters are published as.
     dtype: DType,
     /// Readable without the lock: waiting for a version must not wait for a step that is being applied.
     version: AtomicU64,
@@ -355,3 +355,7 @@ fn exclusive<'a, B: Backend>(backend: &B, buffer: &'a mut Arc<B::Buffer>) -> Res
     }
     Ok(Arc::get_mut(buffer).expect("nobody else has seen the copy"))
 }
+
+#[cfg(test)]
+#[path = "slice_tests.rs"]
+mod tests;

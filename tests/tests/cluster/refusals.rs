@@ -58,7 +58,7 @@ async fn a_push_that_does_not_fit_is_refused() {
         assert_eq!(invalid(push(vec![begin(), extent(2, 0, 1)]).await), "gradient of tensor \"frozen\"");
         assert_eq!(
             invalid(push(vec![begin(), extent(3, 0, 1)]).await),
-            "gradient of tensor \"running_mean\""
+            "rank that pushes buffer \"running_mean\""
         );
         assert_eq!(invalid(push(vec![begin(), extent(99, 0, 1)]).await), "slice");
         let without_dtype = pb::PushRequest { dtype: 0, ..extent(1, 0, 1) };

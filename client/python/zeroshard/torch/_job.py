@@ -253,6 +253,10 @@ class ModelJob:
         """The hash of all state at the current version."""
         return self._session.cluster.state_hash(self.job.name)
 
+    def retire(self) -> None:
+        """Gives the servers' memory back, in the background: nobody can use the model any more."""
+        self._session.retire(self.job, wait=False)
+
     def mark(self) -> None:
         """Remembers what the tensors are now, to notice what the program writes."""
         for entry in self.entries:

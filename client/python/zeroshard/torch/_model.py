@@ -44,7 +44,7 @@ class GroupSharded(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and self.training:
+        if torch.is_grad_enabled():
             _outside_graphs(self._sharding(), self._holding)
         return self.module(*args, **kwargs)
 

@@ -56,6 +56,7 @@ class Sharding:
         accumulated = self.gatherer.accumulated if self.gatherer is not None else _nothing
         self.gradients = Gradients(self.job, level != "os", accumulation_steps, accumulated)
         _all.add(self)
+        weakref.finalize(self, self.job.retire).atexit = False
 
     # ---- what the program does
 
