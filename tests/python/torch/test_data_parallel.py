@@ -450,6 +450,21 @@ def test_a_parameter_that_is_frozen_or_unfrozen_later_is_noticed() -> None:
     assert ranks.run(2, thawed) == [([None, 1.5, None], 0)] * 2
 
 
+def all_frozen_for_a_while(rank: int) -> tuple[float, int]:
+    wrapped = DataParallel(Scale())
+    for step in range(3):
+        wrapped.zero_grad()
+        wrapped.requires_grad_(step != 1)
+        loss = wrapped(numbers(1.0 + rank).requires_grad_()).sum()
+        loss.backward()
+        assert (wrapped.weight.grad is None) == (step == 1)
+    return wrapped.weight.grad.item(), len(zs.status().jobs)
+
+
+def test_a_module_that_is_frozen_for_a_while_keeps_its_job() -> None:
+    assert ranks.run(2, all_frozen_for_a_while) == [(1.5, 1)] * 2
+
+
 def compiled(rank: int, inside: bool) -> float:
     model = Scale()
     if inside:
@@ -622,5 +637,11 @@ def losses(rank: int, name: str, steps: int) -> dict[str, list[float]]:
 )
 def test_losses_are_those_of_distributed_data_parallel(name: str) -> None:
     for found in ranks.run(2, losses, name, 40):
+        for ours, theirs in zip(found["ours"], found["torch"], strict=True):
+            assert abs(ours - theirs) <= 1e-6 * abs(theirs)
+
+
+def test_gradients_are_averaged_by_servers_elsewhere(processes: dict[str, str]) -> None:
+    for found in ranks.run(2, losses, "gpt", 10, env=processes):
         for ours, theirs in zip(found["ours"], found["torch"], strict=True):
             assert abs(ours - theirs) <= 1e-6 * abs(theirs)
