@@ -44,9 +44,10 @@ def test_digits_are_learned(launcher: list[str]) -> None:
 @pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["alone", "two ranks"])
 def test_gpt_learns(launcher: list[str]) -> None:
     printed = run(*launcher, str(EXAMPLES / "gpt_sharded.py"), "--steps", "40")
-    losses = [float(number) for number in re.findall(r"step .* loss (\d+\.\d+)", printed)]
-    assert len(losses) == 2 and losses[1] < losses[0]
-    assert re.search(r"loss \d+\.\d+, accuracy 0\.\d+", printed)
+    losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", printed)]
+    # A guess among 256 bytes has a loss of 5.5.
+    assert len(losses) == 3 and losses[-1] < 4.0
+    assert re.search(r"accuracy 0\.\d+$", printed.strip())
 
 
 def test_alone_the_sharded_example_does_what_the_plain_one_does() -> None:

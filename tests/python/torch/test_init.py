@@ -258,7 +258,7 @@ def test_only_the_right_token_opens_a_cluster() -> None:
 
 
 def uploads(rank: int, terminal: bool) -> str:
-    """What is written to standard error during the upload of 260 MB."""
+    """What is written to standard error during the upload of 280 MB."""
     read, write = pty.openpty() if terminal else os.pipe()
     os.environ["TERM"] = "xterm"
     before = os.dup(2)
@@ -274,7 +274,7 @@ def uploads(rank: int, terminal: bool) -> str:
 
     reader = threading.Thread(target=drain)
     reader.start()
-    sharded(65_000_000)
+    sharded(70_000_000)
     zs.shutdown()
     done.set()
     reader.join()

@@ -29,7 +29,7 @@ def step(model: Any, optimizer: Any, index: int, name: str, rank: int = 0, world
     loss = model(*models.share(models.batch(name, index, 8), rank, world))
     loss.backward()
     optimizer.step()
-    return float(loss)
+    return loss.item()
 
 
 def saved(rank: int, level: str, name: str, output: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

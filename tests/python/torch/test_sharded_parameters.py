@@ -34,13 +34,14 @@ def step(model: Any, optimizer: Any, index: int = 0, name: str = "mlp") -> float
     loss = model(*models.batch(name, index, 8))
     loss.backward()
     optimizer.step()
-    return float(loss)
+    return loss.item()
 
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_only_what_is_larger_than_a_segment_is_cut(trained: bool, cluster: zs.Session) -> None:
     model, optimizer = wrap(
-        models.Classifier(nn.Linear(20, 8, bias=False), nn.Linear(8, 8), nn.Linear(8, 9), nn.Linear(9, 10))
+        models.Classifier(nn.Linear(20, 8, bias=False), nn.Linear(8, 8), nn.Linear(8, 9), nn.Linear(9, 10)),
+        sync_comm=True,
     )
     if trained:
         step(model, optimizer)
@@ -58,7 +59,7 @@ def test_only_what_is_larger_than_a_segment_is_cut(trained: bool, cluster: zs.Se
 def test_excluded_layers_stay_whole(how: str, cluster: zs.Session) -> None:
     inner = models.mlp()
     exclude = ["Linear"] if how == "class name" else [id(inner.layers[2])]
-    model, optimizer = wrap(inner, exclude_layer=exclude)
+    model, optimizer = wrap(inner, exclude_layer=exclude, sync_comm=True)
     step(model, optimizer)
     empty = {name for name, parameter in model.module.named_parameters() if held(parameter) == 0}
     assert empty == (set() if how == "class name" else {"layers.0.weight", "layers.4.weight"})
@@ -85,11 +86,11 @@ def test_wrapper_is_seen_through(level: str, cluster: zs.Session) -> None:
     assert inner.head.weight is inner.tokens.weight
     with pytest.raises(AttributeError, match="no_such_thing"):
         model.no_such_thing
-    # A state dict is a copy on its own: training does not change it.
     state = model.state_dict()
     step(model, optimizer, name="gpt")
     if level == "p_g_os":
-        assert_same(state, reference)
+        # What was fetched for it stays as it was.
+        assert torch.equal(state["head.weight"], reference["head.weight"])
     assert not torch.equal(model.state_dict()["head.weight"], reference["head.weight"])
     assert torch.equal(model.state_dict()["head.weight"], model.state_dict()["tokens.weight"])
 
@@ -150,7 +151,7 @@ def test_evaluation_between_forward_and_backward(level: str, cluster: zs.Session
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_summoned_parameters_are_whole_and_may_be_changed(level: str, cluster: zs.Session) -> None:
-    model, optimizer = wrap(models.build("mlp"), level)
+    model, optimizer = wrap(models.build("mlp"), level, sync_comm=True)
     plain = models.build("mlp")
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     for index in range(4):
@@ -212,21 +213,15 @@ def test_step_without_a_gradient_changes_nothing(level: str, cluster: zs.Session
     assert_same(model.state_dict(), before)
 
 
-def compiled_losses(level: str) -> list[float]:
-    """Losses of a compiled model."""
-    model, optimizer = wrap(models.build("mlp"), level)
-    compiled = torch.compile(model, backend="eager")
-    return [step(compiled, optimizer, index) for index in range(4)]
-
-
-def test_compiled_model_trains_or_says_what_to_do(cluster: zs.Session) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_compiled_model_trains(level: str, cluster: zs.Session) -> None:
     plain = models.build("mlp")
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     expected = [step(plain, plain_optimizer, index) for index in range(4)]
-    assert worst(compiled_losses("os"), expected) <= 1e-5
-    with pytest.raises(Exception, match="compile") as raised:
-        compiled_losses("p_g_os")
-    assert isinstance(raised.value, zs.Error) or isinstance(raised.value.__cause__, zs.Error)
+    model, optimizer = wrap(models.build("mlp"), level)
+    # Without a compiler of C++: what can go wrong goes wrong where the program is taken apart.
+    compiled = torch.compile(model, backend="eager")
+    assert worst([step(compiled, optimizer, index) for index in range(4)], expected) <= 1e-5
 
 
 def test_buffers_follow_rank_0(processes: dict[str, str]) -> None:
