@@ -151,7 +151,7 @@ async fn a_message_that_is_too_large_is_refused_before_it_is_read() {
         Err(Error::Invalid { expected, .. }) => assert!(expected.contains("4096"), "{expected}"),
         other => panic!("{other:?}"),
     }
-    drop(job);
+    job.leave().await.unwrap();
     let options = Options { chunk_bytes: 4000, ..options() };
     let client = zeroshard_client::Cluster::connect(cluster.address(), options).await.unwrap();
     let job = client.join("large", 0).await.unwrap();
