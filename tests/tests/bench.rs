@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-use std::{env, fs, os::unix::fs::PermissionsExt, path::Path, process::Command};
+use std::{env, path::Path, process::Command};
 
 use serde_json::Value;
 use zeroshard_tests::run;
@@ -72,12 +72,13 @@ case "$system" in ds*) echo "ModuleNotFoundError: No module named 'deepspeed'" >
 echo '{"params": 8192, "seconds": 0.5, "loss": 1.0, "peak_bytes": 2097152}' >"$output"
 "#;
 
-/// Writes an interpreter.
+/// Writes an interpreter. By a process of its own: a program that another test has open for writing at the moment of
+/// a fork cannot be started.
 fn interpreter(folder: &Path, script: &str) -> String {
-    let path = folder.join("python");
-    fs::write(&path, script).unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
-    path.to_str().unwrap().to_owned()
+    let path = folder.join("python").to_str().unwrap().to_owned();
+    let write = r#"printf %s "$1" >"$0" && chmod +x "$0""#;
+    assert!(Command::new("sh").args(["-c", write, &path, script]).status().unwrap().success());
+    path
 }
 
 #[test]

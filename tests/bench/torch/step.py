@@ -1,8 +1,8 @@
 """One rank of `zs-bench torch`, which runs it: training steps of one system, timed.
 
 The model is a stack of bias-free linear layers, so that there is little to compute for every parameter and
-the cost of sharding shows. Every rank has inputs of its own, so systems that synchronise end at the same loss,
-which is reported. All of them are given torch's AdamW with its fused kernel.
+the cost of sharding shows. Every rank has inputs of its own, so that systems that synchronise end at the same
+loss, which is reported. All of them are given torch's AdamW with its fused kernel.
 """
 
 from __future__ import annotations
