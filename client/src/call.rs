@@ -4,15 +4,15 @@ use bytes::{BufMut, Bytes, BytesMut};
 use http::{HeaderMap, HeaderValue, Request, header};
 use http_body::Body as HttpBody;
 use prost::Message;
-use tonic::{Status, body::Body, transport::Channel};
+use tonic::{Status, body::Body};
 use tower::{Service, ServiceExt};
-use zeroshard_proto::{Error, Result};
+use zeroshard_proto::{Error, Result, transport::Connection};
 
 /// Calls `path` of `peer` with `body`; the answer's body.
 ///
 /// # Errors
 /// What the server, or the transport, answered.
-pub(crate) async fn call<B>(channel: &Channel, path: &'static str, body: B, peer: &str) -> Result<Body>
+pub(crate) async fn call<B>(connection: &Connection, path: &'static str, body: B, peer: &str) -> Result<Body>
 where
     B: HttpBody<Data = Bytes> + Send + 'static,
     B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
@@ -27,8 +27,8 @@ where
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
     headers.insert(header::TE, HeaderValue::from_static("trailers"));
 
-    let mut channel = channel.clone();
-    let service = channel.ready().await.map_err(|e| unavailable(&e))?;
+    let mut connection = connection.clone();
+    let service = connection.ready().await.map_err(|e| unavailable(&e))?;
     let response = service.call(request).await.map_err(|e| unavailable(&e))?;
     check(response.headers(), peer)?;
     if !response.status().is_success() {

@@ -3,15 +3,14 @@
 use std::{sync::Arc, time::Duration};
 
 use tokio::time::Instant;
-use tonic::transport::Channel;
 use zeroshard_proto::{
-    Error, JobSpec, Placement, Result,
+    Error, JobSpec, Placement, Result, Token,
     error::Remedy,
     pb::{self, coordinator_client::CoordinatorClient},
-    transport::{MAX_CONTROL_MESSAGE, endpoint},
+    transport::{Connection, MAX_CONTROL_MESSAGE, endpoint},
 };
 
-use crate::{Job, Options, hash, shards::Shards};
+use crate::{Job, Options, Traffic, shards::Shards, state};
 
 /// Pause before a call is tried again.
 pub(crate) const RETRY_PAUSE: Duration = Duration::from_millis(100);
@@ -19,7 +18,7 @@ pub(crate) const RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// A connection to a cluster. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Cluster {
-    pub(crate) client: CoordinatorClient<Channel>,
+    pub(crate) client: CoordinatorClient<Connection>,
     /// For messages: role and address.
     pub(crate) peer: String,
     pub(crate) options: Options,
@@ -43,16 +42,19 @@ impl Cluster {
     /// Connects to the coordinator at `address`, `host:port`; tries until the deadline.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for an address that is none, [`Error::Timeout`].
+    /// [`Error::Invalid`] for an address or a token that is none, [`Error::Unauthenticated`] for another token
+    /// than the cluster's, [`Error::Timeout`].
     pub async fn connect(address: &str, options: Options) -> Result<Self> {
         let peer = format!("coordinator {address}");
+        let token = Token::from(options.token.clone().unwrap_or_default());
+        let connection = Connection::new(endpoint(address)?.connect_lazy(), &token)?;
         let cluster = Self {
-            client: CoordinatorClient::new(endpoint(address)?.connect_lazy())
+            client: CoordinatorClient::new(connection)
                 .max_decoding_message_size(MAX_CONTROL_MESSAGE)
                 .max_encoding_message_size(MAX_CONTROL_MESSAGE),
             peer,
             options,
-            shards: Arc::default(),
+            shards: Arc::new(Shards::new(token)),
         };
         cluster.status().await?;
         Ok(cluster)
@@ -125,7 +127,12 @@ impl Cluster {
         let version = description.version.ok_or_else(|| {
             Error::invalid(format!("version of job {job:?}"), "not there", "made by uploading its parameters")
         })?;
-        hash::state_hash(self, &description, version).await
+        state::hash(self, &description, version).await
+    }
+
+    /// Payload bytes that all jobs of this connection have moved.
+    pub fn traffic(&self) -> Traffic {
+        self.shards.traffic()
     }
 
     /// Joins the job as `rank`.
@@ -141,7 +148,7 @@ impl Cluster {
     pub(crate) async fn retry<T, F>(
         &self,
         what: &str,
-        mut call: impl FnMut(CoordinatorClient<Channel>, u32) -> F,
+        mut call: impl FnMut(CoordinatorClient<Connection>, u32) -> F,
     ) -> Result<T>
     where
         F: Future<Output = Result<tonic::Response<T>, tonic::Status>>,

@@ -12,7 +12,7 @@
 //! job.initialise(vec![Gradient { tensor: 0, data: vec![0.1; 1024 * 1024].into() }]).await?;
 //! let mut weight = vec![0.0; 1024 * 1024];
 //! for step in 0..10 {
-//!     job.pull(step, vec![Target { tensor: 0, data: &mut weight }]).await?;
+//!     job.pull(step, vec![Target { tensor: 0, data: (&mut weight).into() }]).await?;
 //!     let gradient = weight.iter().map(|w| 2.0 * w).collect::<Vec<f32>>();
 //!     job.push(step, vec![Gradient { tensor: 0, data: gradient.into() }]).await?;
 //!     let report = job.commit(Commit::new(step)).await?;
@@ -21,29 +21,35 @@
 //! # Ok(()) }
 //! ```
 
+mod buckets;
 mod call;
 mod cluster;
-mod hash;
 mod job;
 mod pull;
 mod push;
+mod schedule;
 mod shards;
+mod state;
+mod step;
 mod values;
 
-use std::time::Duration;
+use std::{fmt, time::Duration};
 
+pub use buckets::Buckets;
 pub use cluster::{Cluster, Description};
-pub use job::{Commit, Job, StepReport};
+pub use job::Job;
 pub use pull::Target;
 pub use push::Gradient;
+pub use schedule::Schedule;
 pub use shards::Traffic;
-pub use values::Values;
+pub use step::{Absent, Commit, Reduced, StepReport};
+pub use values::{Slots, Values};
 pub use zeroshard_proto::{Error, Result};
 
-use zeroshard_proto::DType;
+use zeroshard_proto::{DType, Token};
 
 /// How a program talks to its cluster.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Options {
     /// Element type of parameters and gradients on the wire.
     pub wire: DType,
@@ -51,10 +57,24 @@ pub struct Options {
     pub chunk_bytes: usize,
     /// How long one operation may take, all its tries and waits together.
     pub deadline: Duration,
+    /// The secret of the cluster, sent with every call; `None` or empty: no secret. `Debug` does not show it.
+    pub token: Option<String>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { wire: DType::F32, chunk_bytes: 1 << 20, deadline: Duration::from_secs(60) }
+        Self { wire: DType::F32, chunk_bytes: 1 << 20, deadline: Duration::from_secs(60), token: None }
+    }
+}
+
+impl fmt::Debug for Options {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { wire, chunk_bytes, deadline, token } = self;
+        f.debug_struct("Options")
+            .field("wire", wire)
+            .field("chunk_bytes", chunk_bytes)
+            .field("deadline", deadline)
+            .field("token", &token.clone().map(Token::from))
+            .finish()
     }
 }

@@ -13,7 +13,7 @@ use zeroshard_proto::{
 use crate::{
     call::{call, finish, framed},
     shards::{Shard, Shards},
-    values::decode,
+    values::Slots,
 };
 
 /// The longest message that a server may send: more than the largest chunk that it may be asked for.
@@ -24,13 +24,15 @@ const MAX_MESSAGE: usize = 64 << 20;
 pub struct Target<'a> {
     /// Its index in the manifest.
     pub tensor: usize,
-    /// All of its elements.
-    pub data: &'a mut [f32],
+    /// Room for all of its elements.
+    pub data: Slots<'a>,
 }
 
 /// What one server is to send.
 pub(crate) struct Plan<'a> {
     pub(crate) server: Server,
+    /// On the wire.
+    dtype: DType,
     /// In the order in which it is sent. INVARIANT: none is empty.
     rest: VecDeque<Part<'a>>,
 }
@@ -40,27 +42,27 @@ struct Part<'a> {
     /// First element that has not come.
     offset: usize,
     /// Where it and those after it go.
-    data: &'a mut [f32],
+    data: Slots<'a>,
 }
 
-/// Which server sends what.
+/// Which server sends what, as `dtype`.
 ///
 /// # Errors
 /// [`Error::Invalid`] for a tensor that does not exist, or a target of another size.
 pub(crate) fn plan<'a>(
     manifest: &Manifest,
     placement: &Placement,
+    dtype: DType,
     targets: Vec<Target<'a>>,
 ) -> Result<Vec<Plan<'a>>> {
-    let plan = |server: &Server| Plan { server: server.clone(), rest: VecDeque::new() };
+    let plan = |server: &Server| Plan { server: server.clone(), dtype, rest: VecDeque::new() };
     let mut plans: Vec<_> = placement.servers().iter().map(plan).collect();
     for Target { tensor, data } in targets {
         check_size("target of a pull of", manifest, tensor, data.len())?;
         let mut rest = data;
         for slice in manifest.slices_of(tensor) {
-            let (part, later) = rest.split_at_mut(manifest.slices()[slice].numel);
-            rest = later;
-            let part = Part { slice: slice as u32, offset: 0, data: part };
+            let data = rest.split_off(manifest.slices()[slice].numel);
+            let part = Part { slice: slice as u32, offset: 0, data };
             plans[placement.primary(slice)].rest.push_back(part);
         }
     }
@@ -90,7 +92,7 @@ pub(crate) struct PullOf<'a> {
     pub(crate) job: &'a str,
     pub(crate) epoch: u64,
     pub(crate) version: u64,
-    pub(crate) dtype: DType,
+    pub(crate) part: &'a str,
     pub(crate) chunk_bytes: usize,
     pub(crate) wait_ms: u32,
 }
@@ -108,10 +110,11 @@ impl Plan<'_> {
             job: of.job.to_owned(),
             epoch: of.epoch,
             version: of.version,
-            dtype: pb::Dtype::from(of.dtype).into(),
+            dtype: pb::Dtype::from(self.dtype).into(),
             chunk_bytes: of.chunk_bytes as u32,
             wait_ms: of.wait_ms,
             ranges: ranges.collect(),
+            part: of.part.to_owned(),
         };
         let body = Full::new(framed(&request));
         let answer = call(&shard.pull, "/zeroshard.v1.Data/Pull", body, &shard.peer).await?;
@@ -155,9 +158,7 @@ impl Plan<'_> {
     fn store(&mut self, bytes: &[u8], dtype: DType) {
         let part = self.rest.front_mut().expect("the extent was checked");
         let elements = bytes.len() / dtype.size();
-        let (now, later) = std::mem::take(&mut part.data).split_at_mut(elements);
-        decode(bytes, dtype, now);
-        part.data = later;
+        part.data.split_off(elements).decode(bytes, dtype);
         part.offset += elements;
         if part.data.is_empty() {
             self.rest.pop_front();

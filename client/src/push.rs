@@ -1,4 +1,5 @@
-//! Pushing: gradients go from the caller's array to the socket without a copy (f32), slice by slice.
+//! Pushing: gradients go from the caller's array to the socket, slice by slice; without a copy where they are of the
+//! wire's dtype.
 
 use std::{collections::VecDeque, convert::Infallible, ops::Range, sync::atomic::Ordering};
 
@@ -20,7 +21,7 @@ use crate::{
     values::Values,
 };
 
-/// A tensor's gradient, or its initial parameters.
+/// A tensor's gradient; or its initial parameters, a part of its optimizer state, a buffer's new content.
 #[derive(Debug, Clone)]
 pub struct Gradient {
     /// Index in the manifest of the tensor, which must own its storage (not tied to another).
@@ -34,7 +35,12 @@ pub struct Gradient {
 pub(crate) struct Plan {
     pub(crate) server: Server,
     parts: Vec<Part>,
+    /// Slices that the rank has nothing more of.
+    absent: Vec<u32>,
 }
+
+/// The message that opens a push takes 4 KiB: with so many slices, of five bytes at most, job and part fit too.
+const ABSENT_A_PUSH: usize = 400;
 
 #[derive(Debug, Clone)]
 struct Part {
@@ -55,19 +61,11 @@ pub(crate) fn plan(
     world: u32,
     gradients: Vec<Gradient>,
 ) -> Result<Vec<Plan>> {
-    let plan = |server: &Server| Plan { server: server.clone(), parts: Vec::new() };
+    let plan = |server: &Server| Plan { server: server.clone(), parts: Vec::new(), absent: Vec::new() };
     let mut plans: Vec<_> = placement.servers().iter().map(plan).collect();
     for Gradient { tensor, data } in gradients {
         check_size("data for", manifest, tensor, data.len())?;
-        if manifest.owner(tensor) != tensor {
-            let owner = &manifest.tensors()[manifest.owner(tensor)].name;
-            let what = format!("data for tensor {:?}", manifest.tensors()[tensor].name);
-            return Err(Error::invalid(
-                what,
-                "pushed",
-                format!("added to that of {owner:?}, which it is tied to"),
-            ));
-        }
+        check_owner(manifest, tensor)?;
         for slice in manifest.slices_of(tensor) {
             let spec = manifest.slices()[slice];
             let range = spec.offset..spec.offset + spec.numel;
@@ -81,6 +79,47 @@ pub(crate) fn plan(
     }
     plans.retain(|plan| !plan.parts.is_empty());
     Ok(plans)
+}
+
+/// Whom to tell of which slices that the rank has nothing more of them.
+///
+/// # Errors
+/// [`Error::Invalid`] for a tensor that does not exist, is tied to another, or does not train.
+pub(crate) fn plan_absent(
+    manifest: &Manifest,
+    placement: &Placement,
+    tensors: &[usize],
+) -> Result<Vec<Plan>> {
+    let mut slices = vec![Vec::new(); placement.servers().len()];
+    for &tensor in tensors {
+        let Some(spec) = manifest.tensors().get(tensor) else {
+            let expected = format!("less than the number of tensors, {}", manifest.tensors().len());
+            return Err(Error::invalid("absent tensor", tensor, expected));
+        };
+        check_owner(manifest, tensor)?;
+        if !spec.trains() {
+            let what = format!("tensor {:?}", spec.name);
+            return Err(Error::invalid(what, "said to be absent", "left out: it does not train"));
+        }
+        manifest.slices_of(tensor).for_each(|slice| slices[placement.primary(slice)].push(slice as u32));
+    }
+    let plans = placement.servers().iter().zip(&slices).flat_map(|(server, slices)| {
+        slices.chunks(ABSENT_A_PUSH).map(|absent| Plan {
+            server: server.clone(),
+            parts: Vec::new(),
+            absent: absent.to_vec(),
+        })
+    });
+    Ok(plans.collect())
+}
+
+fn check_owner(manifest: &Manifest, tensor: usize) -> Result<()> {
+    if manifest.owner(tensor) == tensor {
+        return Ok(());
+    }
+    let owner = &manifest.tensors()[manifest.owner(tensor)].name;
+    let what = format!("data for tensor {:?}", manifest.tensors()[tensor].name);
+    Err(Error::invalid(what, "pushed", format!("added to that of {owner:?}, which it is tied to")))
 }
 
 impl Plan {
@@ -128,7 +167,7 @@ impl Plan {
         chunk_bytes: usize,
     ) -> impl Stream<Item = Result<Frame<Bytes>, Infallible>> + Send + 'static {
         let mut writer = Writer::default();
-        writer.begin(begin);
+        writer.begin(pb::PushBegin { absent: self.absent.clone(), ..begin });
         let parts = VecDeque::from(self.parts.clone());
         let chunk = (chunk_bytes / dtype.size()).max(1);
         let sending = Sending { writer, parts, sent: 0, dtype, chunk };

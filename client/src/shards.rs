@@ -8,8 +8,10 @@ use std::{
     },
 };
 
-use tonic::transport::Channel;
-use zeroshard_proto::{Result, Server, transport::endpoint};
+use zeroshard_proto::{
+    Result, Server, Token,
+    transport::{Connection, endpoint},
+};
 
 /// Payload bytes that have moved.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -26,21 +28,28 @@ pub(crate) struct Shard {
     /// For messages: role, number, address.
     pub(crate) peer: String,
     /// One connection for each direction, so that a pull does not wait behind a push.
-    pub(crate) pull: Channel,
-    pub(crate) push: Channel,
+    pub(crate) pull: Connection,
+    pub(crate) push: Connection,
 }
 
 /// All shard servers that this process has talked to.
 #[derive(Debug, Default)]
 pub(crate) struct Shards {
     known: Mutex<HashMap<u32, Shard>>,
+    token: Token,
     pub(crate) pulled: AtomicU64,
     pub(crate) pushed: AtomicU64,
 }
 
 impl Shards {
+    /// The servers of a cluster with this token.
+    pub(crate) fn new(token: Token) -> Self {
+        Self { token, ..Self::default() }
+    }
+
     /// # Errors
-    /// [`zeroshard_proto::Error::Invalid`] if the server advertises what is no address.
+    /// [`zeroshard_proto::Error::Invalid`] if the server advertises what is no address, or for a token that no
+    /// header can carry.
     pub(crate) fn get(&self, server: &Server) -> Result<Shard> {
         let mut known = self.known.lock().expect("no holder of the lock panics");
         if let Some(shard) = known.get(&server.id) {
@@ -48,8 +57,8 @@ impl Shards {
         }
         let shard = Shard {
             peer: format!("shard server {} at {}", server.id, server.address),
-            pull: endpoint(&server.address)?.connect_lazy(),
-            push: endpoint(&server.address)?.connect_lazy(),
+            pull: Connection::new(endpoint(&server.address)?.connect_lazy(), &self.token)?,
+            push: Connection::new(endpoint(&server.address)?.connect_lazy(), &self.token)?,
         };
         known.insert(server.id, shard.clone());
         Ok(shard)

@@ -1,17 +1,21 @@
-//! Arrays of f32 on their way to the wire.
+//! Arrays of any dtype on their way to and from the wire.
 
 use std::ops::Range;
 
 use bytes::Bytes;
 use half::{bf16, f16, slice::HalfFloatSliceExt};
-use zeroshard_proto::DType;
+use zeroshard_proto::{DType, Error, Result};
 
 #[cfg(target_endian = "big")]
 compile_error!("arrays go over the wire as they lie in memory, and the wire is little endian");
 
-/// Shared, immutable f32 values. Cheap to clone; made from a `Vec` without a copy.
+/// Shared, immutable values. Cheap to clone; made from a `Vec<f32>` or from bytes without a copy.
 #[derive(Debug, Clone)]
-pub struct Values(Bytes);
+pub struct Values {
+    /// INVARIANT: whole elements, at any alignment.
+    bytes: Bytes,
+    dtype: DType,
+}
 
 struct Owner(Vec<f32>);
 
@@ -23,91 +27,224 @@ impl AsRef<[u8]> for Owner {
 
 impl From<Vec<f32>> for Values {
     fn from(values: Vec<f32>) -> Self {
-        Self(Bytes::from_owner(Owner(values)))
+        Self { bytes: Bytes::from_owner(Owner(values)), dtype: DType::F32 }
     }
 }
 
 impl Values {
+    /// The values that lie in `bytes`, little endian, at any alignment.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for part of an element.
+    pub fn new(bytes: Bytes, dtype: DType) -> Result<Self> {
+        check_whole("values", bytes.len(), dtype)?;
+        Ok(Self { bytes, dtype })
+    }
+
+    /// What the values are.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
     /// Number of values.
     pub fn len(&self) -> usize {
-        self.0.len() / 4
+        self.bytes.len() / self.dtype.size()
     }
 
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.bytes.is_empty()
     }
 
-    /// `range` as little-endian bytes of `dtype`, rounded to nearest even; f32 without a copy.
+    /// `range` as little-endian bytes of `dtype`, rounded to nearest even; of their own dtype without a copy.
     pub(crate) fn encode(&self, range: Range<usize>, dtype: DType) -> Bytes {
-        let bytes = self.0.slice(range.start * 4..range.end * 4);
-        let halves = |round: &dyn Fn(&[f32], &mut [u16])| {
-            let values: &[f32] = bytemuck::cast_slice(&bytes);
-            let mut halves = vec![0u16; values.len()];
-            round(values, &mut halves);
-            Bytes::from_owner(Halves(halves))
-        };
-        match dtype {
-            DType::F32 => bytes.clone(),
-            DType::Bf16 => halves(&|values, out| {
-                bytemuck::must_cast_slice_mut::<_, bf16>(out).convert_from_f32_slice(values);
-            }),
-            DType::F16 => halves(&|values, out| {
-                bytemuck::must_cast_slice_mut::<_, f16>(out).convert_from_f32_slice(values);
-            }),
+        let size = self.dtype.size();
+        let bytes = self.bytes.slice(range.start * size..range.end * size);
+        if dtype == self.dtype {
+            return bytes;
         }
+        let mut converted = vec![0; range.len() * dtype.size()];
+        convert(&bytes, self.dtype, &mut converted, dtype);
+        converted.into()
     }
 }
 
-struct Halves(Vec<u16>);
+/// Where values go: an array of the caller's.
+#[derive(Debug)]
+pub struct Slots<'a> {
+    /// INVARIANT: whole elements, at any alignment.
+    bytes: &'a mut [u8],
+    dtype: DType,
+}
 
-impl AsRef<[u8]> for Halves {
-    fn as_ref(&self) -> &[u8] {
-        bytemuck::must_cast_slice(&self.0)
+impl<'a> From<&'a mut [f32]> for Slots<'a> {
+    fn from(values: &'a mut [f32]) -> Self {
+        Self { bytes: bytemuck::must_cast_slice_mut(values), dtype: DType::F32 }
     }
 }
 
-/// Converts whole little-endian elements of `dtype`, at any alignment, into `out`.
-pub(crate) fn decode(bytes: &[u8], dtype: DType, out: &mut [f32]) {
-    /// On the stack, and enough for the conversion to be vectorised.
-    const CHUNK: usize = 1024;
+impl<'a> From<&'a mut Vec<f32>> for Slots<'a> {
+    fn from(values: &'a mut Vec<f32>) -> Self {
+        values.as_mut_slice().into()
+    }
+}
+
+impl<'a> Slots<'a> {
+    /// Room for values of `dtype`, little endian, at any alignment.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for part of an element.
+    pub fn new(bytes: &'a mut [u8], dtype: DType) -> Result<Self> {
+        check_whole("room for values", bytes.len(), dtype)?;
+        Ok(Self { bytes, dtype })
+    }
+
+    /// What the values will be.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Number of values that fit.
+    pub fn len(&self) -> usize {
+        self.bytes.len() / self.dtype.size()
+    }
+
+    /// Whether none fits.
+    pub fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
+    /// Takes the first `count` slots off.
+    pub(crate) fn split_off(&mut self, count: usize) -> Self {
+        let (first, rest) = std::mem::take(&mut self.bytes).split_at_mut(count * self.dtype.size());
+        self.bytes = rest;
+        Self { bytes: first, dtype: self.dtype }
+    }
+
+    /// Fills all slots with whole little-endian elements of `dtype`, at any alignment: as many as there are slots.
+    pub(crate) fn decode(self, bytes: &[u8], dtype: DType) {
+        convert(bytes, dtype, self.bytes, self.dtype);
+    }
+}
+
+fn check_whole(what: &str, bytes: usize, dtype: DType) -> Result<()> {
+    if bytes.is_multiple_of(dtype.size()) {
+        return Ok(());
+    }
+    let expected = format!("whole elements of {} bytes", dtype.size());
+    Err(Error::invalid(format!("{what} of {dtype}"), format!("{bytes} bytes"), expected))
+}
+
+/// Elements that are converted at once: on the stack, and enough for the conversion to be vectorised.
+const CHUNK: usize = 1024;
+
+/// Converts as many elements of `to` as `src` has of `from`; through f32, rounded to nearest even.
+fn convert(src: &[u8], from: DType, dst: &mut [u8], to: DType) {
+    if from == to {
+        return dst.copy_from_slice(src);
+    }
+    let mut values = [0f32; CHUNK];
+    for (src, dst) in src.chunks(CHUNK * from.size()).zip(dst.chunks_mut(CHUNK * to.size())) {
+        let values = &mut values[..src.len() / from.size()];
+        to_f32(src, from, values);
+        from_f32(values, dst, to);
+    }
+}
+
+/// At most [`CHUNK`] elements, at any alignment.
+fn to_f32(src: &[u8], dtype: DType, values: &mut [f32]) {
+    let mut halves = [0u16; CHUNK];
+    let halves = &mut halves[..values.len()];
     match dtype {
-        DType::F32 => bytemuck::must_cast_slice_mut(out).copy_from_slice(bytes),
-        DType::Bf16 | DType::F16 => {
-            let mut halves = [0u16; CHUNK];
-            for (bytes, out) in bytes.chunks(2 * CHUNK).zip(out.chunks_mut(CHUNK)) {
-                let halves = &mut halves[..out.len()];
-                bytemuck::must_cast_slice_mut(halves).copy_from_slice(bytes);
-                match dtype {
-                    DType::Bf16 => bytemuck::must_cast_slice::<_, bf16>(halves).convert_to_f32_slice(out),
-                    _ => bytemuck::must_cast_slice::<_, f16>(halves).convert_to_f32_slice(out),
-                }
-            }
-        }
+        DType::F32 => return bytemuck::must_cast_slice_mut(values).copy_from_slice(src),
+        DType::Bf16 | DType::F16 => bytemuck::must_cast_slice_mut(halves).copy_from_slice(src),
     }
+    match dtype {
+        DType::F16 => bytemuck::must_cast_slice::<_, f16>(halves).convert_to_f32_slice(values),
+        _ => bytemuck::must_cast_slice::<_, bf16>(halves).convert_to_f32_slice(values),
+    }
+}
+
+/// At most [`CHUNK`] elements, at any alignment.
+fn from_f32(values: &[f32], dst: &mut [u8], dtype: DType) {
+    let mut halves = [0u16; CHUNK];
+    let halves = &mut halves[..values.len()];
+    match dtype {
+        DType::F32 => return dst.copy_from_slice(bytemuck::must_cast_slice(values)),
+        DType::F16 => bytemuck::must_cast_slice_mut::<_, f16>(halves).convert_from_f32_slice(values),
+        DType::Bf16 => bytemuck::must_cast_slice_mut::<_, bf16>(halves).convert_from_f32_slice(values),
+    }
+    dst.copy_from_slice(bytemuck::must_cast_slice(halves));
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    /// `bytes` where no element is aligned.
+    fn unaligned(bytes: &[u8]) -> Bytes {
+        let mut shifted = vec![0u8];
+        shifted.extend_from_slice(bytes);
+        Bytes::from(shifted).slice(1..)
+    }
+
     #[test]
-    fn values_survive_every_dtype_that_can_hold_them() {
+    fn values_survive_every_dtype_that_can_hold_them_on_wire_and_in_slots() {
         let values: Vec<f32> = (0..3000).map(|i| (i % 200) as f32 * 0.5).collect();
-        for dtype in DType::ALL {
-            let bytes = Values::from(values.clone()).encode(5..2500, dtype);
-            let mut unaligned = vec![0u8];
-            unaligned.extend_from_slice(&bytes);
+        for (own, wire, slots) in DType::ALL
+            .into_iter()
+            .flat_map(|own| DType::ALL.map(|wire| (own, wire)))
+            .flat_map(|(own, wire)| DType::ALL.map(|slots| (own, wire, slots)))
+        {
+            let own_bytes = unaligned(&Values::from(values.clone()).encode(0..3000, own));
+            let sent = Values::new(own_bytes, own).unwrap().encode(5..2500, wire);
+            let mut bytes = vec![0u8; 2495 * slots.size() + 1];
+            Slots::new(&mut bytes[1..], slots).unwrap().decode(&unaligned(&sent), wire);
+            let received = Values::new(Bytes::from(bytes).slice(1..), slots).unwrap();
+            assert_eq!((received.len(), received.dtype()), (2495, slots));
             let mut out = vec![0.0; 2495];
-            decode(&unaligned[1..], dtype, &mut out);
-            assert_eq!(out, values[5..2500]);
+            Slots::from(&mut out).decode(&received.encode(0..2495, DType::F32), DType::F32);
+            assert_eq!(out, values[5..2500], "{own} -> {wire} -> {slots}");
         }
     }
 
     #[test]
-    fn a_vec_is_not_copied() {
+    fn rounding_is_to_nearest_even() {
+        let values = Values::from(vec![1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0]);
+        let bf16 = values.encode(0..2, DType::Bf16);
+        assert_eq!(bf16, [0x80, 0x3f, 0x82, 0x3f].as_slice());
+    }
+
+    #[test]
+    fn of_their_own_dtype_nothing_is_copied_and_every_bit_survives() {
         let values = vec![1.0f32; 8];
         let address = values.as_ptr() as usize;
         assert_eq!(Values::from(values).encode(2..4, DType::F32).as_ptr() as usize, address + 8);
+        for dtype in DType::ALL {
+            let bytes: Bytes = (0..=255u8).rev().collect::<Vec<_>>().into();
+            let sent = Values::new(bytes.clone(), dtype).unwrap().encode(0..256 / dtype.size(), dtype);
+            assert_eq!(sent.as_ptr(), bytes.as_ptr());
+            let mut out = [0u8; 256];
+            Slots::new(&mut out, dtype).unwrap().decode(&sent, dtype);
+            assert_eq!(out.as_slice(), bytes);
+        }
+    }
+
+    #[test]
+    fn part_of_an_element_is_refused() {
+        for dtype in DType::ALL {
+            assert!(matches!(Values::new(Bytes::from_static(&[0; 5]), dtype), Err(Error::Invalid { .. })));
+            assert!(matches!(Slots::new(&mut [0; 5], dtype), Err(Error::Invalid { .. })));
+        }
+    }
+
+    #[test]
+    fn slots_are_taken_off_from_the_front() {
+        let mut out = vec![0.0; 3];
+        let mut slots = Slots::from(&mut out);
+        slots.split_off(1).decode(&1f32.to_le_bytes(), DType::F32);
+        assert_eq!(slots.len(), 2);
+        slots.decode(&[2f32.to_le_bytes(), 3f32.to_le_bytes()].concat(), DType::F32);
+        assert_eq!(out, [1.0, 2.0, 3.0]);
     }
 }

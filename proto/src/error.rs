@@ -25,6 +25,14 @@ pub enum Error {
         /// What would be right.
         expected: String,
     },
+    /// The call did not carry the token of the cluster.
+    #[error(
+        "the call carries {found}, and this cluster has one of its own: set ZEROSHARD_TOKEN to the cluster's"
+    )]
+    Unauthenticated {
+        /// What it carried; never the token itself.
+        found: String,
+    },
     /// No such job here.
     #[error("there is no job {job:?} here; `zsctl status` lists the jobs")]
     UnknownJob {
@@ -205,6 +213,7 @@ impl Error {
             Self::StaleEpoch { .. } | Self::NotHere { .. } => Remedy::Refresh,
             Self::StepAborted { .. } => Remedy::RedoStep,
             Self::Invalid { .. }
+            | Self::Unauthenticated { .. }
             | Self::UnknownJob { .. }
             | Self::JobExists { .. }
             | Self::JobFailed { .. }
@@ -222,6 +231,7 @@ impl Error {
     fn code(&self) -> Code {
         match self {
             Self::Invalid { .. } => Code::InvalidArgument,
+            Self::Unauthenticated { .. } => Code::Unauthenticated,
             Self::UnknownJob { .. } => Code::NotFound,
             Self::JobExists { .. } | Self::RankTaken { .. } => Code::AlreadyExists,
             Self::NotHere { .. }
@@ -278,6 +288,7 @@ mod tests {
     fn an_error_survives_the_wire() {
         let errors = [
             Error::invalid("offset of slice 3", 70, "at most 64"),
+            Error::Unauthenticated { found: "no token".into() },
             Error::StaleEpoch { job: "a".into(), epoch: 1, current: 2 },
             Error::JobFailed { job: "a".into(), reason: "server 2 is gone".into() },
             Error::StepAborted { job: "a".into(), step: 5, epoch: 2, cause: "rank 1 left".into() },

@@ -201,7 +201,12 @@ impl TryFrom<pb::Optimizer> for Optimizer {
             let what = format!("{name} of {}", default.name());
             let names = fields.keys().cloned().collect::<Vec<_>>().join(", ");
             let Some(field) = fields.get_mut(&name) else {
-                return Err(Error::invalid("hyperparameter", what, format!("one of {names}")));
+                let some = if names.is_empty() {
+                    "absent: there is none".to_owned()
+                } else {
+                    format!("one of {names}")
+                };
+                return Err(Error::invalid("hyperparameter", what, some));
             };
             *field = match field {
                 Value::Bool(_) if number == 0.0 || number == 1.0 => Value::Bool(number == 1.0),

@@ -11,6 +11,7 @@ pub mod job;
 pub mod manifest;
 pub mod optimizer;
 pub mod placement;
+pub mod token;
 pub mod transport;
 
 pub use dtype::DType;
@@ -19,6 +20,7 @@ pub use job::JobSpec;
 pub use manifest::{Manifest, Policy, SliceSpec, TensorSpec};
 pub use optimizer::Optimizer;
 pub use placement::{Placement, Server};
+pub use token::Token;
 
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -33,7 +33,8 @@ pub struct TensorSpec {
     pub dtype: DType,
     /// Pulled, never pushed; no optimizer state.
     pub frozen: bool,
-    /// Not a parameter (batch-norm statistics); treated as frozen.
+    /// Not a parameter (batch-norm statistics): it takes no gradient, and rank 0 may push new content with each
+    /// step.
     pub buffer: bool,
     /// Tied: the earlier tensor that owns the storage.
     pub alias_of: Option<String>,
@@ -41,6 +42,8 @@ pub struct TensorSpec {
     pub group: u32,
     /// How it may be cut.
     pub policy: Policy,
+    /// Not part of the global norm, and not scaled by the clip coefficient.
+    pub no_clip: bool,
 }
 
 impl TensorSpec {
@@ -55,6 +58,7 @@ impl TensorSpec {
             alias_of: None,
             group: 0,
             policy: Policy::Elementwise,
+            no_clip: false,
         }
     }
 
@@ -244,6 +248,7 @@ impl From<&TensorSpec> for pb::Tensor {
                 Policy::Whole => pb::Policy::Whole,
             }
             .into(),
+            no_clip: tensor.no_clip,
         }
     }
 }
@@ -269,6 +274,7 @@ impl TryFrom<pb::Tensor> for TensorSpec {
             buffer: message.buffer,
             alias_of: Some(message.alias_of).filter(|name| !name.is_empty()),
             group: message.group,
+            no_clip: message.no_clip,
         })
     }
 }
@@ -367,8 +373,8 @@ mod tests {
         }
 
         #[test]
-        fn tensors_survive_the_wire(shape in prop::collection::vec(0u64..9, 0..4), frozen: bool, group in 0u32..9) {
-            let spec = TensorSpec { frozen, group, dtype: DType::Bf16, ..TensorSpec::new("t", shape) };
+        fn tensors_survive_the_wire(shape in prop::collection::vec(0u64..9, 0..4), frozen: bool, no_clip: bool, group in 0u32..9) {
+            let spec = TensorSpec { frozen, no_clip, group, dtype: DType::Bf16, ..TensorSpec::new("t", shape) };
             prop_assert_eq!(TensorSpec::try_from(pb::Tensor::from(&spec)).unwrap(), spec);
         }
     }

@@ -36,6 +36,9 @@ pub enum Optimizer {
     Lion(Lion),
     /// You et al., "Large Batch Optimization for Deep Learning" (2020), algorithm 2.
     Lamb(Lamb),
+    /// No optimizer: the parameters become the mean gradient, which every worker then applies by itself (plain
+    /// data parallelism). It never skips a step: inf and NaN pass through.
+    Average(Average),
 }
 
 /// Declares one optimizer's hyperparameters with torch's defaults.
@@ -200,9 +203,14 @@ hyperparameters! {
     }
 }
 
-/// Evaluates an expression on whichever optimizer it is.
+hyperparameters! {
+    /// Averaging has no hyperparameters.
+    Average {}
+}
+
+/// Evaluates an expression on whichever optimizer it is; another for the one that has no hyperparameters.
 macro_rules! for_any {
-    ($optimizer:expr, $it:ident => $body:expr) => {
+    ($optimizer:expr, $it:ident => $body:expr, else $none:expr) => {
         match $optimizer {
             Optimizer::Sgd($it) => $body,
             Optimizer::Adam($it) => $body,
@@ -212,13 +220,14 @@ macro_rules! for_any {
             Optimizer::RmsProp($it) => $body,
             Optimizer::Lion($it) => $body,
             Optimizer::Lamb($it) => $body,
+            Optimizer::Average(_) => $none,
         }
     };
 }
 
 impl Optimizer {
     /// Every kind with torch's defaults.
-    pub fn defaults() -> [Optimizer; 8] {
+    pub fn defaults() -> [Optimizer; 9] {
         [
             Optimizer::Sgd(Sgd::default()),
             Optimizer::Adam(Adam::default()),
@@ -228,6 +237,7 @@ impl Optimizer {
             Optimizer::RmsProp(RmsProp::default()),
             Optimizer::Lion(Lion::default()),
             Optimizer::Lamb(Lamb::default()),
+            Optimizer::Average(Average::default()),
         ]
     }
 
@@ -242,6 +252,7 @@ impl Optimizer {
             Optimizer::RmsProp(_) => "rmsprop",
             Optimizer::Lion(_) => "lion",
             Optimizer::Lamb(_) => "lamb",
+            Optimizer::Average(_) => "average",
         }
     }
 
@@ -268,6 +279,7 @@ impl Optimizer {
             },
             Optimizer::Lion(_) => &["exp_avg"],
             Optimizer::Lamb(_) => &["exp_avg", "exp_avg_sq"],
+            Optimizer::Average(_) => &[],
         }
     }
 
@@ -277,24 +289,29 @@ impl Optimizer {
         matches!(self, Optimizer::Lamb(_))
     }
 
-    /// The learning rate.
-    pub const fn lr(&self) -> f64 {
-        for_any!(self, it => it.lr)
+    /// Whether a step is skipped when a gradient is inf or NaN.
+    pub const fn skips_overflow(&self) -> bool {
+        !matches!(self, Optimizer::Average(_))
     }
 
-    /// Sets the learning rate.
+    /// The learning rate; `None` where there is none to have.
+    pub const fn lr(&self) -> Option<f64> {
+        for_any!(self, it => Some(it.lr), else None)
+    }
+
+    /// Sets the learning rate, where there is one.
     pub const fn set_lr(&mut self, lr: f64) {
-        for_any!(self, it => it.lr = lr)
+        for_any!(self, it => it.lr = lr, else ())
     }
 
-    /// The weight decay.
-    pub const fn weight_decay(&self) -> f64 {
-        for_any!(self, it => it.weight_decay)
+    /// The weight decay; `None` where there is none to have.
+    pub const fn weight_decay(&self) -> Option<f64> {
+        for_any!(self, it => Some(it.weight_decay), else None)
     }
 
-    /// Sets the weight decay.
+    /// Sets the weight decay, where there is one.
     pub const fn set_weight_decay(&mut self, weight_decay: f64) {
-        for_any!(self, it => it.weight_decay = weight_decay)
+        for_any!(self, it => it.weight_decay = weight_decay, else ())
     }
 
     /// Whether state that one of them made can go on under the other: same kind, same state tensors.
@@ -320,7 +337,7 @@ impl fmt::Display for Optimizer {
 /// A name that is no optimizer's.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "unknown optimizer {0:?}: it must be one of sgd, adam, adamw, adagrad, adadelta, rmsprop, lion, lamb"
+    "unknown optimizer {0:?}: it must be one of sgd, adam, adamw, adagrad, adadelta, rmsprop, lion, lamb, average"
 )]
 pub struct UnknownOptimizer(pub String);
 
@@ -367,7 +384,11 @@ mod tests {
         for mut optimizer in Optimizer::defaults() {
             optimizer.set_lr(0.25);
             optimizer.set_weight_decay(0.125);
-            assert_eq!((optimizer.lr(), optimizer.weight_decay()), (0.25, 0.125));
+            let expected = match optimizer {
+                Optimizer::Average(_) => (None, None),
+                _ => (Some(0.25), Some(0.125)),
+            };
+            assert_eq!((optimizer.lr(), optimizer.weight_decay()), expected);
         }
     }
 

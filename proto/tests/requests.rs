@@ -36,9 +36,9 @@ fn optimizer() -> impl Strategy<Value = pb::Optimizer> {
 fn tensor() -> impl Strategy<Value = pb::Tensor> {
     let dimension = prop_oneof![0u64..100, Just(1 << 22), Just(1 << 40), any::<u64>()];
     let shape = prop::collection::vec(dimension, 0..4);
-    let flags = (any::<bool>(), any::<bool>(), -1i32..5, -1i32..4, 0u32..3);
+    let flags = (any::<bool>(), any::<bool>(), any::<bool>(), -1i32..5, -1i32..4, 0u32..3);
     (name(), shape, prop_oneof![3 => Just(String::new()), 1 => name()], flags).prop_map(
-        |(name, shape, alias_of, (frozen, buffer, dtype, policy, group))| pb::Tensor {
+        |(name, shape, alias_of, (frozen, buffer, no_clip, dtype, policy, group))| pb::Tensor {
             name,
             shape,
             dtype,
@@ -47,6 +47,7 @@ fn tensor() -> impl Strategy<Value = pb::Tensor> {
             alias_of,
             group,
             policy,
+            no_clip,
         },
     )
 }

@@ -14,7 +14,11 @@ use figment::{
     value::{Dict, Value},
 };
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use zeroshard_proto::transport::{FRAME_BYTES, WINDOW_BYTES};
+use zeroshard_proto::{
+    Token,
+    token::Bearer,
+    transport::{FRAME_BYTES, WINDOW_BYTES},
+};
 
 pub use values::{Address, AdminListen, Listen, Malformed};
 
@@ -102,6 +106,17 @@ pub struct Common {
     /// How long open calls may take to finish after SIGTERM or SIGINT
     #[arg(long, env = "ZEROSHARD_DRAIN_SECONDS", value_name = "SECONDS", default_value_t = 10)]
     pub drain_seconds: u64,
+    /// The cluster's secret: calls that do not carry it are refused (probes need none). The same for all servers and
+    /// clients; without it everybody is let in. Better said in the environment: other users of the machine see flags
+    #[arg(
+        long,
+        env = "ZEROSHARD_TOKEN",
+        hide_env_values = true,
+        value_name = "TOKEN",
+        default_value = "",
+        hide_default_value = true
+    )]
+    pub token: Token,
 }
 
 impl Common {
@@ -149,6 +164,9 @@ impl Common {
         if self.drain_seconds > 3600 {
             return wrong("drain_seconds", self.drain_seconds, "0 to 3600");
         }
+        if let Err(zeroshard_proto::Error::Invalid { found, expected, .. }) = Bearer::new(&self.token) {
+            return Err(Error::value("common", "token", found, &expected));
+        }
         Ok(())
     }
 }
@@ -163,8 +181,8 @@ impl Default for Common {
 #[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Coordinator {
-    /// Where workers and shard servers reach the coordinator. 0.0.0.0:7400 lets other machines in: there
-    /// is no authentication and no encryption yet, so do that only in a network that you trust
+    /// Where workers and shard servers reach the coordinator. 0.0.0.0:7400 lets other machines in: set --token
+    /// then; there is no encryption yet, so do that only in a network that you trust
     #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7400))]
     pub listen: Listen,
     /// Where /metrics, /healthz, /readyz and the status page are; `off` for none
@@ -182,8 +200,8 @@ impl Default for Coordinator {
 #[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Shard {
-    /// Where workers reach this server. 0.0.0.0:7401 (with --advertise) lets other machines in: there is
-    /// no authentication and no encryption yet, so do that only in a network that you trust
+    /// Where workers reach this server. 0.0.0.0:7401 (with --advertise) lets other machines in: set --token
+    /// then; there is no encryption yet, so do that only in a network that you trust
     #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7401))]
     pub listen: Listen,
     /// Where /metrics, /healthz, /readyz and the status page are; `off` for none
@@ -211,8 +229,8 @@ impl Default for Shard {
 #[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct All {
-    /// Where workers and further shard servers reach the coordinator. There is no authentication and no
-    /// encryption yet: choose another address than loopback only in a network that you trust
+    /// Where workers and further shard servers reach the coordinator. For another address than loopback set
+    /// --token; there is no encryption yet, so do that only in a network that you trust
     #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7400))]
     pub listen: Listen,
     /// Where workers reach the shard server
@@ -363,12 +381,20 @@ struct File(Figment);
 impl File {
     fn read(path: PathBuf) -> Result<Self, Error> {
         let figment = Figment::from(Toml::file_exact(&path));
-        let sections: Dict = figment.extract().map_err(|e| Error::File(e.to_string()))?;
+        let sections: Dict = figment.extract().map_err(|e| Error::File(without_source(&e.to_string())))?;
         match sections.into_keys().find(|key| !SECTIONS.contains(&key.as_str())) {
             Some(section) => Err(Error::UnknownSection { file: path, section }),
             None => Ok(Self(figment)),
         }
     }
+}
+
+/// The parser's message without the line of the file that it quotes, which may be the one with the token: the message
+/// names the place too.
+fn without_source(message: &str) -> String {
+    let quoted =
+        |line: &&str| line.trim_start_matches(|c: char| c == ' ' || c.is_ascii_digit()).starts_with('|');
+    message.lines().filter(|line| !quoted(line)).collect::<Vec<_>>().join("\n")
 }
 
 /// One section: defaults, then the file, then what flags and environment say.

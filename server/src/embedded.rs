@@ -1,8 +1,11 @@
-//! A whole cluster inside this process: for programs that have no other, and for tests. The code is that of
-//! the binary; it listens on loopback, on ports that the system chooses.
+//! A whole cluster inside this process: for programs that have no other, for a rank that hosts the others', and for
+//! tests. The code is that of the binary; it listens on ports that the system chooses.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
+use zeroshard_proto::token::Bearer;
 
 use crate::{
     config::{self, Address, Common, Listen},
@@ -15,16 +18,24 @@ use crate::{
 pub struct Options {
     /// Number of shard servers.
     pub shards: usize,
-    /// Limits and HTTP/2 settings; logging is the caller's.
+    /// The address of this machine on which all parts listen, and which others dial. Another than loopback lets
+    /// other machines in: set a token.
+    pub host: IpAddr,
+    /// Limits, HTTP/2 settings and the token; logging is the caller's.
     pub common: Common,
     /// Budget of each shard server for early gradients, in bytes.
     pub parked_bytes: u64,
 }
 
 impl Options {
-    /// `shards` servers with the default settings.
+    /// `shards` servers with the default settings, on loopback, without a token.
     pub fn new(shards: usize) -> Self {
-        Self { shards, common: Common::default(), parked_bytes: config::Shard::default().parked_bytes }
+        Self {
+            shards,
+            host: Ipv4Addr::LOCALHOST.into(),
+            common: Common::default(),
+            parked_bytes: config::Shard::default().parked_bytes,
+        }
     }
 }
 
@@ -41,19 +52,26 @@ impl Cluster {
     /// them are connected.
     ///
     /// # Errors
-    /// [`Error`] of the first part that cannot start.
+    /// [`Error`] of the first part that cannot start; [`Error::Invalid`] for a host that nobody can dial, such as
+    /// 0.0.0.0, and for a token that no call can carry.
     pub async fn start(options: Options) -> Result<Self, Error> {
-        let Options { shards, common, parked_bytes } = options;
+        let Options { shards, host, common, parked_bytes } = options;
+        if host.is_unspecified() {
+            let expected = "an address of this machine that the others can dial, such as 10.0.0.5";
+            return Err(zeroshard_proto::Error::invalid("host", host, expected).into());
+        }
+        Bearer::new(&common.token)?;
+        let listen = Listen(SocketAddr::new(host, 0));
         let shutdown = CancellationToken::new();
         let stop = shutdown.clone().drop_guard();
-        let site = Site::bind(Listen::loopback(0), &common).await?;
+        let site = Site::bind(listen, &common).await?;
         let address = Address::from(site.address);
         let parts = roles::coordinator(&site.context, &shutdown);
         let mut tasks = JoinSet::new();
         tasks.spawn(site.run(parts, shutdown.clone()));
         let mut healths = Vec::with_capacity(shards);
         for _ in 0..shards {
-            let site = Site::bind(Listen::loopback(0), &common).await?;
+            let site = Site::bind(listen, &common).await?;
             let config = config::Shard { parked_bytes, ..config::Shard::default() };
             let parts = roles::shard(&config, address.clone(), &site, &shutdown);
             healths.push(site.context.health.clone());
@@ -105,16 +123,58 @@ fn ended_early(ended: Result<Result<(), Error>, tokio::task::JoinError>) -> Erro
 
 #[cfg(test)]
 mod tests {
-    use zeroshard_proto::pb::{self, coordinator_client::CoordinatorClient};
+    use zeroshard_proto::{
+        Error as ClusterError, Token,
+        pb::{self, coordinator_client::CoordinatorClient},
+        transport::{Connection, endpoint},
+    };
 
     use super::*;
+
+    async fn status(address: &str, token: &str) -> Result<pb::StatusResponse, ClusterError> {
+        let channel = endpoint(address)?.connect().await.unwrap();
+        let connection = Connection::new(channel, &Token::from(token.to_owned()))?;
+        let answer = CoordinatorClient::new(connection).status(pb::StatusRequest {}).await;
+        answer
+            .map(tonic::Response::into_inner)
+            .map_err(|status| ClusterError::from_status(&status, "coordinator"))
+    }
 
     #[tokio::test]
     async fn a_cluster_starts_answers_and_stops() {
         let cluster = Cluster::start(Options::new(0)).await.unwrap();
-        let mut client = CoordinatorClient::connect(format!("http://{}", cluster.address())).await.unwrap();
-        let status = client.status(pb::StatusRequest {}).await.unwrap().into_inner();
-        assert_eq!(status, pb::StatusResponse::default());
+        assert_eq!(status(&cluster.address(), "").await, Ok(pb::StatusResponse::default()));
         cluster.shutdown().await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn all_parts_are_at_the_host_and_ask_for_the_token() {
+        let host = IpAddr::from([127, 0, 0, 2]);
+        let common = Common { token: "s3cret".to_owned().into(), ..Common::default() };
+        let cluster = Cluster::start(Options { host, common, ..Options::new(2) }).await.unwrap();
+        assert!(cluster.address().starts_with("127.0.0.2:"));
+        let refused = status(&cluster.address(), "wrong").await;
+        assert!(matches!(refused, Err(ClusterError::Unauthenticated { .. })), "{refused:?}");
+        let servers = status(&cluster.address(), "s3cret").await.unwrap().servers;
+        assert_eq!(servers.len(), 2);
+        assert!(
+            servers.iter().all(|status| status.server.as_ref().unwrap().address.starts_with("127.0.0.2:")),
+            "{servers:?}"
+        );
+        cluster.shutdown().await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_host_that_nobody_can_dial_is_refused() {
+        let host = Ipv4Addr::UNSPECIFIED.into();
+        let refused = Cluster::start(Options { host, ..Options::new(0) }).await;
+        assert!(matches!(refused, Err(Error::Invalid(ClusterError::Invalid { .. }))), "{refused:?}");
+    }
+
+    #[tokio::test]
+    async fn a_token_that_no_call_can_carry_ends_the_start() {
+        let common = Common { token: "two words".to_owned().into(), ..Common::default() };
+        let refused = Cluster::start(Options { common, ..Options::new(0) }).await;
+        assert!(matches!(refused, Err(Error::Invalid(ClusterError::Invalid { .. }))), "{refused:?}");
     }
 }

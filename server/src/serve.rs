@@ -16,7 +16,7 @@ use zeroshard_proto::pb;
 use crate::{
     config::{Common, Listen},
     health::Health,
-    layers::request_metrics::RequestMetricsLayer,
+    layers::{request_metrics::RequestMetricsLayer, token::TokenLayer},
     metrics::Metrics,
 };
 
@@ -37,6 +37,9 @@ pub enum Error {
     /// The admin server ended.
     #[error("serve admin HTTP: {0}")]
     Admin(io::Error),
+    /// A setting that only a program, not flags and files, can get wrong.
+    #[error(transparent)]
+    Invalid(#[from] zeroshard_proto::Error),
     /// A shard server has nobody to serve.
     #[error("a shard server needs its coordinator's address: --coordinator HOST:PORT")]
     NoCoordinator,
@@ -74,7 +77,7 @@ pub struct Context {
 /// `drain_seconds` to finish. The role must end its endless streams by the same token.
 ///
 /// # Errors
-/// What the transport says.
+/// What the transport says; [`Error::Invalid`] for a token that no call can carry.
 pub async fn serve(
     listener: TcpListener,
     routes: Routes,
@@ -98,7 +101,9 @@ pub async fn serve(
         .max_concurrent_streams(common.max_concurrent_streams)
         .http2_keepalive_interval(Some(common.keepalive()))
         .http2_keepalive_timeout(Some(common.keepalive()))
+        // Refused calls are counted too.
         .layer(RequestMetricsLayer(metrics.clone()))
+        .layer(TokenLayer::new(&common.token)?)
         .add_routes(routes)
         .serve_with_incoming_shutdown(incoming, shutdown.cancelled());
     let drained = async {

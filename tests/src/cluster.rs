@@ -2,6 +2,8 @@
 
 use std::process::Command;
 
+use zeroshard_proto::token::TOKEN_VARIABLE;
+
 use crate::{Process, binary};
 
 /// A running cluster. Killed when dropped.
@@ -32,12 +34,34 @@ impl Cluster {
         Self { coordinator, shards }
     }
 
+    /// A coordinator and so many shard servers that have `token`.
+    ///
+    /// # Panics
+    /// If one of them does not start.
+    pub fn start_guarded(shards: usize, token: &str) -> Self {
+        let mut command = coordinator();
+        command.env(TOKEN_VARIABLE, token);
+        let coordinator = Process::start(command);
+        let shards = (0..shards).map(|_| Self::guarded_shard(coordinator.address(), token)).collect();
+        Self { coordinator, shards }
+    }
+
+    /// A shard server that registers with the coordinator at `address`, and has `token`.
+    ///
+    /// # Panics
+    /// If it does not start.
+    pub fn guarded_shard(address: &str, token: &str) -> Process {
+        let mut command = shard(address, &[]);
+        command.env(TOKEN_VARIABLE, token);
+        Process::start(command)
+    }
+
     /// A coordinator alone.
     ///
     /// # Panics
     /// If it does not start.
     pub fn coordinator() -> Process {
-        Process::start(server(&["coordinator", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]))
+        Process::start(coordinator())
     }
 
     /// A shard server that registers with the coordinator at `address`.
@@ -45,9 +69,7 @@ impl Cluster {
     /// # Panics
     /// If it does not start.
     pub fn shard(address: &str, flags: &[&str]) -> Process {
-        let mut command = server(&["shard", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]);
-        command.args(["--coordinator", address]).args(flags);
-        Process::start(command)
+        Process::start(shard(address, flags))
     }
 
     /// Where workers connect.
@@ -56,8 +78,20 @@ impl Cluster {
     }
 }
 
+fn coordinator() -> Command {
+    server(&["coordinator", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"])
+}
+
+fn shard(coordinator: &str, flags: &[&str]) -> Command {
+    let mut command = server(&["shard", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]);
+    command.args(["--coordinator", coordinator]).args(flags);
+    command
+}
+
 fn server(arguments: &[&str]) -> Command {
     let mut command = Command::new(binary("zeroshard-server"));
     command.args(arguments).args(["--json", "--log", "error"]);
+    // Whoever runs the tests may have a cluster of their own.
+    command.env_remove(TOKEN_VARIABLE);
     command
 }

@@ -50,7 +50,7 @@ pub async fn open_pull(address: &str, request: pb::PullRequest) -> Result<Stream
 
 /// The first message of a push; `step` absent: initial parameters.
 pub fn begin(job: &str, epoch: u64, rank: u32, step: Option<u64>) -> pb::PushRequest {
-    let begin = pb::PushBegin { job: job.to_owned(), epoch, rank, step };
+    let begin = pb::PushBegin { job: job.to_owned(), epoch, rank, step, ..Default::default() };
     pb::PushRequest { begin: Some(begin), ..Default::default() }
 }
 

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
+use std::{env, path::Path, process::Command};
+
 use serde_json::Value;
 use zeroshard_tests::run;
 
@@ -56,5 +58,130 @@ fn step_measures_a_case_at_every_level() {
                 "{phase} in {line}"
             );
         }
+    }
+}
+
+/// An interpreter that imports everything and measures the same for all systems, but does not have DeepSpeed.
+const STUB: &str = r#"#!/bin/sh
+[ "$1" = -c ] && exit 0
+while [ $# -gt 0 ]; do
+    case "$1" in --output) output=$2 ;; --system) system=$2 ;; esac
+    shift
+done
+case "$system" in ds*) echo "ModuleNotFoundError: No module named 'deepspeed'" >&2; exit 1 ;; esac
+echo '{"params": 8192, "seconds": 0.5, "loss": 1.0, "peak_bytes": 2097152}' >"$output"
+"#;
+
+/// Writes an interpreter. By a process of its own: a program that another test has open for writing at the moment of
+/// a fork cannot be started.
+fn interpreter(folder: &Path, script: &str) -> String {
+    let path = folder.join("python").to_str().unwrap().to_owned();
+    let write = r#"printf %s "$1" >"$0" && chmod +x "$0""#;
+    assert!(Command::new("sh").args(["-c", write, &path, script]).status().unwrap().success());
+    path
+}
+
+#[test]
+fn torch_measures_every_system_and_level_and_leaves_out_deepspeed_where_it_does_not_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let python = interpreter(folder.path(), STUB);
+    let numbers = ["params", "seconds", "ratio_ddp", "ratio_fsdp2", "rank0_peak_mib", "rank1_peak_mib"];
+    let lines = bench(&["torch", "--python", &python, "--servers", "embedded", "--rounds", "2"], &numbers);
+    let labels: Vec<_> = lines.iter().map(|it| [&it["system"], &it["level"], &it["transport"]]).collect();
+    let expected = [
+        ["local".into(), Value::Null, Value::Null],
+        ["ddp".into(), Value::Null, "gloo".into()],
+        ["zero1".into(), Value::Null, "gloo".into()],
+        ["fsdp2".into(), Value::Null, "gloo".into()],
+        ["zeroshard".into(), "os".into(), "grpc".into()],
+        ["zeroshard".into(), "os_g".into(), "grpc".into()],
+        ["zeroshard".into(), "p_g_os".into(), "grpc".into()],
+    ];
+    assert_eq!(labels, expected.each_ref().map(|it| it.each_ref()));
+    let segment_sizes: Vec<_> = lines.iter().filter_map(|line| line["segment_size"].as_u64()).collect();
+    assert_eq!(segment_sizes, [1024 * 1024 / 2], "at p_g_os only, and every layer is larger");
+    assert!(lines.iter().all(|line| line["bench"] == "torch"));
+}
+
+#[test]
+fn torch_prints_a_table_and_why_a_system_is_left_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let python = interpreter(folder.path(), STUB);
+    let output = run("zs-bench", &["torch", "--python", &python, "--systems", "ddp,ds1", "--rounds", "1"]);
+    assert!(output.status.success(), "{output:?}");
+    let table = String::from_utf8(output.stdout).unwrap();
+    let rows: Vec<Vec<_>> = table.lines().map(|line| line.split_whitespace().collect()).collect();
+    let [header, row] = &rows[..] else { panic!("{table}") };
+    let cell = |field| row[header.iter().position(|it| *it == field).unwrap()];
+    let cells = ["system", "level", "seconds", "ratio_ddp", "ratio_fsdp2", "rank0_peak_mib"].map(cell);
+    assert_eq!(cells, ["ddp", "-", "0.500", "1.000", "-", "2"]);
+    let log = String::from_utf8(output.stderr).unwrap();
+    assert!(log.contains("ds1 is skipped: ModuleNotFoundError: No module named 'deepspeed'"), "{log}");
+}
+
+#[test]
+fn torch_says_what_to_install_and_which_rank_failed() {
+    let folder = tempfile::tempdir().unwrap();
+    let cases = [
+        ("#!/bin/sh\necho 'No module named torch' >&2; exit 1\n", "pip install torch"),
+        ("#!/bin/sh\n[ \"$2\" = 'import torch' ]\n", "pip install client/python"),
+        (
+            "#!/bin/sh\n[ \"$1\" = -c ] || { [ $RANK = 0 ] && exec tail -f /dev/null; echo boom; exit 3; }\n",
+            "rank 1 ended",
+        ),
+        ("#!/bin/sh\n", "rank 0 left no result"),
+    ];
+    for (script, message) in cases {
+        let python = interpreter(folder.path(), script);
+        let arguments = ["torch", "--python", &python, "--systems", "zeroshard", "--servers", "embedded"];
+        let output = run("zs-bench", &arguments);
+        assert!(!output.status.success() && output.stdout.is_empty(), "{output:?}");
+        let log = String::from_utf8(output.stderr).unwrap();
+        assert!(log.contains(message), "{message:?} is not in {log}");
+    }
+}
+
+/// The interpreter that `ZEROSHARD_TEST_PYTHON` names, if it can import the module.
+fn python_with(module: &str) -> Option<String> {
+    let python = env::var("ZEROSHARD_TEST_PYTHON").unwrap_or_else(|_| "python3".to_owned());
+    let output = Command::new(&python).args(["-c", &format!("import {module}")]).output();
+    let reason = match output {
+        Ok(output) if output.status.success() => return Some(python),
+        Ok(output) => String::from_utf8_lossy(&output.stderr).lines().last().unwrap_or_default().to_owned(),
+        Err(error) => error.to_string(),
+    };
+    eprintln!("not measured, since {python} cannot import {module}: {reason}");
+    None
+}
+
+/// What synchronises does the same work, and so ends at the same loss.
+fn assert_same_loss(lines: &[Value]) {
+    let losses: Vec<_> =
+        lines.iter().filter(|line| line["system"] != "local").map(|line| &line["loss"]).collect();
+    let losses: Vec<_> = losses.iter().map(|loss| loss.as_f64().unwrap()).collect();
+    assert!(losses.iter().all(|loss| (loss / losses[0] - 1.0).abs() < 1e-4), "{lines:?}");
+}
+
+/// A model of three layers of 64 x 64.
+const SMALL: [&str; 8] = ["--layers", "3", "--width", "64", "--steps", "2", "--rounds", "1"];
+
+#[test]
+fn torch_runs_its_peers() {
+    let Some(python) = python_with("torch") else { return };
+    let arguments = ["torch", "--python", &python, "--systems", "local,ddp,zero1,fsdp2"];
+    let lines = bench(&[&arguments[..], &SMALL].concat(), &["seconds", "loss"]);
+    assert_eq!(lines.len(), 4);
+    assert!(lines.iter().all(|line| line["params"] == 3 * 64 * 64));
+    assert_same_loss(&lines);
+}
+
+#[test]
+fn torch_runs_zeroshard_at_every_level_beside_ddp() {
+    let Some(python) = python_with("zeroshard.torch") else { return };
+    for servers in ["processes", "embedded"] {
+        let arguments = ["torch", "--python", &python, "--systems", "ddp,zeroshard", "--servers", servers];
+        let lines = bench(&[&arguments[..], &SMALL].concat(), &["seconds", "loss", "ratio_ddp"]);
+        assert_eq!(lines.len(), 4);
+        assert_same_loss(&lines);
     }
 }

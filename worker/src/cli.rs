@@ -5,7 +5,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
-use zeroshard_proto::{DType, Optimizer};
+use zeroshard_proto::{DType, Optimizer, Token};
 
 use crate::batches::Sharding;
 use crate::error::{Error, Result};
@@ -93,6 +93,18 @@ pub struct Train {
     /// Use the running cluster whose coordinator is there
     #[arg(long, value_name = "HOST:PORT", env = "ZEROSHARD_ADDRESS", help_heading = "Cluster")]
     pub address: Option<String>,
+    /// The cluster's secret; servers that are started here get it too. Better said in the environment: other users
+    /// of the machine see flags
+    #[arg(
+        long,
+        value_name = "TOKEN",
+        env = "ZEROSHARD_TOKEN",
+        hide_env_values = true,
+        default_value = "",
+        hide_default_value = true,
+        help_heading = "Cluster"
+    )]
+    pub token: Token,
     /// Be this one worker of --workers; the others are started elsewhere [default: be all of them]
     #[arg(long, value_name = "R", requires = "address", help_heading = "Cluster")]
     pub rank: Option<u32>,
@@ -140,6 +152,10 @@ impl Train {
             return Err(Error::Flag { flag: "--rank", found: rank.to_string(), expected });
         }
         let mut optimizer = self.optimizer;
+        if let Optimizer::Average(_) = optimizer {
+            let expected = "one that trains: the servers would only average the gradients".to_owned();
+            return Err(Error::Flag { flag: "--optimizer", found: optimizer.to_string(), expected });
+        }
         optimizer.set_lr(self.lr.unwrap_or_else(|| default_lr(&optimizer)));
         if let Some(weight_decay) = self.weight_decay {
             optimizer.set_weight_decay(weight_decay);
@@ -164,6 +180,7 @@ impl Train {
             wire: self.wire,
             chunk_bytes: self.chunk_bytes as usize,
             deadline: Duration::from_secs(self.deadline),
+            token: self.token.clone(),
             seed: self.seed,
             sample_chars: self.sample_chars as usize,
         })
@@ -214,6 +231,14 @@ mod tests {
         let plan = parse("").unwrap().plan().unwrap();
         assert_eq!((plan.level, plan.workers, plan.shards), (Level::PGOs, 2, 3));
         assert_eq!(plan.clip, Some(1.0));
+    }
+
+    #[test]
+    fn the_plan_has_the_token_and_debug_does_not_show_it() {
+        let train = parse("--token s3cret").unwrap();
+        let plan = train.plan().unwrap();
+        assert_eq!(plan.token.reveal(), Some("s3cret"));
+        assert!(!format!("{train:?} {plan:?}").contains("s3cret"));
     }
 
     #[test]

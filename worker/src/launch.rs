@@ -48,7 +48,8 @@ fn run_here(flags: &Train, plan: Plan, corpus: Corpus, runtime: &Runtime) -> Res
     let outcome = match &flags.address {
         Some(address) => run.workers(flags, address, &ranks)?,
         None => {
-            let options = embedded::Options::new(run.plan.shards as usize);
+            let mut options = embedded::Options::new(run.plan.shards as usize);
+            options.common.token = run.plan.token.clone();
             let cluster = runtime.block_on(embedded::Cluster::start(options))?;
             let outcome = run.workers(flags, &cluster.address(), &ranks)?;
             runtime.block_on(cluster.shutdown())?;

@@ -10,6 +10,7 @@ use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
+use zeroshard_proto::{Token, token::TOKEN_VARIABLE};
 
 use crate::cli::Train;
 use crate::error::{Error, Result};
@@ -29,11 +30,11 @@ pub async fn run(flags: &Train) -> Result<()> {
     if !server.is_file() {
         return Err(Error::NoProgram { program: server });
     }
-    let coordinator = Server::start(&server, &["coordinator", "--admin-listen", "off"]).await?;
+    let coordinator = Server::start(&server, &["coordinator", "--admin-listen", "off"], &flags.token).await?;
     let mut servers = vec![];
     for _ in 0..flags.shards {
         let arguments = ["shard", "--admin-listen", "off", "--coordinator", &coordinator.address];
-        servers.push(Server::start(&server, &arguments).await?);
+        servers.push(Server::start(&server, &arguments, &flags.token).await?);
     }
     let mut workers = JoinSet::new();
     for rank in 0..flags.workers {
@@ -80,13 +81,15 @@ struct Server {
 
 impl Server {
     /// Starts a server on a free port and waits until it can be reached.
-    async fn start(program: &Path, arguments: &[&str]) -> Result<Self> {
+    async fn start(program: &Path, arguments: &[&str], token: &Token) -> Result<Self> {
         let name = format!("zeroshard-server {}", arguments[0]);
         let mut command = Command::new(program);
         command.args(arguments).args(["--listen", "127.0.0.1:0", "--json"]);
         if std::env::var_os("ZEROSHARD_LOG").is_none() {
             command.env("ZEROSHARD_LOG", "warn");
         }
+        // Not as a flag, which other users would see.
+        command.env(TOKEN_VARIABLE, token.reveal().unwrap_or_default());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).kill_on_drop(true);
         let failed = |did: String| Error::Process { program: name.clone(), did };
         let mut child = command.spawn().map_err(|cause| failed(format!("did not start: {cause}")))?;

@@ -39,6 +39,7 @@ impl Description {
             alias_of: parameter.alias_of.map(|owner| model.parameters()[owner].name.clone()),
             group: parameter.group as u32,
             policy: if whole { Policy::Whole } else { Policy::Elementwise },
+            no_clip: false,
         });
         let spec = JobSpec {
             name: self.job,
@@ -132,8 +133,9 @@ impl Remote {
 
 impl Exchange for Remote {
     async fn pull(&self, version: u64, mut buffers: Vec<Buffer>) -> Result<Vec<Buffer>> {
-        let targets =
-            buffers.iter_mut().map(|buffer| Target { tensor: buffer.tensor, data: &mut buffer.values });
+        let targets = buffers
+            .iter_mut()
+            .map(|buffer| Target { tensor: buffer.tensor, data: (&mut buffer.values).into() });
         self.job.pull(version, targets.collect()).await?;
         Ok(buffers)
     }

@@ -43,7 +43,7 @@ impl Schedule {
 
     fn groups(&self, factor: f64) -> Vec<Optimizer> {
         let mut decayed = self.optimizer;
-        decayed.set_lr(self.optimizer.lr() * factor);
+        decayed.set_lr(self.optimizer.lr().unwrap_or_default() * factor);
         let mut plain = decayed;
         plain.set_weight_decay(0.0);
         let mut groups = [decayed; 2];
@@ -65,6 +65,7 @@ impl Schedule {
 impl fmt::Display for Schedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (lr, decay) = (self.optimizer.lr(), self.optimizer.weight_decay());
+        let [lr, decay] = [lr, decay].map(Option::unwrap_or_default);
         write!(f, "{}, learning rate {lr}, weight decay {decay}", self.optimizer)
     }
 }
@@ -79,6 +80,8 @@ pub fn default_lr(optimizer: &Optimizer) -> f64 {
         Optimizer::RmsProp(_) => 1e-3,
         Optimizer::Lion(_) => 3e-4,
         Optimizer::Lamb(_) => 1e-2,
+        // It has none.
+        Optimizer::Average(_) => 0.0,
     }
 }
 
@@ -95,7 +98,7 @@ mod tests {
     #[test]
     fn learning_rate_rises_then_falls_to_a_tenth() {
         let schedule = Schedule::new(adamw(), 100);
-        let lr: Vec<f64> = (0..100).map(|step| schedule.at(step)[0].lr()).collect();
+        let lr: Vec<f64> = (0..100).map(|step| schedule.at(step)[0].lr().unwrap()).collect();
         assert!((lr[0] - 0.1).abs() < 1e-12 && (lr[9] - 1.0).abs() < 1e-12);
         assert!(lr[..10].is_sorted() && lr[9..].iter().rev().is_sorted());
         assert!((lr[99] - 0.1).abs() < 1e-12);
@@ -103,14 +106,14 @@ mod tests {
 
     #[test]
     fn a_run_of_one_step_has_the_whole_learning_rate() {
-        assert_eq!(Schedule::new(adamw(), 1).at(0)[0].lr(), 1.0);
+        assert_eq!(Schedule::new(adamw(), 1).at(0)[0].lr(), Some(1.0));
     }
 
     #[test]
     fn only_the_first_group_is_decayed() {
         let groups = Schedule::new(adamw(), 10).at(3);
         assert_eq!(groups[Group::Decay as usize].weight_decay(), adamw().weight_decay());
-        assert_eq!(groups[Group::NoDecay as usize].weight_decay(), 0.0);
+        assert_eq!(groups[Group::NoDecay as usize].weight_decay(), Some(0.0));
         assert_eq!(groups[0].lr(), groups[1].lr());
     }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use tokio::runtime::Handle;
 use zeroshard_client::{Commit, Options, StepReport};
-use zeroshard_proto::{DType, Error as ClusterError};
+use zeroshard_proto::{DType, Error as ClusterError, Token};
 
 use crate::batches::{Batch, Draw, Sharding};
 use crate::error::{Error, Result};
@@ -56,6 +56,8 @@ pub struct Plan {
     pub chunk_bytes: usize,
     /// How long one operation may wait.
     pub deadline: Duration,
+    /// The cluster's secret.
+    pub token: Token,
     /// Decides initial parameters, windows and sample.
     pub seed: u64,
     /// Characters to generate at the end.
@@ -119,7 +121,12 @@ pub fn train(
         min_servers: plan.shards,
     }
     .spec(&model)?;
-    let options = Options { wire: plan.wire, chunk_bytes: plan.chunk_bytes, deadline: plan.deadline };
+    let options = Options {
+        wire: plan.wire,
+        chunk_bytes: plan.chunk_bytes,
+        deadline: plan.deadline,
+        token: plan.token.reveal().map(str::to_owned),
+    };
     let remote = Remote::join(runtime, address, options, &spec, rank)?;
     let ledger = Ledger::default();
     let version = remote.start(&model, plan.seed, &ledger)?;
@@ -233,6 +240,7 @@ impl Run<'_> {
             loss_scale: plan.loss_scale,
             max_norm: plan.clip,
             loss: Some(loss),
+            discard: false,
         })
     }
 

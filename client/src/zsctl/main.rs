@@ -7,6 +7,7 @@ use std::{process::ExitCode, time::Duration};
 use clap::{Parser, Subcommand};
 use serde_json::json;
 use zeroshard_client::{Cluster, Options, Result};
+use zeroshard_proto::Token;
 
 /// Look at a ZeroShard cluster, and at the jobs that it holds
 #[derive(Debug, Parser)]
@@ -21,6 +22,17 @@ struct Arguments {
         global = true
     )]
     address: String,
+    /// The cluster's secret. Better said in the environment: other users of the machine see flags
+    #[arg(
+        long,
+        env = "ZEROSHARD_TOKEN",
+        hide_env_values = true,
+        value_name = "TOKEN",
+        default_value = "",
+        hide_default_value = true,
+        global = true
+    )]
+    token: Token,
     /// Give up after so many seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 10, global = true)]
     timeout: u64,
@@ -62,7 +74,11 @@ async fn main() -> ExitCode {
 
 #[expect(clippy::print_stdout, reason = "the program's output")]
 async fn run(arguments: &Arguments) -> Result<()> {
-    let options = Options { deadline: Duration::from_secs(arguments.timeout.max(1)), ..Options::default() };
+    let options = Options {
+        deadline: Duration::from_secs(arguments.timeout.max(1)),
+        token: arguments.token.reveal().map(str::to_owned),
+        ..Options::default()
+    };
     let cluster = Cluster::connect(&arguments.address, options).await?;
     match &arguments.command {
         Command::Status => status::print(&cluster.status().await?, arguments.json),

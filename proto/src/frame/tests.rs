@@ -90,7 +90,7 @@ proptest! {
     fn what_generated_code_writes_is_read(
         slice: u32, offset: u64, step in prop::option::of(any::<u64>()), one in 1usize..9,
     ) {
-        let begin = pb::PushBegin { job: "job".into(), epoch: 3, rank: 1, step };
+        let begin = pb::PushBegin { job: "job".into(), epoch: 3, rank: 1, step, ..Default::default() };
         let message = pb::PushRequest {
             begin: Some(begin.clone()),
             slice,

@@ -83,6 +83,33 @@ fn values_out_of_range_are_refused_wherever_they_come_from() {
 }
 
 #[test]
+fn a_token_comes_from_flag_and_file_and_an_empty_one_is_none() {
+    let token = |config: Config| config.common.token.reveal().map(str::to_owned);
+    assert_eq!(token(shard(&["--token", "s3cret"]).unwrap()).as_deref(), Some("s3cret"));
+    assert_eq!(token(with_file("[common]\ntoken = \"s3cret\"\n", &[]).unwrap()).as_deref(), Some("s3cret"));
+    assert_eq!(token(with_file("[common]\ntoken = \"\"\n", &[]).unwrap()), None);
+    let config = shard(&["--token", "s3cret"]).unwrap();
+    assert!(!format!("{config:?}").contains("s3cret"));
+}
+
+#[test]
+fn a_token_that_is_refused_is_not_shown() {
+    let refused = |result: Result<Config, Error>| result.unwrap_err().to_string();
+    for said in [
+        refused(shard(&["--token", "s3cret s3cret"])),
+        refused(with_file("[common]\ntoken = \"s3cret\\n\"\n", &[])),
+        refused(with_file("[common]\ntoken = 531\n", &[])),
+        refused(with_file("[common]\ntoken = [\"s3cret\"]\n", &[])),
+        refused(with_file("[common]\ntoken = s3cret\n", &[])),
+        refused(with_file("[common]\ntoken = \"s3cret\n", &[])),
+        refused(with_file("token = \"s3cret\"\n", &[])),
+    ] {
+        assert!(said.contains("token") || said.contains("line 2"), "{said}");
+        assert!(!said.contains("s3cr") && !said.contains("531"), "{said}");
+    }
+}
+
+#[test]
 fn a_wildcard_address_needs_an_advertised_one() {
     assert_eq!(wrong_key(shard(&["--listen", "0.0.0.0:7401"])), "advertise");
     assert!(shard(&["--listen", "[::]:7401", "--advertise", "node-1:0"]).is_ok());

@@ -41,6 +41,7 @@ impl Cluster {
             Event::Leave { caller, job, lease } => self.leave(caller, &job, lease, &mut out),
             Event::LeaseEnded { job, lease } => self.lease_ended(&job, lease, &mut out),
             Event::Commit { caller, commit } => self.commit(caller, *commit, now, &mut out),
+            Event::Reduce { caller, reduce } => self.reduce(caller, *reduce, now, &mut out),
             Event::Tick => self.tick(now, &mut out),
         }
         out
@@ -63,6 +64,7 @@ impl Cluster {
     fn tick(&mut self, now: Now, out: &mut Vec<Action>) {
         self.expire_creators(now, out);
         self.expire_commits(now, out);
+        self.expire_reducers(now, out);
     }
 
     /// Epochs are never used twice, by no job.

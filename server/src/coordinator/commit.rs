@@ -14,7 +14,8 @@ use zeroshard_proto::{
 use super::{
     cluster::Cluster,
     jobs::some_of,
-    state::{Action, Caller, Commit, Job, Now, Phase, Reply, ServerId, Waiter},
+    reduce::{Gradient, Reducer},
+    state::{Action, Caller, Commit, Job, Lease, Now, Open, Phase, Reply, ServerId, Waiter},
 };
 
 /// What every rank must say the same about a step.
@@ -23,6 +24,7 @@ struct Terms {
     groups: Vec<Optimizer>,
     loss_scale: f64,
     max_norm: Option<f64>,
+    discard: bool,
 }
 
 impl Terms {
@@ -31,8 +33,12 @@ impl Terms {
         if self == other {
             return None;
         }
-        let names = ["loss_scale", "max_norm"];
-        let equal = [self.loss_scale == other.loss_scale, self.max_norm == other.max_norm];
+        let names = ["loss_scale", "max_norm", "discard"];
+        let equal = [
+            self.loss_scale == other.loss_scale,
+            self.max_norm == other.max_norm,
+            self.discard == other.discard,
+        ];
         let plain = names.into_iter().zip(equal).find(|(_, equal)| !equal).map(|(name, _)| name.to_owned());
         plain.or_else(|| {
             let groups = self.groups.iter().zip(&other.groups).enumerate();
@@ -44,6 +50,15 @@ impl Terms {
             })
         })
     }
+}
+
+/// Who speaks, and of which job and membership.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Turn<'a> {
+    pub(super) job: &'a str,
+    pub(super) lease: Lease,
+    pub(super) epoch: u64,
+    pub(super) rank: u32,
 }
 
 #[derive(Debug)]
@@ -59,23 +74,29 @@ struct Vote {
 pub(crate) struct Round {
     votes: BTreeMap<u32, Vote>,
     /// Of each server: for each of its slices that train, the sum of squares of the summed gradient.
-    reports: BTreeMap<ServerId, pb::StepReady>,
+    pub(super) reports: BTreeMap<ServerId, pb::StepReady>,
+    /// Who waits for the gradient's norm.
+    pub(super) reducers: Vec<Reducer>,
     first_vote: Now,
     last_vote: Now,
 }
 
 impl Round {
     pub(crate) fn is_empty(&self) -> bool {
-        self.votes.is_empty() && self.reports.is_empty()
+        self.votes.is_empty() && self.reports.is_empty() && self.reducers.is_empty()
     }
 
     pub(crate) fn next_deadline(&self) -> Option<Now> {
-        self.votes.values().flat_map(|vote| &vote.waiters).map(|waiter| waiter.deadline).min()
+        let voters = self.votes.values().flat_map(|vote| &vote.waiters);
+        let waiters = voters.chain(self.reducers.iter().map(|reducer| &reducer.waiter));
+        waiters.map(|waiter| waiter.deadline).min()
     }
 
     /// Forgets everything; who waits must be told.
     pub(crate) fn drop_all(&mut self) -> Vec<Waiter> {
-        std::mem::take(self).votes.into_values().flat_map(|vote| vote.waiters).collect()
+        let Self { votes, reducers, .. } = std::mem::take(self);
+        let reducers = reducers.into_iter().map(|reducer| reducer.waiter);
+        votes.into_values().flat_map(|vote| vote.waiters).chain(reducers).collect()
     }
 
     /// Counts a rank once, however often it commits.
@@ -113,37 +134,17 @@ impl Round {
     }
 }
 
-/// The sum of squares of the whole summed gradient, and what overflowed first in manifest order.
-///
-/// In f64: slices are added up to tensors, and tensors to the total, in manifest order, so that the result
-/// does not depend on who reported what.
-fn reduce(spec: &JobSpec, reports: &BTreeMap<ServerId, pb::StepReady>) -> (f64, Option<pb::Overflow>) {
-    let mut sums = vec![0.0f64; spec.manifest.slices().len()];
-    for report in reports.values() {
-        for (&slice, &sum) in report.slices.iter().zip(&report.sums_of_squares) {
-            sums[slice as usize] = sum;
-        }
-    }
-    let trains = |index: &usize| spec.manifest.tensors()[*index].trains();
-    let tensors = (0..spec.manifest.tensors().len()).filter(trains);
-    let total = tensors.map(|tensor| sums[spec.manifest.slices_of(tensor)].iter().fold(0.0, |a, b| a + b));
-    let total = total.fold(0.0, |a, b| a + b);
-    let infinite = sums.iter().position(|sum| !sum.is_finite());
-    let infinite = infinite.map(|slice| pb::Overflow { slice: slice as u32, rank: None });
-    // What the servers say comes first: it may name the rank.
-    let overflows = reports.values().filter_map(|report| report.overflow).chain(infinite);
-    (total, overflows.min_by_key(|overflow| overflow.slice))
-}
-
 /// The decision about a step: what the servers are told to do, and what the ranks are told.
 fn decide(job: &str, spec: &JobSpec, epoch: u64, step: u64, round: &Round) -> (pb::Decision, pb::StepReport) {
     let terms = round.votes.values().next().map(|vote| &vote.terms).expect("a job has at least one rank");
-    let (total, overflow) = reduce(spec, &round.reports);
-    let apply = overflow.is_none();
+    let gradient = Gradient::new(spec, &round.reports);
+    let finite = gradient.overflow.is_none();
+    // All groups are of one kind.
+    let apply = !terms.discard && (finite || !terms.groups.iter().all(Optimizer::skips_overflow));
     let divisor = f64::from(spec.world) * terms.loss_scale;
-    let norm = total.sqrt() / divisor;
+    let norm = gradient.norm(divisor);
     let clip = match terms.max_norm {
-        Some(max) if apply => max / norm.max(max),
+        Some(max) if apply && finite => max / norm.max(max),
         _ => 1.0,
     };
     let decision = pb::Decision {
@@ -153,16 +154,17 @@ fn decide(job: &str, spec: &JobSpec, epoch: u64, step: u64, round: &Round) -> (p
         apply,
         coefficient: if apply { (clip / divisor) as f32 } else { 0.0 },
         groups: terms.groups.iter().map(Into::into).collect(),
+        unclipped: if apply { (1.0 / divisor) as f32 } else { 0.0 },
     };
     let report = pb::StepReport {
         version: step + 1,
         applied: apply,
-        // A rank's gradients may overflow and cancel out in no finite norm that means anything.
-        gradient_norm: if !apply && norm.is_finite() { f64::NAN } else { norm },
+        gradient_norm: norm,
         clip_coefficient: clip,
-        overflow,
+        overflow: gradient.overflow,
         loss: round.loss(spec.world),
         world: spec.world,
+        absent: gradient.absent,
     };
     (decision, report)
 }
@@ -179,33 +181,39 @@ impl Cluster {
     /// Counts the commit; or the report, if the step is over and it was asked again.
     fn try_commit(&mut self, caller: Caller, commit: &Commit, now: Now) -> Result<Option<pb::StepReport>> {
         let name = &commit.job;
+        let &Commit { lease, epoch, rank, step, .. } = commit;
+        let (spec, open) = self.member(&Turn { job: name, lease, epoch, rank })?;
+        if let Some(last) = open.report_of(step) {
+            return Ok(Some(last.clone()));
+        }
+        open.check_step(name, step)?;
+        let terms = Terms {
+            groups: commit.groups.clone().unwrap_or_else(|| spec.groups.clone()),
+            loss_scale: commit.loss_scale,
+            max_norm: commit.max_norm,
+            discard: commit.discard,
+        };
+        spec.validate_step(&terms.groups)?;
+        open.round.vote(Waiter::new(caller, now, commit.wait), commit, terms)?;
+        Ok(None)
+    }
+
+    /// The job that a rank speaks of, if the rank may.
+    pub(super) fn member(&mut self, turn: &Turn<'_>) -> Result<(&JobSpec, &mut Open)> {
+        let &Turn { job: name, lease, epoch, rank } = turn;
         let Job { spec, epoch: current, phase } = self.job_mut(name)?;
         let Phase::Open(open) = phase else { return Err(phase.not_open(name)) };
-        let &Commit { lease, epoch, rank, step, .. } = commit;
         if rank >= spec.world {
             let expected = format!("less than the world, {}", spec.world);
             return Err(Error::invalid(format!("rank of job {name:?}"), rank, expected));
         }
         if open.members.get(&rank) != Some(&lease) {
-            return Err(Error::LeaseLost { job: name.clone(), rank });
+            return Err(Error::LeaseLost { job: name.to_owned(), rank });
         }
         if epoch != *current {
-            return Err(Error::StaleEpoch { job: name.clone(), epoch, current: *current });
+            return Err(Error::StaleEpoch { job: name.to_owned(), epoch, current: *current });
         }
-        if let Some(last) = open.last.as_ref().filter(|last| last.version == step.wrapping_add(1)) {
-            return Ok(Some(*last));
-        }
-        if step != open.step() {
-            return Err(Error::StepMismatch { job: name.clone(), step, current: open.step() });
-        }
-        let terms = Terms {
-            groups: commit.groups.clone().unwrap_or_else(|| spec.groups.clone()),
-            loss_scale: commit.loss_scale,
-            max_norm: commit.max_norm,
-        };
-        spec.validate_step(&terms.groups)?;
-        open.round.vote(Waiter::new(caller, now, commit.wait), commit, terms)?;
-        Ok(None)
+        Ok((spec, open))
     }
 
     pub(super) fn ready(&mut self, server: ServerId, report: pb::StepReady, now: Now, out: &mut Vec<Action>) {
@@ -228,10 +236,10 @@ impl Cluster {
 
     /// Decides the open step of `name` if nobody is missing.
     pub(super) fn decide(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
+        self.answer_reducers(name, out);
         let Some(Job { spec, epoch, phase: Phase::Open(open) }) = self.jobs.get_mut(name) else { return };
         let round = &open.round;
-        let committed = round.votes.len() == spec.world as usize;
-        if !committed || round.reports.len() != open.trainable.len() || open.version.is_none() {
+        if round.votes.len() != spec.world as usize || !open.is_reduced() {
             return;
         }
         let (decision, report) = decide(name, spec, *epoch, open.step(), round);
@@ -243,14 +251,14 @@ impl Cluster {
             commit_spread: round.last_vote - round.first_vote,
             ready_wait: now.saturating_sub(round.last_vote),
         });
-        if let Some(overflow) = report.overflow {
+        if let Some(overflow) = report.overflow.filter(|_| !report.applied) {
             out.push(Action::Note(skipped(name, spec, decision.step, overflow)));
         }
         for waiter in open.round.drop_all() {
-            out.push(Action::Answer(waiter.caller, Ok(Reply::Report(report))));
+            out.push(Action::Answer(waiter.caller, Ok(Reply::Report(report.clone()))));
         }
         open.version = Some(report.version);
-        open.last = Some(report);
+        open.last = Some(Box::new(report));
     }
 
     pub(super) fn expire_commits(&mut self, now: Now, out: &mut Vec<Action>) {
@@ -284,22 +292,8 @@ impl Cluster {
         if !absent.is_empty() {
             parts.push(ranks(absent, "ranks without a worker"));
         }
-        for &server in open.uninitialised.iter() {
-            parts.push(format!("{} to get its initial parameters", self.name(server)));
-        }
-        let late = open.trainable.keys().filter(|server| !open.round.reports.contains_key(server));
-        parts.extend(late.map(|&server| format!("{}{}", self.name(server), self.lacks(server, name))));
+        parts.extend(self.late_servers(name, open));
         format!("step {} of job {name:?} (epoch {epoch}): {}", open.step(), some_of(parts))
-    }
-
-    /// What the server said that it waits for.
-    fn lacks(&self, server: ServerId, name: &str) -> String {
-        let stats = self.servers.get(&server).and_then(|peer| peer.stats.as_ref());
-        let job = stats.and_then(|stats| stats.jobs.iter().find(|job| job.job == name));
-        match job {
-            Some(job) if !job.waiting_for.is_empty() => format!(", which waits for {}", job.waiting_for),
-            _ => ", which has not said that it has all gradients".to_owned(),
-        }
     }
 }
 
@@ -311,6 +305,9 @@ fn check_report(report: &pb::StepReady, expected: Option<&Vec<u32>>) -> Result<(
     }
     if report.sums_of_squares.len() != report.slices.len() {
         return Err(format!("{} sums for {} slices", report.sums_of_squares.len(), report.slices.len()));
+    }
+    if let Some(absent) = report.absent.iter().find(|absent| !expected.contains(&absent.slice)) {
+        return Err(format!("absence of slice {}, which is not its own", absent.slice));
     }
     match report.overflow {
         Some(overflow) if !expected.contains(&overflow.slice) => {

@@ -159,6 +159,8 @@ impl Driver {
             self.arm(inner, now + *wait);
         } else if let Event::Commit { commit, .. } = &event {
             self.arm(inner, now + commit.wait);
+        } else if let Event::Reduce { reduce, .. } = &event {
+            self.arm(inner, now + reduce.wait);
         }
         let actions = inner.cluster.handle(event, now);
         self.act(inner, actions);

@@ -12,6 +12,7 @@ mod driver;
 mod jobs;
 mod membership;
 pub mod placement;
+mod reduce;
 mod service;
 mod state;
 

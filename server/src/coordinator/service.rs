@@ -18,7 +18,7 @@ use zeroshard_proto::{
 
 use super::{
     driver::Driver,
-    state::{Commit, Event, Lease, Reply, ServerId},
+    state::{Commit, Event, Lease, Reduce, Reply, ServerId},
 };
 use crate::config::{Address, MAX_WAIT};
 
@@ -82,6 +82,14 @@ impl coordinator_server::Coordinator for Service {
         }
     }
 
+    async fn reduce(&self, request: Request<pb::ReduceRequest>) -> Answer<pb::ReduceReport> {
+        let reduce = Box::new(self.to_reduce(request.into_inner())?);
+        match self.driver.call(|caller| Event::Reduce { caller, reduce }).await? {
+            Reply::Reduced(report) => Ok(Response::new(report)),
+            other => Err(unexpected(&other)),
+        }
+    }
+
     async fn leave(&self, request: Request<pb::LeaveRequest>) -> Answer<pb::LeaveResponse> {
         let pb::LeaveRequest { job, lease } = request.into_inner();
         self.driver.call(|caller| Event::Leave { caller, job, lease: Lease(lease) }).await?;
@@ -121,17 +129,11 @@ impl Service {
     }
 
     fn to_commit(&self, request: pb::CommitRequest) -> Result<Commit> {
-        let positive = |what: &str, number: f64| {
-            if number.is_finite() && number > 0.0 {
-                return Ok(number);
-            }
-            let what = format!("{what} of rank {} at step {}", request.rank, request.step);
-            Err(Error::invalid(what, number, "finite and more than 0"))
-        };
-        let loss_scale = if request.loss_scale == 0.0 { 1.0 } else { request.loss_scale };
+        let (rank, step) = (request.rank, request.step);
+        let positive = |what, number| positive(what, number, rank, step);
         let groups = request.groups;
         Ok(Commit {
-            loss_scale: positive("loss_scale", loss_scale)?,
+            loss_scale: positive("loss_scale", or_one(request.loss_scale))?,
             max_norm: request.max_norm.map(|norm| positive("max_norm", norm)).transpose()?,
             groups: if groups.is_empty() { None } else { Some(optimizers(groups)?) },
             wait: self.wait(request.wait_ms)?,
@@ -141,8 +143,34 @@ impl Service {
             rank: request.rank,
             step: request.step,
             loss: request.loss,
+            discard: request.discard,
         })
     }
+
+    fn to_reduce(&self, request: pb::ReduceRequest) -> Result<Reduce> {
+        let (rank, step) = (request.rank, request.step);
+        Ok(Reduce {
+            loss_scale: positive("loss_scale", or_one(request.loss_scale), rank, step)?,
+            wait: self.wait(request.wait_ms)?,
+            job: request.job,
+            lease: Lease(request.lease),
+            epoch: request.epoch,
+            rank,
+            step,
+        })
+    }
+}
+
+/// A loss scale that is not said is 1.
+fn or_one(loss_scale: f64) -> f64 {
+    if loss_scale == 0.0 { 1.0 } else { loss_scale }
+}
+
+fn positive(what: &str, number: f64, rank: u32, step: u64) -> Result<f64> {
+    if number.is_finite() && number > 0.0 {
+        return Ok(number);
+    }
+    Err(Error::invalid(format!("{what} of rank {rank} at step {step}"), number, "finite and more than 0"))
 }
 
 fn job_spec(spec: Option<pb::JobSpec>) -> Result<JobSpec> {

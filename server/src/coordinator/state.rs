@@ -74,6 +74,8 @@ pub(crate) enum Event {
     LeaseEnded { job: String, lease: Lease },
     /// A rank has pushed all of a step.
     Commit { caller: Caller, commit: Box<Commit> },
+    /// A rank wants to know the norm of a step's gradient.
+    Reduce { caller: Caller, reduce: Box<Reduce> },
     /// Time has passed.
     Tick,
 }
@@ -93,6 +95,21 @@ pub(crate) struct Commit {
     /// INVARIANT: finite and more than 0.
     pub(crate) max_norm: Option<f64>,
     pub(crate) loss: Option<f64>,
+    /// Skip the step whatever its gradients are.
+    pub(crate) discard: bool,
+    pub(crate) wait: Duration,
+}
+
+/// A rank's wish to know the norm of a step's gradient before it is decided.
+#[derive(Debug, Clone)]
+pub(crate) struct Reduce {
+    pub(crate) job: String,
+    pub(crate) lease: Lease,
+    pub(crate) epoch: u64,
+    pub(crate) rank: u32,
+    pub(crate) step: u64,
+    /// INVARIANT: finite and more than 0.
+    pub(crate) loss_scale: f64,
     pub(crate) wait: Duration,
 }
 
@@ -107,6 +124,7 @@ pub(crate) enum Reply {
     Joined,
     Left,
     Report(pb::StepReport),
+    Reduced(pb::ReduceReport),
 }
 
 /// What is to be done, in this order.
@@ -176,7 +194,7 @@ pub(crate) struct Open {
     pub(crate) trainable: BTreeMap<ServerId, Vec<u32>>,
     pub(crate) round: Round,
     /// Of the step that made `version`.
-    pub(crate) last: Option<pb::StepReport>,
+    pub(crate) last: Option<Box<pb::StepReport>>,
 }
 
 impl Open {

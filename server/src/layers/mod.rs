@@ -1,3 +1,4 @@
 //! Middleware, one layer a file.
 
 pub mod request_metrics;
+pub mod token;

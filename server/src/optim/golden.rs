@@ -19,7 +19,7 @@ const VECTORS: &[u8] = include_bytes!("../../../tests/golden/vectors.f32");
 /// How far a parameter may be from its golden value, relative to it or to 1, whichever is larger. 0 demands equal bits.
 fn tolerance(optimizer: &Optimizer) -> f64 {
     match optimizer {
-        Optimizer::Sgd(_) => 0.0,
+        Optimizer::Sgd(_) | Optimizer::Average(_) => 0.0,
         Optimizer::Adam(_) | Optimizer::AdamW(_) | Optimizer::Adadelta(_) => 1e-7,
         Optimizer::Adagrad(_) => 2e-7,
         // Small averages make large steps, and momentum adds them up.
@@ -72,7 +72,7 @@ fn run(index: &Index, optimizer: &Optimizer, tensor: usize) -> Vec<Vec<f32>> {
     for step in 1..=index.steps {
         let mut optimizer = *optimizer;
         let factor = index.lr_factors[(step - 1) % index.lr_factors.len()];
-        optimizer.set_lr(optimizer.lr() * factor);
+        optimizer.set_lr(optimizer.lr().unwrap_or_default() * factor);
         let gradient = buffer(&cpu, &values(tensor as u32, step as u32, size));
         let update = Update { optimizer: &optimizer, step: step as u64, coefficient: 1.0 };
         let mut states: Vec<_> = state.iter_mut().collect();

@@ -29,7 +29,7 @@ pub fn initial_state<B: Backend>(
 }
 
 /// What all elements of all state tensors start at.
-fn initial_value(optimizer: &Optimizer) -> f32 {
+pub(crate) fn initial_value(optimizer: &Optimizer) -> f32 {
     match optimizer {
         Optimizer::Adagrad(Adagrad { initial_accumulator_value, .. }) => *initial_accumulator_value as f32,
         Optimizer::Sgd(_)
@@ -38,11 +38,13 @@ fn initial_value(optimizer: &Optimizer) -> f32 {
         | Optimizer::Adadelta(_)
         | Optimizer::RmsProp(_)
         | Optimizer::Lion(_)
-        | Optimizer::Lamb(_) => 0.0,
+        | Optimizer::Lamb(_)
+        | Optimizer::Average(_) => 0.0,
     }
 }
 
-fn fill<B: Backend>(backend: &B, buffer: &mut B::Buffer, value: f32) {
+/// Gives all elements one value.
+pub(crate) fn fill<B: Backend>(backend: &B, buffer: &mut B::Buffer, value: f32) {
     let numel = backend.numel(buffer);
     let block = value.to_le_bytes().repeat(numel.min(BLOCK));
     for offset in (0..numel).step_by(BLOCK) {

@@ -5,9 +5,9 @@ use std::{sync::Arc, time::Duration};
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use zeroshard_proto::{
-    Error, JobSpec, Placement, Result,
+    Error, JobSpec, Placement, Result, Token,
     pb::{self, coordinator_client::CoordinatorClient, server_command::Command, server_event::Event},
-    transport::{MAX_CONTROL_MESSAGE, endpoint},
+    transport::{Connection, MAX_CONTROL_MESSAGE, endpoint},
 };
 
 use super::{
@@ -19,18 +19,26 @@ use crate::{backend::Backend, health::Health};
 /// How often the coordinator hears what this server holds.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);
 
+/// Whom to call, and as whom.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Contact<'a> {
+    pub(super) coordinator: &'a str,
+    /// What others dial to reach this server.
+    pub(super) advertised: &'a str,
+    pub(super) token: &'a Token,
+}
+
 /// One connection to the coordinator, from the first greeting until it breaks: the reason.
 pub(super) async fn session<B: Backend>(
     store: &Arc<Store<B>>,
     health: &Health,
-    coordinator: &str,
-    advertised: &str,
+    contact: Contact<'_>,
 ) -> Error {
-    match Session::open(store, coordinator, advertised).await {
+    match Session::open(store, contact).await {
         Ok((mut session, commands)) => {
             store.metrics.coordinator_connected.set(1);
             health.set_ready(true).await;
-            session.run(commands, coordinator).await
+            session.run(commands, contact.coordinator).await
         }
         Err(error) => error,
     }
@@ -45,11 +53,12 @@ struct Session<'a, B: Backend> {
 type Commands = tonic::Streaming<pb::ServerCommand>;
 
 impl<'a, B: Backend> Session<'a, B> {
-    async fn open(store: &'a Arc<Store<B>>, coordinator: &str, advertised: &str) -> Result<(Self, Commands)> {
+    async fn open(store: &'a Arc<Store<B>>, contact: Contact<'_>) -> Result<(Self, Commands)> {
+        let Contact { coordinator, advertised, token } = contact;
         let peer = format!("coordinator {coordinator}");
         let unavailable = |cause: String| Error::Unavailable { peer: peer.clone(), cause };
         let channel = endpoint(coordinator)?.connect().await.map_err(|e| unavailable(chain(&e)))?;
-        let mut client = CoordinatorClient::new(channel)
+        let mut client = CoordinatorClient::new(Connection::new(channel, token)?)
             .max_decoding_message_size(MAX_CONTROL_MESSAGE)
             .max_encoding_message_size(MAX_CONTROL_MESSAGE);
         let (events, outgoing) = unbounded_channel();

@@ -5,10 +5,9 @@ use std::{
         Arc, Mutex, MutexGuard,
         atomic::{AtomicU64, Ordering},
     },
-    time::{Duration, Instant},
+    time::Instant,
 };
 
-use prometheus::Histogram;
 use rayon::prelude::*;
 use tokio::sync::{Notify, mpsc::UnboundedSender, watch};
 use tokio_util::sync::CancellationToken;
@@ -16,9 +15,15 @@ use zeroshard_proto::{Error, JobSpec, Placement, Result, pb};
 
 use super::{
     round::{ParkingBudget, Piece},
-    slice::{Memory, Reduced, Slice, Step},
+    slice::{Apply, Memory, Reduced, Slice, Step, Upload},
 };
 use crate::{backend::Backend, metrics::Metrics};
+use progress::Progress;
+
+mod progress;
+mod wait;
+
+pub(crate) use wait::Deadline;
 
 /// Readers are woken after so many elements of a step, so that they can send while the rest is computed.
 const WAKE_ELEMENTS: usize = 1 << 20;
@@ -45,18 +50,6 @@ pub(crate) struct Job<B: Backend> {
     closed: CancellationToken,
     /// Ticks when gradients come in: parked ones may have their turn.
     contributed: Notify,
-}
-
-/// How far the upload or the open step is, over all slices.
-struct Progress {
-    /// The version that is there; `None` before the initial parameters are complete.
-    version: Option<u64>,
-    /// Slices that still miss something.
-    waiting: usize,
-    sums_of_squares: Vec<(u32, f64)>,
-    overflow: Option<pb::Overflow>,
-    /// When the first gradient came; after the reduction, when that ended.
-    phase_began: Option<Instant>,
 }
 
 impl<B: Backend> Job<B> {
@@ -154,10 +147,10 @@ impl<B: Backend> Job<B> {
         Some(format!("{missing} for tensor {:?}", self.spec.manifest.tensor_of(index as usize).name))
     }
 
-    /// Takes a piece of the initial parameters. Returns how many elements were new.
-    pub(crate) fn upload(&self, epoch: u64, index: u32, piece: &Piece) -> Result<u64> {
+    /// Takes a piece of what the job begins with. Returns how many elements were new.
+    pub(crate) fn upload(&self, epoch: u64, index: u32, upload: Upload, piece: &Piece) -> Result<u64> {
         let slice = self.slice(index)?;
-        let (new, complete) = slice.upload(self.backend(), piece, || self.check_epoch(epoch))?;
+        let (new, complete) = slice.upload(self.backend(), upload, piece, || self.check_epoch(epoch))?;
         if complete {
             self.finish_upload(epoch, 1);
         }
@@ -188,12 +181,37 @@ impl<B: Backend> Job<B> {
             self.check_step(slice, step)
         };
         let (new, reduced) = slice.contribute(self.backend(), piece, &self.surroundings.budget, current)?;
+        self.contributed(epoch, step, index, reduced);
+        Ok(new)
+    }
+
+    /// Notes that a rank has nothing more of a slice that trains in `step`.
+    pub(crate) fn absent(&self, epoch: u64, step: u64, index: u32, rank: u32) -> Result<()> {
+        let slice = self.slice(index)?;
+        let current = || {
+            self.check_epoch(epoch)?;
+            self.check_step(slice, step)
+        };
+        let reduced = slice.absent(self.backend(), rank, current)?;
+        self.contributed(epoch, step, index, reduced);
+        Ok(())
+    }
+
+    /// Takes a piece of what a buffer is after `step`. Returns how many elements were new.
+    pub(crate) fn replace(&self, epoch: u64, step: u64, index: u32, piece: &Piece) -> Result<u64> {
+        let slice = self.slice(index)?;
+        slice.replace(self.backend(), piece, || {
+            self.check_epoch(epoch)?;
+            self.check_step(slice, step)
+        })
+    }
+
+    fn contributed(&self, epoch: u64, step: u64, slice: u32, reduced: Option<Reduced>) {
         self.contributed.notify_waiters();
         self.progress().phase_began.get_or_insert_with(Instant::now);
         if let Some(reduced) = reduced {
-            self.finish_reduction(epoch, step, index, reduced);
+            self.finish_reduction(epoch, step, slice, reduced);
         }
-        Ok(new)
     }
 
     /// # Errors
@@ -214,25 +232,11 @@ impl<B: Backend> Job<B> {
         if self.epoch() != epoch {
             return; // aborted meanwhile
         }
-        progress.sums_of_squares.push((slice, reduced.sum_of_squares));
-        if let Some(rank) = reduced.overflow {
-            let overflow = pb::Overflow { slice, rank };
-            let first = progress.overflow.filter(|first| first.slice < slice);
-            progress.overflow = Some(first.unwrap_or(overflow));
-        }
-        progress.waiting -= 1;
+        progress.add(slice, reduced);
         if progress.waiting == 0 {
             progress.end_phase(&self.surroundings.metrics.phases.reduce);
-            let mut sums = std::mem::take(&mut progress.sums_of_squares);
-            sums.sort_unstable_by_key(|&(slice, _)| slice);
-            self.tell(pb::server_event::Event::Ready(pb::StepReady {
-                job: self.spec.name.clone(),
-                epoch,
-                step,
-                slices: sums.iter().map(|&(slice, _)| slice).collect(),
-                sums_of_squares: sums.iter().map(|&(_, sum)| sum).collect(),
-                overflow: progress.overflow,
-            }));
+            let report = progress.report(&self.spec.name, epoch, step);
+            self.tell(pb::server_event::Event::Ready(report));
         }
     }
 
@@ -262,7 +266,11 @@ impl<B: Backend> Job<B> {
         }
         let step = Step {
             version: decision.step,
-            apply: decision.apply.then_some((&groups[..], decision.coefficient)),
+            apply: decision.apply.then_some(Apply {
+                groups: &groups,
+                coefficient: decision.coefficient,
+                unclipped: decision.unclipped,
+            }),
         };
         let began = Instant::now();
         self.apply(&step)?;
@@ -310,46 +318,6 @@ impl<B: Backend> Job<B> {
         self.closed.cancel();
     }
 
-    /// Waits until `ready` gives something; asks again after every change.
-    ///
-    /// # Errors
-    /// What `ready` fails with; [`Error::Timeout`] with `waiting_for` after `deadline`.
-    pub(crate) async fn wait_for<T>(
-        &self,
-        deadline: Deadline,
-        mut ready: impl FnMut() -> Result<Option<T>>,
-        waiting_for: impl FnOnce() -> String,
-    ) -> Result<T> {
-        let mut changed = self.changed.subscribe();
-        let wait = async {
-            loop {
-                changed.borrow_and_update();
-                if let Some(value) = ready()? {
-                    return Ok(value);
-                }
-                tokio::select! {
-                    _ = changed.changed() => {}
-                    () = self.closed.cancelled() => {
-                        let reason = "this server has closed it".to_owned();
-                        return Err(Error::JobFailed { job: self.spec.name.clone(), reason });
-                    }
-                }
-            }
-        };
-        match tokio::time::timeout_at(deadline.at.into(), wait).await {
-            Ok(result) => result,
-            Err(_) => Err(Error::Timeout {
-                waiting_for: waiting_for(),
-                waited_ms: deadline.after.as_millis() as u64,
-            }),
-        }
-    }
-
-    /// Waits until more gradients are in, or `limit` has passed.
-    pub(crate) async fn contribution(&self, limit: Duration) {
-        let _ = tokio::time::timeout(limit, self.contributed.notified()).await;
-    }
-
     fn training_slices(&self) -> usize {
         self.slices().filter(|(_, slice)| slice.group.is_some()).count()
     }
@@ -361,30 +329,5 @@ impl<B: Backend> Job<B> {
 
     fn progress(&self) -> MutexGuard<'_, Progress> {
         self.progress.lock().expect("no holder of the lock panics")
-    }
-}
-
-impl Progress {
-    fn new(version: Option<u64>, waiting: usize) -> Self {
-        Self { version, waiting, sums_of_squares: Vec::new(), overflow: None, phase_began: None }
-    }
-
-    /// Observes how long a phase of the step took, and begins the next.
-    fn end_phase(&mut self, phase: &Histogram) {
-        let began = self.phase_began.replace(Instant::now());
-        phase.observe(began.map_or(0.0, |began| began.elapsed().as_secs_f64()));
-    }
-}
-
-/// Until when, and how long that was, for the message.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Deadline {
-    at: Instant,
-    after: Duration,
-}
-
-impl Deadline {
-    pub(crate) fn after(after: Duration) -> Self {
-        Self { at: Instant::now() + after, after }
     }
 }

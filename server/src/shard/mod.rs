@@ -6,6 +6,7 @@
 mod control;
 mod data;
 mod job;
+mod part;
 mod pull;
 mod push;
 mod ranges;
@@ -18,7 +19,7 @@ use std::{sync::Arc, time::Duration};
 
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
-use zeroshard_proto::{pb::shard_server::ShardServer, transport::MAX_CONTROL_MESSAGE};
+use zeroshard_proto::{Token, pb::shard_server::ShardServer, transport::MAX_CONTROL_MESSAGE};
 
 use crate::{backend::Backend, config, health::Health, serve::Context};
 use store::{Limits, Store};
@@ -30,6 +31,7 @@ const RECONNECT: Duration = Duration::from_millis(500);
 pub struct Shard<B: Backend> {
     store: Arc<Store<B>>,
     health: Health,
+    token: Token,
 }
 
 impl<B: Backend> Shard<B> {
@@ -41,7 +43,7 @@ impl<B: Backend> Shard<B> {
             max_message: common.max_message_bytes,
             parked_bytes: config.parked_bytes,
         };
-        Self { store: Arc::new(Store::new(backend, limits, metrics)), health }
+        Self { store: Arc::new(Store::new(backend, limits, metrics)), health, token: common.token }
     }
 
     /// The gRPC services. Streams end when `shutdown` is cancelled.
@@ -54,8 +56,9 @@ impl<B: Backend> Shard<B> {
     /// Registers with the coordinator, and does what it says until `shutdown`. A coordinator that is lost is
     /// dialled again; the jobs are dropped then, since nobody can decide their steps any more.
     pub async fn run(&self, coordinator: &str, advertised: &str, shutdown: CancellationToken) {
+        let contact = control::Contact { coordinator, advertised, token: &self.token };
         loop {
-            let session = control::session(&self.store, &self.health, coordinator, advertised);
+            let session = control::session(&self.store, &self.health, contact);
             let ended = tokio::select! {
                 () = shutdown.cancelled() => break,
                 ended = session => ended,

@@ -1,4 +1,4 @@
-//! `Pull`: parameters at one version, from the slice's buffer to the socket without a copy.
+//! `Pull`: parameters, or a part of the state, at one version, from the slice's buffer to the socket without a copy.
 
 use std::{collections::VecDeque, ops::Range, sync::Arc};
 
@@ -12,6 +12,7 @@ use zeroshard_proto::{
 
 use super::{
     job::{Deadline, Job},
+    part::Part,
     store::Store,
 };
 use crate::backend::Backend;
@@ -26,8 +27,8 @@ struct Wanted<B: Backend> {
     slice: u32,
     /// Elements that are still to be sent.
     range: Range<usize>,
-    /// The parameters, once their version is there.
-    parameters: Option<Arc<B::Buffer>>,
+    /// What is sent, once its version is there.
+    held: Option<Arc<B::Buffer>>,
 }
 
 struct Pull<B: Backend> {
@@ -36,6 +37,7 @@ struct Pull<B: Backend> {
     /// In which the caller is a member; `None`: a reader.
     epoch: Option<u64>,
     version: u64,
+    part: Part,
     dtype: DType,
     chunk: usize,
     deadline: Deadline,
@@ -60,11 +62,14 @@ pub(super) fn pull<B: Backend>(
         0 => CHUNK_BYTES,
         bytes => bytes.clamp(CHUNK_LIMITS.start, CHUNK_LIMITS.end),
     };
-    let wanted = request.ranges.iter().map(|range| wanted(&job, range)).collect::<Result<_>>()?;
+    // All groups keep the same state.
+    let part = Part::parse(&request.part, &job.spec.groups[0])?;
+    let wanted = request.ranges.iter().map(|range| wanted(&job, part, range)).collect::<Result<_>>()?;
     let mut pull = Pull {
         store: store.clone(),
         epoch,
         version: request.version,
+        part,
         dtype,
         chunk: bytes / dtype.size(),
         deadline: store.deadline(request.wait_ms)?,
@@ -76,15 +81,17 @@ pub(super) fn pull<B: Backend>(
     Ok(stream::try_unfold(pull, |mut pull| async { Ok(pull.next_frame().await?.map(|frame| (frame, pull))) }))
 }
 
-fn wanted<B: Backend>(job: &Job<B>, range: &pb::Range) -> Result<Wanted<B>> {
-    let numel = job.slice(range.slice)?.spec.numel as u64;
+fn wanted<B: Backend>(job: &Job<B>, part: Part, range: &pb::Range) -> Result<Wanted<B>> {
+    let slice = job.slice(range.slice)?;
+    part.check(slice.group.is_some(), &job.spec.manifest.tensors()[slice.spec.tensor].name)?;
+    let numel = slice.spec.numel as u64;
     let length = match range.length {
         0 => numel.saturating_sub(range.offset),
         length => length,
     };
     match range.offset.checked_add(length) {
         Some(end) if end <= numel && range.offset < end => {
-            Ok(Wanted { slice: range.slice, range: range.offset as usize..end as usize, parameters: None })
+            Ok(Wanted { slice: range.slice, range: range.offset as usize..end as usize, held: None })
         }
         _ => Err(Error::invalid(
             format!("range of slice {}", range.slice),
@@ -97,9 +104,8 @@ fn wanted<B: Backend>(job: &Job<B>, range: &pb::Range) -> Result<Wanted<B>> {
 impl<B: Backend> Pull<B> {
     /// Takes hold of everything that is there already, so that later steps do not touch it.
     fn hold(&mut self) -> Result<()> {
-        for wanted in self.wanted.iter_mut().filter(|wanted| wanted.parameters.is_none()) {
-            wanted.parameters =
-                self.job.slice(wanted.slice)?.parameters(&self.job.spec.name, self.version)?;
+        for wanted in self.wanted.iter_mut().filter(|wanted| wanted.held.is_none()) {
+            wanted.held = self.job.slice(wanted.slice)?.read(self.part, &self.job.spec.name, self.version)?;
         }
         Ok(())
     }
@@ -113,7 +119,7 @@ impl<B: Backend> Pull<B> {
                 self.writer.flush();
                 return Ok(self.writer.next_frame());
             };
-            let Some(parameters) = &wanted.parameters else {
+            let Some(held) = &wanted.held else {
                 // Nothing gathered may wait with us.
                 self.writer.flush();
                 match self.writer.next_frame() {
@@ -124,7 +130,7 @@ impl<B: Backend> Pull<B> {
             };
             let end = wanted.range.end.min(wanted.range.start + self.chunk);
             let offset = std::mem::replace(&mut wanted.range.start, end);
-            let payload = self.job.backend().read(parameters, offset..end, self.dtype);
+            let payload = self.job.backend().read(held, offset..end, self.dtype);
             self.store.metrics.pull_sent_bytes.inc_by(payload.len() as u64);
             let extent = Extent { slice: wanted.slice, offset: offset as u64, dtype: self.dtype };
             self.writer.extent(extent, payload);
@@ -137,13 +143,13 @@ impl<B: Backend> Pull<B> {
     async fn wait(&mut self) -> Result<()> {
         let index = self.wanted.front().expect("something is wanted").slice;
         let slice = self.job.slice(index)?;
-        let (version, epoch) = (self.version, self.epoch);
+        let (part, version, epoch) = (self.part, self.version, self.epoch);
         let name = &self.job.spec.name;
         let ready = || {
             // A member that waits for a step's result must hear that the step was aborted. A reader waits on: the
             // step will be run again.
             epoch.map_or(Ok(()), |epoch| self.job.check_epoch(epoch))?;
-            slice.parameters(name, version)
+            slice.read(part, name, version)
         };
         let waiting_for = || {
             let tensor = &self.job.spec.manifest.tensors()[slice.spec.tensor].name;
@@ -154,8 +160,8 @@ impl<B: Backend> Pull<B> {
                 missing.unwrap_or_default()
             )
         };
-        let parameters = self.job.wait_for(self.deadline, ready, waiting_for).await?;
-        self.wanted.front_mut().expect("something is wanted").parameters = Some(parameters);
+        let held = self.job.wait_for(self.deadline, ready, waiting_for).await?;
+        self.wanted.front_mut().expect("something is wanted").held = Some(held);
         self.hold()
     }
 }

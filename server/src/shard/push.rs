@@ -1,16 +1,16 @@
-//! `Push`: gradients from the network buffer straight into the sum.
+//! `Push`: gradients, and what a job begins with, from the network buffer straight to where they belong.
 
 use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http_body::Body;
 use zeroshard_proto::{
-    Error, Result,
+    DType, Error, JobSpec, Result,
     frame::{Event, Extent, Reader},
     pb,
 };
 
-use super::{job::Job, round::Piece, store::Store};
+use super::{job::Job, part::Part, round::Piece, slice::Upload, store::Store};
 use crate::backend::Backend;
 
 /// How long a push stands still when there is no room for gradients whose turn has not come. Then it is refused,
@@ -32,6 +32,7 @@ where
         return Err(Error::invalid("first message of a push", "without `begin`", "the one that opens it"));
     };
     let mut push = Push::open(store, begin)?;
+    push.note_absent().await?;
     while let Some(event) = reader.next().await? {
         match event {
             Event::Begin(_) => {
@@ -44,10 +45,20 @@ where
     Ok(push.counted)
 }
 
+/// What a push brings.
+#[derive(Debug, Clone, Copy)]
+enum What {
+    /// Gradients, or buffers, of a step.
+    Step(u64),
+    /// What the job begins with.
+    Start(Upload),
+}
+
 struct Push<'a, B: Backend> {
     store: &'a Store<B>,
     job: Arc<Job<B>>,
     begin: pb::PushBegin,
+    what: What,
     /// Where the next payload belongs.
     next: Extent,
     counted: pb::PushResponse,
@@ -61,11 +72,9 @@ impl<'a, B: Backend> Push<'a, B> {
             let expected = format!("less than the world, {}", job.spec.world);
             return Err(Error::invalid("rank", begin.rank, expected));
         }
-        if begin.step.is_none() && begin.rank != 0 {
-            return Err(Error::invalid("rank that uploads the initial parameters", begin.rank, "0"));
-        }
-        let next = Extent { slice: 0, offset: 0, dtype: zeroshard_proto::DType::F32 };
-        Ok(Self { store, job, begin, next, counted: pb::PushResponse::default() })
+        let what = what(&begin, &job.spec)?;
+        let next = Extent { slice: 0, offset: 0, dtype: DType::F32 };
+        Ok(Self { store, job, begin, what, next, counted: pb::PushResponse::default() })
     }
 
     /// Checks an extent before any of its bytes is used.
@@ -79,17 +88,59 @@ impl<'a, B: Backend> Push<'a, B> {
                 format!("within its {} elements", slice.spec.numel),
             ));
         }
-        if let Some(step) = self.begin.step {
-            if slice.group.is_none() {
-                return Err(Error::invalid(
-                    format!("gradient of tensor {:?}", tensor()),
-                    "pushed",
-                    "left out: the tensor is frozen",
-                ));
+        match self.what {
+            What::Step(step) => {
+                self.check_takes(extent)?;
+                self.wait_for_step(extent.slice, step).await?;
             }
-            self.wait_for_step(extent.slice, step).await?;
+            What::Start(Upload { state: Some(position), .. }) => {
+                Part::State(position).check(slice.group.is_some(), tensor())?;
+            }
+            What::Start(_) => {}
         }
         self.next = extent;
+        Ok(())
+    }
+
+    /// Whether the slice takes something in a step, from this rank and of this dtype.
+    fn check_takes(&self, extent: Extent) -> Result<()> {
+        let slice = self.job.slice(extent.slice)?;
+        if slice.group.is_some() {
+            return Ok(());
+        }
+        let tensor = &self.job.spec.manifest.tensors()[slice.spec.tensor].name;
+        let rank = self.begin.rank;
+        match slice.buffer {
+            false => Err(Error::invalid(
+                format!("gradient of tensor {tensor:?}"),
+                "pushed",
+                "left out: the tensor is frozen",
+            )),
+            true if rank != 0 => {
+                Err(Error::invalid(format!("rank that pushes buffer {tensor:?}"), rank, "0"))
+            }
+            true if extent.dtype != DType::F32 => {
+                Err(Error::invalid(format!("dtype of buffer {tensor:?}"), extent.dtype, "f32"))
+            }
+            true => Ok(()),
+        }
+    }
+
+    /// Takes the opening message's word for what does not come.
+    async fn note_absent(&self) -> Result<()> {
+        let What::Step(step) = self.what else { return Ok(()) };
+        for &index in &self.begin.absent {
+            let slice = self.job.slice(index)?;
+            if slice.group.is_none() {
+                let tensor = &self.job.spec.manifest.tensors()[slice.spec.tensor].name;
+                let what = format!("tensor {tensor:?}");
+                return Err(Error::invalid(what, "said to be absent", "left out: it does not train"));
+            }
+            self.wait_for_step(index, step).await?;
+            self.job.absent(self.begin.epoch, step, index, self.begin.rank)?;
+            // Zeros for a large slice take a while, and others want this thread.
+            tokio::task::yield_now().await;
+        }
         Ok(())
     }
 
@@ -113,9 +164,12 @@ impl<'a, B: Backend> Push<'a, B> {
         let elements = (bytes.len() / dtype.size()) as u64;
         self.store.metrics.push_received_bytes.inc_by(bytes.len() as u64);
         let piece = Piece { rank: self.begin.rank, offset: offset as usize, dtype, bytes };
-        let new = match self.begin.step {
-            None => self.job.upload(self.begin.epoch, slice, &piece)?,
-            Some(step) => self.contribute(step, slice, &piece).await?,
+        let new = match self.what {
+            What::Start(upload) => self.job.upload(self.begin.epoch, slice, upload, &piece)?,
+            What::Step(step) if self.job.slice(slice)?.buffer => {
+                self.job.replace(self.begin.epoch, step, slice, &piece)?
+            }
+            What::Step(step) => self.contribute(step, slice, &piece).await?,
         };
         self.next.offset += elements;
         self.counted.added += new;
@@ -134,4 +188,31 @@ impl<'a, B: Backend> Push<'a, B> {
             taken => taken,
         }
     }
+}
+
+/// What the opening message says that the push brings.
+fn what(begin: &pb::PushBegin, spec: &JobSpec) -> Result<What> {
+    if let Some(step) = begin.step {
+        if !begin.part.is_empty() || begin.applied != 0 {
+            let found = format!("of part {:?} with {} applied steps", begin.part, begin.applied);
+            return Err(Error::invalid(format!("push of step {step}"), found, "without either"));
+        }
+        return Ok(What::Step(step));
+    }
+    if begin.rank != 0 {
+        return Err(Error::invalid("rank that uploads what the job begins with", begin.rank, "0"));
+    }
+    if !begin.absent.is_empty() {
+        let found = format!("said of {} slices", begin.absent.len());
+        return Err(Error::invalid("absence", found, "of gradients of a step"));
+    }
+    let state = match Part::parse(&begin.part, &spec.groups[0])? {
+        Part::Parameters => None,
+        Part::State(position) => Some(position),
+        Part::Master => {
+            let expected = "empty: the parameters, which the master weights are";
+            return Err(Error::invalid("part that is uploaded", "master", expected));
+        }
+    };
+    Ok(What::Start(Upload { state, applied: begin.applied }))
 }

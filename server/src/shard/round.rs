@@ -20,6 +20,10 @@ use zeroshard_proto::{DType, Error, Result, blocks::BLOCK};
 use super::ranges::Ranges;
 use crate::backend::Backend;
 
+mod absent;
+
+pub(crate) use absent::Absent;
+
 /// The most separate ranges of one contribution: nobody who sends in order comes near, and memory stays bounded.
 const MAX_PIECES: usize = 1024;
 
@@ -91,6 +95,8 @@ struct Contribution {
     /// is added of the position before.
     added: Ranges,
     parked: Vec<(Piece, Space)>,
+    /// Nothing more comes: what has not been received is zeros.
+    absent: bool,
 }
 
 /// The open step of one slice.
@@ -106,6 +112,8 @@ pub(crate) struct Round {
     open_blocks: usize,
     /// The lowest rank that sent inf or NaN.
     overflow: Option<u32>,
+    /// How many ranks are absent.
+    absents: usize,
 }
 
 impl Round {
@@ -113,7 +121,7 @@ impl Round {
         let contributions = (0..world).map(|_| Contribution::default()).collect();
         let open_blocks = numel.div_ceil(BLOCK);
         let block_sums = vec![None; open_blocks];
-        Self { slice, numel, contributions, block_sums, open_blocks, overflow: None }
+        Self { slice, numel, contributions, block_sums, open_blocks, overflow: None, absents: 0 }
     }
 
     /// Forgets everything: the next step, or the same one in a new epoch.
@@ -122,20 +130,22 @@ impl Round {
             contribution.received.clear();
             contribution.added.clear();
             contribution.parked.clear();
+            contribution.absent = false;
         }
         self.block_sums.fill(None);
         self.open_blocks = self.block_sums.len();
         self.overflow = None;
+        self.absents = 0;
     }
 
-    /// Whether every rank's gradient is in.
+    /// Whether every rank's gradient is in, or no rank has one.
     pub(crate) fn is_complete(&self) -> bool {
-        self.open_blocks == 0
+        self.open_blocks == 0 || self.is_absent_everywhere()
     }
 
     /// The sum of squares of the reduced gradient: block sums, added in order.
     pub(crate) fn sum_of_squares(&self) -> f64 {
-        self.block_sums.iter().flatten().sum()
+        self.block_sums.iter().flatten().fold(0.0, |sum, block| sum + block)
     }
 
     /// The lowest rank that sent inf or NaN.
@@ -145,7 +155,7 @@ impl Round {
 
     /// The first rank, in the order of addition, whose gradient is not all here.
     pub(crate) fn missing_rank(&self) -> Option<u32> {
-        let position = self.contributions.iter().position(|c| !c.received.is_all(self.numel))?;
+        let position = self.contributions.iter().position(|c| !c.absent && !c.received.is_all(self.numel))?;
         Some(self.rank(position))
     }
 
@@ -162,6 +172,9 @@ impl Round {
         budget: &Arc<ParkingBudget>,
     ) -> Result<u64> {
         let position = self.position(piece.rank);
+        if self.contributions[position].absent {
+            return Ok(0); // too late: it counts as zeros
+        }
         let mut new = 0;
         for (range, known) in self.contributions[position].received.split(piece.range()) {
             if known {
@@ -191,6 +204,7 @@ impl Round {
             }
         }
         self.unpark(backend, accumulator, position);
+        self.fill_in(backend, accumulator);
         Ok(new)
     }
 
@@ -278,6 +292,7 @@ impl Round {
                     }
                 }
             }
+            self.add_zeros(backend, accumulator, later);
         }
     }
 }

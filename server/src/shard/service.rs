@@ -25,9 +25,7 @@ impl<B: Backend> Service<B> {
     async fn digests(&self, request: pb::DigestRequest) -> Result<pb::DigestResponse> {
         let job = self.store.job(&request.job)?;
         let deadline = self.store.deadline(request.wait_ms)?;
-        let there = || Ok(job.version().filter(|&version| version >= request.version));
-        let waiting_for = || format!("version {} of job {:?}", request.version, request.job);
-        job.wait_for(deadline, there, waiting_for).await?;
+        job.wait_for_version(request.version, deadline).await?;
         // Hashing reads all of the state: not on a thread that serves others.
         let digests = move || {
             let digest = |(slice, held): (u32, &super::slice::Slice<B>)| {
@@ -41,6 +39,17 @@ impl<B: Backend> Service<B> {
             .map_err(|e| Error::Internal { cause: format!("hash the slices: {e}") })??;
         Ok(pb::DigestResponse { slices })
     }
+
+    async fn applied_steps(&self, request: pb::StepsRequest) -> Result<pb::StepsResponse> {
+        let job = self.store.job(&request.job)?;
+        job.wait_for_version(request.version, self.store.deadline(request.wait_ms)?).await?;
+        let mut response = pb::StepsResponse::default();
+        for (index, slice) in job.slices().filter(|(_, slice)| slice.group.is_some()) {
+            response.slices.push(index);
+            response.applied.push(slice.applied(&request.job, request.version)?);
+        }
+        Ok(response)
+    }
 }
 
 #[tonic::async_trait]
@@ -51,6 +60,13 @@ impl<B: Backend> shard_server::Shard for Service<B> {
     ) -> Result<Response<pb::DigestResponse>, Status> {
         tokio::select! {
             digests = self.digests(request.into_inner()) => Ok(Response::new(digests?)),
+            () = self.shutdown.cancelled() => Err(Status::unavailable("this shard server is shutting down")),
+        }
+    }
+
+    async fn steps(&self, request: Request<pb::StepsRequest>) -> Result<Response<pb::StepsResponse>, Status> {
+        tokio::select! {
+            steps = self.applied_steps(request.into_inner()) => Ok(Response::new(steps?)),
             () = self.shutdown.cancelled() => Err(Status::unavailable("this shard server is shutting down")),
         }
     }

@@ -11,13 +11,20 @@ use std::sync::{
 use zeroshard_proto::{DType, Error, Manifest, Optimizer, Result, SliceSpec};
 
 use super::{
+    part::Part,
     ranges::Ranges,
-    round::{ParkingBudget, Piece, Round},
+    round::{Absent, ParkingBudget, Piece, Round},
 };
 use crate::{
     backend::{Backend, OutOfMemory, Update},
     optim,
 };
+use buffer::Next;
+
+mod buffer;
+mod upload;
+
+pub(crate) use upload::Upload;
 
 /// The version of a slice whose initial parameters are not complete.
 const NOT_INITIALISED: u64 = u64::MAX;
@@ -27,7 +34,13 @@ pub(crate) struct Slice<B: Backend> {
     pub(crate) spec: SliceSpec,
     /// The parameter group, for a slice that takes gradients.
     pub(crate) group: Option<usize>,
-    /// What [`Inner::parameters`] are published as.
+    /// Whether a step may bring new content.
+    pub(crate) buffer: bool,
+    /// Whether the clip coefficient leaves it alone.
+    no_clip: bool,
+    /// What all elements of all optimizer state start at.
+    initial_state: f32,
+    /// What the parameters are published as.
     dtype: DType,
     /// Readable without the lock: waiting for a version must not wait for a step that is being applied.
     version: AtomicU64,
@@ -40,11 +53,17 @@ struct Inner<B: Backend> {
     /// The master weights in the tensor's dtype, where that is not f32.
     published: Option<Arc<B::Buffer>>,
     state: Vec<Arc<B::Buffer>>,
-    /// Steps that were applied, not skipped.
+    /// Steps that were applied: not skipped, and with a gradient from somebody.
     applied: u64,
     /// What has come of the initial parameters.
     uploaded: Ranges,
+    /// What has come of each state tensor.
+    uploaded_state: Vec<Ranges>,
+    /// The state tensors hold what was uploaded in an epoch that is over.
+    stale_state: bool,
     open: Option<Open<B>>,
+    /// Of a buffer, what has come of its next content.
+    next: Option<Next<B>>,
 }
 
 /// The gradient of the open step.
@@ -59,13 +78,25 @@ pub(crate) struct Reduced {
     pub(crate) sum_of_squares: f64,
     /// Whether it has inf or NaN, and the lowest rank that sent one.
     pub(crate) overflow: Option<Option<u32>>,
+    /// Who had none of it, if anybody.
+    pub(crate) absent: Option<Absent>,
 }
 
 /// What a step does to a slice.
 pub(crate) struct Step<'a> {
     pub(crate) version: u64,
     /// `None`: skip.
-    pub(crate) apply: Option<(&'a [Optimizer], f32)>,
+    pub(crate) apply: Option<Apply<'a>>,
+}
+
+/// What is the same for every slice of a step that is not skipped.
+#[derive(Clone, Copy)]
+pub(crate) struct Apply<'a> {
+    pub(crate) groups: &'a [Optimizer],
+    /// What summed gradients are multiplied by.
+    pub(crate) coefficient: f32,
+    /// The same where gradients are not clipped.
+    pub(crate) unclipped: f32,
 }
 
 /// Bytes by kind.
@@ -93,6 +124,7 @@ impl<B: Backend> Slice<B> {
         let inner = match group {
             None => Inner::new(buffer(tensor.dtype)?),
             Some(group) => Inner {
+                uploaded_state: vec![Ranges::default(); groups[group].state().len()],
                 published: match tensor.dtype {
                     DType::F32 => None,
                     dtype => Some(Arc::new(buffer(dtype)?)),
@@ -111,6 +143,9 @@ impl<B: Backend> Slice<B> {
         Ok(Self {
             spec,
             group,
+            buffer: tensor.buffer,
+            no_clip: tensor.no_clip,
+            initial_state: group.map_or(0.0, |group| optim::initial_value(&groups[group])),
             dtype: tensor.dtype,
             version: AtomicU64::new(NOT_INITIALISED),
             inner: Mutex::new(inner),
@@ -128,40 +163,13 @@ impl<B: Backend> Slice<B> {
         Memory {
             master: numel * if self.group.is_some() { 4 } else { self.dtype.size() as u64 },
             state: numel * 4 * inner.state.len() as u64,
-            accumulator: numel * if self.group.is_some() { 4 } else { 0 },
+            accumulator: match &inner.next {
+                Some(_) => numel * self.dtype.size() as u64,
+                None if self.group.is_some() => numel * 4,
+                None => 0,
+            },
             published: inner.published.as_ref().map_or(0, |_| numel * self.dtype.size() as u64),
         }
-    }
-
-    /// Stores a piece of the initial parameters. Returns how many elements were new, and whether that made
-    /// the slice complete. `current` says, under the slice's lock, whether the caller's epoch still holds.
-    pub(crate) fn upload(
-        &self,
-        backend: &B,
-        piece: &Piece,
-        current: impl FnOnce() -> Result<()>,
-    ) -> Result<(u64, bool)> {
-        let mut inner = self.lock();
-        current()?;
-        let inner = &mut *inner;
-        let mut new = 0;
-        for (range, known) in inner.uploaded.split(piece.range()) {
-            if !known {
-                let part = piece.part(range.clone());
-                let master = exclusive(backend, &mut inner.master)?;
-                backend.store(master, part.offset, &part.bytes, part.dtype);
-                new += range.len() as u64;
-                inner.uploaded.insert(range);
-            }
-        }
-        if new == 0 || !inner.uploaded.is_all(self.spec.numel) {
-            return Ok((new, false));
-        }
-        if let Some(published) = &mut inner.published {
-            backend.copy(&inner.master, exclusive(backend, published)?);
-        }
-        self.version.store(0, Ordering::Release);
-        Ok((new, true))
     }
 
     /// Adds a piece of a rank's gradient of `step`. Returns how many elements were new and, when the last
@@ -177,13 +185,22 @@ impl<B: Backend> Slice<B> {
         current()?;
         let open = inner.open.as_mut().expect("the caller asked `group`");
         let new = open.round.contribute(backend, &mut open.sum, piece, budget)?;
-        if new == 0 || !open.round.is_complete() {
-            return Ok((new, None));
-        }
-        let sum_of_squares = open.round.sum_of_squares();
-        let overflow = open.round.overflow();
-        let overflow = (overflow.is_some() || !sum_of_squares.is_finite()).then_some(overflow);
-        Ok((new, Some(Reduced { sum_of_squares, overflow })))
+        Ok((new, (new > 0).then(|| open.reduced()).flatten()))
+    }
+
+    /// Notes that a rank sends nothing more of this step's gradient. Returns the reduced gradient's figures, if the
+    /// step waited for nothing else. `current` as for [`Self::upload`].
+    pub(crate) fn absent(
+        &self,
+        backend: &B,
+        rank: u32,
+        current: impl FnOnce() -> Result<()>,
+    ) -> Result<Option<Reduced>> {
+        let mut inner = self.lock();
+        current()?;
+        let open = inner.open.as_mut().expect("the caller asked `group`");
+        let news = open.round.absent(backend, &mut open.sum, rank);
+        Ok(news.then(|| open.reduced()).flatten())
     }
 
     /// The first rank whose gradient is not all here.
@@ -191,14 +208,15 @@ impl<B: Backend> Slice<B> {
         self.lock().open.as_ref()?.round.missing_rank()
     }
 
-    /// Drops what has come of the open step and, unless the job is `initialised`, of the initial parameters.
+    /// Drops what has come of the open step and, unless the job is `initialised`, of the upload.
     pub(crate) fn abort(&self, initialised: bool) {
         let mut inner = self.lock();
         if let Some(open) = &mut inner.open {
             open.round.reset();
         }
+        inner.next = None;
         if !initialised {
-            inner.uploaded.clear();
+            inner.forget_upload();
             self.version.store(NOT_INITIALISED, Ordering::Release);
         }
     }
@@ -211,8 +229,12 @@ impl<B: Backend> Slice<B> {
         let mut inner = self.lock();
         let inner = &mut *inner;
         if let Some((group, open)) = self.group.zip(inner.open.as_mut()) {
-            if let Some((groups, coefficient)) = step.apply {
-                let update = Update { optimizer: &groups[group], step: inner.applied + 1, coefficient };
+            if let Some(apply) = step.apply
+                && !open.round.is_absent_everywhere()
+            {
+                let coefficient = if self.no_clip { apply.unclipped } else { apply.coefficient };
+                let optimizer = &apply.groups[group];
+                let update = Update { optimizer, step: inner.applied + 1, coefficient };
                 let published = inner.published.as_mut().map(|p| exclusive(backend, p)).transpose()?;
                 let master = exclusive(backend, &mut inner.master)?;
                 let state = inner.state.iter_mut().map(|state| exclusive(backend, state));
@@ -222,21 +244,42 @@ impl<B: Backend> Slice<B> {
             }
             open.round.reset();
         }
-        self.version.store(step.version + 1, Ordering::Release);
+        inner.turn_over(self.spec.numel);
+        self.enter(step.version + 1);
         Ok(())
     }
 
-    /// The parameters at `version`, held for as long as the caller likes; `None` if it is not there yet.
+    /// From here on `version` is there. Under the lock.
+    fn enter(&self, version: u64) {
+        self.version.store(version, Ordering::Release);
+    }
+
+    /// A part that the slice has, at `version`, held for as long as the caller likes; `None` if it is not there
+    /// yet.
     ///
     /// # Errors
     /// [`Error::VersionGone`] if a later one has replaced it.
-    pub(crate) fn parameters(&self, job: &str, version: u64) -> Result<Option<Arc<B::Buffer>>> {
+    pub(crate) fn read(&self, part: Part, job: &str, version: u64) -> Result<Option<Arc<B::Buffer>>> {
         if self.version().is_none_or(|current| current < version) {
             return Ok(None);
         }
         let inner = self.lock();
         self.check_version(job, version)?;
-        Ok(Some(inner.published.as_ref().unwrap_or(&inner.master).clone()))
+        Ok(Some(Arc::clone(match part {
+            Part::Parameters => inner.published.as_ref().unwrap_or(&inner.master),
+            Part::Master => &inner.master,
+            Part::State(position) => &inner.state[position],
+        })))
+    }
+
+    /// How many steps were applied, at `version`.
+    ///
+    /// # Errors
+    /// [`Error::VersionGone`].
+    pub(crate) fn applied(&self, job: &str, version: u64) -> Result<u64> {
+        let inner = self.lock();
+        self.check_version(job, version)?;
+        Ok(inner.applied)
     }
 
     /// BLAKE3 of size, applied steps, master weights and optimizer state at `version`.
@@ -278,8 +321,24 @@ impl<B: Backend> Inner<B> {
             state: Vec::new(),
             applied: 0,
             uploaded: Ranges::default(),
+            uploaded_state: Vec::new(),
+            stale_state: false,
             open: None,
+            next: None,
         }
+    }
+}
+
+impl<B: Backend> Open<B> {
+    /// The gradient's figures, once it is complete.
+    fn reduced(&self) -> Option<Reduced> {
+        if !self.round.is_complete() {
+            return None;
+        }
+        let sum_of_squares = self.round.sum_of_squares();
+        let overflow = self.round.overflow();
+        let overflow = (overflow.is_some() || !sum_of_squares.is_finite()).then_some(overflow);
+        Some(Reduced { sum_of_squares, overflow, absent: self.round.absentees() })
     }
 }
 
@@ -296,3 +355,7 @@ fn exclusive<'a, B: Backend>(backend: &B, buffer: &'a mut Arc<B::Buffer>) -> Res
     }
     Ok(Arc::get_mut(buffer).expect("nobody else has seen the copy"))
 }
+
+#[cfg(test)]
+#[path = "slice_tests.rs"]
+mod tests;

@@ -5,6 +5,7 @@ mod optimizer;
 mod sample;
 mod step;
 mod table;
+mod torch;
 mod transfer;
 
 use clap::{Parser, Subcommand};
@@ -28,6 +29,7 @@ enum Bench {
     Transfer(transfer::Options),
     Optimizer(optimizer::Options),
     Step(step::Options),
+    Torch(torch::Options),
     #[command(hide = true)]
     StepWorker(step::WorkerOptions),
     #[command(hide = true)]
@@ -42,6 +44,7 @@ fn main() -> std::process::ExitCode {
         Bench::Transfer(options) => transfer::run(&options, json),
         Bench::Optimizer(options) => optimizer::run(&options, json).map_err(Into::into),
         Bench::Step(options) => step::run(&options, json),
+        Bench::Torch(options) => torch::run(&options, json),
         Bench::StepWorker(options) => step::run_worker(&options),
         Bench::ServeRaw => transfer::serve_raw(),
         Bench::ServePlain => transfer::serve_plain(),

@@ -49,7 +49,7 @@ pub(crate) struct Options {
 }
 
 /// How parameters and gradients travel.
-#[derive(Debug, Clone, Copy, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Level {
     /// All gradients at once, all parameters at once
     #[value(name = "os")]

@@ -39,6 +39,7 @@ fn cell(value: &Value) -> String {
     match value {
         Value::Number(number) if number.is_f64() => format!("{:.3}", number.as_f64().unwrap_or(f64::NAN)),
         Value::String(text) => text.clone(),
+        Value::Null => "-".to_owned(),
         other => other.to_string(),
     }
 }

@@ -128,7 +128,7 @@ impl Ours {
     }
 
     async fn pull(&mut self) -> Result<(), Error> {
-        let target = Target { tensor: 0, data: &mut self.parameters };
+        let target = Target { tensor: 0, data: (&mut self.parameters).into() };
         Ok(self.job.pull(self.version, vec![target]).await?)
     }
 

@@ -3,16 +3,22 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
+mod absent;
+mod buffers;
 mod command_line;
+mod dtypes;
 mod exactly_once;
 mod faults;
 mod membership;
+mod norms;
 mod operations;
 mod reads;
 mod refusals;
+mod resume;
 mod same_bits;
 mod shutdown;
 mod steps;
+mod token;
 mod waits;
 
 use std::time::Duration;

@@ -66,7 +66,7 @@ async fn metrics_count_bytes_requests_steps_and_memory() {
     assert_eq!(series(&coordinator, "zeroshard_step_wait_seconds_count{for=\"ranks\"}"), 1.0);
 }
 
-async fn health(process: &Process) -> ServingStatus {
+pub(crate) async fn health(process: &Process) -> ServingStatus {
     let channel = endpoint(process.address()).unwrap().connect().await.unwrap();
     let request = HealthCheckRequest { service: String::new() };
     let answer = HealthClient::new(channel).check(request).await.unwrap();

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use zeroshard_client::{Commit, Error, Gradient, Job};
+use zeroshard_client::{Commit, Error, Gradient, Job, Target};
 use zeroshard_proto::{DType, Placement, TensorSpec, blocks::SLICE, pb};
 use zeroshard_tests::{Cluster, stock, training};
 
@@ -171,4 +171,32 @@ async fn any_range_can_be_read_in_any_dtype() {
         let pulled: Vec<u8> = answer.iter().flat_map(|message| message.payload.to_vec()).collect();
         assert_eq!(pulled, expected, "{dtype}");
     }
+}
+
+#[tokio::test]
+async fn a_commit_brings_the_next_version_along() {
+    let cluster = Cluster::start(2);
+    let spec = job("beside", 1, sgd(1.0), vec![TensorSpec::new("w", [2 * SLICE as u64 + 7])]);
+    let trainer = start(cluster.address(), &spec).await.remove(0);
+    let numel = 2 * SLICE + 7;
+    let mut next = vec![f32::NAN; numel];
+    fn target(data: &mut Vec<f32>) -> Target<'_> {
+        Target { tensor: 0, data: data.into() }
+    }
+    for step in 0..3 {
+        trainer.push(step, vec![Gradient { tensor: 0, data: vec![-1.0; numel].into() }]).await.unwrap();
+        let targets = vec![target(&mut next)];
+        let report = trainer.commit_and_pull(Commit::new(step), targets).await.unwrap();
+        assert_eq!((report.version, report.applied), (step + 1, true));
+        assert!(next == training::pull(&trainer, step + 1).await.unwrap()[0]);
+    }
+    // A commit that fails ends the pull, which would wait for ever.
+    let refused = trainer.commit_and_pull(Commit::new(9), vec![target(&mut next)]).await;
+    assert!(matches!(refused, Err(Error::StepMismatch { .. })), "{refused:?}");
+    // A pull that fails does not hide what became of the step from the version.
+    trainer.push(3, vec![Gradient { tensor: 0, data: vec![-1.0; numel].into() }]).await.unwrap();
+    let mut short = vec![0.0; 3];
+    let refused = trainer.commit_and_pull(Commit::new(3), vec![target(&mut short)]).await;
+    assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
+    assert_eq!(trainer.commit(Commit::new(3)).await.unwrap().version, 4);
 }

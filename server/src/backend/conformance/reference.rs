@@ -63,6 +63,7 @@ fn element_step(update: &Update<'_>, w: f32, state: &mut [f32], gradient: f32) -
         }
         Optimizer::Lion(h) => lion(h, w, state, scaled(update, gradient, h.maximize)),
         Optimizer::Lamb(_) => unreachable!("LAMB works on whole tensors"),
+        Optimizer::Average(_) => gradient * update.coefficient,
     }
 }
 

@@ -8,7 +8,7 @@ use super::{assert_same, buffer_of, contents, from_bytes, numbers, reference, to
 use crate::backend::{Backend, Update};
 
 /// Every kernel, and every hyperparameter that changes its path.
-const OPTIMIZERS: [&str; 28] = [
+const OPTIMIZERS: [&str; 29] = [
     r#"{"name":"sgd"}"#,
     r#"{"name":"sgd","weight_decay":0.1,"maximize":true}"#,
     r#"{"name":"sgd","momentum":0.9,"dampening":0.5}"#,
@@ -37,6 +37,7 @@ const OPTIMIZERS: [&str; 28] = [
     r#"{"name":"lamb","weight_decay":0.1}"#,
     r#"{"name":"lamb","maximize":true,"eps":0.1}"#,
     r#"{"name":"lamb","beta1":0.25}"#,
+    r#"{"name":"average"}"#,
 ];
 
 pub(super) fn run<B: Backend>(backend: &B) {
@@ -72,7 +73,7 @@ fn steps_equal_the_reference<B: Backend>(
     let mut state: Vec<_> = expected_state.iter().map(of).collect();
     for (step, coefficient) in [(1, 1.0), (2, 0.3), (3, -0.0), (4, 1e-3)] {
         let mut optimizer = *optimizer;
-        optimizer.set_lr(optimizer.lr() / step as f64);
+        optimizer.set_lr(optimizer.lr().unwrap_or_default() / step as f64);
         let update = Update { optimizer: &optimizer, step, coefficient };
         let values = numbers(20 + step as usize, numel);
         let gradient = buffer_of(backend, &values, DType::F32);

@@ -7,7 +7,7 @@ use super::{Buffer, Cpu};
 use crate::backend::Update;
 use crate::backend::kernels::prefetch::prefetch;
 use crate::backend::kernels::sum::{self, Lanes};
-use crate::backend::kernels::{adadelta, adagrad, adam, lamb, lion, rmsprop, sgd};
+use crate::backend::kernels::{adadelta, adagrad, adam, average, lamb, lion, rmsprop, sgd};
 
 /// Elements that a step handles before it casts them and looks ahead: so few that the lines it asks for do not keep
 /// its own loads waiting.
@@ -56,6 +56,9 @@ pub(super) fn apply(
             cpu.tiles(arrays, |p, [m], g| lion::step(level, &s, p, m, g));
         }
         Optimizer::Lamb(h) => cpu.lamb(&lamb::Scalars::new(h, step, coefficient), arrays),
+        Optimizer::Average(_) => {
+            cpu.tiles(arrays, |p, [], g| average::step(level, coefficient, p, g));
+        }
     }
 }
 

@@ -7,6 +7,7 @@
 pub mod adadelta;
 pub mod adagrad;
 pub mod adam;
+pub mod average;
 pub mod convert;
 pub mod lamb;
 pub mod lion;

@@ -20,8 +20,9 @@ fn a_step_is_decided_once_all_ranks_and_servers_are_there() {
         overflow: None,
         loss: None,
         world: 2,
+        absent: Vec::new(),
     };
-    assert_eq!((script.report(first), script.report(second)), (report, report));
+    assert_eq!((script.report(first), script.report(second)), (report.clone(), report));
     let decision = &script.decisions()[0].1;
     assert_eq!((decision.step, decision.apply, decision.coefficient), (0, true, 0.5));
     assert_eq!(decision.groups.len(), 1);
@@ -47,7 +48,7 @@ fn the_order_of_commits_and_reports_changes_nothing() {
             script.ready_all(0);
         }
         let report = script.answers.values().find_map(|answer| match answer {
-            Ok(Reply::Report(report)) => Some(*report),
+            Ok(Reply::Report(report)) => Some(report.clone()),
             _ => None,
         });
         (report.expect("decided"), script.decisions())
@@ -167,6 +168,7 @@ fn ranks_that_disagree_are_told_about_what() {
         (Commit { groups: Some(other), ..base.clone() }, "lr of parameter group 0"),
         (Commit { loss_scale: 2.0, ..base.clone() }, "loss_scale"),
         (Commit { max_norm: Some(1.0), ..base.clone() }, "max_norm"),
+        (Commit { discard: true, ..base.clone() }, "discard"),
     ];
     for (commit, expected) in cases {
         let caller = script.commit(commit);
@@ -279,10 +281,11 @@ fn a_frozen_job_needs_no_reports() {
 
 #[test]
 fn a_report_about_other_slices_fails_the_job() {
-    let changes: [fn(&mut pb::StepReady); 3] = [
+    let changes: [fn(&mut pb::StepReady); 4] = [
         |report| report.slices = vec![1],
         |report| report.sums_of_squares.clear(),
         |report| report.overflow = Some(pb::Overflow { slice: 99, rank: None }),
+        |report| report.absent.push(pb::Absent { slice: 1, rank: 0, everywhere: false }),
     ];
     for change in changes {
         let (mut script, leases) = Script::training(1, 1);

@@ -2,6 +2,7 @@
 
 mod commits;
 mod members;
+mod reduces;
 mod service;
 
 use std::{collections::HashMap, time::Duration};
@@ -13,7 +14,7 @@ use zeroshard_proto::{
 
 use super::{
     cluster::Cluster,
-    state::{Action, Caller, Commit, Event, Lease, Now, Reply},
+    state::{Action, Caller, Commit, Event, Lease, Now, Reduce, Reply},
 };
 
 const WAIT: Duration = Duration::from_secs(60);
@@ -49,8 +50,13 @@ impl Script {
     /// A job of `world` ranks on `count` servers, all parameters there, all ranks joined; the lease of
     /// each rank.
     fn training(world: u32, count: u32) -> (Self, Vec<Lease>) {
+        Self::training_of(spec(world), count)
+    }
+
+    fn training_of(spec: JobSpec, count: u32) -> (Self, Vec<Lease>) {
+        let world = spec.world;
         let mut script = Self::with_servers(count);
-        script.create(spec(world));
+        script.create(spec);
         script.open_all();
         let leases = (0..world).map(|rank| script.join(rank).expect("free")).collect();
         script.initialise_all();
@@ -129,6 +135,13 @@ impl Script {
         caller
     }
 
+    fn reduce(&mut self, lease: Lease, epoch: u64, step: u64, loss_scale: f64) -> Caller {
+        let caller = self.caller();
+        let reduce = Reduce { job: "job".into(), lease, epoch, rank: 0, step, loss_scale, wait: WAIT };
+        self.event(Event::Reduce { caller, reduce: Box::new(reduce) });
+        caller
+    }
+
     /// Every server reports its slices, each with the sum of squares 1 + its number.
     fn ready_all(&mut self, step: u64) {
         for server in self.servers() {
@@ -153,6 +166,7 @@ impl Script {
             sums_of_squares: slices.iter().map(|&slice| f64::from(slice) + 1.0).collect(),
             slices,
             overflow: None,
+            absent: Vec::new(),
         };
         change(&mut report);
         self.event(Event::Ready { server, report });
@@ -176,7 +190,14 @@ impl Script {
 
     fn report(&self, caller: Caller) -> pb::StepReport {
         match self.answer(caller) {
-            Some(Ok(Reply::Report(report))) => *report,
+            Some(Ok(Reply::Report(report))) => report.clone(),
+            other => panic!("{caller:?} has {other:?}"),
+        }
+    }
+
+    fn reduced(&self, caller: Caller) -> pb::ReduceReport {
+        match self.answer(caller) {
+            Some(Ok(Reply::Reduced(report))) => *report,
             other => panic!("{caller:?} has {other:?}"),
         }
     }
@@ -216,6 +237,7 @@ fn commit(lease: Lease, epoch: u64, rank: u32, step: u64) -> Commit {
         loss_scale: 1.0,
         max_norm: None,
         loss: None,
+        discard: false,
         wait: WAIT,
     }
 }

@@ -125,6 +125,7 @@ async fn a_job_trains_a_step_over_the_wire() {
         slices: vec![0, 2],
         sums_of_squares: vec![1.0, 3.0],
         overflow: None,
+        absent: Vec::new(),
     };
     shard.say(Said::Ready(ready));
     let commit = pb::CommitRequest { job: "job".into(), lease: member.lease, epoch, ..Default::default() };

@@ -1,0 +1,170 @@
+//! Clusters: one elsewhere, or one inside this process.
+
+use std::{net::IpAddr, sync::Mutex, time::Duration};
+
+use pyo3::prelude::*;
+use serde_json::json;
+use zeroshard_client as client;
+use zeroshard_proto::{Error, JobSpec, Manifest, pb};
+use zeroshard_server::embedded;
+
+use crate::{
+    array::{TensorSpec, parse_dtype},
+    error::raise,
+    job::{Group, Job, optimizers},
+    plan::lock,
+    runtime::wait,
+};
+
+/// A cluster of shard servers.
+#[pyclass(frozen, module = "zeroshard._native")]
+pub(crate) struct Cluster {
+    cluster: client::Cluster,
+    address: String,
+    embedded: Mutex<Option<embedded::Cluster>>,
+}
+
+fn options(
+    token: Option<String>,
+    wire: &str,
+    chunk_bytes: usize,
+    deadline: f64,
+) -> PyResult<client::Options> {
+    let wire = parse_dtype("wire", wire)?;
+    let seconds = Duration::try_from_secs_f64(deadline).ok().filter(|deadline| !deadline.is_zero());
+    let deadline = seconds
+        .ok_or_else(|| raise(Error::invalid("deadline", deadline, "a number of seconds, more than 0")))?;
+    Ok(client::Options { wire, chunk_bytes, deadline, token })
+}
+
+#[pymethods]
+impl Cluster {
+    #[staticmethod]
+    #[pyo3(signature = (address, *, token=None, wire="f32", chunk_bytes=1 << 20, deadline=60.0))]
+    fn connect(
+        py: Python<'_>,
+        address: String,
+        token: Option<String>,
+        wire: &str,
+        chunk_bytes: usize,
+        deadline: f64,
+    ) -> PyResult<Self> {
+        let options = options(token, wire, chunk_bytes, deadline)?;
+        let dialled = address.clone();
+        let cluster = wait(py, async move { client::Cluster::connect(&dialled, options).await })?;
+        Ok(Self { cluster, address, embedded: Mutex::new(None) })
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (shards=1, *, host="127.0.0.1", token=None, wire="f32", chunk_bytes=1 << 20, deadline=60.0))]
+    fn embedded(
+        py: Python<'_>,
+        shards: usize,
+        host: &str,
+        token: Option<String>,
+        wire: &str,
+        chunk_bytes: usize,
+        deadline: f64,
+    ) -> PyResult<Self> {
+        if shards == 0 {
+            return Err(raise(Error::invalid("shards", 0, "1 or more")));
+        }
+        let host: IpAddr =
+            host.parse().map_err(|_| raise(Error::invalid("host", format!("{host:?}"), "an IP address")))?;
+        let mut starting = embedded::Options { host, ..embedded::Options::new(shards) };
+        starting.common.token = token.clone().unwrap_or_default().into();
+        let embedded = wait(py, async move {
+            let started = embedded::Cluster::start(starting).await;
+            started.map_err(|e| Error::Internal { cause: format!("start an embedded cluster: {e}") })
+        })?;
+        let address = embedded.address();
+        let cluster = Self::connect(py, address, token, wire, chunk_bytes, deadline)?;
+        *lock(&cluster.embedded) = Some(embedded);
+        Ok(cluster)
+    }
+
+    #[getter]
+    fn address(&self) -> &str {
+        &self.address
+    }
+
+    fn status(&self, py: Python<'_>) -> PyResult<String> {
+        let cluster = self.cluster.clone();
+        let status = wait(py, async move { cluster.status().await })?;
+        let servers: Vec<_> = status.servers.iter().map(server).collect();
+        let jobs: Vec<_> = status.jobs.iter().map(job).collect();
+        Ok(json!({ "servers": servers, "jobs": jobs }).to_string())
+    }
+
+    fn create_job(
+        &self,
+        py: Python<'_>,
+        name: String,
+        tensors: Vec<PyRef<'_, TensorSpec>>,
+        groups: Vec<Group>,
+        world: u32,
+    ) -> PyResult<()> {
+        let manifest = Manifest::new(tensors.iter().map(|tensor| tensor.0.clone()).collect()).map_err(raise)?;
+        let spec = JobSpec { world, ..JobSpec::new(name, manifest, optimizers(groups)?) };
+        let cluster = self.cluster.clone();
+        wait(py, async move { cluster.create_job(&spec).await })
+    }
+
+    #[pyo3(signature = (name, rank, *, bucket_numel=8 << 20))]
+    fn join(&self, py: Python<'_>, name: String, rank: u32, bucket_numel: usize) -> PyResult<Job> {
+        let cluster = self.cluster.clone();
+        let job = wait(py, async move { cluster.join(&name, rank).await })?;
+        Ok(Job::new(self.cluster.clone(), job, bucket_numel))
+    }
+
+    fn delete_job(&self, py: Python<'_>, name: String) -> PyResult<()> {
+        let cluster = self.cluster.clone();
+        wait(py, async move { cluster.delete_job(&name).await })
+    }
+
+    fn state_hash(&self, py: Python<'_>, name: String) -> PyResult<String> {
+        let cluster = self.cluster.clone();
+        wait(py, async move { cluster.state_hash(&name).await })
+    }
+
+    fn traffic(&self) -> (u64, u64) {
+        let client::Traffic { pulled_bytes, pushed_bytes } = self.cluster.traffic();
+        (pulled_bytes, pushed_bytes)
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let embedded = lock(&self.embedded).take();
+        let Some(embedded) = embedded else { return Ok(()) };
+        wait(py, async move {
+            let stopped = embedded.shutdown().await;
+            stopped.map_err(|e| Error::Internal { cause: format!("stop the embedded cluster: {e}") })
+        })
+    }
+}
+
+fn server(status: &pb::ServerStatus) -> serde_json::Value {
+    let server = status.server.clone().unwrap_or_default();
+    let stats = status.stats.clone().unwrap_or_default();
+    json!({
+        "id": server.id,
+        "address": server.address,
+        "master_bytes": stats.master_bytes,
+        "state_bytes": stats.state_bytes,
+        "accumulator_bytes": stats.accumulator_bytes,
+        "published_bytes": stats.published_bytes,
+        "parked_bytes": stats.parked_bytes,
+    })
+}
+
+fn job(status: &pb::JobStatus) -> serde_json::Value {
+    json!({
+        "name": status.name,
+        "version": status.version,
+        "epoch": status.epoch,
+        "world": status.world,
+        "joined": status.joined,
+        "parameters": status.parameters,
+        "tensors": status.tensors,
+        "failure": status.failure,
+    })
+}

@@ -1,0 +1,40 @@
+//! Errors as Python sees them: classes of `zeroshard.errors`, named as the variants are.
+
+use pyo3::{exceptions::PyRuntimeError, prelude::*};
+use zeroshard_proto::Error;
+
+/// The exception for `error`. Its attributes are the variant's fields (job, step, epoch, rank, ...).
+pub(crate) fn raise(error: Error) -> PyErr {
+    Python::attach(|py| exception(py, &error).unwrap_or_else(|broken| broken))
+}
+
+fn exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
+    let serde_json::Value::Object(fields) = serde_json::to_value(error).unwrap_or_default() else {
+        return Err(PyRuntimeError::new_err(error.to_string()));
+    };
+    let reason = fields.get("reason").and_then(|reason| reason.as_str()).unwrap_or_default();
+    let class = match reason {
+        "INVALID" => "InvalidArgument".to_owned(),
+        reason => camel_case(reason),
+    };
+    let module = py.import("zeroshard.errors")?;
+    let class = module.getattr(class.as_str()).or_else(|_| module.getattr("Error"))?;
+    let value = class.call1((error.to_string(),))?;
+    for (name, field) in &fields {
+        match field {
+            serde_json::Value::String(text) => value.setattr(name.as_str(), text)?,
+            serde_json::Value::Number(number) => value.setattr(name.as_str(), number.as_u64())?,
+            _ => {}
+        }
+    }
+    Ok(PyErr::from_value(value))
+}
+
+/// `STEP_ABORTED` -> `StepAborted`.
+fn camel_case(reason: &str) -> String {
+    let words = reason.split('_').map(|word| {
+        let (first, rest) = word.split_at(word.len().min(1));
+        first.to_uppercase() + &rest.to_lowercase()
+    });
+    words.collect()
+}

@@ -1,0 +1,357 @@
+//! One rank's part in a job.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex},
+};
+
+use pyo3::prelude::*;
+use tokio::{
+    sync::{Semaphore, SemaphorePermit},
+    task::JoinSet,
+};
+use zeroshard_client::{self as client, Commit, Gradient, Result, StepReport};
+use zeroshard_proto::{Error, Optimizer, pb};
+
+use crate::{
+    array::{Arrays, Targets, gradients},
+    error::raise,
+    plan::lock,
+    progress::in_parts,
+    runtime::{self, join, runtime, spawn, wait},
+};
+
+/// A parameter group: the optimizer's name, and its hyperparameters.
+pub(crate) type Group = (String, HashMap<String, f64>);
+
+pub(crate) fn optimizers(groups: Vec<Group>) -> PyResult<Vec<Optimizer>> {
+    let optimizer = |(name, hyperparameters)| Optimizer::try_from(pb::Optimizer { name, hyperparameters });
+    groups.into_iter().map(optimizer).collect::<Result<_>>().map_err(raise)
+}
+
+/// One rank's lease on a job.
+#[pyclass(frozen, module = "zeroshard._native")]
+pub(crate) struct Job {
+    cluster: client::Cluster,
+    job: Arc<client::Job>,
+    /// Elements that a bucket of gradients may have.
+    bucket_numel: usize,
+    outgoing: Mutex<Outgoing>,
+    /// How many buckets of gradients may be on their way before the next one waits.
+    lanes: Arc<Semaphore>,
+}
+
+/// One bucket is being sent while the next is filled; a third covers the gaps between them.
+const LANES: usize = 3;
+
+/// What is on its way to the servers.
+#[derive(Default)]
+struct Outgoing {
+    /// The open bucket, of this step.
+    bucket: Vec<Gradient>,
+    step: u64,
+    numel: usize,
+    pushes: JoinSet<Result<()>>,
+}
+
+impl Job {
+    pub(crate) fn new(cluster: client::Cluster, job: client::Job, bucket_numel: usize) -> Self {
+        Self { cluster, job: Arc::new(job), bucket_numel, outgoing: Mutex::default(), lanes: Arc::new(Semaphore::new(LANES)) }
+    }
+
+    /// Starts `work`; its error is told by the next flush.
+    fn start(
+        &self,
+        outgoing: &mut Outgoing,
+        work: impl Future<Output = Result<()>> + Send + 'static,
+    ) -> PyResult<()> {
+        outgoing.pushes.spawn_on(work, runtime().map_err(raise)?.handle());
+        Ok(())
+    }
+
+    fn start_push(&self, outgoing: &mut Outgoing, step: u64, bucket: Vec<Gradient>) -> PyResult<()> {
+        let (job, lanes) = (self.job.clone(), self.lanes.clone());
+        self.start(outgoing, async move {
+            let _lane = lane(&lanes).await?;
+            job.push(step, bucket).await
+        })
+    }
+
+    /// Waits while too many buckets are on their way: gradients must not pile up where they are made faster than they
+    /// are sent.
+    fn wait_for_lane(&self, py: Python<'_>) -> PyResult<()> {
+        let lanes = self.lanes.clone();
+        if lanes.available_permits() > 0 {
+            return Ok(());
+        }
+        wait(py, async move { lane(&lanes).await.map(drop) })
+    }
+
+    fn close_bucket(&self, outgoing: &mut Outgoing) -> PyResult<()> {
+        outgoing.numel = 0;
+        match std::mem::take(&mut outgoing.bucket) {
+            bucket if bucket.is_empty() => Ok(()),
+            bucket => self.start_push(outgoing, outgoing.step, bucket),
+        }
+    }
+
+    /// Closes the bucket; what is to be waited for.
+    fn closed(&self) -> PyResult<JoinSet<Result<()>>> {
+        let outgoing = &mut *lock(&self.outgoing);
+        self.close_bucket(outgoing)?;
+        Ok(std::mem::take(&mut outgoing.pushes))
+    }
+}
+
+/// Leaves the job, and deletes it if nobody is left.
+async fn retire(cluster: client::Cluster, job: Arc<client::Job>) -> Result<()> {
+    job.leave().await?;
+    let name = &job.spec().name;
+    let status = cluster.status().await?;
+    if status.jobs.iter().any(|job| job.name == *name && job.joined.is_empty()) {
+        match cluster.delete_job(name).await {
+            // Another rank left at the same moment, and was faster.
+            Err(Error::UnknownJob { .. }) => {}
+            deleted => deleted?,
+        }
+    }
+    Ok(())
+}
+
+async fn lane(lanes: &Semaphore) -> Result<SemaphorePermit<'_>> {
+    lanes.acquire().await.map_err(|closed| Error::Internal { cause: closed.to_string() })
+}
+
+async fn arrived(mut pushes: JoinSet<Result<()>>) -> Result<()> {
+    while let Some(ended) = pushes.join_next().await {
+        ended.map_err(|e| Error::Internal { cause: format!("a push ended: {e}") })??;
+    }
+    Ok(())
+}
+
+#[pymethods]
+impl Job {
+    #[getter]
+    fn name(&self) -> &str {
+        &self.job.spec().name
+    }
+
+    #[getter]
+    fn rank(&self) -> u32 {
+        self.job.rank()
+    }
+
+    #[getter]
+    fn world(&self) -> u32 {
+        self.job.spec().world
+    }
+
+    #[getter]
+    fn epoch(&self) -> u64 {
+        self.job.epoch()
+    }
+
+    #[getter]
+    fn version(&self) -> Option<u64> {
+        self.job.version()
+    }
+
+    #[pyo3(signature = (arrays, *, part="", applied=0, label=None))]
+    fn initialise(
+        &self,
+        py: Python<'_>,
+        arrays: Arrays<'_>,
+        part: &str,
+        applied: u64,
+        label: Option<String>,
+    ) -> PyResult<()> {
+        in_parts(arrays, label, |arrays| {
+            let (job, part, values) = (self.job.clone(), part.to_owned(), gradients(py, &arrays)?);
+            wait(py, async move {
+                match part.as_str() {
+                    "" => job.initialise_at(applied, values).await,
+                    part => job.initialise_state(part, applied, values).await,
+                }
+            })
+        })
+    }
+
+    fn gradient(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        tensor: usize,
+        array: PyRef<'_, crate::array::Array>,
+    ) -> PyResult<()> {
+        let gradient = gradients(py, &vec![(tensor, array)])?.remove(0);
+        let numel = gradient.data.len();
+        let mut outgoing = lock(&self.outgoing);
+        let mut closed = false;
+        if outgoing.step != step || outgoing.numel + numel > self.bucket_numel {
+            closed = !outgoing.bucket.is_empty();
+            self.close_bucket(&mut outgoing)?;
+            outgoing.step = step;
+        }
+        outgoing.numel += numel;
+        outgoing.bucket.push(gradient);
+        // What does not fit into any bucket goes alone.
+        if outgoing.numel >= self.bucket_numel {
+            closed = true;
+            self.close_bucket(&mut outgoing)?;
+        }
+        drop(outgoing);
+        if closed { self.wait_for_lane(py) } else { Ok(()) }
+    }
+
+    fn push(&self, py: Python<'_>, step: u64, arrays: Arrays<'_>) -> PyResult<()> {
+        let gradients = gradients(py, &arrays)?;
+        self.start_push(&mut lock(&self.outgoing), step, gradients)
+    }
+
+    fn absent(&self, step: u64, tensors: Vec<usize>) -> PyResult<()> {
+        let job = self.job.clone();
+        self.start(&mut lock(&self.outgoing), async move { job.push_absent(step, &tensors).await })
+    }
+
+    fn buffers(&self, py: Python<'_>, step: u64, arrays: Arrays<'_>) -> PyResult<()> {
+        let (job, buffers) = (self.job.clone(), gradients(py, &arrays)?);
+        self.start(&mut lock(&self.outgoing), async move { job.push_buffers(step, buffers).await })
+    }
+
+    fn flush(&self, py: Python<'_>) -> PyResult<()> {
+        wait(py, arrived(self.closed()?))
+    }
+
+    fn forget(&self) {
+        *lock(&self.outgoing) = Outgoing::default();
+    }
+
+    #[pyo3(signature = (step, loss_scale=1.0))]
+    fn reduce(&self, py: Python<'_>, step: u64, loss_scale: f64) -> PyResult<f64> {
+        let (job, pushes) = (self.job.clone(), self.closed()?);
+        wait(py, async move {
+            arrived(pushes).await?;
+            Ok(job.reduce(step, loss_scale).await?.gradient_norm)
+        })
+    }
+
+    #[pyo3(signature = (step, groups, *, loss_scale=1.0, max_norm=None, discard=false, targets=Vec::new()))]
+    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
+    fn commit(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        groups: Vec<Group>,
+        loss_scale: f64,
+        max_norm: Option<f64>,
+        discard: bool,
+        targets: Arrays<'_>,
+    ) -> PyResult<Report> {
+        let commit =
+            Commit { groups: optimizers(groups)?, loss_scale, max_norm, discard, ..Commit::new(step) };
+        let (job, pushes, mut targets) = (self.job.clone(), self.closed()?, Targets::new(py, &targets));
+        let report = wait(py, async move {
+            arrived(pushes).await?;
+            job.commit_and_pull(commit, targets.targets()?).await
+        });
+        report.map(Report)
+    }
+
+    #[pyo3(signature = (version, arrays, *, part=None))]
+    fn pull(&self, py: Python<'_>, version: u64, arrays: Arrays<'_>, part: Option<String>) -> PyResult<Transfer> {
+        let (job, mut targets) = (self.job.clone(), Targets::new(py, &arrays));
+        let task = spawn(async move {
+            match part {
+                None => job.pull(version, targets.targets()?).await,
+                Some(part) => job.pull_part(version, &part, targets.targets()?).await,
+            }
+        })?;
+        Ok(Transfer { task: Some(task) })
+    }
+
+    #[pyo3(signature = (version, arrays, *, part=None, label=None))]
+    fn fetch(
+        &self,
+        py: Python<'_>,
+        version: u64,
+        arrays: Arrays<'_>,
+        part: Option<String>,
+        label: Option<String>,
+    ) -> PyResult<()> {
+        in_parts(arrays, label, |arrays| self.pull(py, version, arrays, part.clone())?.wait(py))
+    }
+
+    fn applied_steps(&self, py: Python<'_>, version: u64) -> PyResult<Vec<u64>> {
+        let job = self.job.clone();
+        wait(py, async move { job.applied_steps(version).await })
+    }
+
+    fn retire(&self, py: Python<'_>, wait: bool) -> PyResult<()> {
+        self.forget();
+        let retired = retire(self.cluster.clone(), self.job.clone());
+        if wait { runtime::wait(py, retired) } else { spawn(retired).map(drop) }
+    }
+}
+
+/// A pull that is under way. Dropped before its end, it stops.
+#[pyclass(module = "zeroshard._native")]
+pub(crate) struct Transfer {
+    task: Option<tokio::task::JoinHandle<Result<()>>>,
+}
+
+impl Drop for Transfer {
+    fn drop(&mut self) {
+        self.task.iter().for_each(tokio::task::JoinHandle::abort);
+    }
+}
+
+#[pymethods]
+impl Transfer {
+    fn done(&self) -> bool {
+        self.task.as_ref().is_none_or(tokio::task::JoinHandle::is_finished)
+    }
+
+    fn wait(&mut self, py: Python<'_>) -> PyResult<()> {
+        let Some(task) = &mut self.task else { return Ok(()) };
+        let ended = join(py, task)?;
+        self.task = None;
+        ended.map_err(raise)
+    }
+}
+
+/// What became of a step.
+#[pyclass(frozen, module = "zeroshard._native")]
+pub(crate) struct Report(StepReport);
+
+#[pymethods]
+impl Report {
+    #[getter]
+    fn version(&self) -> u64 {
+        self.0.version
+    }
+
+    #[getter]
+    fn applied(&self) -> bool {
+        self.0.applied
+    }
+
+    #[getter]
+    fn gradient_norm(&self) -> f64 {
+        self.0.gradient_norm
+    }
+
+    #[getter]
+    fn clip_coefficient(&self) -> f64 {
+        self.0.clip_coefficient
+    }
+
+    #[getter]
+    fn overflow(&self) -> Option<(usize, Option<u32>)> {
+        self.0.overflow
+    }
+
+    #[getter]
+    fn absent(&self) -> Vec<(usize, u32, bool)> {
+        self.0.absent.iter().map(|absent| (absent.tensor, absent.rank, absent.everywhere)).collect()
+    }
+}

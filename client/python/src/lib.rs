@@ -1,0 +1,31 @@
+//! The Rust half of the Python package `zeroshard`: clusters, jobs and transfers. Python holds names and hooks; what
+//! moves, waits or is tried again is here, and in zeroshard-client. `zeroshard/_native.pyi` is its interface.
+
+mod array;
+mod cluster;
+mod error;
+mod job;
+mod plan;
+mod progress;
+mod runtime;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+mod _native {
+    use super::*;
+
+    #[pymodule_export]
+    use array::{Array, TensorSpec};
+    #[pymodule_export]
+    use cluster::Cluster;
+    #[pymodule_export]
+    use job::{Job, Report, Transfer};
+    #[pymodule_export]
+    use plan::{Buckets, Schedule};
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}

@@ -1,0 +1,64 @@
+//! What travels together, and what is fetched ahead.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use pyo3::prelude::*;
+use zeroshard_client as client;
+
+use crate::{array::parse_dtype, error::raise};
+
+/// Which gradients travel together, and when.
+#[pyclass(frozen, module = "zeroshard._native")]
+pub(crate) struct Buckets(Mutex<client::Buckets>);
+
+#[pymethods]
+impl Buckets {
+    #[new]
+    fn new(tensors: Vec<(usize, String)>, limit_bytes: usize, first_limit_bytes: usize) -> PyResult<Self> {
+        let parse = |(bytes, name): &(usize, String)| Ok((*bytes, parse_dtype("dtype of a bucket", name)?));
+        let tensors = tensors.iter().map(parse).collect::<PyResult<Vec<_>>>()?;
+        Ok(Self(Mutex::new(client::Buckets::new(&tensors, limit_bytes, first_limit_bytes))))
+    }
+
+    #[getter]
+    fn buckets(&self) -> Vec<Vec<usize>> {
+        lock(&self.0).buckets().to_vec()
+    }
+
+    fn ready(&self, tensor: usize) -> PyResult<Vec<usize>> {
+        lock(&self.0).ready(tensor).map_err(raise)
+    }
+
+    fn rest(&self) -> Vec<usize> {
+        lock(&self.0).rest()
+    }
+
+    fn reset(&self) {
+        lock(&self.0).reset();
+    }
+}
+
+/// The order in which units are used, and what to fetch ahead.
+#[pyclass(frozen, module = "zeroshard._native")]
+pub(crate) struct Schedule(Mutex<client::Schedule>);
+
+#[pymethods]
+impl Schedule {
+    #[new]
+    fn new(sizes: Vec<usize>, window: usize) -> Self {
+        Self(Mutex::new(client::Schedule::new(sizes, window)))
+    }
+
+    #[pyo3(name = "use")]
+    fn enter(&self, unit: usize) -> Vec<usize> {
+        lock(&self.0).enter(unit)
+    }
+
+    fn restart(&self) -> Vec<usize> {
+        lock(&self.0).restart()
+    }
+}
+
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

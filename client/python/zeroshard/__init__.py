@@ -1,0 +1,72 @@
+"""ZeroShard: optimizer state, gradients and parameters of a training job, on shard servers.
+
+    import zeroshard as zs
+    from zeroshard.torch import group_sharded_parallel
+
+    zs.init()
+    model, optimizer, scaler = group_sharded_parallel(model, optimizer, "p_g_os")
+"""
+
+from __future__ import annotations
+
+from . import errors
+from ._native import __version__
+from ._session import JobStatus, ServerStatus, Session, Status, init, shutdown, status
+from .errors import (
+    Disagreement,
+    Error,
+    Internal,
+    InvalidArgument,
+    JobExists,
+    JobFailed,
+    LeaseLost,
+    NotHere,
+    NotInitialised,
+    OutOfMemory,
+    ParkingFull,
+    RankTaken,
+    StaleEpoch,
+    StepAborted,
+    StepMismatch,
+    Timeout,
+    Unauthenticated,
+    Unavailable,
+    UnknownJob,
+    UnsupportedOptimizer,
+    UnusedParameter,
+    VersionGone,
+)
+
+__all__ = [
+    "Disagreement",
+    "Error",
+    "Internal",
+    "InvalidArgument",
+    "JobExists",
+    "JobFailed",
+    "JobStatus",
+    "LeaseLost",
+    "NotHere",
+    "NotInitialised",
+    "OutOfMemory",
+    "ParkingFull",
+    "RankTaken",
+    "ServerStatus",
+    "Session",
+    "StaleEpoch",
+    "Status",
+    "StepAborted",
+    "StepMismatch",
+    "Timeout",
+    "Unauthenticated",
+    "Unavailable",
+    "UnknownJob",
+    "UnsupportedOptimizer",
+    "UnusedParameter",
+    "VersionGone",
+    "__version__",
+    "errors",
+    "init",
+    "shutdown",
+    "status",
+]

@@ -1,0 +1,193 @@
+"""The Rust half of the package: clusters, jobs, transfers.
+
+Everything here releases the interpreter while it waits, ends at a deadline, and can be interrupted by Ctrl-C.
+Errors are those of :mod:`zeroshard.errors`. Tensors are known by their position in the job's manifest.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+__version__: str
+
+#: A parameter group: the optimizer's name, and its hyperparameters by torch's names (flags are 0 or 1).
+type Group = tuple[str, Mapping[str, float]]
+
+@final
+class Array:
+    """Contiguous host memory of a tensor, lent to transfers; ``owner`` is kept alive for as long as they need it.
+
+    ``dtype`` is ``"f32"``, ``"bf16"`` or ``"f16"``. Any other kind of element travels as raw words, as ``"f32"``
+    (only where nothing computes with it: buffers).
+    """
+
+    def __new__(cls, address: int, numel: int, dtype: str, owner: object) -> Array: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+@final
+class TensorSpec:
+    """One tensor of a job's manifest."""
+
+    def __new__(
+        cls,
+        name: str,
+        shape: Sequence[int],
+        dtype: str = "f32",
+        *,
+        frozen: bool = False,
+        buffer: bool = False,
+        group: int = 0,
+        whole: bool = False,
+        no_clip: bool = False,
+    ) -> TensorSpec: ...
+    @property
+    def name(self) -> str: ...
+
+@final
+class Cluster:
+    """A cluster of shard servers: one that runs elsewhere, or one inside this process."""
+
+    @staticmethod
+    def connect(
+        address: str, *, token: str | None = None, wire: str = "f32", chunk_bytes: int = 1048576, deadline: float = 60.0
+    ) -> Cluster: ...
+    @staticmethod
+    def embedded(
+        shards: int = 1,
+        *,
+        host: str = "127.0.0.1",
+        token: str | None = None,
+        wire: str = "f32",
+        chunk_bytes: int = 1048576,
+        deadline: float = 60.0,
+    ) -> Cluster: ...
+    @property
+    def address(self) -> str: ...
+    def status(self) -> str:
+        """Servers and jobs, as JSON."""
+    def create_job(self, name: str, tensors: Sequence[TensorSpec], groups: Sequence[Group], world: int) -> None:
+        """Makes the job, unless it is there already with the same description."""
+    def join(self, name: str, rank: int, *, bucket_numel: int = 8388608) -> Job: ...
+    def delete_job(self, name: str) -> None: ...
+    def state_hash(self, name: str) -> str: ...
+    def traffic(self) -> tuple[int, int]:
+        """Payload bytes pulled and pushed so far."""
+    def close(self) -> None:
+        """Stops an embedded cluster, and waits for it."""
+
+@final
+class Job:
+    """One rank's lease on a job."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def version(self) -> int | None: ...
+    def initialise(
+        self, arrays: Sequence[tuple[int, Array]], *, part: str = "", applied: int = 0, label: str | None = None
+    ) -> None:
+        """Uploads initial parameters (``part=""``), or before them a state tensor of the optimizer. By rank 0.
+
+        ``applied`` is how many steps the state has seen. With a ``label`` long work shows a progress bar.
+        """
+    def gradient(self, step: int, tensor: int, array: Array) -> None:
+        """Puts a gradient into the open bucket; a full bucket starts on its way. Returns at once."""
+    def push(self, step: int, arrays: Sequence[tuple[int, Array]]) -> None:
+        """Starts to send these gradients as one bucket. Returns at once."""
+    def absent(self, step: int, tensors: Sequence[int]) -> None:
+        """Says that this rank has no gradients for these tensors. Returns at once."""
+    def buffers(self, step: int, arrays: Sequence[tuple[int, Array]]) -> None:
+        """Starts to send the buffers as they are after ``step``. By rank 0."""
+    def flush(self) -> None:
+        """Sends the open bucket, and waits until everything sent has arrived."""
+    def forget(self) -> None:
+        """Drops the open bucket and what is on its way: the step was aborted."""
+    def reduce(self, step: int, loss_scale: float = 1.0) -> float:
+        """The global norm of the mean gradient, once every rank has flushed. Flushes first."""
+    def commit(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        *,
+        loss_scale: float = 1.0,
+        max_norm: float | None = None,
+        discard: bool = False,
+        targets: Sequence[tuple[int, Array]] = (),
+    ) -> Report:
+        """Flushes, says that this rank's part of the step is done, and waits for the decision.
+
+        ``targets`` are filled with the parameters that the step makes.
+        """
+    def pull(self, version: int, arrays: Sequence[tuple[int, Array]], *, part: str | None = None) -> Transfer:
+        """Starts to fill the arrays with the parameters at ``version``, which is waited for.
+
+        With a ``part`` exactly, in f32: ``""`` the parameters, ``"master"``, or a state tensor of the optimizer.
+        """
+    def fetch(
+        self, version: int, arrays: Sequence[tuple[int, Array]], *, part: str | None = None, label: str | None = None
+    ) -> None:
+        """As :meth:`pull`, and waits; with a ``label`` long work shows a progress bar."""
+    def applied_steps(self, version: int) -> list[int]:
+        """How many steps each tensor has been updated by."""
+    def retire(self, wait: bool) -> None:
+        """Leaves the job; the last rank that leaves deletes it. Without ``wait`` in the background."""
+
+@final
+class Transfer:
+    """A pull that is under way."""
+
+    def done(self) -> bool: ...
+    def wait(self) -> None: ...
+
+@final
+class Report:
+    """What became of a step."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def applied(self) -> bool: ...
+    @property
+    def gradient_norm(self) -> float: ...
+    @property
+    def clip_coefficient(self) -> float: ...
+    @property
+    def overflow(self) -> tuple[int, int | None] | None:
+        """The first tensor with inf or NaN, and the lowest rank that sent one."""
+    @property
+    def absent(self) -> list[tuple[int, int, bool]]:
+        """Tensors without a gradient on some rank: tensor, lowest such rank, whether on every rank."""
+
+@final
+class Buckets:
+    """Which gradients travel together, and when: buckets are sent whole, in reverse order."""
+
+    def __new__(cls, tensors: Sequence[tuple[int, str]], limit_bytes: int, first_limit_bytes: int) -> Buckets:
+        """``tensors``: bytes and dtype of each, in forward order."""
+    @property
+    def buckets(self) -> list[list[int]]: ...
+    def ready(self, tensor: int) -> list[int]:
+        """Marks a gradient as complete; the tensors that can be sent now. Twice in a round: an error."""
+    def rest(self) -> list[int]:
+        """The tensors that are not ready, in order."""
+    def reset(self) -> None:
+        """Begins the next round."""
+
+@final
+class Schedule:
+    """The order in which units are used, learned from the last pass, and what to fetch ahead."""
+
+    def __new__(cls, sizes: Sequence[int], window: int) -> Schedule:
+        """``sizes``: bytes of each unit; ``window``: bytes that may be fetched ahead (one unit always may)."""
+    def use(self, unit: int) -> list[int]:
+        """Notes that ``unit`` is used now; the units to have ready next, nearest first."""
+    def restart(self) -> list[int]:
+        """A new pass begins; the units that it probably starts with."""

@@ -1,0 +1,94 @@
+"""What can go wrong. Every error says what was wrong, where, and what would be right.
+
+Those that come from a cluster have its fields as attributes (``job``, ``step``, ``rank``, ``epoch``, ...).
+"""
+
+from __future__ import annotations
+
+
+class Error(Exception):
+    """Any error of ZeroShard."""
+
+
+class InvalidArgument(Error, ValueError):
+    """An argument is wrong; given again it will be refused again."""
+
+
+class NotInitialised(Error):
+    """There is no session, or it does not fit: call :func:`zeroshard.init` first."""
+
+
+class UnsupportedOptimizer(Error, TypeError):
+    """The servers cannot run this optimizer."""
+
+
+class UnusedParameter(Error):
+    """A parameter has a gradient on some ranks only."""
+
+
+class UnknownJob(Error):
+    """There is no such job."""
+
+
+class JobExists(Error):
+    """A job of this name exists and is another: the ranks disagree about the model or the optimizer."""
+
+
+class JobFailed(Error):
+    """The job cannot go on."""
+
+
+class NotHere(Error):
+    """Another server owns the slice."""
+
+
+class StaleEpoch(Error):
+    """The membership has changed since."""
+
+
+class StepMismatch(Error):
+    """The step is not the open one."""
+
+
+class StepAborted(Error):
+    """A rank was lost: all gradients of the step were dropped. Run the step again, from the same data."""
+
+
+class VersionGone(Error):
+    """The version was there, and has been replaced."""
+
+
+class Timeout(Error, TimeoutError):
+    """A deadline passed; the message says what was waited for."""
+
+
+class RankTaken(Error):
+    """Another worker holds the rank."""
+
+
+class LeaseLost(Error):
+    """This worker's hold on its rank has ended."""
+
+
+class Unavailable(Error, ConnectionError):
+    """A server cannot be reached."""
+
+
+class Unauthenticated(Error, PermissionError):
+    """The cluster's token is missing or wrong."""
+
+
+class Disagreement(Error):
+    """The ranks asked for different things in one step."""
+
+
+class ParkingFull(Error):
+    """A server has no room for gradients that came early."""
+
+
+class OutOfMemory(Error, MemoryError):
+    """A server cannot hold the job."""
+
+
+class Internal(Error):
+    """A bug."""

@@ -1,0 +1,153 @@
+"""A job whose servers average gradients: version ``v + 1`` of it is the mean gradient of step ``v``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .. import _native
+from .._session import Session
+from ..errors import UnusedParameter
+from ._tensors import Incoming, array, dtype_name, from_words, outgoing, to_words, words
+from .kinds import AVERAGE
+
+#: A name and a tensor.
+Named = tuple[str, torch.Tensor]
+#: This rank, how many ranks there are, and which of the world's ranks they are.
+Place = tuple[int, int, tuple[int, ...]]
+
+
+class Averages:
+    """Averages gradients of one list of parameters, step after step.
+
+    A step is :meth:`send` for what is complete, in as many parts as wanted and each parameter once, then
+    :meth:`finish`, on every rank. The parameters belong to the caller, who gives the same ones to every call.
+
+    Args:
+        session: where the cluster is.
+        kind: what the job's name tells of it.
+        place: this rank and the others.
+        parameters: names and parameters in the same order on every rank; none of them empty.
+        constants: what rank 0 shares besides: tensors of any dtype.
+        share: whether all ranks take over rank 0's parameters and constants.
+
+    Raises:
+        InvalidArgument: a parameter is neither float32 nor bfloat16 nor float16.
+        JobExists: the ranks' parameters differ in names, shapes or dtypes.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        kind: str,
+        place: Place,
+        parameters: Sequence[Named],
+        constants: Sequence[Named] = (),
+        share: bool = False,
+    ) -> None:
+        self.session = session
+        self._names = [name for name, _ in parameters]
+        self._rank, world, self._ranks = place
+        self._step = 0
+        #: What is being sent; the mean is to replace it.
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._absent: list[int] = []
+
+        specs = [
+            _native.TensorSpec(name, tensor.shape, dtype_name(f"parameter {name!r}", tensor))
+            for name, tensor in parameters
+        ]
+        specs += [_native.TensorSpec(name, [words(tensor)], buffer=True) for name, tensor in constants]
+        name = session.name(kind, self._ranks)
+        session.cluster.create_job(name, specs, [AVERAGE], world)
+        self._job = session.join(name, self._rank, sum(tensor.numel() for _, tensor in parameters))
+        self._start([tensor for _, tensor in parameters], [tensor for _, tensor in constants], share)
+
+    def _start(self, parameters: list[torch.Tensor], constants: list[torch.Tensor], share: bool) -> None:
+        """Makes version 0: rank 0's parameters, which the others need not take over."""
+        label = "sharing parameters" if share else None
+        if self._rank == 0:
+            raws = [to_words(constant) for constant in constants]
+            arrays = [outgoing(parameter) for parameter in parameters] + [array(raw) for raw in raws]
+            self._job.initialise(list(enumerate(arrays)), label=label)
+        elif share:
+            raws = [torch.empty(words(constant)) for constant in constants]
+            targets = [Incoming(parameter) for parameter in parameters]
+            arrays = [target.array for target in targets] + [array(raw) for raw in raws]
+            # With a part everything is exact, whatever the wire's dtype.
+            self._job.fetch(0, list(enumerate(arrays)), part="", label=label)
+            for target in targets:
+                target.finish()
+            for raw, constant in zip(raws, constants):
+                from_words(raw, constant)
+        else:
+            smallest = min(range(len(parameters)), key=lambda tensor: parameters[tensor].numel())
+            scratch = torch.empty(parameters[smallest].shape)
+            self._job.fetch(0, [(smallest, array(scratch))], part="")
+
+    def send(self, parameters: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
+        """Starts to send the gradients of those parameters. Returns at once.
+
+        Parameters without a gradient are told by :meth:`finish`.
+        """
+        pushed = []
+        for index in indices:
+            gradient = parameters[index].grad
+            if gradient is None:
+                self._absent.append(index)
+                continue
+            if gradient.is_sparse or 0 in gradient.stride():
+                # The mean has its own element for each of the parameter's.
+                gradient = gradient.to_dense().contiguous()
+                parameters[index].grad = gradient
+            self._gradients[index] = gradient
+            pushed.append((index, outgoing(gradient)))
+        if pushed:
+            self._job.push(self._step, pushed)
+
+    def finish(self, parameters: Sequence[torch.Tensor], unused: bool) -> None:
+        """Waits for the mean gradients, and puts them where the gradients were.
+
+        A parameter that only other ranks have a gradient for gets the mean as well (its own share is zeros).
+        One that no rank has a gradient for is left without.
+
+        Args:
+            parameters: the parameters, each of which was sent.
+            unused: whether a parameter may be without a gradient on some ranks.
+
+        Raises:
+            UnusedParameter: one is, and may not be.
+        """
+        if self._absent:
+            self._job.absent(self._step, self._absent)
+        for index in self._absent:
+            self._gradients[index] = torch.zeros_like(
+                parameters[index], memory_format=torch.contiguous_format
+            )
+        targets = {index: Incoming(gradient) for index, gradient in self._gradients.items()}
+        arrays = [(index, target.array) for index, target in targets.items()]
+        report = self._job.commit(self._step, [AVERAGE], targets=arrays)
+        for target in targets.values():
+            target.finish()
+        self._step = report.version
+        gradients, self._gradients, self._absent = self._gradients, {}, []
+        for index, rank, everywhere in report.absent:
+            if everywhere:
+                del gradients[index]
+            elif not unused:
+                raise UnusedParameter(
+                    f"parameter {self._names[index]!r} has no gradient on rank {self._ranks[rank]}, and has one on "
+                    "other ranks: with find_unused_parameters=True it gets the average"
+                )
+        for index, gradient in gradients.items():
+            parameters[index].grad = gradient
+
+    def abandon(self) -> None:
+        """Drops the step that is under way. The job is of no further use: the servers may have parts of it."""
+        self._job.forget()
+        self._gradients, self._absent = {}, []
+
+    def retire(self) -> None:
+        """Leaves the job, once no rank uses it any more."""
+        self.session.retire(self._job)

@@ -1,0 +1,122 @@
+"""The gradients of the open step: which are complete, which are on their way.
+
+A gradient is complete when its parameter has had all the backward passes of the step. At level ``os`` that is known when
+the optimizer steps. At ``os_g`` and ``p_g_os`` it is sent, and freed, as soon as it is complete: after as many passes as
+were announced (``accumulation_steps``, ``no_sync``), or as the steps before had at most.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import InvalidArgument
+from ._job import Entry, ModelJob
+from ._tensors import outgoing
+
+
+class Gradients:
+    """Gradients of what a job trains."""
+
+    def __init__(
+        self,
+        job: ModelJob,
+        early: bool,
+        accumulation_steps: int | None,
+        accumulated: Callable[[Tensor], None],
+    ) -> None:
+        """``accumulated`` is called after each backward pass of a parameter."""
+        self._job = job
+        self._early = early
+        self._announced = accumulation_steps
+        self._accumulated = accumulated
+        #: Set by the forward: the backward that follows it is not the last of its step.
+        self.hold = False
+        #: Backward passes of the open step, and the most that a step had, by number in the manifest.
+        self._passes: Counter[int] = Counter()
+        self._most: dict[int, int] = {}
+        self._sent: set[int] = set()
+        self._hooks: list[RemovableHandle] = []
+        self.watch()
+
+    def watch(self) -> None:
+        """Follows the tensors of the job as it is now."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
+            entry.tensor.register_post_accumulate_grad_hook(self._hook(entry)) for entry in self._job.trained
+        ]
+        self._passes.clear()
+        self._most.clear()
+
+    @property
+    def any_sent(self) -> bool:
+        """Whether the servers have gradients of the open step from this rank."""
+        return bool(self._sent)
+
+    def announce(self) -> None:
+        """Some passes are held back: the one that is not is the last of its step."""
+        if self._announced is None:
+            self._announced = 1
+
+    def _hook(self, entry: Entry) -> Callable[[Tensor], None]:
+        def accumulated(parameter: Tensor) -> None:
+            self._count(entry)
+            self._accumulated(parameter)
+
+        return accumulated
+
+    def _count(self, entry: Entry) -> None:
+        if self.hold:
+            return
+        self._passes[entry.index] += 1
+        if not self._early:
+            return
+        if entry.index in self._sent:
+            raise InvalidArgument(
+                f"parameter {entry.name!r} has a gradient from one more backward pass (number "
+                f"{self._passes[entry.index]}) of step {self._job.version} on rank {self._job.rank}, after its gradient "
+                "was sent to the servers: say accumulation_steps= to group_sharded_parallel, or run every forward but "
+                "the step's last under model.no_sync()"
+            )
+        expected = self._announced if self._announced is not None else self._most.get(entry.index)
+        if expected is not None and self._passes[entry.index] >= expected:
+            self._send(entry)
+
+    def _send(self, entry: Entry) -> None:
+        gradient = entry.tensor.grad
+        assert gradient is not None
+        if self._early:
+            entry.tensor.grad = None
+        self._job.job.gradient(self._job.version, entry.index, outgoing(gradient))
+        self._sent.add(entry.index)
+
+    def send_rest(self) -> None:
+        """Sends what is here, and says what is not. Parameters without a gradient are not stepped."""
+        absent = []
+        for entry in self._job.trained:
+            if entry.index in self._sent:
+                continue
+            if entry.tensor.grad is None:
+                absent.append(entry.index)
+                self._sent.add(entry.index)
+            else:
+                self._send(entry)
+        if absent:
+            self._job.job.absent(self._job.version, absent)
+
+    def send_nothing(self) -> None:
+        """Says that nothing more comes: the step is discarded."""
+        rest = [entry.index for entry in self._job.trained if entry.index not in self._sent]
+        self._job.job.absent(self._job.version, rest)
+
+    def restart(self, *, learn: bool) -> None:
+        """Begins the next step, or the same one again; learns from a step that was whole."""
+        if learn:
+            for index, passes in self._passes.items():
+                self._most[index] = max(passes, self._most.get(index, 0))
+        self._passes.clear()
+        self._sent.clear()

@@ -1,0 +1,99 @@
+"""The module that comes back from ``group_sharded_parallel``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import InvalidArgument
+from ._sharding import Sharding
+
+
+class GroupSharded(nn.Module):
+    """A model whose optimizer state, and by level gradients and parameters, are on the shard servers.
+
+    It behaves as the model given: attributes that it lacks are the model's, and ``state_dict`` has the model's keys.
+    """
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module, sharding: Sharding) -> None:
+        super().__init__()
+        self.module = module
+        # Not a submodule, not a parameter: kept out of torch's books.
+        self.__dict__["sharding"] = sharding
+        self._holding = False
+
+    @property
+    def level(self) -> str:
+        """``os``, ``os_g`` or ``p_g_os``."""
+        return self._sharding().level
+
+    def _sharding(self) -> Sharding:
+        sharding: Sharding = self.__dict__["sharding"]
+        return sharding
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            _outside_graphs(self._sharding(), self._holding)
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """The backward passes of forwards inside are not the last of their step: gradients accumulate here."""
+        before, self._holding = self._holding, True
+        try:
+            yield
+        finally:
+            self._holding = before
+
+    @contextlib.contextmanager
+    def summon_full_params(self) -> Iterator[None]:
+        """All parameters are here inside. What rank 0 writes to them counts, if every rank enters and leaves."""
+        sharding = self._sharding()
+        if sharding.gatherer is not None:
+            sharding.gatherer.gather_all()
+        try:
+            yield
+        finally:
+            sharding.follow_changes()
+            if sharding.gatherer is not None:
+                sharding.gatherer.settle()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's, whole, with its own keys, on whichever ranks call it."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads the model's state; every rank must call it, rank 0's values count."""
+        if assign:
+            raise InvalidArgument("assign is True; it must be False: the parameters belong to the job as they are")
+        result = self.module.load_state_dict(state_dict, strict=strict)
+        self._sharding().follow_changes()
+        return result
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        gatherer = self._sharding().gatherer
+        if gatherer is not None and gatherer.units:
+            raise InvalidArgument(
+                "a model at level p_g_os cannot be moved or cast; move or cast it before group_sharded_parallel"
+            )
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+def _before_forward(sharding: Sharding, holding: bool) -> None:
+    sharding.before_forward(holding)
+
+
+# What the hook does is no part of a compiled graph.
+_outside_graphs = torch.compiler.disable(_before_forward)

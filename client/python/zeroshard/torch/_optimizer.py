@@ -1,0 +1,126 @@
+"""The optimizer that steps on the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidArgument
+from . import kinds
+from ._job import optimizer_states
+from ._sharding import Sharding
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` whose state is on the shard servers, and whose steps happen there.
+
+    Made by :func:`~zeroshard.torch.group_sharded_parallel`. ``param_groups`` are those of the optimizer that was given:
+    what a scheduler changes there, on either of the two, is used at the next step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, sharding: Sharding) -> None:
+        self._sharding: Sharding | None = None  # while the groups are added that are there already
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.param_groups = optimizer.param_groups
+        self._sharding = sharding
+
+    @property
+    def sharding(self) -> Sharding:
+        """What it shares with the model's wrapper."""
+        assert self._sharding is not None
+        return self._sharding
+
+    @property
+    def last_report(self) -> Any:
+        """What became of the last step: ``version``, ``applied``, ``gradient_norm``, ``clip_coefficient``, ``overflow``."""
+        return self.sharding.last_report
+
+    @property
+    def loss_scale(self) -> float:
+        """Gradients are those of the loss times this; the servers divide by it."""
+        return self.sharding.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self.sharding.loss_scale = scale
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step on the servers; the parameters that stay on this worker are received.
+
+        Raises :class:`~zeroshard.StepAborted` if a rank was lost: run the step again, from the same data.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self.sharding.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients, also those that are on the servers already."""
+        if self._sharding is not None:
+            self._sharding.discard()
+        super().zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Has the next step clip to this global norm; the norm of the mean gradient, over all ranks and parameters."""
+        if not max_norm > 0:
+            raise InvalidArgument(f"max_norm is {max_norm}; it must be more than 0")
+        return torch.tensor(self.sharding.clip(float(max_norm)))
+
+    def state_hash(self) -> str:
+        """The hash of all parameters and state on the servers: equal runs have equal hashes."""
+        return self.sharding.state_hash()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Every rank must do the same; the servers hear of it before the next step."""
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state in torch's format: an optimizer of the given kind can load it."""
+        numbers = {
+            id(parameter): number
+            for number, parameter in enumerate(p for group in self.param_groups for p in group["params"])
+        }
+        kind = self.sharding.job.optimizer_kind
+        self.sharding.follow_changes()
+        state = {
+            numbers[id(entry.tensor)]: kinds.to_torch(kind, applied, tensors)
+            for entry, applied, tensors in self.sharding.job.states()
+            if applied
+        }
+        groups, first = [], 0
+        for group in self.param_groups:
+            packed = {key: value for key, value in group.items() if key != "params"}
+            packed["params"] = list(range(first, first + len(group["params"])))
+            first += len(group["params"])
+            groups.append(packed)
+        return {"state": {number: state[number] for number in sorted(state) if state[number]}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a state in torch's format. Every rank must call it; rank 0's state counts."""
+        saved = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        saved_sizes = [len(group["params"]) for group in saved]
+        if sizes != saved_sizes:
+            raise InvalidArgument(
+                f"the loaded state has parameter groups of {saved_sizes} parameters; they must be as the optimizer's, "
+                f"{sizes}"
+            )
+        by_number = {
+            number: parameter
+            for group, had in zip(self.param_groups, saved, strict=True)
+            for parameter, number in zip(group["params"], had["params"], strict=True)
+        }
+        for group, had in zip(self.param_groups, saved, strict=True):
+            group.update({key: value for key, value in had.items() if key != "params"})
+        state = {by_number[number]: value for number, value in state_dict["state"].items() if number in by_number}
+        self.sharding.reopen(optimizer_states(kinds.kind(self.sharding.optimizer), self, state))

@@ -1,0 +1,80 @@
+"""Saving and loading: plain torch state dicts, whole, that an unwrapped model and optimizer can load."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import InvalidArgument
+from ._model import GroupSharded
+from ._optimizer import ShardedOptimizer
+
+_MODEL = "model.pt"
+_OPTIMIZER = "optimizer.pt"
+
+
+def save_group_sharded_model(
+    model: nn.Module, output: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Writes ``model.pt`` and, with an optimizer, ``optimizer.pt`` into the directory ``output``.
+
+    Both are whole, frozen parameters and buffers included. Every rank may call it; rank 0 writes. A file appears only
+    when it is complete.
+    """
+    wrapped = _wrapped(model)
+    directory = _directory(output)
+    if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
+        raise InvalidArgument(
+            f"optimizer is a {type(optimizer).__name__}; it must be the one that group_sharded_parallel returned"
+        )
+    if wrapped._sharding().job.rank != 0:
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    _write(wrapped.state_dict(), directory / _MODEL)
+    if optimizer is not None:
+        _write(optimizer.state_dict(), directory / _OPTIMIZER)
+
+
+def load_group_sharded_model(
+    model: nn.Module, output: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Loads what :func:`save_group_sharded_model` wrote, into wrapped or plain model and optimizer.
+
+    For wrapped ones every rank must call it.
+    """
+    directory = _directory(output)
+    model.load_state_dict(_read(directory / _MODEL))
+    if optimizer is not None:
+        optimizer.load_state_dict(_read(directory / _OPTIMIZER))
+
+
+def _wrapped(model: nn.Module) -> GroupSharded:
+    if not isinstance(model, GroupSharded):
+        raise InvalidArgument(
+            f"model is a {type(model).__name__}; it must be the one that group_sharded_parallel returned"
+        )
+    return model
+
+
+def _directory(output: str | os.PathLike[str]) -> Path:
+    directory = Path(output)
+    if directory.exists() and not directory.is_dir():
+        raise InvalidArgument(f"output is {os.fspath(output)!r}, a file; it must be a directory")
+    return directory
+
+
+def _write(state: dict[str, Any], path: Path) -> None:
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    partial.replace(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise InvalidArgument(f"{str(path)!r} is not there; it must be a file that save_group_sharded_model wrote")
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state

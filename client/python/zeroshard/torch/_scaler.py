@@ -1,0 +1,53 @@
+"""Loss scaling whose checks and division happen on the servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from ._optimizer import ShardedOptimizer
+
+
+class GradScaler(torch.amp.GradScaler):
+    """A ``torch.amp.GradScaler`` that knows sharded optimizers: inf or NaN on any rank skips the step on all.
+
+    Made by :func:`~zeroshard.torch.group_sharded_parallel` from the scaler that is given, whose state it shares.
+    """
+
+    @classmethod
+    def sharing(cls, scaler: torch.amp.GradScaler) -> GradScaler:
+        """A scaler with the state of ``scaler``."""
+        shared = cls.__new__(cls)
+        shared.__dict__ = scaler.__dict__
+        return shared
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """For a sharded optimizer only a note: the servers divide by the scale, also for ``clip_grad_norm_``."""
+        if not isinstance(optimizer, ShardedOptimizer):
+            super().unscale_(optimizer)
+        elif self.is_enabled():
+            optimizer.loss_scale = self.get_scale()
+            self._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Steps, unless a gradient was inf or NaN; :meth:`update` then lowers the scale."""
+        if not isinstance(optimizer, ShardedOptimizer) or not self.is_enabled():
+            return super().step(optimizer, *args, **kwargs)
+        if "closure" in kwargs:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        self._check_scale_growth_tracker("step")
+        optimizer.loss_scale = self.get_scale()
+        try:
+            result: float | None = optimizer.step(*args, **kwargs)
+        finally:
+            optimizer.loss_scale = 1.0
+        device = torch.device(self._device)
+        skipped = not optimizer.last_report.applied
+        state["found_inf_per_device"] = {device: torch.full((1,), float(skipped), device=device)}
+        state["stage"] = OptState.STEPPED
+        return result

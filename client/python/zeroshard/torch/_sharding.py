@@ -1,0 +1,186 @@
+"""One wrapped model and its optimizer: what happens before a forward, at a step, and when something is changed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._native import Report
+from .._session import Session
+from ..errors import InvalidArgument
+from ._gather import Gatherer
+from ._gradients import Gradients
+from ._job import ModelJob, State
+from ._tensors import Incoming, array, outgoing, to_words
+
+#: The wrapped models of this process, to find the one that a parameter belongs to.
+_all: weakref.WeakSet[Sharding] = weakref.WeakSet()
+
+
+class Sharding:
+    """The state that the wrapper of a model and its optimizer share."""
+
+    def __init__(
+        self,
+        session: Session,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        place: tuple[int, int, tuple[int, ...]],
+        level: str,
+        *,
+        states: Callable[[ModelJob], Mapping[Tensor, State]],
+        is_large: Callable[[nn.Module, Tensor], bool],
+        bucket_numel: int,
+        sync_buffers: bool,
+        sync_comm: bool,
+        accumulation_steps: int | None,
+        max_norm: float | None,
+    ) -> None:
+        self.model = model
+        self.level = level
+        self.optimizer = optimizer
+        self._sync_buffers = sync_buffers
+        self._max_norm = max_norm
+        self._clip_once: float | None = None
+        #: Gradients are those of the loss times this, at the next step.
+        self.loss_scale = 1.0
+        self.last_report: Report | None = None
+        self.job = ModelJob(session, "sharded", model, optimizer, place, bucket_numel)
+        self.job.open(states(self.job))
+        self._buffer_versions: dict[int, int] = {}
+        self.gatherer = Gatherer(self.job, model, is_large, not sync_comm) if level == "p_g_os" else None
+        accumulated = self.gatherer.accumulated if self.gatherer is not None else _nothing
+        self.gradients = Gradients(self.job, level != "os", accumulation_steps, accumulated)
+        _all.add(self)
+        weakref.finalize(self, self.job.retire).atexit = False
+
+    # ---- what the program does
+
+    def before_forward(self, hold: bool) -> None:
+        """A forward begins; with ``hold`` the backward that follows it is not the last of its step."""
+        if hold:
+            self.gradients.announce()
+        self.gradients.hold = hold
+        self.follow_changes()
+
+    def follow_changes(self) -> None:
+        """Goes on with another job if the program has changed what this one is, or written to the parameters."""
+        # Gradients that are on their way belong to the job as it is: the next step will see the change.
+        if not self.gradients.any_sent and self.job.changed():
+            self.reopen(None)
+
+    def reopen(self, states: Mapping[Tensor, State] | None) -> None:
+        """Goes on with another job; with ``states`` as its optimizer state."""
+        self.discard()
+        self.job.reopen(self._resident(), states)
+        self.gradients.watch()
+        if self.gatherer is not None:
+            self.gatherer.new_version()
+
+    def step(self) -> None:
+        """Sends what was not sent, has the servers step, and receives the parameters."""
+        self.follow_changes()
+        self._sent(self.gradients.send_rest)
+        version, job = self.job.version, self.job.job
+        if self._sync_buffers and self.job.rank == 0:
+            self._send_buffers()
+        received = [(entry.index, Incoming(entry.tensor)) for entry in self._resident() if entry.trained]
+        max_norm = self._clip_once if self._clip_once is not None else self._max_norm
+        self.last_report = self._sent(
+            lambda: job.commit(
+                version,
+                self.job.groups(),
+                loss_scale=self.loss_scale,
+                max_norm=max_norm,
+                targets=[(index, incoming.array) for index, incoming in received],
+            )
+        )
+        for _, incoming in received:
+            incoming.finish()
+        self._end_step(learn=True)
+        if self._sync_buffers and self.job.rank != 0:
+            self.job.receive(self.job.buffers)
+
+    def clip(self, max_norm: float) -> float:
+        """The global norm of the mean gradient; the step clips to ``max_norm``."""
+        self.follow_changes()
+        self._sent(self.gradients.send_rest)
+        self._clip_once = max_norm
+        return float(self._sent(lambda: self.job.job.reduce(self.job.version, self.loss_scale)))
+
+    def discard(self) -> None:
+        """Forgets the gradients that were sent for the open step, if any were: the step is skipped."""
+        if not self.gradients.any_sent:
+            return
+        self.gradients.send_nothing()
+        self._sent(lambda: self.job.job.commit(self.job.version, self.job.groups(), discard=True))
+        self._end_step(learn=False)
+
+    def state_hash(self) -> str:
+        """The hash of all state at the current version."""
+        return self.job.state_hash()
+
+    # ---- how it does that
+
+    def _end_step(self, *, learn: bool) -> None:
+        self.job.version += 1
+        self._clip_once = None
+        self.gradients.restart(learn=learn)
+        self.job.mark()
+        if self.gatherer is not None:
+            self.gatherer.new_version()
+
+    def _sent(self, work: Callable[[], Any]) -> Any:
+        """Does something that sends; if it fails, the step begins again, from nothing."""
+        try:
+            return work()
+        except BaseException:
+            self.job.job.forget()
+            self.gradients.restart(learn=False)
+            self._clip_once = None
+            raise
+
+    def _resident(self) -> list[Any]:
+        """The entries whose tensors are on this worker between uses."""
+        if self.gatherer is None:
+            return list(self.job.entries)
+        large = {id(tensor) for unit in self.gatherer.units for tensor in unit.parameters.values()}
+        return [entry for entry in self.job.entries if id(entry.tensor) not in large]
+
+    def _send_buffers(self) -> None:
+        """Those that have changed since they were last sent."""
+        arrays = []
+        for entry in self.job.buffers:
+            if self._buffer_versions.get(entry.index) != entry.tensor._version:
+                self._buffer_versions[entry.index] = entry.tensor._version
+                values = array(to_words(entry.tensor)) if entry.raw else outgoing(entry.tensor)
+                arrays.append((entry.index, values))
+        if arrays:
+            self.job.job.buffers(self.job.version, arrays)
+
+
+def _nothing(parameter: Tensor) -> None:
+    pass
+
+
+def sharding_of(parameters: Iterable[Tensor]) -> Sharding | None:
+    """The wrapped model that trains these parameters; None if there is none.
+
+    Raises :class:`~zeroshard.InvalidArgument` where some are and some are not.
+    """
+    given = {id(parameter) for parameter in parameters}
+    for sharding in _all:
+        trained = {id(entry.tensor) for entry in sharding.job.trained}
+        if trained & given:
+            if trained - given:
+                missing = next(entry.name for entry in sharding.job.trained if id(entry.tensor) not in given)
+                raise InvalidArgument(
+                    f"parameters do not include {missing!r}; they must be all that the sharded optimizer trains: its "
+                    "global norm is over all of them"
+                )
+            return sharding
+    return None

@@ -1,0 +1,130 @@
+//! Which gradients travel together, and when.
+
+use zeroshard_proto::{DType, Error, Result};
+
+/// Gradients in buckets: of one dtype, in forward order, closed when they have so many bytes. A bucket is sent when
+/// it is whole and all behind it are sent, since backward makes gradients in about the reverse order.
+#[derive(Debug, Clone)]
+pub struct Buckets {
+    /// Tensors of each bucket, ascending; buckets by their first tensor.
+    buckets: Vec<Vec<usize>>,
+    /// The bucket of each tensor.
+    bucket_of: Vec<usize>,
+    ready: Vec<bool>,
+    /// Buckets that are still to be sent: these, the last first.
+    unsent: usize,
+}
+
+impl Buckets {
+    /// Buckets for tensors of so many bytes and that dtype. One closes once it has `limit` bytes or more; the first
+    /// of each dtype, the last to be sent, once it has `first_limit`: little is left to wait for when backward ends.
+    pub fn new(tensors: &[(usize, DType)], limit: usize, first_limit: usize) -> Self {
+        let mut buckets = Vec::new();
+        for dtype in DType::ALL {
+            let (mut open, mut bytes, mut closes_at) = (Vec::new(), 0, first_limit);
+            let of_dtype = tensors.iter().enumerate().filter(|(_, (_, other))| *other == dtype);
+            for (tensor, &(size, _)) in of_dtype {
+                open.push(tensor);
+                bytes += size;
+                if bytes >= closes_at {
+                    buckets.push(std::mem::take(&mut open));
+                    (bytes, closes_at) = (0, limit);
+                }
+            }
+            buckets.extend(Some(open).filter(|open| !open.is_empty()));
+        }
+        buckets.sort_by_key(|bucket| bucket.first().copied());
+        let mut bucket_of = vec![0; tensors.len()];
+        for (index, bucket) in buckets.iter().enumerate() {
+            bucket.iter().for_each(|&tensor| bucket_of[tensor] = index);
+        }
+        Self { unsent: buckets.len(), ready: vec![false; tensors.len()], bucket_of, buckets }
+    }
+
+    /// The tensors of each bucket.
+    pub fn buckets(&self) -> &[Vec<usize>] {
+        &self.buckets
+    }
+
+    /// Marks a gradient as complete. The tensors that can be sent now.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a tensor that there is not, or that was ready before in this round.
+    pub fn ready(&mut self, tensor: usize) -> Result<Vec<usize>> {
+        match self.ready.get_mut(tensor) {
+            None => {
+                let expected = format!("less than the number of tensors, {}", self.ready.len());
+                return Err(Error::invalid("tensor of a bucket", tensor, expected));
+            }
+            Some(true) => {
+                return Err(Error::invalid(
+                    format!("gradient of tensor {tensor}"),
+                    "ready a second time in one backward pass",
+                    "ready once: run each backward pass but the last under `no_sync()`",
+                ));
+            }
+            Some(ready) => *ready = true,
+        }
+        let mut sent = Vec::new();
+        if self.bucket_of[tensor] + 1 == self.unsent {
+            while let Some(last) = self.unsent.checked_sub(1)
+                && self.buckets[last].iter().all(|&tensor| self.ready[tensor])
+            {
+                sent.extend_from_slice(&self.buckets[last]);
+                self.unsent = last;
+            }
+        }
+        Ok(sent)
+    }
+
+    /// The tensors that are not ready, ascending.
+    pub fn rest(&self) -> Vec<usize> {
+        (0..self.ready.len()).filter(|&tensor| !self.ready[tensor]).collect()
+    }
+
+    /// Begins the next round.
+    pub fn reset(&mut self) {
+        self.ready.fill(false);
+        self.unsent = self.buckets.len();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MB: usize = 1 << 20;
+
+    fn f32s(numels: &[usize]) -> Vec<(usize, DType)> {
+        numels.iter().map(|numel| (4 * numel, DType::F32)).collect()
+    }
+
+    #[test]
+    fn a_bucket_closes_once_it_has_its_limit_and_the_first_one_early() {
+        let tensors = f32s(&[100_000, 100_000, 200_000, 1_000_000, 7_000_000, 10]);
+        let buckets = Buckets::new(&tensors, 25 * MB, MB);
+        assert_eq!(buckets.buckets(), [vec![0, 1, 2], vec![3, 4], vec![5]]);
+    }
+
+    #[test]
+    fn a_bucket_has_one_dtype() {
+        let tensors = [(4, DType::F32), (2, DType::Bf16), (4, DType::F32), (2, DType::Bf16)];
+        assert_eq!(Buckets::new(&tensors, MB, MB).buckets(), [vec![0, 2], vec![1, 3]]);
+    }
+
+    #[test]
+    fn whole_buckets_are_sent_the_last_first() {
+        let mut buckets = Buckets::new(&f32s(&[1, 1, 1, 1]), 8, 4);
+        assert_eq!(buckets.buckets(), [vec![0], vec![1, 2], vec![3]]);
+        assert_eq!(buckets.ready(2), Ok(vec![]));
+        assert_eq!(buckets.ready(1), Ok(vec![]));
+        assert_eq!(buckets.rest(), [0, 3]);
+        assert_eq!(buckets.ready(3), Ok(vec![3, 1, 2]));
+        assert!(buckets.ready(3).is_err());
+        assert_eq!(buckets.ready(0), Ok(vec![0]));
+        buckets.reset();
+        assert_eq!(buckets.rest(), [0, 1, 2, 3]);
+        assert_eq!(buckets.ready(3), Ok(vec![3]));
+        assert!(buckets.ready(4).is_err());
+    }
+}

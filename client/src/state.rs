@@ -1,0 +1,70 @@
+//! What only the servers together know of a job: the hash of its state, and how far each tensor is.
+
+use futures_util::future::try_join_all;
+use zeroshard_proto::{
+    Error, Result, Server,
+    pb::{self, shard_client::ShardClient},
+    transport::{Connection, MAX_CONTROL_MESSAGE},
+};
+
+use crate::{Cluster, Description};
+
+/// BLAKE3 of the version and of every slice's digest, in manifest order.
+pub(crate) async fn hash(cluster: &Cluster, of: &Description, version: u64) -> Result<String> {
+    let job = &of.spec.name;
+    let digests = of.placement.servers().iter().map(|server| async move {
+        ask(cluster, server, "digests", |mut client, wait_ms| async move {
+            client.digest(pb::DigestRequest { job: job.clone(), version, wait_ms }).await
+        })
+        .await
+        .map(|answer| answer.slices)
+    });
+    let mut slices = try_join_all(digests).await?.concat();
+    slices.sort_unstable_by_key(|slice| slice.slice);
+    let expected = 0..of.spec.manifest.slices().len() as u32;
+    if !slices.iter().map(|slice| slice.slice).eq(expected) {
+        let cause = format!("the servers gave {} digests, not one for each slice", slices.len());
+        return Err(Error::Internal { cause });
+    }
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&version.to_le_bytes());
+    for slice in &slices {
+        hasher.update(&slice.digest);
+    }
+    Ok(hasher.finalize().to_hex().to_string())
+}
+
+/// Of each tensor, the steps that were applied to it.
+pub(crate) async fn applied_steps(cluster: &Cluster, of: &Description, version: u64) -> Result<Vec<u64>> {
+    let job = &of.spec.name;
+    let answers = of.placement.servers().iter().map(|server| async move {
+        ask(cluster, server, "applied steps", |mut client, wait_ms| async move {
+            client.steps(pb::StepsRequest { job: job.clone(), version, wait_ms }).await
+        })
+        .await
+    });
+    let mut steps = vec![0; of.spec.manifest.tensors().len()];
+    for answer in try_join_all(answers).await? {
+        // A tensor's slices agree.
+        for (&slice, &applied) in answer.slices.iter().zip(&answer.applied) {
+            if let Some(slice) = of.spec.manifest.slices().get(slice as usize) {
+                steps[slice.tensor] = applied;
+            }
+        }
+    }
+    Ok(steps)
+}
+
+async fn ask<T, F>(
+    cluster: &Cluster,
+    server: &Server,
+    what: &str,
+    mut call: impl FnMut(ShardClient<Connection>, u32) -> F,
+) -> Result<T>
+where
+    F: Future<Output = Result<tonic::Response<T>, tonic::Status>>,
+{
+    let shard = cluster.shards.get(server)?;
+    let client = ShardClient::new(shard.pull.clone()).max_decoding_message_size(MAX_CONTROL_MESSAGE);
+    cluster.retry(&format!("{what} of {}", shard.peer), |_, wait_ms| call(client.clone(), wait_ms)).await
+}

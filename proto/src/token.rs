@@ -1,0 +1,181 @@
+//! The secret that the servers and clients of a cluster share, and how a call carries it.
+
+use std::{convert::Infallible, fmt, str::FromStr};
+
+use http::{HeaderMap, HeaderValue, header::AUTHORIZATION};
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result};
+
+/// The environment variable from which every program takes it.
+pub const TOKEN_VARIABLE: &str = "ZEROSHARD_TOKEN";
+
+/// Longest token, in bytes: with the other headers it fits what an HTTP/2 peer takes by default.
+const MAX_BYTES: usize = 4096;
+
+/// What the calls of a cluster carry as `authorization: Bearer TOKEN`; empty: nothing.
+///
+/// Any text is taken, since what reads flags and files shows the text that it refuses; [`Bearer::new`] refuses what
+/// cannot be sent, without showing it. `Debug` does not show it either. It serializes as the text itself.
+#[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "Text", into = "String")]
+pub struct Token(String);
+
+impl Token {
+    /// The text itself; `None` for an empty one. For the hand-over to a client or a process, never for messages.
+    pub fn reveal(&self) -> Option<&str> {
+        Some(self.0.as_str()).filter(|text| !text.is_empty())
+    }
+}
+
+impl From<String> for Token {
+    fn from(text: String) -> Self {
+        Self(text)
+    }
+}
+
+impl From<Token> for String {
+    fn from(token: Token) -> Self {
+        token.0
+    }
+}
+
+impl FromStr for Token {
+    type Err = Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Infallible> {
+        Ok(Self(text.to_owned()))
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_empty() { "Token(none)" } else { "Token(..)" })
+    }
+}
+
+/// A text in a file. Serde's own refusal of another type would show the value.
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "it must be a text in quotes")]
+enum Text {
+    Text(String),
+}
+
+impl From<Text> for Token {
+    fn from(Text::Text(text): Text) -> Self {
+        Self(text)
+    }
+}
+
+/// A token as calls carry it. `Debug` does not show it, and HTTP/2 never keeps it in its tables.
+#[derive(Debug, Clone)]
+pub struct Bearer(HeaderValue);
+
+impl Bearer {
+    /// What calls carry for `token`: nothing for an empty one.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a token that no header can carry; it does not show the token.
+    pub fn new(token: &Token) -> Result<Option<Self>> {
+        let Some(text) = token.reveal() else { return Ok(None) };
+        let invalid = |found: &str| {
+            let expected = format!("at most {MAX_BYTES} visible ASCII characters, and no space among them");
+            Error::invalid("token", found, expected)
+        };
+        if text.len() > MAX_BYTES {
+            return Err(invalid(&format!("{} bytes long", text.len())));
+        }
+        if !text.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return Err(invalid(
+                "a text with a space, a line's end or another such character (it is not shown)",
+            ));
+        }
+        let mut value = HeaderValue::try_from(format!("Bearer {text}"))
+            .map_err(|_| invalid("what no header can carry (it is not shown)"))?;
+        value.set_sensitive(true);
+        Ok(Some(Self(value)))
+    }
+
+    /// Puts it into the headers of a call.
+    pub fn write(&self, headers: &mut HeaderMap) {
+        headers.insert(AUTHORIZATION, self.0.clone());
+    }
+
+    /// Whether a call with these headers may be answered. Takes as long for one wrong token as for another: what is
+    /// compared are hashes, in constant time.
+    ///
+    /// # Errors
+    /// [`Error::Unauthenticated`].
+    pub fn check(&self, headers: &HeaderMap) -> Result<()> {
+        let refuse = |found: &str| Err(Error::Unauthenticated { found: found.to_owned() });
+        match headers.get(AUTHORIZATION) {
+            None => refuse("no token"),
+            Some(value) if blake3::hash(value.as_bytes()) == blake3::hash(self.0.as_bytes()) => Ok(()),
+            Some(_) => refuse("another token"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bearer(text: &str) -> Result<Option<Bearer>> {
+        Bearer::new(&Token::from(text.to_owned()))
+    }
+
+    fn headers(value: &str) -> HeaderMap {
+        HeaderMap::from_iter([(AUTHORIZATION, value.parse().unwrap())])
+    }
+
+    #[test]
+    fn an_empty_token_is_none() {
+        assert!(bearer("").unwrap().is_none());
+        assert_eq!(Token::default().reveal(), None);
+    }
+
+    #[test]
+    fn only_the_same_token_is_let_in() {
+        let ours = bearer("s3cret").unwrap().unwrap();
+        let mut carried = HeaderMap::new();
+        let refused = |headers: &HeaderMap| match ours.check(headers) {
+            Err(Error::Unauthenticated { found }) => found,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(refused(&carried), "no token");
+        for wrong in
+            ["Bearer s3cre", "Bearer s3crets", "bearer s3cret", "s3cret", "Bearer", "Basic s3cret", ""]
+        {
+            assert_eq!(refused(&headers(wrong)), "another token", "{wrong}");
+        }
+        ours.write(&mut carried);
+        assert_eq!(carried[AUTHORIZATION], "Bearer s3cret");
+        assert_eq!(ours.check(&carried), Ok(()));
+    }
+
+    #[test]
+    fn a_token_that_no_header_carries_is_refused_and_not_shown() {
+        for wrong in ["s3cret s3cret", "s3cret\n", "s3crät", &"s3cret".repeat(700)] {
+            match bearer(wrong) {
+                Err(error @ Error::Invalid { .. }) => assert!(!error.to_string().contains("s3cr"), "{error}"),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn debug_does_not_show_it() {
+        let token = Token::from("s3cret".to_owned());
+        let shown = format!("{token:?} {:?}", Bearer::new(&token));
+        assert!(!shown.contains("s3cret"), "{shown}");
+    }
+
+    #[test]
+    fn what_is_no_text_is_refused_and_not_shown() {
+        assert_eq!(serde_json::from_str::<Token>("\"7331\"").unwrap(), Token::from("7331".to_owned()));
+        for wrong in ["7331", "7331.5", "[\"7331\"]"] {
+            let error = serde_json::from_str::<Token>(wrong).unwrap_err().to_string();
+            assert!(error.contains("text") && !error.contains("7331"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,14 @@
+//! Averaging: the parameters become the mean gradient.
+
+use super::vectorised;
+
+vectorised! {
+    /// A step: `parameter = gradient * coefficient`, whatever the parameter was.
+    pub fn step(coefficient: f32, parameter: &mut [f32], gradient: &[f32]) {
+        let n = parameter.len();
+        let gradient = &gradient[..n];
+        for i in 0..n {
+            parameter[i] = gradient[i] * coefficient;
+        }
+    }
+}

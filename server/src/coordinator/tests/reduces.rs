@@ -1,0 +1,192 @@
+//! What the gradients come to: norms before the decision, tensors that are not clipped or not there, steps that are
+//! taken or thrown away whatever they are.
+
+use super::*;
+use zeroshard_proto::optimizer::Average;
+
+#[test]
+fn the_norm_is_told_when_all_gradients_are_in_and_the_decision_has_the_same() {
+    let (mut script, leases) = Script::training(2, 2);
+    let early = script.reduce(leases[0], 1, 0, 4.0);
+    script.ready(1, 0, |_| {});
+    assert_eq!(script.answer(early), None);
+    script.ready(2, 0, |_| {});
+    let norm = 4.0f64.sqrt() / 8.0;
+    assert_eq!(script.reduced(early), pb::ReduceReport { gradient_norm: norm, overflow: None });
+    let late = script.reduce(leases[0], 1, 0, 4.0);
+    assert_eq!(script.reduced(late), script.reduced(early));
+    assert!(script.decisions().is_empty(), "nobody has committed");
+
+    for rank in [0, 1] {
+        script.commit(Commit { loss_scale: 4.0, ..commit(leases[rank], 1, rank as u32, 0) });
+    }
+    let over = script.reduce(leases[0], 1, 0, 4.0);
+    assert_eq!(script.reduced(over), script.reduced(early));
+    let next = script.reduce(leases[0], 1, 1, 4.0);
+    assert_eq!(script.answer(next), None);
+    let wrong = script.reduce(leases[0], 1, 7, 4.0);
+    assert_eq!(script.error(wrong), &Error::StepMismatch { job: "job".into(), step: 7, current: 1 });
+}
+
+#[test]
+fn an_overflow_is_told_before_the_decision() {
+    let (mut script, leases) = Script::training(1, 1);
+    let overflow = pb::Overflow { slice: 2, rank: Some(0) };
+    script.ready(1, 0, |report| report.overflow = Some(overflow));
+    let caller = script.reduce(leases[0], 1, 0, 1.0);
+    let report = script.reduced(caller);
+    assert!(report.gradient_norm.is_nan());
+    assert_eq!(report.overflow, Some(overflow));
+}
+
+#[test]
+fn who_waits_for_the_norm_hears_of_a_lost_rank_and_of_what_is_missing_at_the_deadline() {
+    let (mut script, leases) = Script::training(2, 2);
+    let caller = script.reduce(leases[0], 1, 0, 1.0);
+    script.lose(leases[1]);
+    assert!(matches!(script.error(caller), Error::StepAborted { epoch: 2, step: 0, .. }));
+    let stale = script.reduce(leases[0], 1, 0, 1.0);
+    assert!(matches!(script.error(stale), Error::StaleEpoch { .. }));
+    let foreign = script.reduce(leases[1], 2, 0, 1.0);
+    assert!(matches!(script.error(foreign), Error::LeaseLost { .. }));
+
+    let caller = script.reduce(leases[0], 2, 0, 1.0);
+    script.ready(1, 0, |_| {});
+    assert_eq!(script.cluster.next_deadline(), Some(WAIT));
+    script.after(WAIT);
+    let Error::Timeout { waiting_for, waited_ms: 60_000 } = script.error(caller) else { panic!("timeout") };
+    assert!(waiting_for.contains("server 2 (host:2)"), "{waiting_for}");
+    assert!(!waiting_for.contains("server 1") && !waiting_for.contains("rank"), "{waiting_for}");
+    assert_eq!(script.cluster.next_deadline(), None);
+}
+
+#[test]
+fn a_norm_asked_for_before_the_parameters_are_there_waits_for_them() {
+    let mut script = Script::with_servers(1);
+    script.create(spec(1));
+    script.open_all();
+    let lease = script.join(0).unwrap();
+    let caller = script.reduce(lease, 1, 0, 1.0);
+    script.ready_all(0);
+    assert_eq!(script.answer(caller), None);
+    script.initialise_all();
+    assert_eq!(script.reduced(caller).gradient_norm, 2.0);
+}
+
+#[test]
+fn a_job_that_is_deleted_answers_who_waits_for_its_norm() {
+    let (mut script, leases) = Script::training(1, 1);
+    let waiting = script.reduce(leases[0], 1, 0, 1.0);
+    let caller = script.caller();
+    script.event(Event::Delete { caller, job: "job".into() });
+    assert!(matches!(script.error(waiting), Error::JobFailed { .. }));
+}
+
+#[test]
+fn absences_are_merged_by_tensor_in_manifest_order() {
+    let (mut script, leases) = Script::training(3, 2);
+    let absent = |slice, rank, everywhere| pb::Absent { slice, rank, everywhere };
+    script.ready(1, 0, |report| report.absent = vec![absent(report.slices[0], 1, false)]);
+    script.ready(2, 0, |report| report.absent = vec![absent(report.slices[0], 0, true)]);
+    let callers: Vec<_> = (0..3).map(|rank| script.commit(commit(leases[rank], 1, rank as u32, 0))).collect();
+    let report = script.report(callers[0]);
+    let slices: Vec<u32> = report.absent.iter().map(|absent| absent.slice).collect();
+    assert_eq!(slices, [0, 2]);
+    assert!(report.absent.contains(&absent(0, 1, false)) || report.absent.contains(&absent(0, 0, true)));
+    assert!(report.applied);
+}
+
+#[test]
+fn a_tensor_of_more_slices_is_absent_everywhere_only_if_all_of_them_are() {
+    let big = TensorSpec::new("a", [2 * zeroshard_proto::blocks::SLICE as u64]);
+    let spec = JobSpec { manifest: Manifest::new(vec![big]).unwrap(), ..spec(1) };
+    for (second, everywhere) in [(true, true), (false, false)] {
+        let (mut script, leases) = Script::training_of(spec.clone(), 1);
+        let absent = |slice, everywhere| pb::Absent { slice, rank: 0, everywhere };
+        script.ready(1, 0, |report| {
+            report.slices = vec![0, 1];
+            report.sums_of_squares = vec![0.0; 2];
+            report.absent = vec![absent(0, true), absent(1, second)];
+        });
+        let caller = script.commit(commit(leases[0], 1, 0, 0));
+        assert_eq!(script.report(caller).absent, [absent(0, everywhere)]);
+    }
+}
+
+#[test]
+fn a_discarded_step_is_skipped_whatever_its_gradients_are() {
+    let (mut script, leases) = Script::training(1, 1);
+    script.ready_all(0);
+    let discard = Commit { discard: true, max_norm: Some(0.1), ..commit(leases[0], 1, 0, 0) };
+    let caller = script.commit(discard);
+    let report = script.report(caller);
+    assert_eq!((report.version, report.applied, report.overflow), (1, false, None));
+    assert_eq!((report.gradient_norm, report.clip_coefficient), (2.0, 1.0));
+    assert!(!script.decisions()[0].1.apply);
+
+    let overflow = pb::Overflow { slice: 0, rank: None };
+    script.ready(1, 1, |report| report.overflow = Some(overflow));
+    let caller = script.commit(Commit { discard: true, ..commit(leases[0], 1, 0, 1) });
+    assert_eq!(script.report(caller).overflow, Some(overflow));
+}
+
+#[test]
+fn an_average_is_taken_although_it_is_not_finite() {
+    let spec = JobSpec { groups: vec![zeroshard_proto::Optimizer::Average(Average {})], ..spec(2) };
+    let (mut script, leases) = Script::training_of(spec, 1);
+    let overflow = pb::Overflow { slice: 0, rank: Some(1) };
+    script.ready(1, 0, |report| report.overflow = Some(overflow));
+    let terms =
+        |rank: usize, step| Commit { max_norm: Some(0.5), ..commit(leases[rank], 1, rank as u32, step) };
+    script.commit(terms(0, 0));
+    let caller = script.commit(terms(1, 0));
+    let report = script.report(caller);
+    assert_eq!((report.applied, report.overflow, report.clip_coefficient), (true, Some(overflow), 1.0));
+    assert!(report.gradient_norm.is_nan());
+    let decision = &script.decisions()[0].1;
+    assert_eq!((decision.apply, decision.coefficient), (true, 0.5));
+
+    // What is finite is clipped as for others; and thrown away if they say so.
+    script.ready_all(1);
+    script.commit(terms(0, 1));
+    let caller = script.commit(terms(1, 1));
+    assert_eq!(script.report(caller).clip_coefficient, 0.5);
+    script.ready_all(2);
+    script.commit(Commit { discard: true, ..terms(0, 2) });
+    let caller = script.commit(Commit { discard: true, ..terms(1, 2) });
+    assert!(!script.report(caller).applied);
+}
+
+#[test]
+fn what_is_not_clipped_is_not_in_the_norm_and_only_unscaled_and_averaged() {
+    let (mut script, leases) = Script::training_of(partly_clipped(2), 2);
+    script.ready_all(0);
+    let terms = |rank: usize| Commit {
+        loss_scale: 4.0,
+        max_norm: Some(0.0625),
+        ..commit(leases[rank], 1, rank as u32, 0)
+    };
+    script.commit(terms(0));
+    let caller = script.commit(terms(1));
+    let report = script.report(caller);
+    // Slice 0 has the sum of squares 1.
+    assert_eq!((report.gradient_norm, report.clip_coefficient), (0.125, 0.5));
+    let decision = &script.decisions()[0].1;
+    assert_eq!((decision.coefficient, decision.unclipped), (0.0625, 0.125));
+
+    // An overflow there skips the step like any other.
+    let (mut script, leases) = Script::training_of(partly_clipped(1), 1);
+    script.ready(1, 0, |report| report.sums_of_squares[1] = f64::INFINITY);
+    let caller = script.commit(commit(leases[0], 1, 0, 0));
+    let report = script.report(caller);
+    assert_eq!((report.applied, report.overflow), (false, Some(pb::Overflow { slice: 2, rank: None })));
+    assert!(!report.gradient_norm.is_finite());
+}
+
+/// `a` is clipped, `b` is not.
+fn partly_clipped(world: u32) -> JobSpec {
+    let unclipped = TensorSpec { no_clip: true, ..TensorSpec::new("b", [4]) };
+    let frozen = TensorSpec { frozen: true, ..TensorSpec::new("frozen", [2]) };
+    let manifest = Manifest::new(vec![TensorSpec::new("a", [3]), frozen, unclipped]).unwrap();
+    JobSpec { manifest, ..spec(world) }
+}

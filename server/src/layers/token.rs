@@ -1,0 +1,151 @@
+//! Lets in the calls that carry the cluster's token.
+//!
+//! A call without it is answered at once: nothing of its body is read. Probes are let in: they have no secrets, and the
+//! health service tells none.
+
+use std::{
+    future::{Ready, ready},
+    task::{Context, Poll},
+};
+
+use futures_util::future::Either;
+use http::{Request, Response};
+use tonic::Status;
+use tonic_health::pb::health_server;
+use tower::{Layer, Service};
+use zeroshard_proto::{Result, Token, token::Bearer};
+
+/// Makes [`CheckToken`].
+#[derive(Clone, Debug)]
+pub struct TokenLayer(Option<Bearer>);
+
+impl TokenLayer {
+    /// For a cluster with `token`; with an empty one every call is let in.
+    ///
+    /// # Errors
+    /// [`zeroshard_proto::Error::Invalid`] for a token that no header can carry.
+    pub fn new(token: &Token) -> Result<Self> {
+        Bearer::new(token).map(Self)
+    }
+}
+
+impl<S> Layer<S> for TokenLayer {
+    type Service = CheckToken<S>;
+
+    fn layer(&self, inner: S) -> CheckToken<S> {
+        CheckToken { inner, bearer: self.0.clone() }
+    }
+}
+
+/// The service around the others.
+#[derive(Clone, Debug)]
+pub struct CheckToken<S> {
+    inner: S,
+    bearer: Option<Bearer>,
+}
+
+impl<S, In, Out> Service<Request<In>> for CheckToken<S>
+where
+    S: Service<Request<In>, Response = Response<Out>>,
+    Out: Default,
+{
+    type Response = S::Response;
+    type Error = S::Error;
+    type Future = Either<S::Future, Ready<Result<S::Response, S::Error>>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Request<In>) -> Self::Future {
+        match &self.bearer {
+            Some(bearer) if !is_probe(request.uri().path()) => match bearer.check(request.headers()) {
+                Ok(()) => Either::Left(self.inner.call(request)),
+                Err(error) => Either::Right(ready(Ok(Status::from(error).into_http()))),
+            },
+            _ => Either::Left(self.inner.call(request)),
+        }
+    }
+}
+
+/// Whether a call to `path`, `/SERVICE/METHOD`, is one to the health service.
+fn is_probe(path: &str) -> bool {
+    let service = path.strip_prefix('/').and_then(|path| path.split_once('/')).map(|(service, _)| service);
+    service == Some(health_server::SERVICE_NAME)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{convert::Infallible, sync::Mutex};
+
+    use tower::{ServiceExt, service_fn};
+    use zeroshard_proto::Error;
+
+    use super::*;
+
+    const PUSH: &str = "/zeroshard.v1.Data/Push";
+
+    /// What a cluster with `token` answers a call to `path` that carries `authorization`; whether it was let in.
+    async fn call(token: &str, path: &str, authorization: Option<&str>) -> Result<()> {
+        let reached = Mutex::new(false);
+        let inner = service_fn(|_: Request<()>| {
+            *reached.lock().unwrap() = true;
+            ready(Ok::<_, Infallible>(Response::new(())))
+        });
+        let mut request = Request::builder().uri(path);
+        if let Some(value) = authorization {
+            request = request.header("authorization", value);
+        }
+        let layer = TokenLayer::new(&Token::from(token.to_owned()))?;
+        let answer = layer.layer(inner).oneshot(request.body(()).unwrap()).await.unwrap();
+        match Status::from_header_map(answer.headers()) {
+            None => {
+                assert!(*reached.lock().unwrap());
+                Ok(())
+            }
+            Some(status) => {
+                assert!(!*reached.lock().unwrap(), "what is refused goes no further");
+                assert_eq!(status.code(), tonic::Code::Unauthenticated);
+                Err(Error::from_status(&status, "server"))
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn a_call_with_the_token_is_let_in() {
+        assert_eq!(call("s3cret", PUSH, Some("Bearer s3cret")).await, Ok(()));
+    }
+
+    #[tokio::test]
+    async fn a_call_without_it_is_refused_whatever_the_service() {
+        for path in [
+            PUSH,
+            "/zeroshard.v1.Coordinator/Status",
+            "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+            "/grpc.health.v1.HealthX/Check",
+            "/grpc.health.v1.Health",
+            "/x/grpc.health.v1.Health/Check",
+            "/",
+        ] {
+            for wrong in [None, Some(""), Some("Bearer "), Some("Bearer s3cre"), Some("s3cret")] {
+                let refused = call("s3cret", path, wrong).await;
+                assert!(
+                    matches!(refused, Err(Error::Unauthenticated { .. })),
+                    "{path} {wrong:?}: {refused:?}"
+                );
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn a_probe_is_let_in_without_it() {
+        assert_eq!(call("s3cret", "/grpc.health.v1.Health/Check", None).await, Ok(()));
+        assert_eq!(call("s3cret", "/grpc.health.v1.Health/Watch", Some("Bearer x")).await, Ok(()));
+    }
+
+    #[tokio::test]
+    async fn without_a_token_every_call_is_let_in() {
+        assert_eq!(call("", PUSH, None).await, Ok(()));
+        assert_eq!(call("", PUSH, Some("Bearer s3cret")).await, Ok(()));
+    }
+}

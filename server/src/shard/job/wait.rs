@@ -1,0 +1,73 @@
+//! Waiting for a version or for gradients; never without an end.
+
+use std::time::{Duration, Instant};
+
+use zeroshard_proto::{Error, Result};
+
+use super::Job;
+use crate::backend::Backend;
+
+/// Until when, and how long that was, for the message.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Deadline {
+    at: Instant,
+    after: Duration,
+}
+
+impl Deadline {
+    pub(crate) fn after(after: Duration) -> Self {
+        Self { at: Instant::now() + after, after }
+    }
+}
+
+impl<B: Backend> Job<B> {
+    /// Waits until `ready` gives something; asks again after every change.
+    ///
+    /// # Errors
+    /// What `ready` fails with; [`Error::Timeout`] with `waiting_for` after `deadline`.
+    pub(crate) async fn wait_for<T>(
+        &self,
+        deadline: Deadline,
+        mut ready: impl FnMut() -> Result<Option<T>>,
+        waiting_for: impl FnOnce() -> String,
+    ) -> Result<T> {
+        let mut changed = self.changed.subscribe();
+        let wait = async {
+            loop {
+                changed.borrow_and_update();
+                if let Some(value) = ready()? {
+                    return Ok(value);
+                }
+                tokio::select! {
+                    _ = changed.changed() => {}
+                    () = self.closed.cancelled() => {
+                        let reason = "this server has closed it".to_owned();
+                        return Err(Error::JobFailed { job: self.spec.name.clone(), reason });
+                    }
+                }
+            }
+        };
+        match tokio::time::timeout_at(deadline.at.into(), wait).await {
+            Ok(result) => result,
+            Err(_) => Err(Error::Timeout {
+                waiting_for: waiting_for(),
+                waited_ms: deadline.after.as_millis() as u64,
+            }),
+        }
+    }
+
+    /// Waits until all slices have at least `version`.
+    ///
+    /// # Errors
+    /// As [`Self::wait_for`].
+    pub(crate) async fn wait_for_version(&self, version: u64, deadline: Deadline) -> Result<()> {
+        let there = || Ok(self.version().filter(|&current| current >= version));
+        let waiting_for = || format!("version {version} of job {:?}", self.spec.name);
+        self.wait_for(deadline, there, waiting_for).await.map(|_| ())
+    }
+
+    /// Waits until more gradients are in, or `limit` has passed.
+    pub(crate) async fn contribution(&self, limit: Duration) {
+        let _ = tokio::time::timeout(limit, self.contributed.notified()).await;
+    }
+}

@@ -1,0 +1,64 @@
+//! A buffer's next content (batch-norm statistics): bits that a step carries along, and no arithmetic touches.
+
+use std::sync::Arc;
+
+use zeroshard_proto::{Error, Result};
+
+use super::{Inner, Slice};
+use crate::{
+    backend::Backend,
+    shard::{ranges::Ranges, round::Piece},
+};
+
+/// What has come of a buffer's next content.
+pub(super) struct Next<B: Backend> {
+    content: B::Buffer,
+    received: Ranges,
+}
+
+impl<B: Backend> Slice<B> {
+    /// Stores a piece of what the buffer is from the next version on. Returns how many elements were new. `current`
+    /// as for [`Self::upload`].
+    ///
+    /// # Errors
+    /// Those of `current`; [`Error::OutOfMemory`].
+    pub(crate) fn replace(
+        &self,
+        backend: &B,
+        piece: &Piece,
+        current: impl FnOnce() -> Result<()>,
+    ) -> Result<u64> {
+        let mut inner = self.lock();
+        current()?;
+        let next = match &mut inner.next {
+            Some(next) => next,
+            none => {
+                let numel = self.spec.numel;
+                let content = backend.allocate(self.dtype, numel).map_err(|_| Error::OutOfMemory {
+                    what: "the next content of a buffer".to_owned(),
+                    bytes: (numel * self.dtype.size()) as u64,
+                })?;
+                none.insert(Next { content, received: Ranges::default() })
+            }
+        };
+        let mut new = 0;
+        for (range, _) in next.received.split(piece.range()).into_iter().filter(|(_, known)| !known) {
+            let part = piece.part(range.clone());
+            backend.store(&mut next.content, part.offset, &part.bytes, part.dtype);
+            new += range.len() as u64;
+            next.received.insert(range);
+        }
+        Ok(new)
+    }
+}
+
+impl<B: Backend> Inner<B> {
+    /// The next content takes its place, if all of it has come; whoever reads the old one holds it.
+    pub(super) fn turn_over(&mut self, numel: usize) {
+        if let Some(next) = self.next.take()
+            && next.received.is_all(numel)
+        {
+            self.master = Arc::new(next.content);
+        }
+    }
+}

@@ -1,0 +1,241 @@
+//! What a slice begins with, what a step takes along, and what it leaves alone.
+
+use zeroshard_proto::{Error, TensorSpec};
+
+use super::*;
+use crate::backend::Cpu;
+
+const NUMEL: usize = 5;
+
+struct Subject {
+    backend: Cpu,
+    budget: Arc<ParkingBudget>,
+    groups: Vec<Optimizer>,
+    slice: Slice<Cpu>,
+}
+
+fn bytes(values: &[f32]) -> bytes::Bytes {
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
+}
+
+fn piece(rank: u32, offset: usize, values: &[f32]) -> Piece {
+    Piece { rank, offset, dtype: DType::F32, bytes: bytes(values) }
+}
+
+const PARAMETERS: Upload = Upload { state: None, applied: 0 };
+
+impl Subject {
+    fn new(optimizer: &str, tensor: TensorSpec, world: u32) -> Self {
+        let groups = vec![serde_json::from_str(optimizer).unwrap()];
+        let manifest = Manifest::new(vec![tensor]).unwrap();
+        let backend = Cpu::new();
+        let slice = Slice::allocate(&backend, &manifest, 0, &groups, world).unwrap();
+        Self { backend, budget: ParkingBudget::new(0), groups, slice }
+    }
+
+    fn tensor() -> TensorSpec {
+        TensorSpec::new("w", [NUMEL as u64])
+    }
+
+    fn buffer(dtype: DType) -> TensorSpec {
+        TensorSpec { buffer: true, dtype, ..Self::tensor() }
+    }
+
+    fn upload(&self, upload: Upload, offset: usize, values: &[f32]) -> Result<(u64, bool)> {
+        self.slice.upload(&self.backend, upload, &piece(0, offset, values), || Ok(()))
+    }
+
+    fn push(&self, rank: u32, values: &[f32]) -> Option<Reduced> {
+        let piece = piece(rank, 0, values);
+        self.slice.contribute(&self.backend, &piece, &self.budget, || Ok(())).unwrap().1
+    }
+
+    fn absent(&self, rank: u32) -> Option<Reduced> {
+        self.slice.absent(&self.backend, rank, || Ok(())).unwrap()
+    }
+
+    fn replace(&self, offset: usize, values: &[f32]) -> u64 {
+        self.slice.replace(&self.backend, &piece(0, offset, values), || Ok(())).unwrap()
+    }
+
+    fn step(&self, version: u64, coefficient: f32, unclipped: f32) {
+        let apply = Some(Apply { groups: &self.groups, coefficient, unclipped });
+        self.slice.step(&self.backend, &Step { version, apply }).unwrap();
+    }
+
+    fn skip(&self, version: u64) {
+        self.slice.step(&self.backend, &Step { version, apply: None }).unwrap();
+    }
+
+    fn held(&self, part: Part, version: u64) -> Arc<<Cpu as Backend>::Buffer> {
+        self.slice.read(part, "job", version).unwrap().expect("it is there")
+    }
+
+    fn read(&self, part: Part, version: u64) -> bytes::Bytes {
+        self.backend.read(&self.held(part, version), 0..NUMEL, DType::F32)
+    }
+
+    fn applied(&self, version: u64) -> u64 {
+        self.slice.applied("job", version).unwrap()
+    }
+}
+
+const ADAMW: &str = r#"{"name":"adamw"}"#;
+
+#[test]
+fn uploaded_state_and_steps_go_on_like_a_run_that_was_never_interrupted() {
+    let first = Subject::new(ADAMW, Subject::tensor(), 1);
+    first.upload(PARAMETERS, 0, &[1.0, 2.0, 3.0, 4.0, 5.0]).unwrap();
+    for step in 0..3 {
+        first.push(0, &[0.1, -0.2, 0.3, step as f32, 0.0]);
+        first.step(step, 1.0, 1.0);
+    }
+    let values = |part| first.read(part, 3).to_vec();
+    let second = Subject::new(ADAMW, Subject::tensor(), 1);
+    for (state, part) in [(Some(0), Part::State(0)), (Some(1), Part::State(1)), (None, Part::Master)] {
+        let words = values(part);
+        let values: Vec<f32> = words.as_chunks().0.iter().map(|word| f32::from_le_bytes(*word)).collect();
+        let upload = Upload { state, applied: if state == Some(1) { 3 } else { 0 } };
+        // In two pieces, the second twice.
+        second.upload(upload, 2, &values[2..]).unwrap();
+        second.upload(upload, 0, &values[..2]).unwrap();
+        assert_eq!(second.upload(upload, 0, &values[..2]).unwrap(), (0, false));
+    }
+    assert_eq!((second.slice.version(), second.applied(0)), (Some(0), 3));
+    first.push(0, &[0.5; NUMEL]);
+    first.step(3, 0.5, 1.0);
+    second.push(0, &[0.5; NUMEL]);
+    second.step(0, 0.5, 1.0);
+    for part in [Part::Parameters, Part::Master, Part::State(0), Part::State(1)] {
+        assert_eq!(first.read(part, 4), second.read(part, 1), "{part:?}");
+    }
+}
+
+#[test]
+fn state_that_comes_after_the_parameters_is_refused_unless_it_was_there_before() {
+    let subject = Subject::new(ADAMW, Subject::tensor(), 1);
+    let state = Upload { state: Some(0), applied: 7 };
+    subject.upload(state, 0, &[0.5; 2]).unwrap();
+    subject.upload(PARAMETERS, 0, &[0.0; NUMEL]).unwrap();
+    assert_eq!(subject.upload(state, 0, &[0.5; 2]).unwrap().0, 0, "a push that is repeated");
+    let late = subject.upload(Upload { applied: 9, ..state }, 0, &[0.5; 3]);
+    assert!(matches!(late, Err(Error::Invalid { .. })));
+    assert_eq!(subject.applied(0), 7);
+    assert_eq!(subject.read(Part::State(0), 0), bytes(&[0.5, 0.5, 0.0, 0.0, 0.0]));
+}
+
+#[test]
+fn a_new_epoch_before_the_parameters_are_complete_forgets_state_and_steps() {
+    let adagrad = r#"{"name":"adagrad","initial_accumulator_value":0.25}"#;
+    let subject = Subject::new(adagrad, Subject::tensor(), 1);
+    subject.upload(Upload { state: Some(0), applied: 7 }, 0, &[0.5; NUMEL]).unwrap();
+    subject.slice.abort(false);
+    subject.slice.abort(false);
+    subject.upload(PARAMETERS, 0, &[0.0; NUMEL]).unwrap();
+    assert_eq!(subject.applied(0), 0);
+    assert_eq!(subject.read(Part::State(0), 0), bytes(&[0.25; NUMEL]));
+    // Later ones keep it all.
+    subject.slice.abort(true);
+    assert_eq!(subject.read(Part::State(0), 0), bytes(&[0.25; NUMEL]));
+}
+
+#[test]
+fn parameters_without_state_count_steps_too_where_they_train() {
+    let subject = Subject::new(r#"{"name":"sgd"}"#, Subject::tensor(), 1);
+    subject.upload(Upload { state: None, applied: 4 }, 0, &[0.0; NUMEL]).unwrap();
+    assert_eq!(subject.applied(0), 4);
+    let buffer = Subject::new(r#"{"name":"sgd"}"#, Subject::buffer(DType::F32), 1);
+    buffer.upload(Upload { state: None, applied: 4 }, 0, &[0.0; NUMEL]).unwrap();
+    assert_eq!(buffer.applied(0), 0);
+}
+
+#[test]
+fn a_slice_that_nobody_has_a_gradient_of_is_not_stepped() {
+    let subject = Subject::new(r#"{"name":"adamw","weight_decay":0.5}"#, Subject::tensor(), 2);
+    subject.upload(PARAMETERS, 0, &[1.0; NUMEL]).unwrap();
+    assert_eq!(subject.absent(1), None);
+    let reduced = subject.absent(0).expect("complete");
+    assert_eq!(reduced.absent, Some(Absent { rank: 0, everywhere: true }));
+    assert_eq!((reduced.sum_of_squares, reduced.overflow), (0.0, None));
+    let before = subject.held(Part::Parameters, 0);
+    subject.step(0, 1.0, 1.0);
+    assert!(Arc::ptr_eq(&before, &subject.held(Part::Parameters, 1)), "nothing was even copied");
+    assert_eq!(subject.applied(1), 0);
+    // One rank's gradient is enough; the other's zeros make the mean.
+    subject.absent(0);
+    let reduced = subject.push(1, &[1.0; NUMEL]).expect("complete");
+    assert_eq!(reduced.absent, Some(Absent { rank: 0, everywhere: false }));
+    subject.step(1, 0.5, 0.5);
+    assert_eq!(subject.applied(2), 1);
+    assert_ne!(subject.read(Part::Parameters, 2), bytes(&[1.0; NUMEL]));
+}
+
+#[test]
+fn what_is_not_clipped_has_its_own_coefficient() {
+    for (no_clip, expected) in [(false, 3.0), (true, 5.0)] {
+        let tensor = TensorSpec { no_clip, ..Subject::tensor() };
+        let subject = Subject::new(r#"{"name":"average"}"#, tensor, 1);
+        subject.upload(PARAMETERS, 0, &[9.0; NUMEL]).unwrap();
+        subject.push(0, &[1.0; NUMEL]);
+        subject.step(0, 3.0, 5.0);
+        assert_eq!(subject.read(Part::Parameters, 1), bytes(&[expected; NUMEL]));
+    }
+}
+
+#[test]
+fn an_average_is_the_gradient_whatever_it_is_and_stays_where_there_is_none() {
+    let tensor = TensorSpec { dtype: DType::Bf16, ..Subject::tensor() };
+    let subject = Subject::new(r#"{"name":"average"}"#, tensor, 1);
+    subject.upload(PARAMETERS, 0, &[9.0; NUMEL]).unwrap();
+    let values = [f32::INFINITY, f32::NEG_INFINITY, -0.0, 1.0, 0.5];
+    subject.push(0, &values);
+    subject.step(0, 1.0, 1.0);
+    for part in [Part::Master, Part::Parameters] {
+        assert_eq!(subject.read(part, 1), bytes(&values));
+    }
+    subject.absent(0);
+    subject.step(1, 1.0, 1.0);
+    assert_eq!(subject.read(Part::Master, 2), bytes(&values));
+}
+
+#[test]
+fn a_buffer_moves_with_the_step_bit_for_bit_and_its_readers_keep_theirs() {
+    let subject = Subject::new(ADAMW, Subject::buffer(DType::F32), 1);
+    subject.upload(PARAMETERS, 0, &[1.0; NUMEL]).unwrap();
+    let before = subject.held(Part::Parameters, 0);
+    // A signalling NaN, a subnormal, the words of an i64.
+    let words = [0x7f80_0001u32, 0x0000_0001, 0xffff_ffff, 0x8000_0000, 12_345];
+    let values = words.map(f32::from_bits);
+    assert_eq!(subject.replace(2, &values[2..]), 3);
+    assert_eq!(subject.replace(0, &values), 2);
+    assert_eq!(subject.read(Part::Parameters, 0), bytes(&[1.0; NUMEL]));
+    subject.step(0, 1.0, 1.0);
+    let expected: bytes::Bytes = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    assert_eq!(subject.read(Part::Parameters, 1), expected);
+    assert_eq!(subject.backend.read(&before, 0..NUMEL, DType::F32), bytes(&[1.0; NUMEL]));
+    // Nothing pushed, or not all of it: it stays.
+    subject.skip(1);
+    subject.replace(0, &[2.0; NUMEL - 1]);
+    subject.skip(2);
+    assert_eq!(subject.read(Part::Parameters, 3), expected);
+    // A new epoch forgets what came; a skipped step takes what came all the same.
+    subject.replace(0, &[2.0; NUMEL]);
+    subject.slice.abort(true);
+    subject.replace(0, &[3.0; NUMEL]);
+    subject.skip(3);
+    assert_eq!(subject.read(Part::Parameters, 4), bytes(&[3.0; NUMEL]));
+}
+
+#[test]
+fn master_weights_are_read_beside_what_is_published() {
+    let tensor = TensorSpec { dtype: DType::Bf16, ..Subject::tensor() };
+    let subject = Subject::new(r#"{"name":"sgd"}"#, tensor, 1);
+    let fine = 1.0 + 1.0 / 1024.0;
+    subject.upload(PARAMETERS, 0, &[fine; NUMEL]).unwrap();
+    assert_eq!(subject.read(Part::Master, 0), bytes(&[fine; NUMEL]));
+    assert_eq!(subject.read(Part::Parameters, 0), bytes(&[1.0; NUMEL]));
+    assert!(matches!(subject.slice.read(Part::Master, "job", 1), Ok(None)));
+    subject.skip(0);
+    assert!(matches!(subject.slice.read(Part::Master, "job", 0), Err(Error::VersionGone { .. })));
+    assert!(matches!(subject.slice.applied("job", 0), Err(Error::VersionGone { .. })));
+}

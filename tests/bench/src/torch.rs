@@ -1,0 +1,252 @@
+//! Training steps in PyTorch: ours at every level beside what torch and DeepSpeed have, all in the same run.
+//!
+//! Every system is run once in each round, in turn, in two new processes of one thread each; its median is compared.
+
+mod ranks;
+
+use std::{fmt, path::PathBuf, process::Command};
+
+use clap::{Args, ValueEnum};
+use serde_json::{Value, json};
+use zeroshard_tests::Cluster;
+
+use crate::{sample::median, step::Level, table::Table};
+
+use ranks::{Ranks, Sample};
+
+type Error = Box<dyn std::error::Error>;
+
+/// A training step in PyTorch on two ranks, beside DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed
+///
+/// The model is a stack of bias-free linear layers, at four inputs a rank, with AdamW; the peers talk over gloo. At
+/// p_g_os the segment size is half a layer, so that every layer is sharded. DeepSpeed is left out where it does not
+/// run.
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    /// What is measured, separated by commas
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = System::value_variants().to_vec())]
+    systems: Vec<System>,
+    /// How often everything is measured; the median is shown
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+    /// Layers of the model
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    layers: u32,
+    /// Inputs and outputs of a layer
+    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=32768))]
+    width: u32,
+    /// Measured steps of a round, after three that are not
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    steps: u32,
+    /// Python interpreter that has torch and zeroshard
+    #[arg(long, default_value = "python3")]
+    python: PathBuf,
+    /// Shard servers of zeroshard
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+    shards: u32,
+    /// Where zeroshard's servers are
+    #[arg(long, value_enum, default_value_t = Servers::Processes)]
+    servers: Servers,
+}
+
+/// What is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum System {
+    /// No synchronisation at all
+    Local,
+    /// DistributedDataParallel
+    Ddp,
+    /// DistributedDataParallel with ZeroRedundancyOptimizer
+    Zero1,
+    /// fully_shard, layer by layer
+    Fsdp2,
+    /// DeepSpeed, ZeRO stage 1
+    Ds1,
+    /// DeepSpeed, ZeRO stage 3
+    Ds3,
+    /// group_sharded_parallel, at every level
+    Zeroshard,
+}
+
+impl fmt::Display for System {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Local => "local",
+            Self::Ddp => "ddp",
+            Self::Zero1 => "zero1",
+            Self::Fsdp2 => "fsdp2",
+            Self::Ds1 => "ds1",
+            Self::Ds3 => "ds3",
+            Self::Zeroshard => "zeroshard",
+        })
+    }
+}
+
+impl System {
+    /// Whether the others are measured when it does not run.
+    fn is_optional(self) -> bool {
+        matches!(self, Self::Ds1 | Self::Ds3)
+    }
+
+    fn transport(self) -> Option<&'static str> {
+        match self {
+            Self::Local => None,
+            Self::Ddp | Self::Zero1 | Self::Fsdp2 | Self::Ds1 | Self::Ds3 => Some("gloo"),
+            Self::Zeroshard => Some("grpc"),
+        }
+    }
+}
+
+/// Where zeroshard's servers are.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Servers {
+    /// Each in a process of its own
+    Processes,
+    /// Inside rank 0
+    Embedded,
+}
+
+/// A row of the table, as it is being measured.
+#[derive(Debug)]
+struct Subject {
+    system: System,
+    /// Of zeroshard.
+    level: Option<Level>,
+    samples: Vec<Sample>,
+}
+
+impl Subject {
+    fn all(systems: &[System]) -> Vec<Self> {
+        let subject = |system, level| Self { system, level, samples: Vec::new() };
+        let subjects = systems.iter().flat_map(|&system| match system {
+            System::Zeroshard => {
+                Level::value_variants().iter().map(|&level| subject(system, Some(level))).collect()
+            }
+            _ => vec![subject(system, None)],
+        });
+        subjects.collect()
+    }
+
+    /// Parameters with more elements than this are sharded.
+    fn segment_size(&self, options: &Options) -> Option<u64> {
+        let level = self.level?;
+        (level == Level::PGOs).then(|| u64::from(options.width).pow(2) / 2)
+    }
+
+    fn measure(&self, options: &Options) -> Result<Sample, Error> {
+        let cluster = match (self.system, options.servers) {
+            (System::Zeroshard, Servers::Processes) => Some(Cluster::start(options.shards as usize)),
+            _ => None,
+        };
+        let mut arguments = vec![
+            ("--system", self.system.to_string()),
+            ("--layers", options.layers.to_string()),
+            ("--width", options.width.to_string()),
+            ("--steps", options.steps.to_string()),
+            ("--shards", options.shards.to_string()),
+            ("--segment-size", self.segment_size(options).unwrap_or(1 << 20).to_string()),
+        ];
+        arguments.extend(self.level.map(|level| ("--level", level.to_string())));
+        arguments.extend(cluster.as_ref().map(|cluster| ("--address", cluster.address().to_owned())));
+        let sample = Ranks::start(&options.python, &arguments)?.finish()?;
+        let servers = cluster.map(|cluster| cluster.shards.iter().map(|shard| shard.peak_memory()).sum());
+        Ok(Sample { server_peak_bytes: servers, ..sample })
+    }
+
+    /// Median seconds of a step; none if it was never measured.
+    fn seconds(&self) -> Option<f64> {
+        let samples: Vec<_> = self.samples.iter().map(|sample| sample.seconds).collect();
+        (!samples.is_empty()).then(|| median(samples))
+    }
+
+    fn row(&self, options: &Options, ddp: Option<f64>, fsdp2: Option<f64>) -> Option<Value> {
+        let seconds = self.seconds()?;
+        let last = self.samples.last()?;
+        let ratio = |baseline: Option<f64>| baseline.map(|baseline| seconds / baseline);
+        let mib = |bytes: u64| bytes >> 20;
+        let peak = |rank: usize| self.samples.iter().map(|sample| sample.peak_bytes[rank]).max().map(mib);
+        let servers = self.samples.iter().filter_map(|sample| sample.server_peak_bytes).max();
+        Some(json!({
+            "bench": "torch", "system": self.system.to_string(), "level": self.level.map(|it| it.to_string()),
+            "transport": self.system.transport(), "params": last.params,
+            "segment_size": self.segment_size(options), "seconds": seconds, "ratio_ddp": ratio(ddp),
+            "ratio_fsdp2": ratio(fsdp2), "loss": last.loss, "rank0_peak_mib": peak(0), "rank1_peak_mib": peak(1),
+            "servers_peak_mib": servers.map(mib),
+        }))
+    }
+}
+
+impl fmt::Display for Subject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.system.fmt(f)?;
+        self.level.map_or(Ok(()), |level| write!(f, " {level}"))
+    }
+}
+
+pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
+    let python = &options.python;
+    import(python, "torch", "pip install torch")?;
+    if options.systems.contains(&System::Zeroshard) {
+        import(python, "zeroshard.torch", "pip install client/python, in ZeroShard's repository")?;
+    }
+    let mut subjects = Subject::all(&options.systems);
+    for round in 1..=options.rounds {
+        let mut skipped = Vec::new();
+        for (i, subject) in subjects.iter_mut().enumerate() {
+            match subject.measure(options) {
+                Ok(sample) => {
+                    eprintln!("round {round}/{}: {subject}: {:.3} s", options.rounds, sample.seconds);
+                    subject.samples.push(sample);
+                }
+                Err(error) if subject.system.is_optional() => {
+                    let error = error.to_string();
+                    eprintln!("{subject} is skipped: {}", error.lines().last().unwrap_or(&error));
+                    skipped.push(i);
+                }
+                Err(error) => return Err(format!("{subject}: {error}").into()),
+            }
+        }
+        for i in skipped.into_iter().rev() {
+            subjects.remove(i);
+        }
+    }
+    print(&subjects, options, json);
+    Ok(())
+}
+
+fn print(subjects: &[Subject], options: &Options, json: bool) {
+    let seconds = |system| subjects.iter().find(|it| it.system == system).and_then(Subject::seconds);
+    let (ddp, fsdp2) = (seconds(System::Ddp), seconds(System::Fsdp2));
+    let fields = [
+        "system",
+        "level",
+        "transport",
+        "params",
+        "segment_size",
+        "seconds",
+        "ratio_ddp",
+        "ratio_fsdp2",
+        "loss",
+        "rank0_peak_mib",
+        "rank1_peak_mib",
+        "servers_peak_mib",
+    ];
+    let mut table = Table::new(json, &fields);
+    for row in subjects.iter().filter_map(|subject| subject.row(options, ddp, fsdp2)) {
+        table.row(row);
+    }
+    table.finish();
+}
+
+/// Makes sure that the interpreter has a module.
+fn import(python: &PathBuf, module: &str, remedy: &str) -> Result<(), Error> {
+    let advice = format!("{remedy}; or name the interpreter that has it with --python");
+    let output = Command::new(python).args(["-c", &format!("import {module}")]).output();
+    let output = output.map_err(|e| format!("cannot start {}: {e}", python.display()))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let log = String::from_utf8_lossy(&output.stderr);
+    let reason = log.lines().last().unwrap_or("it says nothing");
+    Err(format!("{} cannot import {module} ({reason}): {advice}", python.display()).into())
+}

@@ -1,0 +1,191 @@
+//! The processes of one measurement: `step.py`, once for each rank.
+
+use std::{
+    fs::{self, File},
+    path::Path,
+    process::{Child, Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use serde::Deserialize;
+use tempfile::TempDir;
+
+use super::Error;
+
+/// What the ranks run.
+const SCRIPT: &str = include_str!("../../torch/step.py");
+/// How many ranks there are.
+pub(super) const WORLD: usize = 2;
+/// How long one measurement may take, from the start of Python.
+const PATIENCE: Duration = Duration::from_secs(600);
+/// How often the processes are looked at.
+const POLL: Duration = Duration::from_millis(50);
+/// How much of a failed rank's log is shown.
+const LOG_LINES: usize = 15;
+
+/// What one measurement found.
+#[derive(Debug, Clone)]
+pub(super) struct Sample {
+    pub(super) params: u64,
+    /// Of a step, the mean over the measured ones.
+    pub(super) seconds: f64,
+    /// Mean over the ranks, at the last step.
+    pub(super) loss: f64,
+    /// The most memory that each rank had resident during the measured steps.
+    pub(super) peak_bytes: [u64; WORLD],
+    /// The same of all servers, over their whole life; none if there were none, or inside rank 0.
+    pub(super) server_peak_bytes: Option<u64>,
+}
+
+/// What one rank writes.
+#[derive(Debug, Deserialize)]
+struct Output {
+    params: u64,
+    seconds: f64,
+    loss: f64,
+    peak_bytes: u64,
+}
+
+impl Sample {
+    /// Reads what the ranks have written, rank by rank.
+    fn parse(texts: &[String; WORLD]) -> Result<Self, Error> {
+        let parse = |text: &String| {
+            serde_json::from_str::<Output>(text).map_err(|e| format!("a rank's result {text:?}: {e}"))
+        };
+        let (first, second) = (parse(&texts[0])?, parse(&texts[1])?);
+        if !(first.seconds.is_finite() && first.seconds > 0.0) {
+            return Err(format!("a step took {} seconds", first.seconds).into());
+        }
+        Ok(Self {
+            params: first.params,
+            seconds: first.seconds,
+            loss: first.loss,
+            peak_bytes: [first.peak_bytes, second.peak_bytes],
+            server_peak_bytes: None,
+        })
+    }
+}
+
+/// Running ranks. Killed when dropped.
+#[derive(Debug)]
+pub(super) struct Ranks {
+    children: Vec<Child>,
+    folder: TempDir,
+}
+
+impl Ranks {
+    /// Starts the ranks with these arguments of the script.
+    pub(super) fn start(python: &Path, arguments: &[(&str, String)]) -> Result<Self, Error> {
+        let folder = TempDir::with_prefix("zs-bench-")?;
+        fs::write(folder.path().join("step.py"), SCRIPT)?;
+        let mut ranks = Self { children: Vec::new(), folder };
+        for rank in 0..WORLD {
+            let child = start_rank(python, arguments, ranks.folder.path(), rank)?;
+            ranks.children.push(child);
+        }
+        Ok(ranks)
+    }
+
+    /// Waits until all have ended. A rank that fails ends the others, and its log is the error.
+    pub(super) fn finish(mut self) -> Result<Sample, Error> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let mut running = false;
+            for (rank, child) in self.children.iter_mut().enumerate() {
+                match child.try_wait()? {
+                    None => running = true,
+                    Some(status) if status.success() => {}
+                    Some(status) => {
+                        let log = log_tail(&self.folder.path().join(log_name(rank)));
+                        return Err(format!("rank {rank} ended with {status}:\n{log}").into());
+                    }
+                }
+            }
+            if !running {
+                break;
+            }
+            if Instant::now() > deadline {
+                return Err(format!("did not end in {PATIENCE:?}").into());
+            }
+            thread::sleep(POLL);
+        }
+        let read = |rank| {
+            let text = fs::read_to_string(self.folder.path().join(output_name(rank)));
+            text.map_err(|e| format!("rank {rank} left no result: {e}"))
+        };
+        Sample::parse(&[read(0)?, read(1)?])
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        for child in &mut self.children {
+            // Fails only if it has ended already.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+fn start_rank(
+    python: &Path,
+    arguments: &[(&str, String)],
+    folder: &Path,
+    rank: usize,
+) -> Result<Child, Error> {
+    let log = File::create(folder.join(log_name(rank)))?;
+    let mut command = Command::new(python);
+    command.arg(folder.join("step.py"));
+    command.arg("--store").arg(folder.join("store"));
+    command.arg("--output").arg(folder.join(output_name(rank)));
+    for (flag, value) in arguments {
+        command.args([*flag, value]);
+    }
+    let rank = rank.to_string();
+    command.envs([("RANK", &rank), ("LOCAL_RANK", &rank), ("WORLD_SIZE", &WORLD.to_string())]);
+    command.envs([("OMP_NUM_THREADS", "1"), ("GLOO_SOCKET_IFNAME", "lo")]);
+    command.env_remove("ZEROSHARD_ADDRESS");
+    command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+    Ok(command.spawn()?)
+}
+
+fn log_name(rank: usize) -> String {
+    format!("rank{rank}.log")
+}
+
+fn output_name(rank: usize) -> String {
+    format!("rank{rank}.json")
+}
+
+/// The end of a log.
+fn log_tail(path: &Path) -> String {
+    let log = fs::read(path).unwrap_or_default();
+    let log = String::from_utf8_lossy(&log);
+    let lines: Vec<_> = log.lines().filter(|line| !line.trim().is_empty()).collect();
+    lines[lines.len().saturating_sub(LOG_LINES)..].join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OUTPUT: &str = r#"{"params": 8, "seconds": 0.5, "loss": 1.5, "peak_bytes": 100}"#;
+
+    #[test]
+    fn seconds_are_rank_zeros_and_memory_is_each_ranks() {
+        let other = OUTPUT.replace("100", "200").replace("0.5", "0.6");
+        let sample = Sample::parse(&[OUTPUT.to_owned(), other]);
+        let sample = sample.unwrap_or_else(|e| unreachable!("{e}"));
+        assert_eq!((sample.params, sample.seconds, sample.loss), (8, 0.5, 1.5));
+        assert_eq!(sample.peak_bytes, [100, 200]);
+    }
+
+    #[test]
+    fn a_result_that_is_no_result_is_an_error() {
+        for wrong in ["", "{}", "nan", &OUTPUT.replace("0.5", "0.0"), &OUTPUT.replace("\"params\": 8, ", "")]
+        {
+            assert!(Sample::parse(&[wrong.to_owned(), OUTPUT.to_owned()]).is_err(), "{wrong:?}");
+        }
+    }
+}

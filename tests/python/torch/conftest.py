@@ -1,0 +1,33 @@
+"""What the tests share: a cluster in this process, and one of server processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# One thread a process, as every rank has, and nothing of a launcher's environment. Before torch is imported.
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ZEROSHARD_ADDRESS", "ZEROSHARD_TOKEN"):
+    os.environ.pop(name, None)
+
+import pytest
+import torch
+import zeroshard as zs
+
+from servers import servers
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[zs.Session]:
+    """An embedded cluster in the tests' own process: one rank."""
+    with zs.init() as session:
+        yield session
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[dict[str, str]]:
+    """Two shard servers as processes; the environment in which ranks find them."""
+    with servers(2) as address:
+        yield {"ZEROSHARD_ADDRESS": address}

@@ -1,0 +1,52 @@
+"""Server processes of the shipped binary, on ports that the system chooses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+BINARY = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release" / "zeroshard-server"
+#: How long a server may take to end, in seconds.
+PATIENCE = 10
+
+
+@contextlib.contextmanager
+def server(*arguments: str) -> Iterator[str]:
+    """A running server; the address that it listens on."""
+    command = [
+        str(BINARY),
+        *arguments,
+        "--listen",
+        "127.0.0.1:0",
+        "--admin-listen",
+        "off",
+        "--json",
+        "--log",
+        "error",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())["address"]
+    finally:
+        process.terminate()
+        try:
+            process.wait(PATIENCE)
+        finally:
+            process.kill()
+            process.communicate()
+
+
+@contextlib.contextmanager
+def servers(shards: int, flags: Sequence[str] = ()) -> Iterator[str]:
+    """A coordinator and so many shard servers; the coordinator's address."""
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(server("coordinator", *flags))
+        for _ in range(shards):
+            stack.enter_context(server("shard", "--coordinator", address, *flags))
+        yield address

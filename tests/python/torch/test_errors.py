@@ -1,0 +1,88 @@
+"""Wrong arguments are refused, with an error that says what would be right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.torch import group_sharded_parallel
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Something that can be wrapped."""
+    model = nn.Linear(4, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("level", ["p_g", "", "OS", "3", None, 3])
+def test_level_is_one_of_three(level: Any) -> None:
+    """ "p_g" stands in the original's own example."""
+    with pytest.raises(zs.InvalidArgument, match=r"os.*os_g.*p_g_os"):
+        group_sharded_parallel(*model_and_optimizer(), level)
+
+
+def test_model_is_a_module_and_the_optimizer_torchs() -> None:
+    model, optimizer = model_and_optimizer()
+    with pytest.raises(zs.InvalidArgument, match="nn.Module"):
+        group_sharded_parallel(lambda x: x, optimizer, "os")
+    with pytest.raises(zs.InvalidArgument, match="Optimizer"):
+        group_sharded_parallel(model, "AdamW", "os")
+    with pytest.raises(zs.InvalidArgument, match="GradScaler"):
+        group_sharded_parallel(model, optimizer, "os", scaler=2.0**16)
+
+
+@pytest.mark.parametrize("name", ["buffer_max_size", "segment_size"])
+@pytest.mark.parametrize("size", [-1, 1.5, "1"])
+def test_sizes_are_numbers_of_elements(name: str, size: Any) -> None:
+    with pytest.raises(zs.InvalidArgument, match=name):
+        group_sharded_parallel(*model_and_optimizer(), "os", **{name: size})
+
+
+def test_accumulation_is_at_least_one_pass() -> None:
+    with pytest.raises(zs.InvalidArgument, match="accumulation_steps"):
+        group_sharded_parallel(*model_and_optimizer(), "os", accumulation_steps=0)
+
+
+def test_optimizer_that_we_do_not_have_is_told_which_we_have(cluster: zs.Session) -> None:
+    model, _ = model_and_optimizer()
+    with pytest.raises(zs.UnsupportedOptimizer) as raised:
+        group_sharded_parallel(model, torch.optim.Rprop(model.parameters()), "os")
+    message = str(raised.value)
+    names = ["SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "RMSprop", "Lion", "LAMB"]
+    assert "Rprop" in message and [name for name in names if name not in message] == []
+    assert isinstance(raised.value, TypeError)
+
+
+def test_optimizer_of_another_model_is_refused(cluster: zs.Session) -> None:
+    model, _ = model_and_optimizer()
+    _, foreign = model_and_optimizer()
+    with pytest.raises(zs.InvalidArgument, match="parameter"):
+        group_sharded_parallel(model, foreign, "os")
+
+
+def test_what_is_wrapped_is_not_wrapped_again(cluster: zs.Session) -> None:
+    model, optimizer = model_and_optimizer()
+    wrapped, sharded, _ = group_sharded_parallel(model, optimizer, "os")
+    with pytest.raises(zs.InvalidArgument, match="already"):
+        group_sharded_parallel(wrapped, sharded, "os_g")
+
+
+def test_elements_are_floats_of_a_kind_that_we_have(cluster: zs.Session) -> None:
+    model = nn.Linear(4, 2).double()
+    with pytest.raises(zs.InvalidArgument, match="float64"):
+        group_sharded_parallel(model, torch.optim.SGD(model.parameters(), lr=0.1), "os")
+
+
+def test_errors_have_a_family() -> None:
+    """And are caught as Python's own where there is one."""
+    family = [
+        zs.InvalidArgument, zs.UnknownJob, zs.JobExists, zs.JobFailed, zs.StaleEpoch, zs.StepMismatch, zs.StepAborted,
+        zs.VersionGone, zs.Timeout, zs.RankTaken, zs.LeaseLost, zs.Unavailable, zs.Disagreement, zs.OutOfMemory,
+        zs.Unauthenticated, zs.NotInitialised, zs.UnsupportedOptimizer, zs.UnusedParameter, zs.Internal,
+    ]  # fmt: skip
+    assert all(issubclass(error, zs.Error) for error in family)
+    assert issubclass(zs.InvalidArgument, ValueError) and issubclass(zs.Timeout, TimeoutError)

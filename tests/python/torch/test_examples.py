@@ -1,0 +1,66 @@
+"""The examples run as they stand, alone and under torchrun, and differ from plain torch by a few lines."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLES = ROOT / "client" / "python" / "examples"
+#: What an example may take, in seconds: twice what it promises, for machines that do other things too.
+TIMEOUT = 120
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(*command: str, cwd: Path | None = None) -> str:
+    """What a script printed."""
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=TIMEOUT, cwd=cwd
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "panicked" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["gpt", "digits"])
+def test_a_few_lines_make_the_difference(name: str) -> None:
+    plain, sharded = ((EXAMPLES / f"{name}{kind}.py").read_text().splitlines() for kind in ("", "_sharded"))
+    changes = [line for line in difflib.ndiff(plain, sharded) if line[0] in "+-" and line[2:].strip()]
+    assert 3 <= len(changes) <= 5 and all(line.startswith("+") for line in changes)
+
+
+@pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["alone", "two ranks"])
+def test_digits_are_learned(launcher: list[str]) -> None:
+    printed = run(*launcher, str(EXAMPLES / "digits_sharded.py"), "--epochs", "4")
+    accuracies = [float(number) for number in re.findall(r"accuracy (\d\.\d+)", printed)]
+    assert len(accuracies) == 4 and accuracies[-1] > 0.9
+
+
+@pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["alone", "two ranks"])
+def test_gpt_learns(launcher: list[str]) -> None:
+    printed = run(*launcher, str(EXAMPLES / "gpt_sharded.py"), "--steps", "40")
+    losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", printed)]
+    # A guess among 256 bytes has a loss of 5.5.
+    assert len(losses) == 3 and losses[-1] < 4.0
+    assert re.search(r"accuracy 0\.\d+$", printed.strip())
+
+
+def test_alone_the_sharded_example_does_what_the_plain_one_does() -> None:
+    plain, sharded = (run(str(EXAMPLES / f"digits{kind}.py"), "--epochs", "1") for kind in ("", "_sharded"))
+    first, second = ([float(number) for number in re.findall(r"\d\.\d+", text)] for text in (plain, sharded))
+    assert len(first) == 2 and first == pytest.approx(second, abs=0.02)
+
+
+@pytest.mark.parametrize("page", ["README.md", "client/python/README.md"])
+def test_scripts_of_the_pages_run(page: str, tmp_path: Path) -> None:
+    scripts = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    whole = [script for script in scripts if "group_sharded_parallel" in script]
+    assert whole
+    (tmp_path / "script.py").write_text(whole[0])
+    losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", run("script.py", cwd=tmp_path))]
+    assert losses[-1] < losses[0]

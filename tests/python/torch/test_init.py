@@ -1,0 +1,287 @@
+"""Finding a cluster, using it, and leaving it: alone and with others, and when something is wrong."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ranks
+import zeroshard as zs
+from servers import servers
+from zeroshard.torch import group_sharded_parallel
+
+#: A script of a user's, for one rank or several.
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.torch import group_sharded_parallel
+
+
+def train():
+    torch.manual_seed(0)
+    model = nn.Linear(30, 10)
+    model, optimizer, _ = group_sharded_parallel(model, torch.optim.SGD(model.parameters(), lr=0.1), "os_g")
+    for _ in range(3):
+        model(torch.ones(2, 30)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print("hash", optimizer.state_hash(), flush=True)
+
+
+def spawned(rank, file):
+    dist.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=2)
+    zs.init()
+    train()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        mp.spawn(spawned, (sys.argv[1],), nprocs=2)
+    else:
+        zs.init()
+        train()
+"""
+#: What a script may take, in seconds.
+TIMEOUT = 90
+
+
+def run_script(folder: Path, *command: str) -> str:
+    """Runs SCRIPT; what it printed."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    full = [sys.executable, *(str(script) if part == "SCRIPT" else part for part in command)]
+    done = subprocess.run(full, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "panicked" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def sharded(numel: int = 40, level: str = "os") -> tuple[Any, Any]:
+    """A model at a level."""
+    model = nn.Linear(numel, 1, bias=False)
+    return group_sharded_parallel(model, torch.optim.SGD(model.parameters(), lr=0.1), level)[:2]
+
+
+def finds_every_way(rank: int) -> None:
+    """One process: an embedded cluster, and again, and as a context manager."""
+    assert os.environ.get("ZEROSHARD_ADDRESS") is None
+    with pytest.raises(zs.NotInitialised):
+        zs.status()
+    zs.shutdown()
+    session = zs.init(shards=3)
+    assert (session.rank, session.world) == (0, 1)
+    with pytest.raises(zs.NotInitialised, match="shutdown"):
+        zs.init()
+    model, optimizer = sharded()
+    status = zs.status()
+    assert len(status.servers) == 3
+    assert [(job.parameters, job.version, job.joined) for job in status.jobs] == [(40, 0, [0])]
+    assert "3 shard servers" in str(status) and "40 parameters" in str(status)
+    model(torch.ones(1, 40)).sum().backward()
+    optimizer.step()
+    assert zs.status().jobs[0].version == 1
+    zs.shutdown()
+    zs.shutdown()
+    with pytest.raises(zs.NotInitialised):
+        zs.status()
+    with pytest.raises(zs.Error):
+        model(torch.ones(1, 40)).sum().backward()
+        optimizer.step()
+    with zs.init():
+        assert len(zs.status().servers) == 1
+        sharded()
+    with pytest.raises(zs.NotInitialised):
+        zs.status()
+    # Without init, the first use starts a cluster.
+    sharded()
+    assert len(zs.status().jobs) == 1
+
+
+def test_embedded_cluster_begins_and_ends() -> None:
+    ranks.run(1, finds_every_way, init=None)
+
+
+def finds_servers(rank: int, address: str, by_argument: bool) -> tuple[str, int, int]:
+    """What a rank found."""
+    with zs.init(address if by_argument else None):
+        sharded()
+        dist.barrier()
+        status = zs.status()
+        result = status.address, len(status.servers), len(status.jobs)
+        dist.barrier()
+    return result
+
+
+def test_servers_are_found_by_environment_and_argument(processes: dict[str, str]) -> None:
+    address = processes["ZEROSHARD_ADDRESS"]
+    for by_argument in (False, True):
+        found = ranks.run(2, finds_servers, address, by_argument, env={} if by_argument else processes)
+        assert found == [(address, 2, 1)] * 2, "and no job is left over from another test"
+
+
+def finds_rank_0(rank: int, when: str) -> str:
+    """Ranks that know only of each other."""
+    if when == "after init_process_group":
+        dist.init_process_group("gloo")
+    zs.init()
+    if when == "before init_process_group":
+        dist.init_process_group("gloo")
+    model, optimizer = sharded()
+    model(torch.ones(1, 40)).sum().backward()
+    optimizer.step()
+    hash: str = optimizer.state_hash()
+    zs.shutdown()
+    # Once more, in the same processes.
+    zs.init()
+    sharded()
+    zs.shutdown()
+    return hash
+
+
+@pytest.mark.parametrize(
+    "when", ["before init_process_group", "after init_process_group", "without a process group"]
+)
+def test_rank_0_hosts_the_cluster_and_the_others_find_it(when: str) -> None:
+    first, second = ranks.run(2, finds_rank_0, when, init="env")
+    assert first == second
+
+
+def test_script_under_torchrun(tmp_path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    hashes = re.findall(r"hash (\w+)", run_script(tmp_path, *launcher, "SCRIPT"))
+    assert len(hashes) == 2 and hashes[0] == hashes[1]
+
+
+def test_script_with_mp_spawn(tmp_path: Path) -> None:
+    hashes = re.findall(r"hash (\w+)", run_script(tmp_path, "SCRIPT", str(tmp_path / "rendezvous")))
+    assert len(hashes) == 2 and hashes[0] == hashes[1]
+
+
+def interrupted(rank: int) -> float:
+    """Rank 0 waits for a rank that never comes; the seconds from Ctrl-C to the end of the wait."""
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": ranks.LOOPBACK,
+        "MASTER_PORT": str(ranks.free_port()),
+    }
+    zs.init()
+    sent: list[float] = []
+
+    def interrupt() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Timer(1.0, interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        model, optimizer = sharded()
+        model(torch.ones(1, 40)).sum().backward()
+        optimizer.step()
+    return time.monotonic() - sent[0]
+
+
+def test_ctrl_c_ends_a_wait_at_once() -> None:
+    assert ranks.run(1, interrupted, init=None)[0] < 1.0
+
+
+def waits_for_nobody(rank: int) -> str:
+    """A rank whose peer never comes; what its error says."""
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": ranks.LOOPBACK,
+        "MASTER_PORT": str(ranks.free_port()),
+    }
+    zs.init(deadline=2.0)
+    with pytest.raises(zs.Timeout) as raised:
+        model, optimizer = sharded()
+        model(torch.ones(1, 40)).sum().backward()
+        optimizer.step()
+    return str(raised.value)
+
+
+def test_wait_for_a_rank_that_never_comes_ends_and_names_it() -> None:
+    assert re.search(r"rank.*1", ranks.run(1, waits_for_nobody, init=None)[0])
+
+
+def test_address_where_nobody_listens_is_a_timely_error(tmp_path: Path) -> None:
+    """In a process of its own, to see all that it prints."""
+    code = "import zeroshard as zs; zs.init('127.0.0.1:%d', deadline=2.0)" % ranks.free_port()
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 1 and time.monotonic() - began < 10
+    assert re.search(
+        r"^zeroshard\.errors\.(Unavailable|Timeout): .*127\.0\.0\.1", done.stderr, re.MULTILINE
+    ), done.stderr
+    assert "panicked" not in done.stderr
+    with pytest.raises((zs.Error, ValueError)):
+        zs.init("not an address", deadline=2.0)
+
+
+def tries_tokens(rank: int, address: str) -> None:
+    """Wrong, missing and right."""
+    for token in ("wrong", None):
+        with pytest.raises(zs.Unauthenticated):
+            with zs.init(address, token, deadline=5.0):
+                zs.status()
+        zs.shutdown()
+    with zs.init(address, "secret") as session:
+        sharded()
+        assert session.cluster.address == address
+    os.environ["ZEROSHARD_TOKEN"] = "secret"
+    with zs.init(address):
+        assert len(zs.status().servers) == 1
+
+
+def test_only_the_right_token_opens_a_cluster() -> None:
+    with servers(1, ["--token", "secret"]) as address:
+        ranks.run(1, tries_tokens, address, init=None)
+
+
+def uploads(rank: int, terminal: bool) -> str:
+    """What is written to standard error during the upload of 280 MB."""
+    read, write = pty.openpty() if terminal else os.pipe()
+    os.environ["TERM"] = "xterm"
+    before = os.dup(2)
+    os.dup2(write, 2)
+    zs.init()
+    text = bytearray()
+    done = threading.Event()
+
+    def drain() -> None:
+        while not done.is_set() or select.select([read], [], [], 0)[0]:
+            if select.select([read], [], [], 0.05)[0]:
+                text.extend(os.read(read, 65536))
+
+    reader = threading.Thread(target=drain)
+    reader.start()
+    sharded(70_000_000)
+    zs.shutdown()
+    done.set()
+    reader.join()
+    os.dup2(before, 2)
+    return text.decode()
+
+
+def test_progress_shows_on_a_terminal_only() -> None:
+    assert "MiB" in ranks.run(1, uploads, True, init=None)[0]
+    assert ranks.run(1, uploads, False, init=None)[0] == ""

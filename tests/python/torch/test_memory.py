@@ -1,0 +1,89 @@
+"""What a rank at p_g_os holds of a model with 24 layers: at most three layers' parameters and gradients at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import ranks
+from zeroshard.torch import group_sharded_parallel
+
+LAYERS, WIDTH, BATCH = 24, 1024, 2
+#: Bytes of a layer's parameters and gradients: 8 MiB each.
+LAYER = 2 * 2 * WIDTH * WIDTH * 4
+#: Beside them: activations (0.4 MB), gradients of activations, what the allocator and two interpreters' pages waste.
+SLACK = 8 << 20
+
+
+class Layer(nn.Module):
+    """Two matrices and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rise, self.fall = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fall(torch.relu(self.rise(x)))
+
+
+def resident(field: str) -> int:
+    """Bytes of this process in memory: now ("VmRSS"), or at most so far ("VmHWM")."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) << 10
+
+
+def settle() -> None:
+    """Gives back what is free, and forgets the peak so far."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peaks(rank: int) -> tuple[int, int, int]:
+    """The most bytes of parameters and gradients that tensors held, how much memory grew, and what all would take."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    parameters = list(model.parameters())
+    most = 0
+
+    def look(*_: object) -> None:
+        nonlocal most
+        tensors = [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None)]
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+        }
+        most = max(most, sum(storages.values()))
+
+    # Before the package's own hooks where these give something back, after them where they fetch it.
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(look)
+    for module in model.modules():
+        module.register_forward_hook(look)
+    model, optimizer, _ = group_sharded_parallel(
+        model, optimizer, "p_g_os", segment_size=WIDTH, accumulation_steps=1
+    )
+    for module in model.modules():
+        module.register_forward_pre_hook(look)
+    for step in range(4):
+        if step == 1:
+            settle()
+            before = resident("VmRSS")
+        optimizer.zero_grad()
+        model(torch.ones(BATCH, WIDTH)).square().mean().backward()
+        optimizer.step()
+    return most, resident("VmHWM") - before, sum(2 * 4 * parameter.numel() for parameter in parameters)
+
+
+def test_three_layers_at_a_time(processes: dict[str, str]) -> None:
+    held, grown, everything = ranks.run(1, peaks, env=processes, init=None)[0]
+    print(f"held {held / LAYER:.2f} layers, grown by {grown / LAYER:.2f} layers, of {everything / LAYER:.0f}")
+    assert everything == LAYERS * LAYER
+    assert held <= 3 * LAYER
+    assert grown <= 3 * LAYER + SLACK

@@ -1,0 +1,174 @@
+//! Ranks without a gradient: zeros, and where nobody has one no step.
+
+use futures_util::future::join_all;
+use zeroshard_client::{Absent, Commit, Error, Gradient, Job, StepReport};
+use zeroshard_proto::{JobSpec, TensorSpec};
+use zeroshard_tests::{Cluster, stock, synthetic, training};
+
+use crate::{adamw, connect, job, start};
+
+fn spec(name: &str, world: u32) -> JobSpec {
+    job(name, world, adamw(), synthetic::kinds_and_large(&adamw()))
+}
+
+/// The gradients of `rank`, some tensors zero.
+fn gradients(spec: &JobSpec, rank: u32, step: u64, zero: &[usize]) -> Vec<Gradient> {
+    let mut gradients = synthetic::gradients(&spec.manifest, rank, step);
+    for gradient in gradients.iter_mut().filter(|gradient| zero.contains(&gradient.tensor)) {
+        gradient.data = vec![0.0; gradient.data.len()].into();
+    }
+    gradients
+}
+
+async fn commit(jobs: &[Job], step: u64) -> StepReport {
+    let commits = join_all(jobs.iter().map(|job| job.commit(Commit::new(step)))).await;
+    let mut reports: Vec<StepReport> = commits.into_iter().map(Result::unwrap).collect();
+    assert!(reports.iter().all(|report| *report == reports[0]));
+    reports.swap_remove(0)
+}
+
+/// Tensors that each rank is absent from: the large one, a small one, and of the last rank all.
+fn absent_of(rank: u32) -> Vec<usize> {
+    match rank {
+        0 => vec![8],
+        1 => vec![0, 2],
+        _ => vec![0, 2, 5, 7, 8],
+    }
+}
+
+#[tokio::test]
+async fn absent_gradients_give_the_bits_of_zeros_on_any_number_of_servers_in_any_order() {
+    let mut hashes = Vec::new();
+    for servers in [1, 3] {
+        let cluster = Cluster::start(servers);
+        for world in [2, 3] {
+            for absent_first in [None, Some(true), Some(false)] {
+                let spec = JobSpec { min_servers: servers as u32, ..spec("absent", world) };
+                let jobs = start(cluster.address(), &spec).await;
+                for step in 0..2 {
+                    for job in &jobs {
+                        let absent = absent_of(job.rank());
+                        let mut all = gradients(&spec, job.rank(), step, &absent);
+                        let Some(absent_first) = absent_first else {
+                            job.push(step, all).await.unwrap();
+                            continue;
+                        };
+                        all.retain(|gradient| !absent.contains(&gradient.tensor));
+                        if absent_first {
+                            job.push_absent(step, &absent).await.unwrap();
+                        }
+                        job.push(step, all).await.unwrap();
+                        // Said again, and where nothing is missing.
+                        job.push_absent(step, &absent).await.unwrap();
+                        job.push_absent(step, &[0, 8].map(|t| if absent.contains(&t) { t } else { 5 }))
+                            .await
+                            .unwrap();
+                    }
+                    let report = commit(&jobs, step).await;
+                    assert!(report.applied);
+                    let tensors: Vec<_> =
+                        report.absent.iter().map(|absent| (absent.tensor, absent.rank)).collect();
+                    match (absent_first, world) {
+                        (None, _) => assert_eq!(tensors, []),
+                        (_, 2) => assert_eq!(tensors, [(0, 1), (2, 1), (8, 0)]),
+                        _ => assert_eq!(tensors, [(0, 1), (2, 1), (5, 2), (7, 2), (8, 0)]),
+                    }
+                    assert!(report.absent.iter().all(|absent| !absent.everywhere));
+                }
+                hashes.push((world, jobs[0].state_hash(2).await.unwrap()));
+                connect(cluster.address()).await.delete_job("absent").await.unwrap();
+            }
+        }
+    }
+    hashes.sort_unstable();
+    hashes.dedup();
+    assert_eq!(hashes.len(), 2, "one for each number of ranks");
+}
+
+#[tokio::test]
+async fn a_tensor_that_nobody_has_a_gradient_of_is_not_stepped() {
+    let cluster = Cluster::start(2);
+    let spec = spec("unused", 2);
+    let jobs = start(cluster.address(), &spec).await;
+    let before = training::pull(&jobs[0], 0).await.unwrap();
+    for job in &jobs {
+        let mut all = gradients(&spec, job.rank(), 0, &[]);
+        all.retain(|gradient| gradient.tensor != 8);
+        job.push(0, all).await.unwrap();
+        job.push_absent(0, &[8]).await.unwrap();
+    }
+    let report = commit(&jobs, 0).await;
+    assert_eq!(report.absent, [Absent { tensor: 8, rank: 0, everywhere: true }]);
+    let after = training::pull(&jobs[0], 1).await.unwrap();
+    assert_eq!(after[8], before[8], "not even weight decay");
+    assert_ne!(after[0], before[0]);
+    let mut applied = vec![1, 0, 1, 0, 0, 1, 0, 1, 0];
+    assert_eq!(jobs[1].applied_steps(1).await.unwrap(), applied);
+    // A step of nothing at all is a step, too.
+    for job in &jobs {
+        job.push_absent(1, &[0, 1, 2, 5, 7, 8]).await.unwrap();
+    }
+    let report = commit(&jobs, 1).await;
+    assert_eq!((report.version, report.gradient_norm, report.absent.len()), (2, 0.0, 5));
+    assert_eq!(training::pull(&jobs[0], 2).await.unwrap(), after);
+    assert_eq!(jobs[1].applied_steps(2).await.unwrap(), applied);
+    // The first step that it has is its first.
+    for job in &jobs {
+        job.push(2, gradients(&spec, job.rank(), 2, &[])).await.unwrap();
+    }
+    assert!(commit(&jobs, 2).await.absent.is_empty());
+    applied = vec![2, 0, 2, 0, 0, 2, 0, 2, 1];
+    assert_eq!(jobs[0].applied_steps(3).await.unwrap(), applied);
+}
+
+#[tokio::test]
+async fn a_lost_rank_takes_its_absence_along() {
+    let cluster = Cluster::start(1);
+    let spec = job("lost", 2, adamw(), synthetic::small());
+    let mut jobs = start(cluster.address(), &spec).await;
+    for job in &jobs {
+        job.push_absent(0, &[0, 1]).await.unwrap();
+    }
+    let epoch = jobs[0].epoch();
+    drop(jobs.pop());
+    crate::until("the epoch has moved", || jobs[0].epoch() > epoch).await;
+    jobs.push(connect(cluster.address()).await.join("lost", 1).await.unwrap());
+    assert!(matches!(jobs[0].commit(Commit::new(0)).await, Err(Error::StepAborted { .. })));
+    for job in &jobs {
+        job.push(0, synthetic::gradients(&spec.manifest, job.rank(), 0)).await.unwrap();
+    }
+    assert!(commit(&jobs, 0).await.absent.is_empty());
+}
+
+#[tokio::test]
+async fn absence_that_makes_no_sense_is_refused() {
+    let cluster = Cluster::start(1);
+    let spec = job("refused", 1, adamw(), synthetic::kinds(&adamw()));
+    let jobs = start(cluster.address(), &spec).await;
+    let before = jobs[0].state_hash(0).await.unwrap();
+    // Not there; frozen, a buffer, tied.
+    for tensor in [99, 3, 4, 6] {
+        assert!(matches!(jobs[0].push_absent(0, &[tensor]).await, Err(Error::Invalid { .. })), "{tensor}");
+    }
+    assert!(matches!(jobs[0].push_absent(7, &[0]).await, Err(Error::StepMismatch { .. })));
+    let frozen = spec.manifest.slices_of(3).start as u32;
+    for (slice, step) in [(frozen, Some(0)), (9_999, Some(0)), (0, None)] {
+        let mut begin = stock::begin("refused", jobs[0].epoch(), 0, step);
+        begin.begin.as_mut().unwrap().absent = vec![slice];
+        let refused = stock::push(cluster.shards[0].address(), vec![begin]).await;
+        assert!(matches!(refused, Err(Error::Invalid { .. })), "{slice} {step:?}: {refused:?}");
+    }
+    assert_eq!(jobs[0].state_hash(0).await.unwrap(), before);
+}
+
+#[tokio::test]
+async fn more_absent_slices_than_an_opening_message_takes_go_into_several() {
+    let cluster = Cluster::start(1);
+    let tensors: Vec<_> = (0..1500).map(|i| TensorSpec::new(format!("t{i}"), [2])).collect();
+    let spec = job("many", 1, adamw(), tensors);
+    let jobs = start(cluster.address(), &spec).await;
+    jobs[0].push_absent(0, &(0..1500).collect::<Vec<_>>()).await.unwrap();
+    let report = commit(&jobs, 0).await;
+    assert_eq!(report.absent.len(), 1500);
+    assert!(report.absent.iter().all(|absent| absent.everywhere));
+}

@@ -1,0 +1,109 @@
+//! Batch-norm statistics move with the steps, bit for bit.
+
+use futures_util::future::join_all;
+use zeroshard_client::{Cluster as Client, Commit, Error, Gradient, Job, Options, Slots, Target, Values};
+use zeroshard_proto::{DType, JobSpec, TensorSpec};
+use zeroshard_tests::{Cluster, stock, synthetic};
+
+use crate::{adamw, connect, job, options, start, until};
+
+/// Of the job below.
+const STATISTICS: usize = 1;
+
+fn spec(name: &str, world: u32) -> JobSpec {
+    let statistics = TensorSpec { buffer: true, ..TensorSpec::new("statistics", [70_000]) };
+    job(name, world, adamw(), vec![TensorSpec::new("w", [100]), statistics])
+}
+
+fn words(seed: u32) -> Vec<u8> {
+    // Every pattern of bits may come: counters are not numbers.
+    (0..70_000u32).flat_map(|i| (i ^ seed).wrapping_mul(0x9E37_79B1).to_le_bytes()).collect()
+}
+
+fn content(seed: u32) -> Vec<Gradient> {
+    vec![Gradient { tensor: STATISTICS, data: Values::new(words(seed).into(), DType::F32).unwrap() }]
+}
+
+async fn pull(job: &Job, version: u64) -> Vec<u8> {
+    let mut bytes = vec![0; 4 * 70_000];
+    let data = Slots::new(&mut bytes, DType::F32).unwrap();
+    job.pull(version, vec![Target { tensor: STATISTICS, data }]).await.unwrap();
+    bytes
+}
+
+async fn step(jobs: &[Job], commit: Commit) {
+    for job in jobs {
+        let gradients = synthetic::gradients(&job.spec().manifest, job.rank(), commit.step);
+        job.push(commit.step, gradients).await.unwrap();
+    }
+    for report in join_all(jobs.iter().map(|job| job.commit(commit.clone()))).await {
+        assert_eq!(report.unwrap().applied, !commit.discard);
+    }
+}
+
+#[tokio::test]
+async fn a_buffer_is_what_was_pushed_from_the_next_version_on_bit_for_bit_over_any_wire() {
+    let cluster = Cluster::start(2);
+    for wire in DType::ALL {
+        let spec = spec(&format!("moves-{wire}"), 2);
+        let mut jobs = start(cluster.address(), &spec).await;
+        for job in jobs.drain(..) {
+            job.leave().await.unwrap();
+        }
+        for rank in 0..2 {
+            let client = Client::connect(cluster.address(), Options { wire, ..options() }).await.unwrap();
+            jobs.push(client.join(&spec.name, rank).await.unwrap());
+        }
+        jobs[0].push_buffers(0, content(1)).await.unwrap();
+        jobs[0].push_buffers(0, content(2)).await.unwrap();
+        step(&jobs, Commit::new(0)).await;
+        assert!(pull(&jobs[1], 1).await == words(1), "what comes again is skipped");
+        step(&jobs, Commit::new(1)).await;
+        assert!(pull(&jobs[1], 2).await == words(1), "nothing was pushed");
+        jobs[0].push_buffers(2, content(3)).await.unwrap();
+        step(&jobs, Commit { discard: true, ..Commit::new(2) }).await;
+        assert!(pull(&jobs[0], 3).await == words(3), "also when the step is discarded");
+    }
+}
+
+#[tokio::test]
+async fn a_new_epoch_drops_what_came_of_a_buffer() {
+    let cluster = Cluster::start(1);
+    let mut jobs = start(cluster.address(), &spec("dropped", 2)).await;
+    let before = pull(&jobs[0], 0).await;
+    jobs[0].push_buffers(0, content(1)).await.unwrap();
+    let epoch = jobs[0].epoch();
+    drop(jobs.pop());
+    until("the epoch has moved", || jobs[0].epoch() > epoch).await;
+    jobs.push(connect(cluster.address()).await.join("dropped", 1).await.unwrap());
+    // Once, for what was pushed before.
+    let aborted = jobs[0].push_buffers(0, content(2)).await;
+    assert!(matches!(aborted, Err(Error::StepAborted { .. })), "{aborted:?}");
+    step(&jobs, Commit::new(0)).await;
+    assert!(pull(&jobs[0], 1).await == before);
+}
+
+#[tokio::test]
+async fn who_or_what_is_wrong_about_a_buffer_is_refused() {
+    let cluster = Cluster::start(1);
+    let spec = spec("refused", 2);
+    let jobs = start(cluster.address(), &spec).await;
+    let before = jobs[0].state_hash(0).await.unwrap();
+    let weights = vec![Gradient { tensor: 0, data: vec![0.0; 100].into() }];
+    let refused = [
+        jobs[1].push_buffers(0, content(1)).await,
+        jobs[0].push_buffers(0, weights).await,
+        jobs[0].push(0, content(1)).await,
+    ];
+    for refused in refused {
+        assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
+    }
+    let mut half = stock::extent(1, 0, &[0.0; 2]);
+    half.dtype = zeroshard_proto::pb::Dtype::Bf16.into();
+    let messages = vec![stock::begin("refused", jobs[0].epoch(), 0, Some(0)), half];
+    let refused = stock::push(cluster.shards[0].address(), messages).await;
+    assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
+    assert_eq!(jobs[0].state_hash(0).await.unwrap(), before);
+    step(&jobs, Commit::new(0)).await;
+    assert_eq!(pull(&jobs[0], 1).await, pull(&jobs[1], 1).await);
+}

@@ -1,0 +1,176 @@
+//! State goes out of a job and into another, which goes on as if nothing had happened.
+
+use std::collections::BTreeMap;
+
+use futures_util::future::join_all;
+use zeroshard_client::{Error, Gradient, Job, Target};
+use zeroshard_proto::{DType, JobSpec, Optimizer, pb};
+use zeroshard_tests::{Cluster, stock, synthetic, training};
+
+use crate::{adamw, connect, job, sgd, start, until};
+
+/// A part of all tensors that own their storage and have it.
+async fn pull_part(job: &Job, version: u64, part: &str) -> Vec<(usize, Vec<f32>)> {
+    let tensors = job.spec().manifest.tensors().iter().enumerate();
+    let has = |trains: bool| trains || part.is_empty() || part == "master";
+    let owned = tensors.filter(|(_, spec)| spec.alias_of.is_none() && has(spec.trains()));
+    let mut values: Vec<_> =
+        owned.map(|(tensor, spec)| (tensor, vec![f32::NAN; spec.numel() as usize])).collect();
+    let targets = values.iter_mut().map(|(tensor, data)| Target { tensor: *tensor, data: data.into() });
+    job.pull_part(version, part, targets.collect()).await.unwrap();
+    values
+}
+
+async fn steps(jobs: &[Job], data: u64, step: u64) {
+    for job in jobs {
+        job.push(step, synthetic::gradients(&job.spec().manifest, job.rank(), data)).await.unwrap();
+    }
+    let commit = zeroshard_client::Commit::new(step);
+    for report in join_all(jobs.iter().map(|job| job.commit(commit.clone()))).await {
+        assert!(report.unwrap().applied);
+    }
+}
+
+/// Joins without initialising.
+async fn join_all_ranks(address: &str, spec: &JobSpec) -> Vec<Job> {
+    let cluster = connect(address).await;
+    cluster.create_job(spec).await.unwrap();
+    let mut jobs = Vec::new();
+    for rank in 0..spec.world {
+        jobs.push(connect(address).await.join(&spec.name, rank).await.unwrap());
+    }
+    jobs
+}
+
+async fn continues_elsewhere(optimizer: Optimizer, dtype: DType) {
+    let (one, three) = (Cluster::start(1), Cluster::start(3));
+    let mut tensors = synthetic::kinds_and_large(&optimizer);
+    tensors.iter_mut().for_each(|tensor| tensor.dtype = dtype);
+    let spec = job("resumed", 2, optimizer, tensors);
+    let jobs = start(one.address(), &spec).await;
+    for step in 0..2 {
+        steps(&jobs, step, step).await;
+    }
+    let mut parts = BTreeMap::new();
+    for part in optimizer.state().iter().copied().chain(["master"]) {
+        parts.insert(part, pull_part(&jobs[1], 2, part).await);
+    }
+    let applied = jobs[0].applied_steps(2).await.unwrap();
+    assert_eq!(applied[0], 2);
+    assert_eq!(applied[3], 0, "frozen");
+
+    let others = join_all_ranks(three.address(), &spec).await;
+    let gradients = |part: &str| -> Vec<Gradient> {
+        let values = parts[part].clone().into_iter();
+        values.map(|(tensor, data)| Gradient { tensor, data: data.into() }).collect()
+    };
+    for part in optimizer.state() {
+        others[0].initialise_state(part, 2, gradients(part)).await.unwrap();
+        others[0].initialise_state(part, 2, gradients(part)).await.unwrap();
+    }
+    others[0].initialise_at(2, gradients("master")).await.unwrap();
+    until("both know", || others.iter().all(|job| job.version() == Some(0))).await;
+    assert_eq!(others[0].applied_steps(0).await.unwrap(), applied);
+    steps(&jobs, 2, 2).await;
+    steps(&others, 2, 0).await;
+    for part in optimizer.state().iter().copied().chain(["master", ""]) {
+        let (here, there) = (pull_part(&jobs[0], 3, part).await, pull_part(&others[0], 1, part).await);
+        assert!(here == there, "{part:?} of {optimizer}");
+    }
+    assert_eq!(jobs[0].applied_steps(3).await.unwrap(), others[0].applied_steps(1).await.unwrap());
+}
+
+#[tokio::test]
+async fn a_run_of_adamw_goes_on_in_another_cluster() {
+    continues_elsewhere(adamw(), DType::F32).await;
+}
+
+#[tokio::test]
+async fn a_run_of_half_precision_goes_on_from_its_master_weights() {
+    let json = r#"{"name":"rmsprop","momentum":0.9,"centered":true}"#;
+    continues_elsewhere(serde_json::from_str(json).unwrap(), DType::Bf16).await;
+}
+
+#[tokio::test]
+async fn a_run_without_state_goes_on_from_its_parameters() {
+    continues_elsewhere(sgd(0.5), DType::F32).await;
+}
+
+#[tokio::test]
+async fn a_rank_that_is_lost_before_version_0_takes_uploaded_state_along() {
+    let cluster = Cluster::start(2);
+    let spec = job("lost", 1, adamw(), synthetic::small());
+    let mut jobs = join_all_ranks(cluster.address(), &spec).await;
+    let state = |tensor, numel: usize| Gradient { tensor, data: vec![0.5; numel].into() };
+    jobs[0].initialise_state("exp_avg", 9, vec![state(0, 1000), state(1, 3)]).await.unwrap();
+    drop(jobs.pop());
+    // Its rank is free when the coordinator has seen the loss.
+    let client = connect(cluster.address()).await;
+    let job = loop {
+        match client.join("lost", 0).await {
+            Err(Error::RankTaken { .. }) => tokio::task::yield_now().await,
+            joined => break joined.unwrap(),
+        }
+    };
+    job.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
+    until("version 0 is there", || job.version() == Some(0)).await;
+    assert_eq!(job.applied_steps(0).await.unwrap(), [0, 0]);
+    for (_, state) in pull_part(&job, 0, "exp_avg").await {
+        assert!(state.iter().all(|&value| value == 0.0));
+    }
+}
+
+#[tokio::test]
+async fn parts_that_are_not_there_are_refused() {
+    let cluster = Cluster::start(1);
+    let spec = job("parts", 1, adamw(), synthetic::kinds(&adamw()));
+    let jobs = start(cluster.address(), &spec).await;
+    let job = &jobs[0];
+    let before = job.state_hash(0).await.unwrap();
+    let mut frozen = vec![0.0; 129];
+    let mut one = vec![0.0; 1];
+    for (tensor, part) in [(7, "momentum_buffer"), (3, "exp_avg"), (7, "Master")] {
+        let data = if tensor == 3 { &mut frozen } else { &mut one };
+        let refused = job.pull_part(0, part, vec![Target { tensor, data: data.into() }]).await;
+        assert!(matches!(refused, Err(Error::Invalid { .. })), "{tensor} {part}: {refused:?}");
+    }
+    // Too late, unknown, frozen; by another rank, with a step.
+    for (tensor, part, numel) in
+        [(7, "exp_avg", 1), (7, "sum", 1), (7, "master", 1), (3, "exp_avg", 129), (7, "", 1)]
+    {
+        let data = vec![Gradient { tensor, data: vec![1.0; numel].into() }];
+        let refused = job.initialise_state(part, 3, data).await;
+        assert!(matches!(refused, Err(Error::Invalid { .. })), "{tensor} {part:?}: {refused:?}");
+    }
+    let address = cluster.shards[0].address();
+    let mut begin = stock::begin("parts", job.epoch(), 0, Some(0));
+    begin.begin.as_mut().unwrap().part = "exp_avg".to_owned();
+    assert!(matches!(stock::push(address, vec![begin]).await, Err(Error::Invalid { .. })));
+    // Parameters that come again, with another number of steps, change nothing.
+    job.initialise_at(5, synthetic::parameters(&spec.manifest)).await.unwrap();
+    assert_eq!(job.applied_steps(0).await.unwrap(), [0; 9]);
+    assert_eq!(job.state_hash(0).await.unwrap(), before);
+}
+
+#[tokio::test]
+async fn a_part_is_read_at_exactly_the_version_by_anybody() {
+    let cluster = Cluster::start(1);
+    let spec = job("read", 1, adamw(), synthetic::small());
+    let jobs = start(cluster.address(), &spec).await;
+    let request =
+        pb::PullRequest { part: "exp_avg".to_owned(), wait_ms: 30_000, ..stock::read("read", 1, vec![0]) };
+    let address = cluster.shards[0].address();
+    let (early, report) = tokio::join!(stock::pull(address, request.clone()), training::step(&jobs[0], 0));
+    assert!(report.unwrap().applied);
+    let early: Vec<u8> = early.unwrap().iter().flat_map(|message| message.payload.to_vec()).collect();
+    let (_, state) = pull_part(&jobs[0], 1, "exp_avg").await.swap_remove(0);
+    assert!(state.iter().flat_map(|value| value.to_le_bytes()).eq(early));
+    assert!(state.iter().any(|&value| value != 0.0));
+    training::step(&jobs[0], 1).await.unwrap();
+    // The report is of the decision; the servers may still be applying it.
+    training::pull(&jobs[0], 2).await.unwrap();
+    assert!(matches!(
+        stock::pull(address, request).await,
+        Err(Error::VersionGone { version: 1, current: 2, .. })
+    ));
+}

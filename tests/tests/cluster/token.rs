@@ -1,0 +1,124 @@
+//! A cluster with a token serves those who carry it, and nobody else.
+
+use zeroshard_client::{Cluster as Client, Error, Options, Result};
+use zeroshard_proto::{
+    Token,
+    pb::{self, shard_client::ShardClient},
+    transport::{Connection, endpoint},
+};
+use zeroshard_tests::{Cluster, Process, Training, binary, run, stock, synthetic};
+
+use crate::{adamw, job, operations::health, options, until};
+
+const TOKEN: &str = "a-long-shared-secret";
+
+fn with(token: Option<&str>) -> Options {
+    Options { token: token.map(str::to_owned), ..options() }
+}
+
+fn refused<T: std::fmt::Debug>(result: Result<T>) -> String {
+    match result {
+        Err(Error::Unauthenticated { found }) => found,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// What a shard server says to a call of its generated service with `token`.
+async fn ask(shard: &Process, token: &str) -> Result<()> {
+    let channel = endpoint(shard.address())?.connect().await.unwrap();
+    let mut client = ShardClient::new(Connection::new(channel, &Token::from(token.to_owned()))?);
+    let answer = client.digest(pb::DigestRequest::default()).await;
+    answer.map(|_| ()).map_err(|status| Error::from_status(&status, "shard server"))
+}
+
+#[tokio::test]
+async fn whoever_has_the_token_trains_as_without_one() {
+    let spec = job("guarded", 2, adamw(), synthetic::kinds(&adamw()));
+    let guarded = Cluster::start_guarded(2, TOKEN);
+    let training = Training { options: with(Some(TOKEN)), ..Training::new(spec) };
+    let trained = training.run(guarded.address()).await.unwrap();
+    // A token that nobody asks for does no harm; an empty one is none.
+    let open = Cluster::start(1);
+    assert_eq!(trained, training.run(open.address()).await.unwrap());
+    assert!(Client::connect(open.address(), with(Some(""))).await.is_ok());
+}
+
+#[tokio::test]
+async fn whoever_lacks_the_token_is_refused_by_every_service() {
+    let cluster = Cluster::start_guarded(1, TOKEN);
+    let spec = job("guarded", 1, adamw(), synthetic::small());
+    let ours = Training { options: with(Some(TOKEN)), ..Training::new(spec) };
+    let trained = ours.run(cluster.address()).await.unwrap();
+
+    for (token, found) in [(None, "no token"), (Some(""), "no token"), (Some("another"), "another token")] {
+        assert_eq!(refused(Client::connect(cluster.address(), with(token)).await), found);
+    }
+    let shard = &cluster.shards[0];
+    assert_eq!(refused(stock::pull(shard.address(), stock::read("guarded", 3, [0])).await), "no token");
+    let push = vec![stock::begin("guarded", 1, 0, Some(3)), stock::extent(0, 0, &[7.0; 100_000])];
+    assert_eq!(refused(stock::push(shard.address(), push).await), "no token");
+    assert_eq!(refused(ask(shard, "another").await), "another token");
+    assert!(matches!(ask(shard, TOKEN).await, Err(Error::UnknownJob { .. })));
+
+    let client = Client::connect(cluster.address(), with(Some(TOKEN))).await.unwrap();
+    assert_eq!(client.state_hash("guarded").await.unwrap(), trained.hash);
+    // Refusals are counted as such.
+    let refusals =
+        "zeroshard_requests_total{code=\"Unauthenticated\",method=\"/zeroshard.v1.Data/Push\"} 1\n";
+    until("the refusal is counted", || shard.get("/metrics").contains(refusals)).await;
+}
+
+#[tokio::test]
+async fn probes_need_no_token() {
+    let cluster = Cluster::start_guarded(1, TOKEN);
+    for process in [&cluster.coordinator, &cluster.shards[0]] {
+        until("it is ready", || process.get("/readyz") == "ready\n").await;
+        assert_eq!(health(process).await, tonic_health::pb::health_check_response::ServingStatus::Serving);
+    }
+}
+
+#[tokio::test]
+async fn a_shard_server_with_another_token_does_not_join() {
+    let cluster = Cluster::start_guarded(1, TOKEN);
+    until("the right one has joined", || cluster.shards[0].get("/readyz") == "ready\n").await;
+    let strangers =
+        [Cluster::shard(cluster.address(), &[]), Cluster::guarded_shard(cluster.address(), "another")];
+    let metrics = || cluster.coordinator.get("/metrics");
+    let refused =
+        "zeroshard_requests_total{code=\"Unauthenticated\",method=\"/zeroshard.v1.Coordinator/Serve\"} ";
+    let refusals = || metrics().lines().find_map(|line| line.strip_prefix(refused)?.parse::<f64>().ok());
+    // Each asks again and again, so that both have asked when there are many.
+    until("the strangers are refused", || refusals().is_some_and(|refusals| refusals >= 4.0)).await;
+    assert!(metrics().contains("zeroshard_servers 1\n"));
+    assert!(strangers.iter().all(|stranger| stranger.get("/readyz") == "not ready\n"));
+}
+
+#[test]
+fn zsctl_takes_the_token_and_says_where_it_lacks() {
+    let cluster = Cluster::start_guarded(0, TOKEN);
+    let zsctl = |token: &str| run("zsctl", &["--address", cluster.address(), "--token", token, "status"]);
+    assert!(zsctl(TOKEN).status.success());
+    for wrong in ["", "another"] {
+        let output = zsctl(wrong);
+        assert_eq!(output.status.code(), Some(1));
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(said.contains("ZEROSHARD_TOKEN"), "{said}");
+    }
+}
+
+#[test]
+fn no_program_shows_a_token() {
+    for arguments in [&["zeroshard-server", "coordinator", "--help"][..], &["zsctl", "--help"]] {
+        let mut command = std::process::Command::new(binary(arguments[0]));
+        let output = command.args(&arguments[1..]).env("ZEROSHARD_TOKEN", TOKEN).output().unwrap();
+        let said = String::from_utf8(output.stdout).unwrap();
+        assert!(said.contains("--token") && !said.contains(TOKEN), "{said}");
+    }
+    let broken = format!("{TOKEN} {TOKEN}");
+    for (program, command) in [("zeroshard-server", "coordinator"), ("zsctl", "status")] {
+        let output = run(program, &[command, "--token", &broken]);
+        assert!(!output.status.success());
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(said.contains("visible ASCII") && !said.contains(TOKEN), "{said}");
+    }
+}
