@@ -83,6 +83,10 @@ class Rendezvous:
         """On rank 0."""
         self._store.set(f"{_PREFIX}/{key}", value)
 
+    def count(self, key: str, by: int) -> int:
+        """Adds to a number that all ranks share; what it is then."""
+        return int(self._store.add(f"{_PREFIX}/{key}", by))
+
     def hear(self, key: str) -> str:
         """On the other ranks; waits until rank 0 has told."""
         key = f"{_PREFIX}/{key}"

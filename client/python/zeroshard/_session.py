@@ -19,6 +19,8 @@ from .errors import Error, NotInitialised
 
 _current: Session | None = None
 _inits = itertools.count()
+#: Seconds for which a hosted cluster is kept when nobody uses it, and not everybody has said goodbye.
+_GRACE = 5.0
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,12 @@ class Status:
 class Session:
     """This process's connection to a cluster; as a context manager it ends with its block."""
 
-    def __init__(self, cluster: Cluster, where: Place, run: str, *, hosted: bool, deadline: float) -> None:
+    def __init__(
+        self, cluster: Cluster, where: Place, run: str, *, rendezvous: Rendezvous | None, deadline: float
+    ) -> None:
+        """``rendezvous``: where several ranks say goodbye; rank 0 may host what the others use."""
         self.cluster = cluster
-        self._hosted = hosted
+        self._rendezvous = rendezvous
         self._deadline = deadline
         self.rank = where.rank
         self.world = where.world
@@ -118,16 +123,27 @@ class Session:
                     self.retire(job)
                 except Error:
                     pass  # the cluster, or the job, is gone already
-            if self._hosted:
-                self._see_off()
+            if self._rendezvous is not None:
+                self._say_goodbye(self._rendezvous)
         finally:
             self.cluster.close()
 
-    def _see_off(self) -> None:
-        """Waits until the other ranks have left the cluster that this one hosts."""
-        until = time.monotonic() + self._deadline
-        while time.monotonic() < until and any(job.joined for job in self._status().jobs):
-            time.sleep(0.02)
+    def _say_goodbye(self, rendezvous: Rendezvous) -> None:
+        """Rank 0 hosts the cluster: it waits until the others need it no longer, or are gone."""
+        key = f"{self._run}/left"
+        try:
+            left = rendezvous.count(key, 1)
+            until = time.monotonic() + self._deadline
+            alone_since = None
+            while self.rank == 0 and left < self.world and time.monotonic() < until:
+                time.sleep(0.02)
+                left = rendezvous.count(key, 0)
+                alone = not any(job.joined for job in self._status().jobs)
+                alone_since = (alone_since or time.monotonic()) if alone else None
+                if alone_since is not None and time.monotonic() - alone_since > _GRACE:
+                    break
+        except Exception:
+            pass  # the store went with its process: nobody waits any more
 
     def __enter__(self) -> Session:
         return self
@@ -174,9 +190,9 @@ def init(
     if rendezvous is not None and where.rank > 0:
         told = json.loads(rendezvous.hear(f"run/{number}"))
         cluster = connect(told["address"], told["token"])
-        run, hosted = told["run"], False
+        run = told["run"]
     else:
-        run, hosted = f"run-{secrets.token_hex(4)}", address is None
+        run = f"run-{secrets.token_hex(4)}"
         if address is not None:
             cluster = connect(address, token)
         else:
@@ -187,8 +203,10 @@ def init(
                 shards, host=host, token=token, wire=wire, chunk_bytes=chunk_bytes, deadline=deadline
             )
         if rendezvous is not None:
-            rendezvous.tell(f"run/{number}", json.dumps({"address": cluster.address, "token": token, "run": run}))
-    _current = Session(cluster, where, run, hosted=hosted, deadline=deadline)
+            told = {"address": cluster.address, "token": token, "run": run}
+            rendezvous.tell(f"run/{number}", json.dumps(told))
+    # The rendezvous is kept: the store may be served by this process, and others may still have to hear.
+    _current = Session(cluster, where, run, rendezvous=rendezvous, deadline=deadline)
     return _current
 
 
