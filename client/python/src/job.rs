@@ -103,12 +103,14 @@ impl Job {
     }
 }
 
-/// Leaves the job, and deletes it if nobody is left.
+/// Leaves the job, and deletes it if nobody is left. Before its first step there may be ranks that are still to come.
 async fn retire(cluster: client::Cluster, job: Arc<client::Job>) -> Result<()> {
     job.leave().await?;
     let name = &job.spec().name;
-    let status = cluster.status().await?;
-    if status.jobs.iter().any(|job| job.name == *name && job.joined.is_empty()) {
+    let over = |job: &pb::JobStatus| {
+        job.name == *name && job.joined.is_empty() && (job.world == 1 || job.version > Some(0))
+    };
+    if cluster.status().await?.jobs.iter().any(over) {
         match cluster.delete_job(name).await {
             // Another rank left at the same moment, and was faster.
             Err(Error::UnknownJob { .. }) => {}

@@ -138,7 +138,7 @@ class Job:
     def applied_steps(self, version: int) -> list[int]:
         """How many steps each tensor has been updated by."""
     def retire(self, wait: bool) -> None:
-        """Leaves the job; the last rank that leaves deletes it. Without ``wait`` in the background."""
+        """Leaves the job; the last rank that leaves deletes it, if it made a step. Without ``wait`` in the background."""
 
 @final
 class Transfer:

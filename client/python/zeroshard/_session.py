@@ -100,7 +100,7 @@ class Session:
         return job
 
     def retire(self, job: Job, *, wait: bool = True) -> None:
-        """Leaves a job, once; the last rank that leaves deletes it."""
+        """Leaves a job, once; the last rank that leaves deletes it, or the session at its end."""
         if job in self._jobs:
             self._jobs.remove(job)
             job.retire(wait)
@@ -125,8 +125,19 @@ class Session:
                     pass  # the cluster, or the job, is gone already
             if self._rendezvous is not None:
                 self._say_goodbye(self._rendezvous)
+            if self.rank == 0:
+                self._clear_up()
         finally:
             self.cluster.close()
+
+    def _clear_up(self) -> None:
+        """Deletes what the run has left on the servers."""
+        try:
+            for job in self._status().jobs:
+                if job.name.startswith(f"{self._run}/") and not job.joined:
+                    self.cluster.delete_job(job.name)
+        except Error:
+            pass  # the cluster is gone, and the jobs with it
 
     def _say_goodbye(self, rendezvous: Rendezvous) -> None:
         """Rank 0 hosts the cluster: it waits until the others need it no longer, or are gone."""

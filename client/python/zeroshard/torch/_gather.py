@@ -234,11 +234,6 @@ class Gatherer:
 
     def _begin(self, unit: Unit | None) -> Callable[..., None]:
         def begin(module: nn.Module, args: Any) -> None:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(
-                    "torch.compile cannot follow parameters that come and go (level p_g_os): use level os_g, or "
-                    "leave the compiled parts out by exclude_layer"
-                )
             frame = _Frame()
             if not self._frames and not _in_backward():
                 self.settle()

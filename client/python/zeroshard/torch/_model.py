@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from ..errors import InvalidArgument
 from ._sharding import Sharding
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class GroupSharded(nn.Module):
@@ -45,8 +49,12 @@ class GroupSharded(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            _outside_graphs(self._sharding(), self._holding)
-        return self.module(*args, **kwargs)
+            _before_forward(self._sharding(), self._holding)
+        if self._sharding().gatherer is None:
+            return self.module(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            _say_not_compiled()
+        return _call_eagerly(self.module, args, kwargs)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -88,12 +96,29 @@ class GroupSharded(nn.Module):
             raise InvalidArgument(
                 "a model at level p_g_os cannot be moved or cast; move or cast it before group_sharded_parallel"
             )
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return super()._apply(fn, recurse)
 
 
+def _outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Keeps ``torch.compile`` out of a function and what it calls."""
+    kept_out: Callable[P, R] = torch.compiler.disable(function)
+    return kept_out
+
+
+@_outside_graphs
 def _before_forward(sharding: Sharding, holding: bool) -> None:
     sharding.before_forward(holding)
 
 
-# What the hook does is no part of a compiled graph.
-_outside_graphs = torch.compiler.disable(_before_forward)
+@_outside_graphs
+def _call_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return module(*args, **kwargs)
+
+
+@_outside_graphs
+def _say_not_compiled() -> None:
+    warnings.warn(
+        "at level p_g_os a model runs as it is: torch.compile cannot follow parameters that come and go. To have it "
+        "compiled, use level os_g",
+        stacklevel=2,
+    )

@@ -73,6 +73,8 @@ def group_sharded_parallel(
     def is_large(module: nn.Module, parameter: Tensor) -> bool:
         return parameter.numel() > segment_size and id(parameter) not in excluded
 
+    if level == "p_g_os":
+        _check_not_compiled(model)
     largest = max((parameter.numel() for parameter in model.parameters()), default=0)
     # At p_g_os a bucket must not hold more than one layer's gradients back.
     bucket = min(buffer_max_size, largest) if level == "p_g_os" else buffer_max_size
@@ -110,6 +112,15 @@ def _check(model: Any, optimizer: Any, level: Any, buffer_max_size: int, segment
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if stepped.isdisjoint(map(id, model.parameters())):
         raise InvalidArgument("the optimizer has no parameter of the model; it must be made with model.parameters()")
+
+
+def _check_not_compiled(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
+            raise InvalidArgument(
+                f"module {name!r} is compiled; at level p_g_os it must not be: torch.compile cannot follow parameters "
+                "that come and go. To have it compiled, use level os_g"
+            )
 
 
 def _excluded(model: nn.Module, layers: Collection[str | int]) -> set[int]:
