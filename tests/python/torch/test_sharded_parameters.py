@@ -24,8 +24,9 @@ def wrap(model: nn.Module, level: str = "p_g_os", lr: float = 0.05, **options: A
 
 
 def held(parameter: Tensor) -> int:
-    """The bytes that a tensor holds."""
-    return parameter.untyped_storage().nbytes()
+    """The bytes that a tensor holds; 0 for one that is freed, whose elements are all one."""
+    nbytes = parameter.untyped_storage().nbytes()
+    return nbytes if nbytes >= parameter.numel() * parameter.element_size() else 0
 
 
 def step(model: Any, optimizer: Any, index: int = 0, name: str = "mlp") -> float:

@@ -1,13 +1,14 @@
 """Parameters that live on the servers: fetched when they are used, freed afterwards.
 
-The unit is a module with its own large parameters. A parameter keeps its identity, shape and storage object; freed, its
-storage is empty. Three things bring it back, whichever comes first:
+The unit is a module with its own large parameters. A parameter keeps its identity and shape; freed, its elements are all
+one NaN. Three things bring it back, whichever comes first:
 
 - its module's forward begins, or it was used there in the last pass: fetched ahead, in that order;
 - any torch function is called with it, from wherever (:class:`GatheredParameter`);
 - backward needs it, or a view of it (hooks for saved tensors).
 
-It is freed when no forward that used it is running any more, and in backward once its gradients are complete.
+It is freed when no forward that used it is running any more, and in backward once its gradients are complete. What a
+program still refers to (``w = layer.weight.t()``) keeps its memory.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._native import Schedule, Transfer
 from ._job import ModelJob
+from ._pool import Pool
 from ._tensors import Incoming
 
 #: What says something about a tensor without reading its elements.
@@ -75,10 +77,13 @@ class Unit:
         #: By their name in the module.
         self.parameters = parameters
         self.nbytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
-        self.here = False
+        self.here = True
         #: Forwards that are running and use it.
         self.users = 0
-        self._fetch: tuple[Transfer, list[Incoming]] | None = None
+        #: The memory of its parameters, where it is not their own from the beginning.
+        self._blocks: list[Tensor] = []
+        self._layouts = [(tuple(p.shape), p.stride()) for p in parameters.values()]
+        self._fetch: tuple[Transfer, list[Incoming], list[Tensor]] | None = None
         #: The node of the backward graph that it was fetched for.
         self.node: Any = None
         #: Parameters whose gradient is complete in this backward.
@@ -98,24 +103,31 @@ class Unit:
         """Starts to fetch it, unless it is here or coming."""
         if self.held:
             return
-        job, arrays, incoming = self.gatherer.job, [], []
-        for parameter in self.parameters.values():
-            storage = parameter.untyped_storage()
-            storage.resize_(parameter.numel() * parameter.element_size())
-            incoming.append(Incoming(_plain(parameter)))
+        job, arrays, incoming, values = self.gatherer.job, [], [], []
+        for parameter, layout in zip(self.parameters.values(), self._layouts, strict=True):
+            values.append(self._allocate(parameter).as_strided(*layout))
+            incoming.append(Incoming(values[-1]))
             arrays.append((job.entry(parameter).index, incoming[-1].array))
-        self._fetch = (job.job.pull(job.version, arrays), incoming)
+        self._fetch = (job.job.pull(job.version, arrays), incoming, values)
         self.gatherer.account(self.nbytes)
+
+    def _allocate(self, parameter: Tensor) -> Tensor:
+        if parameter.device.type != "cpu":
+            return torch.empty(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+        self._blocks.append(self.gatherer.pool.take(parameter.numel() * parameter.element_size()))
+        return self._blocks[-1].view(parameter.dtype)
 
     def finish(self) -> None:
         """Waits until it is here."""
         self.start()
         if self._fetch is not None:
-            transfer, incoming = self._fetch
+            transfer, incoming, values = self._fetch
             transfer.wait()
             for one in incoming:
                 one.finish()
             self._fetch, self.here = None, True
+            for parameter, value in zip(self.parameters.values(), values, strict=True):
+                self.gatherer.put(self, parameter, value)
 
     def free(self) -> None:
         """Frees it, unless somebody uses it or the program has written to it (then the next job takes it over)."""
@@ -127,13 +139,16 @@ class Unit:
             self._fetch = None
         self.here, self.node = False, None
         for parameter in self.parameters.values():
-            parameter.untyped_storage().resize_(0)
+            self.gatherer.put(None, parameter, _stub(parameter))
+        while self._blocks:
+            self.gatherer.pool.give(self._blocks.pop())
         self.gatherer.account(-self.nbytes)
 
 
-def _plain(parameter: Tensor) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter.detach()
+def _stub(parameter: Tensor) -> Tensor:
+    """A tensor of the parameter's shape in the memory of one element."""
+    value = float("nan") if parameter.is_floating_point() else 0
+    return torch.full((1,), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
 class _Frame:
@@ -155,7 +170,8 @@ class Gatherer:
         self.units: list[Unit] = []
         #: Bytes of parameters that are here, and the most there ever were.
         self.held_bytes = self.peak_bytes = 0
-        self._by_storage: dict[int, Unit] = {}
+        #: Whose parameter a storage has.
+        self._by_storage: dict[int, tuple[Unit, Tensor]] = {}
         self._frames: list[_Frame] = []
         self._ahead: set[int] = set()
         #: Used outside any forward: kept until the next forward or step.
@@ -164,9 +180,10 @@ class Gatherer:
         self._of_node: list[Unit] = []
         self._find_units(model, is_large)
         sizes = [unit.nbytes for unit in self.units]
-        self._schedule = Schedule(sizes, max(sizes, default=0)) if ahead else None
+        largest = max(sizes, default=0)
+        self._schedule = Schedule(sizes, largest) if ahead else None
+        self.pool = Pool(2 * largest)
         for unit in self.units:
-            unit.here = True
             self.account(unit.nbytes)
             unit.free()
         self.peak_bytes = 0
@@ -175,6 +192,14 @@ class Gatherer:
         """Counts memory that is taken, or given back."""
         self.held_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
+    def put(self, unit: Unit | None, parameter: Tensor, value: Tensor) -> None:
+        """Gives a parameter its elements; without a unit only a stub of them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._by_storage.pop(parameter.untyped_storage()._cdata, None)
+            parameter.data = value
+            if unit is not None:
+                self._by_storage[value.untyped_storage()._cdata] = (unit, parameter)
 
     def _find_units(self, model: nn.Module, is_large: Callable[[nn.Module, Tensor], bool]) -> None:
         seen: set[int] = set()
@@ -200,13 +225,8 @@ class Gatherer:
         unit = Unit(self, len(self.units), parameters)
         self.units.append(unit)
         for parameter in parameters.values():
-            storage = parameter.untyped_storage()
-            if storage.nbytes() != parameter.numel() * parameter.element_size() or storage._cdata in self._by_storage:
-                # It shares its storage, which could not be freed.
-                parameter.data = parameter.data.clone()
             parameter.__class__ = GatheredParameter
             parameter._zeroshard_unit = unit  # type: ignore[attr-defined]
-            self._by_storage[parameter.untyped_storage()._cdata] = unit
         module.register_state_dict_post_hook(_whole_state(unit))
         return unit
 
@@ -357,16 +377,21 @@ class _Pack:
     def __call__(self, saved: Tensor) -> Any:
         if saved.layout is not torch.strided:
             return saved
-        unit = self._by_storage.get(saved.untyped_storage()._cdata)
-        return saved if unit is None else (unit, saved)
+        found = self._by_storage.get(saved.untyped_storage()._cdata)
+        if found is None or saved.dtype != found[1].dtype:
+            return saved
+        return *found, tuple(saved.shape), saved.stride(), saved.storage_offset()
 
 
 def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, tuple):
-        unit, saved = packed
-        unit.gatherer.need_in_backward(unit)
-        return saved  # type: ignore[no-any-return]
-    return packed  # type: ignore[no-any-return]
+    """The saved tensor, or the same view of the parameter as it is now in memory."""
+    if isinstance(packed, Tensor):
+        return packed
+    unit, parameter, shape, stride, offset = packed
+    unit.gatherer.need_in_backward(unit)
+    with torch._C.DisableTorchFunctionSubclass():
+        view: Tensor = parameter.detach().as_strided(shape, stride, offset)
+    return view
 
 
 def _whole_state(unit: Unit) -> Callable[..., None]:

@@ -97,16 +97,19 @@ def group_sharded_parallel(
 
 def _check(model: Any, optimizer: Any, level: Any, buffer_max_size: int, segment_size: int) -> None:
     if not isinstance(model, nn.Module) or isinstance(model, GroupSharded):
-        raise InvalidArgument(f"model is a {type(model).__name__}; it must be a torch.nn.Module that is not wrapped yet")
+        raise InvalidArgument(f"model is a {type(model).__name__}; it must be a torch.nn.Module that is not wrapped already")
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ShardedOptimizer):
         raise InvalidArgument(
-            f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer that is not wrapped yet"
+            f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer that is not wrapped already"
         )
     if level not in LEVELS:
         raise InvalidArgument(f"level is {level!r}; it must be one of {', '.join(map(repr, LEVELS))}")
     for name, size in (("buffer_max_size", buffer_max_size), ("segment_size", segment_size)):
-        if size < 0:
-            raise InvalidArgument(f"{name} is {size}; it must be 0 or more")
+        if not isinstance(size, int) or size < 0:
+            raise InvalidArgument(f"{name} is {size!r}; it must be a number of elements, 0 or more")
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if stepped.isdisjoint(map(id, model.parameters())):
+        raise InvalidArgument("the optimizer has no parameter of the model; it must be made with model.parameters()")
 
 
 def _excluded(model: nn.Module, layers: Collection[str | int]) -> set[int]:

@@ -51,7 +51,6 @@ class Sharding:
         self.last_report: Report | None = None
         self.job = ModelJob(session, "sharded", model, optimizer, place, bucket_numel)
         self.job.open(states(self.job))
-        self._buffer_versions: dict[int, int] = {}
         self.gatherer = Gatherer(self.job, model, is_large, not sync_comm) if level == "p_g_os" else None
         accumulated = self.gatherer.accumulated if self.gatherer is not None else _nothing
         self.gradients = Gradients(self.job, level != "os", accumulation_steps, accumulated)
@@ -152,13 +151,11 @@ class Sharding:
         return [entry for entry in self.job.entries if id(entry.tensor) not in large]
 
     def _send_buffers(self) -> None:
-        """Those that have changed since they were last sent."""
-        arrays = []
-        for entry in self.job.buffers:
-            if self._buffer_versions.get(entry.index) != entry.tensor._version:
-                self._buffer_versions[entry.index] = entry.tensor._version
-                values = array(to_words(entry.tensor)) if entry.raw else outgoing(entry.tensor)
-                arrays.append((entry.index, values))
+        # All of them: torch does not count what batch norm writes as a change.
+        arrays = [
+            (entry.index, array(to_words(entry.tensor)) if entry.raw else outgoing(entry.tensor))
+            for entry in self.job.buffers
+        ]
         if arrays:
             self.job.job.buffers(self.job.version, arrays)
 
