@@ -22,6 +22,8 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[zs.Session]:
     """An embedded cluster in the tests' own process: one rank."""
+    # A test that should have failed before it came so far may have left one.
+    zs.shutdown()
     with zs.init() as session:
         yield session
 
