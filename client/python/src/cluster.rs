@@ -40,7 +40,7 @@ fn options(
 #[pymethods]
 impl Cluster {
     #[staticmethod]
-    #[pyo3(signature = (address, *, token=None, wire="f32", chunk_bytes=1 << 20, deadline=60.0))]
+    #[pyo3(signature = (address, *, token=None, wire="f32", chunk_bytes=1048576, deadline=60.0))]
     fn connect(
         py: Python<'_>,
         address: String,
@@ -56,7 +56,7 @@ impl Cluster {
     }
 
     #[staticmethod]
-    #[pyo3(signature = (shards=1, *, host="127.0.0.1", token=None, wire="f32", chunk_bytes=1 << 20, deadline=60.0))]
+    #[pyo3(signature = (shards=1, *, host="127.0.0.1", token=None, wire="f32", chunk_bytes=1048576, deadline=60.0))]
     fn embedded(
         py: Python<'_>,
         shards: usize,
@@ -104,13 +104,14 @@ impl Cluster {
         groups: Vec<Group>,
         world: u32,
     ) -> PyResult<()> {
-        let manifest = Manifest::new(tensors.iter().map(|tensor| tensor.0.clone()).collect()).map_err(raise)?;
+        let manifest =
+            Manifest::new(tensors.iter().map(|tensor| tensor.0.clone()).collect()).map_err(raise)?;
         let spec = JobSpec { world, ..JobSpec::new(name, manifest, optimizers(groups)?) };
         let cluster = self.cluster.clone();
         wait(py, async move { cluster.create_job(&spec).await })
     }
 
-    #[pyo3(signature = (name, rank, *, bucket_numel=8 << 20))]
+    #[pyo3(signature = (name, rank, *, bucket_numel=8388608))]
     fn join(&self, py: Python<'_>, name: String, rank: u32, bucket_numel: usize) -> PyResult<Job> {
         let cluster = self.cluster.clone();
         let job = wait(py, async move { cluster.join(&name, rank).await })?;

@@ -56,7 +56,13 @@ struct Outgoing {
 
 impl Job {
     pub(crate) fn new(cluster: client::Cluster, job: client::Job, bucket_numel: usize) -> Self {
-        Self { cluster, job: Arc::new(job), bucket_numel, outgoing: Mutex::default(), lanes: Arc::new(Semaphore::new(LANES)) }
+        Self {
+            cluster,
+            job: Arc::new(job),
+            bucket_numel,
+            outgoing: Mutex::default(),
+            lanes: Arc::new(Semaphore::new(LANES)),
+        }
     }
 
     /// Starts `work`; its error is told by the next flush.
@@ -237,7 +243,7 @@ impl Job {
         })
     }
 
-    #[pyo3(signature = (step, groups, *, loss_scale=1.0, max_norm=None, discard=false, targets=Vec::new()))]
+    #[pyo3(signature = (step, groups, *, loss_scale=1.0, max_norm=None, discard=false, targets=None))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn commit(
         &self,
@@ -247,11 +253,12 @@ impl Job {
         loss_scale: f64,
         max_norm: Option<f64>,
         discard: bool,
-        targets: Arrays<'_>,
+        targets: Option<Arrays<'_>>,
     ) -> PyResult<Report> {
         let commit =
             Commit { groups: optimizers(groups)?, loss_scale, max_norm, discard, ..Commit::new(step) };
-        let (job, pushes, mut targets) = (self.job.clone(), self.closed()?, Targets::new(py, &targets));
+        let mut targets = Targets::new(py, &targets.unwrap_or_default());
+        let (job, pushes) = (self.job.clone(), self.closed()?);
         let report = wait(py, async move {
             arrived(pushes).await?;
             job.commit_and_pull(commit, targets.targets()?).await
@@ -260,7 +267,13 @@ impl Job {
     }
 
     #[pyo3(signature = (version, arrays, *, part=None))]
-    fn pull(&self, py: Python<'_>, version: u64, arrays: Arrays<'_>, part: Option<String>) -> PyResult<Transfer> {
+    fn pull(
+        &self,
+        py: Python<'_>,
+        version: u64,
+        arrays: Arrays<'_>,
+        part: Option<String>,
+    ) -> PyResult<Transfer> {
         let (job, mut targets) = (self.job.clone(), Targets::new(py, &arrays));
         let task = spawn(async move {
             match part {

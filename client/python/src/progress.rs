@@ -40,7 +40,8 @@ fn bar(label: Option<String>, total: usize) -> ProgressBar {
         Some(_) => ProgressDrawTarget::stderr(),
         None => ProgressDrawTarget::hidden(),
     };
-    let style = ProgressStyle::with_template("{msg} {bar:24} {bytes}/{total_bytes} {bytes_per_sec} {eta} left");
+    let style =
+        ProgressStyle::with_template("{msg} {bar:24} {bytes}/{total_bytes} {bytes_per_sec} {eta} left");
     ProgressBar::with_draw_target(Some(total as u64), target)
         .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
         .with_message(label.unwrap_or_default())

@@ -68,9 +68,8 @@ pub(crate) fn wait<T: Send + 'static>(
 pub(crate) fn join<T: Send>(py: Python<'_>, task: &mut JoinHandle<Result<T>>) -> PyResult<Result<T>> {
     let runtime = runtime().map_err(raise)?;
     loop {
-        let ended = py.detach(|| {
-            runtime.block_on(async { tokio::time::timeout(SIGNAL_INTERVAL, &mut *task).await })
-        });
+        let ended =
+            py.detach(|| runtime.block_on(async { tokio::time::timeout(SIGNAL_INTERVAL, &mut *task).await }));
         match ended {
             Ok(Ok(result)) => return Ok(result),
             Ok(Err(ended)) => {

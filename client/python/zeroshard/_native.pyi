@@ -7,10 +7,21 @@ Errors are those of :mod:`zeroshard.errors`. Tensors are known by their position
 from collections.abc import Mapping, Sequence
 from typing import final
 
+__all__ = [
+    "Array",
+    "Buckets",
+    "Cluster",
+    "Job",
+    "Report",
+    "Schedule",
+    "TensorSpec",
+    "Transfer",
+    "__version__",
+]
 __version__: str
 
 #: A parameter group: the optimizer's name, and its hyperparameters by torch's names (flags are 0 or 1).
-type Group = tuple[str, Mapping[str, float]]
+type _Group = tuple[str, Mapping[str, float]]
 
 @final
 class Array:
@@ -67,7 +78,7 @@ class Cluster:
     def address(self) -> str: ...
     def status(self) -> str:
         """Servers and jobs, as JSON."""
-    def create_job(self, name: str, tensors: Sequence[TensorSpec], groups: Sequence[Group], world: int) -> None:
+    def create_job(self, name: str, tensors: Sequence[TensorSpec], groups: Sequence[_Group], world: int) -> None:
         """Makes the job, unless it is there already with the same description."""
     def join(self, name: str, rank: int, *, bucket_numel: int = 8388608) -> Job: ...
     def delete_job(self, name: str) -> None: ...
@@ -115,12 +126,12 @@ class Job:
     def commit(
         self,
         step: int,
-        groups: Sequence[Group],
+        groups: Sequence[_Group],
         *,
         loss_scale: float = 1.0,
         max_norm: float | None = None,
         discard: bool = False,
-        targets: Sequence[tuple[int, Array]] = (),
+        targets: Sequence[tuple[int, Array]] | None = None,
     ) -> Report:
         """Flushes, says that this rank's part of the step is done, and waits for the decision.
 

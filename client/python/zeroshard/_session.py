@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import json
+import multiprocessing.util
 import os
 import secrets
 import time
@@ -247,3 +248,6 @@ def shutdown() -> None:
 
 
 atexit.register(shutdown)
+if multiprocessing.parent_process() is not None:
+    # Children of multiprocessing end without what atexit knows.
+    multiprocessing.util.Finalize(None, shutdown, exitpriority=100)

@@ -272,11 +272,14 @@ class _Old:
         self._version = version
 
     def values(self, chunk: list[Entry], carried: list[Entry | None]) -> list[tuple[Entry, Tensor]]:
-        """What the entries begin with: the servers' master weights, but what is new or modified from here."""
+        """What the entries begin with: the servers' master weights; but buffers, and what is new or modified, from here.
+
+        (torch does not count what batch norm writes to its buffers.)
+        """
         values: list[tuple[Entry, Tensor]] = []
         fetched: dict[str, list[tuple[int, Array]]] = {"": [], "master": []}
         for entry, before in zip(chunk, carried, strict=True):
-            if before is None or before.modified or before.shape != entry.shape or before.raw != entry.raw:
+            if before is None or entry.buffer or before.modified or before.shape != entry.shape or before.raw != entry.raw:
                 values.append((entry, entry.tensor))
                 continue
             host = torch.empty(words(entry.tensor) if entry.raw else entry.shape, dtype=torch.float32)

@@ -96,7 +96,7 @@ class GroupSharded(nn.Module):
             raise InvalidArgument(
                 "a model at level p_g_os cannot be moved or cast; move or cast it before group_sharded_parallel"
             )
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
 def _outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
