@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._native import Report
 from .._session import Session
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, StepAborted, StepMismatch
 from ._gather import Gatherer
 from ._gradients import Gradients
 from ._job import ModelJob, State
@@ -46,6 +46,7 @@ class Sharding:
         self._sync_buffers = sync_buffers
         self._max_norm = max_norm
         self._clip_once: float | None = None
+        self._interrupted = False
         #: Gradients are those of the loss times this, at the next step.
         self.loss_scale = 1.0
         self.last_report: Report | None = None
@@ -68,6 +69,8 @@ class Sharding:
 
     def follow_changes(self) -> None:
         """Goes on with another job if the program has changed what this one is, or written to the parameters."""
+        if self._interrupted:
+            self._end_interrupted_step()
         # Gradients that are on their way belong to the job as it is: the next step will see the change.
         if not self.gradients.any_sent and self.job.changed():
             self.reopen(None)
@@ -137,11 +140,26 @@ class Sharding:
         """Does something that sends; if it fails, the step begins again, from nothing."""
         try:
             return work()
-        except BaseException:
+        except BaseException as error:
             self.job.job.forget()
             self.gradients.restart(learn=False)
             self._clip_once = None
+            # An aborted step is gone from the servers. Of one that was interrupted (Ctrl-C) they have a part; several
+            # ranks can only do it again from the same data, which makes the same gradients.
+            self._interrupted = self.job.world == 1 and not isinstance(error, StepAborted)
             raise
+
+    def _end_interrupted_step(self) -> None:
+        """What the servers have of it must not be mixed with what comes now."""
+        self._interrupted = False
+        try:
+            self.gradients.send_nothing()
+            self.job.job.flush()
+        except StepMismatch:
+            pass  # it had been decided already: the commit is told what became of it
+        self._sent(lambda: self.job.job.commit(self.job.version, self.job.groups(), discard=True))
+        self._end_step(learn=False)
+        self.job.receive(entry for entry in self._resident() if entry.trained)
 
     def _resident(self) -> list[Any]:
         """The entries whose tensors are on this worker between uses."""

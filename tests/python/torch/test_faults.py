@@ -1,0 +1,98 @@
+"""Steps that are interrupted, or lose a rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import models
+import ranks
+import zeroshard as zs
+from training import assert_same
+from zeroshard.torch import group_sharded_parallel
+
+LEVELS = ["os", "os_g", "p_g_os"]
+
+
+class Interrupted:
+    """A job whose next commit is interrupted: before the servers hear of it, or after they have decided."""
+
+    def __init__(self, job: Any, decided: bool) -> None:
+        self._job = job
+        self._decided = decided
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._job, name)
+
+    def commit(self, *args: Any, **kwargs: Any) -> Any:
+        self._job.flush()
+        if self._decided:
+            self._job.commit(*args, **kwargs)
+        raise KeyboardInterrupt
+
+
+def wrapped(level: str) -> tuple[Any, Any]:
+    """The model with momentum, which remembers every gradient that was ever applied."""
+    model = models.build("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return group_sharded_parallel(model, optimizer, level, segment_size=64)[:2]
+
+
+def step(model: Any, optimizer: Any, index: int) -> None:
+    """One step on a batch of its own."""
+    optimizer.zero_grad()
+    model(*models.batch("mlp", index, 8)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("decided", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_interrupted_step_happens_whole_or_not_at_all(
+    level: str, decided: bool, cluster: zs.Session
+) -> None:
+    model, optimizer = wrapped(level)
+    link = optimizer.sharding.job
+    step(model, optimizer, 0)
+    job = link.job
+    link.job = Interrupted(job, decided)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, optimizer, 1)
+    link.job = job
+    # Another batch: of the interrupted step nothing may be mixed into it.
+    for index in (2, 3):
+        step(model, optimizer, index)
+
+    calm, steps = wrapped(level)
+    for index in (0, 1, 2, 3) if decided else (0, 2, 3):
+        step(calm, steps, index)
+    assert_same(model.state_dict(), calm.state_dict())
+
+
+def lose_a_rank(rank: int, level: str) -> str:
+    """Rank 1 is lost in the second step; what rank 0 is told."""
+    with zs.init() as session:
+        model, optimizer = wrapped(level)
+        step(model, optimizer, 0)
+        optimizer.zero_grad()
+        model(*models.batch("mlp", 1, 8)).backward()
+        optimizer.sharding.gradients.send_rest()
+        optimizer.sharding.job.job.flush()
+        dist.barrier()
+        if rank == 1:
+            # Dropped without a word, as by the death of the process.
+            session._jobs.clear()
+            optimizer.sharding.job.job = None
+            return ""
+        with pytest.raises(zs.StepAborted) as caught:
+            optimizer.step()
+        assert caught.value.step == 1  # type: ignore[attr-defined]
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_that_loses_a_rank_says_so(level: str, processes: dict[str, str]) -> None:
+    told, _ = ranks.run(2, lose_a_rank, level, env=processes)
+    assert "step 1" in told and "aborted" in told
