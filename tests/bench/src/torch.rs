@@ -19,7 +19,7 @@ type Error = Box<dyn std::error::Error>;
 /// A training step in PyTorch on two ranks, beside DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed
 ///
 /// The model is a stack of bias-free linear layers, at four inputs a rank, with AdamW; the peers talk over gloo. At
-/// p_g_os the segment size is half a layer, so that every layer is sharded. DeepSpeed is left out where it does not
+/// p_g_os the segment size is half a layer, so that every layer is sharded. A peer is left out where it does not
 /// run.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
@@ -83,9 +83,9 @@ impl fmt::Display for System {
 }
 
 impl System {
-    /// Whether the others are measured when it does not run.
-    fn is_optional(self) -> bool {
-        matches!(self, Self::Ds1 | Self::Ds3)
+    /// Whether it is somebody else's: then the others are measured when it does not run.
+    fn is_peer(self) -> bool {
+        self != Self::Zeroshard
     }
 
     fn transport(self) -> Option<&'static str> {
@@ -198,7 +198,7 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
                     eprintln!("round {round}/{}: {subject}: {:.3} s", options.rounds, sample.seconds);
                     subject.samples.push(sample);
                 }
-                Err(error) if subject.system.is_optional() => {
+                Err(error) if subject.system.is_peer() => {
                     let error = error.to_string();
                     eprintln!("{subject} is skipped: {}", error.lines().last().unwrap_or(&error));
                     skipped.push(i);

@@ -229,7 +229,9 @@ def main() -> None:
     dist.barrier()
     if options.system == "zeroshard":
         import_module("zeroshard").shutdown()
-    dist.destroy_process_group()
+    # All is said. Ended in order, torch's threads now and then abort the process ("terminate called ...").
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
