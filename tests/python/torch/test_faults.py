@@ -71,6 +71,28 @@ def test_an_interrupted_step_happens_whole_or_not_at_all(
     assert_same(model.state_dict(), calm.state_dict())
 
 
+def test_an_interrupted_forward_leaves_nothing_behind(cluster: zs.Session) -> None:
+    model, optimizer = wrapped("p_g_os")
+    gatherer = optimizer.sharding.gatherer
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.module.layers[2].register_forward_hook(interrupt)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            model(*models.batch("mlp", 0, 8))
+    hook.remove()
+    step(model, optimizer, 0)
+    calm, steps = wrapped("p_g_os")
+    step(calm, steps, 0)
+    assert_same(model.state_dict(), calm.state_dict())
+    # Nothing is held for a forward that has ended.
+    assert all(unit.users == 0 for unit in gatherer.units)
+    # Nor does autograd go on to ask what to do with what it saves.
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
 def lose_a_rank(rank: int, level: str) -> str:
     """Rank 1 is lost in the second step; what rank 0 is told."""
     with zs.init() as session:

@@ -235,17 +235,27 @@ class Gatherer:
     def _begin(self, unit: Unit | None) -> Callable[..., None]:
         def begin(module: nn.Module, args: Any) -> None:
             frame = _Frame()
-            if not self._frames and not _in_backward():
+            outermost = not self._frames and not _in_backward()
+            self._frames.append(frame)
+            if outermost:
                 self.settle()
                 frame.hooks = saved_tensors_hooks(_Pack(self), _unpack)
                 frame.hooks.__enter__()
-            self._frames.append(frame)
             if unit is not None:
                 self._use(unit)
 
         return begin
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._frames:
+            self._leave_frame()
+
+    def unwind(self) -> None:
+        """Ends the forwards that Ctrl-C has ended: torch calls no hooks for that."""
+        while self._frames:
+            self._leave_frame()
+
+    def _leave_frame(self) -> None:
         frame = self._frames.pop()
         if frame.hooks is not None:
             frame.hooks.__exit__(None, None, None)
@@ -302,7 +312,8 @@ class Gatherer:
         self._fetch_ahead(ahead)
 
     def new_version(self) -> None:
-        """The parameters have changed on the servers: what is here is old."""
+        """The parameters have changed on the servers: what is here is old. No forward is running."""
+        self.unwind()
         self._loose.clear()
         self._ahead = set()
         for unit in self.units:

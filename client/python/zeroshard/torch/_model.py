@@ -54,7 +54,11 @@ class GroupSharded(nn.Module):
             return self.module(*args, **kwargs)
         if torch.compiler.is_compiling():
             _say_not_compiled()
-        return _call_eagerly(self.module, args, kwargs)
+        try:
+            return _call_eagerly(self.module, args, kwargs)
+        except BaseException:
+            self._sharding().unwind()
+            raise
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -107,6 +107,11 @@ class Sharding:
         if self._sync_buffers and self.job.rank != 0:
             self.job.receive(self.job.buffers)
 
+    def unwind(self) -> None:
+        """A forward of the whole model has ended in an error, or by Ctrl-C."""
+        if self.gatherer is not None:
+            self.gatherer.unwind()
+
     def clip(self, max_norm: float) -> float:
         """The global norm of the mean gradient; the step clips to ``max_norm``."""
         self.follow_changes()
