@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use serde_json::json;
 use zeroshard_client as client;
 use zeroshard_proto::{Error, JobSpec, Manifest, pb};
-use zeroshard_server::embedded;
+use zeroshard_server::{config::MAX_WAIT, embedded};
 
 use crate::{
     array::{TensorSpec, parse_dtype},
@@ -15,6 +15,9 @@ use crate::{
     plan::lock,
     runtime::wait,
 };
+
+/// How long a cluster may take to answer at first.
+const CONNECT_DEADLINE: Duration = Duration::from_secs(60);
 
 /// A cluster of shard servers.
 #[pyclass(frozen, module = "zeroshard._native")]
@@ -31,16 +34,18 @@ fn options(
     deadline: f64,
 ) -> PyResult<client::Options> {
     let wire = parse_dtype("wire", wire)?;
-    let seconds = Duration::try_from_secs_f64(deadline).ok().filter(|deadline| !deadline.is_zero());
+    let seconds = Duration::try_from_secs_f64(deadline).ok();
+    let expected = format!("a number of seconds, more than 0 and at most {}", MAX_WAIT.as_secs());
     let deadline = seconds
-        .ok_or_else(|| raise(Error::invalid("deadline", deadline, "a number of seconds, more than 0")))?;
+        .filter(|seconds| !seconds.is_zero() && *seconds <= MAX_WAIT)
+        .ok_or_else(|| raise(Error::invalid("deadline", deadline, expected)))?;
     Ok(client::Options { wire, chunk_bytes, deadline, token })
 }
 
 #[pymethods]
 impl Cluster {
     #[staticmethod]
-    #[pyo3(signature = (address, *, token=None, wire="f32", chunk_bytes=1048576, deadline=60.0))]
+    #[pyo3(signature = (address, *, token=None, wire="f32", chunk_bytes=1048576, deadline=600.0))]
     fn connect(
         py: Python<'_>,
         address: String,
@@ -51,12 +56,19 @@ impl Cluster {
     ) -> PyResult<Self> {
         let options = options(token, wire, chunk_bytes, deadline)?;
         let dialled = address.clone();
-        let cluster = wait(py, async move { client::Cluster::connect(&dialled, options).await })?;
+        let cluster = wait(py, async move {
+            // Ranks may wait long for each other. For a cluster that is not there nobody wants to.
+            let connecting = client::Cluster::connect(&dialled, options);
+            tokio::time::timeout(CONNECT_DEADLINE, connecting).await.unwrap_or_else(|_| {
+                let waiting_for = format!("an answer from coordinator {dialled}");
+                Err(Error::Timeout { waiting_for, waited_ms: CONNECT_DEADLINE.as_millis() as u64 })
+            })
+        })?;
         Ok(Self { cluster, address, embedded: Mutex::new(None) })
     }
 
     #[staticmethod]
-    #[pyo3(signature = (shards=1, *, host="127.0.0.1", token=None, wire="f32", chunk_bytes=1048576, deadline=60.0))]
+    #[pyo3(signature = (shards=1, *, host="127.0.0.1", token=None, wire="f32", chunk_bytes=1048576, deadline=600.0))]
     fn embedded(
         py: Python<'_>,
         shards: usize,

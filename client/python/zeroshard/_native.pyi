@@ -62,7 +62,7 @@ class Cluster:
 
     @staticmethod
     def connect(
-        address: str, *, token: str | None = None, wire: str = "f32", chunk_bytes: int = 1048576, deadline: float = 60.0
+        address: str, *, token: str | None = None, wire: str = "f32", chunk_bytes: int = 1048576, deadline: float = 600.0
     ) -> Cluster: ...
     @staticmethod
     def embedded(
@@ -72,7 +72,7 @@ class Cluster:
         token: str | None = None,
         wire: str = "f32",
         chunk_bytes: int = 1048576,
-        deadline: float = 60.0,
+        deadline: float = 600.0,
     ) -> Cluster: ...
     @property
     def address(self) -> str: ...

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from zeroshard._native import Cluster
 from zeroshard.torch import group_sharded_parallel
 
 
@@ -86,3 +87,9 @@ def test_errors_have_a_family() -> None:
     ]  # fmt: skip
     assert all(issubclass(error, zs.Error) for error in family)
     assert issubclass(zs.InvalidArgument, ValueError) and issubclass(zs.Timeout, TimeoutError)
+
+
+@pytest.mark.parametrize("deadline", [0.0, -1.0, 601.0, float("nan")])
+def test_a_deadline_is_one_that_servers_keep(deadline: float) -> None:
+    with pytest.raises(zs.InvalidArgument, match="deadline.*at most 600"):
+        Cluster.connect("127.0.0.1:7400", deadline=deadline)
