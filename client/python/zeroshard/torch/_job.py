@@ -19,8 +19,8 @@ from .._session import Session
 from . import kinds
 from ._tensors import DTYPES, Incoming, array, dtype_name, from_words, outgoing, to_words, words
 
-#: Bytes of host memory that the move from one job to the next takes at a time.
-_CHUNK = 256 << 20
+#: Bytes of host memory that the move from one job to the next takes at a time, for each part of the state.
+_CHUNK = 1 << 30
 
 #: One parameter's optimizer state: steps applied, and tensors by name.
 State = tuple[int, Mapping[str, Tensor]]
@@ -157,7 +157,7 @@ class ModelJob:
                     moved = self._carried_states(source, chunk, carried, had)
                 else:
                     moved = {entry.index: states[entry.tensor] for entry in chunk if entry.tensor in states}
-                self._upload(values, moved, None)
+                self._upload(values, moved, "uploading")
         else:
             self.receive([entry for entry in self.entries if id(entry.tensor) in here])
         self.mark()
@@ -286,7 +286,7 @@ class _Old:
             fetched["master" if before.trained else ""].append((before.index, array(host)))
             values.append((entry, host))
         for part, arrays in fetched.items():
-            self._job.fetch(self._version, arrays, part=part)
+            self._job.fetch(self._version, arrays, part=part, label="fetching parameters")
         return values
 
     def states(self, pairs: list[tuple[Entry, Entry, tuple[str, ...]]]) -> list[tuple[Entry, State]]:
@@ -303,7 +303,7 @@ class _Old:
                 fetched.setdefault(name, []).append((before.index, array(tensors[name])))
             states.append((entry, (applied[before.index], tensors)))
         for name, arrays in fetched.items():
-            self._job.fetch(self._version, arrays, part=name)
+            self._job.fetch(self._version, arrays, part=name, label=f"fetching {name}")
         return states
 
 
