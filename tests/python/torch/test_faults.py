@@ -11,7 +11,7 @@ import torch.distributed as dist
 import models
 import ranks
 import zeroshard as zs
-from training import assert_same
+from training import assert_close, assert_same
 from zeroshard.torch import group_sharded_parallel
 
 LEVELS = ["os", "os_g", "p_g_os"]
@@ -36,9 +36,14 @@ class Interrupted:
 
 def wrapped(level: str) -> tuple[Any, Any]:
     """The model with momentum, which remembers every gradient that was ever applied."""
+    return sharded(level)[:2]
+
+
+def sharded(level: str, **options: Any) -> tuple[Any, Any, Any]:
+    """As it comes back."""
     model = models.build("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return group_sharded_parallel(model, optimizer, level, segment_size=64)[:2]
+    return group_sharded_parallel(model, optimizer, level, segment_size=64, **options)
 
 
 def step(model: Any, optimizer: Any, index: int) -> None:
@@ -91,6 +96,21 @@ def test_an_interrupted_forward_leaves_nothing_behind(cluster: zs.Session) -> No
     assert all(unit.users == 0 for unit in gatherer.units)
     # Nor does autograd go on to ask what to do with what it saves.
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_written_before_gradients_are_thrown_away_counts(level: str, cluster: zs.Session) -> None:
+    model, optimizer, _ = sharded(level, accumulation_steps=1)
+    plain = models.build("mlp")
+    steps = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    for net, sgd in ((model, optimizer), (plain, steps)):
+        net(*models.batch("mlp", 0, 8)).backward()
+        with torch.no_grad():
+            net.layers[0].weight.mul_(0.5)
+            net.layers[2].bias.add_(1)
+        sgd.zero_grad()
+        step(net, sgd, 1)
+    assert_close(model.state_dict(), plain.state_dict())
 
 
 def lose_a_rank(rank: int, level: str) -> str:

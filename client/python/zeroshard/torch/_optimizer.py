@@ -78,7 +78,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_hash(self) -> str:
         """The hash of all parameters and state on the servers: equal runs have equal hashes."""
-        return self.sharding.state_hash()
+        return self.sharding.job.state_hash()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Every rank must do the same; the servers hear of it before the next step."""

@@ -40,7 +40,6 @@ class Sharding:
         accumulation_steps: int | None,
         max_norm: float | None,
     ) -> None:
-        self.model = model
         self.level = level
         self.optimizer = optimizer
         self._sync_buffers = sync_buffers
@@ -127,17 +126,15 @@ class Sharding:
         self._sent(lambda: self.job.job.commit(self.job.version, self.job.groups(), discard=True))
         self._end_step(learn=False)
 
-    def state_hash(self) -> str:
-        """The hash of all state at the current version."""
-        return self.job.state_hash()
-
     # ---- how it does that
 
     def _end_step(self, *, learn: bool) -> None:
         self.job.version += 1
         self._clip_once = None
         self.gradients.restart(learn=learn)
-        self.job.mark()
+        if learn:
+            # A step that was discarded has received nothing: what the program wrote is still to be noticed.
+            self.job.mark()
         if self.gatherer is not None:
             self.gatherer.new_version()
 
@@ -156,13 +153,13 @@ class Sharding:
 
     def _end_interrupted_step(self) -> None:
         """What the servers have of it must not be mixed with what comes now."""
-        self._interrupted = False
         try:
             self.gradients.send_nothing()
             self.job.job.flush()
         except StepMismatch:
             pass  # it had been decided already: the commit is told what became of it
         self._sent(lambda: self.job.job.commit(self.job.version, self.job.groups(), discard=True))
+        self._interrupted = False
         self._end_step(learn=False)
         self.job.receive(entry for entry in self._resident() if entry.trained)
 
