@@ -109,7 +109,6 @@ class Unit:
             incoming.append(Incoming(values[-1]))
             arrays.append((job.entry(parameter).index, incoming[-1].array))
         self._fetch = (job.job.pull(job.version, arrays), incoming, values)
-        self.gatherer.account(self.nbytes)
 
     def _allocate(self, parameter: Tensor) -> Tensor:
         if parameter.device.type != "cpu":
@@ -142,7 +141,6 @@ class Unit:
             self.gatherer.put(None, parameter, _stub(parameter))
         while self._blocks:
             self.gatherer.pool.give(self._blocks.pop())
-        self.gatherer.account(-self.nbytes)
 
 
 def _stub(parameter: Tensor) -> Tensor:
@@ -168,8 +166,6 @@ class Gatherer:
         """``is_large`` says of a module's parameter whether it lives on the servers; ``ahead``: fetch before use."""
         self.job = job
         self.units: list[Unit] = []
-        #: Bytes of parameters that are here, and the most there ever were.
-        self.held_bytes = self.peak_bytes = 0
         #: Whose parameter a storage has.
         self._by_storage: dict[int, tuple[Unit, Tensor]] = {}
         self._frames: list[_Frame] = []
@@ -184,14 +180,7 @@ class Gatherer:
         self._schedule = Schedule(sizes, largest) if ahead else None
         self.pool = Pool(2 * largest)
         for unit in self.units:
-            self.account(unit.nbytes)
             unit.free()
-        self.peak_bytes = 0
-
-    def account(self, nbytes: int) -> None:
-        """Counts memory that is taken, or given back."""
-        self.held_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def put(self, unit: Unit | None, parameter: Tensor, value: Tensor) -> None:
         """Gives a parameter its elements; without a unit only a stub of them."""
@@ -203,7 +192,6 @@ class Gatherer:
 
     def _find_units(self, model: nn.Module, is_large: Callable[[nn.Module, Tensor], bool]) -> None:
         seen: set[int] = set()
-        with_units: set[nn.Module] = set()
         own: dict[nn.Module, Unit] = {}
         for module in model.modules():
             large: dict[str, Tensor] = {
@@ -216,10 +204,8 @@ class Gatherer:
                 own[module] = self._add_unit(module, large)
         for module in model.modules():
             if any(child in own for child in module.modules()):
-                with_units.add(module)
-        for module in with_units:
-            module.register_forward_pre_hook(self._begin(own.get(module)), prepend=True)
-            module.register_forward_hook(self._end, always_call=True)
+                module.register_forward_pre_hook(self._begin(own.get(module)), prepend=True)
+                module.register_forward_hook(self._end, always_call=True)
 
     def _add_unit(self, module: nn.Module, parameters: dict[str, Tensor]) -> Unit:
         unit = Unit(self, len(self.units), parameters)

@@ -7,6 +7,7 @@ next job takes over from the last version of the one before.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -289,11 +290,16 @@ class _Old:
             self._job.fetch(self._version, arrays, part=part, label="fetching parameters")
         return values
 
+    @functools.cached_property
+    def _applied(self) -> list[int]:
+        """How many steps each tensor has been updated by."""
+        return self._job.applied_steps(self._version)
+
     def states(self, pairs: list[tuple[Entry, Entry, tuple[str, ...]]]) -> list[tuple[Entry, State]]:
         """The state tensors of ``(new, old, names)``."""
         if not pairs:
             return []
-        applied = self._job.applied_steps(self._version)
+        applied = self._applied
         fetched: dict[str, list[tuple[int, Array]]] = {}
         states: list[tuple[Entry, State]] = []
         for entry, before, names in pairs:

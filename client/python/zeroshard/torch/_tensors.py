@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -103,8 +102,3 @@ def group_place(group: Any | None) -> tuple[int, int, tuple[int, ...]]:
         raise InvalidArgument("group is given, but torch.distributed is not initialised; it must be, or group None")
     ranks = tuple(dist.get_process_group_ranks(group))
     return dist.get_rank(group), len(ranks), ranks
-
-
-def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """torch's counters of in-place changes; transfers do not count."""
-    return [tensor._version for tensor in tensors]
