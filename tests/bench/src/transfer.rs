@@ -128,7 +128,7 @@ impl Ours {
     }
 
     async fn pull(&mut self) -> Result<(), Error> {
-        let target = Target { tensor: 0, data: (&mut self.parameters).into() };
+        let target = Target::new(0, &mut self.parameters);
         Ok(self.job.pull(self.version, vec![target]).await?)
     }
 
