@@ -1,6 +1,6 @@
 //! What a slice begins with, what a step takes along, and what it leaves alone.
 
-use zeroshard_proto::{Error, TensorSpec};
+use zeroshard_proto::{Error, Manifest, TensorSpec};
 
 use super::*;
 use crate::backend::Cpu;
@@ -28,8 +28,9 @@ impl Subject {
     fn new(optimizer: &str, tensor: TensorSpec, world: u32) -> Self {
         let groups = vec![serde_json::from_str(optimizer).unwrap()];
         let manifest = Manifest::new(vec![tensor]).unwrap();
+        let job = JobSpec { world, ..JobSpec::new("job", manifest, groups.clone()) };
         let backend = Cpu::new();
-        let slice = Slice::allocate(&backend, &manifest, 0, &groups, world).unwrap();
+        let slice = Slice::allocate(&backend, &job, 0).unwrap();
         Self { backend, budget: ParkingBudget::new(0), groups, slice }
     }
 
@@ -58,7 +59,7 @@ impl Subject {
         self.slice.replace(&self.backend, &piece(0, offset, values), || Ok(())).unwrap()
     }
 
-    fn step(&self, version: u64, coefficient: f32, unclipped: f32) {
+    fn step(&self, version: u64, coefficient: f64, unclipped: f64) {
         let apply = Some(Apply { groups: &self.groups, coefficient, unclipped });
         self.slice.step(&self.backend, &Step { version, apply }).unwrap();
     }
@@ -165,7 +166,7 @@ fn a_slice_that_nobody_has_a_gradient_of_is_not_stepped() {
     subject.absent(0);
     let reduced = subject.push(1, &[1.0; NUMEL]).expect("complete");
     assert_eq!(reduced.absent, Some(Absent { rank: 0, everywhere: false }));
-    subject.step(1, 0.5, 0.5);
+    subject.step(1, 1.0, 1.0);
     assert_eq!(subject.applied(2), 1);
     assert_ne!(subject.read(Part::Parameters, 2), bytes(&[1.0; NUMEL]));
 }

@@ -144,7 +144,7 @@ fn an_average_is_taken_although_it_is_not_finite() {
     assert_eq!((report.applied, report.overflow, report.clip_coefficient), (true, Some(overflow), 1.0));
     assert!(report.gradient_norm.is_nan());
     let decision = &script.decisions()[0].1;
-    assert_eq!((decision.apply, decision.coefficient), (true, 0.5));
+    assert_eq!((decision.apply, decision.coefficient), (true, 1.0));
 
     // What is finite is clipped as for others; and thrown away if they say so.
     script.ready_all(1);
@@ -158,7 +158,7 @@ fn an_average_is_taken_although_it_is_not_finite() {
 }
 
 #[test]
-fn what_is_not_clipped_is_not_in_the_norm_and_only_unscaled_and_averaged() {
+fn what_is_not_clipped_is_not_in_the_norm_and_only_unscaled() {
     let (mut script, leases) = Script::training_of(partly_clipped(2), 2);
     script.ready_all(0);
     let terms = |rank: usize| Commit {
@@ -172,7 +172,7 @@ fn what_is_not_clipped_is_not_in_the_norm_and_only_unscaled_and_averaged() {
     // Slice 0 has the sum of squares 1.
     assert_eq!((report.gradient_norm, report.clip_coefficient), (0.125, 0.5));
     let decision = &script.decisions()[0].1;
-    assert_eq!((decision.coefficient, decision.unclipped), (0.0625, 0.125));
+    assert_eq!((decision.coefficient, decision.unclipped), (0.125, 0.25));
 
     // An overflow there skips the step like any other.
     let (mut script, leases) = Script::training_of(partly_clipped(1), 1);
