@@ -13,10 +13,10 @@ use zeroshard_proto::{
 
 use super::{
     cluster::Cluster,
-    jobs::some_of,
     reduce::{Gradient, Reducer},
     state::{Action, Caller, Commit, Job, Lease, Now, Open, Phase, Reply, ServerId, Waiter},
 };
+use crate::listing::some_of;
 
 /// What every rank must say the same about a step.
 #[derive(Debug, Clone, PartialEq)]
@@ -206,7 +206,7 @@ impl Cluster {
             let expected = format!("less than the world, {}", spec.world);
             return Err(Error::invalid(format!("rank of job {name:?}"), rank, expected));
         }
-        if open.members.get(&rank) != Some(&lease) {
+        if open.members.get(&rank).is_none_or(|member| member.lease != lease) {
             return Err(Error::LeaseLost { job: name.to_owned(), rank });
         }
         if epoch != *current {

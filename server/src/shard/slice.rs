@@ -11,8 +11,8 @@ use std::sync::{
 use zeroshard_proto::{DType, Error, JobSpec, Optimizer, Result, SliceSpec};
 
 use super::{
+    lane::Lane,
     part::Part,
-    ranges::Ranges,
     round::{Absent, ParkingBudget, Piece, Round},
 };
 use crate::{
@@ -20,8 +20,10 @@ use crate::{
     optim,
 };
 use buffer::Next;
+use filling::Filling;
 
 mod buffer;
+mod filling;
 mod upload;
 
 pub(crate) use upload::Upload;
@@ -32,6 +34,8 @@ const NOT_INITIALISED: u64 = u64::MAX;
 /// A slice that this server owns.
 pub(crate) struct Slice<B: Backend> {
     pub(crate) spec: SliceSpec,
+    /// Who contributes what of it.
+    pub(crate) lanes: Arc<[Lane]>,
     /// The parameter group, for a slice that takes gradients.
     pub(crate) group: Option<usize>,
     /// Whether a step may bring new content.
@@ -58,9 +62,9 @@ struct Inner<B: Backend> {
     /// Steps that were applied: not skipped, and with a gradient from somebody.
     applied: u64,
     /// What has come of the initial parameters.
-    uploaded: Ranges,
+    uploaded: Filling,
     /// What has come of each state tensor.
-    uploaded_state: Vec<Ranges>,
+    uploaded_state: Vec<Filling>,
     /// The state tensors hold what was uploaded in an epoch that is over.
     stale_state: bool,
     open: Option<Open<B>>,
@@ -111,17 +115,22 @@ pub(crate) struct Memory {
 }
 
 impl<B: Backend> Slice<B> {
-    /// Memory for slice number `index` of a job.
-    pub(crate) fn allocate(backend: &B, job: &JobSpec, index: usize) -> Result<Self, OutOfMemory> {
-        let JobSpec { manifest, groups, world, .. } = job;
+    /// Memory for slice number `index` of a job, of which these are the lanes.
+    pub(crate) fn allocate(
+        backend: &B,
+        job: &JobSpec,
+        index: usize,
+        lanes: Arc<[Lane]>,
+    ) -> Result<Self, OutOfMemory> {
+        let JobSpec { manifest, groups, .. } = job;
         let spec = manifest.slices()[index];
         let tensor = manifest.tensor_of(index);
         let group = tensor.trains().then_some(tensor.group as usize);
         let buffer = |dtype| backend.allocate(dtype, spec.numel);
         let inner = match group {
-            None => Inner::new(buffer(tensor.dtype)?),
+            None => Inner::new(buffer(tensor.dtype)?, &lanes),
             Some(group) => Inner {
-                uploaded_state: vec![Ranges::default(); groups[group].state().len()],
+                uploaded_state: groups[group].state().iter().map(|_| Filling::new(&lanes)).collect(),
                 published: match tensor.dtype {
                     DType::F32 => None,
                     dtype => Some(Arc::new(buffer(dtype)?)),
@@ -132,13 +141,14 @@ impl<B: Backend> Slice<B> {
                     .collect(),
                 open: Some(Open {
                     sum: buffer(DType::F32)?,
-                    round: Round::new(index as u32, spec.numel, *world),
+                    round: Round::new(index as u32, spec.numel, &lanes),
                 }),
-                ..Inner::new(buffer(DType::F32)?)
+                ..Inner::new(buffer(DType::F32)?, &lanes)
             },
         };
         Ok(Self {
             spec,
+            lanes,
             group,
             buffer: tensor.buffer,
             no_clip: tensor.no_clip,
@@ -170,7 +180,7 @@ impl<B: Backend> Slice<B> {
         }
     }
 
-    /// Adds a piece of a rank's gradient of `step`. Returns how many elements were new and, when the last
+    /// Adds a piece of a contributing rank's gradient. Returns how many elements were new and, when the last
     /// rank's last element is in, the reduced gradient's figures. `current` as for [`Self::upload`].
     pub(crate) fn contribute(
         &self,
@@ -243,7 +253,7 @@ impl<B: Backend> Slice<B> {
             }
             open.round.reset();
         }
-        inner.turn_over(self.spec.numel);
+        inner.turn_over(&self.lanes);
         self.enter(step.version + 1);
         Ok(())
     }
@@ -313,13 +323,13 @@ impl<B: Backend> Slice<B> {
 }
 
 impl<B: Backend> Inner<B> {
-    fn new(master: B::Buffer) -> Self {
+    fn new(master: B::Buffer, lanes: &[Lane]) -> Self {
         Self {
             master: Arc::new(master),
             published: None,
             state: Vec::new(),
             applied: 0,
-            uploaded: Ranges::default(),
+            uploaded: Filling::new(lanes),
             uploaded_state: Vec::new(),
             stale_state: false,
             open: None,
@@ -355,6 +365,8 @@ fn exclusive<'a, B: Backend>(backend: &B, buffer: &'a mut Arc<B::Buffer>) -> Res
     Ok(Arc::get_mut(buffer).expect("nobody else has seen the copy"))
 }
 
+#[cfg(test)]
+mod lane_tests;
 #[cfg(test)]
 #[path = "slice_tests.rs"]
 mod tests;

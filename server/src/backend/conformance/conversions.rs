@@ -28,7 +28,7 @@ fn every_value_is_decoded<B: Backend>(backend: &B, dtype: DType) {
     };
     let bytes: Vec<u8> = (0..=0xFFFF).flat_map(element).collect();
     let mut buffer = backend.allocate(DType::F32, 0x1_0000).unwrap();
-    let finite = backend.store(&mut buffer, 0, &bytes, dtype);
+    let finite = backend.store(&mut buffer, 0..0x1_0000, &bytes, dtype);
     assert!(!finite, "infinities and NaN are among them");
     let (stored, _) = contents(backend, buffer);
     let expected = from_bytes(&bytes, dtype);
@@ -81,7 +81,7 @@ fn an_extent_is_stored<B: Backend>(backend: &B, dtype: DType) {
         let mut buffer = buffer_of(backend, &before, to);
         // A large number is infinite as f16.
         let finite = incoming.iter().all(|value| value.is_finite());
-        assert_eq!(backend.store(&mut buffer, 1_001, &bytes[1..], dtype), finite);
+        assert_eq!(backend.store(&mut buffer, 1_001..4_002, &bytes[1..], dtype), finite);
         let mut expected = before;
         expected[1_001..4_002].copy_from_slice(&incoming);
         let (stored, _) = contents(backend, buffer);
@@ -95,7 +95,7 @@ fn an_extent_is_added<B: Backend>(backend: &B, dtype: DType) {
     let incoming = from_bytes(&bytes[1..], dtype);
     let mut expected = numbers(4, 5_003);
     let mut buffer = buffer_of(backend, &expected, DType::F32);
-    backend.accumulate(&mut buffer, 1_001, &bytes[1..], dtype);
+    backend.accumulate(&mut buffer, 1_001..4_002, &bytes[1..], dtype);
     for (sum, value) in expected[1_001..].iter_mut().zip(incoming) {
         *sum += value;
     }
@@ -108,16 +108,16 @@ fn only_incoming_special_values_are_told<B: Backend>(backend: &B, dtype: DType) 
     let infinite = vec![f32::INFINITY; numel];
     let finite = to_bytes(&vec![1.0; numel], dtype);
     let mut buffer = buffer_of(backend, &infinite, DType::F32);
-    assert!(backend.accumulate(&mut buffer, 0, &finite, dtype));
-    assert!(backend.store(&mut buffer, 0, &finite, dtype));
-    assert!(backend.accumulate(&mut buffer, numel, &[], dtype), "nothing is finite");
+    assert!(backend.accumulate(&mut buffer, 0..numel, &finite, dtype));
+    assert!(backend.store(&mut buffer, 0..numel, &finite, dtype));
+    assert!(backend.accumulate(&mut buffer, numel..numel, &[], dtype), "nothing is finite");
     for special in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
         for at in [0, 1, 63, 128, numel - 1] {
             let mut values = vec![1.0; numel];
             values[at] = special;
             let bytes = to_bytes(&values, dtype);
-            assert!(!backend.store(&mut buffer, 0, &bytes, dtype));
-            assert!(!backend.accumulate(&mut buffer, 0, &bytes, dtype));
+            assert!(!backend.store(&mut buffer, 0..numel, &bytes, dtype));
+            assert!(!backend.accumulate(&mut buffer, 0..numel, &bytes, dtype));
         }
     }
 }
