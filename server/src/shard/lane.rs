@@ -111,8 +111,15 @@ impl Lane {
 #[derive(Debug)]
 pub(crate) struct Lanes {
     pub(crate) tensor: usize,
-    /// A lane without a view is the tensor: it has no layout.
-    lanes: Vec<(Option<Arc<BoxView>>, Arc<[u32]>)>,
+    lanes: Vec<Uncut>,
+}
+
+/// A lane of a tensor.
+#[derive(Debug)]
+struct Uncut {
+    /// How its box lies in the tensor; `None` if that is the tensor, as it is without a layout.
+    view: Option<Arc<BoxView>>,
+    ranks: Arc<[u32]>,
 }
 
 impl Lanes {
@@ -122,19 +129,21 @@ impl Lanes {
         let whole = TensorBox::whole(shape);
         let lanes = job.contributions(tensor).lanes.into_iter().map(|lane| {
             let view = (lane.area != whole).then(|| Arc::new(BoxView::new(shape, &lane.area)));
-            (view, lane.ranks.into())
+            Uncut { view, ranks: lane.ranks.into() }
         });
         Self { tensor, lanes: lanes.collect() }
     }
 
     /// Those that have something of `slice`, which is one of the tensor's.
     pub(crate) fn of(&self, slice: &SliceSpec) -> Arc<[Lane]> {
-        let area = |view: &Option<Arc<BoxView>>| match view {
-            None => Area::whole(slice.numel),
-            Some(view) => Area::of(view, slice),
+        let cut = |Uncut { view, ranks }: &Uncut| {
+            let area = match view {
+                None => Area::whole(slice.numel),
+                Some(view) => Area::of(view, slice),
+            };
+            Lane { area, ranks: ranks.clone() }
         };
-        let lanes = self.lanes.iter().map(|(view, ranks)| Lane { area: area(view), ranks: ranks.clone() });
-        lanes.filter(|lane| lane.area.numel() > 0).collect()
+        self.lanes.iter().map(cut).filter(|lane| lane.area.numel() > 0).collect()
     }
 }
 

@@ -3,7 +3,10 @@
 use zeroshard_proto::{Error, Manifest, TensorSpec};
 
 use super::*;
-use crate::{backend::Cpu, shard::lane::Lanes};
+use crate::{
+    backend::Cpu,
+    shard::{lane::Lanes, part::Part},
+};
 
 const NUMEL: usize = 5;
 

@@ -9,7 +9,7 @@ use super::{
     tests::{PARAMETERS, Subject, bytes, piece},
     *,
 };
-use crate::shard::lane::tests::job;
+use crate::shard::{lane::tests::job, part::Part};
 
 /// Two rows and four columns, on two by two ranks.
 fn spec(tensor: TensorSpec, placements: [DimPlacement; 2]) -> JobSpec {
