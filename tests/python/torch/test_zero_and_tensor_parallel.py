@@ -84,7 +84,9 @@ class GPT(nn.Module):
 def plan(sequence: bool) -> dict[str, Any]:
     """Megatron's: columns, then rows; with ``sequence`` what is between them is cut along the sequence."""
     between = Shard(1) if sequence else Replicate()
-    columns = {name: ColwiseParallel(input_layouts=between) for name in ("attention.q", "attention.k", "attention.v", "mlp.up")}
+    columns = {name: ColwiseParallel(input_layouts=between) for name in ("attention.q", "attention.k", "attention.v")}
+    # What does not divide must stay a DTensor: of a local tensor torch cannot tell how large the others are.
+    columns["mlp.up"] = ColwiseParallel(input_layouts=between, use_local_output=False)
     rows = {name: RowwiseParallel(output_layouts=between) for name in ("attention.out", "mlp.down")}
     norms = {f"norms.{n}": SequenceParallel(use_local_output=True) for n in range(3)} if sequence else {}
     return {
