@@ -1,0 +1,85 @@
+"""Ranks that are about to do something together say what, and hear at once of anybody who wants something else.
+
+Collectives between ranks that disagree hang or mix data up. Before the first of them the ranks compare what they were
+asked for, through the store of ``torch.distributed``: no collective, and a deadline.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from .._rendezvous import distributed
+from ..errors import Disagreement, Timeout
+
+#: Seconds that a rank waits for another to come to the same point: building a large model takes time.
+PATIENCE = 600.0
+_PREFIX = "zeroshard/agree"
+
+
+class _Ledger:
+    """How often this rank has compared notes with each other one, through one store."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.counts: Counter[int] = Counter()
+
+
+_ledger: _Ledger | None = None
+
+
+def agree(what: str, said: Mapping[str, str], ranks: Sequence[int]) -> None:
+    """Returns once all ``ranks`` have called this with the same.
+
+    ``what`` is the function that they are in, ``said`` each thing that must be equal, as text. One process, or a rank
+    that is not among them, returns at once.
+
+    Raises :class:`~zeroshard.Disagreement`, which names both ranks and what each has, or :class:`~zeroshard.Timeout`.
+    """
+    dist = distributed()
+    if dist is None or len(ranks) < 2 or dist.get_rank() not in ranks:
+        return
+    ledger = _ledger_of(dist.distributed_c10d._get_default_store())
+    store, me = ledger.store, dist.get_rank()
+    text = json.dumps({"the call": what, **said})
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    others = [rank for rank in ranks if rank != me]
+    # The text first: who sees the digest can read it.
+    store.set(f"{_PREFIX}/text/{digest}", text)
+    for other in others:
+        store.set(f"{_PREFIX}/{me}>{other}/{ledger.counts[other]}", digest)
+    until = time.monotonic() + PATIENCE
+    for other in others:
+        key = f"{_PREFIX}/{other}>{me}/{ledger.counts[other]}"
+        ledger.counts[other] += 1
+        try:
+            store.wait([key], timedelta(seconds=max(until - time.monotonic(), 0.001)))
+        except Exception as error:
+            raise Timeout(
+                f"rank {me} waited {PATIENCE:g} s in {what} for rank {other}: does it call {what} too? ({error})"
+            ) from None
+        theirs = store.get(key).decode()
+        if theirs != digest:
+            _refuse(me, json.loads(text), other, json.loads(store.get(f"{_PREFIX}/text/{theirs}").decode()))
+
+
+def _refuse(me: int, mine: dict[str, str], other: int, theirs: dict[str, str]) -> None:
+    """Says in what they differ."""
+    for about, value in mine.items():
+        if value != theirs.get(about):
+            raise Disagreement(
+                f"rank {me} and rank {other} disagree about {about}: rank {me} has {value}, rank {other} has "
+                f"{theirs.get(about)}; it must be the same on every rank"
+            )
+
+
+def _ledger_of(store: Any) -> _Ledger:
+    global _ledger
+    if _ledger is None or _ledger.store is not store:
+        _ledger = _Ledger(store)  # the process group is a new one, and its store empty
+    return _ledger
