@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ._clip import ClipGradByGlobalNorm, clip_grad_norm_
 from ._data_parallel import DataParallel, fused_allreduce_gradients
+from ._mesh import Partial, ProcessMesh, Replicate, Shard
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
 from ._save import load_group_sharded_model, save_group_sharded_model
@@ -18,6 +19,10 @@ __all__ = [
     "GradScaler",
     "GroupSharded",
     "Lion",
+    "Partial",
+    "ProcessMesh",
+    "Replicate",
+    "Shard",
     "ShardedOptimizer",
     "clip_grad_norm_",
     "fused_allreduce_gradients",

@@ -65,17 +65,18 @@ def agree(what: str, said: Mapping[str, str], ranks: Sequence[int]) -> None:
             ) from None
         theirs = store.get(key).decode()
         if theirs != digest:
-            _refuse(me, json.loads(text), other, json.loads(store.get(f"{_PREFIX}/text/{theirs}").decode()))
+            said = store.get(f"{_PREFIX}/text/{theirs}").decode()
+            _refuse({me: json.loads(text), other: json.loads(said)})
 
 
-def _refuse(me: int, mine: dict[str, str], other: int, theirs: dict[str, str]) -> None:
-    """Says in what they differ."""
-    for about, value in mine.items():
-        if value != theirs.get(about):
-            raise Disagreement(
-                f"rank {me} and rank {other} disagree about {about}: rank {me} has {value}, rank {other} has "
-                f"{theirs.get(about)}; it must be the same on every rank"
-            )
+def _refuse(said: dict[int, dict[str, str]]) -> None:
+    """Says in what two ranks differ."""
+    (first, mine), (second, theirs) = sorted(said.items())
+    about = next(each for each in {**mine, **theirs} if mine.get(each) != theirs.get(each))
+    raise Disagreement(
+        f"rank {first} and rank {second} disagree about {about}: rank {first} has {mine.get(about)}, rank {second} has "
+        f"{theirs.get(about)}; it must be the same on every rank"
+    )
 
 
 def _ledger_of(store: Any) -> _Ledger:
