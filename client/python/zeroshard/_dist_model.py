@@ -9,7 +9,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from ._program import MODES, Description, Program, make_program
 from .errors import InvalidArgument, NotATensor
@@ -31,6 +31,42 @@ def level_of_stage(stage: int) -> str:
         return LEVEL_OF_STAGE[stage]
     except (KeyError, TypeError):
         raise InvalidArgument(f"stage is {stage!r}; it must be 1 (os), 2 (os_g) or 3 (p_g_os)") from None
+
+
+@dataclass(frozen=True)
+class ShardingStage:
+    """For ``shard_optimizer``: what the shard servers hold for the workers.
+
+    The servers share the work by bytes, whatever mesh the workers have. ``mesh`` says which ranks train together (all, if
+    it is None), and ``sharding_mesh_dim``, one of its dimensions, is accepted for programs that have it.
+    """
+
+    sharding_mesh_dim: Any = None
+    mesh: Any = None
+    stage: ClassVar[int]
+
+    @property
+    def level(self) -> str:
+        """``os``, ``os_g`` or ``p_g_os``."""
+        return level_of_stage(self.stage)
+
+
+class ShardingStage1(ShardingStage):
+    """The optimizer's state: level ``os``."""
+
+    stage = 1
+
+
+class ShardingStage2(ShardingStage):
+    """Gradients too: level ``os_g``."""
+
+    stage = 2
+
+
+class ShardingStage3(ShardingStage):
+    """Parameters too: level ``p_g_os``."""
+
+    stage = 3
 
 
 @dataclass

@@ -59,8 +59,10 @@ class Variable:
     trained: bool
     #: Whether the worker keeps it between uses; else it is pulled for each.
     resident: bool = True
-    #: Whether this worker's gradient and initial value count; False where another worker has the same box.
+    #: Whether this worker's gradient counts; False where another worker has the same one.
     contributes: bool = True
+    #: Whether this worker's initial value counts: the servers have it from the first worker of each box.
+    uploads: bool = True
     #: What else is to be said of it: its placements on a mesh.
     note: str = ""
 
@@ -108,12 +110,15 @@ class Description:
     #: In the order in which they run.
     modules: tuple[Module, ...]
     variables: tuple[Variable, ...]
+    #: What makes the loss of one worker that of all.
+    after_loss: tuple[Collective, ...] = ()
 
     def serial(self) -> Description:
         """The same model on one worker that is alone, and has all of it."""
         modules = tuple(Module(module.name, module.type, module.variables) for module in self.modules)
         variables = tuple(
-            replace(variable, box=Box.whole(variable.shape), contributes=True, note="") for variable in self.variables
+            replace(variable, box=Box.whole(variable.shape), contributes=True, uploads=True, note="")
+            for variable in self.variables
         )
         return Description(self.level, 0, 1, modules, variables)
 
@@ -217,7 +222,7 @@ def make_program(description: Description, mode: str, scope: str, kind: str) -> 
     else:
         operations = _forward(description)
         if mode == "eval":
-            operations.append(Operation("loss"))
+            operations += _loss(description)
     return Program(
         mode,
         scope,
@@ -237,10 +242,10 @@ def _startup(description: Description, mode: str) -> list[Operation]:
     note = f"job of {description.world} rank{'s' if description.world != 1 else ''}"
     operations = [Operation("join", note=note)]
     for variable in description.variables:
-        if variable.contributes:
+        if variable.uploads:
             operations.append(_moved("push", variable, "initial value"))
     for variable in description.variables:
-        if variable.resident and not variable.contributes:
+        if variable.resident and not variable.uploads:
             operations.append(_moved("pull", variable, "initial value"))
     return operations
 
@@ -257,7 +262,7 @@ def _forward(description: Description) -> list[Operation]:
 
 def _train(description: Description) -> list[Operation]:
     """Gradients leave as they are made, or at level ``os`` once all are there."""
-    operations = [*_forward(description), Operation("loss")]
+    operations = [*_forward(description), *_loss(description)]
     by_name = {variable.name: variable for variable in description.variables}
     sent: list[Operation] = []
     seen: set[str] = set()
@@ -282,6 +287,10 @@ def _train(description: Description) -> list[Operation]:
         if variable.resident and variable.trained
     ]
     return operations
+
+
+def _loss(description: Description) -> list[Operation]:
+    return [Operation("loss"), *_collectives(description.after_loss)]
 
 
 def _fetched(description: Description, module: Module) -> list[Operation]:

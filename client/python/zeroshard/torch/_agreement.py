@@ -51,12 +51,13 @@ def agree(what: str, said: Mapping[str, str], ranks: Sequence[int]) -> None:
     others = [rank for rank in ranks if rank != me]
     # The text first: who sees the digest can read it.
     store.set(f"{_PREFIX}/text/{digest}", text)
-    for other in others:
-        store.set(f"{_PREFIX}/{me}>{other}/{ledger.counts[other]}", digest)
+    numbers = {other: ledger.counts[other] for other in others}
+    ledger.counts.update(others)
+    for other, number in numbers.items():
+        store.set(f"{_PREFIX}/{me}>{other}/{number}", digest)
     until = time.monotonic() + PATIENCE
-    for other in others:
-        key = f"{_PREFIX}/{other}>{me}/{ledger.counts[other]}"
-        ledger.counts[other] += 1
+    for other, number in numbers.items():
+        key = f"{_PREFIX}/{other}>{me}/{number}"
         try:
             store.wait([key], timedelta(seconds=max(until - time.monotonic(), 0.001)))
         except Exception as error:
@@ -65,8 +66,8 @@ def agree(what: str, said: Mapping[str, str], ranks: Sequence[int]) -> None:
             ) from None
         theirs = store.get(key).decode()
         if theirs != digest:
-            said = store.get(f"{_PREFIX}/text/{theirs}").decode()
-            _refuse({me: json.loads(text), other: json.loads(said)})
+            told = store.get(f"{_PREFIX}/text/{theirs}").decode()
+            _refuse({me: json.loads(text), other: json.loads(told)})
 
 
 def _refuse(said: dict[int, dict[str, str]]) -> None:
