@@ -40,6 +40,7 @@ impl Description {
             group: parameter.group as u32,
             policy: if whole { Policy::Whole } else { Policy::Elementwise },
             no_clip: false,
+            layout: None,
         });
         let spec = JobSpec {
             name: self.job,
@@ -48,6 +49,7 @@ impl Description {
             world: self.world,
             min_servers: self.min_servers,
             replicas: 1,
+            meshes: Vec::new(),
         };
         spec.validate()?;
         Ok(spec)
@@ -133,9 +135,7 @@ impl Remote {
 
 impl Exchange for Remote {
     async fn pull(&self, version: u64, mut buffers: Vec<Buffer>) -> Result<Vec<Buffer>> {
-        let targets = buffers
-            .iter_mut()
-            .map(|buffer| Target { tensor: buffer.tensor, data: (&mut buffer.values).into() });
+        let targets = buffers.iter_mut().map(|buffer| Target::new(buffer.tensor, &mut buffer.values));
         self.job.pull(version, targets.collect()).await?;
         Ok(buffers)
     }

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .._core.sharding import Sharding
 from ..errors import InvalidArgument
-from ._sharding import Sharding
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,7 +25,7 @@ class GroupSharded(nn.Module):
 
     module: nn.Module
 
-    def __init__(self, module: nn.Module, sharding: Sharding) -> None:
+    def __init__(self, module: nn.Module, sharding: Sharding[Tensor]) -> None:
         super().__init__()
         self.module = module
         # Not a submodule, not a parameter: kept out of torch's books.
@@ -37,8 +37,8 @@ class GroupSharded(nn.Module):
         """``os``, ``os_g`` or ``p_g_os``."""
         return self._sharding().level
 
-    def _sharding(self) -> Sharding:
-        sharding: Sharding = self.__dict__["sharding"]
+    def _sharding(self) -> Sharding[Tensor]:
+        sharding: Sharding[Tensor] = self.__dict__["sharding"]
         return sharding
 
     def __getattr__(self, name: str) -> Any:
@@ -110,7 +110,7 @@ def _outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @_outside_graphs
-def _before_forward(sharding: Sharding, holding: bool) -> None:
+def _before_forward(sharding: Sharding[Tensor], holding: bool) -> None:
     sharding.before_forward(holding)
 
 

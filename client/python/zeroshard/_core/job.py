@@ -10,29 +10,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import Any, Generic
 
 from .._native import Array, Job, TensorSpec
 from .._session import Session
 from . import kinds
-from ._tensors import DTYPES, Incoming, array, dtype_name, from_words, outgoing, to_words, words
+from .framework import Framework, Incoming, Optimizer, Place, T
 
 #: Bytes of host memory that the move from one job to the next takes at a time, for each part of the state.
 _CHUNK = 1 << 30
 
-#: One parameter's optimizer state: steps applied, and tensors by name.
-State = tuple[int, Mapping[str, Tensor]]
+#: One parameter's optimizer state: steps applied, and host tensors by name.
+State = tuple[int, Mapping[str, T]]
 
 
 @dataclass
-class Entry:
+class Entry(Generic[T]):
     """One tensor of the manifest."""
 
+    framework: Framework[T]
     name: str
-    tensor: Tensor
+    tensor: T
     #: Whether the servers step it.
     trained: bool
     #: A buffer of the model.
@@ -44,101 +42,122 @@ class Entry:
     #: Travels as raw words, because its dtype is none that is computed with.
     raw: bool
     shape: tuple[int, ...] = field(init=False)
-    requires_grad: bool = field(init=False)
-    #: torch's counter of in-place changes, as of the last step.
-    version: int = field(init=False)
+    #: Whether backward made gradients for it, as of the last step.
+    differentiable: bool = field(init=False)
+    #: The framework's counter of changes, as of the last step.
+    changes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.shape = tuple(self.tensor.shape)
-        self.requires_grad = self.tensor.requires_grad
-        self.version = self.tensor._version
+        self.shape = self.framework.shape(self.tensor)
+        self.mark()
+
+    def mark(self) -> None:
+        """Remembers what the tensor is now, to notice what the program writes."""
+        self.differentiable = self.framework.trains(self.tensor)
+        self.changes = self.framework.changes(self.tensor)
 
     @property
     def modified(self) -> bool:
         """Whether the program has written to it since the last step."""
-        return self.tensor._version != self.version
+        return self.framework.changes(self.tensor) != self.changes
+
+    @property
+    def travelling_shape(self) -> tuple[int, ...]:
+        """Its shape on the servers."""
+        return (self.framework.words(self.tensor),) if self.raw else self.shape
+
+    def outgoing(self) -> Array:
+        """Its values, to be sent."""
+        return self.framework.outgoing_words(self.tensor) if self.raw else self.framework.outgoing(self.tensor)
+
+    def incoming(self) -> Incoming:
+        """Where its values are received."""
+        return self.framework.incoming_words(self.tensor) if self.raw else self.framework.incoming(self.tensor)
 
     def spec(self, whole: bool) -> TensorSpec:
         """What the servers must know of it."""
-        shape = (words(self.tensor),) if self.raw else self.shape
-        dtype = "f32" if self.raw else dtype_name(f"parameter {self.name!r}", self.tensor)
+        dtype = "f32" if self.raw else self.framework.dtype_of(f"parameter {self.name!r}", self.tensor)
         return TensorSpec(
             self.name,
-            shape,
+            self.travelling_shape,
             dtype,
             frozen=not self.trained and not self.buffer,
             buffer=self.buffer,
             group=self.group,
             whole=whole and self.trained,
-            no_clip=getattr(self.tensor, "need_clip", True) is False,
+            no_clip=not self.framework.clips(self.tensor),
         )
 
 
-class ModelJob:
+class ModelJob(Generic[T]):
     """The job of one model and its optimizer, as one rank sees it."""
 
     def __init__(
         self,
         session: Session,
+        framework: Framework[T],
         kind: str,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        place: tuple[int, int, tuple[int, ...]],
+        model: Any,
+        optimizer: Optimizer[T],
+        place: Place,
         bucket_numel: int,
     ) -> None:
+        self.framework = framework
         self._session = session
         self._kind = kind
         self._model = model
         self._optimizer = optimizer
         self.rank, self.world, self._ranks = place
         self._bucket_numel = bucket_numel
-        self.optimizer_kind = kinds.kind(optimizer)
-        self.entries: list[Entry] = []
-        self._by_tensor: dict[int, Entry] = {}
+        self.optimizer_kind = optimizer.kind()
+        self.entries: list[Entry[T]] = []
+        self._by_tensor: dict[int, Entry[T]] = {}
         self.job: Job
         self.version = 0
 
-    def entry(self, tensor: Tensor) -> Entry:
+    def entry(self, tensor: T) -> Entry[T]:
         """The entry of a tensor of the model."""
         return self._by_tensor[id(tensor)]
 
     @property
-    def trained(self) -> Iterator[Entry]:
+    def trained(self) -> Iterator[Entry[T]]:
         """What the servers step, in manifest order."""
         return (entry for entry in self.entries if entry.trained)
 
     @property
-    def buffers(self) -> Iterator[Entry]:
+    def buffers(self) -> Iterator[Entry[T]]:
         """The model's buffers."""
         return (entry for entry in self.entries if entry.buffer)
 
     def groups(self) -> list[tuple[str, dict[str, float]]]:
         """The optimizer's hyperparameters as they are now."""
-        kind = self.optimizer_kind
-        return [(kind, kinds.hyperparameters(kind, group)) for group in self._optimizer.param_groups]
+        return self._optimizer.groups(self.optimizer_kind)
 
     def changed(self) -> bool:
         """Whether the program has changed what the job is, or written to what it trains."""
         return self._shape_of_job() != self._opened_as or any(
-            entry.requires_grad != entry.tensor.requires_grad or (entry.trained and entry.modified)
+            entry.differentiable != self.framework.trains(entry.tensor) or (entry.trained and entry.modified)
             for entry in self.entries
         )
 
     def _shape_of_job(self) -> list[tuple[int, tuple[str, ...]]]:
-        groups = zip(self._optimizer.param_groups, self.groups(), strict=True)
-        return [(len(group["params"]), kinds.state_names(*values)) for group, values in groups]
+        groups = zip(self._optimizer.parameters(), self.groups(), strict=True)
+        return [(len(parameters), kinds.state_names(*values)) for parameters, values in groups]
 
-    def open(self, states: Mapping[Tensor, State]) -> None:
-        """Makes the first job. Parameters and buffers become rank 0's on every rank."""
+    def open(self, states: Mapping[int, State[T]]) -> None:
+        """Makes the first job. Parameters and buffers become rank 0's on every rank.
+
+        ``states``: the optimizer state that there is, by the ``id`` of its parameter.
+        """
         self._start()
         if self.rank == 0:
-            values = [(entry, entry.tensor) for entry in self.entries]
-            self._upload(values, {self.entry(tensor).index: state for tensor, state in states.items()}, "uploading")
+            values = [(entry, entry.outgoing()) for entry in self.entries]
+            self._upload(values, {self._by_tensor[key].index: state for key, state in states.items()}, "uploading")
         else:
             self.receive(self.entries, label="receiving")
         self.mark()
 
-    def reopen(self, resident: Iterable[Entry], states: Mapping[Tensor, State] | None = None) -> None:
+    def reopen(self, resident: Iterable[Entry[T]], states: Mapping[int, State[T]] | None = None) -> None:
         """Goes on with another job from where this one is.
 
         Parameters that the program has written to are taken from rank 0, the others from the servers; optimizer
@@ -148,7 +167,7 @@ class ModelJob:
         old, before, version = self.job, {entry.name: entry for entry in self.entries}, self.version
         here = {id(entry.tensor) for entry in resident}
         had = self._opened_as
-        source = _Old(old, version)
+        source = _Old(self.framework, old, version)
         self._start()
         if self.rank == 0:
             for chunk in _chunks(self.entries):
@@ -157,7 +176,7 @@ class ModelJob:
                 if states is None:
                     moved = self._carried_states(source, chunk, carried, had)
                 else:
-                    moved = {entry.index: states[entry.tensor] for entry in chunk if entry.tensor in states}
+                    moved = {entry.index: states[id(entry.tensor)] for entry in chunk if id(entry.tensor) in states}
                 self._upload(values, moved, "uploading")
         else:
             self.receive([entry for entry in self.entries if id(entry.tensor) in here])
@@ -165,7 +184,7 @@ class ModelJob:
         self._session.retire(old)
 
     def _start(self) -> None:
-        self.optimizer_kind = kinds.kind(self._optimizer)
+        self.optimizer_kind = self._optimizer.kind()
         self.entries = self._describe()
         self._by_tensor = {id(entry.tensor): entry for entry in self.entries}
         name = self._session.name(self._kind, self._ranks)
@@ -175,51 +194,52 @@ class ModelJob:
         self.job = self._session.join(name, self.rank, self._bucket_numel)
         self.version = 0
 
-    def _describe(self) -> list[Entry]:
-        group_of = {
-            id(parameter): number
-            for number, group in enumerate(self._optimizer.param_groups)
-            for parameter in group["params"]
-        }
-        named: dict[int, tuple[str, Tensor]] = {}
-        for name, own in self._model.named_parameters():
-            named[id(own)] = (name, own)
-        for number, group in enumerate(self._optimizer.param_groups):
-            for position, parameter in enumerate(group["params"]):
+    def _describe(self) -> list[Entry[T]]:
+        framework, groups = self.framework, self._optimizer.parameters()
+        group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group}
+        named = {id(parameter): (name, parameter) for name, parameter in framework.parameters(self._model)}
+        for number, group in enumerate(groups):
+            for position, parameter in enumerate(group):
                 # What the optimizer has besides the model's: a loss with parameters of its own.
                 named.setdefault(id(parameter), (f"optimizer.{number}.{position}", parameter))
-        entries: list[Entry] = []
+        entries: list[Entry[T]] = []
 
-        def add(name: str, tensor: Tensor, trained: bool, buffer: bool) -> None:
-            raw = not trained and tensor.dtype not in DTYPES or buffer and tensor.dtype != torch.float32
+        def add(name: str, tensor: T, trained: bool, buffer: bool) -> None:
+            dtype = framework.dtype(tensor)
+            raw = not trained and dtype is None or buffer and dtype != "f32"
             group = group_of.get(id(tensor), 0)
-            entries.append(Entry(name, tensor, trained, buffer, group, len(entries), raw))
+            entries.append(Entry(framework, name, tensor, trained, buffer, group, len(entries), raw))
 
         for key, (name, parameter) in named.items():
-            add(name, parameter, key in group_of and parameter.requires_grad, False)
-        for name, tensor in self._model.named_buffers():
+            add(name, parameter, key in group_of and framework.trains(parameter), False)
+        for name, tensor in framework.buffers(self._model):
             add(name, tensor, False, True)
         return entries
 
-    def _upload(self, values: list[tuple[Entry, Tensor]], states: Mapping[int, State], label: str | None) -> None:
+    def _upload(
+        self, values: list[tuple[Entry[T], Array]], states: Mapping[int, State[T]], label: str | None
+    ) -> None:
         """Optimizer state first: with the last parameter the job begins."""
         by_part: dict[tuple[str, int], list[tuple[int, Array]]] = {}
         for index, (applied, tensors) in states.items():
             for part, tensor in tensors.items():
-                by_part.setdefault((part, applied), []).append((index, array(tensor)))
+                by_part.setdefault((part, applied), []).append((index, self.framework.array(tensor)))
         for (part, applied), arrays in by_part.items():
             self.job.initialise(arrays, part=part, applied=applied, label=label)
         by_applied: dict[int, list[tuple[int, Array]]] = {}
-        for entry, tensor in values:
-            sent = array(to_words(tensor)) if entry.raw and tensor is entry.tensor else outgoing(tensor)
-            applied, _ = states.get(entry.index, (0, {}))
-            by_applied.setdefault(applied, []).append((entry.index, sent))
+        for entry, value in values:
+            applied = states[entry.index][0] if entry.index in states else 0
+            by_applied.setdefault(applied, []).append((entry.index, value))
         for applied, arrays in by_applied.items():
             self.job.initialise(arrays, applied=applied, label=label)
 
     def _carried_states(
-        self, old: _Old, chunk: list[Entry], carried: list[Entry | None], old_names: list[tuple[int, tuple[str, ...]]]
-    ) -> dict[int, State]:
+        self,
+        old: _Old[T],
+        chunk: list[Entry[T]],
+        carried: list[Entry[T] | None],
+        old_names: list[tuple[int, tuple[str, ...]]],
+    ) -> dict[int, State[T]]:
         """The optimizer state of what trained before and trains on, where the optimizer still has the same."""
         pairs = []
         for entry, before in zip(chunk, carried, strict=True):
@@ -229,22 +249,16 @@ class ModelJob:
                     pairs.append((entry, before, names))
         return {entry.index: state for entry, state in old.states(pairs)}
 
-    def receive(self, entries: Iterable[Entry], label: str | None = None) -> None:
+    def receive(self, entries: Iterable[Entry[T]], label: str | None = None) -> None:
         """Fetches entries at the current version into their tensors."""
-        entries = list(entries)
-        plain = [(entry.index, Incoming(entry.tensor)) for entry in entries if not entry.raw]
-        raw = [(entry, torch.empty(words(entry.tensor))) for entry in entries if entry.raw]
-        arrays = [(index, incoming.array) for index, incoming in plain]
-        arrays += [(entry.index, array(received)) for entry, received in raw]
-        self.job.fetch(self.version, arrays, label=label)
-        for _, incoming in plain:
+        targets = [(entry.index, entry.incoming()) for entry in entries]
+        self.job.fetch(self.version, [(index, incoming.array) for index, incoming in targets], label=label)
+        for _, incoming in targets:
             incoming.finish()
-        for entry, received in raw:
-            from_words(received, entry.tensor)
 
-    def states(self) -> Iterator[tuple[Entry, int, dict[str, Tensor]]]:
+    def states(self) -> Iterator[tuple[Entry[T], int, dict[str, T]]]:
         """The optimizer state of everything that trains: steps applied, and host tensors."""
-        old = _Old(self.job, self.version)
+        old = _Old(self.framework, self.job, self.version)
         for chunk in _chunks(list(self.trained)):
             pairs = [(entry, entry, self._opened_as[entry.group][1]) for entry in chunk]
             for entry, (applied, tensors) in old.states(pairs):
@@ -261,30 +275,30 @@ class ModelJob:
     def mark(self) -> None:
         """Remembers what the tensors are now, to notice what the program writes."""
         for entry in self.entries:
-            entry.version = entry.tensor._version
-            entry.requires_grad = entry.tensor.requires_grad
+            entry.mark()
 
 
-class _Old:
+class _Old(Generic[T]):
     """Reads from a job at a version."""
 
-    def __init__(self, job: Job, version: int) -> None:
+    def __init__(self, framework: Framework[T], job: Job, version: int) -> None:
+        self._framework = framework
         self._job = job
         self._version = version
 
-    def values(self, chunk: list[Entry], carried: list[Entry | None]) -> list[tuple[Entry, Tensor]]:
+    def values(self, chunk: list[Entry[T]], carried: list[Entry[T] | None]) -> list[tuple[Entry[T], Array]]:
         """What the entries begin with: the servers' master weights; but buffers, and what is new or modified, from here.
 
-        (torch does not count what batch norm writes to its buffers.)
+        (What batch norm writes to its buffers is not counted as a change.)
         """
-        values: list[tuple[Entry, Tensor]] = []
+        values: list[tuple[Entry[T], Array]] = []
         fetched: dict[str, list[tuple[int, Array]]] = {"": [], "master": []}
         for entry, before in zip(chunk, carried, strict=True):
             if before is None or entry.buffer or before.modified or before.shape != entry.shape or before.raw != entry.raw:
-                values.append((entry, entry.tensor))
+                values.append((entry, entry.outgoing()))
                 continue
-            host = torch.empty(words(entry.tensor) if entry.raw else entry.shape, dtype=torch.float32)
-            fetched["master" if before.trained else ""].append((before.index, array(host)))
+            host = self._framework.array(self._framework.host(entry.travelling_shape))
+            fetched["master" if before.trained else ""].append((before.index, host))
             values.append((entry, host))
         for part, arrays in fetched.items():
             self._job.fetch(self._version, arrays, part=part, label="fetching parameters")
@@ -295,45 +309,34 @@ class _Old:
         """How many steps each tensor has been updated by."""
         return self._job.applied_steps(self._version)
 
-    def states(self, pairs: list[tuple[Entry, Entry, tuple[str, ...]]]) -> list[tuple[Entry, State]]:
+    def states(
+        self, pairs: list[tuple[Entry[T], Entry[T], tuple[str, ...]]]
+    ) -> list[tuple[Entry[T], State[T]]]:
         """The state tensors of ``(new, old, names)``."""
         if not pairs:
             return []
         applied = self._applied
         fetched: dict[str, list[tuple[int, Array]]] = {}
-        states: list[tuple[Entry, State]] = []
+        states: list[tuple[Entry[T], State[T]]] = []
         for entry, before, names in pairs:
-            tensors: dict[str, Tensor] = {}
+            tensors: dict[str, T] = {}
             for name in names if applied[before.index] else ():
-                tensors[name] = torch.empty(entry.shape, dtype=torch.float32)
-                fetched.setdefault(name, []).append((before.index, array(tensors[name])))
+                tensors[name] = self._framework.host(entry.shape)
+                fetched.setdefault(name, []).append((before.index, self._framework.array(tensors[name])))
             states.append((entry, (applied[before.index], tensors)))
         for name, arrays in fetched.items():
             self._job.fetch(self._version, arrays, part=name, label=f"fetching {name}")
         return states
 
 
-def _chunks(entries: list[Entry]) -> Iterator[list[Entry]]:
-    chunk: list[Entry] = []
+def _chunks(entries: list[Entry[T]]) -> Iterator[list[Entry[T]]]:
+    chunk: list[Entry[T]] = []
     size = 0
     for entry in entries:
         chunk.append(entry)
-        size += 4 * entry.tensor.numel()
+        size += 4 * entry.framework.numel(entry.tensor)
         if size >= _CHUNK:
             yield chunk
             chunk, size = [], 0
     if chunk:
         yield chunk
-
-
-def optimizer_states(kind: str, optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> dict[Tensor, State]:
-    """torch's state by parameter as the servers keep it; parameters that were never stepped are left out."""
-    states: dict[Tensor, State] = {}
-    for group in optimizer.param_groups:
-        values = kinds.hyperparameters(kind, group)
-        for parameter in group["params"]:
-            if parameter in state and parameter.requires_grad:
-                applied, tensors = kinds.from_torch(kind, values, state[parameter], parameter.shape)
-                if applied:
-                    states[parameter] = (applied, tensors)
-    return states
