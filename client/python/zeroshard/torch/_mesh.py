@@ -172,4 +172,24 @@ def part_size(size: int, parts: int, part: int) -> int:
     return max(0, min(full, size - part * full))
 
 
+def local_box(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], rank: int
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Offset and size of what a rank has of a tensor; None if it is not in the mesh.
+
+    Where several mesh dimensions cut one dimension of the tensor, the outer one cuts first.
+    """
+    found = (mesh.mesh == rank).nonzero()
+    if len(found) == 0:
+        return None
+    offset, size = [0] * len(shape), list(shape)
+    for placement, parts, part in zip(placements, mesh.shape, found[0].tolist(), strict=True):
+        if isinstance(placement, Shard):
+            dim = placement.dim
+            full = -(-size[dim] // parts)
+            offset[dim] += min(size[dim], part * full)
+            size[dim] = part_size(size[dim], parts, part)
+    return tuple(offset), tuple(size)
+
+
 __all__ = ["Partial", "Placement", "ProcessMesh", "Replicate", "Shard"]
