@@ -61,7 +61,11 @@ def move(tensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -
     """A DTensor without partial sums, on another mesh. Every rank of both must call it."""
     source = Layout(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
     target = Layout(tuple(tensor.shape), mesh, placements)
-    local: Tensor = _Move.apply(tensor.to_local(), source, target)
+    part = tensor.to_local()
+    if dist.get_rank() not in mesh_ranks(source.mesh):
+        # It has nothing, but what it receives has gradients, which it must send back.
+        part = torch.empty_like(part, requires_grad=tensor.requires_grad)
+    local: Tensor = _Move.apply(part, source, target)
     stride = torch.empty(tensor.shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=stride)
 
@@ -71,13 +75,14 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, source: Layout, target: Layout) -> Tensor:
-        ctx.layouts = source, target
+        ctx.layouts, ctx.shape = (source, target), local.shape
         return _exchanged(local, source, target)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         source, target = ctx.layouts
-        return _exchanged(gradients[0], target, source), None, None
+        gradient = _exchanged(gradients[0], target, source)
+        return gradient.reshape(ctx.shape), None, None
 
 
 def _exchanged(local: Tensor, source: Layout, target: Layout) -> Tensor:
