@@ -7,35 +7,36 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import get_process_group_ranks
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from .._core.sharding import Sharding
 from .._program import Box, Collective, Description, Module, Variable
 from .._rendezvous import place
-from ._mesh import local_box
+from ._mesh import local_box, mesh_ranks
 
 
 def describe(
-    layer: nn.Module, sharding: Sharding[Tensor] | None, ranks: Sequence[int], *, mean_of_losses: bool
+    layer: nn.Module,
+    sharding: Sharding[Tensor] | None,
+    mesh: DeviceMesh | None,
+    ranks: Sequence[int],
+    *,
+    mean_of_losses: bool,
 ) -> Description:
-    """A module that trains by ``sharding``, or does not train, on these ranks.
+    """A module, on a mesh or none, that trains by ``sharding``, or does not train, on these ranks.
 
     ``mean_of_losses``: each rank has a loss of its own, and their mean is told.
     """
     here = place()
-    large: set[int] = set()
-    if sharding is not None and sharding.gatherer is not None:
-        large = {id(tensor) for unit in sharding.gatherer.units for tensor in unit.parameters.values()}
-    trained = set() if sharding is None else {id(entry.tensor) for entry in sharding.job.trained}
     names = {id(parameter): name for name, parameter in layer.named_parameters()}
     variables = tuple(
-        _variable(name, parameter, here.rank, ranks, id(parameter) in trained, id(parameter) not in large)
-        for name, parameter in layer.named_parameters()
+        _variable(name, parameter, sharding, mesh, ranks) for name, parameter in layer.named_parameters()
     )
     modules = []
     for name, module in layer.named_modules():
         own = [names[id(parameter)] for parameter in module.parameters(recurse=False)]
-        collectives = _collectives(module, here.rank)
+        collectives = _collectives(module)
         if own or any(collectives.values()):
             modules.append(Module(name, type(module).__name__, tuple(own), **collectives))
     together = (Collective("all_reduce", tuple(ranks), 4),) if mean_of_losses and len(ranks) > 1 else ()
@@ -45,35 +46,47 @@ def describe(
 
 
 def _variable(
-    name: str, parameter: nn.Parameter, rank: int, ranks: Sequence[int], trained: bool, resident: bool
+    name: str, parameter: nn.Parameter, sharding: Sharding[Tensor] | None, mesh: DeviceMesh | None, ranks: Sequence[int]
 ) -> Variable:
-    shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
-    box, contributes, uploads, note = Box.whole(shape), True, rank == ranks[0], ""
+    shape, rank, note = tuple(parameter.shape), place().rank, ""
+    box = Box.whole(shape)
     if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        found = local_box(shape, mesh, placements, rank)
+        found = local_box(shape, parameter.device_mesh, parameter.placements, rank)
         box = Box(*found) if found is not None else Box((0,) * len(shape), (0,) * len(shape))
-        note = ", ".join(map(str, placements))
-        coordinate = mesh.get_coordinate()
-        first = coordinate is not None and not any(
-            index for index, placement in zip(coordinate, placements, strict=True) if isinstance(placement, Replicate)
-        )
-        contributes = uploads = first and box.numel > 0
+        note = ", ".join(map(str, parameter.placements))
+    entry = None if sharding is None else sharding.job.entry(parameter)
+    coordinate = None if mesh is None else mesh.get_coordinate()
+    contributes, uploads = True, rank == ranks[0]
+    if entry is not None and entry.layout is not None and mesh is not None and coordinate is not None:
+        # The job's mesh has a dimension before the model's, if there are several replicas of it.
+        along = list(zip(coordinate, entry.layout[1][-mesh.ndim :], strict=True))
+        contributes = box.numel > 0 and not any(index for index, word in along if word == "replicate")
+        cut = [word.startswith("shard") for _, word in along]
+        uploads = box.numel > 0 and ranks[0] in mesh_ranks(mesh)
+        uploads = uploads and not any(index for (index, _), sharded in zip(along, cut, strict=True) if not sharded)
+    trained = entry is not None and entry.trained
     return Variable(
         name,
         shape,
-        dtype,
+        str(parameter.dtype).removeprefix("torch."),
         parameter.element_size(),
         box,
         trained,
-        resident,
+        resident=not _is_fetched(parameter, sharding),
         contributes=contributes and trained,
         uploads=uploads,
         note=note,
     )
 
 
-def _collectives(module: nn.Module, rank: int) -> dict[str, Any]:
+def _is_fetched(parameter: nn.Parameter, sharding: Sharding[Tensor] | None) -> bool:
+    """Whether it is on this rank only while its module runs."""
+    if sharding is None or sharding.gatherer is None:
+        return False
+    return any(parameter is tensor for unit in sharding.gatherer.units for tensor in unit.parameters.values())
+
+
+def _collectives(module: nn.Module) -> dict[str, Any]:
     """What the ranks do together around a module: as its style says, else as its weight's placement makes them."""
     noted: dict[str, list[Collective]] = dict(getattr(module, "_zeroshard_collectives", {}))
     weight = getattr(module, "weight", None)

@@ -154,7 +154,7 @@ class DistModel(DistModelBase[Tensor]):
     def _describe(self) -> Description:
         sharding = None if self._optimizer is None else self._optimizer.sharding
         distributed_loss = self._mesh is not None and not self._by_styles
-        return describe(self._layer, sharding, self._ranks(), mean_of_losses=not distributed_loss)
+        return describe(self._layer, sharding, self._mesh, self._ranks(), mean_of_losses=not distributed_loss)
 
     # ---- state
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from .._native import Mesh
 from .._rendezvous import distributed
 from ..errors import InvalidArgument, NotInitialised
 from ._agreement import agree
@@ -166,30 +167,18 @@ def check_placement(placement: Placement, ndim: int, what: str) -> Placement:
     return Shard(placement.dim % ndim)
 
 
-def part_size(size: int, parts: int, part: int) -> int:
-    """How much of ``size`` a part gets: as ``torch.chunk`` cuts, the last ones may be short, or empty."""
-    full = -(-size // parts)
-    return max(0, min(full, size - part * full))
-
-
 def local_box(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], rank: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Offset and size of what a rank has of a tensor; None if it is not in the mesh.
 
-    Where several mesh dimensions cut one dimension of the tensor, the outer one cuts first.
+    As ``torch.chunk`` cuts: the last parts may be short, or empty. Where several dimensions of the mesh cut one of the
+    tensor, the outer one cuts first.
     """
-    found = (mesh.mesh == rank).nonzero()
-    if len(found) == 0:
-        return None
-    offset, size = [0] * len(shape), list(shape)
-    for placement, parts, part in zip(placements, mesh.shape, found[0].tolist(), strict=True):
-        if isinstance(placement, Shard):
-            dim = placement.dim
-            full = -(-size[dim] // parts)
-            offset[dim] += min(size[dim], part * full)
-            size[dim] = part_size(size[dim], parts, part)
-    return tuple(offset), tuple(size)
+    names = mesh.mesh_dim_names or [f"d{dim}" for dim in range(mesh.ndim)]
+    words = [f"shard:{placement.dim}" if isinstance(placement, Shard) else "replicate" for placement in placements]
+    found = Mesh(list(mesh.shape), mesh_ranks(mesh), names).local_box(shape, words, rank)
+    return None if found is None else (tuple(found[0]), tuple(found[1]))
 
 
 __all__ = ["Partial", "Placement", "ProcessMesh", "Replicate", "Shard"]

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from ..._rendezvous import place
 from ...errors import InvalidArgument
-from .._mesh import part_size
+from .._mesh import local_box
 from ._functions import even, local, redistributed
 from ._style import (
     ParallelStyle,
@@ -214,7 +215,8 @@ class RowwiseParallel(_LinearStyle):
 
 def _features_of(value: Tensor, mesh: DeviceMesh, features: int, what: str) -> DTensor:
     """A plain shard of the last dimension, of which it is known how many elements it has in all."""
-    wanted = part_size(features, mesh.size(), mesh.get_local_rank())
+    box = local_box((features,), mesh, [Shard(0)], place().rank)
+    wanted = 0 if box is None else box[1][0]
     if value.shape[-1] != wanted:
         raise InvalidArgument(
             f"{what} has {value.shape[-1]} features on this rank; it must have {wanted}: part {mesh.get_local_rank()} of "
