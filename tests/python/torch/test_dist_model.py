@@ -30,7 +30,7 @@ from zeroshard.torch import (
 )
 from zeroshard.torch.parallel import PairwiseParallel, parallelize_module
 
-TWO = Facts(2)
+TWO, FOUR = Facts(2), Facts(4)
 
 #: By the stage of sharding.
 LEVELS = {1: "os", 2: "os_g", 3: "p_g_os"}
@@ -417,9 +417,112 @@ def a_model_on_two_meshes_is_refused(rank: int) -> None:
         to_static(layer)
 
 
-two = TWO.fixture(__name__, servers=True)
+# ---- several ranks, trained on a mesh
+
+
+@TWO
+def a_sharded_model_trains_as_the_dense_one(rank: int) -> None:
+    """The page's program, at every stage."""
+    mesh, reference = ProcessMesh([0, 1], ["x"]), dense_losses(5)
+    loader = shard_dataloader([batch(step) for step in range(5)], meshes=[mesh])
+    for stage in LEVELS:
+        layer = DemoNet(mesh)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+        model = to_static(layer, loader, nn.MSELoss(), optimizer, strategy(stage))
+        model.train()
+        assert [model(*data).item() for data in loader()] == pytest.approx(reference, rel=1e-4)
+        before, version = snapshot(model)
+        dense = plain(before)
+        model.eval()
+        losses = [model(*data).item() for data in loader()]
+        assert losses == pytest.approx([nn.functional.mse_loss(dense(x), y).item() for x, y in map(batch, range(5))])
+        model.predict()
+        torch.testing.assert_close(model(batch()[0])["out0"], dense(batch()[0]))
+        after, version_after = snapshot(model)
+        assert version == version_after == 5 and all(torch.equal(after[name], before[name]) for name in before)
+
+
+@TWO
+def a_program_on_a_mesh_moves_this_ranks_boxes(rank: int) -> None:
+    mesh = ProcessMesh([0, 1], ["x"])
+    for stage in LEVELS:
+        program = made(mesh, stage).dist_main_program()
+        # Half of both matrices and, since biases are replicated, the first rank's biases.
+        half, biases = 4 * (16 * 16 + 16 * 8) // 2, 4 * (16 + 8)
+        assert program.bytes("push") == half + (biases if rank == 0 else 0)
+        assert program.bytes("pull") == half + biases
+        names = [operation.subject for operation in program.find("collective")]
+        assert names == ["all_reduce", "all_reduce"]  # after the rows' forward, after the columns' backward
+        serial = made(mesh, stage).serial_main_program()
+        assert serial.bytes("push") == 2 * half + biases and not serial.find("collective")
+
+
+@TWO
+def a_state_on_a_mesh_goes_on_without_one_and_back(rank: int) -> None:
+    mesh = ProcessMesh([0, 1], ["x"])
+    first = made(mesh, 2)
+    for step in range(3):
+        first(*batch(step))
+    state = copy.deepcopy(first.state_dict())
+    assert not any(type(value) is not Tensor for value in state.values() if isinstance(value, Tensor))
+    losses = [first(*batch(step)).item() for step in range(3, 6)]
+    second = made(None, 1)
+    second.set_state_dict(state)
+    # Every rank has the whole batch: the mean of the ranks' gradients is that of one.
+    assert [second(*batch(step)).item() for step in range(3, 6)] == pytest.approx(losses, rel=1e-5)
+    third = made(mesh, 3)
+    third.set_state_dict(state)
+    assert [third(*batch(step)).item() for step in range(3, 6)] == losses
+
+
+@TWO
+def a_model_of_styles_trains_as_the_dense_one(rank: int) -> None:
+    mesh = ProcessMesh([0, 1], ["x"])
+    for stage in LEVELS:
+        layer = parallelize_module(DemoNet(), mesh, PairwiseParallel())
+        model = to_static(layer, None, nn.MSELoss(), torch.optim.AdamW(layer.parameters(), lr=0.1), strategy(stage))
+        assert [model(*batch(step)).item() for step in range(5)] == pytest.approx(dense_losses(5), rel=1e-4)
+
+
+@FOUR
+def batches_and_matrices_are_cut_on_one_mesh(rank: int) -> None:
+    mesh = ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+    loader = shard_dataloader([batch(step) for step in range(5)], [mesh], shard_dims="dp")
+    for stage in LEVELS:
+        layer = DemoNet()
+
+        def shard_fn(name: str, inner: Any, given: Any) -> None:
+            cut = {"linear_0": Shard(0), "linear_1": Shard(1)}.get(name)
+            if cut is not None:
+                inner.weight = shard_tensor(inner.weight, given, [Replicate(), cut])
+
+        shard_layer(layer, mesh, shard_fn)
+        model = to_static(layer, loader, nn.MSELoss(), torch.optim.AdamW(layer.parameters(), lr=0.1), strategy(stage))
+        assert [model(*data).item() for data in loader()] == pytest.approx(dense_losses(5), rel=1e-4)
+        model.predict()
+        torch.testing.assert_close(model(next(loader())[0])["out0"], plain(model.state_dict("param"))(batch()[0]))
+
+
+@FOUR
+def styles_on_one_dimension_train_on_the_batches_of_the_other(rank: int) -> None:
+    mesh = ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
+    for stage in LEVELS:
+        layer = parallelize_module(DemoNet(), mesh["tp"], PairwiseParallel())
+        model = to_static(layer, None, nn.MSELoss(), torch.optim.AdamW(layer.parameters(), lr=0.1), strategy(stage))
+        losses = [model(*share(batch(step), rank // 2)).item() for step in range(5)]
+        assert losses == pytest.approx(dense_losses(5), rel=1e-4)
+        startup = model.dist_startup_program()
+        assert len(startup.find("push")) == {0: 4, 1: 3, 2: 0, 3: 0}[rank]
+
+
+two, four = TWO.fixture(__name__, servers=True), FOUR.fixture(__name__, servers=True)
 
 
 @pytest.mark.parametrize("fact", TWO.names)
 def test_on_two_ranks(fact: str, two: Outcomes) -> None:
     two.check(fact)
+
+
+@pytest.mark.parametrize("fact", FOUR.names)
+def test_on_four_ranks(fact: str, four: Outcomes) -> None:
+    four.check(fact)
