@@ -504,15 +504,16 @@ def batches_and_matrices_are_cut_on_one_mesh(rank: int) -> None:
 
 
 @FOUR
-def styles_on_one_dimension_train_on_the_batches_of_the_other(rank: int) -> None:
+def replicas_on_slices_of_a_mesh_train_together(rank: int) -> None:
+    """Each has its own part of the batch: by styles, whose tensors are plain between modules, and by DTensors."""
     mesh = ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
     for stage in LEVELS:
-        layer = parallelize_module(DemoNet(), mesh["tp"], PairwiseParallel())
-        model = to_static(layer, None, nn.MSELoss(), torch.optim.AdamW(layer.parameters(), lr=0.1), strategy(stage))
-        losses = [model(*share(batch(step), rank // 2)).item() for step in range(5)]
-        assert losses == pytest.approx(dense_losses(5), rel=1e-4)
-        startup = model.dist_startup_program()
-        assert len(startup.find("push")) == {0: 4, 1: 3, 2: 0, 3: 0}[rank]
+        for layer in (parallelize_module(DemoNet(), mesh["tp"], PairwiseParallel()), DemoNet(mesh["tp"])):
+            model = to_static(layer, None, nn.MSELoss(), torch.optim.AdamW(layer.parameters(), lr=0.1), strategy(stage))
+            losses = [model(*share(batch(step), rank // 2)).item() for step in range(5)]
+            assert losses == pytest.approx(dense_losses(5), rel=1e-4)
+            startup = model.dist_startup_program()
+            assert len(startup.find("push")) == {0: 4, 1: 2 + model._by_styles, 2: 0, 3: 0}[rank]
 
 
 two, four = TWO.fixture(__name__, servers=True), FOUR.fixture(__name__, servers=True)

@@ -74,3 +74,11 @@ def test_parallel_styles_learn_what_the_dense_network_does() -> None:
     parameters, here = map(int, re.findall(r"parameters (\d+), on this rank (\d+)", printed)[0])
     # All but the last bias is cut.
     assert here == (parameters - 32) / 2 + 32
+
+
+def test_a_model_on_a_mesh_is_trained_evaluated_and_asked() -> None:
+    printed = run(*TORCHRUN, str(EXAMPLES / "dist_model.py"), "--steps", "80", "--programs")
+    first, last, evaluated = map(float, re.findall(r"loss (\d\.\d+) -> (\d\.\d+), evaluated (\d\.\d+)", printed)[0])
+    assert last < first / 2 and evaluated < first / 2
+    assert float(re.findall(r"accuracy (\d\.\d+)", printed)[0]) > 0.7
+    assert printed.count("dist main program of ") == 3 and "push" in printed

@@ -17,7 +17,7 @@ from .._rendezvous import distributed
 from ..errors import InvalidArgument
 from ._describe import describe
 from ._layer import replace_in_optimizer, replicate_rest
-from ._mesh import mesh_text
+from ._mesh import mesh_ranks, mesh_text, root_mesh
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
 from ._placement import reshard
@@ -30,7 +30,8 @@ class DistModel(DistModelBase[Tensor]):
 
     With a loss and an optimizer the first mode is ``"train"``, with a loss alone ``"eval"``, with neither ``"predict"``.
     The module's parameters are plain tensors (every rank has its own batches: data parallelism), DTensors (``shard_tensor``,
-    ``shard_layer``: parameters that are left are replicated), or parallelised by styles.
+    ``shard_layer``: parameters that are left are replicated), or parallelised by styles. Every rank makes every call; the
+    loss of a call is that of all ranks, and outputs are whole.
 
     Args:
         layer: the module.
@@ -71,9 +72,7 @@ class DistModel(DistModelBase[Tensor]):
             self._model = GroupSharded(layer, optimizer.sharding)
         elif optimizer is not None:
             level = (strategy or Strategy()).level
-            self._model, self._optimizer, _ = group_sharded_parallel(
-                layer, optimizer, level, group=mesh_group(self._mesh)
-            )
+            self._model, self._optimizer, _ = group_sharded_parallel(layer, optimizer, level, group=self._group())
 
     @property
     def layer(self) -> nn.Module:
@@ -134,18 +133,27 @@ class DistModel(DistModelBase[Tensor]):
     def _everybodys(self, loss: Tensor) -> Tensor:
         """The mean over the ranks, where each has a loss of its own."""
         if isinstance(loss, DTensor):
-            return loss.full_tensor()
-        ranks, dist = self._ranks(), distributed()
-        if dist is not None and len(ranks) > 1:
+            loss = loss.full_tensor()
+        dist = distributed()
+        if dist is not None and self._losses_differ():
             loss = loss.clone()
-            dist.all_reduce(loss, group=mesh_group(self._mesh))
-            loss /= len(ranks)
+            dist.all_reduce(loss, group=self._group())
+            loss /= len(self._ranks())
         return loss
 
+    def _losses_differ(self) -> bool:
+        """Whether ranks have losses of their own: unless they compute one together, on a mesh of all of them."""
+        together = self._mesh is not None and not self._by_styles and self._mesh.size() == len(self._ranks())
+        return len(self._ranks()) > 1 and not together
+
+    def _group(self) -> Any | None:
+        """Who trains, or evaluates, together: the ranks of the mesh, or of the one that it is a slice of; None: all."""
+        return None if self._mesh is None else mesh_group(root_mesh(self._mesh))
+
     def _ranks(self) -> list[int]:
-        """Who trains, or evaluates, together."""
-        if self._mesh is not None and mesh_group(self._mesh) is not None:
-            return [int(rank) for rank in self._mesh.mesh.flatten().tolist()]
+        """Their ranks."""
+        if self._mesh is not None:
+            return sorted(mesh_ranks(root_mesh(self._mesh)))
         dist = distributed()
         return list(range(dist.get_world_size())) if dist is not None else [0]
 
@@ -153,8 +161,7 @@ class DistModel(DistModelBase[Tensor]):
 
     def _describe(self) -> Description:
         sharding = None if self._optimizer is None else self._optimizer.sharding
-        distributed_loss = self._mesh is not None and not self._by_styles
-        return describe(self._layer, sharding, self._mesh, self._ranks(), mean_of_losses=not distributed_loss)
+        return describe(self._layer, sharding, self._mesh, self._ranks(), mean_of_losses=self._losses_differ())
 
     # ---- state
 

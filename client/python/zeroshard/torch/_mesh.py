@@ -131,6 +131,12 @@ def sub_mesh(mesh: DeviceMesh, dim: int | str) -> DeviceMesh:
     return DeviceMesh.from_group(mesh.get_group(number), mesh.device_type)
 
 
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that one is a slice of; itself, if of none."""
+    root: DeviceMesh = mesh._get_root_mesh()
+    return root
+
+
 def mesh_ranks(mesh: DeviceMesh) -> list[int]:
     """The ranks of a mesh, row by row."""
     return [int(rank) for rank in mesh.mesh.flatten().tolist()]
