@@ -207,7 +207,8 @@ class DistModelBase(ABC, Generic[T]):
         return self._program(mode, "serial", "startup")
 
     def _program(self, mode: str | None, scope: str, kind: str) -> Program:
-        return make_program(self._describe(), self._check_mode(self._mode if mode is None else mode), scope, kind)
+        mode = self._check_mode(self._mode if mode is None else mode)
+        return make_program(self._describe(mode), mode, scope, kind)
 
     # ---- state
 
@@ -264,8 +265,8 @@ class DistModelBase(ABC, Generic[T]):
         """Forward without gradients; the outputs."""
 
     @abstractmethod
-    def _describe(self) -> Description:
-        """What programs are made from."""
+    def _describe(self, mode: str) -> Description:
+        """What the programs of a mode are made from."""
 
     @abstractmethod
     def _model_state(self) -> Mapping[str, T]:

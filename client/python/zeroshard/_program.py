@@ -80,7 +80,7 @@ class Collective:
     name: str
     #: Their ranks.
     group: tuple[int, ...]
-    #: Bytes that this worker gives; None while the size of the batch is not known.
+    #: Bytes that this worker gives; None while the size of a batch is not known.
     nbytes: int | None = None
 
 
@@ -110,8 +110,12 @@ class Description:
     #: In the order in which they run.
     modules: tuple[Module, ...]
     variables: tuple[Variable, ...]
-    #: What makes the loss of one worker that of all.
+    #: What the loss needs of the outputs.
+    before_loss: tuple[Collective, ...] = ()
+    #: What makes the loss of one worker that of all, and what backward begins with.
     after_loss: tuple[Collective, ...] = ()
+    #: What gradients need before they are sent.
+    after_backward: tuple[Collective, ...] = ()
 
     def serial(self) -> Description:
         """The same model on one worker that is alone, and has all of it."""
@@ -279,6 +283,7 @@ def _train(description: Description) -> list[Operation]:
             seen.add(variable.name)
             push = _moved("push", variable, "gradient")
             (sent if description.level == "os" else operations).append(push)
+    operations += _collectives(description.after_backward)
     operations += sent
     operations.append(Operation("commit", note="the servers sum, clip, step and publish"))
     operations += [
@@ -290,7 +295,7 @@ def _train(description: Description) -> list[Operation]:
 
 
 def _loss(description: Description) -> list[Operation]:
-    return [Operation("loss"), *_collectives(description.after_loss)]
+    return [*_collectives(description.before_loss), Operation("loss"), *_collectives(description.after_loss)]
 
 
 def _fetched(description: Description, module: Module) -> list[Operation]:

@@ -28,7 +28,7 @@ from zeroshard.torch import (
     shard_tensor,
     to_static,
 )
-from zeroshard.torch.parallel import PairwiseParallel, parallelize_module
+from zeroshard.torch.parallel import PairwiseParallel, SequenceParallel, parallelize_module
 
 TWO, FOUR = Facts(2), Facts(4)
 
@@ -381,7 +381,6 @@ def a_sharded_model_is_evaluated_and_predicts_as_the_dense_one(rank: int) -> Non
     program = model.dist_main_program()
     boxes = {variable.name: str(variable.box) for variable in program.variables}
     assert boxes["linear_0.weight"] == f"[{8 * rank}:{8 * rank + 8}, 0:16]" and boxes["linear_1.bias"] == "[0:8]"
-    assert [(each.subject, each.group) for each in program.find("collective")] == [("all_reduce", (0, 1))]
     state = {name: value + 1 for name, value in dense.state_dict().items()}
     model.set_state_dict(state)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -451,10 +450,45 @@ def a_program_on_a_mesh_moves_this_ranks_boxes(rank: int) -> None:
         half, biases = 4 * (16 * 16 + 16 * 8) // 2, 4 * (16 + 8)
         assert program.bytes("push") == half + (biases if rank == 0 else 0)
         assert program.bytes("pull") == half + biases
-        names = [operation.subject for operation in program.find("collective")]
-        assert names == ["all_reduce", "all_reduce"]  # after the rows' forward, after the columns' backward
         serial = made(mesh, stage).serial_main_program()
         assert serial.bytes("push") == 2 * half + biases and not serial.find("collective")
+
+
+@TWO
+def programs_tell_what_ranks_do_together(rank: int) -> None:
+    """What a style announces is in them at once; what a call has shown, with its bytes, from then on."""
+    mesh = ProcessMesh([0, 1], ["x"])
+
+    def together(program: Any) -> list[tuple[str, int | None]]:
+        assert all(operation.group == (0, 1) for operation in program.find("collective"))
+        return [(operation.subject, operation.nbytes) for operation in program.find("collective")]
+
+    for style in (PairwiseParallel(), SequenceParallel()):
+        layer = parallelize_module(DemoNet(), mesh, style)
+        model = to_static(layer, None, nn.MSELoss(), torch.optim.SGD(layer.parameters(), lr=0.1), strategy(2))
+        pair = isinstance(style, PairwiseParallel) and not isinstance(style, SequenceParallel)
+        announced, mean = together(model.dist_main_program("predict")), ("all_reduce", 4)
+        assert announced == ([("all_reduce", None)] if pair else [("all_gather", None), ("reduce_scatter", None)])
+        data = batch() if pair else share(batch(), rank)
+        model(*data)
+        # What goes into the first module needs no gradient: there is less to do than the style announced.
+        images, outputs = 4 * 16 * 4, 4 * 8 * 4
+        assert together(model.dist_main_program()) == (
+            [("all_reduce", outputs), mean]
+            if pair
+            else [("all_gather", images // 2), ("reduce_scatter", outputs), mean, ("all_gather", outputs // 2)]
+        )
+        assert together(model.dist_main_program("predict")) == announced
+
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    for stage in LEVELS:
+        model = made(mesh, stage)
+        assert not together(model.dist_main_program())
+        with CommDebugMode() as counted:
+            model(*batch())
+        told = together(model.dist_main_program())
+        assert len(told) == counted.get_total_counts() >= 2 and all(nbytes for _, nbytes in told)
 
 
 @TWO

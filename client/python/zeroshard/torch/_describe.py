@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from .._core.sharding import Sharding
 from .._program import Box, Collective, Description, Module, Variable
 from .._rendezvous import place
 from ._mesh import local_box, mesh_ranks
+from ._recorder import Moment
 
 
 def describe(
@@ -23,10 +23,12 @@ def describe(
     ranks: Sequence[int],
     *,
     mean_of_losses: bool,
+    seen: Mapping[Moment, list[Collective]] | None,
 ) -> Description:
     """A module, on a mesh or none, that trains by ``sharding``, or does not train, on these ranks.
 
-    ``mean_of_losses``: each rank has a loss of its own, and their mean is told.
+    ``mean_of_losses``: each rank has a loss of its own, and their mean is told. ``seen``: the collectives that a call has
+    shown; None before the first, when only those that styles announce are known.
     """
     here = place()
     names = {id(parameter): name for name, parameter in layer.named_parameters()}
@@ -34,15 +36,24 @@ def describe(
         _variable(name, parameter, sharding, mesh, ranks) for name, parameter in layer.named_parameters()
     )
     modules = []
-    for name, module in layer.named_modules():
+    for name, module in working_modules(layer).items():
         own = [names[id(parameter)] for parameter in module.parameters(recurse=False)]
-        collectives = _collectives(module)
-        if own or any(collectives.values()):
-            modules.append(Module(name, type(module).__name__, tuple(own), **collectives))
+        modules.append(Module(name, type(module).__name__, tuple(own), **_collectives(module, name, seen)))
     together = (Collective("all_reduce", tuple(ranks), 4),) if mean_of_losses and len(ranks) > 1 else ()
     level = "os" if sharding is None else sharding.level
     number = ranks.index(here.rank) if here.rank in ranks else 0
-    return Description(level, number, len(ranks), tuple(modules), variables, together)
+    overall = {moment: tuple((seen or {}).get((moment, ""), ())) for moment in ("before_loss", "after_loss", "after_backward")}
+    overall["after_loss"] = together + overall["after_loss"]
+    return Description(level, number, len(ranks), tuple(modules), variables, **overall)
+
+
+def working_modules(layer: nn.Module) -> dict[str, nn.Module]:
+    """The modules that programs speak of: those with parameters of their own, or whose ranks do something together."""
+    return {
+        name: module
+        for name, module in layer.named_modules()
+        if "_zeroshard_collectives" in vars(module) or any(True for _ in module.parameters(recurse=False))
+    }
 
 
 def _variable(
@@ -86,18 +97,12 @@ def _is_fetched(parameter: nn.Parameter, sharding: Sharding[Tensor] | None) -> b
     return any(parameter is tensor for unit in sharding.gatherer.units for tensor in unit.parameters.values())
 
 
-def _collectives(module: nn.Module) -> dict[str, Any]:
-    """What the ranks do together around a module: as its style says, else as its weight's placement makes them."""
-    noted: dict[str, list[Collective]] = dict(getattr(module, "_zeroshard_collectives", {}))
-    weight = getattr(module, "weight", None)
-    if not noted and isinstance(weight, DTensor) and isinstance(module, (nn.Linear, nn.Embedding)):
-        for dim, placement in enumerate(weight.placements):
-            group = weight.device_mesh.get_group(dim)
-            along = Collective("all_reduce", tuple(get_process_group_ranks(group)))
-            # A Linear's weight is outputs by inputs, an Embedding's rows by features.
-            sums = Shard(1) if isinstance(module, nn.Linear) else Shard(0)
-            if placement == sums:
-                noted.setdefault("after_forward", []).append(along)
-            elif isinstance(placement, Shard) and isinstance(module, nn.Linear):
-                noted.setdefault("after_backward", []).append(along)
-    return {moment: tuple(collectives) for moment, collectives in noted.items()}
+def _collectives(module: nn.Module, name: str, seen: Mapping[Moment, list[Collective]] | None) -> dict[str, Any]:
+    """What the ranks do together around a module."""
+    if seen is not None:
+        return {moment: tuple(seen.get((moment, name), ())) for moment in _MOMENTS}
+    announced: dict[str, list[Collective]] = getattr(module, "_zeroshard_collectives", {})
+    return {moment: tuple(collectives) for moment, collectives in announced.items()}
+
+
+_MOMENTS = ("before_forward", "after_forward", "before_backward", "after_backward")

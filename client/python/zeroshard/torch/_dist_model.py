@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,15 +13,16 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils._pytree import tree_leaves
 
 from .._dist_model import DistModelBase, Strategy, named_optimizer_state, numbered_optimizer_state
-from .._program import Description
+from .._program import Collective, Description
 from .._rendezvous import distributed
 from ..errors import InvalidArgument
-from ._describe import describe
+from ._describe import describe, working_modules
 from ._layer import replace_in_optimizer, replicate_rest
 from ._mesh import mesh_ranks, mesh_text, root_mesh
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
 from ._placement import reshard
+from ._recorder import Moment, Recorder
 from ._shard_optimizer import mesh_group
 from ._sharded import group_sharded_parallel
 
@@ -65,6 +67,8 @@ class DistModel(DistModelBase[Tensor]):
             made = replicate_rest(layer, self._mesh)
             if optimizer is not None:
                 replace_in_optimizer(optimizer, made)
+        #: By mode, what its first call has shown.
+        self._seen: dict[str, dict[Moment, list[Collective]]] = {}
         self._model: nn.Module = layer
         self._optimizer: ShardedOptimizer | None = None
         if isinstance(optimizer, ShardedOptimizer):
@@ -87,31 +91,49 @@ class DistModel(DistModelBase[Tensor]):
     # ---- calls
 
     def _train_step(self, inputs: list[Tensor], labels: list[Tensor]) -> Tensor:
-        assert self._optimizer is not None  # the mode is checked
+        optimizer = self._optimizer
+        assert optimizer is not None  # the mode is checked
         self._model.train()
-        self._optimizer.zero_grad()
-        loss = self._loss_of(inputs, labels)
-        loss.backward()
-        self._optimizer.step()
-        return self._everybodys(loss.detach())
+        optimizer.zero_grad()
+        with self._seen_once("train") as recorder:
+            loss = self._loss_of(inputs, labels, recorder)
+            mean = self._everybodys(loss.detach())
+            loss.backward()
+            _now(recorder, "after_backward")
+            optimizer.step()
+        return mean
 
     def _evaluate(self, inputs: list[Tensor], labels: list[Tensor]) -> Tensor:
         self._model.eval()
-        with torch.no_grad():
-            return self._everybodys(self._loss_of(inputs, labels))
+        with torch.no_grad(), self._seen_once("eval") as recorder:
+            return self._everybodys(self._loss_of(inputs, labels, recorder))
 
     def _predict(self, inputs: list[Tensor]) -> list[Tensor]:
         self._model.eval()
         with torch.no_grad():
-            return [_whole(output, inputs) for output in self._outputs(inputs)]
+            with self._seen_once("predict"):
+                outputs = self._outputs(inputs)
+            return [_whole(output, inputs) for output in outputs]
 
-    def _loss_of(self, inputs: list[Tensor], labels: list[Tensor]) -> Tensor:
+    def _loss_of(self, inputs: list[Tensor], labels: list[Tensor], recorder: Recorder | None) -> Tensor:
         outputs = self._outputs(inputs)
         distributed_outputs = any(isinstance(output, DTensor) for output in outputs)
+        _now(recorder, "before_loss")
         loss = self._compute_loss(outputs, [self._placed(label, distributed_outputs) for label in labels])
+        _now(recorder, "after_loss")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise InvalidArgument(f"the loss is {_kind(loss)}; it must be a tensor of one element")
         return loss
+
+    @contextlib.contextmanager
+    def _seen_once(self, mode: str) -> Iterator[Recorder | None]:
+        """The first call of a mode shows which collectives it has, for programs."""
+        if mode in self._seen or self._mesh is None:
+            yield None
+            return
+        with Recorder(working_modules(self._layer)) as recorder:
+            yield recorder
+        self._seen[mode] = recorder.found
 
     def _outputs(self, inputs: list[Tensor]) -> list[Tensor]:
         as_dtensors = self._mesh is not None and not self._by_styles
@@ -159,9 +181,16 @@ class DistModel(DistModelBase[Tensor]):
 
     # ---- programs
 
-    def _describe(self) -> Description:
+    def _describe(self, mode: str) -> Description:
         sharding = None if self._optimizer is None else self._optimizer.sharding
-        return describe(self._layer, sharding, self._mesh, self._ranks(), mean_of_losses=self._losses_differ())
+        return describe(
+            self._layer,
+            sharding,
+            self._mesh,
+            self._ranks(),
+            mean_of_losses=self._losses_differ(),
+            seen=self._seen.get(mode),
+        )
 
     # ---- state
 
@@ -279,6 +308,11 @@ def _whole(output: Any, inputs: list[Tensor]) -> Any:
     if cut is None or not isinstance(output, Tensor) or output.dim() == 0 or len(output) != len(cut.to_local()):
         return output
     return DTensor.from_local(output, cut.device_mesh, cut.placements, run_check=False).full_tensor()
+
+
+def _now(recorder: Recorder | None, when: str) -> None:
+    if recorder is not None:
+        recorder.now(when)
 
 
 def _kind(value: object) -> str:
