@@ -13,7 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._core.framework import Framework, Incoming, Optimizer, ParameterMemory, Place
 from .._native import Array
-from .._rendezvous import distributed, place
+from .._launchers import torch_distributed
+from .._rendezvous import place
 from ..errors import InvalidArgument
 from . import kinds
 from ._memory import PooledMemory, guard
@@ -225,7 +226,7 @@ def group_place(group: Any | None) -> Place:
     if group is None:
         here = place()
         return here.rank, here.world, tuple(range(here.world))
-    dist = distributed()
+    dist = torch_distributed()
     if dist is None:
         raise InvalidArgument("group is given, but torch.distributed is not initialised; it must be, or group None")
     ranks = tuple(dist.get_process_group_ranks(group))
