@@ -313,7 +313,7 @@ def _dense(gradient: Any, parameter: Any) -> Any:
     rows = gradient.get_selected_rows()
     dense = np.zeros(parameter.shape, np.float32)
     np.add.at(dense, list(rows.rows()), gradient.numpy())
-    return paddle.to_tensor(dense, dtype=parameter.dtype, place=parameter.place)
+    return paddle.to_tensor(dense, dtype=parameter.dtype, place=gradient.place)
 
 
 def _words_array(words: Any) -> Array:
