@@ -9,6 +9,7 @@ except ImportError as error:
 
 from . import _autograd
 from ._clip import clip_grad_norm_
+from ._data_parallel import DataParallel, fused_allreduce_gradients
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
 from ._save import load_group_sharded_model, save_group_sharded_model
@@ -18,10 +19,12 @@ from ._sharded import group_sharded_parallel
 _autograd.install()
 
 __all__ = [
+    "DataParallel",
     "GradScaler",
     "GroupSharded",
     "ShardedOptimizer",
     "clip_grad_norm_",
+    "fused_allreduce_gradients",
     "group_sharded_parallel",
     "load_group_sharded_model",
     "save_group_sharded_model",

@@ -77,6 +77,11 @@ def _watched(run: Callable[..., Any]) -> Callable[..., Any]:
             while current.callbacks:
                 current.callbacks.pop(0)()
             return result
+        except BaseException as error:
+            # A pass inside another: what Paddle makes of it on the way out says less.
+            if _running.passes[0] is not current:
+                _running.passes[-2].error = error
+            raise
         finally:
             _running.passes.remove(current)
 

@@ -86,6 +86,11 @@ class _Paddle(Framework[Tensor]):
     def set_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
         if gradient is None:
             parameter.clear_gradient(False)
+        elif parameter.grad is not None and parameter.grad.is_selected_rows():
+            # Nothing else can take its place: rows, but all of them.
+            rows = parameter.grad.get_selected_rows()
+            rows.set_rows(list(range(parameter.shape[0])))
+            rows.get_tensor().set(gradient.numpy(), paddle.CPUPlace())
         elif parameter.grad is None or parameter.grad.data_ptr() != gradient.data_ptr():
             # Paddle copies it.
             parameter.clear_gradient(False)
@@ -305,7 +310,7 @@ def _is_plain(tensor: Any) -> bool:
 
 def _write(tensor: Any, values: Any) -> None:
     """Fills a tensor; not counted as the program's doing."""
-    tensor.get_tensor().set(np.asarray(values), tensor.place)
+    Tensor.set_value(tensor, values)
 
 
 def _dense(gradient: Any, parameter: Any) -> Any:
