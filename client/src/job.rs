@@ -9,6 +9,7 @@ use zeroshard_proto::{Error, JobSpec, Placement, Result, pb};
 use crate::{
     Cluster, Commit, Reduced, StepReport, Target, Traffic,
     cluster::{Deadline, Description},
+    pull,
     region::Share,
     state,
 };
@@ -80,6 +81,14 @@ impl Job {
     /// The membership generation.
     pub fn epoch(&self) -> u64 {
         self.membership.borrow().epoch
+    }
+
+    /// Whether this rank uploads what it has of a tensor, or another rank that has the same.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a tensor that there is not.
+    pub fn uploads(&self, tensor: usize) -> Result<bool> {
+        Ok(pull::share("", &self.spec.manifest, &self.shares, tensor)?.uploads())
     }
 
     /// Where each rank's worker is reached by the others, in rank order. Waits until all have joined and said so.

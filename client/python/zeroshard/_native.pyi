@@ -150,6 +150,8 @@ class Job:
     def epoch(self) -> int: ...
     @property
     def version(self) -> int | None: ...
+    def uploads(self, tensor: int) -> bool:
+        """Whether this rank uploads what it has of a tensor, or another that has the same."""
     def initialise(
         self, arrays: Sequence[tuple[int, Array]], *, part: str = "", applied: int = 0, label: str | None = None
     ) -> None:

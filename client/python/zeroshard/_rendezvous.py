@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,7 +67,7 @@ class Rendezvous:
         self._store: Store = _launched()[0].store(place.rank, place.world, deadline)
 
     def tell(self, key: str, value: str) -> None:
-        """On rank 0."""
+        """On one rank."""
         self._store.set(f"{_PREFIX}/{key}", value)
         self._store.add(f"{_PREFIX}/{key}/told", 1)
 
@@ -76,18 +77,25 @@ class Rendezvous:
 
     def hear(self, key: str) -> str:
         """On the other ranks; waits until rank 0 has told."""
+        return self._hear(key, "rank 0 to start the cluster: does every rank call zeroshard.init?")
+
+    def exchange(self, key: str, value: str, ranks: Sequence[int]) -> list[str]:
+        """What each of ``ranks`` says under ``key``, in their order; all of them must."""
+        self.tell(f"{key}/{self._place.rank}", value)
+        return [self._hear(f"{key}/{rank}", f"rank {rank} to describe the same model ({key})") for rank in ranks]
+
+    def _hear(self, key: str, waiting_for: str) -> str:
         until = time.monotonic() + self._deadline
         try:
             # Paddle's store has a deadline of its own for what is not there yet, torch's one for each call.
             while not self.count(f"{key}/told", 0):
                 if time.monotonic() > until:
-                    raise TimeoutError("rank 0 has not said where it is")
+                    raise TimeoutError("it has not said anything")
                 time.sleep(_INTERVAL)
             return str(bytes(self._store.get(f"{_PREFIX}/{key}")).decode())
         except Exception as error:
             raise Timeout(
-                f"rank {self._place.rank} waited {self._deadline:g} s for rank 0 to start the cluster: does every rank "
-                f"call zeroshard.init? ({error})"
+                f"rank {self._place.rank} waited {self._deadline:g} s for {waiting_for} ({error})"
             ) from None
 
 

@@ -10,9 +10,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from .._native import Array
 from ..errors import InvalidArgument
+from .layout import Layout
 
 #: A tensor of the framework.
 T = TypeVar("T")
+
+#: A box of a tensor: first index, and number of indices, along each dimension.
+Area = tuple[Sequence[int], Sequence[int]]
 
 #: This rank, how many ranks there are, and which of the world's ranks they are.
 Place = tuple[int, int, tuple[int, ...]]
@@ -70,6 +74,14 @@ class Framework(ABC, Generic[T]):
     @abstractmethod
     def shape(self, tensor: T) -> tuple[int, ...]: ...
 
+    def layout(self, tensor: T) -> Layout | None:
+        """How the tensor lies on a mesh of ranks; None: this rank has all of it."""
+        return None
+
+    def local_shape(self, tensor: T) -> tuple[int, ...]:
+        """The shape of what this rank has of it."""
+        return self.shape(tensor)
+
     @abstractmethod
     def dtype(self, tensor: T) -> str | None:
         """``"f32"``, ``"bf16"`` or ``"f16"``; None for what the servers cannot compute with."""
@@ -87,8 +99,8 @@ class Framework(ABC, Generic[T]):
         """A number that is another one after the program has written to the tensor."""
 
     def numel(self, tensor: T) -> int:
-        """How many elements it has."""
-        return math.prod(self.shape(tensor))
+        """How many elements this rank has of it."""
+        return math.prod(self.local_shape(tensor))
 
     def nbytes(self, tensor: T) -> int:
         """How many bytes they have."""
@@ -107,15 +119,15 @@ class Framework(ABC, Generic[T]):
             )
         return dtype
 
-    # ---- their memory, as transfers read and write it
+    # ---- their memory, of what this rank has, as transfers read and write it
 
     @abstractmethod
     def host(self, shape: Sequence[int]) -> T:
         """An uninitialised contiguous f32 tensor in host memory."""
 
     @abstractmethod
-    def array(self, host: T) -> Array:
-        """The memory of a contiguous host tensor."""
+    def array(self, host: T, area: Area | None = None) -> Array:
+        """The memory of a contiguous host tensor; of a fetch, what of the fetched tensor it is for."""
 
     @abstractmethod
     def zeros_like(self, tensor: T) -> T:
@@ -147,7 +159,8 @@ class Framework(ABC, Generic[T]):
         """Whether backward makes a gradient for it."""
 
     @abstractmethod
-    def gradient(self, parameter: T) -> T | None: ...
+    def gradient(self, parameter: T) -> T | None:
+        """It lies as the parameter does."""
 
     @abstractmethod
     def set_gradient(self, parameter: T, gradient: T | None) -> None: ...

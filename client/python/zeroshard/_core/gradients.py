@@ -37,6 +37,8 @@ class Gradients(Generic[T]):
         self._passes: Counter[int] = Counter()
         self._most: dict[int, int] = {}
         self._sent: set[int] = set()
+        #: Of those, what had no gradient, and the servers do not know it yet.
+        self._absent: list[int] = []
         self._unwatch: list[Callable[[], None]] = []
         self.watch()
 
@@ -85,27 +87,25 @@ class Gradients(Generic[T]):
             self._send(entry)
 
     def _send(self, entry: Entry[T]) -> None:
+        """Sends a gradient, or notes that there is none."""
         framework = self._job.framework
         gradient = framework.gradient(entry.tensor)
-        assert gradient is not None
-        if self._early:
-            framework.set_gradient(entry.tensor, None)
-        self._job.job.gradient(self._job.version, entry.index, framework.outgoing(gradient))
+        if gradient is None:
+            self._absent.append(entry.index)
+        else:
+            if self._early:
+                framework.set_gradient(entry.tensor, None)
+            self._job.job.gradient(self._job.version, entry.index, framework.outgoing(gradient))
         self._sent.add(entry.index)
 
     def send_rest(self) -> None:
         """Sends what is here, and says what is not. Parameters without a gradient are not stepped."""
-        absent = []
         for entry in self._job.trained:
-            if entry.index in self._sent:
-                continue
-            if self._job.framework.gradient(entry.tensor) is None:
-                absent.append(entry.index)
-                self._sent.add(entry.index)
-            else:
+            if entry.index not in self._sent:
                 self._send(entry)
-        if absent:
-            self._job.job.absent(self._job.version, absent)
+        if self._absent:
+            self._job.job.absent(self._job.version, self._absent)
+            self._absent = []
 
     def send_nothing(self) -> None:
         """Says that nothing more comes: the step is discarded."""
@@ -119,3 +119,4 @@ class Gradients(Generic[T]):
                 self._most[index] = max(passes, self._most.get(index, 0))
         self._passes.clear()
         self._sent.clear()
+        self._absent.clear()

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
-from .._native import Array, Job, TensorSpec
+from .._native import Array, Job, Mesh, TensorSpec
 from .._session import Session
 from . import kinds
-from .framework import Framework, Incoming, Optimizer, Place, T
+from .framework import Area, Framework, Incoming, Optimizer, Place, T
+from .layout import JobLayout, agree
 
 #: Bytes of host memory that the move from one job to the next takes at a time, for each part of the state.
 _CHUNK = 1 << 30
@@ -41,7 +42,11 @@ class Entry(Generic[T]):
     index: int
     #: Travels as raw words, because its dtype is none that is computed with.
     raw: bool
+    #: How it lies on one of the job's meshes.
+    layout: JobLayout | None = None
     shape: tuple[int, ...] = field(init=False)
+    #: Of what this rank has.
+    local_shape: tuple[int, ...] = field(init=False)
     #: Whether backward made gradients for it, as of the last step.
     differentiable: bool = field(init=False)
     #: The framework's counter of changes, as of the last step.
@@ -49,6 +54,7 @@ class Entry(Generic[T]):
 
     def __post_init__(self) -> None:
         self.shape = self.framework.shape(self.tensor)
+        self.local_shape = self.framework.local_shape(self.tensor)
         self.mark()
 
     def mark(self) -> None:
@@ -63,8 +69,8 @@ class Entry(Generic[T]):
 
     @property
     def travelling_shape(self) -> tuple[int, ...]:
-        """Its shape on the servers."""
-        return (self.framework.words(self.tensor),) if self.raw else self.shape
+        """The shape of what this rank has of it, on the servers."""
+        return (self.framework.words(self.tensor),) if self.raw else self.local_shape
 
     def outgoing(self) -> Array:
         """Its values, to be sent."""
@@ -79,13 +85,14 @@ class Entry(Generic[T]):
         dtype = "f32" if self.raw else self.framework.dtype_of(f"parameter {self.name!r}", self.tensor)
         return TensorSpec(
             self.name,
-            self.travelling_shape,
+            self.travelling_shape if self.raw else self.shape,
             dtype,
             frozen=not self.trained and not self.buffer,
             buffer=self.buffer,
             group=self.group,
             whole=whole and self.trained,
             no_clip=not self.framework.clips(self.tensor),
+            layout=self.layout,
         )
 
 
@@ -144,42 +151,49 @@ class ModelJob(Generic[T]):
         groups = zip(self._optimizer.parameters(), self.groups(), strict=True)
         return [(len(parameters), kinds.state_names(*values)) for parameters, values in groups]
 
+    @property
+    def uploaded(self) -> list[Entry[T]]:
+        """What this rank uploads: on rank 0 what it has of everything; on the others the boxes that are theirs first."""
+        return [entry for entry in self.entries if self.job.uploads(entry.index)]
+
+    @property
+    def received(self) -> list[Entry[T]]:
+        """What another rank uploads."""
+        return [entry for entry in self.entries if not self.job.uploads(entry.index)]
+
     def open(self, states: Mapping[int, State[T]]) -> None:
-        """Makes the first job. Parameters and buffers become rank 0's on every rank.
+        """Makes the first job. Parameters and buffers become on every rank those of the first that has them.
 
         ``states``: the optimizer state that there is, by the ``id`` of its parameter.
         """
         self._start()
-        if self.rank == 0:
-            values = [(entry, entry.outgoing()) for entry in self.entries]
-            self._upload(values, {self._by_tensor[key].index: state for key, state in states.items()}, "uploading")
-        else:
-            self.receive(self.entries, label="receiving")
+        uploaded = self.uploaded
+        ours = {entry.index: states[id(entry.tensor)] for entry in uploaded if id(entry.tensor) in states}
+        self._upload([(entry, entry.outgoing()) for entry in uploaded], ours, "uploading")
+        self.receive(self.received, label="receiving")
         self.mark()
 
     def reopen(self, resident: Iterable[Entry[T]], states: Mapping[int, State[T]] | None = None) -> None:
         """Goes on with another job from where this one is.
 
-        Parameters that the program has written to are taken from rank 0, the others from the servers; optimizer
-        state is ``states`` if given, else what the servers have, where it still fits. ``resident`` tensors get their
-        values on the other ranks.
+        Parameters that the program has written to are taken from the first rank that has them, the others from the
+        servers; optimizer state is ``states`` if given, else what the servers have, where it still fits. ``resident``
+        tensors get their values on the other ranks.
         """
         old, before, version = self.job, {entry.name: entry for entry in self.entries}, self.version
         here = {id(entry.tensor) for entry in resident}
         had = self._opened_as
         source = _Old(self.framework, old, version)
         self._start()
-        if self.rank == 0:
-            for chunk in _chunks(self.entries):
-                carried = [before.get(entry.name) for entry in chunk]
-                values = source.values(chunk, carried)
-                if states is None:
-                    moved = self._carried_states(source, chunk, carried, had)
-                else:
-                    moved = {entry.index: states[id(entry.tensor)] for entry in chunk if id(entry.tensor) in states}
-                self._upload(values, moved, "uploading")
-        else:
-            self.receive([entry for entry in self.entries if id(entry.tensor) in here])
+        for chunk in _chunks(self.uploaded):
+            carried = [before.get(entry.name) for entry in chunk]
+            values = source.values(chunk, carried)
+            if states is None:
+                moved = self._carried_states(source, chunk, carried, had)
+            else:
+                moved = {entry.index: states[id(entry.tensor)] for entry in chunk if id(entry.tensor) in states}
+            self._upload(values, moved, "uploading")
+        self.receive(entry for entry in self.received if id(entry.tensor) in here)
         self.mark()
         self._session.retire(old)
 
@@ -188,11 +202,25 @@ class ModelJob(Generic[T]):
         self.entries = self._describe()
         self._by_tensor = {id(entry.tensor): entry for entry in self.entries}
         name = self._session.name(self._kind, self._ranks)
+        meshes = self._place_entries(name)
         specs = [entry.spec(self.optimizer_kind == "lamb") for entry in self.entries]
         self._opened_as = self._shape_of_job()
-        self._session.cluster.create_job(name, specs, self.groups(), self.world)
+        self._session.cluster.create_job(name, specs, self.groups(), self.world, meshes)
         self.job = self._session.join(name, self.rank, self._bucket_numel)
         self.version = 0
+
+    def _place_entries(self, name: str) -> list[Mesh]:
+        """Agrees with the other ranks on the layouts of the entries; the job's meshes."""
+        named = {entry.name: entry for entry in self.entries}
+        agreed = agree(
+            {name: self.framework.layout(entry.tensor) for name, entry in named.items()},
+            lambda name: named[name].trained,
+            self._ranks,
+            lambda value: self._session.exchange(name, value, self._ranks),
+        )
+        for entry in self.entries:
+            entry.layout = agreed.layouts[entry.name]
+        return agreed.meshes
 
     def _describe(self) -> list[Entry[T]]:
         framework, groups = self.framework, self._optimizer.parameters()
@@ -252,17 +280,26 @@ class ModelJob(Generic[T]):
     def receive(self, entries: Iterable[Entry[T]], label: str | None = None) -> None:
         """Fetches entries at the current version into their tensors."""
         targets = [(entry.index, entry.incoming()) for entry in entries]
+        if not targets:
+            return
         self.job.fetch(self.version, [(index, incoming.array) for index, incoming in targets], label=label)
         for _, incoming in targets:
             incoming.finish()
 
     def states(self) -> Iterator[tuple[Entry[T], int, dict[str, T]]]:
-        """The optimizer state of everything that trains: steps applied, and host tensors."""
+        """The whole optimizer state of everything that trains: steps applied, and host tensors."""
         old = _Old(self.framework, self.job, self.version)
         for chunk in _chunks(list(self.trained)):
             pairs = [(entry, entry, self._opened_as[entry.group][1]) for entry in chunk]
-            for entry, (applied, tensors) in old.states(pairs):
+            for entry, (applied, tensors) in old.states(pairs, whole=True):
                 yield entry, applied, dict(tensors)
+
+    def whole(self, entries: Iterable[Entry[T]]) -> dict[str, T]:
+        """Tensors by their names, whole, as f32 in host memory, at the current version."""
+        hosts = {entry.name: (entry, self.framework.host(entry.shape)) for entry in entries}
+        arrays = [(entry.index, self.framework.array(host, _whole(entry))) for entry, host in hosts.values()]
+        self.job.fetch(self.version, arrays, part="", label="fetching parameters")
+        return {name: host for name, (_, host) in hosts.items()}
 
     def state_hash(self) -> str:
         """The hash of all state at the current version."""
@@ -310,9 +347,9 @@ class _Old(Generic[T]):
         return self._job.applied_steps(self._version)
 
     def states(
-        self, pairs: list[tuple[Entry[T], Entry[T], tuple[str, ...]]]
+        self, pairs: list[tuple[Entry[T], Entry[T], tuple[str, ...]]], *, whole: bool = False
     ) -> list[tuple[Entry[T], State[T]]]:
-        """The state tensors of ``(new, old, names)``."""
+        """The state tensors of ``(new, old, names)``: what this rank has of them, or the whole."""
         if not pairs:
             return []
         applied = self._applied
@@ -321,12 +358,17 @@ class _Old(Generic[T]):
         for entry, before, names in pairs:
             tensors: dict[str, T] = {}
             for name in names if applied[before.index] else ():
-                tensors[name] = self._framework.host(entry.shape)
-                fetched.setdefault(name, []).append((before.index, self._framework.array(tensors[name])))
+                tensors[name] = self._framework.host(entry.shape if whole else entry.local_shape)
+                array = self._framework.array(tensors[name], _whole(before) if whole else None)
+                fetched.setdefault(name, []).append((before.index, array))
             states.append((entry, (applied[before.index], tensors)))
         for name, arrays in fetched.items():
             self._job.fetch(self._version, arrays, part=name, label=f"fetching {name}")
         return states
+
+
+def _whole(entry: Entry[T]) -> Area:
+    return [0] * len(entry.shape), entry.shape
 
 
 def _chunks(entries: list[Entry[T]]) -> Iterator[list[Entry[T]]]:

@@ -85,7 +85,7 @@ class Sharding(Generic[T]):
         self.follow_changes()
         self._sent(self.gradients.send_rest)
         version, job = self.job.version, self.job.job
-        if self._sync_buffers and self.job.rank == 0:
+        if self._sync_buffers:
             self._send_buffers()
         received = [(entry.index, entry.incoming()) for entry in self._resident() if entry.trained]
         max_norm = self._clip_once if self._clip_once is not None else self._max_norm
@@ -101,8 +101,8 @@ class Sharding(Generic[T]):
         for _, incoming in received:
             incoming.finish()
         self._end_step(learn=True)
-        if self._sync_buffers and self.job.rank != 0:
-            self.job.receive(self.job.buffers)
+        if self._sync_buffers:
+            self.job.receive(entry for entry in self.job.received if entry.buffer)
 
     def unwind(self) -> None:
         """A forward of the whole model has ended in an error, or by Ctrl-C."""
@@ -170,7 +170,7 @@ class Sharding(Generic[T]):
 
     def _send_buffers(self) -> None:
         # All of them: what batch norm writes is not counted as a change.
-        arrays = [(entry.index, entry.outgoing()) for entry in self.job.buffers]
+        arrays = [(entry.index, entry.outgoing()) for entry in self.job.uploaded if entry.buffer]
         if arrays:
             self.job.job.buffers(self.job.version, arrays)
 

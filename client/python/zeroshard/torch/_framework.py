@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
-from .._core.framework import Framework, Incoming, Optimizer, ParameterMemory, Place
+from .._core.framework import Area, Framework, Incoming, Optimizer, ParameterMemory, Place
+from .._core.layout import Layout
 from .._native import Array
 from .._launchers import torch_distributed
 from .._rendezvous import place
 from ..errors import InvalidArgument
 from . import kinds
+from ._dtensor import aligned_gradient, layout, like, local
 from ._memory import PooledMemory, guard
 
 #: What parameters and gradients may be made of.
@@ -28,6 +31,12 @@ class _Torch(Framework[Tensor]):
 
     def shape(self, tensor: Tensor) -> tuple[int, ...]:
         return tuple(tensor.shape)
+
+    def layout(self, tensor: Tensor) -> Layout | None:
+        return layout(tensor)
+
+    def local_shape(self, tensor: Tensor) -> tuple[int, ...]:
+        return tuple(local(tensor).shape)
 
     def dtype(self, tensor: Tensor) -> str | None:
         return _DTYPES.get(tensor.dtype)
@@ -46,14 +55,14 @@ class _Torch(Framework[Tensor]):
     def host(self, shape: Sequence[int]) -> Tensor:
         return torch.empty(tuple(shape), dtype=torch.float32)
 
-    def array(self, host: Tensor) -> Array:
-        return Array(host.data_ptr(), host.numel(), self.dtype_of("a tensor", host), host)
+    def array(self, host: Tensor, area: Area | None = None) -> Array:
+        return Array(host.data_ptr(), host.numel(), self.dtype_of("a tensor", host), host, area)
 
     def zeros_like(self, tensor: Tensor) -> Tensor:
         return torch.zeros_like(tensor, memory_format=torch.contiguous_format)
 
     def outgoing(self, tensor: Tensor) -> Array:
-        tensor = tensor.detach()
+        tensor = local(tensor).detach()
         if tensor.is_sparse:
             tensor = tensor.to_dense()
         if not _is_plain(tensor):
@@ -66,7 +75,7 @@ class _Torch(Framework[Tensor]):
         return _Received(tensor)
 
     def outgoing_words(self, tensor: Tensor) -> Array:
-        source = tensor.detach().cpu().contiguous().reshape(-1)
+        source = local(tensor).detach().cpu().contiguous().reshape(-1)
         padded = torch.zeros(self.words(tensor), dtype=torch.float32)
         padded.view(torch.uint8)[: self.nbytes(source)] = source.view(torch.uint8)
         return self.array(padded)
@@ -80,7 +89,7 @@ class _Torch(Framework[Tensor]):
         return tensor.requires_grad
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        return parameter.grad
+        return aligned_gradient(parameter)
 
     def set_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
         parameter.grad = gradient
@@ -143,17 +152,19 @@ class _Torch(Framework[Tensor]):
         if tensor.layout is not torch.strided:
             return None
         with torch._C.DisableTorchFunctionSubclass():
-            storage: int = tensor.untyped_storage()._cdata
+            storage: int = local(tensor).untyped_storage()._cdata
             return storage
 
     def view(self, saved: Tensor, parameter: Tensor) -> Callable[[], Tensor] | None:
         if saved.dtype != parameter.dtype:
             return None
-        shape, stride, offset = saved.shape, saved.stride(), saved.storage_offset()
+        here = local(saved)
+        shape, stride, offset = here.shape, here.stride(), here.storage_offset()
 
         def view() -> Tensor:
             with torch._C.DisableTorchFunctionSubclass():
-                return parameter.detach().as_strided(shape, stride, offset)
+                again = local(parameter).detach().as_strided(shape, stride, offset)
+                return like(again, saved) if isinstance(saved, DTensor) else again
 
         return view
 
@@ -186,7 +197,7 @@ class _Received:
     """Where the values of ``tensor`` are received: its own memory, or a copy that :meth:`finish` moves there."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()
+        self._tensor = local(tensor).detach()
         self._host = self._tensor if _is_plain(self._tensor) else _host_copy(self._tensor)
         self.array = TORCH.array(self._host)
 
@@ -200,7 +211,7 @@ class _ReceivedWords:
     """Where the raw memory of ``tensor`` is received."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+        self._tensor = local(tensor)
         self._words = torch.empty(TORCH.words(tensor))
         self.array = TORCH.array(self._words)
 

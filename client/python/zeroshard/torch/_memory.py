@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .._core.framework import ParameterMemory
+from ._dtensor import local
 
 #: What says something about a tensor without reading its elements.
 _WITHOUT_DATA = {"data", "T", "H", "mT", "mH", "real", "imag"}
@@ -34,6 +36,15 @@ _METADATA: set[Any] = {
 }  # fmt: skip
 
 
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """A torch function of parameters that must be here for it."""
+    if func not in _METADATA:
+        _access_all(args)
+        _access_all(tuple((kwargs or {}).values()))
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
+
+
 class GatheredParameter(nn.Parameter):
     """A parameter that is fetched when something is computed with it."""
 
@@ -41,16 +52,36 @@ class GatheredParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in _METADATA:
-            _access_all(args)
-            _access_all(tuple((kwargs or {}).values()))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        return _call(func, args, kwargs)
+
+
+class GatheredDTensor(DTensor):
+    """The same, of what this rank has of a distributed parameter."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _call(func, args, kwargs)
+
+    # These are no torch functions.
+
+    def to_local(self, **options: Any) -> Tensor:
+        _access_all((self,))
+        return super().to_local(**options)
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        _access_all((self,))
+        return super().full_tensor(**options)
+
+    def redistribute(self, *args: Any, **options: Any) -> DTensor:
+        _access_all((self,))
+        return super().redistribute(*args, **options)
 
 
 def _access_all(values: Iterable[Any]) -> None:
     for value in values:
-        if isinstance(value, GatheredParameter):
+        if isinstance(value, GatheredParameter | GatheredDTensor):
             access: Callable[[], None] | None = getattr(value, "_zeroshard_access", None)
             if access is not None:
                 access()
@@ -63,7 +94,7 @@ def guard(
 ) -> None:
     """As :meth:`zeroshard._core.framework.Framework.guard`."""
     for parameter in parameters.values():
-        parameter.__class__ = GatheredParameter
+        parameter.__class__ = GatheredDTensor if isinstance(parameter, DTensor) else GatheredParameter
         parameter._zeroshard_access = access  # type: ignore[attr-defined]
 
     def copy_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -87,22 +118,28 @@ class PooledMemory(ParameterMemory[Tensor]):
         self._strides: dict[int, tuple[int, ...]] = {}
 
     def take(self, parameter: Tensor) -> Tensor:
-        if parameter.device.type == "cpu":
-            block = self._pool.take(parameter.numel() * parameter.element_size())
+        here = local(parameter)
+        if here.device.type == "cpu":
+            block = self._pool.take(here.numel() * here.element_size())
             self._blocks[id(parameter)] = block
-            flat = block.view(parameter.dtype)
+            flat = block.view(here.dtype)
         else:
-            flat = torch.empty(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-        return flat.as_strided(parameter.shape, self._strides[id(parameter)])
+            flat = torch.empty(here.numel(), dtype=here.dtype, device=here.device)
+        return flat.as_strided(here.shape, self._strides[id(parameter)])
 
     def put(self, parameter: Tensor, value: Tensor) -> None:
+        if isinstance(parameter, DTensor):
+            parameter._local_tensor = value
+            return
         with torch._C.DisableTorchFunctionSubclass():
             parameter.data = value
 
     def drop(self, parameter: Tensor) -> None:
-        # The first time, these are the strides that the program has made it with.
-        self._strides.setdefault(id(parameter), parameter.stride())
-        self.put(parameter, _stub(parameter))
+        with torch._C.DisableTorchFunctionSubclass():
+            here = local(parameter)
+            # The first time, these are the strides that the program has made it with.
+            self._strides.setdefault(id(parameter), here.stride())
+            self.put(parameter, _stub(here))
         block = self._blocks.pop(id(parameter), None)
         if block is not None:
             self._pool.give(block)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .._core.sharding import Sharding
 from ..errors import InvalidArgument
+from ._dtensor import parts_of_state
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,10 +88,13 @@ class GroupSharded(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads the model's state; every rank must call it, rank 0's values count."""
+        """Loads the model's state; every rank must call it, rank 0's values count.
+
+        Tensors may be whole where the model's are distributed.
+        """
         if assign:
             raise InvalidArgument("assign is True; it must be False: the parameters belong to the job as they are")
-        result = self.module.load_state_dict(state_dict, strict=strict)
+        result = self.module.load_state_dict(parts_of_state(self.module, state_dict), strict=strict)
         self._sharding().follow_changes()
         return result
 

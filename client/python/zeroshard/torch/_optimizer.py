@@ -12,6 +12,7 @@ from .._core.job import State
 from .._core.sharding import Sharding
 from ..errors import InvalidArgument
 from . import kinds
+from ._dtensor import local, part
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -136,7 +137,11 @@ def optimizer_states(
         values = kinds.hyperparameters(kind, group)
         for parameter in group["params"]:
             if parameter in state and parameter.requires_grad:
-                applied, tensors = kinds.from_torch(kind, values, state[parameter], parameter.shape)
+                had = {
+                    name: part(value, parameter) if isinstance(value, Tensor) else value
+                    for name, value in state[parameter].items()
+                }
+                applied, tensors = kinds.from_torch(kind, values, had, local(parameter).shape)
                 if applied:
                     states[id(parameter)] = (applied, tensors)
     return states
