@@ -12,6 +12,9 @@ from . import _launchers
 from ._launchers import Launcher
 from .errors import NotInitialised, Timeout
 
+#: ``torch.distributed``, if the program has initialised it.
+distributed = _launchers.torch_distributed
+
 #: Where the processes of a run agree on what is not theirs alone to decide.
 _PREFIX = "zeroshard"
 #: Seconds between two looks at whether rank 0 has told.

@@ -15,10 +15,12 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-from .._core.framework import Framework, Incoming, Optimizer, ParameterMemory, Place
+from .._core.framework import Area, Framework, Incoming, Optimizer, ParameterMemory, Place
+from .._core.layout import Layout
 from .._native import Array
 from .._rendezvous import place
 from . import _autograd, _memory, kinds
+from ._dtensor import aligned_gradient, assembled, layout, local
 
 #: What parameters and gradients may be made of.
 _DTYPES = {paddle.float32: "f32", paddle.bfloat16: "bf16", paddle.float16: "f16"}
@@ -29,6 +31,12 @@ class _Paddle(Framework[Tensor]):
 
     def shape(self, tensor: Tensor) -> tuple[int, ...]:
         return tuple(tensor.shape)
+
+    def layout(self, tensor: Tensor) -> Layout | None:
+        return layout(tensor)
+
+    def local_shape(self, tensor: Tensor) -> tuple[int, ...]:
+        return tuple(tensor._local_shape if tensor.is_dist() else tensor.shape)
 
     def dtype(self, tensor: Tensor) -> str | None:
         return _DTYPES.get(tensor.dtype)
@@ -47,23 +55,24 @@ class _Paddle(Framework[Tensor]):
     def host(self, shape: Sequence[int]) -> Tensor:
         return paddle.empty(list(shape), dtype="float32", device="cpu")
 
-    def array(self, host: Tensor) -> Array:
+    def array(self, host: Tensor, area: Area | None = None) -> Array:
         # A tensor of our own: the given one may be emptied before its memory has been read.
         kept = _memory.alias(host)
-        return Array(kept.data_ptr() or 0, self.numel(host), self.dtype_of("a tensor", host), kept)
+        return Array(kept.data_ptr() or 0, self.numel(host), self.dtype_of("a tensor", host), kept, area)
 
     def zeros_like(self, tensor: Tensor) -> Tensor:
         return paddle.zeros(tensor.shape, dtype=tensor.dtype)
 
     def outgoing(self, tensor: Tensor) -> Array:
-        return self.array(tensor if _is_plain(tensor) else tensor.detach().cpu().contiguous())
+        here = local(tensor)
+        return self.array(here if _is_plain(here) else here.detach().cpu().contiguous())
 
     def incoming(self, tensor: Tensor) -> Incoming:
         return _Received(tensor)
 
     def outgoing_words(self, tensor: Tensor) -> Array:
         words = np.zeros(self.words(tensor), np.float32)
-        words.view(np.uint8)[: self.nbytes(tensor)] = tensor.numpy().reshape(-1).view(np.uint8)
+        words.view(np.uint8)[: self.nbytes(tensor)] = local(tensor).numpy().reshape(-1).view(np.uint8)
         return _words_array(words)
 
     def incoming_words(self, tensor: Tensor) -> Incoming:
@@ -75,9 +84,11 @@ class _Paddle(Framework[Tensor]):
         return not tensor.stop_gradient
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        gradient = parameter.grad
+        gradient = aligned_gradient(parameter)
         if gradient is None:
             return None
+        if gradient.is_dist():
+            return _memory.alias(local(gradient))
         if gradient.is_selected_rows():
             return _dense(gradient, parameter)
         # Clearing a gradient empties the tensor that it is.
@@ -165,8 +176,15 @@ class _Paddle(Framework[Tensor]):
         if saved.dtype != parameter.dtype:
             return None
         # What begins where the parameter begins: memory() knows no other.
-        shape, strides = list(saved.shape), list(saved.strides)
-        return lambda: _memory.strided(parameter, shape, strides)
+        here = local(saved)
+        shape, strides = list(here.shape), list(here.strides)
+        lies = (list(saved.shape), saved.process_mesh, saved.placements) if saved.is_dist() else None
+
+        def view() -> Any:
+            again = _memory.strided(local(parameter), shape, strides)
+            return again if lies is None else assembled(again, *lies)
+
+        return view
 
     def saved_tensors(
         self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
@@ -211,10 +229,10 @@ class _Received:
     """Where the values of ``tensor`` are received: its own memory, or a copy that :meth:`finish` moves there."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        plain = _is_plain(tensor)
-        self._host = None if plain else paddle.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        self.array = PADDLE.array(tensor if self._host is None else self._host)
+        self._tensor = local(tensor)
+        plain = _is_plain(self._tensor)
+        self._host = None if plain else paddle.empty(self._tensor.shape, dtype=tensor.dtype, device="cpu")
+        self.array = PADDLE.array(self._tensor if self._host is None else self._host)
 
     def finish(self) -> None:
         if self._host is not None:
@@ -225,7 +243,7 @@ class _ReceivedWords:
     """Where the raw memory of ``tensor`` is received."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+        self._tensor = local(tensor)
         self._words = np.empty(PADDLE.words(tensor), np.float32)
         self.array = _words_array(self._words)
 

@@ -17,6 +17,7 @@ from paddle import Tensor
 from paddle.base.framework import EagerParamBase
 
 from .._core.framework import ParameterMemory
+from ._dtensor import like
 
 #: Methods that say something about a tensor without reading its elements, or fetch them by themselves.
 _METADATA = {
@@ -26,6 +27,8 @@ _METADATA = {
     "get_strides", "gradient", "is_contiguous", "is_dense", "is_dist", "is_floating_point", "is_selected_rows", "is_sparse",
     "is_sparse_coo", "is_sparse_csr", "ndimension", "numel", "register_hook", "set_value",
 }  # fmt: skip
+
+_FLOATING = (paddle.float32, paddle.bfloat16, paddle.float16, paddle.float64)
 
 #: How the attributes that are ours begin.
 _OURS = "_zeroshard"
@@ -161,7 +164,7 @@ def guard(layer: Any, parameters: dict[str, Any], access: Callable[[], None], re
         for name, value in state.items():
             if id(value) in ours:
                 access()
-                state[name] = alias(value).clone()
+                state[name] = value.detach().clone() if value.is_dist() else alias(value).clone()
         release()
 
     layer.register_state_dict_hook(copy_state)
@@ -171,17 +174,23 @@ class Memory(ParameterMemory[Any]):
     """Memory that Paddle's allocator gives, and takes back."""
 
     def take(self, parameter: Any) -> Any:
-        return paddle.empty(parameter.shape, dtype=parameter.dtype)
+        shape = parameter._local_shape if parameter.is_dist() else parameter.shape
+        return paddle.empty(shape, dtype=parameter.dtype)
 
     def put(self, parameter: Any, value: Any) -> None:
         before = changes(parameter)
+        if parameter.is_dist():
+            value = like(value, parameter)
         value._share_underline_tensor_to(parameter)
         _set_changes(parameter, before)
 
     def drop(self, parameter: Any) -> None:
-        # Not the memory that it has, which others may share: it gets a tensor of its own, and that one is emptied.
-        one = paddle.empty([1], dtype=parameter.dtype)
-        self.put(parameter, strided(one, parameter.shape, [0] * len(parameter.shape)))
-        before = changes(parameter)
-        Tensor.get_tensor(parameter)._clear()
-        _set_changes(parameter, before)
+        # Not the memory that it has, which others may share: it gets a tensor of its own, and that one is emptied; of a
+        # distributed tensor Paddle wants at least an element.
+        one = paddle.full([1], float("nan") if parameter.dtype in _FLOATING else 0, dtype=parameter.dtype)
+        shape = parameter._local_shape if parameter.is_dist() else parameter.shape
+        self.put(parameter, strided(one, shape, [0] * len(shape)))
+        if not parameter.is_dist():
+            before = changes(parameter)
+            Tensor.get_tensor(parameter)._clear()
+            _set_changes(parameter, before)

@@ -10,6 +10,7 @@ import paddle
 
 from .._core.sharding import Sharding
 from ..errors import InvalidArgument
+from ._dtensor import parts_of_state
 
 
 class GroupSharded(paddle.nn.Layer):
@@ -82,8 +83,13 @@ class GroupSharded(paddle.nn.Layer):
         return self._layer.state_dict(*args, **kwargs)
 
     def set_state_dict(self, state_dict: Any, use_structured_name: bool = True) -> Any:
-        """Loads the model's state; every rank must call it, rank 0's values count."""
-        result = self._layer.set_state_dict(state_dict, use_structured_name)
+        """Loads the model's state; every rank must call it, rank 0's values count.
+
+        Tensors may be whole where the model's are distributed.
+        """
+        result = self._layer.set_state_dict(
+            parts_of_state(self._layer, state_dict, use_structured_name), use_structured_name
+        )
         self.sharding.follow_changes()
         return result
 
@@ -93,7 +99,7 @@ class GroupSharded(paddle.nn.Layer):
         """As :meth:`set_state_dict`; with ``strict``, keys that are missing or not known are an error."""
         if assign:
             raise InvalidArgument("assign is True; it must be False: the parameters belong to the job as they are")
-        result = self._layer.load_state_dict(state_dict, strict=strict)
+        result = self._layer.load_state_dict(parts_of_state(self._layer, state_dict), strict=strict)
         self.sharding.follow_changes()
         return result
 

@@ -12,6 +12,7 @@ from .._core.job import State
 from .._core.sharding import Sharding
 from ..errors import InvalidArgument
 from . import kinds
+from ._dtensor import local, part
 
 
 class ShardedOptimizer(kinds.Optimizer):
@@ -147,10 +148,16 @@ def states_of(optimizer: Any, find: Callable[[str, str], Any | None]) -> dict[in
                 found = find(accumulator, name)
                 return found if found is not None else find(accumulator, f"{name}_fp32_master_0")
 
-            applied, tensors = kinds.from_paddle(kind, values, parameter.shape, get)
+            here = local(parameter)
+            applied, tensors = kinds.from_paddle(kind, values, here.shape, lambda name: _part(get(name), parameter))
             if applied:
                 states[id(parameter)] = (applied, tensors)
     return states
+
+
+def _part(value: Any | None, parameter: Any) -> Any | None:
+    """What this rank has of an accumulator; numbers are whole."""
+    return part(value, parameter) if isinstance(value, paddle.Tensor) else value
 
 
 def from_state_dict(state: dict[str, Any]) -> Callable[[str, str], Any | None]:

@@ -9,6 +9,7 @@ from typing import Any
 import paddle
 
 from ..errors import InvalidArgument
+from ._dtensor import parts_of_state
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
 
@@ -35,7 +36,7 @@ def save_group_sharded_model(model: Any, output: str | os.PathLike[str], optimiz
     if model.sharding.job.rank != 0:
         return
     directory.mkdir(parents=True, exist_ok=True)
-    _write(model.state_dict(), directory / _MODEL)
+    _write(whole_state(model), directory / _MODEL)
     if optimizer is not None:
         _write(optimizer.state_dict(), directory / _OPTIMIZER)
 
@@ -47,9 +48,27 @@ def load_group_sharded_model(model: Any, output: str | os.PathLike[str], optimiz
     must be as they were: those of a model that is made in the same order in a process of its own.
     """
     directory = _directory(output)
-    model.set_state_dict(_read(directory / _MODEL))
+    model.set_state_dict(parts_of_state(model, _read(directory / _MODEL)))
     if optimizer is not None:
         optimizer.set_state_dict(_read(directory / _OPTIMIZER))
+
+
+def whole_state(model: GroupSharded) -> dict[str, Any]:
+    """The state dict of a wrapped model; what of it is distributed comes whole from the servers."""
+    job, state = model.sharding.job, dict(model.state_dict())
+    distributed = {
+        name: job.entry(parameter)
+        for name, parameter in model._layer.named_parameters(remove_duplicate=False)
+        if parameter.is_dist()
+    }
+    for entry in distributed.values():
+        if entry.modified:
+            raise InvalidArgument(
+                f"parameter {entry.name!r} was written to and the servers do not know it yet; it must be saved after the next "
+                "forward or step"
+            )
+    found = job.whole({entry.name: entry for entry in distributed.values()}.values())
+    return state | {name: found[entry.name].astype(entry.tensor.dtype) for name, entry in distributed.items()}
 
 
 def _directory(output: str | os.PathLike[str]) -> Path:

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 from .._core.framework import Area, Framework, Incoming, Optimizer, ParameterMemory, Place
 from .._core.layout import Layout
 from .._native import Array
-from .._launchers import torch_distributed
-from .._rendezvous import place
+from .._rendezvous import distributed, place
 from ..errors import InvalidArgument
 from . import kinds
 from ._dtensor import aligned_gradient, layout, like, local
@@ -237,7 +236,7 @@ def group_place(group: Any | None) -> Place:
     if group is None:
         here = place()
         return here.rank, here.world, tuple(range(here.world))
-    dist = torch_distributed()
+    dist = distributed()
     if dist is None:
         raise InvalidArgument("group is given, but torch.distributed is not initialised; it must be, or group None")
     ranks = tuple(dist.get_process_group_ranks(group))
