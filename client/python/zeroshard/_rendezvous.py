@@ -85,7 +85,11 @@ class Rendezvous:
     def exchange(self, key: str, value: str, ranks: Sequence[int]) -> list[str]:
         """What each of ``ranks`` says under ``key``, in their order; all of them must."""
         self.tell(f"{key}/{self._place.rank}", value)
-        return [self._hear(f"{key}/{rank}", f"rank {rank} to describe the same model ({key})") for rank in ranks]
+        own = self._place.rank
+        return [
+            value if rank == own else self._hear(f"{key}/{rank}", f"rank {rank} to describe the same model ({key})")
+            for rank in ranks
+        ]
 
     def _hear(self, key: str, waiting_for: str) -> str:
         until = time.monotonic() + self._deadline

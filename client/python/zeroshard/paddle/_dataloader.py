@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import paddle
+import paddle.distributed as dist
 from paddle.distributed import Replicate, Shard
 
 from ..errors import InvalidArgument
 from ._dtensor import assembled
 from ._mesh import check_mesh, dimension
-from ._placement import shard_tensor
+from ._placement import share
 
 #: The dimension of a mesh along which batches are cut, by name or number.
 ShardDim = str | int | None
@@ -72,7 +73,9 @@ class ShardDataloader:
             return value
         mesh, placements = self._places[number if len(self._places) > 1 else 0]
         if not self._splitted:
-            return shard_tensor(value, mesh, placements)
+            # Without asking whether the ranks agree, which takes longer than a step.
+            share(value, mesh)
+            return dist.shard_tensor(value, mesh, placements)
         shape = list(value.shape)
         for parts, placement in zip(mesh.shape, placements, strict=True):
             if placement.is_shard():

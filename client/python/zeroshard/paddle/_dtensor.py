@@ -39,12 +39,12 @@ def _word(placement: Any, tensor: Any) -> str:
 def redistributed(tensor: Any, placements: Sequence[Any]) -> Any:
     """The tensor with other placements on its mesh."""
     mesh = tensor.process_mesh
-    cut_from_sums = [
-        was.is_partial() and now.is_shard() for was, now in zip(tensor.placements, placements, strict=True)
+    # On a CPU Paddle has neither reduce-scatter nor all-to-all: first all of it, and then its part.
+    complete = [
+        dist.Replicate() if now.is_shard() and was != now else was
+        for was, now in zip(tensor.placements, placements, strict=True)
     ]
-    if any(cut_from_sums):
-        # Paddle has no reduce-scatter on a CPU: the sum first, and then its part.
-        complete = [dist.Replicate() if cut else was for cut, was in zip(cut_from_sums, tensor.placements, strict=True)]
+    if complete != tensor.placements:
         tensor = dist.reshard(tensor, mesh, complete)
     return dist.reshard(tensor, mesh, list(placements))
 
@@ -53,7 +53,9 @@ def whole(tensor: Any) -> Any:
     """All of a tensor, on every rank of its mesh, as a plain one."""
     if not tensor.is_dist():
         return tensor
-    return local(redistributed(tensor, [dist.Replicate()] * tensor.process_mesh.ndim))
+    found = local(redistributed(tensor, [dist.Replicate()] * tensor.process_mesh.ndim))
+    # What reduces a scalar makes an array of it.
+    return found if list(found.shape) == list(tensor.shape) else found.reshape(tensor.shape)
 
 
 def aligned_gradient(parameter: Any) -> Any | None:

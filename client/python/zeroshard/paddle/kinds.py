@@ -197,7 +197,9 @@ def from_paddle(
     for name, tensor in found.items():
         if tensor is None:
             raise InvalidArgument(f"optimizer state lacks {_ACCUMULATORS[kind][name]!r}, which {kind} needs")
-        tensor = paddle.to_tensor(tensor, dtype="float32", place=paddle.CPUPlace()).contiguous()
+        if not isinstance(tensor, paddle.Tensor):
+            tensor = paddle.to_tensor(tensor)
+        tensor = tensor.detach().astype("float32").cpu().contiguous()
         if tuple(tensor.shape) != tuple(shape):
             raise InvalidArgument(
                 f"optimizer state {_ACCUMULATORS[kind][name]!r} has shape {tuple(tensor.shape)}: the parameter's is "
@@ -214,7 +216,7 @@ def _steps(beta: float, power: Any | None) -> int:
     """How many steps have made a power of beta what it is."""
     if power is None:
         raise InvalidArgument("optimizer state lacks 'beta2_pow_acc', which says how many steps it has seen")
-    value = float(paddle.to_tensor(power).reshape([-1])[0])
+    value = float(power.reshape([-1])[0])
     if not 0 < beta < 1 or value <= 0:
         return _MANY
     return max(0, round(math.log(value) / math.log(beta)) - 1)
