@@ -37,8 +37,8 @@ def level_of_stage(stage: int) -> str:
 class ShardingStage:
     """For ``shard_optimizer``: what the shard servers hold for the workers.
 
-    The servers share the work by bytes, whatever mesh the workers have. ``mesh`` says which ranks train together (all, if
-    it is None), and ``sharding_mesh_dim``, one of its dimensions, is accepted for programs that have it.
+    The servers share the work by bytes, whatever mesh the workers have. ``mesh`` says which ranks train together (all,
+    if it is None), and ``sharding_mesh_dim``, one of its dimensions, is accepted for programs that have it.
     """
 
     sharding_mesh_dim: Any = None
@@ -105,7 +105,8 @@ class Strategy:
 class DistModelBase(ABC, Generic[T]):
     """A model with modes; ``T`` is the framework's tensor.
 
-    With a loss and an optimizer the first mode is ``"train"``, with a loss alone ``"eval"``, with neither ``"predict"``.
+    With a loss and an optimizer the first mode is ``"train"``, with a loss alone ``"eval"``, with neither
+    ``"predict"``.
     """
 
     def __init__(self, *, loss: Callable[..., T] | None, optimizer: object | None) -> None:
@@ -154,7 +155,7 @@ class DistModelBase(ABC, Generic[T]):
     # ---- calls
 
     def __call__(self, *args: Any) -> Any:
-        """Train and eval: the inputs, then what the loss compares the outputs with; the loss. Predict: the inputs alone.
+        """In train and eval: the inputs, then what the loss compares the outputs with. In predict: the inputs alone.
 
         Raises :class:`~zeroshard.InvalidArgument` (a ValueError) for another number of tensors than the mode takes, and
         :class:`~zeroshard.NotATensor` (a TypeError).
@@ -181,7 +182,9 @@ class DistModelBase(ABC, Generic[T]):
                 break
         wanted = "" if signature is None else f" for forward{signature}"
         also = "" if self._mode == "predict" else ", then at least 1 label for the loss"
-        raise InvalidArgument(f"{len(tensors)} tensors are given in mode {self._mode!r}; it takes the inputs{wanted}{also}")
+        raise InvalidArgument(
+            f"{len(tensors)} tensors are given in mode {self._mode!r}; it takes the inputs{wanted}{also}"
+        )
 
     def _compute_loss(self, outputs: list[T], labels: list[T]) -> T:
         """``loss(*outputs, *labels)``."""
@@ -225,7 +228,7 @@ class DistModelBase(ABC, Generic[T]):
         return state
 
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` gave: the model's part, the optimizer's, or both. Every rank must call it."""
+        """Takes over what :meth:`state_dict` gave: the model's part, the optimizer's, or both. By every rank."""
         model, optimizer = {}, {}
         for name, value in state_dict.items():
             if name.startswith(OPTIMIZER_PREFIX):
@@ -233,7 +236,7 @@ class DistModelBase(ABC, Generic[T]):
             else:
                 model[name] = value
         if optimizer and not self._has_optimizer:
-            raise InvalidArgument("the state has an optimizer's part; this model has no optimizer: give it to to_static")
+            raise InvalidArgument("the state has an optimizer's part; this model has no optimizer: to_static takes one")
         if model:
             self._set_model_state(model)
         if optimizer:
@@ -314,8 +317,8 @@ def numbered_optimizer_state(state: Mapping[str, S], names: Mapping[int, str]) -
         name, _, part = key.rpartition(".")
         if name not in numbers:
             raise InvalidArgument(
-                f"the state has {OPTIMIZER_PREFIX + key!r}, and {name!r} is no parameter that the optimizer has; they are "
-                f"{', '.join(numbers)}"
+                f"the state has {OPTIMIZER_PREFIX + key!r}, and {name!r} is no parameter that the optimizer has; they "
+                f"are {', '.join(numbers)}"
             )
         found.setdefault(numbers[name], {})[part] = value
     return found

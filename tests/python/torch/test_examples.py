@@ -66,6 +66,15 @@ def test_scripts_of_the_pages_run(page: str, tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+def test_a_gpt_on_a_mesh_writes_the_same_in_plain_torch(level: str) -> None:
+    script = str(EXAMPLES / "gpt_tensor_parallel.py")
+    printed = run(*TORCHRUN, script, "--steps", "40", "--level", level)
+    losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", printed)]
+    assert len(losses) == 2 and losses[-1] < 4.0
+    assert printed.strip().endswith("loaded into plain torch it writes the same")
+
+
 def test_parallel_styles_learn_what_the_dense_network_does() -> None:
     printed = run(*TORCHRUN, str(EXAMPLES / "tensor_parallel.py"), "--steps", "60")
     losses = [tuple(map(float, pair)) for pair in re.findall(r"loss (\d\.\d+) -> (\d\.\d+)", printed)]

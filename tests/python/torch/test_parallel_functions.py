@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import zeroshard as zs
 from facts import Facts, Outcomes
+from parallel import mesh_1d, part
 from zeroshard.torch import ProcessMesh
 from zeroshard.torch.parallel import (
     make_input_replicate_1d,
@@ -43,20 +44,9 @@ OUTPUTS: list[Callable[..., Any]] = [
 ]
 
 
-def mesh_1d() -> ProcessMesh:
-    """All ranks in a row."""
-    return ProcessMesh(list(range(dist.get_world_size())), ["tp"])
-
-
 def whole(*shape: int) -> Tensor:
     """The same on every rank."""
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
-
-
-def part(tensor: Tensor, rank: int, dim: int) -> Tensor:
-    """A rank's part, as torch.chunk cuts; empty where there is none for it."""
-    parts = tensor.chunk(dist.get_world_size(), dim)
-    return parts[rank] if rank < len(parts) else tensor.narrow(dim, 0, 0)
 
 
 @TWO
@@ -186,7 +176,7 @@ def meshes_have_one_dimension(rank: int) -> None:
     on_it = distribute_tensor(whole(2, 2), mesh, [Replicate(), Shard(0)])
     for function in INPUTS + OUTPUTS:
         for arguments in ((on_it, mesh), (on_it,), *([(whole(2, 2), mesh)] if function in INPUTS else [])):
-            with pytest.raises(zs.InvalidArgument, match=r"2 dimensions \(dp,tp\).*must have 1.*'tp'"):
+            with pytest.raises(zs.InvalidArgument, match=r"2 dimensions \(dp, tp\).*must have 1.*'tp'"):
                 function(*arguments)
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zeroshard as zs
 from facts import Facts, Outcomes
+from parallel import mesh_1d
 from zeroshard.torch import ProcessMesh, _agreement
 from zeroshard.torch.parallel import (
     ColwiseParallel,
@@ -41,11 +41,6 @@ class Model(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(4, 2)
-
-
-def mesh_1d() -> ProcessMesh:
-    """All ranks in a row."""
-    return ProcessMesh(list(range(dist.get_world_size())), ["tp"])
 
 
 def parallel(module: nn.Module) -> list[str]:
@@ -153,7 +148,7 @@ def twice_is_refused(rank: int) -> None:
 @TWO
 def meshes_have_one_dimension_or_it_is_said_which(rank: int) -> None:
     mesh = ProcessMesh([[0, 1]], ["dp", "tp"])
-    refused(zs.InvalidArgument, r"2 dimensions.*dp,tp.*device_mesh\['tp'\]", nn.Linear(4, 4), mesh, ColwiseParallel())
+    refused(zs.InvalidArgument, r"2 dimensions.*dp, tp.*device_mesh\['tp'\]", nn.Linear(4, 4), mesh, ColwiseParallel())
     refused(zs.InvalidArgument, "no dimension 'pp'.*'dp', 'tp'", nn.Linear(4, 4), mesh, ColwiseParallel(), "pp")
     refused(zs.InvalidArgument, "no dimension 2", nn.Linear(4, 4), mesh, ColwiseParallel(), 2)
     for wrong in (None, [0, 1], "tp"):

@@ -65,7 +65,7 @@ class ShardDataloader:
         """One part of a batch, on its mesh."""
         if len(self._places) not in (1, count):
             raise InvalidArgument(
-                f"meshes has {len(self._places)} and a batch {count} parts; there must be one mesh, or one for each part"
+                f"meshes has {len(self._places)} and a batch {count} parts; it must have one, or one for each part"
             )
         if isinstance(value, (list, tuple)):
             return [self._place(each, number, count) for each in value]
@@ -92,8 +92,8 @@ def shard_dataloader(
     Args:
         dataloader: whatever gives batches: tensors, lists of tensors or dicts of them.
         meshes: one mesh, or one for each part of a batch.
-        shard_dims: the mesh dimension along which dimension 0 of a batch is cut, by name or number; one for all meshes or
-            one for each. None: every rank has the whole batch.
+        shard_dims: the mesh dimension along which dimension 0 of a batch is cut, by name or number; one for all meshes
+            or one for each. None: every rank has the whole batch.
         input_keys: of batches that are dicts, the parts that are used, in the order of ``meshes``.
         is_dataset_splitted: whether the ranks' loaders give different data.
     """

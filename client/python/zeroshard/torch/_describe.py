@@ -27,8 +27,8 @@ def describe(
 ) -> Description:
     """A module, on a mesh or none, that trains by ``sharding``, or does not train, on these ranks.
 
-    ``mean_of_losses``: each rank has a loss of its own, and their mean is told. ``seen``: the collectives that a call has
-    shown; None before the first, when only those that styles announce are known.
+    ``mean_of_losses``: each rank has a loss of its own, and their mean is told. ``seen``: the collectives that a call
+    has shown; None before the first, when only those that styles announce are known.
     """
     here = place()
     names = {id(parameter): name for name, parameter in layer.named_parameters()}
@@ -42,7 +42,8 @@ def describe(
     together = (Collective("all_reduce", tuple(ranks), 4),) if mean_of_losses and len(ranks) > 1 else ()
     level = "os" if sharding is None else sharding.level
     number = ranks.index(here.rank) if here.rank in ranks else 0
-    overall = {moment: tuple((seen or {}).get((moment, ""), ())) for moment in ("before_loss", "after_loss", "after_backward")}
+    moments = ("before_loss", "after_loss", "after_backward")
+    overall = {moment: tuple((seen or {}).get((moment, ""), ())) for moment in moments}
     overall["after_loss"] = together + overall["after_loss"]
     return Description(level, number, len(ranks), tuple(modules), variables, **overall)
 

@@ -1,4 +1,4 @@
-"""``to_static`` and ``DistModel``: a model that trains, is evaluated or predicts, by mode, through the shard servers."""
+"""``to_static`` and ``DistModel``: a model that trains, is evaluated or predicts, by mode."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from ._sharded import group_sharded_parallel
 class DistModel(DistModelBase[Tensor]):
     """A module with modes, made by :func:`to_static`.
 
-    With a loss and an optimizer the first mode is ``"train"``, with a loss alone ``"eval"``, with neither ``"predict"``.
-    The module's parameters are plain tensors (every rank has its own batches: data parallelism), DTensors (``shard_tensor``,
-    ``shard_layer``: parameters that are left are replicated), or parallelised by styles. Every rank makes every call; the
-    loss of a call is that of all ranks, and outputs are whole.
+    With a loss and an optimizer the first mode is ``"train"``, with a loss alone ``"eval"``, with neither
+    ``"predict"``. The module's parameters are plain tensors (every rank has its own batches: data parallelism),
+    DTensors (``shard_tensor``, ``shard_layer``: parameters that are left are replicated), or parallelised by styles.
+    Every rank makes every call; the loss of a call is that of all ranks, and outputs are whole.
 
     Args:
         layer: the module.
@@ -203,8 +203,8 @@ class DistModel(DistModelBase[Tensor]):
         unknown, missing = [n for n in state if n not in own], [n for n in own if n not in state]
         if unknown or missing:
             raise InvalidArgument(
-                f"the state has {unknown or 'nothing'} that the model has not, and lacks {missing or 'nothing'}; it must have "
-                "the model's names"
+                f"the state has {unknown or 'nothing'} that the model has not, and lacks {missing or 'nothing'}; it "
+                "must have the model's names"
             )
         placed: dict[str, Tensor] = {}
         for name, value in state.items():
@@ -259,18 +259,18 @@ def to_static(
 
 def _check(layer: object, loss: object, optimizer: object, strategy: object) -> None:
     if not isinstance(layer, nn.Module) or isinstance(layer, GroupSharded):
-        raise InvalidArgument(f"layer is a {type(layer).__name__}; it must be a torch.nn.Module that is not wrapped already")
+        raise InvalidArgument(f"layer is a {type(layer).__name__}; it must be a torch.nn.Module that is not wrapped")
     if loss is not None and not callable(loss):
         raise InvalidArgument(f"loss is {loss!r}; it must be a function of outputs and labels, a module, or None")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgument(f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer, or None")
     if strategy is not None and not isinstance(strategy, Strategy):
-        raise InvalidArgument(f"strategy is a {type(strategy).__name__}; it must be a zeroshard.torch.Strategy, or None")
+        raise InvalidArgument(f"strategy is a {type(strategy).__name__}; it must be a Strategy of ours, or None")
     if isinstance(optimizer, ShardedOptimizer) and strategy is not None and strategy.sharding.enable:
         if strategy.level != optimizer.sharding.level:
             raise InvalidArgument(
-                f"the strategy's level is {strategy.level!r} and the sharded optimizer's {optimizer.sharding.level!r}; one "
-                "of them must say it"
+                f"the strategy's level is {strategy.level!r} and the sharded optimizer's {optimizer.sharding.level!r}; "
+                "one of them must say it"
             )
 
 
@@ -281,8 +281,8 @@ def _mesh_of(layer: nn.Module) -> DeviceMesh | None:
         if isinstance(parameter, DTensor):
             if found is not None and parameter.device_mesh != found:
                 raise InvalidArgument(
-                    f"parameter {name!r} is on the mesh {mesh_text(parameter.device_mesh)}, and others on {mesh_text(found)}; "
-                    "all must be on one"
+                    f"parameter {name!r} is on the mesh {mesh_text(parameter.device_mesh)}, and others on "
+                    f"{mesh_text(found)}; all must be on one"
                 )
             found = parameter.device_mesh
     return found
@@ -293,8 +293,8 @@ def _part(value: DTensor) -> Tensor:
     for parts, placement in zip(value.device_mesh.shape, value.placements, strict=True):
         if isinstance(placement, Shard) and value.shape[placement.dim] % parts:
             raise InvalidArgument(
-                f"a batch has {value.shape[placement.dim]} samples; it must divide by the {parts} ranks, whose losses are "
-                "averaged"
+                f"a batch has {value.shape[placement.dim]} samples; it must divide by the {parts} ranks, whose losses "
+                "are averaged"
             )
     complete: list[Placement] = [Replicate() if isinstance(p, Partial) else p for p in value.placements]
     return value.redistribute(placements=complete).to_local()

@@ -30,9 +30,9 @@ def shard_layer(
     Args:
         layer: the module.
         process_mesh: a :class:`ProcessMesh`, or a ``DeviceMesh`` of torch.
-        shard_fn: ``shard_fn(name, layer, process_mesh)`` is called for every module, ``layer`` itself included with the name
-            ``""``, and replaces parameters as it likes (``layer.weight = shard_tensor(layer.weight, ...)``). What it leaves
-            is replicated, as is everything without it.
+        shard_fn: ``shard_fn(name, layer, process_mesh)`` is called for every module, ``layer`` itself included with the
+            name ``""``, and replaces parameters as it likes (``layer.weight = shard_tensor(layer.weight, ...)``). What
+            it leaves is replicated, as is everything without it.
         input_fn: ``input_fn(inputs, process_mesh)`` returns the list of inputs with which ``layer`` runs.
         output_fn: ``output_fn(outputs, process_mesh)`` returns what a call of ``layer`` returns.
 
@@ -40,7 +40,8 @@ def shard_layer(
         The module.
 
     Raises:
-        InvalidArgument: ``process_mesh`` is no mesh, or something else is of another type; a parameter is on another mesh.
+        InvalidArgument: ``process_mesh`` is no mesh, or something else is of another type; a parameter is on another
+            mesh.
         Disagreement: another rank has another mesh, another module, or its ``shard_fn`` did something else.
     """
     if not isinstance(layer, nn.Module):
@@ -117,8 +118,8 @@ def parameters_text(layer: nn.Module) -> str:
 def _check_on(parameter: DTensor, mesh: DeviceMesh, name: str) -> None:
     if parameter.device_mesh != mesh:
         raise InvalidArgument(
-            f"parameter {name!r} is on the mesh {mesh_text(parameter.device_mesh)}; it must be on {mesh_text(mesh)}, as the "
-            "layer"
+            f"parameter {name!r} is on the mesh {mesh_text(parameter.device_mesh)}; it must be on {mesh_text(mesh)}, "
+            "as the layer"
         )
 
 

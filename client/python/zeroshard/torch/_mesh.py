@@ -86,7 +86,9 @@ def _ranks(array: Any, world: int) -> Tensor:
     if len(set(flat)) != len(flat):
         raise InvalidArgument(f"the array of a mesh is {ranks.tolist()}; it must have every rank once")
     if min(flat) < 0 or max(flat) >= world:
-        raise InvalidArgument(f"the array of a mesh is {ranks.tolist()}; its ranks must be 0 to {world - 1}, those there are")
+        raise InvalidArgument(
+            f"the array of a mesh is {ranks.tolist()}; its ranks must be those that there are, 0 to {world - 1}"
+        )
     return ranks
 
 
@@ -102,11 +104,10 @@ def check_1d(mesh: object, name: str) -> DeviceMesh:
     """A mesh of one dimension, or an error that says so."""
     found = check_mesh(mesh, name)
     if found.ndim != 1:
-        names = found.mesh_dim_names
+        names = found.mesh_dim_names or ()
+        called = f" ({', '.join(names)})" if names else ""
         example = f"{name}[{names[-1]!r}]" if names else "a mesh of one dimension"
-        raise InvalidArgument(
-            f"{name} has {found.ndim} dimensions{f' ({chr(44).join(names)})' if names else ''}; it must have 1: give {example}"
-        )
+        raise InvalidArgument(f"{name} has {found.ndim} dimensions{called}; it must have 1: give {example}")
     return found
 
 
@@ -156,7 +157,8 @@ def check_placements(placements: object, mesh: DeviceMesh, ndim: int, what: str)
         )
     if len(placements) != mesh.ndim:
         raise InvalidArgument(
-            f"placements of {what} has {len(placements)}; it must have one for each of the {mesh.ndim} dimensions of the mesh"
+            f"placements of {what} has {len(placements)}; it must have one for each of the {mesh.ndim} dimensions of the "
+            "mesh"
         )
     return tuple(check_placement(placement, ndim, what) for placement in placements)
 
@@ -167,8 +169,8 @@ def check_placement(placement: Placement, ndim: int, what: str) -> Placement:
         return placement
     if not -ndim <= placement.dim < ndim:
         raise InvalidArgument(
-            f"{what} is to be sharded on dimension {placement.dim}, and has {ndim} dimension{'s' if ndim != 1 else ''}; it "
-            f"must be one of {list(range(ndim))}"
+            f"{what} is to be sharded on dimension {placement.dim}, and has {ndim} dimension{'s' if ndim != 1 else ''}; "
+            f"it must be one of {list(range(ndim))}"
         )
     return Shard(placement.dim % ndim)
 

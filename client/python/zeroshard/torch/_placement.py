@@ -29,8 +29,8 @@ def shard_tensor(
     Every rank of the mesh calls it with a tensor of the same shape; the values of the mesh's first rank count.
 
     Args:
-        data: a tensor, or what ``torch.as_tensor`` takes. A parameter gives a parameter. A DTensor comes back as it is, if
-            it is on this mesh and has these placements.
+        data: a tensor, or what ``torch.as_tensor`` takes. A parameter gives a parameter. A DTensor comes back as it is,
+            if it is on this mesh and has these placements.
         mesh: a :class:`ProcessMesh`, or a ``DeviceMesh`` of torch.
         placements: one for each dimension of the mesh: ``Shard(dim)``, ``Replicate()`` or ``Partial()``.
         dtype, place: cast to a dtype, taken from a device, before.
@@ -46,14 +46,15 @@ def shard_tensor(
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh or tensor.placements != placed:
             raise InvalidArgument(
-                f"the tensor is {list(tensor.placements)} on {mesh_text(tensor.device_mesh)} already; reshard gives it other "
-                "placements, or another mesh"
+                f"the tensor is {list(tensor.placements)} on {mesh_text(tensor.device_mesh)} already; reshard gives it "
+                "other placements, or another mesh"
             )
         return tensor
     if not tensor.is_leaf:
         raise InvalidArgument(
-            "the tensor was computed with gradients, and shard_tensor takes the first rank's values; it must be detached, or "
-            "become a DTensor by make_input_replicate_1d or DTensor.from_local, which gradients come back through"
+            "the tensor was computed with gradients, and shard_tensor takes the first rank's values; it must be "
+            "detached, or become a DTensor by make_input_replicate_1d or DTensor.from_local, through which gradients come "
+            "back"
         )
     agree(
         "shard_tensor",
@@ -94,8 +95,8 @@ def reshard(dist_tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placeme
     and nobody the whole. Every rank of both meshes calls it. Partial sums are reduced on their own mesh before.
 
     Raises:
-        InvalidArgument: ``dist_tensor`` is no DTensor, the placements do not fit, or one of them is ``Partial()``, which
-            only a computation makes.
+        InvalidArgument: ``dist_tensor`` is no DTensor, the placements do not fit, or one of them is ``Partial()``,
+            which only a computation makes.
     """
     if not isinstance(dist_tensor, DTensor):
         raise InvalidArgument(
@@ -116,5 +117,6 @@ def reshard(dist_tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placeme
 def _check_not_partial(placements: tuple[Placement, ...]) -> None:
     if any(placement.is_partial() for placement in placements):
         raise InvalidArgument(
-            f"placements are {list(placements)}; they must be Shard(dim) or Replicate(): only a computation makes partial sums"
+            f"placements are {list(placements)}; they must be Shard(dim) or Replicate(): only a computation makes "
+            "partial sums"
         )

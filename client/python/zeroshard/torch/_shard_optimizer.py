@@ -26,7 +26,8 @@ def shard_optimizer(
     """Moves an optimizer's state to the shard servers, and by stage gradients and parameters.
 
     Stages are names for the levels of :func:`~zeroshard.torch.group_sharded_parallel`: 1 is ``os``, 2 ``os_g``, 3
-    ``p_g_os``. The program goes on as it was, with the optimizer that comes back: ``backward``, ``step``, ``zero_grad``.
+    ``p_g_os``. The program goes on as it was, with the optimizer that comes back: ``backward``, ``step``,
+    ``zero_grad``.
 
     Args:
         optimizer: one that the servers can run.
@@ -107,7 +108,7 @@ def mesh_group(mesh: object) -> Any | None:
         return None
     if found.ndim > 1:
         raise InvalidArgument(
-            f"the mesh has {found.ndim} dimensions and ranks {mesh_ranks(found)}; a mesh of several dimensions must have all "
-            f"ranks, {everybody}, to train together"
+            f"the mesh has {found.ndim} dimensions and ranks {mesh_ranks(found)}; a mesh of several dimensions must "
+            f"have all ranks, {everybody}, to train together"
         )
     return found.get_group()

@@ -36,8 +36,8 @@ def _tie(before: nn.Parameter, where: list[tuple[str, nn.Module, str]]) -> None:
     for full, other in fresh[1:]:
         if _placed(other) != _placed(parameter):
             raise InvalidArgument(
-                f"parameters {first!r} and {full!r} are one, and get {_placed(parameter)} and {_placed(other)}; they must "
-                "get the same"
+                f"parameters {first!r} and {full!r} are one, and get {_placed(parameter)} and {_placed(other)}; they "
+                "must get the same"
             )
     for _, child, name in where:
         child.register_parameter(name, parameter)

@@ -1,4 +1,4 @@
-"""Tensor parallel styles: today's of ``torch.distributed.tensor.parallel``, and the first ones, which torch has dropped.
+"""Tensor parallel styles: those of ``torch.distributed.tensor.parallel``, and the first ones, which torch has dropped.
 
     from zeroshard.torch import ProcessMesh
     from zeroshard.torch.parallel import PairwiseParallel, parallelize_module

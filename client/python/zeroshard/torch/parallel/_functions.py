@@ -1,8 +1,8 @@
 """The functions that the first tensor parallel styles were made of, which torch itself has dropped.
 
 ``make_input_*`` turn a module's input into a DTensor, ``make_output_*`` its output into what comes after it. A plain
-tensor given to ``make_input_shard_*`` **is** this rank's shard already: the global size is the local one times the mesh's,
-so the shards must be of one size, and no data moves. A DTensor is redistributed.
+tensor given to ``make_input_shard_*`` **is** this rank's shard already: the global size is the local one times the
+mesh's, so the shards must be of one size, and no data moves. A DTensor is redistributed.
 
 Meshes have one dimension. All raise :class:`~zeroshard.NotATensor` (a RuntimeError) for what is no tensor, and
 :class:`~zeroshard.InvalidArgument` for a mesh of more dimensions or a dimension that is not there.
@@ -81,9 +81,9 @@ def even(value: DTensor, what: str) -> DTensor:
     mesh, (placement,) = value.device_mesh, value.placements
     if isinstance(placement, Shard) and value.shape[placement.dim] % mesh.size():
         raise InvalidArgument(
-            f"dimension {placement.dim} of {what} has {value.shape[placement.dim]} elements, and its shards become plain "
-            f"tensors; it must divide by the {mesh.size()} ranks of the mesh, or remain a DTensor (use_local_output=False, "
-            "make_output_shard_1d)"
+            f"dimension {placement.dim} of {what} has {value.shape[placement.dim]} elements, and its shards become "
+            f"plain tensors; it must divide by the {mesh.size()} ranks of the mesh, or remain a DTensor "
+            "(use_local_output=False, make_output_shard_1d)"
         )
     return value
 
@@ -125,7 +125,7 @@ def _output(value: Value, mesh: DeviceMesh | None, placement: Placement) -> DTen
 def _distributed(value: Value, mesh: DeviceMesh | None) -> DTensor:
     output = _single(value)
     if not isinstance(output, DTensor):
-        raise NotATensor(f"the output is a {type(output).__name__}; it must be a DTensor, as a parallel module makes them")
+        raise NotATensor(f"the output is a {type(output).__name__}; it must be a DTensor, as parallel modules make them")
     mesh = check_1d(output.device_mesh if mesh is None else mesh, "device_mesh")
     same_mesh(output, mesh, "the output")
     return output

@@ -108,8 +108,8 @@ class _LinearStyle(ParallelStyle):
         prepared = prepare(value, mesh)
         if isinstance(module, nn.Linear) and isinstance(prepared, DTensor) and prepared.shape[-1] != module.in_features:
             raise InvalidArgument(
-                f"the input of a Linear has {prepared.shape[-1]} features on {mesh.size()} ranks together; it must have "
-                f"{module.in_features}: a plain tensor that is a shard must be of the same size on every rank"
+                f"the input of a Linear has {prepared.shape[-1]} features on {mesh.size()} ranks together; it must "
+                f"have {module.in_features}: a plain tensor that is a shard must be of the same size on every rank"
             )
         return prepared
 
@@ -137,8 +137,8 @@ class _LinearStyle(ParallelStyle):
 class ColwiseParallel(_LinearStyle):
     """Cuts a Linear along its outputs, an Embedding along its features.
 
-    Linear: weight and bias ``Shard(0)``; Embedding: weight ``Shard(1)``. Without arguments the input is the same on every
-    rank, and the output each rank's part of the last dimension, as a plain tensor.
+    Linear: weight and bias ``Shard(0)``; Embedding: weight ``Shard(1)``. Without arguments the input is the same on
+    every rank, and the output each rank's part of the last dimension, as a plain tensor.
 
     Args:
         _prepare_input, _prepare_output: functions of a tensor and the mesh, as the first styles had them; they stand in
@@ -176,14 +176,14 @@ class ColwiseParallel(_LinearStyle):
 class RowwiseParallel(_LinearStyle):
     """Cuts a Linear along its inputs, an Embedding along its rows; what the ranks compute is summed.
 
-    Linear: weight ``Shard(1)``, bias ``Replicate()`` and added once; Embedding: weight ``Shard(0)``. Without arguments the
-    input is each rank's part of the last dimension, and the output whole on every rank, as a plain tensor. A Linear's
-    features need not divide by the ranks: its plain input has as many as ``torch.chunk`` would give.
+    Linear: weight ``Shard(1)``, bias ``Replicate()`` and added once; Embedding: weight ``Shard(0)``. Without arguments
+    the input is each rank's part of the last dimension, and the output whole on every rank, as a plain tensor. A
+    Linear's features need not divide by the ranks: its plain input has as many as ``torch.chunk`` would give.
 
     Args:
         _prepare_input, _prepare_output: functions of a tensor and the mesh, as the first styles had them; they stand in
             the place of the layouts.
-        input_layouts: what a plain input is; ``Shard(-1)`` by default. (Give ``Replicate()`` for an Embedding's indices.)
+        input_layouts: what a plain input is; ``Shard(-1)`` by default. (``Replicate()`` for an Embedding's indices.)
         output_layouts: what the output shall be; ``Replicate()`` by default.
         use_local_output: whether the output becomes a plain tensor, by default True.
     """
@@ -219,8 +219,8 @@ def _features_of(value: Tensor, mesh: DeviceMesh, features: int, what: str) -> D
     wanted = 0 if box is None else box[1][0]
     if value.shape[-1] != wanted:
         raise InvalidArgument(
-            f"{what} has {value.shape[-1]} features on this rank; it must have {wanted}: part {mesh.get_local_rank()} of "
-            f"{features} on {mesh.size()} ranks"
+            f"{what} has {value.shape[-1]} features on this rank; it must have {wanted}: part {mesh.get_local_rank()} "
+            f"of {features} on {mesh.size()} ranks"
         )
     value = value.contiguous()
     shape = torch.Size((*value.shape[:-1], features))

@@ -32,9 +32,9 @@ from ._style import (
 class PairwiseParallel(ParallelStyle):
     """Cuts a module's Linears in pairs, as Megatron-LM does (https://arxiv.org/abs/1909.08053).
 
-    Of the Linears that are the module's children, in order, the first, third, ... are cut by columns, the second, fourth,
-    ... by rows; one that is left over stays as it is. The first one's input and the last row-wise one's output are
-    prepared; what is between them runs on DTensors. Where a module has fewer than two, its children are looked at.
+    Of the Linears that are the module's children, in order, the first, third, ... are cut by columns, the second,
+    fourth, ... by rows; one that is left over stays as it is. The first one's input and the last row-wise one's output
+    are prepared; what is between them runs on DTensors. Where a module has fewer than two, its children are looked at.
 
     Args:
         _prepare_input: :func:`make_input_replicate_1d` by default: the input is the same on every rank.
@@ -61,8 +61,8 @@ class PairwiseParallel(ParallelStyle):
             for number, (_, linear) in enumerate(chain):
                 first, last = number == 0, number == len(chain) - 1
                 by_rows = number % 2 == 1
-                placements = {"weight": Shard(1), "bias": Replicate()} if by_rows else {"weight": Shard(0), "bias": Shard(0)}
-                partition(linear, device_mesh, placements, self.src_data_rank)
+                rows, columns = {"weight": Shard(1), "bias": Replicate()}, {"weight": Shard(0), "bias": Shard(0)}
+                partition(linear, device_mesh, rows if by_rows else columns, self.src_data_rank)
                 hook(
                     linear,
                     device_mesh,
@@ -98,15 +98,15 @@ class SequenceParallel(PairwiseParallel):
     """Activations that are sharded on the sequence dimension (https://arxiv.org/abs/2205.05198).
 
     Applied to a module with pairs of Linears it is a :class:`PairwiseParallel` whose plain input is this rank's shard,
-    which is gathered, and whose output is this rank's shard, reduced and scattered; the dimension is 0 unless given, the
-    output a plain tensor unless ``use_local_output=False``.
+    which is gathered, and whose output is this rank's shard, reduced and scattered; the dimension is 0 unless given,
+    the output a plain tensor unless ``use_local_output=False``.
 
     Applied to a module without Linears (LayerNorm, RMSNorm, Dropout, one's own) it replicates the parameters, and runs
     on the shards: input and output are sharded on dimension 1 unless given, the output is a DTensor unless
     ``use_local_output=True``. A plain input is this rank's shard, of the same size on every rank.
     """
 
-    _knows = "modules without nn.Linear, such as nn.LayerNorm, nn.RMSNorm and nn.Dropout, and " + PairwiseParallel._knows
+    _knows = f"modules without nn.Linear, such as nn.LayerNorm, nn.RMSNorm and nn.Dropout, and {PairwiseParallel._knows}"
 
     def __init__(self, *, sequence_dim: int | None = None, use_local_output: bool | None = None) -> None:
         if sequence_dim is not None and (not isinstance(sequence_dim, int) or isinstance(sequence_dim, bool)):

@@ -91,7 +91,9 @@ def _matches(module: nn.Module, key: str) -> list[tuple[str, nn.Module]]:
     found = [("", module)]
     for token in key.split(".") if key else ():
         children = [
-            (f"{name}.{own}" if name else own, own, child) for name, parent in found for own, child in parent.named_children()
+            (f"{name}.{own}" if name else own, own, child)
+            for name, parent in found
+            for own, child in parent.named_children()
         ]
         matching = [(name, child) for name, own, child in children if fnmatchcase(own, token)]
         if not matching:

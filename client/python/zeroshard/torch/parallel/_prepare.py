@@ -55,7 +55,7 @@ class PrepareModuleInput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Has the inputs prepared."""
 
-        def prepare(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def prepare(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
             return self._prepared(inputs, device_mesh), self._prepared_named(named, device_mesh)
 
         module.register_forward_pre_hook(prepare, with_kwargs=True)
@@ -69,8 +69,8 @@ class PrepareModuleInput(ParallelStyle):
             return inputs
         if len(inputs) != len(self.input_layouts):
             raise InvalidArgument(
-                f"the module is given {len(inputs)} inputs, and input_layouts has {len(self.input_layouts)}; it must have "
-                "one for each, None for what stays as it is"
+                f"the module is given {len(inputs)} inputs, and input_layouts has {len(self.input_layouts)}; it must "
+                "have one for each, None for what stays as it is"
             )
         layouts = zip(inputs, self.input_layouts, self.desired_input_layouts, strict=True)
         return tuple(
@@ -79,11 +79,9 @@ class PrepareModuleInput(ParallelStyle):
         )
 
     def _prepared_named(self, named: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
-        wanted = self.desired_input_kwarg_layouts
+        declared, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
         return {
-            name: _prepare(
-                value, mesh, self.input_kwarg_layouts.get(name), wanted.get(name), f"input {name!r}", self.use_local_output
-            )
+            name: _prepare(value, mesh, declared.get(name), desired.get(name), f"input {name!r}", self.use_local_output)
             for name, value in named.items()
         }
 
@@ -128,8 +126,8 @@ class PrepareModuleOutput(ParallelStyle):
         values = tuple(outputs) if several else (outputs,)
         if len(values) != len(self.output_layouts):
             raise InvalidArgument(
-                f"the module has {len(values)} outputs, and output_layouts has {len(self.output_layouts)}; it must have one "
-                "for each, None for what stays as it is"
+                f"the module has {len(values)} outputs, and output_layouts has {len(self.output_layouts)}; it must "
+                "have one for each, None for what stays as it is"
             )
         layouts = zip(values, self.output_layouts, self.desired_output_layouts, strict=True)
         prepared = tuple(
@@ -192,7 +190,8 @@ class PrepareModuleInputOutput(ParallelStyle):
 def _layouts(layouts: Layouts | None, name: str) -> tuple[Placement | None, ...] | None:
     if layouts is None or isinstance(layouts, Placement):
         return None if layouts is None else (layouts,)
-    if not isinstance(layouts, (tuple, list)) or not all(each is None or isinstance(each, Placement) for each in layouts):
+    right = isinstance(layouts, (tuple, list)) and all(isinstance(each, Placement | None) for each in layouts)
+    if not right:
         raise InvalidArgument(f"{name} is {layouts!r}; it must be a placement, or a tuple of placements and None")
     return tuple(layouts)
 
