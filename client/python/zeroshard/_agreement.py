@@ -10,39 +10,53 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from ._rendezvous import Rendezvous, place
+from ._rendezvous import Rendezvous, Store, place
 from .errors import Disagreement
 
 #: Seconds that a rank waits for another to come to the same point: building a large model takes time.
 PATIENCE = 600.0
 
-_rendezvous: Rendezvous | None = None
-#: How often the ranks of each set have compared notes.
-_counts: Counter[tuple[int, ...]] = Counter()
+#: Where the ranks meet, and how often this rank has compared notes with each other one there.
+_notes: tuple[Store, Counter[int]] | None = None
 
 
 def agree(what: str, said: Mapping[str, str], ranks: Sequence[int]) -> None:
     """Returns once all ``ranks`` have called this with the same.
 
     ``what`` is the function that they are in, ``said`` each thing that must be equal, as text. One process, or a rank
-    that is not among them, returns at once.
+    that is not among them, returns at once. Notes are compared in pairs, so that ranks also agree on who they are.
 
     Raises :class:`~zeroshard.Disagreement`, which names both ranks and what each has, or :class:`~zeroshard.Timeout`.
     """
-    global _rendezvous
-    here, members = place(), tuple(sorted(ranks))
-    if here.world == 1 or len(members) < 2 or here.rank not in members:
+    here = place()
+    if here.world == 1 or len(ranks) < 2 or here.rank not in ranks:
         return
-    if _rendezvous is None:
-        _rendezvous = Rendezvous(here, PATIENCE)
-    key = f"agree/{'-'.join(map(str, members))}/{_counts[members]}"
-    _counts[members] += 1
+    rendezvous = Rendezvous(here, PATIENCE)
+    counts = _counts(rendezvous.store)
     mine = {"the call": what, **said}
-    for rank, text in zip(members, _rendezvous.exchange(key, json.dumps(mine), members), strict=True):
-        theirs: dict[str, str] = json.loads(text)
-        about = next((each for each in {**mine, **theirs} if mine.get(each) != theirs.get(each)), None)
-        if about is not None:
-            raise Disagreement(
-                f"rank {here.rank} and rank {rank} disagree about {about}: rank {here.rank} has {mine.get(about)}, rank {rank} "
-                f"has {theirs.get(about)}; it must be the same on every rank"
-            )
+    numbers = {other: counts[other] for other in ranks if other != here.rank}
+    counts.update(numbers.keys())
+    for other, number in numbers.items():
+        rendezvous.tell(f"agree/{here.rank}>{other}/{number}", json.dumps(mine))
+    for other, number in numbers.items():
+        waiting_for = f"rank {other} in {what}: does it call {what} too?"
+        theirs = json.loads(rendezvous.hear(f"agree/{other}>{here.rank}/{number}", waiting_for))
+        if theirs != mine:
+            _refuse({here.rank: mine, other: theirs})
+
+
+def _refuse(said: dict[int, dict[str, str]]) -> None:
+    """Says in what two ranks differ."""
+    (first, mine), (second, theirs) = sorted(said.items())
+    about = next(each for each in {**mine, **theirs} if mine.get(each) != theirs.get(each))
+    raise Disagreement(
+        f"rank {first} and rank {second} disagree about {about}: rank {first} has {mine.get(about)}, rank {second} has "
+        f"{theirs.get(about)}; it must be the same on every rank"
+    )
+
+
+def _counts(store: Store) -> Counter[int]:
+    global _notes
+    if _notes is None or _notes[0] is not store:
+        _notes = (store, Counter())  # the process group is a new one, and its store empty
+    return _notes[1]

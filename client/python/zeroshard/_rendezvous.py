@@ -67,31 +67,29 @@ class Rendezvous:
     def __init__(self, place: Place, deadline: float) -> None:
         self._place = place
         self._deadline = deadline
-        self._store: Store = _launched()[0].store(place.rank, place.world, deadline)
+        #: The same object as long as the processes meet in the same place.
+        self.store: Store = _launched()[0].store(place.rank, place.world, deadline)
 
     def tell(self, key: str, value: str) -> None:
         """On one rank."""
-        self._store.set(f"{_PREFIX}/{key}", value)
-        self._store.add(f"{_PREFIX}/{key}/told", 1)
+        self.store.set(f"{_PREFIX}/{key}", value)
+        self.store.add(f"{_PREFIX}/{key}/told", 1)
 
     def count(self, key: str, by: int) -> int:
         """Adds to a number that all ranks share; what it is then."""
-        return int(self._store.add(f"{_PREFIX}/{key}", by))
-
-    def hear(self, key: str) -> str:
-        """On the other ranks; waits until rank 0 has told."""
-        return self._hear(key, "rank 0 to start the cluster: does every rank call zeroshard.init?")
+        return int(self.store.add(f"{_PREFIX}/{key}", by))
 
     def exchange(self, key: str, value: str, ranks: Sequence[int]) -> list[str]:
         """What each of ``ranks`` says under ``key``, in their order; all of them must."""
         self.tell(f"{key}/{self._place.rank}", value)
         own = self._place.rank
         return [
-            value if rank == own else self._hear(f"{key}/{rank}", f"rank {rank} to describe the same model ({key})")
+            value if rank == own else self.hear(f"{key}/{rank}", f"rank {rank} to describe the same model ({key})")
             for rank in ranks
         ]
 
-    def _hear(self, key: str, waiting_for: str) -> str:
+    def hear(self, key: str, waiting_for: str) -> str:
+        """On the other ranks; waits until it was told. ``waiting_for``: what to say where it is not."""
         until = time.monotonic() + self._deadline
         try:
             # Paddle's store has a deadline of its own for what is not there yet, torch's one for each call.
@@ -99,7 +97,7 @@ class Rendezvous:
                 if time.monotonic() > until:
                     raise TimeoutError("it has not said anything")
                 time.sleep(_INTERVAL)
-            return str(bytes(self._store.get(f"{_PREFIX}/{key}")).decode())
+            return str(bytes(self.store.get(f"{_PREFIX}/{key}")).decode())
         except Exception as error:
             raise Timeout(
                 f"rank {self._place.rank} waited {self._deadline:g} s for {waiting_for} ({error})"

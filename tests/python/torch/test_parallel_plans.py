@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import zeroshard as zs
 from facts import Facts, Outcomes
 from parallel import mesh_1d
-from zeroshard.torch import ProcessMesh, _agreement
+from zeroshard import _agreement
+from zeroshard.torch import ProcessMesh
 from zeroshard.torch.parallel import (
     ColwiseParallel,
     PairwiseParallel,
