@@ -39,7 +39,7 @@ impl Job {
     pub(crate) async fn join(cluster: Cluster, job: &str, rank: u32) -> Result<Self> {
         let mut stream = cluster
             .retry("a lease", |mut client, _| {
-                let request = pb::JoinRequest { job: job.to_owned(), rank };
+                let request = pb::JoinRequest { job: job.to_owned(), rank, address: String::new() };
                 async move { client.join(request).await }
             })
             .await?;

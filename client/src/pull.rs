@@ -107,6 +107,7 @@ impl Plan<'_> {
             length: part.data.len() as u64,
         });
         let request = pb::PullRequest {
+            boxes: Vec::new(),
             job: of.job.to_owned(),
             epoch: of.epoch,
             version: of.version,

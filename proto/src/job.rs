@@ -1,10 +1,13 @@
 //! Everything that decides what a job is.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
 use serde_json::Value;
 
-use crate::{Error, Manifest, Optimizer, Policy, Result, TensorSpec, manifest::check_name, pb};
+use crate::{
+    Contributions, DimPlacement, Error, Layout, Manifest, Optimizer, Policy, ProcessMesh, Reduction, Result,
+    TensorBox, TensorLayout, TensorSpec, manifest::check_name, pb,
+};
 
 /// The most workers a job may have.
 pub const MAX_WORLD: u32 = 65_536;
@@ -24,22 +27,36 @@ pub struct JobSpec {
     pub min_servers: u32,
     /// Servers that hold each slice.
     pub replicas: u32,
+    /// What the layouts of its tensors refer to.
+    pub meshes: Vec<Arc<ProcessMesh>>,
 }
 
 impl JobSpec {
     /// A job of one worker, on whatever servers are there.
     pub fn new(name: impl Into<String>, manifest: Manifest, groups: Vec<Optimizer>) -> Self {
-        Self { name: name.into(), manifest, groups, world: 1, min_servers: 1, replicas: 1 }
+        Self {
+            name: name.into(),
+            manifest,
+            groups,
+            world: 1,
+            min_servers: 1,
+            replicas: 1,
+            meshes: Vec::new(),
+        }
     }
 
     /// Checks what the parts alone cannot.
     ///
     /// # Errors
     /// [`Error::Invalid`]: no group, groups of different kinds, a hyperparameter out of range, a tensor in
-    /// no group or cut where its optimizer needs it whole, a world or number of servers out of range.
+    /// no group or cut where its optimizer needs it whole, a layout that does not fit its tensor or mesh, a world or
+    /// number of servers out of range.
     pub fn validate(&self) -> Result<()> {
         check_name("name of the job", &self.name)?;
         check_groups(&self.groups, self.groups.first())?;
+        for (index, mesh) in self.meshes.iter().enumerate() {
+            self.validate_mesh(index, mesh)?;
+        }
         for tensor in self.manifest.tensors() {
             self.validate_tensor(tensor)?;
         }
@@ -53,7 +70,72 @@ impl JobSpec {
         Ok(())
     }
 
+    fn validate_mesh(&self, index: usize, mesh: &ProcessMesh) -> Result<()> {
+        match mesh.ranks().iter().find(|&&rank| rank >= self.world) {
+            None => Ok(()),
+            Some(rank) => {
+                let expected = format!("less than the world, {}", self.world);
+                Err(Error::invalid(format!("a rank of mesh {index}"), rank, expected))
+            }
+        }
+    }
+
+    fn validate_layout(&self, tensor: &TensorSpec, layout: &TensorLayout) -> Result<()> {
+        if self.meshes.get(layout.mesh as usize).is_none() {
+            let expected = format!("less than the number of meshes, {}", self.meshes.len());
+            return Err(Error::invalid(format!("mesh of tensor {:?}", tensor.name), layout.mesh, expected));
+        }
+        let max = DimPlacement::Partial(Reduction::Max);
+        if layout.placements.contains(&max) {
+            let what = format!("placement of tensor {:?}", tensor.name);
+            return Err(Error::invalid(
+                what,
+                max,
+                "Shard, Replicate, or Partial with sum or avg: it is a gradient's",
+            ));
+        }
+        self.layout(layout)?.check(&tensor.shape, &tensor.name)
+    }
+
+    fn layout(&self, layout: &TensorLayout) -> Result<Layout> {
+        Layout::new(Arc::clone(&self.meshes[layout.mesh as usize]), layout.placements.clone())
+    }
+
+    /// How tensor number `tensor` (its owner, if it is tied) lies on a mesh; `None` if it has no layout.
+    pub fn layout_of(&self, tensor: usize) -> Option<Layout> {
+        let layout = self.manifest.tensors()[self.manifest.owner(tensor)].layout.as_ref()?;
+        Some(self.layout(layout).expect("a valid job's layouts are"))
+    }
+
+    /// Who contributes what of the gradient of tensor number `tensor`, and of what it begins with.
+    pub fn contributions(&self, tensor: usize) -> Contributions {
+        let shape = &self.manifest.tensors()[tensor].shape;
+        match self.layout_of(tensor) {
+            None => Contributions::mean(shape, self.world),
+            Some(layout) => layout.contributions(shape),
+        }
+    }
+
+    /// What the summed gradient of tensor number `tensor` is divided by: see [`Contributions::divisor`].
+    pub fn divisor(&self, tensor: usize) -> u64 {
+        self.layout_of(tensor).map_or(self.world.into(), |layout| layout.divisor())
+    }
+
+    /// What `rank` has of tensor number `tensor`; nothing, if the tensor's mesh is without it.
+    pub fn local_box(&self, tensor: usize, rank: u32) -> TensorBox {
+        let shape = &self.manifest.tensors()[tensor].shape;
+        match self.layout_of(tensor) {
+            None => TensorBox::whole(shape),
+            Some(layout) => layout
+                .local_box(shape, rank)
+                .unwrap_or_else(|| TensorBox { offset: vec![0; shape.len()], size: vec![0; shape.len()] }),
+        }
+    }
+
     fn validate_tensor(&self, tensor: &TensorSpec) -> Result<()> {
+        if let Some(layout) = &tensor.layout {
+            self.validate_layout(tensor, layout)?;
+        }
         let Some(optimizer) = self.groups.get(tensor.group as usize) else {
             return Err(Error::invalid(
                 format!("group of tensor {:?}", tensor.name),
@@ -100,6 +182,7 @@ impl JobSpec {
             ("world", self.world == other.world),
             ("min_servers", self.min_servers == other.min_servers),
             ("replicas", self.replicas == other.replicas),
+            ("mesh", self.meshes == other.meshes),
         ];
         parts.into_iter().find(|(_, equal)| !equal).map(|(part, _)| part.to_owned())
     }
@@ -138,6 +221,7 @@ impl From<&JobSpec> for pb::JobSpec {
             world: spec.world,
             min_servers: spec.min_servers,
             replicas: spec.replicas,
+            meshes: spec.meshes.iter().map(|mesh| mesh.as_ref().into()).collect(),
         }
     }
 }
@@ -148,6 +232,7 @@ impl TryFrom<pb::JobSpec> for JobSpec {
     fn try_from(message: pb::JobSpec) -> Result<Self> {
         let tensors = message.tensors.into_iter().map(TensorSpec::try_from);
         let replicas = message.replicas.max(1);
+        let meshes = message.meshes.into_iter().map(|mesh| Ok(Arc::new(ProcessMesh::try_from(mesh)?)));
         let spec = Self {
             name: message.name,
             manifest: Manifest::new(tensors.collect::<Result<_>>()?)?,
@@ -155,6 +240,7 @@ impl TryFrom<pb::JobSpec> for JobSpec {
             world: message.world,
             min_servers: message.min_servers.max(replicas),
             replicas,
+            meshes: meshes.collect::<Result<_>>()?,
         };
         spec.validate()?;
         Ok(spec)
@@ -271,6 +357,42 @@ mod tests {
         assert_eq!(what(lamb.validate()), "policy of tensor \"w\"");
         let mixed = JobSpec { groups: vec!["adamw".parse().unwrap(), "sgd".parse().unwrap()], ..spec() };
         assert_eq!(what(mixed.validate()), "optimizer of parameter group 1");
+    }
+
+    fn sharded(placements: &[DimPlacement]) -> JobSpec {
+        let layout = Some(TensorLayout { mesh: 0, placements: placements.into() });
+        let tensor = TensorSpec { layout, ..TensorSpec::new("w", [2, 3]) };
+        let meshes = vec![Arc::new(ProcessMesh::dense([1, 2], ["dp", "tp"]).unwrap())];
+        JobSpec { manifest: Manifest::new(vec![tensor]).unwrap(), world: 2, meshes, ..spec() }
+    }
+
+    #[test]
+    fn layouts_survive_the_wire_and_say_what_a_rank_has() {
+        use DimPlacement::{Partial, Replicate, Shard};
+        for placements in [[Partial(Reduction::Avg), Shard(1)], [Partial(Reduction::Sum), Replicate]] {
+            let spec = sharded(&placements);
+            assert_eq!(JobSpec::try_from(pb::JobSpec::from(&spec)), Ok(spec));
+        }
+        let spec = sharded(&[Replicate, Shard(1)]);
+        assert_eq!(spec.local_box(0, 1), TensorBox { offset: vec![0, 2], size: vec![2, 1] });
+        assert!(spec.local_box(0, 2).is_empty());
+        assert_eq!(spec.describe_rank(1), "rank 1 (dp 0, tp 1)");
+    }
+
+    #[test]
+    fn layouts_that_do_not_fit_are_refused() {
+        use DimPlacement::{Partial, Replicate, Shard};
+        assert_eq!(what(sharded(&[Replicate, Shard(2)]).validate()), "placement of tensor \"w\"");
+        assert_eq!(
+            what(sharded(&[Replicate, Partial(Reduction::Max)]).validate()),
+            "placement of tensor \"w\""
+        );
+        assert_eq!(what(sharded(&[Replicate]).validate()), "number of placements");
+        assert_eq!(
+            what(JobSpec { meshes: vec![], ..sharded(&[Replicate; 2]) }.validate()),
+            "mesh of tensor \"w\""
+        );
+        assert_eq!(what(JobSpec { world: 1, ..sharded(&[Replicate; 2]) }.validate()), "a rank of mesh 0");
     }
 
     #[test]

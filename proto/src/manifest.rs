@@ -5,7 +5,7 @@
 
 use std::{collections::HashMap, ops::Range};
 
-use crate::{DType, Error, Result, blocks::SLICE, pb};
+use crate::{DType, Error, Result, TensorLayout, blocks::SLICE, pb};
 
 /// The most elements a job may have, so that no product or sum of sizes overflows.
 const MAX_ELEMENTS: u64 = 1 << 44;
@@ -44,6 +44,9 @@ pub struct TensorSpec {
     pub policy: Policy,
     /// Not part of the global norm, and not scaled by the clip coefficient.
     pub no_clip: bool,
+    /// How its gradient, and what it begins with, come from the ranks. `None`: each rank's gradient is of all of it,
+    /// their mean is taken, and rank 0 uploads it.
+    pub layout: Option<TensorLayout>,
 }
 
 impl TensorSpec {
@@ -59,6 +62,7 @@ impl TensorSpec {
             group: 0,
             policy: Policy::Elementwise,
             no_clip: false,
+            layout: None,
         }
     }
 
@@ -249,6 +253,7 @@ impl From<&TensorSpec> for pb::Tensor {
             }
             .into(),
             no_clip: tensor.no_clip,
+            layout: tensor.layout.as_ref().map(Into::into),
         }
     }
 }
@@ -275,6 +280,7 @@ impl TryFrom<pb::Tensor> for TensorSpec {
             alias_of: Some(message.alias_of).filter(|name| !name.is_empty()),
             group: message.group,
             no_clip: message.no_clip,
+            layout: message.layout.map(TensorLayout::try_from).transpose()?,
         })
     }
 }

@@ -33,12 +33,26 @@ fn optimizer() -> impl Strategy<Value = pb::Optimizer> {
     })
 }
 
+fn layout() -> impl Strategy<Value = pb::Layout> {
+    let placement = (-1i32..5, 0u32..4).prop_map(|(kind, dim)| pb::DimPlacement { kind, dim });
+    let placements = prop::collection::vec(placement, 0..3);
+    (0u32..3, placements).prop_map(|(mesh, placements)| pb::Layout { mesh, placements })
+}
+
+fn mesh() -> impl Strategy<Value = pb::Mesh> {
+    let size = prop_oneof![0u32..4, any::<u32>()];
+    let ranks = prop_oneof![Just(vec![0, 1]), Just(vec![0, 1, 2, 3]), prop::collection::vec(0u32..5, 0..5)];
+    (prop::collection::vec(size, 0..3), prop::collection::vec(name(), 0..3), ranks)
+        .prop_map(|(shape, names, ranks)| pb::Mesh { shape, names, ranks })
+}
+
 fn tensor() -> impl Strategy<Value = pb::Tensor> {
     let dimension = prop_oneof![0u64..100, Just(1 << 22), Just(1 << 40), any::<u64>()];
     let shape = prop::collection::vec(dimension, 0..4);
     let flags = (any::<bool>(), any::<bool>(), any::<bool>(), -1i32..5, -1i32..4, 0u32..3);
-    (name(), shape, prop_oneof![3 => Just(String::new()), 1 => name()], flags).prop_map(
-        |(name, shape, alias_of, (frozen, buffer, no_clip, dtype, policy, group))| pb::Tensor {
+    let alias = prop_oneof![3 => Just(String::new()), 1 => name()];
+    (name(), shape, alias, flags, prop::option::of(layout())).prop_map(
+        |(name, shape, alias_of, (frozen, buffer, no_clip, dtype, policy, group), layout)| pb::Tensor {
             name,
             shape,
             dtype,
@@ -48,6 +62,7 @@ fn tensor() -> impl Strategy<Value = pb::Tensor> {
             group,
             policy,
             no_clip,
+            layout,
         },
     )
 }
@@ -56,14 +71,16 @@ fn spec() -> impl Strategy<Value = pb::JobSpec> {
     let tensors = prop::collection::vec(tensor(), 0..4);
     let groups = prop::collection::vec(optimizer(), 0..3);
     let count = || prop_oneof![0u32..4, any::<u32>()];
-    (name(), tensors, groups, count(), count(), count()).prop_map(
-        |(name, tensors, groups, world, min_servers, replicas)| pb::JobSpec {
+    let meshes = prop::collection::vec(mesh(), 0..3);
+    (name(), tensors, groups, (count(), count(), count()), meshes).prop_map(
+        |(name, tensors, groups, (world, min_servers, replicas), meshes)| pb::JobSpec {
             name,
             tensors,
             groups,
             world,
             min_servers,
             replicas,
+            meshes,
         },
     )
 }
@@ -87,6 +104,10 @@ proptest! {
         let converted = JobSpec::try_from(message);
         if let Ok(spec) = &converted {
             prop_assert_eq!(spec.validate(), Ok(()));
+            for tensor in 0..spec.manifest.tensors().len() {
+                let boxes: u64 = spec.contributions(tensor).lanes.iter().map(|lane| lane.area.numel()).sum();
+                prop_assert!(boxes == spec.manifest.tensors()[tensor].numel());
+            }
             prop_assert_eq!(&JobSpec::try_from(pb::JobSpec::from(spec)), &converted);
         } else {
             prop_assert!(refused(&converted), "{:?}", converted);

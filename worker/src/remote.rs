@@ -40,6 +40,7 @@ impl Description {
             group: parameter.group as u32,
             policy: if whole { Policy::Whole } else { Policy::Elementwise },
             no_clip: false,
+            layout: None,
         });
         let spec = JobSpec {
             name: self.job,
@@ -48,6 +49,7 @@ impl Description {
             world: self.world,
             min_servers: self.min_servers,
             replicas: 1,
+            meshes: Vec::new(),
         };
         spec.validate()?;
         Ok(spec)

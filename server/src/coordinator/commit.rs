@@ -141,8 +141,7 @@ fn decide(job: &str, spec: &JobSpec, epoch: u64, step: u64, round: &Round) -> (p
     let finite = gradient.overflow.is_none();
     // All groups are of one kind.
     let apply = !terms.discard && (finite || !terms.groups.iter().all(Optimizer::skips_overflow));
-    let divisor = f64::from(spec.world) * terms.loss_scale;
-    let norm = gradient.norm(divisor);
+    let norm = gradient.norm(terms.loss_scale);
     let clip = match terms.max_norm {
         Some(max) if apply && finite => max / norm.max(max),
         _ => 1.0,
@@ -152,9 +151,9 @@ fn decide(job: &str, spec: &JobSpec, epoch: u64, step: u64, round: &Round) -> (p
         epoch,
         step,
         apply,
-        coefficient: if apply { (clip / divisor) as f32 } else { 0.0 },
+        coefficient: if apply { clip / terms.loss_scale } else { 0.0 },
         groups: terms.groups.iter().map(Into::into).collect(),
-        unclipped: if apply { (1.0 / divisor) as f32 } else { 0.0 },
+        unclipped: if apply { 1.0 / terms.loss_scale } else { 0.0 },
     };
     let report = pb::StepReport {
         version: step + 1,

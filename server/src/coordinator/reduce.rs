@@ -15,7 +15,7 @@ use super::{
 /// The reduced gradient of all slices.
 #[derive(Debug)]
 pub(super) struct Gradient {
-    /// Without the tensors that are not clipped.
+    /// Of the mean; without the tensors that are not clipped.
     sum_of_squares: f64,
     /// First in manifest order.
     pub(super) overflow: Option<pb::Overflow>,
@@ -37,7 +37,11 @@ impl Gradient {
         let clipped =
             |&index: &usize| manifest.tensors()[index].trains() && !manifest.tensors()[index].no_clip;
         let tensors = (0..manifest.tensors().len()).filter(clipped);
-        let totals = tensors.map(|tensor| sums[manifest.slices_of(tensor)].iter().fold(0.0, |a, b| a + b));
+        let totals = tensors.map(|tensor| {
+            let sum = sums[manifest.slices_of(tensor)].iter().fold(0.0, |a, b| a + b);
+            let divisor = spec.divisor(tensor) as f64;
+            sum / (divisor * divisor)
+        });
         let infinite = sums.iter().position(|sum| !sum.is_finite());
         let infinite = infinite.map(|slice| pb::Overflow { slice: slice as u32, rank: None });
         // What the servers say comes first: it may name the rank.
@@ -49,9 +53,9 @@ impl Gradient {
         }
     }
 
-    /// Of the mean, unscaled gradient: `divisor` is loss scale x world.
-    pub(super) fn norm(&self, divisor: f64) -> f64 {
-        let norm = self.sum_of_squares.sqrt() / divisor;
+    /// Of the mean, unscaled gradient.
+    pub(super) fn norm(&self, loss_scale: f64) -> f64 {
+        let norm = self.sum_of_squares.sqrt() / loss_scale;
         // A rank's gradients may overflow and cancel out in no finite norm that means anything.
         if self.overflow.is_some() && norm.is_finite() { f64::NAN } else { norm }
     }
@@ -111,7 +115,7 @@ impl Cluster {
         }
         let gradient = Gradient::new(spec, &open.round.reports);
         for Reducer { waiter, loss_scale } in std::mem::take(&mut open.round.reducers) {
-            let gradient_norm = gradient.norm(f64::from(spec.world) * loss_scale);
+            let gradient_norm = gradient.norm(loss_scale);
             let report = pb::ReduceReport { gradient_norm, overflow: gradient.overflow };
             out.push(Action::Answer(waiter.caller, Ok(Reply::Reduced(report))));
         }

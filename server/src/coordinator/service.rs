@@ -61,7 +61,7 @@ impl coordinator_server::Coordinator for Service {
     type JoinStream = Memberships;
 
     async fn join(&self, request: Request<pb::JoinRequest>) -> Answer<Memberships> {
-        let pb::JoinRequest { job, rank } = request.into_inner();
+        let pb::JoinRequest { job, rank, address: _ } = request.into_inner();
         let (lease, memberships) = self.driver.add_lease();
         // From here on the lease ends with the stream, also when the caller goes away while we wait.
         let stream = Memberships {

@@ -231,6 +231,7 @@ impl Open {
             version: self.version,
             spec: first.then(|| spec.into()),
             placement: Some(self.placement.as_ref().into()),
+            peers: Vec::new(),
         }
     }
 

@@ -66,8 +66,7 @@ impl<B: Backend> Job<B> {
     ) -> Result<Self> {
         let mut slices: Vec<_> = (0..spec.manifest.slices().len()).map(|_| None).collect();
         for index in placement.primary_slices(id) {
-            let slice =
-                Slice::allocate(&*surroundings.backend, &spec.manifest, index, &spec.groups, spec.world);
+            let slice = Slice::allocate(&*surroundings.backend, &spec, index);
             slices[index] = Some(slice.map_err(|e| Error::OutOfMemory {
                 what: format!("slice {index} of tensor {:?}", spec.manifest.tensor_of(index).name),
                 bytes: (e.numel * e.dtype.size()) as u64,

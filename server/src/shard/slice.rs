@@ -8,7 +8,7 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 
-use zeroshard_proto::{DType, Error, Manifest, Optimizer, Result, SliceSpec};
+use zeroshard_proto::{DType, Error, JobSpec, Optimizer, Result, SliceSpec};
 
 use super::{
     part::Part,
@@ -38,6 +38,8 @@ pub(crate) struct Slice<B: Backend> {
     pub(crate) buffer: bool,
     /// Whether the clip coefficient leaves it alone.
     no_clip: bool,
+    /// What summed gradients are divided by.
+    divisor: f64,
     /// What all elements of all optimizer state start at.
     initial_state: f32,
     /// What the parameters are published as.
@@ -93,10 +95,10 @@ pub(crate) struct Step<'a> {
 #[derive(Clone, Copy)]
 pub(crate) struct Apply<'a> {
     pub(crate) groups: &'a [Optimizer],
-    /// What summed gradients are multiplied by.
-    pub(crate) coefficient: f32,
+    /// What mean gradients are multiplied by.
+    pub(crate) coefficient: f64,
     /// The same where gradients are not clipped.
-    pub(crate) unclipped: f32,
+    pub(crate) unclipped: f64,
 }
 
 /// Bytes by kind.
@@ -109,14 +111,9 @@ pub(crate) struct Memory {
 }
 
 impl<B: Backend> Slice<B> {
-    /// Memory for slice number `index` of a job of `world` ranks.
-    pub(crate) fn allocate(
-        backend: &B,
-        manifest: &Manifest,
-        index: usize,
-        groups: &[Optimizer],
-        world: u32,
-    ) -> Result<Self, OutOfMemory> {
+    /// Memory for slice number `index` of a job.
+    pub(crate) fn allocate(backend: &B, job: &JobSpec, index: usize) -> Result<Self, OutOfMemory> {
+        let JobSpec { manifest, groups, world, .. } = job;
         let spec = manifest.slices()[index];
         let tensor = manifest.tensor_of(index);
         let group = tensor.trains().then_some(tensor.group as usize);
@@ -135,7 +132,7 @@ impl<B: Backend> Slice<B> {
                     .collect(),
                 open: Some(Open {
                     sum: buffer(DType::F32)?,
-                    round: Round::new(index as u32, spec.numel, world),
+                    round: Round::new(index as u32, spec.numel, *world),
                 }),
                 ..Inner::new(buffer(DType::F32)?)
             },
@@ -145,6 +142,7 @@ impl<B: Backend> Slice<B> {
             group,
             buffer: tensor.buffer,
             no_clip: tensor.no_clip,
+            divisor: job.divisor(spec.tensor) as f64,
             initial_state: group.map_or(0.0, |group| optim::initial_value(&groups[group])),
             dtype: tensor.dtype,
             version: AtomicU64::new(NOT_INITIALISED),
@@ -233,6 +231,7 @@ impl<B: Backend> Slice<B> {
                 && !open.round.is_absent_everywhere()
             {
                 let coefficient = if self.no_clip { apply.unclipped } else { apply.coefficient };
+                let coefficient = (coefficient / self.divisor) as f32;
                 let optimizer = &apply.groups[group];
                 let update = Update { optimizer, step: inner.applied + 1, coefficient };
                 let published = inner.published.as_mut().map(|p| exclusive(backend, p)).transpose()?;

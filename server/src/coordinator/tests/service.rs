@@ -110,7 +110,7 @@ async fn a_job_trains_a_step_over_the_wire() {
     let (created, epoch) = tokio::join!(client.create_job(create(1, 0)), shard.open());
     assert_eq!(created.unwrap().into_inner().epoch, epoch);
 
-    let join = pb::JoinRequest { job: "job".into(), rank: 0 };
+    let join = pb::JoinRequest { job: "job".into(), rank: 0, address: String::new() };
     let mut stream = client.join(join).await.unwrap().into_inner();
     let mut member = membership(&mut stream).await;
     if member.version.is_none() {
@@ -155,7 +155,7 @@ async fn a_worker_that_disconnects_is_lost() {
     let mut shard = FakeShard::connect(&mut client, "127.0.0.1:1").await.unwrap();
     let (created, epoch) = tokio::join!(client.create_job(create(2, 0)), shard.open());
     created.unwrap();
-    let join = |rank| pb::JoinRequest { job: "job".into(), rank };
+    let join = |rank| pb::JoinRequest { job: "job".into(), rank, address: String::new() };
     let mut stays = client.join(join(0)).await.unwrap().into_inner();
     let goes = fixture.client().await.join(join(1)).await.unwrap();
     assert_eq!(membership(&mut stays).await.epoch, epoch);
@@ -177,7 +177,7 @@ async fn a_shard_that_disconnects_fails_the_job() {
     let mut shard = FakeShard::connect(&mut fixture.client().await, "127.0.0.1:1").await.unwrap();
     let (created, _) = tokio::join!(client.create_job(create(1, 0)), shard.open());
     created.unwrap();
-    let join = pb::JoinRequest { job: "job".into(), rank: 0 };
+    let join = pb::JoinRequest { job: "job".into(), rank: 0, address: String::new() };
     let mut stream = client.join(join).await.unwrap().into_inner();
     drop(shard);
     let ended = loop {
@@ -243,7 +243,11 @@ async fn a_stopping_coordinator_answers_everybody() {
     let mut shard = FakeShard::connect(&mut fixture.client().await, "127.0.0.1:1").await.unwrap();
     let (created, epoch) = tokio::join!(client.create_job(create(2, 0)), shard.open());
     created.unwrap();
-    let mut stream = client.join(pb::JoinRequest { job: "job".into(), rank: 0 }).await.unwrap().into_inner();
+    let mut stream = client
+        .join(pb::JoinRequest { job: "job".into(), rank: 0, address: String::new() })
+        .await
+        .unwrap()
+        .into_inner();
     let lease = membership(&mut stream).await.lease;
     let commit = pb::CommitRequest { job: "job".into(), lease, epoch, ..Default::default() };
     let mut other = client.clone();

@@ -1,0 +1,322 @@
+//! How tensors lie on a mesh of ranks: who has which box, and who contributes it.
+//!
+//! The rules are those of torch's DTensor: what is cut is cut like `torch.chunk` (pieces of the size rounded up; the
+//! last ones may be short, or empty), and where several mesh dimensions cut the same tensor dimension, the earlier one
+//! cuts first.
+
+use std::sync::Arc;
+
+use crate::{Error, ProcessMesh, Result, TensorBox, pb};
+
+/// What the ranks along one dimension of a mesh have of a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum DimPlacement {
+    /// Each a piece: the tensor is cut along this dimension of its own.
+    Shard(usize),
+    /// Each all of it, the same.
+    Replicate,
+    /// Each something that all of them together make the tensor.
+    Partial(Reduction),
+}
+
+/// What makes a tensor of what its ranks have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Reduction {
+    /// The sum.
+    #[default]
+    Sum,
+    /// The mean.
+    Avg,
+    /// The largest of each element.
+    Max,
+}
+
+impl std::fmt::Display for DimPlacement {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Shard(dim) => write!(f, "Shard({dim})"),
+            Self::Replicate => write!(f, "Replicate"),
+            Self::Partial(Reduction::Sum) => write!(f, "Partial(sum)"),
+            Self::Partial(Reduction::Avg) => write!(f, "Partial(avg)"),
+            Self::Partial(Reduction::Max) => write!(f, "Partial(max)"),
+        }
+    }
+}
+
+/// How a tensor lies on a mesh.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Layout {
+    mesh: Arc<ProcessMesh>,
+    /// INVARIANT: one for each dimension of the mesh.
+    placements: Vec<DimPlacement>,
+}
+
+impl Layout {
+    /// # Errors
+    /// [`Error::Invalid`] unless there is one placement for each dimension of the mesh.
+    pub fn new(mesh: Arc<ProcessMesh>, placements: Vec<DimPlacement>) -> Result<Self> {
+        if placements.len() != mesh.ndim() {
+            let found = format!("{} ({})", placements.len(), list(&placements));
+            let expected =
+                format!("one for each of the mesh's {} dimensions, {:?}", mesh.ndim(), mesh.names());
+            return Err(Error::invalid("number of placements", found, expected));
+        }
+        Ok(Self { mesh, placements })
+    }
+
+    /// The mesh.
+    pub fn mesh(&self) -> &Arc<ProcessMesh> {
+        &self.mesh
+    }
+
+    /// One for each dimension of the mesh.
+    pub fn placements(&self) -> &[DimPlacement] {
+        &self.placements
+    }
+
+    /// # Errors
+    /// [`Error::Invalid`] if a placement cuts a dimension that a tensor of `shape` has not; `tensor` is which.
+    pub fn check(&self, shape: &[u64], tensor: &str) -> Result<()> {
+        for placement in &self.placements {
+            if let &DimPlacement::Shard(dim) = placement
+                && dim >= shape.len()
+            {
+                let what = format!("placement of tensor {tensor:?}");
+                let expected =
+                    format!("along one of its {} dimensions (its shape is {shape:?})", shape.len());
+                return Err(Error::invalid(what, placement, expected));
+            }
+        }
+        Ok(())
+    }
+
+    /// What `rank` has of a tensor of `shape`, which [`Self::check`] accepts; `None` if it is not in the mesh.
+    pub fn local_box(&self, shape: &[u64], rank: u32) -> Option<TensorBox> {
+        Some(self.box_at(shape, &self.mesh.coordinate(rank)?))
+    }
+
+    fn box_at(&self, shape: &[u64], coordinate: &[usize]) -> TensorBox {
+        let mut area = TensorBox::whole(shape);
+        for ((placement, &pieces), &place) in self.placements.iter().zip(self.mesh.shape()).zip(coordinate) {
+            if let &DimPlacement::Shard(dim) = placement {
+                let (offset, size) = chunk(area.size[dim], pieces as u64, place as u64);
+                area.offset[dim] += offset;
+                area.size[dim] = size;
+            }
+        }
+        area
+    }
+
+    /// Who contributes what of the gradient of a tensor of `shape`, which [`Self::check`] accepts.
+    pub fn contributions(&self, shape: &[u64]) -> Contributions {
+        let mut lanes: Vec<Lane> = Vec::new();
+        for &rank in self.mesh.ranks() {
+            let coordinate = self.mesh.coordinate(rank).expect("it is one of the mesh's");
+            let repeats = self.placements.iter().zip(&coordinate);
+            if repeats
+                .into_iter()
+                .any(|(placement, &place)| *placement == DimPlacement::Replicate && place > 0)
+            {
+                continue;
+            }
+            let area = self.box_at(shape, &coordinate);
+            match lanes.iter_mut().find(|lane| lane.area == area) {
+                _ if area.is_empty() => {}
+                Some(lane) => lane.ranks.push(rank),
+                None => lanes.push(Lane { area, ranks: vec![rank] }),
+            }
+        }
+        lanes.iter_mut().for_each(|lane| lane.ranks.sort_unstable());
+        lanes.sort_by(|a, b| a.area.cmp(&b.area));
+        Contributions { lanes, divisor: self.divisor() }
+    }
+
+    /// What a sum over the ranks is divided by.
+    pub(crate) fn divisor(&self) -> u64 {
+        let dims = self.placements.iter().zip(self.mesh.shape());
+        let averaged = dims.filter(|(p, _)| matches!(p, DimPlacement::Partial(Reduction::Avg)));
+        averaged.map(|(_, &size)| size as u64).product()
+    }
+}
+
+/// The place-th of `pieces` of `size` indices: first index, and how many.
+fn chunk(size: u64, pieces: u64, place: u64) -> (u64, u64) {
+    let step = size.div_ceil(pieces);
+    let first = step.saturating_mul(place).min(size);
+    (first, step.min(size - first))
+}
+
+/// "Shard(0), Replicate".
+pub fn list(placements: &[DimPlacement]) -> String {
+    placements.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+}
+
+/// A box of a tensor, and the ranks whose contributions to it are added up.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Lane {
+    /// The box; not empty.
+    pub area: TensorBox,
+    /// Ascending, 1 or more. The first one uploads what the box begins with.
+    pub ranks: Vec<u32>,
+}
+
+/// Who contributes what of a tensor's gradient.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Contributions {
+    /// INVARIANT: disjoint boxes, which together are the tensor; of an empty tensor there are none.
+    pub lanes: Vec<Lane>,
+    /// What the sum is divided by.
+    pub divisor: u64,
+}
+
+impl Contributions {
+    /// Of a tensor without a layout.
+    pub fn mean(shape: &[u64], world: u32) -> Self {
+        let area = TensorBox::whole(shape);
+        let lanes = if area.is_empty() { vec![] } else { vec![Lane { area, ranks: (0..world).collect() }] };
+        Self { lanes, divisor: world.into() }
+    }
+
+    /// The lane that `rank` contributes to, by its position.
+    pub fn lane_of(&self, rank: u32) -> Option<usize> {
+        self.lanes.iter().position(|lane| lane.ranks.binary_search(&rank).is_ok())
+    }
+}
+
+/// How a tensor of a job lies on one of the job's meshes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorLayout {
+    /// Index of the mesh.
+    pub mesh: u32,
+    /// One for each of its dimensions.
+    pub placements: Vec<DimPlacement>,
+}
+
+impl From<&TensorLayout> for pb::Layout {
+    fn from(layout: &TensorLayout) -> Self {
+        use pb::dim_placement::Kind;
+        let placements = layout.placements.iter().map(|placement| {
+            let (kind, dim) = match *placement {
+                DimPlacement::Replicate => (Kind::Replicate, 0),
+                DimPlacement::Shard(dim) => (Kind::Shard, dim as u32),
+                DimPlacement::Partial(Reduction::Avg) => (Kind::PartialAvg, 0),
+                // A job with Max has been refused.
+                DimPlacement::Partial(_) => (Kind::PartialSum, 0),
+            };
+            pb::DimPlacement { kind: kind.into(), dim }
+        });
+        Self { mesh: layout.mesh, placements: placements.collect() }
+    }
+}
+
+impl TryFrom<pb::Layout> for TensorLayout {
+    type Error = Error;
+
+    fn try_from(message: pb::Layout) -> Result<Self> {
+        use pb::dim_placement::Kind;
+        let placements =
+            message.placements.into_iter().map(|placement| match Kind::try_from(placement.kind) {
+                Ok(Kind::Replicate) => Ok(DimPlacement::Replicate),
+                Ok(Kind::Shard) => Ok(DimPlacement::Shard(placement.dim as usize)),
+                Ok(Kind::PartialSum) => Ok(DimPlacement::Partial(Reduction::Sum)),
+                Ok(Kind::PartialAvg) => Ok(DimPlacement::Partial(Reduction::Avg)),
+                Err(_) => Err(Error::invalid(
+                    "kind of a placement",
+                    placement.kind,
+                    "REPLICATE, SHARD, PARTIAL_SUM or PARTIAL_AVG",
+                )),
+            });
+        Ok(Self { mesh: message.mesh, placements: placements.collect::<Result<_>>()? })
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use proptest::prelude::*;
+
+    use super::{DimPlacement::*, *};
+
+    pub(crate) fn on(shape: &[usize], placements: &[DimPlacement]) -> Layout {
+        let names = (0..shape.len()).map(|dim| format!("d{dim}"));
+        Layout::new(Arc::new(ProcessMesh::dense(shape, names).unwrap()), placements.into()).unwrap()
+    }
+
+    /// Layouts on meshes of one or two dimensions, of tensors of two.
+    pub(crate) fn layouts(mesh: Vec<usize>) -> impl Strategy<Value = Layout> {
+        let placement = prop_oneof![
+            Just(Shard(0)),
+            Just(Shard(1)),
+            Just(Replicate),
+            Just(Partial(Reduction::Sum)),
+            Just(Partial(Reduction::Avg)),
+        ];
+        prop::collection::vec(placement, mesh.len()).prop_map(move |placements| on(&mesh, &placements))
+    }
+
+    #[test]
+    fn pieces_are_those_of_torch_chunk() {
+        let pieces = |size, pieces| (0..pieces).map(|place| chunk(size, pieces, place)).collect::<Vec<_>>();
+        assert_eq!(pieces(7, 3), [(0, 3), (3, 3), (6, 1)]);
+        assert_eq!(pieces(4, 3), [(0, 2), (2, 2), (4, 0)]);
+        assert_eq!(pieces(1, 3), [(0, 1), (1, 0), (1, 0)]);
+        assert_eq!(pieces(0, 2), [(0, 0), (0, 0)]);
+    }
+
+    #[test]
+    fn the_earlier_mesh_dimension_cuts_first() {
+        let layout = on(&[2, 2], &[Shard(0), Shard(0)]);
+        let boxes: Vec<_> = (0..4).map(|rank| layout.local_box(&[5, 2], rank).unwrap()).collect();
+        assert_eq!(
+            boxes.iter().map(|b| (b.offset[0], b.size[0])).collect::<Vec<_>>(),
+            [(0, 2), (2, 1), (3, 1), (4, 1)]
+        );
+    }
+
+    #[test]
+    fn a_layout_says_who_contributes_what() {
+        let layout = on(&[2, 2], &[Partial(Reduction::Avg), Shard(1)]);
+        let Contributions { lanes, divisor } = layout.contributions(&[4, 6]);
+        assert_eq!(divisor, 2);
+        assert_eq!(lanes.iter().map(|lane| lane.ranks.clone()).collect::<Vec<_>>(), [[0, 2], [1, 3]]);
+        assert_eq!(lanes[1].area, TensorBox { offset: vec![0, 3], size: vec![4, 3] });
+
+        let layout = on(&[2, 2], &[Partial(Reduction::Sum), Replicate]);
+        let contributions = layout.contributions(&[3]);
+        assert_eq!((contributions.divisor, contributions.lanes[0].ranks.clone()), (1, vec![0, 2]));
+        assert_eq!((contributions.lane_of(2), contributions.lane_of(1)), (Some(0), None));
+        // A piece that is empty is nobody's.
+        assert_eq!(on(&[3], &[Shard(0)]).contributions(&[4]).lanes.len(), 2);
+    }
+
+    #[test]
+    fn wrong_layouts_are_refused() {
+        let mesh = Arc::new(ProcessMesh::dense([2], ["x"]).unwrap());
+        assert!(Layout::new(mesh.clone(), vec![Replicate, Replicate]).is_err());
+        let error = Layout::new(mesh, vec![Shard(2)]).unwrap().check(&[4, 4], "w").unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "placement of tensor \"w\" is Shard(2); it must be along one of its 2 dimensions (its shape is [4, 4])"
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn the_boxes_of_all_lanes_are_the_tensor(
+            layout in prop_oneof![layouts(vec![3]), layouts(vec![2, 3]), layouts(vec![4, 1])],
+            shape in [0u64..7, 0u64..7],
+        ) {
+            let contributions = layout.contributions(&shape);
+            let numel: u64 = contributions.lanes.iter().map(|lane| lane.area.numel()).sum();
+            prop_assert_eq!(numel, shape.iter().product::<u64>());
+            for (i, a) in contributions.lanes.iter().enumerate() {
+                for b in &contributions.lanes[..i] {
+                    prop_assert_eq!(a.area.intersection(&b.area), None);
+                }
+                for &rank in &a.ranks {
+                    prop_assert_eq!(layout.local_box(&shape, rank).unwrap(), a.area.clone());
+                    prop_assert_eq!(contributions.lane_of(rank), Some(i));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,265 @@
+//! Ranks in an n-dimensional array with named dimensions.
+
+use crate::{Error, JobSpec, Result, job::MAX_WORLD, manifest::check_name, pb};
+
+/// Ranks, row-major in an array whose dimensions have names ("dp", "tp", ...).
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct ProcessMesh {
+    /// INVARIANT: the product is the number of ranks; 1 or more dimensions, none of them 0.
+    shape: Vec<usize>,
+    /// INVARIANT: one for each dimension, distinct.
+    names: Vec<String>,
+    /// INVARIANT: distinct.
+    ranks: Vec<u32>,
+}
+
+impl ProcessMesh {
+    /// `ranks`, row-major in an array of `shape`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]: no dimension, another number of names or ranks than the shape has, a name or rank twice.
+    pub fn new<N: Into<String>>(
+        shape: impl Into<Vec<usize>>,
+        ranks: impl Into<Vec<u32>>,
+        names: impl IntoIterator<Item = N>,
+    ) -> Result<Self> {
+        let mesh = Self {
+            shape: shape.into(),
+            names: names.into_iter().map(Into::into).collect(),
+            ranks: ranks.into(),
+        };
+        let Self { shape, names, ranks } = &mesh;
+        let size = shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size));
+        if shape.is_empty()
+            || size != Some(ranks.len())
+            || ranks.len() > MAX_WORLD as usize
+            || ranks.is_empty()
+        {
+            let found = format!("{shape:?} with {} ranks", ranks.len());
+            let expected = "1 or more dimensions whose product is the number of ranks, 1 or more";
+            return Err(Error::invalid("shape of a mesh", found, expected));
+        }
+        if names.len() != shape.len() {
+            let expected = format!("one for each of the {} dimensions", shape.len());
+            return Err(Error::invalid("dimension names of a mesh", format!("{names:?}"), expected));
+        }
+        for (index, name) in names.iter().enumerate() {
+            check_name("a dimension name of a mesh", name)?;
+            if names[..index].contains(name) {
+                return Err(Error::invalid("dimension names of a mesh", format!("{names:?}"), "distinct"));
+            }
+        }
+        let mut sorted = ranks.clone();
+        sorted.sort_unstable();
+        if let Some(twice) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+            let found = format!("{ranks:?}, with {} twice", twice[0]);
+            return Err(Error::invalid("ranks of a mesh", found, "distinct"));
+        }
+        Ok(mesh)
+    }
+
+    /// Ranks 0, 1, ... row-major.
+    ///
+    /// # Errors
+    /// Those of [`Self::new`].
+    pub fn dense<N: Into<String>>(
+        shape: impl Into<Vec<usize>>,
+        names: impl IntoIterator<Item = N>,
+    ) -> Result<Self> {
+        let shape = shape.into();
+        let size =
+            shape.iter().try_fold(1u32, |product, &size| product.checked_mul(u32::try_from(size).ok()?));
+        let size = size.filter(|&size| size <= MAX_WORLD).unwrap_or(0);
+        Self::new(shape, (0..size).collect::<Vec<_>>(), names)
+    }
+
+    /// Size of each dimension.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// Name of each dimension.
+    pub fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// All ranks, row-major.
+    pub fn ranks(&self) -> &[u32] {
+        &self.ranks
+    }
+
+    /// Number of dimensions.
+    pub fn ndim(&self) -> usize {
+        self.shape.len()
+    }
+
+    /// Number of ranks.
+    pub fn size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// The dimension of that name.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if there is none.
+    pub fn dim(&self, name: &str) -> Result<usize> {
+        self.names.iter().position(|other| other == name).ok_or_else(|| {
+            Error::invalid("dimension of a mesh", format!("{name:?}"), format!("one of {:?}", self.names))
+        })
+    }
+
+    /// Where `rank` is, if it is in the mesh.
+    pub fn coordinate(&self, rank: u32) -> Option<Vec<usize>> {
+        let mut position = self.ranks.iter().position(|&other| other == rank)?;
+        let mut coordinate = vec![0; self.ndim()];
+        for (place, &size) in coordinate.iter_mut().zip(&self.shape).rev() {
+            *place = position % size;
+            position /= size;
+        }
+        Some(coordinate)
+    }
+
+    /// The rank at `coordinate`; `None` outside of the mesh.
+    pub fn rank_at(&self, coordinate: &[usize]) -> Option<u32> {
+        if coordinate.len() != self.ndim()
+            || coordinate.iter().zip(&self.shape).any(|(place, size)| place >= size)
+        {
+            return None;
+        }
+        let position = coordinate.iter().zip(&self.shape).fold(0, |sum, (place, size)| sum * size + place);
+        Some(self.ranks[position])
+    }
+
+    /// The ranks along dimension `dim` through `rank`, in order; `None` if the mesh has not the one or the other.
+    pub fn group(&self, rank: u32, dim: usize) -> Option<Vec<u32>> {
+        let mut coordinate = self.coordinate(rank)?;
+        let size = *self.shape.get(dim)?;
+        let along = (0..size).map(|place| {
+            coordinate[dim] = place;
+            self.rank_at(&coordinate).expect("it is within the shape")
+        });
+        Some(along.collect())
+    }
+
+    /// The mesh of `dims`, in that order, through `rank`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]: a dimension that there is not or twice, a rank that the mesh has not.
+    pub fn sub_mesh(&self, dims: &[usize], rank: u32) -> Result<Self> {
+        let Some(mut coordinate) = self.coordinate(rank) else {
+            return Err(Error::invalid("rank", rank, format!("one of the mesh's, {:?}", self.ranks)));
+        };
+        if let Some(dim) = dims.iter().find(|&&dim| dim >= self.ndim()) {
+            let expected = format!("less than its number of dimensions, {}", self.ndim());
+            return Err(Error::invalid("dimension of a mesh", dim, expected));
+        }
+        let shape: Vec<usize> = dims.iter().map(|&dim| self.shape[dim]).collect();
+        let mut ranks = Vec::with_capacity(shape.iter().product());
+        for position in 0..shape.iter().product() {
+            let mut rest = position;
+            for (&dim, &size) in dims.iter().zip(&shape).rev() {
+                coordinate[dim] = rest % size;
+                rest /= size;
+            }
+            ranks.push(self.rank_at(&coordinate).expect("it is within the shape"));
+        }
+        Self::new(shape, ranks, dims.iter().map(|&dim| self.names[dim].clone()))
+    }
+
+    /// "rank 3 (dp 1, tp 1)".
+    pub fn describe(&self, rank: u32) -> String {
+        match self.coordinate(rank) {
+            None => format!("rank {rank}"),
+            Some(coordinate) => {
+                let places: Vec<String> = self
+                    .names
+                    .iter()
+                    .zip(coordinate)
+                    .map(|(name, place)| format!("{name} {place}"))
+                    .collect();
+                format!("rank {rank} ({})", places.join(", "))
+            }
+        }
+    }
+}
+
+impl From<&ProcessMesh> for pb::Mesh {
+    fn from(mesh: &ProcessMesh) -> Self {
+        Self {
+            shape: mesh.shape.iter().map(|&size| size as u32).collect(),
+            names: mesh.names.clone(),
+            ranks: mesh.ranks.clone(),
+        }
+    }
+}
+
+impl TryFrom<pb::Mesh> for ProcessMesh {
+    type Error = Error;
+
+    fn try_from(message: pb::Mesh) -> Result<Self> {
+        let shape: Vec<usize> = message.shape.into_iter().map(|size| size as usize).collect();
+        Self::new(shape, message.ranks, message.names)
+    }
+}
+
+impl JobSpec {
+    /// "rank 3 (dp 1, tp 1)": where the rank is in the job's first mesh that has it.
+    pub fn describe_rank(&self, rank: u32) -> String {
+        let mesh = self.meshes.iter().find(|mesh| mesh.ranks.contains(&rank));
+        mesh.map_or_else(|| format!("rank {rank}"), |mesh| mesh.describe(rank))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mesh() -> ProcessMesh {
+        ProcessMesh::new([2, 3], [5, 4, 3, 2, 1, 0], ["dp", "tp"]).unwrap()
+    }
+
+    #[test]
+    fn a_rank_has_a_coordinate_and_groups() {
+        let mesh = mesh();
+        assert_eq!(mesh.coordinate(1), Some(vec![1, 1]));
+        assert_eq!(mesh.rank_at(&[1, 1]), Some(1));
+        assert_eq!(mesh.rank_at(&[2, 0]), None);
+        assert_eq!(mesh.coordinate(6), None);
+        assert_eq!(mesh.group(1, 0), Some(vec![4, 1]));
+        assert_eq!(mesh.group(1, 1), Some(vec![2, 1, 0]));
+        assert_eq!(mesh.group(1, 2), None);
+        assert_eq!(mesh.describe(1), "rank 1 (dp 1, tp 1)");
+    }
+
+    #[test]
+    fn a_sub_mesh_has_its_dimensions_in_the_order_asked_for() {
+        let mesh = mesh();
+        let tp = ProcessMesh::new([3], [2, 1, 0], ["tp"]).unwrap();
+        assert_eq!(mesh.sub_mesh(&[1], 0).unwrap(), tp);
+        let turned = ProcessMesh::new([3, 2], [5, 2, 4, 1, 3, 0], ["tp", "dp"]).unwrap();
+        assert_eq!(mesh.sub_mesh(&[1, 0], 0).unwrap(), turned);
+        assert!(mesh.sub_mesh(&[2], 0).is_err() && mesh.sub_mesh(&[0, 0], 0).is_err());
+        assert!(mesh.sub_mesh(&[0], 6).is_err() && mesh.sub_mesh(&[], 0).is_err());
+    }
+
+    #[test]
+    fn what_is_no_mesh_is_refused() {
+        let refused = |shape: &[usize], ranks: &[u32], names: &[&str]| {
+            ProcessMesh::new(shape, ranks, names.iter().copied()).is_err()
+        };
+        assert!(refused(&[], &[0], &[]) && refused(&[0], &[], &["x"]));
+        assert!(refused(&[2], &[0], &["x"]) && refused(&[2], &[0, 0], &["x"]));
+        assert!(
+            refused(&[1, 1], &[0], &["x"])
+                && refused(&[1, 1], &[0], &["x", "x"])
+                && refused(&[1], &[0], &[""])
+        );
+        assert!(ProcessMesh::dense([usize::MAX, 2], ["x", "y"]).is_err());
+        assert!(mesh().dim("pp").is_err() && mesh().dim("tp") == Ok(1));
+    }
+
+    #[test]
+    fn a_mesh_survives_the_wire() {
+        assert_eq!(ProcessMesh::try_from(pb::Mesh::from(&mesh())), Ok(mesh()));
+    }
+}

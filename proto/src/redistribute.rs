@@ -1,0 +1,311 @@
+//! From one layout of a tensor to another: what is reduced, and then the fewest, largest moves.
+
+use std::{collections::HashMap, sync::Arc};
+
+use crate::{DimPlacement, Error, Layout, Reduction, Result, TensorBox, layout::list};
+
+/// What takes a tensor from one layout to another: first the reductions, in order, then the moves, in any order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Plan {
+    /// Along dimensions of the source's mesh.
+    pub reductions: Vec<Reduce>,
+    /// How the tensor lies after the reductions.
+    pub reduced: Layout,
+    /// Together they are all that each rank has in the end, except what is zeros. Of each box that is there and each box
+    /// that is wanted there is at most one move.
+    pub moves: Vec<Move>,
+    /// Ranks whose part of the result is zeros: of a new sum one rank has the values.
+    pub zeros: Vec<u32>,
+}
+
+/// A reduction over the ranks along one dimension of the source's mesh.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Reduce {
+    /// The dimension of the mesh.
+    pub dim: usize,
+    /// What is taken.
+    pub reduction: Reduction,
+    /// Each rank gets its piece along this dimension of the tensor (a reduce-scatter); `None`: all of it (an
+    /// all-reduce).
+    pub scatter: Option<usize>,
+}
+
+/// A box that goes from one rank to another, or stays where it is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Move {
+    /// Who has it.
+    pub from: u32,
+    /// Who gets it.
+    pub to: u32,
+    /// Of the whole tensor; not empty.
+    pub area: TensorBox,
+}
+
+/// The plan for a tensor of `shape`.
+///
+/// # Errors
+/// [`Error::Invalid`] if a layout does not fit the shape, or a partial result would be kept from one mesh to another.
+pub fn plan(shape: &[u64], from: &Layout, to: &Layout) -> Result<Plan> {
+    from.check(shape, "to be moved")?;
+    to.check(shape, "to be moved")?;
+    let same_mesh = from.mesh() == to.mesh();
+    let mut reductions = Vec::new();
+    let mut placements = from.placements().to_vec();
+    for (dim, placement) in from.placements().iter().enumerate() {
+        let &DimPlacement::Partial(reduction) = placement else { continue };
+        let wanted = same_mesh.then(|| to.placements()[dim]);
+        if wanted == Some(*placement) {
+            continue;
+        }
+        // Where another mesh dimension cuts the same dimension of the tensor, pieces of pieces would come out.
+        let scatter = match wanted {
+            Some(DimPlacement::Shard(cut)) if !from.placements().contains(&DimPlacement::Shard(cut)) => {
+                Some(cut)
+            }
+            _ => None,
+        };
+        placements[dim] = scatter.map_or(DimPlacement::Replicate, DimPlacement::Shard);
+        reductions.push(Reduce { dim, reduction, scatter });
+    }
+    // Two reductions that cut the same dimension: the later one would cut first.
+    for index in 1..reductions.len() {
+        let cut = reductions[index].scatter;
+        if cut.is_some() && reductions[..index].iter().any(|earlier| earlier.scatter == cut) {
+            reductions[index].scatter = None;
+            placements[reductions[index].dim] = DimPlacement::Replicate;
+        }
+    }
+    let reduced = Layout::new(Arc::clone(from.mesh()), placements)?;
+    let kept = kept(&reduced, to, same_mesh)?;
+    let (moves, zeros) = moves(shape, &reduced, to, &kept);
+    Ok(Plan { reductions, reduced, moves, zeros })
+}
+
+/// Mesh dimensions along which a partial result stays one.
+fn kept(reduced: &Layout, to: &Layout, same_mesh: bool) -> Result<Vec<usize>> {
+    let partial = |placement: &DimPlacement| matches!(placement, DimPlacement::Partial(_));
+    if !same_mesh {
+        let to_sum = to.placements().iter().any(partial);
+        return if to_sum {
+            let what = "placements on another mesh";
+            Err(Error::invalid(what, list(to.placements()), "Shard or Replicate along each dimension"))
+        } else {
+            Ok(Vec::new())
+        };
+    }
+    let dims = 0..reduced.placements().len();
+    Ok(dims.filter(|&dim| partial(&reduced.placements()[dim])).collect())
+}
+
+fn moves(shape: &[u64], reduced: &Layout, to: &Layout, kept: &[usize]) -> (Vec<Move>, Vec<u32>) {
+    let coordinate = |layout: &Layout, rank| layout.mesh().coordinate(rank).expect("it is one of the mesh's");
+    // Who has which box, in mesh order; boxes that are there are equal or disjoint.
+    let mut holders: Vec<(TensorBox, Vec<u32>)> = Vec::new();
+    for &rank in reduced.mesh().ranks() {
+        let area = reduced.local_box(shape, rank).expect("it is one of the mesh's");
+        match holders.iter_mut().find(|(other, _)| *other == area) {
+            _ if area.is_empty() => {}
+            Some((_, ranks)) => ranks.push(rank),
+            None => holders.push((area, vec![rank])),
+        }
+    }
+    let (mut moves, mut zeros) = (Vec::new(), Vec::new());
+    let mut sent: HashMap<u32, u64> = HashMap::new();
+    for &rank in to.mesh().ranks() {
+        let place = coordinate(to, rank);
+        let new_sum = |dim: usize| {
+            to.placements()[dim] == DimPlacement::Partial(Reduction::Sum)
+                && !kept.contains(&dim)
+                && place[dim] > 0
+        };
+        if (0..place.len()).any(new_sum) {
+            zeros.push(rank);
+            continue;
+        }
+        let wanted = to.local_box(shape, rank).expect("it is one of the mesh's");
+        for (area, ranks) in &holders {
+            let Some(area) = area.intersection(&wanted) else { continue };
+            let may = |other: u32| {
+                let other = coordinate(reduced, other);
+                kept.iter().all(|&dim| other[dim] == place[dim])
+            };
+            let ranks = ranks.iter().copied().filter(|&other| may(other));
+            // Who has it keeps it; else the holder that has sent least so far.
+            let from = ranks.min_by_key(|other| (*other != rank, sent.get(other).copied().unwrap_or(0)));
+            let from = from.expect("along what is kept, each place has all that the others have");
+            if from != rank {
+                *sent.entry(from).or_default() += area.numel();
+            }
+            moves.push(Move { from, to: rank, area });
+        }
+    }
+    (moves, zeros)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{
+        BoxView,
+        layout::tests::{layouts, on},
+    };
+    use DimPlacement::{Partial, Replicate, Shard};
+
+    /// What each rank has of its box, row-major.
+    type Local = HashMap<u32, Vec<f64>>;
+
+    fn boxed(shape: &[u64], area: &TensorBox, whole: &[f64]) -> Vec<f64> {
+        let view = BoxView::new(shape, area);
+        view.runs(0..view.numel()).flat_map(|run| whole[run.at..run.at + run.numel].to_vec()).collect()
+    }
+
+    /// Locals of a layout whose whole is `whole`: sums as rank-dependent parts.
+    fn scatter(shape: &[u64], layout: &Layout, whole: &[f64]) -> Local {
+        let mesh = layout.mesh();
+        let local = |&rank: &u32| {
+            let place = mesh.coordinate(rank).unwrap();
+            let mut values = boxed(shape, &layout.local_box(shape, rank).unwrap(), whole);
+            for (dim, placement) in layout.placements().iter().enumerate() {
+                let n = mesh.shape()[dim] as f64;
+                for value in &mut values {
+                    match placement {
+                        // The first has the rest.
+                        Partial(Reduction::Sum) if place[dim] > 0 => *value *= 0.25,
+                        Partial(Reduction::Sum) => *value *= 1.0 - 0.25 * (n - 1.0),
+                        Partial(Reduction::Avg) if place[dim] > 0 => *value *= 0.5,
+                        Partial(Reduction::Avg) => *value *= n - 0.5 * (n - 1.0),
+                        _ => {}
+                    }
+                }
+            }
+            (rank, values)
+        };
+        mesh.ranks().iter().map(local).collect()
+    }
+
+    fn gather(shape: &[u64], layout: &Layout, locals: &Local) -> Vec<f64> {
+        let mesh = layout.mesh();
+        let mut whole = vec![0.0; shape.iter().product::<u64>() as usize];
+        for &rank in mesh.ranks() {
+            let place = mesh.coordinate(rank).unwrap();
+            let mut weight = 1.0;
+            for (dim, placement) in layout.placements().iter().enumerate() {
+                weight *= match placement {
+                    Replicate if place[dim] > 0 => 0.0,
+                    Partial(Reduction::Avg) => 1.0 / mesh.shape()[dim] as f64,
+                    _ => 1.0,
+                };
+            }
+            let view = BoxView::new(shape, &layout.local_box(shape, rank).unwrap());
+            for run in view.runs(0..view.numel()) {
+                for i in 0..run.numel {
+                    whole[run.at + i] += weight * locals[&rank][run.first + i];
+                }
+            }
+        }
+        whole
+    }
+
+    fn carry_out(shape: &[u64], plan: &Plan, from: &Layout, to: &Layout, locals: &Local) -> Local {
+        // A reduction is right by definition: the locals of the reduced layout, of the same whole along what is kept.
+        let mut placements = from.placements().to_vec();
+        let mut locals = locals.clone();
+        for reduce in &plan.reductions {
+            let before = Layout::new(from.mesh().clone(), placements.clone()).unwrap();
+            placements[reduce.dim] = reduce.scatter.map_or(Replicate, Shard);
+            let after = Layout::new(from.mesh().clone(), placements.clone()).unwrap();
+            let mut reduced = Local::new();
+            for &rank in from.mesh().ranks() {
+                let group = from.mesh().group(rank, reduce.dim).unwrap();
+                let area = before.local_box(shape, rank).unwrap();
+                let piece = after.local_box(shape, rank).unwrap();
+                let inner = BoxView::new(&area.size, &piece.within(&area));
+                let n = if reduce.reduction == Reduction::Avg { group.len() as f64 } else { 1.0 };
+                let value = |at: usize| group.iter().map(|other| locals[other][at]).sum::<f64>() / n;
+                let values =
+                    inner.runs(0..inner.numel()).flat_map(|run| run.at..run.at + run.numel).map(value);
+                reduced.insert(rank, values.collect());
+            }
+            locals = reduced;
+        }
+        let mut result = Local::new();
+        for &rank in to.mesh().ranks() {
+            let wanted = to.local_box(shape, rank).unwrap();
+            let zero = plan.zeros.contains(&rank);
+            let mut values = vec![if zero { 0.0 } else { f64::NAN }; wanted.numel() as usize];
+            for step in plan.moves.iter().filter(|step| step.to == rank) {
+                let held = plan.reduced.local_box(shape, step.from).unwrap();
+                let source = BoxView::new(&held.size, &step.area.within(&held));
+                let target = BoxView::new(&wanted.size, &step.area.within(&wanted));
+                let source: Vec<usize> =
+                    source.runs(0..source.numel()).flat_map(|r| r.at..r.at + r.numel).collect();
+                let target = target.runs(0..target.numel()).flat_map(|r| r.at..r.at + r.numel);
+                for (to, from) in target.zip(source) {
+                    assert!(values[to].is_nan(), "moved twice");
+                    values[to] = locals[&step.from][from];
+                }
+            }
+            assert!(!values.iter().any(|value| value.is_nan()), "never moved");
+            result.insert(rank, values);
+        }
+        result
+    }
+
+    proptest! {
+        #[test]
+        fn a_plan_takes_every_layout_to_every_other(
+            (from, to) in prop_oneof![
+                (layouts(vec![3]), layouts(vec![3])),
+                (layouts(vec![2, 2]), layouts(vec![2, 2])),
+                (layouts(vec![2, 3]), layouts(vec![2, 3])),
+            ],
+            shape in [0u64..7, 0u64..7],
+        ) {
+            let whole: Vec<f64> = (0..shape[0] * shape[1]).map(|i| 1.0 + i as f64).collect();
+            let locals = scatter(&shape, &from, &whole);
+            let plan = plan(&shape, &from, &to).unwrap();
+            let result = carry_out(&shape, &plan, &from, &to, &locals);
+            for (actual, expected) in gather(&shape, &to, &result).iter().zip(&whole) {
+                prop_assert!((actual - expected).abs() < 1e-9, "{} and not {}", actual, expected);
+            }
+        }
+    }
+
+    #[test]
+    fn what_a_rank_has_stays_with_it() {
+        let plan = plan(&[4, 4], &on(&[2], &[Replicate]), &on(&[2], &[Shard(1)])).unwrap();
+        assert!(plan.reductions.is_empty() && plan.moves.iter().all(|step| step.from == step.to));
+    }
+
+    #[test]
+    fn a_gather_is_one_move_from_each_to_each_and_its_senders_take_turns() {
+        let gather = plan(&[6, 4], &on(&[3], &[Shard(0)]), &on(&[3], &[Replicate])).unwrap();
+        assert_eq!(gather.moves.iter().filter(|step| step.from != step.to).count(), 6);
+        // Two hold each half: each sends one.
+        let mesh = [2, 2];
+        let turned =
+            plan(&[4, 4], &on(&mesh, &[Shard(0), Replicate]), &on(&mesh, &[Replicate, Replicate])).unwrap();
+        let mut senders: Vec<u32> = turned.moves.iter().filter(|s| s.from != s.to).map(|s| s.from).collect();
+        senders.sort_unstable();
+        assert_eq!(senders, [0, 1, 2, 3]);
+    }
+
+    #[test]
+    fn a_sum_is_scattered_where_pieces_are_wanted() {
+        let sum = Partial(Reduction::Sum);
+        let scattered = plan(&[4, 4], &on(&[2], &[sum]), &on(&[2], &[Shard(1)])).unwrap();
+        assert_eq!(scattered.reductions, [Reduce { dim: 0, reduction: Reduction::Sum, scatter: Some(1) }]);
+        assert!(scattered.moves.iter().all(|step| step.from == step.to));
+        let summed = plan(&[4, 4], &on(&[2], &[sum]), &on(&[2], &[Replicate])).unwrap();
+        assert_eq!(summed.reductions, [Reduce { dim: 0, reduction: Reduction::Sum, scatter: None }]);
+    }
+
+    #[test]
+    fn a_sum_on_another_mesh_is_refused() {
+        let (from, to) = (on(&[2], &[Replicate]), on(&[3], &[Partial(Reduction::Sum)]));
+        assert!(plan(&[4, 4], &from, &to).is_err());
+        assert!(plan(&[4, 4], &from, &on(&[3], &[Shard(2)])).is_err());
+    }
+}
