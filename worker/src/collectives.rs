@@ -11,6 +11,8 @@ mod operation;
 mod peers;
 mod service;
 #[cfg(test)]
+pub(crate) mod testing;
+#[cfg(test)]
 mod tests;
 
 use std::fmt;

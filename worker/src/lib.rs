@@ -4,6 +4,7 @@
 pub mod batches;
 pub mod chart;
 pub mod cli;
+pub mod collectives;
 pub mod error;
 pub mod evaluate;
 pub mod launch;

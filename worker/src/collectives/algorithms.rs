@@ -48,7 +48,11 @@ pub(super) fn all_reduce(at: &Operation<'_>, reduction: Reduction, data: Vec<f32
 }
 
 /// See [`super::Collectives::reduce_scatter`].
-pub(super) fn reduce_scatter(at: &Operation<'_>, reduction: Reduction, parts: Vec<Vec<f32>>) -> Result<Vec<f32>> {
+pub(super) fn reduce_scatter(
+    at: &Operation<'_>,
+    reduction: Reduction,
+    parts: Vec<Vec<f32>>,
+) -> Result<Vec<f32>> {
     if goes_round(at.size(), parts.iter().map(Vec::len).sum()) {
         return reduce_round(at, reduction, parts);
     }

@@ -60,7 +60,11 @@ pub enum Error {
 
 impl Error {
     /// An argument that is wrong.
-    pub(crate) fn invalid(what: impl Into<String>, found: impl fmt::Display, expected: impl Into<String>) -> Self {
+    pub(crate) fn invalid(
+        what: impl Into<String>,
+        found: impl fmt::Display,
+        expected: impl Into<String>,
+    ) -> Self {
         Self::Cluster(zeroshard_proto::Error::invalid(what, found, expected))
     }
 }

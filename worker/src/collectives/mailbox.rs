@@ -126,7 +126,10 @@ impl State {
             .collect();
         from_peer.sort_by_key(|(other, _)| (other.sequence, other.round));
         let (other, mail) = from_peer.first()?;
-        Some(format!("{} among ranks {:?}, as number {}", mail.operation, other.channel.group, other.sequence))
+        Some(format!(
+            "{} among ranks {:?}, as number {}",
+            mail.operation, other.channel.group, other.sequence
+        ))
     }
 }
 

@@ -114,17 +114,19 @@ impl Operation<'_> {
             group: self.channel.group.clone(),
             operation: self.text.clone(),
         };
-        let mail = self.mailbox.take(&key, Instant::now() + self.patience).map_err(|missing| match missing {
-            Missing::Late(instead) => {
-                Error::Timeout { at: at(), waited_ms: self.patience.as_millis() as u64, instead }
-            }
-            Missing::Lost(cause) => Error::Lost { at: at(), cause },
-        })?;
+        let mail =
+            self.mailbox.take(&key, Instant::now() + self.patience).map_err(|missing| match missing {
+                Missing::Late(instead) => {
+                    Error::Timeout { at: at(), waited_ms: self.patience.as_millis() as u64, instead }
+                }
+                Missing::Lost(cause) => Error::Lost { at: at(), cause },
+            })?;
         if mail.operation != self.text {
             return Err(Error::Disagreement { at: at(), theirs: mail.operation });
         }
         if mail.data.len() != elements {
-            let theirs = format!("{} with a message of {} f32 and not {elements}", self.text, mail.data.len());
+            let theirs =
+                format!("{} with a message of {} f32 and not {elements}", self.text, mail.data.len());
             return Err(Error::Disagreement { at: at(), theirs });
         }
         Ok(mail.data)

@@ -21,12 +21,12 @@ use zeroshard_proto::token::Bearer;
 use zeroshard_proto::transport::{self, Connection};
 use zeroshard_proto::{Error as ClusterError, Token, pb};
 
+use super::Collectives;
 use super::algorithms;
 use super::error::{Error, Result};
 use super::mailbox::{Channel, Mailbox};
 use super::operation::{Numbers, Operation, Post};
 use super::service::{Failure, Identity, Service};
-use super::Collectives;
 
 /// Payload of one part of a message, bytes.
 const PART_BYTES: usize = 1 << 20;
@@ -35,7 +35,7 @@ const FAREWELL: Duration = Duration::from_secs(2);
 /// Pause between two tries to reach a peer.
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 
-type Client = pb::peer_client::PeerClient<Connection>;
+type Client = pb::worker_client::WorkerClient<Connection>;
 
 /// How workers talk to each other.
 #[derive(Debug, Clone)]
@@ -80,8 +80,8 @@ pub struct Peers {
     rank: u32,
     /// By rank; `None`: this one.
     clients: Vec<Option<Client>>,
-    /// Messages under way.
-    sending: TaskTracker,
+    /// Number of messages under way.
+    sending: Arc<watch::Sender<usize>>,
     state: Mutex<State>,
 }
 
@@ -137,7 +137,7 @@ impl Peers {
             .initial_connection_window_size(transport::WINDOW_BYTES)
             .http2_keepalive_interval(Some(transport::KEEPALIVE_INTERVAL))
             .http2_keepalive_timeout(Some(transport::KEEPALIVE_TIMEOUT))
-            .add_service(pb::peer_server::PeerServer::with_interceptor(service, check))
+            .add_service(pb::worker_server::WorkerServer::with_interceptor(service, check))
             .serve_with_incoming_shutdown(
                 TcpIncoming::from(listener).with_nodelay(Some(true)),
                 listening.leaving.clone().cancelled_owned(),
@@ -163,10 +163,9 @@ impl Peers {
     /// [`ClusterError::Timeout`] for peers that do not take what was sent.
     pub fn leave(self) -> Result<()> {
         let Listening { runtime, options, leaving, standing, .. } = &self.inner;
-        self.sending.close();
         standing.close();
         let flushed = runtime.block_on(async {
-            let flushed = tokio::time::timeout(options.deadline, self.sending.wait()).await;
+            let flushed = tokio::time::timeout(options.deadline, sent(&self.sending)).await;
             leaving.cancel();
             // Answers that are under way; a peer that does not let go of its connection is not waited for.
             drop(tokio::time::timeout(FAREWELL, standing.wait()).await);
@@ -206,9 +205,19 @@ impl Peers {
             let mut state = self.lock();
             if state.generation == operation.generation && state.failure.is_none() {
                 state.failure = Some(error.clone());
-                self.inner.failure.send_replace(Some((operation.generation, error.to_string())));
+                drop(state);
+                self.give_up(operation.generation, error.to_string());
             }
         })
+    }
+
+    /// Tells the peers, once they have what was sent before: it may say more to them.
+    fn give_up(&self, generation: u64, cause: String) {
+        let (sending, failure) = (self.sending.clone(), self.inner.failure.clone());
+        self.inner.runtime.spawn(async move {
+            drop(tokio::time::timeout(FAREWELL, sent(&sending)).await);
+            failure.send_replace(Some((generation, cause)));
+        });
     }
 
     /// Runs a collective.
@@ -263,7 +272,7 @@ impl Listening {
             if to == rank { Ok(None) } else { self.dial(rank, to, world, address).await.map(Some) }
         }));
         let clients = self.runtime.block_on(dialled)?;
-        Ok(Peers { inner: self, rank, clients, sending: TaskTracker::new(), state: Mutex::default() })
+        Ok(Peers { inner: self, rank, clients, sending: Arc::default(), state: Mutex::default() })
     }
 
     /// Connects to a peer, and listens to how it is.
@@ -289,7 +298,8 @@ impl Listening {
                 }
             };
             // It may not listen yet.
-            if !matches!(error, ClusterError::Unavailable { .. }) || begin.elapsed() >= self.options.deadline {
+            if !matches!(error, ClusterError::Unavailable { .. }) || begin.elapsed() >= self.options.deadline
+            {
                 return Err(error.into());
             }
             tokio::time::sleep(RETRY_PAUSE).await;
@@ -300,6 +310,12 @@ impl Listening {
         });
         Ok(client)
     }
+}
+
+/// Waits until everything that was sent has arrived, or could not.
+async fn sent(sending: &watch::Sender<usize>) {
+    // The sender is here, so the channel is open.
+    drop(sending.subscribe().wait_for(|&count| count == 0).await);
 }
 
 /// Notes what a peer says of itself, until its end.
@@ -320,6 +336,8 @@ impl Post for Peers {
     fn post(&self, to: u32, header: pb::ParcelHeader, data: Bytes) {
         let Some(mut client) = self.clients[to as usize].clone() else { return };
         let (mailbox, deadline) = (self.inner.mailbox.clone(), self.inner.options.deadline);
+        let sending = self.sending.clone();
+        sending.send_modify(|count| *count += 1);
         let mut header = Some(header);
         let parts = std::iter::successors(Some((Bytes::new(), data)), |(_, rest)| {
             let mut rest = rest.clone();
@@ -332,8 +350,9 @@ impl Post for Peers {
                 Ok(Err(status)) => mailbox.lose(to, format!("a message to it failed: {}", status.message())),
                 Err(_) => mailbox.lose(to, format!("it took no message for {} ms", deadline.as_millis())),
             }
+            sending.send_modify(|count| *count -= 1);
         };
-        self.sending.spawn_on(send, &self.inner.runtime);
+        self.inner.runtime.spawn(send);
     }
 }
 

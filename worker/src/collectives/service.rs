@@ -42,7 +42,9 @@ impl Service {
         let known = identity.wait_for(Option::is_some);
         match tokio::time::timeout(self.patience, known).await {
             Ok(Ok(identity)) => Ok(identity.expect("it was waited for")),
-            Ok(Err(_)) => Err(Error::Unavailable { peer: "this worker".to_owned(), cause: "it ends".to_owned() }),
+            Ok(Err(_)) => {
+                Err(Error::Unavailable { peer: "this worker".to_owned(), cause: "it ends".to_owned() })
+            }
             Err(_) => Err(Error::Timeout {
                 waiting_for: "this worker to be told its rank".to_owned(),
                 waited_ms: self.patience.as_millis() as u64,
@@ -55,7 +57,12 @@ impl Service {
         let mut part = parts.message().await?.ok_or_else(cut)?;
         let header = part.header.take().ok_or_else(cut)?;
         if header.elements > MAX_ELEMENTS {
-            return Err(Error::invalid("elements of a message", header.elements, format!("at most {MAX_ELEMENTS}")).into());
+            return Err(Error::invalid(
+                "elements of a message",
+                header.elements,
+                format!("at most {MAX_ELEMENTS}"),
+            )
+            .into());
         }
         let mut data = vec![0f32; header.elements as usize];
         let bytes: &mut [u8] = bytemuck::must_cast_slice_mut(&mut data);
@@ -90,10 +97,13 @@ impl Service {
 }
 
 #[tonic::async_trait]
-impl pb::peer_server::Peer for Service {
+impl pb::worker_server::Worker for Service {
     type AttachStream = Pin<Box<dyn Stream<Item = Result<pb::AttachResponse, Status>> + Send>>;
 
-    async fn attach(&self, request: Request<pb::AttachRequest>) -> Result<Response<Self::AttachStream>, Status> {
+    async fn attach(
+        &self,
+        request: Request<pb::AttachRequest>,
+    ) -> Result<Response<Self::AttachStream>, Status> {
         let asked = request.into_inner();
         let here = self.identity().await?;
         if (asked.to, asked.world) != (here.rank, here.world) {
@@ -102,14 +112,18 @@ impl pb::peer_server::Peer for Service {
             return Err(Error::invalid("peer", found, expected).into());
         }
         let events = WatchStream::new(self.failure.clone()).map(|failure| {
-            let (generation, failure) = failure.map_or((0, None), |(generation, cause)| (generation, Some(cause)));
+            let (generation, failure) =
+                failure.map_or((0, None), |(generation, cause)| (generation, Some(cause)));
             Ok(pb::AttachResponse { failure, generation })
         });
         let leaving = self.leaving.clone().cancelled_owned();
         Ok(Response::new(Box::pin(stream::StreamExt::take_until(events, leaving))))
     }
 
-    async fn deliver(&self, request: Request<Streaming<pb::Parcel>>) -> Result<Response<pb::DeliverResponse>, Status> {
+    async fn deliver(
+        &self,
+        request: Request<Streaming<pb::Parcel>>,
+    ) -> Result<Response<pb::DeliverResponse>, Status> {
         let (key, mail) = self.receive(request.into_inner()).await?;
         let from = key.from;
         if !self.mailbox.put(key, mail) {
