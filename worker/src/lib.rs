@@ -11,6 +11,7 @@ pub mod launch;
 pub mod levels;
 pub mod memory;
 pub mod model;
+pub mod parallel;
 pub mod processes;
 pub mod progress;
 pub mod random;

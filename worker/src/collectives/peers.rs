@@ -157,11 +157,11 @@ impl Peers {
         self.clients.len() as u32
     }
 
-    /// Says goodbye: waits until what was sent has arrived, then ends.
+    /// Says goodbye: waits until what was sent has arrived, then ends. No operation works afterwards.
     ///
     /// # Errors
     /// [`ClusterError::Timeout`] for peers that do not take what was sent.
-    pub fn leave(self) -> Result<()> {
+    pub fn leave(&self) -> Result<()> {
         let Listening { runtime, options, leaving, standing, .. } = &self.inner;
         standing.close();
         let flushed = runtime.block_on(async {

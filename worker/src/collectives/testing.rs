@@ -1,5 +1,6 @@
 //! Ranks that talk to each other over loopback, for tests: a thread each.
 
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
@@ -12,7 +13,7 @@ pub(crate) fn runtime() -> Runtime {
 }
 
 /// What `run` gives on each of `world` ranks.
-pub(crate) fn together<T: Send>(world: usize, run: impl Fn(&Peers) -> T + Sync) -> Vec<T> {
+pub(crate) fn together<T: Send>(world: usize, run: impl Fn(&Arc<Peers>) -> T + Sync) -> Vec<T> {
     with_deadline(world, Duration::from_secs(60), run)
 }
 
@@ -20,7 +21,7 @@ pub(crate) fn together<T: Send>(world: usize, run: impl Fn(&Peers) -> T + Sync) 
 pub(crate) fn with_deadline<T: Send>(
     world: usize,
     deadline: Duration,
-    run: impl Fn(&Peers) -> T + Sync,
+    run: impl Fn(&Arc<Peers>) -> T + Sync,
 ) -> Vec<T> {
     let runtime = runtime();
     let bind = |_| Peers::bind(runtime.handle(), Options { deadline, ..Options::default() }).unwrap();
@@ -30,7 +31,7 @@ pub(crate) fn with_deadline<T: Send>(
         let (addresses, run) = (&addresses, &run);
         let start = |(one, rank): (super::Listening, u32)| {
             scope.spawn(move || {
-                let peers = one.connect(rank, addresses).unwrap();
+                let peers = Arc::new(one.connect(rank, addresses).unwrap());
                 let result = run(&peers);
                 peers.leave().unwrap();
                 result
