@@ -140,7 +140,15 @@ impl Cluster {
     /// # Errors
     /// [`Error::UnknownJob`], [`Error::RankTaken`], [`Error::Invalid`] for a rank out of range.
     pub async fn join(&self, job: &str, rank: u32) -> Result<Job> {
-        Job::join(self.clone(), job, rank).await
+        Job::join(self.clone(), job, rank, "").await
+    }
+
+    /// As [`Self::join`], and tells the other ranks that this worker is reached at `address`, `host:port`.
+    ///
+    /// # Errors
+    /// As [`Self::join`].
+    pub async fn join_at(&self, job: &str, rank: u32, address: &str) -> Result<Job> {
+        Job::join(self.clone(), job, rank, address).await
     }
 
     /// Calls until it succeeds, an error is final, or the deadline passes. `call` gets the coordinator's client and

@@ -9,6 +9,8 @@ use zeroshard_proto::{Error, JobSpec, Placement, Result, pb};
 use crate::{
     Cluster, Commit, Reduced, StepReport, Target, Traffic,
     cluster::{Deadline, Description},
+    pull,
+    region::Share,
     state,
 };
 use membership::{Membership, watch_membership};
@@ -23,6 +25,8 @@ pub struct Job {
     spec: Arc<JobSpec>,
     rank: u32,
     lease: u64,
+    /// What the rank has of each tensor.
+    shares: Vec<Share>,
     membership: watch::Receiver<Membership>,
     watcher: JoinHandle<()>,
     /// The step that was last pushed to, and the epoch in which that began: gradients of an older epoch are gone.
@@ -36,10 +40,10 @@ impl Drop for Job {
 }
 
 impl Job {
-    pub(crate) async fn join(cluster: Cluster, job: &str, rank: u32) -> Result<Self> {
+    pub(crate) async fn join(cluster: Cluster, job: &str, rank: u32, address: &str) -> Result<Self> {
         let mut stream = cluster
             .retry("a lease", |mut client, _| {
-                let request = pb::JoinRequest { job: job.to_owned(), rank, address: String::new() };
+                let request = pb::JoinRequest { job: job.to_owned(), rank, address: address.to_owned() };
                 async move { client.join(request).await }
             })
             .await?;
@@ -54,7 +58,8 @@ impl Job {
         let (told, membership) = watch::channel(Membership::try_from(first)?);
         let lost = Error::LeaseLost { job: job.to_owned(), rank };
         let watcher = tokio::spawn(watch_membership(stream, told, cluster.peer.clone(), lost));
-        Ok(Self { cluster, spec: Arc::new(spec), rank, lease, membership, watcher, round: Mutex::default() })
+        let (shares, round) = (Share::all(&spec, rank), Mutex::default());
+        Ok(Self { cluster, spec: Arc::new(spec), rank, lease, shares, membership, watcher, round })
     }
 
     /// What the job is.
@@ -76,6 +81,37 @@ impl Job {
     /// The membership generation.
     pub fn epoch(&self) -> u64 {
         self.membership.borrow().epoch
+    }
+
+    /// Whether this rank uploads what it has of a tensor, or another rank that has the same.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a tensor that there is not.
+    pub fn uploads(&self, tensor: usize) -> Result<bool> {
+        Ok(pull::share("", &self.spec.manifest, &self.shares, tensor)?.uploads())
+    }
+
+    /// Where each rank's worker is reached by the others, in rank order. Waits until all have joined and said so.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] naming who has not.
+    pub async fn peers(&self) -> Result<Vec<String>> {
+        let deadline = Deadline::after(self.cluster.options.deadline);
+        let world = self.spec.world as usize;
+        let mut membership = self.membership.clone();
+        let all = membership.wait_for(|now| now.peers.len() == world || now.ended.is_some());
+        let waiting_for = || {
+            let known = &self.membership.borrow().peers;
+            let missing = (0..self.spec.world).find(|rank| !known.contains_key(rank)).unwrap_or_default();
+            format!(
+                "{} of job {:?} to say where it is reached",
+                self.spec.describe_rank(missing),
+                self.spec.name
+            )
+        };
+        // The sender lives as long as the watcher, and that as long as we.
+        let _ = deadline.limit(waiting_for, all).await?;
+        Ok(self.current()?.peers.into_values().collect())
     }
 
     /// Payload bytes that all jobs of this cluster connection have moved.

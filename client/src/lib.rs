@@ -12,7 +12,7 @@
 //! job.initialise(vec![Gradient { tensor: 0, data: vec![0.1; 1024 * 1024].into() }]).await?;
 //! let mut weight = vec![0.0; 1024 * 1024];
 //! for step in 0..10 {
-//!     job.pull(step, vec![Target { tensor: 0, data: (&mut weight).into() }]).await?;
+//!     job.pull(step, vec![Target::new(0, &mut weight)]).await?;
 //!     let gradient = weight.iter().map(|w| 2.0 * w).collect::<Vec<f32>>();
 //!     job.push(step, vec![Gradient { tensor: 0, data: gradient.into() }]).await?;
 //!     let report = job.commit(Commit::new(step)).await?;
@@ -27,6 +27,7 @@ mod cluster;
 mod job;
 mod pull;
 mod push;
+mod region;
 mod schedule;
 mod shards;
 mod state;

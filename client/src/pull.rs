@@ -1,17 +1,21 @@
 //! Pulling: bytes go from the network buffer straight into the caller's array.
 
-use std::{collections::VecDeque, sync::atomic::Ordering};
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::atomic::Ordering,
+};
 
 use http_body_util::Full;
 use tonic::body::Body;
 use zeroshard_proto::{
-    DType, Error, Manifest, Placement, Result, Server,
+    DType, Error, Manifest, Placement, Result, Server, TensorBox,
     frame::{Event, Extent, Reader},
     pb,
 };
 
 use crate::{
     call::{call, finish, framed},
+    region::{Region, Share},
     shards::{Shard, Shards},
     values::Slots,
 };
@@ -24,8 +28,17 @@ const MAX_MESSAGE: usize = 64 << 20;
 pub struct Target<'a> {
     /// Its index in the manifest.
     pub tensor: usize,
-    /// Room for all of its elements.
+    /// What of it; `None`: what the rank has of it by the tensor's layout, which is all of it if there is none.
+    pub area: Option<TensorBox>,
+    /// Room for all elements of that, row-major.
     pub data: Slots<'a>,
+}
+
+impl<'a> Target<'a> {
+    /// What the rank has of a tensor.
+    pub fn new(tensor: usize, data: impl Into<Slots<'a>>) -> Self {
+        Self { tensor, area: None, data: data.into() }
+    }
 }
 
 /// What one server is to send.
@@ -33,6 +46,8 @@ pub(crate) struct Plan<'a> {
     pub(crate) server: Server,
     /// On the wire.
     dtype: DType,
+    /// What of which tensors is sent, where that is not all; one of each.
+    boxes: Vec<pb::Box>,
     /// In the order in which it is sent. INVARIANT: none is empty.
     rest: VecDeque<Part<'a>>,
 }
@@ -45,46 +60,111 @@ struct Part<'a> {
     data: Slots<'a>,
 }
 
-/// Which server sends what, as `dtype`.
+/// Which server sends what, as `dtype`. `shares` are the rank's.
 ///
 /// # Errors
-/// [`Error::Invalid`] for a tensor that does not exist, or a target of another size.
+/// [`Error::Invalid`] for a tensor that does not exist, an area outside of it, or a target of another size.
 pub(crate) fn plan<'a>(
     manifest: &Manifest,
     placement: &Placement,
+    shares: &[Share],
     dtype: DType,
     targets: Vec<Target<'a>>,
 ) -> Result<Vec<Plan<'a>>> {
-    let plan = |server: &Server| Plan { server: server.clone(), dtype, rest: VecDeque::new() };
-    let mut plans: Vec<_> = placement.servers().iter().map(plan).collect();
-    for Target { tensor, data } in targets {
-        check_size("target of a pull of", manifest, tensor, data.len())?;
-        let mut rest = data;
-        for slice in manifest.slices_of(tensor) {
-            let data = rest.split_off(manifest.slices()[slice].numel);
-            let part = Part { slice: slice as u32, offset: 0, data };
-            plans[placement.primary(slice)].rest.push_back(part);
+    // A request has one box of each tensor: further ones go into requests of their own.
+    let mut rounds: Vec<Vec<Plan<'_>>> = Vec::new();
+    let mut areas: HashMap<usize, Vec<TensorBox>> = HashMap::new();
+    for Target { tensor, area, data } in targets {
+        let region = match area {
+            None => share("target of a pull of", manifest, shares, tensor)?.region.clone(),
+            Some(area) => {
+                share("target of a pull of", manifest, shares, tensor)?;
+                let spec = &manifest.tensors()[tensor];
+                area.check(&spec.shape, &spec.name)?;
+                Region::new(&spec.shape, area)
+            }
+        };
+        check_size("target of a pull of", manifest, tensor, &region, data.len())?;
+        let known = areas.entry(manifest.owner(tensor)).or_default();
+        let round = known.iter().position(|area| area == region.area()).unwrap_or(known.len());
+        if round == known.len() {
+            known.push(region.area().clone());
         }
+        if round == rounds.len() {
+            let plan = |server: &Server| Plan {
+                server: server.clone(),
+                dtype,
+                boxes: Vec::new(),
+                rest: VecDeque::new(),
+            };
+            rounds.push(placement.servers().iter().map(plan).collect());
+        }
+        add(&mut rounds[round], manifest, placement, tensor, &region, data);
     }
-    plans.retain(|plan| !plan.rest.is_empty());
-    Ok(plans)
+    Ok(rounds.into_iter().flatten().filter(|plan| !plan.rest.is_empty()).collect())
+}
+
+fn add<'a>(
+    plans: &mut [Plan<'a>],
+    manifest: &Manifest,
+    placement: &Placement,
+    tensor: usize,
+    region: &Region,
+    mut data: Slots<'a>,
+) {
+    let tensor = manifest.owner(tensor);
+    for slice in manifest.slices_of(tensor) {
+        let data = data.split_off(region.part(&manifest.slices()[slice]).len());
+        if data.is_empty() {
+            continue;
+        }
+        let plan = &mut plans[placement.primary(slice)];
+        let boxed = region.to_wire(tensor).filter(|_| plan.boxes.iter().all(|b| b.tensor != tensor as u32));
+        plan.boxes.extend(boxed);
+        plan.rest.push_back(Part { slice: slice as u32, offset: 0, data });
+    }
+}
+
+/// The rank's share of a tensor.
+///
+/// # Errors
+/// [`Error::Invalid`] unless the tensor exists.
+pub(crate) fn share<'a>(
+    what: &str,
+    manifest: &Manifest,
+    shares: &'a [Share],
+    tensor: usize,
+) -> Result<&'a Share> {
+    shares.get(tensor).ok_or_else(|| {
+        let expected = format!("less than the number of tensors, {}", manifest.tensors().len());
+        Error::invalid(format!("{what} tensor"), tensor, expected)
+    })
 }
 
 /// # Errors
-/// [`Error::Invalid`] unless the tensor exists and has `numel` elements.
-pub(crate) fn check_size(what: &str, manifest: &Manifest, tensor: usize, numel: usize) -> Result<()> {
-    let Some(spec) = manifest.tensors().get(tensor) else {
-        let expected = format!("less than the number of tensors, {}", manifest.tensors().len());
-        return Err(Error::invalid(format!("{what} tensor"), tensor, expected));
-    };
-    if spec.numel() != numel as u64 {
-        return Err(Error::invalid(
-            format!("{what} tensor {:?}", spec.name),
-            format!("{numel} elements"),
-            format!("its {} of shape {:?}", spec.numel(), spec.shape),
-        ));
+/// [`Error::Invalid`] unless a region of the tensor has `numel` elements.
+pub(crate) fn check_size(
+    what: &str,
+    manifest: &Manifest,
+    tensor: usize,
+    region: &Region,
+    numel: usize,
+) -> Result<()> {
+    if region.numel() == numel {
+        return Ok(());
     }
-    Ok(())
+    let spec = &manifest.tensors()[tensor];
+    let expected = match region.to_wire(tensor) {
+        None => format!("its {} of shape {:?}", spec.numel(), spec.shape),
+        Some(area) => format!(
+            "the {} of the box at {:?} of size {:?} of its shape {:?}",
+            region.numel(),
+            area.offset,
+            area.size,
+            spec.shape
+        ),
+    };
+    Err(Error::invalid(format!("{what} tensor {:?}", spec.name), format!("{numel} elements"), expected))
 }
 
 /// What a pull says of itself.
@@ -107,7 +187,7 @@ impl Plan<'_> {
             length: part.data.len() as u64,
         });
         let request = pb::PullRequest {
-            boxes: Vec::new(),
+            boxes: self.boxes.clone(),
             job: of.job.to_owned(),
             epoch: of.epoch,
             version: of.version,

@@ -16,7 +16,8 @@ use zeroshard_proto::{
 
 use crate::{
     call::{call, finish},
-    pull::check_size,
+    pull::{check_size, share},
+    region::Share,
     shards::Shards,
     values::Values,
 };
@@ -26,7 +27,7 @@ use crate::{
 pub struct Gradient {
     /// Index in the manifest of the tensor, which must own its storage (not tied to another).
     pub tensor: usize,
-    /// All of its elements.
+    /// What the rank has of it by the tensor's layout (all of it, if there is none), row-major.
     pub data: Values,
 }
 
@@ -48,34 +49,43 @@ struct Part {
     data: Values,
     /// The slice's elements in `data`.
     range: Range<usize>,
+    /// How many ranks add to the slice before us.
+    waits: u32,
 }
 
-/// Which server receives what.
+/// Which server receives what of a rank's gradients or, with `upload`, of what the job begins with. `shares` are the
+/// rank's; what it need not send is left out.
 ///
 /// # Errors
 /// [`Error::Invalid`] for a tensor that does not exist, is tied to another, or has another size.
 pub(crate) fn plan(
     manifest: &Manifest,
     placement: &Placement,
-    rank: u32,
-    world: u32,
+    shares: &[Share],
     gradients: Vec<Gradient>,
+    upload: bool,
 ) -> Result<Vec<Plan>> {
     let plan = |server: &Server| Plan { server: server.clone(), parts: Vec::new(), absent: Vec::new() };
     let mut plans: Vec<_> = placement.servers().iter().map(plan).collect();
     for Gradient { tensor, data } in gradients {
-        check_size("data for", manifest, tensor, data.len())?;
+        let share = share("data for", manifest, shares, tensor)?;
+        check_size("data for", manifest, tensor, &share.region, data.len())?;
         check_owner(manifest, tensor)?;
+        if !(if upload { share.uploads() } else { share.contributes() }) {
+            continue;
+        }
         for slice in manifest.slices_of(tensor) {
-            let spec = manifest.slices()[slice];
-            let range = spec.offset..spec.offset + spec.numel;
-            let part = Part { slice: slice as u32, data: data.clone(), range };
-            plans[placement.primary(slice)].parts.push(part);
+            let range = share.region.part(&manifest.slices()[slice]);
+            if !range.is_empty() {
+                let waits = share.waits(slice as u32);
+                let part = Part { slice: slice as u32, data: data.clone(), range, waits };
+                plans[placement.primary(slice)].parts.push(part);
+            }
         }
     }
-    // First the slices where it is our turn early: servers add in cyclic rank order from `slice mod world`.
+    // First the slices where it is our turn early.
     for plan in &mut plans {
-        plan.parts.sort_by_key(|part| (rank + world - part.slice % world) % world);
+        plan.parts.sort_by_key(|part| part.waits);
     }
     plans.retain(|plan| !plan.parts.is_empty());
     Ok(plans)
@@ -88,20 +98,23 @@ pub(crate) fn plan(
 pub(crate) fn plan_absent(
     manifest: &Manifest,
     placement: &Placement,
+    shares: &[Share],
     tensors: &[usize],
 ) -> Result<Vec<Plan>> {
     let mut slices = vec![Vec::new(); placement.servers().len()];
     for &tensor in tensors {
-        let Some(spec) = manifest.tensors().get(tensor) else {
-            let expected = format!("less than the number of tensors, {}", manifest.tensors().len());
-            return Err(Error::invalid("absent tensor", tensor, expected));
-        };
+        let share = share("absent", manifest, shares, tensor)?;
+        let spec = &manifest.tensors()[tensor];
         check_owner(manifest, tensor)?;
         if !spec.trains() {
             let what = format!("tensor {:?}", spec.name);
             return Err(Error::invalid(what, "said to be absent", "left out: it does not train"));
         }
-        manifest.slices_of(tensor).for_each(|slice| slices[placement.primary(slice)].push(slice as u32));
+        let ours =
+            |slice: &usize| share.contributes() && !share.region.part(&manifest.slices()[*slice]).is_empty();
+        for slice in manifest.slices_of(tensor).filter(ours) {
+            slices[placement.primary(slice)].push(slice as u32);
+        }
     }
     let plans = placement.servers().iter().zip(&slices).flat_map(|(server, slices)| {
         slices.chunks(ABSENT_A_PUSH).map(|absent| Plan {

@@ -10,6 +10,7 @@ pub mod coordinator;
 pub mod embedded;
 pub mod health;
 pub mod layers;
+mod listing;
 pub mod logging;
 pub mod metrics;
 pub mod optim;

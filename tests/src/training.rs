@@ -80,8 +80,7 @@ impl Training {
 pub async fn pull(job: &Job, version: u64) -> Result<Vec<Vec<f32>>> {
     let tensors = job.spec().manifest.tensors();
     let mut parameters: Vec<Vec<f32>> = tensors.iter().map(|t| vec![0.0; t.numel() as usize]).collect();
-    let targets =
-        parameters.iter_mut().enumerate().map(|(tensor, data)| Target { tensor, data: data.into() });
+    let targets = parameters.iter_mut().enumerate().map(|(tensor, data)| Target::new(tensor, data));
     job.pull(version, targets.collect()).await?;
     Ok(parameters)
 }

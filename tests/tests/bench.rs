@@ -24,10 +24,27 @@ fn bench(arguments: &[&str], numbers: &[&str]) -> Vec<Value> {
 #[test]
 fn transfer_measures_pull_and_push_beside_raw_tcp_and_plain_tonic() {
     let numbers = ["bytes", "gbps", "raw_tcp_gbps", "ratio_raw_tcp", "ratio_plain_tonic"];
-    let lines = bench(&["transfer", "--bytes", "65536,1048576", "--repeat", "1"], &numbers);
+    let lines = bench(&["transfer", "--bytes", "65536,1048576", "--repeat", "1", "--boxes", "0"], &numbers);
     let what: Vec<_> = lines.iter().map(|line| (line["bench"].as_str().unwrap(), &line["bytes"])).collect();
     let (small, large) = (Value::from(65_536), Value::from(1_048_576));
     assert_eq!(what, [("pull", &small), ("push", &small), ("pull", &large), ("push", &large)]);
+}
+
+#[test]
+fn transfer_measures_boxes_beside_an_array() {
+    let numbers = ["bytes", "gbps", "ratio_array"];
+    let lines = bench(&["transfer", "--bytes", "65536", "--repeat", "1", "--boxes", "64"], &[]);
+    let (_, boxes) = lines.split_at(2);
+    let what: Vec<_> =
+        boxes.iter().map(|line| [&line["bench"], &line["of"]].map(|f| f.as_str().unwrap())).collect();
+    let of = ["array", "Shard(0)", "Shard(1)"];
+    assert_eq!(
+        what,
+        ["pull", "push"].into_iter().flat_map(|bench| of.map(|of| [bench, of])).collect::<Vec<_>>()
+    );
+    for (line, field) in boxes.iter().flat_map(|line| numbers.map(|field| (line, field))) {
+        assert!(line[field].as_f64().is_some_and(|number| number > 0.0), "{field} in {line}");
+    }
 }
 
 #[test]

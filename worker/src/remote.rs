@@ -135,9 +135,7 @@ impl Remote {
 
 impl Exchange for Remote {
     async fn pull(&self, version: u64, mut buffers: Vec<Buffer>) -> Result<Vec<Buffer>> {
-        let targets = buffers
-            .iter_mut()
-            .map(|buffer| Target { tensor: buffer.tensor, data: (&mut buffer.values).into() });
+        let targets = buffers.iter_mut().map(|buffer| Target::new(buffer.tensor, &mut buffer.values));
         self.job.pull(version, targets.collect()).await?;
         Ok(buffers)
     }

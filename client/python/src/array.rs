@@ -4,9 +4,12 @@
 use bytes::Bytes;
 use pyo3::prelude::*;
 use zeroshard_client::{Gradient, Slots, Target, Values};
-use zeroshard_proto::{DType, Error, Policy, TensorSpec as Spec};
+use zeroshard_proto::{DType, Error, Policy, TensorBox, TensorLayout, TensorSpec as Spec};
 
-use crate::error::raise;
+use crate::{
+    error::raise,
+    mesh::{self, Area},
+};
 
 /// Memory of a tensor, lent by Python.
 #[pyclass(frozen, module = "zeroshard._native")]
@@ -15,6 +18,8 @@ pub(crate) struct Array {
     /// Of elements.
     numel: usize,
     dtype: DType,
+    /// What of its tensor it is; `None`: what the rank has.
+    area: Option<TensorBox>,
     /// Keeps the memory where it is.
     owner: Py<PyAny>,
 }
@@ -22,13 +27,20 @@ pub(crate) struct Array {
 #[pymethods]
 impl Array {
     #[new]
-    fn new(address: usize, numel: usize, dtype: &str, owner: Py<PyAny>) -> PyResult<Self> {
+    #[pyo3(signature = (address, numel, dtype, owner, area=None))]
+    fn new(
+        address: usize,
+        numel: usize,
+        dtype: &str,
+        owner: Py<PyAny>,
+        area: Option<Area>,
+    ) -> PyResult<Self> {
         let dtype = parse_dtype("dtype of an array", dtype)?;
         if address == 0 && numel > 0 {
             let expected = "that of the tensor's memory (an empty storage has none)";
             return Err(raise(Error::invalid("address of an array", 0, expected)));
         }
-        Ok(Self { address, numel, dtype, owner })
+        Ok(Self { address, numel, dtype, area: area.map(mesh::area), owner })
     }
 
     #[getter]
@@ -98,15 +110,22 @@ pub(crate) fn gradients(py: Python<'_>, arrays: &Arrays<'_>) -> PyResult<Vec<Gra
 }
 
 /// What is to be filled.
-pub(crate) struct Targets(Vec<(usize, Lent)>);
+pub(crate) struct Targets(Vec<(usize, Option<TensorBox>, Lent)>);
 
 impl Targets {
     pub(crate) fn new(py: Python<'_>, arrays: &Arrays<'_>) -> Self {
-        Self(arrays.iter().map(|(tensor, array)| (*tensor, Lent::new(py, array))).collect())
+        let target =
+            |(tensor, array): &(usize, PyRef<'_, Array>)| (*tensor, array.area.clone(), Lent::new(py, array));
+        Self(arrays.iter().map(target).collect())
     }
 
     pub(crate) fn targets(&mut self) -> Result<Vec<Target<'_>>, Error> {
-        self.0.iter_mut().map(|(tensor, lent)| Ok(Target { tensor: *tensor, data: lent.slots()? })).collect()
+        self.0
+            .iter_mut()
+            .map(|(tensor, area, lent)| {
+                Ok(Target { tensor: *tensor, area: area.clone(), data: lent.slots()? })
+            })
+            .collect()
     }
 }
 
@@ -117,7 +136,7 @@ pub(crate) struct TensorSpec(pub(crate) Spec);
 #[pymethods]
 impl TensorSpec {
     #[new]
-    #[pyo3(signature = (name, shape, dtype="f32", *, frozen=false, buffer=false, group=0, whole=false, no_clip=false))]
+    #[pyo3(signature = (name, shape, dtype="f32", *, frozen=false, buffer=false, group=0, whole=false, no_clip=false, layout=None))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         name: String,
@@ -128,10 +147,14 @@ impl TensorSpec {
         group: u32,
         whole: bool,
         no_clip: bool,
+        layout: Option<(u32, Vec<String>)>,
     ) -> PyResult<Self> {
         let dtype = parse_dtype(&format!("dtype of tensor {name:?}"), dtype)?;
         let policy = if whole { Policy::Whole } else { Policy::Elementwise };
-        Ok(Self(Spec { dtype, frozen, buffer, group, policy, no_clip, ..Spec::new(name, shape) }))
+        let layout = layout
+            .map(|(mesh, placements)| Ok(TensorLayout { mesh, placements: mesh::placements(&placements)? }));
+        let layout = layout.transpose().map_err(raise)?;
+        Ok(Self(Spec { dtype, frozen, buffer, group, policy, no_clip, layout, ..Spec::new(name, shape) }))
     }
 
     #[getter]

@@ -12,6 +12,7 @@ use crate::{
     array::{TensorSpec, parse_dtype},
     error::raise,
     job::{Group, Job, optimizers},
+    mesh::Mesh,
     plan::lock,
     runtime::wait,
 };
@@ -108,6 +109,7 @@ impl Cluster {
         Ok(json!({ "servers": servers, "jobs": jobs }).to_string())
     }
 
+    #[pyo3(signature = (name, tensors, groups, world, meshes=vec![]))]
     fn create_job(
         &self,
         py: Python<'_>,
@@ -115,10 +117,12 @@ impl Cluster {
         tensors: Vec<PyRef<'_, TensorSpec>>,
         groups: Vec<Group>,
         world: u32,
+        meshes: Vec<PyRef<'_, Mesh>>,
     ) -> PyResult<()> {
         let manifest =
             Manifest::new(tensors.iter().map(|tensor| tensor.0.clone()).collect()).map_err(raise)?;
-        let spec = JobSpec { world, ..JobSpec::new(name, manifest, optimizers(groups)?) };
+        let meshes = meshes.iter().map(|mesh| mesh.0.clone()).collect();
+        let spec = JobSpec { world, meshes, ..JobSpec::new(name, manifest, optimizers(groups)?) };
         let cluster = self.cluster.clone();
         wait(py, async move { cluster.create_job(&spec).await })
     }

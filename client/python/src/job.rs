@@ -164,6 +164,10 @@ impl Job {
         self.job.version()
     }
 
+    fn uploads(&self, tensor: usize) -> PyResult<bool> {
+        self.job.uploads(tensor).map_err(raise)
+    }
+
     #[pyo3(signature = (arrays, *, part="", applied=0, label=None))]
     fn initialise(
         &self,

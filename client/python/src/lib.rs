@@ -5,6 +5,7 @@ mod array;
 mod cluster;
 mod error;
 mod job;
+mod mesh;
 mod plan;
 mod progress;
 mod runtime;
@@ -21,6 +22,8 @@ mod _native {
     use cluster::Cluster;
     #[pymodule_export]
     use job::{Job, Report, Transfer};
+    #[pymodule_export]
+    use mesh::Mesh;
     #[pymodule_export]
     use plan::{Buckets, Schedule};
 

@@ -12,6 +12,7 @@ __all__ = [
     "Buckets",
     "Cluster",
     "Job",
+    "Mesh",
     "Report",
     "Schedule",
     "TensorSpec",
@@ -19,6 +20,9 @@ __all__ = [
     "__version__",
 ]
 __version__: str
+
+#: A box of a tensor: first index, and number of indices, along each dimension.
+type _Area = tuple[Sequence[int], Sequence[int]]
 
 #: A parameter group: the optimizer's name, and its hyperparameters by torch's names (flags are 0 or 1).
 type _Group = tuple[str, Mapping[str, float]]
@@ -28,18 +32,54 @@ class Array:
     """Contiguous host memory of a tensor, lent to transfers; ``owner`` is kept alive for as long as they need it.
 
     ``dtype`` is ``"f32"``, ``"bf16"`` or ``"f16"``. Any other kind of element travels as raw words, as ``"f32"``
-    (only where nothing computes with it: buffers).
+    (only where nothing computes with it: buffers). A pull fills it with ``area`` of its tensor, row-major; without one
+    with what the rank has of the tensor by its layout, which is all of it if there is none.
     """
 
-    def __new__(cls, address: int, numel: int, dtype: str, owner: object) -> Array: ...
+    def __new__(
+        cls, address: int, numel: int, dtype: str, owner: object, area: _Area | None = None
+    ) -> Array: ...
     @property
     def numel(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
 
 @final
+class Mesh:
+    """Ranks in an array with named dimensions.
+
+    How a tensor lies on it is said by one placement for each dimension: ``"shard:0"`` (cut along the tensor's dimension
+    0, like ``torch.chunk``), ``"replicate"``, ``"sum"`` or ``"avg"`` (what the ranks have is yet to be summed or
+    averaged), ``"max"``.
+    """
+
+    def __new__(cls, shape: Sequence[int], ranks: Sequence[int], names: Sequence[str]) -> Mesh: ...
+    @property
+    def shape(self) -> list[int]: ...
+    @property
+    def ranks(self) -> list[int]:
+        """Row-major."""
+    @property
+    def names(self) -> list[str]: ...
+    def coordinate(self, rank: int) -> list[int] | None: ...
+    def group(self, rank: int, dim: int) -> list[int] | None:
+        """The ranks along a dimension through ``rank``."""
+    def describe(self, rank: int) -> str:
+        """Such as ``rank 3 (dp 1, tp 1)``."""
+    def local_box(
+        self, shape: Sequence[int], placements: Sequence[str], rank: int
+    ) -> tuple[list[int], list[int]] | None:
+        """What ``rank`` has of a tensor: first index, and number of indices, along each dimension."""
+
+@final
 class TensorSpec:
-    """One tensor of a job's manifest."""
+    """One tensor of a job's manifest.
+
+    ``layout`` says how its gradient, and what it begins with, come from the ranks: the index of one of the job's meshes,
+    and a placement for each of its dimensions. Of what is replicated the first rank contributes; each piece of what is
+    cut comes from those who have it; what is partial is summed, or averaged. Without a layout every rank contributes
+    all of it, the mean is taken, and rank 0 uploads it.
+    """
 
     def __new__(
         cls,
@@ -52,6 +92,7 @@ class TensorSpec:
         group: int = 0,
         whole: bool = False,
         no_clip: bool = False,
+        layout: tuple[int, Sequence[str]] | None = None,
     ) -> TensorSpec: ...
     @property
     def name(self) -> str: ...
@@ -78,7 +119,14 @@ class Cluster:
     def address(self) -> str: ...
     def status(self) -> str:
         """Servers and jobs, as JSON."""
-    def create_job(self, name: str, tensors: Sequence[TensorSpec], groups: Sequence[_Group], world: int) -> None:
+    def create_job(
+        self,
+        name: str,
+        tensors: Sequence[TensorSpec],
+        groups: Sequence[_Group],
+        world: int,
+        meshes: Sequence[Mesh] = (),
+    ) -> None:
         """Makes the job, unless it is there already with the same description."""
     def join(self, name: str, rank: int, *, bucket_numel: int = 8388608) -> Job: ...
     def delete_job(self, name: str) -> None: ...
@@ -102,10 +150,14 @@ class Job:
     def epoch(self) -> int: ...
     @property
     def version(self) -> int | None: ...
+    def uploads(self, tensor: int) -> bool:
+        """Whether this rank uploads what it has of a tensor, or another that has the same."""
     def initialise(
         self, arrays: Sequence[tuple[int, Array]], *, part: str = "", applied: int = 0, label: str | None = None
     ) -> None:
-        """Uploads initial parameters (``part=""``), or before them a state tensor of the optimizer. By rank 0.
+        """Uploads initial parameters (``part=""``), or before them a state tensor of the optimizer.
+
+        What others upload by the tensors' layouts (without one: all but rank 0) is left out.
 
         ``applied`` is how many steps the state has seen. With a ``label`` long work shows a progress bar.
         """
@@ -116,7 +168,7 @@ class Job:
     def absent(self, step: int, tensors: Sequence[int]) -> None:
         """Says that this rank has no gradients for these tensors. Returns at once."""
     def buffers(self, step: int, arrays: Sequence[tuple[int, Array]]) -> None:
-        """Starts to send the buffers as they are after ``step``. By rank 0."""
+        """Starts to send the buffers as they are after ``step``; by the ranks that upload them."""
     def flush(self) -> None:
         """Sends the open bucket, and waits until everything sent has arrived."""
     def forget(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -80,7 +81,7 @@ class Rendezvous:
             raise Timeout(f"rank {self._place.rank} cannot reach the store at {address}:{port}: {error}") from None
 
     def tell(self, key: str, value: str) -> None:
-        """On rank 0."""
+        """On one rank."""
         self._store.set(f"{_PREFIX}/{key}", value)
 
     def count(self, key: str, by: int) -> int:
@@ -89,15 +90,20 @@ class Rendezvous:
 
     def hear(self, key: str) -> str:
         """On the other ranks; waits until rank 0 has told."""
+        return self._hear(key, "rank 0 to start the cluster: does every rank call zeroshard.init?")
+
+    def exchange(self, key: str, value: str, ranks: Sequence[int]) -> list[str]:
+        """What each of ``ranks`` says under ``key``, in their order; all of them must."""
+        self.tell(f"{key}/{self._place.rank}", value)
+        return [self._hear(f"{key}/{rank}", f"rank {rank} to describe the same model ({key})") for rank in ranks]
+
+    def _hear(self, key: str, waiting_for: str) -> str:
         key = f"{_PREFIX}/{key}"
         try:
             self._store.wait([key], self._deadline)
         except Exception as error:
             seconds = self._deadline.total_seconds()
-            raise Timeout(
-                f"rank {self._place.rank} waited {seconds:g} s for rank 0 to start the cluster: does every rank "
-                f"call zeroshard.init? ({error})"
-            ) from None
+            raise Timeout(f"rank {self._place.rank} waited {seconds:g} s for {waiting_for} ({error})") from None
         return str(self._store.get(key).decode())
 
 

@@ -10,6 +10,7 @@ import os
 import secrets
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -93,6 +94,10 @@ class Session:
         self._names[kind, ranks] += 1
         members = "all" if ranks == tuple(range(self.world)) else "-".join(map(str, ranks))
         return f"{self._run}/{kind}-{number}/{members}"
+
+    def exchange(self, key: str, value: str, ranks: Sequence[int]) -> list[str]:
+        """What each of ``ranks`` says under ``key``, in their order; all of them must."""
+        return [value] if self._rendezvous is None else self._rendezvous.exchange(key, value, ranks)
 
     def join(self, name: str, rank: int, bucket_numel: int) -> Job:
         """Joins a job; the session leaves it at its end, unless :meth:`retire` came before."""

@@ -1,7 +1,10 @@
 //! What the coordinator says of the membership, and waiting for it.
 
-use std::sync::{Arc, PoisonError};
-use std::time::Duration;
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, PoisonError},
+    time::Duration,
+};
 
 use tokio::sync::watch;
 use zeroshard_proto::{Error, Placement, Result, pb};
@@ -18,6 +21,8 @@ pub(super) struct Membership {
     pub(super) epoch: u64,
     pub(super) version: Option<u64>,
     pub(super) placement: Arc<Placement>,
+    /// Where the ranks that said so are reached.
+    pub(super) peers: BTreeMap<u32, String>,
     /// Why the lease has ended, if it has.
     pub(super) ended: Option<Error>,
 }
@@ -30,6 +35,7 @@ impl TryFrom<pb::Membership> for Membership {
             epoch: message.epoch,
             version: message.version,
             placement: Arc::new(message.placement.unwrap_or_default().try_into()?),
+            peers: message.peers.into_iter().map(|peer| (peer.rank, peer.address)).collect(),
             ended: None,
         })
     }

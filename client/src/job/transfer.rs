@@ -10,8 +10,9 @@ use crate::{Gradient, Target, cluster::Deadline, pull, push};
 const PARAMETERS: &str = "";
 
 impl Job {
-    /// Uploads the initial parameters; in any number of calls, all tensors that own their storage, by rank 0,
-    /// once. A rank that is lost before [`Self::version`] tells of version 0 makes the servers drop them.
+    /// Uploads the initial parameters; in any number of calls, all tensors that own their storage, once. Each rank gives
+    /// what it has of them by their layouts; who need not send it (of tensors without a layout: all but rank 0) may,
+    /// and it is left out. A rank that is lost before [`Self::version`] tells of version 0 makes the servers drop them.
     ///
     /// # Errors
     /// [`Error::StaleEpoch`]: upload all of them again. [`Error::Invalid`] for sizes that do not fit,
@@ -29,7 +30,7 @@ impl Job {
     }
 
     /// Uploads the optimizer's state tensor `part`, one of [`zeroshard_proto::Optimizer::state`], of some tensors
-    /// that train: before their parameters, by rank 0. What is not uploaded starts as it does in a new run.
+    /// that train: before their parameters, by the same ranks. What is not uploaded starts as it does in a new run.
     /// `applied` steps count as applied to these tensors.
     ///
     /// # Errors
@@ -45,17 +46,18 @@ impl Job {
     async fn upload(&self, part: &str, applied: u64, data: Vec<Gradient>) -> Result<()> {
         let begin = pb::PushBegin { part: part.to_owned(), applied, ..self.begin(None)? };
         // Always f32: master weights and state are.
-        self.push_as(begin, DType::F32, self.plan_push(data)?).await
+        self.push_as(begin, DType::F32, self.plan_push(data, true)?).await
     }
 
-    /// Pushes gradients of `step`; in any number of calls, all tensors that train.
+    /// Pushes gradients of `step`; in any number of calls, all tensors that train. What others contribute by the
+    /// tensor's layout, and not this rank, is left out.
     ///
     /// # Errors
     /// [`Error::StepAborted`]: run the step again. [`Error::Invalid`], [`Error::Timeout`], …
     pub async fn push(&self, step: u64, gradients: Vec<Gradient>) -> Result<()> {
         self.check_buffers(&gradients, false)?;
         let begin = self.begin(Some(step))?;
-        self.push_as(begin, self.cluster.options.wire, self.plan_push(gradients)?).await
+        self.push_as(begin, self.cluster.options.wire, self.plan_push(gradients, false)?).await
     }
 
     /// Says that this rank has no gradient of these tensors in `step`, or nothing beyond what it has pushed. What is
@@ -67,11 +69,11 @@ impl Job {
     pub async fn push_absent(&self, step: u64, tensors: &[usize]) -> Result<()> {
         let begin = self.begin(Some(step))?;
         let placement = self.current()?.placement;
-        let plans = push::plan_absent(&self.spec.manifest, &placement, tensors)?;
+        let plans = push::plan_absent(&self.spec.manifest, &placement, &self.shares, tensors)?;
         self.push_as(begin, self.cluster.options.wire, plans).await
     }
 
-    /// Pushes new content of buffers (batch-norm statistics), by rank 0, before it commits `step`. It is what
+    /// Pushes new content of buffers (batch-norm statistics), by the ranks that upload them, before they commit `step`. It is what
     /// readers of the step's version get, bit for bit, also when the step is skipped; a buffer that is not pushed
     /// keeps its content.
     ///
@@ -80,7 +82,7 @@ impl Job {
     pub async fn push_buffers(&self, step: u64, buffers: Vec<Gradient>) -> Result<()> {
         self.check_buffers(&buffers, true)?;
         let begin = self.begin(Some(step))?;
-        self.push_as(begin, DType::F32, self.plan_push(buffers)?).await
+        self.push_as(begin, DType::F32, self.plan_push(buffers, true)?).await
     }
 
     /// Fills the targets with the parameters at `version`; waits for it. Buffers come as f32 whatever the wire's
@@ -119,7 +121,7 @@ impl Job {
         let placement = self.current()?.placement;
         let mut plans = Vec::new();
         for (dtype, targets) in targets {
-            plans.extend(pull::plan(&self.spec.manifest, &placement, dtype, targets)?);
+            plans.extend(pull::plan(&self.spec.manifest, &placement, &self.shares, dtype, targets)?);
         }
         let pulls = plans.into_iter().map(|plan| self.pull_from_one(plan, version, part, deadline));
         match self.unless_ended(try_join_all(pulls)).await {
@@ -167,8 +169,8 @@ impl Job {
         Ok(pb::PushBegin { job: self.spec.name.clone(), epoch, rank: self.rank, step, ..Default::default() })
     }
 
-    fn plan_push(&self, data: Vec<Gradient>) -> Result<Vec<push::Plan>> {
-        push::plan(&self.spec.manifest, &self.current()?.placement, self.rank, self.spec.world, data)
+    fn plan_push(&self, data: Vec<Gradient>, upload: bool) -> Result<Vec<push::Plan>> {
+        push::plan(&self.spec.manifest, &self.current()?.placement, &self.shares, data, upload)
     }
 
     async fn push_as(&self, begin: pb::PushBegin, dtype: DType, plans: Vec<push::Plan>) -> Result<()> {

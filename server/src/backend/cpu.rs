@@ -9,7 +9,7 @@ use zeroshard_proto::dtype::DType;
 use super::kernels::convert::{self, Bf16, F16, F32};
 use super::kernels::{Level, sum};
 use super::memory::Memory;
-use super::{Backend, OutOfMemory, Update};
+use super::{Backend, Elements, OutOfMemory, Update};
 
 mod step;
 
@@ -50,18 +50,42 @@ impl Cpu {
     }
 
     /// Converts between any two dtypes, by way of f32. Returns whether all of `src` is finite.
-    fn convert(&self, src: &[u8], from: DType, dst: &mut [u8], to: DType) -> bool {
-        const CHUNK: usize = 2_048;
-        let mut values = [0.0; CHUNK];
+    fn convert(&self, src: &[u8], from: DType, dst: &mut [u8], to: DType, scratch: &mut Scratch) -> bool {
         let mut finite = true;
-        let sources = src.chunks(CHUNK * from.size());
-        for (src, dst) in sources.zip(dst.chunks_mut(CHUNK * to.size())) {
-            let values = &mut values[..src.len() / from.size()];
+        let sources = src.chunks(scratch.len() * from.size());
+        for (src, dst) in sources.zip(dst.chunks_mut(scratch.len() * to.size())) {
+            let values = &mut scratch[..src.len() / from.size()];
             finite &= self.decode(src, from, values);
             self.encode(values, dst, to);
         }
         finite
     }
+
+    fn add(&self, src: &[u8], dtype: DType, dst: &mut [f32]) -> bool {
+        match dtype {
+            DType::F32 => convert::accumulate::<F32>(self.level, src, dst),
+            DType::Bf16 => convert::accumulate::<Bf16>(self.level, src, dst),
+            DType::F16 => convert::accumulate::<F16>(self.level, src, dst),
+        }
+    }
+}
+
+/// Values on their way from one dtype to another: small enough for the first cache, and made once for all runs.
+type Scratch = [f32; 2_048];
+
+/// Cuts `src` by the runs of `at`; whether `each` was true of all of them.
+fn each_run(
+    at: &Elements<'_>,
+    mut src: &[u8],
+    dtype: DType,
+    mut each: impl FnMut(Range<usize>, &[u8]) -> bool,
+) -> bool {
+    assert_eq!(src.len(), at.numel() * dtype.size(), "one value for each element");
+    at.runs().fold(true, |all, run| {
+        let (values, rest) = src.split_at(run.len() * dtype.size());
+        src = rest;
+        each(run, values) & all
+    })
 }
 
 impl Default for Cpu {
@@ -131,36 +155,54 @@ impl Backend for Cpu {
         buffer.dtype
     }
 
-    fn store(&self, dst: &mut Buffer, offset: usize, src: &[u8], dtype: DType) -> bool {
-        let to = dst.dtype;
-        let range = offset..offset + src.len() / dtype.size();
+    fn store<'a>(&self, dst: &mut Buffer, at: impl Into<Elements<'a>>, src: &[u8], dtype: DType) -> bool {
+        let (at, to) = (at.into(), dst.dtype);
         match to {
             DType::F32 => {
                 // The compiler copies first and checks then: piece by piece, so that what is checked is in cache.
                 const TILE: usize = 4_096;
-                let tiles = src.chunks(TILE * dtype.size()).zip(dst.values_mut()[range].chunks_mut(TILE));
-                tiles.fold(true, |finite, (src, dst)| self.decode(src, dtype, dst) & finite)
+                let dst = dst.values_mut();
+                each_run(&at, src, dtype, |run, src| {
+                    let tiles = src.chunks(TILE * dtype.size()).zip(dst[run].chunks_mut(TILE));
+                    tiles.fold(true, |finite, (src, dst)| self.decode(src, dtype, dst) & finite)
+                })
             }
-            DType::Bf16 | DType::F16 => self.convert(src, dtype, dst.bytes_mut(range), to),
+            DType::Bf16 | DType::F16 => {
+                let mut scratch = [0.0; _];
+                each_run(&at, src, dtype, |run, src| {
+                    self.convert(src, dtype, dst.bytes_mut(run), to, &mut scratch)
+                })
+            }
         }
     }
 
-    fn accumulate(&self, dst: &mut Buffer, offset: usize, src: &[u8], dtype: DType) -> bool {
-        let dst = &mut dst.values_mut()[offset..offset + src.len() / dtype.size()];
-        match dtype {
-            DType::F32 => convert::accumulate::<F32>(self.level, src, dst),
-            DType::Bf16 => convert::accumulate::<Bf16>(self.level, src, dst),
-            DType::F16 => convert::accumulate::<F16>(self.level, src, dst),
-        }
+    fn accumulate<'a>(
+        &self,
+        dst: &mut Buffer,
+        at: impl Into<Elements<'a>>,
+        src: &[u8],
+        dtype: DType,
+    ) -> bool {
+        let dst = dst.values_mut();
+        each_run(&at.into(), src, dtype, |run, src| self.add(src, dtype, &mut dst[run]))
     }
 
-    fn read(&self, src: &Arc<Buffer>, range: Range<usize>, dtype: DType) -> Bytes {
-        if src.dtype == dtype {
-            let buffer = Arc::clone(src);
-            return Bytes::from_owner(View { buffer, range });
+    fn read<'a>(&self, src: &Arc<Buffer>, from: impl Into<Elements<'a>>, dtype: DType) -> Bytes {
+        let from = from.into();
+        if src.dtype != dtype {
+            let mut bytes = vec![0; from.numel() * dtype.size()];
+            let (mut rest, mut scratch) = (&mut bytes[..], [0.0; _]);
+            for run in from.runs() {
+                let dst = rest.split_off_mut(..run.len() * dtype.size()).expect("as long as all runs");
+                self.convert(src.bytes(run), src.dtype, dst, dtype, &mut scratch);
+            }
+            return bytes.into();
         }
-        let mut bytes = vec![0; range.len() * dtype.size()];
-        self.convert(src.bytes(range), src.dtype, &mut bytes, dtype);
+        if let Elements::Range(range) = from {
+            return Bytes::from_owner(View { buffer: Arc::clone(src), range });
+        }
+        let mut bytes = Vec::with_capacity(from.numel() * dtype.size());
+        from.runs().for_each(|run| bytes.extend_from_slice(src.bytes(run)));
         bytes.into()
     }
 
@@ -185,7 +227,7 @@ impl Backend for Cpu {
             dst.memory.bytes_mut().copy_from_slice(src.memory.bytes());
         } else {
             let to = dst.dtype;
-            self.convert(src.memory.bytes(), src.dtype, dst.memory.bytes_mut(), to);
+            self.convert(src.memory.bytes(), src.dtype, dst.memory.bytes_mut(), to, &mut [0.0; _]);
         }
     }
 }

@@ -19,6 +19,7 @@ use zeroshard_proto::dtype::DType;
 use zeroshard_proto::optimizer::Optimizer;
 
 pub mod cpu;
+mod elements;
 pub mod kernels;
 mod memory;
 
@@ -26,6 +27,7 @@ mod memory;
 mod conformance;
 
 pub use cpu::Cpu;
+pub use elements::Elements;
 
 /// A device that holds slices of numbers and computes on them.
 pub trait Backend: Send + Sync + 'static {
@@ -44,17 +46,29 @@ pub trait Backend: Send + Sync + 'static {
     /// The dtype of `buffer`'s elements.
     fn dtype(&self, buffer: &Self::Buffer) -> DType;
 
-    /// Converts `src` (little endian, of `dtype`, at any address) and stores it from element `offset` on.
+    /// Converts `src` (little endian, of `dtype`, at any address, one value for each of `at`) and stores it.
     /// Returns whether all values of `src` are finite.
-    fn store(&self, dst: &mut Self::Buffer, offset: usize, src: &[u8], dtype: DType) -> bool;
+    fn store<'a>(
+        &self,
+        dst: &mut Self::Buffer,
+        at: impl Into<Elements<'a>>,
+        src: &[u8],
+        dtype: DType,
+    ) -> bool;
 
     /// Converts `src` as [`Backend::store`] does, and adds it to `dst`, which is f32. Returns whether all
     /// values of `src` are finite.
-    fn accumulate(&self, dst: &mut Self::Buffer, offset: usize, src: &[u8], dtype: DType) -> bool;
+    fn accumulate<'a>(
+        &self,
+        dst: &mut Self::Buffer,
+        at: impl Into<Elements<'a>>,
+        src: &[u8],
+        dtype: DType,
+    ) -> bool;
 
-    /// The elements of `range` as little-endian bytes of `dtype`, rounded to nearest even. Where `dtype` is
-    /// the buffer's own nothing is copied: the bytes keep the buffer alive.
-    fn read(&self, src: &Arc<Self::Buffer>, range: Range<usize>, dtype: DType) -> Bytes;
+    /// Elements as little-endian bytes of `dtype`, rounded to nearest even. Where they are consecutive and `dtype`
+    /// is the buffer's own nothing is copied: the bytes keep the buffer alive. Else they are copied once.
+    fn read<'a>(&self, src: &Arc<Self::Buffer>, from: impl Into<Elements<'a>>, dtype: DType) -> Bytes;
 
     /// The sum of squares of the elements of `range`, which begins where a block does, in f64: see
     /// [`kernels::sum`] for the order. It is finite exactly if every element is.

@@ -16,6 +16,13 @@ pub struct Malformed {
     expected: &'static str,
 }
 
+impl Malformed {
+    /// What would be right.
+    pub fn expected(&self) -> &'static str {
+        self.expected
+    }
+}
+
 /// Where to listen: an IP address of this machine and a port; port 0 lets the system choose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]

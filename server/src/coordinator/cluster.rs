@@ -37,7 +37,7 @@ impl Cluster {
                 self.create(Waiter::new(caller, now, wait), *spec, &mut out);
             }
             Event::Delete { caller, job } => self.delete(caller, &job, &mut out),
-            Event::Join { caller, lease, job, rank } => self.join(caller, lease, &job, rank, &mut out),
+            Event::Join { caller, lease, job, worker } => self.join(caller, lease, &job, worker, &mut out),
             Event::Leave { caller, job, lease } => self.leave(caller, &job, lease, &mut out),
             Event::LeaseEnded { job, lease } => self.lease_ended(&job, lease, &mut out),
             Event::Commit { caller, commit } => self.commit(caller, *commit, now, &mut out),

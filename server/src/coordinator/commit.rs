@@ -13,10 +13,10 @@ use zeroshard_proto::{
 
 use super::{
     cluster::Cluster,
-    jobs::some_of,
     reduce::{Gradient, Reducer},
     state::{Action, Caller, Commit, Job, Lease, Now, Open, Phase, Reply, ServerId, Waiter},
 };
+use crate::listing::some_of;
 
 /// What every rank must say the same about a step.
 #[derive(Debug, Clone, PartialEq)]
@@ -206,7 +206,7 @@ impl Cluster {
             let expected = format!("less than the world, {}", spec.world);
             return Err(Error::invalid(format!("rank of job {name:?}"), rank, expected));
         }
-        if open.members.get(&rank) != Some(&lease) {
+        if open.members.get(&rank).is_none_or(|member| member.lease != lease) {
             return Err(Error::LeaseLost { job: name.to_owned(), rank });
         }
         if epoch != *current {
@@ -283,7 +283,7 @@ impl Cluster {
         let (here, absent): (Vec<u32>, Vec<u32>) = missing.partition(|rank| open.members.contains_key(rank));
         let mut parts = Vec::new();
         let ranks = |ranks: Vec<u32>, what: &str| {
-            format!("{what} (rank {})", some_of(ranks.iter().map(u32::to_string)))
+            format!("{what} ({})", some_of(ranks.into_iter().map(|rank| spec.describe_rank(rank))))
         };
         if !here.is_empty() {
             parts.push(ranks(here, "ranks that have not committed"));
@@ -318,6 +318,6 @@ fn check_report(report: &pb::StepReady, expected: Option<&Vec<u32>>) -> Result<(
 
 fn skipped(name: &str, spec: &JobSpec, step: u64, overflow: pb::Overflow) -> String {
     let tensor = &spec.manifest.tensor_of(overflow.slice as usize).name;
-    let by = overflow.rank.map_or("the sum over the ranks".to_owned(), |rank| format!("rank {rank}"));
+    let by = overflow.rank.map_or("the sum over the ranks".to_owned(), |rank| spec.describe_rank(rank));
     format!("step {step} of job {name:?} is skipped: inf or NaN in tensor {tensor:?}, from {by}")
 }

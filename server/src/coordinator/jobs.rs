@@ -18,6 +18,7 @@ use super::{
     placement::place,
     state::{Action, Caller, Job, Lease, Now, Open, Phase, Reply, ServerId, Waiter},
 };
+use crate::listing::some_of;
 
 /// Bytes that the servers need for each slice: f32 master weights; where it trains, f32 optimizer state and
 /// a gradient accumulator; and a copy in the published dtype where that is not f32.
@@ -254,7 +255,10 @@ impl Phase {
     pub(super) fn into_waiting(self) -> (Vec<Waiter>, Vec<Lease>) {
         match self {
             Self::Waiting { creators } | Self::Opening { creators, .. } => (creators, Vec::new()),
-            Self::Open(mut open) => (open.round.drop_all(), open.members.into_values().collect()),
+            Self::Open(mut open) => {
+                let leases = open.members.into_values().map(|member| member.lease);
+                (open.round.drop_all(), leases.collect())
+            }
             Self::Failed { .. } => (Vec::new(), Vec::new()),
         }
     }
@@ -276,14 +280,6 @@ impl Phase {
             },
         }
     }
-}
-
-/// The first few of `items`, and how many more there are.
-pub(super) fn some_of(items: impl IntoIterator<Item = String>) -> String {
-    const SHOWN: usize = 8;
-    let items: Vec<String> = items.into_iter().collect();
-    let shown = items[..items.len().min(SHOWN)].join(", ");
-    if items.len() > SHOWN { format!("{shown} and {} more", items.len() - SHOWN) } else { shown }
 }
 
 /// Tensors of which `server` holds slices: for messages.

@@ -8,7 +8,7 @@ use zeroshard_proto::{
 use super::{
     cluster::Cluster,
     jobs::held_by,
-    state::{Action, Caller, Job, Lease, Peer, Phase, Reply, ServerId},
+    state::{Action, Caller, Job, Lease, Member, Peer, Phase, Reply, ServerId, Worker},
 };
 
 impl Cluster {
@@ -54,14 +54,15 @@ impl Cluster {
         caller: Caller,
         lease: Lease,
         name: &str,
-        rank: u32,
+        worker: Worker,
         out: &mut Vec<Action>,
     ) {
-        let answer = self.try_join(lease, name, rank, out);
+        let answer = self.try_join(lease, name, worker, out);
         out.push(Action::Answer(caller, answer));
     }
 
-    fn try_join(&mut self, lease: Lease, name: &str, rank: u32, out: &mut Vec<Action>) -> Result<Reply> {
+    fn try_join(&mut self, lease: Lease, name: &str, worker: Worker, out: &mut Vec<Action>) -> Result<Reply> {
+        let Worker { rank, address } = worker;
         let job = self.job_mut(name)?;
         if rank >= job.spec.world {
             let expected = format!("less than the world, {}", job.spec.world);
@@ -71,24 +72,33 @@ impl Cluster {
         if open.members.contains_key(&rank) {
             return Err(Error::RankTaken { job: name.to_owned(), rank });
         }
-        open.members.insert(rank, lease);
+        let is_peer = address.is_some();
+        open.members.insert(rank, Member { lease, address });
         out.push(Action::Tell(lease, open.membership(&job.spec, job.epoch, lease, true)));
+        if is_peer {
+            let others = open.members.values().map(|member| member.lease).filter(|&other| other != lease);
+            let tell = |other| Action::Tell(other, open.membership(&job.spec, job.epoch, other, false));
+            out.extend(others.map(tell));
+        }
         out.push(Action::Note(format!("rank {rank} of job {name:?} joined, epoch {}", job.epoch)));
         Ok(Reply::Joined)
     }
 
-    /// In order: the others are not disturbed. A lease that is not there has ended already.
+    /// In order: the others are not disturbed, and told only if it was a peer. A lease that is not there has ended already.
     pub(super) fn leave(&mut self, caller: Caller, name: &str, lease: Lease, out: &mut Vec<Action>) {
         let job = match self.job_mut(name) {
             Ok(job) => job,
             Err(error) => return out.push(Action::Answer(caller, Err(error))),
         };
         if let Phase::Open(open) = &mut job.phase
-            && let Some(rank) = rank_of(&open.members, lease)
+            && let Some(rank) = open.rank_of(lease)
         {
-            open.members.remove(&rank);
+            let left = open.members.remove(&rank);
             out.push(Action::Note(format!("rank {rank} of job {name:?} left")));
             out.push(Action::End(lease, None));
+            if left.is_some_and(|member| member.address.is_some()) {
+                open.tell_all(&job.spec, job.epoch, out);
+            }
         }
         out.push(Action::Answer(caller, Ok(Reply::Left)));
     }
@@ -97,7 +107,7 @@ impl Cluster {
     /// everywhere, under a new epoch.
     pub(super) fn lease_ended(&mut self, name: &str, lease: Lease, out: &mut Vec<Action>) {
         let holds = |job: &Job| match &job.phase {
-            Phase::Open(open) => rank_of(&open.members, lease),
+            Phase::Open(open) => open.rank_of(lease),
             _ => None,
         };
         let Some(rank) = self.jobs.get(name).and_then(holds) else { return };
@@ -127,8 +137,4 @@ impl Cluster {
         }
         open.tell_all(spec, new, out);
     }
-}
-
-fn rank_of(members: &std::collections::BTreeMap<u32, Lease>, lease: Lease) -> Option<u32> {
-    members.iter().find(|(_, held)| **held == lease).map(|(&rank, _)| rank)
 }

@@ -8,9 +8,9 @@ use zeroshard_proto::{Error, JobSpec, Result, pb};
 use super::{
     cluster::Cluster,
     commit::Turn,
-    jobs::some_of,
     state::{Action, Caller, Job, Now, Open, Phase, Reduce, Reply, ServerId, Waiter},
 };
+use crate::listing::some_of;
 
 /// The reduced gradient of all slices.
 #[derive(Debug)]

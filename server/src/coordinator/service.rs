@@ -18,9 +18,12 @@ use zeroshard_proto::{
 
 use super::{
     driver::Driver,
-    state::{Commit, Event, Lease, Reduce, Reply, ServerId},
+    state::{Commit, Event, Lease, Reduce, Reply, ServerId, Worker},
 };
 use crate::config::{Address, MAX_WAIT};
+
+/// The longest address of a server or worker, in bytes: the longest name that DNS has, and a port.
+const MAX_ADDRESS: usize = 253 + 6;
 
 /// Serves a [`Driver`].
 #[derive(Debug)]
@@ -61,7 +64,12 @@ impl coordinator_server::Coordinator for Service {
     type JoinStream = Memberships;
 
     async fn join(&self, request: Request<pb::JoinRequest>) -> Answer<Memberships> {
-        let pb::JoinRequest { job, rank, address: _ } = request.into_inner();
+        let pb::JoinRequest { job, rank, address } = request.into_inner();
+        let address = match address.as_str() {
+            "" => None,
+            text => Some(dialled(&format!("address of rank {rank}"), text)?.to_string()),
+        };
+        let worker = Worker { rank, address };
         let (lease, memberships) = self.driver.add_lease();
         // From here on the lease ends with the stream, also when the caller goes away while we wait.
         let stream = Memberships {
@@ -70,7 +78,7 @@ impl coordinator_server::Coordinator for Service {
             job: job.clone(),
             lease,
         };
-        self.driver.call(|caller| Event::Join { caller, lease, job, rank }).await?;
+        self.driver.call(|caller| Event::Join { caller, lease, job, worker }).await?;
         Ok(Response::new(stream))
     }
 
@@ -192,14 +200,22 @@ fn hello(first: Option<pb::ServerEvent>) -> Result<Address> {
     let Some(server_event::Event::Hello(hello)) = first.and_then(|message| message.event) else {
         return Err(Error::invalid("first message of the control stream", "something else", "Hello"));
     };
-    let wrong =
-        |expected: String| Error::invalid("address of the server", format!("{:?}", hello.address), expected);
-    let address: Address =
-        hello.address.parse().map_err(|e: crate::config::Malformed| wrong(e.to_string()))?;
-    if address.port() == 0 {
-        return Err(wrong("a port that others can dial, not 0".to_owned()));
+    dialled("address of the server", &hello.address)
+}
+
+/// An address that others dial.
+fn dialled(what: &str, text: &str) -> Result<Address> {
+    let wrong = |found: String, expected: &str| Err(Error::invalid(what, found, expected));
+    if text.len() > MAX_ADDRESS {
+        return wrong(format!("{} bytes", text.len()), &format!("HOST:PORT of at most {MAX_ADDRESS} bytes"));
     }
-    Ok(address)
+    match text.parse::<Address>() {
+        Ok(address) if address.port() == 0 => {
+            wrong(format!("{text:?}"), "a port that others can dial, not 0")
+        }
+        Ok(address) => Ok(address),
+        Err(malformed) => wrong(format!("{text:?}"), malformed.expected()),
+    }
 }
 
 /// Hands over what the server says, until its stream ends.

@@ -67,7 +67,7 @@ pub(crate) enum Event {
     /// Somebody wants the job to be gone.
     Delete { caller: Caller, job: String },
     /// A worker wants a rank.
-    Join { caller: Caller, lease: Lease, job: String, rank: u32 },
+    Join { caller: Caller, lease: Lease, job: String, worker: Worker },
     /// A worker gives its rank back.
     Leave { caller: Caller, job: String, lease: Lease },
     /// A worker's stream ended.
@@ -78,6 +78,14 @@ pub(crate) enum Event {
     Reduce { caller: Caller, reduce: Box<Reduce> },
     /// Time has passed.
     Tick,
+}
+
+/// Who a worker says it is.
+#[derive(Debug, Clone)]
+pub(crate) struct Worker {
+    pub(crate) rank: u32,
+    /// host:port at which its peers reach it, if they do.
+    pub(crate) address: Option<String>,
 }
 
 /// A rank's word that it has pushed all of a step.
@@ -179,6 +187,14 @@ pub(crate) enum Phase {
     Failed { reason: String },
 }
 
+/// A worker that holds a rank.
+#[derive(Debug)]
+pub(crate) struct Member {
+    pub(crate) lease: Lease,
+    /// Where its peers reach it, if they do.
+    pub(crate) address: Option<String>,
+}
+
 /// What an open job has.
 #[derive(Debug)]
 pub(crate) struct Open {
@@ -189,7 +205,7 @@ pub(crate) struct Open {
     pub(crate) uninitialised: BTreeSet<ServerId>,
     /// INVARIANT: Some when `uninitialised` is empty.
     pub(crate) version: Option<u64>,
-    pub(crate) members: BTreeMap<u32, Lease>,
+    pub(crate) members: BTreeMap<u32, Member>,
     /// Slices that take gradients, ascending, of each server that has some.
     pub(crate) trainable: BTreeMap<ServerId, Vec<u32>>,
     pub(crate) round: Round,
@@ -231,13 +247,25 @@ impl Open {
             version: self.version,
             spec: first.then(|| spec.into()),
             placement: Some(self.placement.as_ref().into()),
-            peers: Vec::new(),
+            peers: self.peers().collect(),
         }
+    }
+
+    /// Members that said where their peers reach them, by rank.
+    fn peers(&self) -> impl Iterator<Item = pb::Peer> {
+        let peer =
+            |(&rank, member): (&u32, &Member)| Some(pb::Peer { rank, address: member.address.clone()? });
+        self.members.iter().filter_map(peer)
+    }
+
+    /// The rank that `lease` is of, if it has not ended.
+    pub(crate) fn rank_of(&self, lease: Lease) -> Option<u32> {
+        self.members.iter().find(|(_, member)| member.lease == lease).map(|(&rank, _)| rank)
     }
 
     /// What all members are told about a change.
     pub(crate) fn tell_all(&self, spec: &JobSpec, epoch: u64, out: &mut Vec<Action>) {
-        for &lease in self.members.values() {
+        for &Member { lease, .. } in self.members.values() {
             out.push(Action::Tell(lease, self.membership(spec, epoch, lease, false)));
         }
     }

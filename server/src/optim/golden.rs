@@ -58,7 +58,7 @@ fn values(tensor: u32, step: u32, size: usize) -> Vec<f32> {
 
 fn buffer(cpu: &Cpu, values: &[f32]) -> Buffer {
     let mut buffer = cpu.allocate(DType::F32, values.len()).unwrap();
-    cpu.store(&mut buffer, 0, bytemuck::cast_slice(values), DType::F32);
+    cpu.store(&mut buffer, 0..values.len(), bytemuck::cast_slice(values), DType::F32);
     buffer
 }
 

@@ -48,8 +48,8 @@ pub(crate) fn fill<B: Backend>(backend: &B, buffer: &mut B::Buffer, value: f32) 
     let numel = backend.numel(buffer);
     let block = value.to_le_bytes().repeat(numel.min(BLOCK));
     for offset in (0..numel).step_by(BLOCK) {
-        let bytes = (numel - offset).min(BLOCK) * DType::F32.size();
-        backend.store(buffer, offset, &block[..bytes], DType::F32);
+        let end = numel.min(offset + BLOCK);
+        backend.store(buffer, offset..end, &block[..(end - offset) * DType::F32.size()], DType::F32);
     }
 }
 

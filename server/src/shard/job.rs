@@ -14,7 +14,9 @@ use tokio_util::sync::CancellationToken;
 use zeroshard_proto::{Error, JobSpec, Placement, Result, pb};
 
 use super::{
+    lane::Lanes,
     round::{ParkingBudget, Piece},
+    senders::describe,
     slice::{Apply, Memory, Reduced, Slice, Step, Upload},
 };
 use crate::{backend::Backend, metrics::Metrics};
@@ -65,8 +67,13 @@ impl<B: Backend> Job<B> {
         surroundings: Surroundings<B>,
     ) -> Result<Self> {
         let mut slices: Vec<_> = (0..spec.manifest.slices().len()).map(|_| None).collect();
+        let mut lanes: Option<Lanes> = None;
         for index in placement.primary_slices(id) {
-            let slice = Slice::allocate(&*surroundings.backend, &spec, index);
+            let cut = spec.manifest.slices()[index];
+            // Most slices follow another of their tensor.
+            let same = lanes.take_if(|lanes| lanes.tensor == cut.tensor);
+            let lanes = lanes.insert(same.unwrap_or_else(|| Lanes::new(&spec, cut.tensor)));
+            let slice = Slice::allocate(&*surroundings.backend, &spec, index, lanes.of(&cut));
             slices[index] = Some(slice.map_err(|e| Error::OutOfMemory {
                 what: format!("slice {index} of tensor {:?}", spec.manifest.tensor_of(index).name),
                 bytes: (e.numel * e.dtype.size()) as u64,
@@ -139,11 +146,13 @@ impl<B: Backend> Job<B> {
 
     /// The first tensor and rank that the open step, or the upload, waits for.
     pub(crate) fn waiting_for(&self) -> Option<String> {
-        let (index, missing) = self.slices().find_map(|(index, slice)| match slice.version() {
-            None => Some((index, "initial parameters".to_owned())),
-            Some(_) => Some((index, format!("gradient of rank {}", slice.missing_rank()?))),
+        let (index, what, rank) = self.slices().find_map(|(index, slice)| match slice.version() {
+            None => Some((index, "initial parameters", slice.missing_upload()?)),
+            Some(_) => Some((index, "gradient", slice.missing_rank()?)),
         })?;
-        Some(format!("{missing} for tensor {:?}", self.spec.manifest.tensor_of(index as usize).name))
+        let tensor = self.spec.manifest.slices()[index as usize].tensor;
+        let name = &self.spec.manifest.tensors()[tensor].name;
+        Some(format!("{what} of {} for tensor {name:?}", describe(&self.spec, tensor, rank)))
     }
 
     /// Takes a piece of what the job begins with. Returns how many elements were new.

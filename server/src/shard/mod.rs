@@ -6,14 +6,18 @@
 mod control;
 mod data;
 mod job;
+mod lane;
 mod part;
 mod pull;
 mod push;
 mod ranges;
 mod round;
+mod senders;
 mod service;
 mod slice;
 mod store;
+#[cfg(test)]
+mod transfer_tests;
 
 use std::{sync::Arc, time::Duration};
 

@@ -1,17 +1,23 @@
-//! `Pull`: parameters, or a part of the state, at one version, from the slice's buffer to the socket without a copy.
+//! `Pull`: parameters, or a part of the state, at one version, from the slice's buffer to the socket: without a copy, or,
+//! where a box of a tensor is wanted that lies in several runs, gathered with one.
 
-use std::{collections::VecDeque, ops::Range, sync::Arc};
+use std::{
+    collections::{HashMap, VecDeque},
+    ops::Range,
+    sync::Arc,
+};
 
 use bytes::Bytes;
 use futures_util::{Stream, stream};
 use zeroshard_proto::{
-    DType, Error, Result,
+    BoxView, DType, Error, JobSpec, Result, TensorBox,
     frame::{Extent, Writer},
     pb,
 };
 
 use super::{
     job::{Deadline, Job},
+    lane::Area,
     part::Part,
     store::Store,
 };
@@ -25,6 +31,8 @@ const CHUNK_LIMITS: Range<usize> = 4 << 10..16 << 20;
 /// One slice's part of a pull.
 struct Wanted<B: Backend> {
     slice: u32,
+    /// What of the slice the elements are counted in.
+    area: Area,
     /// Elements that are still to be sent.
     range: Range<usize>,
     /// What is sent, once its version is there.
@@ -64,7 +72,9 @@ pub(super) fn pull<B: Backend>(
     };
     // All groups keep the same state.
     let part = Part::parse(&request.part, &job.spec.groups[0])?;
-    let wanted = request.ranges.iter().map(|range| wanted(&job, part, range)).collect::<Result<_>>()?;
+    let boxes = boxes(&job.spec, &request.boxes)?;
+    let wanted =
+        request.ranges.iter().map(|range| wanted(&job, part, &boxes, range)).collect::<Result<_>>()?;
     let mut pull = Pull {
         store: store.clone(),
         epoch,
@@ -81,22 +91,55 @@ pub(super) fn pull<B: Backend>(
     Ok(stream::try_unfold(pull, |mut pull| async { Ok(pull.next_frame().await?.map(|frame| (frame, pull))) }))
 }
 
-fn wanted<B: Backend>(job: &Job<B>, part: Part, range: &pb::Range) -> Result<Wanted<B>> {
+/// The boxes that a pull is of, by the tensor that owns the storage.
+type Boxes = HashMap<usize, Arc<BoxView>>;
+
+fn boxes(spec: &JobSpec, messages: &[pb::Box]) -> Result<Boxes> {
+    let tensors = spec.manifest.tensors();
+    let mut boxes = Boxes::with_capacity(messages.len());
+    for pb::Box { tensor, offset, size } in messages {
+        let index = *tensor as usize;
+        let Some(tensor) = tensors.get(index) else {
+            let expected = format!("less than the job's number of tensors, {}", tensors.len());
+            return Err(Error::invalid("tensor of a box", index, expected));
+        };
+        let area = TensorBox { offset: offset.clone(), size: size.clone() };
+        area.check(&tensor.shape, &tensor.name)?;
+        // Tied tensors have one storage, and the same shape.
+        let owner = spec.manifest.owner(index);
+        if boxes.insert(owner, Arc::new(BoxView::new(&tensor.shape, &area))).is_some() {
+            let what = format!("number of boxes of tensor {:?}", tensors[owner].name);
+            return Err(Error::invalid(what, "more than 1", "1 in one pull, also of tensors tied to it"));
+        }
+    }
+    Ok(boxes)
+}
+
+fn wanted<B: Backend>(job: &Job<B>, part: Part, boxes: &Boxes, range: &pb::Range) -> Result<Wanted<B>> {
     let slice = job.slice(range.slice)?;
-    part.check(slice.group.is_some(), &job.spec.manifest.tensors()[slice.spec.tensor].name)?;
-    let numel = slice.spec.numel as u64;
+    let tensor = &job.spec.manifest.tensors()[slice.spec.tensor].name;
+    part.check(slice.group.is_some(), tensor)?;
+    let area = match boxes.get(&slice.spec.tensor) {
+        None => Area::whole(slice.spec.numel),
+        Some(view) => Area::of(view, &slice.spec),
+    };
+    let numel = area.numel() as u64;
     let length = match range.length {
         0 => numel.saturating_sub(range.offset),
         length => length,
     };
     match range.offset.checked_add(length) {
         Some(end) if end <= numel && range.offset < end => {
-            Ok(Wanted { slice: range.slice, range: range.offset as usize..end as usize, held: None })
+            let elements = range.offset as usize..end as usize;
+            Ok(Wanted { slice: range.slice, area, range: elements, held: None })
         }
         _ => Err(Error::invalid(
             format!("range of slice {}", range.slice),
             format!("{} elements from {} on", range.length, range.offset),
-            format!("within its {numel} elements"),
+            match slice.spec.numel {
+                all if all as u64 == numel => format!("within its {all} elements"),
+                all => format!("within the {numel} of its {all} elements that are in the box of {tensor:?}"),
+            },
         )),
     }
 }
@@ -130,7 +173,7 @@ impl<B: Backend> Pull<B> {
             };
             let end = wanted.range.end.min(wanted.range.start + self.chunk);
             let offset = std::mem::replace(&mut wanted.range.start, end);
-            let payload = self.job.backend().read(held, offset..end, self.dtype);
+            let payload = self.job.backend().read(held, wanted.area.elements(offset..end), self.dtype);
             self.store.metrics.pull_sent_bytes.inc_by(payload.len() as u64);
             let extent = Extent { slice: wanted.slice, offset: offset as u64, dtype: self.dtype };
             self.writer.extent(extent, payload);

@@ -10,7 +10,14 @@ use zeroshard_proto::{
     pb,
 };
 
-use super::{job::Job, part::Part, round::Piece, slice::Upload, store::Store};
+use super::{
+    job::Job,
+    part::Part,
+    round::Piece,
+    senders::{self, Sent},
+    slice::Upload,
+    store::Store,
+};
 use crate::backend::Backend;
 
 /// How long a push stands still when there is no room for gradients whose turn has not come. Then it is refused,
@@ -79,51 +86,59 @@ impl<'a, B: Backend> Push<'a, B> {
 
     /// Checks an extent before any of its bytes is used.
     async fn check(&mut self, extent: Extent, elements: u64) -> Result<()> {
-        let slice = self.job.slice(extent.slice)?;
-        let tensor = || &self.job.spec.manifest.tensors()[slice.spec.tensor].name;
-        if extent.offset.checked_add(elements).is_none_or(|end| end > slice.spec.numel as u64) {
-            return Err(Error::invalid(
-                format!("extent of slice {} of tensor {:?}", extent.slice, tensor()),
-                format!("{elements} elements from {} on", extent.offset),
-                format!("within its {} elements", slice.spec.numel),
-            ));
-        }
-        match self.what {
-            What::Step(step) => {
-                self.check_takes(extent)?;
-                self.wait_for_step(extent.slice, step).await?;
-            }
-            What::Start(Upload { state: Some(position), .. }) => {
-                Part::State(position).check(slice.group.is_some(), tensor())?;
-            }
-            What::Start(_) => {}
+        let sent = self.check_takes(extent)?;
+        self.check_bounds(extent, elements, sent)?;
+        if let What::Step(step) = self.what {
+            self.wait_for_step(extent.slice, step).await?;
         }
         self.next = extent;
         Ok(())
     }
 
-    /// Whether the slice takes something in a step, from this rank and of this dtype.
-    fn check_takes(&self, extent: Extent) -> Result<()> {
+    /// Whether the slice takes what this push brings, of this dtype.
+    fn check_takes(&self, extent: Extent) -> Result<Sent> {
         let slice = self.job.slice(extent.slice)?;
-        if slice.group.is_some() {
-            return Ok(());
-        }
         let tensor = &self.job.spec.manifest.tensors()[slice.spec.tensor].name;
-        let rank = self.begin.rank;
-        match slice.buffer {
-            false => Err(Error::invalid(
+        match self.what {
+            What::Start(Upload { state, .. }) => {
+                let part = state.map_or(Part::Parameters, Part::State);
+                part.check(slice.group.is_some(), tensor)?;
+                Ok(Sent::Start)
+            }
+            What::Step(_) if slice.group.is_some() => Ok(Sent::Gradient),
+            What::Step(_) if !slice.buffer => Err(Error::invalid(
                 format!("gradient of tensor {tensor:?}"),
                 "pushed",
                 "left out: the tensor is frozen",
             )),
-            true if rank != 0 => {
-                Err(Error::invalid(format!("rank that pushes buffer {tensor:?}"), rank, "0"))
-            }
-            true if extent.dtype != DType::F32 => {
+            What::Step(_) if extent.dtype != DType::F32 => {
                 Err(Error::invalid(format!("dtype of buffer {tensor:?}"), extent.dtype, "f32"))
             }
-            true => Ok(()),
+            What::Step(_) => Ok(Sent::Buffer),
         }
+    }
+
+    /// Whether it comes from a rank that has these elements.
+    fn check_bounds(&self, extent: Extent, elements: u64, sent: Sent) -> Result<()> {
+        let (spec, rank) = (&self.job.spec, self.begin.rank);
+        let slice = self.job.slice(extent.slice)?;
+        let numel = senders::lane_of(spec, extent.slice, &slice.lanes, rank, sent)?.area.numel();
+        if extent.offset.checked_add(elements).is_some_and(|end| end <= numel as u64) {
+            return Ok(());
+        }
+        let tensor = slice.spec.tensor;
+        let expected = match slice.spec.numel {
+            all if all == numel => format!("within its {all} elements"),
+            all => {
+                let rank = senders::describe(spec, tensor, rank);
+                format!("within the {numel} that {rank} has of its {all} elements")
+            }
+        };
+        Err(Error::invalid(
+            format!("extent of slice {} of tensor {:?}", extent.slice, spec.manifest.tensors()[tensor].name),
+            format!("{elements} elements from {} on", extent.offset),
+            expected,
+        ))
     }
 
     /// Takes the opening message's word for what does not come.
@@ -198,9 +213,6 @@ fn what(begin: &pb::PushBegin, spec: &JobSpec) -> Result<What> {
             return Err(Error::invalid(format!("push of step {step}"), found, "without either"));
         }
         return Ok(What::Step(step));
-    }
-    if begin.rank != 0 {
-        return Err(Error::invalid("rank that uploads what the job begins with", begin.rank, "0"));
     }
     if !begin.absent.is_empty() {
         let found = format!("said of {} slices", begin.absent.len());

@@ -1,9 +1,10 @@
 //! The order of arrival, the cuts and repetitions do not change a bit of the sum.
 
 use proptest::prelude::*;
+use zeroshard_proto::Error;
 
-use super::*;
-use crate::backend::Cpu;
+use super::{turns::MAX_PIECES, *};
+use crate::{backend::Cpu, shard::lane::tests::whole};
 
 const NUMEL: usize = 40;
 
@@ -22,7 +23,7 @@ fn piece(rank: u32, range: Range<usize>) -> Piece {
 fn sum_of(slice: u32, world: u32, pieces: &[Piece], limit: u64) -> (Round, Result<Vec<u8>>) {
     let backend = Cpu::new();
     let budget = ParkingBudget::new(limit);
-    let mut round = Round::new(slice, NUMEL, world);
+    let mut round = Round::new(slice, NUMEL, &whole(NUMEL, world));
     let mut sum = backend.allocate(DType::F32, NUMEL).unwrap();
     for piece in pieces {
         if let Err(error) = round.contribute(&backend, &mut sum, piece, &budget) {
@@ -88,7 +89,7 @@ fn the_next_in_order_is_let_in_when_the_budget_is_spent() {
 fn parked_bytes_are_given_back() {
     let backend = Cpu::new();
     let budget = ParkingBudget::new(1000);
-    let mut round = Round::new(0, NUMEL, 3);
+    let mut round = Round::new(0, NUMEL, &whole(NUMEL, 3));
     let mut sum = backend.allocate(DType::F32, NUMEL).unwrap();
     let mut contribute = |piece| round.contribute(&backend, &mut sum, &piece, &budget).unwrap();
     assert_eq!(contribute(piece(2, 0..NUMEL)), NUMEL as u64);
@@ -116,7 +117,7 @@ fn a_contribution_in_too_many_pieces_is_refused() {
     let backend = Cpu::new();
     let budget = ParkingBudget::new(0);
     let numel = 3 * MAX_PIECES;
-    let mut round = Round::new(0, numel, 1);
+    let mut round = Round::new(0, numel, &whole(numel, 1));
     let mut sum = backend.allocate(DType::F32, numel).unwrap();
     let one = |offset| Piece { offset, ..piece(0, 0..1) };
     let results: Vec<_> = (0..numel)

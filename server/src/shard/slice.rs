@@ -11,8 +11,7 @@ use std::sync::{
 use zeroshard_proto::{DType, Error, JobSpec, Optimizer, Result, SliceSpec};
 
 use super::{
-    part::Part,
-    ranges::Ranges,
+    lane::Lane,
     round::{Absent, ParkingBudget, Piece, Round},
 };
 use crate::{
@@ -20,8 +19,11 @@ use crate::{
     optim,
 };
 use buffer::Next;
+use filling::Filling;
 
 mod buffer;
+mod filling;
+mod read;
 mod upload;
 
 pub(crate) use upload::Upload;
@@ -32,6 +34,8 @@ const NOT_INITIALISED: u64 = u64::MAX;
 /// A slice that this server owns.
 pub(crate) struct Slice<B: Backend> {
     pub(crate) spec: SliceSpec,
+    /// Who contributes what of it.
+    pub(crate) lanes: Arc<[Lane]>,
     /// The parameter group, for a slice that takes gradients.
     pub(crate) group: Option<usize>,
     /// Whether a step may bring new content.
@@ -58,9 +62,9 @@ struct Inner<B: Backend> {
     /// Steps that were applied: not skipped, and with a gradient from somebody.
     applied: u64,
     /// What has come of the initial parameters.
-    uploaded: Ranges,
+    uploaded: Filling,
     /// What has come of each state tensor.
-    uploaded_state: Vec<Ranges>,
+    uploaded_state: Vec<Filling>,
     /// The state tensors hold what was uploaded in an epoch that is over.
     stale_state: bool,
     open: Option<Open<B>>,
@@ -111,17 +115,22 @@ pub(crate) struct Memory {
 }
 
 impl<B: Backend> Slice<B> {
-    /// Memory for slice number `index` of a job.
-    pub(crate) fn allocate(backend: &B, job: &JobSpec, index: usize) -> Result<Self, OutOfMemory> {
-        let JobSpec { manifest, groups, world, .. } = job;
+    /// Memory for slice number `index` of a job, of which these are the lanes.
+    pub(crate) fn allocate(
+        backend: &B,
+        job: &JobSpec,
+        index: usize,
+        lanes: Arc<[Lane]>,
+    ) -> Result<Self, OutOfMemory> {
+        let JobSpec { manifest, groups, .. } = job;
         let spec = manifest.slices()[index];
         let tensor = manifest.tensor_of(index);
         let group = tensor.trains().then_some(tensor.group as usize);
         let buffer = |dtype| backend.allocate(dtype, spec.numel);
         let inner = match group {
-            None => Inner::new(buffer(tensor.dtype)?),
+            None => Inner::new(buffer(tensor.dtype)?, &lanes),
             Some(group) => Inner {
-                uploaded_state: vec![Ranges::default(); groups[group].state().len()],
+                uploaded_state: groups[group].state().iter().map(|_| Filling::new(&lanes)).collect(),
                 published: match tensor.dtype {
                     DType::F32 => None,
                     dtype => Some(Arc::new(buffer(dtype)?)),
@@ -132,13 +141,14 @@ impl<B: Backend> Slice<B> {
                     .collect(),
                 open: Some(Open {
                     sum: buffer(DType::F32)?,
-                    round: Round::new(index as u32, spec.numel, *world),
+                    round: Round::new(index as u32, spec.numel, &lanes),
                 }),
-                ..Inner::new(buffer(DType::F32)?)
+                ..Inner::new(buffer(DType::F32)?, &lanes)
             },
         };
         Ok(Self {
             spec,
+            lanes,
             group,
             buffer: tensor.buffer,
             no_clip: tensor.no_clip,
@@ -170,7 +180,7 @@ impl<B: Backend> Slice<B> {
         }
     }
 
-    /// Adds a piece of a rank's gradient of `step`. Returns how many elements were new and, when the last
+    /// Adds a piece of a contributing rank's gradient. Returns how many elements were new and, when the last
     /// rank's last element is in, the reduced gradient's figures. `current` as for [`Self::upload`].
     pub(crate) fn contribute(
         &self,
@@ -243,7 +253,7 @@ impl<B: Backend> Slice<B> {
             }
             open.round.reset();
         }
-        inner.turn_over(self.spec.numel);
+        inner.turn_over(&self.lanes);
         self.enter(step.version + 1);
         Ok(())
     }
@@ -253,73 +263,19 @@ impl<B: Backend> Slice<B> {
         self.version.store(version, Ordering::Release);
     }
 
-    /// A part that the slice has, at `version`, held for as long as the caller likes; `None` if it is not there
-    /// yet.
-    ///
-    /// # Errors
-    /// [`Error::VersionGone`] if a later one has replaced it.
-    pub(crate) fn read(&self, part: Part, job: &str, version: u64) -> Result<Option<Arc<B::Buffer>>> {
-        if self.version().is_none_or(|current| current < version) {
-            return Ok(None);
-        }
-        let inner = self.lock();
-        self.check_version(job, version)?;
-        Ok(Some(Arc::clone(match part {
-            Part::Parameters => inner.published.as_ref().unwrap_or(&inner.master),
-            Part::Master => &inner.master,
-            Part::State(position) => &inner.state[position],
-        })))
-    }
-
-    /// How many steps were applied, at `version`.
-    ///
-    /// # Errors
-    /// [`Error::VersionGone`].
-    pub(crate) fn applied(&self, job: &str, version: u64) -> Result<u64> {
-        let inner = self.lock();
-        self.check_version(job, version)?;
-        Ok(inner.applied)
-    }
-
-    /// BLAKE3 of size, applied steps, master weights and optimizer state at `version`.
-    pub(crate) fn digest(&self, backend: &B, job: &str, version: u64) -> Result<[u8; 32]> {
-        let (applied, buffers) = {
-            let inner = self.lock();
-            self.check_version(job, version)?;
-            let buffers: Vec<_> = [&inner.master].into_iter().chain(&inner.state).cloned().collect();
-            (inner.applied, buffers)
-        };
-        let mut hasher = blake3::Hasher::new();
-        hasher.update(&(self.spec.numel as u64).to_le_bytes());
-        hasher.update(&applied.to_le_bytes());
-        for buffer in &buffers {
-            hasher.update(&backend.read(buffer, 0..self.spec.numel, backend.dtype(buffer)));
-        }
-        Ok(*hasher.finalize().as_bytes())
-    }
-
-    fn check_version(&self, job: &str, version: u64) -> Result<()> {
-        match self.version() {
-            Some(current) if current == version => Ok(()),
-            current => {
-                Err(Error::VersionGone { job: job.to_owned(), version, current: current.unwrap_or_default() })
-            }
-        }
-    }
-
     fn lock(&self) -> MutexGuard<'_, Inner<B>> {
         self.inner.lock().expect("no holder of the lock panics")
     }
 }
 
 impl<B: Backend> Inner<B> {
-    fn new(master: B::Buffer) -> Self {
+    fn new(master: B::Buffer, lanes: &[Lane]) -> Self {
         Self {
             master: Arc::new(master),
             published: None,
             state: Vec::new(),
             applied: 0,
-            uploaded: Ranges::default(),
+            uploaded: Filling::new(lanes),
             uploaded_state: Vec::new(),
             stale_state: false,
             open: None,
@@ -355,6 +311,8 @@ fn exclusive<'a, B: Backend>(backend: &B, buffer: &'a mut Arc<B::Buffer>) -> Res
     Ok(Arc::get_mut(buffer).expect("nobody else has seen the copy"))
 }
 
+#[cfg(test)]
+mod lane_tests;
 #[cfg(test)]
 #[path = "slice_tests.rs"]
 mod tests;

@@ -1,36 +1,45 @@
 //! What a slice begins with, what a step takes along, and what it leaves alone.
 
-use zeroshard_proto::{Error, TensorSpec};
+use zeroshard_proto::{Error, Manifest, TensorSpec};
 
 use super::*;
-use crate::backend::Cpu;
+use crate::{
+    backend::Cpu,
+    shard::{lane::Lanes, part::Part},
+};
 
 const NUMEL: usize = 5;
 
-struct Subject {
+pub(super) struct Subject {
     backend: Cpu,
     budget: Arc<ParkingBudget>,
     groups: Vec<Optimizer>,
-    slice: Slice<Cpu>,
+    pub(super) slice: Slice<Cpu>,
 }
 
-fn bytes(values: &[f32]) -> bytes::Bytes {
+pub(super) fn bytes(values: &[f32]) -> bytes::Bytes {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-fn piece(rank: u32, offset: usize, values: &[f32]) -> Piece {
+pub(super) fn piece(rank: u32, offset: usize, values: &[f32]) -> Piece {
     Piece { rank, offset, dtype: DType::F32, bytes: bytes(values) }
 }
 
-const PARAMETERS: Upload = Upload { state: None, applied: 0 };
+pub(super) const PARAMETERS: Upload = Upload { state: None, applied: 0 };
 
 impl Subject {
     fn new(optimizer: &str, tensor: TensorSpec, world: u32) -> Self {
         let groups = vec![serde_json::from_str(optimizer).unwrap()];
         let manifest = Manifest::new(vec![tensor]).unwrap();
+        Self::of(JobSpec { world, ..JobSpec::new("job", manifest, groups) })
+    }
+
+    /// The first slice of a job.
+    pub(super) fn of(job: JobSpec) -> Self {
         let backend = Cpu::new();
-        let slice = Slice::allocate(&backend, &manifest, 0, &groups, world).unwrap();
-        Self { backend, budget: ParkingBudget::new(0), groups, slice }
+        let lanes = Lanes::new(&job, 0).of(&job.manifest.slices()[0]);
+        let slice = Slice::allocate(&backend, &job, 0, lanes).unwrap();
+        Self { backend, budget: ParkingBudget::new(0), groups: job.groups, slice }
     }
 
     fn tensor() -> TensorSpec {
@@ -42,23 +51,31 @@ impl Subject {
     }
 
     fn upload(&self, upload: Upload, offset: usize, values: &[f32]) -> Result<(u64, bool)> {
-        self.slice.upload(&self.backend, upload, &piece(0, offset, values), || Ok(()))
+        self.upload_piece(upload, &piece(0, offset, values))
     }
 
-    fn push(&self, rank: u32, values: &[f32]) -> Option<Reduced> {
+    pub(super) fn upload_piece(&self, upload: Upload, piece: &Piece) -> Result<(u64, bool)> {
+        self.slice.upload(&self.backend, upload, piece, || Ok(()))
+    }
+
+    pub(super) fn push(&self, rank: u32, values: &[f32]) -> Option<Reduced> {
         let piece = piece(rank, 0, values);
         self.slice.contribute(&self.backend, &piece, &self.budget, || Ok(())).unwrap().1
     }
 
-    fn absent(&self, rank: u32) -> Option<Reduced> {
+    pub(super) fn absent(&self, rank: u32) -> Option<Reduced> {
         self.slice.absent(&self.backend, rank, || Ok(())).unwrap()
     }
 
     fn replace(&self, offset: usize, values: &[f32]) -> u64 {
-        self.slice.replace(&self.backend, &piece(0, offset, values), || Ok(())).unwrap()
+        self.replace_piece(&piece(0, offset, values))
     }
 
-    fn step(&self, version: u64, coefficient: f32, unclipped: f32) {
+    pub(super) fn replace_piece(&self, piece: &Piece) -> u64 {
+        self.slice.replace(&self.backend, piece, || Ok(())).unwrap()
+    }
+
+    pub(super) fn step(&self, version: u64, coefficient: f64, unclipped: f64) {
         let apply = Some(Apply { groups: &self.groups, coefficient, unclipped });
         self.slice.step(&self.backend, &Step { version, apply }).unwrap();
     }
@@ -71,11 +88,11 @@ impl Subject {
         self.slice.read(part, "job", version).unwrap().expect("it is there")
     }
 
-    fn read(&self, part: Part, version: u64) -> bytes::Bytes {
-        self.backend.read(&self.held(part, version), 0..NUMEL, DType::F32)
+    pub(super) fn read(&self, part: Part, version: u64) -> bytes::Bytes {
+        self.backend.read(&self.held(part, version), 0..self.slice.spec.numel, DType::F32)
     }
 
-    fn applied(&self, version: u64) -> u64 {
+    pub(super) fn applied(&self, version: u64) -> u64 {
         self.slice.applied("job", version).unwrap()
     }
 }
@@ -165,7 +182,7 @@ fn a_slice_that_nobody_has_a_gradient_of_is_not_stepped() {
     subject.absent(0);
     let reduced = subject.push(1, &[1.0; NUMEL]).expect("complete");
     assert_eq!(reduced.absent, Some(Absent { rank: 0, everywhere: false }));
-    subject.step(1, 0.5, 0.5);
+    subject.step(1, 1.0, 1.0);
     assert_eq!(subject.applied(2), 1);
     assert_ne!(subject.read(Part::Parameters, 2), bytes(&[1.0; NUMEL]));
 }

@@ -1,6 +1,7 @@
 //! Parameters and gradients between two processes: pull and push GB/s, beside one raw TCP stream and beside plain
-//! generated tonic code with default settings, all in the same run, in turn.
+//! generated tonic code with default settings, all in the same run, in turn; then boxes of a matrix.
 
+mod boxes;
 mod plain;
 mod raw;
 
@@ -31,6 +32,9 @@ pub(crate) struct Options {
     /// How often everything is measured; the median is shown
     #[arg(long, default_value_t = 7)]
     repeat: usize,
+    /// Rows and columns of the matrix that boxes are measured on; 0: none are
+    #[arg(long, default_value_t = 4096)]
+    boxes: usize,
 }
 
 /// Seconds of one transfer, by what was moved and how.
@@ -59,7 +63,10 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
         }
     }
     table.finish();
-    Ok(())
+    match options.boxes {
+        0 => Ok(()),
+        side => runtime.block_on(boxes::run(side, options.repeat, json)),
+    }
 }
 
 /// Starts a process of this program that serves a baseline.
@@ -128,7 +135,7 @@ impl Ours {
     }
 
     async fn pull(&mut self) -> Result<(), Error> {
-        let target = Target { tensor: 0, data: (&mut self.parameters).into() };
+        let target = Target::new(0, &mut self.parameters);
         Ok(self.job.pull(self.version, vec![target]).await?)
     }
 

@@ -139,7 +139,7 @@ def order_of_sends(rank: int) -> list[Any]:
     log: list[Any] = []
     wrapped = DataParallel(Chain(log), comm_buffer_size=1e-4, last_comm_buffer_size=1e-6)
     assert wrapped.buckets == [[0], [1, 2], [3]]
-    averages: Any = wrapped._averages
+    averages: Any = wrapped._rounds.averages
     send = averages.send
     averages.send = lambda parameters, indices: (log.append(list(indices)), send(parameters, indices))
     wrapped(torch.ones(2, 4, requires_grad=True)).sum().backward()
@@ -441,7 +441,7 @@ def thawed(rank: int) -> tuple[list[float | None], int]:
         wrapped(numbers(1.0 + rank), True).sum().backward()
         gradients.append(None if wrapped.sometimes.grad is None else wrapped.sometimes.grad.item())
         assert wrapped.always.grad == numbers(1.5)
-    return gradients, len(wrapped._retired)
+    return gradients, len(wrapped._rounds._retired)
 
 
 def test_a_parameter_that_is_frozen_or_unfrozen_later_is_noticed() -> None:

@@ -27,7 +27,7 @@ fn content(seed: u32) -> Vec<Gradient> {
 async fn pull(job: &Job, version: u64) -> Vec<u8> {
     let mut bytes = vec![0; 4 * 70_000];
     let data = Slots::new(&mut bytes, DType::F32).unwrap();
-    job.pull(version, vec![Target { tensor: STATISTICS, data }]).await.unwrap();
+    job.pull(version, vec![Target::new(STATISTICS, data)]).await.unwrap();
     bytes
 }
 

@@ -46,7 +46,7 @@ async fn values_and_targets_of_any_dtype_travel_over_any_wire() {
             for target in DType::ALL {
                 let mut bytes = vec![0u8; numel * target.size() + 1];
                 let data = Slots::new(&mut bytes[1..], target).unwrap();
-                job.pull(step + 1, vec![Target { tensor: 0, data }]).await.unwrap();
+                job.pull(step + 1, vec![Target::new(0, data)]).await.unwrap();
                 assert!(bytes[1..] == bytes_of(&expected, target), "{dtype} over {wire} to {target}");
             }
         }

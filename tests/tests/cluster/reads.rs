@@ -181,7 +181,7 @@ async fn a_commit_brings_the_next_version_along() {
     let numel = 2 * SLICE + 7;
     let mut next = vec![f32::NAN; numel];
     fn target(data: &mut Vec<f32>) -> Target<'_> {
-        Target { tensor: 0, data: data.into() }
+        Target::new(0, data)
     }
     for step in 0..3 {
         trainer.push(step, vec![Gradient { tensor: 0, data: vec![-1.0; numel].into() }]).await.unwrap();

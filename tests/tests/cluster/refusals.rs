@@ -209,7 +209,7 @@ async fn the_client_refuses_arrays_that_do_not_fit_the_manifest() {
         // "head" is tied to "embedding".
         invalid(job.push(1, gradient(6, 33_000)).await);
         let mut short = [0.0; 3];
-        invalid(job.pull(1, vec![Target { tensor: 0, data: short.as_mut_slice().into() }]).await);
+        invalid(job.pull(1, vec![Target::new(0, short.as_mut_slice())]).await);
     })
     .await;
 }

@@ -16,7 +16,7 @@ async fn pull_part(job: &Job, version: u64, part: &str) -> Vec<(usize, Vec<f32>)
     let owned = tensors.filter(|(_, spec)| spec.alias_of.is_none() && has(spec.trains()));
     let mut values: Vec<_> =
         owned.map(|(tensor, spec)| (tensor, vec![f32::NAN; spec.numel() as usize])).collect();
-    let targets = values.iter_mut().map(|(tensor, data)| Target { tensor: *tensor, data: data.into() });
+    let targets = values.iter_mut().map(|(tensor, data)| Target::new(*tensor, data));
     job.pull_part(version, part, targets.collect()).await.unwrap();
     values
 }
@@ -131,7 +131,7 @@ async fn parts_that_are_not_there_are_refused() {
     let mut one = vec![0.0; 1];
     for (tensor, part) in [(7, "momentum_buffer"), (3, "exp_avg"), (7, "Master")] {
         let data = if tensor == 3 { &mut frozen } else { &mut one };
-        let refused = job.pull_part(0, part, vec![Target { tensor, data: data.into() }]).await;
+        let refused = job.pull_part(0, part, vec![Target::new(tensor, data)]).await;
         assert!(matches!(refused, Err(Error::Invalid { .. })), "{tensor} {part}: {refused:?}");
     }
     // Too late, unknown, frozen; by another rank, with a step.

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._core.sharding import sharding_of
 from ..errors import InvalidArgument
-from ._sharding import sharding_of
 
 
 @dataclass(frozen=True)

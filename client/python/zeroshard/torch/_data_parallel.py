@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
-from .. import _native
-from .._session import current
-from ..errors import InvalidArgument, UnusedParameter
-from ._average import Averages, Named, Place
-from ._tensors import dtype_name, group_place
-
-MB = 1 << 20
+from .._core.rounds import Rounds, average_now, weakly
+from ..errors import InvalidArgument
+from ._framework import TORCH, group_place
 
 
 class DataParallel(nn.Module):
@@ -64,47 +58,29 @@ class DataParallel(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise InvalidArgument(f"module is a {type(module).__name__}: it must be a torch.nn.Module")
-        for name, size in (
-            ("comm_buffer_size", comm_buffer_size),
-            ("last_comm_buffer_size", last_comm_buffer_size),
-        ):
-            if not size >= 0:
-                raise InvalidArgument(f"{name} is {size}: it must be a number of MB, at least 0")
         if strategy is not None:
             warnings.warn("strategy has no effect, and will go", DeprecationWarning, stacklevel=2)
-        self.module = module
-        self.find_unused_parameters = find_unused_parameters
-        self._limits = int(comm_buffer_size * MB), int(last_comm_buffer_size * MB)
-        self._place = group_place(group)
-        #: Whether forward passes ask for synchronisation now, and whether the last one did.
-        self._syncing = True
-        self._armed = False
-        #: Whether a backward pass is under way of which gradients may have been sent.
-        self._begun = False
-        #: Whether the servers have parts of a step that will not be finished.
-        self._broken = False
-        self._averages: Averages | None = None
-        #: Jobs that are not used any more, to be left when every rank has gone on to the next one.
-        self._retired: list[Averages] = []
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-
-        trainable = self._trainable()
-        if not trainable:
-            raise InvalidArgument(
-                "the module has no parameter that requires a gradient: there is nothing to train"
-            )
-        if self._place[1] == 1:
+        place = group_place(group)
+        if place[1] == 1:
             warnings.warn("one process: there are no gradients to average", UserWarning, stacklevel=2)
-        self._arrange(trainable, share=True)
+        self.module = module
+        self._rounds = Rounds(
+            TORCH,
+            module,
+            place,
+            comm_buffer_size=comm_buffer_size,
+            last_comm_buffer_size=last_comm_buffer_size,
+            find_unused_parameters=find_unused_parameters,
+        )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
         if torch.is_grad_enabled():
-            self._begin_forward()
+            self._rounds.begin_forward()
         outputs = self.module(*inputs, **kwargs)
-        if self._armed and torch.is_grad_enabled():
+        if self._rounds.armed and torch.is_grad_enabled():
             # The outermost backward pass begins here; that of a reentrant checkpoint would end too early.
-            begin = _weakly(self, DataParallel._begin_round)
+            begin = weakly(self._rounds, Rounds.begin_round)
             for output in tree_leaves(outputs):
                 if isinstance(output, torch.Tensor) and output.grad_fn is not None:
                     output.register_hook(begin)
@@ -116,22 +92,25 @@ class DataParallel(nn.Module):
 
         What has accumulated is part of the next synchronisation.
         """
-        before, self._syncing = self._syncing, False
+        before, self._rounds.syncing = self._rounds.syncing, False
         try:
             yield
         finally:
-            self._syncing = before
+            self._rounds.syncing = before
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """Whether a backward pass may leave parameters without a gradient on some ranks and not on others."""
+        return self._rounds.find_unused_parameters
+
+    @find_unused_parameters.setter
+    def find_unused_parameters(self, may: bool) -> None:
+        self._rounds.find_unused_parameters = may
 
     @property
     def buckets(self) -> list[list[int]]:
         """The parameters of each bucket, by their positions among those that are trained."""
-        return self._new_buckets(list(zip(self._names, self._trained))).buckets
-
-    def _new_buckets(self, parameters: list[Named]) -> _native.Buckets:
-        sizes = [
-            (parameter.nbytes, dtype_name(f"parameter {name!r}", parameter)) for name, parameter in parameters
-        ]
-        return _native.Buckets(sizes, *self._limits)
+        return self._rounds.new_buckets().buckets
 
     # State
 
@@ -191,104 +170,6 @@ class DataParallel(nn.Module):
             state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    # Synchronisation
-
-    def _trainable(self) -> list[Named]:
-        return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad and p.numel() > 0]
-
-    def _arrange(self, trainable: list[Named], share: bool) -> None:
-        """Makes the buckets, the job and the hooks for what is trained now."""
-        self._trained = [parameter for _, parameter in trainable]
-        self._names = [name for name, _ in trainable]
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        if self._averages is not None:
-            self._retired.append(self._averages)
-            self._averages = None
-        if self._place[1] == 1:
-            return
-        # If this fails, the next forward pass tries again.
-        self._broken = True
-        self._buckets = self._new_buckets(trainable)
-        self._averages = Averages(
-            current(), "data-parallel", self._place, trainable, self._constants() if share else (), share
-        )
-        for index, parameter in enumerate(self._trained):
-            ready = _weakly(self, DataParallel._ready, index)
-            hook = parameter.register_post_accumulate_grad_hook(ready)
-            self._hooks.append(hook)
-        self._broken = False
-
-    def _constants(self) -> list[Named]:
-        tensors = [(name, p.detach()) for name, p in self.module.named_parameters() if not p.requires_grad]
-        return [
-            (name, tensor) for name, tensor in [*tensors, *self.module.named_buffers()] if tensor.numel() > 0
-        ]
-
-    def _begin_forward(self) -> None:
-        if self._begun and torch._C._current_graph_task_id() == -1:
-            # No backward pass is under way: the last one ended in an error.
-            self._begun = False
-            self._give_up()
-        trainable = self._trainable()
-        if not trainable:
-            # All frozen, perhaps for a while: the job stays.
-            self._armed = False
-            return
-        as_before = len(trainable) == len(self._trained) and all(
-            parameter is before for (_, parameter), before in zip(trainable, self._trained)
-        )
-        if self._broken or not as_before:
-            self._arrange(trainable, share=False)
-        self._armed = self._syncing and self._averages is not None
-
-    def _begin_round(self, *_: object) -> None:
-        if self._armed and not self._begun:
-            self._begun = True
-            Variable._execution_engine.queue_callback(self._end_round)
-
-    def _ready(self, index: int, _: torch.Tensor) -> None:
-        """A gradient is complete."""
-        if not self._armed or self._averages is None:
-            return
-        self._begin_round()
-        try:
-            ready = self._buckets.ready(index)
-        except InvalidArgument as error:
-            raise InvalidArgument(
-                f"the gradient of parameter {self._names[index]!r} was ready twice in one backward pass (is it "
-                "used in more than one reentrant checkpoint?): run each backward pass but the last under no_sync(), then "
-                "fused_allreduce_gradients"
-            ) from error
-        self._averages.send(self._trained, ready)
-
-    def _end_round(self) -> None:
-        """The backward pass is over."""
-        averages = self._averages
-        assert averages is not None, "a round begins where there is a job"
-        try:
-            for index in self._buckets.rest():
-                averages.send(self._trained, self._buckets.ready(index))
-            averages.finish(self._trained, self.find_unused_parameters)
-        except UnusedParameter:
-            raise
-        except BaseException:
-            self._give_up()
-            raise
-        finally:
-            self._begun = False
-            self._buckets.reset()
-        while self._retired:
-            self._retired.pop().retire()
-
-    def _give_up(self) -> None:
-        """Forgets a round: the next forward pass makes another job."""
-        self._broken = True
-        self._buckets.reset()
-        if self._averages is not None:
-            self._averages.abandon()
-
 
 def fused_allreduce_gradients(
     parameters: torch.Tensor | Iterable[torch.Tensor], group: ProcessGroup | None = None
@@ -303,60 +184,5 @@ def fused_allreduce_gradients(
         parameters: one parameter or several, of float32, bfloat16 or float16.
         group: the ranks to average over; all by default.
     """
-    found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    trainable = list({id(p): p for p in found if p.requires_grad and p.numel() > 0}.values())
-    where = group_place(group)
-    if where[1] == 1 or not trainable:
-        return
-    averages = _fused.get(where, trainable)
-    try:
-        averages.send(trainable, range(len(trainable)))
-        averages.finish(trainable, unused=True)
-    except BaseException:
-        averages.abandon()
-        _fused.drop(where, trainable)
-        raise
-
-
-class _Jobs:
-    """The jobs of :func:`fused_allreduce_gradients`: one for each list of parameters that is alive."""
-
-    def __init__(self) -> None:
-        self._jobs: dict[tuple[Any, ...], Averages] = {}
-        self._alive: dict[tuple[Any, ...], list[weakref.ref[torch.Tensor]]] = {}
-
-    def get(self, where: Place, parameters: list[torch.Tensor]) -> Averages:
-        session, key = current(), self._key(where, parameters)
-        averages = self._jobs.get(key)
-        if averages is None or averages.session is not session:
-            named = [(str(index), parameter) for index, parameter in enumerate(parameters)]
-            self._jobs[key] = averages = Averages(session, "fused-allreduce", where, named)
-            # Another tensor may get the id of one that is no more.
-            self._alive[key] = [weakref.ref(parameter, lambda _: self._drop(key)) for parameter in parameters]
-        return averages
-
-    def drop(self, where: Place, parameters: list[torch.Tensor]) -> None:
-        self._drop(self._key(where, parameters))
-
-    def _drop(self, key: tuple[Any, ...]) -> None:
-        self._jobs.pop(key, None)
-        self._alive.pop(key, None)
-
-    @staticmethod
-    def _key(where: Place, parameters: list[torch.Tensor]) -> tuple[Any, ...]:
-        return where, *map(id, parameters)
-
-
-_fused = _Jobs()
-
-
-def _weakly(owner: DataParallel, method: Callable[..., None], *args: Any) -> Callable[..., None]:
-    """``method`` of ``owner`` for a hook that does not keep it alive: tensors' hooks are no garbage, ever."""
-    reference = weakref.ref(owner)
-
-    def call(*more: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            method(alive, *args, *more)
-
-    return call
+    found = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    average_now(TORCH, found, group_place(group))

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .._core.sharding import Sharding
 from ..errors import InvalidArgument
-from ._sharding import Sharding
+from ._dtensor import parts_of_state
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,7 +26,7 @@ class GroupSharded(nn.Module):
 
     module: nn.Module
 
-    def __init__(self, module: nn.Module, sharding: Sharding) -> None:
+    def __init__(self, module: nn.Module, sharding: Sharding[Tensor]) -> None:
         super().__init__()
         self.module = module
         # Not a submodule, not a parameter: kept out of torch's books.
@@ -37,8 +38,8 @@ class GroupSharded(nn.Module):
         """``os``, ``os_g`` or ``p_g_os``."""
         return self._sharding().level
 
-    def _sharding(self) -> Sharding:
-        sharding: Sharding = self.__dict__["sharding"]
+    def _sharding(self) -> Sharding[Tensor]:
+        sharding: Sharding[Tensor] = self.__dict__["sharding"]
         return sharding
 
     def __getattr__(self, name: str) -> Any:
@@ -87,10 +88,13 @@ class GroupSharded(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads the model's state; every rank must call it, rank 0's values count."""
+        """Loads the model's state; every rank must call it, rank 0's values count.
+
+        Tensors may be whole where the model's are distributed.
+        """
         if assign:
             raise InvalidArgument("assign is True; it must be False: the parameters belong to the job as they are")
-        result = self.module.load_state_dict(state_dict, strict=strict)
+        result = self.module.load_state_dict(parts_of_state(self.module, state_dict), strict=strict)
         self._sharding().follow_changes()
         return result
 
@@ -110,7 +114,7 @@ def _outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @_outside_graphs
-def _before_forward(sharding: Sharding, holding: bool) -> None:
+def _before_forward(sharding: Sharding[Tensor], holding: bool) -> None:
     sharding.before_forward(holding)
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
+from .._core.job import State
+from .._core.sharding import Sharding
 from ..errors import InvalidArgument
 from . import kinds
-from ._job import optimizer_states
-from ._sharding import Sharding
+from ._dtensor import local, part
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -21,14 +22,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     what a scheduler changes there, on either of the two, is used at the next step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, sharding: Sharding) -> None:
-        self._sharding: Sharding | None = None  # while the groups are added that are there already
+    def __init__(self, optimizer: torch.optim.Optimizer, sharding: Sharding[Tensor]) -> None:
+        self._sharding: Sharding[Tensor] | None = None  # while the groups are added that are there already
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
         self._sharding = sharding
+        self._given = optimizer
 
     @property
-    def sharding(self) -> Sharding:
+    def sharding(self) -> Sharding[Tensor]:
         """What it shares with the model's wrapper."""
         assert self._sharding is not None
         return self._sharding
@@ -123,4 +125,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, had in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in had.items() if key != "params"})
         state = {by_number[number]: value for number, value in state_dict["state"].items() if number in by_number}
-        self.sharding.reopen(optimizer_states(kinds.kind(self.sharding.optimizer), self, state))
+        self.sharding.reopen(optimizer_states(kinds.kind(self._given), self, state))
+
+
+def optimizer_states(
+    kind: str, optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]
+) -> dict[int, State[Tensor]]:
+    """torch's state by the id of its parameter as the servers keep it; what was never stepped is left out."""
+    states: dict[int, State[Tensor]] = {}
+    for group in optimizer.param_groups:
+        values = kinds.hyperparameters(kind, group)
+        for parameter in group["params"]:
+            if parameter in state and parameter.requires_grad:
+                had = {
+                    name: part(value, parameter) if isinstance(value, Tensor) else value
+                    for name, value in state[parameter].items()
+                }
+                applied, tensors = kinds.from_torch(kind, values, had, local(parameter).shape)
+                if applied:
+                    states[id(parameter)] = (applied, tensors)
+    return states

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..errors import InvalidArgument
+from ._dtensor import parts_of_state
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
 
@@ -34,7 +36,7 @@ def save_group_sharded_model(
     if wrapped._sharding().job.rank != 0:
         return
     directory.mkdir(parents=True, exist_ok=True)
-    _write(wrapped.state_dict(), directory / _MODEL)
+    _write(_whole_state(wrapped), directory / _MODEL)
     if optimizer is not None:
         _write(optimizer.state_dict(), directory / _OPTIMIZER)
 
@@ -47,9 +49,31 @@ def load_group_sharded_model(
     For wrapped ones every rank must call it.
     """
     directory = _directory(output)
-    model.load_state_dict(_read(directory / _MODEL))
+    model.load_state_dict(parts_of_state(model, _read(directory / _MODEL)))
     if optimizer is not None:
         optimizer.load_state_dict(_read(directory / _OPTIMIZER))
+
+
+def _whole_state(wrapped: GroupSharded) -> dict[str, Any]:
+    """The model's state dict; what of it is distributed comes whole from the servers."""
+    job = wrapped._sharding().job
+    distributed = {
+        name: job.entry(parameter)
+        for name, parameter in wrapped.module.named_parameters(remove_duplicate=False)
+        if isinstance(parameter, DTensor)
+    }
+    for entry in distributed.values():
+        if entry.modified:
+            raise InvalidArgument(
+                f"parameter {entry.name!r} was written to and the servers do not know it yet; it must be saved after the "
+                "next forward or step"
+            )
+    whole = job.whole({entry.name: entry for entry in distributed.values()}.values())
+    state = wrapped.state_dict()
+    return {
+        name: whole[distributed[name].name].to(value.dtype) if name in distributed else value
+        for name, value in state.items()
+    }
 
 
 def _wrapped(model: nn.Module) -> GroupSharded:

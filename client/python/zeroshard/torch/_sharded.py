@@ -6,19 +6,18 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from .._core.options import Options
+from .._core.sharding import Sharding
 from .._session import current
 from ..errors import InvalidArgument
+from . import kinds
 from ._clip import max_norm_of
-from ._job import optimizer_states
+from ._framework import TORCH, TorchOptimizer, group_place
 from ._model import GroupSharded
-from ._optimizer import ShardedOptimizer
+from ._optimizer import ShardedOptimizer, optimizer_states
 from ._scaler import GradScaler
-from ._sharding import Sharding
-from ._tensors import group_place
-
-LEVELS = ("os", "os_g", "p_g_os")
 
 
 def group_sharded_parallel(
@@ -61,35 +60,29 @@ def group_sharded_parallel(
     Returns:
         The wrapped model, the optimizer that steps on the servers, and the scaler (None if none was given).
     """
-    _check(model, optimizer, level, buffer_max_size, segment_size)
+    _check(model, optimizer)
+    options = Options(
+        level=level,
+        sync_buffers=sync_buffers,
+        buffer_max_size=buffer_max_size,
+        segment_size=segment_size,
+        sync_comm=sync_comm,
+        dp_group=dp_group,
+        exclude_layer=exclude_layer,
+        accumulation_steps=accumulation_steps,
+    )
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise InvalidArgument(f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler")
-    if dp_group is not None:
-        raise InvalidArgument("dp_group is given; it must be None: give all ranks in group, the servers average them")
-    if accumulation_steps is not None and accumulation_steps < 1:
-        raise InvalidArgument(f"accumulation_steps is {accumulation_steps}; it must be 1 or more")
-    excluded = _excluded(model, exclude_layer or ())
-
-    def is_large(module: nn.Module, parameter: Tensor) -> bool:
-        return parameter.numel() > segment_size and id(parameter) not in excluded
-
     if level == "p_g_os":
         _check_not_compiled(model)
-    largest = max((parameter.numel() for parameter in model.parameters()), default=0)
-    # At p_g_os a bucket must not hold more than one layer's gradients back.
-    bucket = min(buffer_max_size, largest) if level == "p_g_os" else buffer_max_size
     sharding = Sharding(
         current(),
+        TORCH,
         model,
-        optimizer,
+        TorchOptimizer(optimizer),
         group_place(group),
-        level,
-        states=lambda job: optimizer_states(job.optimizer_kind, optimizer, optimizer.state),
-        is_large=is_large,
-        bucket_numel=bucket,
-        sync_buffers=sync_buffers,
-        sync_comm=sync_comm,
-        accumulation_steps=accumulation_steps,
+        options,
+        states=optimizer_states(kinds.kind(optimizer), optimizer, optimizer.state),
         max_norm=max_norm_of(optimizer, grad_clip),
     )
     optimizer.state.clear()
@@ -97,18 +90,13 @@ def group_sharded_parallel(
     return wrapped, ShardedOptimizer(optimizer, sharding), None if scaler is None else GradScaler.sharing(scaler)
 
 
-def _check(model: Any, optimizer: Any, level: Any, buffer_max_size: int, segment_size: int) -> None:
+def _check(model: Any, optimizer: Any) -> None:
     if not isinstance(model, nn.Module) or isinstance(model, GroupSharded):
         raise InvalidArgument(f"model is a {type(model).__name__}; it must be a torch.nn.Module that is not wrapped already")
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ShardedOptimizer):
         raise InvalidArgument(
             f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer that is not wrapped already"
         )
-    if level not in LEVELS:
-        raise InvalidArgument(f"level is {level!r}; it must be one of {', '.join(map(repr, LEVELS))}")
-    for name, size in (("buffer_max_size", buffer_max_size), ("segment_size", segment_size)):
-        if not isinstance(size, int) or size < 0:
-            raise InvalidArgument(f"{name} is {size!r}; it must be a number of elements, 0 or more")
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if stepped.isdisjoint(map(id, model.parameters())):
         raise InvalidArgument("the optimizer has no parameter of the model; it must be made with model.parameters()")
@@ -121,19 +109,3 @@ def _check_not_compiled(model: nn.Module) -> None:
                 f"module {name!r} is compiled; at level p_g_os it must not be: torch.compile cannot follow parameters "
                 "that come and go. To have it compiled, use level os_g"
             )
-
-
-def _excluded(model: nn.Module, layers: Collection[str | int]) -> set[int]:
-    """The parameters of the modules that stay here."""
-    known = {id(module) for module in model.modules()} | {type(module).__name__ for module in model.modules()}
-    for layer in layers:
-        if layer not in known:
-            raise InvalidArgument(
-                f"exclude_layer has {layer!r}; it must be the class name or the id of a module of the model"
-            )
-    return {
-        id(parameter)
-        for module in model.modules()
-        if type(module).__name__ in layers or id(module) in layers
-        for parameter in module.parameters()
-    }

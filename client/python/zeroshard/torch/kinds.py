@@ -1,8 +1,4 @@
-"""Which of the servers' optimizers a ``torch.optim.Optimizer`` is, and its state in their form and torch's.
-
-The servers' names, hyperparameters and state tensors are those of ``proto/src/optimizer.rs``, which takes
-them from torch.
-"""
+"""Which of the servers' optimizers a ``torch.optim.Optimizer`` is, and its state in their form and torch's."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._core.kinds import numbers, state_names
 from ..errors import InvalidArgument, UnsupportedOptimizer
 from .optim import LAMB, Lion
 
@@ -26,21 +23,6 @@ KINDS: dict[type[torch.optim.Optimizer], str] = {
     Lion: "lion",
     LAMB: "lamb",
 }
-
-#: Hyperparameters by the servers' names; ``betas`` are two of them. Flags travel as 0 and 1.
-HYPERPARAMETERS: dict[str, tuple[str, ...]] = {
-    "sgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
-    "adam": ("lr", "beta1", "beta2", "eps", "weight_decay", "amsgrad", "maximize"),
-    "adamw": ("lr", "beta1", "beta2", "eps", "weight_decay", "amsgrad", "maximize"),
-    "adagrad": ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value", "maximize"),
-    "adadelta": ("lr", "rho", "eps", "weight_decay", "maximize"),
-    "rmsprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
-    "lion": ("lr", "beta1", "beta2", "weight_decay", "maximize"),
-    "lamb": ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize"),
-}
-
-#: The group of a job whose servers only average gradients.
-AVERAGE: tuple[str, dict[str, float]] = ("average", {})
 
 
 def kind(optimizer: torch.optim.Optimizer) -> str:
@@ -91,26 +73,7 @@ def hyperparameters(kind: str, group: Mapping[str, Any]) -> dict[str, float]:
     found = dict(group)
     if "betas" in group:
         found["beta1"], found["beta2"] = group["betas"]
-    return {name: _number(kind, name, found) for name in HYPERPARAMETERS[kind]}
-
-
-def state_names(kind: str, hyperparameters: Mapping[str, float]) -> tuple[str, ...]:
-    """The state tensors that the servers keep for a parameter; each is f32 and of the parameter's shape."""
-    if kind == "sgd":
-        return ("momentum_buffer",) if hyperparameters["momentum"] != 0 else ()
-    if kind in ("adam", "adamw"):
-        names = ("exp_avg", "exp_avg_sq")
-        return (*names, "max_exp_avg_sq") if hyperparameters["amsgrad"] else names
-    if kind == "rmsprop":
-        momentum = ("momentum_buffer",) if hyperparameters["momentum"] != 0 else ()
-        centered = ("grad_avg",) if hyperparameters["centered"] else ()
-        return ("square_avg", *momentum, *centered)
-    return {
-        "adagrad": ("sum",),
-        "adadelta": ("square_avg", "acc_delta"),
-        "lion": ("exp_avg",),
-        "lamb": ("exp_avg", "exp_avg_sq"),
-    }[kind]
+    return numbers(kind, found)
 
 
 def to_torch(kind: str, applied: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -119,7 +82,7 @@ def to_torch(kind: str, applied: int, tensors: Mapping[str, torch.Tensor]) -> di
     Args:
         kind: the optimizer, as :func:`kind` names it.
         applied: how many steps the parameter has been updated by.
-        tensors: the state tensors by name, as :func:`state_names` lists them.
+        tensors: the state tensors by name.
 
     Returns:
         An empty dict for a parameter that was never updated, or whose optimizer keeps nothing.
@@ -185,12 +148,3 @@ def _name(cls: type) -> str:
         if module.startswith(public + "."):
             module = public
     return f"{module}.{cls.__qualname__}"
-
-
-def _number(kind: str, name: str, found: Mapping[str, Any]) -> float:
-    try:
-        return float(found[name])
-    except KeyError:
-        raise InvalidArgument(f"a parameter group of {kind} lacks {name!r}") from None
-    except (TypeError, ValueError):
-        raise InvalidArgument(f"{kind}: {name} is {found[name]!r}: it must be a number") from None

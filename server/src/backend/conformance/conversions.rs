@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use zeroshard_proto::dtype::DType;
+use zeroshard_proto::{BoxView, TensorBox, dtype::DType};
 
 use super::{assert_same, buffer_of, contents, from_bytes, hash, numbers, to_bytes};
-use crate::backend::Backend;
+use crate::backend::{Backend, Elements};
 
 pub(super) fn run<B: Backend>(backend: &B) {
     for dtype in DType::ALL {
@@ -14,6 +14,7 @@ pub(super) fn run<B: Backend>(backend: &B) {
         an_extent_is_stored(backend, dtype);
         an_extent_is_added(backend, dtype);
         only_incoming_special_values_are_told(backend, dtype);
+        a_box_is_its_elements_one_by_one(backend, dtype);
         for other in DType::ALL {
             copies_cast(backend, dtype, other);
         }
@@ -28,7 +29,7 @@ fn every_value_is_decoded<B: Backend>(backend: &B, dtype: DType) {
     };
     let bytes: Vec<u8> = (0..=0xFFFF).flat_map(element).collect();
     let mut buffer = backend.allocate(DType::F32, 0x1_0000).unwrap();
-    let finite = backend.store(&mut buffer, 0, &bytes, dtype);
+    let finite = backend.store(&mut buffer, 0..0x1_0000, &bytes, dtype);
     assert!(!finite, "infinities and NaN are among them");
     let (stored, _) = contents(backend, buffer);
     let expected = from_bytes(&bytes, dtype);
@@ -81,7 +82,7 @@ fn an_extent_is_stored<B: Backend>(backend: &B, dtype: DType) {
         let mut buffer = buffer_of(backend, &before, to);
         // A large number is infinite as f16.
         let finite = incoming.iter().all(|value| value.is_finite());
-        assert_eq!(backend.store(&mut buffer, 1_001, &bytes[1..], dtype), finite);
+        assert_eq!(backend.store(&mut buffer, 1_001..4_002, &bytes[1..], dtype), finite);
         let mut expected = before;
         expected[1_001..4_002].copy_from_slice(&incoming);
         let (stored, _) = contents(backend, buffer);
@@ -95,7 +96,7 @@ fn an_extent_is_added<B: Backend>(backend: &B, dtype: DType) {
     let incoming = from_bytes(&bytes[1..], dtype);
     let mut expected = numbers(4, 5_003);
     let mut buffer = buffer_of(backend, &expected, DType::F32);
-    backend.accumulate(&mut buffer, 1_001, &bytes[1..], dtype);
+    backend.accumulate(&mut buffer, 1_001..4_002, &bytes[1..], dtype);
     for (sum, value) in expected[1_001..].iter_mut().zip(incoming) {
         *sum += value;
     }
@@ -108,18 +109,52 @@ fn only_incoming_special_values_are_told<B: Backend>(backend: &B, dtype: DType) 
     let infinite = vec![f32::INFINITY; numel];
     let finite = to_bytes(&vec![1.0; numel], dtype);
     let mut buffer = buffer_of(backend, &infinite, DType::F32);
-    assert!(backend.accumulate(&mut buffer, 0, &finite, dtype));
-    assert!(backend.store(&mut buffer, 0, &finite, dtype));
-    assert!(backend.accumulate(&mut buffer, numel, &[], dtype), "nothing is finite");
+    assert!(backend.accumulate(&mut buffer, 0..numel, &finite, dtype));
+    assert!(backend.store(&mut buffer, 0..numel, &finite, dtype));
+    assert!(backend.accumulate(&mut buffer, numel..numel, &[], dtype), "nothing is finite");
     for special in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
         for at in [0, 1, 63, 128, numel - 1] {
             let mut values = vec![1.0; numel];
             values[at] = special;
             let bytes = to_bytes(&values, dtype);
-            assert!(!backend.store(&mut buffer, 0, &bytes, dtype));
-            assert!(!backend.accumulate(&mut buffer, 0, &bytes, dtype));
+            assert!(!backend.store(&mut buffer, 0..numel, &bytes, dtype));
+            assert!(!backend.accumulate(&mut buffer, 0..numel, &bytes, dtype));
         }
     }
+}
+
+/// A box of columns: stored, added and read as if each of its elements were on its own.
+fn a_box_is_its_elements_one_by_one<B: Backend>(backend: &B, dtype: DType) {
+    let area = TensorBox { offset: vec![1, 0, 300], size: vec![2, 3, 500] };
+    let view = BoxView::new(&[4, 3, 1_003], &area);
+    // The buffer is a slice of the tensor that begins and ends amid the box.
+    let (origin, numel) = (4_000, 4_500);
+    let part = view.part(origin..origin + numel);
+    let elements = Elements::Box { view: &view, part: part.clone(), origin };
+    let places: Vec<usize> = view.runs(part).flat_map(|run| run.at..run.at + run.numel).collect();
+    assert!(elements.runs().count() > 2 && elements.numel() == places.len());
+
+    let bytes = to_bytes(&numbers(8, places.len()), dtype);
+    let incoming = from_bytes(&bytes, dtype);
+    let finite = incoming.iter().all(|value| value.is_finite());
+    for to in DType::ALL {
+        let mut expected = numbers(9, numel);
+        let mut buffer = buffer_of(backend, &expected, to);
+        assert_eq!(backend.store(&mut buffer, elements.clone(), &bytes, dtype), finite);
+        places.iter().zip(&incoming).for_each(|(&place, &value)| expected[place - origin] = value);
+        let (stored, buffer) = contents(backend, buffer);
+        assert_eq!(stored, to_bytes(&expected, to), "store a box of {dtype} into {to}");
+        let all = from_bytes(&stored, to);
+        let inside: Vec<f32> = places.iter().map(|place| all[place - origin]).collect();
+        let read = backend.read(&Arc::new(buffer), elements.clone(), dtype);
+        assert_eq!(read, to_bytes(&inside, dtype), "read a box of {to} as {dtype}");
+    }
+    let mut expected = numbers(9, numel);
+    let mut buffer = buffer_of(backend, &expected, DType::F32);
+    assert_eq!(backend.accumulate(&mut buffer, elements, &bytes, dtype), finite);
+    places.iter().zip(&incoming).for_each(|(&place, &value)| expected[place - origin] += value);
+    let (added, _) = contents(backend, buffer);
+    assert_same(&from_bytes(&added, DType::F32), &expected, &format!("accumulate a box of {dtype}"));
 }
 
 fn copies_cast<B: Backend>(backend: &B, from: DType, to: DType) {

@@ -86,7 +86,7 @@ fn numbers(seed: usize, numel: usize) -> Vec<f32> {
 /// A buffer with these values cast to `dtype`.
 fn buffer_of<B: Backend>(backend: &B, values: &[f32], dtype: DType) -> B::Buffer {
     let mut buffer = backend.allocate(dtype, values.len()).unwrap();
-    backend.store(&mut buffer, 0, &to_bytes(values, DType::F32), DType::F32);
+    backend.store(&mut buffer, 0..values.len(), &to_bytes(values, DType::F32), DType::F32);
     buffer
 }
 

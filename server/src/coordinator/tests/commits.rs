@@ -24,7 +24,7 @@ fn a_step_is_decided_once_all_ranks_and_servers_are_there() {
     };
     assert_eq!((script.report(first), script.report(second)), (report.clone(), report));
     let decision = &script.decisions()[0].1;
-    assert_eq!((decision.step, decision.apply, decision.coefficient), (0, true, 0.5));
+    assert_eq!((decision.step, decision.apply, decision.coefficient), (0, true, 1.0));
     assert_eq!(decision.groups.len(), 1);
     assert_eq!(script.cluster.describe("job").unwrap().version, Some(1));
 }
@@ -76,7 +76,7 @@ fn the_decision_does_not_depend_on_the_number_of_servers() {
 }
 
 #[test]
-fn the_coefficient_clips_unscales_and_averages() {
+fn the_coefficient_clips_and_unscales_and_the_norm_is_the_means() {
     let (mut script, leases) = Script::training(2, 1);
     script.ready_all(0);
     let mut caller = None;
@@ -88,7 +88,7 @@ fn the_coefficient_clips_unscales_and_averages() {
     let report = script.report(caller.unwrap());
     assert_eq!(report.gradient_norm, 2.0 / 16.0);
     assert_eq!(report.clip_coefficient, 0.1 / 0.125);
-    assert_eq!(script.decisions()[0].1.coefficient, (0.1 / 0.125 / 16.0) as f32);
+    assert_eq!(script.decisions()[0].1.coefficient, 0.1 / 0.125 / 8.0);
 }
 
 #[test]

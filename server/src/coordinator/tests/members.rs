@@ -223,6 +223,58 @@ fn a_worker_that_leaves_disturbs_nobody() {
     assert!(script.told.is_empty() && script.new_epochs().is_empty());
 }
 
+fn peer(rank: u32) -> Worker {
+    Worker { rank, address: Some(format!("worker-{rank}:7")) }
+}
+
+/// Who was told of which ranks as peers, and nothing more of it.
+fn peers(script: &mut Script) -> Vec<(Lease, Vec<u32>)> {
+    let ranks = |membership: pb::Membership| membership.peers.iter().map(|peer| peer.rank).collect();
+    script.told.drain(..).map(|(lease, membership)| (lease, ranks(membership))).collect()
+}
+
+#[test]
+fn members_hear_of_peers_that_come_and_go() {
+    let mut script = Script::with_servers(1);
+    script.create(spec(4));
+    script.open_all();
+    let quiet = script.join(1).unwrap();
+    let last = script.join_as(peer(3)).unwrap();
+    assert_eq!(peers(&mut script), [(quiet, vec![]), (last, vec![3]), (quiet, vec![3])]);
+    let first = script.join_as(peer(0)).unwrap();
+    let address = |told: &(Lease, pb::Membership)| told.1.peers[0].address.clone();
+    assert_eq!(address(&script.told[0]), "worker-0:7");
+    let (specs, others): (Vec<_>, Vec<_>) = script.told.iter().partition(|(_, told)| told.spec.is_some());
+    assert_eq!((specs.len(), others.len()), (1, 2), "the spec is in the first membership only");
+    assert_eq!(peers(&mut script), [first, quiet, last].map(|lease| (lease, vec![0, 3])));
+
+    let caller = script.caller();
+    script.event(Event::Leave { caller, job: "job".into(), lease: last });
+    assert_eq!(peers(&mut script), [first, quiet].map(|lease| (lease, vec![0])));
+    script.lose(first);
+    assert_eq!(peers(&mut script), [(quiet, vec![])]);
+    let again = script.join_as(peer(0)).unwrap();
+    assert_eq!(peers(&mut script), [again, quiet].map(|lease| (lease, vec![0])));
+}
+
+#[test]
+fn who_gives_no_address_is_nobodys_peer_and_disturbs_nobody() {
+    let mut script = Script::with_servers(1);
+    script.create(spec(2));
+    script.open_all();
+    let lease = script.join_as(peer(0)).unwrap();
+    script.told.clear();
+    let quiet = script.join(1).unwrap();
+    assert_eq!(peers(&mut script), [(quiet, vec![0])]);
+    let caller = script.caller();
+    script.event(Event::Leave { caller, job: "job".into(), lease: quiet });
+    assert!(script.told.is_empty());
+    // A rank that is taken has no effect on who its peers are.
+    assert!(script.join_as(peer(0)).is_err());
+    assert!(script.told.is_empty());
+    script.lose(lease);
+}
+
 #[test]
 fn a_deleted_job_is_gone_and_everybody_who_waits_is_told() {
     let (mut script, leases) = Script::training(2, 2);

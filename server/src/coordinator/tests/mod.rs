@@ -14,7 +14,7 @@ use zeroshard_proto::{
 
 use super::{
     cluster::Cluster,
-    state::{Action, Caller, Commit, Event, Lease, Now, Reduce, Reply},
+    state::{Action, Caller, Commit, Event, Lease, Now, Reduce, Reply, Worker},
 };
 
 const WAIT: Duration = Duration::from_secs(60);
@@ -120,8 +120,12 @@ impl Script {
     }
 
     fn join(&mut self, rank: u32) -> Result<Lease> {
+        self.join_as(Worker { rank, address: None })
+    }
+
+    fn join_as(&mut self, worker: Worker) -> Result<Lease> {
         let (caller, lease) = (self.caller(), Lease(self.next()));
-        self.event(Event::Join { caller, lease, job: "job".into(), rank });
+        self.event(Event::Join { caller, lease, job: "job".into(), worker });
         self.answers.remove(&caller).expect("joins are answered at once").map(|_| lease)
     }
 

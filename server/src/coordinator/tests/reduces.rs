@@ -1,8 +1,11 @@
 //! What the gradients come to: norms before the decision, tensors that are not clipped or not there, steps that are
 //! taken or thrown away whatever they are.
 
+use std::sync::Arc;
+
+use zeroshard_proto::{DimPlacement, ProcessMesh, Reduction, TensorLayout, optimizer::Average};
+
 use super::*;
-use zeroshard_proto::optimizer::Average;
 
 #[test]
 fn the_norm_is_told_when_all_gradients_are_in_and_the_decision_has_the_same() {
@@ -144,7 +147,7 @@ fn an_average_is_taken_although_it_is_not_finite() {
     assert_eq!((report.applied, report.overflow, report.clip_coefficient), (true, Some(overflow), 1.0));
     assert!(report.gradient_norm.is_nan());
     let decision = &script.decisions()[0].1;
-    assert_eq!((decision.apply, decision.coefficient), (true, 0.5));
+    assert_eq!((decision.apply, decision.coefficient), (true, 1.0));
 
     // What is finite is clipped as for others; and thrown away if they say so.
     script.ready_all(1);
@@ -158,7 +161,7 @@ fn an_average_is_taken_although_it_is_not_finite() {
 }
 
 #[test]
-fn what_is_not_clipped_is_not_in_the_norm_and_only_unscaled_and_averaged() {
+fn what_is_not_clipped_is_not_in_the_norm_and_only_unscaled() {
     let (mut script, leases) = Script::training_of(partly_clipped(2), 2);
     script.ready_all(0);
     let terms = |rank: usize| Commit {
@@ -172,7 +175,7 @@ fn what_is_not_clipped_is_not_in_the_norm_and_only_unscaled_and_averaged() {
     // Slice 0 has the sum of squares 1.
     assert_eq!((report.gradient_norm, report.clip_coefficient), (0.125, 0.5));
     let decision = &script.decisions()[0].1;
-    assert_eq!((decision.coefficient, decision.unclipped), (0.0625, 0.125));
+    assert_eq!((decision.coefficient, decision.unclipped), (0.125, 0.25));
 
     // An overflow there skips the step like any other.
     let (mut script, leases) = Script::training_of(partly_clipped(1), 1);
@@ -181,6 +184,35 @@ fn what_is_not_clipped_is_not_in_the_norm_and_only_unscaled_and_averaged() {
     let report = script.report(caller);
     assert_eq!((report.applied, report.overflow), (false, Some(pb::Overflow { slice: 2, rank: None })));
     assert!(!report.gradient_norm.is_finite());
+}
+
+#[test]
+fn each_tensors_sum_is_divided_by_its_own_number_of_ranks_that_are_averaged() {
+    let mesh = ProcessMesh::dense([2, 2], ["dp", "tp"]).unwrap();
+    let laid_out = |name: &str, placements| TensorSpec {
+        layout: Some(TensorLayout { mesh: 0, placements }),
+        ..TensorSpec::new(name, [4])
+    };
+    let frozen = TensorSpec { frozen: true, ..TensorSpec::new("frozen", [2]) };
+    let (mean, sum) = (DimPlacement::Partial(Reduction::Avg), DimPlacement::Partial(Reduction::Sum));
+    for (first, second, expected) in [
+        (vec![mean, DimPlacement::Shard(0)], vec![mean, mean], 1.0 / 4.0 + 3.0 / 16.0),
+        (vec![sum, sum], vec![DimPlacement::Replicate, mean], 1.0 + 3.0 / 4.0),
+    ] {
+        let tensors = vec![laid_out("a", first), frozen.clone(), laid_out("b", second)];
+        let (manifest, meshes) = (Manifest::new(tensors).unwrap(), vec![Arc::new(mesh.clone())]);
+        let (mut script, leases) = Script::training_of(JobSpec { manifest, meshes, ..spec(4) }, 2);
+        script.ready_all(0);
+        // Sums of squares 1 and 3.
+        let caller = script.reduce(leases[0], 1, 0, 2.0);
+        assert_eq!(script.reduced(caller).gradient_norm, f64::sqrt(expected) / 2.0);
+        for (rank, &lease) in (0..).zip(&leases) {
+            let terms = Commit { loss_scale: 2.0, max_norm: Some(0.125), ..commit(lease, 1, rank, 0) };
+            script.commit(terms);
+        }
+        let clip = 0.125 / (f64::sqrt(expected) / 2.0);
+        assert_eq!(script.decisions()[0].1.coefficient, clip / 2.0);
+    }
 }
 
 /// `a` is clipped, `b` is not.

@@ -232,6 +232,10 @@ async fn bad_requests_get_typed_errors_and_the_server_lives() {
         let refused = FakeShard::connect(&mut client, address).await.err().expect("refused");
         assert_eq!(field(Error::from_status(&refused, "")), "address of the server");
     }
+    for address in ["nowhere", "host:0", "ho st:1", &format!("{}:1", "h".repeat(300))] {
+        let join = pb::JoinRequest { job: "job".into(), rank: 3, address: address.to_owned() };
+        assert_eq!(field(error(client.join(join).await)), "address of rank 3");
+    }
     client.status(pb::StatusRequest {}).await.unwrap();
     fixture.stop().await;
 }

@@ -5,7 +5,10 @@ use std::{ops::Range, sync::Arc};
 use proptest::prelude::*;
 
 use super::*;
-use crate::{backend::Cpu, shard::round::ParkingBudget};
+use crate::{
+    backend::Cpu,
+    shard::{lane::tests::whole, round::ParkingBudget},
+};
 
 const NUMEL: usize = BLOCK + 5;
 
@@ -34,7 +37,8 @@ impl Sum {
     fn new(slice: u32, world: u32) -> Self {
         let backend = Cpu::new();
         let sum = backend.allocate(DType::F32, NUMEL).unwrap();
-        Self { backend, round: Round::new(slice, NUMEL, world), sum, budget: ParkingBudget::new(u64::MAX) }
+        let round = Round::new(slice, NUMEL, &whole(NUMEL, world));
+        Self { backend, round, sum, budget: ParkingBudget::new(u64::MAX) }
     }
 
     fn push(&mut self, piece: &Piece) -> u64 {

@@ -4,21 +4,21 @@ use std::sync::Arc;
 
 use zeroshard_proto::{Error, Result};
 
-use super::{Inner, Slice};
+use super::{Inner, Slice, filling::Filling};
 use crate::{
     backend::Backend,
-    shard::{ranges::Ranges, round::Piece},
+    shard::{lane::Lane, round::Piece},
 };
 
 /// What has come of a buffer's next content.
 pub(super) struct Next<B: Backend> {
     content: B::Buffer,
-    received: Ranges,
+    received: Filling,
 }
 
 impl<B: Backend> Slice<B> {
-    /// Stores a piece of what the buffer is from the next version on. Returns how many elements were new. `current`
-    /// as for [`Self::upload`].
+    /// Stores a piece of what the buffer is from the next version on, from a rank that uploads some of it. Returns how
+    /// many elements were new. `current` as for [`Self::upload`].
     ///
     /// # Errors
     /// Those of `current`; [`Error::OutOfMemory`].
@@ -38,25 +38,18 @@ impl<B: Backend> Slice<B> {
                     what: "the next content of a buffer".to_owned(),
                     bytes: (numel * self.dtype.size()) as u64,
                 })?;
-                none.insert(Next { content, received: Ranges::default() })
+                none.insert(Next { content, received: Filling::new(&self.lanes) })
             }
         };
-        let mut new = 0;
-        for (range, _) in next.received.split(piece.range()).into_iter().filter(|(_, known)| !known) {
-            let part = piece.part(range.clone());
-            backend.store(&mut next.content, part.offset, &part.bytes, part.dtype);
-            new += range.len() as u64;
-            next.received.insert(range);
-        }
-        Ok(new)
+        Ok(next.received.store(backend, &self.lanes, &mut next.content, piece))
     }
 }
 
 impl<B: Backend> Inner<B> {
     /// The next content takes its place, if all of it has come; whoever reads the old one holds it.
-    pub(super) fn turn_over(&mut self, numel: usize) {
+    pub(super) fn turn_over(&mut self, lanes: &[Lane]) {
         if let Some(next) = self.next.take()
-            && next.received.is_all(numel)
+            && next.received.is_complete(lanes)
         {
             self.master = Arc::new(next.content);
         }

@@ -2,7 +2,7 @@
 
 use zeroshard_proto::{Error, Result};
 
-use super::{Inner, Slice, exclusive};
+use super::{Inner, Slice, exclusive, filling::Filling};
 use crate::{backend::Backend, optim, shard::round::Piece};
 
 /// What an upload is of.
@@ -15,11 +15,13 @@ pub(crate) struct Upload {
 }
 
 impl<B: Backend> Slice<B> {
-    /// Stores a piece of what a job begins with. Returns how many elements were new, and whether that made the slice
-    /// complete. `current` says, under the slice's lock, whether the caller's epoch still holds.
+    /// Stores a piece of what a job begins with, from a rank that uploads some of the slice. Returns how many elements
+    /// were new, and whether that made the slice complete. `current` says, under the slice's lock, whether the
+    /// caller's epoch still holds.
     ///
     /// # Errors
-    /// Those of `current`; [`Error::Invalid`] for state that comes after the parameters.
+    /// Those of `current`; [`Error::Invalid`] for state that comes after the parameters, and for another number of
+    /// applied steps than another rank's.
     pub(crate) fn upload(
         &self,
         backend: &B,
@@ -32,33 +34,35 @@ impl<B: Backend> Slice<B> {
         let inner = &mut *inner;
         inner.reset_state(backend, self.initial_state)?;
         let initialised = self.version().is_some();
+        if !initialised && self.group.is_some() {
+            inner.count_applied(upload.applied, piece.rank)?;
+        }
         let (buffer, uploaded) = match upload.state {
             None => (&mut inner.master, &mut inner.uploaded),
             Some(position) => (&mut inner.state[position], &mut inner.uploaded_state[position]),
         };
-        let mut new = 0;
-        for (range, _) in uploaded.split(piece.range()).into_iter().filter(|(_, known)| !known) {
-            if initialised {
-                return Err(Error::invalid(
-                    "optimizer state",
-                    "uploaded after the slice's parameters were complete",
-                    "uploaded before them",
-                ));
-            }
-            let part = piece.part(range.clone());
-            backend.store(exclusive(backend, buffer)?, part.offset, &part.bytes, part.dtype);
-            new += range.len() as u64;
-            uploaded.insert(range);
+        if uploaded.knows(&self.lanes, piece) {
+            return Ok((0, false));
         }
-        if !initialised && upload.applied != 0 && self.group.is_some() {
-            inner.applied = upload.applied;
+        if initialised {
+            return Err(Error::invalid(
+                "optimizer state",
+                "uploaded after the slice's parameters were complete",
+                "uploaded before them",
+            ));
         }
-        if upload.state.is_some() || new == 0 || !inner.uploaded.is_all(self.spec.numel) {
+        let new = uploaded.store(backend, &self.lanes, exclusive(backend, buffer)?, piece);
+        if upload.state.is_some() || !inner.uploaded.is_complete(&self.lanes) {
             return Ok((new, false));
         }
         inner.publish(backend)?;
         self.enter(0);
         Ok((new, true))
+    }
+
+    /// The first rank of whose parameters some have not come; `None` once the job has begun.
+    pub(crate) fn missing_upload(&self) -> Option<u32> {
+        self.lock().uploaded.missing_rank(&self.lanes)
     }
 }
 
@@ -66,8 +70,26 @@ impl<B: Backend> Inner<B> {
     /// Forgets what was uploaded. Optimizer state is made again when the upload begins anew, where that can fail.
     pub(super) fn forget_upload(&mut self) {
         self.uploaded.clear();
-        self.stale_state = self.uploaded_state.iter().any(|uploaded| uploaded.pieces() > 0);
+        self.stale_state = !self.uploaded_state.iter().all(Filling::is_untouched);
         self.applied = 0;
+    }
+
+    /// Several ranks may upload to one slice: who comes last must not decide.
+    fn count_applied(&mut self, applied: u64, rank: u32) -> Result<()> {
+        match (applied, self.applied) {
+            (0, _) => {}
+            (applied, 0) => self.applied = applied,
+            (applied, known) if applied == known => {}
+            (applied, known) => {
+                let what = format!("number of applied steps that rank {rank} uploads");
+                return Err(Error::invalid(
+                    what,
+                    applied,
+                    format!("{known}, as was said of the slice before"),
+                ));
+            }
+        }
+        Ok(())
     }
 
     fn reset_state(&mut self, backend: &B, value: f32) -> Result<()> {

@@ -135,6 +135,5 @@ impl<'a> Worker<'a> {
 
 async fn pull_into(job: &Job, version: u64, first: usize, arrays: &mut [Vec<f32>]) -> Result<()> {
     let targets = arrays.iter_mut().enumerate();
-    job.pull(version, targets.map(|(i, data)| Target { tensor: first + i, data: data.into() }).collect())
-        .await
+    job.pull(version, targets.map(|(i, data)| Target::new(first + i, data)).collect()).await
 }

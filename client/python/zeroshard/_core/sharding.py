@@ -4,56 +4,54 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import Any, Generic
 
 from .._native import Report
 from .._session import Session
 from ..errors import InvalidArgument, StepAborted, StepMismatch
-from ._gather import Gatherer
-from ._gradients import Gradients
-from ._job import ModelJob, State
-from ._tensors import Incoming, array, outgoing, to_words
+from .framework import Framework, Optimizer, Place, T
+from .gather import Gatherer
+from .gradients import Gradients
+from .job import Entry, ModelJob, State
+from .options import Options
 
 #: The wrapped models of this process, to find the one that a parameter belongs to.
-_all: weakref.WeakSet[Sharding] = weakref.WeakSet()
+_all: weakref.WeakSet[Sharding[Any]] = weakref.WeakSet()
 
 
-class Sharding:
+class Sharding(Generic[T]):
     """The state that the wrapper of a model and its optimizer share."""
 
     def __init__(
         self,
         session: Session,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        place: tuple[int, int, tuple[int, ...]],
-        level: str,
+        framework: Framework[T],
+        model: Any,
+        optimizer: Optimizer[T],
+        place: Place,
+        options: Options,
         *,
-        states: Callable[[ModelJob], Mapping[Tensor, State]],
-        is_large: Callable[[nn.Module, Tensor], bool],
-        bucket_numel: int,
-        sync_buffers: bool,
-        sync_comm: bool,
-        accumulation_steps: int | None,
+        states: Mapping[int, State[T]],
         max_norm: float | None,
     ) -> None:
-        self.level = level
-        self.optimizer = optimizer
-        self._sync_buffers = sync_buffers
+        """``states``: the optimizer state that there is, by the ``id`` of its parameter; ``max_norm``: clip to it."""
+        self.level = options.level
+        self._sync_buffers = options.sync_buffers
         self._max_norm = max_norm
         self._clip_once: float | None = None
         self._interrupted = False
         #: Gradients are those of the loss times this, at the next step.
         self.loss_scale = 1.0
         self.last_report: Report | None = None
-        self.job = ModelJob(session, "sharded", model, optimizer, place, bucket_numel)
-        self.job.open(states(self.job))
-        self.gatherer = Gatherer(self.job, model, is_large, not sync_comm) if level == "p_g_os" else None
+        is_large = options.is_large(framework, model)
+        bucket_numel = options.bucket_numel(framework, model)
+        self.job = ModelJob(session, framework, "sharded", model, optimizer, place, bucket_numel)
+        self.job.open(states)
+        self.gatherer: Gatherer[T] | None = None
+        if self.level == "p_g_os":
+            self.gatherer = Gatherer(self.job, model, is_large, not options.sync_comm)
         accumulated = self.gatherer.accumulated if self.gatherer is not None else _nothing
-        self.gradients = Gradients(self.job, level != "os", accumulation_steps, accumulated)
+        self.gradients = Gradients(self.job, self.level != "os", options.accumulation_steps, accumulated)
         _all.add(self)
         weakref.finalize(self, self.job.retire).atexit = False
 
@@ -74,7 +72,7 @@ class Sharding:
         if not self.gradients.any_sent and self.job.changed():
             self.reopen(None)
 
-    def reopen(self, states: Mapping[Tensor, State] | None) -> None:
+    def reopen(self, states: Mapping[int, State[T]] | None) -> None:
         """Goes on with another job; with ``states`` as its optimizer state."""
         self.discard()
         self.job.reopen(self._resident(), states)
@@ -87,9 +85,9 @@ class Sharding:
         self.follow_changes()
         self._sent(self.gradients.send_rest)
         version, job = self.job.version, self.job.job
-        if self._sync_buffers and self.job.rank == 0:
+        if self._sync_buffers:
             self._send_buffers()
-        received = [(entry.index, Incoming(entry.tensor)) for entry in self._resident() if entry.trained]
+        received = [(entry.index, entry.incoming()) for entry in self._resident() if entry.trained]
         max_norm = self._clip_once if self._clip_once is not None else self._max_norm
         self.last_report = self._sent(
             lambda: job.commit(
@@ -103,8 +101,8 @@ class Sharding:
         for _, incoming in received:
             incoming.finish()
         self._end_step(learn=True)
-        if self._sync_buffers and self.job.rank != 0:
-            self.job.receive(self.job.buffers)
+        if self._sync_buffers:
+            self.job.receive(entry for entry in self.job.received if entry.buffer)
 
     def unwind(self) -> None:
         """A forward of the whole model has ended in an error, or by Ctrl-C."""
@@ -163,7 +161,7 @@ class Sharding:
         self._end_step(learn=False)
         self.job.receive(entry for entry in self._resident() if entry.trained)
 
-    def _resident(self) -> list[Any]:
+    def _resident(self) -> list[Entry[T]]:
         """The entries whose tensors are on this worker between uses."""
         if self.gatherer is None:
             return list(self.job.entries)
@@ -171,20 +169,17 @@ class Sharding:
         return [entry for entry in self.job.entries if id(entry.tensor) not in large]
 
     def _send_buffers(self) -> None:
-        # All of them: torch does not count what batch norm writes as a change.
-        arrays = [
-            (entry.index, array(to_words(entry.tensor)) if entry.raw else outgoing(entry.tensor))
-            for entry in self.job.buffers
-        ]
+        # All of them: what batch norm writes is not counted as a change.
+        arrays = [(entry.index, entry.outgoing()) for entry in self.job.uploaded if entry.buffer]
         if arrays:
             self.job.job.buffers(self.job.version, arrays)
 
 
-def _nothing(parameter: Tensor) -> None:
+def _nothing(parameter: Any) -> None:
     pass
 
 
-def sharding_of(parameters: Iterable[Tensor]) -> Sharding | None:
+def sharding_of(parameters: Iterable[Any]) -> Sharding[Any] | None:
     """The wrapped model that trains these parameters; None if there is none.
 
     Raises :class:`~zeroshard.InvalidArgument` where some are and some are not.

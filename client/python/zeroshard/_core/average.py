@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
+from typing import Generic
 
 from .. import _native
 from .._session import Session
 from ..errors import UnusedParameter
-from ._tensors import Incoming, array, dtype_name, from_words, outgoing, to_words, words
+from .framework import Framework, Place, T
 from .kinds import AVERAGE
 
 #: A name and a tensor.
-Named = tuple[str, torch.Tensor]
-#: This rank, how many ranks there are, and which of the world's ranks they are.
-Place = tuple[int, int, tuple[int, ...]]
+Named = tuple[str, T]
 
 
-class Averages:
+class Averages(Generic[T]):
     """Averages gradients of one list of parameters, step after step.
 
     A step is :meth:`send` for what is complete, in as many parts as wanted and each parameter once, then
@@ -26,6 +23,7 @@ class Averages:
 
     Args:
         session: where the cluster is.
+        framework: whose tensors they are.
         kind: what the job's name tells of it.
         place: this rank and the others.
         parameters: names and parameters in the same order on every rank; none of them empty.
@@ -40,73 +38,73 @@ class Averages:
     def __init__(
         self,
         session: Session,
+        framework: Framework[T],
         kind: str,
         place: Place,
-        parameters: Sequence[Named],
-        constants: Sequence[Named] = (),
+        parameters: Sequence[Named[T]],
+        constants: Sequence[Named[T]] = (),
         share: bool = False,
     ) -> None:
         self.session = session
+        self._framework = framework
         self._names = [name for name, _ in parameters]
         self._rank, world, self._ranks = place
         self._step = 0
         #: What is being sent; the mean is to replace it.
-        self._gradients: dict[int, torch.Tensor] = {}
+        self._gradients: dict[int, T] = {}
         self._absent: list[int] = []
 
         specs = [
-            _native.TensorSpec(name, tensor.shape, dtype_name(f"parameter {name!r}", tensor))
+            _native.TensorSpec(name, framework.shape(tensor), framework.dtype_of(f"parameter {name!r}", tensor))
             for name, tensor in parameters
         ]
-        specs += [_native.TensorSpec(name, [words(tensor)], buffer=True) for name, tensor in constants]
+        specs += [_native.TensorSpec(name, [framework.words(tensor)], buffer=True) for name, tensor in constants]
         name = session.name(kind, self._ranks)
         session.cluster.create_job(name, specs, [AVERAGE], world)
-        self._job = session.join(name, self._rank, sum(tensor.numel() for _, tensor in parameters))
+        self._job = session.join(name, self._rank, sum(framework.numel(tensor) for _, tensor in parameters))
         self._start([tensor for _, tensor in parameters], [tensor for _, tensor in constants], share)
 
-    def _start(self, parameters: list[torch.Tensor], constants: list[torch.Tensor], share: bool) -> None:
+    def _start(self, parameters: list[T], constants: list[T], share: bool) -> None:
         """Makes version 0: rank 0's parameters, which the others need not take over."""
+        framework = self._framework
         label = "sharing parameters" if share else None
         if self._rank == 0:
-            raws = [to_words(constant) for constant in constants]
-            arrays = [outgoing(parameter) for parameter in parameters] + [array(raw) for raw in raws]
+            arrays = [framework.outgoing(parameter) for parameter in parameters]
+            arrays += [framework.outgoing_words(constant) for constant in constants]
             self._job.initialise(list(enumerate(arrays)), label=label)
         elif share:
-            raws = [torch.empty(words(constant)) for constant in constants]
-            targets = [Incoming(parameter) for parameter in parameters]
-            arrays = [target.array for target in targets] + [array(raw) for raw in raws]
+            targets = [framework.incoming(parameter) for parameter in parameters]
+            targets += [framework.incoming_words(constant) for constant in constants]
             # With a part everything is exact, whatever the wire's dtype.
-            self._job.fetch(0, list(enumerate(arrays)), part="", label=label)
+            self._job.fetch(0, [(i, target.array) for i, target in enumerate(targets)], part="", label=label)
             for target in targets:
                 target.finish()
-            for raw, constant in zip(raws, constants):
-                from_words(raw, constant)
         else:
-            smallest = min(range(len(parameters)), key=lambda tensor: parameters[tensor].numel())
-            scratch = torch.empty(parameters[smallest].shape)
-            self._job.fetch(0, [(smallest, array(scratch))], part="")
+            smallest = min(range(len(parameters)), key=lambda tensor: framework.numel(parameters[tensor]))
+            scratch = framework.host(framework.shape(parameters[smallest]))
+            self._job.fetch(0, [(smallest, framework.array(scratch))], part="")
 
-    def send(self, parameters: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
+    def send(self, parameters: Sequence[T], indices: Sequence[int]) -> None:
         """Starts to send the gradients of those parameters. Returns at once.
 
         Parameters without a gradient are told by :meth:`finish`.
         """
         pushed = []
         for index in indices:
-            gradient = parameters[index].grad
+            gradient = self._framework.gradient(parameters[index])
             if gradient is None:
                 self._absent.append(index)
                 continue
-            if gradient.is_sparse or 0 in gradient.stride():
-                # The mean has its own element for each of the parameter's.
-                gradient = gradient.to_dense().contiguous()
-                parameters[index].grad = gradient
-            self._gradients[index] = gradient
-            pushed.append((index, outgoing(gradient)))
+            # The mean has its own element for each of the parameter's.
+            own = self._framework.own_elements(gradient)
+            if own is not gradient:
+                self._framework.set_gradient(parameters[index], own)
+            self._gradients[index] = own
+            pushed.append((index, self._framework.outgoing(own)))
         if pushed:
             self._job.push(self._step, pushed)
 
-    def finish(self, parameters: Sequence[torch.Tensor], unused: bool) -> None:
+    def finish(self, parameters: Sequence[T], unused: bool) -> None:
         """Waits for the mean gradients, and puts them where the gradients were.
 
         A parameter that only other ranks have a gradient for gets the mean as well (its own share is zeros).
@@ -122,10 +120,8 @@ class Averages:
         if self._absent:
             self._job.absent(self._step, self._absent)
         for index in self._absent:
-            self._gradients[index] = torch.zeros_like(
-                parameters[index], memory_format=torch.contiguous_format
-            )
-        targets = {index: Incoming(gradient) for index, gradient in self._gradients.items()}
+            self._gradients[index] = self._framework.zeros_like(parameters[index])
+        targets = {index: self._framework.incoming(gradient) for index, gradient in self._gradients.items()}
         arrays = [(index, target.array) for index, target in targets.items()]
         report = self._job.commit(self._step, [AVERAGE], targets=arrays)
         for target in targets.values():
@@ -141,7 +137,7 @@ class Averages:
                     "other ranks: with find_unused_parameters=True it gets the average"
                 )
         for index, gradient in gradients.items():
-            parameters[index].grad = gradient
+            self._framework.set_gradient(parameters[index], gradient)
 
     def abandon(self) -> None:
         """Drops the step that is under way. The job is of no further use: the servers may have parts of it."""

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-
-from torch import Tensor
-from torch.utils.hooks import RemovableHandle
+from typing import Generic
 
 from ..errors import InvalidArgument
-from ._job import Entry, ModelJob
-from ._tensors import outgoing
+from .framework import T
+from .job import Entry, ModelJob
 
 
-class Gradients:
+class Gradients(Generic[T]):
     """Gradients of what a job trains."""
 
     def __init__(
         self,
-        job: ModelJob,
+        job: ModelJob[T],
         early: bool,
         accumulation_steps: int | None,
-        accumulated: Callable[[Tensor], None],
+        accumulated: Callable[[T], None],
     ) -> None:
         """``accumulated`` is called after each backward pass of a parameter."""
         self._job = job
@@ -39,15 +37,17 @@ class Gradients:
         self._passes: Counter[int] = Counter()
         self._most: dict[int, int] = {}
         self._sent: set[int] = set()
-        self._hooks: list[RemovableHandle] = []
+        #: Of those, what had no gradient, and the servers do not know it yet.
+        self._absent: list[int] = []
+        self._unwatch: list[Callable[[], None]] = []
         self.watch()
 
     def watch(self) -> None:
         """Follows the tensors of the job as it is now."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = [
-            entry.tensor.register_post_accumulate_grad_hook(self._hook(entry)) for entry in self._job.trained
+        for unwatch in self._unwatch:
+            unwatch()
+        self._unwatch = [
+            self._job.framework.after_gradient(entry.tensor, self._hook(entry)) for entry in self._job.trained
         ]
         self._passes.clear()
         self._most.clear()
@@ -62,14 +62,14 @@ class Gradients:
         if self._announced is None:
             self._announced = 1
 
-    def _hook(self, entry: Entry) -> Callable[[Tensor], None]:
-        def accumulated(parameter: Tensor) -> None:
+    def _hook(self, entry: Entry[T]) -> Callable[[T], None]:
+        def accumulated(parameter: T) -> None:
             self._count(entry)
             self._accumulated(parameter)
 
         return accumulated
 
-    def _count(self, entry: Entry) -> None:
+    def _count(self, entry: Entry[T]) -> None:
         if self.hold:
             return
         self._passes[entry.index] += 1
@@ -86,27 +86,26 @@ class Gradients:
         if expected is not None and self._passes[entry.index] >= expected:
             self._send(entry)
 
-    def _send(self, entry: Entry) -> None:
-        gradient = entry.tensor.grad
-        assert gradient is not None
-        if self._early:
-            entry.tensor.grad = None
-        self._job.job.gradient(self._job.version, entry.index, outgoing(gradient))
+    def _send(self, entry: Entry[T]) -> None:
+        """Sends a gradient, or notes that there is none."""
+        framework = self._job.framework
+        gradient = framework.gradient(entry.tensor)
+        if gradient is None:
+            self._absent.append(entry.index)
+        else:
+            if self._early:
+                framework.set_gradient(entry.tensor, None)
+            self._job.job.gradient(self._job.version, entry.index, framework.outgoing(gradient))
         self._sent.add(entry.index)
 
     def send_rest(self) -> None:
         """Sends what is here, and says what is not. Parameters without a gradient are not stepped."""
-        absent = []
         for entry in self._job.trained:
-            if entry.index in self._sent:
-                continue
-            if entry.tensor.grad is None:
-                absent.append(entry.index)
-                self._sent.add(entry.index)
-            else:
+            if entry.index not in self._sent:
                 self._send(entry)
-        if absent:
-            self._job.job.absent(self._job.version, absent)
+        if self._absent:
+            self._job.job.absent(self._job.version, self._absent)
+            self._absent = []
 
     def send_nothing(self) -> None:
         """Says that nothing more comes: the step is discarded."""
@@ -120,3 +119,4 @@ class Gradients:
                 self._most[index] = max(passes, self._most.get(index, 0))
         self._passes.clear()
         self._sent.clear()
+        self._absent.clear()

@@ -1,0 +1,68 @@
+"""What ``group_sharded_parallel`` is asked for, and what of it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InvalidArgument
+from .framework import Framework, T
+
+LEVELS = ("os", "os_g", "p_g_os")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments that are the same in every framework; sizes count elements."""
+
+    level: str
+    sync_buffers: bool
+    buffer_max_size: int
+    segment_size: int
+    sync_comm: bool
+    dp_group: Any | None
+    exclude_layer: Collection[str | int] | None
+    accumulation_steps: int | None
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise InvalidArgument(f"level is {self.level!r}; it must be one of {', '.join(map(repr, LEVELS))}")
+        for name, size in (("buffer_max_size", self.buffer_max_size), ("segment_size", self.segment_size)):
+            if not isinstance(size, int) or size < 0:
+                raise InvalidArgument(f"{name} is {size!r}; it must be a number of elements, 0 or more")
+        if self.dp_group is not None:
+            raise InvalidArgument(
+                "dp_group is given; it must be None: give all ranks in group, the servers average them"
+            )
+        if self.accumulation_steps is not None and self.accumulation_steps < 1:
+            raise InvalidArgument(f"accumulation_steps is {self.accumulation_steps}; it must be 1 or more")
+
+    def bucket_numel(self, framework: Framework[T], model: Any) -> int:
+        """Elements of a bucket of gradients: at ``p_g_os`` it must not hold more than one layer's gradients back."""
+        if self.level != "p_g_os":
+            return self.buffer_max_size
+        largest = max((framework.numel(parameter) for _, parameter in framework.parameters(model)), default=0)
+        return min(self.buffer_max_size, largest)
+
+    def is_large(self, framework: Framework[T], model: Any) -> Callable[[T], bool]:
+        """Says of a parameter of the model whether it lives on the servers at ``p_g_os``."""
+        excluded = self._excluded(framework, model)
+        return lambda parameter: framework.numel(parameter) > self.segment_size and id(parameter) not in excluded
+
+    def _excluded(self, framework: Framework[T], model: Any) -> set[int]:
+        """The parameters of the modules that stay here."""
+        layers = self.exclude_layer or ()
+        modules = list(framework.modules(model))
+        known = {id(module) for module in modules} | {type(module).__name__ for module in modules}
+        for layer in layers:
+            if layer not in known:
+                raise InvalidArgument(
+                    f"exclude_layer has {layer!r}; it must be the class name or the id of a module of the model"
+                )
+        return {
+            id(parameter)
+            for module in modules
+            if type(module).__name__ in layers or id(module) in layers
+            for _, parameter in framework.parameters(module)
+        }

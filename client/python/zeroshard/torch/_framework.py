@@ -1,0 +1,243 @@
+"""What the substance of the package must know of torch: its tensors, its modules, its backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from .._core.framework import Area, Framework, Incoming, Optimizer, ParameterMemory, Place
+from .._core.layout import Layout
+from .._native import Array
+from .._rendezvous import distributed, place
+from ..errors import InvalidArgument
+from . import kinds
+from ._dtensor import aligned_gradient, layout, like, local
+from ._memory import PooledMemory, guard
+
+#: What parameters and gradients may be made of.
+_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+class _Torch(Framework[Tensor]):
+    # ---- tensors
+
+    def shape(self, tensor: Tensor) -> tuple[int, ...]:
+        return tuple(tensor.shape)
+
+    def layout(self, tensor: Tensor) -> Layout | None:
+        return layout(tensor)
+
+    def local_shape(self, tensor: Tensor) -> tuple[int, ...]:
+        return tuple(local(tensor).shape)
+
+    def dtype(self, tensor: Tensor) -> str | None:
+        return _DTYPES.get(tensor.dtype)
+
+    def dtype_text(self, tensor: Tensor) -> str:
+        return str(tensor.dtype)
+
+    def element_size(self, tensor: Tensor) -> int:
+        return tensor.element_size()
+
+    def changes(self, tensor: Tensor) -> int:
+        return tensor._version
+
+    # ---- their memory
+
+    def host(self, shape: Sequence[int]) -> Tensor:
+        return torch.empty(tuple(shape), dtype=torch.float32)
+
+    def array(self, host: Tensor, area: Area | None = None) -> Array:
+        return Array(host.data_ptr(), host.numel(), self.dtype_of("a tensor", host), host, area)
+
+    def zeros_like(self, tensor: Tensor) -> Tensor:
+        return torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+
+    def outgoing(self, tensor: Tensor) -> Array:
+        tensor = local(tensor).detach()
+        if tensor.is_sparse:
+            tensor = tensor.to_dense()
+        if not _is_plain(tensor):
+            host = _host_copy(tensor)
+            host.copy_(tensor)
+            tensor = host
+        return self.array(tensor)
+
+    def incoming(self, tensor: Tensor) -> Incoming:
+        return _Received(tensor)
+
+    def outgoing_words(self, tensor: Tensor) -> Array:
+        source = local(tensor).detach().cpu().contiguous().reshape(-1)
+        padded = torch.zeros(self.words(tensor), dtype=torch.float32)
+        padded.view(torch.uint8)[: self.nbytes(source)] = source.view(torch.uint8)
+        return self.array(padded)
+
+    def incoming_words(self, tensor: Tensor) -> Incoming:
+        return _ReceivedWords(tensor)
+
+    # ---- gradients
+
+    def trains(self, tensor: Tensor) -> bool:
+        return tensor.requires_grad
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        return aligned_gradient(parameter)
+
+    def set_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        parameter.grad = gradient
+
+    def own_elements(self, tensor: Tensor) -> Tensor:
+        if tensor.is_sparse or 0 in tensor.stride():
+            return tensor.to_dense().contiguous()
+        return tensor
+
+    def clips(self, parameter: Tensor) -> bool:
+        return getattr(parameter, "need_clip", True) is not False
+
+    def after_gradient(self, parameter: Tensor, call: Callable[[Tensor], None]) -> Callable[[], None]:
+        remove: Callable[[], None] = parameter.register_post_accumulate_grad_hook(call).remove
+        return remove
+
+    # ---- a backward pass
+
+    def in_backward(self) -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    def backward_pass(self) -> Hashable:
+        return torch._C._current_graph_task_id()
+
+    def backward_node(self) -> Any:
+        return torch._C._current_autograd_node()
+
+    def after_backward(self, call: Callable[[], None]) -> None:
+        Variable._execution_engine.queue_callback(call)
+
+    # ---- modules
+
+    def parameters(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+        return model.named_parameters()
+
+    def buffers(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+        return model.named_buffers()
+
+    def modules(self, model: nn.Module) -> Iterable[nn.Module]:
+        return model.modules()
+
+    def own_parameters(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+        return module.named_parameters(recurse=False)
+
+    def around_forward(self, module: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        module.register_forward_pre_hook(lambda module, args: begin(), prepend=True)
+        module.register_forward_hook(lambda module, args, output: end(), always_call=True)
+
+    # ---- parameters that come and go
+
+    def parameter_memory(self, limit: int) -> ParameterMemory[Tensor]:
+        return PooledMemory(limit)
+
+    def guard(
+        self, module: nn.Module, parameters: dict[str, Tensor], access: Callable[[], None], release: Callable[[], None]
+    ) -> None:
+        guard(module, parameters, access, release)
+
+    def memory(self, tensor: Tensor) -> Hashable | None:
+        if tensor.layout is not torch.strided:
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            storage: int = local(tensor).untyped_storage()._cdata
+            return storage
+
+    def view(self, saved: Tensor, parameter: Tensor) -> Callable[[], Tensor] | None:
+        if saved.dtype != parameter.dtype:
+            return None
+        here = local(saved)
+        shape, stride, offset = here.shape, here.stride(), here.storage_offset()
+
+        def view() -> Tensor:
+            with torch._C.DisableTorchFunctionSubclass():
+                again = local(parameter).detach().as_strided(shape, stride, offset)
+                return like(again, saved) if isinstance(saved, DTensor) else again
+
+        return view
+
+    def saved_tensors(
+        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+    ) -> AbstractContextManager[Any]:
+        return saved_tensors_hooks(pack, unpack)
+
+
+TORCH = _Torch()
+
+
+class TorchOptimizer(Optimizer[Tensor]):
+    """A ``torch.optim.Optimizer``, as the servers must know it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def kind(self) -> str:
+        return kinds.kind(self._optimizer)
+
+    def parameters(self) -> list[list[Tensor]]:
+        return [group["params"] for group in self._optimizer.param_groups]
+
+    def groups(self, kind: str) -> list[tuple[str, dict[str, float]]]:
+        return [(kind, kinds.hyperparameters(kind, group)) for group in self._optimizer.param_groups]
+
+
+class _Received:
+    """Where the values of ``tensor`` are received: its own memory, or a copy that :meth:`finish` moves there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = local(tensor).detach()
+        self._host = self._tensor if _is_plain(self._tensor) else _host_copy(self._tensor)
+        self.array = TORCH.array(self._host)
+
+    def finish(self) -> None:
+        if self._host is not self._tensor:
+            # The host copy is kept until the stream has read it: pinned memory is given back in stream order.
+            self._tensor.copy_(self._host, non_blocking=True)
+
+
+class _ReceivedWords:
+    """Where the raw memory of ``tensor`` is received."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = local(tensor)
+        self._words = torch.empty(TORCH.words(tensor))
+        self.array = TORCH.array(self._words)
+
+    def finish(self) -> None:
+        size = TORCH.nbytes(self._tensor)
+        values = self._words.view(torch.uint8)[:size].view(self._tensor.dtype).reshape(self._tensor.shape)
+        with torch.no_grad():
+            self._tensor.copy_(values)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its memory can be read and written as it is."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj()
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    """A contiguous tensor in host memory like this one; pinned, where that makes copies from a device fast."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+
+
+def group_place(group: Any | None) -> Place:
+    """Rank, world and the global ranks of a process group; of all processes if None."""
+    if group is None:
+        here = place()
+        return here.rank, here.world, tuple(range(here.world))
+    dist = distributed()
+    if dist is None:
+        raise InvalidArgument("group is given, but torch.distributed is not initialised; it must be, or group None")
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return dist.get_rank(group), len(ranks), ranks

@@ -1,0 +1,204 @@
+//! Whatever the lanes, what comes when and who is absent: each element has the bits of the definition.
+
+use proptest::prelude::*;
+use zeroshard_proto::{JobSpec, SliceSpec, blocks::BLOCK};
+
+use super::*;
+use crate::{
+    backend::Cpu,
+    shard::lane::{
+        Lanes,
+        tests::{elements, jobs},
+    },
+};
+
+/// What a rank sends of element `at` of the slice: the sum depends on the order.
+fn value(rank: u32, at: usize) -> f32 {
+    match (at + rank as usize) % 5 {
+        0 => -0.0,
+        k => (1.0 + at as f32) * 10f32.powi((rank as i32 * 5 + k as i32 + at as i32 % 7) % 9 - 4),
+    }
+}
+
+/// A rank's part in a scenario.
+struct Sender {
+    rank: u32,
+    /// Its lane's elements, within the slice.
+    elements: Vec<usize>,
+    /// It sends so many of them, and is absent then.
+    sent: usize,
+}
+
+/// The definition: element by element, the lane's ranks in their order, zeros where one is absent.
+fn naive(index: u32, numel: usize, lanes: &[Vec<Sender>]) -> Vec<f32> {
+    let mut sum = vec![f32::NAN; numel];
+    for lane in lanes {
+        let first = index as usize % lane.len();
+        let order = || (0..lane.len()).map(|i| &lane[(first + i) % lane.len()]);
+        for (number, &at) in lane[0].elements.iter().enumerate() {
+            let values =
+                order().map(|sender| if number < sender.sent { value(sender.rank, at) } else { 0.0 });
+            sum[at] = values.reduce(|a, b| a + b).unwrap();
+        }
+    }
+    sum
+}
+
+/// Numbers that look random.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % end
+    }
+
+    /// The pieces of `0..end`, in any order, some of them twice.
+    fn pieces(&mut self, end: usize) -> Vec<Range<usize>> {
+        let mut cuts: Vec<usize> = (0..self.below(5)).map(|_| self.below(end + 1)).chain([0, end]).collect();
+        cuts.sort_unstable();
+        let mut pieces: Vec<_> = cuts.windows(2).map(|cut| cut[0]..cut[1]).collect();
+        pieces.push(pieces[self.below(pieces.len())].clone());
+        for i in 0..pieces.len() {
+            let other = self.below(pieces.len());
+            pieces.swap(i, other);
+        }
+        pieces
+    }
+}
+
+/// Plays it; the round and the accumulator at the end.
+fn play(
+    job: &JobSpec,
+    index: u32,
+    slice: &SliceSpec,
+    lanes: &[Vec<Sender>],
+    dice: &mut Dice,
+) -> (Round, Vec<u8>) {
+    let (backend, budget) = (Cpu::new(), ParkingBudget::new(u64::MAX));
+    let mut round = Round::new(index, slice.numel, &Lanes::new(job, 0).of(slice));
+    // What has not been cleared is seen.
+    let mut sum = backend.allocate(DType::F32, slice.numel).unwrap();
+    backend.store(&mut sum, 0..slice.numel, &[0xff].repeat(4 * slice.numel), DType::F32);
+    // Of each rank what it still does: pieces, and then its word that it is absent.
+    type Rest<'a> = (&'a Sender, Vec<Range<usize>>, bool);
+    let mut rest: Vec<Rest<'_>> = Vec::new();
+    for sender in lanes.iter().flatten() {
+        rest.push((sender, dice.pieces(sender.sent), sender.sent < sender.elements.len()));
+    }
+    while !rest.is_empty() {
+        let next = dice.below(rest.len());
+        let (sender, pieces, absent) = &mut rest[next];
+        let Sender { rank, elements, .. } = sender;
+        if let Some(range) = pieces.pop() {
+            let bytes = elements[range.clone()].iter().flat_map(|&at| value(*rank, at).to_le_bytes());
+            let bytes = bytes.collect();
+            let piece = Piece { rank: *rank, offset: range.start, dtype: DType::F32, bytes };
+            round.contribute(&backend, &mut sum, &piece, &budget).unwrap();
+        } else if std::mem::take(absent) {
+            assert!(round.absent(&backend, &mut sum, *rank));
+        } else {
+            rest.swap_remove(next);
+        }
+    }
+    assert_eq!(budget.used(), 0);
+    (round, backend.read(&Arc::new(sum), 0..slice.numel, DType::F32).to_vec())
+}
+
+fn check(job: &JobSpec, index: u32, slice: &SliceSpec, seed: u64) {
+    let (dice, shape) = (&mut Dice(seed), &job.manifest.tensors()[0].shape);
+    // All of it, some of it, nothing of it.
+    let kinds = 1 + dice.below(4);
+    let mut lanes: Vec<Vec<Sender>> = Vec::new();
+    for lane in job.contributions(0).lanes {
+        let elements = elements(shape, &lane.area, slice);
+        if elements.is_empty() {
+            continue;
+        }
+        let senders = lane.ranks.iter().map(|&rank| {
+            let sent = match dice.below(kinds) {
+                0 => elements.len(),
+                1 => dice.below(elements.len() + 1),
+                _ => 0,
+            };
+            Sender { rank, elements: elements.clone(), sent }
+        });
+        lanes.push(senders.collect());
+    }
+    let (round, sum) = play(job, index, slice, &lanes, dice);
+    assert!(round.is_complete());
+    assert_eq!(round.missing_rank(), None);
+    let senders = || lanes.iter().flatten();
+    let everywhere = senders().all(|sender| sender.sent == 0);
+    let absent = senders().filter(|sender| sender.sent < sender.elements.len());
+    let lowest = absent.map(|sender| sender.rank).min();
+    assert_eq!(round.absentees(), lowest.map(|rank| Absent { rank, everywhere }));
+    let mut expected = naive(index, slice.numel, &lanes);
+    if everywhere {
+        assert!(sum.iter().all(|&byte| byte == 0xff), "it is not touched");
+        expected.fill(0.0);
+    } else {
+        let bits: Vec<u8> = expected.iter().flat_map(|value| value.to_le_bytes()).collect();
+        assert!(sum == bits, "the sums differ");
+    }
+    let squares = crate::backend::kernels::sum::of_squares(crate::backend::kernels::Level::best(), &expected);
+    assert_eq!(round.sum_of_squares().to_bits(), squares.to_bits());
+}
+
+/// A slice of a tensor of `numel` elements.
+fn slice_of(numel: u64, cut: [prop::sample::Index; 2]) -> SliceSpec {
+    let [a, b] = cut.map(|cut| cut.index(numel as usize + 1));
+    let (start, end) = (a.min(b), a.max(b));
+    if start == end {
+        return SliceSpec { tensor: 0, offset: 0, numel: numel as usize };
+    }
+    SliceSpec { tensor: 0, offset: start, numel: end - start }
+}
+
+proptest! {
+    #[test]
+    fn any_lanes_cuts_arrival_and_absence_give_the_bits_of_the_definition(
+        job in prop::collection::vec(1u64..9, 0..4).prop_flat_map(jobs),
+        index in 0u32..9,
+        cut in any::<[prop::sample::Index; 2]>(),
+        seed: u64,
+    ) {
+        let slice = slice_of(job.manifest.tensors()[0].numel(), cut);
+        check(&job, index, &slice, seed);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn blocks_are_summed_when_all_lanes_are_in(
+        job in prop_oneof![
+            Just(vec![3, BLOCK as u64 - 7]),
+            Just(vec![BLOCK as u64 + 3, 2]),
+            Just(vec![5, 4, 8_000]),
+        ].prop_flat_map(jobs),
+        index in 0u32..9,
+        cut in any::<[prop::sample::Index; 2]>(),
+        seed: u64,
+    ) {
+        let slice = slice_of(job.manifest.tensors()[0].numel(), cut);
+        check(&job, index, &slice, seed);
+    }
+}
+
+#[test]
+fn who_contributes_nothing_to_the_slice_is_not_absent_from_it() {
+    let mesh = zeroshard_proto::ProcessMesh::dense([2], ["tp"]).unwrap();
+    let shard = [zeroshard_proto::DimPlacement::Shard(0)];
+    let job = crate::shard::lane::tests::job(zeroshard_proto::TensorSpec::new("w", [4]), mesh, &shard);
+    let slice = SliceSpec { tensor: 0, offset: 0, numel: 2 };
+    let mut round = Round::new(0, 2, &Lanes::new(&job, 0).of(&slice));
+    let (backend, budget) = (Cpu::new(), ParkingBudget::new(0));
+    let mut sum = backend.allocate(DType::F32, 2).unwrap();
+    assert!(!round.absent(&backend, &mut sum, 1));
+    assert_eq!((round.absentees(), round.missing_rank()), (None, Some(0)));
+    let piece = Piece { rank: 0, offset: 0, dtype: DType::F32, bytes: vec![0; 8].into() };
+    round.contribute(&backend, &mut sum, &piece, &budget).unwrap();
+    assert!(round.is_complete() && round.absentees().is_none());
+}

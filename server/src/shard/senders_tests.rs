@@ -1,0 +1,85 @@
+//! Who may not send something hears why, and who does.
+
+use zeroshard_proto::{
+    DimPlacement::{self, Partial, Replicate, Shard},
+    Manifest, ProcessMesh, Reduction, SliceSpec, TensorSpec,
+};
+
+use super::*;
+use crate::shard::lane::{Lanes, tests::job};
+
+fn refused(spec: &JobSpec, slice: SliceSpec, rank: u32, sent: Sent) -> String {
+    let lanes = Lanes::new(spec, 0).of(&slice);
+    lane_of(spec, 0, &lanes, rank, sent).expect_err("refused").to_string()
+}
+
+/// Four rows, on two by two ranks of a world of five.
+fn spec(placements: [DimPlacement; 2]) -> JobSpec {
+    let mesh = ProcessMesh::dense([2, 2], ["dp", "tp"]).unwrap();
+    JobSpec { world: 5, ..job(TensorSpec::new("w", [4]), mesh, &placements) }
+}
+
+const WHOLE: SliceSpec = SliceSpec { tensor: 0, offset: 0, numel: 4 };
+
+#[test]
+fn gradients_of_ranks_that_have_none_are_refused() {
+    let of = "the rank that pushes the gradient of slice 0 of tensor \"w\" is";
+    let mean = Partial(Reduction::Avg);
+    assert_eq!(
+        refused(&spec([mean, Replicate]), WHOLE, 3, Sent::Gradient),
+        format!(
+            "{of} rank 3 (dp 1, tp 1), where \"tp\" is not 0, and along \"tp\" the tensor is replicated; it must be \
+             one that contributes to it: rank 0 (dp 0, tp 0), rank 2 (dp 1, tp 0)"
+        )
+    );
+    assert_eq!(
+        refused(&spec([mean, Replicate]), WHOLE, 4, Sent::Gradient),
+        format!(
+            "{of} rank 4, which is not in the tensor's mesh; it must be one that contributes to it: \
+             rank 0 (dp 0, tp 0), rank 2 (dp 1, tp 0)"
+        )
+    );
+    let mesh = ProcessMesh::dense([3], ["tp"]).unwrap();
+    let rows = job(TensorSpec::new("w", [4]), mesh, &[Shard(0)]);
+    assert_eq!(
+        refused(&rows, WHOLE, 2, Sent::Gradient),
+        format!(
+            "{of} rank 2 (tp 2), whose box of the tensor is empty; it must be one that contributes to it: \
+             rank 0 (tp 0), rank 1 (tp 1)"
+        )
+    );
+    let half = SliceSpec { numel: 2, ..WHOLE };
+    assert_eq!(
+        refused(&rows, half, 1, Sent::Gradient),
+        format!(
+            "{of} rank 1 (tp 1), whose box of the tensor has nothing of the slice; it must be one that contributes \
+             to it: rank 0 (tp 0)"
+        )
+    );
+}
+
+#[test]
+fn uploads_of_ranks_that_are_not_the_first_are_refused() {
+    let spec = spec([Partial(Reduction::Sum), Shard(0)]);
+    assert_eq!(
+        refused(&spec, WHOLE, 2, Sent::Start),
+        "the rank that uploads the beginning of slice 0 of tensor \"w\" is rank 2 (dp 1, tp 0), which is not the \
+         first that has it; it must be one that uploads some of it: rank 0 (dp 0, tp 0), rank 1 (dp 0, tp 1)"
+    );
+    let manifest = Manifest::new(vec![TensorSpec::new("b", [4])]).unwrap();
+    let plain = JobSpec { manifest, meshes: vec![], world: 2, ..spec };
+    assert_eq!(
+        refused(&plain, WHOLE, 1, Sent::Buffer),
+        "the rank that pushes the next content of slice 0 of tensor \"b\" is rank 1, which is not the first that has \
+         it; it must be one that uploads some of it: rank 0"
+    );
+}
+
+#[test]
+fn who_may_has_its_lane() {
+    let spec = spec([Partial(Reduction::Sum), Shard(0)]);
+    let lanes = Lanes::new(&spec, 0).of(&WHOLE);
+    for (rank, sent) in [(1, Sent::Gradient), (3, Sent::Gradient), (1, Sent::Start), (1, Sent::Buffer)] {
+        assert_eq!(*lane_of(&spec, 0, &lanes, rank, sent).unwrap().ranks, [1, 3]);
+    }
+}

@@ -1,0 +1,125 @@
+//! Slices whose elements come from several lanes.
+
+use zeroshard_proto::{
+    DimPlacement::{self, Partial, Replicate, Shard},
+    Error, JobSpec, ProcessMesh, Reduction, TensorSpec,
+};
+
+use super::{
+    tests::{PARAMETERS, Subject, bytes, piece},
+    *,
+};
+use crate::shard::{lane::tests::job, part::Part};
+
+/// Two rows and four columns, on two by two ranks.
+fn spec(tensor: TensorSpec, placements: [DimPlacement; 2]) -> JobSpec {
+    job(tensor, ProcessMesh::dense([2, 2], ["dp", "tp"]).unwrap(), &placements)
+}
+
+fn tensor() -> TensorSpec {
+    TensorSpec::new("w", [2, 4])
+}
+
+/// Ranks 0 and 2 have the first two columns, ranks 1 and 3 the others.
+const COLUMNS: [DimPlacement; 2] = [Partial(Reduction::Avg), Shard(1)];
+
+/// What ranks 0 and 1 have of 1, 2, ... 8.
+const LEFT: [f32; 4] = [1.0, 2.0, 5.0, 6.0];
+const RIGHT: [f32; 4] = [3.0, 4.0, 7.0, 8.0];
+const ALL: [f32; 8] = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0];
+
+#[test]
+fn parameters_and_state_are_complete_when_each_lane_s_first_rank_has_uploaded_its_box() {
+    let subject = Subject::of(spec(tensor(), COLUMNS));
+    let state = Upload { state: Some(1), applied: 3 };
+    assert_eq!(subject.slice.missing_upload(), Some(0));
+    assert_eq!(subject.upload_piece(state, &piece(1, 0, &RIGHT)).unwrap(), (4, false));
+    assert_eq!(subject.upload_piece(PARAMETERS, &piece(1, 2, &RIGHT[2..])).unwrap(), (2, false));
+    assert_eq!(subject.upload_piece(PARAMETERS, &piece(1, 0, &RIGHT)).unwrap(), (2, false));
+    assert_eq!(subject.slice.missing_upload(), Some(0));
+    assert_eq!(subject.upload_piece(state, &piece(0, 0, &LEFT)).unwrap(), (4, false));
+    assert_eq!(subject.upload_piece(PARAMETERS, &piece(0, 0, &LEFT)).unwrap(), (4, true));
+    assert_eq!((subject.slice.missing_upload(), subject.slice.version()), (None, Some(0)));
+    for part in [Part::Parameters, Part::State(1)] {
+        assert_eq!(subject.read(part, 0), bytes(&ALL));
+    }
+    assert_eq!(subject.applied(0), 3);
+}
+
+#[test]
+fn ranks_that_say_different_numbers_of_applied_steps_are_refused() {
+    let subject = Subject::of(spec(tensor(), COLUMNS));
+    let upload = Upload { state: None, applied: 3 };
+    subject.upload_piece(upload, &piece(0, 0, &LEFT)).unwrap();
+    let other = subject.upload_piece(Upload { applied: 4, ..upload }, &piece(1, 0, &RIGHT));
+    assert!(matches!(other, Err(Error::Invalid { .. })));
+    assert!(subject.upload_piece(upload, &piece(1, 0, &RIGHT)).unwrap().1);
+    assert_eq!(subject.applied(0), 3);
+}
+
+#[test]
+fn an_upload_that_is_aborted_begins_anew_in_every_lane() {
+    let subject = Subject::of(spec(tensor(), COLUMNS));
+    subject.upload_piece(PARAMETERS, &piece(0, 0, &LEFT)).unwrap();
+    subject.slice.abort(false);
+    assert_eq!(subject.upload_piece(PARAMETERS, &piece(1, 0, &RIGHT)).unwrap(), (4, false));
+    assert_eq!(subject.upload_piece(PARAMETERS, &piece(0, 0, &LEFT)).unwrap(), (4, true));
+}
+
+#[test]
+fn a_buffer_moves_when_all_of_its_boxes_have_come() {
+    let subject = Subject::of(spec(TensorSpec { buffer: true, ..tensor() }, [Replicate, Shard(1)]));
+    for (rank, values) in [(0, LEFT), (1, RIGHT)] {
+        subject.upload_piece(PARAMETERS, &piece(rank, 0, &values)).unwrap();
+    }
+    assert_eq!(subject.replace_piece(&piece(1, 0, &LEFT)), 4);
+    subject.step(0, 1.0, 1.0);
+    assert_eq!(subject.read(Part::Parameters, 1), bytes(&ALL), "half of it has come");
+    subject.replace_piece(&piece(1, 0, &[0.0; 4]));
+    assert_eq!(subject.replace_piece(&piece(0, 0, &LEFT)), 4);
+    subject.step(1, 1.0, 1.0);
+    assert_eq!(subject.read(Part::Parameters, 2), bytes(&[1.0, 2.0, 0.0, 0.0, 5.0, 6.0, 0.0, 0.0]));
+}
+
+#[test]
+fn the_gradient_is_the_mean_along_the_dimensions_that_say_so() {
+    let average = |placements, pushes: &[(u32, [f32; 4])]| {
+        let groups = vec!["average".parse().unwrap()];
+        let subject = Subject::of(JobSpec { groups, ..spec(tensor(), placements) });
+        for (rank, values) in [(0, LEFT), (1, RIGHT)] {
+            subject.upload_piece(PARAMETERS, &piece(rank, 0, &values)).unwrap();
+        }
+        let last = pushes.iter().map(|(rank, values)| subject.push(*rank, values)).last().unwrap();
+        subject.step(0, 1.0, 1.0);
+        (subject.read(Part::Parameters, 1), last.expect("complete").sum_of_squares)
+    };
+    let pushes = [(3, [8.0; 4]), (1, [2.0; 4]), (0, [4.0; 4]), (2, [1.0; 4])];
+    let mean = [2.5, 2.5, 5.0, 5.0, 2.5, 2.5, 5.0, 5.0];
+    assert_eq!(average(COLUMNS, &pushes), (bytes(&mean), 500.0));
+    let sum = mean.map(|mean| 2.0 * mean);
+    assert_eq!(average([Partial(Reduction::Sum), Shard(1)], &pushes), (bytes(&sum), 500.0));
+    let first = [4.0, 4.0, 2.0, 2.0, 4.0, 4.0, 2.0, 2.0];
+    assert_eq!(average([Replicate, Shard(1)], &pushes[1..3]), (bytes(&first), 80.0));
+}
+
+#[test]
+fn a_lane_that_nobody_sends_counts_as_zeros_and_only_if_all_are_is_the_slice_not_stepped() {
+    let subject = Subject::of(spec(tensor(), COLUMNS));
+    for (rank, values) in [(0, LEFT), (1, RIGHT)] {
+        subject.upload_piece(PARAMETERS, &piece(rank, 0, &values)).unwrap();
+    }
+    for rank in [0, 2, 1] {
+        assert_eq!(subject.absent(rank), None);
+    }
+    assert_eq!(subject.slice.missing_rank(), Some(3));
+    let reduced = subject.push(3, &[1.0; 4]).expect("complete");
+    assert_eq!(reduced.absent, Some(Absent { rank: 0, everywhere: false }));
+    assert_eq!(reduced.sum_of_squares, 4.0);
+    subject.step(0, 1.0, 1.0);
+    assert_eq!(subject.applied(1), 1);
+
+    let last = [3, 0, 2, 1].map(|rank| subject.absent(rank))[3];
+    assert_eq!(last.expect("complete").absent, Some(Absent { rank: 0, everywhere: true }));
+    subject.step(1, 1.0, 1.0);
+    assert_eq!(subject.applied(2), 1);
+}

@@ -1,0 +1,208 @@
+//! Pushes and pulls of boxes, from message to message.
+
+use std::sync::Arc;
+
+use bytes::{Bytes, BytesMut};
+use futures_util::{StreamExt, TryStreamExt};
+use http_body_util::Full;
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+use zeroshard_proto::{
+    DType,
+    DimPlacement::{Partial, Shard},
+    Error, JobSpec, Manifest, Placement, ProcessMesh, Reduction, Result, Server, TensorSpec,
+    frame::{Event, Extent, Reader, Writer},
+    pb::{self, server_event::Event as Said},
+};
+
+use super::{
+    job::{Job, Surroundings},
+    lane::tests::job,
+    pull, push,
+    store::{Limits, Store},
+};
+use crate::{backend::Cpu, metrics::Metrics};
+
+const EPOCH: u64 = 1;
+
+/// One server with one job.
+struct Subject {
+    store: Arc<Store<Cpu>>,
+    said: UnboundedReceiver<Said>,
+}
+
+impl Subject {
+    fn new(spec: JobSpec) -> Self {
+        let limits =
+            Limits { wait: std::time::Duration::from_secs(60), max_message: 1 << 20, parked_bytes: 0 };
+        let store = Arc::new(Store::new(Cpu::new(), limits, Metrics::new()));
+        let (events, said) = unbounded_channel();
+        let surroundings = Surroundings {
+            backend: store.backend.clone(),
+            budget: store.budget.clone(),
+            metrics: store.metrics.clone(),
+            events,
+        };
+        let servers = vec![Server { id: 1, address: "host:1".to_owned() }];
+        let placement = Placement::new(servers, 1, vec![0; spec.manifest.slices().len()]).unwrap();
+        store.insert(Arc::new(Job::open(spec, EPOCH, &placement, 1, surroundings).unwrap()));
+        Self { store, said }
+    }
+
+    /// `values` of slice 0 from element `offset` on, by `rank`; of a step, or what the job begins with.
+    async fn push(&self, rank: u32, step: Option<u64>, offset: u64, values: &[f32]) -> Result<()> {
+        let mut writer = Writer::default();
+        writer.begin(pb::PushBegin { job: "job".into(), epoch: EPOCH, rank, step, ..Default::default() });
+        let payload = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        writer.extent(Extent { slice: 0, offset, dtype: DType::F32 }, payload);
+        writer.flush();
+        let frames: BytesMut = std::iter::from_fn(|| writer.next_frame()).flatten().collect();
+        push::push(&self.store, Full::new(frames.freeze())).await.map(|_| ())
+    }
+
+    /// What a pull of version 0 gives, as f32, and where each message begins.
+    async fn pull(&self, request: pb::PullRequest) -> Result<(Vec<f32>, Vec<u64>)> {
+        let dtype = pb::Dtype::from(DType::F32).into();
+        let request = pb::PullRequest { job: "job".into(), dtype, ..request };
+        let frames: Vec<Bytes> = pull::pull(&self.store, &request)?.boxed().try_collect().await?;
+        let frames: BytesMut = frames.into_iter().flatten().collect();
+        let mut reader = Reader::new(Full::new(frames.freeze()), 1 << 20);
+        let (mut values, mut offsets) = (Vec::new(), Vec::new());
+        while let Some(event) = reader.next().await? {
+            match event {
+                Event::Begin(_) => panic!("an answer has no beginning"),
+                Event::Extent(extent, _) => offsets.push(extent.offset),
+                Event::Payload(bytes) => {
+                    values.extend(bytes.as_chunks().0.iter().map(|word| f32::from_le_bytes(*word)));
+                }
+            }
+        }
+        Ok((values, offsets))
+    }
+}
+
+fn boxed(tensor: u32, offset: &[u64], size: &[u64]) -> pb::Box {
+    pb::Box { tensor, offset: offset.into(), size: size.into() }
+}
+
+fn range(offset: u64, length: u64) -> pb::Range {
+    pb::Range { slice: 0, offset, length }
+}
+
+fn what(result: Result<impl std::fmt::Debug>) -> String {
+    match result {
+        Err(Error::Invalid { what, .. }) => what,
+        other => panic!("{other:?}"),
+    }
+}
+
+const ROWS: u64 = 64;
+const COLUMNS: u64 = 100;
+
+/// A matrix, and one that is tied to it; element i is i.
+async fn matrix() -> Subject {
+    let tied = TensorSpec { alias_of: Some("w".into()), ..TensorSpec::new("tied", [ROWS, COLUMNS]) };
+    let manifest = Manifest::new(vec![TensorSpec::new("w", [ROWS, COLUMNS]), tied]).unwrap();
+    let subject = Subject::new(JobSpec::new("job", manifest, vec!["sgd".parse().unwrap()]));
+    let values: Vec<f32> = (0..ROWS * COLUMNS).map(|i| i as f32).collect();
+    subject.push(0, None, 0, &values).await.unwrap();
+    subject
+}
+
+#[tokio::test]
+async fn a_box_is_pulled_as_its_elements_and_counted_in_them() {
+    let mut subject = matrix().await;
+    assert!(matches!(subject.said.recv().await, Some(Said::Initialised(_))));
+    let expected: Vec<f32> =
+        (3..63).flat_map(|row| (10..60).map(move |column| (row * COLUMNS + column) as f32)).collect();
+    // By the tensor itself, and by the one that is tied to it.
+    for tensor in [0, 1] {
+        let boxes = vec![boxed(tensor, &[3, 10], &[60, 50])];
+        let request = pb::PullRequest { boxes, chunk_bytes: 4096, ..Default::default() };
+        let before = subject.store.metrics.pull_sent_bytes.get();
+        let all = pb::PullRequest { ranges: vec![range(0, 0)], ..request.clone() };
+        assert_eq!(subject.pull(all).await.unwrap(), (expected.clone(), vec![0, 1024, 2048]));
+        assert_eq!(subject.store.metrics.pull_sent_bytes.get() - before, 4 * 60 * 50);
+        let some = pb::PullRequest { ranges: vec![range(2990, 0), range(49, 2)], ..request };
+        let parts = [&expected[2990..], &expected[49..51]].concat();
+        assert_eq!(subject.pull(some).await.unwrap(), (parts, vec![2990, 49]));
+    }
+    // Rows are in one run.
+    let rows = pb::PullRequest {
+        boxes: vec![boxed(0, &[5, 0], &[2, COLUMNS])],
+        ranges: vec![range(0, 0)],
+        ..Default::default()
+    };
+    let expected: Vec<f32> = (500..700).map(|i| i as f32).collect();
+    assert_eq!(subject.pull(rows).await.unwrap().0, expected);
+}
+
+#[tokio::test]
+async fn boxes_that_do_not_fit_are_refused() {
+    let subject = matrix().await;
+    let pull = async |boxes: &[pb::Box], ranges: &[pb::Range]| {
+        let (boxes, ranges) = (boxes.to_vec(), ranges.to_vec());
+        what(subject.pull(pb::PullRequest { boxes, ranges, ..Default::default() }).await)
+    };
+    assert_eq!(pull(&[boxed(2, &[0], &[1])], &[]).await, "tensor of a box");
+    assert_eq!(pull(&[boxed(0, &[60, 0], &[5, 1])], &[]).await, "box of tensor \"w\"");
+    assert_eq!(pull(&[boxed(0, &[60], &[1])], &[]).await, "box of tensor \"w\"");
+    let one = |tensor| boxed(tensor, &[0, 0], &[2, 2]);
+    assert_eq!(pull(&[one(0), one(0)], &[]).await, "number of boxes of tensor \"w\"");
+    assert_eq!(pull(&[one(0), one(1)], &[]).await, "number of boxes of tensor \"w\"");
+    assert_eq!(pull(&[one(0)], &[range(3, 2)]).await, "range of slice 0");
+    assert_eq!(pull(&[boxed(0, &[0, 0], &[0, 2])], &[range(0, 0)]).await, "range of slice 0");
+    let outside = pb::PullRequest { boxes: vec![one(1)], ranges: vec![range(4, 1)], ..Default::default() };
+    assert_eq!(
+        subject.pull(outside).await.unwrap_err().to_string(),
+        "range of slice 0 is 1 elements from 4 on; it must be within the 4 of its 6400 elements that are in the box \
+         of \"w\""
+    );
+}
+
+/// Four by four, its columns cut over `tp`, the mean over `dp`.
+fn parallel() -> Subject {
+    let mesh = ProcessMesh::dense([2, 2], ["dp", "tp"]).unwrap();
+    let placements = [Partial(Reduction::Avg), Shard(1)];
+    Subject::new(job(TensorSpec::new("w", [4, 4]), mesh, &placements))
+}
+
+#[tokio::test]
+async fn each_rank_pushes_its_box_and_what_is_missing_is_named_by_its_place() {
+    let mut subject = parallel();
+    let job = subject.store.job("job").unwrap();
+    let waiting_for = || job.waiting_for().unwrap_or_default();
+    assert_eq!(waiting_for(), "initial parameters of rank 0 (dp 0, tp 0) for tensor \"w\"");
+    subject.push(0, None, 0, &[1.0; 8]).await.unwrap();
+    assert_eq!(waiting_for(), "initial parameters of rank 1 (dp 0, tp 1) for tensor \"w\"");
+    subject.push(1, None, 0, &[2.0; 8]).await.unwrap();
+    let whole = pb::PullRequest { ranges: vec![range(0, 0)], ..Default::default() };
+    assert_eq!(subject.pull(whole).await.unwrap().0, [1.0, 1.0, 2.0, 2.0].repeat(4));
+
+    for rank in [2, 1, 0] {
+        subject.push(rank, Some(0), 0, &[rank as f32; 8]).await.unwrap();
+    }
+    assert_eq!(waiting_for(), "gradient of rank 3 (dp 1, tp 1) for tensor \"w\"");
+    subject.push(3, Some(0), 0, &[3.0; 8]).await.unwrap();
+    assert!(matches!(subject.said.recv().await, Some(Said::Initialised(_))));
+    let Some(Said::Ready(ready)) = subject.said.recv().await else { panic!("ready") };
+    assert_eq!(ready.sums_of_squares, [8.0 * 4.0 + 8.0 * 16.0]);
+}
+
+#[tokio::test]
+async fn what_a_rank_does_not_have_is_refused_and_changes_nothing() {
+    let subject = parallel();
+    let refused = async |rank, step, offset| subject.push(rank, step, offset, &[7.0; 8]).await.unwrap_err();
+    assert_eq!(
+        refused(1, None, 1).await.to_string(),
+        "extent of slice 0 of tensor \"w\" is 8 elements from 1 on; it must be within the 8 that \
+         rank 1 (dp 0, tp 1) has of its 16 elements"
+    );
+    assert!(matches!(refused(2, None, 0).await, Error::Invalid { .. }), "rank 0 uploads that box");
+    for rank in [0, 1] {
+        subject.push(rank, None, 0, &[0.5; 8]).await.unwrap();
+    }
+    assert!(matches!(refused(3, Some(0), u64::MAX).await, Error::Invalid { .. }));
+    let whole = pb::PullRequest { ranges: vec![range(0, 0)], ..Default::default() };
+    assert_eq!(subject.pull(whole).await.unwrap().0, [0.5; 16]);
+    assert_eq!(subject.store.metrics.push_duplicate_bytes.get(), 0);
+}

@@ -1,0 +1,183 @@
+"""ZeRO x tensor parallelism: a transformer on a mesh of ranks, beside one process that has it all.
+
+Rank ``(d, t)`` of a mesh ``dp x tp`` has the d-th part of each batch and the t-th part of each matrix. The heads divide;
+the hidden layer and the vocabulary do not everywhere. Real server processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import models
+import ranks
+from servers import servers
+from training import LEVELS, worst
+
+TOLERANCE = 1e-4
+STEPS = 100
+#: Of a batch of 8 sequences, in two backward passes a step.
+BATCH, MICRO = 8, 2
+MAX_NORM = 0.5
+WIDTH, HEADS, HIDDEN = 24, 6, 50
+MESHES = [(1, 2), (2, 1), (2, 2), (1, 3)]
+
+
+class Attention(nn.Module):
+    """Has as many heads as its local matrices have rows for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [matrix(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for matrix in (self.q, self.k, self.v)]
+        return self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class GPT(nn.Module):
+    """One block; the head's weight is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(models.VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(models.CONTEXT, WIDTH)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
+        self.attention, self.mlp = Attention(), MLP()
+        self.head = nn.Linear(WIDTH, models.VOCABULARY, bias=False)
+        nn.init.normal_(self.tokens.weight, std=0.1)
+        self.tie()
+
+    def tie(self) -> None:
+        self.head.weight = self.tokens.weight
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(inputs) + self.positions(torch.arange(models.CONTEXT).unsqueeze(0))
+        x = x + self.attention(self.norms[0](x))
+        x = x + self.mlp(self.norms[1](x))
+        return F.cross_entropy(self.head(self.norms[2](x)).flatten(0, 1), targets.flatten())
+
+
+def plan(sequence: bool) -> dict[str, Any]:
+    """Megatron's: columns, then rows; with ``sequence`` what is between them is cut along the sequence."""
+    between = Shard(1) if sequence else Replicate()
+    columns = {name: ColwiseParallel(input_layouts=between) for name in ("attention.q", "attention.k", "attention.v")}
+    # What does not divide must stay a DTensor: of a local tensor torch cannot tell how large the others are.
+    columns["mlp.up"] = ColwiseParallel(input_layouts=between, use_local_output=False)
+    rows = {name: RowwiseParallel(output_layouts=between) for name in ("attention.out", "mlp.down")}
+    norms = {f"norms.{n}": SequenceParallel(use_local_output=True) for n in range(3)} if sequence else {}
+    return {
+        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "positions": ColwiseParallel(output_layouts=between),
+        "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
+        **columns,
+        **rows,
+        **norms,
+    }
+
+
+def build() -> GPT:
+    torch.manual_seed(7)
+    return GPT()
+
+
+def losses_of(model: nn.Module, optimizer: Any, steps: int, part: int, parts: int) -> list[float]:
+    """Trains with a part of each batch; its losses."""
+    losses = []
+    for step in range(steps):
+        data = models.share(models.batch("gpt", step, BATCH), part, parts)
+        total = 0.0
+        optimizer.zero_grad()
+        for micro in range(MICRO):
+            loss = model(*models.share(data, micro, MICRO)) / MICRO
+            loss.backward()
+            total += float(loss.detach())
+        if hasattr(optimizer, "clip_grad_norm_"):
+            optimizer.clip_grad_norm_(MAX_NORM)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        losses.append(total)
+    return losses
+
+
+def dense(steps: int = STEPS) -> list[float]:
+    model = build()
+    return losses_of(model, torch.optim.AdamW(model.parameters(), lr=2e-3), steps, 0, 1)
+
+
+def parallel(shape: tuple[int, int], sequence: bool) -> tuple[GPT, Any]:
+    """The model on a mesh, and the mesh."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    model = build()
+    parallelize_module(model, mesh["tp"], plan(sequence))
+    model.tie()
+    return model, mesh
+
+
+def sharded(
+    rank: int, shape: tuple[int, int], levels: tuple[str, ...], steps: int, sequence: bool
+) -> list[tuple[list[float], str]]:
+    """Of each level: the mean losses over the replicas, and the hash of the state."""
+    from zeroshard.torch import group_sharded_parallel
+
+    outcomes = []
+    for level in levels:
+        model, mesh = parallel(shape, sequence)
+        assert isinstance(model.mlp.up.weight, DTensor)
+        wrapped, optimizer, _ = group_sharded_parallel(
+            model, torch.optim.AdamW(model.parameters(), lr=2e-3), level, segment_size=64, accumulation_steps=MICRO
+        )
+        part = mesh.get_local_rank("dp")
+        mean = torch.tensor(losses_of(wrapped, optimizer, steps, part, shape[0]), dtype=torch.float64)
+        dist.all_reduce(mean, group=mesh.get_group("dp"))
+        outcomes.append(((mean / shape[0]).tolist(), optimizer.state_hash()))
+    return outcomes
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=lambda shape: "x".join(map(str, shape)))
+def test_losses_are_those_of_one_dense_process_at_every_level(processes: dict[str, str], shape: tuple[int, int]) -> None:
+    outcomes = ranks.run(shape[0] * shape[1], sharded, shape, LEVELS, STEPS, False, env=processes)
+    reference = dense()
+    for outcome in outcomes:
+        assert worst(outcome[0][0], reference) <= TOLERANCE
+        assert outcome == outcomes[0]
+    assert len({(tuple(losses), hash) for losses, hash in outcomes[0]}) == 1, "levels differ"
+
+
+def test_a_sequence_that_is_cut_trains_alike(processes: dict[str, str]) -> None:
+    outcomes = ranks.run(2, sharded, (1, 2), ("os_g", "p_g_os"), STEPS, True, env=processes)
+    assert worst(outcomes[0][0][0], dense()) <= TOLERANCE
+    assert outcomes[0][0] == outcomes[0][1] == outcomes[1][0]
+
+
+def test_the_bits_are_the_same_on_any_number_of_servers() -> None:
+    hashes = set()
+    for count in (1, 3):
+        with servers(count) as address:
+            (first, *_) = ranks.run(2, sharded, (1, 2), ("os_g",), 10, False, env={"ZEROSHARD_ADDRESS": address})
+            hashes.add((tuple(first[0][0]), first[0][1]))
+    assert len(hashes) == 1
