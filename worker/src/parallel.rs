@@ -37,6 +37,7 @@
 //! ```
 
 mod backend;
+mod data_parallel;
 mod dist_tensor;
 mod embedding;
 mod error;
@@ -44,6 +45,7 @@ mod hooks;
 mod layer;
 mod linear;
 mod norm;
+mod parameters;
 mod plan;
 mod prepare;
 mod shard_layer;
@@ -54,6 +56,7 @@ mod transfer;
 mod world;
 
 pub use backend::{Exchange, ParallelBackend};
+pub use data_parallel::{DataParallel, DataParallelOptions, Forward};
 pub use dist_tensor::{DistTensor, LAST, PARTIAL, Value, shard_tensor};
 pub use embedding::ParallelEmbedding;
 pub use error::{Error, Result};

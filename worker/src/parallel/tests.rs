@@ -1,5 +1,6 @@
 //! Distributed tensors and layers on several ranks, against one.
 
+mod data_parallel;
 mod dist_tensor;
 mod layers;
 mod plan;

@@ -144,7 +144,7 @@ fn sequence_parallel_of_an_mlp_gathers_once_and_scatters_once_each_way() {
         let (y, forward) = world.trace(|| mlp.forward(x).unwrap().local::<2>().unwrap());
         assert_eq!(names(forward), ["all_gather", "reduce_scatter"]);
         let (_, backward) = world.trace(|| world.backward(&y.sum()));
-        // And the row bias, of which each rank saw its rows only.
+        // The gathered gradient serves the row bias too.
         assert_eq!(names(backward), ["all_gather", "reduce_scatter"]);
     });
 }
