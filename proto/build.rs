@@ -2,11 +2,12 @@
 
 use std::{env, error::Error, fs, path::PathBuf};
 
-const FILES: [&str; 4] = [
+const FILES: [&str; 5] = [
     "zeroshard/v1/types.proto",
     "zeroshard/v1/data.proto",
     "zeroshard/v1/shard.proto",
     "zeroshard/v1/coordinator.proto",
+    "zeroshard/v1/worker.proto",
 ];
 
 fn main() -> Result<(), Box<dyn Error>> {

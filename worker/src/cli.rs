@@ -1,5 +1,6 @@
 //! The command line.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -10,8 +11,9 @@ use zeroshard_proto::{DType, Optimizer, Token};
 use crate::batches::Sharding;
 use crate::error::{Error, Result};
 use crate::levels::Level;
+use crate::model::{Architecture, Division, Model};
 use crate::schedule::{Schedule, default_lr};
-use crate::train::Plan;
+use crate::train::{Plan, Sizes};
 
 /// ZeroShard's trainer: a small transformer whose optimizer lives on shard servers
 #[derive(Debug, Parser)]
@@ -51,6 +53,18 @@ pub struct Train {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(2..=4096),
         help_heading = "Training")]
     pub context: u32,
+    /// Width of the model
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=8192),
+        help_heading = "Training")]
+    pub width: u32,
+    /// Transformer blocks of the model
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=256),
+        help_heading = "Training")]
+    pub blocks: u32,
+    /// Attention heads of a block
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=256),
+        help_heading = "Training")]
+    pub heads: u32,
     /// Parts that a worker computes its share in, one after the other; their gradients are summed before they are
     /// sent
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65_536),
@@ -83,10 +97,22 @@ pub struct Train {
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=256),
         help_heading = "Cluster")]
     pub shards: u32,
-    /// Workers
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=256),
-        help_heading = "Cluster")]
-    pub workers: u32,
+    /// Workers, each with the whole model and a share of the batch [default: 2; --tensor-parallel x --data-parallel, if one of
+    /// them is given]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Cluster")]
+    pub workers: Option<u32>,
+    /// Workers that have one model together: attention heads, inner layers and vocabulary are cut. Each is a process of its own
+    #[arg(long, value_name = "T", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Cluster")]
+    pub tensor_parallel: Option<u32>,
+    /// With --tensor-parallel: cut what lies between those layers too, by rows
+    #[arg(long, requires = "tensor_parallel", help_heading = "Cluster")]
+    pub sequence_parallel: bool,
+    /// Such groups of workers, each with a share of the batch [default with --tensor-parallel: 1]
+    #[arg(long, value_name = "D", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Cluster")]
+    pub data_parallel: Option<u32>,
+    /// With --tensor-parallel: where a worker listens for the others, which reach it there; port 0: any free port
+    #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:0", help_heading = "Cluster")]
+    pub peer_listen: SocketAddr,
     /// Make each server and each worker a process of its own
     #[arg(long, conflicts_with_all = ["address", "rank"], help_heading = "Cluster")]
     pub processes: bool,
@@ -147,10 +173,26 @@ impl Train {
     /// # Errors
     /// For a batch that cannot be divided, a rank out of range, and hyperparameters that the optimizer refuses.
     pub fn plan(&self) -> Result<Plan> {
-        if let Some(rank) = self.rank.filter(|&rank| rank >= self.workers) {
-            let expected = format!("less than --workers, {}", self.workers);
+        let (data_parallel, tensor_parallel) = self.division()?;
+        let workers = data_parallel * tensor_parallel;
+        if let Some(rank) = self.rank.filter(|&rank| rank >= workers) {
+            let expected = format!("less than the number of workers, {workers}");
             return Err(Error::Flag { flag: "--rank", found: rank.to_string(), expected });
         }
+        if tensor_parallel > 1 && self.address.is_some() && self.rank.is_none() {
+            let expected =
+                "given with --address and --tensor-parallel: each worker is a process of its own".to_owned();
+            return Err(Error::Flag { flag: "--rank", found: "missing".to_owned(), expected });
+        }
+        let architecture = Architecture {
+            vocabulary: 1,
+            context: self.context as usize,
+            width: self.width as usize,
+            blocks: self.blocks as usize,
+            heads: self.heads as usize,
+        };
+        let ranks = tensor_parallel as usize;
+        Model::divided(architecture, Division { ranks, place: 0, sequence: self.sequence_parallel })?;
         let mut optimizer = self.optimizer;
         if let Optimizer::Average(_) = optimizer {
             let expected = "one that trains: the servers would only average the gradients".to_owned();
@@ -170,8 +212,20 @@ impl Train {
             level: self.level,
             steps: self.steps,
             context: self.context as usize,
-            sharding: Sharding::new(self.batch as usize, self.workers as usize, self.micro_batches as usize)?,
-            workers: self.workers,
+            sharding: Sharding::new(
+                self.batch as usize,
+                data_parallel as usize,
+                self.micro_batches as usize,
+            )?,
+            sizes: Sizes {
+                width: architecture.width,
+                blocks: architecture.blocks,
+                heads: architecture.heads,
+            },
+            data_parallel: data_parallel as usize,
+            tensor_parallel: ranks,
+            sequence_parallel: self.sequence_parallel,
+            peer_listen: self.peer_listen,
             shards: self.shards,
             schedule: Schedule::new(optimizer, self.steps),
             clip: Some(self.clip).filter(|&norm| norm > 0.0),
@@ -184,6 +238,30 @@ impl Train {
             seed: self.seed,
             sample_chars: self.sample_chars as usize,
         })
+    }
+}
+
+impl Train {
+    /// How many groups of workers, and how many workers in each.
+    fn division(&self) -> Result<(u32, u32)> {
+        let (data, tensor) = match (self.data_parallel, self.tensor_parallel) {
+            (None, None) => return Ok((self.workers.unwrap_or(2), 1)),
+            (data, tensor) => (data.unwrap_or(1), tensor.unwrap_or(1)),
+        };
+        match self.workers.filter(|&workers| workers != data * tensor) {
+            None => Ok((data, tensor)),
+            Some(workers) => {
+                let expected =
+                    format!("--data-parallel x --tensor-parallel, {}, or not given", data * tensor);
+                Err(Error::Flag { flag: "--workers", found: workers.to_string(), expected })
+            }
+        }
+    }
+
+    /// Whether each worker is to be a process of its own.
+    pub fn in_processes(&self) -> bool {
+        let alone = self.address.is_none() && self.rank.is_none();
+        self.processes || alone && self.tensor_parallel.is_some_and(|ranks| ranks > 1)
     }
 }
 
@@ -229,7 +307,7 @@ mod tests {
     #[test]
     fn defaults_make_a_plan() {
         let plan = parse("").unwrap().plan().unwrap();
-        assert_eq!((plan.level, plan.workers, plan.shards), (Level::PGOs, 2, 3));
+        assert_eq!((plan.level, plan.workers(), plan.shards), (Level::PGOs, 2, 3));
         assert_eq!(plan.clip, Some(1.0));
     }
 
@@ -255,8 +333,30 @@ mod tests {
         assert!(refusal("--clip nan").contains("0 or above"));
         assert!(refusal("--steps 0").contains("1.."));
         assert!(refusal("--batch 10 --micro-batches 4").contains("such as 16"));
-        assert!(refusal("--address a:1 --rank 2").contains("less than --workers, 2"));
+        assert!(refusal("--address a:1 --rank 2").contains("less than the number of workers, 2"));
         assert!(refusal("--rank 1").contains("--address"));
         assert!(refusal("--processes --address a:1").contains("cannot be used with"));
+        assert!(refusal("--tensor-parallel 3").contains("one of 1, 2 or 4"));
+        assert!(refusal("--width 90").contains("such as 92"));
+        assert!(
+            refusal("--tensor-parallel 2 --workers 3").contains("--data-parallel x --tensor-parallel, 2")
+        );
+        assert!(refusal("--tensor-parallel 2 --address a:1").contains("process of its own"));
+        assert!(refusal("--sequence-parallel").contains("--tensor-parallel"));
+    }
+
+    #[test]
+    fn workers_are_groups_of_tensor_parallel_ones() {
+        let division = |flags: &str| {
+            let plan = parse(flags).unwrap().plan().unwrap();
+            (plan.data_parallel, plan.tensor_parallel, plan.workers())
+        };
+        assert_eq!(division("--workers 4"), (4, 1, 4));
+        assert_eq!(division("--tensor-parallel 2"), (1, 2, 2));
+        assert_eq!(division("--tensor-parallel 4 --data-parallel 2"), (2, 4, 8));
+        assert_eq!(division("--data-parallel 2 --workers 2"), (2, 1, 2));
+        assert!(parse("--tensor-parallel 2").unwrap().in_processes());
+        assert!(!parse("--data-parallel 2").unwrap().in_processes());
+        assert!(!parse("--tensor-parallel 2 --address a:1 --rank 0").unwrap().in_processes());
     }
 }

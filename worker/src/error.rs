@@ -14,6 +14,12 @@ pub enum Error {
     /// The division of the batch.
     #[error(transparent)]
     Batch(#[from] crate::batches::Error),
+    /// The sizes of the model.
+    #[error(transparent)]
+    Model(#[from] crate::model::Error),
+    /// What the ranks of a tensor-parallel group do together.
+    #[error(transparent)]
+    Parallel(#[from] crate::parallel::Error),
     /// The cluster, or a job that it does not take.
     #[error(transparent)]
     Cluster(#[from] zeroshard_proto::Error),

@@ -31,8 +31,8 @@ pub fn run(flags: &Train) -> Result<()> {
         .enable_all()
         .build()
         .map_err(|cause| Error::System { doing: "start the runtime", cause })?;
-    let result = if flags.processes {
-        runtime.block_on(processes::run(flags))
+    let result = if flags.in_processes() {
+        runtime.block_on(processes::run(flags, plan.workers()))
     } else {
         run_here(flags, plan, corpus, &runtime)
     };
@@ -43,7 +43,7 @@ pub fn run(flags: &Train) -> Result<()> {
 
 /// Runs this process's workers, against the cluster that the flags name or one made for them.
 fn run_here(flags: &Train, plan: Plan, corpus: Corpus, runtime: &Runtime) -> Result<()> {
-    let ranks: Vec<u32> = flags.rank.map_or_else(|| (0..plan.workers).collect(), |rank| vec![rank]);
+    let ranks: Vec<u32> = flags.rank.map_or_else(|| (0..plan.workers()).collect(), |rank| vec![rank]);
     let run = Run { plan: Arc::new(plan), corpus: Arc::new(corpus), runtime: runtime.handle().clone() };
     let outcome = match &flags.address {
         Some(address) => run.workers(flags, address, &ranks)?,

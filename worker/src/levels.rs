@@ -16,11 +16,11 @@ use std::str::FromStr;
 
 use serde::Serialize;
 use thiserror::Error;
-use zeroshard_proto::Result;
 
 use crate::batches::Batch;
+use crate::error::Result;
 use crate::model::{Model, Segment};
-use crate::segments::{Hidden, Leaf, Pass, Tracking, scalar, seed};
+use crate::segments::{Hidden, Leaf, Network, Pass, Tracking, scalar, seed};
 use crate::travel::{Departure, Exchange, Link, Outbox, Parameters};
 
 /// What a worker keeps.
@@ -93,7 +93,7 @@ pub fn run<E: Exchange>(level: Level, link: &Link<E>, model: &Model, work: Work<
         Level::OsG | Level::PGOs => Departure::WhenReady,
     };
     let mut step = Step {
-        model,
+        network: Network { model, group: link.group.as_ref() },
         work,
         parameters: Parameters::new(link, model, work.step),
         outbox: Outbox::new(link, model, work.step, departure),
@@ -114,6 +114,7 @@ pub fn evaluate<E: Exchange>(link: &Link<E>, model: &Model, version: u64, batche
     let mut parameters = Parameters::new(link, model, version);
     let mut hidden: Vec<Option<Hidden>> = vec![None; batches.len()];
     let segments = model.segments();
+    let network = Network { model, group: link.group.as_ref() };
     for (index, &segment) in segments.iter().enumerate() {
         let next = segments.get(index + 1).copied();
         let leaves = parameters.take(segment)?;
@@ -122,7 +123,7 @@ pub fn evaluate<E: Exchange>(link: &Link<E>, model: &Model, version: u64, batche
         }
         for (hidden, batch) in hidden.iter_mut().zip(batches) {
             let input = hidden.take();
-            let pass = Pass::forward(&model.architecture(), segment, &leaves, input, batch, Tracking::None);
+            let pass = Pass::forward(network, segment, &leaves, input, batch, Tracking::None)?;
             *hidden = Some(pass.output());
         }
         drop(leaves);
@@ -133,13 +134,13 @@ pub fn evaluate<E: Exchange>(link: &Link<E>, model: &Model, version: u64, batche
 }
 
 struct Step<'a, E> {
-    model: &'a Model,
+    network: Network<'a>,
     work: Work<'a>,
     parameters: Parameters<'a, E>,
     outbox: Outbox<'a, E>,
 }
 
-impl<E: Exchange> Step<'_, E> {
+impl<'a, E: Exchange> Step<'a, E> {
     /// The gradient that starts every micro-batch's backward pass: the result is the gradient of the mean.
     fn seed(&self) -> Hidden {
         seed(self.work.loss_scale / self.work.micro_batches.len() as f32)
@@ -147,7 +148,7 @@ impl<E: Exchange> Step<'_, E> {
 
     /// `os` and `os_g`: gives the sum of the micro-batches' losses.
     fn resident(&mut self) -> Result<f64> {
-        let segments = self.model.segments();
+        let segments = self.network.model.segments();
         for &segment in &segments {
             self.parameters.prefetch(segment);
         }
@@ -158,14 +159,14 @@ impl<E: Exchange> Step<'_, E> {
             let mut hidden = None;
             for &segment in &segments {
                 let leaves = self.parameters.take(segment)?;
-                let pass = self.forward(segment, &leaves, hidden.take(), batch, Tracking::Graph);
+                let pass = self.forward(segment, &leaves, hidden.take(), batch, Tracking::Graph)?;
                 hidden = Some(pass.output());
                 passes.push((segment, pass));
             }
             total += hidden.map_or(0.0, |loss| f64::from(scalar(loss)));
             let mut upstream = Some(self.seed());
             while let (Some((segment, pass)), Some(gradient)) = (passes.pop(), upstream.take()) {
-                let gradients = pass.backward(gradient);
+                let gradients = pass.backward(gradient)?;
                 self.outbox.add(segment, gradients.parameters);
                 upstream = gradients.input;
                 if index + 1 == count {
@@ -178,7 +179,7 @@ impl<E: Exchange> Step<'_, E> {
 
     /// `p_g_os`: gives the sum of the micro-batches' losses.
     fn streaming(&mut self) -> Result<f64> {
-        let segments = self.model.segments();
+        let segments = self.network.model.segments();
         let (&head, body) = segments.split_last().expect("a model ends with its head");
         // What each segment read: all that is kept for the backward pass.
         let mut inputs: Vec<Vec<Option<Hidden>>> = Vec::with_capacity(body.len());
@@ -189,9 +190,9 @@ impl<E: Exchange> Step<'_, E> {
                 let batches = hidden.iter().zip(step.work.micro_batches);
                 batches
                     .map(|(hidden, batch)| {
-                        step.forward(segment, leaves, hidden.clone(), batch, Tracking::None).output()
+                        let pass = step.forward(segment, leaves, hidden.clone(), batch, Tracking::None)?;
+                        Ok(Some(pass.output()))
                     })
-                    .map(Some)
                     .collect()
             })?;
             inputs.push(std::mem::replace(&mut hidden, outputs));
@@ -223,13 +224,13 @@ impl<E: Exchange> Step<'_, E> {
             let mut results = Vec::with_capacity(inputs.len());
             let work = inputs.into_iter().zip(upstream).zip(step.work.micro_batches);
             for ((input, upstream), batch) in work {
-                let pass = step.forward(segment, leaves, input, batch, Tracking::Graph);
+                let pass = step.forward(segment, leaves, input, batch, Tracking::Graph)?;
                 output(pass.output());
-                let gradients = pass.backward(upstream.expect("the segment after gave one"));
+                let gradients = pass.backward(upstream.expect("the segment after gave one"))?;
                 step.outbox.add(segment, gradients.parameters);
                 results.push(gradients.input);
             }
-            results
+            Ok(results)
         })?;
         self.outbox.finish(segment)?;
         Ok(gradients)
@@ -240,7 +241,7 @@ impl<E: Exchange> Step<'_, E> {
         &mut self,
         segment: Segment,
         next: Option<Segment>,
-        compute: impl FnOnce(&mut Self, &[Leaf]) -> T,
+        compute: impl FnOnce(&mut Self, &[Leaf]) -> Result<T>,
     ) -> Result<T> {
         let leaves = self.parameters.take(segment)?;
         if let Some(next) = next {
@@ -249,7 +250,7 @@ impl<E: Exchange> Step<'_, E> {
         let result = compute(self, &leaves);
         drop(leaves);
         self.parameters.release(segment, next);
-        Ok(result)
+        result
     }
 
     fn forward(
@@ -259,8 +260,8 @@ impl<E: Exchange> Step<'_, E> {
         hidden: Option<Hidden>,
         batch: &Batch,
         tracking: Tracking,
-    ) -> Pass {
-        Pass::forward(&self.model.architecture(), segment, leaves, hidden, batch, tracking)
+    ) -> Result<Pass<'a>> {
+        Pass::forward(self.network, segment, leaves, hidden, batch, tracking)
     }
 }
 
@@ -270,9 +271,10 @@ mod tests {
     use std::sync::{Arc, Mutex};
 
     use tokio::runtime::Runtime;
-    use zeroshard_proto::Error;
+    use zeroshard_proto::Error as ClusterError;
 
     use super::*;
+    use crate::error::Error;
     use crate::memory::Ledger;
     use crate::model::{Architecture, EMBEDDING};
     use crate::segments::leaf;
@@ -288,7 +290,7 @@ mod tests {
     }
 
     impl Exchange for Table {
-        async fn pull(&self, _: u64, mut buffers: Vec<Buffer>) -> Result<Vec<Buffer>> {
+        async fn pull(&self, _: u64, mut buffers: Vec<Buffer>) -> zeroshard_proto::Result<Vec<Buffer>> {
             for buffer in &mut buffers {
                 buffer.values.copy_from_slice(&self.parameters[&buffer.tensor]);
                 self.pulls.lock().unwrap().push(buffer.tensor);
@@ -296,10 +298,10 @@ mod tests {
             Ok(buffers)
         }
 
-        async fn push(&self, step: u64, gradients: Vec<Buffer>) -> Result<()> {
+        async fn push(&self, step: u64, gradients: Vec<Buffer>) -> zeroshard_proto::Result<()> {
             if self.abort {
                 let cause = "rank 1 left".to_owned();
-                return Err(Error::StepAborted { job: "job".to_owned(), step, epoch: 2, cause });
+                return Err(ClusterError::StepAborted { job: "job".to_owned(), step, epoch: 2, cause });
             }
             let mut pushed = self.pushed.lock().unwrap();
             for Buffer { tensor, values } in gradients {
@@ -310,7 +312,7 @@ mod tests {
     }
 
     fn model() -> Model {
-        Model::new(Architecture { vocabulary: 23, context: 8, width: 16, blocks: 3, heads: 2 })
+        Model::new(Architecture { vocabulary: 23, context: 8, width: 16, blocks: 3, heads: 2 }).unwrap()
     }
 
     fn batches(micro_batches: usize) -> Vec<Batch> {
@@ -327,7 +329,12 @@ mod tests {
     fn link(model: &Model, runtime: &Runtime) -> Link<Table> {
         let parameters = initial(model);
         let exchange = Table { parameters, ..Table::default() };
-        Link { exchange: Arc::new(exchange), runtime: runtime.handle().clone(), ledger: Ledger::default() }
+        Link {
+            exchange: Arc::new(exchange),
+            runtime: runtime.handle().clone(),
+            ledger: Ledger::default(),
+            group: None,
+        }
     }
 
     struct Outcome {
@@ -453,7 +460,7 @@ mod tests {
         for level in Level::ALL {
             let work = Work { step: 0, micro_batches: &batches(1), loss_scale: 1.0 };
             let error = run(level, &link, &model, work).unwrap_err();
-            assert!(matches!(error, Error::StepAborted { .. }), "{error}");
+            assert!(matches!(error, Error::Cluster(ClusterError::StepAborted { .. })), "{error}");
         }
         link.exchange = Arc::new(Table { parameters: link.exchange.parameters.clone(), ..Table::default() });
         let work = Work { step: 0, micro_batches: &batches(1), loss_scale: 1.0 };

@@ -109,7 +109,7 @@ fn title(plan: &Plan, outcome: &Outcome) -> String {
     format!(
         "{:.2} M parameters, {optimizer}, {} workers, level {}",
         millions(outcome.parameters),
-        plan.workers,
+        plan.workers(),
         plan.level
     )
 }
@@ -128,7 +128,7 @@ fn table(plan: &Plan, summary: &Summary, parameters: usize) -> Table {
     row("model", format!("{:.2} M parameters, context {}", millions(parameters), plan.context));
     row(
         "run",
-        format!("{} steps of {} windows, {} workers", summary.steps, plan.sharding.batch(), plan.workers),
+        format!("{} steps of {} windows, {} workers", summary.steps, plan.sharding.batch(), plan.workers()),
     );
     row("level", format!("{}, {} on the wire", plan.level, plan.wire));
     row("optimizer", plan.schedule.to_string());

@@ -1,5 +1,6 @@
 //! The training loop of one rank.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -8,15 +9,18 @@ use zeroshard_client::{Commit, Options, StepReport};
 use zeroshard_proto::{DType, Error as ClusterError, Token};
 
 use crate::batches::{Batch, Draw, Sharding};
+use crate::collectives::{self, Peers};
 use crate::error::{Error, Result};
 use crate::evaluate::held_out_batches;
 use crate::levels::{self, Level, Work};
 use crate::memory::Ledger;
-use crate::model::{Architecture, Model};
+use crate::model::{Architecture, Division, Model};
+use crate::parallel::{self, World};
 use crate::progress::{Output, StepEvent};
-use crate::remote::{Description, Remote};
+use crate::remote::{self, Description, Remote};
 use crate::sample;
 use crate::schedule::Schedule;
+use crate::tensor_parallel::Group;
 use crate::text::Corpus;
 use crate::travel::Link;
 
@@ -24,6 +28,17 @@ use crate::travel::Link;
 const EVALUATIONS: u64 = 8;
 /// Characters of held-out text that a sample goes on from.
 const PROMPT: usize = 24;
+
+/// Sizes of a model that do not follow from the text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sizes {
+    /// Width of the residual stream.
+    pub width: usize,
+    /// Transformer blocks.
+    pub blocks: usize,
+    /// Attention heads of a block.
+    pub heads: usize,
+}
 
 /// Everything that decides a run's result, and how it travels. The same for all ranks.
 #[derive(Debug, Clone)]
@@ -38,8 +53,16 @@ pub struct Plan {
     pub context: usize,
     /// How the global batch is divided.
     pub sharding: Sharding,
-    /// Number of workers.
-    pub workers: u32,
+    /// Width, blocks and heads of the model.
+    pub sizes: Sizes,
+    /// Groups of workers that have the whole model each, and a share of the batch.
+    pub data_parallel: usize,
+    /// Workers of a group, each with a part of the model.
+    pub tensor_parallel: usize,
+    /// Whether these have a part of the residual stream each, too.
+    pub sequence_parallel: bool,
+    /// Where a worker of several that have one model listens for the others.
+    pub peer_listen: SocketAddr,
     /// Servers to wait for.
     pub shards: u32,
     /// Optimizers by step.
@@ -111,13 +134,13 @@ pub fn train(
     rank: u32,
     output: &mut Output,
 ) -> Result<Option<Outcome>> {
-    let model = Model::new(Architecture::small(corpus.vocabulary.size(), plan.context));
+    let model = plan.model(corpus, rank)?;
     let spec = Description {
         job: plan.job.clone(),
         // The job's own are its first step's: a later run with other steps or rates is still the same job.
         groups: plan.schedule.highest(),
         parameter_dtype: plan.parameter_dtype,
-        world: plan.workers,
+        data_parallel: plan.data_parallel,
         min_servers: plan.shards,
     }
     .spec(&model)?;
@@ -127,7 +150,26 @@ pub fn train(
         deadline: plan.deadline,
         token: plan.token.reveal().map(str::to_owned),
     };
-    let remote = Remote::join(runtime, address, options, &spec, rank)?;
+    let listening = match plan.tensor_parallel {
+        1 => None,
+        _ => {
+            let (listen, deadline, token) = (plan.peer_listen, plan.deadline, plan.token.clone());
+            Some(
+                Peers::bind(runtime, collectives::Options { listen, deadline, token })
+                    .map_err(parallel::Error::from)?,
+            )
+        }
+    };
+    let here = listening.as_ref().map(|listening| listening.address().to_string()).unwrap_or_default();
+    let remote = Remote::join(runtime, address, options, &spec, rank, &here)?;
+    let peers = match listening {
+        Some(listening) => {
+            let peers = listening.connect(rank, &remote.peers()?).map_err(parallel::Error::from)?;
+            Some(Arc::new(peers))
+        }
+        None => None,
+    };
+    let group = peers.as_ref().map(|peers| plan.group(peers)).transpose()?;
     let ledger = Ledger::default();
     let version = remote.start(&model, plan.seed, &ledger)?;
     if version >= plan.steps {
@@ -137,16 +179,43 @@ pub fn train(
         plan,
         corpus,
         held_out: held_out_batches(&corpus.held_out, plan.context),
-        link: Link { exchange: Arc::new(remote), runtime: runtime.clone(), ledger },
+        link: Link { exchange: Arc::new(remote), runtime: runtime.clone(), ledger, group },
         model,
         rank,
         aborted: 0,
     };
     let outcome = run.steps(version, output)?;
+    if let Some(peers) = peers {
+        peers.leave().map_err(parallel::Error::from)?;
+    }
     if let Ok(remote) = Arc::try_unwrap(run.link.exchange) {
         remote.leave()?;
     }
     Ok(outcome)
+}
+
+impl Plan {
+    /// Number of workers.
+    pub fn workers(&self) -> u32 {
+        (self.data_parallel * self.tensor_parallel) as u32
+    }
+
+    /// A rank's part of the model.
+    fn model(&self, corpus: &Corpus, rank: u32) -> Result<Model> {
+        let Sizes { width, blocks, heads } = self.sizes;
+        let vocabulary = corpus.vocabulary.size();
+        let architecture = Architecture { vocabulary, context: self.context, width, blocks, heads };
+        let place = rank as usize % self.tensor_parallel;
+        let sequence = self.sequence_parallel && self.tensor_parallel > 1;
+        Ok(Model::divided(architecture, Division { ranks: self.tensor_parallel, place, sequence })?)
+    }
+
+    /// The ranks that have the other parts of a rank's model.
+    fn group(&self, peers: &Arc<Peers>) -> Result<Group> {
+        let world = World::new(Arc::<Peers>::clone(peers));
+        let mesh = world.mesh(remote::mesh(self.data_parallel, self.tensor_parallel)?)?;
+        Ok(Group::new(mesh.sub_mesh(&["tp"])?, self.sequence_parallel))
+    }
 }
 
 struct Run<'a> {
@@ -171,27 +240,32 @@ impl Run<'_> {
             let report = self.step(step)?;
             version = report.version;
             skipped += u64::from(!report.applied);
-            if self.rank != 0 {
+            // Those that have one model with rank 0 evaluate with it.
+            if self.rank as usize >= plan.tensor_parallel {
                 continue;
             }
-            let loss = report.loss.unwrap_or(f64::NAN);
-            train.push((step, loss));
-            output.step(&StepEvent {
-                step,
-                loss,
-                gradient_norm: report.gradient_norm,
-                applied: report.applied,
-                overflow: self.overflow(&report),
-                tokens: self.tokens(version - first),
-                traffic: self.link.exchange.traffic(),
-            })?;
+            if self.rank == 0 {
+                let loss = report.loss.unwrap_or(f64::NAN);
+                train.push((step, loss));
+                output.step(&StepEvent {
+                    step,
+                    loss,
+                    gradient_norm: report.gradient_norm,
+                    applied: report.applied,
+                    overflow: self.overflow(&report),
+                    tokens: self.tokens(version - first),
+                    traffic: self.link.exchange.traffic(),
+                })?;
+            }
             if version.is_multiple_of(every) || version >= plan.steps {
                 let loss = levels::evaluate(&self.link, &self.model, version, &self.held_out)?;
                 held_out.push((version, loss));
-                output.evaluation(version, loss)?;
+                if self.rank == 0 {
+                    output.evaluation(version, loss)?;
+                }
             }
         }
-        if self.rank != 0 {
+        if self.rank as usize >= plan.tensor_parallel {
             return Ok(None);
         }
         let elapsed = begin.elapsed();
@@ -199,6 +273,9 @@ impl Run<'_> {
         // Before the sample, which holds all parameters whatever the level.
         let peak_bytes = self.link.ledger.peak();
         let (prompt, sample) = self.sample(version)?;
+        if self.rank != 0 {
+            return Ok(None);
+        }
         Ok(Some(Outcome {
             steps: version,
             train,
@@ -220,28 +297,32 @@ impl Run<'_> {
 
     /// Runs a step until it is decided. An aborted step is run again from the same data.
     fn step(&mut self, step: u64) -> Result<StepReport> {
-        let draw = Draw { seed: self.plan.seed, step, rank: self.rank as usize };
+        let share = self.rank as usize / self.plan.tensor_parallel;
+        let draw = Draw { seed: self.plan.seed, step, rank: share };
         let micro_batches = self.plan.sharding.draw(&self.corpus.train, self.plan.context, draw);
         loop {
             match self.try_step(step, &micro_batches) {
-                Err(ClusterError::StepAborted { .. }) => self.aborted += 1,
-                other => return Ok(other?),
+                // Of several that have one model some may wait for each other in the middle of the step.
+                Err(Error::Cluster(ClusterError::StepAborted { .. })) if self.link.group.is_none() => {
+                    self.aborted += 1;
+                }
+                other => return other,
             }
         }
     }
 
-    fn try_step(&self, step: u64, micro_batches: &[Batch]) -> zeroshard_proto::Result<StepReport> {
+    fn try_step(&self, step: u64, micro_batches: &[Batch]) -> Result<StepReport> {
         let plan = self.plan;
         let work = Work { step, micro_batches, loss_scale: plan.loss_scale as f32 };
         let loss = levels::run(plan.level, &self.link, &self.model, work)?;
-        self.link.exchange.commit(Commit {
+        Ok(self.link.exchange.commit(Commit {
             step,
             groups: plan.schedule.at(step),
             loss_scale: plan.loss_scale,
             max_norm: plan.clip,
             loss: Some(loss),
             discard: false,
-        })
+        })?)
     }
 
     fn overflow(&self, report: &StepReport) -> Option<String> {

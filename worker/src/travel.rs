@@ -12,13 +12,14 @@ use zeroshard_proto::{Error, Result};
 use crate::memory::{Lease, Ledger};
 use crate::model::{Model, Segment};
 use crate::segments::{Leaf, leaf};
+use crate::tensor_parallel::Group;
 
 /// The values of one tensor, flattened: parameters or their gradient.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Buffer {
     /// Index in the manifest.
     pub tensor: usize,
-    /// All its elements.
+    /// All elements that this rank has of it.
     pub values: Vec<f32>,
 }
 
@@ -39,11 +40,18 @@ pub struct Link<E> {
     pub runtime: Handle,
     /// Counts what is held.
     pub ledger: Ledger,
+    /// The ranks that have the other parts of the model; `None`: this one has all of it.
+    pub group: Option<Group>,
 }
 
 impl<E> Clone for Link<E> {
     fn clone(&self) -> Self {
-        Self { exchange: self.exchange.clone(), runtime: self.runtime.clone(), ledger: self.ledger.clone() }
+        Self {
+            exchange: self.exchange.clone(),
+            runtime: self.runtime.clone(),
+            ledger: self.ledger.clone(),
+            group: self.group.clone(),
+        }
     }
 }
 
@@ -108,7 +116,7 @@ impl<'a, E: Exchange> Parameters<'a, E> {
         }
         let (exchange, version, ledger) =
             (self.link.exchange.clone(), self.version, self.link.ledger.clone());
-        let sizes: Vec<usize> = wanted.iter().map(|&t| self.model.parameters()[t].elements()).collect();
+        let sizes: Vec<usize> = wanted.iter().map(|&t| self.model.elements_of(t)).collect();
         let buffers = wanted.clone().into_iter().zip(sizes);
         let transfer = self.link.start(async move {
             let (buffers, leases): (Vec<Buffer>, Vec<Lease>) = buffers

@@ -1,0 +1,198 @@
+//! The operations, made of messages: everybody to everybody where that is little or where there are two, a ring (Patarasuk and
+//! Yuan 2009) where it is much.
+//!
+//! A sum is cut into as many pieces as there are ranks, and piece c is added up from the rank after c to c itself, cyclically.
+//! That is the order in which a ring does it; the direct way keeps it, so both give the same bits.
+
+use std::ops::Range;
+
+use zeroshard_proto::layout::Reduction;
+
+use super::error::Result;
+use super::operation::{Numbers, Operation};
+
+/// From so many elements on a ring: below, its rounds cost more than the bytes that it saves.
+const RING_FROM: usize = 64 << 10;
+/// Elements of a piece of a broadcast that is passed on from rank to rank.
+const RELAY: usize = 256 << 10;
+
+/// Whether `elements` in a group of this size go round in a ring. With two ranks both ways move the same bytes.
+pub(super) fn goes_round(size: usize, elements: usize) -> bool {
+    size > 2 && elements >= RING_FROM
+}
+
+/// See [`super::Collectives::all_reduce`].
+pub(super) fn all_reduce(at: &Operation<'_>, reduction: Reduction, data: Vec<f32>) -> Result<Vec<f32>> {
+    let pieces = pieces(data.len(), at.size());
+    if goes_round(at.size(), data.len()) {
+        let parts = pieces.iter().map(|piece| data[piece.clone()].to_vec()).collect();
+        let mine = reduce_round(at, reduction, parts)?;
+        let sizes: Vec<usize> = pieces.iter().map(Range::len).collect();
+        let rounds = at.size() as u32 - 1;
+        return Ok(gather_round(at, rounds, &sizes, mine)?.concat());
+    }
+    let elements = data.len();
+    let mine = Numbers::new(data);
+    at.others().for_each(|other| at.send(other, 0, mine.bytes(0..elements)));
+    let mut parts: Vec<Vec<f32>> = vec![Vec::new(); at.size()];
+    for other in at.others() {
+        parts[other] = at.take(other, 0, elements)?;
+    }
+    parts[at.me()] = mine.into_values();
+    let mut result = Vec::with_capacity(elements);
+    for (place, piece) in pieces.into_iter().enumerate() {
+        let parts: Vec<&[f32]> = parts.iter().map(|part| &part[piece.clone()]).collect();
+        result.extend(fold(reduction, place, &parts));
+    }
+    Ok(result)
+}
+
+/// See [`super::Collectives::reduce_scatter`].
+pub(super) fn reduce_scatter(
+    at: &Operation<'_>,
+    reduction: Reduction,
+    parts: Vec<Vec<f32>>,
+) -> Result<Vec<f32>> {
+    if goes_round(at.size(), parts.iter().map(Vec::len).sum()) {
+        return reduce_round(at, reduction, parts);
+    }
+    let mut parts: Vec<Numbers> = parts.into_iter().map(Numbers::new).collect();
+    let elements = parts[at.me()].values().len();
+    for other in at.others() {
+        at.send(other, 0, parts[other].bytes(0..parts[other].values().len()));
+    }
+    for other in at.others() {
+        parts[other] = Numbers::new(at.take(other, 0, elements)?);
+    }
+    let parts: Vec<&[f32]> = parts.iter().map(Numbers::values).collect();
+    Ok(fold(reduction, at.me(), &parts))
+}
+
+/// See [`super::Collectives::all_gather`].
+pub(super) fn all_gather(at: &Operation<'_>, sizes: &[usize], data: Vec<f32>) -> Result<Vec<Vec<f32>>> {
+    if goes_round(at.size(), sizes.iter().sum()) {
+        return gather_round(at, 0, sizes, data);
+    }
+    let mine = Numbers::new(data);
+    at.others().for_each(|other| at.send(other, 0, mine.bytes(0..mine.values().len())));
+    let mut parts: Vec<Vec<f32>> = vec![Vec::new(); at.size()];
+    for other in at.others() {
+        parts[other] = at.take(other, 0, sizes[other])?;
+    }
+    parts[at.me()] = mine.into_values();
+    Ok(parts)
+}
+
+/// See [`super::Collectives::broadcast`]; `root` is a place in the group.
+pub(super) fn broadcast(at: &Operation<'_>, root: usize, data: Vec<f32>) -> Result<Vec<f32>> {
+    let elements = data.len();
+    if !goes_round(at.size(), elements) {
+        if at.me() != root {
+            return at.take(root, 0, elements);
+        }
+        let data = Numbers::new(data);
+        at.others().for_each(|other| at.send(other, 0, data.bytes(0..elements)));
+        return Ok(data.into_values());
+    }
+    // Along the ring, piece by piece: each link carries the data once.
+    let (next, before) = neighbours(at);
+    if at.me() == root {
+        let data = Numbers::new(data);
+        for (round, piece) in relayed(elements).enumerate() {
+            at.send(next, round as u32, data.bytes(piece));
+        }
+        return Ok(data.into_values());
+    }
+    let mut result = Vec::with_capacity(elements);
+    for (round, piece) in relayed(elements).enumerate() {
+        let part = Numbers::new(at.take(before, round as u32, piece.len())?);
+        if next != root {
+            at.send(next, round as u32, part.bytes(0..piece.len()));
+        }
+        result.extend_from_slice(part.values());
+    }
+    Ok(result)
+}
+
+/// The reduce-scatter half of a ring: round 0 to size - 2.
+fn reduce_round(at: &Operation<'_>, reduction: Reduction, parts: Vec<Vec<f32>>) -> Result<Vec<f32>> {
+    let (size, me) = (at.size(), at.me());
+    let (next, before) = neighbours(at);
+    let mut parts: Vec<Option<Vec<f32>>> = parts.into_iter().map(Some).collect();
+    let mut own = |place: usize| parts[place].take().expect("each part is used once");
+    let mut moving = own((me + size - 1) % size);
+    for round in 0..size - 1 {
+        let elements = moving.len();
+        at.send(next, round as u32, Numbers::new(moving).bytes(0..elements));
+        let mine = own((me + 2 * size - 2 - round) % size);
+        moving = at.take(before, round as u32, mine.len())?;
+        combine(reduction, &mut moving, &mine);
+    }
+    finish(reduction, size, &mut moving);
+    Ok(moving)
+}
+
+/// The all-gather half of a ring: `size - 1` rounds, numbered from `first`.
+fn gather_round(at: &Operation<'_>, first: u32, sizes: &[usize], data: Vec<f32>) -> Result<Vec<Vec<f32>>> {
+    let (size, me) = (at.size(), at.me());
+    let (next, before) = neighbours(at);
+    let mut parts: Vec<Option<Numbers>> = vec![None; size];
+    parts[me] = Some(Numbers::new(data));
+    for round in 0..size - 1 {
+        let (leaving, coming) = ((me + size - round) % size, (me + 2 * size - 1 - round) % size);
+        let part = parts[leaving].as_ref().expect("it came in the round before");
+        at.send(next, first + round as u32, part.bytes(0..sizes[leaving]));
+        parts[coming] = Some(Numbers::new(at.take(before, first + round as u32, sizes[coming])?));
+    }
+    Ok(parts.into_iter().flatten().map(Numbers::into_values).collect())
+}
+
+/// The places after and before this one.
+fn neighbours(at: &Operation<'_>) -> (usize, usize) {
+    let (me, size) = (at.me(), at.size());
+    ((me + 1) % size, (me + size - 1) % size)
+}
+
+/// `elements` in as many pieces as there are places.
+fn pieces(elements: usize, places: usize) -> Vec<Range<usize>> {
+    let step = elements.div_ceil(places);
+    (0..places).map(|place| (step * place).min(elements)..(step * (place + 1)).min(elements)).collect()
+}
+
+fn relayed(elements: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..elements).step_by(RELAY).map(move |start| start..(start + RELAY).min(elements))
+}
+
+/// The reduction of everybody's piece number `place`.
+fn fold(reduction: Reduction, place: usize, parts: &[&[f32]]) -> Vec<f32> {
+    let order = (1..=parts.len()).map(|distance| parts[(place + distance) % parts.len()]);
+    let mut result: Vec<f32> = Vec::new();
+    for (index, part) in order.enumerate() {
+        if index == 0 {
+            result.extend_from_slice(part);
+        } else {
+            combine(reduction, &mut result, part);
+        }
+    }
+    finish(reduction, parts.len(), &mut result);
+    result
+}
+
+fn combine(reduction: Reduction, sum: &mut [f32], part: &[f32]) {
+    let pairs = sum.iter_mut().zip(part);
+    match reduction {
+        Reduction::Sum | Reduction::Avg => pairs.for_each(|(sum, &part)| *sum += part),
+        // NaN stays, as in torch.
+        Reduction::Max => pairs.for_each(|(sum, &part)| {
+            if part > *sum || part.is_nan() {
+                *sum = part;
+            }
+        }),
+    }
+}
+
+fn finish(reduction: Reduction, ranks: usize, sum: &mut [f32]) {
+    if reduction == Reduction::Avg {
+        sum.iter_mut().for_each(|sum| *sum /= ranks as f32);
+    }
+}

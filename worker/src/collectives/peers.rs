@@ -1,0 +1,466 @@
+//! Workers that reach each other over gRPC.
+
+use std::collections::{BTreeSet, HashMap};
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use futures_util::future::try_join_all;
+use futures_util::stream;
+use tokio::net::TcpListener;
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tonic::transport::{Server, server::TcpIncoming};
+use tonic::{Request, Status, Streaming};
+use zeroshard_proto::layout::Reduction;
+use zeroshard_proto::token::Bearer;
+use zeroshard_proto::transport::{self, Connection};
+use zeroshard_proto::{Error as ClusterError, Token, pb};
+
+use super::Collectives;
+use super::algorithms;
+use super::error::{Error, Result};
+use super::mailbox::{Channel, Mailbox};
+use super::operation::{Numbers, Operation, Post};
+use super::service::{Failure, Identity, Service};
+
+/// Payload of one part of a message, bytes.
+const PART_BYTES: usize = 1 << 20;
+/// How long a worker that leaves waits for its peers to let go of their connections.
+const FAREWELL: Duration = Duration::from_secs(2);
+/// Pause between two tries to reach a peer.
+const RETRY_PAUSE: Duration = Duration::from_millis(50);
+
+type Client = pb::worker_client::WorkerClient<Connection>;
+
+/// How workers talk to each other.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Where to listen; port 0: any free port.
+    pub listen: SocketAddr,
+    /// How long to wait for a peer: for its answer when connecting, for each of its messages later.
+    pub deadline: Duration,
+    /// The cluster's secret; only calls that carry it are answered.
+    pub token: Token,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            listen: SocketAddr::from(([127, 0, 0, 1], 0)),
+            deadline: Duration::from_secs(60),
+            token: Token::default(),
+        }
+    }
+}
+
+/// A worker that its peers can reach, and that does not know them yet.
+#[derive(Debug)]
+pub struct Listening {
+    runtime: Handle,
+    options: Options,
+    address: SocketAddr,
+    mailbox: Arc<Mailbox>,
+    identity: watch::Sender<Option<Identity>>,
+    failure: watch::Sender<Failure>,
+    attached: watch::Sender<BTreeSet<u32>>,
+    leaving: CancellationToken,
+    /// The server, and who listens to the peers.
+    standing: TaskTracker,
+}
+
+/// The workers of a job, as one of them sees them. [`Collectives`] over gRPC.
+///
+/// Dropped without [`Peers::leave`], it is lost to the others.
+pub struct Peers {
+    inner: Listening,
+    rank: u32,
+    /// By rank; `None`: this one.
+    clients: Vec<Option<Client>>,
+    /// Number of messages under way.
+    sending: Arc<watch::Sender<usize>>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    generation: u64,
+    /// Operations called so far.
+    called: HashMap<Channel, u64>,
+    /// The first failure of this generation.
+    failure: Option<Error>,
+}
+
+impl Peers {
+    /// Listens for peers. `runtime` moves the bytes; the methods of the result block, and must not be called on one of its
+    /// threads.
+    ///
+    /// # Errors
+    /// For an address that cannot be listened on, and a token that no call can carry.
+    pub fn bind(runtime: &Handle, options: Options) -> Result<Listening> {
+        let bearer = Bearer::new(&options.token)?;
+        let unavailable = |cause: std::io::Error| ClusterError::Unavailable {
+            peer: format!("port to listen on for peers, {},", options.listen),
+            cause: cause.to_string(),
+        };
+        let listener = runtime.block_on(TcpListener::bind(options.listen)).map_err(unavailable)?;
+        let address = listener.local_addr().map_err(unavailable)?;
+        let (identity, identified) = watch::channel(None);
+        let (failure, failed) = watch::channel(None);
+        let listening = Listening {
+            runtime: runtime.clone(),
+            address,
+            mailbox: Arc::default(),
+            identity,
+            failure,
+            attached: watch::Sender::default(),
+            leaving: CancellationToken::new(),
+            standing: TaskTracker::new(),
+            options,
+        };
+        let service = Service {
+            mailbox: listening.mailbox.clone(),
+            identity: identified,
+            failure: failed,
+            attached: listening.attached.clone(),
+            leaving: listening.leaving.clone(),
+            patience: listening.options.deadline,
+        };
+        let check = move |request: Request<()>| match &bearer {
+            Some(bearer) => bearer.check(request.metadata().as_ref()).map(|()| request).map_err(Status::from),
+            None => Ok(request),
+        };
+        let server = Server::builder()
+            .max_frame_size(transport::FRAME_BYTES)
+            .initial_stream_window_size(transport::WINDOW_BYTES)
+            .initial_connection_window_size(transport::WINDOW_BYTES)
+            .http2_keepalive_interval(Some(transport::KEEPALIVE_INTERVAL))
+            .http2_keepalive_timeout(Some(transport::KEEPALIVE_TIMEOUT))
+            .add_service(pb::worker_server::WorkerServer::with_interceptor(service, check))
+            .serve_with_incoming_shutdown(
+                TcpIncoming::from(listener).with_nodelay(Some(true)),
+                listening.leaving.clone().cancelled_owned(),
+            );
+        // That it ends early shows in the peers' streams.
+        listening.standing.spawn_on(async move { drop(server.await) }, runtime);
+        Ok(listening)
+    }
+
+    /// This worker's rank.
+    pub fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    /// Number of ranks.
+    pub fn world(&self) -> u32 {
+        self.clients.len() as u32
+    }
+
+    /// Says goodbye: waits until what was sent has arrived, then ends. No operation works afterwards.
+    ///
+    /// # Errors
+    /// [`ClusterError::Timeout`] for peers that do not take what was sent.
+    pub fn leave(&self) -> Result<()> {
+        let Listening { runtime, options, leaving, standing, .. } = &self.inner;
+        standing.close();
+        let flushed = runtime.block_on(async {
+            let flushed = tokio::time::timeout(options.deadline, sent(&self.sending)).await;
+            leaving.cancel();
+            // Answers that are under way; a peer that does not let go of its connection is not waited for.
+            drop(tokio::time::timeout(FAREWELL, standing.wait()).await);
+            flushed
+        });
+        flushed.map_err(|_| {
+            let waiting_for = format!("the peers of rank {} to take what it sent", self.rank);
+            ClusterError::Timeout { waiting_for, waited_ms: options.deadline.as_millis() as u64 }.into()
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // No panic leaves the state half changed.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs an operation on a channel.
+    fn operate<T>(
+        &self,
+        channel: Channel,
+        text: String,
+        run: impl FnOnce(&Operation<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let operation = {
+            let mut state = self.lock();
+            if let Some(failure) = &state.failure {
+                return Err(failure.clone());
+            }
+            let called = state.called.entry(channel.clone()).or_default();
+            let sequence = *called;
+            *called += 1;
+            let (generation, patience) = (state.generation, self.inner.options.deadline);
+            let (mailbox, rank) = (self.inner.mailbox.as_ref(), self.rank);
+            Operation { post: self, mailbox, rank, channel, generation, sequence, text, patience }
+        };
+        run(&operation).inspect_err(|error| {
+            let mut state = self.lock();
+            if state.generation == operation.generation && state.failure.is_none() {
+                state.failure = Some(error.clone());
+                drop(state);
+                self.give_up(operation.generation, error.to_string());
+            }
+        })
+    }
+
+    /// Tells the peers, once they have what was sent before: it may say more to them.
+    fn give_up(&self, generation: u64, cause: String) {
+        let (sending, failure) = (self.sending.clone(), self.inner.failure.clone());
+        self.inner.runtime.spawn(async move {
+            drop(tokio::time::timeout(FAREWELL, sent(&sending)).await);
+            failure.send_replace(Some((generation, cause)));
+        });
+    }
+
+    /// Runs a collective.
+    fn collect<T>(
+        &self,
+        group: &[u32],
+        text: String,
+        run: impl FnOnce(&Operation<'_>) -> Result<T>,
+    ) -> Result<T> {
+        self.check(group)?;
+        self.operate(Channel { group: group.to_vec(), pair: false }, text, run)
+    }
+
+    fn check(&self, group: &[u32]) -> Result<()> {
+        let world = self.world();
+        let twice = (1..group.len()).any(|index| group[..index].contains(&group[index]));
+        if twice || !group.contains(&self.rank) || group.iter().any(|&rank| rank >= world) {
+            let expected = format!("distinct ranks below {world}, {} among them", self.rank);
+            return Err(Error::invalid("group of ranks", format!("{group:?}"), expected));
+        }
+        Ok(())
+    }
+
+    fn pair(&self, peer: u32, group: [u32; 2]) -> Result<Channel> {
+        if peer == self.rank || peer >= self.world() {
+            let expected = format!("another rank than {}, below {}", self.rank, self.world());
+            return Err(Error::invalid("rank of a peer", peer, expected));
+        }
+        Ok(Channel { group: group.to_vec(), pair: true })
+    }
+}
+
+impl Listening {
+    /// Where the peers reach this worker.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Becomes rank `rank` of those at `addresses` (`host:port` by rank), and waits until it has reached every one of them and they it. What
+    /// stands at this rank is not used.
+    ///
+    /// # Errors
+    /// For a rank that is not among the addresses, a peer that cannot be reached within the deadline, and one that is another
+    /// than the addresses say.
+    pub fn connect(self, rank: u32, addresses: &[String]) -> Result<Peers> {
+        let world = addresses.len() as u32;
+        if rank >= world {
+            return Err(Error::invalid("rank", rank, format!("less than the number of addresses, {world}")));
+        }
+        self.identity.send_replace(Some(Identity { rank, world }));
+        let dialled = try_join_all(addresses.iter().zip(0..).map(async |(address, to)| {
+            if to == rank { Ok(None) } else { self.dial(rank, to, world, address).await.map(Some) }
+        }));
+        let clients = self.runtime.block_on(async {
+            let clients = dialled.await?;
+            // Not before they have reached this worker too: it could leave again before that.
+            self.attached(rank, world).await?;
+            Ok::<_, Error>(clients)
+        })?;
+        Ok(Peers { inner: self, rank, clients, sending: Arc::default(), state: Mutex::default() })
+    }
+
+    /// Waits until all peers have reached this worker.
+    async fn attached(&self, rank: u32, world: u32) -> Result<()> {
+        let mut attached = self.attached.subscribe();
+        let all =
+            attached.wait_for(|attached| (0..world).all(|peer| peer == rank || attached.contains(&peer)));
+        if tokio::time::timeout(self.options.deadline, all).await.is_ok() {
+            return Ok(());
+        }
+        let here = self.attached.borrow();
+        let missing: Vec<u32> = (0..world).filter(|peer| *peer != rank && !here.contains(peer)).collect();
+        let waiting_for = format!("ranks {missing:?} to reach rank {rank}");
+        Err(ClusterError::Timeout { waiting_for, waited_ms: self.options.deadline.as_millis() as u64 }.into())
+    }
+
+    /// Connects to a peer, and listens to how it is.
+    async fn dial(&self, from: u32, to: u32, world: u32, address: &str) -> Result<Client> {
+        let endpoint = transport::endpoint(address)?;
+        let mut client = Client::new(Connection::new(endpoint.connect_lazy(), &self.options.token)?);
+        let name = format!("rank {to} at {address}");
+        let begin = Instant::now();
+        let events = loop {
+            let attached = async {
+                let mut events = client.attach(pb::AttachRequest { from, to, world }).await?.into_inner();
+                // The first one is there at once: that all is well.
+                events.message().await?;
+                Ok::<_, Status>(events)
+            };
+            let left = self.options.deadline.saturating_sub(begin.elapsed());
+            let error = match tokio::time::timeout(left, attached).await {
+                Ok(Ok(events)) => break events,
+                Ok(Err(status)) => ClusterError::from_status(&status, &name),
+                Err(_) => {
+                    let waited_ms = self.options.deadline.as_millis() as u64;
+                    ClusterError::Timeout { waiting_for: format!("rank {from} to reach {name}"), waited_ms }
+                }
+            };
+            // It may not listen yet.
+            if !matches!(error, ClusterError::Unavailable { .. }) || begin.elapsed() >= self.options.deadline
+            {
+                return Err(error.into());
+            }
+            tokio::time::sleep(RETRY_PAUSE).await;
+        };
+        let (mailbox, leaving) = (self.mailbox.clone(), self.leaving.clone());
+        self.standing.spawn(async move {
+            leaving.run_until_cancelled(listen(events, &mailbox, to)).await;
+        });
+        Ok(client)
+    }
+}
+
+/// Waits until everything that was sent has arrived, or could not.
+async fn sent(sending: &watch::Sender<usize>) {
+    // The sender is here, so the channel is open.
+    drop(sending.subscribe().wait_for(|&count| count == 0).await);
+}
+
+/// Notes what a peer says of itself, until its end.
+async fn listen(mut events: Streaming<pb::AttachResponse>, mailbox: &Mailbox, peer: u32) {
+    loop {
+        match events.message().await {
+            Ok(Some(pb::AttachResponse { failure: Some(cause), generation })) => {
+                mailbox.fail(peer, generation, cause);
+            }
+            Ok(Some(_)) => {}
+            Ok(None) => return mailbox.lose(peer, "it has left".to_owned()),
+            Err(status) => return mailbox.lose(peer, format!("its connection ended: {}", status.message())),
+        }
+    }
+}
+
+impl Post for Peers {
+    fn post(&self, to: u32, header: pb::ParcelHeader, data: Bytes) {
+        let Some(mut client) = self.clients[to as usize].clone() else { return };
+        let (mailbox, deadline) = (self.inner.mailbox.clone(), self.inner.options.deadline);
+        let sending = self.sending.clone();
+        sending.send_modify(|count| *count += 1);
+        let mut header = Some(header);
+        let parts = std::iter::successors(Some((Bytes::new(), data)), |(_, rest)| {
+            let mut rest = rest.clone();
+            (!rest.is_empty()).then(|| (rest.split_to(PART_BYTES.min(rest.len())), rest))
+        });
+        let parts = parts.map(move |(payload, _)| pb::Parcel { header: header.take(), payload });
+        let send = async move {
+            match tokio::time::timeout(deadline, client.deliver(stream::iter(parts))).await {
+                Ok(Ok(_)) => {}
+                Ok(Err(status)) => mailbox.lose(to, format!("a message to it failed: {}", status.message())),
+                Err(_) => mailbox.lose(to, format!("it took no message for {} ms", deadline.as_millis())),
+            }
+            sending.send_modify(|count| *count -= 1);
+        };
+        self.inner.runtime.spawn(send);
+    }
+}
+
+impl Collectives for Peers {
+    fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    fn all_reduce(&self, group: &[u32], reduction: Reduction, data: Vec<f32>) -> Result<Vec<f32>> {
+        let text = format!("all_reduce({}) of {} f32", name(reduction), data.len());
+        self.collect(group, text, |at| algorithms::all_reduce(at, reduction, data))
+    }
+
+    fn all_gather(&self, group: &[u32], sizes: &[usize], data: Vec<f32>) -> Result<Vec<Vec<f32>>> {
+        let own = group.iter().position(|&rank| rank == self.rank).and_then(|place| sizes.get(place));
+        if sizes.len() != group.len() || own != Some(&data.len()) {
+            let found = format!("{sizes:?} for ranks {group:?} and {} f32 of rank {}", data.len(), self.rank);
+            return Err(Error::invalid("sizes of an all_gather", found, "one for each rank, this one's too"));
+        }
+        let text = format!("all_gather of {sizes:?} f32");
+        self.collect(group, text, |at| algorithms::all_gather(at, sizes, data))
+    }
+
+    fn reduce_scatter(&self, group: &[u32], reduction: Reduction, parts: Vec<Vec<f32>>) -> Result<Vec<f32>> {
+        let sizes: Vec<usize> = parts.iter().map(Vec::len).collect();
+        if sizes.len() != group.len() {
+            let found = format!("{} for ranks {group:?}", sizes.len());
+            return Err(Error::invalid("parts of a reduce_scatter", found, "one for each rank"));
+        }
+        let text = format!("reduce_scatter({}) of {sizes:?} f32", name(reduction));
+        self.collect(group, text, |at| algorithms::reduce_scatter(at, reduction, parts))
+    }
+
+    fn broadcast(&self, group: &[u32], root: u32, data: Vec<f32>) -> Result<Vec<f32>> {
+        let Some(place) = group.iter().position(|&rank| rank == root) else {
+            return Err(Error::invalid("root of a broadcast", root, format!("one of {group:?}")));
+        };
+        let text = format!("broadcast of {} f32 from rank {root}", data.len());
+        self.collect(group, text, |at| algorithms::broadcast(at, place, data))
+    }
+
+    fn send(&self, to: u32, data: Vec<f32>) -> Result<()> {
+        let channel = self.pair(to, [self.rank, to])?;
+        let (text, elements) = (format!("send of {} f32", data.len()), data.len());
+        self.operate(channel, text, |at| {
+            at.send(1, 0, Numbers::new(data).bytes(0..elements));
+            Ok(())
+        })
+    }
+
+    fn recv(&self, from: u32, elements: usize) -> Result<Vec<f32>> {
+        let channel = self.pair(from, [from, self.rank])?;
+        self.operate(channel, format!("send of {elements} f32"), |at| at.take(0, 0, elements))
+    }
+
+    fn agree(&self, group: &[u32], about: &str, said: &str) -> Result<()> {
+        self.collect(group, format!("{about}: {said}"), |at| {
+            algorithms::all_gather(at, &vec![0; group.len()], Vec::new()).map(drop)
+        })
+    }
+
+    fn restart(&self, generation: u64) {
+        let mut state = self.lock();
+        *state = State { generation, ..State::default() };
+        self.inner.mailbox.restart(generation);
+        self.inner.failure.send_replace(None);
+    }
+}
+
+impl fmt::Debug for Peers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Peers(rank {} of {})", self.rank, self.world())
+    }
+}
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        // Ends the server; after `leave` it has ended.
+        self.leaving.cancel();
+    }
+}
+
+fn name(reduction: Reduction) -> &'static str {
+    match reduction {
+        Reduction::Sum => "sum",
+        Reduction::Avg => "avg",
+        Reduction::Max => "max",
+    }
+}

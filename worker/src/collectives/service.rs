@@ -1,0 +1,138 @@
+//! What a worker answers its peers.
+
+use std::collections::BTreeSet;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::{Stream, StreamExt, stream};
+use tokio::sync::watch;
+use tokio_stream::wrappers::WatchStream;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status, Streaming};
+use zeroshard_proto::{Error, pb};
+
+use super::mailbox::{Channel, Key, Mail, Mailbox};
+
+/// Most elements of a message: 4 GiB.
+const MAX_ELEMENTS: u64 = 1 << 30;
+
+/// Who a worker is, once it knows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Identity {
+    pub(super) rank: u32,
+    pub(super) world: u32,
+}
+
+/// What a worker gave up about, and in which generation.
+pub(super) type Failure = Option<(u64, String)>;
+
+/// The service.
+#[derive(Debug, Clone)]
+pub(super) struct Service {
+    pub(super) mailbox: Arc<Mailbox>,
+    pub(super) identity: watch::Receiver<Option<Identity>>,
+    pub(super) failure: watch::Receiver<Failure>,
+    /// Peers that have reached this worker.
+    pub(super) attached: watch::Sender<BTreeSet<u32>>,
+    pub(super) leaving: CancellationToken,
+    pub(super) patience: Duration,
+}
+
+impl Service {
+    async fn identity(&self) -> Result<Identity, Error> {
+        let mut identity = self.identity.clone();
+        let known = identity.wait_for(Option::is_some);
+        match tokio::time::timeout(self.patience, known).await {
+            Ok(Ok(identity)) => Ok(identity.expect("it was waited for")),
+            Ok(Err(_)) => {
+                Err(Error::Unavailable { peer: "this worker".to_owned(), cause: "it ends".to_owned() })
+            }
+            Err(_) => Err(Error::Timeout {
+                waiting_for: "this worker to be told its rank".to_owned(),
+                waited_ms: self.patience.as_millis() as u64,
+            }),
+        }
+    }
+
+    async fn receive(&self, mut parts: Streaming<pb::Parcel>) -> Result<(Key, Mail), Status> {
+        let cut = || Error::invalid("message of a worker", "nothing", "a part with a header first");
+        let mut part = parts.message().await?.ok_or_else(cut)?;
+        let header = part.header.take().ok_or_else(cut)?;
+        if header.elements > MAX_ELEMENTS {
+            return Err(Error::invalid(
+                "elements of a message",
+                header.elements,
+                format!("at most {MAX_ELEMENTS}"),
+            )
+            .into());
+        }
+        let mut data = vec![0f32; header.elements as usize];
+        let bytes: &mut [u8] = bytemuck::must_cast_slice_mut(&mut data);
+        let mut at = 0;
+        let wrong = |found: usize| {
+            let expected = format!("{} f32, as its header says", header.elements);
+            Error::invalid("content of a message", format!("{found} bytes"), expected)
+        };
+        loop {
+            let payload = &part.payload;
+            let place = bytes.get_mut(at..at + payload.len()).ok_or_else(|| wrong(at + payload.len()))?;
+            place.copy_from_slice(payload);
+            at += payload.len();
+            match parts.message().await? {
+                Some(next) => part = next,
+                None => break,
+            }
+        }
+        if at != bytes.len() {
+            return Err(wrong(at).into());
+        }
+        let channel = Channel { group: header.group, pair: header.pair };
+        let key = Key {
+            from: header.from,
+            generation: header.generation,
+            channel,
+            sequence: header.sequence,
+            round: header.round,
+        };
+        Ok((key, Mail { operation: header.operation, data }))
+    }
+}
+
+#[tonic::async_trait]
+impl pb::worker_server::Worker for Service {
+    type AttachStream = Pin<Box<dyn Stream<Item = Result<pb::AttachResponse, Status>> + Send>>;
+
+    async fn attach(
+        &self,
+        request: Request<pb::AttachRequest>,
+    ) -> Result<Response<Self::AttachStream>, Status> {
+        let asked = request.into_inner();
+        let here = self.identity().await?;
+        if (asked.to, asked.world) != (here.rank, here.world) {
+            let found = format!("rank {} of {} ranks (asked by rank {})", asked.to, asked.world, asked.from);
+            let expected = format!("rank {} of {} ranks: who is here", here.rank, here.world);
+            return Err(Error::invalid("peer", found, expected).into());
+        }
+        self.attached.send_modify(|attached| _ = attached.insert(asked.from));
+        let events = WatchStream::new(self.failure.clone()).map(|failure| {
+            let (generation, failure) =
+                failure.map_or((0, None), |(generation, cause)| (generation, Some(cause)));
+            Ok(pb::AttachResponse { failure, generation })
+        });
+        let leaving = self.leaving.clone().cancelled_owned();
+        Ok(Response::new(Box::pin(stream::StreamExt::take_until(events, leaving))))
+    }
+
+    async fn deliver(
+        &self,
+        request: Request<Streaming<pb::Parcel>>,
+    ) -> Result<Response<pb::DeliverResponse>, Status> {
+        let (key, mail) = self.receive(request.into_inner()).await?;
+        let from = key.from;
+        if !self.mailbox.put(key, mail) {
+            return Err(Error::invalid("message", format!("a second one of rank {from}"), "sent once").into());
+        }
+        Ok(Response::new(pb::DeliverResponse {}))
+    }
+}

@@ -1,0 +1,43 @@
+//! Ranks that talk to each other over loopback, for tests: a thread each.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use tokio::runtime::{Builder, Runtime};
+
+use super::{Options, Peers};
+
+pub(crate) fn runtime() -> Runtime {
+    Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+}
+
+/// What `run` gives on each of `world` ranks.
+pub(crate) fn together<T: Send>(world: usize, run: impl Fn(&Arc<Peers>) -> T + Sync) -> Vec<T> {
+    with_deadline(world, Duration::from_secs(60), run)
+}
+
+/// The same, with so much patience for each other.
+pub(crate) fn with_deadline<T: Send>(
+    world: usize,
+    deadline: Duration,
+    run: impl Fn(&Arc<Peers>) -> T + Sync,
+) -> Vec<T> {
+    let runtime = runtime();
+    let bind = |_| Peers::bind(runtime.handle(), Options { deadline, ..Options::default() }).unwrap();
+    let listening: Vec<_> = (0..world).map(bind).collect();
+    let addresses: Vec<String> = listening.iter().map(|one| one.address().to_string()).collect();
+    thread::scope(|scope| {
+        let (addresses, run) = (&addresses, &run);
+        let start = |(one, rank): (super::Listening, u32)| {
+            scope.spawn(move || {
+                let peers = Arc::new(one.connect(rank, addresses).unwrap());
+                let result = run(&peers);
+                peers.leave().unwrap();
+                result
+            })
+        };
+        let ranks: Vec<_> = listening.into_iter().zip(0..).map(start).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}

@@ -1,0 +1,88 @@
+//! Distributed tensors and layers on burn, by the names of torch and Paddle.
+//!
+//! A [`World`] is the ranks of a job ([`crate::collectives`] reaches them), a [`Mesh`] some of them in an array. A [`DistTensor`] is a
+//! tensor of which each has its part; collectives are operations inside autograd, so gradients come as the placements want them.
+//!
+//! A burn module is a struct, and nothing can put itself between it and its layers. So a module is made of layers that can be distributed
+//! ([`ParallelLinear`], [`ParallelEmbedding`], [`ParallelNorm`]) and shows them by name ([`Parallelize`]); a plan of styles
+//! ([`parallelize_module`]) or a function ([`shard_layer`]) distributes them. Without either they are burn's own.
+//!
+//! ```no_run
+//! use burn::tensor::{Tensor, activation::relu};
+//! use zeroshard_worker::parallel::*;
+//!
+//! #[derive(burn::module::Module, Debug)]
+//! struct Mlp<B: burn::tensor::backend::Backend> {
+//!     up: ParallelLinear<B>,
+//!     down: ParallelLinear<B>,
+//! }
+//!
+//! impl<B: ParallelBackend> Parallelize<B> for Mlp<B> {
+//!     fn layers(&mut self) -> Vec<(String, Layer<'_, B>)> {
+//!         vec![("up".into(), (&mut self.up).into()), ("down".into(), (&mut self.down).into())]
+//!     }
+//! }
+//!
+//! impl<B: ParallelBackend> Mlp<B> {
+//!     fn forward(&self, x: Tensor<B, 2>) -> Result<Tensor<B, 2>> {
+//!         let hidden = self.up.forward(x)?.map::<2>(relu)?;
+//!         self.down.forward(hidden)?.local()
+//!     }
+//! }
+//!
+//! fn parallel<B: ParallelBackend>(mlp: Mlp<B>, world: &World) -> Result<Mlp<B>> {
+//!     let mesh = world.mesh(ProcessMesh::dense([2], ["tp"])?)?;
+//!     parallelize_module(mlp, &mesh, &[("up", &ColwiseParallel::default()), ("down", &RowwiseParallel::default())])
+//! }
+//! ```
+
+mod backend;
+mod data_parallel;
+mod dist_model;
+mod dist_tensor;
+mod embedding;
+mod error;
+mod hooks;
+mod layer;
+mod linear;
+mod norm;
+mod parameters;
+mod plan;
+mod prepare;
+mod program;
+mod server_optimizer;
+mod shard_layer;
+mod styles;
+#[cfg(test)]
+mod tests;
+mod transfer;
+mod world;
+
+pub use backend::{Exchange, ParallelBackend};
+pub use data_parallel::{DataParallel, DataParallelOptions, Forward};
+pub use dist_model::{Batch, DistModel, Loss, Outcome, StaticLayer, to_static};
+pub use dist_tensor::{DistTensor, LAST, PARTIAL, Value, shard_tensor};
+pub use embedding::ParallelEmbedding;
+pub(crate) use embedding::lookup;
+pub use error::{Error, Result};
+pub use hooks::Hooks;
+pub use layer::{Layer, Parallelize};
+pub use linear::ParallelLinear;
+pub use norm::ParallelNorm;
+pub use plan::parallelize_module;
+pub use prepare::{
+    PrepareInput, PrepareOutput, make_input_replicate_1d, make_input_reshard_replicate, make_input_shard_1d,
+    make_input_shard_1d_last_dim, make_output_replicate_1d, make_output_reshard_tensor, make_output_shard_1d,
+    make_output_tensor, make_sharded_output_tensor,
+};
+pub use program::{Kind, Mode, Operation, Part, Program, Scope};
+pub use server_optimizer::{ServerOptimizer, ServerOptions, StateTensor, shard_optimizer};
+pub use shard_layer::{Convert, ShardedLayer, shard_layer};
+pub use styles::{
+    ColwiseParallel, PairwiseParallel, ParallelStyle, PrepareModuleInput, PrepareModuleInputOutput,
+    PrepareModuleOutput, RowwiseParallel, SequenceParallel,
+};
+pub use world::{Call, Mesh, World};
+pub use zeroshard_proto::DimPlacement as Placement;
+pub use zeroshard_proto::DimPlacement::{Partial, Replicate, Shard};
+pub use zeroshard_proto::{ProcessMesh, Reduction};

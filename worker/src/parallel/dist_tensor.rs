@@ -1,0 +1,397 @@
+//! Tensors of which each rank of a mesh has its part.
+//!
+//! What is known of a gradient: that of a `Shard` is cut likewise; that of a `Partial` is whole on every rank, since each rank's
+//! part counts fully; and that of a `Replicate` is whole on every rank too. Where ranks use a replicated tensor for different
+//! things (a column-wise layer's input), their gradients are parts of a sum: [`DistTensor::to_local_with_gradient`] and the layers
+//! say so, and the sum is taken in backward. This is torch's DTensor, with what its `grad_placements` say.
+
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive};
+use zeroshard_proto::layout::{Layout, list};
+use zeroshard_proto::{DimPlacement as Placement, Reduction};
+
+use super::backend::{Exchange, ParallelBackend};
+use super::error::{Error, Result};
+use super::transfer::Transfer;
+use super::world::Mesh;
+
+/// The last dimension of a tensor: `Shard(LAST)` is torch's `Shard(-1)`.
+pub const LAST: usize = usize::MAX;
+
+/// A sum that is not taken yet: torch's `Partial()`.
+pub const PARTIAL: Placement = Placement::Partial(Reduction::Sum);
+
+/// A tensor of which each rank of a mesh has its part.
+///
+/// The number of dimensions is no part of the type, as in layers that are made parallel by a plan; it is given where a plain tensor
+/// comes out.
+#[derive(Debug, Clone)]
+pub struct DistTensor<B: ParallelBackend> {
+    local: FloatTensor<B>,
+    mesh: Mesh,
+    /// Of the whole tensor.
+    shape: Vec<usize>,
+    /// INVARIANT: one for each dimension of the mesh; `Shard` along a dimension of `shape`.
+    placements: Vec<Placement>,
+    /// How the gradient of `local` will lie. INVARIANT: as the module says, but `Partial` is possible for a `Replicate`.
+    gradient: Vec<Placement>,
+}
+
+/// Cuts `tensor`, which every rank has all of, for a mesh.
+///
+/// # Errors
+/// [`Error::Invalid`] for placements that do not fit.
+pub fn shard_tensor<B: ParallelBackend, const D: usize>(
+    tensor: Tensor<B, D>,
+    mesh: &Mesh,
+    placements: &[Placement],
+) -> Result<DistTensor<B>> {
+    let whole = vec![Placement::Replicate; mesh.process_mesh().ndim()];
+    DistTensor::from_local(tensor, mesh, &whole)?.reshard(placements)
+}
+
+impl<B: ParallelBackend> DistTensor<B> {
+    /// Says that `local` is this rank's part: no data moves. Where it is cut, all ranks have parts of one size.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for placements that do not fit.
+    pub fn from_local<const D: usize>(
+        local: Tensor<B, D>,
+        mesh: &Mesh,
+        placements: &[Placement],
+    ) -> Result<Self> {
+        Self::from_primitive(primitive(local), mesh, placements)
+    }
+
+    /// The same, of a tensor of `shape`, whose parts may have different sizes.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if this rank's part would have another size, and for placements that do not fit.
+    pub fn from_local_of<const D: usize>(
+        local: Tensor<B, D>,
+        mesh: &Mesh,
+        placements: &[Placement],
+        shape: [usize; D],
+    ) -> Result<Self> {
+        Self::of_shape(primitive(local), mesh, placements, shape.to_vec())
+    }
+
+    pub(crate) fn of_shape(
+        local: FloatTensor<B>,
+        mesh: &Mesh,
+        placements: &[Placement],
+        shape: Vec<usize>,
+    ) -> Result<Self> {
+        let placements = resolve(placements, shape.len());
+        let tensor = Self::assembled(local, mesh.clone(), shape, placements)?;
+        let size = tensor.transfer(&tensor.placements, &tensor.placements)?.size(mesh.rank());
+        let found = tensor.local.shape().to_vec();
+        if found != size {
+            let expected =
+                format!("{size:?}, by {} of a tensor of {:?}", list(&tensor.placements), tensor.shape);
+            return Err(Error::invalid("shape of a local part", format!("{found:?}"), expected));
+        }
+        Ok(tensor)
+    }
+
+    pub(crate) fn from_primitive(
+        local: FloatTensor<B>,
+        mesh: &Mesh,
+        placements: &[Placement],
+    ) -> Result<Self> {
+        let mut shape = local.shape().to_vec();
+        let placements = resolve(placements, shape.len());
+        for (placement, size) in placements.iter().zip(mesh.process_mesh().shape()) {
+            if let &Placement::Shard(dim) = placement
+                && let Some(global) = shape.get_mut(dim)
+            {
+                *global *= size;
+            }
+        }
+        Self::assembled(local, mesh.clone(), shape, placements)
+    }
+
+    /// Checks the placements only: the local part is right by construction.
+    pub(crate) fn assembled(
+        local: FloatTensor<B>,
+        mesh: Mesh,
+        shape: Vec<usize>,
+        placements: Vec<Placement>,
+    ) -> Result<Self> {
+        let gradient = placements.iter().map(gradient_of).collect();
+        let tensor = Self { local, mesh, shape, placements, gradient };
+        tensor.layout(&tensor.placements)?.check(&tensor.sizes(), "to be distributed")?;
+        Ok(tensor)
+    }
+
+    /// The mesh.
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    /// Shape of the whole tensor.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// One for each dimension of the mesh.
+    pub fn placements(&self) -> &[Placement] {
+        &self.placements
+    }
+
+    /// The same tensor with other placements; data moves where it must.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for placements that do not fit, and those of the collectives.
+    pub fn reshard(self, placements: &[Placement]) -> Result<Self> {
+        let placements = resolve(placements, self.shape.len());
+        let gradient: Vec<Placement> = placements.iter().map(gradient_of).collect();
+        self.convert(&placements, &gradient)
+    }
+
+    /// The same tensor on another mesh of the same world. A rank that is in one of the two only takes part too, with
+    /// an empty tensor on the other.
+    ///
+    /// # Errors
+    /// Those of [`Self::reshard`]; [`Error::Invalid`] for a mesh of another world.
+    pub fn reshard_to(self, mesh: &Mesh, placements: &[Placement]) -> Result<Self> {
+        if *mesh == self.mesh {
+            return self.reshard(placements);
+        }
+        let placements = resolve(placements, self.shape.len());
+        let gradient: Vec<Placement> = placements.iter().map(gradient_of).collect();
+        let to = |placements: &[Placement]| Layout::new(mesh.process_mesh().clone(), placements.to_vec());
+        let forward =
+            Transfer { shape: self.sizes(), from: self.layout(&self.placements)?, to: to(&placements)? };
+        let backward =
+            Transfer { shape: self.sizes(), from: to(&gradient)?, to: self.layout(&self.gradient)? };
+        let no_gradient = self.averages().then_some("that of a mean or maximum on another mesh");
+        let world = self.mesh.world().clone();
+        let exchange = Exchange { world, forward, backward, scale: 1.0, no_gradient };
+        let local = B::exchange(self.local, exchange)?;
+        Self::assembled(local, mesh.clone(), self.shape, placements)
+    }
+
+    /// All of the tensor on every rank, for layers of which each uses it for something else: gradients will come as parts of a
+    /// sum, and backward reduces and scatters them.
+    ///
+    /// # Errors
+    /// Those of the collectives.
+    pub fn replicate_for_parts(self) -> Result<Self> {
+        let part = |placement: &Placement| match placement {
+            Placement::Shard(_) => PARTIAL,
+            _ => Placement::Replicate,
+        };
+        let gradient: Vec<Placement> = self.placements.iter().map(part).collect();
+        self.convert(&vec![Placement::Replicate; gradient.len()], &gradient)
+    }
+
+    /// This rank's part, whose gradient lies as the tensor does (and is whole where it is replicated).
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the tensor has not `D` dimensions, and those of the collectives.
+    pub fn to_local<const D: usize>(self) -> Result<Tensor<B, D>> {
+        let gradient: Vec<Placement> = self.placements.iter().map(gradient_of).collect();
+        self.to_local_with_gradient(&gradient)
+    }
+
+    /// This rank's part, for a use that gives gradients that lie like this: torch's `to_local(grad_placements=...)`.
+    ///
+    /// # Errors
+    /// Those of [`Self::to_local`].
+    pub fn to_local_with_gradient<const D: usize>(self, gradient: &[Placement]) -> Result<Tensor<B, D>> {
+        plain(self.local_for(gradient)?)
+    }
+
+    /// The whole tensor, on every rank.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the tensor has not `D` dimensions, and those of the collectives.
+    pub fn full<const D: usize>(self) -> Result<Tensor<B, D>> {
+        let whole = vec![Placement::Replicate; self.placements.len()];
+        self.reshard(&whole)?.to_local()
+    }
+
+    /// Applies an elementwise function, after taking sums that are not taken yet.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the tensor has not `D` dimensions or `function` changes the shape, and those of the collectives.
+    pub fn map<const D: usize>(self, function: impl FnOnce(Tensor<B, D>) -> Tensor<B, D>) -> Result<Self> {
+        let reduced: Vec<Placement> = self
+            .placements
+            .iter()
+            .map(|placement| match placement {
+                Placement::Partial(_) => Placement::Replicate,
+                other => *other,
+            })
+            .collect();
+        let tensor = if reduced == self.placements { self } else { self.reshard(&reduced)? };
+        let (mesh, shape, placements) =
+            (tensor.mesh.clone(), tensor.shape.clone(), tensor.placements.clone());
+        let local = tensor.to_local::<D>()?;
+        let before = local.shape();
+        let local = function(local);
+        if local.shape() != before {
+            let found = format!("{:?}", local.shape());
+            return Err(Error::invalid(
+                "shape after an elementwise function",
+                found,
+                format!("{before:?}, as before"),
+            ));
+        }
+        Self::assembled(primitive(local), mesh, shape, placements)
+    }
+
+    /// Where this rank's part begins.
+    pub(crate) fn offset(&self) -> Result<Vec<u64>> {
+        let area = self.layout(&self.placements)?.local_box(&self.sizes(), self.mesh.rank());
+        Ok(area.expect("a mesh is made with this rank in it").offset)
+    }
+
+    /// The local part for a use that gives gradients which lie like this.
+    pub(crate) fn local_for(self, gradient: &[Placement]) -> Result<FloatTensor<B>> {
+        let placements = self.placements.clone();
+        let gradient = resolve(gradient, self.shape.len());
+        Ok(self.convert(&placements, &gradient)?.local)
+    }
+
+    /// The same tensor with other placements, and gradients that will come with these.
+    pub(crate) fn convert(self, placements: &[Placement], gradient: &[Placement]) -> Result<Self> {
+        if self.placements == placements && self.gradient == gradient {
+            return Ok(self);
+        }
+        let forward = self.transfer(&self.placements, placements)?;
+        forward.to.check(&forward.shape, "to be distributed")?;
+        let backward = self.transfer(gradient, &self.gradient)?;
+        let (mut scale, mut no_gradient) = (1.0, None);
+        let pairs = self.placements.iter().zip(placements).zip(self.mesh.process_mesh().shape());
+        for ((from, to), &size) in pairs.filter(|((from, to), _)| from != to) {
+            // Of a mean over n ranks each one's part counts 1/n.
+            match (from, to) {
+                (Placement::Partial(Reduction::Max), _) | (_, Placement::Partial(Reduction::Max)) => {
+                    no_gradient = Some("that of a maximum over ranks");
+                }
+                (Placement::Partial(Reduction::Avg), _) => scale /= size as f32,
+                (_, Placement::Partial(Reduction::Avg)) => scale *= size as f32,
+                _ => {}
+            }
+        }
+        let world = self.mesh.world().clone();
+        let local = B::exchange(self.local, Exchange { world, forward, backward, scale, no_gradient })?;
+        Ok(Self { local, placements: placements.to_vec(), gradient: gradient.to_vec(), ..self })
+    }
+
+    fn averages(&self) -> bool {
+        let kinds = [Reduction::Avg, Reduction::Max].map(Placement::Partial);
+        self.placements.iter().any(|placement| kinds.contains(placement))
+    }
+
+    fn sizes(&self) -> Vec<u64> {
+        self.shape.iter().map(|&size| size as u64).collect()
+    }
+
+    fn layout(&self, placements: &[Placement]) -> Result<Layout> {
+        Ok(Layout::new(self.mesh.process_mesh().clone(), placements.to_vec())?)
+    }
+
+    fn transfer(&self, from: &[Placement], to: &[Placement]) -> Result<Transfer> {
+        Ok(Transfer { shape: self.sizes(), from: self.layout(from)?, to: self.layout(to)? })
+    }
+}
+
+/// How the gradient of a tensor lies, unless somebody says otherwise.
+pub(crate) fn gradient_of(placement: &Placement) -> Placement {
+    match placement {
+        Placement::Shard(dim) => Placement::Shard(*dim),
+        Placement::Replicate | Placement::Partial(_) => Placement::Replicate,
+    }
+}
+
+/// Placements of a tensor of `rank` dimensions, without [`LAST`].
+pub(crate) fn resolve(placements: &[Placement], rank: usize) -> Vec<Placement> {
+    let resolve = |placement: &Placement| match placement {
+        Placement::Shard(LAST) if rank > 0 => Placement::Shard(rank - 1),
+        other => *other,
+    };
+    placements.iter().map(resolve).collect()
+}
+
+pub(crate) fn primitive<B: ParallelBackend, const D: usize>(tensor: Tensor<B, D>) -> FloatTensor<B> {
+    tensor.into_primitive().tensor()
+}
+
+/// A plain tensor of `D` dimensions.
+pub(crate) fn plain<B: ParallelBackend, const D: usize>(local: FloatTensor<B>) -> Result<Tensor<B, D>> {
+    let found = local.shape().num_dims();
+    if found != D {
+        return Err(Error::invalid("number of dimensions", found, format!("{D}, as the caller's type says")));
+    }
+    Ok(Tensor::from_primitive(TensorPrimitive::Float(local)))
+}
+
+/// A tensor that may be distributed: what parallel layers take and give.
+#[derive(Debug, Clone)]
+pub enum Value<B: ParallelBackend> {
+    /// A plain tensor of this rank's.
+    Local(FloatTensor<B>),
+    /// A distributed one.
+    Dist(DistTensor<B>),
+}
+
+impl<B: ParallelBackend> Value<B> {
+    /// A plain tensor: itself, or this rank's part of a distributed one.
+    ///
+    /// # Errors
+    /// Those of [`DistTensor::to_local`].
+    pub fn local<const D: usize>(self) -> Result<Tensor<B, D>> {
+        match self {
+            Self::Local(local) => plain(local),
+            Self::Dist(tensor) => tensor.to_local(),
+        }
+    }
+
+    /// A distributed tensor.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a plain one.
+    pub fn dist(self) -> Result<DistTensor<B>> {
+        match self {
+            Self::Dist(tensor) => Ok(tensor),
+            Self::Local(_) => {
+                let expected = "a DistTensor: make one with `DistTensor::from_local` or `shard_tensor`";
+                Err(Error::invalid("tensor", "a plain one", expected))
+            }
+        }
+    }
+
+    /// Applies an elementwise function, such as an activation.
+    ///
+    /// # Errors
+    /// Those of [`DistTensor::map`].
+    pub fn map<const D: usize>(self, function: impl FnOnce(Tensor<B, D>) -> Tensor<B, D>) -> Result<Self> {
+        match self {
+            Self::Local(local) => Ok(function(plain(local)?).into()),
+            Self::Dist(tensor) => Ok(tensor.map(function)?.into()),
+        }
+    }
+
+    /// Number of dimensions.
+    pub fn rank(&self) -> usize {
+        match self {
+            Self::Local(local) => local.shape().num_dims(),
+            Self::Dist(tensor) => tensor.shape.len(),
+        }
+    }
+}
+
+impl<B: ParallelBackend, const D: usize> From<Tensor<B, D>> for Value<B> {
+    fn from(tensor: Tensor<B, D>) -> Self {
+        Self::Local(primitive(tensor))
+    }
+}
+
+impl<B: ParallelBackend> From<DistTensor<B>> for Value<B> {
+    fn from(tensor: DistTensor<B>) -> Self {
+        Self::Dist(tensor)
+    }
+}

@@ -1,0 +1,153 @@
+//! A linear layer whose weight may be distributed.
+
+use burn::module::{Module, Param};
+use burn::nn::Linear;
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use zeroshard_proto::DimPlacement as Placement;
+
+use super::backend::ParallelBackend;
+use super::dist_tensor::{DistTensor, PARTIAL, Value, gradient_of, primitive};
+use super::error::{Error, Result};
+use super::layer::{Placed, no_parameter, undistributed};
+use super::world::Mesh;
+
+/// burn's [`Linear`], `x W + b`, which can be distributed. Made from one: `linear.into()`.
+///
+/// The weight is `[d_input, d_output]`, so column-wise parallel means `Shard(1)` (torch's weight is the transpose, and its
+/// column-wise `Shard(0)`).
+#[derive(Module, Debug)]
+pub struct ParallelLinear<B: Backend> {
+    /// `[d_input, d_output]`; of a distributed layer this rank's part of it.
+    pub weight: Param<Tensor<B, 2>>,
+    /// `[d_output]`; of a distributed layer this rank's part of it.
+    pub bias: Option<Param<Tensor<B, 1>>>,
+    #[module(skip)]
+    pub(crate) placed: Option<Placed>,
+}
+
+impl<B: Backend> From<Linear<B>> for ParallelLinear<B> {
+    fn from(Linear { weight, bias }: Linear<B>) -> Self {
+        Self { weight, bias, placed: None }
+    }
+}
+
+impl<B: ParallelBackend> ParallelLinear<B> {
+    /// Applies the layer. Input `[..., d_input]`, output `[..., d_output]`, of at least two dimensions.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a tensor that does not fit, and those of the collectives.
+    pub fn forward(&self, input: impl Into<Value<B>>) -> Result<Value<B>> {
+        let Some(placed) = &self.placed else {
+            return undistributed(input.into(), |input| {
+                let bias = self.bias.as_ref().map(|bias| primitive(bias.val()));
+                B::linear(input, primitive(self.weight.val()), bias)
+            });
+        };
+        let size = placed.size("weight", 0, self.weight.dims()[0]);
+        let input = match placed.input.apply(input.into(), &placed.mesh, size)? {
+            Value::Dist(input) => input,
+            Value::Local(local) => {
+                let whole = vec![Placement::Replicate; placed.mesh.process_mesh().ndim()];
+                DistTensor::from_primitive(local, &placed.mesh, &whole)?
+            }
+        };
+        let output = self.apply(placed, input)?;
+        placed.output.apply(output, &placed.mesh)
+    }
+
+    /// `x W + b`, for whatever placements. The bias is added once: where the result is a sum over ranks, by the first.
+    fn apply(&self, placed: &Placed, input: DistTensor<B>) -> Result<DistTensor<B>> {
+        let weight = placed.dist("weight", &self.weight)?;
+        let (rank, shape) = (input.shape().len(), input.shape().to_vec());
+        if rank < 2 || shape.last() != weight.shape().first() || *input.mesh() != placed.mesh {
+            let expected =
+                format!("[..., {}], of 2 dimensions or more, on {:?}", weight.shape()[0], placed.mesh);
+            let found = format!("{shape:?} on {:?}", input.mesh());
+            return Err(Error::invalid("input of a linear layer", found, expected));
+        }
+        let last = rank - 1;
+        let mut ways = Vec::with_capacity(weight.placements().len());
+        for (weight, input) in weight.placements().iter().zip(input.placements()) {
+            ways.push(Way::new(*weight, *input, last)?);
+        }
+        let each = |part: fn(&Way) -> Placement| ways.iter().map(part).collect::<Vec<_>>();
+        let output = each(|way| way.output);
+        let bias = match &self.bias {
+            None => None,
+            Some(bias) => {
+                let to = output.iter().map(|output| match output {
+                    Placement::Shard(dim) if *dim == last => Placement::Shard(0),
+                    Placement::Partial(_) => PARTIAL,
+                    _ => Placement::Replicate,
+                });
+                let to: Vec<Placement> = to.collect();
+                let gradient = to.iter().zip(&output).map(|(bias, output)| match (bias, output) {
+                    // Each rank sees some of the rows.
+                    (Placement::Replicate, Placement::Shard(_)) => PARTIAL,
+                    (bias, _) => gradient_of(bias),
+                });
+                let gradient: Vec<Placement> = gradient.collect();
+                Some(placed.dist("bias", bias)?.convert(&to, &gradient)?.local_for(&gradient)?)
+            }
+        };
+        let mut shape = shape;
+        shape[last] = weight.shape()[1];
+        let input = input.convert(&each(|way| way.input), &each(|way| way.input_gradient))?;
+        let input = input.local_for(&each(|way| way.input_gradient))?;
+        let weight = weight.local_for(&each(|way| way.weight_gradient))?;
+        let local = B::linear(input, weight, bias);
+        DistTensor::assembled(local, placed.mesh.clone(), shape, output)
+    }
+
+    pub(crate) fn shard(&mut self, parameter: &str, mesh: &Mesh, placements: &[Placement]) -> Result<()> {
+        match (parameter, &mut self.bias) {
+            ("weight", _) => Placed::shard(&mut self.placed, "weight", &mut self.weight, mesh, placements),
+            ("bias", Some(bias)) => Placed::shard(&mut self.placed, "bias", bias, mesh, placements),
+            _ => Err(no_parameter(parameter, "weight, or bias if the linear layer has one")),
+        }
+    }
+
+    pub(crate) fn parameters(&self) -> Vec<(&'static str, bool)> {
+        let bias = self.bias.iter().map(|_| "bias");
+        ["weight"].into_iter().chain(bias).map(|name| (name, Placed::has(&self.placed, name))).collect()
+    }
+}
+
+/// What happens along one dimension of the mesh.
+struct Way {
+    input: Placement,
+    input_gradient: Placement,
+    weight_gradient: Placement,
+    output: Placement,
+}
+
+impl Way {
+    fn new(weight: Placement, input: Placement, last: usize) -> Result<Self> {
+        use Placement::{Partial, Replicate, Shard};
+        Ok(match weight {
+            // By rows of the input, if it is cut so; else everywhere the same.
+            Replicate => {
+                let rows = matches!(input, Shard(dim) if dim < last);
+                let input = if rows { input } else { Replicate };
+                let weight_gradient = if rows { PARTIAL } else { Replicate };
+                Self { input, input_gradient: input, weight_gradient, output: input }
+            }
+            // Each rank makes some columns of the output.
+            Shard(1) => Self {
+                input: Replicate,
+                input_gradient: PARTIAL,
+                weight_gradient: weight,
+                output: Shard(last),
+            },
+            // Each rank makes some terms of every sum.
+            Shard(_) => Self {
+                input: Shard(last),
+                input_gradient: Shard(last),
+                weight_gradient: weight,
+                output: PARTIAL,
+            },
+            Partial(_) => return Err(Error::invalid("placement of a weight", weight, "Shard or Replicate")),
+        })
+    }
+}

@@ -1,0 +1,96 @@
+//! A layer norm that runs on a part of its rows.
+
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use zeroshard_proto::DimPlacement as Placement;
+
+use super::backend::ParallelBackend;
+use super::dist_tensor::{DistTensor, PARTIAL, Value, primitive};
+use super::error::{Error, Result};
+use super::layer::{Placed, no_parameter, undistributed};
+use super::world::Mesh;
+
+/// burn's `LayerNorm` (Ba, Kiros, Hinton 2016), which can run on rows that are distributed.
+#[derive(Module, Debug)]
+pub struct ParallelNorm<B: Backend> {
+    /// Scale, `[d_model]`.
+    pub weight: Param<Tensor<B, 1>>,
+    /// `[d_model]`.
+    pub bias: Option<Param<Tensor<B, 1>>>,
+    /// Added to the variance.
+    pub epsilon: f64,
+    #[module(skip)]
+    pub(crate) placed: Option<Placed>,
+}
+
+impl<B: Backend> ParallelNorm<B> {
+    /// Over a last dimension of `size`, with torch's epsilon.
+    pub fn new(size: usize, device: &B::Device) -> Self {
+        Self {
+            weight: Param::from_tensor(Tensor::ones([size], device)),
+            bias: Some(Param::from_tensor(Tensor::zeros([size], device))),
+            epsilon: 1e-5,
+            placed: None,
+        }
+    }
+}
+
+impl<B: ParallelBackend> ParallelNorm<B> {
+    /// Normalizes over the last dimension, `[..., d_model]`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a tensor that does not fit, and those of the collectives.
+    pub fn forward(&self, input: impl Into<Value<B>>) -> Result<Value<B>> {
+        let Some(placed) = &self.placed else {
+            return undistributed(input.into(), |input| {
+                let bias = self.bias.as_ref().map(|bias| primitive(bias.val()));
+                B::layer_norm(input, primitive(self.weight.val()), bias, self.epsilon)
+            });
+        };
+        let size = placed.size("weight", 0, self.weight.dims()[0]);
+        let input = match placed.input.apply(input.into(), &placed.mesh, size)? {
+            Value::Dist(input) => input,
+            Value::Local(local) => {
+                let whole = vec![Placement::Replicate; placed.mesh.process_mesh().ndim()];
+                DistTensor::from_primitive(local, &placed.mesh, &whole)?
+            }
+        };
+        let weight = placed.dist("weight", &self.weight)?;
+        if input.shape().last() != weight.shape().first() || *input.mesh() != placed.mesh {
+            let expected = format!("[..., {}] on {:?}", weight.shape()[0], placed.mesh);
+            let found = format!("{:?} on {:?}", input.shape(), input.mesh());
+            return Err(Error::invalid("input of a norm", found, expected));
+        }
+        let last = input.shape().len() - 1;
+        let rows = |placement: &Placement| matches!(placement, Placement::Shard(dim) if *dim < last);
+        let along: Vec<Placement> =
+            input.placements().iter().map(|p| if rows(p) { *p } else { Placement::Replicate }).collect();
+        let gradient: Vec<Placement> =
+            along.iter().map(|p| if rows(p) { PARTIAL } else { Placement::Replicate }).collect();
+        let input = input.reshard(&along)?;
+        let whole = vec![Placement::Replicate; along.len()];
+        let parameter = |tensor: DistTensor<B>| tensor.reshard(&whole)?.local_for(&gradient);
+        let weight = parameter(weight)?;
+        let bias = match &self.bias {
+            Some(bias) => Some(parameter(placed.dist("bias", bias)?)?),
+            None => None,
+        };
+        let shape = input.shape().to_vec();
+        let local = B::layer_norm(input.local_for(&along)?, weight, bias, self.epsilon);
+        placed.output.apply(DistTensor::assembled(local, placed.mesh.clone(), shape, along)?, &placed.mesh)
+    }
+
+    pub(crate) fn shard(&mut self, parameter: &str, mesh: &Mesh, placements: &[Placement]) -> Result<()> {
+        match (parameter, &mut self.bias) {
+            ("weight", _) => Placed::shard(&mut self.placed, "weight", &mut self.weight, mesh, placements),
+            ("bias", Some(bias)) => Placed::shard(&mut self.placed, "bias", bias, mesh, placements),
+            _ => Err(no_parameter(parameter, "weight, or bias if the norm has one")),
+        }
+    }
+
+    pub(crate) fn parameters(&self) -> Vec<(&'static str, bool)> {
+        let bias = self.bias.iter().map(|_| "bias");
+        ["weight"].into_iter().chain(bias).map(|name| (name, Placed::has(&self.placed, name))).collect()
+    }
+}

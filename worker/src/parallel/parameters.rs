@@ -1,0 +1,126 @@
+//! A module's parameters as flat arrays: read, written, and their gradients.
+
+use std::collections::HashMap;
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::optim::GradientsParams;
+use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::{Tensor, TensorData};
+
+/// A float parameter of a module.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Parameter {
+    pub(crate) id: ParamId,
+    /// "blocks.0.up.weight".
+    pub(crate) path: String,
+    /// Of what this rank has.
+    pub(crate) shape: Vec<usize>,
+    pub(crate) trains: bool,
+}
+
+impl Parameter {
+    pub(crate) fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// A module's float parameters, in its order; one that several layers share comes once.
+pub(crate) fn list<B: Backend, M: Module<B>>(module: &M) -> Vec<Parameter> {
+    #[derive(Default)]
+    struct Lister {
+        path: Vec<String>,
+        found: Vec<Parameter>,
+    }
+    impl<B: Backend> ModuleVisitor<B> for Lister {
+        fn visit_float<const D: usize>(&mut self, parameter: &Param<Tensor<B, D>>) {
+            if self.found.iter().any(|other| other.id == parameter.id) {
+                return;
+            }
+            let tensor = parameter.val();
+            self.found.push(Parameter {
+                id: parameter.id,
+                path: self.path.join("."),
+                shape: tensor.dims().to_vec(),
+                trains: tensor.is_require_grad(),
+            });
+        }
+        fn enter_module(&mut self, name: &str, _: &str) {
+            self.path.push(name.to_owned());
+        }
+        fn exit_module(&mut self, _: &str, _: &str) {
+            self.path.pop();
+        }
+    }
+    let mut lister = Lister::default();
+    module.visit(&mut lister);
+    lister.found
+}
+
+/// The values of a module's parameters.
+pub(crate) fn read<B: Backend, M: Module<B>>(module: &M) -> HashMap<ParamId, Vec<f32>> {
+    struct Reader(HashMap<ParamId, Vec<f32>>);
+    impl<B: Backend> ModuleVisitor<B> for Reader {
+        fn visit_float<const D: usize>(&mut self, parameter: &Param<Tensor<B, D>>) {
+            self.0.entry(parameter.id).or_insert_with(|| values(parameter.val()));
+        }
+    }
+    let mut reader = Reader(HashMap::new());
+    module.visit(&mut reader);
+    reader.0
+}
+
+/// The module with these values in its parameters; the others stay.
+pub(crate) fn write<B: Backend, M: Module<B>>(module: M, values: HashMap<ParamId, Vec<f32>>) -> M {
+    struct Writer(HashMap<ParamId, Vec<f32>>);
+    impl<B: Backend> ModuleMapper<B> for Writer {
+        fn map_float<const D: usize>(&mut self, parameter: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+            let Some(values) = self.0.get(&parameter.id) else { return parameter };
+            let old = parameter.val();
+            let tensor = Tensor::from_data(TensorData::new(values.clone(), old.shape()), &old.device());
+            Param::initialized(parameter.id, tensor.set_require_grad(old.is_require_grad()))
+        }
+    }
+    module.map(&mut Writer(values))
+}
+
+/// The gradients that a backward pass gave a module's parameters.
+pub(crate) fn gradients<B: AutodiffBackend, M: Module<B>>(
+    module: &M,
+    gradients: &B::Gradients,
+) -> HashMap<ParamId, Vec<f32>> {
+    struct Taker<'a, B: AutodiffBackend>(&'a B::Gradients, HashMap<ParamId, Vec<f32>>);
+    impl<B: AutodiffBackend> ModuleVisitor<B> for Taker<'_, B> {
+        fn visit_float<const D: usize>(&mut self, parameter: &Param<Tensor<B, D>>) {
+            if let Some(gradient) = parameter.val().grad(self.0) {
+                self.1.insert(parameter.id, values(gradient));
+            }
+        }
+    }
+    let mut taker = Taker::<B>(gradients, HashMap::new());
+    module.visit(&mut taker);
+    taker.1
+}
+
+/// Gradients as burn's optimizers take them.
+pub(crate) fn for_optimizer<B: AutodiffBackend, M: Module<B>>(
+    module: &M,
+    gradients: HashMap<ParamId, Vec<f32>>,
+) -> GradientsParams {
+    struct Giver(HashMap<ParamId, Vec<f32>>, GradientsParams);
+    impl<B: AutodiffBackend> ModuleVisitor<B> for Giver {
+        fn visit_float<const D: usize>(&mut self, parameter: &Param<Tensor<B, D>>) {
+            if let Some(values) = self.0.remove(&parameter.id) {
+                let like = parameter.val();
+                let tensor = Tensor::from_data(TensorData::new(values, like.shape()), &like.device());
+                self.1.register::<B::InnerBackend, D>(parameter.id, tensor);
+            }
+        }
+    }
+    let mut giver = Giver(gradients, GradientsParams::new());
+    module.visit(&mut giver);
+    giver.1
+}
+
+fn values<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Vec<f32> {
+    tensor.into_data().convert::<f32>().into_vec().expect("it was converted")
+}

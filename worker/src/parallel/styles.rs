@@ -1,0 +1,343 @@
+//! Parallel styles, by torch's names: those of its first tensor-parallel module and today's are one here. Where torch's first ones take
+//! functions, these take [`PrepareInput`] and [`PrepareOutput`], which name them.
+
+use std::fmt;
+
+use zeroshard_proto::DimPlacement as Placement;
+use zeroshard_proto::layout::list;
+
+use super::backend::ParallelBackend;
+use super::dist_tensor::LAST;
+use super::error::{Error, Result};
+use super::hooks::Prepared;
+use super::layer::Layer;
+use super::prepare::{PrepareInput, PrepareOutput};
+use super::world::Mesh;
+
+/// How a layer is made parallel. Users can write their own.
+///
+/// `Debug` says what it is, with all its settings: ranks compare it.
+pub trait ParallelStyle<B: ParallelBackend>: fmt::Debug {
+    /// Distributes a layer over a mesh of one dimension. `path`: the layer's, for errors.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a layer of a type that the style does not know, [`Error::AlreadyParallel`], and those of
+    /// [`Layer::shard`].
+    fn apply(&self, path: &str, layer: &mut Layer<'_, B>, mesh: &Mesh) -> Result<()>;
+}
+
+/// Cuts a layer's outputs: each rank makes some columns. For linear layers and embeddings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ColwiseParallel {
+    /// What happens to the input; by default a plain tensor is all of it.
+    pub prepare_input: PrepareInput,
+    /// What happens to the output; by default it is a plain tensor, this rank's columns.
+    pub prepare_output: PrepareOutput,
+}
+
+impl Default for ColwiseParallel {
+    fn default() -> Self {
+        Self { prepare_input: PrepareInput::Replicate1d, prepare_output: PrepareOutput::ShardedTensor }
+    }
+}
+
+/// Cuts a layer's inputs: each rank makes some terms of every sum. For linear layers and embeddings (there: some rows of the table).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowwiseParallel {
+    /// What happens to the input; by default a plain tensor is this rank's columns.
+    pub prepare_input: PrepareInput,
+    /// What happens to the output; by default it is a plain tensor, all of it.
+    pub prepare_output: PrepareOutput,
+}
+
+impl Default for RowwiseParallel {
+    fn default() -> Self {
+        Self { prepare_input: PrepareInput::Shard1dLastDim, prepare_output: PrepareOutput::Tensor }
+    }
+}
+
+macro_rules! keywords {
+    ($style:ident, $input:expr, $output:expr) => {
+        impl $style {
+            /// With today's keywords: `input_layouts`, `output_layouts`, `use_local_output`; `None`: the default.
+            pub fn new(input: Option<Placement>, output: Option<Placement>, use_local_output: bool) -> Self {
+                Self {
+                    prepare_input: PrepareInput::Layouts { input: input.unwrap_or($input), desired: $input },
+                    prepare_output: PrepareOutput::Layouts {
+                        output: output.unwrap_or($output),
+                        local: use_local_output,
+                    },
+                }
+            }
+        }
+    };
+}
+
+keywords!(ColwiseParallel, Placement::Replicate, Placement::Shard(LAST));
+keywords!(RowwiseParallel, Placement::Shard(LAST), Placement::Replicate);
+
+/// Cuts the linear layers of a module in pairs: the first, third, ... column-wise, the second, fourth, ... row-wise (Shoeybi et al. 2019).
+/// The input is prepared at the first, the output at the last one of a pair; a trailing odd one is left alone. A module with fewer
+/// than two linear layers of its own: the modules in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PairwiseParallel {
+    /// What happens to the input; by default a plain tensor is all of it.
+    pub prepare_input: PrepareInput,
+    /// What happens to the output; by default it is a plain tensor, all of it.
+    pub prepare_output: PrepareOutput,
+}
+
+impl Default for PairwiseParallel {
+    fn default() -> Self {
+        Self { prepare_input: PrepareInput::Replicate1d, prepare_output: PrepareOutput::Tensor }
+    }
+}
+
+/// Keeps a sequence cut outside of what is parallel (Korthikanti et al. 2022). For a module with linear layers: pairwise parallel
+/// with input and output cut along dimension 0, torch's first meaning. For a norm: it runs on this rank's part, along `sequence_dim`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SequenceParallel {
+    /// Which dimension of a norm's input is the sequence.
+    pub sequence_dim: usize,
+    /// Whether a norm gives a plain tensor.
+    pub use_local_output: bool,
+}
+
+impl Default for SequenceParallel {
+    fn default() -> Self {
+        Self { sequence_dim: 1, use_local_output: false }
+    }
+}
+
+/// Says what the inputs of a module are, and what it wants; `None`: left alone. The module must have [`super::Hooks`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PrepareModuleInput {
+    /// What plain tensors are.
+    pub input_layouts: Vec<Option<Placement>>,
+    /// What they become.
+    pub desired_input_layouts: Vec<Option<Placement>>,
+    /// Whether the module gets plain tensors. torch's default: no.
+    pub use_local_output: bool,
+}
+
+/// Says what the outputs of a module are, and what its caller wants.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PrepareModuleOutput {
+    /// What plain tensors are.
+    pub output_layouts: Vec<Option<Placement>>,
+    /// What they become.
+    pub desired_output_layouts: Vec<Option<Placement>>,
+    /// Whether the caller gets plain tensors. torch's default: yes.
+    pub use_local_output: bool,
+}
+
+/// Both.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PrepareModuleInputOutput {
+    /// The inputs.
+    pub input: PrepareModuleInput,
+    /// The outputs.
+    pub output: PrepareModuleOutput,
+}
+
+impl<B: ParallelBackend> ParallelStyle<B> for ColwiseParallel {
+    fn apply(&self, path: &str, layer: &mut Layer<'_, B>, mesh: &Mesh) -> Result<()> {
+        check(self, path, layer, mesh)?;
+        match layer {
+            Layer::Linear(_) => {
+                shard(layer, mesh, &[("weight", Placement::Shard(1)), ("bias", Placement::Shard(0))])?
+            }
+            Layer::Embedding(_) => shard(layer, mesh, &[("weight", Placement::Shard(1))])?,
+            _ => return Err(unsupported(self, path, layer, "linear layers and embeddings")),
+        }
+        layer.prepare(self.prepare_input, self.prepare_output);
+        Ok(())
+    }
+}
+
+impl<B: ParallelBackend> ParallelStyle<B> for RowwiseParallel {
+    fn apply(&self, path: &str, layer: &mut Layer<'_, B>, mesh: &Mesh) -> Result<()> {
+        check(self, path, layer, mesh)?;
+        match layer {
+            Layer::Linear(_) => {
+                shard(layer, mesh, &[("weight", Placement::Shard(0)), ("bias", Placement::Replicate)])?
+            }
+            Layer::Embedding(_) => shard(layer, mesh, &[("weight", Placement::Shard(0))])?,
+            _ => return Err(unsupported(self, path, layer, "linear layers and embeddings")),
+        }
+        layer.prepare(self.prepare_input, self.prepare_output);
+        Ok(())
+    }
+}
+
+impl<B: ParallelBackend> ParallelStyle<B> for PairwiseParallel {
+    fn apply(&self, path: &str, layer: &mut Layer<'_, B>, mesh: &Mesh) -> Result<()> {
+        check(self, path, layer, mesh)?;
+        let Layer::Module(module) = layer else {
+            return Err(unsupported(self, path, layer, "modules with linear layers"));
+        };
+        let join = |name: &str| if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") };
+        let (mut linears, mut modules) = (Vec::new(), Vec::new());
+        for (name, layer) in module.layers() {
+            match layer {
+                Layer::Linear(_) => linears.push((join(&name), layer)),
+                Layer::Module(_) => modules.push((join(&name), layer)),
+                _ => {}
+            }
+        }
+        if linears.len() < 2 {
+            if modules.is_empty() {
+                return Err(unsupported(
+                    self,
+                    path,
+                    &Layer::<B>::Other("a module with fewer than two linear layers"),
+                    "modules with linear layers",
+                ));
+            }
+            return modules.iter_mut().try_for_each(|(path, module)| self.apply(path, module, mesh));
+        }
+        let pairs = linears.len() / 2;
+        for (pair, layers) in linears.chunks_exact_mut(2).enumerate() {
+            let [(first_path, first), (second_path, second)] = layers else { continue };
+            let prepare_input = if pair == 0 { self.prepare_input } else { PrepareInput::AsIs };
+            let prepare_output = if pair + 1 == pairs { self.prepare_output } else { PrepareOutput::AsIs };
+            ColwiseParallel { prepare_input, prepare_output: PrepareOutput::AsIs }
+                .apply(first_path, first, mesh)?;
+            RowwiseParallel { prepare_input: PrepareInput::AsIs, prepare_output }.apply(
+                second_path,
+                second,
+                mesh,
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl<B: ParallelBackend> ParallelStyle<B> for SequenceParallel {
+    fn apply(&self, path: &str, layer: &mut Layer<'_, B>, mesh: &Mesh) -> Result<()> {
+        check(self, path, layer, mesh)?;
+        match layer {
+            Layer::Module(_) => {
+                let (prepare_input, prepare_output) =
+                    (PrepareInput::ReshardReplicate, PrepareOutput::ReshardTensor);
+                PairwiseParallel { prepare_input, prepare_output }.apply(path, layer, mesh)
+            }
+            Layer::Norm(_) => {
+                shard(layer, mesh, &[("weight", Placement::Replicate), ("bias", Placement::Replicate)])?;
+                let rows = Placement::Shard(self.sequence_dim);
+                let output =
+                    if self.use_local_output { PrepareOutput::ShardedTensor } else { PrepareOutput::AsIs };
+                layer.prepare(PrepareInput::Layouts { input: rows, desired: rows }, output);
+                Ok(())
+            }
+            _ => Err(unsupported(self, path, layer, "norms, and modules with linear layers")),
+        }
+    }
+}
+
+impl<B: ParallelBackend> ParallelStyle<B> for PrepareModuleInput {
+    fn apply(&self, path: &str, layer: &mut Layer<'_, B>, mesh: &Mesh) -> Result<()> {
+        let prepared =
+            prepared(mesh, &self.input_layouts, &self.desired_input_layouts, self.use_local_output)?;
+        let hooks = match layer {
+            Layer::Module(module) => module.hooks(),
+            _ => None,
+        };
+        match hooks {
+            Some(hooks) if hooks.inputs.is_some() => Err(Error::AlreadyParallel { layer: path.to_owned() }),
+            Some(hooks) => {
+                hooks.inputs = Some(prepared);
+                Ok(())
+            }
+            None => Err(unsupported(self, path, layer, "modules with hooks")),
+        }
+    }
+}
+
+impl<B: ParallelBackend> ParallelStyle<B> for PrepareModuleOutput {
+    fn apply(&self, path: &str, layer: &mut Layer<'_, B>, mesh: &Mesh) -> Result<()> {
+        let prepared =
+            prepared(mesh, &self.output_layouts, &self.desired_output_layouts, self.use_local_output)?;
+        let hooks = match layer {
+            Layer::Module(module) => module.hooks(),
+            _ => None,
+        };
+        match hooks {
+            Some(hooks) if hooks.outputs.is_some() => Err(Error::AlreadyParallel { layer: path.to_owned() }),
+            Some(hooks) => {
+                hooks.outputs = Some(prepared);
+                Ok(())
+            }
+            None => Err(unsupported(self, path, layer, "modules with hooks")),
+        }
+    }
+}
+
+impl<B: ParallelBackend> ParallelStyle<B> for PrepareModuleInputOutput {
+    fn apply(&self, path: &str, layer: &mut Layer<'_, B>, mesh: &Mesh) -> Result<()> {
+        self.input.apply(path, layer, mesh)?;
+        self.output.apply(path, layer, mesh)
+    }
+}
+
+fn prepared(
+    mesh: &Mesh,
+    layouts: &[Option<Placement>],
+    desired: &[Option<Placement>],
+    local: bool,
+) -> Result<Prepared> {
+    mesh.check_1d("a parallel style")?;
+    if layouts.len() != desired.len() {
+        let expected = format!("{}, as many as there are layouts", layouts.len());
+        return Err(Error::invalid("number of desired layouts", desired.len(), expected));
+    }
+    if let Some((layout, desired)) =
+        layouts.iter().zip(desired).find(|(layout, desired)| layout.is_some() != desired.is_some())
+    {
+        let show = |placement: &Option<Placement>| placement.map_or("none".to_owned(), |p| list(&[p]));
+        let found = format!("{} where the layout is {}", show(desired), show(layout));
+        return Err(Error::invalid("desired layout", found, "given where the layout is, and only there"));
+    }
+    Ok(Prepared { mesh: mesh.clone(), layouts: layouts.to_vec(), desired: desired.to_vec(), local })
+}
+
+fn check<B: ParallelBackend>(
+    style: &dyn fmt::Debug,
+    path: &str,
+    layer: &Layer<'_, B>,
+    mesh: &Mesh,
+) -> Result<()> {
+    mesh.check_1d(&name(style))?;
+    if layer.parameters().iter().any(|(_, distributed)| *distributed) {
+        return Err(Error::AlreadyParallel { layer: path.to_owned() });
+    }
+    Ok(())
+}
+
+/// Distributes those parameters that the layer has.
+fn shard<B: ParallelBackend>(
+    layer: &mut Layer<'_, B>,
+    mesh: &Mesh,
+    wanted: &[(&str, Placement)],
+) -> Result<()> {
+    let has: Vec<&str> = layer.parameters().iter().map(|(name, _)| *name).collect();
+    wanted
+        .iter()
+        .filter(|(name, _)| has.contains(name))
+        .try_for_each(|(name, placement)| layer.shard(name, mesh, &[*placement]))
+}
+
+fn unsupported<B: ParallelBackend>(
+    style: &dyn fmt::Debug,
+    path: &str,
+    layer: &Layer<'_, B>,
+    expected: &'static str,
+) -> Error {
+    Error::Unsupported { style: name(style), layer: path.to_owned(), kind: layer.kind().to_owned(), expected }
+}
+
+/// The style's name, without its settings.
+fn name(style: &dyn fmt::Debug) -> String {
+    let text = format!("{style:?}");
+    text.split([' ', '(', '{']).next().unwrap_or_default().to_owned()
+}

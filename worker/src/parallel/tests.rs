@@ -1,0 +1,101 @@
+//! Distributed tensors and layers on several ranks, against one.
+
+mod data_parallel;
+mod dist_model;
+mod dist_tensor;
+mod layers;
+mod plan;
+mod prepare;
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::{Autodiff, Flex};
+use burn::module::{Module, Param};
+use burn::nn::Linear;
+use burn::tensor::activation::relu;
+use burn::tensor::backend::Backend;
+use burn::tensor::{Tensor, TensorData};
+
+use super::*;
+use crate::collectives::testing::together;
+
+type Graph = Autodiff<Flex>;
+
+/// Ranks of two tests would wait for each other, see [`World::backward`].
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+/// What `run` gives on each of `count` ranks.
+fn worlds<T: Send>(count: usize, run: impl Fn(World) -> T + Sync) -> Vec<T> {
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    together(count, |peers| run(World::new(Arc::<crate::collectives::Peers>::clone(peers))))
+}
+
+/// The mesh of all ranks.
+fn line(world: &World, size: usize) -> Mesh {
+    world.mesh(ProcessMesh::dense([size], ["tp"]).unwrap()).unwrap()
+}
+
+/// Gradients, once all ranks have theirs.
+fn backward<const D: usize>(mesh: &Mesh, loss: &Tensor<Graph, D>) -> Gradients {
+    let gradients = mesh.world().backward(loss).unwrap();
+    mesh.world().agree(mesh.process_mesh(), "the backward pass", "done").unwrap();
+    gradients
+}
+
+/// Numbers without a pattern, the same everywhere.
+fn numbers<const D: usize>(seed: usize, shape: [usize; D]) -> Tensor<Graph, D> {
+    let count = shape.iter().product();
+    let value = |i: usize| (i * 7919 + seed * 104_729 + 1) % 2003;
+    let values: Vec<f32> = (0..count).map(|i| value(i) as f32 / 1001.5 - 1.0).collect();
+    Tensor::from_data(TensorData::new(values, shape), &Default::default())
+}
+
+fn values<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Vec<f32> {
+    tensor.into_data().into_vec().unwrap()
+}
+
+fn assert_close(found: &[f32], expected: &[f32], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    for (found, expected) in found.iter().zip(expected) {
+        assert!((found - expected).abs() <= 1e-5 * expected.abs().max(1.0), "{what}: {found}, {expected}");
+    }
+}
+
+/// This rank's part of what every rank has.
+fn part<const D: usize>(whole: Tensor<Flex, D>, mesh: &Mesh, placements: &[Placement]) -> Vec<f32> {
+    values(shard_tensor(whole, mesh, placements).unwrap().to_local::<D>().unwrap())
+}
+
+fn linear(seed: usize, from: usize, to: usize) -> ParallelLinear<Graph> {
+    Linear {
+        weight: Param::from_tensor(numbers(seed, [from, to]).require_grad()),
+        bias: Some(Param::from_tensor(numbers(seed + 1, [to]).require_grad())),
+    }
+    .into()
+}
+
+/// Two linear layers.
+#[derive(Module, Debug)]
+struct Mlp<B: Backend> {
+    up: ParallelLinear<B>,
+    down: ParallelLinear<B>,
+}
+
+impl Mlp<Graph> {
+    fn new([from, hidden, to]: [usize; 3]) -> Self {
+        Self { up: linear(1, from, hidden), down: linear(5, hidden, to) }
+    }
+}
+
+impl<B: ParallelBackend> Mlp<B> {
+    fn forward(&self, x: impl Into<Value<B>>) -> Result<Value<B>> {
+        self.down.forward(self.up.forward(x)?.map::<2>(relu)?)
+    }
+}
+
+impl<B: ParallelBackend> Parallelize<B> for Mlp<B> {
+    fn layers(&mut self) -> Vec<(String, Layer<'_, B>)> {
+        vec![("up".into(), (&mut self.up).into()), ("down".into(), (&mut self.down).into())]
+    }
+}

@@ -1,0 +1,182 @@
+//! Data parallelism.
+
+use burn::optim::{GradientsParams, Optimizer, SgdConfig};
+
+use super::*;
+
+/// One weight, and one that only some use.
+#[derive(Module, Debug)]
+struct Two<B: Backend> {
+    used: Param<Tensor<B, 1>>,
+    spare: Param<Tensor<B, 1>>,
+}
+
+fn two() -> Two<Graph> {
+    let new = || Param::from_tensor(Tensor::ones([1], &Default::default()).require_grad());
+    Two { used: new(), spare: new() }
+}
+
+fn gradient(found: &GradientsParams, parameter: &Param<Tensor<Graph, 1>>) -> Option<f32> {
+    found.get::<Flex, 1>(parameter.id).map(|gradient| gradient.into_scalar())
+}
+
+/// A loss whose gradient is `factor`, of both parameters or of the first alone.
+fn loss(module: &Two<Graph>, factor: f32, both: bool) -> Tensor<Graph, 1> {
+    let first = module.used.val().mul_scalar(factor);
+    if both { first + module.spare.val().mul_scalar(factor) } else { first }
+}
+
+fn parallel(world: &World, find_unused_parameters: bool) -> DataParallel<Graph, Two<Graph>> {
+    let options = DataParallelOptions { find_unused_parameters, ..DataParallelOptions::default() };
+    DataParallel::new(two(), &line(world, 2), options).unwrap()
+}
+
+#[test]
+fn parameters_are_those_of_the_first_rank() {
+    worlds(3, |world| {
+        let module = linear(world.rank() as usize, 3, 2);
+        let parallel = DataParallel::new(module, &line(&world, 3), DataParallelOptions::default()).unwrap();
+        assert_eq!(values(parallel.module().weight.val()), values(linear(0, 3, 2).weight.val()));
+    });
+}
+
+#[test]
+fn gradients_are_the_mean_over_the_ranks() {
+    worlds(2, |world| {
+        let mut parallel = parallel(&world, false);
+        let factor = 1.0 + world.rank() as f32;
+        let pass = parallel.forward(|module| loss(module, factor, true));
+        parallel.backward(pass).unwrap();
+        let found = parallel.gradients();
+        assert_eq!(gradient(&found, &parallel.module().used), Some(1.5));
+        assert_eq!(gradient(&parallel.gradients(), &parallel.module().used), None, "they were taken");
+    });
+}
+
+#[test]
+fn what_accumulated_under_no_sync_is_part_of_the_next_synchronisation() {
+    worlds(2, |world| {
+        let mut parallel = parallel(&world, false);
+        let [first, second] = if world.rank() == 0 { [1.0, 10.0] } else { [2.0, 20.0] };
+        parallel.no_sync(|parallel| {
+            let pass = parallel.forward(|module| loss(module, first, true));
+            parallel.backward(pass).unwrap();
+        });
+        let pass = parallel.forward(|module| loss(module, second, true));
+        parallel.backward(pass).unwrap();
+        let found = parallel.gradients();
+        assert_eq!(gradient(&found, &parallel.module().used), Some(16.5));
+    });
+}
+
+#[test]
+fn no_sync_goes_by_the_forward_pass() {
+    worlds(2, |world| {
+        let mut parallel = parallel(&world, false);
+        let own = 1.0 + world.rank() as f32;
+        let inside = parallel.no_sync(|parallel| parallel.forward(|module| loss(module, own, true)));
+        parallel.backward(inside).unwrap();
+        let found = parallel.gradients();
+        assert_eq!(gradient(&found, &parallel.module().used), Some(own), "forward inside, backward outside");
+        let outside = parallel.forward(|module| loss(module, own, true));
+        parallel.no_sync(|parallel| parallel.backward(outside).unwrap());
+        let found = parallel.gradients();
+        assert_eq!(gradient(&found, &parallel.module().used), Some(1.5), "forward outside, backward inside");
+    });
+}
+
+#[test]
+fn gradients_that_ran_under_no_sync_can_be_synchronised_by_hand() {
+    worlds(2, |world| {
+        let mut parallel = parallel(&world, false);
+        let own = 1.0 + world.rank() as f32;
+        parallel.no_sync(|parallel| {
+            let pass = parallel.forward(|module| loss(module, own, true));
+            parallel.backward(pass).unwrap();
+        });
+        parallel.synchronise().unwrap();
+        let found = parallel.gradients();
+        assert_eq!(gradient(&found, &parallel.module().used), Some(1.5));
+    });
+}
+
+#[test]
+fn a_parameter_that_only_one_rank_used_is_averaged_if_that_is_meant() {
+    worlds(2, |world| {
+        let mut parallel = parallel(&world, true);
+        let pass = parallel.forward(|module| loss(module, 1.0, world.rank() == 0));
+        parallel.backward(pass).unwrap();
+        let found = parallel.gradients();
+        assert_eq!(gradient(&found, &parallel.module().spare), Some(0.5));
+        // Used nowhere.
+        let pass = parallel.forward(|module| loss(module, 1.0, false));
+        parallel.backward(pass).unwrap();
+        let found = parallel.gradients();
+        assert_eq!(gradient(&found, &parallel.module().spare), None);
+    });
+}
+
+#[test]
+fn an_unused_parameter_is_an_error_on_every_rank_that_names_it_and_the_rank() {
+    let errors = worlds(2, |world| {
+        let mut parallel = parallel(&world, false);
+        let both = world.rank() == 0;
+        let pass = parallel.forward(|module| loss(module, 1.0, both));
+        parallel.backward(pass).unwrap_err()
+    });
+    for error in errors {
+        assert_eq!(error, Error::UnusedParameter { parameter: "spare".to_owned(), rank: 1 });
+    }
+}
+
+#[test]
+fn buckets_are_those_of_paddle() {
+    #[derive(Module, Debug)]
+    struct Sizes<B: Backend> {
+        parameters: Vec<Param<Tensor<B, 1>>>,
+    }
+    worlds(1, |world| {
+        let new =
+            |size| Param::from_tensor(Tensor::<Graph, 1>::zeros([size], &Default::default()).require_grad());
+        let module =
+            Sizes { parameters: [100_000, 100_000, 200_000, 1_000_000, 7_000_000, 10].map(new).to_vec() };
+        let parallel = DataParallel::new(module, &line(&world, 1), DataParallelOptions::default()).unwrap();
+        assert_eq!(parallel.buckets(), [vec![0, 1, 2], vec![3, 4], vec![5]]);
+    });
+}
+
+#[test]
+fn a_module_without_a_parameter_that_trains_is_refused() {
+    worlds(1, |world| {
+        let refused =
+            DataParallel::<Graph, _>::new(two().no_grad(), &line(&world, 1), DataParallelOptions::default());
+        assert!(matches!(refused.map(drop), Err(Error::Invalid(_))));
+    });
+}
+
+#[test]
+fn ranks_with_other_parameters_are_told_so() {
+    let errors = worlds(2, |world| {
+        let module = linear(0, 3, 2 + world.rank() as usize);
+        DataParallel::new(module, &line(&world, 2), DataParallelOptions::default()).map(drop).unwrap_err()
+    });
+    assert!(errors.iter().any(|error| error.to_string().contains("weight [3, 3]")), "{errors:?}");
+}
+
+#[test]
+fn ranks_that_step_alike_stay_alike() {
+    let weights = worlds(2, |world| {
+        let mut parallel = parallel(&world, false);
+        let mut optimizer = SgdConfig::new().init::<Graph, Two<Graph>>();
+        for step in 0..3 {
+            let factor = (step * 2 + world.rank()) as f32;
+            let pass = parallel.forward(|module| loss(module, factor, true));
+            parallel.backward(pass).unwrap();
+            let gradients = parallel.gradients();
+            parallel = parallel.update(|module| optimizer.step(0.1, module, gradients));
+        }
+        parallel.into_module().used.val().into_scalar()
+    });
+    assert_eq!(weights[0], weights[1]);
+    assert!((weights[0] - (1.0 - 0.1 * (0.5 + 2.5 + 4.5))).abs() < 1e-6, "{weights:?}");
+}

@@ -1,0 +1,141 @@
+//! From one layout of a tensor to another: this rank's part of it.
+
+use std::sync::Arc;
+
+use zeroshard_proto::layout::{DimPlacement, Layout};
+use zeroshard_proto::redistribute::{self, Plan, Reduce};
+use zeroshard_proto::{BoxView, TensorBox};
+
+use super::error::Result;
+use super::world::World;
+
+/// A tensor's way from one layout to another.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Transfer {
+    /// Of the whole tensor.
+    pub(crate) shape: Vec<u64>,
+    pub(crate) from: Layout,
+    pub(crate) to: Layout,
+}
+
+impl Transfer {
+    /// Whether every rank has what it gets.
+    pub(crate) fn is_identity(&self) -> bool {
+        self.from == self.to
+    }
+
+    /// Size of this rank's part afterwards, along each dimension.
+    pub(crate) fn size(&self, rank: u32) -> Vec<usize> {
+        area(&self.to, &self.shape, rank).size.iter().map(|&size| size as usize).collect()
+    }
+
+    /// Carries it out with the other ranks. `data`: this rank's part, row-major.
+    ///
+    /// # Errors
+    /// For layouts that do not fit the shape, and those of the collectives.
+    pub(crate) fn run(&self, world: &World, data: Vec<f32>) -> Result<Vec<f32>> {
+        if self.is_identity() {
+            return Ok(data);
+        }
+        let plan = redistribute::plan(&self.shape, &self.from, &self.to)?;
+        let data = self.reduce(world, &plan, data)?;
+        self.travel(world, &plan, data)
+    }
+
+    /// The plan's reductions.
+    fn reduce(&self, world: &World, plan: &Plan, mut data: Vec<f32>) -> Result<Vec<f32>> {
+        let mesh = self.from.mesh();
+        let mut layout = self.from.clone();
+        for &Reduce { dim, reduction, scatter } in &plan.reductions {
+            let Some(group) = mesh.group(world.rank(), dim) else { continue };
+            let mut placements = layout.placements().to_vec();
+            placements[dim] = scatter.map_or(DimPlacement::Replicate, DimPlacement::Shard);
+            let after = Layout::new(Arc::clone(mesh), placements)?;
+            data = if scatter.is_some() {
+                let held = area(&layout, &self.shape, world.rank());
+                let part = |&rank: &u32| cut(&data, &held, &area(&after, &self.shape, rank));
+                let own = group.iter().position(|&rank| rank == world.rank()).unwrap_or_default();
+                world.reduce_scatter(&group, reduction, group.iter().map(part).collect(), own)?
+            } else {
+                world.all_reduce(&group, reduction, data)?
+            };
+            layout = after;
+        }
+        Ok(data)
+    }
+
+    /// The plan's moves.
+    fn travel(&self, world: &World, plan: &Plan, data: Vec<f32>) -> Result<Vec<f32>> {
+        let (rank, reduced) = (world.rank(), &plan.reduced);
+        let held = area(reduced, &self.shape, rank);
+        let wanted = area(&self.to, &self.shape, rank);
+        if plan.zeros.is_empty() && plan.moves.iter().all(|step| step.from == step.to) {
+            return Ok(if held == wanted { data } else { cut(&data, &held, &wanted) });
+        }
+        let mut result = vec![0.0; wanted.numel() as usize];
+        if let Some(dim) = self.gathered(reduced).filter(|_| plan.zeros.is_empty()) {
+            let group = reduced.mesh().group(rank, dim).unwrap_or_default();
+            let areas: Vec<TensorBox> = group.iter().map(|&rank| area(reduced, &self.shape, rank)).collect();
+            let sizes: Vec<usize> = areas.iter().map(|area| area.numel() as usize).collect();
+            let parts = world.all_gather(&group, &sizes, data)?;
+            for (part, area) in parts.iter().zip(&areas) {
+                paste(&mut result, &wanted, part, area);
+            }
+            return Ok(result);
+        }
+        for step in plan.moves.iter().filter(|step| step.from == rank && step.to != rank) {
+            world.send(step.to, cut(&data, &held, &step.area))?;
+        }
+        for step in plan.moves.iter().filter(|step| step.to == rank) {
+            let part = if step.from == rank {
+                cut(&data, &held, &step.area)
+            } else {
+                world.recv(step.from, step.area.numel() as usize)?
+            };
+            paste(&mut result, &wanted, &part, &step.area);
+        }
+        Ok(result)
+    }
+
+    /// The dimension of the mesh along which the pieces come together, if that is all that happens.
+    fn gathered(&self, reduced: &Layout) -> Option<usize> {
+        if reduced.mesh() != self.to.mesh() {
+            return None;
+        }
+        let pairs = || reduced.placements().iter().zip(self.to.placements()).enumerate();
+        let mut differing = pairs().filter(|(_, (from, to))| from != to);
+        let Some((dim, (cut @ DimPlacement::Shard(_), DimPlacement::Replicate))) = differing.next() else {
+            return None;
+        };
+        // Where another dimension of the mesh cuts the same one of the tensor, the pieces are none of what is wanted.
+        let alone = pairs().all(|(other, (from, _))| other == dim || from != cut);
+        (alone && differing.next().is_none()).then_some(dim)
+    }
+}
+
+/// What `rank` has; a rank that is not in the mesh has nothing.
+fn area(layout: &Layout, shape: &[u64], rank: u32) -> TensorBox {
+    layout
+        .local_box(shape, rank)
+        .unwrap_or_else(|| TensorBox { offset: vec![0; shape.len()], size: vec![0; shape.len()] })
+}
+
+/// The elements of `inner` out of those of `outer`.
+fn cut(data: &[f32], outer: &TensorBox, inner: &TensorBox) -> Vec<f32> {
+    if inner.is_empty() {
+        return Vec::new();
+    }
+    let view = BoxView::new(&outer.size, &inner.within(outer));
+    view.runs(0..view.numel()).flat_map(|run| &data[run.at..run.at + run.numel]).copied().collect()
+}
+
+/// Puts the elements of `inner` to their places in `outer`.
+fn paste(data: &mut [f32], outer: &TensorBox, part: &[f32], inner: &TensorBox) {
+    if inner.is_empty() {
+        return;
+    }
+    let view = BoxView::new(&outer.size, &inner.within(outer));
+    for run in view.runs(0..view.numel()) {
+        data[run.at..run.at + run.numel].copy_from_slice(&part[run.first..run.first + run.numel]);
+    }
+}

@@ -1,0 +1,256 @@
+//! The ranks of a job, and meshes of them, as one rank sees them.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use burn::tensor::Tensor;
+use burn::tensor::backend::AutodiffBackend;
+use zeroshard_proto::{ProcessMesh, Reduction};
+
+use super::error::{Error, Result};
+use crate::collectives::{self, Collectives};
+
+/// A collective operation that was called, or would be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Call {
+    /// "all_reduce", "all_gather", ...
+    pub name: &'static str,
+    /// Who takes part.
+    pub group: Vec<u32>,
+    /// Bytes that this rank brings.
+    pub bytes: u64,
+}
+
+/// The ranks of a job: what all meshes of this process have in common. Cheap to clone.
+#[derive(Clone)]
+pub struct World(Arc<Inner>);
+
+struct Inner {
+    collectives: Arc<dyn Collectives>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// While operations are only noted down.
+    trace: Option<Vec<Call>>,
+    /// The first error of a backward pass, which has no other way to tell it.
+    failure: Option<Error>,
+}
+
+impl World {
+    /// The ranks that `collectives` reaches.
+    pub fn new(collectives: Arc<dyn Collectives>) -> Self {
+        Self(Arc::new(Inner { collectives, state: Mutex::default() }))
+    }
+
+    /// This process's rank.
+    pub fn rank(&self) -> u32 {
+        self.0.collectives.rank()
+    }
+
+    /// A mesh of some ranks, this one among them. All of them must make the same meshes, in the same order.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if this rank is not in it; [`collectives::Error::Disagreement`] if another of its ranks has
+    /// another mesh.
+    pub fn mesh(&self, mesh: ProcessMesh) -> Result<Mesh> {
+        let rank = self.rank();
+        if mesh.coordinate(rank).is_none() {
+            let expected = format!("with rank {rank}, which makes it");
+            return Err(Error::invalid("mesh", describe(&mesh), expected));
+        }
+        let mut ranks = mesh.ranks().to_vec();
+        ranks.sort_unstable();
+        self.0.collectives.agree(&ranks, "the mesh", &describe(&mesh))?;
+        Ok(Mesh { process: Arc::new(mesh), world: self.clone() })
+    }
+
+    /// Runs a backward pass, whose collectives have no other way to tell what went wrong.
+    ///
+    /// A rank must have its process to itself. At the end of a backward pass burn takes the lock of every graph of the process, and a
+    /// graph is locked as long as its own pass runs: a rank would wait for its neighbour's pass, which waits for the rank's next one.
+    ///
+    /// # Errors
+    /// The first that a collective met.
+    pub fn backward<B: AutodiffBackend, const D: usize>(&self, loss: &Tensor<B, D>) -> Result<B::Gradients> {
+        self.lock().failure = None;
+        let gradients = loss.backward();
+        match self.lock().failure.take() {
+            Some(failure) => Err(failure),
+            None => Ok(gradients),
+        }
+    }
+
+    /// What `run` gives with collectives that only note themselves down and give zeros, and which ones it would call.
+    pub(crate) fn trace<T>(&self, run: impl FnOnce() -> T) -> (T, Vec<Call>) {
+        self.lock().trace = Some(Vec::new());
+        let result = run();
+        (result, self.lock().trace.take().unwrap_or_default())
+    }
+
+    /// Keeps the first error of a backward pass.
+    pub(crate) fn fail(&self, error: Error) {
+        self.lock().failure.get_or_insert(error);
+    }
+
+    /// Calls a collective, or notes it down and gives `dry`.
+    pub(crate) fn call<T>(
+        &self,
+        call: impl FnOnce() -> Call,
+        dry: impl FnOnce() -> T,
+        live: impl FnOnce(&dyn Collectives) -> collectives::Result<T>,
+    ) -> Result<T> {
+        if let Some(trace) = &mut self.lock().trace {
+            trace.push(call());
+            return Ok(dry());
+        }
+        Ok(live(self.0.collectives.as_ref())?)
+    }
+
+    pub(crate) fn all_reduce(&self, group: &[u32], reduction: Reduction, data: Vec<f32>) -> Result<Vec<f32>> {
+        let (bytes, elements) = (size(&data), data.len());
+        let call = || Call { name: "all_reduce", group: group.to_vec(), bytes };
+        self.call(call, || vec![0.0; elements], |c| c.all_reduce(group, reduction, data))
+    }
+
+    pub(crate) fn all_gather(&self, group: &[u32], sizes: &[usize], data: Vec<f32>) -> Result<Vec<Vec<f32>>> {
+        let call = || Call { name: "all_gather", group: group.to_vec(), bytes: size(&data) };
+        let dry = || sizes.iter().map(|&size| vec![0.0; size]).collect();
+        // Two closures want the data, and one of them runs.
+        let bytes = call();
+        self.call(|| bytes, dry, |c| c.all_gather(group, sizes, data))
+    }
+
+    pub(crate) fn reduce_scatter(
+        &self,
+        group: &[u32],
+        reduction: Reduction,
+        parts: Vec<Vec<f32>>,
+        own: usize,
+    ) -> Result<Vec<f32>> {
+        let bytes = parts.iter().map(|part| size(part)).sum();
+        let elements = parts[own].len();
+        let call = || Call { name: "reduce_scatter", group: group.to_vec(), bytes };
+        self.call(call, || vec![0.0; elements], |c| c.reduce_scatter(group, reduction, parts))
+    }
+
+    pub(crate) fn broadcast(&self, group: &[u32], root: u32, data: Vec<f32>) -> Result<Vec<f32>> {
+        let (bytes, elements) = (size(&data), data.len());
+        let call = || Call { name: "broadcast", group: group.to_vec(), bytes };
+        self.call(call, || vec![0.0; elements], |c| c.broadcast(group, root, data))
+    }
+
+    pub(crate) fn send(&self, to: u32, data: Vec<f32>) -> Result<()> {
+        let bytes = size(&data);
+        let call = || Call { name: "send", group: vec![self.rank(), to], bytes };
+        self.call(call, || (), |c| c.send(to, data))
+    }
+
+    pub(crate) fn recv(&self, from: u32, elements: usize) -> Result<Vec<f32>> {
+        let call = || Call { name: "recv", group: vec![from, self.rank()], bytes: 4 * elements as u64 };
+        self.call(call, || vec![0.0; elements], |c| c.recv(from, elements))
+    }
+
+    /// Makes sure that the ranks of `mesh` say the same.
+    pub(crate) fn agree(&self, mesh: &ProcessMesh, about: &str, said: &str) -> Result<()> {
+        let mut ranks = mesh.ranks().to_vec();
+        ranks.sort_unstable();
+        Ok(self.0.collectives.agree(&ranks, about, said)?)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // No panic leaves the state half changed.
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for World {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "World({:?})", self.0.collectives)
+    }
+}
+
+/// A [`ProcessMesh`] that this rank is in, and the way to its other ranks. Cheap to clone.
+#[derive(Clone)]
+pub struct Mesh {
+    process: Arc<ProcessMesh>,
+    world: World,
+}
+
+impl Mesh {
+    /// Which ranks, and how they lie.
+    pub fn process_mesh(&self) -> &Arc<ProcessMesh> {
+        &self.process
+    }
+
+    /// The world of its ranks.
+    pub fn world(&self) -> &World {
+        &self.world
+    }
+
+    /// This process's rank.
+    pub fn rank(&self) -> u32 {
+        self.world.rank()
+    }
+
+    /// This rank's place along each dimension.
+    pub fn coordinate(&self) -> Vec<usize> {
+        self.process.coordinate(self.rank()).expect("a mesh is made with this rank in it")
+    }
+
+    /// The ranks along a dimension through this one.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a dimension that there is not.
+    pub fn group(&self, dim: usize) -> Result<Vec<u32>> {
+        self.process.group(self.rank(), dim).ok_or_else(|| {
+            let expected = format!("less than its number of dimensions, {}", self.process.ndim());
+            Error::invalid("dimension of a mesh", dim, expected)
+        })
+    }
+
+    /// The mesh of the dimensions of these names, through this rank.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a name that there is not.
+    pub fn sub_mesh(&self, names: &[&str]) -> Result<Self> {
+        let dims =
+            names.iter().map(|name| self.process.dim(name)).collect::<zeroshard_proto::Result<Vec<_>>>()?;
+        let process = Arc::new(self.process.sub_mesh(&dims, self.rank())?);
+        Ok(Self { process, world: self.world.clone() })
+    }
+
+    /// # Errors
+    /// [`Error::Invalid`] unless the mesh has one dimension; `what` needs it.
+    pub(crate) fn check_1d(&self, what: &str) -> Result<()> {
+        if self.process.ndim() == 1 {
+            return Ok(());
+        }
+        let expected = "a mesh of 1 dimension: take one with `sub_mesh`";
+        Err(Error::invalid(format!("mesh for {what}"), describe(&self.process), expected))
+    }
+}
+
+impl PartialEq for Mesh {
+    fn eq(&self, other: &Self) -> bool {
+        self.process == other.process && Arc::ptr_eq(&self.world.0, &other.world.0)
+    }
+}
+
+impl fmt::Debug for Mesh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Mesh({} of rank {})", describe(&self.process), self.rank())
+    }
+}
+
+/// "dp 2 x tp 2, ranks [0, 1, 2, 3]".
+fn describe(mesh: &ProcessMesh) -> String {
+    let dims: Vec<String> =
+        mesh.names().iter().zip(mesh.shape()).map(|(name, size)| format!("{name} {size}")).collect();
+    format!("{}, ranks {:?}", dims.join(" x "), mesh.ranks())
+}
+
+fn size(data: &[f32]) -> u64 {
+    size_of_val(data) as u64
+}
