@@ -6,12 +6,16 @@ A framework's class is a :class:`DistModelBase` that knows how to run a model; i
 from __future__ import annotations
 
 import inspect
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, TypeVar
 
+from ._core.optimizer import SteppedByServers
+from ._layer import INPUT_FN
 from ._program import MODES, Description, Program, make_program
+from ._strategy import Strategy
 from .errors import InvalidArgument, NotATensor
 
 T = TypeVar("T")
@@ -21,85 +25,6 @@ S = TypeVar("S")
 PARTS = ("all", "param", "opt")
 #: In a state dict, what is the optimizer's and no parameter: ``optimizer.<parameter>.<tensor>``.
 OPTIMIZER_PREFIX = "optimizer."
-#: The levels that the stages of sharding stand for.
-LEVEL_OF_STAGE = {1: "os", 2: "os_g", 3: "p_g_os"}
-
-
-def level_of_stage(stage: int) -> str:
-    """The level that a stage of sharding stands for: 1 ``os``, 2 ``os_g``, 3 ``p_g_os``."""
-    try:
-        return LEVEL_OF_STAGE[stage]
-    except (KeyError, TypeError):
-        raise InvalidArgument(f"stage is {stage!r}; it must be 1 (os), 2 (os_g) or 3 (p_g_os)") from None
-
-
-@dataclass(frozen=True)
-class ShardingStage:
-    """For ``shard_optimizer``: what the shard servers hold for the workers.
-
-    The servers share the work by bytes, whatever mesh the workers have. ``mesh`` says which ranks train together (all,
-    if it is None), and ``sharding_mesh_dim``, one of its dimensions, is accepted for programs that have it.
-    """
-
-    sharding_mesh_dim: Any = None
-    mesh: Any = None
-    stage: ClassVar[int]
-
-    @property
-    def level(self) -> str:
-        """``os``, ``os_g`` or ``p_g_os``."""
-        return level_of_stage(self.stage)
-
-
-class ShardingStage1(ShardingStage):
-    """The optimizer's state: level ``os``."""
-
-    stage = 1
-
-
-class ShardingStage2(ShardingStage):
-    """Gradients too: level ``os_g``."""
-
-    stage = 2
-
-
-class ShardingStage3(ShardingStage):
-    """Parameters too: level ``p_g_os``."""
-
-    stage = 3
-
-
-@dataclass
-class ShardingStrategy:
-    """What the shard servers hold for the workers; without ``enable`` it is the optimizer's state, as with stage 1."""
-
-    enable: bool = False
-    #: 1: optimizer state. 2: gradients too. 3: parameters too.
-    stage: int = 1
-
-
-@dataclass
-class Strategy:
-    """How a :class:`DistModel` trains."""
-
-    sharding: ShardingStrategy = field(default_factory=ShardingStrategy)
-
-    def __init__(self, config: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        """``config``: ``{"sharding": {"enable": True, "stage": 2}}``."""
-        self.sharding = ShardingStrategy()
-        for section, values in (config or {}).items():
-            if section != "sharding":
-                raise InvalidArgument(f"the strategy's config has {section!r}; it can have 'sharding'")
-            known = vars(self.sharding)
-            for name, value in values.items():
-                if name not in known:
-                    raise InvalidArgument(f"the strategy's {section!r} has {name!r}; it can have {', '.join(known)}")
-                setattr(self.sharding, name, value)
-
-    @property
-    def level(self) -> str:
-        """``os``, ``os_g`` or ``p_g_os``."""
-        return level_of_stage(self.sharding.stage if self.sharding.enable else 1)
 
 
 class DistModelBase(ABC, Generic[T]):
@@ -109,10 +34,59 @@ class DistModelBase(ABC, Generic[T]):
     ``"predict"``.
     """
 
-    def __init__(self, *, loss: Callable[..., T] | None, optimizer: object | None) -> None:
+    def __init__(
+        self,
+        layer: Any,
+        loader: Any,
+        loss: Callable[..., T] | None,
+        optimizer: object | None,
+        strategy: Strategy | None,
+    ) -> None:
+        """As ``to_static`` says. ``_model`` and ``_optimizer`` are the framework's class's to make."""
+        self._check_arguments(layer, loss, optimizer, strategy)
+        self.loader = loader
+        self._layer = layer
         self._loss = loss
         self._has_optimizer = optimizer is not None
         self._mode = "predict" if loss is None else "eval" if optimizer is None else "train"
+        #: The mesh of the layer's parameters; None: they are plain.
+        self._mesh: Any = self._common_mesh()
+        #: What runs: the layer, or its wrapper that knows the servers.
+        self._model = layer
+        self._optimizer: Any = None
+
+    def _check_arguments(self, layer: object, loss: object, optimizer: object, strategy: object) -> None:
+        if not self._is_layer(layer):
+            raise InvalidArgument(
+                f"layer is a {type(layer).__name__}; it must be a {self._layer_name} that is not wrapped already"
+            )
+        if loss is not None and not callable(loss):
+            raise InvalidArgument(f"loss is {loss!r}; it must be a function of outputs and labels, or None")
+        if optimizer is not None and not self._is_optimizer(optimizer):
+            raise InvalidArgument(
+                f"optimizer is a {type(optimizer).__name__}; it must be a {self._optimizer_name}, or None"
+            )
+        if strategy is not None and not isinstance(strategy, Strategy):
+            raise InvalidArgument(f"strategy is a {type(strategy).__name__}; it must be a zeroshard Strategy, or None")
+        if isinstance(optimizer, SteppedByServers) and strategy is not None and strategy.sharding.enable:
+            if strategy.level != optimizer.sharding.level:
+                raise InvalidArgument(
+                    f"the strategy's level is {strategy.level!r} and the sharded optimizer's "
+                    f"{optimizer.sharding.level!r}; one of them must say it"
+                )
+
+    def _common_mesh(self) -> Any | None:
+        """The mesh that the layer's distributed parameters are on; None if it has none."""
+        found: Any | None = None
+        for name, parameter in self._layer.named_parameters():
+            mesh = self._mesh_of(parameter)
+            if mesh is not None and found is not None and mesh != found:
+                raise InvalidArgument(
+                    f"parameter {name!r} is on the mesh {self._mesh_text(mesh)}, and others on "
+                    f"{self._mesh_text(found)}; all must be on one"
+                )
+            found = found if mesh is None else mesh
+        return found
 
     # ---- modes
 
@@ -171,9 +145,90 @@ class DistModelBase(ABC, Generic[T]):
             return self._evaluate(inputs, labels)
         return {f"out{number}": output for number, output in enumerate(self._predict(inputs))}
 
+    def _train_step(self, inputs: list[T], labels: list[T]) -> T:
+        """Forward, backward and a step on the servers; the loss."""
+        self._model.train()
+        self._optimizer.zero_grad()
+        with self._watched("train"):
+            loss: Any = self._loss_of(inputs, labels)
+            mean = self._everybodys(loss.detach())
+            loss.backward()
+            self._now("after_backward")
+            self._optimizer.step()
+        return mean
+
+    def _evaluate(self, inputs: list[T], labels: list[T]) -> T:
+        """Forward without gradients; the loss."""
+        self._model.eval()
+        with self._no_grad(), self._watched("eval"):
+            return self._everybodys(self._loss_of(inputs, labels))
+
+    def _predict(self, inputs: list[T]) -> list[T]:
+        """Forward without gradients; the outputs."""
+        self._model.eval()
+        with self._no_grad():
+            with self._watched("predict"):
+                outputs = self._outputs(inputs)
+            return [self._whole_output(output, inputs) for output in outputs]
+
+    def _loss_of(self, inputs: list[T], labels: list[T]) -> T:
+        """``loss(*outputs, *labels)``."""
+        assert self._loss is not None  # modes that have a loss are checked
+        outputs = self._outputs(inputs)
+        on_mesh = any(self._is_tensor(output) and self._mesh_of(output) is not None for output in outputs)
+        self._now("before_loss")
+        loss: Any = self._loss(*outputs, *(self._placed(label, on_mesh) for label in labels))
+        self._now("after_loss")
+        if not self._is_tensor(loss) or math.prod(loss.shape) != 1:
+            said = f"of shape {list(loss.shape)}" if self._is_tensor(loss) else f"a {type(loss).__name__}"
+            raise InvalidArgument(f"the loss is {said}; it must be a tensor of one element")
+        found: T = loss
+        return found
+
+    def _outputs(self, inputs: list[T]) -> list[T]:
+        if INPUT_FN not in vars(self._layer):
+            inputs = [self._placed(value, self._computes_on_mesh()) for value in inputs]
+        return self._flat(self._model(*inputs))
+
+    def _computes_on_mesh(self) -> bool:
+        """Whether the model takes tensors that are distributed."""
+        return self._mesh is not None
+
+    def _placed(self, value: T, on_mesh: bool) -> T:
+        """A tensor as the model takes it: on its mesh, or this rank's part."""
+        mesh = self._mesh_of(value)
+        if on_mesh:
+            return value if mesh == self._mesh else self._replicated(value)
+        return value if mesh is None else self._part(value)
+
+    def _part(self, value: Any) -> T:
+        """What this rank computes with where the model is not distributed: its part of the batch, or all of it."""
+        for parts, dim in self._cuts(value):
+            if value.shape[dim] % parts:
+                raise InvalidArgument(
+                    f"a batch has {value.shape[dim]} samples; it must divide by the {parts} ranks, whose losses are averaged"
+                )
+        return self._local(value)
+
+    def _whole_output(self, output: Any, inputs: list[T]) -> Any:
+        """An output on every rank: of all parts of the batch, where the inputs were parts."""
+        if not self._is_tensor(output):
+            return output
+        if self._mesh_of(output) is None:
+            cut = next((value for value in inputs if any(dim == 0 for _, dim in self._cuts(value))), None)
+            if cut is None or not output.shape or output.shape[0] != self._local_shape(cut)[0]:
+                return output
+            output = self._assembled_as(output, cut)
+        return self._whole(output)
+
+    def _everybodys(self, loss: T) -> T:
+        """The mean over the ranks, where each has a loss of its own."""
+        loss = self._whole(loss)
+        return self._mean(loss) if self._losses_differ() else loss
+
     def _split(self, tensors: list[T]) -> tuple[list[T], list[T]]:
         """Inputs of the model, and what is left for the loss: at least one label."""
-        signature = _signature(self._forward())
+        signature = _signature(self._layer.forward)
         labels = 0 if self._mode == "predict" else 1
         for count in range(len(tensors) - labels, 0, -1):
             if signature is None or _takes(signature, count):
@@ -185,11 +240,6 @@ class DistModelBase(ABC, Generic[T]):
         raise InvalidArgument(
             f"{len(tensors)} tensors are given in mode {self._mode!r}; it takes the inputs{wanted}{also}"
         )
-
-    def _compute_loss(self, outputs: list[T], labels: list[T]) -> T:
-        """``loss(*outputs, *labels)``."""
-        assert self._loss is not None  # modes that have a loss are checked
-        return self._loss(*outputs, *labels)
 
     # ---- programs
 
@@ -242,30 +292,101 @@ class DistModelBase(ABC, Generic[T]):
         if optimizer:
             self._set_optimizer_state(optimizer)
 
-    # ---- what a framework knows
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """A state of the model must have its names and shapes."""
+        own = self._model.state_dict()
+        unknown, missing = [name for name in state if name not in own], [name for name in own if name not in state]
+        if unknown or missing:
+            raise InvalidArgument(
+                f"the state has {unknown or 'nothing'} that the model has not, and lacks {missing or 'nothing'}; it must "
+                "have the model's names"
+            )
+        for name, value in state.items():
+            if list(value.shape) != list(own[name].shape):
+                raise InvalidArgument(
+                    f"{name!r} of the state has shape {list(value.shape)}; it must have the model's, {list(own[name].shape)}"
+                )
+
+    # ---- what a framework knows: its types
 
     #: What the framework calls its tensors: ``torch.Tensor``.
     _tensor_name: str
+    #: Its modules, and its optimizers.
+    _layer_name: str
+    _optimizer_name: str
 
     @abstractmethod
     def _is_tensor(self, value: object) -> bool:
         """Whether this can be an input."""
 
     @abstractmethod
-    def _forward(self) -> Callable[..., Any]:
-        """The function whose parameters are the model's inputs."""
+    def _is_layer(self, value: object) -> bool:
+        """Whether this can be the model: a module that is not wrapped."""
 
     @abstractmethod
-    def _train_step(self, inputs: list[T], labels: list[T]) -> T:
-        """Forward, backward and a step on the servers; the loss."""
+    def _is_optimizer(self, value: object) -> bool:
+        """Whether this can be the optimizer."""
+
+    # ---- tensors on a mesh
 
     @abstractmethod
-    def _evaluate(self, inputs: list[T], labels: list[T]) -> T:
-        """Forward without gradients; the loss."""
+    def _mesh_of(self, value: T) -> Any | None:
+        """The mesh that a tensor is on; None if it is plain."""
 
     @abstractmethod
-    def _predict(self, inputs: list[T]) -> list[T]:
-        """Forward without gradients; the outputs."""
+    def _mesh_text(self, mesh: Any) -> str:
+        """A mesh in an error."""
+
+    @abstractmethod
+    def _cuts(self, value: T) -> Sequence[tuple[int, int]]:
+        """Of how many parts along which dimension it is, for each dimension of its mesh that cuts it."""
+
+    @abstractmethod
+    def _local(self, value: T) -> T:
+        """What this rank has of a distributed tensor, complete."""
+
+    @abstractmethod
+    def _local_shape(self, value: T) -> Sequence[int]:
+        """Its shape."""
+
+    @abstractmethod
+    def _whole(self, value: T) -> T:
+        """All of a tensor; one that is plain as it is."""
+
+    @abstractmethod
+    def _replicated(self, value: T) -> T:
+        """All of it on every rank of the model's mesh, from there or from another."""
+
+    @abstractmethod
+    def _assembled_as(self, here: T, cut: T) -> T:
+        """The tensor of which ranks have parts as they have of ``cut``, along dimension 0."""
+
+    # ---- how it computes
+
+    @abstractmethod
+    def _no_grad(self) -> AbstractContextManager[object]:
+        """Inside, no gradients are made."""
+
+    @abstractmethod
+    def _flat(self, outputs: Any) -> list[T]:
+        """A model's outputs, one after the other."""
+
+    @abstractmethod
+    def _losses_differ(self) -> bool:
+        """Whether ranks have losses of their own: unless they compute one together, on a mesh of all of them."""
+
+    @abstractmethod
+    def _mean(self, loss: T) -> T:
+        """The mean of the ranks' losses."""
+
+    def _watched(self, mode: str) -> AbstractContextManager[object]:
+        """Around what a call computes: a framework may watch what the ranks do together."""
+        return nullcontext()
+
+    def _now(self, moment: str) -> None:
+        """Tells who watches where the call has come to."""
+
+    # ---- what it tells
 
     @abstractmethod
     def _describe(self, mode: str) -> Description:

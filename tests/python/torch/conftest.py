@@ -1,10 +1,9 @@
-"""What the tests share: a cluster in this process, and one of server processes."""
+"""What the tests' processes are, before anything is imported; the fixtures are those of all frameworks."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 # What the tests of all frameworks share.
@@ -15,26 +14,10 @@ os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ZEROSHARD_ADDRESS", "ZEROSHARD_TOKEN"):
     os.environ.pop(name, None)
 
-import pytest
 import torch
-import zeroshard as zs
 
-from servers import servers
+from fixtures import cluster, processes
+
+__all__ = ["cluster", "processes"]
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[zs.Session]:
-    """An embedded cluster in the tests' own process: one rank."""
-    # A test that should have failed before it came so far may have left one.
-    zs.shutdown()
-    with zs.init() as session:
-        yield session
-
-
-@pytest.fixture(scope="session")
-def processes() -> Iterator[dict[str, str]]:
-    """Two shard servers as processes; the environment in which ranks find them."""
-    with servers(2) as address:
-        yield {"ZEROSHARD_ADDRESS": address}

@@ -6,11 +6,7 @@
     def a_sum_is_the_same_everywhere(rank: int) -> None:
         assert ...
 
-    two = TWO.fixture(__name__)
-
-    @pytest.mark.parametrize("fact", TWO.names)
-    def test_on_two_ranks(fact: str, two: Outcomes) -> None:
-        two.check(fact)
+    test_on_two_ranks = TWO.test(__name__)
 """
 
 from __future__ import annotations
@@ -48,6 +44,8 @@ class Facts:
 
     def __init__(self, world: int) -> None:
         self.world = world
+        #: Once they are checked.
+        self._outcomes: Outcomes | None = None
         self._functions: dict[str, Callable[[int], None]] = {}
 
     def __call__(self, function: Callable[[int], None]) -> Callable[[int], None]:
@@ -60,27 +58,27 @@ class Facts:
         """All of them, in order."""
         return list(self._functions)
 
-    def fixture(self, module: str, servers: bool = False) -> Any:
-        """A fixture that checks them all, once; with ``servers`` the ranks find real ones."""
+    def test(self, module: str, servers: bool = False) -> Any:
+        """A test of each, which stands in the module below them; with ``servers`` the ranks find real ones.
 
-        def run(env: dict[str, str] | None) -> Outcomes:
-            attributes = vars(importlib.import_module(module))
-            found = next(name for name, value in attributes.items() if value is self)
+        The first of them that runs checks them all.
+        """
+
+        @pytest.mark.parametrize("fact", self.names)
+        def test(fact: str, request: pytest.FixtureRequest) -> None:
+            if self._outcomes is None:
+                self._outcomes = self._check(module, request.getfixturevalue("processes") if servers else None)
+            self._outcomes.check(fact)
+
+        return test
+
+    def _check(self, module: str, env: dict[str, str] | None) -> Outcomes:
+        attributes = vars(importlib.import_module(module))
+        found = next(name for name, value in attributes.items() if value is self)
+        try:
             return Outcomes(ranks.run(self.world, check_all, module, found, env=env))
-
-        if servers:
-
-            @pytest.fixture(scope="module")
-            def outcomes(processes: dict[str, str]) -> Outcomes:
-                return run(processes)
-
-            return outcomes
-
-        @pytest.fixture(scope="module")
-        def outcomes_alone() -> Outcomes:
-            return run(None)
-
-        return outcomes_alone
+        except ranks.RankFailed as error:
+            return Outcomes([dict.fromkeys(self.names, str(error))])
 
 
 def check_all(rank: int, module: str, attribute: str) -> dict[str, str | None]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from demo import LEVELS, DemoNet, batch, dense_losses, made, plain, snapshot, strategy
-from facts import Facts, Outcomes
+from facts import Facts
 from zeroshard.torch import (
     ProcessMesh,
     Replicate,
@@ -241,14 +241,5 @@ def replicas_on_slices_of_a_mesh_train_together(rank: int) -> None:
             assert len(startup.find("push")) == {0: 4, 1: 2 + model._by_styles, 2: 0, 3: 0}[rank]
 
 
-two, four = TWO.fixture(__name__, servers=True), FOUR.fixture(__name__, servers=True)
-
-
-@pytest.mark.parametrize("fact", TWO.names)
-def test_on_two_ranks(fact: str, two: Outcomes) -> None:
-    two.check(fact)
-
-
-@pytest.mark.parametrize("fact", FOUR.names)
-def test_on_four_ranks(fact: str, four: Outcomes) -> None:
-    four.check(fact)
+test_on_two_ranks = TWO.test(__name__, servers=True)
+test_on_four_ranks = FOUR.test(__name__, servers=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import subprocess
 import sys
@@ -14,9 +15,12 @@ ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "client" / "python" / "examples"
 #: What an example may take, in seconds: twice what it promises, for machines that do other things too.
 TIMEOUT = 120
+#: Texts enough for a GPT, which are found faster than those of the whole repository.
+TEXTS = ["--data", str(ROOT / "client")]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+@functools.cache
 def run(*command: str, cwd: Path | None = None) -> str:
     """What a script printed."""
     done = subprocess.run(
@@ -36,24 +40,24 @@ def test_a_few_lines_make_the_difference(name: str) -> None:
 
 @pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["alone", "two ranks"])
 def test_digits_are_learned(launcher: list[str]) -> None:
-    printed = run(*launcher, str(EXAMPLES / "digits_sharded.py"), "--epochs", "4")
+    printed = run(*launcher, str(EXAMPLES / "digits_sharded.py"), "--epochs", "2")
     accuracies = [float(number) for number in re.findall(r"accuracy (\d\.\d+)", printed)]
-    assert len(accuracies) == 4 and accuracies[-1] > 0.9
+    assert len(accuracies) == 2 and accuracies[-1] > 0.9
 
 
 @pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["alone", "two ranks"])
 def test_gpt_learns(launcher: list[str]) -> None:
-    printed = run(*launcher, str(EXAMPLES / "gpt_sharded.py"), "--steps", "40")
+    printed = run(*launcher, str(EXAMPLES / "gpt_sharded.py"), "--steps", "20", *TEXTS)
     losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", printed)]
     # A guess among 256 bytes has a loss of 5.5.
-    assert len(losses) == 3 and losses[-1] < 4.0
+    assert len(losses) == 2 and losses[-1] < 4.0
     assert re.search(r"accuracy 0\.\d+$", printed.strip())
 
 
 def test_alone_the_sharded_example_does_what_the_plain_one_does() -> None:
-    plain, sharded = (run(str(EXAMPLES / f"digits{kind}.py"), "--epochs", "1") for kind in ("", "_sharded"))
+    plain, sharded = (run(str(EXAMPLES / f"digits{kind}.py"), "--epochs", "2") for kind in ("", "_sharded"))
     first, second = ([float(number) for number in re.findall(r"\d\.\d+", text)] for text in (plain, sharded))
-    assert len(first) == 2 and first == pytest.approx(second, abs=0.02)
+    assert len(first) == 4 and first == pytest.approx(second, abs=0.02)
 
 
 @pytest.mark.parametrize("page", ["README.md", "client/python/README.md"])
@@ -66,10 +70,8 @@ def test_scripts_of_the_pages_run(page: str, tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("level", ["os", "p_g_os"])
-def test_a_gpt_on_a_mesh_writes_the_same_in_plain_torch(level: str) -> None:
-    script = str(EXAMPLES / "gpt_tensor_parallel.py")
-    printed = run(*TORCHRUN, script, "--steps", "40", "--level", level)
+def test_a_gpt_on_a_mesh_writes_the_same_in_plain_torch() -> None:
+    printed = run(*TORCHRUN, str(EXAMPLES / "gpt_tensor_parallel.py"), "--steps", "40", *TEXTS)
     losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", printed)]
     assert len(losses) == 2 and losses[-1] < 4.0
     assert printed.strip().endswith("loaded into plain torch it writes the same")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import zeroshard as zs
-from facts import Facts, Outcomes
+from facts import Facts
 from parallel import mesh_1d, part
 from zeroshard.torch import ProcessMesh
 from zeroshard.torch.parallel import (
@@ -204,14 +204,5 @@ def a_dimension_that_is_not_there_is_named(rank: int) -> None:
             make_output_shard_1d(make_input_replicate_1d(whole(2, 2), mesh), dim=dim)
 
 
-two, three = TWO.fixture(__name__), THREE.fixture(__name__)
-
-
-@pytest.mark.parametrize("fact", TWO.names)
-def test_on_two_ranks(fact: str, two: Outcomes) -> None:
-    two.check(fact)
-
-
-@pytest.mark.parametrize("fact", THREE.names)
-def test_on_three_ranks(fact: str, three: Outcomes) -> None:
-    three.check(fact)
+test_on_two_ranks = TWO.test(__name__)
+test_on_three_ranks = THREE.test(__name__)

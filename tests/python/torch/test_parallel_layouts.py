@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from facts import Facts, Outcomes
+from facts import Facts
 from parallel import mesh_1d, part, placements
 from zeroshard.torch.parallel import (
     ColwiseParallel,
@@ -197,14 +197,5 @@ def a_parallel_loss_ends_with_its_block_also_after_an_error(rank: int) -> None:
         F.cross_entropy(logits, torch.zeros(5, dtype=torch.long))
 
 
-two, three = TWO.fixture(__name__), THREE.fixture(__name__)
-
-
-@pytest.mark.parametrize("fact", TWO.names)
-def test_on_two_ranks(fact: str, two: Outcomes) -> None:
-    two.check(fact)
-
-
-@pytest.mark.parametrize("fact", THREE.names)
-def test_on_three_ranks(fact: str, three: Outcomes) -> None:
-    three.check(fact)
+test_on_two_ranks = TWO.test(__name__)
+test_on_three_ranks = THREE.test(__name__)

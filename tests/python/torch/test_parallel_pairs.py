@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from facts import Facts, Outcomes
+from facts import Facts
 from parallel import assert_gradients, assert_trains_as, mesh_1d, part, placements
 from zeroshard.torch.parallel import (
     PairwiseParallel,
@@ -164,14 +163,5 @@ def sequence_parallel_of_parameters_that_differ_takes_the_first_ranks(rank: int)
     assert torch.equal(module.weight.to_local(), torch.full((4,), 2.0))
 
 
-two, three = TWO.fixture(__name__), THREE.fixture(__name__)
-
-
-@pytest.mark.parametrize("fact", TWO.names)
-def test_on_two_ranks(fact: str, two: Outcomes) -> None:
-    two.check(fact)
-
-
-@pytest.mark.parametrize("fact", THREE.names)
-def test_on_three_ranks(fact: str, three: Outcomes) -> None:
-    three.check(fact)
+test_on_two_ranks = TWO.test(__name__)
+test_on_three_ranks = THREE.test(__name__)

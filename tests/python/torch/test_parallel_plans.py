@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zeroshard as zs
-from facts import Facts, Outcomes
+from facts import Facts
 from parallel import mesh_1d
 from zeroshard import _agreement
 from zeroshard.torch import ProcessMesh
@@ -223,9 +223,4 @@ def mesh_1d_of_torch() -> DeviceMesh:
     return DeviceMesh("cpu", [0, 1])
 
 
-two = TWO.fixture(__name__)
-
-
-@pytest.mark.parametrize("fact", TWO.names)
-def test_on_two_ranks(fact: str, two: Outcomes) -> None:
-    two.check(fact)
+test_on_two_ranks = TWO.test(__name__)

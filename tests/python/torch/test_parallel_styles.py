@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import zeroshard as zs
-from facts import Facts, Outcomes
+from facts import Facts
 from parallel import assert_gradients, assert_trains_as, mesh_1d, part, placements
 from zeroshard.torch.parallel import (
     ColwiseParallel,
@@ -215,14 +215,5 @@ def make_input_shard_1d_last(given: Tensor, mesh: Any) -> DTensor:
     return make_input_shard_1d(given, mesh, given.dim() - 1)
 
 
-two, three = TWO.fixture(__name__), THREE.fixture(__name__)
-
-
-@pytest.mark.parametrize("fact", TWO.names)
-def test_on_two_ranks(fact: str, two: Outcomes) -> None:
-    two.check(fact)
-
-
-@pytest.mark.parametrize("fact", THREE.names)
-def test_on_three_ranks(fact: str, three: Outcomes) -> None:
-    three.check(fact)
+test_on_two_ranks = TWO.test(__name__)
+test_on_three_ranks = THREE.test(__name__)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import zeroshard as zs
-from facts import Facts, Outcomes
+from facts import Facts
 from zeroshard.torch import (
     Partial,
     ProcessMesh,
@@ -407,14 +407,5 @@ def loaders_that_do_not_fit_are_refused(rank: int) -> None:
         list(shard_dataloader([[torch.ones(2)]], mesh, input_keys=["b"]))
 
 
-two, four = TWO.fixture(__name__), FOUR.fixture(__name__)
-
-
-@pytest.mark.parametrize("fact", TWO.names)
-def test_on_two_ranks(fact: str, two: Outcomes) -> None:
-    two.check(fact)
-
-
-@pytest.mark.parametrize("fact", FOUR.names)
-def test_on_four_ranks(fact: str, four: Outcomes) -> None:
-    four.check(fact)
+test_on_two_ranks = TWO.test(__name__)
+test_on_four_ranks = FOUR.test(__name__)

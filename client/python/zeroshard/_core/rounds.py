@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic
 
 from .. import _native
@@ -62,6 +63,15 @@ class Rounds(Generic[T]):
         if not trainable:
             raise InvalidArgument("the module has no parameter that requires a gradient: there is nothing to train")
         self._arrange(trainable, share=True)
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Forward passes inside do not ask for synchronisation."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
 
     def new_buckets(self) -> _native.Buckets:
         """The buckets of what is trained."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic
 
 from .._native import Report
@@ -40,6 +41,7 @@ class Sharding(Generic[T]):
         self._max_norm = max_norm
         self._clip_once: float | None = None
         self._interrupted = False
+        self._holding = False
         #: Gradients are those of the loss times this, at the next step.
         self.loss_scale = 1.0
         self.last_report: Report | None = None
@@ -57,12 +59,58 @@ class Sharding(Generic[T]):
 
     # ---- what the program does
 
-    def before_forward(self, hold: bool) -> None:
-        """A forward begins; with ``hold`` the backward that follows it is not the last of its step."""
-        if hold:
+    def before_forward(self) -> None:
+        """A forward of the whole model begins."""
+        if self._holding:
             self.gradients.announce()
-        self.gradients.hold = hold
+        self.gradients.hold = self._holding
         self.follow_changes()
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """The backward passes of forwards inside are not the last of their step."""
+        before, self._holding = self._holding, True
+        try:
+            yield
+        finally:
+            self._holding = before
+
+    @contextlib.contextmanager
+    def all_here(self) -> Iterator[None]:
+        """All parameters are here inside; what is written to them is taken over."""
+        if self.gatherer is not None:
+            self.gatherer.gather_all()
+        try:
+            yield
+        finally:
+            self.follow_changes()
+            if self.gatherer is not None:
+                self.gatherer.settle()
+
+    def check_movable(self) -> None:
+        """Refuses to have parameters moved or cast that come and go."""
+        if self.gatherer is not None and self.gatherer.units:
+            raise InvalidArgument(
+                "a model at level p_g_os cannot be moved or cast; move or cast it before group_sharded_parallel"
+            )
+
+    def fetches(self, parameter: T) -> bool:
+        """Whether it is on this worker only while its module runs."""
+        if self.gatherer is None:
+            return False
+        return any(parameter is tensor for unit in self.gatherer.units for tensor in unit.parameters.values())
+
+    def whole(self, parameters: Mapping[str, T]) -> dict[str, T]:
+        """Parameters of the model, whole, as f32 in host memory, by the names that are given."""
+        entries = {name: self.job.entry(parameter) for name, parameter in parameters.items()}
+        for entry in entries.values():
+            if entry.modified:
+                raise InvalidArgument(
+                    f"parameter {entry.name!r} was written to and the servers do not know it yet; it must be saved after "
+                    "the next forward or step"
+                )
+        found = self.job.whole({entry.name: entry for entry in entries.values()}.values())
+        return {name: found[entry.name] for name, entry in entries.items()}
 
     def follow_changes(self) -> None:
         """Goes on with another job if the program has changed what this one is, or written to the parameters."""

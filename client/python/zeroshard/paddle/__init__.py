@@ -15,7 +15,7 @@ from typing import Any
 
 import paddle.distributed as _distributed
 
-from .._dist_model import ShardingStage1, ShardingStage2, ShardingStage3, Strategy
+from .._strategy import ShardingStage1, ShardingStage2, ShardingStage3, Strategy
 from . import _autograd
 from ._clip import clip_grad_norm_
 from ._data_parallel import DataParallel, fused_allreduce_gradients

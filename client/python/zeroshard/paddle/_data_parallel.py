@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import paddle
@@ -90,18 +90,12 @@ class DataParallel(paddle.nn.Layer):
                     output.register_hook(begin)
         return outputs
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes of forward passes in this context only accumulate, on each rank by itself.
 
         What has accumulated is part of the next synchronisation.
         """
-        rounds = self._averaging()
-        before, rounds.syncing = rounds.syncing, False
-        try:
-            yield
-        finally:
-            rounds.syncing = before
+        return self._averaging().accumulating()
 
     @property
     def find_unused_parameters(self) -> bool:

@@ -56,7 +56,7 @@ def _variable(name: str, parameter: Any, sharding: Sharding[Any] | None, ranks: 
         parameter.element_size(),
         box,
         trained,
-        resident=not _is_fetched(parameter, sharding),
+        resident=sharding is None or not sharding.fetches(parameter),
         contributes=contributes and trained,
         uploads=uploads,
         note="" if lies is None else ", ".join(map(str, parameter.placements)),
@@ -70,10 +70,3 @@ def _contributes(parameter: Any, words: Sequence[str]) -> bool:
     # The job's mesh has a dimension before the model's, if there are several replicas of it.
     along = zip(coordinate, words[-mesh.ndim :], strict=True)
     return not any(index for index, word in along if word == "replicate")
-
-
-def _is_fetched(parameter: Any, sharding: Sharding[Any] | None) -> bool:
-    """Whether it is on this rank only while its layer runs."""
-    if sharding is None or sharding.gatherer is None:
-        return False
-    return any(parameter is tensor for unit in sharding.gatherer.units for tensor in unit.parameters.values())

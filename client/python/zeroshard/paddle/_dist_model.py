@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import paddle
 import paddle.distributed as dist
 
-from .._dist_model import DistModelBase, Strategy
+from .._dist_model import DistModelBase
 from .._program import Description
 from .._rendezvous import place
-from ..errors import InvalidArgument
+from .._strategy import Strategy
 from . import kinds
 from ._describe import describe
 from ._dtensor import assembled, local, parts_of_state, redistributed, whole
@@ -41,6 +42,9 @@ class DistModel(DistModelBase[Any]):
     """
 
     _tensor_name = "paddle.Tensor"
+    _layer_name = "paddle.nn.Layer"
+    _optimizer_name = "paddle.optimizer.Optimizer"
+    _optimizer: ShardedOptimizer | None
 
     def __init__(
         self,
@@ -50,15 +54,9 @@ class DistModel(DistModelBase[Any]):
         optimizer: Any | None = None,
         strategy: Strategy | None = None,
     ) -> None:
-        _check(layer, loss, optimizer, strategy)
-        super().__init__(loss=loss, optimizer=optimizer)
-        self.loader = loader
-        self._layer = layer
-        self._mesh = _mesh_of(layer)
+        super().__init__(layer, loader, loss, optimizer, strategy)
         if self._mesh is not None:
             replicate_rest(layer, self._mesh)
-        self._model: Any = layer
-        self._optimizer: ShardedOptimizer | None = None
         if isinstance(optimizer, ShardedOptimizer):
             self._optimizer = optimizer
             self._model = GroupSharded(layer, optimizer.sharding)
@@ -76,65 +74,65 @@ class DistModel(DistModelBase[Any]):
         """The optimizer that steps on the servers."""
         return self._optimizer
 
-    # ---- calls
+    # ---- types
 
-    def _train_step(self, inputs: list[Any], labels: list[Any]) -> Any:
-        optimizer = self._optimizer
-        assert optimizer is not None  # the mode is checked
-        self._model.train()
-        optimizer.clear_grad()
-        loss = self._loss_of(inputs, labels)
-        mean = self._everybodys(loss.detach())
-        loss.backward()
-        optimizer.step()
-        return mean
+    def _is_tensor(self, value: object) -> bool:
+        return isinstance(value, paddle.Tensor)
 
-    def _evaluate(self, inputs: list[Any], labels: list[Any]) -> Any:
-        self._model.eval()
-        with paddle.no_grad():
-            return self._everybodys(self._loss_of(inputs, labels))
+    def _is_layer(self, value: object) -> bool:
+        return isinstance(value, paddle.nn.Layer) and not isinstance(value, GroupSharded)
 
-    def _predict(self, inputs: list[Any]) -> list[Any]:
-        self._model.eval()
-        with paddle.no_grad():
-            return [_whole_output(output, inputs) for output in self._outputs(inputs)]
+    def _is_optimizer(self, value: object) -> bool:
+        return isinstance(value, kinds.Optimizer)
 
-    def _loss_of(self, inputs: list[Any], labels: list[Any]) -> Any:
-        outputs = self._outputs(inputs)
-        distributed = any(_is_distributed(output) for output in outputs)
-        loss = self._compute_loss(outputs, [self._placed(label, distributed) for label in labels])
-        if not isinstance(loss, paddle.Tensor) or loss.size != 1:
-            said = f"of shape {list(loss.shape)}" if isinstance(loss, paddle.Tensor) else f"a {type(loss).__name__}"
-            raise InvalidArgument(f"the loss is {said}; it must be a tensor of one element")
-        return loss
+    # ---- tensors on a mesh
 
-    def _outputs(self, inputs: list[Any]) -> list[Any]:
-        if "_zeroshard_input_fn" not in vars(self._layer):
-            inputs = [self._placed(value, self._mesh is not None) for value in inputs]
-        return list(paddle.utils.flatten(self._model(*inputs)))
+    def _mesh_of(self, value: Any) -> Any | None:
+        return value.process_mesh if value.is_dist() else None
 
-    def _placed(self, value: Any, distributed: bool) -> Any:
-        """A tensor as the model takes it: on its mesh, or this rank's part."""
-        if not distributed:
-            return _part(value) if value.is_dist() else value
-        assert self._mesh is not None  # what is distributed comes from parameters on a mesh, or is for them
-        everywhere = [dist.Replicate()] * self._mesh.ndim
+    def _mesh_text(self, mesh: Any) -> str:
+        return mesh_text(mesh)
+
+    def _cuts(self, value: Any) -> list[tuple[int, int]]:
         if not value.is_dist():
-            return assembled(value, value.shape, self._mesh, everywhere)
-        return value if value.process_mesh == self._mesh else dist.reshard(value, self._mesh, everywhere)
+            return []
+        sizes = zip(value.process_mesh.shape, value.placements, strict=True)
+        return [(parts, placement.get_dim()) for parts, placement in sizes if placement.is_shard()]
 
-    def _everybodys(self, loss: Any) -> Any:
-        """The mean over the ranks, where each has a loss of its own."""
-        loss = whole(loss)
-        if self._losses_differ():
-            loss = loss.clone()
-            dist.all_reduce(loss)
-            loss = loss / place().world
-        return loss
+    def _local(self, value: Any) -> Any:
+        return local(redistributed(value, [dist.Replicate() if p.is_partial() else p for p in value.placements]))
+
+    def _local_shape(self, value: Any) -> list[int]:
+        return list(local(value).shape)
+
+    def _whole(self, value: Any) -> Any:
+        return whole(value)
+
+    def _replicated(self, value: Any) -> Any:
+        everywhere = [dist.Replicate()] * self._mesh.ndim
+        if value.is_dist():
+            return dist.reshard(value, self._mesh, everywhere)
+        return assembled(value, value.shape, self._mesh, everywhere)
+
+    def _assembled_as(self, here: Any, cut: Any) -> Any:
+        return assembled(here, [cut.shape[0], *here.shape[1:]], cut.process_mesh, cut.placements)
+
+    # ---- how it computes
+
+    def _no_grad(self) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = paddle.no_grad()
+        return context
+
+    def _flat(self, outputs: Any) -> list[Any]:
+        return list(paddle.utils.flatten(outputs))
 
     def _losses_differ(self) -> bool:
-        """Whether ranks have losses of their own: unless they compute one together, on a mesh of all of them."""
         return place().world > 1 and (self._mesh is None or not has_everybody(self._mesh))
+
+    def _mean(self, loss: Any) -> Any:
+        loss = loss.clone()
+        dist.all_reduce(loss)
+        return loss / place().world
 
     # ---- programs
 
@@ -150,18 +148,7 @@ class DistModel(DistModelBase[Any]):
         return {name: whole(value) for name, value in self._layer.state_dict().items()}
 
     def _set_model_state(self, state: Mapping[str, Any]) -> None:
-        own = self._model.state_dict()
-        unknown, missing = [n for n in state if n not in own], [n for n in own if n not in state]
-        if unknown or missing:
-            raise InvalidArgument(
-                f"the state has {unknown or 'nothing'} that the model has not, and lacks {missing or 'nothing'}; it must have "
-                "the model's names"
-            )
-        for name, value in state.items():
-            if list(value.shape) != list(own[name].shape):
-                raise InvalidArgument(
-                    f"{name!r} of the state has shape {list(value.shape)}; it must have the model's, {list(own[name].shape)}"
-                )
+        self._check_state(state)
         self._model.set_state_dict(parts_of_state(self._model, state))
 
     def _optimizer_state(self) -> Mapping[str, Any]:
@@ -171,15 +158,6 @@ class DistModel(DistModelBase[Any]):
     def _set_optimizer_state(self, state: Mapping[str, Any]) -> None:
         assert self._optimizer is not None  # asked for only where there is one
         self._optimizer.set_state_dict(dict(state))
-
-    # ---- what the base asks
-
-    def _is_tensor(self, value: object) -> bool:
-        return isinstance(value, paddle.Tensor)
-
-    def _forward(self) -> Callable[..., Any]:
-        forward: Callable[..., Any] = self._layer.forward
-        return forward
 
 
 def to_static(
@@ -191,59 +169,3 @@ def to_static(
 ) -> DistModel:
     """A :class:`DistModel` of a layer; the arguments are its."""
     return DistModel(layer, loader, loss, optimizer, strategy)
-
-
-def _check(layer: object, loss: object, optimizer: object, strategy: object) -> None:
-    if not isinstance(layer, paddle.nn.Layer) or isinstance(layer, GroupSharded):
-        raise InvalidArgument(f"layer is a {type(layer).__name__}; it must be a paddle.nn.Layer that is not wrapped already")
-    if loss is not None and not callable(loss):
-        raise InvalidArgument(f"loss is {loss!r}; it must be a function of outputs and labels, a layer, or None")
-    if optimizer is not None and not isinstance(optimizer, kinds.Optimizer):
-        raise InvalidArgument(f"optimizer is a {type(optimizer).__name__}; it must be a paddle.optimizer.Optimizer, or None")
-    if strategy is not None and not isinstance(strategy, Strategy):
-        raise InvalidArgument(f"strategy is a {type(strategy).__name__}; it must be a zeroshard.paddle.Strategy, or None")
-    if isinstance(optimizer, ShardedOptimizer) and strategy is not None and strategy.sharding.enable:
-        if strategy.level != optimizer.sharding.level:
-            raise InvalidArgument(
-                f"the strategy's level is {strategy.level!r} and the sharded optimizer's {optimizer.sharding.level!r}; one "
-                "of them must say it"
-            )
-
-
-def _mesh_of(layer: Any) -> Any | None:
-    """The mesh that a layer's distributed parameters are on; None if it has none."""
-    found: Any | None = None
-    for name, parameter in layer.named_parameters():
-        if parameter.is_dist():
-            if found is not None and parameter.process_mesh != found:
-                raise InvalidArgument(
-                    f"parameter {name!r} is on the mesh {mesh_text(parameter.process_mesh)}, and others on "
-                    f"{mesh_text(found)}; all must be on one"
-                )
-            found = parameter.process_mesh
-    return found
-
-
-def _is_distributed(value: Any) -> bool:
-    return isinstance(value, paddle.Tensor) and bool(value.is_dist())
-
-
-def _part(value: Any) -> Any:
-    """What this rank computes with where the model is not distributed: its part of the batch, or all of it."""
-    for parts, placement in zip(value.process_mesh.shape, value.placements, strict=True):
-        if placement.is_shard() and value.shape[placement.get_dim()] % parts:
-            raise InvalidArgument(
-                f"a batch has {value.shape[placement.get_dim()]} samples; it must divide by the {parts} ranks, whose losses "
-                "are averaged"
-            )
-    return local(redistributed(value, [dist.Replicate() if p.is_partial() else p for p in value.placements]))
-
-
-def _whole_output(output: Any, inputs: list[Any]) -> Any:
-    """An output on every rank: of all parts of the batch, where the inputs were parts."""
-    if not isinstance(output, paddle.Tensor) or output.is_dist():
-        return whole(output) if isinstance(output, paddle.Tensor) else output
-    cut = next((v for v in inputs if v.is_dist() and any(p.is_shard() and p.get_dim() == 0 for p in v.placements)), None)
-    if cut is None or output.ndim == 0 or output.shape[0] != cut._local_shape[0]:
-        return output
-    return whole(assembled(output, [cut.shape[0], *output.shape[1:]], cut.process_mesh, cut.placements))

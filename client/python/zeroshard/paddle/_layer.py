@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
 import paddle.distributed as dist
 
 from .._agreement import agree
+from .._layer import add_functions, check_functions, parameters_text
 from ..errors import InvalidArgument
 from ._mesh import check_mesh, mesh_text
 from ._placement import share
@@ -44,12 +45,10 @@ def shard_layer(
     if not isinstance(layer, paddle.nn.Layer):
         raise InvalidArgument(f"layer is a {type(layer).__name__}; it must be a paddle.nn.Layer")
     mesh = check_mesh(process_mesh, "process_mesh")
-    for name, function in (("shard_fn", shard_fn), ("input_fn", input_fn), ("output_fn", output_fn)):
-        if function is not None and not callable(function):
-            raise InvalidArgument(f"{name} is {function!r}; it must be a function, or None")
+    check_functions(shard_fn=shard_fn, input_fn=input_fn, output_fn=output_fn)
     agree(
         "shard_layer",
-        {"the mesh": mesh_text(mesh), "the layer's parameters": parameters_text(layer)},
+        {"the mesh": mesh_text(mesh), "the layer's parameters": parameters_text(layer, _placements)},
         mesh.process_ids,
     )
     if shard_fn is not None:
@@ -57,16 +56,9 @@ def shard_layer(
         for name, inner in list(layer.named_sublayers(include_self=True)):
             shard_fn(name, inner, mesh)
         _keep_ties(before)
-    agree("shard_layer after shard_fn", {"what shard_fn has done": parameters_text(layer)}, mesh.process_ids)
+    agree("shard_layer after shard_fn", {"what shard_fn has done": parameters_text(layer, _placements)}, mesh.process_ids)
     replicate_rest(layer, mesh)
-    if input_fn is not None:
-        prepare = input_fn
-        layer.register_forward_pre_hook(lambda _, inputs: _as_inputs(prepare(inputs, mesh)))
-        # Whoever calls the layer for the user must leave the inputs to it.
-        layer.__dict__["_zeroshard_input_fn"] = True
-    if output_fn is not None:
-        finish = output_fn
-        layer.register_forward_post_hook(lambda _, inputs, outputs: finish(outputs, mesh))
+    add_functions(layer, mesh, input_fn, output_fn, layer.register_forward_post_hook)
     return layer
 
 
@@ -85,13 +77,8 @@ def replicate_rest(layer: Any, mesh: Any) -> None:
             )
 
 
-def parameters_text(layer: Any) -> str:
-    """Names, shapes, dtypes and placements of a layer's parameters, in an error."""
-    said = []
-    for name, parameter in layer.named_parameters():
-        placed = f" {parameter.placements}" if parameter.is_dist() else ""
-        said.append(f"{name} {list(parameter.shape)} {parameter.dtype}{placed}")
-    return ", ".join(said) or "none"
+def _placements(parameter: Any) -> Sequence[Any] | None:
+    return parameter.placements if parameter.is_dist() else None
 
 
 def _places(layer: Any) -> list[tuple[Any, str, Any]]:
@@ -113,8 +100,3 @@ def _keep_ties(before: list[tuple[Any, str, Any]]) -> None:
     for layer, name, parameter in before:
         if id(parameter) in made and layer._parameters.get(name) is parameter:
             layer._parameters[name] = made[id(parameter)]
-
-
-def _as_inputs(inputs: Any) -> Any:
-    """Paddle takes several inputs as a tuple."""
-    return tuple(inputs) if isinstance(inputs, list) else inputs

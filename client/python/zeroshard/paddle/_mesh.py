@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import paddle.distributed as dist
 from paddle.base import core
 from paddle.distributed import Partial, Placement, ProcessMesh, Replicate, Shard
 
+from .. import _mesh
 from .._rendezvous import place
 from ..errors import InvalidArgument
 
@@ -32,39 +32,23 @@ def check_mesh(mesh: object, name: str) -> Any:
     return mesh
 
 
-def check_placements(placements: object, mesh: Any, ndim: int, what: str) -> list[Any]:
+def check_placements(placements: Any, mesh: Any, ndim: int, what: str) -> list[Any]:
     """One placement a mesh dimension, each of a dimension that the tensor has; negative ones count from the end."""
-    if not isinstance(placements, Sequence) or not all(isinstance(each, Placement) for each in placements):
-        raise InvalidArgument(
-            f"placements of {what} is {placements!r}; it must be a list of Shard(dim), Replicate() or Partial()"
-        )
-    if len(placements) != mesh.ndim:
-        raise InvalidArgument(
-            f"placements of {what} has {len(placements)}; it must have one for each of the {mesh.ndim} dimensions of the mesh"
-        )
+    _mesh.check_placements(placements, Placement, mesh.ndim, what)
     return [_check_placement(placement, ndim, what) for placement in placements]
 
 
 def _check_placement(placement: Any, ndim: int, what: str) -> Any:
     if not placement.is_shard():
         return placement
-    dim = placement.get_dim()
-    if not -ndim <= dim < ndim:
-        raise InvalidArgument(
-            f"{what} is to be sharded on dimension {dim}, and has {ndim} dimension{'s' if ndim != 1 else ''}; it must be one "
-            f"of {list(range(ndim))}"
-        )
-    return placement if dim >= 0 else Shard(dim % ndim)
+    given = placement.get_dim()
+    dim = _mesh.tensor_dimension(given, ndim, what)
+    return placement if dim == given else Shard(dim)
 
 
 def dimension(mesh: Any, dim: int | str) -> int:
     """The number of a dimension that is given by number or by name."""
-    if isinstance(dim, str) and dim in mesh.dim_names:
-        return int(mesh.dim_names.index(dim))
-    if isinstance(dim, int) and not isinstance(dim, bool) and -mesh.ndim <= dim < mesh.ndim:
-        return dim % int(mesh.ndim)
-    known = ", ".join(map(repr, mesh.dim_names))
-    raise InvalidArgument(f"the mesh has no dimension {dim!r}; it has {mesh.ndim} ({known})")
+    return _mesh.dimension(dim, mesh.ndim, mesh.dim_names)
 
 
 def mesh_text(mesh: Any) -> str:

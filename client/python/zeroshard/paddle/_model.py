@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import paddle
@@ -24,7 +23,6 @@ class GroupSharded(paddle.nn.Layer):
         self._layer = layer
         # Not a sublayer, not a parameter.
         self.__dict__["_sharding"] = sharding
-        self.__dict__["_holding"] = False
 
     @property
     def level(self) -> str:
@@ -49,34 +47,20 @@ class GroupSharded(paddle.nn.Layer):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's forward pass."""
         if paddle.is_grad_enabled():
-            self.sharding.before_forward(self.__dict__["_holding"])
+            self.sharding.before_forward()
         try:
             return self._layer(*inputs, **kwargs)
         except BaseException:
             self.sharding.unwind()
             raise
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """The backward passes of forwards inside are not the last of their step: gradients accumulate here."""
-        before, self.__dict__["_holding"] = self.__dict__["_holding"], True
-        try:
-            yield
-        finally:
-            self.__dict__["_holding"] = before
+        return self.sharding.holding()
 
-    @contextlib.contextmanager
-    def summon_full_params(self) -> Iterator[None]:
+    def summon_full_params(self) -> AbstractContextManager[None]:
         """All parameters are here inside. What rank 0 writes to them counts, if every rank enters and leaves."""
-        gatherer = self.sharding.gatherer
-        if gatherer is not None:
-            gatherer.gather_all()
-        try:
-            yield
-        finally:
-            self.sharding.follow_changes()
-            if gatherer is not None:
-                gatherer.settle()
+        return self.sharding.all_here()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's, whole, with its own keys, on whichever ranks call it."""
@@ -105,9 +89,5 @@ class GroupSharded(paddle.nn.Layer):
 
     def to(self, device: Any = None, dtype: Any = None, blocking: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As a layer's, but not at ``p_g_os``, where parameters cannot be moved or cast."""
-        gatherer = self.sharding.gatherer
-        if gatherer is not None and gatherer.units:
-            raise InvalidArgument(
-                "a model at level p_g_os cannot be moved or cast; move or cast it before group_sharded_parallel"
-            )
+        self.sharding.check_movable()
         return super().to(device, dtype, blocking, *args, **kwargs)

@@ -9,13 +9,14 @@ import paddle
 from paddle.optimizer.lr import LRScheduler
 
 from .._core.job import State
+from .._core.optimizer import SteppedByServers
 from .._core.sharding import Sharding
 from ..errors import InvalidArgument
 from . import kinds
 from ._dtensor import local, part
 
 
-class ShardedOptimizer(kinds.Optimizer):
+class ShardedOptimizer(SteppedByServers[Any], kinds.Optimizer):
     """A ``paddle.optimizer.Optimizer`` whose state is on the shard servers, and whose steps happen there.
 
     Made by :func:`~zeroshard.paddle.group_sharded_parallel`. It shares its settings with the optimizer that was given:
@@ -41,20 +42,6 @@ class ShardedOptimizer(kinds.Optimizer):
     def sharding(self) -> Sharding[Any]:
         """What it shares with the model's wrapper."""
         return self._sharding
-
-    @property
-    def last_report(self) -> Any:
-        """What became of the last step: ``version``, ``applied``, ``gradient_norm``, ``clip_coefficient``, ``overflow``."""
-        return self.sharding.last_report
-
-    @property
-    def loss_scale(self) -> float:
-        """Gradients are those of the loss times this; the servers divide by it."""
-        return self.sharding.loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, scale: float) -> None:
-        self.sharding.loss_scale = scale
 
     def step(self) -> None:
         """One step on the servers; the parameters that stay on this worker are received.
@@ -99,13 +86,7 @@ class ShardedOptimizer(kinds.Optimizer):
 
     def clip_grad_norm_(self, max_norm: float) -> Any:
         """Has the next step clip to this global norm; the norm of the mean gradient, over all ranks and parameters."""
-        if not max_norm > 0:
-            raise InvalidArgument(f"max_norm is {max_norm}; it must be more than 0")
-        return paddle.to_tensor(self.sharding.clip(float(max_norm)), dtype="float32")
-
-    def state_hash(self) -> str:
-        """The hash of all parameters and state on the servers: equal runs have equal hashes."""
-        return self.sharding.job.state_hash()
+        return paddle.to_tensor(self._clip_to(max_norm), dtype="float32")
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state in Paddle's format: an optimizer of the given kind can load it."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import paddle
 
+from .._files import directory, existing, write
 from ..errors import InvalidArgument
 from ._dtensor import parts_of_state
 from ._model import GroupSharded
@@ -28,17 +29,17 @@ def save_group_sharded_model(model: Any, output: str | os.PathLike[str], optimiz
         raise InvalidArgument(
             f"model is a {type(model).__name__}; it must be the one that group_sharded_parallel returned"
         )
-    directory = _directory(output)
+    folder = directory(output)
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
         raise InvalidArgument(
             f"optimizer is a {type(optimizer).__name__}; it must be the one that group_sharded_parallel returned"
         )
     if model.sharding.job.rank != 0:
         return
-    directory.mkdir(parents=True, exist_ok=True)
-    _write(whole_state(model), directory / _MODEL)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(whole_state(model), folder / _MODEL)
     if optimizer is not None:
-        _write(optimizer.state_dict(), directory / _OPTIMIZER)
+        _write(optimizer.state_dict(), folder / _OPTIMIZER)
 
 
 def load_group_sharded_model(model: Any, output: str | os.PathLike[str], optimizer: Any | None = None) -> None:
@@ -47,45 +48,27 @@ def load_group_sharded_model(model: Any, output: str | os.PathLike[str], optimiz
     For wrapped ones every rank must call it. Paddle finds an optimizer's state by the names of the parameters, which
     must be as they were: those of a model that is made in the same order in a process of its own.
     """
-    directory = _directory(output)
-    model.set_state_dict(parts_of_state(model, _read(directory / _MODEL)))
+    folder = directory(output)
+    model.set_state_dict(parts_of_state(model, _read(folder / _MODEL)))
     if optimizer is not None:
-        optimizer.set_state_dict(_read(directory / _OPTIMIZER))
+        optimizer.set_state_dict(_read(folder / _OPTIMIZER))
 
 
 def whole_state(model: GroupSharded) -> dict[str, Any]:
     """The state dict of a wrapped model; what of it is distributed comes whole from the servers."""
-    job, state = model.sharding.job, dict(model.state_dict())
     distributed = {
-        name: job.entry(parameter)
+        name: parameter
         for name, parameter in model._layer.named_parameters(remove_duplicate=False)
         if parameter.is_dist()
     }
-    for entry in distributed.values():
-        if entry.modified:
-            raise InvalidArgument(
-                f"parameter {entry.name!r} was written to and the servers do not know it yet; it must be saved after the next "
-                "forward or step"
-            )
-    found = job.whole({entry.name: entry for entry in distributed.values()}.values())
-    return state | {name: found[entry.name].astype(entry.tensor.dtype) for name, entry in distributed.items()}
-
-
-def _directory(output: str | os.PathLike[str]) -> Path:
-    directory = Path(output)
-    if directory.exists() and not directory.is_dir():
-        raise InvalidArgument(f"output is {os.fspath(output)!r}, a file; it must be a directory")
-    return directory
+    found = model.sharding.whole(distributed)
+    return dict(model.state_dict()) | {name: value.astype(distributed[name].dtype) for name, value in found.items()}
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
-    partial = path.with_name(path.name + ".partial")
-    paddle.save(state, str(partial))
-    partial.replace(path)
+    write(path, lambda partial: paddle.save(state, str(partial)))
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise InvalidArgument(f"{str(path)!r} is not there; it must be a file that save_group_sharded_model wrote")
-    state: dict[str, Any] = paddle.load(str(path))
+    state: dict[str, Any] = paddle.load(str(existing(path)))
     return state

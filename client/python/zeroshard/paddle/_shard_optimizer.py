@@ -7,7 +7,7 @@ from typing import Any
 import paddle
 from paddle.base import core
 
-from .._dist_model import ShardingStage
+from .._strategy import ShardingStage, check_request, stage_of
 from ..errors import InvalidArgument
 from . import kinds
 from ._mesh import check_mesh, dimension, has_everybody
@@ -36,15 +36,14 @@ def shard_optimizer(
     Raises:
         InvalidArgument: ``shard_fn`` is no stage, its mesh has not all ranks, or stage 3 lacks the model.
     """
-    stage = _stage(shard_fn)
-    if not isinstance(gradient_accumulation_steps, int) or gradient_accumulation_steps < 1:
-        raise InvalidArgument(f"gradient_accumulation_steps is {gradient_accumulation_steps!r}; it must be 1 or more")
-    level = stage.level if stage is not None else "os"
-    if model is None and level == "p_g_os":
-        raise InvalidArgument(
-            "ShardingStage3 has parameters fetched for each use, and no model is given; it must be: "
-            "shard_optimizer(optimizer, ShardingStage3(), model=model), or to_static with a strategy of stage 3"
-        )
+    stage = stage_of(shard_fn, core.ProcessMesh)
+    if stage.mesh is not None:
+        mesh = check_mesh(stage.mesh, "mesh")
+        if not has_everybody(mesh):
+            raise InvalidArgument(f"the mesh has ranks {mesh.process_ids}; it must have all ranks, to train together")
+        if stage.sharding_mesh_dim is not None:
+            dimension(mesh, stage.sharding_mesh_dim)
+    check_request(stage, gradient_accumulation_steps, model)
     if not isinstance(optimizer, kinds.Optimizer) or isinstance(optimizer, ShardedOptimizer):
         raise InvalidArgument(
             f"optimizer is a {type(optimizer).__name__}; it must be a paddle.optimizer.Optimizer that is not sharded already"
@@ -52,7 +51,7 @@ def shard_optimizer(
     wrapped, sharded, _ = group_sharded_parallel(
         _Parameters(optimizer) if model is None else model,
         optimizer,
-        level,
+        stage.level,
         accumulation_steps=gradient_accumulation_steps if gradient_accumulation_steps > 1 else None,
     )
     if model is not None:
@@ -60,7 +59,7 @@ def shard_optimizer(
 
         def before(layer: Any, inputs: Any) -> None:
             if paddle.is_grad_enabled():
-                sharding.before_forward(False)
+                sharding.before_forward()
 
         model.register_forward_pre_hook(before)
     return sharded
@@ -74,24 +73,3 @@ class _Parameters(paddle.nn.Layer):
         for number, group in enumerate(kinds.param_groups(optimizer)):
             for position, parameter in enumerate(group["params"]):
                 self.add_parameter(f"group{number}_{position}", parameter)
-
-
-def _stage(shard_fn: object) -> ShardingStage | None:
-    """The stage, also where its class, or a mesh in the place of its dimension, is given."""
-    if isinstance(shard_fn, type) and issubclass(shard_fn, ShardingStage):
-        shard_fn = shard_fn()
-    if shard_fn is None:
-        return None
-    if not isinstance(shard_fn, ShardingStage) or not hasattr(shard_fn, "stage"):
-        raise InvalidArgument(
-            f"shard_fn is {shard_fn!r}; it must be ShardingStage1(), ShardingStage2() or ShardingStage3(), or None"
-        )
-    if isinstance(shard_fn.sharding_mesh_dim, core.ProcessMesh):
-        shard_fn = type(shard_fn)(None, shard_fn.sharding_mesh_dim)
-    if shard_fn.mesh is not None:
-        mesh = check_mesh(shard_fn.mesh, "mesh")
-        if not has_everybody(mesh):
-            raise InvalidArgument(f"the mesh has ranks {mesh.process_ids}; it must have all ranks, to train together")
-        if shard_fn.sharding_mesh_dim is not None:
-            dimension(mesh, shard_fn.sharding_mesh_dim)
-    return shard_fn

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .._dist_model import ShardingStage1, ShardingStage2, ShardingStage3, Strategy
+from .._strategy import ShardingStage1, ShardingStage2, ShardingStage3, Strategy
 from . import parallel
 from ._clip import ClipGradByGlobalNorm, clip_grad_norm_
 from ._data_parallel import DataParallel, fused_allreduce_gradients

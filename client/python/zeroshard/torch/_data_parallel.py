@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -86,17 +86,12 @@ class DataParallel(nn.Module):
                     output.register_hook(begin)
         return outputs
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes of forward passes in this context only accumulate, on each rank by itself.
 
         What has accumulated is part of the next synchronisation.
         """
-        before, self._rounds.syncing = self._rounds.syncing, False
-        try:
-            yield
-        finally:
-            self._rounds.syncing = before
+        return self._rounds.accumulating()
 
     @property
     def find_unused_parameters(self) -> bool:

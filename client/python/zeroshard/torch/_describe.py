@@ -84,18 +84,11 @@ def _variable(
         parameter.element_size(),
         box,
         trained,
-        resident=not _is_fetched(parameter, sharding),
+        resident=sharding is None or not sharding.fetches(parameter),
         contributes=contributes and trained,
         uploads=uploads,
         note=note,
     )
-
-
-def _is_fetched(parameter: nn.Parameter, sharding: Sharding[Tensor] | None) -> bool:
-    """Whether it is on this rank only while its module runs."""
-    if sharding is None or sharding.gatherer is None:
-        return False
-    return any(parameter is tensor for unit in sharding.gatherer.units for tensor in unit.parameters.values())
 
 
 def _collectives(module: nn.Module, name: str, seen: Mapping[Moment, list[Collective]] | None) -> dict[str, Any]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 from .._agreement import agree
+from .._layer import add_functions, check_functions, parameters_text
 from ..errors import InvalidArgument
 from ._mesh import check_mesh, mesh_ranks, mesh_text
 from ._ties import keeping_ties
@@ -47,28 +48,19 @@ def shard_layer(
     if not isinstance(layer, nn.Module):
         raise InvalidArgument(f"layer is a {type(layer).__name__}; it must be a torch.nn.Module")
     mesh = check_mesh(process_mesh, "process_mesh")
-    for name, function in (("shard_fn", shard_fn), ("input_fn", input_fn), ("output_fn", output_fn)):
-        if function is not None and not callable(function):
-            raise InvalidArgument(f"{name} is {function!r}; it must be a function, or None")
+    check_functions(shard_fn=shard_fn, input_fn=input_fn, output_fn=output_fn)
     agree(
         "shard_layer",
-        {"the mesh": mesh_text(mesh), "the layer's parameters": parameters_text(layer)},
+        {"the mesh": mesh_text(mesh), "the layer's parameters": parameters_text(layer, _placements)},
         mesh_ranks(mesh),
     )
     with keeping_ties(layer):
         if shard_fn is not None:
             for name, inner in list(layer.named_modules()):
                 shard_fn(name, inner, mesh)
-    agree("shard_layer after shard_fn", {"what shard_fn has done": parameters_text(layer)}, mesh_ranks(mesh))
+    agree("shard_layer after shard_fn", {"what shard_fn has done": parameters_text(layer, _placements)}, mesh_ranks(mesh))
     replicate_rest(layer, mesh)
-    if input_fn is not None:
-        before = input_fn
-        layer.register_forward_pre_hook(lambda _, inputs: _as_inputs(before(inputs, mesh)))
-        # Whoever calls the layer for the user must leave the inputs to it.
-        layer.__dict__["_zeroshard_input_fn"] = True
-    if output_fn is not None:
-        after = output_fn
-        layer.register_forward_hook(lambda _, inputs, outputs: after(outputs, mesh))
+    add_functions(layer, mesh, input_fn, output_fn, layer.register_forward_hook)
     return layer
 
 
@@ -106,13 +98,8 @@ def replace_in_optimizer(optimizer: torch.optim.Optimizer, made: dict[int, nn.Pa
                     optimizer.state[fresh] = optimizer.state.pop(parameter)
 
 
-def parameters_text(layer: nn.Module) -> str:
-    """Names, shapes, dtypes and placements of a module's parameters, in an error."""
-    said = []
-    for name, parameter in layer.named_parameters():
-        placed = f" {list(parameter.placements)}" if isinstance(parameter, DTensor) else ""
-        said.append(f"{name} {list(parameter.shape)} {parameter.dtype}{placed}")
-    return ", ".join(said) or "none"
+def _placements(parameter: nn.Parameter) -> Sequence[Placement] | None:
+    return parameter.placements if isinstance(parameter, DTensor) else None
 
 
 def _check_on(parameter: DTensor, mesh: DeviceMesh, name: str) -> None:
@@ -121,8 +108,3 @@ def _check_on(parameter: DTensor, mesh: DeviceMesh, name: str) -> None:
             f"parameter {name!r} is on the mesh {mesh_text(parameter.device_mesh)}; it must be on {mesh_text(mesh)}, "
             "as the layer"
         )
-
-
-def _as_inputs(inputs: Any) -> Any:
-    """torch takes several inputs as a tuple."""
-    return tuple(inputs) if isinstance(inputs, list) else inputs

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from .. import _mesh
 from .._agreement import agree
 from .._native import Mesh
 from .._rendezvous import distributed
@@ -113,13 +114,7 @@ def check_1d(mesh: object, name: str) -> DeviceMesh:
 
 def dimension(mesh: DeviceMesh, dim: int | str) -> int:
     """The number of a dimension that is given by number or by name."""
-    names = mesh.mesh_dim_names or ()
-    if isinstance(dim, str) and dim in names:
-        return names.index(dim)
-    if isinstance(dim, int) and not isinstance(dim, bool) and -mesh.ndim <= dim < mesh.ndim:
-        return dim % mesh.ndim
-    known = ", ".join(map(repr, names)) or "without names"
-    raise InvalidArgument(f"the mesh has no dimension {dim!r}; it has {mesh.ndim} ({known})")
+    return _mesh.dimension(dim, mesh.ndim, mesh.mesh_dim_names or ())
 
 
 def sub_mesh(mesh: DeviceMesh, dim: int | str) -> DeviceMesh:
@@ -149,30 +144,15 @@ def mesh_text(mesh: DeviceMesh) -> str:
     return f"{mesh.mesh.tolist()}{names}"
 
 
-def check_placements(placements: object, mesh: DeviceMesh, ndim: int, what: str) -> tuple[Placement, ...]:
+def check_placements(placements: Any, mesh: DeviceMesh, ndim: int, what: str) -> tuple[Placement, ...]:
     """One placement a mesh dimension, each of a dimension that the tensor has; negative ones count from the end."""
-    if not isinstance(placements, Sequence) or not all(isinstance(p, Placement) for p in placements):
-        raise InvalidArgument(
-            f"placements of {what} is {placements!r}; it must be a list of Shard(dim), Replicate() or Partial()"
-        )
-    if len(placements) != mesh.ndim:
-        raise InvalidArgument(
-            f"placements of {what} has {len(placements)}; it must have one for each of the {mesh.ndim} dimensions of the "
-            "mesh"
-        )
+    _mesh.check_placements(placements, Placement, mesh.ndim, what)
     return tuple(check_placement(placement, ndim, what) for placement in placements)
 
 
 def check_placement(placement: Placement, ndim: int, what: str) -> Placement:
     """The placement, its dimension counted from the front."""
-    if not isinstance(placement, Shard):
-        return placement
-    if not -ndim <= placement.dim < ndim:
-        raise InvalidArgument(
-            f"{what} is to be sharded on dimension {placement.dim}, and has {ndim} dimension{'s' if ndim != 1 else ''}; "
-            f"it must be one of {list(range(ndim))}"
-        )
-    return Shard(placement.dim % ndim)
+    return Shard(_mesh.tensor_dimension(placement.dim, ndim, what)) if isinstance(placement, Shard) else placement
 
 
 def local_box(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -31,7 +31,6 @@ class GroupSharded(nn.Module):
         self.module = module
         # Not a submodule, not a parameter: kept out of torch's books.
         self.__dict__["sharding"] = sharding
-        self._holding = False
 
     @property
     def level(self) -> str:
@@ -50,7 +49,7 @@ class GroupSharded(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            _before_forward(self._sharding(), self._holding)
+            _before_forward(self._sharding())
         if self._sharding().gatherer is None:
             return self.module(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -61,27 +60,13 @@ class GroupSharded(nn.Module):
             self._sharding().unwind()
             raise
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """The backward passes of forwards inside are not the last of their step: gradients accumulate here."""
-        before, self._holding = self._holding, True
-        try:
-            yield
-        finally:
-            self._holding = before
+        return self._sharding().holding()
 
-    @contextlib.contextmanager
-    def summon_full_params(self) -> Iterator[None]:
+    def summon_full_params(self) -> AbstractContextManager[None]:
         """All parameters are here inside. What rank 0 writes to them counts, if every rank enters and leaves."""
-        sharding = self._sharding()
-        if sharding.gatherer is not None:
-            sharding.gatherer.gather_all()
-        try:
-            yield
-        finally:
-            sharding.follow_changes()
-            if sharding.gatherer is not None:
-                sharding.gatherer.settle()
+        return self._sharding().all_here()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's, whole, with its own keys, on whichever ranks call it."""
@@ -99,11 +84,7 @@ class GroupSharded(nn.Module):
         return result
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        gatherer = self._sharding().gatherer
-        if gatherer is not None and gatherer.units:
-            raise InvalidArgument(
-                "a model at level p_g_os cannot be moved or cast; move or cast it before group_sharded_parallel"
-            )
+        self._sharding().check_movable()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
@@ -114,8 +95,8 @@ def _outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @_outside_graphs
-def _before_forward(sharding: Sharding[Tensor], holding: bool) -> None:
-    sharding.before_forward(holding)
+def _before_forward(sharding: Sharding[Tensor]) -> None:
+    sharding.before_forward()
 
 
 @_outside_graphs

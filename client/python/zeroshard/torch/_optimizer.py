@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from .._core.job import State
+from .._core.optimizer import SteppedByServers
 from .._core.sharding import Sharding
 from ..errors import InvalidArgument
 from . import kinds
 from ._dtensor import local, part
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose state is on the shard servers, and whose steps happen there.
 
     Made by :func:`~zeroshard.torch.group_sharded_parallel`. ``param_groups`` are those of the optimizer that was given:
@@ -34,20 +35,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What it shares with the model's wrapper."""
         assert self._sharding is not None
         return self._sharding
-
-    @property
-    def last_report(self) -> Any:
-        """What became of the last step: ``version``, ``applied``, ``gradient_norm``, ``clip_coefficient``, ``overflow``."""
-        return self.sharding.last_report
-
-    @property
-    def loss_scale(self) -> float:
-        """Gradients are those of the loss times this; the servers divide by it."""
-        return self.sharding.loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, scale: float) -> None:
-        self.sharding.loss_scale = scale
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -74,13 +61,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Has the next step clip to this global norm; the norm of the mean gradient, over all ranks and parameters."""
-        if not max_norm > 0:
-            raise InvalidArgument(f"max_norm is {max_norm}; it must be more than 0")
-        return torch.tensor(self.sharding.clip(float(max_norm)))
-
-    def state_hash(self) -> str:
-        """The hash of all parameters and state on the servers: equal runs have equal hashes."""
-        return self.sharding.job.state_hash()
+        return torch.tensor(self._clip_to(max_norm))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Every rank must do the same; the servers hear of it before the next step."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .._files import directory, existing, write
 from ..errors import InvalidArgument
 from ._dtensor import parts_of_state
 from ._model import GroupSharded
@@ -28,17 +29,17 @@ def save_group_sharded_model(
     when it is complete.
     """
     wrapped = _wrapped(model)
-    directory = _directory(output)
+    folder = directory(output)
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
         raise InvalidArgument(
             f"optimizer is a {type(optimizer).__name__}; it must be the one that group_sharded_parallel returned"
         )
     if wrapped._sharding().job.rank != 0:
         return
-    directory.mkdir(parents=True, exist_ok=True)
-    _write(_whole_state(wrapped), directory / _MODEL)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(_whole_state(wrapped), folder / _MODEL)
     if optimizer is not None:
-        _write(optimizer.state_dict(), directory / _OPTIMIZER)
+        _write(optimizer.state_dict(), folder / _OPTIMIZER)
 
 
 def load_group_sharded_model(
@@ -48,32 +49,22 @@ def load_group_sharded_model(
 
     For wrapped ones every rank must call it.
     """
-    directory = _directory(output)
-    model.load_state_dict(parts_of_state(model, _read(directory / _MODEL)))
+    folder = directory(output)
+    model.load_state_dict(parts_of_state(model, _read(folder / _MODEL)))
     if optimizer is not None:
-        optimizer.load_state_dict(_read(directory / _OPTIMIZER))
+        optimizer.load_state_dict(_read(folder / _OPTIMIZER))
 
 
 def _whole_state(wrapped: GroupSharded) -> dict[str, Any]:
     """The model's state dict; what of it is distributed comes whole from the servers."""
-    job = wrapped._sharding().job
     distributed = {
-        name: job.entry(parameter)
+        name: parameter
         for name, parameter in wrapped.module.named_parameters(remove_duplicate=False)
         if isinstance(parameter, DTensor)
     }
-    for entry in distributed.values():
-        if entry.modified:
-            raise InvalidArgument(
-                f"parameter {entry.name!r} was written to and the servers do not know it yet; it must be saved after the "
-                "next forward or step"
-            )
-    whole = job.whole({entry.name: entry for entry in distributed.values()}.values())
+    whole = wrapped._sharding().whole(distributed)
     state = wrapped.state_dict()
-    return {
-        name: whole[distributed[name].name].to(value.dtype) if name in distributed else value
-        for name, value in state.items()
-    }
+    return {name: whole[name].to(value.dtype) if name in whole else value for name, value in state.items()}
 
 
 def _wrapped(model: nn.Module) -> GroupSharded:
@@ -84,21 +75,10 @@ def _wrapped(model: nn.Module) -> GroupSharded:
     return model
 
 
-def _directory(output: str | os.PathLike[str]) -> Path:
-    directory = Path(output)
-    if directory.exists() and not directory.is_dir():
-        raise InvalidArgument(f"output is {os.fspath(output)!r}, a file; it must be a directory")
-    return directory
-
-
 def _write(state: dict[str, Any], path: Path) -> None:
-    partial = path.with_suffix(".partial")
-    torch.save(state, partial)
-    partial.replace(path)
+    write(path, lambda partial: torch.save(state, partial))
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise InvalidArgument(f"{str(path)!r} is not there; it must be a file that save_group_sharded_model wrote")
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    state: dict[str, Any] = torch.load(existing(path), map_location="cpu", weights_only=True)
     return state

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._dist_model import ShardingStage
 from .._rendezvous import place
+from .._strategy import ShardingStage, check_request, stage_of
 from ..errors import InvalidArgument
 from ._mesh import check_mesh, dimension, mesh_ranks
 from ._optimizer import ShardedOptimizer
@@ -38,15 +38,10 @@ def shard_optimizer(
     Raises:
         InvalidArgument: ``shard_fn`` is no stage, or stage 3 lacks the model.
     """
-    stage = _stage(shard_fn)
-    if not isinstance(gradient_accumulation_steps, int) or gradient_accumulation_steps < 1:
-        raise InvalidArgument(f"gradient_accumulation_steps is {gradient_accumulation_steps!r}; it must be 1 or more")
-    level = stage.level if stage is not None else "os"
-    if model is None and level == "p_g_os":
-        raise InvalidArgument(
-            "ShardingStage3 has parameters fetched for each use, and no model is given; it must be: "
-            "shard_optimizer(optimizer, ShardingStage3(), model=model), or to_static with a strategy of stage 3"
-        )
+    stage = stage_of(shard_fn, DeviceMesh)
+    if stage.mesh is not None and stage.sharding_mesh_dim is not None:
+        dimension(check_mesh(stage.mesh, "mesh"), stage.sharding_mesh_dim)
+    check_request(stage, gradient_accumulation_steps, model)
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ShardedOptimizer):
         raise InvalidArgument(
             f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer that is not sharded already"
@@ -54,8 +49,8 @@ def shard_optimizer(
     wrapped, sharded, _ = group_sharded_parallel(
         _Parameters(optimizer) if model is None else model,
         optimizer,
-        level,
-        group=None if stage is None else mesh_group(stage.mesh),
+        stage.level,
+        group=mesh_group(stage.mesh),
         accumulation_steps=gradient_accumulation_steps if gradient_accumulation_steps > 1 else None,
     )
     if model is not None:
@@ -63,7 +58,7 @@ def shard_optimizer(
 
         def before(module: nn.Module, inputs: Any) -> None:
             if torch.is_grad_enabled():
-                sharding.before_forward(False)
+                sharding.before_forward()
 
         model.register_forward_pre_hook(before)
     return sharded
@@ -77,23 +72,6 @@ class _Parameters(nn.Module):
         for number, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
                 self.register_parameter(f"group{number}_{position}", parameter)
-
-
-def _stage(shard_fn: object) -> ShardingStage | None:
-    """The stage, also where its class, or a mesh in the place of its dimension, is given."""
-    if isinstance(shard_fn, type) and issubclass(shard_fn, ShardingStage):
-        shard_fn = shard_fn()
-    if shard_fn is None:
-        return None
-    if not isinstance(shard_fn, ShardingStage) or not hasattr(shard_fn, "stage"):
-        raise InvalidArgument(
-            f"shard_fn is {shard_fn!r}; it must be ShardingStage1(), ShardingStage2() or ShardingStage3(), or None"
-        )
-    if isinstance(shard_fn.sharding_mesh_dim, DeviceMesh):
-        return type(shard_fn)(None, shard_fn.sharding_mesh_dim)
-    if shard_fn.mesh is not None and shard_fn.sharding_mesh_dim is not None:
-        dimension(check_mesh(shard_fn.mesh, "mesh"), shard_fn.sharding_mesh_dim)
-    return shard_fn
 
 
 def mesh_group(mesh: object) -> Any | None:

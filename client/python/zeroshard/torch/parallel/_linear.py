@@ -34,11 +34,12 @@ class _LinearStyle(ParallelStyle):
 
     def __init__(
         self,
-        _prepare_input: Prepare | None,
-        _prepare_output: Prepare | None,
-        input_layouts: Placement | None,
-        output_layouts: Placement | None,
-        use_local_output: bool | None,
+        _prepare_input: Prepare | None = None,
+        _prepare_output: Prepare | None = None,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool | None = None,
     ) -> None:
         super().__init__(_prepare_input, _prepare_output)
         for name, layout in (("input_layouts", input_layouts), ("output_layouts", output_layouts)):
@@ -150,17 +151,6 @@ class ColwiseParallel(_LinearStyle):
 
     _usual = (Replicate(), Shard(-1))
 
-    def __init__(
-        self,
-        _prepare_input: Prepare | None = None,
-        _prepare_output: Prepare | None = None,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool | None = None,
-    ) -> None:
-        super().__init__(_prepare_input, _prepare_output, input_layouts, output_layouts, use_local_output)
-
     def _placements(self, module: nn.Module) -> dict[str, Placement]:
         if isinstance(module, nn.Embedding):
             return {"weight": Shard(1)}
@@ -189,17 +179,6 @@ class RowwiseParallel(_LinearStyle):
     """
 
     _usual = (Shard(-1), Replicate())
-
-    def __init__(
-        self,
-        _prepare_input: Prepare | None = None,
-        _prepare_output: Prepare | None = None,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool | None = None,
-    ) -> None:
-        super().__init__(_prepare_input, _prepare_output, input_layouts, output_layouts, use_local_output)
 
     def _placements(self, module: nn.Module) -> dict[str, Placement]:
         if isinstance(module, nn.Embedding):
