@@ -4,7 +4,7 @@
 //! last ones may be short, or empty), and where several mesh dimensions cut the same tensor dimension, the earlier one
 //! cuts first.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use crate::{Error, ProcessMesh, Result, TensorBox, pb};
 
@@ -109,25 +109,22 @@ impl Layout {
 
     /// Who contributes what of the gradient of a tensor of `shape`, which [`Self::check`] accepts.
     pub fn contributions(&self, shape: &[u64]) -> Contributions {
-        let mut lanes: Vec<Lane> = Vec::new();
-        for &rank in self.mesh.ranks() {
-            let coordinate = self.mesh.coordinate(rank).expect("it is one of the mesh's");
-            let repeats = self.placements.iter().zip(&coordinate);
-            if repeats
-                .into_iter()
-                .any(|(placement, &place)| *placement == DimPlacement::Replicate && place > 0)
-            {
+        let mut ranks: BTreeMap<TensorBox, Vec<u32>> = BTreeMap::new();
+        for (coordinate, rank) in self.mesh.coordinates() {
+            let mut repeats = self.placements.iter().zip(&coordinate);
+            if repeats.any(|(placement, &place)| *placement == DimPlacement::Replicate && place > 0) {
                 continue;
             }
             let area = self.box_at(shape, &coordinate);
-            match lanes.iter_mut().find(|lane| lane.area == area) {
-                _ if area.is_empty() => {}
-                Some(lane) => lane.ranks.push(rank),
-                None => lanes.push(Lane { area, ranks: vec![rank] }),
+            if !area.is_empty() {
+                ranks.entry(area).or_default().push(rank);
             }
         }
-        lanes.iter_mut().for_each(|lane| lane.ranks.sort_unstable());
-        lanes.sort_by(|a, b| a.area.cmp(&b.area));
+        let lane = |(area, mut ranks): (TensorBox, Vec<u32>)| {
+            ranks.sort_unstable();
+            Lane { area, ranks }
+        };
+        let lanes = ranks.into_iter().map(lane).collect();
         Contributions { lanes, divisor: self.divisor() }
     }
 

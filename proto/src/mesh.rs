@@ -110,13 +110,21 @@ impl ProcessMesh {
 
     /// Where `rank` is, if it is in the mesh.
     pub fn coordinate(&self, rank: u32) -> Option<Vec<usize>> {
-        let mut position = self.ranks.iter().position(|&other| other == rank)?;
+        Some(self.coordinate_of(self.ranks.iter().position(|&other| other == rank)?))
+    }
+
+    fn coordinate_of(&self, mut position: usize) -> Vec<usize> {
         let mut coordinate = vec![0; self.ndim()];
         for (place, &size) in coordinate.iter_mut().zip(&self.shape).rev() {
             *place = position % size;
             position /= size;
         }
-        Some(coordinate)
+        coordinate
+    }
+
+    /// All ranks and where they are, row-major.
+    pub fn coordinates(&self) -> impl Iterator<Item = (Vec<usize>, u32)> + '_ {
+        self.ranks.iter().enumerate().map(|(position, &rank)| (self.coordinate_of(position), rank))
     }
 
     /// The rank at `coordinate`; `None` outside of the mesh.

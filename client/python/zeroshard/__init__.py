@@ -13,6 +13,7 @@ from . import errors
 from ._native import __version__
 from ._session import JobStatus, ServerStatus, Session, Status, init, shutdown, status
 from .errors import (
+    AlreadyParallel,
     Disagreement,
     Error,
     Internal,
@@ -20,6 +21,7 @@ from .errors import (
     JobExists,
     JobFailed,
     LeaseLost,
+    NotATensor,
     NotHere,
     NotInitialised,
     OutOfMemory,
@@ -32,12 +34,14 @@ from .errors import (
     Unauthenticated,
     Unavailable,
     UnknownJob,
+    UnsupportedModule,
     UnsupportedOptimizer,
     UnusedParameter,
     VersionGone,
 )
 
 __all__ = [
+    "AlreadyParallel",
     "Disagreement",
     "Error",
     "Internal",
@@ -46,6 +50,7 @@ __all__ = [
     "JobFailed",
     "JobStatus",
     "LeaseLost",
+    "NotATensor",
     "NotHere",
     "NotInitialised",
     "OutOfMemory",
@@ -61,6 +66,7 @@ __all__ = [
     "Unauthenticated",
     "Unavailable",
     "UnknownJob",
+    "UnsupportedModule",
     "UnsupportedOptimizer",
     "UnusedParameter",
     "VersionGone",

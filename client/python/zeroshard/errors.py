@@ -14,6 +14,18 @@ class InvalidArgument(Error, ValueError):
     """An argument is wrong; given again it will be refused again."""
 
 
+class NotATensor(Error, TypeError, RuntimeError):
+    """A value is not a tensor, and must be one."""
+
+
+class UnsupportedModule(Error, NotImplementedError):
+    """A parallel style cannot be applied to a module of this type; the message lists the types that it knows."""
+
+
+class AlreadyParallel(Error, RuntimeError):
+    """The module has been parallelised before."""
+
+
 class NotInitialised(Error):
     """There is no session, or it does not fit: call :func:`zeroshard.init` first."""
 
@@ -79,7 +91,7 @@ class Unauthenticated(Error, PermissionError):
 
 
 class Disagreement(Error):
-    """The ranks asked for different things in one step."""
+    """The ranks asked for different things: in a step, or of a mesh, a plan or a placement."""
 
 
 class ParkingFull(Error):

@@ -38,9 +38,9 @@ fn refusal(spec: &JobSpec, index: u32, lanes: &[Lane], rank: u32, sent: Sent) ->
     let tensor = spec.manifest.slices()[index as usize].tensor;
     let name = &spec.manifest.tensors()[tensor].name;
     let (what, does) = match sent {
-        Sent::Gradient => ("pushes the gradient", "contributes to it"),
-        Sent::Start => ("uploads the beginning", "uploads some of it"),
-        Sent::Buffer => ("pushes the next content", "uploads some of it"),
+        Sent::Gradient => ("pushes the gradient of tensor", "contributes to"),
+        Sent::Start => ("uploads tensor", "uploads some of"),
+        Sent::Buffer => ("pushes buffer", "uploads some of"),
     };
     let mut ranks: Vec<u32> = match sent {
         Sent::Gradient => lanes.iter().flat_map(|lane| lane.ranks.iter().copied()).collect(),
@@ -49,9 +49,9 @@ fn refusal(spec: &JobSpec, index: u32, lanes: &[Lane], rank: u32, sent: Sent) ->
     ranks.sort_unstable();
     let who = some_of(ranks.into_iter().map(|rank| describe(spec, tensor, rank)));
     Error::invalid(
-        format!("the rank that {what} of slice {index} of tensor {name:?}"),
+        format!("rank that {what} {name:?}"),
         format!("{}, {}", describe(spec, tensor, rank), reason(spec, tensor, lanes, rank)),
-        format!("one that {does}: {who}"),
+        format!("one that {does} slice {index}: {who}"),
     )
 }
 
@@ -78,7 +78,7 @@ fn reason(spec: &JobSpec, tensor: usize, lanes: &[Lane], rank: u32) -> String {
     }
     match spec.local_box(tensor, rank).is_empty() {
         true => "whose box of the tensor is empty".to_owned(),
-        false => "whose box of the tensor has nothing of the slice".to_owned(),
+        false => "whose box of the tensor has nothing of this slice".to_owned(),
     }
 }
 

@@ -23,19 +23,19 @@ const WHOLE: SliceSpec = SliceSpec { tensor: 0, offset: 0, numel: 4 };
 
 #[test]
 fn gradients_of_ranks_that_have_none_are_refused() {
-    let of = "the rank that pushes the gradient of slice 0 of tensor \"w\" is";
+    let of = "rank that pushes the gradient of tensor \"w\" is";
     let mean = Partial(Reduction::Avg);
     assert_eq!(
         refused(&spec([mean, Replicate]), WHOLE, 3, Sent::Gradient),
         format!(
             "{of} rank 3 (dp 1, tp 1), where \"tp\" is not 0, and along \"tp\" the tensor is replicated; it must be \
-             one that contributes to it: rank 0 (dp 0, tp 0), rank 2 (dp 1, tp 0)"
+             one that contributes to slice 0: rank 0 (dp 0, tp 0), rank 2 (dp 1, tp 0)"
         )
     );
     assert_eq!(
         refused(&spec([mean, Replicate]), WHOLE, 4, Sent::Gradient),
         format!(
-            "{of} rank 4, which is not in the tensor's mesh; it must be one that contributes to it: \
+            "{of} rank 4, which is not in the tensor's mesh; it must be one that contributes to slice 0: \
              rank 0 (dp 0, tp 0), rank 2 (dp 1, tp 0)"
         )
     );
@@ -44,7 +44,7 @@ fn gradients_of_ranks_that_have_none_are_refused() {
     assert_eq!(
         refused(&rows, WHOLE, 2, Sent::Gradient),
         format!(
-            "{of} rank 2 (tp 2), whose box of the tensor is empty; it must be one that contributes to it: \
+            "{of} rank 2 (tp 2), whose box of the tensor is empty; it must be one that contributes to slice 0: \
              rank 0 (tp 0), rank 1 (tp 1)"
         )
     );
@@ -52,8 +52,8 @@ fn gradients_of_ranks_that_have_none_are_refused() {
     assert_eq!(
         refused(&rows, half, 1, Sent::Gradient),
         format!(
-            "{of} rank 1 (tp 1), whose box of the tensor has nothing of the slice; it must be one that contributes \
-             to it: rank 0 (tp 0)"
+            "{of} rank 1 (tp 1), whose box of the tensor has nothing of this slice; it must be one that contributes \
+             to slice 0: rank 0 (tp 0)"
         )
     );
 }
@@ -63,15 +63,15 @@ fn uploads_of_ranks_that_are_not_the_first_are_refused() {
     let spec = spec([Partial(Reduction::Sum), Shard(0)]);
     assert_eq!(
         refused(&spec, WHOLE, 2, Sent::Start),
-        "the rank that uploads the beginning of slice 0 of tensor \"w\" is rank 2 (dp 1, tp 0), which is not the \
-         first that has it; it must be one that uploads some of it: rank 0 (dp 0, tp 0), rank 1 (dp 0, tp 1)"
+        "rank that uploads tensor \"w\" is rank 2 (dp 1, tp 0), which is not the \
+         first that has it; it must be one that uploads some of slice 0: rank 0 (dp 0, tp 0), rank 1 (dp 0, tp 1)"
     );
     let manifest = Manifest::new(vec![TensorSpec::new("b", [4])]).unwrap();
     let plain = JobSpec { manifest, meshes: vec![], world: 2, ..spec };
     assert_eq!(
         refused(&plain, WHOLE, 1, Sent::Buffer),
-        "the rank that pushes the next content of slice 0 of tensor \"b\" is rank 1, which is not the first that has \
-         it; it must be one that uploads some of it: rank 0"
+        "rank that pushes buffer \"b\" is rank 1, which is not the first that has \
+         it; it must be one that uploads some of slice 0: rank 0"
     );
 }
 

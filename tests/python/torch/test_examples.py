@@ -64,3 +64,30 @@ def test_scripts_of_the_pages_run(page: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(whole[0])
     losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", run("script.py", cwd=tmp_path))]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+def test_a_gpt_on_a_mesh_writes_the_same_in_plain_torch(level: str) -> None:
+    script = str(EXAMPLES / "gpt_tensor_parallel.py")
+    printed = run(*TORCHRUN, script, "--steps", "40", "--level", level)
+    losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", printed)]
+    assert len(losses) == 2 and losses[-1] < 4.0
+    assert printed.strip().endswith("loaded into plain torch it writes the same")
+
+
+def test_parallel_styles_learn_what_the_dense_network_does() -> None:
+    printed = run(*TORCHRUN, str(EXAMPLES / "tensor_parallel.py"), "--steps", "60")
+    losses = [tuple(map(float, pair)) for pair in re.findall(r"loss (\d\.\d+) -> (\d\.\d+)", printed)]
+    assert len(losses) == 4 and losses[0][1] < losses[0][0] / 10
+    assert all(pair == pytest.approx(losses[0], rel=1e-3) for pair in losses)
+    parameters, here = map(int, re.findall(r"parameters (\d+), on this rank (\d+)", printed)[0])
+    # All but the last bias is cut.
+    assert here == (parameters - 32) / 2 + 32
+
+
+def test_a_model_on_a_mesh_is_trained_evaluated_and_asked() -> None:
+    printed = run(*TORCHRUN, str(EXAMPLES / "dist_model.py"), "--steps", "80", "--programs")
+    first, last, evaluated = map(float, re.findall(r"loss (\d\.\d+) -> (\d\.\d+), evaluated (\d\.\d+)", printed)[0])
+    assert last < first / 2 and evaluated < first / 2
+    assert float(re.findall(r"accuracy (\d\.\d+)", printed)[0]) > 0.7
+    assert printed.count("dist main program of ") == 3 and "push" in printed

@@ -15,13 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
-
 import models
 import ranks
 from servers import servers
@@ -69,9 +62,6 @@ class GPT(nn.Module):
         self.attention, self.mlp = Attention(), MLP()
         self.head = nn.Linear(WIDTH, models.VOCABULARY, bias=False)
         nn.init.normal_(self.tokens.weight, std=0.1)
-        self.tie()
-
-    def tie(self) -> None:
         self.head.weight = self.tokens.weight
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -83,10 +73,10 @@ class GPT(nn.Module):
 
 def plan(sequence: bool) -> dict[str, Any]:
     """Megatron's: columns, then rows; with ``sequence`` what is between them is cut along the sequence."""
+    from zeroshard.torch.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
     between = Shard(1) if sequence else Replicate()
-    columns = {name: ColwiseParallel(input_layouts=between) for name in ("attention.q", "attention.k", "attention.v")}
-    # What does not divide must stay a DTensor: of a local tensor torch cannot tell how large the others are.
-    columns["mlp.up"] = ColwiseParallel(input_layouts=between, use_local_output=False)
+    columns = {name: ColwiseParallel(input_layouts=between) for name in ("attention.q", "attention.k", "attention.v", "mlp.up")}
     rows = {name: RowwiseParallel(output_layouts=between) for name in ("attention.out", "mlp.down")}
     norms = {f"norms.{n}": SequenceParallel(use_local_output=True) for n in range(3)} if sequence else {}
     return {
@@ -131,10 +121,12 @@ def dense(steps: int = STEPS) -> list[float]:
 
 def parallel(shape: tuple[int, int], sequence: bool) -> tuple[GPT, Any]:
     """The model on a mesh, and the mesh."""
+    from zeroshard.torch.parallel import parallelize_module
+
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     model = build()
     parallelize_module(model, mesh["tp"], plan(sequence))
-    model.tie()
+    assert model.head.weight is model.tokens.weight
     return model, mesh
 
 
@@ -181,3 +173,38 @@ def test_the_bits_are_the_same_on_any_number_of_servers() -> None:
             (first, *_) = ranks.run(2, sharded, (1, 2), ("os_g",), 10, False, env={"ZEROSHARD_ADDRESS": address})
             hashes.add((tuple(first[0][0]), first[0][1]))
     assert len(hashes) == 1
+
+
+def saved_and_loaded(rank: int, folder: str) -> None:
+    """Two steps under one mesh and two under another are the four steps of one."""
+    from zeroshard.torch import group_sharded_parallel, load_group_sharded_model, save_group_sharded_model
+
+    def wrapped(shape: tuple[int, int]) -> tuple[Any, Any, Any]:
+        model, mesh = parallel(shape, False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        model, optimizer, _ = group_sharded_parallel(model, optimizer, "p_g_os", segment_size=64)
+        return model, optimizer, mesh
+
+    model, optimizer, mesh = wrapped((1, 2))
+    losses_of(model, optimizer, 2, 0, 1)
+    save_group_sharded_model(model, folder, optimizer)
+    dist.barrier()
+    expected = losses_of(model, optimizer, 2, 0, 1)
+
+    other, optimizer, mesh = wrapped((2, 1))
+    load_group_sharded_model(other, folder, optimizer)
+    losses = losses_of(other, optimizer, 2, mesh.get_local_rank("dp"), 2)
+    mean = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(mean)
+    assert worst((mean / 2).tolist(), expected) <= TOLERANCE
+
+    if rank == 0:
+        plain = GPT()
+        plain.load_state_dict(torch.load(f"{folder}/model.pt"))
+        plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=2e-3)
+        plain_optimizer.load_state_dict(torch.load(f"{folder}/optimizer.pt"))
+        assert worst(losses_of(plain, plain_optimizer, 2, 0, 1), expected) <= TOLERANCE
+
+
+def test_what_is_saved_under_one_mesh_goes_on_under_another_and_in_plain_torch(tmp_path: Any) -> None:
+    ranks.run(2, saved_and_loaded, str(tmp_path))

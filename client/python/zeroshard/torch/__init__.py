@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from .._dist_model import ShardingStage1, ShardingStage2, ShardingStage3, Strategy
+from . import parallel
 from ._clip import ClipGradByGlobalNorm, clip_grad_norm_
 from ._data_parallel import DataParallel, fused_allreduce_gradients
+from ._dataloader import ShardDataloader, shard_dataloader
+from ._dist_model import DistModel, to_static
+from ._layer import shard_layer
+from ._mesh import Partial, ProcessMesh, Replicate, Shard
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
+from ._placement import reshard, shard_tensor
 from ._save import load_group_sharded_model, save_group_sharded_model
 from ._scaler import GradScaler
+from ._shard_optimizer import shard_optimizer
 from ._sharded import group_sharded_parallel
 from .optim import LAMB, Lion
 
@@ -15,13 +23,30 @@ __all__ = [
     "LAMB",
     "ClipGradByGlobalNorm",
     "DataParallel",
+    "DistModel",
     "GradScaler",
     "GroupSharded",
     "Lion",
+    "Partial",
+    "ProcessMesh",
+    "Replicate",
+    "Shard",
+    "ShardDataloader",
     "ShardedOptimizer",
+    "ShardingStage1",
+    "ShardingStage2",
+    "ShardingStage3",
+    "Strategy",
     "clip_grad_norm_",
     "fused_allreduce_gradients",
     "group_sharded_parallel",
     "load_group_sharded_model",
+    "parallel",
+    "reshard",
     "save_group_sharded_model",
+    "shard_dataloader",
+    "shard_layer",
+    "shard_optimizer",
+    "shard_tensor",
+    "to_static",
 ]

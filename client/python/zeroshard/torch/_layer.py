@@ -1,0 +1,128 @@
+"""``shard_layer``: the parameters of a module onto a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from ..errors import InvalidArgument
+from ._agreement import agree
+from ._mesh import check_mesh, mesh_ranks, mesh_text
+from ._ties import keeping_ties
+
+
+def shard_layer(
+    layer: nn.Module,
+    process_mesh: DeviceMesh,
+    shard_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[[Any, DeviceMesh], Any] | None = None,
+    output_fn: Callable[[Any, DeviceMesh], Any] | None = None,
+) -> nn.Module:
+    """Makes all parameters and buffers of a module DTensors, in place.
+
+    Every rank of the mesh calls it with the same module; the values of the mesh's first rank count.
+
+    Args:
+        layer: the module.
+        process_mesh: a :class:`ProcessMesh`, or a ``DeviceMesh`` of torch.
+        shard_fn: ``shard_fn(name, layer, process_mesh)`` is called for every module, ``layer`` itself included with the
+            name ``""``, and replaces parameters as it likes (``layer.weight = shard_tensor(layer.weight, ...)``). What
+            it leaves is replicated, as is everything without it.
+        input_fn: ``input_fn(inputs, process_mesh)`` returns the list of inputs with which ``layer`` runs.
+        output_fn: ``output_fn(outputs, process_mesh)`` returns what a call of ``layer`` returns.
+
+    Returns:
+        The module.
+
+    Raises:
+        InvalidArgument: ``process_mesh`` is no mesh, or something else is of another type; a parameter is on another
+            mesh.
+        Disagreement: another rank has another mesh, another module, or its ``shard_fn`` did something else.
+    """
+    if not isinstance(layer, nn.Module):
+        raise InvalidArgument(f"layer is a {type(layer).__name__}; it must be a torch.nn.Module")
+    mesh = check_mesh(process_mesh, "process_mesh")
+    for name, function in (("shard_fn", shard_fn), ("input_fn", input_fn), ("output_fn", output_fn)):
+        if function is not None and not callable(function):
+            raise InvalidArgument(f"{name} is {function!r}; it must be a function, or None")
+    agree(
+        "shard_layer",
+        {"the mesh": mesh_text(mesh), "the layer's parameters": parameters_text(layer)},
+        mesh_ranks(mesh),
+    )
+    with keeping_ties(layer):
+        if shard_fn is not None:
+            for name, inner in list(layer.named_modules()):
+                shard_fn(name, inner, mesh)
+    agree("shard_layer after shard_fn", {"what shard_fn has done": parameters_text(layer)}, mesh_ranks(mesh))
+    replicate_rest(layer, mesh)
+    if input_fn is not None:
+        before = input_fn
+        layer.register_forward_pre_hook(lambda _, inputs: _as_inputs(before(inputs, mesh)))
+        # Whoever calls the layer for the user must leave the inputs to it.
+        layer.__dict__["_zeroshard_input_fn"] = True
+    if output_fn is not None:
+        after = output_fn
+        layer.register_forward_hook(lambda _, inputs, outputs: after(outputs, mesh))
+    return layer
+
+
+def replicate_rest(layer: nn.Module, mesh: DeviceMesh) -> dict[int, nn.Parameter]:
+    """Replicates the parameters and buffers that are not on the mesh; the new parameters, by the old ones' ``id``."""
+    everywhere = [Replicate()] * mesh.ndim
+    made: dict[int, nn.Parameter] = {}
+    kept = []  # an id must not be given away while it is a key
+    for prefix, inner in layer.named_modules():
+        for name, parameter in list(inner.named_parameters(recurse=False, remove_duplicate=False)):
+            if isinstance(parameter, DTensor):
+                _check_on(parameter, mesh, f"{prefix}.{name}" if prefix else name)
+                continue
+            if id(parameter) not in made:
+                fresh = nn.Parameter(distribute_tensor(parameter.detach(), mesh, everywhere), parameter.requires_grad)
+                if getattr(parameter, "need_clip", True) is False:
+                    fresh.need_clip = False  # type: ignore[attr-defined]
+                made[id(parameter)] = fresh
+                kept.append(parameter)
+            inner.register_parameter(name, made[id(parameter)])
+        for name, buffer in list(inner.named_buffers(recurse=False)):
+            if not isinstance(buffer, DTensor):
+                inner._buffers[name] = distribute_tensor(buffer, mesh, everywhere)
+    return made
+
+
+def replace_in_optimizer(optimizer: torch.optim.Optimizer, made: dict[int, nn.Parameter]) -> None:
+    """The optimizer goes on with what has taken its parameters' places."""
+    for group in optimizer.param_groups:
+        for number, parameter in enumerate(group["params"]):
+            fresh = made.get(id(parameter))
+            if fresh is not None:
+                group["params"][number] = fresh
+                if parameter in optimizer.state:
+                    optimizer.state[fresh] = optimizer.state.pop(parameter)
+
+
+def parameters_text(layer: nn.Module) -> str:
+    """Names, shapes, dtypes and placements of a module's parameters, in an error."""
+    said = []
+    for name, parameter in layer.named_parameters():
+        placed = f" {list(parameter.placements)}" if isinstance(parameter, DTensor) else ""
+        said.append(f"{name} {list(parameter.shape)} {parameter.dtype}{placed}")
+    return ", ".join(said) or "none"
+
+
+def _check_on(parameter: DTensor, mesh: DeviceMesh, name: str) -> None:
+    if parameter.device_mesh != mesh:
+        raise InvalidArgument(
+            f"parameter {name!r} is on the mesh {mesh_text(parameter.device_mesh)}; it must be on {mesh_text(mesh)}, "
+            "as the layer"
+        )
+
+
+def _as_inputs(inputs: Any) -> Any:
+    """torch takes several inputs as a tuple."""
+    return tuple(inputs) if isinstance(inputs, list) else inputs

@@ -1,0 +1,138 @@
+"""The functions that the first tensor parallel styles were made of, which torch itself has dropped.
+
+``make_input_*`` turn a module's input into a DTensor, ``make_output_*`` its output into what comes after it. A plain
+tensor given to ``make_input_shard_*`` **is** this rank's shard already: the global size is the local one times the
+mesh's, so the shards must be of one size, and no data moves. A DTensor is redistributed.
+
+Meshes have one dimension. All raise :class:`~zeroshard.NotATensor` (a RuntimeError) for what is no tensor, and
+:class:`~zeroshard.InvalidArgument` for a mesh of more dimensions or a dimension that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from ...errors import InvalidArgument, NotATensor
+from .._mesh import check_1d, check_placement, mesh_text
+
+#: A module's input or output: hooks of modules see a tuple of one.
+Value = Tensor | Sequence[Tensor]
+
+
+def make_input_shard_1d(input: Value, device_mesh: DeviceMesh | None = None, dim: int = 0) -> DTensor:
+    """A DTensor that is sharded on ``dim``. ``device_mesh`` is a DTensor's own by default."""
+    return _input(input, device_mesh, Shard(dim))
+
+
+def make_input_shard_1d_last_dim(input: Value, device_mesh: DeviceMesh | None = None) -> DTensor:
+    """:func:`make_input_shard_1d` on the last dimension."""
+    return _input(input, device_mesh, Shard(-1))
+
+
+def make_input_reshard_replicate(input: Value, device_mesh: DeviceMesh | None = None) -> DTensor:
+    """A replicated DTensor, from shards of dimension 0: an all-gather."""
+    return make_input_replicate_1d(make_input_shard_1d(input, device_mesh), device_mesh)
+
+
+def make_input_replicate_1d(input: Value, device_mesh: DeviceMesh | None = None) -> DTensor:
+    """A replicated DTensor. A plain tensor is the same on every rank already."""
+    return _input(input, device_mesh, Replicate())
+
+
+def make_output_shard_1d(output: Value, device_mesh: DeviceMesh | None = None, dim: int = 0) -> DTensor:
+    """The DTensor ``output``, sharded on ``dim``. ``device_mesh`` is its own by default."""
+    return _output(output, device_mesh, Shard(dim))
+
+
+def make_output_replicate_1d(output: Value, device_mesh: DeviceMesh | None = None) -> DTensor:
+    """The DTensor ``output``, replicated."""
+    return _output(output, device_mesh, Replicate())
+
+
+def make_output_tensor(output: Value, device_mesh: DeviceMesh | None = None) -> Tensor:
+    """The whole of the DTensor ``output`` as a plain tensor, on every rank."""
+    return local(make_output_replicate_1d(output, device_mesh))
+
+
+def make_sharded_output_tensor(output: Value, device_mesh: DeviceMesh | None = None) -> Tensor:
+    """This rank's shard of the DTensor ``output``, as it is, as a plain tensor. ``device_mesh`` is not needed."""
+    return local(_distributed(output, device_mesh))
+
+
+def make_output_reshard_tensor(output: Value, device_mesh: DeviceMesh | None = None) -> Tensor:
+    """This rank's shard of dimension 0 of the DTensor ``output``, as a plain tensor: a reduce-scatter of partial sums.
+
+    The shards must be of one size, since what comes next cannot know theirs.
+    """
+    return local(even(make_output_shard_1d(output, device_mesh), "output"))
+
+
+def local(value: DTensor) -> Tensor:
+    """This rank's part."""
+    return value.to_local()
+
+
+def even(value: DTensor, what: str) -> DTensor:
+    """The same, if all of its shards are of one size."""
+    mesh, (placement,) = value.device_mesh, value.placements
+    if isinstance(placement, Shard) and value.shape[placement.dim] % mesh.size():
+        raise InvalidArgument(
+            f"dimension {placement.dim} of {what} has {value.shape[placement.dim]} elements, and its shards become "
+            f"plain tensors; it must divide by the {mesh.size()} ranks of the mesh, or remain a DTensor "
+            "(use_local_output=False, make_output_shard_1d)"
+        )
+    return value
+
+
+def redistributed(value: DTensor, placement: Placement) -> DTensor:
+    """The same on its mesh of one dimension with another placement."""
+    if value.placements == (placement,):
+        return value
+    return value.redistribute(placements=(placement,))
+
+
+def same_mesh(value: DTensor, mesh: DeviceMesh, what: str) -> None:
+    """Raises an error unless a DTensor is on a mesh."""
+    if value.device_mesh != mesh:
+        raise InvalidArgument(
+            f"{what} is on the mesh {mesh_text(value.device_mesh)}; it must be on {mesh_text(mesh)}: reshard moves it"
+        )
+
+
+def _input(value: Value, mesh: DeviceMesh | None, placement: Placement) -> DTensor:
+    tensor = _single(value)
+    if not isinstance(tensor, Tensor):
+        raise NotATensor(f"the input is a {type(tensor).__name__}; it must be a torch.Tensor or a DTensor")
+    if mesh is None and isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+    mesh = check_1d(mesh, "device_mesh")
+    placement = check_placement(placement, tensor.dim(), "the input")
+    if isinstance(tensor, DTensor):
+        same_mesh(tensor, mesh, "the input")
+        return redistributed(tensor, placement)
+    return DTensor.from_local(tensor, mesh, (placement,), run_check=False)
+
+
+def _output(value: Value, mesh: DeviceMesh | None, placement: Placement) -> DTensor:
+    output = _distributed(value, mesh)
+    return redistributed(output, check_placement(placement, output.dim(), "the output"))
+
+
+def _distributed(value: Value, mesh: DeviceMesh | None) -> DTensor:
+    output = _single(value)
+    if not isinstance(output, DTensor):
+        raise NotATensor(f"the output is a {type(output).__name__}; it must be a DTensor, as parallel modules make them")
+    mesh = check_1d(output.device_mesh if mesh is None else mesh, "device_mesh")
+    same_mesh(output, mesh, "the output")
+    return output
+
+
+def _single(value: Value) -> object:
+    """A hook's tuple of one is what is in it."""
+    if isinstance(value, (tuple, list)) and len(value) == 1:
+        return value[0]
+    return value

@@ -1,0 +1,106 @@
+"""Facts about several ranks, many of them checked by one group of processes: starting one takes seconds.
+
+    TWO = Facts(2)
+
+    @TWO
+    def a_sum_is_the_same_everywhere(rank: int) -> None:
+        assert ...
+
+    two = TWO.fixture(__name__)
+
+    @pytest.mark.parametrize("fact", TWO.names)
+    def test_on_two_ranks(fact: str, two: Outcomes) -> None:
+        two.check(fact)
+"""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ranks
+
+#: How long a rank waits for the others at the end of a fact, in seconds.
+PATIENCE = timedelta(seconds=60)
+
+
+class Outcomes:
+    """What became of each fact, on each rank: None, or what went wrong."""
+
+    def __init__(self, by_rank: list[dict[str, str | None]]) -> None:
+        self._by_rank = by_rank
+
+    def check(self, fact: str) -> None:
+        """Fails where the fact does not hold on some rank."""
+        wrong = {rank: told[fact] for rank, told in enumerate(self._by_rank) if told[fact] is not None}
+        assert not wrong, "\n".join(f"--- rank {rank}:\n{text}" for rank, text in wrong.items())
+
+
+class Facts:
+    """The facts that one group of ranks checks."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._functions: dict[str, Callable[[int], None]] = {}
+
+    def __call__(self, function: Callable[[int], None]) -> Callable[[int], None]:
+        """Adds a fact: a function of the rank that raises an error where it does not hold."""
+        self._functions[function.__name__] = function
+        return function
+
+    @property
+    def names(self) -> list[str]:
+        """All of them, in order."""
+        return list(self._functions)
+
+    def fixture(self, module: str, servers: bool = False) -> Any:
+        """A fixture that checks them all, once; with ``servers`` the ranks find real ones."""
+
+        def run(env: dict[str, str] | None) -> Outcomes:
+            attributes = vars(importlib.import_module(module))
+            found = next(name for name, value in attributes.items() if value is self)
+            return Outcomes(ranks.run(self.world, check_all, module, found, env=env))
+
+        if servers:
+
+            @pytest.fixture(scope="module")
+            def outcomes(processes: dict[str, str]) -> Outcomes:
+                return run(processes)
+
+            return outcomes
+
+        @pytest.fixture(scope="module")
+        def outcomes_alone() -> Outcomes:
+            return run(None)
+
+        return outcomes_alone
+
+
+def check_all(rank: int, module: str, attribute: str) -> dict[str, str | None]:
+    """Checks facts one after the other, until ranks differ in how one went."""
+    facts: Facts = getattr(importlib.import_module(module), attribute)
+    store = dist.distributed_c10d._get_default_store()
+    told: dict[str, str | None] = dict.fromkeys(facts.names, "not checked, since the ranks were no longer together")
+    for name, function in facts._functions.items():
+        torch.manual_seed(0)
+        try:
+            function(rank)
+            told[name] = None
+        except Exception:
+            told[name] = traceback.format_exc()
+        store.set(f"facts/{name}/{rank}", "right" if told[name] is None else "wrong")
+        keys = [f"facts/{name}/{other}" for other in range(facts.world)]
+        try:
+            store.wait(keys, PATIENCE)
+        except Exception as error:
+            raise AssertionError(f"a rank has not come to the end of {name}; here: {told[name]}") from error
+        if len({store.get(key) for key in keys}) > 1:
+            break
+    return told

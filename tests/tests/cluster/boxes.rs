@@ -1,0 +1,186 @@
+//! Tensors on meshes: each rank moves the box that it has, and what comes of it is what whole gradients give.
+
+use futures_util::future::join_all;
+use zeroshard_client::{Commit, Gradient, Job, Target};
+use zeroshard_proto::{
+    BoxView, DimPlacement, Error, JobSpec, ProcessMesh, Reduction, TensorLayout, TensorSpec,
+};
+use zeroshard_tests::{Cluster, synthetic};
+
+use crate::{adamw, connect, hasty, job, until};
+use DimPlacement::{Partial, Replicate, Shard};
+
+const AVG: DimPlacement = Partial(Reduction::Avg);
+/// More than a slice; rows and columns that neither slices, blocks nor ranks divide.
+const MATRIX: [u64; 2] = [2_111, 2_003];
+
+/// A job of matrices on a mesh `dp` x `tp`: by columns, by rows, and one that is the same everywhere.
+fn meshed(name: &str, dp: usize, tp: usize) -> JobSpec {
+    let tensor = |name: &str, shape: &[u64], along_tp| TensorSpec {
+        layout: Some(TensorLayout { mesh: 0, placements: vec![AVG, along_tp] }),
+        ..TensorSpec::new(name, shape)
+    };
+    let tensors = vec![
+        tensor("columns", &MATRIX, Shard(1)),
+        tensor("rows", &[1_031, 67], Shard(0)),
+        tensor("norm", &[1_234], Replicate),
+        tensor("few", &[2, 3], Shard(0)),
+    ];
+    let mesh = ProcessMesh::dense([dp, tp], ["dp", "tp"]).unwrap();
+    JobSpec { meshes: vec![mesh.into()], ..job(name, (dp * tp) as u32, adamw(), tensors) }
+}
+
+/// The same without a mesh: `dp` ranks with whole gradients.
+fn whole(name: &str, dp: usize) -> JobSpec {
+    let mut tensors = meshed(name, dp, 1).manifest.tensors().to_vec();
+    tensors.iter_mut().for_each(|tensor| tensor.layout = None);
+    job(name, dp as u32, adamw(), tensors)
+}
+
+/// What `rank` has of whole tensors, whose numbers depend on `seed`.
+fn boxes(spec: &JobSpec, rank: u32, seed: u64) -> Vec<Gradient> {
+    let boxed = |(index, tensor): (usize, &TensorSpec)| {
+        let all = synthetic::values(seed * 100 + index as u64, tensor.numel() as usize);
+        let view = BoxView::new(&tensor.shape, &spec.local_box(index, rank));
+        let runs = view.runs(0..view.numel());
+        let values: Vec<f32> = runs.flat_map(|run| all[run.at..run.at + run.numel].to_vec()).collect();
+        Gradient { tensor: index, data: values.into() }
+    };
+    spec.manifest.tensors().iter().enumerate().map(boxed).collect()
+}
+
+async fn start(cluster: &Cluster, spec: &JobSpec) -> Vec<Job> {
+    let client = connect(cluster.address()).await;
+    client.create_job(spec).await.unwrap();
+    let joined = (0..spec.world).map(|rank| async move {
+        let job = connect(cluster.address()).await.join(&spec.name, rank).await.unwrap();
+        job.initialise(boxes(spec, rank, 0)).await.unwrap();
+        job
+    });
+    let jobs = join_all(joined).await;
+    until("all ranks know of version 0", || jobs.iter().all(|job| job.version() == Some(0))).await;
+    jobs
+}
+
+/// Three clipped steps; ranks of one replica have parts of the same gradient. The hash of what comes of it.
+async fn train(cluster: &Cluster, spec: &JobSpec, ranks_a_replica: u32) -> String {
+    let jobs = start(cluster, spec).await;
+    for step in 0..3 {
+        let steps = jobs.iter().map(|job| async move {
+            let replica = u64::from(job.rank() / ranks_a_replica);
+            job.push(step, boxes(spec, job.rank(), 10 * (step + 1) + replica)).await.unwrap();
+            job.commit(Commit { max_norm: Some(0.5), ..Commit::new(step) }).await.unwrap()
+        });
+        let reports = join_all(steps).await;
+        assert!(reports.iter().all(|report| *report == reports[0] && report.clip_coefficient < 1.0));
+    }
+    let hash = jobs[0].state_hash(3).await.unwrap();
+    drop(jobs);
+    connect(cluster.address()).await.delete_job(&spec.name).await.unwrap();
+    hash
+}
+
+#[tokio::test]
+async fn a_mesh_gives_the_bits_of_whole_gradients_on_any_number_of_servers() {
+    let mut expected = [None, None];
+    for servers in [1, 3] {
+        let cluster = Cluster::start(servers);
+        for (dp, expected) in [1, 2].into_iter().zip(&mut expected) {
+            let of = |spec| JobSpec { min_servers: servers as u32, ..spec };
+            let hash = train(&cluster, &of(whole("whole", dp)), 1).await;
+            assert_eq!(*expected.get_or_insert_with(|| hash.clone()), hash, "{servers} servers");
+            for tp in [2, 3] {
+                let boxes = train(&cluster, &of(meshed("boxes", dp, tp)), tp as u32).await;
+                assert_eq!(boxes, hash, "{dp} x {tp} on {servers} servers");
+            }
+        }
+    }
+}
+
+/// Payload bytes that the servers have sent and received.
+fn payload(cluster: &Cluster) -> [u64; 2] {
+    let counter = |text: &str, labels: &str| -> u64 {
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix(&format!("zeroshard_payload_bytes_total{{{labels}}} ")));
+        line.expect("the counter is there").parse().unwrap()
+    };
+    let metrics: Vec<String> = cluster.shards.iter().map(|shard| shard.get("/metrics")).collect();
+    let sum = |labels: &str| metrics.iter().map(|text| counter(text, labels)).sum();
+    [sum("direction=\"sent\",operation=\"pull\""), sum("direction=\"received\",operation=\"push\"")]
+}
+
+/// What one worker's pull and push of a step move, by the servers' own counters.
+async fn bytes_of_a_worker(cluster: &Cluster, spec: &JobSpec) -> [u64; 2] {
+    let jobs = start(cluster, spec).await;
+    let before = payload(cluster);
+    let shapes = spec.manifest.tensors().iter().enumerate();
+    let mut values: Vec<Vec<f32>> =
+        shapes.map(|(tensor, _)| vec![0.0; spec.local_box(tensor, 0).numel() as usize]).collect();
+    jobs[0]
+        .pull(0, values.iter_mut().enumerate().map(|(tensor, data)| Target::new(tensor, data)).collect())
+        .await
+        .unwrap();
+    jobs[0].push(0, boxes(spec, 0, 1)).await.unwrap();
+    let after = payload(cluster);
+    [after[0] - before[0], after[1] - before[1]]
+}
+
+#[tokio::test]
+async fn a_tensor_parallel_worker_moves_its_share_of_the_bytes() {
+    let cluster = Cluster::start(2);
+    let matrices = |name: &str, tp: Option<usize>| {
+        let tensor = |name: &str, dim| TensorSpec {
+            layout: tp.map(|_| TensorLayout { mesh: 0, placements: vec![Shard(dim)] }),
+            ..TensorSpec::new(name, [1_024, 768])
+        };
+        let mesh = ProcessMesh::dense([tp.unwrap_or(1)], ["tp"]).unwrap();
+        let spec = job(name, tp.unwrap_or(1) as u32, adamw(), vec![tensor("columns", 1), tensor("rows", 0)]);
+        JobSpec { meshes: vec![mesh.into()], ..spec }
+    };
+    let dense = bytes_of_a_worker(&cluster, &matrices("dense", None)).await;
+    assert_eq!(dense, [2 * 4 * 1_024 * 768; 2]);
+    for tp in [2, 4] {
+        let boxes = bytes_of_a_worker(&cluster, &matrices(&format!("tp {tp}"), Some(tp))).await;
+        assert_eq!(boxes.map(|bytes| bytes * tp as u64), dense, "{tp} ranks");
+    }
+}
+
+#[tokio::test]
+async fn a_missing_gradient_is_named_with_its_place_in_the_mesh() {
+    let cluster = Cluster::start(1);
+    let spec = meshed("missing", 2, 2);
+    let jobs = start(&cluster, &spec).await;
+    for job in &jobs[..3] {
+        job.push(0, boxes(&spec, job.rank(), 1)).await.unwrap();
+    }
+    let hasty = zeroshard_client::Cluster::connect(cluster.address(), hasty()).await.unwrap();
+    drop(jobs.into_iter().next());
+    let late = hasty.join("missing", 0).await.unwrap();
+    let mut values = vec![0.0; spec.local_box(0, 0).numel() as usize];
+    let waited = late.pull(1, vec![Target::new(0, &mut values)]).await;
+    let Err(Error::Timeout { waiting_for, .. }) = waited else { panic!("{waited:?}") };
+    assert!(waiting_for.contains("gradient of rank 0 (dp 0, tp 0)"), "{waiting_for}");
+}
+
+#[tokio::test]
+async fn ranks_learn_where_the_others_are_reached() {
+    let cluster = Cluster::start(1);
+    let spec = meshed("peers", 1, 2);
+    connect(cluster.address()).await.create_job(&spec).await.unwrap();
+    let join = async |rank: u32| {
+        let client = connect(cluster.address()).await;
+        client.join_at("peers", rank, &format!("127.0.0.1:{}", 9000 + rank)).await.unwrap()
+    };
+    let first = join(0).await;
+    let (peers, second) = tokio::join!(first.peers(), join(1));
+    assert_eq!(peers.unwrap(), ["127.0.0.1:9000", "127.0.0.1:9001"]);
+    assert_eq!(second.peers().await.unwrap().len(), 2);
+
+    let hasty = zeroshard_client::Cluster::connect(cluster.address(), hasty()).await.unwrap();
+    second.leave().await.unwrap();
+    let silent = hasty.join("peers", 1).await.unwrap();
+    let waited = silent.peers().await;
+    let Err(Error::Timeout { waiting_for, .. }) = waited else { panic!("{waited:?}") };
+    assert!(waiting_for.contains("rank 1 (dp 0, tp 1)"), "{waiting_for}");
+}
