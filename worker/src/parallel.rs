@@ -38,6 +38,7 @@
 
 mod backend;
 mod data_parallel;
+mod dist_model;
 mod dist_tensor;
 mod embedding;
 mod error;
@@ -48,6 +49,8 @@ mod norm;
 mod parameters;
 mod plan;
 mod prepare;
+mod program;
+mod server_optimizer;
 mod shard_layer;
 mod styles;
 #[cfg(test)]
@@ -57,6 +60,7 @@ mod world;
 
 pub use backend::{Exchange, ParallelBackend};
 pub use data_parallel::{DataParallel, DataParallelOptions, Forward};
+pub use dist_model::{Batch, DistModel, Loss, Outcome, StaticLayer, to_static};
 pub use dist_tensor::{DistTensor, LAST, PARTIAL, Value, shard_tensor};
 pub use embedding::ParallelEmbedding;
 pub use error::{Error, Result};
@@ -70,6 +74,8 @@ pub use prepare::{
     make_input_shard_1d_last_dim, make_output_replicate_1d, make_output_reshard_tensor, make_output_shard_1d,
     make_output_tensor, make_sharded_output_tensor,
 };
+pub use program::{Kind, Mode, Operation, Part, Program, Scope};
+pub use server_optimizer::{ServerOptimizer, ServerOptions, StateTensor, shard_optimizer};
 pub use shard_layer::{Convert, ShardedLayer, shard_layer};
 pub use styles::{
     ColwiseParallel, PairwiseParallel, ParallelStyle, PrepareModuleInput, PrepareModuleInputOutput,

@@ -1,6 +1,6 @@
 //! Layers whose parameters can be distributed, and how a module shows them to a plan.
 
-use burn::module::Param;
+use burn::module::{Param, ParamId};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorMetadata};
@@ -104,6 +104,20 @@ impl<B: ParallelBackend> Layer<'_, B> {
         }
     }
 
+    /// The distributed ones of the layer's parameters.
+    pub(crate) fn placed(&self) -> Vec<(ParamId, (PlacedParameter, Mesh))> {
+        let (placed, weight, bias) = match self {
+            Self::Linear(layer) => (&layer.placed, layer.weight.id, layer.bias.as_ref().map(|bias| bias.id)),
+            Self::Embedding(layer) => (&layer.placed, layer.weight.id, None),
+            Self::Norm(layer) => (&layer.placed, layer.weight.id, layer.bias.as_ref().map(|bias| bias.id)),
+            Self::Module(_) | Self::Other(_) => return Vec::new(),
+        };
+        let id = |name: &str| if name == "weight" { Some(weight) } else { bias };
+        let parameters =
+            placed.iter().flat_map(|placed| placed.parameters.iter().map(|one| (one, &placed.mesh)));
+        parameters.filter_map(|(one, mesh)| Some((id(one.name)?, (one.clone(), mesh.clone())))).collect()
+    }
+
     pub(crate) fn prepare(&mut self, input: PrepareInput, output: PrepareOutput) {
         let placed = match self {
             Self::Linear(layer) => &mut layer.placed,
@@ -147,8 +161,8 @@ pub(crate) struct Placed {
 pub(crate) struct PlacedParameter {
     name: &'static str,
     /// Of the whole parameter.
-    shape: Vec<usize>,
-    placements: Vec<Placement>,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) placements: Vec<Placement>,
 }
 
 impl Placed {

@@ -1,6 +1,7 @@
 //! Distributed tensors and layers on several ranks, against one.
 
 mod data_parallel;
+mod dist_model;
 mod dist_tensor;
 mod layers;
 mod plan;

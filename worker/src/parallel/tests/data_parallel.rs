@@ -104,8 +104,7 @@ fn gradients_that_ran_under_no_sync_can_be_synchronised_by_hand() {
 fn a_parameter_that_only_one_rank_used_is_averaged_if_that_is_meant() {
     worlds(2, |world| {
         let mut parallel = parallel(&world, true);
-        let pass =
-            parallel.forward(|module| loss(module, 1.0, world.rank() == 0));
+        let pass = parallel.forward(|module| loss(module, 1.0, world.rank() == 0));
         parallel.backward(pass).unwrap();
         let found = parallel.gradients();
         assert_eq!(gradient(&found, &parallel.module().spare), Some(0.5));

@@ -1,0 +1,264 @@
+//! A module whose parameters and optimizer live on the shard servers, by boxes: Paddle's `shard_optimizer`.
+
+use std::collections::HashMap;
+
+use burn::module::{Module, ParamId};
+use burn::tensor::backend::AutodiffBackend;
+use tokio::runtime::Handle;
+use zeroshard_client::{Cluster, Commit, Gradient, Job, Options, StepReport, Target, Traffic};
+use zeroshard_proto::{
+    DimPlacement as Placement, JobSpec, Manifest, Optimizer, Policy, Reduction, TensorBox, TensorLayout,
+    TensorSpec,
+};
+
+use super::backend::ParallelBackend;
+use super::error::{Error, Result};
+use super::layer::{Layer, Parallelize, PlacedParameter, walk};
+use super::parameters::{self, Parameter};
+use super::program::Part;
+use super::world::Mesh;
+
+/// A job on the servers.
+#[derive(Debug, Clone)]
+pub struct ServerOptions {
+    /// The coordinator's address.
+    pub address: String,
+    /// The job's name; one that exists is continued.
+    pub job: String,
+    /// What the servers apply.
+    pub optimizer: Optimizer,
+    /// Clip by global norm: each element of a distributed parameter counts once.
+    pub max_norm: Option<f64>,
+    /// Servers to wait for.
+    pub min_servers: u32,
+    /// How to talk to them.
+    pub options: Options,
+}
+
+/// The optimizer of a module, on the shard servers: each rank pulls and pushes the boxes that its placements give it.
+#[derive(Debug)]
+pub struct ServerOptimizer {
+    runtime: Handle,
+    job: Job,
+    /// By number in the manifest.
+    parameters: Vec<Parameter>,
+    settings: ServerOptions,
+    version: u64,
+}
+
+/// A whole parameter.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StateTensor {
+    /// Its path in the module.
+    pub name: String,
+    /// Row-major.
+    pub shape: Vec<usize>,
+    /// All elements.
+    pub values: Vec<f32>,
+}
+
+/// Makes a module's parameters a job on the servers, or joins that of the other ranks. `mesh` has all ranks of the world, from 0
+/// on. Along those of its dimensions over which a layer is distributed, the gradient lies as the parameter does; along the others,
+/// and of parameters that are not distributed, it is the mean over the ranks.
+///
+/// The methods of the result block, and must not be called on a thread of `runtime`.
+///
+/// # Errors
+/// [`Error::Invalid`] for a job that cannot be, and those of the cluster.
+pub fn shard_optimizer<B: ParallelBackend, M: Module<B> + Parallelize<B>>(
+    layer: &mut M,
+    mesh: &Mesh,
+    settings: ServerOptions,
+    runtime: &Handle,
+) -> Result<ServerOptimizer> {
+    let mut placed: HashMap<ParamId, (PlacedParameter, Mesh)> = HashMap::new();
+    walk("", Layer::Module(layer), &mut |_, layer| {
+        placed.extend(layer.placed());
+        Ok(())
+    })?;
+    let parameters = parameters::list(layer);
+    let policy = if settings.optimizer.needs_whole_tensors() { Policy::Whole } else { Policy::Elementwise };
+    let mut tensors = Vec::with_capacity(parameters.len());
+    for parameter in &parameters {
+        let (shape, placements) = match placed.get(&parameter.id) {
+            Some((parameter, own)) => (parameter.shape.clone(), lie(mesh, own, &parameter.placements)?),
+            None => (parameter.shape.clone(), vec![mean(); mesh.process_mesh().ndim()]),
+        };
+        let shape: Vec<u64> = shape.iter().map(|&size| size as u64).collect();
+        let layout = Some(TensorLayout { mesh: 0, placements });
+        tensors.push(TensorSpec {
+            frozen: !parameter.trains,
+            layout,
+            policy,
+            ..TensorSpec::new(&parameter.path, shape)
+        });
+    }
+    let spec = JobSpec {
+        world: mesh.process_mesh().size() as u32,
+        min_servers: settings.min_servers,
+        meshes: vec![mesh.process_mesh().clone()],
+        ..JobSpec::new(&settings.job, Manifest::new(tensors)?, vec![settings.optimizer])
+    };
+    spec.validate()?;
+    let values = parameters::read(layer);
+    let (job, version) = runtime.block_on(async {
+        let cluster = Cluster::connect(&settings.address, settings.options.clone()).await?;
+        cluster.create_job(&spec).await?;
+        let job = cluster.join(&spec.name, mesh.rank()).await?;
+        if let Some(version) = job.version() {
+            return Ok((job, version));
+        }
+        for (tensor, parameter) in parameters.iter().enumerate() {
+            if job.uploads(tensor)? {
+                let data = values.get(&parameter.id).cloned().unwrap_or_default().into();
+                job.initialise(vec![Gradient { tensor, data }]).await?;
+            }
+        }
+        Ok::<_, zeroshard_proto::Error>((job, 0))
+    })?;
+    Ok(ServerOptimizer { runtime: runtime.clone(), job, parameters, settings, version })
+}
+
+/// How a gradient lies on the job's mesh.
+fn lie(mesh: &Mesh, own: &Mesh, placements: &[Placement]) -> Result<Vec<Placement>> {
+    let names = mesh.process_mesh().names();
+    if let Some(name) = own.process_mesh().names().iter().find(|name| !names.contains(name)) {
+        let expected = format!("one of those of the job's mesh, {names:?}");
+        return Err(Error::invalid("dimension of a layer's mesh", format!("{name:?}"), expected));
+    }
+    let along = |name: &String| own.process_mesh().dim(name).map_or(mean(), |dim| placements[dim]);
+    Ok(names.iter().map(along).collect())
+}
+
+fn mean() -> Placement {
+    Placement::Partial(Reduction::Avg)
+}
+
+impl ServerOptimizer {
+    /// The version that the next step starts from.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Bytes moved by this rank.
+    pub fn traffic(&self) -> Traffic {
+        self.job.traffic()
+    }
+
+    /// The optimizer's name.
+    pub fn name(&self) -> &'static str {
+        self.settings.optimizer.name()
+    }
+
+    /// The module with the current parameters.
+    ///
+    /// # Errors
+    /// Those of the cluster.
+    pub fn pull<B: ParallelBackend, M: Module<B>>(&self, layer: M) -> Result<M> {
+        let mut values: Vec<Vec<f32>> =
+            self.parameters.iter().map(|parameter| vec![0.0; parameter.elements()]).collect();
+        let targets = values.iter_mut().enumerate().map(|(tensor, values)| Target::new(tensor, values));
+        self.runtime.block_on(self.job.pull(self.version, targets.collect()))?;
+        let ids = self.parameters.iter().map(|parameter| parameter.id);
+        Ok(parameters::write(layer, ids.zip(values).collect()))
+    }
+
+    /// Pushes this rank's gradients, and has the step applied.
+    ///
+    /// # Errors
+    /// Those of the cluster.
+    pub fn step<B: AutodiffBackend, M: Module<B>>(
+        &mut self,
+        layer: &M,
+        gradients: &B::Gradients,
+        loss: f64,
+    ) -> Result<StepReport> {
+        let mut gradients = parameters::gradients::<B, M>(layer, gradients);
+        let (mut here, mut absent) = (Vec::new(), Vec::new());
+        for (tensor, parameter) in
+            self.parameters.iter().enumerate().filter(|(_, parameter)| parameter.trains)
+        {
+            match gradients.remove(&parameter.id) {
+                Some(gradient) => here.push(Gradient { tensor, data: gradient.into() }),
+                None => absent.push(tensor),
+            }
+        }
+        let commit =
+            Commit { max_norm: self.settings.max_norm, loss: Some(loss), ..Commit::new(self.version) };
+        let report = self.runtime.block_on(async {
+            self.job.push(commit.step, here).await?;
+            if !absent.is_empty() {
+                self.job.push_absent(commit.step, &absent).await?;
+            }
+            self.job.commit(commit).await
+        })?;
+        self.version = report.version;
+        Ok(report)
+    }
+
+    /// Whole parameters, whatever this rank has of them.
+    ///
+    /// # Errors
+    /// Those of the cluster.
+    pub fn state_dict(&self) -> Result<Vec<StateTensor>> {
+        let specs = self.job.spec().manifest.tensors();
+        let mut values: Vec<Vec<f32>> =
+            specs.iter().map(|tensor| vec![0.0; tensor.numel() as usize]).collect();
+        let targets = values.iter_mut().enumerate().map(|(tensor, values)| Target {
+            area: Some(TensorBox::whole(&specs[tensor].shape)),
+            ..Target::new(tensor, values)
+        });
+        self.runtime.block_on(self.job.pull(self.version, targets.collect()))?;
+        let tensor = |(spec, values): (&TensorSpec, Vec<f32>)| {
+            let shape = spec.shape.iter().map(|&size| size as usize).collect();
+            StateTensor { name: spec.name.clone(), shape, values }
+        };
+        Ok(specs.iter().zip(values).map(tensor).collect())
+    }
+
+    /// Ends this rank's part in the job in order.
+    ///
+    /// # Errors
+    /// Those of the cluster.
+    pub fn leave(&self) -> Result<()> {
+        Ok(self.runtime.block_on(self.job.leave())?)
+    }
+
+    /// What this rank pulls.
+    pub(crate) fn pulled(&self) -> Vec<Part> {
+        self.parts(|_, tensor| Some(self.job.spec().local_box(tensor, self.job.rank())))
+    }
+
+    /// What this rank pushes.
+    pub(crate) fn pushed(&self) -> Vec<Part> {
+        self.parts(|spec, tensor| {
+            let contributions = self.job.spec().contributions(tensor);
+            let lane = contributions.lane_of(self.job.rank()).filter(|_| spec.trains())?;
+            Some(contributions.lanes[lane].area.clone())
+        })
+    }
+
+    /// What this rank uploads.
+    pub(crate) fn uploaded(&self) -> Vec<Part> {
+        self.parts(|_, tensor| {
+            let contributions = self.job.spec().contributions(tensor);
+            let lane = &contributions.lanes[contributions.lane_of(self.job.rank())?];
+            (lane.ranks.first() == Some(&self.job.rank())).then(|| lane.area.clone())
+        })
+    }
+
+    /// All of every tensor; of those that train, if only they are wanted.
+    pub(crate) fn whole(&self, training: bool) -> Vec<Part> {
+        self.parts(|spec, _| (!training || spec.trains()).then(|| TensorBox::whole(&spec.shape)))
+    }
+
+    fn parts(&self, area: impl Fn(&TensorSpec, usize) -> Option<TensorBox>) -> Vec<Part> {
+        let tensors = self.job.spec().manifest.tensors().iter().enumerate();
+        let parts = tensors.filter_map(|(tensor, spec)| {
+            let area = area(spec, tensor).filter(|area| !area.is_empty())?;
+            let bytes = area.numel() * self.settings.options.wire.size() as u64;
+            Some(Part { tensor: spec.name.clone(), area, bytes })
+        });
+        parts.collect()
+    }
+}
