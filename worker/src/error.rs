@@ -17,6 +17,9 @@ pub enum Error {
     /// The cluster, or a job that it does not take.
     #[error(transparent)]
     Cluster(#[from] zeroshard_proto::Error),
+    /// The workers that have a replica of the model together.
+    #[error(transparent)]
+    Parallel(#[from] crate::parallel::Error),
     /// The embedded cluster.
     #[error("embedded cluster: {0}")]
     Embedded(#[from] zeroshard_server::serve::Error),

@@ -20,6 +20,7 @@ pub mod report;
 pub mod sample;
 pub mod schedule;
 pub mod segments;
+pub mod tensor_parallel;
 pub mod text;
 pub mod train;
 pub mod travel;

@@ -6,6 +6,8 @@
 
 use std::ops::Range;
 
+use zeroshard_proto::{BoxView, TensorBox};
+
 use crate::random::Stream;
 
 /// Standard deviation of the initial weights (GPT-2's 0.02 for a model of width 768 is wider than this
@@ -28,12 +30,14 @@ pub struct Architecture {
     pub blocks: usize,
     /// Attention heads of a block.
     pub heads: usize,
+    /// Width of a block's MLP inside.
+    pub hidden: usize,
 }
 
 impl Architecture {
     /// The default model, about one million parameters.
     pub fn small(vocabulary: usize, context: usize) -> Self {
-        Self { vocabulary, context, width: 128, blocks: 5, heads: 4 }
+        Self { vocabulary, context, width: 128, blocks: 5, heads: 4, hidden: 512 }
     }
 }
 
@@ -76,6 +80,8 @@ pub struct Parameter {
     pub group: Group,
     /// The tensor that this one is another name of (the tied head), as an index into the model's list.
     pub alias_of: Option<usize>,
+    /// The dimension along which a tensor-parallel group cuts it; `None`: every rank has all of it.
+    pub cut: Option<usize>,
     start: Start,
 }
 
@@ -83,6 +89,15 @@ impl Parameter {
     /// Number of elements.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
+    }
+
+    /// Sizes, as the cluster knows them.
+    pub fn sizes(&self) -> Vec<u64> {
+        self.shape.iter().map(|&size| size as u64).collect()
+    }
+
+    fn cut(self, dim: usize) -> Self {
+        Self { cut: Some(dim), ..self }
     }
 }
 
@@ -101,30 +116,31 @@ const FIRST_BLOCK: usize = 2;
 impl Model {
     /// Lays out the parameters of a model.
     pub fn new(architecture: Architecture) -> Self {
-        let Architecture { vocabulary, context, width, blocks, .. } = architecture;
+        let Architecture { vocabulary, context, width, blocks, hidden, .. } = architecture;
         let mut list = Vec::with_capacity(FIRST_BLOCK + blocks * BLOCK_TENSORS + 3);
-        list.push(weight("embedding.weight", &[vocabulary, width], INITIAL_DEVIATION));
+        list.push(weight("embedding.weight", &[vocabulary, width], INITIAL_DEVIATION).cut(0));
         list.push(weight("position.weight", &[context, width], INITIAL_DEVIATION));
         // What ends in the residual stream starts smaller, so that its variance does not grow with
         // depth (GPT-2).
         let residual = INITIAL_DEVIATION / (2.0 * blocks as f32).sqrt();
         for block in 0..blocks {
             let name = |rest: &str| format!("blocks.{block}.{rest}");
-            list.push(constant(&name("norm1.weight"), width, 1.0));
-            list.push(constant(&name("norm1.bias"), width, 0.0));
-            list.push(weight(&name("attention.in.weight"), &[width, 3 * width], INITIAL_DEVIATION));
-            list.push(constant(&name("attention.in.bias"), 3 * width, 0.0));
-            list.push(weight(&name("attention.out.weight"), &[width, width], residual));
-            list.push(constant(&name("attention.out.bias"), width, 0.0));
-            list.push(constant(&name("norm2.weight"), width, 1.0));
-            list.push(constant(&name("norm2.bias"), width, 0.0));
-            list.push(weight(&name("mlp.in.weight"), &[width, 4 * width], INITIAL_DEVIATION));
-            list.push(constant(&name("mlp.in.bias"), 4 * width, 0.0));
-            list.push(weight(&name("mlp.out.weight"), &[4 * width, width], residual));
-            list.push(constant(&name("mlp.out.bias"), width, 0.0));
+            list.push(constant(&name("norm1.weight"), &[width], 1.0));
+            list.push(constant(&name("norm1.bias"), &[width], 0.0));
+            // Query, key and value lie in a dimension of their own: the last one is the heads, and can be cut by them.
+            list.push(weight(&name("attention.in.weight"), &[width, 3, width], INITIAL_DEVIATION).cut(2));
+            list.push(constant(&name("attention.in.bias"), &[3, width], 0.0).cut(1));
+            list.push(weight(&name("attention.out.weight"), &[width, width], residual).cut(0));
+            list.push(constant(&name("attention.out.bias"), &[width], 0.0));
+            list.push(constant(&name("norm2.weight"), &[width], 1.0));
+            list.push(constant(&name("norm2.bias"), &[width], 0.0));
+            list.push(weight(&name("mlp.in.weight"), &[width, hidden], INITIAL_DEVIATION).cut(1));
+            list.push(constant(&name("mlp.in.bias"), &[hidden], 0.0).cut(0));
+            list.push(weight(&name("mlp.out.weight"), &[hidden, width], residual).cut(0));
+            list.push(constant(&name("mlp.out.bias"), &[width], 0.0));
         }
-        list.push(constant("norm.weight", width, 1.0));
-        list.push(constant("norm.bias", width, 0.0));
+        list.push(constant("norm.weight", &[width], 1.0));
+        list.push(constant("norm.bias", &[width], 0.0));
         list.push(Parameter {
             alias_of: Some(EMBEDDING),
             ..weight("head.weight", &[vocabulary, width], INITIAL_DEVIATION)
@@ -174,17 +190,26 @@ impl Model {
         segment == Segment::Head && tensor == EMBEDDING
     }
 
-    /// A tensor's first values. Uniform, with nothing but multiplications and additions, so that a seed means the
-    /// same bits on every machine.
+    /// A tensor's first values.
     pub fn initial_values(&self, seed: u64, tensor: usize) -> Vec<f32> {
+        self.initial_part(seed, tensor, &TensorBox::whole(&self.parameters[tensor].sizes()))
+    }
+
+    /// The first values of a box of a tensor: nobody needs to make all of it. Uniform, with nothing but multiplications
+    /// and additions, so that a seed means the same bits on every machine.
+    pub fn initial_part(&self, seed: u64, tensor: usize, area: &TensorBox) -> Vec<f32> {
         let parameter = &self.parameters[tensor];
-        let count = parameter.elements();
         match parameter.start {
-            Start::Constant(value) => vec![value; count],
+            Start::Constant(value) => vec![value; area.numel() as usize],
             Start::Uniform { deviation } => {
-                let mut stream = Stream::new(&[seed, INITIAL_STREAM, tensor as u64]);
+                let stream = Stream::new(&[seed, INITIAL_STREAM, tensor as u64]);
                 let half_width = deviation * 3f32.sqrt();
-                (0..count).map(|_| (2.0 * stream.unit() - 1.0) * half_width).collect()
+                let view = BoxView::new(&parameter.sizes(), area);
+                let runs = view.runs(0..view.numel()).flat_map(|run| {
+                    let mut stream = stream.after(run.at as u64);
+                    (0..run.numel).map(move |_| (2.0 * stream.unit() - 1.0) * half_width)
+                });
+                runs.collect()
             }
         }
     }
@@ -204,16 +229,18 @@ fn weight(name: &str, shape: &[usize], deviation: f32) -> Parameter {
         shape: shape.to_vec(),
         group: Group::Decay,
         alias_of: None,
+        cut: None,
         start: Start::Uniform { deviation },
     }
 }
 
-fn constant(name: &str, size: usize, value: f32) -> Parameter {
+fn constant(name: &str, shape: &[usize], value: f32) -> Parameter {
     Parameter {
         name: name.to_owned(),
-        shape: vec![size],
+        shape: shape.to_vec(),
         group: Group::NoDecay,
         alias_of: None,
+        cut: None,
         start: Start::Constant(value),
     }
 }
@@ -251,7 +278,8 @@ mod tests {
     fn biases_and_norms_are_not_decayed() {
         let model = Model::new(Architecture::small(50, 16));
         for parameter in model.parameters() {
-            let expected = if parameter.shape.len() == 1 { Group::NoDecay } else { Group::Decay };
+            let plain = parameter.name.ends_with("bias") || parameter.name.contains("norm");
+            let expected = if plain { Group::NoDecay } else { Group::Decay };
             assert_eq!(parameter.group, expected, "{}", parameter.name);
         }
     }
@@ -273,5 +301,23 @@ mod tests {
         assert_ne!(embedding, model.initial_values(2, EMBEDDING));
         let variance: f32 = embedding.iter().map(|x| x * x).sum::<f32>() / embedding.len() as f32;
         assert!((variance.sqrt() - INITIAL_DEVIATION).abs() < 0.1 * INITIAL_DEVIATION);
+    }
+
+    #[test]
+    fn the_first_values_of_a_box_are_those_of_the_tensor() {
+        let model = Model::new(Architecture::small(50, 16));
+        for (tensor, parameter) in model.parameters().iter().enumerate().filter(|(_, p)| p.cut.is_some()) {
+            let mut area = TensorBox::whole(&parameter.sizes());
+            let dim = parameter.cut.unwrap();
+            (area.offset[dim], area.size[dim]) = (5, 7);
+            let view = BoxView::new(&parameter.sizes(), &area);
+            let whole = model.initial_values(1, tensor);
+            let expected: Vec<f32> = view
+                .runs(0..view.numel())
+                .flat_map(|run| &whole[run.at..run.at + run.numel])
+                .copied()
+                .collect();
+            assert_eq!(model.initial_part(1, tensor, &area), expected, "{}", parameter.name);
+        }
     }
 }

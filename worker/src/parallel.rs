@@ -63,6 +63,7 @@ pub use data_parallel::{DataParallel, DataParallelOptions, Forward};
 pub use dist_model::{Batch, DistModel, Loss, Outcome, StaticLayer, to_static};
 pub use dist_tensor::{DistTensor, LAST, PARTIAL, Value, shard_tensor};
 pub use embedding::ParallelEmbedding;
+pub(crate) use embedding::lookup;
 pub use error::{Error, Result};
 pub use hooks::Hooks;
 pub use layer::{Layer, Parallelize};

@@ -6,6 +6,7 @@ use zeroshard_proto::{DType, JobSpec, Manifest, Optimizer, Policy, Result, Tenso
 
 use crate::memory::Ledger;
 use crate::model::Model;
+use crate::tensor_parallel::{Network, Parallelism};
 use crate::travel::{Buffer, Exchange};
 
 /// What the servers must know of a model.
@@ -17,8 +18,8 @@ pub struct Description {
     pub groups: Vec<Optimizer>,
     /// Element type of the parameters that the servers give out.
     pub parameter_dtype: DType,
-    /// Number of workers.
-    pub world: u32,
+    /// The workers, and how they have the model.
+    pub parallelism: Parallelism,
     /// Servers to wait for.
     pub min_servers: u32,
 }
@@ -32,7 +33,7 @@ impl Description {
         let whole = self.groups.iter().any(Optimizer::needs_whole_tensors);
         let tensors = model.parameters().iter().map(|parameter| TensorSpec {
             name: parameter.name.clone(),
-            shape: parameter.shape.iter().map(|&size| size as u64).collect(),
+            shape: parameter.sizes(),
             dtype: self.parameter_dtype,
             frozen: false,
             buffer: false,
@@ -40,20 +41,31 @@ impl Description {
             group: parameter.group as u32,
             policy: if whole { Policy::Whole } else { Policy::Elementwise },
             no_clip: false,
-            layout: None,
+            layout: self.parallelism.layout(parameter),
         });
         let spec = JobSpec {
             name: self.job,
             manifest: Manifest::new(tensors.collect())?,
             groups: self.groups,
-            world: self.world,
+            world: self.parallelism.workers(),
             min_servers: self.min_servers,
             replicas: 1,
-            meshes: Vec::new(),
+            meshes: self.parallelism.mesh()?.into_iter().map(Into::into).collect(),
         };
         spec.validate()?;
         Ok(spec)
     }
+}
+
+/// Who a worker is.
+#[derive(Debug, Clone, Copy)]
+pub struct Seat<'a> {
+    /// Its rank.
+    pub rank: u32,
+    /// The coordinator's address.
+    pub coordinator: &'a str,
+    /// Where the other workers reach it; empty if they need not.
+    pub reached_at: &'a str,
 }
 
 /// A rank's place in a job. Its methods block, and must not be called on a thread of the runtime.
@@ -67,37 +79,38 @@ impl Remote {
     ///
     /// # Errors
     /// Those of the cluster; waits for coordinator and servers until the deadline of `options`.
-    pub fn join(
-        runtime: &Handle,
-        address: &str,
-        options: Options,
-        spec: &JobSpec,
-        rank: u32,
-    ) -> Result<Self> {
+    pub fn join(runtime: &Handle, options: Options, spec: &JobSpec, seat: Seat<'_>) -> Result<Self> {
         let job = runtime.block_on(async {
-            let cluster = Cluster::connect(address, options).await?;
+            let cluster = Cluster::connect(seat.coordinator, options).await?;
             cluster.create_job(spec).await?;
-            cluster.join(&spec.name, rank).await
+            cluster.join_at(&spec.name, seat.rank, seat.reached_at).await
         })?;
         Ok(Self { runtime: runtime.clone(), job })
     }
 
-    /// The version to start from. Where there is none yet, rank 0 uploads the initial parameters, one tensor at
-    /// a time, and all begin with version 0.
+    /// Where the workers are reached, by rank. Waits until all have joined.
+    ///
+    /// # Errors
+    /// Those of the cluster.
+    pub fn peers(&self) -> Result<Vec<String>> {
+        self.runtime.block_on(self.job.peers())
+    }
+
+    /// The version to start from. Where there is none yet, the initial parameters are uploaded, each by the first rank that
+    /// has it, one tensor at a time, and all begin with version 0.
     ///
     /// # Errors
     /// Those of the upload.
-    pub fn start(&self, model: &Model, seed: u64, ledger: &Ledger) -> Result<u64> {
+    pub fn start(&self, network: &Network, seed: u64, ledger: &Ledger) -> Result<u64> {
         if let Some(version) = self.job.version() {
             return Ok(version);
         }
-        if self.job.rank() == 0 {
-            for (tensor, parameter) in model.parameters().iter().enumerate() {
-                if parameter.alias_of.is_none() {
-                    let _lease = ledger.hold(parameter.elements());
-                    let data = model.initial_values(seed, tensor).into();
-                    self.runtime.block_on(self.job.initialise(vec![Gradient { tensor, data }]))?;
-                }
+        for (tensor, parameter) in network.model().parameters().iter().enumerate() {
+            if parameter.alias_of.is_none() && self.job.uploads(tensor)? {
+                let area = network.area(tensor);
+                let _lease = ledger.hold(area.numel() as usize);
+                let data = network.model().initial_part(seed, tensor, area).into();
+                self.runtime.block_on(self.job.initialise(vec![Gradient { tensor, data }]))?;
             }
         }
         Ok(0)
@@ -135,7 +148,10 @@ impl Remote {
 
 impl Exchange for Remote {
     async fn pull(&self, version: u64, mut buffers: Vec<Buffer>) -> Result<Vec<Buffer>> {
-        let targets = buffers.iter_mut().map(|buffer| Target::new(buffer.tensor, &mut buffer.values));
+        let targets = buffers.iter_mut().map(|Buffer { tensor, area, values }| Target {
+            area: Some(area.clone()),
+            ..Target::new(*tensor, values)
+        });
         self.job.pull(version, targets.collect()).await?;
         Ok(buffers)
     }
@@ -143,7 +159,7 @@ impl Exchange for Remote {
     async fn push(&self, step: u64, gradients: Vec<Buffer>) -> Result<()> {
         let gradients = gradients
             .into_iter()
-            .map(|buffer| Gradient { tensor: buffer.tensor, data: buffer.values.into() });
+            .map(|Buffer { tensor, values, .. }| Gradient { tensor, data: values.into() });
         self.job.push(step, gradients.collect()).await
     }
 }
@@ -156,7 +172,8 @@ mod tests {
     fn description(optimizer: &str) -> Description {
         let groups = vec![optimizer.parse().unwrap(); 2];
         let job = "job".to_owned();
-        Description { job, groups, parameter_dtype: DType::Bf16, world: 2, min_servers: 3 }
+        let parallelism = Parallelism { replicas: 2, ranks: 1, sequence: false };
+        Description { job, groups, parameter_dtype: DType::Bf16, parallelism, min_servers: 3 }
     }
 
     #[test]
@@ -166,7 +183,9 @@ mod tests {
         let tensors = spec.manifest.tensors();
         assert_eq!(tensors.last().unwrap().alias_of.as_deref(), Some("embedding.weight"));
         assert_eq!(spec.manifest.parameters(), model.elements() as u64);
-        assert!(tensors.iter().all(|tensor| tensor.group == u32::from(tensor.shape.len() == 1)));
+        let no_decay = |name: &str| name.ends_with("bias") || name.contains("norm");
+        assert!(tensors.iter().all(|tensor| tensor.group == u32::from(no_decay(&tensor.name))));
+        assert!(spec.meshes.is_empty() && tensors.iter().all(|tensor| tensor.layout.is_none()));
         assert!(tensors.iter().all(|tensor| tensor.dtype == DType::Bf16));
     }
 

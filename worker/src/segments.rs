@@ -5,7 +5,11 @@
 //! gradient of its output, and gives the gradient of its input and of its parameters, at once and
 //! independently of the other segments.
 //!
-//! Everything is f32. Shapes: `n` windows of `t` characters; hidden states are `[n * t, width]`.
+//! Where the model is cut over a group of ranks, each runs its part, and a [`Group`] puts the parts together at both ends of
+//! embedding, attention, MLP and head.
+//!
+//! Everything is f32. Shapes: `n` windows of `t` characters (with sequence parallelism, this rank's part of them); hidden states
+//! are `[n * t, width]`.
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::activation::{log_softmax, sigmoid, softmax};
@@ -13,7 +17,9 @@ use burn::tensor::module::linear;
 use burn::tensor::{Int, Tensor, TensorData};
 
 use crate::batches::Batch;
-use crate::model::{Architecture, BLOCK_TENSORS, Segment};
+use crate::model::{Architecture, BLOCK_TENSORS, EMBEDDING, Segment};
+use crate::parallel::{Result, lookup};
+use crate::tensor_parallel::{Group, Network};
 
 /// The backend without graphs.
 pub type Plain = Flex;
@@ -57,25 +63,29 @@ pub struct Gradients {
 }
 
 /// A segment after its forward pass, with its graph if that was tracked.
-pub struct Pass {
+pub struct Pass<'a> {
+    group: Option<&'a Group>,
     input: Option<Tensor<Graph, 2>>,
     parameters: Vec<Leaf>,
     output: Tensor<Graph, 2>,
 }
 
-impl Pass {
+impl<'a> Pass<'a> {
     /// Runs a segment forward.
     ///
-    /// `parameters`: flattened, in the order of `Model::tensors_of`. `hidden`: the output of the segment
+    /// `parameters`: this rank's, flattened, in the order of `Model::tensors_of`. `hidden`: the output of the segment
     /// before, `[n * t, width]`; `None` for the embedding.
+    ///
+    /// # Errors
+    /// Those of the group's collectives.
     pub fn forward(
-        architecture: &Architecture,
+        network: &'a Network,
         segment: Segment,
         parameters: &[Leaf],
         hidden: Option<Hidden>,
         batch: &Batch,
         tracking: Tracking,
-    ) -> Self {
+    ) -> Result<Self> {
         let track = tracking == Tracking::Graph;
         let parameters: Vec<Leaf> = parameters
             .iter()
@@ -85,9 +95,9 @@ impl Pass {
             let hidden = Tensor::from_inner(hidden);
             if track { hidden.require_grad() } else { hidden }
         });
-        let run = Run { architecture, batch };
-        let output = run.segment(segment, &parameters, input.clone());
-        Self { input, parameters: if track { parameters } else { Vec::new() }, output }
+        let output = Run { network, batch }.segment(segment, &parameters, input.clone())?;
+        let parameters = if track { parameters } else { Vec::new() };
+        Ok(Self { group: network.group(), input, parameters, output })
     }
 
     /// The output, outside the graph: hidden states, or the head's loss as `[1, 1]`.
@@ -99,10 +109,17 @@ impl Pass {
     ///
     /// `upstream`: the gradient of the output, of the output's shape. It enters as the gradient of
     /// `sum(output * upstream)`, which is `1 * upstream`: exact.
-    pub fn backward(self, upstream: Hidden) -> Gradients {
-        let Self { input, parameters, output } = self;
-        let mut gradients = (output * Tensor::from_inner(upstream)).sum().backward();
-        Gradients {
+    ///
+    /// # Errors
+    /// Those of the group's collectives.
+    pub fn backward(self, upstream: Hidden) -> Result<Gradients> {
+        let Self { group, input, parameters, output } = self;
+        let weighted = (output * Tensor::from_inner(upstream)).sum();
+        let mut gradients = match group {
+            Some(group) => group.backward(&weighted)?,
+            None => weighted.backward(),
+        };
+        Ok(Gradients {
             input: input.and_then(|input| input.grad_remove(&mut gradients)),
             parameters: parameters
                 .iter()
@@ -111,25 +128,28 @@ impl Pass {
                     None => vec![0.0; parameter.shape().num_elements()],
                 })
                 .collect(),
-        }
+        })
     }
 }
 
-/// Probabilities of the next character after each window's last one: `[n, vocabulary]` logits, flattened.
-/// `parameters` and `hidden` are the head's.
+/// Probabilities of the next character after each window's last one: `[n, vocabulary]` logits, flattened, of a network that has
+/// all of its model. `parameters` and `hidden` are the head's.
+///
+/// # Errors
+/// None without a group.
 pub fn last_logits(
-    architecture: &Architecture,
+    network: &Network,
     parameters: &[Leaf],
     hidden: Hidden,
     batch: &Batch,
-) -> Vec<f32> {
-    let run = Run { architecture, batch };
+) -> Result<Vec<f32>> {
+    let run = Run { network, batch };
     let [rows, width] = hidden.dims();
     let last = hidden
         .reshape([batch.windows(), rows / batch.windows(), width])
         .narrow(1, rows / batch.windows() - 1, 1)
         .reshape([batch.windows(), width]);
-    values(run.logits(parameters, Tensor::from_inner(last)).inner().flatten(0, 1))
+    Ok(values(run.logits(parameters, Tensor::from_inner(last))?.inner().flatten(0, 1)))
 }
 
 /// The gradient that starts a backward pass at the head: `scale`, as `[1, 1]`.
@@ -148,7 +168,7 @@ fn values(tensor: Tensor<Plain, 1>) -> Vec<f32> {
 
 /// One forward pass.
 struct Run<'a> {
-    architecture: &'a Architecture,
+    network: &'a Network,
     batch: &'a Batch,
 }
 
@@ -158,7 +178,7 @@ impl Run<'_> {
         segment: Segment,
         parameters: &[Leaf],
         input: Option<Tensor<Graph, 2>>,
-    ) -> Tensor<Graph, 2> {
+    ) -> Result<Tensor<Graph, 2>> {
         match (segment, input) {
             (Segment::Embedding, _) => self.embed(parameters),
             (Segment::Block(_), Some(input)) => self.block(parameters, input),
@@ -168,21 +188,27 @@ impl Run<'_> {
     }
 
     /// Sum of a character's and a position's vector.
-    fn embed(&self, parameters: &[Leaf]) -> Tensor<Graph, 2> {
+    fn embed(&self, parameters: &[Leaf]) -> Result<Tensor<Graph, 2>> {
         let [characters, positions] = parameters else {
             unreachable!("Model::tensors_of gives the embedding two tensors");
         };
-        let width = self.architecture.width;
+        let width = self.network.model().architecture().width;
         let (n, t) = (self.batch.windows(), self.batch.length());
-        let table = matrix(characters, self.architecture.vocabulary, width);
-        let characters = table.select(0, indices(self.batch.inputs())).reshape([n, t, width]);
-        let positions = matrix(positions, self.architecture.context, width);
-        let positions = positions.narrow(0, 0, t).unsqueeze::<3>();
-        (characters + positions).reshape([n * t, width])
+        let table = matrix(characters, [-1, self.width()]);
+        let characters = indices(self.batch.inputs());
+        let (characters, (first, t)) = match self.network.group() {
+            None => (table.select(0, characters).reshape([n, t, width]), (0, t)),
+            Some(group) => {
+                let parts = lookup(table, characters.reshape([n, t]), self.first_character());
+                (group.leave(parts)?, group.window(t))
+            }
+        };
+        let positions = matrix(positions, [-1, self.width()]).narrow(0, first, t).unsqueeze::<3>();
+        Ok((characters + positions).reshape([n * t, width]))
     }
 
     /// Attention and MLP, each added to the residual stream.
-    fn block(&self, parameters: &[Leaf], x: Tensor<Graph, 2>) -> Tensor<Graph, 2> {
+    fn block(&self, parameters: &[Leaf], x: Tensor<Graph, 2>) -> Result<Tensor<Graph, 2>> {
         let Ok(
             [
                 norm1,
@@ -202,22 +228,25 @@ impl Run<'_> {
         else {
             unreachable!("Model::tensors_of gives a block its tensors");
         };
-        let width = self.architecture.width;
-        let dense = |x: Tensor<Graph, 2>, weight: &Leaf, bias: &Leaf, from: usize, to: usize| {
-            linear(x, matrix(weight, from, to), Some(bias.clone()))
-        };
-        let h = norm(x.clone(), norm1, norm1_bias);
-        let h = self.attention(dense(h, qkv, qkv_bias, width, 3 * width));
-        let x = x + dense(h, out, out_bias, width, width);
-        let h = norm(x.clone(), norm2, norm2_bias);
-        let h = gelu(dense(h, up, up_bias, width, 4 * width));
-        x + dense(h, down, down_bias, 4 * width, width)
+        let columns = |flat: &Leaf| matrix(flat, [self.width(), -1]);
+        let rows = |flat: &Leaf| matrix(flat, [-1, self.width()]);
+        let h = self.enter(norm(x.clone(), norm1, norm1_bias))?;
+        let h = self.attention(linear(h, columns(qkv), Some(qkv_bias.clone())));
+        // The bias once, whoever made the sum.
+        let h = self.leave(linear(h, rows(out), None))? + out_bias.clone().unsqueeze();
+        let x = x + h;
+        let h = self.enter(norm(x.clone(), norm2, norm2_bias))?;
+        let h = gelu(linear(h, columns(up), Some(up_bias.clone())));
+        let h = self.leave(linear(h, rows(down), None))? + down_bias.clone().unsqueeze();
+        Ok(x + h)
     }
 
-    /// Causal attention of all heads. `qkv`: `[n * t, 3 * width]`.
+    /// Causal attention of the heads that are here. `qkv`: `[n * t, 3 * width of these heads]`.
     fn attention(&self, qkv: Tensor<Graph, 2>) -> Tensor<Graph, 2> {
-        let Architecture { width, heads, .. } = *self.architecture;
+        let Architecture { width, heads, .. } = self.network.model().architecture();
         let (n, t, size) = (self.batch.windows(), self.batch.length(), width / heads);
+        let heads = heads / self.network.ranks();
+        let width = heads * size;
         let head = |part: usize| {
             qkv.clone().narrow(1, part * width, width).reshape([n, t, heads, size]).swap_dims(1, 2)
         };
@@ -227,20 +256,63 @@ impl Run<'_> {
         weights.matmul(head(2)).swap_dims(1, 2).reshape([n * t, width])
     }
 
-    fn logits(&self, parameters: &[Leaf], x: Tensor<Graph, 2>) -> Tensor<Graph, 2> {
+    /// One for each character of the vocabulary that is here.
+    fn logits(&self, parameters: &[Leaf], x: Tensor<Graph, 2>) -> Result<Tensor<Graph, 2>> {
         let [scale, bias, table] = parameters else {
             unreachable!("Model::tensors_of gives the head three tensors");
         };
-        let table = matrix(table, self.architecture.vocabulary, self.architecture.width);
-        norm(x, scale, bias).matmul(table.transpose())
+        let table = matrix(table, [-1, self.width()]);
+        Ok(self.enter(norm(x, scale, bias))?.matmul(table.transpose()))
     }
 
     /// Mean negative log-likelihood of the next characters, nats: `[1, 1]`.
-    fn loss(&self, parameters: &[Leaf], x: Tensor<Graph, 2>) -> Tensor<Graph, 2> {
-        let likelihood = log_softmax(self.logits(parameters, x), 1);
+    fn loss(&self, parameters: &[Leaf], x: Tensor<Graph, 2>) -> Result<Tensor<Graph, 2>> {
+        let logits = self.logits(parameters, x)?;
         let rows = self.batch.targets().len();
         let targets = indices(self.batch.targets()).reshape([rows, 1]);
-        likelihood.gather(1, targets).mean().neg().reshape([1, 1])
+        let Some(group) = self.network.group() else {
+            let likelihood = log_softmax(logits, 1);
+            return Ok(likelihood.gather(1, targets).mean().neg().reshape([1, 1]));
+        };
+        let [_, here] = logits.dims();
+        let highest = group.max(logits.clone().detach().max_dim(1))?;
+        let shifted = logits - highest;
+        let targets = targets.sub_scalar(self.first_character());
+        let elsewhere =
+            targets.clone().lower_elem(0).bool_or(targets.clone().greater_equal_elem(here as i64));
+        let target = shifted.clone().gather(1, targets.clamp(0, here as i64 - 1)).mask_fill(elsewhere, 0.0);
+        let parts = group.sum(Tensor::cat(vec![shifted.exp().sum_dim(1), target], 1))?;
+        let loss = parts.clone().narrow(1, 0, 1).log() - parts.narrow(1, 1, 1);
+        Ok(loss.mean().reshape([1, 1]))
+    }
+
+    /// From the residual stream into a layer that may be cut.
+    fn enter(&self, x: Tensor<Graph, 2>) -> Result<Tensor<Graph, 2>> {
+        match self.network.group() {
+            None => Ok(x),
+            Some(group) => Ok(group.enter(self.windows(x))?.flatten(0, 1)),
+        }
+    }
+
+    /// From a layer that may be cut back to the residual stream.
+    fn leave(&self, x: Tensor<Graph, 2>) -> Result<Tensor<Graph, 2>> {
+        match self.network.group() {
+            None => Ok(x),
+            Some(group) => Ok(group.leave(self.windows(x))?.flatten(0, 1)),
+        }
+    }
+
+    fn windows(&self, x: Tensor<Graph, 2>) -> Tensor<Graph, 3> {
+        x.reshape([self.batch.windows() as i32, -1, self.width()])
+    }
+
+    fn width(&self) -> i32 {
+        self.network.model().architecture().width as i32
+    }
+
+    /// Where the part of the vocabulary that is here begins.
+    fn first_character(&self) -> i64 {
+        self.network.area(EMBEDDING).offset[0] as i64
     }
 }
 
@@ -252,8 +324,9 @@ fn norm(x: Tensor<Graph, 2>, scale: &Leaf, bias: &Leaf) -> Tensor<Graph, 2> {
     normal * scale.clone().unsqueeze() + bias.clone().unsqueeze()
 }
 
-fn matrix(flat: &Leaf, rows: usize, columns: usize) -> Tensor<Graph, 2> {
-    flat.clone().reshape([rows, columns])
+/// A flattened matrix of which one size is known; the other one is -1.
+fn matrix(flat: &Leaf, shape: [i32; 2]) -> Tensor<Graph, 2> {
+    flat.clone().reshape(shape)
 }
 
 fn indices(characters: &[u8]) -> Tensor<Graph, 1, Int> {
@@ -279,16 +352,16 @@ fn gelu(x: Tensor<Graph, 2>) -> Tensor<Graph, 2> {
 /// The loss of the whole model as one graph, `[1, 1]`: what the segments are measured against.
 #[cfg(test)]
 pub(crate) fn whole(
-    model: &crate::model::Model,
+    network: &Network,
     leaves: &std::collections::BTreeMap<usize, Leaf>,
     batch: &Batch,
 ) -> Tensor<Graph, 2> {
-    let architecture = model.architecture();
-    let run = Run { architecture: &architecture, batch };
+    let run = Run { network, batch };
     let mut x = None;
-    for segment in model.segments() {
-        let parameters: Vec<Leaf> = model.tensors_of(segment).iter().map(|t| leaves[t].clone()).collect();
-        x = Some(run.segment(segment, &parameters, x.take()));
+    for segment in network.model().segments() {
+        let tensors = network.model().tensors_of(segment);
+        let parameters: Vec<Leaf> = tensors.iter().map(|t| leaves[t].clone()).collect();
+        x = Some(run.segment(segment, &parameters, x.take()).expect("there is no group"));
     }
     x.expect("a model has segments")
 }

@@ -1,5 +1,6 @@
 //! The training loop of one rank.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -8,15 +9,18 @@ use zeroshard_client::{Commit, Options, StepReport};
 use zeroshard_proto::{DType, Error as ClusterError, Token};
 
 use crate::batches::{Batch, Draw, Sharding};
+use crate::collectives::{self, Listening, Peers};
 use crate::error::{Error, Result};
 use crate::evaluate::held_out_batches;
 use crate::levels::{self, Level, Work};
 use crate::memory::Ledger;
 use crate::model::{Architecture, Model};
+use crate::parallel;
 use crate::progress::{Output, StepEvent};
-use crate::remote::{Description, Remote};
+use crate::remote::{Description, Remote, Seat};
 use crate::sample;
 use crate::schedule::Schedule;
+use crate::tensor_parallel::{Group, Network, Parallelism};
 use crate::text::Corpus;
 use crate::travel::Link;
 
@@ -34,12 +38,12 @@ pub struct Plan {
     pub level: Level,
     /// Steps of the whole run.
     pub steps: u64,
-    /// Characters that the model sees at once.
-    pub context: usize,
+    /// Sizes of the model; those that the text decides, the vocabulary, are 0.
+    pub architecture: Architecture,
+    /// The workers, and how they have the model.
+    pub parallelism: Parallelism,
     /// How the global batch is divided.
     pub sharding: Sharding,
-    /// Number of workers.
-    pub workers: u32,
     /// Servers to wait for.
     pub shards: u32,
     /// Optimizers by step.
@@ -58,10 +62,35 @@ pub struct Plan {
     pub deadline: Duration,
     /// The cluster's secret.
     pub token: Token,
+    /// Where a worker listens for those that it has a replica of the model together with.
+    pub listen: SocketAddr,
     /// Decides initial parameters, windows and sample.
     pub seed: u64,
     /// Characters to generate at the end.
     pub sample_chars: usize,
+}
+
+impl Plan {
+    /// The model for a text.
+    ///
+    /// # Errors
+    /// [`Error::Flag`] if it cannot be cut as it should.
+    pub fn model(&self, corpus: &Corpus) -> Result<Model> {
+        let architecture = Architecture { vocabulary: corpus.vocabulary.size(), ..self.architecture };
+        self.parallelism.check(architecture)?;
+        Ok(Model::new(architecture))
+    }
+
+    /// Characters that the model sees at once.
+    pub fn context(&self) -> usize {
+        self.architecture.context
+    }
+
+    /// What those who have a replica together must have been told alike, beside the job.
+    fn said(&self) -> String {
+        let Self { level, seed, architecture, sharding, .. } = self;
+        format!("level {level}, seed {seed}, {architecture:?}, {sharding:?}")
+    }
 }
 
 /// What a run came to, as rank 0 saw it.
@@ -111,13 +140,13 @@ pub fn train(
     rank: u32,
     output: &mut Output,
 ) -> Result<Option<Outcome>> {
-    let model = Model::new(Architecture::small(corpus.vocabulary.size(), plan.context));
+    let model = plan.model(corpus)?;
     let spec = Description {
         job: plan.job.clone(),
         // The job's own are its first step's: a later run with other steps or rates is still the same job.
         groups: plan.schedule.highest(),
         parameter_dtype: plan.parameter_dtype,
-        world: plan.workers,
+        parallelism: plan.parallelism,
         min_servers: plan.shards,
     }
     .spec(&model)?;
@@ -127,26 +156,56 @@ pub fn train(
         deadline: plan.deadline,
         token: plan.token.reveal().map(str::to_owned),
     };
-    let remote = Remote::join(runtime, address, options, &spec, rank)?;
+    let listening = listen(plan, runtime)?;
+    let reached_at = listening.as_ref().map_or_else(String::new, |peers| peers.address().to_string());
+    let seat = Seat { rank, coordinator: address, reached_at: &reached_at };
+    let remote = Remote::join(runtime, options, &spec, seat)?;
+    let peers = match listening {
+        Some(listening) => Some(meet(listening, rank, &remote.peers()?)?),
+        None => None,
+    };
+    let group = match (&peers, plan.parallelism.mesh()?) {
+        (Some(peers), Some(mesh)) => {
+            Some(Group::new(Arc::<Peers>::clone(peers), mesh, plan.parallelism, &plan.said())?)
+        }
+        _ => None,
+    };
+    let network = Network::new(model, group);
     let ledger = Ledger::default();
-    let version = remote.start(&model, plan.seed, &ledger)?;
+    let version = remote.start(&network, plan.seed, &ledger)?;
     if version >= plan.steps {
         return Err(Error::NothingToDo { job: plan.job.clone(), version, steps: plan.steps });
     }
     let mut run = Run {
         plan,
         corpus,
-        held_out: held_out_batches(&corpus.held_out, plan.context),
+        held_out: held_out_batches(&corpus.held_out, plan.context()),
         link: Link { exchange: Arc::new(remote), runtime: runtime.clone(), ledger },
-        model,
+        network,
         rank,
         aborted: 0,
     };
     let outcome = run.steps(version, output)?;
+    if let Some(peers) = peers {
+        peers.leave().map_err(parallel::Error::from)?;
+    }
     if let Ok(remote) = Arc::try_unwrap(run.link.exchange) {
         remote.leave()?;
     }
     Ok(outcome)
+}
+
+/// Listens for the other workers, if this one has to do with them.
+fn listen(plan: &Plan, runtime: &Handle) -> parallel::Result<Option<Listening>> {
+    if plan.parallelism.ranks == 1 {
+        return Ok(None);
+    }
+    let (deadline, token) = (plan.deadline, plan.token.clone());
+    Ok(Some(Peers::bind(runtime, collectives::Options { listen: plan.listen, deadline, token })?))
+}
+
+fn meet(listening: Listening, rank: u32, addresses: &[String]) -> parallel::Result<Arc<Peers>> {
+    Ok(Arc::new(listening.connect(rank, addresses)?))
 }
 
 struct Run<'a> {
@@ -154,7 +213,7 @@ struct Run<'a> {
     corpus: &'a Corpus,
     held_out: Vec<Batch>,
     link: Link<Remote>,
-    model: Model,
+    network: Network,
     rank: u32,
     aborted: u64,
 }
@@ -171,9 +230,6 @@ impl Run<'_> {
             let report = self.step(step)?;
             version = report.version;
             skipped += u64::from(!report.applied);
-            if self.rank != 0 {
-                continue;
-            }
             let loss = report.loss.unwrap_or(f64::NAN);
             train.push((step, loss));
             output.step(&StepEvent {
@@ -185,8 +241,10 @@ impl Run<'_> {
                 tokens: self.tokens(version - first),
                 traffic: self.link.exchange.traffic(),
             })?;
-            if version.is_multiple_of(every) || version >= plan.steps {
-                let loss = levels::evaluate(&self.link, &self.model, version, &self.held_out)?;
+            let due = version.is_multiple_of(every) || version >= plan.steps;
+            // Those who have the first replica together.
+            if due && plan.parallelism.replica(self.rank) == 0 {
+                let loss = levels::evaluate(&self.link, &self.network, version, &self.held_out)?;
                 held_out.push((version, loss));
                 output.evaluation(version, loss)?;
             }
@@ -205,7 +263,7 @@ impl Run<'_> {
             held_out,
             skipped,
             aborted: self.aborted,
-            parameters: self.model.elements(),
+            parameters: self.network.model().elements(),
             unigram_entropy: self.corpus.unigram_entropy(),
             state_hash: self.link.exchange.state_hash(version)?,
             peak_bytes,
@@ -220,33 +278,34 @@ impl Run<'_> {
 
     /// Runs a step until it is decided. An aborted step is run again from the same data.
     fn step(&mut self, step: u64) -> Result<StepReport> {
-        let draw = Draw { seed: self.plan.seed, step, rank: self.rank as usize };
-        let micro_batches = self.plan.sharding.draw(&self.corpus.train, self.plan.context, draw);
+        let replica = self.plan.parallelism.replica(self.rank) as usize;
+        let draw = Draw { seed: self.plan.seed, step, replica };
+        let micro_batches = self.plan.sharding.draw(&self.corpus.train, self.plan.context(), draw);
         loop {
             match self.try_step(step, &micro_batches) {
-                Err(ClusterError::StepAborted { .. }) => self.aborted += 1,
-                other => return Ok(other?),
+                Err(Error::Cluster(ClusterError::StepAborted { .. })) => self.aborted += 1,
+                other => return other,
             }
         }
     }
 
-    fn try_step(&self, step: u64, micro_batches: &[Batch]) -> zeroshard_proto::Result<StepReport> {
+    fn try_step(&self, step: u64, micro_batches: &[Batch]) -> Result<StepReport> {
         let plan = self.plan;
         let work = Work { step, micro_batches, loss_scale: plan.loss_scale as f32 };
-        let loss = levels::run(plan.level, &self.link, &self.model, work)?;
-        self.link.exchange.commit(Commit {
+        let loss = levels::run(plan.level, &self.link, &self.network, work)?;
+        Ok(self.link.exchange.commit(Commit {
             step,
             groups: plan.schedule.at(step),
             loss_scale: plan.loss_scale,
             max_norm: plan.clip,
             loss: Some(loss),
             discard: false,
-        })
+        })?)
     }
 
     fn overflow(&self, report: &StepReport) -> Option<String> {
         let (tensor, rank) = report.overflow?;
-        let name = self.model.parameters().get(tensor).map_or("?", |parameter| &parameter.name);
+        let name = self.network.model().parameters().get(tensor).map_or("?", |parameter| &parameter.name);
         Some(match rank {
             Some(rank) => format!("{name} of rank {rank}"),
             None => format!("the sum of {name}"),
@@ -254,15 +313,17 @@ impl Run<'_> {
     }
 
     fn tokens(&self, steps: u64) -> u64 {
-        steps * (self.plan.sharding.batch() * self.plan.context) as u64
+        steps * (self.plan.sharding.batch() * self.plan.context()) as u64
     }
 
     fn sample(&self, version: u64) -> Result<(String, String)> {
         let vocabulary = &self.corpus.vocabulary;
-        let prompt = &self.corpus.held_out[..PROMPT.min(self.plan.context)];
+        let prompt = &self.corpus.held_out[..PROMPT.min(self.plan.context())];
         let request =
             sample::Request { version, prompt, count: self.plan.sample_chars, seed: self.plan.seed };
-        let sample = sample::generate(&self.link, &self.model, request)?;
+        // One worker alone, whatever the others have of the model.
+        let network = Network::whole(self.network.model().clone());
+        let sample = sample::generate(&self.link, &network, request)?;
         Ok((vocabulary.decode(prompt), vocabulary.decode(&sample)))
     }
 }
