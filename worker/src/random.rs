@@ -66,7 +66,7 @@ mod tests {
     fn a_stream_goes_on_from_anywhere() {
         let mut stream = Stream::new(&[3]);
         let mut later = stream.after(5);
-        (0..5).for_each(|_| drop(stream.bits()));
+        (0..5).for_each(|_| _ = stream.bits());
         assert_eq!(stream.bits(), later.bits());
     }
 

@@ -26,11 +26,14 @@ pub struct Request<'a> {
     pub seed: u64,
 }
 
-/// Goes on from the prompt. Pulls all parameters and holds them; `network` has all of its model.
+/// Goes on from the prompt. Pulls all parameters and holds them, unless nothing is to be added; `network` has all of its model.
 ///
 /// # Errors
 /// Those of the pull.
 pub fn generate<E: Exchange>(link: &Link<E>, network: &Network, request: Request<'_>) -> Result<Vec<u8>> {
+    if request.count == 0 {
+        return Ok(Vec::new());
+    }
     let mut parameters = Parameters::new(link, network, request.version);
     let segments = network.model().segments();
     segments.iter().for_each(|&segment| parameters.prefetch(segment));
