@@ -104,7 +104,7 @@ pub struct Train {
     #[arg(long, requires = "tensor_parallel", help_heading = "Parallelism")]
     pub sequence_parallel: bool,
     /// Replicas of the model, each with its share of the batch; gradients are averaged over them
-    /// [default: 2, or --workers divided by --tensor-parallel]
+    /// [default: --workers divided by --tensor-parallel; without --workers 2, or 1 with --tensor-parallel]
     #[arg(long, value_name = "D", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Parallelism")]
     pub data_parallel: Option<u32>,
     /// Workers in all [default: --data-parallel times --tensor-parallel]. Worker d T + t is number t of replica d
@@ -253,6 +253,7 @@ impl Train {
         let ranks = self.tensor_parallel;
         let replicas = match (self.data_parallel, self.workers) {
             (Some(replicas), None) => replicas,
+            (None, None) if ranks > 1 => 1,
             (None, None) => DATA_PARALLEL,
             (None, Some(workers)) if workers.is_multiple_of(ranks) => workers / ranks,
             (Some(replicas), Some(workers)) if workers == replicas * ranks => replicas,
@@ -288,7 +289,7 @@ impl Train {
     }
 }
 
-/// Replicas of the model, unless something else is said.
+/// Replicas of a model that is not cut, unless something else is said.
 const DATA_PARALLEL: u32 = 2;
 
 fn positive(text: &str) -> Result<f64, String> {
@@ -354,8 +355,8 @@ mod tests {
         };
         assert_eq!(parallelism("--workers 4"), (4, 1));
         assert_eq!(parallelism("--data-parallel 4"), (4, 1));
-        assert_eq!(parallelism("--tensor-parallel 2"), (2, 2));
-        assert_eq!(parallelism("--tensor-parallel 2 --workers 2"), (1, 2));
+        assert_eq!(parallelism("--tensor-parallel 2"), (1, 2));
+        assert_eq!(parallelism("--tensor-parallel 2 --workers 4"), (2, 2));
         assert_eq!(parallelism("--tensor-parallel 2 --data-parallel 4 --workers 8"), (4, 2));
         assert!(parse("--tensor-parallel 2").unwrap().makes_processes());
         assert!(!parse("").unwrap().makes_processes());

@@ -61,6 +61,19 @@ pub enum Error {
         /// What the system said.
         cause: io::Error,
     },
+    /// A worker of a tensor-parallel run is gone, and with it its part of what the others compute.
+    #[error(
+        "{cause}. Workers that have a model together end together: start all of them again, and job {job:?} goes on at \
+         step {step}"
+    )]
+    Incomplete {
+        /// The job.
+        job: String,
+        /// The step that was under way.
+        step: u64,
+        /// What was heard of it.
+        cause: String,
+    },
     /// A program of the cluster that is not where this one is.
     #[error("there is no {program:?}; build it (`cargo build --release`) and keep it beside this program")]
     NoProgram {

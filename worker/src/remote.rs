@@ -88,6 +88,11 @@ impl Remote {
         Ok(Self { runtime: runtime.clone(), job })
     }
 
+    /// This worker's rank.
+    pub fn rank(&self) -> u32 {
+        self.job.rank()
+    }
+
     /// Where the workers are reached, by rank. Waits until all have joined.
     ///
     /// # Errors

@@ -164,34 +164,12 @@ pub fn train(
         Some(listening) => Some(meet(listening, rank, &remote.peers()?)?),
         None => None,
     };
-    let group = match (&peers, plan.parallelism.mesh()?) {
-        (Some(peers), Some(mesh)) => {
-            Some(Group::new(Arc::<Peers>::clone(peers), mesh, plan.parallelism, &plan.said())?)
-        }
-        _ => None,
-    };
-    let network = Network::new(model, group);
-    let ledger = Ledger::default();
-    let version = remote.start(&network, plan.seed, &ledger)?;
-    if version >= plan.steps {
-        return Err(Error::NothingToDo { job: plan.job.clone(), version, steps: plan.steps });
-    }
-    let mut run = Run {
-        plan,
-        corpus,
-        held_out: held_out_batches(&corpus.held_out, plan.context()),
-        link: Link { exchange: Arc::new(remote), runtime: runtime.clone(), ledger },
-        network,
-        rank,
-        aborted: 0,
-    };
-    let outcome = run.steps(version, output)?;
-    if let Some(peers) = peers {
-        peers.leave().map_err(parallel::Error::from)?;
-    }
-    if let Ok(remote) = Arc::try_unwrap(run.link.exchange) {
-        remote.leave()?;
-    }
+    let outcome = Run::new(plan, corpus, runtime, (model, remote), peers.clone())
+        .and_then(|run| run.to_the_end(output));
+    // After an error too: what was sent before tells the others more than that this one is gone.
+    let left = peers.map_or(Ok(()), |peers| peers.leave().map_err(parallel::Error::from));
+    let outcome = outcome?;
+    left?;
     Ok(outcome)
 }
 
@@ -218,7 +196,44 @@ struct Run<'a> {
     aborted: u64,
 }
 
-impl Run<'_> {
+impl<'a> Run<'a> {
+    /// Makes the model's part of this rank, with those that have the others.
+    fn new(
+        plan: &'a Plan,
+        corpus: &'a Corpus,
+        runtime: &Handle,
+        (model, remote): (Model, Remote),
+        peers: Option<Arc<Peers>>,
+    ) -> Result<Self> {
+        let group = match (peers, plan.parallelism.mesh()?) {
+            (Some(peers), Some(mesh)) => Some(Group::new(peers, mesh, plan.parallelism, &plan.said())?),
+            _ => None,
+        };
+        Ok(Self {
+            plan,
+            corpus,
+            held_out: held_out_batches(&corpus.held_out, plan.context()),
+            rank: remote.rank(),
+            link: Link { exchange: Arc::new(remote), runtime: runtime.clone(), ledger: Ledger::default() },
+            network: Network::new(model, group),
+            aborted: 0,
+        })
+    }
+
+    /// From where the job is.
+    fn to_the_end(mut self, output: &mut Output) -> Result<Option<Outcome>> {
+        let plan = self.plan;
+        let version = self.link.exchange.start(&self.network, plan.seed, &self.link.ledger)?;
+        if version >= plan.steps {
+            return Err(Error::NothingToDo { job: plan.job.clone(), version, steps: plan.steps });
+        }
+        let outcome = self.steps(version, output)?;
+        if let Ok(remote) = Arc::try_unwrap(self.link.exchange) {
+            remote.leave()?;
+        }
+        Ok(outcome)
+    }
+
     fn steps(&mut self, first: u64, output: &mut Output) -> Result<Option<Outcome>> {
         let begin = Instant::now();
         let plan = self.plan;
@@ -276,15 +291,25 @@ impl Run<'_> {
         }))
     }
 
-    /// Runs a step until it is decided. An aborted step is run again from the same data.
+    /// Runs a step until it is decided. An aborted step is run again from the same data, unless the model is cut: some of those who
+    /// have it together may wait for each other in the middle of the step, and one of them is gone.
     fn step(&mut self, step: u64) -> Result<StepReport> {
         let replica = self.plan.parallelism.replica(self.rank) as usize;
         let draw = Draw { seed: self.plan.seed, step, replica };
         let micro_batches = self.plan.sharding.draw(&self.corpus.train, self.plan.context(), draw);
         loop {
-            match self.try_step(step, &micro_batches) {
-                Err(Error::Cluster(ClusterError::StepAborted { .. })) => self.aborted += 1,
-                other => return other,
+            let error = match self.try_step(step, &micro_batches) {
+                Ok(report) => return Ok(report),
+                Err(error) => error,
+            };
+            match (&error, self.network.group()) {
+                (Error::Cluster(ClusterError::StepAborted { .. }), None) => self.aborted += 1,
+                (Error::Cluster(ClusterError::StepAborted { .. }), Some(_))
+                | (Error::Parallel(parallel::Error::Collective(collectives::Error::Lost { .. })), _) => {
+                    let (job, cause) = (self.plan.job.clone(), error.to_string());
+                    return Err(Error::Incomplete { job, step, cause });
+                }
+                _ => return Err(error),
             }
         }
     }

@@ -206,7 +206,7 @@ def init(
 
     rendezvous = Rendezvous(where, deadline) if where.world > 1 else None
     if rendezvous is not None and where.rank > 0:
-        told = json.loads(rendezvous.hear(f"run/{number}"))
+        told = json.loads(rendezvous.hear(f"run/{number}", "rank 0 to start the cluster: does every rank call zeroshard.init?"))
         cluster = connect(told["address"], told["token"])
         run = told["run"]
     else:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+
+# What the tests of all frameworks share.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 # One thread a process, as every rank has, and nothing of a launcher's environment. Before torch is imported.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

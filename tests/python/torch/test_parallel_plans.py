@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import zeroshard as zs
 from facts import Facts, Outcomes
 from parallel import mesh_1d
-from zeroshard.torch import ProcessMesh, _agreement
+from zeroshard import _agreement
+from zeroshard.torch import ProcessMesh
 from zeroshard.torch.parallel import (
     ColwiseParallel,
     PairwiseParallel,
@@ -210,7 +211,7 @@ def a_rank_that_does_not_come_is_waited_for_with_an_end(rank: int) -> None:
     if rank == 0:
         patience, _agreement.PATIENCE = _agreement.PATIENCE, 0.2
         try:
-            refused(zs.Timeout, "rank 0 waited.*for rank 1: does it call", nn.Linear(4, 4), mesh_1d_of_torch(), ColwiseParallel())
+            refused(zs.Timeout, "rank 0 waited.*for rank 1 in parallelize_module: does it call", nn.Linear(4, 4), mesh_1d_of_torch(), ColwiseParallel())
         finally:
             _agreement.PATIENCE = patience
     else:

@@ -144,6 +144,9 @@ def sharded(
             model, torch.optim.AdamW(model.parameters(), lr=2e-3), level, segment_size=64, accumulation_steps=MICRO
         )
         part = mesh.get_local_rank("dp")
+        if level == "p_g_os":
+            held = model.mlp.up.weight._local_tensor.untyped_storage().nbytes()
+            assert held == 4, "a parameter that nobody uses is one element"
         mean = torch.tensor(losses_of(wrapped, optimizer, steps, part, shape[0]), dtype=torch.float64)
         dist.all_reduce(mean, group=mesh.get_group("dp"))
         outcomes.append(((mean / shape[0]).tolist(), optimizer.state_hash()))

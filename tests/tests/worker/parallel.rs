@@ -1,10 +1,17 @@
 //! ZeRO x tensor parallelism: several workers have a replica of the model together, and train as one dense process does.
 
-use std::{fs, path::Path, thread};
+use std::{
+    fs,
+    io::{BufRead, BufReader},
+    path::Path,
+    process::{Command, Output, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
 
 use serde_json::Value;
 use tempfile::TempDir;
-use zeroshard_tests::Cluster;
+use zeroshard_tests::{Cluster, binary};
 
 use crate::{done, start, train};
 
@@ -90,15 +97,19 @@ fn ranks_with_parts_of_the_sequence_train_as_one_process() {
     agrees_with_one_process("--data-parallel 1 --tensor-parallel 2 --sequence-parallel");
 }
 
-/// Runs a job's workers, each a process that was started by hand. Their lines.
-fn by_hand(cluster: &Cluster, workers: u32, flags: &str) -> Vec<Vec<Value>> {
-    let start = |rank| {
-        let flags =
-            format!("--address {} --shards 2 --workers {workers} --rank {rank} {flags}", cluster.address());
-        thread::spawn(move || train(&flags))
+/// Runs a job's workers, each a process that was started by hand with flags of its own.
+fn by_hand(cluster: &Cluster, flags: &[String]) -> Vec<Output> {
+    let start = |(rank, flags): (usize, &String)| {
+        let shards = cluster.shards.len();
+        let flags = format!("--address {} --shards {shards} --rank {rank} {flags}", cluster.address());
+        thread::spawn(move || start(&flags))
     };
-    let ranks: Vec<_> = (0..workers).map(start).collect();
+    let ranks: Vec<_> = flags.iter().enumerate().map(start).collect();
     ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
 #[test]
@@ -111,25 +122,23 @@ fn a_tensor_parallel_worker_moves_its_share_of_the_bytes() {
              --context 16 --batch 2 --steps 3 --sample-chars 0",
             text.path().display()
         );
-        let lines = by_hand(&cluster, workers, &flags);
+        let outputs = by_hand(&cluster, &vec![flags; workers as usize]);
+        assert!(outputs.iter().all(|output| output.status.success()), "{outputs:?}");
         let after = cluster.payload();
         let moved = [0, 1].map(|way| (after[way] - before[way]) as f64 / f64::from(workers));
         before = after;
-        let summary = done(&lines[0]);
-        let own = ["pulled_bytes", "pushed_bytes"].map(|name| summary[name].as_f64().unwrap());
-        (moved, own)
+        moved
     };
     for level in ["os", "p_g_os"] {
-        let (dense, _) = bytes_of_a_worker(1, level);
+        let dense = bytes_of_a_worker(1, level);
         for workers in [2, 4] {
-            let (moved, own) = bytes_of_a_worker(workers, level);
+            let moved = bytes_of_a_worker(workers, level);
             for (way, name) in ["pulled", "pushed"].into_iter().enumerate() {
                 let ratio = moved[way] / dense[way] * f64::from(workers);
                 println!(
                     "{level}, {workers} ranks: {name} {ratio:.4} of the dense worker's bytes / {workers}"
                 );
                 assert!((0.98..1.05).contains(&ratio), "{level}, {workers} ranks: {name} {ratio}");
-                assert!(own[way] <= 1.05 * moved[way], "{level}, {workers} ranks: {name} {own:?}, {moved:?}");
             }
         }
     }
@@ -138,19 +147,71 @@ fn a_tensor_parallel_worker_moves_its_share_of_the_bytes() {
 #[test]
 fn ranks_of_a_replica_that_were_told_different_things_are_told_so() {
     let (text, cluster) = (text(), Cluster::start(1));
-    let ranks = ["os", "p_g_os"].into_iter().zip(0..).map(|(level, rank)| {
+    let flags = ["os", "p_g_os"]
+        .map(|level| format!("--data {} {TINY} --tensor-parallel 2 --level {level}", text.path().display()));
+    for (rank, output) in by_hand(&cluster, &flags).into_iter().enumerate() {
+        let said = said(&output);
+        assert!(!output.status.success(), "rank {rank}");
+        assert!(said.contains("level os,") && said.contains("level p_g_os,"), "rank {rank}: {said}");
+    }
+}
+
+#[test]
+fn a_run_that_ended_goes_on_with_the_same_mesh_and_no_other() {
+    let (text, cluster) = (text(), Cluster::start(1));
+    let start = |flags: &str| {
         let flags = format!(
-            "--data {} {TINY} --address {} --shards 1 --tensor-parallel 2 --data-parallel 1 --rank {rank} --level {level}",
+            "--data {} --batch 4 --sample-chars 0 --tensor-parallel 2 {flags}",
+            text.path().display()
+        );
+        by_hand(&cluster, &[flags.clone(), flags])
+    };
+    for flags in ["--steps 2", "--steps 4"] {
+        assert!(start(flags).iter().all(|output| output.status.success()), "{flags}");
+    }
+    for output in start("--steps 6 --sequence-parallel") {
+        assert!(
+            !output.status.success() && said(&output).contains("exists with another"),
+            "{}",
+            said(&output)
+        );
+    }
+}
+
+#[test]
+fn a_rank_whose_peer_does_not_come_says_so() {
+    let (text, cluster) = (text(), Cluster::start(1));
+    let flags = format!("--data {} --tensor-parallel 2 --deadline 1", text.path().display());
+    let output = by_hand(&cluster, &[flags]).remove(0);
+    assert!(!output.status.success() && said(&output).contains("rank 1"), "{}", said(&output));
+}
+
+#[test]
+fn a_rank_that_is_killed_ends_the_others_long_before_the_deadline_and_is_named() {
+    let (text, out, cluster) = (text(), tempfile::tempdir().unwrap(), Cluster::start(1));
+    let mut ranks = [0, 1].map(|rank| {
+        let flags = format!(
+            "train --json --data {} --out {} {TINY} --address {} --shards 1 --tensor-parallel 2 --rank {rank} --deadline 600",
             text.path().display(),
+            out.path().display(),
             cluster.address()
         );
-        thread::spawn(move || start(&flags))
+        let flags = flags.replace("--steps 100", "--steps 100000");
+        let mut command = Command::new(binary("zeroshard-worker"));
+        command.args(flags.split_whitespace()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     });
-    let ranks: Vec<_> = ranks.collect();
-    for (rank, output) in ranks.into_iter().enumerate() {
-        let output = output.join().unwrap();
-        let said = String::from_utf8(output.stderr).unwrap();
-        assert!(!output.status.success(), "rank {rank}");
-        assert!(said.contains("level os") && said.contains("level p_g_os"), "rank {rank}: {said}");
-    }
+    let mut line = String::new();
+    BufReader::new(ranks[0].stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.contains("step"), "{line}");
+    ranks[1].kill().unwrap();
+    ranks[1].wait().unwrap();
+    let begin = Instant::now();
+    let [first, _] = ranks;
+    let output = first.wait_with_output().unwrap();
+    let said = said(&output);
+    assert!(
+        !output.status.success() && said.contains("rank 1") && said.contains("start all of them"),
+        "{said}"
+    );
+    assert!(begin.elapsed() < Duration::from_secs(60), "{:?}: {said}", begin.elapsed());
 }

@@ -1,6 +1,6 @@
 //! Workers that reach each other over gRPC.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -67,6 +67,7 @@ pub struct Listening {
     mailbox: Arc<Mailbox>,
     identity: watch::Sender<Option<Identity>>,
     failure: watch::Sender<Failure>,
+    attached: watch::Sender<BTreeSet<u32>>,
     leaving: CancellationToken,
     /// The server, and who listens to the peers.
     standing: TaskTracker,
@@ -116,6 +117,7 @@ impl Peers {
             mailbox: Arc::default(),
             identity,
             failure,
+            attached: watch::Sender::default(),
             leaving: CancellationToken::new(),
             standing: TaskTracker::new(),
             options,
@@ -124,6 +126,7 @@ impl Peers {
             mailbox: listening.mailbox.clone(),
             identity: identified,
             failure: failed,
+            attached: listening.attached.clone(),
             leaving: listening.leaving.clone(),
             patience: listening.options.deadline,
         };
@@ -256,7 +259,7 @@ impl Listening {
         self.address
     }
 
-    /// Becomes rank `rank` of those at `addresses` (`host:port` by rank), and waits until it has reached every one of them. What
+    /// Becomes rank `rank` of those at `addresses` (`host:port` by rank), and waits until it has reached every one of them and they it. What
     /// stands at this rank is not used.
     ///
     /// # Errors
@@ -271,8 +274,27 @@ impl Listening {
         let dialled = try_join_all(addresses.iter().zip(0..).map(async |(address, to)| {
             if to == rank { Ok(None) } else { self.dial(rank, to, world, address).await.map(Some) }
         }));
-        let clients = self.runtime.block_on(dialled)?;
+        let clients = self.runtime.block_on(async {
+            let clients = dialled.await?;
+            // Not before they have reached this worker too: it could leave again before that.
+            self.attached(rank, world).await?;
+            Ok::<_, Error>(clients)
+        })?;
         Ok(Peers { inner: self, rank, clients, sending: Arc::default(), state: Mutex::default() })
+    }
+
+    /// Waits until all peers have reached this worker.
+    async fn attached(&self, rank: u32, world: u32) -> Result<()> {
+        let mut attached = self.attached.subscribe();
+        let all =
+            attached.wait_for(|attached| (0..world).all(|peer| peer == rank || attached.contains(&peer)));
+        if tokio::time::timeout(self.options.deadline, all).await.is_ok() {
+            return Ok(());
+        }
+        let here = self.attached.borrow();
+        let missing: Vec<u32> = (0..world).filter(|peer| *peer != rank && !here.contains(peer)).collect();
+        let waiting_for = format!("ranks {missing:?} to reach rank {rank}");
+        Err(ClusterError::Timeout { waiting_for, waited_ms: self.options.deadline.as_millis() as u64 }.into())
     }
 
     /// Connects to a peer, and listens to how it is.

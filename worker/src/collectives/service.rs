@@ -1,5 +1,6 @@
 //! What a worker answers its peers.
 
+use std::collections::BTreeSet;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,6 +33,8 @@ pub(super) struct Service {
     pub(super) mailbox: Arc<Mailbox>,
     pub(super) identity: watch::Receiver<Option<Identity>>,
     pub(super) failure: watch::Receiver<Failure>,
+    /// Peers that have reached this worker.
+    pub(super) attached: watch::Sender<BTreeSet<u32>>,
     pub(super) leaving: CancellationToken,
     pub(super) patience: Duration,
 }
@@ -111,6 +114,7 @@ impl pb::worker_server::Worker for Service {
             let expected = format!("rank {} of {} ranks: who is here", here.rank, here.world);
             return Err(Error::invalid("peer", found, expected).into());
         }
+        self.attached.send_modify(|attached| _ = attached.insert(asked.from));
         let events = WatchStream::new(self.failure.clone()).map(|failure| {
             let (generation, failure) =
                 failure.map_or((0, None), |(generation, cause)| (generation, Some(cause)));

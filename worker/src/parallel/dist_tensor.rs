@@ -172,6 +172,20 @@ impl<B: ParallelBackend> DistTensor<B> {
         Self::assembled(local, mesh.clone(), self.shape, placements)
     }
 
+    /// All of the tensor on every rank, for layers of which each uses it for something else: gradients will come as parts of a
+    /// sum, and backward reduces and scatters them.
+    ///
+    /// # Errors
+    /// Those of the collectives.
+    pub fn replicate_for_parts(self) -> Result<Self> {
+        let part = |placement: &Placement| match placement {
+            Placement::Shard(_) => PARTIAL,
+            _ => Placement::Replicate,
+        };
+        let gradient: Vec<Placement> = self.placements.iter().map(part).collect();
+        self.convert(&vec![Placement::Replicate; gradient.len()], &gradient)
+    }
+
     /// This rank's part, whose gradient lies as the tensor does (and is whole where it is replicated).
     ///
     /// # Errors

@@ -5,7 +5,6 @@ use zeroshard_proto::DimPlacement as Placement;
 use super::backend::ParallelBackend;
 use super::dist_tensor::{DistTensor, Value};
 use super::error::{Error, Result};
-use super::prepare::gather;
 use super::world::Mesh;
 
 /// A place for what prepares a module's inputs and outputs. A module keeps one (`#[module(skip)]`), shows it in
@@ -65,7 +64,7 @@ fn apply<B: ParallelBackend>(
             };
             match (desired, local) {
                 // Its layers use all of it for different things.
-                (Placement::Replicate, false) => Ok(gather(tensor)?.into()),
+                (Placement::Replicate, false) => Ok(tensor.replicate_for_parts()?.into()),
                 (desired, false) => Ok(tensor.reshard(&[*desired])?.into()),
                 (desired, true) => super::prepare::local(tensor.reshard(&[*desired])?),
             }

@@ -8,7 +8,7 @@ use burn::tensor::TensorMetadata;
 use zeroshard_proto::DimPlacement as Placement;
 
 use super::backend::ParallelBackend;
-use super::dist_tensor::{DistTensor, LAST, PARTIAL, Value, resolve};
+use super::dist_tensor::{DistTensor, LAST, Value};
 use super::error::{Error, Result};
 use super::world::Mesh;
 
@@ -45,7 +45,7 @@ pub fn make_input_reshard_replicate<B: ParallelBackend>(
     input: impl Into<Value<B>>,
     mesh: Option<&Mesh>,
 ) -> Result<DistTensor<B>> {
-    gather(make_input_shard_1d(input, mesh, 0)?)
+    make_input_shard_1d(input, mesh, 0)?.replicate_for_parts()
 }
 
 /// A replicated tensor.
@@ -185,7 +185,11 @@ impl PrepareInput {
                     Value::Local(_) => is,
                 };
                 let tensor = place(input, at, is, own)?;
-                if desired == Placement::Replicate { gather(tensor)? } else { tensor.reshard(&[desired])? }
+                if desired == Placement::Replicate {
+                    tensor.replicate_for_parts()?
+                } else {
+                    tensor.reshard(&[desired])?
+                }
             }
         }))
     }
@@ -254,21 +258,6 @@ fn place<B: ParallelBackend>(
             tensor.reshard_to(&mesh, &[wanted])
         }
     }
-}
-
-/// All of a tensor, for ranks that use it for different things.
-pub(crate) fn gather<B: ParallelBackend>(tensor: DistTensor<B>) -> Result<DistTensor<B>> {
-    let whole = vec![Placement::Replicate; tensor.placements().len()];
-    let parts: Vec<Placement> = tensor
-        .placements()
-        .iter()
-        .map(|placement| match placement {
-            Placement::Shard(_) => PARTIAL,
-            _ => Placement::Replicate,
-        })
-        .collect();
-    let parts = resolve(&parts, tensor.shape().len());
-    tensor.convert(&whole, &parts)
 }
 
 /// This rank's part.

@@ -46,7 +46,8 @@ fn backward<const D: usize>(mesh: &Mesh, loss: &Tensor<Graph, D>) -> Gradients {
 /// Numbers without a pattern, the same everywhere.
 fn numbers<const D: usize>(seed: usize, shape: [usize; D]) -> Tensor<Graph, D> {
     let count = shape.iter().product();
-    let values: Vec<f32> = (0..count).map(|i| ((i * 7 + seed * 13 + 1) as f32 * 0.731).sin()).collect();
+    let value = |i: usize| (i * 7919 + seed * 104_729 + 1) % 2003;
+    let values: Vec<f32> = (0..count).map(|i| value(i) as f32 / 1001.5 - 1.0).collect();
     Tensor::from_data(TensorData::new(values, shape), &Default::default())
 }
 

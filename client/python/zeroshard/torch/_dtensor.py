@@ -51,9 +51,9 @@ def aligned_gradient(parameter: Tensor) -> Tensor | None:
     return gradient
 
 
-def like(here: Tensor, tensor: DTensor) -> DTensor:
-    """A DTensor of what is here of it, that lies as another does."""
-    return DTensor(here, tensor._spec, requires_grad=False)
+def distributed_as(here: Tensor, spec: Any) -> DTensor:
+    """The DTensor of which this is here, and that lies as ``spec``, another's ``_spec``, says."""
+    return DTensor(here, spec, requires_grad=False)
 
 
 def part(value: Tensor, tensor: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def parts_of_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]
         tensor = own.get(name)
         if isinstance(tensor, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
             if value.shape == tensor.shape:
-                return like(part(value, tensor), tensor)
+                return distributed_as(part(value, tensor), tensor._spec)
         return value
 
     return {name: fitting(name, value) for name, value in state.items()}

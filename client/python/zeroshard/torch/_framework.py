@@ -18,7 +18,7 @@ from .._native import Array
 from .._rendezvous import distributed, place
 from ..errors import InvalidArgument
 from . import kinds
-from ._dtensor import aligned_gradient, layout, like, local
+from ._dtensor import aligned_gradient, distributed_as, layout, local
 from ._memory import PooledMemory, guard
 
 #: What parameters and gradients may be made of.
@@ -159,11 +159,13 @@ class _Torch(Framework[Tensor]):
             return None
         here = local(saved)
         shape, stride, offset = here.shape, here.stride(), here.storage_offset()
+        # What is returned must not keep `saved`: its memory is to be given back.
+        spec = saved._spec if isinstance(saved, DTensor) else None
 
         def view() -> Tensor:
             with torch._C.DisableTorchFunctionSubclass():
                 again = local(parameter).detach().as_strided(shape, stride, offset)
-                return like(again, saved) if isinstance(saved, DTensor) else again
+                return again if spec is None else distributed_as(again, spec)
 
         return view
 

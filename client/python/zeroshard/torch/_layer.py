@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from .._agreement import agree
 from ..errors import InvalidArgument
-from ._agreement import agree
 from ._mesh import check_mesh, mesh_ranks, mesh_text
 from ._ties import keeping_ties
 

@@ -136,10 +136,9 @@ class PooledMemory(ParameterMemory[Tensor]):
 
     def drop(self, parameter: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            here = local(parameter)
             # The first time, these are the strides that the program has made it with.
-            self._strides.setdefault(id(parameter), here.stride())
-            self.put(parameter, _stub(here))
+            self._strides.setdefault(id(parameter), local(parameter).stride())
+            self.put(parameter, _stub(local(parameter)))
         block = self._blocks.pop(id(parameter), None)
         if block is not None:
             self._pool.give(block)

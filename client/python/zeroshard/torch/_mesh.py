@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from .._agreement import agree
 from .._native import Mesh
 from .._rendezvous import distributed
 from ..errors import InvalidArgument, NotInitialised
-from ._agreement import agree
 
 
 class ProcessMesh(DeviceMesh):

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 
+from ..._agreement import agree
 from ...errors import AlreadyParallel, InvalidArgument
-from .._agreement import agree
 from .._mesh import check_1d, check_mesh, mesh_ranks, mesh_text, sub_mesh
 from .._ties import keeping_ties
 from ._prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 BINARY = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release" / "zeroshard-server"
 #: How long a server may take to end, in seconds.
 PATIENCE = 10

@@ -1,0 +1,135 @@
+"""Who starts the processes of a run, torch or Paddle: how each says which they are, and where they meet."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Any
+
+from .errors import NotInitialised, Timeout
+
+LOOPBACK = "127.0.0.1"
+
+
+class Launcher(ABC):
+    """A framework's way of starting several processes."""
+
+    #: The environment variables of this process's rank, and of how many there are.
+    variables: tuple[str, str]
+
+    @abstractmethod
+    def group(self) -> tuple[int, int] | None:
+        """Rank and world of the default process group, if the program has made it."""
+
+    @abstractmethod
+    def store(self, rank: int, world: int, deadline: float) -> Any:
+        """What all processes share; rank 0 may be the one that serves it."""
+
+    @abstractmethod
+    def reachable_host(self) -> str:
+        """The address at which the others reach this process, which is rank 0; loopback if all are on this machine."""
+
+
+class Torch(Launcher):
+    """``torchrun``, ``torch.multiprocessing.spawn``, ``torch.distributed``."""
+
+    variables = ("RANK", "WORLD_SIZE")
+
+    def group(self) -> tuple[int, int] | None:
+        group = torch_distributed()
+        return None if group is None else (group.get_rank(), group.get_world_size())
+
+    def store(self, rank: int, world: int, deadline: float) -> Any:
+        group = torch_distributed()
+        if group is not None:
+            return group.distributed_c10d._get_default_store()
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if address is None or port is None:
+            raise NotInitialised(
+                f"WORLD_SIZE is {world}, but the ranks cannot find each other: call "
+                "torch.distributed.init_process_group before zeroshard.init, or start the program by torchrun"
+            )
+        try:
+            from torch._C._distributed_c10d import TCPStore
+        except ImportError:
+            raise NotInitialised(
+                "several ranks find each other through torch's store, and torch cannot be imported"
+            ) from None
+        # torchrun's agent serves the store itself; else rank 0 does, and shares it with a later init_process_group.
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        try:
+            return TCPStore(
+                address,
+                int(port),
+                world,
+                is_master=rank == 0 and not agent,
+                timeout=timedelta(seconds=deadline),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except Exception as error:
+            raise Timeout(f"rank {rank} cannot reach the store at {address}:{port}: {error}") from None
+
+    def reachable_host(self) -> str:
+        world = os.environ.get("WORLD_SIZE", "1")
+        if os.environ.get("LOCAL_WORLD_SIZE", world) == world:
+            return LOOPBACK
+        return _resolved("MASTER_ADDR", os.environ.get("MASTER_ADDR", "localhost"))
+
+
+class Paddle(Launcher):
+    """``paddle.distributed.launch``, ``paddle.distributed.spawn``, ``paddle.distributed.init_parallel_env``."""
+
+    variables = ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")
+
+    def group(self) -> tuple[int, int] | None:
+        module = sys.modules.get("paddle.distributed")
+        if module is None or not module.is_initialized():
+            return None
+        return module.get_rank(), module.get_world_size()
+
+    def store(self, rank: int, world: int, deadline: float) -> Any:
+        if not (os.environ.get("PADDLE_MASTER") or os.environ.get("PADDLE_TRAINER_ENDPOINTS")):
+            raise NotInitialised(
+                f"PADDLE_TRAINERS_NUM is {world}, but the ranks cannot find each other: start the program by "
+                "python -m paddle.distributed.launch, or by paddle.distributed.spawn"
+            )
+        try:
+            from paddle.base import core
+        except ImportError:
+            raise NotInitialised(
+                "several ranks find each other through Paddle's store, and paddle cannot be imported"
+            ) from None
+        try:
+            # One for each process, which init_parallel_env uses too, before and after.
+            return core.create_or_get_global_tcp_store()
+        except Exception as error:
+            raise Timeout(f"rank {rank} cannot reach the store: {error}") from None
+
+    def reachable_host(self) -> str:
+        endpoints = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
+        hosts = {endpoint.rpartition(":")[0] for endpoint in endpoints if endpoint}
+        if len(hosts) < 2:
+            return LOOPBACK
+        own = os.environ.get("PADDLE_CURRENT_ENDPOINT", "")
+        return _resolved("PADDLE_CURRENT_ENDPOINT", own.rpartition(":")[0])
+
+
+#: In the order in which they are asked.
+ALL: tuple[Launcher, ...] = (Torch(), Paddle())
+
+
+def torch_distributed() -> Any | None:
+    """``torch.distributed``, if the program has initialised it."""
+    module = sys.modules.get("torch.distributed")
+    return module if module is not None and module.is_available() and module.is_initialized() else None
+
+
+def _resolved(variable: str, host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise NotInitialised(f"{variable} cannot be resolved: {error}") from None

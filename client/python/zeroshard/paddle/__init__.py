@@ -1,0 +1,70 @@
+"""ZeroShard for Paddle.
+
+It can stand where ``paddle.distributed`` stands (``import zeroshard.paddle as dist``): what it does not do itself is
+Paddle's.
+"""
+
+from __future__ import annotations
+
+try:
+    import paddle as _paddle  # noqa: F401
+except ImportError as error:
+    raise ImportError("zeroshard.paddle needs Paddle: pip install paddlepaddle") from error
+
+from typing import Any
+
+import paddle.distributed as _distributed
+
+from .._dist_model import ShardingStage1, ShardingStage2, ShardingStage3, Strategy
+from . import _autograd
+from ._clip import clip_grad_norm_
+from ._data_parallel import DataParallel, fused_allreduce_gradients
+from ._dataloader import ShardDataloader, shard_dataloader
+from ._dist_model import DistModel, to_static
+from ._layer import shard_layer
+from ._mesh import Partial, Placement, ProcessMesh, Replicate, Shard
+from ._model import GroupSharded
+from ._optimizer import ShardedOptimizer
+from ._placement import reshard, shard_tensor
+from ._save import load_group_sharded_model, save_group_sharded_model
+from ._scaler import GradScaler
+from ._shard_optimizer import shard_optimizer
+from ._sharded import group_sharded_parallel
+
+_autograd.install()
+
+__all__ = [
+    "DataParallel",
+    "DistModel",
+    "GradScaler",
+    "GroupSharded",
+    "Partial",
+    "Placement",
+    "ProcessMesh",
+    "Replicate",
+    "Shard",
+    "ShardDataloader",
+    "ShardedOptimizer",
+    "ShardingStage1",
+    "ShardingStage2",
+    "ShardingStage3",
+    "Strategy",
+    "clip_grad_norm_",
+    "fused_allreduce_gradients",
+    "group_sharded_parallel",
+    "load_group_sharded_model",
+    "reshard",
+    "save_group_sharded_model",
+    "shard_dataloader",
+    "shard_layer",
+    "shard_optimizer",
+    "shard_tensor",
+    "to_static",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """What of ``paddle.distributed`` is not done here is Paddle's: ``init_parallel_env``, ``spawn``, collectives."""
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_distributed, name)

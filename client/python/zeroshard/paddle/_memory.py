@@ -1,0 +1,196 @@
+"""The memory of Paddle's tensors: what shares it, what has been written to it, and parameters that come and go.
+
+A dropped parameter has no memory at all: what computes with it all the same ends in Paddle's own error. Its use is
+noticed where a layer's attribute is read (``layer.weight``), and where a method or an operator of it is called.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any
+
+import paddle
+from paddle import Tensor
+from paddle.base.framework import EagerParamBase
+
+from .._core.framework import ParameterMemory
+from ._dtensor import like
+
+#: Methods that say something about a tensor without reading its elements, or fetch them by themselves.
+_METADATA = {
+    "__class__", "__deepcopy__", "__delattr__", "__dir__", "__getattribute__", "__hash__", "__init__",
+    "__init_subclass__", "__len__", "__new__", "__reduce__", "__reduce_ex__", "__setattr__", "__sizeof__",
+    "__subclasshook__", "clear_grad", "clear_gradient", "copy_", "data_ptr", "detach", "dim", "element_size",
+    "get_strides", "gradient", "is_contiguous", "is_dense", "is_dist", "is_floating_point", "is_selected_rows", "is_sparse",
+    "is_sparse_coo", "is_sparse_csr", "ndimension", "numel", "register_hook", "set_value",
+}  # fmt: skip
+
+_FLOATING = (paddle.float32, paddle.bfloat16, paddle.float16, paddle.float64)
+
+#: How the attributes that are ours begin.
+_OURS = "_zeroshard"
+
+
+def alias(tensor: Any) -> Any:
+    """The same elements, in a tensor that keeps their memory whatever becomes of the given one."""
+    return strided(tensor, tensor.shape, tensor.strides)
+
+
+def strided(tensor: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
+    """A view of the tensor's memory, from the tensor's first element on."""
+    with paddle.no_grad():
+        return paddle.as_strided(tensor.detach(), shape, strides, tensor._offset())
+
+
+def changes(tensor: Any) -> int:
+    """A number that is another one after the program has written to the tensor.
+
+    Paddle tells nobody of what is written by an initializer, or through ``get_tensor()``.
+    """
+    if isinstance(tensor, EagerParamBase) and not isinstance(tensor, _Counted):
+        tensor.__class__ = _variant(_Counted, type(tensor))
+    return int(tensor.inplace_version) + int(getattr(tensor, "_zeroshard_writes", 0))
+
+
+def _set_changes(parameter: Any, number: int) -> None:
+    parameter._zeroshard_writes = number - int(parameter.inplace_version)
+
+
+def access(parameter: Any) -> None:
+    """Something is computed with the parameter."""
+    # A reference that does not keep: parameters' attributes are no garbage, ever.
+    reference = parameter.__dict__.get("_zeroshard_layer")
+    guarded = None if reference is None else reference()
+    if guarded is not None:
+        guarded.access()
+
+
+class _Counted:
+    """A parameter that counts what Paddle's own counter leaves out: ``set_value``, ``copy_`` and ``data``."""
+
+    #: What is to be added to Paddle's counter.
+    _zeroshard_writes = 0
+
+    def set_value(self, value: Any) -> None:
+        access(self)
+        super().set_value(value)  # type: ignore[misc]
+        self._zeroshard_writes += 1
+
+    def copy_(self, *args: Any) -> Any:
+        access(self)
+        result = super().copy_(*args)  # type: ignore[misc]
+        self._zeroshard_writes += 1
+        return result
+
+    @property
+    def data(self) -> Any:
+        access(self)
+        return super().data  # type: ignore[misc]
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        access(self)
+        before = changes(self)
+        EagerParamBase.data.__set__(self, value)
+        _set_changes(self, before + 1)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        access(self)
+        ours = {name: self.__dict__.pop(name) for name in list(self.__dict__) if name.startswith(_OURS)}
+        try:
+            return super().__deepcopy__(memo)  # type: ignore[misc]
+        finally:
+            self.__dict__.update(ours)
+
+
+class _Gathered(_Counted):
+    """A parameter that is fetched when a method or an operator of it is called."""
+
+
+def _accessing(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(parameter: Any, *args: Any, **kwargs: Any) -> Any:
+        access(parameter)
+        return method(parameter, *args, **kwargs)
+
+    return call
+
+
+for _name in dir(Tensor):
+    _method = getattr(Tensor, _name)
+    if callable(_method) and _name not in _METADATA and (_name.startswith("__") or not _name.startswith("_")):
+        setattr(_Gathered, _name, _accessing(_method))
+
+_variants: dict[tuple[type, type], type] = {}
+
+
+def _variant(base: type, cls: type) -> type:
+    """The subclass of a class of parameters that is one of ours too; it calls itself as that class does."""
+    cls = next(known for known in cls.__mro__ if not issubclass(known, _Counted))
+    if (base, cls) not in _variants:
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        _variants[base, cls] = type(cls.__name__, (base, cls), names)
+    return _variants[base, cls]
+
+
+class _Parameters(OrderedDict[str, Any]):
+    """A layer's parameters by name; reading one, as the layer's attribute, fetches it."""
+
+    access: Callable[[], None]
+    gathered: frozenset[str]
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.gathered:
+            self.access()
+        return super().__getitem__(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OrderedDict[str, Any]:
+        return OrderedDict((name, deepcopy(parameter, memo)) for name, parameter in self.items())
+
+
+def guard(layer: Any, parameters: dict[str, Any], access: Callable[[], None], release: Callable[[], None]) -> None:
+    """As :meth:`zeroshard._core.framework.Framework.guard`."""
+    guarded = _Parameters(layer._parameters)
+    guarded.access, guarded.gathered = access, frozenset(parameters)
+    layer.__dict__["_parameters"] = guarded
+    for parameter in parameters.values():
+        parameter.__class__ = _variant(_Gathered, type(parameter))
+        parameter._zeroshard_layer = weakref.ref(guarded)
+    ours = {id(parameter) for parameter in parameters.values()}
+
+    def copy_state(state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            if id(value) in ours:
+                access()
+                state[name] = value.detach().clone() if value.is_dist() else alias(value).clone()
+        release()
+
+    layer.register_state_dict_hook(copy_state)
+
+
+class Memory(ParameterMemory[Any]):
+    """Memory that Paddle's allocator gives, and takes back."""
+
+    def take(self, parameter: Any) -> Any:
+        shape = parameter._local_shape if parameter.is_dist() else parameter.shape
+        return paddle.empty(shape, dtype=parameter.dtype)
+
+    def put(self, parameter: Any, value: Any) -> None:
+        before = changes(parameter)
+        if parameter.is_dist():
+            value = like(value, parameter)
+        value._share_underline_tensor_to(parameter)
+        _set_changes(parameter, before)
+
+    def drop(self, parameter: Any) -> None:
+        # Not the memory that it has, which others may share: it gets a tensor of its own, and that one is emptied; of a
+        # distributed tensor Paddle wants at least an element.
+        one = paddle.full([1], float("nan") if parameter.dtype in _FLOATING else 0, dtype=parameter.dtype)
+        shape = parameter._local_shape if parameter.is_dist() else parameter.shape
+        self.put(parameter, strided(one, shape, [0] * len(shape)))
+        if not parameter.is_dist():
+            before = changes(parameter)
+            Tensor.get_tensor(parameter)._clear()
+            _set_changes(parameter, before)

@@ -1,0 +1,132 @@
+"""Loss scaling whose checks and division happen on the servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+from paddle.amp.grad_scaler import OptimizerState
+
+from ._optimizer import ShardedOptimizer
+
+
+#: Dtypes of gradients that Paddle tells apart.
+_KINDS = ("fp16", "bf16", "fp32")
+
+
+class GradScaler(paddle.amp.GradScaler):
+    """A ``paddle.amp.GradScaler`` that knows sharded optimizers: inf or NaN on any rank skips the step on all.
+
+    :func:`~zeroshard.paddle.group_sharded_parallel` makes one from the scaler that is given, whose state it shares. Paddle's
+    own switches itself off on a CPU, and for losses that are not of float16; one that is made of this class does not.
+    """
+
+    # Paddle's own attributes.
+    _scale: Any
+    _cache_found_inf: bool | None
+    _incr_count: int
+    _decr_count: int
+
+    def __init__(
+        self,
+        enable: bool = True,
+        init_loss_scaling: float = 2.0**16,
+        incr_ratio: float = 2.0,
+        decr_ratio: float = 0.5,
+        incr_every_n_steps: int = 2000,
+        decr_every_n_nan_or_inf: int = 1,
+        use_dynamic_loss_scaling: bool = True,
+    ) -> None:
+        super().__init__(False)
+        if not enable:
+            return
+        # What Paddle makes where it does not switch itself off.
+        self._enable = True
+        self._optimizer_states = _States()
+        self._cache_found_inf = None
+        for name in ("_found_inf", "_temp_found_inf_value_false", *(f"_temp_found_inf_{kind}" for kind in _KINDS)):
+            setattr(self, name, paddle.to_tensor([False]))
+        self.load_state_dict(
+            {
+                "scale": [init_loss_scaling],
+                "incr_ratio": incr_ratio,
+                "decr_ratio": decr_ratio,
+                "incr_every_n_steps": incr_every_n_steps,
+                "decr_every_n_nan_or_inf": decr_every_n_nan_or_inf,
+                "incr_count": 0,
+                "decr_count": 0,
+                "use_dynamic_loss_scaling": use_dynamic_loss_scaling,
+            }
+        )
+
+    @classmethod
+    def sharing(cls, scaler: Any) -> GradScaler:
+        """A scaler with the state of ``scaler``."""
+        shared = cls.__new__(cls)
+        shared.__dict__ = scaler.__dict__
+        return shared
+
+    def scale(self, var: Any) -> Any:
+        """The loss times the scale."""
+        return var * self._scale if self._enable else var
+
+    def unscale_(self, optimizer: Any) -> None:
+        """For a sharded optimizer only a note: the servers divide by the scale, also for ``clip_grad_norm_``."""
+        if not isinstance(optimizer, ShardedOptimizer):
+            super().unscale_(optimizer)
+        elif self._enable:
+            state = self._optimizer_states[id(optimizer)]
+            if state["state"] is not OptimizerState.INIT:
+                raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+            optimizer.loss_scale = self._number()
+            state["state"] = OptimizerState.UNSCALED
+
+    def step(self, optimizer: Any) -> None:
+        """Steps, unless a gradient was inf or NaN; :meth:`update` then lowers the scale."""
+        if not isinstance(optimizer, ShardedOptimizer) or not self._enable:
+            super().step(optimizer)
+            return
+        state = self._optimizer_states[id(optimizer)]
+        if state["state"] is OptimizerState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        optimizer.loss_scale = self._number()
+        try:
+            optimizer.step()
+        finally:
+            optimizer.loss_scale = 1.0
+        self._cache_found_inf = not optimizer.last_report.applied
+        state["state"] = OptimizerState.STEPPED
+        if not self._use_dynamic_loss_scaling:
+            self._optimizer_states = _States()
+
+    def _number(self) -> float:
+        return float(self._scale.reshape([]))
+
+    # Paddle's own cannot say the scale with today's numpy, which makes no number of an array of one.
+    def _update(self) -> None:
+        if self._cache_found_inf:
+            self._incr_count = 0
+            self._decr_count += 1
+            if self._decr_count == self._decr_every_n_nan_or_inf:
+                self._scale, self._decr_count = self._scale * self._decr_ratio, 0
+        else:
+            self._decr_count = 0
+            self._incr_count += 1
+            if self._incr_count == self._incr_every_n_steps:
+                self._scale, self._incr_count = self._scale * self._incr_ratio, 0
+
+    def minimize(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`step`, then :meth:`update`."""
+        if not isinstance(optimizer, ShardedOptimizer) or not self._enable:
+            return super().minimize(optimizer, *args, **kwargs)
+        self.step(optimizer)
+        self.update()
+        return [], []
+
+
+class _States(dict[int, dict[str, Any]]):
+    """What each optimizer has done since the last update."""
+
+    def __missing__(self, key: int) -> dict[str, Any]:
+        self[key] = {"state": OptimizerState.INIT}
+        return self[key]

@@ -1,0 +1,90 @@
+"""Runs a function in several ranks of Paddle at once, on the CPU.
+
+The processes are forked from a server that has imported Paddle and nothing else has happened in (multiprocessing's
+"forkserver"): each is as fresh as a new interpreter, without the seconds that importing Paddle takes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from processes import LOOPBACK, TIMEOUT, RankFailed, free_port, run_all
+
+__all__ = ["RankFailed", "run"]
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["paddle", "paddle.distributed", "pytest"])
+
+
+def run(
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    env: Mapping[str, str] | None = None,
+    init: bool = True,
+    timeout: float = TIMEOUT,
+) -> list[Any]:
+    """Calls ``function(rank, *args)`` in ``world`` processes; what it returned, by rank.
+
+    The processes have the environment that ``paddle.distributed.launch`` makes, and with ``init`` they are a parallel
+    environment before the function begins. ``env`` is added. How it ends: see :func:`processes.run_all`.
+    """
+    master = free_port()
+    endpoints = ",".join(f"{LOOPBACK}:{free_port()}" for _ in range(world))
+    environment = {
+        "PADDLE_MASTER": f"{LOOPBACK}:{master}",
+        "PADDLE_TRAINERS_NUM": str(world),
+        "PADDLE_TRAINER_ENDPOINTS": endpoints,
+        "PADDLE_DISTRI_BACKEND": "gloo",
+        **(env or {}),
+    }
+    arguments = []
+    for rank in range(world):
+        own = {"PADDLE_TRAINER_ID": str(rank), "PADDLE_CURRENT_ENDPOINT": endpoints.split(",")[rank]}
+        arguments.append((rank, world, master, environment | own, init, timeout, function, args))
+    return run_all(_context, _rank, arguments, timeout)
+
+
+def _rank(
+    rank: int,
+    world: int,
+    master: int,
+    environment: dict[str, str],
+    init: bool,
+    timeout: float,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> Any:
+    for name in list(os.environ):
+        if name.startswith(("PADDLE_", "ZEROSHARD_")):
+            del os.environ[name]
+    os.environ.update(environment)
+    import paddle
+    import paddle.distributed as dist
+
+    # What was imported before the fork has drawn from the same seed in each.
+    paddle.seed(1000 + rank)
+    if init and world > 1:
+        if rank > 0:
+            _await(master, timeout)
+        dist.init_parallel_env()
+    result = function(rank, *args)
+    if dist.is_initialized():
+        # Rank 0 may host the cluster and the store that the others still use.
+        dist.barrier()
+    return result
+
+
+def _await(port: int, timeout: float) -> None:
+    """Waits until rank 0 serves the store: Paddle itself looks every three seconds."""
+    until = time.monotonic() + timeout
+    while time.monotonic() < until:
+        with socket.socket() as probe:
+            if probe.connect_ex((LOOPBACK, port)) == 0:
+                return
+        time.sleep(0.01)

@@ -1,0 +1,127 @@
+"""What is saved is whole and Paddle's; what is loaded goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+import zeroshard as zs
+from zeroshard.paddle import group_sharded_parallel, load_group_sharded_model, save_group_sharded_model
+
+import models
+import ranks
+from training import LEVELS, SEGMENT, assert_same
+
+#: Every accumulator that there is, and a scheduler.
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda p: paddle.optimizer.SGD(0.05, parameters=p),
+    "Momentum": lambda p: paddle.optimizer.Momentum(paddle.optimizer.lr.StepDecay(0.05, 3), parameters=p),
+    "Adam": lambda p: paddle.optimizer.Adam(0.01, parameters=p, amsgrad=True),
+    "AdamW": lambda p: paddle.optimizer.AdamW(paddle.optimizer.lr.CosineAnnealingDecay(0.01, 9), parameters=p),
+    "Adagrad": lambda p: paddle.optimizer.Adagrad(0.05, parameters=p),
+    "Adadelta": lambda p: paddle.optimizer.Adadelta(1.0, parameters=p),
+    "Lamb": lambda p: paddle.optimizer.Lamb(0.01, parameters=p),
+}
+
+
+def build(name: str, optimizer: str, level: str | None) -> tuple[Any, Any]:
+    """Model and optimizer; the parameters have the same names every time, as in a process of its own."""
+    with paddle.utils.unique_name.guard():
+        model = models.build(name)
+        made = OPTIMIZERS[optimizer](model.parameters())
+    if level is None:
+        return model, made
+    wrapped, sharded, _ = group_sharded_parallel(model, made, level, segment_size=SEGMENT)
+    return wrapped, sharded
+
+
+def steps(name: str, model: Any, optimizer: Any, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        loss = model(*models.batch(name, step, 8))
+        loss.backward()
+        # The first step of an optimizer of Paddle's gives its state names.
+        with paddle.utils.unique_name.guard():
+            optimizer.step()
+        optimizer.clear_grad(set_to_zero=False)
+        if isinstance(optimizer._learning_rate, paddle.optimizer.lr.LRScheduler):
+            optimizer._learning_rate.step()
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_was_saved_goes_on_in_plain_paddle_and_here(
+    cluster: zs.Session, tmp_path: Path, level: str, optimizer: str
+) -> None:
+    model, sharded = build("cnn", optimizer, level)
+    steps("cnn", model, sharded, 0, 6)
+    save_group_sharded_model(model, tmp_path / "saved", sharded)
+    expected = steps("cnn", model, sharded, 6, 12)
+    for other in (None, *LEVELS):
+        again, made = build("cnn", optimizer, other)
+        load_group_sharded_model(again, tmp_path / "saved", made)
+        np.testing.assert_allclose(steps("cnn", again, made, 6, 12), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_state_of_an_optimizer_that_has_stepped_goes_along(cluster: zs.Session, optimizer: str) -> None:
+    model, plain = build("mlp", optimizer, None)
+    steps("mlp", model, plain, 0, 12)
+    again, made = build("mlp", optimizer, None)
+    steps("mlp", again, made, 0, 6)
+    again, made, _ = group_sharded_parallel(again, made, "os_g")
+    steps("mlp", again, made, 6, 12)
+    for name, tensor in again.state_dict().items():
+        np.testing.assert_allclose(tensor.numpy(), model.state_dict()[name].numpy(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["frozen", "gpt", "cnn"])
+def test_frozen_and_tied_parameters_and_buffers_survive(cluster: zs.Session, tmp_path: Path, name: str) -> None:
+    model, sharded = build(name, "AdamW", "p_g_os")
+    steps(name, model, sharded, 0, 3)
+    saved = {key: value.numpy() for key, value in model.state_dict().items()}
+    save_group_sharded_model(model, tmp_path, sharded)
+    plain, made = build(name, "AdamW", None)
+    assert list(saved) == list(plain.state_dict())
+    load_group_sharded_model(plain, tmp_path, made)
+    assert_same({key: value.numpy() for key, value in plain.state_dict().items()}, saved)
+
+
+def test_a_file_is_no_directory(cluster: zs.Session, tmp_path: Path) -> None:
+    model, _ = build("mlp", "SGD", "os")
+    (tmp_path / "file").touch()
+    with pytest.raises(zs.InvalidArgument, match="directory"):
+        save_group_sharded_model(model, tmp_path / "file")
+
+
+def test_an_unwrapped_model_is_not_saved(cluster: zs.Session, tmp_path: Path) -> None:
+    with pytest.raises(zs.InvalidArgument, match="group_sharded_parallel"):
+        save_group_sharded_model(models.mlp(), tmp_path)
+
+
+def test_what_is_not_there_is_not_loaded(cluster: zs.Session, tmp_path: Path) -> None:
+    with pytest.raises(zs.InvalidArgument, match="model.pdmodel"):
+        load_group_sharded_model(models.mlp(), tmp_path)
+
+
+def _save_and_load(rank: int, folder: str) -> Any:
+    model, sharded = build("mlp", "AdamW", "p_g_os")
+    steps("mlp", model, sharded, rank, rank + 3)
+    save_group_sharded_model(model, folder, sharded)
+    paddle.distributed.barrier()
+    before = sharded.state_hash()
+    steps("mlp", model, sharded, 3, 5)
+    load_group_sharded_model(model, folder, sharded)
+    return before, sharded.state_hash(), {name: value.numpy() for name, value in model.state_dict().items()}
+
+
+def test_ranks_load_what_rank_0_saved(processes: dict[str, str], tmp_path: Path) -> None:
+    first, second = ranks.run(2, _save_and_load, str(tmp_path / "saved"), env=processes)
+    assert first[0] == second[0] and first[1] == second[1]
+    assert_same(second[2], first[2])
+    assert_same({name: value.numpy() for name, value in paddle.load(str(tmp_path / "saved/model.pdmodel")).items()}, first[2])

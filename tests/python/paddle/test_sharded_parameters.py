@@ -1,0 +1,235 @@
+"""Parameters that live on the servers, overflow, and what a program does to a wrapped model."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+import zeroshard as zs
+from paddle import nn
+from zeroshard.paddle import GradScaler, clip_grad_norm_, group_sharded_parallel
+
+import models
+import ranks
+from training import LEVELS, SEGMENT
+
+
+def wrapped(level: str = "p_g_os", model: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+    """The layer that was given, its wrapper and the optimizer."""
+    layer = models.build("mlp") if model is None else model
+    optimizer = paddle.optimizer.SGD(0.1, parameters=layer.parameters())
+    made, sharded, _ = group_sharded_parallel(layer, optimizer, level, **{"segment_size": SEGMENT, **options})
+    return layer, made, sharded
+
+
+def here(parameter: Any) -> bool:
+    return bool(parameter._is_initialized())
+
+
+def step(model: Any, optimizer: Any, number: int = 0) -> None:
+    model(*models.batch("mlp", number, 8)).backward()
+    optimizer.step()
+    optimizer.clear_grad()
+
+
+@pytest.mark.parametrize("numel", [63, 64, 65])
+def test_only_what_has_more_elements_than_a_segment_leaves(cluster: zs.Session, numel: int) -> None:
+    layer, _, _ = wrapped(model=nn.Linear(numel, 1, bias_attr=False), segment_size=64)
+    assert here(layer.parameters()[0]) == (numel <= 64)
+
+
+def test_parameters_are_here_only_while_they_are_used(cluster: zs.Session) -> None:
+    layer, model, optimizer = wrapped(sync_comm=True)
+    weights = [parameter for parameter in layer.parameters() if parameter.ndim == 2]
+    assert not any(map(here, weights))
+    seen: list[list[bool]] = []
+    layer.layers[2].register_forward_pre_hook(lambda *_: seen.append([here(weight) for weight in weights]))
+    loss = model(*models.batch("mlp", 0, 8))
+    assert not any(map(here, weights))
+    loss.backward()
+    assert not any(map(here, weights))
+    optimizer.step()
+    assert seen == [[False, False, False]]
+    assert not any(map(here, weights))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda layer: layer.layers[0].weight.sum(),
+        lambda layer: (layer.parameters()[0] ** 2).sum(),
+        lambda layer: (2.0 * layer.parameters()[0]).numpy(),
+        lambda layer: paddle.matmul(paddle.ones([1, models.FEATURES]), layer.layers[0].weight),
+        lambda layer: copy.deepcopy(layer.parameters()[0]).numpy(),
+        lambda layer: layer.state_dict()["layers.0.weight"].numpy(),
+        lambda layer: repr(layer.parameters()[0]),
+    ],
+    ids=["attribute", "operator", "reflected operator", "function", "deepcopy", "state_dict", "repr"],
+)
+def test_a_parameter_that_is_used_outside_its_layer_is_fetched(cluster: zs.Session, use: Any) -> None:
+    whole = models.build("mlp")
+    layer, _, _ = wrapped()
+    expected, found = use(whole), use(layer)
+    if isinstance(found, str):
+        assert "Not initialized" not in found
+    else:
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+def test_a_copy_of_a_sharded_layer_is_a_plain_layer(cluster: zs.Session) -> None:
+    layer, model, optimizer = wrapped()
+    copied = copy.deepcopy(layer)
+    step(model, optimizer)
+    data = models.batch("mlp", 0, 8)
+    assert float(copied(*data)) == float(models.build("mlp")(*data))
+    assert float(copied(*data)) != float(model(*data))
+
+
+def test_what_the_program_keeps_of_a_parameter_keeps_its_values(cluster: zs.Session) -> None:
+    layer, model, optimizer = wrapped()
+    kept = layer.layers[0].weight.detach()
+    before = kept.numpy().copy()
+    step(model, optimizer)
+    np.testing.assert_array_equal(kept.numpy(), before)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", ["set_value", "set_state_dict", "in place", "copy_"])
+def test_what_the_program_writes_is_what_trains_on(cluster: zs.Session, level: str, how: str) -> None:
+    layer, model, optimizer = wrapped(level)
+    step(model, optimizer)
+    with model.summon_full_params(), paddle.no_grad():
+        weight = layer.layers[0].weight
+        new = paddle.full(weight.shape, 0.01)
+        if how == "set_value":
+            weight.set_value(new)
+        elif how == "copy_":
+            weight.copy_(new, True)
+        elif how == "in place":
+            weight.scale_(0.0)
+            weight.add_(new)
+        else:
+            layer.layers[0].set_state_dict({"weight": new, "bias": layer.layers[0].bias.clone()})
+    optimizer.step()  # of nothing
+    with model.summon_full_params():
+        np.testing.assert_array_equal(layer.layers[0].weight.numpy(), new.numpy())
+
+
+def test_a_sparse_gradient_becomes_dense(cluster: zs.Session) -> None:
+    def run(level: str | None) -> Any:
+        paddle.seed(3)
+        model: Any = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 1))
+        optimizer: Any = paddle.optimizer.SGD(0.5, parameters=model.parameters())
+        if level is not None:
+            model, optimizer, _ = group_sharded_parallel(model, optimizer, level, segment_size=16)
+        for _ in range(3):
+            model(paddle.to_tensor([1, 2, 1, 19])).square().sum().backward()
+            optimizer.step()
+            optimizer.clear_grad()
+        return model.state_dict()["0.weight"].numpy()
+
+    for level in LEVELS:
+        np.testing.assert_allclose(run(level), run(None), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_wrapped_model_that_is_dropped_leaves_its_job(cluster: zs.Session, level: str) -> None:
+    layer, model, optimizer = wrapped(level)
+    step(model, optimizer)
+    sharding = model.sharding
+    name = sharding.job.job.name
+    assert any(job.name == name for job in zs.status().jobs)
+    del layer, model, optimizer, sharding
+    gc.collect()
+    for _ in range(1000):  # it leaves in the background
+        if not any(job.name == name and job.joined for job in zs.status().jobs):
+            return
+    raise AssertionError(f"{name} is still there")
+
+
+def test_one_backward_pass_too_many_is_said_by_name(cluster: zs.Session) -> None:
+    _, model, optimizer = wrapped("os_g", accumulation_steps=1)
+    model(*models.batch("mlp", 0, 8)).backward()
+    with pytest.raises(zs.InvalidArgument, match="one more backward pass"):
+        model(*models.batch("mlp", 1, 8)).backward()
+    optimizer.clear_grad()
+    step(model, optimizer)
+
+
+def test_an_error_in_a_forward_leaves_nothing_behind(cluster: zs.Session) -> None:
+    layer, model, optimizer = wrapped()
+    with pytest.raises(ValueError):
+        model(paddle.ones([2, 3]), paddle.to_tensor([1, 1]))
+    assert not any(here(parameter) for parameter in layer.parameters() if parameter.ndim == 2)
+    step(model, optimizer)
+
+
+def test_clipping_says_the_norm_of_the_gradient(cluster: zs.Session) -> None:
+    plain = models.build("mlp")
+    plain(*models.batch("mlp", 0, 8)).backward()
+    norm = float(sum((p.grad**2).sum() for p in plain.parameters()) ** 0.5)
+    for level in LEVELS:
+        _, model, optimizer = wrapped(level)
+        model(*models.batch("mlp", 0, 8)).backward()
+        assert float(clip_grad_norm_(model, 0.1)) == pytest.approx(norm, rel=1e-6)
+        optimizer.step()
+        assert optimizer.last_report.clip_coefficient == pytest.approx(0.1 / norm, rel=1e-4)
+
+
+def _overflow(rank: int, level: str) -> Any:
+    layer = models.build("mlp")
+    optimizer = paddle.optimizer.AdamW(0.01, parameters=layer.parameters())
+    scaler: Any = GradScaler(init_loss_scaling=1024.0)
+    model, sharded, scaler = group_sharded_parallel(layer, optimizer, level, scaler=scaler, segment_size=SEGMENT)
+    hashes, scales = [sharded.state_hash()], []
+    for number in range(3):
+        loss = model(*models.batch("mlp", number, 8))
+        if number == 1 and rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.minimize(sharded, loss)
+        sharded.clear_grad()
+        hashes.append({name: value.numpy() for name, value in model.state_dict().items()})
+        scales.append(float(scaler.state_dict()["scale"][0]))
+    same = all(np.array_equal(hashes[1][name], hashes[2][name]) for name in hashes[1])
+    moved = any(not np.array_equal(hashes[2][name], hashes[3][name]) for name in hashes[1])
+    return same, moved, scales, sharded.last_report.applied
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_inf_on_one_rank_skips_the_step_on_all_and_halves_the_scale(processes: dict[str, str], level: str) -> None:
+    for found in ranks.run(2, _overflow, level, env=processes):
+        assert found == (True, True, [1024.0, 512.0, 512.0], True)
+
+
+@pytest.mark.parametrize("level", ["p_g", "", "os_g_p", None])
+def test_a_level_that_there_is_not_is_refused(cluster: zs.Session, level: Any) -> None:
+    with pytest.raises(zs.InvalidArgument, match="'os', 'os_g', 'p_g_os'"):
+        wrapped(level)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [
+        (lambda m: object(), lambda m: paddle.optimizer.SGD(parameters=m.parameters())),
+        (lambda m: m, lambda m: object()),
+        (lambda m: m, lambda m: paddle.optimizer.SGD(parameters=nn.Linear(2, 2).parameters())),
+    ],
+    ids=["no layer", "no optimizer", "another model's optimizer"],
+)
+def test_what_is_no_model_or_no_optimizer_of_it_is_refused(cluster: zs.Session, model: Any, optimizer: Any) -> None:
+    layer = models.mlp()
+    with pytest.raises(zs.InvalidArgument, match="must be"):
+        group_sharded_parallel(model(layer), optimizer(layer), "os")
+
+
+def test_without_paddle_the_module_says_what_to_install() -> None:
+    code = "import sys; sys.modules['paddle'] = None\ntry:\n import zeroshard.paddle\nexcept ImportError as e: print(e)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "pip install paddlepaddle" in said

@@ -1,0 +1,108 @@
+"""Runs a function in several processes at once: real processes, with an end to every wait."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.context
+import pickle
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+#: What a function may take, in seconds, unless it says otherwise.
+TIMEOUT = 120.0
+#: How long the other ranks may go on, in seconds, once one has failed: their errors may tell more.
+GRACE = 3.0
+LOOPBACK = "127.0.0.1"
+
+
+class RankFailed(AssertionError):
+    """A rank raised an error, died or did not end; the message holds every rank's traceback."""
+
+
+@dataclass
+class Failure:
+    """What went wrong in a rank."""
+
+    text: str
+
+
+def free_port() -> int:
+    """A port on loopback that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        return int(listener.getsockname()[1])
+
+
+def run_all(
+    context: multiprocessing.context.ForkServerContext,
+    function: Callable[..., Any],
+    arguments: Sequence[tuple[Any, ...]],
+    timeout: float,
+) -> list[Any]:
+    """Calls ``function`` in a process for each of the tuples of arguments; what it returned, in that order.
+
+    The function stands at the top of its module; results come back pickled. If one fails, or after ``timeout``
+    seconds, all are killed, and :class:`RankFailed` says what each had to say.
+    """
+    with contextlib.ExitStack() as stack:
+        connections: dict[Any, int] = {}
+        for rank, args in enumerate(arguments):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_process, args=(theirs, function, args))
+            process.start()
+            stack.callback(_end, process)
+            theirs.close()
+            connections[ours] = rank
+        return _collect(connections, timeout)
+
+
+def _end(process: Any) -> None:
+    """Ends a process that may have ended."""
+    process.join(0.5)
+    if process.is_alive():
+        process.kill()
+    process.join()
+
+
+def _collect(connections: dict[Any, int], timeout: float) -> list[Any]:
+    """Every rank's result, or an error that holds every rank's failure."""
+    began = time.monotonic()
+    end = began + timeout
+    waiting = dict(connections)
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    while waiting and (left := end - time.monotonic()) > 0:
+        for connection in wait(list(waiting), left):
+            rank = waiting.pop(connection)
+            try:
+                result = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                result = Failure("ended without a word")
+            if isinstance(result, Failure):
+                failures[rank] = result.text
+                end = min(end, time.monotonic() + GRACE)
+            else:
+                results[rank] = result
+    if failures or waiting:
+        for rank in waiting.values():
+            failures.setdefault(rank, f"had not ended {time.monotonic() - began:.0f} s after the start")
+        raise RankFailed("\n".join(f"--- rank {rank}:\n{text}" for rank, text in sorted(failures.items())))
+    return [results[rank] for rank in range(len(connections))]
+
+
+def _process(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """The life of one process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        message = pickle.dumps(function(*args))
+    except BaseException:
+        message = pickle.dumps(Failure(traceback.format_exc()))
+    with contextlib.suppress(OSError):
+        connection.send_bytes(message)
+    connection.close()
