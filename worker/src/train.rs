@@ -165,7 +165,7 @@ pub fn train(
         None => None,
     };
     let outcome = Run::new(plan, corpus, runtime, (model, remote), peers.clone())
-        .and_then(|run| run.to_the_end(output));
+        .and_then(|run| run.finish(output));
     // After an error too: what was sent before tells the others more than that this one is gone.
     let left = peers.map_or(Ok(()), |peers| peers.leave().map_err(parallel::Error::from));
     let outcome = outcome?;
@@ -220,8 +220,8 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// From where the job is.
-    fn to_the_end(mut self, output: &mut Output) -> Result<Option<Outcome>> {
+    /// Runs from where the job is to the end.
+    fn finish(mut self, output: &mut Output) -> Result<Option<Outcome>> {
         let plan = self.plan;
         let version = self.link.exchange.start(&self.network, plan.seed, &self.link.ledger)?;
         if version >= plan.steps {

@@ -118,7 +118,7 @@ fn a_tensor_parallel_worker_moves_its_share_of_the_bytes() {
     let mut before = cluster.payload();
     let mut bytes_of_a_worker = |workers: u32, level: &str| {
         let flags = format!(
-            "--data {} --job {level}-{workers} --level {level} --tensor-parallel {workers} --width 256 --blocks 1 \
+            "--data {} --job {level}-{workers} --level {level} --workers {workers} --tensor-parallel {workers} --width 256 --blocks 1 \
              --context 16 --batch 2 --steps 3 --sample-chars 0",
             text.path().display()
         );
