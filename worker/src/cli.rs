@@ -30,7 +30,8 @@ pub struct Cli {
 pub enum Command {
     /// Train a character-level transformer on the text files of a folder
     ///
-    /// With neither --address nor --processes, coordinator, shard servers and workers all run in this process.
+    /// With neither --address nor --processes, coordinator, shard servers and workers all run in this process; with
+    /// --tensor-parallel each is a process of its own.
     /// Same options and seed: same result, bit for bit, whatever the level, the number of shards, the chunk size,
     /// and whether they are processes or threads.
     Train(Box<Train>),
@@ -94,8 +95,8 @@ pub struct Train {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 20), help_heading = "Model")]
     pub hidden: Option<u32>,
 
-    /// Workers that have one replica of the model together: each computes, pulls and pushes 1/T of every large matrix.
-    /// T divides --heads. They exchange activations at each block, and are processes of their own
+    /// Workers that have one replica of the model together: each computes, holds, pulls and pushes 1/T of every large
+    /// matrix, and they exchange activations in every block. T divides --heads
     #[arg(long, value_name = "T", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256),
         help_heading = "Parallelism")]
     pub tensor_parallel: u32,

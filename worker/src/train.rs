@@ -164,8 +164,8 @@ pub fn train(
         Some(listening) => Some(meet(listening, rank, &remote.peers()?)?),
         None => None,
     };
-    let outcome = Run::new(plan, corpus, runtime, (model, remote), peers.clone())
-        .and_then(|run| run.finish(output));
+    let outcome =
+        Run::new(plan, corpus, runtime, (model, remote), peers.clone()).and_then(|run| run.finish(output));
     // After an error too: what was sent before tells the others more than that this one is gone.
     let left = peers.map_or(Ok(()), |peers| peers.leave().map_err(parallel::Error::from));
     let outcome = outcome?;
