@@ -72,6 +72,22 @@ impl Cluster {
         Process::start(shard(address, flags))
     }
 
+    /// Payload bytes that the shard servers have sent to pulls and received in pushes, by their own counters.
+    ///
+    /// # Panics
+    /// If one of them does not tell.
+    pub fn payload(&self) -> [u64; 2] {
+        let counter = |text: &str, labels: &str| -> u64 {
+            let line = text
+                .lines()
+                .find_map(|line| line.strip_prefix(&format!("zeroshard_payload_bytes_total{{{labels}}} ")));
+            line.expect("the counter is there").parse().expect("a number")
+        };
+        let metrics: Vec<String> = self.shards.iter().map(|shard| shard.get("/metrics")).collect();
+        let sum = |labels: &str| metrics.iter().map(|text| counter(text, labels)).sum();
+        [sum("direction=\"sent\",operation=\"pull\""), sum("direction=\"received\",operation=\"push\"")]
+    }
+
     /// Where workers connect.
     pub fn address(&self) -> &str {
         self.coordinator.address()

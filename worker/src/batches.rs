@@ -1,7 +1,7 @@
-//! Which windows of the text a rank sees at a step.
+//! Which windows of the text a replica of the model sees at a step.
 //!
-//! The windows of a step are drawn for the whole global batch, from a key (seed, step, window); a rank takes
-//! its contiguous share. So the data of a step depend on neither the number of workers nor on
+//! The windows of a step are drawn for the whole global batch, from a key (seed, step, window); a replica
+//! takes its contiguous share. So the data of a step depend on neither the number of workers nor on
 //! whether the step was run before.
 
 use thiserror::Error;
@@ -56,17 +56,17 @@ impl Batch {
 pub enum Error {
     /// Some share would be larger than another, and the mean of means would not be the mean.
     #[error(
-        "--batch {batch} cannot be divided into {workers} worker(s) x {micro_batches} micro-batch(es) of equal \
+        "--batch {batch} cannot be divided into {replicas} replica(s) x {micro_batches} micro-batch(es) of equal \
          size; use a multiple of {}, such as {}",
-        workers * micro_batches,
-        batch.div_ceil(workers * micro_batches).max(1) * workers * micro_batches
+        replicas * micro_batches,
+        batch.div_ceil(replicas * micro_batches).max(1) * replicas * micro_batches
     )]
     Uneven {
         /// Windows of the global batch.
         batch: usize,
-        /// Number of workers.
-        workers: usize,
-        /// Micro-batches of a worker.
+        /// Replicas of the model: workers that see different data.
+        replicas: usize,
+        /// Micro-batches of a replica.
         micro_batches: usize,
     },
 }
@@ -75,20 +75,20 @@ pub enum Error {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sharding {
     batch: usize,
-    workers: usize,
+    replicas: usize,
     micro_batches: usize,
 }
 
 impl Sharding {
-    /// Divides `batch` windows among `workers` (> 0), each working in `micro_batches` (> 0) parts.
+    /// Divides `batch` windows among `replicas` (> 0), each working in `micro_batches` (> 0) parts.
     ///
     /// # Errors
     /// `Error::Uneven` unless every part has the same number of windows, at least one.
-    pub fn new(batch: usize, workers: usize, micro_batches: usize) -> Result<Self, Error> {
-        if batch == 0 || !batch.is_multiple_of(workers * micro_batches) {
-            return Err(Error::Uneven { batch, workers, micro_batches });
+    pub fn new(batch: usize, replicas: usize, micro_batches: usize) -> Result<Self, Error> {
+        if batch == 0 || !batch.is_multiple_of(replicas * micro_batches) {
+            return Err(Error::Uneven { batch, replicas, micro_batches });
         }
-        Ok(Self { batch, workers, micro_batches })
+        Ok(Self { batch, replicas, micro_batches })
     }
 
     /// Windows of the global batch.
@@ -96,11 +96,11 @@ impl Sharding {
         self.batch
     }
 
-    /// The micro-batches of a rank at a step, in order.
-    pub fn draw(&self, text: &[u8], length: usize, Draw { seed, step, rank }: Draw) -> Vec<Batch> {
-        let share = self.batch / self.workers;
+    /// The micro-batches of a replica at a step, in order.
+    pub fn draw(&self, text: &[u8], length: usize, Draw { seed, step, replica }: Draw) -> Vec<Batch> {
+        let share = self.batch / self.replicas;
         let positions = text.len() - length;
-        let starts: Vec<usize> = (rank * share..(rank + 1) * share)
+        let starts: Vec<usize> = (replica * share..(replica + 1) * share)
             .map(|window| Stream::new(&[seed, WINDOW_STREAM, step, window as u64]).below(positions))
             .collect();
         starts.chunks(share / self.micro_batches).map(|starts| Batch::cut(text, starts, length)).collect()
@@ -114,8 +114,8 @@ pub struct Draw {
     pub seed: u64,
     /// The step.
     pub step: u64,
-    /// The worker.
-    pub rank: usize,
+    /// Who draws.
+    pub replica: usize,
 }
 
 /// Keeps the windows apart from every other use of the seed.
@@ -129,21 +129,21 @@ mod tests {
         (0..1000u32).map(|i| (i % 97) as u8).collect()
     }
 
-    fn inputs(sharding: Sharding, rank: usize, step: u64) -> Vec<u8> {
+    fn inputs(sharding: Sharding, replica: usize, step: u64) -> Vec<u8> {
         sharding
-            .draw(&text(), 8, Draw { seed: 3, step, rank })
+            .draw(&text(), 8, Draw { seed: 3, step, replica })
             .iter()
             .flat_map(|batch| batch.inputs().to_vec())
             .collect()
     }
 
     #[test]
-    fn windows_of_a_step_do_not_depend_on_the_number_of_workers() {
+    fn windows_of_a_step_do_not_depend_on_the_number_of_replicas() {
         let whole = inputs(Sharding::new(12, 1, 1).unwrap(), 0, 5);
-        for workers in [2, 3, 4, 12] {
-            let sharding = Sharding::new(12, workers, 1).unwrap();
-            let parts: Vec<u8> = (0..workers).flat_map(|rank| inputs(sharding, rank, 5)).collect();
-            assert_eq!(parts, whole, "{workers} workers");
+        for replicas in [2, 3, 4, 12] {
+            let sharding = Sharding::new(12, replicas, 1).unwrap();
+            let parts: Vec<u8> = (0..replicas).flat_map(|replica| inputs(sharding, replica, 5)).collect();
+            assert_eq!(parts, whole, "{replicas} replicas");
         }
     }
 
@@ -151,7 +151,7 @@ mod tests {
     fn micro_batches_divide_a_share_in_order() {
         let whole = inputs(Sharding::new(12, 2, 1).unwrap(), 1, 0);
         let sharding = Sharding::new(12, 2, 3).unwrap();
-        assert_eq!(sharding.draw(&text(), 8, Draw { seed: 3, step: 0, rank: 1 }).len(), 3);
+        assert_eq!(sharding.draw(&text(), 8, Draw { seed: 3, step: 0, replica: 1 }).len(), 3);
         assert_eq!(inputs(sharding, 1, 0), whole);
     }
 

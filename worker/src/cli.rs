@@ -11,9 +11,10 @@ use zeroshard_proto::{DType, Optimizer, Token};
 use crate::batches::Sharding;
 use crate::error::{Error, Result};
 use crate::levels::Level;
-use crate::model::{Architecture, Division, Model};
+use crate::model::Architecture;
 use crate::schedule::{Schedule, default_lr};
-use crate::train::{Plan, Sizes};
+use crate::tensor_parallel::Parallelism;
+use crate::train::Plan;
 
 /// ZeroShard's trainer: a small transformer whose optimizer lives on shard servers
 #[derive(Debug, Parser)]
@@ -29,7 +30,8 @@ pub struct Cli {
 pub enum Command {
     /// Train a character-level transformer on the text files of a folder
     ///
-    /// With neither --address nor --processes, coordinator, shard servers and workers all run in this process.
+    /// With neither --address nor --processes, coordinator, shard servers and workers all run in this process; with
+    /// --tensor-parallel each is a process of its own.
     /// Same options and seed: same result, bit for bit, whatever the level, the number of shards, the chunk size,
     /// and whether they are processes or threads.
     Train(Box<Train>),
@@ -45,7 +47,7 @@ pub struct Train {
     #[arg(long, value_name = "N", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..),
         help_heading = "Training")]
     pub steps: u64,
-    /// Windows of text in a step, divided evenly among the workers
+    /// Windows of text in a step, divided evenly among the replicas of the model
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=65_536),
         help_heading = "Training")]
     pub batch: u32,
@@ -53,19 +55,7 @@ pub struct Train {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(2..=4096),
         help_heading = "Training")]
     pub context: u32,
-    /// Width of the model
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=8192),
-        help_heading = "Training")]
-    pub width: u32,
-    /// Transformer blocks of the model
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=256),
-        help_heading = "Training")]
-    pub blocks: u32,
-    /// Attention heads of a block
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=256),
-        help_heading = "Training")]
-    pub heads: u32,
-    /// Parts that a worker computes its share in, one after the other; their gradients are summed before they are
+    /// Parts that a replica's share is computed in, one after the other; their gradients are summed before they are
     /// sent
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65_536),
         help_heading = "Training")]
@@ -89,6 +79,39 @@ pub struct Train {
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Training")]
     pub seed: u64,
 
+    /// Width of the model
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=65_536),
+        help_heading = "Model")]
+    pub width: u32,
+    /// Transformer blocks
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1024),
+        help_heading = "Model")]
+    pub blocks: u32,
+    /// Attention heads of a block; they divide --width
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024),
+        help_heading = "Model")]
+    pub heads: u32,
+    /// Width of the MLP in a block [default: 4 x --width]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 20), help_heading = "Model")]
+    pub hidden: Option<u32>,
+
+    /// Workers that have one replica of the model together: each computes, holds, pulls and pushes 1/T of every large
+    /// matrix, and they exchange activations in every block. T divides --heads
+    #[arg(long, value_name = "T", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256),
+        help_heading = "Parallelism")]
+    pub tensor_parallel: u32,
+    /// With --tensor-parallel: what is not cut (norms, residual stream) runs on 1/T of each window, so that activations
+    /// are smaller too. T divides --context
+    #[arg(long, requires = "tensor_parallel", help_heading = "Parallelism")]
+    pub sequence_parallel: bool,
+    /// Replicas of the model, each with its share of the batch; gradients are averaged over them
+    /// [default: --workers divided by --tensor-parallel; without --workers 2, or 1 with --tensor-parallel]
+    #[arg(long, value_name = "D", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Parallelism")]
+    pub data_parallel: Option<u32>,
+    /// Workers in all [default: --data-parallel times --tensor-parallel]. Worker d T + t is number t of replica d
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Parallelism")]
+    pub workers: Option<u32>,
+
     /// What a worker keeps: os (all parameters, all gradients), os_g (all parameters), p_g_os (one block's
     /// parameters at a time)
     #[arg(long, value_name = "LEVEL", default_value = "p_g_os", help_heading = "Cluster")]
@@ -97,22 +120,6 @@ pub struct Train {
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=256),
         help_heading = "Cluster")]
     pub shards: u32,
-    /// Workers, each with the whole model and a share of the batch [default: 2; --tensor-parallel x --data-parallel, if one of
-    /// them is given]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Cluster")]
-    pub workers: Option<u32>,
-    /// Workers that have one model together: attention heads, inner layers and vocabulary are cut. Each is a process of its own
-    #[arg(long, value_name = "T", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Cluster")]
-    pub tensor_parallel: Option<u32>,
-    /// With --tensor-parallel: cut what lies between those layers too, by rows
-    #[arg(long, requires = "tensor_parallel", help_heading = "Cluster")]
-    pub sequence_parallel: bool,
-    /// Such groups of workers, each with a share of the batch [default with --tensor-parallel: 1]
-    #[arg(long, value_name = "D", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Cluster")]
-    pub data_parallel: Option<u32>,
-    /// With --tensor-parallel: where a worker listens for the others, which reach it there; port 0: any free port
-    #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:0", help_heading = "Cluster")]
-    pub peer_listen: SocketAddr,
     /// Make each server and each worker a process of its own
     #[arg(long, conflicts_with_all = ["address", "rank"], help_heading = "Cluster")]
     pub processes: bool,
@@ -131,9 +138,19 @@ pub struct Train {
         help_heading = "Cluster"
     )]
     pub token: Token,
-    /// Be this one worker of --workers; the others are started elsewhere [default: be all of them]
+    /// Be this one of the workers; the others are started elsewhere [default: be all of them]
     #[arg(long, value_name = "R", requires = "address", help_heading = "Cluster")]
     pub rank: Option<u32>,
+    /// With --tensor-parallel: where this worker listens for the others. An address of this machine that they can
+    /// reach; they learn it from the coordinator
+    #[arg(
+        long,
+        value_name = "IP:PORT",
+        default_value = "127.0.0.1:0",
+        requires = "rank",
+        help_heading = "Cluster"
+    )]
+    pub listen: SocketAddr,
     /// Name of the job; one that exists is continued
     #[arg(long, value_name = "NAME", default_value = "train", help_heading = "Cluster")]
     pub job: String,
@@ -171,28 +188,23 @@ impl Train {
     /// Checks the flags against each other.
     ///
     /// # Errors
-    /// For a batch that cannot be divided, a rank out of range, and hyperparameters that the optimizer refuses.
+    /// For numbers of workers that contradict each other, a batch that cannot be divided, a rank out of range, and
+    /// hyperparameters that the optimizer refuses.
     pub fn plan(&self) -> Result<Plan> {
-        let (data_parallel, tensor_parallel) = self.division()?;
-        let workers = data_parallel * tensor_parallel;
+        let parallelism = self.parallelism()?;
+        let architecture = self.architecture()?;
+        let workers = parallelism.workers();
         if let Some(rank) = self.rank.filter(|&rank| rank >= workers) {
             let expected = format!("less than the number of workers, {workers}");
             return Err(Error::Flag { flag: "--rank", found: rank.to_string(), expected });
         }
-        if tensor_parallel > 1 && self.address.is_some() && self.rank.is_none() {
-            let expected =
-                "given with --address and --tensor-parallel: each worker is a process of its own".to_owned();
+        if self.rank.is_none() && self.address.is_some() && parallelism.ranks > 1 {
+            let expected = format!(
+                "said with --address and --tensor-parallel, for each of the {workers} workers: they are processes of \
+                 their own"
+            );
             return Err(Error::Flag { flag: "--rank", found: "missing".to_owned(), expected });
         }
-        let architecture = Architecture {
-            vocabulary: 1,
-            context: self.context as usize,
-            width: self.width as usize,
-            blocks: self.blocks as usize,
-            heads: self.heads as usize,
-        };
-        let ranks = tensor_parallel as usize;
-        Model::divided(architecture, Division { ranks, place: 0, sequence: self.sequence_parallel })?;
         let mut optimizer = self.optimizer;
         if let Optimizer::Average(_) = optimizer {
             let expected = "one that trains: the servers would only average the gradients".to_owned();
@@ -211,21 +223,13 @@ impl Train {
             job: self.job.clone(),
             level: self.level,
             steps: self.steps,
-            context: self.context as usize,
+            architecture,
+            parallelism,
             sharding: Sharding::new(
                 self.batch as usize,
-                data_parallel as usize,
+                parallelism.replicas as usize,
                 self.micro_batches as usize,
             )?,
-            sizes: Sizes {
-                width: architecture.width,
-                blocks: architecture.blocks,
-                heads: architecture.heads,
-            },
-            data_parallel: data_parallel as usize,
-            tensor_parallel: ranks,
-            sequence_parallel: self.sequence_parallel,
-            peer_listen: self.peer_listen,
             shards: self.shards,
             schedule: Schedule::new(optimizer, self.steps),
             clip: Some(self.clip).filter(|&norm| norm > 0.0),
@@ -235,35 +239,59 @@ impl Train {
             chunk_bytes: self.chunk_bytes as usize,
             deadline: Duration::from_secs(self.deadline),
             token: self.token.clone(),
+            listen: self.listen,
             seed: self.seed,
             sample_chars: self.sample_chars as usize,
         })
     }
-}
 
-impl Train {
-    /// How many groups of workers, and how many workers in each.
-    fn division(&self) -> Result<(u32, u32)> {
-        let (data, tensor) = match (self.data_parallel, self.tensor_parallel) {
-            (None, None) => return Ok((self.workers.unwrap_or(2), 1)),
-            (data, tensor) => (data.unwrap_or(1), tensor.unwrap_or(1)),
-        };
-        match self.workers.filter(|&workers| workers != data * tensor) {
-            None => Ok((data, tensor)),
-            Some(workers) => {
-                let expected =
-                    format!("--data-parallel x --tensor-parallel, {}, or not given", data * tensor);
-                Err(Error::Flag { flag: "--workers", found: workers.to_string(), expected })
+    /// Whether servers and workers become processes of their own, started here.
+    pub fn makes_processes(&self) -> bool {
+        self.processes || (self.tensor_parallel > 1 && self.address.is_none())
+    }
+
+    fn parallelism(&self) -> Result<Parallelism> {
+        let ranks = self.tensor_parallel;
+        let replicas = match (self.data_parallel, self.workers) {
+            (Some(replicas), None) => replicas,
+            (None, None) if ranks > 1 => 1,
+            (None, None) => DATA_PARALLEL,
+            (None, Some(workers)) if workers.is_multiple_of(ranks) => workers / ranks,
+            (Some(replicas), Some(workers)) if workers == replicas * ranks => replicas,
+            (replicas, Some(workers)) => {
+                let expected = match replicas {
+                    Some(replicas) => {
+                        format!(
+                            "--data-parallel {replicas} x --tensor-parallel {ranks} = {}, or left out",
+                            replicas * ranks
+                        )
+                    }
+                    None => format!(
+                        "a multiple of --tensor-parallel {ranks}, such as {}",
+                        workers.next_multiple_of(ranks)
+                    ),
+                };
+                return Err(Error::Flag { flag: "--workers", found: workers.to_string(), expected });
             }
-        }
+        };
+        Ok(Parallelism { replicas, ranks, sequence: self.sequence_parallel && ranks > 1 })
     }
 
-    /// Whether each worker is to be a process of its own.
-    pub fn in_processes(&self) -> bool {
-        let alone = self.address.is_none() && self.rank.is_none();
-        self.processes || alone && self.tensor_parallel.is_some_and(|ranks| ranks > 1)
+    fn architecture(&self) -> Result<Architecture> {
+        let [context, width, blocks, heads] =
+            [self.context, self.width, self.blocks, self.heads].map(|size| size as usize);
+        if !width.is_multiple_of(heads) {
+            let expected =
+                format!("a divisor of --width {width}; or take --width {}", width.next_multiple_of(heads));
+            return Err(Error::Flag { flag: "--heads", found: heads.to_string(), expected });
+        }
+        let hidden = self.hidden.map_or(4 * width, |hidden| hidden as usize);
+        Ok(Architecture { vocabulary: 0, context, width, blocks, heads, hidden })
     }
 }
+
+/// Replicas of a model that is not cut, unless something else is said.
+const DATA_PARALLEL: u32 = 2;
 
 fn positive(text: &str) -> Result<f64, String> {
     number(text, |value| value > 0.0, "a number above 0")
@@ -307,7 +335,8 @@ mod tests {
     #[test]
     fn defaults_make_a_plan() {
         let plan = parse("").unwrap().plan().unwrap();
-        assert_eq!((plan.level, plan.workers(), plan.shards), (Level::PGOs, 2, 3));
+        assert_eq!((plan.level, plan.parallelism.workers(), plan.shards), (Level::PGOs, 2, 3));
+        assert_eq!(plan.architecture, Architecture::small(0, 64));
         assert_eq!(plan.clip, Some(1.0));
     }
 
@@ -317,6 +346,21 @@ mod tests {
         let plan = train.plan().unwrap();
         assert_eq!(plan.token.reveal(), Some("s3cret"));
         assert!(!format!("{train:?} {plan:?}").contains("s3cret"));
+    }
+
+    #[test]
+    fn workers_are_replicas_times_the_ranks_of_each() {
+        let parallelism = |flags: &str| {
+            let plan = parse(flags).unwrap().plan().unwrap();
+            (plan.parallelism.replicas, plan.parallelism.ranks)
+        };
+        assert_eq!(parallelism("--workers 4"), (4, 1));
+        assert_eq!(parallelism("--data-parallel 4"), (4, 1));
+        assert_eq!(parallelism("--tensor-parallel 2"), (1, 2));
+        assert_eq!(parallelism("--tensor-parallel 2 --workers 4"), (2, 2));
+        assert_eq!(parallelism("--tensor-parallel 2 --data-parallel 4 --workers 8"), (4, 2));
+        assert!(parse("--tensor-parallel 2").unwrap().makes_processes());
+        assert!(!parse("").unwrap().makes_processes());
     }
 
     #[test]
@@ -334,29 +378,12 @@ mod tests {
         assert!(refusal("--steps 0").contains("1.."));
         assert!(refusal("--batch 10 --micro-batches 4").contains("such as 16"));
         assert!(refusal("--address a:1 --rank 2").contains("less than the number of workers, 2"));
+        assert!(refusal("--workers 3 --tensor-parallel 2").contains("such as 4"));
+        assert!(refusal("--workers 4 --tensor-parallel 2 --data-parallel 1").contains("= 2"));
+        assert!(refusal("--tensor-parallel 2 --address a:1").contains("--rank is missing"));
+        assert!(refusal("--sequence-parallel").contains("--tensor-parallel"));
+        assert!(refusal("--heads 3").contains("--width 129"));
         assert!(refusal("--rank 1").contains("--address"));
         assert!(refusal("--processes --address a:1").contains("cannot be used with"));
-        assert!(refusal("--tensor-parallel 3").contains("one of 1, 2 or 4"));
-        assert!(refusal("--width 90").contains("such as 92"));
-        assert!(
-            refusal("--tensor-parallel 2 --workers 3").contains("--data-parallel x --tensor-parallel, 2")
-        );
-        assert!(refusal("--tensor-parallel 2 --address a:1").contains("process of its own"));
-        assert!(refusal("--sequence-parallel").contains("--tensor-parallel"));
-    }
-
-    #[test]
-    fn workers_are_groups_of_tensor_parallel_ones() {
-        let division = |flags: &str| {
-            let plan = parse(flags).unwrap().plan().unwrap();
-            (plan.data_parallel, plan.tensor_parallel, plan.workers())
-        };
-        assert_eq!(division("--workers 4"), (4, 1, 4));
-        assert_eq!(division("--tensor-parallel 2"), (1, 2, 2));
-        assert_eq!(division("--tensor-parallel 4 --data-parallel 2"), (2, 4, 8));
-        assert_eq!(division("--data-parallel 2 --workers 2"), (2, 1, 2));
-        assert!(parse("--tensor-parallel 2").unwrap().in_processes());
-        assert!(!parse("--data-parallel 2").unwrap().in_processes());
-        assert!(!parse("--tensor-parallel 2 --address a:1 --rank 0").unwrap().in_processes());
     }
 }

@@ -14,15 +14,12 @@ pub enum Error {
     /// The division of the batch.
     #[error(transparent)]
     Batch(#[from] crate::batches::Error),
-    /// The sizes of the model.
-    #[error(transparent)]
-    Model(#[from] crate::model::Error),
-    /// What the ranks of a tensor-parallel group do together.
-    #[error(transparent)]
-    Parallel(#[from] crate::parallel::Error),
     /// The cluster, or a job that it does not take.
     #[error(transparent)]
     Cluster(#[from] zeroshard_proto::Error),
+    /// The workers that have a replica of the model together.
+    #[error(transparent)]
+    Parallel(#[from] crate::parallel::Error),
     /// The embedded cluster.
     #[error("embedded cluster: {0}")]
     Embedded(#[from] zeroshard_server::serve::Error),
@@ -63,6 +60,19 @@ pub enum Error {
         doing: &'static str,
         /// What the system said.
         cause: io::Error,
+    },
+    /// A worker of a tensor-parallel run is gone, and with it its part of what the others compute.
+    #[error(
+        "{cause}. Workers that have a model together end together: start all of them again, and job {job:?} goes on at \
+         step {step}"
+    )]
+    Incomplete {
+        /// The job.
+        job: String,
+        /// The step that was under way.
+        step: u64,
+        /// What was heard of it.
+        cause: String,
     },
     /// A program of the cluster that is not where this one is.
     #[error("there is no {program:?}; build it (`cargo build --release`) and keep it beside this program")]

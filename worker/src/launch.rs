@@ -25,14 +25,15 @@ const IO_THREADS: usize = 2;
 pub fn run(flags: &Train) -> Result<()> {
     let plan = flags.plan()?;
     // Read here in any case: a wrong folder is told before anything is started.
-    let corpus = Corpus::read(&flags.data, plan.context)?;
+    let corpus = Corpus::read(&flags.data, plan.context())?;
+    plan.model(&corpus)?;
     let runtime = Builder::new_multi_thread()
         .worker_threads(IO_THREADS)
         .enable_all()
         .build()
         .map_err(|cause| Error::System { doing: "start the runtime", cause })?;
-    let result = if flags.in_processes() {
-        runtime.block_on(processes::run(flags, plan.workers()))
+    let result = if flags.makes_processes() {
+        runtime.block_on(processes::run(flags, plan.parallelism.workers()))
     } else {
         run_here(flags, plan, corpus, &runtime)
     };
@@ -43,7 +44,8 @@ pub fn run(flags: &Train) -> Result<()> {
 
 /// Runs this process's workers, against the cluster that the flags name or one made for them.
 fn run_here(flags: &Train, plan: Plan, corpus: Corpus, runtime: &Runtime) -> Result<()> {
-    let ranks: Vec<u32> = flags.rank.map_or_else(|| (0..plan.workers()).collect(), |rank| vec![rank]);
+    let ranks: Vec<u32> =
+        flags.rank.map_or_else(|| (0..plan.parallelism.workers()).collect(), |rank| vec![rank]);
     let run = Run { plan: Arc::new(plan), corpus: Arc::new(corpus), runtime: runtime.handle().clone() };
     let outcome = match &flags.address {
         Some(address) => run.workers(flags, address, &ranks)?,

@@ -19,8 +19,9 @@ use thiserror::Error;
 
 use crate::batches::Batch;
 use crate::error::Result;
-use crate::model::{Model, Segment};
-use crate::segments::{Hidden, Leaf, Network, Pass, Tracking, scalar, seed};
+use crate::model::Segment;
+use crate::segments::{Hidden, Leaf, Pass, Tracking, scalar, seed};
+use crate::tensor_parallel::Network;
 use crate::travel::{Departure, Exchange, Link, Outbox, Parameters};
 
 /// What a worker keeps.
@@ -86,17 +87,17 @@ pub struct Work<'a> {
 /// scale. Gives the mean loss, nats per character. On return everything has been pushed.
 ///
 /// # Errors
-/// Those of the exchange. After `StepAborted` the same call may be made again.
-pub fn run<E: Exchange>(level: Level, link: &Link<E>, model: &Model, work: Work<'_>) -> Result<f64> {
+/// Those of the exchange, and of the network's group. After `StepAborted` the same call may be made again.
+pub fn run<E: Exchange>(level: Level, link: &Link<E>, network: &Network, work: Work<'_>) -> Result<f64> {
     let departure = match level {
         Level::Os => Departure::AtTheEnd,
         Level::OsG | Level::PGOs => Departure::WhenReady,
     };
     let mut step = Step {
-        network: Network { model, group: link.group.as_ref() },
+        network,
         work,
-        parameters: Parameters::new(link, model, work.step),
-        outbox: Outbox::new(link, model, work.step, departure),
+        parameters: Parameters::new(link, network, work.step),
+        outbox: Outbox::new(link, network, work.step, departure),
     };
     let loss = match level {
         Level::Os | Level::OsG => step.resident()?,
@@ -110,11 +111,15 @@ pub fn run<E: Exchange>(level: Level, link: &Link<E>, model: &Model, work: Work<
 
 /// The mean loss over `batches` (of one size) at `version`, nats per character. Holds one segment's parameters
 /// at a time, whatever the level.
-pub fn evaluate<E: Exchange>(link: &Link<E>, model: &Model, version: u64, batches: &[Batch]) -> Result<f64> {
-    let mut parameters = Parameters::new(link, model, version);
+pub fn evaluate<E: Exchange>(
+    link: &Link<E>,
+    network: &Network,
+    version: u64,
+    batches: &[Batch],
+) -> Result<f64> {
+    let mut parameters = Parameters::new(link, network, version);
     let mut hidden: Vec<Option<Hidden>> = vec![None; batches.len()];
-    let segments = model.segments();
-    let network = Network { model, group: link.group.as_ref() };
+    let segments = network.model().segments();
     for (index, &segment) in segments.iter().enumerate() {
         let next = segments.get(index + 1).copied();
         let leaves = parameters.take(segment)?;
@@ -134,7 +139,7 @@ pub fn evaluate<E: Exchange>(link: &Link<E>, model: &Model, version: u64, batche
 }
 
 struct Step<'a, E> {
-    network: Network<'a>,
+    network: &'a Network,
     work: Work<'a>,
     parameters: Parameters<'a, E>,
     outbox: Outbox<'a, E>,
@@ -148,7 +153,7 @@ impl<'a, E: Exchange> Step<'a, E> {
 
     /// `os` and `os_g`: gives the sum of the micro-batches' losses.
     fn resident(&mut self) -> Result<f64> {
-        let segments = self.network.model.segments();
+        let segments = self.network.model().segments();
         for &segment in &segments {
             self.parameters.prefetch(segment);
         }
@@ -179,7 +184,7 @@ impl<'a, E: Exchange> Step<'a, E> {
 
     /// `p_g_os`: gives the sum of the micro-batches' losses.
     fn streaming(&mut self) -> Result<f64> {
-        let segments = self.network.model.segments();
+        let segments = self.network.model().segments();
         let (&head, body) = segments.split_last().expect("a model ends with its head");
         // What each segment read: all that is kept for the backward pass.
         let mut inputs: Vec<Vec<Option<Hidden>>> = Vec::with_capacity(body.len());
@@ -247,10 +252,10 @@ impl<'a, E: Exchange> Step<'a, E> {
         if let Some(next) = next {
             self.parameters.prefetch(next);
         }
-        let result = compute(self, &leaves);
+        let result = compute(self, &leaves)?;
         drop(leaves);
         self.parameters.release(segment, next);
-        result
+        Ok(result)
     }
 
     fn forward(
@@ -261,7 +266,7 @@ impl<'a, E: Exchange> Step<'a, E> {
         batch: &Batch,
         tracking: Tracking,
     ) -> Result<Pass<'a>> {
-        Pass::forward(self.network, segment, leaves, hidden, batch, tracking)
+        Ok(Pass::forward(self.network, segment, leaves, hidden, batch, tracking)?)
     }
 }
 
@@ -271,12 +276,11 @@ mod tests {
     use std::sync::{Arc, Mutex};
 
     use tokio::runtime::Runtime;
-    use zeroshard_proto::Error as ClusterError;
+    use zeroshard_proto::Error;
 
     use super::*;
-    use crate::error::Error;
     use crate::memory::Ledger;
-    use crate::model::{Architecture, EMBEDDING};
+    use crate::model::{Architecture, EMBEDDING, Model};
     use crate::segments::leaf;
     use crate::travel::Buffer;
 
@@ -301,18 +305,19 @@ mod tests {
         async fn push(&self, step: u64, gradients: Vec<Buffer>) -> zeroshard_proto::Result<()> {
             if self.abort {
                 let cause = "rank 1 left".to_owned();
-                return Err(ClusterError::StepAborted { job: "job".to_owned(), step, epoch: 2, cause });
+                return Err(Error::StepAborted { job: "job".to_owned(), step, epoch: 2, cause });
             }
             let mut pushed = self.pushed.lock().unwrap();
-            for Buffer { tensor, values } in gradients {
+            for Buffer { tensor, values, .. } in gradients {
                 assert_eq!(pushed.insert(tensor, values), None, "tensor {tensor} was pushed twice");
             }
             Ok(())
         }
     }
 
-    fn model() -> Model {
-        Model::new(Architecture { vocabulary: 23, context: 8, width: 16, blocks: 3, heads: 2 }).unwrap()
+    fn network() -> Network {
+        let sizes = Architecture { vocabulary: 23, context: 8, width: 16, blocks: 3, heads: 2, hidden: 64 };
+        Network::whole(Model::new(sizes))
     }
 
     fn batches(micro_batches: usize) -> Vec<Batch> {
@@ -329,12 +334,7 @@ mod tests {
     fn link(model: &Model, runtime: &Runtime) -> Link<Table> {
         let parameters = initial(model);
         let exchange = Table { parameters, ..Table::default() };
-        Link {
-            exchange: Arc::new(exchange),
-            runtime: runtime.handle().clone(),
-            ledger: Ledger::default(),
-            group: None,
-        }
+        Link { exchange: Arc::new(exchange), runtime: runtime.handle().clone(), ledger: Ledger::default() }
     }
 
     struct Outcome {
@@ -345,10 +345,10 @@ mod tests {
     }
 
     fn outcome(level: Level, micro_batches: usize) -> Outcome {
-        let (model, runtime) = (model(), Runtime::new().unwrap());
-        let link = link(&model, &runtime);
+        let (network, runtime) = (network(), Runtime::new().unwrap());
+        let link = link(network.model(), &runtime);
         let work = Work { step: 0, micro_batches: &batches(micro_batches), loss_scale: 1.0 };
-        let loss = run(level, &link, &model, work).unwrap();
+        let loss = run(level, &link, &network, work).unwrap();
         assert_eq!(link.ledger.held(), 0, "{level} holds nothing after the step");
         let gradients = std::mem::take(&mut *link.exchange.pushed.lock().unwrap());
         let pulls = link.exchange.pulls.lock().unwrap().len();
@@ -357,11 +357,11 @@ mod tests {
 
     /// The same gradients from one graph over the whole model.
     fn whole_graph() -> (f64, BTreeMap<usize, Vec<f32>>) {
-        let model = model();
-        let values = initial(&model);
+        let network = network();
+        let values = initial(network.model());
         let leaves: BTreeMap<_, _> =
             values.iter().map(|(&tensor, v)| (tensor, leaf(v.clone()).require_grad())).collect();
-        let loss = crate::segments::whole(&model, &leaves, &batches(1)[0]);
+        let loss = crate::segments::whole(&network, &leaves, &batches(1)[0]);
         let gradients = loss.backward();
         let of = |leaf: &Leaf| leaf.grad(&gradients).unwrap().into_data().into_vec().unwrap();
         let table = leaves.iter().map(|(&tensor, leaf)| (tensor, of(leaf))).collect();
@@ -417,8 +417,7 @@ mod tests {
 
     #[test]
     fn every_trained_tensor_is_pushed_once_and_no_alias() {
-        let model = model();
-        let expected: Vec<usize> = (0..model.parameters().len() - 1).collect();
+        let expected: Vec<usize> = (0..network().model().parameters().len() - 1).collect();
         for level in Level::ALL {
             let pushed: Vec<usize> = outcome(level, 1).gradients.into_keys().collect();
             assert_eq!(pushed, expected, "{level}");
@@ -427,7 +426,7 @@ mod tests {
 
     #[test]
     fn each_level_holds_less_than_the_one_before() {
-        let all = model().elements() * size_of::<f32>();
+        let all = network().model().elements() * size_of::<f32>();
         let [os, os_g, p_g_os] = Level::ALL.map(|level| outcome(level, 2).peak);
         assert!(os >= 2 * all, "{os} of {all}");
         assert!(os_g <= os, "{os_g} and {os}");
@@ -441,10 +440,10 @@ mod tests {
 
     #[test]
     fn loss_scale_multiplies_the_gradient_and_not_the_loss() {
-        let (model, runtime) = (model(), Runtime::new().unwrap());
-        let link = link(&model, &runtime);
+        let (network, runtime) = (network(), Runtime::new().unwrap());
+        let link = link(network.model(), &runtime);
         let work = Work { step: 0, micro_batches: &batches(1), loss_scale: 1024.0 };
-        let loss = run(Level::OsG, &link, &model, work).unwrap();
+        let loss = run(Level::OsG, &link, &network, work).unwrap();
         let plain = outcome(Level::OsG, 1);
         assert_eq!(loss, plain.loss);
         let scaled = &link.exchange.pushed.lock().unwrap()[&EMBEDDING];
@@ -454,24 +453,24 @@ mod tests {
 
     #[test]
     fn an_aborted_step_leaves_nothing_and_can_run_again() {
-        let (model, runtime) = (model(), Runtime::new().unwrap());
-        let mut link = link(&model, &runtime);
+        let (network, runtime) = (network(), Runtime::new().unwrap());
+        let mut link = link(network.model(), &runtime);
         Arc::get_mut(&mut link.exchange).unwrap().abort = true;
         for level in Level::ALL {
             let work = Work { step: 0, micro_batches: &batches(1), loss_scale: 1.0 };
-            let error = run(level, &link, &model, work).unwrap_err();
-            assert!(matches!(error, Error::Cluster(ClusterError::StepAborted { .. })), "{error}");
+            let error = run(level, &link, &network, work).unwrap_err();
+            assert!(matches!(error, crate::error::Error::Cluster(Error::StepAborted { .. })), "{error}");
         }
         link.exchange = Arc::new(Table { parameters: link.exchange.parameters.clone(), ..Table::default() });
         let work = Work { step: 0, micro_batches: &batches(1), loss_scale: 1.0 };
-        assert_eq!(run(Level::PGOs, &link, &model, work).unwrap(), outcome(Level::PGOs, 1).loss);
+        assert_eq!(run(Level::PGOs, &link, &network, work).unwrap(), outcome(Level::PGOs, 1).loss);
     }
 
     #[test]
     fn evaluation_is_the_loss_of_a_step() {
-        let (model, runtime) = (model(), Runtime::new().unwrap());
-        let link = link(&model, &runtime);
-        assert_eq!(evaluate(&link, &model, 0, &batches(2)).unwrap(), outcome(Level::Os, 2).loss);
+        let (network, runtime) = (network(), Runtime::new().unwrap());
+        let link = link(network.model(), &runtime);
+        assert_eq!(evaluate(&link, &network, 0, &batches(2)).unwrap(), outcome(Level::Os, 2).loss);
         assert_eq!(link.ledger.held(), 0);
     }
 }

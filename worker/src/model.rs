@@ -5,10 +5,8 @@
 //! Wolf 2017). What the parameters do is in `segments`; how they travel is in `levels`.
 
 use std::ops::Range;
-use std::sync::Arc;
 
-use thiserror::Error;
-use zeroshard_proto::{BoxView, DimPlacement, Layout, ProcessMesh, TensorBox};
+use zeroshard_proto::{BoxView, TensorBox};
 
 use crate::random::Stream;
 
@@ -32,60 +30,15 @@ pub struct Architecture {
     pub blocks: usize,
     /// Attention heads of a block.
     pub heads: usize,
+    /// Width of a block's MLP inside.
+    pub hidden: usize,
 }
 
 impl Architecture {
     /// The default model, about one million parameters.
     pub fn small(vocabulary: usize, context: usize) -> Self {
-        Self { vocabulary, context, width: 128, blocks: 5, heads: 4 }
+        Self { vocabulary, context, width: 128, blocks: 5, heads: 4, hidden: 512 }
     }
-}
-
-/// Sizes that make no model.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-pub enum Error {
-    /// A width that the heads do not divide.
-    #[error("--width {width} cannot be divided among {heads} heads; use a multiple of {heads}, such as {}", width.div_ceil(*heads).max(1) * heads)]
-    Width {
-        /// The width.
-        width: usize,
-        /// The heads.
-        heads: usize,
-    },
-    /// Heads that the ranks do not divide.
-    #[error("--heads {heads} cannot be divided among --tensor-parallel {ranks} ranks; use one of {}, or a multiple of {ranks} heads", divisors(*heads))]
-    Heads {
-        /// The heads.
-        heads: usize,
-        /// The ranks.
-        ranks: usize,
-    },
-}
-
-/// "1, 2 or 4".
-fn divisors(number: usize) -> String {
-    let mut all: Vec<String> = (1..=number)
-        .filter(|divisor| number.is_multiple_of(*divisor))
-        .map(|divisor| divisor.to_string())
-        .collect();
-    let last = all.pop().unwrap_or_default();
-    if all.is_empty() { last } else { format!("{} or {last}", all.join(", ")) }
-}
-
-/// What a rank of a tensor-parallel group has of a model.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Division {
-    /// Number of ranks.
-    pub ranks: usize,
-    /// Which of them.
-    pub place: usize,
-    /// Whether the residual stream is cut too, by rows.
-    pub sequence: bool,
-}
-
-impl Division {
-    /// All of it.
-    pub const WHOLE: Self = Self { ranks: 1, place: 0, sequence: false };
 }
 
 /// A piece of the model that runs (and whose parameters travel) as one.
@@ -127,7 +80,7 @@ pub struct Parameter {
     pub group: Group,
     /// The tensor that this one is another name of (the tied head), as an index into the model's list.
     pub alias_of: Option<usize>,
-    /// The dimension along which tensor-parallel ranks cut it; `None`: each has all of it.
+    /// The dimension along which a tensor-parallel group cuts it; `None`: every rank has all of it.
     pub cut: Option<usize>,
     start: Start,
 }
@@ -136,6 +89,11 @@ impl Parameter {
     /// Number of elements.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
+    }
+
+    /// Sizes, as the cluster knows them.
+    pub fn sizes(&self) -> Vec<u64> {
+        self.shape.iter().map(|&size| size as u64).collect()
     }
 
     fn cut(self, dim: usize) -> Self {
@@ -148,9 +106,6 @@ impl Parameter {
 pub struct Model {
     architecture: Architecture,
     parameters: Vec<Parameter>,
-    division: Division,
-    /// Of the tensor-parallel ranks, by their places.
-    mesh: Arc<ProcessMesh>,
 }
 
 /// Index of the token embedding, which the head shares.
@@ -159,34 +114,9 @@ const POSITION: usize = 1;
 const FIRST_BLOCK: usize = 2;
 
 impl Model {
-    /// Lays out the parameters of a model that one rank has all of.
-    ///
-    /// # Errors
-    /// [`Error::Width`].
-    pub fn new(architecture: Architecture) -> Result<Self, Error> {
-        Self::divided(architecture, Division::WHOLE)
-    }
-
-    /// Lays out the parameters of a model that several ranks have parts of: heads and the inner layer of the MLP are cut, and the
-    /// vocabulary (Shoeybi et al. 2019).
-    ///
-    /// # Errors
-    /// [`Error::Width`]; [`Error::Heads`] if the ranks would not have the same number of heads.
-    pub fn divided(architecture: Architecture, division: Division) -> Result<Self, Error> {
-        let Architecture { width, heads, .. } = architecture;
-        if !width.is_multiple_of(heads) {
-            return Err(Error::Width { width, heads });
-        }
-        if !heads.is_multiple_of(division.ranks) {
-            return Err(Error::Heads { heads, ranks: division.ranks });
-        }
-        let mesh =
-            ProcessMesh::dense([division.ranks], ["tp"]).expect("no more ranks than heads, and one at least");
-        Ok(Self { architecture, parameters: Self::lay_out(architecture), division, mesh: Arc::new(mesh) })
-    }
-
-    fn lay_out(architecture: Architecture) -> Vec<Parameter> {
-        let Architecture { vocabulary, context, width, blocks, .. } = architecture;
+    /// Lays out the parameters of a model.
+    pub fn new(architecture: Architecture) -> Self {
+        let Architecture { vocabulary, context, width, blocks, hidden, .. } = architecture;
         let mut list = Vec::with_capacity(FIRST_BLOCK + blocks * BLOCK_TENSORS + 3);
         list.push(weight("embedding.weight", &[vocabulary, width], INITIAL_DEVIATION).cut(0));
         list.push(weight("position.weight", &[context, width], INITIAL_DEVIATION));
@@ -195,54 +125,27 @@ impl Model {
         let residual = INITIAL_DEVIATION / (2.0 * blocks as f32).sqrt();
         for block in 0..blocks {
             let name = |rest: &str| format!("blocks.{block}.{rest}");
-            list.push(constant(&name("norm1.weight"), width, 1.0));
-            list.push(constant(&name("norm1.bias"), width, 0.0));
-            list.push(weight(&name("attention.in.weight"), &[width, 3 * width], INITIAL_DEVIATION).cut(1));
-            list.push(constant(&name("attention.in.bias"), 3 * width, 0.0).cut(0));
+            list.push(constant(&name("norm1.weight"), &[width], 1.0));
+            list.push(constant(&name("norm1.bias"), &[width], 0.0));
+            // Query, key and value lie in a dimension of their own: the last one is the heads, and can be cut by them.
+            list.push(weight(&name("attention.in.weight"), &[width, 3, width], INITIAL_DEVIATION).cut(2));
+            list.push(constant(&name("attention.in.bias"), &[3, width], 0.0).cut(1));
             list.push(weight(&name("attention.out.weight"), &[width, width], residual).cut(0));
-            list.push(constant(&name("attention.out.bias"), width, 0.0));
-            list.push(constant(&name("norm2.weight"), width, 1.0));
-            list.push(constant(&name("norm2.bias"), width, 0.0));
-            list.push(weight(&name("mlp.in.weight"), &[width, 4 * width], INITIAL_DEVIATION).cut(1));
-            list.push(constant(&name("mlp.in.bias"), 4 * width, 0.0).cut(0));
-            list.push(weight(&name("mlp.out.weight"), &[4 * width, width], residual).cut(0));
-            list.push(constant(&name("mlp.out.bias"), width, 0.0));
+            list.push(constant(&name("attention.out.bias"), &[width], 0.0));
+            list.push(constant(&name("norm2.weight"), &[width], 1.0));
+            list.push(constant(&name("norm2.bias"), &[width], 0.0));
+            list.push(weight(&name("mlp.in.weight"), &[width, hidden], INITIAL_DEVIATION).cut(1));
+            list.push(constant(&name("mlp.in.bias"), &[hidden], 0.0).cut(0));
+            list.push(weight(&name("mlp.out.weight"), &[hidden, width], residual).cut(0));
+            list.push(constant(&name("mlp.out.bias"), &[width], 0.0));
         }
-        list.push(constant("norm.weight", width, 1.0));
-        list.push(constant("norm.bias", width, 0.0));
+        list.push(constant("norm.weight", &[width], 1.0));
+        list.push(constant("norm.bias", &[width], 0.0));
         list.push(Parameter {
             alias_of: Some(EMBEDDING),
-            ..weight("head.weight", &[vocabulary, width], INITIAL_DEVIATION).cut(0)
+            ..weight("head.weight", &[vocabulary, width], INITIAL_DEVIATION)
         });
-        list
-    }
-
-    /// What this rank has of the model.
-    pub fn division(&self) -> Division {
-        self.division
-    }
-
-    /// How a tensor's gradient lies among the tensor-parallel ranks. Where they cut the residual stream, each sees some rows of
-    /// what it has all of.
-    pub fn placement(&self, tensor: usize) -> DimPlacement {
-        match self.parameters[tensor].cut {
-            Some(dim) => DimPlacement::Shard(dim),
-            None if self.division.sequence => DimPlacement::Partial(zeroshard_proto::Reduction::Sum),
-            None => DimPlacement::Replicate,
-        }
-    }
-
-    /// What this rank has of a tensor.
-    pub fn area(&self, tensor: usize) -> TensorBox {
-        let shape: Vec<u64> = self.parameters[tensor].shape.iter().map(|&size| size as u64).collect();
-        let layout =
-            Layout::new(self.mesh.clone(), vec![self.placement(tensor)]).expect("one for its one dimension");
-        layout.local_box(&shape, self.division.place as u32).expect("the place is one of the ranks'")
-    }
-
-    /// How many elements of a tensor this rank has.
-    pub fn elements_of(&self, tensor: usize) -> usize {
-        self.area(tensor).numel() as usize
+        Self { architecture, parameters: list }
     }
 
     /// The sizes.
@@ -287,25 +190,26 @@ impl Model {
         segment == Segment::Head && tensor == EMBEDDING
     }
 
-    /// What this rank has of a tensor's first values.
-    pub fn initial_part(&self, seed: u64, tensor: usize) -> Vec<f32> {
-        let (whole, area) = (self.initial_values(seed, tensor), self.area(tensor));
-        let shape: Vec<u64> = self.parameters[tensor].shape.iter().map(|&size| size as u64).collect();
-        let view = BoxView::new(&shape, &area);
-        view.runs(0..view.numel()).flat_map(|run| &whole[run.at..run.at + run.numel]).copied().collect()
+    /// A tensor's first values.
+    pub fn initial_values(&self, seed: u64, tensor: usize) -> Vec<f32> {
+        self.initial_part(seed, tensor, &TensorBox::whole(&self.parameters[tensor].sizes()))
     }
 
-    /// A tensor's first values. Uniform, with nothing but multiplications and additions, so that a seed means the
-    /// same bits on every machine.
-    pub fn initial_values(&self, seed: u64, tensor: usize) -> Vec<f32> {
+    /// The first values of a box of a tensor: nobody needs to make all of it. Uniform, with nothing but multiplications
+    /// and additions, so that a seed means the same bits on every machine.
+    pub fn initial_part(&self, seed: u64, tensor: usize, area: &TensorBox) -> Vec<f32> {
         let parameter = &self.parameters[tensor];
-        let count = parameter.elements();
         match parameter.start {
-            Start::Constant(value) => vec![value; count],
+            Start::Constant(value) => vec![value; area.numel() as usize],
             Start::Uniform { deviation } => {
-                let mut stream = Stream::new(&[seed, INITIAL_STREAM, tensor as u64]);
+                let stream = Stream::new(&[seed, INITIAL_STREAM, tensor as u64]);
                 let half_width = deviation * 3f32.sqrt();
-                (0..count).map(|_| (2.0 * stream.unit() - 1.0) * half_width).collect()
+                let view = BoxView::new(&parameter.sizes(), area);
+                let runs = view.runs(0..view.numel()).flat_map(|run| {
+                    let mut stream = stream.after(run.at as u64);
+                    (0..run.numel).map(move |_| (2.0 * stream.unit() - 1.0) * half_width)
+                });
+                runs.collect()
             }
         }
     }
@@ -330,10 +234,10 @@ fn weight(name: &str, shape: &[usize], deviation: f32) -> Parameter {
     }
 }
 
-fn constant(name: &str, size: usize, value: f32) -> Parameter {
+fn constant(name: &str, shape: &[usize], value: f32) -> Parameter {
     Parameter {
         name: name.to_owned(),
-        shape: vec![size],
+        shape: shape.to_vec(),
         group: Group::NoDecay,
         alias_of: None,
         cut: None,
@@ -347,13 +251,13 @@ mod tests {
 
     #[test]
     fn default_model_has_about_a_million_parameters() {
-        let model = Model::new(Architecture::small(96, 64)).unwrap();
+        let model = Model::new(Architecture::small(96, 64));
         assert!((900_000..1_100_000).contains(&model.elements()), "{}", model.elements());
     }
 
     #[test]
     fn segments_cover_every_tensor_and_share_only_the_embedding() {
-        let model = Model::new(Architecture::small(50, 16)).unwrap();
+        let model = Model::new(Architecture::small(50, 16));
         let mut readers = vec![0; model.parameters().len()];
         for segment in model.segments() {
             for tensor in model.tensors_of(segment) {
@@ -372,16 +276,17 @@ mod tests {
 
     #[test]
     fn biases_and_norms_are_not_decayed() {
-        let model = Model::new(Architecture::small(50, 16)).unwrap();
+        let model = Model::new(Architecture::small(50, 16));
         for parameter in model.parameters() {
-            let expected = if parameter.shape.len() == 1 { Group::NoDecay } else { Group::Decay };
+            let plain = parameter.name.ends_with("bias") || parameter.name.contains("norm");
+            let expected = if plain { Group::NoDecay } else { Group::Decay };
             assert_eq!(parameter.group, expected, "{}", parameter.name);
         }
     }
 
     #[test]
     fn head_is_the_embedding() {
-        let model = Model::new(Architecture::small(50, 16)).unwrap();
+        let model = Model::new(Architecture::small(50, 16));
         let head = model.parameters().last().expect("a model has parameters");
         assert_eq!(head.name, "head.weight");
         assert_eq!(head.alias_of, Some(EMBEDDING));
@@ -390,7 +295,7 @@ mod tests {
 
     #[test]
     fn initial_values_follow_the_seed() {
-        let model = Model::new(Architecture::small(50, 16)).unwrap();
+        let model = Model::new(Architecture::small(50, 16));
         let embedding = model.initial_values(1, EMBEDDING);
         assert_eq!(embedding, model.initial_values(1, EMBEDDING));
         assert_ne!(embedding, model.initial_values(2, EMBEDDING));
@@ -399,35 +304,20 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_all_ranks_are_the_whole() {
-        let architecture = Architecture { vocabulary: 11, context: 4, width: 6, blocks: 1, heads: 3 };
-        let whole = Model::new(architecture).unwrap();
-        for ranks in [1, 3] {
-            for tensor in 0..whole.parameters().len() {
-                let parts: Vec<Vec<f32>> = (0..ranks)
-                    .map(|place| {
-                        let division = Division { ranks, place, sequence: false };
-                        Model::divided(architecture, division).unwrap().initial_part(3, tensor)
-                    })
-                    .collect();
-                let all = whole.initial_values(3, tensor);
-                match whole.parameters()[tensor].cut {
-                    None => assert!(parts.iter().all(|part| *part == all)),
-                    Some(0) => assert_eq!(parts.concat(), all),
-                    Some(_) => assert_eq!(parts.iter().map(Vec::len).sum::<usize>(), all.len()),
-                }
-            }
+    fn the_first_values_of_a_box_are_those_of_the_tensor() {
+        let model = Model::new(Architecture::small(50, 16));
+        for (tensor, parameter) in model.parameters().iter().enumerate().filter(|(_, p)| p.cut.is_some()) {
+            let mut area = TensorBox::whole(&parameter.sizes());
+            let dim = parameter.cut.unwrap();
+            (area.offset[dim], area.size[dim]) = (5, 7);
+            let view = BoxView::new(&parameter.sizes(), &area);
+            let whole = model.initial_values(1, tensor);
+            let expected: Vec<f32> = view
+                .runs(0..view.numel())
+                .flat_map(|run| &whole[run.at..run.at + run.numel])
+                .copied()
+                .collect();
+            assert_eq!(model.initial_part(1, tensor, &area), expected, "{}", parameter.name);
         }
-    }
-
-    #[test]
-    fn heads_that_do_not_divide_are_refused_with_what_would() {
-        let architecture = Architecture::small(50, 16);
-        let refused =
-            Model::divided(architecture, Division { ranks: 3, place: 0, sequence: false }).unwrap_err();
-        assert_eq!(refused, Error::Heads { heads: 4, ranks: 3 });
-        assert!(refused.to_string().contains("one of 1, 2 or 4, or a multiple of 3 heads"), "{refused}");
-        let refused = Model::new(Architecture { width: 100, heads: 3, ..architecture }).unwrap_err();
-        assert!(refused.to_string().contains("such as 102"), "{refused}");
     }
 }

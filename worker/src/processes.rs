@@ -18,12 +18,12 @@ use crate::error::{Error, Result};
 /// How long a server may take to end.
 const LAST_WORDS: Duration = Duration::from_secs(3);
 
-/// Starts everything, `workers` workers too, waits for these, and ends the servers. What is still running when this returns, or
+/// Starts everything, waits for the workers (`count` of them), and ends the servers. What is still running when this returns, or
 /// is dropped, is killed.
 ///
 /// # Errors
 /// For a program that is not there, does not start, or fails.
-pub async fn run(flags: &Train, workers: u32) -> Result<()> {
+pub async fn run(flags: &Train, count: u32) -> Result<()> {
     let here =
         std::env::current_exe().map_err(|cause| Error::System { doing: "find this program", cause })?;
     let server = here.with_file_name(format!("zeroshard-server{}", std::env::consts::EXE_SUFFIX));
@@ -36,14 +36,14 @@ pub async fn run(flags: &Train, workers: u32) -> Result<()> {
         let arguments = ["shard", "--admin-listen", "off", "--coordinator", &coordinator.address];
         servers.push(Server::start(&server, &arguments, &flags.token).await?);
     }
-    let mut running = JoinSet::new();
-    for rank in 0..workers {
+    let mut workers = JoinSet::new();
+    for rank in 0..count {
         let worker = worker(&here, &coordinator.address, rank)?;
-        running.spawn(finish(worker, rank));
+        workers.spawn(finish(worker, rank));
     }
     servers.push(coordinator);
     let result = tokio::select! {
-        result = all(&mut running) => result,
+        result = all(&mut workers) => result,
         error = any_end(&mut servers) => Err(error),
         _ = tokio::signal::ctrl_c() => {
             Err(Error::Process { program: "the run".to_owned(), did: "was interrupted".to_owned() })

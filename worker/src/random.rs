@@ -18,6 +18,11 @@ impl Stream {
         Self { state }
     }
 
+    /// The same stream, `count` numbers further on.
+    pub fn after(&self, count: u64) -> Self {
+        Self { state: self.state.wrapping_add(GOLDEN.wrapping_mul(count)) }
+    }
+
     /// The next 64 random bits.
     pub fn bits(&mut self) -> u64 {
         self.state = self.state.wrapping_add(GOLDEN);
@@ -55,6 +60,14 @@ mod tests {
         assert_eq!(draw(&[1, 2]), draw(&[1, 2]));
         assert_ne!(draw(&[1, 2]), draw(&[2, 1]));
         assert_ne!(draw(&[1]), draw(&[1, 0]));
+    }
+
+    #[test]
+    fn a_stream_goes_on_from_anywhere() {
+        let mut stream = Stream::new(&[3]);
+        let mut later = stream.after(5);
+        (0..5).for_each(|_| _ = stream.bits());
+        assert_eq!(stream.bits(), later.bits());
     }
 
     #[test]

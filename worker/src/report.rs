@@ -107,9 +107,9 @@ pub fn print(folder: &Path, plan: &Plan, outcome: &Outcome) -> Result<()> {
 fn title(plan: &Plan, outcome: &Outcome) -> String {
     let optimizer = plan.schedule.name();
     format!(
-        "{:.2} M parameters, {optimizer}, {} workers, level {}",
+        "{:.2} M parameters, {optimizer}, {}, level {}",
         millions(outcome.parameters),
-        plan.workers(),
+        plan.parallelism,
         plan.level
     )
 }
@@ -125,11 +125,8 @@ fn table(plan: &Plan, summary: &Summary, parameters: usize) -> Table {
     let mut row = |name: &str, value: String| {
         table.add_row([name.to_owned(), value]);
     };
-    row("model", format!("{:.2} M parameters, context {}", millions(parameters), plan.context));
-    row(
-        "run",
-        format!("{} steps of {} windows, {} workers", summary.steps, plan.sharding.batch(), plan.workers()),
-    );
+    row("model", format!("{:.2} M parameters, context {}", millions(parameters), plan.context()));
+    row("run", format!("{} steps of {} windows, {}", summary.steps, plan.sharding.batch(), plan.parallelism));
     row("level", format!("{}, {} on the wire", plan.level, plan.wire));
     row("optimizer", plan.schedule.to_string());
     row("training loss", format!("{:.4} nats/character", summary.train_loss));

@@ -2,9 +2,10 @@
 
 use crate::batches::Batch;
 use crate::error::Result;
-use crate::model::{Model, Segment};
+use crate::model::Segment;
 use crate::random::Stream;
-use crate::segments::{Leaf, Network, Pass, Tracking, last_logits};
+use crate::segments::{Leaf, Pass, Tracking, last_logits};
+use crate::tensor_parallel::Network;
 use crate::travel::{Exchange, Link, Parameters};
 
 /// Below 1 the likely characters become likelier.
@@ -25,22 +26,24 @@ pub struct Request<'a> {
     pub seed: u64,
 }
 
-/// Goes on from the prompt. Pulls all parameters and holds them.
+/// Goes on from the prompt. Pulls all parameters and holds them, unless nothing is to be added; `network` has all of its model.
 ///
 /// # Errors
-/// Those of the pull and the collectives.
-pub fn generate<E: Exchange>(link: &Link<E>, model: &Model, request: Request<'_>) -> Result<Vec<u8>> {
-    let mut parameters = Parameters::new(link, model, request.version);
-    let segments = model.segments();
+/// Those of the pull.
+pub fn generate<E: Exchange>(link: &Link<E>, network: &Network, request: Request<'_>) -> Result<Vec<u8>> {
+    if request.count == 0 {
+        return Ok(Vec::new());
+    }
+    let mut parameters = Parameters::new(link, network, request.version);
+    let segments = network.model().segments();
     segments.iter().for_each(|&segment| parameters.prefetch(segment));
     let leaves: Vec<(Segment, Vec<Leaf>)> = segments
         .into_iter()
         .map(|segment| Ok((segment, parameters.take(segment)?)))
         .collect::<Result<_>>()?;
-    let network = Network { model, group: link.group.as_ref() };
     let mut text = request.prompt.to_vec();
     for index in 0..request.count {
-        let visible = &text[text.len().saturating_sub(model.architecture().context)..];
+        let visible = &text[text.len().saturating_sub(network.model().architecture().context)..];
         let logits = next_logits(network, &leaves, &Batch::prompt(visible))?;
         let point = Stream::new(&[request.seed, SAMPLE_STREAM, index as u64]).unit();
         text.push(choose(&logits, f64::from(point)));
@@ -48,11 +51,11 @@ pub fn generate<E: Exchange>(link: &Link<E>, model: &Model, request: Request<'_>
     Ok(text.split_off(request.prompt.len()))
 }
 
-fn next_logits(network: Network<'_>, leaves: &[(Segment, Vec<Leaf>)], visible: &Batch) -> Result<Vec<f32>> {
+fn next_logits(network: &Network, leaves: &[(Segment, Vec<Leaf>)], visible: &Batch) -> Result<Vec<f32>> {
     let mut hidden = None;
     for (segment, leaves) in leaves {
         if let (Segment::Head, Some(hidden)) = (segment, &hidden) {
-            return last_logits(network, leaves, Clone::clone(hidden), visible);
+            return Ok(last_logits(network, leaves, Clone::clone(hidden), visible)?);
         }
         let pass = Pass::forward(network, *segment, leaves, hidden.take(), visible, Tracking::None)?;
         hidden = Some(pass.output());

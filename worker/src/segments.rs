@@ -5,8 +5,11 @@
 //! gradient of its output, and gives the gradient of its input and of its parameters, at once and
 //! independently of the other segments.
 //!
-//! Everything is f32. Shapes: `n` windows of `t` characters; hidden states are `[n * t, width]`, or this rank's rows of that where
-//! tensor-parallel ranks cut the residual stream.
+//! Where the model is cut over a group of ranks, each runs its part, and a [`Group`] puts the parts together at both ends of
+//! embedding, attention, MLP and head.
+//!
+//! Everything is f32. Shapes: `n` windows of `t` characters (with sequence parallelism, this rank's part of them); hidden states
+//! are `[n * t, width]`.
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::activation::{log_softmax, sigmoid, softmax};
@@ -14,10 +17,9 @@ use burn::tensor::module::linear;
 use burn::tensor::{Int, Tensor, TensorData};
 
 use crate::batches::Batch;
-use crate::error::Result;
-use crate::model::{BLOCK_TENSORS, EMBEDDING, Model, Segment};
-use crate::parallel::lookup;
-use crate::tensor_parallel::Group;
+use crate::model::{Architecture, BLOCK_TENSORS, EMBEDDING, Segment};
+use crate::parallel::{Result, lookup};
+use crate::tensor_parallel::{Group, Network};
 
 /// The backend without graphs.
 pub type Plain = Flex;
@@ -35,15 +37,6 @@ pub type Leaf = Tensor<Graph, 1>;
 const NORM_EPSILON: f32 = 1e-5;
 /// Added to the attention score of a later character. In f32 the exponential of it is 0.
 const MASKED: f32 = -1e9;
-
-/// What runs, and with whom.
-#[derive(Debug, Clone, Copy)]
-pub struct Network<'a> {
-    /// The model.
-    pub model: &'a Model,
-    /// The ranks that have the other parts of it; `None`: this rank has all of it.
-    pub group: Option<&'a Group>,
-}
 
 /// Whether a forward pass keeps what a backward pass needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,13 +73,13 @@ pub struct Pass<'a> {
 impl<'a> Pass<'a> {
     /// Runs a segment forward.
     ///
-    /// `parameters`: flattened, in the order of `Model::tensors_of`. `hidden`: the output of the segment
+    /// `parameters`: this rank's, flattened, in the order of `Model::tensors_of`. `hidden`: the output of the segment
     /// before, `[n * t, width]`; `None` for the embedding.
     ///
     /// # Errors
-    /// Those of the collectives.
+    /// Those of the group's collectives.
     pub fn forward(
-        network: Network<'a>,
+        network: &'a Network,
         segment: Segment,
         parameters: &[Leaf],
         hidden: Option<Hidden>,
@@ -102,10 +95,9 @@ impl<'a> Pass<'a> {
             let hidden = Tensor::from_inner(hidden);
             if track { hidden.require_grad() } else { hidden }
         });
-        let run = Run { network, batch };
-        let output = run.segment(segment, &parameters, input.clone())?;
+        let output = Run { network, batch }.segment(segment, &parameters, input.clone())?;
         let parameters = if track { parameters } else { Vec::new() };
-        Ok(Self { group: network.group, input, parameters, output })
+        Ok(Self { group: network.group(), input, parameters, output })
     }
 
     /// The output, outside the graph: hidden states, or the head's loss as `[1, 1]`.
@@ -119,13 +111,13 @@ impl<'a> Pass<'a> {
     /// `sum(output * upstream)`, which is `1 * upstream`: exact.
     ///
     /// # Errors
-    /// Those of the collectives.
+    /// Those of the group's collectives.
     pub fn backward(self, upstream: Hidden) -> Result<Gradients> {
         let Self { group, input, parameters, output } = self;
-        let sum = (output * Tensor::from_inner(upstream)).sum();
+        let weighted = (output * Tensor::from_inner(upstream)).sum();
         let mut gradients = match group {
-            Some(group) => group.mesh().world().backward(&sum)?,
-            None => sum.backward(),
+            Some(group) => group.backward(&weighted)?,
+            None => weighted.backward(),
         };
         Ok(Gradients {
             input: input.and_then(|input| input.grad_remove(&mut gradients)),
@@ -140,27 +132,24 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// Logits of the next character after each window's last one: `[n, vocabulary]`, flattened. `parameters` and `hidden` are the head's.
+/// Probabilities of the next character after each window's last one: `[n, vocabulary]` logits, flattened, of a network that has
+/// all of its model. `parameters` and `hidden` are the head's.
 ///
 /// # Errors
-/// Those of the collectives.
+/// None without a group.
 pub fn last_logits(
-    network: Network<'_>,
+    network: &Network,
     parameters: &[Leaf],
     hidden: Hidden,
     batch: &Batch,
 ) -> Result<Vec<f32>> {
     let run = Run { network, batch };
-    let (windows, length) = (batch.windows(), batch.length());
-    let (x, table) = run.normalized(parameters, Tensor::from_inner(hidden))?;
-    let width = x.dims()[1];
-    let last = x.reshape([windows, length, width]).narrow(1, length - 1, 1).reshape([windows, width]);
-    let logits = last.matmul(table.transpose());
-    let logits = match network.group {
-        Some(group) => group.columns(logits, network.model.architecture().vocabulary)?,
-        None => logits,
-    };
-    Ok(values(logits.inner().flatten(0, 1)))
+    let [rows, width] = hidden.dims();
+    let last = hidden
+        .reshape([batch.windows(), rows / batch.windows(), width])
+        .narrow(1, rows / batch.windows() - 1, 1)
+        .reshape([batch.windows(), width]);
+    Ok(values(run.logits(parameters, Tensor::from_inner(last))?.inner().flatten(0, 1)))
 }
 
 /// The gradient that starts a backward pass at the head: `scale`, as `[1, 1]`.
@@ -179,7 +168,7 @@ fn values(tensor: Tensor<Plain, 1>) -> Vec<f32> {
 
 /// One forward pass.
 struct Run<'a> {
-    network: Network<'a>,
+    network: &'a Network,
     batch: &'a Batch,
 }
 
@@ -198,58 +187,24 @@ impl Run<'_> {
         }
     }
 
-    /// Rows of all windows together.
-    fn rows(&self) -> usize {
-        self.batch.windows() * self.batch.length()
-    }
-
-    fn width(&self) -> usize {
-        self.network.model.architecture().width
-    }
-
-    /// From the residual stream to layers that may be cut.
-    fn enter(&self, x: Tensor<Graph, 2>) -> Result<Tensor<Graph, 2>> {
-        match self.network.group {
-            Some(group) => Ok(group.enter(x, self.rows())?),
-            None => Ok(x),
-        }
-    }
-
-    /// A layer that ends in the residual stream.
-    fn leave(&self, x: Tensor<Graph, 2>, weight: &Leaf, bias: &Leaf) -> Result<Tensor<Graph, 2>> {
-        let weight = matrix(weight, x.dims()[1], self.width());
-        match self.network.group {
-            // Once, after the sum.
-            Some(group) => Ok(group.leave(linear(x, weight, None))? + bias.clone().unsqueeze()),
-            None => Ok(linear(x, weight, Some(bias.clone()))),
-        }
-    }
-
     /// Sum of a character's and a position's vector.
     fn embed(&self, parameters: &[Leaf]) -> Result<Tensor<Graph, 2>> {
         let [characters, positions] = parameters else {
             unreachable!("Model::tensors_of gives the embedding two tensors");
         };
-        let (n, t, width) = (self.batch.windows(), self.batch.length(), self.width());
-        let positions = matrix(positions, self.network.model.architecture().context, width);
-        let vectors = match self.network.group {
-            None => table(characters, width).select(0, indices(self.batch.inputs())),
+        let width = self.network.model().architecture().width;
+        let (n, t) = (self.batch.windows(), self.batch.length());
+        let table = matrix(characters, [-1, self.width()]);
+        let characters = indices(self.batch.inputs());
+        let (characters, (first, t)) = match self.network.group() {
+            None => (table.select(0, characters).reshape([n, t, width]), (0, t)),
             Some(group) => {
-                let first = self.network.model.area(EMBEDDING).offset[0] as i64;
-                let tokens = indices(self.batch.inputs()).reshape([n, t]);
-                let vectors = lookup(table(characters, width), tokens, first).reshape([n * t, width]);
-                let vectors = group.leave(vectors)?;
-                if group.sequence() {
-                    let rows: Vec<i32> = group.rows(n * t).map(|row| (row % t) as i32).collect();
-                    let count = rows.len();
-                    let rows = Tensor::from_data(TensorData::new(rows, [count]), &Default::default());
-                    return Ok(vectors + positions.select(0, rows));
-                }
-                vectors
+                let parts = lookup(table, characters.reshape([n, t]), self.first_character());
+                (group.leave(parts)?, group.window(t))
             }
         };
-        let positions = positions.narrow(0, 0, t).unsqueeze::<3>();
-        Ok((vectors.reshape([n, t, width]) + positions).reshape([n * t, width]))
+        let positions = matrix(positions, [-1, self.width()]).narrow(0, first, t).unsqueeze::<3>();
+        Ok((characters + positions).reshape([n * t, width]))
     }
 
     /// Attention and MLP, each added to the residual stream.
@@ -273,71 +228,91 @@ impl Run<'_> {
         else {
             unreachable!("Model::tensors_of gives a block its tensors");
         };
-        let width = self.width();
-        let dense = |x: Tensor<Graph, 2>, weight: &Leaf, bias: &Leaf| {
-            linear(x, matrix(weight, width, bias.dims()[0]), Some(bias.clone()))
-        };
+        let columns = |flat: &Leaf| matrix(flat, [self.width(), -1]);
+        let rows = |flat: &Leaf| matrix(flat, [-1, self.width()]);
         let h = self.enter(norm(x.clone(), norm1, norm1_bias))?;
-        let h = self.attention(dense(h, qkv, qkv_bias));
-        let x = x + self.leave(h, out, out_bias)?;
+        let h = self.attention(linear(h, columns(qkv), Some(qkv_bias.clone())));
+        // The bias once, whoever made the sum.
+        let h = self.leave(linear(h, rows(out), None))? + out_bias.clone().unsqueeze();
+        let x = x + h;
         let h = self.enter(norm(x.clone(), norm2, norm2_bias))?;
-        let h = gelu(dense(h, up, up_bias));
-        Ok(x + self.leave(h, down, down_bias)?)
+        let h = gelu(linear(h, columns(up), Some(up_bias.clone())));
+        let h = self.leave(linear(h, rows(down), None))? + down_bias.clone().unsqueeze();
+        Ok(x + h)
     }
 
-    /// Causal attention of this rank's heads. `qkv`: `[n * t, heads * 3 * size]`, head by head, so that ranks have whole heads.
+    /// Causal attention of the heads that are here. `qkv`: `[n * t, 3 * width of these heads]`.
     fn attention(&self, qkv: Tensor<Graph, 2>) -> Tensor<Graph, 2> {
-        let architecture = self.network.model.architecture();
-        let heads = architecture.heads / self.network.model.division().ranks;
-        let (n, t, size) =
-            (self.batch.windows(), self.batch.length(), architecture.width / architecture.heads);
-        let qkv = qkv.reshape([n, t, heads, 3, size]);
-        let head = |part: usize| qkv.clone().narrow(3, part, 1).reshape([n, t, heads, size]).swap_dims(1, 2);
+        let Architecture { width, heads, .. } = self.network.model().architecture();
+        let (n, t, size) = (self.batch.windows(), self.batch.length(), width / heads);
+        let heads = heads / self.network.ranks();
+        let width = heads * size;
+        let head = |part: usize| {
+            qkv.clone().narrow(1, part * width, width).reshape([n, t, heads, size]).swap_dims(1, 2)
+        };
         let scale = (size as f32).sqrt().recip();
         let scores = head(0).mul_scalar(scale).matmul(head(1).swap_dims(2, 3));
         let weights = softmax(scores + causal_mask([n, heads, t, t]), 3);
-        weights.matmul(head(2)).swap_dims(1, 2).reshape([n * t, heads * size])
+        weights.matmul(head(2)).swap_dims(1, 2).reshape([n * t, width])
     }
 
-    /// The head's input, and its table.
-    fn normalized(
-        &self,
-        parameters: &[Leaf],
-        x: Tensor<Graph, 2>,
-    ) -> Result<(Tensor<Graph, 2>, Tensor<Graph, 2>)> {
-        let [scale, bias, characters] = parameters else {
+    /// One for each character of the vocabulary that is here.
+    fn logits(&self, parameters: &[Leaf], x: Tensor<Graph, 2>) -> Result<Tensor<Graph, 2>> {
+        let [scale, bias, table] = parameters else {
             unreachable!("Model::tensors_of gives the head three tensors");
         };
-        Ok((self.enter(norm(x, scale, bias))?, table(characters, self.width())))
+        let table = matrix(table, [-1, self.width()]);
+        Ok(self.enter(norm(x, scale, bias))?.matmul(table.transpose()))
     }
 
     /// Mean negative log-likelihood of the next characters, nats: `[1, 1]`.
     fn loss(&self, parameters: &[Leaf], x: Tensor<Graph, 2>) -> Result<Tensor<Graph, 2>> {
-        let (x, table) = self.normalized(parameters, x)?;
-        let logits = x.matmul(table.transpose());
-        let rows = self.rows();
+        let logits = self.logits(parameters, x)?;
+        let rows = self.batch.targets().len();
         let targets = indices(self.batch.targets()).reshape([rows, 1]);
-        let Some(group) = self.network.group else {
-            return Ok(log_softmax(logits, 1).gather(1, targets).mean().neg().reshape([1, 1]));
+        let Some(group) = self.network.group() else {
+            let likelihood = log_softmax(logits, 1);
+            return Ok(likelihood.gather(1, targets).mean().neg().reshape([1, 1]));
         };
-        // Each rank has the logits of some characters.
-        let count = logits.dims()[1];
-        let largest = match count {
-            0 => Tensor::full([rows, 1], f32::MIN, &logits.device()),
-            _ => logits.clone().max_dim(1),
-        };
-        let shifted = logits - group.largest(largest)?;
-        let sum = shifted.clone().exp().sum_dim(1);
-        let target = if count == 0 {
-            sum.clone()
-        } else {
-            let here = targets.sub_scalar(self.network.model.area(EMBEDDING).offset[0] as i64);
-            let elsewhere = here.clone().lower_elem(0).bool_or(here.clone().greater_equal_elem(count as i64));
-            shifted.gather(1, here.clamp(0, count as i64 - 1)).mask_fill(elsewhere, 0.0)
-        };
-        let both = group.sum(Tensor::cat(vec![sum, target], 1))?;
-        let loss = both.clone().narrow(1, 0, 1).log() - both.narrow(1, 1, 1);
+        let [_, here] = logits.dims();
+        let highest = group.max(logits.clone().detach().max_dim(1))?;
+        let shifted = logits - highest;
+        let targets = targets.sub_scalar(self.first_character());
+        let elsewhere =
+            targets.clone().lower_elem(0).bool_or(targets.clone().greater_equal_elem(here as i64));
+        let target = shifted.clone().gather(1, targets.clamp(0, here as i64 - 1)).mask_fill(elsewhere, 0.0);
+        let parts = group.sum(Tensor::cat(vec![shifted.exp().sum_dim(1), target], 1))?;
+        let loss = parts.clone().narrow(1, 0, 1).log() - parts.narrow(1, 1, 1);
         Ok(loss.mean().reshape([1, 1]))
+    }
+
+    /// From the residual stream into a layer that may be cut.
+    fn enter(&self, x: Tensor<Graph, 2>) -> Result<Tensor<Graph, 2>> {
+        match self.network.group() {
+            None => Ok(x),
+            Some(group) => Ok(group.enter(self.windows(x))?.flatten(0, 1)),
+        }
+    }
+
+    /// From a layer that may be cut back to the residual stream.
+    fn leave(&self, x: Tensor<Graph, 2>) -> Result<Tensor<Graph, 2>> {
+        match self.network.group() {
+            None => Ok(x),
+            Some(group) => Ok(group.leave(self.windows(x))?.flatten(0, 1)),
+        }
+    }
+
+    fn windows(&self, x: Tensor<Graph, 2>) -> Tensor<Graph, 3> {
+        x.reshape([self.batch.windows() as i32, -1, self.width()])
+    }
+
+    fn width(&self) -> i32 {
+        self.network.model().architecture().width as i32
+    }
+
+    /// Where the part of the vocabulary that is here begins.
+    fn first_character(&self) -> i64 {
+        self.network.area(EMBEDDING).offset[0] as i64
     }
 }
 
@@ -349,13 +324,9 @@ fn norm(x: Tensor<Graph, 2>, scale: &Leaf, bias: &Leaf) -> Tensor<Graph, 2> {
     normal * scale.clone().unsqueeze() + bias.clone().unsqueeze()
 }
 
-/// Rows of `width`.
-fn table(flat: &Leaf, width: usize) -> Tensor<Graph, 2> {
-    matrix(flat, flat.dims()[0] / width, width)
-}
-
-fn matrix(flat: &Leaf, rows: usize, columns: usize) -> Tensor<Graph, 2> {
-    flat.clone().reshape([rows, columns])
+/// A flattened matrix of which one size is known; the other one is -1.
+fn matrix(flat: &Leaf, shape: [i32; 2]) -> Tensor<Graph, 2> {
+    flat.clone().reshape(shape)
 }
 
 fn indices(characters: &[u8]) -> Tensor<Graph, 1, Int> {
@@ -381,15 +352,16 @@ fn gelu(x: Tensor<Graph, 2>) -> Tensor<Graph, 2> {
 /// The loss of the whole model as one graph, `[1, 1]`: what the segments are measured against.
 #[cfg(test)]
 pub(crate) fn whole(
-    model: &crate::model::Model,
+    network: &Network,
     leaves: &std::collections::BTreeMap<usize, Leaf>,
     batch: &Batch,
 ) -> Tensor<Graph, 2> {
-    let run = Run { network: Network { model, group: None }, batch };
+    let run = Run { network, batch };
     let mut x = None;
-    for segment in model.segments() {
-        let parameters: Vec<Leaf> = model.tensors_of(segment).iter().map(|t| leaves[t].clone()).collect();
-        x = Some(run.segment(segment, &parameters, x.take()).unwrap());
+    for segment in network.model().segments() {
+        let tensors = network.model().tensors_of(segment);
+        let parameters: Vec<Leaf> = tensors.iter().map(|t| leaves[t].clone()).collect();
+        x = Some(run.segment(segment, &parameters, x.take()).expect("there is no group"));
     }
     x.expect("a model has segments")
 }

@@ -9,18 +9,18 @@ use zeroshard_client::{Commit, Options, StepReport};
 use zeroshard_proto::{DType, Error as ClusterError, Token};
 
 use crate::batches::{Batch, Draw, Sharding};
-use crate::collectives::{self, Peers};
+use crate::collectives::{self, Listening, Peers};
 use crate::error::{Error, Result};
 use crate::evaluate::held_out_batches;
 use crate::levels::{self, Level, Work};
 use crate::memory::Ledger;
-use crate::model::{Architecture, Division, Model};
-use crate::parallel::{self, World};
+use crate::model::{Architecture, Model};
+use crate::parallel;
 use crate::progress::{Output, StepEvent};
-use crate::remote::{self, Description, Remote};
+use crate::remote::{Description, Remote, Seat};
 use crate::sample;
 use crate::schedule::Schedule;
-use crate::tensor_parallel::Group;
+use crate::tensor_parallel::{Group, Network, Parallelism};
 use crate::text::Corpus;
 use crate::travel::Link;
 
@@ -28,17 +28,6 @@ use crate::travel::Link;
 const EVALUATIONS: u64 = 8;
 /// Characters of held-out text that a sample goes on from.
 const PROMPT: usize = 24;
-
-/// Sizes of a model that do not follow from the text.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Sizes {
-    /// Width of the residual stream.
-    pub width: usize,
-    /// Transformer blocks.
-    pub blocks: usize,
-    /// Attention heads of a block.
-    pub heads: usize,
-}
 
 /// Everything that decides a run's result, and how it travels. The same for all ranks.
 #[derive(Debug, Clone)]
@@ -49,20 +38,12 @@ pub struct Plan {
     pub level: Level,
     /// Steps of the whole run.
     pub steps: u64,
-    /// Characters that the model sees at once.
-    pub context: usize,
+    /// Sizes of the model; those that the text decides, the vocabulary, are 0.
+    pub architecture: Architecture,
+    /// The workers, and how they have the model.
+    pub parallelism: Parallelism,
     /// How the global batch is divided.
     pub sharding: Sharding,
-    /// Width, blocks and heads of the model.
-    pub sizes: Sizes,
-    /// Groups of workers that have the whole model each, and a share of the batch.
-    pub data_parallel: usize,
-    /// Workers of a group, each with a part of the model.
-    pub tensor_parallel: usize,
-    /// Whether these have a part of the residual stream each, too.
-    pub sequence_parallel: bool,
-    /// Where a worker of several that have one model listens for the others.
-    pub peer_listen: SocketAddr,
     /// Servers to wait for.
     pub shards: u32,
     /// Optimizers by step.
@@ -81,10 +62,35 @@ pub struct Plan {
     pub deadline: Duration,
     /// The cluster's secret.
     pub token: Token,
+    /// Where a worker listens for those that it has a replica of the model together with.
+    pub listen: SocketAddr,
     /// Decides initial parameters, windows and sample.
     pub seed: u64,
     /// Characters to generate at the end.
     pub sample_chars: usize,
+}
+
+impl Plan {
+    /// The model for a text.
+    ///
+    /// # Errors
+    /// [`Error::Flag`] if it cannot be cut as it should.
+    pub fn model(&self, corpus: &Corpus) -> Result<Model> {
+        let architecture = Architecture { vocabulary: corpus.vocabulary.size(), ..self.architecture };
+        self.parallelism.check(architecture)?;
+        Ok(Model::new(architecture))
+    }
+
+    /// Characters that the model sees at once.
+    pub fn context(&self) -> usize {
+        self.architecture.context
+    }
+
+    /// What those who have a replica together must have been told alike, beside the job.
+    fn said(&self) -> String {
+        let Self { level, seed, architecture, sharding, .. } = self;
+        format!("level {level}, seed {seed}, {architecture:?}, {sharding:?}")
+    }
 }
 
 /// What a run came to, as rank 0 saw it.
@@ -134,13 +140,13 @@ pub fn train(
     rank: u32,
     output: &mut Output,
 ) -> Result<Option<Outcome>> {
-    let model = plan.model(corpus, rank)?;
+    let model = plan.model(corpus)?;
     let spec = Description {
         job: plan.job.clone(),
         // The job's own are its first step's: a later run with other steps or rates is still the same job.
         groups: plan.schedule.highest(),
         parameter_dtype: plan.parameter_dtype,
-        data_parallel: plan.data_parallel,
+        parallelism: plan.parallelism,
         min_servers: plan.shards,
     }
     .spec(&model)?;
@@ -150,72 +156,34 @@ pub fn train(
         deadline: plan.deadline,
         token: plan.token.reveal().map(str::to_owned),
     };
-    let listening = match plan.tensor_parallel {
-        1 => None,
-        _ => {
-            let (listen, deadline, token) = (plan.peer_listen, plan.deadline, plan.token.clone());
-            Some(
-                Peers::bind(runtime, collectives::Options { listen, deadline, token })
-                    .map_err(parallel::Error::from)?,
-            )
-        }
-    };
-    let here = listening.as_ref().map(|listening| listening.address().to_string()).unwrap_or_default();
-    let remote = Remote::join(runtime, address, options, &spec, rank, &here)?;
+    let listening = listen(plan, runtime)?;
+    let reached_at = listening.as_ref().map_or_else(String::new, |peers| peers.address().to_string());
+    let seat = Seat { rank, coordinator: address, reached_at: &reached_at };
+    let remote = Remote::join(runtime, options, &spec, seat)?;
     let peers = match listening {
-        Some(listening) => {
-            let peers = listening.connect(rank, &remote.peers()?).map_err(parallel::Error::from)?;
-            Some(Arc::new(peers))
-        }
+        Some(listening) => Some(meet(listening, rank, &remote.peers()?)?),
         None => None,
     };
-    let group = peers.as_ref().map(|peers| plan.group(peers)).transpose()?;
-    let ledger = Ledger::default();
-    let version = remote.start(&model, plan.seed, &ledger)?;
-    if version >= plan.steps {
-        return Err(Error::NothingToDo { job: plan.job.clone(), version, steps: plan.steps });
-    }
-    let mut run = Run {
-        plan,
-        corpus,
-        held_out: held_out_batches(&corpus.held_out, plan.context),
-        link: Link { exchange: Arc::new(remote), runtime: runtime.clone(), ledger, group },
-        model,
-        rank,
-        aborted: 0,
-    };
-    let outcome = run.steps(version, output)?;
-    if let Some(peers) = peers {
-        peers.leave().map_err(parallel::Error::from)?;
-    }
-    if let Ok(remote) = Arc::try_unwrap(run.link.exchange) {
-        remote.leave()?;
-    }
+    let outcome =
+        Run::new(plan, corpus, runtime, (model, remote), peers.clone()).and_then(|run| run.finish(output));
+    // After an error too: what was sent before tells the others more than that this one is gone.
+    let left = peers.map_or(Ok(()), |peers| peers.leave().map_err(parallel::Error::from));
+    let outcome = outcome?;
+    left?;
     Ok(outcome)
 }
 
-impl Plan {
-    /// Number of workers.
-    pub fn workers(&self) -> u32 {
-        (self.data_parallel * self.tensor_parallel) as u32
+/// Listens for the other workers, if this one has to do with them.
+fn listen(plan: &Plan, runtime: &Handle) -> parallel::Result<Option<Listening>> {
+    if plan.parallelism.ranks == 1 {
+        return Ok(None);
     }
+    let (deadline, token) = (plan.deadline, plan.token.clone());
+    Ok(Some(Peers::bind(runtime, collectives::Options { listen: plan.listen, deadline, token })?))
+}
 
-    /// A rank's part of the model.
-    fn model(&self, corpus: &Corpus, rank: u32) -> Result<Model> {
-        let Sizes { width, blocks, heads } = self.sizes;
-        let vocabulary = corpus.vocabulary.size();
-        let architecture = Architecture { vocabulary, context: self.context, width, blocks, heads };
-        let place = rank as usize % self.tensor_parallel;
-        let sequence = self.sequence_parallel && self.tensor_parallel > 1;
-        Ok(Model::divided(architecture, Division { ranks: self.tensor_parallel, place, sequence })?)
-    }
-
-    /// The ranks that have the other parts of a rank's model.
-    fn group(&self, peers: &Arc<Peers>) -> Result<Group> {
-        let world = World::new(Arc::<Peers>::clone(peers));
-        let mesh = world.mesh(remote::mesh(self.data_parallel, self.tensor_parallel)?)?;
-        Ok(Group::new(mesh.sub_mesh(&["tp"])?, self.sequence_parallel))
-    }
+fn meet(listening: Listening, rank: u32, addresses: &[String]) -> parallel::Result<Arc<Peers>> {
+    Ok(Arc::new(listening.connect(rank, addresses)?))
 }
 
 struct Run<'a> {
@@ -223,12 +191,49 @@ struct Run<'a> {
     corpus: &'a Corpus,
     held_out: Vec<Batch>,
     link: Link<Remote>,
-    model: Model,
+    network: Network,
     rank: u32,
     aborted: u64,
 }
 
-impl Run<'_> {
+impl<'a> Run<'a> {
+    /// Makes the model's part of this rank, with those that have the others.
+    fn new(
+        plan: &'a Plan,
+        corpus: &'a Corpus,
+        runtime: &Handle,
+        (model, remote): (Model, Remote),
+        peers: Option<Arc<Peers>>,
+    ) -> Result<Self> {
+        let group = match (peers, plan.parallelism.mesh()?) {
+            (Some(peers), Some(mesh)) => Some(Group::new(peers, mesh, plan.parallelism, &plan.said())?),
+            _ => None,
+        };
+        Ok(Self {
+            plan,
+            corpus,
+            held_out: held_out_batches(&corpus.held_out, plan.context()),
+            rank: remote.rank(),
+            link: Link { exchange: Arc::new(remote), runtime: runtime.clone(), ledger: Ledger::default() },
+            network: Network::new(model, group),
+            aborted: 0,
+        })
+    }
+
+    /// Runs from where the job is to the end.
+    fn finish(mut self, output: &mut Output) -> Result<Option<Outcome>> {
+        let plan = self.plan;
+        let version = self.link.exchange.start(&self.network, plan.seed, &self.link.ledger)?;
+        if version >= plan.steps {
+            return Err(Error::NothingToDo { job: plan.job.clone(), version, steps: plan.steps });
+        }
+        let outcome = self.steps(version, output)?;
+        if let Ok(remote) = Arc::try_unwrap(self.link.exchange) {
+            remote.leave()?;
+        }
+        Ok(outcome)
+    }
+
     fn steps(&mut self, first: u64, output: &mut Output) -> Result<Option<Outcome>> {
         let begin = Instant::now();
         let plan = self.plan;
@@ -240,32 +245,26 @@ impl Run<'_> {
             let report = self.step(step)?;
             version = report.version;
             skipped += u64::from(!report.applied);
-            // Those that have one model with rank 0 evaluate with it.
-            if self.rank as usize >= plan.tensor_parallel {
-                continue;
-            }
-            if self.rank == 0 {
-                let loss = report.loss.unwrap_or(f64::NAN);
-                train.push((step, loss));
-                output.step(&StepEvent {
-                    step,
-                    loss,
-                    gradient_norm: report.gradient_norm,
-                    applied: report.applied,
-                    overflow: self.overflow(&report),
-                    tokens: self.tokens(version - first),
-                    traffic: self.link.exchange.traffic(),
-                })?;
-            }
-            if version.is_multiple_of(every) || version >= plan.steps {
-                let loss = levels::evaluate(&self.link, &self.model, version, &self.held_out)?;
+            let loss = report.loss.unwrap_or(f64::NAN);
+            train.push((step, loss));
+            output.step(&StepEvent {
+                step,
+                loss,
+                gradient_norm: report.gradient_norm,
+                applied: report.applied,
+                overflow: self.overflow(&report),
+                tokens: self.tokens(version - first),
+                traffic: self.link.exchange.traffic(),
+            })?;
+            let due = version.is_multiple_of(every) || version >= plan.steps;
+            // Those who have the first replica together.
+            if due && plan.parallelism.replica(self.rank) == 0 {
+                let loss = levels::evaluate(&self.link, &self.network, version, &self.held_out)?;
                 held_out.push((version, loss));
-                if self.rank == 0 {
-                    output.evaluation(version, loss)?;
-                }
+                output.evaluation(version, loss)?;
             }
         }
-        if self.rank as usize >= plan.tensor_parallel {
+        if self.rank != 0 {
             return Ok(None);
         }
         let elapsed = begin.elapsed();
@@ -273,16 +272,13 @@ impl Run<'_> {
         // Before the sample, which holds all parameters whatever the level.
         let peak_bytes = self.link.ledger.peak();
         let (prompt, sample) = self.sample(version)?;
-        if self.rank != 0 {
-            return Ok(None);
-        }
         Ok(Some(Outcome {
             steps: version,
             train,
             held_out,
             skipped,
             aborted: self.aborted,
-            parameters: self.model.elements(),
+            parameters: self.network.model().elements(),
             unigram_entropy: self.corpus.unigram_entropy(),
             state_hash: self.link.exchange.state_hash(version)?,
             peak_bytes,
@@ -295,18 +291,25 @@ impl Run<'_> {
         }))
     }
 
-    /// Runs a step until it is decided. An aborted step is run again from the same data.
+    /// Runs a step until it is decided. An aborted step is run again from the same data, unless the model is cut: some of those who
+    /// have it together may wait for each other in the middle of the step, and one of them is gone.
     fn step(&mut self, step: u64) -> Result<StepReport> {
-        let share = self.rank as usize / self.plan.tensor_parallel;
-        let draw = Draw { seed: self.plan.seed, step, rank: share };
-        let micro_batches = self.plan.sharding.draw(&self.corpus.train, self.plan.context, draw);
+        let replica = self.plan.parallelism.replica(self.rank) as usize;
+        let draw = Draw { seed: self.plan.seed, step, replica };
+        let micro_batches = self.plan.sharding.draw(&self.corpus.train, self.plan.context(), draw);
         loop {
-            match self.try_step(step, &micro_batches) {
-                // Of several that have one model some may wait for each other in the middle of the step.
-                Err(Error::Cluster(ClusterError::StepAborted { .. })) if self.link.group.is_none() => {
-                    self.aborted += 1;
+            let error = match self.try_step(step, &micro_batches) {
+                Ok(report) => return Ok(report),
+                Err(error) => error,
+            };
+            match (&error, self.network.group()) {
+                (Error::Cluster(ClusterError::StepAborted { .. }), None) => self.aborted += 1,
+                (Error::Cluster(ClusterError::StepAborted { .. }), Some(_))
+                | (Error::Parallel(parallel::Error::Collective(collectives::Error::Lost { .. })), _) => {
+                    let (job, cause) = (self.plan.job.clone(), error.to_string());
+                    return Err(Error::Incomplete { job, step, cause });
                 }
-                other => return other,
+                _ => return Err(error),
             }
         }
     }
@@ -314,7 +317,7 @@ impl Run<'_> {
     fn try_step(&self, step: u64, micro_batches: &[Batch]) -> Result<StepReport> {
         let plan = self.plan;
         let work = Work { step, micro_batches, loss_scale: plan.loss_scale as f32 };
-        let loss = levels::run(plan.level, &self.link, &self.model, work)?;
+        let loss = levels::run(plan.level, &self.link, &self.network, work)?;
         Ok(self.link.exchange.commit(Commit {
             step,
             groups: plan.schedule.at(step),
@@ -327,7 +330,7 @@ impl Run<'_> {
 
     fn overflow(&self, report: &StepReport) -> Option<String> {
         let (tensor, rank) = report.overflow?;
-        let name = self.model.parameters().get(tensor).map_or("?", |parameter| &parameter.name);
+        let name = self.network.model().parameters().get(tensor).map_or("?", |parameter| &parameter.name);
         Some(match rank {
             Some(rank) => format!("{name} of rank {rank}"),
             None => format!("the sum of {name}"),
@@ -335,15 +338,17 @@ impl Run<'_> {
     }
 
     fn tokens(&self, steps: u64) -> u64 {
-        steps * (self.plan.sharding.batch() * self.plan.context) as u64
+        steps * (self.plan.sharding.batch() * self.plan.context()) as u64
     }
 
     fn sample(&self, version: u64) -> Result<(String, String)> {
         let vocabulary = &self.corpus.vocabulary;
-        let prompt = &self.corpus.held_out[..PROMPT.min(self.plan.context)];
+        let prompt = &self.corpus.held_out[..PROMPT.min(self.plan.context())];
         let request =
             sample::Request { version, prompt, count: self.plan.sample_chars, seed: self.plan.seed };
-        let sample = sample::generate(&self.link, &self.model, request)?;
+        // One worker alone, whatever the others have of the model.
+        let network = Network::whole(self.network.model().clone());
+        let sample = sample::generate(&self.link, &network, request)?;
         Ok((vocabulary.decode(prompt), vocabulary.decode(&sample)))
     }
 }

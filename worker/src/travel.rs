@@ -7,19 +7,21 @@ use std::sync::Arc;
 
 use tokio::runtime::Handle;
 use tokio_util::task::AbortOnDropHandle;
-use zeroshard_proto::{Error, Result};
+use zeroshard_proto::{Error, Result, TensorBox};
 
 use crate::memory::{Lease, Ledger};
-use crate::model::{Model, Segment};
+use crate::model::Segment;
 use crate::segments::{Leaf, leaf};
-use crate::tensor_parallel::Group;
+use crate::tensor_parallel::Network;
 
-/// The values of one tensor, flattened: parameters or their gradient.
+/// The values of one tensor, or of a box of it, flattened: parameters or their gradient.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Buffer {
     /// Index in the manifest.
     pub tensor: usize,
-    /// All elements that this rank has of it.
+    /// What of it.
+    pub area: TensorBox,
+    /// The elements of that, row-major.
     pub values: Vec<f32>,
 }
 
@@ -28,7 +30,7 @@ pub trait Exchange: Send + Sync + 'static {
     /// Fills the buffers with the parameters of exactly `version`; waits for it.
     fn pull(&self, version: u64, buffers: Vec<Buffer>) -> impl Future<Output = Result<Vec<Buffer>>> + Send;
 
-    /// Sends gradients of `step`. Each tensor goes once a step. The buffers are freed on return at the latest.
+    /// Sends gradients of `step`, of what this rank has of the tensors. Each tensor goes once a step. The buffers are freed on return at the latest.
     fn push(&self, step: u64, gradients: Vec<Buffer>) -> impl Future<Output = Result<()>> + Send;
 }
 
@@ -40,18 +42,11 @@ pub struct Link<E> {
     pub runtime: Handle,
     /// Counts what is held.
     pub ledger: Ledger,
-    /// The ranks that have the other parts of the model; `None`: this one has all of it.
-    pub group: Option<Group>,
 }
 
 impl<E> Clone for Link<E> {
     fn clone(&self) -> Self {
-        Self {
-            exchange: self.exchange.clone(),
-            runtime: self.runtime.clone(),
-            ledger: self.ledger.clone(),
-            group: self.group.clone(),
-        }
+        Self { exchange: self.exchange.clone(), runtime: self.runtime.clone(), ledger: self.ledger.clone() }
     }
 }
 
@@ -77,7 +72,7 @@ impl<E: Exchange> Link<E> {
 /// Dropping it gives up what is on its way.
 pub struct Parameters<'a, E> {
     link: Link<E>,
-    model: &'a Model,
+    network: &'a Network,
     version: u64,
     here: Vec<Option<Resident>>,
     /// In the order asked for.
@@ -92,12 +87,12 @@ struct Resident {
 
 impl<'a, E: Exchange> Parameters<'a, E> {
     /// Nothing of `version` yet.
-    pub fn new(link: &Link<E>, model: &'a Model, version: u64) -> Self {
+    pub fn new(link: &Link<E>, network: &'a Network, version: u64) -> Self {
         Self {
             link: link.clone(),
-            model,
+            network,
             version,
-            here: std::iter::repeat_with(|| None).take(model.parameters().len()).collect(),
+            here: std::iter::repeat_with(|| None).take(network.model().parameters().len()).collect(),
             coming: VecDeque::new(),
         }
     }
@@ -105,7 +100,8 @@ impl<'a, E: Exchange> Parameters<'a, E> {
     /// Starts to pull what a segment needs and is neither here nor on its way.
     pub fn prefetch(&mut self, segment: Segment) {
         let wanted: Vec<usize> = self
-            .model
+            .network
+            .model()
             .tensors_of(segment)
             .into_iter()
             .filter(|&tensor| self.here[tensor].is_none())
@@ -116,17 +112,19 @@ impl<'a, E: Exchange> Parameters<'a, E> {
         }
         let (exchange, version, ledger) =
             (self.link.exchange.clone(), self.version, self.link.ledger.clone());
-        let sizes: Vec<usize> = wanted.iter().map(|&t| self.model.elements_of(t)).collect();
-        let buffers = wanted.clone().into_iter().zip(sizes);
+        let areas: Vec<_> =
+            wanted.iter().map(|&tensor| (tensor, self.network.area(tensor).clone())).collect();
         let transfer = self.link.start(async move {
-            let (buffers, leases): (Vec<Buffer>, Vec<Lease>) = buffers
-                .map(|(tensor, size)| (Buffer { tensor, values: vec![0.0; size] }, ledger.hold(size)))
-                .unzip();
+            let room = |(tensor, area): (usize, TensorBox)| {
+                let size = area.numel() as usize;
+                (Buffer { tensor, area, values: vec![0.0; size] }, ledger.hold(size))
+            };
+            let (buffers, leases): (Vec<Buffer>, Vec<Lease>) = areas.into_iter().map(room).unzip();
             let buffers = exchange.pull(version, buffers).await?;
             Ok(buffers
                 .into_iter()
                 .zip(leases)
-                .map(|(Buffer { tensor, values }, lease)| Resident {
+                .map(|(Buffer { tensor, values, .. }, lease)| Resident {
                     tensor,
                     leaf: leaf(values),
                     _lease: lease,
@@ -141,7 +139,7 @@ impl<'a, E: Exchange> Parameters<'a, E> {
     /// The caller drops them before it calls [`Self::release`].
     pub fn take(&mut self, segment: Segment) -> Result<Vec<Leaf>> {
         self.prefetch(segment);
-        let tensors = self.model.tensors_of(segment);
+        let tensors = self.network.model().tensors_of(segment);
         while tensors.iter().any(|&tensor| self.here[tensor].is_none()) {
             let (_, transfer) =
                 self.coming.pop_front().expect("what was prefetched and is not here is on its way");
@@ -156,8 +154,8 @@ impl<'a, E: Exchange> Parameters<'a, E> {
 
     /// Frees a segment's parameters, except those that segment `next` reads too.
     pub fn release(&mut self, segment: Segment, next: Option<Segment>) {
-        let kept = next.map(|next| self.model.tensors_of(next)).unwrap_or_default();
-        for tensor in self.model.tensors_of(segment) {
+        let kept = next.map(|next| self.network.model().tensors_of(next)).unwrap_or_default();
+        for tensor in self.network.model().tensors_of(segment) {
             if !kept.contains(&tensor) {
                 self.here[tensor] = None;
             }
@@ -195,7 +193,7 @@ pub enum Departure {
 /// other or side by side.
 pub struct Outbox<'a, E> {
     link: Link<E>,
-    model: &'a Model,
+    network: &'a Network,
     step: u64,
     departure: Departure,
     sums: Vec<(Segment, Vec<Held>)>,
@@ -208,10 +206,10 @@ pub struct Outbox<'a, E> {
 
 impl<'a, E: Exchange> Outbox<'a, E> {
     /// Nothing yet of `step`.
-    pub fn new(link: &Link<E>, model: &'a Model, step: u64, departure: Departure) -> Self {
+    pub fn new(link: &Link<E>, network: &'a Network, step: u64, departure: Departure) -> Self {
         Self {
             link: link.clone(),
-            model,
+            network,
             step,
             departure,
             sums: Vec::new(),
@@ -237,12 +235,12 @@ impl<'a, E: Exchange> Outbox<'a, E> {
             return Ok(());
         };
         let (_, sums) = self.sums.swap_remove(found);
-        for (tensor, sum) in self.model.tensors_of(segment).into_iter().zip(sums) {
+        for (tensor, sum) in self.network.model().tensors_of(segment).into_iter().zip(sums) {
             if let Some(part) = self.parts.iter().position(|(tied, _)| *tied == tensor) {
                 let (_, mut part) = self.parts.swap_remove(part);
                 part.add(&sum.values);
                 self.complete.push((tensor, part));
-            } else if self.model.reads_again(segment, tensor) {
+            } else if self.network.model().reads_again(segment, tensor) {
                 self.parts.push((tensor, sum));
             } else {
                 self.complete.push((tensor, sum));
@@ -273,7 +271,10 @@ impl<'a, E: Exchange> Outbox<'a, E> {
         let (exchange, step) = (self.link.exchange.clone(), self.step);
         let (buffers, leases): (Vec<Buffer>, Vec<Lease>) = std::mem::take(&mut self.complete)
             .into_iter()
-            .map(|(tensor, held)| (Buffer { tensor, values: held.values }, held.lease))
+            .map(|(tensor, held)| {
+                let area = self.network.area(tensor).clone();
+                (Buffer { tensor, area, values: held.values }, held.lease)
+            })
             .unzip();
         self.pushing = Some(self.link.start(async move {
             let pushed = exchange.push(step, buffers).await;

@@ -97,23 +97,10 @@ async fn a_mesh_gives_the_bits_of_whole_gradients_on_any_number_of_servers() {
     }
 }
 
-/// Payload bytes that the servers have sent and received.
-fn payload(cluster: &Cluster) -> [u64; 2] {
-    let counter = |text: &str, labels: &str| -> u64 {
-        let line = text
-            .lines()
-            .find_map(|line| line.strip_prefix(&format!("zeroshard_payload_bytes_total{{{labels}}} ")));
-        line.expect("the counter is there").parse().unwrap()
-    };
-    let metrics: Vec<String> = cluster.shards.iter().map(|shard| shard.get("/metrics")).collect();
-    let sum = |labels: &str| metrics.iter().map(|text| counter(text, labels)).sum();
-    [sum("direction=\"sent\",operation=\"pull\""), sum("direction=\"received\",operation=\"push\"")]
-}
-
 /// What one worker's pull and push of a step move, by the servers' own counters.
 async fn bytes_of_a_worker(cluster: &Cluster, spec: &JobSpec) -> [u64; 2] {
     let jobs = start(cluster, spec).await;
-    let before = payload(cluster);
+    let before = cluster.payload();
     let shapes = spec.manifest.tensors().iter().enumerate();
     let mut values: Vec<Vec<f32>> =
         shapes.map(|(tensor, _)| vec![0.0; spec.local_box(tensor, 0).numel() as usize]).collect();
@@ -122,7 +109,7 @@ async fn bytes_of_a_worker(cluster: &Cluster, spec: &JobSpec) -> [u64; 2] {
         .await
         .unwrap();
     jobs[0].push(0, boxes(spec, 0, 1)).await.unwrap();
-    let after = payload(cluster);
+    let after = cluster.payload();
     [after[0] - before[0], after[1] - before[1]]
 }
 

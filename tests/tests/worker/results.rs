@@ -1,38 +1,10 @@
-//! `zeroshard-worker train`: a real model on real text, and what may not change its result.
+//! What may not change a run's result, and what a run says.
 
-#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+use std::thread;
 
-use std::{process::Output, thread};
-
-use serde_json::Value;
 use zeroshard_tests::{Cluster, run};
 
-/// Text to learn: sources of this project.
-const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../proto/src");
-
-/// Trains with few and small steps. The lines that it prints.
-fn train(flags: &str) -> Vec<Value> {
-    let output = start(flags);
-    assert!(output.status.success(), "{flags}: {output:?}");
-    let text = String::from_utf8(output.stdout).unwrap();
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-}
-
-fn start(flags: &str) -> Output {
-    let out = tempfile::tempdir().unwrap();
-    let mut arguments = vec!["train", "--json", "--out", out.path().to_str().unwrap()];
-    if !flags.contains("--data") {
-        arguments.extend(["--data", TEXT]);
-    }
-    arguments.extend(flags.split_whitespace());
-    run("zeroshard-worker", &arguments)
-}
-
-fn done(lines: &[Value]) -> &Value {
-    let done = lines.last().unwrap();
-    assert_eq!(done["event"], "done");
-    done
-}
+use crate::{done, start, train};
 
 /// The state hash after a few steps.
 fn hash(flags: &str) -> String {
@@ -140,6 +112,11 @@ fn what_cannot_be_trained_is_refused_with_what_would_be_right() {
         ("--wire f64", "f32, bf16, f16"),
         ("--steps 0", "1.."),
         ("--rank 0", "--address"),
+        ("--tensor-parallel 3", "--heads 6"),
+        ("--tensor-parallel 2 --workers 3", "such as 4"),
+        ("--tensor-parallel 2 --data-parallel 2 --workers 2", "= 4"),
+        ("--tensor-parallel 2 --sequence-parallel --context 15", "--context 16"),
+        ("--tensor-parallel 2 --address localhost:1", "--rank is missing"),
         ("--address nowhere", "host:port"),
     ] {
         let output = start(flags);

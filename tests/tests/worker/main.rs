@@ -1,0 +1,43 @@
+//! `zeroshard-worker train`: a real model on real text.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    clippy::print_stdout,
+    reason = "tests, which show the figures that they check"
+)]
+
+mod parallel;
+mod results;
+
+use std::process::Output;
+
+use serde_json::Value;
+use zeroshard_tests::run;
+
+/// Text to learn: sources of this project.
+const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../proto/src");
+
+/// Trains with few and small steps. The lines that it prints.
+fn train(flags: &str) -> Vec<Value> {
+    let output = start(flags);
+    assert!(output.status.success(), "{flags}: {output:?}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn start(flags: &str) -> Output {
+    let out = tempfile::tempdir().unwrap();
+    let mut arguments = vec!["train", "--json", "--out", out.path().to_str().unwrap()];
+    if !flags.contains("--data") {
+        arguments.extend(["--data", TEXT]);
+    }
+    arguments.extend(flags.split_whitespace());
+    run("zeroshard-worker", &arguments)
+}
+
+fn done(lines: &[Value]) -> &Value {
+    let done = lines.last().unwrap();
+    assert_eq!(done["event"], "done");
+    done
+}
