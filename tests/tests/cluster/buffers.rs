@@ -90,19 +90,19 @@ async fn who_or_what_is_wrong_about_a_buffer_is_refused() {
     let jobs = start(cluster.address(), &spec).await;
     let before = jobs[0].state_hash(0).await.unwrap();
     let weights = vec![Gradient { tensor: 0, data: vec![0.0; 100].into() }];
-    let refused = [
-        jobs[1].push_buffers(0, content(1)).await,
-        jobs[0].push_buffers(0, weights).await,
-        jobs[0].push(0, content(1)).await,
-    ];
-    for refused in refused {
+    for refused in [jobs[0].push_buffers(0, weights).await, jobs[0].push(0, content(1)).await] {
         assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
     }
-    let mut half = stock::extent(1, 0, &[0.0; 2]);
+    // Of a rank whose buffers do not count the client leaves them out, and a server refuses them.
+    jobs[1].push_buffers(0, content(1)).await.unwrap();
+    let whole = stock::extent(1, 0, &[0.0; 2]);
+    let mut half = whole.clone();
     half.dtype = zeroshard_proto::pb::Dtype::Bf16.into();
-    let messages = vec![stock::begin("refused", jobs[0].epoch(), 0, Some(0)), half];
-    let refused = stock::push(cluster.shards[0].address(), messages).await;
-    assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
+    for (rank, extent) in [(1, whole), (0, half)] {
+        let messages = vec![stock::begin("refused", jobs[0].epoch(), rank, Some(0)), extent];
+        let refused = stock::push(cluster.shards[0].address(), messages).await;
+        assert!(matches!(refused, Err(Error::Invalid { .. })), "rank {rank}: {refused:?}");
+    }
     assert_eq!(jobs[0].state_hash(0).await.unwrap(), before);
     step(&jobs, Commit::new(0)).await;
     assert_eq!(pull(&jobs[0], 1).await, pull(&jobs[1], 1).await);
