@@ -286,6 +286,7 @@ impl ServerOptimizer {
             let job = enter(&self.cluster, &spec, rank).await?;
             // It cannot begin without what this rank uploads.
             if job.version().is_some() && !self.uploaded().is_empty() {
+                job.leave().await?;
                 let what = format!("job {:?}, which is to take over", spec.name);
                 return Err(zeroshard_proto::Error::invalid(what, "there already", "a new one: delete it"));
             }

@@ -182,6 +182,40 @@ fn a_parameter_that_two_layers_share_gets_both_gradients() {
 }
 
 #[test]
+fn a_frozen_parameter_stays_and_is_part_of_the_state() {
+    for level in Level::ALL {
+        with_cluster(1, |world, settings, runtime| {
+            let frozen = DemoNet { linear_0: net().linear_0.no_grad(), ..net() };
+            let mut model =
+                group_sharded_parallel(frozen, level, &line(&world, 2), settings, runtime).unwrap();
+            let before = model.state_dict().unwrap();
+            (0..2).for_each(|number| _ = step(&mut model, Run { dp: 2, passes: 2, max_norm: None }, number));
+            let after = model.state_dict().unwrap();
+            let changed: Vec<bool> =
+                before.iter().zip(&after).map(|(before, after)| before != after).collect();
+            assert_eq!(changed, [false, false, true, true], "{level}");
+            model.optimizer().leave().unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_rank_without_a_pass_counts_as_zeros() {
+    with_cluster(1, |world, settings, runtime| {
+        let mut model = at(Level::OsG, 2, &world, settings, runtime);
+        if world.rank() == 0 {
+            let loss = model.forward(|net| loss(net, 0)).unwrap();
+            model.backward(loss).unwrap();
+        }
+        let report = model.step().unwrap();
+        let all = dense(net(), Run { dp: 1, passes: 1, max_norm: None })[0][1];
+        assert!((report.gradient_norm - all / 2.0).abs() <= 1e-5 * all);
+        assert_eq!((report.applied, report.loss, report.absent.len()), (true, None, 4));
+        model.optimizer().leave().unwrap();
+    });
+}
+
+#[test]
 fn a_loss_scale_changes_no_bit_and_an_overflow_skips_the_step() {
     let run = Run { dp: 2, passes: 2, max_norm: None };
     let (_, expected) = train(Level::PGOs, 100, run);
