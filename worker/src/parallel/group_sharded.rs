@@ -188,11 +188,15 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
     }
 
     /// Pushes what the backward passes added up, and has the step applied. The report's loss is the sum over the passes, and the mean
-    /// over the ranks.
+    /// over the ranks. A rank without a backward pass may step too: its gradients count as zeros, and the report has no loss.
     ///
     /// # Errors
     /// Those of the cluster. After [`zeroshard_proto::Error::StepAborted`] the step's passes are to be run again.
     pub fn step(&mut self) -> Result<StepReport> {
+        if self.loss.is_none() {
+            // A rank that ran nothing has not waited until the job has begun.
+            self.fetch()?;
+        }
         let (mut last, mut sums) = (std::mem::take(&mut self.last), std::mem::take(&mut self.sums));
         let loss = self.loss.take();
         self.release();
