@@ -42,6 +42,7 @@ mod dist_model;
 mod dist_tensor;
 mod embedding;
 mod error;
+mod group_sharded;
 mod hooks;
 mod layer;
 mod linear;
@@ -65,6 +66,7 @@ pub use dist_tensor::{DistTensor, LAST, PARTIAL, Value, shard_tensor};
 pub use embedding::ParallelEmbedding;
 pub(crate) use embedding::lookup;
 pub use error::{Error, Result};
+pub use group_sharded::{GroupSharded, group_sharded_parallel};
 pub use hooks::Hooks;
 pub use layer::{Layer, Parallelize};
 pub use linear::ParallelLinear;
@@ -83,6 +85,8 @@ pub use styles::{
     PrepareModuleOutput, RowwiseParallel, SequenceParallel,
 };
 pub use world::{Call, Mesh, World};
+
+pub use crate::levels::Level;
 pub use zeroshard_proto::DimPlacement as Placement;
 pub use zeroshard_proto::DimPlacement::{Partial, Replicate, Shard};
 pub use zeroshard_proto::{ProcessMesh, Reduction};

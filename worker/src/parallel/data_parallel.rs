@@ -84,10 +84,11 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
             all.iter().map(|parameter| format!("{} {:?}", parameter.path, parameter.shape)).collect();
         mesh.world().agree(mesh.process_mesh(), "the parameters", &described.join(", "))?;
         let group = mesh.group(0)?;
-        let mut values = parameters::read(&module);
+        let mut own = parameters::read(&module);
+        let mut values = Vec::with_capacity(all.len());
         for parameter in &all {
-            let own = values.remove(&parameter.id).unwrap_or_default();
-            values.insert(parameter.id, mesh.world().broadcast(&group, group[0], own)?);
+            let own = own.remove(&parameter.id).unwrap_or_default();
+            values.push((parameter, mesh.world().broadcast(&group, group[0], own)?));
         }
         let module = parameters::write(module, values);
         let sizes: Vec<(usize, DType)> =

@@ -13,7 +13,7 @@ use super::dist_tensor::Value;
 use super::error::{Error, Result};
 use super::layer::Parallelize;
 use super::program::{Kind, Mode, Operation, Program, Scope};
-use super::server_optimizer::ServerOptimizer;
+use super::server_optimizer::{ServerOptimizer, StateTensor};
 use super::world::{Call, Mesh};
 
 /// A module with a forward pass of its own.
@@ -87,6 +87,22 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
     /// The optimizer, if there is one.
     pub fn optimizer(&self) -> Option<&ServerOptimizer> {
         self.optimizer.as_ref()
+    }
+
+    /// Whole parameters, as [`ServerOptimizer::state_dict`].
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] without an optimizer; those of the cluster.
+    pub fn state_dict(&self) -> Result<Vec<StateTensor>> {
+        self.optimizer.as_ref().ok_or_else(no_job)?.state_dict()
+    }
+
+    /// Takes over what [`Self::state_dict`] gave, as [`ServerOptimizer::set_state_dict`]. Every rank calls it.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] without an optimizer, and for a state of another module; those of the cluster.
+    pub fn set_state_dict(&mut self, state: Vec<StateTensor>) -> Result<()> {
+        self.optimizer.as_mut().ok_or_else(no_job)?.set_state_dict(state)
     }
 
     /// From now on calls train.
@@ -279,6 +295,12 @@ impl<B: ParallelBackend, M> fmt::Debug for DistModel<B, M> {
         let module = module_name::<M>();
         f.debug_struct("DistModel").field("layer", &module).field("mode", &self.mode).finish_non_exhaustive()
     }
+}
+
+/// For what is of a job's parameters.
+fn no_job() -> Error {
+    let expected = "made with an optimizer: a module alone has burn's own record";
+    Error::invalid("model of a state", "without a job on the servers", expected)
 }
 
 /// The type's name, without its path and parameters.

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::container::TensorContainer;
 use burn::tensor::{Tensor, TensorData};
 
 /// A float parameter of a module.
@@ -69,18 +70,41 @@ pub(crate) fn read<B: Backend, M: Module<B>>(module: &M) -> HashMap<ParamId, Vec
     reader.0
 }
 
-/// The module with these values in its parameters; the others stay.
-pub(crate) fn write<B: Backend, M: Module<B>>(module: M, values: HashMap<ParamId, Vec<f32>>) -> M {
-    struct Writer(HashMap<ParamId, Vec<f32>>);
-    impl<B: Backend> ModuleMapper<B> for Writer {
+/// The module with these values in its parameters; the others stay. One that several layers share stays one.
+pub(crate) fn write<'a, B: Backend, M: Module<B>>(
+    module: M,
+    values: impl IntoIterator<Item = (&'a Parameter, Vec<f32>)>,
+) -> M {
+    struct Writer<'a> {
+        values: HashMap<ParamId, (&'a Parameter, Vec<f32>)>,
+        written: TensorContainer<ParamId>,
+    }
+    impl<B: Backend> ModuleMapper<B> for Writer<'_> {
         fn map_float<const D: usize>(&mut self, parameter: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-            let Some(values) = self.0.get(&parameter.id) else { return parameter };
-            let old = parameter.val();
-            let tensor = Tensor::from_data(TensorData::new(values.clone(), old.shape()), &old.device());
-            Param::initialized(parameter.id, tensor.set_require_grad(old.is_require_grad()))
+            if let Some(shared) = self.written.get::<B>(&parameter.id) {
+                return Param::initialized(parameter.id, Tensor::from_primitive(shared));
+            }
+            let Some((new, values)) = self.values.remove(&parameter.id) else { return parameter };
+            let data = TensorData::new(values, new.shape.clone());
+            let tensor = Tensor::from_data(data, &parameter.val().device()).set_require_grad(new.trains);
+            self.written.register::<B>(parameter.id, tensor.clone().into_primitive());
+            Param::initialized(parameter.id, tensor)
         }
     }
-    module.map(&mut Writer(values))
+    let values = values.into_iter().map(|(parameter, values)| (parameter.id, (parameter, values))).collect();
+    module.map(&mut Writer { values, written: TensorContainer::new() })
+}
+
+/// The module with parameters of no elements, which take no memory.
+pub(crate) fn give_up<B: Backend, M: Module<B>>(module: M) -> M {
+    struct Emptier;
+    impl<B: Backend> ModuleMapper<B> for Emptier {
+        fn map_float<const D: usize>(&mut self, parameter: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+            let data = TensorData::new(Vec::<f32>::new(), [0; D]);
+            Param::initialized(parameter.id, Tensor::from_data(data, &parameter.val().device()))
+        }
+    }
+    module.map(&mut Emptier)
 }
 
 /// The gradients that a backward pass gave a module's parameters.
@@ -99,6 +123,35 @@ pub(crate) fn gradients<B: AutodiffBackend, M: Module<B>>(
     let mut taker = Taker::<B>(gradients, HashMap::new());
     module.visit(&mut taker);
     taker.1
+}
+
+/// Takes a module's gradients out one by one, each parameter's with its id, or that there is none: what `run` got is freed before the
+/// next is read. Stops at its first error.
+pub(crate) fn drain<B: AutodiffBackend, M: Module<B>, E>(
+    module: &M,
+    gradients: &mut GradientsParams,
+    run: impl FnMut(ParamId, Option<Vec<f32>>) -> Result<(), E>,
+) -> Result<(), E> {
+    struct Drainer<'a, F, E> {
+        gradients: &'a mut GradientsParams,
+        run: F,
+        result: Result<(), E>,
+    }
+    impl<B, F, E> ModuleVisitor<B> for Drainer<'_, F, E>
+    where
+        B: AutodiffBackend,
+        F: FnMut(ParamId, Option<Vec<f32>>) -> Result<(), E>,
+    {
+        fn visit_float<const D: usize>(&mut self, parameter: &Param<Tensor<B, D>>) {
+            if self.result.is_ok() {
+                let gradient = self.gradients.remove::<B::InnerBackend, D>(parameter.id);
+                self.result = (self.run)(parameter.id, gradient.map(values));
+            }
+        }
+    }
+    let mut drainer = Drainer { gradients, run, result: Ok(()) };
+    module.visit(&mut drainer);
+    drainer.result
 }
 
 /// Gradients as burn's optimizers take them.

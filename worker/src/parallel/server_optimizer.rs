@@ -16,6 +16,7 @@ use super::error::{Error, Result};
 use super::layer::{Layer, Parallelize, PlacedParameter, walk};
 use super::parameters::{self, Parameter};
 use super::program::Part;
+use super::transfer::cut;
 use super::world::Mesh;
 
 /// A job on the servers.
@@ -39,6 +40,7 @@ pub struct ServerOptions {
 #[derive(Debug)]
 pub struct ServerOptimizer {
     runtime: Handle,
+    cluster: Cluster,
     job: Job,
     /// By number in the manifest.
     parameters: Vec<Parameter>,
@@ -100,23 +102,33 @@ pub fn shard_optimizer<B: ParallelBackend, M: Module<B> + Parallelize<B>>(
         ..JobSpec::new(&settings.job, Manifest::new(tensors)?, vec![settings.optimizer])
     };
     spec.validate()?;
-    let values = parameters::read(layer);
-    let (job, version) = runtime.block_on(async {
+    let mut values = parameters::read(layer);
+    let (cluster, job, version) = runtime.block_on(async {
         let cluster = Cluster::connect(&settings.address, settings.options.clone()).await?;
-        cluster.create_job(&spec).await?;
-        let job = cluster.join(&spec.name, mesh.rank()).await?;
-        if let Some(version) = job.version() {
-            return Ok((job, version));
+        let job = enter(&cluster, &spec, mesh.rank()).await?;
+        let version = job.version();
+        if version.is_none() {
+            let own = |tensor: usize| values.remove(&parameters[tensor].id).unwrap_or_default();
+            upload(&job, own).await?;
         }
-        for (tensor, parameter) in parameters.iter().enumerate() {
-            if job.uploads(tensor)? {
-                let data = values.get(&parameter.id).cloned().unwrap_or_default().into();
-                job.initialise(vec![Gradient { tensor, data }]).await?;
-            }
-        }
-        Ok::<_, zeroshard_proto::Error>((job, 0))
+        Ok::<_, zeroshard_proto::Error>((cluster, job, version.unwrap_or(0)))
     })?;
-    Ok(ServerOptimizer { runtime: runtime.clone(), job, parameters, settings, version })
+    Ok(ServerOptimizer { runtime: runtime.clone(), cluster, job, parameters, settings, version })
+}
+
+async fn enter(cluster: &Cluster, spec: &JobSpec, rank: u32) -> zeroshard_proto::Result<Job> {
+    cluster.create_job(spec).await?;
+    cluster.join(&spec.name, rank).await
+}
+
+/// Uploads what the job begins with: `own` gives what this rank has of a tensor.
+async fn upload(job: &Job, mut own: impl FnMut(usize) -> Vec<f32>) -> zeroshard_proto::Result<()> {
+    for tensor in 0..job.spec().manifest.tensors().len() {
+        if job.uploads(tensor)? {
+            job.initialise(vec![Gradient { tensor, data: own(tensor).into() }]).await?;
+        }
+    }
+    Ok(())
 }
 
 /// How a gradient lies on the job's mesh.
@@ -130,6 +142,27 @@ fn lie(mesh: &Mesh, own: &Mesh, placements: &[Placement]) -> Result<Vec<Placemen
     Ok(names.iter().map(along).collect())
 }
 
+/// Leaves a job; the last of its ranks deletes it.
+async fn retire(cluster: &Cluster, job: &Job) -> zeroshard_proto::Result<()> {
+    job.leave().await?;
+    let name = &job.spec().name;
+    if cluster.status().await?.jobs.iter().any(|other| other.name == *name && other.joined.is_empty()) {
+        match cluster.delete_job(name).await {
+            // Two were the last.
+            Err(zeroshard_proto::Error::UnknownJob { .. }) => {}
+            result => result?,
+        }
+    }
+    Ok(())
+}
+
+/// "name.1" after "name", "name.2" after that.
+fn next_name(name: &str) -> String {
+    let numbered = name.rsplit_once('.').and_then(|(base, number)| Some((base, number.parse::<u64>().ok()?)));
+    numbered
+        .map_or_else(|| format!("{name}.1"), |(base, number)| format!("{base}.{}", number.saturating_add(1)))
+}
+
 fn mean() -> Placement {
     Placement::Partial(Reduction::Avg)
 }
@@ -138,6 +171,16 @@ impl ServerOptimizer {
     /// The version that the next step starts from.
     pub fn version(&self) -> u64 {
         self.version
+    }
+
+    /// The job's name: [`Self::set_state_dict`] goes on with another.
+    pub fn job(&self) -> &str {
+        &self.job.spec().name
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> u32 {
+        self.job.rank()
     }
 
     /// Bytes moved by this rank.
@@ -159,8 +202,7 @@ impl ServerOptimizer {
             self.parameters.iter().map(|parameter| vec![0.0; parameter.elements()]).collect();
         let targets = values.iter_mut().enumerate().map(|(tensor, values)| Target::new(tensor, values));
         self.runtime.block_on(self.job.pull(self.version, targets.collect()))?;
-        let ids = self.parameters.iter().map(|parameter| parameter.id);
-        Ok(parameters::write(layer, ids.zip(values).collect()))
+        Ok(parameters::write(layer, self.parameters.iter().zip(values)))
     }
 
     /// Pushes this rank's gradients, and has the step applied.
@@ -175,20 +217,32 @@ impl ServerOptimizer {
     ) -> Result<StepReport> {
         let mut gradients = parameters::gradients::<B, M>(layer, gradients);
         let (mut here, mut absent) = (Vec::new(), Vec::new());
-        for (tensor, parameter) in
-            self.parameters.iter().enumerate().filter(|(_, parameter)| parameter.trains)
-        {
+        for (tensor, parameter) in self.trained() {
             match gradients.remove(&parameter.id) {
                 Some(gradient) => here.push(Gradient { tensor, data: gradient.into() }),
                 None => absent.push(tensor),
             }
         }
-        let commit =
-            Commit { max_norm: self.settings.max_norm, loss: Some(loss), ..Commit::new(self.version) };
+        self.push(here)?;
+        self.commit(&absent, Commit { loss: Some(loss), ..Commit::new(self.version) })
+    }
+
+    /// What trains, with its number in the manifest.
+    pub(crate) fn trained(&self) -> impl Iterator<Item = (usize, &Parameter)> {
+        self.parameters.iter().enumerate().filter(|(_, parameter)| parameter.trains)
+    }
+
+    /// Pushes some of this rank's gradients of the step that is open.
+    pub(crate) fn push(&self, gradients: Vec<Gradient>) -> Result<()> {
+        Ok(self.runtime.block_on(self.job.push(self.version, gradients))?)
+    }
+
+    /// Has the step applied, once all that this rank has is pushed; it has no gradient of the `absent` tensors.
+    pub(crate) fn commit(&mut self, absent: &[usize], commit: Commit) -> Result<StepReport> {
+        let commit = Commit { max_norm: self.settings.max_norm, ..commit };
         let report = self.runtime.block_on(async {
-            self.job.push(commit.step, here).await?;
             if !absent.is_empty() {
-                self.job.push_absent(commit.step, &absent).await?;
+                self.job.push_absent(commit.step, absent).await?;
             }
             self.job.commit(commit).await
         })?;
@@ -214,6 +268,72 @@ impl ServerOptimizer {
             StateTensor { name: spec.name.clone(), shape, values }
         };
         Ok(specs.iter().zip(values).map(tensor).collect())
+    }
+
+    /// Takes over what [`Self::state_dict`] gave: all tensors, whole. Every rank calls it, with the same.
+    ///
+    /// What a job begins with cannot be written later. So the next one takes over, "name.1" after "name", at version 0, and the last
+    /// rank to leave the old one deletes it; the optimizer's state begins afresh.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the tensor that is unknown, missing, given twice or of another shape, and then nothing has changed;
+    /// if there is a job of the next name already; those of the cluster.
+    pub fn set_state_dict(&mut self, state: Vec<StateTensor>) -> Result<()> {
+        let values = self.by_number(state)?;
+        let spec = JobSpec { name: next_name(&self.job.spec().name), ..self.job.spec().clone() };
+        let rank = self.job.rank();
+        let job = self.runtime.block_on(async {
+            let job = enter(&self.cluster, &spec, rank).await?;
+            // It cannot begin without what this rank uploads.
+            if job.version().is_some() && !self.uploaded().is_empty() {
+                job.leave().await?;
+                let what = format!("job {:?}, which is to take over", spec.name);
+                return Err(zeroshard_proto::Error::invalid(what, "there already", "a new one: delete it"));
+            }
+            let own = |tensor: usize| {
+                let whole = TensorBox::whole(&spec.manifest.tensors()[tensor].shape);
+                cut(&values[tensor], &whole, &spec.local_box(tensor, rank))
+            };
+            upload(&job, own).await?;
+            Ok(job)
+        })?;
+        let old = std::mem::replace(&mut self.job, job);
+        self.version = 0;
+        Ok(self.runtime.block_on(retire(&self.cluster, &old))?)
+    }
+
+    /// The values of a state that has each of the job's tensors once.
+    fn by_number(&self, state: Vec<StateTensor>) -> Result<Vec<Vec<f32>>> {
+        let specs = self.job.spec().manifest.tensors();
+        let numbers: HashMap<&str, usize> =
+            specs.iter().enumerate().map(|(number, spec)| (spec.name.as_str(), number)).collect();
+        let mut found: Vec<Option<Vec<f32>>> = vec![None; specs.len()];
+        for StateTensor { name, shape, values } in state {
+            let what = format!("tensor {name:?} of the state");
+            let Some(&number) = numbers.get(name.as_str()) else {
+                let names: Vec<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
+                return Err(Error::invalid(what, "unknown", format!("one of the job's, {names:?}")));
+            };
+            let expected: Vec<usize> = specs[number].shape.iter().map(|&size| size as usize).collect();
+            if shape != expected || values.len() as u64 != specs[number].numel() {
+                let (found, expected) = (
+                    format!("of shape {shape:?} with {} values", values.len()),
+                    format!("of shape {expected:?}, and whole"),
+                );
+                return Err(Error::invalid(what, found, expected));
+            }
+            if found[number].replace(values).is_some() {
+                return Err(Error::invalid(what, "given twice", "given once"));
+            }
+        }
+        let missing = |spec: &TensorSpec| {
+            Error::invalid(
+                format!("tensor {:?} of the state", spec.name),
+                "missing",
+                "given: a state is of all",
+            )
+        };
+        found.into_iter().zip(specs).map(|(values, spec)| values.ok_or_else(|| missing(spec))).collect()
     }
 
     /// Ends this rank's part in the job in order.

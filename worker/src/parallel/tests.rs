@@ -3,6 +3,7 @@
 mod data_parallel;
 mod dist_model;
 mod dist_tensor;
+mod group_sharded;
 mod layers;
 mod plan;
 mod prepare;
@@ -17,6 +18,10 @@ use burn::tensor::activation::relu;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
 
+use tokio::runtime::Handle;
+use zeroshard_client::Options;
+use zeroshard_server::embedded;
+
 use super::*;
 use crate::collectives::testing::together;
 
@@ -29,6 +34,30 @@ static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 fn worlds<T: Send>(count: usize, run: impl Fn(World) -> T + Sync) -> Vec<T> {
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     together(count, |peers| run(World::new(Arc::<crate::collectives::Peers>::clone(peers))))
+}
+
+/// A rate at which training is stable.
+const RATE: f64 = 0.01;
+
+/// What `run` gives on each of two ranks, with a cluster of so many servers, and what a job on it can be.
+fn with_cluster<T: Send>(servers: usize, run: impl Fn(World, ServerOptions, &Handle) -> T + Sync) -> Vec<T> {
+    let runtime = crate::collectives::testing::runtime();
+    let cluster = runtime.block_on(embedded::Cluster::start(embedded::Options::new(servers))).unwrap();
+    let results = worlds(2, |world| {
+        let mut sgd: zeroshard_proto::Optimizer = "sgd".parse().unwrap();
+        sgd.set_lr(RATE);
+        let settings = ServerOptions {
+            address: cluster.address(),
+            job: "demo".to_owned(),
+            optimizer: sgd,
+            max_norm: None,
+            min_servers: servers as u32,
+            options: Options::default(),
+        };
+        run(world, settings, runtime.handle())
+    });
+    runtime.block_on(cluster.shutdown()).unwrap();
+    results
 }
 
 /// The mesh of all ranks.

@@ -121,7 +121,7 @@ fn area(layout: &Layout, shape: &[u64], rank: u32) -> TensorBox {
 }
 
 /// The elements of `inner` out of those of `outer`.
-fn cut(data: &[f32], outer: &TensorBox, inner: &TensorBox) -> Vec<f32> {
+pub(crate) fn cut(data: &[f32], outer: &TensorBox, inner: &TensorBox) -> Vec<f32> {
     if inner.is_empty() {
         return Vec::new();
     }

@@ -1,19 +1,17 @@
 //! A model in its modes, with its parameters on shard servers.
 
 use burn::optim::{GradientsParams, Optimizer as _, SgdConfig};
-use zeroshard_client::Options;
-use zeroshard_server::embedded;
 
 use super::*;
 
 /// Paddle's example: two linear layers, the first cut by columns, the second by rows.
 #[derive(Module, Debug)]
-struct DemoNet<B: Backend> {
-    linear_0: ParallelLinear<B>,
-    linear_1: ParallelLinear<B>,
+pub(super) struct DemoNet<B: Backend> {
+    pub(super) linear_0: ParallelLinear<B>,
+    pub(super) linear_1: ParallelLinear<B>,
 }
 
-fn net() -> DemoNet<Graph> {
+pub(super) fn net() -> DemoNet<Graph> {
     DemoNet { linear_0: linear(1, 16, 16), linear_1: linear(3, 16, 8) }
 }
 
@@ -37,7 +35,7 @@ impl<B: ParallelBackend> StaticLayer<B> for DemoNet<B> {
     }
 }
 
-fn mean_square(output: Tensor<Graph, 2>, label: Tensor<Graph, 2>) -> Tensor<Graph, 1> {
+pub(super) fn mean_square(output: Tensor<Graph, 2>, label: Tensor<Graph, 2>) -> Tensor<Graph, 1> {
     (output - label).powi_scalar(2).mean()
 }
 
@@ -47,7 +45,7 @@ fn loss() -> Option<Loss<Graph>> {
     }))
 }
 
-fn batch(number: usize) -> Batch<Graph> {
+pub(super) fn batch(number: usize) -> Batch<Graph> {
     Batch {
         inputs: vec![numbers(20 + number, [4, 16]).into()],
         labels: vec![numbers(40 + number, [4, 8]).into()],
@@ -60,7 +58,7 @@ fn tensors(number: usize) -> Vec<Value<Graph>> {
     inputs
 }
 
-fn sharded(mesh: &Mesh) -> DemoNet<Graph> {
+pub(super) fn sharded(mesh: &Mesh) -> DemoNet<Graph> {
     let shard = |name: &str, layer: &mut Layer<'_, Graph>, mesh: &Mesh| match name {
         "linear_0" => layer.shard("weight", mesh, &[Shard(1)]),
         "linear_1" => layer.shard("weight", mesh, &[Shard(0)]),
@@ -74,27 +72,12 @@ fn with_servers<T: Send>(
     servers: usize,
     run: impl Fn(Mesh, &dyn Fn(&mut DemoNet<Graph>) -> ServerOptimizer) -> T + Sync,
 ) -> Vec<T> {
-    let runtime = crate::collectives::testing::runtime();
-    let cluster = runtime.block_on(embedded::Cluster::start(embedded::Options::new(servers))).unwrap();
-    let results = worlds(2, |world| {
+    with_cluster(servers, |world, settings, runtime| {
         let mesh = line(&world, 2);
-        let optimizer = |layer: &mut DemoNet<Graph>| {
-            let mut sgd: zeroshard_proto::Optimizer = "sgd".parse().unwrap();
-            sgd.set_lr(RATE);
-            let settings = ServerOptions {
-                address: cluster.address(),
-                job: "demo".to_owned(),
-                optimizer: sgd,
-                max_norm: None,
-                min_servers: servers as u32,
-                options: Options::default(),
-            };
-            shard_optimizer(layer, &mesh, settings, runtime.handle()).unwrap()
-        };
+        let optimizer =
+            |layer: &mut DemoNet<Graph>| shard_optimizer(layer, &mesh, settings.clone(), runtime).unwrap();
         run(mesh.clone(), &optimizer)
-    });
-    runtime.block_on(cluster.shutdown()).unwrap();
-    results
+    })
 }
 
 fn model(
@@ -112,9 +95,6 @@ fn run_loss(model: &mut DistModel<Graph, DemoNet<Graph>>, tensors: Vec<Value<Gra
         Outcome::Outputs(outputs) => panic!("{outputs:?}"),
     }
 }
-
-/// A rate at which training is stable.
-const RATE: f64 = 0.01;
 
 /// Losses of training one process with the whole model.
 fn dense(steps: usize) -> Vec<f32> {
@@ -180,6 +160,37 @@ fn eval_and_predict_change_neither_a_parameter_nor_the_version() {
         run_loss(&mut model, tensors(1));
         assert_eq!(state(&model).0, 2);
         model.optimizer().unwrap().leave().unwrap();
+    });
+}
+
+#[test]
+fn a_state_is_taken_over_by_the_next_job() {
+    with_servers(2, |mesh, optimizer| {
+        let mut model = model(&mesh, optimizer);
+        run_loss(&mut model, tensors(0));
+        let state = model.state_dict().unwrap();
+        let after = run_loss(&mut model, tensors(1));
+        let job = |model: &DistModel<Graph, DemoNet<Graph>>| {
+            let optimizer = model.optimizer().unwrap();
+            (optimizer.job().to_owned(), optimizer.version())
+        };
+        for name in ["demo.1", "demo.2"] {
+            model.set_state_dict(state.clone()).unwrap();
+            assert_eq!(job(&model), (name.to_owned(), 0));
+            assert_eq!(model.state_dict().unwrap(), state);
+            assert_eq!(run_loss(&mut model, tensors(1)), after);
+        }
+        model.optimizer().unwrap().leave().unwrap();
+    });
+}
+
+#[test]
+fn a_model_without_a_job_has_no_state() {
+    worlds(1, |world| {
+        let mesh = line(&world, 1);
+        let mut model = to_static(sharded(&mesh), &mesh, batch(0), loss(), None).unwrap();
+        assert!(matches!(model.state_dict(), Err(Error::Invalid(_))));
+        assert!(matches!(model.set_state_dict(Vec::new()), Err(Error::Invalid(_))));
     });
 }
 

@@ -1,0 +1,275 @@
+//! ZeRO's levels for a module: Paddle's `group_sharded_parallel`.
+//!
+//! Optimizer state is on the shard servers at every level. The levels say what else a worker does without:
+//!
+//! | level | parameters | gradients |
+//! |---|---|---|
+//! | `os` | stay | are copied out of burn's together, and pushed together |
+//! | `os_g` | stay | each is pushed and freed as it is taken out of burn's, in buckets |
+//! | `p_g_os` | from a forward pass to its backward pass | as `os_g` |
+//!
+//! Nothing can put itself between a burn module and its layers, so the unit is the module that is given: all of its parameters come and
+//! go together. (The trainer, which knows its model's segments, has one segment's at a time: [`crate::levels`].) And burn gives the
+//! gradients of a pass once the pass is over, so none is pushed before.
+
+use std::collections::HashMap;
+use std::marker::PhantomData;
+
+use burn::module::{AutodiffModule, ParamId};
+use burn::optim::GradientsParams;
+use burn::tensor::Tensor;
+use burn::tensor::backend::AutodiffBackend;
+use tokio::runtime::Handle;
+use zeroshard_client::{Commit, Gradient, StepReport};
+
+use super::backend::ParallelBackend;
+use super::error::{Error, Result};
+use super::layer::Parallelize;
+use super::parameters;
+use super::server_optimizer::{ServerOptimizer, ServerOptions, StateTensor, shard_optimizer};
+use super::world::Mesh;
+use crate::levels::Level;
+
+/// Elements of a bucket of gradients: Paddle's `buffer_max_size`.
+const BUFFER_MAX_SIZE: usize = 1 << 23;
+
+/// A module that trains at one of ZeRO's levels. Made by [`group_sharded_parallel`].
+///
+/// A step is any number of [`Self::forward`] and [`Self::backward`], whose gradients add up, and then [`Self::step`], which alone
+/// sends them: what Paddle does under `no_sync`. The level changes nothing in the bits.
+#[derive(Debug)]
+pub struct GroupSharded<B: AutodiffBackend, M> {
+    module: M,
+    level: Level,
+    mesh: Mesh,
+    optimizer: ServerOptimizer,
+    buffer_max_size: usize,
+    loss_scale: f64,
+    /// The version of the module's parameters; `None`: they are given up, or never came.
+    here: Option<u64>,
+    /// Of the last backward pass, as burn gave them.
+    last: GradientsParams,
+    /// Sums of those of the passes before.
+    sums: HashMap<ParamId, Vec<f32>>,
+    /// Sum of the passes' losses.
+    loss: Option<f64>,
+    backend: PhantomData<B>,
+}
+
+/// Makes a module's parameters a job on the servers, as [`shard_optimizer`] does, and trains it at a level of ZeRO. Distributed
+/// parameters travel as boxes; of what is not distributed the servers take the mean over the mesh.
+///
+/// The methods of the result block, and must not be called on a thread of `runtime`.
+///
+/// # Errors
+/// Those of [`shard_optimizer`].
+pub fn group_sharded_parallel<B, M>(
+    mut module: M,
+    level: Level,
+    mesh: &Mesh,
+    settings: ServerOptions,
+    runtime: &Handle,
+) -> Result<GroupSharded<B, M>>
+where
+    B: ParallelBackend + AutodiffBackend,
+    M: AutodiffModule<B> + Parallelize<B>,
+{
+    let optimizer = shard_optimizer(&mut module, mesh, settings, runtime)?;
+    let mut sharded = GroupSharded {
+        module,
+        level,
+        mesh: mesh.clone(),
+        optimizer,
+        buffer_max_size: BUFFER_MAX_SIZE,
+        loss_scale: 1.0,
+        here: None,
+        last: GradientsParams::new(),
+        sums: HashMap::new(),
+        loss: None,
+        backend: PhantomData,
+    };
+    sharded.release();
+    Ok(sharded)
+}
+
+impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B, M> {
+    /// The same with buckets that travel once they have so many elements; 0: each gradient travels alone.
+    #[must_use]
+    pub fn with_buffer_max_size(self, elements: usize) -> Self {
+        Self { buffer_max_size: elements, ..self }
+    }
+
+    /// Losses are multiplied by this from now on, and the servers divide the gradients by it. A step whose gradients overflow is
+    /// skipped, and its report says so.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a scale that is not positive, and while gradients of another one wait for their step.
+    pub fn set_loss_scale(&mut self, scale: f64) -> Result<()> {
+        if !(scale.is_finite() && scale > 0.0) {
+            return Err(Error::invalid("loss scale", scale, "finite and more than 0"));
+        }
+        if self.loss.is_some() {
+            return Err(Error::invalid(
+                "loss scale",
+                "set within a step",
+                "set before its first backward pass",
+            ));
+        }
+        self.loss_scale = scale;
+        Ok(())
+    }
+
+    /// The level.
+    pub fn level(&self) -> Level {
+        self.level
+    }
+
+    /// The optimizer: its version, its traffic, and the way to leave the job.
+    pub fn optimizer(&self) -> &ServerOptimizer {
+        &self.optimizer
+    }
+
+    /// The module as it is now: with the parameters of the last forward pass, or with none (see [`Self::summon_full_params`]).
+    pub fn module(&self) -> &M {
+        &self.module
+    }
+
+    /// Runs a forward pass, with the current parameters.
+    ///
+    /// # Errors
+    /// Those of the cluster, and of `run`.
+    pub fn forward<T>(&mut self, run: impl FnOnce(&M) -> Result<T>) -> Result<T> {
+        self.fetch()?;
+        run(&self.module)
+    }
+
+    /// Runs something with the current parameters that no backward pass follows: what was not there is given up again.
+    ///
+    /// # Errors
+    /// Those of the cluster, and of `run`.
+    pub fn summon_full_params<T>(&mut self, run: impl FnOnce(&M) -> Result<T>) -> Result<T> {
+        let was_here = self.here.is_some();
+        let result = self.forward(run);
+        if !was_here {
+            self.release();
+        }
+        result
+    }
+
+    /// Runs the backward pass of a loss, and adds its gradients to those that wait for [`Self::step`]. Gives the loss.
+    ///
+    /// At `p_g_os` the parameters go with it: one backward pass for all forward passes since the last.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a loss that is not of the parameters that are here; those of the collectives.
+    pub fn backward(&mut self, loss: Tensor<B, 1>) -> Result<f32> {
+        if loss.dims() != [1] {
+            return Err(Error::invalid("shape of a loss", format!("{:?}", loss.dims()), "[1]"));
+        }
+        let value = loss.clone().into_data().iter::<f32>().next().unwrap_or(f32::NAN);
+        let gradients = self.mesh.world().backward(&loss.mul_scalar(self.loss_scale))?;
+        let gradients = GradientsParams::from_grads(gradients, &self.module);
+        if gradients.is_empty() {
+            let expected = "of a forward pass since the parameters came: since the last step, and at p_g_os \
+                            since the last backward pass";
+            return Err(Error::invalid("loss", "of no parameter that is here", expected));
+        }
+        let mut before = std::mem::replace(&mut self.last, gradients);
+        parameters::drain(&self.module, &mut before, |id, gradient| {
+            if let Some(gradient) = gradient {
+                let sum = add(self.sums.remove(&id), gradient);
+                self.sums.insert(id, sum);
+            }
+            Ok::<_, Error>(())
+        })?;
+        self.loss = Some(self.loss.unwrap_or(0.0) + f64::from(value));
+        self.release();
+        Ok(value)
+    }
+
+    /// Pushes what the backward passes added up, and has the step applied. The report's loss is the sum over the passes, and the mean
+    /// over the ranks. A rank without a backward pass may step too: its gradients count as zeros, and the report has no loss.
+    ///
+    /// # Errors
+    /// Those of the cluster. After [`zeroshard_proto::Error::StepAborted`] the step's passes are to be run again.
+    pub fn step(&mut self) -> Result<StepReport> {
+        if self.loss.is_none() {
+            // A rank that ran nothing has not waited until the job has begun.
+            self.fetch()?;
+        }
+        let (mut last, mut sums) = (std::mem::take(&mut self.last), std::mem::take(&mut self.sums));
+        let loss = self.loss.take();
+        self.release();
+        let limit = if self.level == Level::Os { usize::MAX } else { self.buffer_max_size };
+        let optimizer = &self.optimizer;
+        let mut numbers: HashMap<ParamId, usize> =
+            optimizer.trained().map(|(number, parameter)| (parameter.id, number)).collect();
+        let (mut bucket, mut elements, mut absent) = (Vec::new(), 0, Vec::new());
+        parameters::drain(&self.module, &mut last, |id, gradient| {
+            // A parameter that several layers share comes once.
+            let Some(tensor) = numbers.remove(&id) else { return Ok(()) };
+            let gradient = match (sums.remove(&id), gradient) {
+                (sum, Some(gradient)) => add(sum, gradient),
+                (Some(sum), None) => sum,
+                (None, None) => {
+                    absent.push(tensor);
+                    return Ok(());
+                }
+            };
+            elements += gradient.len();
+            bucket.push(Gradient { tensor, data: gradient.into() });
+            if elements < limit {
+                return Ok(());
+            }
+            elements = 0;
+            optimizer.push(std::mem::take(&mut bucket))
+        })?;
+        optimizer.push(bucket)?;
+        let commit = Commit { loss, loss_scale: self.loss_scale, ..Commit::new(optimizer.version()) };
+        self.optimizer.commit(&absent, commit)
+    }
+
+    /// Whole parameters, whatever this rank has of them.
+    ///
+    /// # Errors
+    /// Those of the cluster.
+    pub fn state_dict(&self) -> Result<Vec<StateTensor>> {
+        self.optimizer.state_dict()
+    }
+
+    /// Takes over what [`Self::state_dict`] gave, as [`ServerOptimizer::set_state_dict`]; gradients that wait for a step are dropped.
+    /// Every rank calls it.
+    ///
+    /// # Errors
+    /// Those of [`ServerOptimizer::set_state_dict`].
+    pub fn set_state_dict(&mut self, state: Vec<StateTensor>) -> Result<()> {
+        self.optimizer.set_state_dict(state)?;
+        (self.last, self.loss, self.here) = (GradientsParams::new(), None, None);
+        self.sums.clear();
+        Ok(())
+    }
+
+    fn fetch(&mut self) -> Result<()> {
+        let version = self.optimizer.version();
+        if self.here != Some(version) {
+            self.module = self.optimizer.pull(self.module.clone())?;
+            self.here = Some(version);
+        }
+        Ok(())
+    }
+
+    /// Gives the parameters up, at the level that does.
+    fn release(&mut self) {
+        if self.level == Level::PGOs {
+            self.module = parameters::give_up(self.module.clone());
+            self.here = None;
+        }
+    }
+}
+
+/// In f32, in the order of the passes.
+fn add(sum: Option<Vec<f32>>, gradient: Vec<f32>) -> Vec<f32> {
+    let Some(mut sum) = sum else { return gradient };
+    sum.iter_mut().zip(gradient).for_each(|(sum, value)| *sum += value);
+    sum
+}
