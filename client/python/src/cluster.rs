@@ -109,7 +109,7 @@ impl Cluster {
         Ok(json!({ "servers": servers, "jobs": jobs }).to_string())
     }
 
-    #[pyo3(signature = (name, tensors, groups, world, meshes=vec![]))]
+    #[pyo3(signature = (name, tensors, groups, world, meshes=None))]
     fn create_job(
         &self,
         py: Python<'_>,
@@ -117,11 +117,11 @@ impl Cluster {
         tensors: Vec<PyRef<'_, TensorSpec>>,
         groups: Vec<Group>,
         world: u32,
-        meshes: Vec<PyRef<'_, Mesh>>,
+        meshes: Option<Vec<PyRef<'_, Mesh>>>,
     ) -> PyResult<()> {
         let manifest =
             Manifest::new(tensors.iter().map(|tensor| tensor.0.clone()).collect()).map_err(raise)?;
-        let meshes = meshes.iter().map(|mesh| mesh.0.clone()).collect();
+        let meshes = meshes.iter().flatten().map(|mesh| mesh.0.clone()).collect();
         let spec = JobSpec { world, meshes, ..JobSpec::new(name, manifest, optimizers(groups)?) };
         let cluster = self.cluster.clone();
         wait(py, async move { cluster.create_job(&spec).await })

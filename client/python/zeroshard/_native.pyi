@@ -125,7 +125,7 @@ class Cluster:
         tensors: Sequence[TensorSpec],
         groups: Sequence[_Group],
         world: int,
-        meshes: Sequence[Mesh] = (),
+        meshes: Sequence[Mesh] | None = None,
     ) -> None:
         """Makes the job, unless it is there already with the same description."""
     def join(self, name: str, rank: int, *, bucket_numel: int = 8388608) -> Job: ...
