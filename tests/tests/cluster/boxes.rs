@@ -142,12 +142,12 @@ async fn a_missing_gradient_is_named_with_its_place_in_the_mesh() {
         job.push(0, boxes(&spec, job.rank(), 1)).await.unwrap();
     }
     let hasty = zeroshard_client::Cluster::connect(cluster.address(), hasty()).await.unwrap();
-    drop(jobs.into_iter().next());
-    let late = hasty.join("missing", 0).await.unwrap();
-    let mut values = vec![0.0; spec.local_box(0, 0).numel() as usize];
+    jobs[3].leave().await.unwrap();
+    let late = hasty.join("missing", 3).await.unwrap();
+    let mut values = vec![0.0; spec.local_box(0, 3).numel() as usize];
     let waited = late.pull(1, vec![Target::new(0, &mut values)]).await;
     let Err(Error::Timeout { waiting_for, .. }) = waited else { panic!("{waited:?}") };
-    assert!(waiting_for.contains("gradient of rank 0 (dp 0, tp 0)"), "{waiting_for}");
+    assert!(waiting_for.contains("gradient of rank 3 (dp 1, tp 1)"), "{waiting_for}");
 }
 
 #[tokio::test]
