@@ -88,7 +88,7 @@ impl Job {
     /// # Errors
     /// [`Error::Invalid`] for a tensor that there is not.
     pub fn uploads(&self, tensor: usize) -> Result<bool> {
-        Ok(pull::share("", &self.spec.manifest, &self.shares, tensor)?.uploads())
+        Ok(pull::share("uploaded", &self.spec.manifest, &self.shares, tensor)?.uploads())
     }
 
     /// Where each rank's worker is reached by the others, in rank order. Waits until all have joined and said so.

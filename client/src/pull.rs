@@ -1,7 +1,7 @@
 //! Pulling: bytes go from the network buffer straight into the caller's array.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{BTreeMap, HashMap, VecDeque},
     sync::atomic::Ordering,
 };
 
@@ -46,8 +46,8 @@ pub(crate) struct Plan<'a> {
     pub(crate) server: Server,
     /// On the wire.
     dtype: DType,
-    /// What of which tensors is sent, where that is not all; one of each.
-    boxes: Vec<pb::Box>,
+    /// What of which tensors is sent, where that is not all; by tensor.
+    boxes: BTreeMap<u32, pb::Box>,
     /// In the order in which it is sent. INVARIANT: none is empty.
     rest: VecDeque<Part<'a>>,
 }
@@ -94,7 +94,7 @@ pub(crate) fn plan<'a>(
             let plan = |server: &Server| Plan {
                 server: server.clone(),
                 dtype,
-                boxes: Vec::new(),
+                boxes: BTreeMap::new(),
                 rest: VecDeque::new(),
             };
             rounds.push(placement.servers().iter().map(plan).collect());
@@ -119,8 +119,7 @@ fn add<'a>(
             continue;
         }
         let plan = &mut plans[placement.primary(slice)];
-        let boxed = region.to_wire(tensor).filter(|_| plan.boxes.iter().all(|b| b.tensor != tensor as u32));
-        plan.boxes.extend(boxed);
+        plan.boxes.extend(region.to_wire(tensor).map(|area| (area.tensor, area)));
         plan.rest.push_back(Part { slice: slice as u32, offset: 0, data });
     }
 }
@@ -187,7 +186,7 @@ impl Plan<'_> {
             length: part.data.len() as u64,
         });
         let request = pb::PullRequest {
-            boxes: self.boxes.clone(),
+            boxes: self.boxes.values().cloned().collect(),
             job: of.job.to_owned(),
             epoch: of.epoch,
             version: of.version,
