@@ -33,8 +33,8 @@ pub struct TensorSpec {
     pub dtype: DType,
     /// Pulled, never pushed; no optimizer state.
     pub frozen: bool,
-    /// Not a parameter (batch-norm statistics): it takes no gradient, and rank 0 may push new content with each
-    /// step.
+    /// Not a parameter (batch-norm statistics): it takes no gradient, and who uploads it may push new content
+    /// with each step.
     pub buffer: bool,
     /// Tied: the earlier tensor that owns the storage.
     pub alias_of: Option<String>,
