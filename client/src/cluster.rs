@@ -91,7 +91,7 @@ impl Cluster {
     /// [`Error::UnknownJob`], [`Error::Timeout`].
     pub async fn delete_job(&self, job: &str) -> Result<()> {
         self.retry("the job to be deleted", |mut client, _| {
-            let request = pb::DeleteJobRequest { job: job.to_owned() };
+            let request = pb::DeleteJobRequest { job: job.to_owned(), job_id: 0 };
             async move { client.delete_job(request).await }
         })
         .await?;

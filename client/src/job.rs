@@ -43,7 +43,8 @@ impl Job {
     pub(crate) async fn join(cluster: Cluster, job: &str, rank: u32, address: &str) -> Result<Self> {
         let mut stream = cluster
             .retry("a lease", |mut client, _| {
-                let request = pb::JoinRequest { job: job.to_owned(), rank, address: address.to_owned() };
+                let request =
+                    pb::JoinRequest { job: job.to_owned(), rank, address: address.to_owned(), wait_ms: 0 };
                 async move { client.join(request).await }
             })
             .await?;
@@ -140,6 +141,8 @@ impl Job {
             loss: commit.loss,
             wait_ms: 0,
             discard: commit.discard,
+            job_id: 0,
+            attempt: 0,
         };
         let report = self
             .cluster
@@ -187,7 +190,17 @@ impl Job {
         let epoch = self.current()?.epoch;
         self.enter_round(step, epoch)?;
         let (job, lease, rank) = (self.spec.name.clone(), self.lease, self.rank);
-        let request = pb::ReduceRequest { job, lease, epoch, rank, step, loss_scale, wait_ms: 0 };
+        let request = pb::ReduceRequest {
+            job,
+            lease,
+            epoch,
+            rank,
+            step,
+            loss_scale,
+            wait_ms: 0,
+            job_id: 0,
+            attempt: 0,
+        };
         let report = self
             .cluster
             .retry("the gradient's norm", |mut client, wait_ms| {
@@ -236,7 +249,8 @@ impl Job {
     /// # Errors
     /// [`Error::Timeout`].
     pub async fn leave(&self) -> Result<()> {
-        let request = pb::LeaveRequest { job: self.spec.name.clone(), lease: self.lease };
+        let request =
+            pb::LeaveRequest { job: self.spec.name.clone(), lease: self.lease, ..Default::default() };
         self.cluster
             .retry("leave", |mut client, _| {
                 let request = request.clone();

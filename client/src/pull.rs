@@ -195,6 +195,7 @@ impl Plan<'_> {
             wait_ms: of.wait_ms,
             ranges: ranges.collect(),
             part: of.part.to_owned(),
+            job_id: 0,
         };
         let body = Full::new(framed(&request));
         let answer = call(&shard.pull, "/zeroshard.v1.Data/Pull", body, &shard.peer).await?;

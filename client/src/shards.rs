@@ -35,7 +35,7 @@ pub(crate) struct Shard {
 /// All shard servers that this process has talked to.
 #[derive(Debug, Default)]
 pub(crate) struct Shards {
-    known: Mutex<HashMap<u32, Shard>>,
+    known: Mutex<HashMap<u64, Shard>>,
     token: Token,
     pub(crate) pulled: AtomicU64,
     pub(crate) pushed: AtomicU64,

@@ -76,6 +76,48 @@ pub enum Error {
         /// What it is.
         current: u64,
     },
+    /// The job was deleted, and another one has its name.
+    #[error("job {job:?} was deleted and created again since this call's job was opened; join the new job")]
+    JobReplaced {
+        /// Its name.
+        job: String,
+    },
+    /// The caller's coordinator has been replaced.
+    #[error("term {term} of the coordinator is over; the current term is {current}")]
+    StaleTerm {
+        /// What the sender said.
+        term: u64,
+        /// The highest that was seen.
+        current: u64,
+    },
+    /// The attempt at the step is not the open one.
+    #[error(
+        "attempt {attempt} at step {step} of job {job:?} is not open; the open attempt is {current}; \
+         push the step's gradients again"
+    )]
+    StaleAttempt {
+        /// The job.
+        job: String,
+        /// The step.
+        step: u64,
+        /// What the caller said.
+        attempt: u32,
+        /// What it is.
+        current: u32,
+    },
+    /// A rank that the step needs has left the job.
+    #[error(
+        "step {step} of job {job:?} cannot be completed: rank {rank} has left the job; have every rank run the same \
+         number of steps, start another worker for rank {rank}, or create the job with departure=absent"
+    )]
+    RankLeft {
+        /// The job.
+        job: String,
+        /// The rank.
+        rank: u32,
+        /// The open step.
+        step: u64,
+    },
     /// The step is not the open one.
     #[error("step {step} of job {job:?} is not open; the open step is {current}")]
     StepMismatch {
@@ -146,13 +188,19 @@ pub enum Error {
     },
     /// Early gradients fill the budget; push the other slices first, then this one again.
     #[error(
-        "no room to park slice {slice} from rank {rank}: {budget} bytes of early gradients wait for the ranks before it"
+        "the server's buffer for early gradients ({budget} bytes) is full: slice {slice} from rank {rank} waits for \
+         rank {waiting_for}"
     )]
     ParkingFull {
         /// The slice.
         slice: u32,
         /// The rank.
         rank: u32,
+        /// First element that was not taken, of those that the rank has of the slice. What the push sent before it
+        /// was taken.
+        offset: u64,
+        /// The rank whose gradient comes next in the order of addition.
+        waiting_for: u32,
         /// `--parked-bytes` of the server.
         budget: u64,
     },
@@ -210,13 +258,17 @@ impl Error {
             Self::Unavailable { .. } | Self::ParkingFull { .. } => Remedy::Retry,
             // The coordinator has told the caller first; the server will know in a moment.
             Self::StaleEpoch { epoch, current, .. } if current < epoch => Remedy::Retry,
+            Self::StaleAttempt { attempt, current, .. } if current < attempt => Remedy::Retry,
             Self::StaleEpoch { .. } | Self::NotHere { .. } => Remedy::Refresh,
-            Self::StepAborted { .. } => Remedy::RedoStep,
+            Self::StepAborted { .. } | Self::StaleAttempt { .. } => Remedy::RedoStep,
             Self::Invalid { .. }
             | Self::Unauthenticated { .. }
             | Self::UnknownJob { .. }
             | Self::JobExists { .. }
+            | Self::JobReplaced { .. }
             | Self::JobFailed { .. }
+            | Self::StaleTerm { .. }
+            | Self::RankLeft { .. }
             | Self::StepMismatch { .. }
             | Self::VersionGone { .. }
             | Self::Timeout { .. }
@@ -232,10 +284,13 @@ impl Error {
         match self {
             Self::Invalid { .. } => Code::InvalidArgument,
             Self::Unauthenticated { .. } => Code::Unauthenticated,
-            Self::UnknownJob { .. } => Code::NotFound,
+            Self::UnknownJob { .. } | Self::JobReplaced { .. } => Code::NotFound,
             Self::JobExists { .. } | Self::RankTaken { .. } => Code::AlreadyExists,
             Self::NotHere { .. }
             | Self::StaleEpoch { .. }
+            | Self::StaleTerm { .. }
+            | Self::StaleAttempt { .. }
+            | Self::RankLeft { .. }
             | Self::StepMismatch { .. }
             | Self::JobFailed { .. }
             | Self::LeaseLost { .. }

@@ -29,6 +29,18 @@ pub struct JobSpec {
     pub replicas: u32,
     /// What the layouts of its tensors refer to.
     pub meshes: Vec<Arc<ProcessMesh>>,
+    /// What happens to the others when a rank leaves.
+    pub departure: Departure,
+}
+
+/// What ranks that wait for a rank that has left in order are told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Departure {
+    /// An error, at once, that names it.
+    #[default]
+    Error,
+    /// Nothing, if it was done: they go on, and its gradients count as zeros.
+    Absent,
 }
 
 impl JobSpec {
@@ -42,6 +54,7 @@ impl JobSpec {
             min_servers: 1,
             replicas: 1,
             meshes: Vec::new(),
+            departure: Departure::Error,
         }
     }
 
@@ -183,6 +196,7 @@ impl JobSpec {
             ("min_servers", self.min_servers == other.min_servers),
             ("replicas", self.replicas == other.replicas),
             ("mesh", self.meshes == other.meshes),
+            ("departure", self.departure == other.departure),
         ];
         parts.into_iter().find(|(_, equal)| !equal).map(|(part, _)| part.to_owned())
     }
@@ -222,6 +236,11 @@ impl From<&JobSpec> for pb::JobSpec {
             min_servers: spec.min_servers,
             replicas: spec.replicas,
             meshes: spec.meshes.iter().map(|mesh| mesh.as_ref().into()).collect(),
+            departure: match spec.departure {
+                Departure::Error => pb::Departure::Error,
+                Departure::Absent => pb::Departure::Absent,
+            }
+            .into(),
         }
     }
 }
@@ -241,6 +260,11 @@ impl TryFrom<pb::JobSpec> for JobSpec {
             min_servers: message.min_servers.max(replicas),
             replicas,
             meshes: meshes.collect::<Result<_>>()?,
+            departure: match pb::Departure::try_from(message.departure) {
+                Ok(pb::Departure::Unspecified | pb::Departure::Error) => Departure::Error,
+                Ok(pb::Departure::Absent) => Departure::Absent,
+                Err(_) => return Err(Error::invalid("departure", message.departure, "ERROR or ABSENT")),
+            },
         };
         spec.validate()?;
         Ok(spec)

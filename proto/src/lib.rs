@@ -20,7 +20,7 @@ pub mod transport;
 
 pub use dtype::DType;
 pub use error::Error;
-pub use job::JobSpec;
+pub use job::{Departure, JobSpec};
 pub use layout::{Contributions, DimPlacement, Layout, Reduction, TensorLayout};
 pub use manifest::{Manifest, Policy, SliceSpec, TensorSpec};
 pub use mesh::ProcessMesh;

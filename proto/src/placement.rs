@@ -5,8 +5,10 @@ use crate::{Error, Result, pb};
 /// A shard server as its peers dial it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Server {
-    /// Given by the coordinator, never used twice.
-    pub id: u32,
+    /// Survives restarts of the server.
+    pub id: u64,
+    /// One life of the server process.
+    pub incarnation: u64,
     /// `host:port`.
     pub address: String,
 }
@@ -71,17 +73,18 @@ impl Placement {
     }
 
     /// The slices of which server `id` is the primary, ascending.
-    pub fn primary_slices(&self, id: u32) -> impl Iterator<Item = usize> + '_ {
+    pub fn primary_slices(&self, id: u64) -> impl Iterator<Item = usize> + '_ {
         (0..self.slices()).filter(move |&slice| self.servers[self.primary(slice)].id == id)
     }
 }
 
 impl From<&Placement> for pb::Placement {
     fn from(placement: &Placement) -> Self {
-        let servers = placement
-            .servers
-            .iter()
-            .map(|server| pb::Server { id: server.id, address: server.address.clone() });
+        let servers = placement.servers.iter().map(|server| pb::Server {
+            id: server.id,
+            address: server.address.clone(),
+            incarnation: server.incarnation,
+        });
         Self {
             servers: servers.collect(),
             replicas: placement.replicas as u32,
@@ -94,8 +97,9 @@ impl TryFrom<pb::Placement> for Placement {
     type Error = Error;
 
     fn try_from(message: pb::Placement) -> Result<Self> {
-        let servers =
-            message.servers.into_iter().map(|server| Server { id: server.id, address: server.address });
+        let server =
+            |pb::Server { id, address, incarnation }: pb::Server| Server { id, address, incarnation };
+        let servers = message.servers.into_iter().map(server);
         Self::new(servers.collect(), message.replicas as usize, message.owners)
     }
 }

@@ -2,7 +2,7 @@
 
 use tokio::runtime::Handle;
 use zeroshard_client::{Cluster, Commit, Gradient, Job, Options, StepReport, Target, Traffic};
-use zeroshard_proto::{DType, JobSpec, Manifest, Optimizer, Policy, Result, TensorSpec};
+use zeroshard_proto::{DType, Departure, JobSpec, Manifest, Optimizer, Policy, Result, TensorSpec};
 
 use crate::memory::Ledger;
 use crate::model::Model;
@@ -51,6 +51,7 @@ impl Description {
             min_servers: self.min_servers,
             replicas: 1,
             meshes: self.parallelism.mesh()?.into_iter().map(Into::into).collect(),
+            departure: Departure::Error,
         };
         spec.validate()?;
         Ok(spec)

@@ -75,7 +75,10 @@ impl Cluster {
 
     /// The shard servers that are connected, by id.
     pub(super) fn live(&self) -> Vec<Server> {
-        self.servers.iter().map(|(&id, peer)| Server { id, address: peer.address.clone() }).collect()
+        self.servers
+            .iter()
+            .map(|(&id, peer)| Server { id, incarnation: 1, address: peer.address.clone() })
+            .collect()
     }
 
     /// `server 3 (127.0.0.1:7401)`.
@@ -99,13 +102,14 @@ impl Cluster {
             epoch: found.epoch,
             placement: Some(open.placement.as_ref().into()),
             version: open.version,
+            job_id: 0,
         })
     }
 
     /// What the operator sees.
     pub(crate) fn status(&self) -> pb::StatusResponse {
         let servers = self.servers.iter().map(|(&id, peer)| pb::ServerStatus {
-            server: Some(pb::Server { id, address: peer.address.clone() }),
+            server: Some(pb::Server { id, incarnation: 1, address: peer.address.clone() }),
             stats: peer.stats.clone(),
         });
         pb::StatusResponse { servers: servers.collect(), jobs: self.jobs.values().map(Job::status).collect() }

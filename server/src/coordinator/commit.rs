@@ -154,6 +154,8 @@ fn decide(job: &str, spec: &JobSpec, epoch: u64, step: u64, round: &Round) -> (p
         coefficient: if apply { clip / terms.loss_scale } else { 0.0 },
         groups: terms.groups.iter().map(Into::into).collect(),
         unclipped: if apply { 1.0 / terms.loss_scale } else { 0.0 },
+        job_id: 0,
+        attempt: 0,
     };
     let report = pb::StepReport {
         version: step + 1,

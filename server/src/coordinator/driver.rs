@@ -186,7 +186,7 @@ impl Driver {
                 }
                 Action::Command(server, command) => {
                     if let Some((outbox, _)) = inner.servers.get(&server) {
-                        let _ = outbox.send(Ok(pb::ServerCommand { command: Some(command) }));
+                        let _ = outbox.send(Ok(pb::ServerCommand { command: Some(command), term: 0 }));
                     }
                 }
                 Action::Tell(lease, membership) => {

@@ -87,6 +87,7 @@ impl Cluster {
                 spec: Some(spec.as_ref().into()),
                 epoch,
                 placement: Some(placement.as_ref().into()),
+                job_id: 0,
             };
             out.push(Action::Command(server.id, Command::Open(open)));
         }
@@ -192,7 +193,8 @@ impl Cluster {
     fn dissolve(&self, name: &str, phase: Phase, reason: &str, out: &mut Vec<Action>) {
         if let Some(placement) = phase.placement() {
             let live = placement.servers().iter().filter(|server| self.servers.contains_key(&server.id));
-            let close = |id| Action::Command(id, Command::Close(pb::CloseJob { job: name.to_owned() }));
+            let close =
+                |id| Action::Command(id, Command::Close(pb::CloseJob { job: name.to_owned(), job_id: 0 }));
             out.extend(live.map(|server| close(server.id)));
         }
         let error = || Error::JobFailed { job: name.to_owned(), reason: reason.to_owned() };

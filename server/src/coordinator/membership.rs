@@ -20,7 +20,7 @@ impl Cluster {
         }
         out.push(Action::Note(format!("server {server} ({address}) joined")));
         self.servers.insert(server, Peer { address, stats: None });
-        out.push(Action::Command(server, Command::Welcome(pb::Welcome { server_id: server })));
+        out.push(Action::Command(server, Command::Welcome(pb::Welcome {})));
         let names: Vec<String> = self.jobs.keys().cloned().collect();
         for name in names {
             self.try_place(&name, out);
@@ -123,7 +123,7 @@ impl Cluster {
         }
         // Servers first: by the time a worker knows the epoch, it is under way to them.
         for server in open.placement.servers() {
-            let command = pb::NewEpoch { job: name.to_owned(), epoch: new, initialised };
+            let command = pb::NewEpoch { job: name.to_owned(), epoch: new, initialised, job_id: 0, rank };
             out.push(Action::Command(server.id, Command::NewEpoch(command)));
         }
         let step = open.step();

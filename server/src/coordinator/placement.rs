@@ -88,7 +88,7 @@ impl<'a> Plan<'a> {
 
     /// Leaves slices where they are.
     fn keep(&mut self, servers: &[Server], previous: &Placement) {
-        let position: HashMap<u32, u32> =
+        let position: HashMap<u64, u32> =
             servers.iter().enumerate().map(|(position, server)| (server.id, position as u32)).collect();
         let survivors: Vec<Option<u32>> =
             previous.servers().iter().map(|server| position.get(&server.id).copied()).collect();
@@ -191,7 +191,7 @@ mod tests {
     use super::*;
 
     fn servers(ids: impl IntoIterator<Item = u32>) -> Vec<Server> {
-        ids.into_iter().map(|id| Server { id, address: format!("s{id}:1") }).collect()
+        ids.into_iter().map(|id| Server { id, incarnation: 1, address: format!("s{id}:1") }).collect()
     }
 
     /// Bytes on each of `live`.

@@ -42,7 +42,7 @@ impl coordinator_server::Coordinator for Service {
         let wait = self.wait(request.wait_ms)?;
         let spec = Box::new(job_spec(request.spec)?);
         match self.driver.call(|caller| Event::Create { caller, spec, wait }).await? {
-            Reply::Created { epoch } => Ok(Response::new(pb::CreateJobResponse { epoch })),
+            Reply::Created { epoch } => Ok(Response::new(pb::CreateJobResponse { epoch, job_id: 0 })),
             other => Err(unexpected(&other)),
         }
     }
@@ -64,7 +64,7 @@ impl coordinator_server::Coordinator for Service {
     type JoinStream = Memberships;
 
     async fn join(&self, request: Request<pb::JoinRequest>) -> Answer<Memberships> {
-        let pb::JoinRequest { job, rank, address } = request.into_inner();
+        let pb::JoinRequest { job, rank, address, .. } = request.into_inner();
         let address = match address.as_str() {
             "" => None,
             text => Some(dialled(&format!("address of rank {rank}"), text)?.to_string()),
@@ -98,8 +98,12 @@ impl coordinator_server::Coordinator for Service {
         }
     }
 
+    async fn discard(&self, _: Request<pb::DiscardRequest>) -> Answer<pb::DiscardResponse> {
+        Err(Status::unimplemented("discard"))
+    }
+
     async fn leave(&self, request: Request<pb::LeaveRequest>) -> Answer<pb::LeaveResponse> {
-        let pb::LeaveRequest { job, lease } = request.into_inner();
+        let pb::LeaveRequest { job, lease, .. } = request.into_inner();
         self.driver.call(|caller| Event::Leave { caller, job, lease: Lease(lease) }).await?;
         Ok(Response::new(pb::LeaveResponse {}))
     }
@@ -227,13 +231,13 @@ async fn listen(
     use server_event::Event as Said;
     while let Some(message) = events.message().await? {
         let event = match message.event {
-            Some(Said::Opened(pb::JobOpened { job, epoch })) => Event::Opened { server, job, epoch },
-            Some(Said::Initialised(pb::JobInitialised { job, epoch })) => {
+            Some(Said::Opened(pb::JobOpened { job, epoch, .. })) => Event::Opened { server, job, epoch },
+            Some(Said::Initialised(pb::JobInitialised { job, epoch, .. })) => {
                 Event::Initialised { server, job, epoch }
             }
             Some(Said::Ready(report)) => Event::Ready { server, report },
             Some(Said::Stats(stats)) => Event::Stats { server, stats },
-            Some(Said::Failed(pb::JobFailed { job, epoch, reason })) => {
+            Some(Said::Failed(pb::JobFailed { job, epoch, reason, .. })) => {
                 Event::Failed { server, job, epoch, reason }
             }
             Some(Said::Hello(_)) => {
@@ -241,6 +245,7 @@ async fn listen(
                     Error::invalid("message of the control stream", "a second Hello", "an event").into()
                 );
             }
+            Some(Said::Granted(_) | Said::Stored(_)) => continue,
             // An event of a newer server.
             None => continue,
         };

@@ -23,7 +23,7 @@ pub(crate) struct Caller(pub(crate) u64);
 pub(crate) struct Lease(pub(crate) u64);
 
 /// A shard server. Given by the driver, never used twice.
-pub(crate) type ServerId = u32;
+pub(crate) type ServerId = u64;
 
 /// A caller, and how long it is willing to wait.
 #[derive(Debug, Clone, Copy)]
@@ -248,6 +248,7 @@ impl Open {
             spec: first.then(|| spec.into()),
             placement: Some(self.placement.as_ref().into()),
             peers: self.peers().collect(),
+            job_id: 0,
         }
     }
 

@@ -47,7 +47,7 @@ pub(super) async fn session<B: Backend>(
 struct Session<'a, B: Backend> {
     store: &'a Arc<Store<B>>,
     events: UnboundedSender<Event>,
-    id: u32,
+    id: u64,
 }
 
 type Commands = tonic::Streaming<pb::ServerCommand>;
@@ -62,7 +62,7 @@ impl<'a, B: Backend> Session<'a, B> {
             .max_decoding_message_size(MAX_CONTROL_MESSAGE)
             .max_encoding_message_size(MAX_CONTROL_MESSAGE);
         let (events, outgoing) = unbounded_channel();
-        let hello = Event::Hello(pb::Hello { address: advertised.to_owned() });
+        let hello = Event::Hello(pb::Hello { address: advertised.to_owned(), ..Default::default() });
         events.send(hello).map_err(|_| unavailable("the stream ended".to_owned()))?;
         let outgoing = tokio_stream::StreamExt::map(UnboundedReceiverStream::new(outgoing), |event| {
             pb::ServerEvent { event: Some(event) }
@@ -70,9 +70,9 @@ impl<'a, B: Backend> Session<'a, B> {
         let mut commands =
             client.serve(outgoing).await.map_err(|status| Error::from_status(&status, &peer))?.into_inner();
         match commands.message().await.map_err(|status| Error::from_status(&status, &peer))? {
-            Some(pb::ServerCommand { command: Some(Command::Welcome(welcome)) }) => {
-                tracing::info!(coordinator, server = welcome.server_id, "registered");
-                Ok((Self { store, events, id: welcome.server_id }, commands))
+            Some(pb::ServerCommand { command: Some(Command::Welcome(_)), .. }) => {
+                tracing::info!(coordinator, "registered");
+                Ok((Self { store, events, id: 0 }, commands))
             }
             other => Err(Error::Internal { cause: format!("{peer} greeted with {other:?}") }),
         }
@@ -90,7 +90,7 @@ impl<'a, B: Backend> Session<'a, B> {
                 }
             };
             match command {
-                Ok(Some(pb::ServerCommand { command: Some(command) })) => self.obey(command).await,
+                Ok(Some(pb::ServerCommand { command: Some(command), .. })) => self.obey(command).await,
                 Ok(Some(_)) => tracing::warn!("a command of a later version was ignored"),
                 Ok(None) => return Error::Unavailable { peer: peer(), cause: "it hung up".to_owned() },
                 Err(status) => return Error::from_status(&status, &peer()),
@@ -100,7 +100,11 @@ impl<'a, B: Backend> Session<'a, B> {
 
     async fn obey(&self, command: Command) {
         match command {
-            Command::Welcome(_) => {}
+            Command::Welcome(_)
+            | Command::Publish(_)
+            | Command::Grant(_)
+            | Command::NewAttempt(_)
+            | Command::Done(_) => {}
             Command::Open(open) => self.open_job(open).await,
             Command::Decide(decision) => self.decide(decision).await,
             Command::NewEpoch(change) => {
@@ -136,7 +140,7 @@ impl<'a, B: Backend> Session<'a, B> {
                 let job = Arc::new(job);
                 self.store.insert(job.clone());
                 tracing::info!(job = name, epoch, slices = job.slices().count(), "job opened");
-                self.tell(Event::Opened(pb::JobOpened { job: name, epoch }));
+                self.tell(Event::Opened(pb::JobOpened { job: name, epoch, ..Default::default() }));
                 job.finish_upload(epoch, 0);
             }
             Err(error) => self.fail(name, epoch, &error),
@@ -157,7 +161,12 @@ impl<'a, B: Backend> Session<'a, B> {
     fn fail(&self, job: String, epoch: u64, error: &Error) {
         tracing::error!(job, epoch, %error, "job failed");
         self.store.close(&job);
-        self.tell(Event::Failed(pb::JobFailed { job, epoch, reason: error.to_string() }));
+        self.tell(Event::Failed(pb::JobFailed {
+            job,
+            epoch,
+            reason: error.to_string(),
+            ..Default::default()
+        }));
     }
 
     fn tell(&self, event: Event) {

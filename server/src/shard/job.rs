@@ -63,7 +63,7 @@ impl<B: Backend> Job<B> {
         spec: JobSpec,
         epoch: u64,
         placement: &Placement,
-        id: u32,
+        id: u64,
         surroundings: Surroundings<B>,
     ) -> Result<Self> {
         let mut slices: Vec<_> = (0..spec.manifest.slices().len()).map(|_| None).collect();
@@ -176,7 +176,11 @@ impl<B: Backend> Job<B> {
         if progress.waiting == 0 && progress.version.is_none() {
             *progress = Progress::new(Some(0), self.training_slices());
             let job = self.spec.name.clone();
-            self.tell(pb::server_event::Event::Initialised(pb::JobInitialised { job, epoch }));
+            self.tell(pb::server_event::Event::Initialised(pb::JobInitialised {
+                job,
+                epoch,
+                ..Default::default()
+            }));
         }
         self.changed.send_replace(());
     }

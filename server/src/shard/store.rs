@@ -101,6 +101,7 @@ impl<B: Backend> Store<B> {
                 version: job.version(),
                 slices: job.slices().count() as u32,
                 waiting_for: job.waiting_for().unwrap_or_default(),
+                job_id: 0,
             });
         }
         self.show(&stats);

@@ -42,7 +42,7 @@ impl Subject {
             metrics: store.metrics.clone(),
             events,
         };
-        let servers = vec![Server { id: 1, address: "host:1".to_owned() }];
+        let servers = vec![Server { id: 1, incarnation: 1, address: "host:1".to_owned() }];
         let placement = Placement::new(servers, 1, vec![0; spec.manifest.slices().len()]).unwrap();
         store.insert(Arc::new(Job::open(spec, EPOCH, &placement, 1, surroundings).unwrap()));
         Self { store, said }

@@ -171,6 +171,7 @@ impl Script {
             slices,
             overflow: None,
             absent: Vec::new(),
+            ..Default::default()
         };
         change(&mut report);
         self.event(Event::Ready { server, report });

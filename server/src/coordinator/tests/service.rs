@@ -64,7 +64,7 @@ struct FakeShard {
 impl FakeShard {
     async fn connect(client: &mut CoordinatorClient<Channel>, address: &str) -> Result<Self, Status> {
         let (say, events) = mpsc::unbounded_channel();
-        let hello = Said::Hello(pb::Hello { address: address.to_owned() });
+        let hello = Said::Hello(pb::Hello { address: address.to_owned(), ..Default::default() });
         say.send(pb::ServerEvent { event: Some(hello) }).unwrap();
         let commands = client.serve(UnboundedReceiverStream::new(events)).await?.into_inner();
         let mut shard = Self { say, commands };
@@ -84,8 +84,8 @@ impl FakeShard {
     async fn open(&mut self) -> u64 {
         let Command::Open(open) = self.next().await else { panic!("OpenJob") };
         let (job, epoch) = (open.spec.unwrap().name, open.epoch);
-        self.say(Said::Opened(pb::JobOpened { job: job.clone(), epoch }));
-        self.say(Said::Initialised(pb::JobInitialised { job, epoch }));
+        self.say(Said::Opened(pb::JobOpened { job: job.clone(), epoch, ..Default::default() }));
+        self.say(Said::Initialised(pb::JobInitialised { job, epoch, ..Default::default() }));
         epoch
     }
 }
@@ -110,7 +110,7 @@ async fn a_job_trains_a_step_over_the_wire() {
     let (created, epoch) = tokio::join!(client.create_job(create(1, 0)), shard.open());
     assert_eq!(created.unwrap().into_inner().epoch, epoch);
 
-    let join = pb::JoinRequest { job: "job".into(), rank: 0, address: String::new() };
+    let join = pb::JoinRequest { job: "job".into(), rank: 0, address: String::new(), ..Default::default() };
     let mut stream = client.join(join).await.unwrap().into_inner();
     let mut member = membership(&mut stream).await;
     if member.version.is_none() {
@@ -142,7 +142,7 @@ async fn a_job_trains_a_step_over_the_wire() {
     ] {
         assert!(metrics.contains(line), "{line}");
     }
-    let leave = pb::LeaveRequest { job: "job".into(), lease: member.lease };
+    let leave = pb::LeaveRequest { job: "job".into(), lease: member.lease, ..Default::default() };
     client.leave(leave).await.unwrap();
     assert!(stream.message().await.unwrap().is_none(), "the stream ends with the lease");
     fixture.stop().await;
@@ -155,7 +155,8 @@ async fn a_worker_that_disconnects_is_lost() {
     let mut shard = FakeShard::connect(&mut client, "127.0.0.1:1").await.unwrap();
     let (created, epoch) = tokio::join!(client.create_job(create(2, 0)), shard.open());
     created.unwrap();
-    let join = |rank| pb::JoinRequest { job: "job".into(), rank, address: String::new() };
+    let join =
+        |rank| pb::JoinRequest { job: "job".into(), rank, address: String::new(), ..Default::default() };
     let mut stays = client.join(join(0)).await.unwrap().into_inner();
     let goes = fixture.client().await.join(join(1)).await.unwrap();
     assert_eq!(membership(&mut stays).await.epoch, epoch);
@@ -177,7 +178,7 @@ async fn a_shard_that_disconnects_fails_the_job() {
     let mut shard = FakeShard::connect(&mut fixture.client().await, "127.0.0.1:1").await.unwrap();
     let (created, _) = tokio::join!(client.create_job(create(1, 0)), shard.open());
     created.unwrap();
-    let join = pb::JoinRequest { job: "job".into(), rank: 0, address: String::new() };
+    let join = pb::JoinRequest { job: "job".into(), rank: 0, address: String::new(), ..Default::default() };
     let mut stream = client.join(join).await.unwrap().into_inner();
     drop(shard);
     let ended = loop {
@@ -189,7 +190,7 @@ async fn a_shard_that_disconnects_fails_the_job() {
     assert!(matches!(error(ended), Error::JobFailed { .. }));
     let status = client.status(pb::StatusRequest {}).await.unwrap().into_inner();
     assert!(status.servers.is_empty() && status.jobs[0].failure.contains("127.0.0.1:1"));
-    client.delete_job(pb::DeleteJobRequest { job: "job".into() }).await.unwrap();
+    client.delete_job(pb::DeleteJobRequest { job: "job".into(), job_id: 0 }).await.unwrap();
     let describe = pb::DescribeJobRequest { job: "job".into() };
     assert_eq!(error(client.describe_job(describe).await), Error::UnknownJob { job: "job".into() });
     fixture.stop().await;
@@ -233,7 +234,8 @@ async fn bad_requests_get_typed_errors_and_the_server_lives() {
         assert_eq!(field(Error::from_status(&refused, "")), "address of the server");
     }
     for address in ["nowhere", "host:0", "ho st:1", &format!("{}:1", "h".repeat(300))] {
-        let join = pb::JoinRequest { job: "job".into(), rank: 3, address: address.to_owned() };
+        let join =
+            pb::JoinRequest { job: "job".into(), rank: 3, address: address.to_owned(), ..Default::default() };
         assert_eq!(field(error(client.join(join).await)), "address of rank 3");
     }
     client.status(pb::StatusRequest {}).await.unwrap();
@@ -248,7 +250,7 @@ async fn a_stopping_coordinator_answers_everybody() {
     let (created, epoch) = tokio::join!(client.create_job(create(2, 0)), shard.open());
     created.unwrap();
     let mut stream = client
-        .join(pb::JoinRequest { job: "job".into(), rank: 0, address: String::new() })
+        .join(pb::JoinRequest { job: "job".into(), rank: 0, address: String::new(), ..Default::default() })
         .await
         .unwrap()
         .into_inner();

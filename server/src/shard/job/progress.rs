@@ -60,6 +60,7 @@ impl Progress {
             sums_of_squares: sums.iter().map(|&(_, sum)| sum).collect(),
             overflow: self.overflow,
             absent,
+            ..Default::default()
         }
     }
 

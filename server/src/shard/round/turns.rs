@@ -113,6 +113,8 @@ impl Turns {
                     let space = budget.take(part.bytes.len() as u64).ok_or(Error::ParkingFull {
                         slice: self.slice,
                         rank: piece.rank,
+                        offset: range.start as u64,
+                        waiting_for: piece.rank,
                         budget: budget.limit,
                     })?;
                     self.contributions[position].parked.push((part, space));
