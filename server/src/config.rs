@@ -214,6 +214,10 @@ pub struct Shard {
     /// the port that it listens on
     #[arg(long, env = "ZEROSHARD_ADVERTISE", value_name = "HOST:PORT")]
     pub advertise: Option<Address>,
+    /// What this server is called, unique in the cluster and the same after a restart; by default the address that it
+    /// advertises
+    #[arg(long, env = "ZEROSHARD_ID", value_name = "NAME")]
+    pub id: Option<String>,
     /// How many bytes of early gradients to keep while the ranks before theirs are still missing
     #[arg(long, env = "ZEROSHARD_PARKED_BYTES", value_name = "BYTES", default_value_t = 64 << 20)]
     pub parked_bytes: u64,
@@ -256,6 +260,7 @@ impl All {
             admin_listen: AdminListen::Off,
             coordinator: None,
             advertise: self.advertise.clone(),
+            id: None,
             parked_bytes: self.parked_bytes,
         }
     }

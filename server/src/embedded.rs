@@ -73,7 +73,7 @@ impl Cluster {
         for _ in 0..shards {
             let site = Site::bind(listen, &common).await?;
             let config = config::Shard { parked_bytes, ..config::Shard::default() };
-            let parts = roles::shard(&config, address.clone(), &site, &shutdown);
+            let parts = roles::shard(&config, address.clone(), &site, &shutdown)?;
             healths.push(site.context.health.clone());
             tasks.spawn(site.run(parts, shutdown.clone()));
         }

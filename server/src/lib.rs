@@ -9,6 +9,7 @@ pub mod config;
 pub mod coordinator;
 pub mod embedded;
 pub mod health;
+mod identity;
 pub mod layers;
 mod listing;
 pub mod logging;

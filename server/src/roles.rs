@@ -79,7 +79,7 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
             let site = Site::bind(config.listen, &common).await?;
             let admin = AdminSite::bind(config.admin_listen, "shard", &site).await?;
             let coordinator = config.coordinator.clone().ok_or(Error::NoCoordinator)?;
-            let parts = shard(&config, coordinator, &site, &shutdown);
+            let parts = shard(&config, coordinator, &site, &shutdown)?;
             announce(json, "shard", site.address, admin.as_ref());
             tokio::try_join!(site.run(parts, shutdown.clone()), serve_admin(admin, shutdown))?;
         }
@@ -91,7 +91,7 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
             let admin = AdminSite::bind(config.admin_listen, "all", &shard_site).await?;
             let parts = coordinator(&site.context, &shutdown);
             let dial = dial_self(site.address);
-            let shard_parts = shard(&config.shard(), dial, &shard_site, &shutdown);
+            let shard_parts = shard(&config.shard(), dial, &shard_site, &shutdown)?;
             announce(json, "coordinator", site.address, admin.as_ref());
             announce(json, "shard", shard_site.address, admin.as_ref());
             tokio::try_join!(
@@ -112,22 +112,25 @@ pub(crate) fn coordinator(context: &Context, shutdown: &CancellationToken) -> Pa
 }
 
 /// A shard server's parts: it serves the coordinator at `coordinator`, and tells it its advertised address.
+///
+/// # Errors
+/// [`Error::Invalid`] if the system has no random numbers.
 pub(crate) fn shard(
     config: &config::Shard,
     coordinator: Address,
     site: &Site,
     shutdown: &CancellationToken,
-) -> Parts {
+) -> Result<Parts, Error> {
     let advertised = match &config.advertise {
         Some(address) => address.or_port(site.address.port()),
         None => Address::from(site.address),
     };
-    let shard = Shard::new(Cpu::new(), config, site.context.clone());
+    let shard = Shard::new(Cpu::new(), config, site.context.clone())?;
     let (routes, shutdown) = (shard.routes(shutdown), shutdown.clone());
     let background = async move {
         shard.run(&coordinator.to_string(), &advertised.to_string(), shutdown).await;
     };
-    Parts { routes, background: Box::pin(background) }
+    Ok(Parts { routes, background: Box::pin(background) })
 }
 
 /// How this process dials what listens on `address`: loopback, if that is any address.

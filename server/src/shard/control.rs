@@ -1,17 +1,27 @@
-//! The control stream: registers with the coordinator, and does what it says, in order.
+//! The control stream: registers with the coordinator, and hands what it says to the jobs' own tasks, so that one job's
+//! work never holds up another's.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
 
-use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
-use tokio_stream::wrappers::UnboundedReceiverStream;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::{CancellationToken, DropGuard};
 use zeroshard_proto::{
-    Error, JobSpec, Placement, Result, Token,
+    Error, Result, Token,
     pb::{self, coordinator_client::CoordinatorClient, server_command::Command, server_event::Event},
     transport::{Connection, MAX_CONTROL_MESSAGE, endpoint},
 };
 
 use super::{
-    job::{Job, Surroundings},
+    commands::{Opener, serve_job},
+    events::Events,
     store::Store,
 };
 use crate::{backend::Backend, health::Health};
@@ -19,13 +29,20 @@ use crate::{backend::Backend, health::Health};
 /// How often the coordinator hears what this server holds.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);
 
+/// Commands that may wait for one job. It gets a few for each step and for each rank that comes or goes.
+const MAX_COMMANDS: usize = 1 << 17;
+
 /// Whom to call, and as whom.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Contact<'a> {
     pub(super) coordinator: &'a str,
+    pub(super) token: &'a Token,
     /// What others dial to reach this server.
     pub(super) advertised: &'a str,
-    pub(super) token: &'a Token,
+    pub(super) server_id: u64,
+    pub(super) incarnation: u64,
+    /// The highest term of a coordinator that was seen.
+    pub(super) term: &'a AtomicU64,
 }
 
 /// One connection to the coordinator, from the first greeting until it breaks: the reason.
@@ -34,152 +51,144 @@ pub(super) async fn session<B: Backend>(
     health: &Health,
     contact: Contact<'_>,
 ) -> Error {
-    match Session::open(store, contact).await {
-        Ok((mut session, commands)) => {
-            store.metrics.coordinator_connected.set(1);
-            health.set_ready(true).await;
-            session.run(commands, contact.coordinator).await
-        }
-        Err(error) => error,
-    }
+    let (mut session, mut commands) = match Session::open(store, contact).await {
+        Ok(opened) => opened,
+        Err(error) => return error,
+    };
+    store.metrics.coordinator_connected.set(1);
+    health.set_ready(true).await;
+    session.run(&mut commands).await
 }
 
 struct Session<'a, B: Backend> {
+    contact: Contact<'a>,
+    /// For messages.
+    peer: String,
     store: &'a Arc<Store<B>>,
-    events: UnboundedSender<Event>,
-    id: u64,
+    events: Events,
+    /// By id: what is open, and what is being opened.
+    jobs: HashMap<u64, Queue>,
+}
+
+/// A job's task. Dropped, it ends, and with it every call of the job.
+struct Queue {
+    commands: mpsc::Sender<Command>,
+    _closed: DropGuard,
 }
 
 type Commands = tonic::Streaming<pb::ServerCommand>;
 
 impl<'a, B: Backend> Session<'a, B> {
-    async fn open(store: &'a Arc<Store<B>>, contact: Contact<'_>) -> Result<(Self, Commands)> {
-        let Contact { coordinator, advertised, token } = contact;
+    async fn open(store: &'a Arc<Store<B>>, contact: Contact<'a>) -> Result<(Self, Commands)> {
+        let Contact { coordinator, advertised, token, server_id, incarnation, .. } = contact;
         let peer = format!("coordinator {coordinator}");
         let unavailable = |cause: String| Error::Unavailable { peer: peer.clone(), cause };
         let channel = endpoint(coordinator)?.connect().await.map_err(|e| unavailable(chain(&e)))?;
         let mut client = CoordinatorClient::new(Connection::new(channel, token)?)
             .max_decoding_message_size(MAX_CONTROL_MESSAGE)
             .max_encoding_message_size(MAX_CONTROL_MESSAGE);
-        let (events, outgoing) = unbounded_channel();
-        let hello = Event::Hello(pb::Hello { address: advertised.to_owned(), ..Default::default() });
-        events.send(hello).map_err(|_| unavailable("the stream ended".to_owned()))?;
-        let outgoing = tokio_stream::StreamExt::map(UnboundedReceiverStream::new(outgoing), |event| {
-            pb::ServerEvent { event: Some(event) }
+        let (events, outgoing) = Events::channel();
+        events.tell(Event::Hello(pb::Hello { address: advertised.to_owned(), server_id, incarnation }));
+        let outgoing = tokio_stream::StreamExt::map(ReceiverStream::new(outgoing), |event| pb::ServerEvent {
+            event: Some(event),
         });
-        let mut commands =
-            client.serve(outgoing).await.map_err(|status| Error::from_status(&status, &peer))?.into_inner();
-        match commands.message().await.map_err(|status| Error::from_status(&status, &peer))? {
-            Some(pb::ServerCommand { command: Some(Command::Welcome(_)), .. }) => {
-                tracing::info!(coordinator, "registered");
-                Ok((Self { store, events, id: 0 }, commands))
+        let failed = |status: tonic::Status| Error::from_status(&status, &peer);
+        let mut commands = client.serve(outgoing).await.map_err(failed)?.into_inner();
+        let session = Self { contact, peer: peer.clone(), store, events, jobs: HashMap::new() };
+        match commands.message().await.map_err(failed)? {
+            Some(pb::ServerCommand { command: Some(Command::Welcome(_)), term }) => {
+                session.check_term(term)?;
+                tracing::info!(coordinator, term, id = format!("{server_id:016x}"), "registered");
+                Ok((session, commands))
             }
             other => Err(Error::Internal { cause: format!("{peer} greeted with {other:?}") }),
         }
     }
 
-    async fn run(&mut self, mut commands: Commands, coordinator: &str) -> Error {
+    async fn run(&mut self, commands: &mut Commands) -> Error {
         let mut stats = tokio::time::interval(STATS_INTERVAL);
-        let peer = || format!("coordinator {coordinator}");
+        let unavailable =
+            |cause: &str| Error::Unavailable { peer: self.peer.clone(), cause: cause.to_owned() };
+        let (hung_up, overflow) =
+            (unavailable("it closed the stream"), unavailable("it does not read what this server says"));
         loop {
             let command = tokio::select! {
                 command = commands.message() => command,
                 _ = stats.tick() => {
-                    self.tell(Event::Stats(self.store.stats()));
+                    self.events.tell_if_idle(|| Event::Stats(self.store.stats()));
                     continue;
                 }
+                () = self.events.overflowed() => return overflow,
             };
             match command {
-                Ok(Some(pb::ServerCommand { command: Some(command), .. })) => self.obey(command).await,
-                Ok(Some(_)) => tracing::warn!("a command of a later version was ignored"),
-                Ok(None) => return Error::Unavailable { peer: peer(), cause: "it hung up".to_owned() },
-                Err(status) => return Error::from_status(&status, &peer()),
+                Ok(Some(pb::ServerCommand { command, term })) => {
+                    if let Err(error) = self.check_term(term) {
+                        return error;
+                    }
+                    match command {
+                        Some(command) => self.dispatch(command),
+                        None => tracing::warn!("a command of a later version was ignored"),
+                    }
+                }
+                Ok(None) => return hung_up,
+                Err(status) => return Error::from_status(&status, &self.peer),
             }
         }
     }
 
-    async fn obey(&self, command: Command) {
+    /// # Errors
+    /// [`Error::StaleTerm`] if a later coordinator has spoken.
+    fn check_term(&self, term: u64) -> Result<()> {
+        let current = self.contact.term.fetch_max(term, Ordering::AcqRel);
+        if term < current { Err(Error::StaleTerm { term, current }) } else { Ok(()) }
+    }
+
+    fn dispatch(&mut self, command: Command) {
+        let job_id = match &command {
+            Command::Welcome(_) => return,
+            Command::Open(open) => open.job_id,
+            Command::Publish(publish) => publish.job_id,
+            Command::Grant(grant) => grant.job_id,
+            Command::Decide(decision) => decision.job_id,
+            Command::NewEpoch(new) => new.job_id,
+            Command::NewAttempt(new) => new.job_id,
+            Command::Done(done) => done.job_id,
+            Command::Close(close) => close.job_id,
+        };
         match command {
-            Command::Welcome(_)
-            | Command::Publish(_)
-            | Command::Grant(_)
-            | Command::NewAttempt(_)
-            | Command::Done(_) => {}
-            Command::Open(open) => self.open_job(open).await,
-            Command::Decide(decision) => self.decide(decision).await,
-            Command::NewEpoch(change) => {
-                if let Ok(job) = self.store.job(&change.job) {
-                    tracing::info!(job = change.job, epoch = change.epoch, "new epoch");
-                    job.new_epoch(change.epoch, change.initialised);
-                }
-            }
+            Command::Open(open) => self.open_job(open),
             Command::Close(close) => {
                 tracing::info!(job = close.job, "job closed");
-                self.store.close(&close.job);
+                self.jobs.remove(&job_id);
+                self.store.close(&close.job, job_id);
+            }
+            other => {
+                // A job that has failed here has no task any more; the coordinator knows, or will in a moment.
+                let Some(queue) = self.jobs.get(&job_id) else { return };
+                if let Err(mpsc::error::TrySendError::Full(_)) = queue.commands.try_send(other) {
+                    tracing::error!(
+                        job = format!("{job_id:016x}"),
+                        "{MAX_COMMANDS} commands wait; giving the job up"
+                    );
+                    self.jobs.remove(&job_id);
+                }
             }
         }
     }
 
-    async fn open_job(&self, open: pb::OpenJob) {
-        let name = open.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
-        let epoch = open.epoch;
-        let surroundings = Surroundings {
-            backend: self.store.backend.clone(),
-            budget: self.store.budget.clone(),
-            metrics: self.store.metrics.clone(),
+    fn open_job(&mut self, open: pb::OpenJob) {
+        let closed = CancellationToken::new();
+        let (commands, queued) = mpsc::channel(MAX_COMMANDS);
+        let queue = Queue { commands, _closed: closed.clone().drop_guard() };
+        self.jobs.insert(open.job_id, queue);
+        let opener = Opener {
+            store: self.store.clone(),
             events: self.events.clone(),
+            server: self.contact.server_id,
+            closed,
         };
-        let id = self.id;
-        let opened = blocking(move || {
-            let spec = JobSpec::try_from(open.spec.unwrap_or_default())?;
-            let placement = Placement::try_from(open.placement.unwrap_or_default())?;
-            Job::open(spec, epoch, &placement, id, surroundings)
-        });
-        match opened.await {
-            Ok(job) => {
-                let job = Arc::new(job);
-                self.store.insert(job.clone());
-                tracing::info!(job = name, epoch, slices = job.slices().count(), "job opened");
-                self.tell(Event::Opened(pb::JobOpened { job: name, epoch, ..Default::default() }));
-                job.finish_upload(epoch, 0);
-            }
-            Err(error) => self.fail(name, epoch, &error),
-        }
+        tokio::spawn(serve_job(opener, open, queued));
     }
-
-    async fn decide(&self, decision: pb::Decision) {
-        let (name, epoch) = (decision.job.clone(), decision.epoch);
-        let decided = match self.store.job(&name) {
-            Ok(job) => blocking(move || job.decide(&decision)).await,
-            Err(error) => Err(error),
-        };
-        if let Err(error) = decided {
-            self.fail(name, epoch, &error);
-        }
-    }
-
-    fn fail(&self, job: String, epoch: u64, error: &Error) {
-        tracing::error!(job, epoch, %error, "job failed");
-        self.store.close(&job);
-        self.tell(Event::Failed(pb::JobFailed {
-            job,
-            epoch,
-            reason: error.to_string(),
-            ..Default::default()
-        }));
-    }
-
-    fn tell(&self, event: Event) {
-        // The stream's end is seen where commands are read.
-        let _ = self.events.send(event);
-    }
-}
-
-/// Runs arithmetic where it does not hold up the network.
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .unwrap_or_else(|e| Err(Error::Internal { cause: format!("a background task ended: {e}") }))
 }
 
 /// An error with what caused it: the transport's own message is only "transport error".

@@ -1,34 +1,30 @@
 //! One job on this server: its slices, the open step, the epoch.
 
 use std::{
-    sync::{
-        Arc, Mutex, MutexGuard,
-        atomic::{AtomicU64, Ordering},
-    },
-    time::Instant,
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, RwLock},
 };
 
-use rayon::prelude::*;
-use tokio::sync::{Notify, mpsc::UnboundedSender, watch};
+use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 use zeroshard_proto::{Error, JobSpec, Placement, Result, pb};
 
 use super::{
+    attempt::Attempt,
+    events::Events,
     lane::Lanes,
     round::{ParkingBudget, Piece},
     senders::describe,
-    slice::{Apply, Memory, Reduced, Slice, Step, Upload},
+    slice::{Memory, Reduced, Slice, Upload},
 };
 use crate::{backend::Backend, metrics::Metrics};
 use progress::Progress;
 
 mod progress;
+mod steps;
 mod wait;
 
 pub(crate) use wait::Deadline;
-
-/// Readers are woken after so many elements of a step, so that they can send while the rest is computed.
-const WAKE_ELEMENTS: usize = 1 << 20;
 
 /// What a job needs of its surroundings.
 pub(crate) struct Surroundings<B> {
@@ -36,18 +32,30 @@ pub(crate) struct Surroundings<B> {
     pub(crate) budget: Arc<ParkingBudget>,
     pub(crate) metrics: Arc<Metrics>,
     /// To the coordinator.
-    pub(crate) events: UnboundedSender<pb::server_event::Event>,
+    pub(crate) events: Events,
 }
 
-/// A job's slices on this server, and the step that is open.
+/// What the coordinator says of a job that is to be opened.
+pub(crate) struct Opening<'a> {
+    pub(crate) id: u64,
+    pub(crate) spec: JobSpec,
+    pub(crate) epoch: u64,
+    pub(crate) placement: &'a Placement,
+    /// Which of the placement's servers this one is.
+    pub(crate) server: u64,
+}
+
+/// A job's slices on this server, and the attempt that is open.
 pub(crate) struct Job<B: Backend> {
+    pub(crate) id: u64,
     pub(crate) spec: JobSpec,
     surroundings: Surroundings<B>,
     /// By number; `None` where another server is the primary.
     slices: Vec<Option<Slice<B>>>,
-    epoch: AtomicU64,
     progress: Mutex<Progress>,
-    /// Ticks when a slice has a new version, and when the epoch changes.
+    /// The lease of each rank that has one. A rank's pushes must carry it.
+    leases: RwLock<HashMap<u32, u64>>,
+    /// Ticks when a slice has a new version, and when another attempt is open.
     changed: watch::Sender<()>,
     closed: CancellationToken,
     /// Ticks when gradients come in: parked ones may have their turn.
@@ -55,39 +63,43 @@ pub(crate) struct Job<B: Backend> {
 }
 
 impl<B: Backend> Job<B> {
-    /// Allocates the slices of which server `id` is the primary.
+    /// Allocates the slices of which this server is the primary. Gives up when `closed` is cancelled.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] naming the tensor; what was allocated is freed.
+    /// [`Error::OutOfMemory`] naming the tensor, [`Error::JobFailed`] if it was closed; what was allocated is freed.
     pub(crate) fn open(
-        spec: JobSpec,
-        epoch: u64,
-        placement: &Placement,
-        id: u64,
+        opening: Opening<'_>,
+        closed: CancellationToken,
         surroundings: Surroundings<B>,
     ) -> Result<Self> {
+        let Opening { id, spec, epoch, placement, server } = opening;
+        let attempt = Attempt::first(epoch, 0);
         let mut slices: Vec<_> = (0..spec.manifest.slices().len()).map(|_| None).collect();
         let mut lanes: Option<Lanes> = None;
-        for index in placement.primary_slices(id) {
+        for index in placement.primary_slices(server) {
+            if closed.is_cancelled() {
+                return Err(closed_error(&spec.name));
+            }
             let cut = spec.manifest.slices()[index];
             // Most slices follow another of their tensor.
             let same = lanes.take_if(|lanes| lanes.tensor == cut.tensor);
             let lanes = lanes.insert(same.unwrap_or_else(|| Lanes::new(&spec, cut.tensor)));
-            let slice = Slice::allocate(&*surroundings.backend, &spec, index, lanes.of(&cut));
+            let slice = Slice::allocate(&*surroundings.backend, &spec, index, lanes.of(&cut), attempt);
             slices[index] = Some(slice.map_err(|e| Error::OutOfMemory {
                 what: format!("slice {index} of tensor {:?}", spec.manifest.tensor_of(index).name),
                 bytes: (e.numel * e.dtype.size()) as u64,
             })?);
         }
-        let progress = Progress::new(None, slices.iter().flatten().count());
+        let progress = Progress::upload(attempt, slices.iter().flatten().count());
         Ok(Self {
+            id,
             spec,
             surroundings,
             slices,
-            epoch: AtomicU64::new(epoch),
             progress: Mutex::new(progress),
+            leases: RwLock::default(),
             changed: watch::Sender::new(()),
-            closed: CancellationToken::new(),
+            closed,
             contributed: Notify::new(),
         })
     }
@@ -97,7 +109,12 @@ impl<B: Backend> Job<B> {
     }
 
     pub(crate) fn epoch(&self) -> u64 {
-        self.epoch.load(Ordering::Acquire)
+        self.attempt().epoch
+    }
+
+    /// The open attempt.
+    pub(crate) fn attempt(&self) -> Attempt {
+        self.progress().attempt
     }
 
     pub(crate) fn version(&self) -> Option<u64> {
@@ -155,179 +172,110 @@ impl<B: Backend> Job<B> {
         Some(format!("{what} of {} for tensor {name:?}", describe(&self.spec, tensor, rank)))
     }
 
+    /// # Errors
+    /// [`Error::LeaseLost`] unless `lease` is the one that was granted for `rank`.
+    pub(crate) fn check_lease(&self, rank: u32, lease: u64) -> Result<()> {
+        match self.leases.read().expect("no holder of the lock panics").get(&rank) {
+            Some(&granted) if granted == lease => Ok(()),
+            _ => Err(Error::LeaseLost { job: self.spec.name.clone(), rank }),
+        }
+    }
+
     /// Takes a piece of what the job begins with. Returns how many elements were new.
-    pub(crate) fn upload(&self, epoch: u64, index: u32, upload: Upload, piece: &Piece) -> Result<u64> {
-        let slice = self.slice(index)?;
-        let (new, complete) = slice.upload(self.backend(), upload, piece, || self.check_epoch(epoch))?;
+    pub(crate) fn upload(&self, attempt: Attempt, index: u32, upload: Upload, piece: &Piece) -> Result<u64> {
+        let current = || self.check_epoch(attempt.epoch);
+        let (new, complete) = self.slice(index)?.upload(self.backend(), attempt, upload, piece, current)?;
         if complete {
-            self.finish_upload(epoch, 1);
+            self.finish_upload(attempt, 1);
         }
         Ok(new)
     }
 
-    /// Counts `slices` whose initial parameters are complete; with the last one, version 0 is there. Call it
-    /// with 0 at first, for a server without a slice.
-    pub(crate) fn finish_upload(&self, epoch: u64, slices: usize) {
+    /// Counts `slices` whose initial parameters are complete. Call it with 0 at first, for a server without a slice.
+    pub(crate) fn finish_upload(&self, attempt: Attempt, slices: usize) {
         let mut progress = self.progress();
-        if self.epoch() != epoch {
-            return; // aborted meanwhile: these slices count no longer
+        if !progress.is_upload || progress.attempt != attempt {
+            return; // of an attempt that is over
         }
         progress.waiting -= slices;
-        if progress.waiting == 0 && progress.version.is_none() {
-            *progress = Progress::new(Some(0), self.training_slices());
-            let job = self.spec.name.clone();
-            self.tell(pb::server_event::Event::Initialised(pb::JobInitialised {
-                job,
-                epoch,
-                ..Default::default()
-            }));
+        if progress.waiting == 0 {
+            let (job, job_id, epoch) = (self.spec.name.clone(), self.id, attempt.epoch);
+            self.tell(pb::server_event::Event::Initialised(pb::JobInitialised { job, job_id, epoch }));
         }
-        self.changed.send_replace(());
     }
 
-    /// Takes a piece of a rank's gradient of `step`. Returns how many elements were new.
-    pub(crate) fn contribute(&self, epoch: u64, step: u64, index: u32, piece: &Piece) -> Result<u64> {
+    /// Takes a piece of a rank's gradient. Returns how many elements were new.
+    pub(crate) fn contribute(&self, attempt: Attempt, index: u32, piece: &Piece) -> Result<u64> {
         let slice = self.slice(index)?;
-        let current = || {
-            self.check_epoch(epoch)?;
-            self.check_step(slice, step)
-        };
-        let (new, reduced) = slice.contribute(self.backend(), piece, &self.surroundings.budget, current)?;
-        self.contributed(epoch, step, index, reduced);
+        let current = || self.check_attempt(attempt, slice);
+        let budget = &self.surroundings.budget;
+        let (new, reduced) = slice.contribute(self.backend(), attempt, piece, budget, current)?;
+        self.contributed.notify_waiters();
+        self.finish_reduction(attempt, index, reduced);
         Ok(new)
     }
 
-    /// Notes that a rank has nothing more of a slice that trains in `step`.
-    pub(crate) fn absent(&self, epoch: u64, step: u64, index: u32, rank: u32) -> Result<()> {
+    /// Notes that a rank has nothing more of a slice that trains.
+    pub(crate) fn absent(&self, attempt: Attempt, index: u32, rank: u32) -> Result<()> {
         let slice = self.slice(index)?;
-        let current = || {
-            self.check_epoch(epoch)?;
-            self.check_step(slice, step)
-        };
-        let reduced = slice.absent(self.backend(), rank, current)?;
-        self.contributed(epoch, step, index, reduced);
-        Ok(())
-    }
-
-    /// Takes a piece of what a buffer is after `step`. Returns how many elements were new.
-    pub(crate) fn replace(&self, epoch: u64, step: u64, index: u32, piece: &Piece) -> Result<u64> {
-        let slice = self.slice(index)?;
-        slice.replace(self.backend(), piece, || {
-            self.check_epoch(epoch)?;
-            self.check_step(slice, step)
-        })
-    }
-
-    fn contributed(&self, epoch: u64, step: u64, slice: u32, reduced: Option<Reduced>) {
+        let reduced = slice.absent(self.backend(), attempt, rank, || self.check_attempt(attempt, slice))?;
         self.contributed.notify_waiters();
-        self.progress().phase_began.get_or_insert_with(Instant::now);
-        if let Some(reduced) = reduced {
-            self.finish_reduction(epoch, step, slice, reduced);
-        }
-    }
-
-    /// # Errors
-    /// [`Error::StepMismatch`] unless `step` is the slice's open step.
-    pub(crate) fn check_step(&self, slice: &Slice<B>, step: u64) -> Result<()> {
-        match slice.version() {
-            Some(current) if current == step => Ok(()),
-            current => Err(Error::StepMismatch {
-                job: self.spec.name.clone(),
-                step,
-                current: current.unwrap_or_default(),
-            }),
-        }
-    }
-
-    fn finish_reduction(&self, epoch: u64, step: u64, slice: u32, reduced: Reduced) {
-        let mut progress = self.progress();
-        if self.epoch() != epoch {
-            return; // aborted meanwhile
-        }
-        progress.add(slice, reduced);
-        if progress.waiting == 0 {
-            progress.end_phase(&self.surroundings.metrics.phases.reduce);
-            let report = progress.report(&self.spec.name, epoch, step);
-            self.tell(pb::server_event::Event::Ready(report));
-        }
-    }
-
-    /// Takes every slice to the next version. Blocks for as long as the arithmetic takes.
-    ///
-    /// # Errors
-    /// [`Error::StaleEpoch`] or [`Error::StepMismatch`] if the decision is not about the open step,
-    /// [`Error::Internal`] if the step is not complete, [`Error::OutOfMemory`].
-    pub(crate) fn decide(&self, decision: &pb::Decision) -> Result<()> {
-        self.check_epoch(decision.epoch)?;
-        let groups = zeroshard_proto::job::optimizers(decision.groups.clone())?;
-        self.spec.validate_step(&groups)?;
-        let phases = &self.surroundings.metrics.phases;
-        {
-            let mut progress = self.progress();
-            progress.end_phase(&phases.decide);
-            if progress.version != Some(decision.step) || progress.waiting > 0 {
-                let cause = format!(
-                    "step {} was decided at version {:?} with {} slices incomplete",
-                    decision.step, progress.version, progress.waiting
-                );
-                return Err(Error::Internal { cause });
-            }
-            // From here on slice after slice is open for the next step, and may have all of its gradients before
-            // the last slice is there: they count from now on, the version when all slices have it.
-            *progress = Progress::new(progress.version, self.training_slices());
-        }
-        let step = Step {
-            version: decision.step,
-            apply: decision.apply.then_some(Apply {
-                groups: &groups,
-                coefficient: decision.coefficient,
-                unclipped: decision.unclipped,
-            }),
-        };
-        let began = Instant::now();
-        self.apply(&step)?;
-        phases.apply.observe(began.elapsed().as_secs_f64());
-        self.progress().version = Some(decision.step + 1);
-        self.changed.send_replace(());
+        self.finish_reduction(attempt, index, reduced);
         Ok(())
     }
 
-    fn apply(&self, step: &Step<'_>) -> Result<()> {
-        let done = AtomicU64::new(0);
-        self.slices.par_iter().flatten().try_for_each(|slice| {
-            slice.step(self.backend(), step)?;
-            let numel = slice.spec.numel as u64;
-            let before = done.fetch_add(numel, Ordering::Relaxed);
-            let wake = WAKE_ELEMENTS as u64;
-            if (before + numel) / wake > before / wake {
-                self.changed.send_replace(());
-            }
-            Ok(())
-        })
+    /// Takes a piece of what a buffer is after the step. Returns how many elements were new.
+    pub(crate) fn replace(&self, attempt: Attempt, index: u32, piece: &Piece) -> Result<u64> {
+        let slice = self.slice(index)?;
+        slice.replace(self.backend(), attempt, piece, || self.check_attempt(attempt, slice))
     }
 
-    /// Aborts the open step: what has come of it is dropped, and the old epoch refused from now on.
-    pub(crate) fn new_epoch(&self, epoch: u64, initialised: bool) {
-        // First the epoch, then the slices: whoever adds later, under a slice's lock, sees the new epoch.
-        self.epoch.store(epoch, Ordering::Release);
-        for (_, slice) in self.slices() {
-            slice.abort(initialised);
-        }
+    /// # Errors
+    /// [`Error::StaleEpoch`], [`Error::StepMismatch`], [`Error::StaleAttempt`] unless `attempt` is the open one, and
+    /// `slice` is at its version.
+    fn check_attempt(&self, attempt: Attempt, slice: &Slice<B>) -> Result<()> {
         let mut progress = self.progress();
-        *progress = match progress.version {
-            Some(version) if initialised => Progress::new(Some(version), self.training_slices()),
-            _ => Progress::new(None, self.slices().count()),
-        };
-        drop(progress);
-        if !initialised {
-            self.finish_upload(epoch, 0);
+        if progress.attempt != attempt {
+            return Err(attempt.refusal(&self.spec.name, progress.attempt));
         }
-        self.changed.send_replace(());
+        progress.begin_phase();
+        match slice.version() {
+            Some(version) if version == attempt.step => Ok(()),
+            version => Err(Error::StepMismatch {
+                job: self.spec.name.clone(),
+                step: attempt.step,
+                current: version.unwrap_or_default(),
+            }),
+        }
     }
 
-    /// Ends all waits: the job is being dropped.
+    /// Counts a slice's gradient that is complete.
+    fn finish_reduction(&self, attempt: Attempt, slice: u32, reduced: Option<Reduced>) {
+        let Some(reduced) = reduced else { return };
+        let mut progress = self.progress();
+        if progress.is_upload || progress.attempt != attempt {
+            return; // of an attempt that is over
+        }
+        if let Some(report) = progress.add(slice, reduced) {
+            progress.end_phase(&self.surroundings.metrics.phases.reduce);
+            let (job, job_id) = (self.spec.name.clone(), self.id);
+            self.tell(pb::server_event::Event::Ready(pb::StepReady { job, job_id, ..report }));
+        }
+    }
+
+    /// Ends all waits and transfers: the job is being dropped.
     pub(crate) fn close(&self) {
         self.closed.cancel();
+    }
+
+    /// Cancelled when the job is dropped.
+    pub(crate) fn closed(&self) -> &CancellationToken {
+        &self.closed
+    }
+
+    /// What calls are told that were open when the job was dropped.
+    pub(crate) fn closed_error(&self) -> Error {
+        closed_error(&self.spec.name)
     }
 
     fn training_slices(&self) -> usize {
@@ -335,11 +283,17 @@ impl<B: Backend> Job<B> {
     }
 
     fn tell(&self, event: pb::server_event::Event) {
-        // Nobody listens once the coordinator is lost, and then this job is about to be dropped.
-        let _ = self.surroundings.events.send(event);
+        self.surroundings.events.tell(event);
     }
 
     fn progress(&self) -> MutexGuard<'_, Progress> {
         self.progress.lock().expect("no holder of the lock panics")
+    }
+}
+
+fn closed_error(job: &str) -> Error {
+    Error::JobFailed {
+        job: job.to_owned(),
+        reason: "it was deleted, or this server has given it up".to_owned(),
     }
 }

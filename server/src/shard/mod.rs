@@ -1,10 +1,14 @@
 //! The shard server: holds slices, adds gradients, applies steps, hands out parameters.
 //!
 //! `data` and `service` are the wire, `store` finds the job, `job` the slice, `slice` computes on a backend.
-//! `control` listens to the coordinator. Nothing here knows the other servers.
+//! `control` listens to the coordinator, and `commands` does what it says of a job. Nothing here knows the other
+//! servers.
 
+mod attempt;
+mod commands;
 mod control;
 mod data;
+mod events;
 mod job;
 mod lane;
 mod part;
@@ -19,11 +23,14 @@ mod store;
 #[cfg(test)]
 mod transfer_tests;
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, atomic::AtomicU64},
+    time::Duration,
+};
 
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
-use zeroshard_proto::{Token, pb::shard_server::ShardServer, transport::MAX_CONTROL_MESSAGE};
+use zeroshard_proto::{Result, Token, pb::shard_server::ShardServer, transport::MAX_CONTROL_MESSAGE};
 
 use crate::{backend::Backend, config, health::Health, serve::Context};
 use store::{Limits, Store};
@@ -36,18 +43,31 @@ pub struct Shard<B: Backend> {
     store: Arc<Store<B>>,
     health: Health,
     token: Token,
+    /// What the operator calls this server.
+    id: Option<String>,
+    /// This life of the process.
+    incarnation: u64,
 }
 
 impl<B: Backend> Shard<B> {
     /// A server that holds nothing yet.
-    pub fn new(backend: B, config: &config::Shard, context: Context) -> Self {
+    ///
+    /// # Errors
+    /// [`Error::Internal`] if the system has no random numbers.
+    pub fn new(backend: B, config: &config::Shard, context: Context) -> Result<Self> {
         let Context { common, metrics, health } = context;
         let limits = Limits {
             wait: common.wait(),
             max_message: common.max_message_bytes,
             parked_bytes: config.parked_bytes,
         };
-        Self { store: Arc::new(Store::new(backend, limits, metrics)), health, token: common.token }
+        Ok(Self {
+            store: Arc::new(Store::new(backend, limits, metrics)),
+            health,
+            token: common.token,
+            id: config.id.clone(),
+            incarnation: crate::identity::random()?,
+        })
     }
 
     /// The gRPC services. Streams end when `shutdown` is cancelled.
@@ -60,7 +80,15 @@ impl<B: Backend> Shard<B> {
     /// Registers with the coordinator, and does what it says until `shutdown`. A coordinator that is lost is
     /// dialled again; the jobs are dropped then, since nobody can decide their steps any more.
     pub async fn run(&self, coordinator: &str, advertised: &str, shutdown: CancellationToken) {
-        let contact = control::Contact { coordinator, advertised, token: &self.token };
+        let id = self.id.as_deref().unwrap_or(advertised);
+        let contact = control::Contact {
+            coordinator,
+            token: &self.token,
+            advertised,
+            server_id: crate::identity::of_server(id),
+            incarnation: self.incarnation,
+            term: &AtomicU64::new(0),
+        };
         loop {
             let session = control::session(&self.store, &self.health, contact);
             let ended = tokio::select! {

@@ -61,7 +61,7 @@ pub(super) fn pull<B: Backend>(
     store: &Arc<Store<B>>,
     request: &pb::PullRequest,
 ) -> Result<impl Stream<Item = Result<Bytes>> + Send + use<B>> {
-    let job = store.job(&request.job)?;
+    let job = store.job(&request.job, request.job_id)?;
     let epoch = Some(request.epoch).filter(|&epoch| epoch != 0);
     epoch.map_or(Ok(()), |epoch| job.check_epoch(epoch))?;
     let dtype = DType::from_wire(request.dtype)
@@ -82,7 +82,7 @@ pub(super) fn pull<B: Backend>(
         part,
         dtype,
         chunk: bytes / dtype.size(),
-        deadline: store.deadline(request.wait_ms)?,
+        deadline: store.deadline(request.wait_ms),
         wanted,
         writer: Writer::default(),
         job,
@@ -148,7 +148,12 @@ impl<B: Backend> Pull<B> {
     /// Takes hold of everything that is there already, so that later steps do not touch it.
     fn hold(&mut self) -> Result<()> {
         for wanted in self.wanted.iter_mut().filter(|wanted| wanted.held.is_none()) {
-            wanted.held = self.job.slice(wanted.slice)?.read(self.part, &self.job.spec.name, self.version)?;
+            wanted.held = self.job.slice(wanted.slice)?.read(
+                self.job.backend(),
+                self.part,
+                &self.job.spec.name,
+                self.version,
+            )?;
         }
         Ok(())
     }
@@ -192,7 +197,7 @@ impl<B: Backend> Pull<B> {
             // A member that waits for a step's result must hear that the step was aborted. A reader waits on: the
             // step will be run again.
             epoch.map_or(Ok(()), |epoch| self.job.check_epoch(epoch))?;
-            slice.read(part, name, version)
+            slice.read(self.job.backend(), part, name, version)
         };
         let waiting_for = || {
             let tensor = &self.job.spec.manifest.tensors()[slice.spec.tensor].name;

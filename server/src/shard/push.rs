@@ -11,6 +11,7 @@ use zeroshard_proto::{
 };
 
 use super::{
+    attempt::Attempt,
     job::Job,
     part::Part,
     round::Piece,
@@ -39,24 +40,20 @@ where
         return Err(Error::invalid("first message of a push", "without `begin`", "the one that opens it"));
     };
     let mut push = Push::open(store, begin)?;
-    push.note_absent().await?;
-    while let Some(event) = reader.next().await? {
-        match event {
-            Event::Begin(_) => {
-                return Err(Error::invalid("`begin`", "in a later message", "in the first message only"));
-            }
-            Event::Extent(extent, elements) => push.check(extent, elements).await?,
-            Event::Payload(bytes) => push.take(bytes).await?,
-        }
+    let job = push.job.clone();
+    let received = job.closed().run_until_cancelled(push.receive(&mut reader)).await;
+    // What was taken into a job that is closed now is lost.
+    if received.is_none() || job.closed().is_cancelled() {
+        return Err(job.closed_error());
     }
-    Ok(push.counted)
+    received.unwrap_or(Ok(())).map(|()| push.counted)
 }
 
 /// What a push brings.
 #[derive(Debug, Clone, Copy)]
 enum What {
     /// Gradients, or buffers, of a step.
-    Step(u64),
+    Step,
     /// What the job begins with.
     Start(Upload),
 }
@@ -66,6 +63,7 @@ struct Push<'a, B: Backend> {
     job: Arc<Job<B>>,
     begin: pb::PushBegin,
     what: What,
+    attempt: Attempt,
     /// Where the next payload belongs.
     next: Extent,
     counted: pb::PushResponse,
@@ -73,23 +71,79 @@ struct Push<'a, B: Backend> {
 
 impl<'a, B: Backend> Push<'a, B> {
     fn open(store: &'a Store<B>, begin: pb::PushBegin) -> Result<Self> {
-        let job = store.job(&begin.job)?;
-        job.check_epoch(begin.epoch)?;
+        if begin.job_id == 0 || begin.lease == 0 {
+            let found = format!("{:016x} with lease {:016x}", begin.job_id, begin.lease);
+            return Err(Error::invalid("job_id of a push", found, "those that the rank got when it joined"));
+        }
+        let job = store.job(&begin.job, begin.job_id)?;
         if begin.rank >= job.spec.world {
             let expected = format!("less than the world, {}", job.spec.world);
             return Err(Error::invalid("rank", begin.rank, expected));
         }
+        job.check_lease(begin.rank, begin.lease)?;
+        if begin.covers.iter().any(|&rank| rank != begin.rank) {
+            let found = format!("{} ranks", begin.covers.len());
+            let expected = "the rank that pushes: this version does not take sums over several ranks";
+            return Err(Error::invalid("ranks that a push covers", found, expected));
+        }
         let what = what(&begin, &job.spec)?;
+        let attempt = Attempt { epoch: begin.epoch, step: begin.step.unwrap_or(0), number: begin.attempt };
         let next = Extent { slice: 0, offset: 0, dtype: DType::F32 };
-        Ok(Self { store, job, begin, what, next, counted: pb::PushResponse::default() })
+        Ok(Self { store, job, begin, what, attempt, next, counted: pb::PushResponse::default() })
+    }
+
+    async fn receive<S>(&mut self, reader: &mut Reader<S>) -> Result<()>
+    where
+        S: Body<Data = Bytes> + Unpin,
+        S::Error: std::fmt::Display,
+    {
+        self.wait_for_attempt().await?;
+        self.note_absent().await?;
+        while let Some(event) = reader.next().await? {
+            match event {
+                Event::Begin(_) => {
+                    return Err(Error::invalid("`begin`", "in a later message", "in the first message only"));
+                }
+                Event::Extent(extent, elements) => self.check(extent, elements).await?,
+                Event::Payload(bytes) => self.take(bytes).await?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until the coordinator has told of the push's attempt, which the rank may have heard of first.
+    ///
+    /// # Errors
+    /// [`Error::StaleEpoch`], [`Error::StepMismatch`], [`Error::StaleAttempt`] if it is over, or not the next one;
+    /// [`Error::Timeout`].
+    async fn wait_for_attempt(&self) -> Result<()> {
+        let (job, attempt) = (&self.job, self.attempt);
+        let is_open = || {
+            let current = job.attempt();
+            let is_upload = matches!(self.what, What::Start(_));
+            if attempt == current || is_upload && attempt.epoch == current.epoch {
+                return Ok(Some(()));
+            }
+            let is_next = attempt > current && attempt.step <= current.step + 1;
+            if is_next || is_upload && attempt.epoch > current.epoch {
+                return Ok(None);
+            }
+            Err(attempt.refusal(&job.spec.name, current))
+        };
+        if is_open()?.is_some() {
+            return Ok(());
+        }
+        let waiting_for =
+            || format!("{attempt:?} of job {:?} to be opened by the coordinator", job.spec.name);
+        job.wait_for(self.store.deadline(0), is_open, waiting_for).await
     }
 
     /// Checks an extent before any of its bytes is used.
     async fn check(&mut self, extent: Extent, elements: u64) -> Result<()> {
         let sent = self.check_takes(extent)?;
         self.check_bounds(extent, elements, sent)?;
-        if let What::Step(step) = self.what {
-            self.wait_for_step(extent.slice, step).await?;
+        if let What::Step = self.what {
+            self.wait_for_version(extent.slice).await?;
         }
         self.next = extent;
         Ok(())
@@ -105,16 +159,16 @@ impl<'a, B: Backend> Push<'a, B> {
                 part.check(slice.group.is_some(), tensor)?;
                 Ok(Sent::Start)
             }
-            What::Step(_) if slice.group.is_some() => Ok(Sent::Gradient),
-            What::Step(_) if !slice.buffer => Err(Error::invalid(
+            What::Step if slice.group.is_some() => Ok(Sent::Gradient),
+            What::Step if !slice.buffer => Err(Error::invalid(
                 format!("gradient of tensor {tensor:?}"),
                 "pushed",
                 "left out: the tensor is frozen",
             )),
-            What::Step(_) if extent.dtype != DType::F32 => {
+            What::Step if extent.dtype != DType::F32 => {
                 Err(Error::invalid(format!("dtype of buffer {tensor:?}"), extent.dtype, "f32"))
             }
-            What::Step(_) => Ok(Sent::Buffer),
+            What::Step => Ok(Sent::Buffer),
         }
     }
 
@@ -143,7 +197,6 @@ impl<'a, B: Backend> Push<'a, B> {
 
     /// Takes the opening message's word for what does not come.
     async fn note_absent(&self) -> Result<()> {
-        let What::Step(step) = self.what else { return Ok(()) };
         for &index in &self.begin.absent {
             let slice = self.job.slice(index)?;
             if slice.group.is_none() {
@@ -151,27 +204,28 @@ impl<'a, B: Backend> Push<'a, B> {
                 let what = format!("tensor {tensor:?}");
                 return Err(Error::invalid(what, "said to be absent", "left out: it does not train"));
             }
-            self.wait_for_step(index, step).await?;
-            self.job.absent(self.begin.epoch, step, index, self.begin.rank)?;
+            self.wait_for_version(index).await?;
+            self.job.absent(self.attempt, index, self.begin.rank)?;
             // Zeros for a large slice take a while, and others want this thread.
             tokio::task::yield_now().await;
         }
         Ok(())
     }
 
-    /// A gradient of the next step may come while this one is still being applied.
-    async fn wait_for_step(&self, index: u32, step: u64) -> Result<()> {
+    /// A gradient may come while the step before it is still being applied, or version 0 is being published.
+    async fn wait_for_version(&self, index: u32) -> Result<()> {
         let slice = self.job.slice(index)?;
-        if slice.version().is_none_or(|version| version + 1 != step) {
-            return self.job.check_step(slice, step);
+        let step = self.attempt.step;
+        if slice.version() == Some(step) {
+            return Ok(());
         }
-        let ready = || {
-            self.job.check_epoch(self.begin.epoch)?;
-            Ok((slice.version() == Some(step)).then_some(()))
+        let ready = || match self.job.attempt() {
+            current if self.attempt < current => Err(self.attempt.refusal(&self.begin.job, current)),
+            _ => Ok((slice.version() == Some(step)).then_some(())),
         };
         let waiting_for =
             || format!("version {step} of slice {index} of job {:?}, to push its gradient", self.begin.job);
-        self.job.wait_for(self.store.deadline(0)?, ready, waiting_for).await
+        self.job.wait_for(self.store.deadline(0), ready, waiting_for).await
     }
 
     async fn take(&mut self, bytes: Bytes) -> Result<()> {
@@ -180,11 +234,9 @@ impl<'a, B: Backend> Push<'a, B> {
         self.store.metrics.push_received_bytes.inc_by(bytes.len() as u64);
         let piece = Piece { rank: self.begin.rank, offset: offset as usize, dtype, bytes };
         let new = match self.what {
-            What::Start(upload) => self.job.upload(self.begin.epoch, slice, upload, &piece)?,
-            What::Step(step) if self.job.slice(slice)?.buffer => {
-                self.job.replace(self.begin.epoch, step, slice, &piece)?
-            }
-            What::Step(step) => self.contribute(step, slice, &piece).await?,
+            What::Start(upload) => self.job.upload(self.attempt, slice, upload, &piece)?,
+            What::Step if self.job.slice(slice)?.buffer => self.job.replace(self.attempt, slice, &piece)?,
+            What::Step => self.contribute(slice, &piece).await?,
         };
         self.next.offset += elements;
         self.counted.added += new;
@@ -193,8 +245,8 @@ impl<'a, B: Backend> Push<'a, B> {
         Ok(())
     }
 
-    async fn contribute(&self, step: u64, slice: u32, piece: &Piece) -> Result<u64> {
-        let contribute = || self.job.contribute(self.begin.epoch, step, slice, piece);
+    async fn contribute(&self, slice: u32, piece: &Piece) -> Result<u64> {
+        let contribute = || self.job.contribute(self.attempt, slice, piece);
         match contribute() {
             Err(Error::ParkingFull { .. }) => {
                 self.job.contribution(PARKING_WAIT).await;
@@ -212,7 +264,7 @@ fn what(begin: &pb::PushBegin, spec: &JobSpec) -> Result<What> {
             let found = format!("of part {:?} with {} applied steps", begin.part, begin.applied);
             return Err(Error::invalid(format!("push of step {step}"), found, "without either"));
         }
-        return Ok(What::Step(step));
+        return Ok(What::Step);
     }
     if !begin.absent.is_empty() {
         let found = format!("said of {} slices", begin.absent.len());

@@ -23,9 +23,8 @@ impl<B: Backend> Service<B> {
     }
 
     async fn digests(&self, request: pb::DigestRequest) -> Result<pb::DigestResponse> {
-        let job = self.store.job(&request.job)?;
-        let deadline = self.store.deadline(request.wait_ms)?;
-        job.wait_for_version(request.version, deadline).await?;
+        let job = self.store.job(&request.job, request.job_id)?;
+        job.wait_for_version(request.version, self.store.deadline(request.wait_ms)).await?;
         // Hashing reads all of the state: not on a thread that serves others.
         let digests = move || {
             let digest = |(slice, held): (u32, &super::slice::Slice<B>)| {
@@ -41,8 +40,8 @@ impl<B: Backend> Service<B> {
     }
 
     async fn applied_steps(&self, request: pb::StepsRequest) -> Result<pb::StepsResponse> {
-        let job = self.store.job(&request.job)?;
-        job.wait_for_version(request.version, self.store.deadline(request.wait_ms)?).await?;
+        let job = self.store.job(&request.job, request.job_id)?;
+        job.wait_for_version(request.version, self.store.deadline(request.wait_ms)).await?;
         let mut response = pb::StepsResponse::default();
         for (index, slice) in job.slices().filter(|(_, slice)| slice.group.is_some()) {
             response.slices.push(index);

@@ -8,9 +8,10 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 
-use zeroshard_proto::{DType, Error, JobSpec, Optimizer, Result, SliceSpec};
+use zeroshard_proto::{DType, JobSpec, Optimizer, Result, SliceSpec};
 
 use super::{
+    attempt::Attempt,
     lane::Lane,
     round::{Absent, ParkingBudget, Piece, Round},
 };
@@ -20,15 +21,17 @@ use crate::{
 };
 use buffer::Next;
 use filling::Filling;
+use versioned::Versioned;
 
 mod buffer;
 mod filling;
 mod read;
 mod upload;
+mod versioned;
 
 pub(crate) use upload::Upload;
 
-/// The version of a slice whose initial parameters are not complete.
+/// The version of a slice of a job whose initial parameters are not complete.
 const NOT_INITIALISED: u64 = u64::MAX;
 
 /// A slice that this server owns.
@@ -54,11 +57,16 @@ pub(crate) struct Slice<B: Backend> {
 }
 
 struct Inner<B: Backend> {
+    /// What was uploaded or contributed so far came in this attempt. It moves on with the first message of a later one, so
+    /// that there is no moment between two attempts.
+    attempt: Attempt,
+    /// Ranks that have no more data: absent from every attempt.
+    done: Vec<u32>,
     /// Master weights, f32; of a slice that takes no gradients the parameters as they are published.
-    master: Arc<B::Buffer>,
+    master: Versioned<B>,
     /// The master weights in the tensor's dtype, where that is not f32.
-    published: Option<Arc<B::Buffer>>,
-    state: Vec<Arc<B::Buffer>>,
+    published: Option<Versioned<B>>,
+    state: Vec<Versioned<B>>,
     /// Steps that were applied: not skipped, and with a gradient from somebody.
     applied: u64,
     /// What has come of the initial parameters.
@@ -76,6 +84,8 @@ struct Inner<B: Backend> {
 struct Open<B: Backend> {
     sum: B::Buffer,
     round: Round,
+    /// Whether the reduced gradient's figures have been given out: from then on the step may be decided at any moment.
+    is_reported: bool,
 }
 
 /// A slice's gradient of a step, when every rank's is in.
@@ -90,9 +100,10 @@ pub(crate) struct Reduced {
 
 /// What a step does to a slice.
 pub(crate) struct Step<'a> {
-    pub(crate) version: u64,
     /// `None`: skip.
     pub(crate) apply: Option<Apply<'a>>,
+    /// The first attempt at the step after it.
+    pub(crate) next: Attempt,
 }
 
 /// What is the same for every slice of a step that is not skipped.
@@ -121,6 +132,7 @@ impl<B: Backend> Slice<B> {
         job: &JobSpec,
         index: usize,
         lanes: Arc<[Lane]>,
+        attempt: Attempt,
     ) -> Result<Self, OutOfMemory> {
         let JobSpec { manifest, groups, .. } = job;
         let spec = manifest.slices()[index];
@@ -128,22 +140,23 @@ impl<B: Backend> Slice<B> {
         let group = tensor.trains().then_some(tensor.group as usize);
         let buffer = |dtype| backend.allocate(dtype, spec.numel);
         let inner = match group {
-            None => Inner::new(buffer(tensor.dtype)?, &lanes),
+            None => Inner::new(buffer(tensor.dtype)?, &lanes, attempt),
             Some(group) => Inner {
                 uploaded_state: groups[group].state().iter().map(|_| Filling::new(&lanes)).collect(),
                 published: match tensor.dtype {
                     DType::F32 => None,
-                    dtype => Some(Arc::new(buffer(dtype)?)),
+                    dtype => Some(Versioned::new(buffer(dtype)?)),
                 },
                 state: optim::initial_state(backend, &groups[group], spec.numel)?
                     .into_iter()
-                    .map(Arc::new)
+                    .map(Versioned::new)
                     .collect(),
                 open: Some(Open {
                     sum: buffer(DType::F32)?,
                     round: Round::new(index as u32, spec.numel, &lanes),
+                    is_reported: false,
                 }),
-                ..Inner::new(buffer(DType::F32)?, &lanes)
+                ..Inner::new(buffer(DType::F32)?, &lanes, attempt)
             },
         };
         Ok(Self {
@@ -180,35 +193,44 @@ impl<B: Backend> Slice<B> {
         }
     }
 
-    /// Adds a piece of a contributing rank's gradient. Returns how many elements were new and, when the last
-    /// rank's last element is in, the reduced gradient's figures. `current` as for [`Self::upload`].
+    /// Adds a piece of a contributing rank's gradient. Returns how many elements were new and, once in each attempt,
+    /// the reduced gradient's figures when it is complete. `current` says, under the slice's lock, whether `attempt` is
+    /// the job's open one.
+    ///
+    /// # Errors
+    /// Those of `current` and of [`Round::contribute`]; [`zeroshard_proto::Error::OutOfMemory`] if the gradient is
+    /// complete and the step could not be applied.
     pub(crate) fn contribute(
         &self,
         backend: &B,
+        attempt: Attempt,
         piece: &Piece,
         budget: &Arc<ParkingBudget>,
         current: impl FnOnce() -> Result<()>,
     ) -> Result<(u64, Option<Reduced>)> {
         let mut inner = self.lock();
         current()?;
+        self.enter(backend, &mut inner, attempt);
         let open = inner.open.as_mut().expect("the caller asked `group`");
         let new = open.round.contribute(backend, &mut open.sum, piece, budget)?;
-        Ok((new, (new > 0).then(|| open.reduced()).flatten()))
+        Ok((new, inner.reduced(backend)?))
     }
 
-    /// Notes that a rank sends nothing more of this step's gradient. Returns the reduced gradient's figures, if the
-    /// step waited for nothing else. `current` as for [`Self::upload`].
+    /// Notes that a rank sends nothing more of this attempt's gradient. Returns the reduced gradient's figures, if the
+    /// attempt waited for nothing else. `current` and errors as for [`Self::contribute`].
     pub(crate) fn absent(
         &self,
         backend: &B,
+        attempt: Attempt,
         rank: u32,
         current: impl FnOnce() -> Result<()>,
     ) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
         current()?;
+        self.enter(backend, &mut inner, attempt);
         let open = inner.open.as_mut().expect("the caller asked `group`");
-        let news = open.round.absent(backend, &mut open.sum, rank);
-        Ok(news.then(|| open.reduced()).flatten())
+        open.round.absent(backend, &mut open.sum, rank);
+        inner.reduced(backend)
     }
 
     /// The first rank whose gradient is not all here.
@@ -216,50 +238,96 @@ impl<B: Backend> Slice<B> {
         self.lock().open.as_ref()?.round.missing_rank()
     }
 
-    /// Drops what has come of the open step and, unless the job is `initialised`, of the upload.
-    pub(crate) fn abort(&self, initialised: bool) {
+    /// Drops what came in attempts before `attempt`, unless a message of that or a later one has done so. Returns the
+    /// reduced gradient's figures if that leaves nothing to wait for.
+    ///
+    /// # Errors
+    /// As [`Self::contribute`].
+    pub(crate) fn catch_up(&self, backend: &B, attempt: Attempt) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
-        if let Some(open) = &mut inner.open {
-            open.round.reset();
+        // A slice that the decision has not reached yet is at the step before.
+        if attempt <= inner.attempt || self.version().is_some_and(|version| version != attempt.step) {
+            return Ok(None);
         }
-        inner.next = None;
-        if !initialised {
-            inner.forget_upload();
-            self.version.store(NOT_INITIALISED, Ordering::Release);
+        self.enter(backend, &mut inner, attempt);
+        inner.reduced(backend)
+    }
+
+    /// From now on `rank` is absent from every attempt or, if it is not `done`, takes part again from the next one on.
+    /// Returns the reduced gradient's figures, if the open attempt waited for nothing else.
+    ///
+    /// # Errors
+    /// As [`Self::contribute`].
+    pub(crate) fn set_done(&self, backend: &B, rank: u32, done: bool) -> Result<Option<Reduced>> {
+        let mut inner = self.lock();
+        let inner = &mut *inner;
+        inner.done.retain(|&other| other != rank);
+        if !done {
+            return Ok(None);
+        }
+        inner.done.push(rank);
+        let Some(open) = &mut inner.open else { return Ok(None) };
+        open.round.absent(backend, &mut open.sum, rank);
+        inner.reduced(backend)
+    }
+
+    /// Moves on to `attempt`, if it is a later one. Under the lock.
+    fn enter(&self, backend: &B, inner: &mut Inner<B>, attempt: Attempt) {
+        if inner.attempt < attempt {
+            inner.next = None;
+            if self.version().is_none() {
+                inner.forget_upload();
+            }
+            inner.restart(backend, attempt);
         }
     }
 
-    /// Takes the slice from `step.version` to the next.
+    /// Version 0 is there.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if a reader holds the old version and there is no room for the new one.
-    pub(crate) fn step(&self, backend: &B, step: &Step<'_>) -> Result<()> {
+    /// [`zeroshard_proto::Error::OutOfMemory`].
+    pub(crate) fn publish(&self, backend: &B) -> Result<()> {
         let mut inner = self.lock();
         let inner = &mut *inner;
-        if let Some((group, open)) = self.group.zip(inner.open.as_mut()) {
-            if let Some(apply) = step.apply
-                && !open.round.is_absent_everywhere()
-            {
-                let coefficient = if self.no_clip { apply.unclipped } else { apply.coefficient };
-                let coefficient = (coefficient / self.divisor) as f32;
-                let optimizer = &apply.groups[group];
-                let update = Update { optimizer, step: inner.applied + 1, coefficient };
-                let published = inner.published.as_mut().map(|p| exclusive(backend, p)).transpose()?;
-                let master = exclusive(backend, &mut inner.master)?;
-                let state = inner.state.iter_mut().map(|state| exclusive(backend, state));
-                let mut state = state.collect::<Result<Vec<_>>>()?;
-                backend.apply(&update, master, &mut state, &open.sum, published);
-                inner.applied += 1;
-            }
-            open.round.reset();
+        if let Some(published) = &mut inner.published {
+            backend.copy(inner.master.current(), published.write(backend)?);
         }
-        inner.turn_over(&self.lanes);
-        self.enter(step.version + 1);
+        self.set_version(0);
         Ok(())
     }
 
+    /// Takes the slice to the version of `step.next`. Returns the figures of the next step's gradient, if nobody has one.
+    ///
+    /// # Errors
+    /// [`zeroshard_proto::Error::OutOfMemory`] if a reader holds the old version and nothing was reserved, which does not
+    /// happen after the gradient's figures were given out.
+    pub(crate) fn step(&self, backend: &B, step: &Step<'_>) -> Result<Option<Reduced>> {
+        let mut inner = self.lock();
+        let inner = &mut *inner;
+        if let Some((group, open)) = self.group.zip(inner.open.as_mut())
+            && let Some(apply) = step.apply
+            && !open.round.is_absent_everywhere()
+        {
+            let coefficient = if self.no_clip { apply.unclipped } else { apply.coefficient };
+            let coefficient = (coefficient / self.divisor) as f32;
+            let optimizer = &apply.groups[group];
+            let update = Update { optimizer, step: inner.applied + 1, coefficient };
+            let published = inner.published.as_mut().map(|p| p.write(backend)).transpose()?;
+            let master = inner.master.write(backend)?;
+            let state = inner.state.iter_mut().map(|state| state.write(backend));
+            let mut state = state.collect::<Result<Vec<_>>>()?;
+            backend.apply(&update, master, &mut state, &open.sum, published);
+            inner.applied += 1;
+        }
+        inner.buffers().for_each(Versioned::release);
+        inner.turn_over(&self.lanes);
+        inner.restart(backend, step.next);
+        self.set_version(step.next.step);
+        inner.reduced(backend)
+    }
+
     /// From here on `version` is there. Under the lock.
-    fn enter(&self, version: u64) {
+    fn set_version(&self, version: u64) {
         self.version.store(version, Ordering::Release);
     }
 
@@ -269,9 +337,11 @@ impl<B: Backend> Slice<B> {
 }
 
 impl<B: Backend> Inner<B> {
-    fn new(master: B::Buffer, lanes: &[Lane]) -> Self {
+    fn new(master: B::Buffer, lanes: &[Lane], attempt: Attempt) -> Self {
         Self {
-            master: Arc::new(master),
+            attempt,
+            done: Vec::new(),
+            master: Versioned::new(master),
             published: None,
             state: Vec::new(),
             applied: 0,
@@ -282,33 +352,39 @@ impl<B: Backend> Inner<B> {
             next: None,
         }
     }
-}
 
-impl<B: Backend> Open<B> {
-    /// The gradient's figures, once it is complete.
-    fn reduced(&self) -> Option<Reduced> {
-        if !self.round.is_complete() {
-            return None;
+    /// Everything that a step writes and others read.
+    fn buffers(&mut self) -> impl Iterator<Item = &mut Versioned<B>> {
+        self.published.iter_mut().chain([&mut self.master]).chain(&mut self.state)
+    }
+
+    /// Begins `attempt` with nothing from anybody.
+    fn restart(&mut self, backend: &B, attempt: Attempt) {
+        self.attempt = attempt;
+        if let Some(open) = &mut self.open {
+            open.round.reset();
+            open.is_reported = false;
+            for &rank in &self.done {
+                open.round.absent(backend, &mut open.sum, rank);
+            }
         }
-        let sum_of_squares = self.round.sum_of_squares();
-        let overflow = self.round.overflow();
-        let overflow = (overflow.is_some() || !sum_of_squares.is_finite()).then_some(overflow);
-        Some(Reduced { sum_of_squares, overflow, absent: self.round.absentees() })
     }
-}
 
-/// Write access: in place if nobody else holds the buffer, else to a copy of it.
-fn exclusive<'a, B: Backend>(backend: &B, buffer: &'a mut Arc<B::Buffer>) -> Result<&'a mut B::Buffer> {
-    if Arc::get_mut(buffer).is_none() {
-        let (dtype, numel) = (backend.dtype(buffer), backend.numel(buffer));
-        let mut fresh = backend.allocate(dtype, numel).map_err(|_| Error::OutOfMemory {
-            what: "a version beside the one that is being read".to_owned(),
-            bytes: (numel * dtype.size()) as u64,
-        })?;
-        backend.copy(buffer, &mut fresh);
-        *buffer = Arc::new(fresh);
+    /// The gradient's figures, the first time that it is found complete. What the step needs is reserved before.
+    fn reduced(&mut self, backend: &B) -> Result<Option<Reduced>> {
+        if self.open.as_ref().is_none_or(|open| open.is_reported || !open.round.is_complete()) {
+            return Ok(None);
+        }
+        for buffer in self.buffers() {
+            buffer.reserve(backend)?;
+        }
+        let Some(open) = &mut self.open else { return Ok(None) };
+        open.is_reported = true;
+        let sum_of_squares = open.round.sum_of_squares();
+        let overflow = open.round.overflow();
+        let overflow = (overflow.is_some() || !sum_of_squares.is_finite()).then_some(overflow);
+        Ok(Some(Reduced { sum_of_squares, overflow, absent: open.round.absentees() }))
     }
-    Ok(Arc::get_mut(buffer).expect("nobody else has seen the copy"))
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! What a slice begins with, what a step takes along, and what it leaves alone.
 
+use std::cell::Cell;
+
 use zeroshard_proto::{Error, Manifest, TensorSpec};
 
 use super::*;
@@ -15,6 +17,8 @@ pub(super) struct Subject {
     budget: Arc<ParkingBudget>,
     groups: Vec<Optimizer>,
     pub(super) slice: Slice<Cpu>,
+    /// The open one.
+    attempt: Cell<Attempt>,
 }
 
 pub(super) fn bytes(values: &[f32]) -> bytes::Bytes {
@@ -38,8 +42,10 @@ impl Subject {
     pub(super) fn of(job: JobSpec) -> Self {
         let backend = Cpu::new();
         let lanes = Lanes::new(&job, 0).of(&job.manifest.slices()[0]);
-        let slice = Slice::allocate(&backend, &job, 0, lanes).unwrap();
-        Self { backend, budget: ParkingBudget::new(0), groups: job.groups, slice }
+        let attempt = Attempt::first(1, 0);
+        let slice = Slice::allocate(&backend, &job, 0, lanes, attempt).unwrap();
+        let attempt = Cell::new(attempt);
+        Self { backend, budget: ParkingBudget::new(0), groups: job.groups, slice, attempt }
     }
 
     fn tensor() -> TensorSpec {
@@ -54,17 +60,29 @@ impl Subject {
         self.upload_piece(upload, &piece(0, offset, values))
     }
 
+    /// Publishes the slice when it is complete.
     pub(super) fn upload_piece(&self, upload: Upload, piece: &Piece) -> Result<(u64, bool)> {
-        self.slice.upload(&self.backend, upload, piece, || Ok(()))
+        let uploaded = self.slice.upload(&self.backend, self.attempt.get(), upload, piece, || Ok(()))?;
+        if uploaded.1 {
+            self.slice.publish(&self.backend).unwrap();
+        }
+        Ok(uploaded)
+    }
+
+    /// A later attempt: what came before is dropped.
+    pub(super) fn restart(&self) {
+        let attempt = self.attempt.get();
+        self.attempt.set(Attempt { epoch: attempt.epoch + 1, ..attempt });
+        self.slice.catch_up(&self.backend, self.attempt.get()).unwrap();
     }
 
     pub(super) fn push(&self, rank: u32, values: &[f32]) -> Option<Reduced> {
         let piece = piece(rank, 0, values);
-        self.slice.contribute(&self.backend, &piece, &self.budget, || Ok(())).unwrap().1
+        self.slice.contribute(&self.backend, self.attempt.get(), &piece, &self.budget, || Ok(())).unwrap().1
     }
 
     pub(super) fn absent(&self, rank: u32) -> Option<Reduced> {
-        self.slice.absent(&self.backend, rank, || Ok(())).unwrap()
+        self.slice.absent(&self.backend, self.attempt.get(), rank, || Ok(())).unwrap()
     }
 
     fn replace(&self, offset: usize, values: &[f32]) -> u64 {
@@ -72,20 +90,27 @@ impl Subject {
     }
 
     pub(super) fn replace_piece(&self, piece: &Piece) -> u64 {
-        self.slice.replace(&self.backend, piece, || Ok(())).unwrap()
+        self.slice.replace(&self.backend, self.attempt.get(), piece, || Ok(())).unwrap()
     }
 
     pub(super) fn step(&self, version: u64, coefficient: f64, unclipped: f64) {
         let apply = Some(Apply { groups: &self.groups, coefficient, unclipped });
-        self.slice.step(&self.backend, &Step { version, apply }).unwrap();
+        self.enter(version, apply);
     }
 
     fn skip(&self, version: u64) {
-        self.slice.step(&self.backend, &Step { version, apply: None }).unwrap();
+        self.enter(version, None);
+    }
+
+    fn enter(&self, version: u64, apply: Option<Apply<'_>>) {
+        assert_eq!(self.slice.version(), Some(version));
+        let next = Attempt::first(self.attempt.get().epoch, version + 1);
+        self.attempt.set(next);
+        assert_eq!(self.slice.step(&self.backend, &Step { apply, next }), Ok(None));
     }
 
     fn held(&self, part: Part, version: u64) -> Arc<<Cpu as Backend>::Buffer> {
-        self.slice.read(part, "job", version).unwrap().expect("it is there")
+        self.slice.read(&self.backend, part, "job", version).unwrap().expect("it is there")
     }
 
     pub(super) fn read(&self, part: Part, version: u64) -> bytes::Bytes {
@@ -146,13 +171,13 @@ fn a_new_epoch_before_the_parameters_are_complete_forgets_state_and_steps() {
     let adagrad = r#"{"name":"adagrad","initial_accumulator_value":0.25}"#;
     let subject = Subject::new(adagrad, Subject::tensor(), 1);
     subject.upload(Upload { state: Some(0), applied: 7 }, 0, &[0.5; NUMEL]).unwrap();
-    subject.slice.abort(false);
-    subject.slice.abort(false);
+    subject.restart();
+    subject.restart();
     subject.upload(PARAMETERS, 0, &[0.0; NUMEL]).unwrap();
     assert_eq!(subject.applied(0), 0);
     assert_eq!(subject.read(Part::State(0), 0), bytes(&[0.25; NUMEL]));
     // Later ones keep it all.
-    subject.slice.abort(true);
+    subject.restart();
     assert_eq!(subject.read(Part::State(0), 0), bytes(&[0.25; NUMEL]));
 }
 
@@ -237,7 +262,7 @@ fn a_buffer_moves_with_the_step_bit_for_bit_and_its_readers_keep_theirs() {
     assert_eq!(subject.read(Part::Parameters, 3), expected);
     // A new epoch forgets what came; a skipped step takes what came all the same.
     subject.replace(0, &[2.0; NUMEL]);
-    subject.slice.abort(true);
+    subject.restart();
     subject.replace(0, &[3.0; NUMEL]);
     subject.skip(3);
     assert_eq!(subject.read(Part::Parameters, 4), bytes(&[3.0; NUMEL]));
@@ -251,8 +276,11 @@ fn master_weights_are_read_beside_what_is_published() {
     subject.upload(PARAMETERS, 0, &[fine; NUMEL]).unwrap();
     assert_eq!(subject.read(Part::Master, 0), bytes(&[fine; NUMEL]));
     assert_eq!(subject.read(Part::Parameters, 0), bytes(&[1.0; NUMEL]));
-    assert!(matches!(subject.slice.read(Part::Master, "job", 1), Ok(None)));
+    assert!(matches!(subject.slice.read(&subject.backend, Part::Master, "job", 1), Ok(None)));
     subject.skip(0);
-    assert!(matches!(subject.slice.read(Part::Master, "job", 0), Err(Error::VersionGone { .. })));
+    assert!(matches!(
+        subject.slice.read(&subject.backend, Part::Master, "job", 0),
+        Err(Error::VersionGone { .. })
+    ));
     assert!(matches!(subject.slice.applied("job", 0), Err(Error::VersionGone { .. })));
 }

@@ -1,10 +1,8 @@
 //! The jobs that a server holds slices of.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, RwLock},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
+
+use dashmap::DashMap;
 
 use zeroshard_proto::{Error, Result, pb};
 
@@ -31,7 +29,8 @@ pub(crate) struct Store<B: Backend> {
     pub(crate) limits: Limits,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) budget: Arc<ParkingBudget>,
-    jobs: RwLock<HashMap<String, Arc<Job<B>>>>,
+    /// By name.
+    jobs: DashMap<String, Arc<Job<B>>>,
 }
 
 impl<B: Backend> Store<B> {
@@ -41,49 +40,51 @@ impl<B: Backend> Store<B> {
             budget: ParkingBudget::new(limits.parked_bytes),
             limits,
             metrics,
-            jobs: RwLock::default(),
+            jobs: DashMap::new(),
         }
     }
 
+    /// The job of that name, if it is the one with this id. Readers may say 0: whatever job has the name.
+    ///
     /// # Errors
-    /// [`Error::UnknownJob`].
-    pub(crate) fn job(&self, name: &str) -> Result<Arc<Job<B>>> {
-        let jobs = self.jobs.read().expect("no holder of the lock panics");
-        jobs.get(name).cloned().ok_or_else(|| Error::UnknownJob { job: name.to_owned() })
-    }
-
-    pub(crate) fn insert(&self, job: Arc<Job<B>>) {
-        let mut jobs = self.jobs.write().expect("no holder of the lock panics");
-        jobs.insert(job.spec.name.clone(), job);
-    }
-
-    pub(crate) fn close(&self, name: &str) {
-        let job = self.jobs.write().expect("no holder of the lock panics").remove(name);
-        if let Some(job) = job {
-            job.close();
+    /// [`Error::UnknownJob`], [`Error::JobReplaced`].
+    pub(crate) fn job(&self, name: &str, id: u64) -> Result<Arc<Job<B>>> {
+        let Some(job) = self.jobs.get(name) else { return Err(Error::UnknownJob { job: name.to_owned() }) };
+        if id != 0 && job.id != id {
+            return Err(Error::JobReplaced { job: name.to_owned() });
         }
-        self.metrics.forget_job(name);
+        Ok(job.clone())
+    }
+
+    /// Takes in a job that has been opened. It may have been closed meanwhile.
+    pub(crate) fn insert(&self, job: Arc<Job<B>>) {
+        self.jobs.insert(job.spec.name.clone(), job.clone());
+        if job.closed().is_cancelled() {
+            self.close(&job.spec.name, job.id);
+        }
+    }
+
+    /// Ends the calls of a job and frees its memory, once the last of them has let go of it.
+    pub(crate) fn close(&self, name: &str, id: u64) {
+        if let Some((_, job)) = self.jobs.remove_if(name, |_, job| job.id == id) {
+            job.close();
+            self.metrics.forget_job(name);
+        }
     }
 
     pub(crate) fn close_all(&self) {
-        let names: Vec<_> = self.jobs().iter().map(|job| job.spec.name.clone()).collect();
-        names.iter().for_each(|name| self.close(name));
+        for job in self.jobs() {
+            self.close(&job.spec.name, job.id);
+        }
     }
 
-    /// When a call that may wait `wait_ms` (0: the default) must have its answer.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if that is longer than [`MAX_WAIT`].
-    pub(crate) fn deadline(&self, wait_ms: u32) -> Result<Deadline> {
+    /// When a call that may wait `wait_ms` (0: the default; at most [`MAX_WAIT`]) must have its answer.
+    pub(crate) fn deadline(&self, wait_ms: u32) -> Deadline {
         let wait = match wait_ms {
             0 => self.limits.wait,
             ms => Duration::from_millis(ms.into()),
         };
-        if wait > MAX_WAIT {
-            let expected = format!("at most {} ms", MAX_WAIT.as_millis());
-            return Err(Error::invalid("wait_ms", wait_ms, expected));
-        }
-        Ok(Deadline::after(wait))
+        Deadline::after(wait.min(MAX_WAIT))
     }
 
     /// What this server holds now; also brings the metrics up to date.
@@ -101,7 +102,7 @@ impl<B: Backend> Store<B> {
                 version: job.version(),
                 slices: job.slices().count() as u32,
                 waiting_for: job.waiting_for().unwrap_or_default(),
-                job_id: 0,
+                job_id: job.id,
             });
         }
         self.show(&stats);
@@ -124,6 +125,6 @@ impl<B: Backend> Store<B> {
     }
 
     fn jobs(&self) -> Vec<Arc<Job<B>>> {
-        self.jobs.read().expect("no holder of the lock panics").values().cloned().collect()
+        self.jobs.iter().map(|job| job.value().clone()).collect()
     }
 }

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use bytes::{Bytes, BytesMut};
 use futures_util::{StreamExt, TryStreamExt};
 use http_body_util::Full;
-use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+use tokio::sync::mpsc::Receiver;
+use tokio_util::sync::CancellationToken;
 use zeroshard_proto::{
     DType,
     DimPlacement::{Partial, Shard},
@@ -15,7 +16,8 @@ use zeroshard_proto::{
 };
 
 use super::{
-    job::{Job, Surroundings},
+    events::Events,
+    job::{Job, Opening, Surroundings},
     lane::tests::job,
     pull, push,
     store::{Limits, Store},
@@ -23,11 +25,17 @@ use super::{
 use crate::{backend::Cpu, metrics::Metrics};
 
 const EPOCH: u64 = 1;
+const JOB_ID: u64 = 77;
+
+/// The lease of a rank.
+fn lease(rank: u32) -> u64 {
+    1000 + u64::from(rank)
+}
 
 /// One server with one job.
 struct Subject {
     store: Arc<Store<Cpu>>,
-    said: UnboundedReceiver<Said>,
+    said: Receiver<Said>,
 }
 
 impl Subject {
@@ -35,28 +43,49 @@ impl Subject {
         let limits =
             Limits { wait: std::time::Duration::from_secs(60), max_message: 1 << 20, parked_bytes: 0 };
         let store = Arc::new(Store::new(Cpu::new(), limits, Metrics::new()));
-        let (events, said) = unbounded_channel();
+        let (events, said) = Events::channel();
         let surroundings = Surroundings {
             backend: store.backend.clone(),
             budget: store.budget.clone(),
             metrics: store.metrics.clone(),
             events,
         };
-        let servers = vec![Server { id: 1, incarnation: 1, address: "host:1".to_owned() }];
+        let servers = vec![Server { id: 9, incarnation: 1, address: "host:1".to_owned() }];
         let placement = Placement::new(servers, 1, vec![0; spec.manifest.slices().len()]).unwrap();
-        store.insert(Arc::new(Job::open(spec, EPOCH, &placement, 1, surroundings).unwrap()));
+        let world = spec.world;
+        let opening = Opening { id: JOB_ID, spec, epoch: EPOCH, placement: &placement, server: 9 };
+        let job = Arc::new(Job::open(opening, CancellationToken::new(), surroundings).unwrap());
+        (0..world).for_each(|rank| job.grant(rank, lease(rank)));
+        store.insert(job);
         Self { store, said }
     }
 
     /// `values` of slice 0 from element `offset` on, by `rank`; of a step, or what the job begins with.
     async fn push(&self, rank: u32, step: Option<u64>, offset: u64, values: &[f32]) -> Result<()> {
         let mut writer = Writer::default();
-        writer.begin(pb::PushBegin { job: "job".into(), epoch: EPOCH, rank, step, ..Default::default() });
+        let begin = pb::PushBegin { rank, step, ..begin(rank) };
+        writer.begin(begin);
         let payload = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         writer.extent(Extent { slice: 0, offset, dtype: DType::F32 }, payload);
         writer.flush();
         let frames: BytesMut = std::iter::from_fn(|| writer.next_frame()).flatten().collect();
         push::push(&self.store, Full::new(frames.freeze())).await.map(|_| ())
+    }
+
+    /// What the server says next to the coordinator, but for leases.
+    async fn told(&mut self) -> Said {
+        loop {
+            match self.said.recv().await.expect("it says something") {
+                Said::Granted(_) => {}
+                other => return other,
+            }
+        }
+    }
+
+    /// Waits until all initial parameters are here, and publishes them.
+    async fn publish(&mut self) {
+        assert!(matches!(self.told().await, Said::Initialised(_)));
+        self.store.job("job", JOB_ID).unwrap().publish(EPOCH).unwrap();
     }
 
     /// What a pull of version 0 gives, as f32, and where each message begins.
@@ -78,6 +107,11 @@ impl Subject {
         }
         Ok((values, offsets))
     }
+}
+
+fn begin(rank: u32) -> pb::PushBegin {
+    let (job_id, lease) = (JOB_ID, lease(rank));
+    pb::PushBegin { job: "job".into(), job_id, lease, epoch: EPOCH, rank, ..Default::default() }
 }
 
 fn boxed(tensor: u32, offset: &[u64], size: &[u64]) -> pb::Box {
@@ -102,16 +136,16 @@ const COLUMNS: u64 = 100;
 async fn matrix() -> Subject {
     let tied = TensorSpec { alias_of: Some("w".into()), ..TensorSpec::new("tied", [ROWS, COLUMNS]) };
     let manifest = Manifest::new(vec![TensorSpec::new("w", [ROWS, COLUMNS]), tied]).unwrap();
-    let subject = Subject::new(JobSpec::new("job", manifest, vec!["sgd".parse().unwrap()]));
+    let mut subject = Subject::new(JobSpec::new("job", manifest, vec!["sgd".parse().unwrap()]));
     let values: Vec<f32> = (0..ROWS * COLUMNS).map(|i| i as f32).collect();
     subject.push(0, None, 0, &values).await.unwrap();
+    subject.publish().await;
     subject
 }
 
 #[tokio::test]
 async fn a_box_is_pulled_as_its_elements_and_counted_in_them() {
-    let mut subject = matrix().await;
-    assert!(matches!(subject.said.recv().await, Some(Said::Initialised(_))));
+    let subject = matrix().await;
     let expected: Vec<f32> =
         (3..63).flat_map(|row| (10..60).map(move |column| (row * COLUMNS + column) as f32)).collect();
     // By the tensor itself, and by the one that is tied to it.
@@ -169,12 +203,13 @@ fn parallel() -> Subject {
 #[tokio::test]
 async fn each_rank_pushes_its_box_and_what_is_missing_is_named_by_its_place() {
     let mut subject = parallel();
-    let job = subject.store.job("job").unwrap();
+    let job = subject.store.job("job", JOB_ID).unwrap();
     let waiting_for = || job.waiting_for().unwrap_or_default();
     assert_eq!(waiting_for(), "initial parameters of rank 0 (dp 0, tp 0) for tensor \"w\"");
     subject.push(0, None, 0, &[1.0; 8]).await.unwrap();
     assert_eq!(waiting_for(), "initial parameters of rank 1 (dp 0, tp 1) for tensor \"w\"");
     subject.push(1, None, 0, &[2.0; 8]).await.unwrap();
+    subject.publish().await;
     let whole = pb::PullRequest { ranges: vec![range(0, 0)], ..Default::default() };
     assert_eq!(subject.pull(whole).await.unwrap().0, [1.0, 1.0, 2.0, 2.0].repeat(4));
 
@@ -183,25 +218,28 @@ async fn each_rank_pushes_its_box_and_what_is_missing_is_named_by_its_place() {
     }
     assert_eq!(waiting_for(), "gradient of rank 3 (dp 1, tp 1) for tensor \"w\"");
     subject.push(3, Some(0), 0, &[3.0; 8]).await.unwrap();
-    assert!(matches!(subject.said.recv().await, Some(Said::Initialised(_))));
-    let Some(Said::Ready(ready)) = subject.said.recv().await else { panic!("ready") };
+    let Said::Ready(ready) = subject.told().await else { panic!("ready") };
     assert_eq!(ready.sums_of_squares, [8.0 * 4.0 + 8.0 * 16.0]);
+}
+
+async fn refused(subject: &Subject, rank: u32, step: Option<u64>, offset: u64) -> Error {
+    subject.push(rank, step, offset, &[7.0; 8]).await.unwrap_err()
 }
 
 #[tokio::test]
 async fn what_a_rank_does_not_have_is_refused_and_changes_nothing() {
-    let subject = parallel();
-    let refused = async |rank, step, offset| subject.push(rank, step, offset, &[7.0; 8]).await.unwrap_err();
+    let mut subject = parallel();
     assert_eq!(
-        refused(1, None, 1).await.to_string(),
+        refused(&subject, 1, None, 1).await.to_string(),
         "extent of slice 0 of tensor \"w\" is 8 elements from 1 on; it must be within the 8 that \
          rank 1 (dp 0, tp 1) has of its 16 elements"
     );
-    assert!(matches!(refused(2, None, 0).await, Error::Invalid { .. }), "rank 0 uploads that box");
+    assert!(matches!(refused(&subject, 2, None, 0).await, Error::Invalid { .. }), "rank 0 uploads that box");
     for rank in [0, 1] {
         subject.push(rank, None, 0, &[0.5; 8]).await.unwrap();
     }
-    assert!(matches!(refused(3, Some(0), u64::MAX).await, Error::Invalid { .. }));
+    subject.publish().await;
+    assert!(matches!(refused(&subject, 3, Some(0), u64::MAX).await, Error::Invalid { .. }));
     let whole = pb::PullRequest { ranges: vec![range(0, 0)], ..Default::default() };
     assert_eq!(subject.pull(whole).await.unwrap().0, [0.5; 16]);
     assert_eq!(subject.store.metrics.push_duplicate_bytes.get(), 0);

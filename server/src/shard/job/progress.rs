@@ -1,30 +1,42 @@
-//! How far the upload or the open step is, over all of a job's slices on this server.
+//! How far the upload or the open attempt is, over all of a job's slices on this server.
 
 use std::time::Instant;
 
 use prometheus::Histogram;
 use zeroshard_proto::pb;
 
-use crate::shard::slice::Reduced;
+use crate::shard::{attempt::Attempt, slice::Reduced};
 
 /// What is missing, and what has come of the gradients that are not.
 pub(super) struct Progress {
-    /// The version that is there; `None` before the initial parameters are complete.
+    /// The open attempt: the latest one that the coordinator has told of.
+    pub(super) attempt: Attempt,
+    /// The version that all slices have; `None` before version 0 is published.
     pub(super) version: Option<u64>,
+    /// Whether what is missing are initial parameters, not gradients.
+    pub(super) is_upload: bool,
     /// Slices that still miss something.
     pub(super) waiting: usize,
     sums_of_squares: Vec<(u32, f64)>,
     absent: Vec<pb::Absent>,
     overflow: Option<pb::Overflow>,
     /// When the first gradient came; after the reduction, when that ended.
-    pub(super) phase_began: Option<Instant>,
+    phase_began: Option<Instant>,
 }
 
 impl Progress {
-    pub(super) fn new(version: Option<u64>, waiting: usize) -> Self {
+    /// The upload of the initial parameters of so many slices.
+    pub(super) fn upload(attempt: Attempt, slices: usize) -> Self {
+        Self { is_upload: true, ..Self::step(attempt, None, slices) }
+    }
+
+    /// An attempt at a step, of so many slices that train.
+    pub(super) fn step(attempt: Attempt, version: Option<u64>, slices: usize) -> Self {
         Self {
+            attempt,
             version,
-            waiting,
+            is_upload: false,
+            waiting: slices,
             sums_of_squares: Vec::new(),
             absent: Vec::new(),
             overflow: None,
@@ -32,8 +44,8 @@ impl Progress {
         }
     }
 
-    /// Counts a slice's gradient.
-    pub(super) fn add(&mut self, slice: u32, reduced: Reduced) {
+    /// Counts a slice's gradient. Returns what the coordinator is told, if nothing is missing any more.
+    pub(super) fn add(&mut self, slice: u32, reduced: Reduced) -> Option<pb::StepReady> {
         self.sums_of_squares.push((slice, reduced.sum_of_squares));
         if let Some(absent) = reduced.absent {
             self.absent.push(pb::Absent { slice, rank: absent.rank, everywhere: absent.everywhere });
@@ -44,24 +56,31 @@ impl Progress {
             self.overflow = Some(first.unwrap_or(overflow));
         }
         self.waiting -= 1;
+        (self.waiting == 0).then(|| self.report())
     }
 
-    /// What the coordinator is told when nothing is missing.
-    pub(super) fn report(&mut self, job: &str, epoch: u64, step: u64) -> pb::StepReady {
+    /// The caller adds the job's name and id.
+    fn report(&mut self) -> pb::StepReady {
         let mut sums = std::mem::take(&mut self.sums_of_squares);
         sums.sort_unstable_by_key(|&(slice, _)| slice);
         let mut absent = std::mem::take(&mut self.absent);
         absent.sort_unstable_by_key(|absent| absent.slice);
         pb::StepReady {
-            job: job.to_owned(),
-            epoch,
-            step,
+            job: String::new(),
+            job_id: 0,
+            epoch: self.attempt.epoch,
+            step: self.attempt.step,
+            attempt: self.attempt.number,
             slices: sums.iter().map(|&(slice, _)| slice).collect(),
             sums_of_squares: sums.iter().map(|&(_, sum)| sum).collect(),
             overflow: self.overflow,
             absent,
-            ..Default::default()
         }
+    }
+
+    /// Notes that a gradient has come.
+    pub(super) fn begin_phase(&mut self) {
+        self.phase_began.get_or_insert_with(Instant::now);
     }
 
     /// Observes how long a phase of the step took, and begins the next.

@@ -1,13 +1,11 @@
 //! A buffer's next content (batch-norm statistics): bits that a step carries along, and no arithmetic touches.
 
-use std::sync::Arc;
-
 use zeroshard_proto::{Error, Result};
 
-use super::{Inner, Slice, filling::Filling};
+use super::{Inner, Slice, filling::Filling, versioned::Versioned};
 use crate::{
     backend::Backend,
-    shard::{lane::Lane, round::Piece},
+    shard::{attempt::Attempt, lane::Lane, round::Piece},
 };
 
 /// What has come of a buffer's next content.
@@ -25,11 +23,13 @@ impl<B: Backend> Slice<B> {
     pub(crate) fn replace(
         &self,
         backend: &B,
+        attempt: Attempt,
         piece: &Piece,
         current: impl FnOnce() -> Result<()>,
     ) -> Result<u64> {
         let mut inner = self.lock();
         current()?;
+        self.enter(backend, &mut inner, attempt);
         let next = match &mut inner.next {
             Some(next) => next,
             none => {
@@ -51,7 +51,7 @@ impl<B: Backend> Inner<B> {
         if let Some(next) = self.next.take()
             && next.received.is_complete(lanes)
         {
-            self.master = Arc::new(next.content);
+            self.master = Versioned::new(next.content);
         }
     }
 }

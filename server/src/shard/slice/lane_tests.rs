@@ -61,7 +61,7 @@ fn ranks_that_say_different_numbers_of_applied_steps_are_refused() {
 fn an_upload_that_is_aborted_begins_anew_in_every_lane() {
     let subject = Subject::of(spec(tensor(), COLUMNS));
     subject.upload_piece(PARAMETERS, &piece(0, 0, &LEFT)).unwrap();
-    subject.slice.abort(false);
+    subject.restart();
     assert_eq!(subject.upload_piece(PARAMETERS, &piece(1, 0, &RIGHT)).unwrap(), (4, false));
     assert_eq!(subject.upload_piece(PARAMETERS, &piece(0, 0, &LEFT)).unwrap(), (4, true));
 }

@@ -12,18 +12,31 @@ impl<B: Backend> Slice<B> {
     /// yet.
     ///
     /// # Errors
-    /// [`Error::VersionGone`] if a later one has replaced it.
-    pub(crate) fn read(&self, part: Part, job: &str, version: u64) -> Result<Option<Arc<B::Buffer>>> {
+    /// [`Error::VersionGone`] if a later one has replaced it; [`Error::OutOfMemory`] if the next step may be decided at
+    /// any moment, and there is no room for its result beside this version.
+    pub(crate) fn read(
+        &self,
+        backend: &B,
+        part: Part,
+        job: &str,
+        version: u64,
+    ) -> Result<Option<Arc<B::Buffer>>> {
         if self.version().is_none_or(|current| current < version) {
             return Ok(None);
         }
-        let inner = self.lock();
+        let mut inner = self.lock();
         self.check_version(job, version)?;
-        Ok(Some(Arc::clone(match part {
-            Part::Parameters => inner.published.as_ref().unwrap_or(&inner.master),
-            Part::Master => &inner.master,
-            Part::State(position) => &inner.state[position],
-        })))
+        let inner = &mut *inner;
+        let buffer = match part {
+            Part::Parameters => inner.published.as_mut().unwrap_or(&mut inner.master),
+            Part::Master => &mut inner.master,
+            Part::State(position) => &mut inner.state[position],
+        };
+        let held = Arc::clone(buffer.current());
+        if inner.open.as_ref().is_some_and(|open| open.is_reported) {
+            buffer.reserve(backend)?;
+        }
+        Ok(Some(held))
     }
 
     /// How many steps were applied, at `version`.
@@ -39,9 +52,17 @@ impl<B: Backend> Slice<B> {
     /// BLAKE3 of size, applied steps, master weights and optimizer state at `version`.
     pub(crate) fn digest(&self, backend: &B, job: &str, version: u64) -> Result<[u8; 32]> {
         let (applied, buffers) = {
-            let inner = self.lock();
+            let mut inner = self.lock();
             self.check_version(job, version)?;
-            let buffers: Vec<_> = [&inner.master].into_iter().chain(&inner.state).cloned().collect();
+            let inner = &mut *inner;
+            let is_reported = inner.open.as_ref().is_some_and(|open| open.is_reported);
+            let mut buffers = Vec::with_capacity(1 + inner.state.len());
+            for buffer in [&mut inner.master].into_iter().chain(&mut inner.state) {
+                buffers.push(Arc::clone(buffer.current()));
+                if is_reported {
+                    buffer.reserve(backend)?;
+                }
+            }
             (inner.applied, buffers)
         };
         let mut hasher = blake3::Hasher::new();

@@ -2,8 +2,12 @@
 
 use zeroshard_proto::{Error, Result};
 
-use super::{Inner, Slice, exclusive, filling::Filling};
-use crate::{backend::Backend, optim, shard::round::Piece};
+use super::{Inner, Slice, filling::Filling};
+use crate::{
+    backend::Backend,
+    optim,
+    shard::{attempt::Attempt, round::Piece},
+};
 
 /// What an upload is of.
 #[derive(Debug, Clone, Copy)]
@@ -16,8 +20,8 @@ pub(crate) struct Upload {
 
 impl<B: Backend> Slice<B> {
     /// Stores a piece of what a job begins with, from a rank that uploads some of the slice. Returns how many elements
-    /// were new, and whether that made the slice complete. `current` says, under the slice's lock, whether the
-    /// caller's epoch still holds.
+    /// were new, and whether that made the slice complete. `current` says, under the slice's lock, whether `attempt` is the
+    /// job's open one.
     ///
     /// # Errors
     /// Those of `current`; [`Error::Invalid`] for state that comes after the parameters, and for another number of
@@ -25,16 +29,20 @@ impl<B: Backend> Slice<B> {
     pub(crate) fn upload(
         &self,
         backend: &B,
+        attempt: Attempt,
         upload: Upload,
         piece: &Piece,
         current: impl FnOnce() -> Result<()>,
     ) -> Result<(u64, bool)> {
         let mut inner = self.lock();
         current()?;
+        if self.version().is_none() {
+            self.enter(backend, &mut inner, attempt);
+        }
         let inner = &mut *inner;
         inner.reset_state(backend, self.initial_state)?;
-        let initialised = self.version().is_some();
-        if !initialised && self.group.is_some() {
+        let is_complete = self.version().is_some() || inner.uploaded.is_complete(&self.lanes);
+        if !is_complete && self.group.is_some() {
             inner.count_applied(upload.applied, piece.rank)?;
         }
         let (buffer, uploaded) = match upload.state {
@@ -44,20 +52,15 @@ impl<B: Backend> Slice<B> {
         if uploaded.knows(&self.lanes, piece) {
             return Ok((0, false));
         }
-        if initialised {
+        if is_complete {
             return Err(Error::invalid(
                 "optimizer state",
                 "uploaded after the slice's parameters were complete",
                 "uploaded before them",
             ));
         }
-        let new = uploaded.store(backend, &self.lanes, exclusive(backend, buffer)?, piece);
-        if upload.state.is_some() || !inner.uploaded.is_complete(&self.lanes) {
-            return Ok((new, false));
-        }
-        inner.publish(backend)?;
-        self.enter(0);
-        Ok((new, true))
+        let new = uploaded.store(backend, &self.lanes, buffer.write(backend)?, piece);
+        Ok((new, upload.state.is_none() && inner.uploaded.is_complete(&self.lanes)))
     }
 
     /// The first rank of whose parameters some have not come; `None` once the job has begun.
@@ -95,17 +98,10 @@ impl<B: Backend> Inner<B> {
     fn reset_state(&mut self, backend: &B, value: f32) -> Result<()> {
         if self.stale_state {
             for (state, uploaded) in self.state.iter_mut().zip(&mut self.uploaded_state) {
-                optim::fill(backend, exclusive(backend, state)?, value);
+                optim::fill(backend, state.write(backend)?, value);
                 uploaded.clear();
             }
             self.stale_state = false;
-        }
-        Ok(())
-    }
-
-    fn publish(&mut self, backend: &B) -> Result<()> {
-        if let Some(published) = &mut self.published {
-            backend.copy(&self.master, exclusive(backend, published)?);
         }
         Ok(())
     }

@@ -1,0 +1,54 @@
+//! Which try at which step a message belongs to.
+
+use zeroshard_proto::Error;
+
+/// One try at a step's gradients. Later ones replace earlier ones: what came in an earlier attempt is dropped, and never
+/// counts in a later one. While the initial parameters are uploaded, the attempt is that of step 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Attempt {
+    pub(crate) epoch: u64,
+    pub(crate) step: u64,
+    /// Counts the attempts at the step in this epoch, from 0.
+    pub(crate) number: u32,
+}
+
+impl Attempt {
+    /// The first one in `epoch`, at `step`.
+    pub(crate) fn first(epoch: u64, step: u64) -> Self {
+        Self { epoch, step, number: 0 }
+    }
+
+    /// Why a message of this attempt is refused while `current` is open.
+    pub(crate) fn refusal(self, job: &str, current: Self) -> Error {
+        let Self { epoch, step, number: attempt } = self;
+        let job = job.to_owned();
+        if epoch != current.epoch {
+            Error::StaleEpoch { job, epoch, current: current.epoch }
+        } else if step != current.step {
+            Error::StepMismatch { job, step, current: current.step }
+        } else {
+            Error::StaleAttempt { job, step, attempt, current: current.number }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn later_epochs_steps_and_numbers_are_later_attempts() {
+        let at = |epoch, step, number| Attempt { epoch, step, number };
+        let ordered = [at(1, 5, 0), at(1, 5, 1), at(1, 6, 0), at(2, 6, 0), at(3, 0, 9)];
+        assert!(ordered.is_sorted());
+    }
+
+    #[test]
+    fn a_refusal_names_the_first_thing_that_differs() {
+        let current = Attempt { epoch: 2, step: 5, number: 1 };
+        let refusal = |epoch, step, number| Attempt { epoch, step, number }.refusal("job", current);
+        assert!(matches!(refusal(1, 4, 0), Error::StaleEpoch { epoch: 1, current: 2, .. }));
+        assert!(matches!(refusal(2, 4, 0), Error::StepMismatch { step: 4, current: 5, .. }));
+        assert!(matches!(refusal(2, 5, 0), Error::StaleAttempt { step: 5, attempt: 0, current: 1, .. }));
+    }
+}

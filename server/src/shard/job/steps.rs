@@ -1,0 +1,171 @@
+//! What the coordinator says of a job: leases, epochs, attempts, version 0, decisions. Each of these methods is called
+//! by the job's own task, one after the other.
+
+use std::{
+    sync::atomic::{AtomicU64, Ordering},
+    time::Instant,
+};
+
+use rayon::prelude::*;
+use zeroshard_proto::{Error, Result, pb, pb::server_event::Event};
+
+use super::{Job, progress::Progress};
+use crate::{
+    backend::Backend,
+    shard::{
+        attempt::Attempt,
+        slice::{Apply, Step},
+    },
+};
+
+/// Readers are woken after so many elements of a step, so that they can send while the rest is computed.
+const WAKE_ELEMENTS: usize = 1 << 20;
+
+impl<B: Backend> Job<B> {
+    /// From now on only pushes with this lease are taken from `rank`.
+    pub(crate) fn grant(&self, rank: u32, lease: u64) {
+        self.leases.write().expect("no holder of the lock panics").insert(rank, lease);
+        let (job, job_id) = (self.spec.name.clone(), self.id);
+        self.tell(Event::Granted(pb::LeaseGranted { job, job_id, rank, lease }));
+    }
+
+    /// The lease of `rank` has ended: the open attempt is over, and so is every message of the old epoch.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub(crate) fn new_epoch(&self, epoch: u64, rank: u32) -> Result<()> {
+        self.leases.write().expect("no holder of the lock panics").remove(&rank);
+        for (_, slice) in self.slices() {
+            slice.set_done(self.backend(), rank, false)?;
+        }
+        let attempt = Attempt { epoch, number: 0, ..self.attempt() };
+        self.open_attempt(attempt)
+    }
+
+    /// All ranks have thrown away what they had pushed of the step.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub(crate) fn new_attempt(&self, new: &pb::NewAttempt) -> Result<()> {
+        self.open_attempt(Attempt { epoch: new.epoch, step: new.step, number: new.attempt })
+    }
+
+    /// Messages of earlier attempts are refused from here on. Slices and counts move on with the first message of the new
+    /// one that reaches them, or here, whichever comes first.
+    fn open_attempt(&self, attempt: Attempt) -> Result<()> {
+        {
+            let mut progress = self.progress();
+            if attempt <= progress.attempt {
+                return Ok(());
+            }
+            *progress = match progress.is_upload {
+                true => Progress::upload(attempt, self.slices().count()),
+                false => Progress::step(attempt, progress.version, self.training_slices()),
+            };
+        }
+        self.changed.send_replace(());
+        self.finish_upload(attempt, 0);
+        for (index, slice) in self.slices() {
+            self.finish_reduction(attempt, index, slice.catch_up(self.backend(), attempt)?);
+        }
+        Ok(())
+    }
+
+    /// `rank` has no more data: what has not come from it counts as zeros, in this step and in all later ones.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub(crate) fn rank_done(&self, rank: u32) -> Result<()> {
+        self.leases.write().expect("no holder of the lock panics").remove(&rank);
+        let attempt = self.attempt();
+        for (index, slice) in self.slices() {
+            self.finish_reduction(attempt, index, slice.set_done(self.backend(), rank, true)?);
+        }
+        Ok(())
+    }
+
+    /// Every server has its initial parameters: version 0 is there, for all readers at once.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] if this server does not have them, [`Error::OutOfMemory`].
+    pub(crate) fn publish(&self, epoch: u64) -> Result<()> {
+        {
+            let mut progress = self.progress();
+            if !progress.is_upload || progress.waiting > 0 || progress.attempt.epoch != epoch {
+                let cause = format!(
+                    "version 0 was published in epoch {epoch}; this server is in epoch {} with {} slices incomplete",
+                    progress.attempt.epoch, progress.waiting
+                );
+                return Err(Error::Internal { cause });
+            }
+            // From here on slice after slice takes gradients.
+            *progress = Progress::step(progress.attempt, None, self.training_slices());
+        }
+        self.slices.par_iter().flatten().try_for_each(|slice| slice.publish(self.backend()))?;
+        self.progress().version = Some(0);
+        self.changed.send_replace(());
+        Ok(())
+    }
+
+    /// Takes every slice to the next version. Blocks for as long as the arithmetic takes; the coordinator is told before
+    /// that the decision is here.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] if the decision is not about the open attempt, or that is not complete;
+    /// [`Error::Invalid`] for hyperparameters that the job cannot have.
+    pub(crate) fn decide(&self, decision: &pb::Decision) -> Result<()> {
+        let groups = zeroshard_proto::job::optimizers(decision.groups.clone())?;
+        self.spec.validate_step(&groups)?;
+        let phases = &self.surroundings.metrics.phases;
+        let next = self.begin_step(decision)?;
+        let apply = decision.apply.then_some(Apply {
+            groups: &groups,
+            coefficient: decision.coefficient,
+            unclipped: decision.unclipped,
+        });
+        let began = Instant::now();
+        self.apply(&Step { apply, next })?;
+        phases.apply.observe(began.elapsed().as_secs_f64());
+        self.progress().version = Some(next.step);
+        self.changed.send_replace(());
+        Ok(())
+    }
+
+    /// Checks and stores the decision; the first attempt at the next step.
+    fn begin_step(&self, decision: &pb::Decision) -> Result<Attempt> {
+        let &pb::Decision { epoch, step, attempt: number, .. } = decision;
+        let attempt = Attempt { epoch, step, number };
+        let mut progress = self.progress();
+        progress.end_phase(&self.surroundings.metrics.phases.decide);
+        if progress.attempt != attempt || progress.version != Some(step) || progress.waiting > 0 {
+            let cause = format!(
+                "{attempt:?} was decided; this server is at {:?} and version {:?} with {} slices incomplete",
+                progress.attempt, progress.version, progress.waiting
+            );
+            return Err(Error::Internal { cause });
+        }
+        // From here on slice after slice is open for the next step, and may have all of its gradients before the last
+        // slice is there: they count from now on, the version when all slices have it.
+        let next = Attempt::first(epoch, step + 1);
+        *progress = Progress::step(next, progress.version, self.training_slices());
+        drop(progress);
+        let (job, job_id) = (self.spec.name.clone(), self.id);
+        self.tell(Event::Stored(pb::DecisionStored { job, job_id, epoch, step }));
+        Ok(next)
+    }
+
+    fn apply(&self, step: &Step<'_>) -> Result<()> {
+        let done = AtomicU64::new(0);
+        self.slices.par_iter().enumerate().try_for_each(|(index, slice)| {
+            let Some(slice) = slice else { return Ok(()) };
+            self.finish_reduction(step.next, index as u32, slice.step(self.backend(), step)?);
+            let numel = slice.spec.numel as u64;
+            let before = done.fetch_add(numel, Ordering::Relaxed);
+            let wake = WAKE_ELEMENTS as u64;
+            if (before + numel) / wake > before / wake {
+                self.changed.send_replace(());
+            }
+            Ok(())
+        })
+    }
+}

@@ -1,0 +1,71 @@
+//! A buffer of which readers hold versions while a step makes the next one.
+
+use std::sync::Arc;
+
+use zeroshard_proto::{Error, Result};
+
+use crate::backend::Backend;
+
+/// A buffer that is written in place when nobody reads it, else to a copy.
+pub(super) struct Versioned<B: Backend> {
+    current: Arc<B::Buffer>,
+    /// Memory for that copy, reserved before a step is decided so that the step cannot fail.
+    spare: Option<B::Buffer>,
+}
+
+impl<B: Backend> Versioned<B> {
+    pub(super) fn new(buffer: B::Buffer) -> Self {
+        Self { current: Arc::new(buffer), spare: None }
+    }
+
+    /// The version that is there now. Whoever holds it keeps it.
+    pub(super) fn current(&self) -> &Arc<B::Buffer> {
+        &self.current
+    }
+
+    /// Makes sure that [`Self::write`] succeeds, as long as nobody starts to read without a reservation.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the version is being read and there is no room for another.
+    pub(super) fn reserve(&mut self, backend: &B) -> Result<()> {
+        if self.spare.is_none() && self.is_read() {
+            self.spare = Some(self.another(backend)?);
+        }
+        Ok(())
+    }
+
+    /// Write access to the next version, which starts as a copy of this one.
+    ///
+    /// # Errors
+    /// As [`Self::reserve`], unless that has succeeded.
+    pub(super) fn write(&mut self, backend: &B) -> Result<&mut B::Buffer> {
+        if self.is_read() {
+            let mut fresh = match self.spare.take() {
+                Some(spare) => spare,
+                None => self.another(backend)?,
+            };
+            backend.copy(&self.current, &mut fresh);
+            self.current = Arc::new(fresh);
+        }
+        self.spare = None;
+        Ok(Arc::get_mut(&mut self.current).expect("nobody holds what only the slice has"))
+    }
+
+    /// Gives back what was reserved and not needed.
+    pub(super) fn release(&mut self) {
+        self.spare = None;
+    }
+
+    /// Others get references only from [`Self::current`], under the slice's lock: a count of one cannot grow meanwhile.
+    fn is_read(&self) -> bool {
+        Arc::strong_count(&self.current) > 1
+    }
+
+    fn another(&self, backend: &B) -> Result<B::Buffer> {
+        let (dtype, numel) = (backend.dtype(&self.current), backend.numel(&self.current));
+        backend.allocate(dtype, numel).map_err(|_| Error::OutOfMemory {
+            what: "a version beside the one that is being read".to_owned(),
+            bytes: (numel * dtype.size()) as u64,
+        })
+    }
+}
