@@ -1,118 +1,165 @@
-//! The whole state, and the one way to change it: an event and the time in, actions out.
+//! The whole state of the coordinator, and the one way to change it: an event and the time in, actions out.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use zeroshard_proto::{Error, JobSpec, Result, Server, pb};
+use zeroshard_proto::{Error, JobSpec, Placement, Result, pb};
 
-use super::state::{Action, Event, Job, Now, Open, Peer, Phase, ServerId, Waiter};
+use super::{
+    events::{Action, Event, JobRef, Now, Said, ServerId, Waiter},
+    state::{Job, Open, Phase, ServerState},
+};
 
 /// All that the coordinator knows. It starts empty.
 #[derive(Debug, Default)]
 pub(crate) struct Cluster {
-    pub(super) servers: BTreeMap<ServerId, Peer>,
+    pub(super) servers: BTreeMap<ServerId, ServerState>,
     pub(super) jobs: BTreeMap<String, Job>,
-    /// The last one given; epochs of all jobs come from it.
+    /// The epoch that was given last; the epochs of all jobs come from it.
     epoch: u64,
 }
 
+/// The content of a DescribeJob response, which the service converts outside of the driver's lock.
+#[derive(Debug)]
+pub(crate) struct Description {
+    pub(crate) spec: Arc<JobSpec>,
+    pub(crate) placement: Arc<Placement>,
+    pub(crate) epoch: u64,
+    pub(crate) version: Option<u64>,
+    pub(crate) job_id: u64,
+}
+
+impl From<Description> for pb::DescribeJobResponse {
+    fn from(description: Description) -> Self {
+        let Description { spec, placement, epoch, version, job_id } = description;
+        let (spec, placement) = (Some(spec.as_ref().into()), Some(placement.as_ref().into()));
+        Self { spec, epoch, placement, version, job_id }
+    }
+}
+
 impl Cluster {
-    /// What `event` leads to.
+    /// The consequences of `event`.
     pub(crate) fn handle(&mut self, event: Event, now: Now) -> Vec<Action> {
         let mut out = Vec::new();
         match event {
-            Event::ServerJoined { server, address } => self.server_joined(server, address, &mut out),
-            Event::ServerLost { server } => self.server_lost(server, "its control stream ended", &mut out),
-            Event::Opened { server, job, epoch } => self.opened(server, &job, epoch, &mut out),
-            Event::Initialised { server, job, epoch } => self.initialised(server, &job, epoch, now, &mut out),
-            Event::Ready { server, report } => self.ready(server, report, now, &mut out),
-            Event::Failed { server, job, epoch, reason } => {
-                self.failed_on(server, &job, epoch, &reason, &mut out);
+            Event::ServerJoined { stream, server } => self.server_joined(stream, server, &mut out),
+            Event::ServerLost { from, cause } => self.server_lost(from, &cause, &mut out),
+            Event::Said { from, said } if self.is_current(from) => {
+                self.said(from.server, said, now, &mut out)
             }
-            Event::Stats { server, stats } => {
-                if let Some(peer) = self.servers.get_mut(&server) {
-                    peer.stats = Some(stats);
-                }
-            }
-            Event::Create { caller, spec, wait } => {
-                self.create(Waiter::new(caller, now, wait), *spec, &mut out);
+            Event::Said { .. } => {}
+            Event::Placed { job, plan } => self.placed(&job, plan, &mut out),
+            Event::Create { caller, job_id, spec, wait } => {
+                self.create(Waiter::new(caller, now, wait), job_id, *spec, &mut out);
             }
             Event::Delete { caller, job } => self.delete(caller, &job, &mut out),
-            Event::Join { caller, lease, job, worker } => self.join(caller, lease, &job, worker, &mut out),
-            Event::Leave { caller, job, lease } => self.leave(caller, &job, lease, &mut out),
-            Event::LeaseEnded { job, lease } => self.lease_ended(&job, lease, &mut out),
+            Event::Join { caller, join } => self.join(caller, join, now, &mut out),
+            Event::Leave { caller, job, lease, done } => {
+                self.leave(caller, &job, lease, done, now, &mut out);
+            }
+            Event::LeaseEnded { job, rank, lease } => self.lease_ended(&job, rank, lease, now, &mut out),
             Event::Commit { caller, commit } => self.commit(caller, *commit, now, &mut out),
             Event::Reduce { caller, reduce } => self.reduce(caller, *reduce, now, &mut out),
+            Event::Discard { caller, discard } => self.discard(caller, discard, now, &mut out),
+            Event::Gone { caller, job, rank: None } => self.creator_gone(&job, caller, &mut out),
+            Event::Gone { caller, job, rank: Some(rank) } => {
+                if let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(&job) {
+                    open.forget_caller(rank, caller);
+                }
+            }
             Event::Tick => self.tick(now, &mut out),
         }
         out
     }
 
-    /// When [`Event::Tick`] is due: the earliest deadline of a waiting caller.
-    pub(crate) fn next_deadline(&self) -> Option<Now> {
-        self.jobs
-            .values()
-            .filter_map(|job| match &job.phase {
-                Phase::Waiting { creators } | Phase::Opening { creators, .. } => {
-                    creators.iter().map(|waiter| waiter.deadline).min()
+    fn said(&mut self, server: ServerId, said: Said, now: Now, out: &mut Vec<Action>) {
+        match said {
+            Said::Opened(job) => self.opened(server, &job, out),
+            Said::Initialised { job, epoch } => self.initialised(server, &job, epoch, now, out),
+            Said::Ready(report) => self.ready(server, report, now, out),
+            Said::Granted { job, rank, lease } => self.granted(server, &job, rank, lease, out),
+            Said::Stored { job, epoch, step } => self.stored(server, &job, epoch, step, now, out),
+            Said::Failed { job, reason } => self.failed_on(server, &job, &reason, out),
+            Said::Stats(stats) => {
+                if let Some(known) = self.servers.get_mut(&server) {
+                    known.stats = Some(stats);
                 }
-                Phase::Open(open) => open.round.next_deadline(),
-                Phase::Failed { .. } => None,
-            })
-            .min()
+            }
+        }
+    }
+
+    /// The earliest deadline of a waiting caller: [`Event::Tick`] is due then.
+    pub(crate) fn next_deadline(&self) -> Option<Now> {
+        let deadline = |job: &Job| match &job.phase {
+            Phase::Waiting { creators, .. } | Phase::Opening { creators, .. } => {
+                creators.iter().map(|waiter| waiter.deadline).min()
+            }
+            Phase::Open(open) => open.next_deadline(),
+            Phase::Failed { .. } => None,
+        };
+        self.jobs.values().filter_map(deadline).min()
     }
 
     fn tick(&mut self, now: Now, out: &mut Vec<Action>) {
         self.expire_creators(now, out);
-        self.expire_commits(now, out);
-        self.expire_reducers(now, out);
+        let names: Vec<String> = self.jobs.keys().cloned().collect();
+        for name in names {
+            self.expire_joins(&name, now, out);
+            self.expire_commits(&name, now, out);
+            self.expire_stored(&name, now, out);
+            self.expire_reducers(&name, now, out);
+            self.expire_discards(&name, now, out);
+        }
     }
 
-    /// Epochs are never used twice, by no job.
+    /// An epoch that no job has had.
     pub(super) fn next_epoch(&mut self) -> u64 {
         self.epoch += 1;
         self.epoch
     }
 
-    /// The shard servers that are connected, by id.
-    pub(super) fn live(&self) -> Vec<Server> {
-        self.servers
-            .iter()
-            .map(|(&id, peer)| Server { id, incarnation: 1, address: peer.address.clone() })
-            .collect()
-    }
-
-    /// `server 3 (127.0.0.1:7401)`.
-    pub(super) fn name(&self, server: ServerId) -> String {
-        match self.servers.get(&server) {
-            Some(peer) => format!("server {server} ({})", peer.address),
-            None => format!("server {server} (gone)"),
-        }
+    pub(super) fn job(&self, job: &str) -> Result<&Job> {
+        self.jobs.get(job).ok_or_else(|| Error::UnknownJob { job: job.to_owned() })
     }
 
     pub(super) fn job_mut(&mut self, job: &str) -> Result<&mut Job> {
         self.jobs.get_mut(job).ok_or_else(|| Error::UnknownJob { job: job.to_owned() })
     }
 
-    /// What a reader needs to pull.
-    pub(crate) fn describe(&self, job: &str) -> Result<pb::DescribeJobResponse> {
-        let found = self.jobs.get(job).ok_or_else(|| Error::UnknownJob { job: job.to_owned() })?;
-        let open = found.phase.open(job)?;
-        Ok(pb::DescribeJobResponse {
-            spec: Some(found.spec.as_ref().into()),
-            epoch: found.epoch,
-            placement: Some(open.placement.as_ref().into()),
-            version: open.version,
-            job_id: 0,
-        })
+    /// The job that a member's call is about.
+    ///
+    /// # Errors
+    /// [`Error::UnknownJob`]; [`Error::Invalid`] for an id of 0; [`Error::JobReplaced`] if another job has the name.
+    pub(super) fn member_job(&mut self, job: &JobRef) -> Result<&mut Job> {
+        let found = self.job_mut(&job.name)?;
+        match job.id {
+            0 => Err(Error::invalid(format!("job_id of job {:?}", job.name), 0, "the job_id of Membership")),
+            id if id == found.id => Ok(found),
+            _ => Err(Error::JobReplaced { job: job.name.clone() }),
+        }
     }
 
-    /// What the operator sees.
+    /// The job that a server's message is about; none if the message is about an earlier job of the name.
+    pub(super) fn reported_job(&mut self, job: &JobRef) -> Option<&mut Job> {
+        self.jobs.get_mut(&job.name).filter(|found| found.id == job.id)
+    }
+
+    /// What a reader needs to pull.
+    pub(crate) fn describe(&self, job: &str) -> Result<Description> {
+        let found = self.job(job)?;
+        let open = found.phase.open(job)?;
+        let (spec, placement) = (found.spec.clone(), open.placement.clone());
+        Ok(Description { spec, placement, epoch: found.epoch, version: open.version, job_id: found.id })
+    }
+
+    /// The servers and jobs, for the operator.
     pub(crate) fn status(&self) -> pb::StatusResponse {
-        let servers = self.servers.iter().map(|(&id, peer)| pb::ServerStatus {
-            server: Some(pb::Server { id, incarnation: 1, address: peer.address.clone() }),
-            stats: peer.stats.clone(),
-        });
-        pb::StatusResponse { servers: servers.collect(), jobs: self.jobs.values().map(Job::status).collect() }
+        let server = |(&id, known): (&ServerId, &ServerState)| {
+            let (incarnation, address) = (known.incarnation, known.address.clone());
+            let server = Some(pb::Server { id, incarnation, address });
+            pb::ServerStatus { server, stats: known.stats.clone() }
+        };
+        let servers = self.servers.iter().map(server).collect();
+        pb::StatusResponse { servers, jobs: self.jobs.values().map(Job::status).collect() }
     }
 
     /// Name, epoch, version and number of workers of each job; and the number of servers.
@@ -124,7 +171,7 @@ impl Cluster {
         (self.servers.len(), jobs)
     }
 
-    /// Ends every open call and stream: this process is about to stop.
+    /// Ends every open call and stream, because this process is about to stop.
     pub(crate) fn stop(&mut self) -> Vec<Action> {
         let error =
             || Error::Unavailable { peer: "coordinator".to_owned(), cause: "it is shutting down".to_owned() };
@@ -138,6 +185,14 @@ impl Cluster {
     }
 }
 
+impl Open {
+    fn next_deadline(&self) -> Option<Now> {
+        let last = self.last.iter().flat_map(|last| last.waiters.iter().map(|waiter| waiter.deadline));
+        let others = [self.round.next_deadline(), self.queue.next_deadline(), self.members.next_deadline()];
+        last.chain(others.into_iter().flatten()).min()
+    }
+}
+
 impl Job {
     fn status(&self) -> pb::JobStatus {
         let JobSpec { name, manifest, world, .. } = self.spec.as_ref();
@@ -148,13 +203,14 @@ impl Job {
             parameters: manifest.parameters(),
             tensors: manifest.tensors().len() as u32,
             slices: manifest.slices().len() as u32,
+            job_id: self.id,
             ..Default::default()
         };
         match &self.phase {
             Phase::Waiting { .. } | Phase::Opening { .. } => {}
-            Phase::Open(Open { members, version, .. }) => {
-                status.joined = members.keys().copied().collect();
-                status.version = *version;
+            Phase::Open(open) => {
+                status.joined = open.members.ranks().collect();
+                status.version = open.version;
             }
             Phase::Failed { reason } => status.failure = reason.clone(),
         }
@@ -162,5 +218,5 @@ impl Job {
     }
 }
 
-/// The longest wait between two looks at the clock, where nobody waits.
+/// The longest wait between two looks at the clock while nobody waits.
 pub(crate) const IDLE: Duration = Duration::from_secs(3600);

@@ -1,34 +1,41 @@
-//! The only clock of the coordinator: hands events to the state, and does what it says.
+//! The clock, the random numbers and the runtime of the coordinator: hands events to the state, and carries out its
+//! actions.
 //!
-//! The state is behind a mutex that is held for a moment and never across an await; what is done under it
-//! is sending into channels, so commands to a server leave in the order of the decisions.
+//! The state is behind a mutex that is held for a moment and never across an await; under it, actions only send into
+//! channels and wake tasks, so commands to a server leave in the order of the decisions. Long work (placements,
+//! conversions of specs) is done outside of it, off the runtime's threads.
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard},
+    sync::{Arc, Mutex, MutexGuard, Weak},
+    task::{Context, Poll, Waker},
     time::Instant,
 };
 
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
-use tonic::Status;
-use zeroshard_proto::{Error, Result, pb};
+use zeroshard_proto::{Error, Result, Server};
 
 use super::{
     cluster::{Cluster, IDLE},
-    state::{Action, Caller, Event, Lease, Now, Reply, ServerId},
+    control::Outgoing,
+    events::{Action, Caller, Event, Lease, Link, Now, Placing, Reply, ServerId},
+    feed::Change,
+    jobs::Plan,
 };
 use crate::metrics::Metrics;
 
-/// What a stream to a server or worker carries. Unbounded: both get few and small messages, and HTTP/2
-/// keepalive ends the stream of one that does not read.
-type Outbox<T> = mpsc::UnboundedSender<Result<T, Status>>;
-type Inbox<T> = mpsc::UnboundedReceiver<Result<T, Status>>;
+/// Commands that may wait for one server. One that does not read so many is dismissed: a grant, an epoch and a
+/// decision for each worker of the largest job that was tried (1,000) are a third of it.
+pub(crate) const MAX_COMMANDS: usize = 8192;
 
 /// Runs one [`Cluster`].
 #[derive(Debug)]
 pub(crate) struct Driver {
+    me: Weak<Self>,
     started: Instant,
+    /// In every command to a server.
+    pub(super) term: u64,
     metrics: Arc<Metrics>,
     inner: Mutex<Inner>,
     /// Wakes the timer for an earlier deadline.
@@ -39,38 +46,59 @@ pub(crate) struct Driver {
 struct Inner {
     cluster: Cluster,
     calls: HashMap<Caller, oneshot::Sender<Result<Reply>>>,
-    servers: HashMap<ServerId, (Outbox<pb::ServerCommand>, CancellationToken)>,
-    members: HashMap<Lease, Outbox<pb::Membership>>,
+    servers: HashMap<ServerId, ServerStream>,
+    members: HashMap<Lease, MemberStream>,
     last_caller: u64,
-    last_lease: u64,
-    last_server: ServerId,
+    last_stream: u64,
     /// When the timer rings.
     armed: Now,
     stopped: bool,
 }
 
+#[derive(Debug)]
+struct ServerStream {
+    stream: u64,
+    commands: mpsc::Sender<Outgoing>,
+    dismissed: CancellationToken,
+}
+
+#[derive(Debug, Default)]
+struct MemberStream {
+    /// Of the task that reads the stream, if it waits.
+    waker: Option<Waker>,
+    /// The stream has ended, in order or with an error.
+    ended: Option<Option<Error>>,
+}
+
 /// A server's control stream.
+#[derive(Debug)]
 pub(crate) struct Control {
-    pub(crate) server: ServerId,
-    pub(crate) commands: Inbox<pb::ServerCommand>,
+    pub(crate) link: Link,
+    pub(crate) commands: mpsc::Receiver<Outgoing>,
     /// Cancelled when the server is given up.
     pub(crate) dismissed: CancellationToken,
 }
 
 impl Driver {
-    pub(crate) fn new(metrics: Arc<Metrics>) -> Arc<Self> {
+    pub(crate) fn new(metrics: Arc<Metrics>, term: u64) -> Arc<Self> {
         let inner = Inner {
             cluster: Cluster::default(),
             calls: HashMap::new(),
             servers: HashMap::new(),
             members: HashMap::new(),
             last_caller: 0,
-            last_lease: 0,
-            last_server: 0,
+            last_stream: 0,
             armed: Now::MAX,
             stopped: false,
         };
-        Arc::new(Self { started: Instant::now(), metrics, inner: Mutex::new(inner), wake: Notify::new() })
+        Arc::new_cyclic(|me| Self {
+            me: me.clone(),
+            started: Instant::now(),
+            term,
+            metrics,
+            inner: Mutex::new(inner),
+            wake: Notify::new(),
+        })
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -87,47 +115,80 @@ impl Driver {
         self.handle(&mut self.lock(), event);
     }
 
-    /// Hands over an event and waits for its answer; the state answers at the event's deadline at the latest.
+    /// Hands over an event and waits for its answer; the state answers at the event's deadline at the latest. If
+    /// the future is dropped before that, the state learns that the caller has gone.
     pub(crate) async fn call(&self, event: impl FnOnce(Caller) -> Event) -> Result<Reply> {
         let (sender, answer) = oneshot::channel();
-        {
+        let mut open = {
             let mut inner = self.lock();
             inner.check_running()?;
             inner.last_caller += 1;
             let caller = Caller(inner.last_caller);
+            let event = event(caller);
+            let open = OpenCall { driver: self, caller, gone: event.gone(), answered: false };
             inner.calls.insert(caller, sender);
-            self.handle(&mut inner, event(caller));
-        }
-        answer.await.unwrap_or_else(|_| Err(Error::Internal { cause: "a call was dropped".to_owned() }))
+            self.handle(&mut inner, event);
+            open
+        };
+        let answer = answer.await;
+        open.answered = true;
+        answer.unwrap_or_else(|_| Err(Error::Internal { cause: "a call was dropped".to_owned() }))
     }
 
-    /// Takes in a shard server that others reach at `address`.
-    pub(crate) fn add_server(&self, address: String) -> Result<Control> {
+    /// Takes in a shard server.
+    pub(crate) fn add_server(&self, server: Server) -> Result<Control> {
         let mut inner = self.lock();
         inner.check_running()?;
-        inner.last_server += 1;
-        let (server, dismissed) = (inner.last_server, CancellationToken::new());
-        let (outbox, commands) = mpsc::unbounded_channel();
-        inner.servers.insert(server, (outbox, dismissed.clone()));
-        self.handle(&mut inner, Event::ServerJoined { server, address });
-        Ok(Control { server, commands, dismissed })
+        inner.last_stream += 1;
+        let (link, dismissed) =
+            (Link { server: server.id, stream: inner.last_stream }, CancellationToken::new());
+        let (outbox, commands) = mpsc::channel(MAX_COMMANDS);
+        let new = ServerStream { stream: link.stream, commands: outbox, dismissed: dismissed.clone() };
+        if let Some(old) = inner.servers.insert(server.id, new) {
+            old.dismissed.cancel();
+        }
+        self.handle(&mut inner, Event::ServerJoined { stream: link.stream, server });
+        Ok(Control { link, commands, dismissed })
     }
 
-    /// A new lease and the stream of its memberships; it holds nothing yet.
-    pub(crate) fn add_lease(&self) -> (Lease, Inbox<pb::Membership>) {
-        let mut inner = self.lock();
-        inner.last_lease += 1;
-        let lease = Lease(inner.last_lease);
-        let (outbox, memberships) = mpsc::unbounded_channel();
-        inner.members.insert(lease, outbox);
-        (lease, memberships)
+    /// Registers the stream of a lease that is about to join.
+    pub(crate) fn add_lease(&self, lease: Lease) {
+        self.lock().members.insert(lease, MemberStream::default());
     }
 
-    /// The worker's stream has ended, however.
-    pub(crate) fn end_lease(&self, job: String, lease: Lease) {
+    /// The worker's stream has ended.
+    pub(crate) fn end_lease(&self, job: String, rank: u32, lease: Lease) {
         let mut inner = self.lock();
         inner.members.remove(&lease);
-        self.handle(&mut inner, Event::LeaseEnded { job, lease });
+        self.handle(&mut inner, Event::LeaseEnded { job, rank, lease });
+    }
+
+    /// The next membership for a worker that waits for it.
+    pub(crate) fn poll_membership(
+        &self,
+        job: &str,
+        lease: Lease,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Change>>> {
+        let mut inner = self.lock();
+        let Inner { cluster, members, .. } = &mut *inner;
+        let Some(stream) = members.get_mut(&lease) else { return Poll::Ready(None) };
+        if let Some(error) = stream.ended.take() {
+            members.remove(&lease);
+            return Poll::Ready(error.map(Err));
+        }
+        match cluster.next_membership(job, lease) {
+            Some(change) => Poll::Ready(Some(Ok(change))),
+            None => {
+                stream.waker = Some(cx.waker().clone());
+                Poll::Pending
+            }
+        }
+    }
+
+    /// The first membership of a worker that has joined, if it still holds its lease.
+    pub(crate) fn first_membership(&self, job: &str, lease: Lease) -> Option<Change> {
+        self.lock().cluster.next_membership(job, lease)
     }
 
     /// Looks at the clock until `shutdown`; then ends every call and stream.
@@ -148,19 +209,15 @@ impl Driver {
         inner.stopped = true;
         let actions = inner.cluster.stop();
         self.act(&mut inner, actions);
-        for (_, dismissed) in std::mem::take(&mut inner.servers).into_values() {
-            dismissed.cancel();
+        for server in std::mem::take(&mut inner.servers).into_values() {
+            server.dismissed.cancel();
         }
     }
 
     fn handle(&self, inner: &mut Inner, event: Event) {
         let now = self.started.elapsed();
-        if let Event::Create { wait, .. } = &event {
-            self.arm(inner, now + *wait);
-        } else if let Event::Commit { commit, .. } = &event {
-            self.arm(inner, now + commit.wait);
-        } else if let Event::Reduce { reduce, .. } = &event {
-            self.arm(inner, now + reduce.wait);
+        if let Some(wait) = event.wait() {
+            self.arm(inner, now + wait);
         }
         let actions = inner.cluster.handle(event, now);
         self.act(inner, actions);
@@ -176,36 +233,29 @@ impl Driver {
     }
 
     fn act(&self, inner: &mut Inner, actions: Vec<Action>) {
-        // Sending fails when the other side has gone; then it also hears no answer.
         for action in actions {
             match action {
                 Action::Answer(caller, answer) => {
+                    // Sending fails when the caller has gone.
                     if let Some(call) = inner.calls.remove(&caller) {
                         let _ = call.send(answer);
                     }
                 }
-                Action::Command(server, command) => {
-                    if let Some((outbox, _)) = inner.servers.get(&server) {
-                        let _ = outbox.send(Ok(pb::ServerCommand { command: Some(command), term: 0 }));
-                    }
-                }
-                Action::Tell(lease, membership) => {
-                    if let Some(outbox) = inner.members.get(&lease) {
-                        let _ = outbox.send(Ok(membership));
+                Action::Command(server, command) => inner.send(server, Outgoing::Command(command)),
+                Action::Open(server, open) => inner.send(server, Outgoing::Open(open)),
+                Action::Place(placing) => self.place(placing),
+                Action::Wake(lease) => {
+                    if let Some(waker) = inner.members.get_mut(&lease).and_then(|m| m.waker.take()) {
+                        waker.wake();
                     }
                 }
                 Action::End(lease, error) => {
-                    if let Some(outbox) = inner.members.remove(&lease)
-                        && let Some(error) = error
-                    {
-                        let _ = outbox.send(Err(error.into()));
+                    if let Some(member) = inner.members.get_mut(&lease) {
+                        member.ended = Some(error);
+                        member.waker.take().into_iter().for_each(Waker::wake);
                     }
                 }
-                Action::Dismiss(server) => {
-                    if let Some((_, dismissed)) = inner.servers.remove(&server) {
-                        dismissed.cancel();
-                    }
-                }
+                Action::Dismiss(link) => inner.dismiss(link),
                 Action::Decided { applied, commit_spread, ready_wait } => {
                     let steps = &self.metrics.steps;
                     if applied {
@@ -221,6 +271,15 @@ impl Driver {
                 Action::Note(note) => tracing::info!("{note}"),
             }
         }
+    }
+
+    /// Computes a placement on a thread that may block.
+    fn place(&self, placing: Placing) {
+        let Some(driver) = self.me.upgrade() else { return };
+        tokio::task::spawn_blocking(move || {
+            let plan = Plan::new(&placing.spec, &placing.live);
+            driver.tell(Event::Placed { job: placing.job, plan });
+        });
     }
 
     fn show(&self, inner: &Inner) {
@@ -243,5 +302,61 @@ impl Inner {
             return Err(Error::Unavailable { peer: "coordinator".to_owned(), cause });
         }
         Ok(())
+    }
+
+    /// A server that does not read its commands is dismissed; the end of its control stream is then an event like
+    /// any other.
+    fn send(&mut self, server: ServerId, command: Outgoing) {
+        if let Some(outbox) = self.servers.get(&server)
+            && outbox.commands.try_send(command).is_err()
+        {
+            let link = Link { server, stream: outbox.stream };
+            self.dismiss(link);
+        }
+    }
+
+    fn dismiss(&mut self, link: Link) {
+        if self.servers.get(&link.server).is_some_and(|known| known.stream == link.stream)
+            && let Some(server) = self.servers.remove(&link.server)
+        {
+            server.dismissed.cancel();
+        }
+    }
+}
+
+/// A call that waits for its answer.
+struct OpenCall<'a> {
+    driver: &'a Driver,
+    caller: Caller,
+    /// What the state is told if the caller goes away.
+    gone: Option<Event>,
+    answered: bool,
+}
+
+impl Drop for OpenCall<'_> {
+    fn drop(&mut self) {
+        if self.answered {
+            return;
+        }
+        let mut inner = self.driver.lock();
+        if inner.calls.remove(&self.caller).is_some()
+            && let Some(gone) = self.gone.take()
+        {
+            self.driver.handle(&mut inner, gone);
+        }
+    }
+}
+
+/// A random number that is not 0.
+///
+/// # Errors
+/// [`Error::Internal`] if the operating system has none.
+pub(crate) fn random() -> Result<u64> {
+    loop {
+        let number = getrandom::u64()
+            .map_err(|error| Error::Internal { cause: format!("read a random number: {error}") })?;
+        if number != 0 {
+            return Ok(number);
+        }
     }
 }

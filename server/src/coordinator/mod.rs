@@ -1,29 +1,45 @@
 //! Membership, placement and the decision about each step.
 //!
-//! `state` says what there is, `cluster` takes events in and gives actions out, with `jobs`,
-//! `membership` and `commit` for their parts and `placement` for the choice of servers: pure functions
-//! of state, event and time. `driver` is the only clock and does what they say; `service` is the wire.
+//! `cluster` takes events in and gives actions out, with a file for each subject: a pure function of state, event
+//! and time (`state`, `events`). Jobs: `jobs`, `placement`. Servers: `servers`. Workers: `leases`, `feed`. Steps:
+//! `commit`, `reduce`, `attempts`, `decisions`.
+//!
+//! `driver` is the clock and carries the actions out; `service`, `requests` and `control` are the wire.
 //!
 //! Nothing is kept on disk: what must survive is on the servers.
 
+mod attempts;
 mod cluster;
 mod commit;
+mod control;
+mod decisions;
 mod driver;
+mod events;
+mod feed;
 mod jobs;
-mod membership;
+mod leases;
 pub mod placement;
 mod reduce;
+mod requests;
+mod servers;
 mod service;
 mod state;
 
-use std::sync::Arc;
+use std::{
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
-use zeroshard_proto::pb::coordinator_server::CoordinatorServer;
+use zeroshard_proto::{
+    pb::coordinator_server::CoordinatorServer,
+    transport::{KEEPALIVE_INTERVAL, KEEPALIVE_TIMEOUT},
+};
 
 use crate::serve::Context;
 use driver::Driver;
+use requests::Waits;
 use service::Service;
 
 /// The coordinator role: [`Self::routes`] to serve, [`Self::run`] beside them.
@@ -34,16 +50,20 @@ pub struct Coordinator {
 }
 
 impl Coordinator {
-    /// A coordinator of a cluster that has nothing yet.
+    /// A coordinator of a cluster that has no servers and jobs yet. Its term is the time, in milliseconds since the
+    /// Unix epoch.
     pub fn new(context: Context) -> Self {
-        let driver = Driver::new(context.metrics.clone());
+        let since_epoch = SystemTime::UNIX_EPOCH.elapsed().unwrap_or(Duration::ZERO);
+        let driver = Driver::new(context.metrics.clone(), since_epoch.as_millis() as u64);
         Self { context, driver }
     }
 
     /// Its services.
     pub fn routes(&self) -> Routes {
         let common = &self.context.common;
-        let service = Service { driver: self.driver.clone(), default_wait: common.wait() };
+        let rank = (2 * common.keepalive()).max(KEEPALIVE_INTERVAL + KEEPALIVE_TIMEOUT);
+        let waits = Waits { default: common.wait(), rank };
+        let service = Service { driver: self.driver.clone(), waits };
         let limit = common.max_message_bytes;
         Routes::new(CoordinatorServer::new(service).max_decoding_message_size(limit))
     }

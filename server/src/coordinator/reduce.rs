@@ -1,14 +1,15 @@
-//! What a step's gradients come to, out of what the servers report; for the decision, and for ranks that ask
-//! before it.
+//! The reduced gradient of a step, as the servers report it: for the decision, and for ranks that ask for its norm
+//! before the decision.
 
 use std::collections::BTreeMap;
 
-use zeroshard_proto::{Error, JobSpec, Result, pb};
+use zeroshard_proto::{JobSpec, Result, pb};
 
 use super::{
     cluster::Cluster,
-    commit::Turn,
-    state::{Action, Caller, Job, Now, Open, Phase, Reduce, Reply, ServerId, Waiter},
+    events::{Action, Caller, Now, Reduce, Reply, ServerId, Waiter},
+    leases::check_rank,
+    state::{Job, Open, Phase},
 };
 use crate::listing::some_of;
 
@@ -78,9 +79,10 @@ fn absent(spec: &JobSpec, reports: &BTreeMap<ServerId, pb::StepReady>) -> Vec<pb
     merged.collect()
 }
 
-/// Somebody who waits for the gradient's norm.
+/// A call that waits for the gradient's norm.
 #[derive(Debug)]
 pub(super) struct Reducer {
+    pub(super) rank: u32,
     pub(super) waiter: Waiter,
     loss_scale: f64,
 }
@@ -88,81 +90,81 @@ pub(super) struct Reducer {
 impl Cluster {
     pub(super) fn reduce(&mut self, caller: Caller, reduce: Reduce, now: Now, out: &mut Vec<Action>) {
         match self.try_reduce(caller, &reduce, now) {
-            Ok(None) => self.answer_reducers(&reduce.job, out),
+            Ok(None) => self.answer_reducers(&reduce.turn.job.name, out),
             Ok(Some(report)) => out.push(Action::Answer(caller, Ok(Reply::Reduced(report)))),
             Err(error) => out.push(Action::Answer(caller, Err(error))),
         }
     }
 
-    /// Takes note of who asks; or the answer, if the step is over.
+    /// Registers the call; or the answer, if the step was decided.
     fn try_reduce(&mut self, caller: Caller, reduce: &Reduce, now: Now) -> Result<Option<pb::ReduceReport>> {
-        let &Reduce { ref job, lease, epoch, rank, step, loss_scale, wait } = reduce;
-        let (_, open) = self.member(&Turn { job, lease, epoch, rank })?;
-        if let Some(last) = open.report_of(step) {
-            let pb::StepReport { gradient_norm, overflow, .. } = *last;
+        let Reduce { turn, loss_scale, wait } = reduce;
+        let Job { spec, epoch, phase, .. } = self.member_job(&turn.job)?;
+        let open = phase.open_mut(&turn.job.name)?;
+        check_rank(&turn.job.name, turn.rank, spec.world)?;
+        if let Some(decided) = open.decided(turn.step) {
+            let pb::StepReport { gradient_norm, overflow, .. } = decided.report;
             return Ok(Some(pb::ReduceReport { gradient_norm, overflow }));
         }
-        open.check_step(job, step)?;
-        open.round.reducers.push(Reducer { waiter: Waiter::new(caller, now, wait), loss_scale });
+        open.check_turn(turn, *epoch)?;
+        let waiter = Waiter::new(caller, now, *wait);
+        open.round.reducers.push(Reducer { rank: turn.rank, waiter, loss_scale: *loss_scale });
         Ok(None)
     }
 
-    /// Tells who waits for it the norm of the open step of `name`, if nobody's gradient is missing.
+    /// Answers the calls that wait for the norm, if every gradient of the open step of `name` is there.
     pub(super) fn answer_reducers(&mut self, name: &str, out: &mut Vec<Action>) {
         let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
         if open.round.reducers.is_empty() || !open.is_reduced() {
             return;
         }
         let gradient = Gradient::new(spec, &open.round.reports);
-        for Reducer { waiter, loss_scale } in std::mem::take(&mut open.round.reducers) {
+        for Reducer { waiter, loss_scale, .. } in std::mem::take(&mut open.round.reducers) {
             let gradient_norm = gradient.norm(loss_scale);
             let report = pb::ReduceReport { gradient_norm, overflow: gradient.overflow };
             out.push(Action::Answer(waiter.caller, Ok(Reply::Reduced(report))));
         }
     }
 
-    pub(super) fn expire_reducers(&mut self, now: Now, out: &mut Vec<Action>) {
-        let names: Vec<String> = self.jobs.keys().cloned().collect();
-        for name in names {
-            let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(&name) else { continue };
-            let late = |reducer: &mut Reducer| reducer.waiter.deadline <= now;
-            let expired: Vec<Reducer> = open.round.reducers.extract_if(.., late).collect();
-            if expired.is_empty() {
-                continue;
-            }
-            let waiting_for = self.gradients_wait_for(&name);
-            let timeout = |Reducer { waiter, .. }| {
-                Action::Answer(waiter.caller, Err(waiter.timeout(now, waiting_for.clone())))
-            };
-            out.extend(expired.into_iter().map(timeout));
+    pub(super) fn expire_reducers(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
+        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+        let late = |reducer: &mut Reducer| reducer.waiter.deadline <= now;
+        let expired: Vec<Reducer> = open.round.reducers.extract_if(.., late).collect();
+        if expired.is_empty() {
+            return;
         }
+        let waiting_for = self.gradients_wait_for(name);
+        let timeout = |Reducer { waiter, .. }| {
+            Action::Answer(waiter.caller, Err(waiter.timeout(now, waiting_for.clone())))
+        };
+        out.extend(expired.into_iter().map(timeout));
     }
 
     fn gradients_wait_for(&self, name: &str) -> String {
-        let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.jobs.get(name) else {
+        let Some(Job { id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get(name) else {
             return String::new();
         };
-        let parts = some_of(self.late_servers(name, open));
+        let parts = some_of(self.late_servers(*id, open));
         format!("the gradients of step {} of job {name:?} (epoch {epoch}): {parts}", open.step())
     }
 
-    /// Servers that miss parameters or gradients, with what they wait for themselves.
-    pub(super) fn late_servers(&self, name: &str, open: &Open) -> Vec<String> {
+    /// Servers that miss parameters or gradients, each with what it waits for.
+    pub(super) fn late_servers(&self, job_id: u64, open: &Open) -> Vec<String> {
         let uninitialised = open.uninitialised.iter();
         let uninitialised =
             uninitialised.map(|&server| format!("{} to get its initial parameters", self.name(server)));
         let late = open.trainable.keys().filter(|server| !open.round.reports.contains_key(server));
-        let late = late.map(|&server| format!("{}{}", self.name(server), self.lacks(server, name)));
+        let late = late.map(|&server| format!("{}{}", self.name(server), self.lacks(server, job_id)));
         uninitialised.chain(late).collect()
     }
 
-    /// What the server said that it waits for.
-    fn lacks(&self, server: ServerId, name: &str) -> String {
-        let stats = self.servers.get(&server).and_then(|peer| peer.stats.as_ref());
-        let job = stats.and_then(|stats| stats.jobs.iter().find(|job| job.job == name));
+    /// What the server last said that it waits for.
+    fn lacks(&self, server: ServerId, job_id: u64) -> String {
+        let stats = self.servers.get(&server).and_then(|known| known.stats.as_ref());
+        let job = stats.and_then(|stats| stats.jobs.iter().find(|job| job.job_id == job_id));
         match job {
             Some(job) if !job.waiting_for.is_empty() => format!(", which waits for {}", job.waiting_for),
-            _ => ", which has not said that it has all gradients".to_owned(),
+            _ => ", which has not reported that it has all gradients".to_owned(),
         }
     }
 }
@@ -171,19 +173,5 @@ impl Open {
     /// Whether every server has every rank's gradients of the open step.
     pub(super) fn is_reduced(&self) -> bool {
         self.version.is_some() && self.round.reports.len() == self.trainable.len()
-    }
-
-    /// The report of `step`, if it is the one before the open one.
-    pub(super) fn report_of(&self, step: u64) -> Option<&pb::StepReport> {
-        self.last.as_deref().filter(|last| last.version == step.wrapping_add(1))
-    }
-
-    /// # Errors
-    /// [`Error::StepMismatch`] unless it is the open one.
-    pub(super) fn check_step(&self, job: &str, step: u64) -> Result<()> {
-        match self.step() {
-            current if current == step => Ok(()),
-            current => Err(Error::StepMismatch { job: job.to_owned(), step, current }),
-        }
     }
 }

@@ -1,0 +1,137 @@
+//! Attempts at a step: all ranks discard the gradients of the open one, and the next one opens.
+
+use zeroshard_proto::{
+    Error, Result,
+    pb::{self, server_command::Command},
+};
+
+use super::{
+    cluster::Cluster,
+    commit::{Round, missing_ranks},
+    events::{Action, Caller, Discard, Now, Reply, Turn, Waiter},
+    leases::check_rank,
+    state::{Job, Phase},
+};
+use crate::listing::some_of;
+
+fn disagreement(turn: &Turn) -> Error {
+    let what = format!("whether attempt {} is committed or discarded", turn.attempt);
+    Error::Disagreement { job: turn.job.name.clone(), step: turn.step, rank: turn.rank, what }
+}
+
+impl Round {
+    /// Before `turn.rank` commits. Its own request to discard the attempt is withdrawn. If another rank has
+    /// asked to discard it, all those requests are, and nothing of the two sides remains.
+    ///
+    /// # Errors
+    /// [`Error::Disagreement`], also for the calls of the other ranks, if another rank discards the attempt.
+    pub(super) fn side_with_commits(&mut self, turn: &Turn, out: &mut Vec<Action>) -> Result<()> {
+        let own = self.discards.remove(&turn.rank).unwrap_or_default();
+        let others = std::mem::take(&mut self.discards);
+        let conflict = !others.is_empty();
+        settle(turn, own.into_iter().chain(others.into_values().flatten()), conflict, out)
+    }
+
+    /// Before `turn.rank` discards the attempt: as [`Self::side_with_commits`], the other way round.
+    fn side_with_discards(&mut self, turn: &Turn, out: &mut Vec<Action>) -> Result<()> {
+        let own = self.withdraw_vote(turn.rank);
+        let conflict = self.has_votes();
+        settle(turn, own.into_iter().chain(self.withdraw_votes()), conflict, out)
+    }
+}
+
+/// Tells `waiters`, and the caller if there is a `conflict`, that the ranks disagree.
+fn settle(
+    turn: &Turn,
+    waiters: impl Iterator<Item = Waiter>,
+    conflict: bool,
+    out: &mut Vec<Action>,
+) -> Result<()> {
+    out.extend(waiters.map(|waiter| Action::Answer(waiter.caller, Err(disagreement(turn)))));
+    if conflict { Err(disagreement(turn)) } else { Ok(()) }
+}
+
+impl Cluster {
+    pub(super) fn discard(&mut self, caller: Caller, discard: Discard, now: Now, out: &mut Vec<Action>) {
+        match self.try_discard(caller, &discard, now, out) {
+            Ok(None) => self.advance(&discard.turn.job.name, now, out),
+            Ok(Some(attempt)) => out.push(Action::Answer(caller, Ok(Reply::Discarded { attempt }))),
+            Err(error) => out.push(Action::Answer(caller, Err(error))),
+        }
+    }
+
+    /// Registers the request; or the open attempt, if it is the one after that of the request.
+    fn try_discard(
+        &mut self,
+        caller: Caller,
+        discard: &Discard,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) -> Result<Option<u32>> {
+        let Discard { turn, wait } = discard;
+        let name = &turn.job.name;
+        let Job { spec, epoch, phase, .. } = self.member_job(&turn.job)?;
+        let open = phase.open_mut(name)?;
+        check_rank(name, turn.rank, spec.world)?;
+        open.check_member(turn, *epoch)?;
+        let current = open.round.attempt;
+        if turn.attempt.checked_add(1) == Some(current) {
+            return Ok(Some(current));
+        }
+        open.check_turn(turn, *epoch)?;
+        open.round.side_with_discards(turn, out)?;
+        let waiters = open.round.discards.entry(turn.rank).or_default();
+        waiters.push(Waiter::new(caller, now, *wait));
+        Ok(None)
+    }
+
+    /// Opens the next attempt when every rank has asked to discard the open one.
+    pub(super) fn discard_if_all_have(&mut self, name: &str, out: &mut Vec<Action>) {
+        let Some(Job { spec, id, epoch, phase: Phase::Open(open) }) = self.jobs.get_mut(name) else { return };
+        let round = &mut open.round;
+        if round.discards.is_empty() || round.discards.len() + open.done.len() != spec.world as usize {
+            return;
+        }
+        let step = open.version.unwrap_or(0);
+        let over = round.attempt;
+        let attempt = over.saturating_add(1);
+        let discards = std::mem::take(&mut round.discards);
+        let reducers = round.drop_all();
+        round.attempt = attempt;
+        for server in open.servers() {
+            let (job, job_id, epoch) = (name.to_owned(), *id, *epoch);
+            let command = pb::NewAttempt { job, job_id, epoch, step, attempt };
+            out.push(Action::Command(server, Command::NewAttempt(command)));
+        }
+        let waiters = discards.into_values().flatten();
+        out.extend(waiters.map(|w| Action::Answer(w.caller, Ok(Reply::Discarded { attempt }))));
+        let stale = || Error::StaleAttempt { job: name.to_owned(), step, attempt: over, current: attempt };
+        out.extend(reducers.into_iter().map(|w| Action::Answer(w.caller, Err(stale()))));
+    }
+
+    /// Tells ranks at their deadline which ranks have not asked to discard the attempt. The request stays.
+    pub(super) fn expire_discards(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
+        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+        let mut expired = Vec::new();
+        for waiters in open.round.discards.values_mut() {
+            expired.extend(waiters.extract_if(.., |waiter| waiter.deadline <= now));
+        }
+        if expired.is_empty() {
+            return;
+        }
+        let waiting_for = self.discards_wait_for(name);
+        let timeout = |w: Waiter| Action::Answer(w.caller, Err(w.timeout(now, waiting_for.clone())));
+        out.extend(expired.into_iter().map(timeout));
+    }
+
+    fn discards_wait_for(&self, name: &str) -> String {
+        let Some(Job { spec, epoch, phase: Phase::Open(open), .. }) = self.jobs.get(name) else {
+            return String::new();
+        };
+        let round = &open.round;
+        let late = "ranks that have not discarded it";
+        let parts = some_of(missing_ranks(spec, open, &round.discards, late));
+        let (attempt, step) = (round.attempt, open.step());
+        format!("attempt {attempt} at step {step} of job {name:?} (epoch {epoch}) to be discarded: {parts}")
+    }
+}

@@ -1,0 +1,95 @@
+//! Control streams: the messages of shard servers, and the commands to them.
+
+use futures_util::{Stream, StreamExt};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Status, Streaming};
+use zeroshard_proto::{
+    Error, Result, Server,
+    pb::{self, server_command::Command, server_event},
+};
+
+use super::{
+    driver::{Control, Driver},
+    events::{Event, JobRef, Lease, Link, OpenJob, Said},
+    requests::{blocking, dialled},
+};
+
+/// A command that waits for its server.
+#[derive(Debug)]
+pub(crate) enum Outgoing {
+    Command(Command),
+    /// Converted when it is sent, because the spec and the placement may be large.
+    Open(OpenJob),
+}
+
+/// The commands of a control stream, until the server is dismissed.
+pub(super) fn commands(
+    control: Control,
+    term: u64,
+) -> impl Stream<Item = Result<pb::ServerCommand, Status>> + Send {
+    let message = move |command| pb::ServerCommand { command: Some(command), term };
+    let convert = move |outgoing| async move {
+        match outgoing {
+            Outgoing::Command(command) => Ok(message(command)),
+            Outgoing::Open(open) => Ok(message(blocking(move || Ok(Command::Open(open.into()))).await?)),
+        }
+    };
+    ReceiverStream::new(control.commands).take_until(control.dismissed.cancelled_owned()).then(convert)
+}
+
+/// The server that the first message of a control stream introduces.
+///
+/// # Errors
+/// [`Error::Invalid`].
+pub(super) fn hello(first: Option<pb::ServerEvent>) -> Result<Server> {
+    let Some(server_event::Event::Hello(hello)) = first.and_then(|message| message.event) else {
+        return Err(Error::invalid("first message of the control stream", "something else", "Hello"));
+    };
+    let address = dialled("address of the server", &hello.address)?.to_string();
+    for (what, number) in [("server_id", hello.server_id), ("incarnation", hello.incarnation)] {
+        if number == 0 {
+            return Err(Error::invalid(format!("{what} of shard server {address}"), 0, "not 0"));
+        }
+    }
+    Ok(Server { id: hello.server_id, incarnation: hello.incarnation, address })
+}
+
+/// Hands over what the server says until its stream ends.
+pub(super) async fn listen(
+    driver: &Driver,
+    from: Link,
+    events: &mut Streaming<pb::ServerEvent>,
+) -> Result<(), Status> {
+    while let Some(message) = events.message().await? {
+        // Without an event: that of a newer server.
+        if let Some(event) = message.event {
+            driver.tell(Event::Said { from, said: said(event)? });
+        }
+    }
+    Ok(())
+}
+
+fn said(event: server_event::Event) -> Result<Said> {
+    use server_event::Event as Wire;
+    let job = |name, id| JobRef { name, id };
+    Ok(match event {
+        Wire::Opened(pb::JobOpened { job: name, job_id, .. }) => Said::Opened(job(name, job_id)),
+        Wire::Initialised(pb::JobInitialised { job: name, epoch, job_id }) => {
+            Said::Initialised { job: job(name, job_id), epoch }
+        }
+        Wire::Ready(report) => Said::Ready(report),
+        Wire::Stats(stats) => Said::Stats(stats),
+        Wire::Failed(pb::JobFailed { job: name, reason, job_id, .. }) => {
+            Said::Failed { job: job(name, job_id), reason }
+        }
+        Wire::Granted(pb::LeaseGranted { job: name, job_id, rank, lease }) => {
+            Said::Granted { job: job(name, job_id), rank, lease: Lease(lease) }
+        }
+        Wire::Stored(pb::DecisionStored { job: name, job_id, epoch, step }) => {
+            Said::Stored { job: job(name, job_id), epoch, step }
+        }
+        Wire::Hello(_) => {
+            return Err(Error::invalid("message of the control stream", "a second Hello", "an event"));
+        }
+    })
+}

@@ -1,0 +1,165 @@
+//! Decisions about steps: made, stored by every server, and then reported to the ranks.
+
+use std::collections::BTreeSet;
+
+use zeroshard_proto::{
+    JobSpec, Optimizer,
+    pb::{self, server_command::Command},
+};
+
+use super::{
+    cluster::Cluster,
+    commit::{Round, Terms},
+    events::{Action, JobRef, Now, Reply, ServerId, Waiter},
+    reduce::Gradient,
+    state::{Job, Open, Phase},
+};
+
+/// The step that was decided last.
+#[derive(Debug)]
+pub(crate) struct Decided {
+    pub(super) report: pb::StepReport,
+    /// The epoch in which it was decided.
+    epoch: u64,
+    /// Servers that have not stored the decision yet.
+    pending: BTreeSet<ServerId>,
+    /// Commits that wait for those.
+    pub(super) waiters: Vec<Waiter>,
+}
+
+impl Decided {
+    /// The report, if every server has the decision; otherwise the call waits for it.
+    pub(super) fn report_to(&mut self, waiter: Waiter) -> Option<pb::StepReport> {
+        if self.pending.is_empty() {
+            return Some(self.report.clone());
+        }
+        self.waiters.push(waiter);
+        None
+    }
+
+    /// Answers the calls that wait, when every server has the decision.
+    fn answer(&mut self, out: &mut Vec<Action>) {
+        if self.pending.is_empty() {
+            let report = |w: Waiter| Action::Answer(w.caller, Ok(Reply::Report(self.report.clone())));
+            out.extend(self.waiters.drain(..).map(report));
+        }
+    }
+}
+
+impl Open {
+    /// The decision about `step`, if it was the last one.
+    pub(super) fn decided(&mut self, step: u64) -> Option<&mut Decided> {
+        self.last.as_deref_mut().filter(|last| last.report.version == step.wrapping_add(1))
+    }
+}
+
+/// The decision about a step, for the servers, and the report about it, for the ranks.
+fn decide(
+    job: &JobRef,
+    spec: &JobSpec,
+    epoch: u64,
+    open: &Open,
+    terms: &Terms,
+) -> (pb::Decision, pb::StepReport) {
+    let Round { attempt, reports, .. } = &open.round;
+    let step = open.step();
+    let gradient = Gradient::new(spec, reports);
+    let finite = gradient.overflow.is_none();
+    // All groups are of one kind.
+    let apply = !terms.discard && (finite || !terms.groups.iter().all(Optimizer::skips_overflow));
+    let norm = gradient.norm(terms.loss_scale);
+    let clip = match terms.max_norm {
+        Some(max) if apply && finite => max / norm.max(max),
+        _ => 1.0,
+    };
+    let decision = pb::Decision {
+        job: job.name.clone(),
+        epoch,
+        step,
+        apply,
+        coefficient: if apply { clip / terms.loss_scale } else { 0.0 },
+        groups: terms.groups.iter().map(Into::into).collect(),
+        unclipped: if apply { 1.0 / terms.loss_scale } else { 0.0 },
+        job_id: job.id,
+        attempt: *attempt,
+    };
+    let report = pb::StepReport {
+        version: step + 1,
+        applied: apply,
+        gradient_norm: norm,
+        clip_coefficient: clip,
+        overflow: gradient.overflow,
+        loss: open.round.loss(),
+        world: spec.world,
+        absent: gradient.absent,
+    };
+    (decision, report)
+}
+
+impl Cluster {
+    /// Decides the open step of `name`, if every rank has committed it and every server is ready.
+    pub(super) fn decide(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
+        let Some(Job { spec, id, epoch, phase: Phase::Open(open) }) = self.jobs.get_mut(name) else { return };
+        // A rank that is done counts as having committed. A job whose ranks are all done is over.
+        let voters = spec.world as usize - open.done.len();
+        let stored = open.last.as_ref().is_none_or(|last| last.pending.is_empty());
+        let Some(terms) = open.round.agreed(voters).filter(|_| stored && open.is_reduced()) else { return };
+        let job = JobRef { name: name.to_owned(), id: *id };
+        let (decision, report) = decide(&job, spec, *epoch, open, terms);
+        let pending: BTreeSet<ServerId> = open.servers().collect();
+        out.extend(pending.iter().map(|&id| Action::Command(id, Command::Decide(decision.clone()))));
+        out.push(Action::Decided {
+            applied: report.applied,
+            commit_spread: open.round.last_vote - open.round.first_vote,
+            ready_wait: now.saturating_sub(open.round.last_vote),
+        });
+        if let Some(overflow) = report.overflow.filter(|_| !report.applied) {
+            out.push(Action::Note(skipped(name, spec, decision.step, overflow)));
+        }
+        open.version = Some(report.version);
+        let waiters = open.round.drop_all();
+        let mut decided = Box::new(Decided { report, epoch: *epoch, pending, waiters });
+        decided.answer(out);
+        open.last = Some(decided);
+    }
+
+    /// A server has stored the decision about a step.
+    pub(super) fn stored(
+        &mut self,
+        server: ServerId,
+        job: &JobRef,
+        epoch: u64,
+        step: u64,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(Job { phase: Phase::Open(open), .. }) = self.reported_job(job) else { return };
+        let Some(decided) = open.decided(step).filter(|decided| decided.epoch == epoch) else { return };
+        if decided.pending.remove(&server) && decided.pending.is_empty() {
+            decided.answer(out);
+            self.advance(&job.name, now, out);
+        }
+    }
+
+    /// Tells commits at their deadline which servers have not stored the decision.
+    pub(super) fn expire_stored(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
+        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+        let Some(last) = &mut open.last else { return };
+        let expired: Vec<Waiter> = last.waiters.extract_if(.., |waiter| waiter.deadline <= now).collect();
+        if expired.is_empty() {
+            return;
+        }
+        let (step, epoch, pending) = (last.report.version - 1, last.epoch, last.pending.clone());
+        let servers = self.names(&pending);
+        let waiting_for =
+            format!("{servers} to store the decision about step {step} of job {name:?} (epoch {epoch})");
+        let timeout = |w: Waiter| Action::Answer(w.caller, Err(w.timeout(now, waiting_for.clone())));
+        out.extend(expired.into_iter().map(timeout));
+    }
+}
+
+fn skipped(name: &str, spec: &JobSpec, step: u64, overflow: pb::Overflow) -> String {
+    let tensor = &spec.manifest.tensor_of(overflow.slice as usize).name;
+    let by = overflow.rank.map_or("the sum over the ranks".to_owned(), |rank| spec.describe_rank(rank));
+    format!("step {step} of job {name:?} is skipped: inf or NaN in tensor {tensor:?}, from {by}")
+}

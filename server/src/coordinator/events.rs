@@ -1,0 +1,276 @@
+//! Events and actions: everything that goes into the coordinator's state machine, and everything that comes out.
+//!
+//! Random numbers (job ids, leases) and identities of callers and streams are drawn by the driver and arrive
+//! inside the events, so that the state machine stays a pure function.
+
+use std::{sync::Arc, time::Duration};
+
+use zeroshard_proto::{
+    Error, JobSpec, Optimizer, Placement, Result, Server,
+    pb::{self, server_command::Command},
+};
+
+use super::jobs::Plan;
+
+/// A point in time: the duration since the driver started.
+pub(crate) type Now = Duration;
+
+/// A call that is open. The driver never uses one twice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct Caller(pub(crate) u64);
+
+/// The random number under which a worker holds a rank; never 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct Lease(pub(crate) u64);
+
+/// The id of a shard server. It survives restarts of the server.
+pub(crate) type ServerId = u64;
+
+/// One control stream of a shard server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Link {
+    pub(crate) server: ServerId,
+    /// The driver never uses one twice.
+    pub(crate) stream: u64,
+}
+
+/// A job as its members and servers name it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct JobRef {
+    pub(crate) name: String,
+    pub(crate) id: u64,
+}
+
+/// A caller and the deadline of its call.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Waiter {
+    pub(crate) caller: Caller,
+    pub(crate) since: Now,
+    pub(crate) deadline: Now,
+}
+
+impl Waiter {
+    pub(crate) fn new(caller: Caller, now: Now, wait: Duration) -> Self {
+        Self { caller, since: now, deadline: now + wait }
+    }
+
+    /// The error for a call whose deadline has passed.
+    pub(crate) fn timeout(&self, now: Now, waiting_for: String) -> Error {
+        let waited_ms = now.saturating_sub(self.since).as_millis() as u64;
+        Error::Timeout { waiting_for, waited_ms }
+    }
+}
+
+/// Something that happened.
+#[derive(Debug)]
+pub(crate) enum Event {
+    /// A shard server opened a control stream.
+    ServerJoined { stream: u64, server: Server },
+    /// A control stream ended.
+    ServerLost { from: Link, cause: String },
+    /// A message on a control stream.
+    Said { from: Link, said: Said },
+    /// The answer to [`Action::Place`].
+    Placed { job: JobRef, plan: Result<Plan> },
+    /// CreateJob. `job_id` is for the case that the job is new.
+    Create { caller: Caller, job_id: u64, spec: Box<JobSpec>, wait: Duration },
+    /// DeleteJob. An id of 0 stands for any job of the name.
+    Delete { caller: Caller, job: JobRef },
+    /// Join.
+    Join { caller: Caller, join: Join },
+    /// Leave.
+    Leave { caller: Caller, job: JobRef, lease: Lease, done: bool },
+    /// The stream of a Join ended, or its caller went away before there was one.
+    LeaseEnded { job: String, rank: u32, lease: Lease },
+    /// Commit.
+    Commit { caller: Caller, commit: Box<Commit> },
+    /// Reduce.
+    Reduce { caller: Caller, reduce: Box<Reduce> },
+    /// Discard.
+    Discard { caller: Caller, discard: Discard },
+    /// The caller went away before it was answered; `rank` is absent for CreateJob.
+    Gone { caller: Caller, job: String, rank: Option<u32> },
+    /// A deadline may have passed.
+    Tick,
+}
+
+impl Event {
+    /// How long the state machine may take to answer; absent for an event that it answers at once.
+    pub(crate) fn wait(&self) -> Option<Duration> {
+        match self {
+            Self::Create { wait, .. } => Some(*wait),
+            Self::Join { join, .. } => Some(join.rank_wait),
+            Self::Commit { commit, .. } => Some(commit.wait),
+            Self::Reduce { reduce, .. } => Some(reduce.wait),
+            Self::Discard { discard, .. } => Some(discard.wait),
+            _ => None,
+        }
+    }
+
+    /// The event to send when the caller of this one goes away.
+    pub(crate) fn gone(&self) -> Option<Self> {
+        let of_turn = |caller: &Caller, turn: &Turn| {
+            Some(Self::Gone { caller: *caller, job: turn.job.name.clone(), rank: Some(turn.rank) })
+        };
+        match self {
+            Self::Create { caller, spec, .. } => {
+                Some(Self::Gone { caller: *caller, job: spec.name.clone(), rank: None })
+            }
+            Self::Commit { caller, commit } => of_turn(caller, &commit.turn),
+            Self::Reduce { caller, reduce } => of_turn(caller, &reduce.turn),
+            Self::Discard { caller, discard } => of_turn(caller, &discard.turn),
+            _ => None,
+        }
+    }
+}
+
+/// A message of a shard server.
+#[derive(Debug)]
+pub(crate) enum Said {
+    /// It has memory for the job.
+    Opened(JobRef),
+    /// It has all initial parameters of its slices.
+    Initialised { job: JobRef, epoch: u64 },
+    /// It has every rank's gradients of the step.
+    Ready(pb::StepReady),
+    /// It accepts pushes with the lease.
+    Granted { job: JobRef, rank: u32, lease: Lease },
+    /// It has stored the decision about the step.
+    Stored { job: JobRef, epoch: u64, step: u64 },
+    /// It cannot hold or go on with the job.
+    Failed { job: JobRef, reason: String },
+    /// Its memory and jobs.
+    Stats(pb::Stats),
+}
+
+/// A worker's request for a rank.
+#[derive(Debug)]
+pub(crate) struct Join {
+    pub(crate) job: String,
+    pub(crate) rank: u32,
+    /// host:port at which its peers reach it, if they do.
+    pub(crate) address: Option<String>,
+    /// The lease that it gets.
+    pub(crate) lease: Lease,
+    /// How long to wait for the end of an earlier lease of the rank. INVARIANT: at most `wait`.
+    pub(crate) rank_wait: Duration,
+    /// How long to wait for the servers to accept the lease.
+    pub(crate) wait: Duration,
+}
+
+/// The membership and attempt in whose name a rank calls.
+#[derive(Debug, Clone)]
+pub(crate) struct Turn {
+    pub(crate) job: JobRef,
+    pub(crate) lease: Lease,
+    pub(crate) epoch: u64,
+    pub(crate) rank: u32,
+    pub(crate) step: u64,
+    pub(crate) attempt: u32,
+}
+
+/// A rank has pushed all of a step.
+#[derive(Debug, Clone)]
+pub(crate) struct Commit {
+    pub(crate) turn: Turn,
+    /// None: those of the spec.
+    pub(crate) groups: Option<Vec<Optimizer>>,
+    /// INVARIANT: finite and more than 0.
+    pub(crate) loss_scale: f64,
+    /// INVARIANT: finite and more than 0.
+    pub(crate) max_norm: Option<f64>,
+    pub(crate) loss: Option<f64>,
+    /// Skip the step whatever its gradients are.
+    pub(crate) discard: bool,
+    pub(crate) wait: Duration,
+}
+
+/// A rank asks for the norm of a step's gradient before the step is decided.
+#[derive(Debug, Clone)]
+pub(crate) struct Reduce {
+    pub(crate) turn: Turn,
+    /// INVARIANT: finite and more than 0.
+    pub(crate) loss_scale: f64,
+    pub(crate) wait: Duration,
+}
+
+/// A rank discards the gradients of the open attempt.
+#[derive(Debug, Clone)]
+pub(crate) struct Discard {
+    pub(crate) turn: Turn,
+    pub(crate) wait: Duration,
+}
+
+/// The answer to a call.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Reply {
+    Created {
+        epoch: u64,
+        job_id: u64,
+    },
+    Deleted,
+    /// The lease holds; memberships come by [`super::cluster::Cluster::next_membership`].
+    Joined,
+    Left,
+    Report(pb::StepReport),
+    Reduced(pb::ReduceReport),
+    /// The attempt that is open now.
+    Discarded {
+        attempt: u32,
+    },
+}
+
+/// A job's slices are to be placed: long work, which the driver does outside of its lock.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Placing {
+    pub(crate) job: JobRef,
+    pub(crate) spec: Arc<JobSpec>,
+    pub(crate) live: Vec<Server>,
+}
+
+/// The content of an OpenJob command, which the driver converts outside of its lock.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct OpenJob {
+    pub(crate) spec: Arc<JobSpec>,
+    pub(crate) placement: Arc<Placement>,
+    pub(crate) job_id: u64,
+    pub(crate) epoch: u64,
+}
+
+impl From<OpenJob> for pb::OpenJob {
+    fn from(open: OpenJob) -> Self {
+        Self {
+            spec: Some(open.spec.as_ref().into()),
+            epoch: open.epoch,
+            placement: Some(open.placement.as_ref().into()),
+            job_id: open.job_id,
+        }
+    }
+}
+
+/// Something to do. Actions are carried out in their order.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Action {
+    /// End a call.
+    Answer(Caller, Result<Reply>),
+    /// Send a command to a server.
+    Command(ServerId, Command),
+    /// Send the OpenJob command to a server.
+    Open(ServerId, OpenJob),
+    /// Compute a placement, and send [`Event::Placed`].
+    Place(Placing),
+    /// A member has a membership to read.
+    Wake(Lease),
+    /// End a worker's stream, in order or with an error.
+    End(Lease, Option<Error>),
+    /// End a control stream.
+    Dismiss(Link),
+    /// Count a step that was decided.
+    Decided { applied: bool, commit_spread: Duration, ready_wait: Duration },
+    /// Count a step that was aborted.
+    Aborted,
+    /// A job is gone.
+    Forgotten { job: String },
+    /// Log this.
+    Note(String),
+}

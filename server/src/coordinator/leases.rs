@@ -1,0 +1,396 @@
+//! Leases: workers that take ranks, wait for them, leave, and are lost.
+//!
+//! Within one epoch a rank has at most one lease: when a lease ends the epoch moves on, at once or (a rank that left
+//! because it is done) before the rank is given away again.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+
+use zeroshard_proto::{
+    Departure, Error, Result,
+    pb::{self, server_command::Command},
+};
+
+use super::{
+    cluster::Cluster,
+    events::{Action, Caller, JobRef, Join, Lease, Now, Reply, ServerId, Waiter},
+    feed::Told,
+    state::{Job, Phase},
+};
+
+/// A worker that holds a rank.
+#[derive(Debug)]
+pub(crate) struct Member {
+    pub(crate) lease: Lease,
+    /// Where its peers reach it, if they do.
+    pub(crate) address: Option<String>,
+    /// Its Join, until the servers have accepted the lease.
+    pub(crate) joining: Option<Joining>,
+    /// None before its first membership.
+    pub(crate) told: Option<Told>,
+}
+
+/// A Join that waits for servers.
+#[derive(Debug)]
+pub(crate) struct Joining {
+    pub(crate) waiter: Waiter,
+    /// Servers that have not accepted the lease yet.
+    pub(crate) pending: BTreeSet<ServerId>,
+}
+
+/// The workers of a job, by rank and by lease.
+#[derive(Debug, Default)]
+pub(crate) struct Members {
+    ranks: BTreeMap<u32, Member>,
+    /// INVARIANT: the leases of `ranks`.
+    leases: HashMap<Lease, u32>,
+}
+
+impl Members {
+    fn insert(&mut self, rank: u32, member: Member) {
+        self.leases.insert(member.lease, rank);
+        self.ranks.insert(rank, member);
+    }
+
+    fn remove(&mut self, rank: u32) -> Option<Member> {
+        let member = self.ranks.remove(&rank)?;
+        self.leases.remove(&member.lease);
+        Some(member)
+    }
+
+    pub(super) fn get(&self, rank: u32) -> Option<&Member> {
+        self.ranks.get(&rank)
+    }
+
+    pub(super) fn rank_of(&self, lease: Lease) -> Option<u32> {
+        self.leases.get(&lease).copied()
+    }
+
+    /// The member that holds `lease`.
+    pub(super) fn of(&mut self, lease: Lease) -> Option<&mut Member> {
+        self.ranks.get_mut(self.leases.get(&lease)?)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// Ascending.
+    pub(super) fn ranks(&self) -> impl Iterator<Item = u32> + '_ {
+        self.ranks.keys().copied()
+    }
+
+    /// By rank.
+    pub(super) fn leases(&self) -> impl Iterator<Item = Lease> + '_ {
+        self.ranks.values().map(|member| member.lease)
+    }
+
+    /// The Joins that wait for servers.
+    pub(super) fn into_joining(self) -> impl Iterator<Item = Waiter> {
+        self.ranks.into_values().filter_map(|member| Some(member.joining?.waiter))
+    }
+
+    pub(super) fn next_deadline(&self) -> Option<Now> {
+        self.ranks.values().filter_map(|member| Some(member.joining.as_ref()?.waiter.deadline)).min()
+    }
+
+    /// Ranks whose Join waits for servers in vain.
+    fn expired(&self, now: Now) -> Vec<u32> {
+        let late =
+            |member: &Member| member.joining.as_ref().is_some_and(|joining| joining.waiter.deadline <= now);
+        self.ranks.iter().filter(|(_, member)| late(member)).map(|(&rank, _)| rank).collect()
+    }
+}
+
+/// Joins that wait for the end of an earlier lease: by rank, in the order in which they came. INVARIANT: no empty
+/// lists.
+#[derive(Debug, Default)]
+pub(crate) struct Queue(BTreeMap<u32, VecDeque<(Waiter, Join)>>);
+
+impl Queue {
+    fn push(&mut self, waiter: Waiter, join: Join) {
+        self.0.entry(join.rank).or_default().push_back((waiter, join));
+    }
+
+    fn pop(&mut self, rank: u32) -> Option<(Waiter, Join)> {
+        let first = self.0.get_mut(&rank)?.pop_front();
+        self.tidy(rank);
+        first
+    }
+
+    fn remove(&mut self, rank: u32, lease: Lease) {
+        if let Some(joins) = self.0.get_mut(&rank) {
+            joins.retain(|(_, join)| join.lease != lease);
+            self.tidy(rank);
+        }
+    }
+
+    fn tidy(&mut self, rank: u32) {
+        if self.0.get(&rank).is_some_and(VecDeque::is_empty) {
+            self.0.remove(&rank);
+        }
+    }
+
+    /// Takes out the Joins whose deadline has passed, with their ranks.
+    fn expire(&mut self, now: Now) -> Vec<(Waiter, u32)> {
+        let mut expired = Vec::new();
+        self.0.retain(|&rank, joins| {
+            expired.extend(joins.iter().filter(|(w, _)| w.deadline <= now).map(|(w, _)| (*w, rank)));
+            joins.retain(|(waiter, _)| waiter.deadline > now);
+            !joins.is_empty()
+        });
+        expired
+    }
+
+    pub(super) fn into_waiters(self) -> impl Iterator<Item = Waiter> {
+        self.0.into_values().flatten().map(|(waiter, _)| waiter)
+    }
+
+    pub(super) fn next_deadline(&self) -> Option<Now> {
+        self.0.values().flatten().map(|(waiter, _)| waiter.deadline).min()
+    }
+}
+
+/// Why a job starts a new epoch.
+#[derive(Debug, Clone, Copy)]
+enum Cause {
+    /// The rank's worker was lost.
+    Lost,
+    /// The rank's worker left in order.
+    Left,
+    /// The rank's worker left in order, has no more data, and the others go on without it.
+    Done,
+    /// A worker takes a rank that was done.
+    Returned,
+}
+
+impl Cluster {
+    pub(super) fn join(&mut self, caller: Caller, join: Join, now: Now, out: &mut Vec<Action>) {
+        if let Err(error) = self.try_join(caller, join, now, out) {
+            out.push(Action::Answer(caller, Err(error)));
+        }
+    }
+
+    fn try_join(&mut self, caller: Caller, join: Join, now: Now, out: &mut Vec<Action>) -> Result<()> {
+        let (name, rank) = (join.job.clone(), join.rank);
+        let job = self.job_mut(&name)?;
+        check_rank(&name, rank, job.spec.world)?;
+        let open = job.phase.open_mut(&name)?;
+        if open.members.get(rank).is_some() {
+            // A rank that is free has no queue: whoever frees it gives it to the next.
+            open.queue.push(Waiter::new(caller, now, join.rank_wait), join);
+            return Ok(());
+        }
+        self.admit(caller, join, now, out);
+        Ok(())
+    }
+
+    /// Gives a rank that is free to a worker, and tells the servers.
+    fn admit(&mut self, caller: Caller, join: Join, now: Now, out: &mut Vec<Action>) {
+        let Join { job: name, rank, address, lease, wait, .. } = join;
+        if let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(&name)
+            && open.done.remove(&rank)
+        {
+            self.new_epoch(&name, rank, Cause::Returned, out);
+        }
+        let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(&name) else { return };
+        open.left.remove(&rank);
+        let pending: BTreeSet<ServerId> = open.servers().collect();
+        for &server in &pending {
+            let grant = pb::GrantLease { job: name.clone(), job_id: *id, rank, lease: lease.0 };
+            out.push(Action::Command(server, Command::Grant(grant)));
+        }
+        let joining = Some(Joining { waiter: Waiter::new(caller, now, wait), pending });
+        open.members.insert(rank, Member { lease, address, joining, told: None });
+        self.finish_join(&name, lease, out);
+    }
+
+    /// A server accepts a lease.
+    pub(super) fn granted(
+        &mut self,
+        server: ServerId,
+        job: &JobRef,
+        rank: u32,
+        lease: Lease,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(Job { phase: Phase::Open(open), .. }) = self.reported_job(job) else { return };
+        if open.members.rank_of(lease) != Some(rank) {
+            return;
+        }
+        if let Some(joining) = open.members.of(lease).and_then(|member| member.joining.as_mut()) {
+            joining.pending.remove(&server);
+            self.finish_join(&job.name, lease, out);
+        }
+    }
+
+    /// Answers the Join when every server has accepted the lease.
+    fn finish_join(&mut self, name: &str, lease: Lease, out: &mut Vec<Action>) {
+        let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+        let Some(rank) = open.members.rank_of(lease) else { return };
+        let Some(member) = open.members.of(lease) else { return };
+        let Some(joining) = member.joining.take_if(|joining| joining.pending.is_empty()) else { return };
+        let address = member.address.clone();
+        if address.is_some() {
+            open.peers.set(rank, address);
+            open.wake_all(out);
+        }
+        out.push(Action::Note(format!("rank {rank} of job {name:?} joined, epoch {epoch}")));
+        out.push(Action::Answer(joining.waiter.caller, Ok(Reply::Joined)));
+    }
+
+    /// A worker gives its rank back. A lease that is not known has ended already.
+    pub(super) fn leave(
+        &mut self,
+        caller: Caller,
+        job: &JobRef,
+        lease: Lease,
+        done: bool,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        let found = match self.member_job(job) {
+            Ok(found) => found,
+            Err(error) => return out.push(Action::Answer(caller, Err(error))),
+        };
+        let absent = done && found.spec.departure == Departure::Absent;
+        let cause = if absent { Cause::Done } else { Cause::Left };
+        let rank = match &found.phase {
+            Phase::Open(open) => open.members.rank_of(lease),
+            _ => None,
+        };
+        if let Some(rank) = rank {
+            out.push(Action::Note(format!("rank {rank} of job {:?} left", job.name)));
+            out.push(Action::End(lease, None));
+            self.end_lease(&job.name, rank, cause, now, out);
+        }
+        out.push(Action::Answer(caller, Ok(Reply::Left)));
+    }
+
+    /// A worker's stream has ended, or its Join was given up.
+    pub(super) fn lease_ended(
+        &mut self,
+        name: &str,
+        rank: u32,
+        lease: Lease,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+        if open.members.rank_of(lease) == Some(rank) {
+            self.end_lease(name, rank, Cause::Lost, now, out);
+        } else {
+            open.queue.remove(rank, lease);
+        }
+    }
+
+    /// Frees the rank, and gives it to the next worker in the queue.
+    fn end_lease(&mut self, name: &str, rank: u32, cause: Cause, now: Now, out: &mut Vec<Action>) {
+        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+        let Some(member) = open.members.remove(rank) else { return };
+        let lost = |waiter: Waiter| {
+            let error = Error::LeaseLost { job: name.to_owned(), rank };
+            Action::Answer(waiter.caller, Err(error))
+        };
+        match member.joining {
+            Some(joining) => out.push(lost(joining.waiter)),
+            None if member.address.is_some() => {
+                open.peers.set(rank, None);
+                open.wake_all(out);
+            }
+            None => {}
+        }
+        match cause {
+            Cause::Done => {
+                open.done.insert(rank);
+            }
+            Cause::Left => {
+                open.left.insert(rank);
+            }
+            Cause::Lost | Cause::Returned => {}
+        }
+        if matches!(cause, Cause::Done) && open.version.is_some() {
+            out.extend(open.round.forget_rank(rank).into_iter().map(lost));
+        } else {
+            // Before version 0 also for a rank that is done: the servers may have only a part of what it has to
+            // upload, so all ranks upload again.
+            self.new_epoch(name, rank, cause, out);
+        }
+        let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+        if matches!(cause, Cause::Done) {
+            for server in open.servers() {
+                let done = pb::RankDone { job: name.to_owned(), job_id: *id, rank };
+                out.push(Action::Command(server, Command::Done(done)));
+            }
+        }
+        if let Some((waiter, join)) = open.queue.pop(rank) {
+            self.admit(waiter.caller, join, now, out);
+        }
+        self.advance(name, now, out);
+    }
+
+    /// Drops what the servers have of the open step, because it may be a part of the rank's gradients.
+    fn new_epoch(&mut self, name: &str, rank: u32, cause: Cause, out: &mut Vec<Action>) {
+        let new = self.next_epoch();
+        let Some(Job { id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+        *epoch = new;
+        let (job, job_id, step) = (name.to_owned(), *id, open.step());
+        let initialised = open.version.is_some();
+        if !initialised {
+            open.uninitialised = open.servers().collect();
+        }
+        // Servers first: when a worker learns of the epoch, it is under way to them.
+        for server in open.servers() {
+            let command = pb::NewEpoch { job: job.clone(), epoch: new, initialised, job_id, rank };
+            out.push(Action::Command(server, Command::NewEpoch(command)));
+        }
+        if !open.round.is_empty() {
+            out.push(Action::Aborted);
+        }
+        let error = || {
+            let cause = match cause {
+                Cause::Left => return Error::RankLeft { job: job.clone(), rank, step },
+                Cause::Lost => format!("rank {rank} was lost"),
+                Cause::Done => format!("rank {rank} left before version 0"),
+                Cause::Returned => format!("rank {rank} joined again"),
+            };
+            Error::StepAborted { job: job.clone(), step, epoch: new, cause }
+        };
+        out.extend(open.round.drop_all().into_iter().map(|w| Action::Answer(w.caller, Err(error()))));
+        if matches!(cause, Cause::Lost) {
+            out.push(Action::Note(format!("rank {rank} of job {name:?} was lost; epoch {new}")));
+        }
+        open.wake_all(out);
+    }
+
+    /// Refuses Joins whose rank has not become free in time, and those whose lease the servers do not accept.
+    pub(super) fn expire_joins(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
+        let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+        let epoch = *epoch;
+        for (waiter, rank) in open.queue.expire(now) {
+            let taken = Error::RankTaken { job: name.to_owned(), rank };
+            out.push(Action::Answer(waiter.caller, Err(taken)));
+        }
+        for rank in open.members.expired(now) {
+            let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+            let Some(member) = open.members.ranks.get_mut(&rank) else { continue };
+            let Some(Joining { waiter, pending }) = member.joining.take() else { continue };
+            // Nobody was told of it as a peer.
+            member.address = None;
+            let servers = self.names(&pending);
+            let waiting_for =
+                format!("{servers} to accept the lease of rank {rank} of job {name:?} (epoch {epoch})");
+            out.push(Action::Answer(waiter.caller, Err(waiter.timeout(now, waiting_for))));
+            self.end_lease(name, rank, Cause::Lost, now, out);
+        }
+    }
+}
+
+/// # Errors
+/// [`Error::Invalid`] for a rank outside of the world.
+pub(super) fn check_rank(job: &str, rank: u32, world: u32) -> Result<()> {
+    if rank < world {
+        return Ok(());
+    }
+    let expected = format!("less than the world size, {world}");
+    Err(Error::invalid(format!("rank of job {job:?}"), rank, expected))
+}

@@ -1,0 +1,98 @@
+//! Shard servers that come and go.
+
+use std::collections::BTreeSet;
+
+use zeroshard_proto::{
+    JobSpec, Placement, Server,
+    pb::{self, server_command::Command},
+};
+
+use super::{
+    cluster::Cluster,
+    events::{Action, Link, ServerId},
+    state::{Job, Phase, ServerState},
+};
+use crate::listing::some_of;
+
+impl Cluster {
+    /// A server that was known by the id or the address is lost first: it has restarted, or connected again.
+    pub(super) fn server_joined(&mut self, stream: u64, server: Server, out: &mut Vec<Action>) {
+        let Server { id, incarnation, address } = server;
+        if let Some(old) = self.servers.get(&id) {
+            let cause =
+                if old.incarnation == incarnation { "it connected again" } else { "it was restarted" };
+            self.server_lost(Link { server: id, stream: old.stream }, cause, out);
+        }
+        let same = self.servers.iter().find(|(_, known)| known.address == address);
+        if let Some((&server, known)) = same {
+            let link = Link { server, stream: known.stream };
+            self.server_lost(link, "another server connected with its address", out);
+        }
+        out.push(Action::Note(format!("shard server {address} joined, id {id:016x}")));
+        self.servers.insert(id, ServerState { stream, incarnation, address, stats: None });
+        out.push(Action::Command(id, Command::Welcome(pb::Welcome {})));
+        let names: Vec<String> = self.jobs.keys().cloned().collect();
+        for name in names {
+            self.try_place(&name, out);
+        }
+    }
+
+    /// Every job that has slices on the server fails, because no other server has them.
+    pub(super) fn server_lost(&mut self, link: Link, cause: &str, out: &mut Vec<Action>) {
+        if !self.is_current(link) {
+            return;
+        }
+        let server = link.server;
+        let gone = format!("{} was lost ({cause})", self.name(server));
+        self.servers.remove(&server);
+        out.push(Action::Note(gone.clone()));
+        out.push(Action::Dismiss(link));
+        let hit = |job: &&Job| job.phase.uses(server);
+        let names: Vec<String> = self.jobs.values().filter(hit).map(|job| job.spec.name.clone()).collect();
+        for name in names {
+            let reason = match self.jobs.get(&name) {
+                Some(Job { spec, phase: Phase::Open(open), .. }) => {
+                    format!("{gone}, and with it {}", held_by(server, spec, &open.placement))
+                }
+                _ => format!("{gone} while the job was being opened"),
+            };
+            self.fail(&name, &reason, out);
+        }
+    }
+
+    /// Whether the control stream is the one of a server that is connected.
+    pub(super) fn is_current(&self, link: Link) -> bool {
+        self.servers.get(&link.server).is_some_and(|known| known.stream == link.stream)
+    }
+
+    /// The shard servers that are connected, by id.
+    pub(super) fn live(&self) -> Vec<Server> {
+        let server = |(&id, known): (&ServerId, &ServerState)| Server {
+            id,
+            incarnation: known.incarnation,
+            address: known.address.clone(),
+        };
+        self.servers.iter().map(server).collect()
+    }
+
+    /// `shard server 127.0.0.1:7401`.
+    pub(super) fn name(&self, server: ServerId) -> String {
+        match self.servers.get(&server) {
+            Some(known) => format!("shard server {}", known.address),
+            None => format!("shard server {server:016x} (not connected)"),
+        }
+    }
+
+    /// Some of the servers, by name.
+    pub(super) fn names(&self, servers: &BTreeSet<ServerId>) -> String {
+        some_of(servers.iter().map(|&server| self.name(server)))
+    }
+}
+
+/// The tensors of which `server` has slices, for messages.
+fn held_by(server: ServerId, spec: &JobSpec, placement: &Placement) -> String {
+    let slices: Vec<usize> = placement.primary_slices(server).collect();
+    let tensors: BTreeSet<usize> = slices.iter().map(|&slice| spec.manifest.slices()[slice].tensor).collect();
+    let names = tensors.into_iter().map(|tensor| format!("{:?}", spec.manifest.tensors()[tensor].name));
+    format!("{} of {} slices, of the tensors {}", slices.len(), placement.slices(), some_of(names))
+}
