@@ -297,3 +297,7 @@ fn closed_error(job: &str) -> Error {
         reason: "it was deleted, or this server has given it up".to_owned(),
     }
 }
+
+#[cfg(test)]
+#[path = "job_tests.rs"]
+mod tests;

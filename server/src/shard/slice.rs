@@ -390,5 +390,7 @@ impl<B: Backend> Inner<B> {
 #[cfg(test)]
 mod lane_tests;
 #[cfg(test)]
+mod reserve_tests;
+#[cfg(test)]
 #[path = "slice_tests.rs"]
 mod tests;

@@ -1,0 +1,247 @@
+//! What the coordinator says of a job, between, beside and before pushes.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, AtomicU64, Ordering},
+};
+
+use tokio::sync::mpsc::Receiver;
+use zeroshard_proto::{Manifest, Server, TensorSpec, pb::server_event::Event};
+
+use super::*;
+use crate::backend::Cpu;
+
+const JOB_ID: u64 = 5;
+const UPLOAD: Upload = Upload { state: None, applied: 0 };
+
+/// `slices` slices of two elements each, on the only server of a job of `world` ranks with plain SGD.
+struct Subject {
+    job: Job<Cpu>,
+    said: Receiver<Event>,
+}
+
+fn piece(rank: u32, value: f32) -> Piece {
+    let bytes = [value, value].iter().flat_map(|value| value.to_le_bytes()).collect();
+    Piece { rank, offset: 0, dtype: zeroshard_proto::DType::F32, bytes }
+}
+
+impl Subject {
+    fn new(slices: usize, world: u32) -> Self {
+        let tensors = (0..slices).map(|index| TensorSpec::new(format!("t{index}"), [2]));
+        let manifest = Manifest::new(tensors.collect()).unwrap();
+        let spec = JobSpec { world, ..JobSpec::new("job", manifest, vec!["sgd".parse().unwrap()]) };
+        let servers = vec![Server { id: 1, incarnation: 1, address: "host:1".to_owned() }];
+        let placement = Placement::new(servers, 1, vec![0; slices]).unwrap();
+        let (events, said) = Events::channel();
+        let surroundings = Surroundings {
+            backend: Arc::new(Cpu::new()),
+            budget: ParkingBudget::new(1 << 20),
+            metrics: Metrics::new(),
+            events,
+        };
+        let opening = Opening { id: JOB_ID, spec, epoch: 1, placement: &placement, server: 1 };
+        Self { job: Job::open(opening, CancellationToken::new(), surroundings).unwrap(), said }
+    }
+
+    /// At version 0, all elements 0.
+    fn initialised(slices: usize, world: u32) -> Self {
+        let mut subject = Self::new(slices, world);
+        subject.upload_all(1, 0.0);
+        assert!(matches!(subject.said.try_recv(), Ok(Event::Initialised(_))));
+        subject.job.publish(1).unwrap();
+        subject
+    }
+
+    fn upload_all(&self, epoch: u64, value: f32) {
+        for slice in 0..self.job.slices.len() as u32 {
+            self.job.upload(Attempt::first(epoch, 0), slice, UPLOAD, &piece(0, value)).unwrap();
+        }
+    }
+
+    fn push(&self, attempt: Attempt, slice: u32, rank: u32, value: f32) -> Result<u64> {
+        self.job.contribute(attempt, slice, &piece(rank, value))
+    }
+
+    fn decide(&self, attempt: Attempt) -> Result<()> {
+        self.job.decide(&pb::Decision {
+            epoch: attempt.epoch,
+            step: attempt.step,
+            attempt: attempt.number,
+            apply: true,
+            coefficient: 1.0,
+            unclipped: 1.0,
+            groups: self.job.spec.groups.iter().map(Into::into).collect(),
+            ..Default::default()
+        })
+    }
+
+    fn ready(&mut self) -> Option<pb::StepReady> {
+        loop {
+            match self.said.try_recv() {
+                Ok(Event::Ready(ready)) => return Some(ready),
+                Ok(_) => {}
+                Err(_) => return None,
+            }
+        }
+    }
+}
+
+fn at(epoch: u64, step: u64, number: u32) -> Attempt {
+    Attempt { epoch, step, number }
+}
+
+#[test]
+fn a_push_that_was_acknowledged_in_an_epoch_is_not_erased_by_its_beginning() {
+    // Ranks push the same gradients again in every epoch, while epochs change under them. Whatever was acknowledged in the
+    // last one must count.
+    const SLICES: u32 = 20_000;
+    const EPOCHS: u64 = 40;
+    let mut subject = Subject::initialised(SLICES as usize, 2);
+    let stop = AtomicBool::new(false);
+    let acknowledged = [AtomicU64::new(0), AtomicU64::new(0)];
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let (subject, stop, acknowledged) = (&subject, &stop, &acknowledged[rank as usize]);
+            scope.spawn(move || {
+                loop {
+                    let last = stop.load(Ordering::Acquire);
+                    let attempt = subject.job.attempt();
+                    let pushed =
+                        (0..SLICES).try_for_each(|slice| subject.push(attempt, slice, rank, 1.0).map(drop));
+                    match pushed {
+                        Ok(()) => acknowledged.store(attempt.epoch, Ordering::Release),
+                        Err(Error::StaleEpoch { .. }) => continue,
+                        Err(error) => panic!("{error}"),
+                    }
+                    if last {
+                        return;
+                    }
+                }
+            });
+        }
+        for epoch in 2..=EPOCHS {
+            subject.job.new_epoch(epoch, 0).unwrap();
+        }
+        stop.store(true, Ordering::Release);
+    });
+    for epoch in acknowledged {
+        assert_eq!(epoch.into_inner(), EPOCHS);
+    }
+    let last = std::iter::from_fn(|| subject.ready()).last().expect("all gradients were acknowledged");
+    assert_eq!((last.epoch, last.slices.len()), (EPOCHS, SLICES as usize));
+    subject.decide(at(EPOCHS, 0, 0)).unwrap();
+}
+
+#[test]
+fn what_was_pushed_in_an_attempt_never_counts_in_a_later_one() {
+    let mut subject = Subject::initialised(1, 2);
+    subject.push(at(1, 0, 0), 0, 0, 7.0).unwrap();
+    subject.push(at(1, 0, 0), 0, 1, 7.0).unwrap();
+    assert!(subject.ready().is_some());
+    // Reported as ready, it is open again.
+    let new = pb::NewAttempt { epoch: 1, step: 0, attempt: 1, ..Default::default() };
+    subject.job.new_attempt(&new).unwrap();
+    let stale = subject.push(at(1, 0, 0), 0, 0, 7.0);
+    assert!(matches!(stale, Err(Error::StaleAttempt { attempt: 0, current: 1, .. })), "{stale:?}");
+    assert!(matches!(subject.decide(at(1, 0, 0)), Err(Error::Internal { .. })));
+    assert_eq!(subject.push(at(1, 0, 1), 0, 0, 1.0).unwrap(), 2);
+    assert!(subject.ready().is_none());
+    assert_eq!(subject.push(at(1, 0, 1), 0, 1, 3.0).unwrap(), 2);
+    let ready = subject.ready().unwrap();
+    assert_eq!((ready.attempt, ready.sums_of_squares), (1, vec![32.0]));
+}
+
+#[test]
+fn an_upload_of_an_earlier_epoch_does_not_count() {
+    let mut subject = Subject::new(2, 1);
+    subject.job.upload(at(1, 0, 0), 0, UPLOAD, &piece(0, 1.0)).unwrap();
+    subject.job.new_epoch(2, 0).unwrap();
+    let stale = subject.job.upload(at(1, 0, 0), 1, UPLOAD, &piece(0, 1.0));
+    assert!(matches!(stale, Err(Error::StaleEpoch { epoch: 1, current: 2, .. })));
+    subject.job.upload(at(2, 0, 0), 1, UPLOAD, &piece(0, 2.0)).unwrap();
+    assert!(subject.said.try_recv().is_err(), "slice 0 has nothing in this epoch");
+    assert!(matches!(subject.job.publish(2), Err(Error::Internal { .. })));
+    subject.job.upload(at(2, 0, 0), 0, UPLOAD, &piece(0, 2.0)).unwrap();
+    assert!(matches!(subject.said.try_recv(), Ok(Event::Initialised(told)) if told.epoch == 2));
+}
+
+#[test]
+fn nothing_is_readable_before_version_0_is_published() {
+    let subject = Subject::new(2, 1);
+    subject.upload_all(1, 1.0);
+    let read = |slice| {
+        let slice: &Slice<Cpu> = subject.job.slice(slice).unwrap();
+        slice.read(subject.job.backend(), crate::shard::part::Part::Parameters, "job", 0).unwrap()
+    };
+    assert!(read(0).is_none() && read(1).is_none());
+    subject.job.publish(1).unwrap();
+    assert!(read(0).is_some() && read(1).is_some());
+}
+
+#[test]
+fn only_the_lease_that_was_granted_for_a_rank_is_accepted_until_it_ends() {
+    let subject = Subject::initialised(1, 2);
+    let check = |rank, lease| subject.job.check_lease(rank, lease);
+    assert!(matches!(check(0, 7), Err(Error::LeaseLost { rank: 0, .. })));
+    subject.job.grant(0, 7);
+    assert!(check(0, 7).is_ok());
+    assert!(matches!(check(0, 8), Err(Error::LeaseLost { .. })));
+    assert!(matches!(check(1, 7), Err(Error::LeaseLost { rank: 1, .. })));
+    subject.job.new_epoch(2, 0).unwrap();
+    assert!(matches!(check(0, 7), Err(Error::LeaseLost { .. })));
+}
+
+#[test]
+fn a_decision_is_told_to_be_stored_before_it_is_applied_and_only_once() {
+    let mut subject = Subject::initialised(1, 1);
+    subject.push(at(1, 0, 0), 0, 0, 1.0).unwrap();
+    assert!(subject.ready().is_some());
+    subject.decide(at(1, 0, 0)).unwrap();
+    assert!(
+        matches!(subject.said.try_recv(), Ok(Event::Stored(stored)) if stored.step == 0 && stored.job_id == JOB_ID)
+    );
+    assert!(matches!(subject.decide(at(1, 0, 0)), Err(Error::Internal { .. })));
+    let late = subject.push(at(1, 0, 0), 0, 0, 1.0);
+    assert!(matches!(late, Err(Error::StepMismatch { step: 0, current: 1, .. })), "{late:?}");
+}
+
+#[test]
+fn a_rank_that_is_done_counts_as_zeros_in_every_later_step_until_it_comes_back() {
+    let mut subject = Subject::initialised(2, 2);
+    subject.push(at(1, 0, 0), 0, 0, 1.0).unwrap();
+    subject.job.rank_done(1).unwrap();
+    subject.push(at(1, 0, 0), 1, 0, 1.0).unwrap();
+    for step in 0..2 {
+        let ready = subject.ready().expect("rank 0 has pushed everything");
+        assert_eq!(ready.absent.len(), 2);
+        subject.decide(at(1, step, 0)).unwrap();
+        for slice in 0..2 {
+            subject.push(at(1, step + 1, 0), slice, 0, 1.0).unwrap();
+        }
+    }
+    assert!(subject.ready().is_some());
+    subject.job.new_epoch(2, 1).unwrap();
+    for slice in 0..2 {
+        subject.push(at(2, 2, 0), slice, 0, 1.0).unwrap();
+    }
+    assert!(subject.ready().is_none(), "rank 1 takes part again");
+}
+
+#[test]
+fn opening_stops_when_the_job_is_closed_meanwhile() {
+    let manifest = Manifest::new(vec![TensorSpec::new("w", [2])]).unwrap();
+    let spec = JobSpec::new("job", manifest, vec!["sgd".parse().unwrap()]);
+    let servers = vec![Server { id: 1, incarnation: 1, address: "host:1".to_owned() }];
+    let placement = Placement::new(servers, 1, vec![0]).unwrap();
+    let surroundings = Surroundings {
+        backend: Arc::new(Cpu::new()),
+        budget: ParkingBudget::new(0),
+        metrics: Metrics::new(),
+        events: Events::channel().0,
+    };
+    let closed = CancellationToken::new();
+    closed.cancel();
+    let opening = Opening { id: JOB_ID, spec, epoch: 1, placement: &placement, server: 1 };
+    let opened = Job::open(opening, closed, surroundings);
+    assert!(matches!(opened.err(), Some(Error::JobFailed { .. })));
+}

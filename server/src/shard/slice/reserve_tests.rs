@@ -1,0 +1,167 @@
+//! A step whose gradient was reported cannot fail for want of memory.
+
+use std::{
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use bytes::Bytes;
+use zeroshard_proto::{DType, Error, JobSpec, Manifest, TensorSpec};
+
+use super::*;
+use crate::{
+    backend::{Cpu, Elements},
+    shard::{
+        lane::Lanes,
+        part::Part,
+        slice::tests::{PARAMETERS, bytes, piece},
+    },
+};
+
+type Buffer = <Cpu as Backend>::Buffer;
+
+/// The CPU with room for only so many more buffers.
+struct Limited {
+    cpu: Cpu,
+    left: AtomicUsize,
+}
+
+impl Backend for Limited {
+    type Buffer = Buffer;
+
+    fn allocate(&self, dtype: DType, numel: usize) -> Result<Buffer, OutOfMemory> {
+        let take = |left: usize| left.checked_sub(1);
+        match self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take) {
+            Ok(_) => self.cpu.allocate(dtype, numel),
+            Err(_) => Err(OutOfMemory { numel, dtype }),
+        }
+    }
+
+    fn numel(&self, buffer: &Buffer) -> usize {
+        self.cpu.numel(buffer)
+    }
+
+    fn dtype(&self, buffer: &Buffer) -> DType {
+        self.cpu.dtype(buffer)
+    }
+
+    fn store<'a>(&self, dst: &mut Buffer, at: impl Into<Elements<'a>>, src: &[u8], dtype: DType) -> bool {
+        self.cpu.store(dst, at, src, dtype)
+    }
+
+    fn accumulate<'a>(
+        &self,
+        dst: &mut Buffer,
+        at: impl Into<Elements<'a>>,
+        src: &[u8],
+        dtype: DType,
+    ) -> bool {
+        self.cpu.accumulate(dst, at, src, dtype)
+    }
+
+    fn read<'a>(&self, src: &Arc<Buffer>, from: impl Into<Elements<'a>>, dtype: DType) -> Bytes {
+        self.cpu.read(src, from, dtype)
+    }
+
+    fn sum_of_squares(&self, src: &Buffer, range: Range<usize>) -> f64 {
+        self.cpu.sum_of_squares(src, range)
+    }
+
+    fn apply(
+        &self,
+        update: &Update<'_>,
+        master: &mut Buffer,
+        state: &mut [&mut Buffer],
+        gradient: &Buffer,
+        published: Option<&mut Buffer>,
+    ) {
+        self.cpu.apply(update, master, state, gradient, published);
+    }
+
+    fn copy(&self, src: &Buffer, dst: &mut Buffer) {
+        self.cpu.copy(src, dst);
+    }
+}
+
+/// A slice of two elements under AdamW at version 0, and room for `left` more buffers.
+struct Subject {
+    backend: Limited,
+    slice: Slice<Limited>,
+    job: JobSpec,
+}
+
+const FIRST: Attempt = Attempt { epoch: 1, step: 0, number: 0 };
+
+impl Subject {
+    fn new(left: usize) -> Self {
+        let manifest = Manifest::new(vec![TensorSpec::new("w", [2])]).unwrap();
+        let job = JobSpec::new("job", manifest, vec!["adamw".parse().unwrap()]);
+        let backend = Limited { cpu: Cpu::new(), left: AtomicUsize::new(usize::MAX) };
+        let lanes = Lanes::new(&job, 0).of(&job.manifest.slices()[0]);
+        let slice = Slice::allocate(&backend, &job, 0, lanes, FIRST).unwrap();
+        slice.upload(&backend, FIRST, PARAMETERS, &piece(0, 0, &[1.0, 2.0]), || Ok(())).unwrap();
+        slice.publish(&backend).unwrap();
+        backend.left.store(left, Ordering::Relaxed);
+        Self { backend, slice, job }
+    }
+
+    fn push(&self) -> Result<Option<Reduced>> {
+        let budget = ParkingBudget::new(0);
+        let piece = piece(0, 0, &[0.5, 0.5]);
+        self.slice.contribute(&self.backend, FIRST, &piece, &budget, || Ok(())).map(|(_, reduced)| reduced)
+    }
+
+    fn read(&self, part: Part) -> Result<Option<Arc<Buffer>>> {
+        self.slice.read(&self.backend, part, "job", 0)
+    }
+
+    fn step(&self) {
+        let apply = Some(Apply { groups: &self.job.groups, coefficient: 1.0, unclipped: 1.0 });
+        self.slice.step(&self.backend, &Step { apply, next: Attempt::first(1, 1) }).unwrap();
+    }
+
+    fn values(&self, buffer: &Arc<Buffer>) -> Bytes {
+        self.backend.read(buffer, 0..2, DType::F32)
+    }
+}
+
+#[test]
+fn a_gradient_is_not_complete_while_the_step_would_not_fit_beside_a_reader() {
+    let subject = Subject::new(0);
+    let held = subject.read(Part::Parameters).unwrap();
+    assert!(matches!(subject.push(), Err(Error::OutOfMemory { .. })));
+    // The reader goes: the same push again completes the gradient.
+    drop(held);
+    assert!(subject.push().unwrap().is_some());
+    assert_eq!(subject.push().unwrap(), None, "it is reported once");
+    subject.step();
+    assert_eq!(subject.slice.version(), Some(1));
+}
+
+#[test]
+fn a_reader_that_comes_after_the_gradient_is_complete_brings_its_room_or_is_refused() {
+    let subject = Subject::new(1);
+    assert!(subject.push().unwrap().is_some());
+    let held = subject.read(Part::Parameters).unwrap().unwrap();
+    assert!(matches!(subject.read(Part::State(0)), Err(Error::OutOfMemory { .. })));
+    let again = subject.read(Part::Parameters).unwrap().unwrap();
+    subject.step();
+    for buffer in [held, again] {
+        assert_eq!(subject.values(&buffer), bytes(&[1.0, 2.0]));
+    }
+}
+
+#[test]
+fn a_step_beside_readers_of_every_part_succeeds_without_further_memory() {
+    let parts = [Part::Parameters, Part::State(0), Part::State(1)];
+    let subject = Subject::new(parts.len());
+    let held: Vec<_> = parts.iter().map(|&part| subject.read(part).unwrap().unwrap()).collect();
+    assert!(subject.push().unwrap().is_some());
+    assert_eq!(subject.backend.left.load(Ordering::Relaxed), 0);
+    subject.step();
+    assert_eq!(subject.values(&held[0]), bytes(&[1.0, 2.0]));
+    assert_eq!(subject.values(&held[1]), bytes(&[0.0, 0.0]));
+}
