@@ -4,12 +4,15 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod absent;
+mod attempts;
 mod boxes;
 mod buffers;
 mod command_line;
+mod departures;
 mod dtypes;
 mod exactly_once;
 mod faults;
+mod isolation;
 mod membership;
 mod norms;
 mod operations;
@@ -81,7 +84,11 @@ async fn until(what: &str, condition: impl Fn() -> bool) {
 
 /// Returns when so many commits wait at the coordinator.
 async fn until_commits_wait(cluster: &zeroshard_tests::Cluster, commits: usize) {
-    let open =
-        format!("zeroshard_requests_in_flight{{method=\"/zeroshard.v1.Coordinator/Commit\"}} {commits}\n");
-    until(&format!("{commits} commits wait"), || cluster.coordinator.get("/metrics").contains(&open)).await;
+    until_calls_wait(&cluster.coordinator, "Coordinator/Commit", commits).await;
+}
+
+/// Returns when so many calls of `method` are open at a server.
+async fn until_calls_wait(server: &zeroshard_tests::Process, method: &str, calls: usize) {
+    let open = format!("zeroshard_requests_in_flight{{method=\"/zeroshard.v1.{method}\"}} {calls}\n");
+    until(&format!("{calls} calls of {method} wait"), || server.get("/metrics").contains(&open)).await;
 }

@@ -1,0 +1,101 @@
+//! Ranks that leave, come late, or take over a rank.
+
+use std::time::{Duration, Instant};
+
+use zeroshard_client::{Commit, Error};
+use zeroshard_proto::{Departure, JobSpec};
+use zeroshard_tests::{Cluster, Training, synthetic, training};
+
+use crate::{connect, job, sgd, start, until_calls_wait};
+
+fn spec(name: &str, world: u32) -> JobSpec {
+    job(name, world, sgd(1.0), synthetic::small())
+}
+
+#[tokio::test]
+async fn who_waits_for_a_rank_that_has_left_hears_of_it_at_once() {
+    let cluster = Cluster::start(1);
+    let mut jobs = start(cluster.address(), &spec("left", 2)).await;
+    let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
+    let began = Instant::now();
+    // One that waits already, and one that asks later.
+    let (waiting, left) = tokio::join!(training::step(&first, 0), second.leave());
+    left.unwrap();
+    let later = first.attempt(0).unwrap().commit(Commit::default()).await;
+    for error in [waiting, later] {
+        match error {
+            Err(Error::RankLeft { rank: 1, step: 0, .. } | Error::StepAborted { .. }) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    assert!(began.elapsed() < Duration::from_secs(30), "the deadline is a minute");
+    // Another worker takes the rank, and both go on.
+    let second = connect(cluster.address()).await.join("left", 1).await.unwrap();
+    let (one, other) = tokio::join!(training::step(&first, 0), training::step(&second, 0));
+    assert_eq!(one.unwrap(), other.unwrap());
+}
+
+#[tokio::test]
+async fn a_job_that_allows_it_goes_on_without_a_rank_that_is_done() {
+    let cluster = Cluster::start(2);
+    let spec = JobSpec { departure: Departure::Absent, ..spec("uneven", 2) };
+    let mut jobs = start(cluster.address(), &spec).await;
+    let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
+    let (one, other) = tokio::join!(training::step(&first, 0), training::step(&second, 0));
+    assert_eq!(one.unwrap(), other.unwrap());
+    let epoch = first.epoch();
+    let (report, left) = tokio::join!(training::step(&first, 1), second.leave_done());
+    left.unwrap();
+    let reports = [report.unwrap(), training::step(&first, 2).await.unwrap()];
+    for report in reports {
+        assert!(report.absent.iter().all(|absent| absent.rank == 1 && !absent.everywhere));
+        assert_eq!(report.absent.len(), 2);
+    }
+    assert_eq!(first.epoch(), epoch);
+    // The same as if rank 1 had sent zeros.
+    let parameters = training::pull(&first, 3).await.unwrap();
+    let numel = parameters[0].len();
+    let mut expected = synthetic::values(1 << 40, numel);
+    for step in 0..3 {
+        let gradient = |rank: u64| synthetic::values((rank << 48) | ((step + 1) << 20), numel);
+        let second = if step == 0 { gradient(1) } else { vec![0.0; numel] };
+        for ((value, a), b) in expected.iter_mut().zip(gradient(0)).zip(second) {
+            *value -= (a + b) * 0.5;
+        }
+    }
+    assert_eq!(parameters[0], expected);
+}
+
+#[tokio::test]
+async fn a_replacement_that_comes_before_the_old_lease_has_ended_waits_for_it() {
+    let cluster = Cluster::start(1);
+    let first = start(cluster.address(), &spec("replaced", 1)).await.remove(0);
+    let client = connect(cluster.address()).await;
+    let (second, ()) = tokio::join!(client.join("replaced", 0), async {
+        until_calls_wait(&cluster.coordinator, "Coordinator/Join", 2).await;
+        drop(first);
+    });
+    let second = second.unwrap();
+    assert_eq!(second.version(), Some(0));
+    assert!(training::step(&second, 0).await.unwrap().applied);
+}
+
+#[tokio::test]
+async fn a_rank_that_is_early_waits_for_version_0() {
+    let cluster = Cluster::start(2);
+    let spec = spec("early", 2);
+    let calm = Training { steps: 1, ..Training::new(JobSpec { name: "calm".to_owned(), ..spec.clone() }) };
+    let expected = calm.run(cluster.address()).await.unwrap().hash;
+    let client = connect(cluster.address()).await;
+    client.create_job(&spec).await.unwrap();
+    let early = client.join("early", 1).await.unwrap();
+    let late = async {
+        let late = client.join("early", 0).await.unwrap();
+        until_calls_wait(&cluster.shards[0], "Data/Push", 1).await;
+        late.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
+        training::step(&late, 0).await
+    };
+    let (one, other) = tokio::join!(training::step(&early, 0), late);
+    assert_eq!(one.unwrap(), other.unwrap());
+    assert_eq!(early.state_hash(1).await.unwrap(), expected);
+}
