@@ -190,13 +190,13 @@ mod tests {
 
     use super::*;
 
-    fn servers(ids: impl IntoIterator<Item = u32>) -> Vec<Server> {
+    fn servers(ids: impl IntoIterator<Item = u64>) -> Vec<Server> {
         ids.into_iter().map(|id| Server { id, incarnation: 1, address: format!("s{id}:1") }).collect()
     }
 
     /// Bytes on each of `live`.
     fn loads(placement: &Placement, live: &[Server], weights: &[u64]) -> Vec<u64> {
-        let mut loads: HashMap<u32, u64> = live.iter().map(|server| (server.id, 0)).collect();
+        let mut loads: HashMap<u64, u64> = live.iter().map(|server| (server.id, 0)).collect();
         for (slice, weight) in weights.iter().enumerate() {
             for &owner in placement.owners(slice) {
                 *loads.get_mut(&placement.servers()[owner as usize].id).expect("live") += weight;
@@ -210,7 +210,7 @@ mod tests {
         loads.iter().max().unwrap() - loads.iter().min().unwrap()
     }
 
-    fn ids(placement: &Placement, slice: usize) -> Vec<u32> {
+    fn ids(placement: &Placement, slice: usize) -> Vec<u64> {
         placement.owners(slice).iter().map(|&owner| placement.servers()[owner as usize].id).collect()
     }
 
@@ -258,7 +258,7 @@ mod tests {
     proptest! {
         #[test]
         fn a_placement_is_balanced_deterministic_and_on_distinct_servers(
-            weights in prop::collection::vec(0u64..1000, 0..200), count in 1u32..9, replicas in 1usize..4,
+            weights in prop::collection::vec(0u64..1000, 0..200), count in 1u64..9, replicas in 1usize..4,
         ) {
             let live = servers(0..count);
             let replicas = replicas.min(live.len());
@@ -272,7 +272,7 @@ mod tests {
 
         #[test]
         fn only_the_slices_of_a_lost_server_move(
-            weights in prop::collection::vec(1u64..1000, 1..200), count in 2u32..9, lost in 0u32..9,
+            weights in prop::collection::vec(1u64..1000, 1..200), count in 2u64..9, lost in 0u64..9,
         ) {
             let lost = lost % count;
             let before = place(None, &servers(0..count), &weights, 1).unwrap();
@@ -286,7 +286,7 @@ mod tests {
         fn balance_survives_any_history(
             weights in prop::collection::vec(0u64..1000, 1..60),
             replicas in 1usize..3,
-            history in prop::collection::vec(prop::collection::btree_set(0u32..8, 3..8), 1..6),
+            history in prop::collection::vec(prop::collection::btree_set(0u64..8, 3..8), 1..6),
         ) {
             let mut previous: Option<Placement> = None;
             for ids in history {

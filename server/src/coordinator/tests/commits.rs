@@ -26,7 +26,7 @@ fn a_step_is_decided_once_all_ranks_and_servers_are_there() {
     let decision = &script.decisions()[0].1;
     assert_eq!((decision.step, decision.apply, decision.coefficient), (0, true, 1.0));
     assert_eq!(decision.groups.len(), 1);
-    assert_eq!(script.cluster.describe("job").unwrap().version, Some(1));
+    assert_eq!(script.version(), Some(1));
 }
 
 #[test]
@@ -147,12 +147,15 @@ fn a_commit_of_the_step_before_gets_its_report_again() {
 #[test]
 fn a_lost_lease_and_a_stale_epoch_are_refused() {
     let (mut script, leases) = Script::training(2, 1);
-    script.lose(leases[1]);
+    script.lose(1, leases[1]);
     let lost = script.commit(commit(leases[1], 1, 1, 0));
     assert_eq!(script.error(lost), &Error::LeaseLost { job: "job".into(), rank: 1 });
     let stale = script.commit(commit(leases[0], 1, 0, 0));
     assert_eq!(script.error(stale), &Error::StaleEpoch { job: "job".into(), epoch: 1, current: 2 });
-    let foreign = script.commit(Commit { job: "x".into(), ..commit(leases[0], 1, 0, 0) });
+    let foreign = script.commit(Commit {
+        turn: Turn { job: JobRef { name: "x".into(), id: JOB }, ..turn(leases[0], 1, 0, 0) },
+        ..commit(leases[0], 1, 0, 0)
+    });
     assert_eq!(script.error(foreign), &Error::UnknownJob { job: "x".into() });
 }
 
@@ -202,26 +205,27 @@ fn the_mean_loss_needs_every_rank() {
 fn a_missing_rank_and_a_late_server_are_named_at_the_deadline() {
     let (mut script, leases) = Script::training(3, 2);
     let caller = script.commit(commit(leases[0], 1, 0, 0));
-    let leaver = script.caller();
-    script.event(Event::Leave { caller: leaver, job: "job".into(), lease: leases[2] });
+    script.lose(2, leases[2]);
+    assert!(matches!(script.error(caller), Error::StepAborted { .. }));
+    let caller = script.commit(commit(leases[0], 2, 0, 0));
     script.ready(1, 0, |_| {});
     let waiting_for = "tensor \"b\" from rank 1".to_owned();
-    let job = pb::JobStats { job: "job".into(), waiting_for, ..Default::default() };
-    script.event(Event::Stats { server: 2, stats: pb::Stats { jobs: vec![job], ..Default::default() } });
+    let job = pb::JobStats { job: "job".into(), job_id: JOB, waiting_for, ..Default::default() };
+    script.said(2, Said::Stats(pb::Stats { jobs: vec![job], ..Default::default() }));
     assert_eq!(script.cluster.next_deadline(), Some(WAIT));
     script.after(WAIT - Duration::from_millis(1));
     assert_eq!(script.answer(caller), None);
     script.after(Duration::from_millis(1));
     let Error::Timeout { waiting_for, waited_ms: 60_000 } = script.error(caller) else { panic!("timeout") };
     for part in [
-        "step 0 of job \"job\" (epoch 1)",
+        "step 0 of job \"job\" (epoch 2)",
         "have not committed (rank 1)",
         "without a worker (rank 2)",
-        "server 2 (host:2), which waits for tensor \"b\" from rank 1",
+        "shard server host:2, which waits for tensor \"b\" from rank 1",
     ] {
         assert!(waiting_for.contains(part), "{part} in {waiting_for}");
     }
-    assert!(!waiting_for.contains("server 1"));
+    assert!(!waiting_for.contains("host:1"));
     assert_eq!(script.cluster.next_deadline(), None);
 }
 
@@ -257,7 +261,7 @@ fn reports_of_another_epoch_or_step_are_ignored() {
     script.ready_all(1);
     script.ready(1, 0, |report| report.epoch = 0);
     script.ready_all(0);
-    script.lose(leases[1]);
+    script.lose(1, leases[1]);
     let lease = script.join(1).unwrap();
     script.commit(commit(leases[0], 2, 0, 0));
     let caller = script.commit(commit(lease, 2, 1, 0));
@@ -306,13 +310,13 @@ fn a_step_is_decided_by_all_servers_or_by_none_whatever_is_lost_when() {
             for event in 0..cut {
                 match event {
                     0 | 2 => callers.push(script.commit(commit(leases[event / 2], 1, event as u32 / 2, 0))),
-                    event => script.ready(event.div_ceil(2) as u32, 0, |_| {}),
+                    event => script.ready(event.div_ceil(2) as u64, 0, |_| {}),
                 }
             }
             if lost_server {
-                script.event(Event::ServerLost { server: 1 });
+                script.lose_server(1);
             } else {
-                script.lose(leases[1]);
+                script.lose(1, leases[1]);
             }
             let decided = script.decisions().len();
             assert_eq!(decided, if cut == 4 { 2 } else { 0 }, "after {cut} events");

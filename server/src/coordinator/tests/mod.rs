@@ -1,23 +1,40 @@
 //! Scenarios: what happens in which order, and what must come of it. Time is a number.
 
+mod attempts;
+mod callers;
 mod commits;
+mod decisions;
+mod feeds;
+mod identities;
+mod leases;
 mod members;
+mod model;
 mod reduces;
 mod service;
 
-use std::{collections::HashMap, time::Duration};
+use std::{
+    collections::{HashMap, VecDeque},
+    time::Duration,
+};
 
 use zeroshard_proto::{
-    DType, Error, JobSpec, Manifest, Result, TensorSpec,
+    DType, Error, JobSpec, Manifest, Result, Server, TensorSpec,
     pb::{self, server_command::Command},
 };
 
 use super::{
     cluster::Cluster,
-    state::{Action, Caller, Commit, Event, Lease, Now, Reduce, Reply, Worker},
+    events::{
+        Action, Caller, Commit, Discard, Event, JobRef, Join, Lease, Link, Now, Reduce, Reply, Said, Turn,
+    },
+    jobs::Plan,
 };
 
+/// The id of the job.
+const JOB: u64 = 0x7007;
 const WAIT: Duration = Duration::from_secs(60);
+/// How long a Join waits for its rank.
+const RANK_WAIT: Duration = Duration::from_secs(30);
 
 /// Two tensors that train, of one slice each, and a frozen one between them.
 fn spec(world: u32) -> JobSpec {
@@ -26,60 +43,124 @@ fn spec(world: u32) -> JobSpec {
     JobSpec { world, ..JobSpec::new("job", manifest, vec!["adamw".parse().unwrap()]) }
 }
 
+/// The job, as its members and servers name it.
+fn job() -> JobRef {
+    JobRef { name: "job".into(), id: JOB }
+}
+
 /// Plays a scenario, and remembers what came of it.
 #[derive(Default)]
 struct Script {
     cluster: Cluster,
     now: Now,
     last: u64,
+    /// Servers do not accept leases and store decisions by themselves.
+    silent: bool,
+    links: HashMap<u64, Link>,
     answers: HashMap<Caller, Result<Reply>>,
-    commands: Vec<(u32, Command)>,
-    told: Vec<(Lease, pb::Membership)>,
+    commands: Vec<(u64, Command)>,
+    woken: Vec<Lease>,
     ended: Vec<(Lease, Option<Error>)>,
-    dismissed: Vec<u32>,
+    dismissed: Vec<u64>,
 }
 
 impl Script {
     /// `count` servers with the ids 1, 2, ...
-    fn with_servers(count: u32) -> Self {
+    fn with_servers(count: u64) -> Self {
         let mut script = Self::default();
         (1..=count).for_each(|server| script.server(server));
         script
     }
 
-    /// A job of `world` ranks on `count` servers, all parameters there, all ranks joined; the lease of
-    /// each rank.
-    fn training(world: u32, count: u32) -> (Self, Vec<Lease>) {
+    /// A job of `world` ranks on `count` servers, with version 0 and all ranks; the lease of each rank.
+    fn training(world: u32, count: u64) -> (Self, Vec<Lease>) {
         Self::training_of(spec(world), count)
     }
 
-    fn training_of(spec: JobSpec, count: u32) -> (Self, Vec<Lease>) {
+    fn training_of(spec: JobSpec, count: u64) -> (Self, Vec<Lease>) {
         let world = spec.world;
-        let mut script = Self::with_servers(count);
-        script.create(spec);
-        script.open_all();
+        let mut script = Self::opened_job(spec, count);
         let leases = (0..world).map(|rank| script.join(rank).expect("free")).collect();
         script.initialise_all();
         (script, leases)
     }
 
+    /// A job that workers can join.
+    fn opened_job(spec: JobSpec, count: u64) -> Self {
+        let mut script = Self::with_servers(count);
+        script.create(spec);
+        script.open_all();
+        script
+    }
+
     fn event(&mut self, event: Event) {
-        for action in self.cluster.handle(event, self.now) {
-            match action {
-                Action::Answer(caller, answer) => {
-                    assert!(self.answers.insert(caller, answer).is_none(), "{caller:?} is answered twice");
-                }
-                Action::Command(server, command) => self.commands.push((server, command)),
-                Action::Tell(lease, membership) => self.told.push((lease, membership)),
-                Action::End(lease, error) => self.ended.push((lease, error)),
-                Action::Dismiss(server) => self.dismissed.push(server),
-                Action::Decided { .. } | Action::Aborted | Action::Forgotten { .. } | Action::Note(_) => {}
+        let mut events = VecDeque::from([event]);
+        while let Some(event) = events.pop_front() {
+            for action in self.cluster.handle(event, self.now) {
+                events.extend(self.act(action));
             }
         }
     }
 
-    fn server(&mut self, server: u32) {
-        self.event(Event::ServerJoined { server, address: format!("host:{server}") });
+    /// Remembers an action; the event that it leads to at once.
+    fn act(&mut self, action: Action) -> Option<Event> {
+        match action {
+            Action::Answer(caller, answer) => {
+                assert!(self.answers.insert(caller, answer).is_none(), "{caller:?} is answered twice");
+            }
+            Action::Command(server, command) => {
+                let said = self.reply(&command).filter(|_| !self.silent);
+                self.commands.push((server, command));
+                return said.map(|said| Event::Said { from: self.links[&server], said });
+            }
+            Action::Open(server, open) => self.commands.push((server, Command::Open(open.into()))),
+            Action::Place(placing) => {
+                let plan = Plan::new(&placing.spec, &placing.live);
+                return Some(Event::Placed { job: placing.job, plan });
+            }
+            Action::Wake(lease) => self.woken.push(lease),
+            Action::End(lease, error) => self.ended.push((lease, error)),
+            Action::Dismiss(link) => self.dismissed.push(link.server),
+            Action::Decided { .. } | Action::Aborted | Action::Forgotten { .. } | Action::Note(_) => {}
+        }
+        None
+    }
+
+    /// What a server says about a command that it can obey at once.
+    fn reply(&self, command: &Command) -> Option<Said> {
+        match command {
+            Command::Grant(grant) => {
+                let job = JobRef { name: grant.job.clone(), id: grant.job_id };
+                Some(Said::Granted { job, rank: grant.rank, lease: Lease(grant.lease) })
+            }
+            Command::Decide(decision) => {
+                let job = JobRef { name: decision.job.clone(), id: decision.job_id };
+                Some(Said::Stored { job, epoch: decision.epoch, step: decision.step })
+            }
+            _ => None,
+        }
+    }
+
+    fn server(&mut self, id: u64) {
+        self.server_as(Server { id, incarnation: 1, address: format!("host:{id}") });
+    }
+
+    fn server_as(&mut self, server: Server) {
+        let stream = self.next();
+        self.links.insert(server.id, Link { server: server.id, stream });
+        self.event(Event::ServerJoined { stream, server });
+    }
+
+    fn lose_server(&mut self, server: u64) {
+        self.lose_link(self.links[&server]);
+    }
+
+    fn lose_link(&mut self, from: Link) {
+        self.event(Event::ServerLost { from, cause: "its control stream ended".into() });
+    }
+
+    fn said(&mut self, server: u64, said: Said) {
+        self.event(Event::Said { from: self.links[&server], said });
     }
 
     fn next(&mut self) -> u64 {
@@ -92,14 +173,24 @@ impl Script {
     }
 
     fn create(&mut self, spec: JobSpec) -> Caller {
+        self.create_as(JOB, spec)
+    }
+
+    fn create_as(&mut self, job_id: u64, spec: JobSpec) -> Caller {
         let caller = self.caller();
-        self.event(Event::Create { caller, spec: Box::new(spec), wait: WAIT });
+        self.event(Event::Create { caller, job_id, spec: Box::new(spec), wait: WAIT });
+        caller
+    }
+
+    fn delete(&mut self, id: u64) -> Caller {
+        let caller = self.caller();
+        self.event(Event::Delete { caller, job: JobRef { id, ..job() } });
         caller
     }
 
     /// Servers that were told to open the job, and in which epoch.
-    fn opens(&self) -> Vec<(u32, u64)> {
-        let open = |(server, command): &(u32, Command)| match command {
+    fn opens(&self) -> Vec<(u64, u64)> {
+        let open = |(server, command): &(u64, Command)| match command {
             Command::Open(open) => Some((*server, open.epoch)),
             _ => None,
         };
@@ -107,30 +198,56 @@ impl Script {
     }
 
     fn open_all(&mut self) {
-        for (server, epoch) in self.opens() {
-            self.event(Event::Opened { server, job: "job".into(), epoch });
+        for (server, _) in self.opens() {
+            self.said(server, Said::Opened(job()));
         }
     }
 
+    fn epoch(&self) -> u64 {
+        self.cluster.describe("job").expect("open").epoch
+    }
+
+    fn version(&self) -> Option<u64> {
+        self.cluster.describe("job").expect("open").version
+    }
+
     fn initialise_all(&mut self) {
-        let epoch = self.cluster.describe("job").expect("open").epoch;
+        let epoch = self.epoch();
         for (server, _) in self.opens() {
-            self.event(Event::Initialised { server, job: "job".into(), epoch });
+            self.said(server, Said::Initialised { job: job(), epoch });
         }
     }
 
     fn join(&mut self, rank: u32) -> Result<Lease> {
-        self.join_as(Worker { rank, address: None })
+        self.join_as(rank, None)
     }
 
-    fn join_as(&mut self, worker: Worker) -> Result<Lease> {
+    /// A join that is answered at once.
+    fn join_as(&mut self, rank: u32, address: Option<String>) -> Result<Lease> {
+        let (caller, lease) = self.start_join(rank, address);
+        self.answers.remove(&caller).expect("the join is answered at once").map(|_| lease)
+    }
+
+    fn start_join(&mut self, rank: u32, address: Option<String>) -> (Caller, Lease) {
         let (caller, lease) = (self.caller(), Lease(self.next()));
-        self.event(Event::Join { caller, lease, job: "job".into(), worker });
-        self.answers.remove(&caller).expect("joins are answered at once").map(|_| lease)
+        let join = Join { job: "job".into(), rank, address, lease, rank_wait: RANK_WAIT, wait: WAIT };
+        self.event(Event::Join { caller, join });
+        (caller, lease)
     }
 
-    fn lose(&mut self, lease: Lease) {
-        self.event(Event::LeaseEnded { job: "job".into(), lease });
+    fn lose(&mut self, rank: u32, lease: Lease) {
+        self.event(Event::LeaseEnded { job: "job".into(), rank, lease });
+    }
+
+    fn leave(&mut self, lease: Lease, done: bool) -> Caller {
+        let caller = self.caller();
+        self.event(Event::Leave { caller, job: job(), lease, done });
+        caller
+    }
+
+    /// The next membership of a worker, if there is one.
+    fn told(&mut self, lease: Lease) -> Option<pb::Membership> {
+        self.cluster.next_membership("job", lease).map(Into::into)
     }
 
     fn commit(&mut self, commit: Commit) -> Caller {
@@ -139,9 +256,15 @@ impl Script {
         caller
     }
 
+    fn discard(&mut self, turn: Turn) -> Caller {
+        let caller = self.caller();
+        self.event(Event::Discard { caller, discard: Discard { turn, wait: WAIT } });
+        caller
+    }
+
     fn reduce(&mut self, lease: Lease, epoch: u64, step: u64, loss_scale: f64) -> Caller {
         let caller = self.caller();
-        let reduce = Reduce { job: "job".into(), lease, epoch, rank: 0, step, loss_scale, wait: WAIT };
+        let reduce = Reduce { turn: turn(lease, epoch, 0, step), loss_scale, wait: WAIT };
         self.event(Event::Reduce { caller, reduce: Box::new(reduce) });
         caller
     }
@@ -153,28 +276,30 @@ impl Script {
         }
     }
 
-    fn servers(&self) -> Vec<u32> {
+    fn servers(&self) -> Vec<u64> {
         self.cluster.servers.keys().copied().collect()
     }
 
-    fn ready(&mut self, server: u32, step: u64, change: impl FnOnce(&mut pb::StepReady)) {
+    fn ready(&mut self, server: u64, step: u64, change: impl FnOnce(&mut pb::StepReady)) {
         let described = self.cluster.describe("job").expect("open");
-        let placement = zeroshard_proto::Placement::try_from(described.placement.unwrap()).unwrap();
         let manifest = spec(1).manifest;
-        let slices = placement.primary_slices(server).filter(|&slice| manifest.trains(slice));
+        let slices = described.placement.primary_slices(server).filter(|&slice| manifest.trains(slice));
         let slices: Vec<u32> = slices.map(|slice| slice as u32).collect();
         let mut report = pb::StepReady {
             job: "job".into(),
+            job_id: described.job_id,
             epoch: described.epoch,
             step,
             sums_of_squares: slices.iter().map(|&slice| f64::from(slice) + 1.0).collect(),
             slices,
-            overflow: None,
-            absent: Vec::new(),
             ..Default::default()
         };
         change(&mut report);
-        self.event(Event::Ready { server, report });
+        self.said(server, Said::Ready(report));
+    }
+
+    fn stored(&mut self, server: u64, epoch: u64, step: u64) {
+        self.said(server, Said::Stored { job: job(), epoch, step });
     }
 
     fn after(&mut self, wait: Duration) {
@@ -207,37 +332,37 @@ impl Script {
         }
     }
 
-    fn decisions(&self) -> Vec<(u32, pb::Decision)> {
-        let decision = |(server, command): &(u32, Command)| match command {
+    fn decisions(&self) -> Vec<(u64, pb::Decision)> {
+        let decision = |(server, command): &(u64, Command)| match command {
             Command::Decide(decision) => Some((*server, decision.clone())),
             _ => None,
         };
         self.commands.iter().filter_map(decision).collect()
     }
 
-    fn new_epochs(&self) -> Vec<(u32, u64)> {
-        let epoch = |(server, command): &(u32, Command)| match command {
+    fn new_epochs(&self) -> Vec<(u64, u64)> {
+        let epoch = |(server, command): &(u64, Command)| match command {
             Command::NewEpoch(new) => Some((*server, new.epoch)),
             _ => None,
         };
         self.commands.iter().filter_map(epoch).collect()
     }
 
-    fn closed(&self) -> Vec<u32> {
+    fn closed(&self) -> Vec<u64> {
         let close =
-            |(server, command): &(u32, Command)| matches!(command, Command::Close(_)).then_some(*server);
+            |(server, command): &(u64, Command)| matches!(command, Command::Close(_)).then_some(*server);
         self.commands.iter().filter_map(close).collect()
     }
+}
+
+fn turn(lease: Lease, epoch: u64, rank: u32, step: u64) -> Turn {
+    Turn { job: job(), lease, epoch, rank, step, attempt: 0 }
 }
 
 /// `rank` has pushed all of `step`.
 fn commit(lease: Lease, epoch: u64, rank: u32, step: u64) -> Commit {
     Commit {
-        job: "job".into(),
-        lease,
-        epoch,
-        rank,
-        step,
+        turn: turn(lease, epoch, rank, step),
         groups: None,
         loss_scale: 1.0,
         max_norm: None,

@@ -46,7 +46,7 @@ fn an_overflow_is_told_before_the_decision() {
 fn who_waits_for_the_norm_hears_of_a_lost_rank_and_of_what_is_missing_at_the_deadline() {
     let (mut script, leases) = Script::training(2, 2);
     let caller = script.reduce(leases[0], 1, 0, 1.0);
-    script.lose(leases[1]);
+    script.lose(1, leases[1]);
     assert!(matches!(script.error(caller), Error::StepAborted { epoch: 2, step: 0, .. }));
     let stale = script.reduce(leases[0], 1, 0, 1.0);
     assert!(matches!(script.error(stale), Error::StaleEpoch { .. }));
@@ -58,8 +58,8 @@ fn who_waits_for_the_norm_hears_of_a_lost_rank_and_of_what_is_missing_at_the_dea
     assert_eq!(script.cluster.next_deadline(), Some(WAIT));
     script.after(WAIT);
     let Error::Timeout { waiting_for, waited_ms: 60_000 } = script.error(caller) else { panic!("timeout") };
-    assert!(waiting_for.contains("server 2 (host:2)"), "{waiting_for}");
-    assert!(!waiting_for.contains("server 1") && !waiting_for.contains("rank"), "{waiting_for}");
+    assert!(waiting_for.contains("shard server host:2"), "{waiting_for}");
+    assert!(!waiting_for.contains("host:1") && !waiting_for.contains("rank"), "{waiting_for}");
     assert_eq!(script.cluster.next_deadline(), None);
 }
 
@@ -80,8 +80,7 @@ fn a_norm_asked_for_before_the_parameters_are_there_waits_for_them() {
 fn a_job_that_is_deleted_answers_who_waits_for_its_norm() {
     let (mut script, leases) = Script::training(1, 1);
     let waiting = script.reduce(leases[0], 1, 0, 1.0);
-    let caller = script.caller();
-    script.event(Event::Delete { caller, job: "job".into() });
+    script.delete(0);
     assert!(matches!(script.error(waiting), Error::JobFailed { .. }));
 }
 

@@ -13,7 +13,12 @@ use zeroshard_proto::pb::{
 use super::*;
 use crate::{
     config::Common,
-    coordinator::Coordinator,
+    coordinator::{
+        Coordinator,
+        control::Outgoing,
+        driver::{Driver, MAX_COMMANDS},
+        requests::Waits,
+    },
     health::Health,
     metrics::Metrics,
     serve::{Context, serve},
@@ -55,39 +60,86 @@ impl Fixture {
     }
 }
 
-/// A shard server that holds nothing, and says what it is told to say.
+/// A shard server that holds nothing, accepts every lease and decision, and otherwise says what it is told to say.
 struct FakeShard {
     say: mpsc::UnboundedSender<pb::ServerEvent>,
-    commands: Streaming<pb::ServerCommand>,
+    commands: mpsc::UnboundedReceiver<Result<pb::ServerCommand, Status>>,
+    reader: JoinHandle<()>,
+}
+
+fn hello(address: &str) -> pb::Hello {
+    pb::Hello { address: address.to_owned(), server_id: 5, incarnation: 6 }
 }
 
 impl FakeShard {
     async fn connect(client: &mut CoordinatorClient<Channel>, address: &str) -> Result<Self, Status> {
+        Self::greet(client, hello(address)).await
+    }
+
+    async fn greet(client: &mut CoordinatorClient<Channel>, hello: pb::Hello) -> Result<Self, Status> {
         let (say, events) = mpsc::unbounded_channel();
-        let hello = Said::Hello(pb::Hello { address: address.to_owned(), ..Default::default() });
-        say.send(pb::ServerEvent { event: Some(hello) }).unwrap();
-        let commands = client.serve(UnboundedReceiverStream::new(events)).await?.into_inner();
-        let mut shard = Self { say, commands };
+        say.send(pb::ServerEvent { event: Some(Said::Hello(hello)) }).unwrap();
+        let mut stream = client.serve(UnboundedReceiverStream::new(events)).await?.into_inner();
+        let (forward, commands) = mpsc::unbounded_channel();
+        let answers = say.clone();
+        let reader = tokio::spawn(async move {
+            while let Some(command) = stream.message().await.transpose() {
+                let answer = command.as_ref().ok().and_then(|message| reply(message.command.as_ref()?));
+                if let Some(event) = answer {
+                    let _ = answers.send(pb::ServerEvent { event: Some(event) });
+                }
+                let _ = forward.send(command);
+            }
+        });
+        let mut shard = Self { say, commands, reader };
         assert!(matches!(shard.next().await, Command::Welcome(_)));
         Ok(shard)
     }
 
     async fn next(&mut self) -> Command {
-        self.commands.message().await.unwrap().expect("open").command.expect("known")
+        self.next_message().await.command.expect("known")
+    }
+
+    async fn next_message(&mut self) -> pb::ServerCommand {
+        self.commands.recv().await.expect("open").unwrap()
     }
 
     fn say(&self, event: Said) {
         self.say.send(pb::ServerEvent { event: Some(event) }).unwrap();
     }
 
-    /// Opens the job and has its parameters; its epoch.
-    async fn open(&mut self) -> u64 {
+    /// Opens the job and has its parameters; its epoch and id.
+    async fn open(&mut self) -> (u64, u64) {
         let Command::Open(open) = self.next().await else { panic!("OpenJob") };
-        let (job, epoch) = (open.spec.unwrap().name, open.epoch);
-        self.say(Said::Opened(pb::JobOpened { job: job.clone(), epoch, ..Default::default() }));
-        self.say(Said::Initialised(pb::JobInitialised { job, epoch, ..Default::default() }));
-        epoch
+        let (job, epoch, job_id) = (open.spec.unwrap().name, open.epoch, open.job_id);
+        self.say(Said::Opened(pb::JobOpened { job: job.clone(), epoch, job_id }));
+        self.say(Said::Initialised(pb::JobInitialised { job, epoch, job_id }));
+        let Command::Publish(publish) = self.next().await else { panic!("Publish") };
+        assert_eq!((publish.epoch, publish.job_id), (epoch, job_id));
+        (epoch, job_id)
     }
+}
+
+impl Drop for FakeShard {
+    fn drop(&mut self) {
+        self.reader.abort();
+    }
+}
+
+fn reply(command: &Command) -> Option<Said> {
+    match command.clone() {
+        Command::Grant(pb::GrantLease { job, job_id, rank, lease }) => {
+            Some(Said::Granted(pb::LeaseGranted { job, job_id, rank, lease }))
+        }
+        Command::Decide(pb::Decision { job, job_id, epoch, step, .. }) => {
+            Some(Said::Stored(pb::DecisionStored { job, job_id, epoch, step }))
+        }
+        _ => None,
+    }
+}
+
+fn join(rank: u32) -> pb::JoinRequest {
+    pb::JoinRequest { job: "job".into(), rank, ..Default::default() }
 }
 
 fn create(world: u32, wait_ms: u32) -> pb::CreateJobRequest {
@@ -107,11 +159,12 @@ async fn a_job_trains_a_step_over_the_wire() {
     let fixture = Fixture::start().await;
     let mut client = fixture.client().await;
     let mut shard = FakeShard::connect(&mut client, "127.0.0.1:1").await.unwrap();
-    let (created, epoch) = tokio::join!(client.create_job(create(1, 0)), shard.open());
-    assert_eq!(created.unwrap().into_inner().epoch, epoch);
+    let (created, (epoch, job_id)) = tokio::join!(client.create_job(create(1, 0)), shard.open());
+    let created = created.unwrap().into_inner();
+    assert_eq!((created.epoch, created.job_id), (epoch, job_id));
+    assert_ne!(job_id, 0);
 
-    let join = pb::JoinRequest { job: "job".into(), rank: 0, address: String::new(), ..Default::default() };
-    let mut stream = client.join(join).await.unwrap().into_inner();
+    let mut stream = client.join(join(0)).await.unwrap().into_inner();
     let mut member = membership(&mut stream).await;
     if member.version.is_none() {
         member = membership(&mut stream).await;
@@ -126,13 +179,32 @@ async fn a_job_trains_a_step_over_the_wire() {
         sums_of_squares: vec![1.0, 3.0],
         overflow: None,
         absent: Vec::new(),
+        job_id,
+        attempt: 0,
     };
+    let Command::Grant(grant) = shard.next().await else { panic!("GrantLease") };
+    assert_eq!((grant.rank, grant.lease, grant.job_id), (0, member.lease, job_id));
     shard.say(Said::Ready(ready));
-    let commit = pb::CommitRequest { job: "job".into(), lease: member.lease, epoch, ..Default::default() };
+    let commit =
+        pb::CommitRequest { job: "job".into(), lease: member.lease, epoch, job_id, ..Default::default() };
     let report = client.commit(commit).await.unwrap().into_inner();
     assert_eq!((report.version, report.gradient_norm), (1, 2.0));
-    let Command::Decide(decision) = shard.next().await else { panic!("Decision") };
+    let message = shard.next_message().await;
+    let Some(Command::Decide(decision)) = message.command else { panic!("Decision") };
     assert!(decision.apply && decision.step == 0);
+    // Milliseconds since 1970, later than the year 2020.
+    assert!(message.term > 1_577_836_800_000, "{}", message.term);
+    let discard = pb::DiscardRequest {
+        job: "job".into(),
+        job_id,
+        lease: member.lease,
+        epoch,
+        step: 1,
+        ..Default::default()
+    };
+    assert_eq!(client.discard(discard).await.unwrap().into_inner().attempt, 1);
+    let Command::NewAttempt(new) = shard.next().await else { panic!("NewAttempt") };
+    assert_eq!((new.step, new.attempt), (1, 1));
 
     let metrics = fixture.context.metrics.text();
     for line in [
@@ -142,7 +214,7 @@ async fn a_job_trains_a_step_over_the_wire() {
     ] {
         assert!(metrics.contains(line), "{line}");
     }
-    let leave = pb::LeaveRequest { job: "job".into(), lease: member.lease, ..Default::default() };
+    let leave = pb::LeaveRequest { job: "job".into(), lease: member.lease, job_id, done: false };
     client.leave(leave).await.unwrap();
     assert!(stream.message().await.unwrap().is_none(), "the stream ends with the lease");
     fixture.stop().await;
@@ -153,15 +225,18 @@ async fn a_worker_that_disconnects_is_lost() {
     let fixture = Fixture::start().await;
     let mut client = fixture.client().await;
     let mut shard = FakeShard::connect(&mut client, "127.0.0.1:1").await.unwrap();
-    let (created, epoch) = tokio::join!(client.create_job(create(2, 0)), shard.open());
+    let (created, (epoch, _)) = tokio::join!(client.create_job(create(2, 0)), shard.open());
     created.unwrap();
-    let join =
-        |rank| pb::JoinRequest { job: "job".into(), rank, address: String::new(), ..Default::default() };
     let mut stays = client.join(join(0)).await.unwrap().into_inner();
     let goes = fixture.client().await.join(join(1)).await.unwrap();
     assert_eq!(membership(&mut stays).await.epoch, epoch);
     drop(goes);
-    let Command::NewEpoch(new) = shard.next().await else { panic!("NewEpoch") };
+    let new = loop {
+        if let Command::NewEpoch(new) = shard.next().await {
+            break new;
+        }
+    };
+    assert_eq!((new.rank, new.initialised), (1, true));
     assert!(new.epoch > epoch);
     let mut told = membership(&mut stays).await;
     while told.epoch == epoch {
@@ -178,8 +253,7 @@ async fn a_shard_that_disconnects_fails_the_job() {
     let mut shard = FakeShard::connect(&mut fixture.client().await, "127.0.0.1:1").await.unwrap();
     let (created, _) = tokio::join!(client.create_job(create(1, 0)), shard.open());
     created.unwrap();
-    let join = pb::JoinRequest { job: "job".into(), rank: 0, address: String::new(), ..Default::default() };
-    let mut stream = client.join(join).await.unwrap().into_inner();
+    let mut stream = client.join(join(0)).await.unwrap().into_inner();
     drop(shard);
     let ended = loop {
         match stream.message().await {
@@ -206,6 +280,53 @@ async fn the_clock_ends_a_wait() {
 }
 
 #[tokio::test]
+async fn a_wait_above_the_maximum_is_shortened_not_refused() {
+    let waits = Waits { default: Duration::from_secs(1), rank: Duration::from_secs(30) };
+    assert_eq!(waits.of(u32::MAX), crate::config::MAX_WAIT);
+    assert_eq!((waits.of(0), waits.of(7)), (Duration::from_secs(1), Duration::from_millis(7)));
+}
+
+#[tokio::test]
+async fn a_creation_whose_caller_goes_away_closes_the_job_on_its_servers() {
+    let fixture = Fixture::start().await;
+    let mut client = fixture.client().await;
+    let mut shard = FakeShard::connect(&mut client, "127.0.0.1:1").await.unwrap();
+    let creating = tokio::spawn(async move { client.create_job(create(1, 0)).await });
+    let Command::Open(open) = shard.next().await else { panic!("OpenJob") };
+    creating.abort();
+    let Command::Close(close) = shard.next().await else { panic!("CloseJob") };
+    assert_eq!(close.job_id, open.job_id);
+    fixture.stop().await;
+}
+
+#[tokio::test]
+async fn a_server_that_does_not_read_its_commands_is_dismissed() {
+    let driver = Driver::new(Metrics::new(), 7);
+    let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
+    let mut control = driver.add_server(server).unwrap();
+    let said = |said| driver.tell(Event::Said { from: control.link, said });
+    let create = |caller| Event::Create { caller, job_id: JOB, spec: Box::new(spec(1)), wait: WAIT };
+    let creator = tokio::spawn({
+        let driver = driver.clone();
+        async move { driver.call(create).await }
+    });
+    assert!(matches!(control.commands.recv().await, Some(Outgoing::Command(Command::Welcome(_)))));
+    assert!(matches!(control.commands.recv().await, Some(Outgoing::Open(_))));
+    said(super::Said::Opened(job()));
+    assert_eq!(creator.await.unwrap(), Ok(Reply::Created { epoch: 1, job_id: JOB }));
+    // Each join that is given up costs a GrantLease and a NewEpoch.
+    for number in 0..=(MAX_COMMANDS as u64 / 2) {
+        assert!(!control.dismissed.is_cancelled() || number == MAX_COMMANDS as u64 / 2);
+        let (caller, lease) = (Caller(1000 + number), Lease(1 + number));
+        let join = Join { job: "job".into(), rank: 0, address: None, lease, rank_wait: WAIT, wait: WAIT };
+        driver.tell(Event::Join { caller, join });
+        driver.tell(Event::LeaseEnded { job: "job".into(), rank: 0, lease });
+    }
+    assert!(control.dismissed.is_cancelled());
+    assert_eq!(control.commands.len(), MAX_COMMANDS);
+}
+
+#[tokio::test]
 async fn bad_requests_get_typed_errors_and_the_server_lives() {
     let fixture = Fixture::start().await;
     let mut client = fixture.client().await;
@@ -216,7 +337,6 @@ async fn bad_requests_get_typed_errors_and_the_server_lives() {
     let absent = pb::CreateJobRequest::default();
     assert_eq!(field(error(client.create_job(absent).await)), "spec");
     assert_eq!(field(error(client.create_job(create(0, 0)).await)), "world");
-    assert_eq!(field(error(client.create_job(create(1, 600_001)).await)), "wait_ms");
     let replicated = JobSpec { replicas: 2, min_servers: 2, ..spec(1) };
     let replicated = pb::CreateJobRequest { spec: Some((&replicated).into()), wait_ms: 0 };
     assert_eq!(field(error(client.create_job(replicated).await)), "replicas");
@@ -229,6 +349,11 @@ async fn bad_requests_get_typed_errors_and_the_server_lives() {
     let unknown = pb::Optimizer { name: "adamwx".into(), ..Default::default() };
     let unknown = pb::CommitRequest { groups: vec![unknown], ..Default::default() };
     assert_eq!(field(error(client.commit(unknown).await)), "optimizer");
+    for (server_id, incarnation, what) in [(0, 1, "server_id"), (1, 0, "incarnation")] {
+        let hello = pb::Hello { server_id, incarnation, ..hello("host:1") };
+        let refused = FakeShard::greet(&mut client, hello).await.err().expect("refused");
+        assert_eq!(field(Error::from_status(&refused, "")), format!("{what} of shard server host:1"));
+    }
     for address in ["", "nowhere", "host:0"] {
         let refused = FakeShard::connect(&mut client, address).await.err().expect("refused");
         assert_eq!(field(Error::from_status(&refused, "")), "address of the server");
@@ -247,7 +372,7 @@ async fn a_stopping_coordinator_answers_everybody() {
     let fixture = Fixture::start().await;
     let mut client = fixture.client().await;
     let mut shard = FakeShard::connect(&mut fixture.client().await, "127.0.0.1:1").await.unwrap();
-    let (created, epoch) = tokio::join!(client.create_job(create(2, 0)), shard.open());
+    let (created, (epoch, job_id)) = tokio::join!(client.create_job(create(2, 0)), shard.open());
     created.unwrap();
     let mut stream = client
         .join(pb::JoinRequest { job: "job".into(), rank: 0, address: String::new(), ..Default::default() })
@@ -255,7 +380,7 @@ async fn a_stopping_coordinator_answers_everybody() {
         .unwrap()
         .into_inner();
     let lease = membership(&mut stream).await.lease;
-    let commit = pb::CommitRequest { job: "job".into(), lease, epoch, ..Default::default() };
+    let commit = pb::CommitRequest { job: "job".into(), lease, epoch, job_id, ..Default::default() };
     let mut other = client.clone();
     let waiting = tokio::spawn(async move { other.commit(commit).await });
     // The commit is in once the coordinator counts it among the open calls.
@@ -272,7 +397,9 @@ async fn a_stopping_coordinator_answers_everybody() {
         }
     };
     assert!(matches!(error(ended), Error::Unavailable { .. }));
-    assert!(shard.commands.message().await.is_ok_and(|last| last.is_none()));
+    while let Some(command) = shard.commands.recv().await {
+        command.unwrap();
+    }
 }
 
 #[tokio::test]

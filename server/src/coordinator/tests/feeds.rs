@@ -1,0 +1,128 @@
+//! Memberships: what each member is told, and what that costs.
+
+use super::*;
+
+fn join(script: &mut Script, rank: u32) -> Lease {
+    script.join_as(rank, Some(format!("worker-{rank}:7"))).unwrap()
+}
+
+/// The ranks that a message names as peers; those that have gone are negative.
+fn peers(told: Option<pb::Membership>) -> Option<Vec<i64>> {
+    let rank =
+        |peer: &pb::Peer| if peer.address.is_empty() { -i64::from(peer.rank) } else { peer.rank.into() };
+    Some(told?.peers.iter().map(rank).collect())
+}
+
+#[test]
+fn the_first_membership_has_all_that_a_worker_needs_and_later_ones_only_what_has_changed() {
+    let mut script = Script::opened_job(spec(2), 2);
+    let lease = script.join(0).unwrap();
+    let first = script.told(lease).unwrap();
+    assert_eq!((first.lease, first.epoch, first.world, first.job_id), (lease.0, 1, 2, JOB));
+    assert!(first.spec.is_some() && first.version.is_none());
+    let servers = first.placement.unwrap().servers;
+    assert_eq!(
+        servers.iter().map(|server| (server.id, server.incarnation)).collect::<Vec<_>>(),
+        [(1, 1), (2, 1)]
+    );
+    assert!(script.told(lease).is_none(), "it knows everything");
+
+    script.initialise_all();
+    assert!(script.woken.contains(&lease));
+    let later = script.told(lease).unwrap();
+    assert_eq!((later.version, later.epoch, later.job_id), (Some(0), 1, JOB));
+    assert!(later.spec.is_none() && later.placement.is_none() && later.peers.is_empty());
+    assert!(script.told(lease).is_none());
+}
+
+#[test]
+fn members_hear_of_peers_that_come_and_go() {
+    let mut script = Script::opened_job(spec(5), 1);
+    let quiet = script.join(1).unwrap();
+    assert_eq!(peers(script.told(quiet)), Some(vec![]));
+    let last = join(&mut script, 4);
+    let first = join(&mut script, 2);
+    assert_eq!(peers(script.told(quiet)), Some(vec![2, 4]));
+    assert_eq!(peers(script.told(first)), Some(vec![2, 4]));
+    assert_eq!(peers(script.told(last)), Some(vec![2, 4]));
+    script.leave(last, false);
+    assert_eq!(peers(script.told(quiet)), Some(vec![-4]));
+    join(&mut script, 3);
+    script.lose(2, first);
+    assert_eq!(peers(script.told(quiet)), Some(vec![-2, 3]));
+    let again = script.join_as(2, Some("elsewhere:1".into())).unwrap();
+    assert_eq!(peers(script.told(again)), Some(vec![2, 3]), "a first message has those that are there");
+    let told = script.told(quiet).unwrap();
+    assert_eq!(told.peers, [pb::Peer { rank: 2, address: "elsewhere:1".into() }]);
+}
+
+#[test]
+fn a_worker_without_an_address_is_nobodys_peer_and_disturbs_nobody() {
+    let mut script = Script::opened_job(spec(2), 1);
+    let lease = join(&mut script, 0);
+    script.told(lease);
+    script.woken.clear();
+    let quiet = script.join(1).unwrap();
+    assert_eq!(peers(script.told(quiet)), Some(vec![0]));
+    assert!(script.woken.is_empty() && script.told(lease).is_none());
+}
+
+#[test]
+fn a_step_is_no_news_to_members() {
+    let (mut script, leases) = Script::training(1, 1);
+    script.told(leases[0]);
+    script.ready_all(0);
+    script.woken.clear();
+    script.commit(commit(leases[0], 1, 0, 0));
+    assert_eq!(script.version(), Some(1));
+    assert!(script.woken.is_empty() && script.told(leases[0]).is_none());
+}
+
+#[test]
+fn a_member_that_reads_nothing_costs_no_memory_and_then_gets_one_message_with_the_latest_state() {
+    let (mut script, leases) = Script::training(3, 1);
+    script.told(leases[0]);
+    let mut last = leases[2];
+    for round in 0..10_000 {
+        script.lose(2, last);
+        last = script.join_as(2, Some(format!("worker-{round}:7"))).unwrap();
+        script.commands.clear();
+        script.woken.clear();
+    }
+    let zeroshard_job = &script.cluster.jobs["job"];
+    let super::super::state::Phase::Open(open) = &zeroshard_job.phase else { panic!("open") };
+    // The bound: one entry for each rank that ever had an address, however often it has changed.
+    assert_eq!(open.peers.len(), 1);
+    assert_eq!(open.members.len(), 3);
+    let told = script.told(leases[0]).unwrap();
+    assert_eq!((told.epoch, told.epoch), (script.epoch(), 10_001));
+    assert_eq!(told.peers, [pb::Peer { rank: 2, address: "worker-9999:7".into() }]);
+    assert!(told.spec.is_none() && told.placement.is_none());
+    assert!(script.told(leases[0]).is_none());
+}
+
+#[test]
+fn a_thousand_joins_send_each_worker_one_placement_and_a_peer_for_each_other_worker() {
+    use prost::Message;
+    const WORKERS: u32 = 1000;
+    let mut script = Script::opened_job(spec(WORKERS), 4);
+    let mut leases = Vec::new();
+    let (mut placements, mut bytes) = (0, 0);
+    for rank in 0..WORKERS {
+        leases.push(join(&mut script, rank));
+        script.woken.clear();
+        script.commands.clear();
+        // Everybody reads everything: the most messages that there can be.
+        for &lease in &leases {
+            let told = script.told(lease).expect("a peer came");
+            assert_eq!(told.placement.is_some(), told.spec.is_some());
+            placements += usize::from(told.placement.is_some());
+            if told.placement.is_none() {
+                assert_eq!(told.peers.len(), 1);
+                bytes = bytes.max(told.encoded_len());
+            }
+        }
+    }
+    assert_eq!(placements, WORKERS as usize);
+    assert!(bytes < 64, "{bytes} bytes for a message about one peer");
+}

@@ -1,0 +1,96 @@
+//! Random histories of a job's workers, against the invariants of leases.
+
+use std::collections::HashMap;
+
+use proptest::prelude::*;
+use zeroshard_proto::Departure;
+
+use super::*;
+
+const WORLD: u32 = 3;
+
+/// Something that a worker or server does; numbers choose among the leases that there have been.
+#[derive(Debug, Clone)]
+enum Step {
+    Join(u32),
+    Grant(usize),
+    Lose(usize),
+    Leave(usize, bool),
+    Initialise,
+    Wait,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        4 => (0..WORLD).prop_map(Step::Join),
+        4 => (0usize..64).prop_map(Step::Grant),
+        2 => (0usize..64).prop_map(Step::Lose),
+        3 => ((0usize..64), any::<bool>()).prop_map(|(lease, done)| Step::Leave(lease, done)),
+        1 => Just(Step::Initialise),
+        1 => Just(Step::Wait),
+    ]
+}
+
+/// Panics if a rank gets two leases in one epoch, as the server sees it.
+fn check(commands: &[(u64, Command)]) {
+    let mut epoch = 1;
+    let mut held = HashMap::new();
+    for (_, command) in commands {
+        match command {
+            Command::NewEpoch(new) => {
+                assert!(new.epoch > epoch);
+                epoch = new.epoch;
+            }
+            Command::Grant(grant) => {
+                let before = held.insert((epoch, grant.rank), grant.lease);
+                assert_eq!(before, None, "rank {} has two leases in epoch {epoch}", grant.rank);
+            }
+            _ => {}
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn within_one_epoch_a_rank_has_at_most_one_lease(
+        absent in any::<bool>(), steps in prop::collection::vec(step(), 1..80),
+    ) {
+        let departure = if absent { Departure::Absent } else { Departure::Error };
+        let mut script = Script::opened_job(JobSpec { departure, ..spec(WORLD) }, 1);
+        script.silent = true;
+        let mut joins: Vec<(u32, Caller, Lease)> = Vec::new();
+        for step in steps {
+            let chosen = |number: usize| joins.get(number % joins.len().max(1)).copied();
+            match step {
+                Step::Join(rank) => {
+                    let (caller, lease) = script.start_join(rank, Some("worker:1".into()));
+                    joins.push((rank, caller, lease));
+                }
+                Step::Grant(number) => {
+                    if let Some((rank, _, lease)) = chosen(number) {
+                        script.said(1, Said::Granted { job: job(), rank, lease });
+                    }
+                }
+                Step::Lose(number) => {
+                    if let Some((rank, _, lease)) = chosen(number) {
+                        script.lose(rank, lease);
+                    }
+                }
+                Step::Leave(number, done) => {
+                    if let Some((_, _, lease)) = chosen(number) {
+                        script.leave(lease, done);
+                    }
+                }
+                Step::Initialise => script.initialise_all(),
+                Step::Wait => script.after(RANK_WAIT),
+            }
+            check(&script.commands);
+            // A rank that holds a lease has exactly one of the joins; whoever has joined can read.
+            let status = script.cluster.status();
+            prop_assert!(status.jobs[0].joined.len() <= WORLD as usize);
+        }
+        script.after(WAIT);
+        script.after(WAIT);
+        prop_assert_eq!(script.cluster.next_deadline(), None, "no join waits for ever");
+    }
+}
