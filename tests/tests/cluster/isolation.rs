@@ -16,7 +16,10 @@ async fn a_job_steps_while_the_servers_open_a_large_one() {
     let small = Training::new(job("small", 1, sgd(1.0), synthetic::small()));
     let opening = client.create_job(&large);
     let stepping = async {
-        until("the large job is being opened", || cluster.coordinator.get("/metrics").contains("job=\"large\"")).await;
+        until("the large job is being opened", || {
+            cluster.coordinator.get("/metrics").contains("job=\"large\"")
+        })
+        .await;
         small.run(cluster.address()).await.unwrap()
     };
     tokio::pin!(opening, stepping);

@@ -1,0 +1,3 @@
+//! Tests that take minutes: `tests/run long` runs them, `tests/run` does not.
+
+mod epochs;
