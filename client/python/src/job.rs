@@ -10,7 +10,7 @@ use tokio::{
     sync::{Semaphore, SemaphorePermit},
     task::JoinSet,
 };
-use zeroshard_client::{self as client, Commit, Gradient, Result, StepReport};
+use zeroshard_client::{self as client, Commit, TensorData, Result, StepReport};
 use zeroshard_proto::{Error, Optimizer, pb};
 
 use crate::{
@@ -48,7 +48,7 @@ const LANES: usize = 3;
 #[derive(Default)]
 struct Outgoing {
     /// The open bucket, of this step.
-    bucket: Vec<Gradient>,
+    bucket: Vec<TensorData>,
     step: u64,
     numel: usize,
     pushes: JoinSet<Result<()>>,
@@ -75,7 +75,7 @@ impl Job {
         Ok(())
     }
 
-    fn start_push(&self, outgoing: &mut Outgoing, step: u64, bucket: Vec<Gradient>) -> PyResult<()> {
+    fn start_push(&self, outgoing: &mut Outgoing, step: u64, bucket: Vec<TensorData>) -> PyResult<()> {
         let (job, lanes) = (self.job.clone(), self.lanes.clone());
         self.start(outgoing, async move {
             let _lane = lane(&lanes).await?;

@@ -31,7 +31,7 @@ async fn who_leaves_in_order_disturbs_nobody() {
     let mut jobs = start(cluster.address(), &spec("leave")).await;
     let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
     let epoch = first.epoch();
-    first.push(0, synthetic::gradients(&first.spec().manifest, 0, 0)).await.unwrap();
+    first.attempt(0).unwrap().push(synthetic::gradients(&first.spec().manifest, 0, 0)).await.unwrap();
     let replaced = async {
         second.leave().await.unwrap();
         let second = connect(cluster.address()).await.join("leave", 1).await.unwrap();
@@ -41,7 +41,7 @@ async fn who_leaves_in_order_disturbs_nobody() {
         (report, second)
     };
     // Rank 0's commit is open all the time.
-    let (report, (other, _second)) = tokio::join!(first.commit(Commit::new(0)), replaced);
+    let (report, (other, _second)) = tokio::join!(training::commit(&first, 0, Commit::default()), replaced);
     assert_eq!(report.unwrap(), other);
     assert_eq!(first.epoch(), epoch);
     assert_eq!(first.state_hash(1).await.unwrap(), expected);
