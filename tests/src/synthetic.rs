@@ -1,6 +1,6 @@
 //! A job without a model: parameters and gradients that are the same on every machine.
 
-use zeroshard_client::Gradient;
+use zeroshard_client::TensorData;
 use zeroshard_proto::{JobSpec, Manifest, Optimizer, Policy, Result, TensorSpec, blocks::SLICE};
 
 /// `numel` numbers in [-1, 1) that depend on `seed` alone: splitmix64 of a counter.

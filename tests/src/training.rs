@@ -1,7 +1,7 @@
 //! A whole run of a synthetic job: so many ranks, each with a connection of its own, for so many steps.
 
 use futures_util::future::try_join_all;
-use zeroshard_client::{Attempt, Cluster, Commit, Job, Options, Result, StepReport, Target};
+use zeroshard_client::{Cluster, Commit, Job, Options, Result, StepReport, Target};
 use zeroshard_proto::JobSpec;
 
 use crate::synthetic;
@@ -88,7 +88,7 @@ pub async fn pull(job: &Job, version: u64) -> Result<Vec<Vec<f32>>> {
 /// Commits the open attempt at `step`.
 ///
 /// # Errors
-/// As [`Job::attempt`] and [`Attempt::commit`].
+/// As [`Job::attempt`] and [`zeroshard_client::Attempt::commit`].
 pub async fn commit(job: &Job, step: u64, commit: Commit) -> Result<StepReport> {
     job.attempt(step)?.commit(commit).await
 }
@@ -96,7 +96,7 @@ pub async fn commit(job: &Job, step: u64, commit: Commit) -> Result<StepReport> 
 /// Pushes all gradients of the job's rank for `step`, and commits them.
 ///
 /// # Errors
-/// As [`Attempt::push`] and [`Attempt::commit`].
+/// As [`zeroshard_client::Attempt::push`] and [`commit`].
 pub async fn step(job: &Job, step: u64) -> Result<StepReport> {
     let attempt = job.attempt(step)?;
     attempt.push(synthetic::gradients(&job.spec().manifest, job.rank(), step)).await?;

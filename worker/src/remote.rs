@@ -1,7 +1,7 @@
 //! The job on the cluster, for a thread that computes: the only file that knows the client.
 
 use tokio::runtime::Handle;
-use zeroshard_client::{Cluster, Commit, TensorData, Job, Options, StepReport, Target, Traffic};
+use zeroshard_client::{Cluster, Commit, Job, Options, StepReport, Target, TensorData, Traffic};
 use zeroshard_proto::{DType, Departure, JobSpec, Manifest, Optimizer, Policy, Result, TensorSpec};
 
 use crate::memory::Ledger;

@@ -9,7 +9,7 @@ use std::{process::Command, time::Instant};
 
 use clap::Args;
 use serde_json::json;
-use zeroshard_client::{Cluster, Commit, TensorData, Job, Target, Values};
+use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, Values};
 use zeroshard_proto::{JobSpec, Manifest, Optimizer, TensorSpec, optimizer::Sgd};
 use zeroshard_tests::{Process, binary};
 

@@ -1,8 +1,8 @@
 //! Ranks without a gradient: zeros, and where nobody has one no step.
 
 use futures_util::future::join_all;
-use zeroshard_client::{Absent, Commit, Error, TensorData, Job, StepReport};
-use zeroshard_proto::{JobSpec, TensorSpec};
+use zeroshard_client::{Absent, Commit, Error, Job, StepReport, TensorData};
+use zeroshard_proto::{JobSpec, TensorSpec, pb};
 use zeroshard_tests::{Cluster, stock, synthetic, training};
 
 use crate::{adamw, connect, job, start};
@@ -60,7 +60,9 @@ async fn absent_gradients_give_the_bits_of_zeros_on_any_number_of_servers_in_any
                         job.attempt(step).unwrap().push(all).await.unwrap();
                         // Said again, and where nothing is missing.
                         job.attempt(step).unwrap().push_absent(&absent).await.unwrap();
-                        job.attempt(step).unwrap().push_absent(&[0, 8].map(|t| if absent.contains(&t) { t } else { 5 }))
+                        job.attempt(step)
+                            .unwrap()
+                            .push_absent(&[0, 8].map(|t| if absent.contains(&t) { t } else { 5 }))
                             .await
                             .unwrap();
                     }
@@ -133,7 +135,10 @@ async fn a_lost_rank_takes_its_absence_along() {
     drop(jobs.pop());
     crate::until("the epoch has moved", || jobs[0].epoch() > epoch).await;
     jobs.push(connect(cluster.address()).await.join("lost", 1).await.unwrap());
-    assert!(matches!(jobs[0].attempt(0).unwrap().commit(Commit::default()).await, Err(Error::StepAborted { .. })));
+    assert!(matches!(
+        jobs[0].attempt(0).unwrap().commit(Commit::default()).await,
+        Err(Error::StepAborted { .. })
+    ));
     for job in &jobs {
         job.attempt(0).unwrap().push(synthetic::gradients(&spec.manifest, job.rank(), 0)).await.unwrap();
     }
@@ -148,7 +153,10 @@ async fn absence_that_makes_no_sense_is_refused() {
     let before = jobs[0].state_hash(0).await.unwrap();
     // Not there; frozen, a buffer, tied.
     for tensor in [99, 3, 4, 6] {
-        assert!(matches!(jobs[0].attempt(0).unwrap().push_absent(&[tensor]).await, Err(Error::Invalid { .. })), "{tensor}");
+        assert!(
+            matches!(jobs[0].attempt(0).unwrap().push_absent(&[tensor]).await, Err(Error::Invalid { .. })),
+            "{tensor}"
+        );
     }
     assert!(matches!(jobs[0].attempt(7).unwrap().push_absent(&[0]).await, Err(Error::StepMismatch { .. })));
     let frozen = spec.manifest.slices_of(3).start as u32;

@@ -1,7 +1,7 @@
 //! Tensors on meshes: each rank moves the box that it has, and what comes of it is what whole gradients give.
 
 use futures_util::future::join_all;
-use zeroshard_client::{Commit, TensorData, Job, Target};
+use zeroshard_client::{Commit, Job, Target, TensorData};
 use zeroshard_proto::{
     BoxView, DimPlacement, Error, JobSpec, ProcessMesh, Reduction, TensorLayout, TensorSpec,
 };
@@ -68,8 +68,16 @@ async fn train(cluster: &Cluster, spec: &JobSpec, ranks_a_replica: u32) -> Strin
     for step in 0..3 {
         let steps = jobs.iter().map(|job| async move {
             let replica = u64::from(job.rank() / ranks_a_replica);
-            job.attempt(step).unwrap().push(boxes(spec, job.rank(), 10 * (step + 1) + replica)).await.unwrap();
-            job.attempt(step).unwrap().commit(Commit { max_norm: Some(0.5), ..Commit::default() }).await.unwrap()
+            job.attempt(step)
+                .unwrap()
+                .push(boxes(spec, job.rank(), 10 * (step + 1) + replica))
+                .await
+                .unwrap();
+            job.attempt(step)
+                .unwrap()
+                .commit(Commit { max_norm: Some(0.5), ..Commit::default() })
+                .await
+                .unwrap()
         });
         let reports = join_all(steps).await;
         assert!(reports.iter().all(|report| *report == reports[0] && report.clip_coefficient < 1.0));

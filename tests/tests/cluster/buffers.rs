@@ -1,7 +1,7 @@
 //! Batch-norm statistics move with the steps, bit for bit.
 
 use futures_util::future::join_all;
-use zeroshard_client::{Attempt, Cluster as Client, Error, TensorData, Job, Options, Slots, Target, Values};
+use zeroshard_client::{Attempt, Cluster as Client, Error, Job, Options, Slots, Target, TensorData, Values};
 use zeroshard_proto::{DType, JobSpec, TensorSpec};
 use zeroshard_tests::{Cluster, stock, training};
 
@@ -90,7 +90,10 @@ async fn who_or_what_is_wrong_about_a_buffer_is_refused() {
     let jobs = start(cluster.address(), &spec).await;
     let before = jobs[0].state_hash(0).await.unwrap();
     let weights = vec![TensorData { tensor: 0, data: vec![0.0; 100].into() }];
-    for refused in [jobs[0].attempt(0).unwrap().push_buffers(weights).await, jobs[0].attempt(0).unwrap().push(content(1)).await] {
+    for refused in [
+        jobs[0].attempt(0).unwrap().push_buffers(weights).await,
+        jobs[0].attempt(0).unwrap().push(content(1)).await,
+    ] {
         assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
     }
     // Of a rank whose buffers do not count the client leaves them out, and a server refuses them.

@@ -1,7 +1,7 @@
 //! Arrays of any dtype go in and out; averages come back.
 
 use futures_util::future::join_all;
-use zeroshard_client::{Commit, TensorData, Options, Slots, Target, Values};
+use zeroshard_client::{Commit, Options, Slots, Target, TensorData, Values};
 use zeroshard_proto::{DType, Optimizer, optimizer::Average};
 use zeroshard_tests::{Cluster, synthetic, training};
 

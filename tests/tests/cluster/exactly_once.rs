@@ -147,7 +147,10 @@ async fn two_commits_of_one_rank_at_once_count_once() {
     let cluster = Cluster::start(1);
     let job = start(cluster.address(), &spec("commits")).await.remove(0);
     job.attempt(0).unwrap().push(synthetic::gradients(&job.spec().manifest, 0, 0)).await.unwrap();
-    let reports = tokio::join!(training::commit(job, 0, Commit::default()), training::commit(job, 0, Commit::default()));
+    let reports = tokio::join!(
+        training::commit(&job, 0, Commit::default()),
+        training::commit(&job, 0, Commit::default())
+    );
     assert_eq!(reports.0.unwrap(), reports.1.unwrap());
     assert_eq!(job.state_hash(1).await.unwrap(), undisturbed(cluster.address()).await);
 }

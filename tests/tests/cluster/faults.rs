@@ -200,7 +200,7 @@ async fn a_control_connection_that_is_cut_counts_as_a_lost_server() {
     let spec = job("cut", 1, sgd(1.0), synthetic::small());
     let job = start(coordinator.address(), &spec).await.remove(0);
     training::step(&job, 0).await.unwrap();
-    let (failed, ()) = tokio::join!(training::commit(job, 1, Commit::default()), async { proxy.cut() });
+    let (failed, ()) = tokio::join!(training::commit(&job, 1, Commit::default()), async { proxy.cut() });
     assert!(matches!(failed, Err(Error::JobFailed { .. })), "{failed:?}");
     // The server comes back by itself, empty.
     let client = connect(coordinator.address()).await;

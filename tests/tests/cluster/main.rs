@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod absent;
+mod attempts;
 mod boxes;
 mod buffers;
 mod command_line;

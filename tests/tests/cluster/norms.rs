@@ -1,7 +1,7 @@
 //! The norm before the decision, steps that are thrown away, tensors that are not clipped.
 
 use futures_util::future::join_all;
-use zeroshard_client::{Result, Cluster as Client, Commit, Error, TensorData, Job, StepReport};
+use zeroshard_client::{Cluster as Client, Commit, Error, Job, Result, StepReport, TensorData};
 use zeroshard_proto::TensorSpec;
 use zeroshard_tests::{Cluster, synthetic, training};
 
@@ -9,7 +9,11 @@ use crate::{adamw, connect, hasty, job, sgd, start, until};
 
 async fn push_all(jobs: &[Job], step: u64) {
     for job in jobs {
-        job.attempt(step).unwrap().push(synthetic::gradients(&job.spec().manifest, job.rank(), step)).await.unwrap();
+        job.attempt(step)
+            .unwrap()
+            .push(synthetic::gradients(&job.spec().manifest, job.rank(), step))
+            .await
+            .unwrap();
     }
 }
 
@@ -28,7 +32,8 @@ async fn the_norm_comes_before_the_decision_and_is_the_decisions() {
     let (reduced, ()) = tokio::join!(asked, push_all(&jobs, 0));
     let reduced: Vec<_> = reduced.into_iter().map(Result::unwrap).collect();
     assert_eq!(reduced[0], reduced[1]);
-    let commit = Commit { loss_scale: 8.0, max_norm: Some(reduced[0].gradient_norm / 2.0), ..Commit::default() };
+    let commit =
+        Commit { loss_scale: 8.0, max_norm: Some(reduced[0].gradient_norm / 2.0), ..Commit::default() };
     let report = commit_all(&jobs, 0, commit).await;
     assert_eq!(report.gradient_norm.to_bits(), reduced[0].gradient_norm.to_bits());
     assert_eq!((report.clip_coefficient, reduced[0].overflow), (0.5, None));
@@ -57,7 +62,9 @@ async fn who_waits_for_the_norm_hears_of_a_lost_rank_and_of_who_is_late() {
     let first = start(cluster.address(), &spec).await.remove(0);
     first.leave().await.unwrap();
     let first = Client::connect(cluster.address(), hasty()).await.unwrap().join("hasty", 0).await.unwrap();
-    let Err(Error::Timeout { waiting_for, .. }) = first.attempt(0).unwrap().reduce(1.0).await else { panic!("timeout") };
+    let Err(Error::Timeout { waiting_for, .. }) = first.attempt(0).unwrap().reduce(1.0).await else {
+        panic!("timeout")
+    };
     assert!(waiting_for.contains("gradients of step 0 of job \"hasty\""), "{waiting_for}");
 }
 

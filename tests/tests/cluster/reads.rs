@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use zeroshard_client::{Commit, Error, TensorData, Job, Target};
+use zeroshard_client::{Commit, Error, Job, Target, TensorData};
 use zeroshard_proto::{DType, Placement, TensorSpec, blocks::SLICE, pb};
 use zeroshard_tests::{Cluster, stock, training};
 
@@ -12,7 +12,11 @@ use crate::{connect, job, sgd, start, until};
 async fn count_up(job: &Job, steps: u64) {
     let numel = job.spec().manifest.tensors()[0].numel() as usize;
     for step in 0..steps {
-        job.attempt(step).unwrap().push(vec![TensorData { tensor: 0, data: vec![-1.0; numel].into() }]).await.unwrap();
+        job.attempt(step)
+            .unwrap()
+            .push(vec![TensorData { tensor: 0, data: vec![-1.0; numel].into() }])
+            .await
+            .unwrap();
         assert!(job.attempt(step).unwrap().commit(Commit::default()).await.unwrap().applied);
     }
 }
@@ -184,19 +188,32 @@ async fn a_commit_brings_the_next_version_along() {
         Target::new(0, data)
     }
     for step in 0..3 {
-        trainer.attempt(step).unwrap().push(vec![TensorData { tensor: 0, data: vec![-1.0; numel].into() }]).await.unwrap();
+        trainer
+            .attempt(step)
+            .unwrap()
+            .push(vec![TensorData { tensor: 0, data: vec![-1.0; numel].into() }])
+            .await
+            .unwrap();
         let targets = vec![target(&mut next)];
-        let report = trainer.attempt(step).unwrap().commit_and_pull(Commit::default(), targets).await.unwrap();
+        let report =
+            trainer.attempt(step).unwrap().commit_and_pull(Commit::default(), targets).await.unwrap();
         assert_eq!((report.version, report.applied), (step + 1, true));
         assert!(next == training::pull(&trainer, step + 1).await.unwrap()[0]);
     }
     // A commit that fails ends the pull, which would wait for ever.
-    let refused = trainer.attempt(9).unwrap().commit_and_pull(Commit::default(), vec![target(&mut next)]).await;
+    let refused =
+        trainer.attempt(9).unwrap().commit_and_pull(Commit::default(), vec![target(&mut next)]).await;
     assert!(matches!(refused, Err(Error::StepMismatch { .. })), "{refused:?}");
     // A pull that fails does not hide what became of the step from the version.
-    trainer.attempt(3).unwrap().push(vec![TensorData { tensor: 0, data: vec![-1.0; numel].into() }]).await.unwrap();
+    trainer
+        .attempt(3)
+        .unwrap()
+        .push(vec![TensorData { tensor: 0, data: vec![-1.0; numel].into() }])
+        .await
+        .unwrap();
     let mut short = vec![0.0; 3];
-    let refused = trainer.attempt(3).unwrap().commit_and_pull(Commit::default(), vec![target(&mut short)]).await;
+    let refused =
+        trainer.attempt(3).unwrap().commit_and_pull(Commit::default(), vec![target(&mut short)]).await;
     assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
     assert_eq!(trainer.attempt(3).unwrap().commit(Commit::default()).await.unwrap().version, 4);
 }

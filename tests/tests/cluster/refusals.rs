@@ -1,6 +1,6 @@
 //! Bad input gets a typed error; the state is unchanged, and the server lives.
 
-use zeroshard_client::{Commit, Error, TensorData, Job, Options, Target};
+use zeroshard_client::{Commit, Error, Job, Options, Target, TensorData};
 use zeroshard_proto::{
     JobSpec, Result,
     pb::{self, coordinator_client::CoordinatorClient},
@@ -82,9 +82,8 @@ async fn a_push_for_another_job_step_or_epoch_is_refused() {
         let job = &jobs[0];
         let address = cluster.shards[0].address();
         let epoch = job.epoch();
-        let push = async |begin| {
-            stock::push(address, vec![stock::open(begin), stock::extent(1, 0, &[7.0])]).await
-        };
+        let push =
+            async |begin| stock::push(address, vec![stock::open(begin), stock::extent(1, 0, &[7.0])]).await;
         let second = || stock::begin(&jobs[1], Some(1));
         match push(pb::PushBegin { job: "nobody's".into(), ..second() }).await {
             Err(Error::UnknownJob { job }) => assert_eq!(job, "nobody's"),
@@ -191,8 +190,13 @@ async fn a_commit_that_does_not_fit_is_refused() {
         // With somebody else's rank, or a lease that is nobody's.
         let address = format!("http://{}", cluster.address());
         let mut stock = CoordinatorClient::connect(address).await.unwrap();
-        let request =
-            pb::CommitRequest { job: "commit".into(), step: 1, epoch: job.epoch(), ..Default::default() };
+        let request = pb::CommitRequest {
+            job: "commit".into(),
+            job_id: job.id(),
+            step: 1,
+            epoch: job.epoch(),
+            ..Default::default()
+        };
         for (rank, lease) in [(0, 999_999), (1, 0)] {
             let status =
                 stock.commit(pb::CommitRequest { rank, lease, ..request.clone() }).await.unwrap_err();

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use futures_util::future::join_all;
-use zeroshard_client::{Error, TensorData, Job, Target};
+use zeroshard_client::{Commit, Error, Job, Target, TensorData};
 use zeroshard_proto::{DType, JobSpec, Optimizer, pb};
 use zeroshard_tests::{Cluster, stock, synthetic, training};
 
@@ -23,7 +23,11 @@ async fn pull_part(job: &Job, version: u64, part: &str) -> Vec<(usize, Vec<f32>)
 
 async fn steps(jobs: &[Job], data: u64, step: u64) {
     for job in jobs {
-        job.attempt(step).unwrap().push(synthetic::gradients(&job.spec().manifest, job.rank(), data)).await.unwrap();
+        job.attempt(step)
+            .unwrap()
+            .push(synthetic::gradients(&job.spec().manifest, job.rank(), data))
+            .await
+            .unwrap();
     }
     for report in join_all(jobs.iter().map(|job| training::commit(job, step, Commit::default()))).await {
         assert!(report.unwrap().applied);
@@ -103,14 +107,8 @@ async fn a_rank_that_is_lost_before_version_0_takes_uploaded_state_along() {
     let state = |tensor, numel: usize| TensorData { tensor, data: vec![0.5; numel].into() };
     jobs[0].initialise_state("exp_avg", 9, vec![state(0, 1000), state(1, 3)]).await.unwrap();
     drop(jobs.pop());
-    // Its rank is free when the coordinator has seen the loss.
-    let client = connect(cluster.address()).await;
-    let job = loop {
-        match client.join("lost", 0).await {
-            Err(Error::RankTaken { .. }) => tokio::task::yield_now().await,
-            joined => break joined.unwrap(),
-        }
-    };
+    // Its rank is free when the coordinator has seen the loss, which is waited for.
+    let job = connect(cluster.address()).await.join("lost", 0).await.unwrap();
     job.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
     until("version 0 is there", || job.version() == Some(0)).await;
     assert_eq!(job.applied_steps(0).await.unwrap(), [0, 0]);

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use futures_util::StreamExt;
 use zeroshard_client::{Cluster as Client, Commit, Error, Options};
 use zeroshard_proto::pb;
-use zeroshard_tests::{Cluster, Process, stock, synthetic};
+use zeroshard_tests::{Cluster, Process, stock, synthetic, training};
 
 use crate::{connect, job, sgd, start};
 
@@ -61,7 +61,7 @@ async fn a_coordinator_ends_while_commits_wait() {
     let job = client.join("commit", 0).await.unwrap();
     job.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
     job.attempt(0).unwrap().push(synthetic::gradients(&spec.manifest, 0, 0)).await.unwrap();
-    let (answer, took) = stop(coordinator, training::commit(job, 0, Commit::default())).await;
+    let (answer, took) = stop(coordinator, training::commit(&job, 0, Commit::default())).await;
     assert!(answer.is_err(), "{answer:?}");
     assert!(took < Duration::from_secs(12), "{took:?}");
 }

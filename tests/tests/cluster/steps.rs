@@ -1,14 +1,19 @@
 //! A step is applied by every slice or by none, and does what the optimizer's formula says.
 
 use futures_util::future::join_all;
-use zeroshard_client::{Commit, Error, TensorData, Job, StepReport};
+use zeroshard_client::{Commit, Error, Job, StepReport, TensorData};
 use zeroshard_proto::{JobSpec, Manifest, TensorSpec};
 use zeroshard_tests::{Cluster, Training, synthetic, training};
 
 use crate::{adamw, job, sgd, start, until_commits_wait};
 
 /// Pushes `gradients` of each rank at step `number`, and commits with `commit`; rank 0's report.
-async fn step(jobs: &[Job], gradients: impl Fn(u32) -> Vec<TensorData>, number: u64, commit: &Commit) -> StepReport {
+async fn step(
+    jobs: &[Job],
+    gradients: impl Fn(u32) -> Vec<TensorData>,
+    number: u64,
+    commit: &Commit,
+) -> StepReport {
     let ranks = jobs.iter().map(async |job| {
         let attempt = job.attempt(number).unwrap();
         attempt.push(gradients(job.rank())).await.unwrap();
@@ -199,8 +204,16 @@ async fn the_report_has_the_mean_loss_if_every_rank_gave_one() {
     let jobs = start(cluster.address(), &spec).await;
     for (step, losses, mean) in [(0, [Some(1.0), Some(4.0)], Some(2.5)), (1, [Some(1.0), None], None)] {
         let ranks = jobs.iter().map(async |job| {
-            job.attempt(step).unwrap().push(synthetic::gradients(&spec.manifest, job.rank(), step)).await.unwrap();
-            job.attempt(step).unwrap().commit(Commit { loss: losses[job.rank() as usize], ..Commit::default() }).await.unwrap()
+            job.attempt(step)
+                .unwrap()
+                .push(synthetic::gradients(&spec.manifest, job.rank(), step))
+                .await
+                .unwrap();
+            job.attempt(step)
+                .unwrap()
+                .commit(Commit { loss: losses[job.rank() as usize], ..Commit::default() })
+                .await
+                .unwrap()
         });
         for report in join_all(ranks).await {
             assert_eq!((report.loss, report.world), (mean, 2));

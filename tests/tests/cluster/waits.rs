@@ -55,7 +55,7 @@ async fn a_commit_without_gradients_names_the_server_that_lacks_them() {
     let hasty = Client::connect(cluster.address(), hasty()).await.unwrap();
     let job = hasty.join("empty-handed", 0).await.unwrap();
     job.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
-    let message = timeout(training::commit(job, 0, Commit::default())).await;
+    let message = timeout(training::commit(&job, 0, Commit::default())).await;
     assert_names(&message, &["step 0", cluster.shards[0].address()]);
 }
 

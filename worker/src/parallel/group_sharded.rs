@@ -20,7 +20,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 use tokio::runtime::Handle;
-use zeroshard_client::{Commit, TensorData, StepReport};
+use zeroshard_client::{Commit, StepReport, TensorData};
 
 use super::backend::ParallelBackend;
 use super::error::{Error, Result};

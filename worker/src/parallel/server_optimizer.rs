@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use burn::module::{Module, ParamId};
 use burn::tensor::backend::AutodiffBackend;
 use tokio::runtime::Handle;
-use zeroshard_client::{Cluster, Commit, TensorData, Job, Options, StepReport, Target, Traffic};
+use zeroshard_client::{Cluster, Commit, Job, Options, StepReport, Target, TensorData, Traffic};
 use zeroshard_proto::{
     DimPlacement as Placement, JobSpec, Manifest, Optimizer, Policy, Reduction, TensorBox, TensorLayout,
     TensorSpec,

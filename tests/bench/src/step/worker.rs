@@ -5,7 +5,7 @@ use std::{ops::Range, time::Instant};
 use clap::Args;
 use futures_util::{StreamExt, TryStreamExt, future, stream};
 use serde_json::json;
-use zeroshard_client::{Cluster, Commit, TensorData, Job, Target, Values};
+use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, Values};
 use zeroshard_proto::{JobSpec, Manifest, Result, TensorSpec};
 
 use super::{Error, Level};

@@ -1,7 +1,7 @@
 //! Boxes of a square matrix beside all of an array of as many elements: what it costs that rows lie apart.
 
 use serde_json::json;
-use zeroshard_client::{Cluster, Commit, TensorData, Job, Target, Values};
+use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, Values};
 use zeroshard_proto::{
     DimPlacement, JobSpec, Manifest, Optimizer, ProcessMesh, TensorLayout, TensorSpec, optimizer::Sgd,
 };
