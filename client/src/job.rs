@@ -16,7 +16,7 @@ mod transfer;
 
 pub use attempt::Attempt;
 
-/// A rank's lease on a job. Cheap to clone. The lease ends with [`Job::leave`] or [`Job::finish`]; when the last clone
+/// A rank's lease on a job. Cheap to clone. The lease ends with [`Job::leave`] or [`Job::leave_done`]; when the last clone
 /// and the last [`Attempt`] are dropped without, the rank counts as lost.
 #[derive(Debug, Clone)]
 pub struct Job(Arc<Member>);
@@ -166,7 +166,7 @@ impl Job {
     ///
     /// # Errors
     /// [`Error::Timeout`].
-    pub async fn finish(&self) -> Result<()> {
+    pub async fn leave_done(&self) -> Result<()> {
         self.end_lease(true).await
     }
 

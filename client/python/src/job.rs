@@ -124,7 +124,7 @@ impl Job {
 
 /// Leaves the job, and deletes it if nobody is left. Before its first step there may be ranks that are still to come.
 async fn retire(cluster: client::Cluster, job: client::Job) -> Result<()> {
-    job.finish().await?;
+    job.leave_done().await?;
     let (name, id) = (&job.spec().name, job.id());
     let over = |job: &pb::JobStatus| {
         job.name == *name

@@ -4,7 +4,6 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod absent;
-mod attempts;
 mod boxes;
 mod buffers;
 mod command_line;

@@ -1,7 +1,7 @@
-//! The norm before the decision, steps that are thrown away, tensors that are not clipped.
+//! The norm before the decision, and tensors that are not clipped.
 
 use futures_util::future::join_all;
-use zeroshard_client::{Cluster as Client, Commit, Error, Job, Result, StepReport, TensorData};
+use zeroshard_client::{Cluster as Client, Commit, Error, Job, StepReport, TensorData};
 use zeroshard_proto::TensorSpec;
 use zeroshard_tests::{Cluster, synthetic, training};
 
@@ -66,59 +66,6 @@ async fn who_waits_for_the_norm_hears_of_a_lost_rank_and_of_who_is_late() {
         panic!("timeout")
     };
     assert!(waiting_for.contains("gradients of step 0 of job \"hasty\""), "{waiting_for}");
-}
-
-async fn discard_all(jobs: &[Job], step: u64) -> Vec<Result<()>> {
-    join_all(jobs.iter().map(async |job| job.attempt(step)?.discard().await)).await
-}
-
-#[tokio::test]
-async fn a_discarded_attempt_changes_nothing_and_the_next_one_has_the_step() {
-    let cluster = Cluster::start(2);
-    let spec = job("discarded", 2, adamw(), synthetic::kinds(&adamw()));
-    let jobs = start(cluster.address(), &spec).await;
-    push_all(&jobs, 0).await;
-    let ended = jobs[0].attempt(0).unwrap();
-    assert_eq!(discard_all(&jobs, 0).await, [Ok(()), Ok(())]);
-    // With nothing pushed but absences, by one of them.
-    jobs[1].attempt(0).unwrap().push_absent(&[0, 1, 2, 5, 7, 8]).await.unwrap();
-    assert_eq!(discard_all(&jobs, 0).await, [Ok(()), Ok(())]);
-    assert_eq!((ended.number(), jobs[0].attempt(0).unwrap().number()), (0, 2));
-    // What is left of the first one is refused.
-    let late = ended.push(synthetic::gradients(&spec.manifest, 0, 0)).await;
-    assert!(matches!(late, Err(Error::StepAborted { step: 0, .. })), "{late:?}");
-    let late = ended.commit(Commit::default()).await;
-    assert!(matches!(late, Err(Error::StepAborted { step: 0, .. })), "{late:?}");
-    // The step goes on as if they had not been, with other gradients.
-    let fresh = start(cluster.address(), &job("fresh", 2, adamw(), synthetic::kinds(&adamw()))).await;
-    for jobs in [&jobs, &fresh] {
-        for job in jobs {
-            let gradients = synthetic::gradients(&spec.manifest, job.rank(), 5);
-            job.attempt(0).unwrap().push(gradients).await.unwrap();
-        }
-        assert!(commit_all(jobs, 0, Commit::default()).await.applied);
-    }
-    assert_eq!(jobs[0].state_hash(1).await.unwrap(), fresh[0].state_hash(1).await.unwrap());
-    assert_eq!(jobs[0].applied_steps(1).await.unwrap(), fresh[0].applied_steps(1).await.unwrap());
-    let over = jobs[0].attempt(0).unwrap().discard().await;
-    assert!(matches!(over, Err(Error::StepMismatch { step: 0, .. })), "{over:?}");
-}
-
-#[tokio::test]
-async fn a_rank_that_discards_while_another_commits_is_told_and_so_is_the_other() {
-    let cluster = Cluster::start(1);
-    let jobs = start(cluster.address(), &job("disagree", 2, adamw(), synthetic::small())).await;
-    push_all(&jobs, 0).await;
-    let second = async {
-        crate::until_commits_wait(&cluster, 1).await;
-        jobs[1].attempt(0).unwrap().discard().await
-    };
-    let (first, second) = tokio::join!(training::commit(&jobs[0], 0, Commit::default()), second);
-    for error in [first.unwrap_err(), second.unwrap_err()] {
-        assert!(matches!(error, Error::Disagreement { step: 0, .. }), "{error:?}");
-    }
-    // Nothing is lost: they can still agree.
-    assert!(commit_all(&jobs, 0, Commit::default()).await.applied);
 }
 
 #[tokio::test]
