@@ -1,19 +1,19 @@
 //! A cluster, as seen through its coordinator.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
-use tokio::time::Instant;
 use zeroshard_proto::{
     Error, JobSpec, Placement, Result, Token,
-    error::Remedy,
     pb::{self, coordinator_client::CoordinatorClient},
     transport::{Connection, MAX_CONTROL_MESSAGE, endpoint},
 };
 
-use crate::{Job, Options, Traffic, shards::Shards, state};
-
-/// Pause before a call is tried again.
-pub(crate) const RETRY_PAUSE: Duration = Duration::from_millis(100);
+use crate::{
+    Job, Options, Traffic,
+    retry::{Deadline, Next, Tries},
+    shards::Shards,
+    state,
+};
 
 /// A connection to a cluster. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -30,6 +30,8 @@ pub struct Cluster {
 pub struct Description {
     /// What the job is.
     pub spec: JobSpec,
+    /// Tells the job from earlier and later ones of its name.
+    pub id: u64,
     /// Its membership generation.
     pub epoch: u64,
     /// Where its slices are.
@@ -111,6 +113,7 @@ impl Cluster {
             .await?;
         Ok(Description {
             spec: answer.spec.unwrap_or_default().try_into()?,
+            id: answer.job_id,
             epoch: answer.epoch,
             placement: answer.placement.unwrap_or_default().try_into()?,
             version: answer.version,
@@ -161,67 +164,17 @@ impl Cluster {
     where
         F: Future<Output = Result<tonic::Response<T>, tonic::Status>>,
     {
-        let deadline = Deadline::after(self.options.deadline);
+        let mut tries = Tries::until(Deadline::after(self.options.deadline));
         loop {
-            // A little less than we wait ourselves: what the server says is better to know than our timeout.
-            let wait_ms = (deadline.left().as_millis() as u32).saturating_sub(200).max(1);
-            let answer = deadline
-                .limit(|| format!("{what} from {}", self.peer), call(self.client.clone(), wait_ms))
-                .await?;
+            let call = call(self.client.clone(), tries.wait_ms());
+            let answer = tries.limit(|| format!("{what} from {}", self.peer), call).await?;
             let error = match answer {
                 Ok(answer) => return Ok(answer.into_inner()),
                 Err(status) => Error::from_status(&status, &self.peer),
             };
-            if error.remedy() != Remedy::Retry {
+            if let Next::Refresh(error) = tries.next(error).await? {
                 return Err(error);
             }
-            deadline.pause(error).await?;
         }
-    }
-}
-
-/// When an operation must be over.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Deadline {
-    at: Instant,
-    after: Duration,
-}
-
-impl Deadline {
-    pub(crate) fn after(after: Duration) -> Self {
-        Self { at: Instant::now() + after, after }
-    }
-
-    pub(crate) fn left(&self) -> Duration {
-        self.at.saturating_duration_since(Instant::now())
-    }
-
-    /// # Errors
-    /// [`Error::Timeout`] with `waiting_for`.
-    pub(crate) async fn limit<T>(
-        &self,
-        waiting_for: impl FnOnce() -> String,
-        work: impl Future<Output = T>,
-    ) -> Result<T> {
-        tokio::time::timeout_at(self.at, work).await.map_err(|_| Error::Timeout {
-            waiting_for: waiting_for(),
-            waited_ms: self.after.as_millis() as u64,
-        })
-    }
-
-    /// Pauses before another try.
-    ///
-    /// # Errors
-    /// [`Error::Timeout`] that names `error` if no time is left.
-    pub(crate) async fn pause(&self, error: Error) -> Result<()> {
-        if self.left() <= RETRY_PAUSE {
-            let waited_ms = self.after.as_millis() as u64;
-            return Err(Error::Timeout {
-                waiting_for: format!("a try that succeeds; the last: {error}"),
-                waited_ms,
-            });
-        }
-        tokio::time::sleep(RETRY_PAUSE).await;
-        Ok(())
     }
 }

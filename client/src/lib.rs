@@ -2,20 +2,21 @@
 //!
 //! ```no_run
 //! # async fn example() -> zeroshard_proto::Result<()> {
-//! use zeroshard_client::{Cluster, Commit, Gradient, Options, Target};
+//! use zeroshard_client::{Cluster, Commit, Options, Target, TensorData};
 //! use zeroshard_proto::{JobSpec, Manifest, TensorSpec};
 //!
 //! let cluster = Cluster::connect("127.0.0.1:7400", Options::default()).await?;
 //! let manifest = Manifest::new(vec![TensorSpec::new("weight", [1024, 1024])])?;
 //! cluster.create_job(&JobSpec::new("mine", manifest, vec!["adamw".parse().unwrap()])).await?;
 //! let job = cluster.join("mine", 0).await?;
-//! job.initialise(vec![Gradient { tensor: 0, data: vec![0.1; 1024 * 1024].into() }]).await?;
+//! job.initialise(vec![TensorData { tensor: 0, data: vec![0.1; 1024 * 1024].into() }]).await?;
 //! let mut weight = vec![0.0; 1024 * 1024];
 //! for step in 0..10 {
 //!     job.pull(step, vec![Target::new(0, &mut weight)]).await?;
 //!     let gradient = weight.iter().map(|w| 2.0 * w).collect::<Vec<f32>>();
-//!     job.push(step, vec![Gradient { tensor: 0, data: gradient.into() }]).await?;
-//!     let report = job.commit(Commit::new(step)).await?;
+//!     let attempt = job.attempt(step)?;
+//!     attempt.push(vec![TensorData { tensor: 0, data: gradient.into() }]).await?;
+//!     let report = attempt.commit(Commit::default()).await?;
 //!     assert_eq!(report.version, step + 1);
 //! }
 //! # Ok(()) }
@@ -28,6 +29,7 @@ mod job;
 mod pull;
 mod push;
 mod region;
+mod retry;
 mod schedule;
 mod shards;
 mod state;
@@ -38,9 +40,9 @@ use std::{fmt, time::Duration};
 
 pub use buckets::Buckets;
 pub use cluster::{Cluster, Description};
-pub use job::Job;
+pub use job::{Attempt, Job};
 pub use pull::Target;
-pub use push::Gradient;
+pub use push::TensorData;
 pub use schedule::Schedule;
 pub use shards::Traffic;
 pub use step::{Absent, Commit, Reduced, StepReport};
@@ -56,7 +58,8 @@ pub struct Options {
     pub wire: DType,
     /// Payload of one message, in bytes. Changes no result.
     pub chunk_bytes: usize,
-    /// How long one operation may take, all its tries and waits together.
+    /// How long one operation may take, all its tries and waits together. It may be longer than the servers' own
+    /// limit on a wait: the client asks again.
     pub deadline: Duration,
     /// The secret of the cluster, sent with every call; `None` or empty: no secret. `Debug` does not show it.
     pub token: Option<String>,

@@ -169,6 +169,7 @@ pub(crate) fn check_size(
 /// What a pull says of itself.
 pub(crate) struct PullOf<'a> {
     pub(crate) job: &'a str,
+    pub(crate) job_id: u64,
     pub(crate) epoch: u64,
     pub(crate) version: u64,
     pub(crate) part: &'a str,
@@ -195,7 +196,7 @@ impl Plan<'_> {
             wait_ms: of.wait_ms,
             ranges: ranges.collect(),
             part: of.part.to_owned(),
-            job_id: 0,
+            job_id: of.job_id,
         };
         let body = Full::new(framed(&request));
         let answer = call(&shard.pull, "/zeroshard.v1.Data/Pull", body, &shard.peer).await?;

@@ -22,9 +22,10 @@ use crate::{
     values::Values,
 };
 
-/// A tensor's gradient; or its initial parameters, a part of its optimizer state, a buffer's new content.
+/// A tensor and its values, to be sent: parameters, optimizer state, a gradient or a buffer's content, as the method
+/// that takes it says.
 #[derive(Debug, Clone)]
-pub struct Gradient {
+pub struct TensorData {
     /// Index in the manifest of the tensor, which must own its storage (not tied to another).
     pub tensor: usize,
     /// What the rank has of it by the tensor's layout (all of it, if there is none), row-major.
@@ -47,39 +48,56 @@ const ABSENT_A_PUSH: usize = 400;
 struct Part {
     slice: u32,
     data: Values,
-    /// The slice's elements in `data`.
+    /// The elements in `data` that are to be sent.
     range: Range<usize>,
+    /// Number of the first of them, among those that the rank has of the slice.
+    offset: usize,
     /// How many ranks add to the slice before us.
     waits: u32,
 }
 
-/// Which server receives what of a rank's gradients or, with `upload`, of what the job begins with. `shares` are the
-/// rank's; what it need not send is left out.
+/// What a push is of.
+#[derive(Debug)]
+pub(crate) enum Contents<'a> {
+    /// What each rank contributes: gradients.
+    Contributed(Vec<TensorData>),
+    /// What one of the ranks that have the same uploads: initial values, buffers.
+    Uploaded(Vec<TensorData>),
+    /// Tensors of which the rank has nothing more.
+    Absent(&'a [usize]),
+}
+
+/// Which server receives what. `shares` are the rank's; what it need not send is left out.
 ///
 /// # Errors
-/// [`Error::Invalid`] for a tensor that does not exist, is tied to another, or has another size.
+/// [`Error::Invalid`] for a tensor that does not exist, is tied to another, or has another size; for an absent one
+/// that does not train.
 pub(crate) fn plan(
     manifest: &Manifest,
     placement: &Placement,
     shares: &[Share],
-    gradients: Vec<Gradient>,
-    upload: bool,
+    contents: Contents<'_>,
 ) -> Result<Vec<Plan>> {
+    let (data, sends): (_, fn(&Share) -> bool) = match contents {
+        Contents::Absent(tensors) => return plan_absent(manifest, placement, shares, tensors),
+        Contents::Contributed(data) => (data, Share::contributes),
+        Contents::Uploaded(data) => (data, Share::uploads),
+    };
     let plan = |server: &Server| Plan { server: server.clone(), parts: Vec::new(), absent: Vec::new() };
     let mut plans: Vec<_> = placement.servers().iter().map(plan).collect();
-    for Gradient { tensor, data } in gradients {
+    for TensorData { tensor, data } in data {
         let share = share("data for", manifest, shares, tensor)?;
         check_size("data for", manifest, tensor, &share.region, data.len())?;
         check_owner(manifest, tensor)?;
-        if !(if upload { share.uploads() } else { share.contributes() }) {
+        if !sends(share) {
             continue;
         }
         for slice in manifest.slices_of(tensor) {
             let range = share.region.part(&manifest.slices()[slice]);
             if !range.is_empty() {
-                let waits = share.waits(slice as u32);
-                let part = Part { slice: slice as u32, data: data.clone(), range, waits };
-                plans[placement.primary(slice)].parts.push(part);
+                let (slice, waits, data) = (slice as u32, share.waits(slice as u32), data.clone());
+                let part = Part { slice, data, range, offset: 0, waits };
+                plans[placement.primary(slice as usize)].parts.push(part);
             }
         }
     }
@@ -91,11 +109,7 @@ pub(crate) fn plan(
     Ok(plans)
 }
 
-/// Whom to tell of which slices that the rank has nothing more of them.
-///
-/// # Errors
-/// [`Error::Invalid`] for a tensor that does not exist, is tied to another, or does not train.
-pub(crate) fn plan_absent(
+fn plan_absent(
     manifest: &Manifest,
     placement: &Placement,
     shares: &[Share],
@@ -136,7 +150,7 @@ fn check_owner(manifest: &Manifest, tensor: usize) -> Result<()> {
 }
 
 impl Plan {
-    /// Pushes everything, also what an earlier try has pushed: the server skips it.
+    /// Pushes what no earlier try is known to have pushed. What comes again the server skips.
     pub(crate) async fn push(
         &mut self,
         shards: &Shards,
@@ -160,16 +174,29 @@ impl Plan {
         let pushed = pushed.await;
         match &pushed {
             Ok(_) => _ = shards.pushed.fetch_add(bytes as u64, Ordering::Relaxed),
-            Err(Error::ParkingFull { slice, .. }) => self.put_off(*slice),
+            Err(Error::ParkingFull { slice, offset, .. }) => {
+                self.put_off(*slice, *offset);
+                let rest = self.parts.iter().map(|part| part.range.len() * dtype.size()).sum();
+                shards.pushed.fetch_add(bytes.saturating_sub(rest) as u64, Ordering::Relaxed);
+            }
             Err(_) => {}
         }
         pushed
     }
 
-    /// Next time `slice` and those before it come last: other ranks may wait for what is behind it.
-    fn put_off(&mut self, slice: u32) {
-        if let Some(position) = self.parts.iter().position(|part| part.slice == slice) {
-            self.parts.rotate_left(position + 1);
+    /// The server has taken what comes before element `offset` of `slice`, and refused the rest of that slice for now.
+    /// The rest comes last next time: other ranks may wait for what is behind it.
+    fn put_off(&mut self, slice: u32, offset: u64) {
+        let Some(refused) = self.parts.iter().position(|part| part.slice == slice) else { return };
+        let mut part = self.parts.drain(..=refused).next_back().expect("the range is not empty");
+        let taken = usize::try_from(offset).ok().and_then(|offset| offset.checked_sub(part.offset));
+        // What the plan does not have was not taken from it.
+        if let Some(taken) = taken.filter(|&taken| taken <= part.range.len()) {
+            part.offset += taken;
+            part.range.start += taken;
+        }
+        if !part.range.is_empty() {
+            self.parts.push(part);
         }
     }
 
@@ -214,7 +241,8 @@ impl Sending {
             let end = part.range.len().min(self.sent + self.chunk);
             let range = part.range.start + self.sent..part.range.start + end;
             let payload = part.data.encode(range, self.dtype);
-            let extent = Extent { slice: part.slice, offset: self.sent as u64, dtype: self.dtype };
+            let offset = (part.offset + self.sent) as u64;
+            let extent = Extent { slice: part.slice, offset, dtype: self.dtype };
             self.writer.extent(extent, payload);
             self.sent = end;
             if self.sent == part.range.len() {
@@ -222,5 +250,79 @@ impl Sending {
                 self.parts.pop_front();
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use zeroshard_proto::{JobSpec, TensorSpec};
+
+    use super::*;
+
+    /// Three slices on one server, of one rank: two of a large tensor, one of a small one.
+    fn plan() -> Plan {
+        let tensors = vec![TensorSpec::new("large", [4_194_304 + 10]), TensorSpec::new("small", [5])];
+        let spec = JobSpec::new("job", Manifest::new(tensors).unwrap(), vec!["sgd".parse().unwrap()]);
+        let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
+        let placement = Placement::new(vec![server], 1, vec![0; 3]).unwrap();
+        let values = |numel: usize| (0..numel).map(|i| i as f32).collect::<Vec<_>>().into();
+        let data = [4_194_304 + 10, 5]
+            .into_iter()
+            .enumerate()
+            .map(|(tensor, numel)| TensorData { tensor, data: values(numel) })
+            .collect();
+        let shares = Share::all(&spec, 0);
+        super::plan(&spec.manifest, &placement, &shares, Contents::Contributed(data)).unwrap().remove(0)
+    }
+
+    /// Slice, first element and number of elements of every part that would be sent.
+    fn parts(plan: &Plan) -> Vec<(u32, usize, usize)> {
+        plan.parts.iter().map(|part| (part.slice, part.offset, part.range.len())).collect()
+    }
+
+    #[test]
+    fn after_a_full_buffer_only_what_was_not_taken_is_sent_and_the_refused_slice_comes_last() {
+        let mut plan = plan();
+        assert_eq!(parts(&plan), [(0, 0, 4_194_304), (1, 0, 10), (2, 0, 5)]);
+        plan.put_off(1, 4);
+        assert_eq!(parts(&plan), [(2, 0, 5), (1, 4, 6)]);
+        assert_eq!(plan.parts[1].range, 4_194_308..4_194_314, "the values follow the numbers");
+        plan.put_off(1, 7);
+        assert_eq!(parts(&plan), [(1, 7, 3)]);
+        plan.put_off(1, 10);
+        assert!(parts(&plan).is_empty());
+    }
+
+    #[test]
+    fn a_refusal_of_what_was_not_sent_drops_nothing_of_it() {
+        let mut plan = plan();
+        plan.put_off(7, 0);
+        assert_eq!(parts(&plan), [(0, 0, 4_194_304), (1, 0, 10), (2, 0, 5)]);
+        plan.put_off(1, u64::MAX);
+        assert_eq!(parts(&plan), [(2, 0, 5), (1, 0, 10)]);
+        plan.put_off(1, 6);
+        plan.put_off(1, 5);
+        assert_eq!(parts(&plan), [(1, 6, 4)], "an earlier element than the first");
+    }
+
+    #[tokio::test]
+    async fn the_rest_of_a_refused_slice_is_sent_under_its_own_numbers() {
+        use futures_util::StreamExt;
+        use zeroshard_proto::frame::{Decoder, Event};
+
+        let mut plan = plan();
+        plan.put_off(1, 4);
+        let mut decoder = Decoder::new(1 << 20);
+        let mut frames = std::pin::pin!(plan.frames(pb::PushBegin::default(), DType::F32, 16));
+        let mut extents = Vec::new();
+        while let Some(Ok(frame)) = frames.next().await {
+            decoder.feed(frame.into_data().unwrap());
+            while let Some(event) = decoder.next().unwrap() {
+                if let Event::Extent(extent, elements) = event {
+                    extents.push((extent.slice, extent.offset, elements));
+                }
+            }
+        }
+        assert_eq!(extents, [(2, 0, 4), (2, 4, 1), (1, 4, 4), (1, 8, 2)]);
     }
 }

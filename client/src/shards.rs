@@ -9,7 +9,7 @@ use std::{
 };
 
 use zeroshard_proto::{
-    Result, Server, Token,
+    Placement, Result, Server, Token,
     transport::{Connection, endpoint},
 };
 
@@ -35,7 +35,8 @@ pub(crate) struct Shard {
 /// All shard servers that this process has talked to.
 #[derive(Debug, Default)]
 pub(crate) struct Shards {
-    known: Mutex<HashMap<u64, Shard>>,
+    /// By id and incarnation: a connection to an earlier life of a server is of no use.
+    known: Mutex<HashMap<(u64, u64), Shard>>,
     token: Token,
     pub(crate) pulled: AtomicU64,
     pub(crate) pushed: AtomicU64,
@@ -52,7 +53,7 @@ impl Shards {
     /// header can carry.
     pub(crate) fn get(&self, server: &Server) -> Result<Shard> {
         let mut known = self.known.lock().expect("no holder of the lock panics");
-        if let Some(shard) = known.get(&server.id) {
+        if let Some(shard) = known.get(&key(server)) {
             return Ok(shard.clone());
         }
         let shard = Shard {
@@ -60,8 +61,17 @@ impl Shards {
             pull: Connection::new(endpoint(&server.address)?.connect_lazy(), &self.token)?,
             push: Connection::new(endpoint(&server.address)?.connect_lazy(), &self.token)?,
         };
-        known.insert(server.id, shard.clone());
+        known.insert(key(server), shard.clone());
         Ok(shard)
+    }
+
+    /// Drops the connections to servers of placement `before` that are not in `now`. Another job that still uses one
+    /// of them opens it again.
+    pub(crate) fn forget(&self, before: &Placement, now: &Placement) {
+        let mut known = self.known.lock().expect("no holder of the lock panics");
+        for server in before.servers().iter().filter(|server| !now.servers().contains(server)) {
+            known.remove(&key(server));
+        }
     }
 
     pub(crate) fn traffic(&self) -> Traffic {
@@ -69,5 +79,34 @@ impl Shards {
             pulled_bytes: self.pulled.load(Ordering::Relaxed),
             pushed_bytes: self.pushed.load(Ordering::Relaxed),
         }
+    }
+}
+
+fn key(server: &Server) -> (u64, u64) {
+    (server.id, server.incarnation)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn server(id: u64, incarnation: u64) -> Server {
+        Server { id, incarnation, address: format!("host:{incarnation}") }
+    }
+
+    #[tokio::test]
+    async fn a_server_that_started_again_gets_a_connection_of_its_own_and_the_old_one_is_dropped() {
+        let shards = Shards::default();
+        let placement = |servers: Vec<Server>| Placement::new(servers, 1, vec![0]).unwrap();
+        let before = placement(vec![server(1, 10), server(2, 20)]);
+        let now = placement(vec![server(1, 11), server(2, 20)]);
+        for server in before.servers() {
+            shards.get(server).unwrap();
+        }
+        assert_eq!(shards.get(&server(1, 11)).unwrap().peer, "shard server 1 at host:11");
+        shards.forget(&before, &now);
+        let mut known: Vec<_> = shards.known.lock().unwrap().keys().copied().collect();
+        known.sort_unstable();
+        assert_eq!(known, [(1, 11), (2, 20)]);
     }
 }

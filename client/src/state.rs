@@ -14,7 +14,7 @@ pub(crate) async fn hash(cluster: &Cluster, of: &Description, version: u64) -> R
     let job = &of.spec.name;
     let digests = of.placement.servers().iter().map(|server| async move {
         ask(cluster, server, "digests", |mut client, wait_ms| async move {
-            client.digest(pb::DigestRequest { job: job.clone(), version, wait_ms, job_id: 0 }).await
+            client.digest(pb::DigestRequest { job: job.clone(), version, wait_ms, job_id: of.id }).await
         })
         .await
         .map(|answer| answer.slices)
@@ -39,7 +39,7 @@ pub(crate) async fn applied_steps(cluster: &Cluster, of: &Description, version: 
     let job = &of.spec.name;
     let answers = of.placement.servers().iter().map(|server| async move {
         ask(cluster, server, "applied steps", |mut client, wait_ms| async move {
-            client.steps(pb::StepsRequest { job: job.clone(), version, wait_ms, job_id: 0 }).await
+            client.steps(pb::StepsRequest { job: job.clone(), version, wait_ms, job_id: of.id }).await
         })
         .await
     });

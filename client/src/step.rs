@@ -2,11 +2,9 @@
 
 use zeroshard_proto::{Manifest, Optimizer, pb};
 
-/// This rank's word that it has pushed all of a step.
+/// What a rank says of a step when it has pushed all of it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Commit {
-    /// The step: the version that it started from.
-    pub step: u64,
     /// This step's hyperparameters, one for each parameter group; empty: those of the job.
     pub groups: Vec<Optimizer>,
     /// Gradients are those of the loss times this.
@@ -15,14 +13,12 @@ pub struct Commit {
     pub max_norm: Option<f64>,
     /// This rank's loss; the report has the mean over the ranks.
     pub loss: Option<f64>,
-    /// Skip the step, whatever the gradients are. They must all be there, or said to be absent.
-    pub discard: bool,
 }
 
-impl Commit {
+impl Default for Commit {
     /// With the job's hyperparameters, without loss scale or clipping.
-    pub fn new(step: u64) -> Self {
-        Self { step, groups: Vec::new(), loss_scale: 1.0, max_norm: None, loss: None, discard: false }
+    fn default() -> Self {
+        Self { groups: Vec::new(), loss_scale: 1.0, max_norm: None, loss: None }
     }
 }
 
@@ -31,8 +27,7 @@ impl Commit {
 pub struct StepReport {
     /// The version that the step made.
     pub version: u64,
-    /// False: skipped, because a gradient was inf or NaN (never with [`Optimizer::Average`]) or the ranks
-    /// discarded the step.
+    /// False: skipped, because a gradient was inf or NaN (never with [`Optimizer::Average`]).
     pub applied: bool,
     /// Global L2 norm of the mean, unscaled gradient of all tensors without `no_clip`, before clipping.
     pub gradient_norm: f64,

@@ -125,7 +125,9 @@ class StockClient(unittest.TestCase):
 
     def push(self, lease, name: str, slice_number: int, values: list[float], **begin) -> data_pb2.PushResponse:
         """Pushes a whole slice, an element a message."""
-        opening = data_pb2.PushBegin(job=name, epoch=lease.epoch, rank=0, **begin)
+        opening = data_pb2.PushBegin(
+            job=name, job_id=lease.job_id, lease=lease.lease, epoch=lease.epoch, rank=0, **begin
+        )
         messages = [data_pb2.PushRequest(begin=opening)]
         for offset, value in enumerate(values):
             extent = {"slice": slice_number, "offset": offset, "dtype": types_pb2.DTYPE_F32}
@@ -136,6 +138,7 @@ class StockClient(unittest.TestCase):
         """A whole slice."""
         request = data_pb2.PullRequest(
             job=name,
+            job_id=lease.job_id,
             epoch=lease.epoch,
             version=version,
             dtype=types_pb2.DTYPE_F32,
@@ -164,11 +167,19 @@ class StockClient(unittest.TestCase):
             self.assertEqual((pushed.added, pushed.duplicates), (len(values), 0))
         gradients = [[1.0, -1.0, 0.0, 2.0, -2.0, 0.5], [4.0]]
         for number, values in enumerate(gradients):
-            self.push(lease, "step", number, values, step=0)
-            again = self.push(lease, "step", number, values, step=0)
+            self.push(lease, "step", number, values, step=0, attempt=0)
+            again = self.push(lease, "step", number, values, step=0, attempt=0)
             self.assertEqual((again.added, again.duplicates), (0, len(values)))
         commit = coordinator_pb2.CommitRequest(
-            job="step", lease=lease.lease, epoch=lease.epoch, rank=0, step=0, loss=2.5, wait_ms=20_000
+            job="step",
+            job_id=lease.job_id,
+            lease=lease.lease,
+            epoch=lease.epoch,
+            rank=0,
+            step=0,
+            attempt=0,
+            loss=2.5,
+            wait_ms=20_000,
         )
         report = self.stub.Commit(commit, timeout=TIMEOUT)
         self.assertTrue(report.applied)
@@ -239,7 +250,7 @@ class StockClient(unittest.TestCase):
         self.assertEqual((reason, detail["job"]), ("UNKNOWN_JOB", "nobody's"))
 
         reason, detail = self.refused(
-            lambda: next(self.stub.Join(coordinator_pb2.JoinRequest(job="errors", rank=0), timeout=TIMEOUT)),
+            lambda: next(self.stub.Join(coordinator_pb2.JoinRequest(job="errors", rank=0, wait_ms=1), timeout=TIMEOUT)),
             grpc.StatusCode.ALREADY_EXISTS,
         )
         self.assertEqual((reason, detail["rank"]), ("RANK_TAKEN", 0))

@@ -1,7 +1,9 @@
 //! The data plane as a client sees it that was generated from the .proto files: it sends what it is told to,
 //! right or wrong.
 
+use futures_util::Stream;
 use tonic::{Streaming, transport::Channel};
+use zeroshard_client::Job;
 use zeroshard_proto::{
     DType, Error, Result,
     pb::{self, data_client::DataClient},
@@ -22,7 +24,18 @@ async fn client(address: &str) -> Result<DataClient<Channel>> {
 /// # Errors
 /// The server's.
 pub async fn push(address: &str, messages: Vec<pb::PushRequest>) -> Result<pb::PushResponse> {
-    let answer = client(address).await?.push(futures_util::stream::iter(messages)).await;
+    push_stream(address, futures_util::stream::iter(messages)).await
+}
+
+/// As [`push`], with messages that come when they come.
+///
+/// # Errors
+/// The server's.
+pub async fn push_stream(
+    address: &str,
+    messages: impl Stream<Item = pb::PushRequest> + Send + 'static,
+) -> Result<pb::PushResponse> {
+    let answer = client(address).await?.push(messages).await;
     answer.map(tonic::Response::into_inner).map_err(|status| Error::from_status(&status, PEER))
 }
 
@@ -48,9 +61,21 @@ pub async fn open_pull(address: &str, request: pb::PullRequest) -> Result<Stream
     answer.map(tonic::Response::into_inner).map_err(|status| Error::from_status(&status, PEER))
 }
 
-/// The first message of a push; `step` absent: initial parameters.
-pub fn begin(job: &str, epoch: u64, rank: u32, step: Option<u64>) -> pb::PushRequest {
-    let begin = pb::PushBegin { job: job.to_owned(), epoch, rank, step, ..Default::default() };
+/// A push of this worker in the first attempt at `step`; `step` absent: of initial parameters.
+pub fn begin(job: &Job, step: Option<u64>) -> pb::PushBegin {
+    pb::PushBegin {
+        job: job.spec().name.clone(),
+        job_id: job.id(),
+        lease: job.lease(),
+        epoch: job.epoch(),
+        rank: job.rank(),
+        step,
+        ..Default::default()
+    }
+}
+
+/// The first message of a push.
+pub fn open(begin: pb::PushBegin) -> pb::PushRequest {
     pb::PushRequest { begin: Some(begin), ..Default::default() }
 }
 

@@ -1,6 +1,6 @@
 //! A job without a model: parameters and gradients that are the same on every machine.
 
-use zeroshard_client::Gradient;
+use zeroshard_client::TensorData;
 use zeroshard_proto::{JobSpec, Manifest, Optimizer, Policy, Result, TensorSpec, blocks::SLICE};
 
 /// `numel` numbers in [-1, 1) that depend on `seed` alone: splitmix64 of a counter.
@@ -16,9 +16,9 @@ pub fn values(seed: u64, numel: usize) -> Vec<f32> {
     (0..numel as u64).map(number).collect()
 }
 
-fn tensors(manifest: &Manifest, wanted: impl Fn(&TensorSpec) -> bool, seed: u64) -> Vec<Gradient> {
+fn tensors(manifest: &Manifest, wanted: impl Fn(&TensorSpec) -> bool, seed: u64) -> Vec<TensorData> {
     let numbered = manifest.tensors().iter().enumerate().filter(|(_, spec)| wanted(spec));
-    let data = |(tensor, spec): (usize, &TensorSpec)| Gradient {
+    let data = |(tensor, spec): (usize, &TensorSpec)| TensorData {
         tensor,
         data: values(seed + tensor as u64, spec.numel() as usize).into(),
     };
@@ -26,12 +26,12 @@ fn tensors(manifest: &Manifest, wanted: impl Fn(&TensorSpec) -> bool, seed: u64)
 }
 
 /// The initial parameters: of every tensor that owns its storage.
-pub fn parameters(manifest: &Manifest) -> Vec<Gradient> {
+pub fn parameters(manifest: &Manifest) -> Vec<TensorData> {
     tensors(manifest, |spec| spec.alias_of.is_none(), 1 << 40)
 }
 
 /// The gradients of `rank` for `step`: of every tensor that trains.
-pub fn gradients(manifest: &Manifest, rank: u32, step: u64) -> Vec<Gradient> {
+pub fn gradients(manifest: &Manifest, rank: u32, step: u64) -> Vec<TensorData> {
     tensors(manifest, TensorSpec::trains, (u64::from(rank) << 48) | ((step + 1) << 20))
 }
 

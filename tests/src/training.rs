@@ -1,7 +1,7 @@
 //! A whole run of a synthetic job: so many ranks, each with a connection of its own, for so many steps.
 
 use futures_util::future::try_join_all;
-use zeroshard_client::{Cluster, Commit, Gradient, Job, Options, Result, StepReport, Target};
+use zeroshard_client::{Cluster, Commit, Job, Options, Result, StepReport, Target};
 use zeroshard_proto::JobSpec;
 
 use crate::synthetic;
@@ -17,7 +17,7 @@ pub struct Training {
     pub options: Options,
     /// Into how many pushes each step's gradients are divided, last tensors first.
     pub buckets: usize,
-    /// What each step is committed with, beside its number.
+    /// What each step is committed with.
     pub commit: Commit,
 }
 
@@ -35,7 +35,7 @@ pub struct Trained {
 impl Training {
     /// Three steps, gradients in one push.
     pub fn new(spec: JobSpec) -> Self {
-        Self { spec, steps: 3, options: Options::default(), buckets: 1, commit: Commit::new(0) }
+        Self { spec, steps: 3, options: Options::default(), buckets: 1, commit: Commit::default() }
     }
 
     /// Creates the job and trains it; every rank pulls all parameters before each step.
@@ -62,9 +62,9 @@ impl Training {
             let a_bucket = gradients.len().div_ceil(self.buckets.max(1));
             while !gradients.is_empty() {
                 let bucket = gradients.split_off(gradients.len().saturating_sub(a_bucket));
-                job.push(step, bucket).await?;
+                job.attempt(step)?.push(bucket).await?;
             }
-            reports.push(job.commit(Commit { step, ..self.commit.clone() }).await?);
+            reports.push(commit(&job, step, self.commit.clone()).await?);
         }
         let parameters = pull(&job, self.steps).await?;
         let hash = job.state_hash(self.steps).await?;
@@ -85,12 +85,20 @@ pub async fn pull(job: &Job, version: u64) -> Result<Vec<Vec<f32>>> {
     Ok(parameters)
 }
 
+/// Commits the open attempt at `step`.
+///
+/// # Errors
+/// As [`Job::attempt`] and [`zeroshard_client::Attempt::commit`].
+pub async fn commit(job: &Job, step: u64, commit: Commit) -> Result<StepReport> {
+    job.attempt(step)?.commit(commit).await
+}
+
 /// Pushes all gradients of the job's rank for `step`, and commits them.
 ///
 /// # Errors
-/// As [`Job::push`] and [`Job::commit`].
+/// As [`zeroshard_client::Attempt::push`] and [`commit`].
 pub async fn step(job: &Job, step: u64) -> Result<StepReport> {
-    let gradients: Vec<Gradient> = synthetic::gradients(&job.spec().manifest, job.rank(), step);
-    job.push(step, gradients).await?;
-    job.commit(Commit::new(step)).await
+    let attempt = job.attempt(step)?;
+    attempt.push(synthetic::gradients(&job.spec().manifest, job.rank(), step)).await?;
+    attempt.commit(Commit::default()).await
 }

@@ -16,9 +16,10 @@ async fn every_operation_can_be_spawned(cluster: Cluster, job: Job, spec: JobSpe
     is_send(&cluster.state_hash(""));
     is_send(&cluster.join("", 0));
     is_send(&job.initialise(vec![]));
-    is_send(&job.push(0, vec![]));
+    let attempt = job.attempt(0).unwrap();
+    is_send(&attempt.push(vec![]));
     is_send(&job.pull(0, vec![]));
-    is_send(&job.commit(Commit::new(0)));
+    is_send(&attempt.commit(Commit::default()));
     is_send(&job.state_hash(0));
     let leave = job.leave();
     is_send(&leave);

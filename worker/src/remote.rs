@@ -1,7 +1,7 @@
 //! The job on the cluster, for a thread that computes: the only file that knows the client.
 
 use tokio::runtime::Handle;
-use zeroshard_client::{Cluster, Commit, Gradient, Job, Options, StepReport, Target, Traffic};
+use zeroshard_client::{Cluster, Commit, Job, Options, StepReport, Target, TensorData, Traffic};
 use zeroshard_proto::{DType, Departure, JobSpec, Manifest, Optimizer, Policy, Result, TensorSpec};
 
 use crate::memory::Ledger;
@@ -116,18 +116,19 @@ impl Remote {
                 let area = network.area(tensor);
                 let _lease = ledger.hold(area.numel() as usize);
                 let data = network.model().initial_part(seed, tensor, area).into();
-                self.runtime.block_on(self.job.initialise(vec![Gradient { tensor, data }]))?;
+                self.runtime.block_on(self.job.initialise(vec![TensorData { tensor, data }]))?;
             }
         }
         Ok(0)
     }
 
-    /// Says that this rank has pushed all of a step, and waits for the decision.
+    /// Says that this rank has pushed all of `step`, and waits for the decision.
     ///
     /// # Errors
     /// Those of the cluster.
-    pub fn commit(&self, commit: Commit) -> Result<StepReport> {
-        self.runtime.block_on(self.job.commit(commit))
+    pub fn commit(&self, step: u64, commit: Commit) -> Result<StepReport> {
+        let attempt = self.job.attempt(step)?;
+        self.runtime.block_on(attempt.commit(commit))
     }
 
     /// The hash of the job's state at its current version.
@@ -165,8 +166,8 @@ impl Exchange for Remote {
     async fn push(&self, step: u64, gradients: Vec<Buffer>) -> Result<()> {
         let gradients = gradients
             .into_iter()
-            .map(|Buffer { tensor, values, .. }| Gradient { tensor, data: values.into() });
-        self.job.push(step, gradients.collect()).await
+            .map(|Buffer { tensor, values, .. }| TensorData { tensor, data: values.into() });
+        self.job.attempt(step)?.push(gradients.collect()).await
     }
 }
 

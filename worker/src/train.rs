@@ -318,14 +318,13 @@ impl<'a> Run<'a> {
         let plan = self.plan;
         let work = Work { step, micro_batches, loss_scale: plan.loss_scale as f32 };
         let loss = levels::run(plan.level, &self.link, &self.network, work)?;
-        Ok(self.link.exchange.commit(Commit {
-            step,
+        let commit = Commit {
             groups: plan.schedule.at(step),
             loss_scale: plan.loss_scale,
             max_norm: plan.clip,
             loss: Some(loss),
-            discard: false,
-        })?)
+        };
+        Ok(self.link.exchange.commit(step, commit)?)
     }
 
     fn overflow(&self, report: &StepReport) -> Option<String> {

@@ -3,7 +3,7 @@
 
 use bytes::Bytes;
 use pyo3::prelude::*;
-use zeroshard_client::{Gradient, Slots, Target, Values};
+use zeroshard_client::{Slots, Target, TensorData, Values};
 use zeroshard_proto::{DType, Error, Policy, TensorBox, TensorLayout, TensorSpec as Spec};
 
 use crate::{
@@ -100,13 +100,13 @@ impl AsRef<[u8]> for Lent {
 pub(crate) type Arrays<'py> = Vec<(usize, PyRef<'py, Array>)>;
 
 /// What is to be sent, without a copy.
-pub(crate) fn gradients(py: Python<'_>, arrays: &Arrays<'_>) -> PyResult<Vec<Gradient>> {
-    let gradient = |(tensor, array): &(usize, PyRef<'_, Array>)| {
+pub(crate) fn tensor_data(py: Python<'_>, arrays: &Arrays<'_>) -> PyResult<Vec<TensorData>> {
+    let data = |(tensor, array): &(usize, PyRef<'_, Array>)| {
         let dtype = array.dtype;
         let data = Values::new(Bytes::from_owner(Lent::new(py, array)), dtype).map_err(raise)?;
-        Ok(Gradient { tensor: *tensor, data })
+        Ok(TensorData { tensor: *tensor, data })
     };
-    arrays.iter().map(gradient).collect()
+    arrays.iter().map(data).collect()
 }
 
 /// What is to be filled.

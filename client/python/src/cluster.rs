@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use serde_json::json;
 use zeroshard_client as client;
 use zeroshard_proto::{Error, JobSpec, Manifest, pb};
-use zeroshard_server::{config::MAX_WAIT, embedded};
+use zeroshard_server::embedded;
 
 use crate::{
     array::{TensorSpec, parse_dtype},
@@ -36,10 +36,9 @@ fn options(
 ) -> PyResult<client::Options> {
     let wire = parse_dtype("wire", wire)?;
     let seconds = Duration::try_from_secs_f64(deadline).ok();
-    let expected = format!("a number of seconds, more than 0 and at most {}", MAX_WAIT.as_secs());
     let deadline = seconds
-        .filter(|seconds| !seconds.is_zero() && *seconds <= MAX_WAIT)
-        .ok_or_else(|| raise(Error::invalid("deadline", deadline, expected)))?;
+        .filter(|seconds| !seconds.is_zero())
+        .ok_or_else(|| raise(Error::invalid("deadline", deadline, "a number of seconds, more than 0")))?;
     Ok(client::Options { wire, chunk_bytes, deadline, token })
 }
 

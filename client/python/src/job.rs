@@ -10,11 +10,11 @@ use tokio::{
     sync::{Semaphore, SemaphorePermit},
     task::JoinSet,
 };
-use zeroshard_client::{self as client, Commit, Gradient, Result, StepReport};
+use zeroshard_client::{self as client, Attempt, Commit, Result, StepReport, TensorData};
 use zeroshard_proto::{Error, Optimizer, pb};
 
 use crate::{
-    array::{Arrays, Targets, gradients},
+    array::{Arrays, Targets, tensor_data},
     error::raise,
     plan::lock,
     progress::in_parts,
@@ -33,7 +33,7 @@ pub(crate) fn optimizers(groups: Vec<Group>) -> PyResult<Vec<Optimizer>> {
 #[pyclass(frozen, module = "zeroshard._native")]
 pub(crate) struct Job {
     cluster: client::Cluster,
-    job: Arc<client::Job>,
+    job: client::Job,
     /// Elements that a bucket of gradients may have.
     bucket_numel: usize,
     outgoing: Mutex<Outgoing>,
@@ -47,9 +47,11 @@ const LANES: usize = 3;
 /// What is on its way to the servers.
 #[derive(Default)]
 struct Outgoing {
-    /// The open bucket, of this step.
-    bucket: Vec<Gradient>,
-    step: u64,
+    /// The attempt that everything here belongs to, also after it has ended: what is left of a backward pass whose
+    /// attempt has ended must not become a part of the next one. `None`: nothing was sent since the last step.
+    attempt: Option<Attempt>,
+    /// The open bucket.
+    bucket: Vec<TensorData>,
     numel: usize,
     pushes: JoinSet<Result<()>>,
 }
@@ -58,7 +60,7 @@ impl Job {
     pub(crate) fn new(cluster: client::Cluster, job: client::Job, bucket_numel: usize) -> Self {
         Self {
             cluster,
-            job: Arc::new(job),
+            job,
             bucket_numel,
             outgoing: Mutex::default(),
             lanes: Arc::new(Semaphore::new(LANES)),
@@ -75,11 +77,22 @@ impl Job {
         Ok(())
     }
 
-    fn start_push(&self, outgoing: &mut Outgoing, step: u64, bucket: Vec<Gradient>) -> PyResult<()> {
-        let (job, lanes) = (self.job.clone(), self.lanes.clone());
+    /// The attempt at `step`: the same one until [`Outgoing`] is forgotten, or another step begins.
+    fn attempt(&self, outgoing: &mut Outgoing, step: u64) -> PyResult<Attempt> {
+        if let Some(attempt) = outgoing.attempt.as_ref().filter(|attempt| attempt.step() == step) {
+            return Ok(attempt.clone());
+        }
+        self.close_bucket(outgoing)?;
+        let attempt = self.job.attempt(step).map_err(raise)?;
+        outgoing.attempt = Some(attempt.clone());
+        Ok(attempt)
+    }
+
+    fn start_push(&self, outgoing: &mut Outgoing, attempt: Attempt, bucket: Vec<TensorData>) -> PyResult<()> {
+        let lanes = self.lanes.clone();
         self.start(outgoing, async move {
             let _lane = lane(&lanes).await?;
-            job.push(step, bucket).await
+            attempt.push(bucket).await
         })
     }
 
@@ -95,26 +108,29 @@ impl Job {
 
     fn close_bucket(&self, outgoing: &mut Outgoing) -> PyResult<()> {
         outgoing.numel = 0;
-        match std::mem::take(&mut outgoing.bucket) {
-            bucket if bucket.is_empty() => Ok(()),
-            bucket => self.start_push(outgoing, outgoing.step, bucket),
+        match (std::mem::take(&mut outgoing.bucket), outgoing.attempt.clone()) {
+            (bucket, Some(attempt)) if !bucket.is_empty() => self.start_push(outgoing, attempt, bucket),
+            _ => Ok(()),
         }
     }
 
-    /// Closes the bucket; what is to be waited for.
-    fn closed(&self) -> PyResult<JoinSet<Result<()>>> {
+    /// Closes the bucket; what is to be waited for before the attempt at `step` goes on, and the attempt.
+    fn closed(&self, step: u64) -> PyResult<(Attempt, JoinSet<Result<()>>)> {
         let outgoing = &mut *lock(&self.outgoing);
         self.close_bucket(outgoing)?;
-        Ok(std::mem::take(&mut outgoing.pushes))
+        Ok((self.attempt(outgoing, step)?, std::mem::take(&mut outgoing.pushes)))
     }
 }
 
 /// Leaves the job, and deletes it if nobody is left. Before its first step there may be ranks that are still to come.
-async fn retire(cluster: client::Cluster, job: Arc<client::Job>) -> Result<()> {
-    job.leave().await?;
-    let name = &job.spec().name;
+async fn retire(cluster: client::Cluster, job: client::Job) -> Result<()> {
+    job.leave_done().await?;
+    let (name, id) = (&job.spec().name, job.id());
     let over = |job: &pb::JobStatus| {
-        job.name == *name && job.joined.is_empty() && (job.world == 1 || job.version > Some(0))
+        job.name == *name
+            && job.job_id == id
+            && job.joined.is_empty()
+            && (job.world == 1 || job.version > Some(0))
     };
     if cluster.status().await?.jobs.iter().any(over) {
         match cluster.delete_job(name).await {
@@ -178,7 +194,7 @@ impl Job {
         label: Option<String>,
     ) -> PyResult<()> {
         in_parts(arrays, label, |arrays| {
-            let (job, part, values) = (self.job.clone(), part.to_owned(), gradients(py, &arrays)?);
+            let (job, part, values) = (self.job.clone(), part.to_owned(), tensor_data(py, &arrays)?);
             wait(py, async move {
                 match part.as_str() {
                     "" => job.initialise_at(applied, values).await,
@@ -195,14 +211,14 @@ impl Job {
         tensor: usize,
         array: PyRef<'_, crate::array::Array>,
     ) -> PyResult<()> {
-        let gradient = gradients(py, &vec![(tensor, array)])?.remove(0);
+        let gradient = tensor_data(py, &vec![(tensor, array)])?.remove(0);
         let numel = gradient.data.len();
         let mut outgoing = lock(&self.outgoing);
+        self.attempt(&mut outgoing, step)?;
         let mut closed = false;
-        if outgoing.step != step || outgoing.numel + numel > self.bucket_numel {
+        if outgoing.numel + numel > self.bucket_numel {
             closed = !outgoing.bucket.is_empty();
             self.close_bucket(&mut outgoing)?;
-            outgoing.step = step;
         }
         outgoing.numel += numel;
         outgoing.bucket.push(gradient);
@@ -216,39 +232,60 @@ impl Job {
     }
 
     fn push(&self, py: Python<'_>, step: u64, arrays: Arrays<'_>) -> PyResult<()> {
-        let gradients = gradients(py, &arrays)?;
-        self.start_push(&mut lock(&self.outgoing), step, gradients)
+        let gradients = tensor_data(py, &arrays)?;
+        let outgoing = &mut *lock(&self.outgoing);
+        let attempt = self.attempt(outgoing, step)?;
+        self.start_push(outgoing, attempt, gradients)
     }
 
     fn absent(&self, step: u64, tensors: Vec<usize>) -> PyResult<()> {
-        let job = self.job.clone();
-        self.start(&mut lock(&self.outgoing), async move { job.push_absent(step, &tensors).await })
+        let outgoing = &mut *lock(&self.outgoing);
+        let attempt = self.attempt(outgoing, step)?;
+        self.start(outgoing, async move { attempt.push_absent(&tensors).await })
     }
 
     fn buffers(&self, py: Python<'_>, step: u64, arrays: Arrays<'_>) -> PyResult<()> {
-        let (job, buffers) = (self.job.clone(), gradients(py, &arrays)?);
-        self.start(&mut lock(&self.outgoing), async move { job.push_buffers(step, buffers).await })
+        let buffers = tensor_data(py, &arrays)?;
+        let outgoing = &mut *lock(&self.outgoing);
+        let attempt = self.attempt(outgoing, step)?;
+        self.start(outgoing, async move { attempt.push_buffers(buffers).await })
     }
 
     fn flush(&self, py: Python<'_>) -> PyResult<()> {
-        wait(py, arrived(self.closed()?))
+        let pushes = {
+            let outgoing = &mut *lock(&self.outgoing);
+            self.close_bucket(outgoing)?;
+            std::mem::take(&mut outgoing.pushes)
+        };
+        wait(py, arrived(pushes))
     }
 
     fn forget(&self) {
         *lock(&self.outgoing) = Outgoing::default();
     }
 
+    fn discard(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+        let attempt = {
+            let outgoing = &mut *lock(&self.outgoing);
+            // What is on its way need not arrive.
+            outgoing.bucket.clear();
+            let attempt = self.attempt(outgoing, step)?;
+            *outgoing = Outgoing::default();
+            attempt
+        };
+        wait(py, async move { attempt.discard().await })
+    }
+
     #[pyo3(signature = (step, loss_scale=1.0))]
     fn reduce(&self, py: Python<'_>, step: u64, loss_scale: f64) -> PyResult<f64> {
-        let (job, pushes) = (self.job.clone(), self.closed()?);
+        let (attempt, pushes) = self.closed(step)?;
         wait(py, async move {
             arrived(pushes).await?;
-            Ok(job.reduce(step, loss_scale).await?.gradient_norm)
+            Ok(attempt.reduce(loss_scale).await?.gradient_norm)
         })
     }
 
-    #[pyo3(signature = (step, groups, *, loss_scale=1.0, max_norm=None, discard=false, targets=None))]
-    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
+    #[pyo3(signature = (step, groups, *, loss_scale=1.0, max_norm=None, targets=None))]
     fn commit(
         &self,
         py: Python<'_>,
@@ -256,16 +293,14 @@ impl Job {
         groups: Vec<Group>,
         loss_scale: f64,
         max_norm: Option<f64>,
-        discard: bool,
         targets: Option<Arrays<'_>>,
     ) -> PyResult<Report> {
-        let commit =
-            Commit { groups: optimizers(groups)?, loss_scale, max_norm, discard, ..Commit::new(step) };
+        let commit = Commit { groups: optimizers(groups)?, loss_scale, max_norm, ..Commit::default() };
         let mut targets = Targets::new(py, &targets.unwrap_or_default());
-        let (job, pushes) = (self.job.clone(), self.closed()?);
+        let (attempt, pushes) = self.closed(step)?;
         let report = wait(py, async move {
             arrived(pushes).await?;
-            job.commit_and_pull(commit, targets.targets()?).await
+            attempt.commit_and_pull(commit, targets.targets()?).await
         });
         report.map(Report)
     }

@@ -172,7 +172,18 @@ class Job:
     def flush(self) -> None:
         """Sends the open bucket, and waits until everything sent has arrived."""
     def forget(self) -> None:
-        """Drops the open bucket and what is on its way: the step was aborted."""
+        """Drops the open bucket and what is on its way. What is sent next belongs to the attempt that is open then.
+
+        Until then everything of the step belongs to the attempt that its first gradient was sent in, and once that has
+        ended it fails with :class:`~zeroshard.errors.StepAborted`.
+        """
+    def discard(self, step: int) -> None:
+        """Forgets, and has the servers drop what came of the open attempt at ``step``. Every rank must do the same.
+
+        Raises :class:`~zeroshard.errors.StepAborted` where the servers have dropped it already,
+        :class:`~zeroshard.errors.StepMismatch` where the step was decided, and
+        :class:`~zeroshard.errors.Disagreement` where another rank commits the attempt.
+        """
     def reduce(self, step: int, loss_scale: float = 1.0) -> float:
         """The global norm of the mean gradient, once every rank has flushed. Flushes first."""
     def commit(
@@ -182,7 +193,6 @@ class Job:
         *,
         loss_scale: float = 1.0,
         max_norm: float | None = None,
-        discard: bool = False,
         targets: Sequence[tuple[int, Array]] | None = None,
     ) -> Report:
         """Flushes, says that this rank's part of the step is done, and waits for the decision.
@@ -201,7 +211,7 @@ class Job:
     def applied_steps(self, version: int) -> list[int]:
         """How many steps each tensor has been updated by."""
     def retire(self, wait: bool) -> None:
-        """Leaves the job; the last rank that leaves deletes it, if it made a step. Without ``wait`` in the background."""
+        """Leaves the job, done; the last rank that leaves deletes it, if it made a step. Without ``wait`` in the background."""
 
 @final
 class Transfer:

@@ -187,7 +187,7 @@ def init(
     (``torchrun``, ``torch.multiprocessing.spawn``) rank 0 hosts it, and the others find it.
 
     ``wire`` is the dtype of parameters and gradients on the wire (``"f32"``, ``"bf16"``, ``"f16"``), ``chunk_bytes``
-    the payload of one message, ``deadline`` how many seconds any operation may take, at most 600: also how long a rank waits for another that
+    the payload of one message, ``deadline`` how many seconds any operation may take: also how long a rank waits for another that
     evaluates or saves.
 
     Raises :class:`~zeroshard.NotInitialised` where there is a session already or the ranks cannot find each other,

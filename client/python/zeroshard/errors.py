@@ -50,6 +50,10 @@ class JobFailed(Error):
     """The job cannot go on."""
 
 
+class JobReplaced(Error):
+    """The job was deleted, and another one has its name."""
+
+
 class NotHere(Error):
     """Another server owns the slice."""
 
@@ -58,12 +62,24 @@ class StaleEpoch(Error):
     """The membership has changed since."""
 
 
+class StaleTerm(Error):
+    """The coordinator has been replaced by a later one."""
+
+
+class StaleAttempt(Error):
+    """The ranks have discarded the attempt at the step."""
+
+
+class RankLeft(Error):
+    """A rank that the step needs has left the job: every rank must run the same number of steps."""
+
+
 class StepMismatch(Error):
     """The step is not the open one."""
 
 
 class StepAborted(Error):
-    """A rank was lost: all gradients of the step were dropped. Run the step again, from the same data."""
+    """All gradients of the step were dropped, because a rank was lost. Run the step again, from the same data."""
 
 
 class VersionGone(Error):

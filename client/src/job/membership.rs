@@ -1,21 +1,17 @@
 //! What the coordinator says of the membership, and waiting for it.
 
-use std::{
-    collections::BTreeMap,
-    sync::{Arc, PoisonError},
-    time::Duration,
-};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use tokio::sync::watch;
 use zeroshard_proto::{Error, Placement, Result, pb};
 
 use super::Job;
-use crate::cluster::Deadline;
+use crate::{Cluster, retry::Deadline};
 
 /// The coordinator's news of a job's end is at most so much later than the servers'.
 const NEWS_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What the coordinator last said.
+/// What the coordinator has said so far.
 #[derive(Debug, Clone)]
 pub(super) struct Membership {
     pub(super) epoch: u64,
@@ -27,17 +23,31 @@ pub(super) struct Membership {
     pub(super) ended: Option<Error>,
 }
 
-impl TryFrom<pb::Membership> for Membership {
-    type Error = Error;
+impl Membership {
+    /// From the first message of a stream, which is complete.
+    pub(super) fn new(message: pb::Membership) -> Result<Self> {
+        let placement = Arc::new(message.placement.clone().unwrap_or_default().try_into()?);
+        let mut membership =
+            Self { epoch: message.epoch, version: None, placement, peers: BTreeMap::new(), ended: None };
+        membership.update(pb::Membership { placement: None, ..message })?;
+        Ok(membership)
+    }
 
-    fn try_from(message: pb::Membership) -> Result<Self> {
-        Ok(Self {
-            epoch: message.epoch,
-            version: message.version,
-            placement: Arc::new(message.placement.unwrap_or_default().try_into()?),
-            peers: message.peers.into_iter().map(|peer| (peer.rank, peer.address)).collect(),
-            ended: None,
-        })
+    /// With a later message, which has what has changed. After an error nothing has.
+    fn update(&mut self, message: pb::Membership) -> Result<()> {
+        if let Some(placement) = message.placement {
+            self.placement = Arc::new(placement.try_into()?);
+        }
+        self.epoch = message.epoch;
+        // A version that was there does not go away.
+        self.version = message.version.or(self.version);
+        for pb::Peer { rank, address } in message.peers {
+            match address.is_empty() {
+                true => self.peers.remove(&rank),
+                false => self.peers.insert(rank, address),
+            };
+        }
+        Ok(())
     }
 }
 
@@ -45,18 +55,22 @@ impl TryFrom<pb::Membership> for Membership {
 pub(super) async fn watch_membership(
     mut stream: tonic::Streaming<pb::Membership>,
     told: watch::Sender<Membership>,
-    peer: String,
+    cluster: Cluster,
     lost: Error,
 ) {
     let ended = loop {
         match stream.message().await {
-            Ok(Some(message)) => match Membership::try_from(message) {
-                Ok(membership) => _ = told.send_replace(membership),
-                Err(error) => break error,
-            },
+            Ok(Some(message)) => {
+                let mut now = told.borrow().clone();
+                if let Err(error) = now.update(message) {
+                    break error;
+                }
+                cluster.shards.forget(&told.borrow().placement, &now.placement);
+                told.send_replace(now);
+            }
             Ok(None) => break lost,
-            Err(status) => match Error::from_status(&status, &peer) {
-                error @ Error::JobFailed { .. } => break error,
+            Err(status) => match Error::from_status(&status, &cluster.peer) {
+                error @ (Error::JobFailed { .. } | Error::JobReplaced { .. }) => break error,
                 error => {
                     tracing::warn!(%error, "the membership stream broke");
                     break lost;
@@ -68,27 +82,9 @@ pub(super) async fn watch_membership(
 }
 
 impl Job {
-    /// Notes that `step` is worked on in `epoch`.
-    ///
-    /// # Errors
-    /// [`Error::StepAborted`], once, if that began in an earlier epoch: the servers have dropped what was pushed
-    /// then.
-    pub(super) fn enter_round(&self, step: u64, epoch: u64) -> Result<()> {
-        let mut round = self.round.lock().unwrap_or_else(PoisonError::into_inner);
-        match round.replace((step, epoch)) {
-            Some((pushed, began)) if pushed == step && began != epoch => {
-                *round = None;
-                let job = self.spec.name.clone();
-                let cause = format!("a rank was lost after its gradients were pushed in epoch {began}");
-                Err(Error::StepAborted { job, step, epoch, cause })
-            }
-            _ => Ok(()),
-        }
-    }
-
     /// `work`, unless the lease ends before.
     pub(super) async fn unless_ended<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
-        let mut membership = self.membership.clone();
+        let mut membership = self.0.membership.clone();
         tokio::select! {
             biased;
             result = work => result,
@@ -103,7 +99,7 @@ impl Job {
         if !matches!(error, Error::JobFailed { .. } | Error::UnknownJob { .. }) {
             return error;
         }
-        let mut membership = self.membership.clone();
+        let mut membership = self.0.membership.clone();
         let ended = membership.wait_for(|now| now.ended.is_some());
         match tokio::time::timeout(NEWS_TIMEOUT, ended).await {
             Ok(Ok(now)) => now.ended.clone().unwrap_or(error),
@@ -112,7 +108,7 @@ impl Job {
     }
 
     pub(super) fn current(&self) -> Result<Membership> {
-        let membership = self.membership.borrow().clone();
+        let membership = self.0.membership.borrow().clone();
         match membership.ended {
             Some(error) => Err(error),
             None => Ok(membership),
@@ -121,31 +117,55 @@ impl Job {
 
     /// Waits until the coordinator has told of a later epoch than `epoch`.
     pub(super) async fn wait_for_news(&self, epoch: u64, deadline: Deadline) -> Result<()> {
-        let mut membership = self.membership.clone();
+        let mut membership = self.0.membership.clone();
         let later = membership.wait_for(|now| now.epoch > epoch || now.ended.is_some());
-        let waiting_for = || format!("{} to tell of the epoch after {epoch}", self.cluster.peer);
+        let waiting_for = || format!("{} to tell of the epoch after {epoch}", self.0.cluster.peer);
         // The watcher keeps its end until the lease has ended, and says so first.
         let _ = deadline.limit(waiting_for, later).await?;
         self.current().map(|_| ())
     }
+}
 
-    /// The error of a step that was overtaken by a new epoch, once that is known here.
-    pub(super) async fn aborted(&self, step: u64, error: Error, deadline: Deadline) -> Error {
-        *self.round.lock().unwrap_or_else(PoisonError::into_inner) = None;
-        let new = match &error {
-            Error::StepAborted { epoch, .. } => *epoch,
-            Error::StaleEpoch { current, .. } => *current,
-            _ => return error,
-        };
-        match self.wait_for_news(new.saturating_sub(1), deadline).await {
-            Ok(()) if matches!(error, Error::StepAborted { .. }) => error,
-            Ok(()) => Error::StepAborted {
-                job: self.spec.name.clone(),
-                step,
-                epoch: self.epoch(),
-                cause: "the membership changed".to_owned(),
-            },
-            Err(error) => error,
-        }
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn peer(rank: u32, address: &str) -> pb::Peer {
+        pb::Peer { rank, address: address.into() }
+    }
+
+    fn placement(id: u64) -> pb::Placement {
+        let server = pb::Server { id, address: "host:1".into(), incarnation: 1 };
+        pb::Placement { servers: vec![server], replicas: 1, owners: vec![0] }
+    }
+
+    fn first() -> Membership {
+        let peers = vec![peer(0, "a:1"), peer(2, "c:1")];
+        let message = pb::Membership { epoch: 3, peers, placement: Some(placement(7)), ..Default::default() };
+        Membership::new(message).unwrap()
+    }
+
+    #[test]
+    fn a_later_message_changes_what_it_has_and_nothing_else() {
+        let mut now = first();
+        let peers = vec![peer(1, "b:1"), peer(2, "")];
+        now.update(pb::Membership { epoch: 4, version: Some(0), peers, ..Default::default() }).unwrap();
+        assert_eq!((now.epoch, now.version, now.placement.servers()[0].id), (4, Some(0), 7));
+        assert_eq!(now.peers.into_iter().collect::<Vec<_>>(), [(0, "a:1".into()), (1, "b:1".into())]);
+
+        let mut now = first();
+        now.version = Some(5);
+        let moved = pb::Membership { epoch: 3, placement: Some(placement(8)), ..Default::default() };
+        now.update(moved).unwrap();
+        assert_eq!((now.version, now.placement.servers()[0].id, now.peers.len()), (Some(5), 8, 2));
+    }
+
+    #[test]
+    fn a_placement_that_cannot_be_changes_nothing() {
+        let mut now = first();
+        let broken = pb::Placement { owners: vec![9], ..placement(8) };
+        let message = pb::Membership { epoch: 9, placement: Some(broken), ..Default::default() };
+        assert!(now.update(message).is_err());
+        assert_eq!((now.epoch, now.placement.servers()[0].id), (3, 7));
     }
 }

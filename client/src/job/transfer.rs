@@ -1,10 +1,14 @@
-//! A rank's bulk transfers: parameters in, gradients, buffers and initial state out.
+//! A rank's bulk transfers: parameters in; initial parameters and optimizer state, and what an attempt pushes, out.
 
 use futures_util::future::try_join_all;
-use zeroshard_proto::{DType, Error, Result, error::Remedy, pb};
+use zeroshard_proto::{DType, Error, Result, pb};
 
-use super::{Job, membership::Membership};
-use crate::{Gradient, Target, cluster::Deadline, pull, push};
+use super::{Job, Member};
+use crate::{
+    Target, TensorData, pull,
+    push::{self, Contents},
+    retry::{Deadline, Next, Tries},
+};
 
 /// What of a job's slices: the parameters as they are published.
 const PARAMETERS: &str = "";
@@ -17,7 +21,7 @@ impl Job {
     /// # Errors
     /// [`Error::StaleEpoch`]: upload all of them again. [`Error::Invalid`] for sizes that do not fit,
     /// [`Error::Timeout`].
-    pub async fn initialise(&self, parameters: Vec<Gradient>) -> Result<()> {
+    pub async fn initialise(&self, parameters: Vec<TensorData>) -> Result<()> {
         self.initialise_at(0, parameters).await
     }
 
@@ -25,7 +29,7 @@ impl Job {
     ///
     /// # Errors
     /// As [`Self::initialise`].
-    pub async fn initialise_at(&self, applied: u64, parameters: Vec<Gradient>) -> Result<()> {
+    pub async fn initialise_at(&self, applied: u64, parameters: Vec<TensorData>) -> Result<()> {
         self.upload(PARAMETERS, applied, parameters).await
     }
 
@@ -36,53 +40,68 @@ impl Job {
     /// # Errors
     /// [`Error::Invalid`] for a part that the optimizer does not have, or after the tensor's parameters; others
     /// as [`Self::initialise`].
-    pub async fn initialise_state(&self, part: &str, applied: u64, state: Vec<Gradient>) -> Result<()> {
+    pub async fn initialise_state(&self, part: &str, applied: u64, state: Vec<TensorData>) -> Result<()> {
         if part == PARAMETERS {
             return Err(Error::invalid("part of the optimizer's state", "empty", "a state tensor's name"));
         }
         self.upload(part, applied, state).await
     }
 
-    async fn upload(&self, part: &str, applied: u64, data: Vec<Gradient>) -> Result<()> {
-        let begin = pb::PushBegin { part: part.to_owned(), applied, ..self.begin(None)? };
+    async fn upload(&self, part: &str, applied: u64, data: Vec<TensorData>) -> Result<()> {
+        let deadline = Deadline::after(self.0.cluster.options.deadline);
+        let epoch = self.current()?.epoch;
+        let begin = pb::PushBegin { epoch, part: part.to_owned(), applied, ..self.begin() };
         // Always f32: master weights and state are.
-        self.push_as(begin, DType::F32, self.plan_push(data, true)?).await
+        self.push(begin, DType::F32, Contents::Uploaded(data), deadline).await
     }
 
-    /// Pushes gradients of `step`; in any number of calls, all tensors that train. What others contribute by the
-    /// tensor's layout, and not this rank, is left out.
-    ///
-    /// # Errors
-    /// [`Error::StepAborted`]: run the step again. [`Error::Invalid`], [`Error::Timeout`], …
-    pub async fn push(&self, step: u64, gradients: Vec<Gradient>) -> Result<()> {
-        self.check_buffers(&gradients, false)?;
-        let begin = self.begin(Some(step))?;
-        self.push_as(begin, self.cluster.options.wire, self.plan_push(gradients, false)?).await
+    /// A push of this rank, without its epoch and what it is of.
+    pub(super) fn begin(&self) -> pb::PushBegin {
+        let Member { spec, id, rank, lease, .. } = &*self.0;
+        let (job, job_id) = (spec.name.clone(), *id);
+        pb::PushBegin { job, job_id, rank: *rank, lease: *lease, ..Default::default() }
     }
 
-    /// Says that this rank has no gradient of these tensors in `step`, or nothing beyond what it has pushed. What is
-    /// missing counts as zeros. A tensor that no rank pushes anything of is not stepped: neither weight decay nor
-    /// state nor step count move. A tensor that was pushed whole stays so.
-    ///
-    /// # Errors
-    /// As [`Self::push`].
-    pub async fn push_absent(&self, step: u64, tensors: &[usize]) -> Result<()> {
-        let begin = self.begin(Some(step))?;
+    /// Sends `contents` to the servers that hold a part of it.
+    pub(super) async fn push(
+        &self,
+        begin: pb::PushBegin,
+        dtype: DType,
+        contents: Contents<'_>,
+        deadline: Deadline,
+    ) -> Result<()> {
         let placement = self.current()?.placement;
-        let plans = push::plan_absent(&self.spec.manifest, &placement, &self.shares, tensors)?;
-        self.push_as(begin, self.cluster.options.wire, plans).await
+        let plans = push::plan(&self.0.spec.manifest, &placement, &self.0.shares, contents)?;
+        let pushes = plans.into_iter().map(|plan| self.push_to_one(plan, &begin, dtype, deadline));
+        match self.unless_ended(try_join_all(pushes)).await {
+            Ok(_) => Ok(()),
+            Err(error) => Err(self.explained(error).await),
+        }
     }
 
-    /// Pushes new content of buffers (batch-norm statistics), by the ranks that upload them, before they commit `step`. It is what
-    /// readers of the step's version get, bit for bit, also when the step is skipped; a buffer that is not pushed
-    /// keeps its content.
-    ///
-    /// # Errors
-    /// As [`Self::push`]; [`Error::Invalid`] for what is no buffer.
-    pub async fn push_buffers(&self, step: u64, buffers: Vec<Gradient>) -> Result<()> {
-        self.check_buffers(&buffers, true)?;
-        let begin = self.begin(Some(step))?;
-        self.push_as(begin, DType::F32, self.plan_push(buffers, true)?).await
+    async fn push_to_one(
+        &self,
+        mut plan: push::Plan,
+        begin: &pb::PushBegin,
+        dtype: DType,
+        deadline: Deadline,
+    ) -> Result<()> {
+        let cluster = &self.0.cluster;
+        let waiting_for = format!(
+            "shard server {} to take rank {}'s push of step {:?} in epoch {}",
+            plan.server.address, begin.rank, begin.step, begin.epoch
+        );
+        let mut tries = Tries::until(deadline);
+        loop {
+            let push = plan.push(&cluster.shards, begin.clone(), dtype, cluster.options.chunk_bytes);
+            let error = match tries.limit(|| waiting_for.clone(), push).await? {
+                Ok(_) => return Ok(()),
+                Err(error) => error,
+            };
+            if let Next::Refresh(error) = tries.next(error).await? {
+                return Err(error);
+            }
+        }
     }
 
     /// Fills the targets with the parameters at `version`; waits for it. Buffers come as f32 whatever the wire's
@@ -92,13 +111,14 @@ impl Job {
     /// [`Error::VersionGone`], [`Error::Timeout`] if it does not come, [`Error::Invalid`] for sizes that do not
     /// fit.
     pub async fn pull(&self, version: u64, targets: Vec<Target<'_>>) -> Result<()> {
-        let manifest = &self.spec.manifest;
+        let manifest = &self.0.spec.manifest;
         let is_buffer = |target: &Target<'_>| {
             target.tensor < manifest.tensors().len()
                 && manifest.tensors()[manifest.owner(target.tensor)].buffer
         };
         let (buffers, others) = targets.into_iter().partition(is_buffer);
-        self.pull_as(version, PARAMETERS, [(DType::F32, buffers), (self.cluster.options.wire, others)]).await
+        self.pull_as(version, PARAMETERS, [(DType::F32, buffers), (self.0.cluster.options.wire, others)])
+            .await
     }
 
     /// Fills the targets with a part of the state at `version`, which comes as f32; waits for it. `part` is empty:
@@ -117,11 +137,12 @@ impl Job {
         part: &str,
         targets: impl IntoIterator<Item = (DType, Vec<Target<'a>>)>,
     ) -> Result<()> {
-        let deadline = Deadline::after(self.cluster.options.deadline);
+        let Member { cluster, spec, shares, .. } = &*self.0;
+        let deadline = Deadline::after(cluster.options.deadline);
         let placement = self.current()?.placement;
         let mut plans = Vec::new();
         for (dtype, targets) in targets {
-            plans.extend(pull::plan(&self.spec.manifest, &placement, &self.shares, dtype, targets)?);
+            plans.extend(pull::plan(&spec.manifest, &placement, shares, dtype, targets)?);
         }
         let pulls = plans.into_iter().map(|plan| self.pull_from_one(plan, version, part, deadline));
         match self.unless_ended(try_join_all(pulls)).await {
@@ -137,92 +158,26 @@ impl Job {
         part: &str,
         deadline: Deadline,
     ) -> Result<()> {
+        let Member { cluster, spec, id, .. } = &*self.0;
+        let waiting_for = format!("version {version} from shard server {}", plan.server.address);
+        let mut tries = Tries::until(deadline);
         loop {
             let epoch = self.current()?.epoch;
             let of = pull::PullOf {
-                job: &self.spec.name,
+                job: &spec.name,
+                job_id: *id,
                 epoch,
                 version,
                 part,
-                chunk_bytes: self.cluster.options.chunk_bytes,
-                wait_ms: (deadline.left().as_millis() as u32).saturating_sub(200).max(1),
+                chunk_bytes: cluster.options.chunk_bytes,
+                wait_ms: tries.wait_ms(),
             };
-            let waiting_for = format!("version {version} from shard server {}", plan.server.address);
-            let pull = plan.pull(&self.cluster.shards, &of);
-            let error = match deadline.limit(|| waiting_for, pull).await? {
+            let error = match tries.limit(|| waiting_for.clone(), plan.pull(&cluster.shards, &of)).await? {
                 Ok(()) => return Ok(()),
                 Err(error) => error,
             };
-            match error.remedy() {
-                Remedy::Retry => deadline.pause(error).await?,
-                Remedy::Refresh => self.wait_for_news(epoch, deadline).await?,
-                Remedy::RedoStep | Remedy::GiveUp => return Err(error),
-            }
-        }
-    }
-
-    fn begin(&self, step: Option<u64>) -> Result<pb::PushBegin> {
-        let Membership { epoch, .. } = self.current()?;
-        if let Some(step) = step {
-            self.enter_round(step, epoch)?;
-        }
-        Ok(pb::PushBegin { job: self.spec.name.clone(), epoch, rank: self.rank, step, ..Default::default() })
-    }
-
-    fn plan_push(&self, data: Vec<Gradient>, upload: bool) -> Result<Vec<push::Plan>> {
-        push::plan(&self.spec.manifest, &self.current()?.placement, &self.shares, data, upload)
-    }
-
-    async fn push_as(&self, begin: pb::PushBegin, dtype: DType, plans: Vec<push::Plan>) -> Result<()> {
-        let deadline = Deadline::after(self.cluster.options.deadline);
-        let step = begin.step;
-        let push = Push { job: self, begin, dtype, deadline };
-        let pushes = plans.into_iter().map(|plan| push.to_one(plan));
-        let pushed = self.unless_ended(try_join_all(pushes)).await;
-        match (pushed, step) {
-            (Ok(_), _) => Ok(()),
-            (Err(error @ Error::StaleEpoch { .. }), Some(step)) => {
-                Err(self.aborted(step, error, deadline).await)
-            }
-            (Err(error), _) => Err(self.explained(error).await),
-        }
-    }
-
-    /// The servers would take a buffer as one whatever it was meant to be.
-    fn check_buffers(&self, data: &[Gradient], buffers: bool) -> Result<()> {
-        let tensors = self.spec.manifest.tensors();
-        let wrong = |data: &&Gradient| tensors.get(data.tensor).is_some_and(|spec| spec.buffer != buffers);
-        let Some(wrong) = data.iter().find(wrong) else { return Ok(()) };
-        let what = format!("tensor {:?}", tensors[wrong.tensor].name);
-        Err(match buffers {
-            true => Error::invalid(what, "pushed as a buffer", "a buffer"),
-            false => Error::invalid(what, "pushed as a gradient", "pushed with the step's buffers"),
-        })
-    }
-}
-
-/// One push, to all servers that hold a part of it.
-struct Push<'a> {
-    job: &'a Job,
-    begin: pb::PushBegin,
-    dtype: DType,
-    deadline: Deadline,
-}
-
-impl Push<'_> {
-    async fn to_one(&self, mut plan: push::Plan) -> Result<()> {
-        let Self { job, begin, dtype, deadline } = self;
-        let waiting_for = format!(
-            "shard server {} to take rank {}'s push of step {:?} in epoch {}",
-            plan.server.address, begin.rank, begin.step, begin.epoch
-        );
-        loop {
-            let chunk = job.cluster.options.chunk_bytes;
-            let push = plan.push(&job.cluster.shards, begin.clone(), *dtype, chunk);
-            match deadline.limit(|| waiting_for.clone(), push).await? {
-                Ok(_) => return Ok(()),
-                Err(error) if error.remedy() == Remedy::Retry => deadline.pause(error).await?,
-                Err(error) => return Err(error),
+            if let Next::Refresh(_) = tries.next(error).await? {
+                self.wait_for_news(epoch, deadline).await?;
             }
         }
     }

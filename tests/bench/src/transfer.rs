@@ -9,7 +9,7 @@ use std::{process::Command, time::Instant};
 
 use clap::Args;
 use serde_json::json;
-use zeroshard_client::{Cluster, Commit, Gradient, Job, Target, Values};
+use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, Values};
 use zeroshard_proto::{JobSpec, Manifest, Optimizer, TensorSpec, optimizer::Sgd};
 use zeroshard_tests::{Process, binary};
 
@@ -130,7 +130,7 @@ impl Ours {
         cluster.create_job(&spec).await?;
         let job = cluster.join("transfer", 0).await?;
         let gradient = Values::from(vec![0.5f32; numel]);
-        job.initialise(vec![Gradient { tensor: 0, data: gradient.clone() }]).await?;
+        job.initialise(vec![TensorData { tensor: 0, data: gradient.clone() }]).await?;
         Ok(Self { job, version: 0, gradient, parameters: vec![0.0; numel] })
     }
 
@@ -140,12 +140,12 @@ impl Ours {
     }
 
     async fn push(&self) -> Result<(), Error> {
-        let gradient = Gradient { tensor: 0, data: self.gradient.clone() };
-        Ok(self.job.push(self.version, vec![gradient]).await?)
+        let gradient = TensorData { tensor: 0, data: self.gradient.clone() };
+        Ok(self.job.attempt(self.version)?.push(vec![gradient]).await?)
     }
 
     async fn commit(&mut self) -> Result<(), Error> {
-        self.version = self.job.commit(Commit::new(self.version)).await?.version;
+        self.version = self.job.attempt(self.version)?.commit(Commit::default()).await?.version;
         // Wait for the step, so that it does not take time from what is measured next.
         self.pull().await
     }

@@ -1,8 +1,8 @@
 //! Ranks without a gradient: zeros, and where nobody has one no step.
 
 use futures_util::future::join_all;
-use zeroshard_client::{Absent, Commit, Error, Gradient, Job, StepReport};
-use zeroshard_proto::{JobSpec, TensorSpec};
+use zeroshard_client::{Absent, Commit, Error, Job, StepReport, TensorData};
+use zeroshard_proto::{JobSpec, TensorSpec, pb};
 use zeroshard_tests::{Cluster, stock, synthetic, training};
 
 use crate::{adamw, connect, job, start};
@@ -12,7 +12,7 @@ fn spec(name: &str, world: u32) -> JobSpec {
 }
 
 /// The gradients of `rank`, some tensors zero.
-fn gradients(spec: &JobSpec, rank: u32, step: u64, zero: &[usize]) -> Vec<Gradient> {
+fn gradients(spec: &JobSpec, rank: u32, step: u64, zero: &[usize]) -> Vec<TensorData> {
     let mut gradients = synthetic::gradients(&spec.manifest, rank, step);
     for gradient in gradients.iter_mut().filter(|gradient| zero.contains(&gradient.tensor)) {
         gradient.data = vec![0.0; gradient.data.len()].into();
@@ -21,7 +21,7 @@ fn gradients(spec: &JobSpec, rank: u32, step: u64, zero: &[usize]) -> Vec<Gradie
 }
 
 async fn commit(jobs: &[Job], step: u64) -> StepReport {
-    let commits = join_all(jobs.iter().map(|job| job.commit(Commit::new(step)))).await;
+    let commits = join_all(jobs.iter().map(|job| training::commit(job, step, Commit::default()))).await;
     let mut reports: Vec<StepReport> = commits.into_iter().map(Result::unwrap).collect();
     assert!(reports.iter().all(|report| *report == reports[0]));
     reports.swap_remove(0)
@@ -50,17 +50,19 @@ async fn absent_gradients_give_the_bits_of_zeros_on_any_number_of_servers_in_any
                         let absent = absent_of(job.rank());
                         let mut all = gradients(&spec, job.rank(), step, &absent);
                         let Some(absent_first) = absent_first else {
-                            job.push(step, all).await.unwrap();
+                            job.attempt(step).unwrap().push(all).await.unwrap();
                             continue;
                         };
                         all.retain(|gradient| !absent.contains(&gradient.tensor));
                         if absent_first {
-                            job.push_absent(step, &absent).await.unwrap();
+                            job.attempt(step).unwrap().push_absent(&absent).await.unwrap();
                         }
-                        job.push(step, all).await.unwrap();
+                        job.attempt(step).unwrap().push(all).await.unwrap();
                         // Said again, and where nothing is missing.
-                        job.push_absent(step, &absent).await.unwrap();
-                        job.push_absent(step, &[0, 8].map(|t| if absent.contains(&t) { t } else { 5 }))
+                        job.attempt(step).unwrap().push_absent(&absent).await.unwrap();
+                        job.attempt(step)
+                            .unwrap()
+                            .push_absent(&[0, 8].map(|t| if absent.contains(&t) { t } else { 5 }))
                             .await
                             .unwrap();
                     }
@@ -94,8 +96,8 @@ async fn a_tensor_that_nobody_has_a_gradient_of_is_not_stepped() {
     for job in &jobs {
         let mut all = gradients(&spec, job.rank(), 0, &[]);
         all.retain(|gradient| gradient.tensor != 8);
-        job.push(0, all).await.unwrap();
-        job.push_absent(0, &[8]).await.unwrap();
+        job.attempt(0).unwrap().push(all).await.unwrap();
+        job.attempt(0).unwrap().push_absent(&[8]).await.unwrap();
     }
     let report = commit(&jobs, 0).await;
     assert_eq!(report.absent, [Absent { tensor: 8, rank: 0, everywhere: true }]);
@@ -106,7 +108,7 @@ async fn a_tensor_that_nobody_has_a_gradient_of_is_not_stepped() {
     assert_eq!(jobs[1].applied_steps(1).await.unwrap(), applied);
     // A step of nothing at all is a step, too.
     for job in &jobs {
-        job.push_absent(1, &[0, 1, 2, 5, 7, 8]).await.unwrap();
+        job.attempt(1).unwrap().push_absent(&[0, 1, 2, 5, 7, 8]).await.unwrap();
     }
     let report = commit(&jobs, 1).await;
     assert_eq!((report.version, report.gradient_norm, report.absent.len()), (2, 0.0, 5));
@@ -114,7 +116,7 @@ async fn a_tensor_that_nobody_has_a_gradient_of_is_not_stepped() {
     assert_eq!(jobs[1].applied_steps(2).await.unwrap(), applied);
     // The first step that it has is its first.
     for job in &jobs {
-        job.push(2, gradients(&spec, job.rank(), 2, &[])).await.unwrap();
+        job.attempt(2).unwrap().push(gradients(&spec, job.rank(), 2, &[])).await.unwrap();
     }
     assert!(commit(&jobs, 2).await.absent.is_empty());
     applied = vec![2, 0, 2, 0, 0, 2, 0, 2, 1];
@@ -127,15 +129,18 @@ async fn a_lost_rank_takes_its_absence_along() {
     let spec = job("lost", 2, adamw(), synthetic::small());
     let mut jobs = start(cluster.address(), &spec).await;
     for job in &jobs {
-        job.push_absent(0, &[0, 1]).await.unwrap();
+        job.attempt(0).unwrap().push_absent(&[0, 1]).await.unwrap();
     }
     let epoch = jobs[0].epoch();
     drop(jobs.pop());
     crate::until("the epoch has moved", || jobs[0].epoch() > epoch).await;
     jobs.push(connect(cluster.address()).await.join("lost", 1).await.unwrap());
-    assert!(matches!(jobs[0].commit(Commit::new(0)).await, Err(Error::StepAborted { .. })));
+    assert!(matches!(
+        jobs[0].attempt(0).unwrap().commit(Commit::default()).await,
+        Err(Error::StepAborted { .. })
+    ));
     for job in &jobs {
-        job.push(0, synthetic::gradients(&spec.manifest, job.rank(), 0)).await.unwrap();
+        job.attempt(0).unwrap().push(synthetic::gradients(&spec.manifest, job.rank(), 0)).await.unwrap();
     }
     assert!(commit(&jobs, 0).await.absent.is_empty());
 }
@@ -148,14 +153,16 @@ async fn absence_that_makes_no_sense_is_refused() {
     let before = jobs[0].state_hash(0).await.unwrap();
     // Not there; frozen, a buffer, tied.
     for tensor in [99, 3, 4, 6] {
-        assert!(matches!(jobs[0].push_absent(0, &[tensor]).await, Err(Error::Invalid { .. })), "{tensor}");
+        assert!(
+            matches!(jobs[0].attempt(0).unwrap().push_absent(&[tensor]).await, Err(Error::Invalid { .. })),
+            "{tensor}"
+        );
     }
-    assert!(matches!(jobs[0].push_absent(7, &[0]).await, Err(Error::StepMismatch { .. })));
+    assert!(matches!(jobs[0].attempt(7).unwrap().push_absent(&[0]).await, Err(Error::StepMismatch { .. })));
     let frozen = spec.manifest.slices_of(3).start as u32;
     for (slice, step) in [(frozen, Some(0)), (9_999, Some(0)), (0, None)] {
-        let mut begin = stock::begin("refused", jobs[0].epoch(), 0, step);
-        begin.begin.as_mut().unwrap().absent = vec![slice];
-        let refused = stock::push(cluster.shards[0].address(), vec![begin]).await;
+        let begin = pb::PushBegin { absent: vec![slice], ..stock::begin(&jobs[0], step) };
+        let refused = stock::push(cluster.shards[0].address(), vec![stock::open(begin)]).await;
         assert!(matches!(refused, Err(Error::Invalid { .. })), "{slice} {step:?}: {refused:?}");
     }
     assert_eq!(jobs[0].state_hash(0).await.unwrap(), before);
@@ -167,7 +174,7 @@ async fn more_absent_slices_than_an_opening_message_takes_go_into_several() {
     let tensors: Vec<_> = (0..1500).map(|i| TensorSpec::new(format!("t{i}"), [2])).collect();
     let spec = job("many", 1, adamw(), tensors);
     let jobs = start(cluster.address(), &spec).await;
-    jobs[0].push_absent(0, &(0..1500).collect::<Vec<_>>()).await.unwrap();
+    jobs[0].attempt(0).unwrap().push_absent(&(0..1500).collect::<Vec<_>>()).await.unwrap();
     let report = commit(&jobs, 0).await;
     assert_eq!(report.absent.len(), 1500);
     assert!(report.absent.iter().all(|absent| absent.everywhere));

@@ -1,7 +1,7 @@
 //! Tensors on meshes: each rank moves the box that it has, and what comes of it is what whole gradients give.
 
 use futures_util::future::join_all;
-use zeroshard_client::{Commit, Gradient, Job, Target};
+use zeroshard_client::{Commit, Job, Target, TensorData};
 use zeroshard_proto::{
     BoxView, DimPlacement, Error, JobSpec, ProcessMesh, Reduction, TensorLayout, TensorSpec,
 };
@@ -38,13 +38,13 @@ fn whole(name: &str, dp: usize) -> JobSpec {
 }
 
 /// What `rank` has of whole tensors, whose numbers depend on `seed`.
-fn boxes(spec: &JobSpec, rank: u32, seed: u64) -> Vec<Gradient> {
+fn boxes(spec: &JobSpec, rank: u32, seed: u64) -> Vec<TensorData> {
     let boxed = |(index, tensor): (usize, &TensorSpec)| {
         let all = synthetic::values(seed * 100 + index as u64, tensor.numel() as usize);
         let view = BoxView::new(&tensor.shape, &spec.local_box(index, rank));
         let runs = view.runs(0..view.numel());
         let values: Vec<f32> = runs.flat_map(|run| all[run.at..run.at + run.numel].to_vec()).collect();
-        Gradient { tensor: index, data: values.into() }
+        TensorData { tensor: index, data: values.into() }
     };
     spec.manifest.tensors().iter().enumerate().map(boxed).collect()
 }
@@ -68,8 +68,16 @@ async fn train(cluster: &Cluster, spec: &JobSpec, ranks_a_replica: u32) -> Strin
     for step in 0..3 {
         let steps = jobs.iter().map(|job| async move {
             let replica = u64::from(job.rank() / ranks_a_replica);
-            job.push(step, boxes(spec, job.rank(), 10 * (step + 1) + replica)).await.unwrap();
-            job.commit(Commit { max_norm: Some(0.5), ..Commit::new(step) }).await.unwrap()
+            job.attempt(step)
+                .unwrap()
+                .push(boxes(spec, job.rank(), 10 * (step + 1) + replica))
+                .await
+                .unwrap();
+            job.attempt(step)
+                .unwrap()
+                .commit(Commit { max_norm: Some(0.5), ..Commit::default() })
+                .await
+                .unwrap()
         });
         let reports = join_all(steps).await;
         assert!(reports.iter().all(|report| *report == reports[0] && report.clip_coefficient < 1.0));
@@ -108,7 +116,7 @@ async fn bytes_of_a_worker(cluster: &Cluster, spec: &JobSpec) -> [u64; 2] {
         .pull(0, values.iter_mut().enumerate().map(|(tensor, data)| Target::new(tensor, data)).collect())
         .await
         .unwrap();
-    jobs[0].push(0, boxes(spec, 0, 1)).await.unwrap();
+    jobs[0].attempt(0).unwrap().push(boxes(spec, 0, 1)).await.unwrap();
     let after = cluster.payload();
     [after[0] - before[0], after[1] - before[1]]
 }
@@ -139,7 +147,7 @@ async fn a_missing_gradient_is_named_with_its_place_in_the_mesh() {
     let spec = meshed("missing", 2, 2);
     let jobs = start(&cluster, &spec).await;
     for job in &jobs[..3] {
-        job.push(0, boxes(&spec, job.rank(), 1)).await.unwrap();
+        job.attempt(0).unwrap().push(boxes(&spec, job.rank(), 1)).await.unwrap();
     }
     let hasty = zeroshard_client::Cluster::connect(cluster.address(), hasty()).await.unwrap();
     jobs[3].leave().await.unwrap();

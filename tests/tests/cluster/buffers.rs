@@ -1,9 +1,9 @@
 //! Batch-norm statistics move with the steps, bit for bit.
 
 use futures_util::future::join_all;
-use zeroshard_client::{Cluster as Client, Commit, Error, Gradient, Job, Options, Slots, Target, Values};
+use zeroshard_client::{Attempt, Cluster as Client, Error, Job, Options, Slots, Target, TensorData, Values};
 use zeroshard_proto::{DType, JobSpec, TensorSpec};
-use zeroshard_tests::{Cluster, stock, synthetic};
+use zeroshard_tests::{Cluster, stock, training};
 
 use crate::{adamw, connect, job, options, start, until};
 
@@ -20,8 +20,8 @@ fn words(seed: u32) -> Vec<u8> {
     (0..70_000u32).flat_map(|i| (i ^ seed).wrapping_mul(0x9E37_79B1).to_le_bytes()).collect()
 }
 
-fn content(seed: u32) -> Vec<Gradient> {
-    vec![Gradient { tensor: STATISTICS, data: Values::new(words(seed).into(), DType::F32).unwrap() }]
+fn content(seed: u32) -> Vec<TensorData> {
+    vec![TensorData { tensor: STATISTICS, data: Values::new(words(seed).into(), DType::F32).unwrap() }]
 }
 
 async fn pull(job: &Job, version: u64) -> Vec<u8> {
@@ -31,13 +31,9 @@ async fn pull(job: &Job, version: u64) -> Vec<u8> {
     bytes
 }
 
-async fn step(jobs: &[Job], commit: Commit) {
-    for job in jobs {
-        let gradients = synthetic::gradients(&job.spec().manifest, job.rank(), commit.step);
-        job.push(commit.step, gradients).await.unwrap();
-    }
-    for report in join_all(jobs.iter().map(|job| job.commit(commit.clone()))).await {
-        assert_eq!(report.unwrap().applied, !commit.discard);
+async fn step(jobs: &[Job], step: u64) {
+    for report in join_all(jobs.iter().map(|job| training::step(job, step))).await {
+        assert!(report.unwrap().applied);
     }
 }
 
@@ -54,15 +50,19 @@ async fn a_buffer_is_what_was_pushed_from_the_next_version_on_bit_for_bit_over_a
             let client = Client::connect(cluster.address(), Options { wire, ..options() }).await.unwrap();
             jobs.push(client.join(&spec.name, rank).await.unwrap());
         }
-        jobs[0].push_buffers(0, content(1)).await.unwrap();
-        jobs[0].push_buffers(0, content(2)).await.unwrap();
-        step(&jobs, Commit::new(0)).await;
+        jobs[0].attempt(0).unwrap().push_buffers(content(1)).await.unwrap();
+        jobs[0].attempt(0).unwrap().push_buffers(content(2)).await.unwrap();
+        step(&jobs, 0).await;
         assert!(pull(&jobs[1], 1).await == words(1), "what comes again is skipped");
-        step(&jobs, Commit::new(1)).await;
+        step(&jobs, 1).await;
         assert!(pull(&jobs[1], 2).await == words(1), "nothing was pushed");
-        jobs[0].push_buffers(2, content(3)).await.unwrap();
-        step(&jobs, Commit { discard: true, ..Commit::new(2) }).await;
-        assert!(pull(&jobs[0], 3).await == words(3), "also when the step is discarded");
+        jobs[0].attempt(2).unwrap().push_buffers(content(3)).await.unwrap();
+        let attempts: Vec<_> = jobs.iter().map(|job| job.attempt(2).unwrap()).collect();
+        for discarded in join_all(attempts.iter().map(Attempt::discard)).await {
+            discarded.unwrap();
+        }
+        step(&jobs, 2).await;
+        assert!(pull(&jobs[0], 3).await == words(1), "what was pushed in a discarded attempt does not count");
     }
 }
 
@@ -71,15 +71,15 @@ async fn a_new_epoch_drops_what_came_of_a_buffer() {
     let cluster = Cluster::start(1);
     let mut jobs = start(cluster.address(), &spec("dropped", 2)).await;
     let before = pull(&jobs[0], 0).await;
-    jobs[0].push_buffers(0, content(1)).await.unwrap();
+    jobs[0].attempt(0).unwrap().push_buffers(content(1)).await.unwrap();
     let epoch = jobs[0].epoch();
     drop(jobs.pop());
     until("the epoch has moved", || jobs[0].epoch() > epoch).await;
     jobs.push(connect(cluster.address()).await.join("dropped", 1).await.unwrap());
     // Once, for what was pushed before.
-    let aborted = jobs[0].push_buffers(0, content(2)).await;
+    let aborted = jobs[0].attempt(0).unwrap().push_buffers(content(2)).await;
     assert!(matches!(aborted, Err(Error::StepAborted { .. })), "{aborted:?}");
-    step(&jobs, Commit::new(0)).await;
+    step(&jobs, 0).await;
     assert!(pull(&jobs[0], 1).await == before);
 }
 
@@ -89,21 +89,24 @@ async fn who_or_what_is_wrong_about_a_buffer_is_refused() {
     let spec = spec("refused", 2);
     let jobs = start(cluster.address(), &spec).await;
     let before = jobs[0].state_hash(0).await.unwrap();
-    let weights = vec![Gradient { tensor: 0, data: vec![0.0; 100].into() }];
-    for refused in [jobs[0].push_buffers(0, weights).await, jobs[0].push(0, content(1)).await] {
+    let weights = vec![TensorData { tensor: 0, data: vec![0.0; 100].into() }];
+    for refused in [
+        jobs[0].attempt(0).unwrap().push_buffers(weights).await,
+        jobs[0].attempt(0).unwrap().push(content(1)).await,
+    ] {
         assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
     }
     // Of a rank whose buffers do not count the client leaves them out, and a server refuses them.
-    jobs[1].push_buffers(0, content(1)).await.unwrap();
+    jobs[1].attempt(0).unwrap().push_buffers(content(1)).await.unwrap();
     let whole = stock::extent(1, 0, &[0.0; 2]);
     let mut half = whole.clone();
     half.dtype = zeroshard_proto::pb::Dtype::Bf16.into();
     for (rank, extent) in [(1, whole), (0, half)] {
-        let messages = vec![stock::begin("refused", jobs[0].epoch(), rank, Some(0)), extent];
+        let messages = vec![stock::open(stock::begin(&jobs[rank], Some(0))), extent];
         let refused = stock::push(cluster.shards[0].address(), messages).await;
         assert!(matches!(refused, Err(Error::Invalid { .. })), "rank {rank}: {refused:?}");
     }
     assert_eq!(jobs[0].state_hash(0).await.unwrap(), before);
-    step(&jobs, Commit::new(0)).await;
+    step(&jobs, 0).await;
     assert_eq!(pull(&jobs[0], 1).await, pull(&jobs[1], 1).await);
 }

@@ -1,7 +1,7 @@
 //! Arrays of any dtype go in and out; averages come back.
 
 use futures_util::future::join_all;
-use zeroshard_client::{Commit, Gradient, Options, Slots, Target, Values};
+use zeroshard_client::{Commit, Options, Slots, Target, TensorData, Values};
 use zeroshard_proto::{DType, Optimizer, optimizer::Average};
 use zeroshard_tests::{Cluster, synthetic, training};
 
@@ -36,12 +36,12 @@ async fn values_and_targets_of_any_dtype_travel_over_any_wire() {
             .unwrap();
         client.create_job(&spec).await.unwrap();
         let job = client.join(&spec.name, 0).await.unwrap();
-        job.initialise(vec![Gradient { tensor: 0, data: vec![0.0; numel].into() }]).await.unwrap();
+        job.initialise(vec![TensorData { tensor: 0, data: vec![0.0; numel].into() }]).await.unwrap();
         let mut expected = vec![0.0; numel];
         for (step, dtype) in (0..).zip(DType::ALL) {
             let data = Values::new(bytes_of(&exact(numel), dtype).into(), dtype).unwrap();
-            job.push(step, vec![Gradient { tensor: 0, data }]).await.unwrap();
-            assert!(job.commit(Commit::new(step)).await.unwrap().applied);
+            job.attempt(step).unwrap().push(vec![TensorData { tensor: 0, data }]).await.unwrap();
+            assert!(job.attempt(step).unwrap().commit(Commit::default()).await.unwrap().applied);
             expected.iter_mut().zip(exact(numel)).for_each(|(sum, value)| *sum -= value);
             for target in DType::ALL {
                 let mut bytes = vec![0u8; numel * target.size() + 1];
@@ -66,10 +66,10 @@ async fn the_next_version_of_an_average_is_the_mean_gradient() {
     for job in &jobs {
         let mut gradients = synthetic::gradients(&spec.manifest, job.rank(), 0);
         gradients.retain(|gradient| gradient.tensor != 5);
-        job.push(0, gradients).await.unwrap();
-        job.push_absent(0, &[5]).await.unwrap();
+        job.attempt(0).unwrap().push(gradients).await.unwrap();
+        job.attempt(0).unwrap().push_absent(&[5]).await.unwrap();
     }
-    join_all(jobs.iter().map(|job| job.commit(Commit::new(0)))).await;
+    join_all(jobs.iter().map(|job| training::commit(job, 0, Commit::default()))).await;
     let after = training::pull(&jobs[1], 1).await.unwrap();
     for (tensor, tensor_spec) in spec.manifest.tensors().iter().enumerate() {
         let of =
@@ -92,11 +92,11 @@ async fn an_average_that_is_not_finite_comes_back_as_it_is_and_is_named() {
     for job in &jobs {
         let bad = if job.rank() == 1 { f32::INFINITY } else { 2.0 };
         let gradients = [(0, vec![bad; 1000]), (1, vec![1.0; 3])];
-        let gradients = gradients.map(|(tensor, data)| Gradient { tensor, data: data.into() });
-        job.push(0, gradients.into()).await.unwrap();
+        let gradients = gradients.map(|(tensor, data)| TensorData { tensor, data: data.into() });
+        job.attempt(0).unwrap().push(gradients.into()).await.unwrap();
     }
-    let commit = Commit { max_norm: Some(1e-3), ..Commit::new(0) };
-    let reports = join_all(jobs.iter().map(|job| job.commit(commit.clone()))).await;
+    let commit = Commit { max_norm: Some(1e-3), ..Commit::default() };
+    let reports = join_all(jobs.iter().map(|job| training::commit(job, 0, commit.clone()))).await;
     let report = reports[0].as_ref().unwrap();
     assert_eq!((report.applied, report.overflow), (true, Some((0, Some(1)))));
     assert_eq!(report.clip_coefficient, 1.0);

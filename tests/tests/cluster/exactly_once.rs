@@ -20,7 +20,7 @@ async fn undisturbed(address: &str) -> String {
 }
 
 async fn commit(job: &Job) -> String {
-    assert!(job.commit(Commit::new(0)).await.unwrap().applied);
+    assert!(job.attempt(0).unwrap().commit(Commit::default()).await.unwrap().applied);
     job.state_hash(1).await.unwrap()
 }
 
@@ -29,7 +29,7 @@ async fn a_push_that_is_sent_twice_counts_once() {
     let cluster = Cluster::start(1);
     let job = start(cluster.address(), &spec("twice")).await.remove(0);
     for _ in 0..2 {
-        job.push(0, synthetic::gradients(&job.spec().manifest, 0, 0)).await.unwrap();
+        job.attempt(0).unwrap().push(synthetic::gradients(&job.spec().manifest, 0, 0)).await.unwrap();
     }
     let duplicate =
         format!("zeroshard_payload_bytes_total{{direction=\"duplicate\",operation=\"push\"}} {}", 4 * NUMEL);
@@ -46,7 +46,7 @@ async fn pieces_that_overlap_in_any_order_count_once() {
     let mut added = 0;
     for range in pieces {
         let messages = vec![
-            stock::begin("pieces", job.epoch(), 0, Some(0)),
+            stock::open(stock::begin(&job, Some(0))),
             stock::extent(0, range.start as u64, &values[range.clone()]),
         ];
         let counted = stock::push(cluster.shards[0].address(), messages).await.unwrap();
@@ -72,8 +72,8 @@ async fn pieces_of_two_ranks_interleaved_and_repeated_count_once_each() {
         for rank in [1, 0, 1, 0] {
             let end = NUMEL.min(start + piece);
             let messages = vec![
-                stock::begin("wild", jobs[0].epoch(), rank, Some(0)),
-                stock::extent(0, start as u64, &values[rank as usize][start..end]),
+                stock::open(stock::begin(&jobs[rank], Some(0))),
+                stock::extent(0, start as u64, &values[rank][start..end]),
             ];
             stock::push(cluster.shards[0].address(), messages).await.unwrap();
         }
@@ -87,7 +87,7 @@ async fn a_repeated_commit_gets_the_same_report() {
     let cluster = Cluster::start(1);
     let job = start(cluster.address(), &spec("commits")).await.remove(0);
     let report = training::step(&job, 0).await.unwrap();
-    assert_eq!(job.commit(Commit::new(0)).await.unwrap(), report);
+    assert_eq!(job.attempt(0).unwrap().commit(Commit::default()).await.unwrap(), report);
     assert_eq!(job.state_hash(1).await.unwrap(), undisturbed(cluster.address()).await);
 }
 
@@ -108,7 +108,7 @@ async fn a_push_over_a_connection_that_is_cut_is_resumed_and_counts_once() {
         let name = format!("cut-{index}");
         let job = start(cluster.address(), &spec(&name)).await.remove(0);
         proxy.cut_after(bytes);
-        job.push(0, synthetic::gradients(&job.spec().manifest, 0, 0)).await.unwrap();
+        job.attempt(0).unwrap().push(synthetic::gradients(&job.spec().manifest, 0, 0)).await.unwrap();
         assert_eq!(proxy.cuts(), index as u64 + 1, "the connection was cut");
         assert_eq!(commit(&job).await, expected, "cut after {bytes} bytes");
     }
@@ -146,8 +146,11 @@ async fn initial_parameters_over_a_connection_that_is_cut_are_resumed() {
 async fn two_commits_of_one_rank_at_once_count_once() {
     let cluster = Cluster::start(1);
     let job = start(cluster.address(), &spec("commits")).await.remove(0);
-    job.push(0, synthetic::gradients(&job.spec().manifest, 0, 0)).await.unwrap();
-    let reports = tokio::join!(job.commit(Commit::new(0)), job.commit(Commit::new(0)));
+    job.attempt(0).unwrap().push(synthetic::gradients(&job.spec().manifest, 0, 0)).await.unwrap();
+    let reports = tokio::join!(
+        training::commit(&job, 0, Commit::default()),
+        training::commit(&job, 0, Commit::default())
+    );
     assert_eq!(reports.0.unwrap(), reports.1.unwrap());
     assert_eq!(job.state_hash(1).await.unwrap(), undisturbed(cluster.address()).await);
 }

@@ -27,14 +27,14 @@ async fn a_step_that_loses_a_worker_is_aborted_and_done_again_with_the_same_bits
     // Rank 1 is lost with half of its gradients pushed, while rank 0 waits for it.
     let mut half = synthetic::gradients(&first.spec().manifest, 1, 1);
     half.truncate(3);
-    second.push(1, half).await.unwrap();
+    second.attempt(1).unwrap().push(half).await.unwrap();
     let epoch = first.epoch();
-    first.push(1, synthetic::gradients(&first.spec().manifest, 0, 1)).await.unwrap();
+    first.attempt(1).unwrap().push(synthetic::gradients(&first.spec().manifest, 0, 1)).await.unwrap();
     let lost = async {
         until_commits_wait(&cluster, 1).await;
         drop(second);
     };
-    let (aborted, ()) = tokio::join!(first.commit(Commit::new(1)), lost);
+    let (aborted, ()) = tokio::join!(training::commit(&first, 1, Commit::default()), lost);
     match aborted {
         Err(Error::StepAborted { step: 1, epoch: new, cause, .. }) => {
             assert!(new > epoch);
@@ -58,9 +58,9 @@ async fn a_worker_that_is_lost_after_its_commit_aborts_the_step_too() {
     let expected = expected.run(cluster.address()).await.unwrap().hash;
     let mut jobs = start(cluster.address(), &spec("committed", 2)).await;
     let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
-    second.push(0, synthetic::gradients(&first.spec().manifest, 1, 0)).await.unwrap();
+    second.attempt(0).unwrap().push(synthetic::gradients(&first.spec().manifest, 1, 0)).await.unwrap();
     tokio::select! {
-        report = second.commit(Commit::new(0)) => panic!("rank 0 has not committed: {report:?}"),
+        report = training::commit(&second, 0, Commit::default()) => panic!("rank 0 has not committed: {report:?}"),
         () = until_commits_wait(&cluster, 1) => {}
     }
     let epoch = first.epoch();
@@ -77,12 +77,12 @@ async fn gradients_that_were_pushed_before_a_rank_was_lost_cannot_be_committed_a
     let cluster = Cluster::start(1);
     let mut jobs = start(cluster.address(), &spec("between", 2)).await;
     let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
-    first.push(0, synthetic::gradients(&first.spec().manifest, 0, 0)).await.unwrap();
+    first.attempt(0).unwrap().push(synthetic::gradients(&first.spec().manifest, 0, 0)).await.unwrap();
     let epoch = first.epoch();
     drop(second);
     until("rank 0 knows", || first.epoch() > epoch).await;
     // The servers have dropped them: to wait would be in vain.
-    match first.commit(Commit::new(0)).await {
+    match first.attempt(0).unwrap().commit(Commit::default()).await {
         Err(Error::StepAborted { step: 0, epoch: new, .. }) => assert_eq!(new, first.epoch()),
         other => panic!("{other:?}"),
     }
@@ -99,7 +99,8 @@ async fn a_stale_epoch_is_refused_and_told_the_current_one() {
     let old = first.epoch();
     drop(second);
     until("rank 0 knows", || first.epoch() > old).await;
-    let messages = vec![stock::begin("stale", old, 0, Some(0)), stock::extent(1, 0, &[1.0])];
+    let begin = pb::PushBegin { epoch: old, ..stock::begin(&first, Some(0)) };
+    let messages = vec![stock::open(begin), stock::extent(1, 0, &[1.0])];
     match stock::push(cluster.shards[0].address(), messages).await {
         Err(Error::StaleEpoch { epoch, current, .. }) => assert_eq!((epoch, current), (old, first.epoch())),
         other => panic!("{other:?}"),
@@ -118,10 +119,10 @@ async fn a_server_that_is_killed_fails_the_job_and_is_named() {
     assert!(one.is_ok() && other.is_ok());
     let dead = cluster.shards.remove(1);
     let address = dead.address().to_owned();
-    jobs[0].push(1, synthetic::gradients(&spec.manifest, 0, 1)).await.unwrap();
+    jobs[0].attempt(1).unwrap().push(synthetic::gradients(&spec.manifest, 0, 1)).await.unwrap();
     // One waits for the other rank, one for the next version.
     let (commit, pull, ()) = tokio::join!(
-        jobs[0].commit(Commit::new(1)),
+        training::commit(&jobs[0], 1, Commit::default()),
         training::pull(&jobs[1], 2),
         async { drop(dead) } // killed
     );
@@ -129,7 +130,9 @@ async fn a_server_that_is_killed_fails_the_job_and_is_named() {
         assert!(matches!(&error, Error::JobFailed { reason, .. } if reason.contains(&address)), "{error}");
     }
     // Later calls say it at once, and the operator sees it.
-    let push = jobs[1].push(1, synthetic::gradients(&spec.manifest, 1, 1)).await;
+    let attempt = jobs[1].attempt(1).map(drop);
+    assert!(matches!(attempt, Err(Error::JobFailed { .. })), "{attempt:?}");
+    let push = jobs[0].attempt(1).unwrap().push(synthetic::gradients(&spec.manifest, 0, 1)).await;
     assert!(matches!(push, Err(Error::JobFailed { .. })), "{push:?}");
     let client = connect(cluster.address()).await;
     let status = client.status().await.unwrap();
@@ -197,7 +200,7 @@ async fn a_control_connection_that_is_cut_counts_as_a_lost_server() {
     let spec = job("cut", 1, sgd(1.0), synthetic::small());
     let job = start(coordinator.address(), &spec).await.remove(0);
     training::step(&job, 0).await.unwrap();
-    let (failed, ()) = tokio::join!(job.commit(Commit::new(1)), async { proxy.cut() });
+    let (failed, ()) = tokio::join!(training::commit(&job, 1, Commit::default()), async { proxy.cut() });
     assert!(matches!(failed, Err(Error::JobFailed { .. })), "{failed:?}");
     // The server comes back by itself, empty.
     let client = connect(coordinator.address()).await;

@@ -1,5 +1,6 @@
 //! What happens to one job, or one reader, is not felt by another.
 
+use futures_util::{StreamExt, stream};
 use zeroshard_client::{Error, TensorData};
 use zeroshard_proto::{JobSpec, TensorSpec, pb};
 use zeroshard_tests::{Cluster, Training, stock, synthetic};
@@ -37,10 +38,8 @@ async fn deleting_a_job_ends_its_pushes_and_pulls_and_frees_its_memory() {
     let trainer = start(cluster.address(), &spec).await.remove(0);
     let address = cluster.shards[0].address();
     // A push that has begun and does not go on, and a pull of a version that does not come.
-    let (messages, body) = tokio::sync::mpsc::unbounded_channel();
-    messages.send(stock::open(stock::begin(&trainer, Some(0)))).unwrap();
-    messages.send(stock::extent(0, 0, &[1.0; 1000])).unwrap();
-    let push = stock::push_stream(address, tokio_stream::wrappers::UnboundedReceiverStream::new(body));
+    let messages = [stock::open(stock::begin(&trainer, Some(0))), stock::extent(0, 0, &[1.0; 1000])];
+    let push = stock::push_stream(address, stream::iter(messages).chain(stream::pending()));
     let reader = pb::PullRequest { wait_ms: 60_000, ..stock::read("deleted", 5, [0]) };
     let pull = stock::pull(address, reader);
     let delete = async {
@@ -56,7 +55,6 @@ async fn deleting_a_job_ends_its_pushes_and_pulls_and_frees_its_memory() {
     let (pushed, pulled, ()) = tokio::join!(push, pull, delete);
     assert!(matches!(pushed, Err(Error::JobFailed { .. })), "{pushed:?}");
     assert!(matches!(pulled, Err(Error::JobFailed { .. })), "{pulled:?}");
-    drop(messages);
     until("its memory is free", || {
         cluster.shards[0].get("/metrics").contains("zeroshard_memory_bytes{kind=\"master\"} 0\n")
     })

@@ -1,17 +1,18 @@
 //! Ranks: taken, left in order, joined again.
 
-use zeroshard_client::{Commit, Error};
+use zeroshard_client::{Cluster as Client, Commit, Error};
 use zeroshard_proto::pb;
 use zeroshard_tests::{Cluster, Training, synthetic, training};
 
-use crate::{adamw, connect, job, sgd, start};
+use crate::{adamw, connect, hasty, job, sgd, start, until_commits_wait};
 
 #[tokio::test]
 async fn a_rank_has_one_worker_at_a_time() {
     let cluster = Cluster::start(1);
     let spec = job("taken", 1, sgd(1.0), synthetic::small());
     let first = start(cluster.address(), &spec).await.remove(0);
-    match connect(cluster.address()).await.join("taken", 0).await {
+    // Another worker waits for the end of the lease, up to its deadline.
+    match Client::connect(cluster.address(), hasty()).await.unwrap().join("taken", 0).await {
         Err(Error::RankTaken { job, rank: 0 }) => assert_eq!(job, "taken"),
         other => panic!("{other:?}"),
     }
@@ -23,27 +24,26 @@ async fn a_rank_has_one_worker_at_a_time() {
 }
 
 #[tokio::test]
-async fn who_leaves_in_order_disturbs_nobody() {
+async fn who_waits_for_a_rank_that_leaves_is_told_at_once_and_the_next_worker_of_the_rank_does_the_step() {
     let cluster = Cluster::start(2);
     let spec = |name| job(name, 2, adamw(), synthetic::kinds(&adamw()));
     let expected = Training { steps: 1, ..Training::new(spec("calm")) };
     let expected = expected.run(cluster.address()).await.unwrap().hash;
     let mut jobs = start(cluster.address(), &spec("leave")).await;
     let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
-    let epoch = first.epoch();
-    first.push(0, synthetic::gradients(&first.spec().manifest, 0, 0)).await.unwrap();
-    let replaced = async {
+    first.attempt(0).unwrap().push(synthetic::gradients(&first.spec().manifest, 0, 0)).await.unwrap();
+    let leaves = async {
+        until_commits_wait(&cluster, 1).await;
         second.leave().await.unwrap();
-        let second = connect(cluster.address()).await.join("leave", 1).await.unwrap();
-        assert_eq!(second.epoch(), epoch);
-        let report = training::step(&second, 0).await.unwrap();
-        // Who is dropped without leaving is lost, and that is a new epoch.
-        (report, second)
     };
-    // Rank 0's commit is open all the time.
-    let (report, (other, _second)) = tokio::join!(first.commit(Commit::new(0)), replaced);
-    assert_eq!(report.unwrap(), other);
-    assert_eq!(first.epoch(), epoch);
+    let (left, ()) = tokio::join!(training::commit(&first, 0, Commit::default()), leaves);
+    assert!(matches!(left, Err(Error::RankLeft { rank: 1, step: 0, .. })), "{left:?}");
+    let second = connect(cluster.address()).await.join("leave", 1).await.unwrap();
+    // What was pushed while the other worker had the rank is gone.
+    let gone = first.attempt(0).unwrap().push(vec![]).await;
+    assert!(matches!(gone, Err(Error::StepAborted { step: 0, .. })), "{gone:?}");
+    let (one, other) = tokio::join!(training::step(&first, 0), training::step(&second, 0));
+    assert_eq!(one.unwrap(), other.unwrap());
     assert_eq!(first.state_hash(1).await.unwrap(), expected);
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use zeroshard_client::{Commit, Error, Gradient, Job, Target};
+use zeroshard_client::{Commit, Error, Job, Target, TensorData};
 use zeroshard_proto::{DType, Placement, TensorSpec, blocks::SLICE, pb};
 use zeroshard_tests::{Cluster, stock, training};
 
@@ -12,8 +12,12 @@ use crate::{connect, job, sgd, start, until};
 async fn count_up(job: &Job, steps: u64) {
     let numel = job.spec().manifest.tensors()[0].numel() as usize;
     for step in 0..steps {
-        job.push(step, vec![Gradient { tensor: 0, data: vec![-1.0; numel].into() }]).await.unwrap();
-        assert!(job.commit(Commit::new(step)).await.unwrap().applied);
+        job.attempt(step)
+            .unwrap()
+            .push(vec![TensorData { tensor: 0, data: vec![-1.0; numel].into() }])
+            .await
+            .unwrap();
+        assert!(job.attempt(step).unwrap().commit(Commit::default()).await.unwrap().applied);
     }
 }
 
@@ -44,7 +48,7 @@ async fn a_reader_beside_training_gets_exactly_the_version_or_is_told_that_it_is
     let client = connect(cluster.address()).await;
     client.create_job(&spec).await.unwrap();
     let trainer = client.join("reads", 0).await.unwrap();
-    trainer.initialise(vec![Gradient { tensor: 0, data: vec![0.0; numel].into() }]).await.unwrap();
+    trainer.initialise(vec![TensorData { tensor: 0, data: vec![0.0; numel].into() }]).await.unwrap();
     let training = tokio::spawn(async move {
         count_up(&trainer, STEPS).await;
         trainer
@@ -83,7 +87,7 @@ async fn a_pull_that_has_begun_keeps_its_version_while_steps_go_on() {
     let client = connect(cluster.address()).await;
     client.create_job(&spec).await.unwrap();
     let trainer = client.join("slow", 0).await.unwrap();
-    trainer.initialise(vec![Gradient { tensor: 0, data: vec![0.0; numel].into() }]).await.unwrap();
+    trainer.initialise(vec![TensorData { tensor: 0, data: vec![0.0; numel].into() }]).await.unwrap();
     // More than the windows of HTTP/2 take: the server cannot have sent it all.
     let mut request = stock::read("slow", 0, vec![0; 8]);
     request.chunk_bytes = 1 << 20;
@@ -184,19 +188,32 @@ async fn a_commit_brings_the_next_version_along() {
         Target::new(0, data)
     }
     for step in 0..3 {
-        trainer.push(step, vec![Gradient { tensor: 0, data: vec![-1.0; numel].into() }]).await.unwrap();
+        trainer
+            .attempt(step)
+            .unwrap()
+            .push(vec![TensorData { tensor: 0, data: vec![-1.0; numel].into() }])
+            .await
+            .unwrap();
         let targets = vec![target(&mut next)];
-        let report = trainer.commit_and_pull(Commit::new(step), targets).await.unwrap();
+        let report =
+            trainer.attempt(step).unwrap().commit_and_pull(Commit::default(), targets).await.unwrap();
         assert_eq!((report.version, report.applied), (step + 1, true));
         assert!(next == training::pull(&trainer, step + 1).await.unwrap()[0]);
     }
     // A commit that fails ends the pull, which would wait for ever.
-    let refused = trainer.commit_and_pull(Commit::new(9), vec![target(&mut next)]).await;
+    let refused =
+        trainer.attempt(9).unwrap().commit_and_pull(Commit::default(), vec![target(&mut next)]).await;
     assert!(matches!(refused, Err(Error::StepMismatch { .. })), "{refused:?}");
     // A pull that fails does not hide what became of the step from the version.
-    trainer.push(3, vec![Gradient { tensor: 0, data: vec![-1.0; numel].into() }]).await.unwrap();
+    trainer
+        .attempt(3)
+        .unwrap()
+        .push(vec![TensorData { tensor: 0, data: vec![-1.0; numel].into() }])
+        .await
+        .unwrap();
     let mut short = vec![0.0; 3];
-    let refused = trainer.commit_and_pull(Commit::new(3), vec![target(&mut short)]).await;
+    let refused =
+        trainer.attempt(3).unwrap().commit_and_pull(Commit::default(), vec![target(&mut short)]).await;
     assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
-    assert_eq!(trainer.commit(Commit::new(3)).await.unwrap().version, 4);
+    assert_eq!(trainer.attempt(3).unwrap().commit(Commit::default()).await.unwrap().version, 4);
 }

@@ -1,6 +1,6 @@
 //! Bad input gets a typed error; the state is unchanged, and the server lives.
 
-use zeroshard_client::{Commit, Error, Gradient, Job, Options, Target};
+use zeroshard_client::{Commit, Error, Job, Options, Target, TensorData};
 use zeroshard_proto::{
     JobSpec, Result,
     pb::{self, coordinator_client::CoordinatorClient},
@@ -19,7 +19,7 @@ fn invalid<T: std::fmt::Debug>(result: Result<T>) -> String {
 
 /// Does `mischief` to a job in the middle of a step, and checks that the job ends where one ends that nobody
 /// disturbed.
-async fn changes_nothing(name: &str, mischief: impl AsyncFnOnce(&Cluster, &Job)) {
+async fn changes_nothing(name: &str, mischief: impl AsyncFnOnce(&Cluster, &[Job])) {
     let cluster = Cluster::start(1);
     let spec = |name| job(name, 2, adamw(), synthetic::kinds(&adamw()));
     let expected = Training { steps: 2, ..Training::new(spec("calm")) }.run(cluster.address()).await.unwrap();
@@ -27,8 +27,8 @@ async fn changes_nothing(name: &str, mischief: impl AsyncFnOnce(&Cluster, &Job))
     let (first, second) = tokio::join!(training::step(&jobs[0], 0), training::step(&jobs[1], 0));
     assert!(first.unwrap().applied && second.unwrap().applied);
     let before = jobs[0].state_hash(1).await.unwrap();
-    jobs[0].push(1, synthetic::gradients(&spec("any").manifest, 0, 1)).await.unwrap();
-    mischief(&cluster, &jobs[0]).await;
+    jobs[0].attempt(1).unwrap().push(synthetic::gradients(&spec("any").manifest, 0, 1)).await.unwrap();
+    mischief(&cluster, &jobs).await;
     assert_eq!(jobs[0].state_hash(1).await.unwrap(), before);
     let (first, second) = tokio::join!(training::step(&jobs[0], 1), training::step(&jobs[1], 1));
     assert!(first.unwrap().applied && second.unwrap().applied);
@@ -37,11 +37,11 @@ async fn changes_nothing(name: &str, mischief: impl AsyncFnOnce(&Cluster, &Job))
 
 #[tokio::test]
 async fn a_push_that_does_not_fit_is_refused() {
-    changes_nothing("push", async |cluster, job| {
+    changes_nothing("push", async |cluster, jobs| {
+        let job = &jobs[0];
         let address = cluster.shards[0].address();
-        let epoch = job.epoch();
         // Of rank 1, whose turn it is.
-        let begin = || stock::begin("push", epoch, 1, Some(1));
+        let begin = || stock::open(stock::begin(&jobs[1], Some(1)));
         let push = async |messages| stock::push(address, messages).await;
         let extent = |slice, offset, numel| stock::extent(slice, offset, &vec![7.0; numel]);
         // Slices: embedding, scalar, frozen, running_mean, bias, one, matrix.
@@ -70,23 +70,27 @@ async fn a_push_that_does_not_fit_is_refused() {
         invalid(push(vec![begin(), begin()]).await);
         invalid(push(vec![extent(1, 0, 1)]).await);
         invalid(push(vec![]).await);
-        assert_eq!(invalid(push(vec![stock::begin("push", epoch, 2, Some(1))]).await), "rank");
+        let nobody = pb::PushBegin { rank: 2, ..stock::begin(job, Some(1)) };
+        assert_eq!(invalid(push(vec![stock::open(nobody)]).await), "rank");
     })
     .await;
 }
 
 #[tokio::test]
 async fn a_push_for_another_job_step_or_epoch_is_refused() {
-    changes_nothing("where", async |cluster, job| {
+    changes_nothing("where", async |cluster, jobs| {
+        let job = &jobs[0];
         let address = cluster.shards[0].address();
         let epoch = job.epoch();
-        let push = async |begin| stock::push(address, vec![begin, stock::extent(1, 0, &[7.0])]).await;
-        match push(stock::begin("nobody's", epoch, 1, Some(1))).await {
+        let push =
+            async |begin| stock::push(address, vec![stock::open(begin), stock::extent(1, 0, &[7.0])]).await;
+        let second = || stock::begin(&jobs[1], Some(1));
+        match push(pb::PushBegin { job: "nobody's".into(), ..second() }).await {
             Err(Error::UnknownJob { job }) => assert_eq!(job, "nobody's"),
             other => panic!("{other:?}"),
         }
         for wrong in [epoch - 1, epoch + 1, 0, u64::MAX] {
-            match push(stock::begin("where", wrong, 1, Some(1))).await {
+            match push(pb::PushBegin { epoch: wrong, ..second() }).await {
                 Err(Error::StaleEpoch { epoch: said, current, .. }) => {
                     assert_eq!((said, current), (wrong, epoch))
                 }
@@ -94,22 +98,23 @@ async fn a_push_for_another_job_step_or_epoch_is_refused() {
             }
         }
         for wrong in [0, 3, u64::MAX] {
-            match push(stock::begin("where", epoch, 1, Some(wrong))).await {
+            match push(pb::PushBegin { step: Some(wrong), ..second() }).await {
                 Err(Error::StepMismatch { step, current: 1, .. }) => assert_eq!(step, wrong),
                 other => panic!("{other:?}"),
             }
         }
         // Initial parameters, once more: they are there; and by the wrong rank.
-        let again = push(stock::begin("where", epoch, 0, None)).await.unwrap();
+        let again = push(stock::begin(job, None)).await.unwrap();
         assert_eq!((again.added, again.duplicates), (0, 1));
-        invalid(push(stock::begin("where", epoch, 1, None)).await);
+        invalid(push(stock::begin(&jobs[1], None)).await);
     })
     .await;
 }
 
 #[tokio::test]
 async fn a_pull_that_does_not_fit_is_refused() {
-    changes_nothing("pull", async |cluster, job| {
+    changes_nothing("pull", async |cluster, jobs| {
+        let job = &jobs[0];
         let address = cluster.shards[0].address();
         let pull = async |request| stock::pull(address, request).await;
         let ranges = |slice, offset, length| pb::PullRequest {
@@ -161,31 +166,37 @@ async fn a_message_that_is_too_large_is_refused_before_it_is_read() {
 
 #[tokio::test]
 async fn a_commit_that_does_not_fit_is_refused() {
-    changes_nothing("commit", async |cluster, job| {
-        let commit = async |commit| job.commit(commit).await;
-        let at = |step| Commit::new(step);
+    changes_nothing("commit", async |cluster, jobs| {
+        let job = &jobs[0];
+        let commit = async |commit| training::commit(job, 1, commit).await;
         for step in [3, u64::MAX] {
-            assert!(matches!(commit(at(step)).await, Err(Error::StepMismatch { current: 1, .. })));
+            let refused = training::commit(job, step, Commit::default()).await;
+            assert!(matches!(refused, Err(Error::StepMismatch { current: 1, .. })));
         }
-        let groups = Commit { groups: vec![adamw(), adamw()], ..at(1) };
+        let groups = Commit { groups: vec![adamw(), adamw()], ..Commit::default() };
         assert_eq!(invalid(commit(groups).await), "number of parameter groups");
-        invalid(commit(Commit { groups: vec![sgd(1.0)], ..at(1) }).await);
+        invalid(commit(Commit { groups: vec![sgd(1.0)], ..Commit::default() }).await);
         let mut negative = adamw();
         negative.set_lr(-1.0);
         assert_eq!(
-            invalid(commit(Commit { groups: vec![negative], ..at(1) }).await),
+            invalid(commit(Commit { groups: vec![negative], ..Commit::default() }).await),
             "lr of adamw of parameter group 0"
         );
         for bad in [-1.0, f64::NAN, f64::INFINITY] {
-            invalid(commit(Commit { loss_scale: bad, ..at(1) }).await);
-            invalid(commit(Commit { max_norm: Some(bad), ..at(1) }).await);
+            invalid(commit(Commit { loss_scale: bad, ..Commit::default() }).await);
+            invalid(commit(Commit { max_norm: Some(bad), ..Commit::default() }).await);
         }
-        invalid(commit(Commit { max_norm: Some(0.0), ..at(1) }).await);
+        invalid(commit(Commit { max_norm: Some(0.0), ..Commit::default() }).await);
         // With somebody else's rank, or a lease that is nobody's.
         let address = format!("http://{}", cluster.address());
         let mut stock = CoordinatorClient::connect(address).await.unwrap();
-        let request =
-            pb::CommitRequest { job: "commit".into(), step: 1, epoch: job.epoch(), ..Default::default() };
+        let request = pb::CommitRequest {
+            job: "commit".into(),
+            job_id: job.id(),
+            step: 1,
+            epoch: job.epoch(),
+            ..Default::default()
+        };
         for (rank, lease) in [(0, 999_999), (1, 0)] {
             let status =
                 stock.commit(pb::CommitRequest { rank, lease, ..request.clone() }).await.unwrap_err();
@@ -202,12 +213,13 @@ async fn a_commit_that_does_not_fit_is_refused() {
 
 #[tokio::test]
 async fn the_client_refuses_arrays_that_do_not_fit_the_manifest() {
-    changes_nothing("client", async |_, job| {
-        let gradient = |tensor, numel| vec![Gradient { tensor, data: vec![1.0; numel].into() }];
-        invalid(job.push(1, gradient(0, 3)).await);
-        invalid(job.push(1, gradient(99, 3)).await);
+    changes_nothing("client", async |_, jobs| {
+        let job = &jobs[0];
+        let gradient = |tensor, numel| vec![TensorData { tensor, data: vec![1.0; numel].into() }];
+        invalid(job.attempt(1).unwrap().push(gradient(0, 3)).await);
+        invalid(job.attempt(1).unwrap().push(gradient(99, 3)).await);
         // "head" is tied to "embedding".
-        invalid(job.push(1, gradient(6, 33_000)).await);
+        invalid(job.attempt(1).unwrap().push(gradient(6, 33_000)).await);
         let mut short = [0.0; 3];
         invalid(job.pull(1, vec![Target::new(0, short.as_mut_slice())]).await);
     })

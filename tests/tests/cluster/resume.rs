@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use futures_util::future::join_all;
-use zeroshard_client::{Error, Gradient, Job, Target};
+use zeroshard_client::{Commit, Error, Job, Target, TensorData};
 use zeroshard_proto::{DType, JobSpec, Optimizer, pb};
 use zeroshard_tests::{Cluster, stock, synthetic, training};
 
@@ -23,10 +23,13 @@ async fn pull_part(job: &Job, version: u64, part: &str) -> Vec<(usize, Vec<f32>)
 
 async fn steps(jobs: &[Job], data: u64, step: u64) {
     for job in jobs {
-        job.push(step, synthetic::gradients(&job.spec().manifest, job.rank(), data)).await.unwrap();
+        job.attempt(step)
+            .unwrap()
+            .push(synthetic::gradients(&job.spec().manifest, job.rank(), data))
+            .await
+            .unwrap();
     }
-    let commit = zeroshard_client::Commit::new(step);
-    for report in join_all(jobs.iter().map(|job| job.commit(commit.clone()))).await {
+    for report in join_all(jobs.iter().map(|job| training::commit(job, step, Commit::default()))).await {
         assert!(report.unwrap().applied);
     }
 }
@@ -60,9 +63,9 @@ async fn continues_elsewhere(optimizer: Optimizer, dtype: DType) {
     assert_eq!(applied[3], 0, "frozen");
 
     let others = join_all_ranks(three.address(), &spec).await;
-    let gradients = |part: &str| -> Vec<Gradient> {
+    let gradients = |part: &str| -> Vec<TensorData> {
         let values = parts[part].clone().into_iter();
-        values.map(|(tensor, data)| Gradient { tensor, data: data.into() }).collect()
+        values.map(|(tensor, data)| TensorData { tensor, data: data.into() }).collect()
     };
     for part in optimizer.state() {
         others[0].initialise_state(part, 2, gradients(part)).await.unwrap();
@@ -101,17 +104,11 @@ async fn a_rank_that_is_lost_before_version_0_takes_uploaded_state_along() {
     let cluster = Cluster::start(2);
     let spec = job("lost", 1, adamw(), synthetic::small());
     let mut jobs = join_all_ranks(cluster.address(), &spec).await;
-    let state = |tensor, numel: usize| Gradient { tensor, data: vec![0.5; numel].into() };
+    let state = |tensor, numel: usize| TensorData { tensor, data: vec![0.5; numel].into() };
     jobs[0].initialise_state("exp_avg", 9, vec![state(0, 1000), state(1, 3)]).await.unwrap();
     drop(jobs.pop());
-    // Its rank is free when the coordinator has seen the loss.
-    let client = connect(cluster.address()).await;
-    let job = loop {
-        match client.join("lost", 0).await {
-            Err(Error::RankTaken { .. }) => tokio::task::yield_now().await,
-            joined => break joined.unwrap(),
-        }
-    };
+    // Its rank is free when the coordinator has seen the loss, which is waited for.
+    let job = connect(cluster.address()).await.join("lost", 0).await.unwrap();
     job.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
     until("version 0 is there", || job.version() == Some(0)).await;
     assert_eq!(job.applied_steps(0).await.unwrap(), [0, 0]);
@@ -138,14 +135,13 @@ async fn parts_that_are_not_there_are_refused() {
     for (tensor, part, numel) in
         [(7, "exp_avg", 1), (7, "sum", 1), (7, "master", 1), (3, "exp_avg", 129), (7, "", 1)]
     {
-        let data = vec![Gradient { tensor, data: vec![1.0; numel].into() }];
+        let data = vec![TensorData { tensor, data: vec![1.0; numel].into() }];
         let refused = job.initialise_state(part, 3, data).await;
         assert!(matches!(refused, Err(Error::Invalid { .. })), "{tensor} {part:?}: {refused:?}");
     }
     let address = cluster.shards[0].address();
-    let mut begin = stock::begin("parts", job.epoch(), 0, Some(0));
-    begin.begin.as_mut().unwrap().part = "exp_avg".to_owned();
-    assert!(matches!(stock::push(address, vec![begin]).await, Err(Error::Invalid { .. })));
+    let begin = pb::PushBegin { part: "exp_avg".to_owned(), ..stock::begin(&job, Some(0)) };
+    assert!(matches!(stock::push(address, vec![stock::open(begin)]).await, Err(Error::Invalid { .. })));
     // Parameters that come again, with another number of steps, change nothing.
     job.initialise_at(5, synthetic::parameters(&spec.manifest)).await.unwrap();
     assert_eq!(job.applied_steps(0).await.unwrap(), [0; 9]);

@@ -3,7 +3,7 @@
 use futures_util::future::join_all;
 use zeroshard_client::{Commit, Options};
 use zeroshard_proto::{DType, Optimizer};
-use zeroshard_tests::{Cluster, Trained, Training, synthetic};
+use zeroshard_tests::{Cluster, Trained, Training, synthetic, training};
 
 use crate::{adamw, connect, job, options, start};
 
@@ -18,7 +18,7 @@ async fn train(cluster: &Cluster, name: &str, mut training: Training) -> Trained
 
 fn large(world: u32) -> Training {
     let spec = job("large", world, adamw(), synthetic::kinds_and_large(&adamw()));
-    Training { commit: Commit { max_norm: Some(0.5), ..Commit::new(0) }, ..Training::new(spec) }
+    Training { commit: Commit { max_norm: Some(0.5), ..Commit::default() }, ..Training::new(spec) }
 }
 
 #[tokio::test]
@@ -61,9 +61,16 @@ async fn the_order_in_which_ranks_push_changes_no_bit() {
         let jobs = start(cluster.address(), &spec).await;
         for step in 0..2 {
             for rank in order {
-                jobs[rank].push(step, synthetic::gradients(&spec.manifest, rank as u32, step)).await.unwrap();
+                jobs[rank]
+                    .attempt(step)
+                    .unwrap()
+                    .push(synthetic::gradients(&spec.manifest, rank as u32, step))
+                    .await
+                    .unwrap();
             }
-            for report in join_all(jobs.iter().map(|job| job.commit(Commit::new(step)))).await {
+            for report in
+                join_all(jobs.iter().map(|job| training::commit(job, step, Commit::default()))).await
+            {
                 assert!(report.unwrap().applied);
             }
         }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use futures_util::StreamExt;
 use zeroshard_client::{Cluster as Client, Commit, Error, Options};
 use zeroshard_proto::pb;
-use zeroshard_tests::{Cluster, Process, stock, synthetic};
+use zeroshard_tests::{Cluster, Process, stock, synthetic, training};
 
 use crate::{connect, job, sgd, start};
 
@@ -41,7 +41,7 @@ async fn a_shard_server_ends_while_a_push_stands_still() {
     let jobs = start(cluster.address(), &job("push", 1, sgd(1.0), synthetic::small())).await;
     let shard = cluster.shards.remove(0);
     // A push whose end does not come.
-    let begin = futures_util::stream::iter([stock::begin("push", jobs[0].epoch(), 0, Some(0))]);
+    let begin = futures_util::stream::iter([stock::open(stock::begin(&jobs[0], Some(0)))]);
     let messages = begin.chain(futures_util::stream::pending());
     let address = format!("http://{}", shard.address());
     let mut client = pb::data_client::DataClient::connect(address).await.unwrap();
@@ -60,8 +60,8 @@ async fn a_coordinator_ends_while_commits_wait() {
     let client = Client::connect(coordinator.address(), options).await.unwrap();
     let job = client.join("commit", 0).await.unwrap();
     job.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
-    job.push(0, synthetic::gradients(&spec.manifest, 0, 0)).await.unwrap();
-    let (answer, took) = stop(coordinator, job.commit(Commit::new(0))).await;
+    job.attempt(0).unwrap().push(synthetic::gradients(&spec.manifest, 0, 0)).await.unwrap();
+    let (answer, took) = stop(coordinator, training::commit(&job, 0, Commit::default())).await;
     assert!(answer.is_err(), "{answer:?}");
     assert!(took < Duration::from_secs(12), "{took:?}");
 }

@@ -1,24 +1,30 @@
 //! A step is applied by every slice or by none, and does what the optimizer's formula says.
 
 use futures_util::future::join_all;
-use zeroshard_client::{Commit, Error, Gradient, Job, StepReport};
+use zeroshard_client::{Commit, Error, Job, StepReport, TensorData};
 use zeroshard_proto::{JobSpec, Manifest, TensorSpec};
 use zeroshard_tests::{Cluster, Training, synthetic, training};
 
 use crate::{adamw, job, sgd, start, until_commits_wait};
 
-/// Pushes `gradients` of each rank, and commits with `commit`; rank 0's report.
-async fn step(jobs: &[Job], gradients: impl Fn(u32) -> Vec<Gradient>, commit: &Commit) -> StepReport {
+/// Pushes `gradients` of each rank at step `number`, and commits with `commit`; rank 0's report.
+async fn step(
+    jobs: &[Job],
+    gradients: impl Fn(u32) -> Vec<TensorData>,
+    number: u64,
+    commit: &Commit,
+) -> StepReport {
     let ranks = jobs.iter().map(async |job| {
-        job.push(commit.step, gradients(job.rank())).await.unwrap();
-        job.commit(commit.clone()).await.unwrap()
+        let attempt = job.attempt(number).unwrap();
+        attempt.push(gradients(job.rank())).await.unwrap();
+        attempt.commit(commit.clone()).await.unwrap()
     });
     join_all(ranks).await.swap_remove(0)
 }
 
-fn filled(manifest: &Manifest, value: f32) -> Vec<Gradient> {
+fn filled(manifest: &Manifest, value: f32) -> Vec<TensorData> {
     let trains = manifest.tensors().iter().enumerate().filter(|(_, spec)| spec.trains());
-    let filled = |(tensor, spec): (usize, &TensorSpec)| Gradient {
+    let filled = |(tensor, spec): (usize, &TensorSpec)| TensorData {
         tensor,
         data: vec![value; spec.numel() as usize].into(),
     };
@@ -43,7 +49,7 @@ async fn an_overflow_skips_the_step_on_every_slice_and_names_tensor_and_rank() {
             }
             gradients
         };
-        let report = step(&jobs, gradients, &Commit::new(step_number as u64)).await;
+        let report = step(&jobs, gradients, step_number as u64, &Commit::default()).await;
         assert!(!report.applied);
         assert!(!report.gradient_norm.is_finite());
         assert_eq!(report.overflow, Some((5, Some(1))));
@@ -54,8 +60,8 @@ async fn an_overflow_skips_the_step_on_every_slice_and_names_tensor_and_rank() {
     let fresh = job("fresh", 2, adamw(), synthetic::kinds(&adamw()));
     let fresh_jobs = start(cluster.address(), &fresh).await;
     let gradients = |rank: u32| synthetic::gradients(&spec.manifest, rank, 0);
-    assert!(step(&jobs, gradients, &Commit::new(3)).await.applied);
-    assert!(step(&fresh_jobs, gradients, &Commit::new(0)).await.applied);
+    assert!(step(&jobs, gradients, 3, &Commit::default()).await.applied);
+    assert!(step(&fresh_jobs, gradients, 0, &Commit::default()).await.applied);
     let after = training::pull(&jobs[0], 4).await.unwrap();
     assert_eq!(after, training::pull(&fresh_jobs[0], 1).await.unwrap());
     assert_ne!(after, before);
@@ -66,7 +72,7 @@ async fn finite_gradients_whose_sum_overflows_skip_the_step_and_name_no_rank() {
     let cluster = Cluster::start(2);
     let spec = job("sum", 2, sgd(1.0), synthetic::small());
     let jobs = start(cluster.address(), &spec).await;
-    let report = step(&jobs, |_| filled(&spec.manifest, f32::MAX), &Commit::new(0)).await;
+    let report = step(&jobs, |_| filled(&spec.manifest, f32::MAX), 0, &Commit::default()).await;
     assert_eq!((report.applied, report.overflow), (false, Some((0, None))));
 }
 
@@ -78,7 +84,7 @@ async fn the_mean_gradient_and_its_norm_are_those_of_one_process() {
     let jobs = start(cluster.address(), &spec).await;
     let before = training::pull(&jobs[0], 0).await.unwrap();
     let gradients = |rank: u32| synthetic::gradients(&spec.manifest, rank, 0);
-    let report = step(&jobs, gradients, &Commit { max_norm: Some(0.25), ..Commit::new(0) }).await;
+    let report = step(&jobs, gradients, 0, &Commit { max_norm: Some(0.25), ..Commit::default() }).await;
     let after = training::pull(&jobs[0], 1).await.unwrap();
 
     let values = |rank: u64, tensor: usize, numel: usize| {
@@ -108,7 +114,8 @@ async fn the_mean_gradient_and_its_norm_are_those_of_one_process() {
     let report = step(
         &jobs,
         |rank| synthetic::gradients(&spec.manifest, rank, 1),
-        &Commit { max_norm: Some(1e9), ..Commit::new(1) },
+        1,
+        &Commit { max_norm: Some(1e9), ..Commit::default() },
     )
     .await;
     assert_eq!(report.clip_coefficient, 1.0);
@@ -126,12 +133,12 @@ async fn a_loss_scale_of_a_power_of_two_changes_no_bit() {
             let scaled = plain.map(|(tensor, numel)| {
                 let values = synthetic::values(u64::from(rank) * 2 + tensor as u64, numel);
                 let data = values.into_iter().map(|value| value * scale as f32).collect::<Vec<_>>().into();
-                Gradient { tensor, data }
+                TensorData { tensor, data }
             });
             scaled.collect()
         };
-        let commit = Commit { loss_scale: scale, max_norm: Some(0.5), ..Commit::new(0) };
-        let report = step(&jobs, gradients, &commit).await;
+        let commit = Commit { loss_scale: scale, max_norm: Some(0.5), ..Commit::default() };
+        let report = step(&jobs, gradients, 0, &commit).await;
         hashes.push((jobs[0].state_hash(1).await.unwrap(), report.gradient_norm));
     }
     assert_eq!(hashes[0], hashes[1]);
@@ -145,17 +152,17 @@ async fn hyperparameters_can_differ_by_parameter_group_and_by_step() {
     let spec = JobSpec { groups: vec![sgd(1.0), sgd(0.0)], ..job("groups", 1, sgd(1.0), tensors) };
     let jobs = start(cluster.address(), &spec).await;
     let versions = [
-        (Commit::new(0), [1.0, 0.0]),
-        (Commit { groups: vec![sgd(0.0), sgd(0.25)], ..Commit::new(1) }, [0.0, 0.25]),
-        (Commit::new(2), [1.0, 0.0]),
+        (Commit::default(), [1.0, 0.0]),
+        (Commit { groups: vec![sgd(0.0), sgd(0.25)], ..Commit::default() }, [0.0, 0.25]),
+        (Commit::default(), [1.0, 0.0]),
     ];
     let mut before = training::pull(&jobs[0], 0).await.unwrap();
-    for (commit, lr) in versions {
-        step(&jobs, |_| filled(&spec.manifest, -1.0), &commit).await;
-        let after = training::pull(&jobs[0], commit.step + 1).await.unwrap();
+    for (number, (commit, lr)) in (0..).zip(versions) {
+        step(&jobs, |_| filled(&spec.manifest, -1.0), number, &commit).await;
+        let after = training::pull(&jobs[0], number + 1).await.unwrap();
         for tensor in 0..2 {
             let moved = before[tensor].iter().map(|before| before + lr[tensor]);
-            assert!(moved.eq(after[tensor].iter().copied()), "tensor {tensor} at step {}", commit.step);
+            assert!(moved.eq(after[tensor].iter().copied()), "tensor {tensor} at step {number}");
         }
         before = after;
     }
@@ -167,24 +174,24 @@ async fn ranks_that_disagree_about_a_step_are_told_about_what() {
     let spec = job("disagreement", 2, sgd(1.0), synthetic::small());
     let jobs = start(cluster.address(), &spec).await;
     for job in &jobs {
-        job.push(0, synthetic::gradients(&spec.manifest, job.rank(), 0)).await.unwrap();
+        job.attempt(0).unwrap().push(synthetic::gradients(&spec.manifest, job.rank(), 0)).await.unwrap();
     }
     let others = [
-        ("lr of parameter group 0", Commit { groups: vec![sgd(0.5)], ..Commit::new(0) }),
-        ("loss_scale", Commit { loss_scale: 2.0, ..Commit::new(0) }),
-        ("max_norm", Commit { max_norm: Some(1.0), ..Commit::new(0) }),
+        ("lr of parameter group 0", Commit { groups: vec![sgd(0.5)], ..Commit::default() }),
+        ("loss_scale", Commit { loss_scale: 2.0, ..Commit::default() }),
+        ("max_norm", Commit { max_norm: Some(1.0), ..Commit::default() }),
     ];
-    let first = jobs[0].commit(Commit::new(0));
+    let first = training::commit(&jobs[0], 0, Commit::default());
     let second = async {
         // Who comes first is right.
         until_commits_wait(&cluster, 1).await;
         for (about, commit) in others {
-            match jobs[1].commit(commit).await {
+            match training::commit(&jobs[1], 0, commit).await {
                 Err(Error::Disagreement { step: 0, rank: 1, what, .. }) => assert_eq!(what, about),
                 other => panic!("{other:?}"),
             }
         }
-        jobs[1].commit(Commit::new(0)).await
+        jobs[1].attempt(0).unwrap().commit(Commit::default()).await
     };
     let (first, second) = tokio::join!(first, second);
     assert_eq!(first.unwrap(), second.unwrap());
@@ -197,8 +204,16 @@ async fn the_report_has_the_mean_loss_if_every_rank_gave_one() {
     let jobs = start(cluster.address(), &spec).await;
     for (step, losses, mean) in [(0, [Some(1.0), Some(4.0)], Some(2.5)), (1, [Some(1.0), None], None)] {
         let ranks = jobs.iter().map(async |job| {
-            job.push(step, synthetic::gradients(&spec.manifest, job.rank(), step)).await.unwrap();
-            job.commit(Commit { loss: losses[job.rank() as usize], ..Commit::new(step) }).await.unwrap()
+            job.attempt(step)
+                .unwrap()
+                .push(synthetic::gradients(&spec.manifest, job.rank(), step))
+                .await
+                .unwrap();
+            job.attempt(step)
+                .unwrap()
+                .commit(Commit { loss: losses[job.rank() as usize], ..Commit::default() })
+                .await
+                .unwrap()
         });
         for report in join_all(ranks).await {
             assert_eq!((report.loss, report.world), (mean, 2));

@@ -55,7 +55,8 @@ async fn whoever_lacks_the_token_is_refused_by_every_service() {
     }
     let shard = &cluster.shards[0];
     assert_eq!(refused(stock::pull(shard.address(), stock::read("guarded", 3, [0])).await), "no token");
-    let push = vec![stock::begin("guarded", 1, 0, Some(3)), stock::extent(0, 0, &[7.0; 100_000])];
+    let begin = pb::PushBegin { job: "guarded".into(), epoch: 1, step: Some(3), ..Default::default() };
+    let push = vec![stock::open(begin), stock::extent(0, 0, &[7.0; 100_000])];
     assert_eq!(refused(stock::push(shard.address(), push).await), "no token");
     assert_eq!(refused(ask(shard, "another").await), "another token");
     assert!(matches!(ask(shard, TOKEN).await, Err(Error::UnknownJob { .. })));

@@ -55,7 +55,7 @@ async fn a_commit_without_gradients_names_the_server_that_lacks_them() {
     let hasty = Client::connect(cluster.address(), hasty()).await.unwrap();
     let job = hasty.join("empty-handed", 0).await.unwrap();
     job.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
-    let message = timeout(job.commit(Commit::new(0))).await;
+    let message = timeout(training::commit(&job, 0, Commit::default())).await;
     assert_names(&message, &["step 0", cluster.shards[0].address()]);
 }
 
@@ -64,7 +64,7 @@ async fn a_pull_of_a_version_that_does_not_come_names_the_tensor_and_the_missing
     let cluster = Cluster::start(1);
     let spec = job("pull", 2, sgd(1.0), synthetic::small());
     let mut jobs = start(cluster.address(), &spec).await;
-    jobs[0].push(0, synthetic::gradients(&spec.manifest, 0, 0)).await.unwrap();
+    jobs[0].attempt(0).unwrap().push(synthetic::gradients(&spec.manifest, 0, 0)).await.unwrap();
     jobs.pop().unwrap().leave().await.unwrap();
     let hasty = Client::connect(cluster.address(), hasty()).await.unwrap();
     let job = hasty.join("pull", 1).await.unwrap();
@@ -113,7 +113,7 @@ async fn a_server_that_falls_silent_is_named_by_push_and_pull() {
     job.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
     training::pull(&job, 0).await.unwrap();
     proxy.stall(true);
-    let push = timeout(job.push(0, synthetic::gradients(&spec.manifest, 0, 0))).await;
+    let push = timeout(job.attempt(0).unwrap().push(synthetic::gradients(&spec.manifest, 0, 0))).await;
     assert_names(&push, &[proxy.address(), "rank 0", "epoch"]);
     let pull = timeout(training::pull(&job, 0)).await;
     assert_names(&pull, &[proxy.address(), "version 0"]);

@@ -20,7 +20,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 use tokio::runtime::Handle;
-use zeroshard_client::{Commit, Gradient, StepReport};
+use zeroshard_client::{Commit, StepReport, TensorData};
 
 use super::backend::ParallelBackend;
 use super::error::{Error, Result};
@@ -217,7 +217,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
                 }
             };
             elements += gradient.len();
-            bucket.push(Gradient { tensor, data: gradient.into() });
+            bucket.push(TensorData { tensor, data: gradient.into() });
             if elements < limit {
                 return Ok(());
             }
@@ -225,7 +225,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
             optimizer.push(std::mem::take(&mut bucket))
         })?;
         optimizer.push(bucket)?;
-        let commit = Commit { loss, loss_scale: self.loss_scale, ..Commit::new(optimizer.version()) };
+        let commit = Commit { loss, loss_scale: self.loss_scale, ..Commit::default() };
         self.optimizer.commit(&absent, commit)
     }
 

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use burn::module::{Module, ParamId};
 use burn::tensor::backend::AutodiffBackend;
 use tokio::runtime::Handle;
-use zeroshard_client::{Cluster, Commit, Gradient, Job, Options, StepReport, Target, Traffic};
+use zeroshard_client::{Cluster, Commit, Job, Options, StepReport, Target, TensorData, Traffic};
 use zeroshard_proto::{
     DimPlacement as Placement, JobSpec, Manifest, Optimizer, Policy, Reduction, TensorBox, TensorLayout,
     TensorSpec,
@@ -125,7 +125,7 @@ async fn enter(cluster: &Cluster, spec: &JobSpec, rank: u32) -> zeroshard_proto:
 async fn upload(job: &Job, mut own: impl FnMut(usize) -> Vec<f32>) -> zeroshard_proto::Result<()> {
     for tensor in 0..job.spec().manifest.tensors().len() {
         if job.uploads(tensor)? {
-            job.initialise(vec![Gradient { tensor, data: own(tensor).into() }]).await?;
+            job.initialise(vec![TensorData { tensor, data: own(tensor).into() }]).await?;
         }
     }
     Ok(())
@@ -219,12 +219,12 @@ impl ServerOptimizer {
         let (mut here, mut absent) = (Vec::new(), Vec::new());
         for (tensor, parameter) in self.trained() {
             match gradients.remove(&parameter.id) {
-                Some(gradient) => here.push(Gradient { tensor, data: gradient.into() }),
+                Some(gradient) => here.push(TensorData { tensor, data: gradient.into() }),
                 None => absent.push(tensor),
             }
         }
         self.push(here)?;
-        self.commit(&absent, Commit { loss: Some(loss), ..Commit::new(self.version) })
+        self.commit(&absent, Commit { loss: Some(loss), ..Commit::default() })
     }
 
     /// What trains, with its number in the manifest.
@@ -233,18 +233,19 @@ impl ServerOptimizer {
     }
 
     /// Pushes some of this rank's gradients of the step that is open.
-    pub(crate) fn push(&self, gradients: Vec<Gradient>) -> Result<()> {
-        Ok(self.runtime.block_on(self.job.push(self.version, gradients))?)
+    pub(crate) fn push(&self, gradients: Vec<TensorData>) -> Result<()> {
+        Ok(self.runtime.block_on(self.job.attempt(self.version)?.push(gradients))?)
     }
 
     /// Has the step applied, once all that this rank has is pushed; it has no gradient of the `absent` tensors.
     pub(crate) fn commit(&mut self, absent: &[usize], commit: Commit) -> Result<StepReport> {
         let commit = Commit { max_norm: self.settings.max_norm, ..commit };
+        let attempt = self.job.attempt(self.version)?;
         let report = self.runtime.block_on(async {
             if !absent.is_empty() {
-                self.job.push_absent(commit.step, absent).await?;
+                attempt.push_absent(absent).await?;
             }
-            self.job.commit(commit).await
+            attempt.commit(commit).await
         })?;
         self.version = report.version;
         Ok(report)

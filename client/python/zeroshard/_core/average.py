@@ -7,7 +7,7 @@ from typing import Generic
 
 from .. import _native
 from .._session import Session
-from ..errors import UnusedParameter
+from ..errors import StepAborted, StepMismatch, UnusedParameter
 from .framework import Framework, Place, T
 from .kinds import AVERAGE
 
@@ -53,6 +53,8 @@ class Averages(Generic[T]):
         #: What is being sent; the mean is to replace it.
         self._gradients: dict[int, T] = {}
         self._absent: list[int] = []
+        #: Whether the servers may have parts of a step that this rank has abandoned.
+        self._interrupted = False
 
         specs = [
             _native.TensorSpec(name, framework.shape(tensor), framework.dtype_of(f"parameter {name!r}", tensor))
@@ -140,9 +142,26 @@ class Averages(Generic[T]):
             self._framework.set_gradient(parameters[index], gradient)
 
     def abandon(self) -> None:
-        """Drops the step that is under way. The job is of no further use: the servers may have parts of it."""
+        """Drops the step that is under way, after an error; :meth:`resume` must come before the next :meth:`send`."""
         self._job.forget()
         self._gradients, self._absent = {}, []
+        self._interrupted = True
+
+    def resume(self) -> None:
+        """Has the servers drop what they have of an abandoned step, if there is one. Every rank must do the same.
+
+        Raises:
+            Disagreement: another rank has finished the step.
+        """
+        if not self._interrupted:
+            return
+        try:
+            self._job.discard(self._step)
+        except StepAborted:
+            pass  # they have dropped it already
+        except StepMismatch:
+            self._step += 1  # it had been decided before it was abandoned
+        self._interrupted = False
 
     def retire(self) -> None:
         """Leaves the job, once no rank uses it any more."""

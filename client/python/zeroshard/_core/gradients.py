@@ -107,11 +107,6 @@ class Gradients(Generic[T]):
             self._job.job.absent(self._job.version, self._absent)
             self._absent = []
 
-    def send_nothing(self) -> None:
-        """Says that nothing more comes: the step is discarded."""
-        rest = [entry.index for entry in self._job.trained if entry.index not in self._sent]
-        self._job.job.absent(self._job.version, rest)
-
     def restart(self, *, learn: bool) -> None:
         """Begins the next step, or the same one again; learns from a step that was whole."""
         if learn:

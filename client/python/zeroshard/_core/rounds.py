@@ -53,7 +53,7 @@ class Rounds(Generic[T]):
         self.armed = False
         #: Whether a backward pass is under way of which gradients may have been sent.
         self._begun = False
-        #: Whether the servers have parts of a step that will not be finished.
+        #: Whether there is no job for what is trained now.
         self._broken = False
         self.averages: Averages[T] | None = None
         #: Jobs that are not used any more, to be left when every rank has gone on to the next one.
@@ -130,6 +130,8 @@ class Rounds(Generic[T]):
         )
         if self._broken or not as_before:
             self._arrange(trainable, share=False)
+        elif self.averages is not None:
+            self.averages.resume()
         self.armed = self.syncing and self.averages is not None
 
     def begin_round(self, *_: object) -> None:
@@ -173,8 +175,7 @@ class Rounds(Generic[T]):
             self._retired.pop().retire()
 
     def _give_up(self) -> None:
-        """Forgets a round: the next forward pass makes another job."""
-        self._broken = True
+        """Forgets a round: the next forward pass has the servers drop what they have of it."""
         self._buckets.reset()
         if self.averages is not None:
             self.averages.abandon()
@@ -186,12 +187,12 @@ def average_now(framework: Framework[T], parameters: Iterable[T], place: Place) 
     if place[1] == 1 or not trainable:
         return
     averages = _fused.get(framework, place, trainable)
+    averages.resume()
     try:
         averages.send(trainable, range(len(trainable)))
         averages.finish(trainable, unused=True)
     except BaseException:
         averages.abandon()
-        _fused.drop(place, trainable)
         raise
 
 
@@ -211,9 +212,6 @@ class _Jobs:
             # Another tensor may get the id of one that is no more.
             self._alive[key] = [weakref.ref(parameter, lambda _: self._drop(key)) for parameter in parameters]
         return averages
-
-    def drop(self, place: Place, parameters: list[T]) -> None:
-        self._drop(self._key(place, parameters))
 
     def _drop(self, key: tuple[Any, ...]) -> None:
         self._jobs.pop(key, None)

@@ -148,7 +148,7 @@ class Sharding(Generic[T]):
         )
         for _, incoming in received:
             incoming.finish()
-        self._end_step(learn=True)
+        self._end_step()
         if self._sync_buffers:
             self.job.receive(entry for entry in self.job.received if entry.buffer)
 
@@ -165,22 +165,23 @@ class Sharding(Generic[T]):
         return float(self._sent(lambda: self.job.job.reduce(self.job.version, self.loss_scale)))
 
     def discard(self) -> None:
-        """Forgets the gradients that were sent for the open step, if any were: the step is skipped."""
+        """Has the servers drop the gradients that were sent for the open step, if any were. Every rank must do the same."""
         if not self.gradients.any_sent:
             return
-        self.gradients.send_nothing()
-        self._sent(lambda: self.job.job.commit(self.job.version, self.job.groups(), discard=True))
-        self._end_step(learn=False)
+        try:
+            self._sent(lambda: self.job.job.discard(self.job.version))
+        except StepAborted:
+            pass  # the servers have dropped them already
+        self.gradients.restart(learn=False)
+        self._clip_once = None
 
     # ---- how it does that
 
-    def _end_step(self, *, learn: bool) -> None:
+    def _end_step(self) -> None:
         self.job.version += 1
         self._clip_once = None
-        self.gradients.restart(learn=learn)
-        if learn:
-            # A step that was discarded has received nothing: what the program wrote is still to be noticed.
-            self.job.mark()
+        self.gradients.restart(learn=True)
+        self.job.mark()
         if self.gatherer is not None:
             self.gatherer.new_version()
 
@@ -192,22 +193,25 @@ class Sharding(Generic[T]):
             self.job.job.forget()
             self.gradients.restart(learn=False)
             self._clip_once = None
-            # An aborted step is gone from the servers. Of one that was interrupted (Ctrl-C) they have a part; several
-            # ranks can only do it again from the same data, which makes the same gradients.
-            self._interrupted = self.job.world == 1 and not isinstance(error, StepAborted)
+            # An aborted step is gone from the servers. Of one that failed otherwise, or was interrupted (Ctrl-C), they
+            # may have a part.
+            self._interrupted = not isinstance(error, StepAborted)
             raise
 
     def _end_interrupted_step(self) -> None:
-        """What the servers have of it must not be mixed with what comes now."""
+        """Has the servers drop what they have of it: it must not be mixed with what comes now."""
         try:
-            self.gradients.send_nothing()
-            self.job.job.flush()
+            self.job.job.discard(self.job.version)
+        except StepAborted:
+            pass  # they have dropped it already
         except StepMismatch:
-            pass  # it had been decided already: the commit is told what became of it
-        self._sent(lambda: self.job.job.commit(self.job.version, self.job.groups(), discard=True))
+            # It had been decided before the interruption: the next step starts from its result.
+            self.job.version += 1
+            self.job.receive(entry for entry in self._resident() if entry.trained)
+            self.job.mark()
+            if self.gatherer is not None:
+                self.gatherer.new_version()
         self._interrupted = False
-        self._end_step(learn=False)
-        self.job.receive(entry for entry in self._resident() if entry.trained)
 
     def _resident(self) -> list[Entry[T]]:
         """The entries whose tensors are on this worker between uses."""

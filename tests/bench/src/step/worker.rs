@@ -5,7 +5,7 @@ use std::{ops::Range, time::Instant};
 use clap::Args;
 use futures_util::{StreamExt, TryStreamExt, future, stream};
 use serde_json::json;
-use zeroshard_client::{Cluster, Commit, Gradient, Job, Target, Values};
+use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, Values};
 use zeroshard_proto::{JobSpec, Manifest, Result, TensorSpec};
 
 use super::{Error, Level};
@@ -81,7 +81,7 @@ impl<'a> Worker<'a> {
         let gradient = Values::from(vec![1e-3f32; options.numel]);
         let all = 0..options.tensors;
         if options.rank == 0 {
-            job.initialise(all.clone().map(|tensor| Gradient { tensor, data: gradient.clone() }).collect())
+            job.initialise(all.clone().map(|tensor| TensorData { tensor, data: gradient.clone() }).collect())
                 .await?;
         }
         let parameters = vec![vec![0.0; options.numel]; options.tensors];
@@ -105,7 +105,7 @@ impl<'a> Worker<'a> {
         }
         self.push(step).await?;
         let pushed = Instant::now();
-        self.job.commit(Commit::new(step)).await?;
+        self.job.attempt(step)?.commit(Commit::default()).await?;
         let decided = Instant::now();
         self.pull(step + 1).await?;
         let ended = Instant::now();
@@ -114,9 +114,10 @@ impl<'a> Worker<'a> {
     }
 
     async fn push(&self, step: u64) -> Result<()> {
+        let attempt = self.job.attempt(step)?;
         let pushes = self.buckets.iter().rev().map(|bucket| {
-            let gradient = |tensor| Gradient { tensor, data: self.gradient.clone() };
-            self.job.push(step, bucket.clone().map(gradient).collect())
+            let gradient = |tensor| TensorData { tensor, data: self.gradient.clone() };
+            attempt.push(bucket.clone().map(gradient).collect())
         });
         stream::iter(pushes).buffer_unordered(AHEAD).try_for_each(|()| future::ok(())).await
     }

@@ -1,7 +1,7 @@
 //! Boxes of a square matrix beside all of an array of as many elements: what it costs that rows lie apart.
 
 use serde_json::json;
-use zeroshard_client::{Cluster, Commit, Gradient, Job, Target, Values};
+use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, Values};
 use zeroshard_proto::{
     DimPlacement, JobSpec, Manifest, Optimizer, ProcessMesh, TensorLayout, TensorSpec, optimizer::Sgd,
 };
@@ -77,7 +77,7 @@ impl Held {
         let mut jobs = Vec::new();
         for rank in 0..ranks {
             let job = cluster.join(name, rank).await?;
-            job.initialise(vec![Gradient { tensor: 0, data: gradient.clone() }]).await?;
+            job.initialise(vec![TensorData { tensor: 0, data: gradient.clone() }]).await?;
             jobs.push(job);
         }
         Ok(Self { jobs, version: 0, gradient, parameters: vec![0.0; numel] })
@@ -89,8 +89,8 @@ impl Held {
     }
 
     async fn push(&self, rank: usize) -> Result<(), Error> {
-        let gradient = Gradient { tensor: 0, data: self.gradient.clone() };
-        Ok(self.jobs[rank].push(self.version, vec![gradient]).await?)
+        let gradient = TensorData { tensor: 0, data: self.gradient.clone() };
+        Ok(self.jobs[rank].attempt(self.version)?.push(vec![gradient]).await?)
     }
 
     /// The other ranks' part of the step, and the step.
@@ -98,7 +98,8 @@ impl Held {
         for rank in 1..self.jobs.len() {
             self.push(rank).await?;
         }
-        let commits = self.jobs.iter().map(|job| job.commit(Commit::new(self.version)));
+        let commit = async |job: &Job| job.attempt(self.version)?.commit(Commit::default()).await;
+        let commits = self.jobs.iter().map(commit);
         let reports = futures_util::future::try_join_all(commits).await?;
         self.version = reports[0].version;
         // Wait for the step, so that it does not take time from what is measured next.

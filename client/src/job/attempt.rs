@@ -1,0 +1,357 @@
+//! One try at a step: gradients, buffers and the rank's vote, under one name that the servers can refuse.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use futures_util::future::{Either, select};
+use tokio::sync::watch;
+use zeroshard_proto::{DType, Error, Result, pb};
+
+use super::{Job, Member};
+use crate::{Commit, Reduced, StepReport, Target, TensorData, push::Contents, retry::Deadline};
+
+/// One try at a step, from [`Job::attempt`]. Cheap to clone.
+///
+/// What is pushed in one attempt never counts in another. An attempt ends when its epoch does (a rank was lost or has
+/// left), when all ranks discard it, or when the step is decided. From the first call that notices the end, every push
+/// and every discard of its handles returns [`Error::StepAborted`], also those that started before; of a step that was
+/// decided, [`Error::StepMismatch`].
+#[derive(Debug, Clone)]
+pub struct Attempt {
+    job: Job,
+    state: Arc<State>,
+}
+
+/// The attempts of a job that may be open, by step; the last that was decided, and none before it.
+#[derive(Debug, Default)]
+pub(super) struct Attempts(Mutex<BTreeMap<u64, Arc<State>>>);
+
+#[derive(Debug)]
+struct State {
+    epoch: u64,
+    step: u64,
+    number: u32,
+    end: watch::Sender<Option<End>>,
+}
+
+/// How an attempt has ended.
+#[derive(Debug, Clone)]
+struct End {
+    /// What its pushes are told.
+    error: Error,
+    /// Number of the attempt that comes next in this epoch.
+    next: u32,
+}
+
+impl Attempts {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, Arc<State>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Job {
+    /// The open attempt at `step`: the same one until it has ended, then the next one, in the epoch that is current.
+    ///
+    /// # Errors
+    /// [`Error::LeaseLost`], [`Error::JobFailed`], [`Error::JobReplaced`]: a new attempt cannot be opened any more.
+    pub fn attempt(&self, step: u64) -> Result<Attempt> {
+        let mut attempts = self.0.attempts.lock();
+        let before = attempts.get(&step).map(|state| (state.clone(), state.end.borrow().clone()));
+        if let Some((state, None)) = before {
+            return Ok(Attempt { job: self.clone(), state });
+        }
+        let epoch = self.current()?.epoch;
+        let number = match before {
+            Some((state, Some(end))) if state.epoch == epoch => end.next,
+            _ => 0,
+        };
+        let state = Arc::new(State { epoch, step, number, end: watch::Sender::new(None) });
+        attempts.insert(step, state.clone());
+        Ok(Attempt { job: self.clone(), state })
+    }
+}
+
+impl Attempt {
+    /// The step: the version that it starts from.
+    pub fn step(&self) -> u64 {
+        self.state.step
+    }
+
+    /// The epoch that it belongs to.
+    pub fn epoch(&self) -> u64 {
+        self.state.epoch
+    }
+
+    /// Its number: 0 for the first in its epoch, one more after each that was discarded.
+    pub fn number(&self) -> u32 {
+        self.state.number
+    }
+
+    /// Pushes gradients; in any number of calls, all tensors that train. What others contribute by the tensor's
+    /// layout, and not this rank, is left out.
+    ///
+    /// # Errors
+    /// [`Error::StepAborted`]: run the step again. [`Error::Invalid`], [`Error::Timeout`], …
+    pub async fn push(&self, gradients: Vec<TensorData>) -> Result<()> {
+        self.check_buffers(&gradients, false)?;
+        let wire = self.job.0.cluster.options.wire;
+        self.push_as(wire, Contents::Contributed(gradients)).await
+    }
+
+    /// Says that this rank has no gradient of these tensors in the step, or nothing beyond what it has pushed. What is
+    /// missing counts as zeros. A tensor that no rank pushes anything of is not stepped: neither weight decay nor
+    /// state nor step count move. A tensor that was pushed whole stays so.
+    ///
+    /// # Errors
+    /// As [`Self::push`].
+    pub async fn push_absent(&self, tensors: &[usize]) -> Result<()> {
+        let wire = self.job.0.cluster.options.wire;
+        self.push_as(wire, Contents::Absent(tensors)).await
+    }
+
+    /// Pushes the new content of buffers (batch-norm statistics), by the ranks that upload them, before they commit. It
+    /// is what readers of the step's version get, bit for bit, also when the step is skipped; a buffer that is not
+    /// pushed keeps its content.
+    ///
+    /// # Errors
+    /// As [`Self::push`]; [`Error::Invalid`] for a tensor that is not a buffer.
+    pub async fn push_buffers(&self, buffers: Vec<TensorData>) -> Result<()> {
+        self.check_buffers(&buffers, true)?;
+        self.push_as(DType::F32, Contents::Uploaded(buffers)).await
+    }
+
+    async fn push_as(&self, dtype: DType, contents: Contents<'_>) -> Result<()> {
+        let deadline = Deadline::after(self.job.0.cluster.options.deadline);
+        self.check_epoch(deadline).await?;
+        let begin = pb::PushBegin {
+            epoch: self.state.epoch,
+            step: Some(self.state.step),
+            attempt: self.state.number,
+            ..self.job.begin()
+        };
+        self.while_open(self.job.push(begin, dtype, contents, deadline), deadline).await
+    }
+
+    /// Says that this rank has pushed all of the step; answered when the step is decided. A call that is repeated is
+    /// answered alike.
+    ///
+    /// # Errors
+    /// [`Error::StepAborted`]: run the step again. [`Error::RankLeft`], [`Error::Disagreement`] with another rank,
+    /// [`Error::Timeout`] naming who did not commit.
+    pub async fn commit(&self, commit: Commit) -> Result<StepReport> {
+        let Member { cluster, spec, id, lease, rank, .. } = &*self.job.0;
+        let deadline = Deadline::after(cluster.options.deadline);
+        let State { epoch, step, number, .. } = *self.state;
+        let request = pb::CommitRequest {
+            job: spec.name.clone(),
+            job_id: *id,
+            lease: *lease,
+            epoch,
+            rank: *rank,
+            step,
+            attempt: number,
+            groups: commit.groups.iter().map(Into::into).collect(),
+            loss_scale: commit.loss_scale,
+            max_norm: commit.max_norm,
+            loss: commit.loss,
+            ..Default::default()
+        };
+        // Always asked, whatever is known here of the epoch: the step may have been decided before.
+        let report = cluster.retry("the decision", |mut client, wait_ms| {
+            let request = pb::CommitRequest { wait_ms, ..request.clone() };
+            async move { client.commit(request).await }
+        });
+        match report.await {
+            Ok(report) => {
+                self.decided();
+                Ok(StepReport::new(&report, &spec.manifest))
+            }
+            Err(error) => Err(self.noted(error, deadline).await),
+        }
+    }
+
+    /// Commits, and fills the targets with the parameters of the version that the step makes. The pull is sent
+    /// beside the commit, so that its bytes come slice by slice while the servers still apply the step.
+    ///
+    /// # Errors
+    /// Those of [`Self::commit`], and then what is in the targets means nothing; those of [`Job::pull`].
+    pub async fn commit_and_pull(&self, commit: Commit, targets: Vec<Target<'_>>) -> Result<StepReport> {
+        let pull = self.job.pull(self.state.step.saturating_add(1), targets);
+        let commit = self.commit(commit);
+        match select(Box::pin(commit), Box::pin(pull)).await {
+            Either::Left((report, pull)) => {
+                let report = report?;
+                pull.await?;
+                Ok(report)
+            }
+            Either::Right((pulled, commit)) => {
+                // What became of the step matters more than why the pull failed.
+                let report = commit.await?;
+                pulled?;
+                Ok(report)
+            }
+        }
+    }
+
+    /// The norm of the step's mean gradient once every rank has pushed it, before the step is decided: for a caller
+    /// whose commit depends on it. `loss_scale` as in [`Commit`].
+    ///
+    /// # Errors
+    /// [`Error::StepAborted`]: run the step again. [`Error::RankLeft`]. [`Error::Timeout`] naming whose gradients are
+    /// missing.
+    pub async fn reduce(&self, loss_scale: f64) -> Result<Reduced> {
+        let Member { cluster, spec, id, lease, rank, .. } = &*self.job.0;
+        let deadline = Deadline::after(cluster.options.deadline);
+        let State { epoch, step, number, .. } = *self.state;
+        let request = pb::ReduceRequest {
+            job: spec.name.clone(),
+            job_id: *id,
+            lease: *lease,
+            epoch,
+            rank: *rank,
+            step,
+            attempt: number,
+            loss_scale,
+            wait_ms: 0,
+        };
+        let report = cluster.retry("the gradient's norm", |mut client, wait_ms| {
+            let request = pb::ReduceRequest { wait_ms, ..request.clone() };
+            async move { client.reduce(request).await }
+        });
+        match report.await {
+            Ok(report) => Ok(Reduced::new(&report, &spec.manifest)),
+            Err(error) => Err(self.noted(error, deadline).await),
+        }
+    }
+
+    /// Throws away what was pushed in this attempt; answered when every rank has asked for it. The step can then be
+    /// tried again, with other gradients, in the next attempt.
+    ///
+    /// # Errors
+    /// [`Error::StepAborted`]: the servers have dropped the attempt already. [`Error::StepMismatch`]: the step was
+    /// decided. [`Error::Disagreement`] with a rank that commits; [`Error::RankLeft`]; [`Error::Timeout`] naming who
+    /// has not asked for it.
+    pub async fn discard(&self) -> Result<()> {
+        let Member { cluster, spec, id, lease, rank, .. } = &*self.job.0;
+        let deadline = Deadline::after(cluster.options.deadline);
+        let State { epoch, step, number, .. } = *self.state;
+        let request = pb::DiscardRequest {
+            job: spec.name.clone(),
+            job_id: *id,
+            lease: *lease,
+            epoch,
+            rank: *rank,
+            step,
+            attempt: number,
+            wait_ms: 0,
+        };
+        self.check_epoch(deadline).await?;
+        let discarded = cluster.retry("all ranks to discard the attempt", |mut client, wait_ms| {
+            let request = pb::DiscardRequest { wait_ms, ..request.clone() };
+            async move { client.discard(request).await }
+        });
+        let next = self.while_open(discarded, deadline).await?.attempt;
+        self.end(self.aborted(epoch, "the ranks have discarded its gradients".to_owned()), next);
+        Ok(())
+    }
+
+    /// # Errors
+    /// Why the attempt has ended, if it has: a later epoch ends it.
+    async fn check_epoch(&self, deadline: Deadline) -> Result<()> {
+        let ended = self.state.end.borrow().as_ref().map(|end| end.error.clone());
+        if let Some(error) = ended {
+            return Err(error);
+        }
+        let (epoch, current) = (self.state.epoch, self.job.current()?.epoch);
+        match current > epoch {
+            false => Ok(()),
+            true => {
+                let job = self.job.0.spec.name.clone();
+                Err(self.noted(Error::StaleEpoch { job, epoch, current }, deadline).await)
+            }
+        }
+    }
+
+    /// `work`, unless the attempt ends before.
+    async fn while_open<T>(&self, work: impl Future<Output = Result<T>>, deadline: Deadline) -> Result<T> {
+        let mut end = self.state.end.subscribe();
+        let result = tokio::select! {
+            biased;
+            Ok(end) = end.wait_for(Option::is_some) => {
+                return Err(end.as_ref().expect("it was waited for").error.clone());
+            }
+            result = work => result,
+        };
+        match result {
+            Ok(value) => Ok(value),
+            Err(error) => Err(self.noted(error, deadline).await),
+        }
+    }
+
+    /// The error that a call returns for `error`. One that means the end of the attempt ends it.
+    async fn noted(&self, error: Error, deadline: Deadline) -> Error {
+        let State { epoch, number, .. } = *self.state;
+        let (new_epoch, cause) = match &error {
+            Error::StaleAttempt { current, .. } if *current > number => {
+                let error = self.aborted(epoch, format!("attempt {number} at it was discarded"));
+                return self.end(error, *current);
+            }
+            Error::StaleEpoch { current, .. } if *current > epoch => (*current, None),
+            Error::StepAborted { epoch: current, cause, .. } => (*current, Some(cause.clone())),
+            _ => return error,
+        };
+        // The next attempt belongs to the new epoch: it must be known here before this one has ended.
+        if let Err(error) = self.job.wait_for_news(new_epoch.saturating_sub(1), deadline).await {
+            return error;
+        }
+        let Self { job, state } = self;
+        let cause = cause.unwrap_or_else(|| format!("a rank was lost or has left since epoch {epoch}"));
+        match job.version() {
+            Some(version) if version > state.step => self.decided(),
+            _ => self.end(self.aborted(job.epoch(), cause), 0),
+        }
+    }
+
+    fn aborted(&self, epoch: u64, cause: String) -> Error {
+        let (job, step) = (self.job.0.spec.name.clone(), self.state.step);
+        Error::StepAborted { job, step, epoch, cause }
+    }
+
+    /// The step was decided. What further pushes are told.
+    fn decided(&self) -> Error {
+        let (job, step) = (self.job.0.spec.name.clone(), self.state.step);
+        self.job.0.attempts.lock().retain(|&other, _| other >= step);
+        let current = step.saturating_add(1);
+        self.end(Error::StepMismatch { job, step, current }, self.state.number)
+    }
+
+    /// Ends the attempt, unless it has ended before. How it has ended.
+    fn end(&self, error: Error, next: u32) -> Error {
+        let mut ended = error.clone();
+        self.state.end.send_if_modified(|end| match end {
+            Some(end) => {
+                ended = end.error.clone();
+                false
+            }
+            None => {
+                *end = Some(End { error, next });
+                true
+            }
+        });
+        ended
+    }
+
+    /// The servers would take a buffer as one whatever it was meant to be.
+    fn check_buffers(&self, data: &[TensorData], buffers: bool) -> Result<()> {
+        let tensors = self.job.0.spec.manifest.tensors();
+        let wrong = |data: &&TensorData| tensors.get(data.tensor).is_some_and(|spec| spec.buffer != buffers);
+        let Some(wrong) = data.iter().find(wrong) else { return Ok(()) };
+        let what = format!("tensor {:?}", tensors[wrong.tensor].name);
+        Err(match buffers {
+            true => Error::invalid(what, "pushed as a buffer", "a buffer"),
+            false => Error::invalid(what, "pushed as a gradient", "pushed with the step's buffers"),
+        })
+    }
+}

@@ -1,0 +1,197 @@
+//! Deadlines, and which errors are tried again: the only place that decides it.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+use zeroshard_proto::{Error, Result, error::Remedy};
+
+/// Longest first pause before a call is tried again; each further one may be twice as long.
+const FIRST_PAUSE: Duration = Duration::from_millis(20);
+/// Longest pause.
+const MAX_PAUSE: Duration = Duration::from_secs(1);
+/// How much earlier than ourselves a server gives up: its error names what was missing, ours only names the server.
+const MARGIN: Duration = Duration::from_millis(200);
+/// A deadline that is later than the clock can say.
+const FAR_FUTURE: Duration = Duration::from_secs(86_400 * 365 * 30);
+
+/// When an operation must be over.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Deadline {
+    at: Instant,
+    after: Duration,
+}
+
+impl Deadline {
+    pub(crate) fn after(after: Duration) -> Self {
+        let now = Instant::now();
+        Self { at: now.checked_add(after).unwrap_or_else(|| now + FAR_FUTURE), after }
+    }
+
+    fn left(&self) -> Duration {
+        self.at.saturating_duration_since(Instant::now())
+    }
+
+    /// # Errors
+    /// [`Error::Timeout`] with `waiting_for`.
+    pub(crate) async fn limit<T>(
+        &self,
+        waiting_for: impl FnOnce() -> String,
+        work: impl Future<Output = T>,
+    ) -> Result<T> {
+        tokio::time::timeout_at(self.at, work).await.map_err(|_| self.timeout(waiting_for()))
+    }
+
+    fn timeout(&self, waiting_for: String) -> Error {
+        Error::Timeout { waiting_for, waited_ms: self.after.as_millis() as u64 }
+    }
+}
+
+/// What to do after a try that failed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Next {
+    /// Send the same again, after a pause.
+    Again(Duration),
+    /// The membership has changed, as the error says.
+    Refresh(Error),
+}
+
+/// The tries of one operation, up to its deadline.
+#[derive(Debug)]
+pub(crate) struct Tries {
+    deadline: Deadline,
+    /// The next pause is random and at most so long.
+    pause: Duration,
+    /// What the last try ended with.
+    last: Option<Error>,
+}
+
+impl Tries {
+    pub(crate) fn until(deadline: Deadline) -> Self {
+        Self { deadline, pause: FIRST_PAUSE, last: None }
+    }
+
+    /// For `wait_ms` of a request. The server may wait less, if its own limit is lower.
+    pub(crate) fn wait_ms(&self) -> u32 {
+        let wait = self.deadline.left().saturating_sub(MARGIN).as_millis();
+        u32::try_from(wait).unwrap_or(u32::MAX).max(1)
+    }
+
+    /// One try. `waiting_for` is for the message if the deadline passes and no earlier try has a better one.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`].
+    pub(crate) async fn limit<T>(
+        &self,
+        waiting_for: impl FnOnce() -> String,
+        work: impl Future<Output = T>,
+    ) -> Result<T> {
+        self.deadline.limit(|| self.missing().unwrap_or_else(waiting_for), work).await
+    }
+
+    /// What the last try said that was missing.
+    fn missing(&self) -> Option<String> {
+        match self.last.as_ref()? {
+            Error::Timeout { waiting_for, .. } => Some(waiting_for.clone()),
+            error => Some(format!("a try that succeeds; the last one ended with: {error}")),
+        }
+    }
+
+    /// Decides about a try that ended with `error`. Returns after the pause if there is one.
+    ///
+    /// # Errors
+    /// `error`, if it is final; [`Error::Timeout`] if no time is left for another try.
+    pub(crate) async fn next(&mut self, error: Error) -> Result<Next> {
+        let next = self.decide(error, self.deadline.left())?;
+        if let Next::Again(pause) = next {
+            tokio::time::sleep(pause).await;
+        }
+        Ok(next)
+    }
+
+    /// As [`Self::next`], when so much time is left.
+    fn decide(&mut self, error: Error, left: Duration) -> Result<Next> {
+        match (error.remedy(), &error) {
+            (Remedy::Retry, _) => {}
+            // The server's limit may be lower than our deadline.
+            (Remedy::GiveUp, Error::Timeout { .. }) => {}
+            (Remedy::Refresh, _) => return Ok(Next::Refresh(error)),
+            (Remedy::GiveUp | Remedy::RedoStep, _) => return Err(error),
+        }
+        let pause = self.pause.mul_f64(0.5 + fastrand::f64() / 2.0);
+        self.pause = (self.pause * 2).min(MAX_PAUSE);
+        self.last = Some(error);
+        match left > MARGIN + pause {
+            true => Ok(Next::Again(pause)),
+            false => Err(self.deadline.timeout(self.missing().unwrap_or_default())),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+mod tests {
+    use super::*;
+
+    fn tries(after: Duration) -> Tries {
+        Tries::until(Deadline::after(after))
+    }
+
+    fn unavailable() -> Error {
+        Error::Unavailable { peer: "shard server 1".into(), cause: "connection reset".into() }
+    }
+
+    fn timeout() -> Error {
+        Error::Timeout { waiting_for: "rank 3 to commit".into(), waited_ms: 600_000 }
+    }
+
+    #[test]
+    fn pauses_grow_up_to_a_second_and_differ() {
+        let mut tries = tries(Duration::from_secs(3600));
+        let pause = |_| match tries.decide(unavailable(), Duration::from_secs(3600)) {
+            Ok(Next::Again(pause)) => pause,
+            other => panic!("{other:?}"),
+        };
+        let pauses: Vec<_> = (0..40).map(pause).collect();
+        assert!(pauses[0] <= FIRST_PAUSE, "{pauses:?}");
+        assert!(pauses[10..].iter().all(|&pause| pause >= MAX_PAUSE / 2 && pause <= MAX_PAUSE));
+        assert!(pauses[10..].iter().any(|&pause| pause != pauses[39]), "{pauses:?}");
+    }
+
+    #[test]
+    fn a_servers_timeout_before_the_deadline_is_tried_again_and_its_message_is_told_at_the_end() {
+        let mut tries = tries(Duration::from_secs(1500));
+        for left in [900, 300] {
+            assert!(matches!(tries.decide(timeout(), Duration::from_secs(left)), Ok(Next::Again(_))));
+        }
+        let told = Error::Timeout { waiting_for: "rank 3 to commit".into(), waited_ms: 1_500_000 };
+        assert_eq!(tries.decide(timeout(), MARGIN), Err(told));
+    }
+
+    #[tokio::test]
+    async fn a_deadline_that_passes_during_a_later_try_tells_what_the_server_said_before() {
+        for (error, told) in [(timeout(), "rank 3 to commit"), (unavailable(), "connection reset")] {
+            let mut tries = tries(Duration::from_millis(20));
+            tries.decide(error, Duration::from_secs(10)).unwrap();
+            let ended = tries.limit(|| "an answer".into(), std::future::pending::<()>()).await;
+            let Err(Error::Timeout { waiting_for, waited_ms: 20 }) = ended else { panic!("{ended:?}") };
+            assert!(waiting_for.contains(told), "{waiting_for}");
+        }
+    }
+
+    #[tokio::test]
+    async fn final_errors_are_not_tried_again() {
+        let left = Error::RankLeft { job: "a".into(), rank: 1, step: 2 };
+        let aborted = Error::StepAborted { job: "a".into(), step: 2, epoch: 3, cause: "lost".into() };
+        for error in [left, aborted, Error::UnknownJob { job: "a".into() }] {
+            assert_eq!(tries(Duration::from_secs(10)).next(error.clone()).await, Err(error));
+        }
+        let moved = Error::NotHere { job: "a".into(), slice: 1 };
+        assert_eq!(tries(Duration::from_secs(10)).next(moved.clone()).await, Ok(Next::Refresh(moved)));
+    }
+
+    #[tokio::test]
+    async fn a_deadline_may_be_as_long_as_the_user_likes() {
+        assert_eq!(tries(Duration::MAX).wait_ms(), u32::MAX);
+        assert!(tries(Duration::from_secs(7200)).wait_ms() > 7_000_000);
+    }
+}
