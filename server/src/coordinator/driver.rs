@@ -24,8 +24,8 @@ use super::{
 };
 use crate::metrics::Metrics;
 
-/// Commands that may wait for one server. One that does not read so many is dismissed: a grant, an epoch and a
-/// decision for each worker of the largest job that was tried (1,000) are a third of it.
+/// Commands that may wait for one server; a server that lets so many wait is dismissed. 1,000 workers that join, leave
+/// and join again while the server reads nothing need 3,000.
 pub(crate) const MAX_COMMANDS: usize = 8192;
 
 /// Runs one [`Cluster`].
