@@ -176,6 +176,8 @@ impl Cluster {
         let error =
             || Error::Unavailable { peer: "coordinator".to_owned(), cause: "it is shutting down".to_owned() };
         let mut out = Vec::new();
+        // The ends of their control streams are no news any more.
+        self.servers.clear();
         for job in std::mem::take(&mut self.jobs).into_values() {
             let (waiters, members) = job.phase.into_waiting();
             out.extend(waiters.into_iter().map(|waiter| Action::Answer(waiter.caller, Err(error()))));

@@ -1,5 +1,5 @@
-//! The clock, the random numbers and the runtime of the coordinator: hands events to the state, and carries out its
-//! actions.
+//! The clock, the random numbers and the runtime of the coordinator: hands events to the state, and has its
+//! actions carried out (`actions`).
 //!
 //! The state is behind a mutex that is held for a moment and never across an await; under it, actions only send into
 //! channels and wake tasks, so commands to a server leave in the order of the decisions. Long work (placements,
@@ -19,35 +19,34 @@ use zeroshard_proto::{Error, Result, Server};
 use super::{
     cluster::{Cluster, IDLE},
     control::Outgoing,
-    events::{Action, Caller, Event, Lease, Link, Now, Placing, Reply, ServerId},
+    events::{Caller, Event, Lease, Link, Now, Reply, ServerId},
     feed::Change,
-    jobs::Plan,
 };
 use crate::metrics::Metrics;
 
-/// Commands that may wait for one server. One that does not read so many is dismissed: a grant, an epoch and a
-/// decision for each worker of the largest job that was tried (1,000) are a third of it.
+/// Commands that may wait for one server; a server that lets so many wait is dismissed. 1,000 workers that join, leave
+/// and join again while the server reads nothing need 3,000.
 pub(crate) const MAX_COMMANDS: usize = 8192;
 
 /// Runs one [`Cluster`].
 #[derive(Debug)]
 pub(crate) struct Driver {
-    me: Weak<Self>,
+    pub(super) me: Weak<Self>,
     started: Instant,
     /// In every command to a server.
     pub(super) term: u64,
-    metrics: Arc<Metrics>,
+    pub(super) metrics: Arc<Metrics>,
     inner: Mutex<Inner>,
     /// Wakes the timer for an earlier deadline.
     wake: Notify,
 }
 
 #[derive(Debug)]
-struct Inner {
-    cluster: Cluster,
-    calls: HashMap<Caller, oneshot::Sender<Result<Reply>>>,
-    servers: HashMap<ServerId, ServerStream>,
-    members: HashMap<Lease, MemberStream>,
+pub(super) struct Inner {
+    pub(super) cluster: Cluster,
+    pub(super) calls: HashMap<Caller, oneshot::Sender<Result<Reply>>>,
+    pub(super) servers: HashMap<ServerId, ServerStream>,
+    pub(super) members: HashMap<Lease, MemberStream>,
     last_caller: u64,
     last_stream: u64,
     /// When the timer rings.
@@ -56,18 +55,18 @@ struct Inner {
 }
 
 #[derive(Debug)]
-struct ServerStream {
-    stream: u64,
-    commands: mpsc::Sender<Outgoing>,
-    dismissed: CancellationToken,
+pub(super) struct ServerStream {
+    pub(super) stream: u64,
+    pub(super) commands: mpsc::Sender<Outgoing>,
+    pub(super) dismissed: CancellationToken,
 }
 
 #[derive(Debug, Default)]
-struct MemberStream {
+pub(super) struct MemberStream {
     /// Of the task that reads the stream, if it waits.
-    waker: Option<Waker>,
+    pub(super) waker: Option<Waker>,
     /// The stream has ended, in order or with an error.
-    ended: Option<Option<Error>>,
+    pub(super) ended: Option<Option<Error>>,
 }
 
 /// A server's control stream.
@@ -231,68 +230,6 @@ impl Driver {
             self.wake.notify_one();
         }
     }
-
-    fn act(&self, inner: &mut Inner, actions: Vec<Action>) {
-        for action in actions {
-            match action {
-                Action::Answer(caller, answer) => {
-                    // Sending fails when the caller has gone.
-                    if let Some(call) = inner.calls.remove(&caller) {
-                        let _ = call.send(answer);
-                    }
-                }
-                Action::Command(server, command) => inner.send(server, Outgoing::Command(command)),
-                Action::Open(server, open) => inner.send(server, Outgoing::Open(open)),
-                Action::Place(placing) => self.place(placing),
-                Action::Wake(lease) => {
-                    if let Some(waker) = inner.members.get_mut(&lease).and_then(|m| m.waker.take()) {
-                        waker.wake();
-                    }
-                }
-                Action::End(lease, error) => {
-                    if let Some(member) = inner.members.get_mut(&lease) {
-                        member.ended = Some(error);
-                        member.waker.take().into_iter().for_each(Waker::wake);
-                    }
-                }
-                Action::Dismiss(link) => inner.dismiss(link),
-                Action::Decided { applied, commit_spread, ready_wait } => {
-                    let steps = &self.metrics.steps;
-                    if applied {
-                        steps.applied.inc()
-                    } else {
-                        steps.skipped.inc()
-                    }
-                    steps.commit_spread.observe(commit_spread.as_secs_f64());
-                    steps.ready_wait.observe(ready_wait.as_secs_f64());
-                }
-                Action::Aborted => self.metrics.steps.aborted.inc(),
-                Action::Forgotten { job } => self.metrics.forget_job(&job),
-                Action::Note(note) => tracing::info!("{note}"),
-            }
-        }
-    }
-
-    /// Computes a placement on a thread that may block.
-    fn place(&self, placing: Placing) {
-        let Some(driver) = self.me.upgrade() else { return };
-        tokio::task::spawn_blocking(move || {
-            let plan = Plan::new(&placing.spec, &placing.live);
-            driver.tell(Event::Placed { job: placing.job, plan });
-        });
-    }
-
-    fn show(&self, inner: &Inner) {
-        let (servers, jobs) = inner.cluster.gauges();
-        self.metrics.servers.set(servers as i64);
-        for (job, epoch, version, workers) in jobs {
-            self.metrics.epoch.with_label_values(&[job]).set(epoch as i64);
-            self.metrics.workers.with_label_values(&[job]).set(workers as i64);
-            if let Some(version) = version {
-                self.metrics.version.with_label_values(&[job]).set(version as i64);
-            }
-        }
-    }
 }
 
 impl Inner {
@@ -302,25 +239,6 @@ impl Inner {
             return Err(Error::Unavailable { peer: "coordinator".to_owned(), cause });
         }
         Ok(())
-    }
-
-    /// A server that does not read its commands is dismissed; the end of its control stream is then an event like
-    /// any other.
-    fn send(&mut self, server: ServerId, command: Outgoing) {
-        if let Some(outbox) = self.servers.get(&server)
-            && outbox.commands.try_send(command).is_err()
-        {
-            let link = Link { server, stream: outbox.stream };
-            self.dismiss(link);
-        }
-    }
-
-    fn dismiss(&mut self, link: Link) {
-        if self.servers.get(&link.server).is_some_and(|known| known.stream == link.stream)
-            && let Some(server) = self.servers.remove(&link.server)
-        {
-            server.dismissed.cancel();
-        }
     }
 }
 

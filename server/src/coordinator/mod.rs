@@ -1,13 +1,14 @@
 //! Membership, placement and the decision about each step.
 //!
 //! `cluster` takes events in and gives actions out, with a file for each subject: a pure function of state, event
-//! and time (`state`, `events`). Jobs: `jobs`, `placement`. Servers: `servers`. Workers: `leases`, `feed`. Steps:
+//! and time (`state`, `events`). Jobs: `jobs`, `placement`. Servers: `servers`. Workers: `leases`, `members`, `feed`. Steps:
 //! `commit`, `reduce`, `attempts`, `decisions`.
 //!
-//! `driver` is the clock and carries the actions out; `service`, `requests` and `control` are the wire.
+//! `driver` is the clock, and `actions` carries the actions out; `service`, `requests` and `control` are the wire.
 //!
 //! Nothing is kept on disk: what must survive is on the servers.
 
+mod actions;
 mod attempts;
 mod cluster;
 mod commit;
@@ -18,6 +19,7 @@ mod events;
 mod feed;
 mod jobs;
 mod leases;
+mod members;
 pub mod placement;
 mod reduce;
 mod requests;

@@ -13,7 +13,7 @@ use super::{
     events::{Action, JobRef, Lease, ServerId, Turn, Waiter},
     feed::Peers,
     jobs::Plan,
-    leases::{Members, Queue},
+    members::{Members, Queue},
 };
 
 /// A shard server that is connected.

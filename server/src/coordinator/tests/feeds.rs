@@ -89,13 +89,13 @@ fn a_member_that_reads_nothing_costs_no_memory_and_then_gets_one_message_with_th
         script.commands.clear();
         script.woken.clear();
     }
-    let zeroshard_job = &script.cluster.jobs["job"];
-    let super::super::state::Phase::Open(open) = &zeroshard_job.phase else { panic!("open") };
+    let job = &script.cluster.jobs["job"];
+    let super::super::state::Phase::Open(open) = &job.phase else { panic!("open") };
     // The bound: one entry for each rank that ever had an address, however often it has changed.
     assert_eq!(open.peers.len(), 1);
     assert_eq!(open.members.len(), 3);
     let told = script.told(leases[0]).unwrap();
-    assert_eq!((told.epoch, told.epoch), (script.epoch(), 10_001));
+    assert_eq!(told.epoch, 10_001);
     assert_eq!(told.peers, [pb::Peer { rank: 2, address: "worker-9999:7".into() }]);
     assert!(told.spec.is_none() && told.placement.is_none());
     assert!(script.told(leases[0]).is_none());

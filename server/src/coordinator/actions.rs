@@ -1,0 +1,95 @@
+//! Carries out the actions of the state machine. It runs under the driver's lock, so nothing here waits.
+
+use std::task::Waker;
+
+use super::{
+    control::Outgoing,
+    driver::{Driver, Inner},
+    events::{Action, Event, Link, Placing, ServerId},
+    jobs::Plan,
+};
+
+impl Driver {
+    pub(super) fn act(&self, inner: &mut Inner, actions: Vec<Action>) {
+        for action in actions {
+            match action {
+                Action::Answer(caller, answer) => {
+                    // Sending fails when the caller has gone.
+                    if let Some(call) = inner.calls.remove(&caller) {
+                        let _ = call.send(answer);
+                    }
+                }
+                Action::Command(server, command) => inner.send(server, Outgoing::Command(command)),
+                Action::Open(server, open) => inner.send(server, Outgoing::Open(open)),
+                Action::Place(placing) => self.place(placing),
+                Action::Wake(lease) => {
+                    if let Some(waker) = inner.members.get_mut(&lease).and_then(|m| m.waker.take()) {
+                        waker.wake();
+                    }
+                }
+                Action::End(lease, error) => {
+                    if let Some(member) = inner.members.get_mut(&lease) {
+                        member.ended = Some(error);
+                        member.waker.take().into_iter().for_each(Waker::wake);
+                    }
+                }
+                Action::Dismiss(link) => inner.dismiss(link),
+                Action::Decided { applied, commit_spread, ready_wait } => {
+                    let steps = &self.metrics.steps;
+                    if applied {
+                        steps.applied.inc()
+                    } else {
+                        steps.skipped.inc()
+                    }
+                    steps.commit_spread.observe(commit_spread.as_secs_f64());
+                    steps.ready_wait.observe(ready_wait.as_secs_f64());
+                }
+                Action::Aborted => self.metrics.steps.aborted.inc(),
+                Action::Forgotten { job } => self.metrics.forget_job(&job),
+                Action::Note(note) => tracing::info!("{note}"),
+            }
+        }
+    }
+
+    /// Computes a placement on a thread that may block.
+    fn place(&self, placing: Placing) {
+        let Some(driver) = self.me.upgrade() else { return };
+        tokio::task::spawn_blocking(move || {
+            let plan = Plan::new(&placing.spec, &placing.live);
+            driver.tell(Event::Placed { job: placing.job, plan });
+        });
+    }
+
+    pub(super) fn show(&self, inner: &Inner) {
+        let (servers, jobs) = inner.cluster.gauges();
+        self.metrics.servers.set(servers as i64);
+        for (job, epoch, version, workers) in jobs {
+            self.metrics.epoch.with_label_values(&[job]).set(epoch as i64);
+            self.metrics.workers.with_label_values(&[job]).set(workers as i64);
+            if let Some(version) = version {
+                self.metrics.version.with_label_values(&[job]).set(version as i64);
+            }
+        }
+    }
+}
+
+impl Inner {
+    /// A server that does not read its commands is dismissed; the end of its control stream is then an event like
+    /// any other.
+    fn send(&mut self, server: ServerId, command: Outgoing) {
+        if let Some(outbox) = self.servers.get(&server)
+            && outbox.commands.try_send(command).is_err()
+        {
+            let link = Link { server, stream: outbox.stream };
+            self.dismiss(link);
+        }
+    }
+
+    fn dismiss(&mut self, link: Link) {
+        if self.servers.get(&link.server).is_some_and(|known| known.stream == link.stream)
+            && let Some(server) = self.servers.remove(&link.server)
+        {
+            server.dismissed.cancel();
+        }
+    }
+}
