@@ -14,8 +14,9 @@ use tokio_util::sync::CancellationToken;
 use zeroshard_proto::{Error, JobSpec, Placement, Result, pb};
 
 use super::{
+    budget::Budget,
     lane::Lanes,
-    round::{ParkingBudget, Piece},
+    round::Piece,
     senders::describe,
     slice::{Apply, Memory, Reduced, Slice, Step, Upload},
 };
@@ -33,7 +34,7 @@ const WAKE_ELEMENTS: usize = 1 << 20;
 /// What a job needs of its surroundings.
 pub(crate) struct Surroundings<B> {
     pub(crate) backend: Arc<B>,
-    pub(crate) budget: Arc<ParkingBudget>,
+    pub(crate) budget: Arc<Budget>,
     pub(crate) metrics: Arc<Metrics>,
     /// To the coordinator.
     pub(crate) events: UnboundedSender<pb::server_event::Event>,

@@ -3,6 +3,7 @@
 //! `data` and `service` are the wire, `store` finds the job, `job` the slice, `slice` computes on a backend.
 //! `control` listens to the coordinator. Nothing here knows the other servers.
 
+mod budget;
 mod control;
 mod data;
 mod job;

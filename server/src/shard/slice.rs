@@ -11,8 +11,9 @@ use std::sync::{
 use zeroshard_proto::{DType, Error, JobSpec, Optimizer, Result, SliceSpec};
 
 use super::{
+    budget::Budget,
     lane::Lane,
-    round::{Absent, ParkingBudget, Piece, Round},
+    round::{Absent, Piece, Round},
 };
 use crate::{
     backend::{Backend, OutOfMemory, Update},
@@ -186,7 +187,7 @@ impl<B: Backend> Slice<B> {
         &self,
         backend: &B,
         piece: &Piece,
-        budget: &Arc<ParkingBudget>,
+        budget: &Arc<Budget>,
         current: impl FnOnce() -> Result<()>,
     ) -> Result<(u64, Option<Reduced>)> {
         let mut inner = self.lock();

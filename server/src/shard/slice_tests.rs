@@ -12,7 +12,7 @@ const NUMEL: usize = 5;
 
 pub(super) struct Subject {
     backend: Cpu,
-    budget: Arc<ParkingBudget>,
+    budget: Arc<Budget>,
     groups: Vec<Optimizer>,
     pub(super) slice: Slice<Cpu>,
 }
@@ -39,7 +39,7 @@ impl Subject {
         let backend = Cpu::new();
         let lanes = Lanes::new(&job, 0).of(&job.manifest.slices()[0]);
         let slice = Slice::allocate(&backend, &job, 0, lanes).unwrap();
-        Self { backend, budget: ParkingBudget::new(0), groups: job.groups, slice }
+        Self { backend, budget: Budget::new(0), groups: job.groups, slice }
     }
 
     fn tensor() -> TensorSpec {

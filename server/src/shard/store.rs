@@ -9,8 +9,8 @@ use std::{
 use zeroshard_proto::{Error, Result, pb};
 
 use super::{
+    budget::Budget,
     job::{Deadline, Job},
-    round::ParkingBudget,
 };
 use crate::{backend::Backend, config::MAX_WAIT, metrics::Metrics};
 
@@ -30,7 +30,7 @@ pub(crate) struct Store<B: Backend> {
     pub(crate) backend: Arc<B>,
     pub(crate) limits: Limits,
     pub(crate) metrics: Arc<Metrics>,
-    pub(crate) budget: Arc<ParkingBudget>,
+    pub(crate) budget: Arc<Budget>,
     jobs: RwLock<HashMap<String, Arc<Job<B>>>>,
 }
 
@@ -38,7 +38,7 @@ impl<B: Backend> Store<B> {
     pub(crate) fn new(backend: B, limits: Limits, metrics: Arc<Metrics>) -> Self {
         Self {
             backend: Arc::new(backend),
-            budget: ParkingBudget::new(limits.parked_bytes),
+            budget: Budget::new(limits.parked_bytes),
             limits,
             metrics,
             jobs: RwLock::default(),
