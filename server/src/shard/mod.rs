@@ -42,7 +42,7 @@ pub struct Shard<B: Backend> {
 impl<B: Backend> Shard<B> {
     /// A server that holds nothing yet.
     pub fn new(backend: B, config: &config::Shard, context: Context) -> Self {
-        let Context { common, metrics, health } = context;
+        let Context { common, metrics, health, .. } = context;
         let limits = Limits {
             wait: common.wait(),
             max_message: common.max_message_bytes,
