@@ -331,6 +331,17 @@ impl<B: Backend> Job<B> {
         self.closed.cancel();
     }
 
+    /// Cancelled when the job is dropped.
+    pub(crate) fn closed(&self) -> &CancellationToken {
+        &self.closed
+    }
+
+    /// What calls are told that were open when the job was dropped.
+    pub(crate) fn closed_error(&self) -> Error {
+        let reason = "it was deleted, or this server has given it up".to_owned();
+        Error::JobFailed { job: self.spec.name.clone(), reason }
+    }
+
     fn training_slices(&self) -> usize {
         self.slices().filter(|(_, slice)| slice.group.is_some()).count()
     }

@@ -16,6 +16,7 @@ mod round;
 mod senders;
 mod service;
 mod slice;
+mod stall;
 mod store;
 #[cfg(test)]
 mod transfer_tests;

@@ -14,6 +14,9 @@ use super::{
 };
 use crate::{backend::Backend, config::MAX_WAIT, metrics::Metrics};
 
+/// How much pulls may hold of slices that they do not send yet. A step needs as much memory beside what is held.
+const PINNED_BYTES: u64 = 256 << 20;
+
 /// What a caller may cost.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
@@ -31,6 +34,8 @@ pub(crate) struct Store<B: Backend> {
     pub(crate) limits: Limits,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) budget: Arc<Budget>,
+    /// For what pulls hold before they send it.
+    pub(crate) pins: Arc<Budget>,
     jobs: RwLock<HashMap<String, Arc<Job<B>>>>,
 }
 
@@ -39,6 +44,7 @@ impl<B: Backend> Store<B> {
         Self {
             backend: Arc::new(backend),
             budget: Budget::new(limits.parked_bytes),
+            pins: Budget::new(PINNED_BYTES),
             limits,
             metrics,
             jobs: RwLock::default(),

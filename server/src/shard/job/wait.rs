@@ -40,10 +40,7 @@ impl<B: Backend> Job<B> {
                 }
                 tokio::select! {
                     _ = changed.changed() => {}
-                    () = self.closed.cancelled() => {
-                        let reason = "this server has closed it".to_owned();
-                        return Err(Error::JobFailed { job: self.spec.name.clone(), reason });
-                    }
+                    () = self.closed.cancelled() => return Err(self.closed_error()),
                 }
             }
         };
