@@ -6,11 +6,21 @@ use serde_json::Value;
 
 use crate::{
     Contributions, DimPlacement, Error, Layout, Manifest, Optimizer, Policy, ProcessMesh, Reduction, Result,
-    TensorBox, TensorLayout, TensorSpec, manifest::check_name, pb,
+    TensorBox, TensorLayout, TensorSpec,
+    manifest::{check_name, check_number_of_tensors},
+    pb,
 };
 
 /// The most workers a job may have.
 pub const MAX_WORLD: u32 = 65_536;
+/// The most meshes that a job may have.
+pub const MAX_MESHES: usize = 1024;
+/// The most parameter groups that a job may have.
+pub const MAX_GROUPS: usize = 1024;
+/// The most servers that may hold a slice.
+pub const MAX_REPLICAS: u32 = 64;
+/// The most contributions to a step of a job: a rank's part of a slice is one.
+pub const MAX_CONTRIBUTIONS: u64 = 1 << 27;
 
 /// A job: its tensors, optimizer, number of workers and replicas.
 #[derive(Debug, Clone, PartialEq)]
@@ -63,9 +73,10 @@ impl JobSpec {
     /// # Errors
     /// [`Error::Invalid`]: no group, groups of different kinds, a hyperparameter out of range, a tensor in
     /// no group or cut where its optimizer needs it whole, a layout that does not fit its tensor or mesh, a world or
-    /// number of servers out of range.
+    /// number of servers out of range, more of anything than its limit.
     pub fn validate(&self) -> Result<()> {
         check_name("name of the job", &self.name)?;
+        check_number("meshes", self.meshes.len(), MAX_MESHES)?;
         check_groups(&self.groups, self.groups.first())?;
         for (index, mesh) in self.meshes.iter().enumerate() {
             self.validate_mesh(index, mesh)?;
@@ -79,6 +90,29 @@ impl JobSpec {
         if self.replicas == 0 || self.min_servers < self.replicas {
             let found = format!("{} on at least {} servers", self.replicas, self.min_servers);
             return Err(Error::invalid("replicas", found, "1 or more, and not more than min_servers"));
+        }
+        if self.replicas > MAX_REPLICAS {
+            return Err(Error::invalid("replicas", self.replicas, format!("at most {MAX_REPLICAS}")));
+        }
+        self.check_contributions()
+    }
+
+    fn check_contributions(&self) -> Result<()> {
+        let mut total = 0u64;
+        for (index, tensor) in self.manifest.tensors().iter().enumerate() {
+            // Of a tensor without slices a layout is still looked at.
+            let slices = (self.manifest.slices_of(index).len() as u64).max(1);
+            let contributions = match &tensor.layout {
+                None => u64::from(self.world) * slices,
+                Some(layout) => self.layout(layout)?.most_contributions(slices),
+            };
+            total = total.saturating_add(contributions);
+        }
+        if total > MAX_CONTRIBUTIONS {
+            let found = format!("up to {total}");
+            let expected =
+                format!("at most {MAX_CONTRIBUTIONS}; use fewer ranks, or cut the tensors over them");
+            return Err(Error::invalid("number of contributions (ranks times slices)", found, expected));
         }
         Ok(())
     }
@@ -204,8 +238,9 @@ impl JobSpec {
 
 fn check_groups(groups: &[Optimizer], like: Option<&Optimizer>) -> Result<()> {
     let Some(like) = like else {
-        return Err(Error::invalid("number of parameter groups", 0, "1 or more"));
+        return Err(Error::invalid("number of parameter groups", 0, format!("1 to {MAX_GROUPS}")));
     };
+    check_number("parameter groups", groups.len(), MAX_GROUPS)?;
     for (index, group) in groups.iter().enumerate() {
         let what = || format!("optimizer of parameter group {index}");
         group.validate().map_err(|e| {
@@ -222,6 +257,15 @@ fn check_groups(groups: &[Optimizer], like: Option<&Optimizer>) -> Result<()> {
                 format!("{} with state {:?}, like the job's", like.name(), like.state()),
             ));
         }
+    }
+    Ok(())
+}
+
+/// # Errors
+/// [`Error::Invalid`] for more than `limit`.
+fn check_number(of: &str, number: usize, limit: usize) -> Result<()> {
+    if number > limit {
+        return Err(Error::invalid(format!("number of {of}"), number, format!("at most {limit}")));
     }
     Ok(())
 }
@@ -249,6 +293,9 @@ impl TryFrom<pb::JobSpec> for JobSpec {
     type Error = Error;
 
     fn try_from(message: pb::JobSpec) -> Result<Self> {
+        // Before anything is converted.
+        check_number_of_tensors(message.tensors.len())?;
+        check_number("meshes", message.meshes.len(), MAX_MESHES)?;
         let tensors = message.tensors.into_iter().map(TensorSpec::try_from);
         let replicas = message.replicas.max(1);
         let meshes = message.meshes.into_iter().map(|mesh| Ok(Arc::new(ProcessMesh::try_from(mesh)?)));
@@ -274,8 +321,9 @@ impl TryFrom<pb::JobSpec> for JobSpec {
 /// Converts a message's parameter groups.
 ///
 /// # Errors
-/// [`Error::Invalid`] naming the optimizer or hyperparameter that does not exist.
+/// [`Error::Invalid`] naming the optimizer or hyperparameter that does not exist; more than [`MAX_GROUPS`].
 pub fn optimizers(messages: Vec<pb::Optimizer>) -> Result<Vec<Optimizer>> {
+    check_number("parameter groups", messages.len(), MAX_GROUPS)?;
     messages.into_iter().map(Optimizer::try_from).collect()
 }
 
@@ -304,7 +352,11 @@ impl TryFrom<pb::Optimizer> for Optimizer {
     fn try_from(message: pb::Optimizer) -> Result<Self> {
         let default: Optimizer = message.name.parse().map_err(|_| {
             let names = Optimizer::defaults().map(|o| o.name());
-            Error::invalid("optimizer", format!("{:?}", message.name), format!("one of {}", names.join(", ")))
+            Error::invalid(
+                "optimizer",
+                format_args!("{:?}", message.name),
+                format!("one of {}", names.join(", ")),
+            )
         })?;
         let mut fields = fields(&default);
         for (name, number) in message.hyperparameters {
@@ -417,6 +469,58 @@ mod tests {
             "mesh of tensor \"w\""
         );
         assert_eq!(what(JobSpec { world: 1, ..sharded(&[Replicate; 2]) }.validate()), "a rank of mesh 0");
+    }
+
+    #[test]
+    fn more_than_the_limit_of_anything_is_refused_with_the_limit() {
+        let limit = |message: pb::JobSpec| match JobSpec::try_from(message) {
+            Err(Error::Invalid { what, expected, .. }) => (what, expected),
+            other => panic!("{other:?}"),
+        };
+        let message = || pb::JobSpec::from(&spec());
+        let (what, expected) = limit(pb::JobSpec { meshes: vec![pb::Mesh::default(); 2000], ..message() });
+        assert_eq!((what.as_str(), expected), ("number of meshes", format!("at most {MAX_MESHES}")));
+        let groups = vec![pb::Optimizer::default(); 2000];
+        let (what, expected) = limit(pb::JobSpec { groups, ..message() });
+        assert_eq!(
+            (what.as_str(), expected),
+            ("number of parameter groups", format!("at most {MAX_GROUPS}"))
+        );
+        let (what, expected) = limit(pb::JobSpec { replicas: 65, ..message() });
+        assert_eq!((what.as_str(), expected), ("replicas", format!("at most {MAX_REPLICAS}")));
+        // 351 KiB of dimension names.
+        let names: Vec<String> = (0..40_000).map(|dim| format!("dim {dim:04}")).collect();
+        let mesh = pb::Mesh { shape: vec![1; names.len()], names, ranks: vec![0] };
+        assert_eq!(
+            limit(pb::JobSpec { meshes: vec![mesh], ..message() }).0,
+            "number of dimensions of a mesh"
+        );
+    }
+
+    #[test]
+    fn a_refused_spec_is_not_cut_into_slices_and_its_contributions_are_not_listed() {
+        // A few bytes: four million slices, each with 65,536 contributions.
+        let message = pb::JobSpec {
+            tensors: vec![pb::Tensor { shape: vec![1 << 44], ..(&TensorSpec::new("w", [])).into() }],
+            world: MAX_WORLD,
+            ..pb::JobSpec::from(&spec())
+        };
+        assert_eq!(what(JobSpec::try_from(message)), "number of contributions (ranks times slices)");
+    }
+
+    #[test]
+    fn cut_tensors_have_fewer_contributions_than_tensors_that_all_ranks_sum_up() {
+        use DimPlacement::{Partial, Shard};
+        let on = |placement| {
+            let layout = Some(TensorLayout { mesh: 0, placements: vec![placement] });
+            let tensor =
+                |i| TensorSpec { layout: layout.clone(), ..TensorSpec::new(format!("w{i}"), [1 << 20, 64]) };
+            let meshes = vec![Arc::new(ProcessMesh::dense([MAX_WORLD as usize], ["dp"]).unwrap())];
+            let manifest = Manifest::new((0..2000).map(tensor).collect()).unwrap();
+            JobSpec { manifest, world: MAX_WORLD, meshes, ..spec() }.validate()
+        };
+        assert_eq!(what(on(Partial(Reduction::Avg))), what(on(Shard(1))));
+        assert_eq!(on(Shard(0)), Ok(()));
     }
 
     #[test]

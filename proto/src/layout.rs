@@ -6,7 +6,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use crate::{Error, ProcessMesh, Result, TensorBox, pb};
+use crate::{Error, ProcessMesh, Result, TensorBox, mesh::MAX_MESH_DIMS, pb};
 
 /// What the ranks along one dimension of a mesh have of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -58,7 +58,7 @@ impl Layout {
         if placements.len() != mesh.ndim() {
             let found = format!("{} ({})", placements.len(), list(&placements));
             let expected =
-                format!("one for each of the mesh's {} dimensions, {:?}", mesh.ndim(), mesh.names());
+                format!("one for each of the mesh's {} dimensions, {}", mesh.ndim(), mesh.names().join(", "));
             return Err(Error::invalid("number of placements", found, expected));
         }
         Ok(Self { mesh, placements })
@@ -110,13 +110,17 @@ impl Layout {
     /// Who contributes what of the gradient of a tensor of `shape`, which [`Self::check`] accepts.
     pub fn contributions(&self, shape: &[u64]) -> Contributions {
         let mut ranks: BTreeMap<TensorBox, Vec<u32>> = BTreeMap::new();
-        for (coordinate, rank) in self.mesh.coordinates() {
-            let mut repeats = self.placements.iter().zip(&coordinate);
-            if repeats.any(|(placement, &place)| *placement == DimPlacement::Replicate && place > 0) {
-                continue;
+        let places = self.contributing();
+        let mut coordinate = vec![0; places.len()];
+        for position in 0..places.iter().product() {
+            let mut rest = position;
+            for (place, &size) in coordinate.iter_mut().zip(&places).rev() {
+                *place = rest % size;
+                rest /= size;
             }
             let area = self.box_at(shape, &coordinate);
             if !area.is_empty() {
+                let rank = self.mesh.rank_at(&coordinate).expect("it is within the mesh's shape");
                 ranks.entry(area).or_default().push(rank);
             }
         }
@@ -126,6 +130,23 @@ impl Layout {
         };
         let lanes = ranks.into_iter().map(lane).collect();
         Contributions { lanes, divisor: self.divisor() }
+    }
+
+    /// How many places along each dimension of the mesh contribute: of what all have, only the first.
+    fn contributing(&self) -> Vec<usize> {
+        let dims = self.placements.iter().zip(self.mesh.shape());
+        dims.map(|(placement, &size)| if *placement == DimPlacement::Replicate { 1 } else { size }).collect()
+    }
+
+    /// An upper bound of the contributions to a tensor of so many slices, without listing them.
+    pub(crate) fn most_contributions(&self, slices: u64) -> u64 {
+        let (mut rows, mut others) = (1u64, 1u64);
+        for (placement, size) in self.placements.iter().zip(self.contributing()) {
+            // Pieces along the first dimension follow each other in the tensor, as slices do.
+            let factor = if *placement == DimPlacement::Shard(0) { &mut rows } else { &mut others };
+            *factor *= size as u64;
+        }
+        if rows == 1 { others.saturating_mul(slices) } else { others.saturating_mul(slices + rows) }
     }
 
     /// What a sum over the ranks is divided by.
@@ -211,6 +232,10 @@ impl TryFrom<pb::Layout> for TensorLayout {
 
     fn try_from(message: pb::Layout) -> Result<Self> {
         use pb::dim_placement::Kind;
+        if message.placements.len() > MAX_MESH_DIMS {
+            let expected = format!("at most {MAX_MESH_DIMS}");
+            return Err(Error::invalid("number of placements", message.placements.len(), expected));
+        }
         let placements =
             message.placements.into_iter().map(|placement| match Kind::try_from(placement.kind) {
                 Ok(Kind::Replicate) => Ok(DimPlacement::Replicate),
@@ -296,7 +321,31 @@ pub(crate) mod tests {
         );
     }
 
+    #[test]
+    fn more_placements_than_a_mesh_can_have_dimensions_are_refused() {
+        let placements = vec![pb::DimPlacement::default(); 100_000];
+        let refused = TensorLayout::try_from(pb::Layout { mesh: 0, placements });
+        assert!(matches!(refused, Err(Error::Invalid { what, .. }) if what == "number of placements"));
+    }
+
     proptest! {
+        #[test]
+        fn there_are_never_more_contributions_than_the_bound(
+            layout in prop_oneof![layouts(vec![3]), layouts(vec![2, 3]), layouts(vec![4, 1])],
+            shape in [0u64..7, 0u64..7],
+            slice in 1u64..9,
+        ) {
+            let numel = shape.iter().product::<u64>();
+            let slices = numel.div_ceil(slice);
+            let mut contributions = 0;
+            for lane in layout.contributions(&shape).lanes {
+                let view = crate::BoxView::new(&shape, &lane.area);
+                let part = |index: u64| view.part((index * slice) as usize..((index + 1) * slice).min(numel) as usize);
+                contributions += (0..slices).filter(|&index| !part(index).is_empty()).count() * lane.ranks.len();
+            }
+            prop_assert!(contributions as u64 <= layout.most_contributions(slices));
+        }
+
         #[test]
         fn the_boxes_of_all_lanes_are_the_tensor(
             layout in prop_oneof![layouts(vec![3]), layouts(vec![2, 3]), layouts(vec![4, 1])],

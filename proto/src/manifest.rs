@@ -3,14 +3,23 @@
 //! Slices are cut from the manifest alone: neither the number of servers nor anything else that a user can
 //! change moves a boundary.
 
-use std::{collections::HashMap, ops::Range};
+use std::{collections::HashMap, ops::Range, sync::OnceLock};
 
 use crate::{DType, Error, Result, TensorLayout, blocks::SLICE, pb};
 
 /// The most elements a job may have, so that no product or sum of sizes overflows.
 const MAX_ELEMENTS: u64 = 1 << 44;
 /// The longest name of a job or tensor, in bytes.
-pub(crate) const MAX_NAME: usize = 1024;
+pub const MAX_NAME: usize = 1024;
+/// The most tensors that a job may have.
+pub const MAX_TENSORS: usize = 1 << 20;
+/// The most dimensions that a tensor may have.
+pub const MAX_TENSOR_DIMS: usize = 64;
+/// The most slices that a job can have.
+pub const MAX_SLICES: usize = 1 << 24;
+
+// Each tensor has at most one slice that is not full.
+const _: () = assert!(MAX_ELEMENTS as usize / SLICE + MAX_TENSORS <= MAX_SLICES);
 
 /// How a tensor may be cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -89,23 +98,36 @@ pub struct SliceSpec {
 }
 
 /// The job's tensors, in order, and their slices.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct Manifest {
     tensors: Vec<TensorSpec>,
     /// INVARIANT: the tensor that owns the storage of each; itself unless tied.
     owners: Vec<usize>,
-    slices: Vec<SliceSpec>,
     /// INVARIANT: `slices[first[t]..first[t + 1]]` are those of tensor t; none for tied and empty ones.
     first: Vec<usize>,
+    /// Cut when they are first asked for: a few bytes of a message make millions of them, and the message may be
+    /// refused for another reason.
+    slices: OnceLock<Vec<SliceSpec>>,
 }
 
+/// All else follows from the tensors.
+impl PartialEq for Manifest {
+    fn eq(&self, other: &Self) -> bool {
+        self.tensors == other.tensors
+    }
+}
+
+impl Eq for Manifest {}
+
 impl Manifest {
-    /// Checks the tensors and cuts them into slices.
+    /// Checks the tensors.
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming the tensor: a name that is empty, too long or not unique, a shape that
-    /// overflows, an alias that is not an earlier, storage-owning tensor of the same shape.
+    /// [`Error::Invalid`] naming the tensor: a name that is empty, too long or not unique, a shape that has too many
+    /// dimensions or overflows, an alias that is not an earlier, storage-owning tensor of the same shape; more than
+    /// [`MAX_TENSORS`].
     pub fn new(tensors: Vec<TensorSpec>) -> Result<Self> {
+        check_number_of_tensors(tensors.len())?;
         let mut names = HashMap::with_capacity(tensors.len());
         let mut owners = Vec::with_capacity(tensors.len());
         let mut total = 0u64;
@@ -124,8 +146,13 @@ impl Manifest {
                 ));
             }
         }
-        let (slices, first) = cut(&tensors);
-        Ok(Self { tensors, owners, slices, first })
+        let mut first = Vec::with_capacity(tensors.len() + 1);
+        first.push(0);
+        first.extend(tensors.iter().scan(0, |slices, tensor| {
+            *slices += number_of_slices(tensor);
+            Some(*slices)
+        }));
+        Ok(Self { tensors, owners, first, slices: OnceLock::new() })
     }
 
     /// The tensors, in order.
@@ -135,7 +162,15 @@ impl Manifest {
 
     /// All slices, in manifest order; a slice's number is its position.
     pub fn slices(&self) -> &[SliceSpec] {
-        &self.slices
+        self.slices.get_or_init(|| {
+            let cut = self.tensors.iter().enumerate().flat_map(|(index, tensor)| slices_of(index, tensor));
+            cut.collect()
+        })
+    }
+
+    /// The number of slices.
+    pub fn number_of_slices(&self) -> usize {
+        self.first[self.tensors.len()]
     }
 
     /// The tensor whose storage `tensor` uses: itself, unless it is tied.
@@ -151,7 +186,7 @@ impl Manifest {
 
     /// The tensor that slice number `slice` is part of.
     pub fn tensor_of(&self, slice: usize) -> &TensorSpec {
-        &self.tensors[self.slices[slice].tensor]
+        &self.tensors[self.slices()[slice].tensor]
     }
 
     /// Whether slice number `slice` takes gradients.
@@ -169,12 +204,28 @@ impl Manifest {
 pub(crate) fn check_name(what: &str, name: &str) -> Result<()> {
     if name.is_empty() || name.len() > MAX_NAME || name.chars().any(char::is_control) {
         let expected = format!("1 to {MAX_NAME} bytes without control characters");
-        return Err(Error::invalid(what, format!("{name:?}"), expected));
+        return Err(Error::invalid(what, format_args!("{name:?} ({} bytes)", name.len()), expected));
+    }
+    Ok(())
+}
+
+/// # Errors
+/// [`Error::Invalid`] for more than [`MAX_TENSORS`].
+pub(crate) fn check_number_of_tensors(number: usize) -> Result<()> {
+    if number > MAX_TENSORS {
+        return Err(Error::invalid("number of tensors", number, format!("at most {MAX_TENSORS}")));
     }
     Ok(())
 }
 
 fn checked_total(total: u64, tensor: &TensorSpec) -> Result<u64> {
+    if tensor.shape.len() > MAX_TENSOR_DIMS {
+        return Err(Error::invalid(
+            format!("number of dimensions of tensor {:?}", tensor.name),
+            tensor.shape.len(),
+            format!("at most {MAX_TENSOR_DIMS}"),
+        ));
+    }
     let numel = tensor.shape.iter().try_fold(1u64, |product, &d| product.checked_mul(d));
     let sum = numel.and_then(|numel| total.checked_add(numel));
     sum.filter(|&sum| sum <= MAX_ELEMENTS).ok_or_else(|| {
@@ -195,7 +246,7 @@ fn owner_of(
     let what = || format!("alias_of of tensor {:?}", tensor.name);
     let owner = *earlier
         .get(alias)
-        .ok_or_else(|| Error::invalid(what(), format!("{alias:?}"), "the name of an earlier tensor"))?;
+        .ok_or_else(|| Error::invalid(what(), format_args!("{alias:?}"), "the name of an earlier tensor"))?;
     let spec = &tensors[owner];
     if spec.alias_of.is_some() {
         return Err(Error::invalid(
@@ -214,27 +265,28 @@ fn owner_of(
     Ok(owner)
 }
 
-fn cut(tensors: &[TensorSpec]) -> (Vec<SliceSpec>, Vec<usize>) {
-    let mut slices = Vec::new();
-    let mut first = Vec::with_capacity(tensors.len() + 1);
-    for (index, tensor) in tensors.iter().enumerate() {
-        first.push(slices.len());
-        if tensor.alias_of.is_some() {
-            continue;
-        }
-        let numel = tensor.numel() as usize;
-        let step = match tensor.policy {
-            Policy::Elementwise => SLICE,
-            Policy::Whole => numel.max(1),
-        };
-        slices.extend((0..numel).step_by(step).map(|offset| SliceSpec {
-            tensor: index,
-            offset,
-            numel: step.min(numel - offset),
-        }));
+/// How many elements the slices of a tensor have, but for a last one that may be shorter.
+fn slice_numel(tensor: &TensorSpec) -> usize {
+    match tensor.policy {
+        Policy::Elementwise => SLICE,
+        Policy::Whole => (tensor.numel() as usize).max(1),
     }
-    first.push(slices.len());
-    (slices, first)
+}
+
+fn number_of_slices(tensor: &TensorSpec) -> usize {
+    match tensor.alias_of {
+        Some(_) => 0,
+        None => (tensor.numel() as usize).div_ceil(slice_numel(tensor)),
+    }
+}
+
+/// The slices of tensor number `index`.
+fn slices_of(index: usize, tensor: &TensorSpec) -> impl Iterator<Item = SliceSpec> {
+    let (numel, step) = (tensor.numel() as usize, slice_numel(tensor));
+    (0..number_of_slices(tensor)).map(move |slice| {
+        let offset = slice * step;
+        SliceSpec { tensor: index, offset, numel: step.min(numel - offset) }
+    })
 }
 
 impl From<&TensorSpec> for pb::Tensor {
@@ -361,11 +413,30 @@ mod tests {
         assert_eq!(refused(vec![huge]), "shape of tensor \"h\"");
     }
 
+    #[test]
+    fn tensors_of_too_many_dimensions_and_names_that_are_too_long_are_refused() {
+        let many = TensorSpec::new("w", vec![1; MAX_TENSOR_DIMS + 1]);
+        assert_eq!(refused(vec![many]), "number of dimensions of tensor \"w\"");
+        assert!(Manifest::new(vec![TensorSpec::new("w", vec![1; MAX_TENSOR_DIMS])]).is_ok());
+        assert_eq!(refused(vec![TensorSpec::new("w".repeat(MAX_NAME + 1), [1])]), "name of tensor 0");
+        let number = check_number_of_tensors(MAX_TENSORS + 1).unwrap_err().to_string();
+        assert!(number.contains(&MAX_TENSORS.to_string()), "{number}");
+    }
+
+    #[test]
+    fn slices_are_not_cut_before_they_are_asked_for() {
+        let manifest = Manifest::new(vec![TensorSpec::new("w", [MAX_ELEMENTS])]).unwrap();
+        assert_eq!(manifest.number_of_slices(), MAX_ELEMENTS as usize / SLICE);
+        assert_eq!(manifest.slices_of(0), 0..manifest.number_of_slices());
+        assert!(manifest.slices.get().is_none());
+    }
+
     proptest! {
         #[test]
         fn slices_cover_every_tensor_once(sizes in prop::collection::vec(0u64..20_000_000, 1..8)) {
             let specs = sizes.iter().enumerate().map(|(i, &n)| TensorSpec::new(format!("t{i}"), [n]));
             let manifest = Manifest::new(specs.collect()).unwrap();
+            prop_assert_eq!(manifest.slices().len(), manifest.number_of_slices());
             for (tensor, &size) in sizes.iter().enumerate() {
                 let mut end = 0;
                 for slice in &manifest.slices()[manifest.slices_of(tensor)] {

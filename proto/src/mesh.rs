@@ -2,6 +2,9 @@
 
 use crate::{Error, JobSpec, Result, job::MAX_WORLD, manifest::check_name, pb};
 
+/// The most dimensions that a mesh may have.
+pub const MAX_MESH_DIMS: usize = 32;
+
 /// Ranks, row-major in an array whose dimensions have names ("dp", "tp", ...).
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ProcessMesh {
@@ -11,51 +14,34 @@ pub struct ProcessMesh {
     names: Vec<String>,
     /// INVARIANT: distinct.
     ranks: Vec<u32>,
+    /// INVARIANT: the positions in `ranks`, in ascending order of the ranks.
+    by_rank: Vec<u32>,
 }
 
 impl ProcessMesh {
     /// `ranks`, row-major in an array of `shape`.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: no dimension, another number of names or ranks than the shape has, a name or rank twice.
+    /// [`Error::Invalid`]: no dimension or more than [`MAX_MESH_DIMS`], another number of names or ranks than the shape
+    /// has, a name or rank twice.
     pub fn new<N: Into<String>>(
         shape: impl Into<Vec<usize>>,
         ranks: impl Into<Vec<u32>>,
         names: impl IntoIterator<Item = N>,
     ) -> Result<Self> {
-        let mesh = Self {
-            shape: shape.into(),
-            names: names.into_iter().map(Into::into).collect(),
-            ranks: ranks.into(),
-        };
-        let Self { shape, names, ranks } = &mesh;
-        let size = shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size));
-        if shape.is_empty()
-            || size != Some(ranks.len())
-            || ranks.len() > MAX_WORLD as usize
-            || ranks.is_empty()
-        {
-            let found = format!("{shape:?} with {} ranks", ranks.len());
-            let expected = "1 or more dimensions whose product is the number of ranks, 1 or more";
-            return Err(Error::invalid("shape of a mesh", found, expected));
-        }
-        if names.len() != shape.len() {
-            let expected = format!("one for each of the {} dimensions", shape.len());
-            return Err(Error::invalid("dimension names of a mesh", format!("{names:?}"), expected));
-        }
-        for (index, name) in names.iter().enumerate() {
-            check_name("a dimension name of a mesh", name)?;
-            if names[..index].contains(name) {
-                return Err(Error::invalid("dimension names of a mesh", format!("{names:?}"), "distinct"));
-            }
-        }
-        let mut sorted = ranks.clone();
-        sorted.sort_unstable();
-        if let Some(twice) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-            let found = format!("{ranks:?}, with {} twice", twice[0]);
+        let (shape, ranks) = (shape.into(), ranks.into());
+        // One name too many is enough to refuse them all.
+        let names: Vec<String> = names.into_iter().take(MAX_MESH_DIMS + 1).map(Into::into).collect();
+        check_shape(&shape, ranks.len())?;
+        check_names(&names, shape.len())?;
+        let mut by_rank: Vec<u32> = (0..).take(ranks.len()).collect();
+        by_rank.sort_unstable_by_key(|&position| ranks[position as usize]);
+        let rank_at = |position: u32| ranks[position as usize];
+        if let Some(twice) = by_rank.windows(2).find(|pair| rank_at(pair[0]) == rank_at(pair[1])) {
+            let found = format!("{} ranks, with rank {} twice", ranks.len(), rank_at(twice[0]));
             return Err(Error::invalid("ranks of a mesh", found, "distinct"));
         }
-        Ok(mesh)
+        Ok(Self { shape, names, ranks, by_rank })
     }
 
     /// Ranks 0, 1, ... row-major.
@@ -104,13 +90,24 @@ impl ProcessMesh {
     /// [`Error::Invalid`] if there is none.
     pub fn dim(&self, name: &str) -> Result<usize> {
         self.names.iter().position(|other| other == name).ok_or_else(|| {
-            Error::invalid("dimension of a mesh", format!("{name:?}"), format!("one of {:?}", self.names))
+            Error::invalid(
+                "dimension of a mesh",
+                format_args!("{name:?}"),
+                format!("one of {}", self.names.join(", ")),
+            )
         })
     }
 
     /// Where `rank` is, if it is in the mesh.
     pub fn coordinate(&self, rank: u32) -> Option<Vec<usize>> {
-        Some(self.coordinate_of(self.ranks.iter().position(|&other| other == rank)?))
+        Some(self.coordinate_of(self.position(rank)?))
+    }
+
+    /// The position of `rank` in [`Self::ranks`], if it is in the mesh.
+    fn position(&self, rank: u32) -> Option<usize> {
+        let rank_at = |&position: &u32| self.ranks[position as usize];
+        let found = self.by_rank.binary_search_by_key(&rank, rank_at).ok()?;
+        Some(self.by_rank[found] as usize)
     }
 
     fn coordinate_of(&self, mut position: usize) -> Vec<usize> {
@@ -155,11 +152,17 @@ impl ProcessMesh {
     /// [`Error::Invalid`]: a dimension that there is not or twice, a rank that the mesh has not.
     pub fn sub_mesh(&self, dims: &[usize], rank: u32) -> Result<Self> {
         let Some(mut coordinate) = self.coordinate(rank) else {
-            return Err(Error::invalid("rank", rank, format!("one of the mesh's, {:?}", self.ranks)));
+            return Err(Error::invalid("rank", rank, format!("one of the mesh's {} ranks", self.size())));
         };
-        if let Some(dim) = dims.iter().find(|&&dim| dim >= self.ndim()) {
-            let expected = format!("less than its number of dimensions, {}", self.ndim());
-            return Err(Error::invalid("dimension of a mesh", dim, expected));
+        let mut seen = [false; MAX_MESH_DIMS];
+        for &dim in dims {
+            if dim >= self.ndim() {
+                let expected = format!("less than its number of dimensions, {}", self.ndim());
+                return Err(Error::invalid("dimension of a mesh", dim, expected));
+            }
+            if std::mem::replace(&mut seen[dim], true) {
+                return Err(Error::invalid("dimensions of a mesh", format!("{dim} twice"), "distinct"));
+            }
         }
         let shape: Vec<usize> = dims.iter().map(|&dim| self.shape[dim]).collect();
         let mut ranks = Vec::with_capacity(shape.iter().product());
@@ -191,6 +194,37 @@ impl ProcessMesh {
     }
 }
 
+/// Whether a mesh of `shape` can have so many ranks.
+fn check_shape(shape: &[usize], ranks: usize) -> Result<()> {
+    if !(1..=MAX_MESH_DIMS).contains(&shape.len()) {
+        let expected = format!("1 to {MAX_MESH_DIMS}");
+        return Err(Error::invalid("number of dimensions of a mesh", shape.len(), expected));
+    }
+    let size = shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size));
+    if size != Some(ranks) || !(1..=MAX_WORLD as usize).contains(&ranks) {
+        let found = format!("{shape:?} with {ranks} ranks");
+        let expected = format!("1 or more sizes whose product is the number of ranks, 1 to {MAX_WORLD}");
+        return Err(Error::invalid("shape of a mesh", found, expected));
+    }
+    Ok(())
+}
+
+/// Whether a mesh of `dims` dimensions can have these names.
+fn check_names(names: &[String], dims: usize) -> Result<()> {
+    if names.len() != dims {
+        let expected = format!("one for each of the {dims} dimensions");
+        return Err(Error::invalid("dimension names of a mesh", format_args!("{names:?}"), expected));
+    }
+    for (index, name) in names.iter().enumerate() {
+        check_name("a dimension name of a mesh", name)?;
+        if names[..index].contains(name) {
+            let found = format!("{name:?} twice");
+            return Err(Error::invalid("dimension names of a mesh", found, "distinct"));
+        }
+    }
+    Ok(())
+}
+
 impl From<&ProcessMesh> for pb::Mesh {
     fn from(mesh: &ProcessMesh) -> Self {
         Self {
@@ -213,13 +247,15 @@ impl TryFrom<pb::Mesh> for ProcessMesh {
 impl JobSpec {
     /// "rank 3 (dp 1, tp 1)": where the rank is in the job's first mesh that has it.
     pub fn describe_rank(&self, rank: u32) -> String {
-        let mesh = self.meshes.iter().find(|mesh| mesh.ranks.contains(&rank));
+        let mesh = self.meshes.iter().find(|mesh| mesh.position(rank).is_some());
         mesh.map_or_else(|| format!("rank {rank}"), |mesh| mesh.describe(rank))
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn mesh() -> ProcessMesh {
@@ -264,6 +300,45 @@ mod tests {
         );
         assert!(ProcessMesh::dense([usize::MAX, 2], ["x", "y"]).is_err());
         assert!(mesh().dim("pp").is_err() && mesh().dim("tp") == Ok(1));
+    }
+
+    #[test]
+    fn more_dimensions_than_the_limit_are_refused_before_their_names_are_compared() {
+        let what = |shape: Vec<usize>, names: usize| {
+            let names = (0..names).map(|dim| format!("a long name of dimension {dim}"));
+            match ProcessMesh::new(shape, [0], names) {
+                Err(Error::Invalid { what, expected, .. }) => (what, expected),
+                other => panic!("{other:?}"),
+            }
+        };
+        let dims = ("number of dimensions of a mesh".to_owned(), format!("1 to {MAX_MESH_DIMS}"));
+        assert_eq!(what(vec![1; MAX_MESH_DIMS + 1], MAX_MESH_DIMS + 1), dims);
+        assert_eq!(what(vec![1; 40_000], 40_000), dims);
+        assert_eq!(what(vec![1; 2], 40_000).0, "dimension names of a mesh");
+        let names = || (0..MAX_MESH_DIMS).map(|dim| format!("d{dim}"));
+        assert!(ProcessMesh::new(vec![1; MAX_MESH_DIMS], [0], names()).is_ok());
+    }
+
+    #[test]
+    fn names_that_are_not_needed_are_not_read() {
+        let mut read = 0;
+        let names = (0..40_000).map(|dim| {
+            read += 1;
+            dim.to_string()
+        });
+        assert!(ProcessMesh::new([1, 1], [0], names).is_err());
+        assert_eq!(read, MAX_MESH_DIMS + 1);
+    }
+
+    proptest! {
+        #[test]
+        fn every_rank_is_found_where_it_is(ranks in Just((0..24u32).map(|i| 3 * i).collect::<Vec<_>>()).prop_shuffle()) {
+            let mesh = ProcessMesh::new([2, 3, 4], ranks.clone(), ["a", "b", "c"]).unwrap();
+            for (coordinate, rank) in mesh.coordinates() {
+                prop_assert_eq!(mesh.coordinate(rank), Some(coordinate));
+                prop_assert_eq!(mesh.coordinate(rank + 1), None);
+            }
+        }
     }
 
     #[test]

@@ -35,11 +35,15 @@ impl Placement {
                 "the same number, 1 or more, for each slice",
             );
         }
-        for (slice, owners) in owners.chunks(replicas).enumerate() {
-            let distinct = owners.iter().enumerate().all(|(i, o)| !owners[..i].contains(o));
-            if !distinct || owners.iter().any(|&o| o as usize >= servers.len()) {
+        // The slice, counted from 1, that was last seen to have each server.
+        let mut last = vec![0; servers.len()];
+        for (slice, owners) in (1..).zip(owners.chunks(replicas)) {
+            let distinct = owners.iter().all(|&owner| {
+                last.get_mut(owner as usize).is_some_and(|last| std::mem::replace(last, slice) != slice)
+            });
+            if !distinct {
                 return wrong(
-                    format!("slice {slice} on {owners:?} of {} servers", servers.len()),
+                    format!("slice {} on {owners:?} of {} servers", slice - 1, servers.len()),
                     "distinct positions in the list of servers",
                 );
             }

@@ -72,8 +72,8 @@ fn spec() -> impl Strategy<Value = pb::JobSpec> {
     let groups = prop::collection::vec(optimizer(), 0..3);
     let count = || prop_oneof![0u32..4, any::<u32>()];
     let meshes = prop::collection::vec(mesh(), 0..3);
-    (name(), tensors, groups, (count(), count(), count()), meshes).prop_map(
-        |(name, tensors, groups, (world, min_servers, replicas), meshes)| pb::JobSpec {
+    (name(), tensors, groups, (count(), count(), count(), -1i32..4), meshes).prop_map(
+        |(name, tensors, groups, (world, min_servers, replicas, departure), meshes)| pb::JobSpec {
             name,
             tensors,
             groups,
@@ -81,12 +81,17 @@ fn spec() -> impl Strategy<Value = pb::JobSpec> {
             min_servers,
             replicas,
             meshes,
+            departure,
         },
     )
 }
 
 fn placement() -> impl Strategy<Value = pb::Placement> {
-    let server = (0u32..4, name()).prop_map(|(id, address)| pb::Server { id, address });
+    let server = (0u64..4, name(), any::<u64>()).prop_map(|(id, address, incarnation)| pb::Server {
+        id,
+        address,
+        incarnation,
+    });
     let owner = prop_oneof![9 => 0u32..4, 1 => any::<u32>()];
     let owners = prop::collection::vec(owner, 0..9);
     (prop::collection::vec(server, 0..4), prop_oneof![0u32..4, any::<u32>()], owners)

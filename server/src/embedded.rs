@@ -9,6 +9,7 @@ use zeroshard_proto::token::Bearer;
 
 use crate::{
     config::{self, Address, Common, Listen},
+    failure::Failure,
     roles::{self, Site},
     serve::Error,
 };
@@ -39,11 +40,13 @@ impl Options {
     }
 }
 
-/// A running cluster. Dropped without [`Self::shutdown`] it stops too, without waiting.
+/// A running cluster. If one of its tasks panics, all of it has failed: calls get
+/// [`Unavailable`](zeroshard_proto::Error::Unavailable) from then on. Dropped without [`Self::shutdown`] it stops too, without waiting.
 #[derive(Debug)]
 pub struct Cluster {
     address: Address,
     shutdown: CancellationToken,
+    failure: Failure,
     tasks: JoinSet<Result<(), Error>>,
 }
 
@@ -66,12 +69,14 @@ impl Cluster {
         let stop = shutdown.clone().drop_guard();
         let site = Site::bind(listen, &common).await?;
         let address = Address::from(site.address);
+        let failure = site.context.failure.clone();
         let parts = roles::coordinator(&site.context, &shutdown);
         let mut tasks = JoinSet::new();
         tasks.spawn(site.run(parts, shutdown.clone()));
         let mut healths = Vec::with_capacity(shards);
         for _ in 0..shards {
-            let site = Site::bind(listen, &common).await?;
+            let mut site = Site::bind(listen, &common).await?;
+            site.context.failure = failure.clone();
             let config = config::Shard { parked_bytes, ..config::Shard::default() };
             let parts = roles::shard(&config, address.clone(), &site, &shutdown)?;
             healths.push(site.context.health.clone());
@@ -80,11 +85,14 @@ impl Cluster {
         for health in healths {
             tokio::select! {
                 () = health.until_ready() => {}
+                () = failure.failed() => {
+                    return Err(Error::Panicked(failure.cause().unwrap_or_default().to_owned()));
+                }
                 Some(ended) = tasks.join_next() => return Err(ended_early(ended)),
             }
         }
         stop.disarm();
-        Ok(Self { address, shutdown, tasks })
+        Ok(Self { address, shutdown, failure, tasks })
     }
 
     /// `host:port` of the coordinator.
@@ -95,11 +103,11 @@ impl Cluster {
     /// Stops all servers; open calls have the drain time to finish.
     ///
     /// # Errors
-    /// What a server ended with.
+    /// What a server ended with; [`Error::Panicked`] if a task has panicked, now or earlier.
     pub async fn shutdown(mut self) -> Result<(), Error> {
         self.shutdown.cancel();
         while let Some(ended) = self.tasks.join_next().await {
-            ended.map_err(|error| Error::Ended(error.to_string()))??;
+            self.failure.joined("a server", ended)??;
         }
         Ok(())
     }
@@ -123,13 +131,21 @@ fn ended_early(ended: Result<Result<(), Error>, tokio::task::JoinError>) -> Erro
 
 #[cfg(test)]
 mod tests {
+    use std::{
+        convert::Infallible,
+        future::Ready,
+        task::{Context, Poll},
+    };
+
+    use tonic::body::Body;
     use zeroshard_proto::{
         Error as ClusterError, Token,
-        pb::{self, coordinator_client::CoordinatorClient},
+        pb::{self, coordinator_client::CoordinatorClient, shard_client::ShardClient},
         transport::{Connection, endpoint},
     };
 
     use super::*;
+    use crate::roles::Parts;
 
     async fn status(address: &str, token: &str) -> Result<pb::StatusResponse, ClusterError> {
         let channel = endpoint(address)?.connect().await.unwrap();
@@ -162,6 +178,79 @@ mod tests {
             "{servers:?}"
         );
         cluster.shutdown().await.unwrap();
+    }
+
+    /// A service whose calls panic.
+    #[derive(Clone)]
+    struct Panics;
+
+    impl tonic::server::NamedService for Panics {
+        const NAME: &'static str = "zeroshard.v1.Shard";
+    }
+
+    impl tower::Service<http::Request<Body>> for Panics {
+        type Response = http::Response<Body>;
+        type Error = Infallible;
+        type Future = Ready<Result<http::Response<Body>, Infallible>>;
+
+        fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+            Poll::Ready(Ok(()))
+        }
+
+        fn call(&mut self, _: http::Request<Body>) -> Self::Future {
+            panic!("the slice is torn")
+        }
+    }
+
+    /// A cluster with another server that has these parts, and that server's address.
+    async fn with_server(parts: Parts) -> (Cluster, String) {
+        let mut cluster = Cluster::start(Options::new(1)).await.unwrap();
+        let listen = Listen(SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 0));
+        let mut site = Site::bind(listen, &Common::default()).await.unwrap();
+        site.context.failure = cluster.failure.clone();
+        let address = Address::from(site.address).to_string();
+        cluster.tasks.spawn(site.run(parts, cluster.shutdown.clone()));
+        (cluster, address)
+    }
+
+    fn assert_names_the_panic(refused: Result<impl std::fmt::Debug, ClusterError>) {
+        match refused {
+            Err(ClusterError::Unavailable { cause, .. }) => {
+                assert!(cause.contains("the slice is torn"), "{cause}")
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_call_that_panics_fails_the_whole_cluster_and_the_shutdown_says_why() {
+        let shutdown = CancellationToken::new();
+        let background = Box::pin(async move { shutdown.cancelled().await });
+        let parts = Parts { routes: tonic::service::Routes::new(Panics), background };
+        let (cluster, address) = with_server(parts).await;
+        assert!(status(&cluster.address(), "").await.is_ok());
+        let channel = endpoint(&address).unwrap().connect().await.unwrap();
+        let answer = ShardClient::new(channel).steps(pb::StepsRequest::default()).await;
+        assert_names_the_panic(answer.map_err(|status| ClusterError::from_status(&status, "shard")));
+        assert_names_the_panic(status(&cluster.address(), "").await);
+        let ended = cluster.shutdown().await;
+        assert!(
+            matches!(&ended, Err(Error::Panicked(cause)) if cause.contains("the slice is torn")),
+            "{ended:?}"
+        );
+    }
+
+    #[tokio::test]
+    async fn a_background_task_that_panics_fails_the_whole_cluster_too() {
+        let background = Box::pin(async { panic!("the slice is torn") });
+        let (cluster, _) = with_server(Parts { routes: tonic::service::Routes::default(), background }).await;
+        cluster.failure.failed().await;
+        assert_names_the_panic(status(&cluster.address(), "").await);
+        let ended = cluster.shutdown().await;
+        assert!(
+            matches!(&ended, Err(Error::Panicked(cause)) if cause.contains("the slice is torn")),
+            "{ended:?}"
+        );
     }
 
     #[tokio::test]

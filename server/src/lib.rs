@@ -6,8 +6,10 @@
 pub mod admin;
 pub mod backend;
 pub mod config;
+mod connection;
 pub mod coordinator;
 pub mod embedded;
+pub mod failure;
 pub mod health;
 mod identity;
 pub mod layers;

@@ -6,7 +6,7 @@ use tokio::runtime::Runtime;
 use tokio_util::sync::CancellationToken;
 use zeroshard_server::{
     config::{self, Config},
-    logging, roles,
+    failure, logging, roles,
     serve::stop_on_signals,
 };
 
@@ -28,6 +28,7 @@ fn main() -> ExitCode {
         }
     };
     logging::start(&config.common);
+    failure::abort_on_panic();
     match run(config) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

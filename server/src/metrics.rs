@@ -71,6 +71,8 @@ pub struct Metrics {
     pub push_received_bytes: IntCounter,
     /// Bytes received again, and skipped.
     pub push_duplicate_bytes: IntCounter,
+    /// Pulls whose client took nothing for the server's wait, and which were ended.
+    pub stalled_reads: IntCounter,
     /// Memory by kind.
     pub memory: Memory,
     /// Phases of a step on a shard server.
@@ -115,6 +117,13 @@ impl Metrics {
             pull_sent_bytes: payload.with_label_values(&["pull", "sent"]),
             push_received_bytes: payload.with_label_values(&["push", "received"]),
             push_duplicate_bytes: payload.with_label_values(&["push", "duplicate"]),
+            stalled_reads: r
+                .counters(
+                    "stalled_reads_total",
+                    "Pulls that were ended because their client took nothing.",
+                    &[],
+                )
+                .with_label_values::<&str>(&[]),
             memory: Memory {
                 master: memory.with_label_values(&["master"]),
                 state: memory.with_label_values(&["state"]),

@@ -17,6 +17,7 @@ use crate::{
     backend::Cpu,
     config::{self, Address, AdminListen, Common, Config, Listen, Role},
     coordinator::Coordinator,
+    failure::Failure,
     health::Health,
     metrics::Metrics,
     serve::{Context, Error, bind, serve},
@@ -41,21 +42,29 @@ pub(crate) struct Site {
 impl Site {
     pub(crate) async fn bind(listen: Listen, common: &Common) -> Result<Self, Error> {
         let (listener, address) = bind(listen).await?;
-        let context =
-            Context { common: common.clone(), metrics: Metrics::new(), health: Health::new().await };
+        let context = Context {
+            common: common.clone(),
+            metrics: Metrics::new(),
+            health: Health::new().await,
+            failure: Failure::default(),
+        };
         Ok(Self { listener, address, context })
     }
 
-    /// Serves `parts` until `shutdown`.
+    /// Serves `parts` until `shutdown`. After a panic calls are answered with that until then.
     pub(crate) async fn run(self, parts: Parts, shutdown: CancellationToken) -> Result<(), Error> {
         let Parts { routes, background } = parts;
+        let failure = &self.context.failure;
         let serving = serve(self.listener, routes, &self.context, shutdown);
         // The background part also answers calls that are open when the token is cancelled.
         tokio::try_join!(serving, async {
-            background.await;
+            tokio::select! {
+                _ = failure.guard("a background task", background) => {}
+                () = failure.failed() => {}
+            }
             Ok(())
         })?;
-        Ok(())
+        failure.cause().map_or(Ok(()), |cause| Err(Error::Panicked(cause.to_owned())))
     }
 }
 
@@ -88,6 +97,7 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
             let mut shard_site = Site::bind(config.shard_listen, &common).await?;
             // One process, one set of metrics; ready is it when the shard server is.
             shard_site.context.metrics = site.context.metrics.clone();
+            shard_site.context.failure = site.context.failure.clone();
             let admin = AdminSite::bind(config.admin_listen, "all", &shard_site).await?;
             let parts = coordinator(&site.context, &shutdown);
             let dial = dial_self(site.address);

@@ -5,6 +5,7 @@
 
 use std::{io, net::SocketAddr, sync::Arc};
 
+use futures_util::TryStreamExt;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tonic::{
@@ -15,8 +16,10 @@ use zeroshard_proto::pb;
 
 use crate::{
     config::{Common, Listen},
+    connection::Connection,
+    failure::Failure,
     health::Health,
-    layers::{request_metrics::RequestMetricsLayer, token::TokenLayer},
+    layers::{panic::PanicLayer, request_metrics::RequestMetricsLayer, token::TokenLayer},
     metrics::Metrics,
 };
 
@@ -46,6 +49,9 @@ pub enum Error {
     /// A part of the process ended by itself.
     #[error("a server ended: {0}")]
     Ended(String),
+    /// A task panicked, and all servers of the process ended.
+    #[error("a server failed: {0}; this is a bug: please report it with this message")]
+    Panicked(String),
     /// The reflection service refused our own descriptors.
     #[error("describe the services: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
@@ -71,6 +77,8 @@ pub struct Context {
     pub metrics: Arc<Metrics>,
     /// What probes are told.
     pub health: Health,
+    /// Whether a task has panicked: shared by all servers of a process.
+    pub failure: Failure,
 }
 
 /// Serves `routes`, health and reflection on `listener` until `shutdown`; then open calls have
@@ -84,7 +92,7 @@ pub async fn serve(
     context: &Context,
     shutdown: CancellationToken,
 ) -> Result<(), Error> {
-    let Context { common, metrics, health } = context;
+    let Context { common, metrics, health, failure } = context;
     let reflection = tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(pb::FILE_DESCRIPTOR_SET)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
@@ -93,7 +101,8 @@ pub async fn serve(
     let incoming = TcpIncoming::from(listener)
         // A commit is a small message that somebody waits for.
         .with_nodelay(Some(true))
-        .with_keepalive(Some(common.keepalive()));
+        .with_keepalive(Some(common.keepalive()))
+        .map_ok(Connection::new);
     let server = Server::builder()
         .max_frame_size(common.frame_bytes)
         .initial_stream_window_size(common.window_bytes)
@@ -103,6 +112,7 @@ pub async fn serve(
         .http2_keepalive_timeout(Some(common.keepalive()))
         // Refused calls are counted too.
         .layer(RequestMetricsLayer(metrics.clone()))
+        .layer(PanicLayer(failure.clone()))
         .layer(TokenLayer::new(&common.token)?)
         .add_routes(routes)
         .serve_with_incoming_shutdown(incoming, shutdown.cancelled());

@@ -132,13 +132,25 @@ impl Process {
         self.child.id()
     }
 
-    /// The most memory that the process has had resident, in bytes (`VmHWM`).
+    /// The most memory that the process has had resident, in bytes.
     ///
     /// # Panics
     /// If the system does not say.
     pub fn peak_memory(&self) -> u64 {
+        self.status_bytes("VmHWM:")
+    }
+
+    /// The memory that the process has resident, in bytes.
+    ///
+    /// # Panics
+    /// If the system does not say.
+    pub fn memory(&self) -> u64 {
+        self.status_bytes("VmRSS:")
+    }
+
+    fn status_bytes(&self, field: &str) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.id())).expect("it runs");
-        let line = status.lines().find(|line| line.starts_with("VmHWM:")).expect("Linux says it");
+        let line = status.lines().find(|line| line.starts_with(field)).expect("Linux says it");
         let kilobytes = line.split_whitespace().nth(1).expect("a number");
         kilobytes.parse::<u64>().expect("a number") * 1024
     }

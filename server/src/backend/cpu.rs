@@ -187,6 +187,11 @@ impl Backend for Cpu {
         each_run(&at.into(), src, dtype, |run, src| self.add(src, dtype, &mut dst[run]))
     }
 
+    fn canonicalise<'a>(&self, dst: &mut Buffer, at: impl Into<Elements<'a>>) {
+        let dst = dst.values_mut();
+        at.into().runs().for_each(|run| convert::canonicalise(self.level, &mut dst[run]));
+    }
+
     fn read<'a>(&self, src: &Arc<Buffer>, from: impl Into<Elements<'a>>, dtype: DType) -> Bytes {
         let from = from.into();
         if src.dtype != dtype {

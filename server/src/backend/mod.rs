@@ -66,6 +66,10 @@ pub trait Backend: Send + Sync + 'static {
         dtype: DType,
     ) -> bool;
 
+    /// Makes every NaN among these elements of `dst`, which is f32, the same one, 0x7fc00000. Which NaN an addition
+    /// gives depends on the order of its operands and on the machine.
+    fn canonicalise<'a>(&self, dst: &mut Self::Buffer, at: impl Into<Elements<'a>>);
+
     /// Elements as little-endian bytes of `dtype`, rounded to nearest even. Where they are consecutive and `dtype`
     /// is the buffer's own nothing is copied: the bytes keep the buffer alive. Else they are copied once.
     fn read<'a>(&self, src: &Arc<Self::Buffer>, from: impl Into<Elements<'a>>, dtype: DType) -> Bytes;

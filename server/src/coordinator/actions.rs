@@ -54,9 +54,11 @@ impl Driver {
     /// Computes a placement on a thread that may block.
     fn place(&self, placing: Placing) {
         let Some(driver) = self.me.upgrade() else { return };
-        tokio::task::spawn_blocking(move || {
-            let plan = Plan::new(&placing.spec, &placing.live);
-            driver.tell(Event::Placed { job: placing.job, plan });
+        tokio::spawn(async move {
+            let plan = move || Ok((Plan::new(&placing.spec, &placing.live), placing.job));
+            if let Ok((plan, job)) = driver.failure.blocking("place a job", plan).await {
+                driver.tell(Event::Placed { job, plan });
+            }
         });
     }
 

@@ -11,8 +11,9 @@ use zeroshard_proto::{
 use super::{
     driver::{Control, Driver},
     events::{Event, JobRef, Lease, Link, OpenJob, Said},
-    requests::{blocking, dialled},
+    requests::dialled,
 };
+use crate::failure::Failure;
 
 /// A command that waits for its server.
 #[derive(Debug)]
@@ -26,12 +27,20 @@ pub(crate) enum Outgoing {
 pub(super) fn commands(
     control: Control,
     term: u64,
+    failure: Failure,
 ) -> impl Stream<Item = Result<pb::ServerCommand, Status>> + Send {
     let message = move |command| pb::ServerCommand { command: Some(command), term };
-    let convert = move |outgoing| async move {
-        match outgoing {
-            Outgoing::Command(command) => Ok(message(command)),
-            Outgoing::Open(open) => Ok(message(blocking(move || Ok(Command::Open(open.into()))).await?)),
+    let convert = move |outgoing| {
+        let failure = failure.clone();
+        async move {
+            match outgoing {
+                Outgoing::Command(command) => Ok(message(command)),
+                Outgoing::Open(open) => {
+                    let open =
+                        failure.blocking("convert a job to be opened", move || Ok(open.into())).await?;
+                    Ok(message(Command::Open(open)))
+                }
+            }
         }
     };
     ReceiverStream::new(control.commands).take_until(control.dismissed.cancelled_owned()).then(convert)

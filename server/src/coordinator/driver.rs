@@ -22,7 +22,7 @@ use super::{
     events::{Caller, Event, Lease, Link, Now, Reply, ServerId},
     feed::Change,
 };
-use crate::metrics::Metrics;
+use crate::{failure::Failure, metrics::Metrics};
 
 /// Commands that may wait for one server; a server that lets so many wait is dismissed. 1,000 workers that join, leave
 /// and join again while the server reads nothing need 3,000.
@@ -36,6 +36,7 @@ pub(crate) struct Driver {
     /// In every command to a server.
     pub(super) term: u64,
     pub(super) metrics: Arc<Metrics>,
+    pub(super) failure: Failure,
     inner: Mutex<Inner>,
     /// Wakes the timer for an earlier deadline.
     wake: Notify,
@@ -79,7 +80,7 @@ pub(crate) struct Control {
 }
 
 impl Driver {
-    pub(crate) fn new(metrics: Arc<Metrics>, term: u64) -> Arc<Self> {
+    pub(crate) fn new(metrics: Arc<Metrics>, failure: Failure, term: u64) -> Arc<Self> {
         let inner = Inner {
             cluster: Cluster::default(),
             calls: HashMap::new(),
@@ -95,6 +96,7 @@ impl Driver {
             started: Instant::now(),
             term,
             metrics,
+            failure,
             inner: Mutex::new(inner),
             wake: Notify::new(),
         })
@@ -261,20 +263,6 @@ impl Drop for OpenCall<'_> {
             && let Some(gone) = self.gone.take()
         {
             self.driver.handle(&mut inner, gone);
-        }
-    }
-}
-
-/// A random number that is not 0.
-///
-/// # Errors
-/// [`Error::Internal`] if the operating system has none.
-pub(crate) fn random() -> Result<u64> {
-    loop {
-        let number = getrandom::u64()
-            .map_err(|error| Error::Internal { cause: format!("read a random number: {error}") })?;
-        if number != 0 {
-            return Ok(number);
         }
     }
 }

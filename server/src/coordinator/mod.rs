@@ -56,7 +56,8 @@ impl Coordinator {
     /// Unix epoch.
     pub fn new(context: Context) -> Self {
         let since_epoch = SystemTime::UNIX_EPOCH.elapsed().unwrap_or(Duration::ZERO);
-        let driver = Driver::new(context.metrics.clone(), since_epoch.as_millis() as u64);
+        let driver =
+            Driver::new(context.metrics.clone(), context.failure.clone(), since_epoch.as_millis() as u64);
         Self { context, driver }
     }
 

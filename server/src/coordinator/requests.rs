@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use tokio::task::spawn_blocking;
 use zeroshard_proto::{Error, JobSpec, Result, job::optimizers, pb};
 
 use super::events::{Commit, Discard, JobRef, Lease, Reduce, Turn};
@@ -100,14 +99,6 @@ pub(super) fn job_spec(spec: Option<pb::JobSpec>) -> Result<JobSpec> {
         return Err(Error::invalid("replicas", spec.replicas, "1: this version does not replicate slices"));
     }
     Ok(spec)
-}
-
-/// Does long work on a thread that may block.
-pub(super) async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T> + Send + 'static,
-) -> Result<T> {
-    let result = spawn_blocking(work).await;
-    result.unwrap_or_else(|error| Err(Error::Internal { cause: format!("a conversion ended: {error}") }))
 }
 
 /// An address that others dial.

@@ -15,10 +15,11 @@ use zeroshard_proto::{
 
 use super::{
     control::{commands, hello, listen},
-    driver::{Driver, MAX_COMMANDS, random},
+    driver::{Driver, MAX_COMMANDS},
     events::{Event, JobRef, Join, Lease, Reply},
-    requests::{Waits, blocking, dialled, job_spec},
+    requests::{Waits, dialled, job_spec},
 };
+use crate::identity;
 
 /// Serves a [`Driver`].
 #[derive(Debug)]
@@ -33,8 +34,10 @@ type Answer<T> = Result<Response<T>, Status>;
 impl coordinator_server::Coordinator for Service {
     async fn create_job(&self, request: Request<pb::CreateJobRequest>) -> Answer<pb::CreateJobResponse> {
         let request = request.into_inner();
-        let (wait, job_id) = (self.waits.of(request.wait_ms), random()?);
-        let spec = Box::new(blocking(move || job_spec(request.spec)).await?);
+        let (wait, job_id) = (self.waits.of(request.wait_ms), identity::random()?);
+        let spec = Box::new(
+            self.driver.failure.blocking("convert a job's spec", move || job_spec(request.spec)).await?,
+        );
         match self.driver.call(|caller| Event::Create { caller, job_id, spec, wait }).await? {
             Reply::Created { epoch, job_id } => Ok(Response::new(pb::CreateJobResponse { epoch, job_id })),
             other => Err(unexpected(&other)),
@@ -54,7 +57,12 @@ impl coordinator_server::Coordinator for Service {
     ) -> Answer<pb::DescribeJobResponse> {
         let job = request.into_inner().job;
         let description = self.driver.read(|cluster| cluster.describe(&job))?;
-        Ok(Response::new(blocking(move || Ok(description.into())).await?))
+        Ok(Response::new(
+            self.driver
+                .failure
+                .blocking("convert a job's description", move || Ok(description.into()))
+                .await?,
+        ))
     }
 
     type JoinStream = Memberships;
@@ -65,7 +73,7 @@ impl coordinator_server::Coordinator for Service {
             "" => None,
             text => Some(dialled(&format!("address of rank {rank}"), text)?.to_string()),
         };
-        let (wait, lease) = (self.waits.of(wait_ms), Lease(random()?));
+        let (wait, lease) = (self.waits.of(wait_ms), Lease(identity::random()?));
         self.driver.add_lease(lease);
         // From here on the lease ends with the stream, also when the caller goes away while the call waits.
         let mut stream =
@@ -74,7 +82,8 @@ impl coordinator_server::Coordinator for Service {
         let join = Join { job, rank, address, lease, rank_wait, wait };
         self.driver.call(|caller| Event::Join { caller, join }).await?;
         if let Some(first) = self.driver.first_membership(&stream.job, lease) {
-            stream.first = Some(blocking(move || Ok(first.into())).await?);
+            stream.first =
+                Some(self.driver.failure.blocking("convert a membership", move || Ok(first.into())).await?);
         }
         Ok(Response::new(stream))
     }
@@ -133,7 +142,7 @@ impl coordinator_server::Coordinator for Service {
             };
             driver.tell(Event::ServerLost { from, cause });
         });
-        Ok(Response::new(commands(control, self.driver.term).boxed()))
+        Ok(Response::new(commands(control, self.driver.term, self.driver.failure.clone()).boxed()))
     }
 }
 

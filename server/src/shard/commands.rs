@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use zeroshard_proto::{
-    Error, JobSpec, Placement, Result,
+    JobSpec, Placement, Result,
     pb::{self, server_command::Command, server_event::Event},
 };
 
@@ -36,12 +36,13 @@ pub(super) async fn serve_job<B: Backend>(
     let (job_id, epoch) = (open.job_id, open.epoch);
     let (store, events, closed) = (opener.store.clone(), opener.events.clone(), opener.closed.clone());
     let served = async {
-        let job = Arc::new(blocking(move || open_job(&opener, open)).await?);
+        let opened = store.failure.blocking("open a job", move || open_job(&opener, open));
+        let job = Arc::new(opened.await?);
         store.insert(job.clone());
         tracing::info!(job = name, epoch, slices = job.slices().count(), "job opened");
         events.tell(Event::Opened(pb::JobOpened { job: name.clone(), epoch, job_id }));
         job.finish_upload(job.attempt(), 0);
-        obey(&job, commands).await
+        obey(&store, &job, commands).await
     };
     if let Err(error) = served.await
         && !closed.is_cancelled()
@@ -70,13 +71,17 @@ fn open_job<B: Backend>(opener: &Opener<B>, open: pb::OpenJob) -> Result<Job<B>>
 }
 
 /// Does what the coordinator says, until the job is closed.
-async fn obey<B: Backend>(job: &Arc<Job<B>>, mut commands: mpsc::Receiver<Command>) -> Result<()> {
+async fn obey<B: Backend>(
+    store: &Store<B>,
+    job: &Arc<Job<B>>,
+    mut commands: mpsc::Receiver<Command>,
+) -> Result<()> {
     while let Some(Some(command)) = job.closed().run_until_cancelled(commands.recv()).await {
         match command {
             Command::Grant(grant) => job.grant(grant.rank, grant.lease),
             other => {
                 let job = job.clone();
-                blocking(move || execute(&job, &other)).await?;
+                store.failure.blocking("a command about a job", move || execute(&job, &other)).await?;
             }
         }
     }
@@ -96,11 +101,4 @@ fn execute<B: Backend>(job: &Job<B>, command: &Command) -> Result<()> {
         // Leases are granted, and jobs opened and closed, elsewhere.
         Command::Welcome(_) | Command::Open(_) | Command::Grant(_) | Command::Close(_) => Ok(()),
     }
-}
-
-/// Runs arithmetic where it does not hold up the network.
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .unwrap_or_else(|e| Err(Error::Internal { cause: format!("a background task ended: {e}") }))
 }

@@ -187,7 +187,10 @@ impl<'a, B: Backend> Session<'a, B> {
             server: self.contact.server_id,
             closed,
         };
-        tokio::spawn(serve_job(opener, open, queued));
+        let failure = self.store.failure.clone();
+        tokio::spawn(
+            async move { failure.guard("the task of a job", serve_job(opener, open, queued)).await },
+        );
     }
 }
 

@@ -18,8 +18,8 @@ use tonic::{Status, body::Body, server::NamedService};
 use tower::Service;
 use zeroshard_proto::{Error, Result, pb};
 
-use super::{pull, push, store::Store};
-use crate::backend::Backend;
+use super::{pull, push, stall, store::Store};
+use crate::{backend::Backend, connection::Hangup};
 
 /// The most bytes that a `PullRequest` may have: some 100,000 ranges.
 const MAX_PULL_REQUEST: usize = 4 << 20;
@@ -95,6 +95,7 @@ async fn answer_pull<B: Backend>(
     request: Request<Body>,
     shutdown: CancellationToken,
 ) -> Result<Response<Body>, Status> {
+    let hangup = request.extensions().get::<Hangup>().cloned();
     let request = read_request(request.into_body()).await?;
     let frames = pull::pull(store, &request)?;
     let frames = frames.take_until(shutdown.clone().cancelled_owned());
@@ -112,7 +113,18 @@ async fn answer_pull<B: Backend>(
             Some((frame, None))
         }
     });
-    Ok(grpc(Body::new(StreamBody::new(body.map(Ok::<Frame<Bytes>, Infallible>)))))
+    let body = body.map(Ok::<Frame<Bytes>, Infallible>);
+    let (metrics, limit) = (store.metrics.clone(), store.limits.wait);
+    let body = stall::watch(body, limit, move || {
+        metrics.stalled_reads.inc();
+        let pb::PullRequest { job, version, .. } = request;
+        let seconds = limit.as_secs_f64();
+        tracing::warn!(job, version, seconds, "a reader took nothing for so long: its connection is closed");
+        if let Some(hangup) = hangup {
+            hangup.now();
+        }
+    });
+    Ok(grpc(Body::new(StreamBody::new(body))))
 }
 
 fn grpc(body: Body) -> Response<Body> {

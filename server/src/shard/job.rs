@@ -11,9 +11,10 @@ use zeroshard_proto::{Error, JobSpec, Placement, Result, pb};
 
 use super::{
     attempt::Attempt,
+    budget::Budget,
     events::Events,
     lane::Lanes,
-    round::{ParkingBudget, Piece},
+    round::Piece,
     senders::describe,
     slice::{Memory, Reduced, Slice, Upload},
 };
@@ -29,7 +30,7 @@ pub(crate) use wait::Deadline;
 /// What a job needs of its surroundings.
 pub(crate) struct Surroundings<B> {
     pub(crate) backend: Arc<B>,
-    pub(crate) budget: Arc<ParkingBudget>,
+    pub(crate) budget: Arc<Budget>,
     pub(crate) metrics: Arc<Metrics>,
     /// To the coordinator.
     pub(crate) events: Events,

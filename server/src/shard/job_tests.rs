@@ -35,7 +35,7 @@ impl Subject {
         let (events, said) = Events::channel();
         let surroundings = Surroundings {
             backend: Arc::new(Cpu::new()),
-            budget: ParkingBudget::new(1 << 20),
+            budget: Budget::new(1 << 20),
             metrics: Metrics::new(),
             events,
         };
@@ -235,7 +235,7 @@ fn opening_stops_when_the_job_is_closed_meanwhile() {
     let placement = Placement::new(servers, 1, vec![0]).unwrap();
     let surroundings = Surroundings {
         backend: Arc::new(Cpu::new()),
-        budget: ParkingBudget::new(0),
+        budget: Budget::new(0),
         metrics: Metrics::new(),
         events: Events::channel().0,
     };

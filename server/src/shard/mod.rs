@@ -5,6 +5,7 @@
 //! servers.
 
 mod attempt;
+mod budget;
 mod commands;
 mod control;
 mod data;
@@ -19,6 +20,7 @@ mod round;
 mod senders;
 mod service;
 mod slice;
+mod stall;
 mod store;
 #[cfg(test)]
 mod transfer_tests;
@@ -55,14 +57,14 @@ impl<B: Backend> Shard<B> {
     /// # Errors
     /// [`Error::Internal`] if the system has no random numbers.
     pub fn new(backend: B, config: &config::Shard, context: Context) -> Result<Self> {
-        let Context { common, metrics, health } = context;
+        let Context { common, metrics, health, failure } = context;
         let limits = Limits {
             wait: common.wait(),
             max_message: common.max_message_bytes,
             parked_bytes: config.parked_bytes,
         };
         Ok(Self {
-            store: Arc::new(Store::new(backend, limits, metrics)),
+            store: Arc::new(Store::new(backend, limits, metrics, failure)),
             health,
             token: common.token,
             id: config.id.clone(),

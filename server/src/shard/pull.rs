@@ -16,9 +16,11 @@ use zeroshard_proto::{
 };
 
 use super::{
+    budget::Space,
     job::{Deadline, Job},
     lane::Area,
     part::Part,
+    slice::Slice,
     store::Store,
 };
 use crate::backend::Backend;
@@ -35,8 +37,15 @@ struct Wanted<B: Backend> {
     area: Area,
     /// Elements that are still to be sent.
     range: Range<usize>,
-    /// What is sent, once its version is there.
-    held: Option<Arc<B::Buffer>>,
+    /// What is sent, once its version is there and there is room to hold it.
+    held: Option<Held<B>>,
+}
+
+/// A version of a slice that steps leave alone.
+struct Held<B: Backend> {
+    buffer: Arc<B::Buffer>,
+    /// Of the budget for all pulls; `None` for the slice that is being sent when there is no room.
+    _space: Option<Space>,
 }
 
 struct Pull<B: Backend> {
@@ -144,18 +153,39 @@ fn wanted<B: Backend>(job: &Job<B>, part: Part, boxes: &Boxes, range: &pb::Range
     }
 }
 
+/// What a step needs beside `slice` if `part` of it is held.
+fn bytes_of<B: Backend>(job: &Job<B>, slice: &Slice<B>, part: Part) -> u64 {
+    let dtype = match part {
+        Part::Parameters => job.spec.manifest.tensors()[slice.spec.tensor].dtype,
+        Part::Master | Part::State(_) => DType::F32,
+    };
+    (slice.spec.numel * dtype.size()) as u64
+}
+
 impl<B: Backend> Pull<B> {
-    /// Takes hold of everything that is there already, so that later steps do not touch it.
+    /// Takes hold of what is there already, so that later steps do not touch it, as far as there is room.
     fn hold(&mut self) -> Result<()> {
         for wanted in self.wanted.iter_mut().filter(|wanted| wanted.held.is_none()) {
-            wanted.held = self.job.slice(wanted.slice)?.read(
-                self.job.backend(),
-                self.part,
-                &self.job.spec.name,
-                self.version,
-            )?;
+            let slice = self.job.slice(wanted.slice)?;
+            let Some(space) = self.store.pins.take(bytes_of(&self.job, slice, self.part)) else {
+                return Ok(()); // the rest is held when it is sent
+            };
+            let buffer = slice.read(self.job.backend(), self.part, &self.job.spec.name, self.version)?;
+            wanted.held = buffer.map(|buffer| Held { buffer, _space: Some(space) });
         }
         Ok(())
+    }
+
+    /// Takes hold of the next slice to be sent, if it is there: with or without room.
+    fn hold_next(&mut self) -> Result<bool> {
+        let Some(wanted) = self.wanted.front_mut() else { return Ok(false) };
+        if wanted.held.is_none() {
+            let slice = self.job.slice(wanted.slice)?;
+            let buffer = slice.read(self.job.backend(), self.part, &self.job.spec.name, self.version)?;
+            let space = || self.store.pins.take(bytes_of(&self.job, slice, self.part));
+            wanted.held = buffer.map(|buffer| Held { buffer, _space: space() });
+        }
+        Ok(wanted.held.is_some())
     }
 
     async fn next_frame(&mut self) -> Result<Option<Bytes>> {
@@ -163,22 +193,24 @@ impl<B: Backend> Pull<B> {
             if let Some(frame) = self.writer.next_frame() {
                 return Ok(Some(frame));
             }
-            let Some(wanted) = self.wanted.front_mut() else {
-                self.writer.flush();
-                return Ok(self.writer.next_frame());
-            };
-            let Some(held) = &wanted.held else {
+            if self.job.closed().is_cancelled() {
+                return Err(self.job.closed_error());
+            }
+            if !self.hold_next()? {
                 // Nothing gathered may wait with us.
                 self.writer.flush();
                 match self.writer.next_frame() {
-                    Some(frame) => return Ok(Some(frame)),
-                    None => self.wait().await?,
+                    None if !self.wanted.is_empty() => self.wait().await?,
+                    last => return Ok(last),
                 }
                 continue;
-            };
+            }
+            let wanted = self.wanted.front_mut().expect("it is held");
+            let held = wanted.held.as_ref().expect("it is held");
             let end = wanted.range.end.min(wanted.range.start + self.chunk);
             let offset = std::mem::replace(&mut wanted.range.start, end);
-            let payload = self.job.backend().read(held, wanted.area.elements(offset..end), self.dtype);
+            let payload =
+                self.job.backend().read(&held.buffer, wanted.area.elements(offset..end), self.dtype);
             self.store.metrics.pull_sent_bytes.inc_by(payload.len() as u64);
             let extent = Extent { slice: wanted.slice, offset: offset as u64, dtype: self.dtype };
             self.writer.extent(extent, payload);
@@ -208,8 +240,9 @@ impl<B: Backend> Pull<B> {
                 missing.unwrap_or_default()
             )
         };
-        let held = self.job.wait_for(self.deadline, ready, waiting_for).await?;
-        self.wanted.front_mut().expect("something is wanted").held = Some(held);
+        let buffer = self.job.wait_for(self.deadline, ready, waiting_for).await?;
+        let _space = self.store.pins.take(bytes_of(&self.job, slice, part));
+        self.wanted.front_mut().expect("something is wanted").held = Some(Held { buffer, _space });
         self.hold()
     }
 }

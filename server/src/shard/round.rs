@@ -8,18 +8,16 @@ use std::{ops::Range, sync::Arc};
 use bytes::Bytes;
 use zeroshard_proto::{DType, Result};
 
-use super::lane::Lane;
+use super::{budget::Budget, lane::Lane};
 use crate::backend::Backend;
 use total::{Figures, Total};
 use turns::Turns;
 
 mod absent;
-mod parking;
 mod total;
 mod turns;
 
 pub(crate) use absent::Absent;
-pub(crate) use parking::ParkingBudget;
 
 /// Consecutive elements of one rank's contribution, from the network buffer.
 #[derive(Debug, Clone)]
@@ -99,14 +97,12 @@ impl Round {
         backend: &B,
         accumulator: &mut B::Buffer,
         piece: &Piece,
-        budget: &Arc<ParkingBudget>,
+        budget: &Arc<Budget>,
     ) -> Result<u64> {
         let (lane, position) = self.find(piece.rank).expect("the caller asked who contributes");
         let total = &mut Total { backend, sum: accumulator, figures: &mut self.figures };
         let taken = self.lanes[lane].take(total, position, piece, budget);
-        if self.touched {
-            self.lanes[lane].fill_in(total);
-        } else if self.lanes[lane].contributions[position].received.pieces() > 0 {
+        if !self.touched && self.lanes[lane].contributions[position].received.pieces() > 0 {
             // From now on there is something that zeros can be added to, in every lane.
             self.touched = true;
             self.lanes.iter_mut().for_each(|turns| turns.fill_in(total));

@@ -3,7 +3,10 @@
 use proptest::prelude::*;
 use zeroshard_proto::Error;
 
-use super::{turns::MAX_PIECES, *};
+use super::{
+    turns::{MAX_PIECES, PARKED_OVERHEAD},
+    *,
+};
 use crate::{backend::Cpu, shard::lane::tests::whole};
 
 const NUMEL: usize = 40;
@@ -22,7 +25,7 @@ fn piece(rank: u32, range: Range<usize>) -> Piece {
 
 fn sum_of(slice: u32, world: u32, pieces: &[Piece], limit: u64) -> (Round, Result<Vec<u8>>) {
     let backend = Cpu::new();
-    let budget = ParkingBudget::new(limit);
+    let budget = Budget::new(limit);
     let mut round = Round::new(slice, NUMEL, &whole(NUMEL, world));
     let mut sum = backend.allocate(DType::F32, NUMEL).unwrap();
     for piece in pieces {
@@ -76,8 +79,20 @@ fn two_workers_never_park() {
 #[test]
 fn the_next_in_order_is_let_in_when_the_budget_is_spent() {
     let early = piece(2, 0..NUMEL);
-    let (_, refused) = sum_of(0, 3, std::slice::from_ref(&early), 100);
-    assert!(matches!(refused, Err(Error::ParkingFull { rank: 2, .. })));
+    let refused = |before: &[Piece]| {
+        let pieces = [before, std::slice::from_ref(&early)].concat();
+        match sum_of(0, 3, &pieces, 100).1 {
+            Err(Error::ParkingFull { slice: 0, rank: 2, offset, waiting_for, budget: 100 }) => {
+                (offset, waiting_for)
+            }
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(refused(&[]), (0, 0));
+    assert_eq!(refused(&[piece(0, 0..NUMEL)]), (0, 1));
+    // What has its turn is taken, up to where another rank is waited for.
+    assert_eq!(refused(&[piece(0, 0..20), piece(1, 0..10)]), (10, 1));
+    assert_eq!(refused(&[piece(0, 0..20), piece(1, 0..NUMEL)]), (20, 0));
 
     let in_order = [piece(0, 0..NUMEL), piece(1, 0..NUMEL), early];
     let (round, sum) = sum_of(0, 3, &in_order, 0);
@@ -86,22 +101,90 @@ fn the_next_in_order_is_let_in_when_the_budget_is_spent() {
 }
 
 #[test]
-fn parked_bytes_are_given_back() {
+fn parked_bytes_are_given_back_when_all_of_the_piece_has_been_added() {
     let backend = Cpu::new();
-    let budget = ParkingBudget::new(1000);
+    let budget = Budget::new(1000);
     let mut round = Round::new(0, NUMEL, &whole(NUMEL, 3));
     let mut sum = backend.allocate(DType::F32, NUMEL).unwrap();
     let mut contribute = |piece| round.contribute(&backend, &mut sum, &piece, &budget).unwrap();
     assert_eq!(contribute(piece(2, 0..NUMEL)), NUMEL as u64);
-    assert_eq!(budget.used(), 4 * NUMEL as u64);
+    let pinned = 4 * NUMEL as u64 + PARKED_OVERHEAD;
+    assert_eq!(budget.used(), pinned);
     assert_eq!(contribute(piece(2, 3..9)), 0);
     contribute(piece(1, 0..NUMEL));
     contribute(piece(0, 0..10));
-    assert_eq!(budget.used(), 4 * (NUMEL as u64 - 10));
+    assert_eq!(budget.used(), pinned, "it is one allocation");
     contribute(piece(0, 10..NUMEL));
     assert_eq!(budget.used(), 0);
     assert!(round.is_complete());
     assert_eq!(round.missing_rank(), None);
+}
+
+#[test]
+fn a_parked_piece_keeps_no_network_buffer_and_is_counted_with_what_it_costs() {
+    let backend = Cpu::new();
+    let budget = Budget::new(10_000);
+    let mut round = Round::new(0, NUMEL, &whole(NUMEL, 3));
+    let mut sum = backend.allocate(DType::F32, NUMEL).unwrap();
+    let network = Bytes::from(vec![0; 1 << 20]);
+    for offset in 0..10 {
+        let piece = Piece { offset, bytes: network.slice(4 * offset..4 * offset + 4), ..piece(2, 0..0) };
+        assert_eq!(round.contribute(&backend, &mut sum, &piece, &budget).unwrap(), 1);
+    }
+    assert!(network.is_unique(), "nothing of it is kept");
+    assert_eq!(budget.used(), 10 * (4 + PARKED_OVERHEAD));
+}
+
+/// What is not a number in several ways, and what becomes that when it is added up.
+const SPECIAL: [u32; 9] = [
+    0x7fc0_0001,
+    0xffc0_0000,
+    0x7f80_1234,
+    0xff81_0000,
+    0x7f80_0000,
+    0xff80_0000,
+    0x7f7f_ffff,
+    0x3f80_0000,
+    0x8000_0000,
+];
+
+proptest! {
+    #[test]
+    fn every_nan_of_a_sum_is_the_same_one_whatever_came_first(
+        values in prop::collection::vec(prop::collection::vec(prop::sample::select(SPECIAL.to_vec()), NUMEL), 1..5),
+        order in Just((0..4u32).collect::<Vec<_>>()).prop_shuffle(),
+        slice in 0u32..5,
+        dtype in prop::sample::select(DType::ALL.to_vec()),
+        cut in 0..NUMEL,
+    ) {
+        let world = values.len() as u32;
+        let element = |&bits: &u32| match dtype {
+            DType::F32 => bits.to_le_bytes().to_vec(),
+            // The upper half is a value of either.
+            DType::Bf16 | DType::F16 => ((bits >> 16) as u16).to_le_bytes().to_vec(),
+        };
+        let decode = |&bits: &u32| match dtype {
+            DType::F32 => f32::from_bits(bits),
+            DType::Bf16 => half::bf16::from_bits((bits >> 16) as u16).to_f32(),
+            DType::F16 => half::f16::from_bits((bits >> 16) as u16).to_f32(),
+        };
+        let pieces: Vec<Piece> = order.into_iter().filter(|&rank| rank < world).flat_map(|rank| {
+            let values = &values[rank as usize];
+            [cut..NUMEL, 0..cut].map(|range| {
+                let bytes = values[range.clone()].iter().flat_map(element).collect();
+                Piece { rank, offset: range.start, dtype, bytes }
+            })
+        }).collect();
+        let (round, sum) = sum_of(slice, world, &pieces, u64::MAX);
+        prop_assert!(round.is_complete());
+        let sum = sum.unwrap();
+        for (i, actual) in sum.as_chunks().0.iter().map(|word| u32::from_le_bytes(*word)).enumerate() {
+            let ranks = (0..world).map(|rank| (slice + rank) % world);
+            let expected = ranks.map(|rank| decode(&values[rank as usize][i])).reduce(|a, b| a + b).unwrap();
+            let expected = if expected.is_nan() { 0x7fc0_0000 } else { expected.to_bits() };
+            prop_assert_eq!(actual, expected);
+        }
+    }
 }
 
 #[test]
@@ -115,7 +198,7 @@ fn the_lowest_rank_that_overflowed_is_named() {
 #[test]
 fn a_contribution_in_too_many_pieces_is_refused() {
     let backend = Cpu::new();
-    let budget = ParkingBudget::new(0);
+    let budget = Budget::new(0);
     let numel = 3 * MAX_PIECES;
     let mut round = Round::new(0, numel, &whole(numel, 1));
     let mut sum = backend.allocate(DType::F32, numel).unwrap();

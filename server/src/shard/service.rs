@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 use zeroshard_proto::{
-    Error, Result,
+    Result,
     pb::{self, shard_server},
 };
 
@@ -33,9 +33,7 @@ impl<B: Backend> Service<B> {
             };
             job.slices().map(digest).collect::<Result<_>>()
         };
-        let slices = tokio::task::spawn_blocking(digests)
-            .await
-            .map_err(|e| Error::Internal { cause: format!("hash the slices: {e}") })??;
+        let slices = self.store.failure.blocking("hash the slices", digests).await?;
         Ok(pb::DigestResponse { slices })
     }
 

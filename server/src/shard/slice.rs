@@ -12,8 +12,9 @@ use zeroshard_proto::{DType, JobSpec, Optimizer, Result, SliceSpec};
 
 use super::{
     attempt::Attempt,
+    budget::Budget,
     lane::Lane,
-    round::{Absent, ParkingBudget, Piece, Round},
+    round::{Absent, Piece, Round},
 };
 use crate::{
     backend::{Backend, OutOfMemory, Update},
@@ -205,7 +206,7 @@ impl<B: Backend> Slice<B> {
         backend: &B,
         attempt: Attempt,
         piece: &Piece,
-        budget: &Arc<ParkingBudget>,
+        budget: &Arc<Budget>,
         current: impl FnOnce() -> Result<()>,
     ) -> Result<(u64, Option<Reduced>)> {
         let mut inner = self.lock();

@@ -14,7 +14,7 @@ const NUMEL: usize = 5;
 
 pub(super) struct Subject {
     backend: Cpu,
-    budget: Arc<ParkingBudget>,
+    budget: Arc<Budget>,
     groups: Vec<Optimizer>,
     pub(super) slice: Slice<Cpu>,
     /// The open one.
@@ -45,7 +45,7 @@ impl Subject {
         let attempt = Attempt::first(1, 0);
         let slice = Slice::allocate(&backend, &job, 0, lanes, attempt).unwrap();
         let attempt = Cell::new(attempt);
-        Self { backend, budget: ParkingBudget::new(0), groups: job.groups, slice, attempt }
+        Self { backend, budget: Budget::new(0), groups: job.groups, slice, attempt }
     }
 
     fn tensor() -> TensorSpec {

@@ -7,10 +7,13 @@ use dashmap::DashMap;
 use zeroshard_proto::{Error, Result, pb};
 
 use super::{
+    budget::Budget,
     job::{Deadline, Job},
-    round::ParkingBudget,
 };
-use crate::{backend::Backend, config::MAX_WAIT, metrics::Metrics};
+use crate::{backend::Backend, config::MAX_WAIT, failure::Failure, metrics::Metrics};
+
+/// How much pulls may hold of slices that they do not send yet. A step needs as much memory beside what is held.
+const PINNED_BYTES: u64 = 256 << 20;
 
 /// What a caller may cost.
 #[derive(Debug, Clone, Copy)]
@@ -28,18 +31,23 @@ pub(crate) struct Store<B: Backend> {
     pub(crate) backend: Arc<B>,
     pub(crate) limits: Limits,
     pub(crate) metrics: Arc<Metrics>,
-    pub(crate) budget: Arc<ParkingBudget>,
+    pub(crate) failure: Failure,
+    pub(crate) budget: Arc<Budget>,
+    /// For what pulls hold before they send it.
+    pub(crate) pins: Arc<Budget>,
     /// By name.
     jobs: DashMap<String, Arc<Job<B>>>,
 }
 
 impl<B: Backend> Store<B> {
-    pub(crate) fn new(backend: B, limits: Limits, metrics: Arc<Metrics>) -> Self {
+    pub(crate) fn new(backend: B, limits: Limits, metrics: Arc<Metrics>, failure: Failure) -> Self {
         Self {
             backend: Arc::new(backend),
-            budget: ParkingBudget::new(limits.parked_bytes),
+            budget: Budget::new(limits.parked_bytes),
+            pins: Budget::new(PINNED_BYTES),
             limits,
             metrics,
+            failure,
             jobs: DashMap::new(),
         }
     }

@@ -16,13 +16,14 @@ use zeroshard_proto::{
 };
 
 use super::{
+    budget::Budget,
     events::Events,
     job::{Job, Opening, Surroundings},
     lane::tests::job,
     pull, push,
     store::{Limits, Store},
 };
-use crate::{backend::Cpu, metrics::Metrics};
+use crate::{backend::Cpu, failure::Failure, metrics::Metrics};
 
 const EPOCH: u64 = 1;
 const JOB_ID: u64 = 77;
@@ -40,9 +41,16 @@ struct Subject {
 
 impl Subject {
     fn new(spec: JobSpec) -> Self {
+        Self::pinning(spec, u64::MAX)
+    }
+
+    /// With so much room for what pulls hold.
+    fn pinning(spec: JobSpec, pins: u64) -> Self {
         let limits =
             Limits { wait: std::time::Duration::from_secs(60), max_message: 1 << 20, parked_bytes: 0 };
-        let store = Arc::new(Store::new(Cpu::new(), limits, Metrics::new()));
+        let mut store = Store::new(Cpu::new(), limits, Metrics::new(), Failure::default());
+        store.pins = Budget::new(pins);
+        let store = Arc::new(store);
         let (events, said) = Events::channel();
         let surroundings = Surroundings {
             backend: store.backend.clone(),
@@ -62,11 +70,22 @@ impl Subject {
 
     /// `values` of slice 0 from element `offset` on, by `rank`; of a step, or what the job begins with.
     async fn push(&self, rank: u32, step: Option<u64>, offset: u64, values: &[f32]) -> Result<()> {
+        self.push_to(0, rank, step, offset, values).await
+    }
+
+    async fn push_to(
+        &self,
+        slice: u32,
+        rank: u32,
+        step: Option<u64>,
+        offset: u64,
+        values: &[f32],
+    ) -> Result<()> {
         let mut writer = Writer::default();
         let begin = pb::PushBegin { rank, step, ..begin(rank) };
         writer.begin(begin);
         let payload = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        writer.extent(Extent { slice: 0, offset, dtype: DType::F32 }, payload);
+        writer.extent(Extent { slice, offset, dtype: DType::F32 }, payload);
         writer.flush();
         let frames: BytesMut = std::iter::from_fn(|| writer.next_frame()).flatten().collect();
         push::push(&self.store, Full::new(frames.freeze())).await.map(|_| ())
@@ -243,4 +262,92 @@ async fn what_a_rank_does_not_have_is_refused_and_changes_nothing() {
     let whole = pb::PullRequest { ranges: vec![range(0, 0)], ..Default::default() };
     assert_eq!(subject.pull(whole).await.unwrap().0, [0.5; 16]);
     assert_eq!(subject.store.metrics.push_duplicate_bytes.get(), 0);
+}
+
+const SLICES: u32 = 4;
+const NUMEL: usize = 1000;
+/// Of one slice.
+const BYTES: u64 = 4 * NUMEL as u64;
+
+/// Some small tensors, a slice each, at version 0, and room for pulls to hold `pins` of them.
+async fn small(pins: u64) -> Subject {
+    let tensor = |i| TensorSpec::new(format!("w{i}"), [NUMEL as u64]);
+    let manifest = Manifest::new((0..SLICES).map(tensor).collect()).unwrap();
+    let spec = JobSpec::new("job", manifest, vec!["sgd".parse().unwrap()]);
+    let mut subject = Subject::pinning(spec, pins * BYTES);
+    for slice in 0..SLICES {
+        subject.push_to(slice, 0, None, 0, &[0.0; NUMEL]).await.unwrap();
+    }
+    subject.publish().await;
+    subject
+}
+
+impl Subject {
+    /// A pull of all slices at version 0 that has begun.
+    fn begin(&self) -> impl futures_util::Stream<Item = Result<Bytes>> + Unpin + use<> {
+        let request = pb::PullRequest {
+            job: "job".into(),
+            dtype: pb::Dtype::from(DType::F32).into(),
+            ranges: (0..SLICES).map(|slice| pb::Range { slice, ..range(0, 0) }).collect(),
+            ..Default::default()
+        };
+        Box::pin(pull::pull(&self.store, &request).unwrap())
+    }
+
+    async fn step(&self) {
+        for slice in 0..SLICES {
+            self.push_to(slice, 0, Some(0), 0, &[1.0; NUMEL]).await.unwrap();
+        }
+        let job = self.store.job("job", JOB_ID).unwrap();
+        let groups = job.spec.groups.iter().map(Into::into).collect();
+        let decision = pb::Decision {
+            job: "job".into(),
+            epoch: EPOCH,
+            apply: true,
+            coefficient: 1.0,
+            unclipped: 1.0,
+            groups,
+            ..Default::default()
+        };
+        job.decide(&decision).unwrap();
+    }
+}
+
+#[tokio::test]
+async fn pulls_hold_what_there_is_room_for_and_find_the_rest_gone_after_a_step() {
+    let subject = small(2).await;
+    let pull = subject.begin();
+    assert_eq!(subject.store.pins.used(), 2 * BYTES);
+    let other = subject.begin();
+    assert_eq!(subject.store.pins.used(), 2 * BYTES, "it is room for all pulls");
+    subject.step().await;
+    let gone: Result<Vec<Bytes>> = pull.try_collect().await;
+    assert!(matches!(gone, Err(Error::VersionGone { version: 0, current: 1, .. })), "{gone:?}");
+    assert_eq!(subject.store.pins.used(), 0);
+    drop(other);
+
+    let subject = small(SLICES.into()).await;
+    let pull = subject.begin();
+    subject.step().await;
+    let frames: Vec<Bytes> = pull.try_collect().await.unwrap();
+    assert!(frames.iter().map(Bytes::len).sum::<usize>() > SLICES as usize * BYTES as usize);
+    assert_eq!(subject.store.pins.used(), 0);
+}
+
+#[tokio::test]
+async fn pulls_go_on_one_slice_at_a_time_when_there_is_no_room() {
+    let subject = small(0).await;
+    let (one, other) = (subject.begin(), subject.begin());
+    let (one, other): (Result<Vec<Bytes>>, Result<Vec<Bytes>>) =
+        tokio::join!(one.try_collect(), other.try_collect());
+    assert_eq!(one.unwrap(), other.unwrap());
+}
+
+#[tokio::test]
+async fn an_open_pull_of_a_job_that_is_deleted_fails() {
+    let subject = small(SLICES.into()).await;
+    let mut pull = subject.begin();
+    subject.store.close("job", JOB_ID);
+    let ended = pull.next().await.unwrap();
+    assert!(matches!(ended, Err(Error::JobFailed { .. })), "{ended:?}");
 }

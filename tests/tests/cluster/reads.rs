@@ -217,3 +217,52 @@ async fn a_commit_brings_the_next_version_along() {
     assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
     assert_eq!(trainer.attempt(3).unwrap().commit(Commit::default()).await.unwrap().version, 4);
 }
+
+#[tokio::test]
+async fn readers_that_stop_reading_cost_a_bounded_amount_of_memory_and_for_a_bounded_time() {
+    const READERS: u64 = 8;
+    const STEPS: u64 = 30;
+    const SLICES: usize = 4;
+    const MIB: u64 = 1 << 20;
+    let cluster = Cluster::start_with(1, &["--wait-seconds", "1"]);
+    let shard = &cluster.shards[0];
+    let numel = SLICES * SLICE;
+    let spec = job("stalled", 1, sgd(1.0), vec![TensorSpec::new("w", [numel as u64])]);
+    let client = connect(cluster.address()).await;
+    client.create_job(&spec).await.unwrap();
+    let trainer = client.join("stalled", 0).await.unwrap();
+    trainer.initialise(vec![TensorData { tensor: 0, data: vec![0.0; numel].into() }]).await.unwrap();
+    let data = vec![-1.0; numel];
+    let step = async |step| {
+        let attempt = trainer.attempt(step).unwrap();
+        attempt.push(vec![TensorData { tensor: 0, data: data.clone().into() }]).await.unwrap();
+        assert!(attempt.commit(Commit::default()).await.unwrap().applied);
+    };
+    step(0).await;
+    step(1).await;
+    let (base, peak_before) = (shard.memory(), shard.peak_memory());
+    let mut stalled = Vec::new();
+    for version in 2..STEPS {
+        if (stalled.len() as u64) < READERS {
+            // More than HTTP/2's windows take, and nobody reads it.
+            let request = stock::read("stalled", version, (0..SLICES as u32).cycle().take(4 * SLICES));
+            stalled.push(stock::open_pull(shard.address(), request).await.unwrap());
+        }
+        step(version).await;
+    }
+    // 256 MiB for all readers; the slice that each is sending.
+    let bound = 256 * MIB + READERS * 4 * SLICE as u64;
+    let peak = shard.peak_memory();
+    assert!(peak < peak_before + bound, "{} MiB of {}", peak / MIB, (peak_before + bound) / MIB);
+    let ended = format!("zeroshard_stalled_reads_total {READERS}\n");
+    until("the readers are ended", || shard.get("/metrics").contains(&ended)).await;
+    until("their memory is free", || shard.memory() < base + 32 * MIB).await;
+    for mut reader in stalled {
+        let mut last = reader.message().await;
+        while let Ok(Some(_)) = last {
+            last = reader.message().await;
+        }
+        assert!(last.is_err(), "it is told");
+    }
+    step(STEPS).await;
+}

@@ -15,6 +15,7 @@ pub(super) fn run<B: Backend>(backend: &B) {
         an_extent_is_added(backend, dtype);
         only_incoming_special_values_are_told(backend, dtype);
         a_box_is_its_elements_one_by_one(backend, dtype);
+        every_nan_becomes_the_same_one(backend, dtype);
         for other in DType::ALL {
             copies_cast(backend, dtype, other);
         }
@@ -155,6 +156,37 @@ fn a_box_is_its_elements_one_by_one<B: Backend>(backend: &B, dtype: DType) {
     places.iter().zip(&incoming).for_each(|(&place, &value)| expected[place - origin] += value);
     let (added, _) = contents(backend, buffer);
     assert_same(&from_bytes(&added, DType::F32), &expected, &format!("accumulate a box of {dtype}"));
+}
+
+/// Whatever was stored or added, of whatever dtype: exactly the elements that are asked for, and no other bits.
+fn every_nan_becomes_the_same_one<B: Backend>(backend: &B, dtype: DType) {
+    let numel = 0x1_0000;
+    let element = |i: u32| match dtype {
+        DType::F32 => (i << 16 | hash(i as usize) >> 16).to_le_bytes().to_vec(),
+        DType::Bf16 | DType::F16 => (i as u16).to_le_bytes().to_vec(),
+    };
+    let bytes: Vec<u8> = (0..numel as u32).flat_map(element).collect();
+    for add in [false, true] {
+        // Infinities meet the opposite ones.
+        let before = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 1.0, -0.0].repeat(numel / 5 + 1);
+        let mut buffer = buffer_of(backend, &before[..numel], DType::F32);
+        let finite = match add {
+            false => backend.store(&mut buffer, 0..numel, &bytes, dtype),
+            true => backend.accumulate(&mut buffer, 0..numel, &bytes, dtype),
+        };
+        assert!(!finite);
+        let (mixed, mut buffer) = contents(backend, buffer);
+        backend.canonicalise(&mut buffer, 77..numel - 77);
+        let (canonical, _) = contents(backend, buffer);
+        let words = |bytes: &[u8]| {
+            bytes.as_chunks().0.iter().map(|word| u32::from_le_bytes(*word)).collect::<Vec<_>>()
+        };
+        for (i, (actual, was)) in words(&canonical).into_iter().zip(words(&mixed)).enumerate() {
+            let inside = (77..numel - 77).contains(&i);
+            let expected = if inside && f32::from_bits(was).is_nan() { 0x7fc0_0000 } else { was };
+            assert_eq!(actual, expected, "element {i} of {dtype}");
+        }
+    }
 }
 
 fn copies_cast<B: Backend>(backend: &B, from: DType, to: DType) {

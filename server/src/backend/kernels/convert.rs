@@ -8,6 +8,9 @@ use super::vectorised;
 /// The exponent bits of an f32: all of them are set in infinities and NaN only.
 const EXPONENT: u32 = 0x7f80_0000;
 
+/// The NaN that all others are made: quiet, positive, without a payload.
+const NAN: u32 = 0x7fc0_0000;
+
 /// An element type as it lies in memory: little-endian bytes at any address.
 pub trait Element {
     /// One element.
@@ -170,6 +173,17 @@ vectorised! {
             dst[i] += value;
         }
         special == 0
+    }
+}
+
+vectorised! {
+    /// Makes every NaN the same one.
+    pub fn canonicalise(values: &mut [f32]) {
+        for value in values {
+            let bits = value.to_bits();
+            let is_nan = bits & !(1 << 31) > EXPONENT;
+            *value = f32::from_bits(if is_nan { NAN } else { bits });
+        }
     }
 }
 

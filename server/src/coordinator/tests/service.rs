@@ -19,6 +19,7 @@ use crate::{
         driver::{Driver, MAX_COMMANDS},
         requests::Waits,
     },
+    failure::Failure,
     health::Health,
     metrics::Metrics,
     serve::{Context, serve},
@@ -39,7 +40,12 @@ impl Fixture {
     async fn start_with(common: Common) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let context = Context { common, metrics: Metrics::new(), health: Health::new().await };
+        let context = Context {
+            common,
+            metrics: Metrics::new(),
+            health: Health::new().await,
+            failure: Failure::default(),
+        };
         let coordinator = Coordinator::new(context.clone());
         let shutdown = CancellationToken::new();
         let (token, used) = (shutdown.clone(), context.clone());
@@ -301,7 +307,7 @@ async fn a_creation_whose_caller_goes_away_closes_the_job_on_its_servers() {
 
 #[tokio::test]
 async fn a_server_that_does_not_read_its_commands_is_dismissed() {
-    let driver = Driver::new(Metrics::new(), 7);
+    let driver = Driver::new(Metrics::new(), Failure::default(), 7);
     let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
     let mut control = driver.add_server(server).unwrap();
     let said = |said| driver.tell(Event::Said { from: control.link, said });

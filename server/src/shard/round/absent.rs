@@ -1,6 +1,7 @@
 //! Ranks without a gradient. What of a slice has not come from an absent rank counts as zeros, added in its turn
-//! like any other: the same bits as if it had sent them. Only that needs no network, no parking, and as long as
-//! nobody has sent anything of the slice no memory is touched; a slice that nobody sends anything of is not stepped.
+//! like any other: the same bits as if it had sent them. Only that needs no network and no parking, zeros are added
+//! once however many ranks are absent, and as long as nobody has sent anything of the slice no memory is touched; a
+//! slice that nobody sends anything of is not stepped.
 
 use bytes::Bytes;
 use zeroshard_proto::{DType, blocks::BLOCK};
@@ -33,7 +34,9 @@ impl Round {
         contribution.absent = true;
         turns.absents += 1;
         if self.touched {
-            turns.fill_in(&mut Total { backend, sum: accumulator, figures: &mut self.figures });
+            let total = &mut Total { backend, sum: accumulator, figures: &mut self.figures };
+            turns.add_zeros(total, position);
+            turns.unpark(total, position);
         }
         true
     }
@@ -79,12 +82,19 @@ impl Turns {
         let gaps = cut.into_iter().filter(|(_, received)| !received);
         let turns: Vec<_> = gaps.flat_map(|(gap, _)| self.turns(position, gap)).collect();
         for (range, _) in turns.into_iter().filter(|(_, in_turn)| *in_turn) {
-            for offset in range.clone().step_by(BLOCK) {
-                let numel = (range.end - offset).min(BLOCK);
-                let bytes = Bytes::from_static(&ZEROS[..2 * numel]);
-                let zeros = Piece { rank: self.rank(position), offset, dtype: DType::Bf16, bytes };
-                self.add(total, position, &zeros);
+            for (range, zeroed) in self.zeroed.split(range.clone()) {
+                if zeroed {
+                    self.add(total, position, range, None);
+                    continue;
+                }
+                for offset in range.clone().step_by(BLOCK) {
+                    let numel = (range.end - offset).min(BLOCK);
+                    let bytes = Bytes::from_static(&ZEROS[..2 * numel]);
+                    let zeros = Piece { rank: self.rank(position), offset, dtype: DType::Bf16, bytes };
+                    self.add(total, position, zeros.range(), Some(&zeros));
+                }
             }
+            self.zeroed.insert(range.clone());
             self.contributions[position].received.insert(range);
         }
     }

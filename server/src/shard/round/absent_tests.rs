@@ -1,13 +1,19 @@
 //! Absent ranks give the bits that zeros would, whatever comes when.
 
-use std::{ops::Range, sync::Arc};
+use std::{
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
 
 use proptest::prelude::*;
 
 use super::*;
 use crate::{
-    backend::Cpu,
-    shard::{lane::tests::whole, round::ParkingBudget},
+    backend::{Cpu, Elements, OutOfMemory, Update},
+    shard::{budget::Budget, lane::tests::whole},
 };
 
 const NUMEL: usize = BLOCK + 5;
@@ -30,7 +36,7 @@ struct Sum {
     backend: Cpu,
     round: Round,
     sum: <Cpu as Backend>::Buffer,
-    budget: Arc<ParkingBudget>,
+    budget: Arc<Budget>,
 }
 
 impl Sum {
@@ -38,7 +44,7 @@ impl Sum {
         let backend = Cpu::new();
         let sum = backend.allocate(DType::F32, NUMEL).unwrap();
         let round = Round::new(slice, NUMEL, &whole(NUMEL, world));
-        Self { backend, round, sum, budget: ParkingBudget::new(u64::MAX) }
+        Self { backend, round, sum, budget: Budget::new(u64::MAX) }
     }
 
     fn push(&mut self, piece: &Piece) -> u64 {
@@ -135,4 +141,103 @@ fn who_has_sent_everything_is_not_absent_and_who_is_absent_sends_nothing() {
     assert_eq!(sum.push(&piece(1, 0..3, |i| value(1, i))), 0, "also while nobody has anything");
     assert!(sum.absent(0));
     assert!(sum.round.is_absent_everywhere());
+}
+
+/// The CPU, and how often something was written to a buffer.
+struct Counting {
+    cpu: Cpu,
+    writes: AtomicUsize,
+}
+
+impl Backend for Counting {
+    type Buffer = <Cpu as Backend>::Buffer;
+
+    fn allocate(&self, dtype: DType, numel: usize) -> Result<Self::Buffer, OutOfMemory> {
+        self.cpu.allocate(dtype, numel)
+    }
+
+    fn numel(&self, buffer: &Self::Buffer) -> usize {
+        self.cpu.numel(buffer)
+    }
+
+    fn dtype(&self, buffer: &Self::Buffer) -> DType {
+        self.cpu.dtype(buffer)
+    }
+
+    fn store<'a>(
+        &self,
+        dst: &mut Self::Buffer,
+        at: impl Into<Elements<'a>>,
+        src: &[u8],
+        dtype: DType,
+    ) -> bool {
+        self.writes.fetch_add(1, Ordering::Relaxed);
+        self.cpu.store(dst, at, src, dtype)
+    }
+
+    fn accumulate<'a>(
+        &self,
+        dst: &mut Self::Buffer,
+        at: impl Into<Elements<'a>>,
+        src: &[u8],
+        dtype: DType,
+    ) -> bool {
+        self.writes.fetch_add(1, Ordering::Relaxed);
+        self.cpu.accumulate(dst, at, src, dtype)
+    }
+
+    fn canonicalise<'a>(&self, dst: &mut Self::Buffer, at: impl Into<Elements<'a>>) {
+        self.writes.fetch_add(1, Ordering::Relaxed);
+        self.cpu.canonicalise(dst, at);
+    }
+
+    fn read<'a>(&self, src: &Arc<Self::Buffer>, from: impl Into<Elements<'a>>, dtype: DType) -> Bytes {
+        self.cpu.read(src, from, dtype)
+    }
+
+    fn sum_of_squares(&self, src: &Self::Buffer, range: Range<usize>) -> f64 {
+        self.cpu.sum_of_squares(src, range)
+    }
+
+    fn apply(
+        &self,
+        update: &Update<'_>,
+        master: &mut Self::Buffer,
+        state: &mut [&mut Self::Buffer],
+        gradient: &Self::Buffer,
+        published: Option<&mut Self::Buffer>,
+    ) {
+        self.cpu.apply(update, master, state, gradient, published);
+    }
+
+    fn copy(&self, src: &Self::Buffer, dst: &mut Self::Buffer) {
+        self.cpu.copy(src, dst);
+    }
+}
+
+#[test]
+fn zeros_are_added_once_however_many_ranks_are_absent() {
+    const ABSENT: u32 = 64;
+    let writes = |absent_first: bool, slice: u32| {
+        let backend = Counting { cpu: Cpu::new(), writes: AtomicUsize::new(0) };
+        let mut round = Round::new(slice, NUMEL, &whole(NUMEL, ABSENT + 1));
+        let mut sum = backend.allocate(DType::F32, NUMEL).unwrap();
+        let budget = Budget::new(u64::MAX);
+        let all = piece(0, 0..NUMEL, |i| value(0, i));
+        if !absent_first {
+            round.contribute(&backend, &mut sum, &all, &budget).unwrap();
+        }
+        for rank in 1..=ABSENT {
+            assert!(round.absent(&backend, &mut sum, rank));
+        }
+        if absent_first {
+            round.contribute(&backend, &mut sum, &all, &budget).unwrap();
+        }
+        assert!(round.is_complete());
+        backend.writes.into_inner()
+    };
+    for (absent_first, slice) in [(true, 0), (false, 0), (true, 7), (false, 64)] {
+        // The gradient, and zeros block by block.
+        assert_eq!(writes(absent_first, slice), 1 + NUMEL.div_ceil(BLOCK), "slice {slice}");
+    }
 }

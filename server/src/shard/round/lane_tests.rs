@@ -75,7 +75,7 @@ fn play(
     lanes: &[Vec<Sender>],
     dice: &mut Dice,
 ) -> (Round, Vec<u8>) {
-    let (backend, budget) = (Cpu::new(), ParkingBudget::new(u64::MAX));
+    let (backend, budget) = (Cpu::new(), Budget::new(u64::MAX));
     let mut round = Round::new(index, slice.numel, &Lanes::new(job, 0).of(slice));
     // What has not been cleared is seen.
     let mut sum = backend.allocate(DType::F32, slice.numel).unwrap();
@@ -194,7 +194,7 @@ fn who_contributes_nothing_to_the_slice_is_not_absent_from_it() {
     let job = crate::shard::lane::tests::job(zeroshard_proto::TensorSpec::new("w", [4]), mesh, &shard);
     let slice = SliceSpec { tensor: 0, offset: 0, numel: 2 };
     let mut round = Round::new(0, 2, &Lanes::new(&job, 0).of(&slice));
-    let (backend, budget) = (Cpu::new(), ParkingBudget::new(0));
+    let (backend, budget) = (Cpu::new(), Budget::new(0));
     let mut sum = backend.allocate(DType::F32, 2).unwrap();
     assert!(!round.absent(&backend, &mut sum, 1));
     assert_eq!((round.absentees(), round.missing_rank()), (None, Some(0)));

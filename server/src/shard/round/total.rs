@@ -67,35 +67,26 @@ pub(super) struct Total<'a, B: Backend> {
     pub(super) figures: &'a mut Figures,
 }
 
-/// What is there of the elements that something is added to.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Before {
-    /// Something: what is added is not the first.
-    pub(super) something: bool,
-    /// All but what is added: it is the last.
-    pub(super) all_others: bool,
-}
-
 impl<B: Backend> Total<'_, B> {
-    /// Adds a piece of a contribution to `area`. The first is stored, so that the accumulator need not be cleared.
-    pub(super) fn add(&mut self, area: &Area, piece: &Piece, before: Before) {
+    /// Adds a piece of a contribution to `area`, or stores it where there is nothing yet, so that the accumulator need
+    /// not be cleared.
+    pub(super) fn add(&mut self, area: &Area, piece: &Piece, is_first: bool) {
         let at = area.elements(piece.range());
-        let finite = match before.something {
-            true => self.backend.accumulate(self.sum, at, &piece.bytes, piece.dtype),
-            false => self.backend.store(self.sum, at, &piece.bytes, piece.dtype),
+        let finite = match is_first {
+            false => self.backend.accumulate(self.sum, at.clone(), &piece.bytes, piece.dtype),
+            true => self.backend.store(self.sum, at.clone(), &piece.bytes, piece.dtype),
         };
         if !finite {
+            // What is finite makes no NaN of what is not: this is the only place where NaN can come in.
+            self.backend.canonicalise(self.sum, at);
             let overflow = &mut self.figures.overflow;
             *overflow = Some(overflow.map_or(piece.rank, |rank| rank.min(piece.rank)));
-        }
-        if before.all_others {
-            self.complete(area, &piece.range());
         }
     }
 
     /// Counts elements that lack nothing any more, and sums the squares of the blocks that they complete, while they
     /// are in cache.
-    fn complete(&mut self, area: &Area, range: &Range<usize>) {
+    pub(super) fn complete(&mut self, area: &Area, range: &Range<usize>) {
         if range.is_empty() {
             return;
         }

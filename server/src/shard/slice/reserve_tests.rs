@@ -62,6 +62,10 @@ impl Backend for Limited {
         self.cpu.accumulate(dst, at, src, dtype)
     }
 
+    fn canonicalise<'a>(&self, dst: &mut Buffer, at: impl Into<Elements<'a>>) {
+        self.cpu.canonicalise(dst, at);
+    }
+
     fn read<'a>(&self, src: &Arc<Buffer>, from: impl Into<Elements<'a>>, dtype: DType) -> Bytes {
         self.cpu.read(src, from, dtype)
     }
@@ -109,7 +113,7 @@ impl Subject {
     }
 
     fn push(&self) -> Result<Option<Reduced>> {
-        let budget = ParkingBudget::new(0);
+        let budget = Budget::new(0);
         let piece = piece(0, 0, &[0.5, 0.5]);
         self.slice.contribute(&self.backend, FIRST, &piece, &budget, || Ok(())).map(|(_, reduced)| reduced)
     }
