@@ -228,6 +228,19 @@ fn a_rank_that_is_done_counts_as_zeros_in_every_later_step_until_it_comes_back()
 }
 
 #[test]
+fn a_rank_that_is_done_before_version_0_is_absent_from_the_first_step() {
+    let mut subject = Subject::new(2, 1);
+    subject.job.rank_done(0).unwrap();
+    subject.upload_all(1, 0.0);
+    assert!(subject.ready().is_none());
+    subject.job.publish(1).unwrap();
+    let ready = subject.ready().expect("nobody else has a gradient");
+    assert!(ready.absent.len() == 2 && ready.absent.iter().all(|absent| absent.everywhere));
+    subject.decide(at(1, 0, 0)).unwrap();
+    assert_eq!(subject.ready().expect("and so on").step, 1);
+}
+
+#[test]
 fn opening_stops_when_the_job_is_closed_meanwhile() {
     let manifest = Manifest::new(vec![TensorSpec::new("w", [2])]).unwrap();
     let spec = JobSpec::new("job", manifest, vec!["sgd".parse().unwrap()]);

@@ -267,7 +267,7 @@ impl<B: Backend> Slice<B> {
             return Ok(None);
         }
         inner.done.push(rank);
-        let Some(open) = &mut inner.open else { return Ok(None) };
+        let Some(open) = inner.open.as_mut().filter(|_| self.version().is_some()) else { return Ok(None) };
         open.round.absent(backend, &mut open.sum, rank);
         inner.reduced(backend)
     }
@@ -283,18 +283,19 @@ impl<B: Backend> Slice<B> {
         }
     }
 
-    /// Version 0 is there.
+    /// Version 0 is there. Returns the figures of the first step's gradient, if nobody has one.
     ///
     /// # Errors
     /// [`zeroshard_proto::Error::OutOfMemory`].
-    pub(crate) fn publish(&self, backend: &B) -> Result<()> {
+    pub(crate) fn publish(&self, backend: &B) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
         let inner = &mut *inner;
         if let Some(published) = &mut inner.published {
             backend.copy(inner.master.current(), published.write(backend)?);
         }
+        inner.restart(backend, inner.attempt);
         self.set_version(0);
-        Ok(())
+        inner.reduced(backend)
     }
 
     /// Takes the slice to the version of `step.next`. Returns the figures of the next step's gradient, if nobody has one.

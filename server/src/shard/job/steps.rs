@@ -89,7 +89,7 @@ impl<B: Backend> Job<B> {
     /// # Errors
     /// [`Error::Internal`] if this server does not have them, [`Error::OutOfMemory`].
     pub(crate) fn publish(&self, epoch: u64) -> Result<()> {
-        {
+        let attempt = {
             let mut progress = self.progress();
             if !progress.is_upload || progress.waiting > 0 || progress.attempt.epoch != epoch {
                 let cause = format!(
@@ -100,8 +100,13 @@ impl<B: Backend> Job<B> {
             }
             // From here on slice after slice takes gradients.
             *progress = Progress::step(progress.attempt, None, self.training_slices());
-        }
-        self.slices.par_iter().flatten().try_for_each(|slice| slice.publish(self.backend()))?;
+            progress.attempt
+        };
+        self.slices.par_iter().enumerate().try_for_each(|(index, slice)| {
+            let Some(slice) = slice else { return Ok(()) };
+            self.finish_reduction(attempt, index as u32, slice.publish(self.backend())?);
+            Ok(())
+        })?;
         self.progress().version = Some(0);
         self.changed.send_replace(());
         Ok(())
