@@ -138,7 +138,7 @@ impl Cluster {
         self.shards.traffic()
     }
 
-    /// Joins the job as `rank`.
+    /// Joins the job as `rank`. Waits for the end of an earlier lease of the rank, if there is one.
     ///
     /// # Errors
     /// [`Error::UnknownJob`], [`Error::RankTaken`], [`Error::Invalid`] for a rank out of range.

@@ -300,6 +300,14 @@ impl Attempt {
             }
             Error::StaleEpoch { current, .. } if *current > epoch => (*current, None),
             Error::StepAborted { epoch: current, cause, .. } => (*current, Some(cause.clone())),
+            // The rank left during this attempt, or before it; then the epoch is the same, and the attempt goes on when
+            // another worker has taken the rank.
+            Error::RankLeft { rank, .. } => {
+                if self.job.epoch() > epoch {
+                    self.end(self.aborted(self.job.epoch(), format!("rank {rank} has left")), 0);
+                }
+                return error;
+            }
             _ => return error,
         };
         // The next attempt belongs to the new epoch: it must be known here before this one has ended.

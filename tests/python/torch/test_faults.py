@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -76,6 +77,53 @@ def test_an_interrupted_step_happens_whole_or_not_at_all(
     assert_same(model.state_dict(), calm.state_dict())
 
 
+def interrupt_all_ranks(rank: int, level: str) -> int:
+    """Every rank is interrupted in the second step, and goes on with another batch."""
+    with zs.init():
+        model, optimizer = wrapped(level)
+        link = optimizer.sharding.job
+        step(model, optimizer, 0)
+        job = link.job
+        link.job = Interrupted(job, decided=False)
+        with pytest.raises(KeyboardInterrupt):
+            step(model, optimizer, 1)
+        link.job = job
+        for index in (2, 3):
+            step(model, optimizer, index)
+        calm, steps = wrapped(level)
+        for index in (0, 2, 3):
+            step(calm, steps, index)
+        assert_same(model.state_dict(), calm.state_dict())
+        return link.version
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_that_is_interrupted_on_all_ranks_is_not_mixed_into_the_next(level: str) -> None:
+    assert ranks.run(2, interrupt_all_ranks, level) == [3, 3]
+
+
+def zero_sent_gradients(rank: int) -> tuple[int, int]:
+    """Gradients are thrown away after they were sent; the versions of the job before and after."""
+    with zs.init():
+        model, optimizer, _ = sharded("os_g", accumulation_steps=1)
+        step(model, optimizer, 0)
+        model(*models.batch("mlp", 1, 8)).backward()
+        assert optimizer.sharding.gradients.any_sent
+        before = optimizer.sharding.job.version
+        optimizer.zero_grad()
+        after = optimizer.sharding.job.version
+        step(model, optimizer, 2)
+        calm, steps, _ = sharded("os_g", accumulation_steps=1)
+        for index in (0, 2):
+            step(calm, steps, index)
+        assert_same(model.state_dict(), calm.state_dict())
+        return before, after
+
+
+def test_zero_grad_after_gradients_were_sent_does_not_move_the_version() -> None:
+    assert ranks.run(2, zero_sent_gradients) == [(1, 1)] * 2
+
+
 def test_an_interrupted_forward_leaves_nothing_behind(cluster: zs.Session) -> None:
     model, optimizer = wrapped("p_g_os")
     gatherer = optimizer.sharding.gatherer
@@ -138,3 +186,38 @@ def lose_a_rank(rank: int, level: str) -> str:
 def test_a_step_that_loses_a_rank_says_so(level: str, processes: dict[str, str]) -> None:
     told, _ = ranks.run(2, lose_a_rank, level, env=processes)
     assert "step 1" in told and "aborted" in told
+
+
+def lose_a_rank_between_buckets(rank: int) -> bool:
+    """Rank 1 is lost when rank 0 has sent a part of its gradients."""
+    with zs.init() as session:
+        model, optimizer = wrapped("os_g")
+        step(model, optimizer, 0)
+        link = optimizer.sharding.job
+        job, epoch = link.job, link.job.epoch
+        first, second, third = list(link.trained)[:3]
+
+        def send(entry: Any) -> None:
+            job.gradient(link.version, entry.index, entry.outgoing())
+            job.flush()
+
+        send(first)
+        dist.barrier()
+        if rank == 1:
+            session._jobs.clear()
+            link.job = None
+            return True
+        until = time.monotonic() + 30
+        while job.epoch == epoch:
+            assert time.monotonic() < until
+        for entry in (second, third):
+            with pytest.raises(zs.StepAborted):
+                send(entry)
+        # The step is run again.
+        job.forget()
+        send(first)
+        return True
+
+
+def test_the_rest_of_a_backward_pass_is_refused_after_a_rank_was_lost(processes: dict[str, str]) -> None:
+    assert ranks.run(2, lose_a_rank_between_buckets, env=processes) == [True, True]

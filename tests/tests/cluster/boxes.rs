@@ -146,12 +146,13 @@ async fn a_missing_gradient_is_named_with_its_place_in_the_mesh() {
     let cluster = Cluster::start(1);
     let spec = meshed("missing", 2, 2);
     let jobs = start(&cluster, &spec).await;
-    for job in &jobs[..3] {
-        job.attempt(0).unwrap().push(boxes(&spec, job.rank(), 1)).await.unwrap();
-    }
     let hasty = zeroshard_client::Cluster::connect(cluster.address(), hasty()).await.unwrap();
     jobs[3].leave().await.unwrap();
     let late = hasty.join("missing", 3).await.unwrap();
+    for job in &jobs[..3] {
+        until("it knows of the epoch", || job.epoch() == late.epoch()).await;
+        job.attempt(0).unwrap().push(boxes(&spec, job.rank(), 1)).await.unwrap();
+    }
     let mut values = vec![0.0; spec.local_box(0, 3).numel() as usize];
     let waited = late.pull(1, vec![Target::new(0, &mut values)]).await;
     let Err(Error::Timeout { waiting_for, .. }) = waited else { panic!("{waited:?}") };

@@ -4,7 +4,7 @@ use zeroshard_client::{Cluster as Client, Commit, Error};
 use zeroshard_proto::pb;
 use zeroshard_tests::{Cluster, Training, synthetic, training};
 
-use crate::{adamw, connect, hasty, job, sgd, start, until_commits_wait};
+use crate::{adamw, connect, hasty, job, sgd, start, until, until_commits_wait};
 
 #[tokio::test]
 async fn a_rank_has_one_worker_at_a_time() {
@@ -31,16 +31,18 @@ async fn who_waits_for_a_rank_that_leaves_is_told_at_once_and_the_next_worker_of
     let expected = expected.run(cluster.address()).await.unwrap().hash;
     let mut jobs = start(cluster.address(), &spec("leave")).await;
     let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
-    first.attempt(0).unwrap().push(synthetic::gradients(&first.spec().manifest, 0, 0)).await.unwrap();
+    let attempt = first.attempt(0).unwrap();
+    attempt.push(synthetic::gradients(&first.spec().manifest, 0, 0)).await.unwrap();
     let leaves = async {
         until_commits_wait(&cluster, 1).await;
         second.leave().await.unwrap();
     };
-    let (left, ()) = tokio::join!(training::commit(&first, 0, Commit::default()), leaves);
+    let (left, ()) = tokio::join!(attempt.commit(Commit::default()), leaves);
     assert!(matches!(left, Err(Error::RankLeft { rank: 1, step: 0, .. })), "{left:?}");
     let second = connect(cluster.address()).await.join("leave", 1).await.unwrap();
     // What was pushed while the other worker had the rank is gone.
-    let gone = first.attempt(0).unwrap().push(vec![]).await;
+    until("rank 0 knows", || first.epoch() == second.epoch()).await;
+    let gone = attempt.push(vec![]).await;
     assert!(matches!(gone, Err(Error::StepAborted { step: 0, .. })), "{gone:?}");
     let (one, other) = tokio::join!(training::step(&first, 0), training::step(&second, 0));
     assert_eq!(one.unwrap(), other.unwrap());

@@ -89,7 +89,8 @@ async fn a_push_for_another_job_step_or_epoch_is_refused() {
             Err(Error::UnknownJob { job }) => assert_eq!(job, "nobody's"),
             other => panic!("{other:?}"),
         }
-        for wrong in [epoch - 1, epoch + 1, 0, u64::MAX] {
+        // (For a newer epoch the server waits.)
+        for wrong in [epoch - 1, 0] {
             match push(pb::PushBegin { epoch: wrong, ..second() }).await {
                 Err(Error::StaleEpoch { epoch: said, current, .. }) => {
                     assert_eq!((said, current), (wrong, epoch))
@@ -129,8 +130,9 @@ async fn a_pull_that_does_not_fit_is_refused() {
             let request = pb::PullRequest { dtype, ..stock::read("pull", 1, [0]) };
             assert_eq!(invalid(pull(request).await), "dtype of a pull");
         }
+        // Whoever waits longer than the server's limit waits so long.
         let patient = pb::PullRequest { wait_ms: u32::MAX, ..stock::read("pull", 1, [0]) };
-        invalid(pull(patient).await);
+        pull(patient).await.unwrap();
         let stale = pb::PullRequest { epoch: job.epoch() + 1, ..stock::read("pull", 1, [0]) };
         assert!(matches!(pull(stale).await, Err(Error::StaleEpoch { .. })));
         assert!(matches!(pull(stock::read("nobody's", 1, [0])).await, Err(Error::UnknownJob { .. })));

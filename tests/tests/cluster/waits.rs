@@ -9,7 +9,7 @@ use zeroshard_client::{Cluster as Client, Commit, Error, Result};
 use zeroshard_proto::JobSpec;
 use zeroshard_tests::{Cluster, FaultProxy, synthetic, training};
 
-use crate::{connect, hasty, job, sgd, start};
+use crate::{connect, hasty, job, sgd, start, until};
 
 /// What a wait that ran into its deadline says, and that it did so soon after.
 async fn timeout<T: std::fmt::Debug>(wait: impl Future<Output = Result<T>>) -> String {
@@ -64,10 +64,11 @@ async fn a_pull_of_a_version_that_does_not_come_names_the_tensor_and_the_missing
     let cluster = Cluster::start(1);
     let spec = job("pull", 2, sgd(1.0), synthetic::small());
     let mut jobs = start(cluster.address(), &spec).await;
-    jobs[0].attempt(0).unwrap().push(synthetic::gradients(&spec.manifest, 0, 0)).await.unwrap();
     jobs.pop().unwrap().leave().await.unwrap();
     let hasty = Client::connect(cluster.address(), hasty()).await.unwrap();
     let job = hasty.join("pull", 1).await.unwrap();
+    until("rank 0 knows", || jobs[0].epoch() == job.epoch()).await;
+    jobs[0].attempt(0).unwrap().push(synthetic::gradients(&spec.manifest, 0, 0)).await.unwrap();
     let message = timeout(training::pull(&job, 1)).await;
     assert_names(&message, &["version 1", "\"w\"", "\"pull\"", "epoch", "gradient of rank 1"]);
 }
