@@ -4,12 +4,15 @@
 //! whose metadata has the variant's fields as JSON under `detail`, so that any gRPC client can tell the
 //! errors apart without reading the message.
 
-use std::fmt::{self, Display, Write as _};
+use std::fmt::Display;
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
+
+mod quote;
+
+use quote::{MAX_MESSAGE, bound, cut, quote};
 
 /// `ErrorInfo.domain` of every error of ours.
 pub const DOMAIN: &str = "zeroshard";
@@ -18,12 +21,6 @@ pub const DOMAIN: &str = "zeroshard";
 const MAX_QUOTED: usize = 200;
 /// The most characters that it says of what would be right.
 const MAX_EXPECTED: usize = 500;
-/// The most bytes of a field of an error that cross the wire: the fields, as JSON, and the message must fit what HTTP/2
-/// peers take for headers, 16 KiB in all.
-const MAX_FIELD: usize = 512;
-/// The most bytes of the message.
-const MAX_MESSAGE: usize = 1024;
-
 /// An error that crosses the wire.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[serde(tag = "reason", rename_all = "SCREAMING_SNAKE_CASE")]
@@ -318,61 +315,6 @@ impl Error {
     }
 }
 
-/// At most `left` characters of what is written; formatting stops there.
-struct Quote {
-    text: String,
-    left: usize,
-}
-
-impl fmt::Write for Quote {
-    fn write_str(&mut self, more: &str) -> fmt::Result {
-        match more.char_indices().nth(self.left) {
-            None => {
-                self.left -= more.chars().count();
-                self.text.push_str(more);
-                Ok(())
-            }
-            Some((end, _)) => {
-                self.text.push_str(&more[..end]);
-                self.text.push_str("...");
-                Err(fmt::Error)
-            }
-        }
-    }
-}
-
-fn quote(characters: usize, input: impl Display) -> String {
-    let mut quote = Quote { text: String::new(), left: characters };
-    // The error says that the rest was left out.
-    let _ = write!(quote, "{input}");
-    quote.text
-}
-
-/// Cuts `text` at a number of bytes, if it is longer.
-fn cut(text: &mut String, bytes: usize) {
-    if text.len() > bytes {
-        text.truncate(text.floor_char_boundary(bytes));
-        text.push_str("...");
-    }
-}
-
-/// Takes from all texts of an error as JSON what could make it too long for a header.
-fn bound(detail: &mut Value) {
-    for field in detail.as_object_mut().into_iter().flat_map(|fields| fields.values_mut()) {
-        if let Value::String(text) = field {
-            cut(text, MAX_FIELD);
-            // JSON has six bytes for each of the others.
-            if text.contains(is_unprintable) {
-                *text = text.replace(is_unprintable, "?");
-            }
-        }
-    }
-}
-
-fn is_unprintable(character: char) -> bool {
-    character.is_ascii_control() && !matches!(character, '\n' | '\t')
-}
-
 impl From<Error> for Status {
     fn from(error: Error) -> Self {
         let mut detail = serde_json::to_value(&error).expect("strings and integers are JSON");
@@ -408,111 +350,4 @@ impl Error {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_error_survives_the_wire() {
-        let errors = [
-            Error::invalid("offset of slice 3", 70, "at most 64"),
-            Error::Unauthenticated { found: "no token".into() },
-            Error::StaleEpoch { job: "a".into(), epoch: 1, current: 2 },
-            Error::JobFailed { job: "a".into(), reason: "server 2 is gone".into() },
-            Error::StepAborted { job: "a".into(), step: 5, epoch: 2, cause: "rank 1 left".into() },
-        ];
-        for error in errors {
-            let status = Status::from(error.clone());
-            assert_eq!(Error::from_status(&status, "shard"), error);
-        }
-    }
-
-    /// One of each variant, with `text` in every field that is a text.
-    fn every_variant(text: &str) -> Vec<Error> {
-        let t = || text.to_owned();
-        vec![
-            Error::Invalid { what: t(), found: t(), expected: t() },
-            Error::Unauthenticated { found: t() },
-            Error::UnknownJob { job: t() },
-            Error::JobExists { job: t(), difference: t() },
-            Error::JobFailed { job: t(), reason: t() },
-            Error::NotHere { job: t(), slice: 1 },
-            Error::StaleEpoch { job: t(), epoch: 1, current: 2 },
-            Error::JobReplaced { job: t() },
-            Error::StaleTerm { term: 1, current: 2 },
-            Error::StaleAttempt { job: t(), step: 1, attempt: 2, current: 3 },
-            Error::RankLeft { job: t(), rank: 1, step: 2 },
-            Error::StepMismatch { job: t(), step: 1, current: 2 },
-            Error::StepAborted { job: t(), step: 1, epoch: 2, cause: t() },
-            Error::VersionGone { job: t(), version: 1, current: 2 },
-            Error::Timeout { waiting_for: t(), waited_ms: 1 },
-            Error::RankTaken { job: t(), rank: 1 },
-            Error::LeaseLost { job: t(), rank: 1 },
-            Error::Disagreement { job: t(), step: 1, rank: 2, what: t() },
-            Error::ParkingFull { slice: 1, rank: 2, offset: 3, waiting_for: 4, budget: 5 },
-            Error::OutOfMemory { what: t(), bytes: 1 },
-            Error::Unavailable { peer: t(), cause: t() },
-            Error::Internal { cause: t() },
-        ]
-    }
-
-    #[test]
-    fn what_crosses_the_wire_fits_the_headers_of_any_peer_whatever_the_error() {
-        // Of one byte, of six in JSON, of two, of three that need nine in a header.
-        for long in ["a", "\u{1}", "\"", "\u{20ac}"].map(|unit| unit.repeat(1 << 20)) {
-            for error in every_variant(&long) {
-                let (code, remedy) = (error.code(), error.remedy());
-                let status = Status::from(error);
-                let mut headers = http::HeaderMap::new();
-                status.add_header(&mut headers).unwrap();
-                let bytes: usize =
-                    headers.iter().map(|(name, value)| name.as_str().len() + value.len()).sum();
-                assert!(bytes < 14 << 10, "{bytes} bytes: {status:?}");
-                let received = Error::from_status(&status, "shard");
-                assert_eq!((received.code(), received.remedy()), (code, remedy));
-            }
-        }
-    }
-
-    #[test]
-    fn input_is_quoted_up_to_a_length_and_formatted_no_further() {
-        struct Endless;
-        impl Display for Endless {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                loop {
-                    f.write_str("12345")?;
-                }
-            }
-        }
-        let Error::Invalid { what, found, .. } = Error::invalid("\u{20ac}".repeat(1 << 20), Endless, "short")
-        else {
-            panic!("invalid");
-        };
-        assert_eq!(what, format!("{}...", "\u{20ac}".repeat(MAX_QUOTED)));
-        assert_eq!(found, format!("{}...", "12345".repeat(MAX_QUOTED / 5)));
-        let exactly = "x".repeat(MAX_QUOTED);
-        assert!(
-            matches!(Error::invalid("a", &exactly, "b"), Error::Invalid { found, .. } if found == exactly)
-        );
-    }
-
-    #[test]
-    fn the_reason_names_the_variant() {
-        let status = Status::from(Error::UnknownJob { job: "x".into() });
-        assert_eq!(status.code(), Code::NotFound);
-        let info = status.get_details_error_info().expect("details");
-        assert_eq!(info.reason, "UNKNOWN_JOB");
-    }
-
-    #[test]
-    fn a_server_that_has_not_heard_of_an_epoch_is_asked_again() {
-        let stale = |epoch, current| Error::StaleEpoch { job: "a".into(), epoch, current };
-        assert_eq!(stale(2, 1).remedy(), Remedy::Retry);
-        assert_eq!(stale(1, 2).remedy(), Remedy::Refresh);
-    }
-
-    #[test]
-    fn a_transport_error_can_be_retried() {
-        let error = Error::from_status(&Status::unavailable("connection reset"), "shard 1");
-        assert_eq!(error.remedy(), Remedy::Retry);
-    }
-}
+mod tests;

@@ -1,0 +1,107 @@
+//! Errors on the wire: whole, told apart, and never too long for it.
+
+use std::fmt;
+
+use super::*;
+
+#[test]
+fn an_error_survives_the_wire() {
+    let errors = [
+        Error::invalid("offset of slice 3", 70, "at most 64"),
+        Error::Unauthenticated { found: "no token".into() },
+        Error::StaleEpoch { job: "a".into(), epoch: 1, current: 2 },
+        Error::JobFailed { job: "a".into(), reason: "server 2 is gone".into() },
+        Error::StepAborted { job: "a".into(), step: 5, epoch: 2, cause: "rank 1 left".into() },
+    ];
+    for error in errors {
+        let status = Status::from(error.clone());
+        assert_eq!(Error::from_status(&status, "shard"), error);
+    }
+}
+
+/// One of each variant, with `text` in every field that is a text.
+fn every_variant(text: &str) -> Vec<Error> {
+    let t = || text.to_owned();
+    vec![
+        Error::Invalid { what: t(), found: t(), expected: t() },
+        Error::Unauthenticated { found: t() },
+        Error::UnknownJob { job: t() },
+        Error::JobExists { job: t(), difference: t() },
+        Error::JobFailed { job: t(), reason: t() },
+        Error::NotHere { job: t(), slice: 1 },
+        Error::StaleEpoch { job: t(), epoch: 1, current: 2 },
+        Error::JobReplaced { job: t() },
+        Error::StaleTerm { term: 1, current: 2 },
+        Error::StaleAttempt { job: t(), step: 1, attempt: 2, current: 3 },
+        Error::RankLeft { job: t(), rank: 1, step: 2 },
+        Error::StepMismatch { job: t(), step: 1, current: 2 },
+        Error::StepAborted { job: t(), step: 1, epoch: 2, cause: t() },
+        Error::VersionGone { job: t(), version: 1, current: 2 },
+        Error::Timeout { waiting_for: t(), waited_ms: 1 },
+        Error::RankTaken { job: t(), rank: 1 },
+        Error::LeaseLost { job: t(), rank: 1 },
+        Error::Disagreement { job: t(), step: 1, rank: 2, what: t() },
+        Error::ParkingFull { slice: 1, rank: 2, offset: 3, waiting_for: 4, budget: 5 },
+        Error::OutOfMemory { what: t(), bytes: 1 },
+        Error::Unavailable { peer: t(), cause: t() },
+        Error::Internal { cause: t() },
+    ]
+}
+
+#[test]
+fn what_crosses_the_wire_fits_the_headers_of_any_peer_whatever_the_error() {
+    // Of one byte, of six in JSON, of two, of three that need nine in a header.
+    for long in ["a", "\u{1}", "\"", "\u{20ac}"].map(|unit| unit.repeat(1 << 20)) {
+        for error in every_variant(&long) {
+            let (code, remedy) = (error.code(), error.remedy());
+            let status = Status::from(error);
+            let mut headers = http::HeaderMap::new();
+            status.add_header(&mut headers).unwrap();
+            let bytes: usize = headers.iter().map(|(name, value)| name.as_str().len() + value.len()).sum();
+            assert!(bytes < 14 << 10, "{bytes} bytes: {status:?}");
+            let received = Error::from_status(&status, "shard");
+            assert_eq!((received.code(), received.remedy()), (code, remedy));
+        }
+    }
+}
+
+#[test]
+fn input_is_quoted_up_to_a_length_and_formatted_no_further() {
+    struct Endless;
+    impl Display for Endless {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            loop {
+                f.write_str("12345")?;
+            }
+        }
+    }
+    let Error::Invalid { what, found, .. } = Error::invalid("\u{20ac}".repeat(1 << 20), Endless, "short")
+    else {
+        panic!("invalid");
+    };
+    assert_eq!(what, format!("{}...", "\u{20ac}".repeat(MAX_QUOTED)));
+    assert_eq!(found, format!("{}...", "12345".repeat(MAX_QUOTED / 5)));
+    let exactly = "x".repeat(MAX_QUOTED);
+    assert!(matches!(Error::invalid("a", &exactly, "b"), Error::Invalid { found, .. } if found == exactly));
+}
+
+#[test]
+fn the_reason_names_the_variant() {
+    let status = Status::from(Error::UnknownJob { job: "x".into() });
+    assert_eq!(status.code(), Code::NotFound);
+    let info = status.get_details_error_info().expect("details");
+    assert_eq!(info.reason, "UNKNOWN_JOB");
+}
+
+#[test]
+fn a_server_that_has_not_heard_of_an_epoch_is_asked_again() {
+    let stale = |epoch, current| Error::StaleEpoch { job: "a".into(), epoch, current };
+    assert_eq!(stale(2, 1).remedy(), Remedy::Retry);
+    assert_eq!(stale(1, 2).remedy(), Remedy::Refresh);
+}
+
+#[test]
+fn a_transport_error_can_be_retried() {
+    let error = Error::from_status(&Status::unavailable("connection reset"), "shard 1");
+    assert_eq!(error.remedy(), Remedy::Retry);
+}
