@@ -21,6 +21,7 @@ pub const DOMAIN: &str = "zeroshard";
 const MAX_QUOTED: usize = 200;
 /// The most characters that it says of what would be right.
 const MAX_EXPECTED: usize = 500;
+
 /// An error that crosses the wire.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[serde(tag = "reason", rename_all = "SCREAMING_SNAKE_CASE")]

@@ -135,6 +135,7 @@ mod tests {
         convert::Infallible,
         future::Ready,
         task::{Context, Poll},
+        time::Duration,
     };
 
     use tonic::body::Body;
@@ -244,7 +245,7 @@ mod tests {
     async fn a_background_task_that_panics_fails_the_whole_cluster_too() {
         let background = Box::pin(async { panic!("the slice is torn") });
         let (cluster, _) = with_server(Parts { routes: tonic::service::Routes::default(), background }).await;
-        cluster.failure.failed().await;
+        tokio::time::timeout(Duration::from_secs(30), cluster.failure.failed()).await.unwrap();
         assert_names_the_panic(status(&cluster.address(), "").await);
         let ended = cluster.shutdown().await;
         assert!(
