@@ -125,6 +125,22 @@ impl Job {
         Ok(self.current()?.peers.into_values().collect())
     }
 
+    /// Waits until the initial parameters of all ranks are complete on all servers; the version then. A rank that
+    /// uploads and leaves before that takes along what it has uploaded.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`].
+    pub async fn initialised(&self) -> Result<u64> {
+        let Member { cluster, spec, membership, .. } = &*self.0;
+        let mut now = membership.clone();
+        let there = now.wait_for(|now| now.version.is_some() || now.ended.is_some());
+        let waiting_for =
+            || format!("the initial parameters of job {:?} from all ranks that upload", spec.name);
+        // As in `peers`.
+        let _ = Deadline::after(cluster.options.deadline).limit(waiting_for, there).await?;
+        Ok(self.current()?.version.unwrap_or_default())
+    }
+
     /// Payload bytes that all jobs of this cluster connection have moved.
     pub fn traffic(&self) -> Traffic {
         self.0.cluster.shards.traffic()

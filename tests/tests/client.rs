@@ -16,7 +16,7 @@ async fn every_operation_can_be_spawned(cluster: Cluster, job: Job, spec: JobSpe
     is_send(&cluster.state_hash(""));
     is_send(&cluster.join("", 0));
     is_send(&job.initialise(vec![]));
-    let attempt = job.attempt(0).unwrap();
+    let attempt = job.attempt(0)?;
     is_send(&attempt.push(vec![]));
     is_send(&job.pull(0, vec![]));
     is_send(&attempt.commit(Commit::default()));

@@ -204,6 +204,11 @@ impl Job {
         })
     }
 
+    fn initialised(&self, py: Python<'_>) -> PyResult<u64> {
+        let job = self.job.clone();
+        wait(py, async move { job.initialised().await })
+    }
+
     fn gradient(
         &self,
         py: Python<'_>,

@@ -161,6 +161,11 @@ class Job:
 
         ``applied`` is how many steps the state has seen. With a ``label`` long work shows a progress bar.
         """
+    def initialised(self) -> int:
+        """Waits until the initial parameters of all ranks are complete on all servers; the version then.
+
+        A rank that uploads and leaves before that takes along what it has uploaded.
+        """
     def gradient(self, step: int, tensor: int, array: Array) -> None:
         """Puts a gradient into the open bucket; a full bucket starts on its way. Returns at once."""
     def push(self, step: int, arrays: Sequence[tuple[int, Array]]) -> None:

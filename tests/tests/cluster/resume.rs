@@ -140,7 +140,7 @@ async fn parts_that_are_not_there_are_refused() {
         assert!(matches!(refused, Err(Error::Invalid { .. })), "{tensor} {part:?}: {refused:?}");
     }
     let address = cluster.shards[0].address();
-    let begin = pb::PushBegin { part: "exp_avg".to_owned(), ..stock::begin(&job, Some(0)) };
+    let begin = pb::PushBegin { part: "exp_avg".to_owned(), ..stock::begin(job, Some(0)) };
     assert!(matches!(stock::push(address, vec![stock::open(begin)]).await, Err(Error::Invalid { .. })));
     // Parameters that come again, with another number of steps, change nothing.
     job.initialise_at(5, synthetic::parameters(&spec.manifest)).await.unwrap();

@@ -74,6 +74,7 @@ class Averages(Generic[T]):
             arrays = [framework.outgoing(parameter) for parameter in parameters]
             arrays += [framework.outgoing_words(constant) for constant in constants]
             self._job.initialise(list(enumerate(arrays)), label=label)
+            self._job.initialised()
         elif share:
             targets = [framework.incoming(parameter) for parameter in parameters]
             targets += [framework.incoming_words(constant) for constant in constants]

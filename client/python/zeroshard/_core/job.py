@@ -170,6 +170,7 @@ class ModelJob(Generic[T]):
         uploaded = self.uploaded
         ours = {entry.index: states[id(entry.tensor)] for entry in uploaded if id(entry.tensor) in states}
         self._upload([(entry, entry.outgoing()) for entry in uploaded], ours, "uploading")
+        self.job.initialised()
         self.receive(self.received, label="receiving")
         self.mark()
 
@@ -193,6 +194,7 @@ class ModelJob(Generic[T]):
             else:
                 moved = {entry.index: states[id(entry.tensor)] for entry in chunk if id(entry.tensor) in states}
             self._upload(values, moved, "uploading")
+        self.job.initialised()
         self.receive(entry for entry in self.received if id(entry.tensor) in here)
         self.mark()
         self._session.retire(old)
