@@ -55,7 +55,7 @@ impl<B: Backend> Shard<B> {
     /// A server that holds nothing yet.
     ///
     /// # Errors
-    /// [`Error::Internal`] if the system has no random numbers.
+    /// [`zeroshard_proto::Error::Internal`] if the system has no random numbers.
     pub fn new(backend: B, config: &config::Shard, context: Context) -> Result<Self> {
         let Context { common, metrics, health, failure } = context;
         let limits = Limits {
