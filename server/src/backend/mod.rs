@@ -20,6 +20,8 @@ use zeroshard_proto::optimizer::Optimizer;
 
 pub mod cpu;
 mod elements;
+#[cfg(test)]
+pub(crate) mod instrumented;
 pub mod kernels;
 mod memory;
 

@@ -1,18 +1,12 @@
 //! Absent ranks give the bits that zeros would, whatever comes when.
 
-use std::{
-    ops::Range,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-};
+use std::{ops::Range, sync::Arc};
 
 use proptest::prelude::*;
 
 use super::*;
 use crate::{
-    backend::{Cpu, Elements, OutOfMemory, Update},
+    backend::{Cpu, instrumented::Instrumented},
     shard::{budget::Budget, lane::tests::whole},
 };
 
@@ -143,83 +137,11 @@ fn who_has_sent_everything_is_not_absent_and_who_is_absent_sends_nothing() {
     assert!(sum.round.is_absent_everywhere());
 }
 
-/// The CPU, and how often something was written to a buffer.
-struct Counting {
-    cpu: Cpu,
-    writes: AtomicUsize,
-}
-
-impl Backend for Counting {
-    type Buffer = <Cpu as Backend>::Buffer;
-
-    fn allocate(&self, dtype: DType, numel: usize) -> Result<Self::Buffer, OutOfMemory> {
-        self.cpu.allocate(dtype, numel)
-    }
-
-    fn numel(&self, buffer: &Self::Buffer) -> usize {
-        self.cpu.numel(buffer)
-    }
-
-    fn dtype(&self, buffer: &Self::Buffer) -> DType {
-        self.cpu.dtype(buffer)
-    }
-
-    fn store<'a>(
-        &self,
-        dst: &mut Self::Buffer,
-        at: impl Into<Elements<'a>>,
-        src: &[u8],
-        dtype: DType,
-    ) -> bool {
-        self.writes.fetch_add(1, Ordering::Relaxed);
-        self.cpu.store(dst, at, src, dtype)
-    }
-
-    fn accumulate<'a>(
-        &self,
-        dst: &mut Self::Buffer,
-        at: impl Into<Elements<'a>>,
-        src: &[u8],
-        dtype: DType,
-    ) -> bool {
-        self.writes.fetch_add(1, Ordering::Relaxed);
-        self.cpu.accumulate(dst, at, src, dtype)
-    }
-
-    fn canonicalise<'a>(&self, dst: &mut Self::Buffer, at: impl Into<Elements<'a>>) {
-        self.writes.fetch_add(1, Ordering::Relaxed);
-        self.cpu.canonicalise(dst, at);
-    }
-
-    fn read<'a>(&self, src: &Arc<Self::Buffer>, from: impl Into<Elements<'a>>, dtype: DType) -> Bytes {
-        self.cpu.read(src, from, dtype)
-    }
-
-    fn sum_of_squares(&self, src: &Self::Buffer, range: Range<usize>) -> f64 {
-        self.cpu.sum_of_squares(src, range)
-    }
-
-    fn apply(
-        &self,
-        update: &Update<'_>,
-        master: &mut Self::Buffer,
-        state: &mut [&mut Self::Buffer],
-        gradient: &Self::Buffer,
-        published: Option<&mut Self::Buffer>,
-    ) {
-        self.cpu.apply(update, master, state, gradient, published);
-    }
-
-    fn copy(&self, src: &Self::Buffer, dst: &mut Self::Buffer) {
-        self.cpu.copy(src, dst);
-    }
-}
-
 #[test]
 fn zeros_are_added_once_however_many_ranks_are_absent() {
     const ABSENT: u32 = 64;
     let writes = |absent_first: bool, slice: u32| {
-        let backend = Counting { cpu: Cpu::new(), writes: AtomicUsize::new(0) };
+        let backend = Instrumented::new();
         let mut round = Round::new(slice, NUMEL, &whole(NUMEL, ABSENT + 1));
         let mut sum = backend.allocate(DType::F32, NUMEL).unwrap();
         let budget = Budget::new(u64::MAX);

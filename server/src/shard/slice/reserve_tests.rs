@@ -1,19 +1,13 @@
 //! A step whose gradient was reported cannot fail for want of memory.
 
-use std::{
-    ops::Range,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-};
+use std::sync::{Arc, atomic::Ordering};
 
 use bytes::Bytes;
 use zeroshard_proto::{DType, Error, JobSpec, Manifest, TensorSpec};
 
 use super::*;
 use crate::{
-    backend::{Cpu, Elements},
+    backend::instrumented::Instrumented,
     shard::{
         lane::Lanes,
         part::Part,
@@ -21,79 +15,12 @@ use crate::{
     },
 };
 
-type Buffer = <Cpu as Backend>::Buffer;
-
-/// The CPU with room for only so many more buffers.
-struct Limited {
-    cpu: Cpu,
-    left: AtomicUsize,
-}
-
-impl Backend for Limited {
-    type Buffer = Buffer;
-
-    fn allocate(&self, dtype: DType, numel: usize) -> Result<Buffer, OutOfMemory> {
-        let take = |left: usize| left.checked_sub(1);
-        match self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take) {
-            Ok(_) => self.cpu.allocate(dtype, numel),
-            Err(_) => Err(OutOfMemory { numel, dtype }),
-        }
-    }
-
-    fn numel(&self, buffer: &Buffer) -> usize {
-        self.cpu.numel(buffer)
-    }
-
-    fn dtype(&self, buffer: &Buffer) -> DType {
-        self.cpu.dtype(buffer)
-    }
-
-    fn store<'a>(&self, dst: &mut Buffer, at: impl Into<Elements<'a>>, src: &[u8], dtype: DType) -> bool {
-        self.cpu.store(dst, at, src, dtype)
-    }
-
-    fn accumulate<'a>(
-        &self,
-        dst: &mut Buffer,
-        at: impl Into<Elements<'a>>,
-        src: &[u8],
-        dtype: DType,
-    ) -> bool {
-        self.cpu.accumulate(dst, at, src, dtype)
-    }
-
-    fn canonicalise<'a>(&self, dst: &mut Buffer, at: impl Into<Elements<'a>>) {
-        self.cpu.canonicalise(dst, at);
-    }
-
-    fn read<'a>(&self, src: &Arc<Buffer>, from: impl Into<Elements<'a>>, dtype: DType) -> Bytes {
-        self.cpu.read(src, from, dtype)
-    }
-
-    fn sum_of_squares(&self, src: &Buffer, range: Range<usize>) -> f64 {
-        self.cpu.sum_of_squares(src, range)
-    }
-
-    fn apply(
-        &self,
-        update: &Update<'_>,
-        master: &mut Buffer,
-        state: &mut [&mut Buffer],
-        gradient: &Buffer,
-        published: Option<&mut Buffer>,
-    ) {
-        self.cpu.apply(update, master, state, gradient, published);
-    }
-
-    fn copy(&self, src: &Buffer, dst: &mut Buffer) {
-        self.cpu.copy(src, dst);
-    }
-}
+type Buffer = <Instrumented as Backend>::Buffer;
 
 /// A slice of two elements under AdamW at version 0, and room for `left` more buffers.
 struct Subject {
-    backend: Limited,
-    slice: Slice<Limited>,
+    backend: Instrumented,
+    slice: Slice<Instrumented>,
     job: JobSpec,
 }
 
@@ -103,12 +30,12 @@ impl Subject {
     fn new(left: usize) -> Self {
         let manifest = Manifest::new(vec![TensorSpec::new("w", [2])]).unwrap();
         let job = JobSpec::new("job", manifest, vec!["adamw".parse().unwrap()]);
-        let backend = Limited { cpu: Cpu::new(), left: AtomicUsize::new(usize::MAX) };
+        let backend = Instrumented::new();
         let lanes = Lanes::new(&job, 0).of(&job.manifest.slices()[0]);
         let slice = Slice::allocate(&backend, &job, 0, lanes, FIRST).unwrap();
         slice.upload(&backend, FIRST, PARAMETERS, &piece(0, 0, &[1.0, 2.0]), || Ok(())).unwrap();
         slice.publish(&backend).unwrap();
-        backend.left.store(left, Ordering::Relaxed);
+        backend.room.store(left, Ordering::Relaxed);
         Self { backend, slice, job }
     }
 
@@ -164,7 +91,7 @@ fn a_step_beside_readers_of_every_part_succeeds_without_further_memory() {
     let subject = Subject::new(parts.len());
     let held: Vec<_> = parts.iter().map(|&part| subject.read(part).unwrap().unwrap()).collect();
     assert!(subject.push().unwrap().is_some());
-    assert_eq!(subject.backend.left.load(Ordering::Relaxed), 0);
+    assert_eq!(subject.backend.room.load(Ordering::Relaxed), 0);
     subject.step();
     assert_eq!(subject.values(&held[0]), bytes(&[1.0, 2.0]));
     assert_eq!(subject.values(&held[1]), bytes(&[0.0, 0.0]));

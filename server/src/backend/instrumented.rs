@@ -1,0 +1,98 @@
+//! The CPU for tests: counts what is written, and refuses memory beyond a limit.
+
+use std::{
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use bytes::Bytes;
+use zeroshard_proto::DType;
+
+use super::{Backend, Cpu, Elements, OutOfMemory, Update};
+
+type Buffer = <Cpu as Backend>::Buffer;
+
+/// The CPU backend with its counters.
+pub(crate) struct Instrumented {
+    cpu: Cpu,
+    /// How often something was written to a buffer, but for steps.
+    pub(crate) writes: AtomicUsize,
+    /// How many more buffers there is room for.
+    pub(crate) room: AtomicUsize,
+}
+
+impl Instrumented {
+    /// With room for any number of buffers.
+    pub(crate) fn new() -> Self {
+        Self { cpu: Cpu::new(), writes: AtomicUsize::new(0), room: AtomicUsize::new(usize::MAX) }
+    }
+
+    fn count(&self) -> &Cpu {
+        self.writes.fetch_add(1, Ordering::Relaxed);
+        &self.cpu
+    }
+}
+
+impl Backend for Instrumented {
+    type Buffer = Buffer;
+
+    fn allocate(&self, dtype: DType, numel: usize) -> Result<Buffer, OutOfMemory> {
+        let take = |room: usize| room.checked_sub(1);
+        match self.room.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take) {
+            Ok(_) => self.cpu.allocate(dtype, numel),
+            Err(_) => Err(OutOfMemory { numel, dtype }),
+        }
+    }
+
+    fn numel(&self, buffer: &Buffer) -> usize {
+        self.cpu.numel(buffer)
+    }
+
+    fn dtype(&self, buffer: &Buffer) -> DType {
+        self.cpu.dtype(buffer)
+    }
+
+    fn store<'a>(&self, dst: &mut Buffer, at: impl Into<Elements<'a>>, src: &[u8], dtype: DType) -> bool {
+        self.count().store(dst, at, src, dtype)
+    }
+
+    fn accumulate<'a>(
+        &self,
+        dst: &mut Buffer,
+        at: impl Into<Elements<'a>>,
+        src: &[u8],
+        dtype: DType,
+    ) -> bool {
+        self.count().accumulate(dst, at, src, dtype)
+    }
+
+    fn canonicalise<'a>(&self, dst: &mut Buffer, at: impl Into<Elements<'a>>) {
+        self.count().canonicalise(dst, at);
+    }
+
+    fn read<'a>(&self, src: &Arc<Buffer>, from: impl Into<Elements<'a>>, dtype: DType) -> Bytes {
+        self.cpu.read(src, from, dtype)
+    }
+
+    fn sum_of_squares(&self, src: &Buffer, range: Range<usize>) -> f64 {
+        self.cpu.sum_of_squares(src, range)
+    }
+
+    fn apply(
+        &self,
+        update: &Update<'_>,
+        master: &mut Buffer,
+        state: &mut [&mut Buffer],
+        gradient: &Buffer,
+        published: Option<&mut Buffer>,
+    ) {
+        self.cpu.apply(update, master, state, gradient, published);
+    }
+
+    fn copy(&self, src: &Buffer, dst: &mut Buffer) {
+        self.cpu.copy(src, dst);
+    }
+}
