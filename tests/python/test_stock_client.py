@@ -237,7 +237,7 @@ class StockClient(unittest.TestCase):
 
         stale = coordinator_pb2.Membership()
         stale.CopyFrom(lease)
-        stale.epoch += 7
+        stale.epoch -= 1
         reason, detail = self.refused(
             lambda: self.push(stale, "errors", 0, [0.0], step=0), grpc.StatusCode.FAILED_PRECONDITION
         )

@@ -18,7 +18,7 @@ use crate::{
     error::raise,
     plan::lock,
     progress::in_parts,
-    runtime::{self, join, runtime, spawn, wait},
+    runtime::{join, runtime, spawn, wait},
 };
 
 /// A parameter group: the optimizer's name, and its hyperparameters.
@@ -345,14 +345,14 @@ impl Job {
         wait(py, async move { job.applied_steps(version).await })
     }
 
-    fn retire(&self, py: Python<'_>, wait: bool) -> PyResult<()> {
+    fn retire(&self) -> PyResult<Transfer> {
         self.forget();
-        let retired = retire(self.cluster.clone(), self.job.clone());
-        if wait { runtime::wait(py, retired) } else { spawn(retired).map(drop) }
+        let task = spawn(retire(self.cluster.clone(), self.job.clone()))?;
+        Ok(Transfer { task: Some(task) })
     }
 }
 
-/// A pull that is under way. Dropped before its end, it stops.
+/// Work that is under way. Dropped before its end, it stops.
 #[pyclass(module = "zeroshard._native")]
 pub(crate) struct Transfer {
     task: Option<tokio::task::JoinHandle<Result<()>>>,

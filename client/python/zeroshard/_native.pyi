@@ -215,12 +215,12 @@ class Job:
         """As :meth:`pull`, and waits; with a ``label`` long work shows a progress bar."""
     def applied_steps(self, version: int) -> list[int]:
         """How many steps each tensor has been updated by."""
-    def retire(self, wait: bool) -> None:
-        """Leaves the job, done; the last rank that leaves deletes it, if it made a step. Without ``wait`` in the background."""
+    def retire(self) -> Transfer:
+        """Starts to leave the job, done; the last rank that leaves deletes it, if it made a step."""
 
 @final
 class Transfer:
-    """A pull that is under way."""
+    """Work that is under way. It stops when nobody has this any more."""
 
     def done(self) -> bool: ...
     def wait(self) -> None: ...

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from ._native import Cluster, Job
+from ._native import Cluster, Job, Transfer
 from ._rendezvous import Place, Rendezvous, place, reachable_host
 from .errors import Error, NotInitialised
 
@@ -86,6 +86,8 @@ class Session:
         self._run = run
         self._names: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._jobs: list[Job] = []
+        #: Jobs that are being left.
+        self._leaving: list[Transfer] = []
         self._process = os.getpid()
 
     def name(self, kind: str, ranks: tuple[int, ...]) -> str:
@@ -109,7 +111,11 @@ class Session:
         """Leaves a job, once; the last rank that leaves deletes it, or the session at its end."""
         if job in self._jobs:
             self._jobs.remove(job)
-            job.retire(wait)
+            leaving = job.retire()
+            if wait:
+                leaving.wait()
+            else:
+                self._leaving = [*(other for other in self._leaving if not other.done()), leaving]
 
     def _status(self) -> Status:
         found: dict[str, Any] = json.loads(self.cluster.status())
@@ -125,8 +131,10 @@ class Session:
             return  # a forked child: its parent's session
         try:
             for job in list(self._jobs):
+                self.retire(job, wait=False)
+            for leaving in self._leaving:
                 try:
-                    self.retire(job)
+                    leaving.wait()
                 except Error:
                     pass  # the cluster, or the job, is gone already
             if self._rendezvous is not None:
