@@ -144,7 +144,7 @@ async fn a_step_that_was_decided_is_never_told_as_aborted() {
 async fn version_0_is_one_worker_s_upload() {
     let cluster = Cluster::start(2);
     let tensors = (0..4).map(|index| TensorSpec::new(format!("t{index}"), [1000]));
-    let spec = job("uploads", 1, sgd(1.0), tensors.collect());
+    let spec = JobSpec { min_servers: 2, ..job("uploads", 1, sgd(1.0), tensors.collect()) };
     let client = connect(cluster.address()).await;
     client.create_job(&spec).await.unwrap();
     let all = |value: f32| (0..4).map(move |tensor| TensorData { tensor, data: vec![value; 1000].into() });
