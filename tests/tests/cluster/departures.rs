@@ -6,7 +6,7 @@ use zeroshard_client::{Commit, Error};
 use zeroshard_proto::{Departure, JobSpec};
 use zeroshard_tests::{Cluster, Training, synthetic, training};
 
-use crate::{connect, job, sgd, start, until_calls_wait};
+use crate::{connect, job, sgd, start, until, until_calls_wait};
 
 fn spec(name: &str, world: u32) -> JobSpec {
     job(name, world, sgd(1.0), synthetic::small())
@@ -31,6 +31,7 @@ async fn who_waits_for_a_rank_that_has_left_hears_of_it_at_once() {
     assert!(began.elapsed() < Duration::from_secs(30), "the deadline is a minute");
     // Another worker takes the rank, and both go on.
     let second = connect(cluster.address()).await.join("left", 1).await.unwrap();
+    until("rank 0 knows", || first.epoch() == second.epoch()).await;
     let (one, other) = tokio::join!(training::step(&first, 0), training::step(&second, 0));
     assert_eq!(one.unwrap(), other.unwrap());
 }
