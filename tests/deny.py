@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Checks the dependencies against deny.toml: licences, banned crates, sources.
 
-Reads the part of cargo-deny's format that deny.toml uses. Prints every violation and ends with 1 if there is one.
+Reads the part of cargo-deny's format that deny.toml uses. Prints every violation and ends with 1 if
+there is one.
 """
 
 import json
@@ -16,14 +17,27 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def cargo(*arguments: str) -> str:
     """What cargo prints."""
-    return subprocess.run(["cargo", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return subprocess.run(
+        ["cargo", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
 
 
 def packages(targets: list[str]) -> list[dict]:
-    """Every package that is built on one of the targets. (`cargo metadata` alone also lists optional ones.)"""
+    """Every package that is built on one of the targets. (`cargo metadata` alone also lists
+    optional ones.)"""
     used = set()
     for target in targets:
-        tree = cargo("tree", "--locked", "--workspace", "--target", target, "--prefix", "none", "--format", "{p}")
+        tree = cargo(
+            "tree",
+            "--locked",
+            "--workspace",
+            "--target",
+            target,
+            "--prefix",
+            "none",
+            "--format",
+            "{p}",
+        )
         used |= {tuple(line.split()[:2]) for line in tree.splitlines() if line}
     metadata = json.loads(cargo("metadata", "--locked", "--format-version", "1"))
     return [p for p in metadata["packages"] if (p["name"], "v" + p["version"]) in used]
@@ -32,7 +46,8 @@ def packages(targets: list[str]) -> list[dict]:
 def allowed(expression: str, allow: set[str]) -> bool:
     """Whether an SPDX expression can be met with the allowed licences alone.
 
-    OR, AND and parentheses; `WITH` belongs to the licence before it; `/` is crates' old way to say OR.
+    OR, AND and parentheses; `WITH` belongs to the licence before it; `/` is crates' old way to say
+    OR.
     """
     words = re.findall(r"[()]|[^\s()]+", expression.replace("/", " OR "))
     terms: list[str] = []

@@ -2,8 +2,9 @@
 
 use zeroshard_proto::{DType, Error, Result};
 
-/// Gradients in buckets: of one dtype, in forward order, closed when they have so many bytes. A bucket is sent when
-/// it is whole and all behind it are sent, since backward makes gradients in about the reverse order.
+/// Gradients in buckets: of one dtype, in forward order, closed when they have so many bytes. A
+/// bucket is sent when it is whole and all behind it are sent, since backward makes gradients in
+/// about the reverse order.
 #[derive(Debug, Clone)]
 pub struct Buckets {
     /// Tensors of each bucket, ascending; buckets by their first tensor.
@@ -16,8 +17,9 @@ pub struct Buckets {
 }
 
 impl Buckets {
-    /// Buckets for tensors of so many bytes and that dtype. One closes once it has `limit` bytes or more; the first
-    /// of each dtype, the last to be sent, once it has `first_limit`: little is left to wait for when backward ends.
+    /// Buckets for tensors of so many bytes and that dtype. One closes once it has `limit` bytes or
+    /// more; the first of each dtype, the last to be sent, once it has `first_limit`: little is
+    /// left to wait for when backward ends.
     pub fn new(tensors: &[(usize, DType)], limit: usize, first_limit: usize) -> Self {
         let mut buckets = Vec::new();
         for dtype in DType::ALL {

@@ -12,7 +12,12 @@ use zeroshard_proto::{Error, Result, transport::Connection};
 ///
 /// # Errors
 /// What the server, or the transport, answered.
-pub(crate) async fn call<B>(connection: &Connection, path: &'static str, body: B, peer: &str) -> Result<Body>
+pub(crate) async fn call<B>(
+    connection: &Connection,
+    path: &'static str,
+    body: B,
+    peer: &str,
+) -> Result<Body>
 where
     B: HttpBody<Data = Bytes> + Send + 'static,
     B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,

@@ -44,8 +44,8 @@ impl Cluster {
     /// Connects to the coordinator at `address`, `host:port`; tries until the deadline.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for an address or a token that is none, [`Error::Unauthenticated`] for another token
-    /// than the cluster's, [`Error::Timeout`].
+    /// [`Error::Invalid`] for an address or a token that is none, [`Error::Unauthenticated`] for
+    /// another token than the cluster's, [`Error::Timeout`].
     pub async fn connect(address: &str, options: Options) -> Result<Self> {
         let peer = format!("coordinator {address}");
         let token = Token::from(options.token.clone().unwrap_or_default());
@@ -67,8 +67,11 @@ impl Cluster {
     /// # Errors
     /// [`Error::Timeout`].
     pub async fn status(&self) -> Result<pb::StatusResponse> {
-        self.retry("an answer", |mut client, _| async move { client.status(pb::StatusRequest {}).await })
-            .await
+        self.retry(
+            "an answer",
+            |mut client, _| async move { client.status(pb::StatusRequest {}).await },
+        )
+        .await
     }
 
     /// Makes the job, unless it is there already.
@@ -120,15 +123,19 @@ impl Cluster {
         })
     }
 
-    /// The hash of all of a job's state at its current version: hexadecimal BLAKE3. It depends on what was
-    /// trained and how, not on the cluster.
+    /// The hash of all of a job's state at its current version: hexadecimal BLAKE3. It depends on
+    /// what was trained and how, not on the cluster.
     ///
     /// # Errors
     /// [`Error::UnknownJob`], [`Error::VersionGone`] if a step was faster, [`Error::Timeout`].
     pub async fn state_hash(&self, job: &str) -> Result<String> {
         let description = self.describe_job(job).await?;
         let version = description.version.ok_or_else(|| {
-            Error::invalid(format!("version of job {job:?}"), "not there", "made by uploading its parameters")
+            Error::invalid(
+                format!("version of job {job:?}"),
+                "not there",
+                "made by uploading its parameters",
+            )
         })?;
         state::hash(self, &description, version).await
     }
@@ -146,7 +153,8 @@ impl Cluster {
         Job::join(self.clone(), job, rank, "").await
     }
 
-    /// As [`Self::join`], and tells the other ranks that this worker is reached at `address`, `host:port`.
+    /// As [`Self::join`], and tells the other ranks that this worker is reached at `address`,
+    /// `host:port`.
     ///
     /// # Errors
     /// As [`Self::join`].
@@ -154,8 +162,9 @@ impl Cluster {
         Job::join(self.clone(), job, rank, address).await
     }
 
-    /// Calls until it succeeds, an error is final, or the deadline passes. `call` gets the coordinator's client and
-    /// the milliseconds that are left. (Not an `AsyncFnMut`: what it gives is not known to be `Send`.)
+    /// Calls until it succeeds, an error is final, or the deadline passes. `call` gets the
+    /// coordinator's client and the milliseconds that are left. (Not an `AsyncFnMut`: what it gives
+    /// is not known to be `Send`.)
     pub(crate) async fn retry<T, F>(
         &self,
         what: &str,

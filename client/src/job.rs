@@ -1,5 +1,5 @@
-//! A rank's part in a job: its lease, and what it asks of the coordinator and the servers outside of a step. Gradients
-//! and votes are in `attempt`.
+//! A rank's part in a job: its lease, and what it asks of the coordinator and the servers outside
+//! of a step. Gradients and votes are in `attempt`.
 
 use std::sync::Arc;
 
@@ -16,8 +16,9 @@ mod transfer;
 
 pub use attempt::Attempt;
 
-/// A rank's lease on a job. Cheap to clone. The lease ends with [`Job::leave`] or [`Job::leave_done`]; when the last clone
-/// and the last [`Attempt`] are dropped without, the rank counts as lost.
+/// A rank's lease on a job. Cheap to clone. The lease ends with [`Job::leave`] or
+/// [`Job::leave_done`]; when the last clone and the last [`Attempt`] are dropped without, the rank
+/// counts as lost.
 #[derive(Debug, Clone)]
 pub struct Job(Arc<Member>);
 
@@ -44,12 +45,22 @@ impl Drop for Member {
 }
 
 impl Job {
-    pub(crate) async fn join(cluster: Cluster, job: &str, rank: u32, address: &str) -> Result<Self> {
-        // The server may take its time for the first message too: an earlier lease of the rank has to end.
+    pub(crate) async fn join(
+        cluster: Cluster,
+        job: &str,
+        rank: u32,
+        address: &str,
+    ) -> Result<Self> {
+        // The server may take its time for the first message too: an earlier lease of the rank has
+        // to end.
         let (first, stream) = cluster
             .retry(&format!("a lease for rank {rank} of job {job:?}"), |mut client, wait_ms| {
-                let request =
-                    pb::JoinRequest { job: job.to_owned(), rank, address: address.to_owned(), wait_ms };
+                let request = pb::JoinRequest {
+                    job: job.to_owned(),
+                    rank,
+                    address: address.to_owned(),
+                    wait_ms,
+                };
                 async move {
                     let mut stream = client.join(request).await?.into_inner();
                     let first = stream.message().await?;
@@ -64,7 +75,8 @@ impl Job {
         let (told, membership) = watch::channel(Membership::new(first)?);
         let watcher = tokio::spawn(watch_membership(stream, told, cluster.clone(), lost));
         let (spec, attempts) = (Arc::new(spec), Attempts::default());
-        let member = Member { cluster, spec, id, rank, lease, shares, membership, watcher, attempts };
+        let member =
+            Member { cluster, spec, id, rank, lease, shares, membership, watcher, attempts };
         Ok(Self(Arc::new(member)))
     }
 
@@ -88,8 +100,8 @@ impl Job {
         self.0.lease
     }
 
-    /// The version that the job was at when the coordinator last spoke of it; `None` before the initial
-    /// parameters are complete.
+    /// The version that the job was at when the coordinator last spoke of it; `None` before the
+    /// initial parameters are complete.
     pub fn version(&self) -> Option<u64> {
         self.0.membership.borrow().version
     }
@@ -107,7 +119,8 @@ impl Job {
         Ok(pull::share("uploaded", &self.0.spec.manifest, &self.0.shares, tensor)?.uploads())
     }
 
-    /// Where each rank's worker is reached by the others, in rank order. Waits until all have joined and said so.
+    /// Where each rank's worker is reached by the others, in rank order. Waits until all have
+    /// joined and said so.
     ///
     /// # Errors
     /// [`Error::Timeout`] naming who has not.
@@ -117,16 +130,21 @@ impl Job {
         let all = now.wait_for(|now| now.peers.len() == spec.world as usize || now.ended.is_some());
         let waiting_for = || {
             let known = &membership.borrow().peers;
-            let missing = (0..spec.world).find(|rank| !known.contains_key(rank)).unwrap_or_default();
-            format!("{} of job {:?} to say where it is reached", spec.describe_rank(missing), spec.name)
+            let missing =
+                (0..spec.world).find(|rank| !known.contains_key(rank)).unwrap_or_default();
+            format!(
+                "{} of job {:?} to say where it is reached",
+                spec.describe_rank(missing),
+                spec.name
+            )
         };
         // The sender lives as long as the watcher, and that as long as we.
         let _ = Deadline::after(cluster.options.deadline).limit(waiting_for, all).await?;
         Ok(self.current()?.peers.into_values().collect())
     }
 
-    /// Waits until the initial parameters of all ranks are complete on all servers; the version then. A rank that
-    /// uploads and leaves before that takes along what it has uploaded.
+    /// Waits until the initial parameters of all ranks are complete on all servers; the version
+    /// then. A rank that uploads and leaves before that takes along what it has uploaded.
     ///
     /// # Errors
     /// [`Error::Timeout`].
@@ -154,8 +172,9 @@ impl Job {
         state::hash(&self.0.cluster, &self.described(version)?, version).await
     }
 
-    /// How many steps were applied to each tensor, by its index, at `version`, which must be the current one: skipped
-    /// steps do not count, nor do those that had no gradient of it. 0 for what does not train.
+    /// How many steps were applied to each tensor, by its index, at `version`, which must be the
+    /// current one: skipped steps do not count, nor do those that had no gradient of it. 0 for what
+    /// does not train.
     ///
     /// # Errors
     /// [`Error::VersionGone`], [`Error::Timeout`].
@@ -169,7 +188,8 @@ impl Job {
         Ok(Description { spec, id: self.0.id, epoch, placement, version: Some(version) })
     }
 
-    /// Ends the lease in order. Ranks that wait for this one in the open step get [`Error::RankLeft`].
+    /// Ends the lease in order. Ranks that wait for this one in the open step get
+    /// [`Error::RankLeft`].
     ///
     /// # Errors
     /// [`Error::Timeout`].
@@ -177,8 +197,9 @@ impl Job {
         self.end_lease(false).await
     }
 
-    /// As [`Self::leave`], of a rank that has no more data: in a job with [`zeroshard_proto::Departure::Absent`] the
-    /// other ranks go on, and this rank's gradients count as zeros.
+    /// As [`Self::leave`], of a rank that has no more data: in a job with
+    /// [`zeroshard_proto::Departure::Absent`] the other ranks go on, and this rank's gradients
+    /// count as zeros.
     ///
     /// # Errors
     /// [`Error::Timeout`].

@@ -58,16 +58,22 @@ pub struct Options {
     pub wire: DType,
     /// Payload of one message, in bytes. Changes no result.
     pub chunk_bytes: usize,
-    /// How long one operation may take, all its tries and waits together. It may be longer than the servers' own
-    /// limit on a wait: the client asks again.
+    /// How long one operation may take, all its tries and waits together. It may be longer than the
+    /// servers' own limit on a wait: the client asks again.
     pub deadline: Duration,
-    /// The secret of the cluster, sent with every call; `None` or empty: no secret. `Debug` does not show it.
+    /// The secret of the cluster, sent with every call; `None` or empty: no secret. `Debug` does
+    /// not show it.
     pub token: Option<String>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { wire: DType::F32, chunk_bytes: 1 << 20, deadline: Duration::from_secs(60), token: None }
+        Self {
+            wire: DType::F32,
+            chunk_bytes: 1 << 20,
+            deadline: Duration::from_secs(60),
+            token: None,
+        }
     }
 }
 

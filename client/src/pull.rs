@@ -20,7 +20,8 @@ use crate::{
     values::Slots,
 };
 
-/// The longest message that a server may send: more than the largest chunk that it may be asked for.
+/// The longest message that a server may send: more than the largest chunk that it may be asked
+/// for.
 const MAX_MESSAGE: usize = 64 << 20;
 
 /// Where a tensor's parameters go.
@@ -28,7 +29,8 @@ const MAX_MESSAGE: usize = 64 << 20;
 pub struct Target<'a> {
     /// Its index in the manifest.
     pub tensor: usize,
-    /// What of it; `None`: what the rank has of it by the tensor's layout, which is all of it if there is none.
+    /// What of it; `None`: what the rank has of it by the tensor's layout, which is all of it if
+    /// there is none.
     pub area: Option<TensorBox>,
     /// Room for all elements of that, row-major.
     pub data: Slots<'a>,
@@ -63,7 +65,8 @@ struct Part<'a> {
 /// Which server sends what, as `dtype`. `shares` are the rank's.
 ///
 /// # Errors
-/// [`Error::Invalid`] for a tensor that does not exist, an area outside of it, or a target of another size.
+/// [`Error::Invalid`] for a tensor that does not exist, an area outside of it, or a target of
+/// another size.
 pub(crate) fn plan<'a>(
     manifest: &Manifest,
     placement: &Placement,
@@ -163,7 +166,11 @@ pub(crate) fn check_size(
             spec.shape
         ),
     };
-    Err(Error::invalid(format!("{what} tensor {:?}", spec.name), format!("{numel} elements"), expected))
+    Err(Error::invalid(
+        format!("{what} tensor {:?}", spec.name),
+        format!("{numel} elements"),
+        expected,
+    ))
 }
 
 /// What a pull says of itself.
@@ -178,7 +185,8 @@ pub(crate) struct PullOf<'a> {
 }
 
 impl Plan<'_> {
-    /// Pulls what has not come yet. After an error, what has come stays, and the rest can be pulled again.
+    /// Pulls what has not come yet. After an error, what has come stays, and the rest can be pulled
+    /// again.
     pub(crate) async fn pull(&mut self, shards: &Shards, of: &PullOf<'_>) -> Result<()> {
         let shard = shards.get(&self.server)?;
         let ranges = self.rest.iter().map(|part| pb::Range {
@@ -209,7 +217,12 @@ impl Plan<'_> {
         }
     }
 
-    async fn receive(&mut self, reader: &mut Reader<Body>, shards: &Shards, shard: &Shard) -> Result<()> {
+    async fn receive(
+        &mut self,
+        reader: &mut Reader<Body>,
+        shards: &Shards,
+        shard: &Shard,
+    ) -> Result<()> {
         let mut dtype = DType::F32;
         while let Some(event) = reader.next().await? {
             match event {
@@ -221,7 +234,9 @@ impl Plan<'_> {
                     shards.pulled.fetch_add(bytes.len() as u64, Ordering::Relaxed);
                     self.store(&bytes, dtype);
                 }
-                Event::Begin(_) => return Err(unexpected(shard, "the beginning of a push".to_owned())),
+                Event::Begin(_) => {
+                    return Err(unexpected(shard, "the beginning of a push".to_owned()));
+                }
             }
         }
         Ok(())

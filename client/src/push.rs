@@ -1,5 +1,5 @@
-//! Pushing: gradients go from the caller's array to the socket, slice by slice; without a copy where they are of the
-//! wire's dtype.
+//! Pushing: gradients go from the caller's array to the socket, slice by slice; without a copy
+//! where they are of the wire's dtype.
 
 use std::{collections::VecDeque, convert::Infallible, ops::Range, sync::atomic::Ordering};
 
@@ -22,8 +22,8 @@ use crate::{
     values::Values,
 };
 
-/// A tensor and its values, to be sent: parameters, optimizer state, a gradient or a buffer's content, as the method
-/// that takes it says.
+/// A tensor and its values, to be sent: parameters, optimizer state, a gradient or a buffer's
+/// content, as the method that takes it says.
 #[derive(Debug, Clone)]
 pub struct TensorData {
     /// Index in the manifest of the tensor, which must own its storage (not tied to another).
@@ -41,7 +41,8 @@ pub(crate) struct Plan {
     absent: Vec<u32>,
 }
 
-/// The message that opens a push takes 4 KiB: with so many slices, of five bytes at most, job and part fit too.
+/// The message that opens a push takes 4 KiB: with so many slices, of five bytes at most, job and
+/// part fit too.
 const ABSENT_A_PUSH: usize = 400;
 
 #[derive(Debug, Clone)]
@@ -70,8 +71,8 @@ pub(crate) enum Contents<'a> {
 /// Which server receives what. `shares` are the rank's; what it need not send is left out.
 ///
 /// # Errors
-/// [`Error::Invalid`] for a tensor that does not exist, is tied to another, or has another size; for an absent one
-/// that does not train.
+/// [`Error::Invalid`] for a tensor that does not exist, is tied to another, or has another size;
+/// for an absent one that does not train.
 pub(crate) fn plan(
     manifest: &Manifest,
     placement: &Placement,
@@ -83,7 +84,8 @@ pub(crate) fn plan(
         Contents::Contributed(data) => (data, Share::contributes),
         Contents::Uploaded(data) => (data, Share::uploads),
     };
-    let plan = |server: &Server| Plan { server: server.clone(), parts: Vec::new(), absent: Vec::new() };
+    let plan =
+        |server: &Server| Plan { server: server.clone(), parts: Vec::new(), absent: Vec::new() };
     let mut plans: Vec<_> = placement.servers().iter().map(plan).collect();
     for TensorData { tensor, data } in data {
         let share = share("data for", manifest, shares, tensor)?;
@@ -124,8 +126,9 @@ fn plan_absent(
             let what = format!("tensor {:?}", spec.name);
             return Err(Error::invalid(what, "said to be absent", "left out: it does not train"));
         }
-        let ours =
-            |slice: &usize| share.contributes() && !share.region.part(&manifest.slices()[*slice]).is_empty();
+        let ours = |slice: &usize| {
+            share.contributes() && !share.region.part(&manifest.slices()[*slice]).is_empty()
+        };
         for slice in manifest.slices_of(tensor).filter(ours) {
             slices[placement.primary(slice)].push(slice as u32);
         }
@@ -163,12 +166,14 @@ impl Plan {
         let body = StreamBody::new(self.frames(begin, dtype, chunk_bytes));
         let pushed = async {
             let body = call(&shard.push, "/zeroshard.v1.Data/Push", body, &shard.peer).await?;
-            let unavailable = |cause: String| Error::Unavailable { peer: shard.peer.clone(), cause };
+            let unavailable =
+                |cause: String| Error::Unavailable { peer: shard.peer.clone(), cause };
             let answer = body.collect().await.map_err(|e| unavailable(e.to_string()))?;
             let trailers = answer.trailers().cloned().unwrap_or_default();
             finish(&trailers, &shard.peer)?;
             let message = answer.to_bytes();
-            let message = message.get(5..).ok_or_else(|| unavailable("an empty answer".to_owned()))?;
+            let message =
+                message.get(5..).ok_or_else(|| unavailable("an empty answer".to_owned()))?;
             pb::PushResponse::decode(message).map_err(|e| unavailable(e.to_string()))
         };
         let pushed = pushed.await;
@@ -184,8 +189,9 @@ impl Plan {
         pushed
     }
 
-    /// The server has taken what comes before element `offset` of `slice`, and refused the rest of that slice for now.
-    /// The rest comes last next time: other ranks may wait for what is behind it.
+    /// The server has taken what comes before element `offset` of `slice`, and refused the rest of
+    /// that slice for now. The rest comes last next time: other ranks may wait for what is behind
+    /// it.
     fn put_off(&mut self, slice: u32, offset: u64) {
         let Some(refused) = self.parts.iter().position(|part| part.slice == slice) else { return };
         let mut part = self.parts.drain(..=refused).next_back().expect("the range is not empty");
@@ -261,8 +267,10 @@ mod tests {
 
     /// Three slices on one server, of one rank: two of a large tensor, one of a small one.
     fn plan() -> Plan {
-        let tensors = vec![TensorSpec::new("large", [4_194_304 + 10]), TensorSpec::new("small", [5])];
-        let spec = JobSpec::new("job", Manifest::new(tensors).unwrap(), vec!["sgd".parse().unwrap()]);
+        let tensors =
+            vec![TensorSpec::new("large", [4_194_304 + 10]), TensorSpec::new("small", [5])];
+        let spec =
+            JobSpec::new("job", Manifest::new(tensors).unwrap(), vec!["sgd".parse().unwrap()]);
         let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
         let placement = Placement::new(vec![server], 1, vec![0; 3]).unwrap();
         let values = |numel: usize| (0..numel).map(|i| i as f32).collect::<Vec<_>>().into();
@@ -272,7 +280,9 @@ mod tests {
             .map(|(tensor, numel)| TensorData { tensor, data: values(numel) })
             .collect();
         let shares = Share::all(&spec, 0);
-        super::plan(&spec.manifest, &placement, &shares, Contents::Contributed(data)).unwrap().remove(0)
+        super::plan(&spec.manifest, &placement, &shares, Contents::Contributed(data))
+            .unwrap()
+            .remove(0)
     }
 
     /// Slice, first element and number of elements of every part that would be sent.

@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use zeroshard_proto::{BoxView, JobSpec, SliceSpec, TensorBox, pb};
 
-/// A tensor, or a box of it. Its elements are numbered row-major; those that lie in one slice are consecutive.
+/// A tensor, or a box of it. Its elements are numbered row-major; those that lie in one slice are
+/// consecutive.
 #[derive(Debug, Clone)]
 pub(crate) struct Region {
     /// How the box lies in the tensor; `None`: it is all of it.
@@ -43,7 +44,8 @@ impl Region {
 #[derive(Debug, Clone)]
 pub(crate) struct Share {
     pub(crate) region: Region,
-    /// Its place among those who contribute the same, and their number; `None`: it contributes nothing.
+    /// Its place among those who contribute the same, and their number; `None`: it contributes
+    /// nothing.
     turn: Option<(u32, u32)>,
 }
 

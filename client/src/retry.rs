@@ -9,7 +9,8 @@ use zeroshard_proto::{Error, Result, error::Remedy};
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 /// Longest pause.
 const MAX_PAUSE: Duration = Duration::from_secs(1);
-/// How much earlier than ourselves a server gives up: its error names what was missing, ours only names the server.
+/// How much earlier than ourselves a server gives up: its error names what was missing, ours only
+/// names the server.
 const MARGIN: Duration = Duration::from_millis(200);
 /// A deadline that is later than the clock can say.
 const FAR_FUTURE: Duration = Duration::from_secs(86_400 * 365 * 30);
@@ -76,7 +77,8 @@ impl Tries {
         u32::try_from(wait).unwrap_or(u32::MAX).max(1)
     }
 
-    /// One try. `waiting_for` is for the message if the deadline passes and no earlier try has a better one.
+    /// One try. `waiting_for` is for the message if the deadline passes and no earlier try has a
+    /// better one.
     ///
     /// # Errors
     /// [`Error::Timeout`].
@@ -161,7 +163,10 @@ mod tests {
     fn a_servers_timeout_before_the_deadline_is_tried_again_and_its_message_is_told_at_the_end() {
         let mut tries = tries(Duration::from_secs(1500));
         for left in [900, 300] {
-            assert!(matches!(tries.decide(timeout(), Duration::from_secs(left)), Ok(Next::Again(_))));
+            assert!(matches!(
+                tries.decide(timeout(), Duration::from_secs(left)),
+                Ok(Next::Again(_))
+            ));
         }
         let told = Error::Timeout { waiting_for: "rank 3 to commit".into(), waited_ms: 1_500_000 };
         assert_eq!(tries.decide(timeout(), MARGIN), Err(told));
@@ -169,11 +174,14 @@ mod tests {
 
     #[tokio::test]
     async fn a_deadline_that_passes_during_a_later_try_tells_what_the_server_said_before() {
-        for (error, told) in [(timeout(), "rank 3 to commit"), (unavailable(), "connection reset")] {
+        for (error, told) in [(timeout(), "rank 3 to commit"), (unavailable(), "connection reset")]
+        {
             let mut tries = tries(Duration::from_millis(20));
             tries.decide(error, Duration::from_secs(10)).unwrap();
             let ended = tries.limit(|| "an answer".into(), std::future::pending::<()>()).await;
-            let Err(Error::Timeout { waiting_for, waited_ms: 20 }) = ended else { panic!("{ended:?}") };
+            let Err(Error::Timeout { waiting_for, waited_ms: 20 }) = ended else {
+                panic!("{ended:?}")
+            };
             assert!(waiting_for.contains(told), "{waiting_for}");
         }
     }
@@ -181,12 +189,16 @@ mod tests {
     #[tokio::test]
     async fn final_errors_are_not_tried_again() {
         let left = Error::RankLeft { job: "a".into(), rank: 1, step: 2 };
-        let aborted = Error::StepAborted { job: "a".into(), step: 2, epoch: 3, cause: "lost".into() };
+        let aborted =
+            Error::StepAborted { job: "a".into(), step: 2, epoch: 3, cause: "lost".into() };
         for error in [left, aborted, Error::UnknownJob { job: "a".into() }] {
             assert_eq!(tries(Duration::from_secs(10)).next(error.clone()).await, Err(error));
         }
         let moved = Error::NotHere { job: "a".into(), slice: 1 };
-        assert_eq!(tries(Duration::from_secs(10)).next(moved.clone()).await, Ok(Next::Refresh(moved)));
+        assert_eq!(
+            tries(Duration::from_secs(10)).next(moved.clone()).await,
+            Ok(Next::Refresh(moved))
+        );
     }
 
     #[tokio::test]

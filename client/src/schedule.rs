@@ -1,7 +1,9 @@
-//! What to fetch ahead: the order in which a model's parts are used, learned from the last pass over it.
+//! What to fetch ahead: the order in which a model's parts are used, learned from the last pass
+//! over it.
 
-/// The order in which units (modules with parameters on the servers) were used in the last pass, and how far this one
-/// is. A pass that takes another way is followed where it comes back to a known one; it only costs waiting.
+/// The order in which units (modules with parameters on the servers) were used in the last pass,
+/// and how far this one is. A pass that takes another way is followed where it comes back to a
+/// known one; it only costs waiting.
 #[derive(Debug, Clone)]
 pub struct Schedule {
     /// Bytes of each unit.
@@ -17,24 +19,26 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// For units of so many bytes, of which `window` bytes may be fetched ahead; one unit always may.
+    /// For units of so many bytes, of which `window` bytes may be fetched ahead; one unit always
+    /// may.
     pub fn new(sizes: Vec<usize>, window: usize) -> Self {
         Self { sizes, window, known: Vec::new(), pass: Vec::new(), at: Some(0) }
     }
 
-    /// Notes that `unit` is used now. The units that follow, nearest first: `unit` itself where it is used again at
-    /// once, as the last of a forward is.
+    /// Notes that `unit` is used now. The units that follow, nearest first: `unit` itself where it
+    /// is used again at once, as the last of a forward is.
     pub fn enter(&mut self, unit: usize) -> Vec<usize> {
         self.pass.push(unit);
         let from = self.at.unwrap_or(0);
-        let position = |range: std::ops::Range<usize>| range.into_iter().find(|&at| self.known[at] == unit);
+        let position =
+            |range: std::ops::Range<usize>| range.into_iter().find(|&at| self.known[at] == unit);
         let found = position(from..self.known.len()).or_else(|| position(0..from));
         self.at = found.map(|found| found + 1);
         self.ahead()
     }
 
-    /// A new pass begins. The units that it begins with, if it takes the way of the last. (A pass that only broke off,
-    /// as an evaluation does before its backward, is nothing to learn from.)
+    /// A new pass begins. The units that it begins with, if it takes the way of the last. (A pass
+    /// that only broke off, as an evaluation does before its backward, is nothing to learn from.)
     pub fn restart(&mut self) -> Vec<usize> {
         let pass = std::mem::take(&mut self.pass);
         if !self.known.starts_with(&pass) {

@@ -49,8 +49,8 @@ impl Shards {
     }
 
     /// # Errors
-    /// [`zeroshard_proto::Error::Invalid`] if the server advertises what is no address, or for a token that no
-    /// header can carry.
+    /// [`zeroshard_proto::Error::Invalid`] if the server advertises what is no address, or for a
+    /// token that no header can carry.
     pub(crate) fn get(&self, server: &Server) -> Result<Shard> {
         let mut known = self.known.lock().expect("no holder of the lock panics");
         if let Some(shard) = known.get(&key(server)) {
@@ -65,8 +65,8 @@ impl Shards {
         Ok(shard)
     }
 
-    /// Drops the connections to servers of placement `before` that are not in `now`. Another job that still uses one
-    /// of them opens it again.
+    /// Drops the connections to servers of placement `before` that are not in `now`. Another job
+    /// that still uses one of them opens it again.
     pub(crate) fn forget(&self, before: &Placement, now: &Placement) {
         let mut known = self.known.lock().expect("no holder of the lock panics");
         for server in before.servers().iter().filter(|server| !now.servers().contains(server)) {

@@ -14,7 +14,9 @@ pub(crate) async fn hash(cluster: &Cluster, of: &Description, version: u64) -> R
     let job = &of.spec.name;
     let digests = of.placement.servers().iter().map(|server| async move {
         ask(cluster, server, "digests", |mut client, wait_ms| async move {
-            client.digest(pb::DigestRequest { job: job.clone(), version, wait_ms, job_id: of.id }).await
+            client
+                .digest(pb::DigestRequest { job: job.clone(), version, wait_ms, job_id: of.id })
+                .await
         })
         .await
         .map(|answer| answer.slices)
@@ -35,11 +37,17 @@ pub(crate) async fn hash(cluster: &Cluster, of: &Description, version: u64) -> R
 }
 
 /// Of each tensor, the steps that were applied to it.
-pub(crate) async fn applied_steps(cluster: &Cluster, of: &Description, version: u64) -> Result<Vec<u64>> {
+pub(crate) async fn applied_steps(
+    cluster: &Cluster,
+    of: &Description,
+    version: u64,
+) -> Result<Vec<u64>> {
     let job = &of.spec.name;
     let answers = of.placement.servers().iter().map(|server| async move {
         ask(cluster, server, "applied steps", |mut client, wait_ms| async move {
-            client.steps(pb::StepsRequest { job: job.clone(), version, wait_ms, job_id: of.id }).await
+            client
+                .steps(pb::StepsRequest { job: job.clone(), version, wait_ms, job_id: of.id })
+                .await
         })
         .await
     });
@@ -65,6 +73,9 @@ where
     F: Future<Output = Result<tonic::Response<T>, tonic::Status>>,
 {
     let shard = cluster.shards.get(server)?;
-    let client = ShardClient::new(shard.pull.clone()).max_decoding_message_size(MAX_CONTROL_MESSAGE);
-    cluster.retry(&format!("{what} of {}", shard.peer), |_, wait_ms| call(client.clone(), wait_ms)).await
+    let client =
+        ShardClient::new(shard.pull.clone()).max_decoding_message_size(MAX_CONTROL_MESSAGE);
+    cluster
+        .retry(&format!("{what} of {}", shard.peer), |_, wait_ms| call(client.clone(), wait_ms))
+        .await
 }

@@ -29,12 +29,13 @@ pub struct StepReport {
     pub version: u64,
     /// False: skipped, because a gradient was inf or NaN (never with [`Optimizer::Average`]).
     pub applied: bool,
-    /// Global L2 norm of the mean, unscaled gradient of all tensors without `no_clip`, before clipping.
+    /// Global L2 norm of the mean, unscaled gradient of all tensors without `no_clip`, before
+    /// clipping.
     pub gradient_norm: f64,
     /// 1 where nothing was clipped.
     pub clip_coefficient: f64,
-    /// The first tensor in manifest order with inf or NaN, and the lowest rank that sent one (`None`: only the
-    /// sum over the ranks was not finite).
+    /// The first tensor in manifest order with inf or NaN, and the lowest rank that sent one
+    /// (`None`: only the sum over the ranks was not finite).
     pub overflow: Option<(usize, Option<u32>)>,
     /// Mean over the ranks, if all of them gave one.
     pub loss: Option<f64>,

@@ -56,7 +56,8 @@ impl Values {
         self.bytes.is_empty()
     }
 
-    /// `range` as little-endian bytes of `dtype`, rounded to nearest even; of their own dtype without a copy.
+    /// `range` as little-endian bytes of `dtype`, rounded to nearest even; of their own dtype
+    /// without a copy.
     pub(crate) fn encode(&self, range: Range<usize>, dtype: DType) -> Bytes {
         let size = self.dtype.size();
         let bytes = self.bytes.slice(range.start * size..range.end * size);
@@ -121,7 +122,8 @@ impl<'a> Slots<'a> {
         Self { bytes: first, dtype: self.dtype }
     }
 
-    /// Fills all slots with whole little-endian elements of `dtype`, at any alignment: as many as there are slots.
+    /// Fills all slots with whole little-endian elements of `dtype`, at any alignment: as many as
+    /// there are slots.
     pub(crate) fn decode(self, bytes: &[u8], dtype: DType) {
         convert(bytes, dtype, self.bytes, self.dtype);
     }
@@ -135,7 +137,8 @@ fn check_whole(what: &str, bytes: usize, dtype: DType) -> Result<()> {
     Err(Error::invalid(format!("{what} of {dtype}"), format!("{bytes} bytes"), expected))
 }
 
-/// Elements that are converted at once: on the stack, and enough for the conversion to be vectorised.
+/// Elements that are converted at once: on the stack, and enough for the conversion to be
+/// vectorised.
 const CHUNK: usize = 1024;
 
 /// Converts as many elements of `to` as `src` has of `from`; through f32, rounded to nearest even.
@@ -171,8 +174,12 @@ fn from_f32(values: &[f32], dst: &mut [u8], dtype: DType) {
     let halves = &mut halves[..values.len()];
     match dtype {
         DType::F32 => return dst.copy_from_slice(bytemuck::must_cast_slice(values)),
-        DType::F16 => bytemuck::must_cast_slice_mut::<_, f16>(halves).convert_from_f32_slice(values),
-        DType::Bf16 => bytemuck::must_cast_slice_mut::<_, bf16>(halves).convert_from_f32_slice(values),
+        DType::F16 => {
+            bytemuck::must_cast_slice_mut::<_, f16>(halves).convert_from_f32_slice(values)
+        }
+        DType::Bf16 => {
+            bytemuck::must_cast_slice_mut::<_, bf16>(halves).convert_from_f32_slice(values)
+        }
     }
     dst.copy_from_slice(bytemuck::must_cast_slice(halves));
 }
@@ -222,7 +229,8 @@ mod tests {
         assert_eq!(Values::from(values).encode(2..4, DType::F32).as_ptr() as usize, address + 8);
         for dtype in DType::ALL {
             let bytes: Bytes = (0..=255u8).rev().collect::<Vec<_>>().into();
-            let sent = Values::new(bytes.clone(), dtype).unwrap().encode(0..256 / dtype.size(), dtype);
+            let sent =
+                Values::new(bytes.clone(), dtype).unwrap().encode(0..256 / dtype.size(), dtype);
             assert_eq!(sent.as_ptr(), bytes.as_ptr());
             let mut out = [0u8; 256];
             Slots::new(&mut out, dtype).unwrap().decode(&sent, dtype);
@@ -233,7 +241,10 @@ mod tests {
     #[test]
     fn part_of_an_element_is_refused() {
         for dtype in DType::ALL {
-            assert!(matches!(Values::new(Bytes::from_static(&[0; 5]), dtype), Err(Error::Invalid { .. })));
+            assert!(matches!(
+                Values::new(Bytes::from_static(&[0; 5]), dtype),
+                Err(Error::Invalid { .. })
+            ));
             assert!(matches!(Slots::new(&mut [0; 5], dtype), Err(Error::Invalid { .. })));
         }
     }

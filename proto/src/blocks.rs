@@ -1,7 +1,7 @@
 //! The two sizes that every sum, checksum and slice is cut by.
 //!
-//! They are part of the numerical contract: a norm is a sum over blocks, so another block size gives
-//! other bits. They depend on nothing that a user can set.
+//! They are part of the numerical contract: a norm is a sum over blocks, so another block size
+//! gives other bits. They depend on nothing that a user can set.
 
 /// Elements in a block: the unit of sums and checksums.
 pub const BLOCK: usize = 65_536;

@@ -5,8 +5,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// An element type. Every one of them converts to `F32` exactly; master weights and optimizer state are
-/// always `F32`.
+/// An element type. Every one of them converts to `F32` exactly; master weights and optimizer state
+/// are always `F32`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DType {
@@ -55,7 +55,10 @@ impl FromStr for DType {
     type Err = UnknownDType;
 
     fn from_str(name: &str) -> Result<Self, Self::Err> {
-        DType::ALL.into_iter().find(|dtype| dtype.name() == name).ok_or_else(|| UnknownDType(name.to_owned()))
+        DType::ALL
+            .into_iter()
+            .find(|dtype| dtype.name() == name)
+            .ok_or_else(|| UnknownDType(name.to_owned()))
     }
 }
 

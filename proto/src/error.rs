@@ -1,8 +1,8 @@
 //! What can go wrong between a client and the servers, in one table: [`Error`] <-> `tonic::Status`.
 //!
-//! A status carries a `google.rpc.ErrorInfo` whose `reason` names the variant (`STALE_EPOCH`, ...) and
-//! whose metadata has the variant's fields as JSON under `detail`, so that any gRPC client can tell the
-//! errors apart without reading the message.
+//! A status carries a `google.rpc.ErrorInfo` whose `reason` names the variant (`STALE_EPOCH`, ...)
+//! and whose metadata has the variant's fields as JSON under `detail`, so that any gRPC client can
+//! tell the errors apart without reading the message.
 
 use std::fmt::Display;
 
@@ -68,7 +68,9 @@ pub enum Error {
         reason: String,
     },
     /// The slice exists, but another server owns it.
-    #[error("slice {slice} of job {job:?} is not on this server; ask the coordinator for the placement")]
+    #[error(
+        "slice {slice} of job {job:?} is not on this server; ask the coordinator for the placement"
+    )]
     NotHere {
         /// The job.
         job: String,
@@ -88,7 +90,9 @@ pub enum Error {
         current: u64,
     },
     /// The job was deleted, and another one has its name.
-    #[error("job {job:?} was deleted and created again since this call's job was opened; join the new job")]
+    #[error(
+        "job {job:?} was deleted and created again since this call's job was opened; join the new job"
+    )]
     JobReplaced {
         /// Its name.
         job: String,
@@ -186,7 +190,9 @@ pub enum Error {
         rank: u32,
     },
     /// Two ranks said different things about what must be the same.
-    #[error("rank {rank} disagrees about {what} at step {step} of job {job:?}: every rank must say the same")]
+    #[error(
+        "rank {rank} disagrees about {what} at step {step} of job {job:?}: every rank must say the same"
+    )]
     Disagreement {
         /// The job.
         job: String,
@@ -207,8 +213,8 @@ pub enum Error {
         slice: u32,
         /// The rank.
         rank: u32,
-        /// First element that was not taken, of those that the rank has of the slice. What the push sent before it
-        /// was taken.
+        /// First element that was not taken, of those that the rank has of the slice. What the push
+        /// sent before it was taken.
         offset: u64,
         /// The rank whose gradient comes next in the order of addition.
         waiting_for: u32,
@@ -254,7 +260,11 @@ pub enum Remedy {
 
 impl Error {
     /// An [`Error::Invalid`]. Input in `what` and `found` is quoted up to a length.
-    pub fn invalid(what: impl Into<String>, found: impl Display, expected: impl Into<String>) -> Self {
+    pub fn invalid(
+        what: impl Into<String>,
+        found: impl Display,
+        expected: impl Into<String>,
+    ) -> Self {
         Self::Invalid {
             what: quote(MAX_QUOTED, what.into()),
             found: quote(MAX_QUOTED, found),
@@ -345,7 +355,9 @@ impl Error {
             Code::DeadlineExceeded => {
                 Self::Timeout { waiting_for: format!("an answer of {peer}"), waited_ms: 0 }
             }
-            code => Self::Internal { cause: format!("{peer} answered {code:?}: {}", status.message()) },
+            code => {
+                Self::Internal { cause: format!("{peer} answered {code:?}: {}", status.message()) }
+            }
         })
     }
 }

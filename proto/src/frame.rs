@@ -1,8 +1,9 @@
 //! The data plane's messages, written and read without a copy of their payloads.
 //!
-//! What goes over the wire is plain gRPC of `PushRequest` and `PullResponse` (data.proto). A generated
-//! encoder copies each payload once, and a decoder twice; these do not: [`Writer`] puts the payload's own
-//! `Bytes` between headers, and [`Decoder`] hands out pieces of the network buffer as they come.
+//! What goes over the wire is plain gRPC of `PushRequest` and `PullResponse` (data.proto). A
+//! generated encoder copies each payload once, and a decoder twice; these do not: [`Writer`] puts
+//! the payload's own `Bytes` between headers, and [`Decoder`] hands out pieces of the network
+//! buffer as they come.
 
 mod decode;
 mod encode;

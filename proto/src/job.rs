@@ -5,8 +5,8 @@ use std::{collections::BTreeMap, sync::Arc};
 use serde_json::Value;
 
 use crate::{
-    Contributions, DimPlacement, Error, Layout, Manifest, Optimizer, Policy, ProcessMesh, Reduction, Result,
-    TensorBox, TensorLayout, TensorSpec,
+    Contributions, DimPlacement, Error, Layout, Manifest, Optimizer, Policy, ProcessMesh,
+    Reduction, Result, TensorBox, TensorLayout, TensorSpec,
     manifest::{check_name, check_number_of_tensors},
     pb,
 };
@@ -29,7 +29,8 @@ pub struct JobSpec {
     pub name: String,
     /// Its tensors.
     pub manifest: Manifest,
-    /// Optimizer of each parameter group: one kind, the same state tensors, hyperparameters of its own.
+    /// Optimizer of each parameter group: one kind, the same state tensors, hyperparameters of its
+    /// own.
     pub groups: Vec<Optimizer>,
     /// Number of workers.
     pub world: u32,
@@ -71,9 +72,9 @@ impl JobSpec {
     /// Checks what the parts alone cannot.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: no group, groups of different kinds, a hyperparameter out of range, a tensor in
-    /// no group or cut where its optimizer needs it whole, a layout that does not fit its tensor or mesh, a world or
-    /// number of servers out of range, more of anything than its limit.
+    /// [`Error::Invalid`]: no group, groups of different kinds, a hyperparameter out of range, a
+    /// tensor in no group or cut where its optimizer needs it whole, a layout that does not fit its
+    /// tensor or mesh, a world or number of servers out of range, more of anything than its limit.
     pub fn validate(&self) -> Result<()> {
         check_name("name of the job", &self.name)?;
         check_number("meshes", self.meshes.len(), MAX_MESHES)?;
@@ -89,10 +90,18 @@ impl JobSpec {
         }
         if self.replicas == 0 || self.min_servers < self.replicas {
             let found = format!("{} on at least {} servers", self.replicas, self.min_servers);
-            return Err(Error::invalid("replicas", found, "1 or more, and not more than min_servers"));
+            return Err(Error::invalid(
+                "replicas",
+                found,
+                "1 or more, and not more than min_servers",
+            ));
         }
         if self.replicas > MAX_REPLICAS {
-            return Err(Error::invalid("replicas", self.replicas, format!("at most {MAX_REPLICAS}")));
+            return Err(Error::invalid(
+                "replicas",
+                self.replicas,
+                format!("at most {MAX_REPLICAS}"),
+            ));
         }
         self.check_contributions()
     }
@@ -110,9 +119,14 @@ impl JobSpec {
         }
         if total > MAX_CONTRIBUTIONS {
             let found = format!("up to {total}");
-            let expected =
-                format!("at most {MAX_CONTRIBUTIONS}; use fewer ranks, or cut the tensors over them");
-            return Err(Error::invalid("number of contributions (ranks times slices)", found, expected));
+            let expected = format!(
+                "at most {MAX_CONTRIBUTIONS}; use fewer ranks, or cut the tensors over them"
+            );
+            return Err(Error::invalid(
+                "number of contributions (ranks times slices)",
+                found,
+                expected,
+            ));
         }
         Ok(())
     }
@@ -130,7 +144,11 @@ impl JobSpec {
     fn validate_layout(&self, tensor: &TensorSpec, layout: &TensorLayout) -> Result<()> {
         if self.meshes.get(layout.mesh as usize).is_none() {
             let expected = format!("less than the number of meshes, {}", self.meshes.len());
-            return Err(Error::invalid(format!("mesh of tensor {:?}", tensor.name), layout.mesh, expected));
+            return Err(Error::invalid(
+                format!("mesh of tensor {:?}", tensor.name),
+                layout.mesh,
+                expected,
+            ));
         }
         let max = DimPlacement::Partial(Reduction::Max);
         if layout.placements.contains(&max) {
@@ -148,7 +166,8 @@ impl JobSpec {
         Layout::new(Arc::clone(&self.meshes[layout.mesh as usize]), layout.placements.clone())
     }
 
-    /// How tensor number `tensor` (its owner, if it is tied) lies on a mesh; `None` if it has no layout.
+    /// How tensor number `tensor` (its owner, if it is tied) lies on a mesh; `None` if it has no
+    /// layout.
     pub fn layout_of(&self, tensor: usize) -> Option<Layout> {
         let layout = self.manifest.tensors()[self.manifest.owner(tensor)].layout.as_ref()?;
         Some(self.layout(layout).expect("a valid job's layouts are"))
@@ -163,7 +182,8 @@ impl JobSpec {
         }
     }
 
-    /// What the summed gradient of tensor number `tensor` is divided by: see [`Contributions::divisor`].
+    /// What the summed gradient of tensor number `tensor` is divided by: see
+    /// [`Contributions::divisor`].
     pub fn divisor(&self, tensor: usize) -> u64 {
         self.layout_of(tensor).map_or(self.world.into(), |layout| layout.divisor())
     }
@@ -173,9 +193,10 @@ impl JobSpec {
         let shape = &self.manifest.tensors()[tensor].shape;
         match self.layout_of(tensor) {
             None => TensorBox::whole(shape),
-            Some(layout) => layout
-                .local_box(shape, rank)
-                .unwrap_or_else(|| TensorBox { offset: vec![0; shape.len()], size: vec![0; shape.len()] }),
+            Some(layout) => layout.local_box(shape, rank).unwrap_or_else(|| TensorBox {
+                offset: vec![0; shape.len()],
+                size: vec![0; shape.len()],
+            }),
         }
     }
 
@@ -203,8 +224,8 @@ impl JobSpec {
     /// Checks the hyperparameters that a step asks for.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: another number of groups or kind than the job's, state tensors that the job does
-    /// not have, a hyperparameter out of range.
+    /// [`Error::Invalid`]: another number of groups or kind than the job's, state tensors that the
+    /// job does not have, a hyperparameter out of range.
     pub fn validate_step(&self, groups: &[Optimizer]) -> Result<()> {
         if groups.len() != self.groups.len() {
             let expected = format!("that of the job, {}", self.groups.len());
@@ -298,7 +319,8 @@ impl TryFrom<pb::JobSpec> for JobSpec {
         check_number("meshes", message.meshes.len(), MAX_MESHES)?;
         let tensors = message.tensors.into_iter().map(TensorSpec::try_from);
         let replicas = message.replicas.max(1);
-        let meshes = message.meshes.into_iter().map(|mesh| Ok(Arc::new(ProcessMesh::try_from(mesh)?)));
+        let meshes =
+            message.meshes.into_iter().map(|mesh| Ok(Arc::new(ProcessMesh::try_from(mesh)?)));
         let spec = Self {
             name: message.name,
             manifest: Manifest::new(tensors.collect::<Result<_>>()?)?,
@@ -310,7 +332,9 @@ impl TryFrom<pb::JobSpec> for JobSpec {
             departure: match pb::Departure::try_from(message.departure) {
                 Ok(pb::Departure::Unspecified | pb::Departure::Error) => Departure::Error,
                 Ok(pb::Departure::Absent) => Departure::Absent,
-                Err(_) => return Err(Error::invalid("departure", message.departure, "ERROR or ABSENT")),
+                Err(_) => {
+                    return Err(Error::invalid("departure", message.departure, "ERROR or ABSENT"));
+                }
             },
         };
         spec.validate()?;
@@ -321,7 +345,8 @@ impl TryFrom<pb::JobSpec> for JobSpec {
 /// Converts a message's parameter groups.
 ///
 /// # Errors
-/// [`Error::Invalid`] naming the optimizer or hyperparameter that does not exist; more than [`MAX_GROUPS`].
+/// [`Error::Invalid`] naming the optimizer or hyperparameter that does not exist; more than
+/// [`MAX_GROUPS`].
 pub fn optimizers(messages: Vec<pb::Optimizer>) -> Result<Vec<Optimizer>> {
     check_number("parameter groups", messages.len(), MAX_GROUPS)?;
     messages.into_iter().map(Optimizer::try_from).collect()
@@ -378,9 +403,9 @@ impl TryFrom<pb::Optimizer> for Optimizer {
             };
         }
         fields.insert("name".to_owned(), Value::from(default.name()));
-        serde_json::to_value(fields)
-            .and_then(serde_json::from_value)
-            .map_err(|e| Error::invalid(format!("optimizer {}", default.name()), e, "its hyperparameters"))
+        serde_json::to_value(fields).and_then(serde_json::from_value).map_err(|e| {
+            Error::invalid(format!("optimizer {}", default.name()), e, "its hyperparameters")
+        })
     }
 }
 

@@ -43,7 +43,8 @@ fn a_spec_that_contradicts_itself_is_refused() {
     assert_eq!(what(JobSpec { replicas: 2, ..spec() }.validate()), "replicas");
     let lamb = JobSpec { groups: vec!["lamb".parse().unwrap()], ..spec() };
     assert_eq!(what(lamb.validate()), "policy of tensor \"w\"");
-    let mixed = JobSpec { groups: vec!["adamw".parse().unwrap(), "sgd".parse().unwrap()], ..spec() };
+    let mixed =
+        JobSpec { groups: vec!["adamw".parse().unwrap(), "sgd".parse().unwrap()], ..spec() };
     assert_eq!(what(mixed.validate()), "optimizer of parameter group 1");
 }
 
@@ -71,13 +72,19 @@ fn layouts_survive_the_wire_and_say_what_a_rank_has() {
 fn layouts_that_do_not_fit_are_refused() {
     use DimPlacement::{Partial, Replicate, Shard};
     assert_eq!(what(sharded(&[Replicate, Shard(2)]).validate()), "placement of tensor \"w\"");
-    assert_eq!(what(sharded(&[Replicate, Partial(Reduction::Max)]).validate()), "placement of tensor \"w\"");
+    assert_eq!(
+        what(sharded(&[Replicate, Partial(Reduction::Max)]).validate()),
+        "placement of tensor \"w\""
+    );
     assert_eq!(what(sharded(&[Replicate]).validate()), "number of placements");
     assert_eq!(
         what(JobSpec { meshes: vec![], ..sharded(&[Replicate; 2]) }.validate()),
         "mesh of tensor \"w\""
     );
-    assert_eq!(what(JobSpec { world: 1, ..sharded(&[Replicate; 2]) }.validate()), "a rank of mesh 0");
+    assert_eq!(
+        what(JobSpec { world: 1, ..sharded(&[Replicate; 2]) }.validate()),
+        "a rank of mesh 0"
+    );
 }
 
 #[test]
@@ -87,17 +94,24 @@ fn more_than_the_limit_of_anything_is_refused_with_the_limit() {
         other => panic!("{other:?}"),
     };
     let message = || pb::JobSpec::from(&spec());
-    let (what, expected) = limit(pb::JobSpec { meshes: vec![pb::Mesh::default(); 2000], ..message() });
+    let (what, expected) =
+        limit(pb::JobSpec { meshes: vec![pb::Mesh::default(); 2000], ..message() });
     assert_eq!((what.as_str(), expected), ("number of meshes", format!("at most {MAX_MESHES}")));
     let groups = vec![pb::Optimizer::default(); 2000];
     let (what, expected) = limit(pb::JobSpec { groups, ..message() });
-    assert_eq!((what.as_str(), expected), ("number of parameter groups", format!("at most {MAX_GROUPS}")));
+    assert_eq!(
+        (what.as_str(), expected),
+        ("number of parameter groups", format!("at most {MAX_GROUPS}"))
+    );
     let (what, expected) = limit(pb::JobSpec { replicas: 65, ..message() });
     assert_eq!((what.as_str(), expected), ("replicas", format!("at most {MAX_REPLICAS}")));
     // 351 KiB of dimension names.
     let names: Vec<String> = (0..40_000).map(|dim| format!("dim {dim:04}")).collect();
     let mesh = pb::Mesh { shape: vec![1; names.len()], names, ranks: vec![0] };
-    assert_eq!(limit(pb::JobSpec { meshes: vec![mesh], ..message() }).0, "number of dimensions of a mesh");
+    assert_eq!(
+        limit(pb::JobSpec { meshes: vec![mesh], ..message() }).0,
+        "number of dimensions of a mesh"
+    );
 }
 
 #[test]
@@ -116,8 +130,10 @@ fn cut_tensors_have_fewer_contributions_than_tensors_that_all_ranks_sum_up() {
     use DimPlacement::{Partial, Shard};
     let on = |placement| {
         let layout = Some(TensorLayout { mesh: 0, placements: vec![placement] });
-        let tensor =
-            |i| TensorSpec { layout: layout.clone(), ..TensorSpec::new(format!("w{i}"), [1 << 20, 64]) };
+        let tensor = |i| TensorSpec {
+            layout: layout.clone(),
+            ..TensorSpec::new(format!("w{i}"), [1 << 20, 64])
+        };
         let meshes = vec![Arc::new(ProcessMesh::dense([MAX_WORLD as usize], ["dp"]).unwrap())];
         let manifest = Manifest::new((0..2000).map(tensor).collect()).unwrap();
         JobSpec { manifest, world: MAX_WORLD, meshes, ..spec() }.validate()

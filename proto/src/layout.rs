@@ -1,8 +1,8 @@
 //! How tensors lie on a mesh of ranks: who has which box, and who contributes it.
 //!
-//! The rules are those of torch's DTensor: what is cut is cut like `torch.chunk` (pieces of the size rounded up; the
-//! last ones may be short, or empty), and where several mesh dimensions cut the same tensor dimension, the earlier one
-//! cuts first.
+//! The rules are those of torch's DTensor: what is cut is cut like `torch.chunk` (pieces of the
+//! size rounded up; the last ones may be short, or empty), and where several mesh dimensions cut
+//! the same tensor dimension, the earlier one cuts first.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -57,8 +57,11 @@ impl Layout {
     pub fn new(mesh: Arc<ProcessMesh>, placements: Vec<DimPlacement>) -> Result<Self> {
         if placements.len() != mesh.ndim() {
             let found = format!("{} ({})", placements.len(), list(&placements));
-            let expected =
-                format!("one for each of the mesh's {} dimensions, {}", mesh.ndim(), mesh.names().join(", "));
+            let expected = format!(
+                "one for each of the mesh's {} dimensions, {}",
+                mesh.ndim(),
+                mesh.names().join(", ")
+            );
             return Err(Error::invalid("number of placements", found, expected));
         }
         Ok(Self { mesh, placements })
@@ -75,7 +78,8 @@ impl Layout {
     }
 
     /// # Errors
-    /// [`Error::Invalid`] if a placement cuts a dimension that a tensor of `shape` has not; `tensor` is which.
+    /// [`Error::Invalid`] if a placement cuts a dimension that a tensor of `shape` has not;
+    /// `tensor` is which.
     pub fn check(&self, shape: &[u64], tensor: &str) -> Result<()> {
         for placement in &self.placements {
             if let &DimPlacement::Shard(dim) = placement
@@ -90,14 +94,17 @@ impl Layout {
         Ok(())
     }
 
-    /// What `rank` has of a tensor of `shape`, which [`Self::check`] accepts; `None` if it is not in the mesh.
+    /// What `rank` has of a tensor of `shape`, which [`Self::check`] accepts; `None` if it is not
+    /// in the mesh.
     pub fn local_box(&self, shape: &[u64], rank: u32) -> Option<TensorBox> {
         Some(self.box_at(shape, &self.mesh.coordinate(rank)?))
     }
 
     fn box_at(&self, shape: &[u64], coordinate: &[usize]) -> TensorBox {
         let mut area = TensorBox::whole(shape);
-        for ((placement, &pieces), &place) in self.placements.iter().zip(self.mesh.shape()).zip(coordinate) {
+        for ((placement, &pieces), &place) in
+            self.placements.iter().zip(self.mesh.shape()).zip(coordinate)
+        {
             if let &DimPlacement::Shard(dim) = placement {
                 let (offset, size) = chunk(area.size[dim], pieces as u64, place as u64);
                 area.offset[dim] += offset;
@@ -132,10 +139,12 @@ impl Layout {
         Contributions { lanes, divisor: self.divisor() }
     }
 
-    /// How many places along each dimension of the mesh contribute: of what all have, only the first.
+    /// How many places along each dimension of the mesh contribute: of what all have, only the
+    /// first.
     fn contributing(&self) -> Vec<usize> {
         let dims = self.placements.iter().zip(self.mesh.shape());
-        dims.map(|(placement, &size)| if *placement == DimPlacement::Replicate { 1 } else { size }).collect()
+        dims.map(|(placement, &size)| if *placement == DimPlacement::Replicate { 1 } else { size })
+            .collect()
     }
 
     /// An upper bound of the contributions to a tensor of so many slices, without listing them.
@@ -191,7 +200,8 @@ impl Contributions {
     /// Of a tensor without a layout.
     pub fn mean(shape: &[u64], world: u32) -> Self {
         let area = TensorBox::whole(shape);
-        let lanes = if area.is_empty() { vec![] } else { vec![Lane { area, ranks: (0..world).collect() }] };
+        let lanes =
+            if area.is_empty() { vec![] } else { vec![Lane { area, ranks: (0..world).collect() }] };
         Self { lanes, divisor: world.into() }
     }
 
@@ -272,12 +282,14 @@ pub(crate) mod tests {
             Just(Partial(Reduction::Sum)),
             Just(Partial(Reduction::Avg)),
         ];
-        prop::collection::vec(placement, mesh.len()).prop_map(move |placements| on(&mesh, &placements))
+        prop::collection::vec(placement, mesh.len())
+            .prop_map(move |placements| on(&mesh, &placements))
     }
 
     #[test]
     fn pieces_are_those_of_torch_chunk() {
-        let pieces = |size, pieces| (0..pieces).map(|place| chunk(size, pieces, place)).collect::<Vec<_>>();
+        let pieces =
+            |size, pieces| (0..pieces).map(|place| chunk(size, pieces, place)).collect::<Vec<_>>();
         assert_eq!(pieces(7, 3), [(0, 3), (3, 3), (6, 1)]);
         assert_eq!(pieces(4, 3), [(0, 2), (2, 2), (4, 0)]);
         assert_eq!(pieces(1, 3), [(0, 1), (1, 0), (1, 0)]);
@@ -299,7 +311,10 @@ pub(crate) mod tests {
         let layout = on(&[2, 2], &[Partial(Reduction::Avg), Shard(1)]);
         let Contributions { lanes, divisor } = layout.contributions(&[4, 6]);
         assert_eq!(divisor, 2);
-        assert_eq!(lanes.iter().map(|lane| lane.ranks.clone()).collect::<Vec<_>>(), [[0, 2], [1, 3]]);
+        assert_eq!(
+            lanes.iter().map(|lane| lane.ranks.clone()).collect::<Vec<_>>(),
+            [[0, 2], [1, 3]]
+        );
         assert_eq!(lanes[1].area, TensorBox { offset: vec![0, 3], size: vec![4, 3] });
 
         let layout = on(&[2, 2], &[Partial(Reduction::Sum), Replicate]);
@@ -325,7 +340,9 @@ pub(crate) mod tests {
     fn more_placements_than_a_mesh_can_have_dimensions_are_refused() {
         let placements = vec![pb::DimPlacement::default(); 100_000];
         let refused = TensorLayout::try_from(pb::Layout { mesh: 0, placements });
-        assert!(matches!(refused, Err(Error::Invalid { what, .. }) if what == "number of placements"));
+        assert!(
+            matches!(refused, Err(Error::Invalid { what, .. }) if what == "number of placements")
+        );
     }
 
     proptest! {

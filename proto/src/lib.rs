@@ -38,5 +38,6 @@ pub mod pb {
     tonic::include_proto!("zeroshard.v1");
 
     /// The encoded `FileDescriptorSet`, for the reflection service.
-    pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/zeroshard.bin"));
+    pub const FILE_DESCRIPTOR_SET: &[u8] =
+        include_bytes!(concat!(env!("OUT_DIR"), "/zeroshard.bin"));
 }

@@ -1,7 +1,7 @@
 //! The job's ordered tensors, and the slices that follow from them.
 //!
-//! Slices are cut from the manifest alone: neither the number of servers nor anything else that a user can
-//! change moves a boundary.
+//! Slices are cut from the manifest alone: neither the number of servers nor anything else that a
+//! user can change moves a boundary.
 
 use std::{collections::HashMap, ops::Range, sync::OnceLock};
 
@@ -42,8 +42,8 @@ pub struct TensorSpec {
     pub dtype: DType,
     /// Pulled, never pushed; no optimizer state.
     pub frozen: bool,
-    /// Not a parameter (batch-norm statistics): it takes no gradient, and who uploads it may push new content
-    /// with each step.
+    /// Not a parameter (batch-norm statistics): it takes no gradient, and who uploads it may push
+    /// new content with each step.
     pub buffer: bool,
     /// Tied: the earlier tensor that owns the storage.
     pub alias_of: Option<String>,
@@ -53,8 +53,8 @@ pub struct TensorSpec {
     pub policy: Policy,
     /// Not part of the global norm, and not scaled by the clip coefficient.
     pub no_clip: bool,
-    /// How its gradient, and what it begins with, come from the ranks. `None`: each rank's gradient is of all of it,
-    /// their mean is taken, and rank 0 uploads it.
+    /// How its gradient, and what it begins with, come from the ranks. `None`: each rank's gradient
+    /// is of all of it, their mean is taken, and rank 0 uploads it.
     pub layout: Option<TensorLayout>,
 }
 
@@ -103,10 +103,11 @@ pub struct Manifest {
     tensors: Vec<TensorSpec>,
     /// INVARIANT: the tensor that owns the storage of each; itself unless tied.
     owners: Vec<usize>,
-    /// INVARIANT: `slices[first[t]..first[t + 1]]` are those of tensor t; none for tied and empty ones.
+    /// INVARIANT: `slices[first[t]..first[t + 1]]` are those of tensor t; none for tied and empty
+    /// ones.
     first: Vec<usize>,
-    /// Cut when they are first asked for: a few bytes of a message make millions of them, and the message may be
-    /// refused for another reason.
+    /// Cut when they are first asked for: a few bytes of a message make millions of them, and the
+    /// message may be refused for another reason.
     slices: OnceLock<Vec<SliceSpec>>,
 }
 
@@ -123,9 +124,9 @@ impl Manifest {
     /// Checks the tensors.
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming the tensor: a name that is empty, too long or not unique, a shape that has too many
-    /// dimensions or overflows, an alias that is not an earlier, storage-owning tensor of the same shape; more than
-    /// [`MAX_TENSORS`].
+    /// [`Error::Invalid`] naming the tensor: a name that is empty, too long or not unique, a shape
+    /// that has too many dimensions or overflows, an alias that is not an earlier, storage-owning
+    /// tensor of the same shape; more than [`MAX_TENSORS`].
     pub fn new(tensors: Vec<TensorSpec>) -> Result<Self> {
         check_number_of_tensors(tensors.len())?;
         let mut names = HashMap::with_capacity(tensors.len());
@@ -163,7 +164,11 @@ impl Manifest {
     /// All slices, in manifest order; a slice's number is its position.
     pub fn slices(&self) -> &[SliceSpec] {
         self.slices.get_or_init(|| {
-            let cut = self.tensors.iter().enumerate().flat_map(|(index, tensor)| slices_of(index, tensor));
+            let cut = self
+                .tensors
+                .iter()
+                .enumerate()
+                .flat_map(|(index, tensor)| slices_of(index, tensor));
             cut.collect()
         })
     }
@@ -204,7 +209,11 @@ impl Manifest {
 pub(crate) fn check_name(what: &str, name: &str) -> Result<()> {
     if name.is_empty() || name.len() > MAX_NAME || name.chars().any(char::is_control) {
         let expected = format!("1 to {MAX_NAME} bytes without control characters");
-        return Err(Error::invalid(what, format_args!("{name:?} ({} bytes)", name.len()), expected));
+        return Err(Error::invalid(
+            what,
+            format_args!("{name:?} ({} bytes)", name.len()),
+            expected,
+        ));
     }
     Ok(())
 }
@@ -244,9 +253,9 @@ fn owner_of(
     alias: &str,
 ) -> Result<usize> {
     let what = || format!("alias_of of tensor {:?}", tensor.name);
-    let owner = *earlier
-        .get(alias)
-        .ok_or_else(|| Error::invalid(what(), format_args!("{alias:?}"), "the name of an earlier tensor"))?;
+    let owner = *earlier.get(alias).ok_or_else(|| {
+        Error::invalid(what(), format_args!("{alias:?}"), "the name of an earlier tensor")
+    })?;
     let spec = &tensors[owner];
     if spec.alias_of.is_some() {
         return Err(Error::invalid(
@@ -320,7 +329,9 @@ impl TryFrom<pb::Tensor> for TensorSpec {
         let policy = match pb::Policy::try_from(message.policy) {
             Ok(pb::Policy::Elementwise) => Policy::Elementwise,
             Ok(pb::Policy::Whole) => Policy::Whole,
-            Err(_) => return Err(Error::invalid(what("policy"), message.policy, "ELEMENTWISE or WHOLE")),
+            Err(_) => {
+                return Err(Error::invalid(what("policy"), message.policy, "ELEMENTWISE or WHOLE"));
+            }
         };
         Ok(Self {
             dtype,
@@ -418,7 +429,10 @@ mod tests {
         let many = TensorSpec::new("w", vec![1; MAX_TENSOR_DIMS + 1]);
         assert_eq!(refused(vec![many]), "number of dimensions of tensor \"w\"");
         assert!(Manifest::new(vec![TensorSpec::new("w", vec![1; MAX_TENSOR_DIMS])]).is_ok());
-        assert_eq!(refused(vec![TensorSpec::new("w".repeat(MAX_NAME + 1), [1])]), "name of tensor 0");
+        assert_eq!(
+            refused(vec![TensorSpec::new("w".repeat(MAX_NAME + 1), [1])]),
+            "name of tensor 0"
+        );
         let number = check_number_of_tensors(MAX_TENSORS + 1).unwrap_err().to_string();
         assert!(number.contains(&MAX_TENSORS.to_string()), "{number}");
     }

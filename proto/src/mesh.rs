@@ -22,8 +22,8 @@ impl ProcessMesh {
     /// `ranks`, row-major in an array of `shape`.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: no dimension or more than [`MAX_MESH_DIMS`], another number of names or ranks than the shape
-    /// has, a name or rank twice.
+    /// [`Error::Invalid`]: no dimension or more than [`MAX_MESH_DIMS`], another number of names or
+    /// ranks than the shape has, a name or rank twice.
     pub fn new<N: Into<String>>(
         shape: impl Into<Vec<usize>>,
         ranks: impl Into<Vec<u32>>,
@@ -31,7 +31,8 @@ impl ProcessMesh {
     ) -> Result<Self> {
         let (shape, ranks) = (shape.into(), ranks.into());
         // One name too many is enough to refuse them all.
-        let names: Vec<String> = names.into_iter().take(MAX_MESH_DIMS + 1).map(Into::into).collect();
+        let names: Vec<String> =
+            names.into_iter().take(MAX_MESH_DIMS + 1).map(Into::into).collect();
         check_shape(&shape, ranks.len())?;
         check_names(&names, shape.len())?;
         let mut by_rank: Vec<u32> = (0..).take(ranks.len()).collect();
@@ -53,8 +54,9 @@ impl ProcessMesh {
         names: impl IntoIterator<Item = N>,
     ) -> Result<Self> {
         let shape = shape.into();
-        let size =
-            shape.iter().try_fold(1u32, |product, &size| product.checked_mul(u32::try_from(size).ok()?));
+        let size = shape
+            .iter()
+            .try_fold(1u32, |product, &size| product.checked_mul(u32::try_from(size).ok()?));
         let size = size.filter(|&size| size <= MAX_WORLD).unwrap_or(0);
         Self::new(shape, (0..size).collect::<Vec<_>>(), names)
     }
@@ -131,11 +133,13 @@ impl ProcessMesh {
         {
             return None;
         }
-        let position = coordinate.iter().zip(&self.shape).fold(0, |sum, (place, size)| sum * size + place);
+        let position =
+            coordinate.iter().zip(&self.shape).fold(0, |sum, (place, size)| sum * size + place);
         Some(self.ranks[position])
     }
 
-    /// The ranks along dimension `dim` through `rank`, in order; `None` if the mesh has not the one or the other.
+    /// The ranks along dimension `dim` through `rank`, in order; `None` if the mesh has not the one
+    /// or the other.
     pub fn group(&self, rank: u32, dim: usize) -> Option<Vec<u32>> {
         let mut coordinate = self.coordinate(rank)?;
         let size = *self.shape.get(dim)?;
@@ -152,7 +156,11 @@ impl ProcessMesh {
     /// [`Error::Invalid`]: a dimension that there is not or twice, a rank that the mesh has not.
     pub fn sub_mesh(&self, dims: &[usize], rank: u32) -> Result<Self> {
         let Some(mut coordinate) = self.coordinate(rank) else {
-            return Err(Error::invalid("rank", rank, format!("one of the mesh's {} ranks", self.size())));
+            return Err(Error::invalid(
+                "rank",
+                rank,
+                format!("one of the mesh's {} ranks", self.size()),
+            ));
         };
         let mut seen = [false; MAX_MESH_DIMS];
         for &dim in dims {
@@ -161,7 +169,11 @@ impl ProcessMesh {
                 return Err(Error::invalid("dimension of a mesh", dim, expected));
             }
             if std::mem::replace(&mut seen[dim], true) {
-                return Err(Error::invalid("dimensions of a mesh", format!("{dim} twice"), "distinct"));
+                return Err(Error::invalid(
+                    "dimensions of a mesh",
+                    format!("{dim} twice"),
+                    "distinct",
+                ));
             }
         }
         let shape: Vec<usize> = dims.iter().map(|&dim| self.shape[dim]).collect();
@@ -203,7 +215,8 @@ fn check_shape(shape: &[usize], ranks: usize) -> Result<()> {
     let size = shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size));
     if size != Some(ranks) || !(1..=MAX_WORLD as usize).contains(&ranks) {
         let found = format!("{shape:?} with {ranks} ranks");
-        let expected = format!("1 or more sizes whose product is the number of ranks, 1 to {MAX_WORLD}");
+        let expected =
+            format!("1 or more sizes whose product is the number of ranks, 1 to {MAX_WORLD}");
         return Err(Error::invalid("shape of a mesh", found, expected));
     }
     Ok(())
@@ -213,7 +226,11 @@ fn check_shape(shape: &[usize], ranks: usize) -> Result<()> {
 fn check_names(names: &[String], dims: usize) -> Result<()> {
     if names.len() != dims {
         let expected = format!("one for each of the {dims} dimensions");
-        return Err(Error::invalid("dimension names of a mesh", format_args!("{names:?}"), expected));
+        return Err(Error::invalid(
+            "dimension names of a mesh",
+            format_args!("{names:?}"),
+            expected,
+        ));
     }
     for (index, name) in names.iter().enumerate() {
         check_name("a dimension name of a mesh", name)?;

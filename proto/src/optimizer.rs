@@ -1,11 +1,13 @@
-//! Which optimizer a job runs and with which hyperparameters: names, defaults and rules are torch's.
+//! Which optimizer a job runs and with which hyperparameters: names, defaults and rules are
+//! torch's.
 //!
 //! Pure description, shared by client and servers. What a step does to numbers is the server's
-//! `backend`; which state tensors it keeps is said here ([`Optimizer::state`]), because snapshots and
-//! checkpoints name them.
+//! `backend`; which state tensors it keeps is said here ([`Optimizer::state`]), because snapshots
+//! and checkpoints name them.
 //!
-//! All parameter groups of a job share the kind and the state layout ([`Optimizer::same_state_layout`]);
-//! everything else may differ from group to group and from step to step.
+//! All parameter groups of a job share the kind and the state layout
+//! ([`Optimizer::same_state_layout`]); everything else may differ from group to group and from step
+//! to step.
 
 use std::fmt;
 use std::str::FromStr;
@@ -36,8 +38,8 @@ pub enum Optimizer {
     Lion(Lion),
     /// You et al., "Large Batch Optimization for Deep Learning" (2020), algorithm 2.
     Lamb(Lamb),
-    /// No optimizer: the parameters become the mean gradient, which every worker then applies by itself (plain
-    /// data parallelism). It never skips a step: inf and NaN pass through.
+    /// No optimizer: the parameters become the mean gradient, which every worker then applies by
+    /// itself (plain data parallelism). It never skips a step: inf and NaN pass through.
     Average(Average),
 }
 
@@ -186,7 +188,8 @@ hyperparameters! {
 }
 
 hyperparameters! {
-    /// Hyperparameters of LAMB. The trust ratio is the tensor's `||w|| / ||update||`, or 1 where either is 0.
+    /// Hyperparameters of LAMB. The trust ratio is the tensor's `||w|| / ||update||`, or 1 where
+    /// either is 0.
     Lamb {
         /// Learning rate.
         lr: f64 = 1e-3,
@@ -208,7 +211,8 @@ hyperparameters! {
     Average {}
 }
 
-/// Evaluates an expression on whichever optimizer it is; another for the one that has no hyperparameters.
+/// Evaluates an expression on whichever optimizer it is; another for the one that has no
+/// hyperparameters.
 macro_rules! for_any {
     ($optimizer:expr, $it:ident => $body:expr, else $none:expr) => {
         match $optimizer {
@@ -256,8 +260,8 @@ impl Optimizer {
         }
     }
 
-    /// The state tensors it keeps, by torch's names, in the order in which they are stored. Each is f32
-    /// and of the parameter's size.
+    /// The state tensors it keeps, by torch's names, in the order in which they are stored. Each is
+    /// f32 and of the parameter's size.
     pub const fn state(&self) -> &'static [&'static str] {
         match self {
             Optimizer::Sgd(sgd) if sgd.momentum != 0.0 => &["momentum_buffer"],
@@ -314,7 +318,8 @@ impl Optimizer {
         for_any!(self, it => it.weight_decay = weight_decay, else ())
     }
 
-    /// Whether state that one of them made can go on under the other: same kind, same state tensors.
+    /// Whether state that one of them made can go on under the other: same kind, same state
+    /// tensors.
     pub fn same_state_layout(&self, other: &Optimizer) -> bool {
         self.name() == other.name() && self.state() == other.state()
     }

@@ -28,7 +28,8 @@ impl Placement {
     /// # Errors
     /// [`Error::Invalid`] unless every slice has `replicas` distinct servers.
     pub fn new(servers: Vec<Server>, replicas: usize, owners: Vec<u32>) -> Result<Self> {
-        let wrong = |found: String, expected: &str| Err(Error::invalid("placement", found, expected));
+        let wrong =
+            |found: String, expected: &str| Err(Error::invalid("placement", found, expected));
         if replicas == 0 || !owners.len().is_multiple_of(replicas) {
             return wrong(
                 format!("{} owners with {replicas} a slice", owners.len()),
@@ -39,7 +40,8 @@ impl Placement {
         let mut last = vec![0; servers.len()];
         for (slice, owners) in (1..).zip(owners.chunks(replicas)) {
             let distinct = owners.iter().all(|&owner| {
-                last.get_mut(owner as usize).is_some_and(|last| std::mem::replace(last, slice) != slice)
+                last.get_mut(owner as usize)
+                    .is_some_and(|last| std::mem::replace(last, slice) != slice)
             });
             if !distinct {
                 return wrong(
@@ -101,8 +103,11 @@ impl TryFrom<pb::Placement> for Placement {
     type Error = Error;
 
     fn try_from(message: pb::Placement) -> Result<Self> {
-        let server =
-            |pb::Server { id, address, incarnation }: pb::Server| Server { id, address, incarnation };
+        let server = |pb::Server { id, address, incarnation }: pb::Server| Server {
+            id,
+            address,
+            incarnation,
+        };
         let servers = message.servers.into_iter().map(server);
         Self::new(servers.collect(), message.replicas as usize, message.owners)
     }

@@ -4,15 +4,16 @@ use std::{collections::HashMap, sync::Arc};
 
 use crate::{DimPlacement, Error, Layout, Reduction, Result, TensorBox, layout::list};
 
-/// What takes a tensor from one layout to another: first the reductions, in order, then the moves, in any order.
+/// What takes a tensor from one layout to another: first the reductions, in order, then the moves,
+/// in any order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     /// Along dimensions of the source's mesh.
     pub reductions: Vec<Reduce>,
     /// How the tensor lies after the reductions.
     pub reduced: Layout,
-    /// Together they are all that each rank has in the end, except what is zeros. Of each box that is there and each box
-    /// that is wanted there is at most one move.
+    /// Together they are all that each rank has in the end, except what is zeros. Of each box that
+    /// is there and each box that is wanted there is at most one move.
     pub moves: Vec<Move>,
     /// Ranks whose part of the result is zeros: of a new sum one rank has the values.
     pub zeros: Vec<u32>,
@@ -25,8 +26,8 @@ pub struct Reduce {
     pub dim: usize,
     /// What is taken.
     pub reduction: Reduction,
-    /// Each rank gets its piece along this dimension of the tensor (a reduce-scatter); `None`: all of it (an
-    /// all-reduce).
+    /// Each rank gets its piece along this dimension of the tensor (a reduce-scatter); `None`: all
+    /// of it (an all-reduce).
     pub scatter: Option<usize>,
 }
 
@@ -44,7 +45,8 @@ pub struct Move {
 /// The plan for a tensor of `shape`.
 ///
 /// # Errors
-/// [`Error::Invalid`] if a layout does not fit the shape, or a partial result would be kept from one mesh to another.
+/// [`Error::Invalid`] if a layout does not fit the shape, or a partial result would be kept from
+/// one mesh to another.
 pub fn plan(shape: &[u64], from: &Layout, to: &Layout) -> Result<Plan> {
     from.check(shape, "to be moved")?;
     to.check(shape, "to be moved")?;
@@ -57,9 +59,12 @@ pub fn plan(shape: &[u64], from: &Layout, to: &Layout) -> Result<Plan> {
         if wanted == Some(*placement) {
             continue;
         }
-        // Where another mesh dimension cuts the same dimension of the tensor, pieces of pieces would come out.
+        // Where another mesh dimension cuts the same dimension of the tensor, pieces of pieces
+        // would come out.
         let scatter = match wanted {
-            Some(DimPlacement::Shard(cut)) if !from.placements().contains(&DimPlacement::Shard(cut)) => {
+            Some(DimPlacement::Shard(cut))
+                if !from.placements().contains(&DimPlacement::Shard(cut)) =>
+            {
                 Some(cut)
             }
             _ => None,
@@ -88,7 +93,11 @@ fn kept(reduced: &Layout, to: &Layout, same_mesh: bool) -> Result<Vec<usize>> {
         let to_sum = to.placements().iter().any(partial);
         return if to_sum {
             let what = "placements on another mesh";
-            Err(Error::invalid(what, list(to.placements()), "Shard or Replicate along each dimension"))
+            Err(Error::invalid(
+                what,
+                list(to.placements()),
+                "Shard or Replicate along each dimension",
+            ))
         } else {
             Ok(Vec::new())
         };
@@ -98,7 +107,8 @@ fn kept(reduced: &Layout, to: &Layout, same_mesh: bool) -> Result<Vec<usize>> {
 }
 
 fn moves(shape: &[u64], reduced: &Layout, to: &Layout, kept: &[usize]) -> (Vec<Move>, Vec<u32>) {
-    let coordinate = |layout: &Layout, rank| layout.mesh().coordinate(rank).expect("it is one of the mesh's");
+    let coordinate =
+        |layout: &Layout, rank| layout.mesh().coordinate(rank).expect("it is one of the mesh's");
     // Who has which box, in mesh order; boxes that are there are equal or disjoint.
     let mut holders: Vec<(TensorBox, Vec<u32>)> = Vec::new();
     for &rank in reduced.mesh().ranks() {
@@ -131,7 +141,8 @@ fn moves(shape: &[u64], reduced: &Layout, to: &Layout, kept: &[usize]) -> (Vec<M
             };
             let ranks = ranks.iter().copied().filter(|&other| may(other));
             // Who has it keeps it; else the holder that has sent least so far.
-            let from = ranks.min_by_key(|other| (*other != rank, sent.get(other).copied().unwrap_or(0)));
+            let from =
+                ranks.min_by_key(|other| (*other != rank, sent.get(other).copied().unwrap_or(0)));
             let from = from.expect("along what is kept, each place has all that the others have");
             if from != rank {
                 *sent.entry(from).or_default() += area.numel();
@@ -158,7 +169,9 @@ mod tests {
 
     fn boxed(shape: &[u64], area: &TensorBox, whole: &[f64]) -> Vec<f64> {
         let view = BoxView::new(shape, area);
-        view.runs(0..view.numel()).flat_map(|run| whole[run.at..run.at + run.numel].to_vec()).collect()
+        view.runs(0..view.numel())
+            .flat_map(|run| whole[run.at..run.at + run.numel].to_vec())
+            .collect()
     }
 
     /// Locals of a layout whose whole is `whole`: sums as rank-dependent parts.
@@ -209,7 +222,8 @@ mod tests {
     }
 
     fn carry_out(shape: &[u64], plan: &Plan, from: &Layout, to: &Layout, locals: &Local) -> Local {
-        // A reduction is right by definition: the locals of the reduced layout, of the same whole along what is kept.
+        // A reduction is right by definition: the locals of the reduced layout, of the same whole
+        // along what is kept.
         let mut placements = from.placements().to_vec();
         let mut locals = locals.clone();
         for reduce in &plan.reductions {
@@ -223,9 +237,12 @@ mod tests {
                 let piece = after.local_box(shape, rank).unwrap();
                 let inner = BoxView::new(&area.size, &piece.within(&area));
                 let n = if reduce.reduction == Reduction::Avg { group.len() as f64 } else { 1.0 };
-                let value = |at: usize| group.iter().map(|other| locals[other][at]).sum::<f64>() / n;
-                let values =
-                    inner.runs(0..inner.numel()).flat_map(|run| run.at..run.at + run.numel).map(value);
+                let value =
+                    |at: usize| group.iter().map(|other| locals[other][at]).sum::<f64>() / n;
+                let values = inner
+                    .runs(0..inner.numel())
+                    .flat_map(|run| run.at..run.at + run.numel)
+                    .map(value);
                 reduced.insert(rank, values.collect());
             }
             locals = reduced;
@@ -286,8 +303,10 @@ mod tests {
         // Two hold each half: each sends one.
         let mesh = [2, 2];
         let turned =
-            plan(&[4, 4], &on(&mesh, &[Shard(0), Replicate]), &on(&mesh, &[Replicate, Replicate])).unwrap();
-        let mut senders: Vec<u32> = turned.moves.iter().filter(|s| s.from != s.to).map(|s| s.from).collect();
+            plan(&[4, 4], &on(&mesh, &[Shard(0), Replicate]), &on(&mesh, &[Replicate, Replicate]))
+                .unwrap();
+        let mut senders: Vec<u32> =
+            turned.moves.iter().filter(|s| s.from != s.to).map(|s| s.from).collect();
         senders.sort_unstable();
         assert_eq!(senders, [0, 1, 2, 3]);
     }
@@ -296,10 +315,16 @@ mod tests {
     fn a_sum_is_scattered_where_pieces_are_wanted() {
         let sum = Partial(Reduction::Sum);
         let scattered = plan(&[4, 4], &on(&[2], &[sum]), &on(&[2], &[Shard(1)])).unwrap();
-        assert_eq!(scattered.reductions, [Reduce { dim: 0, reduction: Reduction::Sum, scatter: Some(1) }]);
+        assert_eq!(
+            scattered.reductions,
+            [Reduce { dim: 0, reduction: Reduction::Sum, scatter: Some(1) }]
+        );
         assert!(scattered.moves.iter().all(|step| step.from == step.to));
         let summed = plan(&[4, 4], &on(&[2], &[sum]), &on(&[2], &[Replicate])).unwrap();
-        assert_eq!(summed.reductions, [Reduce { dim: 0, reduction: Reduction::Sum, scatter: None }]);
+        assert_eq!(
+            summed.reductions,
+            [Reduce { dim: 0, reduction: Reduction::Sum, scatter: None }]
+        );
     }
 
     #[test]

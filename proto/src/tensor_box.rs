@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use crate::{Error, Result, pb};
 
-/// A rectangular part of a tensor: from `offset`, of `size`, along each dimension. Its elements are numbered
-/// row-major.
+/// A rectangular part of a tensor: from `offset`, of `size`, along each dimension. Its elements are
+/// numbered row-major.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TensorBox {
     /// First index along each dimension; empty for a scalar.
@@ -42,9 +42,11 @@ impl TensorBox {
         Some(Self { offset, size })
     }
 
-    /// This box as it lies in `outer`, which has all of it: with offsets from `outer`'s first element.
+    /// This box as it lies in `outer`, which has all of it: with offsets from `outer`'s first
+    /// element.
     pub fn within(&self, outer: &Self) -> Self {
-        let offset = self.offset.iter().zip(&outer.offset).map(|(inner, outer)| inner - outer).collect();
+        let offset =
+            self.offset.iter().zip(&outer.offset).map(|(inner, outer)| inner - outer).collect();
         Self { offset, size: self.size.clone() }
     }
 
@@ -53,8 +55,9 @@ impl TensorBox {
     pub fn check(&self, shape: &[u64], tensor: &str) -> Result<()> {
         let fits = self.offset.len() == shape.len()
             && self.size.len() == shape.len()
-            && (0..shape.len())
-                .all(|dim| self.offset[dim].checked_add(self.size[dim]).is_some_and(|end| end <= shape[dim]));
+            && (0..shape.len()).all(|dim| {
+                self.offset[dim].checked_add(self.size[dim]).is_some_and(|end| end <= shape[dim])
+            });
         if fits {
             return Ok(());
         }
@@ -72,7 +75,8 @@ impl TensorBox {
 /// How a box lies in its flattened tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BoxView {
-    /// The fewest dimensions that say the same: those that the box has all of are one with the dimension before.
+    /// The fewest dimensions that say the same: those that the box has all of are one with the
+    /// dimension before.
     dims: Vec<Dim>,
     numel: usize,
 }
@@ -105,11 +109,15 @@ impl BoxView {
             return Self { dims: vec![Dim { shape: 1, offset: 0, size: 0 }], numel: 0 };
         }
         for dim in 0..shape.len() {
-            let [shape, offset, size] = [shape[dim], area.offset[dim], area.size[dim]].map(|n| n as usize);
+            let [shape, offset, size] =
+                [shape[dim], area.offset[dim], area.size[dim]].map(|n| n as usize);
             match dims.last_mut() {
                 Some(last) if size == shape => {
-                    *last =
-                        Dim { shape: last.shape * size, offset: last.offset * size, size: last.size * size };
+                    *last = Dim {
+                        shape: last.shape * size,
+                        offset: last.offset * size,
+                        size: last.size * size,
+                    };
                 }
                 _ => dims.push(Dim { shape, offset, size }),
             }
@@ -142,7 +150,8 @@ impl BoxView {
             inner /= dim.size;
             let index = rest / stride;
             rest %= stride;
-            count += index.clamp(dim.offset, dim.offset + dim.size).saturating_sub(dim.offset) * inner;
+            count +=
+                index.clamp(dim.offset, dim.offset + dim.size).saturating_sub(dim.offset) * inner;
             if index < dim.offset || index >= dim.offset + dim.size {
                 break;
             }
@@ -189,10 +198,11 @@ mod tests {
 
     /// A tensor's shape, and a box of it.
     fn boxes() -> impl Strategy<Value = (Vec<u64>, TensorBox)> {
-        let dim =
-            (0u64..6).prop_flat_map(|shape| (Just(shape), 0..=shape)).prop_flat_map(|(shape, offset)| {
+        let dim = (0u64..6).prop_flat_map(|shape| (Just(shape), 0..=shape)).prop_flat_map(
+            |(shape, offset)| {
                 (Just(shape), Just(offset), prop_oneof![Just(shape - offset), 0..=shape - offset])
-            });
+            },
+        );
         prop::collection::vec(dim, 0..4).prop_map(|dims| {
             let shape = dims.iter().map(|dim| dim.0).collect();
             let offset = dims.iter().map(|dim| dim.1).collect();
@@ -258,7 +268,8 @@ mod tests {
 
     #[test]
     fn a_box_outside_of_its_tensor_is_refused() {
-        let area = |offset: &[u64], size: &[u64]| TensorBox { offset: offset.into(), size: size.into() };
+        let area =
+            |offset: &[u64], size: &[u64]| TensorBox { offset: offset.into(), size: size.into() };
         assert!(area(&[1, 0], &[1, 3]).check(&[2, 3], "w").is_ok());
         for wrong in [area(&[1, 0], &[2, 3]), area(&[0], &[2]), area(&[u64::MAX, 0], &[1, 1])] {
             assert!(matches!(wrong.check(&[2, 3], "w"), Err(Error::Invalid { .. })), "{wrong:?}");

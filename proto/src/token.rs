@@ -15,14 +15,16 @@ const MAX_BYTES: usize = 4096;
 
 /// What the calls of a cluster carry as `authorization: Bearer TOKEN`; empty: nothing.
 ///
-/// Any text is taken, since what reads flags and files shows the text that it refuses; [`Bearer::new`] refuses what
-/// cannot be sent, without showing it. `Debug` does not show it either. It serializes as the text itself.
+/// Any text is taken, since what reads flags and files shows the text that it refuses;
+/// [`Bearer::new`] refuses what cannot be sent, without showing it. `Debug` does not show it
+/// either. It serializes as the text itself.
 #[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Text", into = "String")]
 pub struct Token(String);
 
 impl Token {
-    /// The text itself; `None` for an empty one. For the hand-over to a client or a process, never for messages.
+    /// The text itself; `None` for an empty one. For the hand-over to a client or a process, never
+    /// for messages.
     pub fn reveal(&self) -> Option<&str> {
         Some(self.0.as_str()).filter(|text| !text.is_empty())
     }
@@ -79,7 +81,8 @@ impl Bearer {
     pub fn new(token: &Token) -> Result<Option<Self>> {
         let Some(text) = token.reveal() else { return Ok(None) };
         let invalid = |found: &str| {
-            let expected = format!("at most {MAX_BYTES} visible ASCII characters, and no space among them");
+            let expected =
+                format!("at most {MAX_BYTES} visible ASCII characters, and no space among them");
             Error::invalid("token", found, expected)
         };
         if text.len() > MAX_BYTES {
@@ -101,8 +104,8 @@ impl Bearer {
         headers.insert(AUTHORIZATION, self.0.clone());
     }
 
-    /// Whether a call with these headers may be answered. Takes as long for one wrong token as for another: what is
-    /// compared are hashes, in constant time.
+    /// Whether a call with these headers may be answered. Takes as long for one wrong token as for
+    /// another: what is compared are hashes, in constant time.
     ///
     /// # Errors
     /// [`Error::Unauthenticated`].
@@ -110,7 +113,9 @@ impl Bearer {
         let refuse = |found: &str| Err(Error::Unauthenticated { found: found.to_owned() });
         match headers.get(AUTHORIZATION) {
             None => refuse("no token"),
-            Some(value) if blake3::hash(value.as_bytes()) == blake3::hash(self.0.as_bytes()) => Ok(()),
+            Some(value) if blake3::hash(value.as_bytes()) == blake3::hash(self.0.as_bytes()) => {
+                Ok(())
+            }
             Some(_) => refuse("another token"),
         }
     }
@@ -143,9 +148,15 @@ mod tests {
             other => panic!("{other:?}"),
         };
         assert_eq!(refused(&carried), "no token");
-        for wrong in
-            ["Bearer s3cre", "Bearer s3crets", "bearer s3cret", "s3cret", "Bearer", "Basic s3cret", ""]
-        {
+        for wrong in [
+            "Bearer s3cre",
+            "Bearer s3crets",
+            "bearer s3cret",
+            "s3cret",
+            "Bearer",
+            "Basic s3cret",
+            "",
+        ] {
             assert_eq!(refused(&headers(wrong)), "another token", "{wrong}");
         }
         ours.write(&mut carried);
@@ -157,7 +168,9 @@ mod tests {
     fn a_token_that_no_header_carries_is_refused_and_not_shown() {
         for wrong in ["s3cret s3cret", "s3cret\n", "s3crät", &"s3cret".repeat(700)] {
             match bearer(wrong) {
-                Err(error @ Error::Invalid { .. }) => assert!(!error.to_string().contains("s3cr"), "{error}"),
+                Err(error @ Error::Invalid { .. }) => {
+                    assert!(!error.to_string().contains("s3cr"), "{error}")
+                }
                 other => panic!("{other:?}"),
             }
         }
@@ -172,7 +185,10 @@ mod tests {
 
     #[test]
     fn what_is_no_text_is_refused_and_not_shown() {
-        assert_eq!(serde_json::from_str::<Token>("\"7331\"").unwrap(), Token::from("7331".to_owned()));
+        assert_eq!(
+            serde_json::from_str::<Token>("\"7331\"").unwrap(),
+            Token::from("7331".to_owned())
+        );
         for wrong in ["7331", "7331.5", "[\"7331\"]"] {
             let error = serde_json::from_str::<Token>(wrong).unwrap_err().to_string();
             assert!(error.contains("text") && !error.contains("7331"), "{error}");

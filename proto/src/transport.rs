@@ -17,11 +17,12 @@ use crate::{
     token::{Bearer, Token},
 };
 
-/// Largest HTTP/2 frame that a receiver takes: the biggest knob of the data plane, since the default of 16 KiB
-/// costs a third of the throughput.
+/// Largest HTTP/2 frame that a receiver takes: the biggest knob of the data plane, since the
+/// default of 16 KiB costs a third of the throughput.
 pub const FRAME_BYTES: u32 = 1 << 20;
-/// Flow-control window of a stream and of a connection: what may be on its way, or wait at a receiver that is busy. More is
-/// not faster (what waits leaves the cache), and is memory that the receiver must have.
+/// Flow-control window of a stream and of a connection: what may be on its way, or wait at a
+/// receiver that is busy. More is not faster (what waits leaves the cache), and is memory that the
+/// receiver must have.
 pub const WINDOW_BYTES: u32 = 4 << 20;
 /// How long opening a connection may take.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -37,8 +38,10 @@ pub const MAX_CONTROL_MESSAGE: usize = 64 << 20;
 /// # Errors
 /// [`Error::Invalid`] if it is neither.
 pub fn endpoint(address: &str) -> Result<Endpoint> {
-    let uri = if address.contains("://") { address.to_owned() } else { format!("http://{address}") };
-    let invalid = || Error::invalid("address", format!("{address:?}"), "host:port, such as 127.0.0.1:7400");
+    let uri =
+        if address.contains("://") { address.to_owned() } else { format!("http://{address}") };
+    let invalid =
+        || Error::invalid("address", format!("{address:?}"), "host:port, such as 127.0.0.1:7400");
     let parsed: http::Uri = uri.parse().map_err(|_| invalid())?;
     if parsed.port_u16().is_none() || parsed.host().is_none_or(str::is_empty) {
         return Err(invalid());
@@ -55,7 +58,8 @@ pub fn endpoint(address: &str) -> Result<Endpoint> {
         .max_frame_size(FRAME_BYTES))
 }
 
-/// A channel whose calls carry the cluster's token, generated code's as well as others'. Cheap to clone.
+/// A channel whose calls carry the cluster's token, generated code's as well as others'. Cheap to
+/// clone.
 #[derive(Debug, Clone)]
 pub struct Connection {
     channel: Channel,

@@ -15,14 +15,33 @@ fn name() -> impl Strategy<Value = String> {
 }
 
 fn number() -> impl Strategy<Value = f64> {
-    prop_oneof![Just(0.0), Just(1.0), Just(0.9), Just(-1.0), Just(f64::NAN), Just(1e300), any::<f64>()]
+    prop_oneof![
+        Just(0.0),
+        Just(1.0),
+        Just(0.9),
+        Just(-1.0),
+        Just(f64::NAN),
+        Just(1e300),
+        any::<f64>()
+    ]
 }
 
 fn optimizer() -> impl Strategy<Value = pb::Optimizer> {
     let kinds = Optimizer::defaults().map(|optimizer| optimizer.name().to_owned()).to_vec();
-    let fields =
-        ["lr", "beta1", "eps", "weight_decay", "momentum", "nesterov", "amsgrad", "centered", "", "x"];
-    let hyperparameters = prop::collection::vec((prop::sample::select(fields.to_vec()), number()), 0..4);
+    let fields = [
+        "lr",
+        "beta1",
+        "eps",
+        "weight_decay",
+        "momentum",
+        "nesterov",
+        "amsgrad",
+        "centered",
+        "",
+        "x",
+    ];
+    let hyperparameters =
+        prop::collection::vec((prop::sample::select(fields.to_vec()), number()), 0..4);
     let kind = prop_oneof![8 => prop::sample::select(kinds), 1 => name()];
     (kind, hyperparameters).prop_map(|(name, hyperparameters)| pb::Optimizer {
         name,
@@ -41,7 +60,8 @@ fn layout() -> impl Strategy<Value = pb::Layout> {
 
 fn mesh() -> impl Strategy<Value = pb::Mesh> {
     let size = prop_oneof![0u32..4, any::<u32>()];
-    let ranks = prop_oneof![Just(vec![0, 1]), Just(vec![0, 1, 2, 3]), prop::collection::vec(0u32..5, 0..5)];
+    let ranks =
+        prop_oneof![Just(vec![0, 1]), Just(vec![0, 1, 2, 3]), prop::collection::vec(0u32..5, 0..5)];
     (prop::collection::vec(size, 0..3), prop::collection::vec(name(), 0..3), ranks)
         .prop_map(|(shape, names, ranks)| pb::Mesh { shape, names, ranks })
 }
@@ -52,17 +72,19 @@ fn tensor() -> impl Strategy<Value = pb::Tensor> {
     let flags = (any::<bool>(), any::<bool>(), any::<bool>(), -1i32..5, -1i32..4, 0u32..3);
     let alias = prop_oneof![3 => Just(String::new()), 1 => name()];
     (name(), shape, alias, flags, prop::option::of(layout())).prop_map(
-        |(name, shape, alias_of, (frozen, buffer, no_clip, dtype, policy, group), layout)| pb::Tensor {
-            name,
-            shape,
-            dtype,
-            frozen,
-            buffer,
-            alias_of,
-            group,
-            policy,
-            no_clip,
-            layout,
+        |(name, shape, alias_of, (frozen, buffer, no_clip, dtype, policy, group), layout)| {
+            pb::Tensor {
+                name,
+                shape,
+                dtype,
+                frozen,
+                buffer,
+                alias_of,
+                group,
+                policy,
+                no_clip,
+                layout,
+            }
         },
     )
 }
@@ -87,11 +109,8 @@ fn spec() -> impl Strategy<Value = pb::JobSpec> {
 }
 
 fn placement() -> impl Strategy<Value = pb::Placement> {
-    let server = (0u64..4, name(), any::<u64>()).prop_map(|(id, address, incarnation)| pb::Server {
-        id,
-        address,
-        incarnation,
-    });
+    let server = (0u64..4, name(), any::<u64>())
+        .prop_map(|(id, address, incarnation)| pb::Server { id, address, incarnation });
     let owner = prop_oneof![9 => 0u32..4, 1 => any::<u32>()];
     let owners = prop::collection::vec(owner, 0..9);
     (prop::collection::vec(server, 0..4), prop_oneof![0u32..4, any::<u32>()], owners)

@@ -34,7 +34,11 @@ pub struct Admin {
 ///
 /// # Errors
 /// What the listener says.
-pub async fn serve(listener: TcpListener, admin: Admin, shutdown: CancellationToken) -> io::Result<()> {
+pub async fn serve(
+    listener: TcpListener,
+    admin: Admin,
+    shutdown: CancellationToken,
+) -> io::Result<()> {
     let routes = Router::new()
         .route("/metrics", get(metrics))
         // Alive is who answers.
@@ -126,8 +130,13 @@ mod tests {
         let health = Health::new().await;
         let metrics = Metrics::new();
         metrics.version.with_label_values(&["<b>"]).set(3);
-        let admin =
-            Admin { role: "shard", address, started: Instant::now(), metrics, health: health.clone() };
+        let admin = Admin {
+            role: "shard",
+            address,
+            started: Instant::now(),
+            metrics,
+            health: health.clone(),
+        };
         let shutdown = CancellationToken::new();
         let server = tokio::spawn(serve(listener, admin, shutdown.clone()));
 

@@ -7,7 +7,9 @@ mod values;
 
 use std::{ffi::OsString, path::PathBuf, time::Duration};
 
-use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, parser::ValueSource};
+use clap::{
+    ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, parser::ValueSource,
+};
 use figment::{
     Figment,
     providers::{Format, Serialized, Toml},
@@ -59,7 +61,12 @@ pub enum Error {
 }
 
 impl Error {
-    fn value(section: &'static str, key: &'static str, found: impl ToString, expected: &str) -> Self {
+    fn value(
+        section: &'static str,
+        key: &'static str,
+        found: impl ToString,
+        expected: &str,
+    ) -> Self {
         let flag = key.replace('_', "-");
         Self::Value { flag, key, section, found: found.to_string(), expected: expected.to_owned() }
     }
@@ -79,7 +86,8 @@ pub enum LogFormat {
 #[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Common {
-    /// What to log (on standard error): a level, or directives such as `info,zeroshard_server=debug`
+    /// What to log (on standard error): a level, or directives such as
+    /// `info,zeroshard_server=debug`
     #[arg(long, env = "ZEROSHARD_LOG", value_name = "FILTER", default_value = "info")]
     pub log: String,
     /// How to log
@@ -89,7 +97,12 @@ pub struct Common {
     #[arg(long, env = "ZEROSHARD_MAX_MESSAGE_BYTES", value_name = "BYTES", default_value_t = 64 << 20)]
     pub max_message_bytes: usize,
     /// Calls that one connection may have open; further ones wait at the caller
-    #[arg(long, env = "ZEROSHARD_MAX_CONCURRENT_STREAMS", value_name = "N", default_value_t = 1024)]
+    #[arg(
+        long,
+        env = "ZEROSHARD_MAX_CONCURRENT_STREAMS",
+        value_name = "N",
+        default_value_t = 1024
+    )]
     pub max_concurrent_streams: u32,
     /// Largest HTTP/2 frame that is accepted, in bytes; the biggest knob of the data plane
     #[arg(long, env = "ZEROSHARD_FRAME_BYTES", value_name = "BYTES", default_value_t = FRAME_BYTES)]
@@ -106,8 +119,9 @@ pub struct Common {
     /// How long open calls may take to finish after SIGTERM or SIGINT
     #[arg(long, env = "ZEROSHARD_DRAIN_SECONDS", value_name = "SECONDS", default_value_t = 10)]
     pub drain_seconds: u64,
-    /// The cluster's secret: calls that do not carry it are refused (probes need none). The same for all servers and
-    /// clients; without it everybody is let in. Better said in the environment: other users of the machine see flags
+    /// The cluster's secret: calls that do not carry it are refused (probes need none). The same
+    /// for all servers and clients; without it everybody is let in. Better said in the environment:
+    /// other users of the machine see flags
     #[arg(
         long,
         env = "ZEROSHARD_TOKEN",
@@ -139,11 +153,16 @@ impl Common {
         let wrong = |key, found: u64, expected| Err(Error::value("common", key, found, expected));
         if let Err(error) = tracing_subscriber::EnvFilter::try_new(&self.log) {
             let found = format!("{:?} ({error})", self.log);
-            let expected = "a level (error, warn, info, debug, trace) or directives such as info,h2=warn";
+            let expected =
+                "a level (error, warn, info, debug, trace) or directives such as info,h2=warn";
             return Err(Error::value("common", "log", found, expected));
         }
         if !(1024..=1 << 31).contains(&self.max_message_bytes) {
-            return wrong("max_message_bytes", self.max_message_bytes as u64, "1024 to 2147483648 (2 GiB)");
+            return wrong(
+                "max_message_bytes",
+                self.max_message_bytes as u64,
+                "1024 to 2147483648 (2 GiB)",
+            );
         }
         if self.max_concurrent_streams == 0 {
             return wrong("max_concurrent_streams", 0, "1 or more");
@@ -164,7 +183,9 @@ impl Common {
         if self.drain_seconds > 3600 {
             return wrong("drain_seconds", self.drain_seconds, "0 to 3600");
         }
-        if let Err(zeroshard_proto::Error::Invalid { found, expected, .. }) = Bearer::new(&self.token) {
+        if let Err(zeroshard_proto::Error::Invalid { found, expected, .. }) =
+            Bearer::new(&self.token)
+        {
             return Err(Error::value("common", "token", found, &expected));
         }
         Ok(())
@@ -181,12 +202,17 @@ impl Default for Common {
 #[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Coordinator {
-    /// Where workers and shard servers reach the coordinator. 0.0.0.0:7400 lets other machines in: set --token
-    /// then; there is no encryption yet, so do that only in a network that you trust
+    /// Where workers and shard servers reach the coordinator. 0.0.0.0:7400 lets other machines in:
+    /// set --token then; there is no encryption yet, so do that only in a network that you trust
     #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7400))]
     pub listen: Listen,
     /// Where /metrics, /healthz, /readyz and the status page are; `off` for none
-    #[arg(long, env = "ZEROSHARD_ADMIN_LISTEN", value_name = "IP:PORT", default_value = "127.0.0.1:9400")]
+    #[arg(
+        long,
+        env = "ZEROSHARD_ADMIN_LISTEN",
+        value_name = "IP:PORT",
+        default_value = "127.0.0.1:9400"
+    )]
     pub admin_listen: AdminListen,
 }
 
@@ -200,22 +226,27 @@ impl Default for Coordinator {
 #[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Shard {
-    /// Where workers reach this server. 0.0.0.0:7401 (with --advertise) lets other machines in: set --token
-    /// then; there is no encryption yet, so do that only in a network that you trust
+    /// Where workers reach this server. 0.0.0.0:7401 (with --advertise) lets other machines in: set
+    /// --token then; there is no encryption yet, so do that only in a network that you trust
     #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7401))]
     pub listen: Listen,
     /// Where /metrics, /healthz, /readyz and the status page are; `off` for none
-    #[arg(long, env = "ZEROSHARD_ADMIN_LISTEN", value_name = "IP:PORT", default_value = "127.0.0.1:9401")]
+    #[arg(
+        long,
+        env = "ZEROSHARD_ADMIN_LISTEN",
+        value_name = "IP:PORT",
+        default_value = "127.0.0.1:9401"
+    )]
     pub admin_listen: AdminListen,
     /// The coordinator to serve; it may start later
     #[arg(long, env = "ZEROSHARD_COORDINATOR", value_name = "HOST:PORT")]
     pub coordinator: Option<Address>,
-    /// What others dial to reach this server; by default the address that it listens on. Port 0 stands for
-    /// the port that it listens on
+    /// What others dial to reach this server; by default the address that it listens on. Port 0
+    /// stands for the port that it listens on
     #[arg(long, env = "ZEROSHARD_ADVERTISE", value_name = "HOST:PORT")]
     pub advertise: Option<Address>,
-    /// What this server is called, unique in the cluster and the same after a restart; by default the address that it
-    /// advertises
+    /// What this server is called, unique in the cluster and the same after a restart; by default
+    /// the address that it advertises
     #[arg(long, env = "ZEROSHARD_ID", value_name = "NAME")]
     pub id: Option<String>,
     /// How many bytes of early gradients to keep while the ranks before theirs are still missing
@@ -233,18 +264,24 @@ impl Default for Shard {
 #[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct All {
-    /// Where workers and further shard servers reach the coordinator. For another address than loopback set
-    /// --token; there is no encryption yet, so do that only in a network that you trust
+    /// Where workers and further shard servers reach the coordinator. For another address than
+    /// loopback set --token; there is no encryption yet, so do that only in a network that you
+    /// trust
     #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7400))]
     pub listen: Listen,
     /// Where workers reach the shard server
     #[arg(long, env = "ZEROSHARD_SHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7401))]
     pub shard_listen: Listen,
     /// Where /metrics, /healthz, /readyz and the status page are; `off` for none
-    #[arg(long, env = "ZEROSHARD_ADMIN_LISTEN", value_name = "IP:PORT", default_value = "127.0.0.1:9400")]
+    #[arg(
+        long,
+        env = "ZEROSHARD_ADMIN_LISTEN",
+        value_name = "IP:PORT",
+        default_value = "127.0.0.1:9400"
+    )]
     pub admin_listen: AdminListen,
-    /// What others dial to reach the shard server; by default the address that it listens on. Port 0 stands
-    /// for the port that it listens on
+    /// What others dial to reach the shard server; by default the address that it listens on. Port
+    /// 0 stands for the port that it listens on
     #[arg(long, env = "ZEROSHARD_ADVERTISE", value_name = "HOST:PORT")]
     pub advertise: Option<Address>,
     /// How many bytes of early gradients to keep while the ranks before theirs are still missing
@@ -267,10 +304,15 @@ impl All {
 }
 
 /// What listeners on a wildcard address need.
-fn check_advertise(section: &'static str, listen: Listen, advertise: Option<&Address>) -> Result<(), Error> {
+fn check_advertise(
+    section: &'static str,
+    listen: Listen,
+    advertise: Option<&Address>,
+) -> Result<(), Error> {
     if listen.0.ip().is_unspecified() && advertise.is_none() {
         let found = format!("absent, and the server listens on {listen}");
-        let expected = "the HOST:PORT at which workers reach this server (port 0: the one it listens on)";
+        let expected =
+            "the HOST:PORT at which workers reach this server (port 0: the one it listens on)";
         return Err(Error::value(section, "advertise", found, expected));
     }
     Ok(())
@@ -278,12 +320,12 @@ fn check_advertise(section: &'static str, listen: Listen, advertise: Option<&Add
 
 #[derive(Debug, Args)]
 struct Process {
-    /// TOML file with the sections [common] and [coordinator], [shard] or [all]; its keys are the flags'
-    /// names with `_` for `-`. Flags and environment win over it
+    /// TOML file with the sections [common] and [coordinator], [shard] or [all]; its keys are the
+    /// flags' names with `_` for `-`. Flags and environment win over it
     #[arg(long, env = "ZEROSHARD_CONFIG", value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Print one JSON object a line on standard output, and nothing else there: "listening" says, once all
-    /// listeners are bound, what the addresses are
+    /// Print one JSON object a line on standard output, and nothing else there: "listening" says,
+    /// once all listeners are bound, what the addresses are
     #[arg(long)]
     json: bool,
 }
@@ -352,8 +394,11 @@ pub struct Config {
 /// Reads the configuration of a process that was started with `arguments` (the first is its name).
 ///
 /// # Errors
-/// [`Error`], which says what would be right; [`Error::CommandLine`] also for `--help` and `--version`.
-pub fn load(arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>) -> Result<Config, Error> {
+/// [`Error`], which says what would be right; [`Error::CommandLine`] also for `--help` and
+/// `--version`.
+pub fn load(
+    arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>,
+) -> Result<Config, Error> {
     let mut command = Cli::command();
     let matches = command.try_get_matches_from_mut(arguments)?;
     let (section, matches) = matches.subcommand().expect("clap requires a subcommand");
@@ -386,7 +431,8 @@ struct File(Figment);
 impl File {
     fn read(path: PathBuf) -> Result<Self, Error> {
         let figment = Figment::from(Toml::file_exact(&path));
-        let sections: Dict = figment.extract().map_err(|e| Error::File(without_source(&e.to_string())))?;
+        let sections: Dict =
+            figment.extract().map_err(|e| Error::File(without_source(&e.to_string())))?;
         match sections.into_keys().find(|key| !SECTIONS.contains(&key.as_str())) {
             Some(section) => Err(Error::UnknownSection { file: path, section }),
             None => Ok(Self(figment)),
@@ -394,11 +440,12 @@ impl File {
     }
 }
 
-/// The parser's message without the line of the file that it quotes, which may be the one with the token: the message
-/// names the place too.
+/// The parser's message without the line of the file that it quotes, which may be the one with the
+/// token: the message names the place too.
 fn without_source(message: &str) -> String {
-    let quoted =
-        |line: &&str| line.trim_start_matches(|c: char| c == ' ' || c.is_ascii_digit()).starts_with('|');
+    let quoted = |line: &&str| {
+        line.trim_start_matches(|c: char| c == ' ' || c.is_ascii_digit()).starts_with('|')
+    };
     message.lines().filter(|line| !quoted(line)).collect::<Vec<_>>().join("\n")
 }
 
@@ -414,7 +461,10 @@ where
     };
     let values = Value::serialize(values).map_err(wrap)?.into_dict().expect("a struct");
     let said = |key: &String| {
-        matches!(matches.value_source(key), Some(ValueSource::CommandLine | ValueSource::EnvVariable))
+        matches!(
+            matches.value_source(key),
+            Some(ValueSource::CommandLine | ValueSource::EnvVariable)
+        )
     };
     let (said, defaults): (Dict, Dict) = values.into_iter().partition(|(key, _)| said(key));
     let mut figment = Figment::from(Serialized::defaults(defaults));

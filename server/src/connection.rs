@@ -1,7 +1,7 @@
 //! Accepted connections that the server can end, whatever the other side does.
 //!
-//! HTTP/2 cannot reset a stream whose body is not asked for more: a peer that takes nothing keeps what the body holds
-//! for as long as its connection lives.
+//! HTTP/2 cannot reset a stream whose body is not asked for more: a peer that takes nothing keeps
+//! what the body holds for as long as its connection lives.
 
 use std::{
     io,
@@ -42,7 +42,9 @@ impl<Io> Connection<Io> {
     fn poll_ended(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
         match self.ended.as_mut().poll(cx) {
             Poll::Pending => Ok(()),
-            Poll::Ready(()) => Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the server hung up")),
+            Poll::Ready(()) => {
+                Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the server hung up"))
+            }
         }
     }
 }
@@ -67,7 +69,11 @@ impl<Io: AsyncRead + Unpin> AsyncRead for Connection<Io> {
 }
 
 impl<Io: AsyncWrite + Unpin> AsyncWrite for Connection<Io> {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         self.poll_ended(cx)?;
         Pin::new(&mut self.io).poll_write(cx, bytes)
     }
@@ -115,7 +121,10 @@ mod tests {
         // More than the peer takes.
         let (written, ()) = tokio::join!(connection.write_all(&[0; 100]), hang_up);
         assert_eq!(written.unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
-        assert_eq!(connection.read_u8().await.unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
+        assert_eq!(
+            connection.read_u8().await.unwrap_err().kind(),
+            io::ErrorKind::ConnectionAborted
+        );
 
         let mut connection = Connection::new(duplex(4).0);
         let hangup = connection.connect_info();

@@ -1,5 +1,6 @@
-//! A whole cluster inside this process: for programs that have no other, for a rank that hosts the others', and for
-//! tests. The code is that of the binary; it listens on ports that the system chooses.
+//! A whole cluster inside this process: for programs that have no other, for a rank that hosts the
+//! others', and for tests. The code is that of the binary; it listens on ports that the system
+//! chooses.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
@@ -19,8 +20,8 @@ use crate::{
 pub struct Options {
     /// Number of shard servers.
     pub shards: usize,
-    /// The address of this machine on which all parts listen, and which others dial. Another than loopback lets
-    /// other machines in: set a token.
+    /// The address of this machine on which all parts listen, and which others dial. Another than
+    /// loopback lets other machines in: set a token.
     pub host: IpAddr,
     /// Limits, HTTP/2 settings and the token; logging is the caller's.
     pub common: Common,
@@ -41,7 +42,8 @@ impl Options {
 }
 
 /// A running cluster. If one of its tasks panics, all of it has failed: calls get
-/// [`Unavailable`](zeroshard_proto::Error::Unavailable) from then on. Dropped without [`Self::shutdown`] it stops too, without waiting.
+/// [`Unavailable`](zeroshard_proto::Error::Unavailable) from then on. Dropped without
+/// [`Self::shutdown`] it stops too, without waiting.
 #[derive(Debug)]
 pub struct Cluster {
     address: Address,
@@ -51,12 +53,12 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Starts a coordinator and the shard servers on the current tokio runtime, and returns when all of
-    /// them are connected.
+    /// Starts a coordinator and the shard servers on the current tokio runtime, and returns when
+    /// all of them are connected.
     ///
     /// # Errors
-    /// [`Error`] of the first part that cannot start; [`Error::Invalid`] for a host that nobody can dial, such as
-    /// 0.0.0.0, and for a token that no call can carry.
+    /// [`Error`] of the first part that cannot start; [`Error::Invalid`] for a host that nobody can
+    /// dial, such as 0.0.0.0, and for a token that no call can carry.
     pub async fn start(options: Options) -> Result<Self, Error> {
         let Options { shards, host, common, parked_bytes } = options;
         if host.is_unspecified() {
@@ -116,7 +118,8 @@ impl Cluster {
 impl Drop for Cluster {
     fn drop(&mut self) {
         self.shutdown.cancel();
-        // A JoinSet aborts its tasks when dropped; these end by the token, with their goodbyes said.
+        // A JoinSet aborts its tasks when dropped; these end by the token, with their goodbyes
+        // said.
         self.tasks.detach_all();
     }
 }
@@ -175,7 +178,12 @@ mod tests {
         let servers = status(&cluster.address(), "s3cret").await.unwrap().servers;
         assert_eq!(servers.len(), 2);
         assert!(
-            servers.iter().all(|status| status.server.as_ref().unwrap().address.starts_with("127.0.0.2:")),
+            servers.iter().all(|status| status
+                .server
+                .as_ref()
+                .unwrap()
+                .address
+                .starts_with("127.0.0.2:")),
             "{servers:?}"
         );
         cluster.shutdown().await.unwrap();
@@ -232,7 +240,9 @@ mod tests {
         assert!(status(&cluster.address(), "").await.is_ok());
         let channel = endpoint(&address).unwrap().connect().await.unwrap();
         let answer = ShardClient::new(channel).steps(pb::StepsRequest::default()).await;
-        assert_names_the_panic(answer.map_err(|status| ClusterError::from_status(&status, "shard")));
+        assert_names_the_panic(
+            answer.map_err(|status| ClusterError::from_status(&status, "shard")),
+        );
         assert_names_the_panic(status(&cluster.address(), "").await);
         let ended = cluster.shutdown().await;
         assert!(
@@ -244,7 +254,8 @@ mod tests {
     #[tokio::test]
     async fn a_background_task_that_panics_fails_the_whole_cluster_too() {
         let background = Box::pin(async { panic!("the slice is torn") });
-        let (cluster, _) = with_server(Parts { routes: tonic::service::Routes::default(), background }).await;
+        let (cluster, _) =
+            with_server(Parts { routes: tonic::service::Routes::default(), background }).await;
         tokio::time::timeout(Duration::from_secs(30), cluster.failure.failed()).await.unwrap();
         assert_names_the_panic(status(&cluster.address(), "").await);
         let ended = cluster.shutdown().await;
@@ -258,13 +269,19 @@ mod tests {
     async fn a_host_that_nobody_can_dial_is_refused() {
         let host = Ipv4Addr::UNSPECIFIED.into();
         let refused = Cluster::start(Options { host, ..Options::new(0) }).await;
-        assert!(matches!(refused, Err(Error::Invalid(ClusterError::Invalid { .. }))), "{refused:?}");
+        assert!(
+            matches!(refused, Err(Error::Invalid(ClusterError::Invalid { .. }))),
+            "{refused:?}"
+        );
     }
 
     #[tokio::test]
     async fn a_token_that_no_call_can_carry_ends_the_start() {
         let common = Common { token: "two words".to_owned().into(), ..Common::default() };
         let refused = Cluster::start(Options { common, ..Options::new(0) }).await;
-        assert!(matches!(refused, Err(Error::Invalid(ClusterError::Invalid { .. }))), "{refused:?}");
+        assert!(
+            matches!(refused, Err(Error::Invalid(ClusterError::Invalid { .. }))),
+            "{refused:?}"
+        );
     }
 }

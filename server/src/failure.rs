@@ -1,8 +1,9 @@
 //! The end of servers that share a process, when a task of one of them has panicked.
 //!
-//! A lock that the task held is poisoned then, and what the lock guards may be half done: no server of the process can
-//! be trusted any more. The binary ends its process ([`abort_on_panic`]). Servers inside another program end together,
-//! with an error that every later call gets ([`Failure`]).
+//! A lock that the task held is poisoned then, and what the lock guards may be half done: no server
+//! of the process can be trusted any more. The binary ends its process ([`abort_on_panic`]).
+//! Servers inside another program end together, with an error that every later call gets
+//! ([`Failure`]).
 
 use std::{
     any::Any,
@@ -41,7 +42,10 @@ impl Failure {
     /// What callers are told from then on.
     pub fn error(&self) -> Error {
         let cause = self.cause().unwrap_or("nothing has panicked");
-        Error::Unavailable { peer: "this server".to_owned(), cause: format!("it has failed: {cause}") }
+        Error::Unavailable {
+            peer: "this server".to_owned(),
+            cause: format!("it has failed: {cause}"),
+        }
     }
 
     /// Ends the servers: `task` has panicked with this payload.
@@ -86,8 +90,13 @@ impl Failure {
     /// What a task that was spawned has come to. The servers end if it has panicked.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] for a task that has panicked, or was aborted because the runtime ends.
-    pub(crate) fn joined<T>(&self, task: &str, ended: std::result::Result<T, JoinError>) -> Result<T> {
+    /// [`Error::Unavailable`] for a task that has panicked, or was aborted because the runtime
+    /// ends.
+    pub(crate) fn joined<T>(
+        &self,
+        task: &str,
+        ended: std::result::Result<T, JoinError>,
+    ) -> Result<T> {
         ended.map_err(|error| match error.try_into_panic() {
             Ok(panic) => {
                 self.report(task, &*panic);
@@ -125,7 +134,8 @@ mod tests {
         assert_eq!(failure.cause(), None);
         let number = 3;
         assert_eq!(failure.guard("three", async { assert_eq!(number, 4, "odd") }).await, None);
-        let later = failure.joined::<()>("four", tokio::task::spawn_blocking(|| panic!("later")).await);
+        let later =
+            failure.joined::<()>("four", tokio::task::spawn_blocking(|| panic!("later")).await);
         failure.failed().await;
         let cause = failure.cause().unwrap();
         assert!(cause.starts_with("three panicked: ") && cause.contains("odd"), "{cause}");
@@ -149,6 +159,10 @@ mod tests {
         let mut child = Command::new(std::env::current_exe().unwrap());
         let ended = child.args(["--exact", name, "--ignored", "--nocapture"]).output().unwrap();
         let said = String::from_utf8_lossy(&ended.stderr);
-        assert!(!ended.status.success() && said.contains("a lock is poisoned"), "{:?}: {said}", ended.status);
+        assert!(
+            !ended.status.success() && said.contains("a lock is poisoned"),
+            "{:?}: {said}",
+            ended.status
+        );
     }
 }

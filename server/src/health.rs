@@ -1,4 +1,5 @@
-//! Whether this process lives and is ready: one truth for the gRPC health service and the admin server.
+//! Whether this process lives and is ready: one truth for the gRPC health service and the admin
+//! server.
 
 use tokio::sync::watch;
 use tonic_health::{
@@ -32,7 +33,8 @@ impl Health {
     pub async fn set_ready(&self, ready: bool) {
         let status = if ready { ServingStatus::Serving } else { ServingStatus::NotServing };
         // "" is the server as a whole.
-        for service in ["", READINESS, "zeroshard.v1.Coordinator", "zeroshard.v1.Data", "zeroshard.v1.Shard"]
+        for service in
+            ["", READINESS, "zeroshard.v1.Coordinator", "zeroshard.v1.Data", "zeroshard.v1.Shard"]
         {
             self.reporter.set_service_status(service, status).await;
         }

@@ -7,12 +7,13 @@ use zeroshard_proto::{Error, Result};
 /// # Errors
 /// [`Error::Internal`] if the system has no random numbers.
 pub(crate) fn random() -> Result<u64> {
-    let number =
-        getrandom::u64().map_err(|e| Error::Internal { cause: format!("draw a random number: {e}") })?;
+    let number = getrandom::u64()
+        .map_err(|e| Error::Internal { cause: format!("draw a random number: {e}") })?;
     Ok(number.max(1))
 }
 
-/// The id of the server that its operator, or by default its address, calls `name`: it survives restarts. Not 0.
+/// The id of the server that its operator, or by default its address, calls `name`: it survives
+/// restarts. Not 0.
 pub(crate) fn of_server(name: &str) -> u64 {
     let hash = blake3::hash(name.as_bytes());
     let first = hash.as_bytes().first_chunk().expect("a hash has 32 bytes");

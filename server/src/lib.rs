@@ -1,7 +1,8 @@
 //! The server: what both roles, `coordinator` and `shard`, are made of.
 //!
-//! `main` reads the `config` and runs a role; `roles` puts a process together from `serve`, `admin` and the role's own
-//! module. `coordinator` and `shard` never import each other: they speak over gRPC, also inside one process.
+//! `main` reads the `config` and runs a role; `roles` puts a process together from `serve`, `admin`
+//! and the role's own module. `coordinator` and `shard` never import each other: they speak over
+//! gRPC, also inside one process.
 
 pub mod admin;
 pub mod backend;

@@ -13,8 +13,8 @@ use zeroshard_server::{
 /// What is still running when a role has ended has had its drain time.
 const LAST_TASKS: Duration = Duration::from_millis(100);
 
-/// Network buffers of a megabyte come and go with every frame. glibc gives their pages back to the system each time, and
-/// faulting them in again costs as much as receiving into them.
+/// Network buffers of a megabyte come and go with every frame. glibc gives their pages back to the
+/// system each time, and faulting them in again costs as much as receiving into them.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 

@@ -1,18 +1,19 @@
-//! What `/metrics` shows. Everything is registered here; the code that counts only touches plain fields.
+//! What `/metrics` shows. Everything is registered here; the code that counts only touches plain
+//! fields.
 
 use std::{collections::HashSet, sync::Arc, time::Duration};
 
 use prometheus::{
-    Encoder, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
-    Registry, TextEncoder, core::Collector, proto::MetricFamily,
+    Encoder, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
+    IntGaugeVec, Opts, Registry, TextEncoder, core::Collector, proto::MetricFamily,
 };
 use prost::Message;
 use zeroshard_proto::pb;
 
 /// Bounds of the histograms of seconds: 100 us to 100 s.
 const SECONDS: [f64; 19] = [
-    0.0001, 0.000_25, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
-    25.0, 50.0, 100.0,
+    0.0001, 0.000_25, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
+    5.0, 10.0, 25.0, 50.0, 100.0,
 ];
 
 /// Memory by what it holds, in bytes.
@@ -37,8 +38,8 @@ pub struct Phases {
     pub reduce: Histogram,
     /// The report to the coordinator to its decision.
     pub decide: Histogram,
-    /// The optimizer, with the conversion to the published dtype; each slice can be pulled as soon as it is
-    /// done.
+    /// The optimizer, with the conversion to the published dtype; each slice can be pulled as soon
+    /// as it is done.
     pub apply: Histogram,
 }
 
@@ -102,8 +103,10 @@ impl Metrics {
             &["operation", "direction"],
         );
         let memory = r.gauges("memory_bytes", "Memory of all jobs, by what it holds.", &["kind"]);
-        let phase = r.histograms("step_phase_seconds", "Phases of a step on a shard server.", &["phase"]);
-        let steps = r.counters("steps_total", "Steps, by what the coordinator decided.", &["outcome"]);
+        let phase =
+            r.histograms("step_phase_seconds", "Phases of a step on a shard server.", &["phase"]);
+        let steps =
+            r.counters("steps_total", "Steps, by what the coordinator decided.", &["outcome"]);
         let wait = r.histograms("step_wait_seconds", "What the coordinator waited for.", &["for"]);
         let metrics = Self {
             methods: known_methods(),
@@ -146,9 +149,15 @@ impl Metrics {
             version: r.gauges("job_version", "Version of the job's parameters.", &["job"]),
             epoch: r.gauges("job_epoch", "Epoch of the job.", &["job"]),
             workers: r.gauges("job_workers", "Workers with a lease.", &["job"]),
-            servers: r.gauges("servers", "Connected shard servers.", &[]).with_label_values::<&str>(&[]),
+            servers: r
+                .gauges("servers", "Connected shard servers.", &[])
+                .with_label_values::<&str>(&[]),
             coordinator_connected: r
-                .gauges("coordinator_connected", "Whether this shard server has its coordinator.", &[])
+                .gauges(
+                    "coordinator_connected",
+                    "Whether this shard server has its coordinator.",
+                    &[],
+                )
                 .with_label_values::<&str>(&[]),
             registry,
         };
@@ -173,8 +182,8 @@ impl Metrics {
         }
     }
 
-    /// The label of a request's path: itself, or `other` for what no service here has, so that callers
-    /// cannot make series.
+    /// The label of a request's path: itself, or `other` for what no service here has, so that
+    /// callers cannot make series.
     pub(crate) fn method<'a>(&self, path: &'a str) -> &'a str {
         if self.methods.contains(path) { path } else { "other" }
     }
@@ -220,18 +229,22 @@ impl Registrar<'_> {
     }
 
     fn histograms(&self, name: &str, help: &str, labels: &[&str]) -> HistogramVec {
-        let options = HistogramOpts::new(name, help).namespace("zeroshard").buckets(SECONDS.to_vec());
+        let options =
+            HistogramOpts::new(name, help).namespace("zeroshard").buckets(SECONDS.to_vec());
         self.register(HistogramVec::new(options, labels))
     }
 }
 
 /// Paths of all methods in our .proto files, and of health checks.
 fn known_methods() -> HashSet<String> {
-    let files =
-        prost_types::FileDescriptorSet::decode(pb::FILE_DESCRIPTOR_SET).expect("written by the build script");
+    let files = prost_types::FileDescriptorSet::decode(pb::FILE_DESCRIPTOR_SET)
+        .expect("written by the build script");
     let ours = files.file.iter().flat_map(|file| {
         file.service.iter().flat_map(move |service| {
-            service.method.iter().map(move |m| format!("/{}.{}/{}", file.package(), service.name(), m.name()))
+            service
+                .method
+                .iter()
+                .map(move |m| format!("/{}.{}/{}", file.package(), service.name(), m.name()))
         })
     });
     let health = ["Check", "Watch"].map(|method| format!("/grpc.health.v1.Health/{method}"));

@@ -121,7 +121,8 @@ pub(crate) fn coordinator(context: &Context, shutdown: &CancellationToken) -> Pa
     Parts { routes, background: Box::pin(async move { coordinator.run(shutdown).await }) }
 }
 
-/// A shard server's parts: it serves the coordinator at `coordinator`, and tells it its advertised address.
+/// A shard server's parts: it serves the coordinator at `coordinator`, and tells it its advertised
+/// address.
 ///
 /// # Errors
 /// [`Error::Invalid`] if the system has no random numbers.
@@ -161,7 +162,11 @@ struct AdminSite {
 }
 
 impl AdminSite {
-    async fn bind(listen: AdminListen, role: &'static str, site: &Site) -> Result<Option<Self>, Error> {
+    async fn bind(
+        listen: AdminListen,
+        role: &'static str,
+        site: &Site,
+    ) -> Result<Option<Self>, Error> {
         let AdminListen::On(listen) = listen else { return Ok(None) };
         let (listener, address) = bind(listen).await?;
         let Context { metrics, health, .. } = site.context.clone();

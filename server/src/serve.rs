@@ -1,7 +1,7 @@
 //! Serves a role: bind outside, serve inside, stop by a token.
 //!
-//! A role is a listener, [`Routes`] and a background future. What all roles have in common is here: HTTP/2
-//! settings, health, reflection, request metrics, and an end that does not hang.
+//! A role is a listener, [`Routes`] and a background future. What all roles have in common is here:
+//! HTTP/2 settings, health, reflection, request metrics, and an end that does not hang.
 
 use std::{io, net::SocketAddr, sync::Arc};
 
@@ -27,7 +27,9 @@ use crate::{
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The address cannot be listened on.
-    #[error("cannot listen on {listen}: {cause}; choose another address or port (0: any free port)")]
+    #[error(
+        "cannot listen on {listen}: {cause}; choose another address or port (0: any free port)"
+    )]
     Bind {
         /// Where.
         listen: SocketAddr,

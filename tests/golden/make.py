@@ -1,20 +1,24 @@
-"""Makes the golden vectors that the optimizers are tested against: cases.json and vectors.f32, beside this file.
+"""Makes the golden vectors that the optimizers are tested against: cases.json and vectors.f32,
+beside this file.
 
     pip install torch numpy && python make.py
 
-torch.optim (foreach=False, fused=False: its single-tensor reference implementations) is the reference for all that it
-has; LAMB and Lion are written here from their papers, in float64. Each case runs STEPS steps over tensors of SIZES
-elements with a changing learning rate. Gradients and initial parameters come from an integer hash, so that the test makes the
-same ones and only results are stored: vectors.f32 holds, for each case, for each of RECORDED steps, for each tensor, the
+torch.optim (foreach=False, fused=False: its single-tensor reference implementations) is the
+reference for all that it has; LAMB and Lion are written here from their papers, in float64. Each
+case runs STEPS steps over tensors of SIZES elements with a changing learning rate. Gradients and
+initial parameters come from an integer hash, so that the test makes the same ones and only results
+are stored: vectors.f32 holds, for each case, for each of RECORDED steps, for each tensor, the
 parameters as little-endian f32.
 
 torch's bits differ from machine to machine, for two reasons (both seen in torch 2.15):
-- Its AVX2 and AVX-512 kernels contract some products and sums to fused multiply-adds, in the vector part of a tensor and
-  not in its tail. So this script asks for its default kernels, which round every operation, as ours do.
-- Its float square root is MKL's, where 0.6 % of the results are one unit in the last place away from the nearest.
-So each case that has a square root is run twice: as torch is, for vectors.f32, and with a correctly rounded square root (in
-float64, then rounded, which is exact), of whose results cases.json has a checksum. The first must be met within a tolerance,
-the second bit for bit.
+- Its AVX2 and AVX-512 kernels contract some products and sums to fused multiply-adds, in the vector
+  part of a tensor and not in its tail. So this script asks for its default kernels, which round
+  every operation, as ours do.
+- Its float square root is MKL's, where 0.6 % of the results are one unit in the last place away
+  from the nearest. So each case that has a square root is run twice: as torch is, for vectors.f32,
+  and with a correctly rounded square root (in float64, then rounded, which is exact), of whose
+  results cases.json has a checksum. The first must be met within a tolerance, the second bit for
+  bit.
 """
 
 import contextlib
@@ -37,8 +41,14 @@ CASES = [
     ("sgd", {"name": "sgd"}),
     ("sgd weight_decay", {"name": "sgd", "lr": 0.05, "weight_decay": 0.1}),
     ("sgd momentum", {"name": "sgd", "lr": 0.01, "momentum": 0.9}),
-    ("sgd dampening", {"name": "sgd", "lr": 0.01, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.01}),
-    ("sgd nesterov", {"name": "sgd", "lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (
+        "sgd dampening",
+        {"name": "sgd", "lr": 0.01, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.01},
+    ),
+    (
+        "sgd nesterov",
+        {"name": "sgd", "lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    ),
     ("sgd maximize", {"name": "sgd", "lr": 0.01, "momentum": 0.8, "maximize": True}),
     ("adam", {"name": "adam"}),
     ("adam weight_decay", {"name": "adam", "lr": 0.01, "weight_decay": 0.1}),
@@ -60,10 +70,16 @@ CASES = [
     ("rmsprop weight_decay", {"name": "rmsprop", "lr": 0.001, "alpha": 0.9, "weight_decay": 0.1}),
     ("rmsprop momentum", {"name": "rmsprop", "momentum": 0.9}),
     ("rmsprop centered", {"name": "rmsprop", "centered": True}),
-    ("rmsprop centered momentum", {"name": "rmsprop", "centered": True, "momentum": 0.5, "weight_decay": 0.01}),
+    (
+        "rmsprop centered momentum",
+        {"name": "rmsprop", "centered": True, "momentum": 0.5, "weight_decay": 0.01},
+    ),
     ("rmsprop maximize", {"name": "rmsprop", "maximize": True}),
     ("lion", {"name": "lion"}),
-    ("lion weight_decay", {"name": "lion", "lr": 0.001, "beta1": 0.95, "beta2": 0.98, "weight_decay": 0.1}),
+    (
+        "lion weight_decay",
+        {"name": "lion", "lr": 0.001, "beta1": 0.95, "beta2": 0.98, "weight_decay": 0.1},
+    ),
     ("lion maximize", {"name": "lion", "maximize": True}),
     ("lamb", {"name": "lamb"}),
     ("lamb weight_decay", {"name": "lamb", "lr": 0.01, "weight_decay": 0.1}),
@@ -84,10 +100,11 @@ def hashed(tensor, step, size):
 
 
 def values(tensor, step, size):
-    """Mostly in -1..1; of sixteen neighbours one is zero, one subnormal, one about 2^40 and one about 2^-40.
+    """Mostly in -1..1; of sixteen neighbours one is zero, one subnormal, one about 2^40 and one
+    about 2^-40.
 
-    Step 0 gives the initial parameters. Their special elements are others than the gradients', and their large ones are
-    about 2^10: LAMB moves every element by a share of the tensor's norm.
+    Step 0 gives the initial parameters. Their special elements are others than the gradients', and
+    their large ones are about 2^10: LAMB moves every element by a share of the tensor's norm.
     """
     h = hashed(tensor, step, size)
     kind = (np.arange(size) + 4 + 12 * tensor + (8 if step == 0 else 0)) % 16

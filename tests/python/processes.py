@@ -45,10 +45,11 @@ def run_all(
     arguments: Sequence[tuple[Any, ...]],
     timeout: float,
 ) -> list[Any]:
-    """Calls ``function`` in a process for each of the tuples of arguments; what it returned, in that order.
+    """Calls ``function`` in a process for each of the tuples of arguments; what it returned, in
+    that order.
 
-    The function stands at the top of its module; results come back pickled. If one fails, or after ``timeout``
-    seconds, all are killed, and :class:`RankFailed` says what each had to say.
+    The function stands at the top of its module; results come back pickled. If one fails, or after
+    ``timeout`` seconds, all are killed, and :class:`RankFailed` says what each had to say.
     """
     with contextlib.ExitStack() as stack:
         connections: dict[Any, int] = {}
@@ -91,8 +92,12 @@ def _collect(connections: dict[Any, int], timeout: float) -> list[Any]:
                 results[rank] = result
     if failures or waiting:
         for rank in waiting.values():
-            failures.setdefault(rank, f"had not ended {time.monotonic() - began:.0f} s after the start")
-        raise RankFailed("\n".join(f"--- rank {rank}:\n{text}" for rank, text in sorted(failures.items())))
+            failures.setdefault(
+                rank, f"had not ended {time.monotonic() - began:.0f} s after the start"
+            )
+        raise RankFailed(
+            "\n".join(f"--- rank {rank}:\n{text}" for rank, text in sorted(failures.items()))
+        )
     return [results[rank] for rank in range(len(connections))]
 
 

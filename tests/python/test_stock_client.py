@@ -1,6 +1,8 @@
-"""A client that nobody wrote for ZeroShard: generated from the .proto files by grpc_tools, against the shipped binaries.
+"""A client that nobody wrote for ZeroShard: generated from the .proto files by grpc_tools, against
+the shipped binaries.
 
-Creates a job, joins it, pushes parameters and gradients, commits, pulls, and tells errors apart by their type.
+Creates a job, joins it, pushes parameters and gradients, commits, pulls, and tells errors apart by
+their type.
 """
 
 import json
@@ -30,7 +32,13 @@ TIMEOUT = 30
 def generate(folder: str) -> None:
     """Writes the stubs that any user of the .proto files would have."""
     files = sorted(str(path) for path in (ROOT / "proto" / "zeroshard").rglob("*.proto"))
-    arguments = ["protoc", f"-I{ROOT / 'proto'}", f"--python_out={folder}", f"--grpc_python_out={folder}", *files]
+    arguments = [
+        "protoc",
+        f"-I{ROOT / 'proto'}",
+        f"--python_out={folder}",
+        f"--grpc_python_out={folder}",
+        *files,
+    ]
     if protoc.main(arguments) != 0:
         raise RuntimeError("the .proto files do not compile")
     sys.path.insert(0, folder)
@@ -123,7 +131,9 @@ class StockClient(unittest.TestCase):
         server = next(shard for shard in self.shards if shard.address == address)
         return data_pb2_grpc.DataStub(server.channel)
 
-    def push(self, lease, name: str, slice_number: int, values: list[float], **begin) -> data_pb2.PushResponse:
+    def push(
+        self, lease, name: str, slice_number: int, values: list[float], **begin
+    ) -> data_pb2.PushResponse:
         """Pushes a whole slice, an element a message."""
         opening = data_pb2.PushBegin(
             job=name, job_id=lease.job_id, lease=lease.lease, epoch=lease.epoch, rank=0, **begin
@@ -190,7 +200,9 @@ class StockClient(unittest.TestCase):
             expected = [w - 0.5 * g for w, g in zip(before, gradient)]
             self.assertEqual(self.pull(lease, "step", 1, number), expected)
         self.assertEqual(self.pull(lease, "step", 1, 2), initial[2])
-        described = self.stub.DescribeJob(coordinator_pb2.DescribeJobRequest(job="step"), timeout=TIMEOUT)
+        described = self.stub.DescribeJob(
+            coordinator_pb2.DescribeJobRequest(job="step"), timeout=TIMEOUT
+        )
         self.assertEqual(described.version, 1)
         digests = [
             digest.slice
@@ -219,7 +231,8 @@ class StockClient(unittest.TestCase):
             self.push(lease, "errors", number, values)
 
         reason, detail = self.refused(
-            lambda: self.push(lease, "errors", 0, [0.0] * 7, step=0), grpc.StatusCode.INVALID_ARGUMENT
+            lambda: self.push(lease, "errors", 0, [0.0] * 7, step=0),
+            grpc.StatusCode.INVALID_ARGUMENT,
         )
         self.assertEqual(reason, "INVALID")
         self.assertIn('"w"', detail["what"])
@@ -231,7 +244,8 @@ class StockClient(unittest.TestCase):
         self.assertEqual(reason, "INVALID")
 
         reason, detail = self.refused(
-            lambda: self.push(lease, "errors", 0, [0.0], step=5), grpc.StatusCode.FAILED_PRECONDITION
+            lambda: self.push(lease, "errors", 0, [0.0], step=5),
+            grpc.StatusCode.FAILED_PRECONDITION,
         )
         self.assertEqual((reason, detail["step"], detail["current"]), ("STEP_MISMATCH", 5, 0))
 
@@ -239,27 +253,39 @@ class StockClient(unittest.TestCase):
         stale.CopyFrom(lease)
         stale.epoch -= 1
         reason, detail = self.refused(
-            lambda: self.push(stale, "errors", 0, [0.0], step=0), grpc.StatusCode.FAILED_PRECONDITION
+            lambda: self.push(stale, "errors", 0, [0.0], step=0),
+            grpc.StatusCode.FAILED_PRECONDITION,
         )
         self.assertEqual((reason, detail["current"]), ("STALE_EPOCH", lease.epoch))
 
         reason, detail = self.refused(
-            lambda: self.stub.DescribeJob(coordinator_pb2.DescribeJobRequest(job="nobody's"), timeout=TIMEOUT),
+            lambda: self.stub.DescribeJob(
+                coordinator_pb2.DescribeJobRequest(job="nobody's"), timeout=TIMEOUT
+            ),
             grpc.StatusCode.NOT_FOUND,
         )
         self.assertEqual((reason, detail["job"]), ("UNKNOWN_JOB", "nobody's"))
 
         reason, detail = self.refused(
-            lambda: next(self.stub.Join(coordinator_pb2.JoinRequest(job="errors", rank=0, wait_ms=1), timeout=TIMEOUT)),
+            lambda: next(
+                self.stub.Join(
+                    coordinator_pb2.JoinRequest(job="errors", rank=0, wait_ms=1), timeout=TIMEOUT
+                )
+            ),
             grpc.StatusCode.ALREADY_EXISTS,
         )
         self.assertEqual((reason, detail["rank"]), ("RANK_TAKEN", 0))
 
         request = data_pb2.PullRequest(
-            job="errors", version=9, dtype=types_pb2.DTYPE_F32, wait_ms=100, ranges=[data_pb2.Range(slice=0)]
+            job="errors",
+            version=9,
+            dtype=types_pb2.DTYPE_F32,
+            wait_ms=100,
+            ranges=[data_pb2.Range(slice=0)],
         )
         reason, detail = self.refused(
-            lambda: list(self.data(lease, 0).Pull(request, timeout=TIMEOUT)), grpc.StatusCode.DEADLINE_EXCEEDED
+            lambda: list(self.data(lease, 0).Pull(request, timeout=TIMEOUT)),
+            grpc.StatusCode.DEADLINE_EXCEEDED,
         )
         self.assertEqual(reason, "TIMEOUT")
         self.assertIn("version 9", detail["waiting_for"])
@@ -267,12 +293,18 @@ class StockClient(unittest.TestCase):
     def test_health_is_served(self) -> None:
         """As load balancers and Kubernetes ask for it."""
         for server in [self.coordinator, *self.shards]:
-            answer = health_pb2_grpc.HealthStub(server.channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT)
+            answer = health_pb2_grpc.HealthStub(server.channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=TIMEOUT
+            )
             self.assertEqual(answer.status, health_pb2.HealthCheckResponse.SERVING)
 
     def test_reflection_describes_every_service(self) -> None:
         """v1, whose messages are those of v1alpha."""
-        for server, service in [(self.coordinator, "Coordinator"), (self.shards[0], "Data"), (self.shards[0], "Shard")]:
+        for server, service in [
+            (self.coordinator, "Coordinator"),
+            (self.shards[0], "Data"),
+            (self.shards[0], "Shard"),
+        ]:
             reflect = server.channel.stream_stream(
                 "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
                 request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,

@@ -42,7 +42,8 @@ impl Cluster {
         let mut command = coordinator();
         command.env(TOKEN_VARIABLE, token);
         let coordinator = Process::start(command);
-        let shards = (0..shards).map(|_| Self::guarded_shard(coordinator.address(), token)).collect();
+        let shards =
+            (0..shards).map(|_| Self::guarded_shard(coordinator.address(), token)).collect();
         Self { coordinator, shards }
     }
 
@@ -72,20 +73,24 @@ impl Cluster {
         Process::start(shard(address, flags))
     }
 
-    /// Payload bytes that the shard servers have sent to pulls and received in pushes, by their own counters.
+    /// Payload bytes that the shard servers have sent to pulls and received in pushes, by their own
+    /// counters.
     ///
     /// # Panics
     /// If one of them does not tell.
     pub fn payload(&self) -> [u64; 2] {
         let counter = |text: &str, labels: &str| -> u64 {
-            let line = text
-                .lines()
-                .find_map(|line| line.strip_prefix(&format!("zeroshard_payload_bytes_total{{{labels}}} ")));
+            let line = text.lines().find_map(|line| {
+                line.strip_prefix(&format!("zeroshard_payload_bytes_total{{{labels}}} "))
+            });
             line.expect("the counter is there").parse().expect("a number")
         };
         let metrics: Vec<String> = self.shards.iter().map(|shard| shard.get("/metrics")).collect();
         let sum = |labels: &str| metrics.iter().map(|text| counter(text, labels)).sum();
-        [sum("direction=\"sent\",operation=\"pull\""), sum("direction=\"received\",operation=\"push\"")]
+        [
+            sum("direction=\"sent\",operation=\"pull\""),
+            sum("direction=\"received\",operation=\"push\""),
+        ]
     }
 
     /// Where workers connect.
@@ -99,7 +104,8 @@ fn coordinator() -> Command {
 }
 
 fn shard(coordinator: &str, flags: &[&str]) -> Command {
-    let mut command = server(&["shard", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]);
+    let mut command =
+        server(&["shard", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]);
     command.args(["--coordinator", coordinator]).args(flags);
     command
 }

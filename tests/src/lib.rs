@@ -1,5 +1,6 @@
-//! Clusters of real processes, for tests and benches: the shipped binaries, on port 0, on this machine; and what
-//! tests need to drive them: jobs without a model, a proxy that breaks connections, a stock client.
+//! Clusters of real processes, for tests and benches: the shipped binaries, on port 0, on this
+//! machine; and what tests need to drive them: jobs without a model, a proxy that breaks
+//! connections, a stock client.
 
 #![expect(clippy::panic, reason = "how what only tests and benches use tells that it cannot go on")]
 

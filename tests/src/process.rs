@@ -19,8 +19,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// How long a program that ends by itself may take.
 const RUN_PATIENCE: Duration = Duration::from_secs(600);
 
-/// A binary of this workspace: beside the running program, where cargo puts them all. Under `cargo test` it is
-/// brought up to date first, once in each test program.
+/// A binary of this workspace: beside the running program, where cargo puts them all. Under `cargo
+/// test` it is brought up to date first, once in each test program.
 ///
 /// # Panics
 /// If it does not build, or is not there.
@@ -38,13 +38,18 @@ pub fn binary(name: &str) -> PathBuf {
             if folder.ends_with("release") {
                 build.arg("--release");
             }
-            let status = build.current_dir(env!("CARGO_MANIFEST_DIR")).status().expect("cargo runs");
+            let status =
+                build.current_dir(env!("CARGO_MANIFEST_DIR")).status().expect("cargo runs");
             assert!(status.success(), "{name} does not build");
             built.push(name.to_owned());
         }
     }
     let path = folder.join(name);
-    assert!(path.exists(), "{} is missing: build it with `cargo build --workspace`", path.display());
+    assert!(
+        path.exists(),
+        "{} is missing: build it with `cargo build --workspace`",
+        path.display()
+    );
     path
 }
 
@@ -149,7 +154,8 @@ impl Process {
     }
 
     fn status_bytes(&self, field: &str) -> u64 {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.id())).expect("it runs");
+        let status =
+            std::fs::read_to_string(format!("/proc/{}/status", self.id())).expect("it runs");
         let line = status.lines().find(|line| line.starts_with(field)).expect("Linux says it");
         let kilobytes = line.split_whitespace().nth(1).expect("a number");
         kilobytes.parse::<u64>().expect("a number") * 1024
@@ -161,8 +167,10 @@ impl Process {
     /// If there is no answer.
     pub fn get(&self, path: &str) -> String {
         use std::io::Write;
-        let mut stream = std::net::TcpStream::connect(self.admin()).expect("the admin server listens");
-        write!(stream, "GET {path} HTTP/1.1\r\nhost: admin\r\nconnection: close\r\n\r\n").expect("send");
+        let mut stream =
+            std::net::TcpStream::connect(self.admin()).expect("the admin server listens");
+        write!(stream, "GET {path} HTTP/1.1\r\nhost: admin\r\nconnection: close\r\n\r\n")
+            .expect("send");
         let mut answer = String::new();
         stream.read_to_string(&mut answer).expect("an answer");
         answer.split_once("\r\n\r\n").expect("a head and a body").1.to_owned()

@@ -1,4 +1,5 @@
-//! A TCP proxy that breaks connections on demand, between a client and a server that know nothing of it.
+//! A TCP proxy that breaks connections on demand, between a client and a server that know nothing
+//! of it.
 
 use std::{
     io,

@@ -1,5 +1,5 @@
-//! The data plane as a client sees it that was generated from the .proto files: it sends what it is told to,
-//! right or wrong.
+//! The data plane as a client sees it that was generated from the .proto files: it sends what it is
+//! told to, right or wrong.
 
 use futures_util::Stream;
 use tonic::{Streaming, transport::Channel};
@@ -15,8 +15,11 @@ const PEER: &str = "shard server";
 
 async fn client(address: &str) -> Result<DataClient<Channel>> {
     let channel = endpoint(address)?.connect().await;
-    let channel = channel.map_err(|e| Error::Unavailable { peer: PEER.to_owned(), cause: e.to_string() })?;
-    Ok(DataClient::new(channel).max_decoding_message_size(1 << 30).max_encoding_message_size(1 << 30))
+    let channel =
+        channel.map_err(|e| Error::Unavailable { peer: PEER.to_owned(), cause: e.to_string() })?;
+    Ok(DataClient::new(channel)
+        .max_decoding_message_size(1 << 30)
+        .max_encoding_message_size(1 << 30))
 }
 
 /// Pushes `messages` to the shard server at `address`.
@@ -46,7 +49,9 @@ pub async fn push_stream(
 pub async fn pull(address: &str, request: pb::PullRequest) -> Result<Vec<pb::PullResponse>> {
     let mut stream = open_pull(address, request).await?;
     let mut answer = Vec::new();
-    while let Some(message) = stream.message().await.map_err(|status| Error::from_status(&status, PEER))? {
+    while let Some(message) =
+        stream.message().await.map_err(|status| Error::from_status(&status, PEER))?
+    {
         answer.push(message);
     }
     Ok(answer)
@@ -56,7 +61,10 @@ pub async fn pull(address: &str, request: pb::PullRequest) -> Result<Vec<pb::Pul
 ///
 /// # Errors
 /// The server's.
-pub async fn open_pull(address: &str, request: pb::PullRequest) -> Result<Streaming<pb::PullResponse>> {
+pub async fn open_pull(
+    address: &str,
+    request: pb::PullRequest,
+) -> Result<Streaming<pb::PullResponse>> {
     let answer = client(address).await?.pull(request).await;
     answer.map(tonic::Response::into_inner).map_err(|status| Error::from_status(&status, PEER))
 }

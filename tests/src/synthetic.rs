@@ -16,7 +16,11 @@ pub fn values(seed: u64, numel: usize) -> Vec<f32> {
     (0..numel as u64).map(number).collect()
 }
 
-fn tensors(manifest: &Manifest, wanted: impl Fn(&TensorSpec) -> bool, seed: u64) -> Vec<TensorData> {
+fn tensors(
+    manifest: &Manifest,
+    wanted: impl Fn(&TensorSpec) -> bool,
+    seed: u64,
+) -> Vec<TensorData> {
     let numbered = manifest.tensors().iter().enumerate().filter(|(_, spec)| wanted(spec));
     let data = |(tensor, spec): (usize, &TensorSpec)| TensorData {
         tensor,
@@ -39,7 +43,12 @@ pub fn gradients(manifest: &Manifest, rank: u32, step: u64) -> Vec<TensorData> {
 ///
 /// # Errors
 /// [`zeroshard_proto::Error::Invalid`] for a manifest that is none.
-pub fn job(name: &str, world: u32, optimizer: Optimizer, tensors: Vec<TensorSpec>) -> Result<JobSpec> {
+pub fn job(
+    name: &str,
+    world: u32,
+    optimizer: Optimizer,
+    tensors: Vec<TensorSpec>,
+) -> Result<JobSpec> {
     Ok(JobSpec { world, ..JobSpec::new(name, Manifest::new(tensors)?, vec![optimizer]) })
 }
 
@@ -48,8 +57,8 @@ pub fn small() -> Vec<TensorSpec> {
     vec![TensorSpec::new("w", [10, 100]), TensorSpec::new("b", [3])]
 }
 
-/// Tensors of every kind: uneven, empty, of one element, frozen, tied, and `last`, which is large. Whole where
-/// the optimizer needs that.
+/// Tensors of every kind: uneven, empty, of one element, frozen, tied, and `last`, which is large.
+/// Whole where the optimizer needs that.
 fn every_kind(optimizer: &Optimizer, last: TensorSpec) -> Vec<TensorSpec> {
     let mut tensors = vec![
         TensorSpec::new("embedding", [1000, 33]),
@@ -58,7 +67,10 @@ fn every_kind(optimizer: &Optimizer, last: TensorSpec) -> Vec<TensorSpec> {
         TensorSpec { frozen: true, ..TensorSpec::new("frozen", [129]) },
         TensorSpec { buffer: true, ..TensorSpec::new("running_mean", [3]) },
         TensorSpec::new("bias", [65_537]),
-        TensorSpec { alias_of: Some("embedding".to_owned()), ..TensorSpec::new("head", [1000, 33]) },
+        TensorSpec {
+            alias_of: Some("embedding".to_owned()),
+            ..TensorSpec::new("head", [1000, 33])
+        },
         TensorSpec::new("one", [1]),
         last,
     ];

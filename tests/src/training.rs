@@ -1,4 +1,5 @@
-//! A whole run of a synthetic job: so many ranks, each with a connection of its own, for so many steps.
+//! A whole run of a synthetic job: so many ranks, each with a connection of its own, for so many
+//! steps.
 
 use futures_util::future::try_join_all;
 use zeroshard_client::{Cluster, Commit, Job, Options, Result, StepReport, Target};
@@ -79,7 +80,8 @@ impl Training {
 /// As [`Job::pull`].
 pub async fn pull(job: &Job, version: u64) -> Result<Vec<Vec<f32>>> {
     let tensors = job.spec().manifest.tensors();
-    let mut parameters: Vec<Vec<f32>> = tensors.iter().map(|t| vec![0.0; t.numel() as usize]).collect();
+    let mut parameters: Vec<Vec<f32>> =
+        tensors.iter().map(|t| vec![0.0; t.numel() as usize]).collect();
     let targets = parameters.iter_mut().enumerate().map(|(tensor, data)| Target::new(tensor, data));
     job.pull(version, targets.collect()).await?;
     Ok(parameters)

@@ -24,8 +24,10 @@ fn bench(arguments: &[&str], numbers: &[&str]) -> Vec<Value> {
 #[test]
 fn transfer_measures_pull_and_push_beside_raw_tcp_and_plain_tonic() {
     let numbers = ["bytes", "gbps", "raw_tcp_gbps", "ratio_raw_tcp", "ratio_plain_tonic"];
-    let lines = bench(&["transfer", "--bytes", "65536,1048576", "--repeat", "1", "--boxes", "0"], &numbers);
-    let what: Vec<_> = lines.iter().map(|line| (line["bench"].as_str().unwrap(), &line["bytes"])).collect();
+    let lines =
+        bench(&["transfer", "--bytes", "65536,1048576", "--repeat", "1", "--boxes", "0"], &numbers);
+    let what: Vec<_> =
+        lines.iter().map(|line| (line["bench"].as_str().unwrap(), &line["bytes"])).collect();
     let (small, large) = (Value::from(65_536), Value::from(1_048_576));
     assert_eq!(what, [("pull", &small), ("push", &small), ("pull", &large), ("push", &large)]);
 }
@@ -35,8 +37,10 @@ fn transfer_measures_boxes_beside_an_array() {
     let numbers = ["bytes", "gbps", "ratio_array"];
     let lines = bench(&["transfer", "--bytes", "65536", "--repeat", "1", "--boxes", "64"], &[]);
     let (_, boxes) = lines.split_at(2);
-    let what: Vec<_> =
-        boxes.iter().map(|line| [&line["bench"], &line["of"]].map(|f| f.as_str().unwrap())).collect();
+    let what: Vec<_> = boxes
+        .iter()
+        .map(|line| [&line["bench"], &line["of"]].map(|f| f.as_str().unwrap()))
+        .collect();
     let of = ["array", "Shard(0)", "Shard(1)"];
     assert_eq!(
         what,
@@ -53,7 +57,8 @@ fn optimizer_measures_every_optimizer_on_one_and_two_threads() {
     let lines = bench(&["optimizer", "--elements", "100000", "--repeat", "1"], &numbers);
     for optimizer in zeroshard_proto::Optimizer::defaults() {
         for threads in [1, 2] {
-            let is_it = |line: &&Value| line["optimizer"] == optimizer.name() && line["threads"] == threads;
+            let is_it =
+                |line: &&Value| line["optimizer"] == optimizer.name() && line["threads"] == threads;
             assert_eq!(lines.iter().filter(is_it).count(), 1, "{optimizer} on {threads} threads");
         }
     }
@@ -62,7 +67,18 @@ fn optimizer_measures_every_optimizer_on_one_and_two_threads() {
 #[test]
 fn step_measures_a_case_at_every_level() {
     for level in ["os", "os_g", "p_g_os"] {
-        let case = ["--workers", "2", "--servers", "2", "--tensors", "5", "--numel", "1000", "--steps", "2"];
+        let case = [
+            "--workers",
+            "2",
+            "--servers",
+            "2",
+            "--tensors",
+            "5",
+            "--numel",
+            "1000",
+            "--steps",
+            "2",
+        ];
         let lines = bench(&[&["step", "--level", level], &case[..]].concat(), &["seconds"]);
         assert_eq!(lines.len(), 1);
         let line = &lines[0];
@@ -78,7 +94,8 @@ fn step_measures_a_case_at_every_level() {
     }
 }
 
-/// An interpreter that imports everything and measures the same for all systems, but does not have DeepSpeed.
+/// An interpreter that imports everything and measures the same for all systems, but does not have
+/// DeepSpeed.
 const STUB: &str = r#"#!/bin/sh
 [ "$1" = -c ] && exit 0
 while [ $# -gt 0 ]; do
@@ -89,8 +106,8 @@ case "$system" in ds*) echo "ModuleNotFoundError: No module named 'deepspeed'" >
 echo '{"params": 8192, "seconds": 0.5, "loss": 1.0, "peak_bytes": 2097152}' >"$output"
 "#;
 
-/// Writes an interpreter. By a process of its own: a program that another test has open for writing at the moment of
-/// a fork cannot be started.
+/// Writes an interpreter. By a process of its own: a program that another test has open for writing
+/// at the moment of a fork cannot be started.
 fn interpreter(folder: &Path, script: &str) -> String {
     let path = folder.join("python").to_str().unwrap().to_owned();
     let write = r#"printf %s "$1" >"$0" && chmod +x "$0""#;
@@ -102,9 +119,12 @@ fn interpreter(folder: &Path, script: &str) -> String {
 fn torch_measures_every_system_and_level_and_leaves_out_deepspeed_where_it_does_not_run() {
     let folder = tempfile::tempdir().unwrap();
     let python = interpreter(folder.path(), STUB);
-    let numbers = ["params", "seconds", "ratio_ddp", "ratio_fsdp2", "rank0_peak_mib", "rank1_peak_mib"];
-    let lines = bench(&["torch", "--python", &python, "--servers", "embedded", "--rounds", "2"], &numbers);
-    let labels: Vec<_> = lines.iter().map(|it| [&it["system"], &it["level"], &it["transport"]]).collect();
+    let numbers =
+        ["params", "seconds", "ratio_ddp", "ratio_fsdp2", "rank0_peak_mib", "rank1_peak_mib"];
+    let lines =
+        bench(&["torch", "--python", &python, "--servers", "embedded", "--rounds", "2"], &numbers);
+    let labels: Vec<_> =
+        lines.iter().map(|it| [&it["system"], &it["level"], &it["transport"]]).collect();
     let expected = [
         ["local".into(), Value::Null, Value::Null],
         ["ddp".into(), Value::Null, "gloo".into()],
@@ -115,7 +135,8 @@ fn torch_measures_every_system_and_level_and_leaves_out_deepspeed_where_it_does_
         ["zeroshard".into(), "p_g_os".into(), "grpc".into()],
     ];
     assert_eq!(labels, expected.each_ref().map(|it| it.each_ref()));
-    let segment_sizes: Vec<_> = lines.iter().filter_map(|line| line["segment_size"].as_u64()).collect();
+    let segment_sizes: Vec<_> =
+        lines.iter().filter_map(|line| line["segment_size"].as_u64()).collect();
     assert_eq!(segment_sizes, [1024 * 1024 / 2], "at p_g_os only, and every layer is larger");
     assert!(lines.iter().all(|line| line["bench"] == "torch"));
 }
@@ -124,16 +145,21 @@ fn torch_measures_every_system_and_level_and_leaves_out_deepspeed_where_it_does_
 fn torch_prints_a_table_and_why_a_system_is_left_out() {
     let folder = tempfile::tempdir().unwrap();
     let python = interpreter(folder.path(), STUB);
-    let output = run("zs-bench", &["torch", "--python", &python, "--systems", "ddp,ds1", "--rounds", "1"]);
+    let output =
+        run("zs-bench", &["torch", "--python", &python, "--systems", "ddp,ds1", "--rounds", "1"]);
     assert!(output.status.success(), "{output:?}");
     let table = String::from_utf8(output.stdout).unwrap();
     let rows: Vec<Vec<_>> = table.lines().map(|line| line.split_whitespace().collect()).collect();
     let [header, row] = &rows[..] else { panic!("{table}") };
     let cell = |field| row[header.iter().position(|it| *it == field).unwrap()];
-    let cells = ["system", "level", "seconds", "ratio_ddp", "ratio_fsdp2", "rank0_peak_mib"].map(cell);
+    let cells =
+        ["system", "level", "seconds", "ratio_ddp", "ratio_fsdp2", "rank0_peak_mib"].map(cell);
     assert_eq!(cells, ["ddp", "-", "0.500", "1.000", "-", "2"]);
     let log = String::from_utf8(output.stderr).unwrap();
-    assert!(log.contains("ds1 is skipped: ModuleNotFoundError: No module named 'deepspeed'"), "{log}");
+    assert!(
+        log.contains("ds1 is skipped: ModuleNotFoundError: No module named 'deepspeed'"),
+        "{log}"
+    );
 }
 
 #[test]
@@ -150,7 +176,8 @@ fn torch_says_what_to_install_and_which_rank_failed() {
     ];
     for (script, message) in cases {
         let python = interpreter(folder.path(), script);
-        let arguments = ["torch", "--python", &python, "--systems", "zeroshard", "--servers", "embedded"];
+        let arguments =
+            ["torch", "--python", &python, "--systems", "zeroshard", "--servers", "embedded"];
         let output = run("zs-bench", &arguments);
         assert!(!output.status.success() && output.stdout.is_empty(), "{output:?}");
         let log = String::from_utf8(output.stderr).unwrap();
@@ -164,7 +191,9 @@ fn python_with(module: &str) -> Option<String> {
     let output = Command::new(&python).args(["-c", &format!("import {module}")]).output();
     let reason = match output {
         Ok(output) if output.status.success() => return Some(python),
-        Ok(output) => String::from_utf8_lossy(&output.stderr).lines().last().unwrap_or_default().to_owned(),
+        Ok(output) => {
+            String::from_utf8_lossy(&output.stderr).lines().last().unwrap_or_default().to_owned()
+        }
         Err(error) => error.to_string(),
     };
     eprintln!("not measured, since {python} cannot import {module}: {reason}");
@@ -196,7 +225,8 @@ fn torch_runs_its_peers() {
 fn torch_runs_zeroshard_at_every_level_beside_ddp() {
     let Some(python) = python_with("zeroshard.torch") else { return };
     for servers in ["processes", "embedded"] {
-        let arguments = ["torch", "--python", &python, "--systems", "ddp,zeroshard", "--servers", servers];
+        let arguments =
+            ["torch", "--python", &python, "--systems", "ddp,zeroshard", "--servers", servers];
         let lines = bench(&[&arguments[..], &SMALL].concat(), &["seconds", "loss", "ratio_ddp"]);
         assert_eq!(lines.len(), 4);
         assert_same_loss(&lines);

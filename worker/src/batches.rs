@@ -1,8 +1,8 @@
 //! Which windows of the text a replica of the model sees at a step.
 //!
-//! The windows of a step are drawn for the whole global batch, from a key (seed, step, window); a replica
-//! takes its contiguous share. So the data of a step depend on neither the number of workers nor on
-//! whether the step was run before.
+//! The windows of a step are drawn for the whole global batch, from a key (seed, step, window); a
+//! replica takes its contiguous share. So the data of a step depend on neither the number of
+//! workers nor on whether the step was run before.
 
 use thiserror::Error;
 
@@ -20,7 +20,11 @@ impl Batch {
     /// The windows of `text` that begin at `starts`. Each start must leave `length + 1` characters.
     pub fn cut(text: &[u8], starts: &[usize], length: usize) -> Self {
         let gather = |offset: usize| {
-            starts.iter().flat_map(|&start| &text[start + offset..start + offset + length]).copied().collect()
+            starts
+                .iter()
+                .flat_map(|&start| &text[start + offset..start + offset + length])
+                .copied()
+                .collect()
         };
         Self { length, inputs: gather(0), targets: gather(1) }
     }
@@ -97,13 +101,21 @@ impl Sharding {
     }
 
     /// The micro-batches of a replica at a step, in order.
-    pub fn draw(&self, text: &[u8], length: usize, Draw { seed, step, replica }: Draw) -> Vec<Batch> {
+    pub fn draw(
+        &self,
+        text: &[u8],
+        length: usize,
+        Draw { seed, step, replica }: Draw,
+    ) -> Vec<Batch> {
         let share = self.batch / self.replicas;
         let positions = text.len() - length;
         let starts: Vec<usize> = (replica * share..(replica + 1) * share)
             .map(|window| Stream::new(&[seed, WINDOW_STREAM, step, window as u64]).below(positions))
             .collect();
-        starts.chunks(share / self.micro_batches).map(|starts| Batch::cut(text, starts, length)).collect()
+        starts
+            .chunks(share / self.micro_batches)
+            .map(|starts| Batch::cut(text, starts, length))
+            .collect()
     }
 }
 
@@ -142,7 +154,8 @@ mod tests {
         let whole = inputs(Sharding::new(12, 1, 1).unwrap(), 0, 5);
         for replicas in [2, 3, 4, 12] {
             let sharding = Sharding::new(12, replicas, 1).unwrap();
-            let parts: Vec<u8> = (0..replicas).flat_map(|replica| inputs(sharding, replica, 5)).collect();
+            let parts: Vec<u8> =
+                (0..replicas).flat_map(|replica| inputs(sharding, replica, 5)).collect();
             assert_eq!(parts, whole, "{replicas} replicas");
         }
     }

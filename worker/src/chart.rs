@@ -52,11 +52,16 @@ impl Chart {
         draw_line(&mut svg, &axes, &held_out, "#d94801", 2.0);
         for &point in &held_out {
             let (x, y) = axes.at(point);
-            let _ = writeln!(svg, "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3.5\" fill=\"#d94801\"/>");
+            let _ =
+                writeln!(svg, "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3.5\" fill=\"#d94801\"/>");
         }
         legend(
             &mut svg,
-            &[("training loss", "#2171b5"), ("held-out loss", "#d94801"), ("unigram entropy", "#888")],
+            &[
+                ("training loss", "#2171b5"),
+                ("held-out loss", "#d94801"),
+                ("unigram entropy", "#888"),
+            ],
         );
         svg.push_str("</svg>\n");
         svg
@@ -162,7 +167,10 @@ fn draw_line(svg: &mut String, axes: &Axes, points: &[(f64, f64)], colour: &str,
         let (x, y) = axes.at(point);
         let _ = write!(svg, "{x:.1},{y:.1} ");
     }
-    let _ = writeln!(svg, "\" stroke=\"{colour}\" stroke-width=\"{width}\" stroke-linejoin=\"round\"/>");
+    let _ = writeln!(
+        svg,
+        "\" stroke=\"{colour}\" stroke-width=\"{width}\" stroke-linejoin=\"round\"/>"
+    );
 }
 
 /// Means over a fortieth of the run on both sides.
@@ -212,9 +220,13 @@ mod tests {
     #[test]
     fn the_picture_has_axes_curves_and_legend() {
         let svg = chart().svg();
-        for part in
-            ["training loss", "held-out loss", "unigram entropy", ">step<", "loss, nats per character"]
-        {
+        for part in [
+            "training loss",
+            "held-out loss",
+            "unigram entropy",
+            ">step<",
+            "loss, nats per character",
+        ] {
             assert!(svg.contains(part), "{part}");
         }
         assert!(svg.contains("a &lt; b &amp; c"));

@@ -30,17 +30,18 @@ pub struct Cli {
 pub enum Command {
     /// Train a character-level transformer on the text files of a folder
     ///
-    /// With neither --address nor --processes, coordinator, shard servers and workers all run in this process; with
-    /// --tensor-parallel each is a process of its own.
-    /// Same options and seed: same result, bit for bit, whatever the level, the number of shards, the chunk size,
-    /// and whether they are processes or threads.
+    /// With neither --address nor --processes, coordinator, shard servers and workers all run in
+    /// this process; with --tensor-parallel each is a process of its own. Same options and seed:
+    /// same result, bit for bit, whatever the level, the number of shards, the chunk size, and
+    /// whether they are processes or threads.
     Train(Box<Train>),
 }
 
 /// Flags of `train`.
 #[derive(Debug, Clone, Args)]
 pub struct Train {
-    /// Folder with the text to learn: UTF-8 sources and documents; what a .gitignore names is left out
+    /// Folder with the text to learn: UTF-8 sources and documents; what a .gitignore names is left
+    /// out
     #[arg(long, value_name = "DIR", default_value = ".", help_heading = "Training")]
     pub data: PathBuf,
     /// Steps of the whole run; the learning rate rises over the first tenth and falls to a tenth
@@ -55,8 +56,8 @@ pub struct Train {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(2..=4096),
         help_heading = "Training")]
     pub context: u32,
-    /// Parts that a replica's share is computed in, one after the other; their gradients are summed before they are
-    /// sent
+    /// Parts that a replica's share is computed in, one after the other; their gradients are summed
+    /// before they are sent
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65_536),
         help_heading = "Training")]
     pub micro_batches: u32,
@@ -95,25 +96,27 @@ pub struct Train {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 20), help_heading = "Model")]
     pub hidden: Option<u32>,
 
-    /// Workers that have one replica of the model together: each computes, holds, pulls and pushes 1/T of every large
-    /// matrix, and they exchange activations in every block. T divides --heads
+    /// Workers that have one replica of the model together: each computes, holds, pulls and pushes
+    /// 1/T of every large matrix, and they exchange activations in every block. T divides --heads
     #[arg(long, value_name = "T", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256),
         help_heading = "Parallelism")]
     pub tensor_parallel: u32,
-    /// With --tensor-parallel: what is not cut (norms, residual stream) runs on 1/T of each window, so that activations
-    /// are smaller too. T divides --context
+    /// With --tensor-parallel: what is not cut (norms, residual stream) runs on 1/T of each window,
+    /// so that activations are smaller too. T divides --context
     #[arg(long, requires = "tensor_parallel", help_heading = "Parallelism")]
     pub sequence_parallel: bool,
     /// Replicas of the model, each with its share of the batch; gradients are averaged over them
-    /// [default: --workers divided by --tensor-parallel; without --workers 2, or 1 with --tensor-parallel]
+    /// [default: --workers divided by --tensor-parallel; without --workers 2, or 1 with
+    /// --tensor-parallel]
     #[arg(long, value_name = "D", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Parallelism")]
     pub data_parallel: Option<u32>,
-    /// Workers in all [default: --data-parallel times --tensor-parallel]. Worker d T + t is number t of replica d
+    /// Workers in all [default: --data-parallel times --tensor-parallel]. Worker d T + t is number
+    /// t of replica d
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Parallelism")]
     pub workers: Option<u32>,
 
-    /// What a worker keeps: os (all parameters, all gradients), os_g (all parameters), p_g_os (one block's
-    /// parameters at a time)
+    /// What a worker keeps: os (all parameters, all gradients), os_g (all parameters), p_g_os (one
+    /// block's parameters at a time)
     #[arg(long, value_name = "LEVEL", default_value = "p_g_os", help_heading = "Cluster")]
     pub level: Level,
     /// Shard servers to start; with --address, to wait for
@@ -126,8 +129,8 @@ pub struct Train {
     /// Use the running cluster whose coordinator is there
     #[arg(long, value_name = "HOST:PORT", env = "ZEROSHARD_ADDRESS", help_heading = "Cluster")]
     pub address: Option<String>,
-    /// The cluster's secret; servers that are started here get it too. Better said in the environment: other users
-    /// of the machine see flags
+    /// The cluster's secret; servers that are started here get it too. Better said in the
+    /// environment: other users of the machine see flags
     #[arg(
         long,
         value_name = "TOKEN",
@@ -141,8 +144,8 @@ pub struct Train {
     /// Be this one of the workers; the others are started elsewhere [default: be all of them]
     #[arg(long, value_name = "R", requires = "address", help_heading = "Cluster")]
     pub rank: Option<u32>,
-    /// With --tensor-parallel: where this worker listens for the others. An address of this machine that they can
-    /// reach; they learn it from the coordinator
+    /// With --tensor-parallel: where this worker listens for the others. An address of this machine
+    /// that they can reach; they learn it from the coordinator
     #[arg(
         long,
         value_name = "IP:PORT",
@@ -188,8 +191,8 @@ impl Train {
     /// Checks the flags against each other.
     ///
     /// # Errors
-    /// For numbers of workers that contradict each other, a batch that cannot be divided, a rank out of range, and
-    /// hyperparameters that the optimizer refuses.
+    /// For numbers of workers that contradict each other, a batch that cannot be divided, a rank
+    /// out of range, and hyperparameters that the optimizer refuses.
     pub fn plan(&self) -> Result<Plan> {
         let parallelism = self.parallelism()?;
         let architecture = self.architecture()?;
@@ -207,8 +210,13 @@ impl Train {
         }
         let mut optimizer = self.optimizer;
         if let Optimizer::Average(_) = optimizer {
-            let expected = "one that trains: the servers would only average the gradients".to_owned();
-            return Err(Error::Flag { flag: "--optimizer", found: optimizer.to_string(), expected });
+            let expected =
+                "one that trains: the servers would only average the gradients".to_owned();
+            return Err(Error::Flag {
+                flag: "--optimizer",
+                found: optimizer.to_string(),
+                expected,
+            });
         }
         optimizer.set_lr(self.lr.unwrap_or_else(|| default_lr(&optimizer)));
         if let Some(weight_decay) = self.weight_decay {
@@ -271,7 +279,11 @@ impl Train {
                         workers.next_multiple_of(ranks)
                     ),
                 };
-                return Err(Error::Flag { flag: "--workers", found: workers.to_string(), expected });
+                return Err(Error::Flag {
+                    flag: "--workers",
+                    found: workers.to_string(),
+                    expected,
+                });
             }
         };
         Ok(Parallelism { replicas, ranks, sequence: self.sequence_parallel && ranks > 1 })
@@ -281,8 +293,10 @@ impl Train {
         let [context, width, blocks, heads] =
             [self.context, self.width, self.blocks, self.heads].map(|size| size as usize);
         if !width.is_multiple_of(heads) {
-            let expected =
-                format!("a divisor of --width {width}; or take --width {}", width.next_multiple_of(heads));
+            let expected = format!(
+                "a divisor of --width {width}; or take --width {}",
+                width.next_multiple_of(heads)
+            );
             return Err(Error::Flag { flag: "--heads", found: heads.to_string(), expected });
         }
         let hidden = self.hidden.map_or(4 * width, |hidden| hidden as usize);

@@ -1,8 +1,9 @@
 //! What the workers of a job compute together: all-reduce, all-gather and their like over f32 data.
 //!
-//! [`Collectives`] is what the rest needs to know; [`Peers`] does it over gRPC from worker to worker, and is where a
-//! faster transport (NCCL, shared memory) would take its place. Results are the same bits on every rank, and do not depend on
-//! timing: the order of a sum follows from the ranks and the sizes alone.
+//! [`Collectives`] is what the rest needs to know; [`Peers`] does it over gRPC from worker to
+//! worker, and is where a faster transport (NCCL, shared memory) would take its place. Results are
+//! the same bits on every rank, and do not depend on timing: the order of a sum follows from the
+//! ranks and the sizes alone.
 
 mod algorithms;
 mod error;
@@ -24,9 +25,10 @@ pub use peers::{Listening, Options, Peers};
 
 /// Operations among the ranks of a group.
 ///
-/// A group is a list of distinct ranks, this one among them; its order is the order of parts. Every rank of the group calls the
-/// same operations in the same order, from one thread at a time; two ranks that do not are told what each of them called.
-/// Whatever fails, fails all operations from then on with the same error, on this rank and on those that wait for it, until
+/// A group is a list of distinct ranks, this one among them; its order is the order of parts. Every
+/// rank of the group calls the same operations in the same order, from one thread at a time; two
+/// ranks that do not are told what each of them called. Whatever fails, fails all operations from
+/// then on with the same error, on this rank and on those that wait for it, until
 /// [`Collectives::restart`].
 pub trait Collectives: fmt::Debug + Send + Sync {
     /// This worker's rank.
@@ -41,8 +43,14 @@ pub trait Collectives: fmt::Debug + Send + Sync {
     /// Everybody's `data`, in the group's order. `sizes`: how many elements each has.
     fn all_gather(&self, group: &[u32], sizes: &[usize], data: Vec<f32>) -> Result<Vec<Vec<f32>>>;
 
-    /// The reduction of what everybody has for this rank: `parts[i]` is for `group[i]`, and may have a size of its own.
-    fn reduce_scatter(&self, group: &[u32], reduction: Reduction, parts: Vec<Vec<f32>>) -> Result<Vec<f32>>;
+    /// The reduction of what everybody has for this rank: `parts[i]` is for `group[i]`, and may
+    /// have a size of its own.
+    fn reduce_scatter(
+        &self,
+        group: &[u32],
+        reduction: Reduction,
+        parts: Vec<Vec<f32>>,
+    ) -> Result<Vec<f32>>;
 
     /// The `data` of `root`. The others' has its size, and is written over.
     fn broadcast(&self, group: &[u32], root: u32, data: Vec<f32>) -> Result<Vec<f32>>;
@@ -59,6 +67,7 @@ pub trait Collectives: fmt::Debug + Send + Sync {
     /// [`Error::Disagreement`] with what each of two ranks said.
     fn agree(&self, group: &[u32], about: &str, said: &str) -> Result<()>;
 
-    /// Begins anew, after an aborted step: drops what is under way. All ranks give the same `generation`, a higher one each time.
+    /// Begins anew, after an aborted step: drops what is under way. All ranks give the same
+    /// `generation`, a higher one each time.
     fn restart(&self, generation: u64);
 }

@@ -75,7 +75,9 @@ pub enum Error {
         cause: String,
     },
     /// A program of the cluster that is not where this one is.
-    #[error("there is no {program:?}; build it (`cargo build --release`) and keep it beside this program")]
+    #[error(
+        "there is no {program:?}; build it (`cargo build --release`) and keep it beside this program"
+    )]
     NoProgram {
         /// Where it was looked for.
         program: PathBuf,

@@ -7,8 +7,8 @@ const WINDOWS: usize = 64;
 /// Windows that run at once.
 const AT_ONCE: usize = 8;
 
-/// The same windows at every evaluation, spread evenly over the text and not overlapping, in batches of one
-/// size. `text` has more than `length` characters.
+/// The same windows at every evaluation, spread evenly over the text and not overlapping, in
+/// batches of one size. `text` has more than `length` characters.
 pub fn held_out_batches(text: &[u8], length: usize) -> Vec<Batch> {
     // Each window needs the character after it too.
     let fitting = (text.len() - 1) / length;
@@ -26,7 +26,8 @@ mod tests {
     fn windows_are_spread_over_the_text_and_do_not_overlap() {
         let text: Vec<u8> = (0..100_000usize).map(|i| (i / 500) as u8).collect();
         let batches = held_out_batches(&text, 50);
-        let firsts: Vec<u8> = batches.iter().flat_map(|b| b.inputs().chunks(50).map(|w| w[0])).collect();
+        let firsts: Vec<u8> =
+            batches.iter().flat_map(|b| b.inputs().chunks(50).map(|w| w[0])).collect();
         assert_eq!(firsts.len(), WINDOWS);
         assert!(firsts.is_sorted() && firsts[WINDOWS - 1] > 190, "{firsts:?}");
     }

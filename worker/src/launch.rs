@@ -1,4 +1,5 @@
-//! Puts a run together: a cluster in this process, in processes of its own, or a running one; and its workers.
+//! Puts a run together: a cluster in this process, in processes of its own, or a running one; and
+//! its workers.
 
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -46,7 +47,8 @@ pub fn run(flags: &Train) -> Result<()> {
 fn run_here(flags: &Train, plan: Plan, corpus: Corpus, runtime: &Runtime) -> Result<()> {
     let ranks: Vec<u32> =
         flags.rank.map_or_else(|| (0..plan.parallelism.workers()).collect(), |rank| vec![rank]);
-    let run = Run { plan: Arc::new(plan), corpus: Arc::new(corpus), runtime: runtime.handle().clone() };
+    let run =
+        Run { plan: Arc::new(plan), corpus: Arc::new(corpus), runtime: runtime.handle().clone() };
     let outcome = match &flags.address {
         Some(address) => run.workers(flags, address, &ranks)?,
         None => {
@@ -81,8 +83,8 @@ struct Run {
 }
 
 impl Run {
-    /// Runs workers as threads until all are done. The first error ends the run; the other threads end with the
-    /// process.
+    /// Runs workers as threads until all are done. The first error ends the run; the other threads
+    /// end with the process.
     fn workers(&self, flags: &Train, address: &str, ranks: &[u32]) -> Result<Option<Outcome>> {
         let (done, results) = mpsc::channel();
         for &rank in ranks {
@@ -96,7 +98,8 @@ impl Run {
             let work = move || {
                 // Sent on unwinding too, so that a panic is an error and not a silence.
                 let mut report = Report { done, rank, result: None };
-                let result = train::train(&run.plan, &run.corpus, &run.runtime, &address, rank, &mut output);
+                let result =
+                    train::train(&run.plan, &run.corpus, &run.runtime, &address, rank, &mut output);
                 output.finish();
                 report.result = Some(result);
             };

@@ -1,4 +1,5 @@
-//! One step of a worker at each level: the same arithmetic, but other lives for parameters and gradients.
+//! One step of a worker at each level: the same arithmetic, but other lives for parameters and
+//! gradients.
 //!
 //! | level | parameters | gradients |
 //! |---|---|---|
@@ -6,10 +7,11 @@
 //! | `os_g` | all, for the whole step | a segment's pushed and freed when ready, while backward goes on |
 //! | `p_g_os` | one segment's at a time, the next one's on its way | as `os_g` |
 //!
-//! Micro-batches are summed here, in f32 and in order, and pushed once: the same bits at every level and
-//! `1/m` of the traffic of pushing each. `os` and `os_g` run them one after the other, since they keep the
-//! graphs of one micro-batch. `p_g_os` runs all of them through a segment before it goes on to the next: it keeps
-//! only the segments' inputs, and its parameters are pulled once for all micro-batches.
+//! Micro-batches are summed here, in f32 and in order, and pushed once: the same bits at every
+//! level and `1/m` of the traffic of pushing each. `os` and `os_g` run them one after the other,
+//! since they keep the graphs of one micro-batch. `p_g_os` runs all of them through a segment
+//! before it goes on to the next: it keeps only the segments' inputs, and its parameters are pulled
+//! once for all micro-batches.
 
 use std::fmt;
 use std::str::FromStr;
@@ -68,7 +70,10 @@ impl FromStr for Level {
     type Err = UnknownLevel;
 
     fn from_str(name: &str) -> Result<Self, UnknownLevel> {
-        Self::ALL.into_iter().find(|level| level.name() == name).ok_or_else(|| UnknownLevel(name.to_owned()))
+        Self::ALL
+            .into_iter()
+            .find(|level| level.name() == name)
+            .ok_or_else(|| UnknownLevel(name.to_owned()))
     }
 }
 
@@ -83,12 +88,19 @@ pub struct Work<'a> {
     pub loss_scale: f32,
 }
 
-/// Pulls parameters, computes, and pushes the gradient of the mean loss over all micro-batches times the loss
-/// scale. Gives the mean loss, nats per character. On return everything has been pushed.
+/// Pulls parameters, computes, and pushes the gradient of the mean loss over all micro-batches
+/// times the loss scale. Gives the mean loss, nats per character. On return everything has been
+/// pushed.
 ///
 /// # Errors
-/// Those of the exchange, and of the network's group. After `StepAborted` the same call may be made again.
-pub fn run<E: Exchange>(level: Level, link: &Link<E>, network: &Network, work: Work<'_>) -> Result<f64> {
+/// Those of the exchange, and of the network's group. After `StepAborted` the same call may be made
+/// again.
+pub fn run<E: Exchange>(
+    level: Level,
+    link: &Link<E>,
+    network: &Network,
+    work: Work<'_>,
+) -> Result<f64> {
     let departure = match level {
         Level::Os => Departure::AtTheEnd,
         Level::OsG | Level::PGOs => Departure::WhenReady,
@@ -109,8 +121,8 @@ pub fn run<E: Exchange>(level: Level, link: &Link<E>, network: &Network, work: W
     Ok(loss / work.micro_batches.len() as f64)
 }
 
-/// The mean loss over `batches` (of one size) at `version`, nats per character. Holds one segment's parameters
-/// at a time, whatever the level.
+/// The mean loss over `batches` (of one size) at `version`, nats per character. Holds one segment's
+/// parameters at a time, whatever the level.
 pub fn evaluate<E: Exchange>(
     link: &Link<E>,
     network: &Network,
@@ -146,7 +158,8 @@ struct Step<'a, E> {
 }
 
 impl<'a, E: Exchange> Step<'a, E> {
-    /// The gradient that starts every micro-batch's backward pass: the result is the gradient of the mean.
+    /// The gradient that starts every micro-batch's backward pass: the result is the gradient of
+    /// the mean.
     fn seed(&self) -> Hidden {
         seed(self.work.loss_scale / self.work.micro_batches.len() as f32)
     }
@@ -195,7 +208,8 @@ impl<'a, E: Exchange> Step<'a, E> {
                 let batches = hidden.iter().zip(step.work.micro_batches);
                 batches
                     .map(|(hidden, batch)| {
-                        let pass = step.forward(segment, leaves, hidden.clone(), batch, Tracking::None)?;
+                        let pass =
+                            step.forward(segment, leaves, hidden.clone(), batch, Tracking::None)?;
                         Ok(Some(pass.output()))
                     })
                     .collect()
@@ -215,8 +229,8 @@ impl<'a, E: Exchange> Step<'a, E> {
         Ok(total)
     }
 
-    /// Forward (again, for all but the head) and at once backward through one segment, for all micro-batches.
-    /// Takes the gradients of its outputs and gives those of its inputs.
+    /// Forward (again, for all but the head) and at once backward through one segment, for all
+    /// micro-batches. Takes the gradients of its outputs and gives those of its inputs.
     fn turn(
         &mut self,
         segment: Segment,
@@ -294,7 +308,11 @@ mod tests {
     }
 
     impl Exchange for Table {
-        async fn pull(&self, _: u64, mut buffers: Vec<Buffer>) -> zeroshard_proto::Result<Vec<Buffer>> {
+        async fn pull(
+            &self,
+            _: u64,
+            mut buffers: Vec<Buffer>,
+        ) -> zeroshard_proto::Result<Vec<Buffer>> {
             for buffer in &mut buffers {
                 buffer.values.copy_from_slice(&self.parameters[&buffer.tensor]);
                 self.pulls.lock().unwrap().push(buffer.tensor);
@@ -316,7 +334,8 @@ mod tests {
     }
 
     fn network() -> Network {
-        let sizes = Architecture { vocabulary: 23, context: 8, width: 16, blocks: 3, heads: 2, hidden: 64 };
+        let sizes =
+            Architecture { vocabulary: 23, context: 8, width: 16, blocks: 3, heads: 2, hidden: 64 };
         Network::whole(Model::new(sizes))
     }
 
@@ -334,7 +353,11 @@ mod tests {
     fn link(model: &Model, runtime: &Runtime) -> Link<Table> {
         let parameters = initial(model);
         let exchange = Table { parameters, ..Table::default() };
-        Link { exchange: Arc::new(exchange), runtime: runtime.handle().clone(), ledger: Ledger::default() }
+        Link {
+            exchange: Arc::new(exchange),
+            runtime: runtime.handle().clone(),
+            ledger: Ledger::default(),
+        }
     }
 
     struct Outcome {
@@ -393,7 +416,11 @@ mod tests {
             let os = outcome(Level::Os, micro_batches);
             for level in [Level::OsG, Level::PGOs] {
                 let other = outcome(level, micro_batches);
-                assert_eq!(other.loss.to_bits(), os.loss.to_bits(), "{level}, {micro_batches} micro-batches");
+                assert_eq!(
+                    other.loss.to_bits(),
+                    os.loss.to_bits(),
+                    "{level}, {micro_batches} micro-batches"
+                );
                 assert_eq!(
                     bits(&other.gradients),
                     bits(&os.gradients),
@@ -459,9 +486,13 @@ mod tests {
         for level in Level::ALL {
             let work = Work { step: 0, micro_batches: &batches(1), loss_scale: 1.0 };
             let error = run(level, &link, &network, work).unwrap_err();
-            assert!(matches!(error, crate::error::Error::Cluster(Error::StepAborted { .. })), "{error}");
+            assert!(
+                matches!(error, crate::error::Error::Cluster(Error::StepAborted { .. })),
+                "{error}"
+            );
         }
-        link.exchange = Arc::new(Table { parameters: link.exchange.parameters.clone(), ..Table::default() });
+        link.exchange =
+            Arc::new(Table { parameters: link.exchange.parameters.clone(), ..Table::default() });
         let work = Work { step: 0, micro_batches: &batches(1), loss_scale: 1.0 };
         assert_eq!(run(Level::PGOs, &link, &network, work).unwrap(), outcome(Level::PGOs, 1).loss);
     }

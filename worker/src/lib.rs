@@ -1,5 +1,5 @@
-//! ZeroShard's trainer on burn: a decoder-only transformer whose optimizer state, gradients and (level by
-//! level) parameters live on the shard servers.
+//! ZeroShard's trainer on burn: a decoder-only transformer whose optimizer state, gradients and
+//! (level by level) parameters live on the shard servers.
 
 pub mod batches;
 pub mod chart;

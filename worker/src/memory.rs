@@ -1,7 +1,7 @@
 //! The ledger of parameter and gradient bytes that a worker holds.
 //!
-//! Whoever owns a buffer of parameters or gradients owns a [`Lease`] on as many bytes, and drops both
-//! together. The peak is what a level costs a worker; activations are not in it.
+//! Whoever owns a buffer of parameters or gradients owns a [`Lease`] on as many bytes, and drops
+//! both together. The peak is what a level costs a worker; activations are not in it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

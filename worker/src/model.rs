@@ -1,8 +1,8 @@
 //! The model as data: its sizes, and the list of its parameters in manifest order.
 //!
-//! A decoder-only transformer on characters: learned positions, pre-norm blocks, GELU, and a head tied
-//! to the token embedding (GPT-2: Radford et al. 2019; pre-norm: Xiong et al. 2020; tied head: Press and
-//! Wolf 2017). What the parameters do is in `segments`; how they travel is in `levels`.
+//! A decoder-only transformer on characters: learned positions, pre-norm blocks, GELU, and a head
+//! tied to the token embedding (GPT-2: Radford et al. 2019; pre-norm: Xiong et al. 2020; tied head:
+//! Press and Wolf 2017). What the parameters do is in `segments`; how they travel is in `levels`.
 
 use std::ops::Range;
 
@@ -10,8 +10,8 @@ use zeroshard_proto::{BoxView, TensorBox};
 
 use crate::random::Stream;
 
-/// Standard deviation of the initial weights (GPT-2's 0.02 for a model of width 768 is wider than this
-/// model needs to be told: at width 128 it trains faster from a little more).
+/// Standard deviation of the initial weights (GPT-2's 0.02 for a model of width 768 is wider than
+/// this model needs to be told: at width 128 it trains faster from a little more).
 const INITIAL_DEVIATION: f32 = 0.04;
 
 /// Parameters of one block.
@@ -78,7 +78,8 @@ pub struct Parameter {
     pub shape: Vec<usize>,
     /// Parameter group.
     pub group: Group,
-    /// The tensor that this one is another name of (the tied head), as an index into the model's list.
+    /// The tensor that this one is another name of (the tied head), as an index into the model's
+    /// list.
     pub alias_of: Option<usize>,
     /// The dimension along which a tensor-parallel group cuts it; `None`: every rank has all of it.
     pub cut: Option<usize>,
@@ -127,8 +128,11 @@ impl Model {
             let name = |rest: &str| format!("blocks.{block}.{rest}");
             list.push(constant(&name("norm1.weight"), &[width], 1.0));
             list.push(constant(&name("norm1.bias"), &[width], 0.0));
-            // Query, key and value lie in a dimension of their own: the last one is the heads, and can be cut by them.
-            list.push(weight(&name("attention.in.weight"), &[width, 3, width], INITIAL_DEVIATION).cut(2));
+            // Query, key and value lie in a dimension of their own: the last one is the heads, and
+            // can be cut by them.
+            list.push(
+                weight(&name("attention.in.weight"), &[width, 3, width], INITIAL_DEVIATION).cut(2),
+            );
             list.push(constant(&name("attention.in.bias"), &[3, width], 0.0).cut(1));
             list.push(weight(&name("attention.out.weight"), &[width, width], residual).cut(0));
             list.push(constant(&name("attention.out.bias"), &[width], 0.0));
@@ -184,8 +188,8 @@ impl Model {
         }
     }
 
-    /// Whether a segment that runs backward later than `segment` reads `tensor` too: true for the embedding
-    /// in the head.
+    /// Whether a segment that runs backward later than `segment` reads `tensor` too: true for the
+    /// embedding in the head.
     pub fn reads_again(&self, segment: Segment, tensor: usize) -> bool {
         segment == Segment::Head && tensor == EMBEDDING
     }
@@ -195,8 +199,8 @@ impl Model {
         self.initial_part(seed, tensor, &TensorBox::whole(&self.parameters[tensor].sizes()))
     }
 
-    /// The first values of a box of a tensor: nobody needs to make all of it. Uniform, with nothing but multiplications
-    /// and additions, so that a seed means the same bits on every machine.
+    /// The first values of a box of a tensor: nobody needs to make all of it. Uniform, with nothing
+    /// but multiplications and additions, so that a seed means the same bits on every machine.
     pub fn initial_part(&self, seed: u64, tensor: usize, area: &TensorBox) -> Vec<f32> {
         let parameter = &self.parameters[tensor];
         match parameter.start {
@@ -306,7 +310,9 @@ mod tests {
     #[test]
     fn the_first_values_of_a_box_are_those_of_the_tensor() {
         let model = Model::new(Architecture::small(50, 16));
-        for (tensor, parameter) in model.parameters().iter().enumerate().filter(|(_, p)| p.cut.is_some()) {
+        for (tensor, parameter) in
+            model.parameters().iter().enumerate().filter(|(_, p)| p.cut.is_some())
+        {
             let mut area = TensorBox::whole(&parameter.sizes());
             let dim = parameter.cut.unwrap();
             (area.offset[dim], area.size[dim]) = (5, 7);

@@ -1,11 +1,14 @@
 //! Distributed tensors and layers on burn, by the names of torch and Paddle.
 //!
-//! A [`World`] is the ranks of a job ([`crate::collectives`] reaches them), a [`Mesh`] some of them in an array. A [`DistTensor`] is a
-//! tensor of which each has its part; collectives are operations inside autograd, so gradients come as the placements want them.
+//! A [`World`] is the ranks of a job ([`crate::collectives`] reaches them), a [`Mesh`] some of them
+//! in an array. A [`DistTensor`] is a tensor of which each has its part; collectives are operations
+//! inside autograd, so gradients come as the placements want them.
 //!
-//! A burn module is a struct, and nothing can put itself between it and its layers. So a module is made of layers that can be distributed
-//! ([`ParallelLinear`], [`ParallelEmbedding`], [`ParallelNorm`]) and shows them by name ([`Parallelize`]); a plan of styles
-//! ([`parallelize_module`]) or a function ([`shard_layer`]) distributes them. Without either they are burn's own.
+//! A burn module is a struct, and nothing can put itself between it and its layers. So a module is
+//! made of layers that can be distributed ([`ParallelLinear`], [`ParallelEmbedding`],
+//! [`ParallelNorm`]) and shows them by name ([`Parallelize`]); a plan of styles
+//! ([`parallelize_module`]) or a function ([`shard_layer`]) distributes them. Without either they
+//! are burn's own.
 //!
 //! ```no_run
 //! use burn::tensor::{Tensor, activation::relu};
@@ -73,9 +76,10 @@ pub use linear::ParallelLinear;
 pub use norm::ParallelNorm;
 pub use plan::parallelize_module;
 pub use prepare::{
-    PrepareInput, PrepareOutput, make_input_replicate_1d, make_input_reshard_replicate, make_input_shard_1d,
-    make_input_shard_1d_last_dim, make_output_replicate_1d, make_output_reshard_tensor, make_output_shard_1d,
-    make_output_tensor, make_sharded_output_tensor,
+    PrepareInput, PrepareOutput, make_input_replicate_1d, make_input_reshard_replicate,
+    make_input_shard_1d, make_input_shard_1d_last_dim, make_output_replicate_1d,
+    make_output_reshard_tensor, make_output_shard_1d, make_output_tensor,
+    make_sharded_output_tensor,
 };
 pub use program::{Kind, Mode, Operation, Part, Program, Scope};
 pub use server_optimizer::{ServerOptimizer, ServerOptions, StateTensor, shard_optimizer};

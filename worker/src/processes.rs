@@ -1,4 +1,5 @@
-//! `--processes`: coordinator, shard servers and workers as child processes, as a cluster runs them.
+//! `--processes`: coordinator, shard servers and workers as child processes, as a cluster runs
+//! them.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -18,19 +19,20 @@ use crate::error::{Error, Result};
 /// How long a server may take to end.
 const LAST_WORDS: Duration = Duration::from_secs(3);
 
-/// Starts everything, waits for the workers (`count` of them), and ends the servers. What is still running when this returns, or
-/// is dropped, is killed.
+/// Starts everything, waits for the workers (`count` of them), and ends the servers. What is still
+/// running when this returns, or is dropped, is killed.
 ///
 /// # Errors
 /// For a program that is not there, does not start, or fails.
 pub async fn run(flags: &Train, count: u32) -> Result<()> {
-    let here =
-        std::env::current_exe().map_err(|cause| Error::System { doing: "find this program", cause })?;
+    let here = std::env::current_exe()
+        .map_err(|cause| Error::System { doing: "find this program", cause })?;
     let server = here.with_file_name(format!("zeroshard-server{}", std::env::consts::EXE_SUFFIX));
     if !server.is_file() {
         return Err(Error::NoProgram { program: server });
     }
-    let coordinator = Server::start(&server, &["coordinator", "--admin-listen", "off"], &flags.token).await?;
+    let coordinator =
+        Server::start(&server, &["coordinator", "--admin-listen", "off"], &flags.token).await?;
     let mut servers = vec![];
     for _ in 0..flags.shards {
         let arguments = ["shard", "--admin-listen", "off", "--coordinator", &coordinator.address];
@@ -57,7 +59,8 @@ pub async fn run(flags: &Train, count: u32) -> Result<()> {
 async fn stop(servers: Vec<Server>) {
     for mut server in servers {
         let pid = server.child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
-        // One that does not end in time is killed when it is dropped; one that has ended needs no signal.
+        // One that does not end in time is killed when it is dropped; one that has ended needs no
+        // signal.
         if let Some(Ok(())) = pid.map(|pid| kill_process(pid, Signal::TERM)) {
             let _ = timeout(LAST_WORDS, server.child.wait()).await;
         }
@@ -92,8 +95,10 @@ impl Server {
         command.env(TOKEN_VARIABLE, token.reveal().unwrap_or_default());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).kill_on_drop(true);
         let failed = |did: String| Error::Process { program: name.clone(), did };
-        let mut child = command.spawn().map_err(|cause| failed(format!("did not start: {cause}")))?;
-        let stdout = child.stdout.take().ok_or_else(|| failed("has no standard output".to_owned()))?;
+        let mut child =
+            command.spawn().map_err(|cause| failed(format!("did not start: {cause}")))?;
+        let stdout =
+            child.stdout.take().ok_or_else(|| failed("has no standard output".to_owned()))?;
         let mut lines = BufReader::new(stdout).lines();
         while let Ok(Some(line)) = lines.next_line().await {
             match serde_json::from_str::<Listening>(&line) {
@@ -126,15 +131,22 @@ async fn finish(mut worker: Child, rank: u32) -> Result<()> {
     let program = format!("worker {rank}");
     match worker.wait().await {
         Ok(status) if status.success() => Ok(()),
-        Ok(status) => Err(Error::Process { program, did: format!("failed ({status}); it says why above") }),
-        Err(cause) => Err(Error::Process { program, did: format!("cannot be waited for: {cause}") }),
+        Ok(status) => {
+            Err(Error::Process { program, did: format!("failed ({status}); it says why above") })
+        }
+        Err(cause) => {
+            Err(Error::Process { program, did: format!("cannot be waited for: {cause}") })
+        }
     }
 }
 
 async fn all(workers: &mut JoinSet<Result<()>>) -> Result<()> {
     while let Some(result) = workers.join_next().await {
         result.unwrap_or_else(|cause| {
-            Err(Error::Process { program: "a worker".to_owned(), did: format!("was lost: {cause}") })
+            Err(Error::Process {
+                program: "a worker".to_owned(),
+                did: format!("was lost: {cause}"),
+            })
         })?;
     }
     Ok(())

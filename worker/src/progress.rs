@@ -1,4 +1,5 @@
-//! What a run says while it goes on: a progress bar for people, one JSON object a line for programs.
+//! What a run says while it goes on: a progress bar for people, one JSON object a line for
+//! programs.
 
 use std::io::{self, Write};
 use std::time::Instant;
@@ -119,7 +120,8 @@ impl Bar {
             )
         });
         self.last = Some((now, event.tokens, event.traffic));
-        let held_out = self.held_out.map_or_else(String::new, |loss| format!(" · held-out {loss:.3}"));
+        let held_out =
+            self.held_out.map_or_else(String::new, |loss| format!(" · held-out {loss:.3}"));
         self.bar.set_message(format!("loss {:.3}{held_out}{rates} ·", event.loss));
         self.bar.set_position(event.step + 1);
     }
@@ -174,9 +176,15 @@ mod tests {
 
     #[test]
     fn a_step_line_has_its_fields() {
-        let step =
-            Line::Step { step: 3, loss: 2.5, gradient_norm: f64::INFINITY, applied: false, overflow: None };
-        let expected = r#"{"event":"step","step":3,"loss":2.5,"gradient_norm":null,"applied":false}"#;
+        let step = Line::Step {
+            step: 3,
+            loss: 2.5,
+            gradient_norm: f64::INFINITY,
+            applied: false,
+            overflow: None,
+        };
+        let expected =
+            r#"{"event":"step","step":3,"loss":2.5,"gradient_norm":null,"applied":false}"#;
         assert_eq!(serde_json::to_string(&step).unwrap(), expected);
     }
 }

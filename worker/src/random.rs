@@ -1,7 +1,8 @@
 //! Random numbers that are a pure function of a key: (seed, purpose, step, …).
 //!
-//! Counter based, so that a rank can draw its share of a step without drawing everybody else's, and a
-//! step that is run again draws the same. The mixing function is SplitMix64's (Steele, Lea, Flood 2014).
+//! Counter based, so that a rank can draw its share of a step without drawing everybody else's, and
+//! a step that is run again draws the same. The mixing function is SplitMix64's (Steele, Lea, Flood
+//! 2014).
 
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
@@ -14,7 +15,8 @@ pub struct Stream {
 impl Stream {
     /// The stream of a key. Different keys give unrelated streams.
     pub fn new(key: &[u64]) -> Self {
-        let state = key.iter().fold(GOLDEN, |state, &part| mix(state ^ mix(part.wrapping_add(GOLDEN))));
+        let state =
+            key.iter().fold(GOLDEN, |state, &part| mix(state ^ mix(part.wrapping_add(GOLDEN))));
         Self { state }
     }
 

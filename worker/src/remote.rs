@@ -80,7 +80,12 @@ impl Remote {
     ///
     /// # Errors
     /// Those of the cluster; waits for coordinator and servers until the deadline of `options`.
-    pub fn join(runtime: &Handle, options: Options, spec: &JobSpec, seat: Seat<'_>) -> Result<Self> {
+    pub fn join(
+        runtime: &Handle,
+        options: Options,
+        spec: &JobSpec,
+        seat: Seat<'_>,
+    ) -> Result<Self> {
         let job = runtime.block_on(async {
             let cluster = Cluster::connect(seat.coordinator, options).await?;
             cluster.create_job(spec).await?;
@@ -102,8 +107,8 @@ impl Remote {
         self.runtime.block_on(self.job.peers())
     }
 
-    /// The version to start from. Where there is none yet, the initial parameters are uploaded, each by the first rank that
-    /// has it, one tensor at a time, and all begin with version 0.
+    /// The version to start from. Where there is none yet, the initial parameters are uploaded,
+    /// each by the first rank that has it, one tensor at a time, and all begin with version 0.
     ///
     /// # Errors
     /// Those of the upload.

@@ -70,7 +70,8 @@ impl Summary {
 /// # Errors
 /// If that fails.
 pub fn write_files(folder: &Path, plan: &Plan, outcome: &Outcome) -> Result<()> {
-    let points = |points: &[(u64, f64)]| points.iter().map(|&(step, loss)| (step as f64, loss)).collect();
+    let points =
+        |points: &[(u64, f64)]| points.iter().map(|&(step, loss)| (step as f64, loss)).collect();
     let chart = Chart {
         title: title(plan, outcome),
         train: points(&outcome.train),
@@ -126,7 +127,15 @@ fn table(plan: &Plan, summary: &Summary, parameters: usize) -> Table {
         table.add_row([name.to_owned(), value]);
     };
     row("model", format!("{:.2} M parameters, context {}", millions(parameters), plan.context()));
-    row("run", format!("{} steps of {} windows, {}", summary.steps, plan.sharding.batch(), plan.parallelism));
+    row(
+        "run",
+        format!(
+            "{} steps of {} windows, {}",
+            summary.steps,
+            plan.sharding.batch(),
+            plan.parallelism
+        ),
+    );
     row("level", format!("{}, {} on the wire", plan.level, plan.wire));
     row("optimizer", plan.schedule.to_string());
     row("training loss", format!("{:.4} nats/character", summary.train_loss));
@@ -140,7 +149,10 @@ fn table(plan: &Plan, summary: &Summary, parameters: usize) -> Table {
     let share = 100.0 * summary.peak_bytes as f64 / all;
     row(
         "peak of a worker",
-        format!("{}: {share:.0} % of all parameters and gradients", megabytes(summary.peak_bytes as f64)),
+        format!(
+            "{}: {share:.0} % of all parameters and gradients",
+            megabytes(summary.peak_bytes as f64)
+        ),
     );
     if summary.skipped + summary.aborted > 0 {
         row(

@@ -26,11 +26,16 @@ pub struct Request<'a> {
     pub seed: u64,
 }
 
-/// Goes on from the prompt. Pulls all parameters and holds them, unless nothing is to be added; `network` has all of its model.
+/// Goes on from the prompt. Pulls all parameters and holds them, unless nothing is to be added;
+/// `network` has all of its model.
 ///
 /// # Errors
 /// Those of the pull.
-pub fn generate<E: Exchange>(link: &Link<E>, network: &Network, request: Request<'_>) -> Result<Vec<u8>> {
+pub fn generate<E: Exchange>(
+    link: &Link<E>,
+    network: &Network,
+    request: Request<'_>,
+) -> Result<Vec<u8>> {
     if request.count == 0 {
         return Ok(Vec::new());
     }
@@ -51,13 +56,18 @@ pub fn generate<E: Exchange>(link: &Link<E>, network: &Network, request: Request
     Ok(text.split_off(request.prompt.len()))
 }
 
-fn next_logits(network: &Network, leaves: &[(Segment, Vec<Leaf>)], visible: &Batch) -> Result<Vec<f32>> {
+fn next_logits(
+    network: &Network,
+    leaves: &[(Segment, Vec<Leaf>)],
+    visible: &Batch,
+) -> Result<Vec<f32>> {
     let mut hidden = None;
     for (segment, leaves) in leaves {
         if let (Segment::Head, Some(hidden)) = (segment, &hidden) {
             return Ok(last_logits(network, leaves, Clone::clone(hidden), visible)?);
         }
-        let pass = Pass::forward(network, *segment, leaves, hidden.take(), visible, Tracking::None)?;
+        let pass =
+            Pass::forward(network, *segment, leaves, hidden.take(), visible, Tracking::None)?;
         hidden = Some(pass.output());
     }
     unreachable!("a model ends with its head");

@@ -25,8 +25,9 @@ impl Schedule {
         Self { optimizer, steps }
     }
 
-    /// The optimizers of a step, one for each parameter group (`model::Group`). The learning rate rises linearly,
-    /// then falls along half a cosine to a tenth (Loshchilov and Hutter 2017, without restarts).
+    /// The optimizers of a step, one for each parameter group (`model::Group`). The learning rate
+    /// rises linearly, then falls along half a cosine to a tenth (Loshchilov and Hutter 2017,
+    /// without restarts).
     pub fn at(&self, step: u64) -> Vec<Optimizer> {
         self.groups(self.factor(step))
     }

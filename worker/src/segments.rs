@@ -1,15 +1,15 @@
 //! What the segments compute, forward and backward, on burn.
 //!
-//! Every level runs the model segment by segment with the same operations on the same shapes, so that
-//! the levels agree bit for bit. A segment's input is a leaf of its own graph: its backward takes the
-//! gradient of its output, and gives the gradient of its input and of its parameters, at once and
-//! independently of the other segments.
+//! Every level runs the model segment by segment with the same operations on the same shapes, so
+//! that the levels agree bit for bit. A segment's input is a leaf of its own graph: its backward
+//! takes the gradient of its output, and gives the gradient of its input and of its parameters, at
+//! once and independently of the other segments.
 //!
-//! Where the model is cut over a group of ranks, each runs its part, and a [`Group`] puts the parts together at both ends of
-//! embedding, attention, MLP and head.
+//! Where the model is cut over a group of ranks, each runs its part, and a [`Group`] puts the parts
+//! together at both ends of embedding, attention, MLP and head.
 //!
-//! Everything is f32. Shapes: `n` windows of `t` characters (with sequence parallelism, this rank's part of them); hidden states
-//! are `[n * t, width]`.
+//! Everything is f32. Shapes: `n` windows of `t` characters (with sequence parallelism, this rank's
+//! part of them); hidden states are `[n * t, width]`.
 
 use burn::backend::{Autodiff, Flex};
 use burn::tensor::activation::{log_softmax, sigmoid, softmax};
@@ -23,8 +23,9 @@ use crate::tensor_parallel::{Group, Network};
 
 /// The backend without graphs.
 pub type Plain = Flex;
-/// The backend with graphs. It also runs forward passes without graphs: its operations are not always the
-/// plain backend's (there a softmax is one fused kernel), and the bits must not depend on the level.
+/// The backend with graphs. It also runs forward passes without graphs: its operations are not
+/// always the plain backend's (there a softmax is one fused kernel), and the bits must not depend
+/// on the level.
 pub type Graph = Autodiff<Flex>;
 
 /// Hidden states or their gradient, outside any graph: `[n * t, width]`.
@@ -73,8 +74,8 @@ pub struct Pass<'a> {
 impl<'a> Pass<'a> {
     /// Runs a segment forward.
     ///
-    /// `parameters`: this rank's, flattened, in the order of `Model::tensors_of`. `hidden`: the output of the segment
-    /// before, `[n * t, width]`; `None` for the embedding.
+    /// `parameters`: this rank's, flattened, in the order of `Model::tensors_of`. `hidden`: the
+    /// output of the segment before, `[n * t, width]`; `None` for the embedding.
     ///
     /// # Errors
     /// Those of the group's collectives.
@@ -132,8 +133,8 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// Probabilities of the next character after each window's last one: `[n, vocabulary]` logits, flattened, of a network that has
-/// all of its model. `parameters` and `hidden` are the head's.
+/// Probabilities of the next character after each window's last one: `[n, vocabulary]` logits,
+/// flattened, of a network that has all of its model. `parameters` and `hidden` are the head's.
 ///
 /// # Errors
 /// None without a group.
@@ -280,7 +281,8 @@ impl Run<'_> {
         let targets = targets.sub_scalar(self.first_character());
         let elsewhere =
             targets.clone().lower_elem(0).bool_or(targets.clone().greater_equal_elem(here as i64));
-        let target = shifted.clone().gather(1, targets.clamp(0, here as i64 - 1)).mask_fill(elsewhere, 0.0);
+        let target =
+            shifted.clone().gather(1, targets.clamp(0, here as i64 - 1)).mask_fill(elsewhere, 0.0);
         let parts = group.sum(Tensor::cat(vec![shifted.exp().sum_dim(1), target], 1))?;
         let loss = parts.clone().narrow(1, 0, 1).log() - parts.narrow(1, 1, 1);
         Ok(loss.mean().reshape([1, 1]))
@@ -335,16 +337,16 @@ fn indices(characters: &[u8]) -> Tensor<Graph, 1, Int> {
     Tensor::from_data(TensorData::new(values, [count]), &Default::default())
 }
 
-/// 0 where a character may look, `MASKED` where it would look ahead. Full size: burn adds equal shapes thirty
-/// times as fast as it broadcasts.
+/// 0 where a character may look, `MASKED` where it would look ahead. Full size: burn adds equal
+/// shapes thirty times as fast as it broadcasts.
 fn causal_mask(shape: [usize; 4]) -> Tensor<Graph, 4> {
     let [n, heads, t, _] = shape;
     let one: Vec<f32> = (0..t * t).map(|i| if i % t > i / t { MASKED } else { 0.0 }).collect();
     Tensor::from_data(TensorData::new(one.repeat(n * heads), shape), &Default::default())
 }
 
-/// GELU in its sigmoid form, `x * sigmoid(1.702 x)` (Hendrycks and Gimpel 2016, section 2): the form with
-/// `erf` took a third of a step.
+/// GELU in its sigmoid form, `x * sigmoid(1.702 x)` (Hendrycks and Gimpel 2016, section 2): the
+/// form with `erf` took a third of a step.
 fn gelu(x: Tensor<Graph, 2>) -> Tensor<Graph, 2> {
     sigmoid(x.clone().mul_scalar(1.702)) * x
 }

@@ -1,15 +1,19 @@
-//! Tensor parallelism of the trainer: `D` replicas of the model, each cut over a group of `T` ranks (Shoeybi et al. 2019), whose
-//! tokens may be cut too where the model is not (sequence parallelism: Korthikanti et al. 2022).
+//! Tensor parallelism of the trainer: `D` replicas of the model, each cut over a group of `T` ranks
+//! (Shoeybi et al. 2019), whose tokens may be cut too where the model is not (sequence parallelism:
+//! Korthikanti et al. 2022).
 //!
-//! The embedding is cut by the vocabulary, attention by heads, the MLP by its inner width: what comes in is whole, what comes out
-//! are parts of a sum. [`Group`] has the places in between, for `segments`.
+//! The embedding is cut by the vocabulary, attention by heads, the MLP by its inner width: what
+//! comes in is whole, what comes out are parts of a sum. [`Group`] has the places in between, for
+//! `segments`.
 
 use std::fmt;
 use std::sync::Arc;
 
 use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
-use zeroshard_proto::{DimPlacement as Placement, Layout, ProcessMesh, Reduction, TensorBox, TensorLayout};
+use zeroshard_proto::{
+    DimPlacement as Placement, Layout, ProcessMesh, Reduction, TensorBox, TensorLayout,
+};
 
 use crate::collectives::Collectives;
 use crate::error::Error;
@@ -39,12 +43,14 @@ impl Parallelism {
         rank / self.ranks
     }
 
-    /// The workers as a mesh "dp" x "tp"; `None` if the model is not cut, and the workers need not know each other.
+    /// The workers as a mesh "dp" x "tp"; `None` if the model is not cut, and the workers need not
+    /// know each other.
     ///
     /// # Errors
     /// [`zeroshard_proto::Error::Invalid`] for more workers than a job may have.
     pub fn mesh(self) -> zeroshard_proto::Result<Option<ProcessMesh>> {
-        let mesh = || ProcessMesh::dense([self.replicas as usize, self.ranks as usize], ["dp", "tp"]);
+        let mesh =
+            || ProcessMesh::dense([self.replicas as usize, self.ranks as usize], ["dp", "tp"]);
         (self.ranks > 1).then(mesh).transpose()
     }
 
@@ -68,7 +74,8 @@ impl Parallelism {
     /// Checks that a model can be cut so.
     ///
     /// # Errors
-    /// [`Error::Flag`] for heads or windows that do not divide, and a rank for which nothing would be left.
+    /// [`Error::Flag`] for heads or windows that do not divide, and a rank for which nothing would
+    /// be left.
     pub fn check(self, architecture: Architecture) -> Result<(), Error> {
         let Architecture { vocabulary, context, heads, hidden, .. } = architecture;
         let ranks = self.ranks as usize;
@@ -88,10 +95,13 @@ impl Parallelism {
             );
             return wrong("--tensor-parallel", expected);
         }
-        for (what, size) in [("characters of the vocabulary", vocabulary), ("columns of --hidden", hidden)] {
+        for (what, size) in
+            [("characters of the vocabulary", vocabulary), ("columns of --hidden", hidden)]
+        {
             // Everybody but the last has a ceil(size / ranks)-th.
             if size.div_ceil(ranks) * (ranks - 1) >= size {
-                let expected = format!("so small that each worker of a group has some of the {size} {what}");
+                let expected =
+                    format!("so small that each worker of a group has some of the {size} {what}");
                 return wrong("--tensor-parallel", expected);
             }
         }
@@ -113,8 +123,9 @@ impl fmt::Display for Parallelism {
 
 /// The ranks that have a replica together, as one of them sees them. Cheap to clone.
 ///
-/// Hidden states are `[n, t, width]`: `n` windows of `t` characters. Between the cut layers lies the residual stream, of which each
-/// rank has all, or with sequence parallelism its part of every window.
+/// Hidden states are `[n, t, width]`: `n` windows of `t` characters. Between the cut layers lies
+/// the residual stream, of which each rank has all, or with sequence parallelism its part of every
+/// window.
 #[derive(Debug, Clone)]
 pub struct Group {
     /// INVARIANT: of one dimension.
@@ -123,8 +134,8 @@ pub struct Group {
 }
 
 impl Group {
-    /// The group of this rank on `mesh`, which is `parallelism`'s. All workers make theirs at the same time, and say the same about
-    /// the run.
+    /// The group of this rank on `mesh`, which is `parallelism`'s. All workers make theirs at the
+    /// same time, and say the same about the run.
     ///
     /// # Errors
     /// Those of the collectives; that another worker has another mesh, or said something else.
@@ -150,10 +161,13 @@ impl Group {
         let placement = self.parallelism.placements(parameter)[1];
         let layout = Layout::new(self.mesh.process_mesh().clone(), vec![placement]);
         let layout = layout.expect("the mesh has one dimension");
-        layout.local_box(&parameter.sizes(), self.mesh.rank()).expect("a mesh is made with this rank in it")
+        layout
+            .local_box(&parameter.sizes(), self.mesh.rank())
+            .expect("a mesh is made with this rank in it")
     }
 
-    /// The first character of a window of `length` in this rank's part of the residual stream, and how many there are.
+    /// The first character of a window of `length` in this rank's part of the residual stream, and
+    /// how many there are.
     pub fn window(&self, length: usize) -> (usize, usize) {
         if !self.parallelism.sequence {
             return (0, length);
@@ -162,7 +176,8 @@ impl Group {
         (self.mesh.coordinate()[0] * part, part)
     }
 
-    /// From the residual stream into a cut layer: everybody has all of it, and gets a part of its gradient.
+    /// From the residual stream into a cut layer: everybody has all of it, and gets a part of its
+    /// gradient.
     ///
     /// # Errors
     /// Those of the collectives.
@@ -199,7 +214,10 @@ impl Group {
     ///
     /// # Errors
     /// Those of its collectives.
-    pub fn backward(&self, loss: &Tensor<Graph, 1>) -> Result<<Graph as AutodiffBackend>::Gradients> {
+    pub fn backward(
+        &self,
+        loss: &Tensor<Graph, 1>,
+    ) -> Result<<Graph as AutodiffBackend>::Gradients> {
         self.mesh.world().backward(loss)
     }
 
@@ -271,14 +289,23 @@ mod tests {
         let three = Architecture { heads: 6, width: 12, ..small };
         assert!(Parallelism { replicas: 1, ranks: 3, sequence: false }.check(three).is_ok());
         assert!(refusal(3, true, three).contains("--context 66"));
-        assert!(refusal(4, false, Architecture { vocabulary: 5, ..small }).contains("5 characters"));
-        assert!(refusal(4, false, Architecture { hidden: 9, ..small }).contains("9 columns of --hidden"));
+        assert!(
+            refusal(4, false, Architecture { vocabulary: 5, ..small }).contains("5 characters")
+        );
+        assert!(
+            refusal(4, false, Architecture { hidden: 9, ..small })
+                .contains("9 columns of --hidden")
+        );
     }
 
     #[test]
     fn all_ranks_have_the_model_once() {
-        let model =
-            Model::new(Architecture { heads: 6, width: 12, hidden: 50, ..Architecture::small(23, 8) });
+        let model = Model::new(Architecture {
+            heads: 6,
+            width: 12,
+            hidden: 50,
+            ..Architecture::small(23, 8)
+        });
         for sequence in [false, true] {
             let parallelism = Parallelism { replicas: 2, ranks: 3, sequence };
             let mesh = Arc::new(parallelism.mesh().unwrap().unwrap());
@@ -291,7 +318,8 @@ mod tests {
                     (None, true) => (1, 6),
                     (None, false) => (1, 2),
                 };
-                let found: Vec<usize> = contributions.lanes.iter().map(|lane| lane.ranks.len()).collect();
+                let found: Vec<usize> =
+                    contributions.lanes.iter().map(|lane| lane.ranks.len()).collect();
                 assert_eq!(found, vec![ranks; lanes], "{}", parameter.name);
             }
         }

@@ -10,9 +10,9 @@ use thiserror::Error;
 
 /// Extensions of files that are read, apart from the readmes without one.
 const EXTENSIONS: [&str; 33] = [
-    "adoc", "c", "cc", "cpp", "css", "go", "h", "hpp", "html", "java", "jl", "js", "kt", "lua", "md", "org",
-    "php", "pl", "proto", "py", "pyi", "rb", "rs", "rst", "scala", "sh", "sql", "swift", "toml", "ts", "txt",
-    "yaml", "yml",
+    "adoc", "c", "cc", "cpp", "css", "go", "h", "hpp", "html", "java", "jl", "js", "kt", "lua",
+    "md", "org", "php", "pl", "proto", "py", "pyi", "rb", "rs", "rst", "scala", "sh", "sql",
+    "swift", "toml", "ts", "txt", "yaml", "yml",
 ];
 /// Larger files are data rather than prose or source.
 const LARGEST_FILE: u64 = 1 << 20;
@@ -83,7 +83,8 @@ impl Vocabulary {
         // Stable: of equally common characters the first by code point stay.
         common.sort_by_key(|&(_, count)| std::cmp::Reverse(count));
         common.truncate(MOST_CHARACTERS - 1);
-        let mut characters: Vec<char> = common.into_iter().map(|(character, _)| character).collect();
+        let mut characters: Vec<char> =
+            common.into_iter().map(|(character, _)| character).collect();
         characters.sort_unstable();
         characters.push(REPLACEMENT);
         Self { characters }
@@ -96,7 +97,8 @@ impl Vocabulary {
 
     /// The number of each character.
     pub fn encode(&self, text: &str) -> Vec<u8> {
-        let (replacement, common) = self.characters.split_last().expect("the replacement is always there");
+        let (replacement, common) =
+            self.characters.split_last().expect("the replacement is always there");
         debug_assert_eq!(*replacement, REPLACEMENT);
         text.chars()
             .map(|character| common.binary_search(&character).unwrap_or(common.len()))
@@ -169,8 +171,8 @@ impl Corpus {
         }
     }
 
-    /// Entropy of the text's characters taken one by one, nats per character: the loss of a model that knows how
-    /// common each character is and nothing more.
+    /// Entropy of the text's characters taken one by one, nats per character: the loss of a model
+    /// that knows how common each character is and nothing more.
     pub fn unigram_entropy(&self) -> f64 {
         let mut counts = vec![0u64; self.vocabulary.size()];
         for &character in self.train.iter().chain(&self.held_out) {
@@ -184,7 +186,8 @@ impl Corpus {
 
 fn read_files(folder: &Path) -> Vec<String> {
     let mut walk = WalkBuilder::new(folder);
-    // The result must not depend on the user's own git settings, nor on whether this is a git checkout.
+    // The result must not depend on the user's own git settings, nor on whether this is a git
+    // checkout.
     walk.require_git(false).git_global(false).git_exclude(false).sort_by_file_path(Ord::cmp);
     let mut texts = Vec::new();
     let mut bytes = 0;
@@ -241,8 +244,11 @@ mod tests {
 
     #[test]
     fn ignored_and_broken_files_are_left_out() {
-        let folder =
-            folder(&[(".gitignore", "/out\n"), ("out/a.txt", &"o".repeat(99)), ("b.txt", &"b".repeat(99))]);
+        let folder = folder(&[
+            (".gitignore", "/out\n"),
+            ("out/a.txt", &"o".repeat(99)),
+            ("b.txt", &"b".repeat(99)),
+        ]);
         fs::write(folder.path().join("c.txt"), [0xff, 0xfe, 0x00]).unwrap();
         let corpus = Corpus::read(folder.path(), 4).unwrap();
         assert_eq!(corpus.files, 1);
@@ -264,7 +270,8 @@ mod tests {
     #[test]
     fn too_little_text_says_how_much_would_do() {
         let short = folder(&[("a.txt", &"a".repeat(100))]);
-        let Err(Error::TooLittle { needed, found: 100, .. }) = Corpus::read(short.path(), 64) else {
+        let Err(Error::TooLittle { needed, found: 100, .. }) = Corpus::read(short.path(), 64)
+        else {
             panic!("100 characters are too few for windows of 64");
         };
         let enough = folder(&[("a.txt", &"a".repeat(needed))]);

@@ -76,7 +76,8 @@ impl Plan {
     /// # Errors
     /// [`Error::Flag`] if it cannot be cut as it should.
     pub fn model(&self, corpus: &Corpus) -> Result<Model> {
-        let architecture = Architecture { vocabulary: corpus.vocabulary.size(), ..self.architecture };
+        let architecture =
+            Architecture { vocabulary: corpus.vocabulary.size(), ..self.architecture };
         self.parallelism.check(architecture)?;
         Ok(Model::new(architecture))
     }
@@ -128,7 +129,8 @@ pub struct Outcome {
     pub sample: String,
 }
 
-/// Runs one rank from where the job is to the end. Gives an outcome for rank 0, and `None` for the others.
+/// Runs one rank from where the job is to the end. Gives an outcome for rank 0, and `None` for the
+/// others.
 ///
 /// # Errors
 /// Those of the cluster, and [`Error::NothingToDo`]. Aborted steps are run again.
@@ -143,7 +145,8 @@ pub fn train(
     let model = plan.model(corpus)?;
     let spec = Description {
         job: plan.job.clone(),
-        // The job's own are its first step's: a later run with other steps or rates is still the same job.
+        // The job's own are its first step's: a later run with other steps or rates is still the
+        // same job.
         groups: plan.schedule.highest(),
         parameter_dtype: plan.parameter_dtype,
         parallelism: plan.parallelism,
@@ -157,15 +160,16 @@ pub fn train(
         token: plan.token.reveal().map(str::to_owned),
     };
     let listening = listen(plan, runtime)?;
-    let reached_at = listening.as_ref().map_or_else(String::new, |peers| peers.address().to_string());
+    let reached_at =
+        listening.as_ref().map_or_else(String::new, |peers| peers.address().to_string());
     let seat = Seat { rank, coordinator: address, reached_at: &reached_at };
     let remote = Remote::join(runtime, options, &spec, seat)?;
     let peers = match listening {
         Some(listening) => Some(meet(listening, rank, &remote.peers()?)?),
         None => None,
     };
-    let outcome =
-        Run::new(plan, corpus, runtime, (model, remote), peers.clone()).and_then(|run| run.finish(output));
+    let outcome = Run::new(plan, corpus, runtime, (model, remote), peers.clone())
+        .and_then(|run| run.finish(output));
     // After an error too: what was sent before tells the others more than that this one is gone.
     let left = peers.map_or(Ok(()), |peers| peers.leave().map_err(parallel::Error::from));
     let outcome = outcome?;
@@ -206,7 +210,9 @@ impl<'a> Run<'a> {
         peers: Option<Arc<Peers>>,
     ) -> Result<Self> {
         let group = match (peers, plan.parallelism.mesh()?) {
-            (Some(peers), Some(mesh)) => Some(Group::new(peers, mesh, plan.parallelism, &plan.said())?),
+            (Some(peers), Some(mesh)) => {
+                Some(Group::new(peers, mesh, plan.parallelism, &plan.said())?)
+            }
             _ => None,
         };
         Ok(Self {
@@ -214,7 +220,11 @@ impl<'a> Run<'a> {
             corpus,
             held_out: held_out_batches(&corpus.held_out, plan.context()),
             rank: remote.rank(),
-            link: Link { exchange: Arc::new(remote), runtime: runtime.clone(), ledger: Ledger::default() },
+            link: Link {
+                exchange: Arc::new(remote),
+                runtime: runtime.clone(),
+                ledger: Ledger::default(),
+            },
             network: Network::new(model, group),
             aborted: 0,
         })
@@ -291,8 +301,9 @@ impl<'a> Run<'a> {
         }))
     }
 
-    /// Runs a step until it is decided. An aborted step is run again from the same data, unless the model is cut: some of those who
-    /// have it together may wait for each other in the middle of the step, and one of them is gone.
+    /// Runs a step until it is decided. An aborted step is run again from the same data, unless the
+    /// model is cut: some of those who have it together may wait for each other in the middle of
+    /// the step, and one of them is gone.
     fn step(&mut self, step: u64) -> Result<StepReport> {
         let replica = self.plan.parallelism.replica(self.rank) as usize;
         let draw = Draw { seed: self.plan.seed, step, replica };
@@ -305,7 +316,12 @@ impl<'a> Run<'a> {
             match (&error, self.network.group()) {
                 (Error::Cluster(ClusterError::StepAborted { .. }), None) => self.aborted += 1,
                 (Error::Cluster(ClusterError::StepAborted { .. }), Some(_))
-                | (Error::Parallel(parallel::Error::Collective(collectives::Error::Lost { .. })), _) => {
+                | (
+                    Error::Parallel(parallel::Error::Collective(collectives::Error::Lost {
+                        ..
+                    })),
+                    _,
+                ) => {
                     let (job, cause) = (self.plan.job.clone(), error.to_string());
                     return Err(Error::Incomplete { job, step, cause });
                 }
@@ -329,7 +345,8 @@ impl<'a> Run<'a> {
 
     fn overflow(&self, report: &StepReport) -> Option<String> {
         let (tensor, rank) = report.overflow?;
-        let name = self.network.model().parameters().get(tensor).map_or("?", |parameter| &parameter.name);
+        let name =
+            self.network.model().parameters().get(tensor).map_or("?", |parameter| &parameter.name);
         Some(match rank {
             Some(rank) => format!("{name} of rank {rank}"),
             None => format!("the sum of {name}"),
@@ -343,8 +360,12 @@ impl<'a> Run<'a> {
     fn sample(&self, version: u64) -> Result<(String, String)> {
         let vocabulary = &self.corpus.vocabulary;
         let prompt = &self.corpus.held_out[..PROMPT.min(self.plan.context())];
-        let request =
-            sample::Request { version, prompt, count: self.plan.sample_chars, seed: self.plan.seed };
+        let request = sample::Request {
+            version,
+            prompt,
+            count: self.plan.sample_chars,
+            seed: self.plan.seed,
+        };
         // One worker alone, whatever the others have of the model.
         let network = Network::whole(self.network.model().clone());
         let sample = sample::generate(&self.link, &network, request)?;

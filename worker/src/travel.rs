@@ -1,5 +1,5 @@
-//! How parameters come to a worker and gradients leave it: on the runtime's threads, while the worker's own
-//! thread computes. Which of them when is the level's business, in `levels`.
+//! How parameters come to a worker and gradients leave it: on the runtime's threads, while the
+//! worker's own thread computes. Which of them when is the level's business, in `levels`.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -28,9 +28,14 @@ pub struct Buffer {
 /// Where parameters come from and gradients go: the cluster, or in tests a table.
 pub trait Exchange: Send + Sync + 'static {
     /// Fills the buffers with the parameters of exactly `version`; waits for it.
-    fn pull(&self, version: u64, buffers: Vec<Buffer>) -> impl Future<Output = Result<Vec<Buffer>>> + Send;
+    fn pull(
+        &self,
+        version: u64,
+        buffers: Vec<Buffer>,
+    ) -> impl Future<Output = Result<Vec<Buffer>>> + Send;
 
-    /// Sends gradients of `step`, of what this rank has of the tensors. Each tensor goes once a step. The buffers are freed on return at the latest.
+    /// Sends gradients of `step`, of what this rank has of the tensors. Each tensor goes once a
+    /// step. The buffers are freed on return at the latest.
     fn push(&self, step: u64, gradients: Vec<Buffer>) -> impl Future<Output = Result<()>> + Send;
 }
 
@@ -46,7 +51,11 @@ pub struct Link<E> {
 
 impl<E> Clone for Link<E> {
     fn clone(&self) -> Self {
-        Self { exchange: self.exchange.clone(), runtime: self.runtime.clone(), ledger: self.ledger.clone() }
+        Self {
+            exchange: self.exchange.clone(),
+            runtime: self.runtime.clone(),
+            ledger: self.ledger.clone(),
+        }
     }
 }
 
@@ -61,9 +70,9 @@ impl<E: Exchange> Link<E> {
     }
 
     fn wait<T>(&self, transfer: Transfer<T>) -> Result<T> {
-        self.runtime
-            .block_on(transfer)
-            .unwrap_or_else(|e| Err(Error::Internal { cause: format!("a transfer ended early: {e}") }))
+        self.runtime.block_on(transfer).unwrap_or_else(|e| {
+            Err(Error::Internal { cause: format!("a transfer ended early: {e}") })
+        })
     }
 }
 
@@ -92,7 +101,9 @@ impl<'a, E: Exchange> Parameters<'a, E> {
             link: link.clone(),
             network,
             version,
-            here: std::iter::repeat_with(|| None).take(network.model().parameters().len()).collect(),
+            here: std::iter::repeat_with(|| None)
+                .take(network.model().parameters().len())
+                .collect(),
             coming: VecDeque::new(),
         }
     }
@@ -188,9 +199,9 @@ pub enum Departure {
 
 /// The gradients of one step, summed over micro-batches, until they are pushed.
 ///
-/// The sums are kept by segment and in the order of the micro-batches, and a tied tensor's parts are added last
-/// (head, then embedding); so the bits do not depend on whether a level runs its micro-batches one after the
-/// other or side by side.
+/// The sums are kept by segment and in the order of the micro-batches, and a tied tensor's parts
+/// are added last (head, then embedding); so the bits do not depend on whether a level runs its
+/// micro-batches one after the other or side by side.
 pub struct Outbox<'a, E> {
     link: Link<E>,
     network: &'a Network,
@@ -222,10 +233,13 @@ impl<'a, E: Exchange> Outbox<'a, E> {
     /// Adds one micro-batch's gradients of a segment, in the order of `Model::tensors_of`.
     pub fn add(&mut self, segment: Segment, gradients: Vec<Vec<f32>>) {
         let ledger = &self.link.ledger;
-        let held = gradients.into_iter().map(|values| Held { lease: ledger.hold(values.len()), values });
+        let held =
+            gradients.into_iter().map(|values| Held { lease: ledger.hold(values.len()), values });
         match self.sums.iter_mut().find(|(other, _)| *other == segment) {
             None => self.sums.push((segment, held.collect())),
-            Some((_, sums)) => sums.iter_mut().zip(held).for_each(|(sum, part)| sum.add(&part.values)),
+            Some((_, sums)) => {
+                sums.iter_mut().zip(held).for_each(|(sum, part)| sum.add(&part.values))
+            }
         }
     }
 

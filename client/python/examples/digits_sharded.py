@@ -74,7 +74,10 @@ def main() -> None:
         with torch.no_grad():
             accuracy = (model(images[:held_out]).argmax(1) == digits[:held_out]).float().mean()
         if RANK == 0:
-            print(f"epoch {epoch + 1}   loss {loss.item():.3f}   accuracy {accuracy.item():.3f}", flush=True)
+            print(
+                f"epoch {epoch + 1}   loss {loss.item():.3f}   accuracy {accuracy.item():.3f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A network whose matrices are cut across two ranks: trained, evaluated and asked, with its state on shard servers.
+"""A network whose matrices are cut across two ranks: trained, evaluated and asked, with its state
+on shard servers.
 
 torchrun --nproc-per-node 2 dist_model.py [--steps N] [--programs]
 """
@@ -48,9 +49,13 @@ def batches(count: int) -> DataLoader[tuple[Tensor, ...]]:
 
 def main() -> None:
     """Trains, evaluates, predicts; rank 0 reports."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--programs", action="store_true", help="print what this worker does in each mode")
+    parser.add_argument(
+        "--programs", action="store_true", help="print what this worker does in each mode"
+    )
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -1,7 +1,7 @@
-"""A small GPT learns to write the text it is given: the files of this repository, unless told otherwise.
+"""A small GPT learns to write the text it is given: the files of this repository, unless told
+otherwise.
 
-python gpt.py [--data FOLDER] [--steps N]
-torchrun --nproc-per-node 2 gpt.py
+python gpt.py [--data FOLDER] [--steps N] torchrun --nproc-per-node 2 gpt.py
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         batch, time, _ = x.shape
@@ -60,7 +62,9 @@ class GPT(nn.Module):
 def read(folder: Path) -> Tensor:
     """About a million bytes of the folder's texts."""
     kinds = {".md", ".py", ".rs", ".toml", ".txt"}
-    files = sorted(path for path in folder.rglob("*") if path.suffix in kinds and "target" not in path.parts)
+    files = sorted(
+        path for path in folder.rglob("*") if path.suffix in kinds and "target" not in path.parts
+    )
     text = b"\n".join(path.read_bytes() for path in files)[: 2**20]
     if len(text) < 20 * CONTEXT:
         raise SystemExit(f"{folder}: not enough text ({', '.join(sorted(kinds))})")
@@ -92,7 +96,9 @@ def main() -> None:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     zs.init()
     model, optimizer, _ = group_sharded_parallel(model, optimizer, "p_g_os", segment_size=2**12)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=arguments.steps)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=3e-3, total_steps=arguments.steps
+    )
 
     generator = torch.Generator().manual_seed(RANK)
     for step in range(arguments.steps):

@@ -1,6 +1,8 @@
-"""A small GPT on a mesh of ranks: ZeRO x tensor parallelism. Saved, loaded into plain torch, it writes the same text.
+"""A small GPT on a mesh of ranks: ZeRO x tensor parallelism. Saved, loaded into plain torch, it
+writes the same text.
 
-torchrun --nproc-per-node 2 gpt_tensor_parallel.py [--tensor-parallel 2] [--level p_g_os] [--data FOLDER] [--steps N]
+torchrun --nproc-per-node 2 gpt_tensor_parallel.py [--tensor-parallel 2] [--level p_g_os] [--data
+FOLDER] [--steps N]
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from torch.distributed.tensor import Replicate
 from zeroshard.torch import group_sharded_parallel, save_group_sharded_model
 from zeroshard.torch.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-#: Matrices between which nothing is exchanged: what the one makes in columns, the other takes in rows.
+#: Matrices between which nothing is exchanged: what the one makes in columns, the other takes in
+#: rows.
 PLAN = {
     "tokens": RowwiseParallel(input_layouts=Replicate()),
     "blocks.*.[qkv]": ColwiseParallel(),
@@ -32,17 +35,23 @@ PLAN = {
 
 
 class Block(nn.Module):
-    """Attention with the heads that are here, and an MLP, each behind a norm and beside a residual."""
+    """Attention with the heads that are here, and an MLP, each behind a norm and beside a
+    residual."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         inputs = self.norm1(x)
-        q, k, v = (part(inputs).unflatten(2, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (
+            part(inputs).unflatten(2, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         x = x + self.mlp(self.norm2(x))
@@ -79,22 +88,34 @@ def write(model: nn.Module, beginning: str, count: int = 100) -> str:
 
 def main() -> None:
     """Trains, saves, loads; rank 0 reports."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tensor-parallel", type=int, default=2, help="ranks that share each matrix")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=2, help="ranks that share each matrix"
+    )
     parser.add_argument("--level", choices=["os", "os_g", "p_g_os"], default="p_g_os")
-    parser.add_argument("--data", type=Path, default=Path(__file__).resolve().parents[3], help="a folder of texts")
+    parser.add_argument(
+        "--data", type=Path, default=Path(__file__).resolve().parents[3], help="a folder of texts"
+    )
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     replicas = dist.get_world_size() // arguments.tensor_parallel
-    mesh = init_device_mesh("cpu", (replicas, arguments.tensor_parallel), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(
+        "cpu", (replicas, arguments.tensor_parallel), mesh_dim_names=("dp", "tp")
+    )
     text = read(arguments.data)
 
     torch.manual_seed(0)
     model: nn.Module = parallelize_module(GPT(), mesh["tp"], PLAN)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer, _ = group_sharded_parallel(model, optimizer, arguments.level, segment_size=2**12)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=arguments.steps)
+    model, optimizer, _ = group_sharded_parallel(
+        model, optimizer, arguments.level, segment_size=2**12
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=3e-3, total_steps=arguments.steps
+    )
 
     # The ranks of one replica have the same data.
     generator = torch.Generator().manual_seed(mesh.get_local_rank("dp"))
@@ -115,7 +136,10 @@ def main() -> None:
             plain = GPT()
             plain.load_state_dict(torch.load(Path(folder) / "model.pt"))
         print(f"on {dist.get_world_size()} ranks it writes: {written!r}")
-        print("loaded into plain torch it writes", "the same" if write(plain.eval(), "The ") == written else "something else")
+        print(
+            "loaded into plain torch it writes",
+            "the same" if write(plain.eval(), "The ") == written else "something else",
+        )
     dist.destroy_process_group()
 
 

@@ -42,7 +42,9 @@ def train():
     adam.step()
     adam.clear_grad()
     # every rank has the same parameters, whatever its data was
-    print(f"rank {dist.get_rank()}: loss {float(loss):.4f}, weights {float(layer._linear1.weight.sum()):.6f}")
+    print(
+        f"rank {dist.get_rank()}: loss {float(loss):.4f}, weights {float(layer._linear1.weight.sum()):.6f}"
+    )
 
 
 if __name__ == "__main__":

@@ -37,8 +37,12 @@ class DemoNet(nn.Layer):
         self.linear_1 = nn.Linear(IMAGE_SIZE, CLASS_NUM)
         self.relu = nn.ReLU()
         # shard the weights of this layer
-        self.linear_0.weight = dist.shard_tensor(self.linear_0.weight, self._mesh, [Shard(1)], stop_gradient=False)
-        self.linear_1.weight = dist.shard_tensor(self.linear_1.weight, self._mesh, [Shard(0)], stop_gradient=False)
+        self.linear_0.weight = dist.shard_tensor(
+            self.linear_0.weight, self._mesh, [Shard(1)], stop_gradient=False
+        )
+        self.linear_1.weight = dist.shard_tensor(
+            self.linear_1.weight, self._mesh, [Shard(0)], stop_gradient=False
+        )
 
     def forward(self, x):
         out = self.linear_0(x)
@@ -62,7 +66,8 @@ dist_model = dist.to_static(layer, dist_loader, loss_fn, opt)
 # training
 dist_model.train()
 for batch_id, (image, label) in enumerate(dist_loader()):
-    # in train mode, executing the __call__ method will update the parameters of the model and return the loss
+    # in train mode, executing the __call__ method will update the parameters of the model and
+    # return the loss
     loss = dist_model(image, label)
     print(f"rank {dist.get_rank()}: train {float(loss):.6f}")
 
@@ -76,8 +81,8 @@ for batch_id, (image, label) in enumerate(dist_loader()):
 # prediction
 dist_model.predict()
 for batch_id, (image, label) in enumerate(dist_loader()):
-    # in predict mode, executing the __call__ method will return a dict that contains the outputs of the model,
-    # where the value of "out0" is the first output.
+    # in predict mode, executing the __call__ method will return a dict that contains the outputs of
+    # the model, where the value of "out0" is the first output.
     outs = dist_model(image)
     print(f"rank {dist.get_rank()}: predict {outs['out0'].shape}")
 

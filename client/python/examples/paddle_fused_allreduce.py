@@ -1,4 +1,5 @@
-"""An operator with a backward of its own: gradients are held back by ``no_sync``, and averaged all at once.
+"""An operator with a backward of its own: gradients are held back by ``no_sync``, and averaged all
+at once.
 
 python -m paddle.distributed.launch --nproc_per_node 2 paddle_fused_allreduce.py
 """

@@ -28,5 +28,7 @@ def shard_fn(layer_name, layer, process_mesh):
 layer = MLP()
 layer = dist.shard_layer(layer, mesh, shard_fn)
 print(layer)
-print(f"rank {dist.get_rank()}: fc1.weight {layer.fc1.weight.placements}, here {layer.fc1.weight._local_shape}")
+print(
+    f"rank {dist.get_rank()}: fc1.weight {layer.fc1.weight.placements}, here {layer.fc1.weight._local_shape}"
+)
 print(f"rank {dist.get_rank()}: fc2.weight {layer.fc2.weight.placements}")

@@ -1,4 +1,5 @@
-"""Tensor parallel styles: a feed-forward network on two ranks, of which each has half of every matrix.
+"""Tensor parallel styles: a feed-forward network on two ranks, of which each has half of every
+matrix.
 
 torchrun --nproc-per-node 2 tensor_parallel.py [--steps N]
 """
@@ -34,7 +35,8 @@ def network() -> nn.Sequential:
 
 
 def train(model: nn.Module, steps: int, part: slice) -> list[float]:
-    """Learns to reverse its inputs; the losses. ``part``: which rows of a batch this rank gives and gets."""
+    """Learns to reverse its inputs; the losses. ``part``: which rows of a batch this rank gives and
+    gets."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(1)
     losses = []
@@ -52,7 +54,9 @@ def train(model: nn.Module, steps: int, part: slice) -> list[float]:
 
 def main() -> None:
     """Trains with each style; rank 0 reports."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
     steps = parser.parse_args().steps
     dist.init_process_group("gloo")
@@ -67,7 +71,8 @@ def main() -> None:
     dense = network()
     say("dense", train(copy.deepcopy(dense), steps, whole))
 
-    # The first Linear is cut by columns, the second by rows; input and output are whole on every rank.
+    # The first Linear is cut by columns, the second by rows; input and output are whole on every
+    # rank.
     pairs = parallelize_module(copy.deepcopy(dense), mesh, PairwiseParallel())
     say("PairwiseParallel", train(pairs, steps, whole))
 
@@ -88,9 +93,15 @@ def main() -> None:
     dist.all_reduce(losses)
     say("SequenceParallel", losses.tolist())
 
-    kept = sum(parameter.to_local().numel() for parameter in pairs.parameters() if isinstance(parameter, DTensor))
+    kept = sum(
+        parameter.to_local().numel()
+        for parameter in pairs.parameters()
+        if isinstance(parameter, DTensor)
+    )
     if rank == 0:
-        print(f"parameters {sum(parameter.numel() for parameter in dense.parameters())}, on this rank {kept}")
+        print(
+            f"parameters {sum(parameter.numel() for parameter in dense.parameters())}, on this rank {kept}"
+        )
     dist.destroy_process_group()
 
 

@@ -1,4 +1,5 @@
-//! Tensors as Python describes them, and the hand-over of their memory: the only `unsafe` of this crate.
+//! Tensors as Python describes them, and the hand-over of their memory: the only `unsafe` of this
+//! crate.
 #![allow(unsafe_code)]
 
 use bytes::Bytes;
@@ -70,16 +71,22 @@ pub(crate) struct Lent {
 impl Lent {
     pub(crate) fn new(py: Python<'_>, array: &Array) -> Self {
         let Array { address, dtype, owner, .. } = array;
-        Self { address: *address, bytes: array.nbytes(), dtype: *dtype, _owner: owner.clone_ref(py) }
+        Self {
+            address: *address,
+            bytes: array.nbytes(),
+            dtype: *dtype,
+            _owner: owner.clone_ref(py),
+        }
     }
 
     /// What to write to.
     fn slots(&mut self) -> Result<Slots<'_>, Error> {
         let bytes = match self.bytes {
             0 => &mut [],
-            // SAFETY: whoever makes an `Array` promises that `address` is that of `bytes` bytes which `owner`
-            // keeps alive, and that nobody else touches them until the transfer is over. Python code reads a tensor
-            // that is being filled at worst as it was or half filled: numbers, whatever they are.
+            // SAFETY: whoever makes an `Array` promises that `address` is that of `bytes` bytes
+            // which `owner` keeps alive, and that nobody else touches them until the transfer is
+            // over. Python code reads a tensor that is being filled at worst as it was or half
+            // filled: numbers, whatever they are.
             bytes => unsafe { std::slice::from_raw_parts_mut(self.address as *mut u8, bytes) },
         };
         Slots::new(bytes, self.dtype)
@@ -114,8 +121,9 @@ pub(crate) struct Targets(Vec<(usize, Option<TensorBox>, Lent)>);
 
 impl Targets {
     pub(crate) fn new(py: Python<'_>, arrays: &Arrays<'_>) -> Self {
-        let target =
-            |(tensor, array): &(usize, PyRef<'_, Array>)| (*tensor, array.area.clone(), Lent::new(py, array));
+        let target = |(tensor, array): &(usize, PyRef<'_, Array>)| {
+            (*tensor, array.area.clone(), Lent::new(py, array))
+        };
         Self(arrays.iter().map(target).collect())
     }
 
@@ -151,10 +159,20 @@ impl TensorSpec {
     ) -> PyResult<Self> {
         let dtype = parse_dtype(&format!("dtype of tensor {name:?}"), dtype)?;
         let policy = if whole { Policy::Whole } else { Policy::Elementwise };
-        let layout = layout
-            .map(|(mesh, placements)| Ok(TensorLayout { mesh, placements: mesh::placements(&placements)? }));
+        let layout = layout.map(|(mesh, placements)| {
+            Ok(TensorLayout { mesh, placements: mesh::placements(&placements)? })
+        });
         let layout = layout.transpose().map_err(raise)?;
-        Ok(Self(Spec { dtype, frozen, buffer, group, policy, no_clip, layout, ..Spec::new(name, shape) }))
+        Ok(Self(Spec {
+            dtype,
+            frozen,
+            buffer,
+            group,
+            policy,
+            no_clip,
+            layout,
+            ..Spec::new(name, shape)
+        }))
     }
 
     #[getter]

@@ -36,9 +36,9 @@ fn options(
 ) -> PyResult<client::Options> {
     let wire = parse_dtype("wire", wire)?;
     let seconds = Duration::try_from_secs_f64(deadline).ok();
-    let deadline = seconds
-        .filter(|seconds| !seconds.is_zero())
-        .ok_or_else(|| raise(Error::invalid("deadline", deadline, "a number of seconds, more than 0")))?;
+    let deadline = seconds.filter(|seconds| !seconds.is_zero()).ok_or_else(|| {
+        raise(Error::invalid("deadline", deadline, "a number of seconds, more than 0"))
+    })?;
     Ok(client::Options { wire, chunk_bytes, deadline, token })
 }
 
@@ -81,13 +81,15 @@ impl Cluster {
         if shards == 0 {
             return Err(raise(Error::invalid("shards", 0, "1 or more")));
         }
-        let host: IpAddr =
-            host.parse().map_err(|_| raise(Error::invalid("host", format!("{host:?}"), "an IP address")))?;
+        let host: IpAddr = host
+            .parse()
+            .map_err(|_| raise(Error::invalid("host", format!("{host:?}"), "an IP address")))?;
         let mut starting = embedded::Options { host, ..embedded::Options::new(shards) };
         starting.common.token = token.clone().unwrap_or_default().into();
         let embedded = wait(py, async move {
             let started = embedded::Cluster::start(starting).await;
-            started.map_err(|e| Error::Internal { cause: format!("start an embedded cluster: {e}") })
+            started
+                .map_err(|e| Error::Internal { cause: format!("start an embedded cluster: {e}") })
         })?;
         let address = embedded.address();
         let cluster = Self::connect(py, address, token, wire, chunk_bytes, deadline)?;
@@ -118,8 +120,8 @@ impl Cluster {
         world: u32,
         meshes: Option<Vec<PyRef<'_, Mesh>>>,
     ) -> PyResult<()> {
-        let manifest =
-            Manifest::new(tensors.iter().map(|tensor| tensor.0.clone()).collect()).map_err(raise)?;
+        let manifest = Manifest::new(tensors.iter().map(|tensor| tensor.0.clone()).collect())
+            .map_err(raise)?;
         let meshes = meshes.iter().flatten().map(|mesh| mesh.0.clone()).collect();
         let spec = JobSpec { world, meshes, ..JobSpec::new(name, manifest, optimizers(groups)?) };
         let cluster = self.cluster.clone();
@@ -153,7 +155,8 @@ impl Cluster {
         let Some(embedded) = embedded else { return Ok(()) };
         wait(py, async move {
             let stopped = embedded.shutdown().await;
-            stopped.map_err(|e| Error::Internal { cause: format!("stop the embedded cluster: {e}") })
+            stopped
+                .map_err(|e| Error::Internal { cause: format!("stop the embedded cluster: {e}") })
         })
     }
 }

@@ -3,7 +3,8 @@
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 use zeroshard_proto::Error;
 
-/// The exception for `error`. Its attributes are the variant's fields (job, step, epoch, rank, ...).
+/// The exception for `error`. Its attributes are the variant's fields (job, step, epoch, rank,
+/// ...).
 pub(crate) fn raise(error: Error) -> PyErr {
     Python::attach(|py| exception(py, &error).unwrap_or_else(|broken| broken))
 }

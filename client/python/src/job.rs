@@ -25,7 +25,8 @@ use crate::{
 pub(crate) type Group = (String, HashMap<String, f64>);
 
 pub(crate) fn optimizers(groups: Vec<Group>) -> PyResult<Vec<Optimizer>> {
-    let optimizer = |(name, hyperparameters)| Optimizer::try_from(pb::Optimizer { name, hyperparameters });
+    let optimizer =
+        |(name, hyperparameters)| Optimizer::try_from(pb::Optimizer { name, hyperparameters });
     groups.into_iter().map(optimizer).collect::<Result<_>>().map_err(raise)
 }
 
@@ -47,8 +48,9 @@ const LANES: usize = 3;
 /// What is on its way to the servers.
 #[derive(Default)]
 struct Outgoing {
-    /// The attempt that everything here belongs to, also after it has ended: what is left of a backward pass whose
-    /// attempt has ended must not become a part of the next one. `None`: nothing was sent since the last step.
+    /// The attempt that everything here belongs to, also after it has ended: what is left of a
+    /// backward pass whose attempt has ended must not become a part of the next one. `None`:
+    /// nothing was sent since the last step.
     attempt: Option<Attempt>,
     /// The open bucket.
     bucket: Vec<TensorData>,
@@ -88,7 +90,12 @@ impl Job {
         Ok(attempt)
     }
 
-    fn start_push(&self, outgoing: &mut Outgoing, attempt: Attempt, bucket: Vec<TensorData>) -> PyResult<()> {
+    fn start_push(
+        &self,
+        outgoing: &mut Outgoing,
+        attempt: Attempt,
+        bucket: Vec<TensorData>,
+    ) -> PyResult<()> {
         let lanes = self.lanes.clone();
         self.start(outgoing, async move {
             let _lane = lane(&lanes).await?;
@@ -96,8 +103,8 @@ impl Job {
         })
     }
 
-    /// Waits while too many buckets are on their way: gradients must not pile up where they are made faster than they
-    /// are sent.
+    /// Waits while too many buckets are on their way: gradients must not pile up where they are
+    /// made faster than they are sent.
     fn wait_for_lane(&self, py: Python<'_>) -> PyResult<()> {
         let lanes = self.lanes.clone();
         if lanes.available_permits() > 0 {
@@ -109,12 +116,15 @@ impl Job {
     fn close_bucket(&self, outgoing: &mut Outgoing) -> PyResult<()> {
         outgoing.numel = 0;
         match (std::mem::take(&mut outgoing.bucket), outgoing.attempt.clone()) {
-            (bucket, Some(attempt)) if !bucket.is_empty() => self.start_push(outgoing, attempt, bucket),
+            (bucket, Some(attempt)) if !bucket.is_empty() => {
+                self.start_push(outgoing, attempt, bucket)
+            }
             _ => Ok(()),
         }
     }
 
-    /// Closes the bucket; what is to be waited for before the attempt at `step` goes on, and the attempt.
+    /// Closes the bucket; what is to be waited for before the attempt at `step` goes on, and the
+    /// attempt.
     fn closed(&self, step: u64) -> PyResult<(Attempt, JoinSet<Result<()>>)> {
         let outgoing = &mut *lock(&self.outgoing);
         self.close_bucket(outgoing)?;
@@ -122,7 +132,8 @@ impl Job {
     }
 }
 
-/// Leaves the job, and deletes it if nobody is left. Before its first step there may be ranks that are still to come.
+/// Leaves the job, and deletes it if nobody is left. Before its first step there may be ranks that
+/// are still to come.
 async fn retire(cluster: client::Cluster, job: client::Job) -> Result<()> {
     job.leave_done().await?;
     let (name, id) = (&job.spec().name, job.id());
@@ -194,7 +205,8 @@ impl Job {
         label: Option<String>,
     ) -> PyResult<()> {
         in_parts(arrays, label, |arrays| {
-            let (job, part, values) = (self.job.clone(), part.to_owned(), tensor_data(py, &arrays)?);
+            let (job, part, values) =
+                (self.job.clone(), part.to_owned(), tensor_data(py, &arrays)?);
             wait(py, async move {
                 match part.as_str() {
                     "" => job.initialise_at(applied, values).await,
@@ -300,7 +312,8 @@ impl Job {
         max_norm: Option<f64>,
         targets: Option<Arrays<'_>>,
     ) -> PyResult<Report> {
-        let commit = Commit { groups: optimizers(groups)?, loss_scale, max_norm, ..Commit::default() };
+        let commit =
+            Commit { groups: optimizers(groups)?, loss_scale, max_norm, ..Commit::default() };
         let mut targets = Targets::new(py, &targets.unwrap_or_default());
         let (attempt, pushes) = self.closed(step)?;
         let report = wait(py, async move {

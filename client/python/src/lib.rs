@@ -1,5 +1,6 @@
-//! The Rust half of the Python package `zeroshard`: clusters, jobs and transfers. Python holds names and hooks; what
-//! moves, waits or is tried again is here, and in zeroshard-client. `zeroshard/_native.pyi` is its interface.
+//! The Rust half of the Python package `zeroshard`: clusters, jobs and transfers. Python holds
+//! names and hooks; what moves, waits or is tried again is here, and in zeroshard-client.
+//! `zeroshard/_native.pyi` is its interface.
 
 mod array;
 mod cluster;

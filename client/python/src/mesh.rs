@@ -71,8 +71,14 @@ impl Mesh {
         self.0.describe(rank)
     }
 
-    fn local_box(&self, shape: Vec<u64>, placements: Vec<String>, rank: u32) -> PyResult<Option<Area>> {
-        let layout = self::placements(&placements).and_then(|p| Layout::new(Arc::clone(&self.0), p));
+    fn local_box(
+        &self,
+        shape: Vec<u64>,
+        placements: Vec<String>,
+        rank: u32,
+    ) -> PyResult<Option<Area>> {
+        let layout =
+            self::placements(&placements).and_then(|p| Layout::new(Arc::clone(&self.0), p));
         let layout = layout.map_err(raise)?;
         layout.check(&shape, "").map_err(raise)?;
         Ok(layout.local_box(&shape, rank).map(|area| (area.offset, area.size)))

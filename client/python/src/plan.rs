@@ -14,8 +14,13 @@ pub(crate) struct Buckets(Mutex<client::Buckets>);
 #[pymethods]
 impl Buckets {
     #[new]
-    fn new(tensors: Vec<(usize, String)>, limit_bytes: usize, first_limit_bytes: usize) -> PyResult<Self> {
-        let parse = |(bytes, name): &(usize, String)| Ok((*bytes, parse_dtype("dtype of a bucket", name)?));
+    fn new(
+        tensors: Vec<(usize, String)>,
+        limit_bytes: usize,
+        first_limit_bytes: usize,
+    ) -> PyResult<Self> {
+        let parse =
+            |(bytes, name): &(usize, String)| Ok((*bytes, parse_dtype("dtype of a bucket", name)?));
         let tensors = tensors.iter().map(parse).collect::<PyResult<Vec<_>>>()?;
         Ok(Self(Mutex::new(client::Buckets::new(&tensors, limit_bytes, first_limit_bytes))))
     }

@@ -10,7 +10,8 @@ const PART: usize = 64 << 20;
 /// What is smaller is over before anybody has read a bar.
 const WORTH_A_BAR: usize = 4 * PART;
 
-/// Calls `transfer` with one part of `arrays` after another. With a label, and on a terminal, shows how far it is.
+/// Calls `transfer` with one part of `arrays` after another. With a label, and on a terminal, shows
+/// how far it is.
 pub(crate) fn in_parts<'py>(
     arrays: Arrays<'py>,
     label: Option<String>,
@@ -40,8 +41,9 @@ fn bar(label: Option<String>, total: usize) -> ProgressBar {
         Some(_) => ProgressDrawTarget::stderr(),
         None => ProgressDrawTarget::hidden(),
     };
-    let style =
-        ProgressStyle::with_template("{msg} {bar:24} {bytes}/{total_bytes} {bytes_per_sec} {eta} left");
+    let style = ProgressStyle::with_template(
+        "{msg} {bar:24} {bytes}/{total_bytes} {bytes_per_sec} {eta} left",
+    );
     ProgressBar::with_draw_target(Some(total as u64), target)
         .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
         .with_message(label.unwrap_or_default())

@@ -19,20 +19,23 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 static RUNTIME: OnceLock<(u32, Runtime)> = OnceLock::new();
 
 /// # Errors
-/// [`Error::Internal`] where threads cannot be started, or in a process that was forked after they were.
+/// [`Error::Internal`] where threads cannot be started, or in a process that was forked after they
+/// were.
 pub(crate) fn runtime() -> Result<&'static Runtime> {
     if RUNTIME.get().is_none() {
         if let Ok(filter) = std::env::var("ZEROSHARD_LOG") {
             logging::start(&Common { log: filter, ..Common::default() });
         }
         let built = Builder::new_multi_thread().enable_all().thread_name("zeroshard").build();
-        let built = built.map_err(|e| Error::Internal { cause: format!("cannot start threads: {e}") })?;
+        let built =
+            built.map_err(|e| Error::Internal { cause: format!("cannot start threads: {e}") })?;
         let _ = RUNTIME.set((std::process::id(), built));
     }
     match RUNTIME.get() {
         Some((process, runtime)) if *process == std::process::id() => Ok(runtime),
         _ => {
-            let cause = "this process was forked from one that uses ZeroShard; start it by spawn instead";
+            let cause =
+                "this process was forked from one that uses ZeroShard; start it by spawn instead";
             Err(Error::Internal { cause: cause.to_owned() })
         }
     }
@@ -65,15 +68,21 @@ pub(crate) fn wait<T: Send + 'static>(
 ///
 /// # Errors
 /// What a signal handler raised; the task goes on.
-pub(crate) fn join<T: Send>(py: Python<'_>, task: &mut JoinHandle<Result<T>>) -> PyResult<Result<T>> {
+pub(crate) fn join<T: Send>(
+    py: Python<'_>,
+    task: &mut JoinHandle<Result<T>>,
+) -> PyResult<Result<T>> {
     let runtime = runtime().map_err(raise)?;
     loop {
-        let ended =
-            py.detach(|| runtime.block_on(async { tokio::time::timeout(SIGNAL_INTERVAL, &mut *task).await }));
+        let ended = py.detach(|| {
+            runtime.block_on(async { tokio::time::timeout(SIGNAL_INTERVAL, &mut *task).await })
+        });
         match ended {
             Ok(Ok(result)) => return Ok(result),
             Ok(Err(ended)) => {
-                return Ok(Err(Error::Internal { cause: format!("a background task ended: {ended}") }));
+                return Ok(Err(Error::Internal {
+                    cause: format!("a background task ended: {ended}"),
+                }));
             }
             Err(_) => py.check_signals()?,
         }

@@ -1,10 +1,10 @@
 """ZeroShard: optimizer state, gradients and parameters of a training job, on shard servers.
 
-    import zeroshard as zs
-    from zeroshard.torch import group_sharded_parallel
+import zeroshard as zs
+from zeroshard.torch import group_sharded_parallel
 
-    zs.init()
-    model, optimizer, scaler = group_sharded_parallel(model, optimizer, "p_g_os")
+zs.init()
+model, optimizer, scaler = group_sharded_parallel(model, optimizer, "p_g_os")
 """
 
 from __future__ import annotations

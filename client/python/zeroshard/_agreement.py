@@ -1,7 +1,8 @@
-"""Ranks that are about to do something together say what, and hear at once of anybody who wants something else.
+"""Ranks that are about to do something together say what, and hear at once of anybody who wants
+something else.
 
-Collectives between ranks that disagree hang or mix data up. Before the first of them the ranks compare what they were
-asked for, where they meet: no collective, and a deadline.
+Collectives between ranks that disagree hang or mix data up. Before the first of them the ranks
+compare what they were asked for, where they meet: no collective, and a deadline.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from ._rendezvous import Rendezvous, Store, place
 from .errors import Disagreement
 
-#: Seconds that a rank waits for another to come to the same point: building a large model takes time.
+#: Seconds that a rank waits for another to come to the same point: building a large model takes
+#: time.
 PATIENCE = 600.0
 
 #: Where the ranks meet, and how often this rank has compared notes with each other one there.
@@ -23,10 +25,12 @@ _notes: tuple[Store, Counter[int]] | None = None
 def agree(what: str, said: Mapping[str, str], ranks: Sequence[int]) -> None:
     """Returns once all ``ranks`` have called this with the same.
 
-    ``what`` is the function that they are in, ``said`` each thing that must be equal, as text. One process, or a rank
-    that is not among them, returns at once. Notes are compared in pairs, so that ranks also agree on who they are.
+    ``what`` is the function that they are in, ``said`` each thing that must be equal, as text. One
+    process, or a rank that is not among them, returns at once. Notes are compared in pairs, so that
+    ranks also agree on who they are.
 
-    Raises :class:`~zeroshard.Disagreement`, which names both ranks and what each has, or :class:`~zeroshard.Timeout`.
+    Raises :class:`~zeroshard.Disagreement`, which names both ranks and what each has, or
+    :class:`~zeroshard.Timeout`.
     """
     here = place()
     if here.world == 1 or len(ranks) < 2 or here.rank not in ranks:

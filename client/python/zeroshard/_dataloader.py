@@ -1,4 +1,5 @@
-"""What every framework's ``shard_dataloader`` has in common: which part of a batch goes onto which mesh."""
+"""What every framework's ``shard_dataloader`` has in common: which part of a batch goes onto which
+mesh."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class ShardDataloaderBase(ABC, Generic[M]):
             raise InvalidArgument("meshes is empty; it must be a mesh, or a list of them")
         checked = [self._check_mesh(mesh) for mesh in several]
         if not isinstance(dataloader, Iterable):
-            raise InvalidArgument(f"dataloader is a {type(dataloader).__name__}; it must be something to iterate over")
+            raise InvalidArgument(
+                f"dataloader is a {type(dataloader).__name__}; it must be something to iterate over"
+            )
         dims: list[ShardDim] = (
             list(shard_dims)
             if isinstance(shard_dims, Sequence) and not isinstance(shard_dims, str)
@@ -43,7 +46,9 @@ class ShardDataloaderBase(ABC, Generic[M]):
                 f"shard_dims has {len(dims)} and meshes {len(checked)}; there must be one for each mesh"
             )
         self.dataloader = dataloader
-        self._places = [(mesh, self._placements(mesh, dim)) for mesh, dim in zip(checked, dims, strict=True)]
+        self._places = [
+            (mesh, self._placements(mesh, dim)) for mesh, dim in zip(checked, dims, strict=True)
+        ]
         self._keys = list(input_keys) if input_keys else None
         self._splitted = is_dataset_splitted
 
@@ -67,9 +72,13 @@ class ShardDataloaderBase(ABC, Generic[M]):
             missing = [key for key in keys if key not in batch]
             if missing:
                 raise InvalidArgument(f"input_keys has {missing}; a batch has {list(batch)}")
-            return {key: self._place(batch[key], number, len(keys)) for number, key in enumerate(keys)}
+            return {
+                key: self._place(batch[key], number, len(keys)) for number, key in enumerate(keys)
+            }
         if self._keys is not None:
-            raise InvalidArgument(f"input_keys is given, and a batch is a {type(batch).__name__}; it must be a dict")
+            raise InvalidArgument(
+                f"input_keys is given, and a batch is a {type(batch).__name__}; it must be a dict"
+            )
         if isinstance(batch, (list, tuple)):
             return [self._place(value, number, len(batch)) for number, value in enumerate(batch)]
         return self._place(batch, 0, 1)
@@ -85,7 +94,11 @@ class ShardDataloaderBase(ABC, Generic[M]):
         if not self._is_tensor(value):
             return value
         mesh, placements = self._places[number if len(self._places) > 1 else 0]
-        return self._assembled(value, mesh, placements) if self._splitted else self._cut(value, mesh, placements)
+        return (
+            self._assembled(value, mesh, placements)
+            if self._splitted
+            else self._cut(value, mesh, placements)
+        )
 
     # ---- what a framework knows
 

@@ -1,6 +1,8 @@
-"""What every framework's ``DistModel`` has in common: modes, programs, and what a call may be given.
+"""What every framework's ``DistModel`` has in common: modes, programs, and what a call may be
+given.
 
-A framework's class is a :class:`DistModelBase` that knows how to run a model; it imports nothing of another framework.
+A framework's class is a :class:`DistModelBase` that knows how to run a model; it imports nothing of
+another framework.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ OPTIMIZER_PREFIX = "optimizer."
 class DistModelBase(ABC, Generic[T]):
     """A model with modes; ``T`` is the framework's tensor.
 
-    With a loss and an optimizer the first mode is ``"train"``, with a loss alone ``"eval"``, with neither
-    ``"predict"``.
+    With a loss and an optimizer the first mode is ``"train"``, with a loss alone ``"eval"``, with
+    neither ``"predict"``.
     """
 
     def __init__(
@@ -42,7 +44,8 @@ class DistModelBase(ABC, Generic[T]):
         optimizer: object | None,
         strategy: Strategy | None,
     ) -> None:
-        """As ``to_static`` says. ``_model`` and ``_optimizer`` are the framework's class's to make."""
+        """As ``to_static`` says. ``_model`` and ``_optimizer`` are the framework's class's to
+        make."""
         self._check_arguments(layer, loss, optimizer, strategy)
         self.loader = loader
         self._layer = layer
@@ -55,20 +58,30 @@ class DistModelBase(ABC, Generic[T]):
         self._model = layer
         self._optimizer: Any = None
 
-    def _check_arguments(self, layer: object, loss: object, optimizer: object, strategy: object) -> None:
+    def _check_arguments(
+        self, layer: object, loss: object, optimizer: object, strategy: object
+    ) -> None:
         if not self._is_layer(layer):
             raise InvalidArgument(
                 f"layer is a {type(layer).__name__}; it must be a {self._layer_name} that is not wrapped already"
             )
         if loss is not None and not callable(loss):
-            raise InvalidArgument(f"loss is {loss!r}; it must be a function of outputs and labels, or None")
+            raise InvalidArgument(
+                f"loss is {loss!r}; it must be a function of outputs and labels, or None"
+            )
         if optimizer is not None and not self._is_optimizer(optimizer):
             raise InvalidArgument(
                 f"optimizer is a {type(optimizer).__name__}; it must be a {self._optimizer_name}, or None"
             )
         if strategy is not None and not isinstance(strategy, Strategy):
-            raise InvalidArgument(f"strategy is a {type(strategy).__name__}; it must be a zeroshard Strategy, or None")
-        if isinstance(optimizer, SteppedByServers) and strategy is not None and strategy.sharding.enable:
+            raise InvalidArgument(
+                f"strategy is a {type(strategy).__name__}; it must be a zeroshard Strategy, or None"
+            )
+        if (
+            isinstance(optimizer, SteppedByServers)
+            and strategy is not None
+            and strategy.sharding.enable
+        ):
             if strategy.level != optimizer.sharding.level:
                 raise InvalidArgument(
                     f"the strategy's level is {strategy.level!r} and the sharded optimizer's "
@@ -114,7 +127,9 @@ class DistModelBase(ABC, Generic[T]):
     def _check_mode(self, mode: str) -> str:
         """The mode, if this model has what it takes."""
         if mode not in MODES:
-            raise InvalidArgument(f"mode is {mode!r}; it must be one of {', '.join(map(repr, MODES))}, or None")
+            raise InvalidArgument(
+                f"mode is {mode!r}; it must be one of {', '.join(map(repr, MODES))}, or None"
+            )
         missing = []
         if mode != "predict" and self._loss is None:
             missing.append("a loss")
@@ -129,15 +144,18 @@ class DistModelBase(ABC, Generic[T]):
     # ---- calls
 
     def __call__(self, *args: Any) -> Any:
-        """In train and eval: the inputs, then what the loss compares the outputs with. In predict: the inputs alone.
+        """In train and eval: the inputs, then what the loss compares the outputs with. In predict:
+        the inputs alone.
 
-        Raises :class:`~zeroshard.InvalidArgument` (a ValueError) for another number of tensors than the mode takes, and
-        :class:`~zeroshard.NotATensor` (a TypeError).
+        Raises :class:`~zeroshard.InvalidArgument` (a ValueError) for another number of tensors than
+        the mode takes, and :class:`~zeroshard.NotATensor` (a TypeError).
         """
         tensors = flatten(args)
         for number, tensor in enumerate(tensors):
             if not self._is_tensor(tensor):
-                raise NotATensor(f"argument {number} is a {type(tensor).__name__}; it must be a {self._tensor_name}")
+                raise NotATensor(
+                    f"argument {number} is a {type(tensor).__name__}; it must be a {self._tensor_name}"
+                )
         inputs, labels = self._split(tensors)
         if self._mode == "train":
             return self._train_step(inputs, labels)
@@ -175,12 +193,18 @@ class DistModelBase(ABC, Generic[T]):
         """``loss(*outputs, *labels)``."""
         assert self._loss is not None  # modes that have a loss are checked
         outputs = self._outputs(inputs)
-        on_mesh = any(self._is_tensor(output) and self._mesh_of(output) is not None for output in outputs)
+        on_mesh = any(
+            self._is_tensor(output) and self._mesh_of(output) is not None for output in outputs
+        )
         self._now("before_loss")
         loss: Any = self._loss(*outputs, *(self._placed(label, on_mesh) for label in labels))
         self._now("after_loss")
         if not self._is_tensor(loss) or math.prod(loss.shape) != 1:
-            said = f"of shape {list(loss.shape)}" if self._is_tensor(loss) else f"a {type(loss).__name__}"
+            said = (
+                f"of shape {list(loss.shape)}"
+                if self._is_tensor(loss)
+                else f"a {type(loss).__name__}"
+            )
             raise InvalidArgument(f"the loss is {said}; it must be a tensor of one element")
         found: T = loss
         return found
@@ -202,7 +226,8 @@ class DistModelBase(ABC, Generic[T]):
         return value if mesh is None else self._part(value)
 
     def _part(self, value: Any) -> T:
-        """What this rank computes with where the model is not distributed: its part of the batch, or all of it."""
+        """What this rank computes with where the model is not distributed: its part of the batch,
+        or all of it."""
         for parts, dim in self._cuts(value):
             if value.shape[dim] % parts:
                 raise InvalidArgument(
@@ -215,7 +240,9 @@ class DistModelBase(ABC, Generic[T]):
         if not self._is_tensor(output):
             return output
         if self._mesh_of(output) is None:
-            cut = next((value for value in inputs if any(dim == 0 for _, dim in self._cuts(value))), None)
+            cut = next(
+                (value for value in inputs if any(dim == 0 for _, dim in self._cuts(value))), None
+            )
             if cut is None or not output.shape or output.shape[0] != self._local_shape(cut)[0]:
                 return output
             output = self._assembled_as(output, cut)
@@ -266,19 +293,25 @@ class DistModelBase(ABC, Generic[T]):
     # ---- state
 
     def state_dict(self, mode: str = "all") -> dict[str, Any]:
-        """Whole tensors by name: ``"param"`` the model's, ``"opt"`` the optimizer's, ``"all"`` both.
+        """Whole tensors by name: ``"param"`` the model's, ``"opt"`` the optimizer's, ``"all"``
+        both.
 
         The optimizer's names are ``optimizer.<parameter>.<tensor>``.
         """
         if mode not in PARTS:
-            raise InvalidArgument(f"mode is {mode!r}; it must be one of {', '.join(map(repr, PARTS))}")
+            raise InvalidArgument(
+                f"mode is {mode!r}; it must be one of {', '.join(map(repr, PARTS))}"
+            )
         state = {} if mode == "opt" else dict(self._model_state())
         if mode != "param" and self._has_optimizer:
-            state |= {OPTIMIZER_PREFIX + name: value for name, value in self._optimizer_state().items()}
+            state |= {
+                OPTIMIZER_PREFIX + name: value for name, value in self._optimizer_state().items()
+            }
         return state
 
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` gave: the model's part, the optimizer's, or both. By every rank."""
+        """Takes over what :meth:`state_dict` gave: the model's part, the optimizer's, or both. By
+        every rank."""
         model, optimizer = {}, {}
         for name, value in state_dict.items():
             if name.startswith(OPTIMIZER_PREFIX):
@@ -286,7 +319,9 @@ class DistModelBase(ABC, Generic[T]):
             else:
                 model[name] = value
         if optimizer and not self._has_optimizer:
-            raise InvalidArgument("the state has an optimizer's part; this model has no optimizer: to_static takes one")
+            raise InvalidArgument(
+                "the state has an optimizer's part; this model has no optimizer: to_static takes one"
+            )
         if model:
             self._set_model_state(model)
         if optimizer:
@@ -295,7 +330,10 @@ class DistModelBase(ABC, Generic[T]):
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """A state of the model must have its names and shapes."""
         own = self._model.state_dict()
-        unknown, missing = [name for name in state if name not in own], [name for name in own if name not in state]
+        unknown, missing = (
+            [name for name in state if name not in own],
+            [name for name in own if name not in state],
+        )
         if unknown or missing:
             raise InvalidArgument(
                 f"the state has {unknown or 'nothing'} that the model has not, and lacks {missing or 'nothing'}; it must "
@@ -339,7 +377,8 @@ class DistModelBase(ABC, Generic[T]):
 
     @abstractmethod
     def _cuts(self, value: T) -> Sequence[tuple[int, int]]:
-        """Of how many parts along which dimension it is, for each dimension of its mesh that cuts it."""
+        """Of how many parts along which dimension it is, for each dimension of its mesh that cuts
+        it."""
 
     @abstractmethod
     def _local(self, value: T) -> T:
@@ -373,7 +412,8 @@ class DistModelBase(ABC, Generic[T]):
 
     @abstractmethod
     def _losses_differ(self) -> bool:
-        """Whether ranks have losses of their own: unless they compute one together, on a mesh of all of them."""
+        """Whether ranks have losses of their own: unless they compute one together, on a mesh of
+        all of them."""
 
     @abstractmethod
     def _mean(self, loss: T) -> T:
@@ -420,14 +460,21 @@ def flatten(values: Iterable[Any]) -> list[Any]:
     return flat
 
 
-def named_optimizer_state(state: Mapping[int, Mapping[str, S]], names: Mapping[int, str]) -> dict[str, S]:
-    """An optimizer's state by parameter number, as ``<parameter>.<tensor>``; ``names`` are the parameters'."""
+def named_optimizer_state(
+    state: Mapping[int, Mapping[str, S]], names: Mapping[int, str]
+) -> dict[str, S]:
+    """An optimizer's state by parameter number, as ``<parameter>.<tensor>``; ``names`` are the
+    parameters'."""
     return {
-        f"{names[number]}.{part}": value for number, tensors in state.items() for part, value in tensors.items()
+        f"{names[number]}.{part}": value
+        for number, tensors in state.items()
+        for part, value in tensors.items()
     }
 
 
-def numbered_optimizer_state(state: Mapping[str, S], names: Mapping[int, str]) -> dict[int, dict[str, S]]:
+def numbered_optimizer_state(
+    state: Mapping[str, S], names: Mapping[int, str]
+) -> dict[int, dict[str, S]]:
     """The reverse of :func:`named_optimizer_state`.
 
     Raises :class:`~zeroshard.InvalidArgument` where a parameter is named that there is not.

@@ -27,5 +27,7 @@ def write(path: Path, save: Callable[[Path], object]) -> None:
 def existing(path: Path) -> Path:
     """A file that is there to be loaded."""
     if not path.is_file():
-        raise InvalidArgument(f"{str(path)!r} is not there; it must be a file that save_group_sharded_model wrote")
+        raise InvalidArgument(
+            f"{str(path)!r} is not there; it must be a file that save_group_sharded_model wrote"
+        )
     return path

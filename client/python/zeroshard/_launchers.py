@@ -1,4 +1,5 @@
-"""Who starts the processes of a run, torch or Paddle: how each says which they are, and where they meet."""
+"""Who starts the processes of a run, torch or Paddle: how each says which they are, and where they
+meet."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Launcher(ABC):
 
     @abstractmethod
     def reachable_host(self) -> str:
-        """The address at which the others reach this process, which is rank 0; loopback if all are on this machine."""
+        """The address at which the others reach this process, which is rank 0; loopback if all are
+        on this machine."""
 
 
 class Torch(Launcher):
@@ -58,7 +60,8 @@ class Torch(Launcher):
             raise NotInitialised(
                 "several ranks find each other through torch's store, and torch cannot be imported"
             ) from None
-        # torchrun's agent serves the store itself; else rank 0 does, and shares it with a later init_process_group.
+        # torchrun's agent serves the store itself; else rank 0 does, and shares it with a later
+        # init_process_group.
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
             return TCPStore(
@@ -71,7 +74,9 @@ class Torch(Launcher):
                 multi_tenant=True,
             )
         except Exception as error:
-            raise Timeout(f"rank {rank} cannot reach the store at {address}:{port}: {error}") from None
+            raise Timeout(
+                f"rank {rank} cannot reach the store at {address}:{port}: {error}"
+            ) from None
 
     def reachable_host(self) -> str:
         world = os.environ.get("WORLD_SIZE", "1")
@@ -81,7 +86,8 @@ class Torch(Launcher):
 
 
 class Paddle(Launcher):
-    """``paddle.distributed.launch``, ``paddle.distributed.spawn``, ``paddle.distributed.init_parallel_env``."""
+    """``paddle.distributed.launch``, ``paddle.distributed.spawn``,
+    ``paddle.distributed.init_parallel_env``."""
 
     variables = ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")
 
@@ -125,7 +131,9 @@ ALL: tuple[Launcher, ...] = (Torch(), Paddle())
 def torch_distributed() -> Any | None:
     """``torch.distributed``, if the program has initialised it."""
     module = sys.modules.get("torch.distributed")
-    return module if module is not None and module.is_available() and module.is_initialized() else None
+    return (
+        module if module is not None and module.is_available() and module.is_initialized() else None
+    )
 
 
 def _resolved(variable: str, host: str) -> str:

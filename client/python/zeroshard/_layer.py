@@ -1,4 +1,5 @@
-"""What every framework's ``shard_layer`` has in common: its functions, and what ranks must agree on."""
+"""What every framework's ``shard_layer`` has in common: its functions, and what ranks must agree
+on."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import Any
 
 from .errors import InvalidArgument
 
-#: Set on a layer whose inputs ``input_fn`` makes: whoever calls it for the user must leave them to it.
+#: Set on a layer whose inputs ``input_fn`` makes: whoever calls it for the user must leave them to
+#: it.
 INPUT_FN = "_zeroshard_input_fn"
 
 
@@ -38,7 +40,8 @@ def add_functions(
     output_fn: Callable[[Any, Any], Any] | None,
     after_forward: Callable[[Callable[..., Any]], object],
 ) -> None:
-    """Has them called around each forward of the layer; ``after_forward`` is how the framework adds the second."""
+    """Has them called around each forward of the layer; ``after_forward`` is how the framework adds
+    the second."""
     if input_fn is not None:
         before = input_fn
         layer.register_forward_pre_hook(lambda _, inputs: _as_inputs(before(inputs, mesh)))

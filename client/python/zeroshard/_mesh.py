@@ -8,7 +8,8 @@ from .errors import InvalidArgument
 
 
 def dimension(dim: object, ndim: int, names: Sequence[str]) -> int:
-    """The number of a mesh's dimension that is given by number or by name; ``names`` may be none."""
+    """The number of a mesh's dimension that is given by number or by name; ``names`` may be
+    none."""
     if isinstance(dim, str) and dim in names:
         return names.index(dim)
     if isinstance(dim, int) and not isinstance(dim, bool) and -ndim <= dim < ndim:
@@ -19,7 +20,9 @@ def dimension(dim: object, ndim: int, names: Sequence[str]) -> int:
 
 def check_placements(placements: object, placement_type: type, mesh_ndim: int, what: str) -> None:
     """There must be one placement for each dimension of the mesh."""
-    if not isinstance(placements, Sequence) or not all(isinstance(each, placement_type) for each in placements):
+    if not isinstance(placements, Sequence) or not all(
+        isinstance(each, placement_type) for each in placements
+    ):
         raise InvalidArgument(
             f"placements of {what} is {placements!r}; it must be a list of Shard(dim), Replicate() or Partial()"
         )

@@ -1,7 +1,8 @@
 """The Rust half of the package: clusters, jobs, transfers.
 
-Everything here releases the interpreter while it waits, ends at a deadline, and can be interrupted by Ctrl-C.
-Errors are those of :mod:`zeroshard.errors`. Tensors are known by their position in the job's manifest.
+Everything here releases the interpreter while it waits, ends at a deadline, and can be interrupted
+by Ctrl-C. Errors are those of :mod:`zeroshard.errors`. Tensors are known by their position in the
+job's manifest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,16 +25,19 @@ __version__: str
 #: A box of a tensor: first index, and number of indices, along each dimension.
 type _Area = tuple[Sequence[int], Sequence[int]]
 
-#: A parameter group: the optimizer's name, and its hyperparameters by torch's names (flags are 0 or 1).
+#: A parameter group: the optimizer's name, and its hyperparameters by torch's names (flags are 0 or
+#: 1).
 type _Group = tuple[str, Mapping[str, float]]
 
 @final
 class Array:
-    """Contiguous host memory of a tensor, lent to transfers; ``owner`` is kept alive for as long as they need it.
+    """Contiguous host memory of a tensor, lent to transfers; ``owner`` is kept alive for as long as
+    they need it.
 
-    ``dtype`` is ``"f32"``, ``"bf16"`` or ``"f16"``. Any other kind of element travels as raw words, as ``"f32"``
-    (only where nothing computes with it: buffers). A pull fills it with ``area`` of its tensor, row-major; without one
-    with what the rank has of the tensor by its layout, which is all of it if there is none.
+    ``dtype`` is ``"f32"``, ``"bf16"`` or ``"f16"``. Any other kind of element travels as raw words,
+    as ``"f32"`` (only where nothing computes with it: buffers). A pull fills it with ``area`` of
+    its tensor, row-major; without one with what the rank has of the tensor by its layout, which is
+    all of it if there is none.
     """
 
     def __new__(
@@ -48,9 +52,9 @@ class Array:
 class Mesh:
     """Ranks in an array with named dimensions.
 
-    How a tensor lies on it is said by one placement for each dimension: ``"shard:0"`` (cut along the tensor's dimension
-    0, like ``torch.chunk``), ``"replicate"``, ``"sum"`` or ``"avg"`` (what the ranks have is yet to be summed or
-    averaged), ``"max"``.
+    How a tensor lies on it is said by one placement for each dimension: ``"shard:0"`` (cut along
+    the tensor's dimension 0, like ``torch.chunk``), ``"replicate"``, ``"sum"`` or ``"avg"`` (what
+    the ranks have is yet to be summed or averaged), ``"max"``.
     """
 
     def __new__(cls, shape: Sequence[int], ranks: Sequence[int], names: Sequence[str]) -> Mesh: ...
@@ -69,16 +73,18 @@ class Mesh:
     def local_box(
         self, shape: Sequence[int], placements: Sequence[str], rank: int
     ) -> tuple[list[int], list[int]] | None:
-        """What ``rank`` has of a tensor: first index, and number of indices, along each dimension."""
+        """What ``rank`` has of a tensor: first index, and number of indices, along each
+        dimension."""
 
 @final
 class TensorSpec:
     """One tensor of a job's manifest.
 
-    ``layout`` says how its gradient, and what it begins with, come from the ranks: the index of one of the job's meshes,
-    and a placement for each of its dimensions. Of what is replicated the first rank contributes; each piece of what is
-    cut comes from those who have it; what is partial is summed, or averaged. Without a layout every rank contributes
-    all of it, the mean is taken, and rank 0 uploads it.
+    ``layout`` says how its gradient, and what it begins with, come from the ranks: the index of one
+    of the job's meshes, and a placement for each of its dimensions. Of what is replicated the first
+    rank contributes; each piece of what is cut comes from those who have it; what is partial is
+    summed, or averaged. Without a layout every rank contributes all of it, the mean is taken, and
+    rank 0 uploads it.
     """
 
     def __new__(
@@ -103,7 +109,12 @@ class Cluster:
 
     @staticmethod
     def connect(
-        address: str, *, token: str | None = None, wire: str = "f32", chunk_bytes: int = 1048576, deadline: float = 600.0
+        address: str,
+        *,
+        token: str | None = None,
+        wire: str = "f32",
+        chunk_bytes: int = 1048576,
+        deadline: float = 600.0,
     ) -> Cluster: ...
     @staticmethod
     def embedded(
@@ -153,21 +164,29 @@ class Job:
     def uploads(self, tensor: int) -> bool:
         """Whether this rank uploads what it has of a tensor, or another that has the same."""
     def initialise(
-        self, arrays: Sequence[tuple[int, Array]], *, part: str = "", applied: int = 0, label: str | None = None
+        self,
+        arrays: Sequence[tuple[int, Array]],
+        *,
+        part: str = "",
+        applied: int = 0,
+        label: str | None = None,
     ) -> None:
         """Uploads initial parameters (``part=""``), or before them a state tensor of the optimizer.
 
         What others upload by the tensors' layouts (without one: all but rank 0) is left out.
 
-        ``applied`` is how many steps the state has seen. With a ``label`` long work shows a progress bar.
+        ``applied`` is how many steps the state has seen. With a ``label`` long work shows a
+        progress bar.
         """
     def initialised(self) -> int:
-        """Waits until the initial parameters of all ranks are complete on all servers; the version then.
+        """Waits until the initial parameters of all ranks are complete on all servers; the version
+        then.
 
         A rank that uploads and leaves before that takes along what it has uploaded.
         """
     def gradient(self, step: int, tensor: int, array: Array) -> None:
-        """Puts a gradient into the open bucket; a full bucket starts on its way. Returns at once."""
+        """Puts a gradient into the open bucket; a full bucket starts on its way. Returns at
+        once."""
     def push(self, step: int, arrays: Sequence[tuple[int, Array]]) -> None:
         """Starts to send these gradients as one bucket. Returns at once."""
     def absent(self, step: int, tensors: Sequence[int]) -> None:
@@ -177,13 +196,15 @@ class Job:
     def flush(self) -> None:
         """Sends the open bucket, and waits until everything sent has arrived."""
     def forget(self) -> None:
-        """Drops the open bucket and what is on its way. What is sent next belongs to the attempt that is open then.
+        """Drops the open bucket and what is on its way. What is sent next belongs to the attempt
+        that is open then.
 
-        Until then everything of the step belongs to the attempt that its first gradient was sent in, and once that has
-        ended it fails with :class:`~zeroshard.errors.StepAborted`.
+        Until then everything of the step belongs to the attempt that its first gradient was sent
+        in, and once that has ended it fails with :class:`~zeroshard.errors.StepAborted`.
         """
     def discard(self, step: int) -> None:
-        """Forgets, and has the servers drop what came of the open attempt at ``step``. Every rank must do the same.
+        """Forgets, and has the servers drop what came of the open attempt at ``step``. Every rank
+        must do the same.
 
         Raises :class:`~zeroshard.errors.StepAborted` where the servers have dropped it already,
         :class:`~zeroshard.errors.StepMismatch` where the step was decided, and
@@ -204,19 +225,28 @@ class Job:
 
         ``targets`` are filled with the parameters that the step makes.
         """
-    def pull(self, version: int, arrays: Sequence[tuple[int, Array]], *, part: str | None = None) -> Transfer:
+    def pull(
+        self, version: int, arrays: Sequence[tuple[int, Array]], *, part: str | None = None
+    ) -> Transfer:
         """Starts to fill the arrays with the parameters at ``version``, which is waited for.
 
-        With a ``part`` exactly, in f32: ``""`` the parameters, ``"master"``, or a state tensor of the optimizer.
+        With a ``part`` exactly, in f32: ``""`` the parameters, ``"master"``, or a state tensor of
+        the optimizer.
         """
     def fetch(
-        self, version: int, arrays: Sequence[tuple[int, Array]], *, part: str | None = None, label: str | None = None
+        self,
+        version: int,
+        arrays: Sequence[tuple[int, Array]],
+        *,
+        part: str | None = None,
+        label: str | None = None,
     ) -> None:
         """As :meth:`pull`, and waits; with a ``label`` long work shows a progress bar."""
     def applied_steps(self, version: int) -> list[int]:
         """How many steps each tensor has been updated by."""
     def retire(self) -> Transfer:
-        """Starts to leave the job, done; the last rank that leaves deletes it, if it made a step."""
+        """Starts to leave the job, done; the last rank that leaves deletes it, if it made a
+        step."""
 
 @final
 class Transfer:
@@ -242,18 +272,22 @@ class Report:
         """The first tensor with inf or NaN, and the lowest rank that sent one."""
     @property
     def absent(self) -> list[tuple[int, int, bool]]:
-        """Tensors without a gradient on some rank: tensor, lowest such rank, whether on every rank."""
+        """Tensors without a gradient on some rank: tensor, lowest such rank, whether on every
+        rank."""
 
 @final
 class Buckets:
     """Which gradients travel together, and when: buckets are sent whole, in reverse order."""
 
-    def __new__(cls, tensors: Sequence[tuple[int, str]], limit_bytes: int, first_limit_bytes: int) -> Buckets:
+    def __new__(
+        cls, tensors: Sequence[tuple[int, str]], limit_bytes: int, first_limit_bytes: int
+    ) -> Buckets:
         """``tensors``: bytes and dtype of each, in forward order."""
     @property
     def buckets(self) -> list[list[int]]: ...
     def ready(self, tensor: int) -> list[int]:
-        """Marks a gradient as complete; the tensors that can be sent now. Twice in a round: an error."""
+        """Marks a gradient as complete; the tensors that can be sent now. Twice in a round: an
+        error."""
     def rest(self) -> list[int]:
         """The tensors that are not ready, in order."""
     def reset(self) -> None:
@@ -264,7 +298,8 @@ class Schedule:
     """The order in which units are used, learned from the last pass, and what to fetch ahead."""
 
     def __new__(cls, sizes: Sequence[int], window: int) -> Schedule:
-        """``sizes``: bytes of each unit; ``window``: bytes that may be fetched ahead (one unit always may)."""
+        """``sizes``: bytes of each unit; ``window``: bytes that may be fetched ahead (one unit
+        always may)."""
     def use(self, unit: int) -> list[int]:
         """Notes that ``unit`` is used now; the units to have ready next, nearest first."""
     def restart(self) -> list[int]:

@@ -1,7 +1,8 @@
-"""Programs: what one worker does in a mode of a :class:`DistModel`, as a list of operations that can be read.
+"""Programs: what one worker does in a mode of a :class:`DistModel`, as a list of operations that
+can be read.
 
-A program is made from a :class:`Description` of the model alone, before anything runs. The words are the same for every
-framework, and in Rust.
+A program is made from a :class:`Description` of the model alone, before anything runs. The words
+are the same for every framework, and in Rust.
 
     description = Description(level="os_g", rank=0, world=2, modules=(...), variables=(...))
     print(make_program(description, "train", "dist", "main"))
@@ -61,7 +62,8 @@ class Variable:
     resident: bool = True
     #: Whether this worker's gradient counts; False where another worker has the same one.
     contributes: bool = True
-    #: Whether this worker's initial value counts: the servers have it from the first worker of each box.
+    #: Whether this worker's initial value counts: the servers have it from the first worker of each
+    #: box.
     uploads: bool = True
     #: What else is to be said of it: its placements on a mesh.
     note: str = ""
@@ -119,9 +121,13 @@ class Description:
 
     def serial(self) -> Description:
         """The same model on one worker that is alone, and has all of it."""
-        modules = tuple(Module(module.name, module.type, module.variables) for module in self.modules)
+        modules = tuple(
+            Module(module.name, module.type, module.variables) for module in self.modules
+        )
         variables = tuple(
-            replace(variable, box=Box.whole(variable.shape), contributes=True, uploads=True, note="")
+            replace(
+                variable, box=Box.whole(variable.shape), contributes=True, uploads=True, note=""
+            )
             for variable in self.variables
         )
         return Description(self.level, 0, 1, modules, variables)
@@ -131,7 +137,8 @@ class Description:
 class Operation:
     """One thing that the worker does."""
 
-    #: ``join``, ``pull``, ``push``, ``forward``, ``loss``, ``backward``, ``collective`` or ``commit``.
+    #: ``join``, ``pull``, ``push``, ``forward``, ``loss``, ``backward``, ``collective`` or
+    #: ``commit``.
     verb: str
     #: A tensor of the manifest, a module, or a collective's name.
     subject: str = ""
@@ -163,8 +170,9 @@ class Operation:
 class Program:
     """The operations of a mode, in order.
 
-    ``scope`` is ``"dist"`` (what this worker does) or ``"serial"`` (what one worker alone would do with the whole
-    model), ``kind`` is ``"main"`` (each call) or ``"startup"`` (once, before). ``str`` makes a listing.
+    ``scope`` is ``"dist"`` (what this worker does) or ``"serial"`` (what one worker alone would do
+    with the whole model), ``kind`` is ``"main"`` (each call) or ``"startup"`` (once, before).
+    ``str`` makes a listing.
     """
 
     mode: str
@@ -214,9 +222,15 @@ def make_program(description: Description, mode: str, scope: str, kind: str) -> 
 
     Raises :class:`~zeroshard.InvalidArgument` where mode, scope or kind is none that there is.
     """
-    for name, value, allowed in (("mode", mode, MODES), ("scope", scope, SCOPES), ("kind", kind, KINDS)):
+    for name, value, allowed in (
+        ("mode", mode, MODES),
+        ("scope", scope, SCOPES),
+        ("kind", kind, KINDS),
+    ):
         if value not in allowed:
-            raise InvalidArgument(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
+            raise InvalidArgument(
+                f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}"
+            )
     if scope == "serial":
         description = description.serial()
     if kind == "startup":
@@ -240,7 +254,8 @@ def make_program(description: Description, mode: str, scope: str, kind: str) -> 
 
 
 def _startup(description: Description, mode: str) -> list[Operation]:
-    """A training job is made on the servers, and everybody has rank 0's values; else there is nothing to do."""
+    """A training job is made on the servers, and everybody has rank 0's values; else there is
+    nothing to do."""
     if mode != "train":
         return []
     note = f"job of {description.world} rank{'s' if description.world != 1 else ''}"
@@ -276,9 +291,14 @@ def _train(description: Description) -> list[Operation]:
         operations.append(Operation("backward", module.name, note=module.type))
         operations += _collectives(module.after_backward)
         for variable in (by_name[name] for name in module.variables):
-            # A tied tensor's gradient is complete only when the first of its modules has been passed.
+            # A tied tensor's gradient is complete only when the first of its modules has been
+            # passed.
             first = next(other for other in description.modules if variable.name in other.variables)
-            if first is not module or variable.name in seen or not (variable.trained and variable.contributes):
+            if (
+                first is not module
+                or variable.name in seen
+                or not (variable.trained and variable.contributes)
+            ):
                 continue
             seen.add(variable.name)
             push = _moved("push", variable, "gradient")
@@ -295,7 +315,11 @@ def _train(description: Description) -> list[Operation]:
 
 
 def _loss(description: Description) -> list[Operation]:
-    return [*_collectives(description.before_loss), Operation("loss"), *_collectives(description.after_loss)]
+    return [
+        *_collectives(description.before_loss),
+        Operation("loss"),
+        *_collectives(description.after_loss),
+    ]
 
 
 def _fetched(description: Description, module: Module) -> list[Operation]:
@@ -310,4 +334,6 @@ def _moved(verb: str, variable: Variable, note: str) -> Operation:
 
 
 def _collectives(collectives: tuple[Collective, ...]) -> list[Operation]:
-    return [Operation("collective", each.name, None, each.nbytes, each.group) for each in collectives]
+    return [
+        Operation("collective", each.name, None, each.nbytes, each.group) for each in collectives
+    ]

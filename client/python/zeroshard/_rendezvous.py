@@ -1,4 +1,5 @@
-"""How the processes of one training run find each other: through the store of their framework's launcher."""
+"""How the processes of one training run find each other: through the store of their framework's
+launcher."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Store(Protocol):
 
 
 def _launched() -> tuple[Launcher, Place]:
-    """Whose process group there is, or else whose launcher has made the environment; torch's if nobody's."""
+    """Whose process group there is, or else whose launcher has made the environment; torch's if
+    nobody's."""
     for launcher in _launchers.ALL:
         group = launcher.group()
         if group is not None:
@@ -57,7 +59,8 @@ def _launched() -> tuple[Launcher, Place]:
 
 
 def place() -> Place:
-    """From the process group if there is one, else from the environment that a launcher made, else alone."""
+    """From the process group if there is one, else from the environment that a launcher made, else
+    alone."""
     return _launched()[1]
 
 
@@ -84,15 +87,19 @@ class Rendezvous:
         self.tell(f"{key}/{self._place.rank}", value)
         own = self._place.rank
         return [
-            value if rank == own else self.hear(f"{key}/{rank}", f"rank {rank} to describe the same model ({key})")
+            value
+            if rank == own
+            else self.hear(f"{key}/{rank}", f"rank {rank} to describe the same model ({key})")
             for rank in ranks
         ]
 
     def hear(self, key: str, waiting_for: str) -> str:
-        """On the other ranks; waits until it was told. ``waiting_for``: what to say where it is not."""
+        """On the other ranks; waits until it was told. ``waiting_for``: what to say where it is
+        not."""
         until = time.monotonic() + self._deadline
         try:
-            # Paddle's store has a deadline of its own for what is not there yet, torch's one for each call.
+            # Paddle's store has a deadline of its own for what is not there yet, torch's one for
+            # each call.
             while not self.count(f"{key}/told", 0):
                 if time.monotonic() > until:
                     raise TimeoutError("it has not said anything")
@@ -105,5 +112,6 @@ class Rendezvous:
 
 
 def reachable_host() -> str:
-    """The address at which the other ranks reach what this process serves: loopback if all are on this machine."""
+    """The address at which the other ranks reach what this process serves: loopback if all are on
+    this machine."""
     return _launched()[0].reachable_host()

@@ -1,4 +1,5 @@
-"""``init``, ``status`` and ``shutdown``: which cluster this process uses, and what it has open there."""
+"""``init``, ``status`` and ``shutdown``: which cluster this process uses, and what it has open
+there."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from .errors import Error, NotInitialised
 
 _current: Session | None = None
 _inits = itertools.count()
-#: Seconds for which a hosted cluster is kept when nobody uses it, and not everybody has said goodbye.
+#: Seconds for which a hosted cluster is kept when nobody uses it, and not everybody has said
+#: goodbye.
 _GRACE = 5.0
 
 
@@ -40,7 +42,8 @@ class ServerStatus:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """A job; ``version`` is None before its initial parameters are complete, ``failure`` empty while it can go on."""
+    """A job; ``version`` is None before its initial parameters are complete, ``failure`` empty
+    while it can go on."""
 
     name: str
     version: int | None
@@ -63,11 +66,18 @@ class Status:
     def __str__(self) -> str:
         lines = [f"cluster {self.address}: {len(self.servers)} shard servers"]
         for server in self.servers:
-            held = server.master_bytes + server.state_bytes + server.accumulator_bytes + server.published_bytes
+            held = (
+                server.master_bytes
+                + server.state_bytes
+                + server.accumulator_bytes
+                + server.published_bytes
+            )
             lines.append(f"  server {server.id} at {server.address}: {held / 1e6:,.1f} MB")
         for job in self.jobs:
             state = job.failure or f"version {job.version}"
-            lines.append(f"  job {job.name}: {len(job.joined)}/{job.world} ranks, {job.parameters:,} parameters, {state}")
+            lines.append(
+                f"  job {job.name}: {len(job.joined)}/{job.world} ranks, {job.parameters:,} parameters, {state}"
+            )
         return "\n".join(lines)
 
 
@@ -75,7 +85,13 @@ class Session:
     """This process's connection to a cluster; as a context manager it ends with its block."""
 
     def __init__(
-        self, cluster: Cluster, where: Place, run: str, *, rendezvous: Rendezvous | None, deadline: float
+        self,
+        cluster: Cluster,
+        where: Place,
+        run: str,
+        *,
+        rendezvous: Rendezvous | None,
+        deadline: float,
     ) -> None:
         """``rendezvous``: where several ranks say goodbye; rank 0 may host what the others use."""
         self.cluster = cluster
@@ -123,7 +139,8 @@ class Session:
         return Status(self.cluster.address, servers, [JobStatus(**job) for job in found["jobs"]])
 
     def close(self) -> None:
-        """Leaves all jobs and the cluster; an embedded one stops once every rank has left its jobs."""
+        """Leaves all jobs and the cluster; an embedded one stops once every rank has left its
+        jobs."""
         global _current
         if _current is self:
             _current = None
@@ -174,7 +191,10 @@ class Session:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -190,16 +210,17 @@ def init(
 ) -> Session:
     """Connects this process to a cluster.
 
-    ``address`` (or ``ZEROSHARD_ADDRESS``) is a coordinator's ``host:port``, ``token`` (or ``ZEROSHARD_TOKEN``) the
-    cluster's secret. With no address a cluster of ``shards`` servers starts inside this process; of several ranks
-    (``torchrun``, ``torch.multiprocessing.spawn``) rank 0 hosts it, and the others find it.
+    ``address`` (or ``ZEROSHARD_ADDRESS``) is a coordinator's ``host:port``, ``token`` (or
+    ``ZEROSHARD_TOKEN``) the cluster's secret. With no address a cluster of ``shards`` servers
+    starts inside this process; of several ranks (``torchrun``, ``torch.multiprocessing.spawn``)
+    rank 0 hosts it, and the others find it.
 
-    ``wire`` is the dtype of parameters and gradients on the wire (``"f32"``, ``"bf16"``, ``"f16"``), ``chunk_bytes``
-    the payload of one message, ``deadline`` how many seconds any operation may take: also how long a rank waits for another that
-    evaluates or saves.
+    ``wire`` is the dtype of parameters and gradients on the wire (``"f32"``, ``"bf16"``,
+    ``"f16"``), ``chunk_bytes`` the payload of one message, ``deadline`` how many seconds any
+    operation may take: also how long a rank waits for another that evaluates or saves.
 
-    Raises :class:`~zeroshard.NotInitialised` where there is a session already or the ranks cannot find each other,
-    :class:`~zeroshard.Timeout` and :class:`~zeroshard.Unauthenticated`.
+    Raises :class:`~zeroshard.NotInitialised` where there is a session already or the ranks cannot
+    find each other, :class:`~zeroshard.Timeout` and :class:`~zeroshard.Unauthenticated`.
     """
     global _current
     if _current is not None:
@@ -210,11 +231,17 @@ def init(
     token = token or os.environ.get("ZEROSHARD_TOKEN") or None
 
     def connect(address: str, token: str | None) -> Cluster:
-        return Cluster.connect(address, token=token, wire=wire, chunk_bytes=chunk_bytes, deadline=deadline)
+        return Cluster.connect(
+            address, token=token, wire=wire, chunk_bytes=chunk_bytes, deadline=deadline
+        )
 
     rendezvous = Rendezvous(where, deadline) if where.world > 1 else None
     if rendezvous is not None and where.rank > 0:
-        told = json.loads(rendezvous.hear(f"run/{number}", "rank 0 to start the cluster: does every rank call zeroshard.init?"))
+        told = json.loads(
+            rendezvous.hear(
+                f"run/{number}", "rank 0 to start the cluster: does every rank call zeroshard.init?"
+            )
+        )
         cluster = connect(told["address"], told["token"])
         run = told["run"]
     else:
@@ -226,18 +253,25 @@ def init(
             if host != "127.0.0.1" and token is None:
                 token = secrets.token_hex(16)
             cluster = Cluster.embedded(
-                shards, host=host, token=token, wire=wire, chunk_bytes=chunk_bytes, deadline=deadline
+                shards,
+                host=host,
+                token=token,
+                wire=wire,
+                chunk_bytes=chunk_bytes,
+                deadline=deadline,
             )
         if rendezvous is not None:
             told = {"address": cluster.address, "token": token, "run": run}
             rendezvous.tell(f"run/{number}", json.dumps(told))
-    # The rendezvous is kept: the store may be served by this process, and others may still have to hear.
+    # The rendezvous is kept: the store may be served by this process, and others may still have to
+    # hear.
     _current = Session(cluster, where, run, rendezvous=rendezvous, deadline=deadline)
     return _current
 
 
 def current() -> Session:
-    """The session; one with the default settings if there is none. It must be of the ranks that there are now."""
+    """The session; one with the default settings if there is none. It must be of the ranks that
+    there are now."""
     session = _current if _current is not None else init()
     now = place()
     if (session.rank, session.world) != (now.rank, now.world):

@@ -1,4 +1,5 @@
-"""What the shard servers hold for the workers, by the stages of sharding: the same words in every framework."""
+"""What the shard servers hold for the workers, by the stages of sharding: the same words in every
+framework."""
 
 from __future__ import annotations
 
@@ -17,15 +18,18 @@ def level_of_stage(stage: int) -> str:
     try:
         return LEVEL_OF_STAGE[stage]
     except (KeyError, TypeError):
-        raise InvalidArgument(f"stage is {stage!r}; it must be 1 (os), 2 (os_g) or 3 (p_g_os)") from None
+        raise InvalidArgument(
+            f"stage is {stage!r}; it must be 1 (os), 2 (os_g) or 3 (p_g_os)"
+        ) from None
 
 
 @dataclass(frozen=True)
 class ShardingStage:
     """For ``shard_optimizer``: what the shard servers hold for the workers.
 
-    The servers share the work by bytes, whatever mesh the workers have. ``mesh`` says which ranks train together (all,
-    if it is None), and ``sharding_mesh_dim``, one of its dimensions, is accepted for programs that have it.
+    The servers share the work by bytes, whatever mesh the workers have. ``mesh`` says which ranks
+    train together (all, if it is None), and ``sharding_mesh_dim``, one of its dimensions, is
+    accepted for programs that have it.
     """
 
     sharding_mesh_dim: Any = None
@@ -58,7 +62,8 @@ class ShardingStage3(ShardingStage):
 
 @dataclass
 class ShardingStrategy:
-    """What the shard servers hold for the workers; without ``enable`` it is the optimizer's state, as with stage 1."""
+    """What the shard servers hold for the workers; without ``enable`` it is the optimizer's state,
+    as with stage 1."""
 
     enable: bool = False
     #: 1: optimizer state. 2: gradients too. 3: parameters too.
@@ -76,11 +81,15 @@ class Strategy:
         self.sharding = ShardingStrategy()
         for section, values in (config or {}).items():
             if section != "sharding":
-                raise InvalidArgument(f"the strategy's config has {section!r}; it can have 'sharding'")
+                raise InvalidArgument(
+                    f"the strategy's config has {section!r}; it can have 'sharding'"
+                )
             known = vars(self.sharding)
             for name, value in values.items():
                 if name not in known:
-                    raise InvalidArgument(f"the strategy's {section!r} has {name!r}; it can have {', '.join(known)}")
+                    raise InvalidArgument(
+                        f"the strategy's {section!r} has {name!r}; it can have {', '.join(known)}"
+                    )
                 setattr(self.sharding, name, value)
 
     @property
@@ -90,7 +99,8 @@ class Strategy:
 
 
 def stage_of(shard_fn: object, mesh_type: type) -> ShardingStage:
-    """The stage that ``shard_optimizer`` is given: also by its class, with a mesh in its dimension's place, or None.
+    """The stage that ``shard_optimizer`` is given: also by its class, with a mesh in its
+    dimension's place, or None.
 
     ``mesh_type``: what the framework's meshes are.
     """
@@ -107,10 +117,14 @@ def stage_of(shard_fn: object, mesh_type: type) -> ShardingStage:
     return shard_fn
 
 
-def check_request(stage: ShardingStage, gradient_accumulation_steps: object, model: object | None) -> None:
+def check_request(
+    stage: ShardingStage, gradient_accumulation_steps: object, model: object | None
+) -> None:
     """What ``shard_optimizer`` is asked for must be possible."""
     if not isinstance(gradient_accumulation_steps, int) or gradient_accumulation_steps < 1:
-        raise InvalidArgument(f"gradient_accumulation_steps is {gradient_accumulation_steps!r}; it must be 1 or more")
+        raise InvalidArgument(
+            f"gradient_accumulation_steps is {gradient_accumulation_steps!r}; it must be 1 or more"
+        )
     if model is None and stage.level == "p_g_os":
         raise InvalidArgument(
             "ShardingStage3 has parameters fetched for each use, and no model is given; it must be: "

@@ -1,6 +1,7 @@
 """What can go wrong. Every error says what was wrong, where, and what would be right.
 
-Those that come from a cluster have its fields as attributes (``job``, ``step``, ``rank``, ``epoch``, ...).
+Those that come from a cluster have its fields as attributes (``job``, ``step``, ``rank``,
+``epoch``, ...).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class NotATensor(Error, TypeError, RuntimeError):
 
 
 class UnsupportedModule(Error, NotImplementedError):
-    """A parallel style cannot be applied to a module of this type; the message lists the types that it knows."""
+    """A parallel style cannot be applied to a module of this type; the message lists the types that
+    it knows."""
 
 
 class AlreadyParallel(Error, RuntimeError):
@@ -43,7 +45,8 @@ class UnknownJob(Error):
 
 
 class JobExists(Error):
-    """A job of this name exists and is another: the ranks disagree about the model or the optimizer."""
+    """A job of this name exists and is another: the ranks disagree about the model or the
+    optimizer."""
 
 
 class JobFailed(Error):
@@ -79,7 +82,8 @@ class StepMismatch(Error):
 
 
 class StepAborted(Error):
-    """All gradients of the step were dropped, because a rank was lost. Run the step again, from the same data."""
+    """All gradients of the step were dropped, because a rank was lost. Run the step again, from the
+    same data."""
 
 
 class VersionGone(Error):

@@ -1,4 +1,5 @@
-//! One try at a step: gradients, buffers and the rank's vote, under one name that the servers can refuse.
+//! One try at a step: gradients, buffers and the rank's vote, under one name that the servers can
+//! refuse.
 
 use std::{
     collections::BTreeMap,
@@ -14,10 +15,11 @@ use crate::{Commit, Reduced, StepReport, Target, TensorData, push::Contents, ret
 
 /// One try at a step, from [`Job::attempt`]. Cheap to clone.
 ///
-/// What is pushed in one attempt never counts in another. An attempt ends when its epoch does (a rank was lost or has
-/// left), when all ranks discard it, or when the step is decided. From the first call that notices the end, every push
-/// and every discard of its handles returns [`Error::StepAborted`], also those that started before; of a step that was
-/// decided, [`Error::StepMismatch`].
+/// What is pushed in one attempt never counts in another. An attempt ends when its epoch does (a
+/// rank was lost or has left), when all ranks discard it, or when the step is decided. From the
+/// first call that notices the end, every push and every discard of its handles returns
+/// [`Error::StepAborted`], also those that started before; of a step that was decided,
+/// [`Error::StepMismatch`].
 #[derive(Debug, Clone)]
 pub struct Attempt {
     job: Job,
@@ -52,10 +54,12 @@ impl Attempts {
 }
 
 impl Job {
-    /// The open attempt at `step`: the same one until it has ended, then the next one, in the epoch that is current.
+    /// The open attempt at `step`: the same one until it has ended, then the next one, in the epoch
+    /// that is current.
     ///
     /// # Errors
-    /// [`Error::LeaseLost`], [`Error::JobFailed`], [`Error::JobReplaced`]: a new attempt cannot be opened any more.
+    /// [`Error::LeaseLost`], [`Error::JobFailed`], [`Error::JobReplaced`]: a new attempt cannot be
+    /// opened any more.
     pub fn attempt(&self, step: u64) -> Result<Attempt> {
         let mut attempts = self.0.attempts.lock();
         let before = attempts.get(&step).map(|state| (state.clone(), state.end.borrow().clone()));
@@ -89,8 +93,8 @@ impl Attempt {
         self.state.number
     }
 
-    /// Pushes gradients; in any number of calls, all tensors that train. What others contribute by the tensor's
-    /// layout, and not this rank, is left out.
+    /// Pushes gradients; in any number of calls, all tensors that train. What others contribute by
+    /// the tensor's layout, and not this rank, is left out.
     ///
     /// # Errors
     /// [`Error::StepAborted`]: run the step again. [`Error::Invalid`], [`Error::Timeout`], …
@@ -100,9 +104,10 @@ impl Attempt {
         self.push_as(wire, Contents::Contributed(gradients)).await
     }
 
-    /// Says that this rank has no gradient of these tensors in the step, or nothing beyond what it has pushed. What is
-    /// missing counts as zeros. A tensor that no rank pushes anything of is not stepped: neither weight decay nor
-    /// state nor step count move. A tensor that was pushed whole stays so.
+    /// Says that this rank has no gradient of these tensors in the step, or nothing beyond what it
+    /// has pushed. What is missing counts as zeros. A tensor that no rank pushes anything of is not
+    /// stepped: neither weight decay nor state nor step count move. A tensor that was pushed whole
+    /// stays so.
     ///
     /// # Errors
     /// As [`Self::push`].
@@ -111,9 +116,9 @@ impl Attempt {
         self.push_as(wire, Contents::Absent(tensors)).await
     }
 
-    /// Pushes the new content of buffers (batch-norm statistics), by the ranks that upload them, before they commit. It
-    /// is what readers of the step's version get, bit for bit, also when the step is skipped; a buffer that is not
-    /// pushed keeps its content.
+    /// Pushes the new content of buffers (batch-norm statistics), by the ranks that upload them,
+    /// before they commit. It is what readers of the step's version get, bit for bit, also when the
+    /// step is skipped; a buffer that is not pushed keeps its content.
     ///
     /// # Errors
     /// As [`Self::push`]; [`Error::Invalid`] for a tensor that is not a buffer.
@@ -134,12 +139,12 @@ impl Attempt {
         self.while_open(self.job.push(begin, dtype, contents, deadline), deadline).await
     }
 
-    /// Says that this rank has pushed all of the step; answered when the step is decided. A call that is repeated is
-    /// answered alike.
+    /// Says that this rank has pushed all of the step; answered when the step is decided. A call
+    /// that is repeated is answered alike.
     ///
     /// # Errors
-    /// [`Error::StepAborted`]: run the step again. [`Error::RankLeft`], [`Error::Disagreement`] with another rank,
-    /// [`Error::Timeout`] naming who did not commit.
+    /// [`Error::StepAborted`]: run the step again. [`Error::RankLeft`], [`Error::Disagreement`]
+    /// with another rank, [`Error::Timeout`] naming who did not commit.
     pub async fn commit(&self, commit: Commit) -> Result<StepReport> {
         let Member { cluster, spec, id, lease, rank, .. } = &*self.job.0;
         let deadline = Deadline::after(cluster.options.deadline);
@@ -172,12 +177,18 @@ impl Attempt {
         }
     }
 
-    /// Commits, and fills the targets with the parameters of the version that the step makes. The pull is sent
-    /// beside the commit, so that its bytes come slice by slice while the servers still apply the step.
+    /// Commits, and fills the targets with the parameters of the version that the step makes. The
+    /// pull is sent beside the commit, so that its bytes come slice by slice while the servers
+    /// still apply the step.
     ///
     /// # Errors
-    /// Those of [`Self::commit`], and then what is in the targets means nothing; those of [`Job::pull`].
-    pub async fn commit_and_pull(&self, commit: Commit, targets: Vec<Target<'_>>) -> Result<StepReport> {
+    /// Those of [`Self::commit`], and then what is in the targets means nothing; those of
+    /// [`Job::pull`].
+    pub async fn commit_and_pull(
+        &self,
+        commit: Commit,
+        targets: Vec<Target<'_>>,
+    ) -> Result<StepReport> {
         let pull = self.job.pull(self.state.step.saturating_add(1), targets);
         let commit = self.commit(commit);
         match select(Box::pin(commit), Box::pin(pull)).await {
@@ -195,12 +206,12 @@ impl Attempt {
         }
     }
 
-    /// The norm of the step's mean gradient once every rank has pushed it, before the step is decided: for a caller
-    /// whose commit depends on it. `loss_scale` as in [`Commit`].
+    /// The norm of the step's mean gradient once every rank has pushed it, before the step is
+    /// decided: for a caller whose commit depends on it. `loss_scale` as in [`Commit`].
     ///
     /// # Errors
-    /// [`Error::StepAborted`]: run the step again. [`Error::RankLeft`]. [`Error::Timeout`] naming whose gradients are
-    /// missing.
+    /// [`Error::StepAborted`]: run the step again. [`Error::RankLeft`]. [`Error::Timeout`] naming
+    /// whose gradients are missing.
     pub async fn reduce(&self, loss_scale: f64) -> Result<Reduced> {
         let Member { cluster, spec, id, lease, rank, .. } = &*self.job.0;
         let deadline = Deadline::after(cluster.options.deadline);
@@ -226,13 +237,13 @@ impl Attempt {
         }
     }
 
-    /// Throws away what was pushed in this attempt; answered when every rank has asked for it. The step can then be
-    /// tried again, with other gradients, in the next attempt.
+    /// Throws away what was pushed in this attempt; answered when every rank has asked for it. The
+    /// step can then be tried again, with other gradients, in the next attempt.
     ///
     /// # Errors
-    /// [`Error::StepAborted`]: the servers have dropped the attempt already. [`Error::StepMismatch`]: the step was
-    /// decided. [`Error::Disagreement`] with a rank that commits; [`Error::RankLeft`]; [`Error::Timeout`] naming who
-    /// has not asked for it.
+    /// [`Error::StepAborted`]: the servers have dropped the attempt already.
+    /// [`Error::StepMismatch`]: the step was decided. [`Error::Disagreement`] with a rank that
+    /// commits; [`Error::RankLeft`]; [`Error::Timeout`] naming who has not asked for it.
     pub async fn discard(&self) -> Result<()> {
         let Member { cluster, spec, id, lease, rank, .. } = &*self.job.0;
         let deadline = Deadline::after(cluster.options.deadline);
@@ -275,7 +286,11 @@ impl Attempt {
     }
 
     /// `work`, unless the attempt ends before.
-    async fn while_open<T>(&self, work: impl Future<Output = Result<T>>, deadline: Deadline) -> Result<T> {
+    async fn while_open<T>(
+        &self,
+        work: impl Future<Output = Result<T>>,
+        deadline: Deadline,
+    ) -> Result<T> {
         let mut end = self.state.end.subscribe();
         let result = tokio::select! {
             biased;
@@ -300,8 +315,8 @@ impl Attempt {
             }
             Error::StaleEpoch { current, .. } if *current > epoch => (*current, None),
             Error::StepAborted { epoch: current, cause, .. } => (*current, Some(cause.clone())),
-            // The rank left during this attempt, or before it; then the epoch is the same, and the attempt goes on when
-            // another worker has taken the rank.
+            // The rank left during this attempt, or before it; then the epoch is the same, and the
+            // attempt goes on when another worker has taken the rank.
             Error::RankLeft { rank, .. } => {
                 if self.job.epoch() > epoch {
                     self.end(self.aborted(self.job.epoch(), format!("rank {rank} has left")), 0);
@@ -310,12 +325,14 @@ impl Attempt {
             }
             _ => return error,
         };
-        // The next attempt belongs to the new epoch: it must be known here before this one has ended.
+        // The next attempt belongs to the new epoch: it must be known here before this one has
+        // ended.
         if let Err(error) = self.job.wait_for_news(new_epoch.saturating_sub(1), deadline).await {
             return error;
         }
         let Self { job, state } = self;
-        let cause = cause.unwrap_or_else(|| format!("a rank was lost or has left since epoch {epoch}"));
+        let cause =
+            cause.unwrap_or_else(|| format!("a rank was lost or has left since epoch {epoch}"));
         match job.version() {
             Some(version) if version > state.step => self.decided(),
             _ => self.end(self.aborted(job.epoch(), cause), 0),
@@ -354,7 +371,9 @@ impl Attempt {
     /// The servers would take a buffer as one whatever it was meant to be.
     fn check_buffers(&self, data: &[TensorData], buffers: bool) -> Result<()> {
         let tensors = self.job.0.spec.manifest.tensors();
-        let wrong = |data: &&TensorData| tensors.get(data.tensor).is_some_and(|spec| spec.buffer != buffers);
+        let wrong = |data: &&TensorData| {
+            tensors.get(data.tensor).is_some_and(|spec| spec.buffer != buffers)
+        };
         let Some(wrong) = data.iter().find(wrong) else { return Ok(()) };
         let what = format!("tensor {:?}", tensors[wrong.tensor].name);
         Err(match buffers {

@@ -27,8 +27,13 @@ impl Membership {
     /// From the first message of a stream, which is complete.
     pub(super) fn new(message: pb::Membership) -> Result<Self> {
         let placement = Arc::new(message.placement.clone().unwrap_or_default().try_into()?);
-        let mut membership =
-            Self { epoch: message.epoch, version: None, placement, peers: BTreeMap::new(), ended: None };
+        let mut membership = Self {
+            epoch: message.epoch,
+            version: None,
+            placement,
+            peers: BTreeMap::new(),
+            ended: None,
+        };
         membership.update(pb::Membership { placement: None, ..message })?;
         Ok(membership)
     }
@@ -94,7 +99,8 @@ impl Job {
         }
     }
 
-    /// The coordinator's reason for what a server knows no more of than that it was told to drop the job.
+    /// The coordinator's reason for what a server knows no more of than that it was told to drop
+    /// the job.
     pub(super) async fn explained(&self, error: Error) -> Error {
         if !matches!(error, Error::JobFailed { .. } | Error::UnknownJob { .. }) {
             return error;
@@ -141,7 +147,8 @@ mod tests {
 
     fn first() -> Membership {
         let peers = vec![peer(0, "a:1"), peer(2, "c:1")];
-        let message = pb::Membership { epoch: 3, peers, placement: Some(placement(7)), ..Default::default() };
+        let message =
+            pb::Membership { epoch: 3, peers, placement: Some(placement(7)), ..Default::default() };
         Membership::new(message).unwrap()
     }
 
@@ -149,13 +156,18 @@ mod tests {
     fn a_later_message_changes_what_it_has_and_nothing_else() {
         let mut now = first();
         let peers = vec![peer(1, "b:1"), peer(2, "")];
-        now.update(pb::Membership { epoch: 4, version: Some(0), peers, ..Default::default() }).unwrap();
+        now.update(pb::Membership { epoch: 4, version: Some(0), peers, ..Default::default() })
+            .unwrap();
         assert_eq!((now.epoch, now.version, now.placement.servers()[0].id), (4, Some(0), 7));
-        assert_eq!(now.peers.into_iter().collect::<Vec<_>>(), [(0, "a:1".into()), (1, "b:1".into())]);
+        assert_eq!(
+            now.peers.into_iter().collect::<Vec<_>>(),
+            [(0, "a:1".into()), (1, "b:1".into())]
+        );
 
         let mut now = first();
         now.version = Some(5);
-        let moved = pb::Membership { epoch: 3, placement: Some(placement(8)), ..Default::default() };
+        let moved =
+            pb::Membership { epoch: 3, placement: Some(placement(8)), ..Default::default() };
         now.update(moved).unwrap();
         assert_eq!((now.version, now.placement.servers()[0].id, now.peers.len()), (Some(5), 8, 2));
     }

@@ -1,4 +1,5 @@
-//! A rank's bulk transfers: parameters in; initial parameters and optimizer state, and what an attempt pushes, out.
+//! A rank's bulk transfers: parameters in; initial parameters and optimizer state, and what an
+//! attempt pushes, out.
 
 use futures_util::future::try_join_all;
 use zeroshard_proto::{DType, Error, Result, pb};
@@ -14,18 +15,20 @@ use crate::{
 const PARAMETERS: &str = "";
 
 impl Job {
-    /// Uploads the initial parameters; in any number of calls, all tensors that own their storage, once. Each rank gives
-    /// what it has of them by their layouts; who need not send it (of tensors without a layout: all but rank 0) may,
-    /// and it is left out. A rank that is lost before [`Self::version`] tells of version 0 makes the servers drop them.
+    /// Uploads the initial parameters; in any number of calls, all tensors that own their storage,
+    /// once. Each rank gives what it has of them by their layouts; who need not send it (of tensors
+    /// without a layout: all but rank 0) may, and it is left out. A rank that is lost before
+    /// [`Self::version`] tells of version 0 makes the servers drop them.
     ///
     /// # Errors
-    /// [`Error::StaleEpoch`]: upload all of them again. [`Error::Invalid`] for sizes that do not fit,
-    /// [`Error::Timeout`].
+    /// [`Error::StaleEpoch`]: upload all of them again. [`Error::Invalid`] for sizes that do not
+    /// fit, [`Error::Timeout`].
     pub async fn initialise(&self, parameters: Vec<TensorData>) -> Result<()> {
         self.initialise_at(0, parameters).await
     }
 
-    /// As [`Self::initialise`], of a training run that goes on: `applied` steps count as applied to these tensors.
+    /// As [`Self::initialise`], of a training run that goes on: `applied` steps count as applied to
+    /// these tensors.
     ///
     /// # Errors
     /// As [`Self::initialise`].
@@ -33,16 +36,25 @@ impl Job {
         self.upload(PARAMETERS, applied, parameters).await
     }
 
-    /// Uploads the optimizer's state tensor `part`, one of [`zeroshard_proto::Optimizer::state`], of some tensors
-    /// that train: before their parameters, by the same ranks. What is not uploaded starts as it does in a new run.
-    /// `applied` steps count as applied to these tensors.
+    /// Uploads the optimizer's state tensor `part`, one of [`zeroshard_proto::Optimizer::state`],
+    /// of some tensors that train: before their parameters, by the same ranks. What is not uploaded
+    /// starts as it does in a new run. `applied` steps count as applied to these tensors.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a part that the optimizer does not have, or after the tensor's parameters; others
-    /// as [`Self::initialise`].
-    pub async fn initialise_state(&self, part: &str, applied: u64, state: Vec<TensorData>) -> Result<()> {
+    /// [`Error::Invalid`] for a part that the optimizer does not have, or after the tensor's
+    /// parameters; others as [`Self::initialise`].
+    pub async fn initialise_state(
+        &self,
+        part: &str,
+        applied: u64,
+        state: Vec<TensorData>,
+    ) -> Result<()> {
         if part == PARAMETERS {
-            return Err(Error::invalid("part of the optimizer's state", "empty", "a state tensor's name"));
+            return Err(Error::invalid(
+                "part of the optimizer's state",
+                "empty",
+                "a state tensor's name",
+            ));
         }
         self.upload(part, applied, state).await
     }
@@ -93,7 +105,8 @@ impl Job {
         );
         let mut tries = Tries::until(deadline);
         loop {
-            let push = plan.push(&cluster.shards, begin.clone(), dtype, cluster.options.chunk_bytes);
+            let push =
+                plan.push(&cluster.shards, begin.clone(), dtype, cluster.options.chunk_bytes);
             let error = match tries.limit(|| waiting_for.clone(), push).await? {
                 Ok(_) => return Ok(()),
                 Err(error) => error,
@@ -104,12 +117,12 @@ impl Job {
         }
     }
 
-    /// Fills the targets with the parameters at `version`; waits for it. Buffers come as f32 whatever the wire's
-    /// dtype is.
+    /// Fills the targets with the parameters at `version`; waits for it. Buffers come as f32
+    /// whatever the wire's dtype is.
     ///
     /// # Errors
-    /// [`Error::VersionGone`], [`Error::Timeout`] if it does not come, [`Error::Invalid`] for sizes that do not
-    /// fit.
+    /// [`Error::VersionGone`], [`Error::Timeout`] if it does not come, [`Error::Invalid`] for sizes
+    /// that do not fit.
     pub async fn pull(&self, version: u64, targets: Vec<Target<'_>>) -> Result<()> {
         let manifest = &self.0.spec.manifest;
         let is_buffer = |target: &Target<'_>| {
@@ -117,17 +130,26 @@ impl Job {
                 && manifest.tensors()[manifest.owner(target.tensor)].buffer
         };
         let (buffers, others) = targets.into_iter().partition(is_buffer);
-        self.pull_as(version, PARAMETERS, [(DType::F32, buffers), (self.0.cluster.options.wire, others)])
-            .await
+        self.pull_as(
+            version,
+            PARAMETERS,
+            [(DType::F32, buffers), (self.0.cluster.options.wire, others)],
+        )
+        .await
     }
 
-    /// Fills the targets with a part of the state at `version`, which comes as f32; waits for it. `part` is empty:
-    /// the parameters as they are published; `master`: the master weights; or one of
-    /// [`zeroshard_proto::Optimizer::state`], of tensors that train.
+    /// Fills the targets with a part of the state at `version`, which comes as f32; waits for it.
+    /// `part` is empty: the parameters as they are published; `master`: the master weights; or one
+    /// of [`zeroshard_proto::Optimizer::state`], of tensors that train.
     ///
     /// # Errors
     /// As [`Self::pull`]; [`Error::Invalid`] for a part that is not there.
-    pub async fn pull_part(&self, version: u64, part: &str, targets: Vec<Target<'_>>) -> Result<()> {
+    pub async fn pull_part(
+        &self,
+        version: u64,
+        part: &str,
+        targets: Vec<Target<'_>>,
+    ) -> Result<()> {
         self.pull_as(version, part, [(DType::F32, targets)]).await
     }
 
@@ -172,10 +194,11 @@ impl Job {
                 chunk_bytes: cluster.options.chunk_bytes,
                 wait_ms: tries.wait_ms(),
             };
-            let error = match tries.limit(|| waiting_for.clone(), plan.pull(&cluster.shards, &of)).await? {
-                Ok(()) => return Ok(()),
-                Err(error) => error,
-            };
+            let error =
+                match tries.limit(|| waiting_for.clone(), plan.pull(&cluster.shards, &of)).await? {
+                    Ok(()) => return Ok(()),
+                    Err(error) => error,
+                };
             if let Next::Refresh(_) = tries.next(error).await? {
                 self.wait_for_news(epoch, deadline).await?;
             }

@@ -47,8 +47,8 @@ struct Arguments {
 enum Command {
     /// Servers, jobs, versions and bytes
     Status,
-    /// The hash of a job's whole state (master weights and optimizer state) at its current version: equal
-    /// hashes, equal bits, whatever the cluster looks like
+    /// The hash of a job's whole state (master weights and optimizer state) at its current version:
+    /// equal hashes, equal bits, whatever the cluster looks like
     Hash {
         /// Name of the job; `zsctl status` lists them
         job: String,

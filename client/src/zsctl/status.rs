@@ -22,8 +22,16 @@ fn table(header: &[&str]) -> Table {
 }
 
 fn servers(servers: &[pb::ServerStatus]) -> Table {
-    let mut table =
-        table(&["SERVER", "ADDRESS", "SLICES", "MASTER", "STATE", "GRADIENTS", "PUBLISHED", "PARKED"]);
+    let mut table = table(&[
+        "SERVER",
+        "ADDRESS",
+        "SLICES",
+        "MASTER",
+        "STATE",
+        "GRADIENTS",
+        "PUBLISHED",
+        "PARKED",
+    ]);
     for status in servers {
         let server = status.server.clone().unwrap_or_default();
         let stats = status.stats.clone().unwrap_or_default();
@@ -87,7 +95,9 @@ fn job_json(job: &pb::JobStatus) -> serde_json::Value {
 /// Bytes with a binary unit.
 fn human(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let unit = (0..UNITS.len() - 1).find(|&unit| bytes >> (10 * (unit + 1)) == 0).unwrap_or(UNITS.len() - 1);
+    let unit = (0..UNITS.len() - 1)
+        .find(|&unit| bytes >> (10 * (unit + 1)) == 0)
+        .unwrap_or(UNITS.len() - 1);
     match unit {
         0 => format!("{bytes} B"),
         unit => format!("{:.1} {}", bytes as f64 / (1u64 << (10 * unit)) as f64, UNITS[unit]),
@@ -109,8 +119,11 @@ mod tests {
 
     #[test]
     fn a_job_that_failed_says_why() {
-        let job =
-            pb::JobStatus { name: "a".into(), failure: "server 2 is gone".into(), ..Default::default() };
+        let job = pb::JobStatus {
+            name: "a".into(),
+            failure: "server 2 is gone".into(),
+            ..Default::default()
+        };
         assert!(jobs(std::slice::from_ref(&job)).to_string().contains("failed: server 2 is gone"));
         assert_eq!(job_json(&job)["failure"], "server 2 is gone");
     }

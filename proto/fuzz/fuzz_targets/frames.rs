@@ -1,5 +1,5 @@
-//! Any bytes as the body of a push or of a pull's answer: no panic, what is handed out belongs to what was announced, and
-//! where the network cuts the bytes makes no difference.
+//! Any bytes as the body of a push or of a pull's answer: no panic, what is handed out belongs to
+//! what was announced, and where the network cuts the bytes makes no difference.
 
 #![no_main]
 

@@ -4,8 +4,8 @@ use std::fmt::{self, Display, Write as _};
 
 use serde_json::Value;
 
-/// The most bytes of a field of an error that cross the wire: the fields, as JSON, and the message must fit what HTTP/2
-/// peers take for headers, 16 KiB in all.
+/// The most bytes of a field of an error that cross the wire: the fields, as JSON, and the message
+/// must fit what HTTP/2 peers take for headers, 16 KiB in all.
 const MAX_FIELD: usize = 512;
 /// The most bytes of the message.
 pub(super) const MAX_MESSAGE: usize = 1024;

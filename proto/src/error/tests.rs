@@ -57,7 +57,8 @@ fn what_crosses_the_wire_fits_the_headers_of_any_peer_whatever_the_error() {
             let status = Status::from(error);
             let mut headers = http::HeaderMap::new();
             status.add_header(&mut headers).unwrap();
-            let bytes: usize = headers.iter().map(|(name, value)| name.as_str().len() + value.len()).sum();
+            let bytes: usize =
+                headers.iter().map(|(name, value)| name.as_str().len() + value.len()).sum();
             assert!(bytes < 14 << 10, "{bytes} bytes: {status:?}");
             let received = Error::from_status(&status, "shard");
             assert_eq!((received.code(), received.remedy()), (code, remedy));
@@ -75,14 +76,17 @@ fn input_is_quoted_up_to_a_length_and_formatted_no_further() {
             }
         }
     }
-    let Error::Invalid { what, found, .. } = Error::invalid("\u{20ac}".repeat(1 << 20), Endless, "short")
+    let Error::Invalid { what, found, .. } =
+        Error::invalid("\u{20ac}".repeat(1 << 20), Endless, "short")
     else {
         panic!("invalid");
     };
     assert_eq!(what, format!("{}...", "\u{20ac}".repeat(MAX_QUOTED)));
     assert_eq!(found, format!("{}...", "12345".repeat(MAX_QUOTED / 5)));
     let exactly = "x".repeat(MAX_QUOTED);
-    assert!(matches!(Error::invalid("a", &exactly, "b"), Error::Invalid { found, .. } if found == exactly));
+    assert!(
+        matches!(Error::invalid("a", &exactly, "b"), Error::Invalid { found, .. } if found == exactly)
+    );
 }
 
 #[test]

@@ -186,7 +186,8 @@ impl Payload {
     }
 }
 
-/// Parses prefix and fields up to the payload: the header and its length, or `None` if `bytes` end before.
+/// Parses prefix and fields up to the payload: the header and its length, or `None` if `bytes` end
+/// before.
 fn parse(bytes: &[u8], max_message: usize) -> Result<Option<(Header, usize)>> {
     let Some((prefix, _)) = bytes.split_first_chunk::<PREFIX>() else {
         return Ok(None);
@@ -225,8 +226,9 @@ impl Header {
                 };
                 match number {
                     field::SLICE => {
-                        self.slice = u32::try_from(value)
-                            .map_err(|_| Error::invalid("slice of an extent", value, "less than 2^32"))?;
+                        self.slice = u32::try_from(value).map_err(|_| {
+                            Error::invalid("slice of an extent", value, "less than 2^32")
+                        })?;
                     }
                     field::OFFSET => self.offset = value,
                     field::DTYPE => self.dtype = i32::try_from(value).unwrap_or(i32::MAX),
@@ -240,7 +242,10 @@ impl Header {
                 let length = cursor.checked(length)?;
                 if number == field::PAYLOAD {
                     if cursor.at + length != cursor.end {
-                        return Err(malformed("fields after `payload`", "none: it must be the last field"));
+                        return Err(malformed(
+                            "fields after `payload`",
+                            "none: it must be the last field",
+                        ));
                     }
                     self.payload = Some(length);
                     return Ok(Some(()));
@@ -249,7 +254,8 @@ impl Header {
                     return Ok(None);
                 };
                 if number == field::BEGIN {
-                    let begin = pb::PushBegin::decode(value).map_err(|e| malformed(e, "a PushBegin"))?;
+                    let begin =
+                        pb::PushBegin::decode(value).map_err(|e| malformed(e, "a PushBegin"))?;
                     self.begin = Some(begin);
                 }
             }

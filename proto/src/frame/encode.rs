@@ -8,12 +8,13 @@ use prost::{Message, encoding::encode_varint};
 use super::{Extent, PREFIX, field, wire};
 use crate::pb;
 
-/// Payloads up to this many bytes are copied beside their header: an HTTP/2 frame of its own for each would
-/// cost more (about 2 µs, the time to copy 16 KiB).
+/// Payloads up to this many bytes are copied beside their header: an HTTP/2 frame of its own for
+/// each would cost more (about 2 µs, the time to copy 16 KiB).
 const SMALL: usize = 16 << 10;
 /// Gathered small messages are sent once there are so many bytes of them.
 const GATHERED: usize = 256 << 10;
-/// The longest header of an extent: prefix, three varints with their tags, tag and length of the payload.
+/// The longest header of an extent: prefix, three varints with their tags, tag and length of the
+/// payload.
 const MAX_EXTENT_HEADER: usize = PREFIX + 3 * 11 + 11;
 
 /// Turns extents into the data frames of a gRPC stream.

@@ -1,4 +1,5 @@
-//! What is written is read, however it is cut, and by generated code too; what is not a message is refused.
+//! What is written is read, however it is cut, and by generated code too; what is not a message is
+//! refused.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use proptest::prelude::*;
@@ -55,10 +56,12 @@ fn prefixed(message: &[u8]) -> Vec<u8> {
 
 fn extent() -> impl Strategy<Value = (Extent, Bytes)> {
     let dtype = prop::sample::select(crate::DType::ALL.to_vec());
-    (any::<u32>(), any::<u64>(), dtype, 1usize..20_000).prop_map(|(slice, offset, dtype, elements)| {
-        let payload = (0..elements * dtype.size()).map(|i| (i * 7) as u8).collect();
-        (Extent { slice, offset, dtype }, payload)
-    })
+    (any::<u32>(), any::<u64>(), dtype, 1usize..20_000).prop_map(
+        |(slice, offset, dtype, elements)| {
+            let payload = (0..elements * dtype.size()).map(|i| (i * 7) as u8).collect();
+            (Extent { slice, offset, dtype }, payload)
+        },
+    )
 }
 
 proptest! {

@@ -1,5 +1,5 @@
-//! Every hyperparameter's range. torch's rules, and two of our own: a number must be finite as f32, since the
-//! kernels compute in f32, and averages' weights must not leave `0..=1`.
+//! Every hyperparameter's range. torch's rules, and two of our own: a number must be finite as f32,
+//! since the kernels compute in f32, and averages' weights must not leave `0..=1`.
 
 use super::{Adadelta, Adagrad, Adam, AdamW, Lamb, Lion, Optimizer, RmsProp, Sgd};
 
@@ -28,7 +28,12 @@ pub(super) fn validate(optimizer: &Optimizer) -> Result<(), Invalid> {
             rules.below_one(&[("beta1", beta1), ("beta2", beta2)])
         }
         Optimizer::Adagrad(Adagrad {
-            lr, lr_decay, eps, weight_decay, initial_accumulator_value, ..
+            lr,
+            lr_decay,
+            eps,
+            weight_decay,
+            initial_accumulator_value,
+            ..
         }) => rules.non_negative(&[
             ("lr", lr),
             ("lr_decay", lr_decay),
@@ -62,7 +67,11 @@ struct Rules(&'static str);
 
 impl Rules {
     fn sgd(&self, sgd: &Sgd) -> Result<(), Invalid> {
-        self.non_negative(&[("lr", sgd.lr), ("momentum", sgd.momentum), ("weight_decay", sgd.weight_decay)])?;
+        self.non_negative(&[
+            ("lr", sgd.lr),
+            ("momentum", sgd.momentum),
+            ("weight_decay", sgd.weight_decay),
+        ])?;
         let dampening_fits = in_f32(sgd.dampening);
         self.check("dampening", sgd.dampening, dampening_fits, "a finite number")?;
         if sgd.nesterov {

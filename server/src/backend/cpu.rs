@@ -50,7 +50,14 @@ impl Cpu {
     }
 
     /// Converts between any two dtypes, by way of f32. Returns whether all of `src` is finite.
-    fn convert(&self, src: &[u8], from: DType, dst: &mut [u8], to: DType, scratch: &mut Scratch) -> bool {
+    fn convert(
+        &self,
+        src: &[u8],
+        from: DType,
+        dst: &mut [u8],
+        to: DType,
+        scratch: &mut Scratch,
+    ) -> bool {
         let mut finite = true;
         let sources = src.chunks(scratch.len() * from.size());
         for (src, dst) in sources.zip(dst.chunks_mut(scratch.len() * to.size())) {
@@ -70,7 +77,8 @@ impl Cpu {
     }
 }
 
-/// Values on their way from one dtype to another: small enough for the first cache, and made once for all runs.
+/// Values on their way from one dtype to another: small enough for the first cache, and made once
+/// for all runs.
 type Scratch = [f32; 2_048];
 
 /// Cuts `src` by the runs of `at`; whether `each` was true of all of them.
@@ -155,11 +163,18 @@ impl Backend for Cpu {
         buffer.dtype
     }
 
-    fn store<'a>(&self, dst: &mut Buffer, at: impl Into<Elements<'a>>, src: &[u8], dtype: DType) -> bool {
+    fn store<'a>(
+        &self,
+        dst: &mut Buffer,
+        at: impl Into<Elements<'a>>,
+        src: &[u8],
+        dtype: DType,
+    ) -> bool {
         let (at, to) = (at.into(), dst.dtype);
         match to {
             DType::F32 => {
-                // The compiler copies first and checks then: piece by piece, so that what is checked is in cache.
+                // The compiler copies first and checks then: piece by piece, so that what is
+                // checked is in cache.
                 const TILE: usize = 4_096;
                 let dst = dst.values_mut();
                 each_run(&at, src, dtype, |run, src| {
@@ -198,7 +213,8 @@ impl Backend for Cpu {
             let mut bytes = vec![0; from.numel() * dtype.size()];
             let (mut rest, mut scratch) = (&mut bytes[..], [0.0; _]);
             for run in from.runs() {
-                let dst = rest.split_off_mut(..run.len() * dtype.size()).expect("as long as all runs");
+                let dst =
+                    rest.split_off_mut(..run.len() * dtype.size()).expect("as long as all runs");
                 self.convert(src.bytes(run), src.dtype, dst, dtype, &mut scratch);
             }
             return bytes.into();

@@ -55,7 +55,13 @@ impl Backend for Instrumented {
         self.cpu.dtype(buffer)
     }
 
-    fn store<'a>(&self, dst: &mut Buffer, at: impl Into<Elements<'a>>, src: &[u8], dtype: DType) -> bool {
+    fn store<'a>(
+        &self,
+        dst: &mut Buffer,
+        at: impl Into<Elements<'a>>,
+        src: &[u8],
+        dtype: DType,
+    ) -> bool {
         self.count().store(dst, at, src, dtype)
     }
 

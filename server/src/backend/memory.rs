@@ -3,8 +3,9 @@
 use bytemuck::{Pod, Zeroable};
 use memmap2::{MmapMut, MmapOptions};
 
-/// From this size on memory is mapped on its own: the kernel has it back as soon as it is dropped. Below it (a model may have ten thousand small
-/// tensors) a mapping each would waste pages and run into the limit on their number.
+/// From this size on memory is mapped on its own: the kernel has it back as soon as it is dropped.
+/// Below it (a model may have ten thousand small tensors) a mapping each would waste pages and run
+/// into the limit on their number.
 const MAPPED_FROM: usize = 1 << 20;
 
 /// A cache line: what small arrays are aligned to.
@@ -39,11 +40,12 @@ impl Memory {
             heap.resize(lines, Line::zeroed());
             Storage::Heap(heap)
         } else {
-            // No advice on huge pages: measured on a virtual machine, steps were as fast without them, and a first touch
-            // four times as fast (the host had taken free huge pages back).
+            // No advice on huge pages: measured on a virtual machine, steps were as fast without
+            // them, and a first touch four times as fast (the host had taken free huge pages back).
             //
-            // Populated at once: a page that is first read, and then written, is faulted in twice, and the second
-            // time all cores are interrupted. It made the first step ten times as long as the others.
+            // Populated at once: a page that is first read, and then written, is faulted in twice,
+            // and the second time all cores are interrupted. It made the first step ten times as
+            // long as the others.
             Storage::Mapped(MmapOptions::new().len(len).populate().map_anon().ok()?)
         };
         Some(Memory { storage, len })

@@ -49,7 +49,8 @@ fn a_flag_wins_over_the_file_and_the_file_over_the_default() {
 
 #[test]
 fn the_file_alone_can_name_the_coordinator() {
-    let file = file("[shard]\ncoordinator = \"c:1\"\nlisten = \"0.0.0.0:0\"\nadvertise = \"me:0\"\n");
+    let file =
+        file("[shard]\ncoordinator = \"c:1\"\nlisten = \"0.0.0.0:0\"\nadvertise = \"me:0\"\n");
     let path = file.path().to_str().unwrap();
     let config = load(["zeroshard-server", "shard", "--config", path]).unwrap();
     let Role::Shard(shard) = config.role else { panic!("role") };
@@ -86,7 +87,10 @@ fn values_out_of_range_are_refused_wherever_they_come_from() {
 fn a_token_comes_from_flag_and_file_and_an_empty_one_is_none() {
     let token = |config: Config| config.common.token.reveal().map(str::to_owned);
     assert_eq!(token(shard(&["--token", "s3cret"]).unwrap()).as_deref(), Some("s3cret"));
-    assert_eq!(token(with_file("[common]\ntoken = \"s3cret\"\n", &[]).unwrap()).as_deref(), Some("s3cret"));
+    assert_eq!(
+        token(with_file("[common]\ntoken = \"s3cret\"\n", &[]).unwrap()).as_deref(),
+        Some("s3cret")
+    );
     assert_eq!(token(with_file("[common]\ntoken = \"\"\n", &[]).unwrap()), None);
     let config = shard(&["--token", "s3cret"]).unwrap();
     assert!(!format!("{config:?}").contains("s3cret"));

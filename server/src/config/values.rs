@@ -39,7 +39,8 @@ impl FromStr for Listen {
     type Err = Malformed;
 
     fn from_str(text: &str) -> Result<Self, Malformed> {
-        let expected = "an IP address and a port, such as 127.0.0.1:7400, 0.0.0.0:7400 or [::]:7400";
+        let expected =
+            "an IP address and a port, such as 127.0.0.1:7400, 0.0.0.0:7400 or [::]:7400";
         text.parse().map(Self).map_err(|_| Malformed { found: text.to_owned(), expected })
     }
 }
@@ -126,7 +127,10 @@ impl FromStr for Address {
         let bracketed = host.strip_prefix('[').and_then(|h| h.strip_suffix(']'));
         let good = match bracketed {
             Some(ip) => ip.parse::<std::net::Ipv6Addr>().is_ok(),
-            None => !host.is_empty() && host.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c)),
+            None => {
+                !host.is_empty()
+                    && host.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))
+            }
         };
         if good { Ok(Self { host: host.to_owned(), port }) } else { Err(malformed()) }
     }
@@ -172,9 +176,17 @@ mod tests {
 
     #[test]
     fn what_is_no_address_is_refused() {
-        for text in
-            ["", "node", "node:", ":7400", "node:70000", "http://node:7400", "::1:7400", "[x]:1", "a b:1"]
-        {
+        for text in [
+            "",
+            "node",
+            "node:",
+            ":7400",
+            "node:70000",
+            "http://node:7400",
+            "::1:7400",
+            "[x]:1",
+            "a b:1",
+        ] {
             assert!(text.parse::<Address>().is_err(), "{text}");
         }
     }

@@ -1,4 +1,5 @@
-//! Carries out the actions of the state machine. It runs under the driver's lock, so nothing here waits.
+//! Carries out the actions of the state machine. It runs under the driver's lock, so nothing here
+//! waits.
 
 use std::task::Waker;
 
@@ -23,7 +24,8 @@ impl Driver {
                 Action::Open(server, open) => inner.send(server, Outgoing::Open(open)),
                 Action::Place(placing) => self.place(placing),
                 Action::Wake(lease) => {
-                    if let Some(waker) = inner.members.get_mut(&lease).and_then(|m| m.waker.take()) {
+                    if let Some(waker) = inner.members.get_mut(&lease).and_then(|m| m.waker.take())
+                    {
                         waker.wake();
                     }
                 }
@@ -76,8 +78,8 @@ impl Driver {
 }
 
 impl Inner {
-    /// A server that does not read its commands is dismissed; the end of its control stream is then an event like
-    /// any other.
+    /// A server that does not read its commands is dismissed; the end of its control stream is then
+    /// an event like any other.
     fn send(&mut self, server: ServerId, command: Outgoing) {
         if let Some(outbox) = self.servers.get(&server)
             && outbox.commands.try_send(command).is_err()

@@ -20,11 +20,12 @@ fn disagreement(turn: &Turn) -> Error {
 }
 
 impl Round {
-    /// Before `turn.rank` commits. Its own request to discard the attempt is withdrawn. If another rank has
-    /// asked to discard it, all those requests are, and nothing of the two sides remains.
+    /// Before `turn.rank` commits. Its own request to discard the attempt is withdrawn. If another
+    /// rank has asked to discard it, all those requests are, and nothing of the two sides remains.
     ///
     /// # Errors
-    /// [`Error::Disagreement`], also for the calls of the other ranks, if another rank discards the attempt.
+    /// [`Error::Disagreement`], also for the calls of the other ranks, if another rank discards the
+    /// attempt.
     pub(super) fn side_with_commits(&mut self, turn: &Turn, out: &mut Vec<Action>) -> Result<()> {
         let own = self.discards.remove(&turn.rank).unwrap_or_default();
         let others = std::mem::take(&mut self.discards);
@@ -32,7 +33,8 @@ impl Round {
         settle(turn, own.into_iter().chain(others.into_values().flatten()), conflict, out)
     }
 
-    /// Before `turn.rank` discards the attempt: as [`Self::side_with_commits`], the other way round.
+    /// Before `turn.rank` discards the attempt: as [`Self::side_with_commits`], the other way
+    /// round.
     fn side_with_discards(&mut self, turn: &Turn, out: &mut Vec<Action>) -> Result<()> {
         let own = self.withdraw_vote(turn.rank);
         let conflict = self.has_votes();
@@ -52,7 +54,13 @@ fn settle(
 }
 
 impl Cluster {
-    pub(super) fn discard(&mut self, caller: Caller, discard: Discard, now: Now, out: &mut Vec<Action>) {
+    pub(super) fn discard(
+        &mut self,
+        caller: Caller,
+        discard: Discard,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
         match self.try_discard(caller, &discard, now, out) {
             Ok(None) => self.advance(&discard.turn.job.name, now, out),
             Ok(Some(attempt)) => out.push(Action::Answer(caller, Ok(Reply::Discarded { attempt }))),
@@ -87,9 +95,14 @@ impl Cluster {
 
     /// Opens the next attempt when every rank has asked to discard the open one.
     pub(super) fn discard_if_all_have(&mut self, name: &str, out: &mut Vec<Action>) {
-        let Some(Job { spec, id, epoch, phase: Phase::Open(open) }) = self.jobs.get_mut(name) else { return };
+        let Some(Job { spec, id, epoch, phase: Phase::Open(open) }) = self.jobs.get_mut(name)
+        else {
+            return;
+        };
         let round = &mut open.round;
-        if round.discards.is_empty() || round.discards.len() + open.done.len() != spec.world as usize {
+        if round.discards.is_empty()
+            || round.discards.len() + open.done.len() != spec.world as usize
+        {
             return;
         }
         let step = open.version.unwrap_or(0);
@@ -105,11 +118,13 @@ impl Cluster {
         }
         let waiters = discards.into_values().flatten();
         out.extend(waiters.map(|w| Action::Answer(w.caller, Ok(Reply::Discarded { attempt }))));
-        let stale = || Error::StaleAttempt { job: name.to_owned(), step, attempt: over, current: attempt };
+        let stale =
+            || Error::StaleAttempt { job: name.to_owned(), step, attempt: over, current: attempt };
         out.extend(reducers.into_iter().map(|w| Action::Answer(w.caller, Err(stale()))));
     }
 
-    /// Tells ranks at their deadline which ranks have not asked to discard the attempt. The request stays.
+    /// Tells ranks at their deadline which ranks have not asked to discard the attempt. The request
+    /// stays.
     pub(super) fn expire_discards(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
         let mut expired = Vec::new();
@@ -120,7 +135,8 @@ impl Cluster {
             return;
         }
         let waiting_for = self.discards_wait_for(name);
-        let timeout = |w: Waiter| Action::Answer(w.caller, Err(w.timeout(now, waiting_for.clone())));
+        let timeout =
+            |w: Waiter| Action::Answer(w.caller, Err(w.timeout(now, waiting_for.clone())));
         out.extend(expired.into_iter().map(timeout));
     }
 
@@ -132,6 +148,8 @@ impl Cluster {
         let late = "ranks that have not discarded it";
         let parts = some_of(missing_ranks(spec, open, &round.discards, late));
         let (attempt, step) = (round.attempt, open.step());
-        format!("attempt {attempt} at step {step} of job {name:?} (epoch {epoch}) to be discarded: {parts}")
+        format!(
+            "attempt {attempt} at step {step} of job {name:?} (epoch {epoch}) to be discarded: {parts}"
+        )
     }
 }

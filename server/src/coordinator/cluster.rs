@@ -1,4 +1,5 @@
-//! The whole state of the coordinator, and the one way to change it: an event and the time in, actions out.
+//! The whole state of the coordinator, and the one way to change it: an event and the time in,
+//! actions out.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -56,7 +57,9 @@ impl Cluster {
             Event::Leave { caller, job, lease, done } => {
                 self.leave(caller, &job, lease, done, now, &mut out);
             }
-            Event::LeaseEnded { job, rank, lease } => self.lease_ended(&job, rank, lease, now, &mut out),
+            Event::LeaseEnded { job, rank, lease } => {
+                self.lease_ended(&job, rank, lease, now, &mut out)
+            }
             Event::Commit { caller, commit } => self.commit(caller, *commit, now, &mut out),
             Event::Reduce { caller, reduce } => self.reduce(caller, *reduce, now, &mut out),
             Event::Discard { caller, discard } => self.discard(caller, discard, now, &mut out),
@@ -128,17 +131,23 @@ impl Cluster {
     /// The job that a member's call is about.
     ///
     /// # Errors
-    /// [`Error::UnknownJob`]; [`Error::Invalid`] for an id of 0; [`Error::JobReplaced`] if another job has the name.
+    /// [`Error::UnknownJob`]; [`Error::Invalid`] for an id of 0; [`Error::JobReplaced`] if another
+    /// job has the name.
     pub(super) fn member_job(&mut self, job: &JobRef) -> Result<&mut Job> {
         let found = self.job_mut(&job.name)?;
         match job.id {
-            0 => Err(Error::invalid(format!("job_id of job {:?}", job.name), 0, "the job_id of Membership")),
+            0 => Err(Error::invalid(
+                format!("job_id of job {:?}", job.name),
+                0,
+                "the job_id of Membership",
+            )),
             id if id == found.id => Ok(found),
             _ => Err(Error::JobReplaced { job: job.name.clone() }),
         }
     }
 
-    /// The job that a server's message is about; none if the message is about an earlier job of the name.
+    /// The job that a server's message is about; none if the message is about an earlier job of the
+    /// name.
     pub(super) fn reported_job(&mut self, job: &JobRef) -> Option<&mut Job> {
         self.jobs.get_mut(&job.name).filter(|found| found.id == job.id)
     }
@@ -148,7 +157,13 @@ impl Cluster {
         let found = self.job(job)?;
         let open = found.phase.open(job)?;
         let (spec, placement) = (found.spec.clone(), open.placement.clone());
-        Ok(Description { spec, placement, epoch: found.epoch, version: open.version, job_id: found.id })
+        Ok(Description {
+            spec,
+            placement,
+            epoch: found.epoch,
+            version: open.version,
+            job_id: found.id,
+        })
     }
 
     /// The servers and jobs, for the operator.
@@ -173,14 +188,18 @@ impl Cluster {
 
     /// Ends every open call and stream, because this process is about to stop.
     pub(crate) fn stop(&mut self) -> Vec<Action> {
-        let error =
-            || Error::Unavailable { peer: "coordinator".to_owned(), cause: "it is shutting down".to_owned() };
+        let error = || Error::Unavailable {
+            peer: "coordinator".to_owned(),
+            cause: "it is shutting down".to_owned(),
+        };
         let mut out = Vec::new();
         // The ends of their control streams are no news any more.
         self.servers.clear();
         for job in std::mem::take(&mut self.jobs).into_values() {
             let (waiters, members) = job.phase.into_waiting();
-            out.extend(waiters.into_iter().map(|waiter| Action::Answer(waiter.caller, Err(error()))));
+            out.extend(
+                waiters.into_iter().map(|waiter| Action::Answer(waiter.caller, Err(error()))),
+            );
             out.extend(members.into_iter().map(|lease| Action::End(lease, Some(error()))));
         }
         out
@@ -189,8 +208,10 @@ impl Cluster {
 
 impl Open {
     fn next_deadline(&self) -> Option<Now> {
-        let last = self.last.iter().flat_map(|last| last.waiters.iter().map(|waiter| waiter.deadline));
-        let others = [self.round.next_deadline(), self.queue.next_deadline(), self.members.next_deadline()];
+        let last =
+            self.last.iter().flat_map(|last| last.waiters.iter().map(|waiter| waiter.deadline));
+        let others =
+            [self.round.next_deadline(), self.queue.next_deadline(), self.members.next_deadline()];
         last.chain(others.into_iter().flatten()).min()
     }
 }

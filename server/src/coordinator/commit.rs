@@ -1,8 +1,8 @@
 //! The barrier at the end of a step.
 //!
-//! A step is decided when every rank has committed it and every server with slices that train has reported that it
-//! has all the gradients. Votes and reports belong to one (epoch, step, attempt): the round is dropped when one of
-//! these changes.
+//! A step is decided when every rank has committed it and every server with slices that train has
+//! reported that it has all the gradients. Votes and reports belong to one (epoch, step, attempt):
+//! the round is dropped when one of these changes.
 
 use std::collections::BTreeMap;
 
@@ -39,7 +39,8 @@ impl Terms {
             self.max_norm == other.max_norm,
             self.discard == other.discard,
         ];
-        let plain = names.into_iter().zip(equal).find(|(_, equal)| !equal).map(|(name, _)| name.to_owned());
+        let plain =
+            names.into_iter().zip(equal).find(|(_, equal)| !equal).map(|(name, _)| name.to_owned());
         plain.or_else(|| {
             let groups = self.groups.iter().zip(&other.groups).enumerate();
             groups.into_iter().find_map(|(index, (ours, theirs))| {
@@ -66,10 +67,11 @@ struct Vote {
 pub(crate) struct Round {
     pub(super) attempt: u32,
     votes: BTreeMap<u32, Vote>,
-    /// The calls of each rank that has asked to discard the attempt; the request stays when they have timed out.
-    /// INVARIANT: empty, or `votes` is.
+    /// The calls of each rank that has asked to discard the attempt; the request stays when they
+    /// have timed out. INVARIANT: empty, or `votes` is.
     pub(super) discards: BTreeMap<u32, Vec<Waiter>>,
-    /// Of each server: for each of its slices that train, the sum of squares of the summed gradient.
+    /// Of each server: for each of its slices that train, the sum of squares of the summed
+    /// gradient.
     pub(super) reports: BTreeMap<ServerId, pb::StepReady>,
     /// Calls that wait for the gradient's norm.
     pub(super) reducers: Vec<Reducer>,
@@ -89,7 +91,8 @@ impl Round {
         waiters.chain(self.reducers.iter().map(|reducer| &reducer.waiter)).map(|w| w.deadline).min()
     }
 
-    /// Forgets everything, and starts again with attempt 0; returns the calls that must be answered.
+    /// Forgets everything, and starts again with attempt 0; returns the calls that must be
+    /// answered.
     pub(crate) fn drop_all(&mut self) -> Vec<Waiter> {
         let Self { votes, discards, reducers, .. } = std::mem::take(self);
         let reducers = reducers.into_iter().map(|reducer| reducer.waiter);
@@ -101,7 +104,8 @@ impl Round {
     pub(super) fn forget_rank(&mut self, rank: u32) -> Vec<Waiter> {
         let mut waiters = self.withdraw_vote(rank);
         waiters.extend(self.discards.remove(&rank).unwrap_or_default());
-        waiters.extend(self.reducers.extract_if(.., |r| r.rank == rank).map(|reducer| reducer.waiter));
+        waiters
+            .extend(self.reducers.extract_if(.., |r| r.rank == rank).map(|reducer| reducer.waiter));
         waiters
     }
 
@@ -130,7 +134,12 @@ impl Round {
         // All votes have the same terms.
         let first = self.votes.values().next();
         if let Some(what) = first.and_then(|vote| vote.terms.difference(&terms)) {
-            return Err(Error::Disagreement { job: job.name.clone(), step: *step, rank: *rank, what });
+            return Err(Error::Disagreement {
+                job: job.name.clone(),
+                step: *step,
+                rank: *rank,
+                what,
+            });
         }
         if self.votes.is_empty() {
             self.first_vote = waiter.since;
@@ -177,7 +186,13 @@ impl Open {
 }
 
 impl Cluster {
-    pub(super) fn commit(&mut self, caller: Caller, commit: Commit, now: Now, out: &mut Vec<Action>) {
+    pub(super) fn commit(
+        &mut self,
+        caller: Caller,
+        commit: Commit,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
         match self.try_commit(caller, &commit, now, out) {
             Ok(None) => self.advance(&commit.turn.job.name, now, out),
             Ok(Some(report)) => out.push(Action::Answer(caller, Ok(Reply::Report(report)))),
@@ -216,16 +231,25 @@ impl Cluster {
         Ok(None)
     }
 
-    pub(super) fn ready(&mut self, server: ServerId, report: pb::StepReady, now: Now, out: &mut Vec<Action>) {
+    pub(super) fn ready(
+        &mut self,
+        server: ServerId,
+        report: pb::StepReady,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
         let job = JobRef { name: report.job.clone(), id: report.job_id };
-        let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.reported_job(&job) else { return };
+        let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.reported_job(&job) else {
+            return;
+        };
         let current = (*epoch, open.step(), open.round.attempt);
         if (report.epoch, report.step, report.attempt) != current {
             return;
         }
         if let Err(what) = check_report(&report, open.trainable.get(&server)) {
             let step = report.step;
-            let reason = format!("{} reported {what} at step {step}; this is a bug", self.name(server));
+            let reason =
+                format!("{} reported {what} at step {step}; this is a bug", self.name(server));
             return self.fail(&job.name, &reason, out);
         }
         // Nothing is expected of a server without slices that train.
@@ -249,7 +273,8 @@ impl Cluster {
             return;
         }
         let waiting_for = self.commits_wait_for(name);
-        let timeout = |w: Waiter| Action::Answer(w.caller, Err(w.timeout(now, waiting_for.clone())));
+        let timeout =
+            |w: Waiter| Action::Answer(w.caller, Err(w.timeout(now, waiting_for.clone())));
         out.extend(expired.into_iter().map(timeout));
     }
 
@@ -258,13 +283,15 @@ impl Cluster {
         let Some(Job { spec, id, epoch, phase: Phase::Open(open) }) = self.jobs.get(name) else {
             return String::new();
         };
-        let mut parts = missing_ranks(spec, open, &open.round.votes, "ranks that have not committed");
+        let mut parts =
+            missing_ranks(spec, open, &open.round.votes, "ranks that have not committed");
         parts.extend(self.late_servers(*id, open));
         format!("step {} of job {name:?} (epoch {epoch}): {}", open.step(), some_of(parts))
     }
 }
 
-/// The ranks without a call in `present`: those that have a worker, as `late`, and those that have none.
+/// The ranks without a call in `present`: those that have a worker, as `late`, and those that have
+/// none.
 pub(super) fn missing_ranks<T>(
     spec: &JobSpec,
     open: &Open,
@@ -285,10 +312,18 @@ fn check_report(report: &pb::StepReady, expected: Option<&Vec<u32>>) -> Result<(
     // Ascending: a server may have 100,000 slices.
     let is_own = |slice: u32| expected.binary_search(&slice).is_ok();
     if report.slices != expected {
-        return Err(format!("{} slices, and has {} that train", report.slices.len(), expected.len()));
+        return Err(format!(
+            "{} slices, and has {} that train",
+            report.slices.len(),
+            expected.len()
+        ));
     }
     if report.sums_of_squares.len() != report.slices.len() {
-        return Err(format!("{} sums for {} slices", report.sums_of_squares.len(), report.slices.len()));
+        return Err(format!(
+            "{} sums for {} slices",
+            report.sums_of_squares.len(),
+            report.slices.len()
+        ));
     }
     if let Some(absent) = report.absent.iter().find(|absent| !is_own(absent.slice)) {
         return Err(format!("absence of slice {}, which is not its own", absent.slice));

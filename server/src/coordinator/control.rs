@@ -36,14 +36,17 @@ pub(super) fn commands(
             match outgoing {
                 Outgoing::Command(command) => Ok(message(command)),
                 Outgoing::Open(open) => {
-                    let open =
-                        failure.blocking("convert a job to be opened", move || Ok(open.into())).await?;
+                    let open = failure
+                        .blocking("convert a job to be opened", move || Ok(open.into()))
+                        .await?;
                     Ok(message(Command::Open(open)))
                 }
             }
         }
     };
-    ReceiverStream::new(control.commands).take_until(control.dismissed.cancelled_owned()).then(convert)
+    ReceiverStream::new(control.commands)
+        .take_until(control.dismissed.cancelled_owned())
+        .then(convert)
 }
 
 /// The server that the first message of a control stream introduces.
@@ -52,7 +55,11 @@ pub(super) fn commands(
 /// [`Error::Invalid`].
 pub(super) fn hello(first: Option<pb::ServerEvent>) -> Result<Server> {
     let Some(server_event::Event::Hello(hello)) = first.and_then(|message| message.event) else {
-        return Err(Error::invalid("first message of the control stream", "something else", "Hello"));
+        return Err(Error::invalid(
+            "first message of the control stream",
+            "something else",
+            "Hello",
+        ));
     };
     let address = dialled("address of the server", &hello.address)?.to_string();
     for (what, number) in [("server_id", hello.server_id), ("incarnation", hello.incarnation)] {
@@ -98,7 +105,11 @@ fn said(event: server_event::Event) -> Result<Said> {
             Said::Stored { job: job(name, job_id), epoch, step }
         }
         Wire::Hello(_) => {
-            return Err(Error::invalid("message of the control stream", "a second Hello", "an event"));
+            return Err(Error::invalid(
+                "message of the control stream",
+                "a second Hello",
+                "an event",
+            ));
         }
     })
 }

@@ -40,7 +40,8 @@ impl Decided {
     /// Answers the calls that wait, when every server has the decision.
     fn answer(&mut self, out: &mut Vec<Action>) {
         if self.pending.is_empty() {
-            let report = |w: Waiter| Action::Answer(w.caller, Ok(Reply::Report(self.report.clone())));
+            let report =
+                |w: Waiter| Action::Answer(w.caller, Ok(Reply::Report(self.report.clone())));
             out.extend(self.waiters.drain(..).map(report));
         }
     }
@@ -99,15 +100,22 @@ fn decide(
 impl Cluster {
     /// Decides the open step of `name`, if every rank has committed it and every server is ready.
     pub(super) fn decide(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { spec, id, epoch, phase: Phase::Open(open) }) = self.jobs.get_mut(name) else { return };
+        let Some(Job { spec, id, epoch, phase: Phase::Open(open) }) = self.jobs.get_mut(name)
+        else {
+            return;
+        };
         // A rank that is done counts as having committed. A job whose ranks are all done is over.
         let voters = spec.world as usize - open.done.len();
         let stored = open.last.as_ref().is_none_or(|last| last.pending.is_empty());
-        let Some(terms) = open.round.agreed(voters).filter(|_| stored && open.is_reduced()) else { return };
+        let Some(terms) = open.round.agreed(voters).filter(|_| stored && open.is_reduced()) else {
+            return;
+        };
         let job = JobRef { name: name.to_owned(), id: *id };
         let (decision, report) = decide(&job, spec, *epoch, open, terms);
         let pending: BTreeSet<ServerId> = open.servers().collect();
-        out.extend(pending.iter().map(|&id| Action::Command(id, Command::Decide(decision.clone()))));
+        out.extend(
+            pending.iter().map(|&id| Action::Command(id, Command::Decide(decision.clone()))),
+        );
         out.push(Action::Decided {
             applied: report.applied,
             commit_spread: open.round.last_vote - open.round.first_vote,
@@ -134,7 +142,9 @@ impl Cluster {
         out: &mut Vec<Action>,
     ) {
         let Some(Job { phase: Phase::Open(open), .. }) = self.reported_job(job) else { return };
-        let Some(decided) = open.decided(step).filter(|decided| decided.epoch == epoch) else { return };
+        let Some(decided) = open.decided(step).filter(|decided| decided.epoch == epoch) else {
+            return;
+        };
         if decided.pending.remove(&server) && decided.pending.is_empty() {
             decided.answer(out);
             self.advance(&job.name, now, out);
@@ -145,21 +155,25 @@ impl Cluster {
     pub(super) fn expire_stored(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
         let Some(last) = &mut open.last else { return };
-        let expired: Vec<Waiter> = last.waiters.extract_if(.., |waiter| waiter.deadline <= now).collect();
+        let expired: Vec<Waiter> =
+            last.waiters.extract_if(.., |waiter| waiter.deadline <= now).collect();
         if expired.is_empty() {
             return;
         }
         let (step, epoch, pending) = (last.report.version - 1, last.epoch, last.pending.clone());
         let servers = self.names(&pending);
-        let waiting_for =
-            format!("{servers} to store the decision about step {step} of job {name:?} (epoch {epoch})");
-        let timeout = |w: Waiter| Action::Answer(w.caller, Err(w.timeout(now, waiting_for.clone())));
+        let waiting_for = format!(
+            "{servers} to store the decision about step {step} of job {name:?} (epoch {epoch})"
+        );
+        let timeout =
+            |w: Waiter| Action::Answer(w.caller, Err(w.timeout(now, waiting_for.clone())));
         out.extend(expired.into_iter().map(timeout));
     }
 }
 
 fn skipped(name: &str, spec: &JobSpec, step: u64, overflow: pb::Overflow) -> String {
     let tensor = &spec.manifest.tensor_of(overflow.slice as usize).name;
-    let by = overflow.rank.map_or("the sum over the ranks".to_owned(), |rank| spec.describe_rank(rank));
+    let by =
+        overflow.rank.map_or("the sum over the ranks".to_owned(), |rank| spec.describe_rank(rank));
     format!("step {step} of job {name:?} is skipped: inf or NaN in tensor {tensor:?}, from {by}")
 }

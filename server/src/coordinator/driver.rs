@@ -1,9 +1,10 @@
-//! The clock, the random numbers and the runtime of the coordinator: hands events to the state, and has its
-//! actions carried out (`actions`).
+//! The clock, the random numbers and the runtime of the coordinator: hands events to the state, and
+//! has its actions carried out (`actions`).
 //!
-//! The state is behind a mutex that is held for a moment and never across an await; under it, actions only send into
-//! channels and wake tasks, so commands to a server leave in the order of the decisions. Long work (placements,
-//! conversions of specs) is done outside of it, off the runtime's threads.
+//! The state is behind a mutex that is held for a moment and never across an await; under it,
+//! actions only send into channels and wake tasks, so commands to a server leave in the order of
+//! the decisions. Long work (placements, conversions of specs) is done outside of it, off the
+//! runtime's threads.
 
 use std::{
     collections::HashMap,
@@ -24,8 +25,8 @@ use super::{
 };
 use crate::{failure::Failure, metrics::Metrics};
 
-/// Commands that may wait for one server; a server that lets so many wait is dismissed. 1,000 workers that join, leave
-/// and join again while the server reads nothing need 3,000.
+/// Commands that may wait for one server; a server that lets so many wait is dismissed. 1,000
+/// workers that join, leave and join again while the server reads nothing need 3,000.
 pub(crate) const MAX_COMMANDS: usize = 8192;
 
 /// Runs one [`Cluster`].
@@ -116,8 +117,8 @@ impl Driver {
         self.handle(&mut self.lock(), event);
     }
 
-    /// Hands over an event and waits for its answer; the state answers at the event's deadline at the latest. If
-    /// the future is dropped before that, the state learns that the caller has gone.
+    /// Hands over an event and waits for its answer; the state answers at the event's deadline at
+    /// the latest. If the future is dropped before that, the state learns that the caller has gone.
     pub(crate) async fn call(&self, event: impl FnOnce(Caller) -> Event) -> Result<Reply> {
         let (sender, answer) = oneshot::channel();
         let mut open = {
@@ -144,7 +145,8 @@ impl Driver {
         let (link, dismissed) =
             (Link { server: server.id, stream: inner.last_stream }, CancellationToken::new());
         let (outbox, commands) = mpsc::channel(MAX_COMMANDS);
-        let new = ServerStream { stream: link.stream, commands: outbox, dismissed: dismissed.clone() };
+        let new =
+            ServerStream { stream: link.stream, commands: outbox, dismissed: dismissed.clone() };
         if let Some(old) = inner.servers.insert(server.id, new) {
             old.dismissed.cancel();
         }

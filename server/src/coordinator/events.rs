@@ -1,7 +1,8 @@
-//! Events and actions: everything that goes into the coordinator's state machine, and everything that comes out.
+//! Events and actions: everything that goes into the coordinator's state machine, and everything
+//! that comes out.
 //!
-//! Random numbers (job ids, leases) and identities of callers and streams are drawn by the driver and arrive
-//! inside the events, so that the state machine stays a pure function.
+//! Random numbers (job ids, leases) and identities of callers and streams are drawn by the driver
+//! and arrive inside the events, so that the state machine stays a pure function.
 
 use std::{sync::Arc, time::Duration};
 

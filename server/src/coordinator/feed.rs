@@ -1,7 +1,8 @@
 //! Membership messages: what has changed for a member since the last one that it read.
 //!
-//! Nothing is queued for a member. The state remembers what each member was told, and computes the difference when
-//! the member's stream is polled, so a member that reads slowly costs no memory and receives the latest state.
+//! Nothing is queued for a member. The state remembers what each member was told, and computes the
+//! difference when the member's stream is polled, so a member that reads slowly costs no memory and
+//! receives the latest state.
 
 use std::{
     collections::{BTreeMap, btree_map::Entry},
@@ -17,8 +18,8 @@ use super::{
     state::{Job, Open, Phase},
 };
 
-/// The addresses of a job's peers, with the order of their changes. INVARIANT: one entry per rank that ever had an
-/// address, in both maps.
+/// The addresses of a job's peers, with the order of their changes. INVARIANT: one entry per rank
+/// that ever had an address, in both maps.
 #[derive(Debug, Default)]
 pub(crate) struct Peers {
     /// Revision of the last change, and the address; none for a peer that has gone.
@@ -52,7 +53,8 @@ impl Peers {
         self.ranks.iter().filter_map(peer).collect()
     }
 
-    /// Peers that have come or gone after `revision`, by rank; those that have gone without an address.
+    /// Peers that have come or gone after `revision`, by rank; those that have gone without an
+    /// address.
     fn since(&self, revision: u64) -> Vec<pb::Peer> {
         let later = self.changes.range((Bound::Excluded(revision), Bound::Unbounded));
         let peer = |(_, &rank): (&u64, &u32)| {
@@ -113,9 +115,12 @@ impl From<Change> for pb::Membership {
 }
 
 impl Cluster {
-    /// The next message for the member that holds `lease`: none if it knows everything, or has not joined yet.
+    /// The next message for the member that holds `lease`: none if it knows everything, or has not
+    /// joined yet.
     pub(crate) fn next_membership(&mut self, name: &str, lease: Lease) -> Option<Change> {
-        let Job { spec, id, epoch, phase: Phase::Open(open) } = self.jobs.get_mut(name)? else { return None };
+        let Job { spec, id, epoch, phase: Phase::Open(open) } = self.jobs.get_mut(name)? else {
+            return None;
+        };
         let now = open.news(*epoch);
         let (version, revision) = (open.version, now.peers);
         let Open { members, peers, .. } = open.as_mut();
@@ -124,7 +129,8 @@ impl Cluster {
         if told.as_ref().is_some_and(|told| told.is(&now)) {
             return None;
         }
-        let same_placement = told.as_ref().is_some_and(|told| Arc::ptr_eq(&told.placement, &now.placement));
+        let same_placement =
+            told.as_ref().is_some_and(|told| Arc::ptr_eq(&told.placement, &now.placement));
         Some(Change {
             lease,
             job_id: *id,

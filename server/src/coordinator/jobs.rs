@@ -23,8 +23,8 @@ use super::{
     state::{Job, Open, Phase},
 };
 
-/// Bytes that the servers need for each slice: f32 master weights; where it trains, f32 optimizer state and
-/// a gradient accumulator; and a copy in the published dtype where that is not f32.
+/// Bytes that the servers need for each slice: f32 master weights; where it trains, f32 optimizer
+/// state and a gradient accumulator; and a copy in the published dtype where that is not f32.
 pub(crate) fn weights(spec: &JobSpec) -> Vec<u64> {
     let weight = |slice: &SliceSpec| {
         let tensor = &spec.manifest.tensors()[slice.tensor];
@@ -69,17 +69,25 @@ impl Cluster {
             return self.try_place(&name, out);
         };
         if let Some(difference) = job.spec.difference(&spec) {
-            return out.push(Action::Answer(waiter.caller, Err(Error::JobExists { job: name, difference })));
+            return out.push(Action::Answer(
+                waiter.caller,
+                Err(Error::JobExists { job: name, difference }),
+            ));
         }
         match &mut job.phase {
-            Phase::Waiting { creators, .. } | Phase::Opening { creators, .. } => creators.push(waiter),
+            Phase::Waiting { creators, .. } | Phase::Opening { creators, .. } => {
+                creators.push(waiter)
+            }
             Phase::Open(_) => {
                 let reply = Reply::Created { epoch: job.epoch, job_id: job.id };
                 out.push(Action::Answer(waiter.caller, Ok(reply)));
             }
             Phase::Failed { reason } => {
                 let reason = format!("{reason}; delete the job before creating it again");
-                out.push(Action::Answer(waiter.caller, Err(Error::JobFailed { job: name, reason })));
+                out.push(Action::Answer(
+                    waiter.caller,
+                    Err(Error::JobFailed { job: name, reason }),
+                ));
             }
         }
     }
@@ -87,7 +95,8 @@ impl Cluster {
     /// Has the driver compute a placement, if there are enough servers.
     pub(super) fn try_place(&mut self, name: &str, out: &mut Vec<Action>) {
         let enough = self.servers.len();
-        let Some(Job { spec, id, phase: Phase::Waiting { placing, .. }, .. }) = self.jobs.get_mut(name)
+        let Some(Job { spec, id, phase: Phase::Waiting { placing, .. }, .. }) =
+            self.jobs.get_mut(name)
         else {
             return;
         };
@@ -102,7 +111,8 @@ impl Cluster {
     /// Waiting -> Opening.
     pub(super) fn placed(&mut self, job: &JobRef, plan: Result<Plan>, out: &mut Vec<Action>) {
         let live = self.live();
-        let Some(Job { spec, id, phase: Phase::Waiting { creators, placing }, .. }) = self.reported_job(job)
+        let Some(Job { spec, id, phase: Phase::Waiting { creators, placing }, .. }) =
+            self.reported_job(job)
         else {
             return;
         };
@@ -113,7 +123,9 @@ impl Cluster {
             // A server has gone in the meantime.
             Ok(_) => return self.try_place(name, out),
             Err(error) => {
-                out.extend(creators.drain(..).map(|w| Action::Answer(w.caller, Err(error.clone()))));
+                out.extend(
+                    creators.drain(..).map(|w| Action::Answer(w.caller, Err(error.clone()))),
+                );
                 self.jobs.remove(name);
                 return out.push(Action::Forgotten { job: name.to_owned() });
             }
@@ -126,10 +138,14 @@ impl Cluster {
             live.len(),
             plan.placement.slices()
         )));
-        let pending: BTreeSet<ServerId> = plan.placement.servers().iter().map(|server| server.id).collect();
+        let pending: BTreeSet<ServerId> =
+            plan.placement.servers().iter().map(|server| server.id).collect();
         for &server in &pending {
             let placement = plan.placement.clone();
-            out.push(Action::Open(server, OpenJob { spec: spec.clone(), placement, job_id, epoch }));
+            out.push(Action::Open(
+                server,
+                OpenJob { spec: spec.clone(), placement, job_id, epoch },
+            ));
         }
         let phase = Phase::Opening { plan, pending, creators };
         self.jobs.insert(name.to_owned(), Job { spec, id: job_id, epoch, phase });
@@ -164,11 +180,16 @@ impl Cluster {
         now: Now,
         out: &mut Vec<Action>,
     ) {
-        let Some(Job { epoch: current, phase: Phase::Open(open), .. }) = self.reported_job(job) else {
+        let Some(Job { epoch: current, phase: Phase::Open(open), .. }) = self.reported_job(job)
+        else {
             return;
         };
-        // A report of an older epoch is about parameters that the server has dropped with that epoch.
-        if epoch != *current || !open.uninitialised.remove(&server) || !open.uninitialised.is_empty() {
+        // A report of an older epoch is about parameters that the server has dropped with that
+        // epoch.
+        if epoch != *current
+            || !open.uninitialised.remove(&server)
+            || !open.uninitialised.is_empty()
+        {
             return;
         }
         open.version = Some(0);
@@ -181,8 +202,16 @@ impl Cluster {
         self.advance(&job.name, now, out);
     }
 
-    pub(super) fn failed_on(&mut self, server: ServerId, job: &JobRef, reason: &str, out: &mut Vec<Action>) {
-        if let Some(Job { phase: Phase::Opening { .. } | Phase::Open(_), .. }) = self.reported_job(job) {
+    pub(super) fn failed_on(
+        &mut self,
+        server: ServerId,
+        job: &JobRef,
+        reason: &str,
+        out: &mut Vec<Action>,
+    ) {
+        if let Some(Job { phase: Phase::Opening { .. } | Phase::Open(_), .. }) =
+            self.reported_job(job)
+        {
             let reason = format!("{}: {reason}", self.name(server));
             self.fail(&job.name, &reason, out);
         }
@@ -230,9 +259,12 @@ impl Cluster {
     /// Has the connected servers of the placement close the job, and ends every call and stream.
     fn dissolve(&self, job: &JobRef, phase: Phase, reason: &str, out: &mut Vec<Action>) {
         if let Some(placement) = phase.placement() {
-            let live = placement.servers().iter().filter(|server| self.servers.contains_key(&server.id));
+            let live =
+                placement.servers().iter().filter(|server| self.servers.contains_key(&server.id));
             let close = pb::CloseJob { job: job.name.clone(), job_id: job.id };
-            out.extend(live.map(|server| Action::Command(server.id, Command::Close(close.clone()))));
+            out.extend(
+                live.map(|server| Action::Command(server.id, Command::Close(close.clone()))),
+            );
         }
         let error = || Error::JobFailed { job: job.name.clone(), reason: reason.to_owned() };
         let (waiters, members) = phase.into_waiting();
@@ -240,14 +272,17 @@ impl Cluster {
         out.extend(members.into_iter().map(|lease| Action::End(lease, Some(error()))));
     }
 
-    /// Tells creators at their deadline. A job that is not open and that nobody waits for any more is removed.
+    /// Tells creators at their deadline. A job that is not open and that nobody waits for any more
+    /// is removed.
     pub(super) fn expire_creators(&mut self, now: Now, out: &mut Vec<Action>) {
         let names: Vec<String> = self.jobs.keys().cloned().collect();
         for name in names {
             let waiting_for = self.creators_wait_for(&name);
             let Some(creators) = self.creators(&name) else { continue };
             let expired = creators.extract_if(.., |waiter| waiter.deadline <= now);
-            out.extend(expired.map(|w| Action::Answer(w.caller, Err(w.timeout(now, waiting_for.clone())))));
+            out.extend(
+                expired.map(|w| Action::Answer(w.caller, Err(w.timeout(now, waiting_for.clone())))),
+            );
             self.remove_if_unwanted(&name, out);
         }
     }
@@ -284,7 +319,10 @@ impl Cluster {
                 format!("the placement of job {name:?}")
             }
             Some(Job { epoch, phase: Phase::Opening { pending, .. }, .. }) => {
-                format!("{} to allocate memory for job {name:?} (epoch {epoch})", self.names(pending))
+                format!(
+                    "{} to allocate memory for job {name:?} (epoch {epoch})",
+                    self.names(pending)
+                )
             }
             _ => String::new(),
         }

@@ -1,7 +1,7 @@
 //! Leases: workers that take ranks, wait for them, leave, and are lost.
 //!
-//! Within one epoch a rank has at most one lease: when a lease ends the epoch moves on, at once or (a rank that left
-//! because it is done) before the rank is given away again.
+//! Within one epoch a rank has at most one lease: when a lease ends the epoch moves on, at once or
+//! (a rank that left because it is done) before the rank is given away again.
 
 use std::collections::BTreeSet;
 
@@ -37,7 +37,13 @@ impl Cluster {
         }
     }
 
-    fn try_join(&mut self, caller: Caller, join: Join, now: Now, out: &mut Vec<Action>) -> Result<()> {
+    fn try_join(
+        &mut self,
+        caller: Caller,
+        join: Join,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) -> Result<()> {
         let (name, rank) = (join.job.clone(), join.rank);
         let job = self.job_mut(&name)?;
         check_rank(&name, rank, job.spec.world)?;
@@ -59,7 +65,9 @@ impl Cluster {
         {
             self.new_epoch(&name, rank, Cause::Returned, out);
         }
-        let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(&name) else { return };
+        let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(&name) else {
+            return;
+        };
         open.left.remove(&rank);
         let pending: BTreeSet<ServerId> = open.servers().collect();
         for &server in &pending {
@@ -92,10 +100,14 @@ impl Cluster {
 
     /// Answers the Join when every server has accepted the lease.
     fn finish_join(&mut self, name: &str, lease: Lease, out: &mut Vec<Action>) {
-        let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+        let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+            return;
+        };
         let Some(rank) = open.members.rank_of(lease) else { return };
         let Some(member) = open.members.of(lease) else { return };
-        let Some(joining) = member.joining.take_if(|joining| joining.pending.is_empty()) else { return };
+        let Some(joining) = member.joining.take_if(|joining| joining.pending.is_empty()) else {
+            return;
+        };
         let address = member.address.clone();
         if address.is_some() {
             open.peers.set(rank, address);
@@ -178,11 +190,13 @@ impl Cluster {
         if matches!(cause, Cause::Done) && open.version.is_some() {
             out.extend(open.round.forget_rank(rank).into_iter().map(lost));
         } else {
-            // Before version 0 also for a rank that is done: the servers may have only a part of what it has to
-            // upload, so all ranks upload again.
+            // Before version 0 also for a rank that is done: the servers may have only a part of
+            // what it has to upload, so all ranks upload again.
             self.new_epoch(name, rank, cause, out);
         }
-        let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+        let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+            return;
+        };
         if matches!(cause, Cause::Done) {
             for server in open.servers() {
                 let done = pb::RankDone { job: name.to_owned(), job_id: *id, rank };
@@ -195,10 +209,13 @@ impl Cluster {
         self.advance(name, now, out);
     }
 
-    /// Drops what the servers have of the open step, because it may be a part of the rank's gradients.
+    /// Drops what the servers have of the open step, because it may be a part of the rank's
+    /// gradients.
     fn new_epoch(&mut self, name: &str, rank: u32, cause: Cause, out: &mut Vec<Action>) {
         let new = self.next_epoch();
-        let Some(Job { id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+        let Some(Job { id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+            return;
+        };
         *epoch = new;
         let (job, job_id, step) = (name.to_owned(), *id, open.step());
         let initialised = open.version.is_some();
@@ -222,30 +239,38 @@ impl Cluster {
             };
             Error::StepAborted { job: job.clone(), step, epoch: new, cause }
         };
-        out.extend(open.round.drop_all().into_iter().map(|w| Action::Answer(w.caller, Err(error()))));
+        out.extend(
+            open.round.drop_all().into_iter().map(|w| Action::Answer(w.caller, Err(error()))),
+        );
         if matches!(cause, Cause::Lost) {
             out.push(Action::Note(format!("rank {rank} of job {name:?} was lost; epoch {new}")));
         }
         open.wake_all(out);
     }
 
-    /// Refuses Joins whose rank has not become free in time, and those whose lease the servers do not accept.
+    /// Refuses Joins whose rank has not become free in time, and those whose lease the servers do
+    /// not accept.
     pub(super) fn expire_joins(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+        let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+            return;
+        };
         let epoch = *epoch;
         for (waiter, rank) in open.queue.expire(now) {
             let taken = Error::RankTaken { job: name.to_owned(), rank };
             out.push(Action::Answer(waiter.caller, Err(taken)));
         }
         for rank in open.members.expired(now) {
-            let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+            let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+                return;
+            };
             let Some(member) = open.members.get_mut(rank) else { continue };
             let Some(Joining { waiter, pending }) = member.joining.take() else { continue };
             // Nobody was told of it as a peer.
             member.address = None;
             let servers = self.names(&pending);
-            let waiting_for =
-                format!("{servers} to accept the lease of rank {rank} of job {name:?} (epoch {epoch})");
+            let waiting_for = format!(
+                "{servers} to accept the lease of rank {rank} of job {name:?} (epoch {epoch})"
+            );
             out.push(Action::Answer(waiter.caller, Err(waiter.timeout(now, waiting_for))));
             self.end_lease(name, rank, Cause::Lost, now, out);
         }

@@ -84,19 +84,23 @@ impl Members {
     }
 
     pub(super) fn next_deadline(&self) -> Option<Now> {
-        self.ranks.values().filter_map(|member| Some(member.joining.as_ref()?.waiter.deadline)).min()
+        self.ranks
+            .values()
+            .filter_map(|member| Some(member.joining.as_ref()?.waiter.deadline))
+            .min()
     }
 
     /// Ranks whose Join waits for servers in vain.
     pub(super) fn expired(&self, now: Now) -> Vec<u32> {
-        let late =
-            |member: &Member| member.joining.as_ref().is_some_and(|joining| joining.waiter.deadline <= now);
+        let late = |member: &Member| {
+            member.joining.as_ref().is_some_and(|joining| joining.waiter.deadline <= now)
+        };
         self.ranks.iter().filter(|(_, member)| late(member)).map(|(&rank, _)| rank).collect()
     }
 }
 
-/// Joins that wait for the end of an earlier lease: by rank, in the order in which they came. INVARIANT: no empty
-/// lists.
+/// Joins that wait for the end of an earlier lease: by rank, in the order in which they came.
+/// INVARIANT: no empty lists.
 #[derive(Debug, Default)]
 pub(crate) struct Queue(BTreeMap<u32, VecDeque<(Waiter, Join)>>);
 
@@ -128,7 +132,8 @@ impl Queue {
     pub(super) fn expire(&mut self, now: Now) -> Vec<(Waiter, u32)> {
         let mut expired = Vec::new();
         self.0.retain(|&rank, joins| {
-            expired.extend(joins.iter().filter(|(w, _)| w.deadline <= now).map(|(w, _)| (*w, rank)));
+            expired
+                .extend(joins.iter().filter(|(w, _)| w.deadline <= now).map(|(w, _)| (*w, rank)));
             joins.retain(|(waiter, _)| waiter.deadline > now);
             !joins.is_empty()
         });

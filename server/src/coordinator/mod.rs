@@ -1,10 +1,11 @@
 //! Membership, placement and the decision about each step.
 //!
-//! `cluster` takes events in and gives actions out, with a file for each subject: a pure function of state, event
-//! and time (`state`, `events`). Jobs: `jobs`, `placement`. Servers: `servers`. Workers: `leases`, `members`, `feed`. Steps:
-//! `commit`, `reduce`, `attempts`, `decisions`.
+//! `cluster` takes events in and gives actions out, with a file for each subject: a pure function
+//! of state, event and time (`state`, `events`). Jobs: `jobs`, `placement`. Servers: `servers`.
+//! Workers: `leases`, `members`, `feed`. Steps: `commit`, `reduce`, `attempts`, `decisions`.
 //!
-//! `driver` is the clock, and `actions` carries the actions out; `service`, `requests` and `control` are the wire.
+//! `driver` is the clock, and `actions` carries the actions out; `service`, `requests` and
+//! `control` are the wire.
 //!
 //! Nothing is kept on disk: what must survive is on the servers.
 
@@ -52,12 +53,15 @@ pub struct Coordinator {
 }
 
 impl Coordinator {
-    /// A coordinator of a cluster that has no servers and jobs yet. Its term is the time, in milliseconds since the
-    /// Unix epoch.
+    /// A coordinator of a cluster that has no servers and jobs yet. Its term is the time, in
+    /// milliseconds since the Unix epoch.
     pub fn new(context: Context) -> Self {
         let since_epoch = SystemTime::UNIX_EPOCH.elapsed().unwrap_or(Duration::ZERO);
-        let driver =
-            Driver::new(context.metrics.clone(), context.failure.clone(), since_epoch.as_millis() as u64);
+        let driver = Driver::new(
+            context.metrics.clone(),
+            context.failure.clone(),
+            since_epoch.as_millis() as u64,
+        );
         Self { context, driver }
     }
 

@@ -3,18 +3,19 @@
 //! The loads of any two servers differ by at most the largest slice. What keeps that promise:
 //! 1. slices stay where they are, unless their server is gone;
 //! 2. what has no server goes, largest first, to the least loaded ones (Graham's LPT rule);
-//! 3. while two servers differ by more than the largest slice (a server has joined), the fullest one hands
-//!    its largest slice to the emptiest.
+//! 3. while two servers differ by more than the largest slice (a server has joined), the fullest
+//!    one hands its largest slice to the emptiest.
 //!
-//! With one server a slice, steps 1 and 2 keep the promise by themselves when a server is lost: then only
-//! its slices move.
+//! With one server a slice, steps 1 and 2 keep the promise by themselves when a server is lost:
+//! then only its slices move.
 
 use std::collections::{BTreeSet, HashMap};
 
 use zeroshard_proto::{Error, Placement, Result, Server};
 
-/// A placement of slices with `weights` (bytes each) on the `live` servers, `replicas` distinct ones for
-/// each slice, as near to `previous` as balance allows. It lists only servers that hold something, by id.
+/// A placement of slices with `weights` (bytes each) on the `live` servers, `replicas` distinct
+/// ones for each slice, as near to `previous` as balance allows. It lists only servers that hold
+/// something, by id.
 ///
 /// # Errors
 /// [`Error::Invalid`]: fewer servers than replicas, or `previous` has another number of slices.
@@ -88,8 +89,11 @@ impl<'a> Plan<'a> {
 
     /// Leaves slices where they are.
     fn keep(&mut self, servers: &[Server], previous: &Placement) {
-        let position: HashMap<u64, u32> =
-            servers.iter().enumerate().map(|(position, server)| (server.id, position as u32)).collect();
+        let position: HashMap<u64, u32> = servers
+            .iter()
+            .enumerate()
+            .map(|(position, server)| (server.id, position as u32))
+            .collect();
         let survivors: Vec<Option<u32>> =
             previous.servers().iter().map(|server| position.get(&server.id).copied()).collect();
         for slice in 0..self.weights.len() {
@@ -106,12 +110,17 @@ impl<'a> Plan<'a> {
 
     /// Finds servers for what lacks some, largest first.
     fn fill(&mut self) {
-        let mut lacking: Vec<usize> =
-            (0..self.weights.len()).filter(|&slice| self.owners[slice].len() < self.replicas).collect();
+        let mut lacking: Vec<usize> = (0..self.weights.len())
+            .filter(|&slice| self.owners[slice].len() < self.replicas)
+            .collect();
         lacking.sort_by_key(|&slice| (std::cmp::Reverse(self.weights[slice]), slice));
         for slice in lacking {
             let owners = &self.owners[slice];
-            let free = self.order.iter().map(|&(_, server)| server).filter(|server| !owners.contains(server));
+            let free = self
+                .order
+                .iter()
+                .map(|&(_, server)| server)
+                .filter(|server| !owners.contains(server));
             let chosen: Vec<u32> = free.take(self.replicas - owners.len()).collect();
             for server in chosen {
                 self.owners[slice].push(server);
@@ -120,7 +129,8 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// Moves slices from the fullest to the emptiest server until they differ by at most the largest slice.
+    /// Moves slices from the fullest to the emptiest server until they differ by at most the
+    /// largest slice.
     fn balance(&mut self) {
         let largest = self.weights.iter().copied().max().unwrap_or(0);
         let mut held: Option<Vec<Vec<usize>>> = None;
@@ -133,9 +143,11 @@ impl<'a> Plan<'a> {
                 return;
             }
             let held = held.get_or_insert_with(|| self.held());
-            // The fullest server holds more than the emptiest, so it has a slice that the other lacks.
+            // The fullest server holds more than the emptiest, so it has a slice that the other
+            // lacks.
             let list = &mut held[from as usize];
-            let Some(index) = list.iter().rposition(|&slice| !self.owners[slice].contains(&to)) else {
+            let Some(index) = list.iter().rposition(|&slice| !self.owners[slice].contains(&to))
+            else {
                 return;
             };
             let slice = list.remove(index);
@@ -176,7 +188,8 @@ impl<'a> Plan<'a> {
                 position
             })
             .collect();
-        let listed = servers.iter().zip(&used).filter(|(_, used)| **used).map(|(server, _)| server.clone());
+        let listed =
+            servers.iter().zip(&used).filter(|(_, used)| **used).map(|(server, _)| server.clone());
         let owners = self.owners.iter().flatten().map(|&owner| position[owner as usize]);
         Placement::new(listed.collect(), self.replicas, owners.collect())
     }
@@ -191,7 +204,9 @@ mod tests {
     use super::*;
 
     fn servers(ids: impl IntoIterator<Item = u64>) -> Vec<Server> {
-        ids.into_iter().map(|id| Server { id, incarnation: 1, address: format!("s{id}:1") }).collect()
+        ids.into_iter()
+            .map(|id| Server { id, incarnation: 1, address: format!("s{id}:1") })
+            .collect()
     }
 
     /// Bytes on each of `live`.
@@ -211,7 +226,11 @@ mod tests {
     }
 
     fn ids(placement: &Placement, slice: usize) -> Vec<u64> {
-        placement.owners(slice).iter().map(|&owner| placement.servers()[owner as usize].id).collect()
+        placement
+            .owners(slice)
+            .iter()
+            .map(|&owner| placement.servers()[owner as usize].id)
+            .collect()
     }
 
     fn moved(before: &Placement, after: &Placement) -> Vec<usize> {
@@ -223,7 +242,10 @@ mod tests {
         assert!(matches!(place(None, &servers(0..2), &[1], 3), Err(Error::Invalid { .. })));
         assert!(matches!(place(None, &[], &[1], 1), Err(Error::Invalid { .. })));
         let other = place(None, &servers(0..2), &[1], 1).unwrap();
-        assert!(matches!(place(Some(&other), &servers(0..2), &[1, 2], 1), Err(Error::Invalid { .. })));
+        assert!(matches!(
+            place(Some(&other), &servers(0..2), &[1, 2], 1),
+            Err(Error::Invalid { .. })
+        ));
     }
 
     #[test]

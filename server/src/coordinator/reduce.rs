@@ -1,5 +1,5 @@
-//! The reduced gradient of a step, as the servers report it: for the decision, and for ranks that ask for its norm
-//! before the decision.
+//! The reduced gradient of a step, as the servers report it: for the decision, and for ranks that
+//! ask for its norm before the decision.
 
 use std::collections::BTreeMap;
 
@@ -25,8 +25,8 @@ pub(super) struct Gradient {
 }
 
 impl Gradient {
-    /// In f64: slices are added up to tensors, and tensors to the total, in manifest order, so that the result does
-    /// not depend on who reported what.
+    /// In f64: slices are added up to tensors, and tensors to the total, in manifest order, so that
+    /// the result does not depend on who reported what.
     pub(super) fn new(spec: &JobSpec, reports: &BTreeMap<ServerId, pb::StepReady>) -> Self {
         let manifest = &spec.manifest;
         let mut sums = vec![0.0f64; manifest.slices().len()];
@@ -35,8 +35,9 @@ impl Gradient {
                 sums[slice as usize] = sum;
             }
         }
-        let clipped =
-            |&index: &usize| manifest.tensors()[index].trains() && !manifest.tensors()[index].no_clip;
+        let clipped = |&index: &usize| {
+            manifest.tensors()[index].trains() && !manifest.tensors()[index].no_clip
+        };
         let tensors = (0..manifest.tensors().len()).filter(clipped);
         let totals = tensors.map(|tensor| {
             let sum = sums[manifest.slices_of(tensor)].iter().fold(0.0, |a, b| a + b);
@@ -62,7 +63,8 @@ impl Gradient {
     }
 }
 
-/// Of each tensor that some rank had not all of: the lowest such rank, and whether no rank had any of it.
+/// Of each tensor that some rank had not all of: the lowest such rank, and whether no rank had any
+/// of it.
 fn absent(spec: &JobSpec, reports: &BTreeMap<ServerId, pb::StepReady>) -> Vec<pb::Absent> {
     // By tensor: the lowest rank, and how many slices nobody had.
     let mut tensors = BTreeMap::<usize, (u32, usize)>::new();
@@ -88,7 +90,13 @@ pub(super) struct Reducer {
 }
 
 impl Cluster {
-    pub(super) fn reduce(&mut self, caller: Caller, reduce: Reduce, now: Now, out: &mut Vec<Action>) {
+    pub(super) fn reduce(
+        &mut self,
+        caller: Caller,
+        reduce: Reduce,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
         match self.try_reduce(caller, &reduce, now) {
             Ok(None) => self.answer_reducers(&reduce.turn.job.name, out),
             Ok(Some(report)) => out.push(Action::Answer(caller, Ok(Reply::Reduced(report)))),
@@ -97,7 +105,12 @@ impl Cluster {
     }
 
     /// Registers the call; or the answer, if the step was decided.
-    fn try_reduce(&mut self, caller: Caller, reduce: &Reduce, now: Now) -> Result<Option<pb::ReduceReport>> {
+    fn try_reduce(
+        &mut self,
+        caller: Caller,
+        reduce: &Reduce,
+        now: Now,
+    ) -> Result<Option<pb::ReduceReport>> {
         let Reduce { turn, loss_scale, wait } = reduce;
         let Job { spec, epoch, phase, .. } = self.member_job(&turn.job)?;
         let open = phase.open_mut(&turn.job.name)?;
@@ -112,9 +125,12 @@ impl Cluster {
         Ok(None)
     }
 
-    /// Answers the calls that wait for the norm, if every gradient of the open step of `name` is there.
+    /// Answers the calls that wait for the norm, if every gradient of the open step of `name` is
+    /// there.
     pub(super) fn answer_reducers(&mut self, name: &str, out: &mut Vec<Action>) {
-        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+            return;
+        };
         if open.round.reducers.is_empty() || !open.is_reduced() {
             return;
         }
@@ -151,10 +167,11 @@ impl Cluster {
     /// Servers that miss parameters or gradients, each with what it waits for.
     pub(super) fn late_servers(&self, job_id: u64, open: &Open) -> Vec<String> {
         let uninitialised = open.uninitialised.iter();
-        let uninitialised =
-            uninitialised.map(|&server| format!("{} to get its initial parameters", self.name(server)));
+        let uninitialised = uninitialised
+            .map(|&server| format!("{} to get its initial parameters", self.name(server)));
         let late = open.trainable.keys().filter(|server| !open.round.reports.contains_key(server));
-        let late = late.map(|&server| format!("{}{}", self.name(server), self.lacks(server, job_id)));
+        let late =
+            late.map(|&server| format!("{}{}", self.name(server), self.lacks(server, job_id)));
         uninitialised.chain(late).collect()
     }
 
@@ -163,7 +180,9 @@ impl Cluster {
         let stats = self.servers.get(&server).and_then(|known| known.stats.as_ref());
         let job = stats.and_then(|stats| stats.jobs.iter().find(|job| job.job_id == job_id));
         match job {
-            Some(job) if !job.waiting_for.is_empty() => format!(", which waits for {}", job.waiting_for),
+            Some(job) if !job.waiting_for.is_empty() => {
+                format!(", which waits for {}", job.waiting_for)
+            }
             _ => ", which has not reported that it has all gradients".to_owned(),
         }
     }

@@ -15,8 +15,8 @@ const MAX_ADDRESS: usize = 253 + 6;
 pub(crate) struct Waits {
     /// Of callers that do not say how long they wait.
     pub(crate) default: Duration,
-    /// The time after which a worker that went away without a word is certainly noticed: no Join waits longer for its
-    /// rank.
+    /// The time after which a worker that went away without a word is certainly noticed: no Join
+    /// waits longer for its rank.
     pub(crate) rank: Duration,
 }
 
@@ -87,7 +87,11 @@ fn positive(what: &str, number: f64, rank: u32, step: u64) -> Result<f64> {
     if number.is_finite() && number > 0.0 {
         return Ok(number);
     }
-    Err(Error::invalid(format!("{what} of rank {rank} at step {step}"), number, "finite and more than 0"))
+    Err(Error::invalid(
+        format!("{what} of rank {rank} at step {step}"),
+        number,
+        "finite and more than 0",
+    ))
 }
 
 /// The spec of a new job. Its cost grows with the request: call it with [`blocking`].
@@ -96,7 +100,11 @@ pub(super) fn job_spec(spec: Option<pb::JobSpec>) -> Result<JobSpec> {
     let spec = JobSpec::try_from(spec)?;
     if spec.replicas > 1 {
         // To accept it would promise what nobody keeps.
-        return Err(Error::invalid("replicas", spec.replicas, "1: this version does not replicate slices"));
+        return Err(Error::invalid(
+            "replicas",
+            spec.replicas,
+            "1: this version does not replicate slices",
+        ));
     }
     Ok(spec)
 }
@@ -105,7 +113,10 @@ pub(super) fn job_spec(spec: Option<pb::JobSpec>) -> Result<JobSpec> {
 pub(super) fn dialled(what: &str, text: &str) -> Result<Address> {
     let wrong = |found: String, expected: &str| Err(Error::invalid(what, found, expected));
     if text.len() > MAX_ADDRESS {
-        return wrong(format!("{} bytes", text.len()), &format!("HOST:PORT of at most {MAX_ADDRESS} bytes"));
+        return wrong(
+            format!("{} bytes", text.len()),
+            &format!("HOST:PORT of at most {MAX_ADDRESS} bytes"),
+        );
     }
     match text.parse::<Address>() {
         Ok(address) if address.port() == 0 => {

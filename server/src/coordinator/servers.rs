@@ -15,12 +15,16 @@ use super::{
 use crate::listing::some_of;
 
 impl Cluster {
-    /// A server that was known by the id or the address is lost first: it has restarted, or connected again.
+    /// A server that was known by the id or the address is lost first: it has restarted, or
+    /// connected again.
     pub(super) fn server_joined(&mut self, stream: u64, server: Server, out: &mut Vec<Action>) {
         let Server { id, incarnation, address } = server;
         if let Some(old) = self.servers.get(&id) {
-            let cause =
-                if old.incarnation == incarnation { "it connected again" } else { "it was restarted" };
+            let cause = if old.incarnation == incarnation {
+                "it connected again"
+            } else {
+                "it was restarted"
+            };
             self.server_lost(Link { server: id, stream: old.stream }, cause, out);
         }
         let same = self.servers.iter().find(|(_, known)| known.address == address);
@@ -48,7 +52,8 @@ impl Cluster {
         out.push(Action::Note(gone.clone()));
         out.push(Action::Dismiss(link));
         let hit = |job: &&Job| job.phase.uses(server);
-        let names: Vec<String> = self.jobs.values().filter(hit).map(|job| job.spec.name.clone()).collect();
+        let names: Vec<String> =
+            self.jobs.values().filter(hit).map(|job| job.spec.name.clone()).collect();
         for name in names {
             let reason = match self.jobs.get(&name) {
                 Some(Job { spec, phase: Phase::Open(open), .. }) => {
@@ -92,7 +97,9 @@ impl Cluster {
 /// The tensors of which `server` has slices, for messages.
 fn held_by(server: ServerId, spec: &JobSpec, placement: &Placement) -> String {
     let slices: Vec<usize> = placement.primary_slices(server).collect();
-    let tensors: BTreeSet<usize> = slices.iter().map(|&slice| spec.manifest.slices()[slice].tensor).collect();
-    let names = tensors.into_iter().map(|tensor| format!("{:?}", spec.manifest.tensors()[tensor].name));
+    let tensors: BTreeSet<usize> =
+        slices.iter().map(|&slice| spec.manifest.slices()[slice].tensor).collect();
+    let names =
+        tensors.into_iter().map(|tensor| format!("{:?}", spec.manifest.tensors()[tensor].name));
     format!("{} of {} slices, of the tensors {}", slices.len(), placement.slices(), some_of(names))
 }

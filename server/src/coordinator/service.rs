@@ -32,19 +32,30 @@ type Answer<T> = Result<Response<T>, Status>;
 
 #[tonic::async_trait]
 impl coordinator_server::Coordinator for Service {
-    async fn create_job(&self, request: Request<pb::CreateJobRequest>) -> Answer<pb::CreateJobResponse> {
+    async fn create_job(
+        &self,
+        request: Request<pb::CreateJobRequest>,
+    ) -> Answer<pb::CreateJobResponse> {
         let request = request.into_inner();
         let (wait, job_id) = (self.waits.of(request.wait_ms), identity::random()?);
         let spec = Box::new(
-            self.driver.failure.blocking("convert a job's spec", move || job_spec(request.spec)).await?,
+            self.driver
+                .failure
+                .blocking("convert a job's spec", move || job_spec(request.spec))
+                .await?,
         );
         match self.driver.call(|caller| Event::Create { caller, job_id, spec, wait }).await? {
-            Reply::Created { epoch, job_id } => Ok(Response::new(pb::CreateJobResponse { epoch, job_id })),
+            Reply::Created { epoch, job_id } => {
+                Ok(Response::new(pb::CreateJobResponse { epoch, job_id }))
+            }
             other => Err(unexpected(&other)),
         }
     }
 
-    async fn delete_job(&self, request: Request<pb::DeleteJobRequest>) -> Answer<pb::DeleteJobResponse> {
+    async fn delete_job(
+        &self,
+        request: Request<pb::DeleteJobRequest>,
+    ) -> Answer<pb::DeleteJobResponse> {
         let pb::DeleteJobRequest { job: name, job_id: id } = request.into_inner();
         let job = JobRef { name, id };
         self.driver.call(|caller| Event::Delete { caller, job }).await?;
@@ -75,15 +86,20 @@ impl coordinator_server::Coordinator for Service {
         };
         let (wait, lease) = (self.waits.of(wait_ms), Lease(identity::random()?));
         self.driver.add_lease(lease);
-        // From here on the lease ends with the stream, also when the caller goes away while the call waits.
+        // From here on the lease ends with the stream, also when the caller goes away while the
+        // call waits.
         let mut stream =
             Memberships { driver: self.driver.clone(), job: job.clone(), rank, lease, first: None };
         let rank_wait = wait.min(self.waits.rank);
         let join = Join { job, rank, address, lease, rank_wait, wait };
         self.driver.call(|caller| Event::Join { caller, join }).await?;
         if let Some(first) = self.driver.first_membership(&stream.job, lease) {
-            stream.first =
-                Some(self.driver.failure.blocking("convert a membership", move || Ok(first.into())).await?);
+            stream.first = Some(
+                self.driver
+                    .failure
+                    .blocking("convert a membership", move || Ok(first.into()))
+                    .await?,
+            );
         }
         Ok(Response::new(stream))
     }
@@ -125,21 +141,26 @@ impl coordinator_server::Coordinator for Service {
 
     type ServeStream = Pin<Box<dyn Stream<Item = Result<pb::ServerCommand, Status>> + Send>>;
 
-    async fn serve(&self, request: Request<Streaming<pb::ServerEvent>>) -> Answer<Self::ServeStream> {
+    async fn serve(
+        &self,
+        request: Request<Streaming<pb::ServerEvent>>,
+    ) -> Answer<Self::ServeStream> {
         let mut events = request.into_inner();
         let server = hello(events.message().await?)?;
         let address = server.address.clone();
         let control = self.driver.add_server(server)?;
-        let (driver, from, dismissed) = (self.driver.clone(), control.link, control.dismissed.clone());
+        let (driver, from, dismissed) =
+            (self.driver.clone(), control.link, control.dismissed.clone());
         tokio::spawn(async move {
-            let cause = match dismissed.run_until_cancelled(listen(&driver, from, &mut events)).await {
-                Some(Ok(())) => "its control stream ended".to_owned(),
-                Some(Err(status)) => {
-                    tracing::warn!(address, %status, "control stream broke");
-                    format!("its control stream broke: {}", status.message())
-                }
-                None => format!("{MAX_COMMANDS} commands waited for it to read them"),
-            };
+            let cause =
+                match dismissed.run_until_cancelled(listen(&driver, from, &mut events)).await {
+                    Some(Ok(())) => "its control stream ended".to_owned(),
+                    Some(Err(status)) => {
+                        tracing::warn!(address, %status, "control stream broke");
+                        format!("its control stream broke: {}", status.message())
+                    }
+                    None => format!("{MAX_COMMANDS} commands waited for it to read them"),
+                };
             driver.tell(Event::ServerLost { from, cause });
         });
         Ok(Response::new(commands(control, self.driver.term, self.driver.failure.clone()).boxed()))

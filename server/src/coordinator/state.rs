@@ -80,7 +80,8 @@ pub(crate) struct Open {
 impl Open {
     pub(crate) fn new(plan: Plan) -> Self {
         let Plan { placement, trainable } = plan;
-        let uninitialised: BTreeSet<_> = placement.servers().iter().map(|server| server.id).collect();
+        let uninitialised: BTreeSet<_> =
+            placement.servers().iter().map(|server| server.id).collect();
         Self {
             version: uninitialised.is_empty().then_some(0),
             placement,
@@ -111,14 +112,20 @@ impl Open {
         out.extend(self.members.leases().map(Action::Wake));
     }
 
-    /// The ranks, of `world`, without a call in `present`, that are not done: those that have a worker, and those
-    /// that have none.
-    pub(crate) fn missing<T>(&self, world: u32, present: &BTreeMap<u32, T>) -> (Vec<u32>, Vec<u32>) {
-        let missing = (0..world).filter(|rank| !present.contains_key(rank) && !self.done.contains(rank));
+    /// The ranks, of `world`, without a call in `present`, that are not done: those that have a
+    /// worker, and those that have none.
+    pub(crate) fn missing<T>(
+        &self,
+        world: u32,
+        present: &BTreeMap<u32, T>,
+    ) -> (Vec<u32>, Vec<u32>) {
+        let missing =
+            (0..world).filter(|rank| !present.contains_key(rank) && !self.done.contains(rank));
         missing.partition(|&rank| self.members.get(rank).is_some())
     }
 
-    /// Whether the call is of the rank's current lease, the current epoch, and the open step and attempt.
+    /// Whether the call is of the rank's current lease, the current epoch, and the open step and
+    /// attempt.
     ///
     /// # Errors
     /// [`Error::LeaseLost`], [`Error::RankLeft`], [`Error::StaleEpoch`], [`Error::StepMismatch`],
@@ -170,7 +177,9 @@ impl Phase {
     /// All calls that wait, and all leases.
     pub(crate) fn into_waiting(self) -> (Vec<Waiter>, Vec<Lease>) {
         match self {
-            Self::Waiting { creators, .. } | Self::Opening { creators, .. } => (creators, Vec::new()),
+            Self::Waiting { creators, .. } | Self::Opening { creators, .. } => {
+                (creators, Vec::new())
+            }
             Self::Open(mut open) => {
                 let mut waiters = open.round.drop_all();
                 waiters.extend(open.last.into_iter().flat_map(|last| last.waiters));
@@ -200,7 +209,9 @@ impl Phase {
     /// The error for a call that needs an open job.
     fn not_open(&self, job: &str) -> Error {
         match self {
-            Self::Failed { reason } => Error::JobFailed { job: job.to_owned(), reason: reason.clone() },
+            Self::Failed { reason } => {
+                Error::JobFailed { job: job.to_owned(), reason: reason.clone() }
+            }
             Self::Waiting { .. } | Self::Opening { .. } | Self::Open(_) => Error::Unavailable {
                 peer: format!("job {job:?}"),
                 cause: "its shard servers have not all opened it yet".to_owned(),

@@ -1,6 +1,7 @@
 //! Answers calls whose handler panics, and all calls after that, with an error.
 //!
-//! The servers of this process have failed then: see [`Failure`]. Open calls are ended, those that wait too.
+//! The servers of this process have failed then: see [`Failure`]. Open calls are ended, those that
+//! wait too.
 
 use std::{
     any::Any,
@@ -199,7 +200,8 @@ mod tests {
             tokio::task::yield_now().await;
             failure.report("another task", &"oh");
         };
-        let (answer, body, ()) = tokio::join!(call(&failure, "/waits"), call(&failure, "/waits/later"), fail);
+        let (answer, body, ()) =
+            tokio::join!(call(&failure, "/waits"), call(&failure, "/waits/later"), fail);
         assert_eq!(told(answer), told(body));
     }
 }

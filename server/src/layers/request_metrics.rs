@@ -1,7 +1,7 @@
 //! Counts and times calls by method and gRPC code.
 //!
-//! A call ends with its body, not with its headers: streams are timed as a whole, and the code is read from
-//! the trailers. A body that is dropped before its end was cancelled by the caller.
+//! A call ends with its body, not with its headers: streams are timed as a whole, and the code is
+//! read from the trailers. A body that is dropped before its end was cancelled by the caller.
 
 use std::{
     pin::Pin,
@@ -140,22 +140,32 @@ mod tests {
     /// The body of a call that is answered with `headers`, one byte of data and trailers.
     async fn call(metrics: &Arc<Metrics>, headers: HeaderMap) -> Counted<impl Body> {
         let inner = service_fn(|_: Request<()>| {
-            let frames = [Frame::data(&b"x"[..]), Frame::trailers(status("0"))].map(Ok::<_, Infallible>);
+            let frames =
+                [Frame::data(&b"x"[..]), Frame::trailers(status("0"))].map(Ok::<_, Infallible>);
             let mut response = Response::new(StreamBody::new(futures_util::stream::iter(frames)));
             *response.headers_mut() = headers.clone();
             std::future::ready(Ok::<_, Infallible>(response))
         });
         let request = Request::builder().uri("/zeroshard.v1.Data/Pull").body(()).unwrap();
-        RequestMetricsLayer(metrics.clone()).layer(inner).oneshot(request).await.unwrap().into_body()
+        RequestMetricsLayer(metrics.clone())
+            .layer(inner)
+            .oneshot(request)
+            .await
+            .unwrap()
+            .into_body()
     }
 
     fn status(code: &'static str) -> HeaderMap {
-        HeaderMap::from_iter([(http::HeaderName::from_static("grpc-status"), code.parse().unwrap())])
+        HeaderMap::from_iter([(
+            http::HeaderName::from_static("grpc-status"),
+            code.parse().unwrap(),
+        )])
     }
 
     fn counted(metrics: &Metrics, code: &str) -> bool {
-        let line =
-            format!("zeroshard_requests_total{{code=\"{code}\",method=\"/zeroshard.v1.Data/Pull\"}} 1");
+        let line = format!(
+            "zeroshard_requests_total{{code=\"{code}\",method=\"/zeroshard.v1.Data/Pull\"}} 1"
+        );
         metrics.text().contains(&line)
     }
 

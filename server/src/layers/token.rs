@@ -1,7 +1,7 @@
 //! Lets in the calls that carry the cluster's token.
 //!
-//! A call without it is answered at once: nothing of its body is read. Probes are let in: they have no secrets, and the
-//! health service tells none.
+//! A call without it is answered at once: nothing of its body is read. Probes are let in: they have
+//! no secrets, and the health service tells none.
 
 use std::{
     future::{Ready, ready},
@@ -59,10 +59,12 @@ where
 
     fn call(&mut self, request: Request<In>) -> Self::Future {
         match &self.bearer {
-            Some(bearer) if !is_probe(request.uri().path()) => match bearer.check(request.headers()) {
-                Ok(()) => Either::Left(self.inner.call(request)),
-                Err(error) => Either::Right(ready(Ok(Status::from(error).into_http()))),
-            },
+            Some(bearer) if !is_probe(request.uri().path()) => {
+                match bearer.check(request.headers()) {
+                    Ok(()) => Either::Left(self.inner.call(request)),
+                    Err(error) => Either::Right(ready(Ok(Status::from(error).into_http()))),
+                }
+            }
             _ => Either::Left(self.inner.call(request)),
         }
     }
@@ -70,7 +72,8 @@ where
 
 /// Whether a call to `path`, `/SERVICE/METHOD`, is one to the health service.
 fn is_probe(path: &str) -> bool {
-    let service = path.strip_prefix('/').and_then(|path| path.split_once('/')).map(|(service, _)| service);
+    let service =
+        path.strip_prefix('/').and_then(|path| path.split_once('/')).map(|(service, _)| service);
     service == Some(health_server::SERVICE_NAME)
 }
 
@@ -85,7 +88,8 @@ mod tests {
 
     const PUSH: &str = "/zeroshard.v1.Data/Push";
 
-    /// What a cluster with `token` answers a call to `path` that carries `authorization`; whether it was let in.
+    /// What a cluster with `token` answers a call to `path` that carries `authorization`; whether
+    /// it was let in.
     async fn call(token: &str, path: &str, authorization: Option<&str>) -> Result<()> {
         let reached = Mutex::new(false);
         let inner = service_fn(|_: Request<()>| {

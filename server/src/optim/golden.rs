@@ -1,7 +1,8 @@
 //! The optimizers against golden vectors: `tests/golden/make.py` says how those were made.
 //!
-//! SGD equals torch bit for bit. The others take square roots, which torch does not always round to nearest: they
-//! equal torch as it is within a tolerance, and torch with correctly rounded square roots bit for bit.
+//! SGD equals torch bit for bit. The others take square roots, which torch does not always round to
+//! nearest: they equal torch as it is within a tolerance, and torch with correctly rounded square
+//! roots bit for bit.
 
 use std::sync::Arc;
 
@@ -16,7 +17,8 @@ use crate::backend::{Backend, Cpu, Update};
 const CASES: &str = include_str!("../../../tests/golden/cases.json");
 const VECTORS: &[u8] = include_bytes!("../../../tests/golden/vectors.f32");
 
-/// How far a parameter may be from its golden value, relative to it or to 1, whichever is larger. 0 demands equal bits.
+/// How far a parameter may be from its golden value, relative to it or to 1, whichever is larger. 0
+/// demands equal bits.
 fn tolerance(optimizer: &Optimizer) -> f64 {
     match optimizer {
         Optimizer::Sgd(_) | Optimizer::Average(_) => 0.0,
@@ -107,7 +109,8 @@ struct Index {
 struct Case {
     name: String,
     optimizer: Optimizer,
-    /// Of the parameters that torch has with correctly rounded square roots; none for LAMB and Lion.
+    /// Of the parameters that torch has with correctly rounded square roots; none for LAMB and
+    /// Lion.
     checksum: Option<String>,
 }
 
@@ -119,7 +122,8 @@ impl Index {
             optimizer: serde_json::from_value(case["optimizer"].clone()).unwrap(),
             checksum: case["checksum"].as_str().map(str::to_owned),
         };
-        let sizes = |key: &str| -> Vec<usize> { serde_json::from_value(json[key].clone()).unwrap() };
+        let sizes =
+            |key: &str| -> Vec<usize> { serde_json::from_value(json[key].clone()).unwrap() };
         Index {
             torch: json["torch"].as_str().unwrap().to_owned(),
             sizes: sizes("sizes"),
@@ -158,13 +162,16 @@ impl Comparison {
     fn report(self, case: &Case) -> bool {
         let Comparison { values, other_bits, worst, checksum } = self;
         let tolerance = tolerance(&case.optimizer);
-        let rounded = case.checksum.as_ref().map(|expected| *expected == format!("{checksum:016x}"));
+        let rounded =
+            case.checksum.as_ref().map(|expected| *expected == format!("{checksum:016x}"));
         let yes_or_no = |yes| if yes { "yes" } else { "no" };
         let share = format!("{other_bits}/{values}");
         let bitwise = yes_or_no(other_bits == 0);
         let rounded_bitwise = rounded.map_or("-", yes_or_no);
         let name = &case.name;
-        println!("{name:<28}{bitwise:>8}{share:>12}{worst:>10.1e}{tolerance:>10.0e}{rounded_bitwise:>15}");
+        println!(
+            "{name:<28}{bitwise:>8}{share:>12}{worst:>10.1e}{tolerance:>10.0e}{rounded_bitwise:>15}"
+        );
         worst <= tolerance && (tolerance > 0.0 || other_bits == 0) && rounded != Some(false)
     }
 }

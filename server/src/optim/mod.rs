@@ -1,5 +1,5 @@
-//! Optimizer state between steps: what a slice holds besides its parameters. The steps themselves are the
-//! backend's ([`Backend::apply`]).
+//! Optimizer state between steps: what a slice holds besides its parameters. The steps themselves
+//! are the backend's ([`Backend::apply`]).
 
 use zeroshard_proto::blocks::BLOCK;
 use zeroshard_proto::dtype::DType;
@@ -31,7 +31,9 @@ pub fn initial_state<B: Backend>(
 /// What all elements of all state tensors start at.
 pub(crate) fn initial_value(optimizer: &Optimizer) -> f32 {
     match optimizer {
-        Optimizer::Adagrad(Adagrad { initial_accumulator_value, .. }) => *initial_accumulator_value as f32,
+        Optimizer::Adagrad(Adagrad { initial_accumulator_value, .. }) => {
+            *initial_accumulator_value as f32
+        }
         Optimizer::Sgd(_)
         | Optimizer::Adam(_)
         | Optimizer::AdamW(_)
@@ -49,7 +51,12 @@ pub(crate) fn fill<B: Backend>(backend: &B, buffer: &mut B::Buffer, value: f32) 
     let block = value.to_le_bytes().repeat(numel.min(BLOCK));
     for offset in (0..numel).step_by(BLOCK) {
         let end = numel.min(offset + BLOCK);
-        backend.store(buffer, offset..end, &block[..(end - offset) * DType::F32.size()], DType::F32);
+        backend.store(
+            buffer,
+            offset..end,
+            &block[..(end - offset) * DType::F32.size()],
+            DType::F32,
+        );
     }
 }
 
@@ -67,7 +74,8 @@ mod tests {
     fn state_starts_at_zero_but_adagrads_sum_at_its_initial_value() {
         let cpu = Cpu::new();
         let adagrad = Adagrad { initial_accumulator_value: 0.5, ..Adagrad::default() };
-        for (optimizer, expected) in [("adamw".parse().unwrap(), 0.0f32), (Optimizer::Adagrad(adagrad), 0.5)]
+        for (optimizer, expected) in
+            [("adamw".parse().unwrap(), 0.0f32), (Optimizer::Adagrad(adagrad), 0.5)]
         {
             let numel = BLOCK + 3;
             let state = initial_state(&cpu, &optimizer, numel).unwrap();

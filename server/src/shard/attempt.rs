@@ -2,8 +2,9 @@
 
 use zeroshard_proto::Error;
 
-/// One try at a step's gradients. Later ones replace earlier ones: what came in an earlier attempt is dropped, and never
-/// counts in a later one. While the initial parameters are uploaded, the attempt is that of step 0.
+/// One try at a step's gradients. Later ones replace earlier ones: what came in an earlier attempt
+/// is dropped, and never counts in a later one. While the initial parameters are uploaded, the
+/// attempt is that of step 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Attempt {
     pub(crate) epoch: u64,
@@ -49,6 +50,9 @@ mod tests {
         let refusal = |epoch, step, number| Attempt { epoch, step, number }.refusal("job", current);
         assert!(matches!(refusal(1, 4, 0), Error::StaleEpoch { epoch: 1, current: 2, .. }));
         assert!(matches!(refusal(2, 4, 0), Error::StepMismatch { step: 4, current: 5, .. }));
-        assert!(matches!(refusal(2, 5, 0), Error::StaleAttempt { step: 5, attempt: 0, current: 1, .. }));
+        assert!(matches!(
+            refusal(2, 5, 0),
+            Error::StaleAttempt { step: 5, attempt: 0, current: 1, .. }
+        ));
     }
 }

@@ -1,4 +1,5 @@
-//! A job's own task on this server: opens it, and does what the coordinator says of it, in order, until it is closed.
+//! A job's own task on this server: opens it, and does what the coordinator says of it, in order,
+//! until it is closed.
 
 use std::sync::Arc;
 
@@ -34,7 +35,8 @@ pub(super) async fn serve_job<B: Backend>(
 ) {
     let name = open.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
     let (job_id, epoch) = (open.job_id, open.epoch);
-    let (store, events, closed) = (opener.store.clone(), opener.events.clone(), opener.closed.clone());
+    let (store, events, closed) =
+        (opener.store.clone(), opener.events.clone(), opener.closed.clone());
     let served = async {
         let opened = store.failure.blocking("open a job", move || open_job(&opener, open));
         let job = Arc::new(opened.await?);
@@ -49,7 +51,12 @@ pub(super) async fn serve_job<B: Backend>(
     {
         tracing::error!(job = name, epoch, %error, "job failed");
         store.close(&name, job_id);
-        events.tell(Event::Failed(pb::JobFailed { job: name, job_id, epoch, reason: error.to_string() }));
+        events.tell(Event::Failed(pb::JobFailed {
+            job: name,
+            job_id,
+            epoch,
+            reason: error.to_string(),
+        }));
     }
 }
 
@@ -81,7 +88,10 @@ async fn obey<B: Backend>(
             Command::Grant(grant) => job.grant(grant.rank, grant.lease),
             other => {
                 let job = job.clone();
-                store.failure.blocking("a command about a job", move || execute(&job, &other)).await?;
+                store
+                    .failure
+                    .blocking("a command about a job", move || execute(&job, &other))
+                    .await?;
             }
         }
     }

@@ -1,5 +1,5 @@
-//! The control stream: registers with the coordinator, and hands what it says to the jobs' own tasks, so that one job's
-//! work never holds up another's.
+//! The control stream: registers with the coordinator, and hands what it says to the jobs' own
+//! tasks, so that one job's work never holds up another's.
 
 use std::{
     collections::HashMap,
@@ -15,7 +15,9 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use zeroshard_proto::{
     Error, Result, Token,
-    pb::{self, coordinator_client::CoordinatorClient, server_command::Command, server_event::Event},
+    pb::{
+        self, coordinator_client::CoordinatorClient, server_command::Command, server_event::Event,
+    },
     transport::{Connection, MAX_CONTROL_MESSAGE, endpoint},
 };
 
@@ -29,7 +31,8 @@ use crate::{backend::Backend, health::Health};
 /// How often the coordinator hears what this server holds.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Commands that may wait for one job. It gets a few for each step and for each rank that comes or goes.
+/// Commands that may wait for one job. It gets a few for each step and for each rank that comes or
+/// goes.
 const MAX_COMMANDS: usize = 1 << 17;
 
 /// Whom to call, and as whom.
@@ -88,9 +91,13 @@ impl<'a, B: Backend> Session<'a, B> {
             .max_decoding_message_size(MAX_CONTROL_MESSAGE)
             .max_encoding_message_size(MAX_CONTROL_MESSAGE);
         let (events, outgoing) = Events::channel();
-        events.tell(Event::Hello(pb::Hello { address: advertised.to_owned(), server_id, incarnation }));
-        let outgoing = tokio_stream::StreamExt::map(ReceiverStream::new(outgoing), |event| pb::ServerEvent {
-            event: Some(event),
+        events.tell(Event::Hello(pb::Hello {
+            address: advertised.to_owned(),
+            server_id,
+            incarnation,
+        }));
+        let outgoing = tokio_stream::StreamExt::map(ReceiverStream::new(outgoing), |event| {
+            pb::ServerEvent { event: Some(event) }
         });
         let failed = |status: tonic::Status| Error::from_status(&status, &peer);
         let mut commands = client.serve(outgoing).await.map_err(failed)?.into_inner();
@@ -109,8 +116,10 @@ impl<'a, B: Backend> Session<'a, B> {
         let mut stats = tokio::time::interval(STATS_INTERVAL);
         let unavailable =
             |cause: &str| Error::Unavailable { peer: self.peer.clone(), cause: cause.to_owned() };
-        let (hung_up, overflow) =
-            (unavailable("it closed the stream"), unavailable("it does not read what this server says"));
+        let (hung_up, overflow) = (
+            unavailable("it closed the stream"),
+            unavailable("it does not read what this server says"),
+        );
         loop {
             let command = tokio::select! {
                 command = commands.message() => command,
@@ -163,7 +172,8 @@ impl<'a, B: Backend> Session<'a, B> {
                 self.store.close(&close.job, job_id);
             }
             other => {
-                // A job that has failed here has no task any more; the coordinator knows, or will in a moment.
+                // A job that has failed here has no task any more; the coordinator knows, or will
+                // in a moment.
                 let Some(queue) = self.jobs.get(&job_id) else { return };
                 if let Err(mpsc::error::TrySendError::Full(_)) = queue.commands.try_send(other) {
                     tracing::error!(
@@ -188,9 +198,9 @@ impl<'a, B: Backend> Session<'a, B> {
             closed,
         };
         let failure = self.store.failure.clone();
-        tokio::spawn(
-            async move { failure.guard("the task of a job", serve_job(opener, open, queued)).await },
-        );
+        tokio::spawn(async move {
+            failure.guard("the task of a job", serve_job(opener, open, queued)).await
+        });
     }
 }
 

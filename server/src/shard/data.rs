@@ -70,7 +70,10 @@ impl<B: Backend> Service<Request<Body>> for Data<B> {
 }
 
 fn going_away() -> Error {
-    Error::Unavailable { peer: "this shard server".to_owned(), cause: "it is shutting down".to_owned() }
+    Error::Unavailable {
+        peer: "this shard server".to_owned(),
+        cause: "it is shutting down".to_owned(),
+    }
 }
 
 async fn answer_push<B: Backend>(
@@ -86,7 +89,8 @@ async fn answer_push<B: Backend>(
     message.put_u8(0);
     message.put_u32(pushed.encoded_len() as u32);
     pushed.encode_raw(&mut message);
-    let frames = [Ok::<_, Infallible>(Frame::data(message.freeze())), Ok(Frame::trailers(trailers(Ok(()))))];
+    let frames =
+        [Ok::<_, Infallible>(Frame::data(message.freeze())), Ok(Frame::trailers(trailers(Ok(()))))];
     Ok(grpc(Body::new(StreamBody::new(futures_util::stream::iter(frames)))))
 }
 
@@ -119,7 +123,12 @@ async fn answer_pull<B: Backend>(
         metrics.stalled_reads.inc();
         let pb::PullRequest { job, version, .. } = request;
         let seconds = limit.as_secs_f64();
-        tracing::warn!(job, version, seconds, "a reader took nothing for so long: its connection is closed");
+        tracing::warn!(
+            job,
+            version,
+            seconds,
+            "a reader took nothing for so long: its connection is closed"
+        );
         if let Some(hangup) = hangup {
             hangup.now();
         }
@@ -129,7 +138,9 @@ async fn answer_pull<B: Backend>(
 
 fn grpc(body: Body) -> Response<Body> {
     let mut response = Response::new(body);
-    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    response
+        .headers_mut()
+        .insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
     response
 }
 
@@ -147,9 +158,12 @@ async fn read_request(body: Body) -> Result<pb::PullRequest, Error> {
     let bytes = body
         .collect()
         .await
-        .map_err(|e| Error::invalid("a PullRequest", e, format!("at most {MAX_PULL_REQUEST} bytes")))?
+        .map_err(|e| {
+            Error::invalid("a PullRequest", e, format!("at most {MAX_PULL_REQUEST} bytes"))
+        })?
         .to_bytes();
-    let malformed = |found: &str| Error::invalid("a PullRequest", found, "one uncompressed protobuf message");
+    let malformed =
+        |found: &str| Error::invalid("a PullRequest", found, "one uncompressed protobuf message");
     let (prefix, message) = bytes.split_first_chunk::<5>().ok_or_else(|| malformed("cut short"))?;
     let [compressed, length @ ..] = *prefix;
     if compressed != 0 || u32::from_be_bytes(length) as usize != message.len() {

@@ -21,7 +21,8 @@ impl Events {
         (Self { queue, overflow: CancellationToken::new() }, events)
     }
 
-    /// Says something that must not be lost. A coordinator that does not read is given up: see [`Self::overflowed`].
+    /// Says something that must not be lost. A coordinator that does not read is given up: see
+    /// [`Self::overflowed`].
     pub(crate) fn tell(&self, event: Event) {
         // Once the stream has ended nobody listens; that is seen where commands are read.
         if let Err(mpsc::error::TrySendError::Full(_)) = self.queue.try_send(event) {

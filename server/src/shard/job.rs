@@ -64,10 +64,12 @@ pub(crate) struct Job<B: Backend> {
 }
 
 impl<B: Backend> Job<B> {
-    /// Allocates the slices of which this server is the primary. Gives up when `closed` is cancelled.
+    /// Allocates the slices of which this server is the primary. Gives up when `closed` is
+    /// cancelled.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] naming the tensor, [`Error::JobFailed`] if it was closed; what was allocated is freed.
+    /// [`Error::OutOfMemory`] naming the tensor, [`Error::JobFailed`] if it was closed; what was
+    /// allocated is freed.
     pub(crate) fn open(
         opening: Opening<'_>,
         closed: CancellationToken,
@@ -85,7 +87,8 @@ impl<B: Backend> Job<B> {
             // Most slices follow another of their tensor.
             let same = lanes.take_if(|lanes| lanes.tensor == cut.tensor);
             let lanes = lanes.insert(same.unwrap_or_else(|| Lanes::new(&spec, cut.tensor)));
-            let slice = Slice::allocate(&*surroundings.backend, &spec, index, lanes.of(&cut), attempt);
+            let slice =
+                Slice::allocate(&*surroundings.backend, &spec, index, lanes.of(&cut), attempt);
             slices[index] = Some(slice.map_err(|e| Error::OutOfMemory {
                 what: format!("slice {index} of tensor {:?}", spec.manifest.tensor_of(index).name),
                 bytes: (e.numel * e.dtype.size()) as u64,
@@ -131,7 +134,8 @@ impl<B: Backend> Job<B> {
     /// Slice number `index`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the job has no such slice, [`Error::NotHere`] if another server has it.
+    /// [`Error::Invalid`] if the job has no such slice, [`Error::NotHere`] if another server has
+    /// it.
     pub(crate) fn slice(&self, index: u32) -> Result<&Slice<B>> {
         let Some(slice) = self.slices.get(index as usize) else {
             let expected = format!("less than the job's number of slices, {}", self.slices.len());
@@ -164,10 +168,11 @@ impl<B: Backend> Job<B> {
 
     /// The first tensor and rank that the open step, or the upload, waits for.
     pub(crate) fn waiting_for(&self) -> Option<String> {
-        let (index, what, rank) = self.slices().find_map(|(index, slice)| match slice.version() {
-            None => Some((index, "initial parameters", slice.missing_upload()?)),
-            Some(_) => Some((index, "gradient", slice.missing_rank()?)),
-        })?;
+        let (index, what, rank) =
+            self.slices().find_map(|(index, slice)| match slice.version() {
+                None => Some((index, "initial parameters", slice.missing_upload()?)),
+                Some(_) => Some((index, "gradient", slice.missing_rank()?)),
+            })?;
         let tensor = self.spec.manifest.slices()[index as usize].tensor;
         let name = &self.spec.manifest.tensors()[tensor].name;
         Some(format!("{what} of {} for tensor {name:?}", describe(&self.spec, tensor, rank)))
@@ -183,16 +188,24 @@ impl<B: Backend> Job<B> {
     }
 
     /// Takes a piece of what the job begins with. Returns how many elements were new.
-    pub(crate) fn upload(&self, attempt: Attempt, index: u32, upload: Upload, piece: &Piece) -> Result<u64> {
+    pub(crate) fn upload(
+        &self,
+        attempt: Attempt,
+        index: u32,
+        upload: Upload,
+        piece: &Piece,
+    ) -> Result<u64> {
         let current = || self.check_epoch(attempt.epoch);
-        let (new, complete) = self.slice(index)?.upload(self.backend(), attempt, upload, piece, current)?;
+        let (new, complete) =
+            self.slice(index)?.upload(self.backend(), attempt, upload, piece, current)?;
         if complete {
             self.finish_upload(attempt, 1);
         }
         Ok(new)
     }
 
-    /// Counts `slices` whose initial parameters are complete. Call it with 0 at first, for a server without a slice.
+    /// Counts `slices` whose initial parameters are complete. Call it with 0 at first, for a server
+    /// without a slice.
     pub(crate) fn finish_upload(&self, attempt: Attempt, slices: usize) {
         let mut progress = self.progress();
         if !progress.is_upload || progress.attempt != attempt {
@@ -201,7 +214,11 @@ impl<B: Backend> Job<B> {
         progress.waiting -= slices;
         if progress.waiting == 0 {
             let (job, job_id, epoch) = (self.spec.name.clone(), self.id, attempt.epoch);
-            self.tell(pb::server_event::Event::Initialised(pb::JobInitialised { job, job_id, epoch }));
+            self.tell(pb::server_event::Event::Initialised(pb::JobInitialised {
+                job,
+                job_id,
+                epoch,
+            }));
         }
     }
 
@@ -219,7 +236,8 @@ impl<B: Backend> Job<B> {
     /// Notes that a rank has nothing more of a slice that trains.
     pub(crate) fn absent(&self, attempt: Attempt, index: u32, rank: u32) -> Result<()> {
         let slice = self.slice(index)?;
-        let reduced = slice.absent(self.backend(), attempt, rank, || self.check_attempt(attempt, slice))?;
+        let reduced =
+            slice.absent(self.backend(), attempt, rank, || self.check_attempt(attempt, slice))?;
         self.contributed.notify_waiters();
         self.finish_reduction(attempt, index, reduced);
         Ok(())
@@ -232,8 +250,8 @@ impl<B: Backend> Job<B> {
     }
 
     /// # Errors
-    /// [`Error::StaleEpoch`], [`Error::StepMismatch`], [`Error::StaleAttempt`] unless `attempt` is the open one, and
-    /// `slice` is at its version.
+    /// [`Error::StaleEpoch`], [`Error::StepMismatch`], [`Error::StaleAttempt`] unless `attempt` is
+    /// the open one, and `slice` is at its version.
     fn check_attempt(&self, attempt: Attempt, slice: &Slice<B>) -> Result<()> {
         let mut progress = self.progress();
         if progress.attempt != attempt {

@@ -14,7 +14,8 @@ use crate::backend::Cpu;
 const JOB_ID: u64 = 5;
 const UPLOAD: Upload = Upload { state: None, applied: 0 };
 
-/// `slices` slices of two elements each, on the only server of a job of `world` ranks with plain SGD.
+/// `slices` slices of two elements each, on the only server of a job of `world` ranks with plain
+/// SGD.
 struct Subject {
     job: Job<Cpu>,
     said: Receiver<Event>,
@@ -92,8 +93,8 @@ fn at(epoch: u64, step: u64, number: u32) -> Attempt {
 
 #[test]
 fn a_push_that_was_acknowledged_in_an_epoch_is_not_erased_by_its_beginning() {
-    // Ranks push the same gradients again in every epoch, while epochs change under them. Whatever was acknowledged in the
-    // last one must count.
+    // Ranks push the same gradients again in every epoch, while epochs change under them. Whatever
+    // was acknowledged in the last one must count.
     const SLICES: u32 = 20_000;
     const EPOCHS: u64 = 40;
     let mut subject = Subject::initialised(SLICES as usize, 2);
@@ -106,8 +107,8 @@ fn a_push_that_was_acknowledged_in_an_epoch_is_not_erased_by_its_beginning() {
                 loop {
                     let last = stop.load(Ordering::Acquire);
                     let attempt = subject.job.attempt();
-                    let pushed =
-                        (0..SLICES).try_for_each(|slice| subject.push(attempt, slice, rank, 1.0).map(drop));
+                    let pushed = (0..SLICES)
+                        .try_for_each(|slice| subject.push(attempt, slice, rank, 1.0).map(drop));
                     match pushed {
                         Ok(()) => acknowledged.store(attempt.epoch, Ordering::Release),
                         Err(Error::StaleEpoch { .. }) => continue,
@@ -127,7 +128,8 @@ fn a_push_that_was_acknowledged_in_an_epoch_is_not_erased_by_its_beginning() {
     for epoch in acknowledged {
         assert_eq!(epoch.into_inner(), EPOCHS);
     }
-    let last = std::iter::from_fn(|| subject.ready()).last().expect("all gradients were acknowledged");
+    let last =
+        std::iter::from_fn(|| subject.ready()).last().expect("all gradients were acknowledged");
     assert_eq!((last.epoch, last.slices.len()), (EPOCHS, SLICES as usize));
     subject.decide(at(EPOCHS, 0, 0)).unwrap();
 }

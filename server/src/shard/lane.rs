@@ -1,7 +1,7 @@
 //! The lanes of a slice: which of its elements the same ranks contribute.
 //!
-//! A lane's elements that lie in one slice are numbered 0, 1, ... in the order of the flattened tensor: extents count in
-//! these numbers.
+//! A lane's elements that lie in one slice are numbered 0, 1, ... in the order of the flattened
+//! tensor: extents count in these numbers.
 
 use std::{ops::Range, sync::Arc};
 
@@ -40,7 +40,9 @@ impl Area {
         let part = view.part(origin..origin + slice.numel);
         match view.runs(part.clone()).next() {
             None => Self::Dense { start: 0, numel: 0 },
-            Some(run) if run.numel == part.len() => Self::Dense { start: run.at - origin, numel: run.numel },
+            Some(run) if run.numel == part.len() => {
+                Self::Dense { start: run.at - origin, numel: run.numel }
+            }
             Some(_) => Self::Strided { view: view.clone(), part, origin },
         }
     }

@@ -16,13 +16,14 @@ pub(crate) fn job(tensor: TensorSpec, mesh: ProcessMesh, placements: &[DimPlacem
     let manifest = Manifest::new(vec![TensorSpec { layout, ..tensor }]).unwrap();
     let world = mesh.ranks().iter().max().unwrap() + 1;
     let groups = vec!["adamw".parse().unwrap()];
-    let job = JobSpec { world, meshes: vec![Arc::new(mesh)], ..JobSpec::new("job", manifest, groups) };
+    let job =
+        JobSpec { world, meshes: vec![Arc::new(mesh)], ..JobSpec::new("job", manifest, groups) };
     job.validate().unwrap();
     job
 }
 
-/// Jobs of one tensor of `shape`, on meshes of one or two dimensions, whose ranks are in any order and may be a part of
-/// the world.
+/// Jobs of one tensor of `shape`, on meshes of one or two dimensions, whose ranks are in any order
+/// and may be a part of the world.
 pub(crate) fn jobs(shape: Vec<u64>) -> impl Strategy<Value = JobSpec> {
     let dims = shape.len();
     let placement = (0..4 + dims).prop_map(|kind| match kind {

@@ -1,8 +1,8 @@
 //! The shard server: holds slices, adds gradients, applies steps, hands out parameters.
 //!
-//! `data` and `service` are the wire, `store` finds the job, `job` the slice, `slice` computes on a backend.
-//! `control` listens to the coordinator, and `commands` does what it says of a job. Nothing here knows the other
-//! servers.
+//! `data` and `service` are the wire, `store` finds the job, `job` the slice, `slice` computes on a
+//! backend. `control` listens to the coordinator, and `commands` does what it says of a job.
+//! Nothing here knows the other servers.
 
 mod attempt;
 mod budget;
@@ -32,7 +32,9 @@ use std::{
 
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
-use zeroshard_proto::{Result, Token, pb::shard_server::ShardServer, transport::MAX_CONTROL_MESSAGE};
+use zeroshard_proto::{
+    Result, Token, pb::shard_server::ShardServer, transport::MAX_CONTROL_MESSAGE,
+};
 
 use crate::{backend::Backend, config, health::Health, serve::Context};
 use store::{Limits, Store};
@@ -79,8 +81,9 @@ impl<B: Backend> Shard<B> {
             .add_service(service.max_decoding_message_size(MAX_CONTROL_MESSAGE))
     }
 
-    /// Registers with the coordinator, and does what it says until `shutdown`. A coordinator that is lost is
-    /// dialled again; the jobs are dropped then, since nobody can decide their steps any more.
+    /// Registers with the coordinator, and does what it says until `shutdown`. A coordinator that
+    /// is lost is dialled again; the jobs are dropped then, since nobody can decide their steps any
+    /// more.
     pub async fn run(&self, coordinator: &str, advertised: &str, shutdown: CancellationToken) {
         let id = self.id.as_deref().unwrap_or(advertised);
         let contact = control::Contact {

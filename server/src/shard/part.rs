@@ -41,7 +41,11 @@ impl Part {
         match self {
             Self::State(_) if !trains => {
                 let what = format!("optimizer state of tensor {tensor:?}");
-                Err(Error::invalid(what, "asked for or uploaded", "left out: the tensor does not train"))
+                Err(Error::invalid(
+                    what,
+                    "asked for or uploaded",
+                    "left out: the tensor does not train",
+                ))
             }
             _ => Ok(()),
         }
@@ -59,7 +63,10 @@ mod tests {
         assert_eq!(Part::parse("master", &adamw), Ok(Part::Master));
         assert_eq!(Part::parse("exp_avg_sq", &adamw), Ok(Part::State(1)));
         for unknown in ["momentum_buffer", "max_exp_avg_sq", "Master"] {
-            assert!(matches!(Part::parse(unknown, &adamw), Err(Error::Invalid { .. })), "{unknown}");
+            assert!(
+                matches!(Part::parse(unknown, &adamw), Err(Error::Invalid { .. })),
+                "{unknown}"
+            );
         }
         assert!(Part::State(0).check(true, "w").is_ok() && Part::Master.check(false, "w").is_ok());
         assert!(matches!(Part::State(0).check(false, "w"), Err(Error::Invalid { .. })));

@@ -1,5 +1,6 @@
-//! `Pull`: parameters, or a part of the state, at one version, from the slice's buffer to the socket: without a copy, or,
-//! where a box of a tensor is wanted that lies in several runs, gathered with one.
+//! `Pull`: parameters, or a part of the state, at one version, from the slice's buffer to the
+//! socket: without a copy, or, where a box of a tensor is wanted that lies in several runs,
+//! gathered with one.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -82,8 +83,11 @@ pub(super) fn pull<B: Backend>(
     // All groups keep the same state.
     let part = Part::parse(&request.part, &job.spec.groups[0])?;
     let boxes = boxes(&job.spec, &request.boxes)?;
-    let wanted =
-        request.ranges.iter().map(|range| wanted(&job, part, &boxes, range)).collect::<Result<_>>()?;
+    let wanted = request
+        .ranges
+        .iter()
+        .map(|range| wanted(&job, part, &boxes, range))
+        .collect::<Result<_>>()?;
     let mut pull = Pull {
         store: store.clone(),
         epoch,
@@ -97,7 +101,9 @@ pub(super) fn pull<B: Backend>(
         job,
     };
     pull.hold()?;
-    Ok(stream::try_unfold(pull, |mut pull| async { Ok(pull.next_frame().await?.map(|frame| (frame, pull))) }))
+    Ok(stream::try_unfold(pull, |mut pull| async {
+        Ok(pull.next_frame().await?.map(|frame| (frame, pull)))
+    }))
 }
 
 /// The boxes that a pull is of, by the tensor that owns the storage.
@@ -118,13 +124,22 @@ fn boxes(spec: &JobSpec, messages: &[pb::Box]) -> Result<Boxes> {
         let owner = spec.manifest.owner(index);
         if boxes.insert(owner, Arc::new(BoxView::new(&tensor.shape, &area))).is_some() {
             let what = format!("number of boxes of tensor {:?}", tensors[owner].name);
-            return Err(Error::invalid(what, "more than 1", "1 in one pull, also of tensors tied to it"));
+            return Err(Error::invalid(
+                what,
+                "more than 1",
+                "1 in one pull, also of tensors tied to it",
+            ));
         }
     }
     Ok(boxes)
 }
 
-fn wanted<B: Backend>(job: &Job<B>, part: Part, boxes: &Boxes, range: &pb::Range) -> Result<Wanted<B>> {
+fn wanted<B: Backend>(
+    job: &Job<B>,
+    part: Part,
+    boxes: &Boxes,
+    range: &pb::Range,
+) -> Result<Wanted<B>> {
     let slice = job.slice(range.slice)?;
     let tensor = &job.spec.manifest.tensors()[slice.spec.tensor].name;
     part.check(slice.group.is_some(), tensor)?;
@@ -147,7 +162,9 @@ fn wanted<B: Backend>(job: &Job<B>, part: Part, boxes: &Boxes, range: &pb::Range
             format!("{} elements from {} on", range.length, range.offset),
             match slice.spec.numel {
                 all if all as u64 == numel => format!("within its {all} elements"),
-                all => format!("within the {numel} of its {all} elements that are in the box of {tensor:?}"),
+                all => format!(
+                    "within the {numel} of its {all} elements that are in the box of {tensor:?}"
+                ),
             },
         )),
     }
@@ -163,14 +180,16 @@ fn bytes_of<B: Backend>(job: &Job<B>, slice: &Slice<B>, part: Part) -> u64 {
 }
 
 impl<B: Backend> Pull<B> {
-    /// Takes hold of what is there already, so that later steps do not touch it, as far as there is room.
+    /// Takes hold of what is there already, so that later steps do not touch it, as far as there is
+    /// room.
     fn hold(&mut self) -> Result<()> {
         for wanted in self.wanted.iter_mut().filter(|wanted| wanted.held.is_none()) {
             let slice = self.job.slice(wanted.slice)?;
             let Some(space) = self.store.pins.take(bytes_of(&self.job, slice, self.part)) else {
                 return Ok(()); // the rest is held when it is sent
             };
-            let buffer = slice.read(self.job.backend(), self.part, &self.job.spec.name, self.version)?;
+            let buffer =
+                slice.read(self.job.backend(), self.part, &self.job.spec.name, self.version)?;
             wanted.held = buffer.map(|buffer| Held { buffer, _space: Some(space) });
         }
         Ok(())
@@ -181,7 +200,8 @@ impl<B: Backend> Pull<B> {
         let Some(wanted) = self.wanted.front_mut() else { return Ok(false) };
         if wanted.held.is_none() {
             let slice = self.job.slice(wanted.slice)?;
-            let buffer = slice.read(self.job.backend(), self.part, &self.job.spec.name, self.version)?;
+            let buffer =
+                slice.read(self.job.backend(), self.part, &self.job.spec.name, self.version)?;
             let space = || self.store.pins.take(bytes_of(&self.job, slice, self.part));
             wanted.held = buffer.map(|buffer| Held { buffer, _space: space() });
         }
@@ -209,8 +229,11 @@ impl<B: Backend> Pull<B> {
             let held = wanted.held.as_ref().expect("it is held");
             let end = wanted.range.end.min(wanted.range.start + self.chunk);
             let offset = std::mem::replace(&mut wanted.range.start, end);
-            let payload =
-                self.job.backend().read(&held.buffer, wanted.area.elements(offset..end), self.dtype);
+            let payload = self.job.backend().read(
+                &held.buffer,
+                wanted.area.elements(offset..end),
+                self.dtype,
+            );
             self.store.metrics.pull_sent_bytes.inc_by(payload.len() as u64);
             let extent = Extent { slice: wanted.slice, offset: offset as u64, dtype: self.dtype };
             self.writer.extent(extent, payload);
@@ -226,8 +249,8 @@ impl<B: Backend> Pull<B> {
         let (part, version, epoch) = (self.part, self.version, self.epoch);
         let name = &self.job.spec.name;
         let ready = || {
-            // A member that waits for a step's result must hear that the step was aborted. A reader waits on: the
-            // step will be run again.
+            // A member that waits for a step's result must hear that the step was aborted. A reader
+            // waits on: the step will be run again.
             epoch.map_or(Ok(()), |epoch| self.job.check_epoch(epoch))?;
             slice.read(self.job.backend(), part, name, version)
         };

@@ -1,4 +1,5 @@
-//! `Push`: gradients, and what a job begins with, from the network buffer straight to where they belong.
+//! `Push`: gradients, and what a job begins with, from the network buffer straight to where they
+//! belong.
 
 use std::{sync::Arc, time::Duration};
 
@@ -21,8 +22,9 @@ use super::{
 };
 use crate::backend::Backend;
 
-/// How long a push stands still when there is no room for gradients whose turn has not come. Then it is refused,
-/// so that the caller can send what others wait for: a stream that stood still for longer could wait for itself.
+/// How long a push stands still when there is no room for gradients whose turn has not come. Then
+/// it is refused, so that the caller can send what others wait for: a stream that stood still for
+/// longer could wait for itself.
 const PARKING_WAIT: Duration = Duration::from_millis(50);
 
 /// Takes one push.
@@ -37,7 +39,11 @@ where
 {
     let mut reader = Reader::new(body, store.limits.max_message);
     let Some(Event::Begin(begin)) = reader.next().await? else {
-        return Err(Error::invalid("first message of a push", "without `begin`", "the one that opens it"));
+        return Err(Error::invalid(
+            "first message of a push",
+            "without `begin`",
+            "the one that opens it",
+        ));
     };
     let mut push = Push::open(store, begin)?;
     let job = push.job.clone();
@@ -73,7 +79,11 @@ impl<'a, B: Backend> Push<'a, B> {
     fn open(store: &'a Store<B>, begin: pb::PushBegin) -> Result<Self> {
         if begin.job_id == 0 || begin.lease == 0 {
             let found = format!("{:016x} with lease {:016x}", begin.job_id, begin.lease);
-            return Err(Error::invalid("job_id of a push", found, "those that the rank got when it joined"));
+            return Err(Error::invalid(
+                "job_id of a push",
+                found,
+                "those that the rank got when it joined",
+            ));
         }
         let job = store.job(&begin.job, begin.job_id)?;
         if begin.rank >= job.spec.world {
@@ -83,11 +93,13 @@ impl<'a, B: Backend> Push<'a, B> {
         job.check_lease(begin.rank, begin.lease)?;
         if begin.covers.iter().any(|&rank| rank != begin.rank) {
             let found = format!("{} ranks", begin.covers.len());
-            let expected = "the rank that pushes: this version does not take sums over several ranks";
+            let expected =
+                "the rank that pushes: this version does not take sums over several ranks";
             return Err(Error::invalid("ranks that a push covers", found, expected));
         }
         let what = what(&begin, &job.spec)?;
-        let attempt = Attempt { epoch: begin.epoch, step: begin.step.unwrap_or(0), number: begin.attempt };
+        let attempt =
+            Attempt { epoch: begin.epoch, step: begin.step.unwrap_or(0), number: begin.attempt };
         let next = Extent { slice: 0, offset: 0, dtype: DType::F32 };
         Ok(Self { store, job, begin, what, attempt, next, counted: pb::PushResponse::default() })
     }
@@ -102,7 +114,11 @@ impl<'a, B: Backend> Push<'a, B> {
         while let Some(event) = reader.next().await? {
             match event {
                 Event::Begin(_) => {
-                    return Err(Error::invalid("`begin`", "in a later message", "in the first message only"));
+                    return Err(Error::invalid(
+                        "`begin`",
+                        "in a later message",
+                        "in the first message only",
+                    ));
                 }
                 Event::Extent(extent, elements) => self.check(extent, elements).await?,
                 Event::Payload(bytes) => self.take(bytes).await?,
@@ -111,11 +127,12 @@ impl<'a, B: Backend> Push<'a, B> {
         Ok(())
     }
 
-    /// Waits until the coordinator has told of the push's attempt, which the rank may have heard of first.
+    /// Waits until the coordinator has told of the push's attempt, which the rank may have heard of
+    /// first.
     ///
     /// # Errors
-    /// [`Error::StaleEpoch`], [`Error::StepMismatch`], [`Error::StaleAttempt`] if it is over, or not the next one;
-    /// [`Error::Timeout`].
+    /// [`Error::StaleEpoch`], [`Error::StepMismatch`], [`Error::StaleAttempt`] if it is over, or
+    /// not the next one; [`Error::Timeout`].
     async fn wait_for_attempt(&self) -> Result<()> {
         let (job, attempt) = (&self.job, self.attempt);
         let is_open = || {
@@ -189,7 +206,11 @@ impl<'a, B: Backend> Push<'a, B> {
             }
         };
         Err(Error::invalid(
-            format!("extent of slice {} of tensor {:?}", extent.slice, spec.manifest.tensors()[tensor].name),
+            format!(
+                "extent of slice {} of tensor {:?}",
+                extent.slice,
+                spec.manifest.tensors()[tensor].name
+            ),
             format!("{elements} elements from {} on", extent.offset),
             expected,
         ))
@@ -202,7 +223,11 @@ impl<'a, B: Backend> Push<'a, B> {
             if slice.group.is_none() {
                 let tensor = &self.job.spec.manifest.tensors()[slice.spec.tensor].name;
                 let what = format!("tensor {tensor:?}");
-                return Err(Error::invalid(what, "said to be absent", "left out: it does not train"));
+                return Err(Error::invalid(
+                    what,
+                    "said to be absent",
+                    "left out: it does not train",
+                ));
             }
             self.wait_for_version(index).await?;
             self.job.absent(self.attempt, index, self.begin.rank)?;
@@ -212,7 +237,8 @@ impl<'a, B: Backend> Push<'a, B> {
         Ok(())
     }
 
-    /// A gradient may come while the step before it is still being applied, or version 0 is being published.
+    /// A gradient may come while the step before it is still being applied, or version 0 is being
+    /// published.
     async fn wait_for_version(&self, index: u32) -> Result<()> {
         let slice = self.job.slice(index)?;
         let step = self.attempt.step;
@@ -220,11 +246,17 @@ impl<'a, B: Backend> Push<'a, B> {
             return Ok(());
         }
         let ready = || match self.job.attempt() {
-            current if self.attempt < current => Err(self.attempt.refusal(&self.begin.job, current)),
+            current if self.attempt < current => {
+                Err(self.attempt.refusal(&self.begin.job, current))
+            }
             _ => Ok((slice.version() == Some(step)).then_some(())),
         };
-        let waiting_for =
-            || format!("version {step} of slice {index} of job {:?}, to push its gradient", self.begin.job);
+        let waiting_for = || {
+            format!(
+                "version {step} of slice {index} of job {:?}, to push its gradient",
+                self.begin.job
+            )
+        };
         self.job.wait_for(self.store.deadline(0), ready, waiting_for).await
     }
 
@@ -235,7 +267,9 @@ impl<'a, B: Backend> Push<'a, B> {
         let piece = Piece { rank: self.begin.rank, offset: offset as usize, dtype, bytes };
         let new = match self.what {
             What::Start(upload) => self.job.upload(self.attempt, slice, upload, &piece)?,
-            What::Step if self.job.slice(slice)?.buffer => self.job.replace(self.attempt, slice, &piece)?,
+            What::Step if self.job.slice(slice)?.buffer => {
+                self.job.replace(self.attempt, slice, &piece)?
+            }
             What::Step => self.contribute(slice, &piece).await?,
         };
         self.next.offset += elements;

@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-/// Disjoint, ascending, non-adjacent ranges. Transfers come mostly in order, so there is mostly one.
+/// Disjoint, ascending, non-adjacent ranges. Transfers come mostly in order, so there is mostly
+/// one.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Ranges(Vec<Range<usize>>);
 
@@ -20,7 +21,8 @@ impl Ranges {
     /// Whether all of `range` is inside.
     pub(crate) fn contains(&self, range: &Range<usize>) -> bool {
         let holder = self.0.partition_point(|r| r.end <= range.start);
-        range.is_empty() || self.0.get(holder).is_some_and(|r| r.start <= range.start && range.end <= r.end)
+        range.is_empty()
+            || self.0.get(holder).is_some_and(|r| r.start <= range.start && range.end <= r.end)
     }
 
     pub(crate) fn clear(&mut self) {

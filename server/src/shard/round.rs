@@ -1,7 +1,7 @@
 //! The contributions to one slice at one step, lane by lane.
 //!
-//! Floating-point sums depend on their order, so it is fixed: `turns` has it, for each lane on its own. INVARIANT:
-//! what is added never depends on how the bytes were cut or when they came.
+//! Floating-point sums depend on their order, so it is fixed: `turns` has it, for each lane on its
+//! own. INVARIANT: what is added never depends on how the bytes were cut or when they came.
 
 use std::{ops::Range, sync::Arc};
 
@@ -48,7 +48,8 @@ impl Piece {
 pub(crate) struct Round {
     lanes: Vec<Turns>,
     figures: Figures,
-    /// Whether anybody has sent anything. INVARIANT: as long as nobody has, nothing is added either.
+    /// Whether anybody has sent anything. INVARIANT: as long as nobody has, nothing is added
+    /// either.
     touched: bool,
 }
 
@@ -86,12 +87,13 @@ impl Round {
         self.lanes.iter().find_map(Turns::missing_rank)
     }
 
-    /// Adds what is new of `piece`, whose rank contributes to this slice, or parks it if its turn has not come. Returns
-    /// how many elements were new.
+    /// Adds what is new of `piece`, whose rank contributes to this slice, or parks it if its turn
+    /// has not come. Returns how many elements were new.
     ///
     /// # Errors
     /// [`zeroshard_proto::Error::ParkingFull`]: the rest of the piece may be sent again later.
-    /// [`zeroshard_proto::Error::Invalid`] for a contribution in too many pieces. What was taken before the error stays.
+    /// [`zeroshard_proto::Error::Invalid`] for a contribution in too many pieces. What was taken
+    /// before the error stays.
     pub(crate) fn contribute<B: Backend>(
         &mut self,
         backend: &B,

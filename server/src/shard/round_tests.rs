@@ -128,7 +128,8 @@ fn a_parked_piece_keeps_no_network_buffer_and_is_counted_with_what_it_costs() {
     let mut sum = backend.allocate(DType::F32, NUMEL).unwrap();
     let network = Bytes::from(vec![0; 1 << 20]);
     for offset in 0..10 {
-        let piece = Piece { offset, bytes: network.slice(4 * offset..4 * offset + 4), ..piece(2, 0..0) };
+        let piece =
+            Piece { offset, bytes: network.slice(4 * offset..4 * offset + 4), ..piece(2, 0..0) };
         assert_eq!(round.contribute(&backend, &mut sum, &piece, &budget).unwrap(), 1);
     }
     assert!(network.is_unique(), "nothing of it is kept");

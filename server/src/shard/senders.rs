@@ -72,7 +72,8 @@ fn reason(spec: &JobSpec, tensor: usize, lanes: &[Lane], rank: u32) -> String {
         return "which is not in the tensor's mesh".to_owned();
     };
     let mut dims = layout.placements().iter().zip(coordinate).zip(layout.mesh().names());
-    let repeated = dims.find(|((placement, place), _)| **placement == DimPlacement::Replicate && *place > 0);
+    let repeated =
+        dims.find(|((placement, place), _)| **placement == DimPlacement::Replicate && *place > 0);
     if let Some((_, dim)) = repeated {
         return format!("where {dim:?} is not 0, and along {dim:?} the tensor is replicated");
     }

@@ -79,7 +79,9 @@ fn uploads_of_ranks_that_are_not_the_first_are_refused() {
 fn who_may_has_its_lane() {
     let spec = spec([Partial(Reduction::Sum), Shard(0)]);
     let lanes = Lanes::new(&spec, 0).of(&WHOLE);
-    for (rank, sent) in [(1, Sent::Gradient), (3, Sent::Gradient), (1, Sent::Start), (1, Sent::Buffer)] {
+    for (rank, sent) in
+        [(1, Sent::Gradient), (3, Sent::Gradient), (1, Sent::Start), (1, Sent::Buffer)]
+    {
         assert_eq!(*lane_of(&spec, 0, &lanes, rank, sent).unwrap().ranks, [1, 3]);
     }
 }

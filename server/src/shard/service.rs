@@ -61,7 +61,10 @@ impl<B: Backend> shard_server::Shard for Service<B> {
         }
     }
 
-    async fn steps(&self, request: Request<pb::StepsRequest>) -> Result<Response<pb::StepsResponse>, Status> {
+    async fn steps(
+        &self,
+        request: Request<pb::StepsRequest>,
+    ) -> Result<Response<pb::StepsResponse>, Status> {
         tokio::select! {
             steps = self.applied_steps(request.into_inner()) => Ok(Response::new(steps?)),
             () = self.shutdown.cancelled() => Err(Status::unavailable("this shard server is shutting down")),

@@ -1,7 +1,8 @@
-//! One slice: `state[v+1] = apply(state[v], reduced_gradient[v], decision[v])`, and nothing else changes it.
+//! One slice: `state[v+1] = apply(state[v], reduced_gradient[v], decision[v])`, and nothing else
+//! changes it.
 //!
-//! Buffers are reference-counted. Whoever reads a version holds a reference to it; a step writes in place where
-//! nobody does, else to a fresh buffer.
+//! Buffers are reference-counted. Whoever reads a version holds a reference to it; a step writes in
+//! place where nobody does, else to a fresh buffer.
 
 use std::sync::{
     Arc, Mutex, MutexGuard,
@@ -52,18 +53,20 @@ pub(crate) struct Slice<B: Backend> {
     initial_state: f32,
     /// What the parameters are published as.
     dtype: DType,
-    /// Readable without the lock: waiting for a version must not wait for a step that is being applied.
+    /// Readable without the lock: waiting for a version must not wait for a step that is being
+    /// applied.
     version: AtomicU64,
     inner: Mutex<Inner<B>>,
 }
 
 struct Inner<B: Backend> {
-    /// What was uploaded or contributed so far came in this attempt. It moves on with the first message of a later one, so
-    /// that there is no moment between two attempts.
+    /// What was uploaded or contributed so far came in this attempt. It moves on with the first
+    /// message of a later one, so that there is no moment between two attempts.
     attempt: Attempt,
     /// Ranks that have no more data: absent from every attempt.
     done: Vec<u32>,
-    /// Master weights, f32; of a slice that takes no gradients the parameters as they are published.
+    /// Master weights, f32; of a slice that takes no gradients the parameters as they are
+    /// published.
     master: Versioned<B>,
     /// The master weights in the tensor's dtype, where that is not f32.
     published: Option<Versioned<B>>,
@@ -85,7 +88,8 @@ struct Inner<B: Backend> {
 struct Open<B: Backend> {
     sum: B::Buffer,
     round: Round,
-    /// Whether the reduced gradient's figures have been given out: from then on the step may be decided at any moment.
+    /// Whether the reduced gradient's figures have been given out: from then on the step may be
+    /// decided at any moment.
     is_reported: bool,
 }
 
@@ -143,7 +147,11 @@ impl<B: Backend> Slice<B> {
         let inner = match group {
             None => Inner::new(buffer(tensor.dtype)?, &lanes, attempt),
             Some(group) => Inner {
-                uploaded_state: groups[group].state().iter().map(|_| Filling::new(&lanes)).collect(),
+                uploaded_state: groups[group]
+                    .state()
+                    .iter()
+                    .map(|_| Filling::new(&lanes))
+                    .collect(),
                 published: match tensor.dtype {
                     DType::F32 => None,
                     dtype => Some(Versioned::new(buffer(dtype)?)),
@@ -194,13 +202,13 @@ impl<B: Backend> Slice<B> {
         }
     }
 
-    /// Adds a piece of a contributing rank's gradient. Returns how many elements were new and, once in each attempt,
-    /// the reduced gradient's figures when it is complete. `current` says, under the slice's lock, whether `attempt` is
-    /// the job's open one.
+    /// Adds a piece of a contributing rank's gradient. Returns how many elements were new and, once
+    /// in each attempt, the reduced gradient's figures when it is complete. `current` says, under
+    /// the slice's lock, whether `attempt` is the job's open one.
     ///
     /// # Errors
-    /// Those of `current` and of [`Round::contribute`]; [`zeroshard_proto::Error::OutOfMemory`] if the gradient is
-    /// complete and the step could not be applied.
+    /// Those of `current` and of [`Round::contribute`]; [`zeroshard_proto::Error::OutOfMemory`] if
+    /// the gradient is complete and the step could not be applied.
     pub(crate) fn contribute(
         &self,
         backend: &B,
@@ -217,8 +225,9 @@ impl<B: Backend> Slice<B> {
         Ok((new, inner.reduced(backend)?))
     }
 
-    /// Notes that a rank sends nothing more of this attempt's gradient. Returns the reduced gradient's figures, if the
-    /// attempt waited for nothing else. `current` and errors as for [`Self::contribute`].
+    /// Notes that a rank sends nothing more of this attempt's gradient. Returns the reduced
+    /// gradient's figures, if the attempt waited for nothing else. `current` and errors as for
+    /// [`Self::contribute`].
     pub(crate) fn absent(
         &self,
         backend: &B,
@@ -239,23 +248,25 @@ impl<B: Backend> Slice<B> {
         self.lock().open.as_ref()?.round.missing_rank()
     }
 
-    /// Drops what came in attempts before `attempt`, unless a message of that or a later one has done so. Returns the
-    /// reduced gradient's figures if that leaves nothing to wait for.
+    /// Drops what came in attempts before `attempt`, unless a message of that or a later one has
+    /// done so. Returns the reduced gradient's figures if that leaves nothing to wait for.
     ///
     /// # Errors
     /// As [`Self::contribute`].
     pub(crate) fn catch_up(&self, backend: &B, attempt: Attempt) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
         // A slice that the decision has not reached yet is at the step before.
-        if attempt <= inner.attempt || self.version().is_some_and(|version| version != attempt.step) {
+        if attempt <= inner.attempt || self.version().is_some_and(|version| version != attempt.step)
+        {
             return Ok(None);
         }
         self.enter(backend, &mut inner, attempt);
         inner.reduced(backend)
     }
 
-    /// From now on `rank` is absent from every attempt or, if it is not `done`, takes part again from the next one on.
-    /// Returns the reduced gradient's figures, if the open attempt waited for nothing else.
+    /// From now on `rank` is absent from every attempt or, if it is not `done`, takes part again
+    /// from the next one on. Returns the reduced gradient's figures, if the open attempt waited for
+    /// nothing else.
     ///
     /// # Errors
     /// As [`Self::contribute`].
@@ -267,7 +278,9 @@ impl<B: Backend> Slice<B> {
             return Ok(None);
         }
         inner.done.push(rank);
-        let Some(open) = inner.open.as_mut().filter(|_| self.version().is_some()) else { return Ok(None) };
+        let Some(open) = inner.open.as_mut().filter(|_| self.version().is_some()) else {
+            return Ok(None);
+        };
         open.round.absent(backend, &mut open.sum, rank);
         inner.reduced(backend)
     }
@@ -298,11 +311,12 @@ impl<B: Backend> Slice<B> {
         inner.reduced(backend)
     }
 
-    /// Takes the slice to the version of `step.next`. Returns the figures of the next step's gradient, if nobody has one.
+    /// Takes the slice to the version of `step.next`. Returns the figures of the next step's
+    /// gradient, if nobody has one.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::OutOfMemory`] if a reader holds the old version and nothing was reserved, which does not
-    /// happen after the gradient's figures were given out.
+    /// [`zeroshard_proto::Error::OutOfMemory`] if a reader holds the old version and nothing was
+    /// reserved, which does not happen after the gradient's figures were given out.
     pub(crate) fn step(&self, backend: &B, step: &Step<'_>) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
         let inner = &mut *inner;
@@ -372,7 +386,8 @@ impl<B: Backend> Inner<B> {
         }
     }
 
-    /// The gradient's figures, the first time that it is found complete. What the step needs is reserved before.
+    /// The gradient's figures, the first time that it is found complete. What the step needs is
+    /// reserved before.
     fn reduced(&mut self, backend: &B) -> Result<Option<Reduced>> {
         if self.open.as_ref().is_none_or(|open| open.is_reported || !open.round.is_complete()) {
             return Ok(None);

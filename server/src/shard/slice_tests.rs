@@ -62,7 +62,8 @@ impl Subject {
 
     /// Publishes the slice when it is complete.
     pub(super) fn upload_piece(&self, upload: Upload, piece: &Piece) -> Result<(u64, bool)> {
-        let uploaded = self.slice.upload(&self.backend, self.attempt.get(), upload, piece, || Ok(()))?;
+        let uploaded =
+            self.slice.upload(&self.backend, self.attempt.get(), upload, piece, || Ok(()))?;
         if uploaded.1 {
             self.slice.publish(&self.backend).unwrap();
         }
@@ -78,7 +79,10 @@ impl Subject {
 
     pub(super) fn push(&self, rank: u32, values: &[f32]) -> Option<Reduced> {
         let piece = piece(rank, 0, values);
-        self.slice.contribute(&self.backend, self.attempt.get(), &piece, &self.budget, || Ok(())).unwrap().1
+        self.slice
+            .contribute(&self.backend, self.attempt.get(), &piece, &self.budget, || Ok(()))
+            .unwrap()
+            .1
     }
 
     pub(super) fn absent(&self, rank: u32) -> Option<Reduced> {
@@ -134,9 +138,12 @@ fn uploaded_state_and_steps_go_on_like_a_run_that_was_never_interrupted() {
     }
     let values = |part| first.read(part, 3).to_vec();
     let second = Subject::new(ADAMW, Subject::tensor(), 1);
-    for (state, part) in [(Some(0), Part::State(0)), (Some(1), Part::State(1)), (None, Part::Master)] {
+    for (state, part) in
+        [(Some(0), Part::State(0)), (Some(1), Part::State(1)), (None, Part::Master)]
+    {
         let words = values(part);
-        let values: Vec<f32> = words.as_chunks().0.iter().map(|word| f32::from_le_bytes(*word)).collect();
+        let values: Vec<f32> =
+            words.as_chunks().0.iter().map(|word| f32::from_le_bytes(*word)).collect();
         let upload = Upload { state, applied: if state == Some(1) { 3 } else { 0 } };
         // In two pieces, the second twice.
         second.upload(upload, 2, &values[2..]).unwrap();

@@ -45,8 +45,8 @@ pub(super) struct Watched<S> {
     watch: AbortHandle,
 }
 
-/// Calls `stalled` when nobody has asked for more of `stream` for `limit`, though it was ready. Costs a stamp for each
-/// item, and one task that sleeps.
+/// Calls `stalled` when nobody has asked for more of `stream` for `limit`, though it was ready.
+/// Costs a stamp for each item, and one task that sleeps.
 pub(super) fn watch<S: Stream>(
     stream: S,
     limit: Duration,
@@ -112,7 +112,8 @@ mod tests {
     async fn a_stream_that_is_not_ready_or_has_been_dropped_is_not() {
         let (mut stream, mut told) = watched(stream::pending::<()>());
         let waited =
-            tokio::time::timeout(5 * SHORT, future::join(stream.next(), future::pending::<()>())).await;
+            tokio::time::timeout(5 * SHORT, future::join(stream.next(), future::pending::<()>()))
+                .await;
         assert!(waited.is_err() && told.try_recv() == Err(oneshot::error::TryRecvError::Empty));
         drop(stream);
         assert!(told.await.is_err(), "the watch ends with the stream");

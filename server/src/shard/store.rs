@@ -12,7 +12,8 @@ use super::{
 };
 use crate::{backend::Backend, config::MAX_WAIT, failure::Failure, metrics::Metrics};
 
-/// How much pulls may hold of slices that they do not send yet. A step needs as much memory beside what is held.
+/// How much pulls may hold of slices that they do not send yet. A step needs as much memory beside
+/// what is held.
 const PINNED_BYTES: u64 = 256 << 20;
 
 /// What a caller may cost.
@@ -52,12 +53,15 @@ impl<B: Backend> Store<B> {
         }
     }
 
-    /// The job of that name, if it is the one with this id. Readers may say 0: whatever job has the name.
+    /// The job of that name, if it is the one with this id. Readers may say 0: whatever job has the
+    /// name.
     ///
     /// # Errors
     /// [`Error::UnknownJob`], [`Error::JobReplaced`].
     pub(crate) fn job(&self, name: &str, id: u64) -> Result<Arc<Job<B>>> {
-        let Some(job) = self.jobs.get(name) else { return Err(Error::UnknownJob { job: name.to_owned() }) };
+        let Some(job) = self.jobs.get(name) else {
+            return Err(Error::UnknownJob { job: name.to_owned() });
+        };
         if id != 0 && job.id != id {
             return Err(Error::JobReplaced { job: name.to_owned() });
         }
@@ -86,7 +90,8 @@ impl<B: Backend> Store<B> {
         }
     }
 
-    /// When a call that may wait `wait_ms` (0: the default; at most [`MAX_WAIT`]) must have its answer.
+    /// When a call that may wait `wait_ms` (0: the default; at most [`MAX_WAIT`]) must have its
+    /// answer.
     pub(crate) fn deadline(&self, wait_ms: u32) -> Deadline {
         let wait = match wait_ms {
             0 => self.limits.wait,

@@ -46,8 +46,11 @@ impl Subject {
 
     /// With so much room for what pulls hold.
     fn pinning(spec: JobSpec, pins: u64) -> Self {
-        let limits =
-            Limits { wait: std::time::Duration::from_secs(60), max_message: 1 << 20, parked_bytes: 0 };
+        let limits = Limits {
+            wait: std::time::Duration::from_secs(60),
+            max_message: 1 << 20,
+            parked_bytes: 0,
+        };
         let mut store = Store::new(Cpu::new(), limits, Metrics::new(), Failure::default());
         store.pins = Budget::new(pins);
         let store = Arc::new(store);
@@ -68,7 +71,8 @@ impl Subject {
         Self { store, said }
     }
 
-    /// `values` of slice 0 from element `offset` on, by `rank`; of a step, or what the job begins with.
+    /// `values` of slice 0 from element `offset` on, by `rank`; of a step, or what the job begins
+    /// with.
     async fn push(&self, rank: u32, step: Option<u64>, offset: u64, values: &[f32]) -> Result<()> {
         self.push_to(0, rank, step, offset, values).await
     }
@@ -153,7 +157,8 @@ const COLUMNS: u64 = 100;
 
 /// A matrix, and one that is tied to it; element i is i.
 async fn matrix() -> Subject {
-    let tied = TensorSpec { alias_of: Some("w".into()), ..TensorSpec::new("tied", [ROWS, COLUMNS]) };
+    let tied =
+        TensorSpec { alias_of: Some("w".into()), ..TensorSpec::new("tied", [ROWS, COLUMNS]) };
     let manifest = Manifest::new(vec![TensorSpec::new("w", [ROWS, COLUMNS]), tied]).unwrap();
     let mut subject = Subject::new(JobSpec::new("job", manifest, vec!["sgd".parse().unwrap()]));
     let values: Vec<f32> = (0..ROWS * COLUMNS).map(|i| i as f32).collect();
@@ -165,8 +170,9 @@ async fn matrix() -> Subject {
 #[tokio::test]
 async fn a_box_is_pulled_as_its_elements_and_counted_in_them() {
     let subject = matrix().await;
-    let expected: Vec<f32> =
-        (3..63).flat_map(|row| (10..60).map(move |column| (row * COLUMNS + column) as f32)).collect();
+    let expected: Vec<f32> = (3..63)
+        .flat_map(|row| (10..60).map(move |column| (row * COLUMNS + column) as f32))
+        .collect();
     // By the tensor itself, and by the one that is tied to it.
     for tensor in [0, 1] {
         let boxes = vec![boxed(tensor, &[3, 10], &[60, 50])];
@@ -204,7 +210,8 @@ async fn boxes_that_do_not_fit_are_refused() {
     assert_eq!(pull(&[one(0), one(1)], &[]).await, "number of boxes of tensor \"w\"");
     assert_eq!(pull(&[one(0)], &[range(3, 2)]).await, "range of slice 0");
     assert_eq!(pull(&[boxed(0, &[0, 0], &[0, 2])], &[range(0, 0)]).await, "range of slice 0");
-    let outside = pb::PullRequest { boxes: vec![one(1)], ranges: vec![range(4, 1)], ..Default::default() };
+    let outside =
+        pb::PullRequest { boxes: vec![one(1)], ranges: vec![range(4, 1)], ..Default::default() };
     assert_eq!(
         subject.pull(outside).await.unwrap_err().to_string(),
         "range of slice 0 is 1 elements from 4 on; it must be within the 4 of its 6400 elements that are in the box \
@@ -253,7 +260,10 @@ async fn what_a_rank_does_not_have_is_refused_and_changes_nothing() {
         "extent of slice 0 of tensor \"w\" is 8 elements from 1 on; it must be within the 8 that \
          rank 1 (dp 0, tp 1) has of its 16 elements"
     );
-    assert!(matches!(refused(&subject, 2, None, 0).await, Error::Invalid { .. }), "rank 0 uploads that box");
+    assert!(
+        matches!(refused(&subject, 2, None, 0).await, Error::Invalid { .. }),
+        "rank 0 uploads that box"
+    );
     for rank in [0, 1] {
         subject.push(rank, None, 0, &[0.5; 8]).await.unwrap();
     }

@@ -1,5 +1,5 @@
-//! `zs-bench`: measured comparisons. Every subcommand prints a table, or with `--json` one object a line, and measures its
-//! baselines in the same run.
+//! `zs-bench`: measured comparisons. Every subcommand prints a table, or with `--json` one object a
+//! line, and measures its baselines in the same run.
 
 mod optimizer;
 mod sample;

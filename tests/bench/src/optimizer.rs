@@ -1,8 +1,8 @@
 //! How fast each optimizer's step is, beside what the memory can do.
 //!
-//! The limit is the better of two loops that do nothing but move memory, over the same buffers and right before the step, in
-//! every repeat: `memcpy`, and one addition to each array that the step writes. Bytes are counted as the loops name them (4 for a read,
-//! 4 for a write), for both sides.
+//! The limit is the better of two loops that do nothing but move memory, over the same buffers and
+//! right before the step, in every repeat: `memcpy`, and one addition to each array that the step
+//! writes. Bytes are counted as the loops name them (4 for a read, 4 for a write), for both sides.
 
 use std::num::NonZero;
 use std::sync::{Mutex, PoisonError};
@@ -42,7 +42,8 @@ struct Line {
     gbps: f64,
     /// The copy loop's GB/s on as many threads.
     copy_gbps: f64,
-    /// The better GB/s of copying and of adding to the arrays that the step writes, on as many threads.
+    /// The better GB/s of copying and of adding to the arrays that the step writes, on as many
+    /// threads.
     memory_gbps: f64,
     /// `gbps / memory_gbps`.
     ratio_memory: f64,
@@ -162,7 +163,13 @@ impl Times {
         self.step.push(time(&|slice| slice.step(cpu, optimizer)));
     }
 
-    fn line(self, name: &'static str, optimizer: &Optimizer, elements: usize, threads: usize) -> Line {
+    fn line(
+        self,
+        name: &'static str,
+        optimizer: &Optimizer,
+        elements: usize,
+        threads: usize,
+    ) -> Line {
         let gparams_per_s = |times| elements as f64 / median(times) / 1e9;
         let step = gparams_per_s(self.step);
         let gbps = step * bytes_a_parameter(optimizer) as f64;
@@ -214,9 +221,18 @@ fn print_json(lines: &[Line]) {
 fn print_table(lines: &[Line]) {
     let mut table = Table::new();
     table.load_style(comfy_table::presets::UTF8_HORIZONTAL_ONLY);
-    table.set_header(["optimizer", "threads", "G params/s", "GB/s", "copy GB/s", "memory GB/s", "ratio"]);
+    table.set_header([
+        "optimizer",
+        "threads",
+        "G params/s",
+        "GB/s",
+        "copy GB/s",
+        "memory GB/s",
+        "ratio",
+    ]);
     for line in lines {
-        let numbers = [line.gparams_per_s, line.gbps, line.copy_gbps, line.memory_gbps, line.ratio_memory];
+        let numbers =
+            [line.gparams_per_s, line.gbps, line.copy_gbps, line.memory_gbps, line.ratio_memory];
         let mut row = vec![line.optimizer.to_owned(), line.threads.to_string()];
         row.extend(numbers.map(|number| format!("{number:.2}")));
         table.add_row(row);

@@ -1,5 +1,5 @@
-//! The whole step (push, reduce, decide, apply, pull) without any model: what sharding costs when compute is free.
-//! Every worker and every server is a process.
+//! The whole step (push, reduce, decide, apply, pull) without any model: what sharding costs when
+//! compute is free. Every worker and every server is a process.
 
 mod worker;
 
@@ -23,9 +23,9 @@ const SERVER_BYTES_PER_PARAMETER: u64 = 16;
 
 /// The whole step without any model, by workers, servers, level and number of tensors
 ///
-/// Without options: 67 M parameters in 64 tensors over several numbers of workers and servers and at every level, then
-/// 10 M parameters in 10 tensors beside 10,000. With any of --workers, --servers, --tensors, --numel, --level: that
-/// one case.
+/// Without options: 67 M parameters in 64 tensors over several numbers of workers and servers and
+/// at every level, then 10 M parameters in 10 tensors beside 10,000. With any of --workers,
+/// --servers, --tensors, --numel, --level: that one case.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
     /// Worker processes
@@ -86,7 +86,12 @@ const CASE: Case = Case { workers: 2, servers: 2, tensors: 64, numel: 1 << 20, l
 
 fn cases(options: &Options) -> Vec<Case> {
     let Options { workers, servers, tensors, numel, level, .. } = *options;
-    if workers.is_some() || servers.is_some() || tensors.is_some() || numel.is_some() || level.is_some() {
+    if workers.is_some()
+        || servers.is_some()
+        || tensors.is_some()
+        || numel.is_some()
+        || level.is_some()
+    {
         return vec![Case {
             workers: workers.unwrap_or(CASE.workers),
             servers: servers.unwrap_or(CASE.servers),
@@ -98,7 +103,8 @@ fn cases(options: &Options) -> Vec<Case> {
     let sizes = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (2, 4)];
     let sizes = sizes.map(|(workers, servers)| Case { workers, servers, ..CASE });
     let levels = [Level::OsG, Level::PGOs].map(|level| Case { level, ..CASE });
-    let tensors = [(10, 1_000_000), (10_000, 1_000)].map(|(tensors, numel)| Case { tensors, numel, ..CASE });
+    let tensors =
+        [(10, 1_000_000), (10_000, 1_000)].map(|(tensors, numel)| Case { tensors, numel, ..CASE });
     [&sizes[..], &levels, &tensors].concat()
 }
 

@@ -37,7 +37,9 @@ impl Table {
 
 fn cell(value: &Value) -> String {
     match value {
-        Value::Number(number) if number.is_f64() => format!("{:.3}", number.as_f64().unwrap_or(f64::NAN)),
+        Value::Number(number) if number.is_f64() => {
+            format!("{:.3}", number.as_f64().unwrap_or(f64::NAN))
+        }
         Value::String(text) => text.clone(),
         Value::Null => "-".to_owned(),
         other => other.to_string(),

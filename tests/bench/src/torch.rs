@@ -1,6 +1,8 @@
-//! Training steps in PyTorch: ours at every level beside what torch and DeepSpeed have, all in the same run.
+//! Training steps in PyTorch: ours at every level beside what torch and DeepSpeed have, all in the
+//! same run.
 //!
-//! Every system is run once in each round, in turn, in two new processes of one thread each; its median is compared.
+//! Every system is run once in each round, in turn, in two new processes of one thread each; its
+//! median is compared.
 
 mod ranks;
 
@@ -16,11 +18,12 @@ use ranks::{Ranks, Sample};
 
 type Error = Box<dyn std::error::Error>;
 
-/// A training step in PyTorch on two ranks, beside DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed
+/// A training step in PyTorch on two ranks, beside DDP, ZeroRedundancyOptimizer, FSDP2 and
+/// DeepSpeed
 ///
-/// The model is a stack of bias-free linear layers, at four inputs a rank, with AdamW; the peers talk over gloo. At
-/// p_g_os the segment size is half a layer, so that every layer is sharded. A peer is left out where it does not
-/// run.
+/// The model is a stack of bias-free linear layers, at four inputs a rank, with AdamW; the peers
+/// talk over gloo. At p_g_os the segment size is half a layer, so that every layer is sharded. A
+/// peer is left out where it does not run.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
     /// What is measured, separated by commas
@@ -135,7 +138,9 @@ impl Subject {
 
     fn measure(&self, options: &Options) -> Result<Sample, Error> {
         let cluster = match (self.system, options.servers) {
-            (System::Zeroshard, Servers::Processes) => Some(Cluster::start(options.shards as usize)),
+            (System::Zeroshard, Servers::Processes) => {
+                Some(Cluster::start(options.shards as usize))
+            }
             _ => None,
         };
         let mut arguments = vec![
@@ -147,9 +152,11 @@ impl Subject {
             ("--segment-size", self.segment_size(options).unwrap_or(1 << 20).to_string()),
         ];
         arguments.extend(self.level.map(|level| ("--level", level.to_string())));
-        arguments.extend(cluster.as_ref().map(|cluster| ("--address", cluster.address().to_owned())));
+        arguments
+            .extend(cluster.as_ref().map(|cluster| ("--address", cluster.address().to_owned())));
         let sample = Ranks::start(&options.python, &arguments)?.finish()?;
-        let servers = cluster.map(|cluster| cluster.shards.iter().map(|shard| shard.peak_memory()).sum());
+        let servers =
+            cluster.map(|cluster| cluster.shards.iter().map(|shard| shard.peak_memory()).sum());
         Ok(Sample { server_peak_bytes: servers, ..sample })
     }
 
@@ -164,7 +171,8 @@ impl Subject {
         let last = self.samples.last()?;
         let ratio = |baseline: Option<f64>| baseline.map(|baseline| seconds / baseline);
         let mib = |bytes: u64| bytes >> 20;
-        let peak = |rank: usize| self.samples.iter().map(|sample| sample.peak_bytes[rank]).max().map(mib);
+        let peak =
+            |rank: usize| self.samples.iter().map(|sample| sample.peak_bytes[rank]).max().map(mib);
         let servers = self.samples.iter().filter_map(|sample| sample.server_peak_bytes).max();
         Some(json!({
             "bench": "torch", "system": self.system.to_string(), "level": self.level.map(|it| it.to_string()),
@@ -195,7 +203,10 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
         for (i, subject) in subjects.iter_mut().enumerate() {
             match subject.measure(options) {
                 Ok(sample) => {
-                    eprintln!("round {round}/{}: {subject}: {:.3} s", options.rounds, sample.seconds);
+                    eprintln!(
+                        "round {round}/{}: {subject}: {:.3} s",
+                        options.rounds, sample.seconds
+                    );
                     subject.samples.push(sample);
                 }
                 Err(error) if subject.system.is_peer() => {
@@ -215,7 +226,8 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
 }
 
 fn print(subjects: &[Subject], options: &Options, json: bool) {
-    let seconds = |system| subjects.iter().find(|it| it.system == system).and_then(Subject::seconds);
+    let seconds =
+        |system| subjects.iter().find(|it| it.system == system).and_then(Subject::seconds);
     let (ddp, fsdp2) = (seconds(System::Ddp), seconds(System::Fsdp2));
     let fields = [
         "system",

@@ -1,5 +1,6 @@
-//! Parameters and gradients between two processes: pull and push GB/s, beside one raw TCP stream and beside plain
-//! generated tonic code with default settings, all in the same run, in turn; then boxes of a matrix.
+//! Parameters and gradients between two processes: pull and push GB/s, beside one raw TCP stream
+//! and beside plain generated tonic code with default settings, all in the same run, in turn; then
+//! boxes of a matrix.
 
 mod boxes;
 mod plain;
@@ -49,7 +50,15 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
     let runtime = tokio::runtime::Runtime::new()?;
     let mut table = Table::new(
         json,
-        &["bench", "bytes", "gbps", "raw_tcp_gbps", "plain_tonic_gbps", "ratio_raw_tcp", "ratio_plain_tonic"],
+        &[
+            "bench",
+            "bytes",
+            "gbps",
+            "raw_tcp_gbps",
+            "plain_tonic_gbps",
+            "ratio_raw_tcp",
+            "ratio_plain_tonic",
+        ],
     );
     for &bytes in &options.bytes {
         let (pull, push) = runtime.block_on(measure(bytes, options.repeat))?;

@@ -1,8 +1,9 @@
 """One rank of `zs-bench torch`, which runs it: training steps of one system, timed.
 
-The model is a stack of bias-free linear layers, so that there is little to compute for every parameter and
-the cost of sharding shows. Every rank has inputs of its own, so that systems that synchronise end at the same
-loss, which is reported. All of them are given torch's AdamW with its fused kernel.
+The model is a stack of bias-free linear layers, so that there is little to compute for every
+parameter and the cost of sharding shows. Every rank has inputs of its own, so that systems that
+synchronise end at the same loss, which is reported. All of them are given torch's AdamW with its
+fused kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Step = Callable[[Tensor], Tensor]
 BATCH = 4
 LEARNING_RATE = 1e-6
 WEIGHT_DECAY = 0.01
-#: Steps that are not measured: memory is touched for the first time, the order of the layers is learned.
+#: Steps that are not measured: memory is touched for the first time, the order of the layers is
+#: learned.
 WARM_UP = 3
 
 
@@ -67,7 +69,9 @@ class Result:
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
     """The optimizer of all systems."""
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+    return torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
+    )
 
 
 def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
@@ -98,7 +102,11 @@ def zero1(model: nn.Sequential, _: Options) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
+        model.parameters(),
+        torch.optim.AdamW,
+        lr=LEARNING_RATE,
+        weight_decay=WEIGHT_DECAY,
+        fused=True,
     )
     return stepper(DistributedDataParallel(model), optimizer)
 
@@ -222,14 +230,17 @@ def main() -> None:
     options = parse()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{options.store}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{options.store}", rank=rank, world_size=world
+    )
     result = measure(options)
     Path(options.output).write_text(json.dumps(asdict(result)))
     # Nobody goes while another one still needs it.
     dist.barrier()
     if options.system == "zeroshard":
         import_module("zeroshard").shutdown()
-    # All is said. Ended in order, torch's threads now and then abort the process ("terminate called ...").
+    # All is said. Ended in order, torch's threads now and then abort the process ("terminate called
+    # ...").
     sys.stderr.flush()
     os._exit(0)
 

@@ -1,4 +1,5 @@
-"""What the tests' processes are, before anything is imported; the fixtures are those of all frameworks."""
+"""What the tests' processes are, before anything is imported; the fixtures are those of all
+frameworks."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from pathlib import Path
 # What the tests of all frameworks share.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-# One thread a process, as every rank has, and nothing of a launcher's environment. Before Paddle is imported.
+# One thread a process, as every rank has, and nothing of a launcher's environment. Before Paddle is
+# imported.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOG_minloglevel": "2"}
 for name in list(os.environ):
     if name.startswith(("PADDLE_", "ZEROSHARD_")) and not name.startswith("ZEROSHARD_TEST"):

@@ -1,7 +1,7 @@
 """Small models, each with something that a sharded model has to get right, and data for them.
 
-A model takes a batch from :func:`batch` and returns its loss. ``before_step(step)``, where a model has it, is called
-before each step: what changes during training.
+A model takes a batch from :func:`batch` and returns its loss. ``before_step(step)``, where a model
+has it, is called before each step: what changes during training.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Classifier(nn.Layer):
 
 
 def mlp() -> nn.Layer:
-    return Classifier(nn.Linear(FEATURES, 32), nn.ReLU(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, CLASSES))
+    return Classifier(
+        nn.Linear(FEATURES, 32), nn.ReLU(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, CLASSES)
+    )
 
 
 def cnn() -> nn.Layer:
@@ -65,11 +67,17 @@ class Block(nn.Layer):
         # Without a bias: that of the keys has no gradient but noise, which Adam would amplify.
         self.qkv = nn.Linear(width, 3 * width, bias_attr=False)
         self.out = nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     def forward(self, x: Any) -> Any:
         batch, time, width = x.shape
-        q, k, v = self.qkv(self.norm(x)).reshape([batch, time, 3, self.heads, -1]).transpose([2, 0, 3, 1, 4])
+        q, k, v = (
+            self.qkv(self.norm(x))
+            .reshape([batch, time, 3, self.heads, -1])
+            .transpose([2, 0, 3, 1, 4])
+        )
         scores = paddle.matmul(q, k, transpose_y=True) / (width // self.heads) ** 0.5
         future = paddle.triu(paddle.full([time, time], -1e9), 1)
         attended = paddle.matmul(F.softmax(scores + future), v)
@@ -83,7 +91,9 @@ class GPT(nn.Layer):
     def __init__(self, width: int = 32, layers: int = 2, checkpointing: bool | None = None) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width, weight_attr=nn.initializer.Normal(std=0.1))
-        self.positions = self.create_parameter([CONTEXT, width], default_initializer=nn.initializer.Normal(std=0.1))
+        self.positions = self.create_parameter(
+            [CONTEXT, width], default_initializer=nn.initializer.Normal(std=0.1)
+        )
         self.blocks = nn.LayerList([Block(width, 4) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         #: None: keep activations; else whether the checkpoints are reentrant.
@@ -110,7 +120,9 @@ class LSTM(nn.Layer):
         self.head = nn.Linear(24, VOCABULARY)
 
     def forward(self, inputs: Any, targets: Any) -> Any:
-        return F.cross_entropy(self.head(self.lstm(self.tokens(inputs))[0]).flatten(0, 1), targets.flatten())
+        return F.cross_entropy(
+            self.head(self.lstm(self.tokens(inputs))[0]).flatten(0, 1), targets.flatten()
+        )
 
 
 class CalledTwice(Classifier):
@@ -118,7 +130,15 @@ class CalledTwice(Classifier):
 
     def __init__(self) -> None:
         middle = nn.Linear(32, 32)
-        super().__init__(nn.Linear(FEATURES, 32), nn.Tanh(), middle, nn.Tanh(), middle, nn.Tanh(), nn.Linear(32, CLASSES))
+        super().__init__(
+            nn.Linear(FEATURES, 32),
+            nn.Tanh(),
+            middle,
+            nn.Tanh(),
+            middle,
+            nn.Tanh(),
+            nn.Linear(32, CLASSES),
+        )
 
 
 class Borrowed(Classifier):
@@ -126,7 +146,9 @@ class Borrowed(Classifier):
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, FEATURES), nn.Tanh())
-        self.scale = self.create_parameter([FEATURES, CLASSES], default_initializer=nn.initializer.Constant(1.0))
+        self.scale = self.create_parameter(
+            [FEATURES, CLASSES], default_initializer=nn.initializer.Constant(1.0)
+        )
 
     def logits(self, inputs: Any) -> Any:
         hidden = self.layers(inputs)
@@ -155,7 +177,9 @@ class Frozen(Classifier):
     """A layer between others does not train; from a step on, if one is given, it does."""
 
     def __init__(self, unfrozen_at: int | None) -> None:
-        super().__init__(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, CLASSES))
+        super().__init__(
+            nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, CLASSES)
+        )
         self.unfrozen_at = unfrozen_at
         for parameter in self.layers[2].parameters():
             parameter.stop_gradient = True

@@ -1,7 +1,8 @@
 """Runs a function in several ranks of Paddle at once, on the CPU.
 
-The processes are forked from a server that has imported Paddle and nothing else has happened in (multiprocessing's
-"forkserver"): each is as fresh as a new interpreter, without the seconds that importing Paddle takes.
+The processes are forked from a server that has imported Paddle and nothing else has happened in
+(multiprocessing's "forkserver"): each is as fresh as a new interpreter, without the seconds that
+importing Paddle takes.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ def run(
 ) -> list[Any]:
     """Calls ``function(rank, *args)`` in ``world`` processes; what it returned, by rank.
 
-    The processes have the environment that ``paddle.distributed.launch`` makes, and with ``init`` they are a parallel
-    environment before the function begins. ``env`` is added. How it ends: see :func:`processes.run_all`.
+    The processes have the environment that ``paddle.distributed.launch`` makes, and with ``init``
+    they are a parallel environment before the function begins. ``env`` is added. How it ends: see
+    :func:`processes.run_all`.
     """
     master = free_port()
     endpoints = ",".join(f"{LOOPBACK}:{free_port()}" for _ in range(world))
@@ -45,7 +47,10 @@ def run(
     }
     arguments = []
     for rank in range(world):
-        own = {"PADDLE_TRAINER_ID": str(rank), "PADDLE_CURRENT_ENDPOINT": endpoints.split(",")[rank]}
+        own = {
+            "PADDLE_TRAINER_ID": str(rank),
+            "PADDLE_CURRENT_ENDPOINT": endpoints.split(",")[rank],
+        }
         arguments.append((rank, world, master, environment | own, init, timeout, function, args))
     return run_all(_context, _rank, arguments, timeout)
 

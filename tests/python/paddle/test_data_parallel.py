@@ -1,4 +1,5 @@
-"""Section B, DataParallel: gradients averaged by the servers, on real ranks over an embedded cluster."""
+"""Section B, DataParallel: gradients averaged by the servers, on real ranks over an embedded
+cluster."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ class Many(nn.Layer):
         super().__init__()
         dtypes = dtypes or ["float32"] * len(numels)
         for number, (numel, dtype) in enumerate(zip(numels, dtypes)):
-            self.add_parameter(f"p{number}", self.create_parameter([numel], dtype=dtype, default_initializer=ONES))
+            self.add_parameter(
+                f"p{number}", self.create_parameter([numel], dtype=dtype, default_initializer=ONES)
+            )
 
 
 def numbers(*values: float) -> Any:
@@ -134,7 +137,10 @@ def order_of_sends(rank: int) -> list[Any]:
     assert wrapped.buckets == [[0], [1, 2], [3]]
     averages: Any = wrapped._rounds.averages
     send = averages.send
-    averages.send = lambda parameters, indices: (log.append(list(indices)), send(parameters, indices))
+    averages.send = lambda parameters, indices: (
+        log.append(list(indices)),
+        send(parameters, indices),
+    )
     inputs = paddle.ones([2, 4])
     inputs.stop_gradient = False
     inputs.register_hook(lambda _: log.append("input"))
@@ -241,7 +247,9 @@ def gradients_like(rank: int, kind: str) -> tuple[Any, Any]:
     wrapped(data[rank : rank + 1]).square().sum().backward()
     gradient = wrapped.weight.grad
     assert gradient.dtype == wrapped.weight.dtype
-    mean = paddle.to_tensor((local[0] + local[1]) / 2).astype(gradient.dtype).astype("float32").numpy()
+    mean = (
+        paddle.to_tensor((local[0] + local[1]) / 2).astype(gradient.dtype).astype("float32").numpy()
+    )
     # A sparse one has all rows now.
     return gradient.numpy() if kind == "sparse" else gradient.astype("float32").numpy(), mean
 
@@ -340,7 +348,8 @@ def test_fused_allreduce_gradients_keeps_ranks_equal_with_one_job() -> None:
 
 
 def unused(rank: int, find: bool) -> list[Any]:
-    """The gradients of the parameter used on rank 0, on rank 1, nowhere, everywhere; or what is said."""
+    """The gradients of the parameter used on rank 0, on rank 1, nowhere, everywhere; or what is
+    said."""
     wrapped = DataParallel(Two(), find_unused_parameters=find)
     found: list[Any] = []
     for used_on in ((0,), (1,), (), (0, 1)):

@@ -31,7 +31,9 @@ def batch(step: int) -> tuple[Any, Any]:
 
 
 def optimizer_of(layer: Any) -> Any:
-    return paddle.optimizer.AdamW(0.01, parameters=layer.parameters(), grad_clip=nn.ClipGradByGlobalNorm(0.5))
+    return paddle.optimizer.AdamW(
+        0.01, parameters=layer.parameters(), grad_clip=nn.ClipGradByGlobalNorm(0.5)
+    )
 
 
 @functools.cache
@@ -73,7 +75,9 @@ def trained(rank: int, shape: Any, level: str) -> Any:
 
     mesh, layer = sharded(shape)
     # Of a mesh with data parallelism each row of ranks has its part of the batch.
-    loader = shard_dataloader([batch(step) for step in range(STEPS)], mesh, shard_dims="dp" if mesh.ndim > 1 else None)
+    loader = shard_dataloader(
+        [batch(step) for step in range(STEPS)], mesh, shard_dims="dp" if mesh.ndim > 1 else None
+    )
     stage = LEVELS.index(level) + 1
     strategy = Strategy({"sharding": {"enable": True, "stage": stage}})
     model = to_static(layer, None, nn.MSELoss(), optimizer_of(layer), strategy)
@@ -92,7 +96,9 @@ def trained(rank: int, shape: Any, level: str) -> Any:
 
 
 @pytest.mark.parametrize("shape", [[0, 1], [[0, 1], [2, 3]]], ids=["tp 2", "dp 2, tp 2"])
-def test_zero_and_tensor_parallelism_train_as_one_dense_process(processes: dict[str, str], shape: Any) -> None:
+def test_zero_and_tensor_parallelism_train_as_one_dense_process(
+    processes: dict[str, str], shape: Any
+) -> None:
     by_rank = ranks.run(int(np.size(shape)), trained_at_every_level, shape, env=processes)
     for found in zip(*by_rank, strict=True):
         _assert_trained_as_dense(found)
@@ -147,7 +153,10 @@ def test_eval_and_predict_change_nothing_and_train_does(cluster: zs.Session) -> 
     assert (model.optimizer.state_hash(), model.optimizer.sharding.job.version) == (before, version)
     model.train()
     assert float(model(*data)) == loss
-    assert model.optimizer.state_hash() != before and model.optimizer.sharding.job.version == version + 1
+    assert (
+        model.optimizer.state_hash() != before
+        and model.optimizer.sharding.job.version == version + 1
+    )
 
 
 def test_what_is_no_tensor_and_a_wrong_number_of_them_are_refused(cluster: zs.Session) -> None:
@@ -171,7 +180,9 @@ def test_programs_differ_by_mode_and_say_what_happens(cluster: zs.Session) -> No
     train = programs["train"]
     assert [operation.subject for operation in train.find("backward")] == ["2", "0"]
     assert len(train.find("push")) == 4 and len(train.find("commit")) == 1
-    assert model.dist_startup_program().find("join") and not list(model.dist_startup_program("eval"))
+    assert model.dist_startup_program().find("join") and not list(
+        model.dist_startup_program("eval")
+    )
     model.eval()
     assert model.dist_main_program() == programs["eval"]
 
@@ -201,10 +212,16 @@ def test_a_worker_of_two_pushes_its_boxes_as_its_program_says() -> None:
 
 
 def saved(rank: int, folder: str) -> Any:
-    from zeroshard.paddle import group_sharded_parallel, load_group_sharded_model, save_group_sharded_model
+    from zeroshard.paddle import (
+        group_sharded_parallel,
+        load_group_sharded_model,
+        save_group_sharded_model,
+    )
 
     _, layer = sharded([0, 1])
-    model, optimizer, _ = group_sharded_parallel(layer, optimizer_of(layer), "p_g_os", segment_size=16)
+    model, optimizer, _ = group_sharded_parallel(
+        layer, optimizer_of(layer), "p_g_os", segment_size=16
+    )
 
     def steps(first: int, last: int) -> list[float]:
         losses = []
@@ -225,14 +242,18 @@ def saved(rank: int, folder: str) -> Any:
     return before + after, after, steps(2, 4)
 
 
-def test_a_state_of_a_mesh_is_saved_whole_and_comes_back(processes: dict[str, str], tmp_path: Path) -> None:
+def test_a_state_of_a_mesh_is_saved_whole_and_comes_back(
+    processes: dict[str, str], tmp_path: Path
+) -> None:
     losses, _ = dense(4)
     for ours, went_on, again in ranks.run(2, saved, str(tmp_path), env=processes):
         np.testing.assert_allclose(ours, losses, rtol=1e-4)
         assert again == went_on
     plain = network()
     plain.set_state_dict(paddle.load(str(tmp_path / "model.pdmodel")))
-    np.testing.assert_allclose(plain[0].weight.numpy(), dense(2)[1]["0.weight"], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        plain[0].weight.numpy(), dense(2)[1]["0.weight"], rtol=1e-4, atol=1e-6
+    )
 
 
 def staged(rank: int, stage: int) -> Any:
@@ -284,10 +305,16 @@ def loaded(rank: int, dims: Any) -> Any:
     import zeroshard.paddle as dist
 
     mesh = dist.ProcessMesh([0, 1], dim_names=["x"])
-    data = [(paddle.full([4, 2], float(10 * rank + number)), paddle.to_tensor([number] * 4)) for number in range(2)]
+    data = [
+        (paddle.full([4, 2], float(10 * rank + number)), paddle.to_tensor([number] * 4))
+        for number in range(2)
+    ]
     loader = dist.shard_dataloader(data, mesh, shard_dims=dims)
     assert len(loader) == 2
-    return [[(str(part.placements), part._local_value().numpy()) for part in parts] for parts in loader()]
+    return [
+        [(str(part.placements), part._local_value().numpy()) for part in parts]
+        for parts in loader()
+    ]
 
 
 @pytest.mark.parametrize("dims", [None, "x", 0])

@@ -15,23 +15,54 @@ from typing import Any
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "client/python/examples"
-NAMES = ("data_parallel", "fused_allreduce", "no_sync", "group_sharded", "shard_layer", "dist_model")
+NAMES = (
+    "data_parallel",
+    "fused_allreduce",
+    "no_sync",
+    "group_sharded",
+    "shard_layer",
+    "dist_model",
+)
 TIMEOUT = 90
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[subprocess.Popen[str], Path]]]:
-    """All of them at once: what takes time is that ranks look for each other every three seconds."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PADDLE_", "ZEROSHARD_"))}
+def running(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, tuple[subprocess.Popen[str], Path]]]:
+    """All of them at once: what takes time is that ranks look for each other every three
+    seconds."""
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PADDLE_", "ZEROSHARD_"))
+    }
     found: dict[str, tuple[subprocess.Popen[str], Path]] = {}
     try:
         for name in NAMES:
             folder = tmp_path_factory.mktemp(name)
-            launch = ["-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--log_dir", str(folder / "log")]
-            command = [sys.executable, *([] if name == "data_parallel" else launch), str(EXAMPLES / f"paddle_{name}.py")]
+            launch = [
+                "-m",
+                "paddle.distributed.launch",
+                "--nproc_per_node",
+                "2",
+                "--log_dir",
+                str(folder / "log"),
+            ]
+            command = [
+                sys.executable,
+                *([] if name == "data_parallel" else launch),
+                str(EXAMPLES / f"paddle_{name}.py"),
+            ]
             with (folder / "said").open("w") as said:
                 process = subprocess.Popen(
-                    command, cwd=folder, env=environment, stdout=said, stderr=said, text=True, start_new_session=True
+                    command,
+                    cwd=folder,
+                    env=environment,
+                    stdout=said,
+                    stderr=said,
+                    text=True,
+                    start_new_session=True,
                 )
             found[name] = process, folder
         yield found
@@ -46,7 +77,9 @@ def said(running: dict[str, tuple[subprocess.Popen[str], Path]], name: str) -> d
     """What each of two ranks of an example has printed."""
     process, folder = running[name]
     status = process.wait(TIMEOUT)
-    text = "".join(path.read_text() for path in [folder / "said", *sorted(folder.glob("log/workerlog.*"))])
+    text = "".join(
+        path.read_text() for path in [folder / "said", *sorted(folder.glob("log/workerlog.*"))]
+    )
     assert status == 0, text
     found: dict[int, list[str]] = {0: [], 1: []}
     for line in dict.fromkeys(re.findall(r"rank \d: .*", text)):

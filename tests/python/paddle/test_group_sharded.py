@@ -31,7 +31,9 @@ TRAININGS = {
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_every_level_is_plain_paddle_and_the_other_levels_bit_for_bit(cluster: zs.Session, name: str) -> None:
+def test_every_level_is_plain_paddle_and_the_other_levels_bit_for_bit(
+    cluster: zs.Session, name: str
+) -> None:
     training = TRAININGS[name]
     plain = train(training, "plain")
     outcomes = {level: train(training, level) for level in LEVELS}
@@ -52,7 +54,9 @@ LONG = {
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_two_ranks_train_as_one_process_does_at_every_level(processes: dict[str, str], name: str) -> None:
+def test_two_ranks_train_as_one_process_does_at_every_level(
+    processes: dict[str, str], name: str
+) -> None:
     training = LONG[name]
     plain = train(training, "plain")
     found = ranks.run(2, train_all, 2, training, LEVELS, env=processes)
@@ -79,6 +83,8 @@ def _embedded(rank: int, before: bool) -> Any:
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_ranks_find_the_embedded_cluster_before_and_after_the_parallel_environment(before: bool) -> None:
+def test_ranks_find_the_embedded_cluster_before_and_after_the_parallel_environment(
+    before: bool,
+) -> None:
     first, second = ranks.run(2, _embedded, before, init=False)
     assert first == second

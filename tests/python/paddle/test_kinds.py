@@ -1,4 +1,5 @@
-"""Paddle's optimizers are the servers': every setting trains the same, and what the servers lack is refused."""
+"""Paddle's optimizers are the servers': every setting trains the same, and what the servers lack is
+refused."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "adam, decayed": ("Adam", {"weight_decay": 0.01}),
     "amsgrad": ("Adam", {"amsgrad": True}),
     "adamw": ("AdamW", {"weight_decay": 0.1}),
-    "adamw, in part": ("AdamW", {"weight_decay": 0.5, "apply_decay_param_fun": lambda name: name.endswith("w_0")}),
+    "adamw, in part": (
+        "AdamW",
+        {"weight_decay": 0.5, "apply_decay_param_fun": lambda name: name.endswith("w_0")},
+    ),
     "adagrad": ("Adagrad", {"initial_accumulator_value": 0.1}),
     "adadelta": ("Adadelta", {"rho": 0.9}),
     "lamb": ("Lamb", {"lamb_weight_decay": 0.02}),
@@ -39,7 +43,9 @@ LR = {"Adadelta": 1.0, "SGD": 0.05, "Momentum": 0.02, "Adagrad": 0.02}
 @pytest.mark.parametrize("name", SETTINGS)
 def test_an_optimizer_trains_on_the_servers_as_in_paddle(cluster: zs.Session, name: str) -> None:
     optimizer, settings = SETTINGS[name]
-    training = Training(optimizer=optimizer, lr=LR.get(optimizer, 5e-3), settings=settings, steps=25)
+    training = Training(
+        optimizer=optimizer, lr=LR.get(optimizer, 5e-3), settings=settings, steps=25
+    )
     plain, ours = train(training, "plain"), train(training, "os_g")
     assert worst(ours.losses, plain.losses) < 1e-4
     assert_close(ours.state, plain.state)
@@ -51,7 +57,9 @@ def wrapped(make: Any, level: str = "os", **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["RMSProp", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop", "LBFGS"])
-def test_an_optimizer_that_the_servers_lack_is_refused_by_name(cluster: zs.Session, name: str) -> None:
+def test_an_optimizer_that_the_servers_lack_is_refused_by_name(
+    cluster: zs.Session, name: str
+) -> None:
     make = getattr(paddle.optimizer, name)
     with pytest.raises(zs.UnsupportedOptimizer, match=f"{name}.*paddle.optimizer.AdamW"):
         wrapped(lambda parameters: make(learning_rate=0.1, parameters=parameters))
@@ -70,12 +78,19 @@ def test_an_optimizer_with_a_step_of_its_own_is_refused(cluster: zs.Session) -> 
     ("make", "word"),
     [
         (lambda p: paddle.optimizer.Adam(parameters=p, lazy_mode=True), "lazy_mode"),
-        (lambda p: paddle.optimizer.SGD(parameters=p, weight_decay=paddle.regularizer.L1Decay(0.1)), "L1Decay"),
+        (
+            lambda p: paddle.optimizer.SGD(
+                parameters=p, weight_decay=paddle.regularizer.L1Decay(0.1)
+            ),
+            "L1Decay",
+        ),
         (lambda p: paddle.optimizer.Momentum(parameters=p, rescale_grad=0.5), "rescale_grad"),
         (lambda p: paddle.optimizer.Lamb(parameters=p, lamb_weight_decay=0.0), "always_adapt"),
     ],
 )
-def test_arithmetic_that_the_servers_lack_is_refused(cluster: zs.Session, make: Any, word: str) -> None:
+def test_arithmetic_that_the_servers_lack_is_refused(
+    cluster: zs.Session, make: Any, word: str
+) -> None:
     with pytest.raises(zs.UnsupportedOptimizer, match=word):
         wrapped(make)
 
@@ -91,7 +106,9 @@ def test_a_learning_rate_and_a_regularizer_of_a_parameter_count(cluster: zs.Sess
         paddle.seed(5)
         slow = paddle.ParamAttr(learning_rate=0.1, regularizer=paddle.regularizer.L2Decay(0.3))
         model: Any = nn.Sequential(nn.Linear(4, 8, weight_attr=slow), nn.Tanh(), nn.Linear(8, 1))
-        optimizer: Any = paddle.optimizer.Momentum(0.1, parameters=model.parameters(), weight_decay=0.01)
+        optimizer: Any = paddle.optimizer.Momentum(
+            0.1, parameters=model.parameters(), weight_decay=0.01
+        )
         if level is not None:
             model, optimizer, _ = group_sharded_parallel(model, optimizer, level)
         for _ in range(5):

@@ -9,7 +9,11 @@ import numpy as np
 import paddle
 import pytest
 import zeroshard as zs
-from zeroshard.paddle import group_sharded_parallel, load_group_sharded_model, save_group_sharded_model
+from zeroshard.paddle import (
+    group_sharded_parallel,
+    load_group_sharded_model,
+    save_group_sharded_model,
+)
 
 import models
 import ranks
@@ -18,9 +22,13 @@ from training import LEVELS, SEGMENT, assert_same
 #: Every accumulator that there is, and a scheduler.
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda p: paddle.optimizer.SGD(0.05, parameters=p),
-    "Momentum": lambda p: paddle.optimizer.Momentum(paddle.optimizer.lr.StepDecay(0.05, 3), parameters=p),
+    "Momentum": lambda p: paddle.optimizer.Momentum(
+        paddle.optimizer.lr.StepDecay(0.05, 3), parameters=p
+    ),
     "Adam": lambda p: paddle.optimizer.Adam(0.01, parameters=p, amsgrad=True),
-    "AdamW": lambda p: paddle.optimizer.AdamW(paddle.optimizer.lr.CosineAnnealingDecay(0.01, 9), parameters=p),
+    "AdamW": lambda p: paddle.optimizer.AdamW(
+        paddle.optimizer.lr.CosineAnnealingDecay(0.01, 9), parameters=p
+    ),
     "Adagrad": lambda p: paddle.optimizer.Adagrad(0.05, parameters=p),
     "Adadelta": lambda p: paddle.optimizer.Adadelta(1.0, parameters=p),
     "Lamb": lambda p: paddle.optimizer.Lamb(0.01, parameters=p),
@@ -28,7 +36,8 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def build(name: str, optimizer: str, level: str | None) -> tuple[Any, Any]:
-    """Model and optimizer; the parameters have the same names every time, as in a process of its own."""
+    """Model and optimizer; the parameters have the same names every time, as in a process of its
+    own."""
     with paddle.utils.unique_name.guard():
         model = models.build(name)
         made = OPTIMIZERS[optimizer](model.parameters())
@@ -69,7 +78,9 @@ def test_what_was_saved_goes_on_in_plain_paddle_and_here(
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_state_of_an_optimizer_that_has_stepped_goes_along(cluster: zs.Session, optimizer: str) -> None:
+def test_the_state_of_an_optimizer_that_has_stepped_goes_along(
+    cluster: zs.Session, optimizer: str
+) -> None:
     model, plain = build("mlp", optimizer, None)
     steps("mlp", model, plain, 0, 12)
     again, made = build("mlp", optimizer, None)
@@ -77,11 +88,15 @@ def test_the_state_of_an_optimizer_that_has_stepped_goes_along(cluster: zs.Sessi
     again, made, _ = group_sharded_parallel(again, made, "os_g")
     steps("mlp", again, made, 6, 12)
     for name, tensor in again.state_dict().items():
-        np.testing.assert_allclose(tensor.numpy(), model.state_dict()[name].numpy(), rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(
+            tensor.numpy(), model.state_dict()[name].numpy(), rtol=1e-3, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", ["frozen", "gpt", "cnn"])
-def test_frozen_and_tied_parameters_and_buffers_survive(cluster: zs.Session, tmp_path: Path, name: str) -> None:
+def test_frozen_and_tied_parameters_and_buffers_survive(
+    cluster: zs.Session, tmp_path: Path, name: str
+) -> None:
     model, sharded = build(name, "AdamW", "p_g_os")
     steps(name, model, sharded, 0, 3)
     saved = {key: value.numpy() for key, value in model.state_dict().items()}
@@ -117,11 +132,21 @@ def _save_and_load(rank: int, folder: str) -> Any:
     before = sharded.state_hash()
     steps("mlp", model, sharded, 3, 5)
     load_group_sharded_model(model, folder, sharded)
-    return before, sharded.state_hash(), {name: value.numpy() for name, value in model.state_dict().items()}
+    return (
+        before,
+        sharded.state_hash(),
+        {name: value.numpy() for name, value in model.state_dict().items()},
+    )
 
 
 def test_ranks_load_what_rank_0_saved(processes: dict[str, str], tmp_path: Path) -> None:
     first, second = ranks.run(2, _save_and_load, str(tmp_path / "saved"), env=processes)
     assert first[0] == second[0] and first[1] == second[1]
     assert_same(second[2], first[2])
-    assert_same({name: value.numpy() for name, value in paddle.load(str(tmp_path / "saved/model.pdmodel")).items()}, first[2])
+    assert_same(
+        {
+            name: value.numpy()
+            for name, value in paddle.load(str(tmp_path / "saved/model.pdmodel")).items()
+        },
+        first[2],
+    )

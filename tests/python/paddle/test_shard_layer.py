@@ -60,9 +60,17 @@ def layers(rank: int) -> Any:
     made = shard_layer(layer, mesh, shard_fn)
     assert made is layer
     assert layer.again.weight is layer.fc2.weight
-    assert any(layer.fc1.bias is parameter for parameter in optimizer._parameter_list) and layer.fc1.bias.is_dist()
+    assert (
+        any(layer.fc1.bias is parameter for parameter in optimizer._parameter_list)
+        and layer.fc1.bias.is_dist()
+    )
     placed = {name: str(tensor.placements) for name, tensor in layer.state_dict().items()}
-    return called, placed, before, {name: whole(tensor) for name, tensor in layer.state_dict().items()}
+    return (
+        called,
+        placed,
+        before,
+        {name: whole(tensor) for name, tensor in layer.state_dict().items()},
+    )
 
 
 def test_every_sublayer_is_shown_and_what_is_left_is_replicated_with_rank_0_s_values() -> None:
@@ -87,7 +95,11 @@ def on_a_2d_mesh(rank: int) -> Any:
             inner.weight = shard_tensor(inner.weight, given, [Replicate(), Shard(-1)])
 
     layer = shard_layer(nn.Sequential(nn.Linear(4, 6)), mesh, shard_fn)
-    return str(layer[0].weight.placements), str(layer[0].bias.placements), layer[0].weight._local_shape
+    return (
+        str(layer[0].weight.placements),
+        str(layer[0].bias.placements),
+        layer[0].weight._local_shape,
+    )
 
 
 def test_there_is_one_placement_for_each_dimension_of_the_mesh() -> None:
@@ -176,7 +188,12 @@ def resharded(rank: int) -> list[Any]:
     for source in (Shard(0), Shard(1), Replicate()):
         for target in (Shard(0), Shard(1), Replicate()):
             tensor = shard_tensor(values.clone(), mesh, [source])
-            found.append((reshard(tensor, mesh, [target])._local_shape, whole(reshard(tensor, mesh, [target]))))
+            found.append(
+                (
+                    reshard(tensor, mesh, [target])._local_shape,
+                    whole(reshard(tensor, mesh, [target])),
+                )
+            )
     partial = shard_tensor(values.clone(), mesh, [Partial()])
     found.append(([], whole(reshard(partial, mesh, [Shard(0)]))))
     return found

@@ -24,7 +24,9 @@ def wrapped(level: str = "p_g_os", model: Any = None, **options: Any) -> tuple[A
     """The layer that was given, its wrapper and the optimizer."""
     layer = models.build("mlp") if model is None else model
     optimizer = paddle.optimizer.SGD(0.1, parameters=layer.parameters())
-    made, sharded, _ = group_sharded_parallel(layer, optimizer, level, **{"segment_size": SEGMENT, **options})
+    made, sharded, _ = group_sharded_parallel(
+        layer, optimizer, level, **{"segment_size": SEGMENT, **options}
+    )
     return layer, made, sharded
 
 
@@ -49,7 +51,9 @@ def test_parameters_are_here_only_while_they_are_used(cluster: zs.Session) -> No
     weights = [parameter for parameter in layer.parameters() if parameter.ndim == 2]
     assert not any(map(here, weights))
     seen: list[list[bool]] = []
-    layer.layers[2].register_forward_pre_hook(lambda *_: seen.append([here(weight) for weight in weights]))
+    layer.layers[2].register_forward_pre_hook(
+        lambda *_: seen.append([here(weight) for weight in weights])
+    )
     loss = model(*models.batch("mlp", 0, 8))
     assert not any(map(here, weights))
     loss.backward()
@@ -70,9 +74,19 @@ def test_parameters_are_here_only_while_they_are_used(cluster: zs.Session) -> No
         lambda layer: layer.state_dict()["layers.0.weight"].numpy(),
         lambda layer: repr(layer.parameters()[0]),
     ],
-    ids=["attribute", "operator", "reflected operator", "function", "deepcopy", "state_dict", "repr"],
+    ids=[
+        "attribute",
+        "operator",
+        "reflected operator",
+        "function",
+        "deepcopy",
+        "state_dict",
+        "repr",
+    ],
 )
-def test_a_parameter_that_is_used_outside_its_layer_is_fetched(cluster: zs.Session, use: Any) -> None:
+def test_a_parameter_that_is_used_outside_its_layer_is_fetched(
+    cluster: zs.Session, use: Any
+) -> None:
     whole = models.build("mlp")
     layer, _, _ = wrapped()
     expected, found = use(whole), use(layer)
@@ -101,7 +115,9 @@ def test_what_the_program_keeps_of_a_parameter_keeps_its_values(cluster: zs.Sess
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("how", ["set_value", "set_state_dict", "in place", "copy_"])
-def test_what_the_program_writes_is_what_trains_on(cluster: zs.Session, level: str, how: str) -> None:
+def test_what_the_program_writes_is_what_trains_on(
+    cluster: zs.Session, level: str, how: str
+) -> None:
     layer, model, optimizer = wrapped(level)
     step(model, optimizer)
     with model.summon_full_params(), paddle.no_grad():
@@ -186,7 +202,9 @@ def _overflow(rank: int, level: str) -> Any:
     layer = models.build("mlp")
     optimizer = paddle.optimizer.AdamW(0.01, parameters=layer.parameters())
     scaler: Any = GradScaler(init_loss_scaling=1024.0)
-    model, sharded, scaler = group_sharded_parallel(layer, optimizer, level, scaler=scaler, segment_size=SEGMENT)
+    model, sharded, scaler = group_sharded_parallel(
+        layer, optimizer, level, scaler=scaler, segment_size=SEGMENT
+    )
     hashes, scales = [sharded.state_hash()], []
     for number in range(3):
         loss = model(*models.batch("mlp", number, 8))
@@ -203,7 +221,9 @@ def _overflow(rank: int, level: str) -> Any:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_inf_on_one_rank_skips_the_step_on_all_and_halves_the_scale(processes: dict[str, str], level: str) -> None:
+def test_inf_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
+    processes: dict[str, str], level: str
+) -> None:
     for found in ranks.run(2, _overflow, level, env=processes):
         assert found == (True, True, [1024.0, 512.0, 512.0], True)
 
@@ -223,7 +243,9 @@ def test_a_level_that_there_is_not_is_refused(cluster: zs.Session, level: Any) -
     ],
     ids=["no layer", "no optimizer", "another model's optimizer"],
 )
-def test_what_is_no_model_or_no_optimizer_of_it_is_refused(cluster: zs.Session, model: Any, optimizer: Any) -> None:
+def test_what_is_no_model_or_no_optimizer_of_it_is_refused(
+    cluster: zs.Session, model: Any, optimizer: Any
+) -> None:
     layer = models.mlp()
     with pytest.raises(zs.InvalidArgument, match="must be"):
         group_sharded_parallel(model(layer), optimizer(layer), "os")
@@ -231,5 +253,7 @@ def test_what_is_no_model_or_no_optimizer_of_it_is_refused(cluster: zs.Session, 
 
 def test_without_paddle_the_module_says_what_to_install() -> None:
     code = "import sys; sys.modules['paddle'] = None\ntry:\n import zeroshard.paddle\nexcept ImportError as e: print(e)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert "pip install paddlepaddle" in said

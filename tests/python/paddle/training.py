@@ -15,7 +15,8 @@ from paddle import nn
 import models
 
 LEVELS = ("os", "os_g", "p_g_os")
-#: Small enough that the models' matrices live on the servers, and large enough that their biases do not.
+#: Small enough that the models' matrices live on the servers, and large enough that their biases do
+#: not.
 SEGMENT = 64
 
 SCHEDULES: dict[str, Callable[[float], Any]] = {
@@ -67,7 +68,10 @@ def optimizer_of(training: Training, model: Any) -> Any:
     if training.groups:
         matrices = [p for p in parameters if p.ndim > 1]
         rest = [p for p in parameters if p.ndim <= 1]
-        parameters = [{"params": matrices}, {"params": rest, "learning_rate": 0.1, "weight_decay": 0.0}]
+        parameters = [
+            {"params": matrices},
+            {"params": rest, "learning_rate": 0.1, "weight_decay": 0.0},
+        ]
     lr = SCHEDULES[training.schedule](training.lr) if training.schedule else training.lr
     clip = None if training.max_norm is None else nn.ClipGradByGlobalNorm(training.max_norm)
     make = getattr(paddle.optimizer, training.optimizer)
@@ -89,7 +93,9 @@ def train(training: Training, system: str, rank: int = 0, world: int = 1) -> Out
         options = {"segment_size": SEGMENT, **training.options}
         if training.announced == "accumulation_steps":
             options["accumulation_steps"] = training.micro
-        wrapped, optimizer, scaler = group_sharded_parallel(model, optimizer, system, scaler=scaler, **options)
+        wrapped, optimizer, scaler = group_sharded_parallel(
+            model, optimizer, system, scaler=scaler, **options
+        )
     losses = []
     for step in range(training.steps):
         if hasattr(bare, "before_step"):
@@ -106,11 +112,17 @@ def train(training: Training, system: str, rank: int = 0, world: int = 1) -> Out
     return Outcome(losses, state, optimizer.state_hash() if system in LEVELS else "")
 
 
-def _step(training: Training, model: Any, optimizer: Any, scaler: Any, data: tuple[Any, Any]) -> float:
+def _step(
+    training: Training, model: Any, optimizer: Any, scaler: Any, data: tuple[Any, Any]
+) -> float:
     """One step; its loss on this rank."""
     total = 0.0
     for part in range(training.micro):
-        quiet = part + 1 < training.micro and training.announced == "no_sync" and hasattr(model, "no_sync")
+        quiet = (
+            part + 1 < training.micro
+            and training.announced == "no_sync"
+            and hasattr(model, "no_sync")
+        )
         with model.no_sync() if quiet else contextlib.nullcontext():
             loss = model(*models.share(data, part, training.micro)) / training.micro
             scaler.scale(loss).backward()
@@ -122,7 +134,9 @@ def _step(training: Training, model: Any, optimizer: Any, scaler: Any, data: tup
     return total
 
 
-def train_all(rank: int, world: int, training: Training, systems: tuple[str, ...]) -> dict[str, Outcome]:
+def train_all(
+    rank: int, world: int, training: Training, systems: tuple[str, ...]
+) -> dict[str, Outcome]:
     """Trains with each system in turn, in one rank's process."""
     return {system: train(training, system, rank, world) for system in systems}
 
@@ -134,7 +148,10 @@ def worst(ours: list[float], reference: list[float]) -> float:
 
 
 def assert_close(
-    ours: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], rtol: float = 1e-3, atol: float = 1e-5
+    ours: Mapping[str, np.ndarray],
+    reference: Mapping[str, np.ndarray],
+    rtol: float = 1e-3,
+    atol: float = 1e-5,
 ) -> None:
     """Two state dicts have the same names, in the same order, and nearly the same values."""
     assert list(ours) == list(reference)
@@ -145,5 +162,7 @@ def assert_close(
 def assert_same(ours: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> None:
     """Two state dicts are the same, bit for bit."""
     assert list(ours) == list(reference)
-    differing = [name for name, values in ours.items() if not np.array_equal(values, reference[name])]
+    differing = [
+        name for name, values in ours.items() if not np.array_equal(values, reference[name])
+    ]
     assert not differing, f"not the same bits: {differing}"

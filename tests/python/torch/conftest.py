@@ -1,4 +1,5 @@
-"""What the tests' processes are, before anything is imported; the fixtures are those of all frameworks."""
+"""What the tests' processes are, before anything is imported; the fixtures are those of all
+frameworks."""
 
 from __future__ import annotations
 
@@ -9,9 +10,17 @@ from pathlib import Path
 # What the tests of all frameworks share.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-# One thread a process, as every rank has, and nothing of a launcher's environment. Before torch is imported.
+# One thread a process, as every rank has, and nothing of a launcher's environment. Before torch is
+# imported.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ZEROSHARD_ADDRESS", "ZEROSHARD_TOKEN"):
+for name in (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "ZEROSHARD_ADDRESS",
+    "ZEROSHARD_TOKEN",
+):
     os.environ.pop(name, None)
 
 import torch

@@ -15,7 +15,8 @@ LEVELS = {1: "os", 2: "os_g", 3: "p_g_os"}
 
 
 class DemoNet(nn.Module):
-    """The page's: two Linears, of which the weights are sharded, and nothing else, where there is a mesh."""
+    """The page's: two Linears, of which the weights are sharded, and nothing else, where there is a
+    mesh."""
 
     def __init__(self, mesh: ProcessMesh | None = None) -> None:
         super().__init__()
@@ -23,8 +24,12 @@ class DemoNet(nn.Module):
         self.linear_0, self.linear_1, self.relu = nn.Linear(16, 16), nn.Linear(16, 8), nn.ReLU()
         if mesh is not None:
             # torch's weights are outputs by inputs, the page's are inputs by outputs.
-            self.linear_0.weight = shard_tensor(self.linear_0.weight, mesh, [Shard(0)], stop_gradient=False)
-            self.linear_1.weight = shard_tensor(self.linear_1.weight, mesh, [Shard(1)], stop_gradient=False)
+            self.linear_0.weight = shard_tensor(
+                self.linear_0.weight, mesh, [Shard(0)], stop_gradient=False
+            )
+            self.linear_1.weight = shard_tensor(
+                self.linear_1.weight, mesh, [Shard(1)], stop_gradient=False
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear_1(self.relu(self.linear_0(x)))
@@ -41,7 +46,9 @@ def strategy(stage: int) -> Strategy:
     return Strategy({"sharding": {"enable": True, "stage": stage}})
 
 
-def dense_losses(steps: int, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> list[float]:
+def dense_losses(
+    steps: int, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+) -> list[float]:
     """Of plain torch."""
     model, losses = DemoNet(), []
     stepper = optimizer(model.parameters(), lr=0.1)
@@ -72,5 +79,7 @@ def snapshot(model: DistModel) -> tuple[dict[str, Tensor], int]:
 def plain(state: dict[str, Tensor]) -> nn.Module:
     """A model of torch alone with this state."""
     model = DemoNet()
-    model.load_state_dict({name: value for name, value in state.items() if not name.startswith("norm")})
+    model.load_state_dict(
+        {name: value for name, value in state.items() if not name.startswith("norm")}
+    )
     return model

@@ -1,12 +1,11 @@
-"""Facts about several ranks, many of them checked by one group of processes: starting one takes seconds.
+"""Facts about several ranks, many of them checked by one group of processes: starting one takes
+seconds.
 
-    TWO = Facts(2)
+TWO = Facts(2)
 
-    @TWO
-    def a_sum_is_the_same_everywhere(rank: int) -> None:
-        assert ...
+@TWO def a_sum_is_the_same_everywhere(rank: int) -> None: assert ...
 
-    test_on_two_ranks = TWO.test(__name__)
+test_on_two_ranks = TWO.test(__name__)
 """
 
 from __future__ import annotations
@@ -35,7 +34,9 @@ class Outcomes:
 
     def check(self, fact: str) -> None:
         """Fails where the fact does not hold on some rank."""
-        wrong = {rank: told[fact] for rank, told in enumerate(self._by_rank) if told[fact] is not None}
+        wrong = {
+            rank: told[fact] for rank, told in enumerate(self._by_rank) if told[fact] is not None
+        }
         assert not wrong, "\n".join(f"--- rank {rank}:\n{text}" for rank, text in wrong.items())
 
 
@@ -59,7 +60,8 @@ class Facts:
         return list(self._functions)
 
     def test(self, module: str, servers: bool = False) -> Any:
-        """A test of each, which stands in the module below them; with ``servers`` the ranks find real ones.
+        """A test of each, which stands in the module below them; with ``servers`` the ranks find
+        real ones.
 
         The first of them that runs checks them all.
         """
@@ -67,7 +69,9 @@ class Facts:
         @pytest.mark.parametrize("fact", self.names)
         def test(fact: str, request: pytest.FixtureRequest) -> None:
             if self._outcomes is None:
-                self._outcomes = self._check(module, request.getfixturevalue("processes") if servers else None)
+                self._outcomes = self._check(
+                    module, request.getfixturevalue("processes") if servers else None
+                )
             self._outcomes.check(fact)
 
         return test
@@ -85,7 +89,9 @@ def check_all(rank: int, module: str, attribute: str) -> dict[str, str | None]:
     """Checks facts one after the other, until ranks differ in how one went."""
     facts: Facts = getattr(importlib.import_module(module), attribute)
     store = dist.distributed_c10d._get_default_store()
-    told: dict[str, str | None] = dict.fromkeys(facts.names, "not checked, since the ranks were no longer together")
+    told: dict[str, str | None] = dict.fromkeys(
+        facts.names, "not checked, since the ranks were no longer together"
+    )
     for name, function in facts._functions.items():
         torch.manual_seed(0)
         try:
@@ -98,7 +104,9 @@ def check_all(rank: int, module: str, attribute: str) -> dict[str, str | None]:
         try:
             store.wait(keys, PATIENCE)
         except Exception as error:
-            raise AssertionError(f"a rank has not come to the end of {name}; here: {told[name]}") from error
+            raise AssertionError(
+                f"a rank has not come to the end of {name}; here: {told[name]}"
+            ) from error
         if len({store.get(key) for key in keys}) > 1:
             break
     return told

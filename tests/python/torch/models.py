@@ -1,7 +1,7 @@
 """Small models, each with something that a sharded model has to get right, and data for them.
 
-A model takes a batch from :func:`batches` and returns its loss. ``before_step(step)``, where a model has it, is called
-before each step: what changes during training.
+A model takes a batch from :func:`batches` and returns its loss. ``before_step(step)``, where a
+model has it, is called before each step: what changes during training.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ class LSTM(nn.Module):
         self.head = nn.Linear(24, VOCABULARY)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.lstm(self.tokens(inputs))[0]).flatten(0, 1), targets.flatten())
+        return F.cross_entropy(
+            self.head(self.lstm(self.tokens(inputs))[0]).flatten(0, 1), targets.flatten()
+        )
 
 
 class CalledTwice(Classifier):
@@ -121,7 +123,13 @@ class CalledTwice(Classifier):
     def __init__(self) -> None:
         middle = nn.Linear(32, 32)
         super().__init__(
-            nn.Linear(FEATURES, 32), nn.Tanh(), middle, nn.Tanh(), middle, nn.Tanh(), nn.Linear(32, CLASSES)
+            nn.Linear(FEATURES, 32),
+            nn.Tanh(),
+            middle,
+            nn.Tanh(),
+            middle,
+            nn.Tanh(),
+            nn.Linear(32, CLASSES),
         )
 
 

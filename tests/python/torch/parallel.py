@@ -1,4 +1,5 @@
-"""What the tests of parallel modules share: parts of tensors, and comparisons with the dense module."""
+"""What the tests of parallel modules share: parts of tensors, and comparisons with the dense
+module."""
 
 from __future__ import annotations
 
@@ -40,8 +41,11 @@ def assert_gradients(parallel: nn.Module, dense: nn.Module) -> None:
         torch.testing.assert_close(grad, parameter.grad, msg=lambda text: f"{name}: {text}")
 
 
-def assert_trains_as(parallel: nn.Module, dense: nn.Module, given: Tensor, taken: Tensor | None = None) -> None:
-    """Same output, same gradients of parameters and input; ``taken`` is the parallel module's input, if another."""
+def assert_trains_as(
+    parallel: nn.Module, dense: nn.Module, given: Tensor, taken: Tensor | None = None
+) -> None:
+    """Same output, same gradients of parameters and input; ``taken`` is the parallel module's
+    input, if another."""
     ours = (given if taken is None else taken).clone().requires_grad_()
     reference = given.clone().requires_grad_()
     output, expected = parallel(ours), dense(reference)

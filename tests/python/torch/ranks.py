@@ -1,7 +1,8 @@
 """Runs a function in several ranks of torch at once.
 
-The processes are forked from a server that has imported torch and nothing else has happened in (multiprocessing's
-"forkserver"): each is as fresh as a new interpreter, without the seconds that importing torch takes.
+The processes are forked from a server that has imported torch and nothing else has happened in
+(multiprocessing's "forkserver"): each is as fresh as a new interpreter, without the seconds that
+importing torch takes.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ def run(
 ) -> list[Any]:
     """Calls ``function(rank, *args)`` in ``world`` processes; what it returned, by rank.
 
-    ``init``: with ``"gloo"`` the processes are a process group before the function begins; with ``"env"`` they have
-    ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; with ``None`` neither. ``env`` is added to the
-    environment. How it ends: see :func:`processes.run_all`.
+    ``init``: with ``"gloo"`` the processes are a process group before the function begins; with
+    ``"env"`` they have ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; with ``None``
+    neither. ``env`` is added to the environment. How it ends: see :func:`processes.run_all`.
     """
     environment = {"GLOO_SOCKET_IFNAME": "lo", **(env or {})}
     port = 0
@@ -55,7 +56,11 @@ def run(
         store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         port = store.port
     elif init == "env":
-        environment |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+        environment |= {
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(world),
+        }
     arguments = []
     for rank in range(world):
         own = environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if init == "env" else {})

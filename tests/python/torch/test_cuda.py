@@ -10,7 +10,9 @@ import zeroshard as zs
 from training import assert_close
 from zeroshard.torch import group_sharded_parallel
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="torch sees no CUDA device here"
+)
 
 LEVELS = ["os", "os_g", "p_g_os"]
 STEPS = 20

@@ -101,7 +101,9 @@ def test_strategy_is_accepted_and_deprecated() -> None:
 
 def parameters(numels: list[int], dtypes: list[torch.dtype] | None = None) -> nn.Module:
     dtypes = dtypes or [torch.float32] * len(numels)
-    return nn.ParameterList(nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in zip(numels, dtypes))
+    return nn.ParameterList(
+        nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in zip(numels, dtypes)
+    )
 
 
 def test_buckets_close_once_they_have_their_size() -> None:
@@ -141,7 +143,10 @@ def order_of_sends(rank: int) -> list[Any]:
     assert wrapped.buckets == [[0], [1, 2], [3]]
     averages: Any = wrapped._rounds.averages
     send = averages.send
-    averages.send = lambda parameters, indices: (log.append(list(indices)), send(parameters, indices))
+    averages.send = lambda parameters, indices: (
+        log.append(list(indices)),
+        send(parameters, indices),
+    )
     wrapped(torch.ones(2, 4, requires_grad=True)).sum().backward()
     return [entry for entry in log if entry]
 
@@ -164,7 +169,9 @@ class Mixed(nn.Module):
         self.scalar = nn.Parameter(torch.tensor(value / 3))
         self.tied = self.plain
         self.turned = nn.Parameter(torch.full((2, 6), value / 3).t())
-        self.frozen = nn.Parameter(torch.full((3,), value / 3, dtype=torch.float64), requires_grad=False)
+        self.frozen = nn.Parameter(
+            torch.full((3,), value / 3, dtype=torch.float64), requires_grad=False
+        )
         self.empty = nn.Parameter(torch.empty(0))
         self.norm = nn.BatchNorm1d(3)
         self.norm.num_batches_tracked += value

@@ -1,4 +1,5 @@
-"""DataParallel in use: state dicts, explicit averaging, and training beside torch's own DistributedDataParallel."""
+"""DataParallel in use: state dicts, explicit averaging, and training beside torch's own
+DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -152,7 +153,9 @@ def losses(rank: int, name: str, steps: int) -> dict[str, list[float]]:
         model = models.build(name)
         skips = name in ("branches", "unused", "frozen", "unfrozen")
         if system == "ours":
-            wrapped: nn.Module = DataParallel(model, comm_buffer_size=0.002, last_comm_buffer_size=0.001)
+            wrapped: nn.Module = DataParallel(
+                model, comm_buffer_size=0.002, last_comm_buffer_size=0.001
+            )
         else:
             wrapped = DistributedDataParallel(model, find_unused_parameters=skips)
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -169,7 +172,8 @@ def losses(rank: int, name: str, steps: int) -> dict[str, list[float]]:
     return found
 
 
-# torch's own cannot unfreeze, and does not know what to do with a reentrant checkpoint of tied weights.
+# torch's own cannot unfreeze, and does not know what to do with a reentrant checkpoint of tied
+# weights.
 @pytest.mark.parametrize(
     "name", [name for name in models.MODELS if name not in ("unfrozen", "reentrant checkpoint")]
 )

@@ -38,7 +38,12 @@ def test_a_mode_whose_parts_are_missing_is_refused() -> None:
         alone.eval()
     with pytest.raises(zs.InvalidArgument, match="'train' needs an optimizer"):
         with_loss.train()
-    for program in ("dist_main_program", "dist_startup_program", "serial_main_program", "serial_startup_program"):
+    for program in (
+        "dist_main_program",
+        "dist_startup_program",
+        "serial_main_program",
+        "serial_startup_program",
+    ):
         with pytest.raises(zs.InvalidArgument, match="'train' needs a loss"):
             getattr(alone, program)("train")
         with pytest.raises(zs.InvalidArgument, match="mode is 'test'"):
@@ -110,7 +115,9 @@ def test_another_number_of_tensors_is_refused(cluster: zs.Session) -> None:
         ("train", ()), ("train", (images,)), ("eval", (images,)), ("predict", ()), ("predict", (images, labels)),
     ):  # fmt: skip
         getattr(model, mode)()
-        with pytest.raises(ValueError, match=rf"{len(arguments)} tensors are given in mode '{mode}'.*forward\(x"):
+        with pytest.raises(
+            ValueError, match=rf"{len(arguments)} tensors are given in mode '{mode}'.*forward\(x"
+        ):
             model(*arguments)
     assert snapshot(model)[1] == 0
 
@@ -158,16 +165,25 @@ def test_programs_differ_by_mode_and_are_asked_for_by_mode(cluster: zs.Session) 
         model.predict()
         assert made_program() == programs["predict"] and not programs["predict"].find("loss")
         model.train()
-    assert model.dist_startup_program().find("join") and not model.dist_startup_program("eval").operations
+    assert (
+        model.dist_startup_program().find("join")
+        and not model.dist_startup_program("eval").operations
+    )
 
 
 def test_a_program_moves_what_the_level_says(cluster: zs.Session) -> None:
     numel = sum(parameter.numel() for parameter in DemoNet().parameters())
     for stage, level in LEVELS.items():
         program = made(stage=stage).dist_main_program()
-        assert program.level == level and program.bytes("push") == 4 * numel and program.bytes("pull") == 4 * numel
+        assert (
+            program.level == level
+            and program.bytes("push") == 4 * numel
+            and program.bytes("pull") == 4 * numel
+        )
         pushes = [number for number, operation in enumerate(program) if operation.verb == "push"]
-        last = max(number for number, operation in enumerate(program) if operation.verb == "backward")
+        last = max(
+            number for number, operation in enumerate(program) if operation.verb == "backward"
+        )
         assert (pushes[0] > last) is (level == "os")
 
 
@@ -182,7 +198,9 @@ def test_a_state_goes_on_where_it_was(stage: int, cluster: zs.Session) -> None:
     state = copy.deepcopy(first.state_dict())
     assert state.keys() == first.state_dict("param").keys() | first.state_dict("opt").keys()
     assert set(first.state_dict("param")) == set(DemoNet().state_dict())
-    assert {"optimizer.linear_0.weight.exp_avg", "optimizer.linear_1.bias.step"} <= set(first.state_dict("opt"))
+    assert {"optimizer.linear_0.weight.exp_avg", "optimizer.linear_1.bias.step"} <= set(
+        first.state_dict("opt")
+    )
     losses = [first(*batch(step)).item() for step in range(3, 6)]
     second = made(stage=stage % 3 + 1)
     second.set_state_dict(state)
@@ -211,7 +229,9 @@ def test_a_state_that_does_not_fit_is_refused(cluster: zs.Session) -> None:
 # ---- the optimizer alone
 
 
-@pytest.mark.parametrize("stage", [None, ShardingStage1(), ShardingStage2(), ShardingStage2, ShardingStage3()])
+@pytest.mark.parametrize(
+    "stage", [None, ShardingStage1(), ShardingStage2(), ShardingStage2, ShardingStage3()]
+)
 def test_a_sharded_optimizer_steps_on_the_servers(stage: Any, cluster: zs.Session) -> None:
     model = DemoNet()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -233,9 +253,13 @@ def test_a_model_takes_a_sharded_optimizer(cluster: zs.Session) -> None:
     layer = DemoNet()
     optimizer = shard_optimizer(torch.optim.AdamW(layer.parameters(), lr=0.1), ShardingStage2())
     model = to_static(layer, None, nn.MSELoss(), optimizer)
-    assert [model(*batch(step)).item() for step in range(5)] == pytest.approx(dense_losses(5), rel=1e-4)
+    assert [model(*batch(step)).item() for step in range(5)] == pytest.approx(
+        dense_losses(5), rel=1e-4
+    )
     assert "optimizer.linear_0.weight.exp_avg" in model.state_dict()
-    with pytest.raises(zs.InvalidArgument, match="level is 'p_g_os' and the sharded optimizer's 'os_g'"):
+    with pytest.raises(
+        zs.InvalidArgument, match="level is 'p_g_os' and the sharded optimizer's 'os_g'"
+    ):
         to_static(layer, None, nn.MSELoss(), optimizer, strategy(3))
 
 

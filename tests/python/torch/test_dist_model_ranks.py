@@ -1,4 +1,5 @@
-"""``DistModel`` on several ranks: plain models, and models on meshes, beside one dense process. Real server processes."""
+"""``DistModel`` on several ranks: plain models, and models on meshes, beside one dense process.
+Real server processes."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def plain_models_train_on_the_ranks_own_batches(rank: int) -> None:
         losses = [model(*share(batch(step), rank)).item() for step in range(5)]
         assert losses == pytest.approx(dense_losses(5), rel=1e-4)
         program = model.dist_main_program()
-        assert (program.rank, program.world) == (rank, 2) and program.find("collective")[0].group == (0, 1)
+        assert (program.rank, program.world) == (rank, 2) and program.find("collective")[
+            0
+        ].group == (0, 1)
         assert model.serial_main_program().world == 1
         assert len(model.dist_startup_program().find("push")) == (4 if rank == 0 else 0)
 
@@ -56,22 +59,35 @@ def plain_models_take_batches_from_a_mesh(rank: int) -> None:
     torch.testing.assert_close(model(shard_tensor(images, mesh, [Replicate()]))["out0"], expected)
     model.train()
     with pytest.raises(zs.InvalidArgument, match="divide by the 2 ranks"):
-        model(shard_tensor(images[:3], mesh, [Shard(0)]), shard_tensor(images[:3, :8], mesh, [Shard(0)]))
+        model(
+            shard_tensor(images[:3], mesh, [Shard(0)]),
+            shard_tensor(images[:3, :8], mesh, [Shard(0)]),
+        )
 
 
 @TWO
 def a_sharded_model_is_evaluated_and_predicts_as_the_dense_one(rank: int) -> None:
     mesh = ProcessMesh([0, 1], ["x"])
     dense, (images, labels) = DemoNet(), batch()
-    for data in (batch(), next(shard_dataloader([batch()], mesh)()), next(shard_dataloader([batch()], mesh, "x")())):
+    for data in (
+        batch(),
+        next(shard_dataloader([batch()], mesh)()),
+        next(shard_dataloader([batch()], mesh, "x")()),
+    ):
         model = to_static(DemoNet(mesh), None, nn.MSELoss())
         torch.testing.assert_close(model(*data), nn.functional.mse_loss(dense(images), labels))
         model.predict()
         torch.testing.assert_close(model(data[0])["out0"], dense(images))
-        assert all(torch.equal(value, dense.state_dict()[name]) for name, value in model.state_dict().items())
+        assert all(
+            torch.equal(value, dense.state_dict()[name])
+            for name, value in model.state_dict().items()
+        )
     program = model.dist_main_program()
     boxes = {variable.name: str(variable.box) for variable in program.variables}
-    assert boxes["linear_0.weight"] == f"[{8 * rank}:{8 * rank + 8}, 0:16]" and boxes["linear_1.bias"] == "[0:8]"
+    assert (
+        boxes["linear_0.weight"] == f"[{8 * rank}:{8 * rank + 8}, 0:16]"
+        and boxes["linear_1.bias"] == "[0:8]"
+    )
     state = {name: value + 1 for name, value in dense.state_dict().items()}
     model.set_state_dict(state)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -125,11 +141,15 @@ def a_sharded_model_trains_as_the_dense_one(rank: int) -> None:
         dense = plain(before)
         model.eval()
         losses = [model(*data).item() for data in loader()]
-        assert losses == pytest.approx([nn.functional.mse_loss(dense(x), y).item() for x, y in map(batch, range(5))])
+        assert losses == pytest.approx(
+            [nn.functional.mse_loss(dense(x), y).item() for x, y in map(batch, range(5))]
+        )
         model.predict()
         torch.testing.assert_close(model(batch()[0])["out0"], dense(batch()[0]))
         after, version_after = snapshot(model)
-        assert version == version_after == 5 and all(torch.equal(after[name], before[name]) for name in before)
+        assert version == version_after == 5 and all(
+            torch.equal(after[name], before[name]) for name in before
+        )
 
 
 @TWO
@@ -147,7 +167,8 @@ def a_program_on_a_mesh_moves_this_ranks_boxes(rank: int) -> None:
 
 @TWO
 def programs_tell_what_ranks_do_together(rank: int) -> None:
-    """What a style announces is in them at once; what a call has shown, with its bytes, from then on."""
+    """What a style announces is in them at once; what a call has shown, with its bytes, from then
+    on."""
     mesh = ProcessMesh([0, 1], ["x"])
 
     def together(program: Any) -> list[tuple[str, int | None]]:
@@ -156,18 +177,28 @@ def programs_tell_what_ranks_do_together(rank: int) -> None:
 
     for style in (PairwiseParallel(), SequenceParallel()):
         layer = parallelize_module(DemoNet(), mesh, style)
-        model = to_static(layer, None, nn.MSELoss(), torch.optim.SGD(layer.parameters(), lr=0.1), strategy(2))
+        model = to_static(
+            layer, None, nn.MSELoss(), torch.optim.SGD(layer.parameters(), lr=0.1), strategy(2)
+        )
         pair = isinstance(style, PairwiseParallel) and not isinstance(style, SequenceParallel)
         announced, mean = together(model.dist_main_program("predict")), ("all_reduce", 4)
-        assert announced == ([("all_reduce", None)] if pair else [("all_gather", None), ("reduce_scatter", None)])
+        assert announced == (
+            [("all_reduce", None)] if pair else [("all_gather", None), ("reduce_scatter", None)]
+        )
         data = batch() if pair else share(batch(), rank)
         model(*data)
-        # What goes into the first module needs no gradient: there is less to do than the style announced.
+        # What goes into the first module needs no gradient: there is less to do than the style
+        # announced.
         images, outputs = 4 * 16 * 4, 4 * 8 * 4
         assert together(model.dist_main_program()) == (
             [("all_reduce", outputs), mean]
             if pair
-            else [("all_gather", images // 2), ("reduce_scatter", outputs), mean, ("all_gather", outputs // 2)]
+            else [
+                ("all_gather", images // 2),
+                ("reduce_scatter", outputs),
+                mean,
+                ("all_gather", outputs // 2),
+            ]
         )
         assert together(model.dist_main_program("predict")) == announced
 
@@ -189,7 +220,9 @@ def a_state_on_a_mesh_goes_on_without_one_and_back(rank: int) -> None:
     for step in range(3):
         first(*batch(step))
     state = copy.deepcopy(first.state_dict())
-    assert not any(type(value) is not Tensor for value in state.values() if isinstance(value, Tensor))
+    assert not any(
+        type(value) is not Tensor for value in state.values() if isinstance(value, Tensor)
+    )
     losses = [first(*batch(step)).item() for step in range(3, 6)]
     second = made(None, 1)
     second.set_state_dict(state)
@@ -205,8 +238,16 @@ def a_model_of_styles_trains_as_the_dense_one(rank: int) -> None:
     mesh = ProcessMesh([0, 1], ["x"])
     for stage in LEVELS:
         layer = parallelize_module(DemoNet(), mesh, PairwiseParallel())
-        model = to_static(layer, None, nn.MSELoss(), torch.optim.AdamW(layer.parameters(), lr=0.1), strategy(stage))
-        assert [model(*batch(step)).item() for step in range(5)] == pytest.approx(dense_losses(5), rel=1e-4)
+        model = to_static(
+            layer,
+            None,
+            nn.MSELoss(),
+            torch.optim.AdamW(layer.parameters(), lr=0.1),
+            strategy(stage),
+        )
+        assert [model(*batch(step)).item() for step in range(5)] == pytest.approx(
+            dense_losses(5), rel=1e-4
+        )
 
 
 @FOUR
@@ -222,19 +263,39 @@ def batches_and_matrices_are_cut_on_one_mesh(rank: int) -> None:
                 inner.weight = shard_tensor(inner.weight, given, [Replicate(), cut])
 
         shard_layer(layer, mesh, shard_fn)
-        model = to_static(layer, loader, nn.MSELoss(), torch.optim.AdamW(layer.parameters(), lr=0.1), strategy(stage))
-        assert [model(*data).item() for data in loader()] == pytest.approx(dense_losses(5), rel=1e-4)
+        model = to_static(
+            layer,
+            loader,
+            nn.MSELoss(),
+            torch.optim.AdamW(layer.parameters(), lr=0.1),
+            strategy(stage),
+        )
+        assert [model(*data).item() for data in loader()] == pytest.approx(
+            dense_losses(5), rel=1e-4
+        )
         model.predict()
-        torch.testing.assert_close(model(next(loader())[0])["out0"], plain(model.state_dict("param"))(batch()[0]))
+        torch.testing.assert_close(
+            model(next(loader())[0])["out0"], plain(model.state_dict("param"))(batch()[0])
+        )
 
 
 @FOUR
 def replicas_on_slices_of_a_mesh_train_together(rank: int) -> None:
-    """Each has its own part of the batch: by styles, whose tensors are plain between modules, and by DTensors."""
+    """Each has its own part of the batch: by styles, whose tensors are plain between modules, and
+    by DTensors."""
     mesh = ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
     for stage in LEVELS:
-        for layer in (parallelize_module(DemoNet(), mesh["tp"], PairwiseParallel()), DemoNet(mesh["tp"])):
-            model = to_static(layer, None, nn.MSELoss(), torch.optim.AdamW(layer.parameters(), lr=0.1), strategy(stage))
+        for layer in (
+            parallelize_module(DemoNet(), mesh["tp"], PairwiseParallel()),
+            DemoNet(mesh["tp"]),
+        ):
+            model = to_static(
+                layer,
+                None,
+                nn.MSELoss(),
+                torch.optim.AdamW(layer.parameters(), lr=0.1),
+                strategy(stage),
+            )
             losses = [model(*share(batch(step), rank // 2)).item() for step in range(5)]
             assert losses == pytest.approx(dense_losses(5), rel=1e-4)
             startup = model.dist_startup_program()

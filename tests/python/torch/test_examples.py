@@ -1,4 +1,5 @@
-"""The examples run as they stand, alone and under torchrun, and differ from plain torch by a few lines."""
+"""The examples run as they stand, alone and under torchrun, and differ from plain torch by a few
+lines."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "client" / "python" / "examples"
-#: What an example may take, in seconds: twice what it promises, for machines that do other things too.
+#: What an example may take, in seconds: twice what it promises, for machines that do other things
+#: too.
 TIMEOUT = 120
 #: Texts enough for a GPT, which are found faster than those of the whole repository.
 TEXTS = ["--data", str(ROOT / "client")]
@@ -28,7 +30,8 @@ def run(*command: str, cwd: Path | None = None) -> str:
         done = subprocess.run(
             [sys.executable, *command], capture_output=True, text=True, timeout=TIMEOUT, cwd=cwd
         )
-        # Threads of torch's process groups now and then end a rank that has done everything already.
+        # Threads of torch's process groups now and then end a rank that has done everything
+        # already.
         if TORCHS_OWN_END not in done.stderr:
             break
     assert done.returncode == 0, done.stdout + done.stderr
@@ -38,8 +41,12 @@ def run(*command: str, cwd: Path | None = None) -> str:
 
 @pytest.mark.parametrize("name", ["gpt", "digits"])
 def test_a_few_lines_make_the_difference(name: str) -> None:
-    plain, sharded = ((EXAMPLES / f"{name}{kind}.py").read_text().splitlines() for kind in ("", "_sharded"))
-    changes = [line for line in difflib.ndiff(plain, sharded) if line[0] in "+-" and line[2:].strip()]
+    plain, sharded = (
+        (EXAMPLES / f"{name}{kind}.py").read_text().splitlines() for kind in ("", "_sharded")
+    )
+    changes = [
+        line for line in difflib.ndiff(plain, sharded) if line[0] in "+-" and line[2:].strip()
+    ]
     assert 3 <= len(changes) <= 5 and all(line.startswith("+") for line in changes)
 
 
@@ -60,8 +67,12 @@ def test_gpt_learns(launcher: list[str]) -> None:
 
 
 def test_alone_the_sharded_example_does_what_the_plain_one_does() -> None:
-    plain, sharded = (run(str(EXAMPLES / f"digits{kind}.py"), "--epochs", "2") for kind in ("", "_sharded"))
-    first, second = ([float(number) for number in re.findall(r"\d\.\d+", text)] for text in (plain, sharded))
+    plain, sharded = (
+        run(str(EXAMPLES / f"digits{kind}.py"), "--epochs", "2") for kind in ("", "_sharded")
+    )
+    first, second = (
+        [float(number) for number in re.findall(r"\d\.\d+", text)] for text in (plain, sharded)
+    )
     assert len(first) == 4 and first == pytest.approx(second, abs=0.02)
 
 
@@ -71,7 +82,9 @@ def test_scripts_of_the_pages_run(page: str, tmp_path: Path) -> None:
     whole = [script for script in scripts if "group_sharded_parallel" in script]
     assert whole
     (tmp_path / "script.py").write_text(whole[0])
-    losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", run("script.py", cwd=tmp_path))]
+    losses = [
+        float(number) for number in re.findall(r"loss (\d+\.\d+)", run("script.py", cwd=tmp_path))
+    ]
     assert losses[-1] < losses[0]
 
 
@@ -84,7 +97,9 @@ def test_a_gpt_on_a_mesh_writes_the_same_in_plain_torch() -> None:
 
 def test_parallel_styles_learn_what_the_dense_network_does() -> None:
     printed = run(*TORCHRUN, str(EXAMPLES / "tensor_parallel.py"), "--steps", "60")
-    losses = [tuple(map(float, pair)) for pair in re.findall(r"loss (\d\.\d+) -> (\d\.\d+)", printed)]
+    losses = [
+        tuple(map(float, pair)) for pair in re.findall(r"loss (\d\.\d+) -> (\d\.\d+)", printed)
+    ]
     assert len(losses) == 4 and losses[0][1] < losses[0][0] / 10
     assert all(pair == pytest.approx(losses[0], rel=1e-3) for pair in losses)
     parameters, here = map(int, re.findall(r"parameters (\d+), on this rank (\d+)", printed)[0])
@@ -94,7 +109,9 @@ def test_parallel_styles_learn_what_the_dense_network_does() -> None:
 
 def test_a_model_on_a_mesh_is_trained_evaluated_and_asked() -> None:
     printed = run(*TORCHRUN, str(EXAMPLES / "dist_model.py"), "--steps", "80", "--programs")
-    first, last, evaluated = map(float, re.findall(r"loss (\d\.\d+) -> (\d\.\d+), evaluated (\d\.\d+)", printed)[0])
+    first, last, evaluated = map(
+        float, re.findall(r"loss (\d\.\d+) -> (\d\.\d+), evaluated (\d\.\d+)", printed)[0]
+    )
     assert last < first / 2 and evaluated < first / 2
     assert float(re.findall(r"accuracy (\d\.\d+)", printed)[0]) > 0.7
     assert printed.count("dist main program of ") == 3 and "push" in printed

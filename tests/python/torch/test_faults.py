@@ -19,7 +19,8 @@ LEVELS = ["os", "os_g", "p_g_os"]
 
 
 class Interrupted:
-    """A job whose next commit is interrupted: before the servers hear of it, or after they have decided."""
+    """A job whose next commit is interrupted: before the servers hear of it, or after they have
+    decided."""
 
     def __init__(self, job: Any, decided: bool) -> None:
         self._job = job
@@ -147,7 +148,9 @@ def test_an_interrupted_forward_leaves_nothing_behind(cluster: zs.Session) -> No
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_is_written_before_gradients_are_thrown_away_counts(level: str, cluster: zs.Session) -> None:
+def test_what_is_written_before_gradients_are_thrown_away_counts(
+    level: str, cluster: zs.Session
+) -> None:
     model, optimizer, _ = sharded(level, accumulation_steps=1)
     plain = models.build("mlp")
     steps = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
@@ -219,5 +222,7 @@ def lose_a_rank_between_buckets(rank: int) -> bool:
         return True
 
 
-def test_the_rest_of_a_backward_pass_is_refused_after_a_rank_was_lost(processes: dict[str, str]) -> None:
+def test_the_rest_of_a_backward_pass_is_refused_after_a_rank_was_lost(
+    processes: dict[str, str],
+) -> None:
     assert ranks.run(2, lose_a_rank_between_buckets, env=processes) == [True, True]

@@ -1,7 +1,9 @@
-"""Against torch itself: the same seeds give the same losses and parameters, and our levels the same bits.
+"""Against torch itself: the same seeds give the same losses and parameters, and our levels the same
+bits.
 
-Two ranks, each with half of each batch, are compared with one process that has the whole batch, or, where a rank's half
-matters (batch norm, autocast), with torch's DistributedDataParallel on two ranks. Real server processes.
+Two ranks, each with half of each batch, are compared with one process that has the whole batch, or,
+where a rank's half matters (batch norm, autocast), with torch's DistributedDataParallel on two
+ranks. Real server processes.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ SHORT = {
 }
 
 
-def check(training: Training, env: dict[str, str], systems: tuple[str, ...]) -> list[dict[str, Outcome]]:
+def check(
+    training: Training, env: dict[str, str], systems: tuple[str, ...]
+) -> list[dict[str, Outcome]]:
     """Trains on two ranks; compares levels with each other, and with torch."""
     outcomes = ranks.run(2, train_all, 2, training, systems, env=env)
     first = outcomes[0]["os"]

@@ -1,4 +1,5 @@
-"""Finding a cluster, using it, and leaving it: alone and with others, and when something is wrong."""
+"""Finding a cluster, using it, and leaving it: alone and with others, and when something is
+wrong."""
 
 from __future__ import annotations
 
@@ -139,7 +140,9 @@ def finds_servers(rank: int, address: str, by_argument: bool) -> tuple[str, int,
 def test_servers_are_found_by_environment_and_argument(processes: dict[str, str]) -> None:
     address = processes["ZEROSHARD_ADDRESS"]
     for by_argument in (False, True):
-        found = ranks.run(2, finds_servers, address, by_argument, env={} if by_argument else processes)
+        found = ranks.run(
+            2, finds_servers, address, by_argument, env={} if by_argument else processes
+        )
         assert found == [(address, 2, 1)] * 2
 
 
@@ -234,7 +237,9 @@ def test_address_where_nobody_listens_is_a_timely_error(tmp_path: Path) -> None:
     """In a process of its own, to see all that it prints."""
     code = "import zeroshard as zs; zs.init('127.0.0.1:%d', deadline=2.0)" % ranks.free_port()
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT
+    )
     assert done.returncode == 1 and time.monotonic() - began < 10
     assert re.search(
         r"^zeroshard\.errors\.(Unavailable|Timeout): .*127\.0\.0\.1", done.stderr, re.MULTILINE

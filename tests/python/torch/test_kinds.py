@@ -91,7 +91,9 @@ def test_momentum_that_is_still_none_counts_as_no_step() -> None:
 
 
 def test_hyperparameters_are_read_as_numbers() -> None:
-    optimizer = O.AdamW([parameter()], lr=torch.tensor(0.5), betas=(0.8, 0.9), maximize=True, foreach=False)
+    optimizer = O.AdamW(
+        [parameter()], lr=torch.tensor(0.5), betas=(0.8, 0.9), maximize=True, foreach=False
+    )
     assert kinds.hyperparameters("adamw", optimizer.param_groups[0]) == {
         "lr": 0.5, "beta1": 0.8, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.01, "amsgrad": 0.0, "maximize": 1.0,
     }  # fmt: skip
@@ -139,7 +141,9 @@ def test_a_subclass_counts_unless_it_has_a_step_of_its_own() -> None:
 
 
 def test_groups_of_an_adam_must_agree_on_their_weight_decay() -> None:
-    optimizer = O.Adam([{"params": [parameter()]}, {"params": [parameter()], "decoupled_weight_decay": True}])
+    optimizer = O.Adam(
+        [{"params": [parameter()]}, {"params": [parameter()], "decoupled_weight_decay": True}]
+    )
     with pytest.raises(UnsupportedOptimizer, match="decoupled_weight_decay"):
         kinds.kind(optimizer)
 
@@ -157,4 +161,8 @@ def test_state_that_does_not_fit_is_refused() -> None:
 def test_state_in_half_precision_arrives_as_f32() -> None:
     state = {"step": 2, "exp_avg": torch.ones(3, 2, dtype=torch.bfloat16).t()}
     applied, tensors = kinds.from_torch("lion", {}, state, (2, 3))
-    assert applied == 2 and tensors["exp_avg"].dtype == torch.float32 and tensors["exp_avg"].is_contiguous()
+    assert (
+        applied == 2
+        and tensors["exp_avg"].dtype == torch.float32
+        and tensors["exp_avg"].is_contiguous()
+    )

@@ -1,4 +1,5 @@
-"""Boxes of tensors on random meshes, beside torch's DTensor: what is written under one layout is read under any other."""
+"""Boxes of tensors on random meshes, beside torch's DTensor: what is written under one layout is
+read under any other."""
 
 from __future__ import annotations
 
@@ -77,14 +78,24 @@ def job_of(specs: list[Any], rank: int, lr: float) -> Any:
 def write_and_read(rank: int) -> None:
     from zeroshard._native import TensorSpec
 
-    devices = [init_device_mesh("cpu", shape, mesh_dim_names=NAMES[: len(shape)]) for shape in MESHES]
+    devices = [
+        init_device_mesh("cpu", shape, mesh_dim_names=NAMES[: len(shape)]) for shape in MESHES
+    ]
     native, all_cases = meshes(), cases()
     specs = [
-        TensorSpec(f"t{n}", case.whole.shape, frozen=True, layout=(case.written[0], names_of(case.written[1])))
+        TensorSpec(
+            f"t{n}",
+            case.whole.shape,
+            frozen=True,
+            layout=(case.written[0], names_of(case.written[1])),
+        )
         for n, case in enumerate(all_cases)
     ]
     job = job_of(specs, rank, 1.0)
-    written = [distribute_tensor(case.whole, devices[case.written[0]], case.written[1]) for case in all_cases]
+    written = [
+        distribute_tensor(case.whole, devices[case.written[0]], case.written[1])
+        for case in all_cases
+    ]
     local = [tensor.to_local().contiguous() for tensor in written]
     job.initialise([(n, array(tensor)) for n, tensor in enumerate(local)])
 
@@ -133,7 +144,11 @@ def contribute(rank: int) -> None:
         kinds = ["sum", "avg", "replicate", "shard:0", "shard:1"]
         layouts.append((mesh, [choose.choice(kinds) for _ in MESHES[mesh]]))
     shapes = [[choose.choice([1, 3, 6, 7]), choose.choice([1, 2, 5])] for _ in layouts]
-    job = job_of([TensorSpec(f"w{n}", shapes[n], layout=layout) for n, layout in enumerate(layouts)], rank, 1.0)
+    job = job_of(
+        [TensorSpec(f"w{n}", shapes[n], layout=layout) for n, layout in enumerate(layouts)],
+        rank,
+        1.0,
+    )
 
     def box(n: int, of: int) -> tuple[slice, ...]:
         area = native[layouts[n][0]].local_box(shapes[n], layouts[n][1], of)
@@ -144,7 +159,9 @@ def contribute(rank: int) -> None:
         torch.manual_seed(100 * n + of)
         return torch.randn(shapes[n])[box(n, of)].contiguous()
 
-    job.initialise([(n, array(torch.zeros(shapes[n])[box(n, rank)].contiguous())) for n in range(len(layouts))])
+    job.initialise(
+        [(n, array(torch.zeros(shapes[n])[box(n, rank)].contiguous())) for n in range(len(layouts))]
+    )
     for n in range(len(layouts)):
         job.gradient(0, n, array(gradient(n, rank)))
     report = job.commit(0, [("sgd", {"lr": 1.0})])
@@ -155,14 +172,25 @@ def contribute(rank: int) -> None:
         expected = torch.zeros(shapes[n], dtype=torch.float64)
         for other in range(WORLD):
             coordinate = native[mesh].coordinate(other)
-            contributes = all(p != "replicate" or place == 0 for p, place in zip(placements, coordinate, strict=True))
+            contributes = all(
+                p != "replicate" or place == 0
+                for p, place in zip(placements, coordinate, strict=True)
+            )
             if contributes:
                 expected[box(n, other)] += gradient(n, other).double()
-        expected /= math.prod(size for p, size in zip(placements, MESHES[mesh], strict=True) if p == "avg")
+        expected /= math.prod(
+            size for p, size in zip(placements, MESHES[mesh], strict=True) if p == "avg"
+        )
         norm += float(expected.square().sum())
         whole = torch.empty(shapes[n])
         job.fetch(1, [(n, array(whole, ([0, 0], shapes[n])))])
-        torch.testing.assert_close(whole.double(), -expected, rtol=1e-6, atol=1e-6, msg=lambda text: f"{layouts[n]}: {text}")
+        torch.testing.assert_close(
+            whole.double(),
+            -expected,
+            rtol=1e-6,
+            atol=1e-6,
+            msg=lambda text: f"{layouts[n]}: {text}",
+        )
     assert abs(report.gradient_norm - math.sqrt(norm)) < 1e-5 * math.sqrt(norm)
 
 

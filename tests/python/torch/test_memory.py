@@ -1,7 +1,9 @@
-"""What a rank at p_g_os holds of a model with 24 layers: at most three layers' parameters and gradients at a time.
+"""What a rank at p_g_os holds of a model with 24 layers: at most three layers' parameters and
+gradients at a time.
 
-Measured twice: what tensors hold, and by how much the process grows. glibc keeps freed blocks of this size in its heap, for
-speed, and the heap spreads to five layers' worth; so the process is run with every large block mapped on its own.
+Measured twice: what tensors hold, and by how much the process grows. glibc keeps freed blocks of
+this size in its heap, for speed, and the heap spreads to five layers' worth; so the process is run
+with every large block mapped on its own.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from zeroshard.torch import group_sharded_parallel
 LAYERS, WIDTH, BATCH = 24, 1024, 2
 #: Bytes of a layer's parameters and gradients: 8 MiB each.
 LAYER = 2 * 2 * WIDTH * WIDTH * 4
-#: Beside them: activations (0.4 MB), gradients of activations, what the allocator and two interpreters' pages waste.
+#: Beside them: activations (0.4 MB), gradients of activations, what the allocator and two
+#: interpreters' pages waste.
 SLACK = 8 << 20
 
 
@@ -32,7 +35,10 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rise, self.fall = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.rise, self.fall = (
+            nn.Linear(WIDTH, WIDTH, bias=False),
+            nn.Linear(WIDTH, WIDTH, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.fall(torch.relu(self.rise(x)))
@@ -53,7 +59,8 @@ def settle() -> None:
 
 
 def peaks() -> tuple[int, int, int]:
-    """The most bytes of parameters and gradients that tensors held, how much memory grew, and what all would take."""
+    """The most bytes of parameters and gradients that tensors held, how much memory grew, and what
+    all would take."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(Layer() for _ in range(LAYERS)))
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -62,13 +69,18 @@ def peaks() -> tuple[int, int, int]:
 
     def look(*_: object) -> None:
         nonlocal most
-        tensors = [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None)]
+        tensors = [
+            *parameters,
+            *(parameter.grad for parameter in parameters if parameter.grad is not None),
+        ]
         storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in tensors
         }
         most = max(most, sum(storages.values()))
 
-    # Before the package's own hooks where these give something back, after them where they fetch it.
+    # Before the package's own hooks where these give something back, after them where they fetch
+    # it.
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(look)
     for module in model.modules():
@@ -85,15 +97,23 @@ def peaks() -> tuple[int, int, int]:
         optimizer.zero_grad()
         model(torch.ones(BATCH, WIDTH)).square().mean().backward()
         optimizer.step()
-    return most, resident("VmHWM") - before, sum(2 * 4 * parameter.numel() for parameter in parameters)
+    return (
+        most,
+        resident("VmHWM") - before,
+        sum(2 * 4 * parameter.numel() for parameter in parameters),
+    )
 
 
 def test_three_layers_at_a_time(processes: dict[str, str]) -> None:
     environment = {**os.environ, **processes, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     held, grown, everything = json.loads(done.stdout)
-    print(f"held {held / LAYER:.2f} layers, grown by {grown / LAYER:.2f} layers, of {everything / LAYER:.0f}")
+    print(
+        f"held {held / LAYER:.2f} layers, grown by {grown / LAYER:.2f} layers, of {everything / LAYER:.0f}"
+    )
     assert everything == LAYERS * LAYER
     assert held <= 3 * LAYER
     assert grown <= 3 * LAYER + SLACK

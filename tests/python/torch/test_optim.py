@@ -35,7 +35,11 @@ def _golden() -> Any:
 
 golden = _golden()
 index = json.loads((GOLDEN / "cases.json").read_text())
-CASES = [(number, case) for number, case in enumerate(index["cases"]) if case["optimizer"]["name"] in KINDS]
+CASES = [
+    (number, case)
+    for number, case in enumerate(index["cases"])
+    if case["optimizer"]["name"] in KINDS
+]
 
 
 def make(hyperparameters: dict[str, Any], parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
@@ -51,7 +55,9 @@ def test_fifty_steps_give_the_golden_vectors(number: int, case: dict[str, Any]) 
     vectors = np.fromfile(GOLDEN / "vectors.f32", "<f4").reshape(
         len(index["cases"]), len(index["recorded"]), -1
     )
-    parameters = [torch.from_numpy(golden.values(t, 0, size).copy()) for t, size in enumerate(index["sizes"])]
+    parameters = [
+        torch.from_numpy(golden.values(t, 0, size).copy()) for t, size in enumerate(index["sizes"])
+    ]
     optimizer = make(case["optimizer"], parameters)
     group = optimizer.param_groups[0]
     lr = group["lr"]

@@ -23,13 +23,22 @@ from training import (
     train_all,
     worst,
 )
-from zeroshard.torch import LAMB, ClipGradByGlobalNorm, Lion, clip_grad_norm_, group_sharded_parallel
+from zeroshard.torch import (
+    LAMB,
+    ClipGradByGlobalNorm,
+    Lion,
+    clip_grad_norm_,
+    group_sharded_parallel,
+)
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "SGD": ("SGD", {"lr": 0.05}),
     "SGD, decay": ("SGD", {"lr": 0.05, "weight_decay": 0.01}),
     "SGD, momentum": ("SGD", {"lr": 0.05, "momentum": 0.9}),
-    "SGD, dampening": ("SGD", {"lr": 0.05, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
+    "SGD, dampening": (
+        "SGD",
+        {"lr": 0.05, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
+    ),
     "SGD, Nesterov": ("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
     "Adam": ("Adam", {"lr": 2e-3}),
     "Adam, decay": ("Adam", {"lr": 2e-3, "weight_decay": 0.01, "betas": (0.8, 0.95), "eps": 1e-6}),
@@ -80,7 +89,10 @@ def test_state_goes_to_torch_and_back(name: str, cluster: zs.Session) -> None:
     other_optimizer = optimizer_of(training, other)
     other.load_state_dict(model.state_dict())
     other_optimizer.load_state_dict(optimizer.state_dict())
-    ours, theirs = advance(model, optimizer, range(5, 10)), advance(other, other_optimizer, range(5, 10))
+    ours, theirs = (
+        advance(model, optimizer, range(5, 10)),
+        advance(other, other_optimizer, range(5, 10)),
+    )
     assert worst(ours, theirs) <= 1e-5
 
     # And torch's in ours.
@@ -136,7 +148,9 @@ def assert_state_close(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_inf_on_one_rank_changes_nothing_and_halves_the_scale(level: str, processes: dict[str, str]) -> None:
+def test_inf_on_one_rank_changes_nothing_and_halves_the_scale(
+    level: str, processes: dict[str, str]
+) -> None:
     for states, scales, applied in ranks.run(2, overflow, level, env=processes):
         assert_same(states[1], states[0])
         assert scales == [1024.0, 512.0, 512.0] and applied == [True, False, True]
@@ -144,7 +158,8 @@ def test_inf_on_one_rank_changes_nothing_and_halves_the_scale(level: str, proces
 
 
 def overflow(rank: int, level: str) -> tuple[list[dict[str, Tensor]], list[float], list[bool]]:
-    """Three steps, in the second of which rank 1 has an inf: parameters and optimizer state, scale, whether applied."""
+    """Three steps, in the second of which rank 1 has an inf: parameters and optimizer state, scale,
+    whether applied."""
     model = models.build("mlp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler: Any = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -233,7 +248,9 @@ def test_parameter_group_can_be_added(level: str, cluster: zs.Session) -> None:
         optimizer: Any = torch.optim.Adam(rest, lr=1e-3)
         trained: Any = each
         if wrap:
-            trained, optimizer, _ = group_sharded_parallel(each, optimizer, level, segment_size=SEGMENT)
+            trained, optimizer, _ = group_sharded_parallel(
+                each, optimizer, level, segment_size=SEGMENT
+            )
         losses = advance(trained, optimizer, range(3))
         each.zero_grad()
         optimizer.add_param_group({"params": head, "lr": 1e-2, "weight_decay": 0.1})
@@ -255,7 +272,8 @@ def test_learning_rate_of_zero_changes_nothing(cluster: zs.Session) -> None:
 
 
 def test_lion_and_lamb_are_as_published() -> None:
-    """Chen et al. 2023, algorithm 2; You et al. 2020, algorithm 2, with bias correction as in Adam."""
+    """Chen et al. 2023, algorithm 2; You et al. 2020, algorithm 2, with bias correction as in
+    Adam."""
     torch.manual_seed(0)
     start, gradients = torch.randn(6, 5), [torch.randn(6, 5) for _ in range(4)]
     lion, m = start.clone(), torch.zeros_like(start)

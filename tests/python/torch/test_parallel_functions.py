@@ -1,4 +1,5 @@
-"""The functions that turn inputs and outputs: on plain tensors, on DTensors, and on what is neither."""
+"""The functions that turn inputs and outputs: on plain tensors, on DTensors, and on what is
+neither."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def a_plain_input_is_the_shard_that_this_rank_has_already(rank: int) -> None:
         size[dim] *= world
         assert made.shape == torch.Size(size) and made.placements == (Shard(dim % 2),)
         assert made.to_local().data_ptr() == mine.data_ptr(), "data moved"
-        assert torch.equal(made.full_tensor(), torch.cat([torch.full((2, 5), float(r)) for r in range(world)], dim))
+        assert torch.equal(
+            made.full_tensor(), torch.cat([torch.full((2, 5), float(r)) for r in range(world)], dim)
+        )
     assert make_input_shard_1d(mine, mesh).placements == (Shard(0),)
     last = make_input_shard_1d_last_dim(torch.ones(2, 3, 4), mesh)
     assert last.placements == (Shard(2),) and last.shape == (2, 3, 4 * world)
@@ -78,7 +81,9 @@ def a_dtensor_input_is_redistributed(rank: int) -> None:
             (make_input_shard_1d(given, mesh, 1), 1),
             (make_input_shard_1d_last_dim(given, mesh), 1),
         ):
-            assert made.placements == (Shard(dim),) and torch.equal(made.to_local(), part(value, rank, dim))
+            assert made.placements == (Shard(dim),) and torch.equal(
+                made.to_local(), part(value, rank, dim)
+            )
         for made in (make_input_replicate_1d(given, mesh), make_input_reshard_replicate(given)):
             assert made.placements == (Replicate(),) and torch.equal(made.to_local(), value)
 
@@ -90,7 +95,9 @@ def a_plain_input_is_gathered_by_reshard_and_taken_by_replicate(rank: int) -> No
     mine = torch.full((2, 3), float(rank))
     gathered = make_input_reshard_replicate(mine, mesh)
     assert gathered.placements == (Replicate(),) and gathered.shape == (2 * world, 3)
-    assert torch.equal(gathered.to_local(), torch.arange(world).float().repeat_interleave(2)[:, None].expand(-1, 3))
+    assert torch.equal(
+        gathered.to_local(), torch.arange(world).float().repeat_interleave(2)[:, None].expand(-1, 3)
+    )
     replicated = make_input_replicate_1d(whole(2, 3), mesh)
     assert replicated.shape == (2, 3) and torch.equal(replicated.to_local(), whole(2, 3))
 
@@ -101,7 +108,11 @@ def outputs_of_every_placement_become_what_the_name_says(rank: int) -> None:
     mesh, world = mesh_1d(), dist.get_world_size()
     value = whole(6, 7)
     sums = DTensor.from_local(value / world, mesh, [Partial()], run_check=False)
-    for given in (distribute_tensor(value, mesh, [Shard(0)]), distribute_tensor(value, mesh, [Shard(1)]), sums):
+    for given in (
+        distribute_tensor(value, mesh, [Shard(0)]),
+        distribute_tensor(value, mesh, [Shard(1)]),
+        sums,
+    ):
         for dim in (0, 1):
             sharded = make_output_shard_1d(given, mesh, dim)
             assert sharded.placements == (Shard(dim),)
@@ -175,8 +186,14 @@ def meshes_have_one_dimension(rank: int) -> None:
     mesh = ProcessMesh([[0, 1]], ["dp", "tp"])
     on_it = distribute_tensor(whole(2, 2), mesh, [Replicate(), Shard(0)])
     for function in INPUTS + OUTPUTS:
-        for arguments in ((on_it, mesh), (on_it,), *([(whole(2, 2), mesh)] if function in INPUTS else [])):
-            with pytest.raises(zs.InvalidArgument, match=r"2 dimensions \(dp, tp\).*must have 1.*'tp'"):
+        for arguments in (
+            (on_it, mesh),
+            (on_it,),
+            *([(whole(2, 2), mesh)] if function in INPUTS else []),
+        ):
+            with pytest.raises(
+                zs.InvalidArgument, match=r"2 dimensions \(dp, tp\).*must have 1.*'tp'"
+            ):
                 function(*arguments)
 
 

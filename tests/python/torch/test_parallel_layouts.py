@@ -1,4 +1,5 @@
-"""Layouts of what goes in and out of any module, styles of one's own, and the loss of cut logits."""
+"""Layouts of what goes in and out of any module, styles of one's own, and the loss of cut
+logits."""
 
 from __future__ import annotations
 
@@ -55,7 +56,11 @@ def inputs_are_laid_out_as_given(rank: int) -> None:
     )
     module(torch.full((1, 4), float(rank)), torch.ones(2, 4), True, c=torch.ones(3))
     a, b, flag, c = module.seen
-    assert a.placements == (Replicate(),) and a.shape == (2, 4) and a.to_local()[:, 0].tolist() == [0.0, 1.0]
+    assert (
+        a.placements == (Replicate(),)
+        and a.shape == (2, 4)
+        and a.to_local()[:, 0].tolist() == [0.0, 1.0]
+    )
     assert b.placements == (Shard(1),) and b.to_local().shape == (2, 2)
     assert flag is True and c.placements == (Shard(0),) and c.shape == (6,)
     local = parallelize_module(
@@ -76,7 +81,9 @@ def outputs_are_laid_out_as_given(rank: int) -> None:
         module = parallelize_module(
             nn.Identity(),
             mesh,
-            PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Shard(0), use_local_output=local),
+            PrepareModuleOutput(
+                output_layouts=Partial(), desired_output_layouts=Shard(0), use_local_output=local
+            ),
         )
         output = module(torch.arange(4.0))
         assert isinstance(output, DTensor) is not local
@@ -85,7 +92,9 @@ def outputs_are_laid_out_as_given(rank: int) -> None:
     pair = parallelize_module(
         Two(),
         mesh,
-        PrepareModuleOutput(output_layouts=(Replicate(), None), desired_output_layouts=(Shard(0), None)),
+        PrepareModuleOutput(
+            output_layouts=(Replicate(), None), desired_output_layouts=(Shard(0), None)
+        ),
     )
     first, second = pair(torch.arange(4.0), "left alone", True)
     assert torch.equal(first, part(torch.arange(4.0), rank, 0)) and second == "left alone"
@@ -106,7 +115,9 @@ def inputs_and_outputs_are_laid_out_by_one_style(rank: int) -> None:
         ),
     )
     output = module(torch.full((1, 4), float(rank)))
-    assert isinstance(output, DTensor) and output.placements == (Shard(0),) and output.shape == (2, 4)
+    assert (
+        isinstance(output, DTensor) and output.placements == (Shard(0),) and output.shape == (2, 4)
+    )
     torch.testing.assert_close(output.to_local()[0], module.weight.sum(1) * rank)
 
 
@@ -122,19 +133,25 @@ def layouts_that_are_fewer_than_tensors_are_refused(rank: int) -> None:
     with pytest.raises(ValueError, match="output_layouts.*1 and 2"):
         PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=(Shard(0), Shard(0)))
     module = parallelize_module(
-        nn.Identity(), mesh, PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=(Shard(0), None))
+        nn.Identity(),
+        mesh,
+        PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=(Shard(0), None)),
     )
     with pytest.raises(ValueError, match="given 1 inputs.*has 2"):
         module(torch.ones(2))
     module = parallelize_module(
         nn.Identity(),
         mesh,
-        PrepareModuleOutput(output_layouts=(Shard(0), None), desired_output_layouts=(Shard(0), None)),
+        PrepareModuleOutput(
+            output_layouts=(Shard(0), None), desired_output_layouts=(Shard(0), None)
+        ),
     )
     with pytest.raises(ValueError, match="has 1 outputs.*has 2"):
         module(torch.ones(2))
     module = parallelize_module(
-        nn.Identity(), mesh, PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Shard(0))
+        nn.Identity(),
+        mesh,
+        PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Shard(0)),
     )
     with pytest.raises(TypeError, match="must be a torch.Tensor"):
         module("x")
@@ -158,7 +175,9 @@ def styles_of_torch_itself_are_taken(rank: int) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 
     dense = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
-    module = parallelize_module(copy.deepcopy(dense), mesh_1d(), {"0": TorchColwise(), "1": RowwiseParallel()})
+    module = parallelize_module(
+        copy.deepcopy(dense), mesh_1d(), {"0": TorchColwise(), "1": RowwiseParallel()}
+    )
     torch.testing.assert_close(module(torch.ones(2, 4)), dense(torch.ones(2, 4)))
 
 
@@ -193,7 +212,9 @@ def a_parallel_loss_ends_with_its_block_also_after_an_error(rank: int) -> None:
     with pytest.raises(KeyError), loss_parallel():
         inside()
         raise KeyError
-    with pytest.raises(RuntimeError, match="mixed"):  # again as outside, where plain targets are not taken
+    with pytest.raises(
+        RuntimeError, match="mixed"
+    ):  # again as outside, where plain targets are not taken
         F.cross_entropy(logits, torch.zeros(5, dtype=torch.long))
 
 

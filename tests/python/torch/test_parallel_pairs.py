@@ -1,4 +1,5 @@
-"""Styles of modules with pairs of Linears, and of those between them that run on parts of a sequence."""
+"""Styles of modules with pairs of Linears, and of those between them that run on parts of a
+sequence."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def pairs_are_cut_by_columns_and_rows(rank: int) -> None:
         dense = mlp(*sizes)
         module = parallelize_module(copy.deepcopy(dense), mesh_1d(), PairwiseParallel())
         linears = [child for child in module if isinstance(child, nn.Linear)]
-        assert [placements(linear) for linear in linears] == [by_columns, by_rows] * (len(linears) // 2)
+        assert [placements(linear) for linear in linears] == [by_columns, by_rows] * (
+            len(linears) // 2
+        )
         assert_trains_as(module, dense, torch.randn(5, 4))
 
 
@@ -75,7 +78,9 @@ def pairs_are_looked_for_in_children_where_there_are_fewer_than_two(rank: int) -
 def a_transformers_layer_has_a_pair(rank: int) -> None:
     dense = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     module = parallelize_module(copy.deepcopy(dense), mesh_1d(), PairwiseParallel())
-    assert placements(module.linear1)["weight"] == Shard(0) and placements(module.linear2)["weight"] == Shard(1)
+    assert placements(module.linear1)["weight"] == Shard(0) and placements(module.linear2)[
+        "weight"
+    ] == Shard(1)
     assert_trains_as(module, dense, torch.randn(2, 3, 8))
 
 
@@ -106,7 +111,9 @@ def sequence_parallel_pairs_take_and_give_shards(rank: int) -> None:
     (expected * weight).sum().backward()
     assert_gradients(module, dense)
     torch.testing.assert_close(mine.grad, part(reference.grad, rank, 0))
-    along_time = parallelize_module(copy.deepcopy(dense), mesh, SequenceParallel(sequence_dim=1, use_local_output=False))
+    along_time = parallelize_module(
+        copy.deepcopy(dense), mesh, SequenceParallel(sequence_dim=1, use_local_output=False)
+    )
     value = torch.randn(3, mesh.size(), 4)
     output = along_time(part(value, rank, 1))
     assert isinstance(output, DTensor) and output.placements == (Shard(1),)
@@ -132,10 +139,17 @@ class OwnNorm(nn.Module):
 @THREE
 def sequence_parallel_runs_norms_on_shards(rank: int) -> None:
     mesh = mesh_1d()
-    for dense in (nn.LayerNorm(6), nn.RMSNorm(6), OwnNorm(6), nn.Sequential(nn.LayerNorm(6), nn.Dropout(0.0))):
+    for dense in (
+        nn.LayerNorm(6),
+        nn.RMSNorm(6),
+        OwnNorm(6),
+        nn.Sequential(nn.LayerNorm(6), nn.Dropout(0.0)),
+    ):
         for dim, local in ((None, None), (1, True), (0, False), (-2, True)):
             module = parallelize_module(
-                copy.deepcopy(dense), mesh, SequenceParallel(sequence_dim=dim, use_local_output=local)
+                copy.deepcopy(dense),
+                mesh,
+                SequenceParallel(sequence_dim=dim, use_local_output=local),
             )
             assert set(placements(module).values()) == {Replicate()}
             along = 1 if dim is None else dim

@@ -54,7 +54,11 @@ def parallel(module: nn.Module) -> list[str]:
 
 @TWO
 def keys_match_part_by_part(rank: int) -> None:
-    plan = {"layers.[02].fc1": ColwiseParallel(), "layers.*.fc2": RowwiseParallel(), "he?d": ColwiseParallel()}
+    plan = {
+        "layers.[02].fc1": ColwiseParallel(),
+        "layers.*.fc2": RowwiseParallel(),
+        "he?d": ColwiseParallel(),
+    }
     module = parallelize_module(Model(), mesh_1d(), plan)
     assert parallel(module) == [
         "layers.0.fc1.weight", "layers.0.fc1.bias", "layers.0.fc2.weight", "layers.0.fc2.bias",
@@ -78,7 +82,9 @@ def one_style_is_for_the_module_itself(rank: int) -> None:
 
 @TWO
 def first_plans_have_pairs_for_parts_of_the_module(rank: int) -> None:
-    module = parallelize_module(Model(), mesh_1d(), {"layers.0": PairwiseParallel(), "layers.1": SequenceParallel()})
+    module = parallelize_module(
+        Model(), mesh_1d(), {"layers.0": PairwiseParallel(), "layers.1": SequenceParallel()}
+    )
     assert [name for name in parallel(module) if name.endswith("fc1.weight")] == [
         "layers.0.fc1.weight", "layers.1.fc1.weight",
     ]  # fmt: skip
@@ -92,8 +98,12 @@ def one_dimension_of_a_mesh_is_chosen_by_number_or_name(rank: int) -> None:
     for mesh, dim in ((named, "tp"), (named, 1), (named, -1), (unnamed, 1)):
         module = parallelize_module(nn.Linear(4, 6), mesh, ColwiseParallel(), dim)
         assert module.weight.to_local().shape == (3, 4)
-    assert parallelize_module(nn.Linear(4, 6), named, ColwiseParallel(), 0).weight.to_local().shape == (6, 4)
-    assert parallelize_module(nn.Linear(4, 6), named["tp"], ColwiseParallel()).weight.to_local().shape == (3, 4)
+    assert parallelize_module(
+        nn.Linear(4, 6), named, ColwiseParallel(), 0
+    ).weight.to_local().shape == (6, 4)
+    assert parallelize_module(
+        nn.Linear(4, 6), named["tp"], ColwiseParallel()
+    ).weight.to_local().shape == (3, 4)
 
 
 @TWO
@@ -101,7 +111,11 @@ def inputs_can_be_prepared_beside_another_style(rank: int) -> None:
     module = nn.Sequential(nn.Linear(4, 6))
     prepare = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
     parallelize_module(module, mesh_1d(), {"": prepare, "0": ColwiseParallel()})
-    parallelize_module(module[0], mesh_1d(), PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()))
+    parallelize_module(
+        module[0],
+        mesh_1d(),
+        PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
+    )
     assert module(torch.ones(2, 4)).shape == (4, 3)
 
 
@@ -121,13 +135,25 @@ def refused(error: type[Exception], match: str, *arguments: Any, **named: Any) -
 def a_key_that_matches_nothing_is_refused(rank: int) -> None:
     plan = {"head": ColwiseParallel(), "layers.*.fc3": RowwiseParallel()}
     refused(zs.InvalidArgument, r"'layers.\*.fc3'.*'fc3'.*'layers.0.fc1'", Model(), mesh_1d(), plan)
-    refused(zs.InvalidArgument, "'fc'.*there are none", nn.Linear(2, 2), mesh_1d(), {"fc": ColwiseParallel()})
+    refused(
+        zs.InvalidArgument,
+        "'fc'.*there are none",
+        nn.Linear(2, 2),
+        mesh_1d(),
+        {"fc": ColwiseParallel()},
+    )
 
 
 @TWO
 def a_type_that_the_style_does_not_know_is_refused(rank: int) -> None:
     for style in (ColwiseParallel(), RowwiseParallel()):
-        refused(NotImplementedError, "LayerNorm.*nn.Linear and nn.Embedding", nn.LayerNorm(4), mesh_1d(), style)
+        refused(
+            NotImplementedError,
+            "LayerNorm.*nn.Linear and nn.Embedding",
+            nn.LayerNorm(4),
+            mesh_1d(),
+            style,
+        )
     plan = {"head": ColwiseParallel(), "layers.0.norm": ColwiseParallel()}
     refused(zs.UnsupportedModule, "'layers.0.norm' is a LayerNorm", Model(), mesh_1d(), plan)
     for style in (PairwiseParallel(), SequenceParallel()):
@@ -138,28 +164,63 @@ def a_type_that_the_style_does_not_know_is_refused(rank: int) -> None:
 
 @TWO
 def twice_is_refused(rank: int) -> None:
-    for style, module in ((ColwiseParallel(), nn.Linear(4, 4)), (SequenceParallel(), nn.LayerNorm(4)), (PairwiseParallel(), Block())):
+    for style, module in (
+        (ColwiseParallel(), nn.Linear(4, 4)),
+        (SequenceParallel(), nn.LayerNorm(4)),
+        (PairwiseParallel(), Block()),
+    ):
         parallelize_module(module, mesh_1d(), style)
         refused(RuntimeError, "parallelised before", module, mesh_1d(), style)
     once = parallelize_module(Block(), mesh_1d(), PairwiseParallel())
     refused(zs.AlreadyParallel, "'fc1' has been", once, mesh_1d(), {"fc1": ColwiseParallel()})
-    refused(RuntimeError, "two styles.*'fc1'", Block(), mesh_1d(), {"fc1": ColwiseParallel(), "fc?": RowwiseParallel()})
+    refused(
+        RuntimeError,
+        "two styles.*'fc1'",
+        Block(),
+        mesh_1d(),
+        {"fc1": ColwiseParallel(), "fc?": RowwiseParallel()},
+    )
 
 
 @TWO
 def meshes_have_one_dimension_or_it_is_said_which(rank: int) -> None:
     mesh = ProcessMesh([[0, 1]], ["dp", "tp"])
-    refused(zs.InvalidArgument, r"2 dimensions.*dp, tp.*device_mesh\['tp'\]", nn.Linear(4, 4), mesh, ColwiseParallel())
-    refused(zs.InvalidArgument, "no dimension 'pp'.*'dp', 'tp'", nn.Linear(4, 4), mesh, ColwiseParallel(), "pp")
+    refused(
+        zs.InvalidArgument,
+        r"2 dimensions.*dp, tp.*device_mesh\['tp'\]",
+        nn.Linear(4, 4),
+        mesh,
+        ColwiseParallel(),
+    )
+    refused(
+        zs.InvalidArgument,
+        "no dimension 'pp'.*'dp', 'tp'",
+        nn.Linear(4, 4),
+        mesh,
+        ColwiseParallel(),
+        "pp",
+    )
     refused(zs.InvalidArgument, "no dimension 2", nn.Linear(4, 4), mesh, ColwiseParallel(), 2)
     for wrong in (None, [0, 1], "tp"):
-        refused(zs.InvalidArgument, "device_mesh is .*must be a ProcessMesh", nn.Linear(4, 4), wrong, ColwiseParallel())
+        refused(
+            zs.InvalidArgument,
+            "device_mesh is .*must be a ProcessMesh",
+            nn.Linear(4, 4),
+            wrong,
+            ColwiseParallel(),
+        )
 
 
 @TWO
 def plans_are_styles(rank: int) -> None:
     for wrong in (None, "colwise", [ColwiseParallel()], ColwiseParallel):
-        refused(zs.InvalidArgument, "must be a ParallelStyle, or a dict", nn.Linear(4, 4), mesh_1d(), wrong)
+        refused(
+            zs.InvalidArgument,
+            "must be a ParallelStyle, or a dict",
+            nn.Linear(4, 4),
+            mesh_1d(),
+            wrong,
+        )
     refused(zs.InvalidArgument, "'': 'colwise'", nn.Linear(4, 4), mesh_1d(), {"": "colwise"})
     refused(zs.InvalidArgument, "must be a torch.nn.Module", "model", mesh_1d(), ColwiseParallel())
 
@@ -184,7 +245,13 @@ def layouts_and_functions_do_not_go_together(rank: int) -> None:
 @TWO
 def ranks_that_disagree_about_the_plan_are_both_named(rank: int) -> None:
     plans: list[Any] = [{"fc1": ColwiseParallel()}, {"fc1": RowwiseParallel()}]
-    refused(zs.Disagreement, "rank 0 and rank 1.*the plan.*rank 0.*Colwise.*rank 1.*Rowwise", Block(), mesh_1d(), plans[rank])
+    refused(
+        zs.Disagreement,
+        "rank 0 and rank 1.*the plan.*rank 0.*Colwise.*rank 1.*Rowwise",
+        Block(),
+        mesh_1d(),
+        plans[rank],
+    )
     layouts = [ColwiseParallel(), ColwiseParallel(output_layouts=Replicate())]
     refused(zs.Disagreement, "the plan", nn.Linear(4, 4), mesh_1d(), layouts[rank])
 
@@ -196,14 +263,23 @@ def ranks_that_disagree_about_the_mesh_are_both_named(rank: int) -> None:
     assert "rank 0 has [0, 1]" in str(raised.value) and "rank 1 has [1, 0]" in str(raised.value)
     with pytest.raises(zs.Disagreement, match="the mesh"):
         ProcessMesh([0, 1], ["dp", "tp"][rank : rank + 1])
-    meshes = [DeviceMesh("cpu", [0, 1], mesh_dim_names=("a",)), DeviceMesh("cpu", [0, 1], mesh_dim_names=("b",))]
+    meshes = [
+        DeviceMesh("cpu", [0, 1], mesh_dim_names=("a",)),
+        DeviceMesh("cpu", [0, 1], mesh_dim_names=("b",)),
+    ]
     refused(zs.Disagreement, "the mesh.*'a'.*'b'", nn.Linear(4, 4), meshes[rank], ColwiseParallel())
 
 
 @TWO
 def ranks_that_disagree_about_the_module_are_both_named(rank: int) -> None:
     module = nn.Linear(4, 4 + 2 * rank)
-    refused(zs.Disagreement, "the module's parameters.*rank 0.*rank 1", module, mesh_1d(), ColwiseParallel())
+    refused(
+        zs.Disagreement,
+        "the module's parameters.*rank 0.*rank 1",
+        module,
+        mesh_1d(),
+        ColwiseParallel(),
+    )
 
 
 @TWO
@@ -211,7 +287,13 @@ def a_rank_that_does_not_come_is_waited_for_with_an_end(rank: int) -> None:
     if rank == 0:
         patience, _agreement.PATIENCE = _agreement.PATIENCE, 0.2
         try:
-            refused(zs.Timeout, "rank 0 waited.*for rank 1 in parallelize_module: does it call", nn.Linear(4, 4), mesh_1d_of_torch(), ColwiseParallel())
+            refused(
+                zs.Timeout,
+                "rank 0 waited.*for rank 1 in parallelize_module: does it call",
+                nn.Linear(4, 4),
+                mesh_1d_of_torch(),
+                ColwiseParallel(),
+            )
         finally:
             _agreement.PATIENCE = patience
     else:

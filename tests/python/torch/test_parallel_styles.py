@@ -1,4 +1,5 @@
-"""Styles of one Linear or Embedding: what they cut, what goes in and out, and that it is what the dense one computes."""
+"""Styles of one Linear or Embedding: what they cut, what goes in and out, and that it is what the
+dense one computes."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def rowwise_cuts_a_linear_by_its_inputs(rank: int) -> None:
 @THREE
 def rowwise_cuts_an_embedding_by_its_rows(rank: int) -> None:
     mesh, dense = mesh_1d(), nn.Embedding(5, 4)
-    module = parallelize_module(copy.deepcopy(dense), mesh, RowwiseParallel(input_layouts=Replicate()))
+    module = parallelize_module(
+        copy.deepcopy(dense), mesh, RowwiseParallel(input_layouts=Replicate())
+    )
     assert placements(module) == {"weight": Shard(0)}
     tokens = torch.tensor([[0, 4, 1], [3, 3, 2]])
     torch.testing.assert_close(module(tokens), dense(tokens))
@@ -137,7 +140,11 @@ def layouts_of_inputs_and_outputs_are_those_given(rank: int) -> None:
                     for taken in (mine, distribute_tensor(value, mesh, [Shard(0)])):
                         output = module(taken)
                         assert isinstance(output, DTensor) is not local
-                        expected = whole if isinstance(wanted, Replicate) else part(whole, rank, wanted.dim)
+                        expected = (
+                            whole
+                            if isinstance(wanted, Replicate)
+                            else part(whole, rank, wanted.dim)
+                        )
                         torch.testing.assert_close(output if local else output.to_local(), expected)
                         if not local:
                             assert output.shape == whole.shape
@@ -170,7 +177,10 @@ def tied_parameters_stay_one(rank: int) -> None:
             return self.head(self.tokens(tokens))
 
     dense = Tied()
-    plan = {"tokens": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
+    plan = {
+        "tokens": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
     module = parallelize_module(copy.deepcopy(dense), mesh_1d(), plan)
     assert module.head.weight is module.tokens.weight and len(list(module.parameters())) == 1
     tokens = torch.tensor([1, 5, 2])
@@ -179,7 +189,9 @@ def tied_parameters_stay_one(rank: int) -> None:
     (dense(tokens) ** 2).sum().backward()
     assert_gradients(module, dense)
     with pytest.raises(zs.InvalidArgument, match="are one.*must get the same"):
-        parallelize_module(Tied(), mesh_1d(), {"tokens": ColwiseParallel(), "head": ColwiseParallel()})
+        parallelize_module(
+            Tied(), mesh_1d(), {"tokens": ColwiseParallel(), "head": ColwiseParallel()}
+        )
 
 
 @TWO
@@ -200,13 +212,18 @@ def first_styles_functions_are_used(rank: int) -> None:
 def sizes_that_do_not_fit_are_named(rank: int) -> None:
     mesh = mesh_1d()
     row = parallelize_module(nn.Linear(7, 4), mesh, RowwiseParallel())
-    with pytest.raises(zs.InvalidArgument, match=rf"has 5 features.*must have {4 - rank}: part {rank} of 7"):
+    with pytest.raises(
+        zs.InvalidArgument, match=rf"has 5 features.*must have {4 - rank}: part {rank} of 7"
+    ):
         row(torch.ones(2, 5))
     old = parallelize_module(nn.Linear(7, 4), mesh, RowwiseParallel(make_input_shard_1d_last))
     with pytest.raises(zs.InvalidArgument, match="must have 7.*same size on every rank"):
         old(torch.ones(2, 4 - rank))
     scattered = parallelize_module(nn.Linear(4, 4), mesh, RowwiseParallel(output_layouts=Shard(0)))
-    with pytest.raises(zs.InvalidArgument, match="dimension 0.*has 3 elements.*divide by the 2 ranks.*use_local_output"):
+    with pytest.raises(
+        zs.InvalidArgument,
+        match="dimension 0.*has 3 elements.*divide by the 2 ranks.*use_local_output",
+    ):
         scattered(torch.ones(3, 2))
 
 

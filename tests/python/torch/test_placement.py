@@ -90,12 +90,22 @@ def test_a_mesh_needs_a_process_group() -> None:
 def a_tensor_is_cut_as_its_placements_say(rank: int) -> None:
     mesh = ProcessMesh([0, 1], ["x"])
     value = whole(3, 4)
-    for placement, mine in ((Shard(0), value.chunk(2)[rank]), (Shard(-1), value.chunk(2, 1)[rank]), (Replicate(), value)):
+    for placement, mine in (
+        (Shard(0), value.chunk(2)[rank]),
+        (Shard(-1), value.chunk(2, 1)[rank]),
+        (Replicate(), value),
+    ):
         made = shard_tensor(value, mesh, [placement])
-        assert isinstance(made, DTensor) and torch.equal(made.to_local(), mine) and torch.equal(made.full_tensor(), value)
+        assert (
+            isinstance(made, DTensor)
+            and torch.equal(made.to_local(), mine)
+            and torch.equal(made.full_tensor(), value)
+        )
     partial = shard_tensor(value, mesh, [Partial()])
     assert partial.placements == (Partial(),) and torch.equal(partial.full_tensor(), value)
-    assert shard_tensor([[1, 2], [3, 4]], mesh, [Shard(0)], dtype=torch.float64).to_local().tolist() == [[1 + 2 * rank, 2 + 2 * rank]]
+    assert shard_tensor(
+        [[1, 2], [3, 4]], mesh, [Shard(0)], dtype=torch.float64
+    ).to_local().tolist() == [[1 + 2 * rank, 2 + 2 * rank]]
 
 
 @TWO
@@ -169,10 +179,21 @@ def what_cannot_be_resharded_is_refused(rank: int) -> None:
 
 
 #: Meshes of four ranks or fewer.
-MESHES: list[Any] = [[0, 1, 2, 3], [3, 1, 0, 2], [[0, 1], [2, 3]], [[2, 0], [3, 1]], [[[0, 1]], [[2, 3]]], [0, 2], [1], [[3], [1], [0]]]
+MESHES: list[Any] = [
+    [0, 1, 2, 3],
+    [3, 1, 0, 2],
+    [[0, 1], [2, 3]],
+    [[2, 0], [3, 1]],
+    [[[0, 1]], [[2, 3]]],
+    [0, 2],
+    [1],
+    [[3], [1], [0]],
+]
 
 
-def random_layout(source: random.Random, meshes: list[ProcessMesh], ndim: int, partial: bool) -> tuple[ProcessMesh, list[Any]]:
+def random_layout(
+    source: random.Random, meshes: list[ProcessMesh], ndim: int, partial: bool
+) -> tuple[ProcessMesh, list[Any]]:
     """A mesh, and placements on it for a tensor."""
     mesh = source.choice(meshes)
     kinds = [Replicate(), *(Shard(dim) for dim in range(ndim)), *([Partial()] if partial else [])]
@@ -192,9 +213,15 @@ def any_layout_becomes_any_other(rank: int) -> None:
         target, wanted = random_layout(source, meshes, len(shape), partial=False)
         given = distribute_tensor(value, mesh, placements).requires_grad_()
         made = reshard(given, target, wanted)
-        assert made.device_mesh == target and made.placements == tuple(wanted) and made.shape == shape
+        assert (
+            made.device_mesh == target and made.placements == tuple(wanted) and made.shape == shape
+        )
         expected = distribute_tensor(value, target, wanted).to_local()
-        torch.testing.assert_close(made.to_local(), expected, msg=lambda text: f"{shape} {mesh} {placements} {target} {wanted}: {text}")
+        torch.testing.assert_close(
+            made.to_local(),
+            expected,
+            msg=lambda text: f"{shape} {mesh} {placements} {target} {wanted}: {text}",
+        )
         box = local_box(shape, target, wanted, rank)
         if box is not None and 0 not in box[1]:
             mine = value
@@ -207,7 +234,9 @@ def any_layout_becomes_any_other(rank: int) -> None:
         (made * weight).to_local().sum().backward()
         if rank in mesh.process_ids:
             assert given.grad is not None
-            torch.testing.assert_close(given.grad.to_local(), distribute_tensor(value + 1, mesh, placements).to_local())
+            torch.testing.assert_close(
+                given.grad.to_local(), distribute_tensor(value + 1, mesh, placements).to_local()
+            )
             checked += 1
     assert checked > 10
 
@@ -216,9 +245,15 @@ def any_layout_becomes_any_other(rank: int) -> None:
 def pieces_are_no_more_than_they_must_be(rank: int) -> None:
     row, square = ProcessMesh([0, 1, 2, 3]), ProcessMesh([[0, 1], [2, 3]])
 
-    def moved(mesh: ProcessMesh, placements: list[Any], target: ProcessMesh, wanted: list[Any]) -> int:
-        made = pieces(Layout((8, 8), mesh, tuple(placements)), Layout((8, 8), target, tuple(wanted)))
-        return sum(piece.box[1][0] * piece.box[1][1] for piece in made if piece.source != piece.target)
+    def moved(
+        mesh: ProcessMesh, placements: list[Any], target: ProcessMesh, wanted: list[Any]
+    ) -> int:
+        made = pieces(
+            Layout((8, 8), mesh, tuple(placements)), Layout((8, 8), target, tuple(wanted))
+        )
+        return sum(
+            piece.box[1][0] * piece.box[1][1] for piece in made if piece.source != piece.target
+        )
 
     assert moved(row, [Replicate()], square, [Shard(0), Shard(1)]) == 0
     assert moved(row, [Shard(0)], square, [Shard(0), Shard(0)]) == 0
@@ -264,7 +299,9 @@ def a_layer_is_sharded_by_a_function_and_the_rest_replicated(rank: int) -> None:
         assert isinstance(tensor, DTensor) and tensor.placements == wanted, name
     assert layer.fc1.bias.requires_grad and not layer.fc2.bias.requires_grad
     value = torch.randn(4, 8)
-    torch.testing.assert_close(layer(shard_tensor(value, mesh, [Replicate(), Replicate()])).full_tensor(), dense(value))
+    torch.testing.assert_close(
+        layer(shard_tensor(value, mesh, [Replicate(), Replicate()])).full_tensor(), dense(value)
+    )
 
 
 @TWO
@@ -341,7 +378,9 @@ def ranks_whose_functions_do_different_things_are_both_named(rank: int) -> None:
 
     def by_itself(name: str, layer: Any, given: DeviceMesh) -> None:
         if name == "fc1" and rank == 1:
-            layer.weight = nn.Parameter(DTensor.from_local(layer.weight.detach(), given, [Replicate()], run_check=False))
+            layer.weight = nn.Parameter(
+                DTensor.from_local(layer.weight.detach(), given, [Replicate()], run_check=False)
+            )
 
     with pytest.raises(zs.Disagreement, match="rank 0 and rank 1.*shard_fn has done"):
         shard_layer(MLP(), mesh, by_itself)
@@ -350,7 +389,9 @@ def ranks_whose_functions_do_different_things_are_both_named(rank: int) -> None:
         if name == "fc1" and rank == 1:
             layer.weight = shard_tensor(layer.weight, given, [Shard(0)])
 
-    with pytest.raises(zs.Disagreement, match="rank 0.*shard_layer after shard_fn.*rank 1.*shard_tensor"):
+    with pytest.raises(
+        zs.Disagreement, match="rank 0.*shard_layer after shard_fn.*rank 1.*shard_tensor"
+    ):
         shard_layer(MLP(), mesh, together)
 
 
@@ -368,8 +409,14 @@ def batches_become_those_of_the_first_rank_on_the_mesh(rank: int) -> None:
         dist_loader = shard_dataloader(loader, meshes=[mesh], shard_dims=dims)
         assert len(dist_loader) == 2
         for size, (image, label) in zip(cut, dist_loader(), strict=True):
-            assert isinstance(image, DTensor) and image.shape[1:] == (2,) and image.to_local().shape == (size, 2)
-            assert isinstance(label, DTensor) and torch.equal(image.full_tensor()[:, 0], 2 * label.full_tensor())
+            assert (
+                isinstance(image, DTensor)
+                and image.shape[1:] == (2,)
+                and image.to_local().shape == (size, 2)
+            )
+            assert isinstance(label, DTensor) and torch.equal(
+                image.full_tensor()[:, 0], 2 * label.full_tensor()
+            )
             seen += label.full_tensor().tolist()
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, seen)
@@ -383,8 +430,14 @@ def batches_that_are_split_already_are_taken_as_they_are(rank: int) -> None:
     (batch,) = shard_dataloader(loader, mesh, "dp", is_dataset_splitted=True)
     assert batch["a"].shape == (4, 3) and batch["a"].full_tensor()[:, 0].tolist() == [0, 0, 1, 1]
     assert batch["name"] == "x"
-    (batch,) = shard_dataloader(loader, [mesh, mesh], ["dp", None], input_keys=["b", "a"], is_dataset_splitted=True)
-    assert list(batch) == ["b", "a"] and batch["b"].placements == (Shard(0),) and batch["a"].placements == (Replicate(),)
+    (batch,) = shard_dataloader(
+        loader, [mesh, mesh], ["dp", None], input_keys=["b", "a"], is_dataset_splitted=True
+    )
+    assert (
+        list(batch) == ["b", "a"]
+        and batch["b"].placements == (Shard(0),)
+        and batch["a"].placements == (Replicate(),)
+    )
 
 
 @TWO

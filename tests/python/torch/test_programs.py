@@ -53,19 +53,25 @@ def test_training_fetches_computes_pushes_and_commits_in_order() -> None:
 
 def test_at_os_gradients_leave_after_backward() -> None:
     resident = tuple(replace(each, resident=True) for each in DESCRIPTION.variables)
-    said = words(make_program(replace(DESCRIPTION, level="os", variables=resident), "train", "dist", "main"))
+    said = words(
+        make_program(replace(DESCRIPTION, level="os", variables=resident), "train", "dist", "main")
+    )
     assert [word for word in said if "pull" in word] == [f"pull {each.name}" for each in resident]
     backward = max(number for number, word in enumerate(said) if word.startswith("backward"))
     assert all(number > backward for number, word in enumerate(said) if word.startswith("push"))
 
 
 def test_evaluation_and_prediction_only_fetch_and_compute() -> None:
-    evaluate, predict = (make_program(DESCRIPTION, mode, "dist", "main") for mode in ("eval", "predict"))
+    evaluate, predict = (
+        make_program(DESCRIPTION, mode, "dist", "main") for mode in ("eval", "predict")
+    )
     assert words(predict) == [
         "pull first.weight", "forward first", "pull second.weight", "forward second", "collective all_reduce",
     ]  # fmt: skip
     assert words(evaluate) == [*words(predict), "loss"]
-    assert all(len(make_program(DESCRIPTION, mode, "dist", "startup")) == 0 for mode in ("eval", "predict"))
+    assert all(
+        len(make_program(DESCRIPTION, mode, "dist", "startup")) == 0 for mode in ("eval", "predict")
+    )
 
 
 def test_startup_uploads_what_is_this_workers_and_fetches_the_rest() -> None:
@@ -75,7 +81,9 @@ def test_startup_uploads_what_is_this_workers_and_fetches_the_rest() -> None:
 
 
 def test_serial_is_one_worker_with_the_whole_model() -> None:
-    serial, dist = (make_program(DESCRIPTION, "train", scope, "main") for scope in ("serial", "dist"))
+    serial, dist = (
+        make_program(DESCRIPTION, "train", scope, "main") for scope in ("serial", "dist")
+    )
     assert serial.world == 1 and not serial.find("collective")
     assert serial.bytes("push") == 4 * (32 + 8 + 32 + 4) and dist.bytes("push") == 4 * (16 + 4 + 16)
     assert [operation.subject for operation in serial.find("push")].count("second.bias") == 1
@@ -83,7 +91,11 @@ def test_serial_is_one_worker_with_the_whole_model() -> None:
 
 def test_a_tied_tensor_is_pushed_once_when_its_gradient_is_complete() -> None:
     tied = Description(
-        "os_g", 0, 1, (Module("embed", "Embedding", ("w",)), Module("head", "Linear", ("w",))), (variable("w", (4, 4)),)
+        "os_g",
+        0,
+        1,
+        (Module("embed", "Embedding", ("w",)), Module("head", "Linear", ("w",))),
+        (variable("w", (4, 4)),),
     )
     assert words(make_program(tied, "train", "dist", "main"))[2:] == [
         "loss", "backward head", "backward embed", "push w", "commit", "pull w",
@@ -96,7 +108,9 @@ def test_the_listing_can_be_read() -> None:
     assert "second.weight  [0:4, 4:8]  64 bytes" in text and "all_reduce  ranks 0, 1" in text
 
 
-@pytest.mark.parametrize("wrong", [("test", "dist", "main"), ("train", "local", "main"), ("train", "dist", "init")])
+@pytest.mark.parametrize(
+    "wrong", [("test", "dist", "main"), ("train", "local", "main"), ("train", "dist", "init")]
+)
 def test_a_program_that_there_is_not_is_refused(wrong: tuple[str, str, str]) -> None:
     with pytest.raises(zs.InvalidArgument, match="must be one of"):
         make_program(DESCRIPTION, *wrong)

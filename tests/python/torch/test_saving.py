@@ -13,14 +13,20 @@ import models
 import ranks
 import zeroshard as zs
 from training import LEVELS, SEGMENT, assert_same
-from zeroshard.torch import group_sharded_parallel, load_group_sharded_model, save_group_sharded_model
+from zeroshard.torch import (
+    group_sharded_parallel,
+    load_group_sharded_model,
+    save_group_sharded_model,
+)
 
 
 def begin(level: str, name: str = "unfrozen") -> tuple[Any, Any]:
     """A model with frozen parameters, or tied ones ("gpt"), at a level."""
     model = models.build(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return group_sharded_parallel(model, optimizer, level, segment_size=SEGMENT, sync_buffers=True)[:2]
+    return group_sharded_parallel(model, optimizer, level, segment_size=SEGMENT, sync_buffers=True)[
+        :2
+    ]
 
 
 def step(model: Any, optimizer: Any, index: int, name: str, rank: int = 0, world: int = 1) -> float:
@@ -32,7 +38,9 @@ def step(model: Any, optimizer: Any, index: int, name: str, rank: int = 0, world
     return loss.item()
 
 
-def saved(rank: int, level: str, name: str, output: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def saved(
+    rank: int, level: str, name: str, output: str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Trains on a share, saves; what the state dicts were."""
     model, optimizer = begin(level, name)
     for index in range(3):
@@ -63,7 +71,9 @@ def test_saved_model_loads_into_plain_torch(
 
 
 @pytest.mark.parametrize("name", ["unfrozen", "gpt"])
-def test_training_goes_on_from_what_was_saved(name: str, tmp_path: Path, cluster: zs.Session) -> None:
+def test_training_goes_on_from_what_was_saved(
+    name: str, tmp_path: Path, cluster: zs.Session
+) -> None:
     for level, next_level in zip(LEVELS, (*LEVELS[1:], LEVELS[0])):
         output = str(tmp_path / level)
         model, optimizer = begin(level, name)

@@ -1,4 +1,5 @@
-"""What a user sees of a model whose parameters live on the servers (level p_g_os), and of its wrapper at any level."""
+"""What a user sees of a model whose parameters live on the servers (level p_g_os), and of its
+wrapper at any level."""
 
 from __future__ import annotations
 
@@ -17,10 +18,14 @@ from training import LEVELS, SEGMENT, assert_close, assert_same, worst
 from zeroshard.torch import group_sharded_parallel
 
 
-def wrap(model: nn.Module, level: str = "p_g_os", lr: float = 0.05, **options: Any) -> tuple[Any, Any]:
+def wrap(
+    model: nn.Module, level: str = "p_g_os", lr: float = 0.05, **options: Any
+) -> tuple[Any, Any]:
     """The model with SGD at a level."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return group_sharded_parallel(model, optimizer, level, **{"segment_size": SEGMENT, **options})[:2]
+    return group_sharded_parallel(model, optimizer, level, **{"segment_size": SEGMENT, **options})[
+        :2
+    ]
 
 
 def held(parameter: Tensor) -> int:
@@ -41,17 +46,22 @@ def step(model: Any, optimizer: Any, index: int = 0, name: str = "mlp") -> float
 @pytest.mark.parametrize("trained", [False, True])
 def test_only_what_is_larger_than_a_segment_is_cut(trained: bool, cluster: zs.Session) -> None:
     model, optimizer = wrap(
-        models.Classifier(nn.Linear(20, 8, bias=False), nn.Linear(8, 8), nn.Linear(8, 9), nn.Linear(9, 10)),
+        models.Classifier(
+            nn.Linear(20, 8, bias=False), nn.Linear(8, 8), nn.Linear(8, 9), nn.Linear(9, 10)
+        ),
         sync_comm=True,
     )
     if trained:
         step(model, optimizer)
     numels = {name: parameter.numel() for name, parameter in model.module.named_parameters()}
     empty = {name for name, parameter in model.module.named_parameters() if held(parameter) == 0}
-    # 8 x 8 = 64 elements is a segment, and stays; a parameter keeps its shape wherever its elements are.
+    # 8 x 8 = 64 elements is a segment, and stays; a parameter keeps its shape wherever its elements
+    # are.
     assert empty == {name for name, numel in numels.items() if numel > SEGMENT}
     assert (
-        numels["layers.1.weight"] == SEGMENT and "layers.1.weight" not in empty and "layers.2.weight" in empty
+        numels["layers.1.weight"] == SEGMENT
+        and "layers.1.weight" not in empty
+        and "layers.2.weight" in empty
     )
     assert all(parameter.grad is None or held(parameter.grad) for parameter in model.parameters())
 
@@ -109,7 +119,9 @@ def test_load_state_dict_is_followed_by_training(level: str, cluster: zs.Session
     losses = [step(model, optimizer, index) for index in range(3)]
     assert worst(losses, [step(other, plain_optimizer, index) for index in range(3)]) <= 1e-5
     with pytest.raises((RuntimeError, zs.Error), match="layers.0.bias"):
-        model.load_state_dict({name: t for name, t in other.state_dict().items() if name != "layers.0.bias"})
+        model.load_state_dict(
+            {name: t for name, t in other.state_dict().items() if name != "layers.0.bias"}
+        )
     assert_close(model.state_dict(), other.state_dict())
 
 
@@ -178,7 +190,11 @@ def test_parameters_outside_forward(level: str, summoned: bool, cluster: zs.Sess
         losses = []
         for each, each_optimizer in ((model, optimizer), (plain, plain_optimizer)):
             each_optimizer.zero_grad()
-            with each.summon_full_params() if summoned and each is model else contextlib.nullcontext():
+            with (
+                each.summon_full_params()
+                if summoned and each is model
+                else contextlib.nullcontext()
+            ):
                 loss = each(*data) + 0.1 * sum(p.square().sum() for p in each.parameters())
                 loss.backward()
             each_optimizer.step()
@@ -195,7 +211,10 @@ def test_gradients_of_inputs_and_of_parts(level: str, cluster: zs.Session) -> No
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     inputs, targets = models.batch("mlp", 0, 8)
     results = []
-    for each, inner, each_optimizer in ((model, model.module, optimizer), (plain, plain, plain_optimizer)):
+    for each, inner, each_optimizer in (
+        (model, model.module, optimizer),
+        (plain, plain, plain_optimizer),
+    ):
         leaf = inputs.clone().requires_grad_()
         each_optimizer.zero_grad()
         F.cross_entropy(inner.logits(leaf * 2), targets).backward()

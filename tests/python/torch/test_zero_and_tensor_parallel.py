@@ -1,7 +1,8 @@
 """ZeRO x tensor parallelism: a transformer on a mesh of ranks, beside one process that has it all.
 
-Rank ``(d, t)`` of a mesh ``dp x tp`` has the d-th part of each batch and the t-th part of each matrix. The heads divide;
-the hidden layer and the vocabulary do not everywhere. Real server processes.
+Rank ``(d, t)`` of a mesh ``dp x tp`` has the d-th part of each batch and the t-th part of each
+matrix. The heads divide; the hidden layer and the vocabulary do not everywhere. Real server
+processes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, 3, WIDTH // HEADS)).permute(3, 0, 2, 1, 4)
-        return self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        return self.out(
+            F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class MLP(nn.Module):
@@ -74,13 +77,18 @@ class GPT(nn.Module):
 
 
 def plan(sequence: bool) -> dict[str, Any]:
-    """Megatron's: columns, then rows; with ``sequence`` what is between them is cut along the sequence."""
+    """Megatron's: columns, then rows; with ``sequence`` what is between them is cut along the
+    sequence."""
     from zeroshard.torch.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
     between = Shard(1) if sequence else Replicate()
     columns = {name: ColwiseParallel(input_layouts=between) for name in ("attention.qkv", "mlp.up")}
     rows = {name: RowwiseParallel(output_layouts=between) for name in ("attention.out", "mlp.down")}
-    norms = {f"norms.{n}": SequenceParallel(use_local_output=True) for n in range(3)} if sequence else {}
+    norms = (
+        {f"norms.{n}": SequenceParallel(use_local_output=True) for n in range(3)}
+        if sequence
+        else {}
+    )
     return {
         "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         "positions": ColwiseParallel(output_layouts=between),
@@ -144,20 +152,28 @@ def sharded(
         model, mesh = parallel(shape, sequence)
         assert isinstance(model.mlp.up.weight, DTensor)
         wrapped, optimizer, _ = group_sharded_parallel(
-            model, torch.optim.AdamW(model.parameters(), lr=2e-3), level, segment_size=64, accumulation_steps=MICRO
+            model,
+            torch.optim.AdamW(model.parameters(), lr=2e-3),
+            level,
+            segment_size=64,
+            accumulation_steps=MICRO,
         )
         part = mesh.get_local_rank("dp")
         if level == "p_g_os":
             held = model.mlp.up.weight._local_tensor.untyped_storage().nbytes()
             assert held == 4, "a parameter that nobody uses is one element"
-        mean = torch.tensor(losses_of(wrapped, optimizer, steps, part, shape[0]), dtype=torch.float64)
+        mean = torch.tensor(
+            losses_of(wrapped, optimizer, steps, part, shape[0]), dtype=torch.float64
+        )
         dist.all_reduce(mean, group=mesh.get_group("dp"))
         outcomes.append(((mean / shape[0]).tolist(), optimizer.state_hash()))
     return outcomes
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=lambda shape: "x".join(map(str, shape)))
-def test_losses_are_those_of_one_dense_process_at_every_level(processes: dict[str, str], shape: tuple[int, int]) -> None:
+def test_losses_are_those_of_one_dense_process_at_every_level(
+    processes: dict[str, str], shape: tuple[int, int]
+) -> None:
     outcomes = ranks.run(shape[0] * shape[1], sharded, shape, LEVELS, STEPS, False, env=processes)
     reference = dense()
     for outcome in outcomes:
@@ -176,14 +192,20 @@ def test_the_bits_are_the_same_on_any_number_of_servers() -> None:
     hashes = set()
     for count in (1, 3):
         with servers(count) as address:
-            (first, *_) = ranks.run(2, sharded, (1, 2), ("os_g",), 10, False, env={"ZEROSHARD_ADDRESS": address})
+            (first, *_) = ranks.run(
+                2, sharded, (1, 2), ("os_g",), 10, False, env={"ZEROSHARD_ADDRESS": address}
+            )
             hashes.add((tuple(first[0][0]), first[0][1]))
     assert len(hashes) == 1
 
 
 def saved_and_loaded(rank: int, folder: str) -> None:
     """Two steps under one mesh and two under another are the four steps of one."""
-    from zeroshard.torch import group_sharded_parallel, load_group_sharded_model, save_group_sharded_model
+    from zeroshard.torch import (
+        group_sharded_parallel,
+        load_group_sharded_model,
+        save_group_sharded_model,
+    )
 
     def wrapped(shape: tuple[int, int]) -> tuple[Any, Any, Any]:
         model, mesh = parallel(shape, False)
@@ -212,5 +234,7 @@ def saved_and_loaded(rank: int, folder: str) -> None:
         assert worst(losses_of(plain, plain_optimizer, 2, 0, 1), expected) <= TOLERANCE
 
 
-def test_what_is_saved_under_one_mesh_goes_on_under_another_and_in_plain_torch(tmp_path: Any) -> None:
+def test_what_is_saved_under_one_mesh_goes_on_under_another_and_in_plain_torch(
+    tmp_path: Any,
+) -> None:
     ranks.run(2, saved_and_loaded, str(tmp_path))

@@ -1,4 +1,5 @@
-"""Trains the same model with plain torch, with torch's data parallelism, and with us, and tells how it went."""
+"""Trains the same model with plain torch, with torch's data parallelism, and with us, and tells how
+it went."""
 
 from __future__ import annotations
 
@@ -15,13 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 import models
 
 LEVELS = ("os", "os_g", "p_g_os")
-#: Small enough that the models' matrices live on the servers, and large enough that their biases do not.
+#: Small enough that the models' matrices live on the servers, and large enough that their biases do
+#: not.
 SEGMENT = 64
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]] = {
     "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 5, gamma=0.5),
     "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
-    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 10)),
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(
+        o, lambda step: min(1.0, (step + 1) / 10)
+    ),
     # Moves beta1 or the momentum too.
     "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.01, total_steps=40),
 }
@@ -78,7 +82,8 @@ def optimizer_of(training: Training, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(training: Training, system: str, rank: int = 0, world: int = 1) -> Outcome:
-    """Trains with ``system``: ``"plain"``, ``"ddp"`` or a level. The losses are means over the ranks."""
+    """Trains with ``system``: ``"plain"``, ``"ddp"`` or a level. The losses are means over the
+    ranks."""
     from zeroshard.torch import group_sharded_parallel
 
     model = models.build(training.model)
@@ -100,7 +105,9 @@ def train(training: Training, system: str, rank: int = 0, world: int = 1) -> Out
         if hasattr(bare, "before_step"):
             bare.before_step(step)
         whole = models.batch(training.model, step, training.batch * training.micro)
-        losses.append(_step(training, wrapped, optimizer, scaler, models.share(whole, rank, world), norms))
+        losses.append(
+            _step(training, wrapped, optimizer, scaler, models.share(whole, rank, world), norms)
+        )
         if schedule:
             schedule.step()
     if system != "plain" and world > 1:
@@ -108,7 +115,8 @@ def train(training: Training, system: str, rank: int = 0, world: int = 1) -> Out
         dist.all_reduce(mean)
         losses = (mean / world).tolist()
     state = {
-        name: tensor.clone() for name, tensor in (bare if system == "ddp" else wrapped).state_dict().items()
+        name: tensor.clone()
+        for name, tensor in (bare if system == "ddp" else wrapped).state_dict().items()
     }
     return Outcome(losses, norms, state, optimizer.state_hash() if system in LEVELS else "")
 
@@ -126,7 +134,9 @@ def _step(
     optimizer.zero_grad()
     for part in range(training.micro):
         early = part + 1 < training.micro
-        quiet = early and (training.announced == "no_sync" or isinstance(model, DistributedDataParallel))
+        quiet = early and (
+            training.announced == "no_sync" or isinstance(model, DistributedDataParallel)
+        )
         quiet = quiet and hasattr(model, "no_sync")
         with model.no_sync() if quiet else contextlib.nullcontext():
             with torch.autocast("cpu", torch.bfloat16, enabled=training.autocast):
@@ -147,7 +157,9 @@ def _step(
     return total
 
 
-def train_all(rank: int, world: int, training: Training, systems: tuple[str, ...]) -> dict[str, Outcome]:
+def train_all(
+    rank: int, world: int, training: Training, systems: tuple[str, ...]
+) -> dict[str, Outcome]:
     """Trains with each system in turn, in one rank's process."""
     return {system: train(training, system, rank, world) for system in systems}
 
@@ -159,7 +171,10 @@ def worst(ours: list[float], reference: list[float]) -> float:
 
 
 def assert_close(
-    ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], rtol: float = 1e-3, atol: float = 1e-5
+    ours: Mapping[str, Tensor],
+    reference: Mapping[str, Tensor],
+    rtol: float = 1e-3,
+    atol: float = 1e-5,
 ) -> None:
     """Two state dicts have the same names, in the same order, and nearly the same values."""
     assert list(ours) == list(reference)

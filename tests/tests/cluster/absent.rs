@@ -21,7 +21,8 @@ fn gradients(spec: &JobSpec, rank: u32, step: u64, zero: &[usize]) -> Vec<Tensor
 }
 
 async fn commit(jobs: &[Job], step: u64) -> StepReport {
-    let commits = join_all(jobs.iter().map(|job| training::commit(job, step, Commit::default()))).await;
+    let commits =
+        join_all(jobs.iter().map(|job| training::commit(job, step, Commit::default()))).await;
     let mut reports: Vec<StepReport> = commits.into_iter().map(Result::unwrap).collect();
     assert!(reports.iter().all(|report| *report == reports[0]));
     reports.swap_remove(0)
@@ -140,7 +141,11 @@ async fn a_lost_rank_takes_its_absence_along() {
         Err(Error::StepAborted { .. })
     ));
     for job in &jobs {
-        job.attempt(0).unwrap().push(synthetic::gradients(&spec.manifest, job.rank(), 0)).await.unwrap();
+        job.attempt(0)
+            .unwrap()
+            .push(synthetic::gradients(&spec.manifest, job.rank(), 0))
+            .await
+            .unwrap();
     }
     assert!(commit(&jobs, 0).await.absent.is_empty());
 }
@@ -154,11 +159,17 @@ async fn absence_that_makes_no_sense_is_refused() {
     // Not there; frozen, a buffer, tied.
     for tensor in [99, 3, 4, 6] {
         assert!(
-            matches!(jobs[0].attempt(0).unwrap().push_absent(&[tensor]).await, Err(Error::Invalid { .. })),
+            matches!(
+                jobs[0].attempt(0).unwrap().push_absent(&[tensor]).await,
+                Err(Error::Invalid { .. })
+            ),
             "{tensor}"
         );
     }
-    assert!(matches!(jobs[0].attempt(7).unwrap().push_absent(&[0]).await, Err(Error::StepMismatch { .. })));
+    assert!(matches!(
+        jobs[0].attempt(7).unwrap().push_absent(&[0]).await,
+        Err(Error::StepMismatch { .. })
+    ));
     let frozen = spec.manifest.slices_of(3).start as u32;
     for (slice, step) in [(frozen, Some(0)), (9_999, Some(0)), (0, None)] {
         let begin = pb::PushBegin { absent: vec![slice], ..stock::begin(&jobs[0], step) };

@@ -147,7 +147,9 @@ async fn version_0_is_one_worker_s_upload() {
     let spec = JobSpec { min_servers: 2, ..job("uploads", 1, sgd(1.0), tensors.collect()) };
     let client = connect(cluster.address()).await;
     client.create_job(&spec).await.unwrap();
-    let all = |value: f32| (0..4).map(move |tensor| TensorData { tensor, data: vec![value; 1000].into() });
+    let all = |value: f32| {
+        (0..4).map(move |tensor| TensorData { tensor, data: vec![value; 1000].into() })
+    };
     let first = client.join("uploads", 0).await.unwrap();
     first.initialise(all(1.0).take(3).collect()).await.unwrap();
     // Three slices are complete, and nobody may see them.

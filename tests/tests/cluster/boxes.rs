@@ -1,4 +1,5 @@
-//! Tensors on meshes: each rank moves the box that it has, and what comes of it is what whole gradients give.
+//! Tensors on meshes: each rank moves the box that it has, and what comes of it is what whole
+//! gradients give.
 
 use futures_util::future::join_all;
 use zeroshard_client::{Commit, Job, Target, TensorData};
@@ -14,7 +15,8 @@ const AVG: DimPlacement = Partial(Reduction::Avg);
 /// More than a slice; rows and columns that neither slices, blocks nor ranks divide.
 const MATRIX: [u64; 2] = [2_111, 2_003];
 
-/// A job of matrices on a mesh `dp` x `tp`: by columns, by rows, and one that is the same everywhere.
+/// A job of matrices on a mesh `dp` x `tp`: by columns, by rows, and one that is the same
+/// everywhere.
 fn meshed(name: &str, dp: usize, tp: usize) -> JobSpec {
     let tensor = |name: &str, shape: &[u64], along_tp| TensorSpec {
         layout: Some(TensorLayout { mesh: 0, placements: vec![AVG, along_tp] }),
@@ -43,7 +45,8 @@ fn boxes(spec: &JobSpec, rank: u32, seed: u64) -> Vec<TensorData> {
         let all = synthetic::values(seed * 100 + index as u64, tensor.numel() as usize);
         let view = BoxView::new(&tensor.shape, &spec.local_box(index, rank));
         let runs = view.runs(0..view.numel());
-        let values: Vec<f32> = runs.flat_map(|run| all[run.at..run.at + run.numel].to_vec()).collect();
+        let values: Vec<f32> =
+            runs.flat_map(|run| all[run.at..run.at + run.numel].to_vec()).collect();
         TensorData { tensor: index, data: values.into() }
     };
     spec.manifest.tensors().iter().enumerate().map(boxed).collect()
@@ -62,7 +65,8 @@ async fn start(cluster: &Cluster, spec: &JobSpec) -> Vec<Job> {
     jobs
 }
 
-/// Three clipped steps; ranks of one replica have parts of the same gradient. The hash of what comes of it.
+/// Three clipped steps; ranks of one replica have parts of the same gradient. The hash of what
+/// comes of it.
 async fn train(cluster: &Cluster, spec: &JobSpec, ranks_a_replica: u32) -> String {
     let jobs = start(cluster, spec).await;
     for step in 0..3 {
@@ -80,7 +84,9 @@ async fn train(cluster: &Cluster, spec: &JobSpec, ranks_a_replica: u32) -> Strin
                 .unwrap()
         });
         let reports = join_all(steps).await;
-        assert!(reports.iter().all(|report| *report == reports[0] && report.clip_coefficient < 1.0));
+        assert!(
+            reports.iter().all(|report| *report == reports[0] && report.clip_coefficient < 1.0)
+        );
     }
     let hash = jobs[0].state_hash(3).await.unwrap();
     drop(jobs);
@@ -113,7 +119,10 @@ async fn bytes_of_a_worker(cluster: &Cluster, spec: &JobSpec) -> [u64; 2] {
     let mut values: Vec<Vec<f32>> =
         shapes.map(|(tensor, _)| vec![0.0; spec.local_box(tensor, 0).numel() as usize]).collect();
     jobs[0]
-        .pull(0, values.iter_mut().enumerate().map(|(tensor, data)| Target::new(tensor, data)).collect())
+        .pull(
+            0,
+            values.iter_mut().enumerate().map(|(tensor, data)| Target::new(tensor, data)).collect(),
+        )
         .await
         .unwrap();
     jobs[0].attempt(0).unwrap().push(boxes(spec, 0, 1)).await.unwrap();
@@ -130,7 +139,12 @@ async fn a_tensor_parallel_worker_moves_its_share_of_the_bytes() {
             ..TensorSpec::new(name, [1_024, 768])
         };
         let mesh = ProcessMesh::dense([tp.unwrap_or(1)], ["tp"]).unwrap();
-        let spec = job(name, tp.unwrap_or(1) as u32, adamw(), vec![tensor("columns", 1), tensor("rows", 0)]);
+        let spec = job(
+            name,
+            tp.unwrap_or(1) as u32,
+            adamw(),
+            vec![tensor("columns", 1), tensor("rows", 0)],
+        );
         JobSpec { meshes: vec![mesh.into()], ..spec }
     };
     let dense = bytes_of_a_worker(&cluster, &matrices("dense", None)).await;

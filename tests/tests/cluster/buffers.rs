@@ -1,7 +1,9 @@
 //! Batch-norm statistics move with the steps, bit for bit.
 
 use futures_util::future::join_all;
-use zeroshard_client::{Attempt, Cluster as Client, Error, Job, Options, Slots, Target, TensorData, Values};
+use zeroshard_client::{
+    Attempt, Cluster as Client, Error, Job, Options, Slots, Target, TensorData, Values,
+};
 use zeroshard_proto::{DType, JobSpec, TensorSpec};
 use zeroshard_tests::{Cluster, stock, training};
 
@@ -21,7 +23,10 @@ fn words(seed: u32) -> Vec<u8> {
 }
 
 fn content(seed: u32) -> Vec<TensorData> {
-    vec![TensorData { tensor: STATISTICS, data: Values::new(words(seed).into(), DType::F32).unwrap() }]
+    vec![TensorData {
+        tensor: STATISTICS,
+        data: Values::new(words(seed).into(), DType::F32).unwrap(),
+    }]
 }
 
 async fn pull(job: &Job, version: u64) -> Vec<u8> {
@@ -47,7 +52,8 @@ async fn a_buffer_is_what_was_pushed_from_the_next_version_on_bit_for_bit_over_a
             job.leave().await.unwrap();
         }
         for rank in 0..2 {
-            let client = Client::connect(cluster.address(), Options { wire, ..options() }).await.unwrap();
+            let client =
+                Client::connect(cluster.address(), Options { wire, ..options() }).await.unwrap();
             jobs.push(client.join(&spec.name, rank).await.unwrap());
         }
         jobs[0].attempt(0).unwrap().push_buffers(content(1)).await.unwrap();
@@ -62,7 +68,10 @@ async fn a_buffer_is_what_was_pushed_from_the_next_version_on_bit_for_bit_over_a
             discarded.unwrap();
         }
         step(&jobs, 2).await;
-        assert!(pull(&jobs[0], 3).await == words(1), "what was pushed in a discarded attempt does not count");
+        assert!(
+            pull(&jobs[0], 3).await == words(1),
+            "what was pushed in a discarded attempt does not count"
+        );
     }
 }
 

@@ -1,4 +1,5 @@
-//! Wrong flags, values and files: the program ends at once, not with success, and says what would be right.
+//! Wrong flags, values and files: the program ends at once, not with success, and says what would
+//! be right.
 
 use std::{io::Write, net::TcpListener};
 
@@ -7,7 +8,11 @@ use zeroshard_tests::run;
 /// What a program that refuses its arguments says.
 fn refusal(program: &str, arguments: &[&str]) -> String {
     let output = run(program, arguments);
-    assert!(output.status.code().is_some_and(|code| code != 0), "{program} {arguments:?}: {}", output.status);
+    assert!(
+        output.status.code().is_some_and(|code| code != 0),
+        "{program} {arguments:?}: {}",
+        output.status
+    );
     assert!(output.stdout.is_empty(), "standard output is for results");
     String::from_utf8(output.stderr).unwrap()
 }
@@ -25,7 +30,10 @@ fn every_program_has_help_and_a_version() {
                 [*command, "--help"].into_iter().filter(|word| !word.is_empty()).collect();
             let output = run(program, &arguments);
             assert!(output.status.success(), "{program} {arguments:?}");
-            assert!(String::from_utf8(output.stdout).unwrap().contains("Usage:"), "{program} {arguments:?}");
+            assert!(
+                String::from_utf8(output.stdout).unwrap().contains("Usage:"),
+                "{program} {arguments:?}"
+            );
         }
         assert!(run(program, &["--version"]).status.success());
         assert!(refusal(program, &["nonsense"]).contains("nonsense"));
@@ -53,7 +61,8 @@ fn a_value_out_of_range_is_refused_with_its_range() {
 
 #[test]
 fn a_shard_server_without_a_coordinator_is_told_what_it_lacks() {
-    let said = refusal("zeroshard-server", &["shard", "--listen", "127.0.0.1:0", "--admin-listen", "off"]);
+    let said =
+        refusal("zeroshard-server", &["shard", "--listen", "127.0.0.1:0", "--admin-listen", "off"]);
     assert!(said.contains("--coordinator") && said.contains("HOST:PORT"), "{said}");
 }
 
@@ -94,7 +103,8 @@ fn a_configuration_file_that_is_wrong_is_refused_with_the_place() {
         assert!(said.contains(expected), "{text:?}: {said}");
     }
     assert!(
-        refusal("zeroshard-server", &["coordinator", "--config", "/nowhere.toml"]).contains("/nowhere.toml")
+        refusal("zeroshard-server", &["coordinator", "--config", "/nowhere.toml"])
+            .contains("/nowhere.toml")
     );
 }
 

@@ -74,7 +74,8 @@ async fn a_replacement_that_comes_before_the_old_lease_has_ended_waits_for_it() 
 async fn a_rank_that_is_early_waits_for_version_0() {
     let cluster = Cluster::start(2);
     let spec = spec("early", 2);
-    let calm = Training { steps: 1, ..Training::new(JobSpec { name: "calm".to_owned(), ..spec.clone() }) };
+    let calm =
+        Training { steps: 1, ..Training::new(JobSpec { name: "calm".to_owned(), ..spec.clone() }) };
     let expected = calm.run(cluster.address()).await.unwrap().hash;
     let client = connect(cluster.address()).await;
     client.create_job(&spec).await.unwrap();

@@ -31,12 +31,15 @@ async fn values_and_targets_of_any_dtype_travel_over_any_wire() {
     let numel = 70_001;
     for wire in DType::ALL {
         let spec = job(&format!("wire-{wire}"), 1, sgd(1.0), vec![synthetic_tensor(numel)]);
-        let client = zeroshard_client::Cluster::connect(cluster.address(), Options { wire, ..options() })
-            .await
-            .unwrap();
+        let client =
+            zeroshard_client::Cluster::connect(cluster.address(), Options { wire, ..options() })
+                .await
+                .unwrap();
         client.create_job(&spec).await.unwrap();
         let job = client.join(&spec.name, 0).await.unwrap();
-        job.initialise(vec![TensorData { tensor: 0, data: vec![0.0; numel].into() }]).await.unwrap();
+        job.initialise(vec![TensorData { tensor: 0, data: vec![0.0; numel].into() }])
+            .await
+            .unwrap();
         let mut expected = vec![0.0; numel];
         for (step, dtype) in (0..).zip(DType::ALL) {
             let data = Values::new(bytes_of(&exact(numel), dtype).into(), dtype).unwrap();
@@ -47,7 +50,10 @@ async fn values_and_targets_of_any_dtype_travel_over_any_wire() {
                 let mut bytes = vec![0u8; numel * target.size() + 1];
                 let data = Slots::new(&mut bytes[1..], target).unwrap();
                 job.pull(step + 1, vec![Target::new(0, data)]).await.unwrap();
-                assert!(bytes[1..] == bytes_of(&expected, target), "{dtype} over {wire} to {target}");
+                assert!(
+                    bytes[1..] == bytes_of(&expected, target),
+                    "{dtype} over {wire} to {target}"
+                );
             }
         }
     }
@@ -72,12 +78,15 @@ async fn the_next_version_of_an_average_is_the_mean_gradient() {
     join_all(jobs.iter().map(|job| training::commit(job, 0, Commit::default()))).await;
     let after = training::pull(&jobs[1], 1).await.unwrap();
     for (tensor, tensor_spec) in spec.manifest.tensors().iter().enumerate() {
-        let of =
-            |rank: u64| synthetic::values((rank << 48) | ((1 << 20) + tensor as u64), after[tensor].len());
+        let of = |rank: u64| {
+            synthetic::values((rank << 48) | ((1 << 20) + tensor as u64), after[tensor].len())
+        };
         let expected = match tensor {
             5 => before[5].clone(),
             6 => after[0].clone(),
-            _ if tensor_spec.trains() => of(0).iter().zip(of(1)).map(|(a, b)| (a + b) * 0.5).collect(),
+            _ if tensor_spec.trains() => {
+                of(0).iter().zip(of(1)).map(|(a, b)| (a + b) * 0.5).collect()
+            }
             _ => before[tensor].clone(),
         };
         assert!(after[tensor] == expected, "{}", tensor_spec.name);
@@ -100,5 +109,8 @@ async fn an_average_that_is_not_finite_comes_back_as_it_is_and_is_named() {
     let report = reports[0].as_ref().unwrap();
     assert_eq!((report.applied, report.overflow), (true, Some((0, Some(1)))));
     assert_eq!(report.clip_coefficient, 1.0);
-    assert_eq!(training::pull(&jobs[0], 1).await.unwrap(), [vec![f32::INFINITY; 1000], vec![1.0; 3]]);
+    assert_eq!(
+        training::pull(&jobs[0], 1).await.unwrap(),
+        [vec![f32::INFINITY; 1000], vec![1.0; 3]]
+    );
 }

@@ -29,10 +29,16 @@ async fn a_push_that_is_sent_twice_counts_once() {
     let cluster = Cluster::start(1);
     let job = start(cluster.address(), &spec("twice")).await.remove(0);
     for _ in 0..2 {
-        job.attempt(0).unwrap().push(synthetic::gradients(&job.spec().manifest, 0, 0)).await.unwrap();
+        job.attempt(0)
+            .unwrap()
+            .push(synthetic::gradients(&job.spec().manifest, 0, 0))
+            .await
+            .unwrap();
     }
-    let duplicate =
-        format!("zeroshard_payload_bytes_total{{direction=\"duplicate\",operation=\"push\"}} {}", 4 * NUMEL);
+    let duplicate = format!(
+        "zeroshard_payload_bytes_total{{direction=\"duplicate\",operation=\"push\"}} {}",
+        4 * NUMEL
+    );
     assert!(cluster.shards[0].get("/metrics").contains(&duplicate));
     assert_eq!(commit(&job).await, undisturbed(cluster.address()).await);
 }
@@ -108,7 +114,11 @@ async fn a_push_over_a_connection_that_is_cut_is_resumed_and_counts_once() {
         let name = format!("cut-{index}");
         let job = start(cluster.address(), &spec(&name)).await.remove(0);
         proxy.cut_after(bytes);
-        job.attempt(0).unwrap().push(synthetic::gradients(&job.spec().manifest, 0, 0)).await.unwrap();
+        job.attempt(0)
+            .unwrap()
+            .push(synthetic::gradients(&job.spec().manifest, 0, 0))
+            .await
+            .unwrap();
         assert_eq!(proxy.cuts(), index as u64 + 1, "the connection was cut");
         assert_eq!(commit(&job).await, expected, "cut after {bytes} bytes");
     }

@@ -29,7 +29,12 @@ async fn a_step_that_loses_a_worker_is_aborted_and_done_again_with_the_same_bits
     half.truncate(3);
     second.attempt(1).unwrap().push(half).await.unwrap();
     let epoch = first.epoch();
-    first.attempt(1).unwrap().push(synthetic::gradients(&first.spec().manifest, 0, 1)).await.unwrap();
+    first
+        .attempt(1)
+        .unwrap()
+        .push(synthetic::gradients(&first.spec().manifest, 0, 1))
+        .await
+        .unwrap();
     let lost = async {
         until_commits_wait(&cluster, 1).await;
         drop(second);
@@ -48,7 +53,12 @@ async fn a_step_that_loses_a_worker_is_aborted_and_done_again_with_the_same_bits
     let (one, other) = both(&first, &second, 1).await;
     assert_eq!(one.unwrap(), other.unwrap());
     assert_eq!(first.state_hash(2).await.unwrap(), expected);
-    assert!(cluster.coordinator.get("/metrics").contains("zeroshard_steps_total{outcome=\"aborted\"} 1"));
+    assert!(
+        cluster
+            .coordinator
+            .get("/metrics")
+            .contains("zeroshard_steps_total{outcome=\"aborted\"} 1")
+    );
 }
 
 #[tokio::test]
@@ -58,7 +68,12 @@ async fn a_worker_that_is_lost_after_its_commit_aborts_the_step_too() {
     let expected = expected.run(cluster.address()).await.unwrap().hash;
     let mut jobs = start(cluster.address(), &spec("committed", 2)).await;
     let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
-    second.attempt(0).unwrap().push(synthetic::gradients(&first.spec().manifest, 1, 0)).await.unwrap();
+    second
+        .attempt(0)
+        .unwrap()
+        .push(synthetic::gradients(&first.spec().manifest, 1, 0))
+        .await
+        .unwrap();
     tokio::select! {
         report = training::commit(&second, 0, Commit::default()) => panic!("rank 0 has not committed: {report:?}"),
         () = until_commits_wait(&cluster, 1) => {}
@@ -77,7 +92,12 @@ async fn gradients_that_were_pushed_before_a_rank_was_lost_cannot_be_committed_a
     let cluster = Cluster::start(1);
     let mut jobs = start(cluster.address(), &spec("between", 2)).await;
     let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
-    first.attempt(0).unwrap().push(synthetic::gradients(&first.spec().manifest, 0, 0)).await.unwrap();
+    first
+        .attempt(0)
+        .unwrap()
+        .push(synthetic::gradients(&first.spec().manifest, 0, 0))
+        .await
+        .unwrap();
     let epoch = first.epoch();
     drop(second);
     until("rank 0 knows", || first.epoch() > epoch).await;
@@ -100,11 +120,18 @@ async fn a_stale_epoch_is_refused_and_told_the_current_one() {
     drop(second);
     until("rank 0 knows", || first.epoch() > old).await;
     // The server hears of the epoch before it takes a push of it.
-    first.attempt(0).unwrap().push(synthetic::gradients(&first.spec().manifest, 0, 0)).await.unwrap();
+    first
+        .attempt(0)
+        .unwrap()
+        .push(synthetic::gradients(&first.spec().manifest, 0, 0))
+        .await
+        .unwrap();
     let begin = pb::PushBegin { epoch: old, ..stock::begin(&first, Some(0)) };
     let messages = vec![stock::open(begin), stock::extent(1, 0, &[1.0])];
     match stock::push(cluster.shards[0].address(), messages).await {
-        Err(Error::StaleEpoch { epoch, current, .. }) => assert_eq!((epoch, current), (old, first.epoch())),
+        Err(Error::StaleEpoch { epoch, current, .. }) => {
+            assert_eq!((epoch, current), (old, first.epoch()))
+        }
         other => panic!("{other:?}"),
     }
     let request = pb::PullRequest { epoch: old, ..stock::read("stale", 0, [0]) };
@@ -129,7 +156,10 @@ async fn a_server_that_is_killed_fails_the_job_and_is_named() {
         async { drop(dead) } // killed
     );
     for error in [commit.unwrap_err(), pull.unwrap_err()] {
-        assert!(matches!(&error, Error::JobFailed { reason, .. } if reason.contains(&address)), "{error}");
+        assert!(
+            matches!(&error, Error::JobFailed { reason, .. } if reason.contains(&address)),
+            "{error}"
+        );
     }
     // Later calls say it at once, and the operator sees it.
     let attempt = jobs[1].attempt(1).map(drop);
@@ -152,7 +182,8 @@ async fn a_coordinator_that_is_killed_ends_every_wait() {
     let cluster = Cluster::start(1);
     let spec = job("headless", 2, sgd(1.0), synthetic::small());
     connect(cluster.address()).await.create_job(&spec).await.unwrap();
-    let client = zeroshard_client::Cluster::connect(cluster.address(), crate::hasty()).await.unwrap();
+    let client =
+        zeroshard_client::Cluster::connect(cluster.address(), crate::hasty()).await.unwrap();
     let job = client.join("headless", 0).await.unwrap();
     job.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
     training::pull(&job, 0).await.unwrap();
@@ -202,7 +233,8 @@ async fn a_control_connection_that_is_cut_counts_as_a_lost_server() {
     let spec = job("cut", 1, sgd(1.0), synthetic::small());
     let job = start(coordinator.address(), &spec).await.remove(0);
     training::step(&job, 0).await.unwrap();
-    let (failed, ()) = tokio::join!(training::commit(&job, 1, Commit::default()), async { proxy.cut() });
+    let (failed, ()) =
+        tokio::join!(training::commit(&job, 1, Commit::default()), async { proxy.cut() });
     assert!(matches!(failed, Err(Error::JobFailed { .. })), "{failed:?}");
     // The server comes back by itself, empty.
     let client = connect(coordinator.address()).await;

@@ -38,7 +38,8 @@ async fn deleting_a_job_ends_its_pushes_and_pulls_and_frees_its_memory() {
     let trainer = start(cluster.address(), &spec).await.remove(0);
     let address = cluster.shards[0].address();
     // A push that has begun and does not go on, and a pull of a version that does not come.
-    let messages = [stock::open(stock::begin(&trainer, Some(0))), stock::extent(0, 0, &[1.0; 1000])];
+    let messages =
+        [stock::open(stock::begin(&trainer, Some(0))), stock::extent(0, 0, &[1.0; 1000])];
     let push = stock::push_stream(address, stream::iter(messages).chain(stream::pending()));
     let reader = pb::PullRequest { wait_ms: 60_000, ..stock::read("deleted", 5, [0]) };
     let pull = stock::pull(address, reader);
@@ -46,7 +47,8 @@ async fn deleting_a_job_ends_its_pushes_and_pulls_and_frees_its_memory() {
         until("both are open", || {
             let metrics = cluster.shards[0].get("/metrics");
             ["Push", "Pull"].iter().all(|method| {
-                metrics.contains(&format!("in_flight{{method=\"/zeroshard.v1.Data/{method}\"}} 1\n"))
+                metrics
+                    .contains(&format!("in_flight{{method=\"/zeroshard.v1.Data/{method}\"}} 1\n"))
             })
         })
         .await;

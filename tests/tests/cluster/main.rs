@@ -1,5 +1,5 @@
-//! What the design promises, and what operators are told, held by clusters of the shipped binaries: real processes,
-//! real sockets on port 0, driven through the client.
+//! What the design promises, and what operators are told, held by clusters of the shipped binaries:
+//! real processes, real sockets on port 0, driven through the client.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -89,6 +89,8 @@ async fn until_commits_wait(cluster: &zeroshard_tests::Cluster, commits: usize) 
 
 /// Returns when so many calls of `method` are open at a server.
 async fn until_calls_wait(server: &zeroshard_tests::Process, method: &str, calls: usize) {
-    let open = format!("zeroshard_requests_in_flight{{method=\"/zeroshard.v1.{method}\"}} {calls}\n");
-    until(&format!("{calls} calls of {method} wait"), || server.get("/metrics").contains(&open)).await;
+    let open =
+        format!("zeroshard_requests_in_flight{{method=\"/zeroshard.v1.{method}\"}} {calls}\n");
+    until(&format!("{calls} calls of {method} wait"), || server.get("/metrics").contains(&open))
+        .await;
 }

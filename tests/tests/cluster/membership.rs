@@ -24,7 +24,8 @@ async fn a_rank_has_one_worker_at_a_time() {
 }
 
 #[tokio::test]
-async fn who_waits_for_a_rank_that_leaves_is_told_at_once_and_the_next_worker_of_the_rank_does_the_step() {
+async fn who_waits_for_a_rank_that_leaves_is_told_at_once_and_the_next_worker_of_the_rank_does_the_step()
+ {
     let cluster = Cluster::start(2);
     let spec = |name| job(name, 2, adamw(), synthetic::kinds(&adamw()));
     let expected = Training { steps: 1, ..Training::new(spec("calm")) };

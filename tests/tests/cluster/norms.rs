@@ -32,13 +32,23 @@ async fn the_norm_comes_before_the_decision_and_is_the_decisions() {
     let (reduced, ()) = tokio::join!(asked, push_all(&jobs, 0));
     let reduced: Vec<_> = reduced.into_iter().map(Result::unwrap).collect();
     assert_eq!(reduced[0], reduced[1]);
-    let commit =
-        Commit { loss_scale: 8.0, max_norm: Some(reduced[0].gradient_norm / 2.0), ..Commit::default() };
+    let commit = Commit {
+        loss_scale: 8.0,
+        max_norm: Some(reduced[0].gradient_norm / 2.0),
+        ..Commit::default()
+    };
     let report = commit_all(&jobs, 0, commit).await;
     assert_eq!(report.gradient_norm.to_bits(), reduced[0].gradient_norm.to_bits());
     assert_eq!((report.clip_coefficient, reduced[0].overflow), (0.5, None));
-    assert_eq!(jobs[1].attempt(0).unwrap().reduce(8.0).await.unwrap(), reduced[0], "also when it is over");
-    assert!(matches!(jobs[1].attempt(5).unwrap().reduce(1.0).await, Err(Error::StepMismatch { .. })));
+    assert_eq!(
+        jobs[1].attempt(0).unwrap().reduce(8.0).await.unwrap(),
+        reduced[0],
+        "also when it is over"
+    );
+    assert!(matches!(
+        jobs[1].attempt(5).unwrap().reduce(1.0).await,
+        Err(Error::StepMismatch { .. })
+    ));
     assert!(matches!(jobs[1].attempt(1).unwrap().reduce(-1.0).await, Err(Error::Invalid { .. })));
 }
 
@@ -61,8 +71,10 @@ async fn who_waits_for_the_norm_hears_of_a_lost_rank_and_of_who_is_late() {
     let spec = job("hasty", 1, adamw(), synthetic::small());
     let first = start(cluster.address(), &spec).await.remove(0);
     first.leave().await.unwrap();
-    let first = Client::connect(cluster.address(), hasty()).await.unwrap().join("hasty", 0).await.unwrap();
-    let Err(Error::Timeout { waiting_for, .. }) = first.attempt(0).unwrap().reduce(1.0).await else {
+    let first =
+        Client::connect(cluster.address(), hasty()).await.unwrap().join("hasty", 0).await.unwrap();
+    let Err(Error::Timeout { waiting_for, .. }) = first.attempt(0).unwrap().reduce(1.0).await
+    else {
         panic!("timeout")
     };
     assert!(waiting_for.contains("gradients of step 0 of job \"hasty\""), "{waiting_for}");
@@ -79,8 +91,9 @@ async fn what_is_not_clipped_neither_counts_nor_shrinks() {
     let client = connect(cluster.address()).await;
     client.create_job(&spec).await.unwrap();
     let job = client.join("partly", 0).await.unwrap();
-    let all =
-        |value: f32| (0..2).map(move |tensor| TensorData { tensor, data: vec![value; 4].into() }).collect();
+    let all = |value: f32| {
+        (0..2).map(move |tensor| TensorData { tensor, data: vec![value; 4].into() }).collect()
+    };
     job.initialise(all(0.0)).await.unwrap();
     job.attempt(0).unwrap().push(all(-8.0)).await.unwrap();
     let commit = Commit { loss_scale: 2.0, max_norm: Some(2.0), ..Commit::default() };

@@ -36,20 +36,27 @@ async fn metrics_count_bytes_requests_steps_and_memory() {
     let shard = cluster.shards[0].get("/metrics");
     let bytes = 4 * 1003;
     let payload = |operation, direction| {
-        format!("zeroshard_payload_bytes_total{{direction=\"{direction}\",operation=\"{operation}\"}}")
+        format!(
+            "zeroshard_payload_bytes_total{{direction=\"{direction}\",operation=\"{operation}\"}}"
+        )
     };
     assert_eq!(series(&shard, &payload("pull", "sent")), f64::from(2 * bytes));
     // The initial parameters, and two ranks' gradients.
     assert_eq!(series(&shard, &payload("push", "received")), f64::from(3 * bytes));
     assert_eq!(series(&shard, &payload("push", "duplicate")), 0.0);
-    for (kind, expected) in [("master", bytes), ("state", 2 * bytes), ("parked", 0), ("published", 0)] {
+    for (kind, expected) in
+        [("master", bytes), ("state", 2 * bytes), ("parked", 0), ("published", 0)]
+    {
         assert_eq!(
             series(&shard, &format!("zeroshard_memory_bytes{{kind=\"{kind}\"}}")),
             f64::from(expected)
         );
     }
     for phase in ["reduce", "decide", "apply"] {
-        assert_eq!(series(&shard, &format!("zeroshard_step_phase_seconds_count{{phase=\"{phase}\"}}")), 1.0);
+        assert_eq!(
+            series(&shard, &format!("zeroshard_step_phase_seconds_count{{phase=\"{phase}\"}}")),
+            1.0
+        );
     }
     let pushes = "zeroshard_requests_total{code=\"Ok\",method=\"/zeroshard.v1.Data/Push\"}";
     assert_eq!(series(&shard, pushes), 3.0);
@@ -85,7 +92,8 @@ async fn probes_say_whether_a_server_is_of_use() {
         assert!(process.get("/").contains("ZeroShard"));
     }
     // Alive, but of no use without a coordinator.
-    let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let nobody =
+        std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let lonely = Cluster::shard(&nobody, &[]);
     assert_eq!(lonely.get("/healthz"), "ok\n");
     assert_eq!(lonely.get("/readyz"), "not ready\n");
@@ -103,11 +111,13 @@ async fn zsctl_shows_the_cluster_and_deletes_jobs() {
     let cluster = Cluster::start(2);
     let spec = job("mine", 1, adamw(), synthetic::kinds(&adamw()));
     let trained = Training::new(spec).run(cluster.address()).await.unwrap();
-    let zsctl = |arguments: &[&str]| run("zsctl", &[&["--address", cluster.address()], arguments].concat());
+    let zsctl =
+        |arguments: &[&str]| run("zsctl", &[&["--address", cluster.address()], arguments].concat());
 
     let status = lines(&zsctl(&["status", "--json"]));
     let servers: Vec<_> = status.iter().filter(|line| line["event"] == "server").collect();
-    let addresses: Vec<_> = servers.iter().map(|server| server["address"].as_str().unwrap()).collect();
+    let addresses: Vec<_> =
+        servers.iter().map(|server| server["address"].as_str().unwrap()).collect();
     assert_eq!(servers.len(), 2);
     assert!(cluster.shards.iter().all(|shard| addresses.contains(&shard.address())));
     let jobs: Vec<_> = status.iter().filter(|line| line["event"] == "job").collect();
@@ -116,7 +126,10 @@ async fn zsctl_shows_the_cluster_and_deletes_jobs() {
     assert_eq!((&jobs[0]["tensors"], &jobs[0]["slices"]), (&Value::from(9), &Value::from(7)));
     assert_eq!(jobs[0]["failure"], Value::Null);
     let table = String::from_utf8(zsctl(&["status"]).stdout).unwrap();
-    assert!(table.contains("mine") && cluster.shards.iter().all(|shard| table.contains(shard.address())));
+    assert!(
+        table.contains("mine")
+            && cluster.shards.iter().all(|shard| table.contains(shard.address()))
+    );
 
     assert_eq!(lines(&zsctl(&["hash", "mine", "--json"]))[0]["state_hash"], trained.hash.as_str());
     assert_eq!(String::from_utf8(zsctl(&["hash", "mine"]).stdout).unwrap().trim(), trained.hash);
@@ -131,7 +144,8 @@ async fn zsctl_shows_the_cluster_and_deletes_jobs() {
 #[tokio::test]
 async fn a_server_can_be_configured_by_file_and_environment_and_flags_win() {
     let mut file = tempfile::NamedTempFile::new().unwrap();
-    let text = "[common]\nwait_seconds = 7\nlog = \"error\"\n[coordinator]\nlisten = \"127.0.0.1:0\"\n";
+    let text =
+        "[common]\nwait_seconds = 7\nlog = \"error\"\n[coordinator]\nlisten = \"127.0.0.1:0\"\n";
     file.write_all(text.as_bytes()).unwrap();
     let mut command = std::process::Command::new(zeroshard_tests::binary("zeroshard-server"));
     command.args(["coordinator", "--json", "--config"]).arg(file.path());

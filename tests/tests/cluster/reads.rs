@@ -48,7 +48,10 @@ async fn a_reader_beside_training_gets_exactly_the_version_or_is_told_that_it_is
     let client = connect(cluster.address()).await;
     client.create_job(&spec).await.unwrap();
     let trainer = client.join("reads", 0).await.unwrap();
-    trainer.initialise(vec![TensorData { tensor: 0, data: vec![0.0; numel].into() }]).await.unwrap();
+    trainer
+        .initialise(vec![TensorData { tensor: 0, data: vec![0.0; numel].into() }])
+        .await
+        .unwrap();
     let training = tokio::spawn(async move {
         count_up(&trainer, STEPS).await;
         trainer
@@ -60,7 +63,8 @@ async fn a_reader_beside_training_gets_exactly_the_version_or_is_told_that_it_is
         for version in [version, (version + 1).min(STEPS)] {
             let placement = client.describe_job("reads").await.unwrap().placement;
             for (address, slices) in by_server(&placement) {
-                let request = pb::PullRequest { wait_ms: 30_000, ..stock::read("reads", version, slices) };
+                let request =
+                    pb::PullRequest { wait_ms: 30_000, ..stock::read("reads", version, slices) };
                 match stock::pull(&address, request).await {
                     Ok(answer) => {
                         assert_eq!(the_number(&answer), Some(version as f32));
@@ -87,7 +91,10 @@ async fn a_pull_that_has_begun_keeps_its_version_while_steps_go_on() {
     let client = connect(cluster.address()).await;
     client.create_job(&spec).await.unwrap();
     let trainer = client.join("slow", 0).await.unwrap();
-    trainer.initialise(vec![TensorData { tensor: 0, data: vec![0.0; numel].into() }]).await.unwrap();
+    trainer
+        .initialise(vec![TensorData { tensor: 0, data: vec![0.0; numel].into() }])
+        .await
+        .unwrap();
     // More than the windows of HTTP/2 take: the server cannot have sent it all.
     let mut request = stock::read("slow", 0, vec![0; 8]);
     request.chunk_bytes = 1 << 20;
@@ -131,7 +138,8 @@ async fn a_reader_that_waits_is_not_disturbed_by_the_loss_of_a_worker() {
         training::pull(&trainer, 1).await.unwrap()
     };
     let (read, trained) = tokio::join!(stock::pull(cluster.shards[0].address(), request), trained);
-    let bytes: Vec<u8> = read.unwrap().iter().flat_map(|message| message.payload.to_vec()).collect();
+    let bytes: Vec<u8> =
+        read.unwrap().iter().flat_map(|message| message.payload.to_vec()).collect();
     assert!(trained[0].iter().flat_map(|value| value.to_le_bytes()).eq(bytes));
 }
 
@@ -195,14 +203,21 @@ async fn a_commit_brings_the_next_version_along() {
             .await
             .unwrap();
         let targets = vec![target(&mut next)];
-        let report =
-            trainer.attempt(step).unwrap().commit_and_pull(Commit::default(), targets).await.unwrap();
+        let report = trainer
+            .attempt(step)
+            .unwrap()
+            .commit_and_pull(Commit::default(), targets)
+            .await
+            .unwrap();
         assert_eq!((report.version, report.applied), (step + 1, true));
         assert!(next == training::pull(&trainer, step + 1).await.unwrap()[0]);
     }
     // A commit that fails ends the pull, which would wait for ever.
-    let refused =
-        trainer.attempt(9).unwrap().commit_and_pull(Commit::default(), vec![target(&mut next)]).await;
+    let refused = trainer
+        .attempt(9)
+        .unwrap()
+        .commit_and_pull(Commit::default(), vec![target(&mut next)])
+        .await;
     assert!(matches!(refused, Err(Error::StepMismatch { .. })), "{refused:?}");
     // A pull that fails does not hide what became of the step from the version.
     trainer
@@ -212,8 +227,11 @@ async fn a_commit_brings_the_next_version_along() {
         .await
         .unwrap();
     let mut short = vec![0.0; 3];
-    let refused =
-        trainer.attempt(3).unwrap().commit_and_pull(Commit::default(), vec![target(&mut short)]).await;
+    let refused = trainer
+        .attempt(3)
+        .unwrap()
+        .commit_and_pull(Commit::default(), vec![target(&mut short)])
+        .await;
     assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
     assert_eq!(trainer.attempt(3).unwrap().commit(Commit::default()).await.unwrap().version, 4);
 }
@@ -231,7 +249,10 @@ async fn readers_that_stop_reading_cost_a_bounded_amount_of_memory_and_for_a_bou
     let client = connect(cluster.address()).await;
     client.create_job(&spec).await.unwrap();
     let trainer = client.join("stalled", 0).await.unwrap();
-    trainer.initialise(vec![TensorData { tensor: 0, data: vec![0.0; numel].into() }]).await.unwrap();
+    trainer
+        .initialise(vec![TensorData { tensor: 0, data: vec![0.0; numel].into() }])
+        .await
+        .unwrap();
     let data = vec![-1.0; numel];
     let step = async |step| {
         let attempt = trainer.attempt(step).unwrap();
@@ -245,7 +266,8 @@ async fn readers_that_stop_reading_cost_a_bounded_amount_of_memory_and_for_a_bou
     for version in 2..STEPS {
         if (stalled.len() as u64) < READERS {
             // More than HTTP/2's windows take, and nobody reads it.
-            let request = stock::read("stalled", version, (0..SLICES as u32).cycle().take(4 * SLICES));
+            let request =
+                stock::read("stalled", version, (0..SLICES as u32).cycle().take(4 * SLICES));
             stalled.push(stock::open_pull(shard.address(), request).await.unwrap());
         }
         step(version).await;

@@ -17,17 +17,23 @@ fn invalid<T: std::fmt::Debug>(result: Result<T>) -> String {
     }
 }
 
-/// Does `mischief` to a job in the middle of a step, and checks that the job ends where one ends that nobody
-/// disturbed.
+/// Does `mischief` to a job in the middle of a step, and checks that the job ends where one ends
+/// that nobody disturbed.
 async fn changes_nothing(name: &str, mischief: impl AsyncFnOnce(&Cluster, &[Job])) {
     let cluster = Cluster::start(1);
     let spec = |name| job(name, 2, adamw(), synthetic::kinds(&adamw()));
-    let expected = Training { steps: 2, ..Training::new(spec("calm")) }.run(cluster.address()).await.unwrap();
+    let expected =
+        Training { steps: 2, ..Training::new(spec("calm")) }.run(cluster.address()).await.unwrap();
     let jobs = start(cluster.address(), &spec(name)).await;
     let (first, second) = tokio::join!(training::step(&jobs[0], 0), training::step(&jobs[1], 0));
     assert!(first.unwrap().applied && second.unwrap().applied);
     let before = jobs[0].state_hash(1).await.unwrap();
-    jobs[0].attempt(1).unwrap().push(synthetic::gradients(&spec("any").manifest, 0, 1)).await.unwrap();
+    jobs[0]
+        .attempt(1)
+        .unwrap()
+        .push(synthetic::gradients(&spec("any").manifest, 0, 1))
+        .await
+        .unwrap();
     mischief(&cluster, &jobs).await;
     assert_eq!(jobs[0].state_hash(1).await.unwrap(), before);
     let (first, second) = tokio::join!(training::step(&jobs[0], 1), training::step(&jobs[1], 1));
@@ -54,8 +60,14 @@ async fn a_push_that_does_not_fit_is_refused() {
             "extent of slice 1 of tensor \"scalar\""
         );
         let overflow = extent(1, u64::MAX, 1);
-        assert_eq!(invalid(push(vec![begin(), overflow]).await), "extent of slice 1 of tensor \"scalar\"");
-        assert_eq!(invalid(push(vec![begin(), extent(2, 0, 1)]).await), "gradient of tensor \"frozen\"");
+        assert_eq!(
+            invalid(push(vec![begin(), overflow]).await),
+            "extent of slice 1 of tensor \"scalar\""
+        );
+        assert_eq!(
+            invalid(push(vec![begin(), extent(2, 0, 1)]).await),
+            "gradient of tensor \"frozen\""
+        );
         assert_eq!(
             invalid(push(vec![begin(), extent(3, 0, 1)]).await),
             "rank that pushes buffer \"running_mean\""
@@ -82,8 +94,9 @@ async fn a_push_for_another_job_step_or_epoch_is_refused() {
         let job = &jobs[0];
         let address = cluster.shards[0].address();
         let epoch = job.epoch();
-        let push =
-            async |begin| stock::push(address, vec![stock::open(begin), stock::extent(1, 0, &[7.0])]).await;
+        let push = async |begin| {
+            stock::push(address, vec![stock::open(begin), stock::extent(1, 0, &[7.0])]).await
+        };
         let second = || stock::begin(&jobs[1], Some(1));
         match push(pb::PushBegin { job: "nobody's".into(), ..second() }).await {
             Err(Error::UnknownJob { job }) => assert_eq!(job, "nobody's"),
@@ -123,7 +136,9 @@ async fn a_pull_that_does_not_fit_is_refused() {
             ..stock::read("pull", 1, [])
         };
         invalid(pull(stock::read("pull", 1, [99])).await);
-        for (offset, length) in [(0, 2), (1, 0), (1, 1), (u64::MAX, 1), (1, u64::MAX), (u64::MAX, u64::MAX)] {
+        for (offset, length) in
+            [(0, 2), (1, 0), (1, 1), (u64::MAX, 1), (1, u64::MAX), (u64::MAX, u64::MAX)]
+        {
             assert_eq!(invalid(pull(ranges(1, offset, length)).await), "range of slice 1");
         }
         for dtype in [0, 77, -1] {
@@ -135,13 +150,19 @@ async fn a_pull_that_does_not_fit_is_refused() {
         pull(patient).await.unwrap();
         let stale = pb::PullRequest { epoch: job.epoch() + 1, ..stock::read("pull", 1, [0]) };
         assert!(matches!(pull(stale).await, Err(Error::StaleEpoch { .. })));
-        assert!(matches!(pull(stock::read("nobody's", 1, [0])).await, Err(Error::UnknownJob { .. })));
+        assert!(matches!(
+            pull(stock::read("nobody's", 1, [0])).await,
+            Err(Error::UnknownJob { .. })
+        ));
         assert!(matches!(
             pull(stock::read("pull", 0, [0])).await,
             Err(Error::VersionGone { current: 1, .. })
         ));
         // More ranges than a request may have.
-        assert_eq!(invalid(pull(stock::read("pull", 1, vec![0; 3_000_000])).await), "a PullRequest");
+        assert_eq!(
+            invalid(pull(stock::read("pull", 1, vec![0; 3_000_000])).await),
+            "a PullRequest"
+        );
     })
     .await;
 }
@@ -200,15 +221,20 @@ async fn a_commit_that_does_not_fit_is_refused() {
             ..Default::default()
         };
         for (rank, lease) in [(0, 999_999), (1, 0)] {
-            let status =
-                stock.commit(pb::CommitRequest { rank, lease, ..request.clone() }).await.unwrap_err();
+            let status = stock
+                .commit(pb::CommitRequest { rank, lease, ..request.clone() })
+                .await
+                .unwrap_err();
             assert!(
                 matches!(Error::from_status(&status, "coordinator"), Error::LeaseLost { .. }),
                 "{status}"
             );
         }
         let status = stock.commit(pb::CommitRequest { rank: 2, ..request }).await.unwrap_err();
-        assert!(matches!(Error::from_status(&status, "coordinator"), Error::Invalid { .. }), "{status}");
+        assert!(
+            matches!(Error::from_status(&status, "coordinator"), Error::Invalid { .. }),
+            "{status}"
+        );
     })
     .await;
 }
@@ -242,7 +268,10 @@ async fn a_spec_that_contradicts_itself_or_an_existing_job_is_refused() {
     let good = job("good", 1, adamw(), synthetic::small());
     let pb = || pb::JobSpec::from(&good);
     assert_eq!(invalid(create(None).await), "spec");
-    assert_eq!(invalid(create(Some(pb::JobSpec { name: String::new(), ..pb() })).await), "name of the job");
+    assert_eq!(
+        invalid(create(Some(pb::JobSpec { name: String::new(), ..pb() })).await),
+        "name of the job"
+    );
     assert_eq!(invalid(create(Some(pb::JobSpec { world: 0, ..pb() })).await), "world");
     assert_eq!(invalid(create(Some(pb::JobSpec { replicas: 2, ..pb() })).await), "replicas");
     assert_eq!(
@@ -277,9 +306,11 @@ async fn bytes_that_are_no_grpc_are_survived() {
             synthetic::values(99, 4096).iter().flat_map(|value| value.to_le_bytes()).collect();
         for process in cluster.shards.iter().chain([&cluster.coordinator]) {
             for address in [process.address(), process.admin()] {
-                for bytes in
-                    [&noise[..], b"GET / HTTP/1.0\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\nxxxxxxxxx"]
-                {
+                for bytes in [
+                    &noise[..],
+                    b"GET / HTTP/1.0\r\n\r\n",
+                    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\nxxxxxxxxx",
+                ] {
                     let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
                     // Whether the server still listens or has closed already is its business.
                     let _ = stream.write_all(bytes).await;

@@ -29,7 +29,9 @@ async fn steps(jobs: &[Job], data: u64, step: u64) {
             .await
             .unwrap();
     }
-    for report in join_all(jobs.iter().map(|job| training::commit(job, step, Commit::default()))).await {
+    for report in
+        join_all(jobs.iter().map(|job| training::commit(job, step, Commit::default()))).await
+    {
         assert!(report.unwrap().applied);
     }
 }
@@ -77,7 +79,8 @@ async fn continues_elsewhere(optimizer: Optimizer, dtype: DType) {
     steps(&jobs, 2, 2).await;
     steps(&others, 2, 0).await;
     for part in optimizer.state().iter().copied().chain(["master", ""]) {
-        let (here, there) = (pull_part(&jobs[0], 3, part).await, pull_part(&others[0], 1, part).await);
+        let (here, there) =
+            (pull_part(&jobs[0], 3, part).await, pull_part(&others[0], 1, part).await);
         assert!(here == there, "{part:?} of {optimizer}");
     }
     assert_eq!(jobs[0].applied_steps(3).await.unwrap(), others[0].applied_steps(1).await.unwrap());
@@ -141,7 +144,10 @@ async fn parts_that_are_not_there_are_refused() {
     }
     let address = cluster.shards[0].address();
     let begin = pb::PushBegin { part: "exp_avg".to_owned(), ..stock::begin(job, Some(0)) };
-    assert!(matches!(stock::push(address, vec![stock::open(begin)]).await, Err(Error::Invalid { .. })));
+    assert!(matches!(
+        stock::push(address, vec![stock::open(begin)]).await,
+        Err(Error::Invalid { .. })
+    ));
     // Parameters that come again, with another number of steps, change nothing.
     job.initialise_at(5, synthetic::parameters(&spec.manifest)).await.unwrap();
     assert_eq!(job.applied_steps(0).await.unwrap(), [0; 9]);
@@ -153,12 +159,17 @@ async fn a_part_is_read_at_exactly_the_version_by_anybody() {
     let cluster = Cluster::start(1);
     let spec = job("read", 1, adamw(), synthetic::small());
     let jobs = start(cluster.address(), &spec).await;
-    let request =
-        pb::PullRequest { part: "exp_avg".to_owned(), wait_ms: 30_000, ..stock::read("read", 1, vec![0]) };
+    let request = pb::PullRequest {
+        part: "exp_avg".to_owned(),
+        wait_ms: 30_000,
+        ..stock::read("read", 1, vec![0])
+    };
     let address = cluster.shards[0].address();
-    let (early, report) = tokio::join!(stock::pull(address, request.clone()), training::step(&jobs[0], 0));
+    let (early, report) =
+        tokio::join!(stock::pull(address, request.clone()), training::step(&jobs[0], 0));
     assert!(report.unwrap().applied);
-    let early: Vec<u8> = early.unwrap().iter().flat_map(|message| message.payload.to_vec()).collect();
+    let early: Vec<u8> =
+        early.unwrap().iter().flat_map(|message| message.payload.to_vec()).collect();
     let (_, state) = pull_part(&jobs[0], 1, "exp_avg").await.swap_remove(0);
     assert!(state.iter().flat_map(|value| value.to_le_bytes()).eq(early));
     assert!(state.iter().any(|&value| value != 0.0));

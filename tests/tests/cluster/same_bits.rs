@@ -1,4 +1,5 @@
-//! The state depends on the initial parameters, the contributions and the decisions, and on nothing else.
+//! The state depends on the initial parameters, the contributions and the decisions, and on nothing
+//! else.
 
 use futures_util::future::join_all;
 use zeroshard_client::{Commit, Options};
@@ -69,7 +70,8 @@ async fn the_order_in_which_ranks_push_changes_no_bit() {
                     .unwrap();
             }
             for report in
-                join_all(jobs.iter().map(|job| training::commit(job, step, Commit::default()))).await
+                join_all(jobs.iter().map(|job| training::commit(job, step, Commit::default())))
+                    .await
             {
                 assert!(report.unwrap().applied);
             }
@@ -119,8 +121,11 @@ async fn parameters_and_wire_of_half_precision_give_the_same_bits_everywhere() {
                 ..Training::new(spec.clone())
             };
             let expected = train(&one, "half", training.clone()).await;
-            let trained =
-                train(&three, "half", Training { options: Options { wire, ..options() }, ..training });
+            let trained = train(
+                &three,
+                "half",
+                Training { options: Options { wire, ..options() }, ..training },
+            );
             assert!(expected == trained.await, "{dtype} over {wire}");
             let all = expected.parameters.iter().flatten();
             let rounded = |value: f32| match dtype {

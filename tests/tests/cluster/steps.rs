@@ -84,7 +84,8 @@ async fn the_mean_gradient_and_its_norm_are_those_of_one_process() {
     let jobs = start(cluster.address(), &spec).await;
     let before = training::pull(&jobs[0], 0).await.unwrap();
     let gradients = |rank: u32| synthetic::gradients(&spec.manifest, rank, 0);
-    let report = step(&jobs, gradients, 0, &Commit { max_norm: Some(0.25), ..Commit::default() }).await;
+    let report =
+        step(&jobs, gradients, 0, &Commit { max_norm: Some(0.25), ..Commit::default() }).await;
     let after = training::pull(&jobs[0], 1).await.unwrap();
 
     let values = |rank: u64, tensor: usize, numel: usize| {
@@ -132,7 +133,8 @@ async fn a_loss_scale_of_a_power_of_two_changes_no_bit() {
             let plain = (0..2usize).zip([1000, 3]);
             let scaled = plain.map(|(tensor, numel)| {
                 let values = synthetic::values(u64::from(rank) * 2 + tensor as u64, numel);
-                let data = values.into_iter().map(|value| value * scale as f32).collect::<Vec<_>>().into();
+                let data =
+                    values.into_iter().map(|value| value * scale as f32).collect::<Vec<_>>().into();
                 TensorData { tensor, data }
             });
             scaled.collect()
@@ -174,7 +176,11 @@ async fn ranks_that_disagree_about_a_step_are_told_about_what() {
     let spec = job("disagreement", 2, sgd(1.0), synthetic::small());
     let jobs = start(cluster.address(), &spec).await;
     for job in &jobs {
-        job.attempt(0).unwrap().push(synthetic::gradients(&spec.manifest, job.rank(), 0)).await.unwrap();
+        job.attempt(0)
+            .unwrap()
+            .push(synthetic::gradients(&spec.manifest, job.rank(), 0))
+            .await
+            .unwrap();
     }
     let others = [
         ("lr of parameter group 0", Commit { groups: vec![sgd(0.5)], ..Commit::default() }),
@@ -202,7 +208,9 @@ async fn the_report_has_the_mean_loss_if_every_rank_gave_one() {
     let cluster = Cluster::start(1);
     let spec = job("loss", 2, sgd(1.0), synthetic::small());
     let jobs = start(cluster.address(), &spec).await;
-    for (step, losses, mean) in [(0, [Some(1.0), Some(4.0)], Some(2.5)), (1, [Some(1.0), None], None)] {
+    for (step, losses, mean) in
+        [(0, [Some(1.0), Some(4.0)], Some(2.5)), (1, [Some(1.0), None], None)]
+    {
         let ranks = jobs.iter().map(async |job| {
             job.attempt(step)
                 .unwrap()
@@ -228,7 +236,10 @@ async fn a_frozen_tensor_keeps_its_bits_and_a_tied_one_its_owners() {
     let trained = Training::new(spec.clone()).run(cluster.address()).await.unwrap();
     let frozen = [3, 4];
     for (tensor, initial) in [(3, 129), (4, 3)] {
-        assert_eq!(trained.parameters[tensor], synthetic::values((1 << 40) + tensor as u64, initial));
+        assert_eq!(
+            trained.parameters[tensor],
+            synthetic::values((1 << 40) + tensor as u64, initial)
+        );
     }
     assert_eq!(trained.parameters[6], trained.parameters[0]);
     for (tensor, spec) in spec.manifest.tensors().iter().enumerate() {

@@ -50,12 +50,18 @@ async fn whoever_lacks_the_token_is_refused_by_every_service() {
     let ours = Training { options: with(Some(TOKEN)), ..Training::new(spec) };
     let trained = ours.run(cluster.address()).await.unwrap();
 
-    for (token, found) in [(None, "no token"), (Some(""), "no token"), (Some("another"), "another token")] {
+    for (token, found) in
+        [(None, "no token"), (Some(""), "no token"), (Some("another"), "another token")]
+    {
         assert_eq!(refused(Client::connect(cluster.address(), with(token)).await), found);
     }
     let shard = &cluster.shards[0];
-    assert_eq!(refused(stock::pull(shard.address(), stock::read("guarded", 3, [0])).await), "no token");
-    let begin = pb::PushBegin { job: "guarded".into(), epoch: 1, step: Some(3), ..Default::default() };
+    assert_eq!(
+        refused(stock::pull(shard.address(), stock::read("guarded", 3, [0])).await),
+        "no token"
+    );
+    let begin =
+        pb::PushBegin { job: "guarded".into(), epoch: 1, step: Some(3), ..Default::default() };
     let push = vec![stock::open(begin), stock::extent(0, 0, &[7.0; 100_000])];
     assert_eq!(refused(stock::push(shard.address(), push).await), "no token");
     assert_eq!(refused(ask(shard, "another").await), "another token");
@@ -74,7 +80,10 @@ async fn probes_need_no_token() {
     let cluster = Cluster::start_guarded(1, TOKEN);
     for process in [&cluster.coordinator, &cluster.shards[0]] {
         until("it is ready", || process.get("/readyz") == "ready\n").await;
-        assert_eq!(health(process).await, tonic_health::pb::health_check_response::ServingStatus::Serving);
+        assert_eq!(
+            health(process).await,
+            tonic_health::pb::health_check_response::ServingStatus::Serving
+        );
     }
 }
 
@@ -82,12 +91,14 @@ async fn probes_need_no_token() {
 async fn a_shard_server_with_another_token_does_not_join() {
     let cluster = Cluster::start_guarded(1, TOKEN);
     until("the right one has joined", || cluster.shards[0].get("/readyz") == "ready\n").await;
-    let strangers =
-        [Cluster::shard(cluster.address(), &[]), Cluster::guarded_shard(cluster.address(), "another")];
+    let strangers = [
+        Cluster::shard(cluster.address(), &[]),
+        Cluster::guarded_shard(cluster.address(), "another"),
+    ];
     let metrics = || cluster.coordinator.get("/metrics");
-    let refused =
-        "zeroshard_requests_total{code=\"Unauthenticated\",method=\"/zeroshard.v1.Coordinator/Serve\"} ";
-    let refusals = || metrics().lines().find_map(|line| line.strip_prefix(refused)?.parse::<f64>().ok());
+    let refused = "zeroshard_requests_total{code=\"Unauthenticated\",method=\"/zeroshard.v1.Coordinator/Serve\"} ";
+    let refusals =
+        || metrics().lines().find_map(|line| line.strip_prefix(refused)?.parse::<f64>().ok());
     // Each asks again and again, so that both have asked when there are many.
     until("the strangers are refused", || refusals().is_some_and(|refusals| refusals >= 4.0)).await;
     assert!(metrics().contains("zeroshard_servers 1\n"));
@@ -97,7 +108,8 @@ async fn a_shard_server_with_another_token_does_not_join() {
 #[test]
 fn zsctl_takes_the_token_and_says_where_it_lacks() {
     let cluster = Cluster::start_guarded(0, TOKEN);
-    let zsctl = |token: &str| run("zsctl", &["--address", cluster.address(), "--token", token, "status"]);
+    let zsctl =
+        |token: &str| run("zsctl", &["--address", cluster.address(), "--token", token, "status"]);
     assert!(zsctl(TOKEN).status.success());
     for wrong in ["", "another"] {
         let output = zsctl(wrong);

@@ -114,7 +114,8 @@ async fn a_server_that_falls_silent_is_named_by_push_and_pull() {
     job.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
     training::pull(&job, 0).await.unwrap();
     proxy.stall(true);
-    let push = timeout(job.attempt(0).unwrap().push(synthetic::gradients(&spec.manifest, 0, 0))).await;
+    let push =
+        timeout(job.attempt(0).unwrap().push(synthetic::gradients(&spec.manifest, 0, 0))).await;
     assert_names(&push, &[proxy.address(), "rank 0", "epoch"]);
     let pull = timeout(training::pull(&job, 0)).await;
     assert_names(&pull, &[proxy.address(), "version 0"]);

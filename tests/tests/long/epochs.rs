@@ -23,7 +23,8 @@ async fn connect(address: &str) -> Client {
     Client::connect(address, options()).await.unwrap()
 }
 
-/// Runs step 0 until it is decided, from the same data in every attempt. Returns how often it was aborted, too.
+/// Runs step 0 until it is decided, from the same data in every attempt. Returns how often it was
+/// aborted, too.
 async fn step(job: &Job) -> (StepReport, u64) {
     let mut aborted = 0;
     loop {
@@ -40,8 +41,8 @@ async fn step(job: &Job) -> (StepReport, u64) {
     }
 }
 
-/// Every gradient that was acknowledged in the last epoch counts: otherwise the step would never be complete, or its
-/// hash another one.
+/// Every gradient that was acknowledged in the last epoch counts: otherwise the step would never be
+/// complete, or its hash another one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn three_hundred_epoch_changes_erase_no_gradient_that_was_acknowledged() {
     let cluster = Cluster::start(2);
@@ -76,7 +77,8 @@ async fn three_hundred_epoch_changes_erase_no_gradient_that_was_acknowledged() {
         let report = step(&third).await;
         (report, third)
     };
-    let ((one, aborted), (two, _), ((three, _), third)) = tokio::join!(step(&first), step(&second), storm);
+    let ((one, aborted), (two, _), ((three, _), third)) =
+        tokio::join!(step(&first), step(&second), storm);
     println!("{EPOCHS} epoch changes; rank 0 ran the step {} times", aborted + 1);
     assert!(aborted > 0);
     assert_eq!((&one, &two), (&two, &three));

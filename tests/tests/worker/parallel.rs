@@ -1,4 +1,5 @@
-//! ZeRO x tensor parallelism: several workers have a replica of the model together, and train as one dense process does.
+//! ZeRO x tensor parallelism: several workers have a replica of the model together, and train as
+//! one dense process does.
 
 use std::{
     fs,
@@ -18,8 +19,8 @@ use crate::{done, start, train};
 /// 31 characters, which neither 2 nor 3 ranks divide.
 const ALPHABET: &[u8; 31] = b"abcdefghijklmnopqrstuvwxyz .,;\n";
 
-/// Neither 2 nor 3 divide the vocabulary, 3 does not divide the MLP; the gradient is clipped and accumulated. At this rate
-/// training is stable, and does not make the rounding of sums larger.
+/// Neither 2 nor 3 divide the vocabulary, 3 does not divide the MLP; the gradient is clipped and
+/// accumulated. At this rate training is stable, and does not make the rounding of sums larger.
 const TINY: &str = "--width 24 --blocks 2 --heads 6 --hidden 50 --context 12 --batch 4 --micro-batches 2 --lr 0.002 \
     --clip 0.5 --steps 100 --sample-chars 0";
 
@@ -28,11 +29,13 @@ fn text() -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     let mut state = 7u64;
     let mut next = |bound: usize| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 33) as usize % bound
     };
-    let words: Vec<String> =
-        (0..40).map(|_| (0..2 + next(6)).map(|_| char::from(ALPHABET[next(26)])).collect()).collect();
+    let words: Vec<String> = (0..40)
+        .map(|_| (0..2 + next(6)).map(|_| char::from(ALPHABET[next(26)])).collect())
+        .collect();
     let mut text = String::from_utf8(ALPHABET.to_vec()).unwrap();
     for _ in 0..2_000 {
         text.push_str(&words[next(words.len())]);
@@ -52,7 +55,10 @@ struct Trained {
 fn trained(text: &Path, flags: &str) -> Trained {
     let lines = train(&format!("--data {} {TINY} {flags}", text.display()));
     let steps: Vec<&Value> = lines.iter().filter(|line| line["event"] == "step").collect();
-    assert!(steps.iter().any(|step| step["gradient_norm"].as_f64().unwrap() > 0.5), "some steps are clipped");
+    assert!(
+        steps.iter().any(|step| step["gradient_norm"].as_f64().unwrap() > 0.5),
+        "some steps are clipped"
+    );
     let losses = steps.iter().map(|step| step["loss"].as_f64().unwrap()).collect();
     Trained { losses, hash: done(&lines)["state_hash"].as_str().unwrap().to_owned() }
 }
@@ -63,7 +69,11 @@ fn agrees_with_one_process(flags: &str) {
     let dense = trained(text.path(), "--workers 1 --shards 1 --level os");
     assert!(dense.losses[99] < dense.losses[0] - 0.1, "it learns: {dense:?}");
     let first = trained(text.path(), &format!("{flags} --shards 1 --level os"));
-    let pairs = dense.losses.iter().zip(&first.losses).map(|(dense, found)| ((found - dense) / dense).abs());
+    let pairs = dense
+        .losses
+        .iter()
+        .zip(&first.losses)
+        .map(|(dense, found)| ((found - dense) / dense).abs());
     let worst = pairs.fold(0f64, f64::max);
     println!("{flags}: losses differ by {worst:.1e} at most");
     assert!(first.losses.len() == 100 && worst <= 1e-4, "{flags}: losses differ by {worst}");
@@ -101,7 +111,8 @@ fn ranks_with_parts_of_the_sequence_train_as_one_process() {
 fn by_hand(cluster: &Cluster, flags: &[String]) -> Vec<Output> {
     let start = |(rank, flags): (usize, &String)| {
         let shards = cluster.shards.len();
-        let flags = format!("--address {} --shards {shards} --rank {rank} {flags}", cluster.address());
+        let flags =
+            format!("--address {} --shards {shards} --rank {rank} {flags}", cluster.address());
         thread::spawn(move || start(&flags))
     };
     let ranks: Vec<_> = flags.iter().enumerate().map(start).collect();
@@ -147,12 +158,16 @@ fn a_tensor_parallel_worker_moves_its_share_of_the_bytes() {
 #[test]
 fn ranks_of_a_replica_that_were_told_different_things_are_told_so() {
     let (text, cluster) = (text(), Cluster::start(1));
-    let flags = ["os", "p_g_os"]
-        .map(|level| format!("--data {} {TINY} --tensor-parallel 2 --level {level}", text.path().display()));
+    let flags = ["os", "p_g_os"].map(|level| {
+        format!("--data {} {TINY} --tensor-parallel 2 --level {level}", text.path().display())
+    });
     for (rank, output) in by_hand(&cluster, &flags).into_iter().enumerate() {
         let said = said(&output);
         assert!(!output.status.success(), "rank {rank}");
-        assert!(said.contains("level os,") && said.contains("level p_g_os,"), "rank {rank}: {said}");
+        assert!(
+            said.contains("level os,") && said.contains("level p_g_os,"),
+            "rank {rank}: {said}"
+        );
     }
 }
 

@@ -35,10 +35,11 @@ fn the_state_hash_depends_neither_on_shards_nor_level_nor_processes_nor_chunks()
 
 #[test]
 fn two_workers_with_half_the_batch_each_equal_one_with_all_of_it() {
-    // A rate at which training is stable: otherwise it makes the rounding of the sums larger with every step, as any
-    // system does that is chaotic.
+    // A rate at which training is stable: otherwise it makes the rounding of the sums larger with
+    // every step, as any system does that is chaotic.
     let losses = |workers: u32| -> Vec<f64> {
-        let flags = "--steps 100 --batch 8 --context 32 --lr 0.001 --shards 1 --level os --sample-chars 0";
+        let flags =
+            "--steps 100 --batch 8 --context 32 --lr 0.001 --shards 1 --level os --sample-chars 0";
         let lines = train(&format!("{flags} --workers {workers}"));
         let steps = lines.iter().filter(|line| line["event"] == "step");
         steps.map(|line| line["loss"].as_f64().unwrap()).collect()
@@ -74,7 +75,8 @@ fn the_last_line_sums_the_run_up() {
 #[test]
 fn what_a_worker_holds_shrinks_from_level_to_level() {
     let peak = |level: &str| {
-        let lines = train(&format!("--steps 2 --batch 2 --context 16 --sample-chars 0 --level {level}"));
+        let lines =
+            train(&format!("--steps 2 --batch 2 --context 16 --sample-chars 0 --level {level}"));
         done(&lines)["peak_bytes"].as_u64().unwrap()
     };
     let (os, os_g, p_g_os) = (peak("os"), peak("os_g"), peak("p_g_os"));

@@ -1,8 +1,9 @@
-//! The operations, made of messages: everybody to everybody where that is little or where there are two, a ring (Patarasuk and
-//! Yuan 2009) where it is much.
+//! The operations, made of messages: everybody to everybody where that is little or where there are
+//! two, a ring (Patarasuk and Yuan 2009) where it is much.
 //!
-//! A sum is cut into as many pieces as there are ranks, and piece c is added up from the rank after c to c itself, cyclically.
-//! That is the order in which a ring does it; the direct way keeps it, so both give the same bits.
+//! A sum is cut into as many pieces as there are ranks, and piece c is added up from the rank after
+//! c to c itself, cyclically. That is the order in which a ring does it; the direct way keeps it,
+//! so both give the same bits.
 
 use std::ops::Range;
 
@@ -16,13 +17,18 @@ const RING_FROM: usize = 64 << 10;
 /// Elements of a piece of a broadcast that is passed on from rank to rank.
 const RELAY: usize = 256 << 10;
 
-/// Whether `elements` in a group of this size go round in a ring. With two ranks both ways move the same bytes.
+/// Whether `elements` in a group of this size go round in a ring. With two ranks both ways move the
+/// same bytes.
 pub(super) fn goes_round(size: usize, elements: usize) -> bool {
     size > 2 && elements >= RING_FROM
 }
 
 /// See [`super::Collectives::all_reduce`].
-pub(super) fn all_reduce(at: &Operation<'_>, reduction: Reduction, data: Vec<f32>) -> Result<Vec<f32>> {
+pub(super) fn all_reduce(
+    at: &Operation<'_>,
+    reduction: Reduction,
+    data: Vec<f32>,
+) -> Result<Vec<f32>> {
     let pieces = pieces(data.len(), at.size());
     if goes_round(at.size(), data.len()) {
         let parts = pieces.iter().map(|piece| data[piece.clone()].to_vec()).collect();
@@ -69,7 +75,11 @@ pub(super) fn reduce_scatter(
 }
 
 /// See [`super::Collectives::all_gather`].
-pub(super) fn all_gather(at: &Operation<'_>, sizes: &[usize], data: Vec<f32>) -> Result<Vec<Vec<f32>>> {
+pub(super) fn all_gather(
+    at: &Operation<'_>,
+    sizes: &[usize],
+    data: Vec<f32>,
+) -> Result<Vec<Vec<f32>>> {
     if goes_round(at.size(), sizes.iter().sum()) {
         return gather_round(at, 0, sizes, data);
     }
@@ -115,7 +125,11 @@ pub(super) fn broadcast(at: &Operation<'_>, root: usize, data: Vec<f32>) -> Resu
 }
 
 /// The reduce-scatter half of a ring: round 0 to size - 2.
-fn reduce_round(at: &Operation<'_>, reduction: Reduction, parts: Vec<Vec<f32>>) -> Result<Vec<f32>> {
+fn reduce_round(
+    at: &Operation<'_>,
+    reduction: Reduction,
+    parts: Vec<Vec<f32>>,
+) -> Result<Vec<f32>> {
     let (size, me) = (at.size(), at.me());
     let (next, before) = neighbours(at);
     let mut parts: Vec<Option<Vec<f32>>> = parts.into_iter().map(Some).collect();
@@ -133,7 +147,12 @@ fn reduce_round(at: &Operation<'_>, reduction: Reduction, parts: Vec<Vec<f32>>) 
 }
 
 /// The all-gather half of a ring: `size - 1` rounds, numbered from `first`.
-fn gather_round(at: &Operation<'_>, first: u32, sizes: &[usize], data: Vec<f32>) -> Result<Vec<Vec<f32>>> {
+fn gather_round(
+    at: &Operation<'_>,
+    first: u32,
+    sizes: &[usize],
+    data: Vec<f32>,
+) -> Result<Vec<Vec<f32>>> {
     let (size, me) = (at.size(), at.me());
     let (next, before) = neighbours(at);
     let mut parts: Vec<Option<Numbers>> = vec![None; size];
@@ -156,7 +175,9 @@ fn neighbours(at: &Operation<'_>) -> (usize, usize) {
 /// `elements` in as many pieces as there are places.
 fn pieces(elements: usize, places: usize) -> Vec<Range<usize>> {
     let step = elements.div_ceil(places);
-    (0..places).map(|place| (step * place).min(elements)..(step * (place + 1)).min(elements)).collect()
+    (0..places)
+        .map(|place| (step * place).min(elements)..(step * (place + 1)).min(elements))
+        .collect()
 }
 
 fn relayed(elements: usize) -> impl Iterator<Item = Range<usize>> {

@@ -53,7 +53,8 @@ pub enum Error {
         /// The peer's.
         theirs: String,
     },
-    /// What was asked for cannot be; addresses that nobody answers at; a token that no call can carry.
+    /// What was asked for cannot be; addresses that nobody answers at; a token that no call can
+    /// carry.
     #[error(transparent)]
     Cluster(#[from] zeroshard_proto::Error),
 }

@@ -58,8 +58,8 @@ pub(super) struct Mailbox {
 }
 
 impl Mailbox {
-    /// Keeps a message until it is asked for. One of a generation that is over is dropped. Whether it was the first with this
-    /// key.
+    /// Keeps a message until it is asked for. One of a generation that is over is dropped. Whether
+    /// it was the first with this key.
     pub(super) fn put(&self, key: Key, mail: Mail) -> bool {
         let mut state = self.lock();
         let first = key.generation < state.generation || state.mail.insert(key, mail).is_none();
@@ -87,7 +87,8 @@ impl Mailbox {
             let Some(left) = deadline.checked_duration_since(Instant::now()) else {
                 return Err(Missing::Late(state.other(key)));
             };
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state =
+                self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
@@ -140,7 +141,13 @@ mod tests {
     use super::*;
 
     fn key(from: u32, sequence: u64) -> Key {
-        Key { from, generation: 1, channel: Channel { group: vec![0, 1], pair: false }, sequence, round: 0 }
+        Key {
+            from,
+            generation: 1,
+            channel: Channel { group: vec![0, 1], pair: false },
+            sequence,
+            round: 0,
+        }
     }
 
     fn mail(operation: &str) -> Mail {
@@ -181,7 +188,10 @@ mod tests {
         mailbox.lose(1, "it has left".to_owned());
         let deadline = Instant::now() + Duration::from_secs(60);
         assert_eq!(mailbox.take(&key(1, 0), deadline), Ok(mail("a")));
-        assert_eq!(mailbox.take(&key(1, 1), deadline), Err(Missing::Lost("it has left".to_owned())));
+        assert_eq!(
+            mailbox.take(&key(1, 1), deadline),
+            Err(Missing::Lost("it has left".to_owned()))
+        );
     }
 
     #[test]

@@ -74,7 +74,8 @@ impl Operation<'_> {
         position.expect("an operation is made with this rank in its group")
     }
 
-    /// The places of all others, those behind this one first: so not all send to the same one at once.
+    /// The places of all others, those behind this one first: so not all send to the same one at
+    /// once.
     pub(super) fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let (me, size) = (self.me(), self.size());
         (1..size).map(move |distance| (me + distance) % size)
@@ -98,7 +99,8 @@ impl Operation<'_> {
     /// What the `from`-th of the group sends.
     ///
     /// # Errors
-    /// [`Error::Timeout`], [`Error::Lost`], and [`Error::Disagreement`] if it is another operation or of another size.
+    /// [`Error::Timeout`], [`Error::Lost`], and [`Error::Disagreement`] if it is another operation
+    /// or of another size.
     pub(super) fn take(&self, from: usize, round: u32, elements: usize) -> Result<Vec<f32>> {
         let peer = self.channel.group[from];
         let key = Key {
@@ -115,18 +117,25 @@ impl Operation<'_> {
             operation: self.text.clone(),
         };
         let mail =
-            self.mailbox.take(&key, Instant::now() + self.patience).map_err(|missing| match missing {
-                Missing::Late(instead) => {
-                    Error::Timeout { at: at(), waited_ms: self.patience.as_millis() as u64, instead }
-                }
-                Missing::Lost(cause) => Error::Lost { at: at(), cause },
-            })?;
+            self.mailbox.take(&key, Instant::now() + self.patience).map_err(
+                |missing| match missing {
+                    Missing::Late(instead) => Error::Timeout {
+                        at: at(),
+                        waited_ms: self.patience.as_millis() as u64,
+                        instead,
+                    },
+                    Missing::Lost(cause) => Error::Lost { at: at(), cause },
+                },
+            )?;
         if mail.operation != self.text {
             return Err(Error::Disagreement { at: at(), theirs: mail.operation });
         }
         if mail.data.len() != elements {
-            let theirs =
-                format!("{} with a message of {} f32 and not {elements}", self.text, mail.data.len());
+            let theirs = format!(
+                "{} with a message of {} f32 and not {elements}",
+                self.text,
+                mail.data.len()
+            );
             return Err(Error::Disagreement { at: at(), theirs });
         }
         Ok(mail.data)

@@ -96,8 +96,8 @@ struct State {
 }
 
 impl Peers {
-    /// Listens for peers. `runtime` moves the bytes; the methods of the result block, and must not be called on one of its
-    /// threads.
+    /// Listens for peers. `runtime` moves the bytes; the methods of the result block, and must not
+    /// be called on one of its threads.
     ///
     /// # Errors
     /// For an address that cannot be listened on, and a token that no call can carry.
@@ -131,7 +131,9 @@ impl Peers {
             patience: listening.options.deadline,
         };
         let check = move |request: Request<()>| match &bearer {
-            Some(bearer) => bearer.check(request.metadata().as_ref()).map(|()| request).map_err(Status::from),
+            Some(bearer) => {
+                bearer.check(request.metadata().as_ref()).map(|()| request).map_err(Status::from)
+            }
             None => Ok(request),
         };
         let server = Server::builder()
@@ -160,7 +162,8 @@ impl Peers {
         self.clients.len() as u32
     }
 
-    /// Says goodbye: waits until what was sent has arrived, then ends. No operation works afterwards.
+    /// Says goodbye: waits until what was sent has arrived, then ends. No operation works
+    /// afterwards.
     ///
     /// # Errors
     /// [`ClusterError::Timeout`] for peers that do not take what was sent.
@@ -170,13 +173,15 @@ impl Peers {
         let flushed = runtime.block_on(async {
             let flushed = tokio::time::timeout(options.deadline, sent(&self.sending)).await;
             leaving.cancel();
-            // Answers that are under way; a peer that does not let go of its connection is not waited for.
+            // Answers that are under way; a peer that does not let go of its connection is not
+            // waited for.
             drop(tokio::time::timeout(FAREWELL, standing.wait()).await);
             flushed
         });
         flushed.map_err(|_| {
             let waiting_for = format!("the peers of rank {} to take what it sent", self.rank);
-            ClusterError::Timeout { waiting_for, waited_ms: options.deadline.as_millis() as u64 }.into()
+            ClusterError::Timeout { waiting_for, waited_ms: options.deadline.as_millis() as u64 }
+                .into()
         })
     }
 
@@ -259,16 +264,20 @@ impl Listening {
         self.address
     }
 
-    /// Becomes rank `rank` of those at `addresses` (`host:port` by rank), and waits until it has reached every one of them and they it. What
-    /// stands at this rank is not used.
+    /// Becomes rank `rank` of those at `addresses` (`host:port` by rank), and waits until it has
+    /// reached every one of them and they it. What stands at this rank is not used.
     ///
     /// # Errors
-    /// For a rank that is not among the addresses, a peer that cannot be reached within the deadline, and one that is another
-    /// than the addresses say.
+    /// For a rank that is not among the addresses, a peer that cannot be reached within the
+    /// deadline, and one that is another than the addresses say.
     pub fn connect(self, rank: u32, addresses: &[String]) -> Result<Peers> {
         let world = addresses.len() as u32;
         if rank >= world {
-            return Err(Error::invalid("rank", rank, format!("less than the number of addresses, {world}")));
+            return Err(Error::invalid(
+                "rank",
+                rank,
+                format!("less than the number of addresses, {world}"),
+            ));
         }
         self.identity.send_replace(Some(Identity { rank, world }));
         let dialled = try_join_all(addresses.iter().zip(0..).map(async |(address, to)| {
@@ -286,26 +295,33 @@ impl Listening {
     /// Waits until all peers have reached this worker.
     async fn attached(&self, rank: u32, world: u32) -> Result<()> {
         let mut attached = self.attached.subscribe();
-        let all =
-            attached.wait_for(|attached| (0..world).all(|peer| peer == rank || attached.contains(&peer)));
+        let all = attached
+            .wait_for(|attached| (0..world).all(|peer| peer == rank || attached.contains(&peer)));
         if tokio::time::timeout(self.options.deadline, all).await.is_ok() {
             return Ok(());
         }
         let here = self.attached.borrow();
-        let missing: Vec<u32> = (0..world).filter(|peer| *peer != rank && !here.contains(peer)).collect();
+        let missing: Vec<u32> =
+            (0..world).filter(|peer| *peer != rank && !here.contains(peer)).collect();
         let waiting_for = format!("ranks {missing:?} to reach rank {rank}");
-        Err(ClusterError::Timeout { waiting_for, waited_ms: self.options.deadline.as_millis() as u64 }.into())
+        Err(ClusterError::Timeout {
+            waiting_for,
+            waited_ms: self.options.deadline.as_millis() as u64,
+        }
+        .into())
     }
 
     /// Connects to a peer, and listens to how it is.
     async fn dial(&self, from: u32, to: u32, world: u32, address: &str) -> Result<Client> {
         let endpoint = transport::endpoint(address)?;
-        let mut client = Client::new(Connection::new(endpoint.connect_lazy(), &self.options.token)?);
+        let mut client =
+            Client::new(Connection::new(endpoint.connect_lazy(), &self.options.token)?);
         let name = format!("rank {to} at {address}");
         let begin = Instant::now();
         let events = loop {
             let attached = async {
-                let mut events = client.attach(pb::AttachRequest { from, to, world }).await?.into_inner();
+                let mut events =
+                    client.attach(pb::AttachRequest { from, to, world }).await?.into_inner();
                 // The first one is there at once: that all is well.
                 events.message().await?;
                 Ok::<_, Status>(events)
@@ -316,11 +332,15 @@ impl Listening {
                 Ok(Err(status)) => ClusterError::from_status(&status, &name),
                 Err(_) => {
                     let waited_ms = self.options.deadline.as_millis() as u64;
-                    ClusterError::Timeout { waiting_for: format!("rank {from} to reach {name}"), waited_ms }
+                    ClusterError::Timeout {
+                        waiting_for: format!("rank {from} to reach {name}"),
+                        waited_ms,
+                    }
                 }
             };
             // It may not listen yet.
-            if !matches!(error, ClusterError::Unavailable { .. }) || begin.elapsed() >= self.options.deadline
+            if !matches!(error, ClusterError::Unavailable { .. })
+                || begin.elapsed() >= self.options.deadline
             {
                 return Err(error.into());
             }
@@ -349,7 +369,9 @@ async fn listen(mut events: Streaming<pb::AttachResponse>, mailbox: &Mailbox, pe
             }
             Ok(Some(_)) => {}
             Ok(None) => return mailbox.lose(peer, "it has left".to_owned()),
-            Err(status) => return mailbox.lose(peer, format!("its connection ended: {}", status.message())),
+            Err(status) => {
+                return mailbox.lose(peer, format!("its connection ended: {}", status.message()));
+            }
         }
     }
 }
@@ -369,8 +391,12 @@ impl Post for Peers {
         let send = async move {
             match tokio::time::timeout(deadline, client.deliver(stream::iter(parts))).await {
                 Ok(Ok(_)) => {}
-                Ok(Err(status)) => mailbox.lose(to, format!("a message to it failed: {}", status.message())),
-                Err(_) => mailbox.lose(to, format!("it took no message for {} ms", deadline.as_millis())),
+                Ok(Err(status)) => {
+                    mailbox.lose(to, format!("a message to it failed: {}", status.message()))
+                }
+                Err(_) => {
+                    mailbox.lose(to, format!("it took no message for {} ms", deadline.as_millis()))
+                }
             }
             sending.send_modify(|count| *count -= 1);
         };
@@ -389,16 +415,30 @@ impl Collectives for Peers {
     }
 
     fn all_gather(&self, group: &[u32], sizes: &[usize], data: Vec<f32>) -> Result<Vec<Vec<f32>>> {
-        let own = group.iter().position(|&rank| rank == self.rank).and_then(|place| sizes.get(place));
+        let own =
+            group.iter().position(|&rank| rank == self.rank).and_then(|place| sizes.get(place));
         if sizes.len() != group.len() || own != Some(&data.len()) {
-            let found = format!("{sizes:?} for ranks {group:?} and {} f32 of rank {}", data.len(), self.rank);
-            return Err(Error::invalid("sizes of an all_gather", found, "one for each rank, this one's too"));
+            let found = format!(
+                "{sizes:?} for ranks {group:?} and {} f32 of rank {}",
+                data.len(),
+                self.rank
+            );
+            return Err(Error::invalid(
+                "sizes of an all_gather",
+                found,
+                "one for each rank, this one's too",
+            ));
         }
         let text = format!("all_gather of {sizes:?} f32");
         self.collect(group, text, |at| algorithms::all_gather(at, sizes, data))
     }
 
-    fn reduce_scatter(&self, group: &[u32], reduction: Reduction, parts: Vec<Vec<f32>>) -> Result<Vec<f32>> {
+    fn reduce_scatter(
+        &self,
+        group: &[u32],
+        reduction: Reduction,
+        parts: Vec<Vec<f32>>,
+    ) -> Result<Vec<f32>> {
         let sizes: Vec<usize> = parts.iter().map(Vec::len).collect();
         if sizes.len() != group.len() {
             let found = format!("{} for ranks {group:?}", sizes.len());

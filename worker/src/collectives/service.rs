@@ -45,9 +45,10 @@ impl Service {
         let known = identity.wait_for(Option::is_some);
         match tokio::time::timeout(self.patience, known).await {
             Ok(Ok(identity)) => Ok(identity.expect("it was waited for")),
-            Ok(Err(_)) => {
-                Err(Error::Unavailable { peer: "this worker".to_owned(), cause: "it ends".to_owned() })
-            }
+            Ok(Err(_)) => Err(Error::Unavailable {
+                peer: "this worker".to_owned(),
+                cause: "it ends".to_owned(),
+            }),
             Err(_) => Err(Error::Timeout {
                 waiting_for: "this worker to be told its rank".to_owned(),
                 waited_ms: self.patience.as_millis() as u64,
@@ -76,7 +77,8 @@ impl Service {
         };
         loop {
             let payload = &part.payload;
-            let place = bytes.get_mut(at..at + payload.len()).ok_or_else(|| wrong(at + payload.len()))?;
+            let place =
+                bytes.get_mut(at..at + payload.len()).ok_or_else(|| wrong(at + payload.len()))?;
             place.copy_from_slice(payload);
             at += payload.len();
             match parts.message().await? {
@@ -110,7 +112,10 @@ impl pb::worker_server::Worker for Service {
         let asked = request.into_inner();
         let here = self.identity().await?;
         if (asked.to, asked.world) != (here.rank, here.world) {
-            let found = format!("rank {} of {} ranks (asked by rank {})", asked.to, asked.world, asked.from);
+            let found = format!(
+                "rank {} of {} ranks (asked by rank {})",
+                asked.to, asked.world, asked.from
+            );
             let expected = format!("rank {} of {} ranks: who is here", here.rank, here.world);
             return Err(Error::invalid("peer", found, expected).into());
         }
@@ -131,7 +136,12 @@ impl pb::worker_server::Worker for Service {
         let (key, mail) = self.receive(request.into_inner()).await?;
         let from = key.from;
         if !self.mailbox.put(key, mail) {
-            return Err(Error::invalid("message", format!("a second one of rank {from}"), "sent once").into());
+            return Err(Error::invalid(
+                "message",
+                format!("a second one of rank {from}"),
+                "sent once",
+            )
+            .into());
         }
         Ok(Response::new(pb::DeliverResponse {}))
     }

@@ -24,7 +24,8 @@ pub(crate) fn with_deadline<T: Send>(
     run: impl Fn(&Arc<Peers>) -> T + Sync,
 ) -> Vec<T> {
     let runtime = runtime();
-    let bind = |_| Peers::bind(runtime.handle(), Options { deadline, ..Options::default() }).unwrap();
+    let bind =
+        |_| Peers::bind(runtime.handle(), Options { deadline, ..Options::default() }).unwrap();
     let listening: Vec<_> = (0..world).map(bind).collect();
     let addresses: Vec<String> = listening.iter().map(|one| one.address().to_string()).collect();
     thread::scope(|scope| {

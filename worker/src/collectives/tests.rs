@@ -49,10 +49,15 @@ fn an_all_reduce_is_the_sum_and_the_same_bits_on_every_rank() {
     for world in [1, 2, 3, 5] {
         for count in [0, 1, 2, 10, MANY] {
             let sums = together(world, |peers| {
-                peers.all_reduce(&group(world), Reduction::Sum, values(peers.rank(), count)).unwrap()
+                peers
+                    .all_reduce(&group(world), Reduction::Sum, values(peers.rank(), count))
+                    .unwrap()
             });
             assert_close(&sums[0], &exact(world, count));
-            assert!(sums.iter().all(|sum| bits(sum) == bits(&sums[0])), "{world} ranks, {count} elements");
+            assert!(
+                sums.iter().all(|sum| bits(sum) == bits(&sums[0])),
+                "{world} ranks, {count} elements"
+            );
         }
     }
 }
@@ -68,10 +73,12 @@ fn ring_and_direct_give_the_same_bits() {
     };
     let ring = all_reduce();
     assert_eq!(bits(&ring), bits(&all_reduce()), "the result does not depend on timing");
-    // Pieces of the same place have the same order: cut what went round into what goes the direct way.
+    // Pieces of the same place have the same order: cut what went round into what goes the direct
+    // way.
     let piece = MANY.div_ceil(world);
     for place in 0..world {
-        let of_piece = |values: Vec<f32>| values[piece * place..(piece * (place + 1)).min(MANY)].to_vec();
+        let of_piece =
+            |values: Vec<f32>| values[piece * place..(piece * (place + 1)).min(MANY)].to_vec();
         let direct = together(world, |peers| {
             let (mine, rank) = (of_piece(values(peers.rank(), MANY)), peers.rank() as usize);
             let mut parts = vec![Vec::new(); world];
@@ -89,14 +96,19 @@ fn mean_and_maximum_are_those_of_all_ranks() {
     for count in [5, MANY] {
         let world = 3;
         let both = together(world, |peers| {
-            let reduce = |how| peers.all_reduce(&group(world), how, values(peers.rank(), count)).unwrap();
+            let reduce =
+                |how| peers.all_reduce(&group(world), how, values(peers.rank(), count)).unwrap();
             (reduce(Reduction::Avg), reduce(Reduction::Max))
         });
         let world_size = world as f64;
-        let mean = exact(world, count).into_iter().map(|(sum, size)| (sum / world_size, size / world_size));
+        let mean = exact(world, count)
+            .into_iter()
+            .map(|(sum, size)| (sum / world_size, size / world_size));
         let mean: Vec<_> = mean.collect();
         let largest: Vec<f32> = (0..count)
-            .map(|i| group(world).iter().map(|&rank| values(rank, count)[i]).fold(f32::MIN, f32::max))
+            .map(|i| {
+                group(world).iter().map(|&rank| values(rank, count)[i]).fold(f32::MIN, f32::max)
+            })
             .take(5)
             .collect();
         for (average, maximum) in both {
@@ -126,7 +138,8 @@ fn parts_of_any_size_are_gathered_in_the_groups_order() {
             peers.all_gather(&order, &sizes, values(peers.rank(), sizes[place])).unwrap()
         });
         for parts in gathered {
-            let expected: Vec<_> = order.iter().zip(sizes).map(|(&rank, size)| values(rank, size)).collect();
+            let expected: Vec<_> =
+                order.iter().zip(sizes).map(|(&rank, size)| values(rank, size)).collect();
             assert_eq!(parts, expected);
         }
     }
@@ -147,8 +160,9 @@ fn parts_of_any_size_are_reduced_and_scattered() {
 #[test]
 fn a_broadcast_is_the_roots_data() {
     for count in [4, 600_000] {
-        for found in together(3, |peers| peers.broadcast(&[1, 2, 0], 2, values(peers.rank(), count)).unwrap())
-        {
+        for found in together(3, |peers| {
+            peers.broadcast(&[1, 2, 0], 2, values(peers.rank(), count)).unwrap()
+        }) {
             assert_eq!(found, values(2, count));
         }
     }
@@ -185,7 +199,8 @@ fn two_ranks_with_other_sizes_are_told_what_each_said() {
         let count = 10 + peers.rank() as usize;
         peers.all_reduce(&group(2), Reduction::Sum, vec![0.0; count]).unwrap_err()
     });
-    for (error, (ours, theirs)) in errors.iter().zip([("of 10 f32", "of 11 f32"), ("of 11 f32", "of 10 f32")])
+    for (error, (ours, theirs)) in
+        errors.iter().zip([("of 10 f32", "of 11 f32"), ("of 11 f32", "of 10 f32")])
     {
         let Error::Disagreement { at, theirs: said } = error else { panic!("{error}") };
         assert!(at.operation.contains(ours) && said.contains(theirs), "{error}");
@@ -210,8 +225,11 @@ fn two_ranks_in_other_operations_are_told_what_each_called() {
 fn who_says_something_else_about_the_plan_is_told_so() {
     for same in [true, false] {
         let results = together(3, |peers| {
-            let said =
-                if same || peers.rank() != 1 { "fc1: ColwiseParallel" } else { "fc1: RowwiseParallel" };
+            let said = if same || peers.rank() != 1 {
+                "fc1: ColwiseParallel"
+            } else {
+                "fc1: RowwiseParallel"
+            };
             peers.agree(&group(3), "the plan", said)
         });
         if same {
@@ -240,7 +258,9 @@ fn who_waits_in_vain_hears_for_whom_and_in_what() {
         given_up.wait();
         error
     });
-    let Some(Error::Timeout { at, waited_ms: 1000, instead }) = &results[0] else { panic!("{results:?}") };
+    let Some(Error::Timeout { at, waited_ms: 1000, instead }) = &results[0] else {
+        panic!("{results:?}")
+    };
     assert_eq!((at.rank, at.peer, at.group.as_slice()), (0, 1, [0, 1].as_slice()));
     assert!(at.operation.contains("all_reduce(sum) of 7 f32"), "{at}");
     assert!(instead.as_ref().is_some_and(|other| other.contains("send of 1 f32")), "{instead:?}");
@@ -290,7 +310,10 @@ fn groups_and_ranks_that_cannot_be_are_refused_and_harm_nothing() {
     together(2, |peers| {
         for wrong in [vec![], vec![0, 0, 1], vec![1 - peers.rank()], vec![0, 1, 2]] {
             let error = peers.all_reduce(&wrong, Reduction::Sum, vec![]).unwrap_err();
-            assert!(matches!(error, Error::Cluster(ClusterError::Invalid { .. })), "{wrong:?}: {error}");
+            assert!(
+                matches!(error, Error::Cluster(ClusterError::Invalid { .. })),
+                "{wrong:?}: {error}"
+            );
         }
         assert!(peers.send(peers.rank(), vec![]).is_err());
         assert!(peers.recv(2, 0).is_err());

@@ -1,5 +1,5 @@
-//! Collectives inside autograd: one operation, whose forward takes a tensor from one layout to another, and whose backward does
-//! so with the gradient.
+//! Collectives inside autograd: one operation, whose forward takes a tensor from one layout to
+//! another, and whose backward does so with the gradient.
 
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
@@ -30,7 +30,8 @@ pub trait ParallelBackend: Backend {
     /// Takes this rank's part of a tensor to another layout, together with the other ranks.
     ///
     /// # Errors
-    /// Those of the collectives. An error in a backward pass is told by [`World::backward`], and its gradients are NaN.
+    /// Those of the collectives. An error in a backward pass is told by [`World::backward`], and
+    /// its gradients are NaN.
     fn exchange(local: FloatTensor<Self>, exchange: Exchange) -> Result<FloatTensor<Self>>;
 }
 
@@ -43,10 +44,9 @@ impl ParallelBackend for Flex {
         let local = Tensor::<Self, 1>::from_primitive(TensorPrimitive::Float(local));
         let device = local.device();
         // The rank of the type is not that of the primitive; nothing here depends on it.
-        let data = local
-            .into_data()
-            .into_vec::<f32>()
-            .map_err(|_| Error::invalid("element type of a distributed tensor", "another one", "f32"))?;
+        let data = local.into_data().into_vec::<f32>().map_err(|_| {
+            Error::invalid("element type of a distributed tensor", "another one", "f32")
+        })?;
         let result = forward.run(&world, data)?;
         let data = TensorData::new(result, forward.size(world.rank()));
         Ok(Self::float_from_data(data, &device))
@@ -68,7 +68,9 @@ impl<B: ParallelBackend, C: CheckpointStrategy> ParallelBackend for Autodiff<B, 
                 let moved = B::exchange(local.primitive, exchange.clone())?;
                 Ok(prepared.finish(exchange, moved))
             }
-            OpsKind::UnTracked(prepared) => Ok(prepared.finish(B::exchange(local.primitive, exchange)?)),
+            OpsKind::UnTracked(prepared) => {
+                Ok(prepared.finish(B::exchange(local.primitive, exchange)?))
+            }
         }
     }
 }
@@ -85,7 +87,8 @@ impl<B: ParallelBackend> Backward<B, 1> for Redistribute {
         let Exchange { world, forward, backward, scale, .. } = ops.state;
         unary::<B, _>(ops.parents, ops.node, gradients, |gradient| {
             let device = B::float_device(&gradient);
-            let gradient = if scale == 1.0 { gradient } else { B::float_mul_scalar(gradient, scale.into()) };
+            let gradient =
+                if scale == 1.0 { gradient } else { B::float_mul_scalar(gradient, scale.into()) };
             let size = backward.size(world.rank());
             let no_gradient = Some("that of a gradient");
             let reverse = Exchange {

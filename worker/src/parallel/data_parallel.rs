@@ -23,7 +23,8 @@ pub struct DataParallelOptions {
     pub comm_buffer_size: usize,
     /// The first bucket, the last to be sent, once it has so many.
     pub last_comm_buffer_size: usize,
-    /// Whether a forward pass may leave parameters out. One that another rank used then counts as zeros here.
+    /// Whether a forward pass may leave parameters out. One that another rank used then counts as
+    /// zeros here.
     pub find_unused_parameters: bool,
 }
 
@@ -35,8 +36,8 @@ impl Default for DataParallelOptions {
 
 /// A module that every rank of a mesh has, Paddle's and torch's `DataParallel`.
 ///
-/// burn's gradients are values, so a backward pass is called on it: it adds them to those that there are, and synchronises unless
-/// the *forward* pass was under [`Self::no_sync`].
+/// burn's gradients are values, so a backward pass is called on it: it adds them to those that
+/// there are, and synchronises unless the *forward* pass was under [`Self::no_sync`].
 #[derive(Debug)]
 pub struct DataParallel<B: AutodiffBackend, M> {
     module: M,
@@ -67,21 +68,25 @@ impl<T> Forward<T> {
 }
 
 impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
-    /// Takes a module, on each rank of a mesh of one dimension; its parameters become those of the mesh's first rank. With one rank
-    /// it works, and sends nothing.
+    /// Takes a module, on each rank of a mesh of one dimension; its parameters become those of the
+    /// mesh's first rank. With one rank it works, and sends nothing.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a mesh that has not one dimension, and for a module without a parameter that trains;
-    /// [`crate::collectives::Error::Disagreement`] if another rank has other parameters.
+    /// [`Error::Invalid`] for a mesh that has not one dimension, and for a module without a
+    /// parameter that trains; [`crate::collectives::Error::Disagreement`] if another rank has other
+    /// parameters.
     pub fn new(module: M, mesh: &Mesh, options: DataParallelOptions) -> Result<Self> {
         mesh.check_1d("data parallelism")?;
         let all = parameters::list(&module);
-        let parameters: Vec<Parameter> = all.iter().filter(|parameter| parameter.trains).cloned().collect();
+        let parameters: Vec<Parameter> =
+            all.iter().filter(|parameter| parameter.trains).cloned().collect();
         if parameters.is_empty() {
             return Err(Error::invalid("number of parameters that train", 0, "1 or more"));
         }
-        let described: Vec<String> =
-            all.iter().map(|parameter| format!("{} {:?}", parameter.path, parameter.shape)).collect();
+        let described: Vec<String> = all
+            .iter()
+            .map(|parameter| format!("{} {:?}", parameter.path, parameter.shape))
+            .collect();
         mesh.world().agree(mesh.process_mesh(), "the parameters", &described.join(", "))?;
         let group = mesh.group(0)?;
         let mut own = parameters::read(&module);
@@ -93,7 +98,8 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
         let module = parameters::write(module, values);
         let sizes: Vec<(usize, DType)> =
             parameters.iter().map(|parameter| (4 * parameter.elements(), DType::F32)).collect();
-        let buckets = Buckets::new(&sizes, options.comm_buffer_size * MB, options.last_comm_buffer_size * MB);
+        let buckets =
+            Buckets::new(&sizes, options.comm_buffer_size * MB, options.last_comm_buffer_size * MB);
         Ok(Self {
             module,
             mesh: mesh.clone(),
@@ -126,7 +132,8 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
         Forward { output: run(&self.module), synchronises: self.synchronises }
     }
 
-    /// Runs something whose forward passes do not synchronise: what accumulates is part of the next synchronisation.
+    /// Runs something whose forward passes do not synchronise: what accumulates is part of the next
+    /// synchronisation.
     pub fn no_sync<T>(&mut self, run: impl FnOnce(&mut Self) -> T) -> T {
         let before = std::mem::replace(&mut self.synchronises, false);
         let result = run(self);
@@ -134,11 +141,12 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
         result
     }
 
-    /// Runs a backward pass, adds its gradients to those that there are, and synchronises them, unless the forward pass
-    /// was under [`Self::no_sync`].
+    /// Runs a backward pass, adds its gradients to those that there are, and synchronises them,
+    /// unless the forward pass was under [`Self::no_sync`].
     ///
     /// # Errors
-    /// [`Error::UnusedParameter`] on every rank, if a rank has no gradient of a parameter; those of the collectives.
+    /// [`Error::UnusedParameter`] on every rank, if a rank has no gradient of a parameter; those of
+    /// the collectives.
     pub fn backward<const D: usize>(&mut self, forward: Forward<Tensor<B, D>>) -> Result<()> {
         let gradients = self.mesh.world().backward(&forward.output)?;
         for (id, gradient) in parameters::gradients::<B, M>(&self.module, &gradients) {
@@ -150,8 +158,8 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
         if forward.synchronises { self.synchronise() } else { Ok(()) }
     }
 
-    /// Makes the gradients the mean over the ranks: Paddle's `fused_allreduce_gradients`, for what ran under
-    /// [`Self::no_sync`].
+    /// Makes the gradients the mean over the ranks: Paddle's `fused_allreduce_gradients`, for what
+    /// ran under [`Self::no_sync`].
     ///
     /// # Errors
     /// Those of [`Self::backward`].
@@ -160,9 +168,13 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
         let (world, group) = (self.mesh.world(), self.mesh.group(0)?);
         // Backward makes gradients in about the reverse order.
         for bucket in self.buckets.iter().rev() {
-            let bucket: Vec<&Parameter> =
-                bucket.iter().filter(|index| used[**index]).map(|index| &self.parameters[*index]).collect();
-            let mut data = Vec::with_capacity(bucket.iter().map(|parameter| parameter.elements()).sum());
+            let bucket: Vec<&Parameter> = bucket
+                .iter()
+                .filter(|index| used[**index])
+                .map(|index| &self.parameters[*index])
+                .collect();
+            let mut data =
+                Vec::with_capacity(bucket.iter().map(|parameter| parameter.elements()).sum());
             for parameter in &bucket {
                 match self.gradients.get(&parameter.id) {
                     Some(gradient) => data.extend_from_slice(gradient),
@@ -171,7 +183,8 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
             }
             let mut mean = world.all_reduce(&group, Reduction::Avg, data)?.into_iter();
             for parameter in bucket {
-                self.gradients.insert(parameter.id, mean.by_ref().take(parameter.elements()).collect());
+                self.gradients
+                    .insert(parameter.id, mean.by_ref().take(parameter.elements()).collect());
             }
         }
         Ok(())
@@ -202,6 +215,8 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
                 }
             }
         }
-        Ok((0..self.parameters.len()).map(|index| all.iter().any(|used| used[index] > 0.0)).collect())
+        Ok((0..self.parameters.len())
+            .map(|index| all.iter().any(|used| used[index] > 0.0))
+            .collect())
     }
 }

@@ -28,7 +28,8 @@ pub trait StaticLayer<B: ParallelBackend>: Module<B> + Parallelize<B> {
 /// A loss, of outputs and labels: one number.
 pub type Loss<B> = Box<dyn Fn(Vec<Value<B>>, Vec<Value<B>>) -> Result<Tensor<B, 1>> + Send + Sync>;
 
-/// What a data loader gives: the first batch says how many inputs and labels there are, and programs are made with it.
+/// What a data loader gives: the first batch says how many inputs and labels there are, and
+/// programs are made with it.
 #[derive(Debug, Clone)]
 pub struct Batch<B: ParallelBackend> {
     /// What the module gets.
@@ -57,8 +58,9 @@ pub struct DistModel<B: ParallelBackend, M> {
     mode: Mode,
 }
 
-/// A model of a module, a loader's first batch, and what there is of loss and optimizer. With both it begins in train mode, with a
-/// loss alone in eval mode, without in predict mode. Parameters are those of the optimizer's job; without one, the module's.
+/// A model of a module, a loader's first batch, and what there is of loss and optimizer. With both
+/// it begins in train mode, with a loss alone in eval mode, without in predict mode. Parameters are
+/// those of the optimizer's job; without one, the module's.
 ///
 /// # Errors
 /// [`Error::MissingPart`] for an optimizer without a loss.
@@ -73,7 +75,9 @@ pub fn to_static<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>>(
         (Some(_), Some(_)) => Mode::Train,
         (Some(_), None) => Mode::Eval,
         (None, None) => Mode::Predict,
-        (None, Some(_)) => return Err(Error::MissingPart { mode: Mode::Train.name(), missing: "a loss" }),
+        (None, Some(_)) => {
+            return Err(Error::MissingPart { mode: Mode::Train.name(), missing: "a loss" });
+        }
     };
     Ok(DistModel { layer: Some(layer), mesh: mesh.clone(), sample, loss, optimizer, mode })
 }
@@ -97,10 +101,12 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         self.optimizer.as_ref().ok_or_else(no_job)?.state_dict()
     }
 
-    /// Takes over what [`Self::state_dict`] gave, as [`ServerOptimizer::set_state_dict`]. Every rank calls it.
+    /// Takes over what [`Self::state_dict`] gave, as [`ServerOptimizer::set_state_dict`]. Every
+    /// rank calls it.
     ///
     /// # Errors
-    /// [`Error::Invalid`] without an optimizer, and for a state of another module; those of the cluster.
+    /// [`Error::Invalid`] without an optimizer, and for a state of another module; those of the
+    /// cluster.
     pub fn set_state_dict(&mut self, state: Vec<StateTensor>) -> Result<()> {
         self.optimizer.as_mut().ok_or_else(no_job)?.set_state_dict(state)
     }
@@ -145,10 +151,12 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         Err(Error::MissingPart { mode: mode.name(), missing })
     }
 
-    /// Runs the current mode. In train and eval mode `tensors` are inputs and then labels, in predict mode inputs alone.
+    /// Runs the current mode. In train and eval mode `tensors` are inputs and then labels, in
+    /// predict mode inputs alone.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for another number of tensors than the mode takes; those of layers, collectives and cluster.
+    /// [`Error::Invalid`] for another number of tensors than the mode takes; those of layers,
+    /// collectives and cluster.
     pub fn call(&mut self, tensors: Vec<Value<B>>) -> Result<Outcome<B>> {
         let (inputs, labels) = (self.sample.inputs.len(), self.sample.labels.len());
         let expected = if self.mode == Mode::Predict { inputs } else { inputs + labels };
@@ -174,7 +182,10 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         let labels = inputs_then_labels.split_off(inputs);
         let outputs = self.layer().run(inputs_then_labels)?;
         if self.mode == Mode::Predict {
-            let named = outputs.into_iter().enumerate().map(|(index, value)| (format!("out{index}"), value));
+            let named = outputs
+                .into_iter()
+                .enumerate()
+                .map(|(index, value)| (format!("out{index}"), value));
             return Ok(Outcome::Outputs(named.collect()));
         }
         let loss = self.compute_loss(outputs, labels)?;
@@ -259,7 +270,8 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
     pub fn serial_startup_program(&self, mode: Option<Mode>) -> Result<Program> {
         let mode = mode.unwrap_or(self.mode);
         self.check(mode)?;
-        let uploaded = self.optimizer.as_ref().map(|optimizer| optimizer.whole(false)).unwrap_or_default();
+        let uploaded =
+            self.optimizer.as_ref().map(|optimizer| optimizer.whole(false)).unwrap_or_default();
         let operations = uploaded.into_iter().map(Operation::Upload).collect();
         Ok(Program { mode, scope: Scope::Serial, kind: Kind::Startup, operations })
     }
@@ -293,7 +305,10 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
 impl<B: ParallelBackend, M> fmt::Debug for DistModel<B, M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let module = module_name::<M>();
-        f.debug_struct("DistModel").field("layer", &module).field("mode", &self.mode).finish_non_exhaustive()
+        f.debug_struct("DistModel")
+            .field("layer", &module)
+            .field("mode", &self.mode)
+            .finish_non_exhaustive()
     }
 }
 

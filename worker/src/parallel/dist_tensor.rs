@@ -1,9 +1,11 @@
 //! Tensors of which each rank of a mesh has its part.
 //!
-//! What is known of a gradient: that of a `Shard` is cut likewise; that of a `Partial` is whole on every rank, since each rank's
-//! part counts fully; and that of a `Replicate` is whole on every rank too. Where ranks use a replicated tensor for different
-//! things (a column-wise layer's input), their gradients are parts of a sum: [`DistTensor::to_local_with_gradient`] and the layers
-//! say so, and the sum is taken in backward. This is torch's DTensor, with what its `grad_placements` say.
+//! What is known of a gradient: that of a `Shard` is cut likewise; that of a `Partial` is whole on
+//! every rank, since each rank's part counts fully; and that of a `Replicate` is whole on every
+//! rank too. Where ranks use a replicated tensor for different things (a column-wise layer's
+//! input), their gradients are parts of a sum: [`DistTensor::to_local_with_gradient`] and the
+//! layers say so, and the sum is taken in backward. This is torch's DTensor, with what its
+//! `grad_placements` say.
 
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive};
@@ -23,8 +25,8 @@ pub const PARTIAL: Placement = Placement::Partial(Reduction::Sum);
 
 /// A tensor of which each rank of a mesh has its part.
 ///
-/// The number of dimensions is no part of the type, as in layers that are made parallel by a plan; it is given where a plain tensor
-/// comes out.
+/// The number of dimensions is no part of the type, as in layers that are made parallel by a plan;
+/// it is given where a plain tensor comes out.
 #[derive(Debug, Clone)]
 pub struct DistTensor<B: ParallelBackend> {
     local: FloatTensor<B>,
@@ -33,7 +35,8 @@ pub struct DistTensor<B: ParallelBackend> {
     shape: Vec<usize>,
     /// INVARIANT: one for each dimension of the mesh; `Shard` along a dimension of `shape`.
     placements: Vec<Placement>,
-    /// How the gradient of `local` will lie. INVARIANT: as the module says, but `Partial` is possible for a `Replicate`.
+    /// How the gradient of `local` will lie. INVARIANT: as the module says, but `Partial` is
+    /// possible for a `Replicate`.
     gradient: Vec<Placement>,
 }
 
@@ -51,7 +54,8 @@ pub fn shard_tensor<B: ParallelBackend, const D: usize>(
 }
 
 impl<B: ParallelBackend> DistTensor<B> {
-    /// Says that `local` is this rank's part: no data moves. Where it is cut, all ranks have parts of one size.
+    /// Says that `local` is this rank's part: no data moves. Where it is cut, all ranks have parts
+    /// of one size.
     ///
     /// # Errors
     /// [`Error::Invalid`] for placements that do not fit.
@@ -66,7 +70,8 @@ impl<B: ParallelBackend> DistTensor<B> {
     /// The same, of a tensor of `shape`, whose parts may have different sizes.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if this rank's part would have another size, and for placements that do not fit.
+    /// [`Error::Invalid`] if this rank's part would have another size, and for placements that do
+    /// not fit.
     pub fn from_local_of<const D: usize>(
         local: Tensor<B, D>,
         mesh: &Mesh,
@@ -87,8 +92,11 @@ impl<B: ParallelBackend> DistTensor<B> {
         let size = tensor.transfer(&tensor.placements, &tensor.placements)?.size(mesh.rank());
         let found = tensor.local.shape().to_vec();
         if found != size {
-            let expected =
-                format!("{size:?}, by {} of a tensor of {:?}", list(&tensor.placements), tensor.shape);
+            let expected = format!(
+                "{size:?}, by {} of a tensor of {:?}",
+                list(&tensor.placements),
+                tensor.shape
+            );
             return Err(Error::invalid("shape of a local part", format!("{found:?}"), expected));
         }
         Ok(tensor)
@@ -149,8 +157,8 @@ impl<B: ParallelBackend> DistTensor<B> {
         self.convert(&placements, &gradient)
     }
 
-    /// The same tensor on another mesh of the same world. A rank that is in one of the two only takes part too, with
-    /// an empty tensor on the other.
+    /// The same tensor on another mesh of the same world. A rank that is in one of the two only
+    /// takes part too, with an empty tensor on the other.
     ///
     /// # Errors
     /// Those of [`Self::reshard`]; [`Error::Invalid`] for a mesh of another world.
@@ -160,11 +168,19 @@ impl<B: ParallelBackend> DistTensor<B> {
         }
         let placements = resolve(placements, self.shape.len());
         let gradient: Vec<Placement> = placements.iter().map(gradient_of).collect();
-        let to = |placements: &[Placement]| Layout::new(mesh.process_mesh().clone(), placements.to_vec());
-        let forward =
-            Transfer { shape: self.sizes(), from: self.layout(&self.placements)?, to: to(&placements)? };
-        let backward =
-            Transfer { shape: self.sizes(), from: to(&gradient)?, to: self.layout(&self.gradient)? };
+        let to = |placements: &[Placement]| {
+            Layout::new(mesh.process_mesh().clone(), placements.to_vec())
+        };
+        let forward = Transfer {
+            shape: self.sizes(),
+            from: self.layout(&self.placements)?,
+            to: to(&placements)?,
+        };
+        let backward = Transfer {
+            shape: self.sizes(),
+            from: to(&gradient)?,
+            to: self.layout(&self.gradient)?,
+        };
         let no_gradient = self.averages().then_some("that of a mean or maximum on another mesh");
         let world = self.mesh.world().clone();
         let exchange = Exchange { world, forward, backward, scale: 1.0, no_gradient };
@@ -172,8 +188,8 @@ impl<B: ParallelBackend> DistTensor<B> {
         Self::assembled(local, mesh.clone(), self.shape, placements)
     }
 
-    /// All of the tensor on every rank, for layers of which each uses it for something else: gradients will come as parts of a
-    /// sum, and backward reduces and scatters them.
+    /// All of the tensor on every rank, for layers of which each uses it for something else:
+    /// gradients will come as parts of a sum, and backward reduces and scatters them.
     ///
     /// # Errors
     /// Those of the collectives.
@@ -186,7 +202,8 @@ impl<B: ParallelBackend> DistTensor<B> {
         self.convert(&vec![Placement::Replicate; gradient.len()], &gradient)
     }
 
-    /// This rank's part, whose gradient lies as the tensor does (and is whole where it is replicated).
+    /// This rank's part, whose gradient lies as the tensor does (and is whole where it is
+    /// replicated).
     ///
     /// # Errors
     /// [`Error::Invalid`] if the tensor has not `D` dimensions, and those of the collectives.
@@ -195,11 +212,15 @@ impl<B: ParallelBackend> DistTensor<B> {
         self.to_local_with_gradient(&gradient)
     }
 
-    /// This rank's part, for a use that gives gradients that lie like this: torch's `to_local(grad_placements=...)`.
+    /// This rank's part, for a use that gives gradients that lie like this: torch's
+    /// `to_local(grad_placements=...)`.
     ///
     /// # Errors
     /// Those of [`Self::to_local`].
-    pub fn to_local_with_gradient<const D: usize>(self, gradient: &[Placement]) -> Result<Tensor<B, D>> {
+    pub fn to_local_with_gradient<const D: usize>(
+        self,
+        gradient: &[Placement],
+    ) -> Result<Tensor<B, D>> {
         plain(self.local_for(gradient)?)
     }
 
@@ -215,8 +236,12 @@ impl<B: ParallelBackend> DistTensor<B> {
     /// Applies an elementwise function, after taking sums that are not taken yet.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the tensor has not `D` dimensions or `function` changes the shape, and those of the collectives.
-    pub fn map<const D: usize>(self, function: impl FnOnce(Tensor<B, D>) -> Tensor<B, D>) -> Result<Self> {
+    /// [`Error::Invalid`] if the tensor has not `D` dimensions or `function` changes the shape, and
+    /// those of the collectives.
+    pub fn map<const D: usize>(
+        self,
+        function: impl FnOnce(Tensor<B, D>) -> Tensor<B, D>,
+    ) -> Result<Self> {
         let reduced: Vec<Placement> = self
             .placements
             .iter()
@@ -268,7 +293,8 @@ impl<B: ParallelBackend> DistTensor<B> {
         for ((from, to), &size) in pairs.filter(|((from, to), _)| from != to) {
             // Of a mean over n ranks each one's part counts 1/n.
             match (from, to) {
-                (Placement::Partial(Reduction::Max), _) | (_, Placement::Partial(Reduction::Max)) => {
+                (Placement::Partial(Reduction::Max), _)
+                | (_, Placement::Partial(Reduction::Max)) => {
                     no_gradient = Some("that of a maximum over ranks");
                 }
                 (Placement::Partial(Reduction::Avg), _) => scale /= size as f32,
@@ -277,7 +303,8 @@ impl<B: ParallelBackend> DistTensor<B> {
             }
         }
         let world = self.mesh.world().clone();
-        let local = B::exchange(self.local, Exchange { world, forward, backward, scale, no_gradient })?;
+        let local =
+            B::exchange(self.local, Exchange { world, forward, backward, scale, no_gradient })?;
         Ok(Self { local, placements: placements.to_vec(), gradient: gradient.to_vec(), ..self })
     }
 
@@ -316,15 +343,23 @@ pub(crate) fn resolve(placements: &[Placement], rank: usize) -> Vec<Placement> {
     placements.iter().map(resolve).collect()
 }
 
-pub(crate) fn primitive<B: ParallelBackend, const D: usize>(tensor: Tensor<B, D>) -> FloatTensor<B> {
+pub(crate) fn primitive<B: ParallelBackend, const D: usize>(
+    tensor: Tensor<B, D>,
+) -> FloatTensor<B> {
     tensor.into_primitive().tensor()
 }
 
 /// A plain tensor of `D` dimensions.
-pub(crate) fn plain<B: ParallelBackend, const D: usize>(local: FloatTensor<B>) -> Result<Tensor<B, D>> {
+pub(crate) fn plain<B: ParallelBackend, const D: usize>(
+    local: FloatTensor<B>,
+) -> Result<Tensor<B, D>> {
     let found = local.shape().num_dims();
     if found != D {
-        return Err(Error::invalid("number of dimensions", found, format!("{D}, as the caller's type says")));
+        return Err(Error::invalid(
+            "number of dimensions",
+            found,
+            format!("{D}, as the caller's type says"),
+        ));
     }
     Ok(Tensor::from_primitive(TensorPrimitive::Float(local)))
 }
@@ -358,7 +393,8 @@ impl<B: ParallelBackend> Value<B> {
         match self {
             Self::Dist(tensor) => Ok(tensor),
             Self::Local(_) => {
-                let expected = "a DistTensor: make one with `DistTensor::from_local` or `shard_tensor`";
+                let expected =
+                    "a DistTensor: make one with `DistTensor::from_local` or `shard_tensor`";
                 Err(Error::invalid("tensor", "a plain one", expected))
             }
         }
@@ -368,7 +404,10 @@ impl<B: ParallelBackend> Value<B> {
     ///
     /// # Errors
     /// Those of [`DistTensor::map`].
-    pub fn map<const D: usize>(self, function: impl FnOnce(Tensor<B, D>) -> Tensor<B, D>) -> Result<Self> {
+    pub fn map<const D: usize>(
+        self,
+        function: impl FnOnce(Tensor<B, D>) -> Tensor<B, D>,
+    ) -> Result<Self> {
         match self {
             Self::Local(local) => Ok(function(plain(local)?).into()),
             Self::Dist(tensor) => Ok(tensor.map(function)?.into()),

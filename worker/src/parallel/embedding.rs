@@ -29,7 +29,8 @@ impl<B: Backend> From<Embedding<B>> for ParallelEmbedding<B> {
 }
 
 impl<B: ParallelBackend> ParallelEmbedding<B> {
-    /// The vectors of `tokens`, which are the same on every rank of the mesh: `[n, t]` -> `[n, t, d_model]`.
+    /// The vectors of `tokens`, which are the same on every rank of the mesh: `[n, t]` -> `[n, t,
+    /// d_model]`.
     ///
     /// # Errors
     /// Those of the collectives.
@@ -56,9 +57,16 @@ impl<B: ParallelBackend> ParallelEmbedding<B> {
         placed.output.apply(output, &placed.mesh)
     }
 
-    pub(crate) fn shard(&mut self, parameter: &str, mesh: &Mesh, placements: &[Placement]) -> Result<()> {
+    pub(crate) fn shard(
+        &mut self,
+        parameter: &str,
+        mesh: &Mesh,
+        placements: &[Placement],
+    ) -> Result<()> {
         match parameter {
-            "weight" => Placed::shard(&mut self.placed, "weight", &mut self.weight, mesh, placements),
+            "weight" => {
+                Placed::shard(&mut self.placed, "weight", &mut self.weight, mesh, placements)
+            }
             _ => Err(no_parameter(parameter, "weight: an embedding has no other")),
         }
     }
@@ -69,7 +77,11 @@ impl<B: ParallelBackend> ParallelEmbedding<B> {
 }
 
 /// The vectors of those tokens whose rows are here, from number `first` on; zeros for the others.
-pub(crate) fn lookup<B: Backend>(table: Tensor<B, 2>, tokens: Tensor<B, 2, Int>, first: i64) -> Tensor<B, 3> {
+pub(crate) fn lookup<B: Backend>(
+    table: Tensor<B, 2>,
+    tokens: Tensor<B, 2, Int>,
+    first: i64,
+) -> Tensor<B, 3> {
     let [rows, width] = table.dims();
     let [n, t] = tokens.dims();
     if rows == 0 {
@@ -78,7 +90,8 @@ pub(crate) fn lookup<B: Backend>(table: Tensor<B, 2>, tokens: Tensor<B, 2, Int>,
         return Tensor::zeros([n, t, width], &tokens.device()) + nothing;
     }
     let here = tokens.sub_scalar(first);
-    let elsewhere = here.clone().lower_elem(0).bool_or(here.clone().greater_equal_elem(rows as i64));
+    let elsewhere =
+        here.clone().lower_elem(0).bool_or(here.clone().greater_equal_elem(rows as i64));
     let vectors = embedding(table, here.clamp(0, rows as i64 - 1));
     vectors.mask_fill(elsewhere.unsqueeze_dim::<3>(2).expand([n, t, width]), 0.0)
 }

@@ -9,7 +9,8 @@ use crate::collectives;
 /// Why something could not be distributed, or did not go on.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum Error {
-    /// What was asked for cannot be: a mesh of the wrong rank, a placement along a dimension that is not there, ...
+    /// What was asked for cannot be: a mesh of the wrong rank, a placement along a dimension that
+    /// is not there, ...
     #[error(transparent)]
     Invalid(#[from] zeroshard_proto::Error),
     /// An operation among the ranks.

@@ -1,6 +1,7 @@
 //! ZeRO's levels for a module: Paddle's `group_sharded_parallel`.
 //!
-//! Optimizer state is on the shard servers at every level. The levels say what else a worker does without:
+//! Optimizer state is on the shard servers at every level. The levels say what else a worker does
+//! without:
 //!
 //! | level | parameters | gradients |
 //! |---|---|---|
@@ -8,9 +9,10 @@
 //! | `os_g` | stay | each is pushed and freed as it is taken out of burn's, in buckets |
 //! | `p_g_os` | from a forward pass to its backward pass | as `os_g` |
 //!
-//! Nothing can put itself between a burn module and its layers, so the unit is the module that is given: all of its parameters come and
-//! go together. (The trainer, which knows its model's segments, has one segment's at a time: [`crate::levels`].) And burn gives the
-//! gradients of a pass once the pass is over, so none is pushed before.
+//! Nothing can put itself between a burn module and its layers, so the unit is the module that is
+//! given: all of its parameters come and go together. (The trainer, which knows its model's
+//! segments, has one segment's at a time: [`crate::levels`].) And burn gives the gradients of a
+//! pass once the pass is over, so none is pushed before.
 
 use std::collections::HashMap;
 use std::marker::PhantomData;
@@ -35,8 +37,9 @@ const BUFFER_MAX_SIZE: usize = 1 << 23;
 
 /// A module that trains at one of ZeRO's levels. Made by [`group_sharded_parallel`].
 ///
-/// A step is any number of [`Self::forward`] and [`Self::backward`], whose gradients add up, and then [`Self::step`], which alone
-/// sends them: what Paddle does under `no_sync`. The level changes nothing in the bits.
+/// A step is any number of [`Self::forward`] and [`Self::backward`], whose gradients add up, and
+/// then [`Self::step`], which alone sends them: what Paddle does under `no_sync`. The level changes
+/// nothing in the bits.
 #[derive(Debug)]
 pub struct GroupSharded<B: AutodiffBackend, M> {
     module: M,
@@ -56,8 +59,9 @@ pub struct GroupSharded<B: AutodiffBackend, M> {
     backend: PhantomData<B>,
 }
 
-/// Makes a module's parameters a job on the servers, as [`shard_optimizer`] does, and trains it at a level of ZeRO. Distributed
-/// parameters travel as boxes; of what is not distributed the servers take the mean over the mesh.
+/// Makes a module's parameters a job on the servers, as [`shard_optimizer`] does, and trains it at
+/// a level of ZeRO. Distributed parameters travel as boxes; of what is not distributed the servers
+/// take the mean over the mesh.
 ///
 /// The methods of the result block, and must not be called on a thread of `runtime`.
 ///
@@ -93,17 +97,19 @@ where
 }
 
 impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B, M> {
-    /// The same with buckets that travel once they have so many elements; 0: each gradient travels alone.
+    /// The same with buckets that travel once they have so many elements; 0: each gradient travels
+    /// alone.
     #[must_use]
     pub fn with_buffer_max_size(self, elements: usize) -> Self {
         Self { buffer_max_size: elements, ..self }
     }
 
-    /// Losses are multiplied by this from now on, and the servers divide the gradients by it. A step whose gradients overflow is
-    /// skipped, and its report says so.
+    /// Losses are multiplied by this from now on, and the servers divide the gradients by it. A
+    /// step whose gradients overflow is skipped, and its report says so.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a scale that is not positive, and while gradients of another one wait for their step.
+    /// [`Error::Invalid`] for a scale that is not positive, and while gradients of another one wait
+    /// for their step.
     pub fn set_loss_scale(&mut self, scale: f64) -> Result<()> {
         if !(scale.is_finite() && scale > 0.0) {
             return Err(Error::invalid("loss scale", scale, "finite and more than 0"));
@@ -129,7 +135,8 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
         &self.optimizer
     }
 
-    /// The module as it is now: with the parameters of the last forward pass, or with none (see [`Self::summon_full_params`]).
+    /// The module as it is now: with the parameters of the last forward pass, or with none (see
+    /// [`Self::summon_full_params`]).
     pub fn module(&self) -> &M {
         &self.module
     }
@@ -143,7 +150,8 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
         run(&self.module)
     }
 
-    /// Runs something with the current parameters that no backward pass follows: what was not there is given up again.
+    /// Runs something with the current parameters that no backward pass follows: what was not there
+    /// is given up again.
     ///
     /// # Errors
     /// Those of the cluster, and of `run`.
@@ -156,12 +164,15 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
         result
     }
 
-    /// Runs the backward pass of a loss, and adds its gradients to those that wait for [`Self::step`]. Gives the loss.
+    /// Runs the backward pass of a loss, and adds its gradients to those that wait for
+    /// [`Self::step`]. Gives the loss.
     ///
-    /// At `p_g_os` the parameters go with it: one backward pass for all forward passes since the last.
+    /// At `p_g_os` the parameters go with it: one backward pass for all forward passes since the
+    /// last.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a loss that is not of the parameters that are here; those of the collectives.
+    /// [`Error::Invalid`] for a loss that is not of the parameters that are here; those of the
+    /// collectives.
     pub fn backward(&mut self, loss: Tensor<B, 1>) -> Result<f32> {
         if loss.dims() != [1] {
             return Err(Error::invalid("shape of a loss", format!("{:?}", loss.dims()), "[1]"));
@@ -187,11 +198,13 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
         Ok(value)
     }
 
-    /// Pushes what the backward passes added up, and has the step applied. The report's loss is the sum over the passes, and the mean
-    /// over the ranks. A rank without a backward pass may step too: its gradients count as zeros, and the report has no loss.
+    /// Pushes what the backward passes added up, and has the step applied. The report's loss is the
+    /// sum over the passes, and the mean over the ranks. A rank without a backward pass may step
+    /// too: its gradients count as zeros, and the report has no loss.
     ///
     /// # Errors
-    /// Those of the cluster. After [`zeroshard_proto::Error::StepAborted`] the step's passes are to be run again.
+    /// Those of the cluster. After [`zeroshard_proto::Error::StepAborted`] the step's passes are to
+    /// be run again.
     pub fn step(&mut self) -> Result<StepReport> {
         if self.loss.is_none() {
             // A rank that ran nothing has not waited until the job has begun.
@@ -237,8 +250,8 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
         self.optimizer.state_dict()
     }
 
-    /// Takes over what [`Self::state_dict`] gave, as [`ServerOptimizer::set_state_dict`]; gradients that wait for a step are dropped.
-    /// Every rank calls it.
+    /// Takes over what [`Self::state_dict`] gave, as [`ServerOptimizer::set_state_dict`]; gradients
+    /// that wait for a step are dropped. Every rank calls it.
     ///
     /// # Errors
     /// Those of [`ServerOptimizer::set_state_dict`].

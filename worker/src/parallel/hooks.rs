@@ -7,8 +7,9 @@ use super::dist_tensor::{DistTensor, Value};
 use super::error::{Error, Result};
 use super::world::Mesh;
 
-/// A place for what prepares a module's inputs and outputs. A module keeps one (`#[module(skip)]`), shows it in
-/// [`super::Parallelize::hooks`], and lets its inputs and outputs pass through it in forward. Without a plan nothing happens to them.
+/// A place for what prepares a module's inputs and outputs. A module keeps one (`#[module(skip)]`),
+/// shows it in [`super::Parallelize::hooks`], and lets its inputs and outputs pass through it in
+/// forward. Without a plan nothing happens to them.
 #[derive(Debug, Clone, Default)]
 pub struct Hooks {
     pub(crate) inputs: Option<Prepared>,
@@ -30,7 +31,8 @@ impl Hooks {
     /// The module's inputs, as it wants them.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for another number of them than the plan has, and those of the collectives.
+    /// [`Error::Invalid`] for another number of them than the plan has, and those of the
+    /// collectives.
     pub fn inputs<B: ParallelBackend>(&self, inputs: Vec<Value<B>>) -> Result<Vec<Value<B>>> {
         apply(&self.inputs, inputs, "inputs of a module")
     }

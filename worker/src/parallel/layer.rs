@@ -16,7 +16,8 @@ use super::norm::ParallelNorm;
 use super::prepare::{PrepareInput, PrepareOutput};
 use super::world::Mesh;
 
-/// A module that shows its layers, so that [`super::parallelize_module`] and [`super::shard_layer`] can distribute them.
+/// A module that shows its layers, so that [`super::parallelize_module`] and [`super::shard_layer`]
+/// can distribute them.
 pub trait Parallelize<B: Backend> {
     /// The direct layers, by name. A name may have several tokens: `blocks.0`.
     fn layers(&mut self) -> Vec<(String, Layer<'_, B>)>;
@@ -77,7 +78,8 @@ impl<B: ParallelBackend> Layer<'_, B> {
         }
     }
 
-    /// Distributes a parameter (`weight`, `bias`) over a mesh: each rank keeps its part of what it has.
+    /// Distributes a parameter (`weight`, `bias`) over a mesh: each rank keeps its part of what it
+    /// has.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a parameter that the layer has not, and placements that do not fit;
@@ -89,7 +91,11 @@ impl<B: ParallelBackend> Layer<'_, B> {
             Self::Norm(layer) => layer.shard(parameter, mesh, placements),
             Self::Module(_) | Self::Other(_) => {
                 let expected = "one of a linear layer, an embedding or a norm";
-                Err(Error::invalid("parameter", format!("{parameter:?} of {}", self.kind()), expected))
+                Err(Error::invalid(
+                    "parameter",
+                    format!("{parameter:?} of {}", self.kind()),
+                    expected,
+                ))
             }
         }
     }
@@ -107,15 +113,22 @@ impl<B: ParallelBackend> Layer<'_, B> {
     /// The distributed ones of the layer's parameters.
     pub(crate) fn placed(&self) -> Vec<(ParamId, (PlacedParameter, Mesh))> {
         let (placed, weight, bias) = match self {
-            Self::Linear(layer) => (&layer.placed, layer.weight.id, layer.bias.as_ref().map(|bias| bias.id)),
+            Self::Linear(layer) => {
+                (&layer.placed, layer.weight.id, layer.bias.as_ref().map(|bias| bias.id))
+            }
             Self::Embedding(layer) => (&layer.placed, layer.weight.id, None),
-            Self::Norm(layer) => (&layer.placed, layer.weight.id, layer.bias.as_ref().map(|bias| bias.id)),
+            Self::Norm(layer) => {
+                (&layer.placed, layer.weight.id, layer.bias.as_ref().map(|bias| bias.id))
+            }
             Self::Module(_) | Self::Other(_) => return Vec::new(),
         };
         let id = |name: &str| if name == "weight" { Some(weight) } else { bias };
-        let parameters =
-            placed.iter().flat_map(|placed| placed.parameters.iter().map(|one| (one, &placed.mesh)));
-        parameters.filter_map(|(one, mesh)| Some((id(one.name)?, (one.clone(), mesh.clone())))).collect()
+        let parameters = placed
+            .iter()
+            .flat_map(|placed| placed.parameters.iter().map(|one| (one, &placed.mesh)));
+        parameters
+            .filter_map(|(one, mesh)| Some((id(one.name)?, (one.clone(), mesh.clone()))))
+            .collect()
     }
 
     pub(crate) fn prepare(&mut self, input: PrepareInput, output: PrepareOutput) {
@@ -166,7 +179,8 @@ pub(crate) struct PlacedParameter {
 }
 
 impl Placed {
-    /// Distributes one parameter of a layer: leaves this rank's part in it, and notes that down in `placed`.
+    /// Distributes one parameter of a layer: leaves this rank's part in it, and notes that down in
+    /// `placed`.
     pub(crate) fn shard<B: ParallelBackend, const D: usize>(
         placed: &mut Option<Self>,
         name: &'static str,
@@ -187,12 +201,18 @@ impl Placed {
             }
         }
         if placements.iter().any(|placement| matches!(placement, Placement::Partial(_))) {
-            return Err(Error::invalid("placement of a parameter", "Partial", "Shard or Replicate"));
+            return Err(Error::invalid(
+                "placement of a parameter",
+                "Partial",
+                "Shard or Replicate",
+            ));
         }
         let whole = parameter.val();
         let shape = whole.dims().to_vec();
-        let part = shard_tensor(whole.clone().detach(), mesh, placements)?.to_local::<D>()?.detach();
-        *parameter = Param::initialized(parameter.id, part.set_require_grad(whole.is_require_grad()));
+        let part =
+            shard_tensor(whole.clone().detach(), mesh, placements)?.to_local::<D>()?.detach();
+        *parameter =
+            Param::initialized(parameter.id, part.set_require_grad(whole.is_require_grad()));
         let placements = resolve(placements, D);
         let placed = placed.get_or_insert_with(|| Self {
             mesh: mesh.clone(),
@@ -206,7 +226,9 @@ impl Placed {
 
     /// Whether that parameter is distributed.
     pub(crate) fn has(placed: &Option<Self>, name: &str) -> bool {
-        placed.as_ref().is_some_and(|placed| placed.parameters.iter().any(|other| other.name == name))
+        placed
+            .as_ref()
+            .is_some_and(|placed| placed.parameters.iter().any(|other| other.name == name))
     }
 
     /// Size of a whole parameter along a dimension; `here`: that of this rank's part.
@@ -215,7 +237,8 @@ impl Placed {
         placed.and_then(|placed| placed.shape.get(dim)).copied().unwrap_or(here)
     }
 
-    /// A parameter as the distributed tensor that it is a part of. One that is not distributed is replicated.
+    /// A parameter as the distributed tensor that it is a part of. One that is not distributed is
+    /// replicated.
     pub(crate) fn dist<B: ParallelBackend, const D: usize>(
         &self,
         name: &str,
@@ -224,7 +247,10 @@ impl Placed {
         let local = primitive(parameter.val());
         let (shape, placements) = match self.parameters.iter().find(|other| other.name == name) {
             Some(placed) => (placed.shape.clone(), placed.placements.clone()),
-            None => (local.shape().to_vec(), vec![Placement::Replicate; self.mesh.process_mesh().ndim()]),
+            None => (
+                local.shape().to_vec(),
+                vec![Placement::Replicate; self.mesh.process_mesh().ndim()],
+            ),
         };
         DistTensor::assembled(local, self.mesh.clone(), shape, placements)
     }

@@ -14,8 +14,8 @@ use super::world::Mesh;
 
 /// burn's [`Linear`], `x W + b`, which can be distributed. Made from one: `linear.into()`.
 ///
-/// The weight is `[d_input, d_output]`, so column-wise parallel means `Shard(1)` (torch's weight is the transpose, and its
-/// column-wise `Shard(0)`).
+/// The weight is `[d_input, d_output]`, so column-wise parallel means `Shard(1)` (torch's weight is
+/// the transpose, and its column-wise `Shard(0)`).
 #[derive(Module, Debug)]
 pub struct ParallelLinear<B: Backend> {
     /// `[d_input, d_output]`; of a distributed layer this rank's part of it.
@@ -33,7 +33,8 @@ impl<B: Backend> From<Linear<B>> for ParallelLinear<B> {
 }
 
 impl<B: ParallelBackend> ParallelLinear<B> {
-    /// Applies the layer. Input `[..., d_input]`, output `[..., d_output]`, of at least two dimensions.
+    /// Applies the layer. Input `[..., d_input]`, output `[..., d_output]`, of at least two
+    /// dimensions.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a tensor that does not fit, and those of the collectives.
@@ -56,13 +57,17 @@ impl<B: ParallelBackend> ParallelLinear<B> {
         placed.output.apply(output, &placed.mesh)
     }
 
-    /// `x W + b`, for whatever placements. The bias is added once: where the result is a sum over ranks, by the first.
+    /// `x W + b`, for whatever placements. The bias is added once: where the result is a sum over
+    /// ranks, by the first.
     fn apply(&self, placed: &Placed, input: DistTensor<B>) -> Result<DistTensor<B>> {
         let weight = placed.dist("weight", &self.weight)?;
         let (rank, shape) = (input.shape().len(), input.shape().to_vec());
         if rank < 2 || shape.last() != weight.shape().first() || *input.mesh() != placed.mesh {
-            let expected =
-                format!("[..., {}], of 2 dimensions or more, on {:?}", weight.shape()[0], placed.mesh);
+            let expected = format!(
+                "[..., {}], of 2 dimensions or more, on {:?}",
+                weight.shape()[0],
+                placed.mesh
+            );
             let found = format!("{shape:?} on {:?}", input.mesh());
             return Err(Error::invalid("input of a linear layer", found, expected));
         }
@@ -100,9 +105,16 @@ impl<B: ParallelBackend> ParallelLinear<B> {
         DistTensor::assembled(local, placed.mesh.clone(), shape, output)
     }
 
-    pub(crate) fn shard(&mut self, parameter: &str, mesh: &Mesh, placements: &[Placement]) -> Result<()> {
+    pub(crate) fn shard(
+        &mut self,
+        parameter: &str,
+        mesh: &Mesh,
+        placements: &[Placement],
+    ) -> Result<()> {
         match (parameter, &mut self.bias) {
-            ("weight", _) => Placed::shard(&mut self.placed, "weight", &mut self.weight, mesh, placements),
+            ("weight", _) => {
+                Placed::shard(&mut self.placed, "weight", &mut self.weight, mesh, placements)
+            }
             ("bias", Some(bias)) => Placed::shard(&mut self.placed, "bias", bias, mesh, placements),
             _ => Err(no_parameter(parameter, "weight, or bias if the linear layer has one")),
         }
@@ -110,7 +122,11 @@ impl<B: ParallelBackend> ParallelLinear<B> {
 
     pub(crate) fn parameters(&self) -> Vec<(&'static str, bool)> {
         let bias = self.bias.iter().map(|_| "bias");
-        ["weight"].into_iter().chain(bias).map(|name| (name, Placed::has(&self.placed, name))).collect()
+        ["weight"]
+            .into_iter()
+            .chain(bias)
+            .map(|name| (name, Placed::has(&self.placed, name)))
+            .collect()
     }
 }
 
@@ -147,7 +163,9 @@ impl Way {
                 weight_gradient: weight,
                 output: PARTIAL,
             },
-            Partial(_) => return Err(Error::invalid("placement of a weight", weight, "Shard or Replicate")),
+            Partial(_) => {
+                return Err(Error::invalid("placement of a weight", weight, "Shard or Replicate"));
+            }
         })
     }
 }

@@ -63,9 +63,13 @@ impl<B: ParallelBackend> ParallelNorm<B> {
             return Err(Error::invalid("input of a norm", found, expected));
         }
         let last = input.shape().len() - 1;
-        let rows = |placement: &Placement| matches!(placement, Placement::Shard(dim) if *dim < last);
-        let along: Vec<Placement> =
-            input.placements().iter().map(|p| if rows(p) { *p } else { Placement::Replicate }).collect();
+        let rows =
+            |placement: &Placement| matches!(placement, Placement::Shard(dim) if *dim < last);
+        let along: Vec<Placement> = input
+            .placements()
+            .iter()
+            .map(|p| if rows(p) { *p } else { Placement::Replicate })
+            .collect();
         let gradient: Vec<Placement> =
             along.iter().map(|p| if rows(p) { PARTIAL } else { Placement::Replicate }).collect();
         let input = input.reshard(&along)?;
@@ -78,12 +82,21 @@ impl<B: ParallelBackend> ParallelNorm<B> {
         };
         let shape = input.shape().to_vec();
         let local = B::layer_norm(input.local_for(&along)?, weight, bias, self.epsilon);
-        placed.output.apply(DistTensor::assembled(local, placed.mesh.clone(), shape, along)?, &placed.mesh)
+        placed
+            .output
+            .apply(DistTensor::assembled(local, placed.mesh.clone(), shape, along)?, &placed.mesh)
     }
 
-    pub(crate) fn shard(&mut self, parameter: &str, mesh: &Mesh, placements: &[Placement]) -> Result<()> {
+    pub(crate) fn shard(
+        &mut self,
+        parameter: &str,
+        mesh: &Mesh,
+        placements: &[Placement],
+    ) -> Result<()> {
         match (parameter, &mut self.bias) {
-            ("weight", _) => Placed::shard(&mut self.placed, "weight", &mut self.weight, mesh, placements),
+            ("weight", _) => {
+                Placed::shard(&mut self.placed, "weight", &mut self.weight, mesh, placements)
+            }
             ("bias", Some(bias)) => Placed::shard(&mut self.placed, "bias", bias, mesh, placements),
             _ => Err(no_parameter(parameter, "weight, or bias if the norm has one")),
         }
@@ -91,6 +104,10 @@ impl<B: ParallelBackend> ParallelNorm<B> {
 
     pub(crate) fn parameters(&self) -> Vec<(&'static str, bool)> {
         let bias = self.bias.iter().map(|_| "bias");
-        ["weight"].into_iter().chain(bias).map(|name| (name, Placed::has(&self.placed, name))).collect()
+        ["weight"]
+            .into_iter()
+            .chain(bias)
+            .map(|name| (name, Placed::has(&self.placed, name)))
+            .collect()
     }
 }

@@ -70,7 +70,8 @@ pub(crate) fn read<B: Backend, M: Module<B>>(module: &M) -> HashMap<ParamId, Vec
     reader.0
 }
 
-/// The module with these values in its parameters; the others stay. One that several layers share stays one.
+/// The module with these values in its parameters; the others stay. One that several layers share
+/// stays one.
 pub(crate) fn write<'a, B: Backend, M: Module<B>>(
     module: M,
     values: impl IntoIterator<Item = (&'a Parameter, Vec<f32>)>,
@@ -80,18 +81,23 @@ pub(crate) fn write<'a, B: Backend, M: Module<B>>(
         written: TensorContainer<ParamId>,
     }
     impl<B: Backend> ModuleMapper<B> for Writer<'_> {
-        fn map_float<const D: usize>(&mut self, parameter: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        fn map_float<const D: usize>(
+            &mut self,
+            parameter: Param<Tensor<B, D>>,
+        ) -> Param<Tensor<B, D>> {
             if let Some(shared) = self.written.get::<B>(&parameter.id) {
                 return Param::initialized(parameter.id, Tensor::from_primitive(shared));
             }
             let Some((new, values)) = self.values.remove(&parameter.id) else { return parameter };
             let data = TensorData::new(values, new.shape.clone());
-            let tensor = Tensor::from_data(data, &parameter.val().device()).set_require_grad(new.trains);
+            let tensor =
+                Tensor::from_data(data, &parameter.val().device()).set_require_grad(new.trains);
             self.written.register::<B>(parameter.id, tensor.clone().into_primitive());
             Param::initialized(parameter.id, tensor)
         }
     }
-    let values = values.into_iter().map(|(parameter, values)| (parameter.id, (parameter, values))).collect();
+    let values =
+        values.into_iter().map(|(parameter, values)| (parameter.id, (parameter, values))).collect();
     module.map(&mut Writer { values, written: TensorContainer::new() })
 }
 
@@ -99,7 +105,10 @@ pub(crate) fn write<'a, B: Backend, M: Module<B>>(
 pub(crate) fn give_up<B: Backend, M: Module<B>>(module: M) -> M {
     struct Emptier;
     impl<B: Backend> ModuleMapper<B> for Emptier {
-        fn map_float<const D: usize>(&mut self, parameter: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        fn map_float<const D: usize>(
+            &mut self,
+            parameter: Param<Tensor<B, D>>,
+        ) -> Param<Tensor<B, D>> {
             let data = TensorData::new(Vec::<f32>::new(), [0; D]);
             Param::initialized(parameter.id, Tensor::from_data(data, &parameter.val().device()))
         }
@@ -125,8 +134,8 @@ pub(crate) fn gradients<B: AutodiffBackend, M: Module<B>>(
     taker.1
 }
 
-/// Takes a module's gradients out one by one, each parameter's with its id, or that there is none: what `run` got is freed before the
-/// next is read. Stops at its first error.
+/// Takes a module's gradients out one by one, each parameter's with its id, or that there is none:
+/// what `run` got is freed before the next is read. Stops at its first error.
 pub(crate) fn drain<B: AutodiffBackend, M: Module<B>, E>(
     module: &M,
     gradients: &mut GradientsParams,
@@ -164,7 +173,8 @@ pub(crate) fn for_optimizer<B: AutodiffBackend, M: Module<B>>(
         fn visit_float<const D: usize>(&mut self, parameter: &Param<Tensor<B, D>>) {
             if let Some(values) = self.0.remove(&parameter.id) {
                 let like = parameter.val();
-                let tensor = Tensor::from_data(TensorData::new(values, like.shape()), &like.device());
+                let tensor =
+                    Tensor::from_data(TensorData::new(values, like.shape()), &like.device());
                 self.1.register::<B::InnerBackend, D>(parameter.id, tensor);
             }
         }

@@ -10,12 +10,14 @@ use super::world::Mesh;
 
 /// Makes a module's layers parallel over a mesh of one dimension: torch's `parallelize_module`.
 ///
-/// A key of the plan is a layer's path, matched token by token as in fnmatch (`*`, `?`, `[ab]`, `[!ab]`); the empty key is the module
-/// itself. All ranks of the mesh must have the same plan and layers. The module is consumed, so that none is left half parallel.
+/// A key of the plan is a layer's path, matched token by token as in fnmatch (`*`, `?`, `[ab]`,
+/// `[!ab]`); the empty key is the module itself. All ranks of the mesh must have the same plan and
+/// layers. The module is consumed, so that none is left half parallel.
 ///
 /// # Errors
-/// [`Error::UnmatchedKey`], [`Error::Unsupported`], [`Error::AlreadyParallel`], [`Error::Invalid`] for a mesh that has not one dimension;
-/// [`crate::collectives::Error::Disagreement`] if another rank has another plan.
+/// [`Error::UnmatchedKey`], [`Error::Unsupported`], [`Error::AlreadyParallel`], [`Error::Invalid`]
+/// for a mesh that has not one dimension; [`crate::collectives::Error::Disagreement`] if another
+/// rank has another plan.
 pub fn parallelize_module<B: ParallelBackend, M: Parallelize<B>>(
     mut module: M,
     mesh: &Mesh,
@@ -27,7 +29,8 @@ pub fn parallelize_module<B: ParallelBackend, M: Parallelize<B>>(
         layers.push(format!("{path}: {}", layer.kind()));
         Ok(())
     })?;
-    let paths: Vec<&str> = layers.iter().filter_map(|layer| Some(layer.split_once(':')?.0)).collect();
+    let paths: Vec<&str> =
+        layers.iter().filter_map(|layer| Some(layer.split_once(':')?.0)).collect();
     // By path, in the plan's order.
     let mut matched: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (index, (key, _)) in plan.iter().enumerate() {
@@ -65,7 +68,9 @@ fn fnmatch(pattern: &[char], text: &[char]) -> bool {
         '*' => (0..=text.len()).any(|skipped| fnmatch(rest, &text[skipped..])),
         '?' => !text.is_empty() && fnmatch(rest, &text[1..]),
         '[' => match class(rest) {
-            Some((set, rest)) => text.split_first().is_some_and(|(c, text)| set(*c) && fnmatch(rest, text)),
+            Some((set, rest)) => {
+                text.split_first().is_some_and(|(c, text)| set(*c) && fnmatch(rest, text))
+            }
             // Never closed: the character itself.
             None => text.first() == Some(&'[') && fnmatch(rest, &text[1..]),
         },

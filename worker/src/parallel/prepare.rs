@@ -1,8 +1,8 @@
-//! What happens to the input and output of a parallel layer: the functions of torch's first tensor-parallel module, by their names
-//! there. Meshes have one dimension.
+//! What happens to the input and output of a parallel layer: the functions of torch's first
+//! tensor-parallel module, by their names there. Meshes have one dimension.
 //!
-//! A plain tensor that comes in *is* this rank's part; a distributed one is redistributed. Where no mesh is given, it is the
-//! distributed tensor's own.
+//! A plain tensor that comes in *is* this rank's part; a distributed one is redistributed. Where no
+//! mesh is given, it is the distributed tensor's own.
 
 use burn::tensor::TensorMetadata;
 use zeroshard_proto::DimPlacement as Placement;
@@ -15,8 +15,8 @@ use super::world::Mesh;
 /// A tensor sharded along `dim` ([`LAST`] is possible).
 ///
 /// # Errors
-/// All of these functions: [`Error::Invalid`] for a mesh that has not one dimension, for a plain tensor without a mesh and for a
-/// dimension that there is not; those of the collectives.
+/// All of these functions: [`Error::Invalid`] for a mesh that has not one dimension, for a plain
+/// tensor without a mesh and for a dimension that there is not; those of the collectives.
 pub fn make_input_shard_1d<B: ParallelBackend>(
     input: impl Into<Value<B>>,
     mesh: Option<&Mesh>,
@@ -36,8 +36,8 @@ pub fn make_input_shard_1d_last_dim<B: ParallelBackend>(
     make_input_shard_1d(input, mesh, LAST)
 }
 
-/// A replicated tensor, of parts along dimension 0. It is for a layer whose weights are cut: its gradients are parts of a sum, which
-/// backward reduces and scatters.
+/// A replicated tensor, of parts along dimension 0. It is for a layer whose weights are cut: its
+/// gradients are parts of a sum, which backward reduces and scatters.
 ///
 /// # Errors
 /// See [`make_input_shard_1d`].
@@ -151,7 +151,8 @@ impl PrepareInput {
         }
     }
 
-    /// `last`: size of the input's last dimension, which the layer knows. Parts along it may have different sizes.
+    /// `last`: size of the input's last dimension, which the layer knows. Parts along it may have
+    /// different sizes.
     pub(crate) fn apply<B: ParallelBackend>(
         self,
         input: Value<B>,
@@ -221,7 +222,11 @@ pub enum PrepareOutput {
 }
 
 impl PrepareOutput {
-    pub(crate) fn apply<B: ParallelBackend>(self, output: DistTensor<B>, mesh: &Mesh) -> Result<Value<B>> {
+    pub(crate) fn apply<B: ParallelBackend>(
+        self,
+        output: DistTensor<B>,
+        mesh: &Mesh,
+    ) -> Result<Value<B>> {
         let at = Some(mesh);
         Ok(match self {
             Self::AsIs => output.into(),
@@ -251,7 +256,9 @@ fn place<B: ParallelBackend>(
             check(mesh)?;
             DistTensor::from_primitive(local, mesh, &[plain])
         }
-        (Value::Local(_), None) => Err(Error::invalid("mesh", "not given", "given, for a plain tensor")),
+        (Value::Local(_), None) => {
+            Err(Error::invalid("mesh", "not given", "given, for a plain tensor"))
+        }
         (Value::Dist(tensor), mesh) => {
             let mesh = mesh.unwrap_or(tensor.mesh()).clone();
             check(&mesh)?;
@@ -262,6 +269,7 @@ fn place<B: ParallelBackend>(
 
 /// This rank's part.
 pub(crate) fn local<B: ParallelBackend>(tensor: DistTensor<B>) -> Result<Value<B>> {
-    let gradient: Vec<Placement> = tensor.placements().iter().map(super::dist_tensor::gradient_of).collect();
+    let gradient: Vec<Placement> =
+        tensor.placements().iter().map(super::dist_tensor::gradient_of).collect();
     Ok(Value::Local(tensor.local_for(&gradient)?))
 }

@@ -1,4 +1,5 @@
-//! A module whose parameters and optimizer live on the shard servers, by boxes: Paddle's `shard_optimizer`.
+//! A module whose parameters and optimizer live on the shard servers, by boxes: Paddle's
+//! `shard_optimizer`.
 
 use std::collections::HashMap;
 
@@ -7,8 +8,8 @@ use burn::tensor::backend::AutodiffBackend;
 use tokio::runtime::Handle;
 use zeroshard_client::{Cluster, Commit, Job, Options, StepReport, Target, TensorData, Traffic};
 use zeroshard_proto::{
-    DimPlacement as Placement, JobSpec, Manifest, Optimizer, Policy, Reduction, TensorBox, TensorLayout,
-    TensorSpec,
+    DimPlacement as Placement, JobSpec, Manifest, Optimizer, Policy, Reduction, TensorBox,
+    TensorLayout, TensorSpec,
 };
 
 use super::backend::ParallelBackend;
@@ -36,7 +37,8 @@ pub struct ServerOptions {
     pub options: Options,
 }
 
-/// The optimizer of a module, on the shard servers: each rank pulls and pushes the boxes that its placements give it.
+/// The optimizer of a module, on the shard servers: each rank pulls and pushes the boxes that its
+/// placements give it.
 #[derive(Debug)]
 pub struct ServerOptimizer {
     runtime: Handle,
@@ -59,9 +61,10 @@ pub struct StateTensor {
     pub values: Vec<f32>,
 }
 
-/// Makes a module's parameters a job on the servers, or joins that of the other ranks. `mesh` has all ranks of the world, from 0
-/// on. Along those of its dimensions over which a layer is distributed, the gradient lies as the parameter does; along the others,
-/// and of parameters that are not distributed, it is the mean over the ranks.
+/// Makes a module's parameters a job on the servers, or joins that of the other ranks. `mesh` has
+/// all ranks of the world, from 0 on. Along those of its dimensions over which a layer is
+/// distributed, the gradient lies as the parameter does; along the others, and of parameters that
+/// are not distributed, it is the mean over the ranks.
 ///
 /// The methods of the result block, and must not be called on a thread of `runtime`.
 ///
@@ -79,11 +82,14 @@ pub fn shard_optimizer<B: ParallelBackend, M: Module<B> + Parallelize<B>>(
         Ok(())
     })?;
     let parameters = parameters::list(layer);
-    let policy = if settings.optimizer.needs_whole_tensors() { Policy::Whole } else { Policy::Elementwise };
+    let policy =
+        if settings.optimizer.needs_whole_tensors() { Policy::Whole } else { Policy::Elementwise };
     let mut tensors = Vec::with_capacity(parameters.len());
     for parameter in &parameters {
         let (shape, placements) = match placed.get(&parameter.id) {
-            Some((parameter, own)) => (parameter.shape.clone(), lie(mesh, own, &parameter.placements)?),
+            Some((parameter, own)) => {
+                (parameter.shape.clone(), lie(mesh, own, &parameter.placements)?)
+            }
             None => (parameter.shape.clone(), vec![mean(); mesh.process_mesh().ndim()]),
         };
         let shape: Vec<u64> = shape.iter().map(|&size| size as u64).collect();
@@ -146,7 +152,13 @@ fn lie(mesh: &Mesh, own: &Mesh, placements: &[Placement]) -> Result<Vec<Placemen
 async fn retire(cluster: &Cluster, job: &Job) -> zeroshard_proto::Result<()> {
     job.leave().await?;
     let name = &job.spec().name;
-    if cluster.status().await?.jobs.iter().any(|other| other.name == *name && other.joined.is_empty()) {
+    if cluster
+        .status()
+        .await?
+        .jobs
+        .iter()
+        .any(|other| other.name == *name && other.joined.is_empty())
+    {
         match cluster.delete_job(name).await {
             // Two were the last.
             Err(zeroshard_proto::Error::UnknownJob { .. }) => {}
@@ -158,9 +170,12 @@ async fn retire(cluster: &Cluster, job: &Job) -> zeroshard_proto::Result<()> {
 
 /// "name.1" after "name", "name.2" after that.
 fn next_name(name: &str) -> String {
-    let numbered = name.rsplit_once('.').and_then(|(base, number)| Some((base, number.parse::<u64>().ok()?)));
-    numbered
-        .map_or_else(|| format!("{name}.1"), |(base, number)| format!("{base}.{}", number.saturating_add(1)))
+    let numbered =
+        name.rsplit_once('.').and_then(|(base, number)| Some((base, number.parse::<u64>().ok()?)));
+    numbered.map_or_else(
+        || format!("{name}.1"),
+        |(base, number)| format!("{base}.{}", number.saturating_add(1)),
+    )
 }
 
 fn mean() -> Placement {
@@ -200,7 +215,8 @@ impl ServerOptimizer {
     pub fn pull<B: ParallelBackend, M: Module<B>>(&self, layer: M) -> Result<M> {
         let mut values: Vec<Vec<f32>> =
             self.parameters.iter().map(|parameter| vec![0.0; parameter.elements()]).collect();
-        let targets = values.iter_mut().enumerate().map(|(tensor, values)| Target::new(tensor, values));
+        let targets =
+            values.iter_mut().enumerate().map(|(tensor, values)| Target::new(tensor, values));
         self.runtime.block_on(self.job.pull(self.version, targets.collect()))?;
         Ok(parameters::write(layer, self.parameters.iter().zip(values)))
     }
@@ -237,7 +253,8 @@ impl ServerOptimizer {
         Ok(self.runtime.block_on(self.job.attempt(self.version)?.push(gradients))?)
     }
 
-    /// Has the step applied, once all that this rank has is pushed; it has no gradient of the `absent` tensors.
+    /// Has the step applied, once all that this rank has is pushed; it has no gradient of the
+    /// `absent` tensors.
     pub(crate) fn commit(&mut self, absent: &[usize], commit: Commit) -> Result<StepReport> {
         let commit = Commit { max_norm: self.settings.max_norm, ..commit };
         let attempt = self.job.attempt(self.version)?;
@@ -271,14 +288,17 @@ impl ServerOptimizer {
         Ok(specs.iter().zip(values).map(tensor).collect())
     }
 
-    /// Takes over what [`Self::state_dict`] gave: all tensors, whole. Every rank calls it, with the same.
+    /// Takes over what [`Self::state_dict`] gave: all tensors, whole. Every rank calls it, with the
+    /// same.
     ///
-    /// What a job begins with cannot be written later. So the next one takes over, "name.1" after "name", at version 0, and the last
-    /// rank to leave the old one deletes it; the optimizer's state begins afresh.
+    /// What a job begins with cannot be written later. So the next one takes over, "name.1" after
+    /// "name", at version 0, and the last rank to leave the old one deletes it; the optimizer's
+    /// state begins afresh.
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming the tensor that is unknown, missing, given twice or of another shape, and then nothing has changed;
-    /// if there is a job of the next name already; those of the cluster.
+    /// [`Error::Invalid`] naming the tensor that is unknown, missing, given twice or of another
+    /// shape, and then nothing has changed; if there is a job of the next name already; those of
+    /// the cluster.
     pub fn set_state_dict(&mut self, state: Vec<StateTensor>) -> Result<()> {
         let values = self.by_number(state)?;
         let spec = JobSpec { name: next_name(&self.job.spec().name), ..self.job.spec().clone() };
@@ -289,7 +309,11 @@ impl ServerOptimizer {
             if job.version().is_some() && !self.uploaded().is_empty() {
                 job.leave().await?;
                 let what = format!("job {:?}, which is to take over", spec.name);
-                return Err(zeroshard_proto::Error::invalid(what, "there already", "a new one: delete it"));
+                return Err(zeroshard_proto::Error::invalid(
+                    what,
+                    "there already",
+                    "a new one: delete it",
+                ));
             }
             let own = |tensor: usize| {
                 let whole = TensorBox::whole(&spec.manifest.tensors()[tensor].shape);
@@ -313,9 +337,14 @@ impl ServerOptimizer {
             let what = format!("tensor {name:?} of the state");
             let Some(&number) = numbers.get(name.as_str()) else {
                 let names: Vec<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
-                return Err(Error::invalid(what, "unknown", format!("one of the job's, {names:?}")));
+                return Err(Error::invalid(
+                    what,
+                    "unknown",
+                    format!("one of the job's, {names:?}"),
+                ));
             };
-            let expected: Vec<usize> = specs[number].shape.iter().map(|&size| size as usize).collect();
+            let expected: Vec<usize> =
+                specs[number].shape.iter().map(|&size| size as usize).collect();
             if shape != expected || values.len() as u64 != specs[number].numel() {
                 let (found, expected) = (
                     format!("of shape {shape:?} with {} values", values.len()),
@@ -334,7 +363,11 @@ impl ServerOptimizer {
                 "given: a state is of all",
             )
         };
-        found.into_iter().zip(specs).map(|(values, spec)| values.ok_or_else(|| missing(spec))).collect()
+        found
+            .into_iter()
+            .zip(specs)
+            .map(|(values, spec)| values.ok_or_else(|| missing(spec)))
+            .collect()
     }
 
     /// Ends this rank's part in the job in order.

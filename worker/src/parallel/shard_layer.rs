@@ -22,9 +22,9 @@ pub struct ShardedLayer<B: ParallelBackend, M> {
     output: Option<Convert<B>>,
 }
 
-/// Distributes a module over a mesh. `shard_fn(name, layer, mesh)` is called for every layer, the module itself included with name
-/// "", and distributes parameters with [`Layer::shard`]; what it leaves is replicated. Without `input_fn` and `output_fn` nothing is
-/// converted.
+/// Distributes a module over a mesh. `shard_fn(name, layer, mesh)` is called for every layer, the
+/// module itself included with name "", and distributes parameters with [`Layer::shard`]; what it
+/// leaves is replicated. Without `input_fn` and `output_fn` nothing is converted.
 ///
 /// # Errors
 /// Those of `shard_fn`, and of [`Layer::shard`].
@@ -38,7 +38,8 @@ pub fn shard_layer<B: ParallelBackend, M: Parallelize<B>>(
     let whole = vec![Placement::Replicate; mesh.process_mesh().ndim()];
     walk("", Layer::Module(&mut layer), &mut |path, layer| {
         shard_fn(path, layer, mesh)?;
-        let rest: Vec<_> = layer.parameters().into_iter().filter(|(_, distributed)| !distributed).collect();
+        let rest: Vec<_> =
+            layer.parameters().into_iter().filter(|(_, distributed)| !distributed).collect();
         rest.iter().try_for_each(|(name, _)| layer.shard(name, mesh, &whole))
     })?;
     Ok(ShardedLayer { layer, mesh: mesh.clone(), input: input_fn, output: output_fn })

@@ -1,5 +1,6 @@
-//! Parallel styles, by torch's names: those of its first tensor-parallel module and today's are one here. Where torch's first ones take
-//! functions, these take [`PrepareInput`] and [`PrepareOutput`], which name them.
+//! Parallel styles, by torch's names: those of its first tensor-parallel module and today's are one
+//! here. Where torch's first ones take functions, these take [`PrepareInput`] and
+//! [`PrepareOutput`], which name them.
 
 use std::fmt;
 
@@ -21,8 +22,8 @@ pub trait ParallelStyle<B: ParallelBackend>: fmt::Debug {
     /// Distributes a layer over a mesh of one dimension. `path`: the layer's, for errors.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a layer of a type that the style does not know, [`Error::AlreadyParallel`], and those of
-    /// [`Layer::shard`].
+    /// [`Error::Unsupported`] for a layer of a type that the style does not know,
+    /// [`Error::AlreadyParallel`], and those of [`Layer::shard`].
     fn apply(&self, path: &str, layer: &mut Layer<'_, B>, mesh: &Mesh) -> Result<()>;
 }
 
@@ -37,11 +38,15 @@ pub struct ColwiseParallel {
 
 impl Default for ColwiseParallel {
     fn default() -> Self {
-        Self { prepare_input: PrepareInput::Replicate1d, prepare_output: PrepareOutput::ShardedTensor }
+        Self {
+            prepare_input: PrepareInput::Replicate1d,
+            prepare_output: PrepareOutput::ShardedTensor,
+        }
     }
 }
 
-/// Cuts a layer's inputs: each rank makes some terms of every sum. For linear layers and embeddings (there: some rows of the table).
+/// Cuts a layer's inputs: each rank makes some terms of every sum. For linear layers and embeddings
+/// (there: some rows of the table).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowwiseParallel {
     /// What happens to the input; by default a plain tensor is this rank's columns.
@@ -59,10 +64,18 @@ impl Default for RowwiseParallel {
 macro_rules! keywords {
     ($style:ident, $input:expr, $output:expr) => {
         impl $style {
-            /// With today's keywords: `input_layouts`, `output_layouts`, `use_local_output`; `None`: the default.
-            pub fn new(input: Option<Placement>, output: Option<Placement>, use_local_output: bool) -> Self {
+            /// With today's keywords: `input_layouts`, `output_layouts`, `use_local_output`;
+            /// `None`: the default.
+            pub fn new(
+                input: Option<Placement>,
+                output: Option<Placement>,
+                use_local_output: bool,
+            ) -> Self {
                 Self {
-                    prepare_input: PrepareInput::Layouts { input: input.unwrap_or($input), desired: $input },
+                    prepare_input: PrepareInput::Layouts {
+                        input: input.unwrap_or($input),
+                        desired: $input,
+                    },
                     prepare_output: PrepareOutput::Layouts {
                         output: output.unwrap_or($output),
                         local: use_local_output,
@@ -76,9 +89,10 @@ macro_rules! keywords {
 keywords!(ColwiseParallel, Placement::Replicate, Placement::Shard(LAST));
 keywords!(RowwiseParallel, Placement::Shard(LAST), Placement::Replicate);
 
-/// Cuts the linear layers of a module in pairs: the first, third, ... column-wise, the second, fourth, ... row-wise (Shoeybi et al. 2019).
-/// The input is prepared at the first, the output at the last one of a pair; a trailing odd one is left alone. A module with fewer
-/// than two linear layers of its own: the modules in it.
+/// Cuts the linear layers of a module in pairs: the first, third, ... column-wise, the second,
+/// fourth, ... row-wise (Shoeybi et al. 2019). The input is prepared at the first, the output at
+/// the last one of a pair; a trailing odd one is left alone. A module with fewer than two linear
+/// layers of its own: the modules in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PairwiseParallel {
     /// What happens to the input; by default a plain tensor is all of it.
@@ -93,8 +107,9 @@ impl Default for PairwiseParallel {
     }
 }
 
-/// Keeps a sequence cut outside of what is parallel (Korthikanti et al. 2022). For a module with linear layers: pairwise parallel
-/// with input and output cut along dimension 0, torch's first meaning. For a norm: it runs on this rank's part, along `sequence_dim`.
+/// Keeps a sequence cut outside of what is parallel (Korthikanti et al. 2022). For a module with
+/// linear layers: pairwise parallel with input and output cut along dimension 0, torch's first
+/// meaning. For a norm: it runs on this rank's part, along `sequence_dim`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SequenceParallel {
     /// Which dimension of a norm's input is the sequence.
@@ -109,7 +124,8 @@ impl Default for SequenceParallel {
     }
 }
 
-/// Says what the inputs of a module are, and what it wants; `None`: left alone. The module must have [`super::Hooks`].
+/// Says what the inputs of a module are, and what it wants; `None`: left alone. The module must
+/// have [`super::Hooks`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrepareModuleInput {
     /// What plain tensors are.
@@ -144,9 +160,11 @@ impl<B: ParallelBackend> ParallelStyle<B> for ColwiseParallel {
     fn apply(&self, path: &str, layer: &mut Layer<'_, B>, mesh: &Mesh) -> Result<()> {
         check(self, path, layer, mesh)?;
         match layer {
-            Layer::Linear(_) => {
-                shard(layer, mesh, &[("weight", Placement::Shard(1)), ("bias", Placement::Shard(0))])?
-            }
+            Layer::Linear(_) => shard(
+                layer,
+                mesh,
+                &[("weight", Placement::Shard(1)), ("bias", Placement::Shard(0))],
+            )?,
             Layer::Embedding(_) => shard(layer, mesh, &[("weight", Placement::Shard(1))])?,
             _ => return Err(unsupported(self, path, layer, "linear layers and embeddings")),
         }
@@ -159,9 +177,11 @@ impl<B: ParallelBackend> ParallelStyle<B> for RowwiseParallel {
     fn apply(&self, path: &str, layer: &mut Layer<'_, B>, mesh: &Mesh) -> Result<()> {
         check(self, path, layer, mesh)?;
         match layer {
-            Layer::Linear(_) => {
-                shard(layer, mesh, &[("weight", Placement::Shard(0)), ("bias", Placement::Replicate)])?
-            }
+            Layer::Linear(_) => shard(
+                layer,
+                mesh,
+                &[("weight", Placement::Shard(0)), ("bias", Placement::Replicate)],
+            )?,
             Layer::Embedding(_) => shard(layer, mesh, &[("weight", Placement::Shard(0))])?,
             _ => return Err(unsupported(self, path, layer, "linear layers and embeddings")),
         }
@@ -176,7 +196,8 @@ impl<B: ParallelBackend> ParallelStyle<B> for PairwiseParallel {
         let Layer::Module(module) = layer else {
             return Err(unsupported(self, path, layer, "modules with linear layers"));
         };
-        let join = |name: &str| if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") };
+        let join =
+            |name: &str| if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") };
         let (mut linears, mut modules) = (Vec::new(), Vec::new());
         for (name, layer) in module.layers() {
             match layer {
@@ -194,13 +215,16 @@ impl<B: ParallelBackend> ParallelStyle<B> for PairwiseParallel {
                     "modules with linear layers",
                 ));
             }
-            return modules.iter_mut().try_for_each(|(path, module)| self.apply(path, module, mesh));
+            return modules
+                .iter_mut()
+                .try_for_each(|(path, module)| self.apply(path, module, mesh));
         }
         let pairs = linears.len() / 2;
         for (pair, layers) in linears.chunks_exact_mut(2).enumerate() {
             let [(first_path, first), (second_path, second)] = layers else { continue };
             let prepare_input = if pair == 0 { self.prepare_input } else { PrepareInput::AsIs };
-            let prepare_output = if pair + 1 == pairs { self.prepare_output } else { PrepareOutput::AsIs };
+            let prepare_output =
+                if pair + 1 == pairs { self.prepare_output } else { PrepareOutput::AsIs };
             ColwiseParallel { prepare_input, prepare_output: PrepareOutput::AsIs }
                 .apply(first_path, first, mesh)?;
             RowwiseParallel { prepare_input: PrepareInput::AsIs, prepare_output }.apply(
@@ -223,10 +247,17 @@ impl<B: ParallelBackend> ParallelStyle<B> for SequenceParallel {
                 PairwiseParallel { prepare_input, prepare_output }.apply(path, layer, mesh)
             }
             Layer::Norm(_) => {
-                shard(layer, mesh, &[("weight", Placement::Replicate), ("bias", Placement::Replicate)])?;
+                shard(
+                    layer,
+                    mesh,
+                    &[("weight", Placement::Replicate), ("bias", Placement::Replicate)],
+                )?;
                 let rows = Placement::Shard(self.sequence_dim);
-                let output =
-                    if self.use_local_output { PrepareOutput::ShardedTensor } else { PrepareOutput::AsIs };
+                let output = if self.use_local_output {
+                    PrepareOutput::ShardedTensor
+                } else {
+                    PrepareOutput::AsIs
+                };
                 layer.prepare(PrepareInput::Layouts { input: rows, desired: rows }, output);
                 Ok(())
             }
@@ -237,14 +268,20 @@ impl<B: ParallelBackend> ParallelStyle<B> for SequenceParallel {
 
 impl<B: ParallelBackend> ParallelStyle<B> for PrepareModuleInput {
     fn apply(&self, path: &str, layer: &mut Layer<'_, B>, mesh: &Mesh) -> Result<()> {
-        let prepared =
-            prepared(mesh, &self.input_layouts, &self.desired_input_layouts, self.use_local_output)?;
+        let prepared = prepared(
+            mesh,
+            &self.input_layouts,
+            &self.desired_input_layouts,
+            self.use_local_output,
+        )?;
         let hooks = match layer {
             Layer::Module(module) => module.hooks(),
             _ => None,
         };
         match hooks {
-            Some(hooks) if hooks.inputs.is_some() => Err(Error::AlreadyParallel { layer: path.to_owned() }),
+            Some(hooks) if hooks.inputs.is_some() => {
+                Err(Error::AlreadyParallel { layer: path.to_owned() })
+            }
             Some(hooks) => {
                 hooks.inputs = Some(prepared);
                 Ok(())
@@ -256,14 +293,20 @@ impl<B: ParallelBackend> ParallelStyle<B> for PrepareModuleInput {
 
 impl<B: ParallelBackend> ParallelStyle<B> for PrepareModuleOutput {
     fn apply(&self, path: &str, layer: &mut Layer<'_, B>, mesh: &Mesh) -> Result<()> {
-        let prepared =
-            prepared(mesh, &self.output_layouts, &self.desired_output_layouts, self.use_local_output)?;
+        let prepared = prepared(
+            mesh,
+            &self.output_layouts,
+            &self.desired_output_layouts,
+            self.use_local_output,
+        )?;
         let hooks = match layer {
             Layer::Module(module) => module.hooks(),
             _ => None,
         };
         match hooks {
-            Some(hooks) if hooks.outputs.is_some() => Err(Error::AlreadyParallel { layer: path.to_owned() }),
+            Some(hooks) if hooks.outputs.is_some() => {
+                Err(Error::AlreadyParallel { layer: path.to_owned() })
+            }
             Some(hooks) => {
                 hooks.outputs = Some(prepared);
                 Ok(())
@@ -294,9 +337,14 @@ fn prepared(
     if let Some((layout, desired)) =
         layouts.iter().zip(desired).find(|(layout, desired)| layout.is_some() != desired.is_some())
     {
-        let show = |placement: &Option<Placement>| placement.map_or("none".to_owned(), |p| list(&[p]));
+        let show =
+            |placement: &Option<Placement>| placement.map_or("none".to_owned(), |p| list(&[p]));
         let found = format!("{} where the layout is {}", show(desired), show(layout));
-        return Err(Error::invalid("desired layout", found, "given where the layout is, and only there"));
+        return Err(Error::invalid(
+            "desired layout",
+            found,
+            "given where the layout is, and only there",
+        ));
     }
     Ok(Prepared { mesh: mesh.clone(), layouts: layouts.to_vec(), desired: desired.to_vec(), local })
 }
@@ -333,7 +381,12 @@ fn unsupported<B: ParallelBackend>(
     layer: &Layer<'_, B>,
     expected: &'static str,
 ) -> Error {
-    Error::Unsupported { style: name(style), layer: path.to_owned(), kind: layer.kind().to_owned(), expected }
+    Error::Unsupported {
+        style: name(style),
+        layer: path.to_owned(),
+        kind: layer.kind().to_owned(),
+        expected,
+    }
 }
 
 /// The style's name, without its settings.

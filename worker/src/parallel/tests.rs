@@ -39,10 +39,15 @@ fn worlds<T: Send>(count: usize, run: impl Fn(World) -> T + Sync) -> Vec<T> {
 /// A rate at which training is stable.
 const RATE: f64 = 0.01;
 
-/// What `run` gives on each of two ranks, with a cluster of so many servers, and what a job on it can be.
-fn with_cluster<T: Send>(servers: usize, run: impl Fn(World, ServerOptions, &Handle) -> T + Sync) -> Vec<T> {
+/// What `run` gives on each of two ranks, with a cluster of so many servers, and what a job on it
+/// can be.
+fn with_cluster<T: Send>(
+    servers: usize,
+    run: impl Fn(World, ServerOptions, &Handle) -> T + Sync,
+) -> Vec<T> {
     let runtime = crate::collectives::testing::runtime();
-    let cluster = runtime.block_on(embedded::Cluster::start(embedded::Options::new(servers))).unwrap();
+    let cluster =
+        runtime.block_on(embedded::Cluster::start(embedded::Options::new(servers))).unwrap();
     let results = worlds(2, |world| {
         let mut sgd: zeroshard_proto::Optimizer = "sgd".parse().unwrap();
         sgd.set_lr(RATE);
@@ -87,7 +92,10 @@ fn values<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Vec<f32> {
 fn assert_close(found: &[f32], expected: &[f32], what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}");
     for (found, expected) in found.iter().zip(expected) {
-        assert!((found - expected).abs() <= 1e-5 * expected.abs().max(1.0), "{what}: {found}, {expected}");
+        assert!(
+            (found - expected).abs() <= 1e-5 * expected.abs().max(1.0),
+            "{what}: {found}, {expected}"
+        );
     }
 }
 

@@ -75,7 +75,8 @@ impl Transfer {
         let mut result = vec![0.0; wanted.numel() as usize];
         if let Some(dim) = self.gathered(reduced).filter(|_| plan.zeros.is_empty()) {
             let group = reduced.mesh().group(rank, dim).unwrap_or_default();
-            let areas: Vec<TensorBox> = group.iter().map(|&rank| area(reduced, &self.shape, rank)).collect();
+            let areas: Vec<TensorBox> =
+                group.iter().map(|&rank| area(reduced, &self.shape, rank)).collect();
             let sizes: Vec<usize> = areas.iter().map(|area| area.numel() as usize).collect();
             let parts = world.all_gather(&group, &sizes, data)?;
             for (part, area) in parts.iter().zip(&areas) {
@@ -104,10 +105,12 @@ impl Transfer {
         }
         let pairs = || reduced.placements().iter().zip(self.to.placements()).enumerate();
         let mut differing = pairs().filter(|(_, (from, to))| from != to);
-        let Some((dim, (cut @ DimPlacement::Shard(_), DimPlacement::Replicate))) = differing.next() else {
+        let Some((dim, (cut @ DimPlacement::Shard(_), DimPlacement::Replicate))) = differing.next()
+        else {
             return None;
         };
-        // Where another dimension of the mesh cuts the same one of the tensor, the pieces are none of what is wanted.
+        // Where another dimension of the mesh cuts the same one of the tensor, the pieces are none
+        // of what is wanted.
         let alone = pairs().all(|(other, (from, _))| other == dim || from != cut);
         (alone && differing.next().is_none()).then_some(dim)
     }

@@ -49,11 +49,12 @@ impl World {
         self.0.collectives.rank()
     }
 
-    /// A mesh of some ranks, this one among them. All of them must make the same meshes, in the same order.
+    /// A mesh of some ranks, this one among them. All of them must make the same meshes, in the
+    /// same order.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if this rank is not in it; [`collectives::Error::Disagreement`] if another of its ranks has
-    /// another mesh.
+    /// [`Error::Invalid`] if this rank is not in it; [`collectives::Error::Disagreement`] if
+    /// another of its ranks has another mesh.
     pub fn mesh(&self, mesh: ProcessMesh) -> Result<Mesh> {
         let rank = self.rank();
         if mesh.coordinate(rank).is_none() {
@@ -68,12 +69,16 @@ impl World {
 
     /// Runs a backward pass, whose collectives have no other way to tell what went wrong.
     ///
-    /// A rank must have its process to itself. At the end of a backward pass burn takes the lock of every graph of the process, and a
-    /// graph is locked as long as its own pass runs: a rank would wait for its neighbour's pass, which waits for the rank's next one.
+    /// A rank must have its process to itself. At the end of a backward pass burn takes the lock of
+    /// every graph of the process, and a graph is locked as long as its own pass runs: a rank would
+    /// wait for its neighbour's pass, which waits for the rank's next one.
     ///
     /// # Errors
     /// The first that a collective met.
-    pub fn backward<B: AutodiffBackend, const D: usize>(&self, loss: &Tensor<B, D>) -> Result<B::Gradients> {
+    pub fn backward<B: AutodiffBackend, const D: usize>(
+        &self,
+        loss: &Tensor<B, D>,
+    ) -> Result<B::Gradients> {
         self.lock().failure = None;
         let gradients = loss.backward();
         match self.lock().failure.take() {
@@ -82,7 +87,8 @@ impl World {
         }
     }
 
-    /// What `run` gives with collectives that only note themselves down and give zeros, and which ones it would call.
+    /// What `run` gives with collectives that only note themselves down and give zeros, and which
+    /// ones it would call.
     pub(crate) fn trace<T>(&self, run: impl FnOnce() -> T) -> (T, Vec<Call>) {
         self.lock().trace = Some(Vec::new());
         let result = run();
@@ -108,13 +114,23 @@ impl World {
         Ok(live(self.0.collectives.as_ref())?)
     }
 
-    pub(crate) fn all_reduce(&self, group: &[u32], reduction: Reduction, data: Vec<f32>) -> Result<Vec<f32>> {
+    pub(crate) fn all_reduce(
+        &self,
+        group: &[u32],
+        reduction: Reduction,
+        data: Vec<f32>,
+    ) -> Result<Vec<f32>> {
         let (bytes, elements) = (size(&data), data.len());
         let call = || Call { name: "all_reduce", group: group.to_vec(), bytes };
         self.call(call, || vec![0.0; elements], |c| c.all_reduce(group, reduction, data))
     }
 
-    pub(crate) fn all_gather(&self, group: &[u32], sizes: &[usize], data: Vec<f32>) -> Result<Vec<Vec<f32>>> {
+    pub(crate) fn all_gather(
+        &self,
+        group: &[u32],
+        sizes: &[usize],
+        data: Vec<f32>,
+    ) -> Result<Vec<Vec<f32>>> {
         let call = || Call { name: "all_gather", group: group.to_vec(), bytes: size(&data) };
         let dry = || sizes.iter().map(|&size| vec![0.0; size]).collect();
         // Two closures want the data, and one of them runs.
@@ -148,7 +164,8 @@ impl World {
     }
 
     pub(crate) fn recv(&self, from: u32, elements: usize) -> Result<Vec<f32>> {
-        let call = || Call { name: "recv", group: vec![from, self.rank()], bytes: 4 * elements as u64 };
+        let call =
+            || Call { name: "recv", group: vec![from, self.rank()], bytes: 4 * elements as u64 };
         self.call(call, || vec![0.0; elements], |c| c.recv(from, elements))
     }
 
@@ -215,8 +232,10 @@ impl Mesh {
     /// # Errors
     /// [`Error::Invalid`] for a name that there is not.
     pub fn sub_mesh(&self, names: &[&str]) -> Result<Self> {
-        let dims =
-            names.iter().map(|name| self.process.dim(name)).collect::<zeroshard_proto::Result<Vec<_>>>()?;
+        let dims = names
+            .iter()
+            .map(|name| self.process.dim(name))
+            .collect::<zeroshard_proto::Result<Vec<_>>>()?;
         let process = Arc::new(self.process.sub_mesh(&dims, self.rank())?);
         Ok(Self { process, world: self.world.clone() })
     }
@@ -246,8 +265,12 @@ impl fmt::Debug for Mesh {
 
 /// "dp 2 x tp 2, ranks [0, 1, 2, 3]".
 fn describe(mesh: &ProcessMesh) -> String {
-    let dims: Vec<String> =
-        mesh.names().iter().zip(mesh.shape()).map(|(name, size)| format!("{name} {size}")).collect();
+    let dims: Vec<String> = mesh
+        .names()
+        .iter()
+        .zip(mesh.shape())
+        .map(|(name, size)| format!("{name} {size}"))
+        .collect();
     format!("{}, ranks {:?}", dims.join(" x "), mesh.ranks())
 }
 

@@ -1,4 +1,5 @@
-"""A job whose servers average gradients: version ``v + 1`` of it is the mean gradient of step ``v``."""
+"""A job whose servers average gradients: version ``v + 1`` of it is the mean gradient of step
+``v``."""
 
 from __future__ import annotations
 
@@ -18,21 +19,17 @@ Named = tuple[str, T]
 class Averages(Generic[T]):
     """Averages gradients of one list of parameters, step after step.
 
-    A step is :meth:`send` for what is complete, in as many parts as wanted and each parameter once, then
-    :meth:`finish`, on every rank. The parameters belong to the caller, who gives the same ones to every call.
+    A step is :meth:`send` for what is complete, in as many parts as wanted and each parameter once,
+    then :meth:`finish`, on every rank. The parameters belong to the caller, who gives the same ones
+    to every call.
 
-    Args:
-        session: where the cluster is.
-        framework: whose tensors they are.
-        kind: what the job's name tells of it.
-        place: this rank and the others.
-        parameters: names and parameters in the same order on every rank; none of them empty.
-        constants: what rank 0 shares besides: tensors of any dtype.
-        share: whether all ranks take over rank 0's parameters and constants.
+    Args: session: where the cluster is. framework: whose tensors they are. kind: what the job's
+        name tells of it. place: this rank and the others. parameters: names and parameters in the
+        same order on every rank; none of them empty. constants: what rank 0 shares besides: tensors
+        of any dtype. share: whether all ranks take over rank 0's parameters and constants.
 
-    Raises:
-        InvalidArgument: a parameter is neither float32 nor bfloat16 nor float16.
-        JobExists: the ranks' parameters differ in names, shapes or dtypes.
+    Raises: InvalidArgument: a parameter is neither float32 nor bfloat16 nor float16. JobExists: the
+        ranks' parameters differ in names, shapes or dtypes.
     """
 
     def __init__(
@@ -57,14 +54,23 @@ class Averages(Generic[T]):
         self._interrupted = False
 
         specs = [
-            _native.TensorSpec(name, framework.shape(tensor), framework.dtype_of(f"parameter {name!r}", tensor))
+            _native.TensorSpec(
+                name, framework.shape(tensor), framework.dtype_of(f"parameter {name!r}", tensor)
+            )
             for name, tensor in parameters
         ]
-        specs += [_native.TensorSpec(name, [framework.words(tensor)], buffer=True) for name, tensor in constants]
+        specs += [
+            _native.TensorSpec(name, [framework.words(tensor)], buffer=True)
+            for name, tensor in constants
+        ]
         name = session.name(kind, self._ranks)
         session.cluster.create_job(name, specs, [AVERAGE], world)
-        self._job = session.join(name, self._rank, sum(framework.numel(tensor) for _, tensor in parameters))
-        self._start([tensor for _, tensor in parameters], [tensor for _, tensor in constants], share)
+        self._job = session.join(
+            name, self._rank, sum(framework.numel(tensor) for _, tensor in parameters)
+        )
+        self._start(
+            [tensor for _, tensor in parameters], [tensor for _, tensor in constants], share
+        )
 
     def _start(self, parameters: list[T], constants: list[T], share: bool) -> None:
         """Makes version 0: rank 0's parameters, which the others need not take over."""
@@ -79,11 +85,15 @@ class Averages(Generic[T]):
             targets = [framework.incoming(parameter) for parameter in parameters]
             targets += [framework.incoming_words(constant) for constant in constants]
             # With a part everything is exact, whatever the wire's dtype.
-            self._job.fetch(0, [(i, target.array) for i, target in enumerate(targets)], part="", label=label)
+            self._job.fetch(
+                0, [(i, target.array) for i, target in enumerate(targets)], part="", label=label
+            )
             for target in targets:
                 target.finish()
         else:
-            smallest = min(range(len(parameters)), key=lambda tensor: framework.numel(parameters[tensor]))
+            smallest = min(
+                range(len(parameters)), key=lambda tensor: framework.numel(parameters[tensor])
+            )
             scratch = framework.host(framework.shape(parameters[smallest]))
             self._job.fetch(0, [(smallest, framework.array(scratch))], part="")
 
@@ -110,21 +120,21 @@ class Averages(Generic[T]):
     def finish(self, parameters: Sequence[T], unused: bool) -> None:
         """Waits for the mean gradients, and puts them where the gradients were.
 
-        A parameter that only other ranks have a gradient for gets the mean as well (its own share is zeros).
-        One that no rank has a gradient for is left without.
+        A parameter that only other ranks have a gradient for gets the mean as well (its own share
+        is zeros). One that no rank has a gradient for is left without.
 
-        Args:
-            parameters: the parameters, each of which was sent.
-            unused: whether a parameter may be without a gradient on some ranks.
+        Args: parameters: the parameters, each of which was sent. unused: whether a parameter may be
+            without a gradient on some ranks.
 
-        Raises:
-            UnusedParameter: one is, and may not be.
+        Raises: UnusedParameter: one is, and may not be.
         """
         if self._absent:
             self._job.absent(self._step, self._absent)
         for index in self._absent:
             self._gradients[index] = self._framework.zeros_like(parameters[index])
-        targets = {index: self._framework.incoming(gradient) for index, gradient in self._gradients.items()}
+        targets = {
+            index: self._framework.incoming(gradient) for index, gradient in self._gradients.items()
+        }
         arrays = [(index, target.array) for index, target in targets.items()]
         report = self._job.commit(self._step, [AVERAGE], targets=arrays)
         for target in targets.values():
@@ -143,16 +153,17 @@ class Averages(Generic[T]):
             self._framework.set_gradient(parameters[index], gradient)
 
     def abandon(self) -> None:
-        """Drops the step that is under way, after an error; :meth:`resume` must come before the next :meth:`send`."""
+        """Drops the step that is under way, after an error; :meth:`resume` must come before the
+        next :meth:`send`."""
         self._job.forget()
         self._gradients, self._absent = {}, []
         self._interrupted = True
 
     def resume(self) -> None:
-        """Has the servers drop what they have of an abandoned step, if there is one. Every rank must do the same.
+        """Has the servers drop what they have of an abandoned step, if there is one. Every rank
+        must do the same.
 
-        Raises:
-            Disagreement: another rank has finished the step.
+        Raises: Disagreement: another rank has finished the step.
         """
         if not self._interrupted:
             return

@@ -1,4 +1,5 @@
-"""What the substance must know of PyTorch or Paddle: what a tensor is, a module, and a backward pass."""
+"""What the substance must know of PyTorch or Paddle: what a tensor is, a module, and a backward
+pass."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ Place = tuple[int, int, tuple[int, ...]]
 
 
 class Incoming(Protocol):
-    """Where the values of a tensor are received: its own memory, or a copy that :meth:`finish` moves there."""
+    """Where the values of a tensor are received: its own memory, or a copy that :meth:`finish`
+    moves there."""
 
     array: Array
 
@@ -32,11 +34,13 @@ class Incoming(Protocol):
 
 
 class ParameterMemory(ABC, Generic[T]):
-    """The memory of parameters that come and go; a parameter keeps its identity, shape and dtype."""
+    """The memory of parameters that come and go; a parameter keeps its identity, shape and
+    dtype."""
 
     @abstractmethod
     def take(self, parameter: T) -> T:
-        """Uninitialised memory for a parameter that is dropped: a tensor of its shape, dtype and device."""
+        """Uninitialised memory for a parameter that is dropped: a tensor of its shape, dtype and
+        device."""
 
     @abstractmethod
     def put(self, parameter: T, value: T) -> None:
@@ -111,7 +115,8 @@ class Framework(ABC, Generic[T]):
         return math.ceil(self.nbytes(tensor) / 4)
 
     def dtype_of(self, what: str, tensor: T) -> str:
-        """``"f32"``, ``"bf16"`` or ``"f16"``; :class:`~zeroshard.InvalidArgument` for any other dtype of ``what``."""
+        """``"f32"``, ``"bf16"`` or ``"f16"``; :class:`~zeroshard.InvalidArgument` for any other
+        dtype of ``what``."""
         dtype = self.dtype(tensor)
         if dtype is None:
             raise InvalidArgument(
@@ -127,7 +132,8 @@ class Framework(ABC, Generic[T]):
 
     @abstractmethod
     def array(self, host: T, area: Area | None = None) -> Array:
-        """The memory of a contiguous host tensor; of a fetch, what of the fetched tensor it is for."""
+        """The memory of a contiguous host tensor; of a fetch, what of the fetched tensor it is
+        for."""
 
     @abstractmethod
     def zeros_like(self, tensor: T) -> T:
@@ -135,9 +141,11 @@ class Framework(ABC, Generic[T]):
 
     @abstractmethod
     def outgoing(self, tensor: T) -> Array:
-        """The values of ``tensor``, to be sent: its own memory, or a copy if that is elsewhere or has gaps.
+        """The values of ``tensor``, to be sent: its own memory, or a copy if that is elsewhere or
+        has gaps.
 
-        A copy from a device waits for the current stream, so that what is sent is what was computed.
+        A copy from a device waits for the current stream, so that what is sent is what was
+        computed.
         """
 
     @abstractmethod
@@ -146,7 +154,8 @@ class Framework(ABC, Generic[T]):
 
     @abstractmethod
     def outgoing_words(self, tensor: T) -> Array:
-        """Any dtype's raw memory as :meth:`words` f32 words: what travels when nothing computes with it."""
+        """Any dtype's raw memory as :meth:`words` f32 words: what travels when nothing computes
+        with it."""
 
     @abstractmethod
     def incoming_words(self, tensor: T) -> Incoming:
@@ -167,7 +176,8 @@ class Framework(ABC, Generic[T]):
 
     @abstractmethod
     def own_elements(self, tensor: T) -> T:
-        """The tensor, or a dense copy if it is sparse or several of its elements share their memory."""
+        """The tensor, or a dense copy if it is sparse or several of its elements share their
+        memory."""
 
     @abstractmethod
     def clips(self, parameter: T) -> bool:
@@ -175,7 +185,8 @@ class Framework(ABC, Generic[T]):
 
     @abstractmethod
     def after_gradient(self, parameter: T, call: Callable[[T], None]) -> Callable[[], None]:
-        """Calls with the parameter after each backward pass in which it got a gradient. Returns what ends that."""
+        """Calls with the parameter after each backward pass in which it got a gradient. Returns
+        what ends that."""
 
     # ---- a backward pass
 
@@ -214,8 +225,11 @@ class Framework(ABC, Generic[T]):
         """Those of a module that are not in a module inside it, by their names there."""
 
     @abstractmethod
-    def around_forward(self, module: Any, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        """Calls before and after each forward of the module; after it also where it ends in an error."""
+    def around_forward(
+        self, module: Any, begin: Callable[[], None], end: Callable[[], None]
+    ) -> None:
+        """Calls before and after each forward of the module; after it also where it ends in an
+        error."""
 
     # ---- parameters that come and go
 
@@ -225,11 +239,17 @@ class Framework(ABC, Generic[T]):
 
     @abstractmethod
     def guard(
-        self, module: Any, parameters: dict[str, T], access: Callable[[], None], release: Callable[[], None]
+        self,
+        module: Any,
+        parameters: dict[str, T],
+        access: Callable[[], None],
+        release: Callable[[], None],
     ) -> None:
-        """Has ``access`` called before anything is computed with one of these parameters of a module.
+        """Has ``access`` called before anything is computed with one of these parameters of a
+        module.
 
-        ``release`` is called when a state dict has been made of them, with copies of their elements.
+        ``release`` is called when a state dict has been made of them, with copies of their
+        elements.
         """
 
     @abstractmethod
@@ -238,7 +258,8 @@ class Framework(ABC, Generic[T]):
 
     @abstractmethod
     def view(self, saved: T, parameter: T) -> Callable[[], T] | None:
-        """Of a tensor in the parameter's memory: what makes it again, of the memory that the parameter has then.
+        """Of a tensor in the parameter's memory: what makes it again, of the memory that the
+        parameter has then.
 
         None where it cannot be made again.
         """
@@ -247,4 +268,5 @@ class Framework(ABC, Generic[T]):
     def saved_tensors(
         self, pack: Callable[[T], Any], unpack: Callable[[Any], T]
     ) -> AbstractContextManager[Any]:
-        """Inside, what backward needs is kept as ``pack`` makes it, and given by ``unpack`` when it is needed."""
+        """Inside, what backward needs is kept as ``pack`` makes it, and given by ``unpack`` when it
+        is needed."""

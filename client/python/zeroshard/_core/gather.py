@@ -1,13 +1,15 @@
 """Parameters that live on the servers: fetched when they are used, freed afterwards.
 
-The unit is a module with its own large parameters. A parameter keeps its identity and shape. Three things bring it back, whichever comes first:
+The unit is a module with its own large parameters. A parameter keeps its identity and shape. Three
+things bring it back, whichever comes first:
 
 - its module's forward begins, or it was used there in the last pass: fetched ahead, in that order;
-- something is computed with it, from wherever (as far as the framework can tell: ``Framework.guard``);
+- something is computed with it, from wherever (as far as the framework can tell:
+  ``Framework.guard``);
 - backward needs it, or a view of it (hooks for saved tensors).
 
-It is freed when no forward that used it is running any more, and in backward once its gradients are complete. What a
-program still refers to (``w = layer.weight.t()``) keeps its memory.
+It is freed when no forward that used it is running any more, and in backward once its gradients are
+complete. What a program still refers to (``w = layer.weight.t()``) keeps its memory.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Unit(Generic[T]):
     @property
     def modified(self) -> bool:
         """Whether the program has written to it."""
-        return any(self.gatherer.job.entry(parameter).modified for parameter in self.parameters.values())
+        return any(
+            self.gatherer.job.entry(parameter).modified for parameter in self.parameters.values()
+        )
 
     def start(self) -> None:
         """Starts to fetch it, unless it is here or coming."""
@@ -73,7 +77,8 @@ class Unit(Generic[T]):
                 self.gatherer.put(self, parameter, value)
 
     def free(self) -> None:
-        """Frees it, unless somebody uses it or the program has written to it (then the next job takes it over)."""
+        """Frees it, unless somebody uses it or the program has written to it (then the next job
+        takes it over)."""
         if not self.held or self.users > 0 or self.modified:
             return
         if self._fetch is not None:
@@ -96,8 +101,11 @@ class _Frame(Generic[T]):
 class Gatherer(Generic[T]):
     """Decides which units are here."""
 
-    def __init__(self, job: ModelJob[T], model: Any, is_large: Callable[[T], bool], ahead: bool) -> None:
-        """``is_large`` says of a parameter whether it lives on the servers; ``ahead``: fetch before use."""
+    def __init__(
+        self, job: ModelJob[T], model: Any, is_large: Callable[[T], bool], ahead: bool
+    ) -> None:
+        """``is_large`` says of a parameter whether it lives on the servers; ``ahead``: fetch before
+        use."""
         self.job = job
         self.framework = job.framework
         self.units: list[Unit[T]] = []
@@ -151,7 +159,9 @@ class Gatherer(Generic[T]):
         unit = Unit(self, len(self.units), parameters)
         self.units.append(unit)
         self._unit_of.update((id(parameter), unit) for parameter in parameters.values())
-        self.framework.guard(module, parameters, lambda: self.access(unit), lambda: self._release(unit))
+        self.framework.guard(
+            module, parameters, lambda: self.access(unit), lambda: self._release(unit)
+        )
         return unit
 
     # ---- forward
@@ -236,7 +246,8 @@ class Gatherer(Generic[T]):
         self._fetch_ahead(ahead)
 
     def new_version(self) -> None:
-        """The parameters have changed on the servers: what is here is old. No forward is running."""
+        """The parameters have changed on the servers: what is here is old. No forward is
+        running."""
         self.unwind()
         self._loose.clear()
         self._ahead = set()
@@ -259,17 +270,21 @@ class Gatherer(Generic[T]):
             self._pass = running
             self.framework.after_backward(self._backward_is_over)
         node = self.framework.backward_node()
-        # What trains is freed with its gradient. The others, with the node that needed them: it has run.
+        # What trains is freed with its gradient. The others, with the node that needed them: it has
+        # run.
         for other in [other for other in self._of_node if other.node is not node]:
             self._of_node.remove(other)
             self._free(other)
         if unit.node is not node:
             unit.node = node
-            if not any(self.job.entry(parameter).differentiable for parameter in unit.parameters.values()):
+            if not any(
+                self.job.entry(parameter).differentiable for parameter in unit.parameters.values()
+            ):
                 self._of_node.append(unit)
 
     def accumulated(self, parameter: T) -> None:
-        """The parameter's gradient is complete in this backward: everything that needed the parameter has run."""
+        """The parameter's gradient is complete in this backward: everything that needed the
+        parameter has run."""
         unit = self._unit_of.get(id(parameter))
         if unit is None:
             return

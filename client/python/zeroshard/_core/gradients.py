@@ -1,8 +1,9 @@
 """The gradients of the open step: which are complete, which are on their way.
 
-A gradient is complete when its parameter has had all the backward passes of the step. At level ``os`` that is known when
-the optimizer steps. At ``os_g`` and ``p_g_os`` it is sent, and freed, as soon as it is complete: after as many passes as
-were announced (``accumulation_steps``, ``no_sync``), or as the steps before had at most.
+A gradient is complete when its parameter has had all the backward passes of the step. At level
+``os`` that is known when the optimizer steps. At ``os_g`` and ``p_g_os`` it is sent, and freed, as
+soon as it is complete: after as many passes as were announced (``accumulation_steps``,
+``no_sync``), or as the steps before had at most.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Gradients(Generic[T]):
         self._accumulated = accumulated
         #: Set by the forward: the backward that follows it is not the last of its step.
         self.hold = False
-        #: Backward passes of the open step, and the most that a step had, by number in the manifest.
+        #: Backward passes of the open step, and the most that a step had, by number in the
+        #: manifest.
         self._passes: Counter[int] = Counter()
         self._most: dict[int, int] = {}
         self._sent: set[int] = set()
@@ -47,7 +49,8 @@ class Gradients(Generic[T]):
         for unwatch in self._unwatch:
             unwatch()
         self._unwatch = [
-            self._job.framework.after_gradient(entry.tensor, self._hook(entry)) for entry in self._job.trained
+            self._job.framework.after_gradient(entry.tensor, self._hook(entry))
+            for entry in self._job.trained
         ]
         self._passes.clear()
         self._most.clear()
@@ -99,7 +102,8 @@ class Gradients(Generic[T]):
         self._sent.add(entry.index)
 
     def send_rest(self) -> None:
-        """Sends what is here, and says what is not. Parameters without a gradient are not stepped."""
+        """Sends what is here, and says what is not. Parameters without a gradient are not
+        stepped."""
         for entry in self._job.trained:
             if entry.index not in self._sent:
                 self._send(entry)

@@ -1,8 +1,8 @@
 """A model's tensors as a job of the cluster.
 
-What a job is never changes: which tensors it has, which of them train, the optimizer's kind. Where a program changes
-one of these (unfreezes a parameter, adds a parameter group, loads a state), or writes to the parameters itself, the
-next job takes over from the last version of the one before.
+What a job is never changes: which tensors it has, which of them train, the optimizer's kind. Where
+a program changes one of these (unfreezes a parameter, adds a parameter group, loads a state), or
+writes to the parameters itself, the next job takes over from the last version of the one before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from . import kinds
 from .framework import Area, Framework, Incoming, Optimizer, Place, T
 from .layout import JobLayout, agree
 
-#: Bytes of host memory that the move from one job to the next takes at a time, for each part of the state.
+#: Bytes of host memory that the move from one job to the next takes at a time, for each part of the
+#: state.
 _CHUNK = 1 << 30
 
 #: One parameter's optimizer state: steps applied, and host tensors by name.
@@ -74,15 +75,25 @@ class Entry(Generic[T]):
 
     def outgoing(self) -> Array:
         """Its values, to be sent."""
-        return self.framework.outgoing_words(self.tensor) if self.raw else self.framework.outgoing(self.tensor)
+        return (
+            self.framework.outgoing_words(self.tensor)
+            if self.raw
+            else self.framework.outgoing(self.tensor)
+        )
 
     def incoming(self) -> Incoming:
         """Where its values are received."""
-        return self.framework.incoming_words(self.tensor) if self.raw else self.framework.incoming(self.tensor)
+        return (
+            self.framework.incoming_words(self.tensor)
+            if self.raw
+            else self.framework.incoming(self.tensor)
+        )
 
     def spec(self, whole: bool) -> TensorSpec:
         """What the servers must know of it."""
-        dtype = "f32" if self.raw else self.framework.dtype_of(f"parameter {self.name!r}", self.tensor)
+        dtype = (
+            "f32" if self.raw else self.framework.dtype_of(f"parameter {self.name!r}", self.tensor)
+        )
         return TensorSpec(
             self.name,
             self.travelling_shape if self.raw else self.shape,
@@ -143,7 +154,8 @@ class ModelJob(Generic[T]):
     def changed(self) -> bool:
         """Whether the program has changed what the job is, or written to what it trains."""
         return self._shape_of_job() != self._opened_as or any(
-            entry.differentiable != self.framework.trains(entry.tensor) or (entry.trained and entry.modified)
+            entry.differentiable != self.framework.trains(entry.tensor)
+            or (entry.trained and entry.modified)
             for entry in self.entries
         )
 
@@ -153,7 +165,8 @@ class ModelJob(Generic[T]):
 
     @property
     def uploaded(self) -> list[Entry[T]]:
-        """What this rank uploads: on rank 0 what it has of everything; on the others the boxes that are theirs first."""
+        """What this rank uploads: on rank 0 what it has of everything; on the others the boxes that
+        are theirs first."""
         return [entry for entry in self.entries if self.job.uploads(entry.index)]
 
     @property
@@ -162,24 +175,31 @@ class ModelJob(Generic[T]):
         return [entry for entry in self.entries if not self.job.uploads(entry.index)]
 
     def open(self, states: Mapping[int, State[T]]) -> None:
-        """Makes the first job. Parameters and buffers become on every rank those of the first that has them.
+        """Makes the first job. Parameters and buffers become on every rank those of the first that
+        has them.
 
         ``states``: the optimizer state that there is, by the ``id`` of its parameter.
         """
         self._start()
         uploaded = self.uploaded
-        ours = {entry.index: states[id(entry.tensor)] for entry in uploaded if id(entry.tensor) in states}
+        ours = {
+            entry.index: states[id(entry.tensor)]
+            for entry in uploaded
+            if id(entry.tensor) in states
+        }
         self._upload([(entry, entry.outgoing()) for entry in uploaded], ours, "uploading")
         self.job.initialised()
         self.receive(self.received, label="receiving")
         self.mark()
 
-    def reopen(self, resident: Iterable[Entry[T]], states: Mapping[int, State[T]] | None = None) -> None:
+    def reopen(
+        self, resident: Iterable[Entry[T]], states: Mapping[int, State[T]] | None = None
+    ) -> None:
         """Goes on with another job from where this one is.
 
-        Parameters that the program has written to are taken from the first rank that has them, the others from the
-        servers; optimizer state is ``states`` if given, else what the servers have, where it still fits. ``resident``
-        tensors get their values on the other ranks.
+        Parameters that the program has written to are taken from the first rank that has them, the
+        others from the servers; optimizer state is ``states`` if given, else what the servers have,
+        where it still fits. ``resident`` tensors get their values on the other ranks.
         """
         old, before, version = self.job, {entry.name: entry for entry in self.entries}, self.version
         here = {id(entry.tensor) for entry in resident}
@@ -192,7 +212,11 @@ class ModelJob(Generic[T]):
             if states is None:
                 moved = self._carried_states(source, chunk, carried, had)
             else:
-                moved = {entry.index: states[id(entry.tensor)] for entry in chunk if id(entry.tensor) in states}
+                moved = {
+                    entry.index: states[id(entry.tensor)]
+                    for entry in chunk
+                    if id(entry.tensor) in states
+                }
             self._upload(values, moved, "uploading")
         self.job.initialised()
         self.receive(entry for entry in self.received if id(entry.tensor) in here)
@@ -226,8 +250,13 @@ class ModelJob(Generic[T]):
 
     def _describe(self) -> list[Entry[T]]:
         framework, groups = self.framework, self._optimizer.parameters()
-        group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group}
-        named = {id(parameter): (name, parameter) for name, parameter in framework.parameters(self._model)}
+        group_of = {
+            id(parameter): number for number, group in enumerate(groups) for parameter in group
+        }
+        named = {
+            id(parameter): (name, parameter)
+            for name, parameter in framework.parameters(self._model)
+        }
         for number, group in enumerate(groups):
             for position, parameter in enumerate(group):
                 # What the optimizer has besides the model's: a loss with parameters of its own.
@@ -238,7 +267,9 @@ class ModelJob(Generic[T]):
             dtype = framework.dtype(tensor)
             raw = not trained and dtype is None or buffer and dtype != "f32"
             group = group_of.get(id(tensor), 0)
-            entries.append(Entry(framework, name, tensor, trained, buffer, group, len(entries), raw))
+            entries.append(
+                Entry(framework, name, tensor, trained, buffer, group, len(entries), raw)
+            )
 
         for key, (name, parameter) in named.items():
             add(name, parameter, key in group_of and framework.trains(parameter), False)
@@ -247,13 +278,18 @@ class ModelJob(Generic[T]):
         return entries
 
     def _upload(
-        self, values: list[tuple[Entry[T], Array]], states: Mapping[int, State[T]], label: str | None
+        self,
+        values: list[tuple[Entry[T], Array]],
+        states: Mapping[int, State[T]],
+        label: str | None,
     ) -> None:
         """Optimizer state first: with the last parameter the job begins."""
         by_part: dict[tuple[str, int], list[tuple[int, Array]]] = {}
         for index, (applied, tensors) in states.items():
             for part, tensor in tensors.items():
-                by_part.setdefault((part, applied), []).append((index, self.framework.array(tensor)))
+                by_part.setdefault((part, applied), []).append(
+                    (index, self.framework.array(tensor))
+                )
         for (part, applied), arrays in by_part.items():
             self.job.initialise(arrays, part=part, applied=applied, label=label)
         by_applied: dict[int, list[tuple[int, Array]]] = {}
@@ -270,10 +306,16 @@ class ModelJob(Generic[T]):
         carried: list[Entry[T] | None],
         old_names: list[tuple[int, tuple[str, ...]]],
     ) -> dict[int, State[T]]:
-        """The optimizer state of what trained before and trains on, where the optimizer still has the same."""
+        """The optimizer state of what trained before and trains on, where the optimizer still has
+        the same."""
         pairs = []
         for entry, before in zip(chunk, carried, strict=True):
-            if before is not None and before.trained and entry.trained and before.shape == entry.shape:
+            if (
+                before is not None
+                and before.trained
+                and entry.trained
+                and before.shape == entry.shape
+            ):
                 names = self._opened_as[entry.group][1]
                 if names == old_names[before.group][1]:
                     pairs.append((entry, before, names))
@@ -284,7 +326,9 @@ class ModelJob(Generic[T]):
         targets = [(entry.index, entry.incoming()) for entry in entries]
         if not targets:
             return
-        self.job.fetch(self.version, [(index, incoming.array) for index, incoming in targets], label=label)
+        self.job.fetch(
+            self.version, [(index, incoming.array) for index, incoming in targets], label=label
+        )
         for _, incoming in targets:
             incoming.finish()
 
@@ -299,7 +343,10 @@ class ModelJob(Generic[T]):
     def whole(self, entries: Iterable[Entry[T]]) -> dict[str, T]:
         """Tensors by their names, whole, as f32 in host memory, at the current version."""
         hosts = {entry.name: (entry, self.framework.host(entry.shape)) for entry in entries}
-        arrays = [(entry.index, self.framework.array(host, _whole(entry))) for entry, host in hosts.values()]
+        arrays = [
+            (entry.index, self.framework.array(host, _whole(entry)))
+            for entry, host in hosts.values()
+        ]
         self.job.fetch(self.version, arrays, part="", label="fetching parameters")
         return {name: host for name, (_, host) in hosts.items()}
 
@@ -325,15 +372,24 @@ class _Old(Generic[T]):
         self._job = job
         self._version = version
 
-    def values(self, chunk: list[Entry[T]], carried: list[Entry[T] | None]) -> list[tuple[Entry[T], Array]]:
-        """What the entries begin with: the servers' master weights; but buffers, and what is new or modified, from here.
+    def values(
+        self, chunk: list[Entry[T]], carried: list[Entry[T] | None]
+    ) -> list[tuple[Entry[T], Array]]:
+        """What the entries begin with: the servers' master weights; but buffers, and what is new or
+        modified, from here.
 
         (What batch norm writes to its buffers is not counted as a change.)
         """
         values: list[tuple[Entry[T], Array]] = []
         fetched: dict[str, list[tuple[int, Array]]] = {"": [], "master": []}
         for entry, before in zip(chunk, carried, strict=True):
-            if before is None or entry.buffer or before.modified or before.shape != entry.shape or before.raw != entry.raw:
+            if (
+                before is None
+                or entry.buffer
+                or before.modified
+                or before.shape != entry.shape
+                or before.raw != entry.raw
+            ):
                 values.append((entry, entry.outgoing()))
                 continue
             host = self._framework.array(self._framework.host(entry.travelling_shape))

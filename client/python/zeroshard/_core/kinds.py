@@ -1,4 +1,5 @@
-"""The optimizers that the servers have: their hyperparameters and state tensors, by the servers' names.
+"""The optimizers that the servers have: their hyperparameters and state tensors, by the servers'
+names.
 
 The names are those of ``proto/src/optimizer.rs``, which takes them from torch.
 """
@@ -36,7 +37,8 @@ def numbers(kind: str, found: Mapping[str, Any]) -> dict[str, float]:
 
 
 def state_names(kind: str, hyperparameters: Mapping[str, float]) -> tuple[str, ...]:
-    """The state tensors that the servers keep for a parameter; each is f32 and of the parameter's shape."""
+    """The state tensors that the servers keep for a parameter; each is f32 and of the parameter's
+    shape."""
     if kind == "sgd":
         return ("momentum_buffer",) if hyperparameters["momentum"] != 0 else ()
     if kind in ("adam", "adamw"):

@@ -1,8 +1,8 @@
 """Where a job's tensors lie: which box of each a rank has, and what it contributes to the gradient.
 
-A framework says how a tensor lies on a mesh of ranks. The ranks of a job may have several such meshes beside each other,
-one for each replica of the model: together they are the job's mesh, with a dimension more, along which gradients are
-averaged.
+A framework says how a tensor lies on a mesh of ranks. The ranks of a job may have several such
+meshes beside each other, one for each replica of the model: together they are the job's mesh, with
+a dimension more, along which gradients are averaged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class RankMesh:
     ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        sizes = ", ".join(f"{name} {size}" for name, size in zip(self.names, self.shape, strict=True))
+        sizes = ", ".join(
+            f"{name} {size}" for name, size in zip(self.names, self.shape, strict=True)
+        )
         return f"({sizes}) of ranks {list(self.ranks)}"
 
 
@@ -38,15 +40,19 @@ class Layout:
     placements: tuple[str, ...]
 
     def area(self, shape: Sequence[int], rank: int) -> tuple[list[int], list[int]]:
-        """The box of a tensor of ``shape`` that a rank has: first index, and number of indices, of each dimension."""
+        """The box of a tensor of ``shape`` that a rank has: first index, and number of indices, of
+        each dimension."""
         mesh = Mesh(self.mesh.shape, self.mesh.ranks, self.mesh.names)
         area = mesh.local_box(shape, self.placements, rank)
         if area is None:
-            raise InvalidArgument(f"rank {rank} is not in the mesh {self.mesh}; it must be, to have a part of the tensor")
+            raise InvalidArgument(
+                f"rank {rank} is not in the mesh {self.mesh}; it must be, to have a part of the tensor"
+            )
         return area
 
 
-#: A tensor's layout on the servers: the job's mesh, by number, and a placement for each of its dimensions.
+#: A tensor's layout on the servers: the job's mesh, by number, and a placement for each of its
+#: dimensions.
 JobLayout = tuple[int, list[str]]
 
 
@@ -82,24 +88,37 @@ def agree(
     }
     heard = [json.loads(text) for text in exchange(json.dumps(said))]
     _check(heard, ranks)
-    beside = [_beside([_mesh(other["meshes"][number]) for other in heard], ranks) for number in range(len(meshes))]
+    beside = [
+        _beside([_mesh(other["meshes"][number]) for other in heard], ranks)
+        for number in range(len(meshes))
+    ]
 
     def on_job(name: str, layout: Layout | None) -> JobLayout | None:
         if layout is not None:
             number = meshes.index(layout.mesh)
             _, replicas = beside[number]
-            return number, ["avg" if trained(name) else "replicate"] * replicas + list(layout.placements)
-        # Beside tensors that lie on a mesh, a plain one is the same on all of its ranks. Which dimensions of a mesh of
-        # all ranks are for data nobody has said: the mean over all of them is right whatever they are.
+            return number, ["avg" if trained(name) else "replicate"] * replicas + list(
+                layout.placements
+            )
+        # Beside tensors that lie on a mesh, a plain one is the same on all of its ranks. Which
+        # dimensions of a mesh of all ranks are for data nobody has said: the mean over all of them
+        # is right whatever they are.
         if not meshes or not trained(name) or (not beside[0][1] and len(meshes[0].shape) > 1):
             return None
         return 0, ["avg"] * beside[0][1] + ["replicate"] * len(meshes[0].shape)
 
-    return JobLayouts([mesh for mesh, _ in beside], {name: on_job(name, layout) for name, layout in layouts.items()})
+    return JobLayouts(
+        [mesh for mesh, _ in beside],
+        {name: on_job(name, layout) for name, layout in layouts.items()},
+    )
 
 
 def _text(layout: Layout | None, meshes: list[RankMesh]) -> str:
-    return "" if layout is None else f"{', '.join(layout.placements)} on mesh {meshes.index(layout.mesh)}"
+    return (
+        ""
+        if layout is None
+        else f"{', '.join(layout.placements)} on mesh {meshes.index(layout.mesh)}"
+    )
 
 
 def _mesh(said: Mapping[str, Any]) -> RankMesh:
@@ -117,7 +136,9 @@ def _check(heard: list[Any], ranks: Sequence[int]) -> None:
                     f"tensor {name!r} is {_said(theirs)} on rank {rank} and {_said(ours)} on rank {ranks[0]}; all ranks must "
                     "make the same model with the same plan"
                 )
-        shapes = [[(mesh["shape"], mesh["names"]) for mesh in said["meshes"]] for said in (first, other)]
+        shapes = [
+            [(mesh["shape"], mesh["names"]) for mesh in said["meshes"]] for said in (first, other)
+        ]
         if shapes[0] != shapes[1]:
             raise InvalidArgument(
                 f"the meshes are {shapes[1]} on rank {rank} and {shapes[0]} on rank {ranks[0]}; all ranks must make the same"
@@ -129,7 +150,8 @@ def _said(layout: str | None) -> str:
 
 
 def _beside(meshes: list[RankMesh], ranks: Sequence[int]) -> tuple[Mesh, int]:
-    """The job's mesh out of its ranks' meshes, and how many dimensions it has more (1, or 0 if all have the same)."""
+    """The job's mesh out of its ranks' meshes, and how many dimensions it has more (1, or 0 if all
+    have the same)."""
     distinct = sorted(set(meshes), key=lambda mesh: min(mesh.ranks))
     together = [rank for mesh in distinct for rank in mesh.ranks]
     if sorted(together) != sorted(ranks):

@@ -13,7 +13,8 @@ from .sharding import Sharding
 class SteppedByServers(Generic[T]):
     """An optimizer whose state is on the shard servers: mixed into the framework's own class."""
 
-    # Paddle's optimizers share their attributes with the one that was given: nothing is added to them.
+    # Paddle's optimizers share their attributes with the one that was given: nothing is added to
+    # them.
     __slots__ = ()
 
     @property
@@ -23,7 +24,8 @@ class SteppedByServers(Generic[T]):
 
     @property
     def last_report(self) -> Any:
-        """What became of the last step: ``version``, ``applied``, ``gradient_norm``, ``clip_coefficient``, ``overflow``."""
+        """What became of the last step: ``version``, ``applied``, ``gradient_norm``,
+        ``clip_coefficient``, ``overflow``."""
         return self.sharding.last_report
 
     @property

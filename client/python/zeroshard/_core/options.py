@@ -27,28 +27,42 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
-            raise InvalidArgument(f"level is {self.level!r}; it must be one of {', '.join(map(repr, LEVELS))}")
-        for name, size in (("buffer_max_size", self.buffer_max_size), ("segment_size", self.segment_size)):
+            raise InvalidArgument(
+                f"level is {self.level!r}; it must be one of {', '.join(map(repr, LEVELS))}"
+            )
+        for name, size in (
+            ("buffer_max_size", self.buffer_max_size),
+            ("segment_size", self.segment_size),
+        ):
             if not isinstance(size, int) or size < 0:
-                raise InvalidArgument(f"{name} is {size!r}; it must be a number of elements, 0 or more")
+                raise InvalidArgument(
+                    f"{name} is {size!r}; it must be a number of elements, 0 or more"
+                )
         if self.dp_group is not None:
             raise InvalidArgument(
                 "dp_group is given; it must be None: give all ranks in group, the servers average them"
             )
         if self.accumulation_steps is not None and self.accumulation_steps < 1:
-            raise InvalidArgument(f"accumulation_steps is {self.accumulation_steps}; it must be 1 or more")
+            raise InvalidArgument(
+                f"accumulation_steps is {self.accumulation_steps}; it must be 1 or more"
+            )
 
     def bucket_numel(self, framework: Framework[T], model: Any) -> int:
-        """Elements of a bucket of gradients: at ``p_g_os`` it must not hold more than one layer's gradients back."""
+        """Elements of a bucket of gradients: at ``p_g_os`` it must not hold more than one layer's
+        gradients back."""
         if self.level != "p_g_os":
             return self.buffer_max_size
-        largest = max((framework.numel(parameter) for _, parameter in framework.parameters(model)), default=0)
+        largest = max(
+            (framework.numel(parameter) for _, parameter in framework.parameters(model)), default=0
+        )
         return min(self.buffer_max_size, largest)
 
     def is_large(self, framework: Framework[T], model: Any) -> Callable[[T], bool]:
         """Says of a parameter of the model whether it lives on the servers at ``p_g_os``."""
         excluded = self._excluded(framework, model)
-        return lambda parameter: framework.numel(parameter) > self.segment_size and id(parameter) not in excluded
+        return lambda parameter: (
+            framework.numel(parameter) > self.segment_size and id(parameter) not in excluded
+        )
 
     def _excluded(self, framework: Framework[T], model: Any) -> set[int]:
         """The parameters of the modules that stay here."""

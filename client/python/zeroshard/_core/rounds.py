@@ -19,8 +19,8 @@ _MB = 1 << 20
 class Rounds(Generic[T]):
     """Averages the gradients of a model after each backward pass, as they become ready.
 
-    Which passes do is said by their forward passes (:attr:`syncing`). A parameter that is frozen or unfrozen later is
-    noticed at the next forward pass.
+    Which passes do is said by their forward passes (:attr:`syncing`). A parameter that is frozen or
+    unfrozen later is noticed at the next forward pass.
     """
 
     def __init__(
@@ -35,7 +35,8 @@ class Rounds(Generic[T]):
     ) -> None:
         """All ranks take over rank 0's parameters and buffers.
 
-        ``comm_buffer_size``: MB of a bucket; ``last_comm_buffer_size``: of the first of each dtype, which is sent last.
+        ``comm_buffer_size``: MB of a bucket; ``last_comm_buffer_size``: of the first of each dtype,
+        which is sent last.
         """
         for name, size in (
             ("comm_buffer_size", comm_buffer_size),
@@ -61,7 +62,9 @@ class Rounds(Generic[T]):
         self._unwatch: list[Callable[[], None]] = []
         trainable = self._trainable()
         if not trainable:
-            raise InvalidArgument("the module has no parameter that requires a gradient: there is nothing to train")
+            raise InvalidArgument(
+                "the module has no parameter that requires a gradient: there is nothing to train"
+            )
         self._arrange(trainable, share=True)
 
     @contextlib.contextmanager
@@ -76,14 +79,21 @@ class Rounds(Generic[T]):
     def new_buckets(self) -> _native.Buckets:
         """The buckets of what is trained."""
         sizes = [
-            (self._framework.nbytes(parameter), self._framework.dtype_of(f"parameter {name!r}", parameter))
+            (
+                self._framework.nbytes(parameter),
+                self._framework.dtype_of(f"parameter {name!r}", parameter),
+            )
             for name, parameter in zip(self._names, self._trained, strict=True)
         ]
         return _native.Buckets(sizes, *self._limits)
 
     def _trainable(self) -> list[Named[T]]:
         named = self._framework.parameters(self._model)
-        return [(name, p) for name, p in named if self._framework.trains(p) and self._framework.numel(p) > 0]
+        return [
+            (name, p)
+            for name, p in named
+            if self._framework.trains(p) and self._framework.numel(p) > 0
+        ]
 
     def _arrange(self, trainable: list[Named[T]], share: bool) -> None:
         """Makes the buckets, the job and the hooks for what is trained now."""
@@ -111,8 +121,14 @@ class Rounds(Generic[T]):
 
     def _constants(self) -> list[Named[T]]:
         framework = self._framework
-        tensors = [named for named in framework.parameters(self._model) if not framework.trains(named[1])]
-        return [named for named in [*tensors, *framework.buffers(self._model)] if framework.numel(named[1]) > 0]
+        tensors = [
+            named for named in framework.parameters(self._model) if not framework.trains(named[1])
+        ]
+        return [
+            named
+            for named in [*tensors, *framework.buffers(self._model)]
+            if framework.numel(named[1]) > 0
+        ]
 
     def begin_forward(self) -> None:
         """A forward pass begins that a backward pass may follow."""
@@ -183,7 +199,9 @@ class Rounds(Generic[T]):
 
 def average_now(framework: Framework[T], parameters: Iterable[T], place: Place) -> None:
     """Makes each parameter's gradient its mean over the ranks."""
-    trainable = list({id(p): p for p in parameters if framework.trains(p) and framework.numel(p) > 0}.values())
+    trainable = list(
+        {id(p): p for p in parameters if framework.trains(p) and framework.numel(p) > 0}.values()
+    )
     if place[1] == 1 or not trainable:
         return
     averages = _fused.get(framework, place, trainable)
@@ -208,9 +226,13 @@ class _Jobs:
         averages = self._jobs.get(key)
         if averages is None or averages.session is not session:
             named = [(str(index), parameter) for index, parameter in enumerate(parameters)]
-            self._jobs[key] = averages = Averages(session, framework, "fused-allreduce", place, named)
+            self._jobs[key] = averages = Averages(
+                session, framework, "fused-allreduce", place, named
+            )
             # Another tensor may get the id of one that is no more.
-            self._alive[key] = [weakref.ref(parameter, lambda _: self._drop(key)) for parameter in parameters]
+            self._alive[key] = [
+                weakref.ref(parameter, lambda _: self._drop(key)) for parameter in parameters
+            ]
         return averages
 
     def _drop(self, key: tuple[Any, ...]) -> None:
@@ -226,7 +248,8 @@ _fused = _Jobs()
 
 
 def weakly(owner: Any, method: Callable[..., None], *args: Any) -> Callable[..., None]:
-    """``method`` of ``owner`` for a hook that does not keep it alive: tensors' hooks are no garbage, ever."""
+    """``method`` of ``owner`` for a hook that does not keep it alive: tensors' hooks are no
+    garbage, ever."""
     reference = weakref.ref(owner)
 
     def call(*more: Any) -> None:

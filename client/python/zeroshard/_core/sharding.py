@@ -1,4 +1,5 @@
-"""One wrapped model and its optimizer: what happens before a forward, at a step, and when something is changed."""
+"""One wrapped model and its optimizer: what happens before a forward, at a step, and when something
+is changed."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Sharding(Generic[T]):
         states: Mapping[int, State[T]],
         max_norm: float | None,
     ) -> None:
-        """``states``: the optimizer state that there is, by the ``id`` of its parameter; ``max_norm``: clip to it."""
+        """``states``: the optimizer state that there is, by the ``id`` of its parameter;
+        ``max_norm``: clip to it."""
         self.level = options.level
         self._sync_buffers = options.sync_buffers
         self._max_norm = max_norm
@@ -53,7 +55,9 @@ class Sharding(Generic[T]):
         if self.level == "p_g_os":
             self.gatherer = Gatherer(self.job, model, is_large, not options.sync_comm)
         accumulated = self.gatherer.accumulated if self.gatherer is not None else _nothing
-        self.gradients = Gradients(self.job, self.level != "os", options.accumulation_steps, accumulated)
+        self.gradients = Gradients(
+            self.job, self.level != "os", options.accumulation_steps, accumulated
+        )
         _all.add(self)
         weakref.finalize(self, self.job.retire).atexit = False
 
@@ -98,7 +102,11 @@ class Sharding(Generic[T]):
         """Whether it is on this worker only while its module runs."""
         if self.gatherer is None:
             return False
-        return any(parameter is tensor for unit in self.gatherer.units for tensor in unit.parameters.values())
+        return any(
+            parameter is tensor
+            for unit in self.gatherer.units
+            for tensor in unit.parameters.values()
+        )
 
     def whole(self, parameters: Mapping[str, T]) -> dict[str, T]:
         """Parameters of the model, whole, as f32 in host memory, by the names that are given."""
@@ -113,10 +121,12 @@ class Sharding(Generic[T]):
         return {name: found[entry.name] for name, entry in entries.items()}
 
     def follow_changes(self) -> None:
-        """Goes on with another job if the program has changed what this one is, or written to the parameters."""
+        """Goes on with another job if the program has changed what this one is, or written to the
+        parameters."""
         if self._interrupted:
             self._end_interrupted_step()
-        # Gradients that are on their way belong to the job as it is: the next step will see the change.
+        # Gradients that are on their way belong to the job as it is: the next step will see the
+        # change.
         if not self.gradients.any_sent and self.job.changed():
             self.reopen(None)
 
@@ -165,7 +175,8 @@ class Sharding(Generic[T]):
         return float(self._sent(lambda: self.job.job.reduce(self.job.version, self.loss_scale)))
 
     def discard(self) -> None:
-        """Has the servers drop the gradients that were sent for the open step, if any were. Every rank must do the same."""
+        """Has the servers drop the gradients that were sent for the open step, if any were. Every
+        rank must do the same."""
         if not self.gradients.any_sent:
             return
         try:
@@ -193,8 +204,8 @@ class Sharding(Generic[T]):
             self.job.job.forget()
             self.gradients.restart(learn=False)
             self._clip_once = None
-            # An aborted step is gone from the servers. Of one that failed otherwise, or was interrupted (Ctrl-C), they
-            # may have a part.
+            # An aborted step is gone from the servers. Of one that failed otherwise, or was
+            # interrupted (Ctrl-C), they may have a part.
             self._interrupted = not isinstance(error, StepAborted)
             raise
 
@@ -241,7 +252,9 @@ def sharding_of(parameters: Iterable[Any]) -> Sharding[Any] | None:
         trained = {id(entry.tensor) for entry in sharding.job.trained}
         if trained & given:
             if trained - given:
-                missing = next(entry.name for entry in sharding.job.trained if id(entry.tensor) not in given)
+                missing = next(
+                    entry.name for entry in sharding.job.trained if id(entry.tensor) not in given
+                )
                 raise InvalidArgument(
                     f"parameters do not include {missing!r}; they must be all that the sharded optimizer trains: its "
                     "global norm is over all of them"

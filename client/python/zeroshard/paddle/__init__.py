@@ -1,7 +1,7 @@
 """ZeroShard for Paddle.
 
-It can stand where ``paddle.distributed`` stands (``import zeroshard.paddle as dist``): what it does not do itself is
-Paddle's.
+It can stand where ``paddle.distributed`` stands (``import zeroshard.paddle as dist``): what it does
+not do itself is Paddle's.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What of ``paddle.distributed`` is not done here is Paddle's: ``init_parallel_env``, ``spawn``, collectives."""
+    """What of ``paddle.distributed`` is not done here is Paddle's: ``init_parallel_env``,
+    ``spawn``, collectives."""
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(_distributed, name)

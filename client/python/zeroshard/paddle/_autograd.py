@@ -1,8 +1,10 @@
-"""Paddle's backward passes, as hooks must know them: which one is running, when it is over, and what went wrong in it.
+"""Paddle's backward passes, as hooks must know them: which one is running, when it is over, and
+what went wrong in it.
 
-Paddle calls its own final hooks when the innermost pass ends (a recomputed block has a pass of its own), and an error in
-any hook comes out as a ``SystemError``, after more hooks have run. So the functions that run a pass are wrapped: hooks
-keep their error, the pass goes on without them, and at its end the error is raised as it was.
+Paddle calls its own final hooks when the innermost pass ends (a recomputed block has a pass of its
+own), and an error in any hook comes out as a ``SystemError``, after more hooks have run. So the
+functions that run a pass are wrapped: hooks keep their error, the pass goes on without them, and at
+its end the error is raised as it was.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ def after_backward(call: Callable[[], None]) -> None:
 
 
 def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call`` for a hook: what it raises ends the pass, at its end. Without effect once something has been raised."""
+    """``call`` for a hook: what it raises ends the pass, at its end. Without effect once something
+    has been raised."""
 
     @functools.wraps(call)
     def hook(*args: Any) -> Any:
@@ -89,7 +92,8 @@ def _watched(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _SavedTensorsHooks:
-    """Hooks for saved tensors, one pair inside another: Paddle, which uses them for recomputation, knows one at a time."""
+    """Hooks for saved tensors, one pair inside another: Paddle, which uses them for recomputation,
+    knows one at a time."""
 
     def __init__(self) -> None:
         self._register = core.eager.register_saved_tensors_hooks
@@ -117,4 +121,7 @@ def install() -> None:
     for name in ("run_backward", "run_partial_grad"):
         setattr(core.eager, name, _watched(getattr(core.eager, name)))
     hooks = _SavedTensorsHooks()
-    core.eager.register_saved_tensors_hooks, core.eager.reset_saved_tensors_hooks = hooks.register, hooks.reset
+    core.eager.register_saved_tensors_hooks, core.eager.reset_saved_tensors_hooks = (
+        hooks.register,
+        hooks.reset,
+    )

@@ -17,14 +17,19 @@ def describe(
 ) -> Description:
     """A layer that trains by ``sharding``, or does not train, on these ranks.
 
-    ``mean_of_losses``: each rank has a loss of its own, and their mean is told. What Paddle's operators on distributed
-    tensors send to each other by themselves is not in it: nobody can see it from here.
+    ``mean_of_losses``: each rank has a loss of its own, and their mean is told. What Paddle's
+    operators on distributed tensors send to each other by themselves is not in it: nobody can see
+    it from here.
     """
     named = list(layer.named_parameters())
     names = {id(parameter): name for name, parameter in named}
     variables = tuple(_variable(name, parameter, sharding, ranks) for name, parameter in named)
     modules = tuple(
-        Module(name, type(inner).__name__, tuple(names[id(p)] for p in inner._parameters.values() if p is not None))
+        Module(
+            name,
+            type(inner).__name__,
+            tuple(names[id(p)] for p in inner._parameters.values() if p is not None),
+        )
         for name, inner in layer.named_sublayers(include_self=True)
         if any(parameter is not None for parameter in inner._parameters.values())
     )
@@ -32,11 +37,18 @@ def describe(
     level = "os" if sharding is None else sharding.level
     rank = place().rank
     return Description(
-        level, ranks.index(rank) if rank in ranks else 0, len(ranks), modules, variables, after_loss=together
+        level,
+        ranks.index(rank) if rank in ranks else 0,
+        len(ranks),
+        modules,
+        variables,
+        after_loss=together,
     )
 
 
-def _variable(name: str, parameter: Any, sharding: Sharding[Any] | None, ranks: Sequence[int]) -> Variable:
+def _variable(
+    name: str, parameter: Any, sharding: Sharding[Any] | None, ranks: Sequence[int]
+) -> Variable:
     shape, rank = tuple(parameter.shape), place().rank
     lies = layout(parameter)
     box = Box.whole(shape)
@@ -47,7 +59,9 @@ def _variable(name: str, parameter: Any, sharding: Sharding[Any] | None, ranks: 
     uploads, contributes = rank == ranks[0], True
     if entry is not None and sharding is not None:
         uploads = sharding.job.job.uploads(entry.index)
-        contributes = box.numel > 0 and (lies is None or entry.layout is None or _contributes(parameter, entry.layout[1]))
+        contributes = box.numel > 0 and (
+            lies is None or entry.layout is None or _contributes(parameter, entry.layout[1])
+        )
     trained = entry is not None and entry.trained
     return Variable(
         name,
@@ -64,7 +78,8 @@ def _variable(name: str, parameter: Any, sharding: Sharding[Any] | None, ranks: 
 
 
 def _contributes(parameter: Any, words: Sequence[str]) -> bool:
-    """Whether this rank's gradient is the one that counts: the first along every dimension that has replicas."""
+    """Whether this rank's gradient is the one that counts: the first along every dimension that has
+    replicas."""
     mesh = parameter.process_mesh
     coordinate = Mesh(mesh.shape, mesh.process_ids, mesh.dim_names).coordinate(place().rank) or []
     # The job's mesh has a dimension before the model's, if there are several replicas of it.

@@ -1,4 +1,5 @@
-"""``to_static`` and ``DistModel``: a model that trains, is evaluated or predicts, by mode, through the shard servers."""
+"""``to_static`` and ``DistModel``: a model that trains, is evaluated or predicts, by mode, through
+the shard servers."""
 
 from __future__ import annotations
 
@@ -27,18 +28,17 @@ from ._sharded import group_sharded_parallel
 class DistModel(DistModelBase[Any]):
     """A layer with modes, made by :func:`to_static`.
 
-    With a loss and an optimizer the first mode is ``"train"``, with a loss alone ``"eval"``, with neither ``"predict"``.
-    The layer's parameters are plain tensors (every rank has its own batches: data parallelism), or distributed
-    (``shard_tensor``, ``shard_layer``): then those that are left are replicated. Every rank makes every call; the loss of a
-    call is that of all ranks, and outputs are whole.
+    With a loss and an optimizer the first mode is ``"train"``, with a loss alone ``"eval"``, with
+    neither ``"predict"``. The layer's parameters are plain tensors (every rank has its own batches:
+    data parallelism), or distributed (``shard_tensor``, ``shard_layer``): then those that are left
+    are replicated. Every rank makes every call; the loss of a call is that of all ranks, and
+    outputs are whole.
 
-    Args:
-        layer: the layer.
-        loader: what gives batches; kept as ``loader``. None is allowed.
-        loss: ``loss(*outputs, *labels)``, a scalar that is a mean over the batch.
-        optimizer: an optimizer of Paddle, which moves to the shard servers at the strategy's level, or one of
-            :func:`~zeroshard.paddle.shard_optimizer`.
-        strategy: its ``sharding`` says what the servers hold; the optimizer's state by default.
+    Args: layer: the layer. loader: what gives batches; kept as ``loader``. None is allowed. loss:
+        ``loss(*outputs, *labels)``, a scalar that is a mean over the batch. optimizer: an optimizer
+        of Paddle, which moves to the shard servers at the strategy's level, or one of
+        :func:`~zeroshard.paddle.shard_optimizer`. strategy: its ``sharding`` says what the servers
+        hold; the optimizer's state by default.
     """
 
     _tensor_name = "paddle.Tensor"
@@ -100,7 +100,11 @@ class DistModel(DistModelBase[Any]):
         return [(parts, placement.get_dim()) for parts, placement in sizes if placement.is_shard()]
 
     def _local(self, value: Any) -> Any:
-        return local(redistributed(value, [dist.Replicate() if p.is_partial() else p for p in value.placements]))
+        return local(
+            redistributed(
+                value, [dist.Replicate() if p.is_partial() else p for p in value.placements]
+            )
+        )
 
     def _local_shape(self, value: Any) -> list[int]:
         return list(local(value).shape)
@@ -138,7 +142,9 @@ class DistModel(DistModelBase[Any]):
 
     def _describe(self, mode: str) -> Description:
         sharding = None if self._optimizer is None else self._optimizer.sharding
-        return describe(self._layer, sharding, range(place().world), mean_of_losses=self._losses_differ())
+        return describe(
+            self._layer, sharding, range(place().world), mean_of_losses=self._losses_differ()
+        )
 
     # ---- state
 

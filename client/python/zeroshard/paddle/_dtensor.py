@@ -15,7 +15,8 @@ from ..errors import InvalidArgument
 
 
 def local(tensor: Any) -> Any:
-    """What this rank has of a tensor, without a copy: the tensor itself, unless it is distributed."""
+    """What this rank has of a tensor, without a copy: the tensor itself, unless it is
+    distributed."""
     return Tensor._local_value(tensor) if tensor.is_dist() else tensor
 
 
@@ -33,7 +34,9 @@ def _word(placement: Any, tensor: Any) -> str:
         return "replicate"
     if placement.is_shard():
         return f"shard:{placement.get_dim() % tensor.ndim}"
-    raise InvalidArgument(f"a parameter lies as {placement} on its mesh; it must be Shard or Replicate")
+    raise InvalidArgument(
+        f"a parameter lies as {placement} on its mesh; it must be Shard or Replicate"
+    )
 
 
 def redistributed(tensor: Any, placements: Sequence[Any]) -> Any:
@@ -77,11 +80,14 @@ def like(here: Any, tensor: Any) -> Any:
 
 def assembled(here: Any, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Any:
     """A distributed tensor of a shape, of what is here of it."""
-    return Tensor(here, dims=list(shape), process_mesh=mesh, placements=list(placements), place=here.place)
+    return Tensor(
+        here, dims=list(shape), process_mesh=mesh, placements=list(placements), place=here.place
+    )
 
 
 def part(value: Any, tensor: Any) -> Any:
-    """What this rank has of a plain, whole ``value``, if it lies as ``tensor`` does; of a distributed one, what is here."""
+    """What this rank has of a plain, whole ``value``, if it lies as ``tensor`` does; of a
+    distributed one, what is here."""
     if value.is_dist():
         return local(value)
     lies = layout(tensor)
@@ -92,9 +98,15 @@ def part(value: Any, tensor: Any) -> Any:
     return value[cut].contiguous() if cut else value
 
 
-def parts_of_state(model: Any, state: Mapping[str, Any], use_structured_name: bool = True) -> dict[str, Any]:
-    """A state dict of plain, whole tensors as ``model`` can load it: what is distributed there lies as there."""
-    own = {(name if use_structured_name else value.name): value for name, value in model.state_dict().items()}
+def parts_of_state(
+    model: Any, state: Mapping[str, Any], use_structured_name: bool = True
+) -> dict[str, Any]:
+    """A state dict of plain, whole tensors as ``model`` can load it: what is distributed there lies
+    as there."""
+    own = {
+        (name if use_structured_name else value.name): value
+        for name, value in model.state_dict().items()
+    }
 
     def fitting(name: str, value: Any) -> Any:
         tensor = own.get(name)

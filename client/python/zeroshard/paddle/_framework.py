@@ -1,4 +1,5 @@
-"""What the substance of the package must know of Paddle: its tensors, its layers, its backward passes."""
+"""What the substance of the package must know of Paddle: its tensors, its layers, its backward
+passes."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ class _Paddle(Framework[Tensor]):
     def array(self, host: Tensor, area: Area | None = None) -> Array:
         # A tensor of our own: the given one may be emptied before its memory has been read.
         kept = _memory.alias(host)
-        return Array(kept.data_ptr() or 0, self.numel(host), self.dtype_of("a tensor", host), kept, area)
+        return Array(
+            kept.data_ptr() or 0, self.numel(host), self.dtype_of("a tensor", host), kept, area
+        )
 
     def zeros_like(self, tensor: Tensor) -> Tensor:
         return paddle.zeros(tensor.shape, dtype=tensor.dtype)
@@ -72,7 +75,9 @@ class _Paddle(Framework[Tensor]):
 
     def outgoing_words(self, tensor: Tensor) -> Array:
         words = np.zeros(self.words(tensor), np.float32)
-        words.view(np.uint8)[: self.nbytes(tensor)] = local(tensor).numpy().reshape(-1).view(np.uint8)
+        words.view(np.uint8)[: self.nbytes(tensor)] = (
+            local(tensor).numpy().reshape(-1).view(np.uint8)
+        )
         return _words_array(words)
 
     def incoming_words(self, tensor: Tensor) -> Incoming:
@@ -113,7 +118,9 @@ class _Paddle(Framework[Tensor]):
     def clips(self, parameter: Tensor) -> bool:
         return getattr(parameter, "need_clip", True) is not False
 
-    def after_gradient(self, parameter: Tensor, call: Callable[[Tensor], None]) -> Callable[[], None]:
+    def after_gradient(
+        self, parameter: Tensor, call: Callable[[Tensor], None]
+    ) -> Callable[[], None]:
         watch = _Watch(call)
         _watches(parameter).append(weakref.ref(watch))
         return watch.end
@@ -127,8 +134,8 @@ class _Paddle(Framework[Tensor]):
         return _autograd.running()
 
     def backward_node(self) -> Any:
-        # Paddle does not tell. Each tensor that is needed counts as another operation: what is freed for
-        # the next one keeps its memory as long as the running one refers to it.
+        # Paddle does not tell. Each tensor that is needed counts as another operation: what is
+        # freed for the next one keeps its memory as long as the running one refers to it.
         return object()
 
     def after_backward(self, call: Callable[[], None]) -> None:
@@ -138,13 +145,25 @@ class _Paddle(Framework[Tensor]):
 
     def parameters(self, model: Any) -> Iterable[tuple[str, Tensor]]:
         statistics = _statistics(model)
-        return ((name, tensor) for name, tensor in _once(model.named_parameters()) if id(tensor) not in statistics)
+        return (
+            (name, tensor)
+            for name, tensor in _once(model.named_parameters())
+            if id(tensor) not in statistics
+        )
 
     def buffers(self, model: Any) -> Iterable[tuple[str, Tensor]]:
         statistics = _statistics(model)
-        yield from ((name, tensor) for name, tensor in _once(model.named_parameters()) if id(tensor) in statistics)
+        yield from (
+            (name, tensor)
+            for name, tensor in _once(model.named_parameters())
+            if id(tensor) in statistics
+        )
         # A recurrent layer has one without memory.
-        yield from ((name, tensor) for name, tensor in _once(model.named_buffers()) if tensor._is_initialized())
+        yield from (
+            (name, tensor)
+            for name, tensor in _once(model.named_buffers())
+            if tensor._is_initialized()
+        )
 
     def modules(self, model: Any) -> Iterable[Any]:
         layers: Iterable[Any] = model.sublayers(include_self=True)
@@ -153,7 +172,9 @@ class _Paddle(Framework[Tensor]):
     def own_parameters(self, module: Any) -> Iterable[tuple[str, Tensor]]:
         return [(name, value) for name, value in module._parameters.items() if value is not None]
 
-    def around_forward(self, module: Any, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    def around_forward(
+        self, module: Any, begin: Callable[[], None], end: Callable[[], None]
+    ) -> None:
         module.__dict__["forward"] = _Forward(module, begin, end)
 
     # ---- parameters that come and go
@@ -162,7 +183,11 @@ class _Paddle(Framework[Tensor]):
         return _memory.Memory()
 
     def guard(
-        self, module: Any, parameters: dict[str, Tensor], access: Callable[[], None], release: Callable[[], None]
+        self,
+        module: Any,
+        parameters: dict[str, Tensor],
+        access: Callable[[], None],
+        release: Callable[[], None],
     ) -> None:
         _memory.guard(module, parameters, access, release)
 
@@ -178,7 +203,9 @@ class _Paddle(Framework[Tensor]):
         # What begins where the parameter begins: memory() knows no other.
         here = local(saved)
         shape, strides = list(here.shape), list(here.strides)
-        lies = (list(saved.shape), saved.process_mesh, saved.placements) if saved.is_dist() else None
+        lies = (
+            (list(saved.shape), saved.process_mesh, saved.placements) if saved.is_dist() else None
+        )
 
         def view() -> Any:
             again = _memory.strided(local(parameter), shape, strides)
@@ -198,7 +225,9 @@ class _Paddle(Framework[Tensor]):
             alone.stop_gradient = saved.stop_gradient
             return alone
 
-        hooks: AbstractContextManager[Any] = paddle.autograd.saved_tensors_hooks(leaf, _autograd.guarded(unpack))
+        hooks: AbstractContextManager[Any] = paddle.autograd.saved_tensors_hooks(
+            leaf, _autograd.guarded(unpack)
+        )
         return hooks
 
 
@@ -208,8 +237,8 @@ PADDLE = _Paddle()
 class PaddleOptimizer(Optimizer[Tensor]):
     """A ``paddle.optimizer.Optimizer``, as the servers must know it.
 
-    What Paddle decides for each parameter (its learning rate, whether it decays) makes a group for the servers: all that
-    have the same hyperparameters.
+    What Paddle decides for each parameter (its learning rate, whether it decays) makes a group for
+    the servers: all that have the same hyperparameters.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -226,12 +255,15 @@ class PaddleOptimizer(Optimizer[Tensor]):
 
 
 class _Received:
-    """Where the values of ``tensor`` are received: its own memory, or a copy that :meth:`finish` moves there."""
+    """Where the values of ``tensor`` are received: its own memory, or a copy that :meth:`finish`
+    moves there."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = local(tensor)
         plain = _is_plain(self._tensor)
-        self._host = None if plain else paddle.empty(self._tensor.shape, dtype=tensor.dtype, device="cpu")
+        self._host = (
+            None if plain else paddle.empty(self._tensor.shape, dtype=tensor.dtype, device="cpu")
+        )
         self.array = PADDLE.array(self._tensor if self._host is None else self._host)
 
     def finish(self) -> None:
@@ -259,7 +291,9 @@ class _Forward:
         self._layer = weakref.ref(layer)
         # Of its class, or one that the program has given this layer.
         own = layer.__dict__.get("forward")
-        self._forward: Callable[..., Any] = own if own is not None else functools.partial(type(layer).forward)
+        self._forward: Callable[..., Any] = (
+            own if own is not None else functools.partial(type(layer).forward)
+        )
         self._bound = own is not None
         self._begin = begin
         self._end = end
@@ -268,7 +302,11 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._begin()
         try:
-            return self._forward(*args, **kwargs) if self._bound else self._forward(self._layer(), *args, **kwargs)
+            return (
+                self._forward(*args, **kwargs)
+                if self._bound
+                else self._forward(self._layer(), *args, **kwargs)
+            )
         finally:
             self._end()
 
@@ -289,7 +327,8 @@ class _Watch:
 
 
 def _watches(parameter: Any) -> list[weakref.ref[_Watch]]:
-    """Those of a parameter; whose attributes and hooks are no garbage, ever, and so must not refer to anything."""
+    """Those of a parameter; whose attributes and hooks are no garbage, ever, and so must not refer
+    to anything."""
     watches: list[weakref.ref[_Watch]] | None = parameter.__dict__.get("_zeroshard_watches")
     if watches is None:
         parameter._zeroshard_watches = watches = []
@@ -297,19 +336,32 @@ def _watches(parameter: Any) -> list[weakref.ref[_Watch]]:
 
         def hook(*_: Any) -> None:
             alive = reference()
-            for watch in [found() for found in alive._zeroshard_watches] if alive is not None else ():
+            for watch in (
+                [found() for found in alive._zeroshard_watches] if alive is not None else ()
+            ):
                 if watch is not None and watch.call is not None:
                     watch.call(alive)
 
         parameter._register_backward_hook(_autograd.guarded(hook))
-    watches[:] = [watch for watch in watches if (found := watch()) is not None and found.call is not None]
+    watches[:] = [
+        watch for watch in watches if (found := watch()) is not None and found.call is not None
+    ]
     return watches
 
 
 def _statistics(model: Any) -> set[int]:
-    """The running statistics of batch norms, which Paddle has among the parameters, by their ids."""
-    layers = [layer._parameters for layer in model.sublayers(include_self=True) if {"_mean", "_variance"} <= set(layer._parameters)]
-    found = [OrderedDict.__getitem__(parameters, name) for parameters in layers for name in ("_mean", "_variance")]
+    """The running statistics of batch norms, which Paddle has among the parameters, by their
+    ids."""
+    layers = [
+        layer._parameters
+        for layer in model.sublayers(include_self=True)
+        if {"_mean", "_variance"} <= set(layer._parameters)
+    ]
+    found = [
+        OrderedDict.__getitem__(parameters, name)
+        for parameters in layers
+        for name in ("_mean", "_variance")
+    ]
     return {id(tensor) for tensor in found if tensor is not None and tensor.stop_gradient}
 
 

@@ -26,21 +26,18 @@ def shard_layer(
 
     Every rank of the mesh calls it with the same layer; the values of the first of all ranks count.
 
-    Args:
-        layer: the layer.
-        process_mesh: a ``ProcessMesh``.
-        shard_fn: ``shard_fn(name, layer, process_mesh)`` is called for every sublayer, ``layer`` itself included with the
-            name ``""``, and replaces parameters as it likes (``layer.weight = shard_tensor(layer.weight, ...)``). What it
-            leaves is replicated, as is everything without it.
-        input_fn: ``input_fn(inputs, process_mesh)`` returns the list of inputs with which ``layer`` runs.
+    Args: layer: the layer. process_mesh: a ``ProcessMesh``. shard_fn: ``shard_fn(name, layer,
+        process_mesh)`` is called for every sublayer, ``layer`` itself included with the name
+        ``""``, and replaces parameters as it likes (``layer.weight = shard_tensor(layer.weight,
+        ...)``). What it leaves is replicated, as is everything without it. input_fn:
+        ``input_fn(inputs, process_mesh)`` returns the list of inputs with which ``layer`` runs.
         output_fn: ``output_fn(outputs, process_mesh)`` returns what a call of ``layer`` returns.
 
-    Returns:
-        The layer.
+    Returns: The layer.
 
-    Raises:
-        InvalidArgument: ``process_mesh`` is no mesh, or something else is of another type; a parameter is on another mesh.
-        Disagreement: another rank has another mesh, another layer, or its ``shard_fn`` did something else.
+    Raises: InvalidArgument: ``process_mesh`` is no mesh, or something else is of another type; a
+        parameter is on another mesh. Disagreement: another rank has another mesh, another layer, or
+        its ``shard_fn`` did something else.
     """
     if not isinstance(layer, paddle.nn.Layer):
         raise InvalidArgument(f"layer is a {type(layer).__name__}; it must be a paddle.nn.Layer")
@@ -48,7 +45,10 @@ def shard_layer(
     check_functions(shard_fn=shard_fn, input_fn=input_fn, output_fn=output_fn)
     agree(
         "shard_layer",
-        {"the mesh": mesh_text(mesh), "the layer's parameters": parameters_text(layer, _placements)},
+        {
+            "the mesh": mesh_text(mesh),
+            "the layer's parameters": parameters_text(layer, _placements),
+        },
         mesh.process_ids,
     )
     if shard_fn is not None:
@@ -56,14 +56,19 @@ def shard_layer(
         for name, inner in list(layer.named_sublayers(include_self=True)):
             shard_fn(name, inner, mesh)
         _keep_ties(before)
-    agree("shard_layer after shard_fn", {"what shard_fn has done": parameters_text(layer, _placements)}, mesh.process_ids)
+    agree(
+        "shard_layer after shard_fn",
+        {"what shard_fn has done": parameters_text(layer, _placements)},
+        mesh.process_ids,
+    )
     replicate_rest(layer, mesh)
     add_functions(layer, mesh, input_fn, output_fn, layer.register_forward_post_hook)
     return layer
 
 
 def replicate_rest(layer: Any, mesh: Any) -> None:
-    """Replicates the parameters and buffers that are not on the mesh. They stay the same objects, also for an optimizer."""
+    """Replicates the parameters and buffers that are not on the mesh. They stay the same objects,
+    also for an optimizer."""
     everywhere = [dist.Replicate()] * mesh.ndim
     for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
         if not tensor.is_dist():

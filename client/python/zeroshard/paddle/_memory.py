@@ -1,7 +1,9 @@
-"""The memory of Paddle's tensors: what shares it, what has been written to it, and parameters that come and go.
+"""The memory of Paddle's tensors: what shares it, what has been written to it, and parameters that
+come and go.
 
-A dropped parameter has no memory at all: what computes with it all the same ends in Paddle's own error. Its use is
-noticed where a layer's attribute is read (``layer.weight``), and where a method or an operator of it is called.
+A dropped parameter has no memory at all: what computes with it all the same ends in Paddle's own
+error. Its use is noticed where a layer's attribute is read (``layer.weight``), and where a method
+or an operator of it is called.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from paddle.base.framework import EagerParamBase
 from .._core.framework import ParameterMemory
 from ._dtensor import like
 
-#: Methods that say something about a tensor without reading its elements, or fetch them by themselves.
+#: Methods that say something about a tensor without reading its elements, or fetch them by
+#: themselves.
 _METADATA = {
     "__class__", "__deepcopy__", "__delattr__", "__dir__", "__getattribute__", "__hash__", "__init__",
     "__init_subclass__", "__len__", "__new__", "__reduce__", "__reduce_ex__", "__setattr__", "__sizeof__",
@@ -69,7 +72,8 @@ def access(parameter: Any) -> None:
 
 
 class _Counted:
-    """A parameter that counts what Paddle's own counter leaves out: ``set_value``, ``copy_`` and ``data``."""
+    """A parameter that counts what Paddle's own counter leaves out: ``set_value``, ``copy_`` and
+    ``data``."""
 
     #: What is to be added to Paddle's counter.
     _zeroshard_writes = 0
@@ -99,7 +103,9 @@ class _Counted:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         access(self)
-        ours = {name: self.__dict__.pop(name) for name in list(self.__dict__) if name.startswith(_OURS)}
+        ours = {
+            name: self.__dict__.pop(name) for name in list(self.__dict__) if name.startswith(_OURS)
+        }
         try:
             return super().__deepcopy__(memo)  # type: ignore[misc]
         finally:
@@ -120,14 +126,19 @@ def _accessing(method: Callable[..., Any]) -> Callable[..., Any]:
 
 for _name in dir(Tensor):
     _method = getattr(Tensor, _name)
-    if callable(_method) and _name not in _METADATA and (_name.startswith("__") or not _name.startswith("_")):
+    if (
+        callable(_method)
+        and _name not in _METADATA
+        and (_name.startswith("__") or not _name.startswith("_"))
+    ):
         setattr(_Gathered, _name, _accessing(_method))
 
 _variants: dict[tuple[type, type], type] = {}
 
 
 def _variant(base: type, cls: type) -> type:
-    """The subclass of a class of parameters that is one of ours too; it calls itself as that class does."""
+    """The subclass of a class of parameters that is one of ours too; it calls itself as that class
+    does."""
     cls = next(known for known in cls.__mro__ if not issubclass(known, _Counted))
     if (base, cls) not in _variants:
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
@@ -150,7 +161,9 @@ class _Parameters(OrderedDict[str, Any]):
         return OrderedDict((name, deepcopy(parameter, memo)) for name, parameter in self.items())
 
 
-def guard(layer: Any, parameters: dict[str, Any], access: Callable[[], None], release: Callable[[], None]) -> None:
+def guard(
+    layer: Any, parameters: dict[str, Any], access: Callable[[], None], release: Callable[[], None]
+) -> None:
     """As :meth:`zeroshard._core.framework.Framework.guard`."""
     guarded = _Parameters(layer._parameters)
     guarded.access, guarded.gathered = access, frozenset(parameters)
@@ -185,9 +198,11 @@ class Memory(ParameterMemory[Any]):
         _set_changes(parameter, before)
 
     def drop(self, parameter: Any) -> None:
-        # Not the memory that it has, which others may share: it gets a tensor of its own, and that one is emptied; of a
-        # distributed tensor Paddle wants at least an element.
-        one = paddle.full([1], float("nan") if parameter.dtype in _FLOATING else 0, dtype=parameter.dtype)
+        # Not the memory that it has, which others may share: it gets a tensor of its own, and that
+        # one is emptied; of a distributed tensor Paddle wants at least an element.
+        one = paddle.full(
+            [1], float("nan") if parameter.dtype in _FLOATING else 0, dtype=parameter.dtype
+        )
         shape = parameter._local_shape if parameter.is_dist() else parameter.shape
         self.put(parameter, strided(one, shape, [0] * len(shape)))
         if not parameter.is_dist():

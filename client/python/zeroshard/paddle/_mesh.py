@@ -33,7 +33,8 @@ def check_mesh(mesh: object, name: str) -> Any:
 
 
 def check_placements(placements: Any, mesh: Any, ndim: int, what: str) -> list[Any]:
-    """One placement a mesh dimension, each of a dimension that the tensor has; negative ones count from the end."""
+    """One placement a mesh dimension, each of a dimension that the tensor has; negative ones count
+    from the end."""
     _mesh.check_placements(placements, Placement, mesh.ndim, what)
     return [_check_placement(placement, ndim, what) for placement in placements]
 
@@ -53,7 +54,9 @@ def dimension(mesh: Any, dim: int | str) -> int:
 
 def mesh_text(mesh: Any) -> str:
     """A mesh in an error."""
-    return f"{np.reshape(mesh.process_ids, mesh.shape).tolist()} with dim_names {list(mesh.dim_names)}"
+    return (
+        f"{np.reshape(mesh.process_ids, mesh.shape).tolist()} with dim_names {list(mesh.dim_names)}"
+    )
 
 
 def has_everybody(mesh: Any) -> bool:

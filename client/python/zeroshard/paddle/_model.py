@@ -13,9 +13,11 @@ from ._dtensor import parts_of_state
 
 
 class GroupSharded(paddle.nn.Layer):
-    """A model whose optimizer state, and by level gradients and parameters, are on the shard servers.
+    """A model whose optimizer state, and by level gradients and parameters, are on the shard
+    servers.
 
-    It behaves as the model given: attributes that it lacks are the model's, and ``state_dict`` has the model's keys.
+    It behaves as the model given: attributes that it lacks are the model's, and ``state_dict`` has
+    the model's keys.
     """
 
     def __init__(self, layer: Any, sharding: Sharding[Any]) -> None:
@@ -55,11 +57,13 @@ class GroupSharded(paddle.nn.Layer):
             raise
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """The backward passes of forwards inside are not the last of their step: gradients accumulate here."""
+        """The backward passes of forwards inside are not the last of their step: gradients
+        accumulate here."""
         return self.sharding.holding()
 
     def summon_full_params(self) -> AbstractContextManager[None]:
-        """All parameters are here inside. What rank 0 writes to them counts, if every rank enters and leaves."""
+        """All parameters are here inside. What rank 0 writes to them counts, if every rank enters
+        and leaves."""
         return self.sharding.all_here()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,14 +84,19 @@ class GroupSharded(paddle.nn.Layer):
     load_dict = set_state_dict
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As :meth:`set_state_dict`; with ``strict``, keys that are missing or not known are an error."""
+        """As :meth:`set_state_dict`; with ``strict``, keys that are missing or not known are an
+        error."""
         if assign:
-            raise InvalidArgument("assign is True; it must be False: the parameters belong to the job as they are")
+            raise InvalidArgument(
+                "assign is True; it must be False: the parameters belong to the job as they are"
+            )
         result = self._layer.load_state_dict(parts_of_state(self._layer, state_dict), strict=strict)
         self.sharding.follow_changes()
         return result
 
-    def to(self, device: Any = None, dtype: Any = None, blocking: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def to(
+        self, device: Any = None, dtype: Any = None, blocking: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """As a layer's, but not at ``p_g_os``, where parameters cannot be moved or cast."""
         self.sharding.check_movable()
         return super().to(device, dtype, blocking, *args, **kwargs)

@@ -17,10 +17,12 @@ from ._dtensor import local, part
 
 
 class ShardedOptimizer(SteppedByServers[Any], kinds.Optimizer):
-    """A ``paddle.optimizer.Optimizer`` whose state is on the shard servers, and whose steps happen there.
+    """A ``paddle.optimizer.Optimizer`` whose state is on the shard servers, and whose steps happen
+    there.
 
-    Made by :func:`~zeroshard.paddle.group_sharded_parallel`. It shares its settings with the optimizer that was given:
-    a learning rate that is set on either of the two, or its scheduler's, is used at the next step.
+    Made by :func:`~zeroshard.paddle.group_sharded_parallel`. It shares its settings with the
+    optimizer that was given: a learning rate that is set on either of the two, or its scheduler's,
+    is used at the next step.
     """
 
     # Not among the settings, which the given optimizer has too: it must not keep the job alive.
@@ -46,24 +48,32 @@ class ShardedOptimizer(SteppedByServers[Any], kinds.Optimizer):
     def step(self) -> None:
         """One step on the servers; the parameters that stay on this worker are received.
 
-        Raises :class:`~zeroshard.StepAborted` if a rank was lost: run the step again, from the same data.
+        Raises :class:`~zeroshard.StepAborted` if a rank was lost: run the step again, from the same
+        data.
         """
         with paddle.no_grad():
             self.sharding.step()
 
     def minimize(
-        self, loss: Any, startup_program: Any = None, parameters: Any = None, no_grad_set: Any = None
+        self,
+        loss: Any,
+        startup_program: Any = None,
+        parameters: Any = None,
+        no_grad_set: Any = None,
     ) -> tuple[list[Any], list[Any]]:
         """As Paddle's on dynamic graphs: a step with the gradients that there are."""
         if parameters or no_grad_set:
-            raise InvalidArgument("parameters and no_grad_set must be None: a step is of all that the optimizer trains")
+            raise InvalidArgument(
+                "parameters and no_grad_set must be None: a step is of all that the optimizer trains"
+            )
         self.step()
         return [], []
 
     def clear_grad(self, set_to_zero: bool = True) -> None:
         """Forgets the gradients, also those that are on the servers already.
 
-        They are given back, not zeroed, whatever ``set_to_zero`` says: a parameter that gets none is not stepped.
+        They are given back, not zeroed, whatever ``set_to_zero`` says: a parameter that gets none
+        is not stepped.
         """
         self.sharding.discard()
         for group in kinds.param_groups(self):
@@ -85,7 +95,8 @@ class ShardedOptimizer(SteppedByServers[Any], kinds.Optimizer):
         pass  # Paddle's optimizers keep their own method there
 
     def clip_grad_norm_(self, max_norm: float) -> Any:
-        """Has the next step clip to this global norm; the norm of the mean gradient, over all ranks and parameters."""
+        """Has the next step clip to this global norm; the norm of the mean gradient, over all ranks
+        and parameters."""
         return paddle.to_tensor(self._clip_to(max_norm), dtype="float32")
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,7 +108,9 @@ class ShardedOptimizer(SteppedByServers[Any], kinds.Optimizer):
         for entry, applied, tensors in job.states():
             if applied:
                 own = values[entry.group][1]
-                state |= kinds.to_paddle(job.optimizer_kind, entry.tensor.name, own, applied, tensors)
+                state |= kinds.to_paddle(
+                    job.optimizer_kind, entry.tensor.name, own, applied, tensors
+                )
         if isinstance(self._learning_rate, LRScheduler):
             state["LR_Scheduler"] = self._learning_rate.state_dict()
         return state
@@ -113,7 +126,8 @@ class ShardedOptimizer(SteppedByServers[Any], kinds.Optimizer):
 
 
 def states_of(optimizer: Any, find: Callable[[str, str], Any | None]) -> dict[int, State[Any]]:
-    """Paddle's state by the id of its parameter as the servers keep it; what was never stepped is left out.
+    """Paddle's state by the id of its parameter as the servers keep it; what was never stepped is
+    left out.
 
     ``find`` gives the accumulator of a name, for the name of a parameter.
     """
@@ -130,7 +144,9 @@ def states_of(optimizer: Any, find: Callable[[str, str], Any | None]) -> dict[in
                 return found if found is not None else find(accumulator, f"{name}_fp32_master_0")
 
             here = local(parameter)
-            applied, tensors = kinds.from_paddle(kind, values, here.shape, lambda name: _part(get(name), parameter))
+            applied, tensors = kinds.from_paddle(
+                kind, values, here.shape, lambda name: _part(get(name), parameter)
+            )
             if applied:
                 states[id(parameter)] = (applied, tensors)
     return states
@@ -143,12 +159,17 @@ def _part(value: Any | None, parameter: Any) -> Any | None:
 
 def from_state_dict(state: dict[str, Any]) -> Callable[[str, str], Any | None]:
     """Finds accumulators in a state dict, whatever number their name ends in."""
-    by_stem = {name.rpartition("_")[0]: value for name, value in state.items() if name.rpartition("_")[2].isdigit()}
+    by_stem = {
+        name.rpartition("_")[0]: value
+        for name, value in state.items()
+        if name.rpartition("_")[2].isdigit()
+    }
     return lambda accumulator, parameter: by_stem.get(f"{parameter}_{accumulator}")
 
 
 def own_state(optimizer: Any) -> Callable[[str, str], Any | None]:
-    """Finds the accumulators that an optimizer of Paddle has: of its steps, or loaded before the first of them."""
+    """Finds the accumulators that an optimizer of Paddle has: of its steps, or loaded before the
+    first of them."""
     loaded = from_state_dict(optimizer._accumulators_holder)
 
     def find(accumulator: str, parameter: str) -> Any | None:

@@ -22,25 +22,27 @@ def shard_tensor(
     place: Any | None = None,
     stop_gradient: bool | None = None,
 ) -> Any:
-    """A tensor of which each rank of a mesh has its part: Paddle's ``shard_tensor``, for ranks that agree.
+    """A tensor of which each rank of a mesh has its part: Paddle's ``shard_tensor``, for ranks that
+    agree.
 
-    Every rank of the mesh calls it with a tensor of the same shape. On a mesh of all ranks the values of its first rank
-    count; else each rank's own, which must be the same.
+    Every rank of the mesh calls it with a tensor of the same shape. On a mesh of all ranks the
+    values of its first rank count; else each rank's own, which must be the same.
 
-    Args:
-        data: a tensor, or what ``paddle.to_tensor`` takes. A parameter gives a parameter. A distributed tensor comes back as
-            it is, if it is on this mesh and has these placements.
-        mesh: a ``ProcessMesh``.
-        placements: one for each dimension of the mesh: ``Shard(dim)``, ``Replicate()`` or ``Partial()``.
-        dtype, place: cast to a dtype, taken from a device, before.
-        stop_gradient: of the result; as ``data``'s by default.
+    Args: data: a tensor, or what ``paddle.to_tensor`` takes. A parameter gives a parameter. A
+        distributed tensor comes back as it is, if it is on this mesh and has these placements.
+        mesh: a ``ProcessMesh``. placements: one for each dimension of the mesh: ``Shard(dim)``,
+        ``Replicate()`` or ``Partial()``. dtype, place: cast to a dtype, taken from a device,
+        before. stop_gradient: of the result; as ``data``'s by default.
 
-    Raises:
-        InvalidArgument: the placements do not fit the mesh or the tensor.
-        Disagreement: another rank has another mesh, shape, dtype or other placements.
+    Raises: InvalidArgument: the placements do not fit the mesh or the tensor. Disagreement: another
+        rank has another mesh, shape, dtype or other placements.
     """
     mesh = check_mesh(mesh, "mesh")
-    tensor = data if isinstance(data, paddle.Tensor) else paddle.to_tensor(data, dtype=dtype, place=place)
+    tensor = (
+        data
+        if isinstance(data, paddle.Tensor)
+        else paddle.to_tensor(data, dtype=dtype, place=place)
+    )
     placed = check_placements(placements, mesh, tensor.ndim, "the tensor")
     if tensor.is_dist():
         if tensor.process_mesh != mesh or tensor.placements != placed:
@@ -56,7 +58,9 @@ def shard_tensor(
     }
     agree("shard_tensor", said, mesh.process_ids)
     share(tensor, mesh)
-    return dist.shard_tensor(tensor, mesh, placed, dtype=dtype, place=place, stop_gradient=stop_gradient)
+    return dist.shard_tensor(
+        tensor, mesh, placed, dtype=dtype, place=place, stop_gradient=stop_gradient
+    )
 
 
 def share(tensor: Any, mesh: Any) -> None:
@@ -81,5 +85,7 @@ def reshard(dist_tensor: Any, mesh: Any, placements: Sequence[Any]) -> Any:
     mesh = check_mesh(mesh, "mesh")
     placed = check_placements(placements, mesh, dist_tensor.ndim, "the tensor")
     if mesh == dist_tensor.process_mesh:
-        return dist_tensor if placed == dist_tensor.placements else redistributed(dist_tensor, placed)
+        return (
+            dist_tensor if placed == dist_tensor.placements else redistributed(dist_tensor, placed)
+        )
     return dist.reshard(dist_tensor, mesh, placed)

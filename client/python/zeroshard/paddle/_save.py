@@ -1,4 +1,5 @@
-"""Saving and loading: plain Paddle state dicts, whole, that an unwrapped model and optimizer can load."""
+"""Saving and loading: plain Paddle state dicts, whole, that an unwrapped model and optimizer can
+load."""
 
 from __future__ import annotations
 
@@ -19,11 +20,14 @@ _MODEL = "model.pdmodel"
 _OPTIMIZER = "model.pdopt"
 
 
-def save_group_sharded_model(model: Any, output: str | os.PathLike[str], optimizer: Any | None = None) -> None:
-    """Writes ``model.pdmodel`` and, with an optimizer, ``model.pdopt`` into the directory ``output``.
+def save_group_sharded_model(
+    model: Any, output: str | os.PathLike[str], optimizer: Any | None = None
+) -> None:
+    """Writes ``model.pdmodel`` and, with an optimizer, ``model.pdopt`` into the directory
+    ``output``.
 
-    Both are whole, frozen parameters and buffers included. Every rank may call it; rank 0 writes. A file appears only
-    when it is complete.
+    Both are whole, frozen parameters and buffers included. Every rank may call it; rank 0 writes. A
+    file appears only when it is complete.
     """
     if not isinstance(model, GroupSharded):
         raise InvalidArgument(
@@ -42,11 +46,14 @@ def save_group_sharded_model(model: Any, output: str | os.PathLike[str], optimiz
         _write(optimizer.state_dict(), folder / _OPTIMIZER)
 
 
-def load_group_sharded_model(model: Any, output: str | os.PathLike[str], optimizer: Any | None = None) -> None:
+def load_group_sharded_model(
+    model: Any, output: str | os.PathLike[str], optimizer: Any | None = None
+) -> None:
     """Loads what :func:`save_group_sharded_model` wrote, into wrapped or plain model and optimizer.
 
-    For wrapped ones every rank must call it. Paddle finds an optimizer's state by the names of the parameters, which
-    must be as they were: those of a model that is made in the same order in a process of its own.
+    For wrapped ones every rank must call it. Paddle finds an optimizer's state by the names of the
+    parameters, which must be as they were: those of a model that is made in the same order in a
+    process of its own.
     """
     folder = directory(output)
     model.set_state_dict(parts_of_state(model, _read(folder / _MODEL)))
@@ -62,7 +69,9 @@ def whole_state(model: GroupSharded) -> dict[str, Any]:
         if parameter.is_dist()
     }
     found = model.sharding.whole(distributed)
-    return dict(model.state_dict()) | {name: value.astype(distributed[name].dtype) for name, value in found.items()}
+    return dict(model.state_dict()) | {
+        name: value.astype(distributed[name].dtype) for name, value in found.items()
+    }
 
 
 def _write(state: dict[str, Any], path: Path) -> None:

@@ -15,10 +15,12 @@ _KINDS = ("fp16", "bf16", "fp32")
 
 
 class GradScaler(paddle.amp.GradScaler):
-    """A ``paddle.amp.GradScaler`` that knows sharded optimizers: inf or NaN on any rank skips the step on all.
+    """A ``paddle.amp.GradScaler`` that knows sharded optimizers: inf or NaN on any rank skips the
+    step on all.
 
-    :func:`~zeroshard.paddle.group_sharded_parallel` makes one from the scaler that is given, whose state it shares. Paddle's
-    own switches itself off on a CPU, and for losses that are not of float16; one that is made of this class does not.
+    :func:`~zeroshard.paddle.group_sharded_parallel` makes one from the scaler that is given, whose
+    state it shares. Paddle's own switches itself off on a CPU, and for losses that are not of
+    float16; one that is made of this class does not.
     """
 
     # Paddle's own attributes.
@@ -44,7 +46,11 @@ class GradScaler(paddle.amp.GradScaler):
         self._enable = True
         self._optimizer_states = _States()
         self._cache_found_inf = None
-        for name in ("_found_inf", "_temp_found_inf_value_false", *(f"_temp_found_inf_{kind}" for kind in _KINDS)):
+        for name in (
+            "_found_inf",
+            "_temp_found_inf_value_false",
+            *(f"_temp_found_inf_{kind}" for kind in _KINDS),
+        ):
             setattr(self, name, paddle.to_tensor([False]))
         self.load_state_dict(
             {
@@ -71,13 +77,16 @@ class GradScaler(paddle.amp.GradScaler):
         return var * self._scale if self._enable else var
 
     def unscale_(self, optimizer: Any) -> None:
-        """For a sharded optimizer only a note: the servers divide by the scale, also for ``clip_grad_norm_``."""
+        """For a sharded optimizer only a note: the servers divide by the scale, also for
+        ``clip_grad_norm_``."""
         if not isinstance(optimizer, ShardedOptimizer):
             super().unscale_(optimizer)
         elif self._enable:
             state = self._optimizer_states[id(optimizer)]
             if state["state"] is not OptimizerState.INIT:
-                raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+                raise RuntimeError(
+                    "unscale_() has already been called on this optimizer since the last update()."
+                )
             optimizer.loss_scale = self._number()
             state["state"] = OptimizerState.UNSCALED
 
@@ -102,7 +111,8 @@ class GradScaler(paddle.amp.GradScaler):
     def _number(self) -> float:
         return float(self._scale.reshape([]))
 
-    # Paddle's own cannot say the scale with today's numpy, which makes no number of an array of one.
+    # Paddle's own cannot say the scale with today's numpy, which makes no number of an array of
+    # one.
     def _update(self) -> None:
         if self._cache_found_inf:
             self._incr_count = 0

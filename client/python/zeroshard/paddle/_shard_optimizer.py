@@ -1,4 +1,5 @@
-"""``shard_optimizer``: an optimizer whose state is on the shard servers, by the stages of sharding."""
+"""``shard_optimizer``: an optimizer whose state is on the shard servers, by the stages of
+sharding."""
 
 from __future__ import annotations
 
@@ -24,23 +25,25 @@ def shard_optimizer(
 ) -> ShardedOptimizer:
     """Moves an optimizer's state to the shard servers, and by stage gradients and parameters.
 
-    Stages are names for the levels of :func:`~zeroshard.paddle.group_sharded_parallel`: 1 is ``os``, 2 ``os_g``, 3
-    ``p_g_os``. The program goes on as it was, with the optimizer that comes back: ``backward``, ``step``, ``clear_grad``.
+    Stages are names for the levels of :func:`~zeroshard.paddle.group_sharded_parallel`: 1 is
+    ``os``, 2 ``os_g``, 3 ``p_g_os``. The program goes on as it was, with the optimizer that comes
+    back: ``backward``, ``step``, ``clear_grad``.
 
-    Args:
-        optimizer: one that the servers can run.
-        shard_fn: ``ShardingStage1()``, ``ShardingStage2()`` or ``ShardingStage3()``; the first by default.
-        gradient_accumulation_steps: backward passes of a step.
-        model: whose parameters the optimizer steps. Stage 3 needs it; it stays the same object.
+    Args: optimizer: one that the servers can run. shard_fn: ``ShardingStage1()``,
+        ``ShardingStage2()`` or ``ShardingStage3()``; the first by default.
+        gradient_accumulation_steps: backward passes of a step. model: whose parameters the
+        optimizer steps. Stage 3 needs it; it stays the same object.
 
-    Raises:
-        InvalidArgument: ``shard_fn`` is no stage, its mesh has not all ranks, or stage 3 lacks the model.
+    Raises: InvalidArgument: ``shard_fn`` is no stage, its mesh has not all ranks, or stage 3 lacks
+        the model.
     """
     stage = stage_of(shard_fn, core.ProcessMesh)
     if stage.mesh is not None:
         mesh = check_mesh(stage.mesh, "mesh")
         if not has_everybody(mesh):
-            raise InvalidArgument(f"the mesh has ranks {mesh.process_ids}; it must have all ranks, to train together")
+            raise InvalidArgument(
+                f"the mesh has ranks {mesh.process_ids}; it must have all ranks, to train together"
+            )
         if stage.sharding_mesh_dim is not None:
             dimension(mesh, stage.sharding_mesh_dim)
     check_request(stage, gradient_accumulation_steps, model)

@@ -37,25 +37,24 @@ def group_sharded_parallel(
 ) -> tuple[GroupSharded, ShardedOptimizer, GradScaler | None]:
     """Moves the training state of a model to the shard servers.
 
-    Args:
-        model: any layer; parameters and buffers become rank 0's on every rank.
-        optimizer: SGD, Momentum, Adam, AdamW, Adagrad, Adadelta or Lamb of ``paddle.optimizer``, with its scheduler, groups and
-            ``ClipGradByGlobalNorm``. State that it has goes along.
-        level: what the servers hold for the workers: ``"os"`` the optimizer state; ``"os_g"`` gradients too, which
-            are sent as backward makes them; ``"p_g_os"`` parameters too, which are fetched for each use.
-        scaler: comes back as one that knows the sharded optimizer.
-        group: the group whose ranks train together; None: all.
-        offload: the servers hold state and master weights in host memory. Changes no result.
-        sync_buffers: after every step the model's buffers are rank 0's on every rank.
-        buffer_max_size: elements that travel together as one bucket of gradients; 0: each gradient on its own.
-        segment_size: at ``p_g_os``, parameters with more elements than this live on the servers.
-        sync_comm: at ``p_g_os``, fetch parameters only when they are needed, not ahead.
-        dp_group: ranks outside ``group`` that train replicas; as all ranks push to the same servers, it must be None.
-        exclude_layer: at ``p_g_os``, class names or ids (``id(layer)``) of layers whose parameters stay here.
-        accumulation_steps: backward passes of a step, where there are several; None: learned from the first steps.
+    Args: model: any layer; parameters and buffers become rank 0's on every rank. optimizer: SGD,
+        Momentum, Adam, AdamW, Adagrad, Adadelta or Lamb of ``paddle.optimizer``, with its
+        scheduler, groups and ``ClipGradByGlobalNorm``. State that it has goes along. level: what
+        the servers hold for the workers: ``"os"`` the optimizer state; ``"os_g"`` gradients too,
+        which are sent as backward makes them; ``"p_g_os"`` parameters too, which are fetched for
+        each use. scaler: comes back as one that knows the sharded optimizer. group: the group whose
+        ranks train together; None: all. offload: the servers hold state and master weights in host
+        memory. Changes no result. sync_buffers: after every step the model's buffers are rank 0's
+        on every rank. buffer_max_size: elements that travel together as one bucket of gradients; 0:
+        each gradient on its own. segment_size: at ``p_g_os``, parameters with more elements than
+        this live on the servers. sync_comm: at ``p_g_os``, fetch parameters only when they are
+        needed, not ahead. dp_group: ranks outside ``group`` that train replicas; as all ranks push
+        to the same servers, it must be None. exclude_layer: at ``p_g_os``, class names or ids
+        (``id(layer)``) of layers whose parameters stay here. accumulation_steps: backward passes of
+        a step, where there are several; None: learned from the first steps.
 
-    Returns:
-        The wrapped model, the optimizer that steps on the servers, and the scaler (None if none was given).
+    Returns: The wrapped model, the optimizer that steps on the servers, and the scaler (None if
+        none was given).
     """
     _check(model, optimizer)
     options = Options(
@@ -69,7 +68,9 @@ def group_sharded_parallel(
         accumulation_steps=accumulation_steps,
     )
     if scaler is not None and not isinstance(scaler, paddle.amp.GradScaler):
-        raise InvalidArgument(f"scaler is a {type(scaler).__name__}; it must be a paddle.amp.GradScaler")
+        raise InvalidArgument(
+            f"scaler is a {type(scaler).__name__}; it must be a paddle.amp.GradScaler"
+        )
     if level == "p_g_os":
         _check_not_static(model)
     sharding = Sharding(
@@ -86,19 +87,29 @@ def group_sharded_parallel(
     optimizer._accumulators.clear()
     optimizer._accumulators_holder = {}
     sharded = ShardedOptimizer.sharing(optimizer, sharding)
-    return GroupSharded(model, sharding), sharded, None if scaler is None else GradScaler.sharing(scaler)
+    return (
+        GroupSharded(model, sharding),
+        sharded,
+        None if scaler is None else GradScaler.sharing(scaler),
+    )
 
 
 def _check(model: Any, optimizer: Any) -> None:
     if not isinstance(model, paddle.nn.Layer) or isinstance(model, GroupSharded):
-        raise InvalidArgument(f"model is a {type(model).__name__}; it must be a paddle.nn.Layer that is not wrapped already")
+        raise InvalidArgument(
+            f"model is a {type(model).__name__}; it must be a paddle.nn.Layer that is not wrapped already"
+        )
     if not isinstance(optimizer, kinds.Optimizer) or isinstance(optimizer, ShardedOptimizer):
         raise InvalidArgument(
             f"optimizer is a {type(optimizer).__name__}; it must be a paddle.optimizer.Optimizer that is not wrapped already"
         )
-    stepped = {id(parameter) for group in kinds.param_groups(optimizer) for parameter in group["params"]}
+    stepped = {
+        id(parameter) for group in kinds.param_groups(optimizer) for parameter in group["params"]
+    }
     if stepped.isdisjoint(map(id, model.parameters())):
-        raise InvalidArgument("the optimizer has no parameter of the model; it must be made with model.parameters()")
+        raise InvalidArgument(
+            "the optimizer has no parameter of the model; it must be made with model.parameters()"
+        )
 
 
 def _check_not_static(model: Any) -> None:

@@ -1,4 +1,5 @@
-"""Which of the servers' optimizers a ``paddle.optimizer.Optimizer`` is, and its state in their form and Paddle's."""
+"""Which of the servers' optimizers a ``paddle.optimizer.Optimizer`` is, and its state in their form
+and Paddle's."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from paddle.regularizer import L2Decay
 from .._core import kinds as _kinds
 from ..errors import InvalidArgument, UnsupportedOptimizer
 
-#: The optimizers whose arithmetic the servers have, and the servers' name of each. A class comes before its base classes.
+#: The optimizers whose arithmetic the servers have, and the servers' name of each. A class comes
+#: before its base classes.
 KINDS: dict[type, str] = {
     paddle.optimizer.SGD: "sgd",
     paddle.optimizer.Momentum: "sgd",
@@ -40,7 +42,8 @@ _ACCUMULATORS: dict[str, dict[str, str]] = {
     "lamb": {"exp_avg": "moment1", "exp_avg_sq": "moment2"},
 }
 
-#: Steps that have been applied where a power of beta has become 0: the correction is 1 from long before.
+#: Steps that have been applied where a power of beta has become 0: the correction is 1 from long
+#: before.
 _MANY = 1_000_000
 
 
@@ -49,14 +52,21 @@ def kind(optimizer: Any) -> str:
 
     A subclass counts as its base class unless it has a step of its own.
 
-    Raises:
-        UnsupportedOptimizer: the servers have no such optimizer. The message lists those that they have.
+    Raises: UnsupportedOptimizer: the servers have no such optimizer. The message lists those that
+        they have.
     """
     cls = type(optimizer)
     base = next((known for known in KINDS if isinstance(optimizer, known)), None)
     if base is not None and _steps_alike(cls, base):
         return KINDS[base]
-    why = next((f" ({cls.__name__} {why})" for other, why in _OTHERWISE.items() if isinstance(optimizer, other)), "")
+    why = next(
+        (
+            f" ({cls.__name__} {why})"
+            for other, why in _OTHERWISE.items()
+            if isinstance(optimizer, other)
+        ),
+        "",
+    )
     known = ", ".join(sorted(f"paddle.optimizer.{known.__name__}" for known in KINDS))
     raise UnsupportedOptimizer(
         f"{cls.__module__}.{cls.__qualname__} is not an optimizer that the shard servers have{why}. There are {known}"
@@ -66,11 +76,11 @@ def kind(optimizer: Any) -> str:
 def groups(optimizer: Any, kind: str) -> list[tuple[list[Any], dict[str, float]]]:
     """Parameters that have the same hyperparameters, and these, as they are now.
 
-    The order is that of the parameters; what has been told apart once by a hyperparameter that changes (a scheduler's
-    learning rate) stays together, since it is told apart by what Paddle multiplies it with.
+    The order is that of the parameters; what has been told apart once by a hyperparameter that
+    changes (a scheduler's learning rate) stays together, since it is told apart by what Paddle
+    multiplies it with.
 
-    Raises:
-        UnsupportedOptimizer: a setting asks for arithmetic that the servers do not have.
+    Raises: UnsupportedOptimizer: a setting asks for arithmetic that the servers do not have.
     """
     lr = float(optimizer.get_lr())
     found: dict[tuple[Any, ...], tuple[list[Any], dict[str, float]]] = {}
@@ -93,7 +103,8 @@ def param_groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _values(optimizer: Any, kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters that are the same for all of its parameters, by the servers' names."""
+    """A group's hyperparameters that are the same for all of its parameters, by the servers'
+    names."""
 
     def get(name: str, default: Any = None) -> Any:
         if name in group:
@@ -105,11 +116,19 @@ def _values(optimizer: Any, kind: str, group: Mapping[str, Any]) -> dict[str, An
     values: dict[str, Any] = {"maximize": False}
     if kind == "sgd":
         if get("rescale_grad", 1.0) != 1.0:
-            raise UnsupportedOptimizer(f"rescale_grad is {get('rescale_grad')}; it must be 1: scale the loss instead")
-        values |= {"momentum": get("momentum", 0.0), "dampening": 0.0, "nesterov": get("use_nesterov", False)}
+            raise UnsupportedOptimizer(
+                f"rescale_grad is {get('rescale_grad')}; it must be 1: scale the loss instead"
+            )
+        values |= {
+            "momentum": get("momentum", 0.0),
+            "dampening": 0.0,
+            "nesterov": get("use_nesterov", False),
+        }
     elif kind in ("adam", "adamw", "lamb"):
         if get("lazy_mode", False):
-            raise UnsupportedOptimizer("lazy_mode is True; it must be False: the servers step whole tensors")
+            raise UnsupportedOptimizer(
+                "lazy_mode is True; it must be False: the servers step whole tensors"
+            )
         values |= {"beta1": get("beta1"), "beta2": get("beta2"), "eps": get("epsilon")}
         values["amsgrad"] = getattr(optimizer, "_amsgrad", False)
     elif kind == "adagrad":
@@ -130,9 +149,15 @@ def _decay(optimizer: Any, kind: str, group: Mapping[str, Any], parameter: Any) 
     if kind == "adamw":
         decays = optimizer._apply_decay_param_fun
         default = optimizer._default_dict.get("weight_decay", optimizer._weight_decay)
-        return 0.0 if decays is not None and not decays(parameter.name) else float(group.get("weight_decay", default))
+        return (
+            0.0
+            if decays is not None and not decays(parameter.name)
+            else float(group.get("weight_decay", default))
+        )
     if kind == "lamb":
-        excludes = group.get("exclude_from_weight_decay_fn", optimizer._default_dict["exclude_from_weight_decay_fn"])
+        excludes = group.get(
+            "exclude_from_weight_decay_fn", optimizer._default_dict["exclude_from_weight_decay_fn"]
+        )
         decay = group.get("lamb_weight_decay", optimizer._default_dict["lamb_weight_decay"])
         decay = 0.0 if excludes is not None and excludes(parameter) else float(decay)
         if decay == 0 and not optimizer.always_adapt:
@@ -145,7 +170,11 @@ def _decay(optimizer: Any, kind: str, group: Mapping[str, Any], parameter: Any) 
     regularizer = own if own is not None else optimizer.regularization
     if regularizer is None:
         # Momentum keeps it elsewhere.
-        return float(group.get("regularization_coeff", optimizer._default_dict.get("regularization_coeff", 0.0)))
+        return float(
+            group.get(
+                "regularization_coeff", optimizer._default_dict.get("regularization_coeff", 0.0)
+            )
+        )
     if not isinstance(regularizer, L2Decay):
         raise UnsupportedOptimizer(
             f"{type(regularizer).__name__} of parameter {parameter.name!r}: the servers have L2Decay only"
@@ -153,7 +182,9 @@ def _decay(optimizer: Any, kind: str, group: Mapping[str, Any], parameter: Any) 
     return float(regularizer._coeff)
 
 
-def to_paddle(kind: str, name: str, values: Mapping[str, float], applied: int, tensors: Mapping[str, Any]) -> dict[str, Any]:
+def to_paddle(
+    kind: str, name: str, values: Mapping[str, float], applied: int, tensors: Mapping[str, Any]
+) -> dict[str, Any]:
     """One parameter's state by the names that Paddle gives it in a fresh process.
 
     Args:
@@ -167,7 +198,9 @@ def to_paddle(kind: str, name: str, values: Mapping[str, float], applied: int, t
     if kind in ("adam", "adamw", "lamb"):
         for beta in ("beta1", "beta2"):
             # Paddle's powers are those of the step that comes next.
-            state[f"{name}_{beta}_pow_acc_0"] = paddle.to_tensor([values[beta] ** (applied + 1)], dtype="float32")
+            state[f"{name}_{beta}_pow_acc_0"] = paddle.to_tensor(
+                [values[beta] ** (applied + 1)], dtype="float32"
+            )
     return state
 
 
@@ -176,18 +209,13 @@ def from_paddle(
 ) -> tuple[int, dict[str, Any]]:
     """One parameter's state from Paddle's, the other way round than :func:`to_paddle`.
 
-    Args:
-        kind: the optimizer, as :func:`kind` names it.
-        values: the parameter's hyperparameters.
-        shape: its shape.
-        get: an accumulator of it by Paddle's name; None where there is none.
+    Args: kind: the optimizer, as :func:`kind` names it. values: the parameter's hyperparameters.
+        shape: its shape. get: an accumulator of it by Paddle's name; None where there is none.
 
-    Returns:
-        How many steps count as applied, and the state tensors: contiguous, float32, on the CPU; none if it is 0.
-        What does not count its steps has one.
+    Returns: How many steps count as applied, and the state tensors: contiguous, float32, on the
+        CPU; none if it is 0. What does not count its steps has one.
 
-    Raises:
-        InvalidArgument: a state tensor is missing or has another shape.
+    Raises: InvalidArgument: a state tensor is missing or has another shape.
     """
     names = _kinds.state_names(kind, values)
     found = {name: get(_ACCUMULATORS[kind][name]) for name in names}
@@ -196,7 +224,9 @@ def from_paddle(
     tensors = {}
     for name, tensor in found.items():
         if tensor is None:
-            raise InvalidArgument(f"optimizer state lacks {_ACCUMULATORS[kind][name]!r}, which {kind} needs")
+            raise InvalidArgument(
+                f"optimizer state lacks {_ACCUMULATORS[kind][name]!r}, which {kind} needs"
+            )
         if not isinstance(tensor, paddle.Tensor):
             tensor = paddle.to_tensor(tensor)
         tensor = tensor.detach().astype("float32").cpu().contiguous()
@@ -215,7 +245,9 @@ def from_paddle(
 def _steps(beta: float, power: Any | None) -> int:
     """How many steps have made a power of beta what it is."""
     if power is None:
-        raise InvalidArgument("optimizer state lacks 'beta2_pow_acc', which says how many steps it has seen")
+        raise InvalidArgument(
+            "optimizer state lacks 'beta2_pow_acc', which says how many steps it has seen"
+        )
     value = float(power.reshape([-1])[0])
     if not 0 < beta < 1 or value <= 0:
         return _MANY

@@ -17,7 +17,8 @@ from ..errors import InvalidArgument
 class ClipGradByGlobalNorm:
     """Clip at every step. Parameters with ``need_clip = False`` neither count nor are clipped.
 
-    Given as ``optimizer.grad_clip`` before wrapping, or as ``grad_clip=`` to ``group_sharded_parallel``.
+    Given as ``optimizer.grad_clip`` before wrapping, or as ``grad_clip=`` to
+    ``group_sharded_parallel``.
     """
 
     clip_norm: float
@@ -38,12 +39,16 @@ def max_norm_of(optimizer: torch.optim.Optimizer, grad_clip: Any | None) -> floa
 
 
 def clip_grad_norm_(
-    parameters: nn.Module | Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, **options: Any
+    parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    **options: Any,
 ) -> Tensor:
-    """As ``torch.nn.utils.clip_grad_norm_``, also for sharded parameters: a model, or all that its optimizer trains.
+    """As ``torch.nn.utils.clip_grad_norm_``, also for sharded parameters: a model, or all that its
+    optimizer trains.
 
-    Returns the global norm of the mean gradient over all ranks; the next step clips. For other parameters it is
-    torch's function.
+    Returns the global norm of the mean gradient over all ranks; the next step clips. For other
+    parameters it is torch's function.
     """
     if isinstance(parameters, nn.Module):
         parameters = [parameter for parameter in parameters.parameters() if parameter.requires_grad]

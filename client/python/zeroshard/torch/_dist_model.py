@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.utils._pytree import tree_leaves
 
 from .._dist_model import DistModelBase, named_optimizer_state, numbered_optimizer_state
@@ -32,18 +39,17 @@ from ._sharded import group_sharded_parallel
 class DistModel(DistModelBase[Tensor]):
     """A module with modes, made by :func:`to_static`.
 
-    With a loss and an optimizer the first mode is ``"train"``, with a loss alone ``"eval"``, with neither
-    ``"predict"``. The module's parameters are plain tensors (every rank has its own batches: data parallelism),
-    DTensors (``shard_tensor``, ``shard_layer``: parameters that are left are replicated), or parallelised by styles.
-    Every rank makes every call; the loss of a call is that of all ranks, and outputs are whole.
+    With a loss and an optimizer the first mode is ``"train"``, with a loss alone ``"eval"``, with
+    neither ``"predict"``. The module's parameters are plain tensors (every rank has its own
+    batches: data parallelism), DTensors (``shard_tensor``, ``shard_layer``: parameters that are
+    left are replicated), or parallelised by styles. Every rank makes every call; the loss of a call
+    is that of all ranks, and outputs are whole.
 
-    Args:
-        layer: the module.
-        loader: what gives batches; kept as ``loader``. None is allowed.
-        loss: ``loss(*outputs, *labels)``, a scalar that is a mean over the batch.
-        optimizer: a torch optimizer, which moves to the shard servers at the strategy's level, or one of
-            :func:`~zeroshard.torch.shard_optimizer`.
-        strategy: its ``sharding`` says what the servers hold; the optimizer's state by default.
+    Args: layer: the module. loader: what gives batches; kept as ``loader``. None is allowed. loss:
+        ``loss(*outputs, *labels)``, a scalar that is a mean over the batch. optimizer: a torch
+        optimizer, which moves to the shard servers at the strategy's level, or one of
+        :func:`~zeroshard.torch.shard_optimizer`. strategy: its ``sharding`` says what the servers
+        hold; the optimizer's state by default.
     """
 
     _tensor_name = "torch.Tensor"
@@ -61,7 +67,8 @@ class DistModel(DistModelBase[Tensor]):
     ) -> None:
         super().__init__(layer, loader, loss, optimizer, strategy)
         self._by_styles = any(
-            "_zeroshard_parallel" in vars(module) or getattr(module, "_distribute_module_applied", False)
+            "_zeroshard_parallel" in vars(module)
+            or getattr(module, "_distribute_module_applied", False)
             for module in layer.modules()
         )
         if self._computes_on_mesh():
@@ -76,7 +83,9 @@ class DistModel(DistModelBase[Tensor]):
             self._model = GroupSharded(layer, optimizer.sharding)
         elif optimizer is not None:
             level = (strategy or Strategy()).level
-            self._model, self._optimizer, _ = group_sharded_parallel(layer, optimizer, level, group=self._group())
+            self._model, self._optimizer, _ = group_sharded_parallel(
+                layer, optimizer, level, group=self._group()
+            )
 
     @property
     def layer(self) -> nn.Module:
@@ -112,11 +121,15 @@ class DistModel(DistModelBase[Tensor]):
         if not isinstance(value, DTensor):
             return []
         sizes = zip(value.device_mesh.shape, value.placements, strict=True)
-        return [(parts, placement.dim) for parts, placement in sizes if isinstance(placement, Shard)]
+        return [
+            (parts, placement.dim) for parts, placement in sizes if isinstance(placement, Shard)
+        ]
 
     def _local(self, value: Tensor) -> Tensor:
         assert isinstance(value, DTensor)
-        complete: list[Placement] = [Replicate() if isinstance(p, Partial) else p for p in value.placements]
+        complete: list[Placement] = [
+            Replicate() if isinstance(p, Partial) else p for p in value.placements
+        ]
         return value.redistribute(placements=complete).to_local()
 
     def _local_shape(self, value: Tensor) -> torch.Size:
@@ -173,7 +186,8 @@ class DistModel(DistModelBase[Tensor]):
         return loss / len(self._ranks())
 
     def _group(self) -> Any | None:
-        """Who trains, or evaluates, together: the ranks of the mesh, or of the one that it is a slice of; None: all."""
+        """Who trains, or evaluates, together: the ranks of the mesh, or of the one that it is a
+        slice of; None: all."""
         return None if self._mesh is None else mesh_group(root_mesh(self._mesh))
 
     def _ranks(self) -> list[int]:
@@ -221,14 +235,18 @@ class DistModel(DistModelBase[Tensor]):
         assert self._optimizer is not None  # asked for only where there is one
         now = self._optimizer.state_dict()
         given = numbered_optimizer_state(state, self._parameter_names())
-        self._optimizer.load_state_dict({"state": {**now["state"], **given}, "param_groups": now["param_groups"]})
+        self._optimizer.load_state_dict(
+            {"state": {**now["state"], **given}, "param_groups": now["param_groups"]}
+        )
 
     def _parameter_names(self) -> dict[int, str]:
         """The names of what the optimizer has, by its numbers."""
         assert self._optimizer is not None  # asked for only where there is one
         by_id = {id(entry.tensor): entry.name for entry in self._optimizer.sharding.job.entries}
         by_id |= {id(parameter): name for name, parameter in self._layer.named_parameters()}
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in self._optimizer.param_groups for parameter in group["params"]
+        ]
         return {number: by_id[id(parameter)] for number, parameter in enumerate(parameters)}
 
 

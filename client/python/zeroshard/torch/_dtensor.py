@@ -16,7 +16,8 @@ from ..errors import InvalidArgument
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor, without a copy: the tensor itself, unless it is distributed."""
+    """What this rank has of a tensor, without a copy: the tensor itself, unless it is
+    distributed."""
     if not isinstance(tensor, DTensor):
         return tensor
     here: Tensor = tensor._local_tensor
@@ -29,7 +30,9 @@ def layout(tensor: Tensor) -> Layout | None:
         return None
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or tuple(f"dim {dim}" for dim in range(mesh.ndim))
-    ranks = RankMesh(tuple(mesh.shape), tuple(names), tuple(int(rank) for rank in mesh.mesh.flatten().tolist()))
+    ranks = RankMesh(
+        tuple(mesh.shape), tuple(names), tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
+    )
     return Layout(ranks, tuple(_placement(placement, tensor) for placement in tensor.placements))
 
 
@@ -38,13 +41,19 @@ def _placement(placement: Any, tensor: Tensor) -> str:
         return "replicate"
     if type(placement) is Shard:
         return f"shard:{placement.dim % tensor.ndim}"
-    raise InvalidArgument(f"a parameter lies as {placement!r} on its mesh; it must be Shard or Replicate")
+    raise InvalidArgument(
+        f"a parameter lies as {placement!r} on its mesh; it must be Shard or Replicate"
+    )
 
 
 def aligned_gradient(parameter: Tensor) -> Tensor | None:
     """A parameter's gradient, which lies as the parameter does from now on."""
     gradient = parameter.grad
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+    if (
+        isinstance(gradient, DTensor)
+        and isinstance(parameter, DTensor)
+        and gradient.placements != parameter.placements
+    ):
         with torch.no_grad():
             gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
             parameter.grad = gradient
@@ -57,7 +66,8 @@ def distributed_as(here: Tensor, spec: Any) -> DTensor:
 
 
 def part(value: Tensor, tensor: Tensor) -> Tensor:
-    """What this rank has of a plain, whole ``value``, if it lies as ``tensor`` does; of a DTensor, what is here."""
+    """What this rank has of a plain, whole ``value``, if it lies as ``tensor`` does; of a DTensor,
+    what is here."""
     if isinstance(value, DTensor):
         return local(value)
     lies = layout(tensor)
@@ -70,12 +80,20 @@ def part(value: Tensor, tensor: Tensor) -> Tensor:
 
 
 def parts_of_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of plain, whole tensors as ``model`` can load it: its DTensors lie as they do there."""
-    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    """A state dict of plain, whole tensors as ``model`` can load it: its DTensors lie as they do
+    there."""
+    own = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
 
     def fitting(name: str, value: Any) -> Any:
         tensor = own.get(name)
-        if isinstance(tensor, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+        if (
+            isinstance(tensor, DTensor)
+            and isinstance(value, Tensor)
+            and not isinstance(value, DTensor)
+        ):
             if value.shape == tensor.shape:
                 return distributed_as(part(value, tensor), tensor._spec)
         return value

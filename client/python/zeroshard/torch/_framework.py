@@ -1,4 +1,5 @@
-"""What the substance of the package must know of torch: its tensors, its modules, its backward passes."""
+"""What the substance of the package must know of torch: its tensors, its modules, its backward
+passes."""
 
 from __future__ import annotations
 
@@ -101,7 +102,9 @@ class _Torch(Framework[Tensor]):
     def clips(self, parameter: Tensor) -> bool:
         return getattr(parameter, "need_clip", True) is not False
 
-    def after_gradient(self, parameter: Tensor, call: Callable[[Tensor], None]) -> Callable[[], None]:
+    def after_gradient(
+        self, parameter: Tensor, call: Callable[[Tensor], None]
+    ) -> Callable[[], None]:
         remove: Callable[[], None] = parameter.register_post_accumulate_grad_hook(call).remove
         return remove
 
@@ -133,7 +136,9 @@ class _Torch(Framework[Tensor]):
     def own_parameters(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
         return module.named_parameters(recurse=False)
 
-    def around_forward(self, module: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    def around_forward(
+        self, module: nn.Module, begin: Callable[[], None], end: Callable[[], None]
+    ) -> None:
         module.register_forward_pre_hook(lambda module, args: begin(), prepend=True)
         module.register_forward_hook(lambda module, args, output: end(), always_call=True)
 
@@ -143,7 +148,11 @@ class _Torch(Framework[Tensor]):
         return PooledMemory(limit)
 
     def guard(
-        self, module: nn.Module, parameters: dict[str, Tensor], access: Callable[[], None], release: Callable[[], None]
+        self,
+        module: nn.Module,
+        parameters: dict[str, Tensor],
+        access: Callable[[], None],
+        release: Callable[[], None],
     ) -> None:
         guard(module, parameters, access, release)
 
@@ -191,11 +200,14 @@ class TorchOptimizer(Optimizer[Tensor]):
         return [group["params"] for group in self._optimizer.param_groups]
 
     def groups(self, kind: str) -> list[tuple[str, dict[str, float]]]:
-        return [(kind, kinds.hyperparameters(kind, group)) for group in self._optimizer.param_groups]
+        return [
+            (kind, kinds.hyperparameters(kind, group)) for group in self._optimizer.param_groups
+        ]
 
 
 class _Received:
-    """Where the values of ``tensor`` are received: its own memory, or a copy that :meth:`finish` moves there."""
+    """Where the values of ``tensor`` are received: its own memory, or a copy that :meth:`finish`
+    moves there."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = local(tensor).detach()
@@ -204,7 +216,8 @@ class _Received:
 
     def finish(self) -> None:
         if self._host is not self._tensor:
-            # The host copy is kept until the stream has read it: pinned memory is given back in stream order.
+            # The host copy is kept until the stream has read it: pinned memory is given back in
+            # stream order.
             self._tensor.copy_(self._host, non_blocking=True)
 
 
@@ -218,7 +231,11 @@ class _ReceivedWords:
 
     def finish(self) -> None:
         size = TORCH.nbytes(self._tensor)
-        values = self._words.view(torch.uint8)[:size].view(self._tensor.dtype).reshape(self._tensor.shape)
+        values = (
+            self._words.view(torch.uint8)[:size]
+            .view(self._tensor.dtype)
+            .reshape(self._tensor.shape)
+        )
         with torch.no_grad():
             self._tensor.copy_(values)
 
@@ -229,7 +246,8 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    """A contiguous tensor in host memory like this one; pinned, where that makes copies from a device fast."""
+    """A contiguous tensor in host memory like this one; pinned, where that makes copies from a
+    device fast."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
 
 
@@ -240,6 +258,8 @@ def group_place(group: Any | None) -> Place:
         return here.rank, here.world, tuple(range(here.world))
     dist = distributed()
     if dist is None:
-        raise InvalidArgument("group is given, but torch.distributed is not initialised; it must be, or group None")
+        raise InvalidArgument(
+            "group is given, but torch.distributed is not initialised; it must be, or group None"
+        )
     ranks = tuple(dist.get_process_group_ranks(group))
     return dist.get_rank(group), len(ranks), ranks

@@ -28,22 +28,19 @@ def shard_layer(
 
     Every rank of the mesh calls it with the same module; the values of the mesh's first rank count.
 
-    Args:
-        layer: the module.
-        process_mesh: a :class:`ProcessMesh`, or a ``DeviceMesh`` of torch.
-        shard_fn: ``shard_fn(name, layer, process_mesh)`` is called for every module, ``layer`` itself included with the
-            name ``""``, and replaces parameters as it likes (``layer.weight = shard_tensor(layer.weight, ...)``). What
-            it leaves is replicated, as is everything without it.
-        input_fn: ``input_fn(inputs, process_mesh)`` returns the list of inputs with which ``layer`` runs.
-        output_fn: ``output_fn(outputs, process_mesh)`` returns what a call of ``layer`` returns.
+    Args: layer: the module. process_mesh: a :class:`ProcessMesh`, or a ``DeviceMesh`` of torch.
+        shard_fn: ``shard_fn(name, layer, process_mesh)`` is called for every module, ``layer``
+        itself included with the name ``""``, and replaces parameters as it likes (``layer.weight =
+        shard_tensor(layer.weight, ...)``). What it leaves is replicated, as is everything without
+        it. input_fn: ``input_fn(inputs, process_mesh)`` returns the list of inputs with which
+        ``layer`` runs. output_fn: ``output_fn(outputs, process_mesh)`` returns what a call of
+        ``layer`` returns.
 
-    Returns:
-        The module.
+    Returns: The module.
 
-    Raises:
-        InvalidArgument: ``process_mesh`` is no mesh, or something else is of another type; a parameter is on another
-            mesh.
-        Disagreement: another rank has another mesh, another module, or its ``shard_fn`` did something else.
+    Raises: InvalidArgument: ``process_mesh`` is no mesh, or something else is of another type; a
+        parameter is on another mesh. Disagreement: another rank has another mesh, another module,
+        or its ``shard_fn`` did something else.
     """
     if not isinstance(layer, nn.Module):
         raise InvalidArgument(f"layer is a {type(layer).__name__}; it must be a torch.nn.Module")
@@ -51,21 +48,29 @@ def shard_layer(
     check_functions(shard_fn=shard_fn, input_fn=input_fn, output_fn=output_fn)
     agree(
         "shard_layer",
-        {"the mesh": mesh_text(mesh), "the layer's parameters": parameters_text(layer, _placements)},
+        {
+            "the mesh": mesh_text(mesh),
+            "the layer's parameters": parameters_text(layer, _placements),
+        },
         mesh_ranks(mesh),
     )
     with keeping_ties(layer):
         if shard_fn is not None:
             for name, inner in list(layer.named_modules()):
                 shard_fn(name, inner, mesh)
-    agree("shard_layer after shard_fn", {"what shard_fn has done": parameters_text(layer, _placements)}, mesh_ranks(mesh))
+    agree(
+        "shard_layer after shard_fn",
+        {"what shard_fn has done": parameters_text(layer, _placements)},
+        mesh_ranks(mesh),
+    )
     replicate_rest(layer, mesh)
     add_functions(layer, mesh, input_fn, output_fn, layer.register_forward_hook)
     return layer
 
 
 def replicate_rest(layer: nn.Module, mesh: DeviceMesh) -> dict[int, nn.Parameter]:
-    """Replicates the parameters and buffers that are not on the mesh; the new parameters, by the old ones' ``id``."""
+    """Replicates the parameters and buffers that are not on the mesh; the new parameters, by the
+    old ones' ``id``."""
     everywhere = [Replicate()] * mesh.ndim
     made: dict[int, nn.Parameter] = {}
     kept = []  # an id must not be given away while it is a key
@@ -75,7 +80,9 @@ def replicate_rest(layer: nn.Module, mesh: DeviceMesh) -> dict[int, nn.Parameter
                 _check_on(parameter, mesh, f"{prefix}.{name}" if prefix else name)
                 continue
             if id(parameter) not in made:
-                fresh = nn.Parameter(distribute_tensor(parameter.detach(), mesh, everywhere), parameter.requires_grad)
+                fresh = nn.Parameter(
+                    distribute_tensor(parameter.detach(), mesh, everywhere), parameter.requires_grad
+                )
                 if getattr(parameter, "need_clip", True) is False:
                     fresh.need_clip = False  # type: ignore[attr-defined]
                 made[id(parameter)] = fresh

@@ -1,8 +1,8 @@
 """The memory of parameters that come and go, and how their use is noticed.
 
-A dropped parameter has one NaN for all of its elements. Host memory goes round: given back to the system and taken
-again, each page of a block would be faulted in anew, which takes longer than filling it; left to the heap, blocks of
-this size would spread over it.
+A dropped parameter has one NaN for all of its elements. Host memory goes round: given back to the
+system and taken again, each page of a block would be faulted in anew, which takes longer than
+filling it; left to the heap, blocks of this size would spread over it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ class GatheredParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return _call(func, args, kwargs)
 
@@ -60,7 +64,11 @@ class GatheredDTensor(DTensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return _call(func, args, kwargs)
 
@@ -90,11 +98,16 @@ def _access_all(values: Iterable[Any]) -> None:
 
 
 def guard(
-    module: nn.Module, parameters: dict[str, Tensor], access: Callable[[], None], release: Callable[[], None]
+    module: nn.Module,
+    parameters: dict[str, Tensor],
+    access: Callable[[], None],
+    release: Callable[[], None],
 ) -> None:
     """As :meth:`zeroshard._core.framework.Framework.guard`."""
     for parameter in parameters.values():
-        parameter.__class__ = GatheredDTensor if isinstance(parameter, DTensor) else GatheredParameter
+        parameter.__class__ = (
+            GatheredDTensor if isinstance(parameter, DTensor) else GatheredParameter
+        )
         parameter._zeroshard_access = access  # type: ignore[attr-defined]
 
     def copy_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -147,7 +160,9 @@ class PooledMemory(ParameterMemory[Tensor]):
 def _stub(parameter: Tensor) -> Tensor:
     """A tensor of the parameter's shape in the memory of one element."""
     value = float("nan") if parameter.is_floating_point() else 0
-    return torch.full((1,), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    return torch.full((1,), value, dtype=parameter.dtype, device=parameter.device).expand(
+        parameter.shape
+    )
 
 
 class _Pool:
@@ -167,7 +182,8 @@ class _Pool:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def give(self, block: Tensor) -> None:
-        """Takes a block back, unless a tensor outside still uses it: then that tensor has it from now on."""
+        """Takes a block back, unless a tensor outside still uses it: then that tensor has it from
+        now on."""
         nbytes = block.numel()
         if self._kept_bytes + nbytes <= self._limit and _is_ours_alone(block):
             self._kept_bytes += nbytes

@@ -23,20 +23,21 @@ class ProcessMesh(DeviceMesh):
         mesh = ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "tp"])
         mesh["tp"]  # this rank's part of one dimension
 
-    Every rank of the process group must make it, with the same array, also those that are not in it.
+    Every rank of the process group must make it, with the same array, also those that are not in
+    it.
 
-    Args:
-        array: the ranks, each at most once: nested lists, or anything that ``torch.tensor`` takes.
-        dim_names: one name a dimension; ``d0``, ``d1``, ... by default.
-        device_type: where the shards are, ``"cpu"`` or ``"cuda"``; as the process group's backend says by default.
+    Args: array: the ranks, each at most once: nested lists, or anything that ``torch.tensor``
+        takes. dim_names: one name a dimension; ``d0``, ``d1``, ... by default. device_type: where
+        the shards are, ``"cpu"`` or ``"cuda"``; as the process group's backend says by default.
 
-    Raises:
-        InvalidArgument: a rank stands in the array twice or is none of the process group's, or the names do not fit.
-        NotInitialised: there is no process group.
-        Disagreement: another rank has another array or other names.
+    Raises: InvalidArgument: a rank stands in the array twice or is none of the process group's, or
+        the names do not fit. NotInitialised: there is no process group. Disagreement: another rank
+        has another array or other names.
     """
 
-    def __init__(self, array: Any, dim_names: Sequence[str] | None = None, device_type: str | None = None) -> None:
+    def __init__(
+        self, array: Any, dim_names: Sequence[str] | None = None, device_type: str | None = None
+    ) -> None:
         dist = distributed()
         if dist is None:
             raise NotInitialised(
@@ -44,8 +45,16 @@ class ProcessMesh(DeviceMesh):
                 "torch.distributed.init_process_group first"
             )
         ranks = _ranks(array, dist.get_world_size())
-        names = tuple(f"d{dim}" for dim in range(ranks.dim())) if dim_names is None else tuple(dim_names)
-        if len(names) != ranks.dim() or len(set(names)) != len(names) or not all(isinstance(n, str) for n in names):
+        names = (
+            tuple(f"d{dim}" for dim in range(ranks.dim()))
+            if dim_names is None
+            else tuple(dim_names)
+        )
+        if (
+            len(names) != ranks.dim()
+            or len(set(names)) != len(names)
+            or not all(isinstance(n, str) for n in names)
+        ):
             raise InvalidArgument(
                 f"dim_names is {list(names)}; it must have a different name for each of the {ranks.dim()} dimensions"
             )
@@ -80,12 +89,23 @@ def _ranks(array: Any, world: int) -> Tensor:
     try:
         ranks = torch.as_tensor(array)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidArgument(f"the array of a mesh is {array!r}; it must be ranks in nested lists ({error})") from None
-    if ranks.dim() == 0 or ranks.numel() == 0 or ranks.is_floating_point() or ranks.dtype == torch.bool:
-        raise InvalidArgument(f"the array of a mesh is {array!r}; it must have a dimension, and ranks in it")
+        raise InvalidArgument(
+            f"the array of a mesh is {array!r}; it must be ranks in nested lists ({error})"
+        ) from None
+    if (
+        ranks.dim() == 0
+        or ranks.numel() == 0
+        or ranks.is_floating_point()
+        or ranks.dtype == torch.bool
+    ):
+        raise InvalidArgument(
+            f"the array of a mesh is {array!r}; it must have a dimension, and ranks in it"
+        )
     flat = ranks.flatten().tolist()
     if len(set(flat)) != len(flat):
-        raise InvalidArgument(f"the array of a mesh is {ranks.tolist()}; it must have every rank once")
+        raise InvalidArgument(
+            f"the array of a mesh is {ranks.tolist()}; it must have every rank once"
+        )
     if min(flat) < 0 or max(flat) >= world:
         raise InvalidArgument(
             f"the array of a mesh is {ranks.tolist()}; its ranks must be those that there are, 0 to {world - 1}"
@@ -97,7 +117,9 @@ def check_mesh(mesh: object, name: str) -> DeviceMesh:
     """A mesh, or an error that says so."""
     if not isinstance(mesh, DeviceMesh):
         given = "None" if mesh is None else f"a {type(mesh).__name__}"
-        raise InvalidArgument(f"{name} is {given}; it must be a ProcessMesh, or a DeviceMesh of torch")
+        raise InvalidArgument(
+            f"{name} is {given}; it must be a ProcessMesh, or a DeviceMesh of torch"
+        )
     return mesh
 
 
@@ -108,7 +130,9 @@ def check_1d(mesh: object, name: str) -> DeviceMesh:
         names = found.mesh_dim_names or ()
         called = f" ({', '.join(names)})" if names else ""
         example = f"{name}[{names[-1]!r}]" if names else "a mesh of one dimension"
-        raise InvalidArgument(f"{name} has {found.ndim} dimensions{called}; it must have 1: give {example}")
+        raise InvalidArgument(
+            f"{name} has {found.ndim} dimensions{called}; it must have 1: give {example}"
+        )
     return found
 
 
@@ -144,15 +168,22 @@ def mesh_text(mesh: DeviceMesh) -> str:
     return f"{mesh.mesh.tolist()}{names}"
 
 
-def check_placements(placements: Any, mesh: DeviceMesh, ndim: int, what: str) -> tuple[Placement, ...]:
-    """One placement a mesh dimension, each of a dimension that the tensor has; negative ones count from the end."""
+def check_placements(
+    placements: Any, mesh: DeviceMesh, ndim: int, what: str
+) -> tuple[Placement, ...]:
+    """One placement a mesh dimension, each of a dimension that the tensor has; negative ones count
+    from the end."""
     _mesh.check_placements(placements, Placement, mesh.ndim, what)
     return tuple(check_placement(placement, ndim, what) for placement in placements)
 
 
 def check_placement(placement: Placement, ndim: int, what: str) -> Placement:
     """The placement, its dimension counted from the front."""
-    return Shard(_mesh.tensor_dimension(placement.dim, ndim, what)) if isinstance(placement, Shard) else placement
+    return (
+        Shard(_mesh.tensor_dimension(placement.dim, ndim, what))
+        if isinstance(placement, Shard)
+        else placement
+    )
 
 
 def local_box(
@@ -160,11 +191,14 @@ def local_box(
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Offset and size of what a rank has of a tensor; None if it is not in the mesh.
 
-    As ``torch.chunk`` cuts: the last parts may be short, or empty. Where several dimensions of the mesh cut one of the
-    tensor, the outer one cuts first.
+    As ``torch.chunk`` cuts: the last parts may be short, or empty. Where several dimensions of the
+    mesh cut one of the tensor, the outer one cuts first.
     """
     names = mesh.mesh_dim_names or [f"d{dim}" for dim in range(mesh.ndim)]
-    words = [f"shard:{placement.dim}" if isinstance(placement, Shard) else "replicate" for placement in placements]
+    words = [
+        f"shard:{placement.dim}" if isinstance(placement, Shard) else "replicate"
+        for placement in placements
+    ]
     found = Mesh(list(mesh.shape), mesh_ranks(mesh), names).local_box(shape, words, rank)
     return None if found is None else (tuple(found[0]), tuple(found[1]))
 

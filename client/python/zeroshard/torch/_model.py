@@ -19,9 +19,11 @@ R = TypeVar("R")
 
 
 class GroupSharded(nn.Module):
-    """A model whose optimizer state, and by level gradients and parameters, are on the shard servers.
+    """A model whose optimizer state, and by level gradients and parameters, are on the shard
+    servers.
 
-    It behaves as the model given: attributes that it lacks are the model's, and ``state_dict`` has the model's keys.
+    It behaves as the model given: attributes that it lacks are the model's, and ``state_dict`` has
+    the model's keys.
     """
 
     module: nn.Module
@@ -61,24 +63,30 @@ class GroupSharded(nn.Module):
             raise
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """The backward passes of forwards inside are not the last of their step: gradients accumulate here."""
+        """The backward passes of forwards inside are not the last of their step: gradients
+        accumulate here."""
         return self._sharding().holding()
 
     def summon_full_params(self) -> AbstractContextManager[None]:
-        """All parameters are here inside. What rank 0 writes to them counts, if every rank enters and leaves."""
+        """All parameters are here inside. What rank 0 writes to them counts, if every rank enters
+        and leaves."""
         return self._sharding().all_here()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's, whole, with its own keys, on whichever ranks call it."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Loads the model's state; every rank must call it, rank 0's values count.
 
         Tensors may be whole where the model's are distributed.
         """
         if assign:
-            raise InvalidArgument("assign is True; it must be False: the parameters belong to the job as they are")
+            raise InvalidArgument(
+                "assign is True; it must be False: the parameters belong to the job as they are"
+            )
         result = self.module.load_state_dict(parts_of_state(self.module, state_dict), strict=strict)
         self._sharding().follow_changes()
         return result

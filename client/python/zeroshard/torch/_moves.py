@@ -29,7 +29,10 @@ class Layout:
 
     def boxes(self) -> dict[int, Box]:
         """By rank."""
-        found = {rank: local_box(self.shape, self.mesh, self.placements, rank) for rank in mesh_ranks(self.mesh)}
+        found = {
+            rank: local_box(self.shape, self.mesh, self.placements, rank)
+            for rank in mesh_ranks(self.mesh)
+        }
         return {rank: box for rank, box in found.items() if box is not None}
 
 
@@ -43,9 +46,11 @@ class Piece:
 
 
 def pieces(source: Layout, target: Layout) -> Iterator[Piece]:
-    """The fewest, largest pieces: one for each part of the source that a rank's part of the target overlaps.
+    """The fewest, largest pieces: one for each part of the source that a rank's part of the target
+    overlaps.
 
-    Of the ranks that have it the target itself sends it if it is one of them; the others take turns.
+    Of the ranks that have it the target itself sends it if it is one of them; the others take
+    turns.
     """
     holders: dict[Box, list[int]] = {}
     for rank, box in source.boxes().items():
@@ -67,7 +72,9 @@ def move(tensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -
         part = torch.empty_like(part, requires_grad=tensor.requires_grad)
     local: Tensor = _Move.apply(part, source, target)
     stride = torch.empty(tensor.shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=stride)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=tensor.shape, stride=stride
+    )
 
 
 class _Move(torch.autograd.Function):
@@ -122,5 +129,7 @@ def _intersection(one: Box, other: Box) -> Box | None:
     """What two boxes have in common; None if that is nothing."""
     offset = tuple(max(a, b) for a, b in zip(one[0], other[0], strict=True))
     ends = zip(one[0], one[1], other[0], other[1], strict=True)
-    size = tuple(min(a + n, b + m) - first for first, (a, n, b, m) in zip(offset, ends, strict=True))
+    size = tuple(
+        min(a + n, b + m) - first for first, (a, n, b, m) in zip(offset, ends, strict=True)
+    )
     return (offset, size) if math.prod(max(0, each) for each in size) > 0 else None

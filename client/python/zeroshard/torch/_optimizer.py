@@ -17,14 +17,18 @@ from ._dtensor import local, part
 
 
 class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
-    """A ``torch.optim.Optimizer`` whose state is on the shard servers, and whose steps happen there.
+    """A ``torch.optim.Optimizer`` whose state is on the shard servers, and whose steps happen
+    there.
 
-    Made by :func:`~zeroshard.torch.group_sharded_parallel`. ``param_groups`` are those of the optimizer that was given:
-    what a scheduler changes there, on either of the two, is used at the next step.
+    Made by :func:`~zeroshard.torch.group_sharded_parallel`. ``param_groups`` are those of the
+    optimizer that was given: what a scheduler changes there, on either of the two, is used at the
+    next step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, sharding: Sharding[Tensor]) -> None:
-        self._sharding: Sharding[Tensor] | None = None  # while the groups are added that are there already
+        self._sharding: Sharding[Tensor] | None = (
+            None  # while the groups are added that are there already
+        )
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
         self._sharding = sharding
@@ -43,7 +47,8 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step on the servers; the parameters that stay on this worker are received.
 
-        Raises :class:`~zeroshard.StepAborted` if a rank was lost: run the step again, from the same data.
+        Raises :class:`~zeroshard.StepAborted` if a rank was lost: run the step again, from the same
+        data.
         """
         loss = None
         if closure is not None:
@@ -60,7 +65,8 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Has the next step clip to this global norm; the norm of the mean gradient, over all ranks and parameters."""
+        """Has the next step clip to this global norm; the norm of the mean gradient, over all ranks
+        and parameters."""
         return torch.tensor(self._clip_to(max_norm))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -71,7 +77,9 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         """The whole state in torch's format: an optimizer of the given kind can load it."""
         numbers = {
             id(parameter): number
-            for number, parameter in enumerate(p for group in self.param_groups for p in group["params"])
+            for number, parameter in enumerate(
+                p for group in self.param_groups for p in group["params"]
+            )
         }
         kind = self.sharding.job.optimizer_kind
         self.sharding.follow_changes()
@@ -86,7 +94,10 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
             packed["params"] = list(range(first, first + len(group["params"])))
             first += len(group["params"])
             groups.append(packed)
-        return {"state": {number: state[number] for number in sorted(state) if state[number]}, "param_groups": groups}
+        return {
+            "state": {number: state[number] for number in sorted(state) if state[number]},
+            "param_groups": groups,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a state in torch's format. Every rank must call it; rank 0's state counts."""
@@ -105,14 +116,19 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         }
         for group, had in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in had.items() if key != "params"})
-        state = {by_number[number]: value for number, value in state_dict["state"].items() if number in by_number}
+        state = {
+            by_number[number]: value
+            for number, value in state_dict["state"].items()
+            if number in by_number
+        }
         self.sharding.reopen(optimizer_states(kinds.kind(self._given), self, state))
 
 
 def optimizer_states(
     kind: str, optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]
 ) -> dict[int, State[Tensor]]:
-    """torch's state by the id of its parameter as the servers keep it; what was never stepped is left out."""
+    """torch's state by the id of its parameter as the servers keep it; what was never stepped is
+    left out."""
     states: dict[int, State[Tensor]] = {}
     for group in optimizer.param_groups:
         values = kinds.hyperparameters(kind, group)

@@ -1,4 +1,5 @@
-"""``shard_tensor`` and ``reshard``: a tensor onto a mesh, and from one mesh or placement to another."""
+"""``shard_tensor`` and ``reshard``: a tensor onto a mesh, and from one mesh or placement to
+another."""
 
 from __future__ import annotations
 
@@ -26,19 +27,19 @@ def shard_tensor(
 ) -> DTensor:
     """A tensor of which each rank of a mesh has its part.
 
-    Every rank of the mesh calls it with a tensor of the same shape; the values of the mesh's first rank count.
+    Every rank of the mesh calls it with a tensor of the same shape; the values of the mesh's first
+    rank count.
 
-    Args:
-        data: a tensor, or what ``torch.as_tensor`` takes. A parameter gives a parameter. A DTensor comes back as it is,
-            if it is on this mesh and has these placements.
-        mesh: a :class:`ProcessMesh`, or a ``DeviceMesh`` of torch.
-        placements: one for each dimension of the mesh: ``Shard(dim)``, ``Replicate()`` or ``Partial()``.
-        dtype, place: cast to a dtype, taken from a device, before.
-        stop_gradient: whether the result has ``requires_grad=False``; as ``data`` by default.
+    Args: data: a tensor, or what ``torch.as_tensor`` takes. A parameter gives a parameter. A
+        DTensor comes back as it is, if it is on this mesh and has these placements. mesh: a
+        :class:`ProcessMesh`, or a ``DeviceMesh`` of torch. placements: one for each dimension of
+        the mesh: ``Shard(dim)``, ``Replicate()`` or ``Partial()``. dtype, place: cast to a dtype,
+        taken from a device, before. stop_gradient: whether the result has ``requires_grad=False``;
+        as ``data`` by default.
 
-    Raises:
-        InvalidArgument: the placements do not fit the mesh or the tensor, or ``data`` was computed with gradients.
-        Disagreement: another rank has another mesh, shape, dtype or other placements.
+    Raises: InvalidArgument: the placements do not fit the mesh or the tensor, or ``data`` was
+        computed with gradients. Disagreement: another rank has another mesh, shape, dtype or other
+        placements.
     """
     mesh = check_mesh(mesh, "mesh")
     tensor = _tensor(data, dtype, place)
@@ -79,24 +80,28 @@ def shard_tensor(
 
 def _tensor(data: Any, dtype: torch.dtype | None, place: torch.device | str | None) -> Tensor:
     if isinstance(data, Tensor):
-        if (dtype is None or data.dtype == dtype) and (place is None or data.device == torch.device(place)):
+        if (dtype is None or data.dtype == dtype) and (
+            place is None or data.device == torch.device(place)
+        ):
             return data
         return data.detach().to(device=place, dtype=dtype).requires_grad_(data.requires_grad)
     try:
         return torch.as_tensor(data, dtype=dtype, device=place)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidArgument(f"data is a {type(data).__name__}; it must be a tensor, or an array ({error})") from None
+        raise InvalidArgument(
+            f"data is a {type(data).__name__}; it must be a tensor, or an array ({error})"
+        ) from None
 
 
 def reshard(dist_tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """The same tensor with other placements, or on another mesh. Gradients come back through it.
 
-    On one mesh torch redistributes it; between meshes each rank gets its part from ranks that have it, piece by piece,
-    and nobody the whole. Every rank of both meshes calls it. Partial sums are reduced on their own mesh before.
+    On one mesh torch redistributes it; between meshes each rank gets its part from ranks that have
+    it, piece by piece, and nobody the whole. Every rank of both meshes calls it. Partial sums are
+    reduced on their own mesh before.
 
-    Raises:
-        InvalidArgument: ``dist_tensor`` is no DTensor, the placements do not fit, or one of them is ``Partial()``,
-            which only a computation makes.
+    Raises: InvalidArgument: ``dist_tensor`` is no DTensor, the placements do not fit, or one of
+        them is ``Partial()``, which only a computation makes.
     """
     if not isinstance(dist_tensor, DTensor):
         raise InvalidArgument(
@@ -110,7 +115,9 @@ def reshard(dist_tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placeme
         _check_not_partial(placed)
         return dist_tensor.redistribute(placements=placed)
     _check_not_partial(placed)
-    complete = [Replicate() if isinstance(each, Partial) else each for each in dist_tensor.placements]
+    complete = [
+        Replicate() if isinstance(each, Partial) else each for each in dist_tensor.placements
+    ]
     return move(dist_tensor.redistribute(placements=complete), mesh, placed)
 
 

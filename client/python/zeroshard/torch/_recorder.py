@@ -1,4 +1,5 @@
-"""What a model's ranks do together, seen in one call of it: which collectives, of which bytes, around which modules."""
+"""What a model's ranks do together, seen in one call of it: which collectives, of which bytes,
+around which modules."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ Moment = tuple[str, str]
 
 
 class Recorder(TorchDispatchMode):
-    """Inside, collectives are noted by when they happen: see :class:`zeroshard._program.Module` and ``Description``."""
+    """Inside, collectives are noted by when they happen: see :class:`zeroshard._program.Module` and
+    ``Description``."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -52,7 +54,10 @@ class Recorder(TorchDispatchMode):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
@@ -85,8 +90,13 @@ class Recorder(TorchDispatchMode):
             self._moment = moment
 
         for tensor in tree_leaves(output):
-            # Where nothing is done with an output, its hooks are on one tensor, and the first says it.
-            if isinstance(tensor, Tensor) and tensor.requires_grad and not getattr(tensor, "_zeroshard_watched", False):
+            # Where nothing is done with an output, its hooks are on one tensor, and the first says
+            # it.
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.requires_grad
+                and not getattr(tensor, "_zeroshard_watched", False)
+            ):
                 tensor._zeroshard_watched = True  # type: ignore[attr-defined]
                 self._hooks.append(tensor.register_hook(arrived))
 

@@ -1,4 +1,5 @@
-"""Saving and loading: plain torch state dicts, whole, that an unwrapped model and optimizer can load."""
+"""Saving and loading: plain torch state dicts, whole, that an unwrapped model and optimizer can
+load."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def save_group_sharded_model(
 ) -> None:
     """Writes ``model.pt`` and, with an optimizer, ``optimizer.pt`` into the directory ``output``.
 
-    Both are whole, frozen parameters and buffers included. Every rank may call it; rank 0 writes. A file appears only
-    when it is complete.
+    Both are whole, frozen parameters and buffers included. Every rank may call it; rank 0 writes. A
+    file appears only when it is complete.
     """
     wrapped = _wrapped(model)
     folder = directory(output)
@@ -64,7 +65,10 @@ def _whole_state(wrapped: GroupSharded) -> dict[str, Any]:
     }
     whole = wrapped._sharding().whole(distributed)
     state = wrapped.state_dict()
-    return {name: whole[name].to(value.dtype) if name in whole else value for name, value in state.items()}
+    return {
+        name: whole[name].to(value.dtype) if name in whole else value
+        for name, value in state.items()
+    }
 
 
 def _wrapped(model: nn.Module) -> GroupSharded:

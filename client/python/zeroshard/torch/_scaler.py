@@ -11,9 +11,11 @@ from ._optimizer import ShardedOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
-    """A ``torch.amp.GradScaler`` that knows sharded optimizers: inf or NaN on any rank skips the step on all.
+    """A ``torch.amp.GradScaler`` that knows sharded optimizers: inf or NaN on any rank skips the
+    step on all.
 
-    Made by :func:`~zeroshard.torch.group_sharded_parallel` from the scaler that is given, whose state it shares.
+    Made by :func:`~zeroshard.torch.group_sharded_parallel` from the scaler that is given, whose
+    state it shares.
     """
 
     @classmethod
@@ -24,7 +26,8 @@ class GradScaler(torch.amp.GradScaler):
         return shared
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """For a sharded optimizer only a note: the servers divide by the scale, also for ``clip_grad_norm_``."""
+        """For a sharded optimizer only a note: the servers divide by the scale, also for
+        ``clip_grad_norm_``."""
         if not isinstance(optimizer, ShardedOptimizer):
             super().unscale_(optimizer)
         elif self.is_enabled():

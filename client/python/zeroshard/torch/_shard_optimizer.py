@@ -1,4 +1,5 @@
-"""``shard_optimizer``: an optimizer whose state is on the shard servers, by the stages of sharding."""
+"""``shard_optimizer``: an optimizer whose state is on the shard servers, by the stages of
+sharding."""
 
 from __future__ import annotations
 
@@ -25,18 +26,16 @@ def shard_optimizer(
 ) -> ShardedOptimizer:
     """Moves an optimizer's state to the shard servers, and by stage gradients and parameters.
 
-    Stages are names for the levels of :func:`~zeroshard.torch.group_sharded_parallel`: 1 is ``os``, 2 ``os_g``, 3
-    ``p_g_os``. The program goes on as it was, with the optimizer that comes back: ``backward``, ``step``,
-    ``zero_grad``.
+    Stages are names for the levels of :func:`~zeroshard.torch.group_sharded_parallel`: 1 is ``os``,
+    2 ``os_g``, 3 ``p_g_os``. The program goes on as it was, with the optimizer that comes back:
+    ``backward``, ``step``, ``zero_grad``.
 
-    Args:
-        optimizer: one that the servers can run.
-        shard_fn: ``ShardingStage1()``, ``ShardingStage2()`` or ``ShardingStage3()``; the first by default.
-        gradient_accumulation_steps: backward passes of a step.
-        model: whose parameters the optimizer steps. Stage 3 needs it; it stays the same object.
+    Args: optimizer: one that the servers can run. shard_fn: ``ShardingStage1()``,
+        ``ShardingStage2()`` or ``ShardingStage3()``; the first by default.
+        gradient_accumulation_steps: backward passes of a step. model: whose parameters the
+        optimizer steps. Stage 3 needs it; it stays the same object.
 
-    Raises:
-        InvalidArgument: ``shard_fn`` is no stage, or stage 3 lacks the model.
+    Raises: InvalidArgument: ``shard_fn`` is no stage, or stage 3 lacks the model.
     """
     stage = stage_of(shard_fn, DeviceMesh)
     if stage.mesh is not None and stage.sharding_mesh_dim is not None:
@@ -77,7 +76,8 @@ class _Parameters(nn.Module):
 def mesh_group(mesh: object) -> Any | None:
     """The process group of a mesh's ranks; None for all ranks.
 
-    Raises :class:`~zeroshard.InvalidArgument` for a mesh of several dimensions that has not all ranks.
+    Raises :class:`~zeroshard.InvalidArgument` for a mesh of several dimensions that has not all
+    ranks.
     """
     if mesh is None:
         return None

@@ -20,7 +20,9 @@ def keeping_ties(module: nn.Module) -> Iterator[None]:
     places: dict[int, tuple[nn.Parameter, list[tuple[str, nn.Module, str]]]] = {}
     for prefix, child in module.named_modules():
         for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(id(parameter), (parameter, []))[1].append((f"{prefix}.{name}", child, name))
+            places.setdefault(id(parameter), (parameter, []))[1].append(
+                (f"{prefix}.{name}", child, name)
+            )
     yield
     for before, where in places.values():
         if len(where) > 1:
@@ -29,7 +31,11 @@ def keeping_ties(module: nn.Module) -> Iterator[None]:
 
 def _tie(before: nn.Parameter, where: list[tuple[str, nn.Module, str]]) -> None:
     now = [(full, child._parameters[name]) for full, child, name in where]
-    fresh = [(full, parameter) for full, parameter in now if parameter is not None and parameter is not before]
+    fresh = [
+        (full, parameter)
+        for full, parameter in now
+        if parameter is not None and parameter is not before
+    ]
     if not fresh:
         return
     first, parameter = fresh[0]

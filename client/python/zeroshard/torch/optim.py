@@ -1,7 +1,9 @@
-"""Lion and LAMB as plain torch optimizers: what the shard servers run by these names, for one process alone.
+"""Lion and LAMB as plain torch optimizers: what the shard servers run by these names, for one
+process alone.
 
-The order of operations is the servers', and each operation rounds by itself: on a CPU Lion gives the servers'
-bits, and LAMB is within rounding of them (torch's square roots are not always the nearest).
+The order of operations is the servers', and each operation rounds by itself: on a CPU Lion gives
+the servers' bits, and LAMB is within rounding of them (torch's square roots are not always the
+nearest).
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ from torch.optim.optimizer import ParamsT
 
 
 class _Local(torch.optim.Optimizer):
-    """What both have in common: the checks of the hyperparameters, and the walk over the parameters."""
+    """What both have in common: the checks of the hyperparameters, and the walk over the
+    parameters."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         for name in ("lr", "eps", "weight_decay"):
             if name in defaults and not 0 <= float(defaults[name]) < math.inf:
-                raise ValueError(f"{name} is {defaults[name]}: it must be a finite number of at least 0")
+                raise ValueError(
+                    f"{name} is {defaults[name]}: it must be a finite number of at least 0"
+                )
         for index, beta in enumerate(defaults["betas"]):
             if not 0 <= float(beta) < 1:
                 raise ValueError(f"betas[{index}] is {beta}: it must be at least 0 and less than 1")
@@ -52,7 +57,9 @@ class _Local(torch.optim.Optimizer):
                     self._update(parameter, parameter.grad, group)
         return loss
 
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
+    ) -> None:
         if gradient.is_sparse or gradient.is_complex():
             raise RuntimeError(f"{type(self).__name__} takes neither sparse nor complex gradients")
         state = self.state[parameter]
@@ -66,7 +73,11 @@ class _Local(torch.optim.Optimizer):
     _averages: tuple[str, ...]
 
     def _apply(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
     ) -> None:
         raise NotImplementedError
 
@@ -74,15 +85,12 @@ class _Local(torch.optim.Optimizer):
 class Lion(_Local):
     """Lion: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), algorithm 2.
 
-    Args:
-        params: parameters or groups of them.
-        lr: learning rate.
-        betas: weight of the momentum in the update's sign, and decay of the momentum.
-        weight_decay: decoupled weight decay: parameters shrink by ``lr * weight_decay`` of themselves.
-        maximize: climb instead of descend.
+    Args: params: parameters or groups of them. lr: learning rate. betas: weight of the momentum in
+        the update's sign, and decay of the momentum. weight_decay: decoupled weight decay:
+        parameters shrink by ``lr * weight_decay`` of themselves. maximize: climb instead of
+        descend.
 
-    Raises:
-        ValueError: a hyperparameter is out of its range.
+    Raises: ValueError: a hyperparameter is out of its range.
     """
 
     _averages = ("exp_avg",)
@@ -101,7 +109,11 @@ class Lion(_Local):
         )
 
     def _apply(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
     ) -> None:
         beta1, beta2 = map(float, group["betas"])
         lr, exp_avg = float(group["lr"]), state["exp_avg"]
@@ -111,20 +123,17 @@ class Lion(_Local):
 
 
 class LAMB(_Local):
-    """LAMB: You et al., "Large Batch Optimization for Deep Learning" (2020), algorithm 2; phi is the identity.
+    """LAMB: You et al., "Large Batch Optimization for Deep Learning" (2020), algorithm 2; phi is
+    the identity.
 
-    The trust ratio is the tensor's ``||w|| / ||update||``, or 1 where either is 0. Norms are sums in float64.
+    The trust ratio is the tensor's ``||w|| / ||update||``, or 1 where either is 0. Norms are sums
+    in float64.
 
-    Args:
-        params: parameters or groups of them.
-        lr: learning rate.
-        betas: decay of the first and of the second moment.
-        eps: added to the denominator.
-        weight_decay: a part of the update whose norm makes the trust ratio.
-        maximize: climb instead of descend.
+    Args: params: parameters or groups of them. lr: learning rate. betas: decay of the first and of
+        the second moment. eps: added to the denominator. weight_decay: a part of the update whose
+        norm makes the trust ratio. maximize: climb instead of descend.
 
-    Raises:
-        ValueError: a hyperparameter is out of its range.
+    Raises: ValueError: a hyperparameter is out of its range.
     """
 
     _averages = ("exp_avg", "exp_avg_sq")
@@ -139,15 +148,26 @@ class LAMB(_Local):
         *,
         maximize: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
         super().__init__(params, defaults)
 
     def _apply(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+        group: dict[str, Any],
     ) -> None:
         beta1, beta2 = map(float, group["betas"])
         step, exp_avg, exp_avg_sq = int(state["step"]), state["exp_avg"], state["exp_avg_sq"]
-        # torch.lerp's two formulas: the second one is exact where the average is to become the gradient.
+        # torch.lerp's two formulas: the second one is exact where the average is to become the
+        # gradient.
         weight = 1 - beta1
         if weight < 0.5:
             exp_avg.add_((gradient - exp_avg).mul_(weight))
@@ -155,7 +175,9 @@ class LAMB(_Local):
             exp_avg.copy_(gradient + (gradient - exp_avg).mul_(weight - 1))
         exp_avg_sq.mul_(beta2).add_((gradient * (1 - beta2)).mul_(gradient))
 
-        denominator = exp_avg_sq.sqrt().mul_(1 / math.sqrt(1 - beta2**step)).add_(float(group["eps"]))
+        denominator = (
+            exp_avg_sq.sqrt().mul_(1 / math.sqrt(1 - beta2**step)).add_(float(group["eps"]))
+        )
         update = (exp_avg * (1 / (1 - beta1**step))).div_(denominator)
         update.add_(parameter * float(group["weight_decay"]))
 

@@ -155,10 +155,15 @@ fn a_box_is_its_elements_one_by_one<B: Backend>(backend: &B, dtype: DType) {
     assert_eq!(backend.accumulate(&mut buffer, elements, &bytes, dtype), finite);
     places.iter().zip(&incoming).for_each(|(&place, &value)| expected[place - origin] += value);
     let (added, _) = contents(backend, buffer);
-    assert_same(&from_bytes(&added, DType::F32), &expected, &format!("accumulate a box of {dtype}"));
+    assert_same(
+        &from_bytes(&added, DType::F32),
+        &expected,
+        &format!("accumulate a box of {dtype}"),
+    );
 }
 
-/// Whatever was stored or added, of whatever dtype: exactly the elements that are asked for, and no other bits.
+/// Whatever was stored or added, of whatever dtype: exactly the elements that are asked for, and no
+/// other bits.
 fn every_nan_becomes_the_same_one<B: Backend>(backend: &B, dtype: DType) {
     let numel = 0x1_0000;
     let element = |i: u32| match dtype {

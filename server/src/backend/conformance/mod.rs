@@ -1,5 +1,5 @@
-//! What every backend must do, bit for bit. [`run`] compares one with scalar code that is written for reading
-//! only: one element at a time, in the order that the contract fixes.
+//! What every backend must do, bit for bit. [`run`] compares one with scalar code that is written
+//! for reading only: one element at a time, in the order that the contract fixes.
 
 use std::sync::Arc;
 

@@ -1,7 +1,9 @@
 //! The contract as scalar code: one element at a time, every operation rounded to f32 on its own.
 
 use zeroshard_proto::blocks::BLOCK;
-use zeroshard_proto::optimizer::{Adadelta, Adagrad, Adam, AdamW, Lamb, Lion, Optimizer, RmsProp, Sgd};
+use zeroshard_proto::optimizer::{
+    Adadelta, Adagrad, Adam, AdamW, Lamb, Lion, Optimizer, RmsProp, Sgd,
+};
 
 use crate::backend::Update;
 
@@ -154,7 +156,13 @@ fn lion(h: Lion, w: f32, state: &mut [f32], g: f32) -> f32 {
     }
 }
 
-fn lamb_step(h: &Lamb, update: &Update<'_>, w: &mut [f32], state: &mut [Vec<f32>], gradient: &[f32]) {
+fn lamb_step(
+    h: &Lamb,
+    update: &Update<'_>,
+    w: &mut [f32],
+    state: &mut [Vec<f32>],
+    gradient: &[f32],
+) {
     let first = (1.0 / correction(h.beta1, update.step)) as f32;
     let second = (1.0 / correction(h.beta2, update.step).sqrt()) as f32;
     let mut updates = Vec::new();

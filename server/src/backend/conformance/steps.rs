@@ -57,7 +57,8 @@ pub(super) fn run<B: Backend>(backend: &B) {
     a_zero_norm_is_trusted(backend);
 }
 
-/// A few steps with another learning rate and coefficient each: same parameters, state and cast parameters.
+/// A few steps with another learning rate and coefficient each: same parameters, state and cast
+/// parameters.
 fn steps_equal_the_reference<B: Backend>(
     backend: &B,
     optimizer: &Optimizer,
@@ -65,7 +66,8 @@ fn steps_equal_the_reference<B: Backend>(
     published_as: Option<DType>,
 ) {
     let mut expected = numbers(10, numel);
-    // Positive where it is a sum or average of squares; a first step must not depend on a momentum buffer.
+    // Positive where it is a sum or average of squares; a first step must not depend on a momentum
+    // buffer.
     let initial: Vec<f32> = numbers(11, numel).iter().map(|value| value * value).collect();
     let mut expected_state = vec![initial; optimizer.state().len()];
     let mut master = buffer_of(backend, &expected, DType::F32);
@@ -115,7 +117,12 @@ fn a_zero_norm_is_trusted<B: Backend>(backend: &B) {
     }
 }
 
-fn assert_contents<B: Backend>(backend: &B, buffer: B::Buffer, expected: &[f32], what: &str) -> B::Buffer {
+fn assert_contents<B: Backend>(
+    backend: &B,
+    buffer: B::Buffer,
+    expected: &[f32],
+    what: &str,
+) -> B::Buffer {
     let dtype = backend.dtype(&buffer);
     let (bytes, buffer) = contents(backend, buffer);
     assert_same(&from_bytes(&bytes, dtype), expected, what);

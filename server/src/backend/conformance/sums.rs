@@ -12,18 +12,22 @@ pub(super) fn run<B: Backend>(backend: &B) {
         let buffer = buffer_of(backend, &values, DType::F32);
         let sum = backend.sum_of_squares(&buffer, 0..numel);
         let blocks = (0..numel).step_by(BLOCK).map(|start| start..numel.min(start + BLOCK));
-        let by_block = blocks.map(|block| backend.sum_of_squares(&buffer, block)).fold(0.0, |a, b| a + b);
+        let by_block =
+            blocks.map(|block| backend.sum_of_squares(&buffer, block)).fold(0.0, |a, b| a + b);
         assert_eq!(by_block.to_bits(), sum.to_bits(), "{numel} elements, block by block");
         let expected = reference::sum_of_squares(&values);
         assert_eq!(sum.to_bits(), expected.to_bits(), "{numel} elements: {sum}, not {expected}");
     }
     let largest = vec![f32::MAX; 1_003];
-    assert!(backend.sum_of_squares(&buffer_of(backend, &largest, DType::F32), 0..1_003).is_finite());
+    assert!(
+        backend.sum_of_squares(&buffer_of(backend, &largest, DType::F32), 0..1_003).is_finite()
+    );
     for special in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
         for at in [0, 128, BLOCK, BLOCK + 129] {
             let mut values = numbers(7, BLOCK + 130);
             values[at] = special;
-            let sum = backend.sum_of_squares(&buffer_of(backend, &values, DType::F32), 0..values.len());
+            let sum =
+                backend.sum_of_squares(&buffer_of(backend, &values, DType::F32), 0..values.len());
             assert!(!sum.is_finite(), "{special} at {at}");
         }
     }

@@ -9,12 +9,12 @@ use crate::backend::kernels::prefetch::prefetch;
 use crate::backend::kernels::sum::{self, Lanes};
 use crate::backend::kernels::{adadelta, adagrad, adam, average, lamb, lion, rmsprop, sgd};
 
-/// Elements that a step handles before it casts them and looks ahead: so few that the lines it asks for do not keep
-/// its own loads waiting.
+/// Elements that a step handles before it casts them and looks ahead: so few that the lines it asks
+/// for do not keep its own loads waiting.
 const TILE: usize = 128;
 
-/// How far ahead, in elements, a step asks for its arrays: a small page, which the hardware's own prefetcher does not
-/// look beyond.
+/// How far ahead, in elements, a step asks for its arrays: a small page, which the hardware's own
+/// prefetcher does not look beyond.
 const AHEAD: usize = 1_024;
 
 // A norm's lanes go on from tile to tile within a block.
@@ -48,7 +48,9 @@ pub(super) fn apply(
         }
         Optimizer::Adadelta(h) => {
             let s = adadelta::Scalars::new(h, coefficient);
-            cpu.tiles(arrays, |p, [square, delta], g| adadelta::step(level, &s, p, square, delta, g));
+            cpu.tiles(arrays, |p, [square, delta], g| {
+                adadelta::step(level, &s, p, square, delta, g)
+            });
         }
         Optimizer::RmsProp(h) => cpu.rmsprop(h, &rmsprop::Scalars::new(h, coefficient), arrays),
         Optimizer::Lion(h) => {
@@ -74,7 +76,10 @@ impl Arrays<'_> {
     fn check(&self, optimizer: &Optimizer) {
         let numel = self.master.len();
         assert_eq!(self.state.len(), optimizer.state().len(), "{optimizer}'s state tensors");
-        assert!(self.state.iter().all(|state| state.len() == numel), "state is of the master's size");
+        assert!(
+            self.state.iter().all(|state| state.len() == numel),
+            "state is of the master's size"
+        );
         assert_eq!(self.gradient.len(), numel, "the gradient is of the master's size");
         let published = self.published.as_ref().map_or(numel, |published| published.numel);
         assert_eq!(published, numel, "what is published is of the master's size");
@@ -92,14 +97,16 @@ impl Arrays<'_> {
 }
 
 impl Cpu {
-    /// Runs `step` on tile after tile of parameter, `N` state tensors and gradient, and publishes each.
+    /// Runs `step` on tile after tile of parameter, `N` state tensors and gradient, and publishes
+    /// each.
     fn tiles<const N: usize>(
         &self,
         arrays: Arrays<'_>,
         mut step: impl FnMut(&mut [f32], [&mut [f32]; N], &[f32]),
     ) {
         let Arrays { master, state, gradient, mut published } = arrays;
-        let mut state: [&mut [f32]; N] = state.try_into().expect("`check` counted the state tensors");
+        let mut state: [&mut [f32]; N] =
+            state.try_into().expect("`check` counted the state tensors");
         let numel = master.len();
         for start in (0..numel).step_by(TILE) {
             let tile = start..(start + TILE).min(numel);

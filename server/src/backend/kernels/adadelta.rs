@@ -1,4 +1,5 @@
-//! Adadelta, as `torch.optim.Adadelta` orders it: Zeiler, "ADADELTA: An Adaptive Learning Rate Method" (2012).
+//! Adadelta, as `torch.optim.Adadelta` orders it: Zeiler, "ADADELTA: An Adaptive Learning Rate
+//! Method" (2012).
 
 use zeroshard_proto::optimizer::Adadelta;
 

@@ -1,7 +1,8 @@
 //! Adam and AdamW, with and without AMSGrad, as `torch.optim.Adam` (single tensor) orders them.
 //!
-//! Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015); Loshchilov and Hutter, "Decoupled Weight
-//! Decay Regularization" (2019); Reddi, Kale and Kumar, "On the Convergence of Adam and Beyond" (2018).
+//! Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015); Loshchilov and Hutter,
+//! "Decoupled Weight Decay Regularization" (2019); Reddi, Kale and Kumar, "On the Convergence of
+//! Adam and Beyond" (2018).
 
 use zeroshard_proto::optimizer::{Adam, AdamW};
 
@@ -44,7 +45,10 @@ impl Scalars {
     pub fn adamw(adamw: &AdamW, step: u64, coefficient: f32) -> Scalars {
         let &AdamW { lr, beta1, beta2, eps, weight_decay, amsgrad, maximize } = adamw;
         let adam = Adam { lr, beta1, beta2, eps, weight_decay: 0.0, amsgrad, maximize };
-        Scalars { kept: (1.0 - lr * weight_decay) as f32, ..Scalars::adam(&adam, step, coefficient) }
+        Scalars {
+            kept: (1.0 - lr * weight_decay) as f32,
+            ..Scalars::adam(&adam, step, coefficient)
+        }
     }
 
     /// The new moments.

@@ -1,7 +1,7 @@
 //! Casts between f32 and what the wire carries, adding and checking on the way.
 //!
-//! Rounding is to nearest even, with subnormals; NaN stays NaN. All of it is integer arithmetic and exact float
-//! additions, so that every instruction set gives the same bits.
+//! Rounding is to nearest even, with subnormals; NaN stays NaN. All of it is integer arithmetic and
+//! exact float additions, so that every instruction set gives the same bits.
 
 use super::vectorised;
 
@@ -86,8 +86,9 @@ impl Element for Bf16 {
     #[inline(always)]
     fn encode(value: f32) -> Self::Raw {
         let bits = value.to_bits();
-        // Adding just under half of the last kept place, and one more where that place is odd, carries exactly where
-        // rounding goes up; a carry into the exponent is the right result, up to infinity.
+        // Adding just under half of the last kept place, and one more where that place is odd,
+        // carries exactly where rounding goes up; a carry into the exponent is the right result, up
+        // to infinity.
         let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
         let quiet_nan = (bits >> 16) | 0x40;
         let is_nan = bits & !(1 << 31) > EXPONENT;
@@ -106,7 +107,8 @@ impl Element for F16 {
         let exponent = magnitude & 0x0f80_0000;
         let normal = magnitude + REBIAS;
         let special = normal + REBIAS;
-        // A subnormal is a fraction of 2^-14: give it that exponent's leading one, and subtract it again, exactly.
+        // A subnormal is a fraction of 2^-14: give it that exponent's leading one, and subtract it
+        // again, exactly.
         let leading = f32::from_bits(REBIAS + (1 << 23));
         let subnormal = (f32::from_bits(normal + (1 << 23)) - leading).to_bits();
         let bits = match exponent {
@@ -123,7 +125,8 @@ impl Element for F16 {
         const TOO_LARGE: u32 = (127 + 16) << 23;
         /// 2^-14, the smallest normal half.
         const NORMAL: u32 = (127 - 14) << 23;
-        /// 0.5: its last place is 2^-24, that of subnormal halves, so adding it rounds to that place.
+        /// 0.5: its last place is 2^-24, that of subnormal halves, so adding it rounds to that
+        /// place.
         const HALF: u32 = (127 - 1) << 23;
         let bits = value.to_bits();
         let magnitude = bits & !(1 << 31);

@@ -1,7 +1,8 @@
-//! LAMB: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2020), algorithm 2.
+//! LAMB: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
+//! (2020), algorithm 2.
 //!
-//! The update's norm must be known before a parameter changes, so there are two passes. The second one computes the
-//! update again from the moments, which gives the same bits and needs no memory.
+//! The update's norm must be known before a parameter changes, so there are two passes. The second
+//! one computes the update again from the moments, which gives the same bits and needs no memory.
 
 use zeroshard_proto::optimizer::Lamb;
 
@@ -14,7 +15,8 @@ pub struct Scalars {
     first_moment: Lerp,
     beta2: f32,
     one_minus_beta2: f32,
-    /// Reciprocals: one division an element, instead of three, keeps both passes near the memory's speed.
+    /// Reciprocals: one division an element, instead of three, keeps both passes near the memory's
+    /// speed.
     inverse_correction1: f32,
     inverse_correction2_sqrt: f32,
     eps: f32,

@@ -1,8 +1,8 @@
 //! The loops: one file a family, each holding its formula, its scalars and its loop over slices.
 //!
-//! Every loop is plain Rust, compiled three times (AVX-512, AVX2, the target's baseline) and chosen at run time.
-//! The compiler vectorises it; since it never contracts to fused multiply-adds nor reorders floating point, all three give
-//! the same bits.
+//! Every loop is plain Rust, compiled three times (AVX-512, AVX2, the target's baseline) and chosen
+//! at run time. The compiler vectorises it; since it never contracts to fused multiply-adds nor
+//! reorders floating point, all three give the same bits.
 
 pub mod adadelta;
 pub mod adagrad;
@@ -38,7 +38,8 @@ impl Level {
 
     /// All that this machine has, fastest first.
     pub fn all() -> Vec<Level> {
-        // INVARIANT: a `Level` is made here only, after the machine was asked. The unsafe calls rely on it.
+        // INVARIANT: a `Level` is made here only, after the machine was asked. The unsafe calls
+        // rely on it.
         let mut levels = Vec::new();
         #[cfg(target_arch = "x86_64")]
         {
@@ -100,18 +101,21 @@ macro_rules! vectorised {
 }
 use vectorised;
 
-/// `coefficient`, negated where the objective is maximised: multiplying by it is then torch's `-gradient`.
+/// `coefficient`, negated where the objective is maximised: multiplying by it is then torch's
+/// `-gradient`.
 fn signed(coefficient: f32, maximize: bool) -> f32 {
     if maximize { -coefficient } else { coefficient }
 }
 
-/// `gradient + weight_decay * parameter`; the gradient itself where there is no decay, as torch does.
+/// `gradient + weight_decay * parameter`; the gradient itself where there is no decay, as torch
+/// does.
 #[inline(always)]
 fn decayed(gradient: f32, parameter: f32, weight_decay: f32) -> f32 {
     if weight_decay == 0.0 { gradient } else { gradient + parameter * weight_decay }
 }
 
-/// A running average moving towards `end`: `torch.lerp`, whose two formulas keep it exact at both ends.
+/// A running average moving towards `end`: `torch.lerp`, whose two formulas keep it exact at both
+/// ends.
 #[derive(Clone, Copy, Debug)]
 struct Lerp {
     weight: f32,
@@ -133,8 +137,8 @@ impl Lerp {
     }
 }
 
-/// `base` to the power of `exponent`, by squaring: `f64::powi` and the C library's `pow` may differ from machine to
-/// machine in the last bit, and a step must not.
+/// `base` to the power of `exponent`, by squaring: `f64::powi` and the C library's `pow` may differ
+/// from machine to machine in the last bit, and a step must not.
 fn power(mut base: f64, mut exponent: u64) -> f64 {
     let mut result = 1.0;
     while exponent > 0 {

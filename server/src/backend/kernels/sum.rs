@@ -1,9 +1,10 @@
 //! Sums of squares in f64, in an order that is the same on every machine and device.
 //!
-//! Element `i` of a block belongs to lane `i % 128`. A lane adds its elements in their order; the lanes are then added as
-//! a tree, each with the one half of them away; the blocks are added in their order. 128 lanes fill sixteen AVX-512
-//! registers here, and four warps on a GPU. The square of an f32 is exact in f64, and no sum of fewer than 2^750 of them
-//! overflows, so the result is finite exactly if every element is.
+//! Element `i` of a block belongs to lane `i % 128`. A lane adds its elements in their order; the
+//! lanes are then added as a tree, each with the one half of them away; the blocks are added in
+//! their order. 128 lanes fill sixteen AVX-512 registers here, and four warps on a GPU. The square
+//! of an f32 is exact in f64, and no sum of fewer than 2^750 of them overflows, so the result is
+//! finite exactly if every element is.
 
 use zeroshard_proto::blocks::BLOCK;
 

@@ -113,7 +113,8 @@ fn ranks_of_which_some_commit_and_some_discard_are_all_told_at_once_and_can_try_
     for caller in discards.into_iter().chain([commit_2]) {
         assert!(is_disagreement(script.error(caller)));
     }
-    let callers = [0, 1, 2].map(|rank: u32| script.commit(commit(leases[rank as usize], 1, rank, 0)));
+    let callers =
+        [0, 1, 2].map(|rank: u32| script.commit(commit(leases[rank as usize], 1, rank, 0)));
     assert!(callers.iter().all(|&caller| script.report(caller).applied));
 }
 

@@ -81,8 +81,11 @@ fn the_coefficient_clips_and_unscales_and_the_norm_is_the_means() {
     script.ready_all(0);
     let mut caller = None;
     for rank in [0, 1] {
-        let terms =
-            Commit { loss_scale: 8.0, max_norm: Some(0.1), ..commit(leases[rank], 1, rank as u32, 0) };
+        let terms = Commit {
+            loss_scale: 8.0,
+            max_norm: Some(0.1),
+            ..commit(leases[rank], 1, rank as u32, 0)
+        };
         caller = Some(script.commit(terms));
     }
     let report = script.report(caller.unwrap());
@@ -106,7 +109,12 @@ fn an_overflow_skips_the_step_and_names_the_first_slice_and_its_rank() {
     let report = script.report(caller);
     assert!(!report.applied && !report.gradient_norm.is_finite());
     assert_eq!(report.overflow, Some(pb::Overflow { slice: 0, rank: Some(0) }));
-    assert!(script.decisions().iter().all(|(_, decision)| !decision.apply && decision.coefficient == 0.0));
+    assert!(
+        script
+            .decisions()
+            .iter()
+            .all(|(_, decision)| !decision.apply && decision.coefficient == 0.0)
+    );
     assert_eq!(report.version, 1);
 }
 
@@ -139,7 +147,10 @@ fn a_commit_of_the_step_before_gets_its_report_again() {
     assert_eq!(script.report(first), script.report(again));
     assert_eq!(script.decisions().len(), 1);
     let early = script.commit(commit(leases[0], 1, 0, 2));
-    assert_eq!(script.error(early), &Error::StepMismatch { job: "job".into(), step: 2, current: 1 });
+    assert_eq!(
+        script.error(early),
+        &Error::StepMismatch { job: "job".into(), step: 2, current: 1 }
+    );
     let never = script.commit(commit(leases[0], 1, 0, u64::MAX));
     assert!(matches!(script.error(never), Error::StepMismatch { .. }));
 }
@@ -175,7 +186,9 @@ fn ranks_that_disagree_are_told_about_what() {
     ];
     for (commit, expected) in cases {
         let caller = script.commit(commit);
-        let Error::Disagreement { rank: 1, what, .. } = script.error(caller) else { panic!("disagreement") };
+        let Error::Disagreement { rank: 1, what, .. } = script.error(caller) else {
+            panic!("disagreement")
+        };
         assert_eq!(what, expected);
     }
     // Said right, it counts.
@@ -216,7 +229,9 @@ fn a_missing_rank_and_a_late_server_are_named_at_the_deadline() {
     script.after(WAIT - Duration::from_millis(1));
     assert_eq!(script.answer(caller), None);
     script.after(Duration::from_millis(1));
-    let Error::Timeout { waiting_for, waited_ms: 60_000 } = script.error(caller) else { panic!("timeout") };
+    let Error::Timeout { waiting_for, waited_ms: 60_000 } = script.error(caller) else {
+        panic!("timeout")
+    };
     for part in [
         "step 0 of job \"job\" (epoch 2)",
         "have not committed (rank 1)",
@@ -301,15 +316,20 @@ fn a_report_about_other_slices_fails_the_job() {
 
 #[test]
 fn a_step_is_decided_by_all_servers_or_by_none_whatever_is_lost_when() {
-    // A rank or a server is lost after each prefix of the step's events: every server has the decision or
-    // none has, and every caller that committed has one answer.
+    // A rank or a server is lost after each prefix of the step's events: every server has the
+    // decision or none has, and every caller that committed has one answer.
     for lost_server in [false, true] {
         for cut in 0..=4 {
             let (mut script, leases) = Script::training(2, 2);
             let mut callers = Vec::new();
             for event in 0..cut {
                 match event {
-                    0 | 2 => callers.push(script.commit(commit(leases[event / 2], 1, event as u32 / 2, 0))),
+                    0 | 2 => callers.push(script.commit(commit(
+                        leases[event / 2],
+                        1,
+                        event as u32 / 2,
+                        0,
+                    ))),
                     event => script.ready(event.div_ceil(2) as u64, 0, |_| {}),
                 }
             }

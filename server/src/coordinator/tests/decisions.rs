@@ -2,7 +2,8 @@
 
 use super::*;
 
-/// A step of two ranks on two servers that is decided, and that no server has stored; the calls of the ranks.
+/// A step of two ranks on two servers that is decided, and that no server has stored; the calls of
+/// the ranks.
 fn decided() -> (Script, Vec<Lease>, [Caller; 2]) {
     let (mut script, leases) = Script::training(2, 2);
     script.silent = true;
@@ -36,7 +37,10 @@ fn servers_that_have_not_stored_the_decision_are_named_at_the_deadline() {
     assert_eq!(script.cluster.next_deadline(), Some(WAIT));
     script.after(WAIT);
     let Error::Timeout { waiting_for, .. } = script.error(callers[0]) else { panic!("timeout") };
-    assert!(waiting_for.contains("shard server host:2 to store the decision about step 0"), "{waiting_for}");
+    assert!(
+        waiting_for.contains("shard server host:2 to store the decision about step 0"),
+        "{waiting_for}"
+    );
     assert!(!waiting_for.contains("host:1"), "{waiting_for}");
     script.stored(2, 1, 0);
     let again = script.commit(commit(leases[0], 1, 0, 0));
@@ -53,7 +57,8 @@ fn a_committed_step_is_never_told_as_aborted_after_a_timeout_and_an_epoch_change
         script.after(WAIT);
         assert!(matches!(script.error(late), Error::Timeout { .. }));
         script.commit(commit(leases[1], 1, 1, 0));
-        // The step is decided; the rank that missed it does not know yet, and its lease is lost as well.
+        // The step is decided; the rank that missed it does not know yet, and its lease is lost as
+        // well.
         script.lose(1, leases[1]);
         script.lose(0, leases[0]);
         assert_eq!(script.epoch(), 3);

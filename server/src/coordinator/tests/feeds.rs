@@ -8,8 +8,9 @@ fn join(script: &mut Script, rank: u32) -> Lease {
 
 /// The ranks that a message names as peers; those that have gone are negative.
 fn peers(told: Option<pb::Membership>) -> Option<Vec<i64>> {
-    let rank =
-        |peer: &pb::Peer| if peer.address.is_empty() { -i64::from(peer.rank) } else { peer.rank.into() };
+    let rank = |peer: &pb::Peer| {
+        if peer.address.is_empty() { -i64::from(peer.rank) } else { peer.rank.into() }
+    };
     Some(told?.peers.iter().map(rank).collect())
 }
 
@@ -51,7 +52,11 @@ fn members_hear_of_peers_that_come_and_go() {
     script.lose(2, first);
     assert_eq!(peers(script.told(quiet)), Some(vec![-2, 3]));
     let again = script.join_as(2, Some("elsewhere:1".into())).unwrap();
-    assert_eq!(peers(script.told(again)), Some(vec![2, 3]), "a first message has those that are there");
+    assert_eq!(
+        peers(script.told(again)),
+        Some(vec![2, 3]),
+        "a first message has those that are there"
+    );
     let told = script.told(quiet).unwrap();
     assert_eq!(told.peers, [pb::Peer { rank: 2, address: "elsewhere:1".into() }]);
 }

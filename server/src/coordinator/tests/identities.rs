@@ -54,7 +54,10 @@ fn a_servers_messages_about_an_earlier_job_of_the_name_are_ignored() {
     let (lease, spec_id) = (script.join(0).unwrap(), JobRef { id: 8, ..job() });
     script.ready(1, 0, |report| report.job_id = JOB);
     let turn = Turn { job: spec_id, ..turn(lease, 1, 0, 0) };
-    script.event(Event::Commit { caller, commit: Box::new(Commit { turn, ..commit(lease, 1, 0, 0) }) });
+    script.event(Event::Commit {
+        caller,
+        commit: Box::new(Commit { turn, ..commit(lease, 1, 0, 0) }),
+    });
     assert_eq!(script.answer(caller), None);
     script.ready_all(0);
     assert!(script.report(caller).applied);
@@ -67,7 +70,9 @@ fn a_new_incarnation_of_a_server_loses_the_old_one_first() {
     let waiting = script.commit(commit(leases[0], 1, 0, 0));
     script.server_as(server(1, 2, "elsewhere:1"));
     assert_eq!((script.dismissed.as_slice(), script.servers()), (&[1][..], vec![1]));
-    assert!(matches!(script.error(waiting), Error::JobFailed { reason, .. } if reason.contains("restarted")));
+    assert!(
+        matches!(script.error(waiting), Error::JobFailed { reason, .. } if reason.contains("restarted"))
+    );
     // What the old stream still has to say, and its end, come late.
     script.event(Event::Said {
         from: old,

@@ -46,8 +46,13 @@ fn servers_that_do_not_accept_a_lease_are_named_and_the_rank_is_free_again() {
     let (caller, lease) = script.start_join(0, Some("worker:1".into()));
     script.said(1, granted(0, lease));
     script.after(WAIT);
-    let Error::Timeout { waiting_for, waited_ms: 60_000 } = script.error(caller) else { panic!("timeout") };
-    assert!(waiting_for.contains("shard server host:2") && !waiting_for.contains("host:1"), "{waiting_for}");
+    let Error::Timeout { waiting_for, waited_ms: 60_000 } = script.error(caller) else {
+        panic!("timeout")
+    };
+    assert!(
+        waiting_for.contains("shard server host:2") && !waiting_for.contains("host:1"),
+        "{waiting_for}"
+    );
     assert_eq!(script.new_epochs(), [(1, 2), (2, 2)]);
     assert_eq!(script.cluster.next_deadline(), None);
     script.silent = false;
@@ -209,7 +214,8 @@ fn others_go_on_without_a_rank_that_is_done() {
     let waiting = script.commit(Commit { loss: Some(3.0), ..commit(leases[0], 1, 0, 0) });
     script.ready_all(0);
     script.leave(leases[1], true);
-    let done = |(_, command): &&(u64, Command)| matches!(command, Command::Done(done) if done.rank == 1);
+    let done =
+        |(_, command): &&(u64, Command)| matches!(command, Command::Done(done) if done.rank == 1);
     assert_eq!(script.commands.iter().filter(done).count(), 1);
     assert_eq!(script.report(waiting).loss, Some(3.0));
     assert_eq!(script.epoch(), 1, "the epoch does not move");

@@ -38,7 +38,10 @@ fn a_server_that_does_not_open_the_job_is_named_and_the_job_is_closed() {
     script.said(1, Said::Opened(job()));
     script.after(WAIT);
     let Error::Timeout { waiting_for, .. } = script.error(caller) else { panic!("timeout") };
-    assert!(waiting_for.contains("shard server host:2") && !waiting_for.contains("host:1"), "{waiting_for}");
+    assert!(
+        waiting_for.contains("shard server host:2") && !waiting_for.contains("host:1"),
+        "{waiting_for}"
+    );
     assert_eq!(script.closed(), [1, 2]);
 }
 
@@ -132,7 +135,10 @@ fn a_deleted_job_is_gone_and_everybody_who_waits_is_told() {
     let waiting = script.commit(commit(leases[0], 1, 0, 0));
     let caller = script.delete(0);
     assert_eq!(script.answer(caller), Some(&Ok(Reply::Deleted)));
-    assert_eq!(script.error(waiting), &Error::JobFailed { job: "job".into(), reason: "deleted".into() });
+    assert_eq!(
+        script.error(waiting),
+        &Error::JobFailed { job: "job".into(), reason: "deleted".into() }
+    );
     assert_eq!(script.closed(), [1, 2]);
     assert_eq!(script.ended.len(), 2);
     assert_eq!(script.join(0), Err(Error::UnknownJob { job: "job".into() }));
@@ -144,7 +150,8 @@ fn stopping_answers_everybody() {
     script.commit(commit(leases[0], 1, 0, 0));
     script.create(JobSpec { name: "other".into(), min_servers: 2, ..spec(1) });
     let actions = script.cluster.stop();
-    let answers = actions.iter().filter(|a| matches!(a, Action::Answer(_, Err(Error::Unavailable { .. }))));
+    let answers =
+        actions.iter().filter(|a| matches!(a, Action::Answer(_, Err(Error::Unavailable { .. }))));
     assert_eq!(answers.count(), 2);
     assert_eq!(actions.iter().filter(|a| matches!(a, Action::End(_, Some(_)))).count(), 2);
 }

@@ -25,7 +25,8 @@ use zeroshard_proto::{
 use super::{
     cluster::Cluster,
     events::{
-        Action, Caller, Commit, Discard, Event, JobRef, Join, Lease, Link, Now, Reduce, Reply, Said, Turn,
+        Action, Caller, Commit, Discard, Event, JobRef, Join, Lease, Link, Now, Reduce, Reply,
+        Said, Turn,
     },
     jobs::Plan,
 };
@@ -39,7 +40,8 @@ const RANK_WAIT: Duration = Duration::from_secs(30);
 /// Two tensors that train, of one slice each, and a frozen one between them.
 fn spec(world: u32) -> JobSpec {
     let frozen = TensorSpec { frozen: true, ..TensorSpec::new("frozen", [2]) };
-    let manifest = Manifest::new(vec![TensorSpec::new("a", [3]), frozen, TensorSpec::new("b", [4])]).unwrap();
+    let manifest =
+        Manifest::new(vec![TensorSpec::new("a", [3]), frozen, TensorSpec::new("b", [4])]).unwrap();
     JobSpec { world, ..JobSpec::new("job", manifest, vec!["adamw".parse().unwrap()]) }
 }
 
@@ -72,7 +74,8 @@ impl Script {
         script
     }
 
-    /// A job of `world` ranks on `count` servers, with version 0 and all ranks; the lease of each rank.
+    /// A job of `world` ranks on `count` servers, with version 0 and all ranks; the lease of each
+    /// rank.
     fn training(world: u32, count: u64) -> (Self, Vec<Lease>) {
         Self::training_of(spec(world), count)
     }
@@ -106,7 +109,10 @@ impl Script {
     fn act(&mut self, action: Action) -> Option<Event> {
         match action {
             Action::Answer(caller, answer) => {
-                assert!(self.answers.insert(caller, answer).is_none(), "{caller:?} is answered twice");
+                assert!(
+                    self.answers.insert(caller, answer).is_none(),
+                    "{caller:?} is answered twice"
+                );
             }
             Action::Command(server, command) => {
                 let said = self.reply(&command).filter(|_| !self.silent);
@@ -121,7 +127,10 @@ impl Script {
             Action::Wake(lease) => self.woken.push(lease),
             Action::End(lease, error) => self.ended.push((lease, error)),
             Action::Dismiss(link) => self.dismissed.push(link.server),
-            Action::Decided { .. } | Action::Aborted | Action::Forgotten { .. } | Action::Note(_) => {}
+            Action::Decided { .. }
+            | Action::Aborted
+            | Action::Forgotten { .. }
+            | Action::Note(_) => {}
         }
         None
     }
@@ -230,7 +239,8 @@ impl Script {
 
     fn start_join(&mut self, rank: u32, address: Option<String>) -> (Caller, Lease) {
         let (caller, lease) = (self.caller(), Lease(self.next()));
-        let join = Join { job: "job".into(), rank, address, lease, rank_wait: RANK_WAIT, wait: WAIT };
+        let join =
+            Join { job: "job".into(), rank, address, lease, rank_wait: RANK_WAIT, wait: WAIT };
         self.event(Event::Join { caller, join });
         (caller, lease)
     }
@@ -283,7 +293,8 @@ impl Script {
     fn ready(&mut self, server: u64, step: u64, change: impl FnOnce(&mut pb::StepReady)) {
         let described = self.cluster.describe("job").expect("open");
         let manifest = spec(1).manifest;
-        let slices = described.placement.primary_slices(server).filter(|&slice| manifest.trains(slice));
+        let slices =
+            described.placement.primary_slices(server).filter(|&slice| manifest.trains(slice));
         let slices: Vec<u32> = slices.map(|slice| slice as u32).collect();
         let mut report = pb::StepReady {
             job: "job".into(),
@@ -349,8 +360,9 @@ impl Script {
     }
 
     fn closed(&self) -> Vec<u64> {
-        let close =
-            |(server, command): &(u64, Command)| matches!(command, Command::Close(_)).then_some(*server);
+        let close = |(server, command): &(u64, Command)| {
+            matches!(command, Command::Close(_)).then_some(*server)
+        };
         self.commands.iter().filter_map(close).collect()
     }
 }

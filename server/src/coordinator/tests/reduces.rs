@@ -1,5 +1,5 @@
-//! What the gradients come to: norms before the decision, tensors that are not clipped or not there, steps that are
-//! taken or thrown away whatever they are.
+//! What the gradients come to: norms before the decision, tensors that are not clipped or not
+//! there, steps that are taken or thrown away whatever they are.
 
 use std::sync::Arc;
 
@@ -28,7 +28,10 @@ fn the_norm_is_told_when_all_gradients_are_in_and_the_decision_has_the_same() {
     let next = script.reduce(leases[0], 1, 1, 4.0);
     assert_eq!(script.answer(next), None);
     let wrong = script.reduce(leases[0], 1, 7, 4.0);
-    assert_eq!(script.error(wrong), &Error::StepMismatch { job: "job".into(), step: 7, current: 1 });
+    assert_eq!(
+        script.error(wrong),
+        &Error::StepMismatch { job: "job".into(), step: 7, current: 1 }
+    );
 }
 
 #[test]
@@ -57,7 +60,9 @@ fn who_waits_for_the_norm_hears_of_a_lost_rank_and_of_what_is_missing_at_the_dea
     script.ready(1, 0, |_| {});
     assert_eq!(script.cluster.next_deadline(), Some(WAIT));
     script.after(WAIT);
-    let Error::Timeout { waiting_for, waited_ms: 60_000 } = script.error(caller) else { panic!("timeout") };
+    let Error::Timeout { waiting_for, waited_ms: 60_000 } = script.error(caller) else {
+        panic!("timeout")
+    };
     assert!(waiting_for.contains("shard server host:2"), "{waiting_for}");
     assert!(!waiting_for.contains("host:1") && !waiting_for.contains("rank"), "{waiting_for}");
     assert_eq!(script.cluster.next_deadline(), None);
@@ -90,11 +95,14 @@ fn absences_are_merged_by_tensor_in_manifest_order() {
     let absent = |slice, rank, everywhere| pb::Absent { slice, rank, everywhere };
     script.ready(1, 0, |report| report.absent = vec![absent(report.slices[0], 1, false)]);
     script.ready(2, 0, |report| report.absent = vec![absent(report.slices[0], 0, true)]);
-    let callers: Vec<_> = (0..3).map(|rank| script.commit(commit(leases[rank], 1, rank as u32, 0))).collect();
+    let callers: Vec<_> =
+        (0..3).map(|rank| script.commit(commit(leases[rank], 1, rank as u32, 0))).collect();
     let report = script.report(callers[0]);
     let slices: Vec<u32> = report.absent.iter().map(|absent| absent.slice).collect();
     assert_eq!(slices, [0, 2]);
-    assert!(report.absent.contains(&absent(0, 1, false)) || report.absent.contains(&absent(0, 0, true)));
+    assert!(
+        report.absent.contains(&absent(0, 1, false)) || report.absent.contains(&absent(0, 0, true))
+    );
     assert!(report.applied);
 }
 
@@ -138,12 +146,17 @@ fn an_average_is_taken_although_it_is_not_finite() {
     let (mut script, leases) = Script::training_of(spec, 1);
     let overflow = pb::Overflow { slice: 0, rank: Some(1) };
     script.ready(1, 0, |report| report.overflow = Some(overflow));
-    let terms =
-        |rank: usize, step| Commit { max_norm: Some(0.5), ..commit(leases[rank], 1, rank as u32, step) };
+    let terms = |rank: usize, step| Commit {
+        max_norm: Some(0.5),
+        ..commit(leases[rank], 1, rank as u32, step)
+    };
     script.commit(terms(0, 0));
     let caller = script.commit(terms(1, 0));
     let report = script.report(caller);
-    assert_eq!((report.applied, report.overflow, report.clip_coefficient), (true, Some(overflow), 1.0));
+    assert_eq!(
+        (report.applied, report.overflow, report.clip_coefficient),
+        (true, Some(overflow), 1.0)
+    );
     assert!(report.gradient_norm.is_nan());
     let decision = &script.decisions()[0].1;
     assert_eq!((decision.apply, decision.coefficient), (true, 1.0));
@@ -181,7 +194,10 @@ fn what_is_not_clipped_is_not_in_the_norm_and_only_unscaled() {
     script.ready(1, 0, |report| report.sums_of_squares[1] = f64::INFINITY);
     let caller = script.commit(commit(leases[0], 1, 0, 0));
     let report = script.report(caller);
-    assert_eq!((report.applied, report.overflow), (false, Some(pb::Overflow { slice: 2, rank: None })));
+    assert_eq!(
+        (report.applied, report.overflow),
+        (false, Some(pb::Overflow { slice: 2, rank: None }))
+    );
     assert!(!report.gradient_norm.is_finite());
 }
 
@@ -193,7 +209,8 @@ fn each_tensors_sum_is_divided_by_its_own_number_of_ranks_that_are_averaged() {
         ..TensorSpec::new(name, [4])
     };
     let frozen = TensorSpec { frozen: true, ..TensorSpec::new("frozen", [2]) };
-    let (mean, sum) = (DimPlacement::Partial(Reduction::Avg), DimPlacement::Partial(Reduction::Sum));
+    let (mean, sum) =
+        (DimPlacement::Partial(Reduction::Avg), DimPlacement::Partial(Reduction::Sum));
     for (first, second, expected) in [
         (vec![mean, DimPlacement::Shard(0)], vec![mean, mean], 1.0 / 4.0 + 3.0 / 16.0),
         (vec![sum, sum], vec![DimPlacement::Replicate, mean], 1.0 + 3.0 / 4.0),
@@ -206,7 +223,8 @@ fn each_tensors_sum_is_divided_by_its_own_number_of_ranks_that_are_averaged() {
         let caller = script.reduce(leases[0], 1, 0, 2.0);
         assert_eq!(script.reduced(caller).gradient_norm, f64::sqrt(expected) / 2.0);
         for (rank, &lease) in (0..).zip(&leases) {
-            let terms = Commit { loss_scale: 2.0, max_norm: Some(0.125), ..commit(lease, 1, rank, 0) };
+            let terms =
+                Commit { loss_scale: 2.0, max_norm: Some(0.125), ..commit(lease, 1, rank, 0) };
             script.commit(terms);
         }
         let clip = 0.125 / (f64::sqrt(expected) / 2.0);

@@ -66,7 +66,8 @@ impl Fixture {
     }
 }
 
-/// A shard server that holds nothing, accepts every lease and decision, and otherwise says what it is told to say.
+/// A shard server that holds nothing, accepts every lease and decision, and otherwise says what it
+/// is told to say.
 struct FakeShard {
     say: mpsc::UnboundedSender<pb::ServerEvent>,
     commands: mpsc::UnboundedReceiver<Result<pb::ServerCommand, Status>>,
@@ -78,11 +79,17 @@ fn hello(address: &str) -> pb::Hello {
 }
 
 impl FakeShard {
-    async fn connect(client: &mut CoordinatorClient<Channel>, address: &str) -> Result<Self, Status> {
+    async fn connect(
+        client: &mut CoordinatorClient<Channel>,
+        address: &str,
+    ) -> Result<Self, Status> {
         Self::greet(client, hello(address)).await
     }
 
-    async fn greet(client: &mut CoordinatorClient<Channel>, hello: pb::Hello) -> Result<Self, Status> {
+    async fn greet(
+        client: &mut CoordinatorClient<Channel>,
+        hello: pb::Hello,
+    ) -> Result<Self, Status> {
         let (say, events) = mpsc::unbounded_channel();
         say.send(pb::ServerEvent { event: Some(Said::Hello(hello)) }).unwrap();
         let mut stream = client.serve(UnboundedReceiverStream::new(events)).await?.into_inner();
@@ -90,7 +97,8 @@ impl FakeShard {
         let answers = say.clone();
         let reader = tokio::spawn(async move {
             while let Some(command) = stream.message().await.transpose() {
-                let answer = command.as_ref().ok().and_then(|message| reply(message.command.as_ref()?));
+                let answer =
+                    command.as_ref().ok().and_then(|message| reply(message.command.as_ref()?));
                 if let Some(event) = answer {
                     let _ = answers.send(pb::ServerEvent { event: Some(event) });
                 }
@@ -191,8 +199,13 @@ async fn a_job_trains_a_step_over_the_wire() {
     let Command::Grant(grant) = shard.next().await else { panic!("GrantLease") };
     assert_eq!((grant.rank, grant.lease, grant.job_id), (0, member.lease, job_id));
     shard.say(Said::Ready(ready));
-    let commit =
-        pb::CommitRequest { job: "job".into(), lease: member.lease, epoch, job_id, ..Default::default() };
+    let commit = pb::CommitRequest {
+        job: "job".into(),
+        lease: member.lease,
+        epoch,
+        job_id,
+        ..Default::default()
+    };
     let report = client.commit(commit).await.unwrap().into_inner();
     assert_eq!((report.version, report.gradient_norm), (1, 2.0));
     let message = shard.next_message().await;
@@ -313,7 +326,8 @@ async fn a_server_that_does_not_read_its_commands_is_dismissed() {
     let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
     let mut control = driver.add_server(server).unwrap();
     let said = |said| driver.tell(Event::Said { from: control.link, said });
-    let create = |caller| Event::Create { caller, job_id: JOB, spec: Box::new(spec(1)), wait: WAIT };
+    let create =
+        |caller| Event::Create { caller, job_id: JOB, spec: Box::new(spec(1)), wait: WAIT };
     let creator = tokio::spawn({
         let driver = driver.clone();
         async move { driver.call(create).await }
@@ -326,7 +340,8 @@ async fn a_server_that_does_not_read_its_commands_is_dismissed() {
     for number in 0..=(MAX_COMMANDS as u64 / 2) {
         assert!(!control.dismissed.is_cancelled() || number == MAX_COMMANDS as u64 / 2);
         let (caller, lease) = (Caller(1000 + number), Lease(1 + number));
-        let join = Join { job: "job".into(), rank: 0, address: None, lease, rank_wait: WAIT, wait: WAIT };
+        let join =
+            Join { job: "job".into(), rank: 0, address: None, lease, rank_wait: WAIT, wait: WAIT };
         driver.tell(Event::Join { caller, join });
         driver.tell(Event::LeaseEnded { job: "job".into(), rank: 0, lease });
     }
@@ -360,15 +375,22 @@ async fn bad_requests_get_typed_errors_and_the_server_lives() {
     for (server_id, incarnation, what) in [(0, 1, "server_id"), (1, 0, "incarnation")] {
         let hello = pb::Hello { server_id, incarnation, ..hello("host:1") };
         let refused = FakeShard::greet(&mut client, hello).await.err().expect("refused");
-        assert_eq!(field(Error::from_status(&refused, "")), format!("{what} of shard server host:1"));
+        assert_eq!(
+            field(Error::from_status(&refused, "")),
+            format!("{what} of shard server host:1")
+        );
     }
     for address in ["", "nowhere", "host:0"] {
         let refused = FakeShard::connect(&mut client, address).await.err().expect("refused");
         assert_eq!(field(Error::from_status(&refused, "")), "address of the server");
     }
     for address in ["nowhere", "host:0", "ho st:1", &format!("{}:1", "h".repeat(300))] {
-        let join =
-            pb::JoinRequest { job: "job".into(), rank: 3, address: address.to_owned(), ..Default::default() };
+        let join = pb::JoinRequest {
+            job: "job".into(),
+            rank: 3,
+            address: address.to_owned(),
+            ..Default::default()
+        };
         assert_eq!(field(error(client.join(join).await)), "address of rank 3");
     }
     client.status(pb::StatusRequest {}).await.unwrap();
@@ -383,12 +405,18 @@ async fn a_stopping_coordinator_answers_everybody() {
     let (created, (epoch, job_id)) = tokio::join!(client.create_job(create(2, 0)), shard.open());
     created.unwrap();
     let mut stream = client
-        .join(pb::JoinRequest { job: "job".into(), rank: 0, address: String::new(), ..Default::default() })
+        .join(pb::JoinRequest {
+            job: "job".into(),
+            rank: 0,
+            address: String::new(),
+            ..Default::default()
+        })
         .await
         .unwrap()
         .into_inner();
     let lease = membership(&mut stream).await.lease;
-    let commit = pb::CommitRequest { job: "job".into(), lease, epoch, job_id, ..Default::default() };
+    let commit =
+        pb::CommitRequest { job: "job".into(), lease, epoch, job_id, ..Default::default() };
     let mut other = client.clone();
     let waiting = tokio::spawn(async move { other.commit(commit).await });
     // The commit is in once the coordinator counts it among the open calls.
@@ -419,7 +447,11 @@ async fn health_and_reflection_answer() {
     fixture.context.health.until_ready().await;
     for service in ["", "liveness", "readiness", "zeroshard.v1.Coordinator"] {
         let request = HealthCheckRequest { service: service.into() };
-        assert_eq!(health.check(request).await.unwrap().into_inner().status, 1, "{service:?} is serving");
+        assert_eq!(
+            health.check(request).await.unwrap().into_inner().status,
+            1,
+            "{service:?} is serving"
+        );
     }
     fixture.stop().await;
 }

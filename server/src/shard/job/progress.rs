@@ -44,11 +44,16 @@ impl Progress {
         }
     }
 
-    /// Counts a slice's gradient. Returns what the coordinator is told, if nothing is missing any more.
+    /// Counts a slice's gradient. Returns what the coordinator is told, if nothing is missing any
+    /// more.
     pub(super) fn add(&mut self, slice: u32, reduced: Reduced) -> Option<pb::StepReady> {
         self.sums_of_squares.push((slice, reduced.sum_of_squares));
         if let Some(absent) = reduced.absent {
-            self.absent.push(pb::Absent { slice, rank: absent.rank, everywhere: absent.everywhere });
+            self.absent.push(pb::Absent {
+                slice,
+                rank: absent.rank,
+                everywhere: absent.everywhere,
+            });
         }
         if let Some(rank) = reduced.overflow {
             let overflow = pb::Overflow { slice, rank };

@@ -1,5 +1,5 @@
-//! What the coordinator says of a job: leases, epochs, attempts, version 0, decisions. Each of these methods is called
-//! by the job's own task, one after the other.
+//! What the coordinator says of a job: leases, epochs, attempts, version 0, decisions. Each of
+//! these methods is called by the job's own task, one after the other.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering},
@@ -18,7 +18,8 @@ use crate::{
     },
 };
 
-/// Readers are woken after so many elements of a step, so that they can send while the rest is computed.
+/// Readers are woken after so many elements of a step, so that they can send while the rest is
+/// computed.
 const WAKE_ELEMENTS: usize = 1 << 20;
 
 impl<B: Backend> Job<B> {
@@ -29,7 +30,8 @@ impl<B: Backend> Job<B> {
         self.tell(Event::Granted(pb::LeaseGranted { job, job_id, rank, lease }));
     }
 
-    /// The lease of `rank` has ended: the open attempt is over, and so is every message of the old epoch.
+    /// The lease of `rank` has ended: the open attempt is over, and so is every message of the old
+    /// epoch.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -50,8 +52,8 @@ impl<B: Backend> Job<B> {
         self.open_attempt(Attempt { epoch: new.epoch, step: new.step, number: new.attempt })
     }
 
-    /// Messages of earlier attempts are refused from here on. Slices and counts move on with the first message of the new
-    /// one that reaches them, or here, whichever comes first.
+    /// Messages of earlier attempts are refused from here on. Slices and counts move on with the
+    /// first message of the new one that reaches them, or here, whichever comes first.
     fn open_attempt(&self, attempt: Attempt) -> Result<()> {
         {
             let mut progress = self.progress();
@@ -71,7 +73,8 @@ impl<B: Backend> Job<B> {
         Ok(())
     }
 
-    /// `rank` has no more data: what has not come from it counts as zeros, in this step and in all later ones.
+    /// `rank` has no more data: what has not come from it counts as zeros, in this step and in all
+    /// later ones.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -112,8 +115,8 @@ impl<B: Backend> Job<B> {
         Ok(())
     }
 
-    /// Takes every slice to the next version. Blocks for as long as the arithmetic takes; the coordinator is told before
-    /// that the decision is here.
+    /// Takes every slice to the next version. Blocks for as long as the arithmetic takes; the
+    /// coordinator is told before that the decision is here.
     ///
     /// # Errors
     /// [`Error::Internal`] if the decision is not about the open attempt, or that is not complete;
@@ -149,8 +152,9 @@ impl<B: Backend> Job<B> {
             );
             return Err(Error::Internal { cause });
         }
-        // From here on slice after slice is open for the next step, and may have all of its gradients before the last
-        // slice is there: they count from now on, the version when all slices have it.
+        // From here on slice after slice is open for the next step, and may have all of its
+        // gradients before the last slice is there: they count from now on, the version when all
+        // slices have it.
         let next = Attempt::first(epoch, step + 1);
         *progress = Progress::step(next, progress.version, self.training_slices());
         drop(progress);

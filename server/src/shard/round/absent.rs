@@ -1,7 +1,8 @@
-//! Ranks without a gradient. What of a slice has not come from an absent rank counts as zeros, added in its turn
-//! like any other: the same bits as if it had sent them. Only that needs no network and no parking, zeros are added
-//! once however many ranks are absent, and as long as nobody has sent anything of the slice no memory is touched; a
-//! slice that nobody sends anything of is not stepped.
+//! Ranks without a gradient. What of a slice has not come from an absent rank counts as zeros,
+//! added in its turn like any other: the same bits as if it had sent them. Only that needs no
+//! network and no parking, zeros are added once however many ranks are absent, and as long as
+//! nobody has sent anything of the slice no memory is touched; a slice that nobody sends anything
+//! of is not stepped.
 
 use bytes::Bytes;
 use zeroshard_proto::{DType, blocks::BLOCK};
@@ -22,9 +23,14 @@ pub(crate) struct Absent {
 }
 
 impl Round {
-    /// Notes that `rank` sends no more. Returns whether that is news: not if it has sent everything, or contributes
-    /// nothing to this slice.
-    pub(crate) fn absent<B: Backend>(&mut self, backend: &B, accumulator: &mut B::Buffer, rank: u32) -> bool {
+    /// Notes that `rank` sends no more. Returns whether that is news: not if it has sent
+    /// everything, or contributes nothing to this slice.
+    pub(crate) fn absent<B: Backend>(
+        &mut self,
+        backend: &B,
+        accumulator: &mut B::Buffer,
+        rank: u32,
+    ) -> bool {
         let Some((lane, position)) = self.find(rank) else { return false };
         let turns = &mut self.lanes[lane];
         let contribution = &mut turns.contributions[position];
@@ -62,7 +68,8 @@ impl Turns {
         positions.map(|position| self.rank(position)).min()
     }
 
-    /// Adds the zeros of absent ranks, as far as their turn has come. There is something of the slice to add them to.
+    /// Adds the zeros of absent ranks, as far as their turn has come. There is something of the
+    /// slice to add them to.
     pub(super) fn fill_in<B: Backend>(&mut self, total: &mut Total<'_, B>) {
         if self.absents == 0 {
             return;
@@ -73,7 +80,8 @@ impl Turns {
         self.unpark(total, 0);
     }
 
-    /// Adds zeros where nothing came from the rank at `position`, if it is absent, as far as its turn has come.
+    /// Adds zeros where nothing came from the rank at `position`, if it is absent, as far as its
+    /// turn has come.
     pub(super) fn add_zeros<B: Backend>(&mut self, total: &mut Total<'_, B>, position: usize) {
         if !self.contributions[position].absent {
             return;
@@ -90,7 +98,8 @@ impl Turns {
                 for offset in range.clone().step_by(BLOCK) {
                     let numel = (range.end - offset).min(BLOCK);
                     let bytes = Bytes::from_static(&ZEROS[..2 * numel]);
-                    let zeros = Piece { rank: self.rank(position), offset, dtype: DType::Bf16, bytes };
+                    let zeros =
+                        Piece { rank: self.rank(position), offset, dtype: DType::Bf16, bytes };
                     self.add(total, position, zeros.range(), Some(&zeros));
                 }
             }

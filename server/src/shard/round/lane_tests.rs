@@ -1,4 +1,5 @@
-//! Whatever the lanes, what comes when and who is absent: each element has the bits of the definition.
+//! Whatever the lanes, what comes when and who is absent: each element has the bits of the
+//! definition.
 
 use proptest::prelude::*;
 use zeroshard_proto::{JobSpec, SliceSpec, blocks::BLOCK};
@@ -36,8 +37,8 @@ fn naive(index: u32, numel: usize, lanes: &[Vec<Sender>]) -> Vec<f32> {
         let first = index as usize % lane.len();
         let order = || (0..lane.len()).map(|i| &lane[(first + i) % lane.len()]);
         for (number, &at) in lane[0].elements.iter().enumerate() {
-            let values =
-                order().map(|sender| if number < sender.sent { value(sender.rank, at) } else { 0.0 });
+            let values = order()
+                .map(|sender| if number < sender.sent { value(sender.rank, at) } else { 0.0 });
             sum[at] = values.reduce(|a, b| a + b).unwrap();
         }
     }
@@ -49,13 +50,15 @@ struct Dice(u64);
 
 impl Dice {
     fn below(&mut self, end: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) as usize % end
     }
 
     /// The pieces of `0..end`, in any order, some of them twice.
     fn pieces(&mut self, end: usize) -> Vec<Range<usize>> {
-        let mut cuts: Vec<usize> = (0..self.below(5)).map(|_| self.below(end + 1)).chain([0, end]).collect();
+        let mut cuts: Vec<usize> =
+            (0..self.below(5)).map(|_| self.below(end + 1)).chain([0, end]).collect();
         cuts.sort_unstable();
         let mut pieces: Vec<_> = cuts.windows(2).map(|cut| cut[0]..cut[1]).collect();
         pieces.push(pieces[self.below(pieces.len())].clone());
@@ -91,7 +94,8 @@ fn play(
         let (sender, pieces, absent) = &mut rest[next];
         let Sender { rank, elements, .. } = sender;
         if let Some(range) = pieces.pop() {
-            let bytes = elements[range.clone()].iter().flat_map(|&at| value(*rank, at).to_le_bytes());
+            let bytes =
+                elements[range.clone()].iter().flat_map(|&at| value(*rank, at).to_le_bytes());
             let bytes = bytes.collect();
             let piece = Piece { rank: *rank, offset: range.start, dtype: DType::F32, bytes };
             round.contribute(&backend, &mut sum, &piece, &budget).unwrap();
@@ -141,7 +145,8 @@ fn check(job: &JobSpec, index: u32, slice: &SliceSpec, seed: u64) {
         let bits: Vec<u8> = expected.iter().flat_map(|value| value.to_le_bytes()).collect();
         assert!(sum == bits, "the sums differ");
     }
-    let squares = crate::backend::kernels::sum::of_squares(crate::backend::kernels::Level::best(), &expected);
+    let squares =
+        crate::backend::kernels::sum::of_squares(crate::backend::kernels::Level::best(), &expected);
     assert_eq!(round.sum_of_squares().to_bits(), squares.to_bits());
 }
 
@@ -191,7 +196,8 @@ proptest! {
 fn who_contributes_nothing_to_the_slice_is_not_absent_from_it() {
     let mesh = zeroshard_proto::ProcessMesh::dense([2], ["tp"]).unwrap();
     let shard = [zeroshard_proto::DimPlacement::Shard(0)];
-    let job = crate::shard::lane::tests::job(zeroshard_proto::TensorSpec::new("w", [4]), mesh, &shard);
+    let job =
+        crate::shard::lane::tests::job(zeroshard_proto::TensorSpec::new("w", [4]), mesh, &shard);
     let slice = SliceSpec { tensor: 0, offset: 0, numel: 2 };
     let mut round = Round::new(0, 2, &Lanes::new(&job, 0).of(&slice));
     let (backend, budget) = (Cpu::new(), Budget::new(0));

@@ -25,8 +25,13 @@ pub(super) struct Figures {
 impl Figures {
     pub(super) fn new(numel: usize) -> Self {
         let blocks = numel.div_ceil(BLOCK);
-        let mut figures =
-            Self { numel, lacking: vec![0; blocks], sums: vec![0.0; blocks], open: 0, overflow: None };
+        let mut figures = Self {
+            numel,
+            lacking: vec![0; blocks],
+            sums: vec![0.0; blocks],
+            open: 0,
+            overflow: None,
+        };
         figures.reset();
         figures
     }
@@ -68,8 +73,8 @@ pub(super) struct Total<'a, B: Backend> {
 }
 
 impl<B: Backend> Total<'_, B> {
-    /// Adds a piece of a contribution to `area`, or stores it where there is nothing yet, so that the accumulator need
-    /// not be cleared.
+    /// Adds a piece of a contribution to `area`, or stores it where there is nothing yet, so that
+    /// the accumulator need not be cleared.
     pub(super) fn add(&mut self, area: &Area, piece: &Piece, is_first: bool) {
         let at = area.elements(piece.range());
         let finite = match is_first {
@@ -77,15 +82,16 @@ impl<B: Backend> Total<'_, B> {
             true => self.backend.store(self.sum, at.clone(), &piece.bytes, piece.dtype),
         };
         if !finite {
-            // What is finite makes no NaN of what is not: this is the only place where NaN can come in.
+            // What is finite makes no NaN of what is not: this is the only place where NaN can come
+            // in.
             self.backend.canonicalise(self.sum, at);
             let overflow = &mut self.figures.overflow;
             *overflow = Some(overflow.map_or(piece.rank, |rank| rank.min(piece.rank)));
         }
     }
 
-    /// Counts elements that lack nothing any more, and sums the squares of the blocks that they complete, while they
-    /// are in cache.
+    /// Counts elements that lack nothing any more, and sums the squares of the blocks that they
+    /// complete, while they are in cache.
     pub(super) fn complete(&mut self, area: &Area, range: &Range<usize>) {
         if range.is_empty() {
             return;

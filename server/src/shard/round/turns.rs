@@ -1,8 +1,10 @@
-//! The contributions to one lane of a slice: which elements of which rank are in, and in what order they are added.
+//! The contributions to one lane of a slice: which elements of which rank are in, and in what order
+//! they are added.
 //!
-//! The order is rank order, cyclic from `slice mod ranks in the lane`, so that servers need not wait for the lowest
-//! rank everywhere at once. The first two of the order commute exactly (a + b = b + a, bit for bit), so either may
-//! come first; later ones wait, parked, until all before them are in, element by element.
+//! The order is rank order, cyclic from `slice mod ranks in the lane`, so that servers need not
+//! wait for the lowest rank everywhere at once. The first two of the order commute exactly (a + b =
+//! b + a, bit for bit), so either may come first; later ones wait, parked, until all before them
+//! are in, element by element.
 
 use std::{ops::Range, sync::Arc};
 
@@ -19,11 +21,12 @@ use crate::{
     },
 };
 
-/// The most separate ranges of one contribution: nobody who sends in order comes near, and memory stays bounded.
+/// The most separate ranges of one contribution: nobody who sends in order comes near, and memory
+/// stays bounded.
 pub(super) const MAX_PIECES: usize = 1024;
 
-/// What a parked piece costs beside its bytes: the entry in the list, and what `Bytes` and the allocator keep of each
-/// allocation.
+/// What a parked piece costs beside its bytes: the entry in the list, and what `Bytes` and the
+/// allocator keep of each allocation.
 pub(super) const PARKED_OVERHEAD: u64 = 128;
 
 /// One rank's.
@@ -31,10 +34,11 @@ pub(super) const PARKED_OVERHEAD: u64 = 128;
 pub(super) struct Contribution {
     /// What has come; a part that comes again is skipped.
     pub(super) received: Ranges,
-    /// What is in the accumulator. INVARIANT: a subset of `received`; from the third position on also of what
-    /// is added of the position before.
+    /// What is in the accumulator. INVARIANT: a subset of `received`; from the third position on
+    /// also of what is added of the position before.
     pub(super) added: Ranges,
-    /// INVARIANT: disjoint. A piece stays as a whole until all of it has been added: it is one allocation.
+    /// INVARIANT: disjoint. A piece stays as a whole until all of it has been added: it is one
+    /// allocation.
     pub(super) parked: Vec<(Piece, Space)>,
     /// Nothing more comes: what has not been received is zeros.
     pub(super) absent: bool,
@@ -49,8 +53,8 @@ pub(super) struct Turns {
     pub(super) contributions: Vec<Contribution>,
     /// How many ranks are absent.
     pub(super) absents: usize,
-    /// Where the zeros of an absent rank have been added. Zeros change -0.0 only, and what they have been added to is
-    /// never -0.0 again, so further zeros change nothing there.
+    /// Where the zeros of an absent rank have been added. Zeros change -0.0 only, and what they
+    /// have been added to is never -0.0 again, so further zeros change nothing there.
     pub(super) zeroed: Ranges,
 }
 
@@ -74,7 +78,8 @@ impl Turns {
     /// The first rank, in the order of addition, whose gradient is not all here.
     pub(super) fn missing_rank(&self) -> Option<u32> {
         let numel = self.lane.area.numel();
-        let position = self.contributions.iter().position(|c| !c.absent && !c.received.is_all(numel))?;
+        let position =
+            self.contributions.iter().position(|c| !c.absent && !c.received.is_all(numel))?;
         Some(self.rank(position))
     }
 
@@ -89,7 +94,8 @@ impl Turns {
         self.lane.ranks[(position + self.slice as usize) % ranks]
     }
 
-    /// Adds what is new of `piece`, or parks it if its turn has not come. Returns how many elements were new.
+    /// Adds what is new of `piece`, or parks it if its turn has not come. Returns how many elements
+    /// were new.
     ///
     /// # Errors
     /// As [`super::Round::contribute`].
@@ -139,8 +145,8 @@ impl Turns {
         Ok(new)
     }
 
-    /// Keeps a piece whose turn has not come, in memory of its own: in that of the network buffer it would keep all of
-    /// the buffer.
+    /// Keeps a piece whose turn has not come, in memory of its own: in that of the network buffer
+    /// it would keep all of the buffer.
     fn park(&mut self, position: usize, piece: Piece, budget: &Arc<Budget>) -> Result<()> {
         let Some(space) = budget.take(piece.bytes.len() as u64 + PARKED_OVERHEAD) else {
             let range = piece.range();
@@ -177,7 +183,8 @@ impl Turns {
         }
     }
 
-    /// Whether something of the rank at `position` may have its turn: something of all before it has been added.
+    /// Whether something of the rank at `position` may have its turn: something of all before it
+    /// has been added.
     fn is_reached(&self, position: usize) -> bool {
         let has_added = |position: usize| self.contributions[position].added.pieces() > 0;
         match position {
@@ -187,7 +194,8 @@ impl Turns {
         }
     }
 
-    /// Adds elements whose turn it is: those of `piece`, or nothing but zeros to where zeros have been added before.
+    /// Adds elements whose turn it is: those of `piece`, or nothing but zeros to where zeros have
+    /// been added before.
     pub(super) fn add<B: Backend>(
         &mut self,
         total: &mut Total<'_, B>,

@@ -1,4 +1,5 @@
-//! A buffer's next content (batch-norm statistics): bits that a step carries along, and no arithmetic touches.
+//! A buffer's next content (batch-norm statistics): bits that a step carries along, and no
+//! arithmetic touches.
 
 use zeroshard_proto::{Error, Result};
 
@@ -15,8 +16,8 @@ pub(super) struct Next<B: Backend> {
 }
 
 impl<B: Backend> Slice<B> {
-    /// Stores a piece of what the buffer is from the next version on, from a rank that uploads some of it. Returns how
-    /// many elements were new. `current` as for [`Self::upload`].
+    /// Stores a piece of what the buffer is from the next version on, from a rank that uploads some
+    /// of it. Returns how many elements were new. `current` as for [`Self::upload`].
     ///
     /// # Errors
     /// Those of `current`; [`Error::OutOfMemory`].
@@ -34,10 +35,11 @@ impl<B: Backend> Slice<B> {
             Some(next) => next,
             none => {
                 let numel = self.spec.numel;
-                let content = backend.allocate(self.dtype, numel).map_err(|_| Error::OutOfMemory {
-                    what: "the next content of a buffer".to_owned(),
-                    bytes: (numel * self.dtype.size()) as u64,
-                })?;
+                let content =
+                    backend.allocate(self.dtype, numel).map_err(|_| Error::OutOfMemory {
+                        what: "the next content of a buffer".to_owned(),
+                        bytes: (numel * self.dtype.size()) as u64,
+                    })?;
                 none.insert(Next { content, received: Filling::new(&self.lanes) })
             }
         };

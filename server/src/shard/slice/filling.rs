@@ -33,7 +33,8 @@ impl Filling {
     /// The first rank that has not sent everything.
     pub(super) fn missing_rank(&self, lanes: &[Lane]) -> Option<u32> {
         let mut both = lanes.iter().zip(&self.received);
-        both.find(|(lane, received)| !received.is_all(lane.area.numel())).map(|(lane, _)| lane.uploader())
+        both.find(|(lane, received)| !received.is_all(lane.area.numel()))
+            .map(|(lane, _)| lane.uploader())
     }
 
     /// Whether all of `piece` has come before.

@@ -8,12 +8,12 @@ use super::Slice;
 use crate::{backend::Backend, shard::part::Part};
 
 impl<B: Backend> Slice<B> {
-    /// A part that the slice has, at `version`, held for as long as the caller likes; `None` if it is not there
-    /// yet.
+    /// A part that the slice has, at `version`, held for as long as the caller likes; `None` if it
+    /// is not there yet.
     ///
     /// # Errors
-    /// [`Error::VersionGone`] if a later one has replaced it; [`Error::OutOfMemory`] if the next step may be decided at
-    /// any moment, and there is no room for its result beside this version.
+    /// [`Error::VersionGone`] if a later one has replaced it; [`Error::OutOfMemory`] if the next
+    /// step may be decided at any moment, and there is no room for its result beside this version.
     pub(crate) fn read(
         &self,
         backend: &B,
@@ -77,9 +77,11 @@ impl<B: Backend> Slice<B> {
     fn check_version(&self, job: &str, version: u64) -> Result<()> {
         match self.version() {
             Some(current) if current == version => Ok(()),
-            current => {
-                Err(Error::VersionGone { job: job.to_owned(), version, current: current.unwrap_or_default() })
-            }
+            current => Err(Error::VersionGone {
+                job: job.to_owned(),
+                version,
+                current: current.unwrap_or_default(),
+            }),
         }
     }
 }

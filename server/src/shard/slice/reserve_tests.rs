@@ -42,7 +42,9 @@ impl Subject {
     fn push(&self) -> Result<Option<Reduced>> {
         let budget = Budget::new(0);
         let piece = piece(0, 0, &[0.5, 0.5]);
-        self.slice.contribute(&self.backend, FIRST, &piece, &budget, || Ok(())).map(|(_, reduced)| reduced)
+        self.slice
+            .contribute(&self.backend, FIRST, &piece, &budget, || Ok(()))
+            .map(|(_, reduced)| reduced)
     }
 
     fn read(&self, part: Part) -> Result<Option<Arc<Buffer>>> {

@@ -19,13 +19,13 @@ pub(crate) struct Upload {
 }
 
 impl<B: Backend> Slice<B> {
-    /// Stores a piece of what a job begins with, from a rank that uploads some of the slice. Returns how many elements
-    /// were new, and whether that made the slice complete. `current` says, under the slice's lock, whether `attempt` is the
-    /// job's open one.
+    /// Stores a piece of what a job begins with, from a rank that uploads some of the slice.
+    /// Returns how many elements were new, and whether that made the slice complete. `current`
+    /// says, under the slice's lock, whether `attempt` is the job's open one.
     ///
     /// # Errors
-    /// Those of `current`; [`Error::Invalid`] for state that comes after the parameters, and for another number of
-    /// applied steps than another rank's.
+    /// Those of `current`; [`Error::Invalid`] for state that comes after the parameters, and for
+    /// another number of applied steps than another rank's.
     pub(crate) fn upload(
         &self,
         backend: &B,
@@ -70,7 +70,8 @@ impl<B: Backend> Slice<B> {
 }
 
 impl<B: Backend> Inner<B> {
-    /// Forgets what was uploaded. Optimizer state is made again when the upload begins anew, where that can fail.
+    /// Forgets what was uploaded. Optimizer state is made again when the upload begins anew, where
+    /// that can fail.
     pub(super) fn forget_upload(&mut self) {
         self.uploaded.clear();
         self.stale_state = !self.uploaded_state.iter().all(Filling::is_untouched);

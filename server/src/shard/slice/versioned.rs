@@ -23,7 +23,8 @@ impl<B: Backend> Versioned<B> {
         &self.current
     }
 
-    /// Makes sure that [`Self::write`] succeeds, as long as nobody starts to read without a reservation.
+    /// Makes sure that [`Self::write`] succeeds, as long as nobody starts to read without a
+    /// reservation.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the version is being read and there is no room for another.
@@ -56,7 +57,8 @@ impl<B: Backend> Versioned<B> {
         self.spare = None;
     }
 
-    /// Others get references only from [`Self::current`], under the slice's lock: a count of one cannot grow meanwhile.
+    /// Others get references only from [`Self::current`], under the slice's lock: a count of one
+    /// cannot grow meanwhile.
     fn is_read(&self) -> bool {
         Arc::strong_count(&self.current) > 1
     }

@@ -81,12 +81,15 @@ impl<'a> Worker<'a> {
         let gradient = Values::from(vec![1e-3f32; options.numel]);
         let all = 0..options.tensors;
         if options.rank == 0 {
-            job.initialise(all.clone().map(|tensor| TensorData { tensor, data: gradient.clone() }).collect())
-                .await?;
+            job.initialise(
+                all.clone().map(|tensor| TensorData { tensor, data: gradient.clone() }).collect(),
+            )
+            .await?;
         }
         let parameters = vec![vec![0.0; options.numel]; options.tensors];
         let per_bucket = (BUCKET / options.numel).max(1);
-        let buckets = all.clone().step_by(per_bucket).map(|first| first..all.end.min(first + per_bucket));
+        let buckets =
+            all.clone().step_by(per_bucket).map(|first| first..all.end.min(first + per_bucket));
         let buckets = match options.level {
             Level::Os => vec![all.clone()],
             Level::OsG | Level::PGOs => buckets.collect(),
@@ -110,7 +113,12 @@ impl<'a> Worker<'a> {
         self.pull(step + 1).await?;
         let ended = Instant::now();
         let seconds = |from: Instant, to: Instant| (to - from).as_secs_f64();
-        Ok([seconds(began, ended), seconds(began, pushed), seconds(pushed, decided), seconds(decided, ended)])
+        Ok([
+            seconds(began, ended),
+            seconds(began, pushed),
+            seconds(pushed, decided),
+            seconds(decided, ended),
+        ])
     }
 
     async fn push(&self, step: u64) -> Result<()> {
@@ -124,7 +132,9 @@ impl<'a> Worker<'a> {
 
     async fn pull(&mut self, version: u64) -> Result<()> {
         let ahead = match self.options.level {
-            Level::Os | Level::OsG => return pull_into(&self.job, version, 0, &mut self.parameters).await,
+            Level::Os | Level::OsG => {
+                return pull_into(&self.job, version, 0, &mut self.parameters).await;
+            }
             Level::PGOs => AHEAD,
         };
         let size = self.buckets[0].len();

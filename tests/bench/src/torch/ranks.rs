@@ -51,7 +51,8 @@ impl Sample {
     /// Reads what the ranks have written, rank by rank.
     fn parse(texts: &[String; WORLD]) -> Result<Self, Error> {
         let parse = |text: &String| {
-            serde_json::from_str::<Output>(text).map_err(|e| format!("a rank's result {text:?}: {e}"))
+            serde_json::from_str::<Output>(text)
+                .map_err(|e| format!("a rank's result {text:?}: {e}"))
         };
         let (first, second) = (parse(&texts[0])?, parse(&texts[1])?);
         if !(first.seconds.is_finite() && first.seconds > 0.0) {
@@ -183,7 +184,8 @@ mod tests {
 
     #[test]
     fn a_result_that_is_no_result_is_an_error() {
-        for wrong in ["", "{}", "nan", &OUTPUT.replace("0.5", "0.0"), &OUTPUT.replace("\"params\": 8, ", "")]
+        for wrong in
+            ["", "{}", "nan", &OUTPUT.replace("0.5", "0.0"), &OUTPUT.replace("\"params\": 8, ", "")]
         {
             assert!(Sample::parse(&[wrong.to_owned(), OUTPUT.to_owned()]).is_err(), "{wrong:?}");
         }

@@ -1,9 +1,11 @@
-//! Boxes of a square matrix beside all of an array of as many elements: what it costs that rows lie apart.
+//! Boxes of a square matrix beside all of an array of as many elements: what it costs that rows lie
+//! apart.
 
 use serde_json::json;
 use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, Values};
 use zeroshard_proto::{
-    DimPlacement, JobSpec, Manifest, Optimizer, ProcessMesh, TensorLayout, TensorSpec, optimizer::Sgd,
+    DimPlacement, JobSpec, Manifest, Optimizer, ProcessMesh, TensorLayout, TensorSpec,
+    optimizer::Sgd,
 };
 
 use super::{Error, timed};
@@ -12,8 +14,8 @@ use crate::{sample::median, table::Table};
 /// Ranks that the matrix is cut among.
 const RANKS: u32 = 2;
 
-/// Measures a `side` x `side` matrix of f32, of which each of two ranks has half: rows, columns, and as an array of its
-/// own; the median of `repeat`.
+/// Measures a `side` x `side` matrix of f32, of which each of two ranks has half: rows, columns,
+/// and as an array of its own; the median of `repeat`.
 pub(super) async fn run(side: usize, repeat: usize, json: bool) -> Result<(), Error> {
     let servers = zeroshard_tests::Cluster::start(1);
     let mut held = Vec::new();
@@ -35,7 +37,8 @@ pub(super) async fn run(side: usize, repeat: usize, json: bool) -> Result<(), Er
     let bytes = side * side / RANKS as usize * size_of::<f32>();
     let mut table = Table::new(json, &["bench", "of", "bytes", "gbps", "ratio_array"]);
     let gbps = |seconds: Vec<f64>| bytes as f64 / median(seconds) / 1e9;
-    let medians: Vec<_> = samples.into_iter().map(|(pulls, pushes)| [gbps(pulls), gbps(pushes)]).collect();
+    let medians: Vec<_> =
+        samples.into_iter().map(|(pulls, pushes)| [gbps(pulls), gbps(pushes)]).collect();
     for (bench, what) in ["pull", "push"].into_iter().enumerate() {
         for ((name, _), gbps) in held.iter().zip(&medians) {
             table.row(json!({
@@ -56,7 +59,12 @@ struct Held {
 }
 
 impl Held {
-    async fn start(address: &str, name: &str, side: usize, cut: Option<usize>) -> Result<Self, Error> {
+    async fn start(
+        address: &str,
+        name: &str,
+        side: usize,
+        cut: Option<usize>,
+    ) -> Result<Self, Error> {
         let numel = side * side / RANKS as usize;
         let cluster = Cluster::connect(address, Default::default()).await?;
         let tensor = match cut {

@@ -24,8 +24,12 @@ struct Plain {
 impl data_server::Data for Plain {
     type PullStream = Pin<Box<dyn Stream<Item = Result<pb::PullResponse, Status>> + Send>>;
 
-    async fn pull(&self, request: Request<pb::PullRequest>) -> Result<Response<Self::PullStream>, Status> {
-        let bytes = request.get_ref().ranges.iter().map(|range| range.length as usize).sum::<usize>();
+    async fn pull(
+        &self,
+        request: Request<pb::PullRequest>,
+    ) -> Result<Response<Self::PullStream>, Status> {
+        let bytes =
+            request.get_ref().ranges.iter().map(|range| range.length as usize).sum::<usize>();
         let parameters = Bytes::from(vec![1u8; bytes.min(CHUNK)]);
         let messages = (0..bytes).step_by(CHUNK).map(move |offset| {
             let payload = parameters.slice(..CHUNK.min(bytes - offset));
@@ -62,7 +66,10 @@ pub(crate) fn serve() -> Result<(), Error> {
         let service = data_server::DataServer::new(Plain::default());
         // What `Server::serve` would do with an address: no delay.
         let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-        Ok(tonic::transport::Server::builder().add_service(service).serve_with_incoming(incoming).await?)
+        Ok(tonic::transport::Server::builder()
+            .add_service(service)
+            .serve_with_incoming(incoming)
+            .await?)
     })
 }
 

@@ -1,4 +1,5 @@
-//! One TCP stream, blocking calls, bytes straight into and out of an array: what the machine can do.
+//! One TCP stream, blocking calls, bytes straight into and out of an array: what the machine can
+//! do.
 
 use std::{
     io::{Read, Write},

@@ -35,7 +35,8 @@ fn parallel(world: &World, find_unused_parameters: bool) -> DataParallel<Graph, 
 fn parameters_are_those_of_the_first_rank() {
     worlds(3, |world| {
         let module = linear(world.rank() as usize, 3, 2);
-        let parallel = DataParallel::new(module, &line(&world, 3), DataParallelOptions::default()).unwrap();
+        let parallel =
+            DataParallel::new(module, &line(&world, 3), DataParallelOptions::default()).unwrap();
         assert_eq!(values(parallel.module().weight.val()), values(linear(0, 3, 2).weight.val()));
     });
 }
@@ -49,7 +50,11 @@ fn gradients_are_the_mean_over_the_ranks() {
         parallel.backward(pass).unwrap();
         let found = parallel.gradients();
         assert_eq!(gradient(&found, &parallel.module().used), Some(1.5));
-        assert_eq!(gradient(&parallel.gradients(), &parallel.module().used), None, "they were taken");
+        assert_eq!(
+            gradient(&parallel.gradients(), &parallel.module().used),
+            None,
+            "they were taken"
+        );
     });
 }
 
@@ -74,14 +79,23 @@ fn no_sync_goes_by_the_forward_pass() {
     worlds(2, |world| {
         let mut parallel = parallel(&world, false);
         let own = 1.0 + world.rank() as f32;
-        let inside = parallel.no_sync(|parallel| parallel.forward(|module| loss(module, own, true)));
+        let inside =
+            parallel.no_sync(|parallel| parallel.forward(|module| loss(module, own, true)));
         parallel.backward(inside).unwrap();
         let found = parallel.gradients();
-        assert_eq!(gradient(&found, &parallel.module().used), Some(own), "forward inside, backward outside");
+        assert_eq!(
+            gradient(&found, &parallel.module().used),
+            Some(own),
+            "forward inside, backward outside"
+        );
         let outside = parallel.forward(|module| loss(module, own, true));
         parallel.no_sync(|parallel| parallel.backward(outside).unwrap());
         let found = parallel.gradients();
-        assert_eq!(gradient(&found, &parallel.module().used), Some(1.5), "forward outside, backward inside");
+        assert_eq!(
+            gradient(&found, &parallel.module().used),
+            Some(1.5),
+            "forward outside, backward inside"
+        );
     });
 }
 
@@ -136,11 +150,16 @@ fn buckets_are_those_of_paddle() {
         parameters: Vec<Param<Tensor<B, 1>>>,
     }
     worlds(1, |world| {
-        let new =
-            |size| Param::from_tensor(Tensor::<Graph, 1>::zeros([size], &Default::default()).require_grad());
-        let module =
-            Sizes { parameters: [100_000, 100_000, 200_000, 1_000_000, 7_000_000, 10].map(new).to_vec() };
-        let parallel = DataParallel::new(module, &line(&world, 1), DataParallelOptions::default()).unwrap();
+        let new = |size| {
+            Param::from_tensor(
+                Tensor::<Graph, 1>::zeros([size], &Default::default()).require_grad(),
+            )
+        };
+        let module = Sizes {
+            parameters: [100_000, 100_000, 200_000, 1_000_000, 7_000_000, 10].map(new).to_vec(),
+        };
+        let parallel =
+            DataParallel::new(module, &line(&world, 1), DataParallelOptions::default()).unwrap();
         assert_eq!(parallel.buckets(), [vec![0, 1, 2], vec![3, 4], vec![5]]);
     });
 }
@@ -148,8 +167,11 @@ fn buckets_are_those_of_paddle() {
 #[test]
 fn a_module_without_a_parameter_that_trains_is_refused() {
     worlds(1, |world| {
-        let refused =
-            DataParallel::<Graph, _>::new(two().no_grad(), &line(&world, 1), DataParallelOptions::default());
+        let refused = DataParallel::<Graph, _>::new(
+            two().no_grad(),
+            &line(&world, 1),
+            DataParallelOptions::default(),
+        );
         assert!(matches!(refused.map(drop), Err(Error::Invalid(_))));
     });
 }
@@ -158,7 +180,9 @@ fn a_module_without_a_parameter_that_trains_is_refused() {
 fn ranks_with_other_parameters_are_told_so() {
     let errors = worlds(2, |world| {
         let module = linear(0, 3, 2 + world.rank() as usize);
-        DataParallel::new(module, &line(&world, 2), DataParallelOptions::default()).map(drop).unwrap_err()
+        DataParallel::new(module, &line(&world, 2), DataParallelOptions::default())
+            .map(drop)
+            .unwrap_err()
     });
     assert!(errors.iter().any(|error| error.to_string().contains("weight [3, 3]")), "{errors:?}");
 }

@@ -74,8 +74,9 @@ fn with_servers<T: Send>(
 ) -> Vec<T> {
     with_cluster(servers, |world, settings, runtime| {
         let mesh = line(&world, 2);
-        let optimizer =
-            |layer: &mut DemoNet<Graph>| shard_optimizer(layer, &mesh, settings.clone(), runtime).unwrap();
+        let optimizer = |layer: &mut DemoNet<Graph>| {
+            shard_optimizer(layer, &mesh, settings.clone(), runtime).unwrap()
+        };
         run(mesh.clone(), &optimizer)
     })
 }
@@ -118,7 +119,8 @@ fn training_by_boxes_equals_one_process_and_any_number_of_servers_gives_the_same
     let [one, three] = [1, 3].map(|servers| {
         let mut ranks = with_servers(servers, |mesh, optimizer| {
             let mut model = model(&mesh, optimizer);
-            let losses: Vec<f32> = (0..8).map(|step| run_loss(&mut model, tensors(step % 4))).collect();
+            let losses: Vec<f32> =
+                (0..8).map(|step| run_loss(&mut model, tensors(step % 4))).collect();
             let state = model.optimizer().unwrap().state_dict().unwrap();
             model.optimizer().unwrap().leave().unwrap();
             (losses, state)
@@ -132,7 +134,10 @@ fn training_by_boxes_equals_one_process_and_any_number_of_servers_gives_the_same
     for (step, (found, expected)) in losses.iter().zip(&expected).enumerate() {
         assert!((found - expected).abs() <= 1e-5 * expected, "step {step}: {found}, {expected}");
     }
-    assert_eq!((state[0].name.as_str(), state[0].shape.as_slice()), ("linear_0.weight", [16, 16].as_slice()));
+    assert_eq!(
+        (state[0].name.as_str(), state[0].shape.as_slice()),
+        ("linear_0.weight", [16, 16].as_slice())
+    );
     assert_eq!(state.len(), 4);
 }
 
@@ -151,10 +156,16 @@ fn eval_and_predict_change_neither_a_parameter_nor_the_version() {
         let loss = run_loss(&mut model, tensors(1));
         assert_eq!(run_loss(&mut model, tensors(1)), loss);
         model.predict().unwrap();
-        let Outcome::Outputs(outputs) = model.call(batch(1).inputs).unwrap() else { panic!("it predicts") };
+        let Outcome::Outputs(outputs) = model.call(batch(1).inputs).unwrap() else {
+            panic!("it predicts")
+        };
         let output = outputs["out0"].clone().local::<2>().unwrap();
         let label = numbers(41, [4, 8]);
-        assert_eq!(mean_square(output, label).into_scalar(), loss, "the output is that of the loss");
+        assert_eq!(
+            mean_square(output, label).into_scalar(),
+            loss,
+            "the output is that of the loss"
+        );
         assert_eq!(state(&model), before);
         model.train().unwrap();
         run_loss(&mut model, tensors(1));
@@ -198,8 +209,8 @@ fn a_model_without_a_job_has_no_state() {
 fn programs_of_the_modes_differ_and_say_what_travels() {
     with_servers(1, |mesh, optimizer| {
         let model = model(&mesh, optimizer);
-        let programs =
-            [Mode::Train, Mode::Eval, Mode::Predict].map(|mode| model.dist_main_program(Some(mode)).unwrap());
+        let programs = [Mode::Train, Mode::Eval, Mode::Predict]
+            .map(|mode| model.dist_main_program(Some(mode)).unwrap());
         // No rank goes on while another is in a backward pass.
         mesh.world().agree(mesh.process_mesh(), "the programs", "made").unwrap();
         let [train, eval, predict] = &programs;
@@ -210,12 +221,16 @@ fn programs_of_the_modes_differ_and_say_what_travels() {
             program.operations.iter().filter(|o| wanted(o)).count()
         };
         let pulls = |operation: &Operation| matches!(operation, Operation::Pull(_));
-        let pushes =
-            |operation: &Operation| matches!(operation, Operation::Push(_) | Operation::Commit { .. });
+        let pushes = |operation: &Operation| {
+            matches!(operation, Operation::Push(_) | Operation::Commit { .. })
+        };
         assert!(programs.iter().all(|program| count(program, pulls) == 4));
         // Rank 0 pushes the replicated biases too.
         let expected = if mesh.rank() == 0 { 4 } else { 2 };
-        assert_eq!([train, eval, predict].map(|program| count(program, pushes)), [expected + 1, 0, 0]);
+        assert_eq!(
+            [train, eval, predict].map(|program| count(program, pushes)),
+            [expected + 1, 0, 0]
+        );
         let serial = model.serial_main_program(None).unwrap();
         assert_eq!(count(&serial, |operation| matches!(operation, Operation::Collective(_))), 0);
         assert!(count(train, |operation| matches!(operation, Operation::Collective(_))) > 0);
@@ -253,7 +268,10 @@ fn the_first_mode_follows_from_what_there_is() {
         let optimizer = optimizer(&mut layer);
         let refused = to_static(layer.clone(), &mesh, batch(0), None, None).unwrap();
         assert_eq!(refused.mode(), Mode::Predict);
-        assert_eq!(to_static(layer.clone(), &mesh, batch(0), loss(), None).unwrap().mode(), Mode::Eval);
+        assert_eq!(
+            to_static(layer.clone(), &mesh, batch(0), loss(), None).unwrap().mode(),
+            Mode::Eval
+        );
         let model = to_static(layer.clone(), &mesh, batch(0), loss(), Some(optimizer)).unwrap();
         assert_eq!(model.mode(), Mode::Train);
         model.optimizer().unwrap().leave().unwrap();
@@ -274,7 +292,10 @@ fn a_mode_whose_parts_are_missing_is_refused_and_the_mode_stays() {
         let mut predicts = to_static(sharded(&mesh), &mesh, batch(0), None, None).unwrap();
         assert_eq!(missing(predicts.train()), ("train", "a loss"));
         assert_eq!(missing(predicts.eval()), ("eval", "a loss"));
-        assert_eq!(missing(predicts.dist_main_program(Some(Mode::Eval)).map(drop)), ("eval", "a loss"));
+        assert_eq!(
+            missing(predicts.dist_main_program(Some(Mode::Eval)).map(drop)),
+            ("eval", "a loss")
+        );
         assert!(predicts.call(batch(0).inputs).is_ok());
     });
 }

@@ -59,8 +59,13 @@ fn parts_are_those_of_torch_chunk() {
     let parts = worlds(3, |world| {
         let mesh = line(&world, 3);
         let rows = |rows| {
-            values(shard_tensor(numbers(0, [rows, 1]), &mesh, &[Shard(0)]).unwrap().to_local::<2>().unwrap())
-                .len()
+            values(
+                shard_tensor(numbers(0, [rows, 1]), &mesh, &[Shard(0)])
+                    .unwrap()
+                    .to_local::<2>()
+                    .unwrap(),
+            )
+            .len()
         };
         (rows(7), rows(4), rows(1))
     });
@@ -187,7 +192,10 @@ fn what_does_not_fit_is_refused_with_what_would() {
             mesh.sub_mesh(&["dp"]).unwrap_err(),
         ];
         for error in refusals {
-            assert!(matches!(error, Error::Invalid(zeroshard_proto::Error::Invalid { .. })), "{error}");
+            assert!(
+                matches!(error, Error::Invalid(zeroshard_proto::Error::Invalid { .. })),
+                "{error}"
+            );
         }
         assert_eq!(
             values(shard_tensor(x.clone(), &mesh, &[Shard(LAST)]).unwrap().full::<2>().unwrap()),
@@ -211,7 +219,8 @@ fn two_ranks_with_another_mesh_are_told_what_each_has() {
     assert!(
         results
             .iter()
-            .any(|error| error.to_string().contains("[0, 1]") && error.to_string().contains("[1, 0]"))
+            .any(|error| error.to_string().contains("[0, 1]")
+                && error.to_string().contains("[1, 0]"))
     );
 }
 

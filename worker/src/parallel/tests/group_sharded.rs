@@ -1,4 +1,5 @@
-//! ZeRO's levels for a module, with data of their own for both ranks (2x1) or half of each layer (1x2), against one process.
+//! ZeRO's levels for a module, with data of their own for both ranks (2x1) or half of each layer
+//! (1x2), against one process.
 
 use std::collections::HashMap;
 
@@ -30,7 +31,13 @@ fn loss(net: &DemoNet<Graph>, number: usize) -> Result<Tensor<Graph, 1>> {
     Ok(mean_square(output, labels.remove(0).local()?))
 }
 
-fn at(level: Level, dp: usize, world: &World, settings: ServerOptions, runtime: &Handle) -> Sharded {
+fn at(
+    level: Level,
+    dp: usize,
+    world: &World,
+    settings: ServerOptions,
+    runtime: &Handle,
+) -> Sharded {
     let mesh = world.mesh(ProcessMesh::dense([dp, 2 / dp], ["dp", "tp"]).unwrap()).unwrap();
     let net = sharded(&mesh.sub_mesh(&["tp"]).unwrap());
     group_sharded_parallel(net, level, &mesh, settings, runtime).unwrap()
@@ -40,7 +47,8 @@ fn at(level: Level, dp: usize, world: &World, settings: ServerOptions, runtime: 
 fn step(model: &mut Sharded, run: Run, step: usize) -> [f64; 3] {
     let place = if run.dp == 1 { 0 } else { model.optimizer().rank() as usize };
     for pass in 0..run.passes {
-        let loss = model.forward(|net| loss(net, (step * run.passes + pass) * run.dp + place)).unwrap();
+        let loss =
+            model.forward(|net| loss(net, (step * run.passes + pass) * run.dp + place)).unwrap();
         model.backward(loss).unwrap();
     }
     let report = model.step().unwrap();
@@ -50,7 +58,8 @@ fn step(model: &mut Sharded, run: Run, step: usize) -> [f64; 3] {
 fn train(level: Level, buffer_max_size: usize, run: Run) -> (Steps, Vec<StateTensor>) {
     let mut ranks = with_cluster(2, |world, settings, runtime| {
         let settings = ServerOptions { max_norm: run.max_norm, ..settings };
-        let mut model = at(level, run.dp, &world, settings, runtime).with_buffer_max_size(buffer_max_size);
+        let mut model =
+            at(level, run.dp, &world, settings, runtime).with_buffer_max_size(buffer_max_size);
         let steps: Steps = (0..STEPS).map(|number| step(&mut model, run, number)).collect();
         let state = model.state_dict().unwrap();
         model.optimizer().leave().unwrap();
@@ -89,7 +98,10 @@ fn assert_levels_agree(run: Run) -> Steps {
         assert_eq!(other, (steps.clone(), state.clone()), "{level}, buckets of {buffer_max_size}");
     }
     for (found, expected) in steps.iter().flatten().zip(dense(net(), run).iter().flatten()) {
-        assert!((found - expected).abs() <= 1e-4 * expected, "{found} and {expected} in one process");
+        assert!(
+            (found - expected).abs() <= 1e-4 * expected,
+            "{found} and {expected} in one process"
+        );
     }
     steps
 }
@@ -189,7 +201,9 @@ fn a_frozen_parameter_stays_and_is_part_of_the_state() {
             let mut model =
                 group_sharded_parallel(frozen, level, &line(&world, 2), settings, runtime).unwrap();
             let before = model.state_dict().unwrap();
-            (0..2).for_each(|number| _ = step(&mut model, Run { dp: 2, passes: 2, max_norm: None }, number));
+            (0..2).for_each(|number| {
+                _ = step(&mut model, Run { dp: 2, passes: 2, max_norm: None }, number)
+            });
             let after = model.state_dict().unwrap();
             let changed: Vec<bool> =
                 before.iter().zip(&after).map(|(before, after)| before != after).collect();
@@ -250,7 +264,10 @@ fn training_goes_on_from_a_state_as_it_did_before() {
             model.set_state_dict(state.clone()).unwrap();
             assert_eq!((model.optimizer().job(), model.optimizer().version()), ("demo.1", 0));
             assert_eq!(model.state_dict().unwrap(), state);
-            assert_eq!((1..3).map(|number| step(&mut model, run, number)).collect::<Steps>(), after);
+            assert_eq!(
+                (1..3).map(|number| step(&mut model, run, number)).collect::<Steps>(),
+                after
+            );
             model.optimizer().leave().unwrap();
         });
     }
@@ -278,8 +295,16 @@ fn a_state_of_another_module_is_refused_and_nothing_changes() {
             (with(&|state| state[1].name = "other".to_owned()), "other", "unknown"),
             (with(&|state| drop(state.pop())), "linear_1.bias", "missing"),
             (with(&|state| state.push(state[0].clone())), "linear_0.weight", "given twice"),
-            (with(&|state| state[2].shape.reverse()), "linear_1.weight", "of shape [8, 16] with 128 values"),
-            (with(&|state| state[3].values.truncate(7)), "linear_1.bias", "of shape [8] with 7 values"),
+            (
+                with(&|state| state[2].shape.reverse()),
+                "linear_1.weight",
+                "of shape [8, 16] with 128 values",
+            ),
+            (
+                with(&|state| state[3].values.truncate(7)),
+                "linear_1.bias",
+                "of shape [8] with 7 values",
+            ),
         ];
         for (state, tensor, found) in states {
             let expected = [format!("tensor {tensor:?} of the state"), found.to_owned()];

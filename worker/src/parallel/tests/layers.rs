@@ -5,8 +5,12 @@ use burn::tensor::Int;
 
 use super::*;
 
-/// A dense layer's output and gradients (input, weight, bias of up and down), of the sum of squares.
-fn dense(sizes: [usize; 3], x: &Tensor<Graph, 2>) -> (Vec<f32>, Vec<Tensor<Flex, 2>>, Vec<Tensor<Flex, 1>>) {
+/// A dense layer's output and gradients (input, weight, bias of up and down), of the sum of
+/// squares.
+fn dense(
+    sizes: [usize; 3],
+    x: &Tensor<Graph, 2>,
+) -> (Vec<f32>, Vec<Tensor<Flex, 2>>, Vec<Tensor<Flex, 1>>) {
     let mlp = Mlp::new(sizes);
     let y = mlp.forward(x.clone()).unwrap().local::<2>().unwrap();
     let gradients = y.clone().powi_scalar(2).sum().backward();
@@ -37,11 +41,20 @@ fn compare(
         assert_close(&values(y.clone()), &expected, &what);
         let gradients = backward(&mesh, &y.powi_scalar(2).sum());
         let grad = |tensor: Tensor<Graph, 2>| values(tensor.grad(&gradients).unwrap());
-        let bias =
-            |layer: &ParallelLinear<Graph>| values(layer.bias.as_ref().unwrap().grad(&gradients).unwrap());
+        let bias = |layer: &ParallelLinear<Graph>| {
+            values(layer.bias.as_ref().unwrap().grad(&gradients).unwrap())
+        };
         assert_close(&grad(x), &values(matrices[0].clone()), &what);
-        assert_close(&grad(mlp.up.weight.val()), &part(matrices[1].clone(), &mesh, &[Shard(1)]), &what);
-        assert_close(&grad(mlp.down.weight.val()), &part(matrices[2].clone(), &mesh, &[Shard(0)]), &what);
+        assert_close(
+            &grad(mlp.up.weight.val()),
+            &part(matrices[1].clone(), &mesh, &[Shard(1)]),
+            &what,
+        );
+        assert_close(
+            &grad(mlp.down.weight.val()),
+            &part(matrices[2].clone(), &mesh, &[Shard(0)]),
+            &what,
+        );
         assert_close(&bias(&mlp.up), &part(vectors[0].clone(), &mesh, &[Shard(0)]), &what);
         assert_close(&bias(&mlp.down), &values(vectors[1].clone()), &what);
     });
@@ -52,7 +65,10 @@ fn column_then_row_equals_dense_forward_and_backward() {
     // Even, uneven, and with a rank that has nothing.
     for (ranks, hidden) in [(1, 4), (2, 6), (2, 5), (3, 5), (3, 2), (4, 9)] {
         compare(ranks, [3, hidden, 2], &|| {
-            vec![("up", Box::new(ColwiseParallel::default())), ("down", Box::new(RowwiseParallel::default()))]
+            vec![
+                ("up", Box::new(ColwiseParallel::default())),
+                ("down", Box::new(RowwiseParallel::default())),
+            ]
         });
     }
 }
@@ -108,14 +124,17 @@ fn the_row_bias_is_added_once() {
 fn sequence_parallel_of_an_mlp_takes_and_gives_rows() {
     for ranks in [2, 3] {
         let sizes = [3, 5, 2];
-        let (expected, matrices, vectors) = dense(sizes, &numbers(9, [2 * ranks, 3]).require_grad());
+        let (expected, matrices, vectors) =
+            dense(sizes, &numbers(9, [2 * ranks, 3]).require_grad());
         worlds(ranks, |world| {
             let mesh = line(&world, ranks);
             let rows = part(numbers(9, [2 * ranks, 3]).inner(), &mesh, &[Shard(0)]);
-            let x = Tensor::<Graph, 2>::from_data(TensorData::new(rows, [2, 3]), &Default::default())
-                .require_grad();
+            let x =
+                Tensor::<Graph, 2>::from_data(TensorData::new(rows, [2, 3]), &Default::default())
+                    .require_grad();
             let mlp =
-                parallelize_module(Mlp::new(sizes), &mesh, &[("", &SequenceParallel::default())]).unwrap();
+                parallelize_module(Mlp::new(sizes), &mesh, &[("", &SequenceParallel::default())])
+                    .unwrap();
             let y = mlp.forward(x.clone()).unwrap().local::<2>().unwrap();
             let rank = world.rank() as usize;
             assert_close(&values(y.clone()), &expected[4 * rank..4 * rank + 4], "rows");
@@ -138,7 +157,8 @@ fn sequence_parallel_of_an_mlp_gathers_once_and_scatters_once_each_way() {
     worlds(2, |world| {
         let mesh = line(&world, 2);
         let mlp =
-            parallelize_module(Mlp::new([3, 4, 2]), &mesh, &[("", &SequenceParallel::default())]).unwrap();
+            parallelize_module(Mlp::new([3, 4, 2]), &mesh, &[("", &SequenceParallel::default())])
+                .unwrap();
         let x = numbers(9, [2, 3]).require_grad();
         let names = |calls: Vec<Call>| calls.iter().map(|call| call.name).collect::<Vec<_>>();
         let (y, forward) = world.trace(|| mlp.forward(x).unwrap().local::<2>().unwrap());
@@ -168,8 +188,9 @@ fn a_norm_on_part_of_a_sequence_equals_the_whole_and_its_gradients_are_summed() 
     let y = y.inner();
     worlds(2, |world| {
         let mesh = line(&world, 2);
-        let norm =
-            parallelize_module(One(new()), &mesh, &[("norm", &SequenceParallel::default())]).unwrap().0;
+        let norm = parallelize_module(One(new()), &mesh, &[("norm", &SequenceParallel::default())])
+            .unwrap()
+            .0;
         let cut = shard_tensor(numbers(9, [2, 4, 3]), &mesh, &[Shard(1)]).unwrap();
         let output = norm.forward(cut).unwrap().dist().unwrap();
         assert_eq!(output.placements(), [Shard(1)]);
@@ -240,7 +261,11 @@ fn rows_and_columns_on_a_grid_equal_dense() {
         assert_close(&values(y.clone()), &expected[2 * row..2 * row + 4], "rows");
         let gradients = backward(&mesh, &y.powi_scalar(2).sum());
         let up = values(sharded.layer.up.weight.grad(&gradients).unwrap());
-        assert_close(&up, &part(matrices[1].clone(), &mesh, &[Replicate, Shard(1)]), "up, summed over dp");
+        assert_close(
+            &up,
+            &part(matrices[1].clone(), &mesh, &[Replicate, Shard(1)]),
+            "up, summed over dp",
+        );
     });
 }
 

@@ -38,8 +38,10 @@ impl<B: ParallelBackend> Net<B> {
 impl<B: ParallelBackend> Parallelize<B> for Net<B> {
     fn layers(&mut self) -> Vec<(String, Layer<'_, B>)> {
         let Self { blocks, norm, tail, .. } = self;
-        let blocks =
-            blocks.iter_mut().enumerate().map(|(i, block)| (format!("blocks.{i}"), Layer::Module(block)));
+        let blocks = blocks
+            .iter_mut()
+            .enumerate()
+            .map(|(i, block)| (format!("blocks.{i}"), Layer::Module(block)));
         let own = [
             ("norm".to_owned(), norm.into()),
             ("tail".to_owned(), tail.into()),
@@ -62,13 +64,20 @@ fn patterns_reach_the_layers_of_modules() {
     worlds(2, |world| {
         let mesh = line(&world, 2);
         let (up, down) = (ColwiseParallel::default(), RowwiseParallel::default());
-        let net =
-            parallelize_module(Net::new(), &mesh, &[("blocks.*.up", &up), ("blocks.[0-9].d?wn", &down)])
-                .unwrap();
+        let net = parallelize_module(
+            Net::new(),
+            &mesh,
+            &[("blocks.*.up", &up), ("blocks.[0-9].d?wn", &down)],
+        )
+        .unwrap();
         assert_eq!(net.blocks[0].up.weight.dims(), [3, 3 - world.rank() as usize]);
         assert_eq!(net.tail.weight.dims(), [3, 3], "what the plan does not name stays");
         let x = numbers(9, [4, 3]);
-        assert_close(&values(net.forward(x.clone()).unwrap().local::<2>().unwrap()), &dense(x), "dense");
+        assert_close(
+            &values(net.forward(x.clone()).unwrap().local::<2>().unwrap()),
+            &dense(x),
+            "dense",
+        );
     });
 }
 
@@ -76,11 +85,16 @@ fn patterns_reach_the_layers_of_modules() {
 fn pairwise_goes_into_modules_and_leaves_a_trailing_linear_alone() {
     worlds(2, |world| {
         let mesh = line(&world, 2);
-        let net = parallelize_module(Net::new(), &mesh, &[("", &PairwiseParallel::default())]).unwrap();
+        let net =
+            parallelize_module(Net::new(), &mesh, &[("", &PairwiseParallel::default())]).unwrap();
         assert_eq!(net.blocks[1].down.weight.dims(), [2, 3]);
         assert_eq!(net.tail.weight.dims(), [3, 3]);
         let x = numbers(9, [4, 3]);
-        assert_close(&values(net.forward(x.clone()).unwrap().local::<2>().unwrap()), &dense(x), "dense");
+        assert_close(
+            &values(net.forward(x.clone()).unwrap().local::<2>().unwrap()),
+            &dense(x),
+            "dense",
+        );
     });
 }
 
@@ -96,7 +110,11 @@ fn an_odd_number_of_linear_layers_is_paired_as_far_as_it_goes() {
         let mesh = line(&world, 2);
         let new = || Three([0, 1, 2, 3, 4].map(|i| linear(2 * i, 4, 4)));
         let run = |net: &Three, x: Tensor<Graph, 2>| {
-            net.0.iter().fold(Value::from(x), |x, layer| layer.forward(x).unwrap()).local::<2>().unwrap()
+            net.0
+                .iter()
+                .fold(Value::from(x), |x, layer| layer.forward(x).unwrap())
+                .local::<2>()
+                .unwrap()
         };
         let net = parallelize_module(new(), &mesh, &[("", &PairwiseParallel::default())]).unwrap();
         let sizes: Vec<_> = net.0.iter().map(|layer| layer.weight.dims()).collect();
@@ -149,8 +167,10 @@ fn distributed_tensors_go_into_a_module_unless_plain_ones_are_wanted() {
                 use_local_output: local,
             };
             let net = parallelize_module(Net::new(), &mesh, &[("", &input)]).unwrap();
-            let inputs =
-                net.hooks.inputs(vec![numbers(1, [2, 3]).into(), numbers(2, [1, 1]).into()]).unwrap();
+            let inputs = net
+                .hooks
+                .inputs(vec![numbers(1, [2, 3]).into(), numbers(2, [1, 1]).into()])
+                .unwrap();
             assert_eq!(matches!(inputs[0], Value::Local(_)), local);
             assert!(matches!(inputs[1], Value::Local(_)), "what has no layout is left alone");
             let net = parallelize_module(Net::new(), &mesh, &[("", &output)]).unwrap();
@@ -180,8 +200,9 @@ fn layouts_of_other_lengths_are_refused() {
 fn a_key_that_matches_nothing_is_an_error_that_names_the_layers() {
     worlds(1, |world| {
         let mesh = line(&world, 1);
-        let error = parallelize_module(Net::new(), &mesh, &[("block.*.up", &ColwiseParallel::default())])
-            .unwrap_err();
+        let error =
+            parallelize_module(Net::new(), &mesh, &[("block.*.up", &ColwiseParallel::default())])
+                .unwrap_err();
         let Error::UnmatchedKey { key, layers } = &error else { panic!("{error}") };
         assert_eq!(key, "block.*.up");
         assert!(layers.iter().any(|layer| layer == "blocks.1.down"), "{layers:?}");
@@ -211,7 +232,10 @@ fn a_layer_of_a_type_that_the_style_does_not_know_is_an_error() {
         ];
         for (key, style) in plans {
             let error = parallelize_module(Net::new(), &mesh, &[(key, style)]).unwrap_err();
-            assert!(matches!(&error, Error::Unsupported { layer, .. } if layer == key), "{key}: {error}");
+            assert!(
+                matches!(&error, Error::Unsupported { layer, .. } if layer == key),
+                "{key}: {error}"
+            );
         }
     });
 }
@@ -224,8 +248,10 @@ fn making_a_layer_parallel_twice_is_an_error() {
         let once = || parallelize_module(Net::new(), &mesh, &[("tail", &columns)]).unwrap();
         for error in [
             parallelize_module(once(), &mesh, &[("tail", &columns)]).unwrap_err(),
-            parallelize_module(Net::new(), &mesh, &[("tail", &columns), ("t*", &columns)]).unwrap_err(),
-            parallelize_module(Net::new(), &mesh, &[("", &pairs), ("blocks.0.up", &columns)]).unwrap_err(),
+            parallelize_module(Net::new(), &mesh, &[("tail", &columns), ("t*", &columns)])
+                .unwrap_err(),
+            parallelize_module(Net::new(), &mesh, &[("", &pairs), ("blocks.0.up", &columns)])
+                .unwrap_err(),
         ] {
             assert!(matches!(error, Error::AlreadyParallel { .. }), "{error}");
         }
@@ -284,7 +310,9 @@ fn shard_layer_calls_its_function_for_every_layer_and_replicates_the_rest() {
         assert_eq!(net.tail.weight.dims(), [3, 3]);
         let x = numbers(9, [4, 3]);
         let outputs = sharded
-            .forward(vec![x.clone().into()], |net, mut inputs| Ok(vec![net.forward(inputs.remove(0))?]))
+            .forward(vec![x.clone().into()], |net, mut inputs| {
+                Ok(vec![net.forward(inputs.remove(0))?])
+            })
             .unwrap();
         // Without an output_fn nothing is converted.
         let output = outputs.into_iter().next().unwrap().dist().unwrap();
@@ -319,11 +347,16 @@ fn input_fn_and_output_fn_convert() {
     worlds(2, |world| {
         let mesh = line(&world, 2);
         let input: Convert<Graph> = Box::new(|inputs, mesh| {
-            inputs.into_iter().map(|x| Ok(shard_tensor(x.local::<2>()?, mesh, &[Shard(0)])?.into())).collect()
+            inputs
+                .into_iter()
+                .map(|x| Ok(shard_tensor(x.local::<2>()?, mesh, &[Shard(0)])?.into()))
+                .collect()
         });
-        let output: Convert<Graph> =
-            Box::new(|outputs, _| outputs.into_iter().map(|y| Ok(y.dist()?.full::<2>()?.into())).collect());
-        let sharded = shard_layer(linear_only(), &mesh, |_, _, _| Ok(()), Some(input), Some(output)).unwrap();
+        let output: Convert<Graph> = Box::new(|outputs, _| {
+            outputs.into_iter().map(|y| Ok(y.dist()?.full::<2>()?.into())).collect()
+        });
+        let sharded =
+            shard_layer(linear_only(), &mesh, |_, _, _| Ok(()), Some(input), Some(output)).unwrap();
         let x = numbers(1, [3, 3]);
         let outputs = sharded.forward(vec![x.clone().into()], |net, mut inputs| {
             assert!(matches!(&inputs[0], Value::Dist(x) if x.placements() == [Shard(0)]));

@@ -38,7 +38,10 @@ fn check_dist(
             for at in [Some(&mesh), None] {
                 let tensor = shard_tensor(numbers(1, [3, 4]), &mesh, &[from]).unwrap();
                 let made = make(tensor, at).unwrap();
-                assert_eq!((made.placements(), made.shape()), ([placement].as_slice(), [3, 4].as_slice()));
+                assert_eq!(
+                    (made.placements(), made.shape()),
+                    ([placement].as_slice(), [3, 4].as_slice())
+                );
                 assert_close(
                     &values(made.full::<2>().unwrap()),
                     &values(numbers(1, [3, 4])),
@@ -85,7 +88,8 @@ fn make_input_reshard_replicate_has_the_right_gradient_also_where_it_is_whole() 
     worlds(2, |world| {
         let mesh = line(&world, 2);
         let x = local(world.rank()).require_grad();
-        let whole = make_input_reshard_replicate(x.clone(), Some(&mesh)).unwrap().to_local::<2>().unwrap();
+        let whole =
+            make_input_reshard_replicate(x.clone(), Some(&mesh)).unwrap().to_local::<2>().unwrap();
         let gradients = backward(&mesh, &(whole * numbers(7, [4, 4])).sum());
         let rank = world.rank() as usize;
         let expected = &values(numbers(7, [4, 4]))[8 * rank..8 * rank + 8];
@@ -135,7 +139,11 @@ fn make_sharded_output_tensor_gives_the_part_as_it_is() {
 #[test]
 fn make_output_reshard_tensor_gives_the_part_along_dimension_0() {
     for from in [Shard(0), Shard(1), Replicate, PARTIAL] {
-        assert_close(&plain(make_output_reshard_tensor, from), &values(numbers(1, [3, 4]))[..8], "two rows");
+        assert_close(
+            &plain(make_output_reshard_tensor, from),
+            &values(numbers(1, [3, 4]))[..8],
+            "two rows",
+        );
     }
 }
 
@@ -158,13 +166,15 @@ fn every_function_refuses_a_mesh_of_two_dimensions() {
                 make_input_reshard_replicate(plain(), at),
                 make_input_replicate_1d(plain(), at),
             ];
-            let local = [make_output_tensor(tensor(), at), make_output_reshard_tensor(tensor(), at)];
+            let local =
+                [make_output_tensor(tensor(), at), make_output_reshard_tensor(tensor(), at)];
             let errors = dist
                 .into_iter()
                 .map(|made| made.map(drop))
                 .chain(local.into_iter().map(|made| made.map(drop)));
             for error in errors {
-                let Err(Error::Invalid(zeroshard_proto::Error::Invalid { what, .. })) = &error else {
+                let Err(Error::Invalid(zeroshard_proto::Error::Invalid { what, .. })) = &error
+                else {
                     panic!("{error:?}")
                 };
                 assert!(what.contains("mesh"), "{error:?}");

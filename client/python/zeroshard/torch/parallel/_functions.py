@@ -1,11 +1,13 @@
 """The functions that the first tensor parallel styles were made of, which torch itself has dropped.
 
-``make_input_*`` turn a module's input into a DTensor, ``make_output_*`` its output into what comes after it. A plain
-tensor given to ``make_input_shard_*`` **is** this rank's shard already: the global size is the local one times the
-mesh's, so the shards must be of one size, and no data moves. A DTensor is redistributed.
+``make_input_*`` turn a module's input into a DTensor, ``make_output_*`` its output into what comes
+after it. A plain tensor given to ``make_input_shard_*`` **is** this rank's shard already: the
+global size is the local one times the mesh's, so the shards must be of one size, and no data moves.
+A DTensor is redistributed.
 
-Meshes have one dimension. All raise :class:`~zeroshard.NotATensor` (a RuntimeError) for what is no tensor, and
-:class:`~zeroshard.InvalidArgument` for a mesh of more dimensions or a dimension that is not there.
+Meshes have one dimension. All raise :class:`~zeroshard.NotATensor` (a RuntimeError) for what is no
+tensor, and :class:`~zeroshard.InvalidArgument` for a mesh of more dimensions or a dimension that is
+not there.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from .._mesh import check_1d, check_placement, mesh_text
 Value = Tensor | Sequence[Tensor]
 
 
-def make_input_shard_1d(input: Value, device_mesh: DeviceMesh | None = None, dim: int = 0) -> DTensor:
+def make_input_shard_1d(
+    input: Value, device_mesh: DeviceMesh | None = None, dim: int = 0
+) -> DTensor:
     """A DTensor that is sharded on ``dim``. ``device_mesh`` is a DTensor's own by default."""
     return _input(input, device_mesh, Shard(dim))
 
@@ -43,7 +47,9 @@ def make_input_replicate_1d(input: Value, device_mesh: DeviceMesh | None = None)
     return _input(input, device_mesh, Replicate())
 
 
-def make_output_shard_1d(output: Value, device_mesh: DeviceMesh | None = None, dim: int = 0) -> DTensor:
+def make_output_shard_1d(
+    output: Value, device_mesh: DeviceMesh | None = None, dim: int = 0
+) -> DTensor:
     """The DTensor ``output``, sharded on ``dim``. ``device_mesh`` is its own by default."""
     return _output(output, device_mesh, Shard(dim))
 
@@ -59,12 +65,14 @@ def make_output_tensor(output: Value, device_mesh: DeviceMesh | None = None) -> 
 
 
 def make_sharded_output_tensor(output: Value, device_mesh: DeviceMesh | None = None) -> Tensor:
-    """This rank's shard of the DTensor ``output``, as it is, as a plain tensor. ``device_mesh`` is not needed."""
+    """This rank's shard of the DTensor ``output``, as it is, as a plain tensor. ``device_mesh`` is
+    not needed."""
     return local(_distributed(output, device_mesh))
 
 
 def make_output_reshard_tensor(output: Value, device_mesh: DeviceMesh | None = None) -> Tensor:
-    """This rank's shard of dimension 0 of the DTensor ``output``, as a plain tensor: a reduce-scatter of partial sums.
+    """This rank's shard of dimension 0 of the DTensor ``output``, as a plain tensor: a
+    reduce-scatter of partial sums.
 
     The shards must be of one size, since what comes next cannot know theirs.
     """
@@ -106,7 +114,9 @@ def same_mesh(value: DTensor, mesh: DeviceMesh, what: str) -> None:
 def _input(value: Value, mesh: DeviceMesh | None, placement: Placement) -> DTensor:
     tensor = _single(value)
     if not isinstance(tensor, Tensor):
-        raise NotATensor(f"the input is a {type(tensor).__name__}; it must be a torch.Tensor or a DTensor")
+        raise NotATensor(
+            f"the input is a {type(tensor).__name__}; it must be a torch.Tensor or a DTensor"
+        )
     if mesh is None and isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
     mesh = check_1d(mesh, "device_mesh")
@@ -125,7 +135,9 @@ def _output(value: Value, mesh: DeviceMesh | None, placement: Placement) -> DTen
 def _distributed(value: Value, mesh: DeviceMesh | None) -> DTensor:
     output = _single(value)
     if not isinstance(output, DTensor):
-        raise NotATensor(f"the output is a {type(output).__name__}; it must be a DTensor, as parallel modules make them")
+        raise NotATensor(
+            f"the output is a {type(output).__name__}; it must be a DTensor, as parallel modules make them"
+        )
     mesh = check_1d(output.device_mesh if mesh is None else mesh, "device_mesh")
     same_mesh(output, mesh, "the output")
     return output

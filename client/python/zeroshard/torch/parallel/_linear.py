@@ -1,4 +1,5 @@
-"""``ColwiseParallel`` and ``RowwiseParallel``: a Linear or an Embedding, cut along its columns or its rows."""
+"""``ColwiseParallel`` and ``RowwiseParallel``: a Linear or an Embedding, cut along its columns or
+its rows."""
 
 from __future__ import annotations
 
@@ -44,10 +45,16 @@ class _LinearStyle(ParallelStyle):
         super().__init__(_prepare_input, _prepare_output)
         for name, layout in (("input_layouts", input_layouts), ("output_layouts", output_layouts)):
             if layout is not None and not isinstance(layout, Placement):
-                raise InvalidArgument(f"{name} is {layout!r}; it must be Shard(dim), Replicate() or Partial()")
+                raise InvalidArgument(
+                    f"{name} is {layout!r}; it must be Shard(dim), Replicate() or Partial()"
+                )
         if _prepare_input is not None and input_layouts is not None:
-            raise InvalidArgument("_prepare_input and input_layouts are given; it must be one of them")
-        if _prepare_output is not None and (output_layouts is not None or use_local_output is not None):
+            raise InvalidArgument(
+                "_prepare_input and input_layouts are given; it must be one of them"
+            )
+        if _prepare_output is not None and (
+            output_layouts is not None or use_local_output is not None
+        ):
             raise InvalidArgument(
                 "_prepare_output is given with output_layouts or use_local_output; it must be one or the other"
             )
@@ -85,13 +92,17 @@ class _LinearStyle(ParallelStyle):
         (declared,), (wanted,) = self.input_layouts, self.output_layouts
         desired, made = self._desired(module), self._made(module)
         # A column-wise module's input gradient is a sum over the ranks.
-        gradient: Placement = Partial() if desired.is_replicate() and isinstance(module, nn.Linear) else desired
+        gradient: Placement = (
+            Partial() if desired.is_replicate() and isinstance(module, nn.Linear) else desired
+        )
         note_collectives(
             module,
             device_mesh,
             before_forward=transition(declared, desired),
             after_forward=transition(made, wanted),
-            before_backward=transition(wanted, made) if not made.is_partial() else transition(wanted, Replicate()),
+            before_backward=transition(wanted, made)
+            if not made.is_partial()
+            else transition(wanted, Replicate()),
             after_backward=transition(gradient, declared),
         )
         return module
@@ -99,15 +110,25 @@ class _LinearStyle(ParallelStyle):
     def _lay_input(self, module: nn.Module, value: object, mesh: DeviceMesh) -> DTensor:
         (declared,) = self.input_layouts
         what = f"the input of a {type(module).__name__}"
-        if isinstance(module, nn.Linear) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+        if (
+            isinstance(module, nn.Linear)
+            and isinstance(value, Tensor)
+            and not isinstance(value, DTensor)
+        ):
             if isinstance(declared, Shard) and declared.dim % value.dim() == value.dim() - 1:
                 value = _features_of(value, mesh, module.in_features, what)
         return laid_out(value, mesh, declared, self._desired(module), what)
 
-    def _checked_input(self, module: nn.Module, prepare: Prepare, value: object, mesh: DeviceMesh) -> object:
+    def _checked_input(
+        self, module: nn.Module, prepare: Prepare, value: object, mesh: DeviceMesh
+    ) -> object:
         """What ``prepare`` makes, if the module can compute with it."""
         prepared = prepare(value, mesh)
-        if isinstance(module, nn.Linear) and isinstance(prepared, DTensor) and prepared.shape[-1] != module.in_features:
+        if (
+            isinstance(module, nn.Linear)
+            and isinstance(prepared, DTensor)
+            and prepared.shape[-1] != module.in_features
+        ):
             raise InvalidArgument(
                 f"the input of a Linear has {prepared.shape[-1]} features on {mesh.size()} ranks together; it must "
                 f"have {module.in_features}: a plain tensor that is a shard must be of the same size on every rank"
@@ -121,13 +142,16 @@ class _LinearStyle(ParallelStyle):
         value = redistributed(value, wanted)
         if not self.use_local_output:
             return value
-        # Whoever takes a shard of the features knows how many there are; of other dimensions nobody does.
+        # Whoever takes a shard of the features knows how many there are; of other dimensions nobody
+        # does.
         last = isinstance(wanted, Shard) and wanted.dim == value.dim() - 1
         return local(value if last else even(value, f"the output of a {type(module).__name__}"))
 
     def __repr__(self) -> str:
         before, after = self._prepare_input, self._prepare_output
-        said = f"_prepare_input={text(before)}" if before else f"input_layouts={self.input_layouts[0]}"
+        said = (
+            f"_prepare_input={text(before)}" if before else f"input_layouts={self.input_layouts[0]}"
+        )
         if after:
             said += f", _prepare_output={text(after)}"
         else:
@@ -138,15 +162,14 @@ class _LinearStyle(ParallelStyle):
 class ColwiseParallel(_LinearStyle):
     """Cuts a Linear along its outputs, an Embedding along its features.
 
-    Linear: weight and bias ``Shard(0)``; Embedding: weight ``Shard(1)``. Without arguments the input is the same on
-    every rank, and the output each rank's part of the last dimension, as a plain tensor.
+    Linear: weight and bias ``Shard(0)``; Embedding: weight ``Shard(1)``. Without arguments the
+    input is the same on every rank, and the output each rank's part of the last dimension, as a
+    plain tensor.
 
-    Args:
-        _prepare_input, _prepare_output: functions of a tensor and the mesh, as the first styles had them; they stand in
-            the place of the layouts.
-        input_layouts: what a plain input is; ``Replicate()`` by default.
-        output_layouts: what the output shall be; ``Shard(-1)`` by default.
-        use_local_output: whether the output becomes a plain tensor, by default True.
+    Args: _prepare_input, _prepare_output: functions of a tensor and the mesh, as the first styles
+        had them; they stand in the place of the layouts. input_layouts: what a plain input is;
+        ``Replicate()`` by default. output_layouts: what the output shall be; ``Shard(-1)`` by
+        default. use_local_output: whether the output becomes a plain tensor, by default True.
     """
 
     _usual = (Replicate(), Shard(-1))
@@ -164,18 +187,19 @@ class ColwiseParallel(_LinearStyle):
 
 
 class RowwiseParallel(_LinearStyle):
-    """Cuts a Linear along its inputs, an Embedding along its rows; what the ranks compute is summed.
+    """Cuts a Linear along its inputs, an Embedding along its rows; what the ranks compute is
+    summed.
 
-    Linear: weight ``Shard(1)``, bias ``Replicate()`` and added once; Embedding: weight ``Shard(0)``. Without arguments
-    the input is each rank's part of the last dimension, and the output whole on every rank, as a plain tensor. A
-    Linear's features need not divide by the ranks: its plain input has as many as ``torch.chunk`` would give.
+    Linear: weight ``Shard(1)``, bias ``Replicate()`` and added once; Embedding: weight
+    ``Shard(0)``. Without arguments the input is each rank's part of the last dimension, and the
+    output whole on every rank, as a plain tensor. A Linear's features need not divide by the ranks:
+    its plain input has as many as ``torch.chunk`` would give.
 
-    Args:
-        _prepare_input, _prepare_output: functions of a tensor and the mesh, as the first styles had them; they stand in
-            the place of the layouts.
-        input_layouts: what a plain input is; ``Shard(-1)`` by default. (``Replicate()`` for an Embedding's indices.)
-        output_layouts: what the output shall be; ``Replicate()`` by default.
-        use_local_output: whether the output becomes a plain tensor, by default True.
+    Args: _prepare_input, _prepare_output: functions of a tensor and the mesh, as the first styles
+        had them; they stand in the place of the layouts. input_layouts: what a plain input is;
+        ``Shard(-1)`` by default. (``Replicate()`` for an Embedding's indices.) output_layouts: what
+        the output shall be; ``Replicate()`` by default. use_local_output: whether the output
+        becomes a plain tensor, by default True.
     """
 
     _usual = (Shard(-1), Replicate())

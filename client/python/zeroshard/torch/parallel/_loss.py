@@ -10,11 +10,12 @@ from torch.distributed.tensor.parallel import loss_parallel as torch_loss_parall
 
 @contextlib.contextmanager
 def loss_parallel() -> Iterator[None]:
-    """``F.cross_entropy`` and its backward inside take logits, a DTensor, that are sharded on the class dimension.
+    """``F.cross_entropy`` and its backward inside take logits, a DTensor, that are sharded on the
+    class dimension.
 
-    The classes are not gathered: each rank computes with its own, and three small all-reduces join them. Targets are
-    class indices, a plain tensor that is the same on every rank or a replicated DTensor. It ends with the block, also
-    where an error ends the block.
+    The classes are not gathered: each rank computes with its own, and three small all-reduces join
+    them. Targets are class indices, a plain tensor that is the same on every rank or a replicated
+    DTensor. It ends with the block, also where an error ends the block.
     """
     inner = torch_loss_parallel()
     inner.__enter__()

@@ -1,4 +1,5 @@
-"""``PairwiseParallel`` and ``SequenceParallel``: pairs of Linears, the first cut by columns, the second by rows."""
+"""``PairwiseParallel`` and ``SequenceParallel``: pairs of Linears, the first cut by columns, the
+second by rows."""
 
 from __future__ import annotations
 
@@ -32,19 +33,24 @@ from ._style import (
 class PairwiseParallel(ParallelStyle):
     """Cuts a module's Linears in pairs, as Megatron-LM does (https://arxiv.org/abs/1909.08053).
 
-    Of the Linears that are the module's children, in order, the first, third, ... are cut by columns, the second,
-    fourth, ... by rows; one that is left over stays as it is. The first one's input and the last row-wise one's output
-    are prepared; what is between them runs on DTensors. Where a module has fewer than two, its children are looked at.
+    Of the Linears that are the module's children, in order, the first, third, ... are cut by
+    columns, the second, fourth, ... by rows; one that is left over stays as it is. The first one's
+    input and the last row-wise one's output are prepared; what is between them runs on DTensors.
+    Where a module has fewer than two, its children are looked at.
 
-    Args:
-        _prepare_input: :func:`make_input_replicate_1d` by default: the input is the same on every rank.
-        _prepare_output: :func:`make_output_tensor` by default: the output is whole on every rank.
+    Args: _prepare_input: :func:`make_input_replicate_1d` by default: the input is the same on every
+        rank. _prepare_output: :func:`make_output_tensor` by default: the output is whole on every
+        rank.
     """
 
     _knows = "modules that have two nn.Linear or more side by side, or in which there are such"
 
-    def __init__(self, _prepare_input: Prepare | None = None, _prepare_output: Prepare | None = None) -> None:
-        super().__init__(_prepare_input or make_input_replicate_1d, _prepare_output or make_output_tensor)
+    def __init__(
+        self, _prepare_input: Prepare | None = None, _prepare_output: Prepare | None = None
+    ) -> None:
+        super().__init__(
+            _prepare_input or make_input_replicate_1d, _prepare_output or make_output_tensor
+        )
 
     def _check(self, module: nn.Module, name: str) -> None:
         found = linear_chains(module, name)
@@ -61,7 +67,10 @@ class PairwiseParallel(ParallelStyle):
             for number, (_, linear) in enumerate(chain):
                 first, last = number == 0, number == len(chain) - 1
                 by_rows = number % 2 == 1
-                rows, columns = {"weight": Shard(1), "bias": Replicate()}, {"weight": Shard(0), "bias": Shard(0)}
+                rows, columns = (
+                    {"weight": Shard(1), "bias": Replicate()},
+                    {"weight": Shard(0), "bias": Shard(0)},
+                )
                 partition(linear, device_mesh, rows if by_rows else columns, self.src_data_rank)
                 hook(
                     linear,
@@ -72,7 +81,9 @@ class PairwiseParallel(ParallelStyle):
                 self._note(linear, device_mesh, by_rows, first, last)
         return module
 
-    def _note(self, linear: nn.Linear, mesh: DeviceMesh, by_rows: bool, first: bool, last: bool) -> None:
+    def _note(
+        self, linear: nn.Linear, mesh: DeviceMesh, by_rows: bool, first: bool, last: bool
+    ) -> None:
         gathered, scattered = self._resharded(first), self._resharded(last)
         if by_rows:
             note_collectives(
@@ -97,20 +108,28 @@ class PairwiseParallel(ParallelStyle):
 class SequenceParallel(PairwiseParallel):
     """Activations that are sharded on the sequence dimension (https://arxiv.org/abs/2205.05198).
 
-    Applied to a module with pairs of Linears it is a :class:`PairwiseParallel` whose plain input is this rank's shard,
-    which is gathered, and whose output is this rank's shard, reduced and scattered; the dimension is 0 unless given,
-    the output a plain tensor unless ``use_local_output=False``.
+    Applied to a module with pairs of Linears it is a :class:`PairwiseParallel` whose plain input is
+    this rank's shard, which is gathered, and whose output is this rank's shard, reduced and
+    scattered; the dimension is 0 unless given, the output a plain tensor unless
+    ``use_local_output=False``.
 
-    Applied to a module without Linears (LayerNorm, RMSNorm, Dropout, one's own) it replicates the parameters, and runs
-    on the shards: input and output are sharded on dimension 1 unless given, the output is a DTensor unless
-    ``use_local_output=True``. A plain input is this rank's shard, of the same size on every rank.
+    Applied to a module without Linears (LayerNorm, RMSNorm, Dropout, one's own) it replicates the
+    parameters, and runs on the shards: input and output are sharded on dimension 1 unless given,
+    the output is a DTensor unless ``use_local_output=True``. A plain input is this rank's shard, of
+    the same size on every rank.
     """
 
     _knows = f"modules without nn.Linear, such as nn.LayerNorm, nn.RMSNorm and nn.Dropout, and {PairwiseParallel._knows}"
 
-    def __init__(self, *, sequence_dim: int | None = None, use_local_output: bool | None = None) -> None:
-        if sequence_dim is not None and (not isinstance(sequence_dim, int) or isinstance(sequence_dim, bool)):
-            raise InvalidArgument(f"sequence_dim is {sequence_dim!r}; it must be the number of a dimension")
+    def __init__(
+        self, *, sequence_dim: int | None = None, use_local_output: bool | None = None
+    ) -> None:
+        if sequence_dim is not None and (
+            not isinstance(sequence_dim, int) or isinstance(sequence_dim, bool)
+        ):
+            raise InvalidArgument(
+                f"sequence_dim is {sequence_dim!r}; it must be the number of a dimension"
+            )
         self.sequence_dim = sequence_dim
         self.use_local_output = use_local_output
         super().__init__(self._gather_input, self._scatter_output)
@@ -136,7 +155,9 @@ class SequenceParallel(PairwiseParallel):
     # ---- with Linears
 
     def _gather_input(self, value: Tensor, mesh: DeviceMesh) -> DTensor:
-        return make_input_replicate_1d(make_input_shard_1d(value, mesh, self.sequence_dim or 0), mesh)
+        return make_input_replicate_1d(
+            make_input_shard_1d(value, mesh, self.sequence_dim or 0), mesh
+        )
 
     def _scatter_output(self, value: Tensor, mesh: DeviceMesh) -> Tensor:
         output = make_output_shard_1d(value, mesh, self.sequence_dim or 0)
@@ -161,7 +182,8 @@ def has_linear(module: nn.Module) -> bool:
 
 
 def linear_chains(module: nn.Module, name: str) -> list[list[tuple[str, nn.Linear]]]:
-    """The Linears that become pairs, by name: an even number of them in each module that has two or more."""
+    """The Linears that become pairs, by name: an even number of them in each module that has two or
+    more."""
     children = [(f"{name}.{own}" if name else own, child) for own, child in module.named_children()]
     linears = [(own, child) for own, child in children if isinstance(child, nn.Linear)]
     if len(linears) >= 2:

@@ -32,22 +32,20 @@ def parallelize_module(
 ) -> nn.Module:
     """Applies tensor parallelism to a module, in place.
 
-    Args:
-        module: what is parallelised.
-        device_mesh: a mesh of one dimension; of more if ``tp_mesh_dim`` says which.
-        parallelize_plan: one style, or a dict of them by module name. Names are matched part by part, as file names are
-            (``"layers.*.fc1"``); ``""`` is the module itself.
-        tp_mesh_dim: the dimension of the mesh that is used, by number or name.
-        src_data_rank: the rank of the mesh whose parameters count; None: every rank's parameters are right as they are.
+    Args: module: what is parallelised. device_mesh: a mesh of one dimension; of more if
+        ``tp_mesh_dim`` says which. parallelize_plan: one style, or a dict of them by module name.
+        Names are matched part by part, as file names are (``"layers.*.fc1"``); ``""`` is the module
+        itself. tp_mesh_dim: the dimension of the mesh that is used, by number or name.
+        src_data_rank: the rank of the mesh whose parameters count; None: every rank's parameters
+        are right as they are.
 
-    Returns:
-        The module.
+    Returns: The module.
 
-    Raises:
-        InvalidArgument: the mesh has several dimensions, or the plan has a name that matches nothing.
-        UnsupportedModule: a style cannot be applied to a module of that type (a NotImplementedError).
-        AlreadyParallel: a module has been parallelised before, or stands in the plan twice (a RuntimeError).
-        Disagreement: another rank has another mesh, plan or module.
+    Raises: InvalidArgument: the mesh has several dimensions, or the plan has a name that matches
+        nothing. UnsupportedModule: a style cannot be applied to a module of that type (a
+        NotImplementedError). AlreadyParallel: a module has been parallelised before, or stands in
+        the plan twice (a RuntimeError). Disagreement: another rank has another mesh, plan or
+        module.
 
     In all of these cases nothing has been changed.
     """
@@ -98,7 +96,9 @@ def _matches(module: nn.Module, key: str) -> list[tuple[str, nn.Module]]:
         matching = [(name, child) for name, own, child in children if fnmatchcase(own, token)]
         if not matching:
             there = ", ".join(repr(name) for name, _, _ in children) or "none"
-            raise InvalidArgument(f"parallelize_plan has {key!r}, and no module matches {token!r}; there are {there}")
+            raise InvalidArgument(
+                f"parallelize_plan has {key!r}, and no module matches {token!r}; there are {there}"
+            )
         found = matching
     return found
 
@@ -111,11 +111,19 @@ def _check(steps: _Steps) -> None:
         if isinstance(style, _PREPARES):
             continue
         if id(target) in seen:
-            raise AlreadyParallel(f"parallelize_plan has two styles for module {name!r}; it must have one")
+            raise AlreadyParallel(
+                f"parallelize_plan has two styles for module {name!r}; it must have one"
+            )
         seen[id(target)] = name
 
 
 def _said(module: nn.Module, mesh: DeviceMesh, steps: _Steps) -> dict[str, str]:
     plan = ", ".join(f"{name!r}: {style!r}" for name, _, style in steps)
-    parameters = ", ".join(f"{name} {list(p.shape)} {p.dtype}" for name, p in module.named_parameters())
-    return {"the mesh": mesh_text(mesh), "the plan": f"{{{plan}}}", "the module's parameters": parameters}
+    parameters = ", ".join(
+        f"{name} {list(p.shape)} {p.dtype}" for name, p in module.named_parameters()
+    )
+    return {
+        "the mesh": mesh_text(mesh),
+        "the plan": f"{{{plan}}}",
+        "the module's parameters": parameters,
+    }

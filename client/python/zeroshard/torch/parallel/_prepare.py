@@ -1,4 +1,5 @@
-"""``PrepareModuleInput``, ``PrepareModuleOutput`` and both: layouts of what goes into and comes out of a module."""
+"""``PrepareModuleInput``, ``PrepareModuleOutput`` and both: layouts of what goes into and comes out
+of a module."""
 
 from __future__ import annotations
 
@@ -55,12 +56,17 @@ class PrepareModuleInput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Has the inputs prepared."""
 
-        def prepare(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        def prepare(
+            _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+        ) -> tuple[Any, ...]:
             return self._prepared(inputs, device_mesh), self._prepared_named(named, device_mesh)
 
         module.register_forward_pre_hook(prepare, with_kwargs=True)
         pairs = list(zip(self.input_layouts or (), self.desired_input_layouts or (), strict=True))
-        pairs += [(layout, self.desired_input_kwarg_layouts[name]) for name, layout in self.input_kwarg_layouts.items()]
+        pairs += [
+            (layout, self.desired_input_kwarg_layouts[name])
+            for name, layout in self.input_kwarg_layouts.items()
+        ]
         _note(module, device_mesh, pairs, "before_forward", "after_backward")
         return module
 
@@ -81,7 +87,14 @@ class PrepareModuleInput(ParallelStyle):
     def _prepared_named(self, named: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
         declared, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
         return {
-            name: _prepare(value, mesh, declared.get(name), desired.get(name), f"input {name!r}", self.use_local_output)
+            name: _prepare(
+                value,
+                mesh,
+                declared.get(name),
+                desired.get(name),
+                f"input {name!r}",
+                self.use_local_output,
+            )
             for name, value in named.items()
         }
 
@@ -103,11 +116,17 @@ class PrepareModuleOutput(ParallelStyle):
     """
 
     def __init__(
-        self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True
+        self,
+        *,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
     ) -> None:
         super().__init__()
         self.output_layouts = _layouts(output_layouts, "output_layouts") or ()
-        self.desired_output_layouts = _layouts(desired_output_layouts, "desired_output_layouts") or ()
+        self.desired_output_layouts = (
+            _layouts(desired_output_layouts, "desired_output_layouts") or ()
+        )
         self.use_local_output = use_local_output
         _check_lengths(self.output_layouts, self.desired_output_layouts, "output_layouts")
 
@@ -116,7 +135,9 @@ class PrepareModuleOutput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Has the outputs prepared."""
-        module.register_forward_hook(lambda _, inputs, outputs: self._prepared(outputs, device_mesh))
+        module.register_forward_hook(
+            lambda _, inputs, outputs: self._prepared(outputs, device_mesh)
+        )
         pairs = list(zip(self.output_layouts, self.desired_output_layouts, strict=True))
         _note(module, device_mesh, pairs, "after_forward", "before_backward")
         return module
@@ -184,28 +205,43 @@ class PrepareModuleInputOutput(ParallelStyle):
         return self.prepare_module_output._apply(module, device_mesh)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.prepare_module_input!r}, {self.prepare_module_output!r})"
+        return (
+            f"{type(self).__name__}({self.prepare_module_input!r}, {self.prepare_module_output!r})"
+        )
 
 
 def _layouts(layouts: Layouts | None, name: str) -> tuple[Placement | None, ...] | None:
     if layouts is None or isinstance(layouts, Placement):
         return None if layouts is None else (layouts,)
-    right = isinstance(layouts, (tuple, list)) and all(isinstance(each, Placement | None) for each in layouts)
+    right = isinstance(layouts, (tuple, list)) and all(
+        isinstance(each, Placement | None) for each in layouts
+    )
     if not right:
-        raise InvalidArgument(f"{name} is {layouts!r}; it must be a placement, or a tuple of placements and None")
+        raise InvalidArgument(
+            f"{name} is {layouts!r}; it must be a placement, or a tuple of placements and None"
+        )
     return tuple(layouts)
 
 
 def _check_lengths(
-    declared: tuple[Placement | None, ...] | None, desired: tuple[Placement | None, ...] | None, name: str
+    declared: tuple[Placement | None, ...] | None,
+    desired: tuple[Placement | None, ...] | None,
+    name: str,
 ) -> None:
     lengths = [None if layouts is None else len(layouts) for layouts in (declared, desired)]
     if lengths[0] != lengths[1]:
-        raise InvalidArgument(f"{name} and desired_{name} have {lengths[0]} and {lengths[1]}; they must have as many")
+        raise InvalidArgument(
+            f"{name} and desired_{name} have {lengths[0]} and {lengths[1]}; they must have as many"
+        )
 
 
 def _prepare(
-    value: Any, mesh: DeviceMesh, declared: Placement | None, desired: Placement | None, what: str, to_local: bool
+    value: Any,
+    mesh: DeviceMesh,
+    declared: Placement | None,
+    desired: Placement | None,
+    what: str,
+    to_local: bool,
 ) -> Any:
     if declared is None:
         return value

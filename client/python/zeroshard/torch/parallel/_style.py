@@ -22,9 +22,9 @@ Prepare = Callable[[Any, DeviceMesh], Any]
 class ParallelStyle(TorchStyle):
     """How a module is parallelised: what happens to its input, its parameters and its output.
 
-    A style of one's own either gives ``_prepare_input(input, mesh)`` and ``_prepare_output(output, mesh)``, and has the
-    parameters replicated, or overrides ``_apply(module, mesh)``. None leaves an input or output as it is. The first
-    positional input is prepared; others are passed on.
+    A style of one's own either gives ``_prepare_input(input, mesh)`` and ``_prepare_output(output,
+    mesh)``, and has the parameters replicated, or overrides ``_apply(module, mesh)``. None leaves
+    an input or output as it is. The first positional input is prepared; others are passed on.
     """
 
     _prepare_input: Prepare | None = None
@@ -32,10 +32,17 @@ class ParallelStyle(TorchStyle):
     #: The types of module that it can be applied to, in words.
     _knows: ClassVar[str] = "any module"
 
-    def __init__(self, _prepare_input: Prepare | None = None, _prepare_output: Prepare | None = None) -> None:
-        for name, prepare in (("_prepare_input", _prepare_input), ("_prepare_output", _prepare_output)):
+    def __init__(
+        self, _prepare_input: Prepare | None = None, _prepare_output: Prepare | None = None
+    ) -> None:
+        for name, prepare in (
+            ("_prepare_input", _prepare_input),
+            ("_prepare_output", _prepare_output),
+        ):
             if prepare is not None and not callable(prepare):
-                raise InvalidArgument(f"{name} is {prepare!r}; it must be a function of a tensor and a mesh, or None")
+                raise InvalidArgument(
+                    f"{name} is {prepare!r}; it must be a function of a tensor and a mesh, or None"
+                )
         self._prepare_input = _prepare_input
         self._prepare_output = _prepare_output
 
@@ -52,7 +59,11 @@ class ParallelStyle(TorchStyle):
 
     def __repr__(self) -> str:
         functions = [self._prepare_input, self._prepare_output]
-        said = [f"{name}={text(each)}" for name, each in zip(("_prepare_input", "_prepare_output"), functions) if each]
+        said = [
+            f"{name}={text(each)}"
+            for name, each in zip(("_prepare_input", "_prepare_output"), functions)
+            if each
+        ]
         return f"{type(self).__name__}({', '.join(said)})"
 
 
@@ -74,7 +85,9 @@ def unsupported(style: ParallelStyle, module: nn.Module, name: str) -> Unsupport
 def check_fresh(module: nn.Module, name: str) -> None:
     """Raises an error if the module has been parallelised."""
     for inner, child in module.named_modules(prefix=name):
-        if getattr(child, "_zeroshard_parallel", False) or getattr(child, "_distribute_module_applied", False):
+        if getattr(child, "_zeroshard_parallel", False) or getattr(
+            child, "_distribute_module_applied", False
+        ):
             raise AlreadyParallel(
                 f"module {inner!r} has been parallelised before; it must be once: give each module one style"
             )
@@ -83,26 +96,38 @@ def check_fresh(module: nn.Module, name: str) -> None:
 def partition(
     module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement], source: int | None = 0
 ) -> None:
-    """Makes the parameters and buffers of a module, and of those in it, DTensors on a mesh of one dimension.
+    """Makes the parameters and buffers of a module, and of those in it, DTensors on a mesh of one
+    dimension.
 
-    ``placements`` by name; the others are replicated. The values are those of the mesh's rank ``source``.
+    ``placements`` by name; the others are replicated. The values are those of the mesh's rank
+    ``source``.
     """
     for prefix, child in module.named_modules():
         for name, parameter in list(child.named_parameters(recurse=False)):
             full = f"{prefix}.{name}" if prefix else name
             if not isinstance(parameter, DTensor):
-                placement = check_placement(placements.get(full, Replicate()), parameter.dim(), f"parameter {full!r}")
-                child.register_parameter(name, distributed_parameter(parameter, mesh, (placement,), source))
+                placement = check_placement(
+                    placements.get(full, Replicate()), parameter.dim(), f"parameter {full!r}"
+                )
+                child.register_parameter(
+                    name, distributed_parameter(parameter, mesh, (placement,), source)
+                )
         for name, buffer in list(child.named_buffers(recurse=False)):
             if not isinstance(buffer, DTensor):
-                child._buffers[name] = distribute_tensor(buffer, mesh, (Replicate(),), src_data_rank=source)
+                child._buffers[name] = distribute_tensor(
+                    buffer, mesh, (Replicate(),), src_data_rank=source
+                )
     module.__dict__["_zeroshard_parallel"] = True
 
 
 def distributed_parameter(
-    parameter: nn.Parameter, mesh: DeviceMesh, placements: tuple[Placement, ...], source: int | None = 0
+    parameter: nn.Parameter,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    source: int | None = 0,
 ) -> nn.Parameter:
-    """The parameter on a mesh; a parameter that is in several modules becomes one, on the same mesh."""
+    """The parameter on a mesh; a parameter that is in several modules becomes one, on the same
+    mesh."""
     made = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=source)
     fresh = nn.Parameter(made, requires_grad=parameter.requires_grad)
     if getattr(parameter, "need_clip", True) is False:
@@ -113,20 +138,31 @@ def distributed_parameter(
 # ---- inputs and outputs
 
 
-def hook(module: nn.Module, mesh: DeviceMesh, prepare_input: Prepare | None, prepare_output: Prepare | None) -> None:
+def hook(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    prepare_input: Prepare | None,
+    prepare_output: Prepare | None,
+) -> None:
     """Has the first input and the output of a module prepared."""
     if prepare_input is not None:
         before = prepare_input
-        module.register_forward_pre_hook(lambda _, inputs: (before(inputs[0], mesh), *inputs[1:]) if inputs else None)
+        module.register_forward_pre_hook(
+            lambda _, inputs: (before(inputs[0], mesh), *inputs[1:]) if inputs else None
+        )
     if prepare_output is not None:
         after = prepare_output
         module.register_forward_hook(lambda _, inputs, output: after(output, mesh))
 
 
-def laid_out(value: object, mesh: DeviceMesh, declared: Placement, desired: Placement, what: str) -> DTensor:
+def laid_out(
+    value: object, mesh: DeviceMesh, declared: Placement, desired: Placement, what: str
+) -> DTensor:
     """A tensor as a DTensor with the desired placement; a plain one is taken as ``declared``."""
     if not isinstance(value, Tensor):
-        raise NotATensor(f"{what} is a {type(value).__name__}; it must be a torch.Tensor or a DTensor")
+        raise NotATensor(
+            f"{what} is a {type(value).__name__}; it must be a torch.Tensor or a DTensor"
+        )
     desired = check_placement(desired, value.dim(), what)
     if isinstance(value, DTensor):
         same_mesh(value, mesh, what)
@@ -148,7 +184,8 @@ def transition(declared: Placement, desired: Placement) -> str | None:
 
 
 def note_collectives(module: nn.Module, mesh: DeviceMesh, **when: str | None) -> None:
-    """Remembers what a module's ranks do together ``before_forward``, ``after_forward`` and so on, for programs."""
+    """Remembers what a module's ranks do together ``before_forward``, ``after_forward`` and so on,
+    for programs."""
     group = tuple(mesh_ranks(mesh))
     noted: dict[str, list[Collective]] = module.__dict__.setdefault("_zeroshard_collectives", {})
     for moment, name in when.items():
