@@ -3,6 +3,7 @@
 use bytes::{BufMut, Bytes, BytesMut};
 use http::{HeaderMap, HeaderValue, Request, header};
 use http_body::Body as HttpBody;
+use http_body_util::BodyExt;
 use prost::Message;
 use tonic::{Status, body::Body};
 use tower::{Service, ServiceExt};
@@ -41,6 +42,30 @@ where
         return Err(Error::Unavailable { peer: peer.to_owned(), cause });
     }
     Ok(response.into_body())
+}
+
+/// Calls `path` of `peer` with `body`; the one message of the answer.
+///
+/// # Errors
+/// Those of the server or the transport.
+pub(crate) async fn unary<B, M>(
+    connection: &Connection,
+    path: &'static str,
+    body: B,
+    peer: &str,
+) -> Result<M>
+where
+    B: HttpBody<Data = Bytes> + Send + 'static,
+    B::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
+    M: Message + Default,
+{
+    let unavailable = |cause: String| Error::Unavailable { peer: peer.to_owned(), cause };
+    let body = call(connection, path, body, peer).await?;
+    let answer = body.collect().await.map_err(|e| unavailable(e.to_string()))?;
+    finish(&answer.trailers().cloned().unwrap_or_default(), peer)?;
+    let bytes = answer.to_bytes();
+    let message = bytes.get(5..).ok_or_else(|| unavailable("an empty answer".to_owned()))?;
+    M::decode(message).map_err(|e| unavailable(e.to_string()))
 }
 
 /// What headers, or trailers, say of the call; nothing where they have no status.

@@ -4,9 +4,9 @@
 use std::sync::Arc;
 
 use tokio::{sync::watch, task::JoinHandle};
-use zeroshard_proto::{Error, JobSpec, Placement, Result, pb};
+use zeroshard_proto::{Error, JobSpec, Placement, Result, geometry::LocalTensor, pb};
 
-use crate::{Cluster, Traffic, cluster::Description, pull, region::Share, retry::Deadline, state};
+use crate::{Cluster, Traffic, cluster::Description, local::local, retry::Deadline, state};
 use attempt::Attempts;
 use membership::{Membership, watch_membership};
 
@@ -31,8 +31,8 @@ struct Member {
     id: u64,
     rank: u32,
     lease: u64,
-    /// What the rank has of each tensor.
-    shares: Vec<Share>,
+    /// The rank's parts of all tensors.
+    locals: Vec<LocalTensor>,
     membership: watch::Receiver<Membership>,
     watcher: JoinHandle<()>,
     attempts: Attempts,
@@ -71,12 +71,12 @@ impl Job {
         let lost = Error::LeaseLost { job: job.to_owned(), rank };
         let first = first.ok_or_else(|| lost.clone())?;
         let spec = JobSpec::try_from(first.spec.clone().unwrap_or_default())?;
-        let (id, lease, shares) = (first.job_id, first.lease, Share::all(&spec, rank));
+        let (id, lease, locals) = (first.job_id, first.lease, LocalTensor::all(&spec, rank));
         let (told, membership) = watch::channel(Membership::new(first)?);
         let watcher = tokio::spawn(watch_membership(stream, told, cluster.clone(), lost));
         let (spec, attempts) = (Arc::new(spec), Attempts::default());
         let member =
-            Member { cluster, spec, id, rank, lease, shares, membership, watcher, attempts };
+            Member { cluster, spec, id, rank, lease, locals, membership, watcher, attempts };
         Ok(Self(Arc::new(member)))
     }
 
@@ -111,12 +111,12 @@ impl Job {
         self.0.membership.borrow().epoch
     }
 
-    /// Whether this rank uploads what it has of a tensor, or another rank that has the same.
+    /// Whether this rank uploads its box of a tensor, rather than another rank with the same box.
     ///
     /// # Errors
     /// [`Error::Invalid`] for an unknown tensor.
     pub fn uploads(&self, tensor: usize) -> Result<bool> {
-        Ok(pull::share("uploaded", &self.0.spec.manifest, &self.0.shares, tensor)?.uploads())
+        Ok(local("uploaded", &self.0.spec.manifest, &self.0.locals, tensor)?.uploads())
     }
 
     /// Where each rank's worker is reached by the others, in rank order. Waits until all have

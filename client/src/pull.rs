@@ -2,20 +2,20 @@
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
-    sync::atomic::Ordering,
+    sync::{Arc, atomic::Ordering},
 };
 
 use http_body_util::Full;
-use tonic::body::Body;
 use zeroshard_proto::{
-    DType, Error, Manifest, Placement, Result, Server, TensorBox,
+    DType, Error, Manifest, Placement, Result, Server, StridedBox, TensorBox,
     frame::{Event, Extent, Reader},
+    geometry::LocalTensor,
     pb,
 };
 
 use crate::{
     call::{call, finish, framed},
-    region::{Region, Share},
+    local::{check_size, local},
     shards::{Shard, Shards},
     values::Slots,
 };
@@ -29,148 +29,105 @@ const MAX_MESSAGE: usize = 64 << 20;
 pub struct Target<'a> {
     /// Its index in the manifest.
     pub tensor: usize,
-    /// What of it; `None`: what the rank has of it by the tensor's layout, which is all of it if
-    /// there is none.
-    pub area: Option<TensorBox>,
-    /// Room for all elements of that, row-major.
+    /// The box that is pulled; `None`: the box that the rank holds by the tensor's layout (without a
+    /// layout: the whole tensor).
+    pub bounds: Option<TensorBox>,
+    /// Room for all elements of the box, row-major.
     pub data: Slots<'a>,
 }
 
 impl<'a> Target<'a> {
-    /// What the rank has of a tensor.
+    /// The box that the rank holds of a tensor.
     pub fn new(tensor: usize, data: impl Into<Slots<'a>>) -> Self {
-        Self { tensor, area: None, data: data.into() }
+        Self { tensor, bounds: None, data: data.into() }
     }
 }
 
-/// What one server is to send.
-pub(crate) struct Plan<'a> {
+/// The part of a pull that comes from one server.
+pub(crate) struct ServerPull<'a> {
     pub(crate) server: Server,
-    /// On the wire.
+    /// Element type on the wire.
     dtype: DType,
-    /// What of which tensors is sent, where that is not all; by tensor.
+    /// The boxes that are pulled of tensors that are not pulled whole, by tensor.
     boxes: BTreeMap<u32, pb::Box>,
     /// In the order in which it is sent. INVARIANT: none is empty.
-    rest: VecDeque<Part<'a>>,
+    rest: VecDeque<SliceSlots<'a>>,
 }
 
-struct Part<'a> {
+/// Room for values of one slice.
+struct SliceSlots<'a> {
     slice: u32,
-    /// First element that has not come.
+    /// The first element that has not arrived.
     offset: usize,
-    /// Where it and those after it go.
+    /// Room for it and for the elements after it.
     data: Slots<'a>,
 }
 
-/// Which server sends what, as `dtype`. `shares` are the rank's.
+/// The parts of a pull, by server. `locals` are the rank's tensors.
 ///
 /// # Errors
-/// [`Error::Invalid`] for a tensor that does not exist, an area outside of it, or a target of
-/// another size.
+/// [`Error::Invalid`] for a tensor that does not exist, a box outside of it, or a target of another
+/// size.
 pub(crate) fn plan<'a>(
     manifest: &Manifest,
     placement: &Placement,
-    shares: &[Share],
+    locals: &[LocalTensor],
     dtype: DType,
     targets: Vec<Target<'a>>,
-) -> Result<Vec<Plan<'a>>> {
-    // A request has one box of each tensor: further ones go into requests of their own.
-    let mut rounds: Vec<Vec<Plan<'_>>> = Vec::new();
-    let mut areas: HashMap<usize, Vec<TensorBox>> = HashMap::new();
-    for Target { tensor, area, data } in targets {
-        let region = match area {
-            None => share("target of a pull of", manifest, shares, tensor)?.region.clone(),
-            Some(area) => {
-                share("target of a pull of", manifest, shares, tensor)?;
+) -> Result<Vec<ServerPull<'a>>> {
+    // A request has one box of each tensor; further boxes go into requests of their own.
+    let mut requests: Vec<Vec<ServerPull<'_>>> = Vec::new();
+    let mut boxes: HashMap<usize, Vec<Arc<StridedBox>>> = HashMap::new();
+    for Target { tensor, bounds, data } in targets {
+        let local = local("target of a pull of", manifest, locals, tensor)?;
+        let of = match bounds {
+            None => local.of.clone(),
+            Some(bounds) => {
                 let spec = &manifest.tensors()[tensor];
-                area.check(&spec.shape, &spec.name)?;
-                Region::new(&spec.shape, area)
+                bounds.check(&spec.shape, &spec.name)?;
+                Arc::new(StridedBox::new(&spec.shape, bounds))
             }
         };
-        check_size("target of a pull of", manifest, tensor, &region, data.len())?;
-        let known = areas.entry(manifest.owner(tensor)).or_default();
-        let round = known.iter().position(|area| area == region.area()).unwrap_or(known.len());
-        if round == known.len() {
-            known.push(region.area().clone());
+        check_size("target of a pull of", manifest, tensor, &of, data.len())?;
+        let known = boxes.entry(manifest.owner(tensor)).or_default();
+        let request = known.iter().position(|other| *other == of).unwrap_or(known.len());
+        if request == known.len() {
+            known.push(of.clone());
         }
-        if round == rounds.len() {
-            let plan = |server: &Server| Plan {
+        if request == requests.len() {
+            let pull = |server: &Server| ServerPull {
                 server: server.clone(),
                 dtype,
                 boxes: BTreeMap::new(),
                 rest: VecDeque::new(),
             };
-            rounds.push(placement.servers().iter().map(plan).collect());
+            requests.push(placement.servers().iter().map(pull).collect());
         }
-        add(&mut rounds[round], manifest, placement, tensor, &region, data);
+        add(&mut requests[request], manifest, placement, tensor, &of, data);
     }
-    Ok(rounds.into_iter().flatten().filter(|plan| !plan.rest.is_empty()).collect())
+    Ok(requests.into_iter().flatten().filter(|pull| !pull.rest.is_empty()).collect())
 }
 
 fn add<'a>(
-    plans: &mut [Plan<'a>],
+    pulls: &mut [ServerPull<'a>],
     manifest: &Manifest,
     placement: &Placement,
     tensor: usize,
-    region: &Region,
+    of: &StridedBox,
     mut data: Slots<'a>,
 ) {
     let tensor = manifest.owner(tensor);
     for slice in manifest.slices_of(tensor) {
-        let data = data.split_off(region.part(&manifest.slices()[slice]).len());
+        let data = data.split_off(of.in_slice(&manifest.slices()[slice]).len());
         if data.is_empty() {
             continue;
         }
-        let plan = &mut plans[placement.primary(slice)];
-        plan.boxes.extend(region.to_wire(tensor).map(|area| (area.tensor, area)));
-        plan.rest.push_back(Part { slice: slice as u32, offset: 0, data });
+        let pull = &mut pulls[placement.primary(slice)];
+        if !of.is_whole() {
+            pull.boxes.insert(tensor as u32, of.bounds().to_wire(tensor));
+        }
+        pull.rest.push_back(SliceSlots { slice: slice as u32, offset: 0, data });
     }
-}
-
-/// The rank's share of a tensor.
-///
-/// # Errors
-/// [`Error::Invalid`] unless the tensor exists.
-pub(crate) fn share<'a>(
-    what: &str,
-    manifest: &Manifest,
-    shares: &'a [Share],
-    tensor: usize,
-) -> Result<&'a Share> {
-    shares.get(tensor).ok_or_else(|| {
-        let expected = format!("less than the number of tensors, {}", manifest.tensors().len());
-        Error::invalid(format!("{what} tensor"), tensor, expected)
-    })
-}
-
-/// # Errors
-/// [`Error::Invalid`] unless a region of the tensor has `numel` elements.
-pub(crate) fn check_size(
-    what: &str,
-    manifest: &Manifest,
-    tensor: usize,
-    region: &Region,
-    numel: usize,
-) -> Result<()> {
-    if region.numel() == numel {
-        return Ok(());
-    }
-    let spec = &manifest.tensors()[tensor];
-    let expected = match region.to_wire(tensor) {
-        None => format!("its {} of shape {:?}", spec.numel(), spec.shape),
-        Some(area) => format!(
-            "the {} of the box at {:?} of size {:?} of its shape {:?}",
-            region.numel(),
-            area.offset,
-            area.size,
-            spec.shape
-        ),
-    };
-    Err(Error::invalid(
-        format!("{what} tensor {:?}", spec.name),
-        format!("{numel} elements"),
-        expected,
-    ))
 }
 
 /// What a pull says of itself.
@@ -184,15 +141,15 @@ pub(crate) struct PullOf<'a> {
     pub(crate) wait_ms: u32,
 }
 
-impl Plan<'_> {
+impl ServerPull<'_> {
     /// Pulls what has not come yet. After an error, what has come stays, and the rest can be pulled
     /// again.
     pub(crate) async fn pull(&mut self, shards: &Shards, of: &PullOf<'_>) -> Result<()> {
         let shard = shards.get(&self.server)?;
-        let ranges = self.rest.iter().map(|part| pb::Range {
-            slice: part.slice,
-            offset: part.offset as u64,
-            length: part.data.len() as u64,
+        let ranges = self.rest.iter().map(|next| pb::Range {
+            slice: next.slice,
+            offset: next.offset as u64,
+            length: next.data.len() as u64,
         });
         let request = pb::PullRequest {
             boxes: self.boxes.values().cloned().collect(),
@@ -209,25 +166,11 @@ impl Plan<'_> {
         let body = Full::new(framed(&request));
         let answer = call(&shard.pull, "/zeroshard.v1.Data/Pull", body, &shard.peer).await?;
         let mut reader = Reader::new(answer, MAX_MESSAGE);
-        self.receive(&mut reader, shards, &shard).await?;
-        finish(reader.trailers(), &shard.peer)?;
-        match self.rest.front() {
-            None => Ok(()),
-            Some(part) => Err(unexpected(&shard, format!("the end before slice {}", part.slice))),
-        }
-    }
-
-    async fn receive(
-        &mut self,
-        reader: &mut Reader<Body>,
-        shards: &Shards,
-        shard: &Shard,
-    ) -> Result<()> {
         let mut dtype = DType::F32;
         while let Some(event) = reader.next().await? {
             match event {
                 Event::Extent(extent, elements) => {
-                    self.check(extent, elements).map_err(|found| unexpected(shard, found))?;
+                    self.check(extent, elements).map_err(|found| unexpected(&shard, found))?;
                     dtype = extent.dtype;
                 }
                 Event::Payload(bytes) => {
@@ -235,29 +178,33 @@ impl Plan<'_> {
                     self.store(&bytes, dtype);
                 }
                 Event::Begin(_) => {
-                    return Err(unexpected(shard, "the beginning of a push".to_owned()));
+                    return Err(unexpected(&shard, "the beginning of a push".to_owned()));
                 }
             }
         }
-        Ok(())
+        finish(reader.trailers(), &shard.peer)?;
+        match self.rest.front() {
+            None => Ok(()),
+            Some(next) => Err(unexpected(&shard, format!("the end before slice {}", next.slice))),
+        }
     }
 
     /// Extents come in the order in which they were asked for, without gaps.
     fn check(&self, extent: Extent, elements: u64) -> Result<(), String> {
-        let expected = self.rest.front().filter(|part| {
-            part.slice == extent.slice
-                && part.offset as u64 == extent.offset
-                && elements <= part.data.len() as u64
+        let expected = self.rest.front().filter(|next| {
+            next.slice == extent.slice
+                && next.offset as u64 == extent.offset
+                && elements <= next.data.len() as u64
         });
         expected.map(|_| ()).ok_or_else(|| format!("{extent:?} with {elements} elements"))
     }
 
     fn store(&mut self, bytes: &[u8], dtype: DType) {
-        let part = self.rest.front_mut().expect("the extent was checked");
+        let next = self.rest.front_mut().expect("the extent was checked");
         let elements = bytes.len() / dtype.size();
-        part.data.split_off(elements).decode(bytes, dtype);
-        part.offset += elements;
-        if part.data.is_empty() {
+        next.data.split_off(elements).decode(bytes, dtype);
+        next.offset += elements;
+        if next.data.is_empty() {
             self.rest.pop_front();
         }
     }

@@ -1,125 +1,133 @@
-//! Pushing: gradients go from the caller's array to the socket, slice by slice; without a copy
-//! where they are of the wire's dtype.
+//! Pushing: values go from the caller's array to the socket, slice by slice; without a copy where
+//! they are already of the wire's dtype.
 
 use std::{collections::VecDeque, convert::Infallible, ops::Range, sync::atomic::Ordering};
 
 use bytes::Bytes;
 use futures_util::{Stream, stream};
 use http_body::Frame;
-use http_body_util::{BodyExt, StreamBody};
-use prost::Message;
+use http_body_util::StreamBody;
 use zeroshard_proto::{
     DType, Error, Manifest, Placement, Result, Server,
     frame::{Extent, Writer},
+    geometry::LocalTensor,
     pb,
 };
 
 use crate::{
-    call::{call, finish},
-    pull::{check_size, share},
-    region::Share,
+    Options,
+    call::unary,
+    local::{check_size, local},
+    retry::{Deadline, Next, Tries},
     shards::Shards,
     values::Values,
 };
 
-/// A tensor and its values, to be sent: parameters, optimizer state, a gradient or a buffer's
-/// content, as the method that takes it says.
+/// A tensor and its values, to be sent: parameters, optimizer state, a gradient or the content of a
+/// buffer, depending on the method.
 #[derive(Debug, Clone)]
 pub struct TensorData {
-    /// Index in the manifest of the tensor, which must own its storage (not tied to another).
+    /// Index in the manifest of the tensor, which must own its storage (not be tied to another).
     pub tensor: usize,
-    /// What the rank has of it by the tensor's layout (all of it, if there is none), row-major.
+    /// The box of the tensor that this rank holds by the tensor's layout (without a layout: the
+    /// whole tensor), row-major.
     pub data: Values,
 }
 
-/// What one server is to receive.
+/// The part of a push that goes to one server.
 #[derive(Debug, Clone)]
-pub(crate) struct Plan {
-    pub(crate) server: Server,
-    parts: Vec<Part>,
-    /// Slices that the rank has nothing more of.
+pub(crate) struct ServerPush {
+    server: Server,
+    values: Vec<SliceValues>,
+    /// Slices of which the rank sends nothing more.
     absent: Vec<u32>,
 }
 
-/// The message that opens a push takes 4 KiB: with so many slices, of five bytes at most, job and
-/// part fit too.
-const ABSENT_A_PUSH: usize = 400;
+/// The most absent slices of one push. The message that opens a push takes 4 KiB, and a slice's
+/// number up to five bytes, so that the other fields fit as well.
+const MAX_ABSENT: usize = 400;
 
+/// Values for one slice.
 #[derive(Debug, Clone)]
-struct Part {
+struct SliceValues {
     slice: u32,
     data: Values,
-    /// The elements in `data` that are to be sent.
+    /// The elements of `data` that are to be sent.
     range: Range<usize>,
-    /// Number of the first of them, among those that the rank has of the slice.
+    /// The position of the first of them among the elements that the rank has of the slice.
     offset: usize,
-    /// How many ranks add to the slice before us.
-    waits: u32,
+    /// The rank's turn in the slice's order of addition.
+    turn: usize,
 }
 
-/// What a push is of.
+/// The contents of a push.
 #[derive(Debug)]
 pub(crate) enum Contents<'a> {
-    /// What each rank contributes: gradients.
+    /// Gradients, from every contributing rank.
     Contributed(Vec<TensorData>),
-    /// What one of the ranks that have the same uploads: initial values, buffers.
+    /// Initial values or buffers, from the uploading rank.
     Uploaded(Vec<TensorData>),
     /// Tensors of which the rank has nothing more.
     Absent(&'a [usize]),
 }
 
-/// Which server receives what. `shares` are the rank's; what it need not send is left out.
+/// The parts of a push, by server. Values that the rank need not send are left out. `locals` are
+/// the rank's tensors.
 ///
 /// # Errors
-/// [`Error::Invalid`] for a tensor that does not exist, is tied to another, or has another size;
-/// for an absent one that does not train.
+/// [`Error::Invalid`] for a tensor that does not exist, is tied to another or has another size, and
+/// for an absent tensor that does not train.
 pub(crate) fn plan(
     manifest: &Manifest,
     placement: &Placement,
-    shares: &[Share],
+    locals: &[LocalTensor],
     contents: Contents<'_>,
-) -> Result<Vec<Plan>> {
-    let (data, sends): (_, fn(&Share) -> bool) = match contents {
-        Contents::Absent(tensors) => return plan_absent(manifest, placement, shares, tensors),
-        Contents::Contributed(data) => (data, Share::contributes),
-        Contents::Uploaded(data) => (data, Share::uploads),
+) -> Result<Vec<ServerPush>> {
+    let (data, uploads) = match contents {
+        Contents::Absent(tensors) => return plan_absent(manifest, placement, locals, tensors),
+        Contents::Contributed(data) => (data, false),
+        Contents::Uploaded(data) => (data, true),
     };
-    let plan =
-        |server: &Server| Plan { server: server.clone(), parts: Vec::new(), absent: Vec::new() };
-    let mut plans: Vec<_> = placement.servers().iter().map(plan).collect();
+    let push = |server: &Server| ServerPush {
+        server: server.clone(),
+        values: Vec::new(),
+        absent: Vec::new(),
+    };
+    let mut pushes: Vec<_> = placement.servers().iter().map(push).collect();
     for TensorData { tensor, data } in data {
-        let share = share("data for", manifest, shares, tensor)?;
-        check_size("data for", manifest, tensor, &share.region, data.len())?;
+        let local = local("data for", manifest, locals, tensor)?;
+        check_size("data for", manifest, tensor, &local.of, data.len())?;
         check_owner(manifest, tensor)?;
-        if !sends(share) {
+        if !(if uploads { local.uploads() } else { local.contributes() }) {
             continue;
         }
         for slice in manifest.slices_of(tensor) {
-            let range = share.region.part(&manifest.slices()[slice]);
+            let range = local.of.in_slice(&manifest.slices()[slice]);
             if !range.is_empty() {
-                let (slice, waits, data) = (slice as u32, share.waits(slice as u32), data.clone());
-                let part = Part { slice, data, range, offset: 0, waits };
-                plans[placement.primary(slice as usize)].parts.push(part);
+                let (index, data) = (slice as u32, data.clone());
+                let turn = local.turn(index).unwrap_or_default();
+                let values = SliceValues { slice: index, data, range, offset: 0, turn };
+                pushes[placement.primary(slice)].values.push(values);
             }
         }
     }
-    // First the slices where it is our turn early.
-    for plan in &mut plans {
-        plan.parts.sort_by_key(|part| part.waits);
+    // The slices that can be added first are sent first.
+    for push in &mut pushes {
+        push.values.sort_by_key(|values| values.turn);
     }
-    plans.retain(|plan| !plan.parts.is_empty());
-    Ok(plans)
+    pushes.retain(|push| !push.values.is_empty());
+    Ok(pushes)
 }
 
 fn plan_absent(
     manifest: &Manifest,
     placement: &Placement,
-    shares: &[Share],
+    locals: &[LocalTensor],
     tensors: &[usize],
-) -> Result<Vec<Plan>> {
+) -> Result<Vec<ServerPush>> {
     let mut slices = vec![Vec::new(); placement.servers().len()];
     for &tensor in tensors {
-        let share = share("absent", manifest, shares, tensor)?;
+        let local = local("absent", manifest, locals, tensor)?;
         let spec = &manifest.tensors()[tensor];
         check_owner(manifest, tensor)?;
         if !spec.trains() {
@@ -127,20 +135,20 @@ fn plan_absent(
             return Err(Error::invalid(what, "said to be absent", "left out: it does not train"));
         }
         let ours = |slice: &usize| {
-            share.contributes() && !share.region.part(&manifest.slices()[*slice]).is_empty()
+            local.contributes() && !local.of.in_slice(&manifest.slices()[*slice]).is_empty()
         };
         for slice in manifest.slices_of(tensor).filter(ours) {
             slices[placement.primary(slice)].push(slice as u32);
         }
     }
-    let plans = placement.servers().iter().zip(&slices).flat_map(|(server, slices)| {
-        slices.chunks(ABSENT_A_PUSH).map(|absent| Plan {
+    let pushes = placement.servers().iter().zip(&slices).flat_map(|(server, slices)| {
+        slices.chunks(MAX_ABSENT).map(|absent| ServerPush {
             server: server.clone(),
-            parts: Vec::new(),
+            values: Vec::new(),
             absent: absent.to_vec(),
         })
     });
-    Ok(plans.collect())
+    Ok(pushes.collect())
 }
 
 fn check_owner(manifest: &Manifest, tensor: usize) -> Result<()> {
@@ -152,108 +160,116 @@ fn check_owner(manifest: &Manifest, tensor: usize) -> Result<()> {
     Err(Error::invalid(what, "pushed", format!("added to that of {owner:?}, which it is tied to")))
 }
 
-impl Plan {
-    /// Pushes what no earlier try is known to have pushed. What comes again the server skips.
-    pub(crate) async fn push(
-        &mut self,
+impl ServerPush {
+    /// Sends everything, and again after errors that pass. Elements that the server receives again
+    /// it skips.
+    ///
+    /// # Errors
+    /// Those of the server; [`Error::Timeout`] after `deadline`.
+    pub(crate) async fn send(
+        mut self,
         shards: &Shards,
-        begin: pb::PushBegin,
+        options: &Options,
+        begin: &pb::PushBegin,
         dtype: DType,
-        chunk_bytes: usize,
-    ) -> Result<pb::PushResponse> {
-        let shard = shards.get(&self.server)?;
-        let bytes = self.parts.iter().map(|part| part.range.len() * dtype.size()).sum::<usize>();
-        let body = StreamBody::new(self.frames(begin, dtype, chunk_bytes));
-        let pushed = async {
-            let body = call(&shard.push, "/zeroshard.v1.Data/Push", body, &shard.peer).await?;
-            let unavailable =
-                |cause: String| Error::Unavailable { peer: shard.peer.clone(), cause };
-            let answer = body.collect().await.map_err(|e| unavailable(e.to_string()))?;
-            let trailers = answer.trailers().cloned().unwrap_or_default();
-            finish(&trailers, &shard.peer)?;
-            let message = answer.to_bytes();
-            let message =
-                message.get(5..).ok_or_else(|| unavailable("an empty answer".to_owned()))?;
-            pb::PushResponse::decode(message).map_err(|e| unavailable(e.to_string()))
-        };
-        let pushed = pushed.await;
-        match &pushed {
-            Ok(_) => _ = shards.pushed.fetch_add(bytes as u64, Ordering::Relaxed),
-            Err(Error::ParkingFull { slice, offset, .. }) => {
-                self.put_off(*slice, *offset);
-                let rest = self.parts.iter().map(|part| part.range.len() * dtype.size()).sum();
-                shards.pushed.fetch_add(bytes.saturating_sub(rest) as u64, Ordering::Relaxed);
+        deadline: Deadline,
+    ) -> Result<()> {
+        let waiting_for = format!(
+            "shard server {} to take rank {}'s push of step {:?} in epoch {}",
+            self.server.address, begin.rank, begin.step, begin.epoch
+        );
+        let mut tries = Tries::until(deadline);
+        loop {
+            let shard = shards.get(&self.server)?;
+            let body = StreamBody::new(self.frames(begin, dtype, options.chunk_bytes));
+            let pushed = unary(&shard.push, "/zeroshard.v1.Data/Push", body, &shard.peer);
+            let before = self.bytes(dtype);
+            let pushed: Result<pb::PushResponse> =
+                tries.limit(|| waiting_for.clone(), pushed).await?;
+            if let Err(Error::ParkingFull { slice, offset, .. }) = pushed {
+                self.put_off(slice, offset);
             }
-            Err(_) => {}
+            let left = if pushed.is_ok() { 0 } else { self.bytes(dtype) };
+            shards.pushed.fetch_add(before - left, Ordering::Relaxed);
+            let Err(error) = pushed else { return Ok(()) };
+            if let Next::Refresh(error) = tries.next(error).await? {
+                return Err(error);
+            }
         }
-        pushed
     }
 
-    /// The server has taken what comes before element `offset` of `slice`, and refused the rest of
-    /// that slice for now. The rest comes last next time: other ranks may wait for what is behind
-    /// it.
+    fn bytes(&self, dtype: DType) -> u64 {
+        self.values.iter().map(|values| (values.range.len() * dtype.size()) as u64).sum()
+    }
+
+    /// The server has taken the elements before `offset` of `slice`, and refused the others of that
+    /// slice for now. They are sent last in the next try, since other ranks may wait for the slices
+    /// behind them.
     fn put_off(&mut self, slice: u32, offset: u64) {
-        let Some(refused) = self.parts.iter().position(|part| part.slice == slice) else { return };
-        let mut part = self.parts.drain(..=refused).next_back().expect("the range is not empty");
-        let taken = usize::try_from(offset).ok().and_then(|offset| offset.checked_sub(part.offset));
-        // What the plan does not have was not taken from it.
-        if let Some(taken) = taken.filter(|&taken| taken <= part.range.len()) {
-            part.offset += taken;
-            part.range.start += taken;
+        let refused = self.values.iter().position(|values| values.slice == slice);
+        let Some(refused) = refused else { return };
+        let mut values = self.values.drain(..=refused).next_back().expect("the range is not empty");
+        let taken =
+            usize::try_from(offset).ok().and_then(|offset| offset.checked_sub(values.offset));
+        // The server cannot have taken elements that were not sent.
+        if let Some(taken) = taken.filter(|&taken| taken <= values.range.len()) {
+            values.offset += taken;
+            values.range.start += taken;
         }
-        if !part.range.is_empty() {
-            self.parts.push(part);
+        if !values.range.is_empty() {
+            self.values.push(values);
         }
     }
 
     fn frames(
         &self,
-        begin: pb::PushBegin,
+        begin: &pb::PushBegin,
         dtype: DType,
         chunk_bytes: usize,
-    ) -> impl Stream<Item = Result<Frame<Bytes>, Infallible>> + Send + 'static {
+    ) -> impl Stream<Item = Result<Frame<Bytes>, Infallible>> + Send + use<> {
         let mut writer = Writer::default();
-        writer.begin(pb::PushBegin { absent: self.absent.clone(), ..begin });
-        let parts = VecDeque::from(self.parts.clone());
+        writer.begin(pb::PushBegin { absent: self.absent.clone(), ..begin.clone() });
+        let values = VecDeque::from(self.values.clone());
         let chunk = (chunk_bytes / dtype.size()).max(1);
-        let sending = Sending { writer, parts, sent: 0, dtype, chunk };
-        stream::unfold(sending, |mut sending| async {
-            let frame = sending.next_frame()?;
-            Some((Ok(Frame::data(frame)), sending))
+        let frames = Frames { writer, values, sent: 0, dtype, chunk };
+        stream::unfold(frames, |mut frames| async {
+            let frame = frames.next_frame()?;
+            Some((Ok(Frame::data(frame)), frames))
         })
     }
 }
 
-struct Sending {
+/// The frames of a push.
+struct Frames {
     writer: Writer,
-    parts: VecDeque<Part>,
-    /// Elements of the first part that are sent.
+    values: VecDeque<SliceValues>,
+    /// Number of sent elements of the first slice.
     sent: usize,
     dtype: DType,
-    /// Elements a message.
+    /// Elements per message.
     chunk: usize,
 }
 
-impl Sending {
+impl Frames {
     fn next_frame(&mut self) -> Option<Bytes> {
         loop {
             if let Some(frame) = self.writer.next_frame() {
                 return Some(frame);
             }
-            let Some(part) = self.parts.front() else {
+            let Some(values) = self.values.front() else {
                 self.writer.flush();
                 return self.writer.next_frame();
             };
-            let end = part.range.len().min(self.sent + self.chunk);
-            let range = part.range.start + self.sent..part.range.start + end;
-            let payload = part.data.encode(range, self.dtype);
-            let offset = (part.offset + self.sent) as u64;
-            let extent = Extent { slice: part.slice, offset, dtype: self.dtype };
+            let end = values.range.len().min(self.sent + self.chunk);
+            let range = values.range.start + self.sent..values.range.start + end;
+            let payload = values.data.encode(range, self.dtype);
+            let offset = (values.offset + self.sent) as u64;
+            let extent = Extent { slice: values.slice, offset, dtype: self.dtype };
             self.writer.extent(extent, payload);
             self.sent = end;
-            if self.sent == part.range.len() {
+            if self.sent == values.range.len() {
                 self.sent = 0;
-                self.parts.pop_front();
+                self.values.pop_front();
             }
         }
     }
@@ -266,53 +282,53 @@ mod tests {
     use super::*;
 
     /// Three slices on one server, of one rank: two of a large tensor, one of a small one.
-    fn plan() -> Plan {
+    fn plan() -> ServerPush {
         let tensors =
             vec![TensorSpec::new("large", [4_194_304 + 10]), TensorSpec::new("small", [5])];
         let spec =
             JobSpec::new("job", Manifest::new(tensors).unwrap(), vec!["sgd".parse().unwrap()]);
         let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
         let placement = Placement::new(vec![server], 1, vec![0; 3]).unwrap();
-        let values = |numel: usize| (0..numel).map(|i| i as f32).collect::<Vec<_>>().into();
+        let numbers = |numel: usize| (0..numel).map(|i| i as f32).collect::<Vec<_>>().into();
         let data = [4_194_304 + 10, 5]
             .into_iter()
             .enumerate()
-            .map(|(tensor, numel)| TensorData { tensor, data: values(numel) })
+            .map(|(tensor, numel)| TensorData { tensor, data: numbers(numel) })
             .collect();
-        let shares = Share::all(&spec, 0);
-        super::plan(&spec.manifest, &placement, &shares, Contents::Contributed(data))
+        let locals = LocalTensor::all(&spec, 0);
+        super::plan(&spec.manifest, &placement, &locals, Contents::Contributed(data))
             .unwrap()
             .remove(0)
     }
 
-    /// Slice, first element and number of elements of every part that would be sent.
-    fn parts(plan: &Plan) -> Vec<(u32, usize, usize)> {
-        plan.parts.iter().map(|part| (part.slice, part.offset, part.range.len())).collect()
+    /// Slice, first element and number of elements of all values that would be sent.
+    fn values_of(plan: &ServerPush) -> Vec<(u32, usize, usize)> {
+        plan.values.iter().map(|values| (values.slice, values.offset, values.range.len())).collect()
     }
 
     #[test]
     fn after_a_full_buffer_only_what_was_not_taken_is_sent_and_the_refused_slice_comes_last() {
         let mut plan = plan();
-        assert_eq!(parts(&plan), [(0, 0, 4_194_304), (1, 0, 10), (2, 0, 5)]);
+        assert_eq!(values_of(&plan), [(0, 0, 4_194_304), (1, 0, 10), (2, 0, 5)]);
         plan.put_off(1, 4);
-        assert_eq!(parts(&plan), [(2, 0, 5), (1, 4, 6)]);
-        assert_eq!(plan.parts[1].range, 4_194_308..4_194_314, "the values follow the numbers");
+        assert_eq!(values_of(&plan), [(2, 0, 5), (1, 4, 6)]);
+        assert_eq!(plan.values[1].range, 4_194_308..4_194_314, "the values follow the numbers");
         plan.put_off(1, 7);
-        assert_eq!(parts(&plan), [(1, 7, 3)]);
+        assert_eq!(values_of(&plan), [(1, 7, 3)]);
         plan.put_off(1, 10);
-        assert!(parts(&plan).is_empty());
+        assert!(values_of(&plan).is_empty());
     }
 
     #[test]
     fn a_refusal_of_what_was_not_sent_drops_nothing_of_it() {
         let mut plan = plan();
         plan.put_off(7, 0);
-        assert_eq!(parts(&plan), [(0, 0, 4_194_304), (1, 0, 10), (2, 0, 5)]);
+        assert_eq!(values_of(&plan), [(0, 0, 4_194_304), (1, 0, 10), (2, 0, 5)]);
         plan.put_off(1, u64::MAX);
-        assert_eq!(parts(&plan), [(2, 0, 5), (1, 0, 10)]);
+        assert_eq!(values_of(&plan), [(2, 0, 5), (1, 0, 10)]);
         plan.put_off(1, 6);
         plan.put_off(1, 5);
-        assert_eq!(parts(&plan), [(1, 6, 4)], "an earlier element than the first");
+        assert_eq!(values_of(&plan), [(1, 6, 4)], "an earlier element than the first");
     }
 
     #[tokio::test]
@@ -323,7 +339,7 @@ mod tests {
         let mut plan = plan();
         plan.put_off(1, 4);
         let mut decoder = Decoder::new(1 << 20);
-        let mut frames = std::pin::pin!(plan.frames(pb::PushBegin::default(), DType::F32, 16));
+        let mut frames = std::pin::pin!(plan.frames(&pb::PushBegin::default(), DType::F32, 16));
         let mut extents = Vec::new();
         while let Some(Ok(frame)) = frames.next().await {
             decoder.feed(frame.into_data().unwrap());

@@ -5,8 +5,9 @@ use std::{collections::BTreeMap, sync::Arc};
 use serde_json::Value;
 
 use crate::{
-    Contributions, DimPlacement, Error, Layout, Manifest, Optimizer, Policy, ProcessMesh,
-    Reduction, Result, TensorBox, TensorLayout, TensorSpec,
+    DimPlacement, Error, Layout, Manifest, Optimizer, Policy, ProcessMesh, Reduction, Result,
+    TensorBox, TensorLayout, TensorSpec,
+    geometry::Contributions,
     manifest::{check_name, check_number_of_tensors},
     pb,
 };
@@ -173,7 +174,7 @@ impl JobSpec {
         Some(self.layout(layout).expect("a valid job's layouts are"))
     }
 
-    /// Who contributes what of the gradient of tensor number `tensor`, and of what it begins with.
+    /// The contributions to the gradient of tensor number `tensor`, and to its initial value.
     pub fn contributions(&self, tensor: usize) -> Contributions {
         let shape = &self.manifest.tensors()[tensor].shape;
         match self.layout_of(tensor) {

@@ -3,30 +3,26 @@
 //! Generated messages ([`pb`]) stop at the border: they are converted on receipt into the types of
 //! this crate, which cannot be wrong.
 
-pub mod blocks;
 pub mod dtype;
 pub mod error;
 pub mod frame;
+pub mod geometry;
 pub mod job;
-pub mod layout;
 pub mod manifest;
-pub mod mesh;
 pub mod optimizer;
 pub mod placement;
-pub mod redistribute;
-pub mod tensor_box;
 pub mod token;
 pub mod transport;
 
 pub use dtype::DType;
 pub use error::Error;
+pub use geometry::{
+    DimPlacement, Elements, Layout, ProcessMesh, Reduction, StridedBox, TensorBox, TensorLayout,
+};
 pub use job::{Departure, JobSpec};
-pub use layout::{Contributions, DimPlacement, Layout, Reduction, TensorLayout};
 pub use manifest::{Manifest, Policy, SliceSpec, TensorSpec};
-pub use mesh::ProcessMesh;
 pub use optimizer::Optimizer;
 pub use placement::{Placement, Server};
-pub use tensor_box::{BoxView, TensorBox};
 pub use token::Token;
 
 /// `Result` with this crate's [`Error`].

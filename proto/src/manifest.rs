@@ -5,7 +5,7 @@
 
 use std::{collections::HashMap, ops::Range, sync::OnceLock};
 
-use crate::{DType, Error, Result, TensorLayout, blocks::SLICE, pb};
+use crate::{DType, Error, Result, TensorLayout, geometry::blocks::SLICE, pb};
 
 /// The most elements a job may have, so that no product or sum of sizes overflows.
 const MAX_ELEMENTS: u64 = 1 << 44;

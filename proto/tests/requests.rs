@@ -129,7 +129,8 @@ proptest! {
         if let Ok(spec) = &converted {
             prop_assert_eq!(spec.validate(), Ok(()));
             for tensor in 0..spec.manifest.tensors().len() {
-                let boxes: u64 = spec.contributions(tensor).lanes.iter().map(|lane| lane.area.numel()).sum();
+                let contributors = spec.contributions(tensor).contributors;
+                let boxes: u64 = contributors.iter().map(|each| each.of.numel() as u64).sum();
                 prop_assert!(boxes == spec.manifest.tensors()[tensor].numel());
             }
             prop_assert_eq!(&JobSpec::try_from(pb::JobSpec::from(spec)), &converted);

@@ -1,7 +1,9 @@
 //! A job without a model: parameters and gradients that are the same on every machine.
 
 use zeroshard_client::TensorData;
-use zeroshard_proto::{JobSpec, Manifest, Optimizer, Policy, Result, TensorSpec, blocks::SLICE};
+use zeroshard_proto::{
+    JobSpec, Manifest, Optimizer, Policy, Result, TensorSpec, geometry::blocks::SLICE,
+};
 
 /// `numel` numbers in [-1, 1) that depend on `seed` alone: splitmix64 of a counter.
 pub fn values(seed: u64, numel: usize) -> Vec<f32> {

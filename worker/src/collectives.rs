@@ -18,7 +18,7 @@ mod tests;
 
 use std::fmt;
 
-use zeroshard_proto::layout::Reduction;
+use zeroshard_proto::Reduction;
 
 pub use error::{Error, Place, Result};
 pub use peers::{Listening, Options, Peers};

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use zeroshard_proto::{BoxView, TensorBox};
+use zeroshard_proto::{StridedBox, TensorBox};
 
 use crate::random::Stream;
 
@@ -201,17 +201,17 @@ impl Model {
 
     /// The first values of a box of a tensor: nobody needs to make all of it. Uniform, with nothing
     /// but multiplications and additions, so that a seed means the same bits on every machine.
-    pub fn initial_part(&self, seed: u64, tensor: usize, area: &TensorBox) -> Vec<f32> {
+    pub fn initial_part(&self, seed: u64, tensor: usize, bounds: &TensorBox) -> Vec<f32> {
         let parameter = &self.parameters[tensor];
         match parameter.start {
-            Start::Constant(value) => vec![value; area.numel() as usize],
+            Start::Constant(value) => vec![value; bounds.numel() as usize],
             Start::Uniform { deviation } => {
                 let stream = Stream::new(&[seed, INITIAL_STREAM, tensor as u64]);
                 let half_width = deviation * 3f32.sqrt();
-                let view = BoxView::new(&parameter.sizes(), area);
-                let runs = view.runs(0..view.numel()).flat_map(|run| {
-                    let mut stream = stream.after(run.at as u64);
-                    (0..run.numel).map(move |_| (2.0 * stream.unit() - 1.0) * half_width)
+                let strided = StridedBox::new(&parameter.sizes(), bounds.clone());
+                let runs = strided.runs(0..strided.numel()).flat_map(|(_, run)| {
+                    let mut stream = stream.after(run.start as u64);
+                    run.map(move |_| (2.0 * stream.unit() - 1.0) * half_width)
                 });
                 runs.collect()
             }
@@ -313,17 +313,14 @@ mod tests {
         for (tensor, parameter) in
             model.parameters().iter().enumerate().filter(|(_, p)| p.cut.is_some())
         {
-            let mut area = TensorBox::whole(&parameter.sizes());
+            let mut bounds = TensorBox::whole(&parameter.sizes());
             let dim = parameter.cut.unwrap();
-            (area.offset[dim], area.size[dim]) = (5, 7);
-            let view = BoxView::new(&parameter.sizes(), &area);
+            (bounds.offset[dim], bounds.size[dim]) = (5, 7);
+            let strided = StridedBox::new(&parameter.sizes(), bounds.clone());
             let whole = model.initial_values(1, tensor);
-            let expected: Vec<f32> = view
-                .runs(0..view.numel())
-                .flat_map(|run| &whole[run.at..run.at + run.numel])
-                .copied()
-                .collect();
-            assert_eq!(model.initial_part(1, tensor, &area), expected, "{}", parameter.name);
+            let runs = strided.runs(0..strided.numel());
+            let expected: Vec<f32> = runs.flat_map(|(_, run)| whole[run].to_vec()).collect();
+            assert_eq!(model.initial_part(1, tensor, &bounds), expected, "{}", parameter.name);
         }
     }
 }

@@ -161,7 +161,7 @@ impl Remote {
 impl Exchange for Remote {
     async fn pull(&self, version: u64, mut buffers: Vec<Buffer>) -> Result<Vec<Buffer>> {
         let targets = buffers.iter_mut().map(|Buffer { tensor, area, values }| Target {
-            area: Some(area.clone()),
+            bounds: Some(area.clone()),
             ..Target::new(*tensor, values)
         });
         self.job.pull(version, targets.collect()).await?;

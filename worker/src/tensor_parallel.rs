@@ -313,14 +313,14 @@ mod tests {
                 let layout = Layout::new(mesh.clone(), parallelism.placements(parameter)).unwrap();
                 let contributions = layout.contributions(&parameter.sizes());
                 assert_eq!(contributions.divisor, 2, "{}", parameter.name);
-                let (lanes, ranks) = match (parameter.cut, sequence) {
+                let (boxes, ranks) = match (parameter.cut, sequence) {
                     (Some(_), _) => (3, 2),
                     (None, true) => (1, 6),
                     (None, false) => (1, 2),
                 };
                 let found: Vec<usize> =
-                    contributions.lanes.iter().map(|lane| lane.ranks.len()).collect();
-                assert_eq!(found, vec![ranks; lanes], "{}", parameter.name);
+                    contributions.contributors.iter().map(|of| of.ranks.len()).collect();
+                assert_eq!(found, vec![ranks; boxes], "{}", parameter.name);
             }
         }
     }

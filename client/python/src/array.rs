@@ -131,7 +131,7 @@ impl Targets {
         self.0
             .iter_mut()
             .map(|(tensor, area, lent)| {
-                Ok(Target { tensor: *tensor, area: area.clone(), data: lent.slots()? })
+                Ok(Target { tensor: *tensor, bounds: area.clone(), data: lent.slots()? })
             })
             .collect()
     }

@@ -101,7 +101,7 @@ impl Attempt {
     pub async fn push(&self, gradients: Vec<TensorData>) -> Result<()> {
         self.check_buffers(&gradients, false)?;
         let wire = self.job.0.cluster.options.wire;
-        self.push_as(wire, Contents::Contributed(gradients)).await
+        self.job.push(self.begin(), wire, Contents::Contributed(gradients), Some(self)).await
     }
 
     /// Says that this rank has no gradient of these tensors in the step, or nothing beyond what it
@@ -113,7 +113,7 @@ impl Attempt {
     /// As [`Self::push`].
     pub async fn push_absent(&self, tensors: &[usize]) -> Result<()> {
         let wire = self.job.0.cluster.options.wire;
-        self.push_as(wire, Contents::Absent(tensors)).await
+        self.job.push(self.begin(), wire, Contents::Absent(tensors), Some(self)).await
     }
 
     /// Pushes the new content of buffers (batch-norm statistics), by the ranks that upload them,
@@ -124,19 +124,14 @@ impl Attempt {
     /// As [`Self::push`]; [`Error::Invalid`] for a tensor that is not a buffer.
     pub async fn push_buffers(&self, buffers: Vec<TensorData>) -> Result<()> {
         self.check_buffers(&buffers, true)?;
-        self.push_as(DType::F32, Contents::Uploaded(buffers)).await
+        let contents = Contents::Uploaded(buffers);
+        self.job.push(self.begin(), DType::F32, contents, Some(self)).await
     }
 
-    async fn push_as(&self, dtype: DType, contents: Contents<'_>) -> Result<()> {
-        let deadline = Deadline::after(self.job.0.cluster.options.deadline);
-        self.check_epoch(deadline).await?;
-        let begin = pb::PushBegin {
-            epoch: self.state.epoch,
-            step: Some(self.state.step),
-            attempt: self.state.number,
-            ..self.job.begin()
-        };
-        self.while_open(self.job.push(begin, dtype, contents, deadline), deadline).await
+    /// The first message of a push of this attempt.
+    fn begin(&self) -> pb::PushBegin {
+        let State { epoch, step, number, .. } = *self.state;
+        pb::PushBegin { epoch, step: Some(step), attempt: number, ..self.job.begin() }
     }
 
     /// Says that this rank has pushed all of the step; answered when the step is decided. A call
@@ -270,7 +265,7 @@ impl Attempt {
 
     /// # Errors
     /// Why the attempt has ended, if it has: a later epoch ends it.
-    async fn check_epoch(&self, deadline: Deadline) -> Result<()> {
+    pub(super) async fn check_epoch(&self, deadline: Deadline) -> Result<()> {
         let ended = self.state.end.borrow().as_ref().map(|end| end.error.clone());
         if let Some(error) = ended {
             return Err(error);
@@ -286,7 +281,7 @@ impl Attempt {
     }
 
     /// `work`, unless the attempt ends before.
-    async fn while_open<T>(
+    pub(super) async fn while_open<T>(
         &self,
         work: impl Future<Output = Result<T>>,
         deadline: Deadline,

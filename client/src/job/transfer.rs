@@ -4,7 +4,7 @@
 use futures_util::future::try_join_all;
 use zeroshard_proto::{DType, Error, Result, pb};
 
-use super::{Job, Member};
+use super::{Attempt, Job, Member};
 use crate::{
     Target, TensorData, pull,
     push::{self, Contents},
@@ -60,11 +60,10 @@ impl Job {
     }
 
     async fn upload(&self, part: &str, applied: u64, data: Vec<TensorData>) -> Result<()> {
-        let deadline = Deadline::after(self.0.cluster.options.deadline);
         let epoch = self.current()?.epoch;
         let begin = pb::PushBegin { epoch, part: part.to_owned(), applied, ..self.begin() };
         // Always f32: master weights and state are.
-        self.push(begin, DType::F32, Contents::Uploaded(data), deadline).await
+        self.push(begin, DType::F32, Contents::Uploaded(data), None).await
     }
 
     /// A push of this rank, without its epoch and what it is of.
@@ -74,46 +73,33 @@ impl Job {
         pb::PushBegin { job, job_id, rank: *rank, lease: *lease, ..Default::default() }
     }
 
-    /// Sends `contents` to the servers that hold a part of it.
+    /// Sends `contents` to the servers that hold a part of it, as long as `attempt`, of which they
+    /// are a part, is open.
     pub(super) async fn push(
         &self,
         begin: pb::PushBegin,
         dtype: DType,
         contents: Contents<'_>,
-        deadline: Deadline,
+        attempt: Option<&Attempt>,
     ) -> Result<()> {
-        let placement = self.current()?.placement;
-        let plans = push::plan(&self.0.spec.manifest, &placement, &self.0.shares, contents)?;
-        let pushes = plans.into_iter().map(|plan| self.push_to_one(plan, &begin, dtype, deadline));
-        match self.unless_ended(try_join_all(pushes)).await {
-            Ok(_) => Ok(()),
-            Err(error) => Err(self.explained(error).await),
+        let Member { cluster, spec, locals, .. } = &*self.0;
+        let deadline = Deadline::after(cluster.options.deadline);
+        if let Some(attempt) = attempt {
+            attempt.check_epoch(deadline).await?;
         }
-    }
-
-    async fn push_to_one(
-        &self,
-        mut plan: push::Plan,
-        begin: &pb::PushBegin,
-        dtype: DType,
-        deadline: Deadline,
-    ) -> Result<()> {
-        let cluster = &self.0.cluster;
-        let waiting_for = format!(
-            "shard server {} to take rank {}'s push of step {:?} in epoch {}",
-            plan.server.address, begin.rank, begin.step, begin.epoch
-        );
-        let mut tries = Tries::until(deadline);
-        loop {
-            let push =
-                plan.push(&cluster.shards, begin.clone(), dtype, cluster.options.chunk_bytes);
-            let error = match tries.limit(|| waiting_for.clone(), push).await? {
-                Ok(_) => return Ok(()),
-                Err(error) => error,
-            };
-            if let Next::Refresh(error) = tries.next(error).await? {
-                return Err(error);
+        let pushes = push::plan(&spec.manifest, &self.current()?.placement, locals, contents)?;
+        let (shards, options) = (&cluster.shards, &cluster.options);
+        let sends =
+            pushes.into_iter().map(|push| push.send(shards, options, &begin, dtype, deadline));
+        let sent = async {
+            match self.unless_ended(try_join_all(sends)).await {
+                Ok(_) => Ok(()),
+                Err(error) => Err(self.explained(error).await),
             }
+        };
+        match attempt {
+            Some(attempt) => attempt.while_open(sent, deadline).await,
+            None => sent.await,
         }
     }
 
@@ -159,14 +145,14 @@ impl Job {
         part: &str,
         targets: impl IntoIterator<Item = (DType, Vec<Target<'a>>)>,
     ) -> Result<()> {
-        let Member { cluster, spec, shares, .. } = &*self.0;
+        let Member { cluster, spec, locals, .. } = &*self.0;
         let deadline = Deadline::after(cluster.options.deadline);
         let placement = self.current()?.placement;
-        let mut plans = Vec::new();
+        let mut pulls = Vec::new();
         for (dtype, targets) in targets {
-            plans.extend(pull::plan(&spec.manifest, &placement, shares, dtype, targets)?);
+            pulls.extend(pull::plan(&spec.manifest, &placement, locals, dtype, targets)?);
         }
-        let pulls = plans.into_iter().map(|plan| self.pull_from_one(plan, version, part, deadline));
+        let pulls = pulls.into_iter().map(|pull| self.pull_from_one(pull, version, part, deadline));
         match self.unless_ended(try_join_all(pulls)).await {
             Ok(_) => Ok(()),
             Err(error) => Err(self.explained(error).await),
@@ -175,13 +161,13 @@ impl Job {
 
     async fn pull_from_one(
         &self,
-        mut plan: pull::Plan<'_>,
+        mut pull: pull::ServerPull<'_>,
         version: u64,
         part: &str,
         deadline: Deadline,
     ) -> Result<()> {
         let Member { cluster, spec, id, .. } = &*self.0;
-        let waiting_for = format!("version {version} from shard server {}", plan.server.address);
+        let waiting_for = format!("version {version} from shard server {}", pull.server.address);
         let mut tries = Tries::until(deadline);
         loop {
             let epoch = self.current()?.epoch;
@@ -195,7 +181,7 @@ impl Job {
                 wait_ms: tries.wait_ms(),
             };
             let error =
-                match tries.limit(|| waiting_for.clone(), plan.pull(&cluster.shards, &of)).await? {
+                match tries.limit(|| waiting_for.clone(), pull.pull(&cluster.shards, &of)).await? {
                     Ok(()) => return Ok(()),
                     Err(error) => error,
                 };

@@ -4,12 +4,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use zeroshard_proto::dtype::DType;
+use zeroshard_proto::{DType, Elements};
 
 use super::kernels::convert::{self, Bf16, F16, F32};
 use super::kernels::{Level, sum};
 use super::memory::Memory;
-use super::{Backend, Elements, OutOfMemory, Update};
+use super::{Backend, OutOfMemory, Update};
 
 mod step;
 
@@ -67,14 +67,6 @@ impl Cpu {
         }
         finite
     }
-
-    fn add(&self, src: &[u8], dtype: DType, dst: &mut [f32]) -> bool {
-        match dtype {
-            DType::F32 => convert::accumulate::<F32>(self.level, src, dst),
-            DType::Bf16 => convert::accumulate::<Bf16>(self.level, src, dst),
-            DType::F16 => convert::accumulate::<F16>(self.level, src, dst),
-        }
-    }
 }
 
 /// Values on their way from one dtype to another: small enough for the first cache, and made once
@@ -83,7 +75,7 @@ type Scratch = [f32; 2_048];
 
 /// Cuts `src` by the runs of `at`; whether `each` was true of all of them.
 fn each_run(
-    at: &Elements<'_>,
+    at: &Elements,
     mut src: &[u8],
     dtype: DType,
     mut each: impl FnMut(Range<usize>, &[u8]) -> bool,
@@ -163,13 +155,7 @@ impl Backend for Cpu {
         buffer.dtype
     }
 
-    fn store<'a>(
-        &self,
-        dst: &mut Buffer,
-        at: impl Into<Elements<'a>>,
-        src: &[u8],
-        dtype: DType,
-    ) -> bool {
+    fn store(&self, dst: &mut Buffer, at: impl Into<Elements>, src: &[u8], dtype: DType) -> bool {
         let (at, to) = (at.into(), dst.dtype);
         match to {
             DType::F32 => {
@@ -191,23 +177,28 @@ impl Backend for Cpu {
         }
     }
 
-    fn accumulate<'a>(
+    fn accumulate(
         &self,
         dst: &mut Buffer,
-        at: impl Into<Elements<'a>>,
+        at: impl Into<Elements>,
         src: &[u8],
         dtype: DType,
     ) -> bool {
         let dst = dst.values_mut();
-        each_run(&at.into(), src, dtype, |run, src| self.add(src, dtype, &mut dst[run]))
+        let add = match dtype {
+            DType::F32 => convert::accumulate::<F32>,
+            DType::Bf16 => convert::accumulate::<Bf16>,
+            DType::F16 => convert::accumulate::<F16>,
+        };
+        each_run(&at.into(), src, dtype, |run, src| add(self.level, src, &mut dst[run]))
     }
 
-    fn canonicalise<'a>(&self, dst: &mut Buffer, at: impl Into<Elements<'a>>) {
+    fn canonicalise(&self, dst: &mut Buffer, at: impl Into<Elements>) {
         let dst = dst.values_mut();
         at.into().runs().for_each(|run| convert::canonicalise(self.level, &mut dst[run]));
     }
 
-    fn read<'a>(&self, src: &Arc<Buffer>, from: impl Into<Elements<'a>>, dtype: DType) -> Bytes {
+    fn read(&self, src: &Arc<Buffer>, from: impl Into<Elements>, dtype: DType) -> Bytes {
         let from = from.into();
         if src.dtype != dtype {
             let mut bytes = vec![0; from.numel() * dtype.size()];

@@ -9,9 +9,9 @@ use std::{
 };
 
 use bytes::Bytes;
-use zeroshard_proto::DType;
+use zeroshard_proto::{DType, Elements};
 
-use super::{Backend, Cpu, Elements, OutOfMemory, Update};
+use super::{Backend, Cpu, OutOfMemory, Update};
 
 type Buffer = <Cpu as Backend>::Buffer;
 
@@ -55,31 +55,25 @@ impl Backend for Instrumented {
         self.cpu.dtype(buffer)
     }
 
-    fn store<'a>(
-        &self,
-        dst: &mut Buffer,
-        at: impl Into<Elements<'a>>,
-        src: &[u8],
-        dtype: DType,
-    ) -> bool {
+    fn store(&self, dst: &mut Buffer, at: impl Into<Elements>, src: &[u8], dtype: DType) -> bool {
         self.count().store(dst, at, src, dtype)
     }
 
-    fn accumulate<'a>(
+    fn accumulate(
         &self,
         dst: &mut Buffer,
-        at: impl Into<Elements<'a>>,
+        at: impl Into<Elements>,
         src: &[u8],
         dtype: DType,
     ) -> bool {
         self.count().accumulate(dst, at, src, dtype)
     }
 
-    fn canonicalise<'a>(&self, dst: &mut Buffer, at: impl Into<Elements<'a>>) {
+    fn canonicalise(&self, dst: &mut Buffer, at: impl Into<Elements>) {
         self.count().canonicalise(dst, at);
     }
 
-    fn read<'a>(&self, src: &Arc<Buffer>, from: impl Into<Elements<'a>>, dtype: DType) -> Bytes {
+    fn read(&self, src: &Arc<Buffer>, from: impl Into<Elements>, dtype: DType) -> Bytes {
         self.cpu.read(src, from, dtype)
     }
 

@@ -17,11 +17,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use zeroshard_proto::Elements;
 use zeroshard_proto::dtype::DType;
 use zeroshard_proto::optimizer::Optimizer;
 
 pub mod cpu;
-mod elements;
 #[cfg(test)]
 pub(crate) mod instrumented;
 pub mod kernels;
@@ -31,7 +31,6 @@ mod memory;
 mod conformance;
 
 pub use cpu::Cpu;
-pub use elements::Elements;
 
 /// A device that holds slices of numbers and computes on them.
 pub trait Backend: Send + Sync + 'static {
@@ -52,37 +51,32 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Converts `src` (little endian, of `dtype`, at any address, one value for each of `at`) and
     /// stores it. Returns whether all values of `src` are finite.
-    fn store<'a>(
+    fn store(
         &self,
         dst: &mut Self::Buffer,
-        at: impl Into<Elements<'a>>,
+        at: impl Into<Elements>,
         src: &[u8],
         dtype: DType,
     ) -> bool;
 
     /// Converts `src` as [`Backend::store`] does, and adds it to `dst`, which is f32. Returns
     /// whether all values of `src` are finite.
-    fn accumulate<'a>(
+    fn accumulate(
         &self,
         dst: &mut Self::Buffer,
-        at: impl Into<Elements<'a>>,
+        at: impl Into<Elements>,
         src: &[u8],
         dtype: DType,
     ) -> bool;
 
     /// Makes every NaN among these elements of `dst`, which is f32, the same one, 0x7fc00000. Which
     /// NaN an addition gives depends on the order of its operands and on the machine.
-    fn canonicalise<'a>(&self, dst: &mut Self::Buffer, at: impl Into<Elements<'a>>);
+    fn canonicalise(&self, dst: &mut Self::Buffer, at: impl Into<Elements>);
 
     /// Elements as little-endian bytes of `dtype`, rounded to nearest even. Where they are
     /// consecutive and `dtype` is the buffer's own nothing is copied: the bytes keep the buffer
     /// alive. Else they are copied once.
-    fn read<'a>(
-        &self,
-        src: &Arc<Self::Buffer>,
-        from: impl Into<Elements<'a>>,
-        dtype: DType,
-    ) -> Bytes;
+    fn read(&self, src: &Arc<Self::Buffer>, from: impl Into<Elements>, dtype: DType) -> Bytes;
 
     /// The sum of squares of the elements of `range`, which begins where a block does, in f64: see
     /// [`kernels::sum`] for the order. It is finite exactly if every element is.

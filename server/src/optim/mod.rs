@@ -1,8 +1,8 @@
 //! Optimizer state between steps: what a slice holds besides its parameters. The steps themselves
 //! are the backend's ([`Backend::apply`]).
 
-use zeroshard_proto::blocks::BLOCK;
 use zeroshard_proto::dtype::DType;
+use zeroshard_proto::geometry::blocks::BLOCK;
 use zeroshard_proto::optimizer::{Adagrad, Optimizer};
 
 use crate::backend::{Backend, OutOfMemory};

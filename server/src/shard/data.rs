@@ -61,10 +61,16 @@ impl<B: Backend> Service<Request<Body>> for Data<B> {
         Box::pin(async move {
             let answer = match request.uri().path() {
                 "/zeroshard.v1.Data/Pull" => answer_pull(&store, request, shutdown).await,
-                "/zeroshard.v1.Data/Push" => answer_push(&store, request, shutdown).await,
-                path => Err(Status::unimplemented(format!("there is no method {path}"))),
+                "/zeroshard.v1.Data/Push" => {
+                    let pushed = push::push(&store, request.into_body());
+                    let pushed = shutdown.run_until_cancelled(pushed).await;
+                    pushed.unwrap_or_else(|| Err(going_away())).map(|pushed| unary(&pushed))
+                }
+                path => {
+                    return Ok(Status::unimplemented(format!("unknown method {path}")).into_http());
+                }
             };
-            Ok(answer.unwrap_or_else(Status::into_http))
+            Ok(answer.unwrap_or_else(|error| Status::from(error).into_http()))
         })
     }
 }
@@ -76,29 +82,22 @@ fn going_away() -> Error {
     }
 }
 
-async fn answer_push<B: Backend>(
-    store: &Store<B>,
-    request: Request<Body>,
-    shutdown: CancellationToken,
-) -> Result<Response<Body>, Status> {
-    let pushed = tokio::select! {
-        pushed = push::push(store, request.into_body()) => pushed?,
-        () = shutdown.cancelled() => return Err(going_away().into()),
-    };
-    let mut message = BytesMut::with_capacity(5 + pushed.encoded_len());
-    message.put_u8(0);
-    message.put_u32(pushed.encoded_len() as u32);
-    pushed.encode_raw(&mut message);
+/// The answer with one message.
+fn unary(message: &pb::PushResponse) -> Response<Body> {
+    let mut bytes = BytesMut::with_capacity(5 + message.encoded_len());
+    bytes.put_u8(0);
+    bytes.put_u32(message.encoded_len() as u32);
+    message.encode_raw(&mut bytes);
     let frames =
-        [Ok::<_, Infallible>(Frame::data(message.freeze())), Ok(Frame::trailers(trailers(Ok(()))))];
-    Ok(grpc(Body::new(StreamBody::new(futures_util::stream::iter(frames)))))
+        [Ok::<_, Infallible>(Frame::data(bytes.freeze())), Ok(Frame::trailers(trailers(Ok(()))))];
+    grpc(Body::new(StreamBody::new(futures_util::stream::iter(frames))))
 }
 
 async fn answer_pull<B: Backend>(
     store: &Arc<Store<B>>,
     request: Request<Body>,
     shutdown: CancellationToken,
-) -> Result<Response<Body>, Status> {
+) -> Result<Response<Body>> {
     let hangup = request.extensions().get::<Hangup>().cloned();
     let request = read_request(request.into_body()).await?;
     let frames = pull::pull(store, &request)?;

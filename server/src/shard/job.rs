@@ -7,14 +7,13 @@ use std::{
 
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{Error, JobSpec, Placement, Result, pb};
+use zeroshard_proto::{Error, JobSpec, Placement, Result, geometry::Contributions, pb};
 
 use super::{
     attempt::Attempt,
     budget::Budget,
     events::Events,
-    lane::Lanes,
-    round::Piece,
+    round::Chunk,
     senders::describe,
     slice::{Memory, Reduced, Slice, Upload},
 };
@@ -78,17 +77,19 @@ impl<B: Backend> Job<B> {
         let Opening { id, spec, epoch, placement, server } = opening;
         let attempt = Attempt::first(epoch, 0);
         let mut slices: Vec<_> = (0..spec.manifest.slices().len()).map(|_| None).collect();
-        let mut lanes: Option<Lanes> = None;
+        let mut last: Option<(usize, Contributions)> = None;
         for index in placement.primary_slices(server) {
             if closed.is_cancelled() {
                 return Err(closed_error(&spec.name));
             }
             let cut = spec.manifest.slices()[index];
-            // Most slices follow another of their tensor.
-            let same = lanes.take_if(|lanes| lanes.tensor == cut.tensor);
-            let lanes = lanes.insert(same.unwrap_or_else(|| Lanes::new(&spec, cut.tensor)));
+            // Most slices follow another slice of their tensor.
+            let same = last.take_if(|(tensor, _)| *tensor == cut.tensor);
+            let (_, contributions) =
+                last.insert(same.unwrap_or_else(|| (cut.tensor, spec.contributions(cut.tensor))));
+            let contributors = contributions.of_slice(&cut);
             let slice =
-                Slice::allocate(&*surroundings.backend, &spec, index, lanes.of(&cut), attempt);
+                Slice::allocate(&*surroundings.backend, &spec, index, contributors, attempt);
             slices[index] = Some(slice.map_err(|e| Error::OutOfMemory {
                 what: format!("slice {index} of tensor {:?}", spec.manifest.tensor_of(index).name),
                 bytes: (e.numel * e.dtype.size()) as u64,
@@ -187,17 +188,17 @@ impl<B: Backend> Job<B> {
         }
     }
 
-    /// Takes a piece of what the job begins with. Returns how many elements were new.
+    /// Takes a chunk of what the job begins with. Returns how many elements were new.
     pub(crate) fn upload(
         &self,
         attempt: Attempt,
         index: u32,
         upload: Upload,
-        piece: &Piece,
+        chunk: &Chunk,
     ) -> Result<u64> {
         let current = || self.check_epoch(attempt.epoch);
         let (new, complete) =
-            self.slice(index)?.upload(self.backend(), attempt, upload, piece, current)?;
+            self.slice(index)?.upload(self.backend(), attempt, upload, chunk, current)?;
         if complete {
             self.finish_upload(attempt, 1);
         }
@@ -222,12 +223,12 @@ impl<B: Backend> Job<B> {
         }
     }
 
-    /// Takes a piece of a rank's gradient. Returns how many elements were new.
-    pub(crate) fn contribute(&self, attempt: Attempt, index: u32, piece: &Piece) -> Result<u64> {
+    /// Takes a chunk of a rank's gradient. Returns how many elements were new.
+    pub(crate) fn contribute(&self, attempt: Attempt, index: u32, chunk: &Chunk) -> Result<u64> {
         let slice = self.slice(index)?;
         let current = || self.check_attempt(attempt, slice);
         let budget = &self.surroundings.budget;
-        let (new, reduced) = slice.contribute(self.backend(), attempt, piece, budget, current)?;
+        let (new, reduced) = slice.contribute(self.backend(), attempt, chunk, budget, current)?;
         self.contributed.notify_waiters();
         self.finish_reduction(attempt, index, reduced);
         Ok(new)
@@ -243,10 +244,10 @@ impl<B: Backend> Job<B> {
         Ok(())
     }
 
-    /// Takes a piece of what a buffer is after the step. Returns how many elements were new.
-    pub(crate) fn replace(&self, attempt: Attempt, index: u32, piece: &Piece) -> Result<u64> {
+    /// Takes a chunk of what a buffer is after the step. Returns how many elements were new.
+    pub(crate) fn replace(&self, attempt: Attempt, index: u32, chunk: &Chunk) -> Result<u64> {
         let slice = self.slice(index)?;
-        slice.replace(self.backend(), attempt, piece, || self.check_attempt(attempt, slice))
+        slice.replace(self.backend(), attempt, chunk, || self.check_attempt(attempt, slice))
     }
 
     /// # Errors

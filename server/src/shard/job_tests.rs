@@ -21,9 +21,9 @@ struct Subject {
     said: Receiver<Event>,
 }
 
-fn piece(rank: u32, value: f32) -> Piece {
+fn chunk(rank: u32, value: f32) -> Chunk {
     let bytes = [value, value].iter().flat_map(|value| value.to_le_bytes()).collect();
-    Piece { rank, offset: 0, dtype: zeroshard_proto::DType::F32, bytes }
+    Chunk { rank, offset: 0, dtype: zeroshard_proto::DType::F32, bytes }
 }
 
 impl Subject {
@@ -55,12 +55,12 @@ impl Subject {
 
     fn upload_all(&self, epoch: u64, value: f32) {
         for slice in 0..self.job.slices.len() as u32 {
-            self.job.upload(Attempt::first(epoch, 0), slice, UPLOAD, &piece(0, value)).unwrap();
+            self.job.upload(Attempt::first(epoch, 0), slice, UPLOAD, &chunk(0, value)).unwrap();
         }
     }
 
     fn push(&self, attempt: Attempt, slice: u32, rank: u32, value: f32) -> Result<u64> {
-        self.job.contribute(attempt, slice, &piece(rank, value))
+        self.job.contribute(attempt, slice, &chunk(rank, value))
     }
 
     fn decide(&self, attempt: Attempt) -> Result<()> {
@@ -156,14 +156,14 @@ fn what_was_pushed_in_an_attempt_never_counts_in_a_later_one() {
 #[test]
 fn an_upload_of_an_earlier_epoch_does_not_count() {
     let mut subject = Subject::new(2, 1);
-    subject.job.upload(at(1, 0, 0), 0, UPLOAD, &piece(0, 1.0)).unwrap();
+    subject.job.upload(at(1, 0, 0), 0, UPLOAD, &chunk(0, 1.0)).unwrap();
     subject.job.new_epoch(2, 0).unwrap();
-    let stale = subject.job.upload(at(1, 0, 0), 1, UPLOAD, &piece(0, 1.0));
+    let stale = subject.job.upload(at(1, 0, 0), 1, UPLOAD, &chunk(0, 1.0));
     assert!(matches!(stale, Err(Error::StaleEpoch { epoch: 1, current: 2, .. })));
-    subject.job.upload(at(2, 0, 0), 1, UPLOAD, &piece(0, 2.0)).unwrap();
+    subject.job.upload(at(2, 0, 0), 1, UPLOAD, &chunk(0, 2.0)).unwrap();
     assert!(subject.said.try_recv().is_err(), "slice 0 has nothing in this epoch");
     assert!(matches!(subject.job.publish(2), Err(Error::Internal { .. })));
-    subject.job.upload(at(2, 0, 0), 0, UPLOAD, &piece(0, 2.0)).unwrap();
+    subject.job.upload(at(2, 0, 0), 0, UPLOAD, &chunk(0, 2.0)).unwrap();
     assert!(matches!(subject.said.try_recv(), Ok(Event::Initialised(told)) if told.epoch == 2));
 }
 

@@ -11,7 +11,6 @@ mod control;
 mod data;
 mod events;
 mod job;
-mod lane;
 mod part;
 mod pull;
 mod push;
@@ -22,6 +21,8 @@ mod service;
 mod slice;
 mod stall;
 mod store;
+#[cfg(test)]
+mod test_jobs;
 #[cfg(test)]
 mod transfer_tests;
 

@@ -11,7 +11,7 @@ use std::{
 use bytes::Bytes;
 use futures_util::{Stream, stream};
 use zeroshard_proto::{
-    BoxView, DType, Error, JobSpec, Result, TensorBox,
+    DType, Elements, Error, JobSpec, Result, StridedBox, TensorBox,
     frame::{Extent, Writer},
     pb,
 };
@@ -19,7 +19,6 @@ use zeroshard_proto::{
 use super::{
     budget::Space,
     job::{Deadline, Job},
-    lane::Area,
     part::Part,
     slice::Slice,
     store::Store,
@@ -34,10 +33,10 @@ const CHUNK_LIMITS: Range<usize> = 4 << 10..16 << 20;
 /// One slice's part of a pull.
 struct Wanted<B: Backend> {
     slice: u32,
-    /// What of the slice the elements are counted in.
-    area: Area,
-    /// Elements that are still to be sent.
-    range: Range<usize>,
+    /// The elements in which the request counts.
+    elements: Elements,
+    /// Those that are still to be sent.
+    rest: Range<usize>,
     /// What is sent, once its version is there and there is room to hold it.
     held: Option<Held<B>>,
 }
@@ -107,7 +106,7 @@ pub(super) fn pull<B: Backend>(
 }
 
 /// The boxes that a pull is of, by the tensor that owns the storage.
-type Boxes = HashMap<usize, Arc<BoxView>>;
+type Boxes = HashMap<usize, Arc<StridedBox>>;
 
 fn boxes(spec: &JobSpec, messages: &[pb::Box]) -> Result<Boxes> {
     let tensors = spec.manifest.tensors();
@@ -118,11 +117,11 @@ fn boxes(spec: &JobSpec, messages: &[pb::Box]) -> Result<Boxes> {
             let expected = format!("less than the job's number of tensors, {}", tensors.len());
             return Err(Error::invalid("tensor of a box", index, expected));
         };
-        let area = TensorBox { offset: offset.clone(), size: size.clone() };
-        area.check(&tensor.shape, &tensor.name)?;
+        let bounds = TensorBox { offset: offset.clone(), size: size.clone() };
+        bounds.check(&tensor.shape, &tensor.name)?;
         // Tied tensors have one storage, and the same shape.
         let owner = spec.manifest.owner(index);
-        if boxes.insert(owner, Arc::new(BoxView::new(&tensor.shape, &area))).is_some() {
+        if boxes.insert(owner, Arc::new(StridedBox::new(&tensor.shape, bounds))).is_some() {
             let what = format!("number of boxes of tensor {:?}", tensors[owner].name);
             return Err(Error::invalid(
                 what,
@@ -143,19 +142,19 @@ fn wanted<B: Backend>(
     let slice = job.slice(range.slice)?;
     let tensor = &job.spec.manifest.tensors()[slice.spec.tensor].name;
     part.check(slice.group.is_some(), tensor)?;
-    let area = match boxes.get(&slice.spec.tensor) {
-        None => Area::whole(slice.spec.numel),
-        Some(view) => Area::of(view, &slice.spec),
+    let elements = match boxes.get(&slice.spec.tensor) {
+        None => (0..slice.spec.numel).into(),
+        Some(of) => of.elements(&slice.spec),
     };
-    let numel = area.numel() as u64;
+    let numel = elements.numel() as u64;
     let length = match range.length {
         0 => numel.saturating_sub(range.offset),
         length => length,
     };
     match range.offset.checked_add(length) {
         Some(end) if end <= numel && range.offset < end => {
-            let elements = range.offset as usize..end as usize;
-            Ok(Wanted { slice: range.slice, area, range: elements, held: None })
+            let rest = range.offset as usize..end as usize;
+            Ok(Wanted { slice: range.slice, elements, rest, held: None })
         }
         _ => Err(Error::invalid(
             format!("range of slice {}", range.slice),
@@ -227,17 +226,17 @@ impl<B: Backend> Pull<B> {
             }
             let wanted = self.wanted.front_mut().expect("it is held");
             let held = wanted.held.as_ref().expect("it is held");
-            let end = wanted.range.end.min(wanted.range.start + self.chunk);
-            let offset = std::mem::replace(&mut wanted.range.start, end);
+            let end = wanted.rest.end.min(wanted.rest.start + self.chunk);
+            let offset = std::mem::replace(&mut wanted.rest.start, end);
             let payload = self.job.backend().read(
                 &held.buffer,
-                wanted.area.elements(offset..end),
+                wanted.elements.select(offset..end),
                 self.dtype,
             );
             self.store.metrics.pull_sent_bytes.inc_by(payload.len() as u64);
             let extent = Extent { slice: wanted.slice, offset: offset as u64, dtype: self.dtype };
             self.writer.extent(extent, payload);
-            if wanted.range.is_empty() {
+            if wanted.rest.is_empty() {
                 self.wanted.pop_front();
             }
         }

@@ -15,7 +15,7 @@ use super::{
     attempt::Attempt,
     job::Job,
     part::Part,
-    round::Piece,
+    round::Chunk,
     senders::{self, Sent},
     slice::Upload,
     store::Store,
@@ -27,10 +27,10 @@ use crate::backend::Backend;
 /// longer could wait for itself.
 const PARKING_WAIT: Duration = Duration::from_millis(50);
 
-/// Takes one push.
+/// Receives one push.
 ///
 /// # Errors
-/// What is wrong with it; what came before the error has been taken.
+/// The first error in it; elements received before the error have been taken.
 pub(super) async fn push<B, S>(store: &Store<B>, body: S) -> Result<pb::PushResponse>
 where
     B: Backend,
@@ -39,20 +39,32 @@ where
 {
     let mut reader = Reader::new(body, store.limits.max_message);
     let Some(Event::Begin(begin)) = reader.next().await? else {
-        return Err(Error::invalid(
-            "first message of a push",
-            "without `begin`",
-            "the one that opens it",
-        ));
+        let what = "first message of a push";
+        return Err(Error::invalid(what, "without `begin`", "the one that opens it"));
     };
     let mut push = Push::open(store, begin)?;
     let job = push.job.clone();
-    let received = job.closed().run_until_cancelled(push.receive(&mut reader)).await;
-    // What was taken into a job that is closed now is lost.
-    if received.is_none() || job.closed().is_cancelled() {
-        return Err(job.closed_error());
+    let receive = async {
+        push.wait_for_attempt().await?;
+        push.note_absent().await?;
+        while let Some(event) = reader.next().await? {
+            match event {
+                Event::Begin(_) => {
+                    let expected = "in the first message only";
+                    return Err(Error::invalid("`begin`", "in a later message", expected));
+                }
+                Event::Extent(extent, elements) => push.check(extent, elements).await?,
+                Event::Payload(bytes) => push.take(bytes).await?,
+            }
+        }
+        Ok(())
+    };
+    let received = job.closed().run_until_cancelled(receive).await;
+    // Elements taken into a job that has been closed since are lost.
+    match received.filter(|_| !job.closed().is_cancelled()) {
+        Some(received) => received.map(|()| push.counted),
+        None => Err(job.closed_error()),
     }
-    received.unwrap_or(Ok(())).map(|()| push.counted)
 }
 
 /// What a push brings.
@@ -104,29 +116,6 @@ impl<'a, B: Backend> Push<'a, B> {
         Ok(Self { store, job, begin, what, attempt, next, counted: pb::PushResponse::default() })
     }
 
-    async fn receive<S>(&mut self, reader: &mut Reader<S>) -> Result<()>
-    where
-        S: Body<Data = Bytes> + Unpin,
-        S::Error: std::fmt::Display,
-    {
-        self.wait_for_attempt().await?;
-        self.note_absent().await?;
-        while let Some(event) = reader.next().await? {
-            match event {
-                Event::Begin(_) => {
-                    return Err(Error::invalid(
-                        "`begin`",
-                        "in a later message",
-                        "in the first message only",
-                    ));
-                }
-                Event::Extent(extent, elements) => self.check(extent, elements).await?,
-                Event::Payload(bytes) => self.take(bytes).await?,
-            }
-        }
-        Ok(())
-    }
-
     /// Waits until the coordinator has told of the push's attempt, which the rank may have heard of
     /// first.
     ///
@@ -174,7 +163,7 @@ impl<'a, B: Backend> Push<'a, B> {
             What::Start(Upload { state, .. }) => {
                 let part = state.map_or(Part::Parameters, Part::State);
                 part.check(slice.group.is_some(), tensor)?;
-                Ok(Sent::Start)
+                Ok(Sent::Initial)
             }
             What::Step if slice.group.is_some() => Ok(Sent::Gradient),
             What::Step if !slice.buffer => Err(Error::invalid(
@@ -193,7 +182,8 @@ impl<'a, B: Backend> Push<'a, B> {
     fn check_bounds(&self, extent: Extent, elements: u64, sent: Sent) -> Result<()> {
         let (spec, rank) = (&self.job.spec, self.begin.rank);
         let slice = self.job.slice(extent.slice)?;
-        let numel = senders::lane_of(spec, extent.slice, &slice.lanes, rank, sent)?.area.numel();
+        let of = senders::contributors_of(spec, extent.slice, &slice.contributors, rank, sent)?;
+        let numel = of.elements.numel();
         if extent.offset.checked_add(elements).is_some_and(|end| end <= numel as u64) {
             return Ok(());
         }
@@ -264,30 +254,25 @@ impl<'a, B: Backend> Push<'a, B> {
         let Extent { slice, offset, dtype } = self.next;
         let elements = (bytes.len() / dtype.size()) as u64;
         self.store.metrics.push_received_bytes.inc_by(bytes.len() as u64);
-        let piece = Piece { rank: self.begin.rank, offset: offset as usize, dtype, bytes };
+        let chunk = Chunk { rank: self.begin.rank, offset: offset as usize, dtype, bytes };
         let new = match self.what {
-            What::Start(upload) => self.job.upload(self.attempt, slice, upload, &piece)?,
+            What::Start(upload) => self.job.upload(self.attempt, slice, upload, &chunk)?,
             What::Step if self.job.slice(slice)?.buffer => {
-                self.job.replace(self.attempt, slice, &piece)?
+                self.job.replace(self.attempt, slice, &chunk)?
             }
-            What::Step => self.contribute(slice, &piece).await?,
+            What::Step => match self.job.contribute(self.attempt, slice, &chunk) {
+                Err(Error::ParkingFull { .. }) => {
+                    self.job.contribution(PARKING_WAIT).await;
+                    self.job.contribute(self.attempt, slice, &chunk)?
+                }
+                taken => taken?,
+            },
         };
         self.next.offset += elements;
         self.counted.added += new;
         self.counted.duplicates += elements - new;
         self.store.metrics.push_duplicate_bytes.inc_by((elements - new) * dtype.size() as u64);
         Ok(())
-    }
-
-    async fn contribute(&self, slice: u32, piece: &Piece) -> Result<u64> {
-        let contribute = || self.job.contribute(self.attempt, slice, piece);
-        match contribute() {
-            Err(Error::ParkingFull { .. }) => {
-                self.job.contribution(PARKING_WAIT).await;
-                contribute()
-            }
-            taken => taken,
-        }
     }
 }
 

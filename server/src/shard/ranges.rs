@@ -8,9 +8,14 @@ use std::ops::Range;
 pub(crate) struct Ranges(Vec<Range<usize>>);
 
 impl Ranges {
-    /// How many separate ranges there are: what an adversary could make grow.
-    pub(crate) fn pieces(&self) -> usize {
+    /// Number of separate ranges.
+    pub(crate) fn len(&self) -> usize {
         self.0.len()
+    }
+
+    /// Whether the set is empty.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
     }
 
     /// Whether it is `0..end`.
@@ -106,6 +111,6 @@ mod tests {
         assert!(!ranges.is_all(8));
         ranges.insert(3..4);
         assert!(ranges.is_all(8));
-        assert_eq!(ranges.pieces(), 1);
+        assert_eq!(ranges.len(), 1);
     }
 }

@@ -1,17 +1,17 @@
-//! The contributions to one slice at one step, lane by lane.
+//! The contributions to one slice in one attempt.
 //!
-//! Floating-point sums depend on their order, so it is fixed: `turns` has it, for each lane on its
-//! own. INVARIANT: what is added never depends on how the bytes were cut or when they came.
+//! Floating-point sums depend on their order, so the order is fixed: see [`Turns`]. INVARIANT: the
+//! sum does not depend on the chunks in which contributions arrive, nor on their order of arrival.
 
 use std::{ops::Range, sync::Arc};
 
 use bytes::Bytes;
-use zeroshard_proto::{DType, Result};
+use zeroshard_proto::{DType, Error, Result, geometry::SliceContributors};
 
-use super::{budget::Budget, lane::Lane};
+use super::budget::Budget;
 use crate::backend::Backend;
 use total::{Figures, Total};
-use turns::Turns;
+use turns::{MAX_RANGES, Turns};
 
 mod absent;
 mod total;
@@ -21,21 +21,22 @@ pub(crate) use absent::Absent;
 
 /// Consecutive elements of one rank's contribution, from the network buffer.
 #[derive(Debug, Clone)]
-pub(crate) struct Piece {
+pub(crate) struct Chunk {
     pub(crate) rank: u32,
-    /// First element, of those that the rank's lane has of the slice.
+    /// The first element, counted among the slice's elements to which the rank contributes.
     pub(crate) offset: usize,
     pub(crate) dtype: DType,
     /// Whole elements, little endian.
     pub(crate) bytes: Bytes,
 }
 
-impl Piece {
+impl Chunk {
     pub(crate) fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.bytes.len() / self.dtype.size()
     }
 
-    pub(crate) fn part(&self, range: Range<usize>) -> Self {
+    /// The elements of `range`, which the chunk contains.
+    pub(crate) fn select(&self, range: Range<usize>) -> Self {
         let size = self.dtype.size();
         let start = (range.start - self.offset) * size;
         let bytes = self.bytes.slice(start..start + range.len() * size);
@@ -43,31 +44,31 @@ impl Piece {
     }
 }
 
-/// The open step of one slice.
+/// The contributions to one slice, for each set of contributors on its own.
 #[derive(Debug)]
 pub(crate) struct Round {
-    lanes: Vec<Turns>,
+    slice: u32,
+    turns: Vec<Turns>,
     figures: Figures,
-    /// Whether anybody has sent anything. INVARIANT: as long as nobody has, nothing is added
-    /// either.
+    /// Whether any rank has sent anything. INVARIANT: before that, nothing is added.
     touched: bool,
 }
 
 impl Round {
-    /// Of slice number `slice`, of `numel` elements, which `lanes` are all of.
-    pub(crate) fn new(slice: u32, numel: usize, lanes: &[Lane]) -> Self {
-        let lanes = lanes.iter().map(|lane| Turns::new(slice, lane)).collect();
-        Self { lanes, figures: Figures::new(numel), touched: false }
+    /// The round of slice number `slice`, of `numel` elements.
+    pub(crate) fn new(slice: u32, numel: usize, contributors: &[SliceContributors]) -> Self {
+        let turns = contributors.iter().map(|each| Turns::new(slice, each)).collect();
+        Self { slice, turns, figures: Figures::new(numel), touched: false }
     }
 
-    /// Forgets everything: the next step, or the same one in a new epoch.
+    /// Forgets all contributions, for the next attempt.
     pub(crate) fn reset(&mut self) {
-        self.lanes.iter_mut().for_each(Turns::reset);
+        self.turns.iter_mut().for_each(Turns::reset);
         self.figures.reset();
         self.touched = false;
     }
 
-    /// Whether every rank's gradient is in, or no rank has one.
+    /// Whether every rank has contributed, or no rank has a gradient.
     pub(crate) fn is_complete(&self) -> bool {
         self.figures.are_complete() || self.is_absent_everywhere()
     }
@@ -82,45 +83,73 @@ impl Round {
         self.figures.overflow()
     }
 
-    /// The first rank, lane by lane and in the order of addition, whose gradient is not all here.
+    /// The first rank, in the order of addition, whose contribution is incomplete.
     pub(crate) fn missing_rank(&self) -> Option<u32> {
-        self.lanes.iter().find_map(Turns::missing_rank)
+        self.turns.iter().find_map(Turns::missing_rank)
     }
 
-    /// Adds what is new of `piece`, whose rank contributes to this slice, or parks it if its turn
-    /// has not come. Returns how many elements were new.
+    /// Adds the elements of `chunk` that have not been received before, or parks them if it is not
+    /// their turn. The chunk's rank must contribute to this slice. Returns the number of new
+    /// elements.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::ParkingFull`]: the rest of the piece may be sent again later.
-    /// [`zeroshard_proto::Error::Invalid`] for a contribution in too many pieces. What was taken
-    /// before the error stays.
+    /// [`Error::ParkingFull`]: the rest of the chunk can be sent again later. [`Error::Invalid`]
+    /// for a contribution in too many separate ranges. Elements taken before the error stay.
     pub(crate) fn contribute<B: Backend>(
         &mut self,
         backend: &B,
         accumulator: &mut B::Buffer,
-        piece: &Piece,
+        chunk: &Chunk,
         budget: &Arc<Budget>,
     ) -> Result<u64> {
-        let (lane, position) = self.find(piece.rank).expect("the caller asked who contributes");
-        let total = &mut Total { backend, sum: accumulator, figures: &mut self.figures };
-        let taken = self.lanes[lane].take(total, position, piece, budget);
-        if !self.touched && self.lanes[lane].contributions[position].received.pieces() > 0 {
-            // From now on there is something that zeros can be added to, in every lane.
-            self.touched = true;
-            self.lanes.iter_mut().for_each(|turns| turns.fill_in(total));
+        let (of, turn) = self.find(chunk.rank).expect("the caller checked the contributors");
+        let turns = &mut self.turns[of];
+        if turns.contributions[turn].absent {
+            return Ok(0); // The rank has said that the rest counts as zeros.
         }
-        taken
+        let total = &mut Total { backend, sum: accumulator, figures: &mut self.figures };
+        let (mut new, mut refused) = (0, Ok(()));
+        for (range, in_turn) in turns.new_ranges(turn, chunk.range()) {
+            if turns.contributions[turn].received.len() >= MAX_RANGES {
+                refused = Err(too_many_ranges(self.slice, chunk.rank));
+                break;
+            }
+            let part = chunk.select(range.clone());
+            if in_turn {
+                turns.add(total, turn, range.clone(), Some(&part));
+            } else if let Err(full) = turns.park(turn, part, budget) {
+                refused = Err(full);
+                break;
+            }
+            new += range.len() as u64;
+            turns.contributions[turn].received.insert(range);
+        }
+        turns.unpark(total, turn);
+        if !self.touched && turns.contributions[turn].received.len() > 0 {
+            // From now on there is something to add the zeros of absent ranks to.
+            self.touched = true;
+            self.turns.iter_mut().for_each(|turns| turns.fill_in(total));
+        }
+        refused.map(|()| new)
     }
 
-    /// The lane that `rank` contributes to, and its place in the order of addition there.
+    /// The contributors of which `rank` is one, and its turn among them.
     fn find(&self, rank: u32) -> Option<(usize, usize)> {
-        let mut lanes = self.lanes.iter().enumerate();
-        lanes.find_map(|(lane, turns)| Some((lane, turns.position(rank)?)))
+        let mut turns = self.turns.iter().enumerate();
+        turns.find_map(|(of, turns)| Some((of, turns.of.ranks.turn(rank, self.slice)?)))
     }
 }
 
+fn too_many_ranges(slice: u32, rank: u32) -> Error {
+    Error::invalid(
+        format!("gradient of slice {slice} from rank {rank}"),
+        format!("in more than {MAX_RANGES} separate ranges"),
+        "sent in order",
+    )
+}
+
 #[cfg(test)]
-mod lane_tests;
+mod contributors_tests;
 #[cfg(test)]
 #[path = "round_tests.rs"]
 mod tests;

@@ -4,10 +4,10 @@ use proptest::prelude::*;
 use zeroshard_proto::Error;
 
 use super::{
-    turns::{MAX_PIECES, PARKED_OVERHEAD},
+    turns::{MAX_RANGES, PARKED_OVERHEAD},
     *,
 };
-use crate::{backend::Cpu, shard::lane::tests::whole};
+use crate::{backend::Cpu, shard::test_jobs::whole};
 
 const NUMEL: usize = 40;
 
@@ -18,18 +18,18 @@ fn gradient(rank: u32) -> Vec<f32> {
         .collect()
 }
 
-fn piece(rank: u32, range: Range<usize>) -> Piece {
+fn chunk(rank: u32, range: Range<usize>) -> Chunk {
     let bytes = gradient(rank)[range.clone()].iter().flat_map(|v| v.to_le_bytes()).collect();
-    Piece { rank, offset: range.start, dtype: DType::F32, bytes }
+    Chunk { rank, offset: range.start, dtype: DType::F32, bytes }
 }
 
-fn sum_of(slice: u32, world: u32, pieces: &[Piece], limit: u64) -> (Round, Result<Vec<u8>>) {
+fn sum_of(slice: u32, world: u32, chunks: &[Chunk], limit: u64) -> (Round, Result<Vec<u8>>) {
     let backend = Cpu::new();
     let budget = Budget::new(limit);
     let mut round = Round::new(slice, NUMEL, &whole(NUMEL, world));
     let mut sum = backend.allocate(DType::F32, NUMEL).unwrap();
-    for piece in pieces {
-        if let Err(error) = round.contribute(&backend, &mut sum, piece, &budget) {
+    for chunk in chunks {
+        if let Err(error) = round.contribute(&backend, &mut sum, chunk, &budget) {
             return (round, Err(error));
         }
     }
@@ -52,15 +52,15 @@ proptest! {
         cuts in prop::collection::vec((0u32..6, 0..NUMEL, 0..NUMEL), 0..40),
         order in any::<prop::sample::Index>(),
     ) {
-        let mut pieces: Vec<_> = cuts
+        let mut chunks: Vec<_> = cuts
             .into_iter()
-            .map(|(rank, a, b)| piece(rank % world, a.min(b)..a.max(b)))
+            .map(|(rank, a, b)| chunk(rank % world, a.min(b)..a.max(b)))
             .collect();
         // All of it, in some order, so that it completes.
         let first = order.index(world as usize) as u32;
-        pieces.extend((0..world).map(|i| piece((first + i * (world - 1)) % world, 0..NUMEL)));
-        pieces.extend((0..world).map(|rank| piece(rank, 0..NUMEL)));
-        let (round, sum) = sum_of(slice, world, &pieces, u64::MAX);
+        chunks.extend((0..world).map(|i| chunk((first + i * (world - 1)) % world, 0..NUMEL)));
+        chunks.extend((0..world).map(|rank| chunk(rank, 0..NUMEL)));
+        let (round, sum) = sum_of(slice, world, &chunks, u64::MAX);
         prop_assert!(round.is_complete());
         prop_assert_eq!(sum.unwrap(), expected(slice, world));
     }
@@ -68,9 +68,9 @@ proptest! {
 
 #[test]
 fn two_workers_never_park() {
-    let pieces = [piece(1, 0..NUMEL), piece(0, 0..NUMEL)];
+    let chunks = [chunk(1, 0..NUMEL), chunk(0, 0..NUMEL)];
     for slice in [0, 1] {
-        let (round, sum) = sum_of(slice, 2, &pieces, 0);
+        let (round, sum) = sum_of(slice, 2, &chunks, 0);
         assert!(round.is_complete());
         assert_eq!(sum.unwrap(), expected(slice, 2));
     }
@@ -78,10 +78,10 @@ fn two_workers_never_park() {
 
 #[test]
 fn the_next_in_order_is_let_in_when_the_budget_is_spent() {
-    let early = piece(2, 0..NUMEL);
-    let refused = |before: &[Piece]| {
-        let pieces = [before, std::slice::from_ref(&early)].concat();
-        match sum_of(0, 3, &pieces, 100).1 {
+    let early = chunk(2, 0..NUMEL);
+    let refused = |before: &[Chunk]| {
+        let chunks = [before, std::slice::from_ref(&early)].concat();
+        match sum_of(0, 3, &chunks, 100).1 {
             Err(Error::ParkingFull { slice: 0, rank: 2, offset, waiting_for, budget: 100 }) => {
                 (offset, waiting_for)
             }
@@ -89,12 +89,12 @@ fn the_next_in_order_is_let_in_when_the_budget_is_spent() {
         }
     };
     assert_eq!(refused(&[]), (0, 0));
-    assert_eq!(refused(&[piece(0, 0..NUMEL)]), (0, 1));
+    assert_eq!(refused(&[chunk(0, 0..NUMEL)]), (0, 1));
     // What has its turn is taken, up to where another rank is waited for.
-    assert_eq!(refused(&[piece(0, 0..20), piece(1, 0..10)]), (10, 1));
-    assert_eq!(refused(&[piece(0, 0..20), piece(1, 0..NUMEL)]), (20, 0));
+    assert_eq!(refused(&[chunk(0, 0..20), chunk(1, 0..10)]), (10, 1));
+    assert_eq!(refused(&[chunk(0, 0..20), chunk(1, 0..NUMEL)]), (20, 0));
 
-    let in_order = [piece(0, 0..NUMEL), piece(1, 0..NUMEL), early];
+    let in_order = [chunk(0, 0..NUMEL), chunk(1, 0..NUMEL), early];
     let (round, sum) = sum_of(0, 3, &in_order, 0);
     assert!(round.is_complete());
     assert_eq!(sum.unwrap(), expected(0, 3));
@@ -106,15 +106,15 @@ fn parked_bytes_are_given_back_when_all_of_the_piece_has_been_added() {
     let budget = Budget::new(1000);
     let mut round = Round::new(0, NUMEL, &whole(NUMEL, 3));
     let mut sum = backend.allocate(DType::F32, NUMEL).unwrap();
-    let mut contribute = |piece| round.contribute(&backend, &mut sum, &piece, &budget).unwrap();
-    assert_eq!(contribute(piece(2, 0..NUMEL)), NUMEL as u64);
+    let mut contribute = |chunk| round.contribute(&backend, &mut sum, &chunk, &budget).unwrap();
+    assert_eq!(contribute(chunk(2, 0..NUMEL)), NUMEL as u64);
     let pinned = 4 * NUMEL as u64 + PARKED_OVERHEAD;
     assert_eq!(budget.used(), pinned);
-    assert_eq!(contribute(piece(2, 3..9)), 0);
-    contribute(piece(1, 0..NUMEL));
-    contribute(piece(0, 0..10));
+    assert_eq!(contribute(chunk(2, 3..9)), 0);
+    contribute(chunk(1, 0..NUMEL));
+    contribute(chunk(0, 0..10));
     assert_eq!(budget.used(), pinned, "it is one allocation");
-    contribute(piece(0, 10..NUMEL));
+    contribute(chunk(0, 10..NUMEL));
     assert_eq!(budget.used(), 0);
     assert!(round.is_complete());
     assert_eq!(round.missing_rank(), None);
@@ -128,9 +128,9 @@ fn a_parked_piece_keeps_no_network_buffer_and_is_counted_with_what_it_costs() {
     let mut sum = backend.allocate(DType::F32, NUMEL).unwrap();
     let network = Bytes::from(vec![0; 1 << 20]);
     for offset in 0..10 {
-        let piece =
-            Piece { offset, bytes: network.slice(4 * offset..4 * offset + 4), ..piece(2, 0..0) };
-        assert_eq!(round.contribute(&backend, &mut sum, &piece, &budget).unwrap(), 1);
+        let chunk =
+            Chunk { offset, bytes: network.slice(4 * offset..4 * offset + 4), ..chunk(2, 0..0) };
+        assert_eq!(round.contribute(&backend, &mut sum, &chunk, &budget).unwrap(), 1);
     }
     assert!(network.is_unique(), "nothing of it is kept");
     assert_eq!(budget.used(), 10 * (4 + PARKED_OVERHEAD));
@@ -169,14 +169,14 @@ proptest! {
             DType::Bf16 => half::bf16::from_bits((bits >> 16) as u16).to_f32(),
             DType::F16 => half::f16::from_bits((bits >> 16) as u16).to_f32(),
         };
-        let pieces: Vec<Piece> = order.into_iter().filter(|&rank| rank < world).flat_map(|rank| {
+        let chunks: Vec<Chunk> = order.into_iter().filter(|&rank| rank < world).flat_map(|rank| {
             let values = &values[rank as usize];
             [cut..NUMEL, 0..cut].map(|range| {
                 let bytes = values[range.clone()].iter().flat_map(element).collect();
-                Piece { rank, offset: range.start, dtype, bytes }
+                Chunk { rank, offset: range.start, dtype, bytes }
             })
         }).collect();
-        let (round, sum) = sum_of(slice, world, &pieces, u64::MAX);
+        let (round, sum) = sum_of(slice, world, &chunks, u64::MAX);
         prop_assert!(round.is_complete());
         let sum = sum.unwrap();
         for (i, actual) in sum.as_chunks().0.iter().map(|word| u32::from_le_bytes(*word)).enumerate() {
@@ -190,8 +190,8 @@ proptest! {
 
 #[test]
 fn the_lowest_rank_that_overflowed_is_named() {
-    let bad = |rank| Piece { bytes: f32::NAN.to_le_bytes().to_vec().into(), ..piece(rank, 5..6) };
-    let (round, _) = sum_of(0, 3, &[bad(1), bad(2), piece(0, 0..NUMEL)], 1000);
+    let bad = |rank| Chunk { bytes: f32::NAN.to_le_bytes().to_vec().into(), ..chunk(rank, 5..6) };
+    let (round, _) = sum_of(0, 3, &[bad(1), bad(2), chunk(0, 0..NUMEL)], 1000);
     assert_eq!(round.overflow(), Some(1));
     assert_eq!(round.missing_rank(), Some(1));
 }
@@ -200,14 +200,14 @@ fn the_lowest_rank_that_overflowed_is_named() {
 fn a_contribution_in_too_many_pieces_is_refused() {
     let backend = Cpu::new();
     let budget = Budget::new(0);
-    let numel = 3 * MAX_PIECES;
+    let numel = 3 * MAX_RANGES;
     let mut round = Round::new(0, numel, &whole(numel, 1));
     let mut sum = backend.allocate(DType::F32, numel).unwrap();
-    let one = |offset| Piece { offset, ..piece(0, 0..1) };
+    let one = |offset| Chunk { offset, ..chunk(0, 0..1) };
     let results: Vec<_> = (0..numel)
         .step_by(2)
         .map(|offset| round.contribute(&backend, &mut sum, &one(offset), &budget))
         .collect();
-    assert_eq!(results.iter().filter(|r| r.is_ok()).count(), MAX_PIECES);
+    assert_eq!(results.iter().filter(|r| r.is_ok()).count(), MAX_RANGES);
     assert!(matches!(results.last(), Some(Err(Error::Invalid { .. }))));
 }

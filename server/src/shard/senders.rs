@@ -1,56 +1,55 @@
-//! Who may send what of a slice, and the refusal of who may not.
+//! Which ranks may send data of a slice.
 
-use zeroshard_proto::{DimPlacement, Error, JobSpec, Result};
+use zeroshard_proto::{DimPlacement, Error, JobSpec, Result, geometry::SliceContributors};
 
-use super::lane::Lane;
 use crate::listing::some_of;
 
-/// What is sent of a slice.
+/// Data of a slice that a rank sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sent {
-    /// A gradient: by every rank of a lane.
+    /// A gradient, from every contributing rank.
     Gradient,
-    /// What the job begins with: by the first one.
-    Start,
-    /// A buffer's next content: likewise.
+    /// Initial values, from the uploading rank.
+    Initial,
+    /// The next content of a buffer, from the uploading rank.
     Buffer,
 }
 
-/// The lane that `rank` sends something to, of the `lanes` of slice number `index`.
+/// The contributors of slice number `index` for which `rank` sends data.
 ///
 /// # Errors
-/// [`Error::Invalid`] if there is none, saying why, and who does.
-pub(crate) fn lane_of<'a>(
+/// [`Error::Invalid`] if there are none; the error names the reason and the ranks that may send.
+pub(crate) fn contributors_of<'a>(
     spec: &JobSpec,
     index: u32,
-    lanes: &'a [Lane],
+    all: &'a [SliceContributors],
     rank: u32,
     sent: Sent,
-) -> Result<&'a Lane> {
-    let may = |lane: &&Lane| match sent {
-        Sent::Gradient => lane.position(rank).is_some(),
-        Sent::Start | Sent::Buffer => lane.uploader() == rank,
+) -> Result<&'a SliceContributors> {
+    let may = |of: &&SliceContributors| match sent {
+        Sent::Gradient => of.ranks.contains(rank),
+        Sent::Initial | Sent::Buffer => of.ranks.uploader() == rank,
     };
-    lanes.iter().find(may).ok_or_else(|| refusal(spec, index, lanes, rank, sent))
+    all.iter().find(may).ok_or_else(|| refusal(spec, index, all, rank, sent))
 }
 
-fn refusal(spec: &JobSpec, index: u32, lanes: &[Lane], rank: u32, sent: Sent) -> Error {
+fn refusal(spec: &JobSpec, index: u32, all: &[SliceContributors], rank: u32, sent: Sent) -> Error {
     let tensor = spec.manifest.slices()[index as usize].tensor;
     let name = &spec.manifest.tensors()[tensor].name;
     let (what, does) = match sent {
         Sent::Gradient => ("pushes the gradient of tensor", "contributes to"),
-        Sent::Start => ("uploads tensor", "uploads some of"),
+        Sent::Initial => ("uploads tensor", "uploads some of"),
         Sent::Buffer => ("pushes buffer", "uploads some of"),
     };
     let mut ranks: Vec<u32> = match sent {
-        Sent::Gradient => lanes.iter().flat_map(|lane| lane.ranks.iter().copied()).collect(),
-        Sent::Start | Sent::Buffer => lanes.iter().map(Lane::uploader).collect(),
+        Sent::Gradient => all.iter().flat_map(|of| of.ranks.iter().copied()).collect(),
+        Sent::Initial | Sent::Buffer => all.iter().map(|of| of.ranks.uploader()).collect(),
     };
     ranks.sort_unstable();
     let who = some_of(ranks.into_iter().map(|rank| describe(spec, tensor, rank)));
     Error::invalid(
         format!("rank that {what} {name:?}"),
-        format!("{}, {}", describe(spec, tensor, rank), reason(spec, tensor, lanes, rank)),
+        format!("{}, {}", describe(spec, tensor, rank), reason(spec, tensor, all, rank)),
         format!("one that {does} slice {index}: {who}"),
     )
 }
@@ -61,9 +60,9 @@ pub(crate) fn describe(spec: &JobSpec, tensor: usize, rank: u32) -> String {
     layout.map_or_else(|| spec.describe_rank(rank), |layout| layout.mesh().describe(rank))
 }
 
-/// Why a rank sends nothing.
-fn reason(spec: &JobSpec, tensor: usize, lanes: &[Lane], rank: u32) -> String {
-    if lanes.iter().any(|lane| lane.position(rank).is_some()) {
+/// The reason why a rank may not send data.
+fn reason(spec: &JobSpec, tensor: usize, all: &[SliceContributors], rank: u32) -> String {
+    if all.iter().any(|of| of.ranks.contains(rank)) {
         return "which is not the first that has it".to_owned();
     }
     let layout = spec.layout_of(tensor);

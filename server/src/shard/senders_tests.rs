@@ -6,11 +6,11 @@ use zeroshard_proto::{
 };
 
 use super::*;
-use crate::shard::lane::{Lanes, tests::job};
+use crate::shard::test_jobs::job;
 
 fn refused(spec: &JobSpec, slice: SliceSpec, rank: u32, sent: Sent) -> String {
-    let lanes = Lanes::new(spec, 0).of(&slice);
-    lane_of(spec, 0, &lanes, rank, sent).expect_err("refused").to_string()
+    let contributors = spec.contributions(0).of_slice(&slice);
+    contributors_of(spec, 0, &contributors, rank, sent).expect_err("refused").to_string()
 }
 
 /// Four rows, on two by two ranks of a world of five.
@@ -62,7 +62,7 @@ fn gradients_of_ranks_that_have_none_are_refused() {
 fn uploads_of_ranks_that_are_not_the_first_are_refused() {
     let spec = spec([Partial(Reduction::Sum), Shard(0)]);
     assert_eq!(
-        refused(&spec, WHOLE, 2, Sent::Start),
+        refused(&spec, WHOLE, 2, Sent::Initial),
         "rank that uploads tensor \"w\" is rank 2 (dp 1, tp 0), which is not the \
          first that has it; it must be one that uploads some of slice 0: rank 0 (dp 0, tp 0), rank 1 (dp 0, tp 1)"
     );
@@ -76,12 +76,12 @@ fn uploads_of_ranks_that_are_not_the_first_are_refused() {
 }
 
 #[test]
-fn who_may_has_its_lane() {
+fn a_rank_that_may_send_gets_its_contributors() {
     let spec = spec([Partial(Reduction::Sum), Shard(0)]);
-    let lanes = Lanes::new(&spec, 0).of(&WHOLE);
+    let contributors = spec.contributions(0).of_slice(&WHOLE);
     for (rank, sent) in
-        [(1, Sent::Gradient), (3, Sent::Gradient), (1, Sent::Start), (1, Sent::Buffer)]
+        [(1, Sent::Gradient), (3, Sent::Gradient), (1, Sent::Initial), (1, Sent::Buffer)]
     {
-        assert_eq!(*lane_of(&spec, 0, &lanes, rank, sent).unwrap().ranks, [1, 3]);
+        assert_eq!(*contributors_of(&spec, 0, &contributors, rank, sent).unwrap().ranks, [1, 3]);
     }
 }

@@ -9,25 +9,24 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 
-use zeroshard_proto::{DType, JobSpec, Optimizer, Result, SliceSpec};
+use zeroshard_proto::{DType, JobSpec, Optimizer, Result, SliceSpec, geometry::SliceContributors};
 
 use super::{
     attempt::Attempt,
     budget::Budget,
-    lane::Lane,
-    round::{Absent, Piece, Round},
+    round::{Absent, Chunk, Round},
 };
 use crate::{
     backend::{Backend, OutOfMemory, Update},
     optim,
 };
 use buffer::Next;
-use filling::Filling;
+use received::Received;
 use versioned::Versioned;
 
 mod buffer;
-mod filling;
 mod read;
+mod received;
 mod upload;
 mod versioned;
 
@@ -39,8 +38,8 @@ const NOT_INITIALISED: u64 = u64::MAX;
 /// A slice that this server owns.
 pub(crate) struct Slice<B: Backend> {
     pub(crate) spec: SliceSpec,
-    /// Who contributes what of it.
-    pub(crate) lanes: Arc<[Lane]>,
+    /// The ranks that contribute to it.
+    pub(crate) contributors: Arc<[SliceContributors]>,
     /// The parameter group, for a slice that takes gradients.
     pub(crate) group: Option<usize>,
     /// Whether a step may bring new content.
@@ -74,9 +73,9 @@ struct Inner<B: Backend> {
     /// Steps that were applied: not skipped, and with a gradient from somebody.
     applied: u64,
     /// What has come of the initial parameters.
-    uploaded: Filling,
+    uploaded: Received,
     /// What has come of each state tensor.
-    uploaded_state: Vec<Filling>,
+    uploaded_state: Vec<Received>,
     /// The state tensors hold what was uploaded in an epoch that is over.
     stale_state: bool,
     open: Option<Open<B>>,
@@ -131,12 +130,12 @@ pub(crate) struct Memory {
 }
 
 impl<B: Backend> Slice<B> {
-    /// Memory for slice number `index` of a job, of which these are the lanes.
+    /// Allocates slice number `index` of a job, which has these contributors.
     pub(crate) fn allocate(
         backend: &B,
         job: &JobSpec,
         index: usize,
-        lanes: Arc<[Lane]>,
+        contributors: Arc<[SliceContributors]>,
         attempt: Attempt,
     ) -> Result<Self, OutOfMemory> {
         let JobSpec { manifest, groups, .. } = job;
@@ -145,12 +144,12 @@ impl<B: Backend> Slice<B> {
         let group = tensor.trains().then_some(tensor.group as usize);
         let buffer = |dtype| backend.allocate(dtype, spec.numel);
         let inner = match group {
-            None => Inner::new(buffer(tensor.dtype)?, &lanes, attempt),
+            None => Inner::new(buffer(tensor.dtype)?, &contributors, attempt),
             Some(group) => Inner {
                 uploaded_state: groups[group]
                     .state()
                     .iter()
-                    .map(|_| Filling::new(&lanes))
+                    .map(|_| Received::new(&contributors))
                     .collect(),
                 published: match tensor.dtype {
                     DType::F32 => None,
@@ -162,15 +161,15 @@ impl<B: Backend> Slice<B> {
                     .collect(),
                 open: Some(Open {
                     sum: buffer(DType::F32)?,
-                    round: Round::new(index as u32, spec.numel, &lanes),
+                    round: Round::new(index as u32, spec.numel, &contributors),
                     is_reported: false,
                 }),
-                ..Inner::new(buffer(DType::F32)?, &lanes, attempt)
+                ..Inner::new(buffer(DType::F32)?, &contributors, attempt)
             },
         };
         Ok(Self {
             spec,
-            lanes,
+            contributors,
             group,
             buffer: tensor.buffer,
             no_clip: tensor.no_clip,
@@ -202,7 +201,7 @@ impl<B: Backend> Slice<B> {
         }
     }
 
-    /// Adds a piece of a contributing rank's gradient. Returns how many elements were new and, once
+    /// Adds a chunk of a contributing rank's gradient. Returns how many elements were new and, once
     /// in each attempt, the reduced gradient's figures when it is complete. `current` says, under
     /// the slice's lock, whether `attempt` is the job's open one.
     ///
@@ -213,7 +212,7 @@ impl<B: Backend> Slice<B> {
         &self,
         backend: &B,
         attempt: Attempt,
-        piece: &Piece,
+        chunk: &Chunk,
         budget: &Arc<Budget>,
         current: impl FnOnce() -> Result<()>,
     ) -> Result<(u64, Option<Reduced>)> {
@@ -221,7 +220,7 @@ impl<B: Backend> Slice<B> {
         current()?;
         self.enter(backend, &mut inner, attempt);
         let open = inner.open.as_mut().expect("the caller asked `group`");
-        let new = open.round.contribute(backend, &mut open.sum, piece, budget)?;
+        let new = open.round.contribute(backend, &mut open.sum, chunk, budget)?;
         Ok((new, inner.reduced(backend)?))
     }
 
@@ -336,7 +335,7 @@ impl<B: Backend> Slice<B> {
             inner.applied += 1;
         }
         inner.buffers().for_each(Versioned::release);
-        inner.turn_over(&self.lanes);
+        inner.turn_over(&self.contributors);
         inner.restart(backend, step.next);
         self.set_version(step.next.step);
         inner.reduced(backend)
@@ -353,7 +352,7 @@ impl<B: Backend> Slice<B> {
 }
 
 impl<B: Backend> Inner<B> {
-    fn new(master: B::Buffer, lanes: &[Lane], attempt: Attempt) -> Self {
+    fn new(master: B::Buffer, contributors: &[SliceContributors], attempt: Attempt) -> Self {
         Self {
             attempt,
             done: Vec::new(),
@@ -361,7 +360,7 @@ impl<B: Backend> Inner<B> {
             published: None,
             state: Vec::new(),
             applied: 0,
-            uploaded: Filling::new(lanes),
+            uploaded: Received::new(contributors),
             uploaded_state: Vec::new(),
             stale_state: false,
             open: None,
@@ -405,7 +404,7 @@ impl<B: Backend> Inner<B> {
 }
 
 #[cfg(test)]
-mod lane_tests;
+mod contributors_tests;
 #[cfg(test)]
 mod reserve_tests;
 #[cfg(test)]

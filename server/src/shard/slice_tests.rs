@@ -7,7 +7,7 @@ use zeroshard_proto::{Error, Manifest, TensorSpec};
 use super::*;
 use crate::{
     backend::Cpu,
-    shard::{lane::Lanes, part::Part},
+    shard::{part::Part, test_jobs::contributors},
 };
 
 const NUMEL: usize = 5;
@@ -25,8 +25,8 @@ pub(super) fn bytes(values: &[f32]) -> bytes::Bytes {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-pub(super) fn piece(rank: u32, offset: usize, values: &[f32]) -> Piece {
-    Piece { rank, offset, dtype: DType::F32, bytes: bytes(values) }
+pub(super) fn chunk(rank: u32, offset: usize, values: &[f32]) -> Chunk {
+    Chunk { rank, offset, dtype: DType::F32, bytes: bytes(values) }
 }
 
 pub(super) const PARAMETERS: Upload = Upload { state: None, applied: 0 };
@@ -41,9 +41,9 @@ impl Subject {
     /// The first slice of a job.
     pub(super) fn of(job: JobSpec) -> Self {
         let backend = Cpu::new();
-        let lanes = Lanes::new(&job, 0).of(&job.manifest.slices()[0]);
+        let contributors = contributors(&job);
         let attempt = Attempt::first(1, 0);
-        let slice = Slice::allocate(&backend, &job, 0, lanes, attempt).unwrap();
+        let slice = Slice::allocate(&backend, &job, 0, contributors, attempt).unwrap();
         let attempt = Cell::new(attempt);
         Self { backend, budget: Budget::new(0), groups: job.groups, slice, attempt }
     }
@@ -57,13 +57,13 @@ impl Subject {
     }
 
     fn upload(&self, upload: Upload, offset: usize, values: &[f32]) -> Result<(u64, bool)> {
-        self.upload_piece(upload, &piece(0, offset, values))
+        self.upload_piece(upload, &chunk(0, offset, values))
     }
 
     /// Publishes the slice when it is complete.
-    pub(super) fn upload_piece(&self, upload: Upload, piece: &Piece) -> Result<(u64, bool)> {
+    pub(super) fn upload_piece(&self, upload: Upload, chunk: &Chunk) -> Result<(u64, bool)> {
         let uploaded =
-            self.slice.upload(&self.backend, self.attempt.get(), upload, piece, || Ok(()))?;
+            self.slice.upload(&self.backend, self.attempt.get(), upload, chunk, || Ok(()))?;
         if uploaded.1 {
             self.slice.publish(&self.backend).unwrap();
         }
@@ -78,9 +78,9 @@ impl Subject {
     }
 
     pub(super) fn push(&self, rank: u32, values: &[f32]) -> Option<Reduced> {
-        let piece = piece(rank, 0, values);
+        let chunk = chunk(rank, 0, values);
         self.slice
-            .contribute(&self.backend, self.attempt.get(), &piece, &self.budget, || Ok(()))
+            .contribute(&self.backend, self.attempt.get(), &chunk, &self.budget, || Ok(()))
             .unwrap()
             .1
     }
@@ -90,11 +90,11 @@ impl Subject {
     }
 
     fn replace(&self, offset: usize, values: &[f32]) -> u64 {
-        self.replace_piece(&piece(0, offset, values))
+        self.replace_piece(&chunk(0, offset, values))
     }
 
-    pub(super) fn replace_piece(&self, piece: &Piece) -> u64 {
-        self.slice.replace(&self.backend, self.attempt.get(), piece, || Ok(())).unwrap()
+    pub(super) fn replace_piece(&self, chunk: &Chunk) -> u64 {
+        self.slice.replace(&self.backend, self.attempt.get(), chunk, || Ok(())).unwrap()
     }
 
     pub(super) fn step(&self, version: u64, coefficient: f64, unclipped: f64) {
@@ -145,7 +145,7 @@ fn uploaded_state_and_steps_go_on_like_a_run_that_was_never_interrupted() {
         let values: Vec<f32> =
             words.as_chunks().0.iter().map(|word| f32::from_le_bytes(*word)).collect();
         let upload = Upload { state, applied: if state == Some(1) { 3 } else { 0 } };
-        // In two pieces, the second twice.
+        // In two chunks, the second twice.
         second.upload(upload, 2, &values[2..]).unwrap();
         second.upload(upload, 0, &values[..2]).unwrap();
         assert_eq!(second.upload(upload, 0, &values[..2]).unwrap(), (0, false));

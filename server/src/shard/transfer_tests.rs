@@ -19,9 +19,9 @@ use super::{
     budget::Budget,
     events::Events,
     job::{Job, Opening, Surroundings},
-    lane::tests::job,
     pull, push,
     store::{Limits, Store},
+    test_jobs::job,
 };
 use crate::{backend::Cpu, failure::Failure, metrics::Metrics};
 

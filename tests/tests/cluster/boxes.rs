@@ -4,7 +4,7 @@
 use futures_util::future::join_all;
 use zeroshard_client::{Commit, Job, Target, TensorData};
 use zeroshard_proto::{
-    BoxView, DimPlacement, Error, JobSpec, ProcessMesh, Reduction, TensorLayout, TensorSpec,
+    DimPlacement, Error, JobSpec, ProcessMesh, Reduction, StridedBox, TensorLayout, TensorSpec,
 };
 use zeroshard_tests::{Cluster, synthetic};
 
@@ -43,10 +43,9 @@ fn whole(name: &str, dp: usize) -> JobSpec {
 fn boxes(spec: &JobSpec, rank: u32, seed: u64) -> Vec<TensorData> {
     let boxed = |(index, tensor): (usize, &TensorSpec)| {
         let all = synthetic::values(seed * 100 + index as u64, tensor.numel() as usize);
-        let view = BoxView::new(&tensor.shape, &spec.local_box(index, rank));
-        let runs = view.runs(0..view.numel());
-        let values: Vec<f32> =
-            runs.flat_map(|run| all[run.at..run.at + run.numel].to_vec()).collect();
+        let strided = StridedBox::new(&tensor.shape, spec.local_box(index, rank));
+        let runs = strided.runs(0..strided.numel());
+        let values: Vec<f32> = runs.flat_map(|(_, run)| all[run].to_vec()).collect();
         TensorData { tensor: index, data: values.into() }
     };
     spec.manifest.tensors().iter().enumerate().map(boxed).collect()

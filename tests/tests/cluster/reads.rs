@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use zeroshard_client::{Commit, Error, Job, Target, TensorData};
-use zeroshard_proto::{DType, Placement, TensorSpec, blocks::SLICE, pb};
+use zeroshard_proto::{DType, Placement, TensorSpec, geometry::blocks::SLICE, pb};
 use zeroshard_tests::{Cluster, stock, training};
 
 use crate::{connect, job, sgd, start, until};

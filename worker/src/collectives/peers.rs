@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::transport::{Server, server::TcpIncoming};
 use tonic::{Request, Status, Streaming};
-use zeroshard_proto::layout::Reduction;
+use zeroshard_proto::Reduction;
 use zeroshard_proto::token::Bearer;
 use zeroshard_proto::transport::{self, Connection};
 use zeroshard_proto::{Error as ClusterError, Token, pb};

@@ -3,7 +3,7 @@
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use zeroshard_proto::layout::Reduction;
+use zeroshard_proto::Reduction;
 use zeroshard_proto::{Error as ClusterError, Token};
 
 use super::testing::{runtime, together, with_deadline};

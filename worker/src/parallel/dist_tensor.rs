@@ -9,8 +9,8 @@
 
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive};
-use zeroshard_proto::layout::{Layout, list};
 use zeroshard_proto::{DimPlacement as Placement, Reduction};
+use zeroshard_proto::{Layout, geometry::list};
 
 use super::backend::{Exchange, ParallelBackend};
 use super::error::{Error, Result};

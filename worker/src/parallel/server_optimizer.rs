@@ -9,7 +9,7 @@ use tokio::runtime::Handle;
 use zeroshard_client::{Cluster, Commit, Job, Options, StepReport, Target, TensorData, Traffic};
 use zeroshard_proto::{
     DimPlacement as Placement, JobSpec, Manifest, Optimizer, Policy, Reduction, TensorBox,
-    TensorLayout, TensorSpec,
+    TensorLayout, TensorSpec, geometry::LocalTensor,
 };
 
 use super::backend::ParallelBackend;
@@ -277,7 +277,7 @@ impl ServerOptimizer {
         let mut values: Vec<Vec<f32>> =
             specs.iter().map(|tensor| vec![0.0; tensor.numel() as usize]).collect();
         let targets = values.iter_mut().enumerate().map(|(tensor, values)| Target {
-            area: Some(TensorBox::whole(&specs[tensor].shape)),
+            bounds: Some(TensorBox::whole(&specs[tensor].shape)),
             ..Target::new(tensor, values)
         });
         self.runtime.block_on(self.job.pull(self.version, targets.collect()))?;
@@ -386,18 +386,16 @@ impl ServerOptimizer {
     /// What this rank pushes.
     pub(crate) fn pushed(&self) -> Vec<Part> {
         self.parts(|spec, tensor| {
-            let contributions = self.job.spec().contributions(tensor);
-            let lane = contributions.lane_of(self.job.rank()).filter(|_| spec.trains())?;
-            Some(contributions.lanes[lane].area.clone())
+            let local = LocalTensor::new(self.job.spec(), tensor, self.job.rank());
+            (spec.trains() && local.contributes()).then(|| local.of.bounds().clone())
         })
     }
 
     /// What this rank uploads.
     pub(crate) fn uploaded(&self) -> Vec<Part> {
         self.parts(|_, tensor| {
-            let contributions = self.job.spec().contributions(tensor);
-            let lane = &contributions.lanes[contributions.lane_of(self.job.rank())?];
-            (lane.ranks.first() == Some(&self.job.rank())).then(|| lane.area.clone())
+            let local = LocalTensor::new(self.job.spec(), tensor, self.job.rank());
+            local.uploads().then(|| local.of.bounds().clone())
         })
     }
 

@@ -5,7 +5,7 @@
 use std::fmt;
 
 use zeroshard_proto::DimPlacement as Placement;
-use zeroshard_proto::layout::list;
+use zeroshard_proto::geometry::list;
 
 use super::backend::ParallelBackend;
 use super::dist_tensor::LAST;

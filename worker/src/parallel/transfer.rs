@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use zeroshard_proto::layout::{DimPlacement, Layout};
-use zeroshard_proto::redistribute::{self, Plan, Reduce};
-use zeroshard_proto::{BoxView, TensorBox};
+use zeroshard_proto::geometry::redistribute::{self, Plan, Reduce};
+use zeroshard_proto::{DimPlacement, Layout};
+use zeroshard_proto::{StridedBox, TensorBox};
 
 use super::error::Result;
 use super::world::World;
@@ -85,15 +85,15 @@ impl Transfer {
             return Ok(result);
         }
         for step in plan.moves.iter().filter(|step| step.from == rank && step.to != rank) {
-            world.send(step.to, cut(&data, &held, &step.area))?;
+            world.send(step.to, cut(&data, &held, &step.bounds))?;
         }
         for step in plan.moves.iter().filter(|step| step.to == rank) {
             let part = if step.from == rank {
-                cut(&data, &held, &step.area)
+                cut(&data, &held, &step.bounds)
             } else {
-                world.recv(step.from, step.area.numel() as usize)?
+                world.recv(step.from, step.bounds.numel() as usize)?
             };
-            paste(&mut result, &wanted, &part, &step.area);
+            paste(&mut result, &wanted, &part, &step.bounds);
         }
         Ok(result)
     }
@@ -128,8 +128,8 @@ pub(crate) fn cut(data: &[f32], outer: &TensorBox, inner: &TensorBox) -> Vec<f32
     if inner.is_empty() {
         return Vec::new();
     }
-    let view = BoxView::new(&outer.size, &inner.within(outer));
-    view.runs(0..view.numel()).flat_map(|run| &data[run.at..run.at + run.numel]).copied().collect()
+    let strided = StridedBox::new(&outer.size, inner.within(outer));
+    strided.runs(0..strided.numel()).flat_map(|(_, run)| &data[run]).copied().collect()
 }
 
 /// Puts the elements of `inner` to their places in `outer`.
@@ -137,8 +137,8 @@ fn paste(data: &mut [f32], outer: &TensorBox, part: &[f32], inner: &TensorBox) {
     if inner.is_empty() {
         return;
     }
-    let view = BoxView::new(&outer.size, &inner.within(outer));
-    for run in view.runs(0..view.numel()) {
-        data[run.at..run.at + run.numel].copy_from_slice(&part[run.first..run.first + run.numel]);
+    let strided = StridedBox::new(&outer.size, inner.within(outer));
+    for (first, run) in strided.runs(0..strided.numel()) {
+        data[run.clone()].copy_from_slice(&part[first..first + run.len()]);
     }
 }

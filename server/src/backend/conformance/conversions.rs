@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use zeroshard_proto::{BoxView, TensorBox, dtype::DType};
+use zeroshard_proto::{DType, SliceSpec, StridedBox, TensorBox};
 
 use super::{assert_same, buffer_of, contents, from_bytes, hash, numbers, to_bytes};
-use crate::backend::{Backend, Elements};
+use crate::backend::Backend;
 
 pub(super) fn run<B: Backend>(backend: &B) {
     for dtype in DType::ALL {
@@ -126,13 +126,13 @@ fn only_incoming_special_values_are_told<B: Backend>(backend: &B, dtype: DType) 
 
 /// A box of columns: stored, added and read as if each of its elements were on its own.
 fn a_box_is_its_elements_one_by_one<B: Backend>(backend: &B, dtype: DType) {
-    let area = TensorBox { offset: vec![1, 0, 300], size: vec![2, 3, 500] };
-    let view = BoxView::new(&[4, 3, 1_003], &area);
-    // The buffer is a slice of the tensor that begins and ends amid the box.
-    let (origin, numel) = (4_000, 4_500);
-    let part = view.part(origin..origin + numel);
-    let elements = Elements::Box { view: &view, part: part.clone(), origin };
-    let places: Vec<usize> = view.runs(part).flat_map(|run| run.at..run.at + run.numel).collect();
+    let bounds = TensorBox { offset: vec![1, 0, 300], size: vec![2, 3, 500] };
+    let strided = Arc::new(StridedBox::new(&[4, 3, 1_003], bounds));
+    // The slice begins and ends amid the box.
+    let slice = SliceSpec { tensor: 0, offset: 4_000, numel: 4_500 };
+    let numel = slice.numel;
+    let elements = strided.elements(&slice);
+    let places: Vec<usize> = elements.runs().flatten().collect();
     assert!(elements.runs().count() > 2 && elements.numel() == places.len());
 
     let bytes = to_bytes(&numbers(8, places.len()), dtype);
@@ -142,18 +142,18 @@ fn a_box_is_its_elements_one_by_one<B: Backend>(backend: &B, dtype: DType) {
         let mut expected = numbers(9, numel);
         let mut buffer = buffer_of(backend, &expected, to);
         assert_eq!(backend.store(&mut buffer, elements.clone(), &bytes, dtype), finite);
-        places.iter().zip(&incoming).for_each(|(&place, &value)| expected[place - origin] = value);
+        places.iter().zip(&incoming).for_each(|(&place, &value)| expected[place] = value);
         let (stored, buffer) = contents(backend, buffer);
         assert_eq!(stored, to_bytes(&expected, to), "store a box of {dtype} into {to}");
         let all = from_bytes(&stored, to);
-        let inside: Vec<f32> = places.iter().map(|place| all[place - origin]).collect();
+        let inside: Vec<f32> = places.iter().map(|&place| all[place]).collect();
         let read = backend.read(&Arc::new(buffer), elements.clone(), dtype);
         assert_eq!(read, to_bytes(&inside, dtype), "read a box of {to} as {dtype}");
     }
     let mut expected = numbers(9, numel);
     let mut buffer = buffer_of(backend, &expected, DType::F32);
     assert_eq!(backend.accumulate(&mut buffer, elements, &bytes, dtype), finite);
-    places.iter().zip(&incoming).for_each(|(&place, &value)| expected[place - origin] += value);
+    places.iter().zip(&incoming).for_each(|(&place, &value)| expected[place] += value);
     let (added, _) = contents(backend, buffer);
     assert_same(
         &from_bytes(&added, DType::F32),

@@ -1,6 +1,6 @@
 //! The contract as scalar code: one element at a time, every operation rounded to f32 on its own.
 
-use zeroshard_proto::blocks::BLOCK;
+use zeroshard_proto::geometry::blocks::BLOCK;
 use zeroshard_proto::optimizer::{
     Adadelta, Adagrad, Adam, AdamW, Lamb, Lion, Optimizer, RmsProp, Sgd,
 };

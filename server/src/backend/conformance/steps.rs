@@ -1,7 +1,7 @@
 //! Optimizer steps, against [`super::reference`].
 
-use zeroshard_proto::blocks::BLOCK;
 use zeroshard_proto::dtype::DType;
+use zeroshard_proto::geometry::blocks::BLOCK;
 use zeroshard_proto::optimizer::Optimizer;
 
 use super::{assert_same, buffer_of, contents, from_bytes, numbers, reference, to_bytes};

@@ -1,7 +1,7 @@
 //! The sum of squares, against the contract's order written out.
 
-use zeroshard_proto::blocks::BLOCK;
 use zeroshard_proto::dtype::DType;
+use zeroshard_proto::geometry::blocks::BLOCK;
 
 use super::{buffer_of, numbers, reference};
 use crate::backend::Backend;

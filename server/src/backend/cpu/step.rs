@@ -1,6 +1,6 @@
 //! One optimizer step over one slice: which kernel, on which state tensors, tile by tile.
 
-use zeroshard_proto::blocks::BLOCK;
+use zeroshard_proto::geometry::blocks::BLOCK;
 use zeroshard_proto::optimizer::{Optimizer, RmsProp, Sgd};
 
 use super::{Buffer, Cpu};

@@ -6,7 +6,7 @@
 //! of an f32 is exact in f64, and no sum of fewer than 2^750 of them overflows, so the result is
 //! finite exactly if every element is.
 
-use zeroshard_proto::blocks::BLOCK;
+use zeroshard_proto::geometry::blocks::BLOCK;
 
 use super::{Level, vectorised};
 

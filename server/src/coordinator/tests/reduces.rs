@@ -108,7 +108,7 @@ fn absences_are_merged_by_tensor_in_manifest_order() {
 
 #[test]
 fn a_tensor_of_more_slices_is_absent_everywhere_only_if_all_of_them_are() {
-    let big = TensorSpec::new("a", [2 * zeroshard_proto::blocks::SLICE as u64]);
+    let big = TensorSpec::new("a", [2 * zeroshard_proto::geometry::blocks::SLICE as u64]);
     let spec = JobSpec { manifest: Manifest::new(vec![big]).unwrap(), ..spec(1) };
     for (second, everywhere) in [(true, true), (false, false)] {
         let (mut script, leases) = Script::training_of(spec.clone(), 1);

@@ -5,9 +5,9 @@
 //! of is not stepped.
 
 use bytes::Bytes;
-use zeroshard_proto::{DType, blocks::BLOCK};
+use zeroshard_proto::{DType, geometry::blocks::BLOCK};
 
-use super::{Piece, Round, total::Total, turns::Turns};
+use super::{Chunk, Round, total::Total, turns::Turns};
 use crate::backend::Backend;
 
 /// A block of zeros, in the smallest dtype.
@@ -31,31 +31,31 @@ impl Round {
         accumulator: &mut B::Buffer,
         rank: u32,
     ) -> bool {
-        let Some((lane, position)) = self.find(rank) else { return false };
-        let turns = &mut self.lanes[lane];
-        let contribution = &mut turns.contributions[position];
-        if contribution.absent || contribution.received.is_all(turns.lane.area.numel()) {
+        let Some((of, turn)) = self.find(rank) else { return false };
+        let turns = &mut self.turns[of];
+        let contribution = &mut turns.contributions[turn];
+        if contribution.absent || contribution.received.is_all(turns.of.elements.numel()) {
             return false;
         }
         contribution.absent = true;
         turns.absents += 1;
         if self.touched {
             let total = &mut Total { backend, sum: accumulator, figures: &mut self.figures };
-            turns.add_zeros(total, position);
-            turns.unpark(total, position);
+            turns.add_zeros(total, turn);
+            turns.unpark(total, turn);
         }
         true
     }
 
     /// Who is absent, if anybody is.
     pub(crate) fn absentees(&self) -> Option<Absent> {
-        let rank = self.lanes.iter().filter_map(Turns::lowest_absent).min()?;
+        let rank = self.turns.iter().filter_map(Turns::lowest_absent).min()?;
         Some(Absent { rank, everywhere: self.is_absent_everywhere() })
     }
 
     /// Whether all ranks are absent and have sent nothing.
     pub(crate) fn is_absent_everywhere(&self) -> bool {
-        !self.touched && self.lanes.iter().all(|turns| turns.absents == turns.contributions.len())
+        !self.touched && self.turns.iter().all(|turns| turns.absents == turns.contributions.len())
     }
 }
 
@@ -64,8 +64,8 @@ impl Turns {
         if self.absents == 0 {
             return None;
         }
-        let positions = (0..self.contributions.len()).filter(|&p| self.contributions[p].absent);
-        positions.map(|position| self.rank(position)).min()
+        let turns = (0..self.contributions.len()).filter(|&turn| self.contributions[turn].absent);
+        turns.map(|turn| self.rank(turn)).min()
     }
 
     /// Adds the zeros of absent ranks, as far as their turn has come. There is something of the
@@ -74,37 +74,34 @@ impl Turns {
         if self.absents == 0 {
             return;
         }
-        for position in 0..self.contributions.len().min(2) {
-            self.add_zeros(total, position);
+        for turn in 0..self.contributions.len().min(2) {
+            self.add_zeros(total, turn);
         }
         self.unpark(total, 0);
     }
 
-    /// Adds zeros where nothing came from the rank at `position`, if it is absent, as far as its
-    /// turn has come.
-    pub(super) fn add_zeros<B: Backend>(&mut self, total: &mut Total<'_, B>, position: usize) {
-        if !self.contributions[position].absent {
+    /// Adds zeros in place of the elements that have not been received at `turn`, if its rank is
+    /// absent, as far as its turn has come.
+    pub(super) fn add_zeros<B: Backend>(&mut self, total: &mut Total<'_, B>, turn: usize) {
+        if !self.contributions[turn].absent {
             return;
         }
-        let cut = self.contributions[position].received.split(0..self.lane.area.numel());
-        let gaps = cut.into_iter().filter(|(_, received)| !received);
-        let turns: Vec<_> = gaps.flat_map(|(gap, _)| self.turns(position, gap)).collect();
-        for (range, _) in turns.into_iter().filter(|(_, in_turn)| *in_turn) {
+        let missing = self.new_ranges(turn, 0..self.of.elements.numel());
+        for (range, _) in missing.into_iter().filter(|(_, in_turn)| *in_turn) {
             for (range, zeroed) in self.zeroed.split(range.clone()) {
                 if zeroed {
-                    self.add(total, position, range, None);
+                    self.add(total, turn, range, None);
                     continue;
                 }
                 for offset in range.clone().step_by(BLOCK) {
                     let numel = (range.end - offset).min(BLOCK);
                     let bytes = Bytes::from_static(&ZEROS[..2 * numel]);
-                    let zeros =
-                        Piece { rank: self.rank(position), offset, dtype: DType::Bf16, bytes };
-                    self.add(total, position, zeros.range(), Some(&zeros));
+                    let zeros = Chunk { rank: self.rank(turn), offset, dtype: DType::Bf16, bytes };
+                    self.add(total, turn, zeros.range(), Some(&zeros));
                 }
             }
             self.zeroed.insert(range.clone());
-            self.contributions[position].received.insert(range);
+            self.contributions[turn].received.insert(range);
         }
     }
 }

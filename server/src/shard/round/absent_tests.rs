@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::{
     backend::{Cpu, instrumented::Instrumented},
-    shard::{budget::Budget, lane::tests::whole},
+    shard::{budget::Budget, test_jobs::whole},
 };
 
 const NUMEL: usize = BLOCK + 5;
@@ -21,9 +21,9 @@ fn value(rank: u32, i: usize) -> f32 {
     }
 }
 
-fn piece(rank: u32, range: Range<usize>, of: impl Fn(usize) -> f32) -> Piece {
+fn chunk(rank: u32, range: Range<usize>, of: impl Fn(usize) -> f32) -> Chunk {
     let bytes = range.clone().flat_map(|i| of(i).to_le_bytes()).collect();
-    Piece { rank, offset: range.start, dtype: DType::F32, bytes }
+    Chunk { rank, offset: range.start, dtype: DType::F32, bytes }
 }
 
 struct Sum {
@@ -41,8 +41,8 @@ impl Sum {
         Self { backend, round, sum, budget: Budget::new(u64::MAX) }
     }
 
-    fn push(&mut self, piece: &Piece) -> u64 {
-        self.round.contribute(&self.backend, &mut self.sum, piece, &self.budget).unwrap()
+    fn push(&mut self, chunk: &Chunk) -> u64 {
+        self.round.contribute(&self.backend, &mut self.sum, chunk, &self.budget).unwrap()
     }
 
     fn absent(&mut self, rank: u32) -> bool {
@@ -70,7 +70,7 @@ proptest! {
         prop_assume!(cuts.iter().any(|&cut| cut > 0));
         let mut expected = Sum::new(slice, world);
         for (rank, &cut) in (0u32..).zip(&cuts) {
-            expected.push(&piece(rank, 0..NUMEL, |i| if i < cut { value(rank, i) } else { 0.0 }));
+            expected.push(&chunk(rank, 0..NUMEL, |i| if i < cut { value(rank, i) } else { 0.0 }));
         }
         let mut actual = Sum::new(slice, world);
         let first = order.index(world as usize) as u32;
@@ -88,7 +88,7 @@ proptest! {
             absentees(&mut actual, true);
         }
         for &rank in &ranks {
-            actual.push(&piece(rank, 0..cuts[rank as usize], |i| value(rank, i)));
+            actual.push(&chunk(rank, 0..cuts[rank as usize], |i| value(rank, i)));
         }
         absentees(&mut actual, false);
         if !absent_first {
@@ -123,16 +123,16 @@ fn a_slice_that_nobody_has_is_complete_and_untouched() {
 #[test]
 fn who_has_sent_everything_is_not_absent_and_who_is_absent_sends_nothing() {
     let mut sum = Sum::new(0, 2);
-    sum.push(&piece(0, 0..NUMEL, |i| value(0, i)));
+    sum.push(&chunk(0, 0..NUMEL, |i| value(0, i)));
     assert!(!sum.absent(0));
     assert_eq!(sum.round.absentees(), None);
     assert!(sum.absent(1));
-    assert_eq!(sum.push(&piece(1, 0..NUMEL, |i| value(1, i))), 0);
+    assert_eq!(sum.push(&chunk(1, 0..NUMEL, |i| value(1, i))), 0);
     assert_eq!(sum.round.absentees(), Some(Absent { rank: 1, everywhere: false }));
 
     let mut sum = Sum::new(0, 2);
     assert!(sum.absent(1));
-    assert_eq!(sum.push(&piece(1, 0..3, |i| value(1, i))), 0, "also while nobody has anything");
+    assert_eq!(sum.push(&chunk(1, 0..3, |i| value(1, i))), 0, "also while nobody has anything");
     assert!(sum.absent(0));
     assert!(sum.round.is_absent_everywhere());
 }
@@ -145,7 +145,7 @@ fn zeros_are_added_once_however_many_ranks_are_absent() {
         let mut round = Round::new(slice, NUMEL, &whole(NUMEL, ABSENT + 1));
         let mut sum = backend.allocate(DType::F32, NUMEL).unwrap();
         let budget = Budget::new(u64::MAX);
-        let all = piece(0, 0..NUMEL, |i| value(0, i));
+        let all = chunk(0, 0..NUMEL, |i| value(0, i));
         if !absent_first {
             round.contribute(&backend, &mut sum, &all, &budget).unwrap();
         }

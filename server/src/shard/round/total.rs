@@ -2,10 +2,9 @@
 
 use std::ops::Range;
 
-use zeroshard_proto::blocks::BLOCK;
+use zeroshard_proto::{Elements, geometry::blocks::BLOCK};
 
-use super::Piece;
-use crate::{backend::Backend, shard::lane::Area};
+use crate::backend::Backend;
 
 /// What the reduced gradient comes to.
 #[derive(Debug)]
@@ -73,37 +72,29 @@ pub(super) struct Total<'a, B: Backend> {
 }
 
 impl<B: Backend> Total<'_, B> {
-    /// Adds a piece of a contribution to `area`, or stores it where there is nothing yet, so that
-    /// the accumulator need not be cleared.
-    pub(super) fn add(&mut self, area: &Area, piece: &Piece, is_first: bool) {
-        let at = area.elements(piece.range());
-        let finite = match is_first {
-            false => self.backend.accumulate(self.sum, at.clone(), &piece.bytes, piece.dtype),
-            true => self.backend.store(self.sum, at.clone(), &piece.bytes, piece.dtype),
-        };
-        if !finite {
-            // What is finite makes no NaN of what is not: this is the only place where NaN can come
-            // in.
-            self.backend.canonicalise(self.sum, at);
-            let overflow = &mut self.figures.overflow;
-            *overflow = Some(overflow.map_or(piece.rank, |rank| rank.min(piece.rank)));
-        }
+    /// Notes that `rank` sent inf or NaN for these elements.
+    pub(super) fn note_overflow(&mut self, elements: Elements, rank: u32) {
+        // Adding finite values never makes a NaN, so this is the only place where one can appear.
+        self.backend.canonicalise(self.sum, elements);
+        let overflow = &mut self.figures.overflow;
+        *overflow = Some(overflow.map_or(rank, |lowest| lowest.min(rank)));
     }
 
-    /// Counts elements that lack nothing any more, and sums the squares of the blocks that they
-    /// complete, while they are in cache.
-    pub(super) fn complete(&mut self, area: &Area, range: &Range<usize>) {
+    /// Counts elements of the slice to which every rank has contributed. The squares of each block
+    /// that they complete are summed at once, while the block is in cache.
+    pub(super) fn complete(&mut self, elements: &Elements, range: &Range<usize>) {
         if range.is_empty() {
             return;
         }
         let figures = &mut *self.figures;
-        for block in area.place(range.start) / BLOCK..=area.place(range.end - 1) / BLOCK {
-            let elements = figures.block(block);
-            let inside = area.among(&elements);
+        let first = elements.position(range.start) / BLOCK;
+        for block in first..=elements.position(range.end - 1) / BLOCK {
+            let positions = figures.block(block);
+            let inside = elements.within(&positions);
             let complete = inside.end.min(range.end).saturating_sub(inside.start.max(range.start));
             figures.lacking[block] -= complete;
             if complete > 0 && figures.lacking[block] == 0 {
-                figures.sums[block] = self.backend.sum_of_squares(self.sum, elements);
+                figures.sums[block] = self.backend.sum_of_squares(self.sum, positions);
                 figures.open -= 1;
             }
         }

@@ -1,67 +1,67 @@
-//! The contributions to one lane of a slice: which elements of which rank are in, and in what order
-//! they are added.
+//! The contributions to the same elements of a slice: which elements of which rank have arrived,
+//! and the order in which they are added.
 //!
-//! The order is rank order, cyclic from `slice mod ranks in the lane`, so that servers need not
-//! wait for the lowest rank everywhere at once. The first two of the order commute exactly (a + b =
-//! b + a, bit for bit), so either may come first; later ones wait, parked, until all before them
-//! are in, element by element.
+//! The order is rank order, cyclic from `slice mod ranks` ([`Ranks::turn`]). Addition is
+//! commutative bit for bit, so the first two ranks of the order may come in either order; the
+//! others wait, parked, until the elements of all ranks before them are added.
+//!
+//! [`Ranks::turn`]: zeroshard_proto::geometry::Ranks::turn
 
 use std::{ops::Range, sync::Arc};
 
 use bytes::Bytes;
-use zeroshard_proto::{Error, Result};
+use zeroshard_proto::{Error, Result, geometry::SliceContributors};
 
-use super::{Piece, total::Total};
+use super::{Chunk, total::Total};
 use crate::{
     backend::Backend,
     shard::{
         budget::{Budget, Space},
-        lane::Lane,
         ranges::Ranges,
     },
 };
 
-/// The most separate ranges of one contribution: nobody who sends in order comes near, and memory
-/// stays bounded.
-pub(super) const MAX_PIECES: usize = 1024;
+/// The most separate ranges of one contribution, so that memory stays bounded. A worker that sends
+/// in order needs one or two.
+pub(super) const MAX_RANGES: usize = 1024;
 
-/// What a parked piece costs beside its bytes: the entry in the list, and what `Bytes` and the
-/// allocator keep of each allocation.
+/// The cost of a parked chunk beside its bytes: the entry in the list, and the overhead of `Bytes`
+/// and of the allocator.
 pub(super) const PARKED_OVERHEAD: u64 = 128;
 
-/// One rank's.
+/// The contribution of one rank.
 #[derive(Debug, Default)]
 pub(super) struct Contribution {
-    /// What has come; a part that comes again is skipped.
+    /// The elements that have arrived. Elements that arrive again are skipped.
     pub(super) received: Ranges,
-    /// What is in the accumulator. INVARIANT: a subset of `received`; from the third position on
-    /// also of what is added of the position before.
+    /// The elements that are in the accumulator. INVARIANT: a subset of `received`; from the third
+    /// turn on also a subset of the added elements of the turn before.
     pub(super) added: Ranges,
-    /// INVARIANT: disjoint. A piece stays as a whole until all of it has been added: it is one
-    /// allocation.
-    pub(super) parked: Vec<(Piece, Space)>,
-    /// Nothing more comes: what has not been received is zeros.
+    /// INVARIANT: disjoint. A chunk stays as a whole until all of it has been added, since it is
+    /// one allocation.
+    pub(super) parked: Vec<(Chunk, Space)>,
+    /// The rank sends nothing more: elements that have not been received count as zeros.
     pub(super) absent: bool,
 }
 
-/// The ranks of a lane, which take turns.
+/// The ranks that contribute to the same elements, which take turns.
 #[derive(Debug)]
 pub(super) struct Turns {
     slice: u32,
-    pub(super) lane: Lane,
-    /// By position in the order of addition.
+    pub(super) of: SliceContributors,
+    /// By turn.
     pub(super) contributions: Vec<Contribution>,
-    /// How many ranks are absent.
+    /// Number of absent ranks.
     pub(super) absents: usize,
-    /// Where the zeros of an absent rank have been added. Zeros change -0.0 only, and what they
-    /// have been added to is never -0.0 again, so further zeros change nothing there.
+    /// The elements to which the zeros of an absent rank have been added. Adding zero only changes
+    /// -0.0, and afterwards the sum is never -0.0 again, so further zeros change nothing there.
     pub(super) zeroed: Ranges,
 }
 
 impl Turns {
-    pub(super) fn new(slice: u32, lane: &Lane) -> Self {
-        let contributions = lane.ranks.iter().map(|_| Contribution::default()).collect();
-        Self { slice, lane: lane.clone(), contributions, absents: 0, zeroed: Ranges::default() }
+    pub(super) fn new(slice: u32, of: &SliceContributors) -> Self {
+        let contributions = of.ranks.iter().map(|_| Contribution::default()).collect();
+        Self { slice, of: of.clone(), contributions, absents: 0, zeroed: Ranges::default() }
     }
 
     pub(super) fn reset(&mut self) {
@@ -75,100 +75,48 @@ impl Turns {
         self.zeroed.clear();
     }
 
-    /// The first rank, in the order of addition, whose gradient is not all here.
+    /// The first rank, in the order of addition, whose contribution is incomplete.
     pub(super) fn missing_rank(&self) -> Option<u32> {
-        let numel = self.lane.area.numel();
-        let position =
+        let numel = self.of.elements.numel();
+        let turn =
             self.contributions.iter().position(|c| !c.absent && !c.received.is_all(numel))?;
-        Some(self.rank(position))
+        Some(self.rank(turn))
     }
 
-    /// The place of `rank` in the order of addition, if it contributes.
-    pub(super) fn position(&self, rank: u32) -> Option<usize> {
-        let ranks = self.contributions.len();
-        Some((self.lane.position(rank)? + ranks - self.slice as usize % ranks) % ranks)
+    pub(super) fn rank(&self, turn: usize) -> u32 {
+        self.of.ranks.at_turn(turn, self.slice)
     }
 
-    pub(super) fn rank(&self, position: usize) -> u32 {
-        let ranks = self.contributions.len();
-        self.lane.ranks[(position + self.slice as usize) % ranks]
+    /// The parts of `range` that have not been received, and whether it is their turn.
+    pub(super) fn new_ranges(&self, turn: usize, range: Range<usize>) -> Vec<(Range<usize>, bool)> {
+        let parts = self.contributions[turn].received.split(range).into_iter();
+        parts.filter(|(_, known)| !known).flat_map(|(new, _)| self.in_turn(turn, new)).collect()
     }
 
-    /// Adds what is new of `piece`, or parks it if its turn has not come. Returns how many elements
-    /// were new.
-    ///
-    /// # Errors
-    /// As [`super::Round::contribute`].
-    pub(super) fn take<B: Backend>(
-        &mut self,
-        total: &mut Total<'_, B>,
-        position: usize,
-        piece: &Piece,
-        budget: &Arc<Budget>,
-    ) -> Result<u64> {
-        if self.contributions[position].absent {
-            return Ok(0); // too late: it counts as zeros
-        }
-        let taken = self.take_new(total, position, piece, budget);
-        self.unpark(total, position);
-        taken
-    }
-
-    fn take_new<B: Backend>(
-        &mut self,
-        total: &mut Total<'_, B>,
-        position: usize,
-        piece: &Piece,
-        budget: &Arc<Budget>,
-    ) -> Result<u64> {
-        let mut new = 0;
-        let cut = self.contributions[position].received.split(piece.range());
-        for (range, _) in cut.into_iter().filter(|(_, known)| !known) {
-            if self.contributions[position].received.pieces() >= MAX_PIECES {
-                return Err(Error::invalid(
-                    format!("gradient of slice {} from rank {}", self.slice, piece.rank),
-                    format!("in more than {MAX_PIECES} separate ranges"),
-                    "sent in order",
-                ));
-            }
-            for (range, in_turn) in self.turns(position, range) {
-                let part = piece.part(range.clone());
-                if in_turn {
-                    self.add(total, position, range.clone(), Some(&part));
-                } else {
-                    self.park(position, part, budget)?;
-                }
-                new += range.len() as u64;
-                self.contributions[position].received.insert(range);
-            }
-        }
-        Ok(new)
-    }
-
-    /// Keeps a piece whose turn has not come, in memory of its own: in that of the network buffer
-    /// it would keep all of the buffer.
-    fn park(&mut self, position: usize, piece: Piece, budget: &Arc<Budget>) -> Result<()> {
-        let Some(space) = budget.take(piece.bytes.len() as u64 + PARKED_OVERHEAD) else {
-            let range = piece.range();
+    /// Keeps a chunk until its turn, in memory of its own: a part of a network buffer would keep
+    /// the whole buffer alive.
+    pub(super) fn park(&mut self, turn: usize, chunk: Chunk, budget: &Arc<Budget>) -> Result<()> {
+        let Some(space) = budget.take(chunk.bytes.len() as u64 + PARKED_OVERHEAD) else {
+            let range = chunk.range();
             let waiting_for =
-                (0..position).find(|&before| !self.contributions[before].added.contains(&range));
+                (0..turn).find(|&before| !self.contributions[before].added.contains(&range));
             return Err(Error::ParkingFull {
                 slice: self.slice,
-                rank: piece.rank,
-                offset: piece.offset as u64,
+                rank: chunk.rank,
+                offset: chunk.offset as u64,
                 waiting_for: self.rank(waiting_for.unwrap_or(0)),
                 budget: budget.limit(),
             });
         };
-        let piece = Piece { bytes: Bytes::copy_from_slice(&piece.bytes), ..piece };
-        self.contributions[position].parked.push((piece, space));
+        let chunk = Chunk { bytes: Bytes::copy_from_slice(&chunk.bytes), ..chunk };
+        self.contributions[turn].parked.push((chunk, space));
         Ok(())
     }
 
-    /// Cuts `range` by whether all before `position` are in.
-    pub(super) fn turns(&self, position: usize, range: Range<usize>) -> Vec<(Range<usize>, bool)> {
-        let added = |position: usize| &self.contributions[position].added;
-        match position {
+    /// Splits `range` by whether the contributions of all turns before `turn` have been added.
+    pub(super) fn in_turn(&self, turn: usize, range: Range<usize>) -> Vec<(Range<usize>, bool)> {
+        let added = |turn: usize| &self.contributions[turn].added;
+        match turn {
             0 | 1 => vec![(range, true)],
             // The first two come in either order: both must be in.
             2 => {
@@ -183,65 +131,78 @@ impl Turns {
         }
     }
 
-    /// Whether something of the rank at `position` may have its turn: something of all before it
-    /// has been added.
-    fn is_reached(&self, position: usize) -> bool {
-        let has_added = |position: usize| self.contributions[position].added.pieces() > 0;
-        match position {
+    /// Whether any element of this turn can be added: some elements of all turns before it have
+    /// been.
+    fn is_reached(&self, turn: usize) -> bool {
+        let has_added = |turn: usize| self.contributions[turn].added.len() > 0;
+        match turn {
             0 | 1 => true,
             2 => has_added(0) && has_added(1),
             later => has_added(later - 1),
         }
     }
 
-    /// Adds elements whose turn it is: those of `piece`, or nothing but zeros to where zeros have
+    /// Adds elements whose turn it is: those of `chunk`; `None` stands for zeros where zeros have
     /// been added before.
     pub(super) fn add<B: Backend>(
         &mut self,
         total: &mut Total<'_, B>,
-        position: usize,
+        turn: usize,
         range: Range<usize>,
-        piece: Option<&Piece>,
+        chunk: Option<&Chunk>,
     ) {
-        let parts = match position {
-            0 | 1 => match self.contributions.get(1 - position) {
+        let parts = match turn {
+            0 | 1 => match self.contributions.get(1 - turn) {
                 Some(other) => other.added.split(range.clone()),
                 None => vec![(range.clone(), false)],
             },
             _ => vec![(range.clone(), true)],
         };
         for (range, something) in parts {
-            if let Some(piece) = piece {
-                total.add(&self.lane.area, &piece.part(range.clone()), !something);
+            if let Some(chunk) = chunk {
+                let (part, at) =
+                    (chunk.select(range.clone()), self.of.elements.select(range.clone()));
+                let finite = match something {
+                    true => {
+                        total.backend.accumulate(total.sum, at.clone(), &part.bytes, part.dtype)
+                    }
+                    // The first contribution is stored, so that nothing need clear the sum.
+                    false => total.backend.store(total.sum, at.clone(), &part.bytes, part.dtype),
+                };
+                if !finite {
+                    total.note_overflow(at, chunk.rank);
+                }
             }
             let is_last = match self.contributions.len() {
                 1 => true,
-                // They come in either order.
+                // The two come in either order.
                 2 => something,
-                // The last of the order is added only where all before it are.
-                ranks => position + 1 == ranks,
+                // The last turn is added only where all turns before it are.
+                ranks => turn + 1 == ranks,
             };
             if is_last {
-                total.complete(&self.lane.area, &range);
+                total.complete(&self.of.elements, &range);
             }
         }
-        self.contributions[position].added.insert(range);
+        self.contributions[turn].added.insert(range);
     }
 
-    /// Adds what was parked behind `position`, as far as its turn has come.
-    pub(super) fn unpark<B: Backend>(&mut self, total: &mut Total<'_, B>, position: usize) {
-        for later in (position + 1).max(2)..self.contributions.len() {
+    /// Adds the parked chunks of the turns after `turn`, as far as their turn has come.
+    pub(super) fn unpark<B: Backend>(&mut self, total: &mut Total<'_, B>, turn: usize) {
+        for later in (turn + 1).max(2)..self.contributions.len() {
             if !self.is_reached(later) {
-                return; // nor is any after it
+                return; // and neither can any turn after it be
             }
             let mut parked = std::mem::take(&mut self.contributions[later].parked);
-            parked.retain(|(piece, _)| {
-                let waiting = self.contributions[later].added.split(piece.range());
+            parked.retain(|(chunk, _)| {
+                let waiting = self.contributions[later].added.split(chunk.range());
                 let mut all = true;
                 for (range, _) in waiting.into_iter().filter(|(_, added)| !added) {
-                    for (range, in_turn) in self.turns(later, range) {
+                    for (range, in_turn) in self.in_turn(later, range) {
                         match in_turn {
-                            true => self.add(total, later, range.clone(), Some(&piece.part(range))),
+                            true => {
+                                self.add(total, later, range.clone(), Some(&chunk.select(range)))
+                            }
                             false => all = false,
                         }
                     }

@@ -1,22 +1,22 @@
 //! A buffer's next content (batch-norm statistics): bits that a step carries along, and no
 //! arithmetic touches.
 
-use zeroshard_proto::{Error, Result};
+use zeroshard_proto::{Error, Result, geometry::SliceContributors};
 
-use super::{Inner, Slice, filling::Filling, versioned::Versioned};
+use super::{Inner, Slice, received::Received, versioned::Versioned};
 use crate::{
     backend::Backend,
-    shard::{attempt::Attempt, lane::Lane, round::Piece},
+    shard::{attempt::Attempt, round::Chunk},
 };
 
 /// What has come of a buffer's next content.
 pub(super) struct Next<B: Backend> {
     content: B::Buffer,
-    received: Filling,
+    received: Received,
 }
 
 impl<B: Backend> Slice<B> {
-    /// Stores a piece of what the buffer is from the next version on, from a rank that uploads some
+    /// Stores a chunk of what the buffer is from the next version on, from a rank that uploads some
     /// of it. Returns how many elements were new. `current` as for [`Self::upload`].
     ///
     /// # Errors
@@ -25,7 +25,7 @@ impl<B: Backend> Slice<B> {
         &self,
         backend: &B,
         attempt: Attempt,
-        piece: &Piece,
+        chunk: &Chunk,
         current: impl FnOnce() -> Result<()>,
     ) -> Result<u64> {
         let mut inner = self.lock();
@@ -40,18 +40,18 @@ impl<B: Backend> Slice<B> {
                         what: "the next content of a buffer".to_owned(),
                         bytes: (numel * self.dtype.size()) as u64,
                     })?;
-                none.insert(Next { content, received: Filling::new(&self.lanes) })
+                none.insert(Next { content, received: Received::new(&self.contributors) })
             }
         };
-        Ok(next.received.store(backend, &self.lanes, &mut next.content, piece))
+        Ok(next.received.store(backend, &self.contributors, &mut next.content, chunk))
     }
 }
 
 impl<B: Backend> Inner<B> {
     /// The next content takes its place, if all of it has come; whoever reads the old one holds it.
-    pub(super) fn turn_over(&mut self, lanes: &[Lane]) {
+    pub(super) fn turn_over(&mut self, contributors: &[SliceContributors]) {
         if let Some(next) = self.next.take()
-            && next.received.is_complete(lanes)
+            && next.received.is_complete(contributors)
         {
             self.master = Versioned::new(next.content);
         }

@@ -9,9 +9,9 @@ use super::*;
 use crate::{
     backend::instrumented::Instrumented,
     shard::{
-        lane::Lanes,
         part::Part,
-        slice::tests::{PARAMETERS, bytes, piece},
+        slice::tests::{PARAMETERS, bytes, chunk},
+        test_jobs::contributors,
     },
 };
 
@@ -31,9 +31,9 @@ impl Subject {
         let manifest = Manifest::new(vec![TensorSpec::new("w", [2])]).unwrap();
         let job = JobSpec::new("job", manifest, vec!["adamw".parse().unwrap()]);
         let backend = Instrumented::new();
-        let lanes = Lanes::new(&job, 0).of(&job.manifest.slices()[0]);
-        let slice = Slice::allocate(&backend, &job, 0, lanes, FIRST).unwrap();
-        slice.upload(&backend, FIRST, PARAMETERS, &piece(0, 0, &[1.0, 2.0]), || Ok(())).unwrap();
+        let contributors = contributors(&job);
+        let slice = Slice::allocate(&backend, &job, 0, contributors, FIRST).unwrap();
+        slice.upload(&backend, FIRST, PARAMETERS, &chunk(0, 0, &[1.0, 2.0]), || Ok(())).unwrap();
         slice.publish(&backend).unwrap();
         backend.room.store(left, Ordering::Relaxed);
         Self { backend, slice, job }
@@ -41,9 +41,9 @@ impl Subject {
 
     fn push(&self) -> Result<Option<Reduced>> {
         let budget = Budget::new(0);
-        let piece = piece(0, 0, &[0.5, 0.5]);
+        let chunk = chunk(0, 0, &[0.5, 0.5]);
         self.slice
-            .contribute(&self.backend, FIRST, &piece, &budget, || Ok(()))
+            .contribute(&self.backend, FIRST, &chunk, &budget, || Ok(()))
             .map(|(_, reduced)| reduced)
     }
 

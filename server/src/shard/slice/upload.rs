@@ -2,11 +2,11 @@
 
 use zeroshard_proto::{Error, Result};
 
-use super::{Inner, Slice, filling::Filling};
+use super::{Inner, Slice, received::Received};
 use crate::{
     backend::Backend,
     optim,
-    shard::{attempt::Attempt, round::Piece},
+    shard::{attempt::Attempt, round::Chunk},
 };
 
 /// What an upload is of.
@@ -19,7 +19,7 @@ pub(crate) struct Upload {
 }
 
 impl<B: Backend> Slice<B> {
-    /// Stores a piece of what a job begins with, from a rank that uploads some of the slice.
+    /// Stores a chunk of what a job begins with, from a rank that uploads some of the slice.
     /// Returns how many elements were new, and whether that made the slice complete. `current`
     /// says, under the slice's lock, whether `attempt` is the job's open one.
     ///
@@ -31,7 +31,7 @@ impl<B: Backend> Slice<B> {
         backend: &B,
         attempt: Attempt,
         upload: Upload,
-        piece: &Piece,
+        chunk: &Chunk,
         current: impl FnOnce() -> Result<()>,
     ) -> Result<(u64, bool)> {
         let mut inner = self.lock();
@@ -41,15 +41,16 @@ impl<B: Backend> Slice<B> {
         }
         let inner = &mut *inner;
         inner.reset_state(backend, self.initial_state)?;
-        let is_complete = self.version().is_some() || inner.uploaded.is_complete(&self.lanes);
+        let is_complete =
+            self.version().is_some() || inner.uploaded.is_complete(&self.contributors);
         if !is_complete && self.group.is_some() {
-            inner.count_applied(upload.applied, piece.rank)?;
+            inner.count_applied(upload.applied, chunk.rank)?;
         }
         let (buffer, uploaded) = match upload.state {
             None => (&mut inner.master, &mut inner.uploaded),
             Some(position) => (&mut inner.state[position], &mut inner.uploaded_state[position]),
         };
-        if uploaded.knows(&self.lanes, piece) {
+        if uploaded.contains(&self.contributors, chunk) {
             return Ok((0, false));
         }
         if is_complete {
@@ -59,13 +60,13 @@ impl<B: Backend> Slice<B> {
                 "uploaded before them",
             ));
         }
-        let new = uploaded.store(backend, &self.lanes, buffer.write(backend)?, piece);
-        Ok((new, upload.state.is_none() && inner.uploaded.is_complete(&self.lanes)))
+        let new = uploaded.store(backend, &self.contributors, buffer.write(backend)?, chunk);
+        Ok((new, upload.state.is_none() && inner.uploaded.is_complete(&self.contributors)))
     }
 
     /// The first rank of whose parameters some have not come; `None` once the job has begun.
     pub(crate) fn missing_upload(&self) -> Option<u32> {
-        self.lock().uploaded.missing_rank(&self.lanes)
+        self.lock().uploaded.missing_rank(&self.contributors)
     }
 }
 
@@ -74,7 +75,7 @@ impl<B: Backend> Inner<B> {
     /// that can fail.
     pub(super) fn forget_upload(&mut self) {
         self.uploaded.clear();
-        self.stale_state = !self.uploaded_state.iter().all(Filling::is_untouched);
+        self.stale_state = !self.uploaded_state.iter().all(Received::is_empty);
         self.applied = 0;
     }
 

@@ -6,7 +6,10 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use crate::{Error, ProcessMesh, Result, TensorBox, mesh::MAX_MESH_DIMS, pb};
+use super::{
+    Contributions, Contributors, MAX_MESH_DIMS, ProcessMesh, Ranks, StridedBox, TensorBox,
+};
+use crate::{Error, Result, pb};
 
 /// What the ranks along one dimension of a mesh have of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -101,20 +104,20 @@ impl Layout {
     }
 
     fn box_at(&self, shape: &[u64], coordinate: &[usize]) -> TensorBox {
-        let mut area = TensorBox::whole(shape);
+        let mut bounds = TensorBox::whole(shape);
         for ((placement, &pieces), &place) in
             self.placements.iter().zip(self.mesh.shape()).zip(coordinate)
         {
             if let &DimPlacement::Shard(dim) = placement {
-                let (offset, size) = chunk(area.size[dim], pieces as u64, place as u64);
-                area.offset[dim] += offset;
-                area.size[dim] = size;
+                let (offset, size) = chunk(bounds.size[dim], pieces as u64, place as u64);
+                bounds.offset[dim] += offset;
+                bounds.size[dim] = size;
             }
         }
-        area
+        bounds
     }
 
-    /// Who contributes what of the gradient of a tensor of `shape`, which [`Self::check`] accepts.
+    /// The contributions to the gradient of a tensor of `shape`, which [`Self::check`] accepts.
     pub fn contributions(&self, shape: &[u64]) -> Contributions {
         let mut ranks: BTreeMap<TensorBox, Vec<u32>> = BTreeMap::new();
         let places = self.contributing();
@@ -125,18 +128,18 @@ impl Layout {
                 *place = rest % size;
                 rest /= size;
             }
-            let area = self.box_at(shape, &coordinate);
-            if !area.is_empty() {
+            let bounds = self.box_at(shape, &coordinate);
+            if !bounds.is_empty() {
                 let rank = self.mesh.rank_at(&coordinate).expect("it is within the mesh's shape");
-                ranks.entry(area).or_default().push(rank);
+                ranks.entry(bounds).or_default().push(rank);
             }
         }
-        let lane = |(area, mut ranks): (TensorBox, Vec<u32>)| {
-            ranks.sort_unstable();
-            Lane { area, ranks }
+        let contributors = |(bounds, ranks): (TensorBox, Vec<u32>)| Contributors {
+            of: Arc::new(StridedBox::new(shape, bounds)),
+            ranks: Ranks::new(ranks),
         };
-        let lanes = ranks.into_iter().map(lane).collect();
-        Contributions { lanes, divisor: self.divisor() }
+        let contributors = ranks.into_iter().map(contributors).collect();
+        Contributions { contributors, divisor: self.divisor() }
     }
 
     /// How many places along each dimension of the mesh contribute: of what all have, only the
@@ -176,39 +179,6 @@ fn chunk(size: u64, pieces: u64, place: u64) -> (u64, u64) {
 /// "Shard(0), Replicate".
 pub fn list(placements: &[DimPlacement]) -> String {
     placements.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
-}
-
-/// A box of a tensor, and the ranks whose contributions to it are added up.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Lane {
-    /// The box; not empty.
-    pub area: TensorBox,
-    /// Ascending, 1 or more. The first one uploads what the box begins with.
-    pub ranks: Vec<u32>,
-}
-
-/// Who contributes what of a tensor's gradient.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Contributions {
-    /// INVARIANT: disjoint boxes, which together are the tensor; of an empty tensor there are none.
-    pub lanes: Vec<Lane>,
-    /// What the sum is divided by.
-    pub divisor: u64,
-}
-
-impl Contributions {
-    /// Of a tensor without a layout.
-    pub fn mean(shape: &[u64], world: u32) -> Self {
-        let area = TensorBox::whole(shape);
-        let lanes =
-            if area.is_empty() { vec![] } else { vec![Lane { area, ranks: (0..world).collect() }] };
-        Self { lanes, divisor: world.into() }
-    }
-
-    /// The lane that `rank` contributes to, by its position.
-    pub fn lane_of(&self, rank: u32) -> Option<usize> {
-        self.lanes.iter().position(|lane| lane.ranks.binary_search(&rank).is_ok())
-    }
 }
 
 /// How a tensor of a job lies on one of the job's meshes.
@@ -307,22 +277,28 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_layout_says_who_contributes_what() {
+    fn the_contributors_follow_from_the_layout() {
         let layout = on(&[2, 2], &[Partial(Reduction::Avg), Shard(1)]);
-        let Contributions { lanes, divisor } = layout.contributions(&[4, 6]);
+        let Contributions { contributors, divisor } = layout.contributions(&[4, 6]);
         assert_eq!(divisor, 2);
         assert_eq!(
-            lanes.iter().map(|lane| lane.ranks.clone()).collect::<Vec<_>>(),
+            contributors.iter().map(|of| of.ranks.to_vec()).collect::<Vec<_>>(),
             [[0, 2], [1, 3]]
         );
-        assert_eq!(lanes[1].area, TensorBox { offset: vec![0, 3], size: vec![4, 3] });
+        assert_eq!(
+            *contributors[1].of.bounds(),
+            TensorBox { offset: vec![0, 3], size: vec![4, 3] }
+        );
 
         let layout = on(&[2, 2], &[Partial(Reduction::Sum), Replicate]);
         let contributions = layout.contributions(&[3]);
-        assert_eq!((contributions.divisor, contributions.lanes[0].ranks.clone()), (1, vec![0, 2]));
-        assert_eq!((contributions.lane_of(2), contributions.lane_of(1)), (Some(0), None));
-        // A piece that is empty is nobody's.
-        assert_eq!(on(&[3], &[Shard(0)]).contributions(&[4]).lanes.len(), 2);
+        assert_eq!(
+            (contributions.divisor, contributions.contributors[0].ranks.to_vec()),
+            (1, vec![0, 2])
+        );
+        assert!(contributions.of_rank(2).is_some() && contributions.of_rank(1).is_none());
+        // An empty shard has no contributors.
+        assert_eq!(on(&[3], &[Shard(0)]).contributions(&[4]).contributors.len(), 2);
     }
 
     #[test]
@@ -355,29 +331,30 @@ pub(crate) mod tests {
             let numel = shape.iter().product::<u64>();
             let slices = numel.div_ceil(slice);
             let mut contributions = 0;
-            for lane in layout.contributions(&shape).lanes {
-                let view = crate::BoxView::new(&shape, &lane.area);
-                let part = |index: u64| view.part((index * slice) as usize..((index + 1) * slice).min(numel) as usize);
-                contributions += (0..slices).filter(|&index| !part(index).is_empty()).count() * lane.ranks.len();
+            for Contributors { of, ranks } in layout.contributions(&shape).contributors {
+                let in_slice = |index: u64| {
+                    of.in_tensor((index * slice) as usize..((index + 1) * slice).min(numel) as usize)
+                };
+                let slices = (0..slices).filter(|&index| !in_slice(index).is_empty()).count();
+                contributions += slices * ranks.len();
             }
             prop_assert!(contributions as u64 <= layout.most_contributions(slices));
         }
 
         #[test]
-        fn the_boxes_of_all_lanes_are_the_tensor(
+        fn the_boxes_of_all_contributors_are_the_tensor(
             layout in prop_oneof![layouts(vec![3]), layouts(vec![2, 3]), layouts(vec![4, 1])],
             shape in [0u64..7, 0u64..7],
         ) {
-            let contributions = layout.contributions(&shape);
-            let numel: u64 = contributions.lanes.iter().map(|lane| lane.area.numel()).sum();
-            prop_assert_eq!(numel, shape.iter().product::<u64>());
-            for (i, a) in contributions.lanes.iter().enumerate() {
-                for b in &contributions.lanes[..i] {
-                    prop_assert_eq!(a.area.intersection(&b.area), None);
+            let Contributions { contributors, .. } = layout.contributions(&shape);
+            let numel: usize = contributors.iter().map(|contributors| contributors.of.numel()).sum();
+            prop_assert_eq!(numel as u64, shape.iter().product::<u64>());
+            for (i, a) in contributors.iter().enumerate() {
+                for b in &contributors[..i] {
+                    prop_assert_eq!(a.of.bounds().intersection(b.of.bounds()), None);
                 }
-                for &rank in &a.ranks {
-                    prop_assert_eq!(layout.local_box(&shape, rank).unwrap(), a.area.clone());
-                    prop_assert_eq!(contributions.lane_of(rank), Some(i));
+                for &rank in a.ranks.iter() {
+                    prop_assert_eq!(&layout.local_box(&shape, rank).unwrap(), a.of.bounds());
                 }
             }
         }

@@ -2,7 +2,8 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use crate::{DimPlacement, Error, Layout, Reduction, Result, TensorBox, layout::list};
+use super::{DimPlacement, Layout, Reduction, TensorBox, list};
+use crate::{Error, Result};
 
 /// What takes a tensor from one layout to another: first the reductions, in order, then the moves,
 /// in any order.
@@ -39,7 +40,7 @@ pub struct Move {
     /// Who gets it.
     pub to: u32,
     /// Of the whole tensor; not empty.
-    pub area: TensorBox,
+    pub bounds: TensorBox,
 }
 
 /// The plan for a tensor of `shape`.
@@ -112,11 +113,11 @@ fn moves(shape: &[u64], reduced: &Layout, to: &Layout, kept: &[usize]) -> (Vec<M
     // Who has which box, in mesh order; boxes that are there are equal or disjoint.
     let mut holders: Vec<(TensorBox, Vec<u32>)> = Vec::new();
     for &rank in reduced.mesh().ranks() {
-        let area = reduced.local_box(shape, rank).expect("it is one of the mesh's");
-        match holders.iter_mut().find(|(other, _)| *other == area) {
-            _ if area.is_empty() => {}
+        let bounds = reduced.local_box(shape, rank).expect("it is one of the mesh's");
+        match holders.iter_mut().find(|(other, _)| *other == bounds) {
+            _ if bounds.is_empty() => {}
             Some((_, ranks)) => ranks.push(rank),
-            None => holders.push((area, vec![rank])),
+            None => holders.push((bounds, vec![rank])),
         }
     }
     let (mut moves, mut zeros) = (Vec::new(), Vec::new());
@@ -133,8 +134,8 @@ fn moves(shape: &[u64], reduced: &Layout, to: &Layout, kept: &[usize]) -> (Vec<M
             continue;
         }
         let wanted = to.local_box(shape, rank).expect("it is one of the mesh's");
-        for (area, ranks) in &holders {
-            let Some(area) = area.intersection(&wanted) else { continue };
+        for (bounds, ranks) in &holders {
+            let Some(bounds) = bounds.intersection(&wanted) else { continue };
             let may = |other: u32| {
                 let other = coordinate(reduced, other);
                 kept.iter().all(|&dim| other[dim] == place[dim])
@@ -145,9 +146,9 @@ fn moves(shape: &[u64], reduced: &Layout, to: &Layout, kept: &[usize]) -> (Vec<M
                 ranks.min_by_key(|other| (*other != rank, sent.get(other).copied().unwrap_or(0)));
             let from = from.expect("along what is kept, each place has all that the others have");
             if from != rank {
-                *sent.entry(from).or_default() += area.numel();
+                *sent.entry(from).or_default() += bounds.numel();
             }
-            moves.push(Move { from, to: rank, area });
+            moves.push(Move { from, to: rank, bounds });
         }
     }
     (moves, zeros)
@@ -157,21 +158,19 @@ fn moves(shape: &[u64], reduced: &Layout, to: &Layout, kept: &[usize]) -> (Vec<M
 mod tests {
     use proptest::prelude::*;
 
-    use super::*;
-    use crate::{
-        BoxView,
+    use super::super::{
+        StridedBox,
         layout::tests::{layouts, on},
     };
+    use super::*;
     use DimPlacement::{Partial, Replicate, Shard};
 
     /// What each rank has of its box, row-major.
     type Local = HashMap<u32, Vec<f64>>;
 
-    fn boxed(shape: &[u64], area: &TensorBox, whole: &[f64]) -> Vec<f64> {
-        let view = BoxView::new(shape, area);
-        view.runs(0..view.numel())
-            .flat_map(|run| whole[run.at..run.at + run.numel].to_vec())
-            .collect()
+    fn boxed(shape: &[u64], bounds: &TensorBox, whole: &[f64]) -> Vec<f64> {
+        let strided = StridedBox::new(shape, bounds.clone());
+        strided.runs(0..strided.numel()).flat_map(|(_, run)| whole[run].to_vec()).collect()
     }
 
     /// Locals of a layout whose whole is `whole`: sums as rank-dependent parts.
@@ -211,10 +210,10 @@ mod tests {
                     _ => 1.0,
                 };
             }
-            let view = BoxView::new(shape, &layout.local_box(shape, rank).unwrap());
-            for run in view.runs(0..view.numel()) {
-                for i in 0..run.numel {
-                    whole[run.at + i] += weight * locals[&rank][run.first + i];
+            let strided = StridedBox::new(shape, layout.local_box(shape, rank).unwrap());
+            for (first, run) in strided.runs(0..strided.numel()) {
+                for (number, position) in (first..).zip(run) {
+                    whole[position] += weight * locals[&rank][number];
                 }
             }
         }
@@ -233,16 +232,13 @@ mod tests {
             let mut reduced = Local::new();
             for &rank in from.mesh().ranks() {
                 let group = from.mesh().group(rank, reduce.dim).unwrap();
-                let area = before.local_box(shape, rank).unwrap();
+                let bounds = before.local_box(shape, rank).unwrap();
                 let piece = after.local_box(shape, rank).unwrap();
-                let inner = BoxView::new(&area.size, &piece.within(&area));
+                let inner = StridedBox::new(&bounds.size, piece.within(&bounds));
                 let n = if reduce.reduction == Reduction::Avg { group.len() as f64 } else { 1.0 };
                 let value =
                     |at: usize| group.iter().map(|other| locals[other][at]).sum::<f64>() / n;
-                let values = inner
-                    .runs(0..inner.numel())
-                    .flat_map(|run| run.at..run.at + run.numel)
-                    .map(value);
+                let values = inner.runs(0..inner.numel()).flat_map(|(_, run)| run).map(value);
                 reduced.insert(rank, values.collect());
             }
             locals = reduced;
@@ -254,11 +250,11 @@ mod tests {
             let mut values = vec![if zero { 0.0 } else { f64::NAN }; wanted.numel() as usize];
             for step in plan.moves.iter().filter(|step| step.to == rank) {
                 let held = plan.reduced.local_box(shape, step.from).unwrap();
-                let source = BoxView::new(&held.size, &step.area.within(&held));
-                let target = BoxView::new(&wanted.size, &step.area.within(&wanted));
+                let source = StridedBox::new(&held.size, step.bounds.within(&held));
+                let target = StridedBox::new(&wanted.size, step.bounds.within(&wanted));
                 let source: Vec<usize> =
-                    source.runs(0..source.numel()).flat_map(|r| r.at..r.at + r.numel).collect();
-                let target = target.runs(0..target.numel()).flat_map(|r| r.at..r.at + r.numel);
+                    source.runs(0..source.numel()).flat_map(|(_, run)| run).collect();
+                let target = target.runs(0..target.numel()).flat_map(|(_, run)| run);
                 for (to, from) in target.zip(source) {
                     assert!(values[to].is_nan(), "moved twice");
                     values[to] = locals[&step.from][from];

@@ -1,16 +1,15 @@
-//! Whatever the lanes, what comes when and who is absent: each element has the bits of the
-//! definition.
+//! For any layout, order of arrival and absent ranks, each element has the bits of the definition.
 
 use proptest::prelude::*;
-use zeroshard_proto::{JobSpec, SliceSpec, blocks::BLOCK};
+use zeroshard_proto::{
+    JobSpec, SliceSpec,
+    geometry::{Contributors, blocks::BLOCK},
+};
 
 use super::*;
 use crate::{
     backend::Cpu,
-    shard::lane::{
-        Lanes,
-        tests::{elements, jobs},
-    },
+    shard::test_jobs::{elements, jobs},
 };
 
 /// What a rank sends of element `at` of the slice: the sum depends on the order.
@@ -24,19 +23,19 @@ fn value(rank: u32, at: usize) -> f32 {
 /// A rank's part in a scenario.
 struct Sender {
     rank: u32,
-    /// Its lane's elements, within the slice.
+    /// The elements to which it contributes, by their positions in the slice.
     elements: Vec<usize>,
     /// It sends so many of them, and is absent then.
     sent: usize,
 }
 
-/// The definition: element by element, the lane's ranks in their order, zeros where one is absent.
-fn naive(index: u32, numel: usize, lanes: &[Vec<Sender>]) -> Vec<f32> {
+/// The definition: element by element, the ranks in their order, zeros where one is absent.
+fn naive(index: u32, numel: usize, groups: &[Vec<Sender>]) -> Vec<f32> {
     let mut sum = vec![f32::NAN; numel];
-    for lane in lanes {
-        let first = index as usize % lane.len();
-        let order = || (0..lane.len()).map(|i| &lane[(first + i) % lane.len()]);
-        for (number, &at) in lane[0].elements.iter().enumerate() {
+    for group in groups {
+        let first = index as usize % group.len();
+        let order = || (0..group.len()).map(|i| &group[(first + i) % group.len()]);
+        for (number, &at) in group[0].elements.iter().enumerate() {
             let values = order()
                 .map(|sender| if number < sender.sent { value(sender.rank, at) } else { 0.0 });
             sum[at] = values.reduce(|a, b| a + b).unwrap();
@@ -55,18 +54,18 @@ impl Dice {
         (self.0 >> 33) as usize % end
     }
 
-    /// The pieces of `0..end`, in any order, some of them twice.
-    fn pieces(&mut self, end: usize) -> Vec<Range<usize>> {
+    /// The chunks of `0..end`, in any order, some of them twice.
+    fn chunks(&mut self, end: usize) -> Vec<Range<usize>> {
         let mut cuts: Vec<usize> =
             (0..self.below(5)).map(|_| self.below(end + 1)).chain([0, end]).collect();
         cuts.sort_unstable();
-        let mut pieces: Vec<_> = cuts.windows(2).map(|cut| cut[0]..cut[1]).collect();
-        pieces.push(pieces[self.below(pieces.len())].clone());
-        for i in 0..pieces.len() {
-            let other = self.below(pieces.len());
-            pieces.swap(i, other);
+        let mut chunks: Vec<_> = cuts.windows(2).map(|cut| cut[0]..cut[1]).collect();
+        chunks.push(chunks[self.below(chunks.len())].clone());
+        for i in 0..chunks.len() {
+            let other = self.below(chunks.len());
+            chunks.swap(i, other);
         }
-        pieces
+        chunks
     }
 }
 
@@ -75,30 +74,30 @@ fn play(
     job: &JobSpec,
     index: u32,
     slice: &SliceSpec,
-    lanes: &[Vec<Sender>],
+    groups: &[Vec<Sender>],
     dice: &mut Dice,
 ) -> (Round, Vec<u8>) {
     let (backend, budget) = (Cpu::new(), Budget::new(u64::MAX));
-    let mut round = Round::new(index, slice.numel, &Lanes::new(job, 0).of(slice));
+    let mut round = Round::new(index, slice.numel, &job.contributions(0).of_slice(slice));
     // What has not been cleared is seen.
     let mut sum = backend.allocate(DType::F32, slice.numel).unwrap();
     backend.store(&mut sum, 0..slice.numel, &[0xff].repeat(4 * slice.numel), DType::F32);
-    // Of each rank what it still does: pieces, and then its word that it is absent.
+    // Of each rank what it still does: chunks, and then its word that it is absent.
     type Rest<'a> = (&'a Sender, Vec<Range<usize>>, bool);
     let mut rest: Vec<Rest<'_>> = Vec::new();
-    for sender in lanes.iter().flatten() {
-        rest.push((sender, dice.pieces(sender.sent), sender.sent < sender.elements.len()));
+    for sender in groups.iter().flatten() {
+        rest.push((sender, dice.chunks(sender.sent), sender.sent < sender.elements.len()));
     }
     while !rest.is_empty() {
         let next = dice.below(rest.len());
-        let (sender, pieces, absent) = &mut rest[next];
+        let (sender, chunks, absent) = &mut rest[next];
         let Sender { rank, elements, .. } = sender;
-        if let Some(range) = pieces.pop() {
+        if let Some(range) = chunks.pop() {
             let bytes =
                 elements[range.clone()].iter().flat_map(|&at| value(*rank, at).to_le_bytes());
             let bytes = bytes.collect();
-            let piece = Piece { rank: *rank, offset: range.start, dtype: DType::F32, bytes };
-            round.contribute(&backend, &mut sum, &piece, &budget).unwrap();
+            let chunk = Chunk { rank: *rank, offset: range.start, dtype: DType::F32, bytes };
+            round.contribute(&backend, &mut sum, &chunk, &budget).unwrap();
         } else if std::mem::take(absent) {
             assert!(round.absent(&backend, &mut sum, *rank));
         } else {
@@ -113,13 +112,13 @@ fn check(job: &JobSpec, index: u32, slice: &SliceSpec, seed: u64) {
     let (dice, shape) = (&mut Dice(seed), &job.manifest.tensors()[0].shape);
     // All of it, some of it, nothing of it.
     let kinds = 1 + dice.below(4);
-    let mut lanes: Vec<Vec<Sender>> = Vec::new();
-    for lane in job.contributions(0).lanes {
-        let elements = elements(shape, &lane.area, slice);
+    let mut groups: Vec<Vec<Sender>> = Vec::new();
+    for Contributors { of, ranks } in job.contributions(0).contributors {
+        let elements = elements(shape, of.bounds(), slice);
         if elements.is_empty() {
             continue;
         }
-        let senders = lane.ranks.iter().map(|&rank| {
+        let senders = ranks.iter().map(|&rank| {
             let sent = match dice.below(kinds) {
                 0 => elements.len(),
                 1 => dice.below(elements.len() + 1),
@@ -127,17 +126,17 @@ fn check(job: &JobSpec, index: u32, slice: &SliceSpec, seed: u64) {
             };
             Sender { rank, elements: elements.clone(), sent }
         });
-        lanes.push(senders.collect());
+        groups.push(senders.collect());
     }
-    let (round, sum) = play(job, index, slice, &lanes, dice);
+    let (round, sum) = play(job, index, slice, &groups, dice);
     assert!(round.is_complete());
     assert_eq!(round.missing_rank(), None);
-    let senders = || lanes.iter().flatten();
+    let senders = || groups.iter().flatten();
     let everywhere = senders().all(|sender| sender.sent == 0);
     let absent = senders().filter(|sender| sender.sent < sender.elements.len());
     let lowest = absent.map(|sender| sender.rank).min();
     assert_eq!(round.absentees(), lowest.map(|rank| Absent { rank, everywhere }));
-    let mut expected = naive(index, slice.numel, &lanes);
+    let mut expected = naive(index, slice.numel, &groups);
     if everywhere {
         assert!(sum.iter().all(|&byte| byte == 0xff), "it is not touched");
         expected.fill(0.0);
@@ -162,7 +161,7 @@ fn slice_of(numel: u64, cut: [prop::sample::Index; 2]) -> SliceSpec {
 
 proptest! {
     #[test]
-    fn any_lanes_cuts_arrival_and_absence_give_the_bits_of_the_definition(
+    fn any_layout_order_of_arrival_and_absence_give_the_bits_of_the_definition(
         job in prop::collection::vec(1u64..9, 0..4).prop_flat_map(jobs),
         index in 0u32..9,
         cut in any::<[prop::sample::Index; 2]>(),
@@ -177,7 +176,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn blocks_are_summed_when_all_lanes_are_in(
+    fn blocks_are_summed_when_all_contributors_are_in(
         job in prop_oneof![
             Just(vec![3, BLOCK as u64 - 7]),
             Just(vec![BLOCK as u64 + 3, 2]),
@@ -197,14 +196,14 @@ fn who_contributes_nothing_to_the_slice_is_not_absent_from_it() {
     let mesh = zeroshard_proto::ProcessMesh::dense([2], ["tp"]).unwrap();
     let shard = [zeroshard_proto::DimPlacement::Shard(0)];
     let job =
-        crate::shard::lane::tests::job(zeroshard_proto::TensorSpec::new("w", [4]), mesh, &shard);
+        crate::shard::test_jobs::job(zeroshard_proto::TensorSpec::new("w", [4]), mesh, &shard);
     let slice = SliceSpec { tensor: 0, offset: 0, numel: 2 };
-    let mut round = Round::new(0, 2, &Lanes::new(&job, 0).of(&slice));
+    let mut round = Round::new(0, 2, &job.contributions(0).of_slice(&slice));
     let (backend, budget) = (Cpu::new(), Budget::new(0));
     let mut sum = backend.allocate(DType::F32, 2).unwrap();
     assert!(!round.absent(&backend, &mut sum, 1));
     assert_eq!((round.absentees(), round.missing_rank()), (None, Some(0)));
-    let piece = Piece { rank: 0, offset: 0, dtype: DType::F32, bytes: vec![0; 8].into() };
-    round.contribute(&backend, &mut sum, &piece, &budget).unwrap();
+    let chunk = Chunk { rank: 0, offset: 0, dtype: DType::F32, bytes: vec![0; 8].into() };
+    round.contribute(&backend, &mut sum, &chunk, &budget).unwrap();
     assert!(round.is_complete() && round.absentees().is_none());
 }

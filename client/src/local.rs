@@ -1,0 +1,46 @@
+//! Checks of the tensors that a caller names.
+
+use zeroshard_proto::{Error, Manifest, Result, StridedBox, geometry::LocalTensor};
+
+/// The rank's part of a tensor.
+///
+/// # Errors
+/// [`Error::Invalid`] unless the tensor exists.
+pub(crate) fn local<'a>(
+    what: &str,
+    manifest: &Manifest,
+    locals: &'a [LocalTensor],
+    tensor: usize,
+) -> Result<&'a LocalTensor> {
+    locals.get(tensor).ok_or_else(|| {
+        let expected = format!("less than the number of tensors, {}", manifest.tensors().len());
+        Error::invalid(format!("{what} tensor"), tensor, expected)
+    })
+}
+
+/// # Errors
+/// [`Error::Invalid`] unless `of`, a box of the tensor, has `numel` elements.
+pub(crate) fn check_size(
+    what: &str,
+    manifest: &Manifest,
+    tensor: usize,
+    of: &StridedBox,
+    numel: usize,
+) -> Result<()> {
+    if of.numel() == numel {
+        return Ok(());
+    }
+    let (spec, bounds) = (&manifest.tensors()[tensor], of.bounds());
+    let expected = match of.is_whole() {
+        true => format!("its {} of shape {:?}", spec.numel(), spec.shape),
+        false => format!(
+            "the {} of the box at {:?} of size {:?} of its shape {:?}",
+            of.numel(),
+            bounds.offset,
+            bounds.size,
+            spec.shape
+        ),
+    };
+    let what = format!("{what} tensor {:?}", spec.name);
+    Err(Error::invalid(what, format!("{numel} elements"), expected))
+}

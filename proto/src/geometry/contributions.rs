@@ -1,0 +1,247 @@
+//! The ranks that contribute to each box of a tensor, and the order of their contributions.
+
+use std::sync::Arc;
+
+use super::{Elements, StridedBox};
+use crate::{JobSpec, SliceSpec};
+
+/// The ranks that contribute to the same elements, ascending; at least one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ranks(Arc<[u32]>);
+
+impl Ranks {
+    /// These ranks, of which none is repeated.
+    pub fn new(mut ranks: Vec<u32>) -> Self {
+        ranks.sort_unstable();
+        Self(ranks.into())
+    }
+
+    /// Whether `rank` contributes.
+    pub fn contains(&self, rank: u32) -> bool {
+        self.0.binary_search(&rank).is_ok()
+    }
+
+    /// The rank that uploads the initial values, and the next content of a buffer: the first.
+    pub fn uploader(&self) -> u32 {
+        self.0[0]
+    }
+
+    /// The place of `rank` in the order in which contributions to slice number `slice` are added.
+    /// The order is cyclic from `slice` modulo the number of ranks, so that servers do not wait for
+    /// the lowest rank everywhere at once.
+    pub fn turn(&self, rank: u32, slice: u32) -> Option<usize> {
+        let place = self.0.binary_search(&rank).ok()?;
+        Some((place + self.0.len() - slice as usize % self.0.len()) % self.0.len())
+    }
+
+    /// The rank whose place in the order for slice number `slice` is `turn`.
+    pub fn at_turn(&self, turn: usize, slice: u32) -> u32 {
+        self.0[(turn + slice as usize) % self.0.len()]
+    }
+}
+
+impl std::ops::Deref for Ranks {
+    type Target = [u32];
+
+    fn deref(&self) -> &[u32] {
+        &self.0
+    }
+}
+
+/// A box of a tensor, and the ranks whose contributions to it are added.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Contributors {
+    /// The box; not empty.
+    pub of: Arc<StridedBox>,
+    /// The ranks.
+    pub ranks: Ranks,
+}
+
+/// Elements of a slice, and the ranks whose contributions to them are added. Contributions count
+/// these elements from 0.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SliceContributors {
+    /// INVARIANT: not empty.
+    pub elements: Elements,
+    /// INVARIANT: no rank contributes twice to a slice.
+    pub ranks: Ranks,
+}
+
+/// The contributions to a tensor's gradient.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Contributions {
+    /// INVARIANT: the boxes are disjoint and together they are the tensor; an empty tensor has
+    /// none.
+    pub contributors: Vec<Contributors>,
+    /// The sum is divided by this.
+    pub divisor: u64,
+}
+
+impl Contributions {
+    /// The mean of the whole gradients of all ranks: the contributions to a tensor without a layout.
+    pub fn mean(shape: &[u64], world: u32) -> Self {
+        let of = Arc::new(StridedBox::whole(shape));
+        let all = Contributors { of, ranks: Ranks::new((0..world).collect()) };
+        let contributors = if all.of.numel() == 0 { vec![] } else { vec![all] };
+        Self { contributors, divisor: world.into() }
+    }
+
+    /// The contributors of which `rank` is one.
+    pub fn of_rank(&self, rank: u32) -> Option<&Contributors> {
+        self.contributors.iter().find(|contributors| contributors.ranks.contains(rank))
+    }
+
+    /// The contributors to `slice`, which is one of the tensor's.
+    pub fn of_slice(&self, slice: &SliceSpec) -> Arc<[SliceContributors]> {
+        let cut = |Contributors { of, ranks }: &Contributors| {
+            let elements = of.elements(slice);
+            (elements.numel() > 0).then(|| SliceContributors { elements, ranks: ranks.clone() })
+        };
+        self.contributors.iter().filter_map(cut).collect()
+    }
+}
+
+/// The part of a tensor that one rank holds.
+#[derive(Debug, Clone)]
+pub struct LocalTensor {
+    /// The box; empty if the rank is not in the tensor's mesh.
+    pub of: Arc<StridedBox>,
+    rank: u32,
+    /// The ranks that contribute to the box, if this rank is one of them.
+    ranks: Option<Ranks>,
+}
+
+impl LocalTensor {
+    /// The part of `rank`, by the job's layout of the tensor.
+    pub fn new(job: &JobSpec, tensor: usize, rank: u32) -> Self {
+        match job.contributions(tensor).of_rank(rank) {
+            Some(Contributors { of, ranks }) => {
+                Self { of: of.clone(), rank, ranks: Some(ranks.clone()) }
+            }
+            None => {
+                let shape = &job.manifest.tensors()[tensor].shape;
+                let of = Arc::new(StridedBox::new(shape, job.local_box(tensor, rank)));
+                Self { of, rank, ranks: None }
+            }
+        }
+    }
+
+    /// The parts of `rank` of all tensors, in manifest order.
+    pub fn all(job: &JobSpec, rank: u32) -> Vec<Self> {
+        let mut locals: Vec<Self> = Vec::with_capacity(job.manifest.tensors().len());
+        for tensor in 0..job.manifest.tensors().len() {
+            let mut local = Self::new(job, tensor, rank);
+            // Most tensors have the contributors of the tensor before: they share one list.
+            if let Some(before) = locals.last().filter(|before| before.ranks == local.ranks) {
+                local.ranks.clone_from(&before.ranks);
+            }
+            locals.push(local);
+        }
+        locals
+    }
+
+    /// Whether the rank contributes to the gradient.
+    pub fn contributes(&self) -> bool {
+        self.ranks.is_some()
+    }
+
+    /// Whether the rank uploads the initial values of its box.
+    pub fn uploads(&self) -> bool {
+        self.ranks.as_ref().is_some_and(|ranks| ranks.uploader() == self.rank)
+    }
+
+    /// The rank's place in the order in which contributions to slice number `slice` are added.
+    pub fn turn(&self, slice: u32) -> Option<usize> {
+        self.ranks.as_ref()?.turn(self.rank, slice)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::{
+        super::tensor_box::tests::elements,
+        super::{DimPlacement, Layout, ProcessMesh, Reduction},
+        *,
+    };
+
+    /// A tensor's shape and its layout on a mesh of one or two dimensions, whose ranks are in any
+    /// order.
+    fn layouts() -> impl Strategy<Value = (Vec<u64>, Layout)> {
+        let shape = prop::collection::vec(1u64..7, 0..4);
+        let dims = prop::collection::vec((1usize..5, 0usize..8), 1..3);
+        (shape, dims).prop_flat_map(|(shape, dims)| {
+            let size: u32 = dims.iter().map(|dim| dim.0 as u32).product();
+            let ranks = Just((0..size + 1).collect::<Vec<u32>>()).prop_shuffle();
+            let placement = {
+                let ndim = shape.len();
+                move |kind: usize| match kind {
+                    0 | 1 => DimPlacement::Replicate,
+                    2 => DimPlacement::Partial(Reduction::Sum),
+                    3 => DimPlacement::Partial(Reduction::Avg),
+                    _ if ndim == 0 => DimPlacement::Replicate,
+                    sharded => DimPlacement::Shard(sharded % ndim),
+                }
+            };
+            ranks.prop_map(move |ranks| {
+                let names = (0..dims.len()).map(|dim| format!("d{dim}"));
+                let sizes: Vec<usize> = dims.iter().map(|dim| dim.0).collect();
+                let mesh = ProcessMesh::new(sizes, &ranks[..size as usize], names).unwrap();
+                let placements = dims.iter().map(|dim| placement(dim.1)).collect();
+                (shape.clone(), Layout::new(Arc::new(mesh), placements).unwrap())
+            })
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn each_element_of_a_slice_has_one_set_of_contributors_that_numbers_it(
+            (shape, layout) in layouts(),
+            cut in any::<[prop::sample::Index; 2]>(),
+            some in any::<[prop::sample::Index; 2]>(),
+        ) {
+            let range = |cut: [prop::sample::Index; 2], numel: usize| {
+                let [a, b] = cut.map(|cut| cut.index(numel + 1));
+                a.min(b)..a.max(b)
+            };
+            let within = range(cut, shape.iter().product::<u64>() as usize);
+            let slice = SliceSpec { tensor: 0, offset: within.start, numel: within.len() };
+            let contributions = layout.contributions(&shape);
+            let mut seen = vec![0; slice.numel];
+            for contributors in contributions.of_slice(&slice).iter() {
+                let of = &contributions.of_rank(contributors.ranks.uploader()).unwrap().of;
+                let positions = elements(&shape, of.bounds()).into_iter();
+                let expected: Vec<usize> =
+                    positions.filter(|e| within.contains(e)).map(|e| e - slice.offset).collect();
+                let actual: Vec<usize> = contributors.elements.runs().flatten().collect();
+                prop_assert_eq!(&actual, &expected);
+                expected.iter().for_each(|&element| seen[element] += 1);
+                for (index, &element) in expected.iter().enumerate() {
+                    prop_assert_eq!(contributors.elements.position(index), element);
+                }
+                let some = range(some, slice.numel);
+                let inside = contributors.elements.within(&some);
+                let both: Vec<usize> = expected.iter().copied().filter(|e| some.contains(e)).collect();
+                prop_assert_eq!(&expected[inside], &both[..]);
+            }
+            prop_assert!(seen.iter().all(|&times| times == 1), "{:?}", seen);
+        }
+
+        #[test]
+        fn every_rank_has_one_turn_and_the_order_is_cyclic(
+            ranks in prop::collection::hash_set(0u32..50, 1..9),
+            slice in any::<u32>(),
+        ) {
+            let ranks = Ranks::new(ranks.into_iter().collect());
+            let order: Vec<u32> = (0..ranks.len()).map(|turn| ranks.at_turn(turn, slice)).collect();
+            for (turn, &rank) in order.iter().enumerate() {
+                prop_assert_eq!(ranks.turn(rank, slice), Some(turn));
+            }
+            let mut cyclic = ranks.to_vec();
+            cyclic.rotate_left(slice as usize % ranks.len());
+            prop_assert_eq!(order, cyclic);
+            prop_assert_eq!(ranks.turn(50, slice), None);
+        }
+    }
+}

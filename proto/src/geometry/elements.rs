@@ -1,0 +1,107 @@
+//! Elements of a slice.
+
+use std::{ops::Range, sync::Arc};
+
+use super::StridedBox;
+
+/// Elements of one slice, in the order in which their values are sent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Elements {
+    /// Consecutive elements, by their positions in the slice.
+    Range(Range<usize>),
+    /// Elements of a box that are not consecutive in the slice.
+    Strided {
+        /// The box.
+        of: Arc<StridedBox>,
+        /// The elements' numbers in the box; all of them lie in the slice.
+        numbers: Range<usize>,
+        /// The slice's first element in the flattened tensor.
+        origin: usize,
+    },
+}
+
+impl Elements {
+    /// Number of elements.
+    pub fn numel(&self) -> usize {
+        match self {
+            Self::Range(range) => range.len(),
+            Self::Strided { numbers, .. } => numbers.len(),
+        }
+    }
+
+    /// Some of the elements: `range` counts in this order from 0.
+    pub fn select(&self, range: Range<usize>) -> Self {
+        let from = |all: &Range<usize>| all.start + range.start..all.start + range.end;
+        match self {
+            Self::Range(all) => Self::Range(from(all)),
+            Self::Strided { of, numbers, origin } => {
+                Self::Strided { of: of.clone(), numbers: from(numbers), origin: *origin }
+            }
+        }
+    }
+
+    /// The fewest ranges of positions in the slice, in order.
+    pub fn runs(&self) -> impl Iterator<Item = Range<usize>> + '_ {
+        let (one, many) = match self {
+            Self::Range(range) => (Some(range.clone()), None),
+            Self::Strided { of, numbers, origin } => {
+                let runs = of.runs(numbers.clone());
+                (None, Some(runs.map(move |(_, run)| run.start - origin..run.end - origin)))
+            }
+        };
+        one.into_iter().chain(many.into_iter().flatten())
+    }
+
+    /// The position of element `index` in the slice.
+    pub fn position(&self, index: usize) -> usize {
+        match self {
+            Self::Range(range) => range.start + index,
+            Self::Strided { .. } => {
+                let one = self.select(index..index + 1);
+                let position = one.runs().next().map(|run| run.start);
+                position.expect("one element is one run")
+            }
+        }
+    }
+
+    /// Which of these elements have positions in `positions`.
+    pub fn within(&self, positions: &Range<usize>) -> Range<usize> {
+        match self {
+            Self::Range(range) => {
+                let before = |end: usize| end.saturating_sub(range.start).min(range.len());
+                before(positions.start)..before(positions.end)
+            }
+            Self::Strided { of, numbers, origin } => {
+                let inside = of.in_tensor(origin + positions.start..origin + positions.end);
+                inside.start - numbers.start..inside.end - numbers.start
+            }
+        }
+    }
+}
+
+impl From<Range<usize>> for Elements {
+    fn from(range: Range<usize>) -> Self {
+        Self::Range(range)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::TensorBox, *};
+    use crate::SliceSpec;
+
+    #[test]
+    fn a_box_that_is_one_run_of_a_slice_is_a_range() {
+        // Rows 2 and 3.
+        let slice = SliceSpec { tensor: 0, offset: 8, numel: 8 };
+        let elements = |offset: [u64; 2], size: [u64; 2]| {
+            let bounds = TensorBox { offset: offset.into(), size: size.into() };
+            Arc::new(StridedBox::new(&[6, 4], bounds)).elements(&slice)
+        };
+        assert_eq!(elements([0, 0], [6, 4]), Elements::Range(0..8));
+        assert_eq!(elements([1, 0], [2, 4]), Elements::Range(0..4));
+        assert_eq!(elements([3, 1], [2, 2]), Elements::Range(5..7));
+        assert!(matches!(elements([0, 1], [6, 2]), Elements::Strided { .. }));
+        assert_eq!(elements([4, 0], [2, 4]).numel(), 0);
+    }
+}

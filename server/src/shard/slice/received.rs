@@ -1,0 +1,72 @@
+//! Content that the uploading rank of each set of contributors sends: initial values, and the next
+//! content of a buffer.
+
+use zeroshard_proto::geometry::SliceContributors;
+
+use crate::{
+    backend::Backend,
+    shard::{ranges::Ranges, round::Chunk},
+};
+
+/// The elements that have arrived.
+#[derive(Debug)]
+pub(super) struct Received(
+    /// INVARIANT: one for each set of contributors.
+    Vec<Ranges>,
+);
+
+impl Received {
+    pub(super) fn new(contributors: &[SliceContributors]) -> Self {
+        Self(vec![Ranges::default(); contributors.len()])
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.0.iter_mut().for_each(Ranges::clear);
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.iter().all(Ranges::is_empty)
+    }
+
+    /// Whether nothing is missing.
+    pub(super) fn is_complete(&self, contributors: &[SliceContributors]) -> bool {
+        self.missing_rank(contributors).is_none()
+    }
+
+    /// The first rank that has not sent everything.
+    pub(super) fn missing_rank(&self, contributors: &[SliceContributors]) -> Option<u32> {
+        let mut both = contributors.iter().zip(&self.0);
+        let missing = both.find(|(of, received)| !received.is_all(of.elements.numel()));
+        missing.map(|(of, _)| of.ranks.uploader())
+    }
+
+    /// Whether all of `chunk` has arrived before.
+    pub(super) fn contains(&self, contributors: &[SliceContributors], chunk: &Chunk) -> bool {
+        self.0[uploaded_by(contributors, chunk.rank)].contains(&chunk.range())
+    }
+
+    /// Stores the new elements of `chunk`. Returns their number.
+    pub(super) fn store<B: Backend>(
+        &mut self,
+        backend: &B,
+        contributors: &[SliceContributors],
+        content: &mut B::Buffer,
+        chunk: &Chunk,
+    ) -> u64 {
+        let index = uploaded_by(contributors, chunk.rank);
+        let (elements, received) = (&contributors[index].elements, &mut self.0[index]);
+        let mut new = 0;
+        for (range, _) in received.split(chunk.range()).into_iter().filter(|(_, known)| !known) {
+            let part = chunk.select(range.clone());
+            backend.store(content, elements.select(range.clone()), &part.bytes, part.dtype);
+            new += range.len() as u64;
+            received.insert(range);
+        }
+        new
+    }
+}
+
+fn uploaded_by(contributors: &[SliceContributors], rank: u32) -> usize {
+    let index = contributors.iter().position(|of| of.ranks.uploader() == rank);
+    index.expect("the caller checked that the rank uploads")
+}
