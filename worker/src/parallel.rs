@@ -48,6 +48,7 @@ mod error;
 mod group_sharded;
 mod hooks;
 mod layer;
+mod level;
 mod linear;
 mod norm;
 mod parameters;
@@ -72,6 +73,7 @@ pub use error::{Error, Result};
 pub use group_sharded::{GroupSharded, group_sharded_parallel};
 pub use hooks::Hooks;
 pub use layer::{Layer, Parallelize};
+pub use level::{Level, UnknownLevel};
 pub use linear::ParallelLinear;
 pub use norm::ParallelNorm;
 pub use plan::parallelize_module;
@@ -90,7 +92,6 @@ pub use styles::{
 };
 pub use world::{Call, Mesh, World};
 
-pub use crate::levels::Level;
 pub use zeroshard_proto::DimPlacement as Placement;
 pub use zeroshard_proto::DimPlacement::{Partial, Replicate, Shard};
 pub use zeroshard_proto::{ProcessMesh, Reduction};

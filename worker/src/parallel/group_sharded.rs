@@ -11,7 +11,7 @@
 //!
 //! Nothing can put itself between a burn module and its layers, so the unit is the module that is
 //! given: all of its parameters come and go together. (The trainer, which knows its model's
-//! segments, has one segment's at a time: [`crate::levels`].) And burn gives the gradients of a
+//! segments, has one segment's at a time: `trainer::levels`.) And burn gives the gradients of a
 //! pass once the pass is over, so none is pushed before.
 
 use std::collections::HashMap;
@@ -27,10 +27,10 @@ use zeroshard_client::{Commit, StepReport, TensorData};
 use super::backend::ParallelBackend;
 use super::error::{Error, Result};
 use super::layer::Parallelize;
+use super::level::Level;
 use super::parameters;
 use super::server_optimizer::{ServerOptimizer, ServerOptions, StateTensor, shard_optimizer};
 use super::world::Mesh;
-use crate::levels::Level;
 
 /// Elements of a bucket of gradients: Paddle's `buffer_max_size`.
 const BUFFER_MAX_SIZE: usize = 1 << 23;

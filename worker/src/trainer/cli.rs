@@ -8,13 +8,13 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand};
 use zeroshard_proto::{DType, Optimizer, Token};
 
-use crate::batches::Sharding;
-use crate::error::{Error, Result};
-use crate::levels::Level;
-use crate::model::Architecture;
-use crate::schedule::{Schedule, default_lr};
-use crate::tensor_parallel::Parallelism;
-use crate::train::Plan;
+use super::batches::Sharding;
+use super::error::{Error, Result};
+use super::model::Architecture;
+use super::parallelism::Parallelism;
+use super::plan::Plan;
+use super::schedule::{Schedule, default_lr};
+use crate::parallel::Level;
 
 /// ZeroShard's trainer: a small transformer whose optimizer lives on shard servers
 #[derive(Debug, Parser)]

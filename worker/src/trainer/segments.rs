@@ -11,22 +11,14 @@
 //! Everything is f32. Shapes: `n` windows of `t` characters (with sequence parallelism, this rank's
 //! part of them); hidden states are `[n * t, width]`.
 
-use burn::backend::{Autodiff, Flex};
 use burn::tensor::activation::{log_softmax, sigmoid, softmax};
 use burn::tensor::module::linear;
 use burn::tensor::{Int, Tensor, TensorData};
 
-use crate::batches::Batch;
-use crate::model::{Architecture, BLOCK_TENSORS, EMBEDDING, Segment};
+use super::batches::Batch;
+use super::model::{Architecture, BLOCK_TENSORS, EMBEDDING, Segment};
+use super::network::{Graph, Group, Network, Plain};
 use crate::parallel::{Result, lookup};
-use crate::tensor_parallel::{Group, Network};
-
-/// The backend without graphs.
-pub type Plain = Flex;
-/// The backend with graphs. It also runs forward passes without graphs: its operations are not
-/// always the plain backend's (there a softmax is one fused kernel), and the bits must not depend
-/// on the level.
-pub type Graph = Autodiff<Flex>;
 
 /// Hidden states or their gradient, outside any graph: `[n * t, width]`.
 pub type Hidden = Tensor<Plain, 2>;

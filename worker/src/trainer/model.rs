@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use zeroshard_proto::{BoxView, TensorBox};
 
-use crate::random::Stream;
+use super::random::Stream;
 
 /// Standard deviation of the initial weights (GPT-2's 0.02 for a model of width 768 is wider than
 /// this model needs to be told: at width 128 it trains faster from a little more).

@@ -1,6 +1,6 @@
 //! Which held-out text is measured. The measuring itself is `levels::evaluate`.
 
-use crate::batches::Batch;
+use super::batches::Batch;
 
 /// Windows that are measured: 4096 characters at a context of 64, a third of a second on one core.
 const WINDOWS: usize = 64;

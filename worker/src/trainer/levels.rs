@@ -13,69 +13,13 @@
 //! before it goes on to the next: it keeps only the segments' inputs, and its parameters are pulled
 //! once for all micro-batches.
 
-use std::fmt;
-use std::str::FromStr;
-
-use serde::Serialize;
-use thiserror::Error;
-
-use crate::batches::Batch;
-use crate::error::Result;
-use crate::model::Segment;
-use crate::segments::{Hidden, Leaf, Pass, Tracking, scalar, seed};
-use crate::tensor_parallel::Network;
-use crate::travel::{Departure, Exchange, Link, Outbox, Parameters};
-
-/// What a worker keeps.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Level {
-    /// All parameters, all gradients.
-    #[serde(rename = "os")]
-    Os,
-    /// All parameters.
-    #[serde(rename = "os_g")]
-    OsG,
-    /// Neither.
-    #[serde(rename = "p_g_os")]
-    PGOs,
-}
-
-impl Level {
-    /// All levels.
-    pub const ALL: [Level; 3] = [Level::Os, Level::OsG, Level::PGOs];
-
-    /// The name that flags and reports use.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Level::Os => "os",
-            Level::OsG => "os_g",
-            Level::PGOs => "p_g_os",
-        }
-    }
-}
-
-impl fmt::Display for Level {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-/// A name that is no level's.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("unknown level {0:?}: it must be one of os, os_g, p_g_os")]
-pub struct UnknownLevel(pub String);
-
-impl FromStr for Level {
-    type Err = UnknownLevel;
-
-    fn from_str(name: &str) -> Result<Self, UnknownLevel> {
-        Self::ALL
-            .into_iter()
-            .find(|level| level.name() == name)
-            .ok_or_else(|| UnknownLevel(name.to_owned()))
-    }
-}
+use super::batches::Batch;
+use super::error::Result;
+use super::model::Segment;
+use super::network::Network;
+use super::segments::{Hidden, Leaf, Pass, Tracking, scalar, seed};
+use super::travel::{Departure, Exchange, Link, Outbox, Parameters};
+use crate::parallel::Level;
 
 /// What one step computes.
 #[derive(Debug, Clone, Copy)]
@@ -293,10 +237,10 @@ mod tests {
     use zeroshard_proto::Error;
 
     use super::*;
-    use crate::memory::Ledger;
-    use crate::model::{Architecture, EMBEDDING, Model};
-    use crate::segments::leaf;
-    use crate::travel::Buffer;
+    use crate::trainer::memory::Ledger;
+    use crate::trainer::model::{Architecture, EMBEDDING, Model};
+    use crate::trainer::segments::leaf;
+    use crate::trainer::travel::Buffer;
 
     /// A cluster that is a table.
     #[derive(Default)]
@@ -384,7 +328,7 @@ mod tests {
         let values = initial(network.model());
         let leaves: BTreeMap<_, _> =
             values.iter().map(|(&tensor, v)| (tensor, leaf(v.clone()).require_grad())).collect();
-        let loss = crate::segments::whole(&network, &leaves, &batches(1)[0]);
+        let loss = crate::trainer::segments::whole(&network, &leaves, &batches(1)[0]);
         let gradients = loss.backward();
         let of = |leaf: &Leaf| leaf.grad(&gradients).unwrap().into_data().into_vec().unwrap();
         let table = leaves.iter().map(|(&tensor, leaf)| (tensor, of(leaf))).collect();
@@ -487,7 +431,7 @@ mod tests {
             let work = Work { step: 0, micro_batches: &batches(1), loss_scale: 1.0 };
             let error = run(level, &link, &network, work).unwrap_err();
             assert!(
-                matches!(error, crate::error::Error::Cluster(Error::StepAborted { .. })),
+                matches!(error, crate::trainer::error::Error::Cluster(Error::StepAborted { .. })),
                 "{error}"
             );
         }

@@ -13,8 +13,8 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 use zeroshard_proto::{Token, token::TOKEN_VARIABLE};
 
-use crate::cli::Train;
-use crate::error::{Error, Result};
+use super::cli::Train;
+use super::error::{Error, Result};
 
 /// How long a server may take to end.
 const LAST_WORDS: Duration = Duration::from_secs(3);

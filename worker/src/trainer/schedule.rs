@@ -4,7 +4,7 @@ use std::fmt;
 
 use zeroshard_proto::Optimizer;
 
-use crate::model::Group;
+use super::model::Group;
 
 /// The share of a run that the learning rate takes to rise.
 const WARM_UP: f64 = 0.1;

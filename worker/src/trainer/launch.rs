@@ -8,13 +8,14 @@ use std::thread;
 use tokio::runtime::{Builder, Handle, Runtime};
 use zeroshard_server::embedded;
 
-use crate::cli::Train;
-use crate::error::{Error, Result};
-use crate::processes;
-use crate::progress::{self, Line, Output};
-use crate::report::{self, Summary};
-use crate::text::Corpus;
-use crate::train::{self, Outcome, Plan};
+use super::cli::Train;
+use super::error::{Error, Result};
+use super::plan::Plan;
+use super::processes;
+use super::progress::{self, Line, Output};
+use super::report::{self, Outcome, Summary};
+use super::text::Corpus;
+use super::train;
 
 /// Threads that move bytes; the workers compute on threads of their own.
 const IO_THREADS: usize = 2;

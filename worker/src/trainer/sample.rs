@@ -1,12 +1,12 @@
 //! Text from the model, character by character.
 
-use crate::batches::Batch;
-use crate::error::Result;
-use crate::model::Segment;
-use crate::random::Stream;
-use crate::segments::{Leaf, Pass, Tracking, last_logits};
-use crate::tensor_parallel::Network;
-use crate::travel::{Exchange, Link, Parameters};
+use super::batches::Batch;
+use super::error::Result;
+use super::model::Segment;
+use super::network::Network;
+use super::random::Stream;
+use super::segments::{Leaf, Pass, Tracking, last_logits};
+use super::travel::{Exchange, Link, Parameters};
 
 /// Below 1 the likely characters become likelier.
 const TEMPERATURE: f64 = 0.7;

@@ -6,7 +6,7 @@
 
 use thiserror::Error;
 
-use crate::random::Stream;
+use super::random::Stream;
 
 /// Windows of text: `windows` rows of `length` characters, and for each the character that follows.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,133 +1,33 @@
 //! The training loop of one rank.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use tokio::runtime::Handle;
 use zeroshard_client::{Commit, Options, StepReport};
-use zeroshard_proto::{DType, Error as ClusterError, Token};
+use zeroshard_proto::Error as ClusterError;
 
-use crate::batches::{Batch, Draw, Sharding};
+use super::batches::{Batch, Draw};
+use super::error::{Error, Result};
+use super::evaluate::held_out_batches;
+use super::levels::{self, Work};
+use super::memory::Ledger;
+use super::model::Model;
+use super::network::{Group, Network};
+use super::plan::Plan;
+use super::progress::{Output, StepEvent};
+use super::remote::{Description, Remote, Seat};
+use super::report::Outcome;
+use super::sample;
+use super::text::Corpus;
+use super::travel::Link;
 use crate::collectives::{self, Listening, Peers};
-use crate::error::{Error, Result};
-use crate::evaluate::held_out_batches;
-use crate::levels::{self, Level, Work};
-use crate::memory::Ledger;
-use crate::model::{Architecture, Model};
 use crate::parallel;
-use crate::progress::{Output, StepEvent};
-use crate::remote::{Description, Remote, Seat};
-use crate::sample;
-use crate::schedule::Schedule;
-use crate::tensor_parallel::{Group, Network, Parallelism};
-use crate::text::Corpus;
-use crate::travel::Link;
 
 /// Held-out evaluations during a run, at most.
 const EVALUATIONS: u64 = 8;
 /// Characters of held-out text that a sample goes on from.
 const PROMPT: usize = 24;
-
-/// Everything that decides a run's result, and how it travels. The same for all ranks.
-#[derive(Debug, Clone)]
-pub struct Plan {
-    /// Name of the job.
-    pub job: String,
-    /// What a worker keeps.
-    pub level: Level,
-    /// Steps of the whole run.
-    pub steps: u64,
-    /// Sizes of the model; those that the text decides, the vocabulary, are 0.
-    pub architecture: Architecture,
-    /// The workers, and how they have the model.
-    pub parallelism: Parallelism,
-    /// How the global batch is divided.
-    pub sharding: Sharding,
-    /// Servers to wait for.
-    pub shards: u32,
-    /// Optimizers by step.
-    pub schedule: Schedule,
-    /// Largest global norm of the gradient.
-    pub clip: Option<f64>,
-    /// What the loss is multiplied by before backward.
-    pub loss_scale: f64,
-    /// Element type of the published parameters.
-    pub parameter_dtype: DType,
-    /// Element type on the wire.
-    pub wire: DType,
-    /// Payload of one message, bytes.
-    pub chunk_bytes: usize,
-    /// How long one operation may wait.
-    pub deadline: Duration,
-    /// The cluster's secret.
-    pub token: Token,
-    /// Where a worker listens for those that it has a replica of the model together with.
-    pub listen: SocketAddr,
-    /// Decides initial parameters, windows and sample.
-    pub seed: u64,
-    /// Characters to generate at the end.
-    pub sample_chars: usize,
-}
-
-impl Plan {
-    /// The model for a text.
-    ///
-    /// # Errors
-    /// [`Error::Flag`] if it cannot be cut as it should.
-    pub fn model(&self, corpus: &Corpus) -> Result<Model> {
-        let architecture =
-            Architecture { vocabulary: corpus.vocabulary.size(), ..self.architecture };
-        self.parallelism.check(architecture)?;
-        Ok(Model::new(architecture))
-    }
-
-    /// Characters that the model sees at once.
-    pub fn context(&self) -> usize {
-        self.architecture.context
-    }
-
-    /// What those who have a replica together must have been told alike, beside the job.
-    fn said(&self) -> String {
-        let Self { level, seed, architecture, sharding, .. } = self;
-        format!("level {level}, seed {seed}, {architecture:?}, {sharding:?}")
-    }
-}
-
-/// What a run came to, as rank 0 saw it.
-#[derive(Debug, Clone)]
-pub struct Outcome {
-    /// Steps that the job has taken.
-    pub steps: u64,
-    /// Loss of each step of this run (mean over the ranks), nats per character.
-    pub train: Vec<(u64, f64)>,
-    /// Held-out loss after so many steps.
-    pub held_out: Vec<(u64, f64)>,
-    /// Steps that were skipped because of inf or NaN.
-    pub skipped: u64,
-    /// Times that a step was run again.
-    pub aborted: u64,
-    /// Parameters of the model.
-    pub parameters: usize,
-    /// Loss of knowing only how common each character is.
-    pub unigram_entropy: f64,
-    /// Hash of the job's state.
-    pub state_hash: String,
-    /// The most parameter and gradient bytes held at once, by this worker.
-    pub peak_bytes: usize,
-    /// Parameter bytes received by this worker.
-    pub pulled_bytes: u64,
-    /// Gradient bytes sent by this worker.
-    pub pushed_bytes: u64,
-    /// Time from the first step to the last evaluation.
-    pub elapsed: Duration,
-    /// Characters that all workers trained on in that time.
-    pub tokens: u64,
-    /// Where the sample goes on from.
-    pub prompt: String,
-    /// Generated text.
-    pub sample: String,
-}
 
 /// Runs one rank from where the job is to the end. Gives an outcome for rank 0, and `None` for the
 /// others.

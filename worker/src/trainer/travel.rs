@@ -9,10 +9,10 @@ use tokio::runtime::Handle;
 use tokio_util::task::AbortOnDropHandle;
 use zeroshard_proto::{Error, Result, TensorBox};
 
-use crate::memory::{Lease, Ledger};
-use crate::model::Segment;
-use crate::segments::{Leaf, leaf};
-use crate::tensor_parallel::Network;
+use super::memory::{Lease, Ledger};
+use super::model::Segment;
+use super::network::Network;
+use super::segments::{Leaf, leaf};
 
 /// The values of one tensor, or of a box of it, flattened: parameters or their gradient.
 #[derive(Debug, Clone, PartialEq)]

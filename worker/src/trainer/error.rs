@@ -10,10 +10,10 @@ use thiserror::Error;
 pub enum Error {
     /// The text.
     #[error(transparent)]
-    Text(#[from] crate::text::Error),
+    Text(#[from] super::text::Error),
     /// The division of the batch.
     #[error(transparent)]
-    Batch(#[from] crate::batches::Error),
+    Batch(#[from] super::batches::Error),
     /// The cluster, or a job that it does not take.
     #[error(transparent)]
     Cluster(#[from] zeroshard_proto::Error),

@@ -3,13 +3,49 @@
 use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
+use std::time::Duration;
 
 use comfy_table::{Table, presets};
 use serde::Serialize;
 
-use crate::chart::Chart;
-use crate::error::{Error, Result};
-use crate::train::{Outcome, Plan};
+use super::chart::Chart;
+use super::error::{Error, Result};
+use super::plan::Plan;
+
+/// What a run came to, as rank 0 saw it.
+#[derive(Debug, Clone)]
+pub struct Outcome {
+    /// Steps that the job has taken.
+    pub steps: u64,
+    /// Loss of each step of this run (mean over the ranks), nats per character.
+    pub train: Vec<(u64, f64)>,
+    /// Held-out loss after so many steps.
+    pub held_out: Vec<(u64, f64)>,
+    /// Steps that were skipped because of inf or NaN.
+    pub skipped: u64,
+    /// Times that a step was run again.
+    pub aborted: u64,
+    /// Parameters of the model.
+    pub parameters: usize,
+    /// Loss of knowing only how common each character is.
+    pub unigram_entropy: f64,
+    /// Hash of the job's state.
+    pub state_hash: String,
+    /// The most parameter and gradient bytes held at once, by this worker.
+    pub peak_bytes: usize,
+    /// Parameter bytes received by this worker.
+    pub pulled_bytes: u64,
+    /// Gradient bytes sent by this worker.
+    pub pushed_bytes: u64,
+    /// Time from the first step to the last evaluation.
+    pub elapsed: Duration,
+    /// Characters that all workers trained on in that time.
+    pub tokens: u64,
+    /// Where the sample goes on from.
+    pub prompt: String,
+    /// Generated text.
+    pub sample: String,
+}
 
 /// What the last line of `--json` says.
 #[derive(Debug, Clone, Serialize)]

@@ -2,24 +2,17 @@
 //! (Shoeybi et al. 2019), whose tokens may be cut too where the model is not (sequence parallelism:
 //! Korthikanti et al. 2022).
 //!
-//! The embedding is cut by the vocabulary, attention by heads, the MLP by its inner width: what
-//! comes in is whole, what comes out are parts of a sum. [`Group`] has the places in between, for
-//! `segments`.
+//! The embedding is cut by the vocabulary, attention by heads, the MLP by its inner width. The input
+//! of a cut layer is whole on every rank, and its outputs are the terms of a sum over the ranks.
+//! This module is the geometry only; the communication is in `network`.
 
 use std::fmt;
-use std::sync::Arc;
 
-use burn::tensor::Tensor;
-use burn::tensor::backend::AutodiffBackend;
-use zeroshard_proto::{
-    DimPlacement as Placement, Layout, ProcessMesh, Reduction, TensorBox, TensorLayout,
-};
+use zeroshard_proto::{DimPlacement as Placement, ProcessMesh, Reduction, TensorLayout};
 
-use crate::collectives::Collectives;
-use crate::error::Error;
-use crate::model::{Architecture, Model, Parameter};
-use crate::parallel::{DistTensor, Mesh, PARTIAL, Result, World};
-use crate::segments::Graph;
+use super::error::Error;
+use super::model::{Architecture, Parameter};
+use crate::parallel::PARTIAL;
 
 /// How many replicas there are, and how each is cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -121,160 +114,14 @@ impl fmt::Display for Parallelism {
     }
 }
 
-/// The ranks that have a replica together, as one of them sees them. Cheap to clone.
-///
-/// Hidden states are `[n, t, width]`: `n` windows of `t` characters. Between the cut layers lies
-/// the residual stream, of which each rank has all, or with sequence parallelism its part of every
-/// window.
-#[derive(Debug, Clone)]
-pub struct Group {
-    /// INVARIANT: of one dimension.
-    mesh: Mesh,
-    parallelism: Parallelism,
-}
-
-impl Group {
-    /// The group of this rank on `mesh`, which is `parallelism`'s. All workers make theirs at the
-    /// same time, and say the same about the run.
-    ///
-    /// # Errors
-    /// Those of the collectives; that another worker has another mesh, or said something else.
-    pub fn new(
-        collectives: Arc<dyn Collectives>,
-        mesh: ProcessMesh,
-        parallelism: Parallelism,
-        said: &str,
-    ) -> Result<Self> {
-        let world = World::new(collectives);
-        let all = world.mesh(mesh)?;
-        world.agree(all.process_mesh(), "the run", said)?;
-        Ok(Self { mesh: all.sub_mesh(&["tp"])?, parallelism })
-    }
-
-    /// Number of ranks.
-    pub fn size(&self) -> usize {
-        self.parallelism.ranks as usize
-    }
-
-    /// This rank's part of a parameter.
-    pub fn area(&self, parameter: &Parameter) -> TensorBox {
-        let placement = self.parallelism.placements(parameter)[1];
-        let layout = Layout::new(self.mesh.process_mesh().clone(), vec![placement]);
-        let layout = layout.expect("the mesh has one dimension");
-        layout
-            .local_box(&parameter.sizes(), self.mesh.rank())
-            .expect("a mesh is made with this rank in it")
-    }
-
-    /// The first character of a window of `length` in this rank's part of the residual stream, and
-    /// how many there are.
-    pub fn window(&self, length: usize) -> (usize, usize) {
-        if !self.parallelism.sequence {
-            return (0, length);
-        }
-        let part = length / self.size();
-        (self.mesh.coordinate()[0] * part, part)
-    }
-
-    /// From the residual stream into a cut layer: everybody has all of it, and gets a part of its
-    /// gradient.
-    ///
-    /// # Errors
-    /// Those of the collectives.
-    pub fn enter(&self, x: Tensor<Graph, 3>) -> Result<Tensor<Graph, 3>> {
-        let x = DistTensor::from_local(x, &self.mesh, &[self.stream()])?;
-        x.convert(&[Placement::Replicate], &[PARTIAL])?.to_local_with_gradient(&[PARTIAL])
-    }
-
-    /// From a cut layer, where everybody has a part of every sum, to the residual stream.
-    ///
-    /// # Errors
-    /// Those of the collectives.
-    pub fn leave(&self, x: Tensor<Graph, 3>) -> Result<Tensor<Graph, 3>> {
-        DistTensor::from_local(x, &self.mesh, &[PARTIAL])?.reshard(&[self.stream()])?.to_local()
-    }
-
-    /// The sum over the ranks, which everybody uses for the same.
-    ///
-    /// # Errors
-    /// Those of the collectives.
-    pub fn sum(&self, x: Tensor<Graph, 2>) -> Result<Tensor<Graph, 2>> {
-        DistTensor::from_local(x, &self.mesh, &[PARTIAL])?.full()
-    }
-
-    /// The greatest over the ranks, of tensors that are in no graph.
-    ///
-    /// # Errors
-    /// Those of the collectives.
-    pub fn max(&self, x: Tensor<Graph, 2>) -> Result<Tensor<Graph, 2>> {
-        DistTensor::from_local(x, &self.mesh, &[Placement::Partial(Reduction::Max)])?.full()
-    }
-
-    /// Runs a backward pass.
-    ///
-    /// # Errors
-    /// Those of its collectives.
-    pub fn backward(
-        &self,
-        loss: &Tensor<Graph, 1>,
-    ) -> Result<<Graph as AutodiffBackend>::Gradients> {
-        self.mesh.world().backward(loss)
-    }
-
-    fn stream(&self) -> Placement {
-        if self.parallelism.sequence { Placement::Shard(1) } else { Placement::Replicate }
-    }
-}
-
-/// A model as one rank runs it: all of it, or its part of what a group has together.
-#[derive(Debug, Clone)]
-pub struct Network {
-    model: Model,
-    group: Option<Group>,
-    /// What this rank has of each tensor.
-    areas: Vec<TensorBox>,
-}
-
-impl Network {
-    /// All of a model.
-    pub fn whole(model: Model) -> Self {
-        Self::new(model, None)
-    }
-
-    /// A rank's part of a model; without a group, all of it.
-    pub fn new(model: Model, group: Option<Group>) -> Self {
-        let area = |parameter: &Parameter| match &group {
-            Some(group) => group.area(parameter),
-            None => TensorBox::whole(&parameter.sizes()),
-        };
-        let areas = model.parameters().iter().map(area).collect();
-        Self { model, group, areas }
-    }
-
-    /// The whole model.
-    pub fn model(&self) -> &Model {
-        &self.model
-    }
-
-    /// Who has it together.
-    pub fn group(&self) -> Option<&Group> {
-        self.group.as_ref()
-    }
-
-    /// What this rank has of a tensor.
-    pub fn area(&self, tensor: usize) -> &TensorBox {
-        &self.areas[tensor]
-    }
-
-    /// Number of ranks that have it together.
-    pub fn ranks(&self) -> usize {
-        self.group.as_ref().map_or(1, Group::size)
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use zeroshard_proto::Layout;
+
     use super::*;
+    use crate::trainer::model::Model;
 
     fn refusal(ranks: u32, sequence: bool, architecture: Architecture) -> String {
         let parallelism = Parallelism { replicas: 1, ranks, sequence };

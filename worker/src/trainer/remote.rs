@@ -4,10 +4,11 @@ use tokio::runtime::Handle;
 use zeroshard_client::{Cluster, Commit, Job, Options, StepReport, Target, TensorData, Traffic};
 use zeroshard_proto::{DType, Departure, JobSpec, Manifest, Optimizer, Policy, Result, TensorSpec};
 
-use crate::memory::Ledger;
-use crate::model::Model;
-use crate::tensor_parallel::{Network, Parallelism};
-use crate::travel::{Buffer, Exchange};
+use super::memory::Ledger;
+use super::model::Model;
+use super::network::Network;
+use super::parallelism::Parallelism;
+use super::travel::{Buffer, Exchange};
 
 /// What the servers must know of a model.
 #[derive(Debug, Clone)]
@@ -179,7 +180,7 @@ impl Exchange for Remote {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::Architecture;
+    use crate::trainer::model::Architecture;
 
     fn description(optimizer: &str) -> Description {
         let groups = vec![optimizer.parse().unwrap(); 2];

@@ -8,7 +8,8 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use zeroshard_client::Traffic;
 
-use crate::error::{Error, Result};
+use super::error::{Error, Result};
+use super::report::Summary;
 
 /// A step that was decided.
 #[derive(Debug, Clone)]
@@ -153,7 +154,7 @@ pub enum Line<'a> {
         eval_loss: f64,
     },
     /// The run is over.
-    Done(&'a crate::report::Summary),
+    Done(&'a Summary),
 }
 
 /// Writes one line of JSON to standard output.
