@@ -52,6 +52,7 @@ mod level;
 mod linear;
 mod norm;
 mod parameters;
+mod placed;
 mod plan;
 mod prepare;
 mod program;

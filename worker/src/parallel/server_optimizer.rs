@@ -14,8 +14,9 @@ use zeroshard_proto::{
 
 use super::backend::ParallelBackend;
 use super::error::{Error, Result};
-use super::layer::{Layer, Parallelize, PlacedParameter, walk};
+use super::layer::{Layer, Parallelize, walk};
 use super::parameters::{self, Parameter};
+use super::placed::PlacedParameter;
 use super::program::Part;
 use super::transfer::cut;
 use super::world::Mesh;
