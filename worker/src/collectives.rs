@@ -28,8 +28,7 @@ pub use peers::{Listening, Options, Peers};
 /// A group is a list of distinct ranks, this one among them; its order is the order of parts. Every
 /// rank of the group calls the same operations in the same order, from one thread at a time; two
 /// ranks that do not are told what each of them called. Whatever fails, fails all operations from
-/// then on with the same error, on this rank and on those that wait for it, until
-/// [`Collectives::restart`].
+/// then on with the same error, on this rank and on those that wait for it.
 pub trait Collectives: fmt::Debug + Send + Sync {
     /// This worker's rank.
     fn rank(&self) -> u32;
@@ -66,8 +65,4 @@ pub trait Collectives: fmt::Debug + Send + Sync {
     /// # Errors
     /// [`Error::Disagreement`] with what each of two ranks said.
     fn agree(&self, group: &[u32], about: &str, said: &str) -> Result<()>;
-
-    /// Begins anew, after an aborted step: drops what is under way. All ranks give the same
-    /// `generation`, a higher one each time.
-    fn restart(&self, generation: u64);
 }

@@ -54,7 +54,6 @@ pub(super) struct Operation<'a> {
     pub(super) mailbox: &'a Mailbox,
     pub(super) rank: u32,
     pub(super) channel: Channel,
-    pub(super) generation: u64,
     pub(super) sequence: u64,
     /// What it is, with its sizes: the same on every rank.
     pub(super) text: String,
@@ -85,7 +84,6 @@ impl Operation<'_> {
     pub(super) fn send(&self, to: usize, round: u32, data: Bytes) {
         let header = pb::ParcelHeader {
             from: self.rank,
-            generation: self.generation,
             group: self.channel.group.clone(),
             pair: self.channel.pair,
             sequence: self.sequence,
@@ -103,13 +101,7 @@ impl Operation<'_> {
     /// or of another size.
     pub(super) fn take(&self, from: usize, round: u32, elements: usize) -> Result<Vec<f32>> {
         let peer = self.channel.group[from];
-        let key = Key {
-            from: peer,
-            generation: self.generation,
-            channel: self.channel.clone(),
-            sequence: self.sequence,
-            round,
-        };
+        let key = Key { from: peer, channel: self.channel.clone(), sequence: self.sequence, round };
         let at = || Place {
             rank: self.rank,
             peer,

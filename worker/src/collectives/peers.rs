@@ -88,10 +88,9 @@ pub struct Peers {
 
 #[derive(Debug, Default)]
 struct State {
-    generation: u64,
     /// Operations called so far.
     called: HashMap<Channel, u64>,
-    /// The first failure of this generation.
+    /// The first failure; all later operations return it.
     failure: Option<Error>,
 }
 
@@ -205,26 +204,26 @@ impl Peers {
             let called = state.called.entry(channel.clone()).or_default();
             let sequence = *called;
             *called += 1;
-            let (generation, patience) = (state.generation, self.inner.options.deadline);
+            let patience = self.inner.options.deadline;
             let (mailbox, rank) = (self.inner.mailbox.as_ref(), self.rank);
-            Operation { post: self, mailbox, rank, channel, generation, sequence, text, patience }
+            Operation { post: self, mailbox, rank, channel, sequence, text, patience }
         };
         run(&operation).inspect_err(|error| {
             let mut state = self.lock();
-            if state.generation == operation.generation && state.failure.is_none() {
+            if state.failure.is_none() {
                 state.failure = Some(error.clone());
                 drop(state);
-                self.give_up(operation.generation, error.to_string());
+                self.give_up(error.to_string());
             }
         })
     }
 
     /// Tells the peers, once they have what was sent before: it may say more to them.
-    fn give_up(&self, generation: u64, cause: String) {
+    fn give_up(&self, cause: String) {
         let (sending, failure) = (self.sending.clone(), self.inner.failure.clone());
         self.inner.runtime.spawn(async move {
             drop(tokio::time::timeout(FAREWELL, sent(&sending)).await);
-            failure.send_replace(Some((generation, cause)));
+            failure.send_replace(Some(cause));
         });
     }
 
@@ -364,9 +363,7 @@ async fn sent(sending: &watch::Sender<usize>) {
 async fn listen(mut events: Streaming<pb::AttachResponse>, mailbox: &Mailbox, peer: u32) {
     loop {
         match events.message().await {
-            Ok(Some(pb::AttachResponse { failure: Some(cause), generation })) => {
-                mailbox.fail(peer, generation, cause);
-            }
+            Ok(Some(pb::AttachResponse { failure: Some(cause) })) => mailbox.fail(peer, cause),
             Ok(Some(_)) => {}
             Ok(None) => return mailbox.lose(peer, "it has left".to_owned()),
             Err(status) => {
@@ -474,13 +471,6 @@ impl Collectives for Peers {
         self.collect(group, format!("{about}: {said}"), |at| {
             algorithms::all_gather(at, &vec![0; group.len()], Vec::new()).map(drop)
         })
-    }
-
-    fn restart(&self, generation: u64) {
-        let mut state = self.lock();
-        *state = State { generation, ..State::default() };
-        self.inner.mailbox.restart(generation);
-        self.inner.failure.send_replace(None);
     }
 }
 

@@ -24,8 +24,8 @@ pub(super) struct Identity {
     pub(super) world: u32,
 }
 
-/// What a worker gave up about, and in which generation.
-pub(super) type Failure = Option<(u64, String)>;
+/// Why a worker gave up, if it did.
+pub(super) type Failure = Option<String>;
 
 /// The service.
 #[derive(Debug, Clone)]
@@ -90,13 +90,8 @@ impl Service {
             return Err(wrong(at).into());
         }
         let channel = Channel { group: header.group, pair: header.pair };
-        let key = Key {
-            from: header.from,
-            generation: header.generation,
-            channel,
-            sequence: header.sequence,
-            round: header.round,
-        };
+        let key =
+            Key { from: header.from, channel, sequence: header.sequence, round: header.round };
         Ok((key, Mail { operation: header.operation, data }))
     }
 }
@@ -120,11 +115,8 @@ impl pb::worker_server::Worker for Service {
             return Err(Error::invalid("peer", found, expected).into());
         }
         self.attached.send_modify(|attached| _ = attached.insert(asked.from));
-        let events = WatchStream::new(self.failure.clone()).map(|failure| {
-            let (generation, failure) =
-                failure.map_or((0, None), |(generation, cause)| (generation, Some(cause)));
-            Ok(pb::AttachResponse { failure, generation })
-        });
+        let events = WatchStream::new(self.failure.clone())
+            .map(|failure| Ok(pb::AttachResponse { failure }));
         let leaving = self.leaving.clone().cancelled_owned();
         Ok(Response::new(Box::pin(stream::StreamExt::take_until(events, leaving))))
     }

@@ -295,17 +295,6 @@ fn a_failure_reaches_those_that_wait_for_the_one_that_failed() {
 }
 
 #[test]
-fn after_a_restart_operations_work_again() {
-    let sums = together(2, |peers| {
-        let count = 1 + peers.rank() as usize;
-        peers.all_reduce(&group(2), Reduction::Sum, vec![0.0; count]).unwrap_err();
-        peers.restart(1);
-        peers.all_reduce(&group(2), Reduction::Sum, vec![1.0; 3]).unwrap()
-    });
-    assert_eq!(sums, vec![vec![2.0; 3]; 2]);
-}
-
-#[test]
 fn groups_and_ranks_that_cannot_be_are_refused_and_harm_nothing() {
     together(2, |peers| {
         for wrong in [vec![], vec![0, 0, 1], vec![1 - peers.rank()], vec![0, 1, 2]] {
