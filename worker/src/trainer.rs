@@ -5,13 +5,12 @@
 //!   data), [`schedule`] (the optimizers of each step), [`random`] (numbers by key).
 //! - What is computed: [`model`] (the parameters), [`network`] (the part of it that a rank has),
 //!   [`segments`] (forward and backward), [`levels`] (one step at each level of ZeRO), [`sample`].
-//! - What travels: [`travel`] (pulls ahead, pushes behind), [`remote`] (the job on the servers),
-//!   [`memory`] (the bytes that are held).
+//! - What travels: [`travel`] (pulls ahead, pushes behind), [`memory`] (the bytes that are held).
 //! - What runs it: [`launch`] and [`processes`] (servers and workers), [`train`] (the loop of one
 //!   rank), [`progress`], [`report`] and [`chart`] (the output).
 //!
-//! Distributed tensors are in [`crate::parallel`], the transport among workers is in
-//! [`crate::collectives`], and the servers are reached through the client crate only.
+//! Distributed tensors and the job on the servers are in [`crate::parallel`], the transport among
+//! workers is in [`crate::collectives`].
 
 pub mod batches;
 pub mod chart;
@@ -28,7 +27,6 @@ pub mod plan;
 pub mod processes;
 pub mod progress;
 pub mod random;
-pub mod remote;
 pub mod report;
 pub mod sample;
 pub mod schedule;

@@ -22,7 +22,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 use tokio::runtime::Handle;
-use zeroshard_client::{Commit, StepReport, TensorData};
+use zeroshard_client::{Commit, StepReport};
 
 use super::backend::ParallelBackend;
 use super::error::{Error, Result};
@@ -214,9 +214,9 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
         let loss = self.loss.take();
         self.release();
         let limit = if self.level == Level::Os { usize::MAX } else { self.buffer_max_size };
-        let optimizer = &self.optimizer;
+        let mut pushes = self.optimizer.pushes();
         let mut numbers: HashMap<ParamId, usize> =
-            optimizer.trained().map(|(number, parameter)| (parameter.id, number)).collect();
+            self.optimizer.trained().map(|(number, parameter)| (parameter.id, number)).collect();
         let (mut bucket, mut elements, mut absent) = (Vec::new(), 0, Vec::new());
         parameters::drain(&self.module, &mut last, |id, gradient| {
             // A parameter that several layers share comes once.
@@ -230,14 +230,15 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
                 }
             };
             elements += gradient.len();
-            bucket.push(TensorData { tensor, data: gradient.into() });
+            bucket.push((tensor, gradient));
             if elements < limit {
                 return Ok(());
             }
             elements = 0;
-            optimizer.push(std::mem::take(&mut bucket))
+            pushes.push(std::mem::take(&mut bucket), ())
         })?;
-        optimizer.push(bucket)?;
+        pushes.push(bucket, ())?;
+        pushes.finish()?;
         let commit = Commit { loss, loss_scale: self.loss_scale, ..Commit::default() };
         self.optimizer.commit(&absent, commit)
     }

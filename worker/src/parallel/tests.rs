@@ -52,12 +52,14 @@ fn with_cluster<T: Send>(
         let mut sgd: zeroshard_proto::Optimizer = "sgd".parse().unwrap();
         sgd.set_lr(RATE);
         let settings = ServerOptions {
-            address: cluster.address(),
-            job: "demo".to_owned(),
+            job: JobOptions {
+                address: cluster.address(),
+                name: "demo".to_owned(),
+                min_servers: servers as u32,
+                options: Options::default(),
+            },
             optimizer: sgd,
             max_norm: None,
-            min_servers: servers as u32,
-            options: Options::default(),
         };
         run(world, settings, runtime.handle())
     });

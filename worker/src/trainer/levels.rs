@@ -18,8 +18,8 @@ use super::error::Result;
 use super::model::Segment;
 use super::network::Network;
 use super::segments::{Hidden, Leaf, Pass, Tracking, scalar, seed};
-use super::travel::{Departure, Exchange, Link, Outbox, Parameters};
-use crate::parallel::Level;
+use super::travel::{Departure, Link, Outbox, Parameters};
+use crate::parallel::{Level, ParameterServer};
 
 /// What one step computes.
 #[derive(Debug, Clone, Copy)]
@@ -37,11 +37,11 @@ pub struct Work<'a> {
 /// pushed.
 ///
 /// # Errors
-/// Those of the exchange, and of the network's group. After `StepAborted` the same call may be made
+/// Those of the server, and of the network's group. After `StepAborted` the same call may be made
 /// again.
-pub fn run<E: Exchange>(
+pub fn run<S: ParameterServer>(
     level: Level,
-    link: &Link<E>,
+    link: &Link<S>,
     network: &Network,
     work: Work<'_>,
 ) -> Result<f64> {
@@ -67,8 +67,8 @@ pub fn run<E: Exchange>(
 
 /// The mean loss over `batches` (of one size) at `version`, nats per character. Holds one segment's
 /// parameters at a time, whatever the level.
-pub fn evaluate<E: Exchange>(
-    link: &Link<E>,
+pub fn evaluate<S: ParameterServer>(
+    link: &Link<S>,
     network: &Network,
     version: u64,
     batches: &[Batch],
@@ -94,14 +94,14 @@ pub fn evaluate<E: Exchange>(
     Ok(total / batches.len() as f64)
 }
 
-struct Step<'a, E> {
+struct Step<'a, S> {
     network: &'a Network,
     work: Work<'a>,
-    parameters: Parameters<'a, E>,
-    outbox: Outbox<'a, E>,
+    parameters: Parameters<'a, S>,
+    outbox: Outbox<'a, S>,
 }
 
-impl<'a, E: Exchange> Step<'a, E> {
+impl<'a, S: ParameterServer> Step<'a, S> {
     /// The gradient that starts every micro-batch's backward pass: the result is the gradient of
     /// the mean.
     fn seed(&self) -> Hidden {
@@ -237,10 +237,10 @@ mod tests {
     use zeroshard_proto::Error;
 
     use super::*;
+    use crate::parallel::{Buffer, Gradient};
     use crate::trainer::memory::Ledger;
     use crate::trainer::model::{Architecture, EMBEDDING, Model};
     use crate::trainer::segments::leaf;
-    use crate::trainer::travel::Buffer;
 
     /// A cluster that is a table.
     #[derive(Default)]
@@ -251,7 +251,7 @@ mod tests {
         abort: bool,
     }
 
-    impl Exchange for Table {
+    impl ParameterServer for Table {
         async fn pull(
             &self,
             _: u64,
@@ -264,13 +264,13 @@ mod tests {
             Ok(buffers)
         }
 
-        async fn push(&self, step: u64, gradients: Vec<Buffer>) -> zeroshard_proto::Result<()> {
+        async fn push(&self, step: u64, gradients: Vec<Gradient>) -> zeroshard_proto::Result<()> {
             if self.abort {
                 let cause = "rank 1 left".to_owned();
                 return Err(Error::StepAborted { job: "job".to_owned(), step, epoch: 2, cause });
             }
             let mut pushed = self.pushed.lock().unwrap();
-            for Buffer { tensor, values, .. } in gradients {
+            for (tensor, values) in gradients {
                 assert_eq!(pushed.insert(tensor, values), None, "tensor {tensor} was pushed twice");
             }
             Ok(())
@@ -296,9 +296,9 @@ mod tests {
 
     fn link(model: &Model, runtime: &Runtime) -> Link<Table> {
         let parameters = initial(model);
-        let exchange = Table { parameters, ..Table::default() };
+        let table = Table { parameters, ..Table::default() };
         Link {
-            exchange: Arc::new(exchange),
+            server: Arc::new(table),
             runtime: runtime.handle().clone(),
             ledger: Ledger::default(),
         }
@@ -317,8 +317,8 @@ mod tests {
         let work = Work { step: 0, micro_batches: &batches(micro_batches), loss_scale: 1.0 };
         let loss = run(level, &link, &network, work).unwrap();
         assert_eq!(link.ledger.held(), 0, "{level} holds nothing after the step");
-        let gradients = std::mem::take(&mut *link.exchange.pushed.lock().unwrap());
-        let pulls = link.exchange.pulls.lock().unwrap().len();
+        let gradients = std::mem::take(&mut *link.server.pushed.lock().unwrap());
+        let pulls = link.server.pulls.lock().unwrap().len();
         Outcome { loss, gradients, peak: link.ledger.peak(), pulls }
     }
 
@@ -417,7 +417,7 @@ mod tests {
         let loss = run(Level::OsG, &link, &network, work).unwrap();
         let plain = outcome(Level::OsG, 1);
         assert_eq!(loss, plain.loss);
-        let scaled = &link.exchange.pushed.lock().unwrap()[&EMBEDDING];
+        let scaled = &link.server.pushed.lock().unwrap()[&EMBEDDING];
         let pairs = scaled.iter().zip(&plain.gradients[&EMBEDDING]);
         assert!(pairs.into_iter().all(|(a, b)| (a - 1024.0 * b).abs() <= 1e-5 * a.abs()));
     }
@@ -426,7 +426,7 @@ mod tests {
     fn an_aborted_step_leaves_nothing_and_can_run_again() {
         let (network, runtime) = (network(), Runtime::new().unwrap());
         let mut link = link(network.model(), &runtime);
-        Arc::get_mut(&mut link.exchange).unwrap().abort = true;
+        Arc::get_mut(&mut link.server).unwrap().abort = true;
         for level in Level::ALL {
             let work = Work { step: 0, micro_batches: &batches(1), loss_scale: 1.0 };
             let error = run(level, &link, &network, work).unwrap_err();
@@ -435,8 +435,8 @@ mod tests {
                 "{error}"
             );
         }
-        link.exchange =
-            Arc::new(Table { parameters: link.exchange.parameters.clone(), ..Table::default() });
+        link.server =
+            Arc::new(Table { parameters: link.server.parameters.clone(), ..Table::default() });
         let work = Work { step: 0, micro_batches: &batches(1), loss_scale: 1.0 };
         assert_eq!(run(Level::PGOs, &link, &network, work).unwrap(), outcome(Level::PGOs, 1).loss);
     }

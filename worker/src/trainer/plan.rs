@@ -3,7 +3,8 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use zeroshard_proto::{DType, Token};
+use zeroshard_client::Options;
+use zeroshard_proto::{DType, Departure, JobSpec, Manifest, Optimizer, Policy, TensorSpec, Token};
 
 use super::batches::Sharding;
 use super::error::Result;
@@ -66,6 +67,51 @@ impl Plan {
         Ok(Model::new(architecture))
     }
 
+    /// The spec of the job that trains `model`. Its optimizers are those of the highest learning
+    /// rate, and each step names its own: so a later run with other steps or rates continues the
+    /// job.
+    ///
+    /// # Errors
+    /// [`zeroshard_proto::Error::Invalid`] for a job that cannot exist.
+    pub fn spec(&self, model: &Model) -> zeroshard_proto::Result<JobSpec> {
+        let groups = self.schedule.highest();
+        let whole = groups.iter().any(Optimizer::needs_whole_tensors);
+        let tensors = model.parameters().iter().map(|parameter| TensorSpec {
+            name: parameter.name.clone(),
+            shape: parameter.sizes(),
+            dtype: self.parameter_dtype,
+            frozen: false,
+            buffer: false,
+            alias_of: parameter.alias_of.map(|owner| model.parameters()[owner].name.clone()),
+            group: parameter.group as u32,
+            policy: if whole { Policy::Whole } else { Policy::Elementwise },
+            no_clip: false,
+            layout: self.parallelism.layout(parameter),
+        });
+        let spec = JobSpec {
+            name: self.job.clone(),
+            manifest: Manifest::new(tensors.collect())?,
+            groups,
+            world: self.parallelism.workers(),
+            min_servers: self.shards,
+            replicas: 1,
+            meshes: self.parallelism.mesh()?.into_iter().map(Into::into).collect(),
+            departure: Departure::Error,
+        };
+        spec.validate()?;
+        Ok(spec)
+    }
+
+    /// The settings of the connection to the cluster.
+    pub fn options(&self) -> Options {
+        Options {
+            wire: self.wire,
+            chunk_bytes: self.chunk_bytes,
+            deadline: self.deadline,
+            token: self.token.reveal().map(str::to_owned),
+        }
+    }
+
     /// Characters that the model sees at once.
     pub fn context(&self) -> usize {
         self.architecture.context
@@ -75,5 +121,41 @@ impl Plan {
     pub fn said(&self) -> String {
         let Self { level, seed, architecture, sharding, .. } = self;
         format!("level {level}, seed {seed}, {architecture:?}, {sharding:?}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::trainer::cli::{Cli, Command};
+
+    /// The spec of a small model, by the flags of `train`.
+    fn spec(flags: &str) -> (Model, JobSpec) {
+        let arguments = ["zeroshard-worker", "train"].into_iter().chain(flags.split(' '));
+        let Command::Train(flags) = Cli::parse_from(arguments).command;
+        let plan = flags.plan().unwrap();
+        let model = Model::new(Architecture { vocabulary: 50, ..plan.architecture });
+        let spec = plan.spec(&model).unwrap();
+        (model, spec)
+    }
+
+    #[test]
+    fn the_head_is_tied_and_biases_are_in_the_second_group() {
+        let (model, spec) = spec("--optimizer adamw --param-dtype bf16 --shards 3");
+        let tensors = spec.manifest.tensors();
+        assert_eq!(tensors.last().unwrap().alias_of.as_deref(), Some("embedding.weight"));
+        assert_eq!(spec.manifest.parameters(), model.elements() as u64);
+        let no_decay = |name: &str| name.ends_with("bias") || name.contains("norm");
+        assert!(tensors.iter().all(|tensor| tensor.group == u32::from(no_decay(&tensor.name))));
+        assert!(spec.meshes.is_empty() && tensors.iter().all(|tensor| tensor.layout.is_none()));
+        assert!(tensors.iter().all(|tensor| tensor.dtype == DType::Bf16));
+    }
+
+    #[test]
+    fn lamb_gets_whole_tensors() {
+        let (_, spec) = spec("--optimizer lamb");
+        assert!(spec.manifest.tensors().iter().all(|tensor| tensor.policy == Policy::Whole));
     }
 }

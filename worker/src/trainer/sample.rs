@@ -6,7 +6,8 @@ use super::model::Segment;
 use super::network::Network;
 use super::random::Stream;
 use super::segments::{Leaf, Pass, Tracking, last_logits};
-use super::travel::{Exchange, Link, Parameters};
+use super::travel::{Link, Parameters};
+use crate::parallel::ParameterServer;
 
 /// Below 1 the likely characters become likelier.
 const TEMPERATURE: f64 = 0.7;
@@ -31,8 +32,8 @@ pub struct Request<'a> {
 ///
 /// # Errors
 /// Those of the pull.
-pub fn generate<E: Exchange>(
-    link: &Link<E>,
+pub fn generate<S: ParameterServer>(
+    link: &Link<S>,
     network: &Network,
     request: Request<'_>,
 ) -> Result<Vec<u8>> {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tokio::runtime::Handle;
-use zeroshard_client::{Commit, Options, StepReport};
+use zeroshard_client::{Commit, StepReport};
 use zeroshard_proto::Error as ClusterError;
 
 use super::batches::{Batch, Draw};
@@ -16,13 +16,12 @@ use super::model::Model;
 use super::network::{Group, Network};
 use super::plan::Plan;
 use super::progress::{Output, StepEvent};
-use super::remote::{Description, Remote, Seat};
 use super::report::Outcome;
 use super::sample;
 use super::text::Corpus;
 use super::travel::Link;
 use crate::collectives::{self, Listening, Peers};
-use crate::parallel;
+use crate::parallel::{self, Remote, Seat};
 
 /// Held-out evaluations during a run, at most.
 const EVALUATIONS: u64 = 8;
@@ -43,27 +42,12 @@ pub fn train(
     output: &mut Output,
 ) -> Result<Option<Outcome>> {
     let model = plan.model(corpus)?;
-    let spec = Description {
-        job: plan.job.clone(),
-        // The job's own are its first step's: a later run with other steps or rates is still the
-        // same job.
-        groups: plan.schedule.highest(),
-        parameter_dtype: plan.parameter_dtype,
-        parallelism: plan.parallelism,
-        min_servers: plan.shards,
-    }
-    .spec(&model)?;
-    let options = Options {
-        wire: plan.wire,
-        chunk_bytes: plan.chunk_bytes,
-        deadline: plan.deadline,
-        token: plan.token.reveal().map(str::to_owned),
-    };
+    let spec = plan.spec(&model)?;
     let listening = listen(plan, runtime)?;
     let reached_at =
         listening.as_ref().map_or_else(String::new, |peers| peers.address().to_string());
     let seat = Seat { rank, coordinator: address, reached_at: &reached_at };
-    let remote = Remote::join(runtime, options, &spec, seat)?;
+    let remote = Remote::join(runtime, plan.options(), &spec, seat)?;
     let peers = match listening {
         Some(listening) => Some(meet(listening, rank, &remote.peers()?)?),
         None => None,
@@ -121,7 +105,7 @@ impl<'a> Run<'a> {
             held_out: held_out_batches(&corpus.held_out, plan.context()),
             rank: remote.rank(),
             link: Link {
-                exchange: Arc::new(remote),
+                server: Arc::new(remote),
                 runtime: runtime.clone(),
                 ledger: Ledger::default(),
             },
@@ -133,15 +117,25 @@ impl<'a> Run<'a> {
     /// Runs from where the job is to the end.
     fn finish(mut self, output: &mut Output) -> Result<Option<Outcome>> {
         let plan = self.plan;
-        let version = self.link.exchange.start(&self.network, plan.seed, &self.link.ledger)?;
+        let version = self.start()?;
         if version >= plan.steps {
             return Err(Error::NothingToDo { job: plan.job.clone(), version, steps: plan.steps });
         }
         let outcome = self.steps(version, output)?;
-        if let Ok(remote) = Arc::try_unwrap(self.link.exchange) {
-            remote.leave()?;
-        }
+        self.link.server.leave()?;
         Ok(outcome)
+    }
+
+    /// The version to start from. In a new job, the initial parameters are uploaded, each by the
+    /// first rank that has it, and all begin with version 0.
+    fn start(&self) -> Result<u64> {
+        if let Some(version) = self.link.server.version() {
+            return Ok(version);
+        }
+        let (model, seed) = (self.network.model(), self.plan.seed);
+        let own = |tensor| model.initial_part(seed, tensor, self.network.area(tensor));
+        self.link.server.upload(own)?;
+        Ok(0)
     }
 
     fn steps(&mut self, first: u64, output: &mut Output) -> Result<Option<Outcome>> {
@@ -164,7 +158,7 @@ impl<'a> Run<'a> {
                 applied: report.applied,
                 overflow: self.overflow(&report),
                 tokens: self.tokens(version - first),
-                traffic: self.link.exchange.traffic(),
+                traffic: self.link.server.traffic(),
             })?;
             let due = version.is_multiple_of(every) || version >= plan.steps;
             // Those who have the first replica together.
@@ -178,7 +172,7 @@ impl<'a> Run<'a> {
             return Ok(None);
         }
         let elapsed = begin.elapsed();
-        let traffic = self.link.exchange.traffic();
+        let traffic = self.link.server.traffic();
         // Before the sample, which holds all parameters whatever the level.
         let peak_bytes = self.link.ledger.peak();
         let (prompt, sample) = self.sample(version)?;
@@ -190,7 +184,7 @@ impl<'a> Run<'a> {
             aborted: self.aborted,
             parameters: self.network.model().elements(),
             unigram_entropy: self.corpus.unigram_entropy(),
-            state_hash: self.link.exchange.state_hash(version)?,
+            state_hash: self.link.server.state_hash(version)?,
             peak_bytes,
             pulled_bytes: traffic.pulled_bytes,
             pushed_bytes: traffic.pushed_bytes,
@@ -240,7 +234,7 @@ impl<'a> Run<'a> {
             max_norm: plan.clip,
             loss: Some(loss),
         };
-        Ok(self.link.exchange.commit(step, commit)?)
+        Ok(self.link.server.commit(step, &[], commit)?)
     }
 
     fn overflow(&self, report: &StepReport) -> Option<String> {

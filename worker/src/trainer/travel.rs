@@ -1,91 +1,49 @@
-//! How parameters come to a worker and gradients leave it: on the runtime's threads, while the
-//! worker's own thread computes. Which of them when is the level's business, in `levels`.
+//! The parameters that a worker holds and the gradients that it has not sent yet: pulled ahead and
+//! pushed behind, on the runtime's threads, while the worker's own thread computes. The level
+//! (`levels`) decides when.
 
 use std::collections::VecDeque;
-use std::future::Future;
 use std::sync::Arc;
 
 use tokio::runtime::Handle;
-use tokio_util::task::AbortOnDropHandle;
-use zeroshard_proto::{Error, Result, TensorBox};
+use zeroshard_proto::{Result, TensorBox};
 
 use super::memory::{Lease, Ledger};
 use super::model::Segment;
 use super::network::Network;
 use super::segments::{Leaf, leaf};
+use crate::parallel::{Buffer, ParameterServer, Pushes, Task, start, wait};
 
-/// The values of one tensor, or of a box of it, flattened: parameters or their gradient.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Buffer {
-    /// Index in the manifest.
-    pub tensor: usize,
-    /// What of it.
-    pub area: TensorBox,
-    /// The elements of that, row-major.
-    pub values: Vec<f32>,
-}
-
-/// Where parameters come from and gradients go: the cluster, or in tests a table.
-pub trait Exchange: Send + Sync + 'static {
-    /// Fills the buffers with the parameters of exactly `version`; waits for it.
-    fn pull(
-        &self,
-        version: u64,
-        buffers: Vec<Buffer>,
-    ) -> impl Future<Output = Result<Vec<Buffer>>> + Send;
-
-    /// Sends gradients of `step`, of what this rank has of the tensors. Each tensor goes once a
-    /// step. The buffers are freed on return at the latest.
-    fn push(&self, step: u64, gradients: Vec<Buffer>) -> impl Future<Output = Result<()>> + Send;
-}
-
-/// What a worker's own thread needs to let things travel.
-pub struct Link<E> {
-    /// The other end.
-    pub exchange: Arc<E>,
+/// What a worker's own thread needs for its transfers.
+pub struct Link<S> {
+    /// The job.
+    pub server: Arc<S>,
     /// Runs the transfers. The worker's thread must not be one of its own.
     pub runtime: Handle,
-    /// Counts what is held.
+    /// Counts the bytes that are held.
     pub ledger: Ledger,
 }
 
-impl<E> Clone for Link<E> {
+impl<S> Clone for Link<S> {
     fn clone(&self) -> Self {
         Self {
-            exchange: self.exchange.clone(),
+            server: self.server.clone(),
             runtime: self.runtime.clone(),
             ledger: self.ledger.clone(),
         }
     }
 }
 
-type Transfer<T> = AbortOnDropHandle<Result<T>>;
-
-impl<E: Exchange> Link<E> {
-    fn start<T: Send + 'static>(
-        &self,
-        transfer: impl Future<Output = Result<T>> + Send + 'static,
-    ) -> Transfer<T> {
-        AbortOnDropHandle::new(self.runtime.spawn(transfer))
-    }
-
-    fn wait<T>(&self, transfer: Transfer<T>) -> Result<T> {
-        self.runtime.block_on(transfer).unwrap_or_else(|e| {
-            Err(Error::Internal { cause: format!("a transfer ended early: {e}") })
-        })
-    }
-}
-
 /// The parameters of one version: here, on their way, or not asked for.
 ///
 /// Dropping it gives up what is on its way.
-pub struct Parameters<'a, E> {
-    link: Link<E>,
+pub struct Parameters<'a, S> {
+    link: Link<S>,
     network: &'a Network,
     version: u64,
     here: Vec<Option<Resident>>,
     /// In the order asked for.
-    coming: VecDeque<(Vec<usize>, Transfer<Vec<Resident>>)>,
+    coming: VecDeque<(Vec<usize>, Task<Vec<Resident>>)>,
 }
 
 struct Resident {
@@ -94,9 +52,9 @@ struct Resident {
     _lease: Lease,
 }
 
-impl<'a, E: Exchange> Parameters<'a, E> {
+impl<'a, S: ParameterServer> Parameters<'a, S> {
     /// Nothing of `version` yet.
-    pub fn new(link: &Link<E>, network: &'a Network, version: u64) -> Self {
+    pub fn new(link: &Link<S>, network: &'a Network, version: u64) -> Self {
         Self {
             link: link.clone(),
             network,
@@ -121,17 +79,17 @@ impl<'a, E: Exchange> Parameters<'a, E> {
         if wanted.is_empty() {
             return;
         }
-        let (exchange, version, ledger) =
-            (self.link.exchange.clone(), self.version, self.link.ledger.clone());
+        let (server, version, ledger) =
+            (self.link.server.clone(), self.version, self.link.ledger.clone());
         let areas: Vec<_> =
             wanted.iter().map(|&tensor| (tensor, self.network.area(tensor).clone())).collect();
-        let transfer = self.link.start(async move {
+        let task = start(&self.link.runtime, async move {
             let room = |(tensor, area): (usize, TensorBox)| {
-                let size = area.numel() as usize;
-                (Buffer { tensor, area, values: vec![0.0; size] }, ledger.hold(size))
+                let lease = ledger.hold(area.numel() as usize);
+                (Buffer::zeros(tensor, area), lease)
             };
             let (buffers, leases): (Vec<Buffer>, Vec<Lease>) = areas.into_iter().map(room).unzip();
-            let buffers = exchange.pull(version, buffers).await?;
+            let buffers = server.pull(version, buffers).await?;
             Ok(buffers
                 .into_iter()
                 .zip(leases)
@@ -142,7 +100,7 @@ impl<'a, E: Exchange> Parameters<'a, E> {
                 })
                 .collect())
         });
-        self.coming.push_back((wanted, transfer));
+        self.coming.push_back((wanted, task));
     }
 
     /// A segment's parameters in the order of `Model::tensors_of`; waits for those on their way.
@@ -152,9 +110,9 @@ impl<'a, E: Exchange> Parameters<'a, E> {
         self.prefetch(segment);
         let tensors = self.network.model().tensors_of(segment);
         while tensors.iter().any(|&tensor| self.here[tensor].is_none()) {
-            let (_, transfer) =
-                self.coming.pop_front().expect("what was prefetched and is not here is on its way");
-            for resident in self.link.wait(transfer)? {
+            let (_, task) =
+                self.coming.pop_front().expect("a tensor that was prefetched is here or coming");
+            for resident in wait(&self.link.runtime, task)? {
                 let tensor = resident.tensor;
                 self.here[tensor] = Some(resident);
             }
@@ -202,31 +160,28 @@ pub enum Departure {
 /// The sums are kept by segment and in the order of the micro-batches, and a tied tensor's parts
 /// are added last (head, then embedding); so the bits do not depend on whether a level runs its
 /// micro-batches one after the other or side by side.
-pub struct Outbox<'a, E> {
-    link: Link<E>,
+pub struct Outbox<'a, S> {
+    link: Link<S>,
     network: &'a Network,
-    step: u64,
     departure: Departure,
     sums: Vec<(Segment, Vec<Held>)>,
     /// Parts of tied tensors whose other part is still to come.
     parts: Vec<(usize, Held)>,
     complete: Vec<(usize, Held)>,
-    /// The one push under way. One is enough to keep the wire busy, and bounds what waits.
-    pushing: Option<Transfer<()>>,
+    pushes: Pushes<S>,
 }
 
-impl<'a, E: Exchange> Outbox<'a, E> {
+impl<'a, S: ParameterServer> Outbox<'a, S> {
     /// Nothing yet of `step`.
-    pub fn new(link: &Link<E>, network: &'a Network, step: u64, departure: Departure) -> Self {
+    pub fn new(link: &Link<S>, network: &'a Network, step: u64, departure: Departure) -> Self {
         Self {
             link: link.clone(),
             network,
-            step,
             departure,
             sums: Vec::new(),
             parts: Vec::new(),
             complete: Vec::new(),
-            pushing: None,
+            pushes: Pushes::new(link.server.clone(), &link.runtime, step),
         }
     }
 
@@ -269,32 +224,13 @@ impl<'a, E: Exchange> Outbox<'a, E> {
     /// Pushes what is left and waits until everything has arrived.
     pub fn close(mut self) -> Result<()> {
         self.push()?;
-        match self.pushing.take() {
-            Some(transfer) => self.link.wait(transfer),
-            None => Ok(()),
-        }
+        self.pushes.finish()
     }
 
     fn push(&mut self) -> Result<()> {
-        if self.complete.is_empty() {
-            return Ok(());
-        }
-        if let Some(transfer) = self.pushing.take() {
-            self.link.wait(transfer)?;
-        }
-        let (exchange, step) = (self.link.exchange.clone(), self.step);
-        let (buffers, leases): (Vec<Buffer>, Vec<Lease>) = std::mem::take(&mut self.complete)
-            .into_iter()
-            .map(|(tensor, held)| {
-                let area = self.network.area(tensor).clone();
-                (Buffer { tensor, area, values: held.values }, held.lease)
-            })
-            .unzip();
-        self.pushing = Some(self.link.start(async move {
-            let pushed = exchange.push(step, buffers).await;
-            drop(leases);
-            pushed
-        }));
-        Ok(())
+        let complete = std::mem::take(&mut self.complete).into_iter();
+        let (gradients, leases): (Vec<_>, Vec<Lease>) =
+            complete.map(|(tensor, held)| ((tensor, held.values), held.lease)).unzip();
+        self.pushes.push(gradients, leases)
     }
 }
