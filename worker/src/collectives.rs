@@ -51,9 +51,6 @@ pub trait Collectives: fmt::Debug + Send + Sync {
         parts: Vec<Vec<f32>>,
     ) -> Result<Vec<f32>>;
 
-    /// The `data` of `root`. The others' has its size, and is written over.
-    fn broadcast(&self, group: &[u32], root: u32, data: Vec<f32>) -> Result<Vec<f32>>;
-
     /// Sends `data` to another rank; does not wait until it is received.
     fn send(&self, to: u32, data: Vec<f32>) -> Result<()>;
 

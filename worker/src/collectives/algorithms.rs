@@ -14,8 +14,6 @@ use super::operation::{Numbers, Operation};
 
 /// From so many elements on a ring: below, its rounds cost more than the bytes that it saves.
 const RING_FROM: usize = 64 << 10;
-/// Elements of a piece of a broadcast that is passed on from rank to rank.
-const RELAY: usize = 256 << 10;
 
 /// Whether `elements` in a group of this size go round in a ring. With two ranks both ways move the
 /// same bytes.
@@ -93,37 +91,6 @@ pub(super) fn all_gather(
     Ok(parts)
 }
 
-/// See [`super::Collectives::broadcast`]; `root` is a place in the group.
-pub(super) fn broadcast(at: &Operation<'_>, root: usize, data: Vec<f32>) -> Result<Vec<f32>> {
-    let elements = data.len();
-    if !goes_round(at.size(), elements) {
-        if at.me() != root {
-            return at.take(root, 0, elements);
-        }
-        let data = Numbers::new(data);
-        at.others().for_each(|other| at.send(other, 0, data.bytes(0..elements)));
-        return Ok(data.into_values());
-    }
-    // Along the ring, piece by piece: each link carries the data once.
-    let (next, before) = neighbours(at);
-    if at.me() == root {
-        let data = Numbers::new(data);
-        for (round, piece) in relayed(elements).enumerate() {
-            at.send(next, round as u32, data.bytes(piece));
-        }
-        return Ok(data.into_values());
-    }
-    let mut result = Vec::with_capacity(elements);
-    for (round, piece) in relayed(elements).enumerate() {
-        let part = Numbers::new(at.take(before, round as u32, piece.len())?);
-        if next != root {
-            at.send(next, round as u32, part.bytes(0..piece.len()));
-        }
-        result.extend_from_slice(part.values());
-    }
-    Ok(result)
-}
-
 /// The reduce-scatter half of a ring: round 0 to size - 2.
 fn reduce_round(
     at: &Operation<'_>,
@@ -178,10 +145,6 @@ fn pieces(elements: usize, places: usize) -> Vec<Range<usize>> {
     (0..places)
         .map(|place| (step * place).min(elements)..(step * (place + 1)).min(elements))
         .collect()
-}
-
-fn relayed(elements: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..elements).step_by(RELAY).map(move |start| start..(start + RELAY).min(elements))
 }
 
 /// The reduction of everybody's piece number `place`.

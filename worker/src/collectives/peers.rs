@@ -445,14 +445,6 @@ impl Collectives for Peers {
         self.collect(group, text, |at| algorithms::reduce_scatter(at, reduction, parts))
     }
 
-    fn broadcast(&self, group: &[u32], root: u32, data: Vec<f32>) -> Result<Vec<f32>> {
-        let Some(place) = group.iter().position(|&rank| rank == root) else {
-            return Err(Error::invalid("root of a broadcast", root, format!("one of {group:?}")));
-        };
-        let text = format!("broadcast of {} f32 from rank {root}", data.len());
-        self.collect(group, text, |at| algorithms::broadcast(at, place, data))
-    }
-
     fn send(&self, to: u32, data: Vec<f32>) -> Result<()> {
         let channel = self.pair(to, [self.rank, to])?;
         let (text, elements) = (format!("send of {} f32", data.len()), data.len());

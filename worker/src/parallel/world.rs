@@ -151,12 +151,6 @@ impl World {
         self.call(call, || vec![0.0; elements], |c| c.reduce_scatter(group, reduction, parts))
     }
 
-    pub(crate) fn broadcast(&self, group: &[u32], root: u32, data: Vec<f32>) -> Result<Vec<f32>> {
-        let (bytes, elements) = (size(&data), data.len());
-        let call = || Call { name: "broadcast", group: group.to_vec(), bytes };
-        self.call(call, || vec![0.0; elements], |c| c.broadcast(group, root, data))
-    }
-
     pub(crate) fn send(&self, to: u32, data: Vec<f32>) -> Result<()> {
         let bytes = size(&data);
         let call = || Call { name: "send", group: vec![self.rank(), to], bytes };
