@@ -40,7 +40,7 @@
 //! ```
 
 mod backend;
-mod background;
+pub mod background;
 mod data_parallel;
 mod dist_model;
 mod dist_tensor;
@@ -57,7 +57,7 @@ mod placed;
 mod plan;
 mod prepare;
 mod program;
-mod remote;
+pub mod remote;
 mod server_optimizer;
 mod shard_layer;
 mod styles;
@@ -67,7 +67,6 @@ mod transfer;
 mod world;
 
 pub use backend::{Exchange, ParallelBackend};
-pub use background::{Pushes, Task, start, wait};
 pub use data_parallel::{DataParallel, DataParallelOptions, Forward};
 pub use dist_model::{Batch, DistModel, Loss, Outcome, StaticLayer, to_static};
 pub use dist_tensor::{DistTensor, LAST, PARTIAL, Value, shard_tensor};
@@ -88,7 +87,7 @@ pub use prepare::{
     make_sharded_output_tensor,
 };
 pub use program::{Kind, Mode, Operation, Part, Program, Scope};
-pub use remote::{Buffer, Gradient, JobOptions, ParameterServer, Remote, Seat};
+pub use remote::JobOptions;
 pub use server_optimizer::{ServerOptimizer, ServerOptions, StateTensor, shard_optimizer};
 pub use shard_layer::{Convert, ShardedLayer, shard_layer};
 pub use styles::{

@@ -19,7 +19,8 @@ use super::model::Segment;
 use super::network::Network;
 use super::segments::{Hidden, Leaf, Pass, Tracking, scalar, seed};
 use super::travel::{Departure, Link, Outbox, Parameters};
-use crate::parallel::{Level, ParameterServer};
+use crate::parallel::Level;
+use crate::parallel::remote::ParameterServer;
 
 /// What one step computes.
 #[derive(Debug, Clone, Copy)]
@@ -237,7 +238,7 @@ mod tests {
     use zeroshard_proto::Error;
 
     use super::*;
-    use crate::parallel::{Buffer, Gradient};
+    use crate::parallel::remote::{Buffer, Gradient};
     use crate::trainer::memory::Ledger;
     use crate::trainer::model::{Architecture, EMBEDDING, Model};
     use crate::trainer::segments::leaf;

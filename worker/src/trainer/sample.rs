@@ -7,7 +7,7 @@ use super::network::Network;
 use super::random::Stream;
 use super::segments::{Leaf, Pass, Tracking, last_logits};
 use super::travel::{Link, Parameters};
-use crate::parallel::ParameterServer;
+use crate::parallel::remote::ParameterServer;
 
 /// Below 1 the likely characters become likelier.
 const TEMPERATURE: f64 = 0.7;

@@ -21,7 +21,8 @@ use super::sample;
 use super::text::Corpus;
 use super::travel::Link;
 use crate::collectives::{self, Listening, Peers};
-use crate::parallel::{self, Remote, Seat};
+use crate::parallel;
+use crate::parallel::remote::{Remote, Seat};
 
 /// Held-out evaluations during a run, at most.
 const EVALUATIONS: u64 = 8;

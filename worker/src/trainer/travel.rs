@@ -12,7 +12,8 @@ use super::memory::{Lease, Ledger};
 use super::model::Segment;
 use super::network::Network;
 use super::segments::{Leaf, leaf};
-use crate::parallel::{Buffer, ParameterServer, Pushes, Task, start, wait};
+use crate::parallel::background::{Pushes, Task, start, wait};
+use crate::parallel::remote::{Buffer, ParameterServer};
 
 /// What a worker's own thread needs for its transfers.
 pub struct Link<S> {
