@@ -7,6 +7,7 @@ mod group_sharded;
 mod layers;
 mod plan;
 mod prepare;
+mod server_optimizer;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
