@@ -1,14 +1,16 @@
 //! Distributed tensors and layers on burn, by the names of torch and Paddle.
 //!
-//! A [`World`] is the ranks of a job ([`crate::collectives`] reaches them), a [`Mesh`] some of them
-//! in an array. A [`DistTensor`] is a tensor of which each has its part; collectives are operations
-//! inside autograd, so gradients come as the placements want them.
+//! A [`World`] is the ranks of a job, connected by [`crate::collectives`]; a [`Mesh`] is an array
+//! of some of them. A [`DistTensor`] is a tensor of which each rank has a part. Collectives are
+//! operations inside autograd, so gradients have the placements that the layers need.
 //!
-//! A burn module is a struct, and nothing can put itself between it and its layers. So a module is
-//! made of layers that can be distributed ([`ParallelLinear`], [`ParallelEmbedding`],
-//! [`ParallelNorm`]) and shows them by name ([`Parallelize`]); a plan of styles
-//! ([`parallelize_module`]) or a function ([`shard_layer`]) distributes them. Without either they
-//! are burn's own.
+//! A burn module is a struct, and its layers cannot be intercepted. So a module is made of layers
+//! that can be distributed ([`ParallelLinear`], [`ParallelEmbedding`], [`ParallelNorm`]) and lists
+//! them by name ([`Parallelize`]); a plan of styles ([`parallelize_module`]) or a function
+//! ([`shard_layer`]) distributes them. Without either they are burn's own layers.
+//!
+//! [`remote`] and [`background`] are the part that this module and the trainer have in common: a
+//! rank's part in a job on the shard servers, and pushes while the computation goes on.
 //!
 //! ```no_run
 //! use burn::tensor::{Tensor, activation::relu};
@@ -35,7 +37,8 @@
 //!
 //! fn parallel<B: ParallelBackend>(mlp: Mlp<B>, world: &World) -> Result<Mlp<B>> {
 //!     let mesh = world.mesh(ProcessMesh::dense([2], ["tp"])?)?;
-//!     parallelize_module(mlp, &mesh, &[("up", &ColwiseParallel::default()), ("down", &RowwiseParallel::default())])
+//!     let (up, down) = (ColwiseParallel::default(), RowwiseParallel::default());
+//!     parallelize_module(mlp, &mesh, &[("up", &up), ("down", &down)])
 //! }
 //! ```
 

@@ -1,9 +1,8 @@
-//! The operations, made of messages: everybody to everybody where that is little or where there are
-//! two, a ring (Patarasuk and Yuan 2009) where it is much.
+//! The operations as messages: every rank sends to every other rank for small data and for two
+//! ranks; a ring (Patarasuk and Yuan 2009) for large data.
 //!
-//! A sum is cut into as many pieces as there are ranks, and piece c is added up from the rank after
-//! c to c itself, cyclically. That is the order in which a ring does it; the direct way keeps it,
-//! so both give the same bits.
+//! A sum is cut into one piece per rank, and piece c is added up from the rank after c to c itself,
+//! cyclically: the order of a ring. The direct way keeps this order, so both give the same bits.
 
 use std::ops::Range;
 
@@ -12,7 +11,7 @@ use zeroshard_proto::layout::Reduction;
 use super::error::Result;
 use super::operation::{Numbers, Operation};
 
-/// From so many elements on a ring: below, its rounds cost more than the bytes that it saves.
+/// Minimum number of elements for a ring: below, its rounds cost more than the bytes that it saves.
 const RING_FROM: usize = 64 << 10;
 
 /// Whether `elements` in a group of this size go round in a ring. With two ranks both ways move the
@@ -139,7 +138,7 @@ fn neighbours(at: &Operation<'_>) -> (usize, usize) {
     ((me + 1) % size, (me + size - 1) % size)
 }
 
-/// `elements` in as many pieces as there are places.
+/// `elements` in one piece for each place.
 fn pieces(elements: usize, places: usize) -> Vec<Range<usize>> {
     let step = elements.div_ceil(places);
     (0..places)
@@ -147,7 +146,7 @@ fn pieces(elements: usize, places: usize) -> Vec<Range<usize>> {
         .collect()
 }
 
-/// The reduction of everybody's piece number `place`.
+/// The reduction of all ranks' piece number `place`.
 fn fold(reduction: Reduction, place: usize, parts: &[&[f32]]) -> Vec<f32> {
     let order = (1..=parts.len()).map(|distance| parts[(place + distance) % parts.len()]);
     let mut result: Vec<f32> = Vec::new();

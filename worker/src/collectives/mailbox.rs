@@ -1,4 +1,4 @@
-//! What has come from the peers and was not asked for yet, and what was heard of them.
+//! Messages of the peers that no operation has taken yet, and the state of the peers.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -13,7 +13,7 @@ pub(super) struct Channel {
     pub(super) pair: bool,
 }
 
-/// Which message it is.
+/// Identity of a message.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Key {
     pub(super) from: u32,
@@ -25,30 +25,30 @@ pub(super) struct Key {
 /// A message.
 #[derive(Debug, PartialEq)]
 pub(super) struct Mail {
-    /// What the sender takes the operation for.
+    /// The sender's operation, with its sizes.
     pub(super) operation: String,
     pub(super) data: Vec<f32>,
 }
 
-/// Why there is no mail.
+/// The reason why a message is missing.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Missing {
-    /// It did not come. What else the peer had sent, if anything.
+    /// It did not come in time. Another operation for which the peer has sent a message, if any.
     Late(Option<String>),
-    /// It will not come.
+    /// It will not come, because the peer is lost or has failed.
     Lost(String),
 }
 
 #[derive(Debug, Default)]
 struct State {
     mail: HashMap<Key, Mail>,
-    /// Peers that are gone.
+    /// Peers that are lost, with the cause.
     lost: BTreeMap<u32, String>,
-    /// Peers that gave up.
+    /// Peers that have failed, with the cause.
     failed: BTreeMap<u32, String>,
 }
 
-/// See the module.
+/// Messages by key, and the state of the peers.
 #[derive(Debug, Default)]
 pub(super) struct Mailbox {
     state: Mutex<State>,
@@ -67,7 +67,7 @@ impl Mailbox {
     pub(super) fn take(&self, key: &Key, deadline: Instant) -> Result<Mail, Missing> {
         let mut state = self.lock();
         loop {
-            // First: what was sent before a peer left counts.
+            // First, because messages that were sent before a peer left count.
             if let Some(mail) = state.mail.remove(key) {
                 return Ok(mail);
             }
@@ -75,7 +75,7 @@ impl Mailbox {
                 return Err(Missing::Lost(cause.clone()));
             }
             if let Some(cause) = state.failed.get(&key.from) {
-                return Err(Missing::Lost(format!("it gave up: {cause}")));
+                return Err(Missing::Lost(format!("it failed: {cause}")));
             }
             let Some(left) = deadline.checked_duration_since(Instant::now()) else {
                 return Err(Missing::Late(state.other(key)));
@@ -85,13 +85,13 @@ impl Mailbox {
         }
     }
 
-    /// A peer is gone. The first cause is kept.
+    /// Records that a peer is lost. The first cause is kept.
     pub(super) fn lose(&self, peer: u32, cause: String) {
         self.lock().lost.entry(peer).or_insert(cause);
         self.changed.notify_all();
     }
 
-    /// A peer gave up.
+    /// Records that a peer has failed.
     pub(super) fn fail(&self, peer: u32, cause: String) {
         self.lock().failed.insert(peer, cause);
         self.changed.notify_all();
@@ -177,7 +177,7 @@ mod tests {
         mailbox.put(key(1, 0), mail("a"));
         mailbox.fail(1, "no".to_owned());
         assert_eq!(mailbox.take(&key(1, 0), Instant::now()), Ok(mail("a")), "sent before");
-        let gave_up = Missing::Lost("it gave up: no".to_owned());
+        let gave_up = Missing::Lost("it failed: no".to_owned());
         assert_eq!(mailbox.take(&key(1, 1), Instant::now()), Err(gave_up));
     }
 }

@@ -42,7 +42,7 @@ impl Numbers {
     }
 }
 
-/// How messages leave.
+/// Sends messages.
 pub(super) trait Post {
     /// Sends a message to rank `to`, without waiting. Whether it arrived shows in the mailbox.
     fn post(&self, to: u32, header: pb::ParcelHeader, data: Bytes);
@@ -55,9 +55,9 @@ pub(super) struct Operation<'a> {
     pub(super) rank: u32,
     pub(super) channel: Channel,
     pub(super) sequence: u64,
-    /// What it is, with its sizes: the same on every rank.
+    /// The operation with its sizes: the same on every rank.
     pub(super) text: String,
-    /// How long to wait for each message.
+    /// Deadline of each message.
     pub(super) patience: Duration,
 }
 
@@ -94,7 +94,7 @@ impl Operation<'_> {
         self.post.post(self.channel.group[to], header, data);
     }
 
-    /// What the `from`-th of the group sends.
+    /// Takes the message of the `from`-th rank of the group.
     ///
     /// # Errors
     /// [`Error::Timeout`], [`Error::Lost`], and [`Error::Disagreement`] if it is another operation

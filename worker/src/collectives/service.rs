@@ -1,4 +1,4 @@
-//! What a worker answers its peers.
+//! The gRPC service that a worker offers to its peers.
 
 use std::collections::BTreeSet;
 use std::pin::Pin;
@@ -17,14 +17,14 @@ use super::mailbox::{Channel, Key, Mail, Mailbox};
 /// Most elements of a message: 4 GiB.
 const MAX_ELEMENTS: u64 = 1 << 30;
 
-/// Who a worker is, once it knows.
+/// Rank of a worker, once it is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Identity {
     pub(super) rank: u32,
     pub(super) world: u32,
 }
 
-/// Why a worker gave up, if it did.
+/// The cause of a worker's failure, if it has failed.
 pub(super) type Failure = Option<String>;
 
 /// The service.
@@ -50,7 +50,7 @@ impl Service {
                 cause: "it ends".to_owned(),
             }),
             Err(_) => Err(Error::Timeout {
-                waiting_for: "this worker to be told its rank".to_owned(),
+                waiting_for: "this worker to learn its rank".to_owned(),
                 waited_ms: self.patience.as_millis() as u64,
             }),
         }
@@ -72,7 +72,7 @@ impl Service {
         let bytes: &mut [u8] = bytemuck::must_cast_slice_mut(&mut data);
         let mut at = 0;
         let wrong = |found: usize| {
-            let expected = format!("{} f32, as its header says", header.elements);
+            let expected = format!("{} f32, as in its header", header.elements);
             Error::invalid("content of a message", format!("{found} bytes"), expected)
         };
         loop {
@@ -111,7 +111,7 @@ impl pb::worker_server::Worker for Service {
                 "rank {} of {} ranks (asked by rank {})",
                 asked.to, asked.world, asked.from
             );
-            let expected = format!("rank {} of {} ranks: who is here", here.rank, here.world);
+            let expected = format!("this worker, rank {} of {} ranks", here.rank, here.world);
             return Err(Error::invalid("peer", found, expected).into());
         }
         self.attached.send_modify(|attached| _ = attached.insert(asked.from));

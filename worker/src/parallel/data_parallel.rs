@@ -65,24 +65,24 @@ pub struct DataParallel<B: AutodiffBackend, M> {
     backend: PhantomData<B>,
 }
 
-/// The job that averages, and its version; with one rank there is none.
+/// The job that averages gradients, and its version. One rank alone needs none.
 #[derive(Debug)]
 struct Averaging {
     remote: Arc<Remote>,
     version: u64,
 }
 
-/// What a forward pass gave.
+/// The result of a forward pass.
 #[derive(Debug)]
 pub struct Forward<T> {
-    /// Its result.
+    /// The output.
     pub output: T,
     /// Whether its backward pass synchronises.
     synchronises: bool,
 }
 
 impl<T> Forward<T> {
-    /// The same pass with a result made of its own: a loss, of outputs.
+    /// The same pass with another result, such as the loss of the output.
     pub fn map<U>(self, function: impl FnOnce(T) -> U) -> Forward<U> {
         Forward { output: function(self.output), synchronises: self.synchronises }
     }
@@ -94,7 +94,7 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
     /// With one rank it works, and uses no job.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a mesh that has not one dimension, for a module without a parameter
+    /// [`Error::Invalid`] unless the mesh has one dimension, for a module without a parameter
     /// that trains, and for a job that has taken steps already;
     /// [`crate::collectives::Error::Disagreement`] if another rank has other parameters; those of
     /// the cluster.
@@ -163,8 +163,8 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
         Forward { output: run(&self.module), synchronises: self.synchronises }
     }
 
-    /// Runs something whose forward passes do not synchronise: what accumulates is part of the next
-    /// synchronisation.
+    /// Runs `run`, whose forward passes do not synchronise: their gradients accumulate, and are
+    /// part of the next synchronisation.
     pub fn no_sync<T>(&mut self, run: impl FnOnce(&mut Self) -> T) -> T {
         let before = std::mem::replace(&mut self.synchronises, false);
         let result = run(self);
@@ -190,8 +190,8 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
         if forward.synchronises { self.synchronise() } else { Ok(()) }
     }
 
-    /// Makes the gradients the mean over the ranks: Paddle's `fused_allreduce_gradients`, for passes
-    /// that ran under [`Self::no_sync`].
+    /// Makes the gradients the mean over the ranks: Paddle's `fused_allreduce_gradients`, for
+    /// passes that ran under [`Self::no_sync`].
     ///
     /// # Errors
     /// Those of [`Self::backward`].

@@ -1,6 +1,6 @@
 //! The layers that a plan or a function can distribute, and the trait by which a module names them.
-//! The layers themselves are in `linear`, `embedding` and `norm`; what a distributed layer knows of
-//! its parameters is in `placed`.
+//! The layers themselves are in `linear`, `embedding` and `norm`; the placements of their
+//! parameters are in `placed`.
 
 use burn::module::ParamId;
 use burn::tensor::backend::Backend;
@@ -22,7 +22,7 @@ pub trait Parallelize<B: Backend> {
     /// The direct layers, by name. A name may have several tokens: `blocks.0`.
     fn layers(&mut self) -> Vec<(String, Layer<'_, B>)>;
 
-    /// What prepares this module's own input and output, if it has a place for it.
+    /// The hooks of this module's own inputs and outputs, if it has any.
     fn hooks(&mut self) -> Option<&mut Hooks> {
         None
     }
@@ -38,7 +38,7 @@ pub enum Layer<'a, B: Backend> {
     Norm(&'a mut ParallelNorm<B>),
     /// A module with layers of its own.
     Module(&'a mut dyn Parallelize<B>),
-    /// Anything else, by its type: no style knows it, and a plan that matches it is told so.
+    /// Any other layer, by its type. No style supports it, and a plan that matches it is refused.
     Other(&'static str),
 }
 
@@ -78,11 +78,11 @@ impl<B: ParallelBackend> Layer<'_, B> {
         }
     }
 
-    /// Distributes a parameter (`weight`, `bias`) over a mesh: each rank keeps its part of what it
-    /// has.
+    /// Distributes a parameter (`weight`, `bias`) over a mesh: each rank keeps its part of the
+    /// values that it has.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a parameter that the layer has not, and placements that do not fit;
+    /// [`Error::Invalid`] for an unknown parameter, and for placements that do not fit;
     /// [`Error::AlreadyParallel`].
     pub fn shard(&mut self, parameter: &str, mesh: &Mesh, placements: &[Placement]) -> Result<()> {
         match self {

@@ -5,7 +5,8 @@ use std::str::FromStr;
 
 use thiserror::Error;
 
-/// What a worker holds. Optimizer state is on the servers at every level.
+/// A level of ZeRO: the lifetimes of parameters and gradients in a worker. Optimizer state is on
+/// the servers at every level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Level {
     /// All parameters for the whole run, and all gradients until the end of a step.

@@ -99,7 +99,7 @@ impl<B: ParallelBackend> ParallelLinear<B> {
     }
 }
 
-/// What happens along one dimension of the mesh.
+/// The placements along one dimension of the mesh.
 struct Way {
     input: Placement,
     input_gradient: Placement,

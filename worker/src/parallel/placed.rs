@@ -1,5 +1,5 @@
-//! What a distributed layer knows of its parameters: their whole shapes, their placements on a mesh,
-//! and what happens to the layer's input and output.
+//! The parameters of a distributed layer: their whole shapes and their placements on a mesh; and
+//! the redistribution of the layer's input and output.
 
 use burn::module::Param;
 use burn::tensor::ops::FloatTensor;
@@ -31,7 +31,7 @@ pub(crate) struct PlacedParameter {
 }
 
 impl Placed {
-    /// Whether that parameter is distributed.
+    /// Whether the parameter `name` is distributed.
     pub(crate) fn has(placed: &Option<Self>, name: &str) -> bool {
         placed
             .as_ref()

@@ -65,7 +65,7 @@ pub struct StateTensor {
 /// The methods of the result block, and must not be called on a thread of `runtime`.
 ///
 /// # Errors
-/// [`Error::Invalid`] for a job that cannot be, and those of the cluster.
+/// [`Error::Invalid`] for an invalid job, and those of the cluster.
 pub fn shard_optimizer<B: ParallelBackend, M: Module<B> + Parallelize<B>>(
     layer: &mut M,
     mesh: &Mesh,
@@ -115,7 +115,7 @@ pub fn shard_optimizer<B: ParallelBackend, M: Module<B> + Parallelize<B>>(
     Ok(ServerOptimizer { remote, parameters, settings, version })
 }
 
-/// How a gradient lies on the job's mesh.
+/// Placements of a gradient on the job's mesh.
 fn lie(mesh: &Mesh, own: &Mesh, placements: &[Placement]) -> Result<Vec<Placement>> {
     let names = mesh.process_mesh().names();
     if let Some(name) = own.process_mesh().names().iter().find(|name| !names.contains(name)) {
@@ -200,12 +200,12 @@ impl ServerOptimizer {
         self.commit(&absent, Commit { loss: Some(loss), ..Commit::default() })
     }
 
-    /// What trains, with its number in the manifest.
+    /// The parameters that train, with their numbers in the manifest.
     pub(crate) fn trained(&self) -> impl Iterator<Item = (usize, &Parameter)> {
         self.parameters.iter().enumerate().filter(|(_, parameter)| parameter.trains)
     }
 
-    /// Where this rank pushes its gradients of the step that is open.
+    /// Pushes of this rank's gradients of the current step.
     pub(crate) fn pushes(&self) -> Pushes<Remote> {
         Pushes::new(self.remote.clone(), self.remote.runtime(), self.version)
     }
@@ -239,17 +239,17 @@ impl ServerOptimizer {
         Ok(self.remote.read(self.version, buffers.collect())?)
     }
 
-    /// Takes over what [`Self::state_dict`] gave: all tensors, whole. Every rank calls it, with the
-    /// same.
+    /// Loads a state of [`Self::state_dict`]: all tensors, whole. Every rank calls it, with the
+    /// same state.
     ///
-    /// What a job begins with cannot be written later. So the next one takes over, "name.1" after
-    /// "name", at version 0, and the last rank to leave the old one deletes it; the optimizer's
-    /// state begins afresh.
+    /// The initial parameters of a job cannot be written a second time. So a new job ("name.1"
+    /// after "name") continues from the state at version 0, and the last rank to leave the old job
+    /// deletes it. The optimizer's state is initialised again.
     ///
     /// # Errors
     /// [`Error::Invalid`] naming the tensor that is unknown, missing, given twice or of another
-    /// shape, and then nothing has changed; if there is a job of the next name already; those of
-    /// the cluster.
+    /// shape, in which case nothing has changed; if a job of the next name exists; those of the
+    /// cluster.
     pub fn set_state_dict(&mut self, state: Vec<StateTensor>) -> Result<()> {
         let values = self.by_number(state)?;
         let spec =
@@ -303,7 +303,7 @@ impl ServerOptimizer {
             Error::invalid(
                 format!("tensor {:?} of the state", spec.name),
                 "missing",
-                "given: a state is of all",
+                "given: a state has all tensors",
             )
         };
         found
@@ -321,12 +321,12 @@ impl ServerOptimizer {
         Ok(self.remote.leave()?)
     }
 
-    /// What this rank pulls.
+    /// The boxes that this rank pulls.
     pub(crate) fn pulled(&self) -> Vec<Part> {
         self.parts(|_, tensor| Some(self.remote.spec().local_box(tensor, self.remote.rank())))
     }
 
-    /// What this rank pushes.
+    /// The boxes that this rank pushes.
     pub(crate) fn pushed(&self) -> Vec<Part> {
         self.parts(|spec, tensor| {
             let contributions = self.remote.spec().contributions(tensor);
@@ -335,7 +335,7 @@ impl ServerOptimizer {
         })
     }
 
-    /// What this rank uploads.
+    /// The boxes that this rank uploads.
     pub(crate) fn uploaded(&self) -> Vec<Part> {
         self.parts(|_, tensor| {
             let contributions = self.remote.spec().contributions(tensor);

@@ -1,10 +1,10 @@
-//! One step of a worker at each level: the same arithmetic, but other lives for parameters and
-//! gradients.
+//! One step of a worker at each level. The arithmetic is the same; the lifetimes of parameters and
+//! gradients differ.
 //!
 //! | level | parameters | gradients |
 //! |---|---|---|
 //! | `os` | all, for the whole step | all kept, pushed at the end |
-//! | `os_g` | all, for the whole step | a segment's pushed and freed when ready, while backward goes on |
+//! | `os_g` | all, for the whole step | pushed and freed by segment, while backward goes on |
 //! | `p_g_os` | one segment's at a time, the next one's on its way | as `os_g` |
 //!
 //! Micro-batches are summed here, in f32 and in order, and pushed once: the same bits at every
@@ -22,7 +22,7 @@ use super::travel::{Departure, Link, Outbox, Parameters};
 use crate::parallel::Level;
 use crate::parallel::remote::ParameterServer;
 
-/// What one step computes.
+/// The computation of one step.
 #[derive(Debug, Clone, Copy)]
 pub struct Work<'a> {
     /// The step; its parameters have the version of the same number.
@@ -34,7 +34,7 @@ pub struct Work<'a> {
 }
 
 /// Pulls parameters, computes, and pushes the gradient of the mean loss over all micro-batches
-/// times the loss scale. Gives the mean loss, nats per character. On return everything has been
+/// times the loss scale. Returns the mean loss, nats per character, after everything has been
 /// pushed.
 ///
 /// # Errors
@@ -109,7 +109,7 @@ impl<'a, S: ParameterServer> Step<'a, S> {
         seed(self.work.loss_scale / self.work.micro_batches.len() as f32)
     }
 
-    /// `os` and `os_g`: gives the sum of the micro-batches' losses.
+    /// The levels `os` and `os_g`. Returns the sum of the micro-batches' losses.
     fn resident(&mut self) -> Result<f64> {
         let segments = self.network.model().segments();
         for &segment in &segments {
@@ -140,11 +140,11 @@ impl<'a, S: ParameterServer> Step<'a, S> {
         Ok(total)
     }
 
-    /// `p_g_os`: gives the sum of the micro-batches' losses.
+    /// The level `p_g_os`. Returns the sum of the micro-batches' losses.
     fn streaming(&mut self) -> Result<f64> {
         let segments = self.network.model().segments();
         let (&head, body) = segments.split_last().expect("a model ends with its head");
-        // What each segment read: all that is kept for the backward pass.
+        // The inputs of the segments: all that is kept for the backward pass.
         let mut inputs: Vec<Vec<Option<Hidden>>> = Vec::with_capacity(body.len());
         let mut hidden: Vec<Option<Hidden>> = vec![None; self.work.micro_batches.len()];
         for (index, &segment) in body.iter().enumerate() {
@@ -174,8 +174,8 @@ impl<'a, S: ParameterServer> Step<'a, S> {
         Ok(total)
     }
 
-    /// Forward (again, for all but the head) and at once backward through one segment, for all
-    /// micro-batches. Takes the gradients of its outputs and gives those of its inputs.
+    /// Forward (a second time, except for the head) and backward through one segment, for all
+    /// micro-batches. Takes the gradients of its outputs and returns those of its inputs.
     fn turn(
         &mut self,
         segment: Segment,
@@ -190,7 +190,9 @@ impl<'a, S: ParameterServer> Step<'a, S> {
             for ((input, upstream), batch) in work {
                 let pass = step.forward(segment, leaves, input, batch, Tracking::Graph)?;
                 output(pass.output());
-                let gradients = pass.backward(upstream.expect("the segment after gave one"))?;
+                let gradients = pass.backward(
+                    upstream.expect("the segment after this one has a gradient of its input"),
+                )?;
                 step.outbox.add(segment, gradients.parameters);
                 results.push(gradients.input);
             }
@@ -200,7 +202,7 @@ impl<'a, S: ParameterServer> Step<'a, S> {
         Ok(gradients)
     }
 
-    /// Has a segment's parameters here while `compute` runs, and those of `next` on their way.
+    /// Runs `compute` with a segment's parameters, while those of `next` are being pulled.
     fn visit<T>(
         &mut self,
         segment: Segment,

@@ -20,11 +20,10 @@ pub type Plain = Flex;
 /// on the level.
 pub type Graph = Autodiff<Flex>;
 
-/// The ranks that have a replica together, as one of them sees them. Cheap to clone.
+/// The tensor-parallel ranks of a replica, as one of them sees them. Cheap to clone.
 ///
-/// Hidden states are `[n, t, width]`: `n` windows of `t` characters. Between the cut layers lies
-/// the residual stream, of which each rank has all, or with sequence parallelism its part of every
-/// window.
+/// Hidden states are `[n, t, width]`: `n` windows of `t` characters. Between the cut layers, each
+/// rank has the whole residual stream, or with sequence parallelism its part of every window.
 #[derive(Debug, Clone)]
 pub struct Group {
     /// INVARIANT: of one dimension.
@@ -33,11 +32,12 @@ pub struct Group {
 }
 
 impl Group {
-    /// The group of this rank on `mesh`, which is `parallelism`'s. All workers make theirs at the
-    /// same time, and say the same about the run.
+    /// The group of this rank on `mesh`, the mesh of `parallelism`. All workers call this at the
+    /// same time, with the same description of the run (`said`).
     ///
     /// # Errors
-    /// Those of the collectives; that another worker has another mesh, or said something else.
+    /// Those of the collectives; [`crate::collectives::Error::Disagreement`] if another worker has
+    /// another mesh or another description.
     pub fn new(
         collectives: Arc<dyn Collectives>,
         mesh: ProcessMesh,
@@ -66,7 +66,7 @@ impl Group {
     }
 
     /// The first character of a window of `length` in this rank's part of the residual stream, and
-    /// how many there are.
+    /// the number of characters in it.
     pub fn window(&self, length: usize) -> (usize, usize) {
         if !self.parallelism.sequence {
             return (0, length);
@@ -75,8 +75,8 @@ impl Group {
         (self.mesh.coordinate()[0] * part, part)
     }
 
-    /// From the residual stream into a cut layer: everybody has all of it, and gets a part of its
-    /// gradient.
+    /// From the residual stream into a cut layer: every rank gets the whole input, and its gradient
+    /// is a term of a sum over the ranks.
     ///
     /// # Errors
     /// Those of the collectives.
@@ -85,7 +85,8 @@ impl Group {
         x.convert(&[Placement::Replicate], &[PARTIAL])?.to_local_with_gradient(&[PARTIAL])
     }
 
-    /// From a cut layer, where everybody has a part of every sum, to the residual stream.
+    /// From a cut layer, whose outputs are the terms of a sum over the ranks, to the residual
+    /// stream.
     ///
     /// # Errors
     /// Those of the collectives.
@@ -93,7 +94,7 @@ impl Group {
         DistTensor::from_local(x, &self.mesh, &[PARTIAL])?.reshard(&[self.stream()])?.to_local()
     }
 
-    /// The sum over the ranks, which everybody uses for the same.
+    /// The sum over the ranks. All ranks go on with the same computation.
     ///
     /// # Errors
     /// Those of the collectives.
@@ -101,7 +102,7 @@ impl Group {
         DistTensor::from_local(x, &self.mesh, &[PARTIAL])?.full()
     }
 
-    /// The greatest over the ranks, of tensors that are in no graph.
+    /// The elementwise maximum over the ranks, of tensors outside any graph.
     ///
     /// # Errors
     /// Those of the collectives.
@@ -130,7 +131,7 @@ impl Group {
 pub struct Network {
     model: Model,
     group: Option<Group>,
-    /// What this rank has of each tensor.
+    /// The box of each tensor that this rank has.
     areas: Vec<TensorBox>,
 }
 
@@ -155,17 +156,17 @@ impl Network {
         &self.model
     }
 
-    /// Who has it together.
+    /// The ranks that have the model together.
     pub fn group(&self) -> Option<&Group> {
         self.group.as_ref()
     }
 
-    /// What this rank has of a tensor.
+    /// The box of a tensor that this rank has.
     pub fn area(&self, tensor: usize) -> &TensorBox {
         &self.areas[tensor]
     }
 
-    /// Number of ranks that have it together.
+    /// Number of ranks that have the model together.
     pub fn ranks(&self) -> usize {
         self.group.as_ref().map_or(1, Group::size)
     }

@@ -2,9 +2,9 @@
 //! (Shoeybi et al. 2019), whose tokens may be cut too where the model is not (sequence parallelism:
 //! Korthikanti et al. 2022).
 //!
-//! The embedding is cut by the vocabulary, attention by heads, the MLP by its inner width. The input
-//! of a cut layer is whole on every rank, and its outputs are the terms of a sum over the ranks.
-//! This module is the geometry only; the communication is in `network`.
+//! The embedding is cut by the vocabulary, attention by heads, the MLP by its inner width. The
+//! input of a cut layer is whole on every rank, and its outputs are the terms of a sum over the
+//! ranks. This module is the geometry only; the communication is in `network`.
 
 use std::fmt;
 
@@ -19,9 +19,9 @@ use crate::parallel::PARTIAL;
 pub struct Parallelism {
     /// Replicas of the model: ranks that see different data.
     pub replicas: u32,
-    /// Ranks that have one replica together. 1: the model is not cut.
+    /// Tensor-parallel ranks of each replica. 1: the model is not cut.
     pub ranks: u32,
-    /// Between the cut layers each rank has its part of every window, not all of them.
+    /// Sequence parallelism: between the cut layers each rank has its part of every window.
     pub sequence: bool,
 }
 
@@ -31,13 +31,13 @@ impl Parallelism {
         self.replicas * self.ranks
     }
 
-    /// The replica that a worker belongs to. Its ranks follow each other.
+    /// The replica that a worker belongs to. The ranks of a replica are consecutive.
     pub fn replica(self, rank: u32) -> u32 {
         rank / self.ranks
     }
 
-    /// The workers as a mesh "dp" x "tp"; `None` if the model is not cut, and the workers need not
-    /// know each other.
+    /// The workers as a mesh "dp" x "tp"; `None` if the model is not cut, because the workers then
+    /// do not communicate.
     ///
     /// # Errors
     /// [`zeroshard_proto::Error::Invalid`] for more workers than a job may have.
@@ -58,17 +58,18 @@ impl Parallelism {
         vec![Placement::Partial(Reduction::Avg), along]
     }
 
-    /// The same for a job; `None`: every worker gives all of it, and the mean is taken.
+    /// The layout of a parameter in the job; `None`: every worker contributes the whole gradient,
+    /// and the servers take the mean.
     pub fn layout(self, parameter: &Parameter) -> Option<TensorLayout> {
         let cut = self.ranks > 1 && parameter.alias_of.is_none();
         cut.then(|| TensorLayout { mesh: 0, placements: self.placements(parameter) })
     }
 
-    /// Checks that a model can be cut so.
+    /// Checks that a model can be cut over the ranks.
     ///
     /// # Errors
-    /// [`Error::Flag`] for heads or windows that do not divide, and a rank for which nothing would
-    /// be left.
+    /// [`Error::Flag`] for heads or windows that the number of ranks does not divide, and for a
+    /// rank that would have no part of a matrix.
     pub fn check(self, architecture: Architecture) -> Result<(), Error> {
         let Architecture { vocabulary, context, heads, hidden, .. } = architecture;
         let ranks = self.ranks as usize;
@@ -77,13 +78,13 @@ impl Parallelism {
             let divisors: Vec<_> = (1..=heads).filter(|&size| heads.is_multiple_of(size)).collect();
             let more = heads.next_multiple_of(ranks);
             let expected = format!(
-                "one of {divisors:?}, since each worker of a group has some of the {heads} heads whole; or take --heads {more}"
+                "one of {divisors:?}, the divisors of --heads {heads}; or use --heads {more}"
             );
             return wrong("--tensor-parallel", expected);
         }
         if self.sequence && !context.is_multiple_of(ranks) {
             let expected = format!(
-                "a divisor of --context {context} with --sequence-parallel; or take --context {}",
+                "a divisor of --context {context} with --sequence-parallel; or use --context {}",
                 context.next_multiple_of(ranks)
             );
             return wrong("--tensor-parallel", expected);
@@ -91,10 +92,10 @@ impl Parallelism {
         for (what, size) in
             [("characters of the vocabulary", vocabulary), ("columns of --hidden", hidden)]
         {
-            // Everybody but the last has a ceil(size / ranks)-th.
+            // Every rank but the last has ceil(size / ranks) of them.
             if size.div_ceil(ranks) * (ranks - 1) >= size {
                 let expected =
-                    format!("so small that each worker of a group has some of the {size} {what}");
+                    format!("a smaller number: each rank needs a part of the {size} {what}");
                 return wrong("--tensor-parallel", expected);
             }
         }
@@ -102,7 +103,7 @@ impl Parallelism {
     }
 }
 
-/// "4 workers", and how they have the model if not each all of it.
+/// "4 workers", and the degrees of parallelism if the model is cut.
 impl fmt::Display for Parallelism {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} workers", self.workers())?;

@@ -1,4 +1,4 @@
-//! The settings of a run, checked: what the flags say, as the other modules use it.
+//! The checked settings of a run, and the spec of its job.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -14,18 +14,19 @@ use super::schedule::Schedule;
 use super::text::Corpus;
 use crate::parallel::Level;
 
-/// Everything that decides a run's result, and how it travels. The same for all ranks.
+/// The settings of a run: those that determine its result, and those of its transfers. The same for
+/// all ranks.
 #[derive(Debug, Clone)]
 pub struct Plan {
     /// Name of the job.
     pub job: String,
-    /// What a worker keeps.
+    /// The level of ZeRO.
     pub level: Level,
     /// Steps of the whole run.
     pub steps: u64,
-    /// Sizes of the model; those that the text decides, the vocabulary, are 0.
+    /// Sizes of the model; the vocabulary, which depends on the text, is 0.
     pub architecture: Architecture,
-    /// The workers, and how they have the model.
+    /// Number of replicas, and how each is cut.
     pub parallelism: Parallelism,
     /// How the global batch is divided.
     pub sharding: Sharding,
@@ -33,9 +34,9 @@ pub struct Plan {
     pub shards: u32,
     /// Optimizers by step.
     pub schedule: Schedule,
-    /// Largest global norm of the gradient.
+    /// Maximum global norm of the gradient.
     pub clip: Option<f64>,
-    /// What the loss is multiplied by before backward.
+    /// Factor of the loss before the backward pass.
     pub loss_scale: f64,
     /// Element type of the published parameters.
     pub parameter_dtype: DType,
@@ -43,13 +44,13 @@ pub struct Plan {
     pub wire: DType,
     /// Payload of one message, bytes.
     pub chunk_bytes: usize,
-    /// How long one operation may wait.
+    /// Deadline of one operation.
     pub deadline: Duration,
-    /// The cluster's secret.
+    /// The cluster's token.
     pub token: Token,
-    /// Where a worker listens for those that it has a replica of the model together with.
+    /// The address on which a worker listens for the other ranks of its replica.
     pub listen: SocketAddr,
-    /// Decides initial parameters, windows and sample.
+    /// Seed of the initial parameters, the windows and the sample.
     pub seed: u64,
     /// Characters to generate at the end.
     pub sample_chars: usize,
@@ -59,7 +60,7 @@ impl Plan {
     /// The model for a text.
     ///
     /// # Errors
-    /// [`Error::Flag`] if it cannot be cut as it should.
+    /// [`super::error::Error::Flag`] if the model cannot be cut over the ranks.
     pub fn model(&self, corpus: &Corpus) -> Result<Model> {
         let architecture =
             Architecture { vocabulary: corpus.vocabulary.size(), ..self.architecture };
@@ -112,12 +113,12 @@ impl Plan {
         }
     }
 
-    /// Characters that the model sees at once.
+    /// Characters of a window.
     pub fn context(&self) -> usize {
         self.architecture.context
     }
 
-    /// What those who have a replica together must have been told alike, beside the job.
+    /// The settings that all workers must have in common, besides those of the job.
     pub fn said(&self) -> String {
         let Self { level, seed, architecture, sharding, .. } = self;
         format!("level {level}, seed {seed}, {architecture:?}, {sharding:?}")

@@ -24,13 +24,13 @@ use crate::collectives::{self, Listening, Peers};
 use crate::parallel;
 use crate::parallel::remote::{Remote, Seat};
 
-/// Held-out evaluations during a run, at most.
+/// Maximum number of held-out evaluations during a run.
 const EVALUATIONS: u64 = 8;
-/// Characters of held-out text that a sample goes on from.
+/// Characters of held-out text that a sample continues.
 const PROMPT: usize = 24;
 
-/// Runs one rank from where the job is to the end. Gives an outcome for rank 0, and `None` for the
-/// others.
+/// Runs one rank from the job's version to the last step. Returns the outcome on rank 0, and `None`
+/// on the others.
 ///
 /// # Errors
 /// Those of the cluster, and [`Error::NothingToDo`]. Aborted steps are run again.
@@ -55,14 +55,14 @@ pub fn train(
     };
     let outcome = Run::new(plan, corpus, runtime, (model, remote), peers.clone())
         .and_then(|run| run.finish(output));
-    // After an error too: what was sent before tells the others more than that this one is gone.
+    // After an error too: what this rank sent before tells the others the cause.
     let left = peers.map_or(Ok(()), |peers| peers.leave().map_err(parallel::Error::from));
     let outcome = outcome?;
     left?;
     Ok(outcome)
 }
 
-/// Listens for the other workers, if this one has to do with them.
+/// Listens for the other workers, if the model is cut.
 fn listen(plan: &Plan, runtime: &Handle) -> parallel::Result<Option<Listening>> {
     if plan.parallelism.ranks == 1 {
         return Ok(None);
@@ -86,7 +86,7 @@ struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    /// Makes the model's part of this rank, with those that have the others.
+    /// Makes this rank's part of the model, together with the other ranks of the replica.
     fn new(
         plan: &'a Plan,
         corpus: &'a Corpus,
@@ -115,7 +115,7 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Runs from where the job is to the end.
+    /// Runs from the job's version to the last step.
     fn finish(mut self, output: &mut Output) -> Result<Option<Outcome>> {
         let plan = self.plan;
         let version = self.start()?;
@@ -162,7 +162,7 @@ impl<'a> Run<'a> {
                 traffic: self.link.server.traffic(),
             })?;
             let due = version.is_multiple_of(every) || version >= plan.steps;
-            // Those who have the first replica together.
+            // The ranks of the first replica evaluate.
             if due && plan.parallelism.replica(self.rank) == 0 {
                 let loss = levels::evaluate(&self.link, &self.network, version, &self.held_out)?;
                 held_out.push((version, loss));
@@ -197,8 +197,8 @@ impl<'a> Run<'a> {
     }
 
     /// Runs a step until it is decided. An aborted step is run again from the same data, unless the
-    /// model is cut: some of those who have it together may wait for each other in the middle of
-    /// the step, and one of them is gone.
+    /// model is cut: the ranks of a replica may wait in the middle of the step for a rank that is
+    /// lost.
     fn step(&mut self, step: u64) -> Result<StepReport> {
         let replica = self.plan.parallelism.replica(self.rank) as usize;
         let draw = Draw { seed: self.plan.seed, step, replica };
@@ -261,7 +261,7 @@ impl<'a> Run<'a> {
             count: self.plan.sample_chars,
             seed: self.plan.seed,
         };
-        // One worker alone, whatever the others have of the model.
+        // One worker alone, with the whole model.
         let network = Network::whole(self.network.model().clone());
         let sample = sample::generate(&self.link, &network, request)?;
         Ok((vocabulary.decode(prompt), vocabulary.decode(&sample)))

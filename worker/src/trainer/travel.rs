@@ -35,15 +35,15 @@ impl<S> Clone for Link<S> {
     }
 }
 
-/// The parameters of one version: here, on their way, or not asked for.
+/// The parameters of one version: present, being pulled, or not requested.
 ///
-/// Dropping it gives up what is on its way.
+/// Dropping this cancels the pulls.
 pub struct Parameters<'a, S> {
     link: Link<S>,
     network: &'a Network,
     version: u64,
     here: Vec<Option<Resident>>,
-    /// In the order asked for.
+    /// Pulls under way, in the order of the requests.
     coming: VecDeque<(Vec<usize>, Task<Vec<Resident>>)>,
 }
 
@@ -54,7 +54,7 @@ struct Resident {
 }
 
 impl<'a, S: ParameterServer> Parameters<'a, S> {
-    /// Nothing of `version` yet.
+    /// No parameter of `version` yet.
     pub fn new(link: &Link<S>, network: &'a Network, version: u64) -> Self {
         Self {
             link: link.clone(),
@@ -67,7 +67,7 @@ impl<'a, S: ParameterServer> Parameters<'a, S> {
         }
     }
 
-    /// Starts to pull what a segment needs and is neither here nor on its way.
+    /// Starts to pull those parameters of a segment that are neither present nor being pulled.
     pub fn prefetch(&mut self, segment: Segment) {
         let wanted: Vec<usize> = self
             .network
@@ -104,7 +104,7 @@ impl<'a, S: ParameterServer> Parameters<'a, S> {
         self.coming.push_back((wanted, task));
     }
 
-    /// A segment's parameters in the order of `Model::tensors_of`; waits for those on their way.
+    /// A segment's parameters in the order of `Model::tensors_of`; waits for their pulls.
     ///
     /// The caller drops them before it calls [`Self::release`].
     pub fn take(&mut self, segment: Segment) -> Result<Vec<Leaf>> {
@@ -133,7 +133,7 @@ impl<'a, S: ParameterServer> Parameters<'a, S> {
     }
 }
 
-/// A gradient that the ledger knows.
+/// A gradient, counted by the ledger.
 struct Held {
     values: Vec<f32>,
     lease: Lease,
@@ -147,10 +147,10 @@ impl Held {
     }
 }
 
-/// When gradients leave.
+/// When gradients are pushed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Departure {
-    /// As soon as a segment's are complete, while the backward pass goes on.
+    /// When those of a segment are complete, while the backward pass goes on.
     WhenReady,
     /// All together at the end of the step.
     AtTheEnd,
@@ -158,22 +158,22 @@ pub enum Departure {
 
 /// The gradients of one step, summed over micro-batches, until they are pushed.
 ///
-/// The sums are kept by segment and in the order of the micro-batches, and a tied tensor's parts
-/// are added last (head, then embedding); so the bits do not depend on whether a level runs its
-/// micro-batches one after the other or side by side.
+/// Gradients are summed by segment in the order of the micro-batches, and the two parts of a tied
+/// tensor are added last (head, then embedding). So the bits do not depend on whether a level runs
+/// its micro-batches one after the other or side by side.
 pub struct Outbox<'a, S> {
     link: Link<S>,
     network: &'a Network,
     departure: Departure,
     sums: Vec<(Segment, Vec<Held>)>,
-    /// Parts of tied tensors whose other part is still to come.
+    /// Parts of tied tensors whose other part is not complete yet.
     parts: Vec<(usize, Held)>,
     complete: Vec<(usize, Held)>,
     pushes: Pushes<S>,
 }
 
 impl<'a, S: ParameterServer> Outbox<'a, S> {
-    /// Nothing yet of `step`.
+    /// No gradient of `step` yet.
     pub fn new(link: &Link<S>, network: &'a Network, step: u64, departure: Departure) -> Self {
         Self {
             link: link.clone(),
@@ -199,7 +199,7 @@ impl<'a, S: ParameterServer> Outbox<'a, S> {
         }
     }
 
-    /// Says that a segment has all its micro-batches.
+    /// Marks the gradients of a segment as complete.
     pub fn finish(&mut self, segment: Segment) -> Result<()> {
         let Some(found) = self.sums.iter().position(|(other, _)| *other == segment) else {
             return Ok(());
@@ -222,7 +222,7 @@ impl<'a, S: ParameterServer> Outbox<'a, S> {
         }
     }
 
-    /// Pushes what is left and waits until everything has arrived.
+    /// Pushes the remaining gradients and waits until all have arrived.
     pub fn close(mut self) -> Result<()> {
         self.push()?;
         self.pushes.finish()
