@@ -82,6 +82,7 @@ pub use layer::{Layer, Parallelize};
 pub use level::{Level, UnknownLevel};
 pub use linear::ParallelLinear;
 pub use norm::ParallelNorm;
+pub(crate) use parameters::accumulate;
 pub use plan::parallelize_module;
 pub use prepare::{
     PrepareInput, PrepareOutput, make_input_replicate_1d, make_input_reshard_replicate,

@@ -183,7 +183,7 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
         let gradients = self.mesh.world().backward(&forward.output)?;
         for (id, gradient) in parameters::gradients::<B, M>(&self.module, &gradients) {
             match self.gradients.get_mut(&id) {
-                Some(sum) => sum.iter_mut().zip(gradient).for_each(|(sum, value)| *sum += value),
+                Some(sum) => parameters::accumulate(sum, &gradient),
                 None => drop(self.gradients.insert(id, gradient)),
             }
         }

@@ -284,6 +284,6 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
 /// The sum of gradients in f32, in the order of the passes.
 fn add(sum: Option<Vec<f32>>, gradient: Vec<f32>) -> Vec<f32> {
     let Some(mut sum) = sum else { return gradient };
-    sum.iter_mut().zip(gradient).for_each(|(sum, value)| *sum += value);
+    parameters::accumulate(&mut sum, &gradient);
     sum
 }

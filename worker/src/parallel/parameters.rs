@@ -164,6 +164,11 @@ pub(crate) fn drain<B: AutodiffBackend, M: Module<B>, E>(
     drainer.result
 }
 
+/// Adds a gradient to a sum: in f32, so the order of the calls determines the bits.
+pub(crate) fn accumulate(sum: &mut [f32], gradient: &[f32]) {
+    sum.iter_mut().zip(gradient).for_each(|(sum, value)| *sum += value);
+}
+
 /// Gradients as burn's optimizers take them.
 pub(crate) fn for_optimizer<B: AutodiffBackend, M: Module<B>>(
     module: &M,

@@ -129,7 +129,7 @@ impl Corpus {
     /// Reads the text files of a folder and of those below it, in the order of their paths.
     ///
     /// # Errors
-    /// [`Error`].
+    /// [`Error::NoFolder`], [`Error::NoFiles`] and [`Error::TooLittle`].
     pub fn read(folder: &Path, context: usize) -> Result<Self, Error> {
         if !folder.is_dir() {
             return Err(Error::NoFolder(folder.to_owned()));

@@ -12,6 +12,7 @@ use super::memory::{Lease, Ledger};
 use super::model::Segment;
 use super::network::Network;
 use super::segments::{Leaf, leaf};
+use crate::parallel::accumulate;
 use crate::parallel::background::{Pushes, Task, start, wait};
 use crate::parallel::remote::{Buffer, ParameterServer};
 
@@ -139,14 +140,6 @@ struct Held {
     lease: Lease,
 }
 
-impl Held {
-    fn add(&mut self, other: &[f32]) {
-        for (sum, value) in self.values.iter_mut().zip(other) {
-            *sum += value;
-        }
-    }
-}
-
 /// When gradients are pushed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Departure {
@@ -194,7 +187,8 @@ impl<'a, S: ParameterServer> Outbox<'a, S> {
         match self.sums.iter_mut().find(|(other, _)| *other == segment) {
             None => self.sums.push((segment, held.collect())),
             Some((_, sums)) => {
-                sums.iter_mut().zip(held).for_each(|(sum, part)| sum.add(&part.values))
+                let pairs = sums.iter_mut().zip(held);
+                pairs.for_each(|(sum, part)| accumulate(&mut sum.values, &part.values));
             }
         }
     }
@@ -208,7 +202,7 @@ impl<'a, S: ParameterServer> Outbox<'a, S> {
         for (tensor, sum) in self.network.model().tensors_of(segment).into_iter().zip(sums) {
             if let Some(part) = self.parts.iter().position(|(tied, _)| *tied == tensor) {
                 let (_, mut part) = self.parts.swap_remove(part);
-                part.add(&sum.values);
+                accumulate(&mut part.values, &sum.values);
                 self.complete.push((tensor, part));
             } else if self.network.model().reads_again(segment, tensor) {
                 self.parts.push((tensor, sum));
