@@ -177,8 +177,8 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
     ///
     /// # Errors
     /// [`Error::UnusedParameter`] on every rank, if a rank has no gradient of a parameter; those of
-    /// the collectives and of the cluster. After an error of [`Self::synchronise`] the gradients
-    /// are gone, and the step's passes are to be run again.
+    /// the collectives and of the cluster. After [`zeroshard_proto::Error::StepAborted`] the
+    /// gradients are dropped, and all passes of the step have to be run again.
     pub fn backward<const D: usize>(&mut self, forward: Forward<Tensor<B, D>>) -> Result<()> {
         let gradients = self.mesh.world().backward(&forward.output)?;
         for (id, gradient) in parameters::gradients::<B, M>(&self.module, &gradients) {

@@ -131,7 +131,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
     /// From now on calls give outputs.
     ///
     /// # Errors
-    /// None: it needs nothing.
+    /// None.
     pub fn predict(&mut self) -> Result<()> {
         self.enter(Mode::Predict)
     }
@@ -174,7 +174,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         }
         if let Some(optimizer) = &self.optimizer {
             let layer = self.layer.take().expect("it is put back at once");
-            // Of a module whose pull failed nothing has changed that the next pull would not bring.
+            // After a failed pull the module is as before, and the next pull repeats all of it.
             let pulled = optimizer.pull(layer.clone());
             self.layer = Some(pulled.as_ref().map_or(layer, M::clone));
             pulled?;
@@ -277,7 +277,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         Ok(Program { mode, scope: Scope::Serial, kind: Kind::Startup, operations })
     }
 
-    /// Runs the sample through with collectives that only note themselves down.
+    /// Records the operations of the sample batch, with collectives that are not executed.
     fn trace(&self, mode: Mode, operations: &mut Vec<Operation>) -> Result<()> {
         let world = self.mesh.world();
         let Batch { inputs, labels } = self.sample.clone();

@@ -10,7 +10,7 @@ use zeroshard_proto::layout::list;
 use super::backend::ParallelBackend;
 use super::dist_tensor::LAST;
 use super::error::{Error, Result};
-use super::hooks::Prepared;
+use super::hooks::{Hooks, Prepared};
 use super::layer::Layer;
 use super::prepare::{PrepareInput, PrepareOutput};
 use super::world::Mesh;
@@ -268,51 +268,17 @@ impl<B: ParallelBackend> ParallelStyle<B> for SequenceParallel {
 
 impl<B: ParallelBackend> ParallelStyle<B> for PrepareModuleInput {
     fn apply(&self, path: &str, layer: &mut Layer<'_, B>, mesh: &Mesh) -> Result<()> {
-        let prepared = prepared(
-            mesh,
-            &self.input_layouts,
-            &self.desired_input_layouts,
-            self.use_local_output,
-        )?;
-        let hooks = match layer {
-            Layer::Module(module) => module.hooks(),
-            _ => None,
-        };
-        match hooks {
-            Some(hooks) if hooks.inputs.is_some() => {
-                Err(Error::AlreadyParallel { layer: path.to_owned() })
-            }
-            Some(hooks) => {
-                hooks.inputs = Some(prepared);
-                Ok(())
-            }
-            None => Err(unsupported(self, path, layer, "modules with hooks")),
-        }
+        let Self { input_layouts, desired_input_layouts, use_local_output } = self;
+        let prepared = prepared(mesh, input_layouts, desired_input_layouts, *use_local_output)?;
+        install(self, path, layer, |hooks| &mut hooks.inputs, prepared)
     }
 }
 
 impl<B: ParallelBackend> ParallelStyle<B> for PrepareModuleOutput {
     fn apply(&self, path: &str, layer: &mut Layer<'_, B>, mesh: &Mesh) -> Result<()> {
-        let prepared = prepared(
-            mesh,
-            &self.output_layouts,
-            &self.desired_output_layouts,
-            self.use_local_output,
-        )?;
-        let hooks = match layer {
-            Layer::Module(module) => module.hooks(),
-            _ => None,
-        };
-        match hooks {
-            Some(hooks) if hooks.outputs.is_some() => {
-                Err(Error::AlreadyParallel { layer: path.to_owned() })
-            }
-            Some(hooks) => {
-                hooks.outputs = Some(prepared);
-                Ok(())
-            }
-            None => Err(unsupported(self, path, layer, "modules with hooks")),
-        }
+        let Self { output_layouts, desired_output_layouts, use_local_output } = self;
+        let prepared = prepared(mesh, output_layouts, desired_output_layouts, *use_local_output)?;
+        install(self, path, layer, |hooks| &mut hooks.outputs, prepared)
     }
 }
 
@@ -347,6 +313,28 @@ fn prepared(
         ));
     }
     Ok(Prepared { mesh: mesh.clone(), layouts: layouts.to_vec(), desired: desired.to_vec(), local })
+}
+
+/// Sets the inputs or outputs of a module's hooks.
+fn install<B: ParallelBackend>(
+    style: &dyn fmt::Debug,
+    path: &str,
+    layer: &mut Layer<'_, B>,
+    slot: fn(&mut Hooks) -> &mut Option<Prepared>,
+    prepared: Prepared,
+) -> Result<()> {
+    let hooks = match layer {
+        Layer::Module(module) => module.hooks(),
+        _ => None,
+    };
+    match hooks.map(slot) {
+        Some(Some(_)) => Err(Error::AlreadyParallel { layer: path.to_owned() }),
+        Some(empty) => {
+            *empty = Some(prepared);
+            Ok(())
+        }
+        None => Err(unsupported(style, path, layer, "modules with hooks")),
+    }
 }
 
 fn check<B: ParallelBackend>(
