@@ -1,26 +1,13 @@
-//! ZeroShard's trainer on burn: a decoder-only transformer whose optimizer state, gradients and
-//! (level by level) parameters live on the shard servers.
+//! ZeroShard's workers in Rust: a trainer, and the parts that other training programs on burn can
+//! use.
+//!
+//! - [`trainer`]: the program `zeroshard-worker`, a decoder-only transformer whose optimizer state,
+//!   gradients and (level by level) parameters live on the shard servers.
+//! - [`parallel`]: distributed tensors and layers, data parallelism and ZeRO for burn modules.
+//! - [`collectives`]: all-reduce, all-gather and similar operations among the workers of a job.
+//!
+//! Dependencies point one way: `trainer -> parallel -> collectives`.
 
-pub mod batches;
-pub mod chart;
-pub mod cli;
 pub mod collectives;
-pub mod error;
-pub mod evaluate;
-pub mod launch;
-pub mod levels;
-pub mod memory;
-pub mod model;
 pub mod parallel;
-pub mod processes;
-pub mod progress;
-pub mod random;
-pub mod remote;
-pub mod report;
-pub mod sample;
-pub mod schedule;
-pub mod segments;
-pub mod tensor_parallel;
-pub mod text;
-pub mod train;
-pub mod travel;
+pub mod trainer;

@@ -3,8 +3,8 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use zeroshard_worker::cli::{Cli, Command};
-use zeroshard_worker::launch;
+use zeroshard_worker::trainer::cli::{Cli, Command};
+use zeroshard_worker::trainer::launch;
 
 fn main() -> ExitCode {
     let Command::Train(flags) = Cli::parse().command;

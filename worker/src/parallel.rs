@@ -1,14 +1,16 @@
 //! Distributed tensors and layers on burn, by the names of torch and Paddle.
 //!
-//! A [`World`] is the ranks of a job ([`crate::collectives`] reaches them), a [`Mesh`] some of them
-//! in an array. A [`DistTensor`] is a tensor of which each has its part; collectives are operations
-//! inside autograd, so gradients come as the placements want them.
+//! A [`World`] is the ranks of a job, connected by [`crate::collectives`]; a [`Mesh`] is an array
+//! of some of them. A [`DistTensor`] is a tensor of which each rank has a part. Collectives are
+//! operations inside autograd, so gradients have the placements that the layers need.
 //!
-//! A burn module is a struct, and nothing can put itself between it and its layers. So a module is
-//! made of layers that can be distributed ([`ParallelLinear`], [`ParallelEmbedding`],
-//! [`ParallelNorm`]) and shows them by name ([`Parallelize`]); a plan of styles
-//! ([`parallelize_module`]) or a function ([`shard_layer`]) distributes them. Without either they
-//! are burn's own.
+//! A burn module is a struct, and its layers cannot be intercepted. So a module is made of layers
+//! that can be distributed ([`ParallelLinear`], [`ParallelEmbedding`], [`ParallelNorm`]) and lists
+//! them by name ([`Parallelize`]); a plan of styles ([`parallelize_module`]) or a function
+//! ([`shard_layer`]) distributes them. Without either they are burn's own layers.
+//!
+//! [`remote`] and [`background`] are the part that this module and the trainer have in common: a
+//! rank's part in a job on the shard servers, and pushes while the computation goes on.
 //!
 //! ```no_run
 //! use burn::tensor::{Tensor, activation::relu};
@@ -35,11 +37,13 @@
 //!
 //! fn parallel<B: ParallelBackend>(mlp: Mlp<B>, world: &World) -> Result<Mlp<B>> {
 //!     let mesh = world.mesh(ProcessMesh::dense([2], ["tp"])?)?;
-//!     parallelize_module(mlp, &mesh, &[("up", &ColwiseParallel::default()), ("down", &RowwiseParallel::default())])
+//!     let (up, down) = (ColwiseParallel::default(), RowwiseParallel::default());
+//!     parallelize_module(mlp, &mesh, &[("up", &up), ("down", &down)])
 //! }
 //! ```
 
 mod backend;
+pub mod background;
 mod data_parallel;
 mod dist_model;
 mod dist_tensor;
@@ -48,12 +52,15 @@ mod error;
 mod group_sharded;
 mod hooks;
 mod layer;
+mod level;
 mod linear;
 mod norm;
 mod parameters;
+mod placed;
 mod plan;
 mod prepare;
 mod program;
+pub mod remote;
 mod server_optimizer;
 mod shard_layer;
 mod styles;
@@ -72,8 +79,10 @@ pub use error::{Error, Result};
 pub use group_sharded::{GroupSharded, group_sharded_parallel};
 pub use hooks::Hooks;
 pub use layer::{Layer, Parallelize};
+pub use level::{Level, UnknownLevel};
 pub use linear::ParallelLinear;
 pub use norm::ParallelNorm;
+pub(crate) use parameters::accumulate;
 pub use plan::parallelize_module;
 pub use prepare::{
     PrepareInput, PrepareOutput, make_input_replicate_1d, make_input_reshard_replicate,
@@ -82,6 +91,7 @@ pub use prepare::{
     make_sharded_output_tensor,
 };
 pub use program::{Kind, Mode, Operation, Part, Program, Scope};
+pub use remote::JobOptions;
 pub use server_optimizer::{ServerOptimizer, ServerOptions, StateTensor, shard_optimizer};
 pub use shard_layer::{Convert, ShardedLayer, shard_layer};
 pub use styles::{
@@ -90,7 +100,6 @@ pub use styles::{
 };
 pub use world::{Call, Mesh, World};
 
-pub use crate::levels::Level;
 pub use zeroshard_proto::DimPlacement as Placement;
 pub use zeroshard_proto::DimPlacement::{Partial, Replicate, Shard};
 pub use zeroshard_proto::{ProcessMesh, Reduction};

@@ -1,9 +1,8 @@
-//! The operations, made of messages: everybody to everybody where that is little or where there are
-//! two, a ring (Patarasuk and Yuan 2009) where it is much.
+//! The operations as messages: every rank sends to every other rank for small data and for two
+//! ranks; a ring (Patarasuk and Yuan 2009) for large data.
 //!
-//! A sum is cut into as many pieces as there are ranks, and piece c is added up from the rank after
-//! c to c itself, cyclically. That is the order in which a ring does it; the direct way keeps it,
-//! so both give the same bits.
+//! A sum is cut into one piece per rank, and piece c is added up from the rank after c to c itself,
+//! cyclically: the order of a ring. The direct way keeps this order, so both give the same bits.
 
 use std::ops::Range;
 
@@ -12,10 +11,8 @@ use zeroshard_proto::Reduction;
 use super::error::Result;
 use super::operation::{Numbers, Operation};
 
-/// From so many elements on a ring: below, its rounds cost more than the bytes that it saves.
+/// Minimum number of elements for a ring: below, its rounds cost more than the bytes that it saves.
 const RING_FROM: usize = 64 << 10;
-/// Elements of a piece of a broadcast that is passed on from rank to rank.
-const RELAY: usize = 256 << 10;
 
 /// Whether `elements` in a group of this size go round in a ring. With two ranks both ways move the
 /// same bytes.
@@ -93,37 +90,6 @@ pub(super) fn all_gather(
     Ok(parts)
 }
 
-/// See [`super::Collectives::broadcast`]; `root` is a place in the group.
-pub(super) fn broadcast(at: &Operation<'_>, root: usize, data: Vec<f32>) -> Result<Vec<f32>> {
-    let elements = data.len();
-    if !goes_round(at.size(), elements) {
-        if at.me() != root {
-            return at.take(root, 0, elements);
-        }
-        let data = Numbers::new(data);
-        at.others().for_each(|other| at.send(other, 0, data.bytes(0..elements)));
-        return Ok(data.into_values());
-    }
-    // Along the ring, piece by piece: each link carries the data once.
-    let (next, before) = neighbours(at);
-    if at.me() == root {
-        let data = Numbers::new(data);
-        for (round, piece) in relayed(elements).enumerate() {
-            at.send(next, round as u32, data.bytes(piece));
-        }
-        return Ok(data.into_values());
-    }
-    let mut result = Vec::with_capacity(elements);
-    for (round, piece) in relayed(elements).enumerate() {
-        let part = Numbers::new(at.take(before, round as u32, piece.len())?);
-        if next != root {
-            at.send(next, round as u32, part.bytes(0..piece.len()));
-        }
-        result.extend_from_slice(part.values());
-    }
-    Ok(result)
-}
-
 /// The reduce-scatter half of a ring: round 0 to size - 2.
 fn reduce_round(
     at: &Operation<'_>,
@@ -172,7 +138,7 @@ fn neighbours(at: &Operation<'_>) -> (usize, usize) {
     ((me + 1) % size, (me + size - 1) % size)
 }
 
-/// `elements` in as many pieces as there are places.
+/// `elements` in one piece for each place.
 fn pieces(elements: usize, places: usize) -> Vec<Range<usize>> {
     let step = elements.div_ceil(places);
     (0..places)
@@ -180,11 +146,7 @@ fn pieces(elements: usize, places: usize) -> Vec<Range<usize>> {
         .collect()
 }
 
-fn relayed(elements: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..elements).step_by(RELAY).map(move |start| start..(start + RELAY).min(elements))
-}
-
-/// The reduction of everybody's piece number `place`.
+/// The reduction of all ranks' piece number `place`.
 fn fold(reduction: Reduction, place: usize, parts: &[&[f32]]) -> Vec<f32> {
     let order = (1..=parts.len()).map(|distance| parts[(place + distance) % parts.len()]);
     let mut result: Vec<f32> = Vec::new();

@@ -1,4 +1,4 @@
-//! What can go wrong among workers.
+//! Errors of operations among workers.
 
 use std::fmt;
 
@@ -7,13 +7,13 @@ use thiserror::Error;
 /// Where an operation stopped.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
-    /// Who waited.
+    /// The rank that waited.
     pub rank: u32,
-    /// For whom.
+    /// The rank that it waited for.
     pub peer: u32,
-    /// Who took part.
+    /// The ranks that took part.
     pub group: Vec<u32>,
-    /// In what, with its sizes.
+    /// The operation, with its sizes.
     pub operation: String,
 }
 
@@ -24,43 +24,48 @@ impl fmt::Display for Place {
     }
 }
 
-/// Why an operation did not end well.
+/// An error of an operation.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum Error {
-    /// A peer did not do its part in time.
-    #[error("{at}: nothing came within {waited_ms} ms{}", instead.as_ref().map(|other| format!("; it sent {other}")).unwrap_or_default())]
+    /// A message of a peer did not come in time.
+    #[error(
+        "{at}: no message within {waited_ms} ms{}",
+        instead.as_ref().map(|other| format!("; the peer has sent {other}")).unwrap_or_default()
+    )]
     Timeout {
         /// Where.
         at: Place,
-        /// How long.
+        /// The deadline.
         waited_ms: u64,
-        /// What the peer had sent that nobody has asked for.
+        /// Another operation, for which the peer has sent a message.
         instead: Option<String>,
     },
-    /// A peer is gone, or gave up.
-    #[error("{at}: the peer cannot do its part: {cause}")]
+    /// A peer is lost, or has failed.
+    #[error("{at}: the peer is lost: {cause}")]
     Lost {
         /// Where.
         at: Place,
-        /// What was heard of it.
+        /// The cause.
         cause: String,
     },
     /// Two ranks called different operations, or the same with different sizes or texts.
-    #[error("{at}: they disagree: rank {} says {}, rank {} says {theirs}; every rank must say the same", at.rank, at.operation, at.peer)]
+    #[error(
+        "{at}: rank {} calls {}, rank {} calls {theirs}; all ranks must make the same calls",
+        at.rank, at.operation, at.peer
+    )]
     Disagreement {
-        /// Where; its operation is this rank's.
+        /// The operation of this rank.
         at: Place,
-        /// The peer's.
+        /// The operation of the peer.
         theirs: String,
     },
-    /// What was asked for cannot be; addresses that nobody answers at; a token that no call can
-    /// carry.
+    /// Invalid arguments, peers that cannot be reached, and an invalid token.
     #[error(transparent)]
     Cluster(#[from] zeroshard_proto::Error),
 }
 
 impl Error {
-    /// An argument that is wrong.
+    /// An invalid argument.
     pub(crate) fn invalid(
         what: impl Into<String>,
         found: impl fmt::Display,

@@ -1,4 +1,4 @@
-//! What has come from the peers and was not asked for yet, and what was heard of them.
+//! Messages of the peers that no operation has taken yet, and the state of the peers.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -13,11 +13,10 @@ pub(super) struct Channel {
     pub(super) pair: bool,
 }
 
-/// Which message it is.
+/// Identity of a message.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Key {
     pub(super) from: u32,
-    pub(super) generation: u64,
     pub(super) channel: Channel,
     pub(super) sequence: u64,
     pub(super) round: u32,
@@ -26,31 +25,30 @@ pub(super) struct Key {
 /// A message.
 #[derive(Debug, PartialEq)]
 pub(super) struct Mail {
-    /// What the sender takes the operation for.
+    /// The sender's operation, with its sizes.
     pub(super) operation: String,
     pub(super) data: Vec<f32>,
 }
 
-/// Why there is no mail.
+/// The reason why a message is missing.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Missing {
-    /// It did not come. What else the peer had sent, if anything.
+    /// It did not come in time. Another operation for which the peer has sent a message, if any.
     Late(Option<String>),
-    /// It will not come.
+    /// It will not come, because the peer is lost or has failed.
     Lost(String),
 }
 
 #[derive(Debug, Default)]
 struct State {
-    generation: u64,
     mail: HashMap<Key, Mail>,
-    /// Peers that are gone.
+    /// Peers that are lost, with the cause.
     lost: BTreeMap<u32, String>,
-    /// Peers that gave up, and in which generation.
-    failed: BTreeMap<u32, (u64, String)>,
+    /// Peers that have failed, with the cause.
+    failed: BTreeMap<u32, String>,
 }
 
-/// See the module.
+/// Messages by key, and the state of the peers.
 #[derive(Debug, Default)]
 pub(super) struct Mailbox {
     state: Mutex<State>,
@@ -58,11 +56,9 @@ pub(super) struct Mailbox {
 }
 
 impl Mailbox {
-    /// Keeps a message until it is asked for. One of a generation that is over is dropped. Whether
-    /// it was the first with this key.
+    /// Keeps a message until it is asked for. Returns whether it was the first with this key.
     pub(super) fn put(&self, key: Key, mail: Mail) -> bool {
-        let mut state = self.lock();
-        let first = key.generation < state.generation || state.mail.insert(key, mail).is_none();
+        let first = self.lock().mail.insert(key, mail).is_none();
         self.changed.notify_all();
         first
     }
@@ -71,18 +67,15 @@ impl Mailbox {
     pub(super) fn take(&self, key: &Key, deadline: Instant) -> Result<Mail, Missing> {
         let mut state = self.lock();
         loop {
-            // First: what was sent before a peer left counts.
+            // First, because messages that were sent before a peer left count.
             if let Some(mail) = state.mail.remove(key) {
                 return Ok(mail);
             }
             if let Some(cause) = state.lost.get(&key.from) {
                 return Err(Missing::Lost(cause.clone()));
             }
-            match state.failed.get(&key.from) {
-                Some((generation, cause)) if *generation == key.generation => {
-                    return Err(Missing::Lost(format!("it gave up: {cause}")));
-                }
-                _ => {}
+            if let Some(cause) = state.failed.get(&key.from) {
+                return Err(Missing::Lost(format!("it failed: {cause}")));
             }
             let Some(left) = deadline.checked_duration_since(Instant::now()) else {
                 return Err(Missing::Late(state.other(key)));
@@ -92,23 +85,16 @@ impl Mailbox {
         }
     }
 
-    /// A peer is gone. The first cause is kept.
+    /// Records that a peer is lost. The first cause is kept.
     pub(super) fn lose(&self, peer: u32, cause: String) {
         self.lock().lost.entry(peer).or_insert(cause);
         self.changed.notify_all();
     }
 
-    /// A peer gave up.
-    pub(super) fn fail(&self, peer: u32, generation: u64, cause: String) {
-        self.lock().failed.insert(peer, (generation, cause));
+    /// Records that a peer has failed.
+    pub(super) fn fail(&self, peer: u32, cause: String) {
+        self.lock().failed.insert(peer, cause);
         self.changed.notify_all();
-    }
-
-    /// Drops what belongs to generations before this one.
-    pub(super) fn restart(&self, generation: u64) {
-        let mut state = self.lock();
-        state.generation = generation;
-        state.mail.retain(|key, _| key.generation >= generation);
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -120,11 +106,8 @@ impl Mailbox {
 impl State {
     /// Something else from the same peer, as a text.
     fn other(&self, key: &Key) -> Option<String> {
-        let mut from_peer: Vec<_> = self
-            .mail
-            .iter()
-            .filter(|(other, _)| other.from == key.from && other.generation == key.generation)
-            .collect();
+        let mut from_peer: Vec<_> =
+            self.mail.iter().filter(|(other, _)| other.from == key.from).collect();
         from_peer.sort_by_key(|(other, _)| (other.sequence, other.round));
         let (other, mail) = from_peer.first()?;
         Some(format!(
@@ -141,13 +124,7 @@ mod tests {
     use super::*;
 
     fn key(from: u32, sequence: u64) -> Key {
-        Key {
-            from,
-            generation: 1,
-            channel: Channel { group: vec![0, 1], pair: false },
-            sequence,
-            round: 0,
-        }
+        Key { from, channel: Channel { group: vec![0, 1], pair: false }, sequence, round: 0 }
     }
 
     fn mail(operation: &str) -> Mail {
@@ -195,24 +172,12 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_counts_in_its_generation_only() {
+    fn whoever_waits_for_a_peer_that_gave_up_hears_its_cause() {
         let mailbox = Mailbox::default();
-        mailbox.fail(1, 1, "no".to_owned());
-        assert!(matches!(mailbox.take(&key(1, 0), Instant::now()), Err(Missing::Lost(_))));
-        let later = Key { generation: 2, ..key(1, 0) };
-        assert_eq!(mailbox.take(&later, Instant::now()), Err(Missing::Late(None)));
-    }
-
-    #[test]
-    fn a_restart_drops_what_is_older_and_keeps_what_came_early() {
-        let mailbox = Mailbox::default();
-        let early = Key { generation: 2, ..key(1, 0) };
-        mailbox.put(key(1, 0), mail("old"));
-        mailbox.put(early.clone(), mail("new"));
-        mailbox.restart(2);
-        assert!(mailbox.put(key(1, 1), mail("late")), "dropped without a word");
-        assert_eq!(mailbox.take(&early, Instant::now()), Ok(mail("new")));
-        assert_eq!(mailbox.take(&key(1, 0), Instant::now()), Err(Missing::Late(None)));
-        assert_eq!(mailbox.take(&key(1, 1), Instant::now()), Err(Missing::Late(None)));
+        mailbox.put(key(1, 0), mail("a"));
+        mailbox.fail(1, "no".to_owned());
+        assert_eq!(mailbox.take(&key(1, 0), Instant::now()), Ok(mail("a")), "sent before");
+        let gave_up = Missing::Lost("it failed: no".to_owned());
+        assert_eq!(mailbox.take(&key(1, 1), Instant::now()), Err(gave_up));
     }
 }

@@ -42,7 +42,7 @@ impl Numbers {
     }
 }
 
-/// How messages leave.
+/// Sends messages.
 pub(super) trait Post {
     /// Sends a message to rank `to`, without waiting. Whether it arrived shows in the mailbox.
     fn post(&self, to: u32, header: pb::ParcelHeader, data: Bytes);
@@ -54,11 +54,10 @@ pub(super) struct Operation<'a> {
     pub(super) mailbox: &'a Mailbox,
     pub(super) rank: u32,
     pub(super) channel: Channel,
-    pub(super) generation: u64,
     pub(super) sequence: u64,
-    /// What it is, with its sizes: the same on every rank.
+    /// The operation with its sizes: the same on every rank.
     pub(super) text: String,
-    /// How long to wait for each message.
+    /// Deadline of each message.
     pub(super) patience: Duration,
 }
 
@@ -85,7 +84,6 @@ impl Operation<'_> {
     pub(super) fn send(&self, to: usize, round: u32, data: Bytes) {
         let header = pb::ParcelHeader {
             from: self.rank,
-            generation: self.generation,
             group: self.channel.group.clone(),
             pair: self.channel.pair,
             sequence: self.sequence,
@@ -96,20 +94,14 @@ impl Operation<'_> {
         self.post.post(self.channel.group[to], header, data);
     }
 
-    /// What the `from`-th of the group sends.
+    /// Takes the message of the `from`-th rank of the group.
     ///
     /// # Errors
     /// [`Error::Timeout`], [`Error::Lost`], and [`Error::Disagreement`] if it is another operation
     /// or of another size.
     pub(super) fn take(&self, from: usize, round: u32, elements: usize) -> Result<Vec<f32>> {
         let peer = self.channel.group[from];
-        let key = Key {
-            from: peer,
-            generation: self.generation,
-            channel: self.channel.clone(),
-            sequence: self.sequence,
-            round,
-        };
+        let key = Key { from: peer, channel: self.channel.clone(), sequence: self.sequence, round };
         let at = || Place {
             rank: self.rank,
             peer,

@@ -30,21 +30,21 @@ use super::service::{Failure, Identity, Service};
 
 /// Payload of one part of a message, bytes.
 const PART_BYTES: usize = 1 << 20;
-/// How long a worker that leaves waits for its peers to let go of their connections.
+/// Deadline for peers to close their connections to a worker that leaves.
 const FAREWELL: Duration = Duration::from_secs(2);
 /// Pause between two tries to reach a peer.
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 
 type Client = pb::worker_client::WorkerClient<Connection>;
 
-/// How workers talk to each other.
+/// Settings of the connections among workers.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Where to listen; port 0: any free port.
+    /// The address to listen on; port 0: any free port.
     pub listen: SocketAddr,
-    /// How long to wait for a peer: for its answer when connecting, for each of its messages later.
+    /// Deadline for a peer: of its answer when connecting, and of each of its messages later.
     pub deadline: Duration,
-    /// The cluster's secret; only calls that carry it are answered.
+    /// The cluster's token; calls without it are refused.
     pub token: Token,
 }
 
@@ -58,7 +58,7 @@ impl Default for Options {
     }
 }
 
-/// A worker that its peers can reach, and that does not know them yet.
+/// A worker that listens for its peers, and is not connected to them yet.
 #[derive(Debug)]
 pub struct Listening {
     runtime: Handle,
@@ -69,13 +69,13 @@ pub struct Listening {
     failure: watch::Sender<Failure>,
     attached: watch::Sender<BTreeSet<u32>>,
     leaving: CancellationToken,
-    /// The server, and who listens to the peers.
+    /// The server, and the tasks that follow the state of the peers.
     standing: TaskTracker,
 }
 
 /// The workers of a job, as one of them sees them. [`Collectives`] over gRPC.
 ///
-/// Dropped without [`Peers::leave`], it is lost to the others.
+/// If this is dropped without [`Peers::leave`], the others see a lost worker.
 pub struct Peers {
     inner: Listening,
     rank: u32,
@@ -88,10 +88,9 @@ pub struct Peers {
 
 #[derive(Debug, Default)]
 struct State {
-    generation: u64,
     /// Operations called so far.
     called: HashMap<Channel, u64>,
-    /// The first failure of this generation.
+    /// The first failure; all later operations return it.
     failure: Option<Error>,
 }
 
@@ -162,24 +161,23 @@ impl Peers {
         self.clients.len() as u32
     }
 
-    /// Says goodbye: waits until what was sent has arrived, then ends. No operation works
-    /// afterwards.
+    /// Waits until all messages have arrived, and leaves. Operations fail afterwards.
     ///
     /// # Errors
-    /// [`ClusterError::Timeout`] for peers that do not take what was sent.
+    /// [`ClusterError::Timeout`] for peers that do not take their messages.
     pub fn leave(&self) -> Result<()> {
         let Listening { runtime, options, leaving, standing, .. } = &self.inner;
         standing.close();
         let flushed = runtime.block_on(async {
             let flushed = tokio::time::timeout(options.deadline, sent(&self.sending)).await;
             leaving.cancel();
-            // Answers that are under way; a peer that does not let go of its connection is not
-            // waited for.
+            // Lets answers that are under way finish, but does not wait for a peer that keeps its
+            // connection.
             drop(tokio::time::timeout(FAREWELL, standing.wait()).await);
             flushed
         });
         flushed.map_err(|_| {
-            let waiting_for = format!("the peers of rank {} to take what it sent", self.rank);
+            let waiting_for = format!("the peers of rank {} to take its messages", self.rank);
             ClusterError::Timeout { waiting_for, waited_ms: options.deadline.as_millis() as u64 }
                 .into()
         })
@@ -205,26 +203,26 @@ impl Peers {
             let called = state.called.entry(channel.clone()).or_default();
             let sequence = *called;
             *called += 1;
-            let (generation, patience) = (state.generation, self.inner.options.deadline);
+            let patience = self.inner.options.deadline;
             let (mailbox, rank) = (self.inner.mailbox.as_ref(), self.rank);
-            Operation { post: self, mailbox, rank, channel, generation, sequence, text, patience }
+            Operation { post: self, mailbox, rank, channel, sequence, text, patience }
         };
         run(&operation).inspect_err(|error| {
             let mut state = self.lock();
-            if state.generation == operation.generation && state.failure.is_none() {
+            if state.failure.is_none() {
                 state.failure = Some(error.clone());
                 drop(state);
-                self.give_up(operation.generation, error.to_string());
+                self.give_up(error.to_string());
             }
         })
     }
 
-    /// Tells the peers, once they have what was sent before: it may say more to them.
-    fn give_up(&self, generation: u64, cause: String) {
+    /// Reports the failure to the peers, after the messages before it, which may name the cause.
+    fn give_up(&self, cause: String) {
         let (sending, failure) = (self.sending.clone(), self.inner.failure.clone());
         self.inner.runtime.spawn(async move {
             drop(tokio::time::timeout(FAREWELL, sent(&sending)).await);
-            failure.send_replace(Some((generation, cause)));
+            failure.send_replace(Some(cause));
         });
     }
 
@@ -264,12 +262,12 @@ impl Listening {
         self.address
     }
 
-    /// Becomes rank `rank` of those at `addresses` (`host:port` by rank), and waits until it has
-    /// reached every one of them and they it. What stands at this rank is not used.
+    /// Connects as rank `rank` to the peers at `addresses` (`host:port` by rank; the entry of this
+    /// rank is not used), and waits until all of them are connected to this worker too.
     ///
     /// # Errors
-    /// For a rank that is not among the addresses, a peer that cannot be reached within the
-    /// deadline, and one that is another than the addresses say.
+    /// For a rank without an address, a peer that cannot be reached within the deadline, and a peer
+    /// that has another rank than `addresses`.
     pub fn connect(self, rank: u32, addresses: &[String]) -> Result<Peers> {
         let world = addresses.len() as u32;
         if rank >= world {
@@ -360,13 +358,11 @@ async fn sent(sending: &watch::Sender<usize>) {
     drop(sending.subscribe().wait_for(|&count| count == 0).await);
 }
 
-/// Notes what a peer says of itself, until its end.
+/// Records the state that a peer reports, until the end of its stream.
 async fn listen(mut events: Streaming<pb::AttachResponse>, mailbox: &Mailbox, peer: u32) {
     loop {
         match events.message().await {
-            Ok(Some(pb::AttachResponse { failure: Some(cause), generation })) => {
-                mailbox.fail(peer, generation, cause);
-            }
+            Ok(Some(pb::AttachResponse { failure: Some(cause) })) => mailbox.fail(peer, cause),
             Ok(Some(_)) => {}
             Ok(None) => return mailbox.lose(peer, "it has left".to_owned()),
             Err(status) => {
@@ -448,14 +444,6 @@ impl Collectives for Peers {
         self.collect(group, text, |at| algorithms::reduce_scatter(at, reduction, parts))
     }
 
-    fn broadcast(&self, group: &[u32], root: u32, data: Vec<f32>) -> Result<Vec<f32>> {
-        let Some(place) = group.iter().position(|&rank| rank == root) else {
-            return Err(Error::invalid("root of a broadcast", root, format!("one of {group:?}")));
-        };
-        let text = format!("broadcast of {} f32 from rank {root}", data.len());
-        self.collect(group, text, |at| algorithms::broadcast(at, place, data))
-    }
-
     fn send(&self, to: u32, data: Vec<f32>) -> Result<()> {
         let channel = self.pair(to, [self.rank, to])?;
         let (text, elements) = (format!("send of {} f32", data.len()), data.len());
@@ -474,13 +462,6 @@ impl Collectives for Peers {
         self.collect(group, format!("{about}: {said}"), |at| {
             algorithms::all_gather(at, &vec![0; group.len()], Vec::new()).map(drop)
         })
-    }
-
-    fn restart(&self, generation: u64) {
-        let mut state = self.lock();
-        *state = State { generation, ..State::default() };
-        self.inner.mailbox.restart(generation);
-        self.inner.failure.send_replace(None);
     }
 }
 

@@ -1,4 +1,4 @@
-//! What a worker answers its peers.
+//! The gRPC service that a worker offers to its peers.
 
 use std::collections::BTreeSet;
 use std::pin::Pin;
@@ -17,15 +17,15 @@ use super::mailbox::{Channel, Key, Mail, Mailbox};
 /// Most elements of a message: 4 GiB.
 const MAX_ELEMENTS: u64 = 1 << 30;
 
-/// Who a worker is, once it knows.
+/// Rank of a worker, once it is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Identity {
     pub(super) rank: u32,
     pub(super) world: u32,
 }
 
-/// What a worker gave up about, and in which generation.
-pub(super) type Failure = Option<(u64, String)>;
+/// The cause of a worker's failure, if it has failed.
+pub(super) type Failure = Option<String>;
 
 /// The service.
 #[derive(Debug, Clone)]
@@ -50,7 +50,7 @@ impl Service {
                 cause: "it ends".to_owned(),
             }),
             Err(_) => Err(Error::Timeout {
-                waiting_for: "this worker to be told its rank".to_owned(),
+                waiting_for: "this worker to learn its rank".to_owned(),
                 waited_ms: self.patience.as_millis() as u64,
             }),
         }
@@ -72,7 +72,7 @@ impl Service {
         let bytes: &mut [u8] = bytemuck::must_cast_slice_mut(&mut data);
         let mut at = 0;
         let wrong = |found: usize| {
-            let expected = format!("{} f32, as its header says", header.elements);
+            let expected = format!("{} f32, as in its header", header.elements);
             Error::invalid("content of a message", format!("{found} bytes"), expected)
         };
         loop {
@@ -90,13 +90,8 @@ impl Service {
             return Err(wrong(at).into());
         }
         let channel = Channel { group: header.group, pair: header.pair };
-        let key = Key {
-            from: header.from,
-            generation: header.generation,
-            channel,
-            sequence: header.sequence,
-            round: header.round,
-        };
+        let key =
+            Key { from: header.from, channel, sequence: header.sequence, round: header.round };
         Ok((key, Mail { operation: header.operation, data }))
     }
 }
@@ -116,15 +111,12 @@ impl pb::worker_server::Worker for Service {
                 "rank {} of {} ranks (asked by rank {})",
                 asked.to, asked.world, asked.from
             );
-            let expected = format!("rank {} of {} ranks: who is here", here.rank, here.world);
+            let expected = format!("this worker, rank {} of {} ranks", here.rank, here.world);
             return Err(Error::invalid("peer", found, expected).into());
         }
         self.attached.send_modify(|attached| _ = attached.insert(asked.from));
-        let events = WatchStream::new(self.failure.clone()).map(|failure| {
-            let (generation, failure) =
-                failure.map_or((0, None), |(generation, cause)| (generation, Some(cause)));
-            Ok(pb::AttachResponse { failure, generation })
-        });
+        let events = WatchStream::new(self.failure.clone())
+            .map(|failure| Ok(pb::AttachResponse { failure }));
         let leaving = self.leaving.clone().cancelled_owned();
         Ok(Response::new(Box::pin(stream::StreamExt::take_until(events, leaving))))
     }

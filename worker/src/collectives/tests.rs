@@ -158,17 +158,6 @@ fn parts_of_any_size_are_reduced_and_scattered() {
 }
 
 #[test]
-fn a_broadcast_is_the_roots_data() {
-    for count in [4, 600_000] {
-        for found in together(3, |peers| {
-            peers.broadcast(&[1, 2, 0], 2, values(peers.rank(), count)).unwrap()
-        }) {
-            assert_eq!(found, values(2, count));
-        }
-    }
-}
-
-#[test]
 fn messages_between_two_ranks_keep_their_order() {
     let received = together(2, |peers| match peers.rank() {
         0 => {
@@ -211,12 +200,12 @@ fn two_ranks_with_other_sizes_are_told_what_each_said() {
 fn two_ranks_in_other_operations_are_told_what_each_called() {
     let errors = together(2, |peers| match peers.rank() {
         0 => peers.all_reduce(&group(2), Reduction::Sum, vec![0.0]).unwrap_err(),
-        _ => peers.broadcast(&group(2), 0, vec![0.0]).unwrap_err(),
+        _ => peers.all_gather(&group(2), &[1, 1], vec![0.0]).unwrap_err(),
     });
     assert!(
         errors.iter().any(|error| matches!(error, Error::Disagreement { at, theirs }
             if format!("{} {theirs}", at.operation).contains("all_reduce")
-                && format!("{} {theirs}", at.operation).contains("broadcast"))),
+                && format!("{} {theirs}", at.operation).contains("all_gather"))),
         "{errors:?}"
     );
 }
@@ -295,17 +284,6 @@ fn a_failure_reaches_those_that_wait_for_the_one_that_failed() {
 }
 
 #[test]
-fn after_a_restart_operations_work_again() {
-    let sums = together(2, |peers| {
-        let count = 1 + peers.rank() as usize;
-        peers.all_reduce(&group(2), Reduction::Sum, vec![0.0; count]).unwrap_err();
-        peers.restart(1);
-        peers.all_reduce(&group(2), Reduction::Sum, vec![1.0; 3]).unwrap()
-    });
-    assert_eq!(sums, vec![vec![2.0; 3]; 2]);
-}
-
-#[test]
 fn groups_and_ranks_that_cannot_be_are_refused_and_harm_nothing() {
     together(2, |peers| {
         for wrong in [vec![], vec![0, 0, 1], vec![1 - peers.rank()], vec![0, 1, 2]] {
@@ -317,7 +295,6 @@ fn groups_and_ranks_that_cannot_be_are_refused_and_harm_nothing() {
         }
         assert!(peers.send(peers.rank(), vec![]).is_err());
         assert!(peers.recv(2, 0).is_err());
-        assert!(peers.broadcast(&group(2), 3, vec![]).is_err());
         assert!(peers.all_gather(&group(2), &[1, 1], vec![]).is_err());
         assert!(peers.reduce_scatter(&group(2), Reduction::Sum, vec![vec![]]).is_err());
         assert_eq!(peers.all_reduce(&group(2), Reduction::Sum, vec![1.0]).unwrap(), [2.0]);

@@ -13,15 +13,15 @@ use super::error::{Error, Result};
 use super::transfer::Transfer;
 use super::world::World;
 
-/// What happens to a tensor, and to its gradient.
+/// The redistribution of a tensor, and that of its gradient.
 #[derive(Debug, Clone)]
 pub struct Exchange {
     pub(crate) world: World,
     pub(crate) forward: Transfer,
     pub(crate) backward: Transfer,
-    /// What the gradient is multiplied by, for means.
+    /// Factor of the gradient, for means.
     pub(crate) scale: f32,
-    /// Why there is no gradient, if there is none.
+    /// The reason why the operation has no gradient, if it has none.
     pub(crate) no_gradient: Option<&'static str>,
 }
 
@@ -30,8 +30,8 @@ pub trait ParallelBackend: Backend {
     /// Takes this rank's part of a tensor to another layout, together with the other ranks.
     ///
     /// # Errors
-    /// Those of the collectives. An error in a backward pass is told by [`World::backward`], and
-    /// its gradients are NaN.
+    /// Those of the collectives. An error in a backward pass is returned by [`World::backward`],
+    /// and its gradients are NaN.
     fn exchange(local: FloatTensor<Self>, exchange: Exchange) -> Result<FloatTensor<Self>>;
 }
 
@@ -80,7 +80,7 @@ impl<B: ParallelBackend, C: CheckpointStrategy> ParallelBackend for Autodiff<B, 
 struct Redistribute;
 
 impl<B: ParallelBackend> Backward<B, 1> for Redistribute {
-    /// What happens to the gradient.
+    /// The redistribution of the gradient.
     type State = Exchange;
 
     fn backward(self, ops: Ops<Exchange, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {

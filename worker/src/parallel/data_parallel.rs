@@ -1,20 +1,31 @@
-//! Data parallelism: every rank has the whole module, and gradients are the mean over the ranks.
+//! Data parallelism: every rank has the whole module, and gradients are averaged over the ranks.
+//!
+//! The ranks are a job whose optimizer is `average`: version `v + 1` of it is the mean gradient of
+//! step `v`. So the servers compute the mean, in rank order.
 
 use std::collections::HashMap;
+use std::marker::PhantomData;
+use std::sync::Arc;
 
 use burn::module::{Module, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
-use zeroshard_client::Buckets;
-use zeroshard_proto::{DType, Reduction};
+use tokio::runtime::Handle;
+use zeroshard_client::{Absent, Buckets, Commit};
+use zeroshard_proto::optimizer::Average;
+use zeroshard_proto::{DType, JobSpec, Manifest, Optimizer, TensorBox, TensorSpec};
 
+use super::background::Pushes;
 use super::error::{Error, Result};
 use super::parameters::{self, Parameter};
+use super::remote::{Buffer, JobOptions, Remote, Seat};
 use super::world::Mesh;
 
 /// Bytes of a MB, as in Paddle's sizes.
 const MB: usize = 1 << 20;
+
+type Gradients = HashMap<ParamId, Vec<f32>>;
 
 /// How a [`DataParallel`] synchronises.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,8 +34,8 @@ pub struct DataParallelOptions {
     pub comm_buffer_size: usize,
     /// The first bucket, the last to be sent, once it has so many.
     pub last_comm_buffer_size: usize,
-    /// Whether a forward pass may leave parameters out. One that another rank used then counts as
-    /// zeros here.
+    /// Whether a forward pass may leave parameters out. The gradient of a rank that did not use a
+    /// parameter counts as zeros.
     pub find_unused_parameters: bool,
 }
 
@@ -36,32 +47,42 @@ impl Default for DataParallelOptions {
 
 /// A module that every rank of a mesh has, Paddle's and torch's `DataParallel`.
 ///
-/// burn's gradients are values, so a backward pass is called on it: it adds them to those that
-/// there are, and synchronises unless the *forward* pass was under [`Self::no_sync`].
+/// burn's gradients are values, so a backward pass is called on this type: it adds its gradients to
+/// those of earlier passes, and synchronises unless the *forward* pass was under [`Self::no_sync`].
+///
+/// The methods that synchronise block, and must not be called on a thread of the runtime.
 #[derive(Debug)]
 pub struct DataParallel<B: AutodiffBackend, M> {
     module: M,
     mesh: Mesh,
     options: DataParallelOptions,
-    /// Those that train.
-    parameters: Vec<Parameter>,
+    /// The parameters that train, by their numbers among all of them.
+    parameters: Vec<(usize, Parameter)>,
     buckets: Vec<Vec<usize>>,
+    average: Option<Averaging>,
     synchronises: bool,
-    gradients: HashMap<ParamId, Vec<f32>>,
-    backend: std::marker::PhantomData<B>,
+    gradients: Gradients,
+    backend: PhantomData<B>,
 }
 
-/// What a forward pass gave.
+/// The job that averages gradients, and its version. One rank alone needs none.
+#[derive(Debug)]
+struct Averaging {
+    remote: Arc<Remote>,
+    version: u64,
+}
+
+/// The result of a forward pass.
 #[derive(Debug)]
 pub struct Forward<T> {
-    /// Its result.
+    /// The output.
     pub output: T,
     /// Whether its backward pass synchronises.
     synchronises: bool,
 }
 
 impl<T> Forward<T> {
-    /// The same pass with a result made of its own: a loss, of outputs.
+    /// The same pass with another result, such as the loss of the output.
     pub fn map<U>(self, function: impl FnOnce(T) -> U) -> Forward<U> {
         Forward { output: function(self.output), synchronises: self.synchronises }
     }
@@ -69,17 +90,25 @@ impl<T> Forward<T> {
 
 impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
     /// Takes a module, on each rank of a mesh of one dimension; its parameters become those of the
-    /// mesh's first rank. With one rank it works, and sends nothing.
+    /// mesh's first rank. `job` is created; its name must be new, and not be used on another mesh.
+    /// With one rank it works, and uses no job.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a mesh that has not one dimension, and for a module without a
-    /// parameter that trains; [`crate::collectives::Error::Disagreement`] if another rank has other
-    /// parameters.
-    pub fn new(module: M, mesh: &Mesh, options: DataParallelOptions) -> Result<Self> {
+    /// [`Error::Invalid`] unless the mesh has one dimension, for a module without a parameter
+    /// that trains, and for a job that has taken steps already;
+    /// [`crate::collectives::Error::Disagreement`] if another rank has other parameters; those of
+    /// the cluster.
+    pub fn new(
+        module: M,
+        mesh: &Mesh,
+        options: DataParallelOptions,
+        job: &JobOptions,
+        runtime: &Handle,
+    ) -> Result<Self> {
         mesh.check_1d("data parallelism")?;
         let all = parameters::list(&module);
-        let parameters: Vec<Parameter> =
-            all.iter().filter(|parameter| parameter.trains).cloned().collect();
+        let parameters: Vec<(usize, Parameter)> =
+            all.iter().cloned().enumerate().filter(|(_, parameter)| parameter.trains).collect();
         if parameters.is_empty() {
             return Err(Error::invalid("number of parameters that train", 0, "1 or more"));
         }
@@ -88,16 +117,17 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
             .map(|parameter| format!("{} {:?}", parameter.path, parameter.shape))
             .collect();
         mesh.world().agree(mesh.process_mesh(), "the parameters", &described.join(", "))?;
-        let group = mesh.group(0)?;
-        let mut own = parameters::read(&module);
-        let mut values = Vec::with_capacity(all.len());
-        for parameter in &all {
-            let own = own.remove(&parameter.id).unwrap_or_default();
-            values.push((parameter, mesh.world().broadcast(&group, group[0], own)?));
-        }
-        let module = parameters::write(module, values);
-        let sizes: Vec<(usize, DType)> =
-            parameters.iter().map(|parameter| (4 * parameter.elements(), DType::F32)).collect();
+        let (module, average) = match mesh.process_mesh().size() {
+            1 => (module, None),
+            _ => {
+                let (module, average) = Averaging::start(module, &all, mesh, job, runtime)?;
+                (module, Some(average))
+            }
+        };
+        let sizes: Vec<(usize, DType)> = parameters
+            .iter()
+            .map(|(_, parameter)| (4 * parameter.elements(), DType::F32))
+            .collect();
         let buckets =
             Buckets::new(&sizes, options.comm_buffer_size * MB, options.last_comm_buffer_size * MB);
         Ok(Self {
@@ -106,9 +136,10 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
             options,
             parameters,
             buckets: buckets.buckets().to_vec(),
+            average,
             synchronises: true,
             gradients: HashMap::new(),
-            backend: std::marker::PhantomData,
+            backend: PhantomData,
         })
     }
 
@@ -132,8 +163,8 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
         Forward { output: run(&self.module), synchronises: self.synchronises }
     }
 
-    /// Runs something whose forward passes do not synchronise: what accumulates is part of the next
-    /// synchronisation.
+    /// Runs `run`, whose forward passes do not synchronise: their gradients accumulate, and are
+    /// part of the next synchronisation.
     pub fn no_sync<T>(&mut self, run: impl FnOnce(&mut Self) -> T) -> T {
         let before = std::mem::replace(&mut self.synchronises, false);
         let result = run(self);
@@ -141,53 +172,66 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
         result
     }
 
-    /// Runs a backward pass, adds its gradients to those that there are, and synchronises them,
+    /// Runs a backward pass, adds its gradients to those of earlier passes, and synchronises them,
     /// unless the forward pass was under [`Self::no_sync`].
     ///
     /// # Errors
     /// [`Error::UnusedParameter`] on every rank, if a rank has no gradient of a parameter; those of
-    /// the collectives.
+    /// the collectives and of the cluster. After [`zeroshard_proto::Error::StepAborted`] the
+    /// gradients are dropped, and all passes of the step have to be run again.
     pub fn backward<const D: usize>(&mut self, forward: Forward<Tensor<B, D>>) -> Result<()> {
         let gradients = self.mesh.world().backward(&forward.output)?;
         for (id, gradient) in parameters::gradients::<B, M>(&self.module, &gradients) {
             match self.gradients.get_mut(&id) {
-                Some(sum) => sum.iter_mut().zip(gradient).for_each(|(sum, value)| *sum += value),
+                Some(sum) => parameters::accumulate(sum, &gradient),
                 None => drop(self.gradients.insert(id, gradient)),
             }
         }
         if forward.synchronises { self.synchronise() } else { Ok(()) }
     }
 
-    /// Makes the gradients the mean over the ranks: Paddle's `fused_allreduce_gradients`, for what
-    /// ran under [`Self::no_sync`].
+    /// Makes the gradients the mean over the ranks: Paddle's `fused_allreduce_gradients`, for
+    /// passes that ran under [`Self::no_sync`].
     ///
     /// # Errors
     /// Those of [`Self::backward`].
     pub fn synchronise(&mut self) -> Result<()> {
-        let used = self.used()?;
-        let (world, group) = (self.mesh.world(), self.mesh.group(0)?);
-        // Backward makes gradients in about the reverse order.
-        for bucket in self.buckets.iter().rev() {
-            let bucket: Vec<&Parameter> = bucket
-                .iter()
-                .filter(|index| used[**index])
-                .map(|index| &self.parameters[*index])
-                .collect();
-            let mut data =
-                Vec::with_capacity(bucket.iter().map(|parameter| parameter.elements()).sum());
-            for parameter in &bucket {
-                match self.gradients.get(&parameter.id) {
-                    Some(gradient) => data.extend_from_slice(gradient),
-                    None => data.resize(data.len() + parameter.elements(), 0.0),
-                }
+        let mut gradients = std::mem::take(&mut self.gradients);
+        let unused = match &mut self.average {
+            None => {
+                let unused = self.parameters.iter().filter(|(_, p)| !gradients.contains_key(&p.id));
+                let absent = |(tensor, _): &(usize, Parameter)| Absent {
+                    tensor: *tensor,
+                    rank: 0,
+                    everywhere: true,
+                };
+                unused.map(absent).collect()
             }
-            let mut mean = world.all_reduce(&group, Reduction::Avg, data)?.into_iter();
-            for parameter in bucket {
-                self.gradients
-                    .insert(parameter.id, mean.by_ref().take(parameter.elements()).collect());
+            Some(average) => {
+                let (absent, mean) = average.step(&self.parameters, &self.buckets, gradients)?;
+                gradients = mean;
+                absent
             }
+        };
+        let first = unused.iter().min_by_key(|absent| (absent.rank, absent.tensor));
+        if let Some(&Absent { tensor, rank, .. }) = first
+            && !self.options.find_unused_parameters
+        {
+            let named = self.parameters.iter().find(|(number, _)| *number == tensor);
+            let parameter = named.map(|(_, parameter)| parameter.path.clone()).unwrap_or_default();
+            let rank = self.mesh.process_mesh().ranks()[rank as usize];
+            return Err(Error::UnusedParameter { parameter, rank });
         }
+        self.gradients = gradients;
         Ok(())
+    }
+
+    /// Leaves the job; the last of its ranks deletes it. Gradients are not synchronised afterwards.
+    ///
+    /// # Errors
+    /// Those of the cluster.
+    pub fn leave(&self) -> Result<()> {
+        self.average.as_ref().map_or(Ok(()), |average| Ok(average.remote.retire()?))
     }
 
     /// Takes the gradients, for an optimizer of burn's. A parameter that no rank used has none.
@@ -200,23 +244,82 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
     pub fn update(self, function: impl FnOnce(M) -> M) -> Self {
         Self { module: function(self.module), ..self }
     }
+}
 
-    /// Which parameters some rank used.
-    fn used(&self) -> Result<Vec<bool>> {
-        let here = |parameter: &Parameter| f32::from(self.gradients.contains_key(&parameter.id));
-        let here: Vec<f32> = self.parameters.iter().map(here).collect();
-        let group = self.mesh.group(0)?;
-        let all = self.mesh.world().all_gather(&group, &vec![here.len(); group.len()], here)?;
-        if !self.options.find_unused_parameters {
-            for (used, &rank) in all.iter().zip(&group) {
-                if let Some(unused) = used.iter().position(|used| *used == 0.0) {
-                    let parameter = self.parameters[unused].path.clone();
-                    return Err(Error::UnusedParameter { parameter, rank });
+impl Averaging {
+    /// Creates the job or joins it; the module's parameters become those of its first rank.
+    fn start<B: AutodiffBackend, M: Module<B>>(
+        module: M,
+        all: &[Parameter],
+        mesh: &Mesh,
+        job: &JobOptions,
+        runtime: &Handle,
+    ) -> Result<(M, Self)> {
+        let tensors = all.iter().map(|parameter| {
+            let shape: Vec<u64> = parameter.shape.iter().map(|&size| size as u64).collect();
+            TensorSpec { frozen: !parameter.trains, ..TensorSpec::new(&parameter.path, shape) }
+        });
+        let manifest = Manifest::new(tensors.collect())?;
+        let spec = JobSpec {
+            world: mesh.process_mesh().size() as u32,
+            min_servers: job.min_servers,
+            ..JobSpec::new(&job.name, manifest, vec![Optimizer::Average(Average::default())])
+        };
+        spec.validate()?;
+        // The job counts its ranks along the mesh, wherever the mesh lies in the world.
+        let rank = mesh.coordinate()[0] as u32;
+        let seat = Seat { rank, coordinator: &job.address, reached_at: "" };
+        let remote = Arc::new(Remote::join(runtime, job.options.clone(), &spec, seat)?);
+        if let Some(version) = remote.version().filter(|&version| version > 0) {
+            let what = format!("job {:?} of a DataParallel", job.name);
+            return Err(Error::invalid(what, format!("at version {version}"), "a new job"));
+        }
+        let mut own = parameters::read(&module);
+        remote.upload(|tensor| own.remove(&all[tensor].id).unwrap_or_default())?;
+        let initial = remote.read(0, whole(&spec, 0..all.len()))?;
+        let values = all.iter().zip(initial).map(|(parameter, buffer)| (parameter, buffer.values));
+        Ok((parameters::write(module, values), Self { remote, version: 0 }))
+    }
+
+    /// Pushes gradients, and reads their mean over the ranks. A parameter that no rank has a
+    /// gradient of has no mean.
+    fn step(
+        &mut self,
+        parameters: &[(usize, Parameter)],
+        buckets: &[Vec<usize>],
+        mut gradients: Gradients,
+    ) -> Result<(Vec<Absent>, Gradients)> {
+        let mut pushes = Pushes::new(self.remote.clone(), self.remote.runtime(), self.version);
+        let mut absent = Vec::new();
+        // Backward makes gradients in about the reverse order.
+        for bucket in buckets.iter().rev() {
+            let mut present = Vec::with_capacity(bucket.len());
+            for &index in bucket {
+                let (tensor, parameter) = &parameters[index];
+                match gradients.remove(&parameter.id) {
+                    Some(gradient) => present.push((*tensor, gradient)),
+                    None => absent.push(*tensor),
                 }
             }
+            pushes.push(present, ())?;
         }
-        Ok((0..self.parameters.len())
-            .map(|index| all.iter().any(|used| used[index] > 0.0))
-            .collect())
+        pushes.finish()?;
+        let tensors = parameters.iter().map(|(tensor, _)| *tensor);
+        let room = whole(self.remote.spec(), tensors);
+        let (report, means) =
+            self.remote.commit_and_read(self.version, &absent, Commit::default(), room)?;
+        self.version = report.version;
+        let averaged = |tensor: usize| {
+            !report.absent.iter().any(|absent| absent.tensor == tensor && absent.everywhere)
+        };
+        let means = parameters.iter().zip(means).filter(|((tensor, _), _)| averaged(*tensor));
+        let means = means.map(|((_, parameter), mean)| (parameter.id, mean.values)).collect();
+        Ok((report.absent, means))
     }
+}
+
+/// Room for whole tensors.
+fn whole(spec: &JobSpec, tensors: impl Iterator<Item = usize>) -> Vec<Buffer> {
+    let shape = |tensor: usize| TensorBox::whole(&spec.manifest.tensors()[tensor].shape);
+    tensors.map(|tensor| Buffer::zeros(tensor, shape(tensor))).collect()
 }

@@ -28,17 +28,17 @@ pub trait StaticLayer<B: ParallelBackend>: Module<B> + Parallelize<B> {
 /// A loss, of outputs and labels: one number.
 pub type Loss<B> = Box<dyn Fn(Vec<Value<B>>, Vec<Value<B>>) -> Result<Tensor<B, 1>> + Send + Sync>;
 
-/// What a data loader gives: the first batch says how many inputs and labels there are, and
-/// programs are made with it.
+/// A batch of a data loader. The first batch defines the number of inputs and labels, and the
+/// programs are traced with it.
 #[derive(Debug, Clone)]
 pub struct Batch<B: ParallelBackend> {
-    /// What the module gets.
+    /// Inputs of the module.
     pub inputs: Vec<Value<B>>,
-    /// What the loss gets.
+    /// Labels for the loss.
     pub labels: Vec<Value<B>>,
 }
 
-/// What a call gives.
+/// The result of a call.
 #[derive(Debug)]
 pub enum Outcome<B: ParallelBackend> {
     /// In train and eval mode.
@@ -49,7 +49,7 @@ pub enum Outcome<B: ParallelBackend> {
 
 /// A model in one of three modes. Made by [`to_static`].
 pub struct DistModel<B: ParallelBackend, M> {
-    /// INVARIANT: there, but for the moment in which its parameters are replaced.
+    /// INVARIANT: `Some`, except while its parameters are being replaced.
     layer: Option<M>,
     mesh: Mesh,
     sample: Batch<B>,
@@ -58,9 +58,10 @@ pub struct DistModel<B: ParallelBackend, M> {
     mode: Mode,
 }
 
-/// A model of a module, a loader's first batch, and what there is of loss and optimizer. With both
-/// it begins in train mode, with a loss alone in eval mode, without in predict mode. Parameters are
-/// those of the optimizer's job; without one, the module's.
+/// Makes a model of a module, the first batch of a loader, and optionally a loss and an optimizer.
+/// With both it begins in train mode, with a loss alone in eval mode, without a loss in predict
+/// mode. The parameters are those of the optimizer's job; without an optimizer, those of the
+/// module.
 ///
 /// # Errors
 /// [`Error::MissingPart`] for an optimizer without a loss.
@@ -88,7 +89,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         self.mode
     }
 
-    /// The optimizer, if there is one.
+    /// The optimizer, if the model has one.
     pub fn optimizer(&self) -> Option<&ServerOptimizer> {
         self.optimizer.as_ref()
     }
@@ -101,7 +102,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         self.optimizer.as_ref().ok_or_else(no_job)?.state_dict()
     }
 
-    /// Takes over what [`Self::state_dict`] gave, as [`ServerOptimizer::set_state_dict`]. Every
+    /// Loads a state of [`Self::state_dict`], as [`ServerOptimizer::set_state_dict`]. Every
     /// rank calls it.
     ///
     /// # Errors
@@ -130,7 +131,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
     /// From now on calls give outputs.
     ///
     /// # Errors
-    /// None: it needs nothing.
+    /// None.
     pub fn predict(&mut self) -> Result<()> {
         self.enter(Mode::Predict)
     }
@@ -173,7 +174,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         }
         if let Some(optimizer) = &self.optimizer {
             let layer = self.layer.take().expect("it is put back at once");
-            // Of a module whose pull failed nothing has changed that the next pull would not bring.
+            // After a failed pull the module is as before, and the next pull repeats all of it.
             let pulled = optimizer.pull(layer.clone());
             self.layer = Some(pulled.as_ref().map_or(layer, M::clone));
             pulled?;
@@ -211,7 +212,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         }
     }
 
-    /// What this rank does at a call in a mode; `None`: the current one.
+    /// The operations of this rank at a call in a mode; `None`: the current mode.
     ///
     /// # Errors
     /// [`Error::MissingPart`], and those of the layers.
@@ -229,7 +230,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         Ok(Program { mode, scope: Scope::Dist, kind: Kind::Main, operations })
     }
 
-    /// What this rank does once, before the first call in a mode.
+    /// The operations of this rank once, before the first call in a mode.
     ///
     /// # Errors
     /// [`Error::MissingPart`].
@@ -241,7 +242,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         Ok(Program { mode, scope: Scope::Dist, kind: Kind::Startup, operations })
     }
 
-    /// What one process with the whole model would do.
+    /// The operations of one process with the whole model.
     ///
     /// # Errors
     /// [`Error::MissingPart`].
@@ -263,7 +264,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         Ok(Program { mode, scope: Scope::Serial, kind: Kind::Main, operations })
     }
 
-    /// What one process with the whole model would do once, before.
+    /// The operations of one process with the whole model once, before the first call.
     ///
     /// # Errors
     /// [`Error::MissingPart`].
@@ -276,7 +277,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         Ok(Program { mode, scope: Scope::Serial, kind: Kind::Startup, operations })
     }
 
-    /// Runs the sample through with collectives that only note themselves down.
+    /// Records the operations of the sample batch, with collectives that are not executed.
     fn trace(&self, mode: Mode, operations: &mut Vec<Operation>) -> Result<()> {
         let world = self.mesh.world();
         let Batch { inputs, labels } = self.sample.clone();
@@ -312,7 +313,7 @@ impl<B: ParallelBackend, M> fmt::Debug for DistModel<B, M> {
     }
 }
 
-/// For what is of a job's parameters.
+/// The error of a model without an optimizer.
 fn no_job() -> Error {
     let expected = "made with an optimizer: a module alone has burn's own record";
     Error::invalid("model of a state", "without a job on the servers", expected)

@@ -1,11 +1,11 @@
 //! Tensors of which each rank of a mesh has its part.
 //!
-//! What is known of a gradient: that of a `Shard` is cut likewise; that of a `Partial` is whole on
-//! every rank, since each rank's part counts fully; and that of a `Replicate` is whole on every
-//! rank too. Where ranks use a replicated tensor for different things (a column-wise layer's
-//! input), their gradients are parts of a sum: [`DistTensor::to_local_with_gradient`] and the
-//! layers say so, and the sum is taken in backward. This is torch's DTensor, with what its
-//! `grad_placements` say.
+//! Placements of gradients: the gradient of a `Shard` is cut likewise; that of a `Partial` is whole
+//! on every rank, since each rank's part counts fully; and that of a `Replicate` is whole on every
+//! rank too. Where ranks use a replicated tensor for different computations (the input of a
+//! column-wise layer), their gradients are the terms of a sum: the layers and
+//! [`DistTensor::to_local_with_gradient`] declare this, and the sum is taken in the backward pass,
+//! as in torch's DTensor with `grad_placements`.
 
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive};
@@ -35,8 +35,8 @@ pub struct DistTensor<B: ParallelBackend> {
     shape: Vec<usize>,
     /// INVARIANT: one for each dimension of the mesh; `Shard` along a dimension of `shape`.
     placements: Vec<Placement>,
-    /// How the gradient of `local` will lie. INVARIANT: as the module says, but `Partial` is
-    /// possible for a `Replicate`.
+    /// Placements of the gradient of `local`. INVARIANT: those of the module documentation, except
+    /// that the gradient of a `Replicate` may be `Partial`.
     gradient: Vec<Placement>,
 }
 
@@ -206,7 +206,7 @@ impl<B: ParallelBackend> DistTensor<B> {
     /// replicated).
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the tensor has not `D` dimensions, and those of the collectives.
+    /// [`Error::Invalid`] unless the tensor has `D` dimensions, and those of the collectives.
     pub fn to_local<const D: usize>(self) -> Result<Tensor<B, D>> {
         let gradient: Vec<Placement> = self.placements.iter().map(gradient_of).collect();
         self.to_local_with_gradient(&gradient)
@@ -227,7 +227,7 @@ impl<B: ParallelBackend> DistTensor<B> {
     /// The whole tensor, on every rank.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the tensor has not `D` dimensions, and those of the collectives.
+    /// [`Error::Invalid`] unless the tensor has `D` dimensions, and those of the collectives.
     pub fn full<const D: usize>(self) -> Result<Tensor<B, D>> {
         let whole = vec![Placement::Replicate; self.placements.len()];
         self.reshard(&whole)?.to_local()
@@ -236,7 +236,7 @@ impl<B: ParallelBackend> DistTensor<B> {
     /// Applies an elementwise function, after taking sums that are not taken yet.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the tensor has not `D` dimensions or `function` changes the shape, and
+    /// [`Error::Invalid`] unless the tensor has `D` dimensions and `function` keeps the shape, and
     /// those of the collectives.
     pub fn map<const D: usize>(
         self,
@@ -326,7 +326,7 @@ impl<B: ParallelBackend> DistTensor<B> {
     }
 }
 
-/// How the gradient of a tensor lies, unless somebody says otherwise.
+/// Default placement of the gradient of a tensor.
 pub(crate) fn gradient_of(placement: &Placement) -> Placement {
     match placement {
         Placement::Shard(dim) => Placement::Shard(*dim),
@@ -358,13 +358,13 @@ pub(crate) fn plain<B: ParallelBackend, const D: usize>(
         return Err(Error::invalid(
             "number of dimensions",
             found,
-            format!("{D}, as the caller's type says"),
+            format!("{D}, the dimensions of the caller's type"),
         ));
     }
     Ok(Tensor::from_primitive(TensorPrimitive::Float(local)))
 }
 
-/// A tensor that may be distributed: what parallel layers take and give.
+/// A tensor that may be distributed: the inputs and outputs of parallel layers.
 #[derive(Debug, Clone)]
 pub enum Value<B: ParallelBackend> {
     /// A plain tensor of this rank's.

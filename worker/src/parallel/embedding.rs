@@ -10,8 +10,7 @@ use zeroshard_proto::DimPlacement as Placement;
 use super::backend::ParallelBackend;
 use super::dist_tensor::{DistTensor, PARTIAL, Value, primitive};
 use super::error::Result;
-use super::layer::{Placed, no_parameter};
-use super::world::Mesh;
+use super::placed::Placed;
 
 /// burn's [`Embedding`], which can be distributed. Made from one: `embedding.into()`.
 #[derive(Module, Debug)]
@@ -55,24 +54,6 @@ impl<B: ParallelBackend> ParallelEmbedding<B> {
         };
         let output = DistTensor::assembled(primitive(local), placed.mesh.clone(), shape, output)?;
         placed.output.apply(output, &placed.mesh)
-    }
-
-    pub(crate) fn shard(
-        &mut self,
-        parameter: &str,
-        mesh: &Mesh,
-        placements: &[Placement],
-    ) -> Result<()> {
-        match parameter {
-            "weight" => {
-                Placed::shard(&mut self.placed, "weight", &mut self.weight, mesh, placements)
-            }
-            _ => Err(no_parameter(parameter, "weight: an embedding has no other")),
-        }
-    }
-
-    pub(crate) fn parameters(&self) -> Vec<(&'static str, bool)> {
-        vec![("weight", Placed::has(&self.placed, "weight"))]
     }
 }
 

@@ -1,4 +1,4 @@
-//! What can go wrong with distributed tensors and layers.
+//! Errors of distributed tensors and layers.
 
 use std::fmt;
 
@@ -6,17 +6,17 @@ use thiserror::Error;
 
 use crate::collectives;
 
-/// Why something could not be distributed, or did not go on.
+/// An error of a distributed tensor, layer or model.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum Error {
-    /// What was asked for cannot be: a mesh of the wrong rank, a placement along a dimension that
-    /// is not there, ...
+    /// Invalid arguments, such as a mesh of the wrong rank or a placement along an unknown
+    /// dimension, and errors of the cluster.
     #[error(transparent)]
     Invalid(#[from] zeroshard_proto::Error),
     /// An operation among the ranks.
     #[error(transparent)]
     Collective(#[from] collectives::Error),
-    /// A key of a plan that no layer matches.
+    /// No layer matches a key of a plan.
     #[error("plan key {key:?} matches no layer; the layers are {layers:?}")]
     UnmatchedKey {
         /// The key.
@@ -24,8 +24,8 @@ pub enum Error {
         /// All layers.
         layers: Vec<String>,
     },
-    /// A style for a layer of a type that it does not know.
-    #[error("{style} cannot be applied to layer {layer:?}, which is {kind}; it is for {expected}")]
+    /// A style does not support the type of a layer.
+    #[error("{style} does not support layer {layer:?}, which is {kind}; it supports {expected}")]
     Unsupported {
         /// The style.
         style: String,
@@ -33,27 +33,27 @@ pub enum Error {
         layer: String,
         /// The layer's type.
         kind: String,
-        /// What the style is for.
+        /// The types that the style supports.
         expected: &'static str,
     },
-    /// A layer that is distributed already.
-    #[error("layer {layer:?} is parallel already: a layer is made so once")]
+    /// A layer is already distributed.
+    #[error("layer {layer:?} is already parallel: apply one style or `shard` call to each layer")]
     AlreadyParallel {
         /// The layer's path.
         layer: String,
     },
-    /// A mode whose parts are missing.
-    #[error("mode {mode:?} needs {missing}, which this model was made without")]
+    /// A mode needs a loss or an optimizer that the model does not have.
+    #[error("mode {mode:?} needs {missing}: pass it to `to_static`")]
     MissingPart {
         /// The mode.
         mode: &'static str,
-        /// What it needs.
+        /// The missing part.
         missing: &'static str,
     },
-    /// A parameter that has no gradient on this rank.
+    /// A parameter has no gradient on a rank.
     #[error(
-        "parameter {parameter:?} has no gradient on rank {rank}: the forward pass did not use it. Say \
-         `find_unused_parameters` if that is meant"
+        "parameter {parameter:?} has no gradient on rank {rank}: the forward pass did not use it; \
+         set `find_unused_parameters` if that is intended"
     )]
     UnusedParameter {
         /// The parameter's path.

@@ -1,7 +1,7 @@
 //! ZeRO's levels for a module: Paddle's `group_sharded_parallel`.
 //!
-//! Optimizer state is on the shard servers at every level. The levels say what else a worker does
-//! without:
+//! Optimizer state is on the shard servers at every level. The levels differ in the lifetimes of
+//! parameters and gradients in a worker:
 //!
 //! | level | parameters | gradients |
 //! |---|---|---|
@@ -9,10 +9,10 @@
 //! | `os_g` | stay | each is pushed and freed as it is taken out of burn's, in buckets |
 //! | `p_g_os` | from a forward pass to its backward pass | as `os_g` |
 //!
-//! Nothing can put itself between a burn module and its layers, so the unit is the module that is
-//! given: all of its parameters come and go together. (The trainer, which knows its model's
-//! segments, has one segment's at a time: [`crate::levels`].) And burn gives the gradients of a
-//! pass once the pass is over, so none is pushed before.
+//! The layers of a burn module cannot be intercepted, so all parameters of the module are pulled
+//! and freed together. (The trainer knows the segments of its model, and holds one segment's
+//! parameters at a time: `trainer::levels`.) burn returns the gradients of a pass at its end, so
+//! none is pushed before.
 
 use std::collections::HashMap;
 use std::marker::PhantomData;
@@ -22,15 +22,15 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 use tokio::runtime::Handle;
-use zeroshard_client::{Commit, StepReport, TensorData};
+use zeroshard_client::{Commit, StepReport};
 
 use super::backend::ParallelBackend;
 use super::error::{Error, Result};
 use super::layer::Parallelize;
+use super::level::Level;
 use super::parameters;
 use super::server_optimizer::{ServerOptimizer, ServerOptions, StateTensor, shard_optimizer};
 use super::world::Mesh;
-use crate::levels::Level;
 
 /// Elements of a bucket of gradients: Paddle's `buffer_max_size`.
 const BUFFER_MAX_SIZE: usize = 1 << 23;
@@ -38,8 +38,8 @@ const BUFFER_MAX_SIZE: usize = 1 << 23;
 /// A module that trains at one of ZeRO's levels. Made by [`group_sharded_parallel`].
 ///
 /// A step is any number of [`Self::forward`] and [`Self::backward`], whose gradients add up, and
-/// then [`Self::step`], which alone sends them: what Paddle does under `no_sync`. The level changes
-/// nothing in the bits.
+/// then [`Self::step`], which alone sends them, as Paddle does under `no_sync`. The level does not
+/// change the bits of the result.
 #[derive(Debug)]
 pub struct GroupSharded<B: AutodiffBackend, M> {
     module: M,
@@ -48,11 +48,11 @@ pub struct GroupSharded<B: AutodiffBackend, M> {
     optimizer: ServerOptimizer,
     buffer_max_size: usize,
     loss_scale: f64,
-    /// The version of the module's parameters; `None`: they are given up, or never came.
+    /// The version of the module's parameters; `None`: they are freed, or were never pulled.
     here: Option<u64>,
-    /// Of the last backward pass, as burn gave them.
+    /// Gradients of the last backward pass, as burn returned them.
     last: GradientsParams,
-    /// Sums of those of the passes before.
+    /// Sums of the gradients of the passes before.
     sums: HashMap<ParamId, Vec<f32>>,
     /// Sum of the passes' losses.
     loss: Option<f64>,
@@ -60,8 +60,8 @@ pub struct GroupSharded<B: AutodiffBackend, M> {
 }
 
 /// Makes a module's parameters a job on the servers, as [`shard_optimizer`] does, and trains it at
-/// a level of ZeRO. Distributed parameters travel as boxes; of what is not distributed the servers
-/// take the mean over the mesh.
+/// a level of ZeRO. Distributed parameters are transferred as boxes; the gradients of the others
+/// are averaged over the mesh by the servers.
 ///
 /// The methods of the result block, and must not be called on a thread of `runtime`.
 ///
@@ -105,7 +105,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
     }
 
     /// Losses are multiplied by this from now on, and the servers divide the gradients by it. A
-    /// step whose gradients overflow is skipped, and its report says so.
+    /// step whose gradients overflow is skipped, and reported as not applied.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a scale that is not positive, and while gradients of another one wait
@@ -150,8 +150,8 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
         run(&self.module)
     }
 
-    /// Runs something with the current parameters that no backward pass follows: what was not there
-    /// is given up again.
+    /// Runs `run` with the current parameters, without a backward pass. Parameters that were pulled
+    /// for it are freed afterwards.
     ///
     /// # Errors
     /// Those of the cluster, and of `run`.
@@ -181,8 +181,8 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
         let gradients = self.mesh.world().backward(&loss.mul_scalar(self.loss_scale))?;
         let gradients = GradientsParams::from_grads(gradients, &self.module);
         if gradients.is_empty() {
-            let expected = "of a forward pass since the parameters came: since the last step, and at p_g_os \
-                            since the last backward pass";
+            let expected = "of a forward pass since the last step, and at p_g_os since the last \
+                            backward pass";
             return Err(Error::invalid("loss", "of no parameter that is here", expected));
         }
         let mut before = std::mem::replace(&mut self.last, gradients);
@@ -198,7 +198,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
         Ok(value)
     }
 
-    /// Pushes what the backward passes added up, and has the step applied. The report's loss is the
+    /// Pushes the sums of the backward passes, and has the step applied. The report's loss is the
     /// sum over the passes, and the mean over the ranks. A rank without a backward pass may step
     /// too: its gradients count as zeros, and the report has no loss.
     ///
@@ -207,16 +207,16 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
     /// be run again.
     pub fn step(&mut self) -> Result<StepReport> {
         if self.loss.is_none() {
-            // A rank that ran nothing has not waited until the job has begun.
+            // A rank without a forward pass has not waited for version 0.
             self.fetch()?;
         }
         let (mut last, mut sums) = (std::mem::take(&mut self.last), std::mem::take(&mut self.sums));
         let loss = self.loss.take();
         self.release();
         let limit = if self.level == Level::Os { usize::MAX } else { self.buffer_max_size };
-        let optimizer = &self.optimizer;
+        let mut pushes = self.optimizer.pushes();
         let mut numbers: HashMap<ParamId, usize> =
-            optimizer.trained().map(|(number, parameter)| (parameter.id, number)).collect();
+            self.optimizer.trained().map(|(number, parameter)| (parameter.id, number)).collect();
         let (mut bucket, mut elements, mut absent) = (Vec::new(), 0, Vec::new());
         parameters::drain(&self.module, &mut last, |id, gradient| {
             // A parameter that several layers share comes once.
@@ -230,14 +230,15 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
                 }
             };
             elements += gradient.len();
-            bucket.push(TensorData { tensor, data: gradient.into() });
+            bucket.push((tensor, gradient));
             if elements < limit {
                 return Ok(());
             }
             elements = 0;
-            optimizer.push(std::mem::take(&mut bucket))
+            pushes.push(std::mem::take(&mut bucket), ())
         })?;
-        optimizer.push(bucket)?;
+        pushes.push(bucket, ())?;
+        pushes.finish()?;
         let commit = Commit { loss, loss_scale: self.loss_scale, ..Commit::default() };
         self.optimizer.commit(&absent, commit)
     }
@@ -250,7 +251,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
         self.optimizer.state_dict()
     }
 
-    /// Takes over what [`Self::state_dict`] gave, as [`ServerOptimizer::set_state_dict`]; gradients
+    /// Loads a state of [`Self::state_dict`], as [`ServerOptimizer::set_state_dict`]; gradients
     /// that wait for a step are dropped. Every rank calls it.
     ///
     /// # Errors
@@ -271,7 +272,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
         Ok(())
     }
 
-    /// Gives the parameters up, at the level that does.
+    /// Frees the parameters at level `p_g_os`.
     fn release(&mut self) {
         if self.level == Level::PGOs {
             self.module = parameters::give_up(self.module.clone());
@@ -280,9 +281,9 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
     }
 }
 
-/// In f32, in the order of the passes.
+/// The sum of gradients in f32, in the order of the passes.
 fn add(sum: Option<Vec<f32>>, gradient: Vec<f32>) -> Vec<f32> {
     let Some(mut sum) = sum else { return gradient };
-    sum.iter_mut().zip(gradient).for_each(|(sum, value)| *sum += value);
+    parameters::accumulate(&mut sum, &gradient);
     sum
 }

@@ -1,4 +1,4 @@
-//! What happens to the inputs and outputs of a module that has layers of its own.
+//! Redistribution of the inputs and outputs of a module that has layers of its own.
 
 use zeroshard_proto::DimPlacement as Placement;
 
@@ -7,16 +7,16 @@ use super::dist_tensor::{DistTensor, Value};
 use super::error::{Error, Result};
 use super::world::Mesh;
 
-/// A place for what prepares a module's inputs and outputs. A module keeps one (`#[module(skip)]`),
-/// shows it in [`super::Parallelize::hooks`], and lets its inputs and outputs pass through it in
-/// forward. Without a plan nothing happens to them.
+/// Redistributes a module's inputs and outputs. A module has one as a field (`#[module(skip)]`),
+/// returns it from [`super::Parallelize::hooks`], and passes its inputs and outputs through it in
+/// the forward pass. Without a plan they are not changed.
 #[derive(Debug, Clone, Default)]
 pub struct Hooks {
     pub(crate) inputs: Option<Prepared>,
     pub(crate) outputs: Option<Prepared>,
 }
 
-/// What tensors are, and what they become.
+/// Layouts of tensors before and after.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Prepared {
     pub(crate) mesh: Mesh,
@@ -53,7 +53,7 @@ fn apply<B: ParallelBackend>(
 ) -> Result<Vec<Value<B>>> {
     let Some(Prepared { mesh, layouts, desired, local }) = prepared else { return Ok(values) };
     if values.len() != layouts.len() {
-        let expected = format!("{}, as the plan has it", layouts.len());
+        let expected = format!("{}, as in the plan", layouts.len());
         return Err(Error::invalid(format!("number of {what}"), values.len(), expected));
     }
     let pairs = values.into_iter().zip(layouts).zip(desired);

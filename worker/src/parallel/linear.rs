@@ -9,8 +9,7 @@ use zeroshard_proto::DimPlacement as Placement;
 use super::backend::ParallelBackend;
 use super::dist_tensor::{DistTensor, PARTIAL, Value, gradient_of, primitive};
 use super::error::{Error, Result};
-use super::layer::{Placed, no_parameter, undistributed};
-use super::world::Mesh;
+use super::placed::{Placed, undistributed};
 
 /// burn's [`Linear`], `x W + b`, which can be distributed. Made from one: `linear.into()`.
 ///
@@ -46,13 +45,7 @@ impl<B: ParallelBackend> ParallelLinear<B> {
             });
         };
         let size = placed.size("weight", 0, self.weight.dims()[0]);
-        let input = match placed.input.apply(input.into(), &placed.mesh, size)? {
-            Value::Dist(input) => input,
-            Value::Local(local) => {
-                let whole = vec![Placement::Replicate; placed.mesh.process_mesh().ndim()];
-                DistTensor::from_primitive(local, &placed.mesh, &whole)?
-            }
-        };
+        let input = placed.prepare_input(input.into(), size)?;
         let output = self.apply(placed, input)?;
         placed.output.apply(output, &placed.mesh)
     }
@@ -104,33 +97,9 @@ impl<B: ParallelBackend> ParallelLinear<B> {
         let local = B::linear(input, weight, bias);
         DistTensor::assembled(local, placed.mesh.clone(), shape, output)
     }
-
-    pub(crate) fn shard(
-        &mut self,
-        parameter: &str,
-        mesh: &Mesh,
-        placements: &[Placement],
-    ) -> Result<()> {
-        match (parameter, &mut self.bias) {
-            ("weight", _) => {
-                Placed::shard(&mut self.placed, "weight", &mut self.weight, mesh, placements)
-            }
-            ("bias", Some(bias)) => Placed::shard(&mut self.placed, "bias", bias, mesh, placements),
-            _ => Err(no_parameter(parameter, "weight, or bias if the linear layer has one")),
-        }
-    }
-
-    pub(crate) fn parameters(&self) -> Vec<(&'static str, bool)> {
-        let bias = self.bias.iter().map(|_| "bias");
-        ["weight"]
-            .into_iter()
-            .chain(bias)
-            .map(|name| (name, Placed::has(&self.placed, name)))
-            .collect()
-    }
 }
 
-/// What happens along one dimension of the mesh.
+/// The placements along one dimension of the mesh.
 struct Way {
     input: Placement,
     input_gradient: Placement,

@@ -8,8 +8,7 @@ use zeroshard_proto::DimPlacement as Placement;
 use super::backend::ParallelBackend;
 use super::dist_tensor::{DistTensor, PARTIAL, Value, primitive};
 use super::error::{Error, Result};
-use super::layer::{Placed, no_parameter, undistributed};
-use super::world::Mesh;
+use super::placed::{Placed, undistributed};
 
 /// burn's `LayerNorm` (Ba, Kiros, Hinton 2016), which can run on rows that are distributed.
 #[derive(Module, Debug)]
@@ -49,13 +48,7 @@ impl<B: ParallelBackend> ParallelNorm<B> {
             });
         };
         let size = placed.size("weight", 0, self.weight.dims()[0]);
-        let input = match placed.input.apply(input.into(), &placed.mesh, size)? {
-            Value::Dist(input) => input,
-            Value::Local(local) => {
-                let whole = vec![Placement::Replicate; placed.mesh.process_mesh().ndim()];
-                DistTensor::from_primitive(local, &placed.mesh, &whole)?
-            }
-        };
+        let input = placed.prepare_input(input.into(), size)?;
         let weight = placed.dist("weight", &self.weight)?;
         if input.shape().last() != weight.shape().first() || *input.mesh() != placed.mesh {
             let expected = format!("[..., {}] on {:?}", weight.shape()[0], placed.mesh);
@@ -85,29 +78,5 @@ impl<B: ParallelBackend> ParallelNorm<B> {
         placed
             .output
             .apply(DistTensor::assembled(local, placed.mesh.clone(), shape, along)?, &placed.mesh)
-    }
-
-    pub(crate) fn shard(
-        &mut self,
-        parameter: &str,
-        mesh: &Mesh,
-        placements: &[Placement],
-    ) -> Result<()> {
-        match (parameter, &mut self.bias) {
-            ("weight", _) => {
-                Placed::shard(&mut self.placed, "weight", &mut self.weight, mesh, placements)
-            }
-            ("bias", Some(bias)) => Placed::shard(&mut self.placed, "bias", bias, mesh, placements),
-            _ => Err(no_parameter(parameter, "weight, or bias if the norm has one")),
-        }
-    }
-
-    pub(crate) fn parameters(&self) -> Vec<(&'static str, bool)> {
-        let bias = self.bias.iter().map(|_| "bias");
-        ["weight"]
-            .into_iter()
-            .chain(bias)
-            .map(|name| (name, Placed::has(&self.placed, name)))
-            .collect()
     }
 }

@@ -14,7 +14,7 @@ pub(crate) struct Parameter {
     pub(crate) id: ParamId,
     /// "blocks.0.up.weight".
     pub(crate) path: String,
-    /// Of what this rank has.
+    /// Shape of the part that this rank has.
     pub(crate) shape: Vec<usize>,
     pub(crate) trains: bool,
 }
@@ -134,8 +134,9 @@ pub(crate) fn gradients<B: AutodiffBackend, M: Module<B>>(
     taker.1
 }
 
-/// Takes a module's gradients out one by one, each parameter's with its id, or that there is none:
-/// what `run` got is freed before the next is read. Stops at its first error.
+/// Removes a module's gradients one by one, and calls `run` with each parameter's id and gradient
+/// (`None`: the parameter has none). A gradient can be freed before the next one is read. Stops at
+/// the first error of `run`.
 pub(crate) fn drain<B: AutodiffBackend, M: Module<B>, E>(
     module: &M,
     gradients: &mut GradientsParams,
@@ -161,6 +162,11 @@ pub(crate) fn drain<B: AutodiffBackend, M: Module<B>, E>(
     let mut drainer = Drainer { gradients, run, result: Ok(()) };
     module.visit(&mut drainer);
     drainer.result
+}
+
+/// Adds a gradient to a sum: in f32, so the order of the calls determines the bits.
+pub(crate) fn accumulate(sum: &mut [f32], gradient: &[f32]) {
+    sum.iter_mut().zip(gradient).for_each(|(sum, value)| *sum += value);
 }
 
 /// Gradients as burn's optimizers take them.

@@ -16,7 +16,7 @@ use super::world::Mesh;
 ///
 /// # Errors
 /// [`Error::UnmatchedKey`], [`Error::Unsupported`], [`Error::AlreadyParallel`], [`Error::Invalid`]
-/// for a mesh that has not one dimension; [`crate::collectives::Error::Disagreement`] if another
+/// unless the mesh has one dimension; [`crate::collectives::Error::Disagreement`] if another
 /// rank has another plan.
 pub fn parallelize_module<B: ParallelBackend, M: Parallelize<B>>(
     mut module: M,
@@ -78,7 +78,7 @@ fn fnmatch(pattern: &[char], text: &[char]) -> bool {
     }
 }
 
-/// What stands behind `[`: which characters it means, and what follows `]`.
+/// Parses a character class after its `[`: the class, and the rest of the pattern after `]`.
 fn class(pattern: &[char]) -> Option<(impl Fn(char) -> bool, &[char])> {
     let negated = pattern.first() == Some(&'!');
     let body = &pattern[usize::from(negated)..];

@@ -1,4 +1,4 @@
-//! What happens to the input and output of a parallel layer: the functions of torch's first
+//! Redistribution of the input and output of a parallel layer: the functions of torch's first
 //! tensor-parallel module, by their names there. Meshes have one dimension.
 //!
 //! A plain tensor that comes in *is* this rank's part; a distributed one is redistributed. Where no
@@ -15,8 +15,8 @@ use super::world::Mesh;
 /// A tensor sharded along `dim` ([`LAST`] is possible).
 ///
 /// # Errors
-/// All of these functions: [`Error::Invalid`] for a mesh that has not one dimension, for a plain
-/// tensor without a mesh and for a dimension that there is not; those of the collectives.
+/// All of these functions: [`Error::Invalid`] unless the mesh has one dimension, for a plain
+/// tensor without a mesh and for an unknown dimension; those of the collectives.
 pub fn make_input_shard_1d<B: ParallelBackend>(
     input: impl Into<Value<B>>,
     mesh: Option<&Mesh>,
@@ -129,7 +129,7 @@ pub enum PrepareInput {
     ReshardReplicate,
     /// [`make_input_replicate_1d`].
     Replicate1d,
-    /// Today's keywords: what a plain tensor is, and what the layer wants.
+    /// torch's current keywords: the layout of a plain tensor, and the one that the layer needs.
     Layouts {
         /// `input_layouts`.
         input: Placement,
@@ -139,7 +139,7 @@ pub enum PrepareInput {
 }
 
 impl PrepareInput {
-    /// What a plain tensor is taken for.
+    /// The layout of a plain tensor.
     fn plain(self) -> Option<Placement> {
         match self {
             Self::AsIs => None,

@@ -1,4 +1,4 @@
-//! What a rank does in a mode, in order: a program that can be read.
+//! The operations of a rank in a mode, in order: a program that can be printed.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use zeroshard_proto::TensorBox;
 
 use super::world::Call;
 
-/// What a [`super::DistModel`] does when it is called.
+/// The mode of a [`super::DistModel`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
@@ -66,7 +66,7 @@ pub enum Operation {
     Loss,
     /// Gradients are computed.
     Backward,
-    /// Ranks exchange what they have.
+    /// Ranks exchange data.
     Collective(Call),
     /// Gradients go to the servers.
     Push(Part),
@@ -77,18 +77,18 @@ pub enum Operation {
     },
 }
 
-/// A box of a tensor on its way.
+/// A box of a tensor that is transferred.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Part {
     /// The tensor's name.
     pub tensor: String,
-    /// What of it.
+    /// The box.
     pub area: TensorBox,
     /// Payload.
     pub bytes: u64,
 }
 
-/// What happens in a mode, in order.
+/// The operations of a mode, in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {
     /// The mode.

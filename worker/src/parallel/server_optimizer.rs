@@ -2,48 +2,44 @@
 //! `shard_optimizer`.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use burn::module::{Module, ParamId};
 use burn::tensor::backend::AutodiffBackend;
 use tokio::runtime::Handle;
-use zeroshard_client::{Cluster, Commit, Job, Options, StepReport, Target, TensorData, Traffic};
+use zeroshard_client::{Commit, StepReport, Traffic};
 use zeroshard_proto::{
     DimPlacement as Placement, JobSpec, Manifest, Optimizer, Policy, Reduction, TensorBox,
     TensorLayout, TensorSpec, geometry::LocalTensor,
 };
 
 use super::backend::ParallelBackend;
+use super::background::Pushes;
 use super::error::{Error, Result};
-use super::layer::{Layer, Parallelize, PlacedParameter, walk};
+use super::layer::{Layer, Parallelize, walk};
 use super::parameters::{self, Parameter};
+use super::placed::PlacedParameter;
 use super::program::Part;
+use super::remote::{Buffer, JobOptions, Remote, Seat};
 use super::transfer::cut;
 use super::world::Mesh;
 
-/// A job on the servers.
+/// A job that trains a module.
 #[derive(Debug, Clone)]
 pub struct ServerOptions {
-    /// The coordinator's address.
-    pub address: String,
-    /// The job's name; one that exists is continued.
-    pub job: String,
-    /// What the servers apply.
+    /// The job; one that exists is continued.
+    pub job: JobOptions,
+    /// The optimizer that the servers apply.
     pub optimizer: Optimizer,
     /// Clip by global norm: each element of a distributed parameter counts once.
     pub max_norm: Option<f64>,
-    /// Servers to wait for.
-    pub min_servers: u32,
-    /// How to talk to them.
-    pub options: Options,
 }
 
 /// The optimizer of a module, on the shard servers: each rank pulls and pushes the boxes that its
 /// placements give it.
 #[derive(Debug)]
 pub struct ServerOptimizer {
-    runtime: Handle,
-    cluster: Cluster,
-    job: Job,
+    remote: Arc<Remote>,
     /// By number in the manifest.
     parameters: Vec<Parameter>,
     settings: ServerOptions,
@@ -69,7 +65,7 @@ pub struct StateTensor {
 /// The methods of the result block, and must not be called on a thread of `runtime`.
 ///
 /// # Errors
-/// [`Error::Invalid`] for a job that cannot be, and those of the cluster.
+/// [`Error::Invalid`] for an invalid job, and those of the cluster.
 pub fn shard_optimizer<B: ParallelBackend, M: Module<B> + Parallelize<B>>(
     layer: &mut M,
     mesh: &Mesh,
@@ -103,41 +99,23 @@ pub fn shard_optimizer<B: ParallelBackend, M: Module<B> + Parallelize<B>>(
     }
     let spec = JobSpec {
         world: mesh.process_mesh().size() as u32,
-        min_servers: settings.min_servers,
+        min_servers: settings.job.min_servers,
         meshes: vec![mesh.process_mesh().clone()],
-        ..JobSpec::new(&settings.job, Manifest::new(tensors)?, vec![settings.optimizer])
+        ..JobSpec::new(&settings.job.name, Manifest::new(tensors)?, vec![settings.optimizer])
     };
     spec.validate()?;
     let mut values = parameters::read(layer);
-    let (cluster, job, version) = runtime.block_on(async {
-        let cluster = Cluster::connect(&settings.address, settings.options.clone()).await?;
-        let job = enter(&cluster, &spec, mesh.rank()).await?;
-        let version = job.version();
-        if version.is_none() {
-            let own = |tensor: usize| values.remove(&parameters[tensor].id).unwrap_or_default();
-            upload(&job, own).await?;
-        }
-        Ok::<_, zeroshard_proto::Error>((cluster, job, version.unwrap_or(0)))
-    })?;
-    Ok(ServerOptimizer { runtime: runtime.clone(), cluster, job, parameters, settings, version })
-}
-
-async fn enter(cluster: &Cluster, spec: &JobSpec, rank: u32) -> zeroshard_proto::Result<Job> {
-    cluster.create_job(spec).await?;
-    cluster.join(&spec.name, rank).await
-}
-
-/// Uploads what the job begins with: `own` gives what this rank has of a tensor.
-async fn upload(job: &Job, mut own: impl FnMut(usize) -> Vec<f32>) -> zeroshard_proto::Result<()> {
-    for tensor in 0..job.spec().manifest.tensors().len() {
-        if job.uploads(tensor)? {
-            job.initialise(vec![TensorData { tensor, data: own(tensor).into() }]).await?;
-        }
+    let seat = Seat { rank: mesh.rank(), coordinator: &settings.job.address, reached_at: "" };
+    let remote = Remote::join(runtime, settings.job.options.clone(), &spec, seat)?;
+    let version = remote.version();
+    if version.is_none() {
+        remote.upload(|tensor| values.remove(&parameters[tensor].id).unwrap_or_default())?;
     }
-    Ok(())
+    let (remote, version) = (Arc::new(remote), version.unwrap_or(0));
+    Ok(ServerOptimizer { remote, parameters, settings, version })
 }
 
-/// How a gradient lies on the job's mesh.
+/// Placements of a gradient on the job's mesh.
 fn lie(mesh: &Mesh, own: &Mesh, placements: &[Placement]) -> Result<Vec<Placement>> {
     let names = mesh.process_mesh().names();
     if let Some(name) = own.process_mesh().names().iter().find(|name| !names.contains(name)) {
@@ -146,26 +124,6 @@ fn lie(mesh: &Mesh, own: &Mesh, placements: &[Placement]) -> Result<Vec<Placemen
     }
     let along = |name: &String| own.process_mesh().dim(name).map_or(mean(), |dim| placements[dim]);
     Ok(names.iter().map(along).collect())
-}
-
-/// Leaves a job; the last of its ranks deletes it.
-async fn retire(cluster: &Cluster, job: &Job) -> zeroshard_proto::Result<()> {
-    job.leave().await?;
-    let name = &job.spec().name;
-    if cluster
-        .status()
-        .await?
-        .jobs
-        .iter()
-        .any(|other| other.name == *name && other.joined.is_empty())
-    {
-        match cluster.delete_job(name).await {
-            // Two were the last.
-            Err(zeroshard_proto::Error::UnknownJob { .. }) => {}
-            result => result?,
-        }
-    }
-    Ok(())
 }
 
 /// "name.1" after "name", "name.2" after that.
@@ -190,17 +148,17 @@ impl ServerOptimizer {
 
     /// The job's name: [`Self::set_state_dict`] goes on with another.
     pub fn job(&self) -> &str {
-        &self.job.spec().name
+        &self.remote.spec().name
     }
 
     /// This rank.
     pub fn rank(&self) -> u32 {
-        self.job.rank()
+        self.remote.rank()
     }
 
     /// Bytes moved by this rank.
     pub fn traffic(&self) -> Traffic {
-        self.job.traffic()
+        self.remote.traffic()
     }
 
     /// The optimizer's name.
@@ -213,11 +171,8 @@ impl ServerOptimizer {
     /// # Errors
     /// Those of the cluster.
     pub fn pull<B: ParallelBackend, M: Module<B>>(&self, layer: M) -> Result<M> {
-        let mut values: Vec<Vec<f32>> =
-            self.parameters.iter().map(|parameter| vec![0.0; parameter.elements()]).collect();
-        let targets =
-            values.iter_mut().enumerate().map(|(tensor, values)| Target::new(tensor, values));
-        self.runtime.block_on(self.job.pull(self.version, targets.collect()))?;
+        let area = |tensor| self.remote.spec().local_box(tensor, self.remote.rank());
+        let values = self.read(area)?.into_iter().map(|buffer| buffer.values);
         Ok(parameters::write(layer, self.parameters.iter().zip(values)))
     }
 
@@ -235,35 +190,31 @@ impl ServerOptimizer {
         let (mut here, mut absent) = (Vec::new(), Vec::new());
         for (tensor, parameter) in self.trained() {
             match gradients.remove(&parameter.id) {
-                Some(gradient) => here.push(TensorData { tensor, data: gradient.into() }),
+                Some(gradient) => here.push((tensor, gradient)),
                 None => absent.push(tensor),
             }
         }
-        self.push(here)?;
+        let mut pushes = self.pushes();
+        pushes.push(here, ())?;
+        pushes.finish()?;
         self.commit(&absent, Commit { loss: Some(loss), ..Commit::default() })
     }
 
-    /// What trains, with its number in the manifest.
+    /// The parameters that train, with their numbers in the manifest.
     pub(crate) fn trained(&self) -> impl Iterator<Item = (usize, &Parameter)> {
         self.parameters.iter().enumerate().filter(|(_, parameter)| parameter.trains)
     }
 
-    /// Pushes some of this rank's gradients of the step that is open.
-    pub(crate) fn push(&self, gradients: Vec<TensorData>) -> Result<()> {
-        Ok(self.runtime.block_on(self.job.attempt(self.version)?.push(gradients))?)
+    /// Pushes of this rank's gradients of the current step.
+    pub(crate) fn pushes(&self) -> Pushes<Remote> {
+        Pushes::new(self.remote.clone(), self.remote.runtime(), self.version)
     }
 
     /// Has the step applied, once all that this rank has is pushed; it has no gradient of the
     /// `absent` tensors.
     pub(crate) fn commit(&mut self, absent: &[usize], commit: Commit) -> Result<StepReport> {
         let commit = Commit { max_norm: self.settings.max_norm, ..commit };
-        let attempt = self.job.attempt(self.version)?;
-        let report = self.runtime.block_on(async {
-            if !absent.is_empty() {
-                attempt.push_absent(absent).await?;
-            }
-            attempt.commit(commit).await
-        })?;
+        let report = self.remote.commit(self.version, absent, commit)?;
         self.version = report.version;
         Ok(report)
     }
@@ -273,63 +224,55 @@ impl ServerOptimizer {
     /// # Errors
     /// Those of the cluster.
     pub fn state_dict(&self) -> Result<Vec<StateTensor>> {
-        let specs = self.job.spec().manifest.tensors();
-        let mut values: Vec<Vec<f32>> =
-            specs.iter().map(|tensor| vec![0.0; tensor.numel() as usize]).collect();
-        let targets = values.iter_mut().enumerate().map(|(tensor, values)| Target {
-            bounds: Some(TensorBox::whole(&specs[tensor].shape)),
-            ..Target::new(tensor, values)
-        });
-        self.runtime.block_on(self.job.pull(self.version, targets.collect()))?;
-        let tensor = |(spec, values): (&TensorSpec, Vec<f32>)| {
+        let specs = self.remote.spec().manifest.tensors();
+        let buffers = self.read(|tensor| TensorBox::whole(&specs[tensor].shape))?;
+        let tensor = |(spec, buffer): (&TensorSpec, Buffer)| {
             let shape = spec.shape.iter().map(|&size| size as usize).collect();
-            StateTensor { name: spec.name.clone(), shape, values }
+            StateTensor { name: spec.name.clone(), shape, values: buffer.values }
         };
-        Ok(specs.iter().zip(values).map(tensor).collect())
+        Ok(specs.iter().zip(buffers).map(tensor).collect())
     }
 
-    /// Takes over what [`Self::state_dict`] gave: all tensors, whole. Every rank calls it, with the
-    /// same.
+    /// Reads a box of every tensor at the current version.
+    fn read(&self, area: impl Fn(usize) -> TensorBox) -> Result<Vec<Buffer>> {
+        let buffers = (0..self.parameters.len()).map(|tensor| Buffer::zeros(tensor, area(tensor)));
+        Ok(self.remote.read(self.version, buffers.collect())?)
+    }
+
+    /// Loads a state of [`Self::state_dict`]: all tensors, whole. Every rank calls it, with the
+    /// same state.
     ///
-    /// What a job begins with cannot be written later. So the next one takes over, "name.1" after
-    /// "name", at version 0, and the last rank to leave the old one deletes it; the optimizer's
-    /// state begins afresh.
+    /// The initial parameters of a job cannot be written a second time. So a new job ("name.1"
+    /// after "name") continues from the state at version 0, and the last rank to leave the old job
+    /// deletes it. The optimizer's state is initialised again.
     ///
     /// # Errors
     /// [`Error::Invalid`] naming the tensor that is unknown, missing, given twice or of another
-    /// shape, and then nothing has changed; if there is a job of the next name already; those of
-    /// the cluster.
+    /// shape, in which case nothing has changed; if a job of the next name exists; those of the
+    /// cluster.
     pub fn set_state_dict(&mut self, state: Vec<StateTensor>) -> Result<()> {
         let values = self.by_number(state)?;
-        let spec = JobSpec { name: next_name(&self.job.spec().name), ..self.job.spec().clone() };
-        let rank = self.job.rank();
-        let job = self.runtime.block_on(async {
-            let job = enter(&self.cluster, &spec, rank).await?;
-            // It cannot begin without what this rank uploads.
-            if job.version().is_some() && !self.uploaded().is_empty() {
-                job.leave().await?;
-                let what = format!("job {:?}, which is to take over", spec.name);
-                return Err(zeroshard_proto::Error::invalid(
-                    what,
-                    "there already",
-                    "a new one: delete it",
-                ));
-            }
-            let own = |tensor: usize| {
-                let whole = TensorBox::whole(&spec.manifest.tensors()[tensor].shape);
-                cut(&values[tensor], &whole, &spec.local_box(tensor, rank))
-            };
-            upload(&job, own).await?;
-            Ok(job)
+        let spec =
+            JobSpec { name: next_name(&self.remote.spec().name), ..self.remote.spec().clone() };
+        let remote = self.remote.join_other(&spec)?;
+        // The job cannot begin without the upload of this rank.
+        if remote.version().is_some() && !self.uploaded().is_empty() {
+            remote.leave()?;
+            let what = format!("job {:?}, which continues this one", spec.name);
+            return Err(Error::invalid(what, "a job that exists", "a new job: delete the old one"));
+        }
+        remote.upload(|tensor| {
+            let whole = TensorBox::whole(&spec.manifest.tensors()[tensor].shape);
+            cut(&values[tensor], &whole, &spec.local_box(tensor, remote.rank()))
         })?;
-        let old = std::mem::replace(&mut self.job, job);
+        let old = std::mem::replace(&mut self.remote, Arc::new(remote));
         self.version = 0;
-        Ok(self.runtime.block_on(retire(&self.cluster, &old))?)
+        Ok(old.retire()?)
     }
 
     /// The values of a state that has each of the job's tensors once.
     fn by_number(&self, state: Vec<StateTensor>) -> Result<Vec<Vec<f32>>> {
-        let specs = self.job.spec().manifest.tensors();
+        let specs = self.remote.spec().manifest.tensors();
         let numbers: HashMap<&str, usize> =
             specs.iter().enumerate().map(|(number, spec)| (spec.name.as_str(), number)).collect();
         let mut found: Vec<Option<Vec<f32>>> = vec![None; specs.len()];
@@ -360,7 +303,7 @@ impl ServerOptimizer {
             Error::invalid(
                 format!("tensor {:?} of the state", spec.name),
                 "missing",
-                "given: a state is of all",
+                "given: a state has all tensors",
             )
         };
         found
@@ -375,26 +318,26 @@ impl ServerOptimizer {
     /// # Errors
     /// Those of the cluster.
     pub fn leave(&self) -> Result<()> {
-        Ok(self.runtime.block_on(self.job.leave())?)
+        Ok(self.remote.leave()?)
     }
 
-    /// What this rank pulls.
+    /// The boxes that this rank pulls.
     pub(crate) fn pulled(&self) -> Vec<Part> {
-        self.parts(|_, tensor| Some(self.job.spec().local_box(tensor, self.job.rank())))
+        self.parts(|_, tensor| Some(self.remote.spec().local_box(tensor, self.remote.rank())))
     }
 
-    /// What this rank pushes.
+    /// The boxes that this rank pushes.
     pub(crate) fn pushed(&self) -> Vec<Part> {
         self.parts(|spec, tensor| {
-            let local = LocalTensor::new(self.job.spec(), tensor, self.job.rank());
+            let local = LocalTensor::new(self.remote.spec(), tensor, self.remote.rank());
             (spec.trains() && local.contributes()).then(|| local.of.bounds().clone())
         })
     }
 
-    /// What this rank uploads.
+    /// The boxes that this rank uploads.
     pub(crate) fn uploaded(&self) -> Vec<Part> {
         self.parts(|_, tensor| {
-            let local = LocalTensor::new(self.job.spec(), tensor, self.job.rank());
+            let local = LocalTensor::new(self.remote.spec(), tensor, self.remote.rank());
             local.uploads().then(|| local.of.bounds().clone())
         })
     }
@@ -405,10 +348,10 @@ impl ServerOptimizer {
     }
 
     fn parts(&self, area: impl Fn(&TensorSpec, usize) -> Option<TensorBox>) -> Vec<Part> {
-        let tensors = self.job.spec().manifest.tensors().iter().enumerate();
+        let tensors = self.remote.spec().manifest.tensors().iter().enumerate();
         let parts = tensors.filter_map(|(tensor, spec)| {
             let area = area(spec, tensor).filter(|area| !area.is_empty())?;
-            let bytes = area.numel() * self.settings.options.wire.size() as u64;
+            let bytes = area.numel() * self.settings.job.options.wire.size() as u64;
             Some(Part { tensor: spec.name.clone(), area, bytes })
         });
         parts.collect()

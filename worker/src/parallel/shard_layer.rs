@@ -13,7 +13,7 @@ use super::world::Mesh;
 /// Converts a module's inputs or outputs.
 pub type Convert<B> = Box<dyn Fn(Vec<Value<B>>, &Mesh) -> Result<Vec<Value<B>>> + Send + Sync>;
 
-/// A module whose parameters are distributed, and what happens to its inputs and outputs.
+/// A module whose parameters are distributed, and the conversions of its inputs and outputs.
 pub struct ShardedLayer<B: ParallelBackend, M> {
     /// The module.
     pub layer: M,
@@ -23,8 +23,8 @@ pub struct ShardedLayer<B: ParallelBackend, M> {
 }
 
 /// Distributes a module over a mesh. `shard_fn(name, layer, mesh)` is called for every layer, the
-/// module itself included with name "", and distributes parameters with [`Layer::shard`]; what it
-/// leaves is replicated. Without `input_fn` and `output_fn` nothing is converted.
+/// module itself included with name "", and distributes parameters with [`Layer::shard`]; the
+/// others are replicated. Without `input_fn` and `output_fn` nothing is converted.
 ///
 /// # Errors
 /// Those of `shard_fn`, and of [`Layer::shard`].

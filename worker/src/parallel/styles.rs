@@ -10,14 +10,14 @@ use zeroshard_proto::geometry::list;
 use super::backend::ParallelBackend;
 use super::dist_tensor::LAST;
 use super::error::{Error, Result};
-use super::hooks::Prepared;
+use super::hooks::{Hooks, Prepared};
 use super::layer::Layer;
 use super::prepare::{PrepareInput, PrepareOutput};
 use super::world::Mesh;
 
 /// How a layer is made parallel. Users can write their own.
 ///
-/// `Debug` says what it is, with all its settings: ranks compare it.
+/// `Debug` must print all settings: ranks compare it.
 pub trait ParallelStyle<B: ParallelBackend>: fmt::Debug {
     /// Distributes a layer over a mesh of one dimension. `path`: the layer's, for errors.
     ///
@@ -30,9 +30,9 @@ pub trait ParallelStyle<B: ParallelBackend>: fmt::Debug {
 /// Cuts a layer's outputs: each rank makes some columns. For linear layers and embeddings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ColwiseParallel {
-    /// What happens to the input; by default a plain tensor is all of it.
+    /// Redistribution of the input; by default a plain tensor is the whole input.
     pub prepare_input: PrepareInput,
-    /// What happens to the output; by default it is a plain tensor, this rank's columns.
+    /// Redistribution of the output; by default it is a plain tensor, this rank's columns.
     pub prepare_output: PrepareOutput,
 }
 
@@ -49,9 +49,9 @@ impl Default for ColwiseParallel {
 /// (there: some rows of the table).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowwiseParallel {
-    /// What happens to the input; by default a plain tensor is this rank's columns.
+    /// Redistribution of the input; by default a plain tensor is this rank's columns.
     pub prepare_input: PrepareInput,
-    /// What happens to the output; by default it is a plain tensor, all of it.
+    /// Redistribution of the output; by default it is a plain tensor, the whole output.
     pub prepare_output: PrepareOutput,
 }
 
@@ -95,9 +95,9 @@ keywords!(RowwiseParallel, Placement::Shard(LAST), Placement::Replicate);
 /// layers of its own: the modules in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PairwiseParallel {
-    /// What happens to the input; by default a plain tensor is all of it.
+    /// Redistribution of the input; by default a plain tensor is the whole input.
     pub prepare_input: PrepareInput,
-    /// What happens to the output; by default it is a plain tensor, all of it.
+    /// Redistribution of the output; by default it is a plain tensor, the whole output.
     pub prepare_output: PrepareOutput,
 }
 
@@ -107,7 +107,7 @@ impl Default for PairwiseParallel {
     }
 }
 
-/// Keeps a sequence cut outside of what is parallel (Korthikanti et al. 2022). For a module with
+/// Keeps a sequence cut between parallel layers (Korthikanti et al. 2022). For a module with
 /// linear layers: pairwise parallel with input and output cut along dimension 0, torch's first
 /// meaning. For a norm: it runs on this rank's part, along `sequence_dim`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -124,24 +124,24 @@ impl Default for SequenceParallel {
     }
 }
 
-/// Says what the inputs of a module are, and what it wants; `None`: left alone. The module must
-/// have [`super::Hooks`].
+/// Declares the layouts of a module's inputs, and those that the module needs; `None`: not changed.
+/// The module must have [`super::Hooks`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrepareModuleInput {
-    /// What plain tensors are.
+    /// Layouts of plain tensors.
     pub input_layouts: Vec<Option<Placement>>,
-    /// What they become.
+    /// Layouts after redistribution.
     pub desired_input_layouts: Vec<Option<Placement>>,
     /// Whether the module gets plain tensors. torch's default: no.
     pub use_local_output: bool,
 }
 
-/// Says what the outputs of a module are, and what its caller wants.
+/// Declares the layouts of a module's outputs, and those that its caller needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrepareModuleOutput {
-    /// What plain tensors are.
+    /// Layouts of plain tensors.
     pub output_layouts: Vec<Option<Placement>>,
-    /// What they become.
+    /// Layouts after redistribution.
     pub desired_output_layouts: Vec<Option<Placement>>,
     /// Whether the caller gets plain tensors. torch's default: yes.
     pub use_local_output: bool,
@@ -268,51 +268,17 @@ impl<B: ParallelBackend> ParallelStyle<B> for SequenceParallel {
 
 impl<B: ParallelBackend> ParallelStyle<B> for PrepareModuleInput {
     fn apply(&self, path: &str, layer: &mut Layer<'_, B>, mesh: &Mesh) -> Result<()> {
-        let prepared = prepared(
-            mesh,
-            &self.input_layouts,
-            &self.desired_input_layouts,
-            self.use_local_output,
-        )?;
-        let hooks = match layer {
-            Layer::Module(module) => module.hooks(),
-            _ => None,
-        };
-        match hooks {
-            Some(hooks) if hooks.inputs.is_some() => {
-                Err(Error::AlreadyParallel { layer: path.to_owned() })
-            }
-            Some(hooks) => {
-                hooks.inputs = Some(prepared);
-                Ok(())
-            }
-            None => Err(unsupported(self, path, layer, "modules with hooks")),
-        }
+        let Self { input_layouts, desired_input_layouts, use_local_output } = self;
+        let prepared = prepared(mesh, input_layouts, desired_input_layouts, *use_local_output)?;
+        install(self, path, layer, |hooks| &mut hooks.inputs, prepared)
     }
 }
 
 impl<B: ParallelBackend> ParallelStyle<B> for PrepareModuleOutput {
     fn apply(&self, path: &str, layer: &mut Layer<'_, B>, mesh: &Mesh) -> Result<()> {
-        let prepared = prepared(
-            mesh,
-            &self.output_layouts,
-            &self.desired_output_layouts,
-            self.use_local_output,
-        )?;
-        let hooks = match layer {
-            Layer::Module(module) => module.hooks(),
-            _ => None,
-        };
-        match hooks {
-            Some(hooks) if hooks.outputs.is_some() => {
-                Err(Error::AlreadyParallel { layer: path.to_owned() })
-            }
-            Some(hooks) => {
-                hooks.outputs = Some(prepared);
-                Ok(())
-            }
-            None => Err(unsupported(self, path, layer, "modules with hooks")),
-        }
+        let Self { output_layouts, desired_output_layouts, use_local_output } = self;
+        let prepared = prepared(mesh, output_layouts, desired_output_layouts, *use_local_output)?;
+        install(self, path, layer, |hooks| &mut hooks.outputs, prepared)
     }
 }
 
@@ -347,6 +313,28 @@ fn prepared(
         ));
     }
     Ok(Prepared { mesh: mesh.clone(), layouts: layouts.to_vec(), desired: desired.to_vec(), local })
+}
+
+/// Sets the inputs or outputs of a module's hooks.
+fn install<B: ParallelBackend>(
+    style: &dyn fmt::Debug,
+    path: &str,
+    layer: &mut Layer<'_, B>,
+    slot: fn(&mut Hooks) -> &mut Option<Prepared>,
+    prepared: Prepared,
+) -> Result<()> {
+    let hooks = match layer {
+        Layer::Module(module) => module.hooks(),
+        _ => None,
+    };
+    match hooks.map(slot) {
+        Some(Some(_)) => Err(Error::AlreadyParallel { layer: path.to_owned() }),
+        Some(empty) => {
+            *empty = Some(prepared);
+            Ok(())
+        }
+        None => Err(unsupported(style, path, layer, "modules with hooks")),
+    }
 }
 
 fn check<B: ParallelBackend>(

@@ -7,6 +7,7 @@ mod group_sharded;
 mod layers;
 mod plan;
 mod prepare;
+mod server_optimizer;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -39,30 +40,39 @@ fn worlds<T: Send>(count: usize, run: impl Fn(World) -> T + Sync) -> Vec<T> {
 /// A rate at which training is stable.
 const RATE: f64 = 0.01;
 
-/// What `run` gives on each of two ranks, with a cluster of so many servers, and what a job on it
-/// can be.
-fn with_cluster<T: Send>(
+/// The results of `run` on so many ranks, with a cluster of so many servers, and the options of a
+/// job on it.
+fn with_job<T: Send>(
     servers: usize,
-    run: impl Fn(World, ServerOptions, &Handle) -> T + Sync,
+    ranks: usize,
+    run: impl Fn(World, JobOptions, &Handle) -> T + Sync,
 ) -> Vec<T> {
     let runtime = crate::collectives::testing::runtime();
     let cluster =
         runtime.block_on(embedded::Cluster::start(embedded::Options::new(servers))).unwrap();
-    let results = worlds(2, |world| {
-        let mut sgd: zeroshard_proto::Optimizer = "sgd".parse().unwrap();
-        sgd.set_lr(RATE);
-        let settings = ServerOptions {
+    let results = worlds(ranks, |world| {
+        let job = JobOptions {
             address: cluster.address(),
-            job: "demo".to_owned(),
-            optimizer: sgd,
-            max_norm: None,
+            name: "demo".to_owned(),
             min_servers: servers as u32,
             options: Options::default(),
         };
-        run(world, settings, runtime.handle())
+        run(world, job, runtime.handle())
     });
     runtime.block_on(cluster.shutdown()).unwrap();
     results
+}
+
+/// The same on two ranks, with the options of a job that trains.
+fn with_cluster<T: Send>(
+    servers: usize,
+    run: impl Fn(World, ServerOptions, &Handle) -> T + Sync,
+) -> Vec<T> {
+    with_job(servers, 2, |world, job, runtime| {
+        let mut sgd: zeroshard_proto::Optimizer = "sgd".parse().unwrap();
+        sgd.set_lr(RATE);
+        run(world, ServerOptions { job, optimizer: sgd, max_norm: None }, runtime)
+    })
 }
 
 /// The mesh of all ranks.

@@ -19,7 +19,7 @@ pub(crate) struct Transfer {
 }
 
 impl Transfer {
-    /// Whether every rank has what it gets.
+    /// Whether both layouts are the same.
     pub(crate) fn is_identity(&self) -> bool {
         self.from == self.to
     }
@@ -109,14 +109,14 @@ impl Transfer {
         else {
             return None;
         };
-        // Where another dimension of the mesh cuts the same one of the tensor, the pieces are none
-        // of what is wanted.
+        // Where another dimension of the mesh cuts the same dimension of the tensor, the gathered
+        // pieces are not consecutive in the result.
         let alone = pairs().all(|(other, (from, _))| other == dim || from != cut);
         (alone && differing.next().is_none()).then_some(dim)
     }
 }
 
-/// What `rank` has; a rank that is not in the mesh has nothing.
+/// The box of `rank`; empty for a rank that is not in the mesh.
 fn area(layout: &Layout, shape: &[u64], rank: u32) -> TensorBox {
     layout
         .local_box(shape, rank)

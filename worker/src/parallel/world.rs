@@ -15,13 +15,13 @@ use crate::collectives::{self, Collectives};
 pub struct Call {
     /// "all_reduce", "all_gather", ...
     pub name: &'static str,
-    /// Who takes part.
+    /// The ranks that take part.
     pub group: Vec<u32>,
     /// Bytes that this rank brings.
     pub bytes: u64,
 }
 
-/// The ranks of a job: what all meshes of this process have in common. Cheap to clone.
+/// The ranks of a job, common to all meshes of this process. Cheap to clone.
 #[derive(Clone)]
 pub struct World(Arc<Inner>);
 
@@ -34,7 +34,7 @@ struct Inner {
 struct State {
     /// While operations are only noted down.
     trace: Option<Vec<Call>>,
-    /// The first error of a backward pass, which has no other way to tell it.
+    /// The first error of a backward pass, which cannot return it.
     failure: Option<Error>,
 }
 
@@ -58,7 +58,7 @@ impl World {
     pub fn mesh(&self, mesh: ProcessMesh) -> Result<Mesh> {
         let rank = self.rank();
         if mesh.coordinate(rank).is_none() {
-            let expected = format!("with rank {rank}, which makes it");
+            let expected = format!("a mesh with this rank, {rank}");
             return Err(Error::invalid("mesh", describe(&mesh), expected));
         }
         let mut ranks = mesh.ranks().to_vec();
@@ -67,14 +67,15 @@ impl World {
         Ok(Mesh { process: Arc::new(mesh), world: self.clone() })
     }
 
-    /// Runs a backward pass, whose collectives have no other way to tell what went wrong.
+    /// Runs a backward pass, and returns the error of its collectives, which burn's own `backward`
+    /// cannot return.
     ///
     /// A rank must have its process to itself. At the end of a backward pass burn takes the lock of
     /// every graph of the process, and a graph is locked as long as its own pass runs: a rank would
     /// wait for its neighbour's pass, which waits for the rank's next one.
     ///
     /// # Errors
-    /// The first that a collective met.
+    /// The first error of a collective.
     pub fn backward<B: AutodiffBackend, const D: usize>(
         &self,
         loss: &Tensor<B, D>,
@@ -87,8 +88,8 @@ impl World {
         }
     }
 
-    /// What `run` gives with collectives that only note themselves down and give zeros, and which
-    /// ones it would call.
+    /// Runs `run` with collectives that are recorded and return zeros. Returns its result and the
+    /// recorded calls.
     pub(crate) fn trace<T>(&self, run: impl FnOnce() -> T) -> (T, Vec<Call>) {
         self.lock().trace = Some(Vec::new());
         let result = run();
@@ -151,12 +152,6 @@ impl World {
         self.call(call, || vec![0.0; elements], |c| c.reduce_scatter(group, reduction, parts))
     }
 
-    pub(crate) fn broadcast(&self, group: &[u32], root: u32, data: Vec<f32>) -> Result<Vec<f32>> {
-        let (bytes, elements) = (size(&data), data.len());
-        let call = || Call { name: "broadcast", group: group.to_vec(), bytes };
-        self.call(call, || vec![0.0; elements], |c| c.broadcast(group, root, data))
-    }
-
     pub(crate) fn send(&self, to: u32, data: Vec<f32>) -> Result<()> {
         let bytes = size(&data);
         let call = || Call { name: "send", group: vec![self.rank(), to], bytes };
@@ -169,7 +164,7 @@ impl World {
         self.call(call, || vec![0.0; elements], |c| c.recv(from, elements))
     }
 
-    /// Makes sure that the ranks of `mesh` say the same.
+    /// Checks that all ranks of `mesh` pass the same text.
     pub(crate) fn agree(&self, mesh: &ProcessMesh, about: &str, said: &str) -> Result<()> {
         let mut ranks = mesh.ranks().to_vec();
         ranks.sort_unstable();
@@ -219,7 +214,7 @@ impl Mesh {
     /// The ranks along a dimension through this one.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a dimension that there is not.
+    /// [`Error::Invalid`] for an unknown dimension.
     pub fn group(&self, dim: usize) -> Result<Vec<u32>> {
         self.process.group(self.rank(), dim).ok_or_else(|| {
             let expected = format!("less than its number of dimensions, {}", self.process.ndim());
@@ -230,7 +225,7 @@ impl Mesh {
     /// The mesh of the dimensions of these names, through this rank.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a name that there is not.
+    /// [`Error::Invalid`] for an unknown name.
     pub fn sub_mesh(&self, names: &[&str]) -> Result<Self> {
         let dims = names
             .iter()

@@ -26,26 +26,49 @@ fn loss(module: &Two<Graph>, factor: f32, both: bool) -> Tensor<Graph, 1> {
     if both { first + module.spare.val().mul_scalar(factor) } else { first }
 }
 
-fn parallel(world: &World, find_unused_parameters: bool) -> DataParallel<Graph, Two<Graph>> {
-    let options = DataParallelOptions { find_unused_parameters, ..DataParallelOptions::default() };
-    DataParallel::new(two(), &line(world, 2), options).unwrap()
+type Parallel = DataParallel<Graph, Two<Graph>>;
+
+/// The results of `run` on two ranks, for a module that they have in parallel.
+fn parallel<T: Send>(
+    find_unused_parameters: bool,
+    run: impl Fn(Parallel, u32) -> T + Sync,
+) -> Vec<T> {
+    with_job(2, 2, |world, job, runtime| {
+        let options =
+            DataParallelOptions { find_unused_parameters, ..DataParallelOptions::default() };
+        let parallel = DataParallel::new(two(), &line(&world, 2), options, &job, runtime).unwrap();
+        run(parallel, world.rank())
+    })
+}
+
+/// A module on one rank, which uses no cluster.
+fn alone<M: Module<Graph>>(module: M) -> Result<DataParallel<Graph, M>> {
+    let mut made = worlds(1, |world| world);
+    let runtime = crate::collectives::testing::runtime();
+    let job = JobOptions {
+        address: "nowhere".to_owned(),
+        name: "demo".to_owned(),
+        min_servers: 1,
+        options: Options::default(),
+    };
+    let mesh = line(&made.remove(0), 1);
+    DataParallel::new(module, &mesh, DataParallelOptions::default(), &job, runtime.handle())
 }
 
 #[test]
 fn parameters_are_those_of_the_first_rank() {
-    worlds(3, |world| {
-        let module = linear(world.rank() as usize, 3, 2);
-        let parallel =
-            DataParallel::new(module, &line(&world, 3), DataParallelOptions::default()).unwrap();
+    with_job(1, 3, |world, job, runtime| {
+        let (module, options) =
+            (linear(world.rank() as usize, 3, 2), DataParallelOptions::default());
+        let parallel = DataParallel::new(module, &line(&world, 3), options, &job, runtime).unwrap();
         assert_eq!(values(parallel.module().weight.val()), values(linear(0, 3, 2).weight.val()));
     });
 }
 
 #[test]
 fn gradients_are_the_mean_over_the_ranks() {
-    worlds(2, |world| {
-        let mut parallel = parallel(&world, false);
-        let factor = 1.0 + world.rank() as f32;
+    parallel(false, |mut parallel, rank| {
+        let factor = 1.0 + rank as f32;
         let pass = parallel.forward(|module| loss(module, factor, true));
         parallel.backward(pass).unwrap();
         let found = parallel.gradients();
@@ -60,9 +83,8 @@ fn gradients_are_the_mean_over_the_ranks() {
 
 #[test]
 fn what_accumulated_under_no_sync_is_part_of_the_next_synchronisation() {
-    worlds(2, |world| {
-        let mut parallel = parallel(&world, false);
-        let [first, second] = if world.rank() == 0 { [1.0, 10.0] } else { [2.0, 20.0] };
+    parallel(false, |mut parallel, rank| {
+        let [first, second] = if rank == 0 { [1.0, 10.0] } else { [2.0, 20.0] };
         parallel.no_sync(|parallel| {
             let pass = parallel.forward(|module| loss(module, first, true));
             parallel.backward(pass).unwrap();
@@ -76,9 +98,8 @@ fn what_accumulated_under_no_sync_is_part_of_the_next_synchronisation() {
 
 #[test]
 fn no_sync_goes_by_the_forward_pass() {
-    worlds(2, |world| {
-        let mut parallel = parallel(&world, false);
-        let own = 1.0 + world.rank() as f32;
+    parallel(false, |mut parallel, rank| {
+        let own = 1.0 + rank as f32;
         let inside =
             parallel.no_sync(|parallel| parallel.forward(|module| loss(module, own, true)));
         parallel.backward(inside).unwrap();
@@ -101,9 +122,8 @@ fn no_sync_goes_by_the_forward_pass() {
 
 #[test]
 fn gradients_that_ran_under_no_sync_can_be_synchronised_by_hand() {
-    worlds(2, |world| {
-        let mut parallel = parallel(&world, false);
-        let own = 1.0 + world.rank() as f32;
+    parallel(false, |mut parallel, rank| {
+        let own = 1.0 + rank as f32;
         parallel.no_sync(|parallel| {
             let pass = parallel.forward(|module| loss(module, own, true));
             parallel.backward(pass).unwrap();
@@ -116,9 +136,8 @@ fn gradients_that_ran_under_no_sync_can_be_synchronised_by_hand() {
 
 #[test]
 fn a_parameter_that_only_one_rank_used_is_averaged_if_that_is_meant() {
-    worlds(2, |world| {
-        let mut parallel = parallel(&world, true);
-        let pass = parallel.forward(|module| loss(module, 1.0, world.rank() == 0));
+    parallel(true, |mut parallel, rank| {
+        let pass = parallel.forward(|module| loss(module, 1.0, rank == 0));
         parallel.backward(pass).unwrap();
         let found = parallel.gradients();
         assert_eq!(gradient(&found, &parallel.module().spare), Some(0.5));
@@ -132,9 +151,8 @@ fn a_parameter_that_only_one_rank_used_is_averaged_if_that_is_meant() {
 
 #[test]
 fn an_unused_parameter_is_an_error_on_every_rank_that_names_it_and_the_rank() {
-    let errors = worlds(2, |world| {
-        let mut parallel = parallel(&world, false);
-        let both = world.rank() == 0;
+    let errors = parallel(false, |mut parallel, rank| {
+        let both = rank == 0;
         let pass = parallel.forward(|module| loss(module, 1.0, both));
         parallel.backward(pass).unwrap_err()
     });
@@ -149,51 +167,36 @@ fn buckets_are_those_of_paddle() {
     struct Sizes<B: Backend> {
         parameters: Vec<Param<Tensor<B, 1>>>,
     }
-    worlds(1, |world| {
-        let new = |size| {
-            Param::from_tensor(
-                Tensor::<Graph, 1>::zeros([size], &Default::default()).require_grad(),
-            )
-        };
-        let module = Sizes {
-            parameters: [100_000, 100_000, 200_000, 1_000_000, 7_000_000, 10].map(new).to_vec(),
-        };
-        let parallel =
-            DataParallel::new(module, &line(&world, 1), DataParallelOptions::default()).unwrap();
-        assert_eq!(parallel.buckets(), [vec![0, 1, 2], vec![3, 4], vec![5]]);
-    });
+    let new = |size| {
+        let zeros = Tensor::<Graph, 1>::zeros([size], &Default::default());
+        Param::from_tensor(zeros.require_grad())
+    };
+    let sizes = [100_000, 100_000, 200_000, 1_000_000, 7_000_000, 10];
+    let parallel = alone(Sizes { parameters: sizes.map(new).to_vec() }).unwrap();
+    assert_eq!(parallel.buckets(), [vec![0, 1, 2], vec![3, 4], vec![5]]);
 }
 
 #[test]
 fn a_module_without_a_parameter_that_trains_is_refused() {
-    worlds(1, |world| {
-        let refused = DataParallel::<Graph, _>::new(
-            two().no_grad(),
-            &line(&world, 1),
-            DataParallelOptions::default(),
-        );
-        assert!(matches!(refused.map(drop), Err(Error::Invalid(_))));
-    });
+    assert!(matches!(alone(two().no_grad()).map(drop), Err(Error::Invalid(_))));
 }
 
 #[test]
 fn ranks_with_other_parameters_are_told_so() {
-    let errors = worlds(2, |world| {
-        let module = linear(0, 3, 2 + world.rank() as usize);
-        DataParallel::new(module, &line(&world, 2), DataParallelOptions::default())
-            .map(drop)
-            .unwrap_err()
+    let errors = with_job(1, 2, |world, job, runtime| {
+        let (module, options) =
+            (linear(0, 3, 2 + world.rank() as usize), DataParallelOptions::default());
+        DataParallel::new(module, &line(&world, 2), options, &job, runtime).map(drop).unwrap_err()
     });
     assert!(errors.iter().any(|error| error.to_string().contains("weight [3, 3]")), "{errors:?}");
 }
 
 #[test]
 fn ranks_that_step_alike_stay_alike() {
-    let weights = worlds(2, |world| {
-        let mut parallel = parallel(&world, false);
+    let weights = parallel(false, |mut parallel, rank| {
         let mut optimizer = SgdConfig::new().init::<Graph, Two<Graph>>();
         for step in 0..3 {
-            let factor = (step * 2 + world.rank()) as f32;
+            let factor = (step * 2 + rank) as f32;
             let pass = parallel.forward(|module| loss(module, factor, true));
             parallel.backward(pass).unwrap();
             let gradients = parallel.gradients();
@@ -203,4 +206,27 @@ fn ranks_that_step_alike_stay_alike() {
     });
     assert_eq!(weights[0], weights[1]);
     assert!((weights[0] - (1.0 - 0.1 * (0.5 + 2.5 + 4.5))).abs() < 1e-6, "{weights:?}");
+}
+
+#[test]
+fn one_rank_works_without_a_cluster() {
+    let mut parallel = alone(two()).unwrap();
+    let pass = parallel.forward(|module| loss(module, 3.0, true));
+    parallel.backward(pass).unwrap();
+    assert_eq!(gradient(&parallel.gradients(), &parallel.module().used), Some(3.0));
+    let pass = parallel.forward(|module| loss(module, 3.0, false));
+    let unused = Error::UnusedParameter { parameter: "spare".to_owned(), rank: 0 };
+    assert_eq!(parallel.backward(pass).unwrap_err(), unused);
+}
+
+#[test]
+fn the_last_rank_to_leave_deletes_the_job() {
+    with_job(1, 2, |world, job, runtime| {
+        let (mesh, options) = (line(&world, 2), DataParallelOptions::default());
+        for _ in 0..2 {
+            let parallel = DataParallel::new(two(), &mesh, options, &job, runtime).unwrap();
+            parallel.leave().unwrap();
+            mesh.world().agree(mesh.process_mesh(), "the job", "left").unwrap();
+        }
+    });
 }

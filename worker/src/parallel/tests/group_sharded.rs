@@ -319,13 +319,14 @@ fn a_state_of_another_module_is_refused_and_nothing_changes() {
 #[test]
 fn a_state_is_not_given_to_a_job_that_was_there_before() {
     with_cluster(1, |world, settings, runtime| {
-        let other = ServerOptions { job: "demo.1".to_owned(), ..settings.clone() };
+        let job = JobOptions { name: "demo.1".to_owned(), ..settings.job.clone() };
+        let other = ServerOptions { job, ..settings.clone() };
         let other = at(Level::Os, 1, &world, other, runtime);
         let state = other.state_dict().unwrap();
         other.optimizer().leave().unwrap();
         let mut model = at(Level::Os, 1, &world, settings, runtime);
         let [what, found] = refused(model.set_state_dict(state));
-        assert!(what.contains("\"demo.1\"") && found == "there already", "{what} is {found}");
+        assert!(what.contains("\"demo.1\"") && found == "a job that exists", "{what} is {found}");
         assert_eq!(model.optimizer().job(), "demo");
         model.optimizer().leave().unwrap();
     });

@@ -278,8 +278,14 @@ fn two_ranks_with_other_plans_are_told_what_each_has() {
         let style: &dyn ParallelStyle<Graph> = if world.rank() == 0 { &columns } else { &rows };
         parallelize_module(Net::new(), &mesh, &[("tail", style)]).map(drop).unwrap_err()
     });
-    assert!(errors.iter().any(|error| matches!(error, Error::Collective(collectives::Error::Disagreement { at, theirs })
-        if format!("{} {theirs}", at.operation).contains("Colwise") && format!("{} {theirs}", at.operation).contains("Rowwise"))), "{errors:?}");
+    let both = |error: &Error| {
+        let Error::Collective(collectives::Error::Disagreement { at, theirs }) = error else {
+            return false;
+        };
+        let calls = format!("{} {theirs}", at.operation);
+        calls.contains("Colwise") && calls.contains("Rowwise")
+    };
+    assert!(errors.iter().any(both), "{errors:?}");
 }
 
 #[test]

@@ -4,11 +4,11 @@ use std::fmt;
 
 use zeroshard_proto::Optimizer;
 
-use crate::model::Group;
+use super::model::Group;
 
-/// The share of a run that the learning rate takes to rise.
+/// The fraction of a run over which the learning rate rises.
 const WARM_UP: f64 = 0.1;
-/// What is left of the learning rate at the end.
+/// The learning rate at the end, as a fraction of the highest.
 const FLOOR: f64 = 0.1;
 
 /// Optimizers by step.
@@ -71,7 +71,7 @@ impl fmt::Display for Schedule {
     }
 }
 
-/// The learning rate that suits the default model, for when none is asked for.
+/// The default learning rate of an optimizer, tuned for the default model.
 pub fn default_lr(optimizer: &Optimizer) -> f64 {
     match optimizer {
         Optimizer::Adam(_) | Optimizer::AdamW(_) => 4e-3,
@@ -81,7 +81,7 @@ pub fn default_lr(optimizer: &Optimizer) -> f64 {
         Optimizer::RmsProp(_) => 1e-3,
         Optimizer::Lion(_) => 3e-4,
         Optimizer::Lamb(_) => 1e-2,
-        // It has none.
+        // Averaging has no learning rate.
         Optimizer::Average(_) => 0.0,
     }
 }

@@ -1,24 +1,25 @@
 //! Text from the model, character by character.
 
-use crate::batches::Batch;
-use crate::error::Result;
-use crate::model::Segment;
-use crate::random::Stream;
-use crate::segments::{Leaf, Pass, Tracking, last_logits};
-use crate::tensor_parallel::Network;
-use crate::travel::{Exchange, Link, Parameters};
+use super::batches::Batch;
+use super::error::Result;
+use super::model::Segment;
+use super::network::Network;
+use super::random::Stream;
+use super::segments::{Leaf, Pass, Tracking, last_logits};
+use super::travel::{Link, Parameters};
+use crate::parallel::remote::ParameterServer;
 
-/// Below 1 the likely characters become likelier.
+/// Sampling temperature.
 const TEMPERATURE: f64 = 0.7;
-/// Keeps the samples apart from every other use of the seed.
+/// Separates the samples from every other use of the seed.
 const SAMPLE_STREAM: u64 = 3;
 
-/// What to sample.
+/// A request for a sample.
 #[derive(Debug, Clone, Copy)]
 pub struct Request<'a> {
     /// The parameters' version.
     pub version: u64,
-    /// The text to go on from, at least one character.
+    /// The text to continue, at least one character.
     pub prompt: &'a [u8],
     /// Characters to add.
     pub count: usize,
@@ -26,13 +27,13 @@ pub struct Request<'a> {
     pub seed: u64,
 }
 
-/// Goes on from the prompt. Pulls all parameters and holds them, unless nothing is to be added;
-/// `network` has all of its model.
+/// Continues the prompt. Pulls all parameters and holds them, unless `count` is 0; `network` must
+/// have the whole model.
 ///
 /// # Errors
 /// Those of the pull.
-pub fn generate<E: Exchange>(
-    link: &Link<E>,
+pub fn generate<S: ParameterServer>(
+    link: &Link<S>,
     network: &Network,
     request: Request<'_>,
 ) -> Result<Vec<u8>> {
@@ -73,7 +74,7 @@ fn next_logits(
     unreachable!("a model ends with its head");
 }
 
-/// The number at `point` (in `[0, 1)`) of the distribution that the logits make.
+/// The character at quantile `point` (in `[0, 1)`) of the distribution of the logits.
 fn choose(logits: &[f32], point: f64) -> u8 {
     let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let weights = logits.iter().map(|&logit| (f64::from(logit - highest) / TEMPERATURE).exp());

@@ -1,4 +1,4 @@
-//! The text that the model learns: found in a folder, divided, and turned into numbers.
+//! The training text: read from a folder, divided into training and held-out text, and encoded.
 //!
 //! Every run over the same files gives the same numbers, whatever the file system's order.
 
@@ -8,56 +8,56 @@ use std::path::{Path, PathBuf};
 use ignore::WalkBuilder;
 use thiserror::Error;
 
-/// Extensions of files that are read, apart from the readmes without one.
+/// Extensions of the files that are read, besides readmes without an extension.
 const EXTENSIONS: [&str; 33] = [
     "adoc", "c", "cc", "cpp", "css", "go", "h", "hpp", "html", "java", "jl", "js", "kt", "lua",
     "md", "org", "php", "pl", "proto", "py", "pyi", "rb", "rs", "rst", "scala", "sh", "sql",
     "swift", "toml", "ts", "txt", "yaml", "yml",
 ];
-/// Larger files are data rather than prose or source.
+/// Maximum size of a file that is read: larger files are data rather than prose or source.
 const LARGEST_FILE: u64 = 1 << 20;
-/// Reading ends after this many bytes: more than a small model can use.
+/// Maximum number of bytes that are read: more than a small model can use.
 const MOST_BYTES: usize = 16 << 20;
-/// The last one in this many characters of every file is held out.
+/// The last tenth of every file is held out.
 const HELD_OUT: usize = 10;
-/// A character rarer than one in this many becomes [`REPLACEMENT`].
+/// A character with a frequency below 1 in this many becomes [`REPLACEMENT`].
 const RARE: usize = 50_000;
-/// Different characters at most, the replacement included: a character is a byte.
+/// Maximum size of the vocabulary, the replacement included: a character is encoded as a byte.
 const MOST_CHARACTERS: usize = 256;
-/// Stands for all rare characters.
+/// Replaces all rare characters.
 pub const REPLACEMENT: char = '\u{fffd}';
 
-/// Why there is no text to learn from.
+/// An error of the training text.
 #[derive(Debug, Error)]
 pub enum Error {
     /// The path is not a folder.
-    #[error("--data {0:?} is not a folder; name one that holds text files")]
+    #[error("--data {0:?} is not a folder; choose a folder with text files")]
     NoFolder(PathBuf),
-    /// The folder holds nothing that is read.
+    /// The folder has no text files.
     #[error(
-        "--data {folder:?} holds no text files; they are UTF-8, at most 1 MiB, not ignored by a .gitignore, and end \
-         in one of {}",
+        "--data {folder:?} has no text files: UTF-8, at most 1 MiB, not excluded by a \
+         .gitignore, and with one of the extensions {}",
         EXTENSIONS.join(", ")
     )]
     NoFiles {
         /// The folder.
         folder: PathBuf,
     },
-    /// Too short for a window of training and one of held-out text.
+    /// The text is too short for one window of training and one of held-out text.
     #[error(
-        "--data {folder:?} holds {found} characters in {files} text files; a context of {context} needs at least \
-         {needed}: add text or lower --context"
+        "--data {folder:?} has {found} characters in {files} text files; a context of {context} \
+         needs at least {needed}: add text or reduce --context"
     )]
     TooLittle {
         /// The folder.
         folder: PathBuf,
         /// Files that were read.
         files: usize,
-        /// Characters that they hold.
+        /// Characters in them.
         found: usize,
-        /// The context that was asked for.
+        /// The value of --context.
         context: usize,
-        /// Characters that would do.
+        /// Minimum number of characters.
         needed: usize,
     },
 }
@@ -65,7 +65,7 @@ pub enum Error {
 /// The characters of the text, by number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Vocabulary {
-    /// In code point order; the replacement is last.
+    /// In code point order, with the replacement last.
     characters: Vec<char>,
 }
 
@@ -90,7 +90,7 @@ impl Vocabulary {
         Self { characters }
     }
 
-    /// How many characters there are, 1 to 256.
+    /// Number of characters, 1 to 256.
     pub fn size(&self) -> usize {
         self.characters.len()
     }
@@ -112,10 +112,10 @@ impl Vocabulary {
     }
 }
 
-/// Text as numbers, divided into what is learned and what is held out.
+/// The encoded text, divided into training and held-out text.
 #[derive(Debug, Clone)]
 pub struct Corpus {
-    /// What the numbers mean.
+    /// The characters of the encoding.
     pub vocabulary: Vocabulary,
     /// The beginning of every file, one after the other.
     pub train: Vec<u8>,
@@ -129,7 +129,7 @@ impl Corpus {
     /// Reads the text files of a folder and of those below it, in the order of their paths.
     ///
     /// # Errors
-    /// Where there is no folder, no text, or not enough for windows of `context` characters.
+    /// [`Error::NoFolder`], [`Error::NoFiles`] and [`Error::TooLittle`].
     pub fn read(folder: &Path, context: usize) -> Result<Self, Error> {
         if !folder.is_dir() {
             return Err(Error::NoFolder(folder.to_owned()));
@@ -139,7 +139,7 @@ impl Corpus {
             return Err(Error::NoFiles { folder: folder.to_owned() });
         }
         let corpus = Self::from_files(&files);
-        // A window and the character after it, in each part.
+        // Each part needs a window and the character after it.
         if corpus.train.len() <= context || corpus.held_out.len() <= context {
             return Err(Error::TooLittle {
                 folder: folder.to_owned(),
@@ -152,7 +152,7 @@ impl Corpus {
         Ok(corpus)
     }
 
-    /// Divides and numbers texts.
+    /// Divides and encodes texts.
     fn from_files(files: &[String]) -> Self {
         let (mut train, mut held_out) = (String::new(), String::new());
         for file in files {
@@ -171,8 +171,8 @@ impl Corpus {
         }
     }
 
-    /// Entropy of the text's characters taken one by one, nats per character: the loss of a model
-    /// that knows how common each character is and nothing more.
+    /// Unigram entropy of the text, nats per character: the loss of a model that knows only the
+    /// frequency of each character.
     pub fn unigram_entropy(&self) -> f64 {
         let mut counts = vec![0u64; self.vocabulary.size()];
         for &character in self.train.iter().chain(&self.held_out) {
@@ -196,7 +196,7 @@ fn read_files(folder: &Path) -> Vec<String> {
         if !small || !is_text(entry.path()) {
             continue;
         }
-        // Unreadable and not UTF-8 are alike: not text for us.
+        // Files that are unreadable or not UTF-8 are skipped.
         if let Ok(text) = std::fs::read_to_string(entry.path()) {
             bytes += text.len();
             if !text.is_empty() {

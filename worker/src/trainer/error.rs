@@ -1,4 +1,4 @@
-//! What can go wrong in a run.
+//! The errors that end a run.
 
 use std::io;
 use std::path::PathBuf;
@@ -8,34 +8,35 @@ use thiserror::Error;
 /// Why a run ended early.
 #[derive(Debug, Error)]
 pub enum Error {
-    /// The text.
+    /// The training text.
     #[error(transparent)]
-    Text(#[from] crate::text::Error),
+    Text(#[from] super::text::Error),
     /// The division of the batch.
     #[error(transparent)]
-    Batch(#[from] crate::batches::Error),
-    /// The cluster, or a job that it does not take.
+    Batch(#[from] super::batches::Error),
+    /// The cluster, or a job that it refuses.
     #[error(transparent)]
     Cluster(#[from] zeroshard_proto::Error),
-    /// The workers that have a replica of the model together.
+    /// The tensor-parallel ranks of a replica.
     #[error(transparent)]
     Parallel(#[from] crate::parallel::Error),
     /// The embedded cluster.
     #[error("embedded cluster: {0}")]
     Embedded(#[from] zeroshard_server::serve::Error),
     /// A flag that contradicts another.
-    #[error("{flag} is {found}; it must be {expected}")]
+    #[error("{flag} is {found}; expected {expected}")]
     Flag {
         /// The flag.
         flag: &'static str,
         /// Its value.
         found: String,
-        /// What would be right.
+        /// The accepted values.
         expected: String,
     },
-    /// The job has taken all the steps that were asked for, and more.
+    /// The job has already taken as many steps as --steps asks for.
     #[error(
-        "job {job:?} is at step {version} of {steps} already; ask for more --steps, or take another --job"
+        "job {job:?} is already at step {version} of {steps}; increase --steps, or choose another \
+         --job"
     )]
     NothingToDo {
         /// The job.
@@ -48,49 +49,50 @@ pub enum Error {
     /// A file or folder of the report.
     #[error("write {path:?}: {cause}")]
     Report {
-        /// Which.
+        /// The file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the operating system.
         cause: io::Error,
     },
     /// Standard output or the runtime.
     #[error("{doing}: {cause}")]
     System {
-        /// What was tried.
+        /// The operation that failed.
         doing: &'static str,
-        /// What the system said.
+        /// The error of the operating system.
         cause: io::Error,
     },
-    /// A worker of a tensor-parallel run is gone, and with it its part of what the others compute.
+    /// A worker of a tensor-parallel run is lost, and the others cannot compute its part.
     #[error(
-        "{cause}. Workers that have a model together end together: start all of them again, and job {job:?} goes on at \
-         step {step}"
+        "{cause}. The ranks of a tensor-parallel run end together: start all of them again, and \
+         job {job:?} continues at step {step}"
     )]
     Incomplete {
         /// The job.
         job: String,
         /// The step that was under way.
         step: u64,
-        /// What was heard of it.
+        /// The cause.
         cause: String,
     },
-    /// A program of the cluster that is not where this one is.
+    /// A program of the cluster is not in the folder of this program.
     #[error(
-        "there is no {program:?}; build it (`cargo build --release`) and keep it beside this program"
+        "{program:?} not found; build it with `cargo build --release`, and keep it in the folder \
+         of this program"
     )]
     NoProgram {
-        /// Where it was looked for.
+        /// Its expected path.
         program: PathBuf,
     },
-    /// A program of the cluster that did not start or did not go on.
+    /// A program of the cluster did not start, or failed.
     #[error("{program} {did}")]
     Process {
-        /// Which.
+        /// The program.
         program: String,
-        /// What it did.
+        /// The failure, as a predicate of the program.
         did: String,
     },
-    /// A worker thread that panicked.
+    /// A worker thread panicked.
     #[error("worker {rank} panicked")]
     Panicked {
         /// Its rank.

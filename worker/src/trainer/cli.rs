@@ -1,4 +1,4 @@
-//! The command line.
+//! The command line: flags, and their conversion to a [`Plan`].
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -8,129 +8,139 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand};
 use zeroshard_proto::{DType, Optimizer, Token};
 
-use crate::batches::Sharding;
-use crate::error::{Error, Result};
-use crate::levels::Level;
-use crate::model::Architecture;
-use crate::schedule::{Schedule, default_lr};
-use crate::tensor_parallel::Parallelism;
-use crate::train::Plan;
+use super::batches::Sharding;
+use super::error::{Error, Result};
+use super::model::Architecture;
+use super::parallelism::Parallelism;
+use super::plan::Plan;
+use super::schedule::{Schedule, default_lr};
+use crate::parallel::Level;
 
-/// ZeroShard's trainer: a small transformer whose optimizer lives on shard servers
+/// ZeroShard's trainer: trains a small transformer with its optimizer on shard servers
 #[derive(Debug, Parser)]
 #[command(name = "zeroshard-worker", version, max_term_width = 100)]
 pub struct Cli {
-    /// What to do.
+    /// The subcommand.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// What to do.
+/// Subcommands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Train a character-level transformer on the text files of a folder
     ///
     /// With neither --address nor --processes, coordinator, shard servers and workers all run in
-    /// this process; with --tensor-parallel each is a process of its own. Same options and seed:
-    /// same result, bit for bit, whatever the level, the number of shards, the chunk size, and
-    /// whether they are processes or threads.
+    /// this process; with --tensor-parallel each is a process of its own. The same options and seed
+    /// give the same result, bit for bit, for every level, number of shard servers and chunk size,
+    /// in processes and in threads.
     Train(Box<Train>),
 }
 
 /// Flags of `train`.
 #[derive(Debug, Clone, Args)]
 pub struct Train {
-    /// Folder with the text to learn: UTF-8 sources and documents; what a .gitignore names is left
-    /// out
+    /// Folder with the training text: UTF-8 sources and documents, except those that a .gitignore
+    /// excludes
     #[arg(long, value_name = "DIR", default_value = ".", help_heading = "Training")]
     pub data: PathBuf,
-    /// Steps of the whole run; the learning rate rises over the first tenth and falls to a tenth
-    #[arg(long, value_name = "N", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..),
-        help_heading = "Training")]
+    /// Steps of the whole run. The learning rate rises over the first tenth of them, and then falls
+    /// to a tenth of its maximum
+    #[arg(long, value_name = "N", default_value_t = 300,
+        value_parser = clap::value_parser!(u64).range(1..), help_heading = "Training")]
     pub steps: u64,
     /// Windows of text in a step, divided evenly among the replicas of the model
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=65_536),
-        help_heading = "Training")]
+    #[arg(long, value_name = "N", default_value_t = 16,
+        value_parser = clap::value_parser!(u32).range(1..=65_536), help_heading = "Training")]
     pub batch: u32,
-    /// Characters in a window: how far the model looks back
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(2..=4096),
-        help_heading = "Training")]
+    /// Characters in a window: the context length of the model
+    #[arg(long, value_name = "N", default_value_t = 64,
+        value_parser = clap::value_parser!(u32).range(2..=4096), help_heading = "Training")]
     pub context: u32,
-    /// Parts that a replica's share is computed in, one after the other; their gradients are summed
-    /// before they are sent
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65_536),
-        help_heading = "Training")]
+    /// Micro-batches of a replica in a step. They are computed one after the other, and their
+    /// gradients are summed before they are sent
+    #[arg(long, value_name = "N", default_value_t = 1,
+        value_parser = clap::value_parser!(u32).range(1..=65_536), help_heading = "Training")]
     pub micro_batches: u32,
     /// sgd, adam, adamw, adagrad, adadelta, rmsprop, lion or lamb
     #[arg(long, value_name = "NAME", default_value = "adamw", help_heading = "Training")]
     pub optimizer: Optimizer,
-    /// Highest learning rate [default: what suits the optimizer; 0.004 for adamw]
-    #[arg(long, value_name = "RATE", value_parser = positive, allow_negative_numbers = true, help_heading = "Training")]
+    /// Highest learning rate [default: by optimizer; 0.004 for adamw]
+    #[arg(long, value_name = "RATE", value_parser = positive, allow_negative_numbers = true,
+        help_heading = "Training")]
     pub lr: Option<f64>,
-    /// Weight decay of matrices; biases and norms have none [default: the optimizer's own]
-    #[arg(long, value_name = "DECAY", value_parser = not_negative, allow_negative_numbers = true, help_heading = "Training")]
+    /// Weight decay of matrices; biases and norms are not decayed [default: the optimizer's own]
+    #[arg(long, value_name = "DECAY", value_parser = not_negative, allow_negative_numbers = true,
+        help_heading = "Training")]
     pub weight_decay: Option<f64>,
-    /// Largest global norm of the gradient; 0: no clipping
-    #[arg(long, value_name = "NORM", default_value = "1", value_parser = not_negative, allow_negative_numbers = true, help_heading = "Training")]
+    /// Maximum global norm of the gradient; 0 disables clipping
+    #[arg(long, value_name = "NORM", default_value = "1", value_parser = not_negative,
+        allow_negative_numbers = true, help_heading = "Training")]
     pub clip: f64,
-    /// What the loss is multiplied by before the backward pass (helps small gradients through f16)
-    #[arg(long, value_name = "SCALE", default_value = "1", value_parser = positive, allow_negative_numbers = true, help_heading = "Training")]
+    /// Loss scale: the loss is multiplied by it before the backward pass, and the gradients are
+    /// divided by it on the servers. Keeps small gradients representable in f16
+    #[arg(long, value_name = "SCALE", default_value = "1", value_parser = positive,
+        allow_negative_numbers = true, help_heading = "Training")]
     pub loss_scale: f64,
-    /// Decides initial parameters, windows and sample
+    /// Seed of the initial parameters, the windows and the sample
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Training")]
     pub seed: u64,
 
     /// Width of the model
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=65_536),
-        help_heading = "Model")]
+    #[arg(long, value_name = "N", default_value_t = 128,
+        value_parser = clap::value_parser!(u32).range(1..=65_536), help_heading = "Model")]
     pub width: u32,
     /// Transformer blocks
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1024),
-        help_heading = "Model")]
+    #[arg(long, value_name = "N", default_value_t = 5,
+        value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Model")]
     pub blocks: u32,
-    /// Attention heads of a block; they divide --width
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024),
-        help_heading = "Model")]
+    /// Attention heads of a block; must divide --width
+    #[arg(long, value_name = "N", default_value_t = 4,
+        value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Model")]
     pub heads: u32,
-    /// Width of the MLP in a block [default: 4 x --width]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 20), help_heading = "Model")]
+    /// Hidden width of the MLP in a block [default: 4 x --width]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 20),
+        help_heading = "Model")]
     pub hidden: Option<u32>,
 
-    /// Workers that have one replica of the model together: each computes, holds, pulls and pushes
-    /// 1/T of every large matrix, and they exchange activations in every block. T divides --heads
-    #[arg(long, value_name = "T", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256),
-        help_heading = "Parallelism")]
+    /// Tensor-parallel ranks of each replica of the model. Each rank computes, holds, pulls and
+    /// pushes 1/T of every large matrix, and the ranks exchange activations in every block. T must
+    /// divide --heads
+    #[arg(long, value_name = "T", default_value_t = 1,
+        value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Parallelism")]
     pub tensor_parallel: u32,
-    /// With --tensor-parallel: what is not cut (norms, residual stream) runs on 1/T of each window,
-    /// so that activations are smaller too. T divides --context
+    /// With --tensor-parallel: each rank computes the layers that are not cut (norms, residual
+    /// stream) on 1/T of each window, which makes activations smaller too. T must divide --context
     #[arg(long, requires = "tensor_parallel", help_heading = "Parallelism")]
     pub sequence_parallel: bool,
     /// Replicas of the model, each with its share of the batch; gradients are averaged over them
-    /// [default: --workers divided by --tensor-parallel; without --workers 2, or 1 with
+    /// [default: --workers divided by --tensor-parallel; without --workers: 2, or 1 with
     /// --tensor-parallel]
-    #[arg(long, value_name = "D", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Parallelism")]
+    #[arg(long, value_name = "D", value_parser = clap::value_parser!(u32).range(1..=256),
+        help_heading = "Parallelism")]
     pub data_parallel: Option<u32>,
-    /// Workers in all [default: --data-parallel times --tensor-parallel]. Worker d T + t is number
-    /// t of replica d
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Parallelism")]
+    /// Total number of workers [default: --data-parallel times --tensor-parallel]. Worker d T + t
+    /// is rank t of replica d
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256),
+        help_heading = "Parallelism")]
     pub workers: Option<u32>,
 
-    /// What a worker keeps: os (all parameters, all gradients), os_g (all parameters), p_g_os (one
-    /// block's parameters at a time)
+    /// ZeRO level. os: a worker holds all parameters and gradients; os_g: all parameters; p_g_os:
+    /// the parameters of one block at a time
     #[arg(long, value_name = "LEVEL", default_value = "p_g_os", help_heading = "Cluster")]
     pub level: Level,
-    /// Shard servers to start; with --address, to wait for
-    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=256),
-        help_heading = "Cluster")]
+    /// Number of shard servers to start; with --address, to wait for
+    #[arg(long, value_name = "N", default_value_t = 3,
+        value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Cluster")]
     pub shards: u32,
-    /// Make each server and each worker a process of its own
+    /// Run each server and each worker in a process of its own
     #[arg(long, conflicts_with_all = ["address", "rank"], help_heading = "Cluster")]
     pub processes: bool,
-    /// Use the running cluster whose coordinator is there
+    /// Address of the coordinator of a running cluster
     #[arg(long, value_name = "HOST:PORT", env = "ZEROSHARD_ADDRESS", help_heading = "Cluster")]
     pub address: Option<String>,
-    /// The cluster's secret; servers that are started here get it too. Better said in the
-    /// environment: other users of the machine see flags
+    /// The cluster's token; servers that this command starts get it too. Prefer the environment
+    /// variable: other users of the machine can see flags
     #[arg(
         long,
         value_name = "TOKEN",
@@ -141,11 +151,11 @@ pub struct Train {
         help_heading = "Cluster"
     )]
     pub token: Token,
-    /// Be this one of the workers; the others are started elsewhere [default: be all of them]
+    /// Run only the worker of this rank; the others are started elsewhere [default: run all]
     #[arg(long, value_name = "R", requires = "address", help_heading = "Cluster")]
     pub rank: Option<u32>,
-    /// With --tensor-parallel: where this worker listens for the others. An address of this machine
-    /// that they can reach; they learn it from the coordinator
+    /// With --tensor-parallel: the address on which this worker listens for the others. They must
+    /// be able to reach it, and learn it from the coordinator
     #[arg(
         long,
         value_name = "IP:PORT",
@@ -154,35 +164,35 @@ pub struct Train {
         help_heading = "Cluster"
     )]
     pub listen: SocketAddr,
-    /// Name of the job; one that exists is continued
+    /// Name of the job; a job that exists is continued
     #[arg(long, value_name = "NAME", default_value = "train", help_heading = "Cluster")]
     pub job: String,
     /// Element type of parameters and gradients on the wire: f32, bf16 or f16
     #[arg(long, value_name = "DTYPE", default_value = "f32", help_heading = "Cluster")]
     pub wire: DType,
-    /// Element type of the parameters that the servers give out; master weights are always f32
+    /// Element type of the published parameters; master weights are always f32
     #[arg(long, value_name = "DTYPE", default_value = "f32", help_heading = "Cluster")]
     pub param_dtype: DType,
-    /// Payload of one message; changes no result
+    /// Payload of one message; does not change the result
     #[arg(long, value_name = "BYTES", default_value_t = 1 << 20,
         value_parser = clap::value_parser!(u32).range(4096..=32 << 20), help_heading = "Cluster")]
     pub chunk_bytes: u32,
-    /// How long to wait for servers, other workers and answers before giving up
-    #[arg(long, value_name = "SECONDS", default_value_t = 120, value_parser = clap::value_parser!(u64).range(1..=600),
-        help_heading = "Cluster")]
+    /// Deadline for servers, other workers and every call
+    #[arg(long, value_name = "SECONDS", default_value_t = 120,
+        value_parser = clap::value_parser!(u64).range(1..=600), help_heading = "Cluster")]
     pub deadline: u64,
 
-    /// Folder for loss curve and sample
+    /// Output folder for the loss curve and the sample
     #[arg(long, value_name = "DIR", default_value = "zeroshard-run", help_heading = "Output")]
     pub out: PathBuf,
     /// Characters to generate at the end
-    #[arg(long, value_name = "N", default_value_t = 400, value_parser = clap::value_parser!(u32).range(..=100_000),
-        help_heading = "Output")]
+    #[arg(long, value_name = "N", default_value_t = 400,
+        value_parser = clap::value_parser!(u32).range(..=100_000), help_heading = "Output")]
     pub sample_chars: u32,
-    /// One JSON object a line on standard output, and nothing else there
+    /// Print one JSON object per line on standard output, and nothing else there
     #[arg(long, conflicts_with = "quiet", help_heading = "Output")]
     pub json: bool,
-    /// No output but errors, and the files in --out
+    /// Print errors only; the files in --out are written
     #[arg(long, help_heading = "Output")]
     pub quiet: bool,
 }
@@ -191,8 +201,9 @@ impl Train {
     /// Checks the flags against each other.
     ///
     /// # Errors
-    /// For numbers of workers that contradict each other, a batch that cannot be divided, a rank
-    /// out of range, and hyperparameters that the optimizer refuses.
+    /// [`Error::Flag`] for numbers of workers that contradict each other, a rank out of range, and
+    /// hyperparameters that the optimizer refuses; [`Error::Batch`] for a batch that cannot be
+    /// divided.
     pub fn plan(&self) -> Result<Plan> {
         let parallelism = self.parallelism()?;
         let architecture = self.architecture()?;
@@ -203,15 +214,15 @@ impl Train {
         }
         if self.rank.is_none() && self.address.is_some() && parallelism.ranks > 1 {
             let expected = format!(
-                "said with --address and --tensor-parallel, for each of the {workers} workers: they are processes of \
-                 their own"
+                "given with --address and --tensor-parallel: each of the {workers} workers is a \
+                 process of its own"
             );
             return Err(Error::Flag { flag: "--rank", found: "missing".to_owned(), expected });
         }
         let mut optimizer = self.optimizer;
         if let Optimizer::Average(_) = optimizer {
             let expected =
-                "one that trains: the servers would only average the gradients".to_owned();
+                "an optimizer that trains: average only averages the gradients".to_owned();
             return Err(Error::Flag {
                 flag: "--optimizer",
                 found: optimizer.to_string(),
@@ -253,7 +264,7 @@ impl Train {
         })
     }
 
-    /// Whether servers and workers become processes of their own, started here.
+    /// Whether this process starts servers and workers as processes of their own.
     pub fn makes_processes(&self) -> bool {
         self.processes || (self.tensor_parallel > 1 && self.address.is_none())
     }
@@ -270,7 +281,8 @@ impl Train {
                 let expected = match replicas {
                     Some(replicas) => {
                         format!(
-                            "--data-parallel {replicas} x --tensor-parallel {ranks} = {}, or left out",
+                            "--data-parallel {replicas} x --tensor-parallel {ranks} = {}, or \
+                             left out",
                             replicas * ranks
                         )
                     }
@@ -304,21 +316,21 @@ impl Train {
     }
 }
 
-/// Replicas of a model that is not cut, unless something else is said.
+/// Default number of replicas of a model that is not cut.
 const DATA_PARALLEL: u32 = 2;
 
 fn positive(text: &str) -> Result<f64, String> {
-    number(text, |value| value > 0.0, "a number above 0")
+    number(text, |value| value > 0.0, "a finite number above 0")
 }
 
 fn not_negative(text: &str) -> Result<f64, String> {
-    number(text, |value| value >= 0.0, "a number, 0 or above")
+    number(text, |value| value >= 0.0, "a finite number, 0 or above")
 }
 
 fn number(text: &str, fits: impl Fn(f64) -> bool, expected: &str) -> Result<f64, String> {
     match f64::from_str(text) {
         Ok(value) if value.is_finite() && fits(value) => Ok(value),
-        _ => Err(format!("it must be {expected}")),
+        _ => Err(format!("expected {expected}")),
     }
 }
 

@@ -1,10 +1,10 @@
-//! Which held-out text is measured. The measuring itself is `levels::evaluate`.
+//! The held-out windows of an evaluation. The evaluation itself is `levels::evaluate`.
 
-use crate::batches::Batch;
+use super::batches::Batch;
 
-/// Windows that are measured: 4096 characters at a context of 64, a third of a second on one core.
+/// Windows of an evaluation: 4096 characters at a context of 64, a third of a second on one core.
 const WINDOWS: usize = 64;
-/// Windows that run at once.
+/// Windows of one batch.
 const AT_ONCE: usize = 8;
 
 /// The same windows at every evaluation, spread evenly over the text and not overlapping, in

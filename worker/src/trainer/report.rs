@@ -1,17 +1,53 @@
-//! The end of a run: a table, a loss curve, a sample; or the last line of `--json`.
+//! The results of a run: a table, a loss curve and a sample, or the last line of `--json`.
 
 use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
+use std::time::Duration;
 
 use comfy_table::{Table, presets};
 use serde::Serialize;
 
-use crate::chart::Chart;
-use crate::error::{Error, Result};
-use crate::train::{Outcome, Plan};
+use super::chart::Chart;
+use super::error::{Error, Result};
+use super::plan::Plan;
 
-/// What the last line of `--json` says.
+/// The results of a run, on rank 0.
+#[derive(Debug, Clone)]
+pub struct Outcome {
+    /// Steps that the job has taken.
+    pub steps: u64,
+    /// Loss of each step of this run (mean over the ranks), nats per character.
+    pub train: Vec<(u64, f64)>,
+    /// Held-out loss, by the number of steps before.
+    pub held_out: Vec<(u64, f64)>,
+    /// Steps that were skipped because of inf or NaN.
+    pub skipped: u64,
+    /// Times that a step was run again.
+    pub aborted: u64,
+    /// Parameters of the model.
+    pub parameters: usize,
+    /// The loss of a model that knows only the frequency of each character.
+    pub unigram_entropy: f64,
+    /// Hash of the job's state.
+    pub state_hash: String,
+    /// The most parameter and gradient bytes held at once, by this worker.
+    pub peak_bytes: usize,
+    /// Parameter bytes received by this worker.
+    pub pulled_bytes: u64,
+    /// Gradient bytes sent by this worker.
+    pub pushed_bytes: u64,
+    /// Time from the first step to the last evaluation.
+    pub elapsed: Duration,
+    /// Characters that all workers trained on in that time.
+    pub tokens: u64,
+    /// The prompt of the sample.
+    pub prompt: String,
+    /// Generated text.
+    pub sample: String,
+}
+
+/// The last line of `--json`.
 #[derive(Debug, Clone, Serialize)]
 pub struct Summary {
     /// Steps that the job has taken.
@@ -20,13 +56,13 @@ pub struct Summary {
     pub train_loss: f64,
     /// Held-out loss at the end, nats per character.
     pub eval_loss: f64,
-    /// Loss of knowing only how common each character is.
+    /// The loss of a model that knows only the frequency of each character.
     pub unigram_entropy: f64,
     /// Hash of the job's state.
     pub state_hash: String,
     /// From the first step to the last evaluation.
     pub seconds: f64,
-    /// What a worker kept.
+    /// The level of ZeRO.
     pub level: &'static str,
     /// The most parameter and gradient bytes that a worker held at once.
     pub peak_bytes: usize,
@@ -34,7 +70,7 @@ pub struct Summary {
     pub pulled_bytes: u64,
     /// Gradient bytes that a worker sent.
     pub pushed_bytes: u64,
-    /// Characters a second, of all workers together.
+    /// Characters per second, of all workers together.
     pub tokens_per_s: f64,
     /// Steps that were skipped because of inf or NaN.
     pub skipped: u64,
@@ -65,10 +101,10 @@ impl Summary {
     }
 }
 
-/// Writes `loss.svg` and `sample.txt` into a folder, which is made if it is not there.
+/// Writes `loss.svg` and `sample.txt` into a folder, which is created if it does not exist.
 ///
 /// # Errors
-/// If that fails.
+/// [`Error::Report`].
 pub fn write_files(folder: &Path, plan: &Plan, outcome: &Outcome) -> Result<()> {
     let points =
         |points: &[(u64, f64)]| points.iter().map(|&(step, loss)| (step as f64, loss)).collect();
@@ -90,7 +126,7 @@ pub fn write_files(folder: &Path, plan: &Plan, outcome: &Outcome) -> Result<()> 
 /// Prints table and sample.
 ///
 /// # Errors
-/// If standard output is closed.
+/// [`Error::System`] if standard output is closed.
 pub fn print(folder: &Path, plan: &Plan, outcome: &Outcome) -> Result<()> {
     let table = table(plan, &Summary::new(plan, outcome), outcome.parameters);
     let curve = folder.join("loss.svg");

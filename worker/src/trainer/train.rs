@@ -1,136 +1,36 @@
 //! The training loop of one rank.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use tokio::runtime::Handle;
-use zeroshard_client::{Commit, Options, StepReport};
-use zeroshard_proto::{DType, Error as ClusterError, Token};
+use zeroshard_client::{Commit, StepReport};
+use zeroshard_proto::Error as ClusterError;
 
-use crate::batches::{Batch, Draw, Sharding};
+use super::batches::{Batch, Draw};
+use super::error::{Error, Result};
+use super::evaluate::held_out_batches;
+use super::levels::{self, Work};
+use super::memory::Ledger;
+use super::model::Model;
+use super::network::{Group, Network};
+use super::plan::Plan;
+use super::progress::{Output, StepEvent};
+use super::report::Outcome;
+use super::sample;
+use super::text::Corpus;
+use super::travel::Link;
 use crate::collectives::{self, Listening, Peers};
-use crate::error::{Error, Result};
-use crate::evaluate::held_out_batches;
-use crate::levels::{self, Level, Work};
-use crate::memory::Ledger;
-use crate::model::{Architecture, Model};
 use crate::parallel;
-use crate::progress::{Output, StepEvent};
-use crate::remote::{Description, Remote, Seat};
-use crate::sample;
-use crate::schedule::Schedule;
-use crate::tensor_parallel::{Group, Network, Parallelism};
-use crate::text::Corpus;
-use crate::travel::Link;
+use crate::parallel::remote::{Remote, Seat};
 
-/// Held-out evaluations during a run, at most.
+/// Maximum number of held-out evaluations during a run.
 const EVALUATIONS: u64 = 8;
-/// Characters of held-out text that a sample goes on from.
+/// Characters of held-out text that a sample continues.
 const PROMPT: usize = 24;
 
-/// Everything that decides a run's result, and how it travels. The same for all ranks.
-#[derive(Debug, Clone)]
-pub struct Plan {
-    /// Name of the job.
-    pub job: String,
-    /// What a worker keeps.
-    pub level: Level,
-    /// Steps of the whole run.
-    pub steps: u64,
-    /// Sizes of the model; those that the text decides, the vocabulary, are 0.
-    pub architecture: Architecture,
-    /// The workers, and how they have the model.
-    pub parallelism: Parallelism,
-    /// How the global batch is divided.
-    pub sharding: Sharding,
-    /// Servers to wait for.
-    pub shards: u32,
-    /// Optimizers by step.
-    pub schedule: Schedule,
-    /// Largest global norm of the gradient.
-    pub clip: Option<f64>,
-    /// What the loss is multiplied by before backward.
-    pub loss_scale: f64,
-    /// Element type of the published parameters.
-    pub parameter_dtype: DType,
-    /// Element type on the wire.
-    pub wire: DType,
-    /// Payload of one message, bytes.
-    pub chunk_bytes: usize,
-    /// How long one operation may wait.
-    pub deadline: Duration,
-    /// The cluster's secret.
-    pub token: Token,
-    /// Where a worker listens for those that it has a replica of the model together with.
-    pub listen: SocketAddr,
-    /// Decides initial parameters, windows and sample.
-    pub seed: u64,
-    /// Characters to generate at the end.
-    pub sample_chars: usize,
-}
-
-impl Plan {
-    /// The model for a text.
-    ///
-    /// # Errors
-    /// [`Error::Flag`] if it cannot be cut as it should.
-    pub fn model(&self, corpus: &Corpus) -> Result<Model> {
-        let architecture =
-            Architecture { vocabulary: corpus.vocabulary.size(), ..self.architecture };
-        self.parallelism.check(architecture)?;
-        Ok(Model::new(architecture))
-    }
-
-    /// Characters that the model sees at once.
-    pub fn context(&self) -> usize {
-        self.architecture.context
-    }
-
-    /// What those who have a replica together must have been told alike, beside the job.
-    fn said(&self) -> String {
-        let Self { level, seed, architecture, sharding, .. } = self;
-        format!("level {level}, seed {seed}, {architecture:?}, {sharding:?}")
-    }
-}
-
-/// What a run came to, as rank 0 saw it.
-#[derive(Debug, Clone)]
-pub struct Outcome {
-    /// Steps that the job has taken.
-    pub steps: u64,
-    /// Loss of each step of this run (mean over the ranks), nats per character.
-    pub train: Vec<(u64, f64)>,
-    /// Held-out loss after so many steps.
-    pub held_out: Vec<(u64, f64)>,
-    /// Steps that were skipped because of inf or NaN.
-    pub skipped: u64,
-    /// Times that a step was run again.
-    pub aborted: u64,
-    /// Parameters of the model.
-    pub parameters: usize,
-    /// Loss of knowing only how common each character is.
-    pub unigram_entropy: f64,
-    /// Hash of the job's state.
-    pub state_hash: String,
-    /// The most parameter and gradient bytes held at once, by this worker.
-    pub peak_bytes: usize,
-    /// Parameter bytes received by this worker.
-    pub pulled_bytes: u64,
-    /// Gradient bytes sent by this worker.
-    pub pushed_bytes: u64,
-    /// Time from the first step to the last evaluation.
-    pub elapsed: Duration,
-    /// Characters that all workers trained on in that time.
-    pub tokens: u64,
-    /// Where the sample goes on from.
-    pub prompt: String,
-    /// Generated text.
-    pub sample: String,
-}
-
-/// Runs one rank from where the job is to the end. Gives an outcome for rank 0, and `None` for the
-/// others.
+/// Runs one rank from the job's version to the last step. Returns the outcome on rank 0, and `None`
+/// on the others.
 ///
 /// # Errors
 /// Those of the cluster, and [`Error::NothingToDo`]. Aborted steps are run again.
@@ -143,41 +43,26 @@ pub fn train(
     output: &mut Output,
 ) -> Result<Option<Outcome>> {
     let model = plan.model(corpus)?;
-    let spec = Description {
-        job: plan.job.clone(),
-        // The job's own are its first step's: a later run with other steps or rates is still the
-        // same job.
-        groups: plan.schedule.highest(),
-        parameter_dtype: plan.parameter_dtype,
-        parallelism: plan.parallelism,
-        min_servers: plan.shards,
-    }
-    .spec(&model)?;
-    let options = Options {
-        wire: plan.wire,
-        chunk_bytes: plan.chunk_bytes,
-        deadline: plan.deadline,
-        token: plan.token.reveal().map(str::to_owned),
-    };
+    let spec = plan.spec(&model)?;
     let listening = listen(plan, runtime)?;
     let reached_at =
         listening.as_ref().map_or_else(String::new, |peers| peers.address().to_string());
     let seat = Seat { rank, coordinator: address, reached_at: &reached_at };
-    let remote = Remote::join(runtime, options, &spec, seat)?;
+    let remote = Remote::join(runtime, plan.options(), &spec, seat)?;
     let peers = match listening {
         Some(listening) => Some(meet(listening, rank, &remote.peers()?)?),
         None => None,
     };
     let outcome = Run::new(plan, corpus, runtime, (model, remote), peers.clone())
         .and_then(|run| run.finish(output));
-    // After an error too: what was sent before tells the others more than that this one is gone.
+    // After an error too: what this rank sent before tells the others the cause.
     let left = peers.map_or(Ok(()), |peers| peers.leave().map_err(parallel::Error::from));
     let outcome = outcome?;
     left?;
     Ok(outcome)
 }
 
-/// Listens for the other workers, if this one has to do with them.
+/// Listens for the other workers, if the model is cut.
 fn listen(plan: &Plan, runtime: &Handle) -> parallel::Result<Option<Listening>> {
     if plan.parallelism.ranks == 1 {
         return Ok(None);
@@ -201,7 +86,7 @@ struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    /// Makes the model's part of this rank, with those that have the others.
+    /// Makes this rank's part of the model, together with the other ranks of the replica.
     fn new(
         plan: &'a Plan,
         corpus: &'a Corpus,
@@ -221,7 +106,7 @@ impl<'a> Run<'a> {
             held_out: held_out_batches(&corpus.held_out, plan.context()),
             rank: remote.rank(),
             link: Link {
-                exchange: Arc::new(remote),
+                server: Arc::new(remote),
                 runtime: runtime.clone(),
                 ledger: Ledger::default(),
             },
@@ -230,18 +115,28 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Runs from where the job is to the end.
+    /// Runs from the job's version to the last step.
     fn finish(mut self, output: &mut Output) -> Result<Option<Outcome>> {
         let plan = self.plan;
-        let version = self.link.exchange.start(&self.network, plan.seed, &self.link.ledger)?;
+        let version = self.start()?;
         if version >= plan.steps {
             return Err(Error::NothingToDo { job: plan.job.clone(), version, steps: plan.steps });
         }
         let outcome = self.steps(version, output)?;
-        if let Ok(remote) = Arc::try_unwrap(self.link.exchange) {
-            remote.leave()?;
-        }
+        self.link.server.leave()?;
         Ok(outcome)
+    }
+
+    /// The version to start from. In a new job, the initial parameters are uploaded, each by the
+    /// first rank that has it, and all begin with version 0.
+    fn start(&self) -> Result<u64> {
+        if let Some(version) = self.link.server.version() {
+            return Ok(version);
+        }
+        let (model, seed) = (self.network.model(), self.plan.seed);
+        let own = |tensor| model.initial_part(seed, tensor, self.network.area(tensor));
+        self.link.server.upload(own)?;
+        Ok(0)
     }
 
     fn steps(&mut self, first: u64, output: &mut Output) -> Result<Option<Outcome>> {
@@ -264,10 +159,10 @@ impl<'a> Run<'a> {
                 applied: report.applied,
                 overflow: self.overflow(&report),
                 tokens: self.tokens(version - first),
-                traffic: self.link.exchange.traffic(),
+                traffic: self.link.server.traffic(),
             })?;
             let due = version.is_multiple_of(every) || version >= plan.steps;
-            // Those who have the first replica together.
+            // The ranks of the first replica evaluate.
             if due && plan.parallelism.replica(self.rank) == 0 {
                 let loss = levels::evaluate(&self.link, &self.network, version, &self.held_out)?;
                 held_out.push((version, loss));
@@ -278,7 +173,7 @@ impl<'a> Run<'a> {
             return Ok(None);
         }
         let elapsed = begin.elapsed();
-        let traffic = self.link.exchange.traffic();
+        let traffic = self.link.server.traffic();
         // Before the sample, which holds all parameters whatever the level.
         let peak_bytes = self.link.ledger.peak();
         let (prompt, sample) = self.sample(version)?;
@@ -290,7 +185,7 @@ impl<'a> Run<'a> {
             aborted: self.aborted,
             parameters: self.network.model().elements(),
             unigram_entropy: self.corpus.unigram_entropy(),
-            state_hash: self.link.exchange.state_hash(version)?,
+            state_hash: self.link.server.state_hash(version)?,
             peak_bytes,
             pulled_bytes: traffic.pulled_bytes,
             pushed_bytes: traffic.pushed_bytes,
@@ -302,8 +197,8 @@ impl<'a> Run<'a> {
     }
 
     /// Runs a step until it is decided. An aborted step is run again from the same data, unless the
-    /// model is cut: some of those who have it together may wait for each other in the middle of
-    /// the step, and one of them is gone.
+    /// model is cut: the ranks of a replica may wait in the middle of the step for a rank that is
+    /// lost.
     fn step(&mut self, step: u64) -> Result<StepReport> {
         let replica = self.plan.parallelism.replica(self.rank) as usize;
         let draw = Draw { seed: self.plan.seed, step, replica };
@@ -340,7 +235,7 @@ impl<'a> Run<'a> {
             max_norm: plan.clip,
             loss: Some(loss),
         };
-        Ok(self.link.exchange.commit(step, commit)?)
+        Ok(self.link.server.commit(step, &[], commit)?)
     }
 
     fn overflow(&self, report: &StepReport) -> Option<String> {
@@ -366,7 +261,7 @@ impl<'a> Run<'a> {
             count: self.plan.sample_chars,
             seed: self.plan.seed,
         };
-        // One worker alone, whatever the others have of the model.
+        // One worker alone, with the whole model.
         let network = Network::whole(self.network.model().clone());
         let sample = sample::generate(&self.link, &network, request)?;
         Ok((vocabulary.decode(prompt), vocabulary.decode(&sample)))

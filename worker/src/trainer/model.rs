@@ -2,16 +2,16 @@
 //!
 //! A decoder-only transformer on characters: learned positions, pre-norm blocks, GELU, and a head
 //! tied to the token embedding (GPT-2: Radford et al. 2019; pre-norm: Xiong et al. 2020; tied head:
-//! Press and Wolf 2017). What the parameters do is in `segments`; how they travel is in `levels`.
+//! Press and Wolf 2017). The computation is in `segments`, the transfers are in `travel`.
 
 use std::ops::Range;
 
 use zeroshard_proto::{StridedBox, TensorBox};
 
-use crate::random::Stream;
+use super::random::Stream;
 
-/// Standard deviation of the initial weights (GPT-2's 0.02 for a model of width 768 is wider than
-/// this model needs to be told: at width 128 it trains faster from a little more).
+/// Standard deviation of the initial weights. GPT-2 has 0.02 at width 768; at width 128 the model
+/// trains faster from a larger one.
 const INITIAL_DEVIATION: f32 = 0.04;
 
 /// Parameters of one block.
@@ -22,7 +22,7 @@ pub const BLOCK_TENSORS: usize = 12;
 pub struct Architecture {
     /// Different characters.
     pub vocabulary: usize,
-    /// Characters that the model sees at once.
+    /// Characters of a window.
     pub context: usize,
     /// Width of the residual stream; a multiple of `heads`.
     pub width: usize,
@@ -30,7 +30,7 @@ pub struct Architecture {
     pub blocks: usize,
     /// Attention heads of a block.
     pub heads: usize,
-    /// Width of a block's MLP inside.
+    /// Hidden width of a block's MLP.
     pub hidden: usize,
 }
 
@@ -41,7 +41,7 @@ impl Architecture {
     }
 }
 
-/// A piece of the model that runs (and whose parameters travel) as one.
+/// A part of the model that runs as one, and whose parameters are pulled together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Segment {
     /// Token and position embedding.
@@ -62,7 +62,7 @@ pub enum Group {
     NoDecay = 1,
 }
 
-/// How a tensor begins.
+/// Initial values of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Start {
     Constant(f32),
@@ -78,8 +78,7 @@ pub struct Parameter {
     pub shape: Vec<usize>,
     /// Parameter group.
     pub group: Group,
-    /// The tensor that this one is another name of (the tied head), as an index into the model's
-    /// list.
+    /// For an alias (the tied head): the index of the tensor that it is another name of.
     pub alias_of: Option<usize>,
     /// The dimension along which a tensor-parallel group cuts it; `None`: every rank has all of it.
     pub cut: Option<usize>,
@@ -121,15 +120,15 @@ impl Model {
         let mut list = Vec::with_capacity(FIRST_BLOCK + blocks * BLOCK_TENSORS + 3);
         list.push(weight("embedding.weight", &[vocabulary, width], INITIAL_DEVIATION).cut(0));
         list.push(weight("position.weight", &[context, width], INITIAL_DEVIATION));
-        // What ends in the residual stream starts smaller, so that its variance does not grow with
-        // depth (GPT-2).
+        // Layers that add to the residual stream start smaller, so that its variance does not grow
+        // with depth (GPT-2).
         let residual = INITIAL_DEVIATION / (2.0 * blocks as f32).sqrt();
         for block in 0..blocks {
             let name = |rest: &str| format!("blocks.{block}.{rest}");
             list.push(constant(&name("norm1.weight"), &[width], 1.0));
             list.push(constant(&name("norm1.bias"), &[width], 0.0));
-            // Query, key and value lie in a dimension of their own: the last one is the heads, and
-            // can be cut by them.
+            // Query, key and value have a dimension of their own, so that the last dimension can be
+            // cut by heads.
             list.push(
                 weight(&name("attention.in.weight"), &[width, 3, width], INITIAL_DEVIATION).cut(2),
             );
@@ -194,13 +193,14 @@ impl Model {
         segment == Segment::Head && tensor == EMBEDDING
     }
 
-    /// A tensor's first values.
-    pub fn initial_values(&self, seed: u64, tensor: usize) -> Vec<f32> {
+    /// The initial values of a tensor.
+    #[cfg(test)]
+    pub(crate) fn initial_values(&self, seed: u64, tensor: usize) -> Vec<f32> {
         self.initial_part(seed, tensor, &TensorBox::whole(&self.parameters[tensor].sizes()))
     }
 
-    /// The first values of a box of a tensor: nobody needs to make all of it. Uniform, with nothing
-    /// but multiplications and additions, so that a seed means the same bits on every machine.
+    /// The initial values of a box of a tensor, without those of the rest. Uniform, by
+    /// multiplications and additions only, so that a seed gives the same bits on every machine.
     pub fn initial_part(&self, seed: u64, tensor: usize, bounds: &TensorBox) -> Vec<f32> {
         let parameter = &self.parameters[tensor];
         match parameter.start {
@@ -219,7 +219,7 @@ impl Model {
     }
 }
 
-/// Keeps the initial values apart from every other use of the seed.
+/// Separates the initial values from every other use of the seed.
 const INITIAL_STREAM: u64 = 1;
 
 fn block_range(block: usize) -> Range<usize> {

@@ -1,5 +1,4 @@
-//! What a run says while it goes on: a progress bar for people, one JSON object a line for
-//! programs.
+//! Output during a run: a progress bar for people, one JSON object per line for programs.
 
 use std::io::{self, Write};
 use std::time::Instant;
@@ -8,9 +7,10 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use zeroshard_client::Traffic;
 
-use crate::error::{Error, Result};
+use super::error::{Error, Result};
+use super::report::Summary;
 
-/// A step that was decided.
+/// The result of a step.
 #[derive(Debug, Clone)]
 pub struct StepEvent {
     /// Its number.
@@ -21,7 +21,7 @@ pub struct StepEvent {
     pub gradient_norm: f64,
     /// False: skipped because of inf or NaN.
     pub applied: bool,
-    /// Where these were, if so.
+    /// The tensor and rank with inf or NaN, if there are any.
     pub overflow: Option<String>,
     /// Characters trained on so far, by all workers.
     pub tokens: u64,
@@ -29,18 +29,18 @@ pub struct StepEvent {
     pub traffic: Traffic,
 }
 
-/// Where a run's news go.
+/// The destination of progress events.
 pub enum Output {
-    /// Nowhere.
+    /// No output.
     Quiet,
-    /// To standard output, one JSON object a line.
+    /// Standard output, one JSON object per line.
     Json,
-    /// To a progress bar on standard error; nowhere if that is no terminal.
+    /// A progress bar on standard error; no output if that is not a terminal.
     Bar(Bar),
 }
 
 impl Output {
-    /// A progress bar for a run of so many steps.
+    /// A progress bar for a run of `steps` steps.
     pub fn bar(steps: u64) -> Self {
         let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
         let style = ProgressStyle::with_template("{bar:24} {pos}/{len} {msg} {eta} left");
@@ -48,10 +48,10 @@ impl Output {
         Self::Bar(Bar { bar, held_out: None, last: None })
     }
 
-    /// Tells of a step.
+    /// Reports a step.
     ///
     /// # Errors
-    /// If standard output is closed.
+    /// [`Error::System`] if standard output is closed.
     pub fn step(&mut self, event: &StepEvent) -> Result<()> {
         match self {
             Self::Quiet => Ok(()),
@@ -72,10 +72,10 @@ impl Output {
         }
     }
 
-    /// Tells of an evaluation after `step` steps.
+    /// Reports an evaluation after `step` steps.
     ///
     /// # Errors
-    /// If standard output is closed.
+    /// [`Error::System`] if standard output is closed.
     pub fn evaluation(&mut self, step: u64, eval_loss: f64) -> Result<()> {
         match self {
             Self::Quiet => Ok(()),
@@ -99,7 +99,7 @@ impl Output {
 pub struct Bar {
     bar: ProgressBar,
     held_out: Option<f64>,
-    /// When the step before was decided, tokens and traffic then.
+    /// Time, tokens and traffic at the end of the step before.
     last: Option<(Instant, u64, Traffic)>,
 }
 
@@ -131,7 +131,7 @@ impl Bar {
 #[derive(Debug, Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Line<'a> {
-    /// A step was decided.
+    /// The result of a step.
     Step {
         /// Its number.
         step: u64,
@@ -141,25 +141,25 @@ pub enum Line<'a> {
         gradient_norm: f64,
         /// False: skipped because of inf or NaN.
         applied: bool,
-        /// Where these were.
+        /// The tensor and rank with inf or NaN.
         #[serde(skip_serializing_if = "Option::is_none")]
         overflow: Option<&'a str>,
     },
-    /// Held-out text was measured.
+    /// The result of an evaluation.
     Evaluation {
-        /// Steps before.
+        /// Number of steps before it.
         step: u64,
         /// Nats per character.
         eval_loss: f64,
     },
     /// The run is over.
-    Done(&'a crate::report::Summary),
+    Done(&'a Summary),
 }
 
 /// Writes one line of JSON to standard output.
 ///
 /// # Errors
-/// If that is closed.
+/// [`Error::System`] if it is closed.
 pub fn line(line: &Line<'_>) -> Result<()> {
     let write = || {
         let mut out = io::stdout().lock();

@@ -1,32 +1,24 @@
-//! What the segments compute, forward and backward, on burn.
+//! Forward and backward passes of the segments, on burn.
 //!
 //! Every level runs the model segment by segment with the same operations on the same shapes, so
 //! that the levels agree bit for bit. A segment's input is a leaf of its own graph: its backward
 //! takes the gradient of its output, and gives the gradient of its input and of its parameters, at
 //! once and independently of the other segments.
 //!
-//! Where the model is cut over a group of ranks, each runs its part, and a [`Group`] puts the parts
-//! together at both ends of embedding, attention, MLP and head.
+//! Where the model is cut over a group of ranks, each rank runs its part, and a [`Group`]
+//! communicates at both ends of embedding, attention, MLP and head.
 //!
 //! Everything is f32. Shapes: `n` windows of `t` characters (with sequence parallelism, this rank's
 //! part of them); hidden states are `[n * t, width]`.
 
-use burn::backend::{Autodiff, Flex};
 use burn::tensor::activation::{log_softmax, sigmoid, softmax};
 use burn::tensor::module::linear;
 use burn::tensor::{Int, Tensor, TensorData};
 
-use crate::batches::Batch;
-use crate::model::{Architecture, BLOCK_TENSORS, EMBEDDING, Segment};
+use super::batches::Batch;
+use super::model::{Architecture, BLOCK_TENSORS, EMBEDDING, Segment};
+use super::network::{Graph, Group, Network, Plain};
 use crate::parallel::{Result, lookup};
-use crate::tensor_parallel::{Group, Network};
-
-/// The backend without graphs.
-pub type Plain = Flex;
-/// The backend with graphs. It also runs forward passes without graphs: its operations are not
-/// always the plain backend's (there a softmax is one fused kernel), and the bits must not depend
-/// on the level.
-pub type Graph = Autodiff<Flex>;
 
 /// Hidden states or their gradient, outside any graph: `[n * t, width]`.
 pub type Hidden = Tensor<Plain, 2>;
@@ -36,34 +28,35 @@ pub type Leaf = Tensor<Graph, 1>;
 
 /// Added to the variance in a norm (PyTorch's default).
 const NORM_EPSILON: f32 = 1e-5;
-/// Added to the attention score of a later character. In f32 the exponential of it is 0.
+/// Added to the attention score of a later character. Its exponential is 0 in f32.
 const MASKED: f32 = -1e9;
 
-/// Whether a forward pass keeps what a backward pass needs.
+/// Whether a forward pass builds the graph of a backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tracking {
-    /// It does.
+    /// The graph is built.
     Graph,
-    /// It does not: an intermediate result is freed when it was used.
+    /// No graph: intermediate results are freed after their use.
     None,
 }
 
-/// Makes a leaf of a parameter's values. Takes the buffer over; nothing is copied.
+/// A leaf with a parameter's values, which are not copied.
 pub fn leaf(values: Vec<f32>) -> Leaf {
     let count = values.len();
     Tensor::from_data(TensorData::new(values, [count]), &Default::default())
 }
 
-/// The gradients that a backward pass of a segment gives.
+/// The result of a backward pass of a segment.
 #[derive(Debug)]
 pub struct Gradients {
-    /// Of its input, `[n * t, width]`; `None` for the embedding, whose input is characters.
+    /// The gradient of the input, `[n * t, width]`; `None` for the embedding, whose input is
+    /// characters.
     pub input: Option<Hidden>,
-    /// Of its parameters, flattened, in the order of `Model::tensors_of`.
+    /// The gradients of the parameters, flattened, in the order of `Model::tensors_of`.
     pub parameters: Vec<Vec<f32>>,
 }
 
-/// A segment after its forward pass, with its graph if that was tracked.
+/// A segment after its forward pass, with its graph if one was built.
 pub struct Pass<'a> {
     group: Option<&'a Group>,
     input: Option<Tensor<Graph, 2>>,
@@ -133,8 +126,8 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// Probabilities of the next character after each window's last one: `[n, vocabulary]` logits,
-/// flattened, of a network that has all of its model. `parameters` and `hidden` are the head's.
+/// Logits of the character after each window, `[n, vocabulary]`, flattened. `network` must have the
+/// whole model; `parameters` and `hidden` are those of the head.
 ///
 /// # Errors
 /// None without a group.
@@ -233,7 +226,7 @@ impl Run<'_> {
         let rows = |flat: &Leaf| matrix(flat, [-1, self.width()]);
         let h = self.enter(norm(x.clone(), norm1, norm1_bias))?;
         let h = self.attention(linear(h, columns(qkv), Some(qkv_bias.clone())));
-        // The bias once, whoever made the sum.
+        // The bias is added once, after the sum over the ranks.
         let h = self.leave(linear(h, rows(out), None))? + out_bias.clone().unsqueeze();
         let x = x + h;
         let h = self.enter(norm(x.clone(), norm2, norm2_bias))?;
@@ -242,7 +235,7 @@ impl Run<'_> {
         Ok(x + h)
     }
 
-    /// Causal attention of the heads that are here. `qkv`: `[n * t, 3 * width of these heads]`.
+    /// Causal attention of this rank's heads. `qkv`: `[n * t, 3 * width of these heads]`.
     fn attention(&self, qkv: Tensor<Graph, 2>) -> Tensor<Graph, 2> {
         let Architecture { width, heads, .. } = self.network.model().architecture();
         let (n, t, size) = (self.batch.windows(), self.batch.length(), width / heads);
@@ -257,7 +250,7 @@ impl Run<'_> {
         weights.matmul(head(2)).swap_dims(1, 2).reshape([n * t, width])
     }
 
-    /// One for each character of the vocabulary that is here.
+    /// The logits of this rank's part of the vocabulary.
     fn logits(&self, parameters: &[Leaf], x: Tensor<Graph, 2>) -> Result<Tensor<Graph, 2>> {
         let [scale, bias, table] = parameters else {
             unreachable!("Model::tensors_of gives the head three tensors");
@@ -312,7 +305,7 @@ impl Run<'_> {
         self.network.model().architecture().width as i32
     }
 
-    /// Where the part of the vocabulary that is here begins.
+    /// The first character of this rank's part of the vocabulary.
     fn first_character(&self) -> i64 {
         self.network.area(EMBEDDING).offset[0] as i64
     }
@@ -337,8 +330,8 @@ fn indices(characters: &[u8]) -> Tensor<Graph, 1, Int> {
     Tensor::from_data(TensorData::new(values, [count]), &Default::default())
 }
 
-/// 0 where a character may look, `MASKED` where it would look ahead. Full size: burn adds equal
-/// shapes thirty times as fast as it broadcasts.
+/// 0 for earlier characters, `MASKED` for later ones. Full size, because burn adds equal shapes
+/// thirty times as fast as it broadcasts.
 fn causal_mask(shape: [usize; 4]) -> Tensor<Graph, 4> {
     let [n, heads, t, _] = shape;
     let one: Vec<f32> = (0..t * t).map(|i| if i % t > i / t { MASKED } else { 0.0 }).collect();
@@ -351,7 +344,7 @@ fn gelu(x: Tensor<Graph, 2>) -> Tensor<Graph, 2> {
     sigmoid(x.clone().mul_scalar(1.702)) * x
 }
 
-/// The loss of the whole model as one graph, `[1, 1]`: what the segments are measured against.
+/// The loss of the whole model as one graph, `[1, 1]`: the reference of the tests.
 #[cfg(test)]
 pub(crate) fn whole(
     network: &Network,

@@ -1,4 +1,4 @@
-//! Which windows of the text a replica of the model sees at a step.
+//! The windows of text that a replica of the model sees at a step.
 //!
 //! The windows of a step are drawn for the whole global batch, from a key (seed, step, window); a
 //! replica takes its contiguous share. So the data of a step depend on neither the number of
@@ -6,7 +6,7 @@
 
 use thiserror::Error;
 
-use crate::random::Stream;
+use super::random::Stream;
 
 /// Windows of text: `windows` rows of `length` characters, and for each the character that follows.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -55,13 +55,13 @@ impl Batch {
     }
 }
 
-/// Batch sizes that cannot be divided as asked.
+/// A batch that cannot be divided evenly.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum Error {
-    /// Some share would be larger than another, and the mean of means would not be the mean.
+    /// With shares of different sizes, the mean of their means would not be the mean.
     #[error(
-        "--batch {batch} cannot be divided into {replicas} replica(s) x {micro_batches} micro-batch(es) of equal \
-         size; use a multiple of {}, such as {}",
+        "--batch {batch} cannot be divided into {replicas} replica(s) x {micro_batches} \
+         micro-batch(es) of equal size; use a multiple of {}, such as {}",
         replicas * micro_batches,
         batch.div_ceil(replicas * micro_batches).max(1) * replicas * micro_batches
     )]
@@ -119,18 +119,18 @@ impl Sharding {
     }
 }
 
-/// Whose windows are drawn.
+/// Key of the windows of a replica at a step.
 #[derive(Debug, Clone, Copy)]
 pub struct Draw {
     /// The run's seed.
     pub seed: u64,
     /// The step.
     pub step: u64,
-    /// Who draws.
+    /// The replica.
     pub replica: usize,
 }
 
-/// Keeps the windows apart from every other use of the seed.
+/// Separates the windows from every other use of the seed.
 const WINDOW_STREAM: u64 = 2;
 
 #[cfg(test)]

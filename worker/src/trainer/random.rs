@@ -1,8 +1,8 @@
 //! Random numbers that are a pure function of a key: (seed, purpose, step, …).
 //!
-//! Counter based, so that a rank can draw its share of a step without drawing everybody else's, and
-//! a step that is run again draws the same. The mixing function is SplitMix64's (Steele, Lea, Flood
-//! 2014).
+//! Counter based, so that a rank can draw its share of a step without drawing the others' shares,
+//! and a step that is run again draws the same. The mixing function is SplitMix64's (Steele, Lea,
+//! Flood 2014).
 
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 

@@ -1,5 +1,4 @@
-//! `--processes`: coordinator, shard servers and workers as child processes, as a cluster runs
-//! them.
+//! `--processes`: coordinator, shard servers and workers as child processes.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -13,17 +12,17 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 use zeroshard_proto::{Token, token::TOKEN_VARIABLE};
 
-use crate::cli::Train;
-use crate::error::{Error, Result};
+use super::cli::Train;
+use super::error::{Error, Result};
 
-/// How long a server may take to end.
+/// Deadline for a server to end.
 const LAST_WORDS: Duration = Duration::from_secs(3);
 
-/// Starts everything, waits for the workers (`count` of them), and ends the servers. What is still
-/// running when this returns, or is dropped, is killed.
+/// Starts the servers and `count` workers, waits for the workers, and ends the servers. Processes
+/// that still run when this returns, or is dropped, are killed.
 ///
 /// # Errors
-/// For a program that is not there, does not start, or fails.
+/// [`Error::NoProgram`], and [`Error::Process`] for a program that does not start or fails.
 pub async fn run(flags: &Train, count: u32) -> Result<()> {
     let here = std::env::current_exe()
         .map_err(|cause| Error::System { doing: "find this program", cause })?;
@@ -55,12 +54,11 @@ pub async fn run(flags: &Train, count: u32) -> Result<()> {
     result
 }
 
-/// Lets the servers end in order, shards before the coordinator.
+/// Ends the servers in order, shards before the coordinator.
 async fn stop(servers: Vec<Server>) {
     for mut server in servers {
         let pid = server.child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
-        // One that does not end in time is killed when it is dropped; one that has ended needs no
-        // signal.
+        // A server that does not end in time is killed when it is dropped.
         if let Some(Ok(())) = pid.map(|pid| kill_process(pid, Signal::TERM)) {
             let _ = timeout(LAST_WORDS, server.child.wait()).await;
         }
@@ -78,7 +76,7 @@ struct Server {
     name: String,
     address: String,
     child: Child,
-    /// Kept open: a server must not fail for want of a reader.
+    /// Kept open, so that the server can go on writing.
     _lines: Lines<BufReader<ChildStdout>>,
 }
 
@@ -91,7 +89,7 @@ impl Server {
         if std::env::var_os("ZEROSHARD_LOG").is_none() {
             command.env("ZEROSHARD_LOG", "warn");
         }
-        // Not as a flag, which other users would see.
+        // Not as a flag, which other users could see.
         command.env(TOKEN_VARIABLE, token.reveal().unwrap_or_default());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).kill_on_drop(true);
         let failed = |did: String| Error::Process { program: name.clone(), did };
@@ -108,11 +106,11 @@ impl Server {
                 _ => continue,
             }
         }
-        Err(failed("ended before it could be reached; it says why above".to_owned()))
+        Err(failed("ended before it could be reached; see its output above".to_owned()))
     }
 }
 
-/// This program again, with the flags that it was given, as one rank.
+/// Starts this program with the same flags, as one rank.
 fn worker(program: &PathBuf, address: &str, rank: u32) -> Result<Child> {
     let mut command = Command::new(program);
     command.args(std::env::args_os().skip(1).filter(|argument| argument != "--processes"));
@@ -132,7 +130,7 @@ async fn finish(mut worker: Child, rank: u32) -> Result<()> {
     match worker.wait().await {
         Ok(status) if status.success() => Ok(()),
         Ok(status) => {
-            Err(Error::Process { program, did: format!("failed ({status}); it says why above") })
+            Err(Error::Process { program, did: format!("failed ({status}); see its output above") })
         }
         Err(cause) => {
             Err(Error::Process { program, did: format!("cannot be waited for: {cause}") })
@@ -152,7 +150,7 @@ async fn all(workers: &mut JoinSet<Result<()>>) -> Result<()> {
     Ok(())
 }
 
-/// The error of the first server that ends; none does while all is well.
+/// The error of the first server that ends during the run.
 async fn any_end(servers: &mut [Server]) -> Error {
     let ends = servers.iter_mut().map(|server| {
         Box::pin(async {

@@ -1,12 +1,12 @@
 //! The ledger of parameter and gradient bytes that a worker holds.
 //!
-//! Whoever owns a buffer of parameters or gradients owns a [`Lease`] on as many bytes, and drops
-//! both together. The peak is what a level costs a worker; activations are not in it.
+//! The owner of a buffer of parameters or gradients owns a [`Lease`] on as many bytes, and drops
+//! both together. The peak is the memory that a level needs in a worker, without activations.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Counts bytes held, and remembers the most. Clones share the count.
+/// Counts the bytes that are held, and their maximum. Clones share the count.
 #[derive(Debug, Clone, Default)]
 pub struct Ledger(Arc<Counts>);
 
@@ -30,7 +30,7 @@ impl Ledger {
         self.0.held.load(Ordering::Relaxed)
     }
 
-    /// The most bytes that were held at once.
+    /// Maximum of the bytes held at once.
     pub fn peak(&self) -> usize {
         self.0.peak.load(Ordering::Relaxed)
     }

@@ -1,10 +1,10 @@
-//! One step of a worker at each level: the same arithmetic, but other lives for parameters and
-//! gradients.
+//! One step of a worker at each level. The arithmetic is the same; the lifetimes of parameters and
+//! gradients differ.
 //!
 //! | level | parameters | gradients |
 //! |---|---|---|
 //! | `os` | all, for the whole step | all kept, pushed at the end |
-//! | `os_g` | all, for the whole step | a segment's pushed and freed when ready, while backward goes on |
+//! | `os_g` | all, for the whole step | pushed and freed by segment, while backward goes on |
 //! | `p_g_os` | one segment's at a time, the next one's on its way | as `os_g` |
 //!
 //! Micro-batches are summed here, in f32 and in order, and pushed once: the same bits at every
@@ -13,71 +13,16 @@
 //! before it goes on to the next: it keeps only the segments' inputs, and its parameters are pulled
 //! once for all micro-batches.
 
-use std::fmt;
-use std::str::FromStr;
+use super::batches::Batch;
+use super::error::Result;
+use super::model::Segment;
+use super::network::Network;
+use super::segments::{Hidden, Leaf, Pass, Tracking, scalar, seed};
+use super::travel::{Departure, Link, Outbox, Parameters};
+use crate::parallel::Level;
+use crate::parallel::remote::ParameterServer;
 
-use serde::Serialize;
-use thiserror::Error;
-
-use crate::batches::Batch;
-use crate::error::Result;
-use crate::model::Segment;
-use crate::segments::{Hidden, Leaf, Pass, Tracking, scalar, seed};
-use crate::tensor_parallel::Network;
-use crate::travel::{Departure, Exchange, Link, Outbox, Parameters};
-
-/// What a worker keeps.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Level {
-    /// All parameters, all gradients.
-    #[serde(rename = "os")]
-    Os,
-    /// All parameters.
-    #[serde(rename = "os_g")]
-    OsG,
-    /// Neither.
-    #[serde(rename = "p_g_os")]
-    PGOs,
-}
-
-impl Level {
-    /// All levels.
-    pub const ALL: [Level; 3] = [Level::Os, Level::OsG, Level::PGOs];
-
-    /// The name that flags and reports use.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Level::Os => "os",
-            Level::OsG => "os_g",
-            Level::PGOs => "p_g_os",
-        }
-    }
-}
-
-impl fmt::Display for Level {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-/// A name that is no level's.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("unknown level {0:?}: it must be one of os, os_g, p_g_os")]
-pub struct UnknownLevel(pub String);
-
-impl FromStr for Level {
-    type Err = UnknownLevel;
-
-    fn from_str(name: &str) -> Result<Self, UnknownLevel> {
-        Self::ALL
-            .into_iter()
-            .find(|level| level.name() == name)
-            .ok_or_else(|| UnknownLevel(name.to_owned()))
-    }
-}
-
-/// What one step computes.
+/// The computation of one step.
 #[derive(Debug, Clone, Copy)]
 pub struct Work<'a> {
     /// The step; its parameters have the version of the same number.
@@ -89,15 +34,15 @@ pub struct Work<'a> {
 }
 
 /// Pulls parameters, computes, and pushes the gradient of the mean loss over all micro-batches
-/// times the loss scale. Gives the mean loss, nats per character. On return everything has been
+/// times the loss scale. Returns the mean loss, nats per character, after everything has been
 /// pushed.
 ///
 /// # Errors
-/// Those of the exchange, and of the network's group. After `StepAborted` the same call may be made
+/// Those of the server, and of the network's group. After `StepAborted` the same call may be made
 /// again.
-pub fn run<E: Exchange>(
+pub fn run<S: ParameterServer>(
     level: Level,
-    link: &Link<E>,
+    link: &Link<S>,
     network: &Network,
     work: Work<'_>,
 ) -> Result<f64> {
@@ -123,8 +68,8 @@ pub fn run<E: Exchange>(
 
 /// The mean loss over `batches` (of one size) at `version`, nats per character. Holds one segment's
 /// parameters at a time, whatever the level.
-pub fn evaluate<E: Exchange>(
-    link: &Link<E>,
+pub fn evaluate<S: ParameterServer>(
+    link: &Link<S>,
     network: &Network,
     version: u64,
     batches: &[Batch],
@@ -150,21 +95,21 @@ pub fn evaluate<E: Exchange>(
     Ok(total / batches.len() as f64)
 }
 
-struct Step<'a, E> {
+struct Step<'a, S> {
     network: &'a Network,
     work: Work<'a>,
-    parameters: Parameters<'a, E>,
-    outbox: Outbox<'a, E>,
+    parameters: Parameters<'a, S>,
+    outbox: Outbox<'a, S>,
 }
 
-impl<'a, E: Exchange> Step<'a, E> {
+impl<'a, S: ParameterServer> Step<'a, S> {
     /// The gradient that starts every micro-batch's backward pass: the result is the gradient of
     /// the mean.
     fn seed(&self) -> Hidden {
         seed(self.work.loss_scale / self.work.micro_batches.len() as f32)
     }
 
-    /// `os` and `os_g`: gives the sum of the micro-batches' losses.
+    /// The levels `os` and `os_g`. Returns the sum of the micro-batches' losses.
     fn resident(&mut self) -> Result<f64> {
         let segments = self.network.model().segments();
         for &segment in &segments {
@@ -195,11 +140,11 @@ impl<'a, E: Exchange> Step<'a, E> {
         Ok(total)
     }
 
-    /// `p_g_os`: gives the sum of the micro-batches' losses.
+    /// The level `p_g_os`. Returns the sum of the micro-batches' losses.
     fn streaming(&mut self) -> Result<f64> {
         let segments = self.network.model().segments();
         let (&head, body) = segments.split_last().expect("a model ends with its head");
-        // What each segment read: all that is kept for the backward pass.
+        // The inputs of the segments: all that is kept for the backward pass.
         let mut inputs: Vec<Vec<Option<Hidden>>> = Vec::with_capacity(body.len());
         let mut hidden: Vec<Option<Hidden>> = vec![None; self.work.micro_batches.len()];
         for (index, &segment) in body.iter().enumerate() {
@@ -229,8 +174,8 @@ impl<'a, E: Exchange> Step<'a, E> {
         Ok(total)
     }
 
-    /// Forward (again, for all but the head) and at once backward through one segment, for all
-    /// micro-batches. Takes the gradients of its outputs and gives those of its inputs.
+    /// Forward (a second time, except for the head) and backward through one segment, for all
+    /// micro-batches. Takes the gradients of its outputs and returns those of its inputs.
     fn turn(
         &mut self,
         segment: Segment,
@@ -245,7 +190,9 @@ impl<'a, E: Exchange> Step<'a, E> {
             for ((input, upstream), batch) in work {
                 let pass = step.forward(segment, leaves, input, batch, Tracking::Graph)?;
                 output(pass.output());
-                let gradients = pass.backward(upstream.expect("the segment after gave one"))?;
+                let gradients = pass.backward(
+                    upstream.expect("the segment after this one has a gradient of its input"),
+                )?;
                 step.outbox.add(segment, gradients.parameters);
                 results.push(gradients.input);
             }
@@ -255,7 +202,7 @@ impl<'a, E: Exchange> Step<'a, E> {
         Ok(gradients)
     }
 
-    /// Has a segment's parameters here while `compute` runs, and those of `next` on their way.
+    /// Runs `compute` with a segment's parameters, while those of `next` are being pulled.
     fn visit<T>(
         &mut self,
         segment: Segment,
@@ -293,10 +240,10 @@ mod tests {
     use zeroshard_proto::Error;
 
     use super::*;
-    use crate::memory::Ledger;
-    use crate::model::{Architecture, EMBEDDING, Model};
-    use crate::segments::leaf;
-    use crate::travel::Buffer;
+    use crate::parallel::remote::{Buffer, Gradient};
+    use crate::trainer::memory::Ledger;
+    use crate::trainer::model::{Architecture, EMBEDDING, Model};
+    use crate::trainer::segments::leaf;
 
     /// A cluster that is a table.
     #[derive(Default)]
@@ -307,7 +254,7 @@ mod tests {
         abort: bool,
     }
 
-    impl Exchange for Table {
+    impl ParameterServer for Table {
         async fn pull(
             &self,
             _: u64,
@@ -320,13 +267,13 @@ mod tests {
             Ok(buffers)
         }
 
-        async fn push(&self, step: u64, gradients: Vec<Buffer>) -> zeroshard_proto::Result<()> {
+        async fn push(&self, step: u64, gradients: Vec<Gradient>) -> zeroshard_proto::Result<()> {
             if self.abort {
                 let cause = "rank 1 left".to_owned();
                 return Err(Error::StepAborted { job: "job".to_owned(), step, epoch: 2, cause });
             }
             let mut pushed = self.pushed.lock().unwrap();
-            for Buffer { tensor, values, .. } in gradients {
+            for (tensor, values) in gradients {
                 assert_eq!(pushed.insert(tensor, values), None, "tensor {tensor} was pushed twice");
             }
             Ok(())
@@ -352,9 +299,9 @@ mod tests {
 
     fn link(model: &Model, runtime: &Runtime) -> Link<Table> {
         let parameters = initial(model);
-        let exchange = Table { parameters, ..Table::default() };
+        let table = Table { parameters, ..Table::default() };
         Link {
-            exchange: Arc::new(exchange),
+            server: Arc::new(table),
             runtime: runtime.handle().clone(),
             ledger: Ledger::default(),
         }
@@ -373,8 +320,8 @@ mod tests {
         let work = Work { step: 0, micro_batches: &batches(micro_batches), loss_scale: 1.0 };
         let loss = run(level, &link, &network, work).unwrap();
         assert_eq!(link.ledger.held(), 0, "{level} holds nothing after the step");
-        let gradients = std::mem::take(&mut *link.exchange.pushed.lock().unwrap());
-        let pulls = link.exchange.pulls.lock().unwrap().len();
+        let gradients = std::mem::take(&mut *link.server.pushed.lock().unwrap());
+        let pulls = link.server.pulls.lock().unwrap().len();
         Outcome { loss, gradients, peak: link.ledger.peak(), pulls }
     }
 
@@ -384,7 +331,7 @@ mod tests {
         let values = initial(network.model());
         let leaves: BTreeMap<_, _> =
             values.iter().map(|(&tensor, v)| (tensor, leaf(v.clone()).require_grad())).collect();
-        let loss = crate::segments::whole(&network, &leaves, &batches(1)[0]);
+        let loss = crate::trainer::segments::whole(&network, &leaves, &batches(1)[0]);
         let gradients = loss.backward();
         let of = |leaf: &Leaf| leaf.grad(&gradients).unwrap().into_data().into_vec().unwrap();
         let table = leaves.iter().map(|(&tensor, leaf)| (tensor, of(leaf))).collect();
@@ -473,7 +420,7 @@ mod tests {
         let loss = run(Level::OsG, &link, &network, work).unwrap();
         let plain = outcome(Level::OsG, 1);
         assert_eq!(loss, plain.loss);
-        let scaled = &link.exchange.pushed.lock().unwrap()[&EMBEDDING];
+        let scaled = &link.server.pushed.lock().unwrap()[&EMBEDDING];
         let pairs = scaled.iter().zip(&plain.gradients[&EMBEDDING]);
         assert!(pairs.into_iter().all(|(a, b)| (a - 1024.0 * b).abs() <= 1e-5 * a.abs()));
     }
@@ -482,17 +429,17 @@ mod tests {
     fn an_aborted_step_leaves_nothing_and_can_run_again() {
         let (network, runtime) = (network(), Runtime::new().unwrap());
         let mut link = link(network.model(), &runtime);
-        Arc::get_mut(&mut link.exchange).unwrap().abort = true;
+        Arc::get_mut(&mut link.server).unwrap().abort = true;
         for level in Level::ALL {
             let work = Work { step: 0, micro_batches: &batches(1), loss_scale: 1.0 };
             let error = run(level, &link, &network, work).unwrap_err();
             assert!(
-                matches!(error, crate::error::Error::Cluster(Error::StepAborted { .. })),
+                matches!(error, crate::trainer::error::Error::Cluster(Error::StepAborted { .. })),
                 "{error}"
             );
         }
-        link.exchange =
-            Arc::new(Table { parameters: link.exchange.parameters.clone(), ..Table::default() });
+        link.server =
+            Arc::new(Table { parameters: link.server.parameters.clone(), ..Table::default() });
         let work = Work { step: 0, micro_batches: &batches(1), loss_scale: 1.0 };
         assert_eq!(run(Level::PGOs, &link, &network, work).unwrap(), outcome(Level::PGOs, 1).loss);
     }

@@ -1,5 +1,5 @@
-//! Puts a run together: a cluster in this process, in processes of its own, or a running one; and
-//! its workers.
+//! Starts a run: a cluster in this process, in processes of its own, or a running one; and its
+//! workers.
 
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -8,24 +8,25 @@ use std::thread;
 use tokio::runtime::{Builder, Handle, Runtime};
 use zeroshard_server::embedded;
 
-use crate::cli::Train;
-use crate::error::{Error, Result};
-use crate::processes;
-use crate::progress::{self, Line, Output};
-use crate::report::{self, Summary};
-use crate::text::Corpus;
-use crate::train::{self, Outcome, Plan};
+use super::cli::Train;
+use super::error::{Error, Result};
+use super::plan::Plan;
+use super::processes;
+use super::progress::{self, Line, Output};
+use super::report::{self, Outcome, Summary};
+use super::text::Corpus;
+use super::train;
 
 /// Threads that move bytes; the workers compute on threads of their own.
 const IO_THREADS: usize = 2;
 
-/// Does what the flags say.
+/// Runs `train` with these flags.
 ///
 /// # Errors
-/// For flags that contradict each other, text that is not there, and whatever ends the run early.
+/// For flags that contradict each other, a folder without text, and all errors of the run.
 pub fn run(flags: &Train) -> Result<()> {
     let plan = flags.plan()?;
-    // Read here in any case: a wrong folder is told before anything is started.
+    // Read in any case, so that a wrong folder is reported before a process is started.
     let corpus = Corpus::read(&flags.data, plan.context())?;
     plan.model(&corpus)?;
     let runtime = Builder::new_multi_thread()
@@ -43,7 +44,7 @@ pub fn run(flags: &Train) -> Result<()> {
     result
 }
 
-/// Runs this process's workers, against the cluster that the flags name or one made for them.
+/// Runs this process's workers, on the cluster that the flags name or on one in this process.
 fn run_here(flags: &Train, plan: Plan, corpus: Corpus, runtime: &Runtime) -> Result<()> {
     let ranks: Vec<u32> =
         flags.rank.map_or_else(|| (0..plan.parallelism.workers()).collect(), |rank| vec![rank]);
@@ -96,7 +97,7 @@ impl Run {
                 (false, false) => Output::bar(run.plan.steps),
             };
             let work = move || {
-                // Sent on unwinding too, so that a panic is an error and not a silence.
+                // Sent on unwinding too, so that a panic is reported as an error.
                 let mut report = Report { done, rank, result: None };
                 let result =
                     train::train(&run.plan, &run.corpus, &run.runtime, &address, rank, &mut output);
@@ -117,7 +118,7 @@ impl Run {
     }
 }
 
-/// Tells of a worker's end, however it comes.
+/// Sends a worker's result when it is dropped, even by a panic.
 struct Report {
     done: mpsc::Sender<Result<Option<Outcome>>>,
     rank: u32,
@@ -127,7 +128,7 @@ struct Report {
 impl Drop for Report {
     fn drop(&mut self) {
         let result = self.result.take().unwrap_or(Err(Error::Panicked { rank: self.rank }));
-        // Nobody listens any more once another worker has failed.
+        // The receiver is gone if another worker has failed.
         let _ = self.done.send(result);
     }
 }

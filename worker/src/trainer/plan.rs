@@ -1,0 +1,162 @@
+//! The checked settings of a run, and the spec of its job.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use zeroshard_client::Options;
+use zeroshard_proto::{DType, Departure, JobSpec, Manifest, Optimizer, Policy, TensorSpec, Token};
+
+use super::batches::Sharding;
+use super::error::Result;
+use super::model::{Architecture, Model};
+use super::parallelism::Parallelism;
+use super::schedule::Schedule;
+use super::text::Corpus;
+use crate::parallel::Level;
+
+/// The settings of a run: those that determine its result, and those of its transfers. The same for
+/// all ranks.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// Name of the job.
+    pub job: String,
+    /// The level of ZeRO.
+    pub level: Level,
+    /// Steps of the whole run.
+    pub steps: u64,
+    /// Sizes of the model; the vocabulary, which depends on the text, is 0.
+    pub architecture: Architecture,
+    /// Number of replicas, and how each is cut.
+    pub parallelism: Parallelism,
+    /// How the global batch is divided.
+    pub sharding: Sharding,
+    /// Servers to wait for.
+    pub shards: u32,
+    /// Optimizers by step.
+    pub schedule: Schedule,
+    /// Maximum global norm of the gradient.
+    pub clip: Option<f64>,
+    /// Factor of the loss before the backward pass.
+    pub loss_scale: f64,
+    /// Element type of the published parameters.
+    pub parameter_dtype: DType,
+    /// Element type on the wire.
+    pub wire: DType,
+    /// Payload of one message, bytes.
+    pub chunk_bytes: usize,
+    /// Deadline of one operation.
+    pub deadline: Duration,
+    /// The cluster's token.
+    pub token: Token,
+    /// The address on which a worker listens for the other ranks of its replica.
+    pub listen: SocketAddr,
+    /// Seed of the initial parameters, the windows and the sample.
+    pub seed: u64,
+    /// Characters to generate at the end.
+    pub sample_chars: usize,
+}
+
+impl Plan {
+    /// The model for a text.
+    ///
+    /// # Errors
+    /// [`super::error::Error::Flag`] if the model cannot be cut over the ranks.
+    pub fn model(&self, corpus: &Corpus) -> Result<Model> {
+        let architecture =
+            Architecture { vocabulary: corpus.vocabulary.size(), ..self.architecture };
+        self.parallelism.check(architecture)?;
+        Ok(Model::new(architecture))
+    }
+
+    /// The spec of the job that trains `model`. Its optimizers are those of the highest learning
+    /// rate, and each step names its own: so a later run with other steps or rates continues the
+    /// job.
+    ///
+    /// # Errors
+    /// [`zeroshard_proto::Error::Invalid`] for a job that cannot exist.
+    pub fn spec(&self, model: &Model) -> zeroshard_proto::Result<JobSpec> {
+        let groups = self.schedule.highest();
+        let whole = groups.iter().any(Optimizer::needs_whole_tensors);
+        let tensors = model.parameters().iter().map(|parameter| TensorSpec {
+            name: parameter.name.clone(),
+            shape: parameter.sizes(),
+            dtype: self.parameter_dtype,
+            frozen: false,
+            buffer: false,
+            alias_of: parameter.alias_of.map(|owner| model.parameters()[owner].name.clone()),
+            group: parameter.group as u32,
+            policy: if whole { Policy::Whole } else { Policy::Elementwise },
+            no_clip: false,
+            layout: self.parallelism.layout(parameter),
+        });
+        let spec = JobSpec {
+            name: self.job.clone(),
+            manifest: Manifest::new(tensors.collect())?,
+            groups,
+            world: self.parallelism.workers(),
+            min_servers: self.shards,
+            replicas: 1,
+            meshes: self.parallelism.mesh()?.into_iter().map(Into::into).collect(),
+            departure: Departure::Error,
+        };
+        spec.validate()?;
+        Ok(spec)
+    }
+
+    /// The settings of the connection to the cluster.
+    pub fn options(&self) -> Options {
+        Options {
+            wire: self.wire,
+            chunk_bytes: self.chunk_bytes,
+            deadline: self.deadline,
+            token: self.token.reveal().map(str::to_owned),
+        }
+    }
+
+    /// Characters of a window.
+    pub fn context(&self) -> usize {
+        self.architecture.context
+    }
+
+    /// The settings that all workers must have in common, besides those of the job.
+    pub fn said(&self) -> String {
+        let Self { level, seed, architecture, sharding, .. } = self;
+        format!("level {level}, seed {seed}, {architecture:?}, {sharding:?}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::trainer::cli::{Cli, Command};
+
+    /// The spec of a small model, by the flags of `train`.
+    fn spec(flags: &str) -> (Model, JobSpec) {
+        let arguments = ["zeroshard-worker", "train"].into_iter().chain(flags.split(' '));
+        let Command::Train(flags) = Cli::parse_from(arguments).command;
+        let plan = flags.plan().unwrap();
+        let model = Model::new(Architecture { vocabulary: 50, ..plan.architecture });
+        let spec = plan.spec(&model).unwrap();
+        (model, spec)
+    }
+
+    #[test]
+    fn the_head_is_tied_and_biases_are_in_the_second_group() {
+        let (model, spec) = spec("--optimizer adamw --param-dtype bf16 --shards 3");
+        let tensors = spec.manifest.tensors();
+        assert_eq!(tensors.last().unwrap().alias_of.as_deref(), Some("embedding.weight"));
+        assert_eq!(spec.manifest.parameters(), model.elements() as u64);
+        let no_decay = |name: &str| name.ends_with("bias") || name.contains("norm");
+        assert!(tensors.iter().all(|tensor| tensor.group == u32::from(no_decay(&tensor.name))));
+        assert!(spec.meshes.is_empty() && tensors.iter().all(|tensor| tensor.layout.is_none()));
+        assert!(tensors.iter().all(|tensor| tensor.dtype == DType::Bf16));
+    }
+
+    #[test]
+    fn lamb_gets_whole_tensors() {
+        let (_, spec) = spec("--optimizer lamb");
+        assert!(spec.manifest.tensors().iter().all(|tensor| tensor.policy == Policy::Whole));
+    }
+}
