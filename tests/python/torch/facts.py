@@ -1,11 +1,13 @@
 """Facts about several ranks, many of them checked by one group of processes: starting one takes
 seconds.
 
-TWO = Facts(2)
+    TWO = Facts(2)
 
-@TWO def a_sum_is_the_same_everywhere(rank: int) -> None: assert ...
+    @TWO
+    def a_sum_is_the_same_everywhere(rank: int) -> None:
+        assert ...
 
-test_on_two_ranks = TWO.test(__name__)
+    test_on_two_ranks = TWO.test(__name__)
 """
 
 from __future__ import annotations

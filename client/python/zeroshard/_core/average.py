@@ -23,13 +23,18 @@ class Averages(Generic[T]):
     then :meth:`finish`, on every rank. The parameters belong to the caller, who gives the same ones
     to every call.
 
-    Args: session: where the cluster is. framework: whose tensors they are. kind: what the job's
-        name tells of it. place: this rank and the others. parameters: names and parameters in the
-        same order on every rank; none of them empty. constants: what rank 0 shares besides: tensors
-        of any dtype. share: whether all ranks take over rank 0's parameters and constants.
+    Args:
+        session: where the cluster is.
+        framework: whose tensors they are.
+        kind: what the job's name tells of it.
+        place: this rank and the others.
+        parameters: names and parameters in the same order on every rank; none of them empty.
+        constants: what rank 0 shares besides: tensors of any dtype.
+        share: whether all ranks take over rank 0's parameters and constants.
 
-    Raises: InvalidArgument: a parameter is neither float32 nor bfloat16 nor float16. JobExists: the
-        ranks' parameters differ in names, shapes or dtypes.
+    Raises:
+        InvalidArgument: a parameter is neither float32 nor bfloat16 nor float16.
+        JobExists: the ranks' parameters differ in names, shapes or dtypes.
     """
 
     def __init__(
@@ -123,10 +128,12 @@ class Averages(Generic[T]):
         A parameter that only other ranks have a gradient for gets the mean as well (its own share
         is zeros). One that no rank has a gradient for is left without.
 
-        Args: parameters: the parameters, each of which was sent. unused: whether a parameter may be
-            without a gradient on some ranks.
+        Args:
+            parameters: the parameters, each of which was sent.
+            unused: whether a parameter may be without a gradient on some ranks.
 
-        Raises: UnusedParameter: one is, and may not be.
+        Raises:
+            UnusedParameter: one is, and may not be.
         """
         if self._absent:
             self._job.absent(self._step, self._absent)
@@ -163,7 +170,8 @@ class Averages(Generic[T]):
         """Has the servers drop what they have of an abandoned step, if there is one. Every rank
         must do the same.
 
-        Raises: Disagreement: another rank has finished the step.
+        Raises:
+            Disagreement: another rank has finished the step.
         """
         if not self._interrupted:
             return

@@ -30,17 +30,22 @@ class DataParallel(paddle.nn.Layer):
     parameter that is unfrozen or frozen later is noticed at the next forward pass. Sparse gradients
     become dense.
 
-    Args: layers: the model. Other attributes of it are attributes of this one too. strategy:
-        deprecated, and without effect. comm_buffer_size: size of a bucket, in MB.
+    Args:
+        layers: the model. Other attributes of it are attributes of this one too.
+        strategy: deprecated, and without effect.
+        comm_buffer_size: size of a bucket, in MB.
         last_comm_buffer_size: size of the first bucket of each dtype, in MB: the last one that is
-        sent. find_unused_parameters: whether a backward pass may leave parameters without a
-        gradient on some ranks and not on others. They get the average then, to which such a rank
-        contributes zeros. Without it that is an error. A parameter that no rank uses stays as it is
-        either way. group: the ranks to average over; all by default.
+            sent.
+        find_unused_parameters: whether a backward pass may leave parameters without a gradient on
+            some ranks and not on others. They get the average then, to which such a rank
+            contributes zeros. Without it that is an error. A parameter that no rank uses stays as
+            it is either way.
+        group: the ranks to average over; all by default.
 
-    Raises: InvalidArgument: no parameter is to be trained, one is neither float32 nor bfloat16 nor
-        float16, or a size is negative. JobExists: the ranks' models differ in their parameters'
-        names, shapes or dtypes.
+    Raises:
+        InvalidArgument: no parameter is to be trained, one is neither float32 nor bfloat16 nor
+            float16, or a size is negative.
+        JobExists: the ranks' models differ in their parameters' names, shapes or dtypes.
     """
 
     def __init__(
@@ -146,8 +151,10 @@ class DataParallel(paddle.nn.Layer):
         """Loads what fits, and warns of what does not; the keys that are missing, and those that
         are not known.
 
-        Args: state_dict: parameters and buffers. use_structured_name: whether they are found by
-            their names in the layer; else by their own.
+        Args:
+            state_dict: parameters and buffers.
+            use_structured_name: whether they are found by their names in the layer; else by their
+                own.
         """
         return self._layers.set_state_dict(state_dict, use_structured_name)
 
@@ -162,8 +169,9 @@ def fused_allreduce_gradients(parameters: Any | Iterable[Any], group: Any | None
     part. Every rank calls this with the same parameters; the first call with them makes a job,
     which the later ones use again.
 
-    Args: parameters: one parameter or several, of float32, bfloat16 or float16. group: the ranks to
-        average over; all by default. (Paddle calls this one ``hcg``.)
+    Args:
+        parameters: one parameter or several, of float32, bfloat16 or float16.
+        group: the ranks to average over; all by default. (Paddle calls this one ``hcg``.)
     """
     found = [parameters] if isinstance(parameters, paddle.Tensor) else parameters
     average_now(PADDLE, found, group_place(group))

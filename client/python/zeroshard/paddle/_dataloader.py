@@ -56,11 +56,12 @@ def shard_dataloader(
     that shuffled loaders need no common seed; with ``is_dataset_splitted`` each rank's own batch is
     its part already.
 
-    Args: dataloader: whatever gives batches: tensors, lists of tensors or dicts of them. meshes:
-        one mesh, or one for each part of a batch. input_keys: of batches that are dicts, the parts
-        that are used, in the order of ``meshes``. shard_dims: the mesh dimension along which
-        dimension 0 of a batch is cut, by name or number; one for all meshes or one for each. None:
-        every rank has the whole batch. is_dataset_splitted: whether the ranks' loaders give
-        different data.
+    Args:
+        dataloader: whatever gives batches: tensors, lists of tensors or dicts of them.
+        meshes: one mesh, or one for each part of a batch.
+        input_keys: of batches that are dicts, the parts that are used, in the order of ``meshes``.
+        shard_dims: the mesh dimension along which dimension 0 of a batch is cut, by name or number;
+            one for all meshes or one for each. None: every rank has the whole batch.
+        is_dataset_splitted: whether the ranks' loaders give different data.
     """
     return ShardDataloader(dataloader, meshes, shard_dims, input_keys, is_dataset_splitted)

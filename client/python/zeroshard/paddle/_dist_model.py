@@ -34,11 +34,13 @@ class DistModel(DistModelBase[Any]):
     are replicated. Every rank makes every call; the loss of a call is that of all ranks, and
     outputs are whole.
 
-    Args: layer: the layer. loader: what gives batches; kept as ``loader``. None is allowed. loss:
-        ``loss(*outputs, *labels)``, a scalar that is a mean over the batch. optimizer: an optimizer
-        of Paddle, which moves to the shard servers at the strategy's level, or one of
-        :func:`~zeroshard.paddle.shard_optimizer`. strategy: its ``sharding`` says what the servers
-        hold; the optimizer's state by default.
+    Args:
+        layer: the layer.
+        loader: what gives batches; kept as ``loader``. None is allowed.
+        loss: ``loss(*outputs, *labels)``, a scalar that is a mean over the batch.
+        optimizer: an optimizer of Paddle, which moves to the shard servers at the strategy's level,
+            or one of :func:`~zeroshard.paddle.shard_optimizer`.
+        strategy: its ``sharding`` says what the servers hold; the optimizer's state by default.
     """
 
     _tensor_name = "paddle.Tensor"

@@ -26,18 +26,25 @@ def shard_layer(
 
     Every rank of the mesh calls it with the same layer; the values of the first of all ranks count.
 
-    Args: layer: the layer. process_mesh: a ``ProcessMesh``. shard_fn: ``shard_fn(name, layer,
-        process_mesh)`` is called for every sublayer, ``layer`` itself included with the name
-        ``""``, and replaces parameters as it likes (``layer.weight = shard_tensor(layer.weight,
-        ...)``). What it leaves is replicated, as is everything without it. input_fn:
-        ``input_fn(inputs, process_mesh)`` returns the list of inputs with which ``layer`` runs.
+    Args:
+        layer: the layer.
+        process_mesh: a ``ProcessMesh``.
+        shard_fn: ``shard_fn(name, layer, process_mesh)`` is called for every sublayer, ``layer``
+            itself included with the name ``""``, and replaces parameters as it likes
+            (``layer.weight = shard_tensor(layer.weight, ...)``). What it leaves is replicated, as
+            is everything without it.
+        input_fn: ``input_fn(inputs, process_mesh)`` returns the list of inputs with which ``layer``
+            runs.
         output_fn: ``output_fn(outputs, process_mesh)`` returns what a call of ``layer`` returns.
 
-    Returns: The layer.
+    Returns:
+        The layer.
 
-    Raises: InvalidArgument: ``process_mesh`` is no mesh, or something else is of another type; a
-        parameter is on another mesh. Disagreement: another rank has another mesh, another layer, or
-        its ``shard_fn`` did something else.
+    Raises:
+        InvalidArgument: ``process_mesh`` is no mesh, or something else is of another type; a
+            parameter is on another mesh.
+        Disagreement: another rank has another mesh, another layer, or its ``shard_fn`` did
+            something else.
     """
     if not isinstance(layer, paddle.nn.Layer):
         raise InvalidArgument(f"layer is a {type(layer).__name__}; it must be a paddle.nn.Layer")

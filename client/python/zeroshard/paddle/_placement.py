@@ -28,14 +28,18 @@ def shard_tensor(
     Every rank of the mesh calls it with a tensor of the same shape. On a mesh of all ranks the
     values of its first rank count; else each rank's own, which must be the same.
 
-    Args: data: a tensor, or what ``paddle.to_tensor`` takes. A parameter gives a parameter. A
-        distributed tensor comes back as it is, if it is on this mesh and has these placements.
-        mesh: a ``ProcessMesh``. placements: one for each dimension of the mesh: ``Shard(dim)``,
-        ``Replicate()`` or ``Partial()``. dtype, place: cast to a dtype, taken from a device,
-        before. stop_gradient: of the result; as ``data``'s by default.
+    Args:
+        data: a tensor, or what ``paddle.to_tensor`` takes. A parameter gives a parameter. A
+            distributed tensor comes back as it is, if it is on this mesh and has these placements.
+        mesh: a ``ProcessMesh``.
+        placements: one for each dimension of the mesh: ``Shard(dim)``, ``Replicate()`` or
+            ``Partial()``.
+        dtype, place: cast to a dtype, taken from a device, before.
+        stop_gradient: of the result; as ``data``'s by default.
 
-    Raises: InvalidArgument: the placements do not fit the mesh or the tensor. Disagreement: another
-        rank has another mesh, shape, dtype or other placements.
+    Raises:
+        InvalidArgument: the placements do not fit the mesh or the tensor.
+        Disagreement: another rank has another mesh, shape, dtype or other placements.
     """
     mesh = check_mesh(mesh, "mesh")
     tensor = (

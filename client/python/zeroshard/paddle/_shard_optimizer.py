@@ -29,13 +29,16 @@ def shard_optimizer(
     ``os``, 2 ``os_g``, 3 ``p_g_os``. The program goes on as it was, with the optimizer that comes
     back: ``backward``, ``step``, ``clear_grad``.
 
-    Args: optimizer: one that the servers can run. shard_fn: ``ShardingStage1()``,
-        ``ShardingStage2()`` or ``ShardingStage3()``; the first by default.
-        gradient_accumulation_steps: backward passes of a step. model: whose parameters the
-        optimizer steps. Stage 3 needs it; it stays the same object.
+    Args:
+        optimizer: one that the servers can run.
+        shard_fn: ``ShardingStage1()``, ``ShardingStage2()`` or ``ShardingStage3()``; the first by
+            default.
+        gradient_accumulation_steps: backward passes of a step.
+        model: whose parameters the optimizer steps. Stage 3 needs it; it stays the same object.
 
-    Raises: InvalidArgument: ``shard_fn`` is no stage, its mesh has not all ranks, or stage 3 lacks
-        the model.
+    Raises:
+        InvalidArgument: ``shard_fn`` is no stage, its mesh has not all ranks, or stage 3 lacks the
+            model.
     """
     stage = stage_of(shard_fn, core.ProcessMesh)
     if stage.mesh is not None:

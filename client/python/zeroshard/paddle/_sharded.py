@@ -37,24 +37,31 @@ def group_sharded_parallel(
 ) -> tuple[GroupSharded, ShardedOptimizer, GradScaler | None]:
     """Moves the training state of a model to the shard servers.
 
-    Args: model: any layer; parameters and buffers become rank 0's on every rank. optimizer: SGD,
-        Momentum, Adam, AdamW, Adagrad, Adadelta or Lamb of ``paddle.optimizer``, with its
-        scheduler, groups and ``ClipGradByGlobalNorm``. State that it has goes along. level: what
-        the servers hold for the workers: ``"os"`` the optimizer state; ``"os_g"`` gradients too,
-        which are sent as backward makes them; ``"p_g_os"`` parameters too, which are fetched for
-        each use. scaler: comes back as one that knows the sharded optimizer. group: the group whose
-        ranks train together; None: all. offload: the servers hold state and master weights in host
-        memory. Changes no result. sync_buffers: after every step the model's buffers are rank 0's
-        on every rank. buffer_max_size: elements that travel together as one bucket of gradients; 0:
-        each gradient on its own. segment_size: at ``p_g_os``, parameters with more elements than
-        this live on the servers. sync_comm: at ``p_g_os``, fetch parameters only when they are
-        needed, not ahead. dp_group: ranks outside ``group`` that train replicas; as all ranks push
-        to the same servers, it must be None. exclude_layer: at ``p_g_os``, class names or ids
-        (``id(layer)``) of layers whose parameters stay here. accumulation_steps: backward passes of
-        a step, where there are several; None: learned from the first steps.
+    Args:
+        model: any layer; parameters and buffers become rank 0's on every rank.
+        optimizer: SGD, Momentum, Adam, AdamW, Adagrad, Adadelta or Lamb of ``paddle.optimizer``,
+            with its scheduler, groups and ``ClipGradByGlobalNorm``. State that it has goes along.
+        level: what the servers hold for the workers: ``"os"`` the optimizer state; ``"os_g"``
+            gradients too, which are sent as backward makes them; ``"p_g_os"`` parameters too, which
+            are fetched for each use.
+        scaler: comes back as one that knows the sharded optimizer.
+        group: the group whose ranks train together; None: all.
+        offload: the servers hold state and master weights in host memory. Changes no result.
+        sync_buffers: after every step the model's buffers are rank 0's on every rank.
+        buffer_max_size: elements that travel together as one bucket of gradients; 0: each gradient
+            on its own.
+        segment_size: at ``p_g_os``, parameters with more elements than this live on the servers.
+        sync_comm: at ``p_g_os``, fetch parameters only when they are needed, not ahead.
+        dp_group: ranks outside ``group`` that train replicas; as all ranks push to the same
+            servers, it must be None.
+        exclude_layer: at ``p_g_os``, class names or ids (``id(layer)``) of layers whose parameters
+            stay here.
+        accumulation_steps: backward passes of a step, where there are several; None: learned from
+            the first steps.
 
-    Returns: The wrapped model, the optimizer that steps on the servers, and the scaler (None if
-        none was given).
+    Returns:
+        The wrapped model, the optimizer that steps on the servers, and the scaler (None if none was
+            given).
     """
     _check(model, optimizer)
     options = Options(

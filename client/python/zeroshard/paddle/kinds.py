@@ -52,8 +52,9 @@ def kind(optimizer: Any) -> str:
 
     A subclass counts as its base class unless it has a step of its own.
 
-    Raises: UnsupportedOptimizer: the servers have no such optimizer. The message lists those that
-        they have.
+    Raises:
+        UnsupportedOptimizer: the servers have no such optimizer. The message lists those that they
+            have.
     """
     cls = type(optimizer)
     base = next((known for known in KINDS if isinstance(optimizer, known)), None)
@@ -80,7 +81,8 @@ def groups(optimizer: Any, kind: str) -> list[tuple[list[Any], dict[str, float]]
     changes (a scheduler's learning rate) stays together, since it is told apart by what Paddle
     multiplies it with.
 
-    Raises: UnsupportedOptimizer: a setting asks for arithmetic that the servers do not have.
+    Raises:
+        UnsupportedOptimizer: a setting asks for arithmetic that the servers do not have.
     """
     lr = float(optimizer.get_lr())
     found: dict[tuple[Any, ...], tuple[list[Any], dict[str, float]]] = {}
@@ -209,13 +211,19 @@ def from_paddle(
 ) -> tuple[int, dict[str, Any]]:
     """One parameter's state from Paddle's, the other way round than :func:`to_paddle`.
 
-    Args: kind: the optimizer, as :func:`kind` names it. values: the parameter's hyperparameters.
-        shape: its shape. get: an accumulator of it by Paddle's name; None where there is none.
+    Args:
+        kind: the optimizer, as :func:`kind` names it.
+        values: the parameter's hyperparameters.
+        shape: its shape.
+        get: an accumulator of it by Paddle's name; None where there is none.
 
-    Returns: How many steps count as applied, and the state tensors: contiguous, float32, on the
-        CPU; none if it is 0. What does not count its steps has one.
+    Returns:
+        How many steps count as applied, and the state tensors: contiguous, float32, on the CPU;
+            none if it is 0.
+        What does not count its steps has one.
 
-    Raises: InvalidArgument: a state tensor is missing or has another shape.
+    Raises:
+        InvalidArgument: a state tensor is missing or has another shape.
     """
     names = _kinds.state_names(kind, values)
     found = {name: get(_ACCUMULATORS[kind][name]) for name in names}

@@ -32,17 +32,22 @@ class DataParallel(nn.Module):
     parameter that is unfrozen or frozen later is noticed at the next forward pass. Sparse gradients
     become dense.
 
-    Args: module: the model. Other attributes of it are attributes of this one too. strategy:
-        deprecated, and without effect. comm_buffer_size: size of a bucket, in MB.
+    Args:
+        module: the model. Other attributes of it are attributes of this one too.
+        strategy: deprecated, and without effect.
+        comm_buffer_size: size of a bucket, in MB.
         last_comm_buffer_size: size of the first bucket of each dtype, in MB: the last one that is
-        sent. find_unused_parameters: whether a backward pass may leave parameters without a
-        gradient on some ranks and not on others. They get the average then, to which such a rank
-        contributes zeros. Without it that is an error. A parameter that no rank uses stays as it is
-        either way. group: the ranks to average over; all by default.
+            sent.
+        find_unused_parameters: whether a backward pass may leave parameters without a gradient on
+            some ranks and not on others. They get the average then, to which such a rank
+            contributes zeros. Without it that is an error. A parameter that no rank uses stays as
+            it is either way.
+        group: the ranks to average over; all by default.
 
-    Raises: InvalidArgument: no parameter is to be trained, one is neither float32 nor bfloat16 nor
-        float16, or a size is negative. JobExists: the ranks' models differ in their parameters'
-        names, shapes or dtypes.
+    Raises:
+        InvalidArgument: no parameter is to be trained, one is neither float32 nor bfloat16 nor
+            float16, or a size is negative.
+        JobExists: the ranks' models differ in their parameters' names, shapes or dtypes.
     """
 
     def __init__(
@@ -138,14 +143,17 @@ class DataParallel(nn.Module):
     ) -> Any:
         """Loads what fits, and warns of what is missing or not known.
 
-        Args: state_dict: parameters and buffers. use_structured_name: whether they are found by
-            name. Otherwise names do not matter (torch's tensors have none of their own): the first
-            is taken for the first, and so on.
+        Args:
+            state_dict: parameters and buffers.
+            use_structured_name: whether they are found by name. Otherwise names do not matter
+                (torch's tensors have none of their own): the first is taken for the first, and so
+                on.
 
-        Returns: ``missing_keys`` and ``unexpected_keys``.
+        Returns:
+            ``missing_keys`` and ``unexpected_keys``.
 
-        Raises: InvalidArgument: without names, if there are more or fewer tensors than the module
-            has.
+        Raises:
+            InvalidArgument: without names, if there are more or fewer tensors than the module has.
         """
         if not use_structured_name:
             names = list(self.module.state_dict())
@@ -183,8 +191,9 @@ def fused_allreduce_gradients(
     part. Every rank calls this with the same parameters; the first call with them makes a job,
     which the later ones use again.
 
-    Args: parameters: one parameter or several, of float32, bfloat16 or float16. group: the ranks to
-        average over; all by default.
+    Args:
+        parameters: one parameter or several, of float32, bfloat16 or float16.
+        group: the ranks to average over; all by default.
     """
     found = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     average_now(TORCH, found, group_place(group))

@@ -45,11 +45,13 @@ class DistModel(DistModelBase[Tensor]):
     left are replicated), or parallelised by styles. Every rank makes every call; the loss of a call
     is that of all ranks, and outputs are whole.
 
-    Args: layer: the module. loader: what gives batches; kept as ``loader``. None is allowed. loss:
-        ``loss(*outputs, *labels)``, a scalar that is a mean over the batch. optimizer: a torch
-        optimizer, which moves to the shard servers at the strategy's level, or one of
-        :func:`~zeroshard.torch.shard_optimizer`. strategy: its ``sharding`` says what the servers
-        hold; the optimizer's state by default.
+    Args:
+        layer: the module.
+        loader: what gives batches; kept as ``loader``. None is allowed.
+        loss: ``loss(*outputs, *labels)``, a scalar that is a mean over the batch.
+        optimizer: a torch optimizer, which moves to the shard servers at the strategy's level, or
+            one of :func:`~zeroshard.torch.shard_optimizer`.
+        strategy: its ``sharding`` says what the servers hold; the optimizer's state by default.
     """
 
     _tensor_name = "torch.Tensor"

@@ -28,19 +28,25 @@ def shard_layer(
 
     Every rank of the mesh calls it with the same module; the values of the mesh's first rank count.
 
-    Args: layer: the module. process_mesh: a :class:`ProcessMesh`, or a ``DeviceMesh`` of torch.
+    Args:
+        layer: the module.
+        process_mesh: a :class:`ProcessMesh`, or a ``DeviceMesh`` of torch.
         shard_fn: ``shard_fn(name, layer, process_mesh)`` is called for every module, ``layer``
-        itself included with the name ``""``, and replaces parameters as it likes (``layer.weight =
-        shard_tensor(layer.weight, ...)``). What it leaves is replicated, as is everything without
-        it. input_fn: ``input_fn(inputs, process_mesh)`` returns the list of inputs with which
-        ``layer`` runs. output_fn: ``output_fn(outputs, process_mesh)`` returns what a call of
-        ``layer`` returns.
+            itself included with the name ``""``, and replaces parameters as it likes
+            (``layer.weight = shard_tensor(layer.weight, ...)``). What it leaves is replicated, as
+            is everything without it.
+        input_fn: ``input_fn(inputs, process_mesh)`` returns the list of inputs with which ``layer``
+            runs.
+        output_fn: ``output_fn(outputs, process_mesh)`` returns what a call of ``layer`` returns.
 
-    Returns: The module.
+    Returns:
+        The module.
 
-    Raises: InvalidArgument: ``process_mesh`` is no mesh, or something else is of another type; a
-        parameter is on another mesh. Disagreement: another rank has another mesh, another module,
-        or its ``shard_fn`` did something else.
+    Raises:
+        InvalidArgument: ``process_mesh`` is no mesh, or something else is of another type; a
+            parameter is on another mesh.
+        Disagreement: another rank has another mesh, another module, or its ``shard_fn`` did
+            something else.
     """
     if not isinstance(layer, nn.Module):
         raise InvalidArgument(f"layer is a {type(layer).__name__}; it must be a torch.nn.Module")

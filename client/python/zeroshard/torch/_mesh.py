@@ -26,13 +26,17 @@ class ProcessMesh(DeviceMesh):
     Every rank of the process group must make it, with the same array, also those that are not in
     it.
 
-    Args: array: the ranks, each at most once: nested lists, or anything that ``torch.tensor``
-        takes. dim_names: one name a dimension; ``d0``, ``d1``, ... by default. device_type: where
-        the shards are, ``"cpu"`` or ``"cuda"``; as the process group's backend says by default.
+    Args:
+        array: the ranks, each at most once: nested lists, or anything that ``torch.tensor`` takes.
+        dim_names: one name a dimension; ``d0``, ``d1``, ... by default.
+        device_type: where the shards are, ``"cpu"`` or ``"cuda"``; as the process group's backend
+            says by default.
 
-    Raises: InvalidArgument: a rank stands in the array twice or is none of the process group's, or
-        the names do not fit. NotInitialised: there is no process group. Disagreement: another rank
-        has another array or other names.
+    Raises:
+        InvalidArgument: a rank stands in the array twice or is none of the process group's, or the
+            names do not fit.
+        NotInitialised: there is no process group.
+        Disagreement: another rank has another array or other names.
     """
 
     def __init__(

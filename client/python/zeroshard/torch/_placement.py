@@ -30,16 +30,19 @@ def shard_tensor(
     Every rank of the mesh calls it with a tensor of the same shape; the values of the mesh's first
     rank count.
 
-    Args: data: a tensor, or what ``torch.as_tensor`` takes. A parameter gives a parameter. A
-        DTensor comes back as it is, if it is on this mesh and has these placements. mesh: a
-        :class:`ProcessMesh`, or a ``DeviceMesh`` of torch. placements: one for each dimension of
-        the mesh: ``Shard(dim)``, ``Replicate()`` or ``Partial()``. dtype, place: cast to a dtype,
-        taken from a device, before. stop_gradient: whether the result has ``requires_grad=False``;
-        as ``data`` by default.
+    Args:
+        data: a tensor, or what ``torch.as_tensor`` takes. A parameter gives a parameter. A DTensor
+            comes back as it is, if it is on this mesh and has these placements.
+        mesh: a :class:`ProcessMesh`, or a ``DeviceMesh`` of torch.
+        placements: one for each dimension of the mesh: ``Shard(dim)``, ``Replicate()`` or
+            ``Partial()``.
+        dtype, place: cast to a dtype, taken from a device, before.
+        stop_gradient: whether the result has ``requires_grad=False``; as ``data`` by default.
 
-    Raises: InvalidArgument: the placements do not fit the mesh or the tensor, or ``data`` was
-        computed with gradients. Disagreement: another rank has another mesh, shape, dtype or other
-        placements.
+    Raises:
+        InvalidArgument: the placements do not fit the mesh or the tensor, or ``data`` was computed
+            with gradients.
+        Disagreement: another rank has another mesh, shape, dtype or other placements.
     """
     mesh = check_mesh(mesh, "mesh")
     tensor = _tensor(data, dtype, place)
@@ -100,8 +103,9 @@ def reshard(dist_tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placeme
     it, piece by piece, and nobody the whole. Every rank of both meshes calls it. Partial sums are
     reduced on their own mesh before.
 
-    Raises: InvalidArgument: ``dist_tensor`` is no DTensor, the placements do not fit, or one of
-        them is ``Partial()``, which only a computation makes.
+    Raises:
+        InvalidArgument: ``dist_tensor`` is no DTensor, the placements do not fit, or one of them is
+            ``Partial()``, which only a computation makes.
     """
     if not isinstance(dist_tensor, DTensor):
         raise InvalidArgument(

@@ -30,12 +30,15 @@ def shard_optimizer(
     2 ``os_g``, 3 ``p_g_os``. The program goes on as it was, with the optimizer that comes back:
     ``backward``, ``step``, ``zero_grad``.
 
-    Args: optimizer: one that the servers can run. shard_fn: ``ShardingStage1()``,
-        ``ShardingStage2()`` or ``ShardingStage3()``; the first by default.
-        gradient_accumulation_steps: backward passes of a step. model: whose parameters the
-        optimizer steps. Stage 3 needs it; it stays the same object.
+    Args:
+        optimizer: one that the servers can run.
+        shard_fn: ``ShardingStage1()``, ``ShardingStage2()`` or ``ShardingStage3()``; the first by
+            default.
+        gradient_accumulation_steps: backward passes of a step.
+        model: whose parameters the optimizer steps. Stage 3 needs it; it stays the same object.
 
-    Raises: InvalidArgument: ``shard_fn`` is no stage, or stage 3 lacks the model.
+    Raises:
+        InvalidArgument: ``shard_fn`` is no stage, or stage 3 lacks the model.
     """
     stage = stage_of(shard_fn, DeviceMesh)
     if stage.mesh is not None and stage.sharding_mesh_dim is not None:

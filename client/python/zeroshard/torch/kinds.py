@@ -31,8 +31,9 @@ def kind(optimizer: torch.optim.Optimizer) -> str:
 
     A subclass counts as its base class unless it has a step of its own.
 
-    Raises: UnsupportedOptimizer: the servers have no such optimizer. The message lists those that
-        they have.
+    Raises:
+        UnsupportedOptimizer: the servers have no such optimizer. The message lists those that they
+            have.
     """
     base = next((known for known in KINDS if isinstance(optimizer, known)), None)
     if base is None or not _steps_alike(type(optimizer), base):
@@ -59,11 +60,14 @@ def kind(optimizer: torch.optim.Optimizer) -> str:
 def hyperparameters(kind: str, group: Mapping[str, Any]) -> dict[str, float]:
     """What the servers need to know of a parameter group, as it is now.
 
-    Args: kind: the optimizer, as :func:`kind` names it. group: one of the optimizer's
-        ``param_groups``.
+    Args:
+        kind: the optimizer, as :func:`kind` names it.
+        group: one of the optimizer's ``param_groups``.
 
-    Raises: UnsupportedOptimizer: the group is ``differentiable``: gradients cannot flow through the
-        servers. InvalidArgument: a hyperparameter is missing, or is not a number.
+    Raises:
+        UnsupportedOptimizer: the group is ``differentiable``: gradients cannot flow through the
+            servers.
+        InvalidArgument: a hyperparameter is missing, or is not a number.
     """
     if group.get("differentiable"):
         raise UnsupportedOptimizer(
@@ -101,14 +105,19 @@ def from_torch(
 ) -> tuple[int, dict[str, torch.Tensor]]:
     """One parameter's state from torch's ``state_dict``, the other way round than :func:`to_torch`.
 
-    Args: kind: the optimizer, as :func:`kind` names it. hyperparameters: those of the parameter's
-        group. state: what torch has for the parameter; empty if it has nothing. shape: the
-        parameter's shape.
+    Args:
+        kind: the optimizer, as :func:`kind` names it.
+        hyperparameters: those of the parameter's group.
+        state: what torch has for the parameter; empty if it has nothing.
+        shape: the parameter's shape.
 
-    Returns: How many steps count as applied, and the state tensors: contiguous, f32, on the CPU;
-        none if it is 0. SGD does not count its steps: one stands for all.
+    Returns:
+        How many steps count as applied, and the state tensors: contiguous, f32, on the CPU; none if
+            it is 0.
+        SGD does not count its steps: one stands for all.
 
-    Raises: InvalidArgument: a state tensor is missing or has another shape.
+    Raises:
+        InvalidArgument: a state tensor is missing or has another shape.
     """
     names = state_names(kind, hyperparameters)
     if kind == "sgd":

@@ -85,12 +85,16 @@ class _Local(torch.optim.Optimizer):
 class Lion(_Local):
     """Lion: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), algorithm 2.
 
-    Args: params: parameters or groups of them. lr: learning rate. betas: weight of the momentum in
-        the update's sign, and decay of the momentum. weight_decay: decoupled weight decay:
-        parameters shrink by ``lr * weight_decay`` of themselves. maximize: climb instead of
-        descend.
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate.
+        betas: weight of the momentum in the update's sign, and decay of the momentum.
+        weight_decay: decoupled weight decay: parameters shrink by ``lr * weight_decay`` of
+            themselves.
+        maximize: climb instead of descend.
 
-    Raises: ValueError: a hyperparameter is out of its range.
+    Raises:
+        ValueError: a hyperparameter is out of its range.
     """
 
     _averages = ("exp_avg",)
@@ -129,11 +133,16 @@ class LAMB(_Local):
     The trust ratio is the tensor's ``||w|| / ||update||``, or 1 where either is 0. Norms are sums
     in float64.
 
-    Args: params: parameters or groups of them. lr: learning rate. betas: decay of the first and of
-        the second moment. eps: added to the denominator. weight_decay: a part of the update whose
-        norm makes the trust ratio. maximize: climb instead of descend.
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate.
+        betas: decay of the first and of the second moment.
+        eps: added to the denominator.
+        weight_decay: a part of the update whose norm makes the trust ratio.
+        maximize: climb instead of descend.
 
-    Raises: ValueError: a hyperparameter is out of its range.
+    Raises:
+        ValueError: a hyperparameter is out of its range.
     """
 
     _averages = ("exp_avg", "exp_avg_sq")

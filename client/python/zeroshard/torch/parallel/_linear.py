@@ -166,10 +166,12 @@ class ColwiseParallel(_LinearStyle):
     input is the same on every rank, and the output each rank's part of the last dimension, as a
     plain tensor.
 
-    Args: _prepare_input, _prepare_output: functions of a tensor and the mesh, as the first styles
-        had them; they stand in the place of the layouts. input_layouts: what a plain input is;
-        ``Replicate()`` by default. output_layouts: what the output shall be; ``Shard(-1)`` by
-        default. use_local_output: whether the output becomes a plain tensor, by default True.
+    Args:
+        _prepare_input, _prepare_output: functions of a tensor and the mesh, as the first styles had
+            them; they stand in the place of the layouts.
+        input_layouts: what a plain input is; ``Replicate()`` by default.
+        output_layouts: what the output shall be; ``Shard(-1)`` by default.
+        use_local_output: whether the output becomes a plain tensor, by default True.
     """
 
     _usual = (Replicate(), Shard(-1))
@@ -195,11 +197,13 @@ class RowwiseParallel(_LinearStyle):
     output whole on every rank, as a plain tensor. A Linear's features need not divide by the ranks:
     its plain input has as many as ``torch.chunk`` would give.
 
-    Args: _prepare_input, _prepare_output: functions of a tensor and the mesh, as the first styles
-        had them; they stand in the place of the layouts. input_layouts: what a plain input is;
-        ``Shard(-1)`` by default. (``Replicate()`` for an Embedding's indices.) output_layouts: what
-        the output shall be; ``Replicate()`` by default. use_local_output: whether the output
-        becomes a plain tensor, by default True.
+    Args:
+        _prepare_input, _prepare_output: functions of a tensor and the mesh, as the first styles had
+            them; they stand in the place of the layouts.
+        input_layouts: what a plain input is; ``Shard(-1)`` by default. (``Replicate()`` for an
+            Embedding's indices.)
+        output_layouts: what the output shall be; ``Replicate()`` by default.
+        use_local_output: whether the output becomes a plain tensor, by default True.
     """
 
     _usual = (Shard(-1), Replicate())

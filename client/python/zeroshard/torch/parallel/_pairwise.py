@@ -38,9 +38,10 @@ class PairwiseParallel(ParallelStyle):
     input and the last row-wise one's output are prepared; what is between them runs on DTensors.
     Where a module has fewer than two, its children are looked at.
 
-    Args: _prepare_input: :func:`make_input_replicate_1d` by default: the input is the same on every
-        rank. _prepare_output: :func:`make_output_tensor` by default: the output is whole on every
-        rank.
+    Args:
+        _prepare_input: :func:`make_input_replicate_1d` by default: the input is the same on every
+            rank.
+        _prepare_output: :func:`make_output_tensor` by default: the output is whole on every rank.
     """
 
     _knows = "modules that have two nn.Linear or more side by side, or in which there are such"

@@ -32,20 +32,26 @@ def parallelize_module(
 ) -> nn.Module:
     """Applies tensor parallelism to a module, in place.
 
-    Args: module: what is parallelised. device_mesh: a mesh of one dimension; of more if
-        ``tp_mesh_dim`` says which. parallelize_plan: one style, or a dict of them by module name.
-        Names are matched part by part, as file names are (``"layers.*.fc1"``); ``""`` is the module
-        itself. tp_mesh_dim: the dimension of the mesh that is used, by number or name.
+    Args:
+        module: what is parallelised.
+        device_mesh: a mesh of one dimension; of more if ``tp_mesh_dim`` says which.
+        parallelize_plan: one style, or a dict of them by module name. Names are matched part by
+            part, as file names are (``"layers.*.fc1"``); ``""`` is the module itself.
+        tp_mesh_dim: the dimension of the mesh that is used, by number or name.
         src_data_rank: the rank of the mesh whose parameters count; None: every rank's parameters
-        are right as they are.
+            are right as they are.
 
-    Returns: The module.
+    Returns:
+        The module.
 
-    Raises: InvalidArgument: the mesh has several dimensions, or the plan has a name that matches
-        nothing. UnsupportedModule: a style cannot be applied to a module of that type (a
-        NotImplementedError). AlreadyParallel: a module has been parallelised before, or stands in
-        the plan twice (a RuntimeError). Disagreement: another rank has another mesh, plan or
-        module.
+    Raises:
+        InvalidArgument: the mesh has several dimensions, or the plan has a name that matches
+            nothing.
+        UnsupportedModule: a style cannot be applied to a module of that type (a
+            NotImplementedError).
+        AlreadyParallel: a module has been parallelised before, or stands in the plan twice (a
+            RuntimeError).
+        Disagreement: another rank has another mesh, plan or module.
 
     In all of these cases nothing has been changed.
     """
