@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ._rendezvous import Rendezvous, Store, place
-from .errors import Disagreement
+from .errors import DisagreementError
 
 #: Seconds that a rank waits for another to come to the same point: building a large model takes
 #: time.
@@ -29,8 +29,8 @@ def agree(what: str, said: Mapping[str, str], ranks: Sequence[int]) -> None:
     process, or a rank that is not among them, returns at once. Notes are compared in pairs, so that
     ranks also agree on who they are.
 
-    Raises :class:`~zeroshard.Disagreement`, which names both ranks and what each has, or
-    :class:`~zeroshard.Timeout`.
+    Raises :class:`~zeroshard.DisagreementError`, which names both ranks and what each has, or
+    :class:`~zeroshard.TimeoutError`.
     """
     here = place()
     if here.world == 1 or len(ranks) < 2 or here.rank not in ranks:
@@ -53,7 +53,7 @@ def _refuse(said: dict[int, dict[str, str]]) -> None:
     """Says in what two ranks differ."""
     (first, mine), (second, theirs) = sorted(said.items())
     about = next(each for each in {**mine, **theirs} if mine.get(each) != theirs.get(each))
-    raise Disagreement(
+    raise DisagreementError(
         f"rank {first} and rank {second} disagree about {about}: rank {first} has {mine.get(about)}, rank {second} has "
         f"{theirs.get(about)}; it must be the same on every rank"
     )

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Generic, TypeVar
 
-from .errors import InvalidArgument
+from .errors import InvalidArgumentError
 
 #: A mesh of the framework.
 M = TypeVar("M")
@@ -30,10 +30,10 @@ class ShardDataloaderBase(ABC, Generic[M]):
         """As ``shard_dataloader`` says."""
         several = list(meshes) if isinstance(meshes, Sequence) else [meshes]
         if not several:
-            raise InvalidArgument("meshes is empty; it must be a mesh, or a list of them")
+            raise InvalidArgumentError("meshes is empty; it must be a mesh, or a list of them")
         checked = [self._check_mesh(mesh) for mesh in several]
         if not isinstance(dataloader, Iterable):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"dataloader is a {type(dataloader).__name__}; it must be something to iterate over"
             )
         dims: list[ShardDim] = (
@@ -42,7 +42,7 @@ class ShardDataloaderBase(ABC, Generic[M]):
             else [shard_dims] * len(checked)
         )
         if len(dims) != len(checked):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"shard_dims has {len(dims)} and meshes {len(checked)}; there must be one for each mesh"
             )
         self.dataloader = dataloader
@@ -71,12 +71,12 @@ class ShardDataloaderBase(ABC, Generic[M]):
             keys = list(batch) if self._keys is None else self._keys
             missing = [key for key in keys if key not in batch]
             if missing:
-                raise InvalidArgument(f"input_keys has {missing}; a batch has {list(batch)}")
+                raise InvalidArgumentError(f"input_keys has {missing}; a batch has {list(batch)}")
             return {
                 key: self._place(batch[key], number, len(keys)) for number, key in enumerate(keys)
             }
         if self._keys is not None:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"input_keys is given, and a batch is a {type(batch).__name__}; it must be a dict"
             )
         if isinstance(batch, (list, tuple)):
@@ -86,7 +86,7 @@ class ShardDataloaderBase(ABC, Generic[M]):
     def _place(self, value: Any, number: int, count: int) -> Any:
         """One part of a batch, on its mesh."""
         if len(self._places) not in (1, count):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"meshes has {len(self._places)} and a batch {count} parts; there must be one mesh, or one for each part"
             )
         if isinstance(value, (list, tuple)):

@@ -18,7 +18,7 @@ from ._core.optimizer import SteppedByServers
 from ._layer import INPUT_FN
 from ._program import MODES, Description, Program, make_program
 from ._strategy import Strategy
-from .errors import InvalidArgument, NotATensor
+from .errors import InvalidArgumentError, NotATensorError
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -62,19 +62,19 @@ class DistModelBase(ABC, Generic[T]):
         self, layer: object, loss: object, optimizer: object, strategy: object
     ) -> None:
         if not self._is_layer(layer):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"layer is a {type(layer).__name__}; it must be a {self._layer_name} that is not wrapped already"
             )
         if loss is not None and not callable(loss):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"loss is {loss!r}; it must be a function of outputs and labels, or None"
             )
         if optimizer is not None and not self._is_optimizer(optimizer):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"optimizer is a {type(optimizer).__name__}; it must be a {self._optimizer_name}, or None"
             )
         if strategy is not None and not isinstance(strategy, Strategy):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"strategy is a {type(strategy).__name__}; it must be a zeroshard Strategy, or None"
             )
         if (
@@ -83,7 +83,7 @@ class DistModelBase(ABC, Generic[T]):
             and strategy.sharding.enable
         ):
             if strategy.level != optimizer.sharding.level:
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"the strategy's level is {strategy.level!r} and the sharded optimizer's "
                     f"{optimizer.sharding.level!r}; one of them must say it"
                 )
@@ -94,7 +94,7 @@ class DistModelBase(ABC, Generic[T]):
         for name, parameter in self._layer.named_parameters():
             mesh = self._mesh_of(parameter)
             if mesh is not None and found is not None and mesh != found:
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"parameter {name!r} is on the mesh {self._mesh_text(mesh)}, and others on "
                     f"{self._mesh_text(found)}; all must be on one"
                 )
@@ -127,7 +127,7 @@ class DistModelBase(ABC, Generic[T]):
     def _check_mode(self, mode: str) -> str:
         """The mode, if this model has what it takes."""
         if mode not in MODES:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"mode is {mode!r}; it must be one of {', '.join(map(repr, MODES))}, or None"
             )
         missing = []
@@ -136,7 +136,7 @@ class DistModelBase(ABC, Generic[T]):
         if mode == "train" and not self._has_optimizer:
             missing.append("an optimizer")
         if missing:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"mode {mode!r} needs {' and '.join(missing)}: give {'them' if len(missing) > 1 else 'it'} to to_static"
             )
         return mode
@@ -147,13 +147,13 @@ class DistModelBase(ABC, Generic[T]):
         """In train and eval: the inputs, then what the loss compares the outputs with. In predict:
         the inputs alone.
 
-        Raises :class:`~zeroshard.InvalidArgument` (a ValueError) for another number of tensors than
-        the mode takes, and :class:`~zeroshard.NotATensor` (a TypeError).
+        Raises :class:`~zeroshard.InvalidArgumentError` (a ValueError) for another number of tensors
+        than the mode takes, and :class:`~zeroshard.NotATensorError` (a TypeError).
         """
         tensors = flatten(args)
         for number, tensor in enumerate(tensors):
             if not self._is_tensor(tensor):
-                raise NotATensor(
+                raise NotATensorError(
                     f"argument {number} is a {type(tensor).__name__}; it must be a {self._tensor_name}"
                 )
         inputs, labels = self._split(tensors)
@@ -205,7 +205,7 @@ class DistModelBase(ABC, Generic[T]):
                 if self._is_tensor(loss)
                 else f"a {type(loss).__name__}"
             )
-            raise InvalidArgument(f"the loss is {said}; it must be a tensor of one element")
+            raise InvalidArgumentError(f"the loss is {said}; it must be a tensor of one element")
         found: T = loss
         return found
 
@@ -230,7 +230,7 @@ class DistModelBase(ABC, Generic[T]):
         or all of it."""
         for parts, dim in self._cuts(value):
             if value.shape[dim] % parts:
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"a batch has {value.shape[dim]} samples; it must divide by the {parts} ranks, whose losses are averaged"
                 )
         return self._local(value)
@@ -264,7 +264,7 @@ class DistModelBase(ABC, Generic[T]):
                 break
         wanted = "" if signature is None else f" for forward{signature}"
         also = "" if self._mode == "predict" else ", then at least 1 label for the loss"
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"{len(tensors)} tensors are given in mode {self._mode!r}; it takes the inputs{wanted}{also}"
         )
 
@@ -299,7 +299,7 @@ class DistModelBase(ABC, Generic[T]):
         The optimizer's names are ``optimizer.<parameter>.<tensor>``.
         """
         if mode not in PARTS:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"mode is {mode!r}; it must be one of {', '.join(map(repr, PARTS))}"
             )
         state = {} if mode == "opt" else dict(self._model_state())
@@ -319,7 +319,7 @@ class DistModelBase(ABC, Generic[T]):
             else:
                 model[name] = value
         if optimizer and not self._has_optimizer:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 "the state has an optimizer's part; this model has no optimizer: to_static takes one"
             )
         if model:
@@ -335,13 +335,13 @@ class DistModelBase(ABC, Generic[T]):
             [name for name in own if name not in state],
         )
         if unknown or missing:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"the state has {unknown or 'nothing'} that the model has not, and lacks {missing or 'nothing'}; it must "
                 "have the model's names"
             )
         for name, value in state.items():
             if list(value.shape) != list(own[name].shape):
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"{name!r} of the state has shape {list(value.shape)}; it must have the model's, {list(own[name].shape)}"
                 )
 
@@ -477,14 +477,14 @@ def numbered_optimizer_state(
 ) -> dict[int, dict[str, S]]:
     """The reverse of :func:`named_optimizer_state`.
 
-    Raises :class:`~zeroshard.InvalidArgument` where a parameter is named that there is not.
+    Raises :class:`~zeroshard.InvalidArgumentError` where a parameter is named that there is not.
     """
     numbers = {name: number for number, name in names.items()}
     found: dict[int, dict[str, S]] = {}
     for key, value in state.items():
         name, _, part = key.rpartition(".")
         if name not in numbers:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"the state has {OPTIMIZER_PREFIX + key!r}, and {name!r} is no parameter that the optimizer has; they "
                 f"are {', '.join(numbers)}"
             )

@@ -6,14 +6,16 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from .errors import InvalidArgument
+from .errors import InvalidArgumentError
 
 
 def directory(output: str | os.PathLike[str]) -> Path:
     """Where a model is saved, or has been: a directory, or nothing as yet."""
     found = Path(output)
     if found.exists() and not found.is_dir():
-        raise InvalidArgument(f"output is {os.fspath(output)!r}, a file; it must be a directory")
+        raise InvalidArgumentError(
+            f"output is {os.fspath(output)!r}, a file; it must be a directory"
+        )
     return found
 
 
@@ -27,7 +29,7 @@ def write(path: Path, save: Callable[[Path], object]) -> None:
 def existing(path: Path) -> Path:
     """A file that is there to be loaded."""
     if not path.is_file():
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"{str(path)!r} is not there; it must be a file that save_group_sharded_model wrote"
         )
     return path

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import Any
 
-from .errors import NotInitialised, Timeout
+from .errors import NotInitialisedError, TimeoutError
 
 LOOPBACK = "127.0.0.1"
 
@@ -50,14 +50,14 @@ class Torch(Launcher):
             return group.distributed_c10d._get_default_store()
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if address is None or port is None:
-            raise NotInitialised(
+            raise NotInitialisedError(
                 f"WORLD_SIZE is {world}, but the ranks cannot find each other: call "
                 "torch.distributed.init_process_group before zeroshard.init, or start the program by torchrun"
             )
         try:
             from torch._C._distributed_c10d import TCPStore
         except ImportError:
-            raise NotInitialised(
+            raise NotInitialisedError(
                 "several ranks find each other through torch's store, and torch cannot be imported"
             ) from None
         # torchrun's agent serves the store itself; else rank 0 does, and shares it with a later
@@ -74,7 +74,7 @@ class Torch(Launcher):
                 multi_tenant=True,
             )
         except Exception as error:
-            raise Timeout(
+            raise TimeoutError(
                 f"rank {rank} cannot reach the store at {address}:{port}: {error}"
             ) from None
 
@@ -99,21 +99,21 @@ class Paddle(Launcher):
 
     def store(self, rank: int, world: int, deadline: float) -> Any:
         if not (os.environ.get("PADDLE_MASTER") or os.environ.get("PADDLE_TRAINER_ENDPOINTS")):
-            raise NotInitialised(
+            raise NotInitialisedError(
                 f"PADDLE_TRAINERS_NUM is {world}, but the ranks cannot find each other: start the program by "
                 "python -m paddle.distributed.launch, or by paddle.distributed.spawn"
             )
         try:
             from paddle.base import core
         except ImportError:
-            raise NotInitialised(
+            raise NotInitialisedError(
                 "several ranks find each other through Paddle's store, and paddle cannot be imported"
             ) from None
         try:
             # One for each process, which init_parallel_env uses too, before and after.
             return core.create_or_get_global_tcp_store()
         except Exception as error:
-            raise Timeout(f"rank {rank} cannot reach the store: {error}") from None
+            raise TimeoutError(f"rank {rank} cannot reach the store: {error}") from None
 
     def reachable_host(self) -> str:
         endpoints = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
@@ -140,4 +140,4 @@ def _resolved(variable: str, host: str) -> str:
     try:
         return socket.gethostbyname(host)
     except OSError as error:
-        raise NotInitialised(f"{variable} cannot be resolved: {error}") from None
+        raise NotInitialisedError(f"{variable} cannot be resolved: {error}") from None

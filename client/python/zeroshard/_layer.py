@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .errors import InvalidArgument
+from .errors import InvalidArgumentError
 
 #: Set on a layer whose inputs ``input_fn`` makes: whoever calls it for the user must leave them to
 #: it.
@@ -17,7 +17,7 @@ def check_functions(**functions: object) -> None:
     """What is given as a function must be one, or None."""
     for name, function in functions.items():
         if function is not None and not callable(function):
-            raise InvalidArgument(f"{name} is {function!r}; it must be a function, or None")
+            raise InvalidArgumentError(f"{name} is {function!r}; it must be a function, or None")
 
 
 def parameters_text(layer: Any, placements: Callable[[Any], Sequence[Any] | None]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .errors import InvalidArgument
+from .errors import InvalidArgumentError
 
 
 def dimension(dim: object, ndim: int, names: Sequence[str]) -> int:
@@ -15,7 +15,7 @@ def dimension(dim: object, ndim: int, names: Sequence[str]) -> int:
     if isinstance(dim, int) and not isinstance(dim, bool) and -ndim <= dim < ndim:
         return dim % ndim
     known = ", ".join(map(repr, names)) or "without names"
-    raise InvalidArgument(f"the mesh has no dimension {dim!r}; it has {ndim} ({known})")
+    raise InvalidArgumentError(f"the mesh has no dimension {dim!r}; it has {ndim} ({known})")
 
 
 def check_placements(placements: object, placement_type: type, mesh_ndim: int, what: str) -> None:
@@ -23,11 +23,11 @@ def check_placements(placements: object, placement_type: type, mesh_ndim: int, w
     if not isinstance(placements, Sequence) or not all(
         isinstance(each, placement_type) for each in placements
     ):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"placements of {what} is {placements!r}; it must be a list of Shard(dim), Replicate() or Partial()"
         )
     if len(placements) != mesh_ndim:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"placements of {what} has {len(placements)}; it must have one for each of the {mesh_ndim} dimensions of the "
             "mesh"
         )
@@ -36,7 +36,7 @@ def check_placements(placements: object, placement_type: type, mesh_ndim: int, w
 def tensor_dimension(dim: int, ndim: int, what: str) -> int:
     """The dimension of a tensor that is sharded, counted from the front."""
     if not -ndim <= dim < ndim:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"{what} is to be sharded on dimension {dim}, and has {ndim} dimension{'s' if ndim != 1 else ''}; it must be "
             f"one of {list(range(ndim))}"
         )

@@ -200,15 +200,15 @@ class Job:
         that is open then.
 
         Until then everything of the step belongs to the attempt that its first gradient was sent
-        in, and once that has ended it fails with :class:`~zeroshard.errors.StepAborted`.
+        in, and once that has ended it fails with :class:`~zeroshard.errors.StepAbortedError`.
         """
     def discard(self, step: int) -> None:
         """Forgets, and has the servers drop what came of the open attempt at ``step``. Every rank
         must do the same.
 
-        Raises :class:`~zeroshard.errors.StepAborted` where the servers have dropped it already,
-        :class:`~zeroshard.errors.StepMismatch` where the step was decided, and
-        :class:`~zeroshard.errors.Disagreement` where another rank commits the attempt.
+        Raises :class:`~zeroshard.errors.StepAbortedError` where the servers have dropped it
+        already, :class:`~zeroshard.errors.StepMismatchError` where the step was decided, and
+        :class:`~zeroshard.errors.DisagreementError` where another rank commits the attempt.
         """
     def reduce(self, step: int, loss_scale: float = 1.0) -> float:
         """The global norm of the mean gradient, once every rank has flushed. Flushes first."""

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from .errors import InvalidArgument
+from .errors import InvalidArgumentError
 
 MODES = ("train", "eval", "predict")
 SCOPES = ("dist", "serial")
@@ -220,7 +220,7 @@ class Program:
 def make_program(description: Description, mode: str, scope: str, kind: str) -> Program:
     """The program of a mode.
 
-    Raises :class:`~zeroshard.InvalidArgument` where mode, scope or kind is none that there is.
+    Raises :class:`~zeroshard.InvalidArgumentError` where mode, scope or kind is none that there is.
     """
     for name, value, allowed in (
         ("mode", mode, MODES),
@@ -228,7 +228,7 @@ def make_program(description: Description, mode: str, scope: str, kind: str) -> 
         ("kind", kind, KINDS),
     ):
         if value not in allowed:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}"
             )
     if scope == "serial":

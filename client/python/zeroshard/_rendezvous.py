@@ -11,7 +11,7 @@ from typing import Protocol
 
 from . import _launchers
 from ._launchers import Launcher
-from .errors import NotInitialised, Timeout
+from .errors import NotInitialisedError, TimeoutError
 
 #: ``torch.distributed``, if the program has initialised it.
 distributed = _launchers.torch_distributed
@@ -52,7 +52,7 @@ def _launched() -> tuple[Launcher, Place]:
         try:
             place = Place(int(os.environ.get(rank, "0")), int(os.environ[world]))
         except ValueError as error:
-            raise NotInitialised(f"{rank} and {world} must be numbers: {error}") from None
+            raise NotInitialisedError(f"{rank} and {world} must be numbers: {error}") from None
         if place.world > 1:
             return launcher, place
     return _launchers.ALL[0], Place(0, 1)
@@ -96,19 +96,20 @@ class Rendezvous:
     def hear(self, key: str, waiting_for: str) -> str:
         """On the other ranks; waits until it was told. ``waiting_for``: what to say where it is
         not."""
+        timed_out = f"rank {self._place.rank} waited {self._deadline:g} s for {waiting_for}"
         until = time.monotonic() + self._deadline
         try:
             # Paddle's store has a deadline of its own for what is not there yet, torch's one for
             # each call.
             while not self.count(f"{key}/told", 0):
                 if time.monotonic() > until:
-                    raise TimeoutError("it has not said anything")
+                    raise TimeoutError(timed_out)
                 time.sleep(_INTERVAL)
             return str(bytes(self.store.get(f"{_PREFIX}/{key}")).decode())
+        except TimeoutError:
+            raise
         except Exception as error:
-            raise Timeout(
-                f"rank {self._place.rank} waited {self._deadline:g} s for {waiting_for} ({error})"
-            ) from None
+            raise TimeoutError(f"{timed_out} ({error})") from None
 
 
 def reachable_host() -> str:

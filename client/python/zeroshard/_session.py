@@ -18,7 +18,7 @@ from typing import Any
 
 from ._native import Cluster, Job, Transfer
 from ._rendezvous import Place, Rendezvous, place, reachable_host
-from .errors import Error, NotInitialised
+from .errors import Error, NotInitialisedError
 
 _current: Session | None = None
 _inits = itertools.count()
@@ -219,12 +219,15 @@ def init(
     ``"f16"``), ``chunk_bytes`` the payload of one message, ``deadline`` how many seconds any
     operation may take: also how long a rank waits for another that evaluates or saves.
 
-    Raises :class:`~zeroshard.NotInitialised` where there is a session already or the ranks cannot
-    find each other, :class:`~zeroshard.Timeout` and :class:`~zeroshard.Unauthenticated`.
+    Raises :class:`~zeroshard.NotInitialisedError` where there is a session already or the ranks
+    cannot find each other, :class:`~zeroshard.TimeoutError` and
+    :class:`~zeroshard.UnauthenticatedError`.
     """
     global _current
     if _current is not None:
-        raise NotInitialised("zeroshard.init was called before; call zeroshard.shutdown() first")
+        raise NotInitialisedError(
+            "zeroshard.init was called before; call zeroshard.shutdown() first"
+        )
     where = place()
     number = next(_inits)
     address = address or os.environ.get("ZEROSHARD_ADDRESS") or None
@@ -275,7 +278,7 @@ def current() -> Session:
     session = _current if _current is not None else init()
     now = place()
     if (session.rank, session.world) != (now.rank, now.world):
-        raise NotInitialised(
+        raise NotInitialisedError(
             f"zeroshard.init was called by rank {session.rank} of {session.world}, and now this is rank {now.rank} of "
             f"{now.world}: call it after torch.distributed.init_process_group"
         )
@@ -285,7 +288,7 @@ def current() -> Session:
 def status() -> Status:
     """Servers and jobs of this process's cluster."""
     if _current is None:
-        raise NotInitialised("there is no cluster: call zeroshard.init() first")
+        raise NotInitialisedError("there is no cluster: call zeroshard.init() first")
     return _current._status()
 
 

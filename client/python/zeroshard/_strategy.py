@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from .errors import InvalidArgument
+from .errors import InvalidArgumentError
 
 #: The levels that the stages of sharding stand for.
 LEVEL_OF_STAGE = {1: "os", 2: "os_g", 3: "p_g_os"}
@@ -18,7 +18,7 @@ def level_of_stage(stage: int) -> str:
     try:
         return LEVEL_OF_STAGE[stage]
     except (KeyError, TypeError):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"stage is {stage!r}; it must be 1 (os), 2 (os_g) or 3 (p_g_os)"
         ) from None
 
@@ -81,13 +81,13 @@ class Strategy:
         self.sharding = ShardingStrategy()
         for section, values in (config or {}).items():
             if section != "sharding":
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"the strategy's config has {section!r}; it can have 'sharding'"
                 )
             known = vars(self.sharding)
             for name, value in values.items():
                 if name not in known:
-                    raise InvalidArgument(
+                    raise InvalidArgumentError(
                         f"the strategy's {section!r} has {name!r}; it can have {', '.join(known)}"
                     )
                 setattr(self.sharding, name, value)
@@ -109,7 +109,7 @@ def stage_of(shard_fn: object, mesh_type: type) -> ShardingStage:
     if shard_fn is None:
         return ShardingStage1()
     if not isinstance(shard_fn, ShardingStage) or not hasattr(shard_fn, "stage"):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"shard_fn is {shard_fn!r}; it must be ShardingStage1(), ShardingStage2() or ShardingStage3(), or None"
         )
     if isinstance(shard_fn.sharding_mesh_dim, mesh_type):
@@ -122,11 +122,11 @@ def check_request(
 ) -> None:
     """What ``shard_optimizer`` is asked for must be possible."""
     if not isinstance(gradient_accumulation_steps, int) or gradient_accumulation_steps < 1:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"gradient_accumulation_steps is {gradient_accumulation_steps!r}; it must be 1 or more"
         )
     if model is None and stage.level == "p_g_os":
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             "ShardingStage3 has parameters fetched for each use, and no model is given; it must be: "
             "shard_optimizer(optimizer, ShardingStage3(), model=model), or to_static with a strategy of stage 3"
         )

@@ -80,7 +80,7 @@ def one_process_without_cluster(rank: int) -> bool:
     wrapped = DataParallel(Scale())
     wrapped(numbers(3.0)).sum().backward()
     fused_allreduce_gradients(wrapped.parameters(), None)
-    with contextlib.suppress(zs.NotInitialised):
+    with contextlib.suppress(zs.NotInitialisedError):
         zs.status()
         return False
     return True
@@ -94,18 +94,18 @@ def test_nothing_to_train_is_an_error() -> None:
     frozen = Scale()
     frozen.weight.stop_gradient = True
     for layer in (nn.ReLU(), frozen):
-        with pytest.raises(zs.InvalidArgument, match="no parameter"):
+        with pytest.raises(zs.InvalidArgumentError, match="no parameter"):
             DataParallel(layer)
 
 
 @pytest.mark.parametrize("size", ["comm_buffer_size", "last_comm_buffer_size"])
 def test_a_negative_size_is_refused(size: str) -> None:
-    with pytest.raises(zs.InvalidArgument, match=size):
+    with pytest.raises(zs.InvalidArgumentError, match=size):
         DataParallel(Scale(), **{size: -1})
 
 
 def test_what_is_no_layer_is_refused() -> None:
-    with pytest.raises(zs.InvalidArgument, match="must be a paddle.nn.Layer"):
+    with pytest.raises(zs.InvalidArgumentError, match="must be a paddle.nn.Layer"):
         DataParallel(lambda x: x)
 
 
@@ -205,7 +205,7 @@ def different_models(rank: int) -> str:
 
 
 def test_models_that_differ_are_an_error() -> None:
-    assert "JobExists" in ranks.run(2, different_models)
+    assert "JobExistsError" in ranks.run(2, different_models)
 
 
 # Gradients
@@ -357,7 +357,7 @@ def unused(rank: int, find: bool) -> list[Any]:
             parameter.clear_gradient(False)
         try:
             wrapped(numbers(1.0), rank in used_on).sum().backward()
-        except zs.UnusedParameter as error:
+        except zs.UnusedParameterError as error:
             found.append(str(error))
             continue
         assert value(wrapped.always.grad) == 1.0
@@ -393,7 +393,7 @@ class Shared(nn.Layer):
 
 def ready_twice(rank: int) -> tuple[str, float]:
     wrapped = DataParallel(Shared())
-    with pytest.raises(zs.InvalidArgument) as error:
+    with pytest.raises(zs.InvalidArgumentError) as error:
         wrapped(paddle.ones([1, 2]), True).sum().backward()
     # The next step is none the worse for it.
     for parameter in wrapped.parameters():

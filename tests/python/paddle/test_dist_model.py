@@ -134,11 +134,11 @@ def test_the_first_mode_is_what_the_parts_allow(cluster: zs.Session) -> None:
 
 def test_a_mode_whose_parts_are_missing_is_refused(cluster: zs.Session) -> None:
     model = on_one_rank()
-    with pytest.raises(zs.InvalidArgument, match="a loss and an optimizer"):
+    with pytest.raises(zs.InvalidArgumentError, match="a loss and an optimizer"):
         model.train()
-    with pytest.raises(zs.InvalidArgument, match="a loss"):
+    with pytest.raises(zs.InvalidArgumentError, match="a loss"):
         model.eval()
-    with pytest.raises(zs.InvalidArgument, match="an optimizer"):
+    with pytest.raises(zs.InvalidArgumentError, match="an optimizer"):
         on_one_rank(nn.MSELoss()).train()
 
 
@@ -284,7 +284,7 @@ def test_stages_of_shard_optimizer_are_levels(processes: dict[str, str], stage: 
 def test_stage_3_needs_the_model(cluster: zs.Session) -> None:
     import zeroshard.paddle as dist
 
-    with pytest.raises(zs.InvalidArgument, match="model"):
+    with pytest.raises(zs.InvalidArgumentError, match="model"):
         dist.shard_optimizer(optimizer_of(network()), dist.ShardingStage3())
 
 
@@ -297,7 +297,7 @@ def test_state_goes_from_one_model_to_another(cluster: zs.Session) -> None:
     data = batch(0)
     first.eval()
     assert float(second(*data)) == float(first(*data))
-    with pytest.raises(zs.InvalidArgument, match="no optimizer"):
+    with pytest.raises(zs.InvalidArgumentError, match="no optimizer"):
         second.set_state_dict(first.state_dict())
 
 

@@ -110,17 +110,17 @@ def test_frozen_and_tied_parameters_and_buffers_survive(
 def test_a_file_is_no_directory(cluster: zs.Session, tmp_path: Path) -> None:
     model, _ = build("mlp", "SGD", "os")
     (tmp_path / "file").touch()
-    with pytest.raises(zs.InvalidArgument, match="directory"):
+    with pytest.raises(zs.InvalidArgumentError, match="directory"):
         save_group_sharded_model(model, tmp_path / "file")
 
 
 def test_an_unwrapped_model_is_not_saved(cluster: zs.Session, tmp_path: Path) -> None:
-    with pytest.raises(zs.InvalidArgument, match="group_sharded_parallel"):
+    with pytest.raises(zs.InvalidArgumentError, match="group_sharded_parallel"):
         save_group_sharded_model(models.mlp(), tmp_path)
 
 
 def test_what_is_not_there_is_not_loaded(cluster: zs.Session, tmp_path: Path) -> None:
-    with pytest.raises(zs.InvalidArgument, match="model.pdmodel"):
+    with pytest.raises(zs.InvalidArgumentError, match="model.pdmodel"):
         load_group_sharded_model(models.mlp(), tmp_path)
 
 

@@ -154,7 +154,7 @@ def bad(rank: int) -> list[str]:
     ]
     said = []
     for call in other:
-        with pytest.raises((ValueError, zs.Disagreement)) as error:
+        with pytest.raises((ValueError, zs.DisagreementError)) as error:
             call()
         said.append(str(error.value))
     return said

@@ -172,7 +172,7 @@ def test_a_wrapped_model_that_is_dropped_leaves_its_job(cluster: zs.Session, lev
 def test_one_backward_pass_too_many_is_said_by_name(cluster: zs.Session) -> None:
     _, model, optimizer = wrapped("os_g", accumulation_steps=1)
     model(*models.batch("mlp", 0, 8)).backward()
-    with pytest.raises(zs.InvalidArgument, match="one more backward pass"):
+    with pytest.raises(zs.InvalidArgumentError, match="one more backward pass"):
         model(*models.batch("mlp", 1, 8)).backward()
     optimizer.clear_grad()
     step(model, optimizer)
@@ -230,7 +230,7 @@ def test_inf_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
 
 @pytest.mark.parametrize("level", ["p_g", "", "os_g_p", None])
 def test_a_level_that_there_is_not_is_refused(cluster: zs.Session, level: Any) -> None:
-    with pytest.raises(zs.InvalidArgument, match="'os', 'os_g', 'p_g_os'"):
+    with pytest.raises(zs.InvalidArgumentError, match="'os', 'os_g', 'p_g_os'"):
         wrapped(level)
 
 
@@ -247,7 +247,7 @@ def test_what_is_no_model_or_no_optimizer_of_it_is_refused(
     cluster: zs.Session, model: Any, optimizer: Any
 ) -> None:
     layer = models.mlp()
-    with pytest.raises(zs.InvalidArgument, match="must be"):
+    with pytest.raises(zs.InvalidArgumentError, match="must be"):
         group_sharded_parallel(model(layer), optimizer(layer), "os")
 
 

@@ -60,7 +60,7 @@ def one_process_without_cluster(rank: int) -> bool:
     wrapped = DataParallel(Scale())
     wrapped(numbers(3.0)).sum().backward()
     fused_allreduce_gradients(wrapped.parameters())
-    with contextlib.suppress(zs.NotInitialised):
+    with contextlib.suppress(zs.NotInitialisedError):
         zs.status()
         return False
     return True
@@ -71,20 +71,20 @@ def test_one_process_needs_no_cluster() -> None:
 
 
 def test_nothing_to_train_is_an_error() -> None:
-    with pytest.raises(zs.InvalidArgument, match="no parameter"):
+    with pytest.raises(zs.InvalidArgumentError, match="no parameter"):
         DataParallel(nn.ReLU())
-    with pytest.raises(zs.InvalidArgument, match="no parameter"):
+    with pytest.raises(zs.InvalidArgumentError, match="no parameter"):
         DataParallel(nn.Linear(2, 2).requires_grad_(False))
 
 
 @pytest.mark.parametrize("size", ["comm_buffer_size", "last_comm_buffer_size"])
 def test_a_negative_size_is_refused(size: str) -> None:
-    with pytest.raises(zs.InvalidArgument, match=size):
+    with pytest.raises(zs.InvalidArgumentError, match=size):
         DataParallel(Scale(), **{size: -1})
 
 
 def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(zs.InvalidArgument, match="must be a torch.nn.Module"):
+    with pytest.raises(zs.InvalidArgumentError, match="must be a torch.nn.Module"):
         DataParallel(lambda x: x)  # type: ignore[arg-type]
 
 
@@ -219,7 +219,7 @@ def different_models(rank: int) -> str:
 
 
 def test_models_that_differ_are_an_error() -> None:
-    assert "JobExists" in ranks.run(2, different_models)
+    assert "JobExistsError" in ranks.run(2, different_models)
 
 
 # Gradients
@@ -340,7 +340,7 @@ def unused(rank: int, find: bool, used_on: tuple[int, ...]) -> float | None | st
         wrapped.zero_grad()
         try:
             wrapped(numbers(1.0), rank in used_on).sum().backward()
-        except zs.UnusedParameter as error:
+        except zs.UnusedParameterError as error:
             result: float | None | str = str(error)
             continue
         assert wrapped.always.grad == numbers(1.0)
@@ -387,7 +387,7 @@ class Shared(nn.Module):
 
 def ready_twice(rank: int) -> tuple[str, float]:
     wrapped = DataParallel(Shared())
-    with pytest.raises(zs.InvalidArgument) as error:
+    with pytest.raises(zs.InvalidArgumentError) as error:
         wrapped(torch.ones(1, 2), True).sum().backward()
     # The next step is none the worse for it.
     wrapped.zero_grad()

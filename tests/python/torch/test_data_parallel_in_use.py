@@ -57,7 +57,7 @@ def test_set_state_dict_without_structured_names_goes_by_position() -> None:
         {"linear_0.w_0": other.weight, "linear_0.b_0": other.bias}, use_structured_name=False
     )
     assert wrapped.weight.equal(other.weight) and wrapped.bias.equal(other.bias)
-    with pytest.raises(zs.InvalidArgument, match="1 entries.* 2"):
+    with pytest.raises(zs.InvalidArgumentError, match="1 entries.* 2"):
         wrapped.set_state_dict({"linear_0.w_0": other.weight}, use_structured_name=False)
 
 

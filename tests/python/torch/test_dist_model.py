@@ -32,11 +32,11 @@ def test_the_first_mode_is_by_what_there_is(cluster: zs.Session) -> None:
 
 def test_a_mode_whose_parts_are_missing_is_refused() -> None:
     alone, with_loss = to_static(DemoNet()), to_static(DemoNet(), None, nn.MSELoss())
-    with pytest.raises(zs.InvalidArgument, match="'train' needs a loss and an optimizer"):
+    with pytest.raises(zs.InvalidArgumentError, match="'train' needs a loss and an optimizer"):
         alone.train()
-    with pytest.raises(zs.InvalidArgument, match="'eval' needs a loss"):
+    with pytest.raises(zs.InvalidArgumentError, match="'eval' needs a loss"):
         alone.eval()
-    with pytest.raises(zs.InvalidArgument, match="'train' needs an optimizer"):
+    with pytest.raises(zs.InvalidArgumentError, match="'train' needs an optimizer"):
         with_loss.train()
     for program in (
         "dist_main_program",
@@ -44,9 +44,9 @@ def test_a_mode_whose_parts_are_missing_is_refused() -> None:
         "serial_main_program",
         "serial_startup_program",
     ):
-        with pytest.raises(zs.InvalidArgument, match="'train' needs a loss"):
+        with pytest.raises(zs.InvalidArgumentError, match="'train' needs a loss"):
             getattr(alone, program)("train")
-        with pytest.raises(zs.InvalidArgument, match="mode is 'test'"):
+        with pytest.raises(zs.InvalidArgumentError, match="mode is 'test'"):
             getattr(alone, program)("test")
     assert alone.mode == "predict" and with_loss.mode == "eval"
 
@@ -141,15 +141,15 @@ def test_what_a_model_is_made_of_is_checked(cluster: zs.Session) -> None:
         if match is None:
             to_static(*arguments)
             continue
-        with pytest.raises(zs.InvalidArgument, match=match):
+        with pytest.raises(zs.InvalidArgumentError, match=match):
             to_static(*arguments)
-    with pytest.raises(zs.InvalidArgument, match="'sharding'"):
+    with pytest.raises(zs.InvalidArgumentError, match="'sharding'"):
         Strategy({"pipeline": {}})
-    with pytest.raises(zs.InvalidArgument, match="it can have enable, stage"):
+    with pytest.raises(zs.InvalidArgumentError, match="it can have enable, stage"):
         Strategy({"sharding": {"degree": 2}})
-    with pytest.raises(zs.InvalidArgument, match="stage is 4"):
+    with pytest.raises(zs.InvalidArgumentError, match="stage is 4"):
         made(stage=4)
-    with pytest.raises(zs.InvalidArgument, match="loss is of shape"):
+    with pytest.raises(zs.InvalidArgumentError, match="loss is of shape"):
         to_static(layer, None, lambda output, label: output - label)(*batch())
 
 
@@ -212,17 +212,17 @@ def test_a_state_that_does_not_fit_is_refused(cluster: zs.Session) -> None:
     model(*batch())
     state = copy.deepcopy(model.state_dict())
     without = {name: value for name, value in state.items() if name != "linear_0.bias"}
-    with pytest.raises(zs.InvalidArgument, match="lacks .*'linear_0.bias'"):
+    with pytest.raises(zs.InvalidArgumentError, match="lacks .*'linear_0.bias'"):
         model.set_state_dict(without)
-    with pytest.raises(zs.InvalidArgument, match=r"'linear_9.bias'"):
+    with pytest.raises(zs.InvalidArgumentError, match=r"'linear_9.bias'"):
         model.set_state_dict({**state, "linear_9.bias": torch.ones(1)})
-    with pytest.raises(zs.InvalidArgument, match=r"shape \[3\].*\[16\]"):
+    with pytest.raises(zs.InvalidArgumentError, match=r"shape \[3\].*\[16\]"):
         model.set_state_dict({**state, "linear_0.bias": torch.ones(3)})
-    with pytest.raises(zs.InvalidArgument, match="'linear_9.bias' is no parameter"):
+    with pytest.raises(zs.InvalidArgumentError, match="'linear_9.bias' is no parameter"):
         model.set_state_dict({"optimizer.linear_9.bias.exp_avg": torch.ones(1)})
-    with pytest.raises(zs.InvalidArgument, match="has no optimizer"):
+    with pytest.raises(zs.InvalidArgumentError, match="has no optimizer"):
         to_static(DemoNet()).set_state_dict(state)
-    with pytest.raises(zs.InvalidArgument, match="'all', 'param', 'opt'"):
+    with pytest.raises(zs.InvalidArgumentError, match="'all', 'param', 'opt'"):
         model.state_dict("params")
 
 
@@ -258,7 +258,7 @@ def test_a_model_takes_a_sharded_optimizer(cluster: zs.Session) -> None:
     )
     assert "optimizer.linear_0.weight.exp_avg" in model.state_dict()
     with pytest.raises(
-        zs.InvalidArgument, match="level is 'p_g_os' and the sharded optimizer's 'os_g'"
+        zs.InvalidArgumentError, match="level is 'p_g_os' and the sharded optimizer's 'os_g'"
     ):
         to_static(layer, None, nn.MSELoss(), optimizer, strategy(3))
 
@@ -272,8 +272,8 @@ def test_an_optimizer_that_cannot_be_sharded_is_refused(cluster: zs.Session) -> 
         (("sgd",), "optimizer is a str"),
         ((optimizer, ShardingStage1("dp", [0])), "mesh is a list"),
     ):
-        with pytest.raises(zs.InvalidArgument, match=match):
+        with pytest.raises(zs.InvalidArgumentError, match=match):
             shard_optimizer(*arguments)
     sharded = shard_optimizer(optimizer)
-    with pytest.raises(zs.InvalidArgument, match="already"):
+    with pytest.raises(zs.InvalidArgumentError, match="already"):
         shard_optimizer(sharded)

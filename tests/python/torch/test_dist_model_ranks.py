@@ -58,7 +58,7 @@ def plain_models_take_batches_from_a_mesh(rank: int) -> None:
     torch.testing.assert_close(model(shard_tensor(images, mesh, [Shard(0)]))["out0"], expected)
     torch.testing.assert_close(model(shard_tensor(images, mesh, [Replicate()]))["out0"], expected)
     model.train()
-    with pytest.raises(zs.InvalidArgument, match="divide by the 2 ranks"):
+    with pytest.raises(zs.InvalidArgumentError, match="divide by the 2 ranks"):
         model(
             shard_tensor(images[:3], mesh, [Shard(0)]),
             shard_tensor(images[:3, :8], mesh, [Shard(0)]),
@@ -119,7 +119,7 @@ def a_layer_with_functions_of_its_own_gets_its_inputs_as_they_are(rank: int) -> 
 def a_model_on_two_meshes_is_refused(rank: int) -> None:
     layer = DemoNet(ProcessMesh([0, 1]))
     layer.linear_0.bias = shard_tensor(layer.linear_0.bias, ProcessMesh([1, 0]), [Replicate()])
-    with pytest.raises(zs.InvalidArgument, match="all must be on one"):
+    with pytest.raises(zs.InvalidArgumentError, match="all must be on one"):
         to_static(layer)
 
 

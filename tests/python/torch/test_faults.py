@@ -179,7 +179,7 @@ def lose_a_rank(rank: int, level: str) -> str:
             session._jobs.clear()
             optimizer.sharding.job.job = None
             return ""
-        with pytest.raises(zs.StepAborted) as caught:
+        with pytest.raises(zs.StepAbortedError) as caught:
             optimizer.step()
         assert caught.value.step == 1  # type: ignore[attr-defined]
         return str(caught.value)
@@ -214,7 +214,7 @@ def lose_a_rank_between_buckets(rank: int) -> bool:
         while job.epoch == epoch:
             assert time.monotonic() < until
         for entry in (second, third):
-            with pytest.raises(zs.StepAborted):
+            with pytest.raises(zs.StepAbortedError):
                 send(entry)
         # The step is run again.
         job.forget()

@@ -87,12 +87,12 @@ def sharded(numel: int = 40, level: str = "os") -> tuple[Any, Any]:
 def finds_every_way(rank: int) -> None:
     """One process: an embedded cluster, and again, and as a context manager."""
     assert os.environ.get("ZEROSHARD_ADDRESS") is None
-    with pytest.raises(zs.NotInitialised):
+    with pytest.raises(zs.NotInitialisedError):
         zs.status()
     zs.shutdown()
     session = zs.init(shards=3)
     assert (session.rank, session.world) == (0, 1)
-    with pytest.raises(zs.NotInitialised, match="shutdown"):
+    with pytest.raises(zs.NotInitialisedError, match="shutdown"):
         zs.init()
     model, optimizer = sharded()
     status = zs.status()
@@ -104,7 +104,7 @@ def finds_every_way(rank: int) -> None:
     assert zs.status().jobs[0].version == 1
     zs.shutdown()
     zs.shutdown()
-    with pytest.raises(zs.NotInitialised):
+    with pytest.raises(zs.NotInitialisedError):
         zs.status()
     with pytest.raises(zs.Error):
         model(torch.ones(1, 40)).sum().backward()
@@ -112,7 +112,7 @@ def finds_every_way(rank: int) -> None:
     with zs.init():
         assert len(zs.status().servers) == 1
         sharded()
-    with pytest.raises(zs.NotInitialised):
+    with pytest.raises(zs.NotInitialisedError):
         zs.status()
     # Without init, the first use starts a cluster.
     kept = sharded()
@@ -222,7 +222,7 @@ def waits_for_nobody(rank: int) -> str:
         "MASTER_PORT": str(ranks.free_port()),
     }
     zs.init(deadline=2.0)
-    with pytest.raises(zs.Timeout) as raised:
+    with pytest.raises(zs.TimeoutError) as raised:
         model, optimizer = sharded()
         model(torch.ones(1, 40)).sum().backward()
         optimizer.step()
@@ -242,7 +242,9 @@ def test_address_where_nobody_listens_is_a_timely_error(tmp_path: Path) -> None:
     )
     assert done.returncode == 1 and time.monotonic() - began < 10
     assert re.search(
-        r"^zeroshard\.errors\.(Unavailable|Timeout): .*127\.0\.0\.1", done.stderr, re.MULTILINE
+        r"^zeroshard\.errors\.(UnavailableError|TimeoutError): .*127\.0\.0\.1",
+        done.stderr,
+        re.MULTILINE,
     ), done.stderr
     assert "panicked" not in done.stderr
     with pytest.raises((zs.Error, ValueError)):
@@ -252,7 +254,7 @@ def test_address_where_nobody_listens_is_a_timely_error(tmp_path: Path) -> None:
 def tries_tokens(rank: int, address: str) -> None:
     """Wrong, missing and right."""
     for token in ("wrong", None):
-        with pytest.raises(zs.Unauthenticated):
+        with pytest.raises(zs.UnauthenticatedError):
             with zs.init(address, token, deadline=5.0):
                 zs.status()
         zs.shutdown()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeroshard import InvalidArgument, UnsupportedOptimizer
+from zeroshard import InvalidArgumentError, UnsupportedOptimizerError
 from zeroshard.torch import LAMB, Lion, kinds
 
 O = torch.optim
@@ -98,22 +98,22 @@ def test_hyperparameters_are_read_as_numbers() -> None:
         "lr": 0.5, "beta1": 0.8, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.01, "amsgrad": 0.0, "maximize": 1.0,
     }  # fmt: skip
     optimizer.param_groups[0]["eps"] = "small"
-    with pytest.raises(InvalidArgument, match="eps"):
+    with pytest.raises(InvalidArgumentError, match="eps"):
         kinds.hyperparameters("adamw", optimizer.param_groups[0])
     del optimizer.param_groups[0]["eps"]
-    with pytest.raises(InvalidArgument, match="lacks 'eps'"):
+    with pytest.raises(InvalidArgumentError, match="lacks 'eps'"):
         kinds.hyperparameters("adamw", optimizer.param_groups[0])
 
 
 def test_a_differentiable_step_is_refused() -> None:
     optimizer = O.SGD([parameter()], differentiable=True)
-    with pytest.raises(UnsupportedOptimizer, match="differentiable"):
+    with pytest.raises(UnsupportedOptimizerError, match="differentiable"):
         kinds.hyperparameters("sgd", optimizer.param_groups[0])
 
 
 @pytest.mark.parametrize("cls", [O.NAdam, O.RAdam, O.Adamax, O.LBFGS])
 def test_what_the_servers_have_not_is_refused_and_what_they_have_is_listed(cls: Any) -> None:
-    with pytest.raises(UnsupportedOptimizer, match=cls.__name__) as error:
+    with pytest.raises(UnsupportedOptimizerError, match=cls.__name__) as error:
         kinds.kind(cls([parameter()]))
     for known in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "RMSprop"):
         assert f"torch.optim.{known}" in str(error.value)
@@ -136,7 +136,7 @@ def test_a_subclass_counts_unless_it_has_a_step_of_its_own() -> None:
     optimizer = Renamed([parameter()])
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps step
     assert kinds.kind(optimizer) == "sgd"
-    with pytest.raises(UnsupportedOptimizer, match="a step of its own"):
+    with pytest.raises(UnsupportedOptimizerError, match="a step of its own"):
         kinds.kind(Own([parameter()]))
 
 
@@ -144,16 +144,16 @@ def test_groups_of_an_adam_must_agree_on_their_weight_decay() -> None:
     optimizer = O.Adam(
         [{"params": [parameter()]}, {"params": [parameter()], "decoupled_weight_decay": True}]
     )
-    with pytest.raises(UnsupportedOptimizer, match="decoupled_weight_decay"):
+    with pytest.raises(UnsupportedOptimizerError, match="decoupled_weight_decay"):
         kinds.kind(optimizer)
 
 
 def test_state_that_does_not_fit_is_refused() -> None:
     hyperparameters = {"amsgrad": 0.0}
     step, tensor = torch.tensor(2.0), torch.zeros(2, 3)
-    with pytest.raises(InvalidArgument, match="lacks 'exp_avg_sq'"):
+    with pytest.raises(InvalidArgumentError, match="lacks 'exp_avg_sq'"):
         kinds.from_torch("adam", hyperparameters, {"step": step, "exp_avg": tensor}, (2, 3))
-    with pytest.raises(InvalidArgument, match=r"\(2, 3\).*\(6,\)"):
+    with pytest.raises(InvalidArgumentError, match=r"\(2, 3\).*\(6,\)"):
         state = {"step": step, "exp_avg": tensor, "exp_avg_sq": tensor}
         kinds.from_torch("adam", hyperparameters, state, (6,))
 

@@ -157,7 +157,7 @@ def gradients_come_back_through_inputs_and_outputs(rank: int) -> None:
 @TWO
 def shards_that_become_plain_tensors_must_be_of_one_size(rank: int) -> None:
     value = distribute_tensor(whole(7, 2), mesh_1d(), [Replicate()])
-    with pytest.raises(zs.InvalidArgument, match="divide by the 2 ranks"):
+    with pytest.raises(zs.InvalidArgumentError, match="divide by the 2 ranks"):
         make_output_reshard_tensor(value)
 
 
@@ -192,7 +192,7 @@ def meshes_have_one_dimension(rank: int) -> None:
             *([(whole(2, 2), mesh)] if function in INPUTS else []),
         ):
             with pytest.raises(
-                zs.InvalidArgument, match=r"2 dimensions \(dp, tp\).*must have 1.*'tp'"
+                zs.InvalidArgumentError, match=r"2 dimensions \(dp, tp\).*must have 1.*'tp'"
             ):
                 function(*arguments)
 
@@ -202,12 +202,12 @@ def a_mesh_is_a_mesh_and_that_of_the_dtensor(rank: int) -> None:
     mesh, other = mesh_1d(), ProcessMesh([1, 0], ["tp"])
     made = make_input_replicate_1d(whole(2, 2), mesh)
     for function in INPUTS:
-        with pytest.raises(zs.InvalidArgument, match="device_mesh is None"):
+        with pytest.raises(zs.InvalidArgumentError, match="device_mesh is None"):
             function(whole(2, 2))
-        with pytest.raises(zs.InvalidArgument, match="device_mesh is a list"):
+        with pytest.raises(zs.InvalidArgumentError, match="device_mesh is a list"):
             function(whole(2, 2), [0, 1])
     for function in INPUTS + OUTPUTS:
-        with pytest.raises(zs.InvalidArgument, match=r"\[0, 1\].*must be on \[1, 0\]"):
+        with pytest.raises(zs.InvalidArgumentError, match=r"\[0, 1\].*must be on \[1, 0\]"):
             function(made, other)
 
 
@@ -215,9 +215,9 @@ def a_mesh_is_a_mesh_and_that_of_the_dtensor(rank: int) -> None:
 def a_dimension_that_is_not_there_is_named(rank: int) -> None:
     mesh = mesh_1d()
     for dim in (2, -3):
-        with pytest.raises(zs.InvalidArgument, match=rf"dimension {dim}.*\[0, 1\]"):
+        with pytest.raises(zs.InvalidArgumentError, match=rf"dimension {dim}.*\[0, 1\]"):
             make_input_shard_1d(whole(2, 2), mesh, dim)
-        with pytest.raises(zs.InvalidArgument, match=rf"dimension {dim}.*\[0, 1\]"):
+        with pytest.raises(zs.InvalidArgumentError, match=rf"dimension {dim}.*\[0, 1\]"):
             make_output_shard_1d(make_input_replicate_1d(whole(2, 2), mesh), dim=dim)
 
 

@@ -188,7 +188,7 @@ def tied_parameters_stay_one(rank: int) -> None:
     (module(tokens) ** 2).sum().backward()
     (dense(tokens) ** 2).sum().backward()
     assert_gradients(module, dense)
-    with pytest.raises(zs.InvalidArgument, match="are one.*must get the same"):
+    with pytest.raises(zs.InvalidArgumentError, match="are one.*must get the same"):
         parallelize_module(
             Tied(), mesh_1d(), {"tokens": ColwiseParallel(), "head": ColwiseParallel()}
         )
@@ -213,15 +213,15 @@ def sizes_that_do_not_fit_are_named(rank: int) -> None:
     mesh = mesh_1d()
     row = parallelize_module(nn.Linear(7, 4), mesh, RowwiseParallel())
     with pytest.raises(
-        zs.InvalidArgument, match=rf"has 5 features.*must have {4 - rank}: part {rank} of 7"
+        zs.InvalidArgumentError, match=rf"has 5 features.*must have {4 - rank}: part {rank} of 7"
     ):
         row(torch.ones(2, 5))
     old = parallelize_module(nn.Linear(7, 4), mesh, RowwiseParallel(make_input_shard_1d_last))
-    with pytest.raises(zs.InvalidArgument, match="must have 7.*same size on every rank"):
+    with pytest.raises(zs.InvalidArgumentError, match="must have 7.*same size on every rank"):
         old(torch.ones(2, 4 - rank))
     scattered = parallelize_module(nn.Linear(4, 4), mesh, RowwiseParallel(output_layouts=Shard(0)))
     with pytest.raises(
-        zs.InvalidArgument,
+        zs.InvalidArgumentError,
         match="dimension 0.*has 3 elements.*divide by the 2 ranks.*use_local_output",
     ):
         scattered(torch.ones(3, 2))

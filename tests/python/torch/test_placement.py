@@ -70,16 +70,16 @@ def a_mesh_that_cannot_be_is_refused(rank: int) -> None:
         ("01", "nested lists"),
         ([[0], [1, 2]], "nested lists"),
     ):
-        with pytest.raises(zs.InvalidArgument, match=match):
+        with pytest.raises(zs.InvalidArgumentError, match=match):
             ProcessMesh(array)
     for names in (["x", "y"], [], ["x"], ["x", "x"]):
         if names != ["x"]:
-            with pytest.raises(zs.InvalidArgument, match="dim_names"):
+            with pytest.raises(zs.InvalidArgumentError, match="dim_names"):
                 ProcessMesh([[0, 1]] if len(names) == 2 and names[0] == names[1] else [0, 1], names)
 
 
 def test_a_mesh_needs_a_process_group() -> None:
-    with pytest.raises(zs.NotInitialised, match="init_process_group"):
+    with pytest.raises(zs.NotInitialisedError, match="init_process_group"):
         ProcessMesh([0])
 
 
@@ -140,26 +140,28 @@ def placements_that_do_not_fit_are_refused(rank: int) -> None:
         (Shard(0), "must be a list of Shard"),
         (None, "must be a list of Shard"),
     ):
-        with pytest.raises(zs.InvalidArgument, match=match):
+        with pytest.raises(zs.InvalidArgumentError, match=match):
             shard_tensor(whole(2, 2), mesh, placements)  # type: ignore[arg-type]
-    with pytest.raises(zs.InvalidArgument, match="mesh is a list"):
+    with pytest.raises(zs.InvalidArgumentError, match="mesh is a list"):
         shard_tensor(whole(2, 2), [0, 1], [Shard(0)])  # type: ignore[arg-type]
-    with pytest.raises(zs.InvalidArgument, match="computed with gradients"):
+    with pytest.raises(zs.InvalidArgumentError, match="computed with gradients"):
         shard_tensor(whole(2, 2).requires_grad_() * 2, mesh, [Shard(0)])
     made = shard_tensor(whole(2, 2), mesh, [Shard(0)])
     assert shard_tensor(made, mesh, [Shard(0)]) is made
-    with pytest.raises(zs.InvalidArgument, match="reshard"):
+    with pytest.raises(zs.InvalidArgumentError, match="reshard"):
         shard_tensor(made, mesh, [Shard(1)])
-    with pytest.raises(zs.InvalidArgument, match="data is a str"):
+    with pytest.raises(zs.InvalidArgumentError, match="data is a str"):
         shard_tensor("x", mesh, [Shard(0)])
 
 
 @TWO
 def ranks_that_disagree_about_a_tensor_are_both_named(rank: int) -> None:
     mesh = ProcessMesh([0, 1])
-    with pytest.raises(zs.Disagreement, match=r"rank 0 and rank 1.*the placements.*dim=0.*dim=1"):
+    with pytest.raises(
+        zs.DisagreementError, match=r"rank 0 and rank 1.*the placements.*dim=0.*dim=1"
+    ):
         shard_tensor(whole(2, 2), mesh, [Shard(rank)])
-    with pytest.raises(zs.Disagreement, match=r"the tensor.*\[2, 2\].*\[3, 2\]"):
+    with pytest.raises(zs.DisagreementError, match=r"the tensor.*\[2, 2\].*\[3, 2\]"):
         shard_tensor(whole(2 + rank, 2), mesh, [Shard(0)])
 
 
@@ -170,11 +172,11 @@ def ranks_that_disagree_about_a_tensor_are_both_named(rank: int) -> None:
 def what_cannot_be_resharded_is_refused(rank: int) -> None:
     mesh = ProcessMesh([0, 1])
     made = shard_tensor(whole(2, 2), mesh, [Shard(0)])
-    with pytest.raises(zs.InvalidArgument, match="must be a DTensor: shard_tensor"):
+    with pytest.raises(zs.InvalidArgumentError, match="must be a DTensor: shard_tensor"):
         reshard(whole(2, 2), mesh, [Shard(0)])  # type: ignore[arg-type]
-    with pytest.raises(zs.InvalidArgument, match="dimension 2"):
+    with pytest.raises(zs.InvalidArgumentError, match="dimension 2"):
         reshard(made, mesh, [Shard(2)])
-    with pytest.raises(zs.InvalidArgument, match="only a computation makes partial"):
+    with pytest.raises(zs.InvalidArgumentError, match="only a computation makes partial"):
         reshard(made, mesh, [Partial()])
 
 
@@ -363,12 +365,12 @@ def a_layer_without_a_mesh_is_refused(rank: int) -> None:
     for wrong in (None, [0, 1], "x", torch.tensor([0, 1])):
         with pytest.raises(ValueError, match="process_mesh is .*must be a ProcessMesh"):
             shard_layer(MLP(), wrong)  # type: ignore[arg-type]
-    with pytest.raises(zs.InvalidArgument, match="layer is a str"):
+    with pytest.raises(zs.InvalidArgumentError, match="layer is a str"):
         shard_layer("layer", mesh)  # type: ignore[arg-type]
-    with pytest.raises(zs.InvalidArgument, match="shard_fn is 3"):
+    with pytest.raises(zs.InvalidArgumentError, match="shard_fn is 3"):
         shard_layer(MLP(), mesh, 3)  # type: ignore[arg-type]
     layer = shard_layer(MLP(), mesh)
-    with pytest.raises(zs.InvalidArgument, match=r"'fc1.weight' is on the mesh \[0, 1\]"):
+    with pytest.raises(zs.InvalidArgumentError, match=r"'fc1.weight' is on the mesh \[0, 1\]"):
         shard_layer(layer, ProcessMesh([1, 0]))
 
 
@@ -382,7 +384,7 @@ def ranks_whose_functions_do_different_things_are_both_named(rank: int) -> None:
                 DTensor.from_local(layer.weight.detach(), given, [Replicate()], run_check=False)
             )
 
-    with pytest.raises(zs.Disagreement, match="rank 0 and rank 1.*shard_fn has done"):
+    with pytest.raises(zs.DisagreementError, match="rank 0 and rank 1.*shard_fn has done"):
         shard_layer(MLP(), mesh, by_itself)
 
     def together(name: str, layer: Any, given: DeviceMesh) -> None:
@@ -390,7 +392,7 @@ def ranks_whose_functions_do_different_things_are_both_named(rank: int) -> None:
             layer.weight = shard_tensor(layer.weight, given, [Shard(0)])
 
     with pytest.raises(
-        zs.Disagreement, match="rank 0.*shard_layer after shard_fn.*rank 1.*shard_tensor"
+        zs.DisagreementError, match="rank 0.*shard_layer after shard_fn.*rank 1.*shard_tensor"
     ):
         shard_layer(MLP(), mesh, together)
 
@@ -450,13 +452,13 @@ def loaders_that_do_not_fit_are_refused(rank: int) -> None:
         (([], mesh, "tp"), "no dimension 'tp'.*'dp'"),
         (([], [mesh], [None, None]), "shard_dims has 2 and meshes 1"),
     ):
-        with pytest.raises(zs.InvalidArgument, match=match):
+        with pytest.raises(zs.InvalidArgumentError, match=match):
             shard_dataloader(*arguments)
-    with pytest.raises(zs.InvalidArgument, match="meshes has 2 and a batch 3"):
+    with pytest.raises(zs.InvalidArgumentError, match="meshes has 2 and a batch 3"):
         list(shard_dataloader([[torch.ones(2)] * 3], [mesh, mesh]))
-    with pytest.raises(zs.InvalidArgument, match=r"input_keys has \['b'\]"):
+    with pytest.raises(zs.InvalidArgumentError, match=r"input_keys has \['b'\]"):
         list(shard_dataloader([{"a": torch.ones(2)}], mesh, input_keys=["b"]))
-    with pytest.raises(zs.InvalidArgument, match="must be a dict"):
+    with pytest.raises(zs.InvalidArgumentError, match="must be a dict"):
         list(shard_dataloader([[torch.ones(2)]], mesh, input_keys=["b"]))
 
 

@@ -112,5 +112,5 @@ def test_the_listing_can_be_read() -> None:
     "wrong", [("test", "dist", "main"), ("train", "local", "main"), ("train", "dist", "init")]
 )
 def test_a_program_that_there_is_not_is_refused(wrong: tuple[str, str, str]) -> None:
-    with pytest.raises(zs.InvalidArgument, match="must be one of"):
+    with pytest.raises(zs.InvalidArgumentError, match="must be one of"):
         make_program(DESCRIPTION, *wrong)

@@ -98,9 +98,9 @@ def test_output_must_be_a_folder_and_the_model_ours(tmp_path: Path, cluster: zs.
     model, optimizer = begin("os")
     file = tmp_path / "file"
     file.write_text("mine")
-    with pytest.raises(zs.InvalidArgument, match="file"):
+    with pytest.raises(zs.InvalidArgumentError, match="file"):
         save_group_sharded_model(model, str(file), optimizer)
     assert file.read_text() == "mine"
-    with pytest.raises(zs.InvalidArgument, match="group_sharded_parallel"):
+    with pytest.raises(zs.InvalidArgumentError, match="group_sharded_parallel"):
         save_group_sharded_model(nn.Linear(2, 2), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

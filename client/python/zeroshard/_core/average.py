@@ -8,7 +8,7 @@ from typing import Generic
 
 from .. import _native
 from .._session import Session
-from ..errors import StepAborted, StepMismatch, UnusedParameter
+from ..errors import StepAbortedError, StepMismatchError, UnusedParameterError
 from .framework import Framework, Place, T
 from .kinds import AVERAGE
 
@@ -33,8 +33,8 @@ class Averages(Generic[T]):
         share: whether all ranks take over rank 0's parameters and constants.
 
     Raises:
-        InvalidArgument: a parameter is neither float32 nor bfloat16 nor float16.
-        JobExists: the ranks' parameters differ in names, shapes or dtypes.
+        InvalidArgumentError: a parameter is neither float32 nor bfloat16 nor float16.
+        JobExistsError: the ranks' parameters differ in names, shapes or dtypes.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Averages(Generic[T]):
             unused: whether a parameter may be without a gradient on some ranks.
 
         Raises:
-            UnusedParameter: one is, and may not be.
+            UnusedParameterError: one is, and may not be.
         """
         if self._absent:
             self._job.absent(self._step, self._absent)
@@ -152,7 +152,7 @@ class Averages(Generic[T]):
             if everywhere:
                 del gradients[index]
             elif not unused:
-                raise UnusedParameter(
+                raise UnusedParameterError(
                     f"parameter {self._names[index]!r} has no gradient on rank {self._ranks[rank]}, and has one on "
                     "other ranks: with find_unused_parameters=True it gets the average"
                 )
@@ -171,15 +171,15 @@ class Averages(Generic[T]):
         must do the same.
 
         Raises:
-            Disagreement: another rank has finished the step.
+            DisagreementError: another rank has finished the step.
         """
         if not self._interrupted:
             return
         try:
             self._job.discard(self._step)
-        except StepAborted:
+        except StepAbortedError:
             pass  # they have dropped it already
-        except StepMismatch:
+        except StepMismatchError:
             self._step += 1  # it had been decided before it was abandoned
         self._interrupted = False
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
 from .._native import Array
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from .layout import Layout
 
 #: A tensor of the framework.
@@ -115,11 +115,11 @@ class Framework(ABC, Generic[T]):
         return math.ceil(self.nbytes(tensor) / 4)
 
     def dtype_of(self, what: str, tensor: T) -> str:
-        """``"f32"``, ``"bf16"`` or ``"f16"``; :class:`~zeroshard.InvalidArgument` for any other
-        dtype of ``what``."""
+        """``"f32"``, ``"bf16"`` or ``"f16"``; :class:`~zeroshard.InvalidArgumentError` for any
+        other dtype of ``what``."""
         dtype = self.dtype(tensor)
         if dtype is None:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"dtype of {what} is {self.dtype_text(tensor)}; it must be float32, bfloat16 or float16"
             )
         return dtype

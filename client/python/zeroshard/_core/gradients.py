@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Generic
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from .framework import T
 from .job import Entry, ModelJob
 
@@ -79,7 +79,7 @@ class Gradients(Generic[T]):
         if not self._early:
             return
         if entry.index in self._sent:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"parameter {entry.name!r} has a gradient from one more backward pass (number "
                 f"{self._passes[entry.index]}) of step {self._job.version} on rank {self._job.rank}, after its gradient "
                 "was sent to the servers: say accumulation_steps= to group_sharded_parallel, or run every forward but "

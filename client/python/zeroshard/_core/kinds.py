@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 
 #: Hyperparameters by the servers' names. Flags travel as 0 and 1.
 HYPERPARAMETERS: dict[str, tuple[str, ...]] = {
@@ -31,7 +31,7 @@ def numbers(kind: str, found: Mapping[str, Any]) -> dict[str, float]:
     """The hyperparameters of ``kind``, from what a parameter group has by the same names.
 
     Raises:
-        InvalidArgument: one is missing, or is not a number.
+        InvalidArgumentError: one is missing, or is not a number.
     """
     return {name: _number(kind, name, found) for name in HYPERPARAMETERS[kind]}
 
@@ -60,6 +60,8 @@ def _number(kind: str, name: str, found: Mapping[str, Any]) -> float:
     try:
         return float(found[name])
     except KeyError:
-        raise InvalidArgument(f"a parameter group of {kind} lacks {name!r}") from None
+        raise InvalidArgumentError(f"a parameter group of {kind} lacks {name!r}") from None
     except (TypeError, ValueError):
-        raise InvalidArgument(f"{kind}: {name} is {found[name]!r}: it must be a number") from None
+        raise InvalidArgumentError(
+            f"{kind}: {name} is {found[name]!r}: it must be a number"
+        ) from None

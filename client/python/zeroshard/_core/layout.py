@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .._native import Mesh
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Layout:
         mesh = Mesh(self.mesh.shape, self.mesh.ranks, self.mesh.names)
         area = mesh.local_box(shape, self.placements, rank)
         if area is None:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"rank {rank} is not in the mesh {self.mesh}; it must be, to have a part of the tensor"
             )
         return area
@@ -79,7 +79,7 @@ def agree(
         exchange: tells something to all of them, and hears what they say, in their order.
 
     Raises:
-        InvalidArgument: ranks disagree, or their meshes do not lie beside each other.
+        InvalidArgumentError: ranks disagree, or their meshes do not lie beside each other.
     """
     meshes = list(dict.fromkeys(layout.mesh for layout in layouts.values() if layout is not None))
     said = {
@@ -132,7 +132,7 @@ def _check(heard: list[Any], ranks: Sequence[int]) -> None:
         for name in {**first["layouts"], **other["layouts"]}:
             ours, theirs = (said["layouts"].get(name) for said in (first, other))
             if ours != theirs:
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"tensor {name!r} is {_said(theirs)} on rank {rank} and {_said(ours)} on rank {ranks[0]}; all ranks must "
                     "make the same model with the same plan"
                 )
@@ -140,7 +140,7 @@ def _check(heard: list[Any], ranks: Sequence[int]) -> None:
             [(mesh["shape"], mesh["names"]) for mesh in said["meshes"]] for said in (first, other)
         ]
         if shapes[0] != shapes[1]:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"the meshes are {shapes[1]} on rank {rank} and {shapes[0]} on rank {ranks[0]}; all ranks must make the same"
             )
 
@@ -155,7 +155,7 @@ def _beside(meshes: list[RankMesh], ranks: Sequence[int]) -> tuple[Mesh, int]:
     distinct = sorted(set(meshes), key=lambda mesh: min(mesh.ranks))
     together = [rank for mesh in distinct for rank in mesh.ranks]
     if sorted(together) != sorted(ranks):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"the meshes {' and '.join(map(str, distinct))} do not make the group's ranks {list(ranks)}: each rank must be "
             "in exactly one; give the group that they make together, or one mesh of all ranks and slices of it"
         )

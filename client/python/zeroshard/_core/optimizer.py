@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, Generic
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from .framework import T
 from .sharding import Sharding
 
@@ -44,5 +44,5 @@ class SteppedByServers(Generic[T]):
     def _clip_to(self, max_norm: float) -> float:
         """Has the next step clip to this global norm; the norm of the mean gradient."""
         if not max_norm > 0:
-            raise InvalidArgument(f"max_norm is {max_norm}; it must be more than 0")
+            raise InvalidArgumentError(f"max_norm is {max_norm}; it must be more than 0")
         return self.sharding.clip(float(max_norm))

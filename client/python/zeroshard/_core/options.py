@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from .framework import Framework, T
 
 LEVELS = ("os", "os_g", "p_g_os")
@@ -27,7 +27,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"level is {self.level!r}; it must be one of {', '.join(map(repr, LEVELS))}"
             )
         for name, size in (
@@ -35,15 +35,15 @@ class Options:
             ("segment_size", self.segment_size),
         ):
             if not isinstance(size, int) or size < 0:
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"{name} is {size!r}; it must be a number of elements, 0 or more"
                 )
         if self.dp_group is not None:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 "dp_group is given; it must be None: give all ranks in group, the servers average them"
             )
         if self.accumulation_steps is not None and self.accumulation_steps < 1:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"accumulation_steps is {self.accumulation_steps}; it must be 1 or more"
             )
 
@@ -71,7 +71,7 @@ class Options:
         known = {id(module) for module in modules} | {type(module).__name__ for module in modules}
         for layer in layers:
             if layer not in known:
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"exclude_layer has {layer!r}; it must be the class name or the id of a module of the model"
                 )
         return {

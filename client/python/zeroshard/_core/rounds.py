@@ -9,7 +9,7 @@ from typing import Any, Generic
 
 from .. import _native
 from .._session import current
-from ..errors import InvalidArgument, UnusedParameter
+from ..errors import InvalidArgumentError, UnusedParameterError
 from .average import Averages, Named
 from .framework import Framework, Place, T
 
@@ -43,7 +43,9 @@ class Rounds(Generic[T]):
             ("last_comm_buffer_size", last_comm_buffer_size),
         ):
             if not size >= 0:
-                raise InvalidArgument(f"{name} is {size}: it must be a number of MB, at least 0")
+                raise InvalidArgumentError(
+                    f"{name} is {size}: it must be a number of MB, at least 0"
+                )
         self._framework = framework
         self._model = model
         self._place = place
@@ -62,7 +64,7 @@ class Rounds(Generic[T]):
         self._unwatch: list[Callable[[], None]] = []
         trainable = self._trainable()
         if not trainable:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 "the module has no parameter that requires a gradient: there is nothing to train"
             )
         self._arrange(trainable, share=True)
@@ -163,8 +165,8 @@ class Rounds(Generic[T]):
         self.begin_round()
         try:
             ready = self._buckets.ready(index)
-        except InvalidArgument as error:
-            raise InvalidArgument(
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(
                 f"the gradient of parameter {self._names[index]!r} was ready twice in one backward pass (is it "
                 "used in more than one reentrant checkpoint?): run each backward pass but the last under no_sync(), then "
                 "fused_allreduce_gradients"
@@ -179,7 +181,7 @@ class Rounds(Generic[T]):
             for index in self._buckets.rest():
                 averages.send(self._trained, self._buckets.ready(index))
             averages.finish(self._trained, self.find_unused_parameters)
-        except UnusedParameter:
+        except UnusedParameterError:
             raise
         except BaseException:
             self._give_up()

@@ -10,7 +10,7 @@ from typing import Any, Generic
 
 from .._native import Report
 from .._session import Session
-from ..errors import InvalidArgument, StepAborted, StepMismatch
+from ..errors import InvalidArgumentError, StepAbortedError, StepMismatchError
 from .framework import Framework, Optimizer, Place, T
 from .gather import Gatherer
 from .gradients import Gradients
@@ -94,7 +94,7 @@ class Sharding(Generic[T]):
     def check_movable(self) -> None:
         """Refuses to have parameters moved or cast that come and go."""
         if self.gatherer is not None and self.gatherer.units:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 "a model at level p_g_os cannot be moved or cast; move or cast it before group_sharded_parallel"
             )
 
@@ -113,7 +113,7 @@ class Sharding(Generic[T]):
         entries = {name: self.job.entry(parameter) for name, parameter in parameters.items()}
         for entry in entries.values():
             if entry.modified:
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"parameter {entry.name!r} was written to and the servers do not know it yet; it must be saved after "
                     "the next forward or step"
                 )
@@ -181,7 +181,7 @@ class Sharding(Generic[T]):
             return
         try:
             self._sent(lambda: self.job.job.discard(self.job.version))
-        except StepAborted:
+        except StepAbortedError:
             pass  # the servers have dropped them already
         self.gradients.restart(learn=False)
         self._clip_once = None
@@ -206,16 +206,16 @@ class Sharding(Generic[T]):
             self._clip_once = None
             # An aborted step is gone from the servers. Of one that failed otherwise, or was
             # interrupted (Ctrl-C), they may have a part.
-            self._interrupted = not isinstance(error, StepAborted)
+            self._interrupted = not isinstance(error, StepAbortedError)
             raise
 
     def _end_interrupted_step(self) -> None:
         """Has the servers drop what they have of it: it must not be mixed with what comes now."""
         try:
             self.job.job.discard(self.job.version)
-        except StepAborted:
+        except StepAbortedError:
             pass  # they have dropped it already
-        except StepMismatch:
+        except StepMismatchError:
             # It had been decided before the interruption: the next step starts from its result.
             self.job.version += 1
             self.job.receive(entry for entry in self._resident() if entry.trained)
@@ -245,7 +245,7 @@ def _nothing(parameter: Any) -> None:
 def sharding_of(parameters: Iterable[Any]) -> Sharding[Any] | None:
     """The wrapped model that trains these parameters; None if there is none.
 
-    Raises :class:`~zeroshard.InvalidArgument` where some are and some are not.
+    Raises :class:`~zeroshard.InvalidArgumentError` where some are and some are not.
     """
     given = {id(parameter) for parameter in parameters}
     for sharding in _all:
@@ -255,7 +255,7 @@ def sharding_of(parameters: Iterable[Any]) -> Sharding[Any] | None:
                 missing = next(
                     entry.name for entry in sharding.job.trained if id(entry.tensor) not in given
                 )
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"parameters do not include {missing!r}; they must be all that the sharded optimizer trains: its "
                     "global norm is over all of them"
                 )

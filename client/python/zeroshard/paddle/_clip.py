@@ -8,7 +8,7 @@ from typing import Any
 import paddle
 
 from .._core.sharding import sharding_of
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from . import kinds
 
 
@@ -16,20 +16,20 @@ def max_norm_of(optimizer: Any) -> float | None:
     """What every step clips to: the ``clip_norm`` of the optimizer's ``ClipGradByGlobalNorm``.
 
     Raises:
-        InvalidArgument: it clips in another way, or some of its groups clip differently.
+        InvalidArgumentError: it clips in another way, or some of its groups clip differently.
     """
     clips = [
         group.get("grad_clip", optimizer._grad_clip) for group in kinds.param_groups(optimizer)
     ]
     if any(clip is not clips[0] for clip in clips):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             "grad_clip differs between parameter groups; it must be one: the norm is over all of them"
         )
     clip = clips[0] if clips else None
     if clip is None:
         return None
     if type(clip) is not paddle.nn.ClipGradByGlobalNorm:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"grad_clip is a {type(clip).__name__}; it must be a paddle.nn.ClipGradByGlobalNorm"
         )
     return float(clip.clip_norm)
@@ -57,5 +57,7 @@ def clip_grad_norm_(
     if sharding is None:
         return paddle.nn.utils.clip_grad_norm_(given, max_norm, norm_type, **options)
     if norm_type != 2.0:
-        raise InvalidArgument(f"norm_type is {norm_type}; it must be 2.0 for sharded parameters")
+        raise InvalidArgumentError(
+            f"norm_type is {norm_type}; it must be 2.0 for sharded parameters"
+        )
     return paddle.to_tensor(sharding.clip(float(max_norm)), dtype="float32")

@@ -10,7 +10,7 @@ from typing import Any
 import paddle
 
 from .._core.rounds import Rounds, average_now, weakly
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from . import _autograd
 from ._framework import PADDLE, group_place
 
@@ -43,9 +43,9 @@ class DataParallel(paddle.nn.Layer):
         group: the ranks to average over; all by default.
 
     Raises:
-        InvalidArgument: no parameter is to be trained, one is neither float32 nor bfloat16 nor
+        InvalidArgumentError: no parameter is to be trained, one is neither float32 nor bfloat16 nor
             float16, or a size is negative.
-        JobExists: the ranks' models differ in their parameters' names, shapes or dtypes.
+        JobExistsError: the ranks' models differ in their parameters' names, shapes or dtypes.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class DataParallel(paddle.nn.Layer):
             layers.full_name() + "_data_parallel" if isinstance(layers, paddle.nn.Layer) else None
         )
         if not isinstance(layers, paddle.nn.Layer):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"layers is a {type(layers).__name__}: it must be a paddle.nn.Layer"
             )
         if strategy is not None:

@@ -11,7 +11,7 @@ from paddle import Tensor
 
 from .._core.layout import Layout, RankMesh
 from .._rendezvous import place
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 
 
 def local(tensor: Any) -> Any:
@@ -34,7 +34,7 @@ def _word(placement: Any, tensor: Any) -> str:
         return "replicate"
     if placement.is_shard():
         return f"shard:{placement.get_dim() % tensor.ndim}"
-    raise InvalidArgument(
+    raise InvalidArgumentError(
         f"a parameter lies as {placement} on its mesh; it must be Shard or Replicate"
     )
 

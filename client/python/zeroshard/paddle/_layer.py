@@ -10,7 +10,7 @@ import paddle.distributed as dist
 
 from .._agreement import agree
 from .._layer import add_functions, check_functions, parameters_text
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ._mesh import check_mesh, mesh_text
 from ._placement import share
 
@@ -41,13 +41,15 @@ def shard_layer(
         The layer.
 
     Raises:
-        InvalidArgument: ``process_mesh`` is no mesh, or something else is of another type; a
+        InvalidArgumentError: ``process_mesh`` is no mesh, or something else is of another type; a
             parameter is on another mesh.
-        Disagreement: another rank has another mesh, another layer, or its ``shard_fn`` did
+        DisagreementError: another rank has another mesh, another layer, or its ``shard_fn`` did
             something else.
     """
     if not isinstance(layer, paddle.nn.Layer):
-        raise InvalidArgument(f"layer is a {type(layer).__name__}; it must be a paddle.nn.Layer")
+        raise InvalidArgumentError(
+            f"layer is a {type(layer).__name__}; it must be a paddle.nn.Layer"
+        )
     mesh = check_mesh(process_mesh, "process_mesh")
     check_functions(shard_fn=shard_fn, input_fn=input_fn, output_fn=output_fn)
     agree(
@@ -83,7 +85,7 @@ def replicate_rest(layer: Any, mesh: Any) -> None:
                 share(tensor, mesh)
                 dist.shard_tensor(tensor, mesh, everywhere)._share_underline_tensor_to(tensor)
         elif tensor.process_mesh != mesh:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"parameter {name!r} is on the mesh {mesh_text(tensor.process_mesh)}; it must be on {mesh_text(mesh)}, as the "
                 "layer"
             )

@@ -11,7 +11,7 @@ from paddle.distributed import Partial, Placement, ProcessMesh, Replicate, Shard
 
 from .. import _mesh
 from .._rendezvous import place
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 
 __all__ = ["Partial", "Placement", "ProcessMesh", "Replicate", "Shard"]
 
@@ -20,10 +20,10 @@ def check_mesh(mesh: object, name: str) -> Any:
     """A mesh whose ranks there are, ready for collectives; or an error that says what is wrong."""
     if not isinstance(mesh, core.ProcessMesh):
         given = "None" if mesh is None else f"a {type(mesh).__name__}"
-        raise InvalidArgument(f"{name} is {given}; it must be a ProcessMesh")
+        raise InvalidArgumentError(f"{name} is {given}; it must be a ProcessMesh")
     here = place()
     if not all(0 <= rank < here.world for rank in mesh.process_ids):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"{name} has ranks {mesh.process_ids}; they must be 0 to {here.world - 1}, those there are: start the program by "
             "python -m paddle.distributed.launch, or by paddle.distributed.spawn"
         )

@@ -8,7 +8,7 @@ from typing import Any
 import paddle
 
 from .._core.sharding import Sharding
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ._dtensor import parts_of_state
 
 
@@ -87,7 +87,7 @@ class GroupSharded(paddle.nn.Layer):
         """As :meth:`set_state_dict`; with ``strict``, keys that are missing or not known are an
         error."""
         if assign:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 "assign is True; it must be False: the parameters belong to the job as they are"
             )
         result = self._layer.load_state_dict(parts_of_state(self._layer, state_dict), strict=strict)

@@ -11,7 +11,7 @@ from paddle.optimizer.lr import LRScheduler
 from .._core.job import State
 from .._core.optimizer import SteppedByServers
 from .._core.sharding import Sharding
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from . import kinds
 from ._dtensor import local, part
 
@@ -48,8 +48,8 @@ class ShardedOptimizer(SteppedByServers[Any], kinds.Optimizer):
     def step(self) -> None:
         """One step on the servers; the parameters that stay on this worker are received.
 
-        Raises :class:`~zeroshard.StepAborted` if a rank was lost: run the step again, from the same
-        data.
+        Raises :class:`~zeroshard.StepAbortedError` if a rank was lost: run the step again, from the
+        same data.
         """
         with paddle.no_grad():
             self.sharding.step()
@@ -63,7 +63,7 @@ class ShardedOptimizer(SteppedByServers[Any], kinds.Optimizer):
     ) -> tuple[list[Any], list[Any]]:
         """As Paddle's on dynamic graphs: a step with the gradients that there are."""
         if parameters or no_grad_set:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 "parameters and no_grad_set must be None: a step is of all that the optimizer trains"
             )
         self.step()

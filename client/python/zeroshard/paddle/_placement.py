@@ -9,7 +9,7 @@ import paddle
 import paddle.distributed as dist
 
 from .._agreement import agree
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ._dtensor import redistributed
 from ._mesh import check_mesh, check_placements, has_everybody, mesh_text
 
@@ -38,8 +38,8 @@ def shard_tensor(
         stop_gradient: of the result; as ``data``'s by default.
 
     Raises:
-        InvalidArgument: the placements do not fit the mesh or the tensor.
-        Disagreement: another rank has another mesh, shape, dtype or other placements.
+        InvalidArgumentError: the placements do not fit the mesh or the tensor.
+        DisagreementError: another rank has another mesh, shape, dtype or other placements.
     """
     mesh = check_mesh(mesh, "mesh")
     tensor = (
@@ -50,7 +50,7 @@ def shard_tensor(
     placed = check_placements(placements, mesh, tensor.ndim, "the tensor")
     if tensor.is_dist():
         if tensor.process_mesh != mesh or tensor.placements != placed:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"the tensor is {tensor.placements} on {mesh_text(tensor.process_mesh)} already; reshard gives it other "
                 "placements, or another mesh"
             )
@@ -79,10 +79,10 @@ def reshard(dist_tensor: Any, mesh: Any, placements: Sequence[Any]) -> Any:
     """The same tensor with other placements, or on another mesh. Gradients come back through it.
 
     Raises:
-        InvalidArgument: ``dist_tensor`` is not distributed, or the placements do not fit.
+        InvalidArgumentError: ``dist_tensor`` is not distributed, or the placements do not fit.
     """
     if not isinstance(dist_tensor, paddle.Tensor) or not dist_tensor.is_dist():
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"dist_tensor is a {'plain tensor' if isinstance(dist_tensor, paddle.Tensor) else type(dist_tensor).__name__}; it "
             "must be distributed: shard_tensor makes one"
         )

@@ -10,7 +10,7 @@ from typing import Any
 import paddle
 
 from .._files import directory, existing, write
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ._dtensor import parts_of_state
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
@@ -30,12 +30,12 @@ def save_group_sharded_model(
     file appears only when it is complete.
     """
     if not isinstance(model, GroupSharded):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"model is a {type(model).__name__}; it must be the one that group_sharded_parallel returned"
         )
     folder = directory(output)
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"optimizer is a {type(optimizer).__name__}; it must be the one that group_sharded_parallel returned"
         )
     if model.sharding.job.rank != 0:

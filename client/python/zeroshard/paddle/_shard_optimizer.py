@@ -9,7 +9,7 @@ import paddle
 from paddle.base import core
 
 from .._strategy import ShardingStage, check_request, stage_of
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from . import kinds
 from ._mesh import check_mesh, dimension, has_everybody
 from ._optimizer import ShardedOptimizer
@@ -37,21 +37,21 @@ def shard_optimizer(
         model: whose parameters the optimizer steps. Stage 3 needs it; it stays the same object.
 
     Raises:
-        InvalidArgument: ``shard_fn`` is no stage, its mesh has not all ranks, or stage 3 lacks the
-            model.
+        InvalidArgumentError: ``shard_fn`` is no stage, its mesh has not all ranks, or stage 3 lacks
+            the model.
     """
     stage = stage_of(shard_fn, core.ProcessMesh)
     if stage.mesh is not None:
         mesh = check_mesh(stage.mesh, "mesh")
         if not has_everybody(mesh):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"the mesh has ranks {mesh.process_ids}; it must have all ranks, to train together"
             )
         if stage.sharding_mesh_dim is not None:
             dimension(mesh, stage.sharding_mesh_dim)
     check_request(stage, gradient_accumulation_steps, model)
     if not isinstance(optimizer, kinds.Optimizer) or isinstance(optimizer, ShardedOptimizer):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"optimizer is a {type(optimizer).__name__}; it must be a paddle.optimizer.Optimizer that is not sharded already"
         )
     wrapped, sharded, _ = group_sharded_parallel(

@@ -10,7 +10,7 @@ import paddle
 from .._core.options import Options
 from .._core.sharding import Sharding
 from .._session import current
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from . import kinds
 from ._clip import max_norm_of
 from ._framework import PADDLE, PaddleOptimizer, group_place
@@ -75,7 +75,7 @@ def group_sharded_parallel(
         accumulation_steps=accumulation_steps,
     )
     if scaler is not None and not isinstance(scaler, paddle.amp.GradScaler):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"scaler is a {type(scaler).__name__}; it must be a paddle.amp.GradScaler"
         )
     if level == "p_g_os":
@@ -103,18 +103,18 @@ def group_sharded_parallel(
 
 def _check(model: Any, optimizer: Any) -> None:
     if not isinstance(model, paddle.nn.Layer) or isinstance(model, GroupSharded):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"model is a {type(model).__name__}; it must be a paddle.nn.Layer that is not wrapped already"
         )
     if not isinstance(optimizer, kinds.Optimizer) or isinstance(optimizer, ShardedOptimizer):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"optimizer is a {type(optimizer).__name__}; it must be a paddle.optimizer.Optimizer that is not wrapped already"
         )
     stepped = {
         id(parameter) for group in kinds.param_groups(optimizer) for parameter in group["params"]
     }
     if stepped.isdisjoint(map(id, model.parameters())):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             "the optimizer has no parameter of the model; it must be made with model.parameters()"
         )
 
@@ -122,7 +122,7 @@ def _check(model: Any, optimizer: Any) -> None:
 def _check_not_static(model: Any) -> None:
     for name, layer in model.named_sublayers(include_self=True):
         if isinstance(layer.forward, paddle.jit.dy2static.program_translator.StaticFunction):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"layer {name!r} was given to paddle.jit.to_static; at level p_g_os it must not be: a static graph cannot "
                 "follow parameters that come and go. To have it static, use level os_g"
             )

@@ -13,7 +13,7 @@ from paddle.optimizer import optimizer as _base
 from paddle.regularizer import L2Decay
 
 from .._core import kinds as _kinds
-from ..errors import InvalidArgument, UnsupportedOptimizer
+from ..errors import InvalidArgumentError, UnsupportedOptimizerError
 
 #: The optimizers whose arithmetic the servers have, and the servers' name of each. A class comes
 #: before its base classes.
@@ -53,8 +53,8 @@ def kind(optimizer: Any) -> str:
     A subclass counts as its base class unless it has a step of its own.
 
     Raises:
-        UnsupportedOptimizer: the servers have no such optimizer. The message lists those that they
-            have.
+        UnsupportedOptimizerError: the servers have no such optimizer. The message lists those that
+            they have.
     """
     cls = type(optimizer)
     base = next((known for known in KINDS if isinstance(optimizer, known)), None)
@@ -69,7 +69,7 @@ def kind(optimizer: Any) -> str:
         "",
     )
     known = ", ".join(sorted(f"paddle.optimizer.{known.__name__}" for known in KINDS))
-    raise UnsupportedOptimizer(
+    raise UnsupportedOptimizerError(
         f"{cls.__module__}.{cls.__qualname__} is not an optimizer that the shard servers have{why}. There are {known}"
     )
 
@@ -82,7 +82,7 @@ def groups(optimizer: Any, kind: str) -> list[tuple[list[Any], dict[str, float]]
     multiplies it with.
 
     Raises:
-        UnsupportedOptimizer: a setting asks for arithmetic that the servers do not have.
+        UnsupportedOptimizerError: a setting asks for arithmetic that the servers do not have.
     """
     lr = float(optimizer.get_lr())
     found: dict[tuple[Any, ...], tuple[list[Any], dict[str, float]]] = {}
@@ -118,7 +118,7 @@ def _values(optimizer: Any, kind: str, group: Mapping[str, Any]) -> dict[str, An
     values: dict[str, Any] = {"maximize": False}
     if kind == "sgd":
         if get("rescale_grad", 1.0) != 1.0:
-            raise UnsupportedOptimizer(
+            raise UnsupportedOptimizerError(
                 f"rescale_grad is {get('rescale_grad')}; it must be 1: scale the loss instead"
             )
         values |= {
@@ -128,7 +128,7 @@ def _values(optimizer: Any, kind: str, group: Mapping[str, Any]) -> dict[str, An
         }
     elif kind in ("adam", "adamw", "lamb"):
         if get("lazy_mode", False):
-            raise UnsupportedOptimizer(
+            raise UnsupportedOptimizerError(
                 "lazy_mode is True; it must be False: the servers step whole tensors"
             )
         values |= {"beta1": get("beta1"), "beta2": get("beta2"), "eps": get("epsilon")}
@@ -163,7 +163,7 @@ def _decay(optimizer: Any, kind: str, group: Mapping[str, Any], parameter: Any) 
         decay = group.get("lamb_weight_decay", optimizer._default_dict["lamb_weight_decay"])
         decay = 0.0 if excludes is not None and excludes(parameter) else float(decay)
         if decay == 0 and not optimizer.always_adapt:
-            raise UnsupportedOptimizer(
+            raise UnsupportedOptimizerError(
                 f"parameter {parameter.name!r} has no weight decay, for which Paddle's Lamb does not adapt the step; "
                 "always_adapt must be True, or the decay more than 0"
             )
@@ -178,7 +178,7 @@ def _decay(optimizer: Any, kind: str, group: Mapping[str, Any], parameter: Any) 
             )
         )
     if not isinstance(regularizer, L2Decay):
-        raise UnsupportedOptimizer(
+        raise UnsupportedOptimizerError(
             f"{type(regularizer).__name__} of parameter {parameter.name!r}: the servers have L2Decay only"
         )
     return float(regularizer._coeff)
@@ -223,7 +223,7 @@ def from_paddle(
         What does not count its steps has one.
 
     Raises:
-        InvalidArgument: a state tensor is missing or has another shape.
+        InvalidArgumentError: a state tensor is missing or has another shape.
     """
     names = _kinds.state_names(kind, values)
     found = {name: get(_ACCUMULATORS[kind][name]) for name in names}
@@ -232,14 +232,14 @@ def from_paddle(
     tensors = {}
     for name, tensor in found.items():
         if tensor is None:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"optimizer state lacks {_ACCUMULATORS[kind][name]!r}, which {kind} needs"
             )
         if not isinstance(tensor, paddle.Tensor):
             tensor = paddle.to_tensor(tensor)
         tensor = tensor.detach().astype("float32").cpu().contiguous()
         if tuple(tensor.shape) != tuple(shape):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"optimizer state {_ACCUMULATORS[kind][name]!r} has shape {tuple(tensor.shape)}: the parameter's is "
                 f"{tuple(shape)}"
             )
@@ -253,7 +253,7 @@ def from_paddle(
 def _steps(beta: float, power: Any | None) -> int:
     """How many steps have made a power of beta what it is."""
     if power is None:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             "optimizer state lacks 'beta2_pow_acc', which says how many steps it has seen"
         )
     value = float(power.reshape([-1])[0])

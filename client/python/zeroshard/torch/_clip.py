@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.sharding import sharding_of
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ClipGradByGlobalNorm:
 
     def __post_init__(self) -> None:
         if not self.clip_norm > 0:
-            raise InvalidArgument(f"clip_norm is {self.clip_norm}; it must be more than 0")
+            raise InvalidArgumentError(f"clip_norm is {self.clip_norm}; it must be more than 0")
 
 
 def max_norm_of(optimizer: torch.optim.Optimizer, grad_clip: Any | None) -> float | None:
@@ -34,7 +34,7 @@ def max_norm_of(optimizer: torch.optim.Optimizer, grad_clip: Any | None) -> floa
     if clip is None:
         return None
     if not isinstance(clip, ClipGradByGlobalNorm):
-        raise InvalidArgument(f"grad_clip is {clip!r}; it must be a ClipGradByGlobalNorm")
+        raise InvalidArgumentError(f"grad_clip is {clip!r}; it must be a ClipGradByGlobalNorm")
     return clip.clip_norm
 
 
@@ -59,5 +59,7 @@ def clip_grad_norm_(
     if sharding is None:
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, **options)
     if norm_type != 2.0:
-        raise InvalidArgument(f"norm_type is {norm_type}; it must be 2.0 for sharded parameters")
+        raise InvalidArgumentError(
+            f"norm_type is {norm_type}; it must be 2.0 for sharded parameters"
+        )
     return torch.tensor(sharding.clip(float(max_norm)))

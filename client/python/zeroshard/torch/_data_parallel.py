@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
 from .._core.rounds import Rounds, average_now, weakly
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ._framework import TORCH, group_place
 
 
@@ -45,9 +45,9 @@ class DataParallel(nn.Module):
         group: the ranks to average over; all by default.
 
     Raises:
-        InvalidArgument: no parameter is to be trained, one is neither float32 nor bfloat16 nor
+        InvalidArgumentError: no parameter is to be trained, one is neither float32 nor bfloat16 nor
             float16, or a size is negative.
-        JobExists: the ranks' models differ in their parameters' names, shapes or dtypes.
+        JobExistsError: the ranks' models differ in their parameters' names, shapes or dtypes.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"module is a {type(module).__name__}: it must be a torch.nn.Module"
             )
         if strategy is not None:
@@ -153,12 +153,13 @@ class DataParallel(nn.Module):
             ``missing_keys`` and ``unexpected_keys``.
 
         Raises:
-            InvalidArgument: without names, if there are more or fewer tensors than the module has.
+            InvalidArgumentError: without names, if there are more or fewer tensors than the module
+                has.
         """
         if not use_structured_name:
             names = list(self.module.state_dict())
             if len(names) != len(state_dict):
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"state_dict has {len(state_dict)} entries: by position there must be {len(names)}"
                 )
             state_dict = dict(zip(names, state_dict.values()))

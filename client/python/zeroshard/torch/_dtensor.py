@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .._core.layout import Layout, RankMesh
 from .._rendezvous import place
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def _placement(placement: Any, tensor: Tensor) -> str:
         return "replicate"
     if type(placement) is Shard:
         return f"shard:{placement.dim % tensor.ndim}"
-    raise InvalidArgument(
+    raise InvalidArgumentError(
         f"a parameter lies as {placement!r} on its mesh; it must be Shard or Replicate"
     )
 

@@ -17,7 +17,7 @@ from .._core.framework import Area, Framework, Incoming, Optimizer, ParameterMem
 from .._core.layout import Layout
 from .._native import Array
 from .._rendezvous import distributed, place
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from . import kinds
 from ._dtensor import aligned_gradient, distributed_as, layout, local
 from ._memory import PooledMemory, guard
@@ -258,7 +258,7 @@ def group_place(group: Any | None) -> Place:
         return here.rank, here.world, tuple(range(here.world))
     dist = distributed()
     if dist is None:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             "group is given, but torch.distributed is not initialised; it must be, or group None"
         )
     ranks = tuple(dist.get_process_group_ranks(group))

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 
 from .._agreement import agree
 from .._layer import add_functions, check_functions, parameters_text
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ._mesh import check_mesh, mesh_ranks, mesh_text
 from ._ties import keeping_ties
 
@@ -43,13 +43,15 @@ def shard_layer(
         The module.
 
     Raises:
-        InvalidArgument: ``process_mesh`` is no mesh, or something else is of another type; a
+        InvalidArgumentError: ``process_mesh`` is no mesh, or something else is of another type; a
             parameter is on another mesh.
-        Disagreement: another rank has another mesh, another module, or its ``shard_fn`` did
+        DisagreementError: another rank has another mesh, another module, or its ``shard_fn`` did
             something else.
     """
     if not isinstance(layer, nn.Module):
-        raise InvalidArgument(f"layer is a {type(layer).__name__}; it must be a torch.nn.Module")
+        raise InvalidArgumentError(
+            f"layer is a {type(layer).__name__}; it must be a torch.nn.Module"
+        )
     mesh = check_mesh(process_mesh, "process_mesh")
     check_functions(shard_fn=shard_fn, input_fn=input_fn, output_fn=output_fn)
     agree(
@@ -117,7 +119,7 @@ def _placements(parameter: nn.Parameter) -> Sequence[Placement] | None:
 
 def _check_on(parameter: DTensor, mesh: DeviceMesh, name: str) -> None:
     if parameter.device_mesh != mesh:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"parameter {name!r} is on the mesh {mesh_text(parameter.device_mesh)}; it must be on {mesh_text(mesh)}, "
             "as the layer"
         )

@@ -14,7 +14,7 @@ from .. import _mesh
 from .._agreement import agree
 from .._native import Mesh
 from .._rendezvous import distributed
-from ..errors import InvalidArgument, NotInitialised
+from ..errors import InvalidArgumentError, NotInitialisedError
 
 
 class ProcessMesh(DeviceMesh):
@@ -33,10 +33,10 @@ class ProcessMesh(DeviceMesh):
             says by default.
 
     Raises:
-        InvalidArgument: a rank stands in the array twice or is none of the process group's, or the
-            names do not fit.
-        NotInitialised: there is no process group.
-        Disagreement: another rank has another array or other names.
+        InvalidArgumentError: a rank stands in the array twice or is none of the process group's, or
+            the names do not fit.
+        NotInitialisedError: there is no process group.
+        DisagreementError: another rank has another array or other names.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ProcessMesh(DeviceMesh):
     ) -> None:
         dist = distributed()
         if dist is None:
-            raise NotInitialised(
+            raise NotInitialisedError(
                 "a ProcessMesh is made of the ranks of a process group, and there is none: call "
                 "torch.distributed.init_process_group first"
             )
@@ -59,7 +59,7 @@ class ProcessMesh(DeviceMesh):
             or len(set(names)) != len(names)
             or not all(isinstance(n, str) for n in names)
         ):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"dim_names is {list(names)}; it must have a different name for each of the {ranks.dim()} dimensions"
             )
         agree(
@@ -93,7 +93,7 @@ def _ranks(array: Any, world: int) -> Tensor:
     try:
         ranks = torch.as_tensor(array)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"the array of a mesh is {array!r}; it must be ranks in nested lists ({error})"
         ) from None
     if (
@@ -102,16 +102,16 @@ def _ranks(array: Any, world: int) -> Tensor:
         or ranks.is_floating_point()
         or ranks.dtype == torch.bool
     ):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"the array of a mesh is {array!r}; it must have a dimension, and ranks in it"
         )
     flat = ranks.flatten().tolist()
     if len(set(flat)) != len(flat):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"the array of a mesh is {ranks.tolist()}; it must have every rank once"
         )
     if min(flat) < 0 or max(flat) >= world:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"the array of a mesh is {ranks.tolist()}; its ranks must be those that there are, 0 to {world - 1}"
         )
     return ranks
@@ -121,7 +121,7 @@ def check_mesh(mesh: object, name: str) -> DeviceMesh:
     """A mesh, or an error that says so."""
     if not isinstance(mesh, DeviceMesh):
         given = "None" if mesh is None else f"a {type(mesh).__name__}"
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"{name} is {given}; it must be a ProcessMesh, or a DeviceMesh of torch"
         )
     return mesh
@@ -134,7 +134,7 @@ def check_1d(mesh: object, name: str) -> DeviceMesh:
         names = found.mesh_dim_names or ()
         called = f" ({', '.join(names)})" if names else ""
         example = f"{name}[{names[-1]!r}]" if names else "a mesh of one dimension"
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"{name} has {found.ndim} dimensions{called}; it must have 1: give {example}"
         )
     return found

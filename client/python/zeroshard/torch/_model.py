@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.sharding import Sharding
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ._dtensor import parts_of_state
 
 P = ParamSpec("P")
@@ -84,7 +84,7 @@ class GroupSharded(nn.Module):
         Tensors may be whole where the model's are distributed.
         """
         if assign:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 "assign is True; it must be False: the parameters belong to the job as they are"
             )
         result = self.module.load_state_dict(parts_of_state(self.module, state_dict), strict=strict)

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._core.job import State
 from .._core.optimizer import SteppedByServers
 from .._core.sharding import Sharding
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from . import kinds
 from ._dtensor import local, part
 
@@ -47,8 +47,8 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step on the servers; the parameters that stay on this worker are received.
 
-        Raises :class:`~zeroshard.StepAborted` if a rank was lost: run the step again, from the same
-        data.
+        Raises :class:`~zeroshard.StepAbortedError` if a rank was lost: run the step again, from the
+        same data.
         """
         loss = None
         if closure is not None:
@@ -105,7 +105,7 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         sizes = [len(group["params"]) for group in self.param_groups]
         saved_sizes = [len(group["params"]) for group in saved]
         if sizes != saved_sizes:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"the loaded state has parameter groups of {saved_sizes} parameters; they must be as the optimizer's, "
                 f"{sizes}"
             )

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 
 from .._agreement import agree
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ._mesh import check_mesh, check_placements, mesh_ranks, mesh_text
 from ._moves import move
 
@@ -40,22 +40,22 @@ def shard_tensor(
         stop_gradient: whether the result has ``requires_grad=False``; as ``data`` by default.
 
     Raises:
-        InvalidArgument: the placements do not fit the mesh or the tensor, or ``data`` was computed
-            with gradients.
-        Disagreement: another rank has another mesh, shape, dtype or other placements.
+        InvalidArgumentError: the placements do not fit the mesh or the tensor, or ``data`` was
+            computed with gradients.
+        DisagreementError: another rank has another mesh, shape, dtype or other placements.
     """
     mesh = check_mesh(mesh, "mesh")
     tensor = _tensor(data, dtype, place)
     placed = check_placements(placements, mesh, tensor.dim(), "the tensor")
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh or tensor.placements != placed:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"the tensor is {list(tensor.placements)} on {mesh_text(tensor.device_mesh)} already; reshard gives it "
                 "other placements, or another mesh"
             )
         return tensor
     if not tensor.is_leaf:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             "the tensor was computed with gradients, and shard_tensor takes the first rank's values; it must be "
             "detached, or become a DTensor by make_input_replicate_1d or DTensor.from_local, through which gradients come "
             "back"
@@ -91,7 +91,7 @@ def _tensor(data: Any, dtype: torch.dtype | None, place: torch.device | str | No
     try:
         return torch.as_tensor(data, dtype=dtype, device=place)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"data is a {type(data).__name__}; it must be a tensor, or an array ({error})"
         ) from None
 
@@ -104,11 +104,11 @@ def reshard(dist_tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placeme
     reduced on their own mesh before.
 
     Raises:
-        InvalidArgument: ``dist_tensor`` is no DTensor, the placements do not fit, or one of them is
-            ``Partial()``, which only a computation makes.
+        InvalidArgumentError: ``dist_tensor`` is no DTensor, the placements do not fit, or one of
+            them is ``Partial()``, which only a computation makes.
     """
     if not isinstance(dist_tensor, DTensor):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"dist_tensor is a {type(dist_tensor).__name__}; it must be a DTensor: shard_tensor makes one"
         )
     mesh = check_mesh(mesh, "mesh")
@@ -127,7 +127,7 @@ def reshard(dist_tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placeme
 
 def _check_not_partial(placements: tuple[Placement, ...]) -> None:
     if any(placement.is_partial() for placement in placements):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"placements are {list(placements)}; they must be Shard(dim) or Replicate(): only a computation makes "
             "partial sums"
         )

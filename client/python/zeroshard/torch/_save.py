@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._files import directory, existing, write
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ._dtensor import parts_of_state
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
@@ -32,7 +32,7 @@ def save_group_sharded_model(
     wrapped = _wrapped(model)
     folder = directory(output)
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"optimizer is a {type(optimizer).__name__}; it must be the one that group_sharded_parallel returned"
         )
     if wrapped._sharding().job.rank != 0:
@@ -73,7 +73,7 @@ def _whole_state(wrapped: GroupSharded) -> dict[str, Any]:
 
 def _wrapped(model: nn.Module) -> GroupSharded:
     if not isinstance(model, GroupSharded):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"model is a {type(model).__name__}; it must be the one that group_sharded_parallel returned"
         )
     return model

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._rendezvous import place
 from .._strategy import ShardingStage, check_request, stage_of
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ._mesh import check_mesh, dimension, mesh_ranks
 from ._optimizer import ShardedOptimizer
 from ._sharded import group_sharded_parallel
@@ -38,14 +38,14 @@ def shard_optimizer(
         model: whose parameters the optimizer steps. Stage 3 needs it; it stays the same object.
 
     Raises:
-        InvalidArgument: ``shard_fn`` is no stage, or stage 3 lacks the model.
+        InvalidArgumentError: ``shard_fn`` is no stage, or stage 3 lacks the model.
     """
     stage = stage_of(shard_fn, DeviceMesh)
     if stage.mesh is not None and stage.sharding_mesh_dim is not None:
         dimension(check_mesh(stage.mesh, "mesh"), stage.sharding_mesh_dim)
     check_request(stage, gradient_accumulation_steps, model)
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ShardedOptimizer):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer that is not sharded already"
         )
     wrapped, sharded, _ = group_sharded_parallel(
@@ -79,8 +79,8 @@ class _Parameters(nn.Module):
 def mesh_group(mesh: object) -> Any | None:
     """The process group of a mesh's ranks; None for all ranks.
 
-    Raises :class:`~zeroshard.InvalidArgument` for a mesh of several dimensions that has not all
-    ranks.
+    Raises :class:`~zeroshard.InvalidArgumentError` for a mesh of several dimensions that has not
+    all ranks.
     """
     if mesh is None:
         return None
@@ -88,7 +88,7 @@ def mesh_group(mesh: object) -> Any | None:
     if sorted(mesh_ranks(found)) == everybody:
         return None
     if found.ndim > 1:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"the mesh has {found.ndim} dimensions and ranks {mesh_ranks(found)}; a mesh of several dimensions must "
             f"have all ranks, {everybody}, to train together"
         )

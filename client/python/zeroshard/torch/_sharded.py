@@ -11,7 +11,7 @@ from torch import nn
 from .._core.options import Options
 from .._core.sharding import Sharding
 from .._session import current
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from . import kinds
 from ._clip import max_norm_of
 from ._framework import TORCH, TorchOptimizer, group_place
@@ -78,7 +78,7 @@ def group_sharded_parallel(
         accumulation_steps=accumulation_steps,
     )
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler"
         )
     if level == "p_g_os":
@@ -104,16 +104,16 @@ def group_sharded_parallel(
 
 def _check(model: Any, optimizer: Any) -> None:
     if not isinstance(model, nn.Module) or isinstance(model, GroupSharded):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"model is a {type(model).__name__}; it must be a torch.nn.Module that is not wrapped already"
         )
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ShardedOptimizer):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer that is not wrapped already"
         )
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if stepped.isdisjoint(map(id, model.parameters())):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             "the optimizer has no parameter of the model; it must be made with model.parameters()"
         )
 
@@ -121,7 +121,7 @@ def _check(model: Any, optimizer: Any) -> None:
 def _check_not_compiled(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"module {name!r} is compiled; at level p_g_os it must not be: torch.compile cannot follow parameters "
                 "that come and go. To have it compiled, use level os_g"
             )

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 
 
 @contextlib.contextmanager
 def keeping_ties(module: nn.Module) -> Iterator[None]:
     """What replaces a tied parameter inside, in one of its modules, replaces it in all of them.
 
-    Raises :class:`~zeroshard.InvalidArgument` where two of them get different placements.
+    Raises :class:`~zeroshard.InvalidArgumentError` where two of them get different placements.
     """
     places: dict[int, tuple[nn.Parameter, list[tuple[str, nn.Module, str]]]] = {}
     for prefix, child in module.named_modules():
@@ -41,7 +41,7 @@ def _tie(before: nn.Parameter, where: list[tuple[str, nn.Module, str]]) -> None:
     first, parameter = fresh[0]
     for full, other in fresh[1:]:
         if _placed(other) != _placed(parameter):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"parameters {first!r} and {full!r} are one, and get {_placed(parameter)} and {_placed(other)}; they "
                 "must get the same"
             )

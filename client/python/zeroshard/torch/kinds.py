@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .._core.kinds import numbers, state_names
-from ..errors import InvalidArgument, UnsupportedOptimizer
+from ..errors import InvalidArgumentError, UnsupportedOptimizerError
 from .optim import LAMB, Lion
 
 #: The optimizers there are, and the servers' name of each. A class comes before its base classes.
@@ -32,15 +32,15 @@ def kind(optimizer: torch.optim.Optimizer) -> str:
     A subclass counts as its base class unless it has a step of its own.
 
     Raises:
-        UnsupportedOptimizer: the servers have no such optimizer. The message lists those that they
-            have.
+        UnsupportedOptimizerError: the servers have no such optimizer. The message lists those that
+            they have.
     """
     base = next((known for known in KINDS if isinstance(optimizer, known)), None)
     if base is None or not _steps_alike(type(optimizer), base):
         cls = type(optimizer)
         why = "" if base is None else f" has a step of its own, unlike {_name(base)}, and so"
         known = ", ".join(_name(known) for known in sorted(KINDS, key=_name))
-        raise UnsupportedOptimizer(
+        raise UnsupportedOptimizerError(
             f"{_name(cls)}{why} is not an optimizer that the shard servers have. There are {known}"
         )
     if not issubclass(base, torch.optim.Adam):
@@ -51,7 +51,7 @@ def kind(optimizer: torch.optim.Optimizer) -> str:
         for group in optimizer.param_groups
     }
     if len(names) != 1:
-        raise UnsupportedOptimizer(
+        raise UnsupportedOptimizerError(
             "decoupled_weight_decay must be the same in all groups of an Adam: a job runs one optimizer"
         )
     return names.pop()
@@ -65,12 +65,12 @@ def hyperparameters(kind: str, group: Mapping[str, Any]) -> dict[str, float]:
         group: one of the optimizer's ``param_groups``.
 
     Raises:
-        UnsupportedOptimizer: the group is ``differentiable``: gradients cannot flow through the
-            servers.
-        InvalidArgument: a hyperparameter is missing, or is not a number.
+        UnsupportedOptimizerError: the group is ``differentiable``: gradients cannot flow through
+            the servers.
+        InvalidArgumentError: a hyperparameter is missing, or is not a number.
     """
     if group.get("differentiable"):
-        raise UnsupportedOptimizer(
+        raise UnsupportedOptimizerError(
             "differentiable=True: the step happens on the shard servers, where autograd cannot see it"
         )
     found = dict(group)
@@ -117,7 +117,7 @@ def from_torch(
         SGD does not count its steps: one stands for all.
 
     Raises:
-        InvalidArgument: a state tensor is missing or has another shape.
+        InvalidArgumentError: a state tensor is missing or has another shape.
     """
     names = state_names(kind, hyperparameters)
     if kind == "sgd":
@@ -130,11 +130,11 @@ def from_torch(
     for name in names:
         tensor = state.get(name)
         if not isinstance(tensor, torch.Tensor):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"optimizer state after {applied} steps lacks {name!r}: {kind} needs {', '.join(names)}"
             )
         if tuple(tensor.shape) != tuple(shape):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"optimizer state {name!r} has shape {tuple(tensor.shape)}: the parameter's is {tuple(shape)}"
             )
         tensors[name] = tensor.detach().to("cpu", torch.float32).contiguous()

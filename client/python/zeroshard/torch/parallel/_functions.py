@@ -5,9 +5,9 @@ after it. A plain tensor given to ``make_input_shard_*`` **is** this rank's shar
 global size is the local one times the mesh's, so the shards must be of one size, and no data moves.
 A DTensor is redistributed.
 
-Meshes have one dimension. All raise :class:`~zeroshard.NotATensor` (a RuntimeError) for what is no
-tensor, and :class:`~zeroshard.InvalidArgument` for a mesh of more dimensions or a dimension that is
-not there.
+Meshes have one dimension. All raise :class:`~zeroshard.NotATensorError` (a RuntimeError) for what
+is no tensor, and :class:`~zeroshard.InvalidArgumentError` for a mesh of more dimensions or a
+dimension that is not there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from ...errors import InvalidArgument, NotATensor
+from ...errors import InvalidArgumentError, NotATensorError
 from .._mesh import check_1d, check_placement, mesh_text
 
 #: A module's input or output: hooks of modules see a tuple of one.
@@ -88,7 +88,7 @@ def even(value: DTensor, what: str) -> DTensor:
     """The same, if all of its shards are of one size."""
     mesh, (placement,) = value.device_mesh, value.placements
     if isinstance(placement, Shard) and value.shape[placement.dim] % mesh.size():
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"dimension {placement.dim} of {what} has {value.shape[placement.dim]} elements, and its shards become "
             f"plain tensors; it must divide by the {mesh.size()} ranks of the mesh, or remain a DTensor "
             "(use_local_output=False, make_output_shard_1d)"
@@ -106,7 +106,7 @@ def redistributed(value: DTensor, placement: Placement) -> DTensor:
 def same_mesh(value: DTensor, mesh: DeviceMesh, what: str) -> None:
     """Raises an error unless a DTensor is on a mesh."""
     if value.device_mesh != mesh:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"{what} is on the mesh {mesh_text(value.device_mesh)}; it must be on {mesh_text(mesh)}: reshard moves it"
         )
 
@@ -114,7 +114,7 @@ def same_mesh(value: DTensor, mesh: DeviceMesh, what: str) -> None:
 def _input(value: Value, mesh: DeviceMesh | None, placement: Placement) -> DTensor:
     tensor = _single(value)
     if not isinstance(tensor, Tensor):
-        raise NotATensor(
+        raise NotATensorError(
             f"the input is a {type(tensor).__name__}; it must be a torch.Tensor or a DTensor"
         )
     if mesh is None and isinstance(tensor, DTensor):
@@ -135,7 +135,7 @@ def _output(value: Value, mesh: DeviceMesh | None, placement: Placement) -> DTen
 def _distributed(value: Value, mesh: DeviceMesh | None) -> DTensor:
     output = _single(value)
     if not isinstance(output, DTensor):
-        raise NotATensor(
+        raise NotATensorError(
             f"the output is a {type(output).__name__}; it must be a DTensor, as parallel modules make them"
         )
     mesh = check_1d(output.device_mesh if mesh is None else mesh, "device_mesh")

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..._rendezvous import place
-from ...errors import InvalidArgument
+from ...errors import InvalidArgumentError
 from .._mesh import local_box
 from ._functions import even, local, redistributed
 from ._style import (
@@ -45,17 +45,17 @@ class _LinearStyle(ParallelStyle):
         super().__init__(_prepare_input, _prepare_output)
         for name, layout in (("input_layouts", input_layouts), ("output_layouts", output_layouts)):
             if layout is not None and not isinstance(layout, Placement):
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"{name} is {layout!r}; it must be Shard(dim), Replicate() or Partial()"
                 )
         if _prepare_input is not None and input_layouts is not None:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 "_prepare_input and input_layouts are given; it must be one of them"
             )
         if _prepare_output is not None and (
             output_layouts is not None or use_local_output is not None
         ):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 "_prepare_output is given with output_layouts or use_local_output; it must be one or the other"
             )
         self.input_layouts = (input_layouts or self._usual[0],)
@@ -129,7 +129,7 @@ class _LinearStyle(ParallelStyle):
             and isinstance(prepared, DTensor)
             and prepared.shape[-1] != module.in_features
         ):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"the input of a Linear has {prepared.shape[-1]} features on {mesh.size()} ranks together; it must "
                 f"have {module.in_features}: a plain tensor that is a shard must be of the same size on every rank"
             )
@@ -225,7 +225,7 @@ def _features_of(value: Tensor, mesh: DeviceMesh, features: int, what: str) -> D
     box = local_box((features,), mesh, [Shard(0)], place().rank)
     wanted = 0 if box is None else box[1][0]
     if value.shape[-1] != wanted:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"{what} has {value.shape[-1]} features on this rank; it must have {wanted}: part {mesh.get_local_rank()} "
             f"of {features} on {mesh.size()} ranks"
         )

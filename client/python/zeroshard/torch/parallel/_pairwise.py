@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ...errors import InvalidArgument
+from ...errors import InvalidArgumentError
 from ._functions import (
     even,
     local,
@@ -128,7 +128,7 @@ class SequenceParallel(PairwiseParallel):
         if sequence_dim is not None and (
             not isinstance(sequence_dim, int) or isinstance(sequence_dim, bool)
         ):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"sequence_dim is {sequence_dim!r}; it must be the number of a dimension"
             )
         self.sequence_dim = sequence_dim

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 
 from ..._agreement import agree
-from ...errors import AlreadyParallel, InvalidArgument
+from ...errors import AlreadyParallelError, InvalidArgumentError
 from .._mesh import check_1d, check_mesh, mesh_ranks, mesh_text, sub_mesh
 from .._ties import keeping_ties
 from ._prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
@@ -45,13 +45,13 @@ def parallelize_module(
         The module.
 
     Raises:
-        InvalidArgument: the mesh has several dimensions, or the plan has a name that matches
+        InvalidArgumentError: the mesh has several dimensions, or the plan has a name that matches
             nothing.
-        UnsupportedModule: a style cannot be applied to a module of that type (a
+        UnsupportedModuleError: a style cannot be applied to a module of that type (a
             NotImplementedError).
-        AlreadyParallel: a module has been parallelised before, or stands in the plan twice (a
+        AlreadyParallelError: a module has been parallelised before, or stands in the plan twice (a
             RuntimeError).
-        Disagreement: another rank has another mesh, plan or module.
+        DisagreementError: another rank has another mesh, plan or module.
 
     In all of these cases nothing has been changed.
     """
@@ -73,17 +73,19 @@ _Steps = list[tuple[str, nn.Module, TorchStyle]]
 
 def _resolve(module: nn.Module, plan: object) -> _Steps:
     if not isinstance(module, nn.Module):
-        raise InvalidArgument(f"module is a {type(module).__name__}; it must be a torch.nn.Module")
+        raise InvalidArgumentError(
+            f"module is a {type(module).__name__}; it must be a torch.nn.Module"
+        )
     if isinstance(plan, TorchStyle):
         return [("", module, plan)]
     if not isinstance(plan, Mapping):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"parallelize_plan is a {type(plan).__name__}; it must be a ParallelStyle, or a dict of them by module name"
         )
     steps: _Steps = []
     for key, style in plan.items():
         if not isinstance(key, str) or not isinstance(style, TorchStyle):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"parallelize_plan has {key!r}: {style!r}; it must have a ParallelStyle for the name of a module"
             )
         steps += [(name, target, style) for name, target in _matches(module, key)]
@@ -102,7 +104,7 @@ def _matches(module: nn.Module, key: str) -> list[tuple[str, nn.Module]]:
         matching = [(name, child) for name, own, child in children if fnmatchcase(own, token)]
         if not matching:
             there = ", ".join(repr(name) for name, _, _ in children) or "none"
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"parallelize_plan has {key!r}, and no module matches {token!r}; there are {there}"
             )
         found = matching
@@ -117,7 +119,7 @@ def _check(steps: _Steps) -> None:
         if isinstance(style, _PREPARES):
             continue
         if id(target) in seen:
-            raise AlreadyParallel(
+            raise AlreadyParallelError(
                 f"parallelize_plan has two styles for module {name!r}; it must have one"
             )
         seen[id(target)] = name

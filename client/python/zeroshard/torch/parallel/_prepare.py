@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from ...errors import InvalidArgument
+from ...errors import InvalidArgumentError
 from ._functions import local
 from ._style import ParallelStyle, laid_out, note_collectives, transition
 
@@ -45,7 +45,7 @@ class PrepareModuleInput(ParallelStyle):
         self.use_local_output = use_local_output
         _check_lengths(self.input_layouts, self.desired_input_layouts, "input_layouts")
         if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"input_kwarg_layouts has {sorted(self.input_kwarg_layouts)} and desired_input_kwarg_layouts "
                 f"{sorted(self.desired_input_kwarg_layouts)}; they must have the same keys"
             )
@@ -74,7 +74,7 @@ class PrepareModuleInput(ParallelStyle):
         if self.input_layouts is None or self.desired_input_layouts is None:
             return inputs
         if len(inputs) != len(self.input_layouts):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"the module is given {len(inputs)} inputs, and input_layouts has {len(self.input_layouts)}; it must "
                 "have one for each, None for what stays as it is"
             )
@@ -146,7 +146,7 @@ class PrepareModuleOutput(ParallelStyle):
         several = isinstance(outputs, (tuple, list))
         values = tuple(outputs) if several else (outputs,)
         if len(values) != len(self.output_layouts):
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"the module has {len(values)} outputs, and output_layouts has {len(self.output_layouts)}; it must "
                 "have one for each, None for what stays as it is"
             )
@@ -217,7 +217,7 @@ def _layouts(layouts: Layouts | None, name: str) -> tuple[Placement | None, ...]
         isinstance(each, Placement | None) for each in layouts
     )
     if not right:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"{name} is {layouts!r}; it must be a placement, or a tuple of placements and None"
         )
     return tuple(layouts)
@@ -230,7 +230,7 @@ def _check_lengths(
 ) -> None:
     lengths = [None if layouts is None else len(layouts) for layouts in (declared, desired)]
     if lengths[0] != lengths[1]:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"{name} and desired_{name} have {lengths[0]} and {lengths[1]}; they must have as many"
         )
 

@@ -11,7 +11,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 
 from ..._program import Collective
-from ...errors import AlreadyParallel, InvalidArgument, NotATensor, UnsupportedModule
+from ...errors import (
+    AlreadyParallelError,
+    InvalidArgumentError,
+    NotATensorError,
+    UnsupportedModuleError,
+)
 from .._mesh import check_placement, mesh_ranks
 from ._functions import redistributed, same_mesh
 
@@ -40,7 +45,7 @@ class ParallelStyle(TorchStyle):
             ("_prepare_output", _prepare_output),
         ):
             if prepare is not None and not callable(prepare):
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"{name} is {prepare!r}; it must be a function of a tensor and a mesh, or None"
                 )
         self._prepare_input = _prepare_input
@@ -72,9 +77,9 @@ def text(function: Prepare) -> str:
     return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
-def unsupported(style: ParallelStyle, module: nn.Module, name: str) -> UnsupportedModule:
+def unsupported(style: ParallelStyle, module: nn.Module, name: str) -> UnsupportedModuleError:
     """The error for a module of another type."""
-    return UnsupportedModule(
+    return UnsupportedModuleError(
         f"module {name!r} is a {type(module).__name__}; {type(style).__name__} can be applied to {style._knows}"
     )
 
@@ -88,7 +93,7 @@ def check_fresh(module: nn.Module, name: str) -> None:
         if getattr(child, "_zeroshard_parallel", False) or getattr(
             child, "_distribute_module_applied", False
         ):
-            raise AlreadyParallel(
+            raise AlreadyParallelError(
                 f"module {inner!r} has been parallelised before; it must be once: give each module one style"
             )
 
@@ -160,7 +165,7 @@ def laid_out(
 ) -> DTensor:
     """A tensor as a DTensor with the desired placement; a plain one is taken as ``declared``."""
     if not isinstance(value, Tensor):
-        raise NotATensor(
+        raise NotATensorError(
             f"{what} is a {type(value).__name__}; it must be a torch.Tensor or a DTensor"
         )
     desired = check_placement(desired, value.dim(), what)
