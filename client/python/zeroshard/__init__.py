@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from . import errors
 from ._native import __version__
-from ._session import JobStatus, ServerStatus, Session, Status, init, shutdown, status
+from ._session import Session, init, shutdown, status
+from ._status import JobStatus, ServerStatus, Status
 from .errors import (
     AlreadyParallelError,
     DisagreementError,

@@ -1,4 +1,5 @@
-"""``parallelize_module``: which modules a plan means, and what it refuses, with nothing changed."""
+"""``parallelize_module``: the modules that a plan matches, and errors, after which the module is
+unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ TWO = Facts(2)
 
 
 class Block(nn.Module):
-    """Two Linears with names."""
+    """Two named Linears."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +124,7 @@ def inputs_can_be_prepared_beside_another_style(rank: int) -> None:
 
 
 def refused(error: type[Exception], match: str, *arguments: Any, **named: Any) -> None:
-    """An error, and an unchanged module."""
+    """Asserts that an error is raised and the module is unchanged."""
     module = arguments[0]
     before = parallel(module) if isinstance(module, nn.Module) else []
     with pytest.raises(error, match=match):
@@ -132,14 +133,14 @@ def refused(error: type[Exception], match: str, *arguments: Any, **named: Any) -
 
 
 @TWO
-def a_key_that_matches_nothing_is_refused(rank: int) -> None:
+def a_key_that_matches_no_module_is_refused(rank: int) -> None:
     plan = {"head": ColwiseParallel(), "layers.*.fc3": RowwiseParallel()}
     refused(
-        zs.InvalidArgumentError, r"'layers.\*.fc3'.*'fc3'.*'layers.0.fc1'", Model(), mesh_1d(), plan
+        zs.InvalidArgumentError, r"'fc3'.*'layers.\*.fc3'.*'layers.0.fc1'", Model(), mesh_1d(), plan
     )
     refused(
         zs.InvalidArgumentError,
-        "'fc'.*there are none",
+        "'fc'.*the modules are none",
         nn.Linear(2, 2),
         mesh_1d(),
         {"fc": ColwiseParallel()},
@@ -147,7 +148,7 @@ def a_key_that_matches_nothing_is_refused(rank: int) -> None:
 
 
 @TWO
-def a_type_that_the_style_does_not_know_is_refused(rank: int) -> None:
+def a_module_type_that_the_style_does_not_support_is_refused(rank: int) -> None:
     for style in (ColwiseParallel(), RowwiseParallel()):
         refused(
             NotImplementedError,
@@ -160,21 +161,29 @@ def a_type_that_the_style_does_not_know_is_refused(rank: int) -> None:
     refused(zs.UnsupportedModuleError, "'layers.0.norm' is a LayerNorm", Model(), mesh_1d(), plan)
     for style in (PairwiseParallel(), SequenceParallel()):
         for module in (nn.Linear(4, 4), nn.MultiheadAttention(4, 2)):
-            refused(NotImplementedError, "two nn.Linear", module, mesh_1d(), style)
-    refused(NotImplementedError, "two nn.Linear", nn.Conv2d(1, 1, 1), mesh_1d(), PairwiseParallel())
+            refused(NotImplementedError, "two or more nn.Linear", module, mesh_1d(), style)
+    refused(
+        NotImplementedError,
+        "two or more nn.Linear",
+        nn.Conv2d(1, 1, 1),
+        mesh_1d(),
+        PairwiseParallel(),
+    )
 
 
 @TWO
-def twice_is_refused(rank: int) -> None:
+def a_module_is_parallelised_only_once(rank: int) -> None:
     for style, module in (
         (ColwiseParallel(), nn.Linear(4, 4)),
         (SequenceParallel(), nn.LayerNorm(4)),
         (PairwiseParallel(), Block()),
     ):
         parallelize_module(module, mesh_1d(), style)
-        refused(RuntimeError, "parallelised before", module, mesh_1d(), style)
+        refused(RuntimeError, "already parallelised", module, mesh_1d(), style)
     once = parallelize_module(Block(), mesh_1d(), PairwiseParallel())
-    refused(zs.AlreadyParallelError, "'fc1' has been", once, mesh_1d(), {"fc1": ColwiseParallel()})
+    refused(
+        zs.AlreadyParallelError, "'fc1' is already", once, mesh_1d(), {"fc1": ColwiseParallel()}
+    )
     refused(
         RuntimeError,
         "two styles.*'fc1'",
@@ -185,7 +194,7 @@ def twice_is_refused(rank: int) -> None:
 
 
 @TWO
-def meshes_have_one_dimension_or_it_is_said_which(rank: int) -> None:
+def a_mesh_of_several_dimensions_needs_tp_mesh_dim(rank: int) -> None:
     mesh = ProcessMesh([[0, 1]], ["dp", "tp"])
     refused(
         zs.InvalidArgumentError,
@@ -214,7 +223,7 @@ def meshes_have_one_dimension_or_it_is_said_which(rank: int) -> None:
 
 
 @TWO
-def plans_are_styles(rank: int) -> None:
+def a_plan_must_consist_of_styles(rank: int) -> None:
     for wrong in (None, "colwise", [ColwiseParallel()], ColwiseParallel):
         refused(
             zs.InvalidArgumentError,
@@ -233,7 +242,7 @@ def plans_are_styles(rank: int) -> None:
 def layouts_and_functions_do_not_go_together(rank: int) -> None:
     with pytest.raises(zs.InvalidArgumentError, match="_prepare_input and input_layouts"):
         ColwiseParallel(lambda given, mesh: given, input_layouts=Shard(0))
-    with pytest.raises(zs.InvalidArgumentError, match="_prepare_output is given"):
+    with pytest.raises(zs.InvalidArgumentError, match="_prepare_output is given together"):
         RowwiseParallel(None, lambda output, mesh: output, use_local_output=True)
     with pytest.raises(zs.InvalidArgumentError, match="must be Shard"):
         ColwiseParallel(input_layouts="replicate")  # type: ignore[arg-type]
@@ -289,25 +298,25 @@ def ranks_that_disagree_about_the_module_are_both_named(rank: int) -> None:
 
 
 @TWO
-def a_rank_that_does_not_come_is_waited_for_with_an_end(rank: int) -> None:
+def the_wait_for_another_rank_times_out(rank: int) -> None:
     if rank == 0:
-        patience, _agreement.PATIENCE = _agreement.PATIENCE, 0.2
+        timeout, _agreement.TIMEOUT = _agreement.TIMEOUT, 0.2
         try:
             refused(
                 zs.TimeoutError,
-                "rank 0 waited.*for rank 1 in parallelize_module: does it call",
+                "rank 0 waited.*for rank 1 to call parallelize_module",
                 nn.Linear(4, 4),
                 mesh_1d_of_torch(),
                 ColwiseParallel(),
             )
         finally:
-            _agreement.PATIENCE = patience
+            _agreement.TIMEOUT = timeout
     else:
         mesh_1d_of_torch()
 
 
 def mesh_1d_of_torch() -> DeviceMesh:
-    """Made without asking the others."""
+    """A DeviceMesh of torch, which is created without comparing the ranks' arguments."""
     return DeviceMesh("cpu", [0, 1])
 
 

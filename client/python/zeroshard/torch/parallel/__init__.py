@@ -1,5 +1,5 @@
-"""Tensor parallel styles: those of ``torch.distributed.tensor.parallel``, and the first ones, which
-torch has dropped.
+"""Tensor parallel styles: those of ``torch.distributed.tensor.parallel``, and the earlier styles
+that torch has removed.
 
     from zeroshard.torch import ProcessMesh
     from zeroshard.torch.parallel import PairwiseParallel, parallelize_module

@@ -1,5 +1,5 @@
-"""Which of the servers' optimizers a ``paddle.optimizer.Optimizer`` is, and its state in their form
-and Paddle's."""
+"""Conversion between Paddle's optimizers and those of the shard servers: names, hyperparameters and
+state."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import paddle
 from paddle.optimizer import optimizer as _base
 from paddle.regularizer import L2Decay
 
-from .._core import kinds as _kinds
+from .. import _native
+from .._core.optimizer import hyperparameters
 from ..errors import InvalidArgumentError, UnsupportedOptimizerError
 
-#: The optimizers whose arithmetic the servers have, and the servers' name of each. A class comes
-#: before its base classes.
-KINDS: dict[type, str] = {
+#: The supported optimizers, and the servers' name of each. Subclasses precede their base classes.
+NAMES: dict[type, str] = {
     paddle.optimizer.SGD: "sgd",
     paddle.optimizer.Momentum: "sgd",
     paddle.optimizer.AdamW: "adamw",
@@ -27,12 +27,13 @@ KINDS: dict[type, str] = {
     paddle.optimizer.Lamb: "lamb",
 }
 
-#: Why one that has a likely name is none of them.
-_OTHERWISE = {
-    paddle.optimizer.RMSProp: "adds epsilon under the root, the servers' rmsprop (torch's) outside it",
+#: Why an optimizer is not supported although the servers have one of its name.
+_REASONS = {
+    paddle.optimizer.RMSProp: "it adds epsilon under the square root, torch's and the servers' "
+    "RMSprop outside of it",
 }
 
-#: The servers' state tensors by Paddle's names.
+#: Paddle's names of the servers' state tensors.
 _ACCUMULATORS: dict[str, dict[str, str]] = {
     "sgd": {"momentum_buffer": "velocity"},
     "adam": {"exp_avg": "moment1", "exp_avg_sq": "moment2", "max_exp_avg_sq": "moment2_max"},
@@ -42,98 +43,95 @@ _ACCUMULATORS: dict[str, dict[str, str]] = {
     "lamb": {"exp_avg": "moment1", "exp_avg_sq": "moment2"},
 }
 
-#: Steps that have been applied where a power of beta has become 0: the correction is 1 from long
+#: The number of applied steps if a power of beta has underflowed to 0. Bias correction is 1 long
 #: before.
 _MANY = 1_000_000
 
 
-def kind(optimizer: Any) -> str:
+def optimizer_name(optimizer: Any) -> str:
     """The servers' name of an optimizer.
 
-    A subclass counts as its base class unless it has a step of its own.
+    A subclass of a supported optimizer is supported if it does not override the step.
 
     Raises:
-        UnsupportedOptimizerError: the servers have no such optimizer. The message lists those that
-            they have.
+        UnsupportedOptimizerError: the servers do not implement the optimizer. The message lists
+            those that they implement.
     """
     cls = type(optimizer)
-    base = next((known for known in KINDS if isinstance(optimizer, known)), None)
+    base = next((known for known in NAMES if isinstance(optimizer, known)), None)
     if base is not None and _steps_alike(cls, base):
-        return KINDS[base]
+        return NAMES[base]
     why = next(
-        (
-            f" ({cls.__name__} {why})"
-            for other, why in _OTHERWISE.items()
-            if isinstance(optimizer, other)
-        ),
-        "",
+        (f": {why}" for other, why in _REASONS.items() if isinstance(optimizer, other)),
+        "" if base is None else f": it overrides the step of {base.__name__}",
     )
-    known = ", ".join(sorted(f"paddle.optimizer.{known.__name__}" for known in KINDS))
+    known = ", ".join(sorted(f"paddle.optimizer.{known.__name__}" for known in NAMES))
     raise UnsupportedOptimizerError(
-        f"{cls.__module__}.{cls.__qualname__} is not an optimizer that the shard servers have{why}. There are {known}"
+        f"the shard servers do not support {cls.__module__}.{cls.__qualname__}{why}; "
+        f"use one of {known}"
     )
 
 
-def groups(optimizer: Any, kind: str) -> list[tuple[list[Any], dict[str, float]]]:
-    """Parameters that have the same hyperparameters, and these, as they are now.
+def groups(optimizer: Any, name: str) -> list[tuple[list[Any], dict[str, float]]]:
+    """Groups of parameters with the same hyperparameters, and their current hyperparameters.
 
-    The order is that of the parameters; what has been told apart once by a hyperparameter that
-    changes (a scheduler's learning rate) stays together, since it is told apart by what Paddle
-    multiplies it with.
+    The order of the groups is that of their first parameters. Parameters are grouped by the factor
+    of their learning rate, not by its value, so that a scheduler does not change the groups.
 
     Raises:
-        UnsupportedOptimizerError: a setting asks for arithmetic that the servers do not have.
+        UnsupportedOptimizerError: the servers do not implement one of the settings.
     """
     lr = float(optimizer.get_lr())
     found: dict[tuple[Any, ...], tuple[list[Any], dict[str, float]]] = {}
     for number, group in enumerate(param_groups(optimizer)):
-        values = _values(optimizer, kind, group)
+        values = _values(optimizer, name, group)
         for parameter in group["params"]:
-            factor, decay = _lr_factor(parameter), _decay(optimizer, kind, group, parameter)
+            factor, decay = _lr_factor(parameter), _decay(optimizer, name, group, parameter)
             key = (number, factor, decay)
             if key not in found:
-                own = _kinds.numbers(kind, {**values, "lr": lr * factor, "weight_decay": decay})
+                own = hyperparameters(name, {**values, "lr": lr * factor, "weight_decay": decay})
                 found[key] = ([], own)
             found[key][0].append(parameter)
     return list(found.values())
 
 
 def param_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """The optimizer's groups; one of all parameters where it was given none."""
+    """The optimizer's parameter groups: a single group if it was created with a list of
+    parameters."""
     given = optimizer._param_groups
     return list(given) if given and isinstance(given[0], dict) else [{"params": list(given)}]
 
 
-def _values(optimizer: Any, kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters that are the same for all of its parameters, by the servers'
+def _values(optimizer: Any, name: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters that are the same for all parameters of a group, by the servers'
     names."""
 
-    def get(name: str, default: Any = None) -> Any:
-        if name in group:
-            return group[name]
-        # A step of several groups leaves the last one's values in the attributes.
+    def get(setting: str, default: Any = None) -> Any:
+        if setting in group:
+            return group[setting]
+        # After a step with several groups, the attributes have the values of the last one.
         known = optimizer._default_dict
-        return known[name] if name in known else getattr(optimizer, f"_{name}", default)
+        return known[setting] if setting in known else getattr(optimizer, f"_{setting}", default)
 
     values: dict[str, Any] = {"maximize": False}
-    if kind == "sgd":
+    if name == "sgd":
         if get("rescale_grad", 1.0) != 1.0:
             raise UnsupportedOptimizerError(
-                f"rescale_grad is {get('rescale_grad')}; it must be 1: scale the loss instead"
+                f"rescale_grad is {get('rescale_grad')}; it must be 1; scale the loss instead"
             )
         values |= {
             "momentum": get("momentum", 0.0),
             "dampening": 0.0,
             "nesterov": get("use_nesterov", False),
         }
-    elif kind in ("adam", "adamw", "lamb"):
+    elif name in ("adam", "adamw", "lamb"):
         if get("lazy_mode", False):
             raise UnsupportedOptimizerError(
-                "lazy_mode is True; it must be False: the servers step whole tensors"
+                "lazy_mode is True; it must be False, since the servers update whole tensors"
             )
         values |= {"beta1": get("beta1"), "beta2": get("beta2"), "eps": get("epsilon")}
         values["amsgrad"] = getattr(optimizer, "_amsgrad", False)
-    elif kind == "adagrad":
+    elif name == "adagrad":
         start = group.get("initial_accumulator_value", optimizer.initial_accumulator_value)
         values |= {"lr_decay": 0.0, "eps": get("epsilon"), "initial_accumulator_value": start}
     else:
@@ -146,9 +144,9 @@ def _lr_factor(parameter: Any) -> float:
     return float(attributes.get("learning_rate", 1.0))
 
 
-def _decay(optimizer: Any, kind: str, group: Mapping[str, Any], parameter: Any) -> float:
-    """The weight decay of one parameter."""
-    if kind == "adamw":
+def _decay(optimizer: Any, name: str, group: Mapping[str, Any], parameter: Any) -> float:
+    """The weight decay of a parameter."""
+    if name == "adamw":
         decays = optimizer._apply_decay_param_fun
         default = optimizer._default_dict.get("weight_decay", optimizer._weight_decay)
         return (
@@ -156,7 +154,7 @@ def _decay(optimizer: Any, kind: str, group: Mapping[str, Any], parameter: Any) 
             if decays is not None and not decays(parameter.name)
             else float(group.get("weight_decay", default))
         )
-    if kind == "lamb":
+    if name == "lamb":
         excludes = group.get(
             "exclude_from_weight_decay_fn", optimizer._default_dict["exclude_from_weight_decay_fn"]
         )
@@ -164,14 +162,14 @@ def _decay(optimizer: Any, kind: str, group: Mapping[str, Any], parameter: Any) 
         decay = 0.0 if excludes is not None and excludes(parameter) else float(decay)
         if decay == 0 and not optimizer.always_adapt:
             raise UnsupportedOptimizerError(
-                f"parameter {parameter.name!r} has no weight decay, for which Paddle's Lamb does not adapt the step; "
-                "always_adapt must be True, or the decay more than 0"
+                f"the weight decay of parameter {parameter.name!r} is 0, for which Paddle's Lamb "
+                "does not adapt the step; set always_adapt=True or a weight decay greater than 0"
             )
         return decay
     own = getattr(parameter, "regularizer", None)
     regularizer = own if own is not None else optimizer.regularization
     if regularizer is None:
-        # Momentum keeps it elsewhere.
+        # Momentum stores its weight decay under this name.
         return float(
             group.get(
                 "regularization_coeff", optimizer._default_dict.get("regularization_coeff", 0.0)
@@ -179,27 +177,30 @@ def _decay(optimizer: Any, kind: str, group: Mapping[str, Any], parameter: Any) 
         )
     if not isinstance(regularizer, L2Decay):
         raise UnsupportedOptimizerError(
-            f"{type(regularizer).__name__} of parameter {parameter.name!r}: the servers have L2Decay only"
+            f"the regularizer of parameter {parameter.name!r} is {type(regularizer).__name__}; "
+            "the servers support L2Decay only"
         )
     return float(regularizer._coeff)
 
 
 def to_paddle(
-    kind: str, name: str, values: Mapping[str, float], applied: int, tensors: Mapping[str, Any]
+    optimizer: str, name: str, values: Mapping[str, float], applied: int, tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """One parameter's state by the names that Paddle gives it in a fresh process.
+    """The state of a parameter, under the names that Paddle uses in a new process.
 
     Args:
-        kind: the optimizer, as :func:`kind` names it.
+        optimizer: the optimizer, as :func:`optimizer_name` returns it.
         name: the parameter's ``name``.
         values: its hyperparameters.
-        applied: how many steps it has been updated by.
+        applied: the number of steps that it was updated by.
         tensors: the state tensors by the servers' names.
     """
-    state = {f"{name}_{_ACCUMULATORS[kind][ours]}_0": tensor for ours, tensor in tensors.items()}
-    if kind in ("adam", "adamw", "lamb"):
+    state = {
+        f"{name}_{_ACCUMULATORS[optimizer][ours]}_0": tensor for ours, tensor in tensors.items()
+    }
+    if optimizer in ("adam", "adamw", "lamb"):
         for beta in ("beta1", "beta2"):
-            # Paddle's powers are those of the step that comes next.
+            # Paddle stores the powers for the next step.
             state[f"{name}_{beta}_pow_acc_0"] = paddle.to_tensor(
                 [values[beta] ** (applied + 1)], dtype="float32"
             )
@@ -207,54 +208,59 @@ def to_paddle(
 
 
 def from_paddle(
-    kind: str, values: Mapping[str, float], shape: Sequence[int], get: Callable[[str], Any | None]
+    optimizer: str,
+    values: Mapping[str, float],
+    shape: Sequence[int],
+    get: Callable[[str], Any | None],
 ) -> tuple[int, dict[str, Any]]:
-    """One parameter's state from Paddle's, the other way round than :func:`to_paddle`.
+    """The state of a parameter for the servers, from Paddle's: the inverse of :func:`to_paddle`.
 
     Args:
-        kind: the optimizer, as :func:`kind` names it.
+        optimizer: the optimizer, as :func:`optimizer_name` returns it.
         values: the parameter's hyperparameters.
-        shape: its shape.
-        get: an accumulator of it by Paddle's name; None where there is none.
+        shape: the parameter's shape.
+        get: returns the accumulator with Paddle's name, or None.
 
     Returns:
-        How many steps count as applied, and the state tensors: contiguous, float32, on the CPU;
-            none if it is 0.
-        What does not count its steps has one.
+        The number of applied steps, and the state tensors: contiguous float32 tensors on the CPU,
+            none if the number is 0. For optimizers that do not count their steps, the number is 1
+            if there is state.
 
     Raises:
         InvalidArgumentError: a state tensor is missing or has another shape.
     """
-    names = _kinds.state_names(kind, values)
-    found = {name: get(_ACCUMULATORS[kind][name]) for name in names}
+    names = _native.Optimizer(optimizer, values).state
+    found = {name: get(_ACCUMULATORS[optimizer][name]) for name in names}
     if all(tensor is None for tensor in found.values()):
         return 0, {}
     tensors = {}
     for name, tensor in found.items():
         if tensor is None:
             raise InvalidArgumentError(
-                f"optimizer state lacks {_ACCUMULATORS[kind][name]!r}, which {kind} needs"
+                f"{_ACCUMULATORS[optimizer][name]!r} is missing from the optimizer's state, "
+                f"which must have it for {optimizer}"
             )
         if not isinstance(tensor, paddle.Tensor):
             tensor = paddle.to_tensor(tensor)
         tensor = tensor.detach().astype("float32").cpu().contiguous()
         if tuple(tensor.shape) != tuple(shape):
             raise InvalidArgumentError(
-                f"optimizer state {_ACCUMULATORS[kind][name]!r} has shape {tuple(tensor.shape)}: the parameter's is "
-                f"{tuple(shape)}"
+                f"optimizer state {_ACCUMULATORS[optimizer][name]!r} has shape "
+                f"{tuple(tensor.shape)}; it must have the parameter's shape, {tuple(shape)}"
             )
         tensors[name] = tensor
-    if kind not in ("adam", "adamw", "lamb"):
+    if optimizer not in ("adam", "adamw", "lamb"):
         return 1, tensors
     applied = _steps(values["beta2"], get("beta2_pow_acc"))
     return (applied, tensors) if applied else (0, {})
 
 
 def _steps(beta: float, power: Any | None) -> int:
-    """How many steps have made a power of beta what it is."""
+    """The number of steps after which beta to that power is ``power``."""
     if power is None:
         raise InvalidArgumentError(
-            "optimizer state lacks 'beta2_pow_acc', which says how many steps it has seen"
+            "'beta2_pow_acc' is missing from the optimizer's state; the number of applied steps "
+            "is computed from it"
         )
     value = float(power.reshape([-1])[0])
     if not 0 < beta < 1 or value <= 0:
@@ -269,5 +275,5 @@ def _steps_alike(cls: type, base: type) -> bool:
     )
 
 
-#: Every optimizer of Paddle, to know one.
+#: The base class of all optimizers of Paddle.
 Optimizer = _base.Optimizer

@@ -1,4 +1,4 @@
-"""A job whose servers average gradients: version ``v + 1`` of it is the mean gradient of step
+"""A job whose servers average gradients: its version ``v + 1`` is the mean gradient of step
 ``v``."""
 
 from __future__ import annotations
@@ -7,55 +7,57 @@ from collections.abc import Sequence
 from typing import Generic
 
 from .. import _native
-from .._session import Session
+from .._connection import Connection
 from ..errors import StepAbortedError, StepMismatchError, UnusedParameterError
-from .framework import Framework, Place, T
-from .kinds import AVERAGE
+from .._rendezvous import ProcessGroup
+from .framework import Framework, T
+
+#: The parameter group of a job whose servers average gradients.
+AVERAGE: tuple[str, dict[str, float]] = ("average", {})
 
 #: A name and a tensor.
 Named = tuple[str, T]
 
 
-class Averages(Generic[T]):
-    """Averages gradients of one list of parameters, step after step.
+class Averager(Generic[T]):
+    """Averages the gradients of a list of parameters, once per step.
 
-    A step is :meth:`send` for what is complete, in as many parts as wanted and each parameter once,
-    then :meth:`finish`, on every rank. The parameters belong to the caller, who gives the same ones
-    to every call.
+    In each step, every rank calls :meth:`send` until every parameter was sent once, then
+    :meth:`finish`. The caller keeps the parameters and passes the same list to every call.
 
     Args:
-        session: where the cluster is.
-        framework: whose tensors they are.
-        kind: what the job's name tells of it.
-        place: this rank and the others.
-        parameters: names and parameters in the same order on every rank; none of them empty.
-        constants: what rank 0 shares besides: tensors of any dtype.
-        share: whether all ranks take over rank 0's parameters and constants.
+        connection: the connection to the cluster.
+        framework: the framework of the parameters.
+        purpose: a part of the job's name.
+        group: the ranks to average over.
+        parameters: names and parameters, in the same order on every rank. None of them is empty.
+        constants: other tensors to broadcast from rank 0, of any dtype.
+        broadcast: whether all ranks receive the parameters and constants of rank 0.
 
     Raises:
         InvalidArgumentError: a parameter is neither float32 nor bfloat16 nor float16.
-        JobExistsError: the ranks' parameters differ in names, shapes or dtypes.
+        JobExistsError: the parameters of the ranks differ in names, shapes or dtypes.
     """
 
     def __init__(
         self,
-        session: Session,
+        connection: Connection,
         framework: Framework[T],
-        kind: str,
-        place: Place,
+        purpose: str,
+        group: ProcessGroup,
         parameters: Sequence[Named[T]],
         constants: Sequence[Named[T]] = (),
-        share: bool = False,
+        broadcast: bool = False,
     ) -> None:
-        self.session = session
+        self.connection = connection
         self._framework = framework
         self._names = [name for name, _ in parameters]
-        self._rank, world, self._ranks = place
+        self._group = group
         self._step = 0
-        #: What is being sent; the mean is to replace it.
+        #: The gradients that were sent. The mean replaces their values.
         self._gradients: dict[int, T] = {}
         self._absent: list[int] = []
-        #: Whether the servers may have parts of a step that this rank has abandoned.
+        #: Whether the servers may have a part of a step that this rank has abandoned.
         self._interrupted = False
 
         specs = [
@@ -68,28 +70,28 @@ class Averages(Generic[T]):
             _native.TensorSpec(name, [framework.words(tensor)], buffer=True)
             for name, tensor in constants
         ]
-        name = session.name(kind, self._ranks)
-        session.cluster.create_job(name, specs, [AVERAGE], world)
-        self._job = session.join(
-            name, self._rank, sum(framework.numel(tensor) for _, tensor in parameters)
+        name = connection.job_name(purpose, group.ranks)
+        connection.cluster.create_job(name, specs, [AVERAGE], group.size)
+        self._job = connection.join(
+            name, group.rank, sum(framework.numel(tensor) for _, tensor in parameters)
         )
         self._start(
-            [tensor for _, tensor in parameters], [tensor for _, tensor in constants], share
+            [tensor for _, tensor in parameters], [tensor for _, tensor in constants], broadcast
         )
 
-    def _start(self, parameters: list[T], constants: list[T], share: bool) -> None:
-        """Makes version 0: rank 0's parameters, which the others need not take over."""
+    def _start(self, parameters: list[T], constants: list[T], broadcast: bool) -> None:
+        """Uploads version 0, which is rank 0's parameters, and broadcasts it if asked to."""
         framework = self._framework
-        label = "sharing parameters" if share else None
-        if self._rank == 0:
+        label = "broadcasting parameters" if broadcast else None
+        if self._group.rank == 0:
             arrays = [framework.outgoing(parameter) for parameter in parameters]
             arrays += [framework.outgoing_words(constant) for constant in constants]
             self._job.initialise(list(enumerate(arrays)), label=label)
             self._job.initialised()
-        elif share:
+        elif broadcast:
             targets = [framework.incoming(parameter) for parameter in parameters]
             targets += [framework.incoming_words(constant) for constant in constants]
-            # With a part everything is exact, whatever the wire's dtype.
+            # A pull with a part is exact, whatever the dtype on the wire.
             self._job.fetch(
                 0, [(i, target.array) for i, target in enumerate(targets)], part="", label=label
             )
@@ -103,9 +105,9 @@ class Averages(Generic[T]):
             self._job.fetch(0, [(smallest, framework.array(scratch))], part="")
 
     def send(self, parameters: Sequence[T], indices: Sequence[int]) -> None:
-        """Starts to send the gradients of those parameters. Returns at once.
+        """Starts to send the gradients of these parameters. Does not wait for the transfer.
 
-        Parameters without a gradient are told by :meth:`finish`.
+        :meth:`finish` reports the parameters that have no gradient.
         """
         pushed = []
         for index in indices:
@@ -113,7 +115,7 @@ class Averages(Generic[T]):
             if gradient is None:
                 self._absent.append(index)
                 continue
-            # The mean has its own element for each of the parameter's.
+            # The mean is written to the gradient, so each element must have its own memory.
             own = self._framework.own_elements(gradient)
             if own is not gradient:
                 self._framework.set_gradient(parameters[index], own)
@@ -123,17 +125,18 @@ class Averages(Generic[T]):
             self._job.push(self._step, pushed)
 
     def finish(self, parameters: Sequence[T], unused: bool) -> None:
-        """Waits for the mean gradients, and puts them where the gradients were.
+        """Waits for the mean gradients and writes them to the parameters' gradients.
 
-        A parameter that only other ranks have a gradient for gets the mean as well (its own share
-        is zeros). One that no rank has a gradient for is left without.
+        A parameter with a gradient on other ranks only receives the mean, to which this rank
+        contributes zeros. A parameter without a gradient on any rank keeps none.
 
         Args:
-            parameters: the parameters, each of which was sent.
-            unused: whether a parameter may be without a gradient on some ranks.
+            parameters: the parameters, all of which were sent.
+            unused: whether a parameter may have no gradient on some of the ranks.
 
         Raises:
-            UnusedParameterError: one is, and may not be.
+            UnusedParameterError: a parameter has no gradient on some of the ranks, and ``unused``
+                is False.
         """
         if self._absent:
             self._job.absent(self._step, self._absent)
@@ -153,22 +156,23 @@ class Averages(Generic[T]):
                 del gradients[index]
             elif not unused:
                 raise UnusedParameterError(
-                    f"parameter {self._names[index]!r} has no gradient on rank {self._ranks[rank]}, and has one on "
-                    "other ranks: with find_unused_parameters=True it gets the average"
+                    f"parameter {self._names[index]!r} has a gradient on other ranks, but none on "
+                    f"rank {self._group.ranks[rank]}; pass find_unused_parameters=True if ranks "
+                    "may leave parameters unused"
                 )
         for index, gradient in gradients.items():
             self._framework.set_gradient(parameters[index], gradient)
 
     def abandon(self) -> None:
-        """Drops the step that is under way, after an error; :meth:`resume` must come before the
-        next :meth:`send`."""
+        """Drops the current step after an error. :meth:`resume` must be called before the next
+        :meth:`send`."""
         self._job.forget()
         self._gradients, self._absent = {}, []
         self._interrupted = True
 
     def resume(self) -> None:
-        """Has the servers drop what they have of an abandoned step, if there is one. Every rank
-        must do the same.
+        """Makes the servers drop their part of an abandoned step, if there is one. Every rank must
+        call it.
 
         Raises:
             DisagreementError: another rank has finished the step.
@@ -178,11 +182,11 @@ class Averages(Generic[T]):
         try:
             self._job.discard(self._step)
         except StepAbortedError:
-            pass  # they have dropped it already
+            pass  # the servers have already dropped it
         except StepMismatchError:
-            self._step += 1  # it had been decided before it was abandoned
+            self._step += 1  # the step was decided before it was abandoned
         self._interrupted = False
 
     def retire(self) -> None:
-        """Leaves the job, once no rank uses it any more."""
-        self.session.retire(self._job)
+        """Leaves the job."""
+        self.connection.leave(self._job)
