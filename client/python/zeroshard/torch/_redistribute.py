@@ -1,4 +1,5 @@
-"""Redistribution between meshes: each rank receives its box of the tensor from ranks that have it."""
+"""Redistribution between meshes: each rank receives its box of the tensor from ranks that have
+it."""
 
 from __future__ import annotations
 
