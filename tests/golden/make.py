@@ -118,7 +118,8 @@ def values(tensor, step, size):
 
 def torch_optimizer(hyperparameters, parameters):
     kinds = {
-        "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "adagrad": torch.optim.Adagrad,
+        "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
+        "adagrad": torch.optim.Adagrad,
         "adadelta": torch.optim.Adadelta, "rmsprop": torch.optim.RMSprop,
     }  # fmt: skip
     options = dict(hyperparameters)

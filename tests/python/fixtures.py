@@ -1,4 +1,5 @@
-"""Fixtures of every framework's tests: a cluster in this process, and one of server processes."""
+"""Fixtures for the tests of every framework: an embedded cluster, and a cluster of server
+processes."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from servers import servers
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[zs.Session]:
-    """An embedded cluster in the tests' own process: one rank."""
-    # A test that should have failed before it came so far may have left one.
+    """An embedded cluster in the process of the tests, which is a single rank."""
+    # An earlier test may have left a session open.
     zs.shutdown()
     with zs.init() as session:
         yield session
@@ -21,6 +22,6 @@ def cluster() -> Iterator[zs.Session]:
 
 @pytest.fixture(scope="session")
 def processes() -> Iterator[dict[str, str]]:
-    """Two shard servers as processes; the environment in which ranks find them."""
+    """Two shard server processes. Returns the environment in which ranks find them."""
     with servers(2) as address:
         yield {"ZEROSHARD_ADDRESS": address}

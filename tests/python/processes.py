@@ -1,4 +1,4 @@
-"""Runs a function in several processes at once: real processes, with an end to every wait."""
+"""Runs a function in several processes at once, with a timeout."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ LOOPBACK = "127.0.0.1"
 
 
 class RankFailed(AssertionError):
-    """A rank raised an error, died or did not end; the message holds every rank's traceback."""
+    """A rank raised an error, died or timed out. The message contains the traceback of every
+    rank."""
 
 
 @dataclass
 class Failure:
-    """What went wrong in a rank."""
+    """The error of a rank."""
 
     text: str
 
 
 def free_port() -> int:
-    """A port on loopback that nobody listens on."""
+    """A free port on loopback."""
     with socket.socket() as listener:
         listener.bind((LOOPBACK, 0))
         return int(listener.getsockname()[1])
@@ -45,11 +46,12 @@ def run_all(
     arguments: Sequence[tuple[Any, ...]],
     timeout: float,
 ) -> list[Any]:
-    """Calls ``function`` in a process for each of the tuples of arguments; what it returned, in
-    that order.
+    """Calls ``function`` in one process per tuple of arguments. Returns the results in the same
+    order.
 
-    The function stands at the top of its module; results come back pickled. If one fails, or after
-    ``timeout`` seconds, all are killed, and :class:`RankFailed` says what each had to say.
+    The function must be at the top level of its module, and its result must be picklable. If a
+    process fails, or after ``timeout`` seconds, all processes are killed, and :class:`RankFailed`
+    contains the errors of all.
     """
     with contextlib.ExitStack() as stack:
         connections: dict[Any, int] = {}
@@ -64,7 +66,7 @@ def run_all(
 
 
 def _end(process: Any) -> None:
-    """Ends a process that may have ended."""
+    """Ends a process that may have ended already."""
     process.join(0.5)
     if process.is_alive():
         process.kill()
@@ -72,7 +74,7 @@ def _end(process: Any) -> None:
 
 
 def _collect(connections: dict[Any, int], timeout: float) -> list[Any]:
-    """Every rank's result, or an error that holds every rank's failure."""
+    """Returns the result of every rank, or raises an error with the failures of all."""
     began = time.monotonic()
     end = began + timeout
     waiting = dict(connections)
@@ -102,7 +104,7 @@ def _collect(connections: dict[Any, int], timeout: float) -> list[Any]:
 
 
 def _process(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """The life of one process."""
+    """The main function of a process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         message = pickle.dumps(function(*args))

@@ -1,4 +1,4 @@
-"""Server processes of the shipped binary, on ports that the system chooses."""
+"""Server processes of the release binary, on free ports."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BINARY = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release" / "zeroshard-server"
-#: How long a server may take to end, in seconds.
-PATIENCE = 10
+#: Seconds that a server may take to shut down.
+TIMEOUT = 10
 
 
 @contextlib.contextmanager
 def server(*arguments: str) -> Iterator[str]:
-    """A running server; the address that it listens on."""
+    """Runs a server. Returns the address that it listens on."""
     command = [
         str(BINARY),
         *arguments,
@@ -36,7 +36,7 @@ def server(*arguments: str) -> Iterator[str]:
     finally:
         process.terminate()
         try:
-            process.wait(PATIENCE)
+            process.wait(TIMEOUT)
         finally:
             process.kill()
             process.communicate()
@@ -44,7 +44,7 @@ def server(*arguments: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def servers(shards: int, flags: Sequence[str] = ()) -> Iterator[str]:
-    """A coordinator and so many shard servers; the coordinator's address."""
+    """Runs a coordinator and this number of shard servers. Returns the coordinator's address."""
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(server("coordinator", *flags))
         for _ in range(shards):

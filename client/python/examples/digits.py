@@ -19,7 +19,7 @@ BATCH = 64
 
 
 def network() -> nn.Module:
-    """8 x 8 pixels in, logits of ten digits out."""
+    """A network for 8 x 8 pixels that returns logits of ten digits."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1, bias=False),
         nn.BatchNorm2d(32),
@@ -34,7 +34,7 @@ def network() -> nn.Module:
 
 
 def read() -> tuple[Tensor, Tensor]:
-    """The 1797 images and what they show, in a fixed random order."""
+    """The 1797 images and their labels, in a fixed random order."""
     pixels, digits = load_digits(return_X_y=True)
     order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16
@@ -42,7 +42,7 @@ def read() -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    """Trains; rank 0 reports."""
+    """Trains. Rank 0 prints the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

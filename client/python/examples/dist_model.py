@@ -1,7 +1,7 @@
-"""A network whose matrices are cut across two ranks: trained, evaluated and asked, with its state
-on shard servers.
+"""A network with matrices that are sharded over two ranks: train, eval and predict modes, with the
+state on shard servers.
 
-torchrun --nproc-per-node 2 dist_model.py [--steps N] [--programs]
+    torchrun --nproc-per-node 2 dist_model.py [--steps N] [--programs]
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ FEATURES, HIDDEN, CLASSES, BATCH = 16, 64, 8, 32
 
 
 def network() -> nn.Sequential:
-    """Logits of classes."""
+    """A network that returns logits of classes."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
 
 
 def cut(name: str, layer: nn.Module, mesh: DeviceMesh) -> None:
-    """The first Linear by its outputs, the second by its inputs; what is left is on every rank."""
+    """Shards the first Linear by its outputs and the second by its inputs. The biases are
+    replicated."""
     dims = {"0": 0, "2": 1}
     if isinstance(layer, nn.Linear):
         layer.weight = shard_tensor(layer.weight, mesh, [Shard(dims[name])])
 
 
 def batches(count: int) -> DataLoader[tuple[Tensor, ...]]:
-    """Points, and which of their first features is the largest."""
+    """Random points, labelled with the index of the largest of their first features."""
     points = torch.randn(count * BATCH, FEATURES, generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(points, points[:, :CLASSES].argmax(1)), batch_size=BATCH)
 
 
 def main() -> None:
-    """Trains, evaluates, predicts; rank 0 reports."""
+    """Trains, evaluates and predicts. Rank 0 prints the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -75,7 +76,7 @@ def main() -> None:
     model.predict()
     logits = model(points)["out0"]
 
-    # The state is whole: plain torch goes on with it.
+    # The state is whole, so plain torch can load it.
     plain = network()
     plain.load_state_dict(model.state_dict("param"))
     torch.testing.assert_close(plain(points), logits)

@@ -1,7 +1,7 @@
-"""A small GPT learns to write the text it is given: the files of this repository, unless told
-otherwise.
+"""A small GPT learns to write text: by default the files of this repository.
 
-python gpt.py [--data FOLDER] [--steps N] torchrun --nproc-per-node 2 gpt.py
+python gpt.py [--data FOLDER] [--steps N]
+torchrun --nproc-per-node 2 gpt.py
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 64, 128, 4, 4, 16
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each behind a norm and beside a residual."""
+    """Attention and an MLP, each with a layer norm and a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out; the head's weight is the embedding's."""
+    """A byte-level language model. The weight of the head is the embedding's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class GPT(nn.Module):
 
 
 def read(folder: Path) -> Tensor:
-    """About a million bytes of the folder's texts."""
+    """About a million bytes of the texts in the folder."""
     kinds = {".md", ".py", ".rs", ".toml", ".txt"}
     files = sorted(
         path for path in folder.rglob("*") if path.suffix in kinds and "target" not in path.parts
@@ -69,14 +69,14 @@ def read(folder: Path) -> Tensor:
 
 
 def sample(text: Tensor, generator: torch.Generator, count: int = BATCH) -> tuple[Tensor, Tensor]:
-    """Pieces of the text, and the same a byte further on."""
+    """Random parts of the text, and the same parts shifted by one byte."""
     begins = torch.randint(len(text) - CONTEXT, (count, 1), generator=generator)
     pieces = text[begins + torch.arange(CONTEXT + 1)]
     return pieces[:, :-1], pieces[:, 1:]
 
 
 def main() -> None:
-    """Trains; rank 0 reports."""
+    """Trains. Rank 0 prints the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,8 +1,8 @@
-"""A small GPT on a mesh of ranks: ZeRO x tensor parallelism. Saved, loaded into plain torch, it
-writes the same text.
+"""A small GPT on a mesh of ranks, with ZeRO and tensor parallelism. After saving, plain torch loads
+the model and writes the same text.
 
-torchrun --nproc-per-node 2 gpt_tensor_parallel.py [--tensor-parallel 2] [--level p_g_os] [--data
-FOLDER] [--steps N]
+    torchrun --nproc-per-node 2 gpt_tensor_parallel.py [--tensor-parallel 2] [--level p_g_os]
+        [--data FOLDER] [--steps N]
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.distributed.tensor import Replicate
 from zeroshard.torch import group_sharded_parallel, save_group_sharded_model
 from zeroshard.torch.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-#: Matrices between which nothing is exchanged: what the one makes in columns, the other takes in
-#: rows.
+#: Pairs of matrices without communication in between: the first is sharded by columns, the second
+#: by rows.
 PLAN = {
     "tokens": RowwiseParallel(input_layouts=Replicate()),
     "blocks.*.[qkv]": ColwiseParallel(),
@@ -35,8 +35,8 @@ PLAN = {
 
 
 class Block(nn.Module):
-    """Attention with the heads that are here, and an MLP, each behind a norm and beside a
-    residual."""
+    """Attention with this rank's heads and an MLP, each with a layer norm and a residual
+    connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out; the head's weight is the embedding's."""
+    """A byte-level language model. The weight of the head is the embedding's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def write(model: nn.Module, beginning: str, count: int = 100) -> str:
-    """Goes on with a text: each time the byte that is most likely."""
+    """Continues a text with the most likely byte, repeatedly."""
     tokens = torch.tensor([list(beginning.encode())])
     for _ in range(count):
         following = model(tokens[:, -CONTEXT:])[:, -1].argmax(1, keepdim=True)
@@ -87,7 +87,7 @@ def write(model: nn.Module, beginning: str, count: int = 100) -> str:
 
 
 def main() -> None:
-    """Trains, saves, loads; rank 0 reports."""
+    """Trains, saves and loads. Rank 0 prints the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -117,7 +117,7 @@ def main() -> None:
         optimizer, max_lr=3e-3, total_steps=arguments.steps
     )
 
-    # The ranks of one replica have the same data.
+    # The ranks of one replica use the same data.
     generator = torch.Generator().manual_seed(mesh.get_local_rank("dp"))
     for step in range(arguments.steps):
         inputs, targets = sample(text, generator, BATCH // replicas)

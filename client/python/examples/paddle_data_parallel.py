@@ -1,4 +1,4 @@
-"""A linear network on two processes, whose gradients the shard servers average.
+"""A linear network on two processes whose gradients are averaged by the shard servers.
 
 python paddle_data_parallel.py
 """
@@ -43,7 +43,8 @@ def train():
     adam.clear_grad()
     # every rank has the same parameters, whatever its data was
     print(
-        f"rank {dist.get_rank()}: loss {float(loss):.4f}, weights {float(layer._linear1.weight.sum()):.6f}"
+        f"rank {dist.get_rank()}: loss {float(loss):.4f}, "
+        f"weights {float(layer._linear1.weight.sum()):.6f}"
     )
 
 

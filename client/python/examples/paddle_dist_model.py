@@ -1,4 +1,4 @@
-"""A network whose matrices are cut across two processes: trained, evaluated and asked.
+"""A network with matrices that are sharded over two processes: train, eval and predict modes.
 
 python -m paddle.distributed.launch --nproc_per_node 2 paddle_dist_model.py
 """

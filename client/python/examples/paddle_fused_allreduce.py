@@ -1,5 +1,4 @@
-"""An operator with a backward of its own: gradients are held back by ``no_sync``, and averaged all
-at once.
+"""A custom operator whose gradients are accumulated under ``no_sync`` and then averaged at once.
 
 python -m paddle.distributed.launch --nproc_per_node 2 paddle_fused_allreduce.py
 """

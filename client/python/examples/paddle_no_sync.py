@@ -1,4 +1,4 @@
-"""Gradients of one backward pass wait for the next, and are averaged with it.
+"""The gradients of two backward passes are accumulated, and averaged after the second.
 
 python -m paddle.distributed.launch --nproc_per_node 2 paddle_no_sync.py
 """

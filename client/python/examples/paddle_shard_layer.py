@@ -1,4 +1,4 @@
-"""A network of which each of two processes has a part of one matrix.
+"""A network with a matrix that is sharded over two processes.
 
 python -m paddle.distributed.launch --nproc_per_node 2 paddle_shard_layer.py
 """
@@ -29,6 +29,7 @@ layer = MLP()
 layer = dist.shard_layer(layer, mesh, shard_fn)
 print(layer)
 print(
-    f"rank {dist.get_rank()}: fc1.weight {layer.fc1.weight.placements}, here {layer.fc1.weight._local_shape}"
+    f"rank {dist.get_rank()}: fc1.weight {layer.fc1.weight.placements}, "
+    f"here {layer.fc1.weight._local_shape}"
 )
 print(f"rank {dist.get_rank()}: fc2.weight {layer.fc2.weight.placements}")

@@ -1,5 +1,4 @@
-"""Tensor parallel styles: a feed-forward network on two ranks, of which each has half of every
-matrix.
+"""Tensor parallel styles: a feed-forward network on two ranks, each with half of every matrix.
 
 torchrun --nproc-per-node 2 tensor_parallel.py [--steps N]
 """
@@ -29,21 +28,21 @@ WIDTH, HIDDEN, BATCH = 32, 128, 64
 
 
 def network() -> nn.Sequential:
-    """The same on every rank."""
+    """A network with the same initial parameters on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
 
 
 def train(model: nn.Module, steps: int, part: slice) -> list[float]:
-    """Learns to reverse its inputs; the losses. ``part``: which rows of a batch this rank gives and
-    gets."""
+    """Trains the network to reverse its inputs, and returns the losses. ``part``: the rows of a
+    batch that this rank uses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(steps):
         inputs = torch.randn(BATCH, WIDTH, generator=generator)
         error: Tensor = model(inputs[part]) - inputs[part].flip(1)
-        # Summed, so that the gradients of parts of a batch add up to those of the batch.
+        # The sum, so that the gradients of the parts of a batch add up to those of the batch.
         loss = error.square().sum() / (BATCH * WIDTH)
         optimizer.zero_grad()
         loss.backward()
@@ -53,7 +52,7 @@ def train(model: nn.Module, steps: int, part: slice) -> list[float]:
 
 
 def main() -> None:
-    """Trains with each style; rank 0 reports."""
+    """Trains with each style. Rank 0 prints the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -71,12 +70,12 @@ def main() -> None:
     dense = network()
     say("dense", train(copy.deepcopy(dense), steps, whole))
 
-    # The first Linear is cut by columns, the second by rows; input and output are whole on every
-    # rank.
+    # The first Linear is sharded by columns, the second by rows. Input and output are whole on
+    # every rank.
     pairs = parallelize_module(copy.deepcopy(dense), mesh, PairwiseParallel())
     say("PairwiseParallel", train(pairs, steps, whole))
 
-    # The same, said Linear by Linear.
+    # The same, with a style for each Linear.
     by_hand = parallelize_module(
         copy.deepcopy(dense),
         mesh,
@@ -87,7 +86,7 @@ def main() -> None:
     )
     say("ColwiseParallel, RowwiseParallel", train(by_hand, steps, whole))
 
-    # Each rank gives and gets its own part of the batch: what one has, the others need not keep.
+    # Each rank has its own part of the batch in the inputs and outputs, and does not keep the rest.
     sequence = parallelize_module(copy.deepcopy(dense), mesh, SequenceParallel())
     losses = torch.tensor(train(sequence, steps, mine))
     dist.all_reduce(losses)
@@ -100,7 +99,8 @@ def main() -> None:
     )
     if rank == 0:
         print(
-            f"parameters {sum(parameter.numel() for parameter in dense.parameters())}, on this rank {kept}"
+            f"parameters {sum(parameter.numel() for parameter in dense.parameters())}, "
+            f"on this rank {kept}"
         )
     dist.destroy_process_group()
 

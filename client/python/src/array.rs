@@ -1,55 +1,53 @@
-//! Tensors as Python describes them, and the hand-over of their memory: the only `unsafe` of this
-//! crate.
+//! Tensor specifications, and access to the memory of Python's tensors: the only `unsafe` code of
+//! this crate.
 #![allow(unsafe_code)]
 
 use bytes::Bytes;
 use pyo3::prelude::*;
 use zeroshard_client::{Slots, Target, TensorData, Values};
-use zeroshard_proto::{DType, Error, Policy, TensorBox, TensorLayout, TensorSpec as Spec};
+use zeroshard_proto::{self as proto, DType, Error, Policy, TensorLayout, TensorSpec as Spec};
 
 use crate::{
     error::raise,
-    mesh::{self, Area},
+    mesh::{self, TensorBox},
 };
 
-/// Memory of a tensor, lent by Python.
+/// Memory of a tensor that belongs to Python.
 #[pyclass(frozen, module = "zeroshard._native")]
 pub(crate) struct Array {
     address: usize,
-    /// Of elements.
+    /// Number of elements.
     numel: usize,
     dtype: DType,
-    /// What of its tensor it is; `None`: what the rank has.
-    area: Option<TensorBox>,
-    /// Keeps the memory where it is.
+    /// The box of the tensor that it holds; `None`: the rank's box by the tensor's layout.
+    area: Option<proto::TensorBox>,
+    /// Keeps the memory alive.
     owner: Py<PyAny>,
 }
 
 #[pymethods]
 impl Array {
     #[new]
-    #[pyo3(signature = (address, numel, dtype, owner, area=None))]
+    #[pyo3(signature = (address, numel, dtype, owner, r#box=None))]
     fn new(
         address: usize,
         numel: usize,
         dtype: &str,
         owner: Py<PyAny>,
-        area: Option<Area>,
+        r#box: Option<PyRef<'_, TensorBox>>,
     ) -> PyResult<Self> {
         let dtype = parse_dtype("dtype of an array", dtype)?;
         if address == 0 && numel > 0 {
-            let expected = "that of the tensor's memory (an empty storage has none)";
+            let expected =
+                "the address of the tensor's memory; tensors without storage cannot be transferred";
             return Err(raise(Error::invalid("address of an array", 0, expected)));
         }
-        Ok(Self { address, numel, dtype, area: area.map(mesh::area), owner })
+        let area = r#box.map(|area| area.0.clone());
+        Ok(Self { address, numel, dtype, area, owner })
     }
+}
 
-    #[getter]
-    fn numel(&self) -> usize {
-        self.numel
-    }
-
-    #[getter]
+impl Array {
     pub(crate) fn nbytes(&self) -> usize {
         self.numel * self.dtype.size()
     }
@@ -60,7 +58,7 @@ pub(crate) fn parse_dtype(what: &str, name: &str) -> PyResult<DType> {
     found.ok_or_else(|| raise(Error::invalid(what, format!("{name:?}"), "f32, bf16 or f16")))
 }
 
-/// The memory of an [`Array`], and its owner, on their way through a transfer.
+/// The memory of an [`Array`] during a transfer, with a reference to its owner.
 pub(crate) struct Lent {
     address: usize,
     bytes: usize,
@@ -79,14 +77,14 @@ impl Lent {
         }
     }
 
-    /// What to write to.
+    /// The memory, for writing.
     fn slots(&mut self) -> Result<Slots<'_>, Error> {
         let bytes = match self.bytes {
             0 => &mut [],
-            // SAFETY: whoever makes an `Array` promises that `address` is that of `bytes` bytes
-            // which `owner` keeps alive, and that nobody else touches them until the transfer is
-            // over. Python code reads a tensor that is being filled at worst as it was or half
-            // filled: numbers, whatever they are.
+            // SAFETY: the creator of an `Array` guarantees that `address` points to `bytes` bytes
+            // which `owner` keeps alive, and that nothing else accesses them until the transfer
+            // ends. Python code that reads the tensor meanwhile sees old or partially written
+            // numbers, and every bit pattern is a valid number.
             bytes => unsafe { std::slice::from_raw_parts_mut(self.address as *mut u8, bytes) },
         };
         Slots::new(bytes, self.dtype)
@@ -103,10 +101,10 @@ impl AsRef<[u8]> for Lent {
     }
 }
 
-/// A tensor of the manifest, by position, and its memory.
+/// Tensors, as indices in the manifest, and their memory.
 pub(crate) type Arrays<'py> = Vec<(usize, PyRef<'py, Array>)>;
 
-/// What is to be sent, without a copy.
+/// The values of the arrays for a push, without a copy.
 pub(crate) fn tensor_data(py: Python<'_>, arrays: &Arrays<'_>) -> PyResult<Vec<TensorData>> {
     let data = |(tensor, array): &(usize, PyRef<'_, Array>)| {
         let dtype = array.dtype;
@@ -116,8 +114,8 @@ pub(crate) fn tensor_data(py: Python<'_>, arrays: &Arrays<'_>) -> PyResult<Vec<T
     arrays.iter().map(data).collect()
 }
 
-/// What is to be filled.
-pub(crate) struct Targets(Vec<(usize, Option<TensorBox>, Lent)>);
+/// The memory that a pull writes to.
+pub(crate) struct Targets(Vec<(usize, Option<proto::TensorBox>, Lent)>);
 
 impl Targets {
     pub(crate) fn new(py: Python<'_>, arrays: &Arrays<'_>) -> Self {
@@ -144,7 +142,10 @@ pub(crate) struct TensorSpec(pub(crate) Spec);
 #[pymethods]
 impl TensorSpec {
     #[new]
-    #[pyo3(signature = (name, shape, dtype="f32", *, frozen=false, buffer=false, group=0, whole=false, no_clip=false, layout=None))]
+    #[pyo3(signature = (
+        name, shape, dtype="f32", *, frozen=false, buffer=false, group=0, whole=false,
+        no_clip=false, layout=None
+    ))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         name: String,
@@ -173,10 +174,5 @@ impl TensorSpec {
             layout,
             ..Spec::new(name, shape)
         }))
-    }
-
-    #[getter]
-    fn name(&self) -> &str {
-        &self.0.name
     }
 }

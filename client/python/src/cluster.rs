@@ -1,4 +1,4 @@
-//! Clusters: one elsewhere, or one inside this process.
+//! Connections to clusters, which may run inside this process.
 
 use std::{net::IpAddr, sync::Mutex, time::Duration};
 
@@ -11,14 +11,15 @@ use zeroshard_server::embedded;
 use crate::{
     array::{TensorSpec, parse_dtype},
     error::raise,
-    job::{Group, Job, optimizers},
+    job::Job,
     mesh::Mesh,
+    optimizer::{Group, optimizers},
     plan::lock,
     runtime::wait,
 };
 
-/// How long a cluster may take to answer at first.
-const CONNECT_DEADLINE: Duration = Duration::from_secs(60);
+/// How long a cluster may take to answer the first call.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A cluster of shard servers.
 #[pyclass(frozen, module = "zeroshard._native")]
@@ -32,12 +33,12 @@ fn options(
     token: Option<String>,
     wire: &str,
     chunk_bytes: usize,
-    deadline: f64,
+    timeout: f64,
 ) -> PyResult<client::Options> {
     let wire = parse_dtype("wire", wire)?;
-    let seconds = Duration::try_from_secs_f64(deadline).ok();
+    let seconds = Duration::try_from_secs_f64(timeout).ok();
     let deadline = seconds.filter(|seconds| !seconds.is_zero()).ok_or_else(|| {
-        raise(Error::invalid("deadline", deadline, "a number of seconds, more than 0"))
+        raise(Error::invalid("timeout", timeout, "a number of seconds greater than 0"))
     })?;
     Ok(client::Options { wire, chunk_bytes, deadline, token })
 }
@@ -45,30 +46,33 @@ fn options(
 #[pymethods]
 impl Cluster {
     #[staticmethod]
-    #[pyo3(signature = (address, *, token=None, wire="f32", chunk_bytes=1048576, deadline=600.0))]
+    #[pyo3(signature = (address, *, token=None, wire="f32", chunk_bytes=1048576, timeout=600.0))]
     fn connect(
         py: Python<'_>,
         address: String,
         token: Option<String>,
         wire: &str,
         chunk_bytes: usize,
-        deadline: f64,
+        timeout: f64,
     ) -> PyResult<Self> {
-        let options = options(token, wire, chunk_bytes, deadline)?;
+        let options = options(token, wire, chunk_bytes, timeout)?;
         let dialled = address.clone();
         let cluster = wait(py, async move {
-            // Ranks may wait long for each other. For a cluster that is not there nobody wants to.
+            // `timeout` may be long, for ranks that wait for each other; an unreachable cluster is
+            // reported sooner.
             let connecting = client::Cluster::connect(&dialled, options);
-            tokio::time::timeout(CONNECT_DEADLINE, connecting).await.unwrap_or_else(|_| {
-                let waiting_for = format!("an answer from coordinator {dialled}");
-                Err(Error::Timeout { waiting_for, waited_ms: CONNECT_DEADLINE.as_millis() as u64 })
+            tokio::time::timeout(CONNECT_TIMEOUT, connecting).await.unwrap_or_else(|_| {
+                let waiting_for = format!("the coordinator at {dialled} to answer");
+                Err(Error::Timeout { waiting_for, waited_ms: CONNECT_TIMEOUT.as_millis() as u64 })
             })
         })?;
         Ok(Self { cluster, address, embedded: Mutex::new(None) })
     }
 
     #[staticmethod]
-    #[pyo3(signature = (shards=1, *, host="127.0.0.1", token=None, wire="f32", chunk_bytes=1048576, deadline=600.0))]
+    #[pyo3(signature = (
+        shards=1, *, host="127.0.0.1", token=None, wire="f32", chunk_bytes=1048576, timeout=600.0
+    ))]
     fn embedded(
         py: Python<'_>,
         shards: usize,
@@ -76,7 +80,7 @@ impl Cluster {
         token: Option<String>,
         wire: &str,
         chunk_bytes: usize,
-        deadline: f64,
+        timeout: f64,
     ) -> PyResult<Self> {
         if shards == 0 {
             return Err(raise(Error::invalid("shards", 0, "1 or more")));
@@ -92,7 +96,7 @@ impl Cluster {
                 .map_err(|e| Error::Internal { cause: format!("start an embedded cluster: {e}") })
         })?;
         let address = embedded.address();
-        let cluster = Self::connect(py, address, token, wire, chunk_bytes, deadline)?;
+        let cluster = Self::connect(py, address, token, wire, chunk_bytes, timeout)?;
         *lock(&cluster.embedded) = Some(embedded);
         Ok(cluster)
     }

@@ -1,10 +1,12 @@
-//! Errors as Python sees them: classes of `zeroshard.errors`, named as the variants are.
+//! Python exceptions for [`Error`]: classes of `zeroshard.errors`.
+//!
+//! The class of a variant has the variant's name with `Error` appended: `JobFailed` is
+//! `JobFailedError`. The exception is `Invalid`, which is `InvalidArgumentError`.
 
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 use zeroshard_proto::Error;
 
-/// The exception for `error`. Its attributes are the variant's fields (job, step, epoch, rank,
-/// ...).
+/// The exception for `error`. Its attributes are the fields of the variant (job, step, ...).
 pub(crate) fn raise(error: Error) -> PyErr {
     Python::attach(|py| exception(py, &error).unwrap_or_else(|broken| broken))
 }
@@ -14,12 +16,8 @@ fn exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
         return Err(PyRuntimeError::new_err(error.to_string()));
     };
     let reason = fields.get("reason").and_then(|reason| reason.as_str()).unwrap_or_default();
-    let class = match reason {
-        "INVALID" => "InvalidArgument".to_owned(),
-        reason => camel_case(reason),
-    };
     let module = py.import("zeroshard.errors")?;
-    let class = module.getattr(class.as_str()).or_else(|_| module.getattr("Error"))?;
+    let class = module.getattr(class_name(reason)).or_else(|_| module.getattr("Error"))?;
     let value = class.call1((error.to_string(),))?;
     for (name, field) in &fields {
         match field {
@@ -31,9 +29,10 @@ fn exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     Ok(PyErr::from_value(value))
 }
 
-/// `STEP_ABORTED` -> `StepAborted`.
-fn camel_case(reason: &str) -> String {
-    let words = reason.split('_').map(|word| {
+/// `STEP_ABORTED` -> `StepAbortedError`.
+fn class_name(reason: &str) -> String {
+    let reason = if reason == "INVALID" { "INVALID_ARGUMENT" } else { reason };
+    let words = reason.split('_').chain(["ERROR"]).map(|word| {
         let (first, rest) = word.split_at(word.len().min(1));
         first.to_uppercase() + &rest.to_lowercase()
     });

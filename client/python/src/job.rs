@@ -1,9 +1,6 @@
-//! One rank's part in a job.
+//! One rank's lease on a job, and its transfers.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex},
-};
+use std::sync::{Arc, Mutex};
 
 use pyo3::prelude::*;
 use tokio::{
@@ -11,48 +8,40 @@ use tokio::{
     task::JoinSet,
 };
 use zeroshard_client::{self as client, Attempt, Commit, Result, StepReport, TensorData};
-use zeroshard_proto::{Error, Optimizer, pb};
+use zeroshard_proto::{Error, pb};
 
 use crate::{
     array::{Arrays, Targets, tensor_data},
     error::raise,
+    optimizer::{Group, optimizers},
     plan::lock,
     progress::in_parts,
     runtime::{join, runtime, spawn, wait},
 };
-
-/// A parameter group: the optimizer's name, and its hyperparameters.
-pub(crate) type Group = (String, HashMap<String, f64>);
-
-pub(crate) fn optimizers(groups: Vec<Group>) -> PyResult<Vec<Optimizer>> {
-    let optimizer =
-        |(name, hyperparameters)| Optimizer::try_from(pb::Optimizer { name, hyperparameters });
-    groups.into_iter().map(optimizer).collect::<Result<_>>().map_err(raise)
-}
 
 /// One rank's lease on a job.
 #[pyclass(frozen, module = "zeroshard._native")]
 pub(crate) struct Job {
     cluster: client::Cluster,
     job: client::Job,
-    /// Elements that a bucket of gradients may have.
+    /// Maximum number of elements in a bucket of gradients.
     bucket_numel: usize,
     outgoing: Mutex<Outgoing>,
-    /// How many buckets of gradients may be on their way before the next one waits.
-    lanes: Arc<Semaphore>,
+    /// Limits the number of buckets that are sent at a time.
+    sending: Arc<Semaphore>,
 }
 
-/// One bucket is being sent while the next is filled; a third covers the gaps between them.
-const LANES: usize = 3;
+/// Two buckets in transfer while the next one is filled, and one to cover gaps between them.
+const MAX_SENDING: usize = 3;
 
-/// What is on its way to the servers.
+/// Gradients that are collected or being sent.
 #[derive(Default)]
 struct Outgoing {
-    /// The attempt that everything here belongs to, also after it has ended: what is left of a
-    /// backward pass whose attempt has ended must not become a part of the next one. `None`:
+    /// The attempt that all gradients here belong to. It is kept after it has ended, so that the
+    /// remaining gradients of a backward pass do not become part of the next attempt. `None`:
     /// nothing was sent since the last step.
     attempt: Option<Attempt>,
-    /// The open bucket.
+    /// The bucket that is being filled.
     bucket: Vec<TensorData>,
     numel: usize,
     pushes: JoinSet<Result<()>>,
@@ -65,11 +54,11 @@ impl Job {
             job,
             bucket_numel,
             outgoing: Mutex::default(),
-            lanes: Arc::new(Semaphore::new(LANES)),
+            sending: Arc::new(Semaphore::new(MAX_SENDING)),
         }
     }
 
-    /// Starts `work`; its error is told by the next flush.
+    /// Starts `work`. The next flush returns its error.
     fn start(
         &self,
         outgoing: &mut Outgoing,
@@ -79,7 +68,7 @@ impl Job {
         Ok(())
     }
 
-    /// The attempt at `step`: the same one until [`Outgoing`] is forgotten, or another step begins.
+    /// The attempt at `step`: the same one until [`Outgoing`] is reset or another step begins.
     fn attempt(&self, outgoing: &mut Outgoing, step: u64) -> PyResult<Attempt> {
         if let Some(attempt) = outgoing.attempt.as_ref().filter(|attempt| attempt.step() == step) {
             return Ok(attempt.clone());
@@ -96,21 +85,21 @@ impl Job {
         attempt: Attempt,
         bucket: Vec<TensorData>,
     ) -> PyResult<()> {
-        let lanes = self.lanes.clone();
+        let sending = self.sending.clone();
         self.start(outgoing, async move {
-            let _lane = lane(&lanes).await?;
+            let _permit = acquire(&sending).await?;
             attempt.push(bucket).await
         })
     }
 
-    /// Waits while too many buckets are on their way: gradients must not pile up where they are
-    /// made faster than they are sent.
-    fn wait_for_lane(&self, py: Python<'_>) -> PyResult<()> {
-        let lanes = self.lanes.clone();
-        if lanes.available_permits() > 0 {
+    /// Waits while too many buckets are being sent: gradients must not accumulate in memory if they
+    /// are computed faster than they are sent.
+    fn wait_until_sendable(&self, py: Python<'_>) -> PyResult<()> {
+        let sending = self.sending.clone();
+        if sending.available_permits() > 0 {
             return Ok(());
         }
-        wait(py, async move { lane(&lanes).await.map(drop) })
+        wait(py, async move { acquire(&sending).await.map(drop) })
     }
 
     fn close_bucket(&self, outgoing: &mut Outgoing) -> PyResult<()> {
@@ -123,8 +112,7 @@ impl Job {
         }
     }
 
-    /// Closes the bucket; what is to be waited for before the attempt at `step` goes on, and the
-    /// attempt.
+    /// Closes the bucket. Returns the attempt at `step` and the pushes that it must wait for.
     fn closed(&self, step: u64) -> PyResult<(Attempt, JoinSet<Result<()>>)> {
         let outgoing = &mut *lock(&self.outgoing);
         self.close_bucket(outgoing)?;
@@ -132,8 +120,8 @@ impl Job {
     }
 }
 
-/// Leaves the job, and deletes it if nobody is left. Before its first step there may be ranks that
-/// are still to come.
+/// Leaves the job, and deletes it if no rank is left. A job of several ranks without a step is not
+/// deleted, because other ranks may not have joined yet.
 async fn retire(cluster: client::Cluster, job: client::Job) -> Result<()> {
     job.leave_done().await?;
     let (name, id) = (&job.spec().name, job.id());
@@ -145,7 +133,7 @@ async fn retire(cluster: client::Cluster, job: client::Job) -> Result<()> {
     };
     if cluster.status().await?.jobs.iter().any(over) {
         match cluster.delete_job(name).await {
-            // Another rank left at the same moment, and was faster.
+            // Another rank, which left at the same time, has deleted it.
             Err(Error::UnknownJob { .. }) => {}
             deleted => deleted?,
         }
@@ -153,8 +141,8 @@ async fn retire(cluster: client::Cluster, job: client::Job) -> Result<()> {
     Ok(())
 }
 
-async fn lane(lanes: &Semaphore) -> Result<SemaphorePermit<'_>> {
-    lanes.acquire().await.map_err(|closed| Error::Internal { cause: closed.to_string() })
+async fn acquire(sending: &Semaphore) -> Result<SemaphorePermit<'_>> {
+    sending.acquire().await.map_err(|closed| Error::Internal { cause: closed.to_string() })
 }
 
 async fn arrived(mut pushes: JoinSet<Result<()>>) -> Result<()> {
@@ -172,23 +160,8 @@ impl Job {
     }
 
     #[getter]
-    fn rank(&self) -> u32 {
-        self.job.rank()
-    }
-
-    #[getter]
-    fn world(&self) -> u32 {
-        self.job.spec().world
-    }
-
-    #[getter]
     fn epoch(&self) -> u64 {
         self.job.epoch()
-    }
-
-    #[getter]
-    fn version(&self) -> Option<u64> {
-        self.job.version()
     }
 
     fn uploads(&self, tensor: usize) -> PyResult<bool> {
@@ -239,13 +212,13 @@ impl Job {
         }
         outgoing.numel += numel;
         outgoing.bucket.push(gradient);
-        // What does not fit into any bucket goes alone.
+        // A gradient that is larger than a bucket is sent by itself.
         if outgoing.numel >= self.bucket_numel {
             closed = true;
             self.close_bucket(&mut outgoing)?;
         }
         drop(outgoing);
-        if closed { self.wait_for_lane(py) } else { Ok(()) }
+        if closed { self.wait_until_sendable(py) } else { Ok(()) }
     }
 
     fn push(&self, py: Python<'_>, step: u64, arrays: Arrays<'_>) -> PyResult<()> {
@@ -284,7 +257,7 @@ impl Job {
     fn discard(&self, py: Python<'_>, step: u64) -> PyResult<()> {
         let attempt = {
             let outgoing = &mut *lock(&self.outgoing);
-            // What is on its way need not arrive.
+            // Gradients in transfer need not arrive.
             outgoing.bucket.clear();
             let attempt = self.attempt(outgoing, step)?;
             *outgoing = Outgoing::default();
@@ -365,7 +338,7 @@ impl Job {
     }
 }
 
-/// Work that is under way. Dropped before its end, it stops.
+/// A running transfer. It is cancelled when it is dropped.
 #[pyclass(module = "zeroshard._native")]
 pub(crate) struct Transfer {
     task: Option<tokio::task::JoinHandle<Result<()>>>,
@@ -391,7 +364,7 @@ impl Transfer {
     }
 }
 
-/// What became of a step.
+/// The result of a step.
 #[pyclass(frozen, module = "zeroshard._native")]
 pub(crate) struct Report(StepReport);
 

@@ -1,12 +1,13 @@
-//! The Rust half of the Python package `zeroshard`: clusters, jobs and transfers. Python holds
-//! names and hooks; what moves, waits or is tried again is here, and in zeroshard-client.
-//! `zeroshard/_native.pyi` is its interface.
+//! The extension module of the Python package `zeroshard`: clusters, jobs and transfers. Python
+//! code has the hooks into frameworks; transfers, waiting and retries are here and in
+//! zeroshard-client. `zeroshard/_native.pyi` describes the interface.
 
 mod array;
 mod cluster;
 mod error;
 mod job;
 mod mesh;
+mod optimizer;
 mod plan;
 mod progress;
 mod runtime;
@@ -24,7 +25,9 @@ mod _native {
     #[pymodule_export]
     use job::{Job, Report, Transfer};
     #[pymodule_export]
-    use mesh::Mesh;
+    use mesh::{Layout, Mesh, TensorBox, redistribution};
+    #[pymodule_export]
+    use optimizer::Optimizer;
     #[pymodule_export]
     use plan::{Buckets, Schedule};
 

@@ -1,41 +1,17 @@
-//! Meshes, and what a rank of one has of a tensor.
+//! Meshes and layouts: how tensors are distributed over the ranks of a job.
 
-use std::sync::Arc;
+use std::{fmt, sync::Arc};
 
-use pyo3::prelude::*;
+use pyo3::{prelude::*, types::PyTuple};
 use zeroshard_client::Result;
-use zeroshard_proto::{DimPlacement, Error, Layout, ProcessMesh, Reduction, TensorBox};
+use zeroshard_proto::{self as proto, DimPlacement, Error, ProcessMesh, Reduction, redistribute};
 
 use crate::error::raise;
 
-/// Ranks in an array with named dimensions.
-#[pyclass(frozen, module = "zeroshard._native")]
+/// Ranks in an n-dimensional array with named dimensions.
+#[pyclass(frozen, eq, hash, str, module = "zeroshard._native")]
+#[derive(Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Mesh(pub(crate) Arc<ProcessMesh>);
-
-/// First index and number of indices along each dimension.
-pub(crate) type Area = (Vec<u64>, Vec<u64>);
-
-pub(crate) fn area((offset, size): Area) -> TensorBox {
-    TensorBox { offset, size }
-}
-
-/// Placements as Python writes them: `shard:0`, `replicate`, `sum`, `avg`, `max`.
-pub(crate) fn placements(names: &[String]) -> Result<Vec<DimPlacement>> {
-    let placement = |name: &String| match name.as_str() {
-        "replicate" => Ok(DimPlacement::Replicate),
-        "sum" => Ok(DimPlacement::Partial(Reduction::Sum)),
-        "avg" => Ok(DimPlacement::Partial(Reduction::Avg)),
-        "max" => Ok(DimPlacement::Partial(Reduction::Max)),
-        other => {
-            let dim = other.strip_prefix("shard:").and_then(|dim| dim.parse().ok());
-            dim.map(DimPlacement::Shard).ok_or_else(|| {
-                let expected = "shard: and a dimension, replicate, sum, avg or max";
-                Error::invalid("placement", format!("{other:?}"), expected)
-            })
-        }
-    };
-    names.iter().map(placement).collect()
-}
 
 #[pymethods]
 impl Mesh {
@@ -62,25 +38,137 @@ impl Mesh {
     fn coordinate(&self, rank: u32) -> Option<Vec<usize>> {
         self.0.coordinate(rank)
     }
+}
 
-    fn group(&self, rank: u32, dim: usize) -> Option<Vec<u32>> {
-        self.0.group(rank, dim)
+impl fmt::Display for Mesh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let sizes = self.0.names().iter().zip(self.0.shape());
+        let sizes: Vec<_> = sizes.map(|(name, size)| format!("{name} {size}")).collect();
+        write!(f, "({}) of ranks {:?}", sizes.join(", "), self.0.ranks())
+    }
+}
+
+/// A rectangular part of a tensor.
+#[pyclass(frozen, eq, hash, str, name = "Box", module = "zeroshard._native")]
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub(crate) struct TensorBox(pub(crate) proto::TensorBox);
+
+#[pymethods]
+impl TensorBox {
+    #[new]
+    fn new(offset: Vec<u64>, size: Vec<u64>) -> Self {
+        Self(proto::TensorBox { offset, size })
     }
 
-    fn describe(&self, rank: u32) -> String {
-        self.0.describe(rank)
+    #[staticmethod]
+    fn whole(shape: Vec<u64>) -> Self {
+        Self(proto::TensorBox::whole(&shape))
     }
 
-    fn local_box(
-        &self,
-        shape: Vec<u64>,
-        placements: Vec<String>,
-        rank: u32,
-    ) -> PyResult<Option<Area>> {
-        let layout =
-            self::placements(&placements).and_then(|p| Layout::new(Arc::clone(&self.0), p));
-        let layout = layout.map_err(raise)?;
-        layout.check(&shape, "").map_err(raise)?;
-        Ok(layout.local_box(&shape, rank).map(|area| (area.offset, area.size)))
+    #[getter]
+    fn offset<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.0.offset)
+    }
+
+    #[getter]
+    fn size<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.0.size)
+    }
+
+    #[getter]
+    fn numel(&self) -> u64 {
+        self.0.numel()
+    }
+
+    /// Programs, which contain boxes, can be pickled.
+    fn __getnewargs__(&self) -> (Vec<u64>, Vec<u64>) {
+        (self.0.offset.clone(), self.0.size.clone())
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Box({:?}, {:?})", self.0.offset, self.0.size)
+    }
+}
+
+impl fmt::Display for TensorBox {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ranges = self.0.offset.iter().zip(&self.0.size);
+        let ranges: Vec<_> =
+            ranges.map(|(first, size)| format!("{first}:{}", first + size)).collect();
+        write!(f, "[{}]", ranges.join(", "))
+    }
+}
+
+/// How a tensor is distributed over a mesh.
+#[pyclass(frozen, module = "zeroshard._native")]
+pub(crate) struct Layout(proto::Layout);
+
+#[pymethods]
+impl Layout {
+    #[new]
+    fn new(mesh: PyRef<'_, Mesh>, placements: Vec<String>) -> PyResult<Self> {
+        let layout = self::placements(&placements)
+            .and_then(|placements| proto::Layout::new(Arc::clone(&mesh.0), placements));
+        layout.map(Self).map_err(raise)
+    }
+
+    #[getter]
+    fn mesh(&self) -> Mesh {
+        Mesh(Arc::clone(self.0.mesh()))
+    }
+
+    #[getter]
+    fn placements(&self) -> Vec<String> {
+        self.0.placements().iter().map(placement_name).collect()
+    }
+
+    fn local_box(&self, shape: Vec<u64>, rank: u32) -> PyResult<Option<TensorBox>> {
+        self.0.check(&shape, "").map_err(raise)?;
+        Ok(self.0.local_box(&shape, rank).map(TensorBox))
+    }
+}
+
+/// The moves that take a tensor from one layout to another: sender, receiver and box of each.
+#[pyfunction]
+pub(crate) fn redistribution(
+    shape: Vec<u64>,
+    source: PyRef<'_, Layout>,
+    target: PyRef<'_, Layout>,
+) -> PyResult<Vec<(u32, u32, TensorBox)>> {
+    let plan = redistribute::plan(&shape, &source.0, &target.0).map_err(raise)?;
+    if !plan.reductions.is_empty() || !plan.zeros.is_empty() {
+        let expected = "free of partial placements; reduce the tensor first";
+        return Err(raise(Error::invalid("layout of a tensor to move", "partial", expected)));
+    }
+    Ok(plan.moves.into_iter().map(|step| (step.from, step.to, TensorBox(step.area))).collect())
+}
+
+/// Parses placements in the notation of the Python package: `shard:0`, `replicate`, `sum`, `avg`,
+/// `max`.
+pub(crate) fn placements(names: &[String]) -> Result<Vec<DimPlacement>> {
+    let placement = |name: &String| match name.as_str() {
+        "replicate" => Ok(DimPlacement::Replicate),
+        "sum" => Ok(DimPlacement::Partial(Reduction::Sum)),
+        "avg" => Ok(DimPlacement::Partial(Reduction::Avg)),
+        "max" => Ok(DimPlacement::Partial(Reduction::Max)),
+        other => {
+            let dim = other.strip_prefix("shard:").and_then(|dim| dim.parse().ok());
+            dim.map(DimPlacement::Shard).ok_or_else(|| {
+                let expected = "shard: followed by a dimension, replicate, sum, avg or max";
+                Error::invalid("placement", format!("{other:?}"), expected)
+            })
+        }
+    };
+    names.iter().map(placement).collect()
+}
+
+/// The inverse of [`placements`], of one.
+fn placement_name(placement: &DimPlacement) -> String {
+    match placement {
+        DimPlacement::Replicate => "replicate".to_owned(),
+        DimPlacement::Partial(Reduction::Sum) => "sum".to_owned(),
+        DimPlacement::Partial(Reduction::Avg) => "avg".to_owned(),
+        DimPlacement::Partial(Reduction::Max) => "max".to_owned(),
+        DimPlacement::Shard(dim) => format!("shard:{dim}"),
     }
 }

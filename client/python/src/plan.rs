@@ -1,4 +1,4 @@
-//! What travels together, and what is fetched ahead.
+//! Buckets of gradients, and prefetching of parameters.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -7,7 +7,7 @@ use zeroshard_client as client;
 
 use crate::{array::parse_dtype, error::raise};
 
-/// Which gradients travel together, and when.
+/// Buckets of gradients, which are sent when all their gradients are ready.
 #[pyclass(frozen, module = "zeroshard._native")]
 pub(crate) struct Buckets(Mutex<client::Buckets>);
 
@@ -43,7 +43,7 @@ impl Buckets {
     }
 }
 
-/// The order in which units are used, and what to fetch ahead.
+/// Prefetching by the order in which units were used in the last pass.
 #[pyclass(frozen, module = "zeroshard._native")]
 pub(crate) struct Schedule(Mutex<client::Schedule>);
 

@@ -1,17 +1,17 @@
-//! Long transfers in parts, and a bar on the terminal meanwhile.
+//! Long transfers in parts, with a progress bar on the terminal.
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use pyo3::prelude::*;
 
 use crate::array::Arrays;
 
-/// Bytes of one part: what the bar moves by.
+/// Bytes of one part, after which the bar is updated.
 const PART: usize = 64 << 20;
-/// What is smaller is over before anybody has read a bar.
+/// Smaller transfers end before a bar could be read.
 const WORTH_A_BAR: usize = 4 * PART;
 
-/// Calls `transfer` with one part of `arrays` after another. With a label, and on a terminal, shows
-/// how far it is.
+/// Calls `transfer` with one part of `arrays` after another. With a label, shows a progress bar if
+/// standard error is a terminal.
 pub(crate) fn in_parts<'py>(
     arrays: Arrays<'py>,
     label: Option<String>,
@@ -36,7 +36,7 @@ pub(crate) fn in_parts<'py>(
 }
 
 fn bar(label: Option<String>, total: usize) -> ProgressBar {
-    // Draws nothing where standard error is no terminal.
+    // This target draws nothing if standard error is not a terminal.
     let target = match label {
         Some(_) => ProgressDrawTarget::stderr(),
         None => ProgressDrawTarget::hidden(),

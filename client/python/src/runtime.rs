@@ -1,4 +1,4 @@
-//! The tasks of this process, and waiting for them.
+//! The tokio runtime of this process, and waiting for its tasks without the GIL.
 
 use std::{sync::OnceLock, time::Duration};
 
@@ -12,15 +12,15 @@ use zeroshard_server::{config::Common, logging};
 
 use crate::error::raise;
 
-/// How long it takes at most until Ctrl-C is noticed.
+/// Maximum delay until Ctrl-C is noticed.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Started at first use, and never in a forked child: threads do not survive a fork.
+/// The process that started the runtime, and the runtime. Threads do not survive a fork, so a child
+/// process cannot use it.
 static RUNTIME: OnceLock<(u32, Runtime)> = OnceLock::new();
 
 /// # Errors
-/// [`Error::Internal`] where threads cannot be started, or in a process that was forked after they
-/// were.
+/// [`Error::Internal`] if threads cannot be started, or in a process that was forked afterwards.
 pub(crate) fn runtime() -> Result<&'static Runtime> {
     if RUNTIME.get().is_none() {
         if let Ok(filter) = std::env::var("ZEROSHARD_LOG") {
@@ -35,7 +35,7 @@ pub(crate) fn runtime() -> Result<&'static Runtime> {
         Some((process, runtime)) if *process == std::process::id() => Ok(runtime),
         _ => {
             let cause =
-                "this process was forked from one that uses ZeroShard; start it by spawn instead";
+                "this process was forked from one that uses ZeroShard; start it with spawn instead";
             Err(Error::Internal { cause: cause.to_owned() })
         }
     }
@@ -48,7 +48,7 @@ pub(crate) fn spawn<T: Send + 'static>(
     Ok(runtime().map_err(raise)?.spawn(work))
 }
 
-/// Waits for `work` without holding the interpreter. Ctrl-C ends the wait, and the work.
+/// Waits for `work` without the GIL. Ctrl-C ends the wait and cancels the work.
 pub(crate) fn wait<T: Send + 'static>(
     py: Python<'_>,
     work: impl Future<Output = Result<T>> + Send + 'static,
@@ -64,10 +64,10 @@ pub(crate) fn wait<T: Send + 'static>(
     }
 }
 
-/// Waits for a task without holding the interpreter.
+/// Waits for a task without the GIL.
 ///
 /// # Errors
-/// What a signal handler raised; the task goes on.
+/// The exception of a signal handler, such as KeyboardInterrupt. The task continues.
 pub(crate) fn join<T: Send>(
     py: Python<'_>,
     task: &mut JoinHandle<Result<T>>,

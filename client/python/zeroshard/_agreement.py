@@ -1,8 +1,7 @@
-"""Ranks that are about to do something together say what, and hear at once of anybody who wants
-something else.
+"""Checks that ranks call the same function with the same arguments before they run a collective.
 
-Collectives between ranks that disagree hang or mix data up. Before the first of them the ranks
-compare what they were asked for, where they meet: no collective, and a deadline.
+Collectives between ranks that disagree hang or mix up data. The comparison goes through the store
+of the run; it uses no collective and has a timeout.
 """
 
 from __future__ import annotations
@@ -11,56 +10,61 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from ._rendezvous import Rendezvous, Store, place
-from .errors import Disagreement
+from ._rendezvous import Rendezvous, Store, world_group
+from .errors import DisagreementError
 
-#: Seconds that a rank waits for another to come to the same point: building a large model takes
-#: time.
-PATIENCE = 600.0
+#: Seconds that a rank waits for another to reach the same call: building a large model takes time.
+TIMEOUT = 600.0
 
-#: Where the ranks meet, and how often this rank has compared notes with each other one there.
-_notes: tuple[Store, Counter[int]] | None = None
+#: The store of the run, and the number of comparisons with each other rank in it.
+_comparisons: tuple[Store, Counter[int]] | None = None
 
 
-def agree(what: str, said: Mapping[str, str], ranks: Sequence[int]) -> None:
-    """Returns once all ``ranks`` have called this with the same.
+def agree(call: str, arguments: Mapping[str, str], ranks: Sequence[int]) -> None:
+    """Returns when all ``ranks`` have called this with the same arguments.
 
-    ``what`` is the function that they are in, ``said`` each thing that must be equal, as text. One
-    process, or a rank that is not among them, returns at once. Notes are compared in pairs, so that
-    ranks also agree on who they are.
+    ``call`` is the name of the user's function, ``arguments`` the text of each value that must be
+    equal. Returns immediately in a single process and on ranks that are not in ``ranks``. Ranks are
+    compared in pairs, so a difference in ``ranks`` itself is found as well.
 
-    Raises :class:`~zeroshard.Disagreement`, which names both ranks and what each has, or
-    :class:`~zeroshard.Timeout`.
+    Raises :class:`~zeroshard.DisagreementError`, which names both ranks and their values, or
+    :class:`~zeroshard.TimeoutError`.
     """
-    here = place()
-    if here.world == 1 or len(ranks) < 2 or here.rank not in ranks:
+    world = world_group()
+    if world.size == 1 or len(ranks) < 2 or world.rank not in ranks:
         return
-    rendezvous = Rendezvous(here, PATIENCE)
+    rendezvous = Rendezvous(world, TIMEOUT)
     counts = _counts(rendezvous.store)
-    mine = {"the call": what, **said}
-    numbers = {other: counts[other] for other in ranks if other != here.rank}
+    mine = {"the call": call, **arguments}
+    numbers = {other: counts[other] for other in ranks if other != world.rank}
     counts.update(numbers.keys())
     for other, number in numbers.items():
-        rendezvous.tell(f"agree/{here.rank}>{other}/{number}", json.dumps(mine))
+        rendezvous.tell(f"agree/{world.rank}>{other}/{number}", json.dumps(mine))
     for other, number in numbers.items():
-        waiting_for = f"rank {other} in {what}: does it call {what} too?"
-        theirs = json.loads(rendezvous.hear(f"agree/{other}>{here.rank}/{number}", waiting_for))
-        if theirs != mine:
-            _refuse({here.rank: mine, other: theirs})
+        waiting_for = f"rank {other} to call {call}"
+        theirs = json.loads(rendezvous.hear(f"agree/{other}>{world.rank}/{number}", waiting_for))
+        check_equal({world.rank: mine, other: theirs})
 
 
-def _refuse(said: dict[int, dict[str, str]]) -> None:
-    """Says in what two ranks differ."""
-    (first, mine), (second, theirs) = sorted(said.items())
-    about = next(each for each in {**mine, **theirs} if mine.get(each) != theirs.get(each))
-    raise Disagreement(
-        f"rank {first} and rank {second} disagree about {about}: rank {first} has {mine.get(about)}, rank {second} has "
-        f"{theirs.get(about)}; it must be the same on every rank"
-    )
+def check_equal(values: Mapping[int, Mapping[str, str]]) -> None:
+    """Raises :class:`~zeroshard.DisagreementError` if ranks have different values.
+
+    ``values`` are texts by their name, by rank.
+    """
+    first, *others = sorted(values)
+    for other in others:
+        ours, theirs = values[first], values[other]
+        for name in {**ours, **theirs}:
+            if ours.get(name) != theirs.get(name):
+                raise DisagreementError(
+                    f"rank {first} and rank {other} disagree about {name}: "
+                    f"rank {first} has {ours.get(name)}, rank {other} has {theirs.get(name)}; "
+                    "it must be the same on every rank"
+                )
 
 
 def _counts(store: Store) -> Counter[int]:
-    global _notes
-    if _notes is None or _notes[0] is not store:
-        _notes = (store, Counter())  # the process group is a new one, and its store empty
-    return _notes[1]
+    global _comparisons
+    if _comparisons is None or _comparisons[0] is not store:
+        _comparisons = (store, Counter())  # a new process group has a new, empty store
+    return _comparisons[1]

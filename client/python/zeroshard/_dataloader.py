@@ -1,5 +1,4 @@
-"""What every framework's ``shard_dataloader`` has in common: which part of a batch goes onto which
-mesh."""
+"""What the ``shard_dataloader`` of all frameworks share."""
 
 from __future__ import annotations
 
@@ -7,17 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Generic, TypeVar
 
-from .errors import InvalidArgument
+from .errors import InvalidArgumentError
 
 #: A mesh of the framework.
 M = TypeVar("M")
 
-#: The dimension of a mesh along which batches are cut, by name or number.
+#: The mesh dimension over which batches are sharded, by name or index.
 ShardDim = str | int | None
 
 
 class ShardDataloaderBase(ABC, Generic[M]):
-    """What ``shard_dataloader`` makes: iterate over it, or over what calling it returns."""
+    """Made by ``shard_dataloader``. Iterate over it, or over the result of calling it."""
 
     def __init__(
         self,
@@ -27,14 +26,14 @@ class ShardDataloaderBase(ABC, Generic[M]):
         input_keys: Sequence[str] | None = None,
         is_dataset_splitted: bool = False,
     ) -> None:
-        """As ``shard_dataloader`` says."""
+        """The arguments are those of ``shard_dataloader``."""
         several = list(meshes) if isinstance(meshes, Sequence) else [meshes]
         if not several:
-            raise InvalidArgument("meshes is empty; it must be a mesh, or a list of them")
+            raise InvalidArgumentError("meshes is empty; it must be a mesh or a list of meshes")
         checked = [self._check_mesh(mesh) for mesh in several]
         if not isinstance(dataloader, Iterable):
-            raise InvalidArgument(
-                f"dataloader is a {type(dataloader).__name__}; it must be something to iterate over"
+            raise InvalidArgumentError(
+                f"dataloader is a {type(dataloader).__name__}; it must be iterable"
             )
         dims: list[ShardDim] = (
             list(shard_dims)
@@ -42,11 +41,12 @@ class ShardDataloaderBase(ABC, Generic[M]):
             else [shard_dims] * len(checked)
         )
         if len(dims) != len(checked):
-            raise InvalidArgument(
-                f"shard_dims has {len(dims)} and meshes {len(checked)}; there must be one for each mesh"
+            raise InvalidArgumentError(
+                f"shard_dims has {len(dims)} elements and meshes {len(checked)}; "
+                "they must have the same number"
             )
         self.dataloader = dataloader
-        self._places = [
+        self._targets = [
             (mesh, self._placements(mesh, dim)) for mesh, dim in zip(checked, dims, strict=True)
         ]
         self._keys = list(input_keys) if input_keys else None
@@ -61,7 +61,7 @@ class ShardDataloaderBase(ABC, Generic[M]):
             yield self._placed(batch)
 
     def __len__(self) -> int:
-        """Batches, if the loader knows."""
+        """The number of batches, if the loader has a length."""
         if not isinstance(self.dataloader, Sized):
             raise TypeError(f"a {type(self.dataloader).__name__} has no length")
         return len(self.dataloader)
@@ -71,53 +71,58 @@ class ShardDataloaderBase(ABC, Generic[M]):
             keys = list(batch) if self._keys is None else self._keys
             missing = [key for key in keys if key not in batch]
             if missing:
-                raise InvalidArgument(f"input_keys has {missing}; a batch has {list(batch)}")
+                raise InvalidArgumentError(
+                    f"the keys {missing} of input_keys are not in a batch, which has {list(batch)}"
+                )
             return {
                 key: self._place(batch[key], number, len(keys)) for number, key in enumerate(keys)
             }
         if self._keys is not None:
-            raise InvalidArgument(
-                f"input_keys is given, and a batch is a {type(batch).__name__}; it must be a dict"
+            raise InvalidArgumentError(
+                f"a batch is a {type(batch).__name__}; it must be a dict, because input_keys is "
+                "given"
             )
         if isinstance(batch, (list, tuple)):
             return [self._place(value, number, len(batch)) for number, value in enumerate(batch)]
         return self._place(batch, 0, 1)
 
     def _place(self, value: Any, number: int, count: int) -> Any:
-        """One part of a batch, on its mesh."""
-        if len(self._places) not in (1, count):
-            raise InvalidArgument(
-                f"meshes has {len(self._places)} and a batch {count} parts; there must be one mesh, or one for each part"
+        """Distributes one element of a batch."""
+        if len(self._targets) not in (1, count):
+            raise InvalidArgumentError(
+                f"meshes has {len(self._targets)} elements and a batch {count}; "
+                "pass one mesh, or one per element"
             )
         if isinstance(value, (list, tuple)):
             return [self._place(each, number, count) for each in value]
         if not self._is_tensor(value):
             return value
-        mesh, placements = self._places[number if len(self._places) > 1 else 0]
+        mesh, placements = self._targets[number if len(self._targets) > 1 else 0]
         return (
             self._assembled(value, mesh, placements)
             if self._splitted
-            else self._cut(value, mesh, placements)
+            else self._distributed(value, mesh, placements)
         )
 
-    # ---- what a framework knows
+    # ---- implemented by each framework
 
     @abstractmethod
     def _check_mesh(self, mesh: object) -> M:
-        """One of ``meshes``, if it is a mesh."""
+        """Returns the mesh, or raises an error if it is not one."""
 
     @abstractmethod
     def _placements(self, mesh: M, dim: ShardDim) -> Sequence[Any]:
-        """Dimension 0 of a batch cut along a dimension of the mesh; whole, if that is None."""
+        """The placements of a batch that is sharded on dimension 0 over the mesh dimension, or
+        replicated."""
 
     @abstractmethod
     def _is_tensor(self, value: object) -> bool:
-        """Whether this goes onto a mesh; what is none is left as it is."""
+        """Whether the value is a tensor. Other values are passed on unchanged."""
 
     @abstractmethod
     def _assembled(self, value: Any, mesh: M, placements: Sequence[Any]) -> Any:
-        """The distributed tensor of which each rank has given its part."""
+        """The distributed tensor with this local tensor."""
 
     @abstractmethod
-    def _cut(self, value: Any, mesh: M, placements: Sequence[Any]) -> Any:
-        """The distributed tensor of the whole that the first rank has given."""
+    def _distributed(self, value: Any, mesh: M, placements: Sequence[Any]) -> Any:
+        """Distributes the first rank's tensor."""

@@ -1,8 +1,7 @@
-"""What every framework's ``DistModel`` has in common: modes, programs, and what a call may be
-given.
+"""What the ``DistModel`` of all frameworks share: modes, programs, and the arguments of calls.
 
-A framework's class is a :class:`DistModelBase` that knows how to run a model; it imports nothing of
-another framework.
+A framework implements a subclass of :class:`DistModelBase` that runs the model. Nothing here
+imports a framework.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from ._core.optimizer import SteppedByServers
 from ._layer import INPUT_FN
 from ._program import MODES, Description, Program, make_program
 from ._strategy import Strategy
-from .errors import InvalidArgument, NotATensor
+from .errors import InvalidArgumentError, NotATensorError
 
 T = TypeVar("T")
 S = TypeVar("S")
 
-#: What a state dict may hold.
+#: The modes of ``state_dict``.
 PARTS = ("all", "param", "opt")
-#: In a state dict, what is the optimizer's and no parameter: ``optimizer.<parameter>.<tensor>``.
+#: Prefix of the optimizer's entries in a state dict: ``optimizer.<parameter>.<tensor>``.
 OPTIMIZER_PREFIX = "optimizer."
 
 
 class DistModelBase(ABC, Generic[T]):
-    """A model with modes; ``T`` is the framework's tensor.
+    """A model with modes. ``T`` is the framework's tensor.
 
-    With a loss and an optimizer the first mode is ``"train"``, with a loss alone ``"eval"``, with
-    neither ``"predict"``.
+    The initial mode is ``"train"`` with a loss and an optimizer, ``"eval"`` with a loss only, and
+    ``"predict"`` with neither.
     """
 
     def __init__(
@@ -44,17 +43,17 @@ class DistModelBase(ABC, Generic[T]):
         optimizer: object | None,
         strategy: Strategy | None,
     ) -> None:
-        """As ``to_static`` says. ``_model`` and ``_optimizer`` are the framework's class's to
-        make."""
+        """The arguments are those of ``to_static``. Subclasses set ``_model`` and
+        ``_optimizer``."""
         self._check_arguments(layer, loss, optimizer, strategy)
         self.loader = loader
         self._layer = layer
         self._loss = loss
         self._has_optimizer = optimizer is not None
         self._mode = "predict" if loss is None else "eval" if optimizer is None else "train"
-        #: The mesh of the layer's parameters; None: they are plain.
+        #: The mesh of the layer's parameters. None: they are not distributed.
         self._mesh: Any = self._common_mesh()
-        #: What runs: the layer, or its wrapper that knows the servers.
+        #: The layer, or its wrapper that uses the servers.
         self._model = layer
         self._optimizer: Any = None
 
@@ -62,20 +61,22 @@ class DistModelBase(ABC, Generic[T]):
         self, layer: object, loss: object, optimizer: object, strategy: object
     ) -> None:
         if not self._is_layer(layer):
-            raise InvalidArgument(
-                f"layer is a {type(layer).__name__}; it must be a {self._layer_name} that is not wrapped already"
+            raise InvalidArgumentError(
+                f"layer is a {type(layer).__name__}; "
+                f"it must be a {self._layer_name} that is not sharded yet"
             )
         if loss is not None and not callable(loss):
-            raise InvalidArgument(
-                f"loss is {loss!r}; it must be a function of outputs and labels, or None"
+            raise InvalidArgumentError(
+                f"loss is {loss!r}; it must be a function of outputs and labels or None"
             )
         if optimizer is not None and not self._is_optimizer(optimizer):
-            raise InvalidArgument(
-                f"optimizer is a {type(optimizer).__name__}; it must be a {self._optimizer_name}, or None"
+            raise InvalidArgumentError(
+                f"optimizer is a {type(optimizer).__name__}; "
+                f"it must be a {self._optimizer_name} or None"
             )
         if strategy is not None and not isinstance(strategy, Strategy):
-            raise InvalidArgument(
-                f"strategy is a {type(strategy).__name__}; it must be a zeroshard Strategy, or None"
+            raise InvalidArgumentError(
+                f"strategy is a {type(strategy).__name__}; it must be a zeroshard Strategy or None"
             )
         if (
             isinstance(optimizer, SteppedByServers)
@@ -83,20 +84,20 @@ class DistModelBase(ABC, Generic[T]):
             and strategy.sharding.enable
         ):
             if strategy.level != optimizer.sharding.level:
-                raise InvalidArgument(
-                    f"the strategy's level is {strategy.level!r} and the sharded optimizer's "
-                    f"{optimizer.sharding.level!r}; one of them must say it"
+                raise InvalidArgumentError(
+                    f"the strategy has level {strategy.level!r} and the sharded optimizer "
+                    f"{optimizer.sharding.level!r}; they must be the same"
                 )
 
     def _common_mesh(self) -> Any | None:
-        """The mesh that the layer's distributed parameters are on; None if it has none."""
+        """The mesh of the layer's distributed parameters. None if it has none."""
         found: Any | None = None
         for name, parameter in self._layer.named_parameters():
             mesh = self._mesh_of(parameter)
             if mesh is not None and found is not None and mesh != found:
-                raise InvalidArgument(
-                    f"parameter {name!r} is on the mesh {self._mesh_text(mesh)}, and others on "
-                    f"{self._mesh_text(found)}; all must be on one"
+                raise InvalidArgumentError(
+                    f"parameter {name!r} is on the mesh {self._mesh_text(mesh)}, other parameters "
+                    f"are on {self._mesh_text(found)}; all parameters must be on one mesh"
                 )
             found = found if mesh is None else mesh
         return found
@@ -109,15 +110,17 @@ class DistModelBase(ABC, Generic[T]):
         return self._mode
 
     def train(self) -> None:
-        """A call updates the parameters and returns the loss. Needs a loss and an optimizer."""
+        """Switches to train mode: a call updates the parameters and returns the loss. Needs a loss
+        and an optimizer."""
         self._switch("train")
 
     def eval(self) -> None:
-        """A call returns the loss and changes nothing. Needs a loss."""
+        """Switches to eval mode: a call returns the loss. Needs a loss."""
         self._switch("eval")
 
     def predict(self) -> None:
-        """A call returns the outputs, ``{"out0": ..., "out1": ...}``, and changes nothing."""
+        """Switches to predict mode: a call returns the outputs as ``{"out0": ..., "out1":
+        ...}``."""
         self._switch("predict")
 
     def _switch(self, mode: str) -> None:
@@ -125,10 +128,10 @@ class DistModelBase(ABC, Generic[T]):
         self._mode = mode
 
     def _check_mode(self, mode: str) -> str:
-        """The mode, if this model has what it takes."""
+        """Returns the mode, or raises an error if the model does not support it."""
         if mode not in MODES:
-            raise InvalidArgument(
-                f"mode is {mode!r}; it must be one of {', '.join(map(repr, MODES))}, or None"
+            raise InvalidArgumentError(
+                f"mode is {mode!r}; it must be one of {', '.join(map(repr, MODES))} or None"
             )
         missing = []
         if mode != "predict" and self._loss is None:
@@ -136,25 +139,27 @@ class DistModelBase(ABC, Generic[T]):
         if mode == "train" and not self._has_optimizer:
             missing.append("an optimizer")
         if missing:
-            raise InvalidArgument(
-                f"mode {mode!r} needs {' and '.join(missing)}: give {'them' if len(missing) > 1 else 'it'} to to_static"
+            raise InvalidArgumentError(
+                f"mode {mode!r} needs {' and '.join(missing)}; "
+                f"pass {'them' if len(missing) > 1 else 'it'} to to_static"
             )
         return mode
 
     # ---- calls
 
     def __call__(self, *args: Any) -> Any:
-        """In train and eval: the inputs, then what the loss compares the outputs with. In predict:
-        the inputs alone.
+        """Runs the model on the inputs. In train and eval mode, the inputs are followed by the
+        labels.
 
-        Raises :class:`~zeroshard.InvalidArgument` (a ValueError) for another number of tensors than
-        the mode takes, and :class:`~zeroshard.NotATensor` (a TypeError).
+        Raises :class:`~zeroshard.InvalidArgumentError` (a ValueError) if the number of tensors does
+        not match the mode, and :class:`~zeroshard.NotATensorError` (a TypeError).
         """
         tensors = flatten(args)
         for number, tensor in enumerate(tensors):
             if not self._is_tensor(tensor):
-                raise NotATensor(
-                    f"argument {number} is a {type(tensor).__name__}; it must be a {self._tensor_name}"
+                raise NotATensorError(
+                    f"argument {number} is a {type(tensor).__name__}; it must be a "
+                    f"{self._tensor_name}"
                 )
         inputs, labels = self._split(tensors)
         if self._mode == "train":
@@ -164,28 +169,28 @@ class DistModelBase(ABC, Generic[T]):
         return {f"out{number}": output for number, output in enumerate(self._predict(inputs))}
 
     def _train_step(self, inputs: list[T], labels: list[T]) -> T:
-        """Forward, backward and a step on the servers; the loss."""
+        """Forward, backward and a step on the servers. Returns the loss."""
         self._model.train()
         self._optimizer.zero_grad()
-        with self._watched("train"):
+        with self._recorded("train"):
             loss: Any = self._loss_of(inputs, labels)
-            mean = self._everybodys(loss.detach())
+            mean = self._mean_loss(loss.detach())
             loss.backward()
-            self._now("after_backward")
+            self._record("after_backward")
             self._optimizer.step()
         return mean
 
     def _evaluate(self, inputs: list[T], labels: list[T]) -> T:
-        """Forward without gradients; the loss."""
+        """Forward without gradients. Returns the loss."""
         self._model.eval()
-        with self._no_grad(), self._watched("eval"):
-            return self._everybodys(self._loss_of(inputs, labels))
+        with self._no_grad(), self._recorded("eval"):
+            return self._mean_loss(self._loss_of(inputs, labels))
 
     def _predict(self, inputs: list[T]) -> list[T]:
-        """Forward without gradients; the outputs."""
+        """Forward without gradients. Returns the outputs."""
         self._model.eval()
         with self._no_grad():
-            with self._watched("predict"):
+            with self._recorded("predict"):
                 outputs = self._outputs(inputs)
             return [self._whole_output(output, inputs) for output in outputs]
 
@@ -196,16 +201,16 @@ class DistModelBase(ABC, Generic[T]):
         on_mesh = any(
             self._is_tensor(output) and self._mesh_of(output) is not None for output in outputs
         )
-        self._now("before_loss")
+        self._record("before_loss")
         loss: Any = self._loss(*outputs, *(self._placed(label, on_mesh) for label in labels))
-        self._now("after_loss")
+        self._record("after_loss")
         if not self._is_tensor(loss) or math.prod(loss.shape) != 1:
-            said = (
-                f"of shape {list(loss.shape)}"
+            given = (
+                f"has shape {list(loss.shape)}"
                 if self._is_tensor(loss)
-                else f"a {type(loss).__name__}"
+                else f"is a {type(loss).__name__}"
             )
-            raise InvalidArgument(f"the loss is {said}; it must be a tensor of one element")
+            raise InvalidArgumentError(f"the loss {given}; it must be a tensor with one element")
         found: T = loss
         return found
 
@@ -215,46 +220,51 @@ class DistModelBase(ABC, Generic[T]):
         return self._flat(self._model(*inputs))
 
     def _computes_on_mesh(self) -> bool:
-        """Whether the model takes tensors that are distributed."""
+        """Whether the model computes on distributed tensors."""
         return self._mesh is not None
 
     def _placed(self, value: T, on_mesh: bool) -> T:
-        """A tensor as the model takes it: on its mesh, or this rank's part."""
+        """The tensor as the model needs it: on the model's mesh, or as a local tensor."""
         mesh = self._mesh_of(value)
         if on_mesh:
             return value if mesh == self._mesh else self._replicated(value)
-        return value if mesh is None else self._part(value)
+        return value if mesh is None else self._local_input(value)
 
-    def _part(self, value: Any) -> T:
-        """What this rank computes with where the model is not distributed: its part of the batch,
-        or all of it."""
-        for parts, dim in self._cuts(value):
+    def _local_input(self, value: Any) -> T:
+        """The tensor for a model that is not distributed: this rank's part of the batch, or all of
+        it."""
+        for parts, dim in self._shards(value):
             if value.shape[dim] % parts:
-                raise InvalidArgument(
-                    f"a batch has {value.shape[dim]} samples; it must divide by the {parts} ranks, whose losses are averaged"
+                raise InvalidArgumentError(
+                    f"a batch has {value.shape[dim]} samples; "
+                    f"it must be divisible by the {parts} ranks, whose losses are averaged"
                 )
         return self._local(value)
 
     def _whole_output(self, output: Any, inputs: list[T]) -> Any:
-        """An output on every rank: of all parts of the batch, where the inputs were parts."""
+        """The whole output on every rank, if the inputs were distributed over the batch."""
         if not self._is_tensor(output):
             return output
         if self._mesh_of(output) is None:
-            cut = next(
-                (value for value in inputs if any(dim == 0 for _, dim in self._cuts(value))), None
+            sharded = next(
+                (value for value in inputs if any(dim == 0 for _, dim in self._shards(value))), None
             )
-            if cut is None or not output.shape or output.shape[0] != self._local_shape(cut)[0]:
+            if (
+                sharded is None
+                or not output.shape
+                or output.shape[0] != self._local_shape(sharded)[0]
+            ):
                 return output
-            output = self._assembled_as(output, cut)
+            output = self._assembled_as(output, sharded)
         return self._whole(output)
 
-    def _everybodys(self, loss: T) -> T:
-        """The mean over the ranks, where each has a loss of its own."""
+    def _mean_loss(self, loss: T) -> T:
+        """The mean of the ranks' losses, if they differ."""
         loss = self._whole(loss)
         return self._mean(loss) if self._losses_differ() else loss
 
     def _split(self, tensors: list[T]) -> tuple[list[T], list[T]]:
-        """Inputs of the model, and what is left for the loss: at least one label."""
+        """Splits the tensors into the inputs of the model and the labels for the loss."""
         signature = _signature(self._layer.forward)
         labels = 0 if self._mode == "predict" else 1
         for count in range(len(tensors) - labels, 0, -1):
@@ -262,28 +272,28 @@ class DistModelBase(ABC, Generic[T]):
                 return tensors[:count], tensors[count:]
             if self._mode == "predict":
                 break
-        wanted = "" if signature is None else f" for forward{signature}"
-        also = "" if self._mode == "predict" else ", then at least 1 label for the loss"
-        raise InvalidArgument(
-            f"{len(tensors)} tensors are given in mode {self._mode!r}; it takes the inputs{wanted}{also}"
+        wanted = "" if signature is None else f" of forward{signature}"
+        also = "" if self._mode == "predict" else " and at least 1 label for the loss"
+        raise InvalidArgumentError(
+            f"mode {self._mode!r} takes the inputs{wanted}{also}, but got {len(tensors)} tensors"
         )
 
     # ---- programs
 
     def dist_main_program(self, mode: str | None = None) -> Program:
-        """What this worker does in each call of the mode; of the current one if None."""
+        """The operations of this worker in each call, in the given or the current mode."""
         return self._program(mode, "dist", "main")
 
     def dist_startup_program(self, mode: str | None = None) -> Program:
-        """What this worker does once, before the first call of the mode."""
+        """The operations of this worker before the first call."""
         return self._program(mode, "dist", "startup")
 
     def serial_main_program(self, mode: str | None = None) -> Program:
-        """What one worker alone would do in each call, with the whole model."""
+        """The operations of a single worker with the whole model, in each call."""
         return self._program(mode, "serial", "main")
 
     def serial_startup_program(self, mode: str | None = None) -> Program:
-        """What one worker alone would do once, with the whole model."""
+        """The operations of a single worker with the whole model, before the first call."""
         return self._program(mode, "serial", "startup")
 
     def _program(self, mode: str | None, scope: str, kind: str) -> Program:
@@ -293,13 +303,13 @@ class DistModelBase(ABC, Generic[T]):
     # ---- state
 
     def state_dict(self, mode: str = "all") -> dict[str, Any]:
-        """Whole tensors by name: ``"param"`` the model's, ``"opt"`` the optimizer's, ``"all"``
-        both.
+        """Whole tensors by name: the model's (``"param"``), the optimizer's (``"opt"``), or both
+        (``"all"``).
 
-        The optimizer's names are ``optimizer.<parameter>.<tensor>``.
+        The names of the optimizer's tensors are ``optimizer.<parameter>.<tensor>``.
         """
         if mode not in PARTS:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"mode is {mode!r}; it must be one of {', '.join(map(repr, PARTS))}"
             )
         state = {} if mode == "opt" else dict(self._model_state())
@@ -310,8 +320,7 @@ class DistModelBase(ABC, Generic[T]):
         return state
 
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` gave: the model's part, the optimizer's, or both. By
-        every rank."""
+        """Loads the result of :meth:`state_dict`. Every rank must call it."""
         model, optimizer = {}, {}
         for name, value in state_dict.items():
             if name.startswith(OPTIMIZER_PREFIX):
@@ -319,8 +328,9 @@ class DistModelBase(ABC, Generic[T]):
             else:
                 model[name] = value
         if optimizer and not self._has_optimizer:
-            raise InvalidArgument(
-                "the state has an optimizer's part; this model has no optimizer: to_static takes one"
+            raise InvalidArgumentError(
+                "the state contains optimizer state, but this model has no optimizer; "
+                "pass one to to_static"
             )
         if model:
             self._set_model_state(model)
@@ -328,129 +338,130 @@ class DistModelBase(ABC, Generic[T]):
             self._set_optimizer_state(optimizer)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        """A state of the model must have its names and shapes."""
+        """Raises an error unless the state has the names and shapes of the model's."""
         own = self._model.state_dict()
         unknown, missing = (
             [name for name in state if name not in own],
             [name for name in own if name not in state],
         )
         if unknown or missing:
-            raise InvalidArgument(
-                f"the state has {unknown or 'nothing'} that the model has not, and lacks {missing or 'nothing'}; it must "
-                "have the model's names"
+            raise InvalidArgumentError(
+                "the names of the state do not match the model: "
+                f"unexpected {unknown or 'none'}, missing {missing or 'none'}"
             )
         for name, value in state.items():
             if list(value.shape) != list(own[name].shape):
-                raise InvalidArgument(
-                    f"{name!r} of the state has shape {list(value.shape)}; it must have the model's, {list(own[name].shape)}"
+                raise InvalidArgumentError(
+                    f"{name!r} in the state has shape {list(value.shape)}; "
+                    f"it must have the model's shape, {list(own[name].shape)}"
                 )
 
-    # ---- what a framework knows: its types
+    # ---- implemented by each framework: types
 
-    #: What the framework calls its tensors: ``torch.Tensor``.
+    #: The names of its classes, such as ``torch.Tensor``.
     _tensor_name: str
-    #: Its modules, and its optimizers.
     _layer_name: str
     _optimizer_name: str
 
     @abstractmethod
     def _is_tensor(self, value: object) -> bool:
-        """Whether this can be an input."""
+        """Whether the value is a tensor."""
 
     @abstractmethod
     def _is_layer(self, value: object) -> bool:
-        """Whether this can be the model: a module that is not wrapped."""
+        """Whether the value is a module that is not sharded yet."""
 
     @abstractmethod
     def _is_optimizer(self, value: object) -> bool:
-        """Whether this can be the optimizer."""
+        """Whether the value is an optimizer."""
 
     # ---- tensors on a mesh
 
     @abstractmethod
     def _mesh_of(self, value: T) -> Any | None:
-        """The mesh that a tensor is on; None if it is plain."""
+        """The mesh of a tensor. None if it is not distributed."""
 
     @abstractmethod
     def _mesh_text(self, mesh: Any) -> str:
-        """A mesh in an error."""
+        """The text of a mesh in errors."""
 
     @abstractmethod
-    def _cuts(self, value: T) -> Sequence[tuple[int, int]]:
-        """Of how many parts along which dimension it is, for each dimension of its mesh that cuts
-        it."""
+    def _shards(self, value: T) -> Sequence[tuple[int, int]]:
+        """The number of shards and the tensor dimension, for each mesh dimension that shards the
+        tensor."""
 
     @abstractmethod
     def _local(self, value: T) -> T:
-        """What this rank has of a distributed tensor, complete."""
+        """The local tensor, with partial values reduced."""
 
     @abstractmethod
     def _local_shape(self, value: T) -> Sequence[int]:
-        """Its shape."""
+        """The shape of the local tensor."""
 
     @abstractmethod
     def _whole(self, value: T) -> T:
-        """All of a tensor; one that is plain as it is."""
+        """The whole tensor. A plain tensor is returned as it is."""
 
     @abstractmethod
     def _replicated(self, value: T) -> T:
-        """All of it on every rank of the model's mesh, from there or from another."""
+        """The whole tensor on every rank of the model's mesh."""
 
     @abstractmethod
-    def _assembled_as(self, here: T, cut: T) -> T:
-        """The tensor of which ranks have parts as they have of ``cut``, along dimension 0."""
+    def _assembled_as(self, part: T, sharded: T) -> T:
+        """The tensor with this local tensor that is sharded on dimension 0 like ``sharded``."""
 
-    # ---- how it computes
+    # ---- computation
 
     @abstractmethod
     def _no_grad(self) -> AbstractContextManager[object]:
-        """Inside, no gradients are made."""
+        """A context without gradients."""
 
     @abstractmethod
     def _flat(self, outputs: Any) -> list[T]:
-        """A model's outputs, one after the other."""
+        """The outputs of the model as a list."""
 
     @abstractmethod
     def _losses_differ(self) -> bool:
-        """Whether ranks have losses of their own: unless they compute one together, on a mesh of
-        all of them."""
+        """Whether each rank computes its own loss: true unless they compute one together, on a mesh
+        of all ranks."""
 
     @abstractmethod
     def _mean(self, loss: T) -> T:
         """The mean of the ranks' losses."""
 
-    def _watched(self, mode: str) -> AbstractContextManager[object]:
-        """Around what a call computes: a framework may watch what the ranks do together."""
+    def _recorded(self, mode: str) -> AbstractContextManager[object]:
+        """A context around the computation of a call, in which a framework may record
+        collectives."""
         return nullcontext()
 
-    def _now(self, moment: str) -> None:
-        """Tells who watches where the call has come to."""
+    def _record(self, moment: str) -> None:
+        """Sets the moment of the call for the recorder."""
 
-    # ---- what it tells
+    # ---- descriptions and state
 
     @abstractmethod
     def _describe(self, mode: str) -> Description:
-        """What the programs of a mode are made from."""
+        """The description from which the programs of a mode are made."""
 
     @abstractmethod
     def _model_state(self) -> Mapping[str, T]:
-        """Parameters and buffers, whole."""
+        """Whole parameters and buffers."""
 
     @abstractmethod
     def _optimizer_state(self) -> Mapping[str, Any]:
-        """``<parameter>.<tensor>``: whole tensors, and numbers."""
+        """Whole tensors, and numbers, named ``<parameter>.<tensor>``."""
 
     @abstractmethod
     def _set_model_state(self, state: Mapping[str, T]) -> None:
-        """Takes over parameters and buffers."""
+        """Loads parameters and buffers."""
 
     @abstractmethod
     def _set_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Takes over the optimizer's state."""
+        """Loads the optimizer's state."""
 
 
 def flatten(values: Iterable[Any]) -> list[Any]:
-    """What is in nested lists and tuples, in order."""
+    """The elements of nested lists and tuples, in order."""
     flat: list[Any] = []
     for value in values:
         if isinstance(value, (list, tuple)):
@@ -463,8 +474,7 @@ def flatten(values: Iterable[Any]) -> list[Any]:
 def named_optimizer_state(
     state: Mapping[int, Mapping[str, S]], names: Mapping[int, str]
 ) -> dict[str, S]:
-    """An optimizer's state by parameter number, as ``<parameter>.<tensor>``; ``names`` are the
-    parameters'."""
+    """Optimizer state by ``<parameter>.<tensor>``, from state by parameter number."""
     return {
         f"{names[number]}.{part}": value
         for number, tensors in state.items()
@@ -475,18 +485,18 @@ def named_optimizer_state(
 def numbered_optimizer_state(
     state: Mapping[str, S], names: Mapping[int, str]
 ) -> dict[int, dict[str, S]]:
-    """The reverse of :func:`named_optimizer_state`.
+    """The inverse of :func:`named_optimizer_state`.
 
-    Raises :class:`~zeroshard.InvalidArgument` where a parameter is named that there is not.
+    Raises :class:`~zeroshard.InvalidArgumentError` if a parameter is unknown.
     """
     numbers = {name: number for number, name in names.items()}
     found: dict[int, dict[str, S]] = {}
     for key, value in state.items():
         name, _, part = key.rpartition(".")
         if name not in numbers:
-            raise InvalidArgument(
-                f"the state has {OPTIMIZER_PREFIX + key!r}, and {name!r} is no parameter that the optimizer has; they "
-                f"are {', '.join(numbers)}"
+            raise InvalidArgumentError(
+                f"the state contains {OPTIMIZER_PREFIX + key!r}, but the optimizer has no "
+                f"parameter {name!r}; its parameters are {', '.join(numbers)}"
             )
         found.setdefault(numbers[name], {})[part] = value
     return found
@@ -500,7 +510,7 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _takes(signature: inspect.Signature, count: int) -> bool:
-    """Whether so many positional arguments can be given."""
+    """Whether the function accepts this number of positional arguments."""
     try:
         signature.bind(*[None] * count)
     except TypeError:

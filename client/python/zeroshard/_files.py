@@ -1,4 +1,4 @@
-"""Files of a saved model: a directory, and files in it that appear only when they are complete."""
+"""Files of a saved model, which appear in their directory only when they are complete."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from .errors import InvalidArgument
+from .errors import InvalidArgumentError
 
 
 def directory(output: str | os.PathLike[str]) -> Path:
-    """Where a model is saved, or has been: a directory, or nothing as yet."""
+    """The directory in which a model is saved. It need not exist."""
     found = Path(output)
     if found.exists() and not found.is_dir():
-        raise InvalidArgument(f"output is {os.fspath(output)!r}, a file; it must be a directory")
+        raise InvalidArgumentError(
+            f"output is {os.fspath(output)!r}, which is a file; it must be a directory"
+        )
     return found
 
 
 def write(path: Path, save: Callable[[Path], object]) -> None:
-    """Has ``save`` write to a file beside the path, which takes its place."""
+    """Calls ``save`` with a temporary path, then renames the file to ``path``."""
     partial = path.with_name(path.name + ".partial")
     save(partial)
     partial.replace(path)
 
 
 def existing(path: Path) -> Path:
-    """A file that is there to be loaded."""
+    """Returns the path of a file to load, or raises an error if it does not exist."""
     if not path.is_file():
-        raise InvalidArgument(
-            f"{str(path)!r} is not there; it must be a file that save_group_sharded_model wrote"
+        raise InvalidArgumentError(
+            f"{str(path)!r} does not exist; it must be a file written by save_group_sharded_model"
         )
     return path

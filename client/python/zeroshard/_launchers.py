@@ -1,5 +1,5 @@
-"""Who starts the processes of a run, torch or Paddle: how each says which they are, and where they
-meet."""
+"""The launchers of torch and Paddle: how a process learns its rank, and where the ranks find each
+other."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import Any
 
-from .errors import NotInitialised, Timeout
+from .errors import NotInitialisedError, TimeoutError
 
 LOOPBACK = "127.0.0.1"
 
 
 class Launcher(ABC):
-    """A framework's way of starting several processes."""
+    """The launcher of a framework."""
 
-    #: The environment variables of this process's rank, and of how many there are.
+    #: The environment variables of the rank and of the world size.
     variables: tuple[str, str]
 
     @abstractmethod
     def group(self) -> tuple[int, int] | None:
-        """Rank and world of the default process group, if the program has made it."""
+        """Rank and size of the default process group, if the program has initialised it."""
 
     @abstractmethod
-    def store(self, rank: int, world: int, deadline: float) -> Any:
-        """What all processes share; rank 0 may be the one that serves it."""
+    def store(self, rank: int, world: int, timeout: float) -> Any:
+        """The store that all processes share. Rank 0 may serve it."""
 
     @abstractmethod
     def reachable_host(self) -> str:
-        """The address at which the others reach this process, which is rank 0; loopback if all are
-        on this machine."""
+        """The address at which the other ranks reach rank 0, which is this process: loopback if all
+        ranks are on one machine."""
 
 
 class Torch(Launcher):
@@ -44,24 +44,26 @@ class Torch(Launcher):
         group = torch_distributed()
         return None if group is None else (group.get_rank(), group.get_world_size())
 
-    def store(self, rank: int, world: int, deadline: float) -> Any:
+    def store(self, rank: int, world: int, timeout: float) -> Any:
         group = torch_distributed()
         if group is not None:
             return group.distributed_c10d._get_default_store()
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if address is None or port is None:
-            raise NotInitialised(
-                f"WORLD_SIZE is {world}, but the ranks cannot find each other: call "
-                "torch.distributed.init_process_group before zeroshard.init, or start the program by torchrun"
+            raise NotInitialisedError(
+                f"WORLD_SIZE is {world}, but MASTER_ADDR or MASTER_PORT is not set; call "
+                "torch.distributed.init_process_group before zeroshard.init, or start the program "
+                "with torchrun"
             )
         try:
             from torch._C._distributed_c10d import TCPStore
         except ImportError:
-            raise NotInitialised(
-                "several ranks find each other through torch's store, and torch cannot be imported"
+            raise NotInitialisedError(
+                f"WORLD_SIZE is {world}, and torch, whose store the ranks use, cannot be imported; "
+                "install torch"
             ) from None
-        # torchrun's agent serves the store itself; else rank 0 does, and shares it with a later
-        # init_process_group.
+        # torchrun's agent serves the store. Without it rank 0 does, and a later init_process_group
+        # uses the same store.
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
             return TCPStore(
@@ -69,12 +71,12 @@ class Torch(Launcher):
                 int(port),
                 world,
                 is_master=rank == 0 and not agent,
-                timeout=timedelta(seconds=deadline),
+                timeout=timedelta(seconds=timeout),
                 wait_for_workers=False,
                 multi_tenant=True,
             )
         except Exception as error:
-            raise Timeout(
+            raise TimeoutError(
                 f"rank {rank} cannot reach the store at {address}:{port}: {error}"
             ) from None
 
@@ -97,23 +99,25 @@ class Paddle(Launcher):
             return None
         return module.get_rank(), module.get_world_size()
 
-    def store(self, rank: int, world: int, deadline: float) -> Any:
+    def store(self, rank: int, world: int, timeout: float) -> Any:
         if not (os.environ.get("PADDLE_MASTER") or os.environ.get("PADDLE_TRAINER_ENDPOINTS")):
-            raise NotInitialised(
-                f"PADDLE_TRAINERS_NUM is {world}, but the ranks cannot find each other: start the program by "
-                "python -m paddle.distributed.launch, or by paddle.distributed.spawn"
+            raise NotInitialisedError(
+                f"PADDLE_TRAINERS_NUM is {world}, but neither PADDLE_MASTER nor "
+                "PADDLE_TRAINER_ENDPOINTS is set; start the program with "
+                "python -m paddle.distributed.launch or paddle.distributed.spawn"
             )
         try:
             from paddle.base import core
         except ImportError:
-            raise NotInitialised(
-                "several ranks find each other through Paddle's store, and paddle cannot be imported"
+            raise NotInitialisedError(
+                f"PADDLE_TRAINERS_NUM is {world}, and paddle, whose store the ranks use, cannot be "
+                "imported; install paddlepaddle"
             ) from None
         try:
-            # One for each process, which init_parallel_env uses too, before and after.
+            # One store per process, which init_parallel_env uses as well.
             return core.create_or_get_global_tcp_store()
         except Exception as error:
-            raise Timeout(f"rank {rank} cannot reach the store: {error}") from None
+            raise TimeoutError(f"rank {rank} cannot reach the store: {error}") from None
 
     def reachable_host(self) -> str:
         endpoints = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
@@ -124,7 +128,7 @@ class Paddle(Launcher):
         return _resolved("PADDLE_CURRENT_ENDPOINT", own.rpartition(":")[0])
 
 
-#: In the order in which they are asked.
+#: In order of precedence.
 ALL: tuple[Launcher, ...] = (Torch(), Paddle())
 
 
@@ -140,4 +144,6 @@ def _resolved(variable: str, host: str) -> str:
     try:
         return socket.gethostbyname(host)
     except OSError as error:
-        raise NotInitialised(f"{variable} cannot be resolved: {error}") from None
+        raise NotInitialisedError(
+            f"{variable} is {host!r}, which cannot be resolved: {error}"
+        ) from None

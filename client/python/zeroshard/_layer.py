@@ -1,36 +1,34 @@
-"""What every framework's ``shard_layer`` has in common: its functions, and what ranks must agree
-on."""
+"""What the ``shard_layer`` of all frameworks share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .errors import InvalidArgument
+from .errors import InvalidArgumentError
 
-#: Set on a layer whose inputs ``input_fn`` makes: whoever calls it for the user must leave them to
-#: it.
+#: Set on a layer with an ``input_fn``, so that a :class:`DistModel` does not distribute its inputs.
 INPUT_FN = "_zeroshard_input_fn"
 
 
 def check_functions(**functions: object) -> None:
-    """What is given as a function must be one, or None."""
+    """Raises an error unless each argument is a function or None."""
     for name, function in functions.items():
         if function is not None and not callable(function):
-            raise InvalidArgument(f"{name} is {function!r}; it must be a function, or None")
+            raise InvalidArgumentError(f"{name} is {function!r}; it must be a function or None")
 
 
 def parameters_text(layer: Any, placements: Callable[[Any], Sequence[Any] | None]) -> str:
-    """Names, shapes, dtypes and placements of a layer's parameters, in an error.
+    """Names, shapes, dtypes and placements of a layer's parameters, for errors.
 
-    ``placements`` gives those of a parameter; None if it is plain.
+    ``placements`` returns the placements of a parameter, or None if it is not distributed.
     """
-    said = []
+    descriptions = []
     for name, parameter in layer.named_parameters():
         placed = placements(parameter)
         at = "" if placed is None else f" {list(placed)}"
-        said.append(f"{name} {list(parameter.shape)} {parameter.dtype}{at}")
-    return ", ".join(said) or "none"
+        descriptions.append(f"{name} {list(parameter.shape)} {parameter.dtype}{at}")
+    return ", ".join(descriptions) or "none"
 
 
 def add_functions(
@@ -40,8 +38,8 @@ def add_functions(
     output_fn: Callable[[Any, Any], Any] | None,
     after_forward: Callable[[Callable[..., Any]], object],
 ) -> None:
-    """Has them called around each forward of the layer; ``after_forward`` is how the framework adds
-    the second."""
+    """Registers the functions to be called around each forward of the layer. ``after_forward``
+    registers a forward hook in the framework."""
     if input_fn is not None:
         before = input_fn
         layer.register_forward_pre_hook(lambda _, inputs: _as_inputs(before(inputs, mesh)))
@@ -52,5 +50,5 @@ def add_functions(
 
 
 def _as_inputs(inputs: Any) -> Any:
-    """The frameworks take several inputs as a tuple."""
+    """A list of inputs as a tuple, which the frameworks require."""
     return tuple(inputs) if isinstance(inputs, list) else inputs

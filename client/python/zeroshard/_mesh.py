@@ -1,43 +1,45 @@
-"""What every framework asks of a mesh's dimensions, and of placements on it."""
+"""Validation of mesh dimensions and placements, for all frameworks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .errors import InvalidArgument
+from .errors import InvalidArgumentError
 
 
 def dimension(dim: object, ndim: int, names: Sequence[str]) -> int:
-    """The number of a mesh's dimension that is given by number or by name; ``names`` may be
-    none."""
+    """The index of a mesh dimension that is given by index or by name. ``names`` may be empty."""
     if isinstance(dim, str) and dim in names:
         return names.index(dim)
     if isinstance(dim, int) and not isinstance(dim, bool) and -ndim <= dim < ndim:
         return dim % ndim
     known = ", ".join(map(repr, names)) or "without names"
-    raise InvalidArgument(f"the mesh has no dimension {dim!r}; it has {ndim} ({known})")
+    raise InvalidArgumentError(
+        f"the mesh has no dimension {dim!r}; it has {ndim} dimensions ({known})"
+    )
 
 
 def check_placements(placements: object, placement_type: type, mesh_ndim: int, what: str) -> None:
-    """There must be one placement for each dimension of the mesh."""
+    """Raises an error unless there is one placement per mesh dimension."""
     if not isinstance(placements, Sequence) or not all(
         isinstance(each, placement_type) for each in placements
     ):
-        raise InvalidArgument(
-            f"placements of {what} is {placements!r}; it must be a list of Shard(dim), Replicate() or Partial()"
+        raise InvalidArgumentError(
+            f"the placements of {what} are {placements!r}; "
+            "they must be a list of Shard(dim), Replicate() or Partial()"
         )
     if len(placements) != mesh_ndim:
-        raise InvalidArgument(
-            f"placements of {what} has {len(placements)}; it must have one for each of the {mesh_ndim} dimensions of the "
-            "mesh"
+        raise InvalidArgumentError(
+            f"expected one placement of {what} per mesh dimension ({mesh_ndim}), "
+            f"got {len(placements)}"
         )
 
 
 def tensor_dimension(dim: int, ndim: int, what: str) -> int:
-    """The dimension of a tensor that is sharded, counted from the front."""
+    """The non-negative index of a tensor's dimension."""
     if not -ndim <= dim < ndim:
-        raise InvalidArgument(
-            f"{what} is to be sharded on dimension {dim}, and has {ndim} dimension{'s' if ndim != 1 else ''}; it must be "
-            f"one of {list(range(ndim))}"
+        raise InvalidArgumentError(
+            f"{what} cannot be sharded on dimension {dim}; "
+            f"it has {ndim} dimension{'s' if ndim != 1 else ''}"
         )
     return dim % ndim

@@ -1,8 +1,8 @@
-"""The Rust half of the package: clusters, jobs, transfers.
+"""The extension module, written in Rust: clusters, jobs and transfers.
 
-Everything here releases the interpreter while it waits, ends at a deadline, and can be interrupted
-by Ctrl-C. Errors are those of :mod:`zeroshard.errors`. Tensors are known by their position in the
-job's manifest.
+Blocking calls release the GIL, raise an error when their timeout expires, and can be interrupted
+with Ctrl-C. Exceptions are those of :mod:`zeroshard.errors`. Tensors are identified by their index
+in the job's manifest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,81 +10,125 @@ from typing import final
 
 __all__ = [
     "Array",
+    "Box",
     "Buckets",
     "Cluster",
     "Job",
+    "Layout",
     "Mesh",
+    "Optimizer",
     "Report",
     "Schedule",
     "TensorSpec",
     "Transfer",
     "__version__",
+    "redistribution",
 ]
 __version__: str
 
-#: A box of a tensor: first index, and number of indices, along each dimension.
-type _Area = tuple[Sequence[int], Sequence[int]]
-
-#: A parameter group: the optimizer's name, and its hyperparameters by torch's names (flags are 0 or
-#: 1).
+#: A parameter group: the name and the hyperparameters of its optimizer (see :class:`Optimizer`).
 type _Group = tuple[str, Mapping[str, float]]
 
 @final
 class Array:
-    """Contiguous host memory of a tensor, lent to transfers; ``owner`` is kept alive for as long as
-    they need it.
+    """Contiguous host memory that transfers read or write. ``owner`` is kept alive until they end.
 
-    ``dtype`` is ``"f32"``, ``"bf16"`` or ``"f16"``. Any other kind of element travels as raw words,
-    as ``"f32"`` (only where nothing computes with it: buffers). A pull fills it with ``area`` of
-    its tensor, row-major; without one with what the rank has of the tensor by its layout, which is
-    all of it if there is none.
+    ``dtype`` is ``"f32"``, ``"bf16"`` or ``"f16"``. Buffers of other dtypes are transferred as raw
+    ``"f32"`` words. A pull writes ``box`` of the tensor, in row-major order; by default the rank's
+    box of the tensor's layout, which is the whole tensor if it has no layout.
     """
 
     def __new__(
-        cls, address: int, numel: int, dtype: str, owner: object, area: _Area | None = None
+        cls, address: int, numel: int, dtype: str, owner: object, box: Box | None = None
     ) -> Array: ...
+
+@final
+class Box:
+    """An axis-aligned region of a tensor: first index and number of indices per dimension."""
+
+    def __new__(cls, offset: Sequence[int], size: Sequence[int]) -> Box: ...
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Box:
+        """The box of the whole tensor."""
+    @property
+    def offset(self) -> tuple[int, ...]: ...
+    @property
+    def size(self) -> tuple[int, ...]: ...
     @property
     def numel(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
+    def __getnewargs__(self) -> tuple[list[int], list[int]]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
 
 @final
 class Mesh:
-    """Ranks in an array with named dimensions.
-
-    How a tensor lies on it is said by one placement for each dimension: ``"shard:0"`` (cut along
-    the tensor's dimension 0, like ``torch.chunk``), ``"replicate"``, ``"sum"`` or ``"avg"`` (what
-    the ranks have is yet to be summed or averaged), ``"max"``.
-    """
+    """Ranks in an n-dimensional array with named dimensions. ``ranks`` are in row-major order."""
 
     def __new__(cls, shape: Sequence[int], ranks: Sequence[int], names: Sequence[str]) -> Mesh: ...
     @property
     def shape(self) -> list[int]: ...
     @property
-    def ranks(self) -> list[int]:
-        """Row-major."""
+    def ranks(self) -> list[int]: ...
     @property
     def names(self) -> list[str]: ...
-    def coordinate(self, rank: int) -> list[int] | None: ...
-    def group(self, rank: int, dim: int) -> list[int] | None:
-        """The ranks along a dimension through ``rank``."""
-    def describe(self, rank: int) -> str:
-        """Such as ``rank 3 (dp 1, tp 1)``."""
-    def local_box(
-        self, shape: Sequence[int], placements: Sequence[str], rank: int
-    ) -> tuple[list[int], list[int]] | None:
-        """What ``rank`` has of a tensor: first index, and number of indices, along each
-        dimension."""
+    def coordinate(self, rank: int) -> list[int] | None:
+        """The index of ``rank`` in each dimension. None if the rank is not in the mesh."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
+
+@final
+class Layout:
+    """How a tensor is distributed over a mesh: one placement per mesh dimension.
+
+    A placement is ``"shard:0"`` (split along dimension 0 of the tensor, as by ``torch.chunk``),
+    ``"replicate"``, or the reduction that turns the ranks' values into the tensor: ``"sum"``,
+    ``"avg"`` or ``"max"``.
+    """
+
+    def __new__(cls, mesh: Mesh, placements: Sequence[str]) -> Layout: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def placements(self) -> list[str]: ...
+    def local_box(self, shape: Sequence[int], rank: int) -> Box | None:
+        """The rank's box of a tensor of ``shape``. None if the rank is not in the mesh."""
+
+def redistribution(
+    shape: Sequence[int], source: Layout, target: Layout
+) -> list[tuple[int, int, Box]]:
+    """The transfers that redistribute a tensor: sending rank, receiving rank and box of each.
+
+    A rank that already has a box sends it to itself. Neither layout may have partial placements.
+    """
+
+@final
+class Optimizer:
+    """An optimizer of the shard servers, with torch's names for its hyperparameters and state.
+
+    Hyperparameters that are not given have torch's defaults. Flags are 0 or 1.
+    """
+
+    def __new__(
+        cls, name: str, hyperparameters: Mapping[str, float] | None = None
+    ) -> Optimizer: ...
+    @property
+    def hyperparameters(self) -> dict[str, float]: ...
+    @property
+    def state(self) -> list[str]:
+        """The names of its state tensors. Each is f32 and has the parameter's shape."""
+    @property
+    def needs_whole_tensors(self) -> bool:
+        """Whether an update depends on the norm of the whole parameter."""
 
 @final
 class TensorSpec:
     """One tensor of a job's manifest.
 
-    ``layout`` says how its gradient, and what it begins with, come from the ranks: the index of one
-    of the job's meshes, and a placement for each of its dimensions. Of what is replicated the first
-    rank contributes; each piece of what is cut comes from those who have it; what is partial is
-    summed, or averaged. Without a layout every rank contributes all of it, the mean is taken, and
-    rank 0 uploads it.
+    ``layout`` is the index of one of the job's meshes and one placement per dimension of it. The
+    layout determines which ranks upload the tensor and contribute to its gradient: each box of a
+    sharded tensor comes from the ranks that have it, the first rank contributes for replicas, and
+    partial values are reduced. Without a layout rank 0 uploads the tensor, and the gradient is the
+    mean over all ranks.
     """
 
     def __new__(
@@ -100,12 +144,10 @@ class TensorSpec:
         no_clip: bool = False,
         layout: tuple[int, Sequence[str]] | None = None,
     ) -> TensorSpec: ...
-    @property
-    def name(self) -> str: ...
 
 @final
 class Cluster:
-    """A cluster of shard servers: one that runs elsewhere, or one inside this process."""
+    """A connection to a cluster of shard servers, which may run inside this process."""
 
     @staticmethod
     def connect(
@@ -114,7 +156,7 @@ class Cluster:
         token: str | None = None,
         wire: str = "f32",
         chunk_bytes: int = 1048576,
-        deadline: float = 600.0,
+        timeout: float = 600.0,
     ) -> Cluster: ...
     @staticmethod
     def embedded(
@@ -124,7 +166,7 @@ class Cluster:
         token: str | None = None,
         wire: str = "f32",
         chunk_bytes: int = 1048576,
-        deadline: float = 600.0,
+        timeout: float = 600.0,
     ) -> Cluster: ...
     @property
     def address(self) -> str: ...
@@ -138,14 +180,14 @@ class Cluster:
         world: int,
         meshes: Sequence[Mesh] | None = None,
     ) -> None:
-        """Makes the job, unless it is there already with the same description."""
+        """Creates the job, unless a job with the same name and the same specification exists."""
     def join(self, name: str, rank: int, *, bucket_numel: int = 8388608) -> Job: ...
     def delete_job(self, name: str) -> None: ...
     def state_hash(self, name: str) -> str: ...
     def traffic(self) -> tuple[int, int]:
         """Payload bytes pulled and pushed so far."""
     def close(self) -> None:
-        """Stops an embedded cluster, and waits for it."""
+        """Stops an embedded cluster and waits until it has stopped."""
 
 @final
 class Job:
@@ -154,15 +196,9 @@ class Job:
     @property
     def name(self) -> str: ...
     @property
-    def rank(self) -> int: ...
-    @property
-    def world(self) -> int: ...
-    @property
     def epoch(self) -> int: ...
-    @property
-    def version(self) -> int | None: ...
     def uploads(self, tensor: int) -> bool:
-        """Whether this rank uploads what it has of a tensor, or another that has the same."""
+        """Whether this rank uploads its box of the tensor. Only one of several replicas does."""
     def initialise(
         self,
         arrays: Sequence[tuple[int, Array]],
@@ -171,47 +207,46 @@ class Job:
         applied: int = 0,
         label: str | None = None,
     ) -> None:
-        """Uploads initial parameters (``part=""``), or before them a state tensor of the optimizer.
+        """Uploads initial parameters (``part=""``), or before them one optimizer state tensor each.
 
-        What others upload by the tensors' layouts (without one: all but rank 0) is left out.
-
-        ``applied`` is how many steps the state has seen. With a ``label`` long work shows a
-        progress bar.
+        Skips tensors that another rank uploads. ``applied`` is the number of steps that the state
+        has seen. With a ``label``, a long upload shows a progress bar.
         """
     def initialised(self) -> int:
-        """Waits until the initial parameters of all ranks are complete on all servers; the version
-        then.
+        """Waits until all servers have the initial parameters of all ranks. Returns the version.
 
-        A rank that uploads and leaves before that takes along what it has uploaded.
+        If a rank leaves before this point, its uploads are dropped.
         """
     def gradient(self, step: int, tensor: int, array: Array) -> None:
-        """Puts a gradient into the open bucket; a full bucket starts on its way. Returns at
-        once."""
+        """Adds a gradient to the current bucket. Sends the bucket when it is full. Does not wait
+        for the transfer."""
     def push(self, step: int, arrays: Sequence[tuple[int, Array]]) -> None:
-        """Starts to send these gradients as one bucket. Returns at once."""
+        """Starts to send these gradients as one bucket. Does not wait for the transfer."""
     def absent(self, step: int, tensors: Sequence[int]) -> None:
-        """Says that this rank has no gradients for these tensors. Returns at once."""
+        """Reports that this rank has no gradient for these tensors. Does not wait."""
     def buffers(self, step: int, arrays: Sequence[tuple[int, Array]]) -> None:
-        """Starts to send the buffers as they are after ``step``; by the ranks that upload them."""
+        """Starts to send the values that the buffers have after ``step``. Called by the ranks that
+        upload them."""
     def flush(self) -> None:
-        """Sends the open bucket, and waits until everything sent has arrived."""
+        """Sends the current bucket and waits until all transfers have ended."""
     def forget(self) -> None:
-        """Drops the open bucket and what is on its way. What is sent next belongs to the attempt
-        that is open then.
+        """Drops the current bucket and cancels running transfers. Gradients sent afterwards belong
+        to the attempt that is open then.
 
-        Until then everything of the step belongs to the attempt that its first gradient was sent
-        in, and once that has ended it fails with :class:`~zeroshard.errors.StepAborted`.
+        Without this call all gradients of a step belong to the attempt that was open when the first
+        one was sent, and fail with :class:`~zeroshard.errors.StepAbortedError` if it has ended.
         """
     def discard(self, step: int) -> None:
-        """Forgets, and has the servers drop what came of the open attempt at ``step``. Every rank
-        must do the same.
+        """Does what :meth:`forget` does, and makes the servers drop the gradients of the open
+        attempt at ``step``. Every rank must call it.
 
-        Raises :class:`~zeroshard.errors.StepAborted` where the servers have dropped it already,
-        :class:`~zeroshard.errors.StepMismatch` where the step was decided, and
-        :class:`~zeroshard.errors.Disagreement` where another rank commits the attempt.
+        Raises :class:`~zeroshard.errors.StepAbortedError` if the servers have already dropped them,
+        :class:`~zeroshard.errors.StepMismatchError` if the step was already decided, and
+        :class:`~zeroshard.errors.DisagreementError` if another rank commits the attempt.
         """
     def reduce(self, step: int, loss_scale: float = 1.0) -> float:
-        """The global norm of the mean gradient, once every rank has flushed. Flushes first."""
+        """Flushes, waits until every rank has flushed, and returns the global norm of the mean
+        gradient."""
     def commit(
         self,
         step: int,
@@ -221,17 +256,17 @@ class Job:
         max_norm: float | None = None,
         targets: Sequence[tuple[int, Array]] | None = None,
     ) -> Report:
-        """Flushes, says that this rank's part of the step is done, and waits for the decision.
+        """Flushes, commits this rank's contribution and waits until the step is decided.
 
-        ``targets`` are filled with the parameters that the step makes.
+        ``targets`` receive the parameters of the new version.
         """
     def pull(
         self, version: int, arrays: Sequence[tuple[int, Array]], *, part: str | None = None
     ) -> Transfer:
-        """Starts to fill the arrays with the parameters at ``version``, which is waited for.
+        """Starts to receive the parameters of ``version``, as soon as it is available.
 
-        With a ``part`` exactly, in f32: ``""`` the parameters, ``"master"``, or a state tensor of
-        the optimizer.
+        With a ``part`` the values are exact f32 numbers: ``""`` for the parameters, ``"master"``
+        for the master weights, or the name of an optimizer state tensor.
         """
     def fetch(
         self,
@@ -241,23 +276,22 @@ class Job:
         part: str | None = None,
         label: str | None = None,
     ) -> None:
-        """As :meth:`pull`, and waits; with a ``label`` long work shows a progress bar."""
+        """Pulls and waits. With a ``label``, a long transfer shows a progress bar."""
     def applied_steps(self, version: int) -> list[int]:
-        """How many steps each tensor has been updated by."""
+        """The number of steps that each tensor was updated by."""
     def retire(self) -> Transfer:
-        """Starts to leave the job, done; the last rank that leaves deletes it, if it made a
-        step."""
+        """Starts to leave the job. The last rank to leave deletes it, if it has made a step."""
 
 @final
 class Transfer:
-    """Work that is under way. It stops when nobody has this any more."""
+    """A running transfer. It is cancelled when this object is deleted."""
 
     def done(self) -> bool: ...
     def wait(self) -> None: ...
 
 @final
 class Report:
-    """What became of a step."""
+    """The result of a step."""
 
     @property
     def version(self) -> int: ...
@@ -269,15 +303,16 @@ class Report:
     def clip_coefficient(self) -> float: ...
     @property
     def overflow(self) -> tuple[int, int | None] | None:
-        """The first tensor with inf or NaN, and the lowest rank that sent one."""
+        """The first tensor with an inf or NaN gradient, and the lowest rank that sent one."""
     @property
     def absent(self) -> list[tuple[int, int, bool]]:
-        """Tensors without a gradient on some rank: tensor, lowest such rank, whether on every
-        rank."""
+        """The tensors without a gradient on some rank: tensor, lowest such rank, and whether no
+        rank has one."""
 
 @final
 class Buckets:
-    """Which gradients travel together, and when: buckets are sent whole, in reverse order."""
+    """Buckets of gradients, in forward order. A bucket is sent when all its gradients are ready, in
+    reverse order."""
 
     def __new__(
         cls, tensors: Sequence[tuple[int, str]], limit_bytes: int, first_limit_bytes: int
@@ -286,21 +321,20 @@ class Buckets:
     @property
     def buckets(self) -> list[list[int]]: ...
     def ready(self, tensor: int) -> list[int]:
-        """Marks a gradient as complete; the tensors that can be sent now. Twice in a round: an
-        error."""
+        """Marks a gradient as ready, and returns the tensors that can be sent now. Raises an error
+        if the gradient is already marked."""
     def rest(self) -> list[int]:
         """The tensors that are not ready, in order."""
     def reset(self) -> None:
-        """Begins the next round."""
+        """Marks all gradients as not ready."""
 
 @final
 class Schedule:
-    """The order in which units are used, learned from the last pass, and what to fetch ahead."""
+    """Prefetching: records the order in which units are used in one pass, and predicts the next."""
 
     def __new__(cls, sizes: Sequence[int], window: int) -> Schedule:
-        """``sizes``: bytes of each unit; ``window``: bytes that may be fetched ahead (one unit
-        always may)."""
+        """``sizes``: bytes of each unit; ``window``: the bytes to prefetch (at least one unit)."""
     def use(self, unit: int) -> list[int]:
-        """Notes that ``unit`` is used now; the units to have ready next, nearest first."""
+        """Records that ``unit`` is used now, and returns the units to prefetch, next first."""
     def restart(self) -> list[int]:
-        """A new pass begins; the units that it probably starts with."""
+        """Begins a new pass, and returns the units that it is expected to use first."""

@@ -1,8 +1,7 @@
-"""Programs: what one worker does in a mode of a :class:`DistModel`, as a list of operations that
-can be read.
+"""Programs: the operations of one worker in a mode of a :class:`DistModel`, as a readable list.
 
-A program is made from a :class:`Description` of the model alone, before anything runs. The words
-are the same for every framework, and in Rust.
+A program is made from a :class:`Description` of the model, before anything runs. The operations
+have the same names in every framework and in Rust.
 
     description = Description(level="os_g", rank=0, world=2, modules=(...), variables=(...))
     print(make_program(description, "train", "dist", "main"))
@@ -10,11 +9,11 @@ are the same for every framework, and in Rust.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from .errors import InvalidArgument
+from ._native import Box
+from .errors import InvalidArgumentError
 
 MODES = ("train", "eval", "predict")
 SCOPES = ("dist", "serial")
@@ -22,67 +21,44 @@ KINDS = ("main", "startup")
 
 
 @dataclass(frozen=True)
-class Box:
-    """A part of a tensor: its first element, and how many there are, in each dimension."""
-
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-
-    @staticmethod
-    def whole(shape: tuple[int, ...]) -> Box:
-        """All of a tensor."""
-        return Box((0,) * len(shape), tuple(shape))
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.size)
-
-    def __str__(self) -> str:
-        ranges = zip(self.offset, self.size, strict=True)
-        return f"[{', '.join(f'{first}:{first + size}' for first, size in ranges)}]"
-
-
-@dataclass(frozen=True)
 class Variable:
-    """A tensor of the model, as one worker has it."""
+    """A tensor of the model on one worker."""
 
     name: str
-    #: Of the logical tensor.
+    #: The shape of the whole tensor.
     shape: tuple[int, ...]
-    #: As the framework calls it, without a prefix: ``float32``.
+    #: The framework's name of the dtype, without a prefix: ``float32``.
     dtype: str
-    #: Bytes of an element.
+    #: Bytes per element.
     itemsize: int
-    #: The worker's part.
+    #: The worker's box.
     box: Box
-    #: Whether the servers step it.
+    #: Whether the servers update it.
     trained: bool
-    #: Whether the worker keeps it between uses; else it is pulled for each.
+    #: Whether the worker keeps it between uses. Otherwise it is pulled for each use.
     resident: bool = True
-    #: Whether this worker's gradient counts; False where another worker has the same one.
+    #: Whether this worker's gradient is used. False if another worker has the same box.
     contributes: bool = True
-    #: Whether this worker's initial value counts: the servers have it from the first worker of each
-    #: box.
+    #: Whether this worker uploads the initial value: the first worker of each box does.
     uploads: bool = True
-    #: What else is to be said of it: its placements on a mesh.
+    #: A remark, such as its placements on a mesh.
     note: str = ""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the worker's part."""
+        """Bytes of the worker's box."""
         return self.box.numel * self.itemsize
 
 
 @dataclass(frozen=True)
 class Collective:
-    """Something that the workers of a group do together."""
+    """A collective operation of a group of workers."""
 
     #: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``broadcast``.
     name: str
-    #: Their ranks.
+    #: The ranks of the group.
     group: tuple[int, ...]
-    #: Bytes that this worker gives; None while the size of a batch is not known.
+    #: Bytes of this worker's input. None while the batch size is not known.
     nbytes: int | None = None
 
 
@@ -103,24 +79,24 @@ class Module:
 
 @dataclass(frozen=True)
 class Description:
-    """What programs are made from: a model as one worker sees it."""
+    """A model on one worker, from which programs are made."""
 
     #: ``os``, ``os_g`` or ``p_g_os``.
     level: str
     rank: int
     world: int
-    #: In the order in which they run.
+    #: In execution order.
     modules: tuple[Module, ...]
     variables: tuple[Variable, ...]
-    #: What the loss needs of the outputs.
+    #: Collectives on the outputs, before the loss.
     before_loss: tuple[Collective, ...] = ()
-    #: What makes the loss of one worker that of all, and what backward begins with.
+    #: Collectives on the loss, and at the start of backward.
     after_loss: tuple[Collective, ...] = ()
-    #: What gradients need before they are sent.
+    #: Collectives on the gradients, before they are sent.
     after_backward: tuple[Collective, ...] = ()
 
     def serial(self) -> Description:
-        """The same model on one worker that is alone, and has all of it."""
+        """The same model on a single worker, which has all of it."""
         modules = tuple(
             Module(module.name, module.type, module.variables) for module in self.modules
         )
@@ -135,20 +111,20 @@ class Description:
 
 @dataclass(frozen=True)
 class Operation:
-    """One thing that the worker does."""
+    """One operation of the worker."""
 
     #: ``join``, ``pull``, ``push``, ``forward``, ``loss``, ``backward``, ``collective`` or
     #: ``commit``.
     verb: str
-    #: A tensor of the manifest, a module, or a collective's name.
+    #: A tensor, a module, or the name of a collective.
     subject: str = ""
     #: The part of the tensor.
     box: Box | None = None
-    #: Bytes that move; None where none do, or their number is not known.
+    #: Bytes that are moved, if known.
     nbytes: int | None = None
-    #: Ranks that take part.
+    #: The participating ranks.
     group: tuple[int, ...] | None = None
-    #: What else is to be said.
+    #: A remark.
     note: str = ""
 
     def __str__(self) -> str:
@@ -170,9 +146,9 @@ class Operation:
 class Program:
     """The operations of a mode, in order.
 
-    ``scope`` is ``"dist"`` (what this worker does) or ``"serial"`` (what one worker alone would do
-    with the whole model), ``kind`` is ``"main"`` (each call) or ``"startup"`` (once, before).
-    ``str`` makes a listing.
+    ``scope`` is ``"dist"`` (the operations of this worker) or ``"serial"`` (those of a single
+    worker with the whole model), ``kind`` is ``"main"`` (for each call) or ``"startup"`` (once,
+    before the first call). ``str`` returns a listing.
     """
 
     mode: str
@@ -191,16 +167,17 @@ class Program:
         return len(self.operations)
 
     def find(self, verb: str) -> list[Operation]:
-        """The operations of one kind, in order."""
+        """The operations with this verb, in order."""
         return [operation for operation in self.operations if operation.verb == verb]
 
     def bytes(self, verb: str) -> int:
-        """Bytes that the operations of one kind move, as far as they are known."""
+        """The bytes that the operations with this verb move, as far as they are known."""
         return sum(operation.nbytes or 0 for operation in self.find(verb))
 
     def __str__(self) -> str:
         lines = [
-            f"{self.scope} {self.kind} program of {self.mode}, level {self.level}, rank {self.rank} of {self.world}",
+            f"{self.scope} {self.kind} program of {self.mode}, level {self.level}, "
+            f"rank {self.rank} of {self.world}",
             "variables",
         ]
         for variable in self.variables:
@@ -220,7 +197,7 @@ class Program:
 def make_program(description: Description, mode: str, scope: str, kind: str) -> Program:
     """The program of a mode.
 
-    Raises :class:`~zeroshard.InvalidArgument` where mode, scope or kind is none that there is.
+    Raises :class:`~zeroshard.InvalidArgumentError` if mode, scope or kind is unknown.
     """
     for name, value, allowed in (
         ("mode", mode, MODES),
@@ -228,7 +205,7 @@ def make_program(description: Description, mode: str, scope: str, kind: str) -> 
         ("kind", kind, KINDS),
     ):
         if value not in allowed:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}"
             )
     if scope == "serial":
@@ -254,8 +231,7 @@ def make_program(description: Description, mode: str, scope: str, kind: str) -> 
 
 
 def _startup(description: Description, mode: str) -> list[Operation]:
-    """A training job is made on the servers, and everybody has rank 0's values; else there is
-    nothing to do."""
+    """For training, creates the job with the values of rank 0. Otherwise there is nothing to do."""
     if mode != "train":
         return []
     note = f"job of {description.world} rank{'s' if description.world != 1 else ''}"
@@ -280,7 +256,8 @@ def _forward(description: Description) -> list[Operation]:
 
 
 def _train(description: Description) -> list[Operation]:
-    """Gradients leave as they are made, or at level ``os`` once all are there."""
+    """Gradients are pushed as soon as they are computed; at level ``os``, after the backward
+    pass."""
     operations = [*_forward(description), *_loss(description)]
     by_name = {variable.name: variable for variable in description.variables}
     sent: list[Operation] = []
@@ -291,8 +268,7 @@ def _train(description: Description) -> list[Operation]:
         operations.append(Operation("backward", module.name, note=module.type))
         operations += _collectives(module.after_backward)
         for variable in (by_name[name] for name in module.variables):
-            # A tied tensor's gradient is complete only when the first of its modules has been
-            # passed.
+            # The gradient of a tied tensor is complete after the backward of its first module.
             first = next(other for other in description.modules if variable.name in other.variables)
             if (
                 first is not module
@@ -323,7 +299,7 @@ def _loss(description: Description) -> list[Operation]:
 
 
 def _fetched(description: Description, module: Module) -> list[Operation]:
-    """What the module needs and is not here."""
+    """Pulls the variables of the module that are not resident."""
     by_name = {variable.name: variable for variable in description.variables}
     needed = (by_name[name] for name in module.variables)
     return [_moved("pull", variable, "") for variable in needed if not variable.resident]

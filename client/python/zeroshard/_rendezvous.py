@@ -1,5 +1,4 @@
-"""How the processes of one training run find each other: through the store of their framework's
-launcher."""
+"""How the processes of a training run find each other: through the store of their launcher."""
 
 from __future__ import annotations
 
@@ -11,107 +10,114 @@ from typing import Protocol
 
 from . import _launchers
 from ._launchers import Launcher
-from .errors import NotInitialised, Timeout
+from .errors import NotInitialisedError, TimeoutError
 
 #: ``torch.distributed``, if the program has initialised it.
 distributed = _launchers.torch_distributed
 
-#: Where the processes of a run agree on what is not theirs alone to decide.
+#: Prefix of all keys in the store, which the user's program may use too.
 _PREFIX = "zeroshard"
-#: Seconds between two looks at whether rank 0 has told.
+#: Seconds between two looks at a key that is not set yet.
 _INTERVAL = 0.01
 
 
 @dataclass(frozen=True)
-class Place:
-    """This process among those of its run."""
+class ProcessGroup:
+    """Ranks that work together: this process's rank among them, and their ranks in the world."""
 
     rank: int
-    world: int
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
 
 
 class Store(Protocol):
-    """What the processes of a run share; torch's and Paddle's are alike."""
+    """A key-value store that all processes of a run share. torch's and Paddle's both fit."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
     def add(self, key: str, by: int, /) -> int: ...
 
 
-def _launched() -> tuple[Launcher, Place]:
-    """Whose process group there is, or else whose launcher has made the environment; torch's if
-    nobody's."""
+def _launched() -> tuple[Launcher, ProcessGroup]:
+    """The launcher of this process and its world: of the framework that has a process group, else
+    of the one whose environment variables are set, else a single process."""
     for launcher in _launchers.ALL:
         group = launcher.group()
         if group is not None:
-            return launcher, Place(*group)
+            return launcher, _world(*group)
     for launcher in _launchers.ALL:
         rank, world = launcher.variables
         if world not in os.environ:
             continue
         try:
-            place = Place(int(os.environ.get(rank, "0")), int(os.environ[world]))
+            group = int(os.environ.get(rank, "0")), int(os.environ[world])
         except ValueError as error:
-            raise NotInitialised(f"{rank} and {world} must be numbers: {error}") from None
-        if place.world > 1:
-            return launcher, place
-    return _launchers.ALL[0], Place(0, 1)
+            raise NotInitialisedError(f"{rank} and {world} must be numbers: {error}") from None
+        if group[1] > 1:
+            return launcher, _world(*group)
+    return _launchers.ALL[0], _world(0, 1)
 
 
-def place() -> Place:
-    """From the process group if there is one, else from the environment that a launcher made, else
-    alone."""
+def _world(rank: int, size: int) -> ProcessGroup:
+    return ProcessGroup(rank, tuple(range(size)))
+
+
+def world_group() -> ProcessGroup:
+    """The group of all processes of this run."""
     return _launched()[1]
 
 
 class Rendezvous:
-    """Says something on rank 0, and hears it on the others."""
+    """Exchanges values between the ranks of a run."""
 
-    def __init__(self, place: Place, deadline: float) -> None:
-        self._place = place
-        self._deadline = deadline
-        #: The same object as long as the processes meet in the same place.
-        self.store: Store = _launched()[0].store(place.rank, place.world, deadline)
+    def __init__(self, world: ProcessGroup, timeout: float) -> None:
+        self._rank = world.rank
+        self._timeout = timeout
+        #: One object per store: a new object means a new process group.
+        self.store: Store = _launched()[0].store(world.rank, world.size, timeout)
 
     def tell(self, key: str, value: str) -> None:
-        """On one rank."""
+        """Sets a value. Called by one rank."""
         self.store.set(f"{_PREFIX}/{key}", value)
         self.store.add(f"{_PREFIX}/{key}/told", 1)
 
     def count(self, key: str, by: int) -> int:
-        """Adds to a number that all ranks share; what it is then."""
+        """Adds to a counter that all ranks share, and returns its new value."""
         return int(self.store.add(f"{_PREFIX}/{key}", by))
 
     def exchange(self, key: str, value: str, ranks: Sequence[int]) -> list[str]:
-        """What each of ``ranks`` says under ``key``, in their order; all of them must."""
-        self.tell(f"{key}/{self._place.rank}", value)
-        own = self._place.rank
+        """Returns the value that each of ``ranks`` has passed for ``key``, in their order. All of
+        them must call it."""
+        self.tell(f"{key}/{self._rank}", value)
         return [
             value
-            if rank == own
+            if rank == self._rank
             else self.hear(f"{key}/{rank}", f"rank {rank} to describe the same model ({key})")
             for rank in ranks
         ]
 
     def hear(self, key: str, waiting_for: str) -> str:
-        """On the other ranks; waits until it was told. ``waiting_for``: what to say where it is
-        not."""
-        until = time.monotonic() + self._deadline
+        """Waits for a value that another rank sets. ``waiting_for`` is for the error message."""
+        timed_out = f"rank {self._rank} waited {self._timeout:g} s for {waiting_for}"
+        until = time.monotonic() + self._timeout
         try:
-            # Paddle's store has a deadline of its own for what is not there yet, torch's one for
-            # each call.
+            # `get` of Paddle's store has its own timeout, and torch's one timeout per call.
             while not self.count(f"{key}/told", 0):
                 if time.monotonic() > until:
-                    raise TimeoutError("it has not said anything")
+                    raise TimeoutError(timed_out)
                 time.sleep(_INTERVAL)
             return str(bytes(self.store.get(f"{_PREFIX}/{key}")).decode())
+        except TimeoutError:
+            raise
         except Exception as error:
-            raise Timeout(
-                f"rank {self._place.rank} waited {self._deadline:g} s for {waiting_for} ({error})"
-            ) from None
+            raise TimeoutError(f"{timed_out} ({error})") from None
 
 
 def reachable_host() -> str:
-    """The address at which the other ranks reach what this process serves: loopback if all are on
-    this machine."""
+    """The address at which the other ranks reach this process: loopback if all ranks are on one
+    machine."""
     return _launched()[0].reachable_host()

@@ -1,5 +1,4 @@
-"""What the shard servers hold for the workers, by the stages of sharding: the same words in every
-framework."""
+"""Sharding stages and strategies, which are the same in every framework."""
 
 from __future__ import annotations
 
@@ -7,29 +6,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from .errors import InvalidArgument
+from .errors import InvalidArgumentError
 
-#: The levels that the stages of sharding stand for.
+#: The level of each sharding stage.
 LEVEL_OF_STAGE = {1: "os", 2: "os_g", 3: "p_g_os"}
 
 
 def level_of_stage(stage: int) -> str:
-    """The level that a stage of sharding stands for: 1 ``os``, 2 ``os_g``, 3 ``p_g_os``."""
+    """The level of a sharding stage: 1 is ``os``, 2 is ``os_g``, 3 is ``p_g_os``."""
     try:
         return LEVEL_OF_STAGE[stage]
     except (KeyError, TypeError):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"stage is {stage!r}; it must be 1 (os), 2 (os_g) or 3 (p_g_os)"
         ) from None
 
 
 @dataclass(frozen=True)
 class ShardingStage:
-    """For ``shard_optimizer``: what the shard servers hold for the workers.
+    """An argument of ``shard_optimizer``: what the shard servers hold.
 
-    The servers share the work by bytes, whatever mesh the workers have. ``mesh`` says which ranks
-    train together (all, if it is None), and ``sharding_mesh_dim``, one of its dimensions, is
-    accepted for programs that have it.
+    The servers distribute the load by bytes, independently of meshes. ``mesh`` determines the ranks
+    that train together, all ranks by default. ``sharding_mesh_dim``, one of its dimensions, is
+    accepted for compatibility.
     """
 
     sharding_mesh_dim: Any = None
@@ -43,30 +42,30 @@ class ShardingStage:
 
 
 class ShardingStage1(ShardingStage):
-    """The optimizer's state: level ``os``."""
+    """The servers hold the optimizer state: level ``os``."""
 
     stage = 1
 
 
 class ShardingStage2(ShardingStage):
-    """Gradients too: level ``os_g``."""
+    """The servers hold optimizer state and gradients: level ``os_g``."""
 
     stage = 2
 
 
 class ShardingStage3(ShardingStage):
-    """Parameters too: level ``p_g_os``."""
+    """The servers hold optimizer state, gradients and parameters: level ``p_g_os``."""
 
     stage = 3
 
 
 @dataclass
 class ShardingStrategy:
-    """What the shard servers hold for the workers; without ``enable`` it is the optimizer's state,
-    as with stage 1."""
+    """What the shard servers hold. Without ``enable`` it is the optimizer state, as with stage
+    1."""
 
     enable: bool = False
-    #: 1: optimizer state. 2: gradients too. 3: parameters too.
+    #: 1: optimizer state. 2: also gradients. 3: also parameters.
     stage: int = 1
 
 
@@ -81,14 +80,15 @@ class Strategy:
         self.sharding = ShardingStrategy()
         for section, values in (config or {}).items():
             if section != "sharding":
-                raise InvalidArgument(
-                    f"the strategy's config has {section!r}; it can have 'sharding'"
+                raise InvalidArgumentError(
+                    f"the strategy's config has an unknown section {section!r}; use 'sharding'"
                 )
             known = vars(self.sharding)
             for name, value in values.items():
                 if name not in known:
-                    raise InvalidArgument(
-                        f"the strategy's {section!r} has {name!r}; it can have {', '.join(known)}"
+                    raise InvalidArgumentError(
+                        f"the section {section!r} of the strategy's config has an unknown key "
+                        f"{name!r}; use {', '.join(known)}"
                     )
                 setattr(self.sharding, name, value)
 
@@ -99,18 +99,19 @@ class Strategy:
 
 
 def stage_of(shard_fn: object, mesh_type: type) -> ShardingStage:
-    """The stage that ``shard_optimizer`` is given: also by its class, with a mesh in its
-    dimension's place, or None.
+    """The stage for the ``shard_fn`` of ``shard_optimizer``, which may also be a stage class or
+    None. The mesh may be passed in place of its dimension.
 
-    ``mesh_type``: what the framework's meshes are.
+    ``mesh_type``: the framework's mesh class.
     """
     if isinstance(shard_fn, type) and issubclass(shard_fn, ShardingStage):
         shard_fn = shard_fn()
     if shard_fn is None:
         return ShardingStage1()
     if not isinstance(shard_fn, ShardingStage) or not hasattr(shard_fn, "stage"):
-        raise InvalidArgument(
-            f"shard_fn is {shard_fn!r}; it must be ShardingStage1(), ShardingStage2() or ShardingStage3(), or None"
+        raise InvalidArgumentError(
+            f"shard_fn is {shard_fn!r}; "
+            "it must be ShardingStage1(), ShardingStage2(), ShardingStage3() or None"
         )
     if isinstance(shard_fn.sharding_mesh_dim, mesh_type):
         return type(shard_fn)(None, shard_fn.sharding_mesh_dim)
@@ -120,13 +121,14 @@ def stage_of(shard_fn: object, mesh_type: type) -> ShardingStage:
 def check_request(
     stage: ShardingStage, gradient_accumulation_steps: object, model: object | None
 ) -> None:
-    """What ``shard_optimizer`` is asked for must be possible."""
+    """Validates the arguments of ``shard_optimizer``."""
     if not isinstance(gradient_accumulation_steps, int) or gradient_accumulation_steps < 1:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"gradient_accumulation_steps is {gradient_accumulation_steps!r}; it must be 1 or more"
         )
     if model is None and stage.level == "p_g_os":
-        raise InvalidArgument(
-            "ShardingStage3 has parameters fetched for each use, and no model is given; it must be: "
-            "shard_optimizer(optimizer, ShardingStage3(), model=model), or to_static with a strategy of stage 3"
+        raise InvalidArgumentError(
+            "ShardingStage3 needs the model, whose parameters are fetched for each use; call "
+            "shard_optimizer(optimizer, ShardingStage3(), model=model), or to_static with a "
+            "strategy of stage 3"
         )

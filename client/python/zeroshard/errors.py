@@ -1,126 +1,136 @@
-"""What can go wrong. Every error says what was wrong, where, and what would be right.
+"""The exceptions of ZeroShard.
 
-Those that come from a cluster have its fields as attributes (``job``, ``step``, ``rank``,
-``epoch``, ...).
+An error that the servers or the client report is named after its Rust variant: ``JobFailed`` is
+:class:`JobFailedError`. The fields of the variant (``job``, ``step``, ``rank``, ``epoch``, ...) are
+attributes of the exception. An exception whose meaning Python has a class for is a subclass of that
+class too.
 """
 
 from __future__ import annotations
 
+import builtins
+
 
 class Error(Exception):
-    """Any error of ZeroShard."""
+    """Base class of all exceptions of ZeroShard."""
 
 
-class InvalidArgument(Error, ValueError):
-    """An argument is wrong; given again it will be refused again."""
+# ---- reported by the servers and the client
 
 
-class NotATensor(Error, TypeError, RuntimeError):
-    """A value is not a tensor, and must be one."""
+class InvalidArgumentError(Error, ValueError):
+    """An argument is invalid. Repeating the call does not help."""
 
 
-class UnsupportedModule(Error, NotImplementedError):
-    """A parallel style cannot be applied to a module of this type; the message lists the types that
-    it knows."""
-
-
-class AlreadyParallel(Error, RuntimeError):
-    """The module has been parallelised before."""
-
-
-class NotInitialised(Error):
-    """There is no session, or it does not fit: call :func:`zeroshard.init` first."""
-
-
-class UnsupportedOptimizer(Error, TypeError):
-    """The servers cannot run this optimizer."""
-
-
-class UnusedParameter(Error):
-    """A parameter has a gradient on some ranks only."""
-
-
-class UnknownJob(Error):
-    """There is no such job."""
-
-
-class JobExists(Error):
-    """A job of this name exists and is another: the ranks disagree about the model or the
-    optimizer."""
-
-
-class JobFailed(Error):
-    """The job cannot go on."""
-
-
-class JobReplaced(Error):
-    """The job was deleted, and another one has its name."""
-
-
-class NotHere(Error):
-    """Another server owns the slice."""
-
-
-class StaleEpoch(Error):
-    """The membership has changed since."""
-
-
-class StaleTerm(Error):
-    """The coordinator has been replaced by a later one."""
-
-
-class StaleAttempt(Error):
-    """The ranks have discarded the attempt at the step."""
-
-
-class RankLeft(Error):
-    """A rank that the step needs has left the job: every rank must run the same number of steps."""
-
-
-class StepMismatch(Error):
-    """The step is not the open one."""
-
-
-class StepAborted(Error):
-    """All gradients of the step were dropped, because a rank was lost. Run the step again, from the
-    same data."""
-
-
-class VersionGone(Error):
-    """The version was there, and has been replaced."""
-
-
-class Timeout(Error, TimeoutError):
-    """A deadline passed; the message says what was waited for."""
-
-
-class RankTaken(Error):
-    """Another worker holds the rank."""
-
-
-class LeaseLost(Error):
-    """This worker's hold on its rank has ended."""
-
-
-class Unavailable(Error, ConnectionError):
-    """A server cannot be reached."""
-
-
-class Unauthenticated(Error, PermissionError):
+class UnauthenticatedError(Error, PermissionError):
     """The cluster's token is missing or wrong."""
 
 
-class Disagreement(Error):
-    """The ranks asked for different things: in a step, or of a mesh, a plan or a placement."""
+class UnknownJobError(Error):
+    """The cluster has no job of this name."""
 
 
-class ParkingFull(Error):
-    """A server has no room for gradients that came early."""
+class JobExistsError(Error):
+    """A different job of this name exists: the ranks disagree about the model or the optimizer."""
 
 
-class OutOfMemory(Error, MemoryError):
-    """A server cannot hold the job."""
+class JobFailedError(Error):
+    """The job cannot continue."""
 
 
-class Internal(Error):
-    """A bug."""
+class NotHereError(Error):
+    """Another server owns the slice."""
+
+
+class StaleEpochError(Error):
+    """The epoch of the call is not the job's current epoch."""
+
+
+class JobReplacedError(Error):
+    """The job was deleted, and a new job has its name."""
+
+
+class StaleTermError(Error):
+    """A newer coordinator has taken over."""
+
+
+class StaleAttemptError(Error):
+    """The ranks have discarded this attempt at the step."""
+
+
+class RankLeftError(Error):
+    """A rank that the step needs has left the job. Every rank must run the same number of steps."""
+
+
+class StepMismatchError(Error):
+    """The step is not the job's open step."""
+
+
+class StepAbortedError(Error):
+    """A rank was lost and all gradients of the step were dropped. Run the step again with the same
+    data."""
+
+
+class VersionGoneError(Error):
+    """The version is no longer available: a later version has replaced it."""
+
+
+class TimeoutError(Error, builtins.TimeoutError):
+    """The timeout expired. The message names what the call was waiting for."""
+
+
+class RankTakenError(Error):
+    """Another worker holds the rank."""
+
+
+class LeaseLostError(Error):
+    """This worker's lease on its rank has ended."""
+
+
+class DisagreementError(Error):
+    """The ranks passed different values where all must pass the same: in a step, for a mesh, a plan
+    or placements."""
+
+
+class ParkingFullError(Error):
+    """The server's buffer for early gradients is full."""
+
+
+class OutOfMemoryError(Error, MemoryError):
+    """A server does not have enough memory for the job."""
+
+
+class UnavailableError(Error, ConnectionError):
+    """A server cannot be reached."""
+
+
+class InternalError(Error):
+    """A bug in ZeroShard."""
+
+
+# ---- raised by the Python package
+
+
+class NotInitialisedError(Error):
+    """No session is open, or it does not fit this process: call :func:`zeroshard.init` first."""
+
+
+class NotATensorError(Error, TypeError, RuntimeError):
+    """A tensor was expected, and another type was passed."""
+
+
+class UnsupportedModuleError(Error, NotImplementedError):
+    """The parallel style does not support this type of module. The message lists the supported
+    types."""
+
+
+class AlreadyParallelError(Error, RuntimeError):
+    """The module is already parallelised."""
+
+
+class UnsupportedOptimizerError(Error, TypeError):
+    """The shard servers do not implement this optimizer."""
+
+
+class UnusedParameterError(Error):
+    """A parameter has a gradient on some ranks only."""

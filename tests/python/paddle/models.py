@@ -1,7 +1,7 @@
-"""Small models, each with something that a sharded model has to get right, and data for them.
+"""Small models, each with a property that sharding must handle, and data for them.
 
-A model takes a batch from :func:`batch` and returns its loss. ``before_step(step)``, where a model
-has it, is called before each step: what changes during training.
+A model takes a batch from :func:`batch` and returns its loss. ``before_step(step)``, if a model has
+it, is called before each step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONTEXT = 12
 
 
 class Classifier(nn.Layer):
-    """The loss of whatever makes logits out of inputs."""
+    """Computes the loss of a network's logits."""
 
     def __init__(self, *layers: nn.Layer) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def mlp() -> nn.Layer:
 
 
 def cnn() -> nn.Layer:
-    """With batch norm: buffers that every forward changes."""
+    """A network with batch norm, whose buffers change in every forward."""
     return Classifier(
         nn.Conv2D(1, 6, 3, padding=1, bias_attr=False),
         nn.BatchNorm2D(6),
@@ -58,7 +58,7 @@ def cnn() -> nn.Layer:
 
 
 class Block(nn.Layer):
-    """A transformer's block."""
+    """A transformer block."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Block(nn.Layer):
 
 
 class GPT(nn.Layer):
-    """Predicts the next token; the head's weight is the embedding's."""
+    """Predicts the next token. The weight of the head is the embedding's."""
 
     def __init__(self, width: int = 32, layers: int = 2, checkpointing: bool | None = None) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class GPT(nn.Layer):
 
 
 class LSTM(nn.Layer):
-    """A layer whose parameters are used by one native call."""
+    """A layer whose parameters are used by a single native call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class LSTM(nn.Layer):
 
 
 class CalledTwice(Classifier):
-    """One layer stands in the model twice."""
+    """A model that calls the same layer twice."""
 
     def __init__(self) -> None:
         middle = nn.Linear(32, 32)
@@ -156,7 +156,7 @@ class Borrowed(Classifier):
 
 
 class Branches(Classifier):
-    """Takes its middle layers in another order with every step, and sometimes leaves one out."""
+    """Calls its middle layers in a different order in every step, and sometimes skips one."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, CLASSES))
@@ -174,7 +174,7 @@ class Branches(Classifier):
 
 
 class Frozen(Classifier):
-    """A layer between others does not train; from a step on, if one is given, it does."""
+    """A model whose middle layer is frozen, until a given step or permanently."""
 
     def __init__(self, unfrozen_at: int | None) -> None:
         super().__init__(
@@ -206,13 +206,13 @@ MODELS: dict[str, Callable[[], nn.Layer]] = {
 
 
 def build(name: str) -> nn.Layer:
-    """The model, with the same parameters every time."""
+    """Builds a model with the same initial parameters every time."""
     paddle.seed(7)
     return MODELS[name]()
 
 
 def batch(name: str, step: int, size: int) -> tuple[Any, Any]:
-    """Inputs and targets of a step: something that can be learned, and noise."""
+    """The inputs and targets of a step: a learnable function with noise."""
     generator = np.random.RandomState(step % 16)
     if name in ("gpt", "lstm", "checkpoint", "reentrant checkpoint"):
         start = generator.randint(0, VOCABULARY, (size, 1))
@@ -225,7 +225,7 @@ def batch(name: str, step: int, size: int) -> tuple[Any, Any]:
     return paddle.to_tensor(inputs), paddle.to_tensor(targets)
 
 
-def share(data: tuple[Any, Any], part: int, parts: int) -> tuple[Any, Any]:
+def broadcast(data: tuple[Any, Any], part: int, parts: int) -> tuple[Any, Any]:
     """One of equal parts of a batch."""
     inputs, targets = data
     return inputs.chunk(parts)[part], targets.chunk(parts)[part]

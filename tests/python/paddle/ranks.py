@@ -30,11 +30,11 @@ def run(
     init: bool = True,
     timeout: float = TIMEOUT,
 ) -> list[Any]:
-    """Calls ``function(rank, *args)`` in ``world`` processes; what it returned, by rank.
+    """Calls ``function(rank, *args)`` in ``world`` processes. Returns the results by rank.
 
-    The processes have the environment that ``paddle.distributed.launch`` makes, and with ``init``
-    they are a parallel environment before the function begins. ``env`` is added. How it ends: see
-    :func:`processes.run_all`.
+    The processes have the environment that ``paddle.distributed.launch`` sets. With ``init``, the
+    parallel environment is initialised before the call. ``env`` is added to the environment. For
+    timeouts and errors see :func:`processes.run_all`.
     """
     master = free_port()
     endpoints = ",".join(f"{LOOPBACK}:{free_port()}" for _ in range(world))
@@ -86,7 +86,7 @@ def _rank(
 
 
 def _await(port: int, timeout: float) -> None:
-    """Waits until rank 0 serves the store: Paddle itself looks every three seconds."""
+    """Waits until rank 0 serves the store. Paddle itself polls every three seconds."""
     until = time.monotonic() + timeout
     while time.monotonic() < until:
         with socket.socket() as probe:

@@ -1,5 +1,4 @@
-"""Section B, DataParallel: gradients averaged by the servers, on real ranks over an embedded
-cluster."""
+"""DataParallel on several ranks with an embedded cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ ONES = nn.initializer.Constant(1.0)
 
 
 class Scale(nn.Layer):
-    """``weight * x``: the gradient of its sum is ``x``."""
+    """``weight * x``: the gradient of the sum is ``x``."""
 
     def __init__(self, size: int = 1) -> None:
         super().__init__()
@@ -35,7 +34,7 @@ class Scale(nn.Layer):
 
 
 class Two(nn.Layer):
-    """Two parameters, of which a forward pass uses those that it is told to."""
+    """Two parameters. The forward arguments determine which of them is used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +46,7 @@ class Two(nn.Layer):
 
 
 class Many(nn.Layer):
-    """Parameters of so many elements."""
+    """Parameters with the given numbers of elements."""
 
     def __init__(self, numels: list[int], dtypes: list[str] | None = None) -> None:
         super().__init__()
@@ -69,8 +68,8 @@ def value(tensor: Any) -> float | None:
 # One process
 
 
-def test_one_process_is_warned_and_works() -> None:
-    with pytest.warns(UserWarning, match="one process"):
+def test_a_single_process_works_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="single process"):
         wrapped = DataParallel(Scale())
     wrapped(numbers(3.0)).sum().backward()
     assert value(wrapped.weight.grad) == 3.0
@@ -80,32 +79,32 @@ def one_process_without_cluster(rank: int) -> bool:
     wrapped = DataParallel(Scale())
     wrapped(numbers(3.0)).sum().backward()
     fused_allreduce_gradients(wrapped.parameters(), None)
-    with contextlib.suppress(zs.NotInitialised):
+    with contextlib.suppress(zs.NotInitialisedError):
         zs.status()
         return False
     return True
 
 
-def test_one_process_needs_no_cluster() -> None:
+def test_a_single_process_needs_no_cluster() -> None:
     assert ranks.run(1, one_process_without_cluster, init=False) == [True]
 
 
-def test_nothing_to_train_is_an_error() -> None:
+def test_a_model_without_trainable_parameters_is_refused() -> None:
     frozen = Scale()
     frozen.weight.stop_gradient = True
     for layer in (nn.ReLU(), frozen):
-        with pytest.raises(zs.InvalidArgument, match="no parameter"):
+        with pytest.raises(zs.InvalidArgumentError, match="no parameter"):
             DataParallel(layer)
 
 
 @pytest.mark.parametrize("size", ["comm_buffer_size", "last_comm_buffer_size"])
 def test_a_negative_size_is_refused(size: str) -> None:
-    with pytest.raises(zs.InvalidArgument, match=size):
+    with pytest.raises(zs.InvalidArgumentError, match=size):
         DataParallel(Scale(), **{size: -1})
 
 
-def test_what_is_no_layer_is_refused() -> None:
-    with pytest.raises(zs.InvalidArgument, match="must be a paddle.nn.Layer"):
+def test_another_type_than_a_layer_is_refused() -> None:
+    with pytest.raises(zs.InvalidArgumentError, match="must be a paddle.nn.Layer"):
         DataParallel(lambda x: x)
 
 
@@ -120,7 +119,7 @@ def test_strategy_is_accepted_and_deprecated() -> None:
 # Buckets
 
 
-def test_buckets_close_once_they_have_their_size() -> None:
+def test_buckets_close_when_they_reach_their_size() -> None:
     wrapped = DataParallel(Many([100_000, 100_000, 200_000, 1_000_000, 7_000_000, 10]))
     assert wrapped.buckets == [[0, 1, 2], [3, 4], [5]]
 
@@ -135,9 +134,9 @@ def order_of_sends(rank: int) -> list[Any]:
     model = nn.Sequential(*[nn.Linear(4, 4, bias_attr=False) for _ in range(4)])
     wrapped = DataParallel(model, comm_buffer_size=1e-4, last_comm_buffer_size=1e-6)
     assert wrapped.buckets == [[0], [1, 2], [3]]
-    averages: Any = wrapped._rounds.averages
-    send = averages.send
-    averages.send = lambda parameters, indices: (
+    averager: Any = wrapped._reducer.averager
+    send = averager.send
+    averager.send = lambda parameters, indices: (
         log.append(list(indices)),
         send(parameters, indices),
     )
@@ -148,7 +147,7 @@ def order_of_sends(rank: int) -> list[Any]:
     return [entry for entry in log if entry]
 
 
-def test_buckets_are_sent_in_reverse_while_backward_goes_on() -> None:
+def test_buckets_are_sent_in_reverse_order_during_backward() -> None:
     for log in ranks.run(2, order_of_sends):
         assert log[:2] == [[3], [1, 2]] and sorted(map(str, log[2:])) == ["[0]", "input"]
 
@@ -157,7 +156,7 @@ def test_buckets_are_sent_in_reverse_while_backward_goes_on() -> None:
 
 
 class Mixed(nn.Layer):
-    """Parameters and buffers of every sort."""
+    """Parameters and buffers of different dtypes and shapes."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -191,12 +190,12 @@ def constructed(rank: int) -> bool:
 
 
 @pytest.mark.parametrize("init", [True, False], ids=["parallel environment", "launched"])
-def test_parameters_and_buffers_are_rank_0_s_after_construction(init: bool) -> None:
+def test_construction_broadcasts_parameters_and_buffers_of_rank_0(init: bool) -> None:
     assert ranks.run(2, constructed, init=init) == [True, True]
 
 
 def different_models(rank: int) -> str:
-    zs.init(deadline=3)
+    zs.init(timeout=3)
     try:
         DataParallel(Scale(2 + rank))
     except zs.Error as error:
@@ -204,8 +203,8 @@ def different_models(rank: int) -> str:
     return "none"
 
 
-def test_models_that_differ_are_an_error() -> None:
-    assert "JobExists" in ranks.run(2, different_models)
+def test_different_models_are_refused() -> None:
+    assert "JobExistsError" in ranks.run(2, different_models)
 
 
 # Gradients
@@ -225,7 +224,8 @@ def test_gradients_are_the_mean_over_the_ranks() -> None:
 
 
 def gradients_like(rank: int, kind: str) -> tuple[Any, Any]:
-    """Of a model with gradients of that kind, and the mean of both ranks' local ones."""
+    """The gradients of a model whose gradients have that form, and the mean of both ranks' local
+    gradients."""
     paddle.seed(1)
     if kind == "sparse":
         model: Any = nn.Embedding(5, 3, sparse=True)
@@ -255,7 +255,7 @@ def gradients_like(rank: int, kind: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("kind", ["sparse", "bfloat16"])
-def test_gradients_of_any_kind_are_averaged(kind: str) -> None:
+def test_gradients_of_any_layout_and_dtype_are_averaged(kind: str) -> None:
     for gradient, mean in ranks.run(2, gradients_like, kind):
         np.testing.assert_allclose(gradient, mean, rtol=1e-6)
 
@@ -277,7 +277,7 @@ def test_a_group_averages_among_itself() -> None:
 
 
 def without_sync(rank: int) -> list[float | None]:
-    """Of forward inside or outside of no_sync, and backward inside or outside."""
+    """Runs forward and backward inside or outside of no_sync."""
     wrapped = DataParallel(Scale())
     found = []
     for forward_inside in (True, False):
@@ -291,7 +291,7 @@ def without_sync(rank: int) -> list[float | None]:
     return found
 
 
-def test_no_sync_goes_by_the_forward() -> None:
+def test_no_sync_applies_to_the_forward() -> None:
     assert ranks.run(2, without_sync) == [[1.0, 1.0, 1.5, 1.5], [2.0, 2.0, 1.5, 1.5]]
 
 
@@ -304,12 +304,12 @@ def accumulated(rank: int) -> float | None:
     return value(wrapped.weight.grad)
 
 
-def test_what_accumulated_is_part_of_the_next_synchronisation() -> None:
+def test_accumulated_gradients_are_part_of_the_next_averaging() -> None:
     assert ranks.run(2, accumulated) == [16.5, 16.5]
 
 
 class Tanh(paddle.autograd.PyLayer):
-    """An operator with a backward of its own."""
+    """An operator with a custom backward."""
 
     @staticmethod
     def forward(context: Any, x: Any) -> Any:
@@ -348,8 +348,8 @@ def test_fused_allreduce_gradients_keeps_ranks_equal_with_one_job() -> None:
 
 
 def unused(rank: int, find: bool) -> list[Any]:
-    """The gradients of the parameter used on rank 0, on rank 1, nowhere, everywhere; or what is
-    said."""
+    """The gradients of parameters used on rank 0, on rank 1, on no rank and on both; or the
+    error."""
     wrapped = DataParallel(Two(), find_unused_parameters=find)
     found: list[Any] = []
     for used_on in ((0,), (1,), (), (0, 1)):
@@ -357,7 +357,7 @@ def unused(rank: int, find: bool) -> list[Any]:
             parameter.clear_gradient(False)
         try:
             wrapped(numbers(1.0), rank in used_on).sum().backward()
-        except zs.UnusedParameter as error:
+        except zs.UnusedParameterError as error:
             found.append(str(error))
             continue
         assert value(wrapped.always.grad) == 1.0
@@ -365,11 +365,11 @@ def unused(rank: int, find: bool) -> list[Any]:
     return found
 
 
-def test_a_parameter_used_on_some_ranks_gets_the_average_if_that_is_asked_for() -> None:
+def test_a_parameter_used_on_some_ranks_gets_the_average_with_find_unused_parameters() -> None:
     assert ranks.run(2, unused, True) == [[0.5, 0.5, None, 1.0]] * 2
 
 
-def test_unused_on_one_rank_is_an_error_on_every_rank_unless_it_is_asked_for() -> None:
+def test_a_parameter_unused_on_one_rank_is_an_error_on_every_rank_by_default() -> None:
     for first, second, *others in ranks.run(2, unused, False):
         assert "'sometimes'" in first and "rank 1" in first
         assert "'sometimes'" in second and "rank 0" in second
@@ -380,7 +380,7 @@ def test_unused_on_one_rank_is_an_error_on_every_rank_unless_it_is_asked_for() -
 
 
 class Shared(nn.Layer):
-    """A layer in two recomputed blocks, whose backward passes are two within one."""
+    """A layer in two recomputed blocks, whose backward passes run inside of another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +393,7 @@ class Shared(nn.Layer):
 
 def ready_twice(rank: int) -> tuple[str, float]:
     wrapped = DataParallel(Shared())
-    with pytest.raises(zs.InvalidArgument) as error:
+    with pytest.raises(zs.InvalidArgumentError) as error:
         wrapped(paddle.ones([1, 2]), True).sum().backward()
     # The next step is none the worse for it.
     for parameter in wrapped.parameters():
@@ -428,7 +428,7 @@ def test_a_parameter_that_is_frozen_or_unfrozen_later_is_noticed() -> None:
 # State
 
 
-def test_state_has_the_layers_own_names() -> None:
+def test_state_dict_has_the_keys_of_the_layer() -> None:
     layer = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1D(3))
     wrapped = DataParallel(layer)
     assert list(wrapped.state_dict()) == list(layer.state_dict())

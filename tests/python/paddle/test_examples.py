@@ -1,4 +1,4 @@
-"""The programs of Paddle's own pages run on two processes, with their import lines changed."""
+"""The programs of Paddle's documentation run on two processes, with changed import lines."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ TIMEOUT = 90
 def running(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, tuple[subprocess.Popen[str], Path]]]:
-    """All of them at once: what takes time is that ranks look for each other every three
-    seconds."""
+    """Starts all programs at once, since Paddle's ranks poll for each other every three seconds."""
     environment = {
         key: value
         for key, value in os.environ.items()
@@ -74,7 +73,7 @@ def running(
 
 
 def said(running: dict[str, tuple[subprocess.Popen[str], Path]], name: str) -> dict[int, list[str]]:
-    """What each of two ranks of an example has printed."""
+    """The output of each of the two ranks of an example."""
     process, folder = running[name]
     status = process.wait(TIMEOUT)
     text = "".join(
@@ -88,13 +87,13 @@ def said(running: dict[str, tuple[subprocess.Popen[str], Path]], name: str) -> d
 
 
 @pytest.mark.parametrize("name", ["data_parallel", "fused_allreduce", "no_sync", "group_sharded"])
-def test_ranks_have_the_same_in_the_end(running: Any, name: str) -> None:
+def test_ranks_end_with_the_same_values(running: Any, name: str) -> None:
     found = said(running, name)
     last = [re.findall(r"(?:weights|gradient|state) (\S+)", found[rank][-1]) for rank in (0, 1)]
     assert last[0] and last[0] == last[1]
 
 
-def test_a_sharded_layer_is_there_in_part(running: Any) -> None:
+def test_each_rank_has_a_part_of_a_sharded_layer(running: Any) -> None:
     found = said(running, "shard_layer")
     expected = ["fc1.weight [Shard(dim=0)], here [4, 8]", "fc2.weight [Replicate()]"]
     assert found == {0: expected, 1: expected}

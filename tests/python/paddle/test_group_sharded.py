@@ -1,4 +1,4 @@
-"""Section A: the levels train as one process does, and as each other, bit for bit."""
+"""Sharded training gives the results of a single process, and the same bits at every level."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRAININGS = {
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_every_level_is_plain_paddle_and_the_other_levels_bit_for_bit(
+def test_every_level_matches_plain_paddle_and_the_other_levels_bit_for_bit(
     cluster: zs.Session, name: str
 ) -> None:
     training = TRAININGS[name]

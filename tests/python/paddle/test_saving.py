@@ -1,4 +1,5 @@
-"""What is saved is whole and Paddle's; what is loaded goes on as if nothing had happened."""
+"""Saved models and optimizers are whole and load into plain Paddle; training continues from
+them."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def build(name: str, optimizer: str, level: str | None) -> tuple[Any, Any]:
-    """Model and optimizer; the parameters have the same names every time, as in a process of its
-    own."""
+    """A model and its optimizer. The parameters have the same names every time, as in a new
+    process."""
     with paddle.utils.unique_name.guard():
         model = models.build(name)
         made = OPTIMIZERS[optimizer](model.parameters())
@@ -64,7 +65,7 @@ def steps(name: str, model: Any, optimizer: Any, first: int, last: int) -> list[
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_was_saved_goes_on_in_plain_paddle_and_here(
+def test_training_continues_from_a_saved_state_in_plain_paddle_and_sharded(
     cluster: zs.Session, tmp_path: Path, level: str, optimizer: str
 ) -> None:
     model, sharded = build("cnn", optimizer, level)
@@ -78,9 +79,7 @@ def test_what_was_saved_goes_on_in_plain_paddle_and_here(
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_state_of_an_optimizer_that_has_stepped_goes_along(
-    cluster: zs.Session, optimizer: str
-) -> None:
+def test_existing_optimizer_state_is_uploaded(cluster: zs.Session, optimizer: str) -> None:
     model, plain = build("mlp", optimizer, None)
     steps("mlp", model, plain, 0, 12)
     again, made = build("mlp", optimizer, None)
@@ -107,20 +106,20 @@ def test_frozen_and_tied_parameters_and_buffers_survive(
     assert_same({key: value.numpy() for key, value in plain.state_dict().items()}, saved)
 
 
-def test_a_file_is_no_directory(cluster: zs.Session, tmp_path: Path) -> None:
+def test_output_must_be_a_directory(cluster: zs.Session, tmp_path: Path) -> None:
     model, _ = build("mlp", "SGD", "os")
     (tmp_path / "file").touch()
-    with pytest.raises(zs.InvalidArgument, match="directory"):
+    with pytest.raises(zs.InvalidArgumentError, match="directory"):
         save_group_sharded_model(model, tmp_path / "file")
 
 
 def test_an_unwrapped_model_is_not_saved(cluster: zs.Session, tmp_path: Path) -> None:
-    with pytest.raises(zs.InvalidArgument, match="group_sharded_parallel"):
+    with pytest.raises(zs.InvalidArgumentError, match="group_sharded_parallel"):
         save_group_sharded_model(models.mlp(), tmp_path)
 
 
-def test_what_is_not_there_is_not_loaded(cluster: zs.Session, tmp_path: Path) -> None:
-    with pytest.raises(zs.InvalidArgument, match="model.pdmodel"):
+def test_a_missing_file_is_an_error(cluster: zs.Session, tmp_path: Path) -> None:
+    with pytest.raises(zs.InvalidArgumentError, match="model.pdmodel"):
         load_group_sharded_model(models.mlp(), tmp_path)
 
 

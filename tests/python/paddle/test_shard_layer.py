@@ -1,4 +1,4 @@
-"""Section C: layers on meshes, over Paddle's own distributed tensors on the CPU."""
+"""shard_layer, shard_tensor and reshard with Paddle's distributed tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import ranks
 
 
 class MLP(nn.Layer):
-    """Two matrices, the second of which is used twice."""
+    """Two matrices. The second one is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class MLP(nn.Layer):
 
 
 def cut(name: str, layer: Any, mesh: Any) -> None:
-    """The first matrix by its outputs, the second by its inputs."""
+    """Shards the first matrix by outputs and the second by inputs."""
     from zeroshard.paddle import Shard, shard_tensor
 
     if name in ("fc1", "fc2"):
@@ -73,7 +73,7 @@ def layers(rank: int) -> Any:
     )
 
 
-def test_every_sublayer_is_shown_and_what_is_left_is_replicated_with_rank_0_s_values() -> None:
+def test_shard_fn_sees_every_sublayer_and_remaining_parameters_are_replicated_from_rank_0() -> None:
     first, second = ranks.run(2, layers)
     for called, placed, _, after in (first, second):
         assert called == ["", "fc1", "fc2", "again", "norm"]
@@ -102,7 +102,7 @@ def on_a_2d_mesh(rank: int) -> Any:
     )
 
 
-def test_there_is_one_placement_for_each_dimension_of_the_mesh() -> None:
+def test_parameters_have_one_placement_per_mesh_dimension() -> None:
     for found in ranks.run(4, on_a_2d_mesh):
         assert found == ("[Replicate(), Shard(dim=1)]", "[Replicate(), Replicate()]", [4, 3])
 
@@ -127,7 +127,7 @@ def hooks(rank: int) -> Any:
     return seen, output.is_dist(), output.numpy()
 
 
-def test_input_and_output_functions_stand_around_the_forward() -> None:
+def test_input_and_output_functions_are_called_around_the_forward() -> None:
     first, second = ranks.run(2, hooks)
     assert first[0] == second[0] == [[False], "[Shard(dim=0)]"]
     assert not first[1] and first[2].shape == (6, 4)
@@ -154,23 +154,23 @@ def bad(rank: int) -> list[str]:
     ]
     said = []
     for call in other:
-        with pytest.raises((ValueError, zs.Disagreement)) as error:
+        with pytest.raises((ValueError, zs.DisagreementError)) as error:
             call()
         said.append(str(error.value))
     return said
 
 
-def test_bad_use_says_what_would_be_right() -> None:
+def test_invalid_arguments_raise_errors_that_name_valid_ones() -> None:
     words = [
         "process_mesh is None; it must be a ProcessMesh",
         "process_mesh is a str; it must be a ProcessMesh",
         "it must be a paddle.nn.Layer",
         "shard_fn is 'shard_fn'; it must be a function",
-        "they must be 0 to 1",
-        "it must be one of [0, 1]",
-        "one for each of the 1 dimensions of the mesh",
+        "they must be in 0 to 1",
+        "cannot be sharded on dimension 2; it has 2 dimensions",
+        "one placement of the tensor per mesh dimension (1), got 2",
         "a list of Shard(dim), Replicate() or Partial()",
-        "shard_tensor makes one",
+        "which shard_tensor creates",
         "disagree about the tensor",
         "disagree about the placements",
     ]
@@ -199,7 +199,7 @@ def resharded(rank: int) -> list[Any]:
     return found
 
 
-def test_a_tensor_survives_every_change_of_placement_with_uneven_parts_too() -> None:
+def test_a_tensor_keeps_its_values_through_every_change_of_placement() -> None:
     expected = np.arange(20, dtype=np.float32).reshape(5, 4)
     for rank, found in enumerate(ranks.run(2, resharded)):
         for number, (shape, values) in enumerate(found):

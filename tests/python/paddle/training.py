@@ -1,4 +1,4 @@
-"""Trains the same model with plain Paddle and with us, and tells how it went."""
+"""Trains the same model with plain Paddle and with ZeroShard, and records the results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEDULES: dict[str, Callable[[float], Any]] = {
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and how."""
+    """The model, optimizer and options of a training."""
 
     model: str = "mlp"
     optimizer: str = "AdamW"
@@ -55,7 +55,7 @@ class Training:
 
 @dataclass
 class Outcome:
-    """What a training gave."""
+    """The results of a training."""
 
     losses: list[float]
     state: dict[str, np.ndarray]
@@ -63,7 +63,7 @@ class Outcome:
 
 
 def optimizer_of(training: Training, model: Any) -> Any:
-    """Paddle's optimizer."""
+    """The Paddle optimizer of a training."""
     parameters: Any = model.parameters()
     if training.groups:
         matrices = [p for p in parameters if p.ndim > 1]
@@ -101,7 +101,9 @@ def train(training: Training, system: str, rank: int = 0, world: int = 1) -> Out
         if hasattr(bare, "before_step"):
             bare.before_step(step)
         whole = models.batch(training.model, step, training.batch * training.micro)
-        losses.append(_step(training, wrapped, optimizer, scaler, models.share(whole, rank, world)))
+        losses.append(
+            _step(training, wrapped, optimizer, scaler, models.broadcast(whole, rank, world))
+        )
         if training.schedule:
             optimizer._learning_rate.step()
     if system != "plain" and world > 1:
@@ -115,7 +117,7 @@ def train(training: Training, system: str, rank: int = 0, world: int = 1) -> Out
 def _step(
     training: Training, model: Any, optimizer: Any, scaler: Any, data: tuple[Any, Any]
 ) -> float:
-    """One step; its loss on this rank."""
+    """Makes one step. Returns the loss on this rank."""
     total = 0.0
     for part in range(training.micro):
         quiet = (
@@ -124,7 +126,7 @@ def _step(
             and hasattr(model, "no_sync")
         )
         with model.no_sync() if quiet else contextlib.nullcontext():
-            loss = model(*models.share(data, part, training.micro)) / training.micro
+            loss = model(*models.broadcast(data, part, training.micro)) / training.micro
             scaler.scale(loss).backward()
         total += float(loss)
     scaler.step(optimizer)
@@ -137,12 +139,12 @@ def _step(
 def train_all(
     rank: int, world: int, training: Training, systems: tuple[str, ...]
 ) -> dict[str, Outcome]:
-    """Trains with each system in turn, in one rank's process."""
+    """Trains with each system, in the process of one rank."""
     return {system: train(training, system, rank, world) for system in systems}
 
 
 def worst(ours: list[float], reference: list[float]) -> float:
-    """The largest relative difference of two sequences of losses."""
+    """The largest relative difference between two sequences of losses."""
     assert len(ours) == len(reference)
     return max(abs(a - b) / abs(b) for a, b in zip(ours, reference))
 
@@ -153,14 +155,15 @@ def assert_close(
     rtol: float = 1e-3,
     atol: float = 1e-5,
 ) -> None:
-    """Two state dicts have the same names, in the same order, and nearly the same values."""
+    """Asserts that two state dicts have the same names in the same order and nearly equal
+    values."""
     assert list(ours) == list(reference)
     for name, values in ours.items():
         np.testing.assert_allclose(values, reference[name], rtol=rtol, atol=atol, err_msg=name)
 
 
 def assert_same(ours: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> None:
-    """Two state dicts are the same, bit for bit."""
+    """Asserts that two state dicts have the same bits."""
     assert list(ours) == list(reference)
     differing = [
         name for name, values in ours.items() if not np.array_equal(values, reference[name])

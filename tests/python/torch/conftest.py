@@ -1,5 +1,5 @@
-"""What the tests' processes are, before anything is imported; the fixtures are those of all
-frameworks."""
+"""Sets the environment of the test processes before anything is imported, and provides the
+fixtures."""
 
 from __future__ import annotations
 

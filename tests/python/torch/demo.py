@@ -1,4 +1,5 @@
-"""The network of the page about DistModel, batches for it, and what plain torch makes of them."""
+"""The network of Paddle's DistModel documentation, batches for it, and the results of plain
+torch."""
 
 from __future__ import annotations
 
@@ -15,8 +16,7 @@ LEVELS = {1: "os", 2: "os_g", 3: "p_g_os"}
 
 
 class DemoNet(nn.Module):
-    """The page's: two Linears, of which the weights are sharded, and nothing else, where there is a
-    mesh."""
+    """Two Linears. With a mesh, their weights are sharded and their biases are not."""
 
     def __init__(self, mesh: ProcessMesh | None = None) -> None:
         super().__init__()
@@ -42,14 +42,14 @@ def batch(step: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def strategy(stage: int) -> Strategy:
-    """With sharding of a stage."""
+    """A strategy with the given sharding stage."""
     return Strategy({"sharding": {"enable": True, "stage": stage}})
 
 
 def dense_losses(
     steps: int, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
 ) -> list[float]:
-    """Of plain torch."""
+    """The losses of plain torch."""
     model, losses = DemoNet(), []
     stepper = optimizer(model.parameters(), lr=0.1)
     for step in range(steps):
@@ -63,21 +63,21 @@ def dense_losses(
 
 
 def made(mesh: ProcessMesh | None = None, stage: int = 1, **other: Any) -> DistModel:
-    """A model that can do everything."""
+    """A DistModel with a loss and an optimizer."""
     layer = DemoNet(mesh)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
     return to_static(layer, None, nn.MSELoss(), optimizer, strategy(stage), **other)
 
 
 def snapshot(model: DistModel) -> tuple[dict[str, Tensor], int]:
-    """Parameters, and the servers' version."""
+    """The parameters and the version on the servers."""
     assert model.optimizer is not None
     state = {name: value.clone() for name, value in model.state_dict("param").items()}
     return state, model.optimizer.sharding.job.version
 
 
 def plain(state: dict[str, Tensor]) -> nn.Module:
-    """A model of torch alone with this state."""
+    """A plain torch model with the given state."""
     model = DemoNet()
     model.load_state_dict(
         {name: value for name, value in state.items() if not name.startswith("norm")}

@@ -1,11 +1,13 @@
-"""Facts about several ranks, many of them checked by one group of processes: starting one takes
+"""Groups of tests on several ranks that share one group of processes, because starting one takes
 seconds.
 
-TWO = Facts(2)
+    TWO = Facts(2)
 
-@TWO def a_sum_is_the_same_everywhere(rank: int) -> None: assert ...
+    @TWO
+    def a_sum_is_the_same_everywhere(rank: int) -> None:
+        assert ...
 
-test_on_two_ranks = TWO.test(__name__)
+    test_on_two_ranks = TWO.test(__name__)
 """
 
 from __future__ import annotations
@@ -22,18 +24,18 @@ import torch.distributed as dist
 
 import ranks
 
-#: How long a rank waits for the others at the end of a fact, in seconds.
-PATIENCE = timedelta(seconds=60)
+#: Maximum wait for the other ranks at the end of a fact.
+TIMEOUT = timedelta(seconds=60)
 
 
 class Outcomes:
-    """What became of each fact, on each rank: None, or what went wrong."""
+    """The result of each fact on each rank: None, or the error."""
 
     def __init__(self, by_rank: list[dict[str, str | None]]) -> None:
         self._by_rank = by_rank
 
     def check(self, fact: str) -> None:
-        """Fails where the fact does not hold on some rank."""
+        """Fails if the fact does not hold on some rank."""
         wrong = {
             rank: told[fact] for rank, told in enumerate(self._by_rank) if told[fact] is not None
         }
@@ -41,7 +43,7 @@ class Outcomes:
 
 
 class Facts:
-    """The facts that one group of ranks checks."""
+    """The facts that are checked by one group of ranks."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -50,20 +52,20 @@ class Facts:
         self._functions: dict[str, Callable[[int], None]] = {}
 
     def __call__(self, function: Callable[[int], None]) -> Callable[[int], None]:
-        """Adds a fact: a function of the rank that raises an error where it does not hold."""
+        """Adds a fact: a function of the rank that raises an error if the fact does not hold."""
         self._functions[function.__name__] = function
         return function
 
     @property
     def names(self) -> list[str]:
-        """All of them, in order."""
+        """The names of the facts, in order."""
         return list(self._functions)
 
     def test(self, module: str, servers: bool = False) -> Any:
-        """A test of each, which stands in the module below them; with ``servers`` the ranks find
-        real ones.
+        """Makes a test for each fact, to be assigned in the module after all of them. With
+        ``servers`` the ranks use server processes.
 
-        The first of them that runs checks them all.
+        The first test that runs checks all facts.
         """
 
         @pytest.mark.parametrize("fact", self.names)
@@ -86,7 +88,7 @@ class Facts:
 
 
 def check_all(rank: int, module: str, attribute: str) -> dict[str, str | None]:
-    """Checks facts one after the other, until ranks differ in how one went."""
+    """Checks the facts in order, and stops if a fact has different results on the ranks."""
     facts: Facts = getattr(importlib.import_module(module), attribute)
     store = dist.distributed_c10d._get_default_store()
     told: dict[str, str | None] = dict.fromkeys(
@@ -102,7 +104,7 @@ def check_all(rank: int, module: str, attribute: str) -> dict[str, str | None]:
         store.set(f"facts/{name}/{rank}", "right" if told[name] is None else "wrong")
         keys = [f"facts/{name}/{other}" for other in range(facts.world)]
         try:
-            store.wait(keys, PATIENCE)
+            store.wait(keys, TIMEOUT)
         except Exception as error:
             raise AssertionError(
                 f"a rank has not come to the end of {name}; here: {told[name]}"

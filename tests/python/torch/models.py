@@ -1,7 +1,7 @@
-"""Small models, each with something that a sharded model has to get right, and data for them.
+"""Small models, each with a property that sharding must handle, and data for them.
 
-A model takes a batch from :func:`batches` and returns its loss. ``before_step(step)``, where a
-model has it, is called before each step: what changes during training.
+A model takes a batch from :func:`batch` and returns its loss. ``before_step(step)``, if a model has
+it, is called before each step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONTEXT = 12
 
 
 class Classifier(nn.Module):
-    """The loss of whatever makes logits out of inputs."""
+    """Computes the loss of a network's logits."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def mlp() -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    """With batch norm: buffers that every forward changes."""
+    """A network with batch norm, whose buffers change in every forward."""
     return Classifier(
         nn.Conv2d(1, 6, 3, padding=1, bias=False),
         nn.BatchNorm2d(6),
@@ -56,7 +56,7 @@ def cnn() -> nn.Module:
 
 
 class Block(nn.Module):
-    """A transformer's block."""
+    """A transformer block."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next token; the head's weight is the embedding's."""
+    """Predicts the next token. The weight of the head is the embedding's."""
 
     def __init__(self, width: int = 32, layers: int = 2, checkpointing: bool | None = None) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class GPT(nn.Module):
 
 
 class LSTM(nn.Module):
-    """A module whose parameters are used by one native call."""
+    """A module whose parameters are used by a single native call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class LSTM(nn.Module):
 
 
 class CalledTwice(Classifier):
-    """One layer stands in the model twice."""
+    """A model that calls the same layer twice."""
 
     def __init__(self) -> None:
         middle = nn.Linear(32, 32)
@@ -146,7 +146,7 @@ class Borrowed(Classifier):
 
 
 class Branches(Classifier):
-    """Takes its middle layers in another order with every step, and sometimes leaves one out."""
+    """Calls its middle layers in a different order in every step, and sometimes skips one."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, CLASSES))
@@ -164,7 +164,7 @@ class Branches(Classifier):
 
 
 class Unused(Classifier):
-    """Has a layer that nothing uses."""
+    """A model with a layer that is not used."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, CLASSES))
@@ -172,7 +172,7 @@ class Unused(Classifier):
 
 
 class Frozen(Classifier):
-    """The middle layer is frozen, for ever or until a step."""
+    """A model whose middle layer is frozen, until a given step or permanently."""
 
     def __init__(self, until: int | None) -> None:
         super().__init__(
@@ -187,7 +187,7 @@ class Frozen(Classifier):
 
 
 class SeveralForwards(Classifier):
-    """One loss of two passes over the layers."""
+    """A model whose loss is computed from two passes over the layers."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, CLASSES))
@@ -214,13 +214,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build(name: str) -> nn.Module:
-    """The model, with the same parameters every time."""
+    """Builds a model with the same initial parameters every time."""
     torch.manual_seed(7)
     return MODELS[name]()
 
 
 def batch(name: str, step: int, size: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a step: something that can be learned, and noise."""
+    """The inputs and targets of a step: a learnable function with noise."""
     generator = torch.Generator().manual_seed(step % 16)
     if name in ("gpt", "lstm", "checkpoint", "reentrant checkpoint"):
         start = torch.randint(VOCABULARY, (size, 1), generator=generator)
@@ -233,6 +233,6 @@ def batch(name: str, step: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def share(data: tuple[Tensor, Tensor], part: int, parts: int) -> tuple[Tensor, Tensor]:
-    """One of equal parts of a batch."""
+    """One of several equal parts of a batch."""
     inputs, targets = data
     return inputs.chunk(parts)[part], targets.chunk(parts)[part]

@@ -1,4 +1,4 @@
-"""What the tests of parallel modules share: parts of tensors, and comparisons with the dense
+"""Helpers for the tests of parallel modules: parts of tensors, and comparisons with the dense
 module."""
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from zeroshard.torch import ProcessMesh
 
 
 def mesh_1d() -> ProcessMesh:
-    """All ranks in a row."""
+    """A one-dimensional mesh of all ranks."""
     return ProcessMesh(list(range(dist.get_world_size())), ["tp"])
 
 
 def part(tensor: Tensor, rank: int, dim: int) -> Tensor:
-    """A rank's part, as torch.chunk cuts; empty where there is none for it."""
+    """A rank's part of a tensor, split as by torch.chunk. It may be empty."""
     parts = tensor.chunk(dist.get_world_size(), dim)
     return parts[rank] if rank < len(parts) else tensor.narrow(dim, 0, 0)
 
 
 def placements(module: nn.Module) -> dict[str, Placement]:
-    """Of the parameters, by name."""
+    """The placements of the parameters, by name."""
     found = {}
     for name, parameter in module.named_parameters():
         assert isinstance(parameter, DTensor) and isinstance(parameter, nn.Parameter)
@@ -32,7 +32,7 @@ def placements(module: nn.Module) -> dict[str, Placement]:
 
 
 def assert_gradients(parallel: nn.Module, dense: nn.Module) -> None:
-    """The gradients of all parameters are the dense module's."""
+    """Asserts that all gradients are those of the dense module."""
     own = dict(parallel.named_parameters())
     assert own.keys() == dict(dense.named_parameters()).keys()
     for name, parameter in dense.named_parameters():
@@ -44,8 +44,8 @@ def assert_gradients(parallel: nn.Module, dense: nn.Module) -> None:
 def assert_trains_as(
     parallel: nn.Module, dense: nn.Module, given: Tensor, taken: Tensor | None = None
 ) -> None:
-    """Same output, same gradients of parameters and input; ``taken`` is the parallel module's
-    input, if another."""
+    """Asserts that the output and the gradients of parameters and input are equal. ``taken`` is the
+    input of the parallel module, if it differs."""
     ours = (given if taken is None else taken).clone().requires_grad_()
     reference = given.clone().requires_grad_()
     output, expected = parallel(ours), dense(reference)

@@ -44,11 +44,12 @@ def run(
     init: str | None = "gloo",
     timeout: float = TIMEOUT,
 ) -> list[Any]:
-    """Calls ``function(rank, *args)`` in ``world`` processes; what it returned, by rank.
+    """Calls ``function(rank, *args)`` in ``world`` processes. Returns the results by rank.
 
-    ``init``: with ``"gloo"`` the processes are a process group before the function begins; with
-    ``"env"`` they have ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; with ``None``
-    neither. ``env`` is added to the environment. How it ends: see :func:`processes.run_all`.
+    ``init``: with ``"gloo"`` a process group is initialised before the call; with ``"env"`` the
+    processes have ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; with ``None``
+    neither. ``env`` is added to the environment. For timeouts and errors see
+    :func:`processes.run_all`.
     """
     environment = {"GLOO_SOCKET_IFNAME": "lo", **(env or {})}
     port = 0

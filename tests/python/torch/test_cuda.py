@@ -1,4 +1,4 @@
-"""Models on a GPU: parameters and gradients go through pinned host memory."""
+"""Models on a GPU, whose parameters and gradients are copied through pinned host memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ STEPS = 20
 
 
 def train(level: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and state of a GPT with tied embeddings on the GPU; without a level in plain torch."""
+    """The losses and the state of a GPT with tied embeddings on the GPU. Without a level, in plain
+    torch."""
     model = models.build("gpt").cuda()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if level is not None:

@@ -1,4 +1,4 @@
-"""DataParallel: gradients averaged by the servers, on real ranks over an embedded cluster."""
+"""DataParallel on several ranks with an embedded cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:one process")
 
 
 class Scale(nn.Module):
-    """``weight * x``: the gradient of its sum is ``x``."""
+    """``weight * x``: the gradient of the sum is ``x``."""
 
     def __init__(self, size: int = 1) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Scale(nn.Module):
 
 
 class Two(nn.Module):
-    """Two parameters, of which a forward pass uses those that it is told to."""
+    """Two parameters. The forward arguments determine which of them is used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ def numbers(*values: float) -> Tensor:
 # One process
 
 
-def test_one_process_is_warned_and_works() -> None:
-    with pytest.warns(UserWarning, match="one process"):
+def test_a_single_process_works_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="single process"):
         wrapped = DataParallel(Scale())
     wrapped(numbers(3.0)).sum().backward()
     assert wrapped.weight.grad == numbers(3.0)
@@ -60,31 +60,31 @@ def one_process_without_cluster(rank: int) -> bool:
     wrapped = DataParallel(Scale())
     wrapped(numbers(3.0)).sum().backward()
     fused_allreduce_gradients(wrapped.parameters())
-    with contextlib.suppress(zs.NotInitialised):
+    with contextlib.suppress(zs.NotInitialisedError):
         zs.status()
         return False
     return True
 
 
-def test_one_process_needs_no_cluster() -> None:
+def test_a_single_process_needs_no_cluster() -> None:
     assert ranks.run(1, one_process_without_cluster, init=None) == [True]
 
 
-def test_nothing_to_train_is_an_error() -> None:
-    with pytest.raises(zs.InvalidArgument, match="no parameter"):
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    with pytest.raises(zs.InvalidArgumentError, match="no parameter"):
         DataParallel(nn.ReLU())
-    with pytest.raises(zs.InvalidArgument, match="no parameter"):
+    with pytest.raises(zs.InvalidArgumentError, match="no parameter"):
         DataParallel(nn.Linear(2, 2).requires_grad_(False))
 
 
 @pytest.mark.parametrize("size", ["comm_buffer_size", "last_comm_buffer_size"])
 def test_a_negative_size_is_refused(size: str) -> None:
-    with pytest.raises(zs.InvalidArgument, match=size):
+    with pytest.raises(zs.InvalidArgumentError, match=size):
         DataParallel(Scale(), **{size: -1})
 
 
-def test_what_is_no_module_is_refused() -> None:
-    with pytest.raises(zs.InvalidArgument, match="must be a torch.nn.Module"):
+def test_another_type_than_a_module_is_refused() -> None:
+    with pytest.raises(zs.InvalidArgumentError, match="must be a torch.nn.Module"):
         DataParallel(lambda x: x)  # type: ignore[arg-type]
 
 
@@ -106,7 +106,7 @@ def parameters(numels: list[int], dtypes: list[torch.dtype] | None = None) -> nn
     )
 
 
-def test_buckets_close_once_they_have_their_size() -> None:
+def test_buckets_close_when_they_reach_their_size() -> None:
     wrapped = DataParallel(parameters([100_000, 100_000, 200_000, 1_000_000, 7_000_000, 10]))
     assert wrapped.buckets == [[0, 1, 2], [3, 4], [5]]
 
@@ -123,7 +123,7 @@ def test_sizes_are_in_megabytes() -> None:
 
 
 class Chain(nn.Module):
-    """Layers one after another; says when the backward pass has come to its end."""
+    """Layers in sequence. Records the end of the backward pass."""
 
     def __init__(self, log: list[Any]) -> None:
         super().__init__()
@@ -141,9 +141,9 @@ def order_of_sends(rank: int) -> list[Any]:
     log: list[Any] = []
     wrapped = DataParallel(Chain(log), comm_buffer_size=1e-4, last_comm_buffer_size=1e-6)
     assert wrapped.buckets == [[0], [1, 2], [3]]
-    averages: Any = wrapped._rounds.averages
-    send = averages.send
-    averages.send = lambda parameters, indices: (
+    averager: Any = wrapped._reducer.averager
+    send = averager.send
+    averager.send = lambda parameters, indices: (
         log.append(list(indices)),
         send(parameters, indices),
     )
@@ -151,7 +151,7 @@ def order_of_sends(rank: int) -> list[Any]:
     return [entry for entry in log if entry]
 
 
-def test_buckets_are_sent_in_reverse_while_backward_goes_on() -> None:
+def test_buckets_are_sent_in_reverse_order_during_backward() -> None:
     for log in ranks.run(2, order_of_sends):
         assert log[:2] == [[3], [1, 2]] and sorted(map(str, log[2:])) == ["[0]", "input"]
 
@@ -160,7 +160,7 @@ def test_buckets_are_sent_in_reverse_while_backward_goes_on() -> None:
 
 
 class Mixed(nn.Module):
-    """Parameters and buffers of every sort."""
+    """Parameters and buffers of different dtypes and shapes."""
 
     def __init__(self, value: int) -> None:
         super().__init__()
@@ -205,12 +205,12 @@ def _constructed(rank: int) -> bool:
 
 
 @pytest.mark.parametrize("init", ["gloo", "env"])
-def test_parameters_and_buffers_are_rank_0_s_after_construction(init: str) -> None:
+def test_construction_broadcasts_parameters_and_buffers_of_rank_0(init: str) -> None:
     assert ranks.run(2, constructed, init=init) == [True, True]
 
 
 def different_models(rank: int) -> str:
-    zs.init(deadline=3)
+    zs.init(timeout=3)
     try:
         DataParallel(Scale(2 + rank))
     except zs.Error as error:
@@ -218,8 +218,8 @@ def different_models(rank: int) -> str:
     return "none"
 
 
-def test_models_that_differ_are_an_error() -> None:
-    assert "JobExists" in ranks.run(2, different_models)
+def test_different_models_are_refused() -> None:
+    assert "JobExistsError" in ranks.run(2, different_models)
 
 
 # Gradients
@@ -245,7 +245,8 @@ def test_gradients_are_the_mean_over_the_ranks(init: str) -> None:
 
 
 def gradients_like(rank: int, kind: str) -> tuple[Tensor, Tensor]:
-    """Of a model with gradients of that kind, and the mean of both ranks' local ones."""
+    """The gradients of a model whose gradients have that form, and the mean of both ranks' local
+    gradients."""
     torch.manual_seed(1)
     if kind == "sparse":
         model: nn.Module = nn.Embedding(5, 3, sparse=True)
@@ -301,7 +302,7 @@ def without_sync(rank: int, forward_inside: bool, backward_inside: bool) -> floa
 
 
 @pytest.mark.parametrize("backward_inside", [False, True])
-def test_no_sync_goes_by_the_forward(backward_inside: bool) -> None:
+def test_no_sync_applies_to_the_forward(backward_inside: bool) -> None:
     assert ranks.run(2, without_sync, True, backward_inside) == [1.0, 2.0]
     assert ranks.run(2, without_sync, False, backward_inside) == [1.5, 1.5]
 
@@ -315,7 +316,7 @@ def accumulated(rank: int) -> float:
     return wrapped.weight.grad.item()
 
 
-def test_what_accumulated_is_part_of_the_next_synchronisation() -> None:
+def test_accumulated_gradients_are_part_of_the_next_averaging() -> None:
     assert ranks.run(2, accumulated) == [16.5, 16.5]
 
 
@@ -327,7 +328,7 @@ def accumulated_and_unused(rank: int) -> float:
     return wrapped.sometimes.grad.item()
 
 
-def test_what_accumulated_counts_though_the_last_backward_does_not_use_it() -> None:
+def test_gradients_accumulated_under_no_sync_are_averaged_if_unused_later() -> None:
     assert ranks.run(2, accumulated_and_unused) == [2.5, 2.5]
 
 
@@ -340,7 +341,7 @@ def unused(rank: int, find: bool, used_on: tuple[int, ...]) -> float | None | st
         wrapped.zero_grad()
         try:
             wrapped(numbers(1.0), rank in used_on).sum().backward()
-        except zs.UnusedParameter as error:
+        except zs.UnusedParameterError as error:
             result: float | None | str = str(error)
             continue
         assert wrapped.always.grad == numbers(1.0)
@@ -355,12 +356,12 @@ def test_a_parameter_used_on_another_rank_gets_the_average() -> None:
 
 
 @pytest.mark.parametrize("find", [True, False])
-def test_a_parameter_used_nowhere_has_no_gradient(find: bool) -> None:
+def test_a_parameter_unused_on_all_ranks_has_no_gradient(find: bool) -> None:
     assert ranks.run(2, unused, find, ()) == [None, None]
 
 
 @pytest.mark.parametrize("used_on", [0, 1])
-def test_unused_on_one_rank_is_an_error_on_every_rank_unless_it_is_asked_for(used_on: int) -> None:
+def test_a_parameter_unused_on_one_rank_is_an_error_on_every_rank_by_default(used_on: int) -> None:
     for message in ranks.run(2, unused, False, (used_on,)):
         assert "'sometimes'" in message and f"rank {1 - used_on}" in message
 
@@ -374,7 +375,7 @@ def test_a_parameter_used_everywhere_gets_the_average(find: bool) -> None:
 
 
 class Shared(nn.Module):
-    """A layer in two reentrant checkpoints, whose backward passes are two within one."""
+    """A layer in two reentrant checkpoints, whose backward passes run inside of another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,7 +388,7 @@ class Shared(nn.Module):
 
 def ready_twice(rank: int) -> tuple[str, float]:
     wrapped = DataParallel(Shared())
-    with pytest.raises(zs.InvalidArgument) as error:
+    with pytest.raises(zs.InvalidArgumentError) as error:
         wrapped(torch.ones(1, 2), True).sum().backward()
     # The next step is none the worse for it.
     wrapped.zero_grad()
@@ -434,7 +435,7 @@ def failed_backward(rank: int) -> float:
     return wrapped.module[1].weight.grad.item()
 
 
-def test_a_backward_pass_that_failed_does_not_harm_the_next_one() -> None:
+def test_a_failed_backward_pass_does_not_affect_the_next_one() -> None:
     assert ranks.run(2, failed_backward) == [1.5, 1.5]
 
 
@@ -448,7 +449,7 @@ def thawed(rank: int) -> tuple[list[float | None], int]:
         wrapped(numbers(1.0 + rank), True).sum().backward()
         gradients.append(None if wrapped.sometimes.grad is None else wrapped.sometimes.grad.item())
         assert wrapped.always.grad == numbers(1.5)
-    return gradients, len(wrapped._rounds._retired)
+    return gradients, len(wrapped._reducer._retired)
 
 
 def test_a_parameter_that_is_frozen_or_unfrozen_later_is_noticed() -> None:
@@ -466,7 +467,7 @@ def all_frozen_for_a_while(rank: int) -> tuple[float, int]:
     return wrapped.weight.grad.item(), len(zs.status().jobs)
 
 
-def test_a_module_that_is_frozen_for_a_while_keeps_its_job() -> None:
+def test_a_temporarily_frozen_module_keeps_its_job() -> None:
     assert ranks.run(2, all_frozen_for_a_while) == [(1.5, 1)] * 2
 
 

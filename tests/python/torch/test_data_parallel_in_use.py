@@ -1,4 +1,4 @@
-"""DataParallel in use: state dicts, explicit averaging, and training beside torch's own
+"""DataParallel in programs: state dicts, explicit averaging, and comparison with
 DistributedDataParallel."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_keys_have_no_prefix() -> None:
     ]
 
 
-def test_state_goes_back_and_forth_between_wrapped_and_plain() -> None:
+def test_state_dicts_of_wrapped_and_plain_models_are_interchangeable() -> None:
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     wrapped = DataParallel(model)
     other.load_state_dict(wrapped.state_dict())
@@ -42,22 +42,22 @@ def test_state_goes_back_and_forth_between_wrapped_and_plain() -> None:
     assert other.weight.equal(model.weight)
 
 
-def test_set_state_dict_goes_by_name() -> None:
+def test_set_state_dict_matches_by_name() -> None:
     wrapped, other = DataParallel(nn.Linear(3, 2)), nn.Linear(3, 2)
-    with pytest.warns(UserWarning, match="lacks bias") as caught:
+    with pytest.warns(UserWarning, match="missing keys in state_dict: bias") as caught:
         found = wrapped.set_state_dict({"weight": other.weight, "else": other.bias})
     assert any("else" in str(warning.message) for warning in caught)
     assert found.missing_keys == ["bias"] and found.unexpected_keys == ["else"]
     assert wrapped.weight.equal(other.weight) and not wrapped.bias.equal(other.bias)
 
 
-def test_set_state_dict_without_structured_names_goes_by_position() -> None:
+def test_set_state_dict_without_structured_names_matches_by_position() -> None:
     wrapped, other = DataParallel(nn.Linear(3, 2)), nn.Linear(3, 2)
     wrapped.set_state_dict(
         {"linear_0.w_0": other.weight, "linear_0.b_0": other.bias}, use_structured_name=False
     )
     assert wrapped.weight.equal(other.weight) and wrapped.bias.equal(other.bias)
-    with pytest.raises(zs.InvalidArgument, match="1 entries.* 2"):
+    with pytest.raises(zs.InvalidArgumentError, match="1 entries.*the module, 2"):
         wrapped.set_state_dict({"linear_0.w_0": other.weight}, use_structured_name=False)
 
 
@@ -72,7 +72,7 @@ def test_attributes_are_those_of_the_module() -> None:
 
 
 class Tanh(torch.autograd.Function):
-    """The page's custom operation."""
+    """The custom operation of Paddle's documentation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def page_example(rank: int) -> tuple[Tensor, Tensor, int]:
     return model.linear.weight.detach(), alone.linear.weight.detach(), len(zs.status().jobs)
 
 
-def test_the_page_s_second_example_trains_as_one_process_would() -> None:
+def test_the_second_example_of_paddles_documentation_trains_as_a_single_process() -> None:
     for weight, alone, jobs in ranks.run(2, page_example):
         torch.testing.assert_close(weight, alone)
         assert jobs == 2, "one of the model, and one for all ten steps"
@@ -183,7 +183,7 @@ def test_losses_are_those_of_distributed_data_parallel(name: str) -> None:
             assert abs(ours - theirs) <= 1e-6 * abs(theirs)
 
 
-def test_gradients_are_averaged_by_servers_elsewhere(processes: dict[str, str]) -> None:
+def test_server_processes_average_gradients(processes: dict[str, str]) -> None:
     for found in ranks.run(2, losses, "gpt", 10, env=processes):
         for ours, theirs in zip(found["ours"], found["torch"], strict=True):
             assert abs(ours - theirs) <= 1e-6 * abs(theirs)

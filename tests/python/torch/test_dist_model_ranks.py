@@ -1,5 +1,5 @@
-"""``DistModel`` on several ranks: plain models, and models on meshes, beside one dense process.
-Real server processes."""
+"""``DistModel`` on several ranks with server processes: plain models and models on meshes, compared
+with a dense process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TWO, FOUR = Facts(2), Facts(4)
 
 
 def share(tensors: tuple[Tensor, ...], rank: int) -> tuple[Tensor, ...]:
-    """A rank's half of a batch."""
+    """This rank's half of a batch."""
     return tuple(tensor.chunk(2)[rank] for tensor in tensors)
 
 
@@ -58,7 +58,7 @@ def plain_models_take_batches_from_a_mesh(rank: int) -> None:
     torch.testing.assert_close(model(shard_tensor(images, mesh, [Shard(0)]))["out0"], expected)
     torch.testing.assert_close(model(shard_tensor(images, mesh, [Replicate()]))["out0"], expected)
     model.train()
-    with pytest.raises(zs.InvalidArgument, match="divide by the 2 ranks"):
+    with pytest.raises(zs.InvalidArgumentError, match="divisible by the 2 ranks"):
         model(
             shard_tensor(images[:3], mesh, [Shard(0)]),
             shard_tensor(images[:3, :8], mesh, [Shard(0)]),
@@ -102,7 +102,7 @@ def a_model_of_styles_is_evaluated_as_the_dense_one(rank: int) -> None:
 
 
 @TWO
-def a_layer_with_functions_of_its_own_gets_its_inputs_as_they_are(rank: int) -> None:
+def a_layer_with_an_input_fn_receives_unchanged_inputs(rank: int) -> None:
     mesh, dense, (images, labels) = ProcessMesh([0, 1], ["x"]), DemoNet(), batch()
     layer = shard_layer(
         DemoNet(),
@@ -119,7 +119,7 @@ def a_layer_with_functions_of_its_own_gets_its_inputs_as_they_are(rank: int) -> 
 def a_model_on_two_meshes_is_refused(rank: int) -> None:
     layer = DemoNet(ProcessMesh([0, 1]))
     layer.linear_0.bias = shard_tensor(layer.linear_0.bias, ProcessMesh([1, 0]), [Replicate()])
-    with pytest.raises(zs.InvalidArgument, match="all must be on one"):
+    with pytest.raises(zs.InvalidArgumentError, match="must be on one mesh"):
         to_static(layer)
 
 
@@ -128,7 +128,7 @@ def a_model_on_two_meshes_is_refused(rank: int) -> None:
 
 @TWO
 def a_sharded_model_trains_as_the_dense_one(rank: int) -> None:
-    """The page's program, at every stage."""
+    """The program of Paddle's documentation, at every stage."""
     mesh, reference = ProcessMesh([0, 1], ["x"]), dense_losses(5)
     loader = shard_dataloader([batch(step) for step in range(5)], meshes=[mesh])
     for stage in LEVELS:
@@ -153,7 +153,7 @@ def a_sharded_model_trains_as_the_dense_one(rank: int) -> None:
 
 
 @TWO
-def a_program_on_a_mesh_moves_this_ranks_boxes(rank: int) -> None:
+def a_program_on_a_mesh_has_the_boxes_of_its_rank(rank: int) -> None:
     mesh = ProcessMesh([0, 1], ["x"])
     for stage in LEVELS:
         program = made(mesh, stage).dist_main_program()
@@ -166,9 +166,9 @@ def a_program_on_a_mesh_moves_this_ranks_boxes(rank: int) -> None:
 
 
 @TWO
-def programs_tell_what_ranks_do_together(rank: int) -> None:
-    """What a style announces is in them at once; what a call has shown, with its bytes, from then
-    on."""
+def programs_list_collectives(rank: int) -> None:
+    """Programs include announced collectives immediately, and recorded ones with their bytes after
+    a call."""
     mesh = ProcessMesh([0, 1], ["x"])
 
     def together(program: Any) -> list[tuple[str, int | None]]:
@@ -214,7 +214,7 @@ def programs_tell_what_ranks_do_together(rank: int) -> None:
 
 
 @TWO
-def a_state_on_a_mesh_goes_on_without_one_and_back(rank: int) -> None:
+def state_can_be_loaded_with_and_without_a_mesh(rank: int) -> None:
     mesh = ProcessMesh([0, 1], ["x"])
     first = made(mesh, 2)
     for step in range(3):
@@ -251,7 +251,7 @@ def a_model_of_styles_trains_as_the_dense_one(rank: int) -> None:
 
 
 @FOUR
-def batches_and_matrices_are_cut_on_one_mesh(rank: int) -> None:
+def batches_and_matrices_are_sharded_on_one_mesh(rank: int) -> None:
     mesh = ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
     loader = shard_dataloader([batch(step) for step in range(5)], [mesh], shard_dims="dp")
     for stage in LEVELS:
@@ -281,8 +281,8 @@ def batches_and_matrices_are_cut_on_one_mesh(rank: int) -> None:
 
 @FOUR
 def replicas_on_slices_of_a_mesh_train_together(rank: int) -> None:
-    """Each has its own part of the batch: by styles, whose tensors are plain between modules, and
-    by DTensors."""
+    """Each replica has its own part of the batch. With styles (plain tensors between modules) and
+    with DTensors."""
     mesh = ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
     for stage in LEVELS:
         for layer in (

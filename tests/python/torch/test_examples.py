@@ -1,5 +1,5 @@
-"""The examples run as they stand, alone and under torchrun, and differ from plain torch by a few
-lines."""
+"""The examples run in a single process and under torchrun, and the sharded ones differ from plain
+torch by a few lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 @functools.cache
 def run(*command: str, cwd: Path | None = None) -> str:
-    """What a script printed."""
+    """The output of a script."""
     for _ in range(2):
         done = subprocess.run(
             [sys.executable, *command], capture_output=True, text=True, timeout=TIMEOUT, cwd=cwd
@@ -40,7 +40,7 @@ def run(*command: str, cwd: Path | None = None) -> str:
 
 
 @pytest.mark.parametrize("name", ["gpt", "digits"])
-def test_a_few_lines_make_the_difference(name: str) -> None:
+def test_sharded_examples_differ_from_plain_ones_by_a_few_lines(name: str) -> None:
     plain, sharded = (
         (EXAMPLES / f"{name}{kind}.py").read_text().splitlines() for kind in ("", "_sharded")
     )
@@ -66,7 +66,7 @@ def test_gpt_learns(launcher: list[str]) -> None:
     assert re.search(r"accuracy 0\.\d+$", printed.strip())
 
 
-def test_alone_the_sharded_example_does_what_the_plain_one_does() -> None:
+def test_in_a_single_process_the_sharded_example_prints_the_same_losses() -> None:
     plain, sharded = (
         run(str(EXAMPLES / f"digits{kind}.py"), "--epochs", "2") for kind in ("", "_sharded")
     )
@@ -77,7 +77,7 @@ def test_alone_the_sharded_example_does_what_the_plain_one_does() -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "client/python/README.md"])
-def test_scripts_of_the_pages_run(page: str, tmp_path: Path) -> None:
+def test_scripts_in_the_documentation_run(page: str, tmp_path: Path) -> None:
     scripts = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     whole = [script for script in scripts if "group_sharded_parallel" in script]
     assert whole
@@ -88,14 +88,14 @@ def test_scripts_of_the_pages_run(page: str, tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_a_gpt_on_a_mesh_writes_the_same_in_plain_torch() -> None:
+def test_a_gpt_on_a_mesh_writes_the_same_text_in_plain_torch() -> None:
     printed = run(*TORCHRUN, str(EXAMPLES / "gpt_tensor_parallel.py"), "--steps", "40", *TEXTS)
     losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", printed)]
     assert len(losses) == 2 and losses[-1] < 4.0
     assert printed.strip().endswith("loaded into plain torch it writes the same")
 
 
-def test_parallel_styles_learn_what_the_dense_network_does() -> None:
+def test_parallel_styles_train_as_the_dense_network() -> None:
     printed = run(*TORCHRUN, str(EXAMPLES / "tensor_parallel.py"), "--steps", "60")
     losses = [
         tuple(map(float, pair)) for pair in re.findall(r"loss (\d\.\d+) -> (\d\.\d+)", printed)
@@ -107,7 +107,7 @@ def test_parallel_styles_learn_what_the_dense_network_does() -> None:
     assert here == (parameters - 32) / 2 + 32
 
 
-def test_a_model_on_a_mesh_is_trained_evaluated_and_asked() -> None:
+def test_a_model_on_a_mesh_trains_evaluates_and_predicts() -> None:
     printed = run(*TORCHRUN, str(EXAMPLES / "dist_model.py"), "--steps", "80", "--programs")
     first, last, evaluated = map(
         float, re.findall(r"loss (\d\.\d+) -> (\d\.\d+), evaluated (\d\.\d+)", printed)[0]

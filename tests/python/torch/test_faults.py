@@ -1,4 +1,4 @@
-"""Steps that are interrupted, or lose a rank."""
+"""Steps that are interrupted, or that lose a rank."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LEVELS = ["os", "os_g", "p_g_os"]
 
 
 class Interrupted:
-    """A job whose next commit is interrupted: before the servers hear of it, or after they have
-    decided."""
+    """A job whose next commit is interrupted, either before it reaches the servers or after they
+    have decided."""
 
     def __init__(self, job: Any, decided: bool) -> None:
         self._job = job
@@ -37,19 +37,19 @@ class Interrupted:
 
 
 def wrapped(level: str) -> tuple[Any, Any]:
-    """The model with momentum, which remembers every gradient that was ever applied."""
+    """A sharded model with momentum, whose state depends on every applied gradient."""
     return sharded(level)[:2]
 
 
 def sharded(level: str, **options: Any) -> tuple[Any, Any, Any]:
-    """As it comes back."""
+    """The sharded model and its optimizer."""
     model = models.build("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return group_sharded_parallel(model, optimizer, level, segment_size=64, **options)
 
 
 def step(model: Any, optimizer: Any, index: int) -> None:
-    """One step on a batch of its own."""
+    """Makes a step with its own batch."""
     optimizer.zero_grad()
     model(*models.batch("mlp", index, 8)).backward()
     optimizer.step()
@@ -57,7 +57,7 @@ def step(model: Any, optimizer: Any, index: int) -> None:
 
 @pytest.mark.parametrize("decided", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
-def test_an_interrupted_step_happens_whole_or_not_at_all(
+def test_an_interrupted_step_is_applied_completely_or_not_at_all(
     level: str, decided: bool, cluster: zs.Session
 ) -> None:
     model, optimizer = wrapped(level)
@@ -79,7 +79,7 @@ def test_an_interrupted_step_happens_whole_or_not_at_all(
 
 
 def interrupt_all_ranks(rank: int, level: str) -> int:
-    """Every rank is interrupted in the second step, and goes on with another batch."""
+    """Interrupts every rank in the second step, then continues with another batch."""
     with zs.init():
         model, optimizer = wrapped(level)
         link = optimizer.sharding.job
@@ -99,12 +99,12 @@ def interrupt_all_ranks(rank: int, level: str) -> int:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_step_that_is_interrupted_on_all_ranks_is_not_mixed_into_the_next(level: str) -> None:
+def test_gradients_of_an_interrupted_step_are_not_mixed_into_the_next(level: str) -> None:
     assert ranks.run(2, interrupt_all_ranks, level) == [3, 3]
 
 
 def zero_sent_gradients(rank: int) -> tuple[int, int]:
-    """Gradients are thrown away after they were sent; the versions of the job before and after."""
+    """Drops gradients after they were sent. Returns the versions of the job before and after."""
     with zs.init():
         model, optimizer, _ = sharded("os_g", accumulation_steps=1)
         step(model, optimizer, 0)
@@ -125,7 +125,7 @@ def test_zero_grad_after_gradients_were_sent_does_not_move_the_version() -> None
     assert ranks.run(2, zero_sent_gradients) == [(1, 1)] * 2
 
 
-def test_an_interrupted_forward_leaves_nothing_behind(cluster: zs.Session) -> None:
+def test_an_interrupted_forward_frees_gathered_parameters(cluster: zs.Session) -> None:
     model, optimizer = wrapped("p_g_os")
     gatherer = optimizer.sharding.gatherer
 
@@ -148,7 +148,7 @@ def test_an_interrupted_forward_leaves_nothing_behind(cluster: zs.Session) -> No
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_is_written_before_gradients_are_thrown_away_counts(
+def test_parameters_written_before_gradients_are_dropped_are_used(
     level: str, cluster: zs.Session
 ) -> None:
     model, optimizer, _ = sharded(level, accumulation_steps=1)
@@ -165,7 +165,7 @@ def test_what_is_written_before_gradients_are_thrown_away_counts(
 
 
 def lose_a_rank(rank: int, level: str) -> str:
-    """Rank 1 is lost in the second step; what rank 0 is told."""
+    """Rank 1 is lost in the second step. Returns the error on rank 0."""
     with zs.init() as session:
         model, optimizer = wrapped(level)
         step(model, optimizer, 0)
@@ -176,23 +176,23 @@ def lose_a_rank(rank: int, level: str) -> str:
         dist.barrier()
         if rank == 1:
             # Dropped without a word, as by the death of the process.
-            session._jobs.clear()
+            session._connection._jobs.clear()
             optimizer.sharding.job.job = None
             return ""
-        with pytest.raises(zs.StepAborted) as caught:
+        with pytest.raises(zs.StepAbortedError) as caught:
             optimizer.step()
         assert caught.value.step == 1  # type: ignore[attr-defined]
         return str(caught.value)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_step_that_loses_a_rank_says_so(level: str, processes: dict[str, str]) -> None:
+def test_a_step_that_loses_a_rank_is_aborted(level: str, processes: dict[str, str]) -> None:
     told, _ = ranks.run(2, lose_a_rank, level, env=processes)
     assert "step 1" in told and "aborted" in told
 
 
 def lose_a_rank_between_buckets(rank: int) -> bool:
-    """Rank 1 is lost when rank 0 has sent a part of its gradients."""
+    """Rank 1 is lost after rank 0 has sent a part of its gradients."""
     with zs.init() as session:
         model, optimizer = wrapped("os_g")
         step(model, optimizer, 0)
@@ -207,14 +207,14 @@ def lose_a_rank_between_buckets(rank: int) -> bool:
         send(first)
         dist.barrier()
         if rank == 1:
-            session._jobs.clear()
+            session._connection._jobs.clear()
             link.job = None
             return True
         until = time.monotonic() + 30
         while job.epoch == epoch:
             assert time.monotonic() < until
         for entry in (second, third):
-            with pytest.raises(zs.StepAborted):
+            with pytest.raises(zs.StepAbortedError):
                 send(entry)
         # The step is run again.
         job.forget()

@@ -1,9 +1,7 @@
-"""Against torch itself: the same seeds give the same losses and parameters, and our levels the same
-bits.
+"""Sharded training compared with torch: the same seeds give the same losses and parameters, and all
+levels the same bits.
 
-Two ranks, each with half of each batch, are compared with one process that has the whole batch, or,
-where a rank's half matters (batch norm, autocast), with torch's DistributedDataParallel on two
-ranks. Real server processes.
+Two ranks, each with half of each batch, are compared with one process that has the whole batch.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ SHORT = {
 def check(
     training: Training, env: dict[str, str], systems: tuple[str, ...]
 ) -> list[dict[str, Outcome]]:
-    """Trains on two ranks; compares levels with each other, and with torch."""
+    """Trains on two ranks, and compares the levels with each other and with torch."""
     outcomes = ranks.run(2, train_all, 2, training, systems, env=env)
     first = outcomes[0]["os"]
     for outcome in outcomes:
@@ -117,13 +115,13 @@ def test_options_change_no_bits(processes: dict[str, str]) -> None:
 
 
 def hashes_of(rank: int, variants: list[Training]) -> list[str]:
-    """The hashes of the states that trainings end in."""
+    """The hashes of the final states of several trainings."""
     return [train(variant, "p_g_os", rank, 2).hash for variant in variants]
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_one_process_is_one_process(level: str, cluster: object) -> None:
-    """Batch norm too: the rank has the whole batch."""
+def test_a_single_process_matches_torch(level: str, cluster: object) -> None:
+    """Includes batch norm, because the rank has the whole batch."""
     training = Training("cnn", steps=20, max_norm=0.5)
     ours, plain = train(training, level), train(training, "plain")
     assert worst(ours.losses, plain.losses) <= TOLERANCE
@@ -132,14 +130,14 @@ def test_one_process_is_one_process(level: str, cluster: object) -> None:
 
 
 @pytest.mark.parametrize("init", ["gloo", "env"])
-def test_ranks_need_no_server_that_was_started_before(init: str) -> None:
+def test_ranks_need_no_running_server(init: str) -> None:
     training = Training(steps=5)
     outcomes = ranks.run(2, trained_embedded, training, init=init)
     assert outcomes[0] == outcomes[1]
 
 
 def trained_embedded(rank: int, training: Training) -> str:
-    """Trains on the cluster that rank 0 hosts; the hash of the end."""
+    """Trains on the cluster that rank 0 hosts. Returns the hash of the final state."""
     import torch.distributed as dist
     import zeroshard as zs
 

@@ -1,5 +1,4 @@
-"""Boxes of tensors on random meshes, beside torch's DTensor: what is written under one layout is
-read under any other."""
+"""Boxes of tensors on random meshes, compared with torch's DTensor."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ CASES = 80
 
 @dataclass
 class Case:
-    """A tensor, where it is written, and where it is read."""
+    """A tensor, the layout in which it is written, and the layout in which it is read."""
 
     whole: Tensor
     written: tuple[int, list[Placement]]
@@ -31,7 +30,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """The same on every rank."""
+    """The same cases on every rank."""
     choose = random.Random(11)
     torch.manual_seed(11)
 
@@ -54,10 +53,10 @@ def names_of(placements: list[Placement]) -> list[str]:
     return [f"shard:{p.dim}" if isinstance(p, Shard) else "replicate" for p in placements]
 
 
-def array(tensor: Tensor, area: Any = None) -> Any:
+def array(tensor: Tensor, box: Any = None) -> Any:
     from zeroshard._native import Array
 
-    return Array(tensor.data_ptr(), tensor.numel(), "f32", tensor, area)
+    return Array(tensor.data_ptr(), tensor.numel(), "f32", tensor, box)
 
 
 def meshes() -> list[Any]:
@@ -67,16 +66,16 @@ def meshes() -> list[Any]:
 
 
 def job_of(specs: list[Any], rank: int, lr: float) -> Any:
-    from zeroshard._session import current
+    from zeroshard._session import connection
 
-    session, everyone = current(), tuple(range(WORLD))
-    name = session.name("layouts", everyone)
-    session.cluster.create_job(name, specs, [("sgd", {"lr": lr})], WORLD, meshes())
-    return session.join(name, rank, 1 << 20)
+    opened = connection()
+    name = opened.job_name("layouts", tuple(range(WORLD)))
+    opened.cluster.create_job(name, specs, [("sgd", {"lr": lr})], WORLD, meshes())
+    return opened.join(name, rank, 1 << 20)
 
 
 def write_and_read(rank: int) -> None:
-    from zeroshard._native import TensorSpec
+    from zeroshard._native import Box, Layout, TensorSpec
 
     devices = [
         init_device_mesh("cpu", shape, mesh_dim_names=NAMES[: len(shape)]) for shape in MESHES
@@ -112,10 +111,10 @@ def write_and_read(rank: int) -> None:
         else:
             other = distribute_tensor(written[n].full_tensor(), devices[mesh], placements)
         expected.append(other.to_local())
-        area = native[mesh].local_box(list(case.whole.shape), names_of(placements), rank)
-        assert area is not None and tuple(area[1]) == tuple(expected[-1].shape)
-        host = torch.full(tuple(area[1]), math.nan)
-        read.append((n, host, array(host, area)))
+        box = Layout(native[mesh], names_of(placements)).local_box(case.whole.shape, rank)
+        assert box is not None and tuple(box.size) == tuple(expected[-1].shape)
+        host = torch.full(tuple(box.size), math.nan)
+        read.append((n, host, array(host, box)))
     job.fetch(0, [(n, target) for n, _, target in read])
     for (n, host, _), other in zip(read, expected, strict=True):
         assert torch.equal(host, other), f"t{n}: {all_cases[n].written} as {all_cases[n].read}"
@@ -124,25 +123,25 @@ def write_and_read(rank: int) -> None:
     n = next(n for n, case in enumerate(all_cases) if case.whole.dim() == 2)
     whole = all_cases[n].whole
     halves = [torch.empty(whole.shape[0], 1), torch.empty_like(whole)]
-    areas = [([0, 0], halves[0].shape), ([0, 0], whole.shape)]
-    job.fetch(0, [(n, array(half, area)) for half, area in zip(halves, areas, strict=True)])
+    job.fetch(0, [(n, array(half, Box.whole(half.shape))) for half in halves])
     assert torch.equal(halves[0], whole[:, :1]) and torch.equal(halves[1], whole)
 
 
-def test_what_is_written_under_one_layout_is_read_under_any_other() -> None:
+def test_a_tensor_written_in_one_layout_can_be_read_in_any_other() -> None:
     ranks.run(WORLD, write_and_read)
 
 
 def contribute(rank: int) -> None:
-    """One step of SGD with a learning rate of 1: the parameters less their gradients."""
-    from zeroshard._native import TensorSpec
+    """One step of SGD with a learning rate of 1 on zeros: the parameters become the negative
+    gradients."""
+    from zeroshard._native import Box, Layout, TensorSpec
 
     choose, native = random.Random(5), meshes()
     layouts = []
     for _ in range(40):
         mesh = choose.randrange(len(MESHES))
-        kinds = ["sum", "avg", "replicate", "shard:0", "shard:1"]
-        layouts.append((mesh, [choose.choice(kinds) for _ in MESHES[mesh]]))
+        names = ["sum", "avg", "replicate", "shard:0", "shard:1"]
+        layouts.append((mesh, [choose.choice(names) for _ in MESHES[mesh]]))
     shapes = [[choose.choice([1, 3, 6, 7]), choose.choice([1, 2, 5])] for _ in layouts]
     job = job_of(
         [TensorSpec(f"w{n}", shapes[n], layout=layout) for n, layout in enumerate(layouts)],
@@ -150,17 +149,24 @@ def contribute(rank: int) -> None:
         1.0,
     )
 
-    def box(n: int, of: int) -> tuple[slice, ...]:
-        area = native[layouts[n][0]].local_box(shapes[n], layouts[n][1], of)
-        return tuple(slice(first, first + count) for first, count in zip(*area, strict=True))
+    def part(n: int, of: int) -> tuple[slice, ...]:
+        mesh, placements = layouts[n]
+        box = Layout(native[mesh], placements).local_box(shapes[n], of)
+        assert box is not None
+        pairs = zip(box.offset, box.size, strict=True)
+        return tuple(slice(first, first + count) for first, count in pairs)
 
     def gradient(n: int, of: int) -> Tensor:
-        """What a rank has; where it does not contribute, nobody must look at it."""
+        """The local gradient of a rank. Ranks that do not contribute have different values, which
+        must be ignored."""
         torch.manual_seed(100 * n + of)
-        return torch.randn(shapes[n])[box(n, of)].contiguous()
+        return torch.randn(shapes[n])[part(n, of)].contiguous()
 
     job.initialise(
-        [(n, array(torch.zeros(shapes[n])[box(n, rank)].contiguous())) for n in range(len(layouts))]
+        [
+            (n, array(torch.zeros(shapes[n])[part(n, rank)].contiguous()))
+            for n in range(len(layouts))
+        ]
     )
     for n in range(len(layouts)):
         job.gradient(0, n, array(gradient(n, rank)))
@@ -177,13 +183,13 @@ def contribute(rank: int) -> None:
                 for p, place in zip(placements, coordinate, strict=True)
             )
             if contributes:
-                expected[box(n, other)] += gradient(n, other).double()
+                expected[part(n, other)] += gradient(n, other).double()
         expected /= math.prod(
             size for p, size in zip(placements, MESHES[mesh], strict=True) if p == "avg"
         )
         norm += float(expected.square().sum())
         whole = torch.empty(shapes[n])
-        job.fetch(1, [(n, array(whole, ([0, 0], shapes[n])))])
+        job.fetch(1, [(n, array(whole, Box.whole(shapes[n])))])
         torch.testing.assert_close(
             whole.double(),
             -expected,
@@ -194,5 +200,5 @@ def contribute(rank: int) -> None:
     assert abs(report.gradient_norm - math.sqrt(norm)) < 1e-5 * math.sqrt(norm)
 
 
-def test_gradients_are_summed_averaged_and_put_together_as_their_layouts_say() -> None:
+def test_gradients_are_reduced_and_assembled_according_to_their_layouts() -> None:
     ranks.run(WORLD, contribute)

@@ -31,7 +31,7 @@ SLACK = 8 << 20
 
 
 class Layer(nn.Module):
-    """Two matrices and a residual."""
+    """Two matrices and a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,22 +45,22 @@ class Layer(nn.Module):
 
 
 def resident(field: str) -> int:
-    """Bytes of this process in memory: now ("VmRSS"), or at most so far ("VmHWM")."""
+    """Resident bytes of this process: current ("VmRSS") or maximum ("VmHWM")."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found
     return int(found[1]) << 10
 
 
 def settle() -> None:
-    """Gives back what is free, and forgets the peak so far."""
+    """Returns free memory to the system, and resets the maximum."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peaks() -> tuple[int, int, int]:
-    """The most bytes of parameters and gradients that tensors held, how much memory grew, and what
-    all would take."""
+    """The maximum bytes of parameters and gradients in tensors, the growth of the process, and the
+    bytes of the whole model."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(Layer() for _ in range(LAYERS)))
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -112,7 +112,8 @@ def test_three_layers_at_a_time(processes: dict[str, str]) -> None:
     assert done.returncode == 0, done.stderr
     held, grown, everything = json.loads(done.stdout)
     print(
-        f"held {held / LAYER:.2f} layers, grown by {grown / LAYER:.2f} layers, of {everything / LAYER:.0f}"
+        f"held {held / LAYER:.2f} layers, grown by {grown / LAYER:.2f} layers, "
+        f"of {everything / LAYER:.0f}"
     )
     assert everything == LAYERS * LAYER
     assert held <= 3 * LAYER

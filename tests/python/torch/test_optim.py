@@ -1,4 +1,4 @@
-"""Lion and LAMB as local optimizers, against the golden vectors of the servers' kernels."""
+"""Lion and LAMB as torch optimizers, compared with the golden vectors of the servers' kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = {"lion": Lion, "lamb": LAMB}
 
 
 def _golden() -> Any:
-    """The script that made the vectors."""
+    """The script that generated the golden vectors."""
     capability = os.environ.get("ATEN_CPU_CAPABILITY")
     spec = importlib.util.spec_from_file_location("golden", GOLDEN / "make.py")
     assert spec is not None and spec.loader is not None
@@ -75,7 +75,7 @@ def test_fifty_steps_give_the_golden_vectors(number: int, case: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("kind", KINDS.values())
-def test_state_goes_through_a_state_dict(kind: Any) -> None:
+def test_state_survives_a_state_dict(kind: Any) -> None:
     model = nn.Linear(3, 2)
     other = copy.deepcopy(model)
     ours, theirs = kind(model.parameters()), kind(other.parameters())
@@ -96,7 +96,7 @@ def test_state_goes_through_a_state_dict(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS.values())
-def test_a_parameter_without_gradient_is_left_alone(kind: Any) -> None:
+def test_a_parameter_without_gradient_is_not_changed(kind: Any) -> None:
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     used.grad = torch.ones(2)
     optimizer = kind([used, unused], weight_decay=0.5)

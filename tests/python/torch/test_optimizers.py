@@ -1,4 +1,4 @@
-"""Every optimizer: the same steps as torch's, its state in torch's format, both ways."""
+"""Every optimizer: the same steps as torch's, and state in torch's format in both directions."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_steps_are_those_of_torch(name: str, processes: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_goes_to_torch_and_back(name: str, cluster: zs.Session) -> None:
+def test_state_is_interchangeable_with_torch(name: str, cluster: zs.Session) -> None:
     kind, settings = OPTIMIZERS[name]
     training = Training(optimizer=kind, settings=settings, groups="weight_decay" in settings)
     plain = models.build("mlp")
@@ -118,7 +118,7 @@ def sharded(training: Training, level: str, **options: Any) -> tuple[Any, Any]:
 
 
 def advance(model: Any, optimizer: Any, steps: range, name: str = "mlp") -> list[float]:
-    """Trains for these steps; their losses."""
+    """Trains for these steps. Returns the losses."""
     losses = []
     for step in steps:
         optimizer.zero_grad()
@@ -130,7 +130,7 @@ def advance(model: Any, optimizer: Any, steps: range, name: str = "mlp") -> list
 
 
 def assert_state_close(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Two optimizers' states have the same form, and nearly the same values."""
+    """Asserts that two optimizers' states have the same structure and nearly equal values."""
     assert ours["param_groups"] == theirs["param_groups"]
     assert list(ours["state"]) == list(theirs["state"])
     for index, state in theirs["state"].items():
@@ -158,8 +158,8 @@ def test_inf_on_one_rank_changes_nothing_and_halves_the_scale(
 
 
 def overflow(rank: int, level: str) -> tuple[list[dict[str, Tensor]], list[float], list[bool]]:
-    """Three steps, in the second of which rank 1 has an inf: parameters and optimizer state, scale,
-    whether applied."""
+    """Makes three steps, with an inf on rank 1 in the second one. Returns parameters and optimizer
+    state, the scale, and whether each step was applied."""
     model = models.build("mlp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler: Any = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -189,7 +189,7 @@ def overflow(rank: int, level: str) -> tuple[list[dict[str, Tensor]], list[float
     "way", ["function of parameters", "function of model", "torch's object", "at construction"]
 )
 def test_clipping_is_torchs(level: str, way: str, cluster: zs.Session) -> None:
-    """Without the parameters that do not need it."""
+    """Excluding parameters with need_clip = False."""
     plain = models.build("mlp")
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     model = models.build("mlp")

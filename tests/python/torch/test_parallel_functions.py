@@ -1,5 +1,4 @@
-"""The functions that turn inputs and outputs: on plain tensors, on DTensors, and on what is
-neither."""
+"""The input and output functions, with plain tensors, DTensors and invalid values."""
 
 from __future__ import annotations
 
@@ -46,13 +45,13 @@ OUTPUTS: list[Callable[..., Any]] = [
 
 
 def whole(*shape: int) -> Tensor:
-    """The same on every rank."""
+    """A tensor with the same values on every rank."""
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
 @TWO
 @THREE
-def a_plain_input_is_the_shard_that_this_rank_has_already(rank: int) -> None:
+def a_plain_input_is_this_ranks_shard(rank: int) -> None:
     mesh, world = mesh_1d(), dist.get_world_size()
     mine = torch.full((2, 5), float(rank))
     for dim in (0, 1, -1):
@@ -104,7 +103,7 @@ def a_plain_input_is_gathered_by_reshard_and_taken_by_replicate(rank: int) -> No
 
 @TWO
 @THREE
-def outputs_of_every_placement_become_what_the_name_says(rank: int) -> None:
+def outputs_of_every_placement_are_converted(rank: int) -> None:
     mesh, world = mesh_1d(), dist.get_world_size()
     value = whole(6, 7)
     sums = DTensor.from_local(value / world, mesh, [Partial()], run_check=False)
@@ -146,7 +145,7 @@ def uneven_and_empty_shards_survive_a_round_trip(rank: int) -> None:
 
 @TWO
 @THREE
-def gradients_come_back_through_inputs_and_outputs(rank: int) -> None:
+def gradients_flow_through_inputs_and_outputs(rank: int) -> None:
     mesh, world = mesh_1d(), dist.get_world_size()
     mine = torch.full((2, 3), float(rank), requires_grad=True)
     weight = whole(2 * world, 3)
@@ -155,9 +154,9 @@ def gradients_come_back_through_inputs_and_outputs(rank: int) -> None:
 
 
 @TWO
-def shards_that_become_plain_tensors_must_be_of_one_size(rank: int) -> None:
+def shards_that_become_plain_tensors_must_have_the_same_size(rank: int) -> None:
     value = distribute_tensor(whole(7, 2), mesh_1d(), [Replicate()])
-    with pytest.raises(zs.InvalidArgument, match="divide by the 2 ranks"):
+    with pytest.raises(zs.InvalidArgumentError, match="divisible by the 2 ranks"):
         make_output_reshard_tensor(value)
 
 
@@ -169,7 +168,7 @@ def a_hooks_tuple_of_one_tensor_is_that_tensor(rank: int) -> None:
 
 
 @TWO
-def what_is_no_tensor_is_refused(rank: int) -> None:
+def another_type_than_a_tensor_is_refused(rank: int) -> None:
     mesh = mesh_1d()
     for function in INPUTS:
         for wrong in (3, None, "x", [1.0, 2.0], (torch.ones(2), torch.ones(2))):
@@ -192,32 +191,32 @@ def meshes_have_one_dimension(rank: int) -> None:
             *([(whole(2, 2), mesh)] if function in INPUTS else []),
         ):
             with pytest.raises(
-                zs.InvalidArgument, match=r"2 dimensions \(dp, tp\).*must have 1.*'tp'"
+                zs.InvalidArgumentError, match=r"2 dimensions \(dp, tp\).*must have 1.*'tp'"
             ):
                 function(*arguments)
 
 
 @TWO
-def a_mesh_is_a_mesh_and_that_of_the_dtensor(rank: int) -> None:
+def a_mesh_must_be_a_mesh_and_the_one_of_the_dtensor(rank: int) -> None:
     mesh, other = mesh_1d(), ProcessMesh([1, 0], ["tp"])
     made = make_input_replicate_1d(whole(2, 2), mesh)
     for function in INPUTS:
-        with pytest.raises(zs.InvalidArgument, match="device_mesh is None"):
+        with pytest.raises(zs.InvalidArgumentError, match="device_mesh is None"):
             function(whole(2, 2))
-        with pytest.raises(zs.InvalidArgument, match="device_mesh is a list"):
+        with pytest.raises(zs.InvalidArgumentError, match="device_mesh is a list"):
             function(whole(2, 2), [0, 1])
     for function in INPUTS + OUTPUTS:
-        with pytest.raises(zs.InvalidArgument, match=r"\[0, 1\].*must be on \[1, 0\]"):
+        with pytest.raises(zs.InvalidArgumentError, match=r"\[0, 1\].*must be on \[1, 0\]"):
             function(made, other)
 
 
 @TWO
-def a_dimension_that_is_not_there_is_named(rank: int) -> None:
+def a_missing_dimension_is_named(rank: int) -> None:
     mesh = mesh_1d()
     for dim in (2, -3):
-        with pytest.raises(zs.InvalidArgument, match=rf"dimension {dim}.*\[0, 1\]"):
+        with pytest.raises(zs.InvalidArgumentError, match=rf"dimension {dim}.*2 dimensions"):
             make_input_shard_1d(whole(2, 2), mesh, dim)
-        with pytest.raises(zs.InvalidArgument, match=rf"dimension {dim}.*\[0, 1\]"):
+        with pytest.raises(zs.InvalidArgumentError, match=rf"dimension {dim}.*2 dimensions"):
             make_output_shard_1d(make_input_replicate_1d(whole(2, 2), mesh), dim=dim)
 
 

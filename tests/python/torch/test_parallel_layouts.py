@@ -1,5 +1,4 @@
-"""Layouts of what goes in and out of any module, styles of one's own, and the loss of cut
-logits."""
+"""Input and output layouts of modules, custom styles, and the loss of sharded logits."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ TWO, THREE = Facts(2), Facts(3)
 
 
 class Two(nn.Module):
-    """Takes two tensors, one by keyword and something else; gives two."""
+    """Takes two tensors, one of them by keyword, and another value. Returns two tensors."""
 
     def forward(self, a: Any, b: Any, flag: bool, *, c: Any = None) -> Any:
         self.seen = (a, b, flag, c)
@@ -122,22 +121,22 @@ def inputs_and_outputs_are_laid_out_by_one_style(rank: int) -> None:
 
 
 @TWO
-def layouts_that_are_fewer_than_tensors_are_refused(rank: int) -> None:
+def a_wrong_number_of_layouts_is_refused(rank: int) -> None:
     mesh = mesh_1d()
-    with pytest.raises(ValueError, match="input_layouts.*2 and 1"):
+    with pytest.raises(ValueError, match="input_layouts has 2.*desired_input_layouts 1"):
         PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=Replicate())
-    with pytest.raises(ValueError, match="input_layouts.*1 and None"):
+    with pytest.raises(ValueError, match="input_layouts has 1.*desired_input_layouts 0"):
         PrepareModuleInput(input_layouts=Shard(0))
-    with pytest.raises(ValueError, match="same keys"):
+    with pytest.raises(ValueError, match="the keys.*must be the same"):
         PrepareModuleInput(input_kwarg_layouts={"a": Shard(0)})
-    with pytest.raises(ValueError, match="output_layouts.*1 and 2"):
+    with pytest.raises(ValueError, match="output_layouts has 1.*desired_output_layouts 2"):
         PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=(Shard(0), Shard(0)))
     module = parallelize_module(
         nn.Identity(),
         mesh,
         PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=(Shard(0), None)),
     )
-    with pytest.raises(ValueError, match="given 1 inputs.*has 2"):
+    with pytest.raises(ValueError, match="with 1 inputs.*has 2"):
         module(torch.ones(2))
     module = parallelize_module(
         nn.Identity(),
@@ -146,7 +145,7 @@ def layouts_that_are_fewer_than_tensors_are_refused(rank: int) -> None:
             output_layouts=(Shard(0), None), desired_output_layouts=(Shard(0), None)
         ),
     )
-    with pytest.raises(ValueError, match="has 1 outputs.*has 2"):
+    with pytest.raises(ValueError, match="returned 1 outputs.*has 2"):
         module(torch.ones(2))
     module = parallelize_module(
         nn.Identity(),
@@ -158,7 +157,7 @@ def layouts_that_are_fewer_than_tensors_are_refused(rank: int) -> None:
 
 
 @TWO
-def styles_of_ones_own_give_two_functions(rank: int) -> None:
+def custom_styles_pass_two_functions(rank: int) -> None:
     class Gathered(ParallelStyle):
         def __init__(self) -> None:
             super().__init__(make_input_shard_1d, make_output_tensor)
@@ -171,7 +170,7 @@ def styles_of_ones_own_give_two_functions(rank: int) -> None:
 
 
 @TWO
-def styles_of_torch_itself_are_taken(rank: int) -> None:
+def styles_of_torch_are_accepted(rank: int) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 
     dense = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))

@@ -1,5 +1,5 @@
-"""Styles of modules with pairs of Linears, and of those between them that run on parts of a
-sequence."""
+"""Styles for modules with pairs of Linears, and for the modules between them that compute on a
+sharded sequence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TWO, THREE = Facts(2), Facts(3)
 
 
 def mlp(*sizes: int, inner: Callable[..., nn.Module] = nn.Sequential) -> nn.Module:
-    """Linears of these sizes, and something between them."""
+    """Linears of these sizes with activations in between."""
     layers: list[nn.Module] = []
     for given, made in zip(sizes, sizes[1:]):
         layers += [nn.Linear(given, made), nn.Tanh()]
@@ -36,7 +36,7 @@ def mlp(*sizes: int, inner: Callable[..., nn.Module] = nn.Sequential) -> nn.Modu
 
 @TWO
 @THREE
-def pairs_are_cut_by_columns_and_rows(rank: int) -> None:
+def pairs_are_sharded_by_columns_and_rows(rank: int) -> None:
     by_columns = {"weight": Shard(0), "bias": Shard(0)}
     by_rows = {"weight": Shard(1), "bias": Replicate()}
     for sizes in ((4, 6, 3), (4, 7, 5, 2, 3)):
@@ -50,7 +50,7 @@ def pairs_are_cut_by_columns_and_rows(rank: int) -> None:
 
 
 @TWO
-def a_linear_that_is_left_over_is_left_alone(rank: int) -> None:
+def an_odd_last_linear_is_not_changed(rank: int) -> None:
     dense = mlp(4, 6, 5, 3)
     module = parallelize_module(copy.deepcopy(dense), mesh_1d(), PairwiseParallel())
     assert isinstance(module[2].weight, DTensor) and not isinstance(module[4].weight, DTensor)
@@ -58,7 +58,7 @@ def a_linear_that_is_left_over_is_left_alone(rank: int) -> None:
 
 
 @TWO
-def pairs_are_looked_for_in_children_where_there_are_fewer_than_two(rank: int) -> None:
+def children_are_searched_for_pairs(rank: int) -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -98,7 +98,7 @@ def pairs_take_functions_for_their_ends(rank: int) -> None:
 
 @TWO
 @THREE
-def sequence_parallel_pairs_take_and_give_shards(rank: int) -> None:
+def sequence_parallel_pairs_have_shards_as_input_and_output(rank: int) -> None:
     mesh, dense = mesh_1d(), nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 4))
     value = torch.randn(2 * mesh.size(), 4)
     weight = torch.randn(2 * mesh.size(), 4)
@@ -124,7 +124,7 @@ def sequence_parallel_pairs_take_and_give_shards(rank: int) -> None:
 
 
 class OwnNorm(nn.Module):
-    """A norm of somebody's own, not initialised to ones, with a buffer."""
+    """A custom norm with a buffer, whose weight is not initialised to ones."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""``parallelize_module``: which modules a plan means, and what it refuses, with nothing changed."""
+"""``parallelize_module``: the modules that a plan matches, and errors, after which the module is
+unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ TWO = Facts(2)
 
 
 class Block(nn.Module):
-    """Two Linears with names."""
+    """Two named Linears."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ def keys_match_part_by_part(rank: int) -> None:
 
 @TWO
 def a_star_does_not_match_a_point(rank: int) -> None:
-    with pytest.raises(zs.InvalidArgument, match="'fc1'"):
+    with pytest.raises(zs.InvalidArgumentError, match="'fc1'"):
         parallelize_module(Model(), mesh_1d(), {"*.fc1": ColwiseParallel()})
 
 
@@ -123,7 +124,7 @@ def inputs_can_be_prepared_beside_another_style(rank: int) -> None:
 
 
 def refused(error: type[Exception], match: str, *arguments: Any, **named: Any) -> None:
-    """An error, and an unchanged module."""
+    """Asserts that an error is raised and the module is unchanged."""
     module = arguments[0]
     before = parallel(module) if isinstance(module, nn.Module) else []
     with pytest.raises(error, match=match):
@@ -132,12 +133,14 @@ def refused(error: type[Exception], match: str, *arguments: Any, **named: Any) -
 
 
 @TWO
-def a_key_that_matches_nothing_is_refused(rank: int) -> None:
+def a_key_that_matches_no_module_is_refused(rank: int) -> None:
     plan = {"head": ColwiseParallel(), "layers.*.fc3": RowwiseParallel()}
-    refused(zs.InvalidArgument, r"'layers.\*.fc3'.*'fc3'.*'layers.0.fc1'", Model(), mesh_1d(), plan)
     refused(
-        zs.InvalidArgument,
-        "'fc'.*there are none",
+        zs.InvalidArgumentError, r"'fc3'.*'layers.\*.fc3'.*'layers.0.fc1'", Model(), mesh_1d(), plan
+    )
+    refused(
+        zs.InvalidArgumentError,
+        "'fc'.*the modules are none",
         nn.Linear(2, 2),
         mesh_1d(),
         {"fc": ColwiseParallel()},
@@ -145,7 +148,7 @@ def a_key_that_matches_nothing_is_refused(rank: int) -> None:
 
 
 @TWO
-def a_type_that_the_style_does_not_know_is_refused(rank: int) -> None:
+def a_module_type_that_the_style_does_not_support_is_refused(rank: int) -> None:
     for style in (ColwiseParallel(), RowwiseParallel()):
         refused(
             NotImplementedError,
@@ -155,24 +158,32 @@ def a_type_that_the_style_does_not_know_is_refused(rank: int) -> None:
             style,
         )
     plan = {"head": ColwiseParallel(), "layers.0.norm": ColwiseParallel()}
-    refused(zs.UnsupportedModule, "'layers.0.norm' is a LayerNorm", Model(), mesh_1d(), plan)
+    refused(zs.UnsupportedModuleError, "'layers.0.norm' is a LayerNorm", Model(), mesh_1d(), plan)
     for style in (PairwiseParallel(), SequenceParallel()):
         for module in (nn.Linear(4, 4), nn.MultiheadAttention(4, 2)):
-            refused(NotImplementedError, "two nn.Linear", module, mesh_1d(), style)
-    refused(NotImplementedError, "two nn.Linear", nn.Conv2d(1, 1, 1), mesh_1d(), PairwiseParallel())
+            refused(NotImplementedError, "two or more nn.Linear", module, mesh_1d(), style)
+    refused(
+        NotImplementedError,
+        "two or more nn.Linear",
+        nn.Conv2d(1, 1, 1),
+        mesh_1d(),
+        PairwiseParallel(),
+    )
 
 
 @TWO
-def twice_is_refused(rank: int) -> None:
+def a_module_is_parallelised_only_once(rank: int) -> None:
     for style, module in (
         (ColwiseParallel(), nn.Linear(4, 4)),
         (SequenceParallel(), nn.LayerNorm(4)),
         (PairwiseParallel(), Block()),
     ):
         parallelize_module(module, mesh_1d(), style)
-        refused(RuntimeError, "parallelised before", module, mesh_1d(), style)
+        refused(RuntimeError, "already parallelised", module, mesh_1d(), style)
     once = parallelize_module(Block(), mesh_1d(), PairwiseParallel())
-    refused(zs.AlreadyParallel, "'fc1' has been", once, mesh_1d(), {"fc1": ColwiseParallel()})
+    refused(
+        zs.AlreadyParallelError, "'fc1' is already", once, mesh_1d(), {"fc1": ColwiseParallel()}
+    )
     refused(
         RuntimeError,
         "two styles.*'fc1'",
@@ -183,27 +194,27 @@ def twice_is_refused(rank: int) -> None:
 
 
 @TWO
-def meshes_have_one_dimension_or_it_is_said_which(rank: int) -> None:
+def a_mesh_of_several_dimensions_needs_tp_mesh_dim(rank: int) -> None:
     mesh = ProcessMesh([[0, 1]], ["dp", "tp"])
     refused(
-        zs.InvalidArgument,
+        zs.InvalidArgumentError,
         r"2 dimensions.*dp, tp.*device_mesh\['tp'\]",
         nn.Linear(4, 4),
         mesh,
         ColwiseParallel(),
     )
     refused(
-        zs.InvalidArgument,
+        zs.InvalidArgumentError,
         "no dimension 'pp'.*'dp', 'tp'",
         nn.Linear(4, 4),
         mesh,
         ColwiseParallel(),
         "pp",
     )
-    refused(zs.InvalidArgument, "no dimension 2", nn.Linear(4, 4), mesh, ColwiseParallel(), 2)
+    refused(zs.InvalidArgumentError, "no dimension 2", nn.Linear(4, 4), mesh, ColwiseParallel(), 2)
     for wrong in (None, [0, 1], "tp"):
         refused(
-            zs.InvalidArgument,
+            zs.InvalidArgumentError,
             "device_mesh is .*must be a ProcessMesh",
             nn.Linear(4, 4),
             wrong,
@@ -212,30 +223,32 @@ def meshes_have_one_dimension_or_it_is_said_which(rank: int) -> None:
 
 
 @TWO
-def plans_are_styles(rank: int) -> None:
+def a_plan_must_consist_of_styles(rank: int) -> None:
     for wrong in (None, "colwise", [ColwiseParallel()], ColwiseParallel):
         refused(
-            zs.InvalidArgument,
+            zs.InvalidArgumentError,
             "must be a ParallelStyle, or a dict",
             nn.Linear(4, 4),
             mesh_1d(),
             wrong,
         )
-    refused(zs.InvalidArgument, "'': 'colwise'", nn.Linear(4, 4), mesh_1d(), {"": "colwise"})
-    refused(zs.InvalidArgument, "must be a torch.nn.Module", "model", mesh_1d(), ColwiseParallel())
+    refused(zs.InvalidArgumentError, "'': 'colwise'", nn.Linear(4, 4), mesh_1d(), {"": "colwise"})
+    refused(
+        zs.InvalidArgumentError, "must be a torch.nn.Module", "model", mesh_1d(), ColwiseParallel()
+    )
 
 
 @TWO
 def layouts_and_functions_do_not_go_together(rank: int) -> None:
-    with pytest.raises(zs.InvalidArgument, match="_prepare_input and input_layouts"):
+    with pytest.raises(zs.InvalidArgumentError, match="_prepare_input and input_layouts"):
         ColwiseParallel(lambda given, mesh: given, input_layouts=Shard(0))
-    with pytest.raises(zs.InvalidArgument, match="_prepare_output is given"):
+    with pytest.raises(zs.InvalidArgumentError, match="_prepare_output is given together"):
         RowwiseParallel(None, lambda output, mesh: output, use_local_output=True)
-    with pytest.raises(zs.InvalidArgument, match="must be Shard"):
+    with pytest.raises(zs.InvalidArgumentError, match="must be Shard"):
         ColwiseParallel(input_layouts="replicate")  # type: ignore[arg-type]
-    with pytest.raises(zs.InvalidArgument, match="function of a tensor and a mesh"):
+    with pytest.raises(zs.InvalidArgumentError, match="function of a tensor and a mesh"):
         PairwiseParallel(Shard(0))  # type: ignore[arg-type]
-    with pytest.raises(zs.InvalidArgument, match="sequence_dim"):
+    with pytest.raises(zs.InvalidArgumentError, match="sequence_dim"):
         SequenceParallel(sequence_dim="time")  # type: ignore[arg-type]
 
 
@@ -246,35 +259,37 @@ def layouts_and_functions_do_not_go_together(rank: int) -> None:
 def ranks_that_disagree_about_the_plan_are_both_named(rank: int) -> None:
     plans: list[Any] = [{"fc1": ColwiseParallel()}, {"fc1": RowwiseParallel()}]
     refused(
-        zs.Disagreement,
+        zs.DisagreementError,
         "rank 0 and rank 1.*the plan.*rank 0.*Colwise.*rank 1.*Rowwise",
         Block(),
         mesh_1d(),
         plans[rank],
     )
     layouts = [ColwiseParallel(), ColwiseParallel(output_layouts=Replicate())]
-    refused(zs.Disagreement, "the plan", nn.Linear(4, 4), mesh_1d(), layouts[rank])
+    refused(zs.DisagreementError, "the plan", nn.Linear(4, 4), mesh_1d(), layouts[rank])
 
 
 @TWO
 def ranks_that_disagree_about_the_mesh_are_both_named(rank: int) -> None:
-    with pytest.raises(zs.Disagreement, match="rank 0 and rank 1.*the mesh") as raised:
+    with pytest.raises(zs.DisagreementError, match="rank 0 and rank 1.*the mesh") as raised:
         ProcessMesh([rank, 1 - rank], ["tp"])
     assert "rank 0 has [0, 1]" in str(raised.value) and "rank 1 has [1, 0]" in str(raised.value)
-    with pytest.raises(zs.Disagreement, match="the mesh"):
+    with pytest.raises(zs.DisagreementError, match="the mesh"):
         ProcessMesh([0, 1], ["dp", "tp"][rank : rank + 1])
     meshes = [
         DeviceMesh("cpu", [0, 1], mesh_dim_names=("a",)),
         DeviceMesh("cpu", [0, 1], mesh_dim_names=("b",)),
     ]
-    refused(zs.Disagreement, "the mesh.*'a'.*'b'", nn.Linear(4, 4), meshes[rank], ColwiseParallel())
+    refused(
+        zs.DisagreementError, "the mesh.*'a'.*'b'", nn.Linear(4, 4), meshes[rank], ColwiseParallel()
+    )
 
 
 @TWO
 def ranks_that_disagree_about_the_module_are_both_named(rank: int) -> None:
     module = nn.Linear(4, 4 + 2 * rank)
     refused(
-        zs.Disagreement,
+        zs.DisagreementError,
         "the module's parameters.*rank 0.*rank 1",
         module,
         mesh_1d(),
@@ -283,25 +298,25 @@ def ranks_that_disagree_about_the_module_are_both_named(rank: int) -> None:
 
 
 @TWO
-def a_rank_that_does_not_come_is_waited_for_with_an_end(rank: int) -> None:
+def the_wait_for_another_rank_times_out(rank: int) -> None:
     if rank == 0:
-        patience, _agreement.PATIENCE = _agreement.PATIENCE, 0.2
+        timeout, _agreement.TIMEOUT = _agreement.TIMEOUT, 0.2
         try:
             refused(
-                zs.Timeout,
-                "rank 0 waited.*for rank 1 in parallelize_module: does it call",
+                zs.TimeoutError,
+                "rank 0 waited.*for rank 1 to call parallelize_module",
                 nn.Linear(4, 4),
                 mesh_1d_of_torch(),
                 ColwiseParallel(),
             )
         finally:
-            _agreement.PATIENCE = patience
+            _agreement.TIMEOUT = timeout
     else:
         mesh_1d_of_torch()
 
 
 def mesh_1d_of_torch() -> DeviceMesh:
-    """Made without asking the others."""
+    """A DeviceMesh of torch, which is created without comparing the ranks' arguments."""
     return DeviceMesh("cpu", [0, 1])
 
 

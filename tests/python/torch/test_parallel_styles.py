@@ -1,5 +1,5 @@
-"""Styles of one Linear or Embedding: what they cut, what goes in and out, and that it is what the
-dense one computes."""
+"""Styles of a single Linear or Embedding: placements, inputs, outputs, and equality with the dense
+module."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TWO, THREE = Facts(2), Facts(3)
 
 @TWO
 @THREE
-def colwise_cuts_a_linear_by_its_outputs(rank: int) -> None:
+def colwise_shards_a_linear_by_its_outputs(rank: int) -> None:
     mesh, dense = mesh_1d(), nn.Linear(4, 6)
     module = parallelize_module(copy.deepcopy(dense), mesh, ColwiseParallel())
     assert placements(module) == {"weight": Shard(0), "bias": Shard(0)}
@@ -40,7 +40,7 @@ def colwise_cuts_a_linear_by_its_outputs(rank: int) -> None:
 
 @TWO
 @THREE
-def colwise_cuts_an_embedding_by_its_features(rank: int) -> None:
+def colwise_shards_an_embedding_by_its_features(rank: int) -> None:
     mesh, dense = mesh_1d(), nn.Embedding(5, 6)
     module = parallelize_module(copy.deepcopy(dense), mesh, ColwiseParallel())
     assert placements(module) == {"weight": Shard(1)}
@@ -50,7 +50,7 @@ def colwise_cuts_an_embedding_by_its_features(rank: int) -> None:
 
 @TWO
 @THREE
-def rowwise_cuts_a_linear_by_its_inputs(rank: int) -> None:
+def rowwise_shards_a_linear_by_its_inputs(rank: int) -> None:
     mesh, dense = mesh_1d(), nn.Linear(6, 4)
     module = parallelize_module(copy.deepcopy(dense), mesh, RowwiseParallel())
     assert placements(module) == {"weight": Shard(1), "bias": Replicate()}
@@ -62,7 +62,7 @@ def rowwise_cuts_a_linear_by_its_inputs(rank: int) -> None:
 
 @TWO
 @THREE
-def rowwise_cuts_an_embedding_by_its_rows(rank: int) -> None:
+def rowwise_shards_an_embedding_by_its_rows(rank: int) -> None:
     mesh, dense = mesh_1d(), nn.Embedding(5, 4)
     module = parallelize_module(
         copy.deepcopy(dense), mesh, RowwiseParallel(input_layouts=Replicate())
@@ -95,7 +95,7 @@ def a_rows_bias_is_added_once(rank: int) -> None:
 @TWO
 @THREE
 def column_then_row_equals_dense_forward_and_backward(rank: int) -> None:
-    """Also where features do not divide by the ranks, and where a rank has none."""
+    """Including features that are not divisible by the ranks, and ranks with an empty part."""
     for hidden in (12, 7, 2, 1):
         for bias in (True, False):
             dense = nn.Sequential(nn.Linear(5, hidden, bias), nn.GELU(), nn.Linear(hidden, 3, bias))
@@ -166,7 +166,7 @@ def parameters_become_those_of_the_first_rank_and_stay_frozen(rank: int) -> None
 
 
 @TWO
-def tied_parameters_stay_one(rank: int) -> None:
+def tied_parameters_stay_tied(rank: int) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -188,14 +188,14 @@ def tied_parameters_stay_one(rank: int) -> None:
     (module(tokens) ** 2).sum().backward()
     (dense(tokens) ** 2).sum().backward()
     assert_gradients(module, dense)
-    with pytest.raises(zs.InvalidArgument, match="are one.*must get the same"):
+    with pytest.raises(zs.InvalidArgumentError, match="are tied.*give them the same"):
         parallelize_module(
             Tied(), mesh_1d(), {"tokens": ColwiseParallel(), "head": ColwiseParallel()}
         )
 
 
 @TWO
-def first_styles_functions_are_used(rank: int) -> None:
+def functions_of_the_earlier_styles_are_used(rank: int) -> None:
     mesh, dense = mesh_1d(), nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
     plan = {
         "0": ColwiseParallel(make_input_replicate_1d, lambda output, mesh: output),
@@ -209,20 +209,21 @@ def first_styles_functions_are_used(rank: int) -> None:
 
 
 @TWO
-def sizes_that_do_not_fit_are_named(rank: int) -> None:
+def mismatched_sizes_are_named(rank: int) -> None:
     mesh = mesh_1d()
     row = parallelize_module(nn.Linear(7, 4), mesh, RowwiseParallel())
     with pytest.raises(
-        zs.InvalidArgument, match=rf"has 5 features.*must have {4 - rank}: part {rank} of 7"
+        zs.InvalidArgumentError,
+        match=rf"has 5 features.*must have {4 - rank}, which is part {rank} of 7",
     ):
         row(torch.ones(2, 5))
     old = parallelize_module(nn.Linear(7, 4), mesh, RowwiseParallel(make_input_shard_1d_last))
-    with pytest.raises(zs.InvalidArgument, match="must have 7.*same size on every rank"):
+    with pytest.raises(zs.InvalidArgumentError, match="must have 7.*same size on every rank"):
         old(torch.ones(2, 4 - rank))
     scattered = parallelize_module(nn.Linear(4, 4), mesh, RowwiseParallel(output_layouts=Shard(0)))
     with pytest.raises(
-        zs.InvalidArgument,
-        match="dimension 0.*has 3 elements.*divide by the 2 ranks.*use_local_output",
+        zs.InvalidArgumentError,
+        match="dimension 0.*has 3 elements.*divisible by the 2 ranks.*use_local_output",
     ):
         scattered(torch.ones(3, 2))
 

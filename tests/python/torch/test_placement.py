@@ -1,4 +1,4 @@
-"""Meshes, placements, and what puts tensors, modules and batches onto them."""
+"""Meshes, placements, and the distribution of tensors, modules and batches over them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from zeroshard.torch import (
     shard_layer,
     shard_tensor,
 )
-from zeroshard.torch._mesh import local_box
-from zeroshard.torch._moves import Layout, pieces
+from zeroshard._native import redistribution
+from zeroshard.torch._mesh import layout_on
 
 TWO, FOUR = Facts(2), Facts(4)
 
 
 def whole(*shape: int) -> Tensor:
-    """The same on every rank."""
+    """A tensor with the same values on every rank."""
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
@@ -52,34 +52,34 @@ def a_mesh_has_ranks_in_named_dimensions(rank: int) -> None:
 
 
 @FOUR
-def ranks_that_are_not_in_a_mesh_have_nothing(rank: int) -> None:
+def ranks_outside_of_a_mesh_have_an_empty_part(rank: int) -> None:
     mesh = ProcessMesh([1, 3], ["x"])
     made = shard_tensor(whole(4, 2), mesh, [Shard(0)])
     assert made.shape == (4, 2) and made.to_local().numel() == (4 if rank in (1, 3) else 0)
 
 
 @TWO
-def a_mesh_that_cannot_be_is_refused(rank: int) -> None:
+def an_invalid_mesh_is_refused(rank: int) -> None:
     for array, match in (
-        ([0, 0], "every rank once"),
+        ([0, 0], "a rank twice"),
         ([0, 2], "0 to 1"),
         ([-1, 0], "0 to 1"),
-        (0, "must have a dimension"),
-        ([], "must have a dimension"),
-        ([0.0, 1.0], "must have a dimension"),
+        (0, "at least one dimension"),
+        ([], "at least one dimension"),
+        ([0.0, 1.0], "at least one dimension"),
         ("01", "nested lists"),
         ([[0], [1, 2]], "nested lists"),
     ):
-        with pytest.raises(zs.InvalidArgument, match=match):
+        with pytest.raises(zs.InvalidArgumentError, match=match):
             ProcessMesh(array)
     for names in (["x", "y"], [], ["x"], ["x", "x"]):
         if names != ["x"]:
-            with pytest.raises(zs.InvalidArgument, match="dim_names"):
+            with pytest.raises(zs.InvalidArgumentError, match="dim_names"):
                 ProcessMesh([[0, 1]] if len(names) == 2 and names[0] == names[1] else [0, 1], names)
 
 
 def test_a_mesh_needs_a_process_group() -> None:
-    with pytest.raises(zs.NotInitialised, match="init_process_group"):
+    with pytest.raises(zs.NotInitialisedError, match="init_process_group"):
         ProcessMesh([0])
 
 
@@ -87,7 +87,7 @@ def test_a_mesh_needs_a_process_group() -> None:
 
 
 @TWO
-def a_tensor_is_cut_as_its_placements_say(rank: int) -> None:
+def a_tensor_is_split_according_to_its_placements(rank: int) -> None:
     mesh = ProcessMesh([0, 1], ["x"])
     value = whole(3, 4)
     for placement, mine in (
@@ -115,7 +115,7 @@ def values_are_those_of_the_meshs_first_rank(rank: int) -> None:
 
 
 @TWO
-def a_parameter_stays_one_and_gradients_are_wanted_as_said(rank: int) -> None:
+def a_parameter_stays_a_parameter_with_the_given_stop_gradient(rank: int) -> None:
     mesh = ProcessMesh([0, 1])
     parameter = nn.Parameter(whole(2, 2))
     assert isinstance(shard_tensor(parameter, mesh, [Shard(0)]), nn.Parameter)
@@ -129,37 +129,39 @@ def a_parameter_stays_one_and_gradients_are_wanted_as_said(rank: int) -> None:
 
 
 @TWO
-def placements_that_do_not_fit_are_refused(rank: int) -> None:
+def mismatched_placements_are_refused(rank: int) -> None:
     mesh = ProcessMesh([0, 1])
     for placements, match in (
-        ([Shard(2)], r"dimension 2, and has 2 dimensions.*\[0, 1\]"),
+        ([Shard(2)], r"dimension 2; it has 2 dimensions"),
         ([Shard(-3)], "dimension -3"),
-        ([], "has 0; it must have one for each of the 1"),
-        ([Shard(0), Replicate()], "has 2; it must have one for each of the 1"),
-        ([0], "must be a list of Shard"),
-        (Shard(0), "must be a list of Shard"),
-        (None, "must be a list of Shard"),
+        ([], r"per mesh dimension \(1\), got 0"),
+        ([Shard(0), Replicate()], r"per mesh dimension \(1\), got 2"),
+        ([0], "they must be a list of Shard"),
+        (Shard(0), "they must be a list of Shard"),
+        (None, "they must be a list of Shard"),
     ):
-        with pytest.raises(zs.InvalidArgument, match=match):
+        with pytest.raises(zs.InvalidArgumentError, match=match):
             shard_tensor(whole(2, 2), mesh, placements)  # type: ignore[arg-type]
-    with pytest.raises(zs.InvalidArgument, match="mesh is a list"):
+    with pytest.raises(zs.InvalidArgumentError, match="mesh is a list"):
         shard_tensor(whole(2, 2), [0, 1], [Shard(0)])  # type: ignore[arg-type]
-    with pytest.raises(zs.InvalidArgument, match="computed with gradients"):
+    with pytest.raises(zs.InvalidArgumentError, match="not a leaf"):
         shard_tensor(whole(2, 2).requires_grad_() * 2, mesh, [Shard(0)])
     made = shard_tensor(whole(2, 2), mesh, [Shard(0)])
     assert shard_tensor(made, mesh, [Shard(0)]) is made
-    with pytest.raises(zs.InvalidArgument, match="reshard"):
+    with pytest.raises(zs.InvalidArgumentError, match="reshard"):
         shard_tensor(made, mesh, [Shard(1)])
-    with pytest.raises(zs.InvalidArgument, match="data is a str"):
+    with pytest.raises(zs.InvalidArgumentError, match="data is a str"):
         shard_tensor("x", mesh, [Shard(0)])
 
 
 @TWO
 def ranks_that_disagree_about_a_tensor_are_both_named(rank: int) -> None:
     mesh = ProcessMesh([0, 1])
-    with pytest.raises(zs.Disagreement, match=r"rank 0 and rank 1.*the placements.*dim=0.*dim=1"):
+    with pytest.raises(
+        zs.DisagreementError, match=r"rank 0 and rank 1.*the placements.*dim=0.*dim=1"
+    ):
         shard_tensor(whole(2, 2), mesh, [Shard(rank)])
-    with pytest.raises(zs.Disagreement, match=r"the tensor.*\[2, 2\].*\[3, 2\]"):
+    with pytest.raises(zs.DisagreementError, match=r"the tensor.*\[2, 2\].*\[3, 2\]"):
         shard_tensor(whole(2 + rank, 2), mesh, [Shard(0)])
 
 
@@ -167,14 +169,14 @@ def ranks_that_disagree_about_a_tensor_are_both_named(rank: int) -> None:
 
 
 @TWO
-def what_cannot_be_resharded_is_refused(rank: int) -> None:
+def invalid_arguments_of_reshard_are_refused(rank: int) -> None:
     mesh = ProcessMesh([0, 1])
     made = shard_tensor(whole(2, 2), mesh, [Shard(0)])
-    with pytest.raises(zs.InvalidArgument, match="must be a DTensor: shard_tensor"):
+    with pytest.raises(zs.InvalidArgumentError, match="must be a DTensor, which shard_tensor"):
         reshard(whole(2, 2), mesh, [Shard(0)])  # type: ignore[arg-type]
-    with pytest.raises(zs.InvalidArgument, match="dimension 2"):
+    with pytest.raises(zs.InvalidArgumentError, match="dimension 2"):
         reshard(made, mesh, [Shard(2)])
-    with pytest.raises(zs.InvalidArgument, match="only a computation makes partial"):
+    with pytest.raises(zs.InvalidArgumentError, match="cannot be redistributed to Partial"):
         reshard(made, mesh, [Partial()])
 
 
@@ -194,7 +196,7 @@ MESHES: list[Any] = [
 def random_layout(
     source: random.Random, meshes: list[ProcessMesh], ndim: int, partial: bool
 ) -> tuple[ProcessMesh, list[Any]]:
-    """A mesh, and placements on it for a tensor."""
+    """A random mesh, and random placements on it."""
     mesh = source.choice(meshes)
     kinds = [Replicate(), *(Shard(dim) for dim in range(ndim)), *([Partial()] if partial else [])]
     return mesh, [source.choice(kinds) for _ in range(mesh.ndim)]
@@ -202,7 +204,7 @@ def random_layout(
 
 @FOUR
 def any_layout_becomes_any_other(rank: int) -> None:
-    """Against torch: boxes, values, and gradients."""
+    """Compares boxes, values and gradients with torch."""
     source = random.Random(7)
     meshes = [ProcessMesh(array) for array in MESHES]
     checked = 0
@@ -222,14 +224,14 @@ def any_layout_becomes_any_other(rank: int) -> None:
             expected,
             msg=lambda text: f"{shape} {mesh} {placements} {target} {wanted}: {text}",
         )
-        box = local_box(shape, target, wanted, rank)
-        if box is not None and 0 not in box[1]:
+        box = layout_on(target, wanted).local_box(shape, rank)
+        if box is not None and box.numel > 0:
             mine = value
-            for dim, (first, size) in enumerate(zip(*box)):
+            for dim, (first, size) in enumerate(zip(box.offset, box.size)):
                 mine = mine.narrow(dim, first, size)
             assert torch.equal(mine, expected)
         if target.size() < 4 or any(isinstance(placement, Partial) for placement in placements):
-            continue  # a rank that is not in the target computes nothing whose gradients could come back
+            continue  # a rank outside of the target mesh computes no gradients
         weight = distribute_tensor(value + 1, target, wanted)
         (made * weight).to_local().sum().backward()
         if rank in mesh.process_ids:
@@ -242,18 +244,14 @@ def any_layout_becomes_any_other(rank: int) -> None:
 
 
 @FOUR
-def pieces_are_no_more_than_they_must_be(rank: int) -> None:
+def a_redistribution_sends_only_what_a_rank_lacks(rank: int) -> None:
     row, square = ProcessMesh([0, 1, 2, 3]), ProcessMesh([[0, 1], [2, 3]])
 
     def moved(
         mesh: ProcessMesh, placements: list[Any], target: ProcessMesh, wanted: list[Any]
     ) -> int:
-        made = pieces(
-            Layout((8, 8), mesh, tuple(placements)), Layout((8, 8), target, tuple(wanted))
-        )
-        return sum(
-            piece.box[1][0] * piece.box[1][1] for piece in made if piece.source != piece.target
-        )
+        moves = redistribution([8, 8], layout_on(mesh, placements), layout_on(target, wanted))
+        return sum(box.numel for sender, receiver, box in moves if sender != receiver)
 
     assert moved(row, [Replicate()], square, [Shard(0), Shard(1)]) == 0
     assert moved(row, [Shard(0)], square, [Shard(0), Shard(0)]) == 0
@@ -265,7 +263,7 @@ def pieces_are_no_more_than_they_must_be(rank: int) -> None:
 
 
 class MLP(nn.Module):
-    """The page's."""
+    """The network of Paddle's documentation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,7 +340,7 @@ def inputs_and_outputs_are_converted_by_functions(rank: int) -> None:
 
 
 @TWO
-def tied_parameters_of_a_layer_stay_one(rank: int) -> None:
+def tied_parameters_of_a_layer_stay_tied(rank: int) -> None:
     mesh = ProcessMesh([0, 1])
     for shard in (True, False):
         layer = MLP()
@@ -363,17 +361,17 @@ def a_layer_without_a_mesh_is_refused(rank: int) -> None:
     for wrong in (None, [0, 1], "x", torch.tensor([0, 1])):
         with pytest.raises(ValueError, match="process_mesh is .*must be a ProcessMesh"):
             shard_layer(MLP(), wrong)  # type: ignore[arg-type]
-    with pytest.raises(zs.InvalidArgument, match="layer is a str"):
+    with pytest.raises(zs.InvalidArgumentError, match="layer is a str"):
         shard_layer("layer", mesh)  # type: ignore[arg-type]
-    with pytest.raises(zs.InvalidArgument, match="shard_fn is 3"):
+    with pytest.raises(zs.InvalidArgumentError, match="shard_fn is 3"):
         shard_layer(MLP(), mesh, 3)  # type: ignore[arg-type]
     layer = shard_layer(MLP(), mesh)
-    with pytest.raises(zs.InvalidArgument, match=r"'fc1.weight' is on the mesh \[0, 1\]"):
+    with pytest.raises(zs.InvalidArgumentError, match=r"'fc1.weight' is on the mesh \[0, 1\]"):
         shard_layer(layer, ProcessMesh([1, 0]))
 
 
 @TWO
-def ranks_whose_functions_do_different_things_are_both_named(rank: int) -> None:
+def ranks_with_different_shard_fns_are_both_named(rank: int) -> None:
     mesh = ProcessMesh([0, 1])
 
     def by_itself(name: str, layer: Any, given: DeviceMesh) -> None:
@@ -382,7 +380,7 @@ def ranks_whose_functions_do_different_things_are_both_named(rank: int) -> None:
                 DTensor.from_local(layer.weight.detach(), given, [Replicate()], run_check=False)
             )
 
-    with pytest.raises(zs.Disagreement, match="rank 0 and rank 1.*shard_fn has done"):
+    with pytest.raises(zs.DisagreementError, match="rank 0 and rank 1.*result of shard_fn"):
         shard_layer(MLP(), mesh, by_itself)
 
     def together(name: str, layer: Any, given: DeviceMesh) -> None:
@@ -390,7 +388,7 @@ def ranks_whose_functions_do_different_things_are_both_named(rank: int) -> None:
             layer.weight = shard_tensor(layer.weight, given, [Shard(0)])
 
     with pytest.raises(
-        zs.Disagreement, match="rank 0.*shard_layer after shard_fn.*rank 1.*shard_tensor"
+        zs.DisagreementError, match="rank 0.*shard_layer after shard_fn.*rank 1.*shard_tensor"
     ):
         shard_layer(MLP(), mesh, together)
 
@@ -399,7 +397,7 @@ def ranks_whose_functions_do_different_things_are_both_named(rank: int) -> None:
 
 
 @TWO
-def batches_become_those_of_the_first_rank_on_the_mesh(rank: int) -> None:
+def batches_of_the_first_rank_are_distributed(rank: int) -> None:
     mesh = ProcessMesh([[0, 1]], dim_names=["dp", "tp"])
     data = torch.utils.data.TensorDataset(whole(6, 2), whole(6))
     torch.manual_seed(rank)  # they shuffle differently
@@ -424,7 +422,7 @@ def batches_become_those_of_the_first_rank_on_the_mesh(rank: int) -> None:
 
 
 @TWO
-def batches_that_are_split_already_are_taken_as_they_are(rank: int) -> None:
+def split_batches_are_local_tensors(rank: int) -> None:
     mesh = ProcessMesh([0, 1], ["dp"])
     loader = [{"a": torch.full((2, 3), float(rank)), "b": torch.ones(2), "name": "x"}]
     (batch,) = shard_dataloader(loader, mesh, "dp", is_dataset_splitted=True)
@@ -441,22 +439,22 @@ def batches_that_are_split_already_are_taken_as_they_are(rank: int) -> None:
 
 
 @TWO
-def loaders_that_do_not_fit_are_refused(rank: int) -> None:
+def invalid_arguments_of_shard_dataloader_are_refused(rank: int) -> None:
     mesh = ProcessMesh([0, 1], ["dp"])
     for arguments, match in (
         (([], []), "meshes is empty"),
         (([], [0, 1]), "meshes is a int"),
-        ((3, mesh), "must be something to iterate"),
+        ((3, mesh), "must be iterable"),
         (([], mesh, "tp"), "no dimension 'tp'.*'dp'"),
-        (([], [mesh], [None, None]), "shard_dims has 2 and meshes 1"),
+        (([], [mesh], [None, None]), "shard_dims has 2 elements and meshes 1"),
     ):
-        with pytest.raises(zs.InvalidArgument, match=match):
+        with pytest.raises(zs.InvalidArgumentError, match=match):
             shard_dataloader(*arguments)
-    with pytest.raises(zs.InvalidArgument, match="meshes has 2 and a batch 3"):
+    with pytest.raises(zs.InvalidArgumentError, match="meshes has 2 elements and a batch 3"):
         list(shard_dataloader([[torch.ones(2)] * 3], [mesh, mesh]))
-    with pytest.raises(zs.InvalidArgument, match=r"input_keys has \['b'\]"):
+    with pytest.raises(zs.InvalidArgumentError, match=r"\['b'\] of input_keys"):
         list(shard_dataloader([{"a": torch.ones(2)}], mesh, input_keys=["b"]))
-    with pytest.raises(zs.InvalidArgument, match="must be a dict"):
+    with pytest.raises(zs.InvalidArgumentError, match="must be a dict"):
         list(shard_dataloader([[torch.ones(2)]], mesh, input_keys=["b"]))
 
 

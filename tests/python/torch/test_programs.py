@@ -1,4 +1,4 @@
-"""Programs: plans that are made from a description alone, with nothing running."""
+"""Programs that are made from a description, without running a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import zeroshard as zs
-from zeroshard._program import Box, Collective, Description, Module, Program, Variable, make_program
+from zeroshard._native import Box
+from zeroshard._program import Collective, Description, Module, Program, Variable, make_program
 
 
 def variable(name: str, shape: tuple[int, ...], box: Box | None = None, **other: Any) -> Variable:
@@ -36,22 +37,24 @@ DESCRIPTION = Description(
 
 
 def words(program: Program) -> list[str]:
-    """Verbs and subjects."""
+    """The verbs and subjects of a program."""
     return [f"{operation.verb} {operation.subject}".strip() for operation in program]
 
 
 def test_training_fetches_computes_pushes_and_commits_in_order() -> None:
     assert words(make_program(DESCRIPTION, "train", "dist", "main")) == [
         "pull first.weight", "forward first",
-        "pull second.weight", "forward second", "collective all_reduce",
+        "pull second.weight", "forward second",
+        "collective all_reduce",
         "loss",
         "pull second.weight", "backward second", "push second.weight",
-        "pull first.weight", "backward first", "collective all_reduce", "push first.weight", "push first.bias",
+        "pull first.weight", "backward first", "collective all_reduce",
+        "push first.weight", "push first.bias",
         "commit", "pull first.bias", "pull second.bias",
     ]  # fmt: skip
 
 
-def test_at_os_gradients_leave_after_backward() -> None:
+def test_at_os_gradients_are_pushed_after_backward() -> None:
     resident = tuple(replace(each, resident=True) for each in DESCRIPTION.variables)
     said = words(
         make_program(replace(DESCRIPTION, level="os", variables=resident), "train", "dist", "main")
@@ -66,7 +69,8 @@ def test_evaluation_and_prediction_only_fetch_and_compute() -> None:
         make_program(DESCRIPTION, mode, "dist", "main") for mode in ("eval", "predict")
     )
     assert words(predict) == [
-        "pull first.weight", "forward first", "pull second.weight", "forward second", "collective all_reduce",
+        "pull first.weight", "forward first", "pull second.weight", "forward second",
+        "collective all_reduce",
     ]  # fmt: skip
     assert words(evaluate) == [*words(predict), "loss"]
     assert all(
@@ -74,13 +78,13 @@ def test_evaluation_and_prediction_only_fetch_and_compute() -> None:
     )
 
 
-def test_startup_uploads_what_is_this_workers_and_fetches_the_rest() -> None:
+def test_startup_pushes_this_workers_tensors_and_pulls_the_others() -> None:
     assert words(make_program(DESCRIPTION, "train", "dist", "startup")) == [
         "join", "push first.weight", "push first.bias", "push second.weight", "pull second.bias",
     ]  # fmt: skip
 
 
-def test_serial_is_one_worker_with_the_whole_model() -> None:
+def test_a_serial_program_is_of_a_single_worker_with_the_whole_model() -> None:
     serial, dist = (
         make_program(DESCRIPTION, "train", scope, "main") for scope in ("serial", "dist")
     )
@@ -102,7 +106,7 @@ def test_a_tied_tensor_is_pushed_once_when_its_gradient_is_complete() -> None:
     ]  # fmt: skip
 
 
-def test_the_listing_can_be_read() -> None:
+def test_the_listing_contains_boxes_bytes_and_ranks() -> None:
     text = str(make_program(DESCRIPTION, "train", "dist", "main"))
     assert "dist main program of train, level p_g_os, rank 1 of 2" in text
     assert "second.weight  [0:4, 4:8]  64 bytes" in text and "all_reduce  ranks 0, 1" in text
@@ -111,6 +115,6 @@ def test_the_listing_can_be_read() -> None:
 @pytest.mark.parametrize(
     "wrong", [("test", "dist", "main"), ("train", "local", "main"), ("train", "dist", "init")]
 )
-def test_a_program_that_there_is_not_is_refused(wrong: tuple[str, str, str]) -> None:
-    with pytest.raises(zs.InvalidArgument, match="must be one of"):
+def test_an_unknown_program_is_refused(wrong: tuple[str, str, str]) -> None:
+    with pytest.raises(zs.InvalidArgumentError, match="must be one of"):
         make_program(DESCRIPTION, *wrong)

@@ -1,4 +1,4 @@
-"""save_group_sharded_model, and back into plain torch."""
+"""save_group_sharded_model, and loading into plain torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zeroshard.torch import (
 
 
 def begin(level: str, name: str = "unfrozen") -> tuple[Any, Any]:
-    """A model with frozen parameters, or tied ones ("gpt"), at a level."""
+    """A model with frozen or tied ("gpt") parameters, at a level."""
     model = models.build(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return group_sharded_parallel(model, optimizer, level, segment_size=SEGMENT, sync_buffers=True)[
@@ -30,7 +30,7 @@ def begin(level: str, name: str = "unfrozen") -> tuple[Any, Any]:
 
 
 def step(model: Any, optimizer: Any, index: int, name: str, rank: int = 0, world: int = 1) -> float:
-    """One step's loss."""
+    """Makes a step. Returns its loss."""
     optimizer.zero_grad()
     loss = model(*models.share(models.batch(name, index, 8), rank, world))
     loss.backward()
@@ -41,7 +41,7 @@ def step(model: Any, optimizer: Any, index: int, name: str, rank: int = 0, world
 def saved(
     rank: int, level: str, name: str, output: str
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Trains on a share, saves; what the state dicts were."""
+    """Trains on a part of each batch and saves. Returns the state dicts."""
     model, optimizer = begin(level, name)
     for index in range(3):
         step(model, optimizer, index, name, rank, 2)
@@ -71,7 +71,7 @@ def test_saved_model_loads_into_plain_torch(
 
 
 @pytest.mark.parametrize("name", ["unfrozen", "gpt"])
-def test_training_goes_on_from_what_was_saved(
+def test_training_continues_from_a_saved_state(
     name: str, tmp_path: Path, cluster: zs.Session
 ) -> None:
     for level, next_level in zip(LEVELS, (*LEVELS[1:], LEVELS[0])):
@@ -88,19 +88,21 @@ def test_training_goes_on_from_what_was_saved(
         assert_same(again.state_dict(), model.state_dict())
 
 
-def test_model_may_be_saved_alone(tmp_path: Path, cluster: zs.Session) -> None:
+def test_a_model_can_be_saved_without_an_optimizer(tmp_path: Path, cluster: zs.Session) -> None:
     model, _ = begin("p_g_os")
     save_group_sharded_model(model, str(tmp_path / "out"))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.pt"]
 
 
-def test_output_must_be_a_folder_and_the_model_ours(tmp_path: Path, cluster: zs.Session) -> None:
+def test_output_must_be_a_directory_and_the_model_sharded(
+    tmp_path: Path, cluster: zs.Session
+) -> None:
     model, optimizer = begin("os")
     file = tmp_path / "file"
     file.write_text("mine")
-    with pytest.raises(zs.InvalidArgument, match="file"):
+    with pytest.raises(zs.InvalidArgumentError, match="file"):
         save_group_sharded_model(model, str(file), optimizer)
     assert file.read_text() == "mine"
-    with pytest.raises(zs.InvalidArgument, match="group_sharded_parallel"):
+    with pytest.raises(zs.InvalidArgumentError, match="group_sharded_parallel"):
         save_group_sharded_model(nn.Linear(2, 2), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

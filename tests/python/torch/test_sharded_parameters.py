@@ -1,5 +1,5 @@
-"""What a user sees of a model whose parameters live on the servers (level p_g_os), and of its
-wrapper at any level."""
+"""A model whose parameters live on the servers (level p_g_os), and its wrapper at every level, as a
+user sees them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def wrap(
 
 
 def held(parameter: Tensor) -> int:
-    """The bytes that a tensor holds; 0 for one that is freed, whose elements are all one."""
+    """The bytes of a tensor's memory. 0 for a freed parameter, whose elements share one."""
     nbytes = parameter.untyped_storage().nbytes()
     return nbytes if nbytes >= parameter.numel() * parameter.element_size() else 0
 
 
 def step(model: Any, optimizer: Any, index: int = 0, name: str = "mlp") -> float:
-    """One step's loss."""
+    """Makes a step. Returns its loss."""
     optimizer.zero_grad()
     loss = model(*models.batch(name, index, 8))
     loss.backward()
@@ -44,7 +44,9 @@ def step(model: Any, optimizer: Any, index: int = 0, name: str = "mlp") -> float
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_only_what_is_larger_than_a_segment_is_cut(trained: bool, cluster: zs.Session) -> None:
+def test_only_parameters_larger_than_a_segment_live_on_the_servers(
+    trained: bool, cluster: zs.Session
+) -> None:
     model, optimizer = wrap(
         models.Classifier(
             nn.Linear(20, 8, bias=False), nn.Linear(8, 8), nn.Linear(8, 9), nn.Linear(9, 10)
@@ -85,7 +87,7 @@ def test_parameters_stay_at_the_other_levels(level: str, cluster: zs.Session) ->
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_wrapper_is_seen_through(level: str, cluster: zs.Session) -> None:
+def test_the_wrapper_has_the_attributes_of_the_model(level: str, cluster: zs.Session) -> None:
     inner = models.GPT()
     names = [name for name, _ in inner.named_parameters()]
     reference = {name: tensor.clone() for name, tensor in inner.state_dict().items()}
@@ -205,7 +207,7 @@ def test_parameters_outside_forward(level: str, summoned: bool, cluster: zs.Sess
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_of_inputs_and_of_parts(level: str, cluster: zs.Session) -> None:
-    """A wrapped model may stand in a larger computation, and a part of it may be called alone."""
+    """A sharded model can be part of a larger computation, and its parts can be called alone."""
     model, optimizer = wrap(models.build("mlp"), level)
     plain = models.build("mlp")
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
@@ -270,7 +272,7 @@ def test_parameters_begin_as_those_of_rank_0(processes: dict[str, str]) -> None:
 
 
 def differently_begun(rank: int) -> list[dict[str, Tensor]]:
-    """State dicts of a model that every rank made with other numbers."""
+    """The state dicts of a model whose initial parameters differ between the ranks."""
     states = []
     for level in ("os", "p_g_os"):
         torch.manual_seed(rank)
@@ -286,7 +288,7 @@ def test_parameter_used_by_one_rank_counts_zero_from_the_other(processes: dict[s
 
 
 class Sometimes(nn.Module):
-    """Uses a parameter on rank 0."""
+    """A model that uses a parameter on rank 0 only."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -299,7 +301,7 @@ class Sometimes(nn.Module):
 
 
 def used_on_rank_0(rank: int) -> list[dict[str, Tensor]]:
-    """States after a step in which a parameter is used on one rank."""
+    """The state dicts after a step in which a parameter is used on one rank only."""
     states = []
     for level in LEVELS:
         model, optimizer = wrap(Sometimes(rank), level, lr=1.0)

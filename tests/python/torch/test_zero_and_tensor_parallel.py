@@ -1,8 +1,8 @@
-"""ZeRO x tensor parallelism: a transformer on a mesh of ranks, beside one process that has it all.
+"""ZeRO with tensor parallelism: a transformer on a mesh of ranks, compared with a single dense
+process.
 
 Rank ``(d, t)`` of a mesh ``dp x tp`` has the d-th part of each batch and the t-th part of each
-matrix. The heads divide; the hidden layer and the vocabulary do not everywhere. Real server
-processes.
+matrix.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class MLP(nn.Module):
 
 
 class GPT(nn.Module):
-    """One block; the head's weight is the embedding's."""
+    """One block. The weight of the head is the embedding's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,8 +77,8 @@ class GPT(nn.Module):
 
 
 def plan(sequence: bool) -> dict[str, Any]:
-    """Megatron's: columns, then rows; with ``sequence`` what is between them is cut along the
-    sequence."""
+    """Megatron's plan: columns, then rows. With ``sequence``, activations in between are sharded on
+    the sequence."""
     from zeroshard.torch.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
     between = Shard(1) if sequence else Replicate()
@@ -105,7 +105,7 @@ def build() -> GPT:
 
 
 def losses_of(model: nn.Module, optimizer: Any, steps: int, part: int, parts: int) -> list[float]:
-    """Trains with a part of each batch; its losses."""
+    """Trains on a part of each batch. Returns the losses."""
     losses = []
     for step in range(steps):
         data = models.share(models.batch("gpt", step, BATCH), part, parts)
@@ -144,7 +144,7 @@ def parallel(shape: tuple[int, int], sequence: bool) -> tuple[GPT, Any]:
 def sharded(
     rank: int, shape: tuple[int, int], levels: tuple[str, ...], steps: int, sequence: bool
 ) -> list[tuple[list[float], str]]:
-    """Of each level: the mean losses over the replicas, and the hash of the state."""
+    """For each level, the mean losses over the replicas and the hash of the state."""
     from zeroshard.torch import group_sharded_parallel
 
     outcomes = []
@@ -182,7 +182,7 @@ def test_losses_are_those_of_one_dense_process_at_every_level(
     assert len({(tuple(losses), hash) for losses, hash in outcomes[0]}) == 1, "levels differ"
 
 
-def test_a_sequence_that_is_cut_trains_alike(processes: dict[str, str]) -> None:
+def test_a_sharded_sequence_gives_the_same_losses(processes: dict[str, str]) -> None:
     outcomes = ranks.run(2, sharded, (1, 2), ("os_g", "p_g_os"), 20, True, env=processes)
     assert worst(outcomes[0][0][0], dense()[:20]) <= TOLERANCE
     assert outcomes[0][0] == outcomes[0][1] == outcomes[1][0]
@@ -200,7 +200,7 @@ def test_the_bits_are_the_same_on_any_number_of_servers() -> None:
 
 
 def saved_and_loaded(rank: int, folder: str) -> None:
-    """Two steps under one mesh and two under another are the four steps of one."""
+    """Compares two steps under one mesh and two under another with four steps under one."""
     from zeroshard.torch import (
         group_sharded_parallel,
         load_group_sharded_model,
@@ -234,7 +234,7 @@ def saved_and_loaded(rank: int, folder: str) -> None:
         assert worst(losses_of(plain, plain_optimizer, 2, 0, 1), expected) <= TOLERANCE
 
 
-def test_what_is_saved_under_one_mesh_goes_on_under_another_and_in_plain_torch(
+def test_training_continues_from_a_saved_state_under_another_mesh_and_in_plain_torch(
     tmp_path: Any,
 ) -> None:
     ranks.run(2, saved_and_loaded, str(tmp_path))

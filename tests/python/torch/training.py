@@ -1,5 +1,5 @@
-"""Trains the same model with plain torch, with torch's data parallelism, and with us, and tells how
-it went."""
+"""Trains the same model with plain torch, with torch's data parallelism and with ZeroShard, and
+records the results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and how."""
+    """The model, optimizer and options of a training."""
 
     model: str = "mlp"
     optimizer: str = "AdamW"
@@ -58,7 +58,7 @@ class Training:
 
 @dataclass
 class Outcome:
-    """What a training gave."""
+    """The results of a training."""
 
     losses: list[float]
     norms: list[float]
@@ -67,7 +67,7 @@ class Outcome:
 
 
 def optimizer_of(training: Training, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer, torch's or one of ours."""
+    """The optimizer of a training."""
     import zeroshard.torch
 
     name = training.optimizer
@@ -129,7 +129,7 @@ def _step(
     data: tuple[Tensor, Tensor],
     norms: list[float],
 ) -> float:
-    """One step; its loss on this rank."""
+    """Makes one step. Returns the loss on this rank."""
     total = 0.0
     optimizer.zero_grad()
     for part in range(training.micro):
@@ -160,12 +160,12 @@ def _step(
 def train_all(
     rank: int, world: int, training: Training, systems: tuple[str, ...]
 ) -> dict[str, Outcome]:
-    """Trains with each system in turn, in one rank's process."""
+    """Trains with each system, in the process of one rank."""
     return {system: train(training, system, rank, world) for system in systems}
 
 
 def worst(ours: list[float], reference: list[float]) -> float:
-    """The largest relative difference of two sequences of losses."""
+    """The largest relative difference between two sequences of losses."""
     assert len(ours) == len(reference)
     return max(abs(a - b) / abs(b) for a, b in zip(ours, reference))
 
@@ -176,7 +176,8 @@ def assert_close(
     rtol: float = 1e-3,
     atol: float = 1e-5,
 ) -> None:
-    """Two state dicts have the same names, in the same order, and nearly the same values."""
+    """Asserts that two state dicts have the same names in the same order and nearly equal
+    values."""
     assert list(ours) == list(reference)
     for name, tensor in ours.items():
         torch.testing.assert_close(
@@ -185,7 +186,7 @@ def assert_close(
 
 
 def assert_same(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> None:
-    """Two state dicts are the same, bit for bit."""
+    """Asserts that two state dicts have the same bits."""
     assert list(ours) == list(reference)
     differing = [name for name, tensor in ours.items() if not torch.equal(tensor, reference[name])]
     assert not differing, f"not the same bits: {differing}"

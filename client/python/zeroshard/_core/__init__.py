@@ -1,6 +1,6 @@
-"""What sharding is in any framework: jobs made of models, gradients on their way, parameters that
-come and go.
+"""The part of sharding that is the same in every framework: jobs of models, gradients, and
+parameters that are gathered when they are used.
 
-Nothing here knows PyTorch or Paddle; what must be known of them is a
+Nothing here imports PyTorch or Paddle. The interface to them is
 :class:`~zeroshard._core.framework.Framework`.
 """

@@ -1,5 +1,4 @@
-"""What the substance must know of PyTorch or Paddle: what a tensor is, a module, and a backward
-pass."""
+"""Adapter interface: everything the core needs from PyTorch or Paddle."""
 
 from __future__ import annotations
 
@@ -9,69 +8,61 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
-from .._native import Array
-from ..errors import InvalidArgument
-from .layout import Layout
+from .._native import Array, Box, Layout
+from ..errors import InvalidArgumentError
 
 #: A tensor of the framework.
 T = TypeVar("T")
 
-#: A box of a tensor: first index, and number of indices, along each dimension.
-Area = tuple[Sequence[int], Sequence[int]]
-
-#: This rank, how many ranks there are, and which of the world's ranks they are.
-Place = tuple[int, int, tuple[int, ...]]
-
 
 class Incoming(Protocol):
-    """Where the values of a tensor are received: its own memory, or a copy that :meth:`finish`
-    moves there."""
+    """Memory that receives the values of a tensor: the tensor's own, or a host buffer."""
 
     array: Array
 
     def finish(self) -> None:
-        """Call it when the transfer is over."""
+        """Copies the buffer to the tensor, if there is one. Called after the transfer."""
 
 
 class ParameterMemory(ABC, Generic[T]):
-    """The memory of parameters that come and go; a parameter keeps its identity, shape and
+    """Allocates and frees the memory of parameters. A parameter keeps its identity, shape and
     dtype."""
 
     @abstractmethod
     def take(self, parameter: T) -> T:
-        """Uninitialised memory for a parameter that is dropped: a tensor of its shape, dtype and
-        device."""
+        """Allocates an uninitialised tensor with the shape, dtype and device of a dropped
+        parameter."""
 
     @abstractmethod
     def put(self, parameter: T, value: T) -> None:
-        """Gives the parameter the elements of what was taken for it."""
+        """Makes ``value``, which :meth:`take` has returned, the parameter's memory."""
 
     @abstractmethod
     def drop(self, parameter: T) -> None:
-        """Takes the parameter's elements away, and what was taken for it back.
+        """Frees the parameter's memory.
 
-        What the program still refers to (a view) keeps its memory.
+        A view that the program still holds keeps the memory alive.
         """
 
 
 class Optimizer(ABC, Generic[T]):
-    """What the servers must know of an optimizer, as it is now."""
+    """The settings of an optimizer that the servers need, as they currently are."""
 
     @abstractmethod
-    def kind(self) -> str:
-        """The servers' name of it; it may change with its settings."""
+    def name(self) -> str:
+        """The servers' name of the optimizer. It may change with its settings."""
 
     @abstractmethod
     def parameters(self) -> Sequence[Sequence[T]]:
-        """What it steps, by parameter group."""
+        """The parameters of each parameter group."""
 
     @abstractmethod
-    def groups(self, kind: str) -> list[tuple[str, dict[str, float]]]:
-        """The hyperparameters of each group, by the servers' names of ``kind``."""
+    def groups(self, name: str) -> list[tuple[str, dict[str, float]]]:
+        """The hyperparameters of each parameter group, for the servers' optimizer ``name``."""
 
 
 class Framework(ABC, Generic[T]):
-    """Tensors and modules of a framework. Modules are whatever it has; only it looks into them."""
+    """Tensors and modules of a framework. The core never looks into a module itself."""
 
     # ---- tensors
 
@@ -79,163 +70,162 @@ class Framework(ABC, Generic[T]):
     def shape(self, tensor: T) -> tuple[int, ...]: ...
 
     def layout(self, tensor: T) -> Layout | None:
-        """How the tensor lies on a mesh of ranks; None: this rank has all of it."""
+        """The tensor's layout on a mesh of ranks. None: this rank has the whole tensor."""
         return None
 
     def local_shape(self, tensor: T) -> tuple[int, ...]:
-        """The shape of what this rank has of it."""
+        """The shape of the local tensor."""
         return self.shape(tensor)
 
     @abstractmethod
     def dtype(self, tensor: T) -> str | None:
-        """``"f32"``, ``"bf16"`` or ``"f16"``; None for what the servers cannot compute with."""
+        """``"f32"``, ``"bf16"`` or ``"f16"``; None if the servers do not support the dtype."""
 
     @abstractmethod
     def dtype_text(self, tensor: T) -> str:
-        """The dtype as the framework's users know it."""
+        """The framework's own name of the dtype."""
 
     @abstractmethod
     def element_size(self, tensor: T) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
 
     @abstractmethod
     def changes(self, tensor: T) -> int:
-        """A number that is another one after the program has written to the tensor."""
+        """A counter that changes when the program writes to the tensor."""
 
     def numel(self, tensor: T) -> int:
-        """How many elements this rank has of it."""
+        """The number of elements of the local tensor."""
         return math.prod(self.local_shape(tensor))
 
     def nbytes(self, tensor: T) -> int:
-        """How many bytes they have."""
+        """The number of bytes of the local tensor."""
         return self.numel(tensor) * self.element_size(tensor)
 
     def words(self, tensor: T) -> int:
-        """How many 4-byte words hold the tensor's memory."""
+        """The number of 4-byte words that hold the local tensor."""
         return math.ceil(self.nbytes(tensor) / 4)
 
     def dtype_of(self, what: str, tensor: T) -> str:
-        """``"f32"``, ``"bf16"`` or ``"f16"``; :class:`~zeroshard.InvalidArgument` for any other
-        dtype of ``what``."""
+        """The dtype for the servers. Raises :class:`~zeroshard.InvalidArgumentError` if they do not
+        support it."""
         dtype = self.dtype(tensor)
         if dtype is None:
-            raise InvalidArgument(
-                f"dtype of {what} is {self.dtype_text(tensor)}; it must be float32, bfloat16 or float16"
+            raise InvalidArgumentError(
+                f"the dtype of {what} is {self.dtype_text(tensor)}; "
+                "it must be float32, bfloat16 or float16"
             )
         return dtype
 
-    # ---- their memory, of what this rank has, as transfers read and write it
+    # ---- the memory of local tensors, for transfers
 
     @abstractmethod
     def host(self, shape: Sequence[int]) -> T:
         """An uninitialised contiguous f32 tensor in host memory."""
 
     @abstractmethod
-    def array(self, host: T, area: Area | None = None) -> Array:
-        """The memory of a contiguous host tensor; of a fetch, what of the fetched tensor it is
-        for."""
+    def array(self, host: T, box: Box | None = None) -> Array:
+        """The memory of a contiguous host tensor. ``box`` is the part of the fetched tensor that it
+        receives."""
 
     @abstractmethod
     def zeros_like(self, tensor: T) -> T:
-        """Zeros of the tensor's shape, dtype and device, contiguous."""
+        """Contiguous zeros with the tensor's shape, dtype and device."""
 
     @abstractmethod
     def outgoing(self, tensor: T) -> Array:
-        """The values of ``tensor``, to be sent: its own memory, or a copy if that is elsewhere or
-        has gaps.
+        """The values of ``tensor`` for a push: its own memory, or a copy if it is not contiguous
+        host memory.
 
-        A copy from a device waits for the current stream, so that what is sent is what was
-        computed.
+        A copy from a device is ordered after the work on the current stream.
         """
 
     @abstractmethod
     def incoming(self, tensor: T) -> Incoming:
-        """Where the values of ``tensor`` are received."""
+        """Memory that receives the values of ``tensor``."""
 
     @abstractmethod
     def outgoing_words(self, tensor: T) -> Array:
-        """Any dtype's raw memory as :meth:`words` f32 words: what travels when nothing computes
-        with it."""
+        """The raw memory of a tensor of any dtype as :meth:`words` f32 words, for buffers that the
+        servers only store."""
 
     @abstractmethod
     def incoming_words(self, tensor: T) -> Incoming:
-        """Where what :meth:`outgoing_words` made is received."""
+        """Memory that receives the words of :meth:`outgoing_words`."""
 
     # ---- gradients
 
     @abstractmethod
     def trains(self, tensor: T) -> bool:
-        """Whether backward makes a gradient for it."""
+        """Whether backward computes a gradient for the tensor."""
 
     @abstractmethod
     def gradient(self, parameter: T) -> T | None:
-        """It lies as the parameter does."""
+        """The parameter's gradient, in the parameter's layout."""
 
     @abstractmethod
     def set_gradient(self, parameter: T, gradient: T | None) -> None: ...
 
     @abstractmethod
     def own_elements(self, tensor: T) -> T:
-        """The tensor, or a dense copy if it is sparse or several of its elements share their
-        memory."""
+        """The tensor, or a dense copy if it is sparse or has elements that share memory."""
 
     @abstractmethod
     def clips(self, parameter: T) -> bool:
-        """Whether it takes part in clipping by the global norm."""
+        """Whether the parameter takes part in clipping by the global norm."""
 
     @abstractmethod
     def after_gradient(self, parameter: T, call: Callable[[T], None]) -> Callable[[], None]:
-        """Calls with the parameter after each backward pass in which it got a gradient. Returns
-        what ends that."""
+        """Calls ``call`` with the parameter after each backward pass that has computed its
+        gradient. Returns a function that removes this hook."""
 
     # ---- a backward pass
 
     @abstractmethod
     def in_backward(self) -> bool:
-        """Whether one is running in this thread."""
+        """Whether a backward pass is running in this thread."""
 
     @abstractmethod
     def backward_pass(self) -> Hashable:
-        """Which pass is running, in backward."""
+        """An identifier of the running backward pass."""
 
     @abstractmethod
     def backward_node(self) -> Any:
-        """Which operation of the pass is running: one object as long as it runs."""
+        """The graph node that is being executed, one object per execution."""
 
     @abstractmethod
     def after_backward(self, call: Callable[[], None]) -> None:
-        """In backward: calls once when the running pass is over."""
+        """During backward: calls ``call`` once when the current pass has ended."""
 
     # ---- modules
 
     @abstractmethod
     def parameters(self, model: Any) -> Iterable[tuple[str, T]]:
-        """A model's parameters by their full names, each once."""
+        """The model's parameters by full name. Tied parameters appear once."""
 
     @abstractmethod
     def buffers(self, model: Any) -> Iterable[tuple[str, T]]:
-        """A model's buffers by their full names, each once."""
+        """The model's buffers by full name. Tied buffers appear once."""
 
     @abstractmethod
     def modules(self, model: Any) -> Iterable[Any]:
-        """The model and every module in it, each once, outer ones first."""
+        """The model and all modules in it, parents first, each once."""
 
     @abstractmethod
     def own_parameters(self, module: Any) -> Iterable[tuple[str, T]]:
-        """Those of a module that are not in a module inside it, by their names there."""
+        """The parameters of a module itself, without its children's, by name."""
 
     @abstractmethod
     def around_forward(
         self, module: Any, begin: Callable[[], None], end: Callable[[], None]
     ) -> None:
-        """Calls before and after each forward of the module; after it also where it ends in an
+        """Calls ``begin`` before and ``end`` after each forward of the module, also if it raises an
         error."""
 
-    # ---- parameters that come and go
+    # ---- gathered parameters
 
     @abstractmethod
     def parameter_memory(self, limit: int) -> ParameterMemory[T]:
-        """Memory for parameters; at most ``limit`` bytes that nobody uses are kept for later."""
+        """Memory for parameters that keeps up to ``limit`` unused bytes for later."""
 
     @abstractmethod
     def guard(
@@ -245,28 +235,26 @@ class Framework(ABC, Generic[T]):
         access: Callable[[], None],
         release: Callable[[], None],
     ) -> None:
-        """Has ``access`` called before anything is computed with one of these parameters of a
-        module.
+        """Calls ``access`` before an operation reads one of these parameters of a module.
 
-        ``release`` is called when a state dict has been made of them, with copies of their
-        elements.
+        Calls ``release`` after a state dict has been made with copies of them.
         """
 
     @abstractmethod
     def memory(self, tensor: T) -> Hashable | None:
-        """What memory a tensor's elements are in; None where that cannot be told."""
+        """An identifier of the memory of the tensor. None if it cannot be determined."""
 
     @abstractmethod
     def view(self, saved: T, parameter: T) -> Callable[[], T] | None:
-        """Of a tensor in the parameter's memory: what makes it again, of the memory that the
-        parameter has then.
+        """For a saved tensor in the parameter's memory: a function that makes the same view of the
+        memory that the parameter has when it is called.
 
-        None where it cannot be made again.
+        None if the view cannot be made again.
         """
 
     @abstractmethod
     def saved_tensors(
         self, pack: Callable[[T], Any], unpack: Callable[[Any], T]
     ) -> AbstractContextManager[Any]:
-        """Inside, what backward needs is kept as ``pack`` makes it, and given by ``unpack`` when it
-        is needed."""
+        """A context in which tensors saved for backward are replaced by ``pack`` and restored by
+        ``unpack``."""

@@ -1,15 +1,15 @@
-"""Parameters that live on the servers: fetched when they are used, freed afterwards.
+"""Parameters that live on the servers: they are fetched when they are used and freed afterwards.
 
-The unit is a module with its own large parameters. A parameter keeps its identity and shape. Three
-things bring it back, whichever comes first:
+A unit (as in FSDP) is the set of large parameters of one module. A parameter keeps its identity and
+shape. It is fetched by the first of these events:
 
-- its module's forward begins, or it was used there in the last pass: fetched ahead, in that order;
-- something is computed with it, from wherever (as far as the framework can tell:
-  ``Framework.guard``);
-- backward needs it, or a view of it (hooks for saved tensors).
+- its module's forward begins, or is predicted from the order of the last pass (prefetching);
+- an operation reads it, wherever in the program, as far as the framework can detect it
+  (``Framework.guard``);
+- backward needs it or a view of it (hooks for saved tensors).
 
-It is freed when no forward that used it is running any more, and in backward once its gradients are
-complete. What a program still refers to (``w = layer.weight.t()``) keeps its memory.
+It is freed when no forward that used it is running, and during backward when its gradient is
+complete. What the program still refers to (``w = layer.weight.t()``) keeps its memory.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from .job import ModelJob
 
 
 class Unit(Generic[T]):
-    """The large parameters of one module; all are here, or none."""
+    """The large parameters of one module. They are fetched and freed together."""
 
     def __init__(self, gatherer: Gatherer[T], number: int, parameters: dict[str, T]) -> None:
         self.gatherer = gatherer
         self.number = number
-        #: By their name in the module.
+        #: By name in the module.
         self.parameters = parameters
         self.nbytes = sum(map(gatherer.framework.nbytes, parameters.values()))
-        self.here = True
-        #: Forwards that are running and use it.
+        self.gathered = True
+        #: The number of running forwards that use it.
         self.users = 0
         self._fetch: tuple[Transfer, list[Incoming], list[T]] | None = None
         #: The node of the backward graph that it was fetched for.
         self.node: Any = None
-        #: Parameters whose gradient is complete in this backward.
+        #: The parameters whose gradient is complete in this backward pass.
         self.done: set[int] = set()
 
     @property
-    def held(self) -> bool:
-        """Whether its memory is there, filled or being filled."""
-        return self.here or self._fetch is not None
+    def allocated(self) -> bool:
+        """Whether it has memory, because it is gathered or being fetched."""
+        return self.gathered or self._fetch is not None
 
     @property
     def modified(self) -> bool:
@@ -54,8 +54,8 @@ class Unit(Generic[T]):
         )
 
     def start(self) -> None:
-        """Starts to fetch it, unless it is here or coming."""
-        if self.held:
+        """Starts to fetch it, if it is not allocated."""
+        if self.allocated:
             return
         job, arrays, incoming, values = self.gatherer.job, [], [], []
         for parameter in self.parameters.values():
@@ -65,33 +65,33 @@ class Unit(Generic[T]):
         self._fetch = (job.job.pull(job.version, arrays), incoming, values)
 
     def finish(self) -> None:
-        """Waits until it is here."""
+        """Fetches it and waits."""
         self.start()
         if self._fetch is not None:
             transfer, incoming, values = self._fetch
             transfer.wait()
             for one in incoming:
                 one.finish()
-            self._fetch, self.here = None, True
+            self._fetch, self.gathered = None, True
             for parameter, value in zip(self.parameters.values(), values, strict=True):
                 self.gatherer.put(self, parameter, value)
 
     def free(self) -> None:
-        """Frees it, unless somebody uses it or the program has written to it (then the next job
-        takes it over)."""
-        if not self.held or self.users > 0 or self.modified:
+        """Frees it, unless a forward uses it or the program has written to it: then the next job
+        takes over the values."""
+        if not self.allocated or self.users > 0 or self.modified:
             return
         if self._fetch is not None:
-            # Nobody may write to memory that is given back.
+            # The memory must not be written to after it is freed.
             self._fetch[0].wait()
             self._fetch = None
-        self.here, self.node = False, None
+        self.gathered, self.node = False, None
         for parameter in self.parameters.values():
             self.gatherer.drop(parameter)
 
 
-class _Frame(Generic[T]):
-    """One forward that is running."""
+class _RunningForward(Generic[T]):
+    """A forward that is running."""
 
     def __init__(self) -> None:
         self.used: list[Unit[T]] = []
@@ -99,26 +99,27 @@ class _Frame(Generic[T]):
 
 
 class Gatherer(Generic[T]):
-    """Decides which units are here."""
+    """Decides which units are gathered."""
 
     def __init__(
         self, job: ModelJob[T], model: Any, is_large: Callable[[T], bool], ahead: bool
     ) -> None:
-        """``is_large`` says of a parameter whether it lives on the servers; ``ahead``: fetch before
-        use."""
+        """``is_large`` tells whether a parameter lives on the servers. ``ahead`` enables
+        prefetching."""
         self.job = job
         self.framework = job.framework
         self.units: list[Unit[T]] = []
-        #: By the id of a parameter.
+        #: By the id of the parameter.
         self._unit_of: dict[int, Unit[T]] = {}
-        #: Whose parameter a piece of memory has.
+        #: The parameter that owns a piece of memory.
         self._by_memory: dict[Hashable, tuple[Unit[T], T]] = {}
-        self._frames: list[_Frame[T]] = []
-        self._ahead: set[int] = set()
-        #: Used outside any forward: kept until the next forward or step.
-        self._loose: set[Unit[T]] = set()
+        self._forwards: list[_RunningForward[T]] = []
+        self._prefetched: set[int] = set()
+        #: Units that were used outside of any forward. They are kept until the next forward or
+        #: step.
+        self._kept: set[Unit[T]] = set()
         self._pass: Hashable = None
-        self._of_node: list[Unit[T]] = []
+        self._frozen: list[Unit[T]] = []
         self._find_units(model, is_large)
         sizes = [unit.nbytes for unit in self.units]
         largest = max(sizes, default=0)
@@ -128,13 +129,13 @@ class Gatherer(Generic[T]):
             unit.free()
 
     def put(self, unit: Unit[T], parameter: T, value: T) -> None:
-        """Gives a parameter of a unit its elements."""
+        """Gives the parameter of a unit its memory."""
         self._by_memory.pop(self.framework.memory(parameter), None)
         self.memory.put(parameter, value)
         self._by_memory[self.framework.memory(value)] = (unit, parameter)
 
     def drop(self, parameter: T) -> None:
-        """Takes them away."""
+        """Frees the memory of a parameter."""
         self._by_memory.pop(self.framework.memory(parameter), None)
         self.memory.drop(parameter)
 
@@ -168,52 +169,53 @@ class Gatherer(Generic[T]):
 
     def _begin(self, unit: Unit[T] | None) -> Callable[[], None]:
         def begin() -> None:
-            frame = _Frame[T]()
-            outermost = not self._frames and not self.framework.in_backward()
-            self._frames.append(frame)
+            forward = _RunningForward[T]()
+            outermost = not self._forwards and not self.framework.in_backward()
+            self._forwards.append(forward)
             if outermost:
                 self.settle()
-                frame.hooks = self.framework.saved_tensors(self._pack, _unpack)
-                frame.hooks.__enter__()
+                forward.hooks = self.framework.saved_tensors(self._pack, _unpack)
+                forward.hooks.__enter__()
             if unit is not None:
                 self._use(unit)
 
         return begin
 
     def _end(self) -> None:
-        if self._frames:
-            self._leave_frame()
+        if self._forwards:
+            self._leave_forward()
 
     def unwind(self) -> None:
-        """Ends the forwards that Ctrl-C has ended: no hook is called for that."""
-        while self._frames:
-            self._leave_frame()
+        """Ends the forwards that an exception such as KeyboardInterrupt has ended without calling
+        their hooks."""
+        while self._forwards:
+            self._leave_forward()
 
-    def _leave_frame(self) -> None:
-        frame = self._frames.pop()
-        if frame.hooks is not None:
-            frame.hooks.__exit__(None, None, None)
-        for unit in frame.used:
+    def _leave_forward(self) -> None:
+        forward = self._forwards.pop()
+        if forward.hooks is not None:
+            forward.hooks.__exit__(None, None, None)
+        for unit in forward.used:
             unit.users -= 1
-            # In backward this was a recomputation: the gradients come now.
+            # A forward during backward is a recomputation: backward uses the unit next.
             if not self.framework.in_backward():
                 self._free(unit)
 
     def access(self, unit: Unit[T]) -> None:
-        """Something is computed with one of its parameters."""
-        if self._frames:
+        """Called before an operation reads one of the unit's parameters."""
+        if self._forwards:
             self._use(unit)
         elif self.framework.in_backward():
             self.need_in_backward(unit)
-        elif not unit.here:
+        elif not unit.gathered:
             unit.finish()
-            self._loose.add(unit)
+            self._kept.add(unit)
 
     def _use(self, unit: Unit[T]) -> None:
-        frame = self._frames[-1]
-        if unit in frame.used:
+        forward = self._forwards[-1]
+        if unit in forward.used:
             return
-        frame.used.append(unit)
+        forward.used.append(unit)
         unit.users += 1
         self._get(unit)
         if self.framework.in_backward():
@@ -221,36 +223,35 @@ class Gatherer(Generic[T]):
 
     def _get(self, unit: Unit[T]) -> None:
         unit.start()
-        self._fetch_ahead(self._schedule.use(unit.number) if self._schedule is not None else [])
+        self._prefetch(self._schedule.use(unit.number) if self._schedule is not None else [])
         unit.finish()
 
-    def _fetch_ahead(self, numbers: list[int]) -> None:
-        no_longer, self._ahead = self._ahead.difference(numbers), set(numbers)
+    def _prefetch(self, numbers: list[int]) -> None:
+        no_longer, self._prefetched = self._prefetched.difference(numbers), set(numbers)
         for number in no_longer:
-            if self.units[number].node is None:  # else backward is at it
+            if self.units[number].node is None:  # otherwise backward is using it
                 self._free(self.units[number])
         for number in numbers:
             self.units[number].start()
 
     def _free(self, unit: Unit[T]) -> None:
-        if unit.number not in self._ahead and unit not in self._loose:
+        if unit.number not in self._prefetched and unit not in self._kept:
             unit.free()
 
     def settle(self) -> None:
-        """Frees what nobody uses, and fetches what the next pass begins with."""
-        self._loose.clear()
+        """Frees all unused units, and prefetches the units that the next pass begins with."""
+        self._kept.clear()
         ahead = self._schedule.restart() if self._schedule is not None else []
-        self._ahead = set(ahead)
+        self._prefetched = set(ahead)
         for unit in self.units:
             self._free(unit)
-        self._fetch_ahead(ahead)
+        self._prefetch(ahead)
 
     def new_version(self) -> None:
-        """The parameters have changed on the servers: what is here is old. No forward is
-        running."""
+        """Frees all units, whose values are outdated after a step. No forward may be running."""
         self.unwind()
-        self._loose.clear()
-        self._ahead = set()
+        self._kept.clear()
+        self._prefetched = set()
         for unit in self.units:
             unit.free()
         self.settle()
@@ -258,10 +259,10 @@ class Gatherer(Generic[T]):
     # ---- backward
 
     def need_in_backward(self, unit: Unit[T]) -> None:
-        """A node of the backward graph is about to read one of its parameters."""
+        """Called before a node of the backward graph reads one of the unit's parameters."""
         again = unit.node is self.framework.backward_node()
         self._follow_backward(unit)
-        if not (again and unit.here):
+        if not (again and unit.gathered):
             self._get(unit)
 
     def _follow_backward(self, unit: Unit[T]) -> None:
@@ -270,21 +271,21 @@ class Gatherer(Generic[T]):
             self._pass = running
             self.framework.after_backward(self._backward_is_over)
         node = self.framework.backward_node()
-        # What trains is freed with its gradient. The others, with the node that needed them: it has
-        # run.
-        for other in [other for other in self._of_node if other.node is not node]:
-            self._of_node.remove(other)
+        # A unit that trains is freed when its gradient is complete. A frozen unit is freed when the
+        # node that needed it has run.
+        for other in [other for other in self._frozen if other.node is not node]:
+            self._frozen.remove(other)
             self._free(other)
         if unit.node is not node:
             unit.node = node
             if not any(
                 self.job.entry(parameter).differentiable for parameter in unit.parameters.values()
             ):
-                self._of_node.append(unit)
+                self._frozen.append(unit)
 
     def accumulated(self, parameter: T) -> None:
-        """The parameter's gradient is complete in this backward: everything that needed the
-        parameter has run."""
+        """Called when the parameter's gradient is complete in this backward pass: no other node
+        needs the parameter."""
         unit = self._unit_of.get(id(parameter))
         if unit is None:
             return
@@ -296,7 +297,7 @@ class Gatherer(Generic[T]):
 
     def _backward_is_over(self) -> None:
         self._pass = None
-        self._of_node.clear()
+        self._frozen.clear()
         for unit in self.units:
             unit.done.clear()
             unit.node = None
@@ -305,22 +306,22 @@ class Gatherer(Generic[T]):
     # ---- all at once
 
     def gather_all(self) -> None:
-        """Fetches everything; it stays until :meth:`settle`."""
+        """Fetches all units, and keeps them until :meth:`settle`."""
         for unit in self.units:
             unit.start()
         for unit in self.units:
             unit.finish()
-            self._loose.add(unit)
+            self._kept.add(unit)
 
     def _release(self, unit: Unit[T]) -> None:
-        """Its elements have been copied."""
-        self._loose.discard(unit)
+        """Called when the unit's parameters have been copied."""
+        self._kept.discard(unit)
         self._free(unit)
 
-    # ---- what backward keeps
+    # ---- saved tensors
 
     def _pack(self, saved: T) -> Any:
-        """Marks what autograd saves of a unit."""
+        """Replaces a saved tensor that is a view of a unit's parameter."""
         memory = self.framework.memory(saved)
         found = None if memory is None else self._by_memory.get(memory)
         if found is None:
@@ -331,7 +332,7 @@ class Gatherer(Generic[T]):
 
 
 class _Saved(Generic[T]):
-    """Stands for a view of a parameter, as it will be when it is needed."""
+    """Stands for a view of a parameter, which is made when backward needs it."""
 
     def __init__(self, unit: Unit[T], view: Callable[[], T]) -> None:
         self.unit = unit
@@ -339,7 +340,7 @@ class _Saved(Generic[T]):
 
 
 def _unpack(packed: Any) -> Any:
-    """The saved tensor, or the same view of the parameter as it is now in memory."""
+    """Returns the saved tensor, or makes the view of the parameter's current memory."""
     if not isinstance(packed, _Saved):
         return packed
     packed.unit.gatherer.need_in_backward(packed.unit)

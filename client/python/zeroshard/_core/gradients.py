@@ -1,9 +1,10 @@
-"""The gradients of the open step: which are complete, which are on their way.
+"""The gradients of the open step: which of them are complete, and which were sent.
 
-A gradient is complete when its parameter has had all the backward passes of the step. At level
-``os`` that is known when the optimizer steps. At ``os_g`` and ``p_g_os`` it is sent, and freed, as
-soon as it is complete: after as many passes as were announced (``accumulation_steps``,
-``no_sync``), or as the steps before had at most.
+A gradient is complete when its parameter has taken part in all backward passes of the step. At
+level ``os`` all gradients are sent when the optimizer steps. At ``os_g`` and ``p_g_os`` a gradient
+is sent and freed as soon as it is complete: after the number of passes that the program has
+announced (``accumulation_steps``, ``no_sync``), or else the largest number of passes in an earlier
+step.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Generic
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from .framework import T
 from .job import Entry, ModelJob
 
 
 class Gradients(Generic[T]):
-    """Gradients of what a job trains."""
+    """The gradients of the parameters that a job trains."""
 
     def __init__(
         self,
@@ -32,20 +33,20 @@ class Gradients(Generic[T]):
         self._early = early
         self._announced = accumulation_steps
         self._accumulated = accumulated
-        #: Set by the forward: the backward that follows it is not the last of its step.
+        #: Set by a forward: the backward pass that follows is not the last of its step.
         self.hold = False
-        #: Backward passes of the open step, and the most that a step had, by number in the
-        #: manifest.
+        #: Backward passes in the open step, by manifest index, and the maximum over the earlier
+        #: steps.
         self._passes: Counter[int] = Counter()
         self._most: dict[int, int] = {}
         self._sent: set[int] = set()
-        #: Of those, what had no gradient, and the servers do not know it yet.
+        #: Indices in ``_sent`` of parameters without a gradient that were not reported yet.
         self._absent: list[int] = []
         self._unwatch: list[Callable[[], None]] = []
         self.watch()
 
     def watch(self) -> None:
-        """Follows the tensors of the job as it is now."""
+        """Registers hooks on the parameters that the job currently trains."""
         for unwatch in self._unwatch:
             unwatch()
         self._unwatch = [
@@ -57,11 +58,12 @@ class Gradients(Generic[T]):
 
     @property
     def any_sent(self) -> bool:
-        """Whether the servers have gradients of the open step from this rank."""
+        """Whether this rank has sent gradients of the open step."""
         return bool(self._sent)
 
     def announce(self) -> None:
-        """Some passes are held back: the one that is not is the last of its step."""
+        """Called when passes are held back: the pass that is not held back is the last of its
+        step."""
         if self._announced is None:
             self._announced = 1
 
@@ -79,18 +81,19 @@ class Gradients(Generic[T]):
         if not self._early:
             return
         if entry.index in self._sent:
-            raise InvalidArgument(
-                f"parameter {entry.name!r} has a gradient from one more backward pass (number "
-                f"{self._passes[entry.index]}) of step {self._job.version} on rank {self._job.rank}, after its gradient "
-                "was sent to the servers: say accumulation_steps= to group_sharded_parallel, or run every forward but "
-                "the step's last under model.no_sync()"
+            raise InvalidArgumentError(
+                f"backward pass {self._passes[entry.index]} of step {self._job.version} on rank "
+                f"{self._job.group.rank} has computed a gradient of parameter {entry.name!r}, "
+                "whose gradient was already sent to the servers; pass accumulation_steps to "
+                "group_sharded_parallel, or run all forwards but the last of a step under "
+                "model.no_sync()"
             )
         expected = self._announced if self._announced is not None else self._most.get(entry.index)
         if expected is not None and self._passes[entry.index] >= expected:
             self._send(entry)
 
     def _send(self, entry: Entry[T]) -> None:
-        """Sends a gradient, or notes that there is none."""
+        """Sends the gradient, or records that the parameter has none."""
         framework = self._job.framework
         gradient = framework.gradient(entry.tensor)
         if gradient is None:
@@ -102,8 +105,8 @@ class Gradients(Generic[T]):
         self._sent.add(entry.index)
 
     def send_rest(self) -> None:
-        """Sends what is here, and says what is not. Parameters without a gradient are not
-        stepped."""
+        """Sends the remaining gradients and reports the parameters without a gradient, which the
+        step does not change."""
         for entry in self._job.trained:
             if entry.index not in self._sent:
                 self._send(entry)
@@ -112,7 +115,8 @@ class Gradients(Generic[T]):
             self._absent = []
 
     def restart(self, *, learn: bool) -> None:
-        """Begins the next step, or the same one again; learns from a step that was whole."""
+        """Begins the next step, or repeats the open one. ``learn``: the step was complete, so its
+        number of backward passes counts."""
         if learn:
             for index, passes in self._passes.items():
                 self._most[index] = max(passes, self._most.get(index, 0))

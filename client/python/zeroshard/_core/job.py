@@ -1,8 +1,8 @@
-"""A model's tensors as a job of the cluster.
+"""The tensors of a model and its optimizer as a job of the cluster.
 
-What a job is never changes: which tensors it has, which of them train, the optimizer's kind. Where
-a program changes one of these (unfreezes a parameter, adds a parameter group, loads a state), or
-writes to the parameters itself, the next job takes over from the last version of the one before.
+The specification of a job is immutable: its tensors, which of them are trained, and the optimizer.
+When the program changes it (unfreezes a parameter, adds a parameter group, loads a state) or writes
+to the parameters, a new job continues from the last version of the previous one.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
-from .._native import Array, Job, Mesh, TensorSpec
-from .._session import Session
-from . import kinds
-from .framework import Area, Framework, Incoming, Optimizer, Place, T
-from .layout import JobLayout, agree
+from .. import _native
+from .._connection import Connection
+from .._native import Array, Box, Job, Mesh, TensorSpec
+from .._rendezvous import ProcessGroup
+from .framework import Framework, Incoming, Optimizer, T
+from .layout import JobLayout, job_layouts
 
-#: Bytes of host memory that the move from one job to the next takes at a time, for each part of the
-#: state.
+#: Bytes of host memory that are used at a time when state moves from one job to the next, for each
+#: state tensor.
 _CHUNK = 1 << 30
 
-#: One parameter's optimizer state: steps applied, and host tensors by name.
+#: The optimizer state of a parameter: the number of applied steps, and host tensors by name.
 State = tuple[int, Mapping[str, T]]
 
 
@@ -33,24 +34,24 @@ class Entry(Generic[T]):
     framework: Framework[T]
     name: str
     tensor: T
-    #: Whether the servers step it.
+    #: Whether the servers update it.
     trained: bool
-    #: A buffer of the model.
+    #: Whether it is a buffer of the model.
     buffer: bool
     #: Its parameter group.
     group: int
-    #: Its number in the manifest.
+    #: Its index in the manifest.
     index: int
-    #: Travels as raw words, because its dtype is none that is computed with.
+    #: Whether it is transferred as raw words, because the servers do not support its dtype.
     raw: bool
-    #: How it lies on one of the job's meshes.
+    #: Its layout on one of the job's meshes.
     layout: JobLayout | None = None
     shape: tuple[int, ...] = field(init=False)
-    #: Of what this rank has.
+    #: The shape of the local tensor.
     local_shape: tuple[int, ...] = field(init=False)
-    #: Whether backward made gradients for it, as of the last step.
+    #: Whether backward computed gradients for it, when it was last marked.
     differentiable: bool = field(init=False)
-    #: The framework's counter of changes, as of the last step.
+    #: The framework's counter of changes, when it was last marked.
     changes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,22 +60,22 @@ class Entry(Generic[T]):
         self.mark()
 
     def mark(self) -> None:
-        """Remembers what the tensor is now, to notice what the program writes."""
+        """Records the state of the tensor, to detect changes by the program."""
         self.differentiable = self.framework.trains(self.tensor)
         self.changes = self.framework.changes(self.tensor)
 
     @property
     def modified(self) -> bool:
-        """Whether the program has written to it since the last step."""
+        """Whether the program has written to it since it was last marked."""
         return self.framework.changes(self.tensor) != self.changes
 
     @property
-    def travelling_shape(self) -> tuple[int, ...]:
-        """The shape of what this rank has of it, on the servers."""
+    def wire_shape(self) -> tuple[int, ...]:
+        """The shape in which the local tensor is transferred."""
         return (self.framework.words(self.tensor),) if self.raw else self.local_shape
 
     def outgoing(self) -> Array:
-        """Its values, to be sent."""
+        """Its values for a push."""
         return (
             self.framework.outgoing_words(self.tensor)
             if self.raw
@@ -82,7 +83,7 @@ class Entry(Generic[T]):
         )
 
     def incoming(self) -> Incoming:
-        """Where its values are received."""
+        """Memory that receives its values."""
         return (
             self.framework.incoming_words(self.tensor)
             if self.raw
@@ -90,13 +91,13 @@ class Entry(Generic[T]):
         )
 
     def spec(self, whole: bool) -> TensorSpec:
-        """What the servers must know of it."""
+        """Its entry in the manifest."""
         dtype = (
             "f32" if self.raw else self.framework.dtype_of(f"parameter {self.name!r}", self.tensor)
         )
         return TensorSpec(
             self.name,
-            self.travelling_shape if self.raw else self.shape,
+            self.wire_shape if self.raw else self.shape,
             dtype,
             frozen=not self.trained and not self.buffer,
             buffer=self.buffer,
@@ -112,22 +113,20 @@ class ModelJob(Generic[T]):
 
     def __init__(
         self,
-        session: Session,
+        connection: Connection,
         framework: Framework[T],
-        kind: str,
         model: Any,
         optimizer: Optimizer[T],
-        place: Place,
+        group: ProcessGroup,
         bucket_numel: int,
     ) -> None:
         self.framework = framework
-        self._session = session
-        self._kind = kind
+        self._connection = connection
         self._model = model
         self._optimizer = optimizer
-        self.rank, self.world, self._ranks = place
+        self.group = group
         self._bucket_numel = bucket_numel
-        self.optimizer_kind = optimizer.kind()
+        self.optimizer_name = optimizer.name()
         self.entries: list[Entry[T]] = []
         self._by_tensor: dict[int, Entry[T]] = {}
         self.job: Job
@@ -139,46 +138,50 @@ class ModelJob(Generic[T]):
 
     @property
     def trained(self) -> Iterator[Entry[T]]:
-        """What the servers step, in manifest order."""
+        """The entries that the servers update, in manifest order."""
         return (entry for entry in self.entries if entry.trained)
 
     @property
     def buffers(self) -> Iterator[Entry[T]]:
-        """The model's buffers."""
+        """The entries of the model's buffers."""
         return (entry for entry in self.entries if entry.buffer)
 
     def groups(self) -> list[tuple[str, dict[str, float]]]:
-        """The optimizer's hyperparameters as they are now."""
-        return self._optimizer.groups(self.optimizer_kind)
+        """The current hyperparameters of the optimizer."""
+        return self._optimizer.groups(self.optimizer_name)
 
     def changed(self) -> bool:
-        """Whether the program has changed what the job is, or written to what it trains."""
-        return self._shape_of_job() != self._opened_as or any(
+        """Whether the program has changed the specification of the job or written to a trained
+        parameter."""
+        return self._state_layout() != self._opened_with or any(
             entry.differentiable != self.framework.trains(entry.tensor)
             or (entry.trained and entry.modified)
             for entry in self.entries
         )
 
-    def _shape_of_job(self) -> list[tuple[int, tuple[str, ...]]]:
+    def _state_layout(self) -> list[tuple[int, tuple[str, ...]]]:
         groups = zip(self._optimizer.parameters(), self.groups(), strict=True)
-        return [(len(parameters), kinds.state_names(*values)) for parameters, values in groups]
+        return [
+            (len(parameters), tuple(_native.Optimizer(*values).state))
+            for parameters, values in groups
+        ]
 
     @property
     def uploaded(self) -> list[Entry[T]]:
-        """What this rank uploads: on rank 0 what it has of everything; on the others the boxes that
-        are theirs first."""
+        """The entries that this rank uploads: on rank 0 all replicated tensors, on every rank the
+        boxes of which it is the first owner."""
         return [entry for entry in self.entries if self.job.uploads(entry.index)]
 
     @property
     def received(self) -> list[Entry[T]]:
-        """What another rank uploads."""
+        """The entries that another rank uploads."""
         return [entry for entry in self.entries if not self.job.uploads(entry.index)]
 
     def open(self, states: Mapping[int, State[T]]) -> None:
-        """Makes the first job. Parameters and buffers become on every rank those of the first that
-        has them.
+        """Creates the first job. Each parameter and buffer takes the value of the first rank that
+        has it.
 
-        ``states``: the optimizer state that there is, by the ``id`` of its parameter.
+        ``states``: existing optimizer state, by the ``id`` of its parameter.
         """
         self._start()
         uploaded = self.uploaded
@@ -195,16 +198,16 @@ class ModelJob(Generic[T]):
     def reopen(
         self, resident: Iterable[Entry[T]], states: Mapping[int, State[T]] | None = None
     ) -> None:
-        """Goes on with another job from where this one is.
+        """Continues with a new job from the last version of the current one.
 
-        Parameters that the program has written to are taken from the first rank that has them, the
-        others from the servers; optimizer state is ``states`` if given, else what the servers have,
-        where it still fits. ``resident`` tensors get their values on the other ranks.
+        Parameters that the program has written to take the value of the first rank that has them;
+        the others come from the servers. Optimizer state is ``states`` if given, else the state on
+        the servers where it still fits. ``resident`` entries are received on the other ranks.
         """
         old, before, version = self.job, {entry.name: entry for entry in self.entries}, self.version
-        here = {id(entry.tensor) for entry in resident}
-        had = self._opened_as
-        source = _Old(self.framework, old, version)
+        resident_ids = {id(entry.tensor) for entry in resident}
+        had = self._opened_with
+        source = _PreviousJob(self.framework, old, version)
         self._start()
         for chunk in _chunks(self.uploaded):
             carried = [before.get(entry.name) for entry in chunk]
@@ -219,30 +222,32 @@ class ModelJob(Generic[T]):
                 }
             self._upload(values, moved, "uploading")
         self.job.initialised()
-        self.receive(entry for entry in self.received if id(entry.tensor) in here)
+        self.receive(entry for entry in self.received if id(entry.tensor) in resident_ids)
         self.mark()
-        self._session.retire(old)
+        self._connection.leave(old)
 
     def _start(self) -> None:
-        self.optimizer_kind = self._optimizer.kind()
+        self.optimizer_name = self._optimizer.name()
         self.entries = self._describe()
         self._by_tensor = {id(entry.tensor): entry for entry in self.entries}
-        name = self._session.name(self._kind, self._ranks)
+        name = self._connection.job_name("sharded", self.group.ranks)
         meshes = self._place_entries(name)
-        specs = [entry.spec(self.optimizer_kind == "lamb") for entry in self.entries]
-        self._opened_as = self._shape_of_job()
-        self._session.cluster.create_job(name, specs, self.groups(), self.world, meshes)
-        self.job = self._session.join(name, self.rank, self._bucket_numel)
+        whole = _native.Optimizer(self.optimizer_name).needs_whole_tensors
+        specs = [entry.spec(whole) for entry in self.entries]
+        self._opened_with = self._state_layout()
+        self._connection.cluster.create_job(name, specs, self.groups(), self.group.size, meshes)
+        self.job = self._connection.join(name, self.group.rank, self._bucket_numel)
         self.version = 0
 
     def _place_entries(self, name: str) -> list[Mesh]:
-        """Agrees with the other ranks on the layouts of the entries; the job's meshes."""
+        """Determines the layouts of the entries together with the other ranks. Returns the job's
+        meshes."""
         named = {entry.name: entry for entry in self.entries}
-        agreed = agree(
+        agreed = job_layouts(
             {name: self.framework.layout(entry.tensor) for name, entry in named.items()},
             lambda name: named[name].trained,
-            self._ranks,
-            lambda value: self._session.exchange(name, value, self._ranks),
+            self.group.ranks,
+            lambda value: self._connection.exchange(name, value, self.group.ranks),
         )
         for entry in self.entries:
             entry.layout = agreed.layouts[entry.name]
@@ -259,7 +264,8 @@ class ModelJob(Generic[T]):
         }
         for number, group in enumerate(groups):
             for position, parameter in enumerate(group):
-                # What the optimizer has besides the model's: a loss with parameters of its own.
+                # The optimizer may have parameters outside of the model: those of a loss, for
+                # example.
                 named.setdefault(id(parameter), (f"optimizer.{number}.{position}", parameter))
         entries: list[Entry[T]] = []
 
@@ -283,7 +289,7 @@ class ModelJob(Generic[T]):
         states: Mapping[int, State[T]],
         label: str | None,
     ) -> None:
-        """Optimizer state first: with the last parameter the job begins."""
+        """Uploads optimizer state first: the job begins when the last parameter is uploaded."""
         by_part: dict[tuple[str, int], list[tuple[int, Array]]] = {}
         for index, (applied, tensors) in states.items():
             for part, tensor in tensors.items():
@@ -301,13 +307,13 @@ class ModelJob(Generic[T]):
 
     def _carried_states(
         self,
-        old: _Old[T],
+        old: _PreviousJob[T],
         chunk: list[Entry[T]],
         carried: list[Entry[T] | None],
         old_names: list[tuple[int, tuple[str, ...]]],
     ) -> dict[int, State[T]]:
-        """The optimizer state of what trained before and trains on, where the optimizer still has
-        the same."""
+        """The optimizer state of the parameters that the previous job trained, where the state
+        tensors are the same."""
         pairs = []
         for entry, before in zip(chunk, carried, strict=True):
             if (
@@ -316,13 +322,13 @@ class ModelJob(Generic[T]):
                 and entry.trained
                 and before.shape == entry.shape
             ):
-                names = self._opened_as[entry.group][1]
+                names = self._opened_with[entry.group][1]
                 if names == old_names[before.group][1]:
                     pairs.append((entry, before, names))
         return {entry.index: state for entry, state in old.states(pairs)}
 
     def receive(self, entries: Iterable[Entry[T]], label: str | None = None) -> None:
-        """Fetches entries at the current version into their tensors."""
+        """Fetches entries at the current version."""
         targets = [(entry.index, entry.incoming()) for entry in entries]
         if not targets:
             return
@@ -333,39 +339,39 @@ class ModelJob(Generic[T]):
             incoming.finish()
 
     def states(self) -> Iterator[tuple[Entry[T], int, dict[str, T]]]:
-        """The whole optimizer state of everything that trains: steps applied, and host tensors."""
-        old = _Old(self.framework, self.job, self.version)
+        """The whole optimizer state of all trained entries: applied steps, and host tensors."""
+        old = _PreviousJob(self.framework, self.job, self.version)
         for chunk in _chunks(list(self.trained)):
-            pairs = [(entry, entry, self._opened_as[entry.group][1]) for entry in chunk]
+            pairs = [(entry, entry, self._opened_with[entry.group][1]) for entry in chunk]
             for entry, (applied, tensors) in old.states(pairs, whole=True):
                 yield entry, applied, dict(tensors)
 
     def whole(self, entries: Iterable[Entry[T]]) -> dict[str, T]:
-        """Tensors by their names, whole, as f32 in host memory, at the current version."""
+        """Whole tensors by name, as f32 in host memory, at the current version."""
         hosts = {entry.name: (entry, self.framework.host(entry.shape)) for entry in entries}
         arrays = [
-            (entry.index, self.framework.array(host, _whole(entry)))
+            (entry.index, self.framework.array(host, Box.whole(entry.shape)))
             for entry, host in hosts.values()
         ]
         self.job.fetch(self.version, arrays, part="", label="fetching parameters")
         return {name: host for name, (_, host) in hosts.items()}
 
     def state_hash(self) -> str:
-        """The hash of all state at the current version."""
-        return self._session.cluster.state_hash(self.job.name)
+        """The hash of the whole state at the current version."""
+        return self._connection.cluster.state_hash(self.job.name)
 
     def retire(self) -> None:
-        """Gives the servers' memory back, in the background: nobody can use the model any more."""
-        self._session.retire(self.job, wait=False)
+        """Leaves the job in the background. Called when the model is deleted."""
+        self._connection.leave(self.job, wait=False)
 
     def mark(self) -> None:
-        """Remembers what the tensors are now, to notice what the program writes."""
+        """Records the state of all tensors, to detect changes by the program."""
         for entry in self.entries:
             entry.mark()
 
 
-class _Old(Generic[T]):
-    """Reads from a job at a version."""
+class _PreviousJob(Generic[T]):
+    """Reads the tensors of a job at a version."""
 
     def __init__(self, framework: Framework[T], job: Job, version: int) -> None:
         self._framework = framework
@@ -375,10 +381,10 @@ class _Old(Generic[T]):
     def values(
         self, chunk: list[Entry[T]], carried: list[Entry[T] | None]
     ) -> list[tuple[Entry[T], Array]]:
-        """What the entries begin with: the servers' master weights; but buffers, and what is new or
-        modified, from here.
+        """The initial values of the entries in the next job: master weights from the servers;
+        buffers and new or modified parameters from this rank.
 
-        (What batch norm writes to its buffers is not counted as a change.)
+        (Batch norm's updates of its buffers do not count as modifications.)
         """
         values: list[tuple[Entry[T], Array]] = []
         fetched: dict[str, list[tuple[int, Array]]] = {"": [], "master": []}
@@ -392,7 +398,7 @@ class _Old(Generic[T]):
             ):
                 values.append((entry, entry.outgoing()))
                 continue
-            host = self._framework.array(self._framework.host(entry.travelling_shape))
+            host = self._framework.array(self._framework.host(entry.wire_shape))
             fetched["master" if before.trained else ""].append((before.index, host))
             values.append((entry, host))
         for part, arrays in fetched.items():
@@ -401,13 +407,14 @@ class _Old(Generic[T]):
 
     @functools.cached_property
     def _applied(self) -> list[int]:
-        """How many steps each tensor has been updated by."""
+        """The number of steps that each tensor was updated by."""
         return self._job.applied_steps(self._version)
 
     def states(
         self, pairs: list[tuple[Entry[T], Entry[T], tuple[str, ...]]], *, whole: bool = False
     ) -> list[tuple[Entry[T], State[T]]]:
-        """The state tensors of ``(new, old, names)``: what this rank has of them, or the whole."""
+        """The optimizer state of each triple of new entry, old entry and state tensor names: this
+        rank's part, or the whole."""
         if not pairs:
             return []
         applied = self._applied
@@ -417,16 +424,14 @@ class _Old(Generic[T]):
             tensors: dict[str, T] = {}
             for name in names if applied[before.index] else ():
                 tensors[name] = self._framework.host(entry.shape if whole else entry.local_shape)
-                array = self._framework.array(tensors[name], _whole(before) if whole else None)
+                array = self._framework.array(
+                    tensors[name], Box.whole(before.shape) if whole else None
+                )
                 fetched.setdefault(name, []).append((before.index, array))
             states.append((entry, (applied[before.index], tensors)))
         for name, arrays in fetched.items():
             self._job.fetch(self._version, arrays, part=name, label=f"fetching {name}")
         return states
-
-
-def _whole(entry: Entry[T]) -> Area:
-    return [0] * len(entry.shape), entry.shape
 
 
 def _chunks(entries: list[Entry[T]]) -> Iterator[list[Entry[T]]]:

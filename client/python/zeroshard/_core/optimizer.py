@@ -1,36 +1,38 @@
-"""What every framework's sharded optimizer has in common."""
+"""What the sharded optimizers of all frameworks share."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, Generic
 
-from ..errors import InvalidArgument
+from .. import _native
+from ..errors import InvalidArgumentError
 from .framework import T
 from .sharding import Sharding
 
 
 class SteppedByServers(Generic[T]):
-    """An optimizer whose state is on the shard servers: mixed into the framework's own class."""
+    """Mixin for a framework's optimizer class whose state is on the shard servers."""
 
-    # Paddle's optimizers share their attributes with the one that was given: nothing is added to
-    # them.
+    # Paddle's optimizers share their attributes with the original optimizer, so the mixin must not
+    # add any.
     __slots__ = ()
 
     @property
     @abstractmethod
     def sharding(self) -> Sharding[T]:
-        """What it shares with the model's wrapper."""
+        """The state shared with the model's wrapper."""
 
     @property
     def last_report(self) -> Any:
-        """What became of the last step: ``version``, ``applied``, ``gradient_norm``,
+        """The result of the last step: ``version``, ``applied``, ``gradient_norm``,
         ``clip_coefficient``, ``overflow``."""
         return self.sharding.last_report
 
     @property
     def loss_scale(self) -> float:
-        """Gradients are those of the loss times this; the servers divide by it."""
+        """The factor by which the loss was multiplied. The servers divide the gradients by it."""
         return self.sharding.loss_scale
 
     @loss_scale.setter
@@ -38,11 +40,34 @@ class SteppedByServers(Generic[T]):
         self.sharding.loss_scale = scale
 
     def state_hash(self) -> str:
-        """The hash of all parameters and state on the servers: equal runs have equal hashes."""
+        """The hash of all parameters and optimizer state on the servers. Equal runs have equal
+        hashes."""
         return self.sharding.job.state_hash()
 
     def _clip_to(self, max_norm: float) -> float:
-        """Has the next step clip to this global norm; the norm of the mean gradient."""
+        """Clips the next step to this global norm. Returns the norm of the mean gradient."""
         if not max_norm > 0:
-            raise InvalidArgument(f"max_norm is {max_norm}; it must be more than 0")
+            raise InvalidArgumentError(f"max_norm is {max_norm}; it must be greater than 0")
         return self.sharding.clip(float(max_norm))
+
+
+def hyperparameters(name: str, found: Mapping[str, Any]) -> dict[str, float]:
+    """The hyperparameters of the servers' optimizer ``name``, from those of a parameter group.
+
+    Raises:
+        InvalidArgumentError: one is missing, or is not a number.
+    """
+    return {each: _number(name, each, found) for each in _native.Optimizer(name).hyperparameters}
+
+
+def _number(optimizer: str, name: str, found: Mapping[str, Any]) -> float:
+    try:
+        return float(found[name])
+    except KeyError:
+        raise InvalidArgumentError(
+            f"{name!r} is missing from a parameter group of {optimizer}"
+        ) from None
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(
+            f"{name!r} of a parameter group of {optimizer} is {found[name]!r}; it must be a number"
+        ) from None

@@ -1,4 +1,4 @@
-"""What ``group_sharded_parallel`` is asked for, and what of it is refused."""
+"""The arguments of ``group_sharded_parallel`` that are the same in every framework."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from .framework import Framework, T
 
 LEVELS = ("os", "os_g", "p_g_os")
@@ -14,7 +14,7 @@ LEVELS = ("os", "os_g", "p_g_os")
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments that are the same in every framework; sizes count elements."""
+    """Validated arguments. Sizes count elements."""
 
     level: str
     sync_buffers: bool
@@ -27,7 +27,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"level is {self.level!r}; it must be one of {', '.join(map(repr, LEVELS))}"
             )
         for name, size in (
@@ -35,21 +35,22 @@ class Options:
             ("segment_size", self.segment_size),
         ):
             if not isinstance(size, int) or size < 0:
-                raise InvalidArgument(
-                    f"{name} is {size!r}; it must be a number of elements, 0 or more"
+                raise InvalidArgumentError(
+                    f"{name} is {size!r}; it must be a non-negative number of elements"
                 )
         if self.dp_group is not None:
-            raise InvalidArgument(
-                "dp_group is given; it must be None: give all ranks in group, the servers average them"
+            raise InvalidArgumentError(
+                "dp_group is given; it must be None: pass all ranks as group, since the servers "
+                "average over all of them"
             )
         if self.accumulation_steps is not None and self.accumulation_steps < 1:
-            raise InvalidArgument(
+            raise InvalidArgumentError(
                 f"accumulation_steps is {self.accumulation_steps}; it must be 1 or more"
             )
 
     def bucket_numel(self, framework: Framework[T], model: Any) -> int:
-        """Elements of a bucket of gradients: at ``p_g_os`` it must not hold more than one layer's
-        gradients back."""
+        """Elements of a bucket of gradients. At ``p_g_os`` a bucket is not larger than the largest
+        parameter, so that it does not delay the gradients of more than one layer."""
         if self.level != "p_g_os":
             return self.buffer_max_size
         largest = max(
@@ -58,21 +59,23 @@ class Options:
         return min(self.buffer_max_size, largest)
 
     def is_large(self, framework: Framework[T], model: Any) -> Callable[[T], bool]:
-        """Says of a parameter of the model whether it lives on the servers at ``p_g_os``."""
+        """A function that tells whether a parameter of the model lives on the servers at
+        ``p_g_os``."""
         excluded = self._excluded(framework, model)
         return lambda parameter: (
             framework.numel(parameter) > self.segment_size and id(parameter) not in excluded
         )
 
     def _excluded(self, framework: Framework[T], model: Any) -> set[int]:
-        """The parameters of the modules that stay here."""
+        """The parameters of the excluded modules, which stay on the worker."""
         layers = self.exclude_layer or ()
         modules = list(framework.modules(model))
         known = {id(module) for module in modules} | {type(module).__name__ for module in modules}
         for layer in layers:
             if layer not in known:
-                raise InvalidArgument(
-                    f"exclude_layer has {layer!r}; it must be the class name or the id of a module of the model"
+                raise InvalidArgumentError(
+                    f"exclude_layer contains {layer!r}; each element must be the class name or the "
+                    "id of a module of the model"
                 )
         return {
             id(parameter)

@@ -1,5 +1,5 @@
-"""One wrapped model and its optimizer: what happens before a forward, at a step, and when something
-is changed."""
+"""A sharded model and its optimizer: what happens before a forward, at a step, and when the program
+changes the model."""
 
 from __future__ import annotations
 
@@ -8,48 +8,49 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic
 
+from .._connection import Connection
 from .._native import Report
-from .._session import Session
-from ..errors import InvalidArgument, StepAborted, StepMismatch
-from .framework import Framework, Optimizer, Place, T
+from .._rendezvous import ProcessGroup
+from ..errors import InvalidArgumentError, StepAbortedError, StepMismatchError
+from .framework import Framework, Optimizer, T
 from .gather import Gatherer
 from .gradients import Gradients
 from .job import Entry, ModelJob, State
 from .options import Options
 
-#: The wrapped models of this process, to find the one that a parameter belongs to.
+#: The sharded models of this process, to find the model of a parameter.
 _all: weakref.WeakSet[Sharding[Any]] = weakref.WeakSet()
 
 
 class Sharding(Generic[T]):
-    """The state that the wrapper of a model and its optimizer share."""
+    """The state shared by the wrapper of a model and its optimizer."""
 
     def __init__(
         self,
-        session: Session,
+        connection: Connection,
         framework: Framework[T],
         model: Any,
         optimizer: Optimizer[T],
-        place: Place,
+        group: ProcessGroup,
         options: Options,
         *,
         states: Mapping[int, State[T]],
         max_norm: float | None,
     ) -> None:
-        """``states``: the optimizer state that there is, by the ``id`` of its parameter;
-        ``max_norm``: clip to it."""
+        """``states``: existing optimizer state, by the ``id`` of its parameter. ``max_norm``: clip
+        every step to it."""
         self.level = options.level
         self._sync_buffers = options.sync_buffers
         self._max_norm = max_norm
         self._clip_once: float | None = None
         self._interrupted = False
         self._holding = False
-        #: Gradients are those of the loss times this, at the next step.
+        #: The factor by which the loss of the next step was multiplied.
         self.loss_scale = 1.0
         self.last_report: Report | None = None
         is_large = options.is_large(framework, model)
         bucket_numel = options.bucket_numel(framework, model)
-        self.job = ModelJob(session, framework, "sharded", model, optimizer, place, bucket_numel)
+        self.job = ModelJob(connection, framework, model, optimizer, group, bucket_numel)
         self.job.open(states)
         self.gatherer: Gatherer[T] | None = None
         if self.level == "p_g_os":
@@ -61,18 +62,18 @@ class Sharding(Generic[T]):
         _all.add(self)
         weakref.finalize(self, self.job.retire).atexit = False
 
-    # ---- what the program does
+    # ---- called by the program
 
     def before_forward(self) -> None:
-        """A forward of the whole model begins."""
+        """Called when a forward of the whole model begins."""
         if self._holding:
             self.gradients.announce()
         self.gradients.hold = self._holding
         self.follow_changes()
 
     @contextlib.contextmanager
-    def holding(self) -> Iterator[None]:
-        """The backward passes of forwards inside are not the last of their step."""
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes of forwards inside are not the last of their step."""
         before, self._holding = self._holding, True
         try:
             yield
@@ -80,8 +81,9 @@ class Sharding(Generic[T]):
             self._holding = before
 
     @contextlib.contextmanager
-    def all_here(self) -> Iterator[None]:
-        """All parameters are here inside; what is written to them is taken over."""
+    def gathered(self) -> Iterator[None]:
+        """All parameters are gathered inside. The servers take over what the program writes to
+        them."""
         if self.gatherer is not None:
             self.gatherer.gather_all()
         try:
@@ -92,14 +94,17 @@ class Sharding(Generic[T]):
                 self.gatherer.settle()
 
     def check_movable(self) -> None:
-        """Refuses to have parameters moved or cast that come and go."""
+        """Raises an error if the model has parameters that live on the servers, which cannot be
+        moved or cast."""
         if self.gatherer is not None and self.gatherer.units:
-            raise InvalidArgument(
-                "a model at level p_g_os cannot be moved or cast; move or cast it before group_sharded_parallel"
+            raise InvalidArgumentError(
+                "a model at level p_g_os cannot be moved or cast; "
+                "do it before calling group_sharded_parallel"
             )
 
     def fetches(self, parameter: T) -> bool:
-        """Whether it is on this worker only while its module runs."""
+        """Whether the parameter lives on the servers, and is on this worker only while its module
+        runs."""
         if self.gatherer is None:
             return False
         return any(
@@ -109,29 +114,28 @@ class Sharding(Generic[T]):
         )
 
     def whole(self, parameters: Mapping[str, T]) -> dict[str, T]:
-        """Parameters of the model, whole, as f32 in host memory, by the names that are given."""
+        """Whole parameters of the model, as f32 in host memory, by the given names."""
         entries = {name: self.job.entry(parameter) for name, parameter in parameters.items()}
         for entry in entries.values():
             if entry.modified:
-                raise InvalidArgument(
-                    f"parameter {entry.name!r} was written to and the servers do not know it yet; it must be saved after "
-                    "the next forward or step"
+                raise InvalidArgumentError(
+                    f"parameter {entry.name!r} was modified after the last step; save the model "
+                    "after the next forward or step, which sends the change to the servers"
                 )
         found = self.job.whole({entry.name: entry for entry in entries.values()}.values())
         return {name: found[entry.name] for name, entry in entries.items()}
 
     def follow_changes(self) -> None:
-        """Goes on with another job if the program has changed what this one is, or written to the
-        parameters."""
+        """Continues with a new job if the program has changed the specification of the job or
+        written to the parameters."""
         if self._interrupted:
             self._end_interrupted_step()
-        # Gradients that are on their way belong to the job as it is: the next step will see the
-        # change.
+        # Gradients that were sent belong to the current job: the next step follows the change.
         if not self.gradients.any_sent and self.job.changed():
             self.reopen(None)
 
     def reopen(self, states: Mapping[int, State[T]] | None) -> None:
-        """Goes on with another job; with ``states`` as its optimizer state."""
+        """Continues with a new job, with ``states`` as its optimizer state if given."""
         self.discard()
         self.job.reopen(self._resident(), states)
         self.gradients.watch()
@@ -139,7 +143,7 @@ class Sharding(Generic[T]):
             self.gatherer.new_version()
 
     def step(self) -> None:
-        """Sends what was not sent, has the servers step, and receives the parameters."""
+        """Sends the remaining gradients, commits the step and receives the new parameters."""
         self.follow_changes()
         self._sent(self.gradients.send_rest)
         version, job = self.job.version, self.job.job
@@ -163,30 +167,30 @@ class Sharding(Generic[T]):
             self.job.receive(entry for entry in self.job.received if entry.buffer)
 
     def unwind(self) -> None:
-        """A forward of the whole model has ended in an error, or by Ctrl-C."""
+        """Called when a forward of the whole model has raised an exception."""
         if self.gatherer is not None:
             self.gatherer.unwind()
 
     def clip(self, max_norm: float) -> float:
-        """The global norm of the mean gradient; the step clips to ``max_norm``."""
+        """Clips the open step to ``max_norm``. Returns the global norm of the mean gradient."""
         self.follow_changes()
         self._sent(self.gradients.send_rest)
         self._clip_once = max_norm
         return float(self._sent(lambda: self.job.job.reduce(self.job.version, self.loss_scale)))
 
     def discard(self) -> None:
-        """Has the servers drop the gradients that were sent for the open step, if any were. Every
-        rank must do the same."""
+        """Makes the servers drop the gradients that were sent for the open step. Every rank must
+        call it."""
         if not self.gradients.any_sent:
             return
         try:
             self._sent(lambda: self.job.job.discard(self.job.version))
-        except StepAborted:
-            pass  # the servers have dropped them already
+        except StepAbortedError:
+            pass  # the servers have already dropped them
         self.gradients.restart(learn=False)
         self._clip_once = None
 
-    # ---- how it does that
+    # ---- internal
 
     def _end_step(self) -> None:
         self.job.version += 1
@@ -197,26 +201,28 @@ class Sharding(Generic[T]):
             self.gatherer.new_version()
 
     def _sent(self, work: Callable[[], Any]) -> Any:
-        """Does something that sends; if it fails, the step begins again, from nothing."""
+        """Calls ``work``, which sends something. If it fails, the step begins again without
+        gradients."""
         try:
             return work()
         except BaseException as error:
             self.job.job.forget()
             self.gradients.restart(learn=False)
             self._clip_once = None
-            # An aborted step is gone from the servers. Of one that failed otherwise, or was
-            # interrupted (Ctrl-C), they may have a part.
-            self._interrupted = not isinstance(error, StepAborted)
+            # The servers have dropped an aborted step. After any other error, or Ctrl-C, they may
+            # have a part of the step.
+            self._interrupted = not isinstance(error, StepAbortedError)
             raise
 
     def _end_interrupted_step(self) -> None:
-        """Has the servers drop what they have of it: it must not be mixed with what comes now."""
+        """Makes the servers drop their part of an interrupted step, so that it is not mixed with
+        the next attempt."""
         try:
             self.job.job.discard(self.job.version)
-        except StepAborted:
-            pass  # they have dropped it already
-        except StepMismatch:
-            # It had been decided before the interruption: the next step starts from its result.
+        except StepAbortedError:
+            pass  # the servers have already dropped it
+        except StepMismatchError:
+            # The step was decided before the interruption: the next step starts from its result.
             self.job.version += 1
             self.job.receive(entry for entry in self._resident() if entry.trained)
             self.job.mark()
@@ -225,14 +231,14 @@ class Sharding(Generic[T]):
         self._interrupted = False
 
     def _resident(self) -> list[Entry[T]]:
-        """The entries whose tensors are on this worker between uses."""
+        """The entries whose tensors are on this worker at all times."""
         if self.gatherer is None:
             return list(self.job.entries)
         large = {id(tensor) for unit in self.gatherer.units for tensor in unit.parameters.values()}
         return [entry for entry in self.job.entries if id(entry.tensor) not in large]
 
     def _send_buffers(self) -> None:
-        # All of them: what batch norm writes is not counted as a change.
+        # All of them, since batch norm's updates of its buffers do not count as modifications.
         arrays = [(entry.index, entry.outgoing()) for entry in self.job.uploaded if entry.buffer]
         if arrays:
             self.job.job.buffers(self.job.version, arrays)
@@ -243,9 +249,9 @@ def _nothing(parameter: Any) -> None:
 
 
 def sharding_of(parameters: Iterable[Any]) -> Sharding[Any] | None:
-    """The wrapped model that trains these parameters; None if there is none.
+    """The sharded model that trains these parameters. None if there is none.
 
-    Raises :class:`~zeroshard.InvalidArgument` where some are and some are not.
+    Raises :class:`~zeroshard.InvalidArgumentError` if only some of its parameters are given.
     """
     given = {id(parameter) for parameter in parameters}
     for sharding in _all:
@@ -255,9 +261,9 @@ def sharding_of(parameters: Iterable[Any]) -> Sharding[Any] | None:
                 missing = next(
                     entry.name for entry in sharding.job.trained if id(entry.tensor) not in given
                 )
-                raise InvalidArgument(
-                    f"parameters do not include {missing!r}; they must be all that the sharded optimizer trains: its "
-                    "global norm is over all of them"
+                raise InvalidArgumentError(
+                    f"parameters do not include {missing!r}; pass all parameters that the sharded "
+                    "optimizer trains, since the global norm is over all of them"
                 )
             return sharding
     return None

@@ -1,7 +1,7 @@
 """ZeroShard for Paddle.
 
-It can stand where ``paddle.distributed`` stands (``import zeroshard.paddle as dist``): what it does
-not do itself is Paddle's.
+It can be imported in place of ``paddle.distributed`` (``import zeroshard.paddle as dist``): names
+that it does not define are Paddle's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 try:
     import paddle as _paddle  # noqa: F401
 except ImportError as error:
-    raise ImportError("zeroshard.paddle needs Paddle: pip install paddlepaddle") from error
+    raise ImportError("zeroshard.paddle needs Paddle; run pip install paddlepaddle") from error
 
 from typing import Any
 
@@ -64,8 +64,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What of ``paddle.distributed`` is not done here is Paddle's: ``init_parallel_env``,
-    ``spawn``, collectives."""
+    """Returns Paddle's own ``init_parallel_env``, ``spawn``, collectives, and so on."""
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(_distributed, name)

@@ -1,10 +1,10 @@
-"""Paddle's backward passes, as hooks must know them: which one is running, when it is over, and
-what went wrong in it.
+"""Wraps Paddle's backward passes, for hooks: which pass is running, when it ends, and errors in
+hooks.
 
 Paddle calls its own final hooks when the innermost pass ends (a recomputed block has a pass of its
-own), and an error in any hook comes out as a ``SystemError``, after more hooks have run. So the
-functions that run a pass are wrapped: hooks keep their error, the pass goes on without them, and at
-its end the error is raised as it was.
+own), and reports an error in a hook as a ``SystemError`` after running further hooks. Therefore the
+functions that run a pass are wrapped: the first error in a hook is recorded, further hooks are
+skipped, and the error is raised when the pass ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paddle.base import core
 
 
 class _Pass:
-    """One backward pass that is running."""
+    """A running backward pass."""
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[], None]] = []
@@ -26,7 +26,7 @@ class _Pass:
 
 
 class _Running(threading.local):
-    """The passes of this thread, the innermost last."""
+    """The running passes of this thread, outermost first."""
 
     def __init__(self) -> None:
         self.passes: list[_Pass] = []
@@ -36,18 +36,18 @@ _running = _Running()
 
 
 def running() -> _Pass | None:
-    """The innermost pass of this thread."""
+    """The innermost running pass of this thread. None outside of backward."""
     return _running.passes[-1] if _running.passes else None
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """In backward: calls once when the running pass is over, unless it ends in an error."""
+    """During backward: calls ``call`` once when the current pass ends without an error."""
     _running.passes[-1].callbacks.append(call)
 
 
 def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call`` for a hook: what it raises ends the pass, at its end. Without effect once something
-    has been raised."""
+    """``call`` as a hook: an error that it raises is raised when the pass ends, and further hooks
+    are skipped."""
 
     @functools.wraps(call)
     def hook(*args: Any) -> Any:
@@ -81,7 +81,7 @@ def _watched(run: Callable[..., Any]) -> Callable[..., Any]:
                 current.callbacks.pop(0)()
             return result
         except BaseException as error:
-            # A pass inside another: what Paddle makes of it on the way out says less.
+            # Paddle would replace the error of an inner pass on its way through the outer one.
             if _running.passes[0] is not current:
                 _running.passes[-2].error = error
             raise
@@ -92,8 +92,8 @@ def _watched(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _SavedTensorsHooks:
-    """Hooks for saved tensors, one pair inside another: Paddle, which uses them for recomputation,
-    knows one at a time."""
+    """A stack of hooks for saved tensors. Paddle, which uses them for recomputation, supports a
+    single pair."""
 
     def __init__(self) -> None:
         self._register = core.eager.register_saved_tensors_hooks

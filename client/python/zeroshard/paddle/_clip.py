@@ -1,4 +1,4 @@
-"""Clipping by the global norm of the mean gradient, which only the servers know."""
+"""Clipping by the global norm of the mean gradient, which the servers compute."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from typing import Any
 import paddle
 
 from .._core.sharding import sharding_of
-from ..errors import InvalidArgument
-from . import kinds
+from ..errors import InvalidArgumentError
+from . import _conversion
 
 
 def max_norm_of(optimizer: Any) -> float | None:
-    """What every step clips to: the ``clip_norm`` of the optimizer's ``ClipGradByGlobalNorm``.
+    """The ``clip_norm`` of the optimizer's ``ClipGradByGlobalNorm``. None if steps are not clipped.
 
     Raises:
-        InvalidArgument: it clips in another way, or some of its groups clip differently.
+        InvalidArgumentError: the optimizer uses another clipping method, or its groups clip
+            differently.
     """
     clips = [
-        group.get("grad_clip", optimizer._grad_clip) for group in kinds.param_groups(optimizer)
+        group.get("grad_clip", optimizer._grad_clip)
+        for group in _conversion.param_groups(optimizer)
     ]
     if any(clip is not clips[0] for clip in clips):
-        raise InvalidArgument(
-            "grad_clip differs between parameter groups; it must be one: the norm is over all of them"
+        raise InvalidArgumentError(
+            "grad_clip differs between the parameter groups; it must be the same in all of them, "
+            "since the norm is over all of them"
         )
     clip = clips[0] if clips else None
     if clip is None:
         return None
     if type(clip) is not paddle.nn.ClipGradByGlobalNorm:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"grad_clip is a {type(clip).__name__}; it must be a paddle.nn.ClipGradByGlobalNorm"
         )
     return float(clip.clip_norm)
@@ -38,11 +41,17 @@ def max_norm_of(optimizer: Any) -> float | None:
 def clip_grad_norm_(
     parameters: Any, max_norm: float, norm_type: float = 2.0, **options: Any
 ) -> Any:
-    """As ``paddle.nn.utils.clip_grad_norm_``, also for sharded parameters: a model, or all that its
-    optimizer trains.
+    """As ``paddle.nn.utils.clip_grad_norm_``, also for sharded parameters.
 
-    Returns the global norm of the mean gradient over all ranks; the next step clips. For other
-    parameters it is Paddle's function.
+    Args:
+        parameters: a model, or all parameters that its optimizer trains. For parameters that are
+            not sharded, Paddle's function is called.
+        max_norm: the norm to which the next step is clipped.
+        norm_type: 2.0 for sharded parameters.
+        options: arguments for Paddle's function.
+
+    Returns:
+        The global norm of the mean gradient over all ranks.
     """
     if isinstance(parameters, paddle.nn.Layer):
         parameters = [
@@ -57,5 +66,7 @@ def clip_grad_norm_(
     if sharding is None:
         return paddle.nn.utils.clip_grad_norm_(given, max_norm, norm_type, **options)
     if norm_type != 2.0:
-        raise InvalidArgument(f"norm_type is {norm_type}; it must be 2.0 for sharded parameters")
+        raise InvalidArgumentError(
+            f"norm_type is {norm_type}; it must be 2.0 for sharded parameters"
+        )
     return paddle.to_tensor(sharding.clip(float(max_norm)), dtype="float32")

@@ -9,38 +9,40 @@ from typing import Any
 
 import paddle
 
-from .._core.rounds import Rounds, average_now, weakly
-from ..errors import InvalidArgument
+from .._core.reducer import Reducer, average_now, weakly
+from ..errors import InvalidArgumentError
 from . import _autograd
-from ._framework import PADDLE, group_place
+from ._framework import PADDLE, process_group
 
 
 class DataParallel(paddle.nn.Layer):
-    """A layer whose gradients, after each backward pass, are their mean over the ranks.
+    """Averages the gradients of a layer over the ranks after each backward pass.
 
-    The gradients of a bucket are sent as soon as they are ready, while the backward pass goes on;
-    when the pass is over, so are the means in ``p.grad``. The optimizer is the user's own. Buckets
-    are made in forward order, of one dtype each, and close once they have ``comm_buffer_size``;
-    they are sent in reverse.
+    The gradients of a bucket are sent as soon as they are ready, while the backward pass continues.
+    When the pass ends, ``p.grad`` contains the mean. The optimizer is the user's own and runs in
+    this process. Buckets contain parameters of one dtype in forward order, have
+    ``comm_buffer_size``, and are sent in reverse order.
 
-    After construction parameters and buffers are those of rank 0. What follows is up to the ranks:
-    as long as they do the same, parameters stay equal. Buffers are not synchronised again.
+    At construction all ranks receive the parameters and buffers of rank 0. Afterwards parameters
+    stay equal as long as all ranks perform the same steps. Buffers are not synchronised again.
 
-    Which backward passes synchronise is said by their forward passes: see :meth:`no_sync`. A
-    parameter that is unfrozen or frozen later is noticed at the next forward pass. Sparse gradients
-    become dense.
+    A backward pass is averaged unless its forward pass ran under :meth:`no_sync`. A parameter that
+    is frozen or unfrozen later is noticed at the next forward pass. Sparse gradients become dense.
 
-    Args: layers: the model. Other attributes of it are attributes of this one too. strategy:
-        deprecated, and without effect. comm_buffer_size: size of a bucket, in MB.
-        last_comm_buffer_size: size of the first bucket of each dtype, in MB: the last one that is
-        sent. find_unused_parameters: whether a backward pass may leave parameters without a
-        gradient on some ranks and not on others. They get the average then, to which such a rank
-        contributes zeros. Without it that is an error. A parameter that no rank uses stays as it is
-        either way. group: the ranks to average over; all by default.
+    Args:
+        layers: the model. Its attributes are available on the wrapper.
+        strategy: deprecated, has no effect.
+        comm_buffer_size: the size of a bucket in MB.
+        last_comm_buffer_size: the size in MB of the first bucket of each dtype, which is sent last.
+        find_unused_parameters: whether a parameter may have no gradient on some of the ranks. Such
+            a rank contributes zeros to the mean and receives it. By default this is an error. A
+            parameter without a gradient on any rank is left without one in both cases.
+        group: the ranks to average over; all ranks by default.
 
-    Raises: InvalidArgument: no parameter is to be trained, one is neither float32 nor bfloat16 nor
-        float16, or a size is negative. JobExists: the ranks' models differ in their parameters'
-        names, shapes or dtypes.
+    Raises:
+        InvalidArgumentError: no parameter requires a gradient, a parameter is neither float32 nor
+            bfloat16 nor float16, or a size is negative.
+        JobExistsError: the parameters of the ranks differ in names, shapes or dtypes.
     """
 
     def __init__(
@@ -56,41 +58,43 @@ class DataParallel(paddle.nn.Layer):
             layers.full_name() + "_data_parallel" if isinstance(layers, paddle.nn.Layer) else None
         )
         if not isinstance(layers, paddle.nn.Layer):
-            raise InvalidArgument(
-                f"layers is a {type(layers).__name__}: it must be a paddle.nn.Layer"
+            raise InvalidArgumentError(
+                f"layers is a {type(layers).__name__}; it must be a paddle.nn.Layer"
             )
         if strategy is not None:
-            warnings.warn("strategy has no effect, and will go", DeprecationWarning, stacklevel=2)
-        place = group_place(group)
-        if place[1] == 1:
             warnings.warn(
-                "one process: there are no gradients to average", UserWarning, stacklevel=2
+                "strategy has no effect and will be removed", DeprecationWarning, stacklevel=2
             )
-        # Paddle's name for it.
+        ranks = process_group(group)
+        if ranks.size == 1:
+            warnings.warn(
+                "DataParallel has no effect in a single process", UserWarning, stacklevel=2
+            )
+        # Paddle's name of this attribute.
         self._layers = layers
-        self.__dict__["_rounds"] = Rounds(
+        self.__dict__["_reducer"] = Reducer(
             PADDLE,
             layers,
-            place,
+            ranks,
             comm_buffer_size=comm_buffer_size,
             last_comm_buffer_size=last_comm_buffer_size,
             find_unused_parameters=find_unused_parameters,
         )
 
-    def _averaging(self) -> Rounds[Any]:
-        rounds: Rounds[Any] = self.__dict__["_rounds"]
-        return rounds
+    def _get_reducer(self) -> Reducer[Any]:
+        reducer: Reducer[Any] = self.__dict__["_reducer"]
+        return reducer
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The layer's forward pass."""
-        rounds = self._averaging()
+        reducer = self._get_reducer()
         if paddle.is_grad_enabled():
-            rounds.begin_forward()
+            reducer.begin_forward()
         outputs = self._layers(*inputs, **kwargs)
-        if rounds.armed and paddle.is_grad_enabled():
-            # The outermost backward pass begins here; that of a recomputed block would end too
-            # early.
-            begin = _autograd.guarded(weakly(rounds, Rounds.begin_round))
+        if reducer.averaging and paddle.is_grad_enabled():
+            # A hook on the outputs marks the start of the outermost backward pass: the inner pass
+            # of a recomputed block ends earlier.
+            begin = _autograd.guarded(weakly(reducer, Reducer.begin_reduction))
             for output in paddle.utils.flatten(outputs):
                 if (
                     isinstance(output, paddle.Tensor)
@@ -101,29 +105,28 @@ class DataParallel(paddle.nn.Layer):
         return outputs
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes of forward passes in this context only accumulate, on each rank by
-        itself.
+        """Backward passes of forward passes inside accumulate gradients on each rank without
+        averaging them.
 
-        What has accumulated is part of the next synchronisation.
+        The accumulated gradients are part of the next averaging.
         """
-        return self._averaging().accumulating()
+        return self._get_reducer().accumulating()
 
     @property
     def find_unused_parameters(self) -> bool:
-        """Whether a backward pass may leave parameters without a gradient on some ranks and not on
-        others."""
-        return self._averaging().find_unused_parameters
+        """Whether a parameter may have no gradient on some of the ranks."""
+        return self._get_reducer().find_unused_parameters
 
     @find_unused_parameters.setter
     def find_unused_parameters(self, may: bool) -> None:
-        self._averaging().find_unused_parameters = may
+        self._get_reducer().find_unused_parameters = may
 
     @property
     def buckets(self) -> list[list[int]]:
-        """The parameters of each bucket, by their positions among those that are trained."""
-        return self._averaging().new_buckets().buckets
+        """The parameters of each bucket, as indices of the trained parameters."""
+        return self._get_reducer().new_buckets().buckets
 
-    # State
+    # ---- state
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -135,19 +138,20 @@ class DataParallel(paddle.nn.Layer):
             return getattr(layers["_layers"], name)
 
     def scale_loss(self, loss: Any) -> Any:
-        """The loss: Paddle's own has this method from a time in which it did something."""
+        """Returns the loss. Paddle's class has this method for compatibility."""
         return loss
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's state: its keys have no prefix, and fit the layer as well."""
+        """The layer's state dict, whose keys have no prefix."""
         return self._layers.state_dict(*args, **kwargs)
 
     def set_state_dict(self, state_dict: Any, use_structured_name: bool = True) -> Any:
-        """Loads what fits, and warns of what does not; the keys that are missing, and those that
-        are not known.
+        """Loads the matching keys, and warns of the others. Returns missing and unexpected keys.
 
-        Args: state_dict: parameters and buffers. use_structured_name: whether they are found by
-            their names in the layer; else by their own.
+        Args:
+            state_dict: parameters and buffers.
+            use_structured_name: whether tensors are matched by their name in the layer, or by their
+                own.
         """
         return self._layers.set_state_dict(state_dict, use_structured_name)
 
@@ -155,15 +159,16 @@ class DataParallel(paddle.nn.Layer):
 
 
 def fused_allreduce_gradients(parameters: Any | Iterable[Any], group: Any | None = None) -> None:
-    """Makes each parameter's gradient its mean over the ranks, now.
+    """Replaces the gradient of each parameter with its mean over the ranks, immediately.
 
-    For gradients that were accumulated under ``no_sync()``, or by a layer that is not wrapped. A
-    rank without a gradient counts as zeros, unless no rank has one. Frozen parameters do not take
-    part. Every rank calls this with the same parameters; the first call with them makes a job,
-    which the later ones use again.
+    For gradients that were accumulated under ``no_sync()``, or whose layer is not wrapped. A rank
+    without a gradient contributes zeros; a parameter without a gradient on any rank is left without
+    one. Frozen parameters are skipped. Every rank must call this with the same parameters. The
+    first call with a list of parameters creates a job, which later calls reuse.
 
-    Args: parameters: one parameter or several, of float32, bfloat16 or float16. group: the ranks to
-        average over; all by default. (Paddle calls this one ``hcg``.)
+    Args:
+        parameters: one parameter or several, of float32, bfloat16 or float16.
+        group: the ranks to average over; all ranks by default. (Paddle's name is ``hcg``.)
     """
     found = [parameters] if isinstance(parameters, paddle.Tensor) else parameters
-    average_now(PADDLE, found, group_place(group))
+    average_now(PADDLE, found, process_group(group))

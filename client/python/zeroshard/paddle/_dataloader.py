@@ -12,11 +12,11 @@ from paddle.distributed import Replicate, Shard
 from .._dataloader import ShardDataloaderBase, ShardDim
 from ._dtensor import assembled
 from ._mesh import check_mesh, dimension
-from ._placement import share
+from ._placement import broadcast
 
 
 class ShardDataloader(ShardDataloaderBase[Any]):
-    """What :func:`shard_dataloader` makes: iterate over it, or over what calling it returns."""
+    """Made by :func:`shard_dataloader`. Iterate over it, or over the result of calling it."""
 
     def _check_mesh(self, mesh: object) -> Any:
         return check_mesh(mesh, "meshes")
@@ -37,9 +37,9 @@ class ShardDataloader(ShardDataloaderBase[Any]):
                 shape[0] *= parts
         return assembled(value, shape, mesh, placements)
 
-    def _cut(self, value: Any, mesh: Any, placements: Sequence[Any]) -> Any:
-        # Without asking whether the ranks agree, which takes longer than a step.
-        share(value, mesh)
+    def _distributed(self, value: Any, mesh: Any, placements: Sequence[Any]) -> Any:
+        # Without comparing the ranks' arguments, which takes longer than a step.
+        broadcast(value, mesh)
         return dist.shard_tensor(value, mesh, placements)
 
 
@@ -50,17 +50,18 @@ def shard_dataloader(
     shard_dims: ShardDim | Sequence[ShardDim] = None,
     is_dataset_splitted: bool = False,
 ) -> ShardDataloader:
-    """A loader whose tensors are distributed.
+    """A loader that distributes the batches of another one.
 
-    Every rank of a mesh iterates. The batches of a mesh's first rank count, if it has all ranks, so
-    that shuffled loaders need no common seed; with ``is_dataset_splitted`` each rank's own batch is
-    its part already.
+    Every rank of a mesh must iterate. On a mesh of all ranks, all use the batches of its first
+    rank, so shuffling loaders need no common seed. With ``is_dataset_splitted`` the batch of each
+    rank is already its local tensor.
 
-    Args: dataloader: whatever gives batches: tensors, lists of tensors or dicts of them. meshes:
-        one mesh, or one for each part of a batch. input_keys: of batches that are dicts, the parts
-        that are used, in the order of ``meshes``. shard_dims: the mesh dimension along which
-        dimension 0 of a batch is cut, by name or number; one for all meshes or one for each. None:
-        every rank has the whole batch. is_dataset_splitted: whether the ranks' loaders give
-        different data.
+    Args:
+        dataloader: an iterable of batches: tensors, lists of tensors or dicts of tensors.
+        meshes: one mesh, or one for each element of a batch.
+        input_keys: the keys of batches that are dicts, in the order of ``meshes``.
+        shard_dims: the mesh dimension over which dimension 0 of a batch is sharded, by name or
+            number; one for all meshes or one for each. None: the batch is replicated.
+        is_dataset_splitted: whether the loaders of the ranks yield different data.
     """
     return ShardDataloader(dataloader, meshes, shard_dims, input_keys, is_dataset_splitted)

@@ -1,4 +1,4 @@
-"""What programs are made from: a layer as this rank sees it."""
+"""Describes a layer on this rank, for its programs."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._core.sharding import Sharding
-from .._native import Mesh
-from .._program import Box, Collective, Description, Module, Variable
-from .._rendezvous import place
-from ._dtensor import layout
+from .._core.layout import local_box
+from .._native import Box
+from .._program import Collective, Description, Module, Variable
+from .._rendezvous import world_group
+from ._dtensor import layout, native_mesh
 
 
 def describe(
     layer: Any, sharding: Sharding[Any] | None, ranks: Sequence[int], *, mean_of_losses: bool
 ) -> Description:
-    """A layer that trains by ``sharding``, or does not train, on these ranks.
+    """Describes a layer that is trained by ``sharding``, or not trained, on these ranks.
 
-    ``mean_of_losses``: each rank has a loss of its own, and their mean is told. What Paddle's
-    operators on distributed tensors send to each other by themselves is not in it: nobody can see
-    it from here.
+    ``mean_of_losses``: each rank computes a loss of its own, and calls return the mean. The
+    collectives of Paddle's operators on distributed tensors are not included, because they cannot
+    be observed.
     """
     named = list(layer.named_parameters())
     names = {id(parameter): name for name, parameter in named}
@@ -35,7 +36,7 @@ def describe(
     )
     together = (Collective("all_reduce", tuple(ranks), 4),) if mean_of_losses else ()
     level = "os" if sharding is None else sharding.level
-    rank = place().rank
+    rank = world_group().rank
     return Description(
         level,
         ranks.index(rank) if rank in ranks else 0,
@@ -49,18 +50,15 @@ def describe(
 def _variable(
     name: str, parameter: Any, sharding: Sharding[Any] | None, ranks: Sequence[int]
 ) -> Variable:
-    shape, rank = tuple(parameter.shape), place().rank
-    lies = layout(parameter)
-    box = Box.whole(shape)
-    if lies is not None:
-        offset, size = lies.area(shape, rank)
-        box = Box(tuple(offset), tuple(size))
+    shape, rank = tuple(parameter.shape), world_group().rank
+    placed = layout(parameter)
+    box = Box.whole(shape) if placed is None else local_box(placed, shape, rank)
     entry = None if sharding is None else sharding.job.entry(parameter)
     uploads, contributes = rank == ranks[0], True
     if entry is not None and sharding is not None:
         uploads = sharding.job.job.uploads(entry.index)
         contributes = box.numel > 0 and (
-            lies is None or entry.layout is None or _contributes(parameter, entry.layout[1])
+            placed is None or entry.layout is None or _contributes(parameter, entry.layout[1])
         )
     trained = entry is not None and entry.trained
     return Variable(
@@ -73,15 +71,14 @@ def _variable(
         resident=sharding is None or not sharding.fetches(parameter),
         contributes=contributes and trained,
         uploads=uploads,
-        note="" if lies is None else ", ".join(map(str, parameter.placements)),
+        note="" if placed is None else ", ".join(map(str, parameter.placements)),
     )
 
 
-def _contributes(parameter: Any, words: Sequence[str]) -> bool:
-    """Whether this rank's gradient is the one that counts: the first along every dimension that has
-    replicas."""
+def _contributes(parameter: Any, placements: Sequence[str]) -> bool:
+    """Whether this rank is the first of the ranks that have the same gradient."""
     mesh = parameter.process_mesh
-    coordinate = Mesh(mesh.shape, mesh.process_ids, mesh.dim_names).coordinate(place().rank) or []
-    # The job's mesh has a dimension before the model's, if there are several replicas of it.
-    along = zip(coordinate, words[-mesh.ndim :], strict=True)
-    return not any(index for index, word in along if word == "replicate")
+    coordinate = native_mesh(mesh).coordinate(world_group().rank) or []
+    # With several replicas of the model, the job's mesh has an additional first dimension.
+    along = zip(coordinate, placements[-mesh.ndim :], strict=True)
+    return not any(index for index, placement in along if placement == "replicate")

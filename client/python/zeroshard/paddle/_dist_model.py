@@ -1,5 +1,4 @@
-"""``to_static`` and ``DistModel``: a model that trains, is evaluated or predicts, by mode, through
-the shard servers."""
+"""``to_static`` and ``DistModel``: a model with train, eval and predict modes."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ import paddle.distributed as dist
 
 from .._dist_model import DistModelBase
 from .._program import Description
-from .._rendezvous import place
+from .._rendezvous import world_group
 from .._strategy import Strategy
-from . import kinds
+from . import _conversion
 from ._describe import describe
 from ._dtensor import assembled, local, parts_of_state, redistributed, whole
 from ._layer import replicate_rest
-from ._mesh import has_everybody, mesh_text
+from ._mesh import covers_world, mesh_text
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
 from ._save import whole_state
@@ -28,17 +27,19 @@ from ._sharded import group_sharded_parallel
 class DistModel(DistModelBase[Any]):
     """A layer with modes, made by :func:`to_static`.
 
-    With a loss and an optimizer the first mode is ``"train"``, with a loss alone ``"eval"``, with
-    neither ``"predict"``. The layer's parameters are plain tensors (every rank has its own batches:
-    data parallelism), or distributed (``shard_tensor``, ``shard_layer``): then those that are left
-    are replicated. Every rank makes every call; the loss of a call is that of all ranks, and
-    outputs are whole.
+    The initial mode is ``"train"`` with a loss and an optimizer, ``"eval"`` with a loss only, and
+    ``"predict"`` with neither. The layer's parameters may be plain tensors (data parallelism: every
+    rank has its own batches) or distributed (``shard_tensor``, ``shard_layer``; the remaining
+    parameters are replicated). Every rank must make every call. A call returns the loss of all
+    ranks, or whole outputs.
 
-    Args: layer: the layer. loader: what gives batches; kept as ``loader``. None is allowed. loss:
-        ``loss(*outputs, *labels)``, a scalar that is a mean over the batch. optimizer: an optimizer
-        of Paddle, which moves to the shard servers at the strategy's level, or one of
-        :func:`~zeroshard.paddle.shard_optimizer`. strategy: its ``sharding`` says what the servers
-        hold; the optimizer's state by default.
+    Args:
+        layer: the layer.
+        loader: the data loader; stored as ``loader``, may be None.
+        loss: ``loss(*outputs, *labels)``, a scalar that is a mean over the batch.
+        optimizer: a Paddle optimizer, whose state moves to the shard servers at the strategy's
+            level, or the result of :func:`~zeroshard.paddle.shard_optimizer`.
+        strategy: its ``sharding`` determines what the servers hold; by default the optimizer state.
     """
 
     _tensor_name = "paddle.Tensor"
@@ -66,7 +67,7 @@ class DistModel(DistModelBase[Any]):
 
     @property
     def layer(self) -> Any:
-        """The layer that was given."""
+        """The original layer."""
         return self._layer
 
     @property
@@ -83,7 +84,7 @@ class DistModel(DistModelBase[Any]):
         return isinstance(value, paddle.nn.Layer) and not isinstance(value, GroupSharded)
 
     def _is_optimizer(self, value: object) -> bool:
-        return isinstance(value, kinds.Optimizer)
+        return isinstance(value, _conversion.Optimizer)
 
     # ---- tensors on a mesh
 
@@ -93,7 +94,7 @@ class DistModel(DistModelBase[Any]):
     def _mesh_text(self, mesh: Any) -> str:
         return mesh_text(mesh)
 
-    def _cuts(self, value: Any) -> list[tuple[int, int]]:
+    def _shards(self, value: Any) -> list[tuple[int, int]]:
         if not value.is_dist():
             return []
         sizes = zip(value.process_mesh.shape, value.placements, strict=True)
@@ -118,10 +119,11 @@ class DistModel(DistModelBase[Any]):
             return dist.reshard(value, self._mesh, everywhere)
         return assembled(value, value.shape, self._mesh, everywhere)
 
-    def _assembled_as(self, here: Any, cut: Any) -> Any:
-        return assembled(here, [cut.shape[0], *here.shape[1:]], cut.process_mesh, cut.placements)
+    def _assembled_as(self, part: Any, sharded: Any) -> Any:
+        shape = [sharded.shape[0], *part.shape[1:]]
+        return assembled(part, shape, sharded.process_mesh, sharded.placements)
 
-    # ---- how it computes
+    # ---- computation
 
     def _no_grad(self) -> AbstractContextManager[object]:
         context: AbstractContextManager[object] = paddle.no_grad()
@@ -131,19 +133,19 @@ class DistModel(DistModelBase[Any]):
         return list(paddle.utils.flatten(outputs))
 
     def _losses_differ(self) -> bool:
-        return place().world > 1 and (self._mesh is None or not has_everybody(self._mesh))
+        return world_group().size > 1 and (self._mesh is None or not covers_world(self._mesh))
 
     def _mean(self, loss: Any) -> Any:
         loss = loss.clone()
         dist.all_reduce(loss)
-        return loss / place().world
+        return loss / world_group().size
 
     # ---- programs
 
     def _describe(self, mode: str) -> Description:
         sharding = None if self._optimizer is None else self._optimizer.sharding
         return describe(
-            self._layer, sharding, range(place().world), mean_of_losses=self._losses_differ()
+            self._layer, sharding, world_group().ranks, mean_of_losses=self._losses_differ()
         )
 
     # ---- state
@@ -173,5 +175,5 @@ def to_static(
     optimizer: Any | None = None,
     strategy: Strategy | None = None,
 ) -> DistModel:
-    """A :class:`DistModel` of a layer; the arguments are its."""
+    """Makes a :class:`DistModel` of a layer. The arguments are those of the class."""
     return DistModel(layer, loader, loss, optimizer, strategy)

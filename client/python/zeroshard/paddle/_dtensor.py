@@ -1,4 +1,4 @@
-"""What of a distributed tensor is here, and how it lies on its mesh."""
+"""Local tensors and layouts of distributed tensors."""
 
 from __future__ import annotations
 
@@ -9,40 +9,45 @@ import paddle
 import paddle.distributed as dist
 from paddle import Tensor
 
-from .._core.layout import Layout, RankMesh
-from .._rendezvous import place
-from ..errors import InvalidArgument
+from .._core.layout import local_box
+from .._native import Layout, Mesh
+from .._rendezvous import world_group
+from ..errors import InvalidArgumentError
 
 
 def local(tensor: Any) -> Any:
-    """What this rank has of a tensor, without a copy: the tensor itself, unless it is
-    distributed."""
+    """The local tensor of a distributed tensor, without a copy. Other tensors are returned as they
+    are."""
     return Tensor._local_value(tensor) if tensor.is_dist() else tensor
 
 
 def layout(tensor: Any) -> Layout | None:
-    """How a parameter lies on its mesh; None: all of it is here."""
+    """The layout of a parameter. None if it is not distributed."""
     if not tensor.is_dist():
         return None
-    mesh = tensor.process_mesh
-    ranks = RankMesh(tuple(mesh.shape), tuple(mesh.dim_names), tuple(mesh.process_ids))
-    return Layout(ranks, tuple(_word(placement, tensor) for placement in tensor.placements))
+    placements = [_placement(placement, tensor) for placement in tensor.placements]
+    return Layout(native_mesh(tensor.process_mesh), placements)
 
 
-def _word(placement: Any, tensor: Any) -> str:
+def native_mesh(mesh: Any) -> Mesh:
+    """A mesh of Paddle as the extension module's."""
+    return Mesh(mesh.shape, mesh.process_ids, mesh.dim_names)
+
+
+def _placement(placement: Any, tensor: Any) -> str:
     if placement.is_replicated():
         return "replicate"
     if placement.is_shard():
         return f"shard:{placement.get_dim() % tensor.ndim}"
-    raise InvalidArgument(
-        f"a parameter lies as {placement} on its mesh; it must be Shard or Replicate"
+    raise InvalidArgumentError(
+        f"a parameter has the placement {placement}; it must be Shard or Replicate"
     )
 
 
 def redistributed(tensor: Any, placements: Sequence[Any]) -> Any:
     """The tensor with other placements on its mesh."""
     mesh = tensor.process_mesh
-    # On a CPU Paddle has neither reduce-scatter nor all-to-all: first all of it, and then its part.
+    # On a CPU Paddle supports neither reduce-scatter nor all-to-all: replicate first, then split.
     complete = [
         dist.Replicate() if now.is_shard() and was != now else was
         for was, now in zip(tensor.placements, placements, strict=True)
@@ -53,16 +58,16 @@ def redistributed(tensor: Any, placements: Sequence[Any]) -> Any:
 
 
 def whole(tensor: Any) -> Any:
-    """All of a tensor, on every rank of its mesh, as a plain one."""
+    """The whole tensor as a plain one, on every rank of its mesh."""
     if not tensor.is_dist():
         return tensor
     found = local(redistributed(tensor, [dist.Replicate()] * tensor.process_mesh.ndim))
-    # What reduces a scalar makes an array of it.
+    # Paddle's reduction turns a scalar into an array of one element.
     return found if list(found.shape) == list(tensor.shape) else found.reshape(tensor.shape)
 
 
 def aligned_gradient(parameter: Any) -> Any | None:
-    """A parameter's gradient, which lies as the parameter does from now on."""
+    """The gradient of a parameter, redistributed to the parameter's layout if it has another."""
     gradient = parameter.grad
     if gradient is None or not parameter.is_dist() or gradient.placements == parameter.placements:
         return gradient
@@ -73,36 +78,38 @@ def aligned_gradient(parameter: Any) -> Any | None:
     return parameter.grad
 
 
-def like(here: Any, tensor: Any) -> Any:
-    """A distributed tensor of what is here of it, that lies as another does."""
-    return assembled(here, tensor.shape, tensor.process_mesh, tensor.placements)
+def like(part: Any, tensor: Any) -> Any:
+    """The distributed tensor with this local tensor and the layout of another tensor."""
+    return assembled(part, tensor.shape, tensor.process_mesh, tensor.placements)
 
 
-def assembled(here: Any, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Any:
-    """A distributed tensor of a shape, of what is here of it."""
+def assembled(part: Any, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Any:
+    """The distributed tensor of a shape with this local tensor."""
     return Tensor(
-        here, dims=list(shape), process_mesh=mesh, placements=list(placements), place=here.place
+        part, dims=list(shape), process_mesh=mesh, placements=list(placements), place=part.place
     )
 
 
 def part(value: Any, tensor: Any) -> Any:
-    """What this rank has of a plain, whole ``value``, if it lies as ``tensor`` does; of a
-    distributed one, what is here."""
+    """This rank's part of a plain ``value``, if it were distributed like ``tensor``. The local
+    tensor if ``value`` is distributed."""
     if value.is_dist():
         return local(value)
-    lies = layout(tensor)
-    if lies is None or list(value.shape) != list(tensor.shape):
+    found = layout(tensor)
+    if found is None or list(value.shape) != list(tensor.shape):
         return value
-    offset, size = lies.area(tensor.shape, place().rank)
-    cut = tuple(slice(first, first + count) for first, count in zip(offset, size, strict=True))
-    return value[cut].contiguous() if cut else value
+    box = local_box(found, tensor.shape, world_group().rank)
+    slices = tuple(
+        slice(first, first + count) for first, count in zip(box.offset, box.size, strict=True)
+    )
+    return value[slices].contiguous() if slices else value
 
 
 def parts_of_state(
     model: Any, state: Mapping[str, Any], use_structured_name: bool = True
 ) -> dict[str, Any]:
-    """A state dict of plain, whole tensors as ``model`` can load it: what is distributed there lies
-    as there."""
+    """A state dict of whole, plain tensors, distributed as the tensors of ``model`` so that it can
+    be loaded."""
     own = {
         (name if use_structured_name else value.name): value
         for name, value in model.state_dict().items()

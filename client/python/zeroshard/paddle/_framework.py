@@ -1,5 +1,4 @@
-"""What the substance of the package must know of Paddle: its tensors, its layers, its backward
-passes."""
+"""The adapter for Paddle: tensors, layers, backward passes and optimizers."""
 
 from __future__ import annotations
 
@@ -16,14 +15,13 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-from .._core.framework import Area, Framework, Incoming, Optimizer, ParameterMemory, Place
-from .._core.layout import Layout
-from .._native import Array
-from .._rendezvous import place
-from . import _autograd, _memory, kinds
+from .._core.framework import Framework, Incoming, Optimizer, ParameterMemory
+from .._native import Array, Box, Layout
+from .._rendezvous import ProcessGroup, world_group
+from . import _autograd, _conversion, _memory
 from ._dtensor import aligned_gradient, assembled, layout, local
 
-#: What parameters and gradients may be made of.
+#: The dtypes of parameters and gradients that the servers support.
 _DTYPES = {paddle.float32: "f32", paddle.bfloat16: "bf16", paddle.float16: "f16"}
 
 
@@ -51,24 +49,24 @@ class _Paddle(Framework[Tensor]):
     def changes(self, tensor: Tensor) -> int:
         return _memory.changes(tensor)
 
-    # ---- their memory
+    # ---- the memory of local tensors
 
     def host(self, shape: Sequence[int]) -> Tensor:
         return paddle.empty(list(shape), dtype="float32", device="cpu")
 
-    def array(self, host: Tensor, area: Area | None = None) -> Array:
-        # A tensor of our own: the given one may be emptied before its memory has been read.
+    def array(self, host: Tensor, box: Box | None = None) -> Array:
+        # A separate tensor: the given one may be freed before its memory has been read.
         kept = _memory.alias(host)
         return Array(
-            kept.data_ptr() or 0, self.numel(host), self.dtype_of("a tensor", host), kept, area
+            kept.data_ptr() or 0, self.numel(host), self.dtype_of("a tensor", host), kept, box
         )
 
     def zeros_like(self, tensor: Tensor) -> Tensor:
         return paddle.zeros(tensor.shape, dtype=tensor.dtype)
 
     def outgoing(self, tensor: Tensor) -> Array:
-        here = local(tensor)
-        return self.array(here if _is_plain(here) else here.detach().cpu().contiguous())
+        values = local(tensor)
+        return self.array(values if _is_plain(values) else values.detach().cpu().contiguous())
 
     def incoming(self, tensor: Tensor) -> Incoming:
         return _Received(tensor)
@@ -96,19 +94,19 @@ class _Paddle(Framework[Tensor]):
             return _memory.alias(local(gradient))
         if gradient.is_selected_rows():
             return _dense(gradient, parameter)
-        # Clearing a gradient empties the tensor that it is.
+        # Clearing a gradient frees its tensor.
         return _memory.alias(gradient)
 
     def set_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
         if gradient is None:
             parameter.clear_gradient(False)
         elif parameter.grad is not None and parameter.grad.is_selected_rows():
-            # Nothing else can take its place: rows, but all of them.
+            # A sparse gradient cannot be replaced by a dense one: it becomes one with all rows.
             rows = parameter.grad.get_selected_rows()
             rows.set_rows(list(range(parameter.shape[0])))
             rows.get_tensor().set(gradient.numpy(), paddle.CPUPlace())
         elif parameter.grad is None or parameter.grad.data_ptr() != gradient.data_ptr():
-            # Paddle copies it.
+            # Paddle copies the tensor.
             parameter.clear_gradient(False)
             parameter.grad = gradient
 
@@ -134,8 +132,8 @@ class _Paddle(Framework[Tensor]):
         return _autograd.running()
 
     def backward_node(self) -> Any:
-        # Paddle does not tell. Each tensor that is needed counts as another operation: what is
-        # freed for the next one keeps its memory as long as the running one refers to it.
+        # Paddle does not expose the node, so each call counts as another one. A tensor that is
+        # freed too early keeps its memory as long as the running operation refers to it.
         return object()
 
     def after_backward(self, call: Callable[[], None]) -> None:
@@ -158,7 +156,7 @@ class _Paddle(Framework[Tensor]):
             for name, tensor in _once(model.named_parameters())
             if id(tensor) in statistics
         )
-        # A recurrent layer has one without memory.
+        # A recurrent layer has a buffer without memory.
         yield from (
             (name, tensor)
             for name, tensor in _once(model.named_buffers())
@@ -177,7 +175,7 @@ class _Paddle(Framework[Tensor]):
     ) -> None:
         module.__dict__["forward"] = _Forward(module, begin, end)
 
-    # ---- parameters that come and go
+    # ---- gathered parameters
 
     def parameter_memory(self, limit: int) -> ParameterMemory[Tensor]:
         return _memory.Memory()
@@ -200,16 +198,16 @@ class _Paddle(Framework[Tensor]):
     def view(self, saved: Tensor, parameter: Tensor) -> Callable[[], Tensor] | None:
         if saved.dtype != parameter.dtype:
             return None
-        # What begins where the parameter begins: memory() knows no other.
-        here = local(saved)
-        shape, strides = list(here.shape), list(here.strides)
-        lies = (
+        # A view that begins at the parameter's first element: memory() identifies no other.
+        values = local(saved)
+        shape, strides = list(values.shape), list(values.strides)
+        layout = (
             (list(saved.shape), saved.process_mesh, saved.placements) if saved.is_dist() else None
         )
 
         def view() -> Any:
             again = _memory.strided(local(parameter), shape, strides)
-            return again if lies is None else assembled(again, *lies)
+            return again if layout is None else assembled(again, *layout)
 
         return view
 
@@ -220,7 +218,7 @@ class _Paddle(Framework[Tensor]):
             packed = pack(saved)
             if packed is not saved:
                 return packed
-            # An operation that keeps its own result would keep itself, for ever.
+            # An operation that saves its own result would be part of a reference cycle.
             alone: Any = saved.detach()
             alone.stop_gradient = saved.stop_gradient
             return alone
@@ -235,28 +233,27 @@ PADDLE = _Paddle()
 
 
 class PaddleOptimizer(Optimizer[Tensor]):
-    """A ``paddle.optimizer.Optimizer``, as the servers must know it.
+    """The settings of a ``paddle.optimizer.Optimizer``.
 
-    What Paddle decides for each parameter (its learning rate, whether it decays) makes a group for
-    the servers: all that have the same hyperparameters.
+    Paddle has learning rates and weight decay per parameter. For the servers, all parameters with
+    the same hyperparameters form a group.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
 
-    def kind(self) -> str:
-        return kinds.kind(self._optimizer)
+    def name(self) -> str:
+        return _conversion.optimizer_name(self._optimizer)
 
     def parameters(self) -> list[list[Tensor]]:
-        return [parameters for parameters, _ in kinds.groups(self._optimizer, self.kind())]
+        return [parameters for parameters, _ in _conversion.groups(self._optimizer, self.name())]
 
-    def groups(self, kind: str) -> list[tuple[str, dict[str, float]]]:
-        return [(kind, values) for _, values in kinds.groups(self._optimizer, kind)]
+    def groups(self, name: str) -> list[tuple[str, dict[str, float]]]:
+        return [(name, values) for _, values in _conversion.groups(self._optimizer, name)]
 
 
 class _Received:
-    """Where the values of ``tensor`` are received: its own memory, or a copy that :meth:`finish`
-    moves there."""
+    """Memory that receives the values of ``tensor``: its own, or a host buffer."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = local(tensor)
@@ -272,7 +269,7 @@ class _Received:
 
 
 class _ReceivedWords:
-    """Where the raw memory of ``tensor`` is received."""
+    """Memory that receives the raw memory of ``tensor``."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = local(tensor)
@@ -285,11 +282,11 @@ class _ReceivedWords:
 
 
 class _Forward:
-    """A layer's forward, with what happens around it."""
+    """Wraps the forward of a layer."""
 
     def __init__(self, layer: Any, begin: Callable[[], None], end: Callable[[], None]) -> None:
         self._layer = weakref.ref(layer)
-        # Of its class, or one that the program has given this layer.
+        # The forward of the class, or one that the program has assigned to this layer.
         own = layer.__dict__.get("forward")
         self._forward: Callable[..., Any] = (
             own if own is not None else functools.partial(type(layer).forward)
@@ -311,13 +308,14 @@ class _Forward:
             self._end()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """The copy of the layer is a plain one."""
+        """A copy of the layer has its original forward."""
         copied = memo[id(self._layer())]
         return self._forward if self._bound else types.MethodType(type(copied).forward, copied)
 
 
 class _Watch:
-    """What is called when a parameter has its gradient, as long as somebody keeps this."""
+    """A callback for the gradient of a parameter, which is active as long as this object is
+    alive."""
 
     def __init__(self, call: Callable[[Any], None]) -> None:
         self.call: Callable[[Any], None] | None = call
@@ -327,8 +325,8 @@ class _Watch:
 
 
 def _watches(parameter: Any) -> list[weakref.ref[_Watch]]:
-    """Those of a parameter; whose attributes and hooks are no garbage, ever, and so must not refer
-    to anything."""
+    """The callbacks of a parameter. A parameter's attributes and hooks must not refer to objects,
+    since the garbage collector does not find cycles through them."""
     watches: list[weakref.ref[_Watch]] | None = parameter.__dict__.get("_zeroshard_watches")
     if watches is None:
         parameter._zeroshard_watches = watches = []
@@ -350,8 +348,7 @@ def _watches(parameter: Any) -> list[weakref.ref[_Watch]]:
 
 
 def _statistics(model: Any) -> set[int]:
-    """The running statistics of batch norms, which Paddle has among the parameters, by their
-    ids."""
+    """The ids of the running statistics of batch norms, which are parameters in Paddle."""
     layers = [
         layer._parameters
         for layer in model.sublayers(include_self=True)
@@ -374,17 +371,17 @@ def _once(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether its memory can be read and written as it is."""
+    """Whether transfers can read and write the tensor's own memory."""
     return bool(tensor.place.is_cpu_place() and tensor.is_contiguous())
 
 
 def _write(tensor: Any, values: Any) -> None:
-    """Fills a tensor; not counted as the program's doing."""
+    """Sets the values of a tensor. Does not count as a change by the program."""
     Tensor.set_value(tensor, values)
 
 
 def _dense(gradient: Any, parameter: Any) -> Any:
-    """The gradient of an embedding with ``sparse=True``."""
+    """The dense gradient of an embedding with ``sparse=True``."""
     rows = gradient.get_selected_rows()
     dense = np.zeros(parameter.shape, np.float32)
     np.add.at(dense, list(rows.rows()), gradient.numpy())
@@ -395,9 +392,6 @@ def _words_array(words: Any) -> Array:
     return Array(words.ctypes.data, math.prod(words.shape), "f32", words)
 
 
-def group_place(group: Any | None) -> Place:
-    """Rank, world and the global ranks of a group; of all processes if None."""
-    if group is None:
-        here = place()
-        return here.rank, here.world, tuple(range(here.world))
-    return int(group.rank), int(group.nranks), tuple(group.ranks)
+def process_group(group: Any | None) -> ProcessGroup:
+    """The ranks of a group of Paddle; all ranks if it is None."""
+    return world_group() if group is None else ProcessGroup(int(group.rank), tuple(group.ranks))

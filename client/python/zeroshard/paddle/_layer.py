@@ -1,4 +1,4 @@
-"""``shard_layer``: the parameters of a layer onto a mesh."""
+"""``shard_layer``: distributes the parameters of a layer over a mesh."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import paddle.distributed as dist
 
 from .._agreement import agree
 from .._layer import add_functions, check_functions, parameters_text
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ._mesh import check_mesh, mesh_text
-from ._placement import share
+from ._placement import broadcast
 
 
 def shard_layer(
@@ -22,25 +22,32 @@ def shard_layer(
     input_fn: Callable[[Any, Any], Any] | None = None,
     output_fn: Callable[[Any, Any], Any] | None = None,
 ) -> Any:
-    """Makes all parameters and buffers of a layer distributed tensors, in place.
+    """Distributes all parameters and buffers of a layer over a mesh, in place.
 
-    Every rank of the mesh calls it with the same layer; the values of the first of all ranks count.
+    Every rank of the mesh must call it with the same layer. On a mesh of all ranks, all take the
+    values of its first rank.
 
-    Args: layer: the layer. process_mesh: a ``ProcessMesh``. shard_fn: ``shard_fn(name, layer,
-        process_mesh)`` is called for every sublayer, ``layer`` itself included with the name
-        ``""``, and replaces parameters as it likes (``layer.weight = shard_tensor(layer.weight,
-        ...)``). What it leaves is replicated, as is everything without it. input_fn:
-        ``input_fn(inputs, process_mesh)`` returns the list of inputs with which ``layer`` runs.
-        output_fn: ``output_fn(outputs, process_mesh)`` returns what a call of ``layer`` returns.
+    Args:
+        layer: the layer.
+        process_mesh: a ``ProcessMesh``.
+        shard_fn: ``shard_fn(name, layer, process_mesh)`` is called for every sublayer, including
+            ``layer`` itself with the name ``""``, and may replace parameters (``layer.weight =
+            shard_tensor(layer.weight, ...)``). The remaining parameters are replicated.
+        input_fn: ``input_fn(inputs, process_mesh)`` returns the list of inputs for ``layer``.
+        output_fn: ``output_fn(outputs, process_mesh)`` returns the outputs of a call of ``layer``.
 
-    Returns: The layer.
+    Returns:
+        The layer.
 
-    Raises: InvalidArgument: ``process_mesh`` is no mesh, or something else is of another type; a
-        parameter is on another mesh. Disagreement: another rank has another mesh, another layer, or
-        its ``shard_fn`` did something else.
+    Raises:
+        InvalidArgumentError: an argument has the wrong type, or a parameter is on another mesh.
+        DisagreementError: another rank has a different mesh or layer, or its ``shard_fn`` made
+            different changes.
     """
     if not isinstance(layer, paddle.nn.Layer):
-        raise InvalidArgument(f"layer is a {type(layer).__name__}; it must be a paddle.nn.Layer")
+        raise InvalidArgumentError(
+            f"layer is a {type(layer).__name__}; it must be a paddle.nn.Layer"
+        )
     mesh = check_mesh(process_mesh, "process_mesh")
     check_functions(shard_fn=shard_fn, input_fn=input_fn, output_fn=output_fn)
     agree(
@@ -52,13 +59,13 @@ def shard_layer(
         mesh.process_ids,
     )
     if shard_fn is not None:
-        before = _places(layer)
+        before = _parameter_slots(layer)
         for name, inner in list(layer.named_sublayers(include_self=True)):
             shard_fn(name, inner, mesh)
         _keep_ties(before)
     agree(
         "shard_layer after shard_fn",
-        {"what shard_fn has done": parameters_text(layer, _placements)},
+        {"the result of shard_fn": parameters_text(layer, _placements)},
         mesh.process_ids,
     )
     replicate_rest(layer, mesh)
@@ -67,18 +74,17 @@ def shard_layer(
 
 
 def replicate_rest(layer: Any, mesh: Any) -> None:
-    """Replicates the parameters and buffers that are not on the mesh. They stay the same objects,
-    also for an optimizer."""
+    """Replicates the parameters and buffers that are not on a mesh, in place."""
     everywhere = [dist.Replicate()] * mesh.ndim
     for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
         if not tensor.is_dist():
             if tensor._is_initialized():
-                share(tensor, mesh)
+                broadcast(tensor, mesh)
                 dist.shard_tensor(tensor, mesh, everywhere)._share_underline_tensor_to(tensor)
         elif tensor.process_mesh != mesh:
-            raise InvalidArgument(
-                f"parameter {name!r} is on the mesh {mesh_text(tensor.process_mesh)}; it must be on {mesh_text(mesh)}, as the "
-                "layer"
+            raise InvalidArgumentError(
+                f"parameter {name!r} is on the mesh {mesh_text(tensor.process_mesh)}; it must be "
+                f"on the mesh of the layer, {mesh_text(mesh)}"
             )
 
 
@@ -86,8 +92,8 @@ def _placements(parameter: Any) -> Sequence[Any] | None:
     return parameter.placements if parameter.is_dist() else None
 
 
-def _places(layer: Any) -> list[tuple[Any, str, Any]]:
-    """Every place that has a parameter: the layer, its name there, and the parameter."""
+def _parameter_slots(layer: Any) -> list[tuple[Any, str, Any]]:
+    """The layer, name and parameter of each parameter attribute."""
     return [
         (inner, name, parameter)
         for inner in layer.sublayers(include_self=True)
@@ -96,7 +102,7 @@ def _places(layer: Any) -> list[tuple[Any, str, Any]]:
 
 
 def _keep_ties(before: list[tuple[Any, str, Any]]) -> None:
-    """What has been replaced in one place is replaced wherever it stood."""
+    """A tied parameter that was replaced in one layer is replaced in all of them."""
     made = {
         id(parameter): layer._parameters[name]
         for layer, name, parameter in before

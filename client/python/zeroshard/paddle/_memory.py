@@ -1,9 +1,8 @@
-"""The memory of Paddle's tensors: what shares it, what has been written to it, and parameters that
-come and go.
+"""The memory of Paddle's tensors: aliases, changes by the program, and gathered parameters.
 
-A dropped parameter has no memory at all: what computes with it all the same ends in Paddle's own
-error. Its use is noticed where a layer's attribute is read (``layer.weight``), and where a method
-or an operator of it is called.
+A dropped parameter has no memory; an operation on it raises Paddle's own error. A use is detected
+when a layer's attribute is read (``layer.weight``), and when a method or an operator of the
+parameter is called.
 """
 
 from __future__ import annotations
@@ -21,37 +20,37 @@ from paddle.base.framework import EagerParamBase
 from .._core.framework import ParameterMemory
 from ._dtensor import like
 
-#: Methods that say something about a tensor without reading its elements, or fetch them by
-#: themselves.
+#: Methods that do not read the elements of a tensor, or gather the parameter themselves.
 _METADATA = {
-    "__class__", "__deepcopy__", "__delattr__", "__dir__", "__getattribute__", "__hash__", "__init__",
-    "__init_subclass__", "__len__", "__new__", "__reduce__", "__reduce_ex__", "__setattr__", "__sizeof__",
-    "__subclasshook__", "clear_grad", "clear_gradient", "copy_", "data_ptr", "detach", "dim", "element_size",
-    "get_strides", "gradient", "is_contiguous", "is_dense", "is_dist", "is_floating_point", "is_selected_rows", "is_sparse",
-    "is_sparse_coo", "is_sparse_csr", "ndimension", "numel", "register_hook", "set_value",
+    "__class__", "__deepcopy__", "__delattr__", "__dir__", "__getattribute__", "__hash__",
+    "__init__", "__init_subclass__", "__len__", "__new__", "__reduce__", "__reduce_ex__",
+    "__setattr__", "__sizeof__", "__subclasshook__", "clear_grad", "clear_gradient", "copy_",
+    "data_ptr", "detach", "dim", "element_size", "get_strides", "gradient", "is_contiguous",
+    "is_dense", "is_dist", "is_floating_point", "is_selected_rows", "is_sparse", "is_sparse_coo",
+    "is_sparse_csr", "ndimension", "numel", "register_hook", "set_value",
 }  # fmt: skip
 
 _FLOATING = (paddle.float32, paddle.bfloat16, paddle.float16, paddle.float64)
 
-#: How the attributes that are ours begin.
+#: Prefix of the attributes that this package sets.
 _OURS = "_zeroshard"
 
 
 def alias(tensor: Any) -> Any:
-    """The same elements, in a tensor that keeps their memory whatever becomes of the given one."""
+    """A tensor with the same elements that keeps their memory alive."""
     return strided(tensor, tensor.shape, tensor.strides)
 
 
 def strided(tensor: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
-    """A view of the tensor's memory, from the tensor's first element on."""
+    """A view of the tensor's memory, starting at its first element."""
     with paddle.no_grad():
         return paddle.as_strided(tensor.detach(), shape, strides, tensor._offset())
 
 
 def changes(tensor: Any) -> int:
-    """A number that is another one after the program has written to the tensor.
+    """A counter that changes when the program writes to the tensor.
 
-    Paddle tells nobody of what is written by an initializer, or through ``get_tensor()``.
+    Writes by an initializer or through ``get_tensor()`` are not detected.
     """
     if isinstance(tensor, EagerParamBase) and not isinstance(tensor, _Counted):
         tensor.__class__ = _variant(_Counted, type(tensor))
@@ -63,8 +62,8 @@ def _set_changes(parameter: Any, number: int) -> None:
 
 
 def access(parameter: Any) -> None:
-    """Something is computed with the parameter."""
-    # A reference that does not keep: parameters' attributes are no garbage, ever.
+    """Called before an operation reads the parameter."""
+    # A weak reference: the garbage collector does not find cycles through a parameter's attributes.
     reference = parameter.__dict__.get("_zeroshard_layer")
     guarded = None if reference is None else reference()
     if guarded is not None:
@@ -72,10 +71,10 @@ def access(parameter: Any) -> None:
 
 
 class _Counted:
-    """A parameter that counts what Paddle's own counter leaves out: ``set_value``, ``copy_`` and
-    ``data``."""
+    """A parameter that counts the writes that Paddle's own counter omits: ``set_value``, ``copy_``
+    and ``data``."""
 
-    #: What is to be added to Paddle's counter.
+    #: Added to Paddle's counter.
     _zeroshard_writes = 0
 
     def set_value(self, value: Any) -> None:
@@ -113,7 +112,7 @@ class _Counted:
 
 
 class _Gathered(_Counted):
-    """A parameter that is fetched when a method or an operator of it is called."""
+    """A parameter that is gathered when one of its methods or operators is called."""
 
 
 def _accessing(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,8 +136,7 @@ _variants: dict[tuple[type, type], type] = {}
 
 
 def _variant(base: type, cls: type) -> type:
-    """The subclass of a class of parameters that is one of ours too; it calls itself as that class
-    does."""
+    """The subclass of a parameter class and ``base``, with the name of the parameter class."""
     cls = next(known for known in cls.__mro__ if not issubclass(known, _Counted))
     if (base, cls) not in _variants:
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
@@ -147,7 +145,7 @@ def _variant(base: type, cls: type) -> type:
 
 
 class _Parameters(OrderedDict[str, Any]):
-    """A layer's parameters by name; reading one, as the layer's attribute, fetches it."""
+    """A layer's parameters by name. Reading one as an attribute of the layer gathers it."""
 
     access: Callable[[], None]
     gathered: frozenset[str]
@@ -184,7 +182,7 @@ def guard(
 
 
 class Memory(ParameterMemory[Any]):
-    """Memory that Paddle's allocator gives, and takes back."""
+    """Memory from Paddle's allocator."""
 
     def take(self, parameter: Any) -> Any:
         shape = parameter._local_shape if parameter.is_dist() else parameter.shape
@@ -198,8 +196,8 @@ class Memory(ParameterMemory[Any]):
         _set_changes(parameter, before)
 
     def drop(self, parameter: Any) -> None:
-        # Not the memory that it has, which others may share: it gets a tensor of its own, and that
-        # one is emptied; of a distributed tensor Paddle wants at least an element.
+        # The current memory may be shared and must not be cleared: the parameter receives a new
+        # tensor, which is cleared. A distributed tensor must keep at least one element.
         one = paddle.full(
             [1], float("nan") if parameter.dtype in _FLOATING else 0, dtype=parameter.dtype
         )

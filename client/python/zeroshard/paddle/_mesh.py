@@ -1,4 +1,4 @@
-"""What every function asks of a mesh and of placements; both are Paddle's own."""
+"""Validation of meshes and placements, which are Paddle's own."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from paddle.base import core
 from paddle.distributed import Partial, Placement, ProcessMesh, Replicate, Shard
 
 from .. import _mesh
-from .._rendezvous import place
-from ..errors import InvalidArgument
+from .._rendezvous import world_group
+from ..errors import InvalidArgumentError
 
 __all__ = ["Partial", "Placement", "ProcessMesh", "Replicate", "Shard"]
 
 
 def check_mesh(mesh: object, name: str) -> Any:
-    """A mesh whose ranks there are, ready for collectives; or an error that says what is wrong."""
+    """Returns the mesh, ready for collectives, or raises an error if it is not one or has unknown
+    ranks."""
     if not isinstance(mesh, core.ProcessMesh):
         given = "None" if mesh is None else f"a {type(mesh).__name__}"
-        raise InvalidArgument(f"{name} is {given}; it must be a ProcessMesh")
-    here = place()
-    if not all(0 <= rank < here.world for rank in mesh.process_ids):
-        raise InvalidArgument(
-            f"{name} has ranks {mesh.process_ids}; they must be 0 to {here.world - 1}, those there are: start the program by "
-            "python -m paddle.distributed.launch, or by paddle.distributed.spawn"
+        raise InvalidArgumentError(f"{name} is {given}; it must be a ProcessMesh")
+    world = world_group().size
+    if not all(0 <= rank < world for rank in mesh.process_ids):
+        raise InvalidArgumentError(
+            f"{name} has the ranks {mesh.process_ids}; they must be in 0 to {world - 1}; start the "
+            "program with python -m paddle.distributed.launch or paddle.distributed.spawn"
         )
-    if here.world > 1 and not dist.is_initialized():
+    if world > 1 and not dist.is_initialized():
         dist.init_parallel_env()
     return mesh
 
 
 def check_placements(placements: Any, mesh: Any, ndim: int, what: str) -> list[Any]:
-    """One placement a mesh dimension, each of a dimension that the tensor has; negative ones count
-    from the end."""
+    """Returns the placements with non-negative dimensions, or raises an error if they do not match
+    the mesh or the tensor."""
     _mesh.check_placements(placements, Placement, mesh.ndim, what)
     return [_check_placement(placement, ndim, what) for placement in placements]
 
@@ -48,17 +49,17 @@ def _check_placement(placement: Any, ndim: int, what: str) -> Any:
 
 
 def dimension(mesh: Any, dim: int | str) -> int:
-    """The number of a dimension that is given by number or by name."""
+    """The index of a dimension that is given by index or by name."""
     return _mesh.dimension(dim, mesh.ndim, mesh.dim_names)
 
 
 def mesh_text(mesh: Any) -> str:
-    """A mesh in an error."""
+    """The text of a mesh in errors."""
     return (
         f"{np.reshape(mesh.process_ids, mesh.shape).tolist()} with dim_names {list(mesh.dim_names)}"
     )
 
 
-def has_everybody(mesh: Any) -> bool:
-    """Whether all ranks are in it."""
-    return sorted(mesh.process_ids) == list(range(place().world))
+def covers_world(mesh: Any) -> bool:
+    """Whether the mesh contains all ranks."""
+    return sorted(mesh.process_ids) == list(world_group().ranks)

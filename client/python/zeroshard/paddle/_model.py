@@ -1,4 +1,4 @@
-"""The layer that comes back from ``group_sharded_parallel``."""
+"""The layer that ``group_sharded_parallel`` returns."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from typing import Any
 import paddle
 
 from .._core.sharding import Sharding
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ._dtensor import parts_of_state
 
 
 class GroupSharded(paddle.nn.Layer):
-    """A model whose optimizer state, and by level gradients and parameters, are on the shard
-    servers.
+    """A model whose optimizer state, and depending on the level its gradients and parameters, are
+    on the shard servers.
 
-    It behaves as the model given: attributes that it lacks are the model's, and ``state_dict`` has
-    the model's keys.
+    Attributes that it does not have are the model's, and its ``state_dict`` has the model's keys.
     """
 
     def __init__(self, layer: Any, sharding: Sharding[Any]) -> None:
         super().__init__()
         self._layer = layer
-        # Not a sublayer, not a parameter.
+        # Bypasses Paddle's registration of sublayers and parameters.
         self.__dict__["_sharding"] = sharding
 
     @property
@@ -33,7 +32,7 @@ class GroupSharded(paddle.nn.Layer):
 
     @property
     def sharding(self) -> Sharding[Any]:
-        """What it shares with the optimizer."""
+        """The state shared with the optimizer."""
         sharding: Sharding[Any] = self.__dict__["_sharding"]
         return sharding
 
@@ -57,23 +56,24 @@ class GroupSharded(paddle.nn.Layer):
             raise
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """The backward passes of forwards inside are not the last of their step: gradients
-        accumulate here."""
-        return self.sharding.holding()
+        """Backward passes of forwards inside are not the last of their step: gradients accumulate
+        on this rank."""
+        return self.sharding.no_sync()
 
     def summon_full_params(self) -> AbstractContextManager[None]:
-        """All parameters are here inside. What rank 0 writes to them counts, if every rank enters
-        and leaves."""
-        return self.sharding.all_here()
+        """All parameters are on this worker inside. If every rank enters and leaves the context,
+        all ranks take over what rank 0 writes to them."""
+        return self.sharding.gathered()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's, whole, with its own keys, on whichever ranks call it."""
+        """The whole state dict of the model, with the model's keys. Any rank may call it."""
         return self._layer.state_dict(*args, **kwargs)
 
     def set_state_dict(self, state_dict: Any, use_structured_name: bool = True) -> Any:
-        """Loads the model's state; every rank must call it, rank 0's values count.
+        """Loads the state of the model. Every rank must call it; all ranks take the values of rank
+        0.
 
-        Tensors may be whole where the model's are distributed.
+        Tensors may be whole if the model's are distributed.
         """
         result = self._layer.set_state_dict(
             parts_of_state(self._layer, state_dict, use_structured_name), use_structured_name
@@ -84,11 +84,10 @@ class GroupSharded(paddle.nn.Layer):
     load_dict = set_state_dict
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As :meth:`set_state_dict`; with ``strict``, keys that are missing or not known are an
-        error."""
+        """As :meth:`set_state_dict`. With ``strict``, missing and unexpected keys are an error."""
         if assign:
-            raise InvalidArgument(
-                "assign is True; it must be False: the parameters belong to the job as they are"
+            raise InvalidArgumentError(
+                "assign is True; it must be False, since the job holds the existing parameters"
             )
         result = self._layer.load_state_dict(parts_of_state(self._layer, state_dict), strict=strict)
         self.sharding.follow_changes()
@@ -97,6 +96,6 @@ class GroupSharded(paddle.nn.Layer):
     def to(
         self, device: Any = None, dtype: Any = None, blocking: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As a layer's, but not at ``p_g_os``, where parameters cannot be moved or cast."""
+        """As a layer's, except at ``p_g_os``, where parameters cannot be moved or cast."""
         self.sharding.check_movable()
         return super().to(device, dtype, blocking, *args, **kwargs)

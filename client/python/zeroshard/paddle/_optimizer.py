@@ -1,4 +1,4 @@
-"""The optimizer that steps on the servers."""
+"""The Paddle optimizer whose steps run on the shard servers."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from paddle.optimizer.lr import LRScheduler
 from .._core.job import State
 from .._core.optimizer import SteppedByServers
 from .._core.sharding import Sharding
-from ..errors import InvalidArgument
-from . import kinds
+from ..errors import InvalidArgumentError
+from . import _conversion
 from ._dtensor import local, part
 
 
-class ShardedOptimizer(SteppedByServers[Any], kinds.Optimizer):
-    """A ``paddle.optimizer.Optimizer`` whose state is on the shard servers, and whose steps happen
-    there.
+class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
+    """A ``paddle.optimizer.Optimizer`` whose state and steps are on the shard servers.
 
     Made by :func:`~zeroshard.paddle.group_sharded_parallel`. It shares its settings with the
-    optimizer that was given: a learning rate that is set on either of the two, or its scheduler's,
-    is used at the next step.
+    original optimizer: a learning rate that is set on either one, or by a scheduler, takes effect
+    at the next step.
     """
 
-    # Not among the settings, which the given optimizer has too: it must not keep the job alive.
+    # Not in `__dict__`, which is shared with the original optimizer: that must not keep the job
+    # alive.
     __slots__ = ("_given", "_sharding")
     _given: Any
     _sharding: Sharding[Any]
 
-    # Not `__init__`, which would begin the settings anew.
+    # Not `__init__`, which would reset the settings.
     @classmethod
     def sharing(cls, optimizer: Any, sharding: Sharding[Any]) -> ShardedOptimizer:
-        """One with the settings of ``optimizer``."""
+        """Makes an optimizer that shares the settings of ``optimizer``."""
         shared = cls.__new__(cls)
         object.__setattr__(shared, "__dict__", optimizer.__dict__)
         shared._sharding = sharding
@@ -42,14 +42,14 @@ class ShardedOptimizer(SteppedByServers[Any], kinds.Optimizer):
 
     @property
     def sharding(self) -> Sharding[Any]:
-        """What it shares with the model's wrapper."""
+        """The state shared with the model's wrapper."""
         return self._sharding
 
     def step(self) -> None:
-        """One step on the servers; the parameters that stay on this worker are received.
+        """Makes a step on the servers, and receives the parameters that stay on this worker.
 
-        Raises :class:`~zeroshard.StepAborted` if a rank was lost: run the step again, from the same
-        data.
+        Raises :class:`~zeroshard.StepAbortedError` if a rank was lost: run the step again with the
+        same data.
         """
         with paddle.no_grad():
             self.sharding.step()
@@ -61,22 +61,23 @@ class ShardedOptimizer(SteppedByServers[Any], kinds.Optimizer):
         parameters: Any = None,
         no_grad_set: Any = None,
     ) -> tuple[list[Any], list[Any]]:
-        """As Paddle's on dynamic graphs: a step with the gradients that there are."""
+        """As Paddle's in dynamic graphs: makes a step with the existing gradients."""
         if parameters or no_grad_set:
-            raise InvalidArgument(
-                "parameters and no_grad_set must be None: a step is of all that the optimizer trains"
+            raise InvalidArgumentError(
+                "parameters and no_grad_set must be None, since a step updates all parameters of "
+                "the optimizer"
             )
         self.step()
         return [], []
 
     def clear_grad(self, set_to_zero: bool = True) -> None:
-        """Forgets the gradients, also those that are on the servers already.
+        """Drops the gradients, including those that were already sent to the servers.
 
-        They are given back, not zeroed, whatever ``set_to_zero`` says: a parameter that gets none
-        is not stepped.
+        Gradients are freed, not set to zero, regardless of ``set_to_zero``: a parameter without a
+        gradient is not updated.
         """
         self.sharding.discard()
-        for group in kinds.param_groups(self):
+        for group in _conversion.param_groups(self):
             for parameter in group["params"]:
                 if not parameter.stop_gradient:
                     parameter.clear_gradient(False)
@@ -92,15 +93,15 @@ class ShardedOptimizer(SteppedByServers[Any], kinds.Optimizer):
 
     @clear_gradients.setter
     def clear_gradients(self, _: Any) -> None:
-        pass  # Paddle's optimizers keep their own method there
+        pass  # Paddle's optimizers assign their own method to this attribute
 
     def clip_grad_norm_(self, max_norm: float) -> Any:
-        """Has the next step clip to this global norm; the norm of the mean gradient, over all ranks
-        and parameters."""
+        """Clips the next step to this global norm. Returns the norm of the mean gradient over all
+        ranks and parameters."""
         return paddle.to_tensor(self._clip_to(max_norm), dtype="float32")
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state in Paddle's format: an optimizer of the given kind can load it."""
+        """The whole state in Paddle's format, for an optimizer of the original class."""
         self.sharding.follow_changes()
         job = self.sharding.job
         values = job.groups()
@@ -108,15 +109,16 @@ class ShardedOptimizer(SteppedByServers[Any], kinds.Optimizer):
         for entry, applied, tensors in job.states():
             if applied:
                 own = values[entry.group][1]
-                state |= kinds.to_paddle(
-                    job.optimizer_kind, entry.tensor.name, own, applied, tensors
+                state |= _conversion.to_paddle(
+                    job.optimizer_name, entry.tensor.name, own, applied, tensors
                 )
         if isinstance(self._learning_rate, LRScheduler):
             state["LR_Scheduler"] = self._learning_rate.state_dict()
         return state
 
     def set_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state in Paddle's format. Every rank must call it; rank 0's state counts."""
+        """Loads a state in Paddle's format. Every rank must call it; all ranks take the state of
+        rank 0."""
         scheduler = state_dict.get("LR_Scheduler")
         if scheduler and isinstance(self._learning_rate, LRScheduler):
             self._learning_rate.set_state_dict(scheduler)
@@ -126,26 +128,26 @@ class ShardedOptimizer(SteppedByServers[Any], kinds.Optimizer):
 
 
 def states_of(optimizer: Any, find: Callable[[str, str], Any | None]) -> dict[int, State[Any]]:
-    """Paddle's state by the id of its parameter as the servers keep it; what was never stepped is
-    left out.
+    """Paddle's state in the servers' form, by the id of the parameter. Parameters that were never
+    updated are omitted.
 
-    ``find`` gives the accumulator of a name, for the name of a parameter.
+    ``find`` returns the accumulator with a name for the name of a parameter.
     """
-    kind = kinds.kind(optimizer)
+    name = _conversion.optimizer_name(optimizer)
     states: dict[int, State[Any]] = {}
-    for parameters, values in kinds.groups(optimizer, kind):
+    for parameters, values in _conversion.groups(optimizer, name):
         for parameter in parameters:
             if parameter.stop_gradient:
                 continue
 
-            def get(accumulator: str, name: str = parameter.name) -> Any | None:
-                # With multi_precision it is the accumulator of the float32 master weights.
-                found = find(accumulator, name)
-                return found if found is not None else find(accumulator, f"{name}_fp32_master_0")
+            def get(accumulator: str, owner: str = parameter.name) -> Any | None:
+                # With multi_precision, accumulators belong to the float32 master weights.
+                found = find(accumulator, owner)
+                return found if found is not None else find(accumulator, f"{owner}_fp32_master_0")
 
-            here = local(parameter)
-            applied, tensors = kinds.from_paddle(
-                kind, values, here.shape, lambda name: _part(get(name), parameter)
+            shape = local(parameter).shape
+            applied, tensors = _conversion.from_paddle(
+                name, values, shape, lambda each: _part(get(each), parameter)
             )
             if applied:
                 states[id(parameter)] = (applied, tensors)
@@ -153,12 +155,12 @@ def states_of(optimizer: Any, find: Callable[[str, str], Any | None]) -> dict[in
 
 
 def _part(value: Any | None, parameter: Any) -> Any | None:
-    """What this rank has of an accumulator; numbers are whole."""
+    """This rank's part of an accumulator. Numbers are returned as they are."""
     return part(value, parameter) if isinstance(value, paddle.Tensor) else value
 
 
 def from_state_dict(state: dict[str, Any]) -> Callable[[str, str], Any | None]:
-    """Finds accumulators in a state dict, whatever number their name ends in."""
+    """Finds accumulators in a state dict, regardless of the number at the end of their names."""
     by_stem = {
         name.rpartition("_")[0]: value
         for name, value in state.items()
@@ -168,8 +170,7 @@ def from_state_dict(state: dict[str, Any]) -> Callable[[str, str], Any | None]:
 
 
 def own_state(optimizer: Any) -> Callable[[str, str], Any | None]:
-    """Finds the accumulators that an optimizer of Paddle has: of its steps, or loaded before the
-    first of them."""
+    """Finds the accumulators of a Paddle optimizer, from its steps or from a loaded state."""
     loaded = from_state_dict(optimizer._accumulators_holder)
 
     def find(accumulator: str, parameter: str) -> Any | None:

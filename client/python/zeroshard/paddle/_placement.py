@@ -1,4 +1,5 @@
-"""``shard_tensor`` and ``reshard``: a tensor onto a mesh, and from one placement to another."""
+"""``shard_tensor`` and ``reshard``: distribute a tensor over a mesh, and change its
+distribution."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ import paddle
 import paddle.distributed as dist
 
 from .._agreement import agree
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ._dtensor import redistributed
-from ._mesh import check_mesh, check_placements, has_everybody, mesh_text
+from ._mesh import check_mesh, check_placements, covers_world, mesh_text
 
 
 def shard_tensor(
@@ -22,20 +23,24 @@ def shard_tensor(
     place: Any | None = None,
     stop_gradient: bool | None = None,
 ) -> Any:
-    """A tensor of which each rank of a mesh has its part: Paddle's ``shard_tensor``, for ranks that
-    agree.
+    """Distributes a tensor over a mesh with Paddle's ``shard_tensor``, after comparing the ranks'
+    arguments.
 
-    Every rank of the mesh calls it with a tensor of the same shape. On a mesh of all ranks the
-    values of its first rank count; else each rank's own, which must be the same.
+    Every rank of the mesh must call it with a tensor of the same shape. On a mesh of all ranks, all
+    take the values of its first rank. On a smaller mesh each rank uses its own values, which must
+    be equal.
 
-    Args: data: a tensor, or what ``paddle.to_tensor`` takes. A parameter gives a parameter. A
-        distributed tensor comes back as it is, if it is on this mesh and has these placements.
-        mesh: a ``ProcessMesh``. placements: one for each dimension of the mesh: ``Shard(dim)``,
-        ``Replicate()`` or ``Partial()``. dtype, place: cast to a dtype, taken from a device,
-        before. stop_gradient: of the result; as ``data``'s by default.
+    Args:
+        data: a tensor, or an argument of ``paddle.to_tensor``. A parameter gives a parameter. A
+            distributed tensor on this mesh with these placements is returned as it is.
+        mesh: a ``ProcessMesh``.
+        placements: one per mesh dimension: ``Shard(dim)``, ``Replicate()`` or ``Partial()``.
+        dtype, place: the dtype and device to convert the tensor to first.
+        stop_gradient: of the result; by default as ``data``.
 
-    Raises: InvalidArgument: the placements do not fit the mesh or the tensor. Disagreement: another
-        rank has another mesh, shape, dtype or other placements.
+    Raises:
+        InvalidArgumentError: the placements do not match the mesh or the tensor.
+        DisagreementError: another rank has a different mesh, shape, dtype or different placements.
     """
     mesh = check_mesh(mesh, "mesh")
     tensor = (
@@ -46,41 +51,43 @@ def shard_tensor(
     placed = check_placements(placements, mesh, tensor.ndim, "the tensor")
     if tensor.is_dist():
         if tensor.process_mesh != mesh or tensor.placements != placed:
-            raise InvalidArgument(
-                f"the tensor is {tensor.placements} on {mesh_text(tensor.process_mesh)} already; reshard gives it other "
-                "placements, or another mesh"
+            raise InvalidArgumentError(
+                f"the tensor already has the placements {tensor.placements} on the mesh "
+                f"{mesh_text(tensor.process_mesh)}; use reshard to change its placements or mesh"
             )
         return tensor
-    said = {
+    arguments = {
         "the mesh": mesh_text(mesh),
         "the tensor": f"shape {list(tensor.shape)}, {tensor.dtype}",
         "the placements": str(placed),
     }
-    agree("shard_tensor", said, mesh.process_ids)
-    share(tensor, mesh)
+    agree("shard_tensor", arguments, mesh.process_ids)
+    broadcast(tensor, mesh)
     return dist.shard_tensor(
         tensor, mesh, placed, dtype=dtype, place=place, stop_gradient=stop_gradient
     )
 
 
-def share(tensor: Any, mesh: Any) -> None:
-    """Gives a plain tensor the values of the mesh's first rank, where all ranks are in the mesh."""
-    if len(mesh.process_ids) > 1 and has_everybody(mesh) and tensor.size > 0:
+def broadcast(tensor: Any, mesh: Any) -> None:
+    """Broadcasts the values of the mesh's first rank to a plain tensor, if the mesh contains all
+    ranks."""
+    if len(mesh.process_ids) > 1 and covers_world(mesh) and tensor.size > 0:
         with paddle.no_grad():
-            # In the tensor's own memory: nothing that is computed with it is new.
+            # Into the tensor's own memory, without autograd.
             dist.broadcast(tensor.detach(), src=mesh.process_ids[0])
 
 
 def reshard(dist_tensor: Any, mesh: Any, placements: Sequence[Any]) -> Any:
-    """The same tensor with other placements, or on another mesh. Gradients come back through it.
+    """Redistributes a tensor to other placements, or to another mesh. Differentiable.
 
     Raises:
-        InvalidArgument: ``dist_tensor`` is not distributed, or the placements do not fit.
+        InvalidArgumentError: ``dist_tensor`` is not distributed, or the placements do not match it.
     """
     if not isinstance(dist_tensor, paddle.Tensor) or not dist_tensor.is_dist():
-        raise InvalidArgument(
-            f"dist_tensor is a {'plain tensor' if isinstance(dist_tensor, paddle.Tensor) else type(dist_tensor).__name__}; it "
-            "must be distributed: shard_tensor makes one"
+        plain = isinstance(dist_tensor, paddle.Tensor)
+        given = "plain tensor" if plain else type(dist_tensor).__name__
+        raise InvalidArgumentError(
+            f"dist_tensor is a {given}; it must be a distributed tensor, which shard_tensor creates"
         )
     mesh = check_mesh(mesh, "mesh")
     placed = check_placements(placements, mesh, dist_tensor.ndim, "the tensor")

@@ -1,5 +1,4 @@
-"""Saving and loading: plain Paddle state dicts, whole, that an unwrapped model and optimizer can
-load."""
+"""Saves and loads whole models and optimizers as plain Paddle state dicts."""
 
 from __future__ import annotations
 
@@ -10,12 +9,12 @@ from typing import Any
 import paddle
 
 from .._files import directory, existing, write
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ._dtensor import parts_of_state
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
 
-# The names are Paddle's.
+# Paddle's file names.
 _MODEL = "model.pdmodel"
 _OPTIMIZER = "model.pdopt"
 
@@ -23,22 +22,25 @@ _OPTIMIZER = "model.pdopt"
 def save_group_sharded_model(
     model: Any, output: str | os.PathLike[str], optimizer: Any | None = None
 ) -> None:
-    """Writes ``model.pdmodel`` and, with an optimizer, ``model.pdopt`` into the directory
+    """Writes ``model.pdmodel`` and, if an optimizer is given, ``model.pdopt`` to the directory
     ``output``.
 
-    Both are whole, frozen parameters and buffers included. Every rank may call it; rank 0 writes. A
-    file appears only when it is complete.
+    The files contain the whole state, including frozen parameters and buffers, and can be loaded
+    without ZeroShard. Every rank may call it; rank 0 writes. A file appears only when it is
+    complete.
     """
     if not isinstance(model, GroupSharded):
-        raise InvalidArgument(
-            f"model is a {type(model).__name__}; it must be the one that group_sharded_parallel returned"
+        raise InvalidArgumentError(
+            f"model is a {type(model).__name__}; it must be a model returned by "
+            "group_sharded_parallel"
         )
     folder = directory(output)
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
-        raise InvalidArgument(
-            f"optimizer is a {type(optimizer).__name__}; it must be the one that group_sharded_parallel returned"
+        raise InvalidArgumentError(
+            f"optimizer is a {type(optimizer).__name__}; "
+            "it must be an optimizer returned by group_sharded_parallel"
         )
-    if model.sharding.job.rank != 0:
+    if model.sharding.job.group.rank != 0:
         return
     folder.mkdir(parents=True, exist_ok=True)
     _write(whole_state(model), folder / _MODEL)
@@ -49,11 +51,11 @@ def save_group_sharded_model(
 def load_group_sharded_model(
     model: Any, output: str | os.PathLike[str], optimizer: Any | None = None
 ) -> None:
-    """Loads what :func:`save_group_sharded_model` wrote, into wrapped or plain model and optimizer.
+    """Loads the files of :func:`save_group_sharded_model` into a sharded or plain model and
+    optimizer.
 
-    For wrapped ones every rank must call it. Paddle finds an optimizer's state by the names of the
-    parameters, which must be as they were: those of a model that is made in the same order in a
-    process of its own.
+    Every rank must call it if they are sharded. Paddle finds an optimizer's state by the names of
+    the parameters. They are equal if the model is created in the same order in a new process.
     """
     folder = directory(output)
     model.set_state_dict(parts_of_state(model, _read(folder / _MODEL)))
@@ -62,7 +64,8 @@ def load_group_sharded_model(
 
 
 def whole_state(model: GroupSharded) -> dict[str, Any]:
-    """The state dict of a wrapped model; what of it is distributed comes whole from the servers."""
+    """The state dict of a sharded model. Distributed parameters are fetched whole from the
+    servers."""
     distributed = {
         name: parameter
         for name, parameter in model._layer.named_parameters(remove_duplicate=False)

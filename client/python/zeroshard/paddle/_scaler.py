@@ -1,4 +1,4 @@
-"""Loss scaling whose checks and division happen on the servers."""
+"""Loss scaling for sharded optimizers, whose gradients are checked and unscaled by the servers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from paddle.amp.grad_scaler import OptimizerState
 from ._optimizer import ShardedOptimizer
 
 
-#: Dtypes of gradients that Paddle tells apart.
-_KINDS = ("fp16", "bf16", "fp32")
+#: The dtypes of gradients for which Paddle has separate flags.
+_DTYPES = ("fp16", "bf16", "fp32")
 
 
 class GradScaler(paddle.amp.GradScaler):
-    """A ``paddle.amp.GradScaler`` that knows sharded optimizers: inf or NaN on any rank skips the
-    step on all.
+    """A ``paddle.amp.GradScaler`` for sharded optimizers. An inf or NaN on any rank skips the step
+    on all ranks.
 
-    :func:`~zeroshard.paddle.group_sharded_parallel` makes one from the scaler that is given, whose
-    state it shares. Paddle's own switches itself off on a CPU, and for losses that are not of
-    float16; one that is made of this class does not.
+    :func:`~zeroshard.paddle.group_sharded_parallel` makes it from the given scaler and shares its
+    state. Paddle's own class disables itself on a CPU and for losses that are not float16; this
+    class does not.
     """
 
     # Paddle's own attributes.
@@ -42,14 +42,14 @@ class GradScaler(paddle.amp.GradScaler):
         super().__init__(False)
         if not enable:
             return
-        # What Paddle makes where it does not switch itself off.
+        # The attributes of Paddle's class when it is enabled.
         self._enable = True
         self._optimizer_states = _States()
         self._cache_found_inf = None
         for name in (
             "_found_inf",
             "_temp_found_inf_value_false",
-            *(f"_temp_found_inf_{kind}" for kind in _KINDS),
+            *(f"_temp_found_inf_{dtype}" for dtype in _DTYPES),
         ):
             setattr(self, name, paddle.to_tensor([False]))
         self.load_state_dict(
@@ -67,17 +67,17 @@ class GradScaler(paddle.amp.GradScaler):
 
     @classmethod
     def sharing(cls, scaler: Any) -> GradScaler:
-        """A scaler with the state of ``scaler``."""
+        """Makes a scaler that shares the state of ``scaler``."""
         shared = cls.__new__(cls)
         shared.__dict__ = scaler.__dict__
         return shared
 
     def scale(self, var: Any) -> Any:
-        """The loss times the scale."""
+        """Returns the scaled loss."""
         return var * self._scale if self._enable else var
 
     def unscale_(self, optimizer: Any) -> None:
-        """For a sharded optimizer only a note: the servers divide by the scale, also for
+        """For a sharded optimizer, only records the scale: the servers divide by it, also for
         ``clip_grad_norm_``."""
         if not isinstance(optimizer, ShardedOptimizer):
             super().unscale_(optimizer)
@@ -91,7 +91,7 @@ class GradScaler(paddle.amp.GradScaler):
             state["state"] = OptimizerState.UNSCALED
 
     def step(self, optimizer: Any) -> None:
-        """Steps, unless a gradient was inf or NaN; :meth:`update` then lowers the scale."""
+        """Steps, unless a gradient is inf or NaN; then :meth:`update` lowers the scale."""
         if not isinstance(optimizer, ShardedOptimizer) or not self._enable:
             super().step(optimizer)
             return
@@ -111,8 +111,8 @@ class GradScaler(paddle.amp.GradScaler):
     def _number(self) -> float:
         return float(self._scale.reshape([]))
 
-    # Paddle's own cannot say the scale with today's numpy, which makes no number of an array of
-    # one.
+    # Paddle's own method fails with NumPy 2, which does not convert an array of one element to a
+    # number.
     def _update(self) -> None:
         if self._cache_found_inf:
             self._incr_count = 0
@@ -135,7 +135,7 @@ class GradScaler(paddle.amp.GradScaler):
 
 
 class _States(dict[int, dict[str, Any]]):
-    """What each optimizer has done since the last update."""
+    """The state of each optimizer since the last update."""
 
     def __missing__(self, key: int) -> dict[str, Any]:
         self[key] = {"state": OptimizerState.INIT}

@@ -1,5 +1,4 @@
-"""``shard_optimizer``: an optimizer whose state is on the shard servers, by the stages of
-sharding."""
+"""``shard_optimizer``: moves an optimizer to the shard servers, by sharding stage."""
 
 from __future__ import annotations
 
@@ -9,9 +8,9 @@ import paddle
 from paddle.base import core
 
 from .._strategy import ShardingStage, check_request, stage_of
-from ..errors import InvalidArgument
-from . import kinds
-from ._mesh import check_mesh, dimension, has_everybody
+from ..errors import InvalidArgumentError
+from . import _conversion
+from ._mesh import check_mesh, dimension, covers_world
 from ._optimizer import ShardedOptimizer
 from ._sharded import group_sharded_parallel
 
@@ -23,33 +22,38 @@ def shard_optimizer(
     *,
     model: Any | None = None,
 ) -> ShardedOptimizer:
-    """Moves an optimizer's state to the shard servers, and by stage gradients and parameters.
+    """Moves the state of an optimizer to the shard servers, and depending on the stage gradients
+    and parameters.
 
-    Stages are names for the levels of :func:`~zeroshard.paddle.group_sharded_parallel`: 1 is
-    ``os``, 2 ``os_g``, 3 ``p_g_os``. The program goes on as it was, with the optimizer that comes
-    back: ``backward``, ``step``, ``clear_grad``.
+    Stages 1, 2 and 3 are the levels ``os``, ``os_g`` and ``p_g_os`` of
+    :func:`~zeroshard.paddle.group_sharded_parallel`. The training loop (``backward``, ``step``,
+    ``clear_grad``) does not change, except that it uses the returned optimizer.
 
-    Args: optimizer: one that the servers can run. shard_fn: ``ShardingStage1()``,
-        ``ShardingStage2()`` or ``ShardingStage3()``; the first by default.
-        gradient_accumulation_steps: backward passes of a step. model: whose parameters the
-        optimizer steps. Stage 3 needs it; it stays the same object.
+    Args:
+        optimizer: an optimizer that the servers support.
+        shard_fn: ``ShardingStage1()`` (the default), ``ShardingStage2()`` or ``ShardingStage3()``.
+        gradient_accumulation_steps: the number of backward passes per step.
+        model: the model of the optimizer's parameters. Required for stage 3. It is modified in
+            place.
 
-    Raises: InvalidArgument: ``shard_fn`` is no stage, its mesh has not all ranks, or stage 3 lacks
-        the model.
+    Raises:
+        InvalidArgumentError: ``shard_fn`` is not a stage, its mesh does not contain all ranks, or
+            the model is missing for stage 3.
     """
     stage = stage_of(shard_fn, core.ProcessMesh)
     if stage.mesh is not None:
         mesh = check_mesh(stage.mesh, "mesh")
-        if not has_everybody(mesh):
-            raise InvalidArgument(
-                f"the mesh has ranks {mesh.process_ids}; it must have all ranks, to train together"
+        if not covers_world(mesh):
+            raise InvalidArgumentError(
+                f"the mesh has the ranks {mesh.process_ids}; it must contain all ranks"
             )
         if stage.sharding_mesh_dim is not None:
             dimension(mesh, stage.sharding_mesh_dim)
     check_request(stage, gradient_accumulation_steps, model)
-    if not isinstance(optimizer, kinds.Optimizer) or isinstance(optimizer, ShardedOptimizer):
-        raise InvalidArgument(
-            f"optimizer is a {type(optimizer).__name__}; it must be a paddle.optimizer.Optimizer that is not sharded already"
+    if not isinstance(optimizer, _conversion.Optimizer) or isinstance(optimizer, ShardedOptimizer):
+        raise InvalidArgumentError(
+            f"optimizer is a {type(optimizer).__name__}; "
+            "it must be a paddle.optimizer.Optimizer that is not sharded yet"
         )
     wrapped, sharded, _ = group_sharded_parallel(
         _Parameters(optimizer) if model is None else model,
@@ -69,10 +73,10 @@ def shard_optimizer(
 
 
 class _Parameters(paddle.nn.Layer):
-    """An optimizer's parameters, where the model is not known."""
+    """A layer of an optimizer's parameters, used if no model is given."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__()
-        for number, group in enumerate(kinds.param_groups(optimizer)):
+        for number, group in enumerate(_conversion.param_groups(optimizer)):
             for position, parameter in enumerate(group["params"]):
                 self.add_parameter(f"group{number}_{position}", parameter)

@@ -1,4 +1,4 @@
-"""``group_sharded_parallel``: a model, its optimizer and its scaler, sharded."""
+"""``group_sharded_parallel``: shards a model, its optimizer and its gradient scaler."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import paddle
 
 from .._core.options import Options
 from .._core.sharding import Sharding
-from .._session import current
-from ..errors import InvalidArgument
-from . import kinds
+from .._session import connection
+from ..errors import InvalidArgumentError
+from . import _conversion
 from ._clip import max_norm_of
-from ._framework import PADDLE, PaddleOptimizer, group_place
+from ._framework import PADDLE, PaddleOptimizer, process_group
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer, own_state, states_of
 from ._scaler import GradScaler
@@ -37,24 +37,29 @@ def group_sharded_parallel(
 ) -> tuple[GroupSharded, ShardedOptimizer, GradScaler | None]:
     """Moves the training state of a model to the shard servers.
 
-    Args: model: any layer; parameters and buffers become rank 0's on every rank. optimizer: SGD,
-        Momentum, Adam, AdamW, Adagrad, Adadelta or Lamb of ``paddle.optimizer``, with its
-        scheduler, groups and ``ClipGradByGlobalNorm``. State that it has goes along. level: what
-        the servers hold for the workers: ``"os"`` the optimizer state; ``"os_g"`` gradients too,
-        which are sent as backward makes them; ``"p_g_os"`` parameters too, which are fetched for
-        each use. scaler: comes back as one that knows the sharded optimizer. group: the group whose
-        ranks train together; None: all. offload: the servers hold state and master weights in host
-        memory. Changes no result. sync_buffers: after every step the model's buffers are rank 0's
-        on every rank. buffer_max_size: elements that travel together as one bucket of gradients; 0:
-        each gradient on its own. segment_size: at ``p_g_os``, parameters with more elements than
-        this live on the servers. sync_comm: at ``p_g_os``, fetch parameters only when they are
-        needed, not ahead. dp_group: ranks outside ``group`` that train replicas; as all ranks push
-        to the same servers, it must be None. exclude_layer: at ``p_g_os``, class names or ids
-        (``id(layer)``) of layers whose parameters stay here. accumulation_steps: backward passes of
-        a step, where there are several; None: learned from the first steps.
+    Args:
+        model: any layer. All ranks take the parameters and buffers of rank 0.
+        optimizer: SGD, Momentum, Adam, AdamW, Adagrad, Adadelta or Lamb of ``paddle.optimizer``,
+            with its scheduler, groups and ``ClipGradByGlobalNorm``. Existing state is uploaded.
+        level: what the servers hold: ``"os"``: the optimizer state; ``"os_g"``: also gradients,
+            which are sent during backward; ``"p_g_os"``: also parameters, which are fetched for
+            each use.
+        scaler: a gradient scaler; returned as one that supports the sharded optimizer.
+        group: the group that trains together; None: all ranks.
+        offload: keep state and master weights in the servers' host memory. Does not change results.
+        sync_buffers: whether all ranks receive the model's buffers of rank 0 after every step.
+        buffer_max_size: elements of a bucket of gradients; 0: each gradient is sent by itself.
+        segment_size: at ``p_g_os``, parameters with more elements than this live on the servers.
+        sync_comm: at ``p_g_os``, disables prefetching of parameters.
+        dp_group: must be None. Ranks that train replicas belong in ``group``.
+        exclude_layer: at ``p_g_os``, class names or ids (``id(layer)``) of layers whose parameters
+            stay on the workers.
+        accumulation_steps: the number of backward passes per step; None: learned in the first
+            steps.
 
-    Returns: The wrapped model, the optimizer that steps on the servers, and the scaler (None if
-        none was given).
+    Returns:
+        The wrapped model, the optimizer that steps on the servers, and the scaler (None if none was
+            given).
     """
     _check(model, optimizer)
     options = Options(
@@ -68,22 +73,22 @@ def group_sharded_parallel(
         accumulation_steps=accumulation_steps,
     )
     if scaler is not None and not isinstance(scaler, paddle.amp.GradScaler):
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"scaler is a {type(scaler).__name__}; it must be a paddle.amp.GradScaler"
         )
     if level == "p_g_os":
         _check_not_static(model)
     sharding = Sharding(
-        current(),
+        connection(),
         PADDLE,
         model,
         PaddleOptimizer(optimizer),
-        group_place(group),
+        process_group(group),
         options,
         states=states_of(optimizer, own_state(optimizer)),
         max_norm=max_norm_of(optimizer),
     )
-    # Loaded or stepped: it is on the servers now.
+    # The state is now on the servers.
     optimizer._accumulators.clear()
     optimizer._accumulators_holder = {}
     sharded = ShardedOptimizer.sharing(optimizer, sharding)
@@ -96,26 +101,32 @@ def group_sharded_parallel(
 
 def _check(model: Any, optimizer: Any) -> None:
     if not isinstance(model, paddle.nn.Layer) or isinstance(model, GroupSharded):
-        raise InvalidArgument(
-            f"model is a {type(model).__name__}; it must be a paddle.nn.Layer that is not wrapped already"
+        raise InvalidArgumentError(
+            f"model is a {type(model).__name__}; it must be a paddle.nn.Layer that is not sharded "
+            "yet"
         )
-    if not isinstance(optimizer, kinds.Optimizer) or isinstance(optimizer, ShardedOptimizer):
-        raise InvalidArgument(
-            f"optimizer is a {type(optimizer).__name__}; it must be a paddle.optimizer.Optimizer that is not wrapped already"
+    if not isinstance(optimizer, _conversion.Optimizer) or isinstance(optimizer, ShardedOptimizer):
+        raise InvalidArgumentError(
+            f"optimizer is a {type(optimizer).__name__}; "
+            "it must be a paddle.optimizer.Optimizer that is not sharded yet"
         )
     stepped = {
-        id(parameter) for group in kinds.param_groups(optimizer) for parameter in group["params"]
+        id(parameter)
+        for group in _conversion.param_groups(optimizer)
+        for parameter in group["params"]
     }
     if stepped.isdisjoint(map(id, model.parameters())):
-        raise InvalidArgument(
-            "the optimizer has no parameter of the model; it must be made with model.parameters()"
+        raise InvalidArgumentError(
+            "none of the optimizer's parameters belong to the model; "
+            "create the optimizer from model.parameters()"
         )
 
 
 def _check_not_static(model: Any) -> None:
     for name, layer in model.named_sublayers(include_self=True):
         if isinstance(layer.forward, paddle.jit.dy2static.program_translator.StaticFunction):
-            raise InvalidArgument(
-                f"layer {name!r} was given to paddle.jit.to_static; at level p_g_os it must not be: a static graph cannot "
-                "follow parameters that come and go. To have it static, use level os_g"
+            raise InvalidArgumentError(
+                f"layer {name!r} was converted by paddle.jit.to_static, which is not supported at "
+                "level p_g_os, since a static graph cannot contain parameters that are gathered "
+                "when they are used; use level os_g"
             )

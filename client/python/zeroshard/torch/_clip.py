@@ -1,4 +1,4 @@
-"""Clipping by the global norm of the mean gradient, which only the servers know."""
+"""Clipping by the global norm of the mean gradient, which the servers compute."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ import torch
 from torch import Tensor, nn
 
 from .._core.sharding import sharding_of
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 
 
 @dataclass(frozen=True)
 class ClipGradByGlobalNorm:
-    """Clip at every step. Parameters with ``need_clip = False`` neither count nor are clipped.
+    """Clips every step. Parameters with ``need_clip = False`` are excluded from the norm and not
+    clipped.
 
-    Given as ``optimizer.grad_clip`` before wrapping, or as ``grad_clip=`` to
-    ``group_sharded_parallel``.
+    Set it as ``optimizer.grad_clip`` before wrapping, or pass it to ``group_sharded_parallel`` as
+    ``grad_clip``.
     """
 
     clip_norm: float
 
     def __post_init__(self) -> None:
         if not self.clip_norm > 0:
-            raise InvalidArgument(f"clip_norm is {self.clip_norm}; it must be more than 0")
+            raise InvalidArgumentError(f"clip_norm is {self.clip_norm}; it must be greater than 0")
 
 
 def max_norm_of(optimizer: torch.optim.Optimizer, grad_clip: Any | None) -> float | None:
-    """What every step clips to."""
+    """The norm that every step is clipped to. None if steps are not clipped."""
     clip = grad_clip if grad_clip is not None else getattr(optimizer, "grad_clip", None)
     if clip is None:
         return None
     if not isinstance(clip, ClipGradByGlobalNorm):
-        raise InvalidArgument(f"grad_clip is {clip!r}; it must be a ClipGradByGlobalNorm")
+        raise InvalidArgumentError(f"grad_clip is {clip!r}; it must be a ClipGradByGlobalNorm")
     return clip.clip_norm
 
 
@@ -44,11 +45,17 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     **options: Any,
 ) -> Tensor:
-    """As ``torch.nn.utils.clip_grad_norm_``, also for sharded parameters: a model, or all that its
-    optimizer trains.
+    """As ``torch.nn.utils.clip_grad_norm_``, also for sharded parameters.
 
-    Returns the global norm of the mean gradient over all ranks; the next step clips. For other
-    parameters it is torch's function.
+    Args:
+        parameters: a model, or all parameters that its optimizer trains. For parameters that are
+            not sharded, torch's function is called.
+        max_norm: the norm to which the next step is clipped.
+        norm_type: 2.0 for sharded parameters.
+        options: arguments for torch's function.
+
+    Returns:
+        The global norm of the mean gradient over all ranks.
     """
     if isinstance(parameters, nn.Module):
         parameters = [parameter for parameter in parameters.parameters() if parameter.requires_grad]
@@ -59,5 +66,7 @@ def clip_grad_norm_(
     if sharding is None:
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, **options)
     if norm_type != 2.0:
-        raise InvalidArgument(f"norm_type is {norm_type}; it must be 2.0 for sharded parameters")
+        raise InvalidArgumentError(
+            f"norm_type is {norm_type}; it must be 2.0 for sharded parameters"
+        )
     return torch.tensor(sharding.clip(float(max_norm)))

@@ -12,37 +12,39 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
-from .._core.rounds import Rounds, average_now, weakly
-from ..errors import InvalidArgument
-from ._framework import TORCH, group_place
+from .._core.reducer import Reducer, average_now, weakly
+from ..errors import InvalidArgumentError
+from ._framework import TORCH, process_group
 
 
 class DataParallel(nn.Module):
-    """A module whose gradients, after each backward pass, are their mean over the ranks.
+    """Averages the gradients of a module over the ranks after each backward pass.
 
-    The gradients of a bucket are sent as soon as they are ready, while the backward pass goes on;
-    when the pass is over, so are the means in ``p.grad``. The optimizer is the user's own. Buckets
-    are made in forward order, of one dtype each, and close once they have ``comm_buffer_size``;
-    they are sent in reverse.
+    The gradients of a bucket are sent as soon as they are ready, while the backward pass continues.
+    When the pass ends, ``p.grad`` contains the mean. The optimizer is the user's own and runs in
+    this process. Buckets contain parameters of one dtype in forward order, have
+    ``comm_buffer_size``, and are sent in reverse order.
 
-    After construction parameters and buffers are those of rank 0. What follows is up to the ranks:
-    as long as they do the same, parameters stay equal. Buffers are not synchronised again.
+    At construction all ranks receive the parameters and buffers of rank 0. Afterwards parameters
+    stay equal as long as all ranks perform the same steps. Buffers are not synchronised again.
 
-    Which backward passes synchronise is said by their forward passes: see :meth:`no_sync`. A
-    parameter that is unfrozen or frozen later is noticed at the next forward pass. Sparse gradients
-    become dense.
+    A backward pass is averaged unless its forward pass ran under :meth:`no_sync`. A parameter that
+    is frozen or unfrozen later is noticed at the next forward pass. Sparse gradients become dense.
 
-    Args: module: the model. Other attributes of it are attributes of this one too. strategy:
-        deprecated, and without effect. comm_buffer_size: size of a bucket, in MB.
-        last_comm_buffer_size: size of the first bucket of each dtype, in MB: the last one that is
-        sent. find_unused_parameters: whether a backward pass may leave parameters without a
-        gradient on some ranks and not on others. They get the average then, to which such a rank
-        contributes zeros. Without it that is an error. A parameter that no rank uses stays as it is
-        either way. group: the ranks to average over; all by default.
+    Args:
+        module: the model. Its attributes are available on the wrapper.
+        strategy: deprecated, has no effect.
+        comm_buffer_size: the size of a bucket in MB.
+        last_comm_buffer_size: the size in MB of the first bucket of each dtype, which is sent last.
+        find_unused_parameters: whether a parameter may have no gradient on some of the ranks. Such
+            a rank contributes zeros to the mean and receives it. By default this is an error. A
+            parameter without a gradient on any rank is left without one in both cases.
+        group: the ranks to average over; all ranks by default.
 
-    Raises: InvalidArgument: no parameter is to be trained, one is neither float32 nor bfloat16 nor
-        float16, or a size is negative. JobExists: the ranks' models differ in their parameters'
-        names, shapes or dtypes.
+    Raises:
+        InvalidArgumentError: no parameter requires a gradient, a parameter is neither float32 nor
+            bfloat16 nor float16, or a size is negative.
+        JobExistsError: the parameters of the ranks differ in names, shapes or dtypes.
     """
 
     def __init__(
@@ -56,21 +58,23 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
-            raise InvalidArgument(
-                f"module is a {type(module).__name__}: it must be a torch.nn.Module"
+            raise InvalidArgumentError(
+                f"module is a {type(module).__name__}; it must be a torch.nn.Module"
             )
         if strategy is not None:
-            warnings.warn("strategy has no effect, and will go", DeprecationWarning, stacklevel=2)
-        place = group_place(group)
-        if place[1] == 1:
             warnings.warn(
-                "one process: there are no gradients to average", UserWarning, stacklevel=2
+                "strategy has no effect and will be removed", DeprecationWarning, stacklevel=2
+            )
+        ranks = process_group(group)
+        if ranks.size == 1:
+            warnings.warn(
+                "DataParallel has no effect in a single process", UserWarning, stacklevel=2
             )
         self.module = module
-        self._rounds = Rounds(
+        self._reducer = Reducer(
             TORCH,
             module,
-            place,
+            ranks,
             comm_buffer_size=comm_buffer_size,
             last_comm_buffer_size=last_comm_buffer_size,
             find_unused_parameters=find_unused_parameters,
@@ -79,41 +83,40 @@ class DataParallel(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
         if torch.is_grad_enabled():
-            self._rounds.begin_forward()
+            self._reducer.begin_forward()
         outputs = self.module(*inputs, **kwargs)
-        if self._rounds.armed and torch.is_grad_enabled():
-            # The outermost backward pass begins here; that of a reentrant checkpoint would end too
-            # early.
-            begin = weakly(self._rounds, Rounds.begin_round)
+        if self._reducer.averaging and torch.is_grad_enabled():
+            # A hook on the outputs marks the start of the outermost backward pass: the inner pass
+            # of a reentrant checkpoint ends earlier.
+            begin = weakly(self._reducer, Reducer.begin_reduction)
             for output in tree_leaves(outputs):
                 if isinstance(output, torch.Tensor) and output.grad_fn is not None:
                     output.register_hook(begin)
         return outputs
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes of forward passes in this context only accumulate, on each rank by
-        itself.
+        """Backward passes of forward passes inside accumulate gradients on each rank without
+        averaging them.
 
-        What has accumulated is part of the next synchronisation.
+        The accumulated gradients are part of the next averaging.
         """
-        return self._rounds.accumulating()
+        return self._reducer.accumulating()
 
     @property
     def find_unused_parameters(self) -> bool:
-        """Whether a backward pass may leave parameters without a gradient on some ranks and not on
-        others."""
-        return self._rounds.find_unused_parameters
+        """Whether a parameter may have no gradient on some of the ranks."""
+        return self._reducer.find_unused_parameters
 
     @find_unused_parameters.setter
     def find_unused_parameters(self, may: bool) -> None:
-        self._rounds.find_unused_parameters = may
+        self._reducer.find_unused_parameters = may
 
     @property
     def buckets(self) -> list[list[int]]:
-        """The parameters of each bucket, by their positions among those that are trained."""
-        return self._rounds.new_buckets().buckets
+        """The parameters of each bucket, as indices of the trained parameters."""
+        return self._reducer.new_buckets().buckets
 
-    # State
+    # ---- state
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -124,50 +127,56 @@ class DataParallel(nn.Module):
             return getattr(self.module, name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's state: its keys have no prefix, and fit the module as well."""
+        """The module's state dict, whose keys have no prefix."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads what :meth:`state_dict`, here or of the module, gave."""
+        """Loads a state dict of this wrapper or of the module."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def set_state_dict(
         self, state_dict: Mapping[str, Any], use_structured_name: bool = True
     ) -> Any:
-        """Loads what fits, and warns of what is missing or not known.
+        """Loads the matching keys, and warns of missing and unexpected keys.
 
-        Args: state_dict: parameters and buffers. use_structured_name: whether they are found by
-            name. Otherwise names do not matter (torch's tensors have none of their own): the first
-            is taken for the first, and so on.
+        Args:
+            state_dict: parameters and buffers.
+            use_structured_name: whether tensors are matched by name. If False they are matched by
+                position, since torch's tensors have no names of their own.
 
-        Returns: ``missing_keys`` and ``unexpected_keys``.
+        Returns:
+            ``missing_keys`` and ``unexpected_keys``.
 
-        Raises: InvalidArgument: without names, if there are more or fewer tensors than the module
-            has.
+        Raises:
+            InvalidArgumentError: ``use_structured_name`` is False and the number of tensors
+                differs.
         """
         if not use_structured_name:
             names = list(self.module.state_dict())
             if len(names) != len(state_dict):
-                raise InvalidArgument(
-                    f"state_dict has {len(state_dict)} entries: by position there must be {len(names)}"
+                raise InvalidArgumentError(
+                    f"state_dict has {len(state_dict)} entries; with use_structured_name=False it "
+                    f"must have as many as the module, {len(names)}"
                 )
             state_dict = dict(zip(names, state_dict.values()))
         found = self.module.load_state_dict(state_dict, strict=False)
         for what, keys in (
-            ("lacks", found.missing_keys),
-            ("has what the module has not:", found.unexpected_keys),
+            ("missing", found.missing_keys),
+            ("unexpected", found.unexpected_keys),
         ):
             if keys:
-                warnings.warn(f"state_dict {what} {', '.join(keys)}", UserWarning, stacklevel=2)
+                warnings.warn(
+                    f"{what} keys in state_dict: {', '.join(keys)}", UserWarning, stacklevel=2
+                )
         return found
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # Where this module is a part of another, whose load_state_dict goes by the names of
-        # modules.
+        # The state dict of a module that contains this wrapper has no prefix for the wrapped
+        # module.
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -176,15 +185,16 @@ class DataParallel(nn.Module):
 def fused_allreduce_gradients(
     parameters: torch.Tensor | Iterable[torch.Tensor], group: ProcessGroup | None = None
 ) -> None:
-    """Makes each parameter's gradient its mean over the ranks, now.
+    """Replaces the gradient of each parameter with its mean over the ranks, immediately.
 
-    For gradients that were accumulated under ``no_sync()``, or by a module that is not wrapped. A
-    rank without a gradient counts as zeros, unless no rank has one. Frozen parameters do not take
-    part. Every rank calls this with the same parameters; the first call with them makes a job,
-    which the later ones use again.
+    For gradients that were accumulated under ``no_sync()``, or whose module is not wrapped. A rank
+    without a gradient contributes zeros; a parameter without a gradient on any rank is left without
+    one. Frozen parameters are skipped. Every rank must call this with the same parameters. The
+    first call with a list of parameters creates a job, which later calls reuse.
 
-    Args: parameters: one parameter or several, of float32, bfloat16 or float16. group: the ranks to
-        average over; all by default.
+    Args:
+        parameters: one parameter or several, of float32, bfloat16 or float16.
+        group: the ranks to average over; all ranks by default.
     """
     found = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    average_now(TORCH, found, group_place(group))
+    average_now(TORCH, found, process_group(group))

@@ -14,7 +14,7 @@ from ._mesh import check_mesh, dimension
 
 
 class ShardDataloader(ShardDataloaderBase[DeviceMesh]):
-    """What :func:`shard_dataloader` makes: iterate over it, or over what calling it returns."""
+    """Made by :func:`shard_dataloader`. Iterate over it, or over the result of calling it."""
 
     def _check_mesh(self, mesh: object) -> DeviceMesh:
         return check_mesh(mesh, "meshes")
@@ -33,7 +33,9 @@ class ShardDataloader(ShardDataloaderBase[DeviceMesh]):
     ) -> DTensor:
         return DTensor.from_local(value, mesh, placements, run_check=False)
 
-    def _cut(self, value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    def _distributed(
+        self, value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+    ) -> DTensor:
         return distribute_tensor(value.detach(), mesh, placements)
 
 
@@ -44,17 +46,18 @@ def shard_dataloader(
     input_keys: Sequence[str] | None = None,
     is_dataset_splitted: bool = False,
 ) -> ShardDataloader:
-    """A loader whose tensors are DTensors.
+    """A loader that distributes the batches of another one as DTensors.
 
-    Every rank of a mesh iterates. The batches of the mesh's first rank count, so that shuffled
-    loaders need no common seed; with ``is_dataset_splitted`` each rank's own batch is its part
-    already.
+    Every rank of a mesh must iterate. All ranks use the batches of the mesh's first rank, so
+    shuffling loaders need no common seed. With ``is_dataset_splitted`` the batch of each rank is
+    already its local tensor.
 
-    Args: dataloader: whatever gives batches: tensors, lists of tensors or dicts of them. meshes:
-        one mesh, or one for each part of a batch. shard_dims: the mesh dimension along which
-        dimension 0 of a batch is cut, by name or number; one for all meshes or one for each. None:
-        every rank has the whole batch. input_keys: of batches that are dicts, the parts that are
-        used, in the order of ``meshes``. is_dataset_splitted: whether the ranks' loaders give
-        different data.
+    Args:
+        dataloader: an iterable of batches: tensors, lists of tensors or dicts of tensors.
+        meshes: one mesh, or one for each element of a batch.
+        shard_dims: the mesh dimension over which dimension 0 of a batch is sharded, by name or
+            number; one for all meshes or one for each. None: the batch is replicated.
+        input_keys: the keys of batches that are dicts, in the order of ``meshes``.
+        is_dataset_splitted: whether the loaders of the ranks yield different data.
     """
     return ShardDataloader(dataloader, meshes, shard_dims, input_keys, is_dataset_splitted)

@@ -1,4 +1,4 @@
-"""What programs are made from: a module as this rank sees it."""
+"""Describes a module on this rank, for its programs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._core.sharding import Sharding
-from .._program import Box, Collective, Description, Module, Variable
-from .._rendezvous import place
-from ._mesh import local_box, mesh_ranks
+from .._native import Box
+from .._program import Collective, Description, Module, Variable
+from .._rendezvous import world_group
+from ._mesh import layout_on, mesh_ranks
 from ._recorder import Moment
 
 
@@ -25,13 +26,12 @@ def describe(
     mean_of_losses: bool,
     seen: Mapping[Moment, list[Collective]] | None,
 ) -> Description:
-    """A module, on a mesh or none, that trains by ``sharding``, or does not train, on these ranks.
+    """Describes a module that is trained by ``sharding``, or not trained, on these ranks.
 
-    ``mean_of_losses``: each rank has a loss of its own, and their mean is told. ``seen``: the
-    collectives that a call has shown; None before the first, when only those that styles announce
-    are known.
+    ``mesh`` is the mesh of its parameters, if they are distributed. ``mean_of_losses``: each rank
+    computes a loss of its own, and calls return the mean. ``seen``: the collectives recorded in a
+    call; None before the first call, when only those announced by parallel styles are known.
     """
-    here = place()
     names = {id(parameter): name for name, parameter in layer.named_parameters()}
     variables = tuple(
         _variable(name, parameter, sharding, mesh, ranks)
@@ -47,7 +47,8 @@ def describe(
         (Collective("all_reduce", tuple(ranks), 4),) if mean_of_losses and len(ranks) > 1 else ()
     )
     level = "os" if sharding is None else sharding.level
-    number = ranks.index(here.rank) if here.rank in ranks else 0
+    rank = world_group().rank
+    number = ranks.index(rank) if rank in ranks else 0
     moments = ("before_loss", "after_loss", "after_backward")
     overall = {moment: tuple((seen or {}).get((moment, ""), ())) for moment in moments}
     overall["after_loss"] = together + overall["after_loss"]
@@ -55,8 +56,8 @@ def describe(
 
 
 def working_modules(layer: nn.Module) -> dict[str, nn.Module]:
-    """The modules that programs speak of: those with parameters of their own, or whose ranks do
-    something together."""
+    """The modules that appear in programs: those with parameters of their own or with
+    collectives."""
     return {
         name: module
         for name, module in layer.named_modules()
@@ -72,11 +73,11 @@ def _variable(
     mesh: DeviceMesh | None,
     ranks: Sequence[int],
 ) -> Variable:
-    shape, rank, note = tuple(parameter.shape), place().rank, ""
+    shape, rank, note = tuple(parameter.shape), world_group().rank, ""
     box = Box.whole(shape)
     if isinstance(parameter, DTensor):
-        found = local_box(shape, parameter.device_mesh, parameter.placements, rank)
-        box = Box(*found) if found is not None else Box((0,) * len(shape), (0,) * len(shape))
+        found = layout_on(parameter.device_mesh, parameter.placements).local_box(shape, rank)
+        box = Box([0] * len(shape), [0] * len(shape)) if found is None else found
         note = ", ".join(map(str, parameter.placements))
     entry = None if sharding is None else sharding.job.entry(parameter)
     coordinate = None if mesh is None else mesh.get_coordinate()
@@ -87,15 +88,15 @@ def _variable(
         and mesh is not None
         and coordinate is not None
     ):
-        # The job's mesh has a dimension before the model's, if there are several replicas of it.
+        # With several replicas of the model, the job's mesh has an additional first dimension.
         along = list(zip(coordinate, entry.layout[1][-mesh.ndim :], strict=True))
         contributes = box.numel > 0 and not any(
-            index for index, word in along if word == "replicate"
+            index for index, placement in along if placement == "replicate"
         )
-        cut = [word.startswith("shard") for _, word in along]
+        sharded = [placement.startswith("shard") for _, placement in along]
         uploads = box.numel > 0 and ranks[0] in mesh_ranks(mesh)
         uploads = uploads and not any(
-            index for (index, _), sharded in zip(along, cut, strict=True) if not sharded
+            index for (index, _), is_sharded in zip(along, sharded, strict=True) if not is_sharded
         )
     trained = entry is not None and entry.trained
     return Variable(
@@ -115,7 +116,7 @@ def _variable(
 def _collectives(
     module: nn.Module, name: str, seen: Mapping[Moment, list[Collective]] | None
 ) -> dict[str, Any]:
-    """What the ranks do together around a module."""
+    """The collectives before and after the forward and backward of a module."""
     if seen is not None:
         return {moment: tuple(seen.get((moment, name), ())) for moment in _MOMENTS}
     announced: dict[str, list[Collective]] = getattr(module, "_zeroshard_collectives", {})

@@ -1,4 +1,4 @@
-"""``to_static`` and ``DistModel``: a model that trains, is evaluated or predicts, by mode."""
+"""``to_static`` and ``DistModel``: a model with train, eval and predict modes."""
 
 from __future__ import annotations
 
@@ -39,17 +39,19 @@ from ._sharded import group_sharded_parallel
 class DistModel(DistModelBase[Tensor]):
     """A module with modes, made by :func:`to_static`.
 
-    With a loss and an optimizer the first mode is ``"train"``, with a loss alone ``"eval"``, with
-    neither ``"predict"``. The module's parameters are plain tensors (every rank has its own
-    batches: data parallelism), DTensors (``shard_tensor``, ``shard_layer``: parameters that are
-    left are replicated), or parallelised by styles. Every rank makes every call; the loss of a call
-    is that of all ranks, and outputs are whole.
+    The initial mode is ``"train"`` with a loss and an optimizer, ``"eval"`` with a loss only, and
+    ``"predict"`` with neither. The module's parameters may be plain tensors (data parallelism:
+    every rank has its own batches), DTensors (``shard_tensor``, ``shard_layer``; the remaining
+    parameters are replicated), or parallelised by styles. Every rank must make every call. A call
+    returns the loss of all ranks, or whole outputs.
 
-    Args: layer: the module. loader: what gives batches; kept as ``loader``. None is allowed. loss:
-        ``loss(*outputs, *labels)``, a scalar that is a mean over the batch. optimizer: a torch
-        optimizer, which moves to the shard servers at the strategy's level, or one of
-        :func:`~zeroshard.torch.shard_optimizer`. strategy: its ``sharding`` says what the servers
-        hold; the optimizer's state by default.
+    Args:
+        layer: the module.
+        loader: the data loader; stored as ``loader``, may be None.
+        loss: ``loss(*outputs, *labels)``, a scalar that is a mean over the batch.
+        optimizer: a torch optimizer, whose state moves to the shard servers at the strategy's
+            level, or the result of :func:`~zeroshard.torch.shard_optimizer`.
+        strategy: its ``sharding`` determines what the servers hold; by default the optimizer state.
     """
 
     _tensor_name = "torch.Tensor"
@@ -75,7 +77,7 @@ class DistModel(DistModelBase[Tensor]):
             made = replicate_rest(layer, self._mesh)
             if optimizer is not None:
                 replace_in_optimizer(optimizer, made)
-        #: By mode, what its first call has shown.
+        #: The collectives recorded in the first call of each mode.
         self._seen: dict[str, dict[Moment, list[Collective]]] = {}
         self._recorder: Recorder | None = None
         if isinstance(optimizer, ShardedOptimizer):
@@ -89,7 +91,7 @@ class DistModel(DistModelBase[Tensor]):
 
     @property
     def layer(self) -> nn.Module:
-        """The module that was given."""
+        """The original module."""
         layer: nn.Module = self._layer
         return layer
 
@@ -117,7 +119,7 @@ class DistModel(DistModelBase[Tensor]):
     def _mesh_text(self, mesh: DeviceMesh) -> str:
         return mesh_text(mesh)
 
-    def _cuts(self, value: Tensor) -> list[tuple[int, int]]:
+    def _shards(self, value: Tensor) -> list[tuple[int, int]]:
         if not isinstance(value, DTensor):
             return []
         sizes = zip(value.device_mesh.shape, value.placements, strict=True)
@@ -144,11 +146,11 @@ class DistModel(DistModelBase[Tensor]):
             return reshard(value, self._mesh, everywhere)
         return DTensor.from_local(value, self._mesh, everywhere, run_check=False)
 
-    def _assembled_as(self, here: Tensor, cut: Tensor) -> Tensor:
-        assert isinstance(cut, DTensor)
-        return DTensor.from_local(here, cut.device_mesh, cut.placements, run_check=False)
+    def _assembled_as(self, part: Tensor, sharded: Tensor) -> Tensor:
+        assert isinstance(sharded, DTensor)
+        return DTensor.from_local(part, sharded.device_mesh, sharded.placements, run_check=False)
 
-    # ---- how it computes
+    # ---- computation
 
     def _computes_on_mesh(self) -> bool:
         return self._mesh is not None and not self._by_styles
@@ -160,8 +162,8 @@ class DistModel(DistModelBase[Tensor]):
         return tree_leaves(outputs)
 
     @contextlib.contextmanager
-    def _watched(self, mode: str) -> Iterator[None]:
-        """The first call of a mode shows which collectives it has, for programs."""
+    def _recorded(self, mode: str) -> Iterator[None]:
+        """Records the collectives of the first call of a mode, for programs."""
         if mode in self._seen or self._mesh is None:
             yield
             return
@@ -172,7 +174,7 @@ class DistModel(DistModelBase[Tensor]):
                 recorder, self._recorder = self._recorder, None
         self._seen[mode] = recorder.found
 
-    def _now(self, moment: str) -> None:
+    def _record(self, moment: str) -> None:
         if self._recorder is not None:
             self._recorder.now(moment)
 
@@ -186,12 +188,12 @@ class DistModel(DistModelBase[Tensor]):
         return loss / len(self._ranks())
 
     def _group(self) -> Any | None:
-        """Who trains, or evaluates, together: the ranks of the mesh, or of the one that it is a
-        slice of; None: all."""
+        """The process group that trains together: the ranks of the mesh, or of the mesh that it is
+        a slice of. None: all ranks."""
         return None if self._mesh is None else mesh_group(root_mesh(self._mesh))
 
     def _ranks(self) -> list[int]:
-        """Their ranks."""
+        """The ranks of :meth:`_group`."""
         if self._mesh is not None:
             return sorted(mesh_ranks(root_mesh(self._mesh)))
         group = distributed()
@@ -240,7 +242,7 @@ class DistModel(DistModelBase[Tensor]):
         )
 
     def _parameter_names(self) -> dict[int, str]:
-        """The names of what the optimizer has, by its numbers."""
+        """The names of the optimizer's parameters, by their number."""
         assert self._optimizer is not None  # asked for only where there is one
         by_id = {id(entry.tensor): entry.name for entry in self._optimizer.sharding.job.entries}
         by_id |= {id(parameter): name for name, parameter in self._layer.named_parameters()}
@@ -257,5 +259,5 @@ def to_static(
     optimizer: torch.optim.Optimizer | None = None,
     strategy: Strategy | None = None,
 ) -> DistModel:
-    """A :class:`DistModel` of a module; the arguments are its."""
+    """Makes a :class:`DistModel` of a module. The arguments are those of the class."""
     return DistModel(layer, loader, loss, optimizer, strategy)

@@ -1,4 +1,4 @@
-"""What of a DTensor is here, and how it lies on its mesh."""
+"""Local tensors and layouts of DTensors."""
 
 from __future__ import annotations
 
@@ -10,30 +10,27 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .._core.layout import Layout, RankMesh
-from .._rendezvous import place
-from ..errors import InvalidArgument
+from .._core.layout import local_box
+from .._native import Layout
+from .._rendezvous import world_group
+from ..errors import InvalidArgumentError
+from ._mesh import native_mesh
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor, without a copy: the tensor itself, unless it is
-    distributed."""
+    """The local tensor of a DTensor, without a copy. Other tensors are returned as they are."""
     if not isinstance(tensor, DTensor):
         return tensor
-    here: Tensor = tensor._local_tensor
-    return here.wait() if isinstance(here, AsyncCollectiveTensor) else here
+    found: Tensor = tensor._local_tensor
+    return found.wait() if isinstance(found, AsyncCollectiveTensor) else found
 
 
 def layout(tensor: Tensor) -> Layout | None:
-    """How a parameter lies on its mesh; None: all of it is here."""
+    """The layout of a parameter. None if it is not a DTensor."""
     if not isinstance(tensor, DTensor):
         return None
-    mesh = tensor.device_mesh
-    names = mesh.mesh_dim_names or tuple(f"dim {dim}" for dim in range(mesh.ndim))
-    ranks = RankMesh(
-        tuple(mesh.shape), tuple(names), tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
-    )
-    return Layout(ranks, tuple(_placement(placement, tensor) for placement in tensor.placements))
+    placements = [_placement(placement, tensor) for placement in tensor.placements]
+    return Layout(native_mesh(tensor.device_mesh), placements)
 
 
 def _placement(placement: Any, tensor: Tensor) -> str:
@@ -41,13 +38,13 @@ def _placement(placement: Any, tensor: Tensor) -> str:
         return "replicate"
     if type(placement) is Shard:
         return f"shard:{placement.dim % tensor.ndim}"
-    raise InvalidArgument(
-        f"a parameter lies as {placement!r} on its mesh; it must be Shard or Replicate"
+    raise InvalidArgumentError(
+        f"a parameter has the placement {placement!r}; it must be Shard or Replicate"
     )
 
 
 def aligned_gradient(parameter: Tensor) -> Tensor | None:
-    """A parameter's gradient, which lies as the parameter does from now on."""
+    """The gradient of a parameter, redistributed to the parameter's layout if it has another."""
     gradient = parameter.grad
     if (
         isinstance(gradient, DTensor)
@@ -60,28 +57,28 @@ def aligned_gradient(parameter: Tensor) -> Tensor | None:
     return gradient
 
 
-def distributed_as(here: Tensor, spec: Any) -> DTensor:
-    """The DTensor of which this is here, and that lies as ``spec``, another's ``_spec``, says."""
-    return DTensor(here, spec, requires_grad=False)
+def distributed_as(part: Tensor, spec: Any) -> DTensor:
+    """The DTensor with this local tensor and the ``_spec`` of another DTensor."""
+    return DTensor(part, spec, requires_grad=False)
 
 
 def part(value: Tensor, tensor: Tensor) -> Tensor:
-    """What this rank has of a plain, whole ``value``, if it lies as ``tensor`` does; of a DTensor,
-    what is here."""
+    """This rank's part of a plain ``value``, if it were distributed like ``tensor``. The local
+    tensor if ``value`` is a DTensor."""
     if isinstance(value, DTensor):
         return local(value)
-    lies = layout(tensor)
-    if lies is None or value.shape != tensor.shape:
+    found = layout(tensor)
+    if found is None or value.shape != tensor.shape:
         return value
-    offset, size = lies.area(tensor.shape, place().rank)
-    for dim, (first, count) in enumerate(zip(offset, size, strict=True)):
+    box = local_box(found, tensor.shape, world_group().rank)
+    for dim, (first, count) in enumerate(zip(box.offset, box.size, strict=True)):
         value = value.narrow(dim, min(first, value.shape[dim]), count)
     return value.contiguous()
 
 
 def parts_of_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of plain, whole tensors as ``model`` can load it: its DTensors lie as they do
-    there."""
+    """A state dict of whole, plain tensors, distributed as the tensors of ``model`` so that it can
+    be loaded."""
     own = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),

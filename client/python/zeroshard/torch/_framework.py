@@ -1,5 +1,4 @@
-"""What the substance of the package must know of torch: its tensors, its modules, its backward
-passes."""
+"""The adapter for PyTorch: tensors, modules, backward passes and optimizers."""
 
 from __future__ import annotations
 
@@ -13,16 +12,15 @@ from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from .._core.framework import Area, Framework, Incoming, Optimizer, ParameterMemory, Place
-from .._core.layout import Layout
-from .._native import Array
-from .._rendezvous import distributed, place
-from ..errors import InvalidArgument
-from . import kinds
+from .._core.framework import Framework, Incoming, Optimizer, ParameterMemory
+from .._native import Array, Box, Layout
+from .._rendezvous import ProcessGroup, distributed, world_group
+from ..errors import InvalidArgumentError
+from . import _conversion
 from ._dtensor import aligned_gradient, distributed_as, layout, local
 from ._memory import PooledMemory, guard
 
-#: What parameters and gradients may be made of.
+#: The dtypes of parameters and gradients that the servers support.
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
@@ -50,13 +48,13 @@ class _Torch(Framework[Tensor]):
     def changes(self, tensor: Tensor) -> int:
         return tensor._version
 
-    # ---- their memory
+    # ---- the memory of local tensors
 
     def host(self, shape: Sequence[int]) -> Tensor:
         return torch.empty(tuple(shape), dtype=torch.float32)
 
-    def array(self, host: Tensor, area: Area | None = None) -> Array:
-        return Array(host.data_ptr(), host.numel(), self.dtype_of("a tensor", host), host, area)
+    def array(self, host: Tensor, box: Box | None = None) -> Array:
+        return Array(host.data_ptr(), host.numel(), self.dtype_of("a tensor", host), host, box)
 
     def zeros_like(self, tensor: Tensor) -> Tensor:
         return torch.zeros_like(tensor, memory_format=torch.contiguous_format)
@@ -142,7 +140,7 @@ class _Torch(Framework[Tensor]):
         module.register_forward_pre_hook(lambda module, args: begin(), prepend=True)
         module.register_forward_hook(lambda module, args, output: end(), always_call=True)
 
-    # ---- parameters that come and go
+    # ---- gathered parameters
 
     def parameter_memory(self, limit: int) -> ParameterMemory[Tensor]:
         return PooledMemory(limit)
@@ -166,9 +164,9 @@ class _Torch(Framework[Tensor]):
     def view(self, saved: Tensor, parameter: Tensor) -> Callable[[], Tensor] | None:
         if saved.dtype != parameter.dtype:
             return None
-        here = local(saved)
-        shape, stride, offset = here.shape, here.stride(), here.storage_offset()
-        # What is returned must not keep `saved`: its memory is to be given back.
+        values = local(saved)
+        shape, stride, offset = values.shape, values.stride(), values.storage_offset()
+        # The returned function must not keep `saved` alive, so that its memory can be freed.
         spec = saved._spec if isinstance(saved, DTensor) else None
 
         def view() -> Tensor:
@@ -188,26 +186,26 @@ TORCH = _Torch()
 
 
 class TorchOptimizer(Optimizer[Tensor]):
-    """A ``torch.optim.Optimizer``, as the servers must know it."""
+    """The settings of a ``torch.optim.Optimizer``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
-    def kind(self) -> str:
-        return kinds.kind(self._optimizer)
+    def name(self) -> str:
+        return _conversion.optimizer_name(self._optimizer)
 
     def parameters(self) -> list[list[Tensor]]:
         return [group["params"] for group in self._optimizer.param_groups]
 
-    def groups(self, kind: str) -> list[tuple[str, dict[str, float]]]:
+    def groups(self, name: str) -> list[tuple[str, dict[str, float]]]:
         return [
-            (kind, kinds.hyperparameters(kind, group)) for group in self._optimizer.param_groups
+            (name, _conversion.hyperparameters(name, group))
+            for group in self._optimizer.param_groups
         ]
 
 
 class _Received:
-    """Where the values of ``tensor`` are received: its own memory, or a copy that :meth:`finish`
-    moves there."""
+    """Memory that receives the values of ``tensor``: its own, or a host buffer."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = local(tensor).detach()
@@ -216,13 +214,12 @@ class _Received:
 
     def finish(self) -> None:
         if self._host is not self._tensor:
-            # The host copy is kept until the stream has read it: pinned memory is given back in
-            # stream order.
+            # Pinned memory is freed in stream order, so the buffer outlives the copy.
             self._tensor.copy_(self._host, non_blocking=True)
 
 
 class _ReceivedWords:
-    """Where the raw memory of ``tensor`` is received."""
+    """Memory that receives the raw memory of ``tensor``."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = local(tensor)
@@ -241,25 +238,22 @@ class _ReceivedWords:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its memory can be read and written as it is."""
+    """Whether transfers can read and write the tensor's own memory."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj()
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    """A contiguous tensor in host memory like this one; pinned, where that makes copies from a
-    device fast."""
+    """A contiguous host tensor like this one, pinned if copies from a device use it."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
 
 
-def group_place(group: Any | None) -> Place:
-    """Rank, world and the global ranks of a process group; of all processes if None."""
+def process_group(group: Any | None) -> ProcessGroup:
+    """The ranks of a process group of torch; all ranks if it is None."""
     if group is None:
-        here = place()
-        return here.rank, here.world, tuple(range(here.world))
+        return world_group()
     dist = distributed()
     if dist is None:
-        raise InvalidArgument(
-            "group is given, but torch.distributed is not initialised; it must be, or group None"
+        raise InvalidArgumentError(
+            "group is given, but torch.distributed is not initialised; initialise it or pass None"
         )
-    ranks = tuple(dist.get_process_group_ranks(group))
-    return dist.get_rank(group), len(ranks), ranks
+    return ProcessGroup(dist.get_rank(group), tuple(dist.get_process_group_ranks(group)))

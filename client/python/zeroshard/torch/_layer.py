@@ -1,4 +1,4 @@
-"""``shard_layer``: the parameters of a module onto a mesh."""
+"""``shard_layer``: distributes the parameters of a module over a mesh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 
 from .._agreement import agree
 from .._layer import add_functions, check_functions, parameters_text
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ._mesh import check_mesh, mesh_ranks, mesh_text
 from ._ties import keeping_ties
 
@@ -24,26 +24,32 @@ def shard_layer(
     input_fn: Callable[[Any, DeviceMesh], Any] | None = None,
     output_fn: Callable[[Any, DeviceMesh], Any] | None = None,
 ) -> nn.Module:
-    """Makes all parameters and buffers of a module DTensors, in place.
+    """Replaces all parameters and buffers of a module with DTensors, in place.
 
-    Every rank of the mesh calls it with the same module; the values of the mesh's first rank count.
+    Every rank of the mesh must call it with the same module. All ranks take the values of the
+    mesh's first rank.
 
-    Args: layer: the module. process_mesh: a :class:`ProcessMesh`, or a ``DeviceMesh`` of torch.
-        shard_fn: ``shard_fn(name, layer, process_mesh)`` is called for every module, ``layer``
-        itself included with the name ``""``, and replaces parameters as it likes (``layer.weight =
-        shard_tensor(layer.weight, ...)``). What it leaves is replicated, as is everything without
-        it. input_fn: ``input_fn(inputs, process_mesh)`` returns the list of inputs with which
-        ``layer`` runs. output_fn: ``output_fn(outputs, process_mesh)`` returns what a call of
-        ``layer`` returns.
+    Args:
+        layer: the module.
+        process_mesh: a :class:`ProcessMesh`, or torch's ``DeviceMesh``.
+        shard_fn: ``shard_fn(name, layer, process_mesh)`` is called for every module, including
+            ``layer`` itself with the name ``""``, and may replace parameters (``layer.weight =
+            shard_tensor(layer.weight, ...)``). The remaining parameters are replicated.
+        input_fn: ``input_fn(inputs, process_mesh)`` returns the list of inputs for ``layer``.
+        output_fn: ``output_fn(outputs, process_mesh)`` returns the outputs of a call of ``layer``.
 
-    Returns: The module.
+    Returns:
+        The module.
 
-    Raises: InvalidArgument: ``process_mesh`` is no mesh, or something else is of another type; a
-        parameter is on another mesh. Disagreement: another rank has another mesh, another module,
-        or its ``shard_fn`` did something else.
+    Raises:
+        InvalidArgumentError: an argument has the wrong type, or a parameter is on another mesh.
+        DisagreementError: another rank has a different mesh or module, or its ``shard_fn`` made
+            different changes.
     """
     if not isinstance(layer, nn.Module):
-        raise InvalidArgument(f"layer is a {type(layer).__name__}; it must be a torch.nn.Module")
+        raise InvalidArgumentError(
+            f"layer is a {type(layer).__name__}; it must be a torch.nn.Module"
+        )
     mesh = check_mesh(process_mesh, "process_mesh")
     check_functions(shard_fn=shard_fn, input_fn=input_fn, output_fn=output_fn)
     agree(
@@ -60,7 +66,7 @@ def shard_layer(
                 shard_fn(name, inner, mesh)
     agree(
         "shard_layer after shard_fn",
-        {"what shard_fn has done": parameters_text(layer, _placements)},
+        {"the result of shard_fn": parameters_text(layer, _placements)},
         mesh_ranks(mesh),
     )
     replicate_rest(layer, mesh)
@@ -69,11 +75,11 @@ def shard_layer(
 
 
 def replicate_rest(layer: nn.Module, mesh: DeviceMesh) -> dict[int, nn.Parameter]:
-    """Replicates the parameters and buffers that are not on the mesh; the new parameters, by the
-    old ones' ``id``."""
+    """Replicates the parameters and buffers that are not on a mesh. Returns the new parameters by
+    the ``id`` of the original ones."""
     everywhere = [Replicate()] * mesh.ndim
     made: dict[int, nn.Parameter] = {}
-    kept = []  # an id must not be given away while it is a key
+    kept = []  # keeps ids that are keys from being reused
     for prefix, inner in layer.named_modules():
         for name, parameter in list(inner.named_parameters(recurse=False, remove_duplicate=False)):
             if isinstance(parameter, DTensor):
@@ -95,7 +101,7 @@ def replicate_rest(layer: nn.Module, mesh: DeviceMesh) -> dict[int, nn.Parameter
 
 
 def replace_in_optimizer(optimizer: torch.optim.Optimizer, made: dict[int, nn.Parameter]) -> None:
-    """The optimizer goes on with what has taken its parameters' places."""
+    """Replaces parameters in the optimizer's groups and state."""
     for group in optimizer.param_groups:
         for number, parameter in enumerate(group["params"]):
             fresh = made.get(id(parameter))
@@ -111,7 +117,7 @@ def _placements(parameter: nn.Parameter) -> Sequence[Placement] | None:
 
 def _check_on(parameter: DTensor, mesh: DeviceMesh, name: str) -> None:
     if parameter.device_mesh != mesh:
-        raise InvalidArgument(
-            f"parameter {name!r} is on the mesh {mesh_text(parameter.device_mesh)}; it must be on {mesh_text(mesh)}, "
-            "as the layer"
+        raise InvalidArgumentError(
+            f"parameter {name!r} is on the mesh {mesh_text(parameter.device_mesh)}; it must be on "
+            f"the mesh of the layer, {mesh_text(mesh)}"
         )

@@ -1,8 +1,8 @@
-"""The memory of parameters that come and go, and how their use is noticed.
+"""The memory of gathered parameters, and the detection of their use.
 
-A dropped parameter has one NaN for all of its elements. Host memory goes round: given back to the
-system and taken again, each page of a block would be faulted in anew, which takes longer than
-filling it; left to the heap, blocks of this size would spread over it.
+All elements of a dropped parameter share a single NaN. Host memory is pooled: allocating a block
+from the system faults in every page again, which takes longer than filling it, and freed blocks of
+this size fragment the heap.
 """
 
 from __future__ import annotations
@@ -18,26 +18,31 @@ from torch.distributed.tensor import DTensor
 from .._core.framework import ParameterMemory
 from ._dtensor import local
 
-#: What says something about a tensor without reading its elements.
-_WITHOUT_DATA = {"data", "T", "H", "mT", "mH", "real", "imag"}
+#: Attributes of a tensor that read its elements, or are views of them.
+_DATA_ATTRIBUTES = {"data", "T", "H", "mT", "mH", "real", "imag"}
+#: Functions and attributes that do not read the elements of a tensor.
 _METADATA: set[Any] = {
-    access
-    for name in dir(Tensor)
-    if name not in _WITHOUT_DATA and isinstance(getattr(Tensor, name), types.GetSetDescriptorType)
-    for access in (getattr(Tensor, name).__get__, getattr(Tensor, name).__set__, getattr(Tensor, name).__delete__)
-} | {vars(torch._C.TensorBase)["data"].__set__} | {
     getattr(Tensor, name)
     for name in (
-        "__hash__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_conj", "is_contiguous",
-        "is_floating_point", "is_inference", "is_neg", "is_pinned", "is_signed", "ndimension", "nelement", "numel",
-        "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size",
-        "storage_offset", "stride", "untyped_storage",
+        "__hash__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_conj",
+        "is_contiguous", "is_floating_point", "is_inference", "is_neg", "is_pinned", "is_signed",
+        "ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook",
+        "requires_grad_", "retain_grad", "size", "storage_offset", "stride", "untyped_storage",
     )
 }  # fmt: skip
+_METADATA |= {
+    access
+    for name in dir(Tensor)
+    if name not in _DATA_ATTRIBUTES
+    and isinstance(getattr(Tensor, name), types.GetSetDescriptorType)
+    for attribute in (getattr(Tensor, name),)
+    for access in (attribute.__get__, attribute.__set__, attribute.__delete__)
+}
+_METADATA.add(vars(torch._C.TensorBase)["data"].__set__)
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """A torch function of parameters that must be here for it."""
+    """Calls a torch function, after gathering the parameters among its arguments."""
     if func not in _METADATA:
         _access_all(args)
         _access_all(tuple((kwargs or {}).values()))
@@ -46,7 +51,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> An
 
 
 class GatheredParameter(nn.Parameter):
-    """A parameter that is fetched when something is computed with it."""
+    """A parameter that is gathered before an operation reads it."""
 
     @classmethod
     def __torch_function__(
@@ -60,7 +65,7 @@ class GatheredParameter(nn.Parameter):
 
 
 class GatheredDTensor(DTensor):
-    """The same, of what this rank has of a distributed parameter."""
+    """A distributed parameter whose local tensor is gathered before an operation reads it."""
 
     @classmethod
     def __torch_function__(
@@ -72,7 +77,7 @@ class GatheredDTensor(DTensor):
     ) -> Any:
         return _call(func, args, kwargs)
 
-    # These are no torch functions.
+    # These methods do not call __torch_function__.
 
     def to_local(self, **options: Any) -> Tensor:
         _access_all((self,))
@@ -121,24 +126,24 @@ def guard(
 
 
 class PooledMemory(ParameterMemory[Tensor]):
-    """On the host, blocks that are used again; on a device, what torch's allocator gives."""
+    """A pool of blocks on the host; torch's allocator on a device."""
 
     def __init__(self, limit: int) -> None:
-        """``limit``: bytes that are kept for later."""
+        """``limit``: unused bytes that are kept for later."""
         self._pool = _Pool(limit)
-        #: The block that was taken for a parameter, and its strides, by its id.
+        #: The block and the strides of each parameter, by its id.
         self._blocks: dict[int, Tensor] = {}
         self._strides: dict[int, tuple[int, ...]] = {}
 
     def take(self, parameter: Tensor) -> Tensor:
-        here = local(parameter)
-        if here.device.type == "cpu":
-            block = self._pool.take(here.numel() * here.element_size())
+        values = local(parameter)
+        if values.device.type == "cpu":
+            block = self._pool.take(values.numel() * values.element_size())
             self._blocks[id(parameter)] = block
-            flat = block.view(here.dtype)
+            flat = block.view(values.dtype)
         else:
-            flat = torch.empty(here.numel(), dtype=here.dtype, device=here.device)
-        return flat.as_strided(here.shape, self._strides[id(parameter)])
+            flat = torch.empty(values.numel(), dtype=values.dtype, device=values.device)
+        return flat.as_strided(values.shape, self._strides[id(parameter)])
 
     def put(self, parameter: Tensor, value: Tensor) -> None:
         if isinstance(parameter, DTensor):
@@ -149,7 +154,7 @@ class PooledMemory(ParameterMemory[Tensor]):
 
     def drop(self, parameter: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            # The first time, these are the strides that the program has made it with.
+            # The first call records the strides that the parameter was created with.
             self._strides.setdefault(id(parameter), local(parameter).stride())
             self.put(parameter, _stub(local(parameter)))
         block = self._blocks.pop(id(parameter), None)
@@ -158,7 +163,7 @@ class PooledMemory(ParameterMemory[Tensor]):
 
 
 def _stub(parameter: Tensor) -> Tensor:
-    """A tensor of the parameter's shape in the memory of one element."""
+    """A tensor with the parameter's shape whose elements share one element of memory."""
     value = float("nan") if parameter.is_floating_point() else 0
     return torch.full((1,), value, dtype=parameter.dtype, device=parameter.device).expand(
         parameter.shape
@@ -166,7 +171,7 @@ def _stub(parameter: Tensor) -> Tensor:
 
 
 class _Pool:
-    """Blocks of CPU memory by size. Only what nothing else refers to is used again."""
+    """Blocks of CPU memory by size. A block is reused only if no tensor refers to it."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -174,7 +179,7 @@ class _Pool:
         self._blocks: dict[int, list[Tensor]] = {}
 
     def take(self, nbytes: int) -> Tensor:
-        """A block of ``nbytes`` uninitialised bytes."""
+        """Returns an uninitialised block."""
         blocks = self._blocks.get(nbytes)
         if blocks:
             self._kept_bytes -= nbytes
@@ -182,14 +187,14 @@ class _Pool:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def give(self, block: Tensor) -> None:
-        """Takes a block back, unless a tensor outside still uses it: then that tensor has it from
-        now on."""
+        """Returns a block to the pool, unless a tensor still uses it: then that tensor keeps the
+        block."""
         nbytes = block.numel()
-        if self._kept_bytes + nbytes <= self._limit and _is_ours_alone(block):
+        if self._kept_bytes + nbytes <= self._limit and _is_unused(block):
             self._kept_bytes += nbytes
             self._blocks.setdefault(nbytes, []).append(block)
 
 
-def _is_ours_alone(block: Tensor) -> bool:
-    # The block, and the storage object that is asked here.
+def _is_unused(block: Tensor) -> bool:
+    # One reference is the block's, one that of the storage object in this expression.
     return torch._C._storage_Use_Count(block.untyped_storage()._cdata) == 2

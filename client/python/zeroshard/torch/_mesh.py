@@ -1,4 +1,4 @@
-"""``ProcessMesh``, and what every function asks of a mesh and of placements."""
+"""``ProcessMesh``, and the validation of meshes and placements."""
 
 from __future__ import annotations
 
@@ -12,27 +12,31 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from .. import _mesh
 from .._agreement import agree
-from .._native import Mesh
+from .._native import Layout, Mesh
 from .._rendezvous import distributed
-from ..errors import InvalidArgument, NotInitialised
+from ..errors import InvalidArgumentError, NotInitialisedError
 
 
 class ProcessMesh(DeviceMesh):
-    """Ranks in an n-dimensional arrangement whose dimensions have names: a ``DeviceMesh`` of torch.
+    """A ``DeviceMesh`` of torch: ranks in an n-dimensional array with named dimensions.
 
         mesh = ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "tp"])
-        mesh["tp"]  # this rank's part of one dimension
+        mesh["tp"]  # the slice along one dimension that contains this rank
 
-    Every rank of the process group must make it, with the same array, also those that are not in
-    it.
+    Every rank of the process group must create it with the same array, including ranks that are not
+    in the array.
 
-    Args: array: the ranks, each at most once: nested lists, or anything that ``torch.tensor``
-        takes. dim_names: one name a dimension; ``d0``, ``d1``, ... by default. device_type: where
-        the shards are, ``"cpu"`` or ``"cuda"``; as the process group's backend says by default.
+    Args:
+        array: the ranks, each at most once: nested lists, or any argument of ``torch.tensor``.
+        dim_names: one name per dimension; ``d0``, ``d1``, ... by default.
+        device_type: the device of the shards, ``"cpu"`` or ``"cuda"``; by default that of the
+            process group's backend.
 
-    Raises: InvalidArgument: a rank stands in the array twice or is none of the process group's, or
-        the names do not fit. NotInitialised: there is no process group. Disagreement: another rank
-        has another array or other names.
+    Raises:
+        InvalidArgumentError: the array contains a rank twice or a rank that does not exist, or the
+            names do not match its dimensions.
+        NotInitialisedError: no process group is initialised.
+        DisagreementError: another rank has a different array or different names.
     """
 
     def __init__(
@@ -40,9 +44,9 @@ class ProcessMesh(DeviceMesh):
     ) -> None:
         dist = distributed()
         if dist is None:
-            raise NotInitialised(
-                "a ProcessMesh is made of the ranks of a process group, and there is none: call "
-                "torch.distributed.init_process_group first"
+            raise NotInitialisedError(
+                "a ProcessMesh needs a process group; call torch.distributed.init_process_group "
+                "first"
             )
         ranks = _ranks(array, dist.get_world_size())
         names = (
@@ -55,8 +59,9 @@ class ProcessMesh(DeviceMesh):
             or len(set(names)) != len(names)
             or not all(isinstance(n, str) for n in names)
         ):
-            raise InvalidArgument(
-                f"dim_names is {list(names)}; it must have a different name for each of the {ranks.dim()} dimensions"
+            raise InvalidArgumentError(
+                f"dim_names is {list(names)}; it must have {ranks.dim()} distinct names, "
+                "one per dimension"
             )
         agree(
             "ProcessMesh",
@@ -65,23 +70,23 @@ class ProcessMesh(DeviceMesh):
         )
         if device_type is None:
             device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
-        # torch orders the groups of a mesh by rank, unless it is told otherwise.
+        # torch sorts the ranks of a mesh's groups unless told otherwise.
         ascending = all(bool((ranks.diff(dim=dim) > 0).all()) for dim in range(ranks.dim()))
         options: dict[str, Any] = {} if ascending else {"preserve_rank_order": True}
         super().__init__(device_type, ranks, mesh_dim_names=names, **options)
 
     @property
     def dim_names(self) -> list[str]:
-        """The dimensions' names."""
+        """The names of the dimensions."""
         return list(self.mesh_dim_names or ())
 
     @property
     def process_ids(self) -> list[int]:
-        """The ranks, row by row."""
+        """The ranks, in row-major order."""
         return [int(rank) for rank in self.mesh.flatten().tolist()]
 
     def get_dim_size(self, dim_name: str) -> int:
-        """How many ranks there are along a dimension."""
+        """The number of ranks along a dimension."""
         return self.size(dimension(self, dim_name))
 
 
@@ -89,8 +94,8 @@ def _ranks(array: Any, world: int) -> Tensor:
     try:
         ranks = torch.as_tensor(array)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidArgument(
-            f"the array of a mesh is {array!r}; it must be ranks in nested lists ({error})"
+        raise InvalidArgumentError(
+            f"the array of a mesh is {array!r}; it must be nested lists of ranks ({error})"
         ) from None
     if (
         ranks.dim() == 0
@@ -98,51 +103,52 @@ def _ranks(array: Any, world: int) -> Tensor:
         or ranks.is_floating_point()
         or ranks.dtype == torch.bool
     ):
-        raise InvalidArgument(
-            f"the array of a mesh is {array!r}; it must have a dimension, and ranks in it"
+        raise InvalidArgumentError(
+            f"the array of a mesh is {array!r}; "
+            "it must be a non-empty array of integers with at least one dimension"
         )
     flat = ranks.flatten().tolist()
     if len(set(flat)) != len(flat):
-        raise InvalidArgument(
-            f"the array of a mesh is {ranks.tolist()}; it must have every rank once"
+        raise InvalidArgumentError(
+            f"the array of a mesh is {ranks.tolist()}; it must not contain a rank twice"
         )
     if min(flat) < 0 or max(flat) >= world:
-        raise InvalidArgument(
-            f"the array of a mesh is {ranks.tolist()}; its ranks must be those that there are, 0 to {world - 1}"
+        raise InvalidArgumentError(
+            f"the array of a mesh is {ranks.tolist()}; its ranks must be in 0 to {world - 1}"
         )
     return ranks
 
 
 def check_mesh(mesh: object, name: str) -> DeviceMesh:
-    """A mesh, or an error that says so."""
+    """Returns the mesh, or raises an error if it is not one."""
     if not isinstance(mesh, DeviceMesh):
         given = "None" if mesh is None else f"a {type(mesh).__name__}"
-        raise InvalidArgument(
-            f"{name} is {given}; it must be a ProcessMesh, or a DeviceMesh of torch"
+        raise InvalidArgumentError(
+            f"{name} is {given}; it must be a ProcessMesh or a torch DeviceMesh"
         )
     return mesh
 
 
 def check_1d(mesh: object, name: str) -> DeviceMesh:
-    """A mesh of one dimension, or an error that says so."""
+    """Returns the mesh, or raises an error if it does not have one dimension."""
     found = check_mesh(mesh, name)
     if found.ndim != 1:
         names = found.mesh_dim_names or ()
         called = f" ({', '.join(names)})" if names else ""
-        example = f"{name}[{names[-1]!r}]" if names else "a mesh of one dimension"
-        raise InvalidArgument(
-            f"{name} has {found.ndim} dimensions{called}; it must have 1: give {example}"
+        example = f"{name}[{names[-1]!r}]" if names else "a mesh with one dimension"
+        raise InvalidArgumentError(
+            f"{name} has {found.ndim} dimensions{called}; it must have 1; pass {example}"
         )
     return found
 
 
 def dimension(mesh: DeviceMesh, dim: int | str) -> int:
-    """The number of a dimension that is given by number or by name."""
+    """The index of a dimension that is given by index or by name."""
     return _mesh.dimension(dim, mesh.ndim, mesh.mesh_dim_names or ())
 
 
 def sub_mesh(mesh: DeviceMesh, dim: int | str) -> DeviceMesh:
-    """This rank's part of one dimension of a mesh."""
+    """The slice along a dimension of a mesh that contains this rank."""
     number = dimension(mesh, dim)
     if mesh.ndim == 1:
         return mesh
@@ -152,18 +158,18 @@ def sub_mesh(mesh: DeviceMesh, dim: int | str) -> DeviceMesh:
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that one is a slice of; itself, if of none."""
+    """The mesh that this one is a slice of, or itself."""
     root: DeviceMesh = mesh._get_root_mesh()
     return root
 
 
 def mesh_ranks(mesh: DeviceMesh) -> list[int]:
-    """The ranks of a mesh, row by row."""
+    """The ranks of a mesh, in row-major order."""
     return [int(rank) for rank in mesh.mesh.flatten().tolist()]
 
 
 def mesh_text(mesh: DeviceMesh) -> str:
-    """A mesh in an error."""
+    """The text of a mesh in errors."""
     names = f" with dim_names {list(mesh.mesh_dim_names)}" if mesh.mesh_dim_names else ""
     return f"{mesh.mesh.tolist()}{names}"
 
@@ -171,14 +177,14 @@ def mesh_text(mesh: DeviceMesh) -> str:
 def check_placements(
     placements: Any, mesh: DeviceMesh, ndim: int, what: str
 ) -> tuple[Placement, ...]:
-    """One placement a mesh dimension, each of a dimension that the tensor has; negative ones count
-    from the end."""
+    """Returns the placements with non-negative dimensions, or raises an error if they do not match
+    the mesh or the tensor."""
     _mesh.check_placements(placements, Placement, mesh.ndim, what)
     return tuple(check_placement(placement, ndim, what) for placement in placements)
 
 
 def check_placement(placement: Placement, ndim: int, what: str) -> Placement:
-    """The placement, its dimension counted from the front."""
+    """Returns the placement with a non-negative dimension."""
     return (
         Shard(_mesh.tensor_dimension(placement.dim, ndim, what))
         if isinstance(placement, Shard)
@@ -186,21 +192,23 @@ def check_placement(placement: Placement, ndim: int, what: str) -> Placement:
     )
 
 
-def local_box(
-    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], rank: int
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Offset and size of what a rank has of a tensor; None if it is not in the mesh.
-
-    As ``torch.chunk`` cuts: the last parts may be short, or empty. Where several dimensions of the
-    mesh cut one of the tensor, the outer one cuts first.
-    """
+def native_mesh(mesh: DeviceMesh) -> Mesh:
+    """A mesh of torch as the extension module's."""
     names = mesh.mesh_dim_names or [f"d{dim}" for dim in range(mesh.ndim)]
-    words = [
+    return Mesh(mesh.shape, mesh_ranks(mesh), names)
+
+
+def layout_on(mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
+    """The layout of a tensor without partial placements.
+
+    Tensors are split as by ``torch.chunk``: the last parts may be shorter, or empty. If several
+    mesh dimensions split the same dimension of the tensor, the outer one is applied first.
+    """
+    names = [
         f"shard:{placement.dim}" if isinstance(placement, Shard) else "replicate"
         for placement in placements
     ]
-    found = Mesh(list(mesh.shape), mesh_ranks(mesh), names).local_box(shape, words, rank)
-    return None if found is None else (tuple(found[0]), tuple(found[1]))
+    return Layout(native_mesh(mesh), names)
 
 
 __all__ = ["Partial", "Placement", "ProcessMesh", "Replicate", "Shard"]

@@ -1,4 +1,4 @@
-"""The module that comes back from ``group_sharded_parallel``."""
+"""The module that ``group_sharded_parallel`` returns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.sharding import Sharding
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ._dtensor import parts_of_state
 
 P = ParamSpec("P")
@@ -19,11 +19,10 @@ R = TypeVar("R")
 
 
 class GroupSharded(nn.Module):
-    """A model whose optimizer state, and by level gradients and parameters, are on the shard
-    servers.
+    """A model whose optimizer state, and depending on the level its gradients and parameters, are
+    on the shard servers.
 
-    It behaves as the model given: attributes that it lacks are the model's, and ``state_dict`` has
-    the model's keys.
+    Attributes that it does not have are the model's, and its ``state_dict`` has the model's keys.
     """
 
     module: nn.Module
@@ -31,7 +30,7 @@ class GroupSharded(nn.Module):
     def __init__(self, module: nn.Module, sharding: Sharding[Tensor]) -> None:
         super().__init__()
         self.module = module
-        # Not a submodule, not a parameter: kept out of torch's books.
+        # Bypasses torch's registration of submodules and parameters.
         self.__dict__["sharding"] = sharding
 
     @property
@@ -55,7 +54,7 @@ class GroupSharded(nn.Module):
         if self._sharding().gatherer is None:
             return self.module(*args, **kwargs)
         if torch.compiler.is_compiling():
-            _say_not_compiled()
+            _warn_not_compiled()
         try:
             return _call_eagerly(self.module, args, kwargs)
         except BaseException:
@@ -63,29 +62,30 @@ class GroupSharded(nn.Module):
             raise
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """The backward passes of forwards inside are not the last of their step: gradients
-        accumulate here."""
-        return self._sharding().holding()
+        """Backward passes of forwards inside are not the last of their step: gradients accumulate
+        on this rank."""
+        return self._sharding().no_sync()
 
     def summon_full_params(self) -> AbstractContextManager[None]:
-        """All parameters are here inside. What rank 0 writes to them counts, if every rank enters
-        and leaves."""
-        return self._sharding().all_here()
+        """All parameters are on this worker inside. If every rank enters and leaves the context,
+        all ranks take over what rank 0 writes to them."""
+        return self._sharding().gathered()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's, whole, with its own keys, on whichever ranks call it."""
+        """The whole state dict of the model, with the model's keys. Any rank may call it."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads the model's state; every rank must call it, rank 0's values count.
+        """Loads the state of the model. Every rank must call it; all ranks take the values of rank
+        0.
 
-        Tensors may be whole where the model's are distributed.
+        Tensors may be whole if the model's are distributed.
         """
         if assign:
-            raise InvalidArgument(
-                "assign is True; it must be False: the parameters belong to the job as they are"
+            raise InvalidArgumentError(
+                "assign is True; it must be False, since the job holds the existing parameters"
             )
         result = self.module.load_state_dict(parts_of_state(self.module, state_dict), strict=strict)
         self._sharding().follow_changes()
@@ -97,7 +97,7 @@ class GroupSharded(nn.Module):
 
 
 def _outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Keeps ``torch.compile`` out of a function and what it calls."""
+    """Excludes a function and everything that it calls from ``torch.compile``."""
     kept_out: Callable[P, R] = torch.compiler.disable(function)
     return kept_out
 
@@ -113,9 +113,9 @@ def _call_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 @_outside_graphs
-def _say_not_compiled() -> None:
+def _warn_not_compiled() -> None:
     warnings.warn(
-        "at level p_g_os a model runs as it is: torch.compile cannot follow parameters that come and go. To have it "
-        "compiled, use level os_g",
+        "at level p_g_os the model is not compiled, since torch.compile cannot trace parameters "
+        "that are gathered when they are used; use level os_g to compile it",
         stacklevel=2,
     )

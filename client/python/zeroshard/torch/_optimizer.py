@@ -1,4 +1,4 @@
-"""The optimizer that steps on the servers."""
+"""The torch optimizer whose steps run on the shard servers."""
 
 from __future__ import annotations
 
@@ -11,23 +11,21 @@ from torch import Tensor
 from .._core.job import State
 from .._core.optimizer import SteppedByServers
 from .._core.sharding import Sharding
-from ..errors import InvalidArgument
-from . import kinds
+from ..errors import InvalidArgumentError
+from . import _conversion
 from ._dtensor import local, part
 
 
 class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
-    """A ``torch.optim.Optimizer`` whose state is on the shard servers, and whose steps happen
-    there.
+    """A ``torch.optim.Optimizer`` whose state and steps are on the shard servers.
 
-    Made by :func:`~zeroshard.torch.group_sharded_parallel`. ``param_groups`` are those of the
-    optimizer that was given: what a scheduler changes there, on either of the two, is used at the
-    next step.
+    Made by :func:`~zeroshard.torch.group_sharded_parallel`. It shares its ``param_groups`` with the
+    original optimizer: a change by a scheduler of either one takes effect at the next step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, sharding: Sharding[Tensor]) -> None:
         self._sharding: Sharding[Tensor] | None = (
-            None  # while the groups are added that are there already
+            None  # while the base class adds the existing groups
         )
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
@@ -36,7 +34,7 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
 
     @property
     def sharding(self) -> Sharding[Tensor]:
-        """What it shares with the model's wrapper."""
+        """The state shared with the model's wrapper."""
         assert self._sharding is not None
         return self._sharding
 
@@ -45,10 +43,10 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step on the servers; the parameters that stay on this worker are received.
+        """Makes a step on the servers, and receives the parameters that stay on this worker.
 
-        Raises :class:`~zeroshard.StepAborted` if a rank was lost: run the step again, from the same
-        data.
+        Raises :class:`~zeroshard.StepAbortedError` if a rank was lost: run the step again with the
+        same data.
         """
         loss = None
         if closure is not None:
@@ -59,32 +57,33 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients, also those that are on the servers already."""
+        """Drops the gradients, including those that were already sent to the servers."""
         if self._sharding is not None:
             self._sharding.discard()
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Has the next step clip to this global norm; the norm of the mean gradient, over all ranks
-        and parameters."""
+        """Clips the next step to this global norm. Returns the norm of the mean gradient over all
+        ranks and parameters."""
         return torch.tensor(self._clip_to(max_norm))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Every rank must do the same; the servers hear of it before the next step."""
+        """As torch's. Every rank must call it; the servers learn of the group before the next
+        step."""
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state in torch's format: an optimizer of the given kind can load it."""
+        """The whole state in torch's format, for an optimizer of the original class."""
         numbers = {
             id(parameter): number
             for number, parameter in enumerate(
                 p for group in self.param_groups for p in group["params"]
             )
         }
-        kind = self.sharding.job.optimizer_kind
+        name = self.sharding.job.optimizer_name
         self.sharding.follow_changes()
         state = {
-            numbers[id(entry.tensor)]: kinds.to_torch(kind, applied, tensors)
+            numbers[id(entry.tensor)]: _conversion.to_torch(name, applied, tensors)
             for entry, applied, tensors in self.sharding.job.states()
             if applied
         }
@@ -100,14 +99,15 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state in torch's format. Every rank must call it; rank 0's state counts."""
+        """Loads a state in torch's format. Every rank must call it; all ranks take the state of
+        rank 0."""
         saved = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in self.param_groups]
         saved_sizes = [len(group["params"]) for group in saved]
         if sizes != saved_sizes:
-            raise InvalidArgument(
-                f"the loaded state has parameter groups of {saved_sizes} parameters; they must be as the optimizer's, "
-                f"{sizes}"
+            raise InvalidArgumentError(
+                f"the loaded state has parameter groups of {saved_sizes} parameters; "
+                f"it must have the optimizer's, {sizes}"
             )
         by_number = {
             number: parameter
@@ -121,24 +121,24 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
             for number, value in state_dict["state"].items()
             if number in by_number
         }
-        self.sharding.reopen(optimizer_states(kinds.kind(self._given), self, state))
+        self.sharding.reopen(optimizer_states(_conversion.optimizer_name(self._given), self, state))
 
 
 def optimizer_states(
-    kind: str, optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]
+    name: str, optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]
 ) -> dict[int, State[Tensor]]:
-    """torch's state by the id of its parameter as the servers keep it; what was never stepped is
-    left out."""
+    """torch's state in the servers' form, by the id of the parameter. Parameters that were never
+    updated are omitted."""
     states: dict[int, State[Tensor]] = {}
     for group in optimizer.param_groups:
-        values = kinds.hyperparameters(kind, group)
+        values = _conversion.hyperparameters(name, group)
         for parameter in group["params"]:
             if parameter in state and parameter.requires_grad:
                 had = {
-                    name: part(value, parameter) if isinstance(value, Tensor) else value
-                    for name, value in state[parameter].items()
+                    key: part(value, parameter) if isinstance(value, Tensor) else value
+                    for key, value in state[parameter].items()
                 }
-                applied, tensors = kinds.from_torch(kind, values, had, local(parameter).shape)
+                applied, tensors = _conversion.from_torch(name, values, had, local(parameter).shape)
                 if applied:
                     states[id(parameter)] = (applied, tensors)
     return states

@@ -1,5 +1,5 @@
-"""``shard_tensor`` and ``reshard``: a tensor onto a mesh, and from one mesh or placement to
-another."""
+"""``shard_tensor`` and ``reshard``: distribute a tensor over a mesh, and change its
+distribution."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 
 from .._agreement import agree
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ._mesh import check_mesh, check_placements, mesh_ranks, mesh_text
-from ._moves import move
+from ._redistribute import redistribute
 
 
 def shard_tensor(
@@ -25,37 +25,39 @@ def shard_tensor(
     place: torch.device | str | None = None,
     stop_gradient: bool | None = None,
 ) -> DTensor:
-    """A tensor of which each rank of a mesh has its part.
+    """Distributes a tensor over a mesh, as a DTensor.
 
-    Every rank of the mesh calls it with a tensor of the same shape; the values of the mesh's first
-    rank count.
+    Every rank of the mesh must call it with a tensor of the same shape. All ranks take the values
+    of the mesh's first rank.
 
-    Args: data: a tensor, or what ``torch.as_tensor`` takes. A parameter gives a parameter. A
-        DTensor comes back as it is, if it is on this mesh and has these placements. mesh: a
-        :class:`ProcessMesh`, or a ``DeviceMesh`` of torch. placements: one for each dimension of
-        the mesh: ``Shard(dim)``, ``Replicate()`` or ``Partial()``. dtype, place: cast to a dtype,
-        taken from a device, before. stop_gradient: whether the result has ``requires_grad=False``;
-        as ``data`` by default.
+    Args:
+        data: a tensor, or an argument of ``torch.as_tensor``. A parameter gives a parameter. A
+            DTensor on this mesh with these placements is returned as it is.
+        mesh: a :class:`ProcessMesh`, or torch's ``DeviceMesh``.
+        placements: one per mesh dimension: ``Shard(dim)``, ``Replicate()`` or ``Partial()``.
+        dtype, place: the dtype and device to convert the tensor to first.
+        stop_gradient: whether the result has ``requires_grad=False``; by default as ``data``.
 
-    Raises: InvalidArgument: the placements do not fit the mesh or the tensor, or ``data`` was
-        computed with gradients. Disagreement: another rank has another mesh, shape, dtype or other
-        placements.
+    Raises:
+        InvalidArgumentError: the placements do not match the mesh or the tensor, or ``data`` is not
+            a leaf of the autograd graph.
+        DisagreementError: another rank has a different mesh, shape, dtype or different placements.
     """
     mesh = check_mesh(mesh, "mesh")
     tensor = _tensor(data, dtype, place)
     placed = check_placements(placements, mesh, tensor.dim(), "the tensor")
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh or tensor.placements != placed:
-            raise InvalidArgument(
-                f"the tensor is {list(tensor.placements)} on {mesh_text(tensor.device_mesh)} already; reshard gives it "
-                "other placements, or another mesh"
+            raise InvalidArgumentError(
+                f"the tensor already has the placements {list(tensor.placements)} on the mesh "
+                f"{mesh_text(tensor.device_mesh)}; use reshard to change its placements or mesh"
             )
         return tensor
     if not tensor.is_leaf:
-        raise InvalidArgument(
-            "the tensor was computed with gradients, and shard_tensor takes the first rank's values; it must be "
-            "detached, or become a DTensor by make_input_replicate_1d or DTensor.from_local, through which gradients come "
-            "back"
+        raise InvalidArgumentError(
+            "the tensor is not a leaf of the autograd graph, and shard_tensor copies the values of "
+            "the first rank; detach it, or use make_input_replicate_1d or DTensor.from_local, "
+            "which are differentiable"
         )
     agree(
         "shard_tensor",
@@ -88,24 +90,26 @@ def _tensor(data: Any, dtype: torch.dtype | None, place: torch.device | str | No
     try:
         return torch.as_tensor(data, dtype=dtype, device=place)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidArgument(
-            f"data is a {type(data).__name__}; it must be a tensor, or an array ({error})"
+        raise InvalidArgumentError(
+            f"data is a {type(data).__name__}; it must be a tensor or an array ({error})"
         ) from None
 
 
 def reshard(dist_tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """The same tensor with other placements, or on another mesh. Gradients come back through it.
+    """Redistributes a DTensor to other placements, or to another mesh. Differentiable.
 
-    On one mesh torch redistributes it; between meshes each rank gets its part from ranks that have
-    it, piece by piece, and nobody the whole. Every rank of both meshes calls it. Partial sums are
-    reduced on their own mesh before.
+    On the same mesh torch redistributes it. Between meshes each rank receives its local tensor in
+    parts from ranks that have them; no rank gathers the whole tensor. Every rank of both meshes
+    must call it. Partial values are reduced on their own mesh first.
 
-    Raises: InvalidArgument: ``dist_tensor`` is no DTensor, the placements do not fit, or one of
-        them is ``Partial()``, which only a computation makes.
+    Raises:
+        InvalidArgumentError: ``dist_tensor`` is not a DTensor, the placements do not match it, or
+            one of them is ``Partial()``.
     """
     if not isinstance(dist_tensor, DTensor):
-        raise InvalidArgument(
-            f"dist_tensor is a {type(dist_tensor).__name__}; it must be a DTensor: shard_tensor makes one"
+        raise InvalidArgumentError(
+            f"dist_tensor is a {type(dist_tensor).__name__}; it must be a DTensor, "
+            "which shard_tensor creates"
         )
     mesh = check_mesh(mesh, "mesh")
     placed = check_placements(placements, mesh, dist_tensor.dim(), "the tensor")
@@ -118,12 +122,12 @@ def reshard(dist_tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placeme
     complete = [
         Replicate() if isinstance(each, Partial) else each for each in dist_tensor.placements
     ]
-    return move(dist_tensor.redistribute(placements=complete), mesh, placed)
+    return redistribute(dist_tensor.redistribute(placements=complete), mesh, placed)
 
 
 def _check_not_partial(placements: tuple[Placement, ...]) -> None:
     if any(placement.is_partial() for placement in placements):
-        raise InvalidArgument(
-            f"placements are {list(placements)}; they must be Shard(dim) or Replicate(): only a computation makes "
-            "partial sums"
+        raise InvalidArgumentError(
+            f"placements is {list(placements)}; each placement must be Shard(dim) or Replicate(), "
+            "since a tensor cannot be redistributed to Partial()"
         )

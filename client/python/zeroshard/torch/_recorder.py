@@ -1,5 +1,4 @@
-"""What a model's ranks do together, seen in one call of it: which collectives, of which bytes,
-around which modules."""
+"""Records the collectives of a call of a model: which ones, how many bytes, and at which module."""
 
 from __future__ import annotations
 
@@ -25,13 +24,13 @@ _NAMES = {
     "broadcast": "broadcast",
 }
 
-#: When, and around which module ("": none).
+#: When a collective runs, and at which module ("" for none).
 Moment = tuple[str, str]
 
 
 class Recorder(TorchDispatchMode):
-    """Inside, collectives are noted by when they happen: see :class:`zeroshard._program.Module` and
-    ``Description``."""
+    """Records collectives by the moment at which they run: see :class:`zeroshard._program.Module`
+    and ``Description`` for the moments."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -41,12 +40,14 @@ class Recorder(TorchDispatchMode):
         self._hooks: list[Any] = []
 
     def now(self, when: str) -> None:
-        """What follows belongs to ``before_loss``, ``after_loss`` or ``after_backward``."""
+        """Sets the moment of the following collectives: ``before_loss``, ``after_loss`` or
+        ``after_backward``."""
         self._moment = (when, "")
 
     def __enter__(self) -> Recorder:
         for name, module in self._modules.items():
-            # Around what styles do with inputs, and with outputs: before theirs, and after them.
+            # These hooks run outside of those of parallel styles: before the styles' input hooks,
+            # and both before and after their output hooks.
             self._hooks.append(module.register_forward_pre_hook(self._enter(name), prepend=True))
             self._hooks.append(module.register_forward_hook(self._computed(name), prepend=True))
             self._hooks.append(module.register_forward_hook(self._leave(name)))
@@ -84,14 +85,14 @@ class Recorder(TorchDispatchMode):
         return leave
 
     def _in_backward(self, output: Any, moment: Moment) -> None:
-        """Once the gradients of an output are there, it is another moment."""
+        """Sets the moment when the gradient of an output is computed."""
 
         def arrived(gradient: Tensor) -> None:
             self._moment = moment
 
         for tensor in tree_leaves(output):
-            # Where nothing is done with an output, its hooks are on one tensor, and the first says
-            # it.
+            # If a module's output is returned unchanged by its parent, the hooks of both are on one
+            # tensor; only the first sets the moment.
             if (
                 isinstance(tensor, Tensor)
                 and tensor.requires_grad
@@ -102,7 +103,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it comes again as what it is made of
+            return NotImplemented  # called again with the local tensors
         packet = getattr(func, "_overloadpacket", None)
         name = _NAMES.get(getattr(packet, "__name__", "").rstrip("_"))
         if name is not None and getattr(func, "namespace", "") in _NAMESPACES:
@@ -113,7 +114,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _group(named: Any) -> ProcessGroup:
-    """Collectives have their group, or its name."""
+    """The process group of a collective, which may be given by name."""
     if isinstance(named, ProcessGroup):
         return named
     resolve: Any = vars(distributed_c10d)["_resolve_process_group"]

@@ -1,5 +1,4 @@
-"""Saving and loading: plain torch state dicts, whole, that an unwrapped model and optimizer can
-load."""
+"""Saves and loads whole models and optimizers as plain torch state dicts."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._files import directory, existing, write
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ._dtensor import parts_of_state
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
@@ -24,18 +23,21 @@ _OPTIMIZER = "optimizer.pt"
 def save_group_sharded_model(
     model: nn.Module, output: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Writes ``model.pt`` and, with an optimizer, ``optimizer.pt`` into the directory ``output``.
+    """Writes ``model.pt`` and, if an optimizer is given, ``optimizer.pt`` to the directory
+    ``output``.
 
-    Both are whole, frozen parameters and buffers included. Every rank may call it; rank 0 writes. A
-    file appears only when it is complete.
+    The files contain the whole state, including frozen parameters and buffers, and can be loaded
+    without ZeroShard. Every rank may call it; rank 0 writes. A file appears only when it is
+    complete.
     """
     wrapped = _wrapped(model)
     folder = directory(output)
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
-        raise InvalidArgument(
-            f"optimizer is a {type(optimizer).__name__}; it must be the one that group_sharded_parallel returned"
+        raise InvalidArgumentError(
+            f"optimizer is a {type(optimizer).__name__}; "
+            "it must be an optimizer returned by group_sharded_parallel"
         )
-    if wrapped._sharding().job.rank != 0:
+    if wrapped._sharding().job.group.rank != 0:
         return
     folder.mkdir(parents=True, exist_ok=True)
     _write(_whole_state(wrapped), folder / _MODEL)
@@ -46,9 +48,10 @@ def save_group_sharded_model(
 def load_group_sharded_model(
     model: nn.Module, output: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Loads what :func:`save_group_sharded_model` wrote, into wrapped or plain model and optimizer.
+    """Loads the files of :func:`save_group_sharded_model` into a sharded or plain model and
+    optimizer.
 
-    For wrapped ones every rank must call it.
+    Every rank must call it if they are sharded.
     """
     folder = directory(output)
     model.load_state_dict(parts_of_state(model, _read(folder / _MODEL)))
@@ -57,7 +60,7 @@ def load_group_sharded_model(
 
 
 def _whole_state(wrapped: GroupSharded) -> dict[str, Any]:
-    """The model's state dict; what of it is distributed comes whole from the servers."""
+    """The model's state dict. Distributed parameters are fetched whole from the servers."""
     distributed = {
         name: parameter
         for name, parameter in wrapped.module.named_parameters(remove_duplicate=False)
@@ -73,8 +76,9 @@ def _whole_state(wrapped: GroupSharded) -> dict[str, Any]:
 
 def _wrapped(model: nn.Module) -> GroupSharded:
     if not isinstance(model, GroupSharded):
-        raise InvalidArgument(
-            f"model is a {type(model).__name__}; it must be the one that group_sharded_parallel returned"
+        raise InvalidArgumentError(
+            f"model is a {type(model).__name__}; it must be a model returned by "
+            "group_sharded_parallel"
         )
     return model
 

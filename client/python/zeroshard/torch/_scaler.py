@@ -1,4 +1,4 @@
-"""Loss scaling whose checks and division happen on the servers."""
+"""Loss scaling for sharded optimizers, whose gradients are checked and unscaled by the servers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ._optimizer import ShardedOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
-    """A ``torch.amp.GradScaler`` that knows sharded optimizers: inf or NaN on any rank skips the
-    step on all.
+    """A ``torch.amp.GradScaler`` for sharded optimizers. An inf or NaN on any rank skips the step
+    on all ranks.
 
-    Made by :func:`~zeroshard.torch.group_sharded_parallel` from the scaler that is given, whose
-    state it shares.
+    :func:`~zeroshard.torch.group_sharded_parallel` makes it from the given scaler and shares its
+    state.
     """
 
     @classmethod
     def sharing(cls, scaler: torch.amp.GradScaler) -> GradScaler:
-        """A scaler with the state of ``scaler``."""
+        """Makes a scaler that shares the state of ``scaler``."""
         shared = cls.__new__(cls)
         shared.__dict__ = scaler.__dict__
         return shared
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """For a sharded optimizer only a note: the servers divide by the scale, also for
+        """For a sharded optimizer, only records the scale: the servers divide by it, also for
         ``clip_grad_norm_``."""
         if not isinstance(optimizer, ShardedOptimizer):
             super().unscale_(optimizer)
@@ -35,7 +35,7 @@ class GradScaler(torch.amp.GradScaler):
             self._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Steps, unless a gradient was inf or NaN; :meth:`update` then lowers the scale."""
+        """Steps, unless a gradient is inf or NaN; then :meth:`update` lowers the scale."""
         if not isinstance(optimizer, ShardedOptimizer) or not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)
         if "closure" in kwargs:

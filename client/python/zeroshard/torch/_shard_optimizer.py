@@ -1,5 +1,4 @@
-"""``shard_optimizer``: an optimizer whose state is on the shard servers, by the stages of
-sharding."""
+"""``shard_optimizer``: moves an optimizer to the shard servers, by sharding stage."""
 
 from __future__ import annotations
 
@@ -9,9 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._rendezvous import place
+from .._rendezvous import world_group
 from .._strategy import ShardingStage, check_request, stage_of
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 from ._mesh import check_mesh, dimension, mesh_ranks
 from ._optimizer import ShardedOptimizer
 from ._sharded import group_sharded_parallel
@@ -24,26 +23,31 @@ def shard_optimizer(
     *,
     model: nn.Module | None = None,
 ) -> ShardedOptimizer:
-    """Moves an optimizer's state to the shard servers, and by stage gradients and parameters.
+    """Moves the state of an optimizer to the shard servers, and depending on the stage gradients
+    and parameters.
 
-    Stages are names for the levels of :func:`~zeroshard.torch.group_sharded_parallel`: 1 is ``os``,
-    2 ``os_g``, 3 ``p_g_os``. The program goes on as it was, with the optimizer that comes back:
-    ``backward``, ``step``, ``zero_grad``.
+    Stages 1, 2 and 3 are the levels ``os``, ``os_g`` and ``p_g_os`` of
+    :func:`~zeroshard.torch.group_sharded_parallel`. The training loop (``backward``, ``step``,
+    ``zero_grad``) does not change, except that it uses the returned optimizer.
 
-    Args: optimizer: one that the servers can run. shard_fn: ``ShardingStage1()``,
-        ``ShardingStage2()`` or ``ShardingStage3()``; the first by default.
-        gradient_accumulation_steps: backward passes of a step. model: whose parameters the
-        optimizer steps. Stage 3 needs it; it stays the same object.
+    Args:
+        optimizer: an optimizer that the servers support.
+        shard_fn: ``ShardingStage1()`` (the default), ``ShardingStage2()`` or ``ShardingStage3()``.
+        gradient_accumulation_steps: the number of backward passes per step.
+        model: the model of the optimizer's parameters. Required for stage 3. It is modified in
+            place.
 
-    Raises: InvalidArgument: ``shard_fn`` is no stage, or stage 3 lacks the model.
+    Raises:
+        InvalidArgumentError: ``shard_fn`` is not a stage, or the model is missing for stage 3.
     """
     stage = stage_of(shard_fn, DeviceMesh)
     if stage.mesh is not None and stage.sharding_mesh_dim is not None:
         dimension(check_mesh(stage.mesh, "mesh"), stage.sharding_mesh_dim)
     check_request(stage, gradient_accumulation_steps, model)
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ShardedOptimizer):
-        raise InvalidArgument(
-            f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer that is not sharded already"
+        raise InvalidArgumentError(
+            f"optimizer is a {type(optimizer).__name__}; "
+            "it must be a torch.optim.Optimizer that is not sharded yet"
         )
     wrapped, sharded, _ = group_sharded_parallel(
         _Parameters(optimizer) if model is None else model,
@@ -64,7 +68,7 @@ def shard_optimizer(
 
 
 class _Parameters(nn.Module):
-    """An optimizer's parameters, where the model is not known."""
+    """A module of an optimizer's parameters, used if no model is given."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
@@ -74,19 +78,19 @@ class _Parameters(nn.Module):
 
 
 def mesh_group(mesh: object) -> Any | None:
-    """The process group of a mesh's ranks; None for all ranks.
+    """The process group of a mesh's ranks. None for all ranks.
 
-    Raises :class:`~zeroshard.InvalidArgument` for a mesh of several dimensions that has not all
-    ranks.
+    Raises :class:`~zeroshard.InvalidArgumentError` for a mesh of several dimensions that does not
+    contain all ranks.
     """
     if mesh is None:
         return None
-    found, everybody = check_mesh(mesh, "mesh"), list(range(place().world))
-    if sorted(mesh_ranks(found)) == everybody:
+    found, world = check_mesh(mesh, "mesh"), list(world_group().ranks)
+    if sorted(mesh_ranks(found)) == world:
         return None
     if found.ndim > 1:
-        raise InvalidArgument(
-            f"the mesh has {found.ndim} dimensions and ranks {mesh_ranks(found)}; a mesh of several dimensions must "
-            f"have all ranks, {everybody}, to train together"
+        raise InvalidArgumentError(
+            f"the mesh has {found.ndim} dimensions and the ranks {mesh_ranks(found)}; "
+            f"a mesh of several dimensions must contain all ranks, {world}"
         )
     return found.get_group()

@@ -1,4 +1,4 @@
-"""Tied parameters: one that stands in several modules stays one, whatever takes its place."""
+"""Keeps tied parameters tied when they are replaced."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgumentError
 
 
 @contextlib.contextmanager
 def keeping_ties(module: nn.Module) -> Iterator[None]:
-    """What replaces a tied parameter inside, in one of its modules, replaces it in all of them.
+    """If a tied parameter is replaced in one module inside the context, it is replaced in all of
+    them.
 
-    Raises :class:`~zeroshard.InvalidArgument` where two of them get different placements.
+    Raises :class:`~zeroshard.InvalidArgumentError` if two replacements have different placements.
     """
     places: dict[int, tuple[nn.Parameter, list[tuple[str, nn.Module, str]]]] = {}
     for prefix, child in module.named_modules():
@@ -41,14 +42,14 @@ def _tie(before: nn.Parameter, where: list[tuple[str, nn.Module, str]]) -> None:
     first, parameter = fresh[0]
     for full, other in fresh[1:]:
         if _placed(other) != _placed(parameter):
-            raise InvalidArgument(
-                f"parameters {first!r} and {full!r} are one, and get {_placed(parameter)} and {_placed(other)}; they "
-                "must get the same"
+            raise InvalidArgumentError(
+                f"parameters {first!r} and {full!r} are tied, but have different placements: "
+                f"{_placed(parameter)} and {_placed(other)}; give them the same"
             )
     for _, child, name in where:
         child.register_parameter(name, parameter)
 
 
 def _placed(parameter: nn.Parameter) -> object:
-    """How a parameter is distributed."""
+    """The placements of a parameter."""
     return parameter.placements if isinstance(parameter, DTensor) else "no placement"

@@ -1,9 +1,7 @@
-"""Lion and LAMB as plain torch optimizers: what the shard servers run by these names, for one
-process alone.
+"""Lion and LAMB as torch optimizers: the servers' algorithms, in a single process.
 
-The order of operations is the servers', and each operation rounds by itself: on a CPU Lion gives
-the servers' bits, and LAMB is within rounding of them (torch's square roots are not always the
-nearest).
+Operations are rounded in the same order as on the servers. On a CPU, Lion gives the servers' bits;
+LAMB is within rounding of them, because torch's square roots are not always correctly rounded.
 """
 
 from __future__ import annotations
@@ -17,18 +15,17 @@ from torch.optim.optimizer import ParamsT
 
 
 class _Local(torch.optim.Optimizer):
-    """What both have in common: the checks of the hyperparameters, and the walk over the
-    parameters."""
+    """Validation of hyperparameters and iteration over parameters."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         for name in ("lr", "eps", "weight_decay"):
             if name in defaults and not 0 <= float(defaults[name]) < math.inf:
                 raise ValueError(
-                    f"{name} is {defaults[name]}: it must be a finite number of at least 0"
+                    f"{name} is {defaults[name]}; it must be a finite number of at least 0"
                 )
         for index, beta in enumerate(defaults["betas"]):
             if not 0 <= float(beta) < 1:
-                raise ValueError(f"betas[{index}] is {beta}: it must be at least 0 and less than 1")
+                raise ValueError(f"betas[{index}] is {beta}; it must be at least 0 and less than 1")
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -61,7 +58,9 @@ class _Local(torch.optim.Optimizer):
         self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
     ) -> None:
         if gradient.is_sparse or gradient.is_complex():
-            raise RuntimeError(f"{type(self).__name__} takes neither sparse nor complex gradients")
+            raise RuntimeError(
+                f"{type(self).__name__} supports neither sparse nor complex gradients"
+            )
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -85,12 +84,16 @@ class _Local(torch.optim.Optimizer):
 class Lion(_Local):
     """Lion: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), algorithm 2.
 
-    Args: params: parameters or groups of them. lr: learning rate. betas: weight of the momentum in
-        the update's sign, and decay of the momentum. weight_decay: decoupled weight decay:
-        parameters shrink by ``lr * weight_decay`` of themselves. maximize: climb instead of
-        descend.
+    Args:
+        params: parameters, or parameter groups.
+        lr: learning rate.
+        betas: weight of the momentum in the update's sign, and decay of the momentum.
+        weight_decay: decoupled weight decay: parameters shrink by ``lr * weight_decay`` of
+            themselves.
+        maximize: maximize instead of minimize.
 
-    Raises: ValueError: a hyperparameter is out of its range.
+    Raises:
+        ValueError: a hyperparameter is out of range.
     """
 
     _averages = ("exp_avg",)
@@ -126,14 +129,19 @@ class LAMB(_Local):
     """LAMB: You et al., "Large Batch Optimization for Deep Learning" (2020), algorithm 2; phi is
     the identity.
 
-    The trust ratio is the tensor's ``||w|| / ||update||``, or 1 where either is 0. Norms are sums
-    in float64.
+    The trust ratio is ``||w|| / ||update||`` of the tensor, or 1 if either norm is 0. Norms are
+    computed in float64.
 
-    Args: params: parameters or groups of them. lr: learning rate. betas: decay of the first and of
-        the second moment. eps: added to the denominator. weight_decay: a part of the update whose
-        norm makes the trust ratio. maximize: climb instead of descend.
+    Args:
+        params: parameters, or parameter groups.
+        lr: learning rate.
+        betas: decay of the first and of the second moment.
+        eps: added to the denominator.
+        weight_decay: weight decay, part of the update whose norm is used in the trust ratio.
+        maximize: maximize instead of minimize.
 
-    Raises: ValueError: a hyperparameter is out of its range.
+    Raises:
+        ValueError: a hyperparameter is out of range.
     """
 
     _averages = ("exp_avg", "exp_avg_sq")
@@ -166,8 +174,7 @@ class LAMB(_Local):
     ) -> None:
         beta1, beta2 = map(float, group["betas"])
         step, exp_avg, exp_avg_sq = int(state["step"]), state["exp_avg"], state["exp_avg_sq"]
-        # torch.lerp's two formulas: the second one is exact where the average is to become the
-        # gradient.
+        # As torch.lerp, whose second formula is exact at weight 1.
         weight = 1 - beta1
         if weight < 0.5:
             exp_avg.add_((gradient - exp_avg).mul_(weight))

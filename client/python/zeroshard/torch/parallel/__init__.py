@@ -1,11 +1,11 @@
-"""Tensor parallel styles: those of ``torch.distributed.tensor.parallel``, and the first ones, which
-torch has dropped.
+"""Tensor parallel styles: those of ``torch.distributed.tensor.parallel``, and the earlier styles
+that torch has removed.
 
-from zeroshard.torch import ProcessMesh from zeroshard.torch.parallel import PairwiseParallel,
-parallelize_module
+    from zeroshard.torch import ProcessMesh
+    from zeroshard.torch.parallel import PairwiseParallel, parallelize_module
 
-mesh = ProcessMesh([0, 1], ["tp"]) model = parallelize_module(model, mesh, {"mlp":
-PairwiseParallel()})
+    mesh = ProcessMesh([0, 1], ["tp"])
+    model = parallelize_module(model, mesh, {"mlp": PairwiseParallel()})
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The functions that the first tensor parallel styles were made of, which torch itself has dropped.
+"""The input and output functions of the earlier tensor parallel styles, which torch has removed.
 
-``make_input_*`` turn a module's input into a DTensor, ``make_output_*`` its output into what comes
-after it. A plain tensor given to ``make_input_shard_*`` **is** this rank's shard already: the
-global size is the local one times the mesh's, so the shards must be of one size, and no data moves.
-A DTensor is redistributed.
+``make_input_*`` turn the input of a module into a DTensor, ``make_output_*`` turn its output into
+the next module's input. A plain tensor passed to ``make_input_shard_*`` is this rank's shard: no
+data is moved, and the global size is the local size times the mesh's size, so all shards must have
+the same size. A DTensor is redistributed.
 
-Meshes have one dimension. All raise :class:`~zeroshard.NotATensor` (a RuntimeError) for what is no
-tensor, and :class:`~zeroshard.InvalidArgument` for a mesh of more dimensions or a dimension that is
-not there.
+Meshes must have one dimension. All functions raise :class:`~zeroshard.NotATensorError` (a
+RuntimeError) if the value is not a tensor, and :class:`~zeroshard.InvalidArgumentError` if the mesh
+has several dimensions or the tensor does not have the dimension.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from ...errors import InvalidArgument, NotATensor
+from ...errors import InvalidArgumentError, NotATensorError
 from .._mesh import check_1d, check_placement, mesh_text
 
-#: A module's input or output: hooks of modules see a tuple of one.
+#: A module's input or output. Module hooks receive a single input as a tuple.
 Value = Tensor | Sequence[Tensor]
 
 
 def make_input_shard_1d(
     input: Value, device_mesh: DeviceMesh | None = None, dim: int = 0
 ) -> DTensor:
-    """A DTensor that is sharded on ``dim``. ``device_mesh`` is a DTensor's own by default."""
+    """A DTensor that is sharded on ``dim``. ``device_mesh`` defaults to a DTensor's own mesh."""
     return _input(input, device_mesh, Shard(dim))
 
 
@@ -43,14 +43,14 @@ def make_input_reshard_replicate(input: Value, device_mesh: DeviceMesh | None = 
 
 
 def make_input_replicate_1d(input: Value, device_mesh: DeviceMesh | None = None) -> DTensor:
-    """A replicated DTensor. A plain tensor is the same on every rank already."""
+    """A replicated DTensor. A plain tensor must be equal on every rank."""
     return _input(input, device_mesh, Replicate())
 
 
 def make_output_shard_1d(
     output: Value, device_mesh: DeviceMesh | None = None, dim: int = 0
 ) -> DTensor:
-    """The DTensor ``output``, sharded on ``dim``. ``device_mesh`` is its own by default."""
+    """The DTensor ``output``, sharded on ``dim``. ``device_mesh`` defaults to its own mesh."""
     return _output(output, device_mesh, Shard(dim))
 
 
@@ -60,13 +60,13 @@ def make_output_replicate_1d(output: Value, device_mesh: DeviceMesh | None = Non
 
 
 def make_output_tensor(output: Value, device_mesh: DeviceMesh | None = None) -> Tensor:
-    """The whole of the DTensor ``output`` as a plain tensor, on every rank."""
+    """The whole DTensor ``output`` as a plain tensor, on every rank."""
     return local(make_output_replicate_1d(output, device_mesh))
 
 
 def make_sharded_output_tensor(output: Value, device_mesh: DeviceMesh | None = None) -> Tensor:
-    """This rank's shard of the DTensor ``output``, as it is, as a plain tensor. ``device_mesh`` is
-    not needed."""
+    """This rank's shard of the DTensor ``output``, with its current placement, as a plain
+    tensor."""
     return local(_distributed(output, device_mesh))
 
 
@@ -74,47 +74,49 @@ def make_output_reshard_tensor(output: Value, device_mesh: DeviceMesh | None = N
     """This rank's shard of dimension 0 of the DTensor ``output``, as a plain tensor: a
     reduce-scatter of partial sums.
 
-    The shards must be of one size, since what comes next cannot know theirs.
+    The shards must have the same size, because a plain tensor does not carry the global size.
     """
     return local(even(make_output_shard_1d(output, device_mesh), "output"))
 
 
 def local(value: DTensor) -> Tensor:
-    """This rank's part."""
+    """The local tensor."""
     return value.to_local()
 
 
 def even(value: DTensor, what: str) -> DTensor:
-    """The same, if all of its shards are of one size."""
+    """Returns the DTensor, or raises an error if its shards have different sizes."""
     mesh, (placement,) = value.device_mesh, value.placements
     if isinstance(placement, Shard) and value.shape[placement.dim] % mesh.size():
-        raise InvalidArgument(
-            f"dimension {placement.dim} of {what} has {value.shape[placement.dim]} elements, and its shards become "
-            f"plain tensors; it must divide by the {mesh.size()} ranks of the mesh, or remain a DTensor "
-            "(use_local_output=False, make_output_shard_1d)"
+        raise InvalidArgumentError(
+            f"dimension {placement.dim} of {what} has {value.shape[placement.dim]} elements; "
+            f"it must be divisible by the {mesh.size()} ranks of the mesh, because its shards "
+            "become plain tensors; otherwise keep a DTensor (use_local_output=False, "
+            "make_output_shard_1d)"
         )
     return value
 
 
 def redistributed(value: DTensor, placement: Placement) -> DTensor:
-    """The same on its mesh of one dimension with another placement."""
+    """The DTensor with another placement on its one-dimensional mesh."""
     if value.placements == (placement,):
         return value
     return value.redistribute(placements=(placement,))
 
 
 def same_mesh(value: DTensor, mesh: DeviceMesh, what: str) -> None:
-    """Raises an error unless a DTensor is on a mesh."""
+    """Raises an error unless the DTensor is on the mesh."""
     if value.device_mesh != mesh:
-        raise InvalidArgument(
-            f"{what} is on the mesh {mesh_text(value.device_mesh)}; it must be on {mesh_text(mesh)}: reshard moves it"
+        raise InvalidArgumentError(
+            f"{what} is on the mesh {mesh_text(value.device_mesh)}; it must be on "
+            f"{mesh_text(mesh)}; use reshard to move it"
         )
 
 
 def _input(value: Value, mesh: DeviceMesh | None, placement: Placement) -> DTensor:
     tensor = _single(value)
     if not isinstance(tensor, Tensor):
-        raise NotATensor(
+        raise NotATensorError(
             f"the input is a {type(tensor).__name__}; it must be a torch.Tensor or a DTensor"
         )
     if mesh is None and isinstance(tensor, DTensor):
@@ -135,8 +137,9 @@ def _output(value: Value, mesh: DeviceMesh | None, placement: Placement) -> DTen
 def _distributed(value: Value, mesh: DeviceMesh | None) -> DTensor:
     output = _single(value)
     if not isinstance(output, DTensor):
-        raise NotATensor(
-            f"the output is a {type(output).__name__}; it must be a DTensor, as parallel modules make them"
+        raise NotATensorError(
+            f"the output is a {type(output).__name__}; it must be a DTensor, which parallel "
+            "modules return"
         )
     mesh = check_1d(output.device_mesh if mesh is None else mesh, "device_mesh")
     same_mesh(output, mesh, "the output")
@@ -144,7 +147,7 @@ def _distributed(value: Value, mesh: DeviceMesh | None) -> DTensor:
 
 
 def _single(value: Value) -> object:
-    """A hook's tuple of one is what is in it."""
+    """The element of a hook's tuple of one."""
     if isinstance(value, (tuple, list)) and len(value) == 1:
         return value[0]
     return value

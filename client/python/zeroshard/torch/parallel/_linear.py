@@ -1,5 +1,5 @@
-"""``ColwiseParallel`` and ``RowwiseParallel``: a Linear or an Embedding, cut along its columns or
-its rows."""
+"""``ColwiseParallel`` and ``RowwiseParallel``: shard a Linear or an Embedding by columns or by
+rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ..._rendezvous import place
-from ...errors import InvalidArgument
-from .._mesh import local_box
+from ..._rendezvous import world_group
+from ...errors import InvalidArgumentError
+from .._mesh import layout_on
 from ._functions import even, local, redistributed
 from ._style import (
     ParallelStyle,
@@ -29,9 +29,9 @@ from ._style import (
 
 
 class _LinearStyle(ParallelStyle):
-    """What the two have in common: layouts, or functions as the first styles had them."""
+    """The common base class: layouts of input and output, or functions as in the earlier styles."""
 
-    _knows = "nn.Linear and nn.Embedding"
+    _supported = "nn.Linear and nn.Embedding"
 
     def __init__(
         self,
@@ -45,36 +45,37 @@ class _LinearStyle(ParallelStyle):
         super().__init__(_prepare_input, _prepare_output)
         for name, layout in (("input_layouts", input_layouts), ("output_layouts", output_layouts)):
             if layout is not None and not isinstance(layout, Placement):
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"{name} is {layout!r}; it must be Shard(dim), Replicate() or Partial()"
                 )
         if _prepare_input is not None and input_layouts is not None:
-            raise InvalidArgument(
-                "_prepare_input and input_layouts are given; it must be one of them"
+            raise InvalidArgumentError(
+                "_prepare_input and input_layouts are both given; pass one of them"
             )
         if _prepare_output is not None and (
             output_layouts is not None or use_local_output is not None
         ):
-            raise InvalidArgument(
-                "_prepare_output is given with output_layouts or use_local_output; it must be one or the other"
+            raise InvalidArgumentError(
+                "_prepare_output is given together with output_layouts or use_local_output; "
+                "pass one or the other"
             )
-        self.input_layouts = (input_layouts or self._usual[0],)
-        self.output_layouts = (output_layouts or self._usual[1],)
+        self.input_layouts = (input_layouts or self._defaults[0],)
+        self.output_layouts = (output_layouts or self._defaults[1],)
         self.use_local_output = use_local_output is not False
 
-    #: Layouts of input and output unless others are given.
-    _usual: tuple[Placement, Placement]
+    #: The default layouts of input and output.
+    _defaults: tuple[Placement, Placement]
 
     def _placements(self, module: nn.Module) -> dict[str, Placement]:
-        """Of the module's parameters."""
+        """The placements of the module's parameters."""
         raise NotImplementedError
 
     def _desired(self, module: nn.Module) -> Placement:
-        """The placement of the input with which the module computes."""
+        """The placement of the input that the module needs."""
         raise NotImplementedError
 
-    def _made(self, module: nn.Module) -> Placement:
-        """The placement of what the module computes."""
+    def _computed(self, module: nn.Module) -> Placement:
+        """The placement of the module's output, before the output layout is applied."""
         raise NotImplementedError
 
     def _check(self, module: nn.Module, name: str) -> None:
@@ -83,15 +84,15 @@ class _LinearStyle(ParallelStyle):
         check_fresh(module, name)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Cuts the parameters, and has inputs and outputs prepared."""
+        """Shards the parameters, and registers hooks for inputs and outputs."""
         self._check(module, "")
         partition(module, device_mesh, self._placements(module), self.src_data_rank)
         before = self._prepare_input or partial(self._lay_input, module)
         after = self._prepare_output or partial(self._lay_output, module)
         hook(module, device_mesh, partial(self._checked_input, module, before), after)
         (declared,), (wanted,) = self.input_layouts, self.output_layouts
-        desired, made = self._desired(module), self._made(module)
-        # A column-wise module's input gradient is a sum over the ranks.
+        desired, computed = self._desired(module), self._computed(module)
+        # The input gradient of a column-wise Linear is a partial sum.
         gradient: Placement = (
             Partial() if desired.is_replicate() and isinstance(module, nn.Linear) else desired
         )
@@ -99,9 +100,9 @@ class _LinearStyle(ParallelStyle):
             module,
             device_mesh,
             before_forward=transition(declared, desired),
-            after_forward=transition(made, wanted),
-            before_backward=transition(wanted, made)
-            if not made.is_partial()
+            after_forward=transition(computed, wanted),
+            before_backward=transition(wanted, computed)
+            if not computed.is_partial()
             else transition(wanted, Replicate()),
             after_backward=transition(gradient, declared),
         )
@@ -122,16 +123,17 @@ class _LinearStyle(ParallelStyle):
     def _checked_input(
         self, module: nn.Module, prepare: Prepare, value: object, mesh: DeviceMesh
     ) -> object:
-        """What ``prepare`` makes, if the module can compute with it."""
+        """Calls ``prepare``, and raises an error if the module cannot use the result."""
         prepared = prepare(value, mesh)
         if (
             isinstance(module, nn.Linear)
             and isinstance(prepared, DTensor)
             and prepared.shape[-1] != module.in_features
         ):
-            raise InvalidArgument(
-                f"the input of a Linear has {prepared.shape[-1]} features on {mesh.size()} ranks together; it must "
-                f"have {module.in_features}: a plain tensor that is a shard must be of the same size on every rank"
+            raise InvalidArgumentError(
+                f"the input of a Linear has {prepared.shape[-1]} features on all {mesh.size()} "
+                f"ranks together; it must have {module.in_features}; plain shards must have the "
+                "same size on every rank"
             )
         return prepared
 
@@ -142,37 +144,39 @@ class _LinearStyle(ParallelStyle):
         value = redistributed(value, wanted)
         if not self.use_local_output:
             return value
-        # Whoever takes a shard of the features knows how many there are; of other dimensions nobody
-        # does.
+        # The next module knows the number of features, but not the size of any other dimension.
         last = isinstance(wanted, Shard) and wanted.dim == value.dim() - 1
         return local(value if last else even(value, f"the output of a {type(module).__name__}"))
 
     def __repr__(self) -> str:
         before, after = self._prepare_input, self._prepare_output
-        said = (
+        arguments = (
             f"_prepare_input={text(before)}" if before else f"input_layouts={self.input_layouts[0]}"
         )
         if after:
-            said += f", _prepare_output={text(after)}"
+            arguments += f", _prepare_output={text(after)}"
         else:
-            said += f", output_layouts={self.output_layouts[0]}, use_local_output={self.use_local_output}"
-        return f"{type(self).__name__}({said})"
+            arguments += f", output_layouts={self.output_layouts[0]}"
+            arguments += f", use_local_output={self.use_local_output}"
+        return f"{type(self).__name__}({arguments})"
 
 
 class ColwiseParallel(_LinearStyle):
-    """Cuts a Linear along its outputs, an Embedding along its features.
+    """Shards a Linear by its outputs, or an Embedding by its features.
 
-    Linear: weight and bias ``Shard(0)``; Embedding: weight ``Shard(1)``. Without arguments the
-    input is the same on every rank, and the output each rank's part of the last dimension, as a
-    plain tensor.
+    Linear: weight and bias ``Shard(0)``; Embedding: weight ``Shard(1)``. By default the input is
+    equal on every rank, and the output is each rank's part of the last dimension, as a plain
+    tensor.
 
-    Args: _prepare_input, _prepare_output: functions of a tensor and the mesh, as the first styles
-        had them; they stand in the place of the layouts. input_layouts: what a plain input is;
-        ``Replicate()`` by default. output_layouts: what the output shall be; ``Shard(-1)`` by
-        default. use_local_output: whether the output becomes a plain tensor, by default True.
+    Args:
+        _prepare_input, _prepare_output: functions of a tensor and the mesh, as in the earlier
+            styles, instead of layouts.
+        input_layouts: the layout of a plain input, ``Replicate()`` by default.
+        output_layouts: the layout of the output, ``Shard(-1)`` by default.
+        use_local_output: whether the output is a plain tensor, True by default.
     """
 
-    _usual = (Replicate(), Shard(-1))
+    _defaults = (Replicate(), Shard(-1))
 
     def _placements(self, module: nn.Module) -> dict[str, Placement]:
         if isinstance(module, nn.Embedding):
@@ -182,27 +186,28 @@ class ColwiseParallel(_LinearStyle):
     def _desired(self, module: nn.Module) -> Placement:
         return Replicate()
 
-    def _made(self, module: nn.Module) -> Placement:
+    def _computed(self, module: nn.Module) -> Placement:
         return Shard(-1)
 
 
 class RowwiseParallel(_LinearStyle):
-    """Cuts a Linear along its inputs, an Embedding along its rows; what the ranks compute is
-    summed.
+    """Shards a Linear by its inputs, or an Embedding by its rows, and sums the ranks' results.
 
     Linear: weight ``Shard(1)``, bias ``Replicate()`` and added once; Embedding: weight
-    ``Shard(0)``. Without arguments the input is each rank's part of the last dimension, and the
-    output whole on every rank, as a plain tensor. A Linear's features need not divide by the ranks:
-    its plain input has as many as ``torch.chunk`` would give.
+    ``Shard(0)``. By default the input is each rank's part of the last dimension, and the output is
+    whole on every rank, as a plain tensor. The features of a Linear need not be divisible by the
+    number of ranks: a plain input has the size that ``torch.chunk`` gives.
 
-    Args: _prepare_input, _prepare_output: functions of a tensor and the mesh, as the first styles
-        had them; they stand in the place of the layouts. input_layouts: what a plain input is;
-        ``Shard(-1)`` by default. (``Replicate()`` for an Embedding's indices.) output_layouts: what
-        the output shall be; ``Replicate()`` by default. use_local_output: whether the output
-        becomes a plain tensor, by default True.
+    Args:
+        _prepare_input, _prepare_output: functions of a tensor and the mesh, as in the earlier
+            styles, instead of layouts.
+        input_layouts: the layout of a plain input, ``Shard(-1)`` by default. Use ``Replicate()``
+            for the indices of an Embedding.
+        output_layouts: the layout of the output, ``Replicate()`` by default.
+        use_local_output: whether the output is a plain tensor, True by default.
     """
 
-    _usual = (Shard(-1), Replicate())
+    _defaults = (Shard(-1), Replicate())
 
     def _placements(self, module: nn.Module) -> dict[str, Placement]:
         if isinstance(module, nn.Embedding):
@@ -212,18 +217,18 @@ class RowwiseParallel(_LinearStyle):
     def _desired(self, module: nn.Module) -> Placement:
         return Replicate() if isinstance(module, nn.Embedding) else Shard(-1)
 
-    def _made(self, module: nn.Module) -> Placement:
+    def _computed(self, module: nn.Module) -> Placement:
         return Partial()
 
 
 def _features_of(value: Tensor, mesh: DeviceMesh, features: int, what: str) -> DTensor:
-    """A plain shard of the last dimension, of which it is known how many elements it has in all."""
-    box = local_box((features,), mesh, [Shard(0)], place().rank)
-    wanted = 0 if box is None else box[1][0]
+    """A DTensor of a plain shard of the last dimension, whose global size is known."""
+    box = layout_on(mesh, [Shard(0)]).local_box([features], world_group().rank)
+    wanted = 0 if box is None else box.numel
     if value.shape[-1] != wanted:
-        raise InvalidArgument(
-            f"{what} has {value.shape[-1]} features on this rank; it must have {wanted}: part {mesh.get_local_rank()} "
-            f"of {features} on {mesh.size()} ranks"
+        raise InvalidArgumentError(
+            f"{what} has {value.shape[-1]} features on this rank; it must have {wanted}, which is "
+            f"part {mesh.get_local_rank()} of {features} features on {mesh.size()} ranks"
         )
     value = value.contiguous()
     shape = torch.Size((*value.shape[:-1], features))

@@ -1,4 +1,4 @@
-"""``loss_parallel``: cross-entropy of logits that are sharded on the classes."""
+"""``loss_parallel``: cross-entropy of logits that are sharded by class."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch.distributed.tensor.parallel import loss_parallel as torch_loss_parall
 
 @contextlib.contextmanager
 def loss_parallel() -> Iterator[None]:
-    """``F.cross_entropy`` and its backward inside take logits, a DTensor, that are sharded on the
-    class dimension.
+    """Inside, ``F.cross_entropy`` and its backward accept logits (a DTensor) that are sharded on
+    the class dimension.
 
-    The classes are not gathered: each rank computes with its own, and three small all-reduces join
-    them. Targets are class indices, a plain tensor that is the same on every rank or a replicated
-    DTensor. It ends with the block, also where an error ends the block.
+    The classes are not gathered: three small all-reduces combine the results of the ranks. Targets
+    are class indices, as a plain tensor that is equal on every rank or as a replicated DTensor.
+    Unlike torch's, the context also ends if the block raises an error.
     """
     inner = torch_loss_parallel()
     inner.__enter__()
     try:
         yield
     finally:
-        # As if nothing had happened: torch's own goes on after an error.
+        # Without an exception: torch's context does not end after one.
         inner.__exit__(None, None, None)

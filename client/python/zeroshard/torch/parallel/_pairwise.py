@@ -1,5 +1,5 @@
-"""``PairwiseParallel`` and ``SequenceParallel``: pairs of Linears, the first cut by columns, the
-second by rows."""
+"""``PairwiseParallel`` and ``SequenceParallel``: pairs of Linears, the first sharded by columns,
+the second by rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ...errors import InvalidArgument
+from ...errors import InvalidArgumentError
 from ._functions import (
     even,
     local,
@@ -31,19 +31,21 @@ from ._style import (
 
 
 class PairwiseParallel(ParallelStyle):
-    """Cuts a module's Linears in pairs, as Megatron-LM does (https://arxiv.org/abs/1909.08053).
+    """Shards the Linears of a module in pairs, as Megatron-LM does
+    (https://arxiv.org/abs/1909.08053).
 
-    Of the Linears that are the module's children, in order, the first, third, ... are cut by
-    columns, the second, fourth, ... by rows; one that is left over stays as it is. The first one's
-    input and the last row-wise one's output are prepared; what is between them runs on DTensors.
-    Where a module has fewer than two, its children are looked at.
+    Of the Linears among the module's children, the first, third, ... are sharded by columns, and
+    the second, fourth, ... by rows. An odd last one stays as it is. The input of the first and the
+    output of the last row-wise Linear are prepared; the modules in between run on DTensors. If a
+    module has fewer than two Linears, its children are searched.
 
-    Args: _prepare_input: :func:`make_input_replicate_1d` by default: the input is the same on every
-        rank. _prepare_output: :func:`make_output_tensor` by default: the output is whole on every
-        rank.
+    Args:
+        _prepare_input: :func:`make_input_replicate_1d` by default: the input is equal on every
+            rank.
+        _prepare_output: :func:`make_output_tensor` by default: the output is whole on every rank.
     """
 
-    _knows = "modules that have two nn.Linear or more side by side, or in which there are such"
+    _supported = "modules that contain a module with two or more nn.Linear children"
 
     def __init__(
         self, _prepare_input: Prepare | None = None, _prepare_output: Prepare | None = None
@@ -61,7 +63,7 @@ class PairwiseParallel(ParallelStyle):
                 check_fresh(linear, inner)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Cuts the pairs, and has the input and output of each chain of them prepared."""
+        """Shards the pairs, and registers hooks for the input and output of each chain."""
         self._check(module, "")
         for chain in linear_chains(module, ""):
             for number, (_, linear) in enumerate(chain):
@@ -101,25 +103,28 @@ class PairwiseParallel(ParallelStyle):
             )
 
     def _resharded(self, at_the_end: bool) -> bool:
-        """Whether input and output at the ends of a chain are shards."""
+        """Whether the input and output of a chain are shards."""
         return False
 
 
 class SequenceParallel(PairwiseParallel):
     """Activations that are sharded on the sequence dimension (https://arxiv.org/abs/2205.05198).
 
-    Applied to a module with pairs of Linears it is a :class:`PairwiseParallel` whose plain input is
-    this rank's shard, which is gathered, and whose output is this rank's shard, reduced and
-    scattered; the dimension is 0 unless given, the output a plain tensor unless
+    For a module with pairs of Linears it is a :class:`PairwiseParallel` whose plain input is this
+    rank's shard, which is gathered, and whose output is reduced and scattered to this rank's shard.
+    The dimension is 0 by default, and the output is a plain tensor unless
     ``use_local_output=False``.
 
-    Applied to a module without Linears (LayerNorm, RMSNorm, Dropout, one's own) it replicates the
-    parameters, and runs on the shards: input and output are sharded on dimension 1 unless given,
-    the output is a DTensor unless ``use_local_output=True``. A plain input is this rank's shard, of
-    the same size on every rank.
+    For a module without Linears (LayerNorm, RMSNorm, Dropout, or a custom one) it replicates the
+    parameters and computes on the shards. Input and output are sharded on dimension 1 by default,
+    and the output is a DTensor unless ``use_local_output=True``. A plain input is this rank's shard
+    and must have the same size on every rank.
     """
 
-    _knows = f"modules without nn.Linear, such as nn.LayerNorm, nn.RMSNorm and nn.Dropout, and {PairwiseParallel._knows}"
+    _supported = (
+        "modules without nn.Linear, such as nn.LayerNorm, nn.RMSNorm and nn.Dropout, and "
+        f"{PairwiseParallel._supported}"
+    )
 
     def __init__(
         self, *, sequence_dim: int | None = None, use_local_output: bool | None = None
@@ -127,8 +132,8 @@ class SequenceParallel(PairwiseParallel):
         if sequence_dim is not None and (
             not isinstance(sequence_dim, int) or isinstance(sequence_dim, bool)
         ):
-            raise InvalidArgument(
-                f"sequence_dim is {sequence_dim!r}; it must be the number of a dimension"
+            raise InvalidArgumentError(
+                f"sequence_dim is {sequence_dim!r}; it must be the index of a dimension"
             )
         self.sequence_dim = sequence_dim
         self.use_local_output = use_local_output
@@ -141,7 +146,7 @@ class SequenceParallel(PairwiseParallel):
             check_fresh(module, name)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """As pairs where there are Linears, else on shards."""
+        """In pairs if the module has Linears, otherwise on shards."""
         if has_linear(module):
             return super()._apply(module, device_mesh)
         self._check(module, "")
@@ -173,17 +178,20 @@ class SequenceParallel(PairwiseParallel):
         return local(even(value, "the output")) if self.use_local_output else value
 
     def __repr__(self) -> str:
-        return f"SequenceParallel(sequence_dim={self.sequence_dim}, use_local_output={self.use_local_output})"
+        return (
+            f"SequenceParallel(sequence_dim={self.sequence_dim}, "
+            f"use_local_output={self.use_local_output})"
+        )
 
 
 def has_linear(module: nn.Module) -> bool:
-    """Whether the module is, or contains, a Linear."""
+    """Whether the module is a Linear or contains one."""
     return any(isinstance(inner, nn.Linear) for inner in module.modules())
 
 
 def linear_chains(module: nn.Module, name: str) -> list[list[tuple[str, nn.Linear]]]:
-    """The Linears that become pairs, by name: an even number of them in each module that has two or
-    more."""
+    """The Linears that are sharded in pairs, by name: an even number of them in each module that
+    has two or more."""
     children = [(f"{name}.{own}" if name else own, child) for own, child in module.named_children()]
     linears = [(own, child) for own, child in children if isinstance(child, nn.Linear)]
     if len(linears) >= 2:

@@ -1,4 +1,4 @@
-"""``parallelize_module``: a plan of styles, applied to a module."""
+"""``parallelize_module``: applies parallel styles to a module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 
 from ..._agreement import agree
-from ...errors import AlreadyParallel, InvalidArgument
+from ...errors import AlreadyParallelError, InvalidArgumentError
 from .._mesh import check_1d, check_mesh, mesh_ranks, mesh_text, sub_mesh
 from .._ties import keeping_ties
 from ._prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
@@ -32,28 +32,34 @@ def parallelize_module(
 ) -> nn.Module:
     """Applies tensor parallelism to a module, in place.
 
-    Args: module: what is parallelised. device_mesh: a mesh of one dimension; of more if
-        ``tp_mesh_dim`` says which. parallelize_plan: one style, or a dict of them by module name.
-        Names are matched part by part, as file names are (``"layers.*.fc1"``); ``""`` is the module
-        itself. tp_mesh_dim: the dimension of the mesh that is used, by number or name.
-        src_data_rank: the rank of the mesh whose parameters count; None: every rank's parameters
-        are right as they are.
+    Args:
+        module: the module.
+        device_mesh: a mesh of one dimension, or of several if ``tp_mesh_dim`` is given.
+        parallelize_plan: one style, or a dict of styles by module name. The parts of a name are
+            patterns as for file names (``"layers.*.fc1"``); ``""`` is the module itself.
+        tp_mesh_dim: the dimension of the mesh to use, by index or name.
+        src_data_rank: the rank of the mesh whose parameters are used; None: each rank's parameters
+            are already equal.
 
-    Returns: The module.
+    Returns:
+        The module.
 
-    Raises: InvalidArgument: the mesh has several dimensions, or the plan has a name that matches
-        nothing. UnsupportedModule: a style cannot be applied to a module of that type (a
-        NotImplementedError). AlreadyParallel: a module has been parallelised before, or stands in
-        the plan twice (a RuntimeError). Disagreement: another rank has another mesh, plan or
-        module.
+    Raises:
+        InvalidArgumentError: the mesh has several dimensions, or a name in the plan matches no
+            module.
+        UnsupportedModuleError: a style does not support the type of a module (a
+            NotImplementedError).
+        AlreadyParallelError: a module is already parallelised, or the plan has two styles for it (a
+            RuntimeError).
+        DisagreementError: another rank has a different mesh, plan or module.
 
-    In all of these cases nothing has been changed.
+    After any of these errors the module is unchanged.
     """
     mesh = check_mesh(device_mesh, "device_mesh")
     mesh = check_1d(mesh, "device_mesh") if tp_mesh_dim is None else sub_mesh(mesh, tp_mesh_dim)
     steps = _resolve(module, parallelize_plan)
     _check(steps)
-    agree("parallelize_module", _said(module, mesh, steps), mesh_ranks(mesh))
+    agree("parallelize_module", _arguments(module, mesh, steps), mesh_ranks(mesh))
     with keeping_ties(module):
         for _, target, style in steps:
             style.src_data_rank = src_data_rank
@@ -61,31 +67,35 @@ def parallelize_module(
     return module
 
 
-#: What a plan comes to: names, modules and their styles, in order.
+#: The names, modules and styles of a plan, in order.
 _Steps = list[tuple[str, nn.Module, TorchStyle]]
 
 
 def _resolve(module: nn.Module, plan: object) -> _Steps:
     if not isinstance(module, nn.Module):
-        raise InvalidArgument(f"module is a {type(module).__name__}; it must be a torch.nn.Module")
+        raise InvalidArgumentError(
+            f"module is a {type(module).__name__}; it must be a torch.nn.Module"
+        )
     if isinstance(plan, TorchStyle):
         return [("", module, plan)]
     if not isinstance(plan, Mapping):
-        raise InvalidArgument(
-            f"parallelize_plan is a {type(plan).__name__}; it must be a ParallelStyle, or a dict of them by module name"
+        raise InvalidArgumentError(
+            f"parallelize_plan is a {type(plan).__name__}; "
+            "it must be a ParallelStyle, or a dict of them by module name"
         )
     steps: _Steps = []
     for key, style in plan.items():
         if not isinstance(key, str) or not isinstance(style, TorchStyle):
-            raise InvalidArgument(
-                f"parallelize_plan has {key!r}: {style!r}; it must have a ParallelStyle for the name of a module"
+            raise InvalidArgumentError(
+                f"parallelize_plan contains {key!r}: {style!r}; "
+                "it must map names of modules to ParallelStyles"
             )
         steps += [(name, target, style) for name, target in _matches(module, key)]
     return steps
 
 
 def _matches(module: nn.Module, key: str) -> list[tuple[str, nn.Module]]:
-    """The modules that a key of a plan names; at least one."""
+    """The modules that match a key of a plan, at least one."""
     found = [("", module)]
     for token in key.split(".") if key else ():
         children = [
@@ -96,8 +106,9 @@ def _matches(module: nn.Module, key: str) -> list[tuple[str, nn.Module]]:
         matching = [(name, child) for name, own, child in children if fnmatchcase(own, token)]
         if not matching:
             there = ", ".join(repr(name) for name, _, _ in children) or "none"
-            raise InvalidArgument(
-                f"parallelize_plan has {key!r}, and no module matches {token!r}; there are {there}"
+            raise InvalidArgumentError(
+                f"no module matches {token!r} in the key {key!r} of parallelize_plan; "
+                f"the modules are {there}"
             )
         found = matching
     return found
@@ -111,13 +122,13 @@ def _check(steps: _Steps) -> None:
         if isinstance(style, _PREPARES):
             continue
         if id(target) in seen:
-            raise AlreadyParallel(
-                f"parallelize_plan has two styles for module {name!r}; it must have one"
+            raise AlreadyParallelError(
+                f"parallelize_plan has two styles for module {name!r}; give it one"
             )
         seen[id(target)] = name
 
 
-def _said(module: nn.Module, mesh: DeviceMesh, steps: _Steps) -> dict[str, str]:
+def _arguments(module: nn.Module, mesh: DeviceMesh, steps: _Steps) -> dict[str, str]:
     plan = ", ".join(f"{name!r}: {style!r}" for name, _, style in steps)
     parameters = ", ".join(
         f"{name} {list(p.shape)} {p.dtype}" for name, p in module.named_parameters()

@@ -1,5 +1,5 @@
-"""``PrepareModuleInput``, ``PrepareModuleOutput`` and both: layouts of what goes into and comes out
-of a module."""
+"""``PrepareModuleInput``, ``PrepareModuleOutput`` and both in one: layouts of a module's inputs and
+outputs."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from ...errors import InvalidArgument
+from ...errors import InvalidArgumentError
 from ._functions import local
 from ._style import ParallelStyle, laid_out, note_collectives, transition
 
-#: One layout, or one for each tensor; None leaves a value as it is.
+#: One layout, or one for each tensor. None: the value is passed on unchanged.
 Layouts = Placement | tuple[Placement | None, ...]
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Turns a module's inputs into DTensors.
+    """Turns the inputs of a module into DTensors.
 
     Args:
-        input_layouts: what plain inputs are; one for each positional input.
-        desired_input_layouts: what they shall be; as many.
-        input_kwarg_layouts, desired_input_kwarg_layouts: the same for inputs by keyword.
-        use_local_output: whether the module gets plain tensors, by default False.
+        input_layouts: the layouts of plain inputs, one for each positional input.
+        desired_input_layouts: the layouts that the module needs, as many.
+        input_kwarg_layouts, desired_input_kwarg_layouts: the same for keyword inputs.
+        use_local_output: whether the module receives plain tensors, False by default.
     """
 
     def __init__(
@@ -45,16 +45,17 @@ class PrepareModuleInput(ParallelStyle):
         self.use_local_output = use_local_output
         _check_lengths(self.input_layouts, self.desired_input_layouts, "input_layouts")
         if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
-            raise InvalidArgument(
-                f"input_kwarg_layouts has {sorted(self.input_kwarg_layouts)} and desired_input_kwarg_layouts "
-                f"{sorted(self.desired_input_kwarg_layouts)}; they must have the same keys"
+            raise InvalidArgumentError(
+                f"input_kwarg_layouts has the keys {sorted(self.input_kwarg_layouts)} and "
+                "desired_input_kwarg_layouts the keys "
+                f"{sorted(self.desired_input_kwarg_layouts)}; they must be the same"
             )
 
     def _check(self, module: nn.Module, name: str) -> None:
-        """It can be applied to any module, parallel or not."""
+        """Supports every module, parallelised or not."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Has the inputs prepared."""
+        """Registers a hook for the inputs."""
 
         def prepare(
             _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
@@ -74,9 +75,10 @@ class PrepareModuleInput(ParallelStyle):
         if self.input_layouts is None or self.desired_input_layouts is None:
             return inputs
         if len(inputs) != len(self.input_layouts):
-            raise InvalidArgument(
-                f"the module is given {len(inputs)} inputs, and input_layouts has {len(self.input_layouts)}; it must "
-                "have one for each, None for what stays as it is"
+            raise InvalidArgumentError(
+                f"the module was called with {len(inputs)} inputs, and input_layouts has "
+                f"{len(self.input_layouts)} elements; it must have one per input, None for inputs "
+                "that are passed on unchanged"
             )
         layouts = zip(inputs, self.input_layouts, self.desired_input_layouts, strict=True)
         return tuple(
@@ -101,18 +103,20 @@ class PrepareModuleInput(ParallelStyle):
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(input_layouts={self.input_layouts}, "
-            f"desired_input_layouts={self.desired_input_layouts}, input_kwarg_layouts={self.input_kwarg_layouts}, "
-            f"desired_input_kwarg_layouts={self.desired_input_kwarg_layouts}, use_local_output={self.use_local_output})"
+            f"desired_input_layouts={self.desired_input_layouts}, "
+            f"input_kwarg_layouts={self.input_kwarg_layouts}, "
+            f"desired_input_kwarg_layouts={self.desired_input_kwarg_layouts}, "
+            f"use_local_output={self.use_local_output})"
         )
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Turns a module's outputs into DTensors with other layouts.
+    """Redistributes the outputs of a module.
 
     Args:
-        output_layouts: what plain outputs are; one for each output.
-        desired_output_layouts: what they shall be; as many.
-        use_local_output: whether they become plain tensors then, by default True.
+        output_layouts: the layouts of plain outputs, one for each output.
+        desired_output_layouts: the layouts of the result, as many.
+        use_local_output: whether the result is plain tensors, True by default.
     """
 
     def __init__(
@@ -131,10 +135,10 @@ class PrepareModuleOutput(ParallelStyle):
         _check_lengths(self.output_layouts, self.desired_output_layouts, "output_layouts")
 
     def _check(self, module: nn.Module, name: str) -> None:
-        """It can be applied to any module, parallel or not."""
+        """Supports every module, parallelised or not."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Has the outputs prepared."""
+        """Registers a hook for the outputs."""
         module.register_forward_hook(
             lambda _, inputs, outputs: self._prepared(outputs, device_mesh)
         )
@@ -146,9 +150,10 @@ class PrepareModuleOutput(ParallelStyle):
         several = isinstance(outputs, (tuple, list))
         values = tuple(outputs) if several else (outputs,)
         if len(values) != len(self.output_layouts):
-            raise InvalidArgument(
-                f"the module has {len(values)} outputs, and output_layouts has {len(self.output_layouts)}; it must "
-                "have one for each, None for what stays as it is"
+            raise InvalidArgumentError(
+                f"the module has returned {len(values)} outputs, and output_layouts has "
+                f"{len(self.output_layouts)} elements; it must have one per output, None for "
+                "outputs that are passed on unchanged"
             )
         layouts = zip(values, self.output_layouts, self.desired_output_layouts, strict=True)
         prepared = tuple(
@@ -160,14 +165,15 @@ class PrepareModuleOutput(ParallelStyle):
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(output_layouts={self.output_layouts}, "
-            f"desired_output_layouts={self.desired_output_layouts}, use_local_output={self.use_local_output})"
+            f"desired_output_layouts={self.desired_output_layouts}, "
+            f"use_local_output={self.use_local_output})"
         )
 
 
 class PrepareModuleInputOutput(ParallelStyle):
     """:class:`PrepareModuleInput` and :class:`PrepareModuleOutput` in one, with their arguments.
 
-    ``use_local_input`` is the former's ``use_local_output``.
+    ``use_local_input`` is the ``use_local_output`` of the former.
     """
 
     def __init__(
@@ -197,10 +203,10 @@ class PrepareModuleInputOutput(ParallelStyle):
         )
 
     def _check(self, module: nn.Module, name: str) -> None:
-        """It can be applied to any module, parallel or not."""
+        """Supports every module, parallelised or not."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Has inputs and outputs prepared."""
+        """Registers hooks for inputs and outputs."""
         self.prepare_module_input._apply(module, device_mesh)
         return self.prepare_module_output._apply(module, device_mesh)
 
@@ -217,7 +223,7 @@ def _layouts(layouts: Layouts | None, name: str) -> tuple[Placement | None, ...]
         isinstance(each, Placement | None) for each in layouts
     )
     if not right:
-        raise InvalidArgument(
+        raise InvalidArgumentError(
             f"{name} is {layouts!r}; it must be a placement, or a tuple of placements and None"
         )
     return tuple(layouts)
@@ -230,8 +236,9 @@ def _check_lengths(
 ) -> None:
     lengths = [None if layouts is None else len(layouts) for layouts in (declared, desired)]
     if lengths[0] != lengths[1]:
-        raise InvalidArgument(
-            f"{name} and desired_{name} have {lengths[0]} and {lengths[1]}; they must have as many"
+        raise InvalidArgumentError(
+            f"{name} has {lengths[0] or 0} elements and desired_{name} {lengths[1] or 0}; "
+            "they must have the same number"
         )
 
 

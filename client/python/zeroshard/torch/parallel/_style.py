@@ -1,4 +1,4 @@
-"""What a parallel style is, and how one is applied to a module."""
+"""The base class of parallel styles, and what the styles share."""
 
 from __future__ import annotations
 
@@ -11,26 +11,31 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 
 from ..._program import Collective
-from ...errors import AlreadyParallel, InvalidArgument, NotATensor, UnsupportedModule
+from ...errors import (
+    AlreadyParallelError,
+    InvalidArgumentError,
+    NotATensorError,
+    UnsupportedModuleError,
+)
 from .._mesh import check_placement, mesh_ranks
 from ._functions import redistributed, same_mesh
 
-#: Turns one tensor, given the mesh.
+#: Converts an input or output, given the mesh.
 Prepare = Callable[[Any, DeviceMesh], Any]
 
 
 class ParallelStyle(TorchStyle):
-    """How a module is parallelised: what happens to its input, its parameters and its output.
+    """How a module is parallelised: its input, its parameters and its output.
 
-    A style of one's own either gives ``_prepare_input(input, mesh)`` and ``_prepare_output(output,
-    mesh)``, and has the parameters replicated, or overrides ``_apply(module, mesh)``. None leaves
-    an input or output as it is. The first positional input is prepared; others are passed on.
+    A custom style either passes ``_prepare_input(input, mesh)`` and ``_prepare_output(output,
+    mesh)``, in which case the parameters are replicated, or overrides ``_apply(module, mesh)``.
+    None leaves the input or output unchanged. Only the first positional input is prepared.
     """
 
     _prepare_input: Prepare | None = None
     _prepare_output: Prepare | None = None
-    #: The types of module that it can be applied to, in words.
-    _knows: ClassVar[str] = "any module"
+    #: A description of the supported modules, for errors.
+    _supported: ClassVar[str] = "any module"
 
     def __init__(
         self, _prepare_input: Prepare | None = None, _prepare_output: Prepare | None = None
@@ -40,18 +45,18 @@ class ParallelStyle(TorchStyle):
             ("_prepare_output", _prepare_output),
         ):
             if prepare is not None and not callable(prepare):
-                raise InvalidArgument(
+                raise InvalidArgumentError(
                     f"{name} is {prepare!r}; it must be a function of a tensor and a mesh, or None"
                 )
         self._prepare_input = _prepare_input
         self._prepare_output = _prepare_output
 
     def _check(self, module: nn.Module, name: str) -> None:
-        """Raises an error if it cannot be applied to the module. Changes nothing."""
+        """Raises an error if the style does not support the module. Changes nothing."""
         check_fresh(module, name)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Applies it to a module, in place."""
+        """Applies the style to a module, in place."""
         self._check(module, "")
         partition(module, device_mesh, {}, self.src_data_rank)
         hook(module, device_mesh, self._prepare_input, self._prepare_output)
@@ -59,23 +64,25 @@ class ParallelStyle(TorchStyle):
 
     def __repr__(self) -> str:
         functions = [self._prepare_input, self._prepare_output]
-        said = [
+        arguments = [
             f"{name}={text(each)}"
             for name, each in zip(("_prepare_input", "_prepare_output"), functions)
             if each
         ]
-        return f"{type(self).__name__}({', '.join(said)})"
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
 
 def text(function: Prepare) -> str:
-    """A function as every rank calls it."""
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+    """The qualified name of a function, which is compared between ranks."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return f"{getattr(function, '__module__', '')}.{name}"
 
 
-def unsupported(style: ParallelStyle, module: nn.Module, name: str) -> UnsupportedModule:
-    """The error for a module of another type."""
-    return UnsupportedModule(
-        f"module {name!r} is a {type(module).__name__}; {type(style).__name__} can be applied to {style._knows}"
+def unsupported(style: ParallelStyle, module: nn.Module, name: str) -> UnsupportedModuleError:
+    """The error for a module that the style does not support."""
+    return UnsupportedModuleError(
+        f"module {name!r} is a {type(module).__name__}; "
+        f"{type(style).__name__} supports {style._supported}"
     )
 
 
@@ -83,24 +90,24 @@ def unsupported(style: ParallelStyle, module: nn.Module, name: str) -> Unsupport
 
 
 def check_fresh(module: nn.Module, name: str) -> None:
-    """Raises an error if the module has been parallelised."""
+    """Raises an error if the module is already parallelised."""
     for inner, child in module.named_modules(prefix=name):
         if getattr(child, "_zeroshard_parallel", False) or getattr(
             child, "_distribute_module_applied", False
         ):
-            raise AlreadyParallel(
-                f"module {inner!r} has been parallelised before; it must be once: give each module one style"
+            raise AlreadyParallelError(
+                f"module {inner!r} is already parallelised; give each module one style"
             )
 
 
 def partition(
     module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement], source: int | None = 0
 ) -> None:
-    """Makes the parameters and buffers of a module, and of those in it, DTensors on a mesh of one
-    dimension.
+    """Replaces the parameters and buffers of a module and its children with DTensors on a
+    one-dimensional mesh.
 
-    ``placements`` by name; the others are replicated. The values are those of the mesh's rank
-    ``source``.
+    ``placements`` are by name; other parameters are replicated. The values are those of the mesh's
+    rank ``source``.
     """
     for prefix, child in module.named_modules():
         for name, parameter in list(child.named_parameters(recurse=False)):
@@ -126,8 +133,7 @@ def distributed_parameter(
     placements: tuple[Placement, ...],
     source: int | None = 0,
 ) -> nn.Parameter:
-    """The parameter on a mesh; a parameter that is in several modules becomes one, on the same
-    mesh."""
+    """The parameter, distributed over a mesh."""
     made = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=source)
     fresh = nn.Parameter(made, requires_grad=parameter.requires_grad)
     if getattr(parameter, "need_clip", True) is False:
@@ -144,7 +150,7 @@ def hook(
     prepare_input: Prepare | None,
     prepare_output: Prepare | None,
 ) -> None:
-    """Has the first input and the output of a module prepared."""
+    """Registers hooks for the first input and the output of a module."""
     if prepare_input is not None:
         before = prepare_input
         module.register_forward_pre_hook(
@@ -158,9 +164,10 @@ def hook(
 def laid_out(
     value: object, mesh: DeviceMesh, declared: Placement, desired: Placement, what: str
 ) -> DTensor:
-    """A tensor as a DTensor with the desired placement; a plain one is taken as ``declared``."""
+    """A DTensor with the desired placement. A plain tensor is a local tensor with the ``declared``
+    one."""
     if not isinstance(value, Tensor):
-        raise NotATensor(
+        raise NotATensorError(
             f"{what} is a {type(value).__name__}; it must be a torch.Tensor or a DTensor"
         )
     desired = check_placement(desired, value.dim(), what)
@@ -171,11 +178,11 @@ def laid_out(
     return redistributed(DTensor.from_local(value, mesh, (declared,), run_check=False), desired)
 
 
-# ---- what programs tell
+# ---- collectives, for programs
 
 
 def transition(declared: Placement, desired: Placement) -> str | None:
-    """The collective that turns one placement into another; None where no data moves."""
+    """The collective that changes one placement to another. None if no data is moved."""
     if declared == desired or declared.is_replicate():
         return None
     if declared.is_partial():
@@ -184,8 +191,8 @@ def transition(declared: Placement, desired: Placement) -> str | None:
 
 
 def note_collectives(module: nn.Module, mesh: DeviceMesh, **when: str | None) -> None:
-    """Remembers what a module's ranks do together ``before_forward``, ``after_forward`` and so on,
-    for programs."""
+    """Records the collectives of a module ``before_forward``, ``after_forward`` and so on, for
+    programs."""
     group = tuple(mesh_ranks(mesh))
     noted: dict[str, list[Collective]] = module.__dict__.setdefault("_zeroshard_collectives", {})
     for moment, name in when.items():

@@ -1,4 +1,4 @@
-"""Which optimizer is which, and state between torch's format and the servers'."""
+"""Names of optimizers, and conversion of their state between torch and the servers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from zeroshard import InvalidArgument, UnsupportedOptimizer
-from zeroshard.torch import LAMB, Lion, kinds
+from zeroshard import InvalidArgumentError, UnsupportedOptimizerError, _native
+from zeroshard.torch import LAMB, Lion, _conversion
 
 O = torch.optim
 #: An optimizer, its name, and the state tensors that the servers keep.
@@ -44,29 +44,29 @@ def parameter() -> nn.Parameter:
 
 
 @pytest.mark.parametrize("cls, options, name, state", KNOWN, ids=ids)
-def test_names_and_state_are_the_servers(
+def test_names_and_state_tensors_match_the_servers(
     cls: Any, options: dict[str, Any], name: str, state: tuple[str, ...]
 ) -> None:
     optimizer = cls([parameter()], lr=0.1, **options)
-    assert kinds.kind(optimizer) == name
-    found = kinds.hyperparameters(name, optimizer.param_groups[0])
+    assert _conversion.optimizer_name(optimizer) == name
+    found = _conversion.hyperparameters(name, optimizer.param_groups[0])
     assert found["lr"] == 0.1 and all(type(value) is float for value in found.values())
-    assert kinds.state_names(name, found) == state
+    assert tuple(_native.Optimizer(name, found).state) == state
 
 
 @pytest.mark.parametrize("cls, options, name, names", KNOWN, ids=ids)
-def test_state_goes_to_the_servers_and_comes_back(
+def test_state_survives_conversion_to_the_servers_and_back(
     cls: Any, options: dict[str, Any], name: str, names: tuple[str, ...]
 ) -> None:
     optimizer = cls([parameter()], **options)
     for _ in range(3):
         optimizer.step()
-    hyperparameters = kinds.hyperparameters(name, optimizer.param_groups[0])
+    hyperparameters = _conversion.hyperparameters(name, optimizer.param_groups[0])
     torch_state = optimizer.state_dict()["state"].get(0, {})
-    applied, tensors = kinds.from_torch(name, hyperparameters, torch_state, (2, 3))
+    applied, tensors = _conversion.from_torch(name, hyperparameters, torch_state, (2, 3))
     assert tuple(tensors) == names
     assert applied == (3 if name != "sgd" else len(names))
-    back = kinds.to_torch(name, applied, tensors)
+    back = _conversion.to_torch(name, applied, tensors)
     assert back.keys() == torch_state.keys()
     for key, value in back.items():
         assert value.equal(torch_state[key]) and value.dtype == torch_state[key].dtype
@@ -80,87 +80,93 @@ def test_state_goes_to_the_servers_and_comes_back(
 def test_a_parameter_that_was_never_updated_has_no_state(
     cls: Any, options: dict[str, Any], name: str, names: tuple[str, ...]
 ) -> None:
-    hyperparameters = kinds.hyperparameters(name, cls([parameter()], **options).param_groups[0])
-    assert kinds.from_torch(name, hyperparameters, {}, (2, 3)) == (0, {})
-    assert kinds.to_torch(name, 0, {n: torch.zeros(2, 3) for n in names}) == {}
+    hyperparameters = _conversion.hyperparameters(
+        name, cls([parameter()], **options).param_groups[0]
+    )
+    assert _conversion.from_torch(name, hyperparameters, {}, (2, 3)) == (0, {})
+    assert _conversion.to_torch(name, 0, {n: torch.zeros(2, 3) for n in names}) == {}
 
 
-def test_momentum_that_is_still_none_counts_as_no_step() -> None:
+def test_momentum_of_none_counts_as_no_step() -> None:
     hyperparameters = {"momentum": 0.9}
-    assert kinds.from_torch("sgd", hyperparameters, {"momentum_buffer": None}, (2,)) == (0, {})
+    assert _conversion.from_torch("sgd", hyperparameters, {"momentum_buffer": None}, (2,)) == (
+        0,
+        {},
+    )
 
 
 def test_hyperparameters_are_read_as_numbers() -> None:
     optimizer = O.AdamW(
         [parameter()], lr=torch.tensor(0.5), betas=(0.8, 0.9), maximize=True, foreach=False
     )
-    assert kinds.hyperparameters("adamw", optimizer.param_groups[0]) == {
-        "lr": 0.5, "beta1": 0.8, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.01, "amsgrad": 0.0, "maximize": 1.0,
+    assert _conversion.hyperparameters("adamw", optimizer.param_groups[0]) == {
+        "lr": 0.5, "beta1": 0.8, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.01,
+        "amsgrad": 0.0, "maximize": 1.0,
     }  # fmt: skip
     optimizer.param_groups[0]["eps"] = "small"
-    with pytest.raises(InvalidArgument, match="eps"):
-        kinds.hyperparameters("adamw", optimizer.param_groups[0])
+    with pytest.raises(InvalidArgumentError, match="eps"):
+        _conversion.hyperparameters("adamw", optimizer.param_groups[0])
     del optimizer.param_groups[0]["eps"]
-    with pytest.raises(InvalidArgument, match="lacks 'eps'"):
-        kinds.hyperparameters("adamw", optimizer.param_groups[0])
+    with pytest.raises(InvalidArgumentError, match="'eps' is missing"):
+        _conversion.hyperparameters("adamw", optimizer.param_groups[0])
 
 
 def test_a_differentiable_step_is_refused() -> None:
     optimizer = O.SGD([parameter()], differentiable=True)
-    with pytest.raises(UnsupportedOptimizer, match="differentiable"):
-        kinds.hyperparameters("sgd", optimizer.param_groups[0])
+    with pytest.raises(UnsupportedOptimizerError, match="differentiable"):
+        _conversion.hyperparameters("sgd", optimizer.param_groups[0])
 
 
 @pytest.mark.parametrize("cls", [O.NAdam, O.RAdam, O.Adamax, O.LBFGS])
-def test_what_the_servers_have_not_is_refused_and_what_they_have_is_listed(cls: Any) -> None:
-    with pytest.raises(UnsupportedOptimizer, match=cls.__name__) as error:
-        kinds.kind(cls([parameter()]))
+def test_an_unsupported_optimizer_is_refused_and_supported_ones_are_listed(cls: Any) -> None:
+    with pytest.raises(UnsupportedOptimizerError, match=cls.__name__) as error:
+        _conversion.optimizer_name(cls([parameter()]))
     for known in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "RMSprop"):
         assert f"torch.optim.{known}" in str(error.value)
     assert "zeroshard.torch.Lion" in str(error.value) and "zeroshard.torch.LAMB" in str(error.value)
 
 
 class Renamed(torch.optim.SGD):
-    """The same by another name."""
+    """A subclass without changes."""
 
 
 class Own(torch.optim.SGD):
-    """Steps in its own way."""
+    """A subclass with its own step."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
 
 
-def test_a_subclass_counts_unless_it_has_a_step_of_its_own() -> None:
-    assert kinds.kind(Renamed([parameter()])) == "sgd"
+def test_a_subclass_is_supported_unless_it_overrides_step() -> None:
+    assert _conversion.optimizer_name(Renamed([parameter()])) == "sgd"
     optimizer = Renamed([parameter()])
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps step
-    assert kinds.kind(optimizer) == "sgd"
-    with pytest.raises(UnsupportedOptimizer, match="a step of its own"):
-        kinds.kind(Own([parameter()]))
+    assert _conversion.optimizer_name(optimizer) == "sgd"
+    with pytest.raises(UnsupportedOptimizerError, match="overrides the step"):
+        _conversion.optimizer_name(Own([parameter()]))
 
 
-def test_groups_of_an_adam_must_agree_on_their_weight_decay() -> None:
+def test_decoupled_weight_decay_must_be_equal_in_all_groups() -> None:
     optimizer = O.Adam(
         [{"params": [parameter()]}, {"params": [parameter()], "decoupled_weight_decay": True}]
     )
-    with pytest.raises(UnsupportedOptimizer, match="decoupled_weight_decay"):
-        kinds.kind(optimizer)
+    with pytest.raises(UnsupportedOptimizerError, match="decoupled_weight_decay"):
+        _conversion.optimizer_name(optimizer)
 
 
-def test_state_that_does_not_fit_is_refused() -> None:
+def test_state_with_missing_tensors_or_wrong_shapes_is_refused() -> None:
     hyperparameters = {"amsgrad": 0.0}
     step, tensor = torch.tensor(2.0), torch.zeros(2, 3)
-    with pytest.raises(InvalidArgument, match="lacks 'exp_avg_sq'"):
-        kinds.from_torch("adam", hyperparameters, {"step": step, "exp_avg": tensor}, (2, 3))
-    with pytest.raises(InvalidArgument, match=r"\(2, 3\).*\(6,\)"):
+    with pytest.raises(InvalidArgumentError, match="'exp_avg_sq' is missing"):
+        _conversion.from_torch("adam", hyperparameters, {"step": step, "exp_avg": tensor}, (2, 3))
+    with pytest.raises(InvalidArgumentError, match=r"\(2, 3\).*\(6,\)"):
         state = {"step": step, "exp_avg": tensor, "exp_avg_sq": tensor}
-        kinds.from_torch("adam", hyperparameters, state, (6,))
+        _conversion.from_torch("adam", hyperparameters, state, (6,))
 
 
-def test_state_in_half_precision_arrives_as_f32() -> None:
+def test_state_in_half_precision_is_converted_to_f32() -> None:
     state = {"step": 2, "exp_avg": torch.ones(3, 2, dtype=torch.bfloat16).t()}
-    applied, tensors = kinds.from_torch("lion", {}, state, (2, 3))
+    applied, tensors = _conversion.from_torch("lion", {}, state, (2, 3))
     assert (
         applied == 2
         and tensors["exp_avg"].dtype == torch.float32

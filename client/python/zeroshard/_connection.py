@@ -1,0 +1,124 @@
+"""The connection of a process to its cluster, and the jobs that the process has joined."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ._native import Cluster, Job, Transfer
+from ._rendezvous import ProcessGroup, Rendezvous
+from ._status import JobStatus, ServerStatus, Status
+from .errors import Error
+
+#: Seconds for which rank 0 keeps its embedded cluster when no rank has a job, but not all ranks
+#: have left.
+_GRACE = 5.0
+
+
+class Connection:
+    """A connection to a cluster that all ranks of a run share."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        world: ProcessGroup,
+        run: str,
+        rendezvous: Rendezvous | None,
+        timeout: float,
+    ) -> None:
+        """``run`` is the prefix of the names of the run's jobs. ``rendezvous`` is None for a single
+        process; rank 0 may host the cluster that the other ranks use."""
+        self.cluster = cluster
+        self.world = world
+        self._run = run
+        self._rendezvous = rendezvous
+        self._timeout = timeout
+        self._names: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self._jobs: list[Job] = []
+        #: Transfers that leave a job.
+        self._leaving: list[Transfer] = []
+        self._process = os.getpid()
+
+    def job_name(self, purpose: str, ranks: tuple[int, ...]) -> str:
+        """A name for the next job of these ranks. All ranks get the same name."""
+        number = self._names[purpose, ranks]
+        self._names[purpose, ranks] += 1
+        members = "all" if ranks == self.world.ranks else "-".join(map(str, ranks))
+        return f"{self._run}/{purpose}-{number}/{members}"
+
+    def exchange(self, key: str, value: str, ranks: Sequence[int]) -> list[str]:
+        """Returns the value that each of ``ranks`` has passed for ``key``, in their order."""
+        return [value] if self._rendezvous is None else self._rendezvous.exchange(key, value, ranks)
+
+    def join(self, name: str, rank: int, bucket_numel: int) -> Job:
+        """Joins a job. :meth:`leave` leaves it; otherwise :meth:`close` does."""
+        job = self.cluster.join(name, rank, bucket_numel=bucket_numel)
+        self._jobs.append(job)
+        return job
+
+    def leave(self, job: Job, *, wait: bool = True) -> None:
+        """Leaves a job, once. The last rank that leaves deletes it; otherwise :meth:`close`
+        does."""
+        if job in self._jobs:
+            self._jobs.remove(job)
+            leaving = job.retire()
+            if wait:
+                leaving.wait()
+            else:
+                self._leaving = [*(other for other in self._leaving if not other.done()), leaving]
+
+    def status(self) -> Status:
+        """Servers and jobs of the cluster."""
+        found: dict[str, Any] = json.loads(self.cluster.status())
+        servers = [ServerStatus(**server) for server in found["servers"]]
+        return Status(self.cluster.address, servers, [JobStatus(**job) for job in found["jobs"]])
+
+    def close(self) -> None:
+        """Leaves all jobs and disconnects. An embedded cluster stops when all ranks have left."""
+        if self._process != os.getpid():
+            return  # a forked child: the connection belongs to its parent
+        try:
+            for job in list(self._jobs):
+                self.leave(job, wait=False)
+            for leaving in self._leaving:
+                try:
+                    leaving.wait()
+                except Error:
+                    pass  # the cluster or the job is gone
+            if self._rendezvous is not None:
+                self._wait_for_others(self._rendezvous)
+            if self.world.rank == 0:
+                self._delete_jobs()
+        finally:
+            self.cluster.close()
+
+    def _delete_jobs(self) -> None:
+        """Deletes the jobs of this run that no rank uses."""
+        try:
+            for job in self.status().jobs:
+                if job.name.startswith(f"{self._run}/") and not job.joined:
+                    self.cluster.delete_job(job.name)
+        except Error:
+            pass  # the cluster is gone, and the jobs with it
+
+    def _wait_for_others(self, rendezvous: Rendezvous) -> None:
+        """Reports that this rank has left. Rank 0, which may host the cluster, waits until the
+        other ranks have left as well or have no job for :data:`_GRACE` seconds."""
+        key = f"{self._run}/left"
+        try:
+            left = rendezvous.count(key, 1)
+            until = time.monotonic() + self._timeout
+            idle_since = None
+            while self.world.rank == 0 and left < self.world.size and time.monotonic() < until:
+                time.sleep(0.02)
+                left = rendezvous.count(key, 0)
+                idle = not any(job.joined for job in self.status().jobs)
+                idle_since = (idle_since or time.monotonic()) if idle else None
+                if idle_since is not None and time.monotonic() - idle_since > _GRACE:
+                    break
+        except Exception:
+            pass  # the process that served the store has ended: nobody waits any more

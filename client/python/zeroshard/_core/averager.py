@@ -1,0 +1,192 @@
+"""A job whose servers average gradients: its version ``v + 1`` is the mean gradient of step
+``v``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic
+
+from .. import _native
+from .._connection import Connection
+from ..errors import StepAbortedError, StepMismatchError, UnusedParameterError
+from .._rendezvous import ProcessGroup
+from .framework import Framework, T
+
+#: The parameter group of a job whose servers average gradients.
+AVERAGE: tuple[str, dict[str, float]] = ("average", {})
+
+#: A name and a tensor.
+Named = tuple[str, T]
+
+
+class Averager(Generic[T]):
+    """Averages the gradients of a list of parameters, once per step.
+
+    In each step, every rank calls :meth:`send` until every parameter was sent once, then
+    :meth:`finish`. The caller keeps the parameters and passes the same list to every call.
+
+    Args:
+        connection: the connection to the cluster.
+        framework: the framework of the parameters.
+        purpose: a part of the job's name.
+        group: the ranks to average over.
+        parameters: names and parameters, in the same order on every rank. None of them is empty.
+        constants: other tensors to broadcast from rank 0, of any dtype.
+        broadcast: whether all ranks receive the parameters and constants of rank 0.
+
+    Raises:
+        InvalidArgumentError: a parameter is neither float32 nor bfloat16 nor float16.
+        JobExistsError: the parameters of the ranks differ in names, shapes or dtypes.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        framework: Framework[T],
+        purpose: str,
+        group: ProcessGroup,
+        parameters: Sequence[Named[T]],
+        constants: Sequence[Named[T]] = (),
+        broadcast: bool = False,
+    ) -> None:
+        self.connection = connection
+        self._framework = framework
+        self._names = [name for name, _ in parameters]
+        self._group = group
+        self._step = 0
+        #: The gradients that were sent. The mean replaces their values.
+        self._gradients: dict[int, T] = {}
+        self._absent: list[int] = []
+        #: Whether the servers may have a part of a step that this rank has abandoned.
+        self._interrupted = False
+
+        specs = [
+            _native.TensorSpec(
+                name, framework.shape(tensor), framework.dtype_of(f"parameter {name!r}", tensor)
+            )
+            for name, tensor in parameters
+        ]
+        specs += [
+            _native.TensorSpec(name, [framework.words(tensor)], buffer=True)
+            for name, tensor in constants
+        ]
+        name = connection.job_name(purpose, group.ranks)
+        connection.cluster.create_job(name, specs, [AVERAGE], group.size)
+        self._job = connection.join(
+            name, group.rank, sum(framework.numel(tensor) for _, tensor in parameters)
+        )
+        self._start(
+            [tensor for _, tensor in parameters], [tensor for _, tensor in constants], broadcast
+        )
+
+    def _start(self, parameters: list[T], constants: list[T], broadcast: bool) -> None:
+        """Uploads version 0, which is rank 0's parameters, and broadcasts it if asked to."""
+        framework = self._framework
+        label = "broadcasting parameters" if broadcast else None
+        if self._group.rank == 0:
+            arrays = [framework.outgoing(parameter) for parameter in parameters]
+            arrays += [framework.outgoing_words(constant) for constant in constants]
+            self._job.initialise(list(enumerate(arrays)), label=label)
+            self._job.initialised()
+        elif broadcast:
+            targets = [framework.incoming(parameter) for parameter in parameters]
+            targets += [framework.incoming_words(constant) for constant in constants]
+            # A pull with a part is exact, whatever the dtype on the wire.
+            self._job.fetch(
+                0, [(i, target.array) for i, target in enumerate(targets)], part="", label=label
+            )
+            for target in targets:
+                target.finish()
+        else:
+            smallest = min(
+                range(len(parameters)), key=lambda tensor: framework.numel(parameters[tensor])
+            )
+            scratch = framework.host(framework.shape(parameters[smallest]))
+            self._job.fetch(0, [(smallest, framework.array(scratch))], part="")
+
+    def send(self, parameters: Sequence[T], indices: Sequence[int]) -> None:
+        """Starts to send the gradients of these parameters. Does not wait for the transfer.
+
+        :meth:`finish` reports the parameters that have no gradient.
+        """
+        pushed = []
+        for index in indices:
+            gradient = self._framework.gradient(parameters[index])
+            if gradient is None:
+                self._absent.append(index)
+                continue
+            # The mean is written to the gradient, so each element must have its own memory.
+            own = self._framework.own_elements(gradient)
+            if own is not gradient:
+                self._framework.set_gradient(parameters[index], own)
+            self._gradients[index] = own
+            pushed.append((index, self._framework.outgoing(own)))
+        if pushed:
+            self._job.push(self._step, pushed)
+
+    def finish(self, parameters: Sequence[T], unused: bool) -> None:
+        """Waits for the mean gradients and writes them to the parameters' gradients.
+
+        A parameter with a gradient on other ranks only receives the mean, to which this rank
+        contributes zeros. A parameter without a gradient on any rank keeps none.
+
+        Args:
+            parameters: the parameters, all of which were sent.
+            unused: whether a parameter may have no gradient on some of the ranks.
+
+        Raises:
+            UnusedParameterError: a parameter has no gradient on some of the ranks, and ``unused``
+                is False.
+        """
+        if self._absent:
+            self._job.absent(self._step, self._absent)
+        for index in self._absent:
+            self._gradients[index] = self._framework.zeros_like(parameters[index])
+        targets = {
+            index: self._framework.incoming(gradient) for index, gradient in self._gradients.items()
+        }
+        arrays = [(index, target.array) for index, target in targets.items()]
+        report = self._job.commit(self._step, [AVERAGE], targets=arrays)
+        for target in targets.values():
+            target.finish()
+        self._step = report.version
+        gradients, self._gradients, self._absent = self._gradients, {}, []
+        for index, rank, everywhere in report.absent:
+            if everywhere:
+                del gradients[index]
+            elif not unused:
+                raise UnusedParameterError(
+                    f"parameter {self._names[index]!r} has a gradient on other ranks, but none on "
+                    f"rank {self._group.ranks[rank]}; pass find_unused_parameters=True if ranks "
+                    "may leave parameters unused"
+                )
+        for index, gradient in gradients.items():
+            self._framework.set_gradient(parameters[index], gradient)
+
+    def abandon(self) -> None:
+        """Drops the current step after an error. :meth:`resume` must be called before the next
+        :meth:`send`."""
+        self._job.forget()
+        self._gradients, self._absent = {}, []
+        self._interrupted = True
+
+    def resume(self) -> None:
+        """Makes the servers drop their part of an abandoned step, if there is one. Every rank must
+        call it.
+
+        Raises:
+            DisagreementError: another rank has finished the step.
+        """
+        if not self._interrupted:
+            return
+        try:
+            self._job.discard(self._step)
+        except StepAbortedError:
+            pass  # the servers have already dropped it
+        except StepMismatchError:
+            self._step += 1  # the step was decided before it was abandoned
+        self._interrupted = False
+
+    def retire(self) -> None:
+        """Leaves the job."""
+        self.connection.leave(self._job)

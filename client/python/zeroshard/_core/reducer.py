@@ -1,0 +1,270 @@
+"""Data parallelism: the servers average the gradients of each backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic
+
+from .. import _native
+from .._rendezvous import ProcessGroup
+from .._session import connection
+from ..errors import InvalidArgumentError, UnusedParameterError
+from .averager import Averager, Named
+from .framework import Framework, T
+
+_MB = 1 << 20
+
+
+class Reducer(Generic[T]):
+    """Averages the gradients of a model after each backward pass, in buckets that are sent when
+    they are ready.
+
+    A backward pass is averaged if its forward pass ran while :attr:`syncing` was True. A parameter
+    that is frozen or unfrozen later is noticed at the next forward pass.
+    """
+
+    def __init__(
+        self,
+        framework: Framework[T],
+        model: Any,
+        group: ProcessGroup,
+        *,
+        comm_buffer_size: float,
+        last_comm_buffer_size: float,
+        find_unused_parameters: bool,
+    ) -> None:
+        """Broadcasts the parameters and buffers of rank 0.
+
+        ``comm_buffer_size``: MB of a bucket; ``last_comm_buffer_size``: MB of the first bucket of
+        each dtype, which is sent last.
+        """
+        for name, size in (
+            ("comm_buffer_size", comm_buffer_size),
+            ("last_comm_buffer_size", last_comm_buffer_size),
+        ):
+            if not size >= 0:
+                raise InvalidArgumentError(
+                    f"{name} is {size}; it must be a non-negative number of MB"
+                )
+        self._framework = framework
+        self._model = model
+        self._group = group
+        self._limits = int(comm_buffer_size * _MB), int(last_comm_buffer_size * _MB)
+        self.find_unused_parameters = find_unused_parameters
+        #: Whether forward passes request averaging now, and whether the last one did.
+        self.syncing = True
+        self.averaging = False
+        #: Whether a backward pass is running whose gradients may have been sent.
+        self._begun = False
+        #: Whether creating the job for the current parameters has failed.
+        self._broken = False
+        self.averager: Averager[T] | None = None
+        #: Jobs that are no longer used. They are left when every rank uses the next one.
+        self._retired: list[Averager[T]] = []
+        self._unwatch: list[Callable[[], None]] = []
+        trainable = self._trainable()
+        if not trainable:
+            raise InvalidArgumentError(
+                "no parameter of the module requires a gradient; unfreeze at least one"
+            )
+        self._arrange(trainable, broadcast=True)
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Forward passes inside do not request averaging."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    def new_buckets(self) -> _native.Buckets:
+        """The buckets of the trained parameters."""
+        sizes = [
+            (
+                self._framework.nbytes(parameter),
+                self._framework.dtype_of(f"parameter {name!r}", parameter),
+            )
+            for name, parameter in zip(self._names, self._trained, strict=True)
+        ]
+        return _native.Buckets(sizes, *self._limits)
+
+    def _trainable(self) -> list[Named[T]]:
+        named = self._framework.parameters(self._model)
+        return [
+            (name, p)
+            for name, p in named
+            if self._framework.trains(p) and self._framework.numel(p) > 0
+        ]
+
+    def _arrange(self, trainable: list[Named[T]], broadcast: bool) -> None:
+        """Creates buckets, job and hooks for the trained parameters."""
+        self._trained = [parameter for _, parameter in trainable]
+        self._names = [name for name, _ in trainable]
+        for unwatch in self._unwatch:
+            unwatch()
+        self._unwatch = []
+        if self.averager is not None:
+            self._retired.append(self.averager)
+            self.averager = None
+        if self._group.size == 1:
+            return
+        # If this fails, the next forward pass tries again.
+        self._broken = True
+        self._buckets = self.new_buckets()
+        constants = self._constants() if broadcast else ()
+        self.averager = Averager(
+            connection(),
+            self._framework,
+            "data-parallel",
+            self._group,
+            trainable,
+            constants,
+            broadcast,
+        )
+        for index, parameter in enumerate(self._trained):
+            ready = weakly(self, Reducer._ready, index)
+            self._unwatch.append(self._framework.after_gradient(parameter, ready))
+        self._broken = False
+
+    def _constants(self) -> list[Named[T]]:
+        framework = self._framework
+        tensors = [
+            named for named in framework.parameters(self._model) if not framework.trains(named[1])
+        ]
+        return [
+            named
+            for named in [*tensors, *framework.buffers(self._model)]
+            if framework.numel(named[1]) > 0
+        ]
+
+    def begin_forward(self) -> None:
+        """Called when a forward pass begins that may be followed by a backward pass."""
+        if self._begun and not self._framework.in_backward():
+            # No backward pass is running: the last one has raised an error.
+            self._begun = False
+            self._give_up()
+        trainable = self._trainable()
+        if not trainable:
+            # All parameters are frozen, perhaps temporarily: keep the job.
+            self.averaging = False
+            return
+        as_before = len(trainable) == len(self._trained) and all(
+            parameter is before for (_, parameter), before in zip(trainable, self._trained)
+        )
+        if self._broken or not as_before:
+            self._arrange(trainable, broadcast=False)
+        elif self.averager is not None:
+            self.averager.resume()
+        self.averaging = self.syncing and self.averager is not None
+
+    def begin_reduction(self, *_: object) -> None:
+        """Called during backward, before the first gradient is ready."""
+        if self.averaging and not self._begun:
+            self._begun = True
+            self._framework.after_backward(self._finish_reduction)
+
+    def _ready(self, index: int, _: T) -> None:
+        """Called when a gradient is complete."""
+        if not self.averaging or self.averager is None:
+            return
+        self.begin_reduction()
+        try:
+            ready = self._buckets.ready(index)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(
+                f"the gradient of parameter {self._names[index]!r} was computed twice in one "
+                "backward pass (is it used in several reentrant checkpoints?); run the forward and "
+                "backward under no_sync() and call fused_allreduce_gradients afterwards"
+            ) from error
+        self.averager.send(self._trained, ready)
+
+    def _finish_reduction(self) -> None:
+        """Called when the backward pass has ended."""
+        averager = self.averager
+        assert averager is not None, "begin_reduction requires a job"
+        try:
+            for index in self._buckets.rest():
+                averager.send(self._trained, self._buckets.ready(index))
+            averager.finish(self._trained, self.find_unused_parameters)
+        except UnusedParameterError:
+            raise
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            self._begun = False
+            self._buckets.reset()
+        while self._retired:
+            self._retired.pop().retire()
+
+    def _give_up(self) -> None:
+        """Abandons the reduction. The next forward pass makes the servers drop their part of it."""
+        self._buckets.reset()
+        if self.averager is not None:
+            self.averager.abandon()
+
+
+def average_now(framework: Framework[T], parameters: Iterable[T], group: ProcessGroup) -> None:
+    """Replaces the gradient of each parameter with its mean over the ranks."""
+    trainable = list(
+        {id(p): p for p in parameters if framework.trains(p) and framework.numel(p) > 0}.values()
+    )
+    if group.size == 1 or not trainable:
+        return
+    averager = _fused.get(framework, group, trainable)
+    averager.resume()
+    try:
+        averager.send(trainable, range(len(trainable)))
+        averager.finish(trainable, unused=True)
+    except BaseException:
+        averager.abandon()
+        raise
+
+
+class _Jobs:
+    """The jobs of :func:`average_now`: one for each list of parameters, as long as it is alive."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[tuple[Any, ...], Averager[Any]] = {}
+        self._alive: dict[tuple[Any, ...], list[weakref.ref[Any]]] = {}
+
+    def get(self, framework: Framework[T], group: ProcessGroup, parameters: list[T]) -> Averager[T]:
+        open_connection, key = connection(), self._key(group, parameters)
+        averager = self._jobs.get(key)
+        if averager is None or averager.connection is not open_connection:
+            named = [(str(index), parameter) for index, parameter in enumerate(parameters)]
+            self._jobs[key] = averager = Averager(
+                open_connection, framework, "fused-allreduce", group, named
+            )
+            # The id of a deleted tensor may be reused.
+            self._alive[key] = [
+                weakref.ref(parameter, lambda _: self._drop(key)) for parameter in parameters
+            ]
+        return averager
+
+    def _drop(self, key: tuple[Any, ...]) -> None:
+        self._jobs.pop(key, None)
+        self._alive.pop(key, None)
+
+    @staticmethod
+    def _key(group: ProcessGroup, parameters: list[T]) -> tuple[Any, ...]:
+        return group, *map(id, parameters)
+
+
+_fused = _Jobs()
+
+
+def weakly(owner: Any, method: Callable[..., None], *args: Any) -> Callable[..., None]:
+    """``method`` of ``owner`` as a hook that does not keep ``owner`` alive: the garbage collector
+    does not find cycles through the hooks of tensors."""
+    reference = weakref.ref(owner)
+
+    def call(*more: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            method(alive, *args, *more)
+
+    return call

@@ -1,0 +1,60 @@
+"""The status of a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """A shard server, and the bytes that it holds."""
+
+    id: int
+    address: str
+    master_bytes: int
+    state_bytes: int
+    accumulator_bytes: int
+    published_bytes: int
+    parked_bytes: int
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """A job. ``version`` is None until the initial parameters are complete. ``failure`` is empty
+    unless the job has failed."""
+
+    name: str
+    version: int | None
+    epoch: int
+    world: int
+    joined: list[int]
+    parameters: int
+    tensors: int
+    failure: str
+
+
+@dataclass(frozen=True)
+class Status:
+    """The servers and jobs of a cluster."""
+
+    address: str
+    servers: list[ServerStatus] = field(default_factory=list)
+    jobs: list[JobStatus] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"cluster {self.address}: {len(self.servers)} shard servers"]
+        for server in self.servers:
+            held = (
+                server.master_bytes
+                + server.state_bytes
+                + server.accumulator_bytes
+                + server.published_bytes
+            )
+            lines.append(f"  server {server.id} at {server.address}: {held / 1e6:,.1f} MB")
+        for job in self.jobs:
+            state = job.failure or f"version {job.version}"
+            lines.append(
+                f"  job {job.name}: {len(job.joined)}/{job.world} ranks, "
+                f"{job.parameters:,} parameters, {state}"
+            )
+        return "\n".join(lines)

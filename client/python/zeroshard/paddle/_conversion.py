@@ -1,0 +1,279 @@
+"""Conversion between Paddle's optimizers and those of the shard servers: names, hyperparameters and
+state."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import paddle
+from paddle.optimizer import optimizer as _base
+from paddle.regularizer import L2Decay
+
+from .. import _native
+from .._core.optimizer import hyperparameters
+from ..errors import InvalidArgumentError, UnsupportedOptimizerError
+
+#: The supported optimizers, and the servers' name of each. Subclasses precede their base classes.
+NAMES: dict[type, str] = {
+    paddle.optimizer.SGD: "sgd",
+    paddle.optimizer.Momentum: "sgd",
+    paddle.optimizer.AdamW: "adamw",
+    paddle.optimizer.Adam: "adam",
+    paddle.optimizer.Adagrad: "adagrad",
+    paddle.optimizer.Adadelta: "adadelta",
+    paddle.optimizer.Lamb: "lamb",
+}
+
+#: Why an optimizer is not supported although the servers have one of its name.
+_REASONS = {
+    paddle.optimizer.RMSProp: "it adds epsilon under the square root, torch's and the servers' "
+    "RMSprop outside of it",
+}
+
+#: Paddle's names of the servers' state tensors.
+_ACCUMULATORS: dict[str, dict[str, str]] = {
+    "sgd": {"momentum_buffer": "velocity"},
+    "adam": {"exp_avg": "moment1", "exp_avg_sq": "moment2", "max_exp_avg_sq": "moment2_max"},
+    "adamw": {"exp_avg": "moment1", "exp_avg_sq": "moment2", "max_exp_avg_sq": "moment2_max"},
+    "adagrad": {"sum": "moment"},
+    "adadelta": {"square_avg": "_avg_squared_grad", "acc_delta": "_avg_squared_update"},
+    "lamb": {"exp_avg": "moment1", "exp_avg_sq": "moment2"},
+}
+
+#: The number of applied steps if a power of beta has underflowed to 0. Bias correction is 1 long
+#: before.
+_MANY = 1_000_000
+
+
+def optimizer_name(optimizer: Any) -> str:
+    """The servers' name of an optimizer.
+
+    A subclass of a supported optimizer is supported if it does not override the step.
+
+    Raises:
+        UnsupportedOptimizerError: the servers do not implement the optimizer. The message lists
+            those that they implement.
+    """
+    cls = type(optimizer)
+    base = next((known for known in NAMES if isinstance(optimizer, known)), None)
+    if base is not None and _steps_alike(cls, base):
+        return NAMES[base]
+    why = next(
+        (f": {why}" for other, why in _REASONS.items() if isinstance(optimizer, other)),
+        "" if base is None else f": it overrides the step of {base.__name__}",
+    )
+    known = ", ".join(sorted(f"paddle.optimizer.{known.__name__}" for known in NAMES))
+    raise UnsupportedOptimizerError(
+        f"the shard servers do not support {cls.__module__}.{cls.__qualname__}{why}; "
+        f"use one of {known}"
+    )
+
+
+def groups(optimizer: Any, name: str) -> list[tuple[list[Any], dict[str, float]]]:
+    """Groups of parameters with the same hyperparameters, and their current hyperparameters.
+
+    The order of the groups is that of their first parameters. Parameters are grouped by the factor
+    of their learning rate, not by its value, so that a scheduler does not change the groups.
+
+    Raises:
+        UnsupportedOptimizerError: the servers do not implement one of the settings.
+    """
+    lr = float(optimizer.get_lr())
+    found: dict[tuple[Any, ...], tuple[list[Any], dict[str, float]]] = {}
+    for number, group in enumerate(param_groups(optimizer)):
+        values = _values(optimizer, name, group)
+        for parameter in group["params"]:
+            factor, decay = _lr_factor(parameter), _decay(optimizer, name, group, parameter)
+            key = (number, factor, decay)
+            if key not in found:
+                own = hyperparameters(name, {**values, "lr": lr * factor, "weight_decay": decay})
+                found[key] = ([], own)
+            found[key][0].append(parameter)
+    return list(found.values())
+
+
+def param_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups: a single group if it was created with a list of
+    parameters."""
+    given = optimizer._param_groups
+    return list(given) if given and isinstance(given[0], dict) else [{"params": list(given)}]
+
+
+def _values(optimizer: Any, name: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters that are the same for all parameters of a group, by the servers'
+    names."""
+
+    def get(setting: str, default: Any = None) -> Any:
+        if setting in group:
+            return group[setting]
+        # After a step with several groups, the attributes have the values of the last one.
+        known = optimizer._default_dict
+        return known[setting] if setting in known else getattr(optimizer, f"_{setting}", default)
+
+    values: dict[str, Any] = {"maximize": False}
+    if name == "sgd":
+        if get("rescale_grad", 1.0) != 1.0:
+            raise UnsupportedOptimizerError(
+                f"rescale_grad is {get('rescale_grad')}; it must be 1; scale the loss instead"
+            )
+        values |= {
+            "momentum": get("momentum", 0.0),
+            "dampening": 0.0,
+            "nesterov": get("use_nesterov", False),
+        }
+    elif name in ("adam", "adamw", "lamb"):
+        if get("lazy_mode", False):
+            raise UnsupportedOptimizerError(
+                "lazy_mode is True; it must be False, since the servers update whole tensors"
+            )
+        values |= {"beta1": get("beta1"), "beta2": get("beta2"), "eps": get("epsilon")}
+        values["amsgrad"] = getattr(optimizer, "_amsgrad", False)
+    elif name == "adagrad":
+        start = group.get("initial_accumulator_value", optimizer.initial_accumulator_value)
+        values |= {"lr_decay": 0.0, "eps": get("epsilon"), "initial_accumulator_value": start}
+    else:
+        values |= {"rho": get("rho"), "eps": get("epsilon")}
+    return values
+
+
+def _lr_factor(parameter: Any) -> float:
+    attributes = getattr(parameter, "optimize_attr", None) or {}
+    return float(attributes.get("learning_rate", 1.0))
+
+
+def _decay(optimizer: Any, name: str, group: Mapping[str, Any], parameter: Any) -> float:
+    """The weight decay of a parameter."""
+    if name == "adamw":
+        decays = optimizer._apply_decay_param_fun
+        default = optimizer._default_dict.get("weight_decay", optimizer._weight_decay)
+        return (
+            0.0
+            if decays is not None and not decays(parameter.name)
+            else float(group.get("weight_decay", default))
+        )
+    if name == "lamb":
+        excludes = group.get(
+            "exclude_from_weight_decay_fn", optimizer._default_dict["exclude_from_weight_decay_fn"]
+        )
+        decay = group.get("lamb_weight_decay", optimizer._default_dict["lamb_weight_decay"])
+        decay = 0.0 if excludes is not None and excludes(parameter) else float(decay)
+        if decay == 0 and not optimizer.always_adapt:
+            raise UnsupportedOptimizerError(
+                f"the weight decay of parameter {parameter.name!r} is 0, for which Paddle's Lamb "
+                "does not adapt the step; set always_adapt=True or a weight decay greater than 0"
+            )
+        return decay
+    own = getattr(parameter, "regularizer", None)
+    regularizer = own if own is not None else optimizer.regularization
+    if regularizer is None:
+        # Momentum stores its weight decay under this name.
+        return float(
+            group.get(
+                "regularization_coeff", optimizer._default_dict.get("regularization_coeff", 0.0)
+            )
+        )
+    if not isinstance(regularizer, L2Decay):
+        raise UnsupportedOptimizerError(
+            f"the regularizer of parameter {parameter.name!r} is {type(regularizer).__name__}; "
+            "the servers support L2Decay only"
+        )
+    return float(regularizer._coeff)
+
+
+def to_paddle(
+    optimizer: str, name: str, values: Mapping[str, float], applied: int, tensors: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The state of a parameter, under the names that Paddle uses in a new process.
+
+    Args:
+        optimizer: the optimizer, as :func:`optimizer_name` returns it.
+        name: the parameter's ``name``.
+        values: its hyperparameters.
+        applied: the number of steps that it was updated by.
+        tensors: the state tensors by the servers' names.
+    """
+    state = {
+        f"{name}_{_ACCUMULATORS[optimizer][ours]}_0": tensor for ours, tensor in tensors.items()
+    }
+    if optimizer in ("adam", "adamw", "lamb"):
+        for beta in ("beta1", "beta2"):
+            # Paddle stores the powers for the next step.
+            state[f"{name}_{beta}_pow_acc_0"] = paddle.to_tensor(
+                [values[beta] ** (applied + 1)], dtype="float32"
+            )
+    return state
+
+
+def from_paddle(
+    optimizer: str,
+    values: Mapping[str, float],
+    shape: Sequence[int],
+    get: Callable[[str], Any | None],
+) -> tuple[int, dict[str, Any]]:
+    """The state of a parameter for the servers, from Paddle's: the inverse of :func:`to_paddle`.
+
+    Args:
+        optimizer: the optimizer, as :func:`optimizer_name` returns it.
+        values: the parameter's hyperparameters.
+        shape: the parameter's shape.
+        get: returns the accumulator with Paddle's name, or None.
+
+    Returns:
+        The number of applied steps, and the state tensors: contiguous float32 tensors on the CPU,
+            none if the number is 0. For optimizers that do not count their steps, the number is 1
+            if there is state.
+
+    Raises:
+        InvalidArgumentError: a state tensor is missing or has another shape.
+    """
+    names = _native.Optimizer(optimizer, values).state
+    found = {name: get(_ACCUMULATORS[optimizer][name]) for name in names}
+    if all(tensor is None for tensor in found.values()):
+        return 0, {}
+    tensors = {}
+    for name, tensor in found.items():
+        if tensor is None:
+            raise InvalidArgumentError(
+                f"{_ACCUMULATORS[optimizer][name]!r} is missing from the optimizer's state, "
+                f"which must have it for {optimizer}"
+            )
+        if not isinstance(tensor, paddle.Tensor):
+            tensor = paddle.to_tensor(tensor)
+        tensor = tensor.detach().astype("float32").cpu().contiguous()
+        if tuple(tensor.shape) != tuple(shape):
+            raise InvalidArgumentError(
+                f"optimizer state {_ACCUMULATORS[optimizer][name]!r} has shape "
+                f"{tuple(tensor.shape)}; it must have the parameter's shape, {tuple(shape)}"
+            )
+        tensors[name] = tensor
+    if optimizer not in ("adam", "adamw", "lamb"):
+        return 1, tensors
+    applied = _steps(values["beta2"], get("beta2_pow_acc"))
+    return (applied, tensors) if applied else (0, {})
+
+
+def _steps(beta: float, power: Any | None) -> int:
+    """The number of steps after which beta to that power is ``power``."""
+    if power is None:
+        raise InvalidArgumentError(
+            "'beta2_pow_acc' is missing from the optimizer's state; the number of applied steps "
+            "is computed from it"
+        )
+    value = float(power.reshape([-1])[0])
+    if not 0 < beta < 1 or value <= 0:
+        return _MANY
+    return max(0, round(math.log(value) / math.log(beta)) - 1)
+
+
+def _steps_alike(cls: type, base: type) -> bool:
+    return all(
+        inspect.unwrap(getattr(cls, name)) is inspect.unwrap(getattr(base, name))
+        for name in ("step", "_append_optimize_op", "_apply_optimize")
+    )
+
+
+#: The base class of all optimizers of Paddle.
+Optimizer = _base.Optimizer

@@ -1,0 +1,159 @@
+"""Conversion between torch's optimizers and those of the shard servers: names, hyperparameters and
+state."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .. import _native
+from .._core.optimizer import hyperparameters as _numbers
+from ..errors import InvalidArgumentError, UnsupportedOptimizerError
+from .optim import LAMB, Lion
+
+#: The supported optimizers, and the servers' name of each. Subclasses precede their base classes.
+NAMES: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.SGD: "sgd",
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adam: "adam",
+    torch.optim.Adagrad: "adagrad",
+    torch.optim.Adadelta: "adadelta",
+    torch.optim.RMSprop: "rmsprop",
+    Lion: "lion",
+    LAMB: "lamb",
+}
+
+
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
+    """The servers' name of an optimizer.
+
+    A subclass of a supported optimizer is supported if it does not override ``step``.
+
+    Raises:
+        UnsupportedOptimizerError: the servers do not implement the optimizer. The message lists
+            those that they implement.
+    """
+    base = next((known for known in NAMES if isinstance(optimizer, known)), None)
+    if base is None or not _steps_alike(type(optimizer), base):
+        cls = type(optimizer)
+        why = "" if base is None else f": it overrides the step of {_name(base)}"
+        known = ", ".join(_name(known) for known in sorted(NAMES, key=_name))
+        raise UnsupportedOptimizerError(
+            f"the shard servers do not support {_name(cls)}{why}; use one of {known}"
+        )
+    if not issubclass(base, torch.optim.Adam):
+        return NAMES[base]
+    # Adam has decoupled weight decay if its group says so; AdamW is an Adam whose groups do.
+    names = {
+        "adamw" if group.get("decoupled_weight_decay", base is torch.optim.AdamW) else "adam"
+        for group in optimizer.param_groups
+    }
+    if len(names) != 1:
+        raise UnsupportedOptimizerError(
+            "decoupled_weight_decay differs between the parameter groups; it must be the same in "
+            "all of them, since a job runs one optimizer"
+        )
+    return names.pop()
+
+
+def hyperparameters(name: str, group: Mapping[str, Any]) -> dict[str, float]:
+    """The current hyperparameters of a parameter group, for the servers.
+
+    Args:
+        name: the optimizer, as :func:`optimizer_name` returns it.
+        group: one of the optimizer's ``param_groups``.
+
+    Raises:
+        UnsupportedOptimizerError: the group is ``differentiable``.
+        InvalidArgumentError: a hyperparameter is missing, or is not a number.
+    """
+    if group.get("differentiable"):
+        raise UnsupportedOptimizerError(
+            "differentiable is True; it must be False, since autograd cannot follow a step on the "
+            "shard servers"
+        )
+    found = dict(group)
+    if "betas" in group:
+        found["beta1"], found["beta2"] = group["betas"]
+    return _numbers(name, found)
+
+
+def to_torch(name: str, applied: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The state of a parameter, in the format of ``torch.optim.Optimizer.state_dict()``.
+
+    Args:
+        name: the optimizer, as :func:`optimizer_name` returns it.
+        applied: the number of steps that the parameter was updated by.
+        tensors: the state tensors by name.
+
+    Returns:
+        The state. Empty if the parameter was never updated, or if the optimizer has no state.
+    """
+    if applied == 0:
+        return {}
+    if name == "sgd":
+        return dict(tensors)
+    return {"step": torch.tensor(float(applied)), **tensors}
+
+
+def from_torch(
+    name: str,
+    hyperparameters: Mapping[str, float],
+    state: Mapping[str, Any],
+    shape: Sequence[int],
+) -> tuple[int, dict[str, torch.Tensor]]:
+    """The state of a parameter for the servers, from torch's format: the inverse of
+    :func:`to_torch`.
+
+    Args:
+        name: the optimizer, as :func:`optimizer_name` returns it.
+        hyperparameters: the hyperparameters of the parameter's group.
+        state: torch's state of the parameter. Empty if it has none.
+        shape: the parameter's shape.
+
+    Returns:
+        The number of applied steps, and the state tensors: contiguous f32 tensors on the CPU, none
+            if the number is 0. For SGD, which does not count its steps, the number is 1 if there is
+            state.
+
+    Raises:
+        InvalidArgumentError: a state tensor is missing or has another shape.
+    """
+    names = _native.Optimizer(name, hyperparameters).state
+    if name == "sgd":
+        applied = 1 if names and state.get("momentum_buffer") is not None else 0
+    else:
+        applied = int(state.get("step", 0))
+    if applied == 0:
+        return 0, {}
+    tensors = {}
+    for part in names:
+        tensor = state.get(part)
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgumentError(
+                f"{part!r} is missing from the state of an optimizer {name!r} after {applied} "
+                f"steps; it must have {', '.join(names)}"
+            )
+        if tuple(tensor.shape) != tuple(shape):
+            raise InvalidArgumentError(
+                f"optimizer state {part!r} has shape {tuple(tensor.shape)}; "
+                f"it must have the parameter's shape, {tuple(shape)}"
+            )
+        tensors[part] = tensor.detach().to("cpu", torch.float32).contiguous()
+    return applied, tensors
+
+
+def _steps_alike(cls: type[torch.optim.Optimizer], base: type[torch.optim.Optimizer]) -> bool:
+    # torch wraps the step of each class that is instantiated, for its profiler.
+    return inspect.unwrap(cls.step) is inspect.unwrap(base.step)
+
+
+def _name(cls: type) -> str:
+    module = cls.__module__
+    for public in ("torch.optim", "zeroshard.torch"):
+        if module.startswith(public + "."):
+            module = public
+    return f"{module}.{cls.__qualname__}"
