@@ -1,9 +1,8 @@
 //! gRPC calls of the data plane, below generated code: bodies in and out are streams of frames.
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Request, header};
 use http_body::Body as HttpBody;
-use prost::Message;
 use tonic::{Status, body::Body};
 use tower::{Service, ServiceExt};
 use zeroshard_proto::{Error, Result, transport::Connection};
@@ -64,14 +63,4 @@ pub(crate) fn finish(trailers: &HeaderMap, peer: &str) -> Result<()> {
         return Err(Error::Unavailable { peer: peer.to_owned(), cause });
     }
     check(trailers, peer)
-}
-
-/// A message with its gRPC prefix.
-pub(crate) fn framed(message: &impl Message) -> Bytes {
-    let length = message.encoded_len();
-    let mut bytes = BytesMut::with_capacity(5 + length);
-    bytes.put_u8(0);
-    bytes.put_u32(length as u32);
-    message.encode(&mut bytes).expect("a BytesMut grows");
-    bytes.freeze()
 }

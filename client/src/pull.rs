@@ -3,18 +3,19 @@
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
     sync::atomic::Ordering,
+    time::Duration,
 };
 
 use http_body_util::Full;
 use tonic::body::Body;
 use zeroshard_proto::{
     DType, Error, Manifest, Placement, Result, Server, TensorBox,
-    frame::{Event, Extent, Reader},
-    pb,
+    frame::{Event, Extent, Reader, encode_message},
+    pb::{self, slice_array::Array},
 };
 
 use crate::{
-    call::{call, finish, framed},
+    call::{call, finish},
     region::{Region, Share},
     shards::{Shard, Shards},
     values::Slots,
@@ -156,13 +157,13 @@ pub(crate) fn check_size(
         return Ok(());
     }
     let spec = &manifest.tensors()[tensor];
-    let expected = match region.to_wire(tensor) {
-        None => format!("its {} of shape {:?}", spec.numel(), spec.shape),
-        Some(area) => format!(
+    let expected = match region.is_whole() {
+        true => format!("its {} of shape {:?}", spec.numel(), spec.shape),
+        false => format!(
             "the {} of the box at {:?} of size {:?} of its shape {:?}",
             region.numel(),
-            area.offset,
-            area.size,
+            region.area().offset,
+            region.area().size,
             spec.shape
         ),
     };
@@ -181,7 +182,17 @@ pub(crate) struct PullOf<'a> {
     pub(crate) version: u64,
     pub(crate) part: &'a str,
     pub(crate) chunk_bytes: usize,
-    pub(crate) wait_ms: u32,
+    pub(crate) timeout: Duration,
+}
+
+/// The array of a slice that `part` names: empty, `master`, or a state tensor of the optimizer.
+pub(crate) fn slice_array(part: &str) -> pb::SliceArray {
+    let array = match part {
+        "" => Array::Parameters(pb::slice_array::Parameters {}),
+        "master" => Array::MasterWeights(pb::slice_array::MasterWeights {}),
+        state => Array::OptimizerState(state.to_owned()),
+    };
+    pb::SliceArray { array: Some(array) }
 }
 
 impl Plan<'_> {
@@ -189,7 +200,7 @@ impl Plan<'_> {
     /// again.
     pub(crate) async fn pull(&mut self, shards: &Shards, of: &PullOf<'_>) -> Result<()> {
         let shard = shards.get(&self.server)?;
-        let ranges = self.rest.iter().map(|part| pb::Range {
+        let extents = self.rest.iter().map(|part| pb::Extent {
             slice: part.slice,
             offset: part.offset as u64,
             length: part.data.len() as u64,
@@ -201,13 +212,14 @@ impl Plan<'_> {
             version: of.version,
             dtype: pb::Dtype::from(self.dtype).into(),
             chunk_bytes: of.chunk_bytes as u32,
-            wait_ms: of.wait_ms,
-            ranges: ranges.collect(),
-            part: of.part.to_owned(),
+            extents: extents.collect(),
+            array: Some(slice_array(of.part)),
             job_id: of.job_id,
         };
-        let body = Full::new(framed(&request));
-        let answer = call(&shard.pull, "/zeroshard.v1.Data/Pull", body, &shard.peer).await?;
+        let body = Full::new(encode_message(&request));
+        let connection = shard.pull.within(of.timeout);
+        let path = "/zeroshard.v1.DataService/Pull";
+        let answer = call(&connection, path, body, &shard.peer).await?;
         let mut reader = Reader::new(answer, MAX_MESSAGE);
         self.receive(&mut reader, shards, &shard).await?;
         finish(reader.trailers(), &shard.peer)?;

@@ -1,17 +1,18 @@
 //! Pushing: gradients go from the caller's array to the socket, slice by slice; without a copy
 //! where they are of the wire's dtype.
 
-use std::{collections::VecDeque, convert::Infallible, ops::Range, sync::atomic::Ordering};
+use std::{
+    collections::VecDeque, convert::Infallible, ops::Range, sync::atomic::Ordering, time::Duration,
+};
 
 use bytes::Bytes;
 use futures_util::{Stream, stream};
 use http_body::Frame;
 use http_body_util::{BodyExt, StreamBody};
-use prost::Message;
 use zeroshard_proto::{
     DType, Error, Manifest, Placement, Result, Server,
-    frame::{Extent, Writer},
-    pb,
+    frame::{Extent, Writer, decode_message},
+    pb::{self, push_begin::Contents as Wire},
 };
 
 use crate::{
@@ -160,21 +161,21 @@ impl Plan {
         begin: pb::PushBegin,
         dtype: DType,
         chunk_bytes: usize,
+        timeout: Duration,
     ) -> Result<pb::PushResponse> {
         let shard = shards.get(&self.server)?;
         let bytes = self.parts.iter().map(|part| part.range.len() * dtype.size()).sum::<usize>();
         let body = StreamBody::new(self.frames(begin, dtype, chunk_bytes));
         let pushed = async {
-            let body = call(&shard.push, "/zeroshard.v1.Data/Push", body, &shard.peer).await?;
+            let connection = shard.push.within(timeout);
+            let path = "/zeroshard.v1.DataService/Push";
+            let body = call(&connection, path, body, &shard.peer).await?;
             let unavailable =
                 |cause: String| Error::Unavailable { peer: shard.peer.clone(), cause };
             let answer = body.collect().await.map_err(|e| unavailable(e.to_string()))?;
             let trailers = answer.trailers().cloned().unwrap_or_default();
             finish(&trailers, &shard.peer)?;
-            let message = answer.to_bytes();
-            let message =
-                message.get(5..).ok_or_else(|| unavailable("an empty answer".to_owned()))?;
-            pb::PushResponse::decode(message).map_err(|e| unavailable(e.to_string()))
+            decode_message(&answer.to_bytes())
         };
         let pushed = pushed.await;
         match &pushed {
@@ -208,12 +209,15 @@ impl Plan {
 
     fn frames(
         &self,
-        begin: pb::PushBegin,
+        mut begin: pb::PushBegin,
         dtype: DType,
         chunk_bytes: usize,
     ) -> impl Stream<Item = Result<Frame<Bytes>, Infallible>> + Send + 'static {
         let mut writer = Writer::default();
-        writer.begin(pb::PushBegin { absent: self.absent.clone(), ..begin });
+        if let Some(Wire::Gradients(gradients)) = &mut begin.contents {
+            gradients.absent = self.absent.clone();
+        }
+        writer.begin(begin);
         let parts = VecDeque::from(self.parts.clone());
         let chunk = (chunk_bytes / dtype.size()).max(1);
         let sending = Sending { writer, parts, sent: 0, dtype, chunk };

@@ -20,6 +20,10 @@ impl Region {
         Self { view, area }
     }
 
+    pub(crate) fn is_whole(&self) -> bool {
+        self.view.is_none()
+    }
+
     pub(crate) fn area(&self) -> &TensorBox {
         &self.area
     }

@@ -4,6 +4,7 @@
 //! this crate, which cannot be wrong.
 
 pub mod blocks;
+pub mod deadline;
 pub mod dtype;
 pub mod error;
 pub mod frame;
@@ -18,6 +19,7 @@ pub mod tensor_box;
 pub mod token;
 pub mod transport;
 
+pub use deadline::Deadline;
 pub use dtype::DType;
 pub use error::Error;
 pub use job::{Departure, JobSpec};
@@ -33,7 +35,7 @@ pub use token::Token;
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Generated from `zeroshard/v1/*.proto`, where the messages are documented.
-#[expect(missing_docs, clippy::all, reason = "generated")]
+#[allow(clippy::all, reason = "generated")]
 pub mod pb {
     tonic::include_proto!("zeroshard.v1");
 

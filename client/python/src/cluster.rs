@@ -184,6 +184,6 @@ fn job(status: &pb::JobStatus) -> serde_json::Value {
         "joined": status.joined,
         "parameters": status.parameters,
         "tensors": status.tensors,
-        "failure": status.failure,
+        "failure": status.failure.as_deref().unwrap_or_default(),
     })
 }

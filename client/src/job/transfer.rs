@@ -2,13 +2,16 @@
 //! attempt pushes, out.
 
 use futures_util::future::try_join_all;
-use zeroshard_proto::{DType, Error, Result, pb};
+use zeroshard_proto::{
+    DType, Deadline, Error, Result,
+    pb::{self, push_begin::Contents as Wire},
+};
 
 use super::{Job, Member};
 use crate::{
     Target, TensorData, pull,
     push::{self, Contents},
-    retry::{Deadline, Next, Tries},
+    retry::{Next, Tries},
 };
 
 /// What of a job's slices: the parameters as they are published.
@@ -62,16 +65,24 @@ impl Job {
     async fn upload(&self, part: &str, applied: u64, data: Vec<TensorData>) -> Result<()> {
         let deadline = Deadline::after(self.0.cluster.options.deadline);
         let epoch = self.current()?.epoch;
-        let begin = pb::PushBegin { epoch, part: part.to_owned(), applied, ..self.begin() };
+        let upload = pb::Upload { array: Some(pull::slice_array(part)), applied };
+        let begin = self.begin(epoch, Wire::Upload(upload));
         // Always f32: master weights and state are.
         self.push(begin, DType::F32, Contents::Uploaded(data), deadline).await
     }
 
-    /// A push of this rank, without its epoch and what it is of.
-    pub(super) fn begin(&self) -> pb::PushBegin {
+    /// The message that opens a push of this rank.
+    pub(super) fn begin(&self, epoch: u64, contents: Wire) -> pb::PushBegin {
         let Member { spec, id, rank, lease, .. } = &*self.0;
-        let (job, job_id) = (spec.name.clone(), *id);
-        pb::PushBegin { job, job_id, rank: *rank, lease: *lease, ..Default::default() }
+        pb::PushBegin {
+            job: spec.name.clone(),
+            job_id: *id,
+            rank: *rank,
+            lease: *lease,
+            epoch,
+            covers: Vec::new(),
+            contents: Some(contents),
+        }
     }
 
     /// Sends `contents` to the servers that hold a part of it.
@@ -99,14 +110,18 @@ impl Job {
         deadline: Deadline,
     ) -> Result<()> {
         let cluster = &self.0.cluster;
+        let what = match &begin.contents {
+            Some(Wire::Gradients(gradients)) => format!("push of step {}", gradients.step),
+            _ => "upload".to_owned(),
+        };
         let waiting_for = format!(
-            "shard server {} to take rank {}'s push of step {:?} in epoch {}",
-            plan.server.address, begin.rank, begin.step, begin.epoch
+            "shard server {} to take rank {}'s {what} in epoch {}",
+            plan.server.address, begin.rank, begin.epoch
         );
         let mut tries = Tries::until(deadline);
         loop {
-            let push =
-                plan.push(&cluster.shards, begin.clone(), dtype, cluster.options.chunk_bytes);
+            let chunk = cluster.options.chunk_bytes;
+            let push = plan.push(&cluster.shards, begin.clone(), dtype, chunk, tries.timeout());
             let error = match tries.limit(|| waiting_for.clone(), push).await? {
                 Ok(_) => return Ok(()),
                 Err(error) => error,
@@ -192,7 +207,7 @@ impl Job {
                 version,
                 part,
                 chunk_bytes: cluster.options.chunk_bytes,
-                wait_ms: tries.wait_ms(),
+                timeout: tries.timeout(),
             };
             let error =
                 match tries.limit(|| waiting_for.clone(), plan.pull(&cluster.shards, &of)).await? {

@@ -54,7 +54,7 @@ fn jobs(jobs: &[pb::JobStatus]) -> Table {
         table(&["JOB", "VERSION", "EPOCH", "WORKERS", "PARAMETERS", "TENSORS", "SLICES", "STATE"]);
     for job in jobs {
         let state = match (&job.failure, job.version) {
-            (failure, _) if !failure.is_empty() => format!("failed: {failure}"),
+            (Some(failure), _) => format!("failed: {failure}"),
             (_, None) => "waits for its initial parameters".to_owned(),
             _ => "ok".to_owned(),
         };
@@ -88,7 +88,7 @@ fn job_json(job: &pb::JobStatus) -> serde_json::Value {
     json!({
         "event": "job", "name": job.name, "version": job.version, "epoch": job.epoch, "world": job.world,
         "joined": job.joined, "parameters": job.parameters, "tensors": job.tensors, "slices": job.slices,
-        "failure": (!job.failure.is_empty()).then_some(&job.failure),
+        "failure": job.failure,
     })
 }
 
@@ -121,7 +121,7 @@ mod tests {
     fn a_job_that_failed_says_why() {
         let job = pb::JobStatus {
             name: "a".into(),
-            failure: "server 2 is gone".into(),
+            failure: Some("server 2 is gone".into()),
             ..Default::default()
         };
         assert!(jobs(std::slice::from_ref(&job)).to_string().contains("failed: server 2 is gone"));

@@ -235,7 +235,7 @@ impl Job {
                 status.joined = open.members.ranks().collect();
                 status.version = open.version;
             }
-            Phase::Failed { reason } => status.failure = reason.clone(),
+            Phase::Failed { reason } => status.failure = Some(reason.clone()),
         }
         status
     }

@@ -8,7 +8,7 @@ use std::{sync::Arc, time::Duration};
 
 use zeroshard_proto::{
     Error, JobSpec, Optimizer, Placement, Result, Server,
-    pb::{self, server_command::Command},
+    pb::{self, serve_response::Command},
 };
 
 use super::jobs::Plan;
@@ -181,8 +181,6 @@ pub(crate) struct Commit {
     /// INVARIANT: finite and more than 0.
     pub(crate) max_norm: Option<f64>,
     pub(crate) loss: Option<f64>,
-    /// Skip the step whatever its gradients are.
-    pub(crate) discard: bool,
     pub(crate) wait: Duration,
 }
 
@@ -213,8 +211,8 @@ pub(crate) enum Reply {
     /// The lease holds; memberships come by [`super::cluster::Cluster::next_membership`].
     Joined,
     Left,
-    Report(pb::StepReport),
-    Reduced(pb::ReduceReport),
+    Report(pb::CommitResponse),
+    Reduced(pb::ReduceResponse),
     /// The attempt that is open now.
     Discarded {
         attempt: u32,

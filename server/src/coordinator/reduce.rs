@@ -30,10 +30,8 @@ impl Gradient {
     pub(super) fn new(spec: &JobSpec, reports: &BTreeMap<ServerId, pb::StepReady>) -> Self {
         let manifest = &spec.manifest;
         let mut sums = vec![0.0f64; manifest.slices().len()];
-        for report in reports.values() {
-            for (&slice, &sum) in report.slices.iter().zip(&report.sums_of_squares) {
-                sums[slice as usize] = sum;
-            }
+        for reduced in reports.values().flat_map(|report| &report.slices) {
+            sums[reduced.slice as usize] = reduced.sum_of_squares;
         }
         let clipped = |&index: &usize| {
             manifest.tensors()[index].trains() && !manifest.tensors()[index].no_clip
@@ -110,14 +108,14 @@ impl Cluster {
         caller: Caller,
         reduce: &Reduce,
         now: Now,
-    ) -> Result<Option<pb::ReduceReport>> {
+    ) -> Result<Option<pb::ReduceResponse>> {
         let Reduce { turn, loss_scale, wait } = reduce;
         let Job { spec, epoch, phase, .. } = self.member_job(&turn.job)?;
         let open = phase.open_mut(&turn.job.name)?;
         check_rank(&turn.job.name, turn.rank, spec.world)?;
         if let Some(decided) = open.decided(turn.step) {
-            let pb::StepReport { gradient_norm, overflow, .. } = decided.report;
-            return Ok(Some(pb::ReduceReport { gradient_norm, overflow }));
+            let pb::CommitResponse { gradient_norm, overflow, .. } = decided.report;
+            return Ok(Some(pb::ReduceResponse { gradient_norm, overflow }));
         }
         open.check_turn(turn, *epoch)?;
         let waiter = Waiter::new(caller, now, *wait);
@@ -137,7 +135,7 @@ impl Cluster {
         let gradient = Gradient::new(spec, &open.round.reports);
         for Reducer { waiter, loss_scale, .. } in std::mem::take(&mut open.round.reducers) {
             let gradient_norm = gradient.norm(loss_scale);
-            let report = pb::ReduceReport { gradient_norm, overflow: gradient.overflow };
+            let report = pb::ReduceResponse { gradient_norm, overflow: gradient.overflow };
             out.push(Action::Answer(waiter.caller, Ok(Reply::Reduced(report))));
         }
     }
@@ -179,11 +177,9 @@ impl Cluster {
     fn lacks(&self, server: ServerId, job_id: u64) -> String {
         let stats = self.servers.get(&server).and_then(|known| known.stats.as_ref());
         let job = stats.and_then(|stats| stats.jobs.iter().find(|job| job.job_id == job_id));
-        match job {
-            Some(job) if !job.waiting_for.is_empty() => {
-                format!(", which waits for {}", job.waiting_for)
-            }
-            _ => ", which has not reported that it has all gradients".to_owned(),
+        match job.and_then(|job| job.waiting_for.as_ref()) {
+            Some(missing) => format!(", which waits for {missing}"),
+            None => ", which has not reported that it has all gradients".to_owned(),
         }
     }
 }

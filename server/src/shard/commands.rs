@@ -7,7 +7,7 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use zeroshard_proto::{
     JobSpec, Placement, Result,
-    pb::{self, server_command::Command, server_event::Event},
+    pb::{self, serve_request::Event, serve_response::Command},
 };
 
 use super::{

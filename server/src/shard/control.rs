@@ -16,7 +16,8 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use zeroshard_proto::{
     Error, Result, Token,
     pb::{
-        self, coordinator_client::CoordinatorClient, server_command::Command, server_event::Event,
+        self, coordinator_service_client::CoordinatorServiceClient, serve_request::Event,
+        serve_response::Command,
     },
     transport::{Connection, MAX_CONTROL_MESSAGE, endpoint},
 };
@@ -79,7 +80,7 @@ struct Queue {
     _closed: DropGuard,
 }
 
-type Commands = tonic::Streaming<pb::ServerCommand>;
+type Commands = tonic::Streaming<pb::ServeResponse>;
 
 impl<'a, B: Backend> Session<'a, B> {
     async fn open(store: &'a Arc<Store<B>>, contact: Contact<'a>) -> Result<(Self, Commands)> {
@@ -87,7 +88,7 @@ impl<'a, B: Backend> Session<'a, B> {
         let peer = format!("coordinator {coordinator}");
         let unavailable = |cause: String| Error::Unavailable { peer: peer.clone(), cause };
         let channel = endpoint(coordinator)?.connect().await.map_err(|e| unavailable(chain(&e)))?;
-        let mut client = CoordinatorClient::new(Connection::new(channel, token)?)
+        let mut client = CoordinatorServiceClient::new(Connection::new(channel, token)?)
             .max_decoding_message_size(MAX_CONTROL_MESSAGE)
             .max_encoding_message_size(MAX_CONTROL_MESSAGE);
         let (events, outgoing) = Events::channel();
@@ -97,13 +98,13 @@ impl<'a, B: Backend> Session<'a, B> {
             incarnation,
         }));
         let outgoing = tokio_stream::StreamExt::map(ReceiverStream::new(outgoing), |event| {
-            pb::ServerEvent { event: Some(event) }
+            pb::ServeRequest { event: Some(event) }
         });
         let failed = |status: tonic::Status| Error::from_status(&status, &peer);
         let mut commands = client.serve(outgoing).await.map_err(failed)?.into_inner();
         let session = Self { contact, peer: peer.clone(), store, events, jobs: HashMap::new() };
         match commands.message().await.map_err(failed)? {
-            Some(pb::ServerCommand { command: Some(Command::Welcome(_)), term }) => {
+            Some(pb::ServeResponse { command: Some(Command::Welcome(_)), term }) => {
                 session.check_term(term)?;
                 tracing::info!(coordinator, term, id = format!("{server_id:016x}"), "registered");
                 Ok((session, commands))
@@ -130,7 +131,7 @@ impl<'a, B: Backend> Session<'a, B> {
                 () = self.events.overflowed() => return overflow,
             };
             match command {
-                Ok(Some(pb::ServerCommand { command, term })) => {
+                Ok(Some(pb::ServeResponse { command, term })) => {
                     if let Err(error) = self.check_term(term) {
                         return error;
                     }

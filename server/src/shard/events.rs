@@ -2,7 +2,7 @@
 
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::pb::server_event::Event;
+use zeroshard_proto::pb::serve_request::Event;
 
 /// Events that may wait to be sent: a few for each step of each job.
 const MAX_EVENTS: usize = 1 << 14;

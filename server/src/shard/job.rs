@@ -25,8 +25,6 @@ mod progress;
 mod steps;
 mod wait;
 
-pub(crate) use wait::Deadline;
-
 /// What a job needs of its surroundings.
 pub(crate) struct Surroundings<B> {
     pub(crate) backend: Arc<B>,
@@ -214,7 +212,7 @@ impl<B: Backend> Job<B> {
         progress.waiting -= slices;
         if progress.waiting == 0 {
             let (job, job_id, epoch) = (self.spec.name.clone(), self.id, attempt.epoch);
-            self.tell(pb::server_event::Event::Initialised(pb::JobInitialised {
+            self.tell(pb::serve_request::Event::Initialised(pb::JobInitialised {
                 job,
                 job_id,
                 epoch,
@@ -278,7 +276,7 @@ impl<B: Backend> Job<B> {
         if let Some(report) = progress.add(slice, reduced) {
             progress.end_phase(&self.surroundings.metrics.phases.reduce);
             let (job, job_id) = (self.spec.name.clone(), self.id);
-            self.tell(pb::server_event::Event::Ready(pb::StepReady { job, job_id, ..report }));
+            self.tell(pb::serve_request::Event::Ready(pb::StepReady { job, job_id, ..report }));
         }
     }
 
@@ -301,7 +299,7 @@ impl<B: Backend> Job<B> {
         self.slices().filter(|(_, slice)| slice.group.is_some()).count()
     }
 
-    fn tell(&self, event: pb::server_event::Event) {
+    fn tell(&self, event: pb::serve_request::Event) {
         self.surroundings.events.tell(event);
     }
 

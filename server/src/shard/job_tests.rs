@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use tokio::sync::mpsc::Receiver;
-use zeroshard_proto::{Manifest, Server, TensorSpec, pb::server_event::Event};
+use zeroshard_proto::{Manifest, Server, TensorSpec, pb::serve_request::Event};
 
 use super::*;
 use crate::backend::Cpu;
@@ -68,10 +68,11 @@ impl Subject {
             epoch: attempt.epoch,
             step: attempt.step,
             attempt: attempt.number,
-            apply: true,
-            coefficient: 1.0,
-            unclipped: 1.0,
-            groups: self.job.spec.groups.iter().map(Into::into).collect(),
+            update: Some(pb::Update {
+                groups: self.job.spec.groups.iter().map(Into::into).collect(),
+                coefficient: 1.0,
+                unclipped: 1.0,
+            }),
             ..Default::default()
         })
     }
@@ -150,7 +151,7 @@ fn what_was_pushed_in_an_attempt_never_counts_in_a_later_one() {
     assert!(subject.ready().is_none());
     assert_eq!(subject.push(at(1, 0, 1), 0, 1, 3.0).unwrap(), 2);
     let ready = subject.ready().unwrap();
-    assert_eq!((ready.attempt, ready.sums_of_squares), (1, vec![32.0]));
+    assert_eq!((ready.attempt, ready.slices[0].sum_of_squares), (1, 32.0));
 }
 
 #[test]

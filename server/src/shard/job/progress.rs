@@ -17,7 +17,7 @@ pub(super) struct Progress {
     pub(super) is_upload: bool,
     /// Slices that still miss something.
     pub(super) waiting: usize,
-    sums_of_squares: Vec<(u32, f64)>,
+    slices: Vec<pb::ReducedSlice>,
     absent: Vec<pb::Absent>,
     overflow: Option<pb::Overflow>,
     /// When the first gradient came; after the reduction, when that ended.
@@ -37,7 +37,7 @@ impl Progress {
             version,
             is_upload: false,
             waiting: slices,
-            sums_of_squares: Vec::new(),
+            slices: Vec::new(),
             absent: Vec::new(),
             overflow: None,
             phase_began: None,
@@ -47,7 +47,8 @@ impl Progress {
     /// Counts a slice's gradient. Returns what the coordinator is told, if nothing is missing any
     /// more.
     pub(super) fn add(&mut self, slice: u32, reduced: Reduced) -> Option<pb::StepReady> {
-        self.sums_of_squares.push((slice, reduced.sum_of_squares));
+        let sum_of_squares = reduced.sum_of_squares;
+        self.slices.push(pb::ReducedSlice { slice, sum_of_squares });
         if let Some(absent) = reduced.absent {
             self.absent.push(pb::Absent {
                 slice,
@@ -66,8 +67,8 @@ impl Progress {
 
     /// The caller adds the job's name and id.
     fn report(&mut self) -> pb::StepReady {
-        let mut sums = std::mem::take(&mut self.sums_of_squares);
-        sums.sort_unstable_by_key(|&(slice, _)| slice);
+        let mut slices = std::mem::take(&mut self.slices);
+        slices.sort_unstable_by_key(|reduced| reduced.slice);
         let mut absent = std::mem::take(&mut self.absent);
         absent.sort_unstable_by_key(|absent| absent.slice);
         pb::StepReady {
@@ -76,8 +77,7 @@ impl Progress {
             epoch: self.attempt.epoch,
             step: self.attempt.step,
             attempt: self.attempt.number,
-            slices: sums.iter().map(|&(slice, _)| slice).collect(),
-            sums_of_squares: sums.iter().map(|&(_, sum)| sum).collect(),
+            slices,
             overflow: self.overflow,
             absent,
         }

@@ -7,7 +7,7 @@ use std::{
 };
 
 use rayon::prelude::*;
-use zeroshard_proto::{Error, Result, pb, pb::server_event::Event};
+use zeroshard_proto::{Error, Result, pb, pb::serve_request::Event};
 
 use super::{Job, progress::Progress};
 use crate::{
@@ -122,14 +122,17 @@ impl<B: Backend> Job<B> {
     /// [`Error::Internal`] if the decision is not about the open attempt, or that is not complete;
     /// [`Error::Invalid`] for hyperparameters that the job cannot have.
     pub(crate) fn decide(&self, decision: &pb::Decision) -> Result<()> {
-        let groups = zeroshard_proto::job::optimizers(decision.groups.clone())?;
-        self.spec.validate_step(&groups)?;
+        let groups = decision.update.as_ref().map_or(&[][..], |update| &update.groups);
+        let groups = zeroshard_proto::job::optimizers(groups.to_vec())?;
+        if decision.update.is_some() {
+            self.spec.validate_step(&groups)?;
+        }
         let phases = &self.surroundings.metrics.phases;
         let next = self.begin_step(decision)?;
-        let apply = decision.apply.then_some(Apply {
+        let apply = decision.update.as_ref().map(|update| Apply {
             groups: &groups,
-            coefficient: decision.coefficient,
-            unclipped: decision.unclipped,
+            coefficient: update.coefficient,
+            unclipped: update.unclipped,
         });
         let began = Instant::now();
         self.apply(&Step { apply, next })?;
