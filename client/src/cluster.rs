@@ -9,7 +9,7 @@ use zeroshard_proto::{
 };
 
 use crate::{
-    Job, Options, Traffic,
+    Job, Options, Status, Traffic,
     retry::{Next, Tries},
     shards::Shards,
     state,
@@ -59,12 +59,11 @@ impl Cluster {
     ///
     /// # Errors
     /// [`Error::Timeout`].
-    pub async fn status(&self) -> Result<pb::StatusResponse> {
-        self.retry(
-            "an answer",
-            |mut client| async move { client.status(pb::StatusRequest {}).await },
-        )
-        .await
+    pub async fn status(&self) -> Result<Status> {
+        let status = self.retry("an answer", |mut client| async move {
+            client.status(pb::StatusRequest {}).await
+        });
+        status.await?.try_into()
     }
 
     /// Makes the job, unless it is there already.

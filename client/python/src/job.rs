@@ -137,9 +137,9 @@ impl Job {
 async fn retire(cluster: client::Cluster, job: client::Job) -> Result<()> {
     job.leave_done().await?;
     let (name, id) = (&job.spec().name, job.id());
-    let over = |job: &pb::JobStatus| {
+    let over = |job: &client::JobStatus| {
         job.name == *name
-            && job.job_id == id
+            && job.id == id
             && job.joined.is_empty()
             && (job.world == 1 || job.version > Some(0))
     };

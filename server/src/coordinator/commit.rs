@@ -12,7 +12,7 @@ use super::{
     cluster::Cluster,
     events::{Action, Caller, Commit, JobRef, Now, Reply, ServerId, Turn, Waiter},
     leases::check_rank,
-    reduce::Reducer,
+    reduce::{Reduced, Reducer},
     state::{Job, Open, Phase},
 };
 use crate::listing::some_of;
@@ -64,9 +64,8 @@ pub(crate) struct Round {
     /// The calls of each rank that has asked to discard the attempt; the request stays when they
     /// have timed out. INVARIANT: empty, or `votes` is.
     pub(super) discards: BTreeMap<u32, Vec<Waiter>>,
-    /// Of each server: for each of its slices that train, the sum of squares of the summed
-    /// gradient.
-    pub(super) reports: BTreeMap<ServerId, pb::StepReady>,
+    /// Of each server with slices that train: what it has reported.
+    pub(super) reports: BTreeMap<ServerId, Reduced>,
     /// Calls that wait for the gradient's norm.
     pub(super) reducers: Vec<Reducer>,
     pub(super) first_vote: Now,
@@ -224,23 +223,24 @@ impl Cluster {
         Ok(None)
     }
 
+    /// A server has all gradients of the attempt (epoch, step, number).
     pub(super) fn ready(
         &mut self,
         server: ServerId,
-        report: pb::StepReady,
+        job: &JobRef,
+        attempt: (u64, u64, u32),
+        report: Reduced,
         now: Now,
         out: &mut Vec<Action>,
     ) {
-        let job = JobRef { name: report.job.clone(), id: report.job_id };
-        let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.reported_job(&job) else {
+        let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.reported_job(job) else {
             return;
         };
-        let current = (*epoch, open.step(), open.round.attempt);
-        if (report.epoch, report.step, report.attempt) != current {
+        if attempt != (*epoch, open.step(), open.round.attempt) {
             return;
         }
         if let Err(what) = check_report(&report, open.trainable.get(&server)) {
-            let step = report.step;
+            let step = open.step();
             let reason =
                 format!("{} reported {what} at step {step}; this is a bug", self.name(server));
             return self.fail(&job.name, &reason, out);
@@ -300,7 +300,7 @@ pub(super) fn missing_ranks<T>(
 }
 
 /// Whether a server reports about exactly its slices that train.
-fn check_report(report: &pb::StepReady, expected: Option<&Vec<u32>>) -> Result<(), String> {
+fn check_report(report: &Reduced, expected: Option<&Vec<u32>>) -> Result<(), String> {
     let expected = expected.map_or(&[][..], Vec::as_slice);
     // Ascending: a server may have 100,000 slices.
     let is_own = |slice: u32| expected.binary_search(&slice).is_ok();

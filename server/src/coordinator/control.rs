@@ -11,6 +11,7 @@ use zeroshard_proto::{
 use super::{
     driver::{Control, Driver},
     events::{Event, JobRef, Lease, Link, OpenJob, Said},
+    reduce::Reduced,
     requests::dialled,
 };
 use crate::failure::Failure;
@@ -85,7 +86,7 @@ pub(super) async fn listen(
     Ok(())
 }
 
-fn said(event: serve_request::Event) -> Result<Said> {
+pub(super) fn said(event: serve_request::Event) -> Result<Said> {
     use serve_request::Event as Wire;
     let job = |name, id| JobRef { name, id };
     Ok(match event {
@@ -93,7 +94,12 @@ fn said(event: serve_request::Event) -> Result<Said> {
         Wire::Initialised(pb::JobInitialised { job: name, epoch, job_id }) => {
             Said::Initialised { job: job(name, job_id), epoch }
         }
-        Wire::Ready(report) => Said::Ready(report),
+        Wire::Ready(ready) => {
+            let pb::StepReady { job: name, job_id, epoch, step, attempt, .. } = ready;
+            let pb::StepReady { slices, overflow, absent, .. } = ready;
+            let reduced = Reduced { slices, overflow, absent };
+            Said::Ready { job: job(name, job_id), epoch, step, attempt, reduced }
+        }
         Wire::Stats(stats) => Said::Stats(stats),
         Wire::Failed(pb::JobFailed { job: name, reason, job_id, .. }) => {
             Said::Failed { job: job(name, job_id), reason }

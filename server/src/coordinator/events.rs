@@ -11,7 +11,7 @@ use zeroshard_proto::{
     pb::{self, serve_response::Command},
 };
 
-use super::jobs::Plan;
+use super::{jobs::Plan, reduce::Reduced};
 
 /// A point in time: the duration since the driver started.
 pub(crate) type Now = Duration;
@@ -132,8 +132,8 @@ pub(crate) enum Said {
     Opened(JobRef),
     /// It has all initial parameters of its slices.
     Initialised { job: JobRef, epoch: u64 },
-    /// It has every rank's gradients of the step.
-    Ready(pb::StepReady),
+    /// It has every rank's gradients of the attempt.
+    Ready { job: JobRef, epoch: u64, step: u64, attempt: u32, reduced: Reduced },
     /// It accepts pushes with the lease.
     Granted { job: JobRef, rank: u32, lease: Lease },
     /// It has stored the decision about the step.

@@ -13,6 +13,17 @@ use super::{
 };
 use crate::listing::some_of;
 
+/// The reduced gradient of one server's slices.
+#[derive(Debug)]
+pub(crate) struct Reduced {
+    /// All that train, ascending.
+    pub(crate) slices: Vec<pb::ReducedSlice>,
+    /// First in manifest order.
+    pub(crate) overflow: Option<pb::Overflow>,
+    /// Of slices that some rank is absent from, ascending.
+    pub(crate) absent: Vec<pb::Absent>,
+}
+
 /// The reduced gradient of all slices.
 #[derive(Debug)]
 pub(super) struct Gradient {
@@ -27,7 +38,7 @@ pub(super) struct Gradient {
 impl Gradient {
     /// In f64: slices are added up to tensors, and tensors to the total, in manifest order, so that
     /// the result does not depend on who reported what.
-    pub(super) fn new(spec: &JobSpec, reports: &BTreeMap<ServerId, pb::StepReady>) -> Self {
+    pub(super) fn new(spec: &JobSpec, reports: &BTreeMap<ServerId, Reduced>) -> Self {
         let manifest = &spec.manifest;
         let mut sums = vec![0.0f64; manifest.slices().len()];
         for reduced in reports.values().flat_map(|report| &report.slices) {
@@ -63,7 +74,7 @@ impl Gradient {
 
 /// Of each tensor that some rank had not all of: the lowest such rank, and whether no rank had any
 /// of it.
-fn absent(spec: &JobSpec, reports: &BTreeMap<ServerId, pb::StepReady>) -> Vec<pb::Absent> {
+fn absent(spec: &JobSpec, reports: &BTreeMap<ServerId, Reduced>) -> Vec<pb::Absent> {
     // By tensor: the lowest rank, and how many slices nobody had.
     let mut tensors = BTreeMap::<usize, (u32, usize)>::new();
     for absent in reports.values().flat_map(|report| &report.absent) {

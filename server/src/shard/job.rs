@@ -7,12 +7,12 @@ use std::{
 
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{Error, JobSpec, Placement, Result, pb};
+use zeroshard_proto::{Error, JobSpec, Placement, Result};
 
 use super::{
     attempt::Attempt,
     budget::Budget,
-    events::Events,
+    events::{Events, JobEvent},
     lane::Lanes,
     round::Piece,
     senders::describe,
@@ -211,12 +211,7 @@ impl<B: Backend> Job<B> {
         }
         progress.waiting -= slices;
         if progress.waiting == 0 {
-            let (job, job_id, epoch) = (self.spec.name.clone(), self.id, attempt.epoch);
-            self.tell(pb::serve_request::Event::Initialised(pb::JobInitialised {
-                job,
-                job_id,
-                epoch,
-            }));
+            self.tell(JobEvent::Initialised { epoch: attempt.epoch });
         }
     }
 
@@ -273,10 +268,9 @@ impl<B: Backend> Job<B> {
         if progress.is_upload || progress.attempt != attempt {
             return; // of an attempt that is over
         }
-        if let Some(report) = progress.add(slice, reduced) {
+        if let Some(reduced) = progress.add(slice, reduced) {
             progress.end_phase(&self.surroundings.metrics.phases.reduce);
-            let (job, job_id) = (self.spec.name.clone(), self.id);
-            self.tell(pb::serve_request::Event::Ready(pb::StepReady { job, job_id, ..report }));
+            self.tell(JobEvent::Ready { attempt, reduced });
         }
     }
 
@@ -299,8 +293,8 @@ impl<B: Backend> Job<B> {
         self.slices().filter(|(_, slice)| slice.group.is_some()).count()
     }
 
-    fn tell(&self, event: pb::serve_request::Event) {
-        self.surroundings.events.tell(event);
+    fn tell(&self, event: JobEvent) {
+        self.surroundings.events.tell_of(&self.spec.name, self.id, event);
     }
 
     fn progress(&self) -> MutexGuard<'_, Progress> {

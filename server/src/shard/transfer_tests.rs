@@ -17,11 +17,13 @@ use zeroshard_proto::{
 };
 
 use super::{
+    attempt::Attempt,
     budget::Budget,
     events::Events,
     job::{Job, Opening, Surroundings},
     lane::tests::job,
     pull, push,
+    slice::Apply,
     store::{Limits, Store},
 };
 use crate::{backend::Cpu, failure::Failure, metrics::Metrics};
@@ -321,11 +323,8 @@ impl Subject {
             self.push_to(slice, 0, Some(0), 0, &[1.0; NUMEL]).await.unwrap();
         }
         let job = self.store.job("job", JOB_ID).unwrap();
-        let groups = job.spec.groups.iter().map(Into::into).collect();
-        let update = Some(pb::Update { groups, coefficient: 1.0, unclipped: 1.0 });
-        let decision =
-            pb::Decision { job: "job".into(), epoch: EPOCH, update, ..Default::default() };
-        job.decide(&decision).unwrap();
+        let apply = Apply { groups: &job.spec.groups, coefficient: 1.0, unclipped: 1.0 };
+        job.decide(Attempt::first(EPOCH, 0), Some(apply)).unwrap();
     }
 }
 

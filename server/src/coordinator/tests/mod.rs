@@ -19,11 +19,12 @@ use std::{
 
 use zeroshard_proto::{
     DType, Error, JobSpec, Manifest, Result, Server, TensorSpec,
-    pb::{self, serve_response::Command},
+    pb::{self, serve_request, serve_response::Command},
 };
 
 use super::{
     cluster::Cluster,
+    control::said,
     events::{
         Action, Caller, Commit, Discard, Event, JobRef, Join, Lease, Link, Now, Reduce, Reply,
         Said, Turn,
@@ -305,7 +306,7 @@ impl Script {
             ..Default::default()
         };
         change(&mut report);
-        self.said(server, Said::Ready(report));
+        self.said(server, said(serve_request::Event::Ready(report)).expect("it is an event"));
     }
 
     fn stored(&mut self, server: u64, epoch: u64, step: u64) {
