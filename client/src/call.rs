@@ -1,13 +1,13 @@
 //! gRPC calls of the data plane, below generated code: bodies in and out are streams of frames.
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Request, header};
 use http_body::Body as HttpBody;
 use http_body_util::BodyExt;
 use prost::Message;
 use tonic::{Status, body::Body};
 use tower::{Service, ServiceExt};
-use zeroshard_proto::{Error, Result, transport::Connection};
+use zeroshard_proto::{Error, Result, frame::decode_message, transport::Connection};
 
 /// Calls `path` of `peer` with `body`; the answer's body.
 ///
@@ -63,9 +63,7 @@ where
     let body = call(connection, path, body, peer).await?;
     let answer = body.collect().await.map_err(|e| unavailable(e.to_string()))?;
     finish(&answer.trailers().cloned().unwrap_or_default(), peer)?;
-    let bytes = answer.to_bytes();
-    let message = bytes.get(5..).ok_or_else(|| unavailable("an empty answer".to_owned()))?;
-    M::decode(message).map_err(|e| unavailable(e.to_string()))
+    decode_message(&answer.to_bytes())
 }
 
 /// What headers, or trailers, say of the call; nothing where they have no status.
@@ -89,14 +87,4 @@ pub(crate) fn finish(trailers: &HeaderMap, peer: &str) -> Result<()> {
         return Err(Error::Unavailable { peer: peer.to_owned(), cause });
     }
     check(trailers, peer)
-}
-
-/// A message with its gRPC prefix.
-pub(crate) fn framed(message: &impl Message) -> Bytes {
-    let length = message.encoded_len();
-    let mut bytes = BytesMut::with_capacity(5 + length);
-    bytes.put_u8(0);
-    bytes.put_u32(length as u32);
-    message.encode(&mut bytes).expect("a BytesMut grows");
-    bytes.freeze()
 }

@@ -1,16 +1,16 @@
 //! A cluster, as seen through its coordinator.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use zeroshard_proto::{
-    Error, JobSpec, Placement, Result, Token,
-    pb::{self, coordinator_client::CoordinatorClient},
+    Deadline, Error, JobSpec, Placement, Result, Token,
+    pb::{self, coordinator_service_client::CoordinatorServiceClient},
     transport::{Connection, MAX_CONTROL_MESSAGE, endpoint},
 };
 
 use crate::{
-    Job, Options, Traffic,
-    retry::{Deadline, Next, Tries},
+    Job, Options, Status, Traffic,
+    retry::{Next, Tries},
     shards::Shards,
     state,
 };
@@ -18,7 +18,7 @@ use crate::{
 /// A connection to a cluster. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Cluster {
-    pub(crate) client: CoordinatorClient<Connection>,
+    pub(crate) connection: Connection,
     /// For messages: role and address.
     pub(crate) peer: String,
     pub(crate) options: Options,
@@ -50,14 +50,7 @@ impl Cluster {
         let peer = format!("coordinator {address}");
         let token = Token::from(options.token.clone().unwrap_or_default());
         let connection = Connection::new(endpoint(address)?.connect_lazy(), &token)?;
-        let cluster = Self {
-            client: CoordinatorClient::new(connection)
-                .max_decoding_message_size(MAX_CONTROL_MESSAGE)
-                .max_encoding_message_size(MAX_CONTROL_MESSAGE),
-            peer,
-            options,
-            shards: Arc::new(Shards::new(token)),
-        };
+        let cluster = Self { connection, peer, options, shards: Arc::new(Shards::new(token)) };
         cluster.status().await?;
         Ok(cluster)
     }
@@ -66,12 +59,11 @@ impl Cluster {
     ///
     /// # Errors
     /// [`Error::Timeout`].
-    pub async fn status(&self) -> Result<pb::StatusResponse> {
-        self.retry(
-            "an answer",
-            |mut client, _| async move { client.status(pb::StatusRequest {}).await },
-        )
-        .await
+    pub async fn status(&self) -> Result<Status> {
+        let status = self.retry("an answer", |mut client| async move {
+            client.status(pb::StatusRequest {}).await
+        });
+        status.await?.try_into()
     }
 
     /// Makes the job, unless it is there already.
@@ -82,8 +74,8 @@ impl Cluster {
     pub async fn create_job(&self, spec: &JobSpec) -> Result<()> {
         spec.validate()?;
         let spec = pb::JobSpec::from(spec);
-        self.retry("the job to be made", |mut client, wait_ms| {
-            let request = pb::CreateJobRequest { spec: Some(spec.clone()), wait_ms };
+        self.retry("the job to be made", |mut client| {
+            let request = pb::CreateJobRequest { spec: Some(spec.clone()) };
             async move { client.create_job(request).await }
         })
         .await?;
@@ -95,7 +87,7 @@ impl Cluster {
     /// # Errors
     /// [`Error::UnknownJob`], [`Error::Timeout`].
     pub async fn delete_job(&self, job: &str) -> Result<()> {
-        self.retry("the job to be deleted", |mut client, _| {
+        self.retry("the job to be deleted", |mut client| {
             let request = pb::DeleteJobRequest { job: job.to_owned(), job_id: 0 };
             async move { client.delete_job(request).await }
         })
@@ -109,7 +101,7 @@ impl Cluster {
     /// [`Error::UnknownJob`], [`Error::Timeout`].
     pub async fn describe_job(&self, job: &str) -> Result<Description> {
         let answer = self
-            .retry("the job's description", |mut client, _| {
+            .retry("the job's description", |mut client| {
                 let request = pb::DescribeJobRequest { job: job.to_owned() };
                 async move { client.describe_job(request).await }
             })
@@ -150,7 +142,7 @@ impl Cluster {
     /// # Errors
     /// [`Error::UnknownJob`], [`Error::RankTaken`], [`Error::Invalid`] for a rank out of range.
     pub async fn join(&self, job: &str, rank: u32) -> Result<Job> {
-        Job::join(self.clone(), job, rank, "").await
+        Job::join(self.clone(), job, rank, None).await
     }
 
     /// As [`Self::join`], and tells the other ranks that this worker is reached at `address`,
@@ -159,23 +151,41 @@ impl Cluster {
     /// # Errors
     /// As [`Self::join`].
     pub async fn join_at(&self, job: &str, rank: u32, address: &str) -> Result<Job> {
-        Job::join(self.clone(), job, rank, address).await
+        Job::join(self.clone(), job, rank, Some(address)).await
     }
 
-    /// Calls until it succeeds, an error is final, or the deadline passes. `call` gets the
-    /// coordinator's client and the milliseconds that are left. (Not an `AsyncFnMut`: what it gives
-    /// is not known to be `Send`.)
+    /// The coordinator's client, for calls over `connection`.
+    pub(crate) fn client(connection: Connection) -> CoordinatorServiceClient<Connection> {
+        CoordinatorServiceClient::new(connection)
+            .max_decoding_message_size(MAX_CONTROL_MESSAGE)
+            .max_encoding_message_size(MAX_CONTROL_MESSAGE)
+    }
+
+    /// [`Self::tries`] of a call to the coordinator, which gets as much time as is left.
     pub(crate) async fn retry<T, F>(
         &self,
         what: &str,
-        mut call: impl FnMut(CoordinatorClient<Connection>, u32) -> F,
+        mut call: impl FnMut(CoordinatorServiceClient<Connection>) -> F,
+    ) -> Result<T>
+    where
+        F: Future<Output = Result<tonic::Response<T>, tonic::Status>>,
+    {
+        self.tries(what, |left| call(Self::client(self.connection.within(left)))).await
+    }
+
+    /// Calls until it succeeds, an error is final, or the deadline passes. `call` gets the time that
+    /// is left. (Not an `AsyncFnMut`: what it gives is not known to be `Send`.)
+    pub(crate) async fn tries<T, F>(
+        &self,
+        what: &str,
+        mut call: impl FnMut(Duration) -> F,
     ) -> Result<T>
     where
         F: Future<Output = Result<tonic::Response<T>, tonic::Status>>,
     {
         let mut tries = Tries::until(Deadline::after(self.options.deadline));
         loop {
-            let call = call(self.client.clone(), tries.wait_ms());
+            let call = call(tries.timeout());
             let answer = tries.limit(|| format!("{what} from {}", self.peer), call).await?;
             let error = match answer {
                 Ok(answer) => return Ok(answer.into_inner()),

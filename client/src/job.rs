@@ -4,9 +4,11 @@
 use std::sync::Arc;
 
 use tokio::{sync::watch, task::JoinHandle};
-use zeroshard_proto::{Error, JobSpec, Placement, Result, geometry::LocalTensor, pb};
+use zeroshard_proto::{
+    Deadline, Error, JobSpec, Placement, Result, deadline::MARGIN, geometry::LocalTensor, pb,
+};
 
-use crate::{Cluster, Traffic, cluster::Description, local::local, retry::Deadline, state};
+use crate::{Cluster, Traffic, cluster::Description, local::local, state};
 use attempt::Attempts;
 use membership::{Membership, watch_membership};
 
@@ -49,17 +51,20 @@ impl Job {
         cluster: Cluster,
         job: &str,
         rank: u32,
-        address: &str,
+        address: Option<&str>,
     ) -> Result<Self> {
         // The server may take its time for the first message too: an earlier lease of the rank has
         // to end.
         let (first, stream) = cluster
-            .retry(&format!("a lease for rank {rank} of job {job:?}"), |mut client, wait_ms| {
+            .tries(&format!("a lease for rank {rank} of job {job:?}"), |left| {
+                // The stream has no deadline: it lasts as long as the lease.
+                let mut client = Cluster::client(cluster.connection.clone());
+                let wait_ms = left.saturating_sub(MARGIN).as_millis();
                 let request = pb::JoinRequest {
                     job: job.to_owned(),
                     rank,
-                    address: address.to_owned(),
-                    wait_ms,
+                    address: address.map(str::to_owned),
+                    wait_ms: u32::try_from(wait_ms).unwrap_or(u32::MAX).max(1),
                 };
                 async move {
                     let mut stream = client.join(request).await?.into_inner();
@@ -211,7 +216,7 @@ impl Job {
         let Member { cluster, spec, id, lease, .. } = &*self.0;
         let request = pb::LeaveRequest { job: spec.name.clone(), lease: *lease, job_id: *id, done };
         cluster
-            .retry("leave", |mut client, _| {
+            .retry("leave", |mut client| {
                 let request = request.clone();
                 async move { client.leave(request).await }
             })

@@ -33,6 +33,7 @@ mod retry;
 mod schedule;
 mod shards;
 mod state;
+mod status;
 mod step;
 mod values;
 
@@ -45,6 +46,7 @@ pub use pull::Target;
 pub use push::TensorData;
 pub use schedule::Schedule;
 pub use shards::Traffic;
+pub use status::{JobStatus, ServerStatus, Status};
 pub use step::{Absent, Commit, Reduced, StepReport};
 pub use values::{Slots, Values};
 pub use zeroshard_proto::{Error, Result};

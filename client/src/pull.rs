@@ -3,18 +3,19 @@
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
     sync::{Arc, atomic::Ordering},
+    time::Duration,
 };
 
 use http_body_util::Full;
 use zeroshard_proto::{
     DType, Error, Manifest, Placement, Result, Server, StridedBox, TensorBox,
-    frame::{Event, Extent, Reader},
+    frame::{Event, Extent, Reader, encode_message},
     geometry::LocalTensor,
-    pb,
+    pb::{self, slice_array::Array},
 };
 
 use crate::{
-    call::{call, finish, framed},
+    call::{call, finish},
     local::{check_size, local},
     shards::{Shard, Shards},
     values::Slots,
@@ -138,7 +139,17 @@ pub(crate) struct PullOf<'a> {
     pub(crate) version: u64,
     pub(crate) part: &'a str,
     pub(crate) chunk_bytes: usize,
-    pub(crate) wait_ms: u32,
+    pub(crate) timeout: Duration,
+}
+
+/// The array of a slice that `part` names: empty, `master`, or a state tensor of the optimizer.
+pub(crate) fn slice_array(part: &str) -> pb::SliceArray {
+    let array = match part {
+        "" => Array::Parameters(pb::slice_array::Parameters {}),
+        "master" => Array::MasterWeights(pb::slice_array::MasterWeights {}),
+        state => Array::OptimizerState(state.to_owned()),
+    };
+    pb::SliceArray { array: Some(array) }
 }
 
 impl ServerPull<'_> {
@@ -146,7 +157,7 @@ impl ServerPull<'_> {
     /// again.
     pub(crate) async fn pull(&mut self, shards: &Shards, of: &PullOf<'_>) -> Result<()> {
         let shard = shards.get(&self.server)?;
-        let ranges = self.rest.iter().map(|next| pb::Range {
+        let extents = self.rest.iter().map(|next| pb::Extent {
             slice: next.slice,
             offset: next.offset as u64,
             length: next.data.len() as u64,
@@ -158,13 +169,13 @@ impl ServerPull<'_> {
             version: of.version,
             dtype: pb::Dtype::from(self.dtype).into(),
             chunk_bytes: of.chunk_bytes as u32,
-            wait_ms: of.wait_ms,
-            ranges: ranges.collect(),
-            part: of.part.to_owned(),
+            extents: extents.collect(),
+            array: Some(slice_array(of.part)),
             job_id: of.job_id,
         };
-        let body = Full::new(framed(&request));
-        let answer = call(&shard.pull, "/zeroshard.v1.Data/Pull", body, &shard.peer).await?;
+        let body = Full::new(encode_message(&request));
+        let connection = shard.pull.within(of.timeout);
+        let answer = call(&connection, "/zeroshard.v1.DataService/Pull", body, &shard.peer).await?;
         let mut reader = Reader::new(answer, MAX_MESSAGE);
         let mut dtype = DType::F32;
         while let Some(event) = reader.next().await? {

@@ -8,17 +8,17 @@ use futures_util::{Stream, stream};
 use http_body::Frame;
 use http_body_util::StreamBody;
 use zeroshard_proto::{
-    DType, Error, Manifest, Placement, Result, Server,
+    DType, Deadline, Error, Manifest, Placement, Result, Server,
     frame::{Extent, Writer},
     geometry::LocalTensor,
-    pb,
+    pb::{self, push_begin::Contents as Wire},
 };
 
 use crate::{
     Options,
     call::unary,
     local::{check_size, local},
-    retry::{Deadline, Next, Tries},
+    retry::{Next, Tries},
     shards::Shards,
     values::Values,
 };
@@ -174,15 +174,20 @@ impl ServerPush {
         dtype: DType,
         deadline: Deadline,
     ) -> Result<()> {
+        let what = match &begin.contents {
+            Some(Wire::Gradients(gradients)) => format!("push of step {}", gradients.step),
+            _ => "upload".to_owned(),
+        };
         let waiting_for = format!(
-            "shard server {} to take rank {}'s push of step {:?} in epoch {}",
-            self.server.address, begin.rank, begin.step, begin.epoch
+            "shard server {} to take rank {}'s {what} in epoch {}",
+            self.server.address, begin.rank, begin.epoch
         );
         let mut tries = Tries::until(deadline);
         loop {
             let shard = shards.get(&self.server)?;
             let body = StreamBody::new(self.frames(begin, dtype, options.chunk_bytes));
-            let pushed = unary(&shard.push, "/zeroshard.v1.Data/Push", body, &shard.peer);
+            let connection = shard.push.within(tries.timeout());
+            let pushed = unary(&connection, "/zeroshard.v1.DataService/Push", body, &shard.peer);
             let before = self.bytes(dtype);
             let pushed: Result<pb::PushResponse> =
                 tries.limit(|| waiting_for.clone(), pushed).await?;
@@ -228,7 +233,11 @@ impl ServerPush {
         chunk_bytes: usize,
     ) -> impl Stream<Item = Result<Frame<Bytes>, Infallible>> + Send + use<> {
         let mut writer = Writer::default();
-        writer.begin(pb::PushBegin { absent: self.absent.clone(), ..begin.clone() });
+        let mut begin = begin.clone();
+        if let Some(Wire::Gradients(gradients)) = &mut begin.contents {
+            gradients.absent.clone_from(&self.absent);
+        }
+        writer.begin(begin);
         let values = VecDeque::from(self.values.clone());
         let chunk = (chunk_bytes / dtype.size()).max(1);
         let frames = Frames { writer, values, sent: 0, dtype, chunk };

@@ -1,52 +1,13 @@
-//! Deadlines, and which errors are tried again: the only place that decides it.
+//! Which errors are tried again, and until when: the only place that decides it.
 
 use std::time::Duration;
 
-use tokio::time::Instant;
-use zeroshard_proto::{Error, Result, error::Remedy};
+use zeroshard_proto::{Deadline, Error, Result, deadline::MARGIN, error::Remedy};
 
 /// Longest first pause before a call is tried again; each further one may be twice as long.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 /// Longest pause.
 const MAX_PAUSE: Duration = Duration::from_secs(1);
-/// How much earlier than ourselves a server gives up: its error names what was missing, ours only
-/// names the server.
-const MARGIN: Duration = Duration::from_millis(200);
-/// A deadline that is later than the clock can say.
-const FAR_FUTURE: Duration = Duration::from_secs(86_400 * 365 * 30);
-
-/// When an operation must be over.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Deadline {
-    at: Instant,
-    after: Duration,
-}
-
-impl Deadline {
-    pub(crate) fn after(after: Duration) -> Self {
-        let now = Instant::now();
-        Self { at: now.checked_add(after).unwrap_or_else(|| now + FAR_FUTURE), after }
-    }
-
-    fn left(&self) -> Duration {
-        self.at.saturating_duration_since(Instant::now())
-    }
-
-    /// # Errors
-    /// [`Error::Timeout`] with `waiting_for`.
-    pub(crate) async fn limit<T>(
-        &self,
-        waiting_for: impl FnOnce() -> String,
-        work: impl Future<Output = T>,
-    ) -> Result<T> {
-        tokio::time::timeout_at(self.at, work).await.map_err(|_| self.timeout(waiting_for()))
-    }
-
-    fn timeout(&self, waiting_for: String) -> Error {
-        Error::Timeout { waiting_for, waited_ms: self.after.as_millis() as u64 }
-    }
-}
-
 /// What to do after a try that failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Next {
@@ -71,10 +32,11 @@ impl Tries {
         Self { deadline, pause: FIRST_PAUSE, last: None }
     }
 
-    /// For `wait_ms` of a request. The server may wait less, if its own limit is lower.
-    pub(crate) fn wait_ms(&self) -> u32 {
-        let wait = self.deadline.left().saturating_sub(MARGIN).as_millis();
-        u32::try_from(wait).unwrap_or(u32::MAX).max(1)
+    /// How long the call of the next try may take. That is a little more than what is left, so that
+    /// the try ends here with an error that says more than that of the transport. The server may
+    /// wait less, if its own limit is lower.
+    pub(crate) fn timeout(&self) -> Duration {
+        self.deadline.left() + Duration::from_millis(1)
     }
 
     /// One try. `waiting_for` is for the message if the deadline passes and no earlier try has a
@@ -203,7 +165,6 @@ mod tests {
 
     #[tokio::test]
     async fn a_deadline_may_be_as_long_as_the_user_likes() {
-        assert_eq!(tries(Duration::MAX).wait_ms(), u32::MAX);
-        assert!(tries(Duration::from_secs(7200)).wait_ms() > 7_000_000);
+        assert!(tries(Duration::MAX).timeout() > Duration::from_secs(86_400 * 365));
     }
 }

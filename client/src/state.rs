@@ -3,7 +3,7 @@
 use futures_util::future::try_join_all;
 use zeroshard_proto::{
     Error, Result, Server,
-    pb::{self, shard_client::ShardClient},
+    pb::{self, shard_service_client::ShardServiceClient},
     transport::{Connection, MAX_CONTROL_MESSAGE},
 };
 
@@ -13,10 +13,8 @@ use crate::{Cluster, Description};
 pub(crate) async fn hash(cluster: &Cluster, of: &Description, version: u64) -> Result<String> {
     let job = &of.spec.name;
     let digests = of.placement.servers().iter().map(|server| async move {
-        ask(cluster, server, "digests", |mut client, wait_ms| async move {
-            client
-                .digest(pb::DigestRequest { job: job.clone(), version, wait_ms, job_id: of.id })
-                .await
+        ask(cluster, server, "digests", |mut client| async move {
+            client.digest(pb::DigestRequest { job: job.clone(), job_id: of.id, version }).await
         })
         .await
         .map(|answer| answer.slices)
@@ -44,17 +42,15 @@ pub(crate) async fn applied_steps(
 ) -> Result<Vec<u64>> {
     let job = &of.spec.name;
     let answers = of.placement.servers().iter().map(|server| async move {
-        ask(cluster, server, "applied steps", |mut client, wait_ms| async move {
-            client
-                .steps(pb::StepsRequest { job: job.clone(), version, wait_ms, job_id: of.id })
-                .await
+        ask(cluster, server, "applied steps", |mut client| async move {
+            client.steps(pb::StepsRequest { job: job.clone(), job_id: of.id, version }).await
         })
         .await
     });
     let mut steps = vec![0; of.spec.manifest.tensors().len()];
     for answer in try_join_all(answers).await? {
         // A tensor's slices agree.
-        for (&slice, &applied) in answer.slices.iter().zip(&answer.applied) {
+        for pb::SliceSteps { slice, applied } in answer.slices {
             if let Some(slice) = of.spec.manifest.slices().get(slice as usize) {
                 steps[slice.tensor] = applied;
             }
@@ -67,15 +63,15 @@ async fn ask<T, F>(
     cluster: &Cluster,
     server: &Server,
     what: &str,
-    mut call: impl FnMut(ShardClient<Connection>, u32) -> F,
+    mut call: impl FnMut(ShardServiceClient<Connection>) -> F,
 ) -> Result<T>
 where
     F: Future<Output = Result<tonic::Response<T>, tonic::Status>>,
 {
     let shard = cluster.shards.get(server)?;
-    let client =
-        ShardClient::new(shard.pull.clone()).max_decoding_message_size(MAX_CONTROL_MESSAGE);
-    cluster
-        .retry(&format!("{what} of {}", shard.peer), |_, wait_ms| call(client.clone(), wait_ms))
-        .await
+    let call = |left| {
+        let client = ShardServiceClient::new(shard.pull.within(left));
+        call(client.max_decoding_message_size(MAX_CONTROL_MESSAGE))
+    };
+    cluster.tries(&format!("{what} of {}", shard.peer), call).await
 }

@@ -66,7 +66,7 @@ pub struct Reduced {
 }
 
 impl StepReport {
-    pub(crate) fn new(report: &pb::StepReport, manifest: &Manifest) -> Self {
+    pub(crate) fn new(report: &pb::CommitResponse, manifest: &Manifest) -> Self {
         let absent = report.absent.iter().filter_map(|&pb::Absent { slice, rank, everywhere }| {
             Some(Absent { tensor: tensor_of(manifest, slice)?, rank, everywhere })
         });
@@ -84,7 +84,7 @@ impl StepReport {
 }
 
 impl Reduced {
-    pub(crate) fn new(report: &pb::ReduceReport, manifest: &Manifest) -> Self {
+    pub(crate) fn new(report: &pb::ReduceResponse, manifest: &Manifest) -> Self {
         Self { gradient_norm: report.gradient_norm, overflow: overflow(report.overflow, manifest) }
     }
 }

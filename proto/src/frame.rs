@@ -7,16 +7,16 @@
 
 mod decode;
 mod encode;
+mod prefix;
 mod read;
 
 pub use decode::{Decoder, Event};
 pub use encode::Writer;
+pub use prefix::{decode_message, encode_message};
 pub use read::Reader;
 
 use crate::DType;
 
-/// Bytes before each gRPC message: a compression flag and the length.
-const PREFIX: usize = 5;
 /// Field numbers of data.proto.
 mod field {
     pub(super) const BEGIN: u64 = 1;

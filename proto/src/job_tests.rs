@@ -106,8 +106,8 @@ fn more_than_the_limit_of_anything_is_refused_with_the_limit() {
     let (what, expected) = limit(pb::JobSpec { replicas: 65, ..message() });
     assert_eq!((what.as_str(), expected), ("replicas", format!("at most {MAX_REPLICAS}")));
     // 351 KiB of dimension names.
-    let names: Vec<String> = (0..40_000).map(|dim| format!("dim {dim:04}")).collect();
-    let mesh = pb::Mesh { shape: vec![1; names.len()], names, ranks: vec![0] };
+    let dims = (0..40_000).map(|dim| pb::MeshDim { name: format!("dim {dim:04}"), size: 1 });
+    let mesh = pb::Mesh { dims: dims.collect(), ranks: vec![0] };
     assert_eq!(
         limit(pb::JobSpec { meshes: vec![mesh], ..message() }).0,
         "number of dimensions of a mesh"

@@ -3,6 +3,7 @@
 //! Generated messages ([`pb`]) stop at the border: they are converted on receipt into the types of
 //! this crate, which cannot be wrong.
 
+pub mod deadline;
 pub mod dtype;
 pub mod error;
 pub mod frame;
@@ -14,6 +15,7 @@ pub mod placement;
 pub mod token;
 pub mod transport;
 
+pub use deadline::Deadline;
 pub use dtype::DType;
 pub use error::Error;
 pub use geometry::{
@@ -29,7 +31,7 @@ pub use token::Token;
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Generated from `zeroshard/v1/*.proto`, where the messages are documented.
-#[expect(missing_docs, clippy::all, reason = "generated")]
+#[allow(clippy::all, reason = "generated")]
 pub mod pb {
     tonic::include_proto!("zeroshard.v1");
 

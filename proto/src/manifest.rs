@@ -306,7 +306,7 @@ impl From<&TensorSpec> for pb::Tensor {
             dtype: pb::Dtype::from(tensor.dtype).into(),
             frozen: tensor.frozen,
             buffer: tensor.buffer,
-            alias_of: tensor.alias_of.clone().unwrap_or_default(),
+            alias_of: tensor.alias_of.clone(),
             group: tensor.group,
             policy: match tensor.policy {
                 Policy::Elementwise => pb::Policy::Elementwise,
@@ -327,7 +327,7 @@ impl TryFrom<pb::Tensor> for TensorSpec {
         let dtype = DType::from_wire(message.dtype)
             .ok_or_else(|| Error::invalid(what("dtype"), message.dtype, "f32, bf16 or f16"))?;
         let policy = match pb::Policy::try_from(message.policy) {
-            Ok(pb::Policy::Elementwise) => Policy::Elementwise,
+            Ok(pb::Policy::Unspecified | pb::Policy::Elementwise) => Policy::Elementwise,
             Ok(pb::Policy::Whole) => Policy::Whole,
             Err(_) => {
                 return Err(Error::invalid(what("policy"), message.policy, "ELEMENTWISE or WHOLE"));
@@ -340,7 +340,7 @@ impl TryFrom<pb::Tensor> for TensorSpec {
             shape: message.shape,
             frozen: message.frozen,
             buffer: message.buffer,
-            alias_of: Some(message.alias_of).filter(|name| !name.is_empty()),
+            alias_of: message.alias_of,
             group: message.group,
             no_clip: message.no_clip,
             layout: message.layout.map(TensorLayout::try_from).transpose()?,

@@ -84,15 +84,22 @@ impl Placement {
     }
 }
 
+impl From<Server> for pb::Server {
+    fn from(Server { id, incarnation, address }: Server) -> Self {
+        Self { id, incarnation, address }
+    }
+}
+
+impl From<pb::Server> for Server {
+    fn from(pb::Server { id, incarnation, address }: pb::Server) -> Self {
+        Self { id, incarnation, address }
+    }
+}
+
 impl From<&Placement> for pb::Placement {
     fn from(placement: &Placement) -> Self {
-        let servers = placement.servers.iter().map(|server| pb::Server {
-            id: server.id,
-            address: server.address.clone(),
-            incarnation: server.incarnation,
-        });
         Self {
-            servers: servers.collect(),
+            servers: placement.servers.iter().cloned().map(Into::into).collect(),
             replicas: placement.replicas as u32,
             owners: placement.owners.clone(),
         }
@@ -103,12 +110,7 @@ impl TryFrom<pb::Placement> for Placement {
     type Error = Error;
 
     fn try_from(message: pb::Placement) -> Result<Self> {
-        let server = |pb::Server { id, address, incarnation }: pb::Server| Server {
-            id,
-            address,
-            incarnation,
-        };
-        let servers = message.servers.into_iter().map(server);
+        let servers = message.servers.into_iter().map(Server::from);
         Self::new(servers.collect(), message.replicas as usize, message.owners)
     }
 }

@@ -13,7 +13,7 @@ use tonic::{
 use tower::Service;
 
 use crate::{
-    Error, Result,
+    Error, Result, deadline,
     token::{Bearer, Token},
 };
 
@@ -64,6 +64,7 @@ pub fn endpoint(address: &str) -> Result<Endpoint> {
 pub struct Connection {
     channel: Channel,
     bearer: Option<Bearer>,
+    timeout: Option<Duration>,
 }
 
 impl Connection {
@@ -72,7 +73,13 @@ impl Connection {
     /// # Errors
     /// [`Error::Invalid`] for a token that no header can carry.
     pub fn new(channel: Channel, token: &Token) -> Result<Self> {
-        Ok(Self { channel, bearer: Bearer::new(token)? })
+        Ok(Self { channel, bearer: Bearer::new(token)?, timeout: None })
+    }
+
+    /// The same channel for calls that may take `timeout`, which they carry as `grpc-timeout`.
+    #[must_use]
+    pub fn within(&self, timeout: Duration) -> Self {
+        Self { timeout: Some(timeout), ..self.clone() }
     }
 }
 
@@ -88,6 +95,9 @@ impl Service<Request<Body>> for Connection {
     fn call(&mut self, mut request: Request<Body>) -> ResponseFuture {
         if let Some(bearer) = &self.bearer {
             bearer.write(request.headers_mut());
+        }
+        if let Some(timeout) = self.timeout {
+            deadline::write(request.headers_mut(), timeout);
         }
         self.channel.call(request)
     }

@@ -53,7 +53,7 @@ fn optimizer() -> impl Strategy<Value = pb::Optimizer> {
 }
 
 fn layout() -> impl Strategy<Value = pb::Layout> {
-    let placement = (-1i32..5, 0u32..4).prop_map(|(kind, dim)| pb::DimPlacement { kind, dim });
+    let placement = (-1i32..6, 0u32..4).prop_map(|(kind, dim)| pb::DimPlacement { kind, dim });
     let placements = prop::collection::vec(placement, 0..3);
     (0u32..3, placements).prop_map(|(mesh, placements)| pb::Layout { mesh, placements })
 }
@@ -62,15 +62,15 @@ fn mesh() -> impl Strategy<Value = pb::Mesh> {
     let size = prop_oneof![0u32..4, any::<u32>()];
     let ranks =
         prop_oneof![Just(vec![0, 1]), Just(vec![0, 1, 2, 3]), prop::collection::vec(0u32..5, 0..5)];
-    (prop::collection::vec(size, 0..3), prop::collection::vec(name(), 0..3), ranks)
-        .prop_map(|(shape, names, ranks)| pb::Mesh { shape, names, ranks })
+    let dim = (name(), size).prop_map(|(name, size)| pb::MeshDim { name, size });
+    (prop::collection::vec(dim, 0..3), ranks).prop_map(|(dims, ranks)| pb::Mesh { dims, ranks })
 }
 
 fn tensor() -> impl Strategy<Value = pb::Tensor> {
     let dimension = prop_oneof![0u64..100, Just(1 << 22), Just(1 << 40), any::<u64>()];
     let shape = prop::collection::vec(dimension, 0..4);
-    let flags = (any::<bool>(), any::<bool>(), any::<bool>(), -1i32..5, -1i32..4, 0u32..3);
-    let alias = prop_oneof![3 => Just(String::new()), 1 => name()];
+    let flags = (any::<bool>(), any::<bool>(), any::<bool>(), -1i32..5, -1i32..5, 0u32..3);
+    let alias = prop_oneof![3 => Just(None), 1 => name().prop_map(Some)];
     (name(), shape, alias, flags, prop::option::of(layout())).prop_map(
         |(name, shape, alias_of, (frozen, buffer, no_clip, dtype, policy, group), layout)| {
             pb::Tensor {

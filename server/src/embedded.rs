@@ -144,7 +144,10 @@ mod tests {
     use tonic::body::Body;
     use zeroshard_proto::{
         Error as ClusterError, Token,
-        pb::{self, coordinator_client::CoordinatorClient, shard_client::ShardClient},
+        pb::{
+            self, coordinator_service_client::CoordinatorServiceClient,
+            shard_service_client::ShardServiceClient,
+        },
         transport::{Connection, endpoint},
     };
 
@@ -154,7 +157,7 @@ mod tests {
     async fn status(address: &str, token: &str) -> Result<pb::StatusResponse, ClusterError> {
         let channel = endpoint(address)?.connect().await.unwrap();
         let connection = Connection::new(channel, &Token::from(token.to_owned()))?;
-        let answer = CoordinatorClient::new(connection).status(pb::StatusRequest {}).await;
+        let answer = CoordinatorServiceClient::new(connection).status(pb::StatusRequest {}).await;
         answer
             .map(tonic::Response::into_inner)
             .map_err(|status| ClusterError::from_status(&status, "coordinator"))
@@ -194,7 +197,7 @@ mod tests {
     struct Panics;
 
     impl tonic::server::NamedService for Panics {
-        const NAME: &'static str = "zeroshard.v1.Shard";
+        const NAME: &'static str = "zeroshard.v1.ShardService";
     }
 
     impl tower::Service<http::Request<Body>> for Panics {
@@ -239,7 +242,7 @@ mod tests {
         let (cluster, address) = with_server(parts).await;
         assert!(status(&cluster.address(), "").await.is_ok());
         let channel = endpoint(&address).unwrap().connect().await.unwrap();
-        let answer = ShardClient::new(channel).steps(pb::StepsRequest::default()).await;
+        let answer = ShardServiceClient::new(channel).steps(pb::StepsRequest::default()).await;
         assert_names_the_panic(
             answer.map_err(|status| ClusterError::from_status(&status, "shard")),
         );

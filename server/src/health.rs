@@ -33,9 +33,13 @@ impl Health {
     pub async fn set_ready(&self, ready: bool) {
         let status = if ready { ServingStatus::Serving } else { ServingStatus::NotServing };
         // "" is the server as a whole.
-        for service in
-            ["", READINESS, "zeroshard.v1.Coordinator", "zeroshard.v1.Data", "zeroshard.v1.Shard"]
-        {
+        for service in [
+            "",
+            READINESS,
+            "zeroshard.v1.CoordinatorService",
+            "zeroshard.v1.DataService",
+            "zeroshard.v1.ShardService",
+        ] {
             self.reporter.set_service_status(service, status).await;
         }
         self.ready.send_replace(ready);

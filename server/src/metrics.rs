@@ -258,8 +258,11 @@ mod tests {
     #[test]
     fn series_cannot_be_made_by_callers() {
         let metrics = Metrics::new();
-        assert_eq!(metrics.method("/zeroshard.v1.Data/Pull"), "/zeroshard.v1.Data/Pull");
-        assert_eq!(metrics.method("/zeroshard.v1.Data/Pul"), "other");
+        assert_eq!(
+            metrics.method("/zeroshard.v1.DataService/Pull"),
+            "/zeroshard.v1.DataService/Pull"
+        );
+        assert_eq!(metrics.method("/zeroshard.v1.DataService/Pul"), "other");
     }
 
     #[test]

@@ -93,7 +93,7 @@ class StockClient(unittest.TestCase):
     def setUpClass(cls) -> None:
         cls.coordinator = Server("coordinator")
         cls.shards = [Server("shard", "--coordinator", cls.coordinator.address) for _ in range(2)]
-        cls.stub = coordinator_pb2_grpc.CoordinatorStub(cls.coordinator.channel)
+        cls.stub = coordinator_pb2_grpc.CoordinatorServiceStub(cls.coordinator.channel)
 
     @classmethod
     def tearDownClass(cls) -> None:
@@ -117,26 +117,33 @@ class StockClient(unittest.TestCase):
 
     def start(self, name: str) -> tuple:
         """Creates and joins a job. Returns the lease and the stream that keeps it alive."""
-        request = coordinator_pb2.CreateJobRequest(spec=self.spec(name), wait_ms=20_000)
+        request = coordinator_pb2.CreateJobRequest(spec=self.spec(name))
         self.stub.CreateJob(request, timeout=TIMEOUT)
         stream = self.stub.Join(coordinator_pb2.JoinRequest(job=name, rank=0))
         lease = next(stream)
         self.addCleanup(stream.cancel)
         return lease, stream
 
-    def data(self, lease: coordinator_pb2.Membership, slice_number: int) -> data_pb2_grpc.DataStub:
+    def data(
+        self, lease: coordinator_pb2.JoinResponse, slice_number: int
+    ) -> data_pb2_grpc.DataServiceStub:
         """The server that owns a slice."""
         address = lease.placement.servers[lease.placement.owners[slice_number]].address
         server = next(shard for shard in self.shards if shard.address == address)
-        return data_pb2_grpc.DataStub(server.channel)
+        return data_pb2_grpc.DataServiceStub(server.channel)
 
     def push(
-        self, lease, name: str, slice_number: int, values: list[float], **begin
+        self, lease, name: str, slice_number: int, values: list[float], step: int | None = None
     ) -> data_pb2.PushResponse:
-        """Pushes a whole slice, with one element per message."""
+        """Pushes a whole slice, with one element per message: a gradient or, without a step, the
+        initial parameters."""
         opening = data_pb2.PushBegin(
-            job=name, job_id=lease.job_id, lease=lease.lease, epoch=lease.epoch, rank=0, **begin
+            job=name, job_id=lease.job_id, lease=lease.lease, epoch=lease.epoch, rank=0
         )
+        if step is None:
+            opening.upload.SetInParent()
+        else:
+            opening.gradients.step = step
         messages = [data_pb2.PushRequest(begin=opening)]
         for offset, value in enumerate(values):
             extent = {"slice": slice_number, "offset": offset, "dtype": types_pb2.DTYPE_F32}
@@ -151,7 +158,7 @@ class StockClient(unittest.TestCase):
             epoch=lease.epoch,
             version=version,
             dtype=types_pb2.DTYPE_F32,
-            ranges=[data_pb2.Range(slice=slice_number)],
+            extents=[data_pb2.Extent(slice=slice_number)],
         )
         answer = self.data(lease, slice_number).Pull(request, timeout=TIMEOUT)
         return [value for message in answer for value in numbers(message.payload)]
@@ -176,10 +183,10 @@ class StockClient(unittest.TestCase):
             self.assertEqual((pushed.added, pushed.duplicates), (len(values), 0))
         gradients = [[1.0, -1.0, 0.0, 2.0, -2.0, 0.5], [4.0]]
         for number, values in enumerate(gradients):
-            self.push(lease, "step", number, values, step=0, attempt=0)
-            again = self.push(lease, "step", number, values, step=0, attempt=0)
+            self.push(lease, "step", number, values, step=0)
+            again = self.push(lease, "step", number, values, step=0)
             self.assertEqual((again.added, again.duplicates), (0, len(values)))
-        commit = coordinator_pb2.CommitRequest(
+        turn = coordinator_pb2.Turn(
             job="step",
             job_id=lease.job_id,
             lease=lease.lease,
@@ -187,9 +194,8 @@ class StockClient(unittest.TestCase):
             rank=0,
             step=0,
             attempt=0,
-            loss=2.5,
-            wait_ms=20_000,
         )
+        commit = coordinator_pb2.CommitRequest(turn=turn, loss=2.5)
         report = self.stub.Commit(commit, timeout=TIMEOUT)
         self.assertTrue(report.applied)
         self.assertEqual((report.version, report.world, report.loss), (1, 1, 2.5))
@@ -206,7 +212,7 @@ class StockClient(unittest.TestCase):
         digests = [
             digest.slice
             for shard in self.shards
-            for digest in shard_pb2_grpc.ShardStub(shard.channel)
+            for digest in shard_pb2_grpc.ShardServiceStub(shard.channel)
             .Digest(shard_pb2.DigestRequest(job="step", version=1), timeout=TIMEOUT)
             .slices
         ]
@@ -248,7 +254,7 @@ class StockClient(unittest.TestCase):
         )
         self.assertEqual((reason, detail["step"], detail["current"]), ("STEP_MISMATCH", 5, 0))
 
-        stale = coordinator_pb2.Membership()
+        stale = coordinator_pb2.JoinResponse()
         stale.CopyFrom(lease)
         stale.epoch -= 1
         reason, detail = self.refused(
@@ -279,11 +285,11 @@ class StockClient(unittest.TestCase):
             job="errors",
             version=9,
             dtype=types_pb2.DTYPE_F32,
-            wait_ms=100,
-            ranges=[data_pb2.Range(slice=0)],
+            extents=[data_pb2.Extent(slice=0)],
         )
+        # The server answers before the deadline of the call.
         reason, detail = self.refused(
-            lambda: list(self.data(lease, 0).Pull(request, timeout=TIMEOUT)),
+            lambda: list(self.data(lease, 0).Pull(request, timeout=2)),
             grpc.StatusCode.DEADLINE_EXCEEDED,
         )
         self.assertEqual(reason, "TIMEOUT")
@@ -300,9 +306,9 @@ class StockClient(unittest.TestCase):
     def test_reflection_describes_every_service(self) -> None:
         """Reflection v1, whose messages are those of v1alpha."""
         for server, service in [
-            (self.coordinator, "Coordinator"),
-            (self.shards[0], "Data"),
-            (self.shards[0], "Shard"),
+            (self.coordinator, "CoordinatorService"),
+            (self.shards[0], "DataService"),
+            (self.shards[0], "ShardService"),
         ]:
             reflect = server.channel.stream_stream(
                 "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",

@@ -2,22 +2,22 @@
 //! told to, right or wrong.
 
 use futures_util::Stream;
-use tonic::{Streaming, transport::Channel};
+use tonic::{IntoRequest, Streaming, transport::Channel};
 use zeroshard_client::Job;
 use zeroshard_proto::{
     DType, Error, Result,
-    pb::{self, data_client::DataClient},
+    pb::{self, data_service_client::DataServiceClient, push_begin::Contents},
     transport::endpoint,
 };
 
 /// For messages.
 const PEER: &str = "shard server";
 
-async fn client(address: &str) -> Result<DataClient<Channel>> {
+async fn client(address: &str) -> Result<DataServiceClient<Channel>> {
     let channel = endpoint(address)?.connect().await;
     let channel =
         channel.map_err(|e| Error::Unavailable { peer: PEER.to_owned(), cause: e.to_string() })?;
-    Ok(DataClient::new(channel)
+    Ok(DataServiceClient::new(channel)
         .max_decoding_message_size(1 << 30)
         .max_encoding_message_size(1 << 30))
 }
@@ -46,7 +46,10 @@ pub async fn push_stream(
 ///
 /// # Errors
 /// The server's.
-pub async fn pull(address: &str, request: pb::PullRequest) -> Result<Vec<pb::PullResponse>> {
+pub async fn pull(
+    address: &str,
+    request: impl IntoRequest<pb::PullRequest>,
+) -> Result<Vec<pb::PullResponse>> {
     let mut stream = open_pull(address, request).await?;
     let mut answer = Vec::new();
     while let Some(message) =
@@ -63,7 +66,7 @@ pub async fn pull(address: &str, request: pb::PullRequest) -> Result<Vec<pb::Pul
 /// The server's.
 pub async fn open_pull(
     address: &str,
-    request: pb::PullRequest,
+    request: impl IntoRequest<pb::PullRequest>,
 ) -> Result<Streaming<pb::PullResponse>> {
     let answer = client(address).await?.pull(request).await;
     answer.map(tonic::Response::into_inner).map_err(|status| Error::from_status(&status, PEER))
@@ -77,9 +80,14 @@ pub fn begin(job: &Job, step: Option<u64>) -> pb::PushBegin {
         lease: job.lease(),
         epoch: job.epoch(),
         rank: job.rank(),
-        step,
-        ..Default::default()
+        covers: Vec::new(),
+        contents: Some(step.map_or_else(|| Contents::Upload(pb::Upload::default()), gradients)),
     }
+}
+
+/// Gradients of the first attempt at `step`.
+pub fn gradients(step: u64) -> Contents {
+    Contents::Gradients(pb::Gradients { step, ..Default::default() })
 }
 
 /// The first message of a push.
@@ -94,15 +102,14 @@ pub fn extent(slice: u32, offset: u64, values: &[f32]) -> pb::PushRequest {
     pb::PushRequest { begin: None, slice, offset, dtype, payload: payload.into() }
 }
 
-/// A reader's request for all of `slices` at `version`, as f32; waits for a second.
+/// A reader's request for all of `slices` at `version`, as f32.
 pub fn read(job: &str, version: u64, slices: impl IntoIterator<Item = u32>) -> pb::PullRequest {
-    let ranges = slices.into_iter().map(|slice| pb::Range { slice, offset: 0, length: 0 });
+    let extents = slices.into_iter().map(|slice| pb::Extent { slice, offset: 0, length: 0 });
     pb::PullRequest {
         job: job.to_owned(),
         version,
         dtype: pb::Dtype::from(DType::F32).into(),
-        wait_ms: 1000,
-        ranges: ranges.collect(),
+        extents: extents.collect(),
         ..Default::default()
     }
 }

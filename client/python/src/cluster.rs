@@ -5,7 +5,7 @@ use std::{net::IpAddr, sync::Mutex, time::Duration};
 use pyo3::prelude::*;
 use serde_json::json;
 use zeroshard_client as client;
-use zeroshard_proto::{Error, JobSpec, Manifest, pb};
+use zeroshard_proto::{Error, JobSpec, Manifest};
 use zeroshard_server::embedded;
 
 use crate::{
@@ -165,21 +165,19 @@ impl Cluster {
     }
 }
 
-fn server(status: &pb::ServerStatus) -> serde_json::Value {
-    let server = status.server.clone().unwrap_or_default();
-    let stats = status.stats.clone().unwrap_or_default();
+fn server(status: &client::ServerStatus) -> serde_json::Value {
     json!({
-        "id": server.id,
-        "address": server.address,
-        "master_bytes": stats.master_bytes,
-        "state_bytes": stats.state_bytes,
-        "accumulator_bytes": stats.accumulator_bytes,
-        "published_bytes": stats.published_bytes,
-        "parked_bytes": stats.parked_bytes,
+        "id": status.server.id,
+        "address": status.server.address,
+        "master_bytes": status.master_bytes,
+        "state_bytes": status.state_bytes,
+        "accumulator_bytes": status.accumulator_bytes,
+        "published_bytes": status.published_bytes,
+        "parked_bytes": status.parked_bytes,
     })
 }
 
-fn job(status: &pb::JobStatus) -> serde_json::Value {
+fn job(status: &client::JobStatus) -> serde_json::Value {
     json!({
         "name": status.name,
         "version": status.version,
@@ -188,6 +186,6 @@ fn job(status: &pb::JobStatus) -> serde_json::Value {
         "joined": status.joined,
         "parameters": status.parameters,
         "tensors": status.tensors,
-        "failure": status.failure,
+        "failure": status.failure.as_deref().unwrap_or_default(),
     })
 }

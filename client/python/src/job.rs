@@ -8,7 +8,7 @@ use tokio::{
     task::JoinSet,
 };
 use zeroshard_client::{self as client, Attempt, Commit, Result, StepReport, TensorData};
-use zeroshard_proto::{Error, pb};
+use zeroshard_proto::Error;
 
 use crate::{
     array::{Arrays, Targets, tensor_data},
@@ -125,9 +125,9 @@ impl Job {
 async fn retire(cluster: client::Cluster, job: client::Job) -> Result<()> {
     job.leave_done().await?;
     let (name, id) = (&job.spec().name, job.id());
-    let over = |job: &pb::JobStatus| {
+    let over = |job: &client::JobStatus| {
         job.name == *name
-            && job.job_id == id
+            && job.id == id
             && job.joined.is_empty()
             && (job.world == 1 || job.version > Some(0))
     };

@@ -4,7 +4,9 @@ use std::{fmt, sync::Arc};
 
 use pyo3::{prelude::*, types::PyTuple};
 use zeroshard_client::Result;
-use zeroshard_proto::{self as proto, DimPlacement, Error, ProcessMesh, Reduction, redistribute};
+use zeroshard_proto::{
+    self as proto, DimPlacement, Error, ProcessMesh, Reduction, geometry::redistribute,
+};
 
 use crate::error::raise;
 
@@ -140,7 +142,7 @@ pub(crate) fn redistribution(
         let expected = "free of partial placements; reduce the tensor first";
         return Err(raise(Error::invalid("layout of a tensor to move", "partial", expected)));
     }
-    Ok(plan.moves.into_iter().map(|step| (step.from, step.to, TensorBox(step.area))).collect())
+    Ok(plan.moves.into_iter().map(|step| (step.from, step.to, TensorBox(step.bounds))).collect())
 }
 
 /// Parses placements in the notation of the Python package: `shard:0`, `replicate`, `sum`, `avg`,

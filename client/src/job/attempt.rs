@@ -8,10 +8,13 @@ use std::{
 
 use futures_util::future::{Either, select};
 use tokio::sync::watch;
-use zeroshard_proto::{DType, Error, Result, pb};
+use zeroshard_proto::{
+    DType, Deadline, Error, Result,
+    pb::{self, push_begin::Contents as Wire},
+};
 
 use super::{Job, Member};
-use crate::{Commit, Reduced, StepReport, Target, TensorData, push::Contents, retry::Deadline};
+use crate::{Commit, Reduced, StepReport, Target, TensorData, push::Contents};
 
 /// One try at a step, from [`Job::attempt`]. Cheap to clone.
 ///
@@ -130,8 +133,9 @@ impl Attempt {
 
     /// The first message of a push of this attempt.
     fn begin(&self) -> pb::PushBegin {
-        let State { epoch, step, number, .. } = *self.state;
-        pb::PushBegin { epoch, step: Some(step), attempt: number, ..self.job.begin() }
+        let State { epoch, step, number: attempt, .. } = *self.state;
+        let gradients = pb::Gradients { step, attempt, absent: Vec::new() };
+        self.job.begin(epoch, Wire::Gradients(gradients))
     }
 
     /// Says that this rank has pushed all of the step; answered when the step is decided. A call
@@ -141,26 +145,18 @@ impl Attempt {
     /// [`Error::StepAborted`]: run the step again. [`Error::RankLeft`], [`Error::Disagreement`]
     /// with another rank, [`Error::Timeout`] naming who did not commit.
     pub async fn commit(&self, commit: Commit) -> Result<StepReport> {
-        let Member { cluster, spec, id, lease, rank, .. } = &*self.job.0;
+        let Member { cluster, spec, .. } = &*self.job.0;
         let deadline = Deadline::after(cluster.options.deadline);
-        let State { epoch, step, number, .. } = *self.state;
         let request = pb::CommitRequest {
-            job: spec.name.clone(),
-            job_id: *id,
-            lease: *lease,
-            epoch,
-            rank: *rank,
-            step,
-            attempt: number,
+            turn: Some(self.turn()),
             groups: commit.groups.iter().map(Into::into).collect(),
             loss_scale: commit.loss_scale,
             max_norm: commit.max_norm,
             loss: commit.loss,
-            ..Default::default()
         };
         // Always asked, whatever is known here of the epoch: the step may have been decided before.
-        let report = cluster.retry("the decision", |mut client, wait_ms| {
-            let request = pb::CommitRequest { wait_ms, ..request.clone() };
+        let report = cluster.retry("the decision", |mut client| {
+            let request = request.clone();
             async move { client.commit(request).await }
         });
         match report.await {
@@ -208,22 +204,11 @@ impl Attempt {
     /// [`Error::StepAborted`]: run the step again. [`Error::RankLeft`]. [`Error::Timeout`] naming
     /// whose gradients are missing.
     pub async fn reduce(&self, loss_scale: f64) -> Result<Reduced> {
-        let Member { cluster, spec, id, lease, rank, .. } = &*self.job.0;
+        let Member { cluster, spec, .. } = &*self.job.0;
         let deadline = Deadline::after(cluster.options.deadline);
-        let State { epoch, step, number, .. } = *self.state;
-        let request = pb::ReduceRequest {
-            job: spec.name.clone(),
-            job_id: *id,
-            lease: *lease,
-            epoch,
-            rank: *rank,
-            step,
-            attempt: number,
-            loss_scale,
-            wait_ms: 0,
-        };
-        let report = cluster.retry("the gradient's norm", |mut client, wait_ms| {
-            let request = pb::ReduceRequest { wait_ms, ..request.clone() };
+        let request = pb::ReduceRequest { turn: Some(self.turn()), loss_scale };
+        let report = cluster.retry("the gradient's norm", |mut client| {
+            let request = request.clone();
             async move { client.reduce(request).await }
         });
         match report.await {
@@ -240,27 +225,25 @@ impl Attempt {
     /// [`Error::StepMismatch`]: the step was decided. [`Error::Disagreement`] with a rank that
     /// commits; [`Error::RankLeft`]; [`Error::Timeout`] naming who has not asked for it.
     pub async fn discard(&self) -> Result<()> {
-        let Member { cluster, spec, id, lease, rank, .. } = &*self.job.0;
+        let cluster = &self.job.0.cluster;
         let deadline = Deadline::after(cluster.options.deadline);
-        let State { epoch, step, number, .. } = *self.state;
-        let request = pb::DiscardRequest {
-            job: spec.name.clone(),
-            job_id: *id,
-            lease: *lease,
-            epoch,
-            rank: *rank,
-            step,
-            attempt: number,
-            wait_ms: 0,
-        };
+        let request = pb::DiscardRequest { turn: Some(self.turn()) };
         self.check_epoch(deadline).await?;
-        let discarded = cluster.retry("all ranks to discard the attempt", |mut client, wait_ms| {
-            let request = pb::DiscardRequest { wait_ms, ..request.clone() };
+        let discarded = cluster.retry("all ranks to discard the attempt", |mut client| {
+            let request = request.clone();
             async move { client.discard(request).await }
         });
         let next = self.while_open(discarded, deadline).await?.attempt;
-        self.end(self.aborted(epoch, "the ranks have discarded its gradients".to_owned()), next);
+        let cause = "the ranks have discarded its gradients".to_owned();
+        self.end(self.aborted(self.state.epoch, cause), next);
         Ok(())
+    }
+
+    fn turn(&self) -> pb::Turn {
+        let Member { spec, id, lease, rank, .. } = &*self.job.0;
+        let State { epoch, step, number: attempt, .. } = *self.state;
+        let job = spec.name.clone();
+        pb::Turn { job, job_id: *id, lease: *lease, epoch, rank: *rank, step, attempt }
     }
 
     /// # Errors

@@ -3,10 +3,10 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use tokio::sync::watch;
-use zeroshard_proto::{Error, Placement, Result, pb};
+use zeroshard_proto::{Deadline, Error, Placement, Result, pb};
 
 use super::Job;
-use crate::{Cluster, retry::Deadline};
+use crate::Cluster;
 
 /// The coordinator's news of a job's end is at most so much later than the servers'.
 const NEWS_TIMEOUT: Duration = Duration::from_secs(5);
@@ -25,7 +25,7 @@ pub(super) struct Membership {
 
 impl Membership {
     /// From the first message of a stream, which is complete.
-    pub(super) fn new(message: pb::Membership) -> Result<Self> {
+    pub(super) fn new(message: pb::JoinResponse) -> Result<Self> {
         let placement = Arc::new(message.placement.clone().unwrap_or_default().try_into()?);
         let mut membership = Self {
             epoch: message.epoch,
@@ -34,12 +34,12 @@ impl Membership {
             peers: BTreeMap::new(),
             ended: None,
         };
-        membership.update(pb::Membership { placement: None, ..message })?;
+        membership.update(pb::JoinResponse { placement: None, ..message })?;
         Ok(membership)
     }
 
     /// With a later message, which has what has changed. After an error nothing has.
-    fn update(&mut self, message: pb::Membership) -> Result<()> {
+    fn update(&mut self, message: pb::JoinResponse) -> Result<()> {
         if let Some(placement) = message.placement {
             self.placement = Arc::new(placement.try_into()?);
         }
@@ -47,9 +47,9 @@ impl Membership {
         // A version that was there does not go away.
         self.version = message.version.or(self.version);
         for pb::Peer { rank, address } in message.peers {
-            match address.is_empty() {
-                true => self.peers.remove(&rank),
-                false => self.peers.insert(rank, address),
+            match address {
+                None => self.peers.remove(&rank),
+                Some(address) => self.peers.insert(rank, address),
             };
         }
         Ok(())
@@ -58,7 +58,7 @@ impl Membership {
 
 /// Passes on what the coordinator says, until the lease ends.
 pub(super) async fn watch_membership(
-    mut stream: tonic::Streaming<pb::Membership>,
+    mut stream: tonic::Streaming<pb::JoinResponse>,
     told: watch::Sender<Membership>,
     cluster: Cluster,
     lost: Error,
@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     fn peer(rank: u32, address: &str) -> pb::Peer {
-        pb::Peer { rank, address: address.into() }
+        pb::Peer { rank, address: Some(address.into()) }
     }
 
     fn placement(id: u64) -> pb::Placement {
@@ -147,16 +147,20 @@ mod tests {
 
     fn first() -> Membership {
         let peers = vec![peer(0, "a:1"), peer(2, "c:1")];
-        let message =
-            pb::Membership { epoch: 3, peers, placement: Some(placement(7)), ..Default::default() };
+        let message = pb::JoinResponse {
+            epoch: 3,
+            peers,
+            placement: Some(placement(7)),
+            ..Default::default()
+        };
         Membership::new(message).unwrap()
     }
 
     #[test]
     fn a_later_message_changes_what_it_has_and_nothing_else() {
         let mut now = first();
-        let peers = vec![peer(1, "b:1"), peer(2, "")];
-        now.update(pb::Membership { epoch: 4, version: Some(0), peers, ..Default::default() })
+        let peers = vec![peer(1, "b:1"), pb::Peer { rank: 2, address: None }];
+        now.update(pb::JoinResponse { epoch: 4, version: Some(0), peers, ..Default::default() })
             .unwrap();
         assert_eq!((now.epoch, now.version, now.placement.servers()[0].id), (4, Some(0), 7));
         assert_eq!(
@@ -167,7 +171,7 @@ mod tests {
         let mut now = first();
         now.version = Some(5);
         let moved =
-            pb::Membership { epoch: 3, placement: Some(placement(8)), ..Default::default() };
+            pb::JoinResponse { epoch: 3, placement: Some(placement(8)), ..Default::default() };
         now.update(moved).unwrap();
         assert_eq!((now.version, now.placement.servers()[0].id, now.peers.len()), (Some(5), 8, 2));
     }
@@ -176,7 +180,7 @@ mod tests {
     fn a_placement_that_cannot_be_changes_nothing() {
         let mut now = first();
         let broken = pb::Placement { owners: vec![9], ..placement(8) };
-        let message = pb::Membership { epoch: 9, placement: Some(broken), ..Default::default() };
+        let message = pb::JoinResponse { epoch: 9, placement: Some(broken), ..Default::default() };
         assert!(now.update(message).is_err());
         assert_eq!((now.epoch, now.placement.servers()[0].id), (3, 7));
     }

@@ -2,13 +2,16 @@
 //! attempt pushes, out.
 
 use futures_util::future::try_join_all;
-use zeroshard_proto::{DType, Error, Result, pb};
+use zeroshard_proto::{
+    DType, Deadline, Error, Result,
+    pb::{self, push_begin::Contents as Wire},
+};
 
 use super::{Attempt, Job, Member};
 use crate::{
     Target, TensorData, pull,
     push::{self, Contents},
-    retry::{Deadline, Next, Tries},
+    retry::{Next, Tries},
 };
 
 /// What of a job's slices: the parameters as they are published.
@@ -61,16 +64,24 @@ impl Job {
 
     async fn upload(&self, part: &str, applied: u64, data: Vec<TensorData>) -> Result<()> {
         let epoch = self.current()?.epoch;
-        let begin = pb::PushBegin { epoch, part: part.to_owned(), applied, ..self.begin() };
+        let upload = pb::Upload { array: Some(pull::slice_array(part)), applied };
+        let begin = self.begin(epoch, Wire::Upload(upload));
         // Always f32: master weights and state are.
         self.push(begin, DType::F32, Contents::Uploaded(data), None).await
     }
 
-    /// A push of this rank, without its epoch and what it is of.
-    pub(super) fn begin(&self) -> pb::PushBegin {
+    /// The message that opens a push of this rank.
+    pub(super) fn begin(&self, epoch: u64, contents: Wire) -> pb::PushBegin {
         let Member { spec, id, rank, lease, .. } = &*self.0;
-        let (job, job_id) = (spec.name.clone(), *id);
-        pb::PushBegin { job, job_id, rank: *rank, lease: *lease, ..Default::default() }
+        pb::PushBegin {
+            job: spec.name.clone(),
+            job_id: *id,
+            rank: *rank,
+            lease: *lease,
+            epoch,
+            covers: Vec::new(),
+            contents: Some(contents),
+        }
     }
 
     /// Sends `contents` to the servers that hold a part of it, as long as `attempt`, of which they
@@ -178,7 +189,7 @@ impl Job {
                 version,
                 part,
                 chunk_bytes: cluster.options.chunk_bytes,
-                wait_ms: tries.wait_ms(),
+                timeout: tries.timeout(),
             };
             let error =
                 match tries.limit(|| waiting_for.clone(), pull.pull(&cluster.shards, &of)).await? {

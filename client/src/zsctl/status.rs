@@ -2,11 +2,11 @@
 
 use comfy_table::{Table, presets};
 use serde_json::json;
-use zeroshard_proto::pb;
+use zeroshard_client::{JobStatus, ServerStatus, Status};
 
 /// Prints servers and jobs.
 #[expect(clippy::print_stdout, reason = "the program's output")]
-pub(crate) fn print(status: &pb::StatusResponse, json: bool) {
+pub(crate) fn print(status: &Status, json: bool) {
     if json {
         status.servers.iter().for_each(|server| println!("{}", server_json(server)));
         status.jobs.iter().for_each(|job| println!("{}", job_json(job)));
@@ -21,7 +21,7 @@ fn table(header: &[&str]) -> Table {
     table
 }
 
-fn servers(servers: &[pb::ServerStatus]) -> Table {
+fn servers(servers: &[ServerStatus]) -> Table {
     let mut table = table(&[
         "SERVER",
         "ADDRESS",
@@ -33,28 +33,26 @@ fn servers(servers: &[pb::ServerStatus]) -> Table {
         "PARKED",
     ]);
     for status in servers {
-        let server = status.server.clone().unwrap_or_default();
-        let stats = status.stats.clone().unwrap_or_default();
-        let slices: u32 = stats.jobs.iter().map(|job| job.slices).sum();
         let bytes = [
-            stats.master_bytes,
-            stats.state_bytes,
-            stats.accumulator_bytes,
-            stats.published_bytes,
-            stats.parked_bytes,
+            status.master_bytes,
+            status.state_bytes,
+            status.accumulator_bytes,
+            status.published_bytes,
+            status.parked_bytes,
         ];
-        let head = [server.id.to_string(), server.address, slices.to_string()];
+        let server = &status.server;
+        let head = [server.id.to_string(), server.address.clone(), status.slices.to_string()];
         table.add_row(head.into_iter().chain(bytes.map(human)));
     }
     table
 }
 
-fn jobs(jobs: &[pb::JobStatus]) -> Table {
+fn jobs(jobs: &[JobStatus]) -> Table {
     let mut table =
         table(&["JOB", "VERSION", "EPOCH", "WORKERS", "PARAMETERS", "TENSORS", "SLICES", "STATE"]);
     for job in jobs {
         let state = match (&job.failure, job.version) {
-            (failure, _) if !failure.is_empty() => format!("failed: {failure}"),
+            (Some(failure), _) => format!("failed: {failure}"),
             (_, None) => "waits for its initial parameters".to_owned(),
             _ => "ok".to_owned(),
         };
@@ -72,23 +70,21 @@ fn jobs(jobs: &[pb::JobStatus]) -> Table {
     table
 }
 
-fn server_json(status: &pb::ServerStatus) -> serde_json::Value {
-    let server = status.server.clone().unwrap_or_default();
-    let stats = status.stats.clone().unwrap_or_default();
+fn server_json(status: &ServerStatus) -> serde_json::Value {
     json!({
-        "event": "server", "id": server.id, "address": server.address,
-        "slices": stats.jobs.iter().map(|job| job.slices).sum::<u32>(),
-        "master_bytes": stats.master_bytes, "state_bytes": stats.state_bytes,
-        "accumulator_bytes": stats.accumulator_bytes, "published_bytes": stats.published_bytes,
-        "parked_bytes": stats.parked_bytes,
+        "event": "server", "id": status.server.id, "address": status.server.address,
+        "slices": status.slices,
+        "master_bytes": status.master_bytes, "state_bytes": status.state_bytes,
+        "accumulator_bytes": status.accumulator_bytes, "published_bytes": status.published_bytes,
+        "parked_bytes": status.parked_bytes,
     })
 }
 
-fn job_json(job: &pb::JobStatus) -> serde_json::Value {
+fn job_json(job: &JobStatus) -> serde_json::Value {
     json!({
         "event": "job", "name": job.name, "version": job.version, "epoch": job.epoch, "world": job.world,
         "joined": job.joined, "parameters": job.parameters, "tensors": job.tensors, "slices": job.slices,
-        "failure": (!job.failure.is_empty()).then_some(&job.failure),
+        "failure": job.failure,
     })
 }
 
@@ -119,10 +115,17 @@ mod tests {
 
     #[test]
     fn a_job_that_failed_says_why() {
-        let job = pb::JobStatus {
+        let job = JobStatus {
             name: "a".into(),
-            failure: "server 2 is gone".into(),
-            ..Default::default()
+            id: 1,
+            epoch: 2,
+            world: 1,
+            joined: Vec::new(),
+            version: None,
+            parameters: 3,
+            tensors: 1,
+            slices: 1,
+            failure: Some("server 2 is gone".into()),
         };
         assert!(jobs(std::slice::from_ref(&job)).to_string().contains("failed: server 2 is gone"));
         assert_eq!(job_json(&job)["failure"], "server 2 is gone");

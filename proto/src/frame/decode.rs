@@ -3,7 +3,11 @@
 use bytes::{Buf, Bytes, BytesMut};
 use prost::Message;
 
-use super::{Extent, PREFIX, field, wire};
+use super::{
+    Extent, field,
+    prefix::{self, PREFIX},
+    wire,
+};
 use crate::{DType, Error, Result, pb};
 
 /// The most bytes that may come before a payload: prefix, small fields, and an opening message.
@@ -192,11 +196,7 @@ fn parse(bytes: &[u8], max_message: usize) -> Result<Option<(Header, usize)>> {
     let Some((prefix, _)) = bytes.split_first_chunk::<PREFIX>() else {
         return Ok(None);
     };
-    let [compressed, length @ ..] = *prefix;
-    let length = u32::from_be_bytes(length) as usize;
-    if compressed != 0 {
-        return Err(Error::invalid("a data-plane message", "compressed", "not compressed"));
-    }
+    let length = prefix::parse(*prefix)?;
     if length > max_message {
         let expected = format!("at most {max_message} bytes");
         return Err(Error::invalid("a data-plane message", format!("{length} bytes"), expected));

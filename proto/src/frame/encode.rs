@@ -2,10 +2,14 @@
 
 use std::collections::VecDeque;
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::{Bytes, BytesMut};
 use prost::{Message, encoding::encode_varint};
 
-use super::{Extent, PREFIX, field, wire};
+use super::{
+    Extent, field,
+    prefix::{self, PREFIX},
+    wire,
+};
 use crate::pb;
 
 /// Payloads up to this many bytes are copied beside their header: an HTTP/2 frame of its own for
@@ -28,8 +32,7 @@ impl Writer {
     /// The message that opens a push.
     pub fn begin(&mut self, begin: pb::PushBegin) {
         let message = pb::PushRequest { begin: Some(begin), ..Default::default() };
-        self.gathered.put_u8(0);
-        self.gathered.put_u32(message.encoded_len() as u32);
+        prefix::put(&mut self.gathered, message.encoded_len());
         message.encode_raw(&mut self.gathered);
     }
 
@@ -76,8 +79,7 @@ impl Writer {
         let length = MAX_EXTENT_HEADER - rest.len();
 
         self.gathered.reserve(PREFIX + length);
-        self.gathered.put_u8(0);
-        self.gathered.put_u32((length + payload) as u32);
+        prefix::put(&mut self.gathered, length + payload);
         self.gathered.extend_from_slice(&fields[..length]);
     }
 }

@@ -222,7 +222,7 @@ impl TryFrom<pb::Layout> for TensorLayout {
                 Ok(Kind::Shard) => Ok(DimPlacement::Shard(placement.dim as usize)),
                 Ok(Kind::PartialSum) => Ok(DimPlacement::Partial(Reduction::Sum)),
                 Ok(Kind::PartialAvg) => Ok(DimPlacement::Partial(Reduction::Avg)),
-                Err(_) => Err(Error::invalid(
+                Ok(Kind::Unspecified) | Err(_) => Err(Error::invalid(
                     "kind of a placement",
                     placement.kind,
                     "REPLICATE, SHARD, PARTIAL_SUM or PARTIAL_AVG",

@@ -244,11 +244,12 @@ fn check_names(names: &[String], dims: usize) -> Result<()> {
 
 impl From<&ProcessMesh> for pb::Mesh {
     fn from(mesh: &ProcessMesh) -> Self {
-        Self {
-            shape: mesh.shape.iter().map(|&size| size as u32).collect(),
-            names: mesh.names.clone(),
-            ranks: mesh.ranks.clone(),
-        }
+        let dim = |(&size, name): (&usize, &String)| pb::MeshDim {
+            name: name.clone(),
+            size: size as u32,
+        };
+        let dims = mesh.shape.iter().zip(&mesh.names).map(dim);
+        Self { dims: dims.collect(), ranks: mesh.ranks.clone() }
     }
 }
 
@@ -256,8 +257,9 @@ impl TryFrom<pb::Mesh> for ProcessMesh {
     type Error = Error;
 
     fn try_from(message: pb::Mesh) -> Result<Self> {
-        let shape: Vec<usize> = message.shape.into_iter().map(|size| size as usize).collect();
-        Self::new(shape, message.ranks, message.names)
+        let dims = message.dims.into_iter().map(|dim| (dim.size as usize, dim.name));
+        let (shape, names): (Vec<usize>, Vec<String>) = dims.unzip();
+        Self::new(shape, message.ranks, names)
     }
 }
 

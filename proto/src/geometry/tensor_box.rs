@@ -66,7 +66,15 @@ impl TensorBox {
 
     /// The message, of tensor number `tensor`.
     pub fn to_wire(&self, tensor: usize) -> pb::Box {
-        pb::Box { tensor: tensor as u32, offset: self.offset.clone(), size: self.size.clone() }
+        let dim = |(&offset, &size): (&u64, &u64)| pb::BoxDim { offset, size };
+        let dims = self.offset.iter().zip(&self.size).map(dim);
+        pb::Box { tensor: tensor as u32, dims: dims.collect() }
+    }
+
+    /// The box of a message.
+    pub fn from_wire(message: &pb::Box) -> Self {
+        let (offset, size) = message.dims.iter().map(|dim| (dim.offset, dim.size)).unzip();
+        Self { offset, size }
     }
 }
 

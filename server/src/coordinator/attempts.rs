@@ -2,7 +2,7 @@
 
 use zeroshard_proto::{
     Error, Result,
-    pb::{self, server_command::Command},
+    pb::{self, serve_response::Command},
 };
 
 use super::{

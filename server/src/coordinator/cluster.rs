@@ -78,7 +78,9 @@ impl Cluster {
         match said {
             Said::Opened(job) => self.opened(server, &job, out),
             Said::Initialised { job, epoch } => self.initialised(server, &job, epoch, now, out),
-            Said::Ready(report) => self.ready(server, report, now, out),
+            Said::Ready { job, epoch, step, attempt, reduced } => {
+                self.ready(server, &job, (epoch, step, attempt), reduced, now, out);
+            }
             Said::Granted { job, rank, lease } => self.granted(server, &job, rank, lease, out),
             Said::Stored { job, epoch, step } => self.stored(server, &job, epoch, step, now, out),
             Said::Failed { job, reason } => self.failed_on(server, &job, &reason, out),
@@ -235,7 +237,7 @@ impl Job {
                 status.joined = open.members.ranks().collect();
                 status.version = open.version;
             }
-            Phase::Failed { reason } => status.failure = reason.clone(),
+            Phase::Failed { reason } => status.failure = Some(reason.clone()),
         }
         status
     }

@@ -12,7 +12,7 @@ use super::{
     cluster::Cluster,
     events::{Action, Caller, Commit, JobRef, Now, Reply, ServerId, Turn, Waiter},
     leases::check_rank,
-    reduce::Reducer,
+    reduce::{Reduced, Reducer},
     state::{Job, Open, Phase},
 };
 use crate::listing::some_of;
@@ -23,8 +23,6 @@ pub(super) struct Terms {
     pub(super) groups: Vec<Optimizer>,
     pub(super) loss_scale: f64,
     pub(super) max_norm: Option<f64>,
-    /// Skip the step.
-    pub(super) discard: bool,
 }
 
 impl Terms {
@@ -33,22 +31,18 @@ impl Terms {
         if self == other {
             return None;
         }
-        let names = ["loss_scale", "max_norm", "discard"];
-        let equal = [
-            self.loss_scale == other.loss_scale,
-            self.max_norm == other.max_norm,
-            self.discard == other.discard,
-        ];
-        let plain =
-            names.into_iter().zip(equal).find(|(_, equal)| !equal).map(|(name, _)| name.to_owned());
-        plain.or_else(|| {
-            let groups = self.groups.iter().zip(&other.groups).enumerate();
-            groups.into_iter().find_map(|(index, (ours, theirs))| {
-                let [ours, theirs] = [ours, theirs].map(|o| pb::Optimizer::from(o).hyperparameters);
-                let names: std::collections::BTreeSet<&String> = ours.keys().collect();
-                let name = names.into_iter().find(|&name| ours.get(name) != theirs.get(name))?;
-                Some(format!("{name} of parameter group {index}"))
-            })
+        if self.loss_scale != other.loss_scale {
+            return Some("loss_scale".to_owned());
+        }
+        if self.max_norm != other.max_norm {
+            return Some("max_norm".to_owned());
+        }
+        let groups = self.groups.iter().zip(&other.groups).enumerate();
+        groups.into_iter().find_map(|(index, (ours, theirs))| {
+            let [ours, theirs] = [ours, theirs].map(|o| pb::Optimizer::from(o).hyperparameters);
+            let names: std::collections::BTreeSet<&String> = ours.keys().collect();
+            let name = names.into_iter().find(|&name| ours.get(name) != theirs.get(name))?;
+            Some(format!("{name} of parameter group {index}"))
         })
     }
 }
@@ -70,9 +64,8 @@ pub(crate) struct Round {
     /// The calls of each rank that has asked to discard the attempt; the request stays when they
     /// have timed out. INVARIANT: empty, or `votes` is.
     pub(super) discards: BTreeMap<u32, Vec<Waiter>>,
-    /// Of each server: for each of its slices that train, the sum of squares of the summed
-    /// gradient.
-    pub(super) reports: BTreeMap<ServerId, pb::StepReady>,
+    /// Of each server with slices that train: what it has reported.
+    pub(super) reports: BTreeMap<ServerId, Reduced>,
     /// Calls that wait for the gradient's norm.
     pub(super) reducers: Vec<Reducer>,
     pub(super) first_vote: Now,
@@ -207,7 +200,7 @@ impl Cluster {
         commit: &Commit,
         now: Now,
         out: &mut Vec<Action>,
-    ) -> Result<Option<pb::StepReport>> {
+    ) -> Result<Option<pb::CommitResponse>> {
         let Commit { turn, .. } = commit;
         let name = &turn.job.name;
         let Job { spec, epoch, phase, .. } = self.member_job(&turn.job)?;
@@ -223,7 +216,6 @@ impl Cluster {
             groups: commit.groups.clone().unwrap_or_else(|| spec.groups.clone()),
             loss_scale: commit.loss_scale,
             max_norm: commit.max_norm,
-            discard: commit.discard,
         };
         spec.validate_step(&terms.groups)?;
         open.round.side_with_commits(turn, out)?;
@@ -231,23 +223,24 @@ impl Cluster {
         Ok(None)
     }
 
+    /// A server has all gradients of the attempt (epoch, step, number).
     pub(super) fn ready(
         &mut self,
         server: ServerId,
-        report: pb::StepReady,
+        job: &JobRef,
+        attempt: (u64, u64, u32),
+        report: Reduced,
         now: Now,
         out: &mut Vec<Action>,
     ) {
-        let job = JobRef { name: report.job.clone(), id: report.job_id };
-        let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.reported_job(&job) else {
+        let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.reported_job(job) else {
             return;
         };
-        let current = (*epoch, open.step(), open.round.attempt);
-        if (report.epoch, report.step, report.attempt) != current {
+        if attempt != (*epoch, open.step(), open.round.attempt) {
             return;
         }
         if let Err(what) = check_report(&report, open.trainable.get(&server)) {
-            let step = report.step;
+            let step = open.step();
             let reason =
                 format!("{} reported {what} at step {step}; this is a bug", self.name(server));
             return self.fail(&job.name, &reason, out);
@@ -307,23 +300,13 @@ pub(super) fn missing_ranks<T>(
 }
 
 /// Whether a server reports about exactly its slices that train.
-fn check_report(report: &pb::StepReady, expected: Option<&Vec<u32>>) -> Result<(), String> {
+fn check_report(report: &Reduced, expected: Option<&Vec<u32>>) -> Result<(), String> {
     let expected = expected.map_or(&[][..], Vec::as_slice);
     // Ascending: a server may have 100,000 slices.
     let is_own = |slice: u32| expected.binary_search(&slice).is_ok();
-    if report.slices != expected {
-        return Err(format!(
-            "{} slices, and has {} that train",
-            report.slices.len(),
-            expected.len()
-        ));
-    }
-    if report.sums_of_squares.len() != report.slices.len() {
-        return Err(format!(
-            "{} sums for {} slices",
-            report.sums_of_squares.len(),
-            report.slices.len()
-        ));
+    if !report.slices.iter().map(|reduced| reduced.slice).eq(expected.iter().copied()) {
+        let (slices, own) = (report.slices.len(), expected.len());
+        return Err(format!("{slices} slices, and has {own} that train"));
     }
     if let Some(absent) = report.absent.iter().find(|absent| !is_own(absent.slice)) {
         return Err(format!("absence of slice {}, which is not its own", absent.slice));

@@ -5,12 +5,13 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 use zeroshard_proto::{
     Error, Result, Server,
-    pb::{self, server_command::Command, server_event},
+    pb::{self, serve_request, serve_response::Command},
 };
 
 use super::{
     driver::{Control, Driver},
     events::{Event, JobRef, Lease, Link, OpenJob, Said},
+    reduce::Reduced,
     requests::dialled,
 };
 use crate::failure::Failure;
@@ -28,8 +29,8 @@ pub(super) fn commands(
     control: Control,
     term: u64,
     failure: Failure,
-) -> impl Stream<Item = Result<pb::ServerCommand, Status>> + Send {
-    let message = move |command| pb::ServerCommand { command: Some(command), term };
+) -> impl Stream<Item = Result<pb::ServeResponse, Status>> + Send {
+    let message = move |command| pb::ServeResponse { command: Some(command), term };
     let convert = move |outgoing| {
         let failure = failure.clone();
         async move {
@@ -53,8 +54,8 @@ pub(super) fn commands(
 ///
 /// # Errors
 /// [`Error::Invalid`].
-pub(super) fn hello(first: Option<pb::ServerEvent>) -> Result<Server> {
-    let Some(server_event::Event::Hello(hello)) = first.and_then(|message| message.event) else {
+pub(super) fn hello(first: Option<pb::ServeRequest>) -> Result<Server> {
+    let Some(serve_request::Event::Hello(hello)) = first.and_then(|message| message.event) else {
         return Err(Error::invalid(
             "first message of the control stream",
             "something else",
@@ -74,7 +75,7 @@ pub(super) fn hello(first: Option<pb::ServerEvent>) -> Result<Server> {
 pub(super) async fn listen(
     driver: &Driver,
     from: Link,
-    events: &mut Streaming<pb::ServerEvent>,
+    events: &mut Streaming<pb::ServeRequest>,
 ) -> Result<(), Status> {
     while let Some(message) = events.message().await? {
         // Without an event: that of a newer server.
@@ -85,15 +86,20 @@ pub(super) async fn listen(
     Ok(())
 }
 
-fn said(event: server_event::Event) -> Result<Said> {
-    use server_event::Event as Wire;
+pub(super) fn said(event: serve_request::Event) -> Result<Said> {
+    use serve_request::Event as Wire;
     let job = |name, id| JobRef { name, id };
     Ok(match event {
         Wire::Opened(pb::JobOpened { job: name, job_id, .. }) => Said::Opened(job(name, job_id)),
         Wire::Initialised(pb::JobInitialised { job: name, epoch, job_id }) => {
             Said::Initialised { job: job(name, job_id), epoch }
         }
-        Wire::Ready(report) => Said::Ready(report),
+        Wire::Ready(ready) => {
+            let pb::StepReady { job: name, job_id, epoch, step, attempt, .. } = ready;
+            let pb::StepReady { slices, overflow, absent, .. } = ready;
+            let reduced = Reduced { slices, overflow, absent };
+            Said::Ready { job: job(name, job_id), epoch, step, attempt, reduced }
+        }
         Wire::Stats(stats) => Said::Stats(stats),
         Wire::Failed(pb::JobFailed { job: name, reason, job_id, .. }) => {
             Said::Failed { job: job(name, job_id), reason }

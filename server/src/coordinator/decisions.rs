@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use zeroshard_proto::{
     JobSpec, Optimizer,
-    pb::{self, server_command::Command},
+    pb::{self, serve_response::Command},
 };
 
 use super::{
@@ -18,7 +18,7 @@ use super::{
 /// The step that was decided last.
 #[derive(Debug)]
 pub(crate) struct Decided {
-    pub(super) report: pb::StepReport,
+    pub(super) report: pb::CommitResponse,
     /// The epoch in which it was decided.
     epoch: u64,
     /// Servers that have not stored the decision yet.
@@ -29,7 +29,7 @@ pub(crate) struct Decided {
 
 impl Decided {
     /// The report, if every server has the decision; otherwise the call waits for it.
-    pub(super) fn report_to(&mut self, waiter: Waiter) -> Option<pb::StepReport> {
+    pub(super) fn report_to(&mut self, waiter: Waiter) -> Option<pb::CommitResponse> {
         if self.pending.is_empty() {
             return Some(self.report.clone());
         }
@@ -61,30 +61,32 @@ fn decide(
     epoch: u64,
     open: &Open,
     terms: &Terms,
-) -> (pb::Decision, pb::StepReport) {
+) -> (pb::Decision, pb::CommitResponse) {
     let Round { attempt, reports, .. } = &open.round;
     let step = open.step();
     let gradient = Gradient::new(spec, reports);
     let finite = gradient.overflow.is_none();
     // All groups are of one kind.
-    let apply = !terms.discard && (finite || !terms.groups.iter().all(Optimizer::skips_overflow));
+    let apply = finite || !terms.groups.iter().all(Optimizer::skips_overflow);
     let norm = gradient.norm(terms.loss_scale);
     let clip = match terms.max_norm {
         Some(max) if apply && finite => max / norm.max(max),
         _ => 1.0,
     };
+    let update = pb::Update {
+        groups: terms.groups.iter().map(Into::into).collect(),
+        coefficient: clip / terms.loss_scale,
+        unclipped: 1.0 / terms.loss_scale,
+    };
     let decision = pb::Decision {
         job: job.name.clone(),
+        job_id: job.id,
         epoch,
         step,
-        apply,
-        coefficient: if apply { clip / terms.loss_scale } else { 0.0 },
-        groups: terms.groups.iter().map(Into::into).collect(),
-        unclipped: if apply { 1.0 / terms.loss_scale } else { 0.0 },
-        job_id: job.id,
         attempt: *attempt,
+        update: apply.then_some(update),
     };
-    let report = pb::StepReport {
+    let report = pb::CommitResponse {
         version: step + 1,
         applied: apply,
         gradient_norm: norm,

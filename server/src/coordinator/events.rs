@@ -8,10 +8,10 @@ use std::{sync::Arc, time::Duration};
 
 use zeroshard_proto::{
     Error, JobSpec, Optimizer, Placement, Result, Server,
-    pb::{self, server_command::Command},
+    pb::{self, serve_response::Command},
 };
 
-use super::jobs::Plan;
+use super::{jobs::Plan, reduce::Reduced};
 
 /// A point in time: the duration since the driver started.
 pub(crate) type Now = Duration;
@@ -132,8 +132,8 @@ pub(crate) enum Said {
     Opened(JobRef),
     /// It has all initial parameters of its slices.
     Initialised { job: JobRef, epoch: u64 },
-    /// It has every rank's gradients of the step.
-    Ready(pb::StepReady),
+    /// It has every rank's gradients of the attempt.
+    Ready { job: JobRef, epoch: u64, step: u64, attempt: u32, reduced: Reduced },
     /// It accepts pushes with the lease.
     Granted { job: JobRef, rank: u32, lease: Lease },
     /// It has stored the decision about the step.
@@ -181,8 +181,6 @@ pub(crate) struct Commit {
     /// INVARIANT: finite and more than 0.
     pub(crate) max_norm: Option<f64>,
     pub(crate) loss: Option<f64>,
-    /// Skip the step whatever its gradients are.
-    pub(crate) discard: bool,
     pub(crate) wait: Duration,
 }
 
@@ -213,8 +211,8 @@ pub(crate) enum Reply {
     /// The lease holds; memberships come by [`super::cluster::Cluster::next_membership`].
     Joined,
     Left,
-    Report(pb::StepReport),
-    Reduced(pb::ReduceReport),
+    Report(pb::CommitResponse),
+    Reduced(pb::ReduceResponse),
     /// The attempt that is open now.
     Discarded {
         attempt: u32,

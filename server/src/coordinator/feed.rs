@@ -47,10 +47,11 @@ impl Peers {
 
     /// Peers that are there, by rank.
     fn present(&self) -> Vec<pb::Peer> {
-        let peer = |(&rank, (_, address)): (&u32, &(u64, Option<String>))| {
-            Some(pb::Peer { rank, address: address.clone()? })
+        let peer = |(&rank, (_, address)): (&u32, &(u64, Option<String>))| pb::Peer {
+            rank,
+            address: address.clone(),
         };
-        self.ranks.iter().filter_map(peer).collect()
+        self.ranks.iter().map(peer).filter(|peer| peer.address.is_some()).collect()
     }
 
     /// Peers that have come or gone after `revision`, by rank; those that have gone without an
@@ -59,7 +60,7 @@ impl Peers {
         let later = self.changes.range((Bound::Excluded(revision), Bound::Unbounded));
         let peer = |(_, &rank): (&u64, &u32)| {
             let address = self.ranks.get(&rank).and_then(|(_, address)| address.clone());
-            pb::Peer { rank, address: address.unwrap_or_default() }
+            pb::Peer { rank, address }
         };
         let mut peers: Vec<pb::Peer> = later.map(peer).collect();
         peers.sort_unstable_by_key(|peer| peer.rank);
@@ -99,7 +100,7 @@ pub(crate) struct Change {
     pub(crate) peers: Vec<pb::Peer>,
 }
 
-impl From<Change> for pb::Membership {
+impl From<Change> for pb::JoinResponse {
     fn from(change: Change) -> Self {
         Self {
             lease: change.lease.0,

@@ -13,7 +13,7 @@ use std::{
 
 use zeroshard_proto::{
     DType, Error, JobSpec, Placement, Result, Server, SliceSpec,
-    pb::{self, server_command::Command},
+    pb::{self, serve_response::Command},
 };
 
 use super::{

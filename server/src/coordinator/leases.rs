@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 
 use zeroshard_proto::{
     Departure, Error, Result,
-    pb::{self, server_command::Command},
+    pb::{self, serve_response::Command},
 };
 
 use super::{
@@ -218,13 +218,12 @@ impl Cluster {
         };
         *epoch = new;
         let (job, job_id, step) = (name.to_owned(), *id, open.step());
-        let initialised = open.version.is_some();
-        if !initialised {
+        if open.version.is_none() {
             open.uninitialised = open.servers().collect();
         }
         // Servers first: when a worker learns of the epoch, it is under way to them.
         for server in open.servers() {
-            let command = pb::NewEpoch { job: job.clone(), epoch: new, initialised, job_id, rank };
+            let command = pb::NewEpoch { job: job.clone(), job_id, epoch: new, rank };
             out.push(Action::Command(server, Command::NewEpoch(command)));
         }
         if !open.round.is_empty() {

@@ -36,7 +36,7 @@ use std::{
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use zeroshard_proto::{
-    pb::coordinator_server::CoordinatorServer,
+    pb::coordinator_service_server::CoordinatorServiceServer,
     transport::{KEEPALIVE_INTERVAL, KEEPALIVE_TIMEOUT},
 };
 
@@ -72,7 +72,7 @@ impl Coordinator {
         let waits = Waits { default: common.wait(), rank };
         let service = Service { driver: self.driver.clone(), waits };
         let limit = common.max_message_bytes;
-        Routes::new(CoordinatorServer::new(service).max_decoding_message_size(limit))
+        Routes::new(CoordinatorServiceServer::new(service).max_decoding_message_size(limit))
     }
 
     /// Keeps deadlines until `shutdown`; then ends every call and stream with a typed error.

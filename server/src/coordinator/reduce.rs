@@ -13,6 +13,17 @@ use super::{
 };
 use crate::listing::some_of;
 
+/// The reduced gradient of one server's slices.
+#[derive(Debug)]
+pub(crate) struct Reduced {
+    /// All that train, ascending.
+    pub(crate) slices: Vec<pb::ReducedSlice>,
+    /// First in manifest order.
+    pub(crate) overflow: Option<pb::Overflow>,
+    /// Of slices that some rank is absent from, ascending.
+    pub(crate) absent: Vec<pb::Absent>,
+}
+
 /// The reduced gradient of all slices.
 #[derive(Debug)]
 pub(super) struct Gradient {
@@ -27,13 +38,11 @@ pub(super) struct Gradient {
 impl Gradient {
     /// In f64: slices are added up to tensors, and tensors to the total, in manifest order, so that
     /// the result does not depend on who reported what.
-    pub(super) fn new(spec: &JobSpec, reports: &BTreeMap<ServerId, pb::StepReady>) -> Self {
+    pub(super) fn new(spec: &JobSpec, reports: &BTreeMap<ServerId, Reduced>) -> Self {
         let manifest = &spec.manifest;
         let mut sums = vec![0.0f64; manifest.slices().len()];
-        for report in reports.values() {
-            for (&slice, &sum) in report.slices.iter().zip(&report.sums_of_squares) {
-                sums[slice as usize] = sum;
-            }
+        for reduced in reports.values().flat_map(|report| &report.slices) {
+            sums[reduced.slice as usize] = reduced.sum_of_squares;
         }
         let clipped = |&index: &usize| {
             manifest.tensors()[index].trains() && !manifest.tensors()[index].no_clip
@@ -65,7 +74,7 @@ impl Gradient {
 
 /// Of each tensor that some rank had not all of: the lowest such rank, and whether no rank had any
 /// of it.
-fn absent(spec: &JobSpec, reports: &BTreeMap<ServerId, pb::StepReady>) -> Vec<pb::Absent> {
+fn absent(spec: &JobSpec, reports: &BTreeMap<ServerId, Reduced>) -> Vec<pb::Absent> {
     // By tensor: the lowest rank, and how many slices nobody had.
     let mut tensors = BTreeMap::<usize, (u32, usize)>::new();
     for absent in reports.values().flat_map(|report| &report.absent) {
@@ -110,14 +119,14 @@ impl Cluster {
         caller: Caller,
         reduce: &Reduce,
         now: Now,
-    ) -> Result<Option<pb::ReduceReport>> {
+    ) -> Result<Option<pb::ReduceResponse>> {
         let Reduce { turn, loss_scale, wait } = reduce;
         let Job { spec, epoch, phase, .. } = self.member_job(&turn.job)?;
         let open = phase.open_mut(&turn.job.name)?;
         check_rank(&turn.job.name, turn.rank, spec.world)?;
         if let Some(decided) = open.decided(turn.step) {
-            let pb::StepReport { gradient_norm, overflow, .. } = decided.report;
-            return Ok(Some(pb::ReduceReport { gradient_norm, overflow }));
+            let pb::CommitResponse { gradient_norm, overflow, .. } = decided.report;
+            return Ok(Some(pb::ReduceResponse { gradient_norm, overflow }));
         }
         open.check_turn(turn, *epoch)?;
         let waiter = Waiter::new(caller, now, *wait);
@@ -137,7 +146,7 @@ impl Cluster {
         let gradient = Gradient::new(spec, &open.round.reports);
         for Reducer { waiter, loss_scale, .. } in std::mem::take(&mut open.round.reducers) {
             let gradient_norm = gradient.norm(loss_scale);
-            let report = pb::ReduceReport { gradient_norm, overflow: gradient.overflow };
+            let report = pb::ReduceResponse { gradient_norm, overflow: gradient.overflow };
             out.push(Action::Answer(waiter.caller, Ok(Reply::Reduced(report))));
         }
     }
@@ -179,11 +188,9 @@ impl Cluster {
     fn lacks(&self, server: ServerId, job_id: u64) -> String {
         let stats = self.servers.get(&server).and_then(|known| known.stats.as_ref());
         let job = stats.and_then(|stats| stats.jobs.iter().find(|job| job.job_id == job_id));
-        match job {
-            Some(job) if !job.waiting_for.is_empty() => {
-                format!(", which waits for {}", job.waiting_for)
-            }
-            _ => ", which has not reported that it has all gradients".to_owned(),
+        match job.and_then(|job| job.waiting_for.as_ref()) {
+            Some(missing) => format!(", which waits for {missing}"),
+            None => ", which has not reported that it has all gradients".to_owned(),
         }
     }
 }

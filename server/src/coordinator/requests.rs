@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use zeroshard_proto::{Error, JobSpec, Result, job::optimizers, pb};
+use tonic::Request;
+use zeroshard_proto::{Deadline, Error, JobSpec, Result, job::optimizers, pb};
 
 use super::events::{Commit, Discard, JobRef, Lease, Reduce, Turn};
 use crate::config::{Address, MAX_WAIT};
@@ -21,74 +22,66 @@ pub(crate) struct Waits {
 }
 
 impl Waits {
-    /// The wait of a request: its own, or the default; at most [`MAX_WAIT`].
-    pub(super) fn of(&self, wait_ms: u32) -> Duration {
+    /// Until when a call may wait: its own deadline or the default, and at most for [`MAX_WAIT`].
+    pub(super) fn of<T>(&self, request: &Request<T>) -> Deadline {
+        let of_call = Deadline::of_call(request.metadata().as_ref());
+        of_call.unwrap_or_else(|| Deadline::after(self.default)).at_most(MAX_WAIT)
+    }
+
+    /// How long a Join waits.
+    pub(super) fn of_join(&self, wait_ms: u32) -> Duration {
         match Duration::from_millis(wait_ms.into()) {
             Duration::ZERO => self.default,
             wait => wait.min(MAX_WAIT),
         }
     }
 
-    pub(super) fn commit(&self, request: pb::CommitRequest) -> Result<Commit> {
-        let (rank, step) = (request.rank, request.step);
-        let positive = |what, number| positive(what, number, rank, step);
-        let groups = request.groups;
+    pub(super) fn commit(&self, request: Request<pb::CommitRequest>) -> Result<Commit> {
+        let wait = self.of(&request).left();
+        let pb::CommitRequest { turn, groups, loss_scale, max_norm, loss } = request.into_inner();
+        let turn = self::turn(turn)?;
         Ok(Commit {
-            loss_scale: positive("loss_scale", or_one(request.loss_scale))?,
-            max_norm: request.max_norm.map(|norm| positive("max_norm", norm)).transpose()?,
             groups: if groups.is_empty() { None } else { Some(optimizers(groups)?) },
-            wait: self.of(request.wait_ms),
-            turn: Turn {
-                job: JobRef { name: request.job, id: request.job_id },
-                lease: Lease(request.lease),
-                epoch: request.epoch,
-                rank,
-                step,
-                attempt: request.attempt,
-            },
-            loss: request.loss,
-            discard: request.discard,
+            loss_scale: self::loss_scale(loss_scale, &turn)?,
+            max_norm: max_norm.map(|norm| positive("max_norm", norm, &turn)).transpose()?,
+            turn,
+            loss,
+            wait,
         })
     }
 
-    pub(super) fn reduce(&self, request: pb::ReduceRequest) -> Result<Reduce> {
-        let (rank, step) = (request.rank, request.step);
-        let turn = Turn {
-            job: JobRef { name: request.job, id: request.job_id },
-            lease: Lease(request.lease),
-            epoch: request.epoch,
-            rank,
-            step,
-            attempt: request.attempt,
-        };
-        let loss_scale = positive("loss_scale", or_one(request.loss_scale), rank, step)?;
-        Ok(Reduce { turn, loss_scale, wait: self.of(request.wait_ms) })
+    pub(super) fn reduce(&self, request: Request<pb::ReduceRequest>) -> Result<Reduce> {
+        let wait = self.of(&request).left();
+        let pb::ReduceRequest { turn, loss_scale } = request.into_inner();
+        let turn = self::turn(turn)?;
+        Ok(Reduce { loss_scale: self::loss_scale(loss_scale, &turn)?, turn, wait })
     }
 
-    pub(super) fn discard(&self, request: pb::DiscardRequest) -> Discard {
-        let turn = Turn {
-            job: JobRef { name: request.job, id: request.job_id },
-            lease: Lease(request.lease),
-            epoch: request.epoch,
-            rank: request.rank,
-            step: request.step,
-            attempt: request.attempt,
-        };
-        Discard { turn, wait: self.of(request.wait_ms) }
+    pub(super) fn discard(&self, request: Request<pb::DiscardRequest>) -> Result<Discard> {
+        let wait = self.of(&request).left();
+        Ok(Discard { turn: turn(request.into_inner().turn)?, wait })
     }
+}
+
+fn turn(message: Option<pb::Turn>) -> Result<Turn> {
+    let absent = || Error::invalid("turn of a rank's call", "absent", "the rank's membership");
+    let pb::Turn { job: name, job_id: id, lease, epoch, rank, step, attempt } =
+        message.ok_or_else(absent)?;
+    let job = JobRef { name, id };
+    Ok(Turn { job, lease: Lease(lease), epoch, rank, step, attempt })
 }
 
 /// A loss scale that is absent is 1.
-fn or_one(loss_scale: f64) -> f64 {
-    if loss_scale == 0.0 { 1.0 } else { loss_scale }
+fn loss_scale(loss_scale: f64, turn: &Turn) -> Result<f64> {
+    positive("loss_scale", if loss_scale == 0.0 { 1.0 } else { loss_scale }, turn)
 }
 
-fn positive(what: &str, number: f64, rank: u32, step: u64) -> Result<f64> {
+fn positive(what: &str, number: f64, turn: &Turn) -> Result<f64> {
     if number.is_finite() && number > 0.0 {
         return Ok(number);
     }
     Err(Error::invalid(
-        format!("{what} of rank {rank} at step {step}"),
+        format!("{what} of rank {} at step {}", turn.rank, turn.step),
         number,
         "finite and more than 0",
     ))

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use zeroshard_proto::{
     JobSpec, Placement, Server,
-    pb::{self, server_command::Command},
+    pb::{self, serve_response::Command},
 };
 
 use super::{

@@ -10,7 +10,7 @@ use futures_util::{Stream, StreamExt};
 use tonic::{Request, Response, Status, Streaming};
 use zeroshard_proto::{
     Error, Result,
-    pb::{self, coordinator_server},
+    pb::{self, coordinator_service_server},
 };
 
 use super::{
@@ -31,19 +31,17 @@ pub(crate) struct Service {
 type Answer<T> = Result<Response<T>, Status>;
 
 #[tonic::async_trait]
-impl coordinator_server::Coordinator for Service {
+impl coordinator_service_server::CoordinatorService for Service {
     async fn create_job(
         &self,
         request: Request<pb::CreateJobRequest>,
     ) -> Answer<pb::CreateJobResponse> {
-        let request = request.into_inner();
-        let (wait, job_id) = (self.waits.of(request.wait_ms), identity::random()?);
+        let (deadline, job_id) = (self.waits.of(&request), identity::random()?);
+        let spec = request.into_inner().spec;
         let spec = Box::new(
-            self.driver
-                .failure
-                .blocking("convert a job's spec", move || job_spec(request.spec))
-                .await?,
+            self.driver.failure.blocking("convert a job's spec", move || job_spec(spec)).await?,
         );
+        let wait = deadline.left();
         match self.driver.call(|caller| Event::Create { caller, job_id, spec, wait }).await? {
             Reply::Created { epoch, job_id } => {
                 Ok(Response::new(pb::CreateJobResponse { epoch, job_id }))
@@ -80,11 +78,9 @@ impl coordinator_server::Coordinator for Service {
 
     async fn join(&self, request: Request<pb::JoinRequest>) -> Answer<Memberships> {
         let pb::JoinRequest { job, rank, address, wait_ms } = request.into_inner();
-        let address = match address.as_str() {
-            "" => None,
-            text => Some(dialled(&format!("address of rank {rank}"), text)?.to_string()),
-        };
-        let (wait, lease) = (self.waits.of(wait_ms), Lease(identity::random()?));
+        let dialled = |text: String| dialled(&format!("address of rank {rank}"), &text);
+        let address = address.map(dialled).transpose()?.map(|address| address.to_string());
+        let (wait, lease) = (self.waits.of_join(wait_ms), Lease(identity::random()?));
         self.driver.add_lease(lease);
         // From here on the lease ends with the stream, also when the caller goes away while the
         // call waits.
@@ -104,16 +100,16 @@ impl coordinator_server::Coordinator for Service {
         Ok(Response::new(stream))
     }
 
-    async fn commit(&self, request: Request<pb::CommitRequest>) -> Answer<pb::StepReport> {
-        let commit = Box::new(self.waits.commit(request.into_inner())?);
+    async fn commit(&self, request: Request<pb::CommitRequest>) -> Answer<pb::CommitResponse> {
+        let commit = Box::new(self.waits.commit(request)?);
         match self.driver.call(|caller| Event::Commit { caller, commit }).await? {
             Reply::Report(report) => Ok(Response::new(report)),
             other => Err(unexpected(&other)),
         }
     }
 
-    async fn reduce(&self, request: Request<pb::ReduceRequest>) -> Answer<pb::ReduceReport> {
-        let reduce = Box::new(self.waits.reduce(request.into_inner())?);
+    async fn reduce(&self, request: Request<pb::ReduceRequest>) -> Answer<pb::ReduceResponse> {
+        let reduce = Box::new(self.waits.reduce(request)?);
         match self.driver.call(|caller| Event::Reduce { caller, reduce }).await? {
             Reply::Reduced(report) => Ok(Response::new(report)),
             other => Err(unexpected(&other)),
@@ -121,7 +117,7 @@ impl coordinator_server::Coordinator for Service {
     }
 
     async fn discard(&self, request: Request<pb::DiscardRequest>) -> Answer<pb::DiscardResponse> {
-        let discard = self.waits.discard(request.into_inner());
+        let discard = self.waits.discard(request)?;
         match self.driver.call(|caller| Event::Discard { caller, discard }).await? {
             Reply::Discarded { attempt } => Ok(Response::new(pb::DiscardResponse { attempt })),
             other => Err(unexpected(&other)),
@@ -139,11 +135,11 @@ impl coordinator_server::Coordinator for Service {
         Ok(Response::new(self.driver.read(|cluster| cluster.status())))
     }
 
-    type ServeStream = Pin<Box<dyn Stream<Item = Result<pb::ServerCommand, Status>> + Send>>;
+    type ServeStream = Pin<Box<dyn Stream<Item = Result<pb::ServeResponse, Status>> + Send>>;
 
     async fn serve(
         &self,
-        request: Request<Streaming<pb::ServerEvent>>,
+        request: Request<Streaming<pb::ServeRequest>>,
     ) -> Answer<Self::ServeStream> {
         let mut events = request.into_inner();
         let server = hello(events.message().await?)?;
@@ -179,11 +175,11 @@ pub(crate) struct Memberships {
     rank: u32,
     lease: Lease,
     /// The first message, which is large.
-    first: Option<pb::Membership>,
+    first: Option<pb::JoinResponse>,
 }
 
 impl Stream for Memberships {
-    type Item = Result<pb::Membership, Status>;
+    type Item = Result<pb::JoinResponse, Status>;
 
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         if let Some(first) = self.first.take() {

@@ -146,7 +146,7 @@ mod tests {
             *response.headers_mut() = headers.clone();
             std::future::ready(Ok::<_, Infallible>(response))
         });
-        let request = Request::builder().uri("/zeroshard.v1.Data/Pull").body(()).unwrap();
+        let request = Request::builder().uri("/zeroshard.v1.DataService/Pull").body(()).unwrap();
         RequestMetricsLayer(metrics.clone())
             .layer(inner)
             .oneshot(request)
@@ -164,7 +164,7 @@ mod tests {
 
     fn counted(metrics: &Metrics, code: &str) -> bool {
         let line = format!(
-            "zeroshard_requests_total{{code=\"{code}\",method=\"/zeroshard.v1.Data/Pull\"}} 1"
+            "zeroshard_requests_total{{code=\"{code}\",method=\"/zeroshard.v1.DataService/Pull\"}} 1"
         );
         metrics.text().contains(&line)
     }

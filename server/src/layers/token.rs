@@ -86,7 +86,7 @@ mod tests {
 
     use super::*;
 
-    const PUSH: &str = "/zeroshard.v1.Data/Push";
+    const PUSH: &str = "/zeroshard.v1.DataService/Push";
 
     /// What a cluster with `token` answers a call to `path` that carries `authorization`; whether
     /// it was let in.
@@ -124,7 +124,7 @@ mod tests {
     async fn a_call_without_it_is_refused_whatever_the_service() {
         for path in [
             PUSH,
-            "/zeroshard.v1.Coordinator/Status",
+            "/zeroshard.v1.CoordinatorService/Status",
             "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
             "/grpc.health.v1.HealthX/Check",
             "/grpc.health.v1.Health",

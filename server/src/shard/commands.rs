@@ -5,17 +5,54 @@ use std::sync::Arc;
 
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{
-    JobSpec, Placement, Result,
-    pb::{self, server_command::Command, server_event::Event},
-};
+use zeroshard_proto::{JobSpec, Optimizer, Placement, Result, job::optimizers, pb};
 
 use super::{
-    events::Events,
+    attempt::Attempt,
+    events::{Events, JobEvent},
     job::{Job, Opening, Surroundings},
+    slice::Apply,
     store::Store,
 };
 use crate::backend::Backend;
+
+/// What the coordinator says of a job that is open.
+#[derive(Debug)]
+pub(super) enum Command {
+    /// Version 0 is there.
+    Publish { epoch: u64 },
+    /// A worker holds the rank with this lease.
+    Grant { rank: u32, lease: u64 },
+    /// The lease of the rank has ended.
+    NewEpoch { epoch: u64, rank: u32 },
+    /// All ranks have discarded the attempt before this one.
+    NewAttempt(Attempt),
+    /// The rank has no more data.
+    RankDone { rank: u32 },
+    /// Apply the attempt's gradients, or skip the step.
+    Decide { attempt: Attempt, update: Option<Update> },
+}
+
+/// What a decision has the servers apply.
+#[derive(Debug)]
+pub(super) struct Update {
+    groups: Vec<Optimizer>,
+    coefficient: f64,
+    unclipped: f64,
+}
+
+impl Command {
+    /// # Errors
+    /// [`zeroshard_proto::Error::Invalid`] for an optimizer that is none.
+    pub(super) fn decide(decision: pb::Decision) -> Result<Self> {
+        let pb::Decision { epoch, step, attempt: number, .. } = decision;
+        let update = |pb::Update { groups, coefficient, unclipped }| {
+            Ok(Update { groups: optimizers(groups)?, coefficient, unclipped })
+        };
+        let update = decision.update.map(update).transpose()?;
+        Ok(Self::Decide { attempt: Attempt { epoch, step, number }, update })
+    }
+}
 
 /// What opening a job needs.
 pub(super) struct Opener<B: Backend> {
@@ -27,11 +64,11 @@ pub(super) struct Opener<B: Backend> {
     pub(super) closed: CancellationToken,
 }
 
-/// Opens a job and obeys `commands`. An error is told to the coordinator, and ends the job here.
+/// Opens a job and obeys `commands`, each of which may be malformed. An error is told to the coordinator, and ends the job here.
 pub(super) async fn serve_job<B: Backend>(
     opener: Opener<B>,
     open: pb::OpenJob,
-    commands: mpsc::Receiver<Command>,
+    commands: mpsc::Receiver<Result<Command>>,
 ) {
     let name = open.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
     let (job_id, epoch) = (open.job_id, open.epoch);
@@ -42,7 +79,7 @@ pub(super) async fn serve_job<B: Backend>(
         let job = Arc::new(opened.await?);
         store.insert(job.clone());
         tracing::info!(job = name, epoch, slices = job.slices().count(), "job opened");
-        events.tell(Event::Opened(pb::JobOpened { job: name.clone(), epoch, job_id }));
+        events.tell_of(&name, job_id, JobEvent::Opened { epoch });
         job.finish_upload(job.attempt(), 0);
         obey(&store, &job, commands).await
     };
@@ -51,12 +88,7 @@ pub(super) async fn serve_job<B: Backend>(
     {
         tracing::error!(job = name, epoch, %error, "job failed");
         store.close(&name, job_id);
-        events.tell(Event::Failed(pb::JobFailed {
-            job: name,
-            job_id,
-            epoch,
-            reason: error.to_string(),
-        }));
+        events.tell_of(&name, job_id, JobEvent::Failed { epoch, reason: error.to_string() });
     }
 }
 
@@ -81,11 +113,12 @@ fn open_job<B: Backend>(opener: &Opener<B>, open: pb::OpenJob) -> Result<Job<B>>
 async fn obey<B: Backend>(
     store: &Store<B>,
     job: &Arc<Job<B>>,
-    mut commands: mpsc::Receiver<Command>,
+    mut commands: mpsc::Receiver<Result<Command>>,
 ) -> Result<()> {
     while let Some(Some(command)) = job.closed().run_until_cancelled(commands.recv()).await {
-        match command {
-            Command::Grant(grant) => job.grant(grant.rank, grant.lease),
+        match command? {
+            // It takes no time.
+            Command::Grant { rank, lease } => job.grant(rank, lease),
             other => {
                 let job = job.clone();
                 store
@@ -99,16 +132,25 @@ async fn obey<B: Backend>(
 }
 
 fn execute<B: Backend>(job: &Job<B>, command: &Command) -> Result<()> {
-    match command {
-        Command::Publish(publish) => job.publish(publish.epoch),
-        Command::Decide(decision) => job.decide(decision),
-        Command::NewEpoch(new) => {
-            tracing::info!(job = new.job, epoch = new.epoch, rank = new.rank, "new epoch");
-            job.new_epoch(new.epoch, new.rank)
+    match *command {
+        Command::Publish { epoch } => job.publish(epoch),
+        Command::Decide { attempt, ref update } => {
+            let apply = update.as_ref().map(|update| Apply {
+                groups: &update.groups,
+                coefficient: update.coefficient,
+                unclipped: update.unclipped,
+            });
+            job.decide(attempt, apply)
         }
-        Command::NewAttempt(new) => job.new_attempt(new),
-        Command::Done(done) => job.rank_done(done.rank),
-        // Leases are granted, and jobs opened and closed, elsewhere.
-        Command::Welcome(_) | Command::Open(_) | Command::Grant(_) | Command::Close(_) => Ok(()),
+        Command::NewEpoch { epoch, rank } => {
+            tracing::info!(job = job.spec.name, epoch, rank, "new epoch");
+            job.new_epoch(epoch, rank)
+        }
+        Command::NewAttempt(attempt) => job.open_attempt(attempt),
+        Command::RankDone { rank } => job.rank_done(rank),
+        Command::Grant { rank, lease } => {
+            job.grant(rank, lease);
+            Ok(())
+        }
     }
 }

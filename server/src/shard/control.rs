@@ -16,13 +16,15 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use zeroshard_proto::{
     Error, Result, Token,
     pb::{
-        self, coordinator_client::CoordinatorClient, server_command::Command, server_event::Event,
+        self, coordinator_service_client::CoordinatorServiceClient, serve_request::Event,
+        serve_response::Command as Wire,
     },
     transport::{Connection, MAX_CONTROL_MESSAGE, endpoint},
 };
 
 use super::{
-    commands::{Opener, serve_job},
+    attempt::Attempt,
+    commands::{Command, Opener, serve_job},
     events::Events,
     store::Store,
 };
@@ -75,11 +77,11 @@ struct Session<'a, B: Backend> {
 
 /// A job's task. Dropped, it ends, and with it every call of the job.
 struct Queue {
-    commands: mpsc::Sender<Command>,
+    commands: mpsc::Sender<Result<Command>>,
     _closed: DropGuard,
 }
 
-type Commands = tonic::Streaming<pb::ServerCommand>;
+type Commands = tonic::Streaming<pb::ServeResponse>;
 
 impl<'a, B: Backend> Session<'a, B> {
     async fn open(store: &'a Arc<Store<B>>, contact: Contact<'a>) -> Result<(Self, Commands)> {
@@ -87,7 +89,7 @@ impl<'a, B: Backend> Session<'a, B> {
         let peer = format!("coordinator {coordinator}");
         let unavailable = |cause: String| Error::Unavailable { peer: peer.clone(), cause };
         let channel = endpoint(coordinator)?.connect().await.map_err(|e| unavailable(chain(&e)))?;
-        let mut client = CoordinatorClient::new(Connection::new(channel, token)?)
+        let mut client = CoordinatorServiceClient::new(Connection::new(channel, token)?)
             .max_decoding_message_size(MAX_CONTROL_MESSAGE)
             .max_encoding_message_size(MAX_CONTROL_MESSAGE);
         let (events, outgoing) = Events::channel();
@@ -97,13 +99,13 @@ impl<'a, B: Backend> Session<'a, B> {
             incarnation,
         }));
         let outgoing = tokio_stream::StreamExt::map(ReceiverStream::new(outgoing), |event| {
-            pb::ServerEvent { event: Some(event) }
+            pb::ServeRequest { event: Some(event) }
         });
         let failed = |status: tonic::Status| Error::from_status(&status, &peer);
         let mut commands = client.serve(outgoing).await.map_err(failed)?.into_inner();
         let session = Self { contact, peer: peer.clone(), store, events, jobs: HashMap::new() };
         match commands.message().await.map_err(failed)? {
-            Some(pb::ServerCommand { command: Some(Command::Welcome(_)), term }) => {
+            Some(pb::ServeResponse { command: Some(Wire::Welcome(_)), term }) => {
                 session.check_term(term)?;
                 tracing::info!(coordinator, term, id = format!("{server_id:016x}"), "registered");
                 Ok((session, commands))
@@ -130,7 +132,7 @@ impl<'a, B: Backend> Session<'a, B> {
                 () = self.events.overflowed() => return overflow,
             };
             match command {
-                Ok(Some(pb::ServerCommand { command, term })) => {
+                Ok(Some(pb::ServeResponse { command, term })) => {
                     if let Err(error) = self.check_term(term) {
                         return error;
                     }
@@ -152,37 +154,41 @@ impl<'a, B: Backend> Session<'a, B> {
         if term < current { Err(Error::StaleTerm { term, current }) } else { Ok(()) }
     }
 
-    fn dispatch(&mut self, command: Command) {
-        let job_id = match &command {
-            Command::Welcome(_) => return,
-            Command::Open(open) => open.job_id,
-            Command::Publish(publish) => publish.job_id,
-            Command::Grant(grant) => grant.job_id,
-            Command::Decide(decision) => decision.job_id,
-            Command::NewEpoch(new) => new.job_id,
-            Command::NewAttempt(new) => new.job_id,
-            Command::Done(done) => done.job_id,
-            Command::Close(close) => close.job_id,
-        };
-        match command {
-            Command::Open(open) => self.open_job(open),
-            Command::Close(close) => {
-                tracing::info!(job = close.job, "job closed");
+    fn dispatch(&mut self, command: Wire) {
+        let (job_id, command) = match command {
+            Wire::Welcome(_) => return,
+            Wire::Open(open) => return self.open_job(open),
+            Wire::Close(pb::CloseJob { job, job_id }) => {
+                tracing::info!(job, "job closed");
                 self.jobs.remove(&job_id);
-                self.store.close(&close.job, job_id);
+                return self.store.close(&job, job_id);
             }
-            other => {
-                // A job that has failed here has no task any more; the coordinator knows, or will
-                // in a moment.
-                let Some(queue) = self.jobs.get(&job_id) else { return };
-                if let Err(mpsc::error::TrySendError::Full(_)) = queue.commands.try_send(other) {
-                    tracing::error!(
-                        job = format!("{job_id:016x}"),
-                        "{MAX_COMMANDS} commands wait; giving the job up"
-                    );
-                    self.jobs.remove(&job_id);
-                }
+            Wire::Publish(pb::Publish { job_id, epoch, .. }) => {
+                (job_id, Ok(Command::Publish { epoch }))
             }
+            Wire::Grant(pb::GrantLease { job_id, rank, lease, .. }) => {
+                (job_id, Ok(Command::Grant { rank, lease }))
+            }
+            Wire::NewEpoch(pb::NewEpoch { job_id, epoch, rank, .. }) => {
+                (job_id, Ok(Command::NewEpoch { epoch, rank }))
+            }
+            Wire::NewAttempt(pb::NewAttempt { job_id, epoch, step, attempt: number, .. }) => {
+                (job_id, Ok(Command::NewAttempt(Attempt { epoch, step, number })))
+            }
+            Wire::Done(pb::RankDone { job_id, rank, .. }) => {
+                (job_id, Ok(Command::RankDone { rank }))
+            }
+            Wire::Decide(decision) => (decision.job_id, Command::decide(decision)),
+        };
+        // A job that has failed here has no task any more; the coordinator knows, or will in a
+        // moment.
+        let Some(queue) = self.jobs.get(&job_id) else { return };
+        if let Err(mpsc::error::TrySendError::Full(_)) = queue.commands.try_send(command) {
+            tracing::error!(
+                job = format!("{job_id:016x}"),
+                "{MAX_COMMANDS} commands wait; giving the job up"
+            );
+            self.jobs.remove(&job_id);
         }
     }
 

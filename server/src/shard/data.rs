@@ -1,4 +1,4 @@
-//! The gRPC service `zeroshard.v1.Data`, by hand: generated code would copy every payload.
+//! The gRPC service `zeroshard.v1.DataService`, by hand: generated code would copy every payload.
 
 use std::{
     convert::Infallible,
@@ -7,21 +7,24 @@ use std::{
     task::{Context, Poll},
 };
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::Bytes;
 use futures_util::StreamExt;
 use http::{HeaderMap, HeaderValue, Request, Response, header};
 use http_body::Frame;
 use http_body_util::{BodyExt, StreamBody};
-use prost::Message;
 use tokio_util::sync::CancellationToken;
 use tonic::{Status, body::Body, server::NamedService};
 use tower::Service;
-use zeroshard_proto::{Error, Result, pb};
+use zeroshard_proto::{
+    Deadline, Error, Result,
+    frame::{decode_message, encode_message},
+    pb,
+};
 
 use super::{pull, push, stall, store::Store};
 use crate::{backend::Backend, connection::Hangup};
 
-/// The most bytes that a `PullRequest` may have: some 100,000 ranges.
+/// The most bytes that a `PullRequest` may have, with its prefix: some 100,000 extents.
 const MAX_PULL_REQUEST: usize = 4 << 20;
 
 pub(super) struct Data<B: Backend> {
@@ -42,7 +45,7 @@ impl<B: Backend> Clone for Data<B> {
 }
 
 impl<B: Backend> NamedService for Data<B> {
-    const NAME: &'static str = "zeroshard.v1.Data";
+    const NAME: &'static str = "zeroshard.v1.DataService";
 }
 
 type Answer = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
@@ -60,9 +63,10 @@ impl<B: Backend> Service<Request<Body>> for Data<B> {
         let Self { store, shutdown } = self.clone();
         Box::pin(async move {
             let answer = match request.uri().path() {
-                "/zeroshard.v1.Data/Pull" => answer_pull(&store, request, shutdown).await,
-                "/zeroshard.v1.Data/Push" => {
-                    let pushed = push::push(&store, request.into_body());
+                "/zeroshard.v1.DataService/Pull" => answer_pull(&store, request, shutdown).await,
+                "/zeroshard.v1.DataService/Push" => {
+                    let deadline = Deadline::of_call(request.headers());
+                    let pushed = push::push(&store, request.into_body(), deadline);
                     let pushed = shutdown.run_until_cancelled(pushed).await;
                     pushed.unwrap_or_else(|| Err(going_away())).map(|pushed| unary(&pushed))
                 }
@@ -84,12 +88,8 @@ fn going_away() -> Error {
 
 /// The answer with one message.
 fn unary(message: &pb::PushResponse) -> Response<Body> {
-    let mut bytes = BytesMut::with_capacity(5 + message.encoded_len());
-    bytes.put_u8(0);
-    bytes.put_u32(message.encoded_len() as u32);
-    message.encode_raw(&mut bytes);
-    let frames =
-        [Ok::<_, Infallible>(Frame::data(bytes.freeze())), Ok(Frame::trailers(trailers(Ok(()))))];
+    let message = Frame::data(encode_message(message));
+    let frames = [Ok::<_, Infallible>(message), Ok(Frame::trailers(trailers(Ok(()))))];
     grpc(Body::new(StreamBody::new(futures_util::stream::iter(frames))))
 }
 
@@ -99,8 +99,9 @@ async fn answer_pull<B: Backend>(
     shutdown: CancellationToken,
 ) -> Result<Response<Body>> {
     let hangup = request.extensions().get::<Hangup>().cloned();
+    let deadline = Deadline::of_call(request.headers());
     let request = read_request(request.into_body()).await?;
-    let frames = pull::pull(store, &request)?;
+    let frames = pull::pull(store, &request, deadline)?;
     let frames = frames.take_until(shutdown.clone().cancelled_owned());
     // Data frames, and at the end, good or bad, the trailers.
     let body = futures_util::stream::unfold(Some(Box::pin(frames)), move |frames| {
@@ -153,7 +154,7 @@ fn trailers(result: Result<()>) -> HeaderMap {
 }
 
 async fn read_request(body: Body) -> Result<pb::PullRequest, Error> {
-    let body = http_body_util::Limited::new(body, MAX_PULL_REQUEST + 5);
+    let body = http_body_util::Limited::new(body, MAX_PULL_REQUEST);
     let bytes = body
         .collect()
         .await
@@ -161,12 +162,5 @@ async fn read_request(body: Body) -> Result<pb::PullRequest, Error> {
             Error::invalid("a PullRequest", e, format!("at most {MAX_PULL_REQUEST} bytes"))
         })?
         .to_bytes();
-    let malformed =
-        |found: &str| Error::invalid("a PullRequest", found, "one uncompressed protobuf message");
-    let (prefix, message) = bytes.split_first_chunk::<5>().ok_or_else(|| malformed("cut short"))?;
-    let [compressed, length @ ..] = *prefix;
-    if compressed != 0 || u32::from_be_bytes(length) as usize != message.len() {
-        return Err(malformed("compressed, or of another length than it says"));
-    }
-    pb::PullRequest::decode(message).map_err(|e| malformed(&e.to_string()))
+    decode_message(&bytes)
 }

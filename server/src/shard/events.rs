@@ -2,10 +2,84 @@
 
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::pb::server_event::Event;
+use zeroshard_proto::pb::{self, serve_request::Event};
+
+use super::{attempt::Attempt, round::Absent, slice::Reduced};
 
 /// Events that may wait to be sent: a few for each step of each job.
 const MAX_EVENTS: usize = 1 << 14;
+
+/// Something that happened to a job.
+#[derive(Debug)]
+pub(crate) enum JobEvent {
+    /// Its memory is there.
+    Opened { epoch: u64 },
+    /// All initial parameters have been uploaded in this epoch.
+    Initialised { epoch: u64 },
+    /// Pushes with the lease are taken from now on.
+    Granted { rank: u32, lease: u64 },
+    /// The gradients of the attempt are complete: those of all slices that train, in any order.
+    Ready { attempt: Attempt, reduced: Vec<(u32, Reduced)> },
+    /// The decision about the step is stored.
+    Stored { epoch: u64, step: u64 },
+    /// It cannot go on.
+    Failed { epoch: u64, reason: String },
+}
+
+impl JobEvent {
+    /// The message, of the job of that name and id.
+    fn into_wire(self, job: String, job_id: u64) -> Event {
+        match self {
+            Self::Opened { epoch } => Event::Opened(pb::JobOpened { job, job_id, epoch }),
+            Self::Initialised { epoch } => {
+                Event::Initialised(pb::JobInitialised { job, job_id, epoch })
+            }
+            Self::Granted { rank, lease } => {
+                Event::Granted(pb::LeaseGranted { job, job_id, rank, lease })
+            }
+            Self::Ready { attempt, reduced } => {
+                Event::Ready(step_ready(job, job_id, attempt, reduced))
+            }
+            Self::Stored { epoch, step } => {
+                Event::Stored(pb::DecisionStored { job, job_id, epoch, step })
+            }
+            Self::Failed { epoch, reason } => {
+                Event::Failed(pb::JobFailed { job, job_id, epoch, reason })
+            }
+        }
+    }
+}
+
+fn step_ready(
+    job: String,
+    job_id: u64,
+    attempt: Attempt,
+    mut reduced: Vec<(u32, Reduced)>,
+) -> pb::StepReady {
+    reduced.sort_unstable_by_key(|&(slice, _)| slice);
+    let slice = |&(slice, Reduced { sum_of_squares, .. }): &(u32, Reduced)| pb::ReducedSlice {
+        slice,
+        sum_of_squares,
+    };
+    let overflow = |&(slice, reduced): &(u32, Reduced)| {
+        reduced.overflow.map(|rank| pb::Overflow { slice, rank })
+    };
+    let absent = |&(slice, reduced): &(u32, Reduced)| {
+        let Absent { rank, everywhere } = reduced.absent?;
+        Some(pb::Absent { slice, rank, everywhere })
+    };
+    let Attempt { epoch, step, number: attempt } = attempt;
+    pb::StepReady {
+        job,
+        job_id,
+        epoch,
+        step,
+        attempt,
+        slices: reduced.iter().map(slice).collect(),
+        overflow: reduced.iter().find_map(overflow),
+        absent: reduced.iter().filter_map(absent).collect(),
+    }
+}
 
 /// The way to the coordinator. Clones share it.
 #[derive(Debug, Clone)]
@@ -28,6 +102,11 @@ impl Events {
         if let Err(mpsc::error::TrySendError::Full(_)) = self.queue.try_send(event) {
             self.overflow.cancel();
         }
+    }
+
+    /// As [`Self::tell`], of the job of that name and id.
+    pub(crate) fn tell_of(&self, job: &str, id: u64, event: JobEvent) {
+        self.tell(event.into_wire(job.to_owned(), id));
     }
 
     /// Says something that is of no interest later, if nothing else waits to be sent.

@@ -7,12 +7,12 @@ use std::{
 
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{Error, JobSpec, Placement, Result, geometry::Contributions, pb};
+use zeroshard_proto::{Error, JobSpec, Placement, Result, geometry::Contributions};
 
 use super::{
     attempt::Attempt,
     budget::Budget,
-    events::Events,
+    events::{Events, JobEvent},
     round::Chunk,
     senders::describe,
     slice::{Memory, Reduced, Slice, Upload},
@@ -23,8 +23,6 @@ use progress::Progress;
 mod progress;
 mod steps;
 mod wait;
-
-pub(crate) use wait::Deadline;
 
 /// What a job needs of its surroundings.
 pub(crate) struct Surroundings<B> {
@@ -214,12 +212,7 @@ impl<B: Backend> Job<B> {
         }
         progress.waiting -= slices;
         if progress.waiting == 0 {
-            let (job, job_id, epoch) = (self.spec.name.clone(), self.id, attempt.epoch);
-            self.tell(pb::server_event::Event::Initialised(pb::JobInitialised {
-                job,
-                job_id,
-                epoch,
-            }));
+            self.tell(JobEvent::Initialised { epoch: attempt.epoch });
         }
     }
 
@@ -276,10 +269,9 @@ impl<B: Backend> Job<B> {
         if progress.is_upload || progress.attempt != attempt {
             return; // of an attempt that is over
         }
-        if let Some(report) = progress.add(slice, reduced) {
+        if let Some(reduced) = progress.add(slice, reduced) {
             progress.end_phase(&self.surroundings.metrics.phases.reduce);
-            let (job, job_id) = (self.spec.name.clone(), self.id);
-            self.tell(pb::server_event::Event::Ready(pb::StepReady { job, job_id, ..report }));
+            self.tell(JobEvent::Ready { attempt, reduced });
         }
     }
 
@@ -302,8 +294,8 @@ impl<B: Backend> Job<B> {
         self.slices().filter(|(_, slice)| slice.group.is_some()).count()
     }
 
-    fn tell(&self, event: pb::server_event::Event) {
-        self.surroundings.events.tell(event);
+    fn tell(&self, event: JobEvent) {
+        self.surroundings.events.tell_of(&self.spec.name, self.id, event);
     }
 
     fn progress(&self) -> MutexGuard<'_, Progress> {

@@ -6,10 +6,13 @@ use std::sync::{
 };
 
 use tokio::sync::mpsc::Receiver;
-use zeroshard_proto::{Manifest, Server, TensorSpec, pb::server_event::Event};
+use zeroshard_proto::{
+    Manifest, Server, TensorSpec,
+    pb::{self, serve_request::Event},
+};
 
 use super::*;
-use crate::backend::Cpu;
+use crate::{backend::Cpu, shard::slice::Apply};
 
 const JOB_ID: u64 = 5;
 const UPLOAD: Upload = Upload { state: None, applied: 0 };
@@ -64,16 +67,8 @@ impl Subject {
     }
 
     fn decide(&self, attempt: Attempt) -> Result<()> {
-        self.job.decide(&pb::Decision {
-            epoch: attempt.epoch,
-            step: attempt.step,
-            attempt: attempt.number,
-            apply: true,
-            coefficient: 1.0,
-            unclipped: 1.0,
-            groups: self.job.spec.groups.iter().map(Into::into).collect(),
-            ..Default::default()
-        })
+        let groups = &self.job.spec.groups;
+        self.job.decide(attempt, Some(Apply { groups, coefficient: 1.0, unclipped: 1.0 }))
     }
 
     fn ready(&mut self) -> Option<pb::StepReady> {
@@ -141,8 +136,7 @@ fn what_was_pushed_in_an_attempt_never_counts_in_a_later_one() {
     subject.push(at(1, 0, 0), 0, 1, 7.0).unwrap();
     assert!(subject.ready().is_some());
     // Reported as ready, it is open again.
-    let new = pb::NewAttempt { epoch: 1, step: 0, attempt: 1, ..Default::default() };
-    subject.job.new_attempt(&new).unwrap();
+    subject.job.open_attempt(at(1, 0, 1)).unwrap();
     let stale = subject.push(at(1, 0, 0), 0, 0, 7.0);
     assert!(matches!(stale, Err(Error::StaleAttempt { attempt: 0, current: 1, .. })), "{stale:?}");
     assert!(matches!(subject.decide(at(1, 0, 0)), Err(Error::Internal { .. })));
@@ -150,7 +144,7 @@ fn what_was_pushed_in_an_attempt_never_counts_in_a_later_one() {
     assert!(subject.ready().is_none());
     assert_eq!(subject.push(at(1, 0, 1), 0, 1, 3.0).unwrap(), 2);
     let ready = subject.ready().unwrap();
-    assert_eq!((ready.attempt, ready.sums_of_squares), (1, vec![32.0]));
+    assert_eq!((ready.attempt, ready.slices[0].sum_of_squares), (1, 32.0));
 }
 
 #[test]

@@ -34,7 +34,7 @@ use std::{
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use zeroshard_proto::{
-    Result, Token, pb::shard_server::ShardServer, transport::MAX_CONTROL_MESSAGE,
+    Result, Token, pb::shard_service_server::ShardServiceServer, transport::MAX_CONTROL_MESSAGE,
 };
 
 use crate::{backend::Backend, config, health::Health, serve::Context};
@@ -77,7 +77,8 @@ impl<B: Backend> Shard<B> {
 
     /// The gRPC services. Streams end when `shutdown` is cancelled.
     pub fn routes(&self, shutdown: &CancellationToken) -> Routes {
-        let service = ShardServer::new(service::Service::new(self.store.clone(), shutdown.clone()));
+        let service =
+            ShardServiceServer::new(service::Service::new(self.store.clone(), shutdown.clone()));
         Routes::new(data::Data::new(self.store.clone(), shutdown.clone()))
             .add_service(service.max_decoding_message_size(MAX_CONTROL_MESSAGE))
     }

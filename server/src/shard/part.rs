@@ -1,6 +1,9 @@
 //! What of a slice a transfer is about.
 
-use zeroshard_proto::{Error, Optimizer, Result};
+use zeroshard_proto::{
+    Error, Optimizer, Result,
+    pb::{self, slice_array::Array},
+};
 
 /// A part of a slice's state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,24 +17,28 @@ pub(crate) enum Part {
 }
 
 impl Part {
-    /// The part of that name, of slices under `optimizer`.
+    /// The part that is `array` in slices under `optimizer`; without a message, the parameters.
     ///
     /// # Errors
     /// [`Error::Invalid`] if there is none.
-    pub(crate) fn parse(name: &str, optimizer: &Optimizer) -> Result<Self> {
-        if name.is_empty() {
-            return Ok(Self::Parameters);
-        }
-        if name == "master" {
-            return Ok(Self::Master);
-        }
-        let state = optimizer.state();
-        match state.iter().position(|tensor| *tensor == name) {
-            Some(position) => Ok(Self::State(position)),
-            None => {
-                let expected = format!("empty, master or a state tensor of {optimizer}: {state:?}");
-                Err(Error::invalid("part", format!("{name:?}"), expected))
+    pub(crate) fn of(array: Option<&pb::SliceArray>, optimizer: &Optimizer) -> Result<Self> {
+        let Some(array) = array else { return Ok(Self::Parameters) };
+        match &array.array {
+            Some(Array::Parameters(_)) => Ok(Self::Parameters),
+            Some(Array::MasterWeights(_)) => Ok(Self::Master),
+            Some(Array::OptimizerState(name)) => {
+                let state = optimizer.state();
+                let position = state.iter().position(|tensor| tensor == name);
+                position.map(Self::State).ok_or_else(|| {
+                    let expected = format!("a state tensor of {optimizer}: {state:?}");
+                    Error::invalid("optimizer state", format!("{name:?}"), expected)
+                })
             }
+            None => Err(Error::invalid(
+                "array of a slice",
+                "unknown",
+                "the parameters, the master weights or optimizer state",
+            )),
         }
     }
 
@@ -59,15 +66,16 @@ mod tests {
     #[test]
     fn parts_are_those_of_the_optimizer() {
         let adamw: Optimizer = "adamw".parse().unwrap();
-        assert_eq!(Part::parse("", &adamw), Ok(Part::Parameters));
-        assert_eq!(Part::parse("master", &adamw), Ok(Part::Master));
-        assert_eq!(Part::parse("exp_avg_sq", &adamw), Ok(Part::State(1)));
-        for unknown in ["momentum_buffer", "max_exp_avg_sq", "Master"] {
-            assert!(
-                matches!(Part::parse(unknown, &adamw), Err(Error::Invalid { .. })),
-                "{unknown}"
-            );
+        let part = |array| Part::of(Some(&pb::SliceArray { array }), &adamw);
+        let state = |name: &str| part(Some(Array::OptimizerState(name.to_owned())));
+        assert_eq!(Part::of(None, &adamw), Ok(Part::Parameters));
+        assert_eq!(part(Some(Array::Parameters(Default::default()))), Ok(Part::Parameters));
+        assert_eq!(part(Some(Array::MasterWeights(Default::default()))), Ok(Part::Master));
+        assert_eq!(state("exp_avg_sq"), Ok(Part::State(1)));
+        for unknown in ["", "momentum_buffer", "max_exp_avg_sq", "Exp_avg"] {
+            assert!(matches!(state(unknown), Err(Error::Invalid { .. })), "{unknown}");
         }
+        assert!(matches!(part(None), Err(Error::Invalid { .. })));
         assert!(Part::State(0).check(true, "w").is_ok() && Part::Master.check(false, "w").is_ok());
         assert!(matches!(Part::State(0).check(false, "w"), Err(Error::Invalid { .. })));
     }

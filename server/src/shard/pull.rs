@@ -11,18 +11,12 @@ use std::{
 use bytes::Bytes;
 use futures_util::{Stream, stream};
 use zeroshard_proto::{
-    DType, Elements, Error, JobSpec, Result, StridedBox, TensorBox,
+    DType, Deadline, Elements, Error, JobSpec, Result, StridedBox, TensorBox,
     frame::{Extent, Writer},
     pb,
 };
 
-use super::{
-    budget::Space,
-    job::{Deadline, Job},
-    part::Part,
-    slice::Slice,
-    store::Store,
-};
+use super::{budget::Space, job::Job, part::Part, slice::Slice, store::Store};
 use crate::backend::Backend;
 
 /// Payload of one message where the caller does not say.
@@ -69,6 +63,7 @@ struct Pull<B: Backend> {
 pub(super) fn pull<B: Backend>(
     store: &Arc<Store<B>>,
     request: &pb::PullRequest,
+    deadline: Option<Deadline>,
 ) -> Result<impl Stream<Item = Result<Bytes>> + Send + use<B>> {
     let job = store.job(&request.job, request.job_id)?;
     let epoch = Some(request.epoch).filter(|&epoch| epoch != 0);
@@ -80,12 +75,12 @@ pub(super) fn pull<B: Backend>(
         bytes => bytes.clamp(CHUNK_LIMITS.start, CHUNK_LIMITS.end),
     };
     // All groups keep the same state.
-    let part = Part::parse(&request.part, &job.spec.groups[0])?;
+    let part = Part::of(request.array.as_ref(), &job.spec.groups[0])?;
     let boxes = boxes(&job.spec, &request.boxes)?;
     let wanted = request
-        .ranges
+        .extents
         .iter()
-        .map(|range| wanted(&job, part, &boxes, range))
+        .map(|extent| wanted(&job, part, &boxes, extent))
         .collect::<Result<_>>()?;
     let mut pull = Pull {
         store: store.clone(),
@@ -94,7 +89,7 @@ pub(super) fn pull<B: Backend>(
         part,
         dtype,
         chunk: bytes / dtype.size(),
-        deadline: store.deadline(request.wait_ms),
+        deadline: store.deadline(deadline),
         wanted,
         writer: Writer::default(),
         job,
@@ -111,13 +106,13 @@ type Boxes = HashMap<usize, Arc<StridedBox>>;
 fn boxes(spec: &JobSpec, messages: &[pb::Box]) -> Result<Boxes> {
     let tensors = spec.manifest.tensors();
     let mut boxes = Boxes::with_capacity(messages.len());
-    for pb::Box { tensor, offset, size } in messages {
-        let index = *tensor as usize;
+    for message in messages {
+        let index = message.tensor as usize;
         let Some(tensor) = tensors.get(index) else {
             let expected = format!("less than the job's number of tensors, {}", tensors.len());
             return Err(Error::invalid("tensor of a box", index, expected));
         };
-        let bounds = TensorBox { offset: offset.clone(), size: size.clone() };
+        let bounds = TensorBox::from_wire(message);
         bounds.check(&tensor.shape, &tensor.name)?;
         // Tied tensors have one storage, and the same shape.
         let owner = spec.manifest.owner(index);
@@ -137,9 +132,9 @@ fn wanted<B: Backend>(
     job: &Job<B>,
     part: Part,
     boxes: &Boxes,
-    range: &pb::Range,
+    extent: &pb::Extent,
 ) -> Result<Wanted<B>> {
-    let slice = job.slice(range.slice)?;
+    let slice = job.slice(extent.slice)?;
     let tensor = &job.spec.manifest.tensors()[slice.spec.tensor].name;
     part.check(slice.group.is_some(), tensor)?;
     let elements = match boxes.get(&slice.spec.tensor) {
@@ -147,18 +142,18 @@ fn wanted<B: Backend>(
         Some(of) => of.elements(&slice.spec),
     };
     let numel = elements.numel() as u64;
-    let length = match range.length {
-        0 => numel.saturating_sub(range.offset),
+    let length = match extent.length {
+        0 => numel.saturating_sub(extent.offset),
         length => length,
     };
-    match range.offset.checked_add(length) {
-        Some(end) if end <= numel && range.offset < end => {
-            let rest = range.offset as usize..end as usize;
-            Ok(Wanted { slice: range.slice, elements, rest, held: None })
+    match extent.offset.checked_add(length) {
+        Some(end) if end <= numel && extent.offset < end => {
+            let rest = extent.offset as usize..end as usize;
+            Ok(Wanted { slice: extent.slice, elements, rest, held: None })
         }
         _ => Err(Error::invalid(
-            format!("range of slice {}", range.slice),
-            format!("{} elements from {} on", range.length, range.offset),
+            format!("extent of slice {}", extent.slice),
+            format!("{} elements from {} on", extent.length, extent.offset),
             match slice.spec.numel {
                 all if all as u64 == numel => format!("within its {all} elements"),
                 all => format!(

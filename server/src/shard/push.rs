@@ -6,9 +6,9 @@ use std::{sync::Arc, time::Duration};
 use bytes::Bytes;
 use http_body::Body;
 use zeroshard_proto::{
-    DType, Error, JobSpec, Result,
+    DType, Deadline, Error, JobSpec, Result,
     frame::{Event, Extent, Reader},
-    pb,
+    pb::{self, push_begin::Contents},
 };
 
 use super::{
@@ -27,11 +27,15 @@ use crate::backend::Backend;
 /// longer could wait for itself.
 const PARKING_WAIT: Duration = Duration::from_millis(50);
 
-/// Receives one push.
+/// Receives one push; `deadline` is that of the call, if it has one.
 ///
 /// # Errors
 /// The first error in it; elements received before the error have been taken.
-pub(super) async fn push<B, S>(store: &Store<B>, body: S) -> Result<pb::PushResponse>
+pub(super) async fn push<B, S>(
+    store: &Store<B>,
+    body: S,
+    deadline: Option<Deadline>,
+) -> Result<pb::PushResponse>
 where
     B: Backend,
     S: Body<Data = Bytes> + Unpin,
@@ -42,7 +46,7 @@ where
         let what = "first message of a push";
         return Err(Error::invalid(what, "without `begin`", "the one that opens it"));
     };
-    let mut push = Push::open(store, begin)?;
+    let mut push = Push::open(store, begin, deadline)?;
     let job = push.job.clone();
     let receive = async {
         push.wait_for_attempt().await?;
@@ -67,7 +71,7 @@ where
     }
 }
 
-/// What a push brings.
+/// What the extents of a push are of.
 #[derive(Debug, Clone, Copy)]
 enum What {
     /// Gradients, or buffers, of a step.
@@ -79,41 +83,60 @@ enum What {
 struct Push<'a, B: Backend> {
     store: &'a Store<B>,
     job: Arc<Job<B>>,
-    begin: pb::PushBegin,
+    rank: u32,
     what: What,
     attempt: Attempt,
+    /// Slices of which the rank has nothing more.
+    absent: Vec<u32>,
+    /// Of the call.
+    deadline: Option<Deadline>,
     /// Where the next payload belongs.
     next: Extent,
     counted: pb::PushResponse,
 }
 
 impl<'a, B: Backend> Push<'a, B> {
-    fn open(store: &'a Store<B>, begin: pb::PushBegin) -> Result<Self> {
-        if begin.job_id == 0 || begin.lease == 0 {
-            let found = format!("{:016x} with lease {:016x}", begin.job_id, begin.lease);
+    fn open(store: &'a Store<B>, begin: pb::PushBegin, deadline: Option<Deadline>) -> Result<Self> {
+        let pb::PushBegin { job: name, job_id, rank, lease, epoch, covers, contents } = begin;
+        if job_id == 0 || lease == 0 {
+            let found = format!("{job_id:016x} with lease {lease:016x}");
             return Err(Error::invalid(
                 "job_id of a push",
                 found,
                 "those that the rank got when it joined",
             ));
         }
-        let job = store.job(&begin.job, begin.job_id)?;
-        if begin.rank >= job.spec.world {
+        let job = store.job(&name, job_id)?;
+        if rank >= job.spec.world {
             let expected = format!("less than the world, {}", job.spec.world);
-            return Err(Error::invalid("rank", begin.rank, expected));
+            return Err(Error::invalid("rank", rank, expected));
         }
-        job.check_lease(begin.rank, begin.lease)?;
-        if begin.covers.iter().any(|&rank| rank != begin.rank) {
-            let found = format!("{} ranks", begin.covers.len());
+        job.check_lease(rank, lease)?;
+        if covers.iter().any(|&covered| covered != rank) {
+            let found = format!("{} ranks", covers.len());
             let expected =
                 "the rank that pushes: this version does not take sums over several ranks";
             return Err(Error::invalid("ranks that a push covers", found, expected));
         }
-        let what = what(&begin, &job.spec)?;
-        let attempt =
-            Attempt { epoch: begin.epoch, step: begin.step.unwrap_or(0), number: begin.attempt };
+        let (what, attempt, absent) = match contents {
+            Some(Contents::Gradients(pb::Gradients { step, attempt: number, absent })) => {
+                (What::Step, Attempt { epoch, step, number }, absent)
+            }
+            Some(Contents::Upload(upload)) => {
+                let upload = self::upload(&upload, &job.spec)?;
+                (What::Start(upload), Attempt::first(epoch, 0), Vec::new())
+            }
+            None => {
+                return Err(Error::invalid(
+                    "contents of a push",
+                    "absent",
+                    "gradients or an upload",
+                ));
+            }
+        };
         let next = Extent { slice: 0, offset: 0, dtype: DType::F32 };
-        Ok(Self { store, job, begin, what, attempt, next, counted: pb::PushResponse::default() })
+        let counted = pb::PushResponse::default();
+        Ok(Self { store, job, rank, what, attempt, absent, deadline, next, counted })
     }
 
     /// Waits until the coordinator has told of the push's attempt, which the rank may have heard of
@@ -141,7 +164,7 @@ impl<'a, B: Backend> Push<'a, B> {
         }
         let waiting_for =
             || format!("{attempt:?} of job {:?} to be opened by the coordinator", job.spec.name);
-        job.wait_for(self.store.deadline(0), is_open, waiting_for).await
+        job.wait_for(self.store.deadline(self.deadline), is_open, waiting_for).await
     }
 
     /// Checks an extent before any of its bytes is used.
@@ -180,7 +203,7 @@ impl<'a, B: Backend> Push<'a, B> {
 
     /// Whether it comes from a rank that has these elements.
     fn check_bounds(&self, extent: Extent, elements: u64, sent: Sent) -> Result<()> {
-        let (spec, rank) = (&self.job.spec, self.begin.rank);
+        let (spec, rank) = (&self.job.spec, self.rank);
         let slice = self.job.slice(extent.slice)?;
         let of = senders::contributors_of(spec, extent.slice, &slice.contributors, rank, sent)?;
         let numel = of.elements.numel();
@@ -208,7 +231,7 @@ impl<'a, B: Backend> Push<'a, B> {
 
     /// Takes the opening message's word for what does not come.
     async fn note_absent(&self) -> Result<()> {
-        for &index in &self.begin.absent {
+        for &index in &self.absent {
             let slice = self.job.slice(index)?;
             if slice.group.is_none() {
                 let tensor = &self.job.spec.manifest.tensors()[slice.spec.tensor].name;
@@ -220,7 +243,7 @@ impl<'a, B: Backend> Push<'a, B> {
                 ));
             }
             self.wait_for_version(index).await?;
-            self.job.absent(self.attempt, index, self.begin.rank)?;
+            self.job.absent(self.attempt, index, self.rank)?;
             // Zeros for a large slice take a while, and others want this thread.
             tokio::task::yield_now().await;
         }
@@ -235,26 +258,21 @@ impl<'a, B: Backend> Push<'a, B> {
         if slice.version() == Some(step) {
             return Ok(());
         }
+        let name = &self.job.spec.name;
         let ready = || match self.job.attempt() {
-            current if self.attempt < current => {
-                Err(self.attempt.refusal(&self.begin.job, current))
-            }
+            current if self.attempt < current => Err(self.attempt.refusal(name, current)),
             _ => Ok((slice.version() == Some(step)).then_some(())),
         };
-        let waiting_for = || {
-            format!(
-                "version {step} of slice {index} of job {:?}, to push its gradient",
-                self.begin.job
-            )
-        };
-        self.job.wait_for(self.store.deadline(0), ready, waiting_for).await
+        let waiting_for =
+            || format!("version {step} of slice {index} of job {name:?}, to push its gradient");
+        self.job.wait_for(self.store.deadline(self.deadline), ready, waiting_for).await
     }
 
     async fn take(&mut self, bytes: Bytes) -> Result<()> {
         let Extent { slice, offset, dtype } = self.next;
         let elements = (bytes.len() / dtype.size()) as u64;
         self.store.metrics.push_received_bytes.inc_by(bytes.len() as u64);
-        let chunk = Chunk { rank: self.begin.rank, offset: offset as usize, dtype, bytes };
+        let chunk = Chunk { rank: self.rank, offset: offset as usize, dtype, bytes };
         let new = match self.what {
             What::Start(upload) => self.job.upload(self.attempt, slice, upload, &chunk)?,
             What::Step if self.job.slice(slice)?.buffer => {
@@ -276,26 +294,18 @@ impl<'a, B: Backend> Push<'a, B> {
     }
 }
 
-/// What the opening message says that the push brings.
-fn what(begin: &pb::PushBegin, spec: &JobSpec) -> Result<What> {
-    if let Some(step) = begin.step {
-        if !begin.part.is_empty() || begin.applied != 0 {
-            let found = format!("of part {:?} with {} applied steps", begin.part, begin.applied);
-            return Err(Error::invalid(format!("push of step {step}"), found, "without either"));
-        }
-        return Ok(What::Step);
-    }
-    if !begin.absent.is_empty() {
-        let found = format!("said of {} slices", begin.absent.len());
-        return Err(Error::invalid("absence", found, "of gradients of a step"));
-    }
-    let state = match Part::parse(&begin.part, &spec.groups[0])? {
+/// What an upload is of.
+///
+/// # Errors
+/// [`Error::Invalid`] for an array that cannot be uploaded.
+fn upload(message: &pb::Upload, spec: &JobSpec) -> Result<Upload> {
+    let state = match Part::of(message.array.as_ref(), &spec.groups[0])? {
         Part::Parameters => None,
         Part::State(position) => Some(position),
         Part::Master => {
-            let expected = "empty: the parameters, which the master weights are";
-            return Err(Error::invalid("part that is uploaded", "master", expected));
+            let expected = "the parameters, which the master weights are, or optimizer state";
+            return Err(Error::invalid("array that is uploaded", "the master weights", expected));
         }
     };
-    Ok(What::Start(Upload { state, applied: begin.applied }))
+    Ok(Upload { state, applied: message.applied })
 }

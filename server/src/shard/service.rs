@@ -1,12 +1,12 @@
-//! The gRPC service `zeroshard.v1.Shard`.
+//! The gRPC service `zeroshard.v1.ShardService`.
 
 use std::sync::Arc;
 
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 use zeroshard_proto::{
-    Result,
-    pb::{self, shard_server},
+    Deadline, Result,
+    pb::{self, shard_service_server},
 };
 
 use super::store::Store;
@@ -22,9 +22,15 @@ impl<B: Backend> Service<B> {
         Self { store, shutdown }
     }
 
-    async fn digests(&self, request: pb::DigestRequest) -> Result<pb::DigestResponse> {
+    fn deadline<T>(&self, request: &Request<T>) -> Deadline {
+        self.store.deadline(Deadline::of_call(request.metadata().as_ref()))
+    }
+
+    async fn digests(&self, request: Request<pb::DigestRequest>) -> Result<pb::DigestResponse> {
+        let deadline = self.deadline(&request);
+        let request = request.into_inner();
         let job = self.store.job(&request.job, request.job_id)?;
-        job.wait_for_version(request.version, self.store.deadline(request.wait_ms)).await?;
+        job.wait_for_version(request.version, deadline).await?;
         // Hashing reads all of the state: not on a thread that serves others.
         let digests = move || {
             let digest = |(slice, held): (u32, &super::slice::Slice<B>)| {
@@ -37,26 +43,28 @@ impl<B: Backend> Service<B> {
         Ok(pb::DigestResponse { slices })
     }
 
-    async fn applied_steps(&self, request: pb::StepsRequest) -> Result<pb::StepsResponse> {
+    async fn applied_steps(&self, request: Request<pb::StepsRequest>) -> Result<pb::StepsResponse> {
+        let deadline = self.deadline(&request);
+        let request = request.into_inner();
         let job = self.store.job(&request.job, request.job_id)?;
-        job.wait_for_version(request.version, self.store.deadline(request.wait_ms)).await?;
+        job.wait_for_version(request.version, deadline).await?;
         let mut response = pb::StepsResponse::default();
         for (index, slice) in job.slices().filter(|(_, slice)| slice.group.is_some()) {
-            response.slices.push(index);
-            response.applied.push(slice.applied(&request.job, request.version)?);
+            let applied = slice.applied(&request.job, request.version)?;
+            response.slices.push(pb::SliceSteps { slice: index, applied });
         }
         Ok(response)
     }
 }
 
 #[tonic::async_trait]
-impl<B: Backend> shard_server::Shard for Service<B> {
+impl<B: Backend> shard_service_server::ShardService for Service<B> {
     async fn digest(
         &self,
         request: Request<pb::DigestRequest>,
     ) -> Result<Response<pb::DigestResponse>, Status> {
         tokio::select! {
-            digests = self.digests(request.into_inner()) => Ok(Response::new(digests?)),
+            digests = self.digests(request) => Ok(Response::new(digests?)),
             () = self.shutdown.cancelled() => Err(Status::unavailable("this shard server is shutting down")),
         }
     }
@@ -66,7 +74,7 @@ impl<B: Backend> shard_server::Shard for Service<B> {
         request: Request<pb::StepsRequest>,
     ) -> Result<Response<pb::StepsResponse>, Status> {
         tokio::select! {
-            steps = self.applied_steps(request.into_inner()) => Ok(Response::new(steps?)),
+            steps = self.applied_steps(request) => Ok(Response::new(steps?)),
             () = self.shutdown.cancelled() => Err(Status::unavailable("this shard server is shutting down")),
         }
     }

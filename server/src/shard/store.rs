@@ -4,12 +4,9 @@ use std::{sync::Arc, time::Duration};
 
 use dashmap::DashMap;
 
-use zeroshard_proto::{Error, Result, pb};
+use zeroshard_proto::{Deadline, Error, Result, pb};
 
-use super::{
-    budget::Budget,
-    job::{Deadline, Job},
-};
+use super::{budget::Budget, job::Job};
 use crate::{backend::Backend, config::MAX_WAIT, failure::Failure, metrics::Metrics};
 
 /// How much pulls may hold of slices that they do not send yet. A step needs as much memory beside
@@ -90,14 +87,10 @@ impl<B: Backend> Store<B> {
         }
     }
 
-    /// When a call that may wait `wait_ms` (0: the default; at most [`MAX_WAIT`]) must have its
-    /// answer.
-    pub(crate) fn deadline(&self, wait_ms: u32) -> Deadline {
-        let wait = match wait_ms {
-            0 => self.limits.wait,
-            ms => Duration::from_millis(ms.into()),
-        };
-        Deadline::after(wait.min(MAX_WAIT))
+    /// Until when something may be waited for in a call: its own deadline or the default, and at
+    /// most for [`MAX_WAIT`].
+    pub(crate) fn deadline(&self, of_call: Option<Deadline>) -> Deadline {
+        of_call.unwrap_or_else(|| Deadline::after(self.limits.wait)).at_most(MAX_WAIT)
     }
 
     /// What this server holds now; also brings the metrics up to date.
@@ -114,7 +107,7 @@ impl<B: Backend> Store<B> {
                 epoch: job.epoch(),
                 version: job.version(),
                 slices: job.slices().count() as u32,
-                waiting_for: job.waiting_for().unwrap_or_default(),
+                waiting_for: job.waiting_for(),
                 job_id: job.id,
             });
         }

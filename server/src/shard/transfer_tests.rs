@@ -10,16 +10,19 @@ use tokio_util::sync::CancellationToken;
 use zeroshard_proto::{
     DType,
     DimPlacement::{Partial, Shard},
-    Error, JobSpec, Manifest, Placement, ProcessMesh, Reduction, Result, Server, TensorSpec,
+    Error, JobSpec, Manifest, Placement, ProcessMesh, Reduction, Result, Server, TensorBox,
+    TensorSpec,
     frame::{Event, Extent, Reader, Writer},
-    pb::{self, server_event::Event as Said},
+    pb::{self, push_begin::Contents, serve_request::Event as Said},
 };
 
 use super::{
+    attempt::Attempt,
     budget::Budget,
     events::Events,
     job::{Job, Opening, Surroundings},
     pull, push,
+    slice::Apply,
     store::{Limits, Store},
     test_jobs::job,
 };
@@ -86,13 +89,12 @@ impl Subject {
         values: &[f32],
     ) -> Result<()> {
         let mut writer = Writer::default();
-        let begin = pb::PushBegin { rank, step, ..begin(rank) };
-        writer.begin(begin);
+        writer.begin(begin(rank, step));
         let payload = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         writer.extent(Extent { slice, offset, dtype: DType::F32 }, payload);
         writer.flush();
         let frames: BytesMut = std::iter::from_fn(|| writer.next_frame()).flatten().collect();
-        push::push(&self.store, Full::new(frames.freeze())).await.map(|_| ())
+        push::push(&self.store, Full::new(frames.freeze()), None).await.map(|_| ())
     }
 
     /// What the server says next to the coordinator, but for leases.
@@ -115,7 +117,8 @@ impl Subject {
     async fn pull(&self, request: pb::PullRequest) -> Result<(Vec<f32>, Vec<u64>)> {
         let dtype = pb::Dtype::from(DType::F32).into();
         let request = pb::PullRequest { job: "job".into(), dtype, ..request };
-        let frames: Vec<Bytes> = pull::pull(&self.store, &request)?.boxed().try_collect().await?;
+        let frames: Vec<Bytes> =
+            pull::pull(&self.store, &request, None)?.boxed().try_collect().await?;
         let frames: BytesMut = frames.into_iter().flatten().collect();
         let mut reader = Reader::new(Full::new(frames.freeze()), 1 << 20);
         let (mut values, mut offsets) = (Vec::new(), Vec::new());
@@ -132,17 +135,28 @@ impl Subject {
     }
 }
 
-fn begin(rank: u32) -> pb::PushBegin {
-    let (job_id, lease) = (JOB_ID, lease(rank));
-    pb::PushBegin { job: "job".into(), job_id, lease, epoch: EPOCH, rank, ..Default::default() }
+fn begin(rank: u32, step: Option<u64>) -> pb::PushBegin {
+    let contents = match step {
+        Some(step) => Contents::Gradients(pb::Gradients { step, ..Default::default() }),
+        None => Contents::Upload(pb::Upload::default()),
+    };
+    pb::PushBegin {
+        job: "job".into(),
+        job_id: JOB_ID,
+        rank,
+        lease: lease(rank),
+        epoch: EPOCH,
+        covers: Vec::new(),
+        contents: Some(contents),
+    }
 }
 
-fn boxed(tensor: u32, offset: &[u64], size: &[u64]) -> pb::Box {
-    pb::Box { tensor, offset: offset.into(), size: size.into() }
+fn boxed(tensor: usize, offset: &[u64], size: &[u64]) -> pb::Box {
+    TensorBox { offset: offset.into(), size: size.into() }.to_wire(tensor)
 }
 
-fn range(offset: u64, length: u64) -> pb::Range {
-    pb::Range { slice: 0, offset, length }
+fn extent(offset: u64, length: u64) -> pb::Extent {
+    pb::Extent { slice: 0, offset, length }
 }
 
 fn what(result: Result<impl std::fmt::Debug>) -> String {
@@ -178,17 +192,17 @@ async fn a_box_is_pulled_as_its_elements_and_counted_in_them() {
         let boxes = vec![boxed(tensor, &[3, 10], &[60, 50])];
         let request = pb::PullRequest { boxes, chunk_bytes: 4096, ..Default::default() };
         let before = subject.store.metrics.pull_sent_bytes.get();
-        let all = pb::PullRequest { ranges: vec![range(0, 0)], ..request.clone() };
+        let all = pb::PullRequest { extents: vec![extent(0, 0)], ..request.clone() };
         assert_eq!(subject.pull(all).await.unwrap(), (expected.clone(), vec![0, 1024, 2048]));
         assert_eq!(subject.store.metrics.pull_sent_bytes.get() - before, 4 * 60 * 50);
-        let some = pb::PullRequest { ranges: vec![range(2990, 0), range(49, 2)], ..request };
+        let some = pb::PullRequest { extents: vec![extent(2990, 0), extent(49, 2)], ..request };
         let parts = [&expected[2990..], &expected[49..51]].concat();
         assert_eq!(subject.pull(some).await.unwrap(), (parts, vec![2990, 49]));
     }
     // Rows are in one run.
     let rows = pb::PullRequest {
         boxes: vec![boxed(0, &[5, 0], &[2, COLUMNS])],
-        ranges: vec![range(0, 0)],
+        extents: vec![extent(0, 0)],
         ..Default::default()
     };
     let expected: Vec<f32> = (500..700).map(|i| i as f32).collect();
@@ -198,9 +212,9 @@ async fn a_box_is_pulled_as_its_elements_and_counted_in_them() {
 #[tokio::test]
 async fn boxes_that_do_not_fit_are_refused() {
     let subject = matrix().await;
-    let pull = async |boxes: &[pb::Box], ranges: &[pb::Range]| {
-        let (boxes, ranges) = (boxes.to_vec(), ranges.to_vec());
-        what(subject.pull(pb::PullRequest { boxes, ranges, ..Default::default() }).await)
+    let pull = async |boxes: &[pb::Box], extents: &[pb::Extent]| {
+        let (boxes, extents) = (boxes.to_vec(), extents.to_vec());
+        what(subject.pull(pb::PullRequest { boxes, extents, ..Default::default() }).await)
     };
     assert_eq!(pull(&[boxed(2, &[0], &[1])], &[]).await, "tensor of a box");
     assert_eq!(pull(&[boxed(0, &[60, 0], &[5, 1])], &[]).await, "box of tensor \"w\"");
@@ -208,13 +222,13 @@ async fn boxes_that_do_not_fit_are_refused() {
     let one = |tensor| boxed(tensor, &[0, 0], &[2, 2]);
     assert_eq!(pull(&[one(0), one(0)], &[]).await, "number of boxes of tensor \"w\"");
     assert_eq!(pull(&[one(0), one(1)], &[]).await, "number of boxes of tensor \"w\"");
-    assert_eq!(pull(&[one(0)], &[range(3, 2)]).await, "range of slice 0");
-    assert_eq!(pull(&[boxed(0, &[0, 0], &[0, 2])], &[range(0, 0)]).await, "range of slice 0");
+    assert_eq!(pull(&[one(0)], &[extent(3, 2)]).await, "extent of slice 0");
+    assert_eq!(pull(&[boxed(0, &[0, 0], &[0, 2])], &[extent(0, 0)]).await, "extent of slice 0");
     let outside =
-        pb::PullRequest { boxes: vec![one(1)], ranges: vec![range(4, 1)], ..Default::default() };
+        pb::PullRequest { boxes: vec![one(1)], extents: vec![extent(4, 1)], ..Default::default() };
     assert_eq!(
         subject.pull(outside).await.unwrap_err().to_string(),
-        "range of slice 0 is 1 elements from 4 on; it must be within the 4 of its 6400 elements that are in the box \
+        "extent of slice 0 is 1 elements from 4 on; it must be within the 4 of its 6400 elements that are in the box \
          of \"w\""
     );
 }
@@ -236,7 +250,7 @@ async fn each_rank_pushes_its_box_and_what_is_missing_is_named_by_its_place() {
     assert_eq!(waiting_for(), "initial parameters of rank 1 (dp 0, tp 1) for tensor \"w\"");
     subject.push(1, None, 0, &[2.0; 8]).await.unwrap();
     subject.publish().await;
-    let whole = pb::PullRequest { ranges: vec![range(0, 0)], ..Default::default() };
+    let whole = pb::PullRequest { extents: vec![extent(0, 0)], ..Default::default() };
     assert_eq!(subject.pull(whole).await.unwrap().0, [1.0, 1.0, 2.0, 2.0].repeat(4));
 
     for rank in [2, 1, 0] {
@@ -245,7 +259,7 @@ async fn each_rank_pushes_its_box_and_what_is_missing_is_named_by_its_place() {
     assert_eq!(waiting_for(), "gradient of rank 3 (dp 1, tp 1) for tensor \"w\"");
     subject.push(3, Some(0), 0, &[3.0; 8]).await.unwrap();
     let Said::Ready(ready) = subject.told().await else { panic!("ready") };
-    assert_eq!(ready.sums_of_squares, [8.0 * 4.0 + 8.0 * 16.0]);
+    assert_eq!(ready.slices[0].sum_of_squares, 8.0 * 4.0 + 8.0 * 16.0);
 }
 
 async fn refused(subject: &Subject, rank: u32, step: Option<u64>, offset: u64) -> Error {
@@ -269,7 +283,7 @@ async fn what_a_rank_does_not_have_is_refused_and_changes_nothing() {
     }
     subject.publish().await;
     assert!(matches!(refused(&subject, 3, Some(0), u64::MAX).await, Error::Invalid { .. }));
-    let whole = pb::PullRequest { ranges: vec![range(0, 0)], ..Default::default() };
+    let whole = pb::PullRequest { extents: vec![extent(0, 0)], ..Default::default() };
     assert_eq!(subject.pull(whole).await.unwrap().0, [0.5; 16]);
     assert_eq!(subject.store.metrics.push_duplicate_bytes.get(), 0);
 }
@@ -298,10 +312,10 @@ impl Subject {
         let request = pb::PullRequest {
             job: "job".into(),
             dtype: pb::Dtype::from(DType::F32).into(),
-            ranges: (0..SLICES).map(|slice| pb::Range { slice, ..range(0, 0) }).collect(),
+            extents: (0..SLICES).map(|slice| pb::Extent { slice, ..extent(0, 0) }).collect(),
             ..Default::default()
         };
-        Box::pin(pull::pull(&self.store, &request).unwrap())
+        Box::pin(pull::pull(&self.store, &request, None).unwrap())
     }
 
     async fn step(&self) {
@@ -309,17 +323,8 @@ impl Subject {
             self.push_to(slice, 0, Some(0), 0, &[1.0; NUMEL]).await.unwrap();
         }
         let job = self.store.job("job", JOB_ID).unwrap();
-        let groups = job.spec.groups.iter().map(Into::into).collect();
-        let decision = pb::Decision {
-            job: "job".into(),
-            epoch: EPOCH,
-            apply: true,
-            coefficient: 1.0,
-            unclipped: 1.0,
-            groups,
-            ..Default::default()
-        };
-        job.decide(&decision).unwrap();
+        let apply = Apply { groups: &job.spec.groups, coefficient: 1.0, unclipped: 1.0 };
+        job.decide(Attempt::first(EPOCH, 0), Some(apply)).unwrap();
     }
 }
 

@@ -2,7 +2,10 @@
 
 use futures_util::future::join_all;
 use zeroshard_client::{Absent, Commit, Error, Job, StepReport, TensorData};
-use zeroshard_proto::{JobSpec, TensorSpec, pb};
+use zeroshard_proto::{
+    JobSpec, TensorSpec,
+    pb::{self, push_begin::Contents},
+};
 use zeroshard_tests::{Cluster, stock, synthetic, training};
 
 use crate::{adamw, connect, job, start};
@@ -171,10 +174,12 @@ async fn absence_that_makes_no_sense_is_refused() {
         Err(Error::StepMismatch { .. })
     ));
     let frozen = spec.manifest.slices_of(3).start as u32;
-    for (slice, step) in [(frozen, Some(0)), (9_999, Some(0)), (0, None)] {
-        let begin = pb::PushBegin { absent: vec![slice], ..stock::begin(&jobs[0], step) };
+    for slice in [frozen, 9_999] {
+        let gradients = pb::Gradients { absent: vec![slice], ..Default::default() };
+        let contents = Some(Contents::Gradients(gradients));
+        let begin = pb::PushBegin { contents, ..stock::begin(&jobs[0], Some(0)) };
         let refused = stock::push(cluster.shards[0].address(), vec![stock::open(begin)]).await;
-        assert!(matches!(refused, Err(Error::Invalid { .. })), "{slice} {step:?}: {refused:?}");
+        assert!(matches!(refused, Err(Error::Invalid { .. })), "{slice}: {refused:?}");
     }
     assert_eq!(jobs[0].state_hash(0).await.unwrap(), before);
 }

@@ -1,5 +1,7 @@
 //! Gradients of one lease, epoch and attempt never count for another.
 
+use std::time::Duration;
+
 use zeroshard_client::{Commit, Error, Job, TensorData};
 use zeroshard_proto::{JobSpec, TensorSpec, pb};
 use zeroshard_tests::{Cluster, Training, stock, synthetic, training};
@@ -153,10 +155,14 @@ async fn version_0_is_one_worker_s_upload() {
     let first = client.join("uploads", 0).await.unwrap();
     first.initialise(all(1.0).take(3).collect()).await.unwrap();
     // Three slices are complete, and nobody may see them.
-    let reader = stock::read("uploads", 0, [0]);
+    let reader = || {
+        let mut request = tonic::Request::new(stock::read("uploads", 0, [0]));
+        request.set_timeout(Duration::from_secs(1));
+        request
+    };
     let mut early = Err(Error::Internal { cause: "never asked".to_owned() });
     for shard in &cluster.shards {
-        early = stock::pull(shard.address(), reader.clone()).await;
+        early = stock::pull(shard.address(), reader()).await;
         assert!(matches!(early, Err(Error::Timeout { .. } | Error::NotHere { .. })), "{early:?}");
     }
     drop((first, early));

@@ -62,7 +62,7 @@ async fn a_replacement_that_comes_before_the_old_lease_has_ended_waits_for_it() 
     let first = start(cluster.address(), &spec("replaced", 1)).await.remove(0);
     let client = connect(cluster.address()).await;
     let (second, ()) = tokio::join!(client.join("replaced", 0), async {
-        until_calls_wait(&cluster.coordinator, "Coordinator/Join", 2).await;
+        until_calls_wait(&cluster.coordinator, "CoordinatorService/Join", 2).await;
         drop(first);
     });
     let second = second.unwrap();
@@ -82,7 +82,7 @@ async fn a_rank_that_is_early_waits_for_version_0() {
     let early = client.join("early", 1).await.unwrap();
     let late = async {
         let late = client.join("early", 0).await.unwrap();
-        until_calls_wait(&cluster.shards[0], "Data/Push", 1).await;
+        until_calls_wait(&cluster.shards[0], "DataService/Push", 1).await;
         late.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
         training::step(&late, 0).await
     };

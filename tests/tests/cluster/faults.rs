@@ -168,7 +168,8 @@ async fn a_server_that_is_killed_fails_the_job_and_is_named() {
     assert!(matches!(push, Err(Error::JobFailed { .. })), "{push:?}");
     let client = connect(cluster.address()).await;
     let status = client.status().await.unwrap();
-    assert!(status.jobs[0].failure.contains(&address), "{}", status.jobs[0].failure);
+    let failure = status.jobs[0].failure.as_ref().unwrap();
+    assert!(failure.contains(&address), "{failure}");
     assert_eq!(status.servers.len(), 2);
     assert!(matches!(client.join("killed", 0).await, Err(Error::JobFailed { .. })));
     // The servers that are left go on with other jobs; deleted, the name can be used again.

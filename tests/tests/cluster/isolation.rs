@@ -41,14 +41,14 @@ async fn deleting_a_job_ends_its_pushes_and_pulls_and_frees_its_memory() {
     let messages =
         [stock::open(stock::begin(&trainer, Some(0))), stock::extent(0, 0, &[1.0; 1000])];
     let push = stock::push_stream(address, stream::iter(messages).chain(stream::pending()));
-    let reader = pb::PullRequest { wait_ms: 60_000, ..stock::read("deleted", 5, [0]) };
-    let pull = stock::pull(address, reader);
+    let pull = stock::pull(address, stock::read("deleted", 5, [0]));
     let delete = async {
         until("both are open", || {
             let metrics = cluster.shards[0].get("/metrics");
             ["Push", "Pull"].iter().all(|method| {
-                metrics
-                    .contains(&format!("in_flight{{method=\"/zeroshard.v1.Data/{method}\"}} 1\n"))
+                metrics.contains(&format!(
+                    "in_flight{{method=\"/zeroshard.v1.DataService/{method}\"}} 1\n"
+                ))
             })
         })
         .await;

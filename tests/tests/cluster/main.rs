@@ -84,7 +84,7 @@ async fn until(what: &str, condition: impl Fn() -> bool) {
 
 /// Returns when so many commits wait at the coordinator.
 async fn until_commits_wait(cluster: &zeroshard_tests::Cluster, commits: usize) {
-    until_calls_wait(&cluster.coordinator, "Coordinator/Commit", commits).await;
+    until_calls_wait(&cluster.coordinator, "CoordinatorService/Commit", commits).await;
 }
 
 /// Returns when so many calls of `method` are open at a server.

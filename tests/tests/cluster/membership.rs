@@ -1,7 +1,6 @@
 //! Ranks: taken, left in order, joined again.
 
 use zeroshard_client::{Cluster as Client, Commit, Error};
-use zeroshard_proto::pb;
 use zeroshard_tests::{Cluster, Training, synthetic, training};
 
 use crate::{adamw, connect, hasty, job, sgd, start, until, until_commits_wait};
@@ -77,7 +76,7 @@ async fn several_jobs_run_side_by_side_and_do_not_touch_each_other() {
     for trained in futures_util::future::join_all(runs).await {
         assert!(trained.unwrap() == alone);
     }
-    let status: pb::StatusResponse = connect(cluster.address()).await.status().await.unwrap();
+    let status = connect(cluster.address()).await.status().await.unwrap();
     assert_eq!(status.jobs.len(), 5);
     assert!(status.jobs.iter().all(|job| job.version == Some(3) && job.joined.is_empty()));
 }

@@ -60,7 +60,8 @@ async fn who_waits_for_the_norm_hears_of_a_lost_rank_and_of_who_is_late() {
     let attempt = jobs[0].attempt(0).unwrap();
     attempt.push(synthetic::gradients(&spec.manifest, 0, 0)).await.unwrap();
     let second = jobs.pop().unwrap();
-    let open = "zeroshard_requests_in_flight{method=\"/zeroshard.v1.Coordinator/Reduce\"} 1\n";
+    let open =
+        "zeroshard_requests_in_flight{method=\"/zeroshard.v1.CoordinatorService/Reduce\"} 1\n";
     let lost = async {
         until("it waits", || cluster.coordinator.get("/metrics").contains(open)).await;
         drop(second);

@@ -58,7 +58,7 @@ async fn metrics_count_bytes_requests_steps_and_memory() {
             1.0
         );
     }
-    let pushes = "zeroshard_requests_total{code=\"Ok\",method=\"/zeroshard.v1.Data/Push\"}";
+    let pushes = "zeroshard_requests_total{code=\"Ok\",method=\"/zeroshard.v1.DataService/Push\"}";
     assert_eq!(series(&shard, pushes), 3.0);
     assert_eq!(series(&shard, "zeroshard_coordinator_connected"), 1.0);
     assert!(shard.contains("zeroshard_request_seconds_bucket"));

@@ -63,9 +63,7 @@ async fn a_reader_beside_training_gets_exactly_the_version_or_is_told_that_it_is
         for version in [version, (version + 1).min(STEPS)] {
             let placement = client.describe_job("reads").await.unwrap().placement;
             for (address, slices) in by_server(&placement) {
-                let request =
-                    pb::PullRequest { wait_ms: 30_000, ..stock::read("reads", version, slices) };
-                match stock::pull(&address, request).await {
+                match stock::pull(&address, stock::read("reads", version, slices)).await {
                     Ok(answer) => {
                         assert_eq!(the_number(&answer), Some(version as f32));
                         read += 1;
@@ -124,9 +122,9 @@ async fn a_reader_that_waits_is_not_disturbed_by_the_loss_of_a_worker() {
     let cluster = Cluster::start(1);
     let spec = job("loss", 1, sgd(1.0), zeroshard_tests::synthetic::small());
     let trainer = start(cluster.address(), &spec).await.remove(0);
-    let request = pb::PullRequest { wait_ms: 30_000, ..stock::read("loss", 1, [0]) };
+    let request = stock::read("loss", 1, [0]);
     let trained = async {
-        let pulls = "zeroshard_requests_in_flight{method=\"/zeroshard.v1.Data/Pull\"} 1\n";
+        let pulls = "zeroshard_requests_in_flight{method=\"/zeroshard.v1.DataService/Pull\"} 1\n";
         until("the reader waits", || cluster.shards[0].get("/metrics").contains(pulls)).await;
         let epoch = trainer.epoch();
         drop(trainer);
@@ -166,9 +164,9 @@ async fn any_range_can_be_read_in_any_dtype() {
     for dtype in [DType::F32, DType::Bf16, DType::F16] {
         let mut request = stock::read("ranges", 0, []);
         request.dtype = pb::Dtype::from(dtype).into();
-        request.ranges = vec![
-            pb::Range { slice: 0, offset: 990, length: 0 },
-            pb::Range { slice: 0, offset: 3, length: 5 },
+        request.extents = vec![
+            pb::Extent { slice: 0, offset: 990, length: 0 },
+            pb::Extent { slice: 0, offset: 3, length: 5 },
         ];
         let answer = stock::pull(cluster.shards[0].address(), request).await.unwrap();
         let expected: Vec<u8> = [&values[990..], &values[3..8]]

@@ -1,9 +1,12 @@
 //! Bad input gets a typed error; the state is unchanged, and the server lives.
 
+use std::time::Duration;
+
+use tonic::Request;
 use zeroshard_client::{Commit, Error, Job, Options, Target, TensorData};
 use zeroshard_proto::{
     JobSpec, Result,
-    pb::{self, coordinator_client::CoordinatorClient},
+    pb::{self, coordinator_service_client::CoordinatorServiceClient},
 };
 use zeroshard_tests::{Cluster, Training, stock, synthetic, training};
 
@@ -112,11 +115,15 @@ async fn a_push_for_another_job_step_or_epoch_is_refused() {
             }
         }
         for wrong in [0, 3, u64::MAX] {
-            match push(pb::PushBegin { step: Some(wrong), ..second() }).await {
+            let contents = Some(stock::gradients(wrong));
+            match push(pb::PushBegin { contents, ..second() }).await {
                 Err(Error::StepMismatch { step, current: 1, .. }) => assert_eq!(step, wrong),
                 other => panic!("{other:?}"),
             }
         }
+        // Nothing, or what a later version knows.
+        let nothing = push(pb::PushBegin { contents: None, ..second() }).await;
+        assert_eq!(invalid(nothing), "contents of a push");
         // Initial parameters, once more: they are there; and by the wrong rank.
         let again = push(stock::begin(job, None)).await.unwrap();
         assert_eq!((again.added, again.duplicates), (0, 1));
@@ -130,24 +137,25 @@ async fn a_pull_that_does_not_fit_is_refused() {
     changes_nothing("pull", async |cluster, jobs| {
         let job = &jobs[0];
         let address = cluster.shards[0].address();
-        let pull = async |request| stock::pull(address, request).await;
-        let ranges = |slice, offset, length| pb::PullRequest {
-            ranges: vec![pb::Range { slice, offset, length }],
+        let pull = async |request: pb::PullRequest| stock::pull(address, request).await;
+        let extent = |slice, offset, length| pb::PullRequest {
+            extents: vec![pb::Extent { slice, offset, length }],
             ..stock::read("pull", 1, [])
         };
         invalid(pull(stock::read("pull", 1, [99])).await);
         for (offset, length) in
             [(0, 2), (1, 0), (1, 1), (u64::MAX, 1), (1, u64::MAX), (u64::MAX, u64::MAX)]
         {
-            assert_eq!(invalid(pull(ranges(1, offset, length)).await), "range of slice 1");
+            assert_eq!(invalid(pull(extent(1, offset, length)).await), "extent of slice 1");
         }
         for dtype in [0, 77, -1] {
             let request = pb::PullRequest { dtype, ..stock::read("pull", 1, [0]) };
             assert_eq!(invalid(pull(request).await), "dtype of a pull");
         }
         // Whoever waits longer than the server's limit waits so long.
-        let patient = pb::PullRequest { wait_ms: u32::MAX, ..stock::read("pull", 1, [0]) };
-        pull(patient).await.unwrap();
+        let mut patient = Request::new(stock::read("pull", 1, [0]));
+        patient.set_timeout(Duration::from_secs(86_400));
+        stock::pull(address, patient).await.unwrap();
         let stale = pb::PullRequest { epoch: job.epoch() + 1, ..stock::read("pull", 1, [0]) };
         assert!(matches!(pull(stale).await, Err(Error::StaleEpoch { .. })));
         assert!(matches!(
@@ -158,7 +166,7 @@ async fn a_pull_that_does_not_fit_is_refused() {
             pull(stock::read("pull", 0, [0])).await,
             Err(Error::VersionGone { current: 1, .. })
         ));
-        // More ranges than a request may have.
+        // More extents than a request may have.
         assert_eq!(
             invalid(pull(stock::read("pull", 1, vec![0; 3_000_000])).await),
             "a PullRequest"
@@ -212,25 +220,21 @@ async fn a_commit_that_does_not_fit_is_refused() {
         invalid(commit(Commit { max_norm: Some(0.0), ..Commit::default() }).await);
         // With somebody else's rank, or a lease that is nobody's.
         let address = format!("http://{}", cluster.address());
-        let mut stock = CoordinatorClient::connect(address).await.unwrap();
-        let request = pb::CommitRequest {
-            job: "commit".into(),
-            job_id: job.id(),
-            step: 1,
-            epoch: job.epoch(),
-            ..Default::default()
+        let mut stock = CoordinatorServiceClient::connect(address).await.unwrap();
+        let request = |rank, lease| {
+            let (job_id, epoch) = (job.id(), job.epoch());
+            let turn =
+                pb::Turn { job: "commit".into(), job_id, lease, epoch, rank, step: 1, attempt: 0 };
+            pb::CommitRequest { turn: Some(turn), ..Default::default() }
         };
         for (rank, lease) in [(0, 999_999), (1, 0)] {
-            let status = stock
-                .commit(pb::CommitRequest { rank, lease, ..request.clone() })
-                .await
-                .unwrap_err();
+            let status = stock.commit(request(rank, lease)).await.unwrap_err();
             assert!(
                 matches!(Error::from_status(&status, "coordinator"), Error::LeaseLost { .. }),
                 "{status}"
             );
         }
-        let status = stock.commit(pb::CommitRequest { rank: 2, ..request }).await.unwrap_err();
+        let status = stock.commit(request(2, 0)).await.unwrap_err();
         assert!(
             matches!(Error::from_status(&status, "coordinator"), Error::Invalid { .. }),
             "{status}"
@@ -259,9 +263,9 @@ async fn a_spec_that_contradicts_itself_or_an_existing_job_is_refused() {
     let cluster = Cluster::start(1);
     let client = connect(cluster.address()).await;
     let address = format!("http://{}", cluster.address());
-    let mut stock = CoordinatorClient::connect(address).await.unwrap();
+    let mut stock = CoordinatorServiceClient::connect(address).await.unwrap();
     let mut create = async |spec: Option<pb::JobSpec>| {
-        let request = pb::CreateJobRequest { spec, wait_ms: 500 };
+        let request = pb::CreateJobRequest { spec };
         let answer = stock.create_job(request).await.map(tonic::Response::into_inner);
         answer.map_err(|status| Error::from_status(&status, "coordinator"))
     };

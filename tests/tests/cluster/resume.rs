@@ -4,7 +4,10 @@ use std::collections::BTreeMap;
 
 use futures_util::future::join_all;
 use zeroshard_client::{Commit, Error, Job, Target, TensorData};
-use zeroshard_proto::{DType, JobSpec, Optimizer, pb};
+use zeroshard_proto::{
+    DType, JobSpec, Optimizer,
+    pb::{self, push_begin::Contents, slice_array::Array},
+};
 use zeroshard_tests::{Cluster, stock, synthetic, training};
 
 use crate::{adamw, connect, job, sgd, start, until};
@@ -143,11 +146,15 @@ async fn parts_that_are_not_there_are_refused() {
         assert!(matches!(refused, Err(Error::Invalid { .. })), "{tensor} {part:?}: {refused:?}");
     }
     let address = cluster.shards[0].address();
-    let begin = pb::PushBegin { part: "exp_avg".to_owned(), ..stock::begin(job, Some(0)) };
-    assert!(matches!(
-        stock::push(address, vec![stock::open(begin)]).await,
-        Err(Error::Invalid { .. })
-    ));
+    for array in [Some(Array::MasterWeights(Default::default())), None] {
+        let upload = pb::Upload { array: Some(pb::SliceArray { array }), applied: 0 };
+        let contents = Some(Contents::Upload(upload));
+        let begin = pb::PushBegin { contents, ..stock::begin(job, None) };
+        assert!(matches!(
+            stock::push(address, vec![stock::open(begin)]).await,
+            Err(Error::Invalid { .. })
+        ));
+    }
     // Parameters that come again, with another number of steps, change nothing.
     job.initialise_at(5, synthetic::parameters(&spec.manifest)).await.unwrap();
     assert_eq!(job.applied_steps(0).await.unwrap(), [0; 9]);
@@ -159,11 +166,9 @@ async fn a_part_is_read_at_exactly_the_version_by_anybody() {
     let cluster = Cluster::start(1);
     let spec = job("read", 1, adamw(), synthetic::small());
     let jobs = start(cluster.address(), &spec).await;
-    let request = pb::PullRequest {
-        part: "exp_avg".to_owned(),
-        wait_ms: 30_000,
-        ..stock::read("read", 1, vec![0])
-    };
+    let array = Some(Array::OptimizerState("exp_avg".to_owned()));
+    let array = Some(pb::SliceArray { array });
+    let request = pb::PullRequest { array, ..stock::read("read", 1, vec![0]) };
     let address = cluster.shards[0].address();
     let (early, report) =
         tokio::join!(stock::pull(address, request.clone()), training::step(&jobs[0], 0));

@@ -27,7 +27,7 @@ async fn a_shard_server_ends_while_pulls_wait() {
     let mut cluster = Cluster::start_with(1, DRAIN);
     let _jobs = start(cluster.address(), &job("pull", 1, sgd(1.0), synthetic::small())).await;
     let shard = cluster.shards.remove(0);
-    let request = pb::PullRequest { wait_ms: 60_000, ..stock::read("pull", 9, [0, 1]) };
+    let request = stock::read("pull", 9, [0, 1]);
     let mut waiting = stock::open_pull(shard.address(), request).await.unwrap();
     let (answer, took) = stop(shard, waiting.message()).await;
     let error = Error::from_status(&answer.unwrap_err(), "shard server");
@@ -44,7 +44,7 @@ async fn a_shard_server_ends_while_a_push_stands_still() {
     let begin = futures_util::stream::iter([stock::open(stock::begin(&jobs[0], Some(0)))]);
     let messages = begin.chain(futures_util::stream::pending());
     let address = format!("http://{}", shard.address());
-    let mut client = pb::data_client::DataClient::connect(address).await.unwrap();
+    let mut client = pb::data_service_client::DataServiceClient::connect(address).await.unwrap();
     let (answer, took) = stop(shard, client.push(messages)).await;
     assert!(answer.is_err());
     assert!(took < Duration::from_secs(10), "{took:?}");

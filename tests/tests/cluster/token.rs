@@ -3,7 +3,7 @@
 use zeroshard_client::{Cluster as Client, Error, Options, Result};
 use zeroshard_proto::{
     Token,
-    pb::{self, shard_client::ShardClient},
+    pb::{self, shard_service_client::ShardServiceClient},
     transport::{Connection, endpoint},
 };
 use zeroshard_tests::{Cluster, Process, Training, binary, run, stock, synthetic};
@@ -26,7 +26,8 @@ fn refused<T: std::fmt::Debug>(result: Result<T>) -> String {
 /// What a shard server says to a call of its generated service with `token`.
 async fn ask(shard: &Process, token: &str) -> Result<()> {
     let channel = endpoint(shard.address())?.connect().await.unwrap();
-    let mut client = ShardClient::new(Connection::new(channel, &Token::from(token.to_owned()))?);
+    let mut client =
+        ShardServiceClient::new(Connection::new(channel, &Token::from(token.to_owned()))?);
     let answer = client.digest(pb::DigestRequest::default()).await;
     answer.map(|_| ()).map_err(|status| Error::from_status(&status, "shard server"))
 }
@@ -60,8 +61,8 @@ async fn whoever_lacks_the_token_is_refused_by_every_service() {
         refused(stock::pull(shard.address(), stock::read("guarded", 3, [0])).await),
         "no token"
     );
-    let begin =
-        pb::PushBegin { job: "guarded".into(), epoch: 1, step: Some(3), ..Default::default() };
+    let contents = Some(stock::gradients(3));
+    let begin = pb::PushBegin { job: "guarded".into(), epoch: 1, contents, ..Default::default() };
     let push = vec![stock::open(begin), stock::extent(0, 0, &[7.0; 100_000])];
     assert_eq!(refused(stock::push(shard.address(), push).await), "no token");
     assert_eq!(refused(ask(shard, "another").await), "another token");
@@ -70,8 +71,7 @@ async fn whoever_lacks_the_token_is_refused_by_every_service() {
     let client = Client::connect(cluster.address(), with(Some(TOKEN))).await.unwrap();
     assert_eq!(client.state_hash("guarded").await.unwrap(), trained.hash);
     // Refusals are counted as such.
-    let refusals =
-        "zeroshard_requests_total{code=\"Unauthenticated\",method=\"/zeroshard.v1.Data/Push\"} 1\n";
+    let refusals = "zeroshard_requests_total{code=\"Unauthenticated\",method=\"/zeroshard.v1.DataService/Push\"} 1\n";
     until("the refusal is counted", || shard.get("/metrics").contains(refusals)).await;
 }
 
@@ -96,7 +96,7 @@ async fn a_shard_server_with_another_token_does_not_join() {
         Cluster::guarded_shard(cluster.address(), "another"),
     ];
     let metrics = || cluster.coordinator.get("/metrics");
-    let refused = "zeroshard_requests_total{code=\"Unauthenticated\",method=\"/zeroshard.v1.Coordinator/Serve\"} ";
+    let refused = "zeroshard_requests_total{code=\"Unauthenticated\",method=\"/zeroshard.v1.CoordinatorService/Serve\"} ";
     let refusals =
         || metrics().lines().find_map(|line| line.strip_prefix(refused)?.parse::<f64>().ok());
     // Each asks again and again, so that both have asked when there are many.

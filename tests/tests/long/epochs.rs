@@ -65,7 +65,7 @@ async fn three_hundred_epoch_changes_erase_no_gradient_that_was_acknowledged() {
             let pushed = cluster.payload()[1] + epoch * 7919 % 97 * all / 90;
             // Two that have pushed everything wait in their commits, and push no more.
             let both_wait = || {
-                let commits = "in_flight{method=\"/zeroshard.v1.Coordinator/Commit\"} 2\n";
+                let commits = "in_flight{method=\"/zeroshard.v1.CoordinatorService/Commit\"} 2\n";
                 cluster.coordinator.get("/metrics").contains(commits)
             };
             while cluster.payload()[1] < pushed && !both_wait() {

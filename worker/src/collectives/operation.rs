@@ -45,7 +45,7 @@ impl Numbers {
 /// Sends messages.
 pub(super) trait Post {
     /// Sends a message to rank `to`, without waiting. Whether it arrived shows in the mailbox.
-    fn post(&self, to: u32, header: pb::ParcelHeader, data: Bytes);
+    fn post(&self, to: u32, header: pb::DeliverHeader, data: Bytes);
 }
 
 /// One operation of this rank. Its peers are named by their places in the group.
@@ -82,7 +82,7 @@ impl Operation<'_> {
 
     /// Sends to the `to`-th of the group.
     pub(super) fn send(&self, to: usize, round: u32, data: Bytes) {
-        let header = pb::ParcelHeader {
+        let header = pb::DeliverHeader {
             from: self.rank,
             group: self.channel.group.clone(),
             pair: self.channel.pair,

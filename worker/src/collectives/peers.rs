@@ -35,7 +35,7 @@ const FAREWELL: Duration = Duration::from_secs(2);
 /// Pause between two tries to reach a peer.
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 
-type Client = pb::worker_client::WorkerClient<Connection>;
+type Client = pb::worker_service_client::WorkerServiceClient<Connection>;
 
 /// Settings of the connections among workers.
 #[derive(Debug, Clone)]
@@ -141,7 +141,9 @@ impl Peers {
             .initial_connection_window_size(transport::WINDOW_BYTES)
             .http2_keepalive_interval(Some(transport::KEEPALIVE_INTERVAL))
             .http2_keepalive_timeout(Some(transport::KEEPALIVE_TIMEOUT))
-            .add_service(pb::worker_server::WorkerServer::with_interceptor(service, check))
+            .add_service(pb::worker_service_server::WorkerServiceServer::with_interceptor(
+                service, check,
+            ))
             .serve_with_incoming_shutdown(
                 TcpIncoming::from(listener).with_nodelay(Some(true)),
                 listening.leaving.clone().cancelled_owned(),
@@ -373,7 +375,7 @@ async fn listen(mut events: Streaming<pb::AttachResponse>, mailbox: &Mailbox, pe
 }
 
 impl Post for Peers {
-    fn post(&self, to: u32, header: pb::ParcelHeader, data: Bytes) {
+    fn post(&self, to: u32, header: pb::DeliverHeader, data: Bytes) {
         let Some(mut client) = self.clients[to as usize].clone() else { return };
         let (mailbox, deadline) = (self.inner.mailbox.clone(), self.inner.options.deadline);
         let sending = self.sending.clone();
@@ -383,7 +385,8 @@ impl Post for Peers {
             let mut rest = rest.clone();
             (!rest.is_empty()).then(|| (rest.split_to(PART_BYTES.min(rest.len())), rest))
         });
-        let parts = parts.map(move |(payload, _)| pb::Parcel { header: header.take(), payload });
+        let parts =
+            parts.map(move |(payload, _)| pb::DeliverRequest { header: header.take(), payload });
         let send = async move {
             match tokio::time::timeout(deadline, client.deliver(stream::iter(parts))).await {
                 Ok(Ok(_)) => {}

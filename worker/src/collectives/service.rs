@@ -56,7 +56,10 @@ impl Service {
         }
     }
 
-    async fn receive(&self, mut parts: Streaming<pb::Parcel>) -> Result<(Key, Mail), Status> {
+    async fn receive(
+        &self,
+        mut parts: Streaming<pb::DeliverRequest>,
+    ) -> Result<(Key, Mail), Status> {
         let cut = || Error::invalid("message of a worker", "nothing", "a part with a header first");
         let mut part = parts.message().await?.ok_or_else(cut)?;
         let header = part.header.take().ok_or_else(cut)?;
@@ -97,7 +100,7 @@ impl Service {
 }
 
 #[tonic::async_trait]
-impl pb::worker_server::Worker for Service {
+impl pb::worker_service_server::WorkerService for Service {
     type AttachStream = Pin<Box<dyn Stream<Item = Result<pb::AttachResponse, Status>> + Send>>;
 
     async fn attach(
@@ -123,7 +126,7 @@ impl pb::worker_server::Worker for Service {
 
     async fn deliver(
         &self,
-        request: Request<Streaming<pb::Parcel>>,
+        request: Request<Streaming<pb::DeliverRequest>>,
     ) -> Result<Response<pb::DeliverResponse>, Status> {
         let (key, mail) = self.receive(request.into_inner()).await?;
         let from = key.from;

@@ -12,7 +12,7 @@ fn a_step_is_decided_once_all_ranks_and_servers_are_there() {
     assert_eq!(script.decisions().iter().map(|(server, _)| *server).collect::<Vec<_>>(), [1, 2]);
     // Sums of squares 1 and 3, two ranks.
     let norm = 4.0f64.sqrt() / 2.0;
-    let report = pb::StepReport {
+    let report = pb::CommitResponse {
         version: 1,
         applied: true,
         gradient_norm: norm,
@@ -24,8 +24,8 @@ fn a_step_is_decided_once_all_ranks_and_servers_are_there() {
     };
     assert_eq!((script.report(first), script.report(second)), (report.clone(), report));
     let decision = &script.decisions()[0].1;
-    assert_eq!((decision.step, decision.apply, decision.coefficient), (0, true, 1.0));
-    assert_eq!(decision.groups.len(), 1);
+    let update = decision.update.as_ref().expect("it is applied");
+    assert_eq!((decision.step, update.coefficient, update.groups.len()), (0, 1.0, 1));
     assert_eq!(script.version(), Some(1));
 }
 
@@ -91,7 +91,7 @@ fn the_coefficient_clips_and_unscales_and_the_norm_is_the_means() {
     let report = script.report(caller.unwrap());
     assert_eq!(report.gradient_norm, 2.0 / 16.0);
     assert_eq!(report.clip_coefficient, 0.1 / 0.125);
-    assert_eq!(script.decisions()[0].1.coefficient, 0.1 / 0.125 / 8.0);
+    assert_eq!(script.update(0).coefficient, 0.1 / 0.125 / 8.0);
 }
 
 #[test]
@@ -100,8 +100,8 @@ fn an_overflow_skips_the_step_and_names_the_first_slice_and_its_rank() {
     let servers = script.servers();
     for server in servers {
         script.ready(server, 0, |report| {
-            let slice = report.slices[0];
-            report.sums_of_squares[0] = f64::INFINITY;
+            let slice = report.slices[0].slice;
+            report.slices[0].sum_of_squares = f64::INFINITY;
             report.overflow = Some(pb::Overflow { slice, rank: Some(slice) });
         });
     }
@@ -109,19 +109,14 @@ fn an_overflow_skips_the_step_and_names_the_first_slice_and_its_rank() {
     let report = script.report(caller);
     assert!(!report.applied && !report.gradient_norm.is_finite());
     assert_eq!(report.overflow, Some(pb::Overflow { slice: 0, rank: Some(0) }));
-    assert!(
-        script
-            .decisions()
-            .iter()
-            .all(|(_, decision)| !decision.apply && decision.coefficient == 0.0)
-    );
+    assert!(script.decisions().iter().all(|(_, decision)| decision.update.is_none()));
     assert_eq!(report.version, 1);
 }
 
 #[test]
 fn a_sum_that_is_not_finite_skips_the_step_although_no_rank_is_to_blame() {
     let (mut script, leases) = Script::training(1, 1);
-    script.ready(1, 0, |report| report.sums_of_squares[1] = f64::NAN);
+    script.ready(1, 0, |report| report.slices[1].sum_of_squares = f64::NAN);
     let caller = script.commit(commit(leases[0], 1, 0, 0));
     assert_eq!(script.report(caller).overflow, Some(pb::Overflow { slice: 2, rank: None }));
 }
@@ -182,7 +177,6 @@ fn ranks_that_disagree_are_told_about_what() {
         (Commit { groups: Some(other), ..base.clone() }, "lr of parameter group 0"),
         (Commit { loss_scale: 2.0, ..base.clone() }, "loss_scale"),
         (Commit { max_norm: Some(1.0), ..base.clone() }, "max_norm"),
-        (Commit { discard: true, ..base.clone() }, "discard"),
     ];
     for (commit, expected) in cases {
         let caller = script.commit(commit);
@@ -222,7 +216,7 @@ fn a_missing_rank_and_a_late_server_are_named_at_the_deadline() {
     assert!(matches!(script.error(caller), Error::StepAborted { .. }));
     let caller = script.commit(commit(leases[0], 2, 0, 0));
     script.ready(1, 0, |_| {});
-    let waiting_for = "tensor \"b\" from rank 1".to_owned();
+    let waiting_for = Some("tensor \"b\" from rank 1".to_owned());
     let job = pb::JobStats { job: "job".into(), job_id: JOB, waiting_for, ..Default::default() };
     script.said(2, Said::Stats(pb::Stats { jobs: vec![job], ..Default::default() }));
     assert_eq!(script.cluster.next_deadline(), Some(WAIT));
@@ -301,8 +295,8 @@ fn a_frozen_job_needs_no_reports() {
 #[test]
 fn a_report_about_other_slices_fails_the_job() {
     let changes: [fn(&mut pb::StepReady); 4] = [
-        |report| report.slices = vec![1],
-        |report| report.sums_of_squares.clear(),
+        |report| report.slices[0].slice = 1,
+        |report| report.slices.clear(),
         |report| report.overflow = Some(pb::Overflow { slice: 99, rank: None }),
         |report| report.absent.push(pb::Absent { slice: 1, rank: 0, everywhere: false }),
     ];

@@ -7,9 +7,9 @@ fn join(script: &mut Script, rank: u32) -> Lease {
 }
 
 /// The ranks that a message names as peers; those that have gone are negative.
-fn peers(told: Option<pb::Membership>) -> Option<Vec<i64>> {
+fn peers(told: Option<pb::JoinResponse>) -> Option<Vec<i64>> {
     let rank = |peer: &pb::Peer| {
-        if peer.address.is_empty() { -i64::from(peer.rank) } else { peer.rank.into() }
+        if peer.address.is_none() { -i64::from(peer.rank) } else { peer.rank.into() }
     };
     Some(told?.peers.iter().map(rank).collect())
 }
@@ -58,7 +58,7 @@ fn members_hear_of_peers_that_come_and_go() {
         "a first message has those that are there"
     );
     let told = script.told(quiet).unwrap();
-    assert_eq!(told.peers, [pb::Peer { rank: 2, address: "elsewhere:1".into() }]);
+    assert_eq!(told.peers, [pb::Peer { rank: 2, address: Some("elsewhere:1".into()) }]);
 }
 
 #[test]
@@ -101,7 +101,7 @@ fn a_member_that_reads_nothing_costs_no_memory_and_then_gets_one_message_with_th
     assert_eq!(open.members.len(), 3);
     let told = script.told(leases[0]).unwrap();
     assert_eq!(told.epoch, 10_001);
-    assert_eq!(told.peers, [pb::Peer { rank: 2, address: "worker-9999:7".into() }]);
+    assert_eq!(told.peers, [pb::Peer { rank: 2, address: Some("worker-9999:7".into()) }]);
     assert!(told.spec.is_none() && told.placement.is_none());
     assert!(script.told(leases[0]).is_none());
 }

@@ -116,6 +116,7 @@ fn placements_carry_the_identity_of_servers_and_messages_their_address() {
     script.said(0xfeed, Said::Opened(job()));
     script.lose_server(0xfeed);
     let failure = &script.cluster.status().jobs[0].failure;
+    let failure = failure.as_ref().expect("it has failed");
     assert!(failure.contains("shard server host:1 was lost"), "{failure}");
 }
 

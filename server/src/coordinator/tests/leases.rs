@@ -133,9 +133,7 @@ fn initial_parameters_that_a_rank_left_half_done_are_uploaded_again() {
         } else {
             script.lose(0, lease);
         }
-        let dropped = |(_, command): &&(u64, Command)| {
-            matches!(command, Command::NewEpoch(pb::NewEpoch { initialised: false, .. }))
-        };
+        let dropped = |(_, command): &&(u64, Command)| matches!(command, Command::NewEpoch(_));
         assert_eq!(script.commands.iter().filter(dropped).count(), 2);
         script.said(2, Said::Initialised { job: job(), epoch: 1 });
         assert_eq!(script.version(), None);

@@ -19,11 +19,12 @@ use std::{
 
 use zeroshard_proto::{
     DType, Error, JobSpec, Manifest, Result, Server, TensorSpec,
-    pb::{self, server_command::Command},
+    pb::{self, serve_request, serve_response::Command},
 };
 
 use super::{
     cluster::Cluster,
+    control::said,
     events::{
         Action, Caller, Commit, Discard, Event, JobRef, Join, Lease, Link, Now, Reduce, Reply,
         Said, Turn,
@@ -256,7 +257,7 @@ impl Script {
     }
 
     /// The next membership of a worker, if there is one.
-    fn told(&mut self, lease: Lease) -> Option<pb::Membership> {
+    fn told(&mut self, lease: Lease) -> Option<pb::JoinResponse> {
         self.cluster.next_membership("job", lease).map(Into::into)
     }
 
@@ -295,18 +296,17 @@ impl Script {
         let manifest = spec(1).manifest;
         let slices =
             described.placement.primary_slices(server).filter(|&slice| manifest.trains(slice));
-        let slices: Vec<u32> = slices.map(|slice| slice as u32).collect();
+        let reduced = |slice| pb::ReducedSlice { slice, sum_of_squares: f64::from(slice) + 1.0 };
         let mut report = pb::StepReady {
             job: "job".into(),
             job_id: described.job_id,
             epoch: described.epoch,
             step,
-            sums_of_squares: slices.iter().map(|&slice| f64::from(slice) + 1.0).collect(),
-            slices,
+            slices: slices.map(|slice| reduced(slice as u32)).collect(),
             ..Default::default()
         };
         change(&mut report);
-        self.said(server, Said::Ready(report));
+        self.said(server, said(serve_request::Event::Ready(report)).expect("it is an event"));
     }
 
     fn stored(&mut self, server: u64, epoch: u64, step: u64) {
@@ -329,14 +329,14 @@ impl Script {
         }
     }
 
-    fn report(&self, caller: Caller) -> pb::StepReport {
+    fn report(&self, caller: Caller) -> pb::CommitResponse {
         match self.answer(caller) {
             Some(Ok(Reply::Report(report))) => report.clone(),
             other => panic!("{caller:?} has {other:?}"),
         }
     }
 
-    fn reduced(&self, caller: Caller) -> pb::ReduceReport {
+    fn reduced(&self, caller: Caller) -> pb::ReduceResponse {
         match self.answer(caller) {
             Some(Ok(Reply::Reduced(report))) => *report,
             other => panic!("{caller:?} has {other:?}"),
@@ -349,6 +349,11 @@ impl Script {
             _ => None,
         };
         self.commands.iter().filter_map(decision).collect()
+    }
+
+    /// What the decision that was sent as number `index` has the servers apply.
+    fn update(&self, index: usize) -> pb::Update {
+        self.decisions().swap_remove(index).1.update.expect("the step is applied")
     }
 
     fn new_epochs(&self) -> Vec<(u64, u64)> {
@@ -379,7 +384,6 @@ fn commit(lease: Lease, epoch: u64, rank: u32, step: u64) -> Commit {
         loss_scale: 1.0,
         max_norm: None,
         loss: None,
-        discard: false,
         wait: WAIT,
     }
 }

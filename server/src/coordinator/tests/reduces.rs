@@ -1,5 +1,5 @@
 //! What the gradients come to: norms before the decision, tensors that are not clipped or not
-//! there, steps that are taken or thrown away whatever they are.
+//! there, steps that are taken whatever they are.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ fn the_norm_is_told_when_all_gradients_are_in_and_the_decision_has_the_same() {
     assert_eq!(script.answer(early), None);
     script.ready(2, 0, |_| {});
     let norm = 4.0f64.sqrt() / 8.0;
-    assert_eq!(script.reduced(early), pb::ReduceReport { gradient_norm: norm, overflow: None });
+    assert_eq!(script.reduced(early), pb::ReduceResponse { gradient_norm: norm, overflow: None });
     let late = script.reduce(leases[0], 1, 0, 4.0);
     assert_eq!(script.reduced(late), script.reduced(early));
     assert!(script.decisions().is_empty(), "nobody has committed");
@@ -93,8 +93,8 @@ fn a_job_that_is_deleted_answers_who_waits_for_its_norm() {
 fn absences_are_merged_by_tensor_in_manifest_order() {
     let (mut script, leases) = Script::training(3, 2);
     let absent = |slice, rank, everywhere| pb::Absent { slice, rank, everywhere };
-    script.ready(1, 0, |report| report.absent = vec![absent(report.slices[0], 1, false)]);
-    script.ready(2, 0, |report| report.absent = vec![absent(report.slices[0], 0, true)]);
+    script.ready(1, 0, |report| report.absent = vec![absent(report.slices[0].slice, 1, false)]);
+    script.ready(2, 0, |report| report.absent = vec![absent(report.slices[0].slice, 0, true)]);
     let callers: Vec<_> =
         (0..3).map(|rank| script.commit(commit(leases[rank], 1, rank as u32, 0))).collect();
     let report = script.report(callers[0]);
@@ -114,30 +114,13 @@ fn a_tensor_of_more_slices_is_absent_everywhere_only_if_all_of_them_are() {
         let (mut script, leases) = Script::training_of(spec.clone(), 1);
         let absent = |slice, everywhere| pb::Absent { slice, rank: 0, everywhere };
         script.ready(1, 0, |report| {
-            report.slices = vec![0, 1];
-            report.sums_of_squares = vec![0.0; 2];
+            report.slices =
+                [0, 1].map(|slice| pb::ReducedSlice { slice, sum_of_squares: 0.0 }).into();
             report.absent = vec![absent(0, true), absent(1, second)];
         });
         let caller = script.commit(commit(leases[0], 1, 0, 0));
         assert_eq!(script.report(caller).absent, [absent(0, everywhere)]);
     }
-}
-
-#[test]
-fn a_discarded_step_is_skipped_whatever_its_gradients_are() {
-    let (mut script, leases) = Script::training(1, 1);
-    script.ready_all(0);
-    let discard = Commit { discard: true, max_norm: Some(0.1), ..commit(leases[0], 1, 0, 0) };
-    let caller = script.commit(discard);
-    let report = script.report(caller);
-    assert_eq!((report.version, report.applied, report.overflow), (1, false, None));
-    assert_eq!((report.gradient_norm, report.clip_coefficient), (2.0, 1.0));
-    assert!(!script.decisions()[0].1.apply);
-
-    let overflow = pb::Overflow { slice: 0, rank: None };
-    script.ready(1, 1, |report| report.overflow = Some(overflow));
-    let caller = script.commit(Commit { discard: true, ..commit(leases[0], 1, 0, 1) });
-    assert_eq!(script.report(caller).overflow, Some(overflow));
 }
 
 #[test]
@@ -158,18 +141,13 @@ fn an_average_is_taken_although_it_is_not_finite() {
         (true, Some(overflow), 1.0)
     );
     assert!(report.gradient_norm.is_nan());
-    let decision = &script.decisions()[0].1;
-    assert_eq!((decision.apply, decision.coefficient), (true, 1.0));
+    assert_eq!(script.update(0).coefficient, 1.0);
 
-    // What is finite is clipped as for others; and thrown away if they say so.
+    // What is finite is clipped as for others.
     script.ready_all(1);
     script.commit(terms(0, 1));
     let caller = script.commit(terms(1, 1));
     assert_eq!(script.report(caller).clip_coefficient, 0.5);
-    script.ready_all(2);
-    script.commit(Commit { discard: true, ..terms(0, 2) });
-    let caller = script.commit(Commit { discard: true, ..terms(1, 2) });
-    assert!(!script.report(caller).applied);
 }
 
 #[test]
@@ -186,12 +164,12 @@ fn what_is_not_clipped_is_not_in_the_norm_and_only_unscaled() {
     let report = script.report(caller);
     // Slice 0 has the sum of squares 1.
     assert_eq!((report.gradient_norm, report.clip_coefficient), (0.125, 0.5));
-    let decision = &script.decisions()[0].1;
-    assert_eq!((decision.coefficient, decision.unclipped), (0.125, 0.25));
+    let update = script.update(0);
+    assert_eq!((update.coefficient, update.unclipped), (0.125, 0.25));
 
     // An overflow there skips the step like any other.
     let (mut script, leases) = Script::training_of(partly_clipped(1), 1);
-    script.ready(1, 0, |report| report.sums_of_squares[1] = f64::INFINITY);
+    script.ready(1, 0, |report| report.slices[1].sum_of_squares = f64::INFINITY);
     let caller = script.commit(commit(leases[0], 1, 0, 0));
     let report = script.report(caller);
     assert_eq!(
@@ -228,7 +206,7 @@ fn each_tensors_sum_is_divided_by_its_own_number_of_ranks_that_are_averaged() {
             script.commit(terms);
         }
         let clip = 0.125 / (f64::sqrt(expected) / 2.0);
-        assert_eq!(script.decisions()[0].1.coefficient, clip / 2.0);
+        assert_eq!(script.update(0).coefficient, clip / 2.0);
     }
 }
 

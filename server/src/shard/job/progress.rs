@@ -3,7 +3,6 @@
 use std::time::Instant;
 
 use prometheus::Histogram;
-use zeroshard_proto::pb;
 
 use crate::shard::{attempt::Attempt, slice::Reduced};
 
@@ -17,9 +16,7 @@ pub(super) struct Progress {
     pub(super) is_upload: bool,
     /// Slices that still miss something.
     pub(super) waiting: usize,
-    sums_of_squares: Vec<(u32, f64)>,
-    absent: Vec<pb::Absent>,
-    overflow: Option<pb::Overflow>,
+    reduced: Vec<(u32, Reduced)>,
     /// When the first gradient came; after the reduction, when that ended.
     phase_began: Option<Instant>,
 }
@@ -37,50 +34,16 @@ impl Progress {
             version,
             is_upload: false,
             waiting: slices,
-            sums_of_squares: Vec::new(),
-            absent: Vec::new(),
-            overflow: None,
+            reduced: Vec::new(),
             phase_began: None,
         }
     }
 
-    /// Counts a slice's gradient. Returns what the coordinator is told, if nothing is missing any
-    /// more.
-    pub(super) fn add(&mut self, slice: u32, reduced: Reduced) -> Option<pb::StepReady> {
-        self.sums_of_squares.push((slice, reduced.sum_of_squares));
-        if let Some(absent) = reduced.absent {
-            self.absent.push(pb::Absent {
-                slice,
-                rank: absent.rank,
-                everywhere: absent.everywhere,
-            });
-        }
-        if let Some(rank) = reduced.overflow {
-            let overflow = pb::Overflow { slice, rank };
-            let first = self.overflow.filter(|first| first.slice < slice);
-            self.overflow = Some(first.unwrap_or(overflow));
-        }
+    /// Counts a slice's gradient. Returns those of all slices, if nothing is missing any more.
+    pub(super) fn add(&mut self, slice: u32, reduced: Reduced) -> Option<Vec<(u32, Reduced)>> {
+        self.reduced.push((slice, reduced));
         self.waiting -= 1;
-        (self.waiting == 0).then(|| self.report())
-    }
-
-    /// The caller adds the job's name and id.
-    fn report(&mut self) -> pb::StepReady {
-        let mut sums = std::mem::take(&mut self.sums_of_squares);
-        sums.sort_unstable_by_key(|&(slice, _)| slice);
-        let mut absent = std::mem::take(&mut self.absent);
-        absent.sort_unstable_by_key(|absent| absent.slice);
-        pb::StepReady {
-            job: String::new(),
-            job_id: 0,
-            epoch: self.attempt.epoch,
-            step: self.attempt.step,
-            attempt: self.attempt.number,
-            slices: sums.iter().map(|&(slice, _)| slice).collect(),
-            sums_of_squares: sums.iter().map(|&(_, sum)| sum).collect(),
-            overflow: self.overflow,
-            absent,
-        }
+        (self.waiting == 0).then(|| std::mem::take(&mut self.reduced))
     }
 
     /// Notes that a gradient has come.

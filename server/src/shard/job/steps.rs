@@ -7,13 +7,14 @@ use std::{
 };
 
 use rayon::prelude::*;
-use zeroshard_proto::{Error, Result, pb, pb::server_event::Event};
+use zeroshard_proto::{Error, Result};
 
 use super::{Job, progress::Progress};
 use crate::{
     backend::Backend,
     shard::{
         attempt::Attempt,
+        events::JobEvent,
         slice::{Apply, Step},
     },
 };
@@ -26,8 +27,7 @@ impl<B: Backend> Job<B> {
     /// From now on only pushes with this lease are taken from `rank`.
     pub(crate) fn grant(&self, rank: u32, lease: u64) {
         self.leases.write().expect("no holder of the lock panics").insert(rank, lease);
-        let (job, job_id) = (self.spec.name.clone(), self.id);
-        self.tell(Event::Granted(pb::LeaseGranted { job, job_id, rank, lease }));
+        self.tell(JobEvent::Granted { rank, lease });
     }
 
     /// The lease of `rank` has ended: the open attempt is over, and so is every message of the old
@@ -44,17 +44,12 @@ impl<B: Backend> Job<B> {
         self.open_attempt(attempt)
     }
 
-    /// All ranks have thrown away what they had pushed of the step.
+    /// Messages of earlier attempts are refused from here on. Slices and counts move on with the
+    /// first message of the new one that reaches them, or here, whichever comes first.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
-    pub(crate) fn new_attempt(&self, new: &pb::NewAttempt) -> Result<()> {
-        self.open_attempt(Attempt { epoch: new.epoch, step: new.step, number: new.attempt })
-    }
-
-    /// Messages of earlier attempts are refused from here on. Slices and counts move on with the
-    /// first message of the new one that reaches them, or here, whichever comes first.
-    fn open_attempt(&self, attempt: Attempt) -> Result<()> {
+    pub(crate) fn open_attempt(&self, attempt: Attempt) -> Result<()> {
         {
             let mut progress = self.progress();
             if attempt <= progress.attempt {
@@ -115,22 +110,18 @@ impl<B: Backend> Job<B> {
         Ok(())
     }
 
-    /// Takes every slice to the next version. Blocks for as long as the arithmetic takes; the
+    /// Takes every slice to the next version; without `apply`, with the same state. Blocks for as long as the arithmetic takes; the
     /// coordinator is told before that the decision is here.
     ///
     /// # Errors
     /// [`Error::Internal`] if the decision is not about the open attempt, or that is not complete;
     /// [`Error::Invalid`] for hyperparameters that the job cannot have.
-    pub(crate) fn decide(&self, decision: &pb::Decision) -> Result<()> {
-        let groups = zeroshard_proto::job::optimizers(decision.groups.clone())?;
-        self.spec.validate_step(&groups)?;
+    pub(crate) fn decide(&self, attempt: Attempt, apply: Option<Apply<'_>>) -> Result<()> {
+        if let Some(apply) = &apply {
+            self.spec.validate_step(apply.groups)?;
+        }
         let phases = &self.surroundings.metrics.phases;
-        let next = self.begin_step(decision)?;
-        let apply = decision.apply.then_some(Apply {
-            groups: &groups,
-            coefficient: decision.coefficient,
-            unclipped: decision.unclipped,
-        });
+        let next = self.begin_step(attempt)?;
         let began = Instant::now();
         self.apply(&Step { apply, next })?;
         phases.apply.observe(began.elapsed().as_secs_f64());
@@ -140,9 +131,8 @@ impl<B: Backend> Job<B> {
     }
 
     /// Checks and stores the decision; the first attempt at the next step.
-    fn begin_step(&self, decision: &pb::Decision) -> Result<Attempt> {
-        let &pb::Decision { epoch, step, attempt: number, .. } = decision;
-        let attempt = Attempt { epoch, step, number };
+    fn begin_step(&self, attempt: Attempt) -> Result<Attempt> {
+        let Attempt { epoch, step, .. } = attempt;
         let mut progress = self.progress();
         progress.end_phase(&self.surroundings.metrics.phases.decide);
         if progress.attempt != attempt || progress.version != Some(step) || progress.waiting > 0 {
@@ -158,8 +148,7 @@ impl<B: Backend> Job<B> {
         let next = Attempt::first(epoch, step + 1);
         *progress = Progress::step(next, progress.version, self.training_slices());
         drop(progress);
-        let (job, job_id) = (self.spec.name.clone(), self.id);
-        self.tell(Event::Stored(pb::DecisionStored { job, job_id, epoch, step }));
+        self.tell(JobEvent::Stored { epoch, step });
         Ok(next)
     }
 

@@ -1,30 +1,18 @@
 //! Waiting for a version or for gradients; never without an end.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use zeroshard_proto::{Error, Result};
+use zeroshard_proto::{Deadline, Result};
 
 use super::Job;
 use crate::backend::Backend;
-
-/// Until when, and how long that was, for the message.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Deadline {
-    at: Instant,
-    after: Duration,
-}
-
-impl Deadline {
-    pub(crate) fn after(after: Duration) -> Self {
-        Self { at: Instant::now() + after, after }
-    }
-}
 
 impl<B: Backend> Job<B> {
     /// Waits until `ready` gives something; asks again after every change.
     ///
     /// # Errors
-    /// What `ready` fails with; [`Error::Timeout`] with `waiting_for` after `deadline`.
+    /// What `ready` fails with; [`zeroshard_proto::Error::Timeout`] with `waiting_for` after
+    /// `deadline`.
     pub(crate) async fn wait_for<T>(
         &self,
         deadline: Deadline,
@@ -44,13 +32,7 @@ impl<B: Backend> Job<B> {
                 }
             }
         };
-        match tokio::time::timeout_at(deadline.at.into(), wait).await {
-            Ok(result) => result,
-            Err(_) => Err(Error::Timeout {
-                waiting_for: waiting_for(),
-                waited_ms: deadline.after.as_millis() as u64,
-            }),
-        }
+        deadline.limit(waiting_for, wait).await?
     }
 
     /// Waits until all slices have at least `version`.

@@ -8,7 +8,7 @@ use tonic::{
     Request, Response, Status, Streaming,
     transport::{Channel, server::TcpIncoming},
 };
-use zeroshard_proto::pb::{self, data_client::DataClient, data_server};
+use zeroshard_proto::pb::{self, data_service_client::DataServiceClient, data_service_server};
 
 type Error = Box<dyn std::error::Error>;
 
@@ -21,7 +21,7 @@ struct Plain {
 }
 
 #[tonic::async_trait]
-impl data_server::Data for Plain {
+impl data_service_server::DataService for Plain {
     type PullStream = Pin<Box<dyn Stream<Item = Result<pb::PullResponse, Status>> + Send>>;
 
     async fn pull(
@@ -29,7 +29,7 @@ impl data_server::Data for Plain {
         request: Request<pb::PullRequest>,
     ) -> Result<Response<Self::PullStream>, Status> {
         let bytes =
-            request.get_ref().ranges.iter().map(|range| range.length as usize).sum::<usize>();
+            request.get_ref().extents.iter().map(|extent| extent.length as usize).sum::<usize>();
         let parameters = Bytes::from(vec![1u8; bytes.min(CHUNK)]);
         let messages = (0..bytes).step_by(CHUNK).map(move |offset| {
             let payload = parameters.slice(..CHUNK.min(bytes - offset));
@@ -63,7 +63,7 @@ pub(crate) fn serve() -> Result<(), Error> {
     tokio::runtime::Runtime::new()?.block_on(async {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
         crate::table::print_listening(&listener.local_addr()?.to_string());
-        let service = data_server::DataServer::new(Plain::default());
+        let service = data_service_server::DataServiceServer::new(Plain::default());
         // What `Server::serve` would do with an address: no delay.
         let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
         Ok(tonic::transport::Server::builder()
@@ -74,20 +74,20 @@ pub(crate) fn serve() -> Result<(), Error> {
 }
 
 pub(super) struct Client {
-    client: DataClient<Channel>,
+    client: DataServiceClient<Channel>,
     array: Vec<u8>,
     gradient: Bytes,
 }
 
 impl Client {
     pub(super) async fn connect(address: &str, bytes: usize) -> Result<Self, Error> {
-        let client = DataClient::connect(format!("http://{address}")).await?;
+        let client = DataServiceClient::connect(format!("http://{address}")).await?;
         Ok(Self { client, array: vec![0; bytes], gradient: vec![1; bytes].into() })
     }
 
     pub(super) async fn pull(&mut self) -> Result<(), Error> {
-        let ranges = vec![pb::Range { slice: 0, offset: 0, length: self.array.len() as u64 }];
-        let request = pb::PullRequest { ranges, ..Default::default() };
+        let extents = vec![pb::Extent { slice: 0, offset: 0, length: self.array.len() as u64 }];
+        let request = pb::PullRequest { extents, ..Default::default() };
         let mut messages = self.client.pull(request).await?.into_inner();
         while let Some(message) = messages.next().await {
             let message = message?;
