@@ -31,7 +31,7 @@ pub use token::Token;
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Generated from `zeroshard/v1/*.proto`, where the messages are documented.
-#[allow(clippy::all, reason = "generated")]
+#[expect(clippy::all, reason = "generated")]
 pub mod pb {
     tonic::include_proto!("zeroshard.v1");
 
