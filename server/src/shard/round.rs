@@ -125,7 +125,7 @@ impl Round {
             turns.contributions[turn].received.insert(range);
         }
         turns.unpark(total, turn);
-        if !self.touched && turns.contributions[turn].received.len() > 0 {
+        if !self.touched && !turns.contributions[turn].received.is_empty() {
             // From now on there is something to add the zeros of absent ranks to.
             self.touched = true;
             self.turns.iter_mut().for_each(|turns| turns.fill_in(total));

@@ -134,7 +134,7 @@ impl Turns {
     /// Whether any element of this turn can be added: some elements of all turns before it have
     /// been.
     fn is_reached(&self, turn: usize) -> bool {
-        let has_added = |turn: usize| self.contributions[turn].added.len() > 0;
+        let has_added = |turn: usize| !self.contributions[turn].added.is_empty();
         match turn {
             0 | 1 => true,
             2 => has_added(0) && has_added(1),
