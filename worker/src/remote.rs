@@ -52,6 +52,7 @@ impl Description {
             replicas: 1,
             meshes: self.parallelism.mesh()?.into_iter().map(Into::into).collect(),
             departure: Departure::Error,
+            idle_timeout: None,
         };
         spec.validate()?;
         Ok(spec)
