@@ -33,7 +33,6 @@ pub(crate) fn optimizers(groups: Vec<Group>) -> PyResult<Vec<Optimizer>> {
 /// One rank's lease on a job.
 #[pyclass(frozen, module = "zeroshard._native")]
 pub(crate) struct Job {
-    cluster: client::Cluster,
     job: client::Job,
     /// Elements that a bucket of gradients may have.
     bucket_numel: usize,
@@ -59,9 +58,8 @@ struct Outgoing {
 }
 
 impl Job {
-    pub(crate) fn new(cluster: client::Cluster, job: client::Job, bucket_numel: usize) -> Self {
+    pub(crate) fn new(job: client::Job, bucket_numel: usize) -> Self {
         Self {
-            cluster,
             job,
             bucket_numel,
             outgoing: Mutex::default(),
@@ -130,27 +128,6 @@ impl Job {
         self.close_bucket(outgoing)?;
         Ok((self.attempt(outgoing, step)?, std::mem::take(&mut outgoing.pushes)))
     }
-}
-
-/// Leaves the job, and deletes it if nobody is left. Before its first step there may be ranks that
-/// are still to come.
-async fn retire(cluster: client::Cluster, job: client::Job) -> Result<()> {
-    job.leave_done().await?;
-    let (name, id) = (&job.spec().name, job.id());
-    let over = |job: &pb::JobStatus| {
-        job.name == *name
-            && job.job_id == id
-            && job.joined.is_empty()
-            && (job.world == 1 || job.version > Some(0))
-    };
-    if cluster.status().await?.jobs.iter().any(over) {
-        match cluster.delete_job(name).await {
-            // Another rank left at the same moment, and was faster.
-            Err(Error::UnknownJob { .. }) => {}
-            deleted => deleted?,
-        }
-    }
-    Ok(())
 }
 
 async fn lane(lanes: &Semaphore) -> Result<SemaphorePermit<'_>> {
@@ -358,10 +335,10 @@ impl Job {
         wait(py, async move { job.applied_steps(version).await })
     }
 
-    fn retire(&self) -> PyResult<Transfer> {
+    fn leave(&self) -> PyResult<Transfer> {
         self.forget();
-        let task = spawn(retire(self.cluster.clone(), self.job.clone()))?;
-        Ok(Transfer { task: Some(task) })
+        let job = self.job.clone();
+        Ok(Transfer { task: Some(spawn(async move { job.leave_done().await })?) })
     }
 }
 

@@ -137,8 +137,14 @@ class Cluster:
         groups: Sequence[_Group],
         world: int,
         meshes: Sequence[Mesh] | None = None,
+        *,
+        idle_timeout: float | None = None,
     ) -> None:
-        """Makes the job, unless it is there already with the same description."""
+        """Makes the job, unless it is there already with the same description.
+
+        The coordinator deletes it when every rank has left in order, or when no rank has held it
+        for ``idle_timeout`` seconds; with None it is kept until :meth:`delete_job`.
+        """
     def join(self, name: str, rank: int, *, bucket_numel: int = 8388608) -> Job: ...
     def delete_job(self, name: str) -> None: ...
     def state_hash(self, name: str) -> str: ...
@@ -244,9 +250,8 @@ class Job:
         """As :meth:`pull`, and waits; with a ``label`` long work shows a progress bar."""
     def applied_steps(self, version: int) -> list[int]:
         """How many steps each tensor has been updated by."""
-    def retire(self) -> Transfer:
-        """Starts to leave the job, done; the last rank that leaves deletes it, if it made a
-        step."""
+    def leave(self) -> Transfer:
+        """Starts to leave the job, done."""
 
 @final
 class Transfer:

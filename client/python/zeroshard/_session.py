@@ -11,12 +11,12 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from ._native import Cluster, Job, Transfer
+from ._native import Cluster, Job, Mesh, TensorSpec, Transfer
 from ._rendezvous import Place, Rendezvous, place, reachable_host
 from .errors import Error, NotInitialised
 
@@ -25,6 +25,8 @@ _inits = itertools.count()
 #: Seconds for which a hosted cluster is kept when nobody uses it, and not everybody has said
 #: goodbye.
 _GRACE = 5.0
+#: Seconds for which a job is kept when the ranks that held it are lost, or have not come yet.
+_IDLE_TIMEOUT = 60.0
 
 
 @dataclass(frozen=True)
@@ -117,17 +119,32 @@ class Session:
         """What each of ``ranks`` says under ``key``, in their order; all of them must."""
         return [value] if self._rendezvous is None else self._rendezvous.exchange(key, value, ranks)
 
-    def join(self, name: str, rank: int, bucket_numel: int) -> Job:
-        """Joins a job; the session leaves it at its end, unless :meth:`retire` came before."""
+    def open(
+        self,
+        name: str,
+        tensors: Sequence[TensorSpec],
+        groups: Sequence[tuple[str, Mapping[str, float]]],
+        place: tuple[int, int],
+        bucket_numel: int,
+        *,
+        meshes: Sequence[Mesh] | None = None,
+    ) -> Job:
+        """Makes a job, unless another rank has, and joins it; ``place``: rank and world.
+
+        The session leaves it at its end, unless :meth:`retire` came before. The coordinator deletes
+        it when all ranks have left, or are lost.
+        """
+        rank, world = place
+        self.cluster.create_job(name, tensors, groups, world, meshes, idle_timeout=_IDLE_TIMEOUT)
         job = self.cluster.join(name, rank, bucket_numel=bucket_numel)
         self._jobs.append(job)
         return job
 
     def retire(self, job: Job, *, wait: bool = True) -> None:
-        """Leaves a job, once; the last rank that leaves deletes it, or the session at its end."""
+        """Leaves a job, once."""
         if job in self._jobs:
             self._jobs.remove(job)
-            leaving = job.retire()
+            leaving = job.leave()
             if wait:
                 leaving.wait()
             else:
@@ -156,19 +173,8 @@ class Session:
                     pass  # the cluster, or the job, is gone already
             if self._rendezvous is not None:
                 self._say_goodbye(self._rendezvous)
-            if self.rank == 0:
-                self._clear_up()
         finally:
             self.cluster.close()
-
-    def _clear_up(self) -> None:
-        """Deletes what the run has left on the servers."""
-        try:
-            for job in self._status().jobs:
-                if job.name.startswith(f"{self._run}/") and not job.joined:
-                    self.cluster.delete_job(job.name)
-        except Error:
-            pass  # the cluster is gone, and the jobs with it
 
     def _say_goodbye(self, rendezvous: Rendezvous) -> None:
         """Rank 0 hosts the cluster: it waits until the others need it no longer, or are gone."""

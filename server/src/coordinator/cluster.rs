@@ -45,9 +45,7 @@ impl Cluster {
             Event::ServerJoined { stream, server } => {
                 self.server_joined(stream, server, now, &mut out)
             }
-            Event::ServerLost { from, cause } => {
-                self.server_lost(from, &cause, now, &mut out)
-            }
+            Event::ServerLost { from, cause } => self.server_lost(from, &cause, now, &mut out),
             Event::Said { from, said } if self.is_current(from) => {
                 self.said(from.server, said, now, &mut out)
             }

@@ -280,7 +280,8 @@ impl Cluster {
 
     /// Who is missing: ranks, and servers with what they wait for themselves.
     fn commits_wait_for(&self, name: &str) -> String {
-        let Some(Job { spec, id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get(name) else {
+        let Some(Job { spec, id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get(name)
+        else {
             return String::new();
         };
         let mut parts =

@@ -48,13 +48,7 @@ impl Cluster {
     }
 
     /// Every job that has slices on the server fails, because no other server has them.
-    pub(super) fn server_lost(
-        &mut self,
-        link: Link,
-        cause: &str,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
+    pub(super) fn server_lost(&mut self, link: Link, cause: &str, now: Now, out: &mut Vec<Action>) {
         if !self.is_current(link) {
             return;
         }

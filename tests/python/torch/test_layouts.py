@@ -71,8 +71,8 @@ def job_of(specs: list[Any], rank: int, lr: float) -> Any:
 
     session, everyone = current(), tuple(range(WORLD))
     name = session.name("layouts", everyone)
-    session.cluster.create_job(name, specs, [("sgd", {"lr": lr})], WORLD, meshes())
-    return session.join(name, rank, 1 << 20)
+    groups = [("sgd", {"lr": lr})]
+    return session.open(name, specs, groups, (rank, WORLD), 1 << 20, meshes=meshes())
 
 
 def write_and_read(rank: int) -> None:

@@ -64,10 +64,8 @@ class Averages(Generic[T]):
             for name, tensor in constants
         ]
         name = session.name(kind, self._ranks)
-        session.cluster.create_job(name, specs, [AVERAGE], world)
-        self._job = session.join(
-            name, self._rank, sum(framework.numel(tensor) for _, tensor in parameters)
-        )
+        numel = sum(framework.numel(tensor) for _, tensor in parameters)
+        self._job = session.open(name, specs, [AVERAGE], (self._rank, world), numel)
         self._start(
             [tensor for _, tensor in parameters], [tensor for _, tensor in constants], share
         )

@@ -231,8 +231,10 @@ class ModelJob(Generic[T]):
         meshes = self._place_entries(name)
         specs = [entry.spec(self.optimizer_kind == "lamb") for entry in self.entries]
         self._opened_as = self._shape_of_job()
-        self._session.cluster.create_job(name, specs, self.groups(), self.world, meshes)
-        self.job = self._session.join(name, self.rank, self._bucket_numel)
+        place = self.rank, self.world
+        self.job = self._session.open(
+            name, specs, self.groups(), place, self._bucket_numel, meshes=meshes
+        )
         self.version = 0
 
     def _place_entries(self, name: str) -> list[Mesh]:
