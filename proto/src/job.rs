@@ -1,6 +1,6 @@
 //! Everything that decides what a job is.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, ops::RangeInclusive, sync::Arc, time::Duration};
 
 use serde_json::Value;
 
@@ -22,6 +22,9 @@ pub const MAX_GROUPS: usize = 1024;
 pub const MAX_REPLICAS: u32 = 64;
 /// The most contributions to a step of a job: a rank's part of a slice is one.
 pub const MAX_CONTRIBUTIONS: u64 = 1 << 27;
+/// How long a job that nobody holds may be kept: long enough to be joined after its creation.
+pub const IDLE_TIMEOUTS: RangeInclusive<Duration> =
+    Duration::from_secs(1)..=Duration::from_secs(86_400 * 365);
 
 /// A job: its tensors, optimizer, number of workers and replicas.
 #[derive(Debug, Clone, PartialEq)]
@@ -43,6 +46,9 @@ pub struct JobSpec {
     pub meshes: Vec<Arc<ProcessMesh>>,
     /// What happens to the others when a rank leaves.
     pub departure: Departure,
+    /// The coordinator deletes the job when every rank has left in order, or when no rank has had a
+    /// lease for so long; `None`: the job is kept until it is deleted.
+    pub idle_timeout: Option<Duration>,
 }
 
 /// What ranks that wait for a rank that has left in order are told.
@@ -67,6 +73,7 @@ impl JobSpec {
             replicas: 1,
             meshes: Vec::new(),
             departure: Departure::Error,
+            idle_timeout: None,
         }
     }
 
@@ -75,7 +82,8 @@ impl JobSpec {
     /// # Errors
     /// [`Error::Invalid`]: no group, groups of different kinds, a hyperparameter out of range, a
     /// tensor in no group or cut where its optimizer needs it whole, a layout that does not fit its
-    /// tensor or mesh, a world or number of servers out of range, more of anything than its limit.
+    /// tensor or mesh, a world, number of servers or idle timeout out of range, more of anything
+    /// than its limit.
     pub fn validate(&self) -> Result<()> {
         check_name("name of the job", &self.name)?;
         check_number("meshes", self.meshes.len(), MAX_MESHES)?;
@@ -103,6 +111,10 @@ impl JobSpec {
                 self.replicas,
                 format!("at most {MAX_REPLICAS}"),
             ));
+        }
+        if let Some(timeout) = self.idle_timeout.filter(|wait| !IDLE_TIMEOUTS.contains(wait)) {
+            let expected = format!("{:?} to {:?}", IDLE_TIMEOUTS.start(), IDLE_TIMEOUTS.end());
+            return Err(Error::invalid("idle_timeout", format!("{timeout:?}"), expected));
         }
         self.check_contributions()
     }
@@ -253,6 +265,7 @@ impl JobSpec {
             ("replicas", self.replicas == other.replicas),
             ("mesh", self.meshes == other.meshes),
             ("departure", self.departure == other.departure),
+            ("idle_timeout", self.idle_timeout == other.idle_timeout),
         ];
         parts.into_iter().find(|(_, equal)| !equal).map(|(part, _)| part.to_owned())
     }
@@ -307,6 +320,7 @@ impl From<&JobSpec> for pb::JobSpec {
                 Departure::Absent => pb::Departure::Absent,
             }
             .into(),
+            idle_timeout_ms: spec.idle_timeout.map(|timeout| timeout.as_millis() as u64),
         }
     }
 }
@@ -337,6 +351,7 @@ impl TryFrom<pb::JobSpec> for JobSpec {
                     return Err(Error::invalid("departure", message.departure, "ERROR or ABSENT"));
                 }
             },
+            idle_timeout: message.idle_timeout_ms.map(Duration::from_millis),
         };
         spec.validate()?;
         Ok(spec)

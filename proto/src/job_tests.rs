@@ -21,7 +21,10 @@ fn every_optimizer_survives_the_wire() {
 
 #[test]
 fn a_spec_survives_the_wire() {
-    assert_eq!(JobSpec::try_from(pb::JobSpec::from(&spec())), Ok(spec()));
+    let kept = JobSpec { idle_timeout: Some(Duration::from_millis(1500)), ..spec() };
+    for spec in [spec(), kept] {
+        assert_eq!(JobSpec::try_from(pb::JobSpec::from(&spec)), Ok(spec));
+    }
 }
 
 #[test]
@@ -41,6 +44,10 @@ fn a_spec_that_contradicts_itself_is_refused() {
     assert_eq!(what(JobSpec { world: 0, ..spec() }.validate()), "world");
     assert_eq!(what(JobSpec { groups: vec![], ..spec() }.validate()), "number of parameter groups");
     assert_eq!(what(JobSpec { replicas: 2, ..spec() }.validate()), "replicas");
+    for timeout in [Duration::ZERO, Duration::from_millis(999), Duration::MAX] {
+        let idle = JobSpec { idle_timeout: Some(timeout), ..spec() };
+        assert_eq!(what(idle.validate()), "idle_timeout");
+    }
     let lamb = JobSpec { groups: vec!["lamb".parse().unwrap()], ..spec() };
     assert_eq!(what(lamb.validate()), "policy of tensor \"w\"");
     let mixed =

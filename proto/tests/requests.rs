@@ -94,8 +94,9 @@ fn spec() -> impl Strategy<Value = pb::JobSpec> {
     let groups = prop::collection::vec(optimizer(), 0..3);
     let count = || prop_oneof![0u32..4, any::<u32>()];
     let meshes = prop::collection::vec(mesh(), 0..3);
-    (name(), tensors, groups, (count(), count(), count(), -1i32..4), meshes).prop_map(
-        |(name, tensors, groups, (world, min_servers, replicas, departure), meshes)| pb::JobSpec {
+    let policy = (-1i32..4, prop::option::of(any::<u64>()));
+    (name(), tensors, groups, (count(), count(), count(), policy), meshes).prop_map(
+        |(name, tensors, groups, (world, min_servers, replicas, policy), meshes)| pb::JobSpec {
             name,
             tensors,
             groups,
@@ -103,7 +104,8 @@ fn spec() -> impl Strategy<Value = pb::JobSpec> {
             min_servers,
             replicas,
             meshes,
-            departure,
+            departure: policy.0,
+            idle_timeout_ms: policy.1,
         },
     )
 }

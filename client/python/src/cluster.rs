@@ -36,11 +36,13 @@ fn options(
     timeout: f64,
 ) -> PyResult<client::Options> {
     let wire = parse_dtype("wire", wire)?;
-    let seconds = Duration::try_from_secs_f64(timeout).ok();
-    let deadline = seconds.filter(|seconds| !seconds.is_zero()).ok_or_else(|| {
-        raise(Error::invalid("timeout", timeout, "a number of seconds greater than 0"))
-    })?;
-    Ok(client::Options { wire, chunk_bytes, deadline, token })
+    Ok(client::Options { wire, chunk_bytes, deadline: seconds("timeout", timeout)?, token })
+}
+
+fn seconds(what: &str, number: f64) -> PyResult<Duration> {
+    let duration = Duration::try_from_secs_f64(number).ok().filter(|duration| !duration.is_zero());
+    duration
+        .ok_or_else(|| raise(Error::invalid(what, number, "a number of seconds greater than 0")))
 }
 
 #[pymethods]
@@ -114,7 +116,8 @@ impl Cluster {
         Ok(json!({ "servers": servers, "jobs": jobs }).to_string())
     }
 
-    #[pyo3(signature = (name, tensors, groups, world, meshes=None))]
+    #[pyo3(signature = (name, tensors, groups, world, meshes=None, *, idle_timeout=None))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn create_job(
         &self,
         py: Python<'_>,
@@ -123,11 +126,14 @@ impl Cluster {
         groups: Vec<Group>,
         world: u32,
         meshes: Option<Vec<PyRef<'_, Mesh>>>,
+        idle_timeout: Option<f64>,
     ) -> PyResult<()> {
         let manifest = Manifest::new(tensors.iter().map(|tensor| tensor.0.clone()).collect())
             .map_err(raise)?;
         let meshes = meshes.iter().flatten().map(|mesh| mesh.0.clone()).collect();
-        let spec = JobSpec { world, meshes, ..JobSpec::new(name, manifest, optimizers(groups)?) };
+        let idle_timeout = idle_timeout.map(|wait| seconds("idle_timeout", wait)).transpose()?;
+        let spec = JobSpec::new(name, manifest, optimizers(groups)?);
+        let spec = JobSpec { world, meshes, idle_timeout, ..spec };
         let cluster = self.cluster.clone();
         wait(py, async move { cluster.create_job(&spec).await })
     }
@@ -136,7 +142,7 @@ impl Cluster {
     fn join(&self, py: Python<'_>, name: String, rank: u32, bucket_numel: usize) -> PyResult<Job> {
         let cluster = self.cluster.clone();
         let job = wait(py, async move { cluster.join(&name, rank).await })?;
-        Ok(Job::new(self.cluster.clone(), job, bucket_numel))
+        Ok(Job::new(job, bucket_numel))
     }
 
     fn delete_job(&self, py: Python<'_>, name: String) -> PyResult<()> {

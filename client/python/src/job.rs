@@ -22,7 +22,6 @@ use crate::{
 /// One rank's lease on a job.
 #[pyclass(frozen, module = "zeroshard._native")]
 pub(crate) struct Job {
-    cluster: client::Cluster,
     job: client::Job,
     /// Maximum number of elements in a bucket of gradients.
     bucket_numel: usize,
@@ -48,9 +47,8 @@ struct Outgoing {
 }
 
 impl Job {
-    pub(crate) fn new(cluster: client::Cluster, job: client::Job, bucket_numel: usize) -> Self {
+    pub(crate) fn new(job: client::Job, bucket_numel: usize) -> Self {
         Self {
-            cluster,
             job,
             bucket_numel,
             outgoing: Mutex::default(),
@@ -118,27 +116,6 @@ impl Job {
         self.close_bucket(outgoing)?;
         Ok((self.attempt(outgoing, step)?, std::mem::take(&mut outgoing.pushes)))
     }
-}
-
-/// Leaves the job, and deletes it if no rank is left. A job of several ranks without a step is not
-/// deleted, because other ranks may not have joined yet.
-async fn retire(cluster: client::Cluster, job: client::Job) -> Result<()> {
-    job.leave_done().await?;
-    let (name, id) = (&job.spec().name, job.id());
-    let over = |job: &client::JobStatus| {
-        job.name == *name
-            && job.id == id
-            && job.joined.is_empty()
-            && (job.world == 1 || job.version > Some(0))
-    };
-    if cluster.status().await?.jobs.iter().any(over) {
-        match cluster.delete_job(name).await {
-            // Another rank, which left at the same time, has deleted it.
-            Err(Error::UnknownJob { .. }) => {}
-            deleted => deleted?,
-        }
-    }
-    Ok(())
 }
 
 async fn acquire(sending: &Semaphore) -> Result<SemaphorePermit<'_>> {
@@ -331,10 +308,10 @@ impl Job {
         wait(py, async move { job.applied_steps(version).await })
     }
 
-    fn retire(&self) -> PyResult<Transfer> {
+    fn leave(&self) -> PyResult<Transfer> {
         self.forget();
-        let task = spawn(retire(self.cluster.clone(), self.job.clone()))?;
-        Ok(Transfer { task: Some(task) })
+        let job = self.job.clone();
+        Ok(Transfer { task: Some(spawn(async move { job.leave_done().await })?) })
     }
 }
 

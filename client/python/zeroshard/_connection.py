@@ -6,10 +6,10 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ._native import Cluster, Job, Transfer
+from ._native import Cluster, Job, Mesh, TensorSpec, Transfer
 from ._rendezvous import ProcessGroup, Rendezvous
 from ._status import JobStatus, ServerStatus, Status
 from .errors import Error
@@ -17,6 +17,8 @@ from .errors import Error
 #: Seconds for which rank 0 keeps its embedded cluster when no rank has a job, but not all ranks
 #: have left.
 _GRACE = 5.0
+#: Seconds for which the coordinator keeps a job that no rank holds.
+_IDLE_TIMEOUT = 60.0
 
 
 class Connection:
@@ -54,18 +56,33 @@ class Connection:
         """Returns the value that each of ``ranks`` has passed for ``key``, in their order."""
         return [value] if self._rendezvous is None else self._rendezvous.exchange(key, value, ranks)
 
-    def join(self, name: str, rank: int, bucket_numel: int) -> Job:
-        """Joins a job. :meth:`leave` leaves it; otherwise :meth:`close` does."""
-        job = self.cluster.join(name, rank, bucket_numel=bucket_numel)
+    def open(
+        self,
+        name: str,
+        tensors: Sequence[TensorSpec],
+        groups: Sequence[tuple[str, Mapping[str, float]]],
+        group: ProcessGroup,
+        bucket_numel: int,
+        *,
+        meshes: Sequence[Mesh] | None = None,
+    ) -> Job:
+        """Creates a job, unless another rank has created it, and joins it.
+
+        :meth:`leave` leaves it; otherwise :meth:`close` does. The coordinator deletes it when all
+        ranks have left or are lost.
+        """
+        self.cluster.create_job(
+            name, tensors, groups, group.size, meshes, idle_timeout=_IDLE_TIMEOUT
+        )
+        job = self.cluster.join(name, group.rank, bucket_numel=bucket_numel)
         self._jobs.append(job)
         return job
 
     def leave(self, job: Job, *, wait: bool = True) -> None:
-        """Leaves a job, once. The last rank that leaves deletes it; otherwise :meth:`close`
-        does."""
+        """Leaves a job, once."""
         if job in self._jobs:
             self._jobs.remove(job)
-            leaving = job.retire()
+            leaving = job.leave()
             if wait:
                 leaving.wait()
             else:
@@ -91,19 +108,8 @@ class Connection:
                     pass  # the cluster or the job is gone
             if self._rendezvous is not None:
                 self._wait_for_others(self._rendezvous)
-            if self.world.rank == 0:
-                self._delete_jobs()
         finally:
             self.cluster.close()
-
-    def _delete_jobs(self) -> None:
-        """Deletes the jobs of this run that no rank uses."""
-        try:
-            for job in self.status().jobs:
-                if job.name.startswith(f"{self._run}/") and not job.joined:
-                    self.cluster.delete_job(job.name)
-        except Error:
-            pass  # the cluster is gone, and the jobs with it
 
     def _wait_for_others(self, rendezvous: Rendezvous) -> None:
         """Reports that this rank has left. Rank 0, which may host the cluster, waits until the

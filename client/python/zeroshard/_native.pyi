@@ -179,8 +179,14 @@ class Cluster:
         groups: Sequence[_Group],
         world: int,
         meshes: Sequence[Mesh] | None = None,
+        *,
+        idle_timeout: float | None = None,
     ) -> None:
-        """Creates the job, unless a job with the same name and the same specification exists."""
+        """Creates the job, unless a job with the same name and the same specification exists.
+
+        The coordinator deletes the job when all ranks have left it, or when no rank has held it for
+        ``idle_timeout`` seconds. With None, the job is kept until :meth:`delete_job`.
+        """
     def join(self, name: str, rank: int, *, bucket_numel: int = 8388608) -> Job: ...
     def delete_job(self, name: str) -> None: ...
     def state_hash(self, name: str) -> str: ...
@@ -279,8 +285,8 @@ class Job:
         """Pulls and waits. With a ``label``, a long transfer shows a progress bar."""
     def applied_steps(self, version: int) -> list[int]:
         """The number of steps that each tensor was updated by."""
-    def retire(self) -> Transfer:
-        """Starts to leave the job. The last rank to leave deletes it, if it has made a step."""
+    def leave(self) -> Transfer:
+        """Starts to leave the job in order."""
 
 @final
 class Transfer:

@@ -46,6 +46,7 @@ impl Driver {
                     steps.commit_spread.observe(commit_spread.as_secs_f64());
                     steps.ready_wait.observe(ready_wait.as_secs_f64());
                 }
+                Action::Tick(due) => self.arm(inner, due),
                 Action::Aborted => self.metrics.steps.aborted.inc(),
                 Action::Forgotten { job } => self.metrics.forget_job(&job),
                 Action::Note(note) => tracing::info!("{note}"),

@@ -95,7 +95,7 @@ impl Cluster {
 
     /// Opens the next attempt when every rank has asked to discard the open one.
     pub(super) fn discard_if_all_have(&mut self, name: &str, out: &mut Vec<Action>) {
-        let Some(Job { spec, id, epoch, phase: Phase::Open(open) }) = self.jobs.get_mut(name)
+        let Some(Job { spec, id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name)
         else {
             return;
         };

@@ -42,13 +42,15 @@ impl Cluster {
     pub(crate) fn handle(&mut self, event: Event, now: Now) -> Vec<Action> {
         let mut out = Vec::new();
         match event {
-            Event::ServerJoined { stream, server } => self.server_joined(stream, server, &mut out),
-            Event::ServerLost { from, cause } => self.server_lost(from, &cause, &mut out),
+            Event::ServerJoined { stream, server } => {
+                self.server_joined(stream, server, now, &mut out)
+            }
+            Event::ServerLost { from, cause } => self.server_lost(from, &cause, now, &mut out),
             Event::Said { from, said } if self.is_current(from) => {
                 self.said(from.server, said, now, &mut out)
             }
             Event::Said { .. } => {}
-            Event::Placed { job, plan } => self.placed(&job, plan, &mut out),
+            Event::Placed { job, plan } => self.placed(&job, plan, now, &mut out),
             Event::Create { caller, job_id, spec, wait } => {
                 self.create(Waiter::new(caller, now, wait), job_id, *spec, &mut out);
             }
@@ -76,14 +78,14 @@ impl Cluster {
 
     fn said(&mut self, server: ServerId, said: Said, now: Now, out: &mut Vec<Action>) {
         match said {
-            Said::Opened(job) => self.opened(server, &job, out),
+            Said::Opened(job) => self.opened(server, &job, now, out),
             Said::Initialised { job, epoch } => self.initialised(server, &job, epoch, now, out),
             Said::Ready { job, epoch, step, attempt, reduced } => {
                 self.ready(server, &job, (epoch, step, attempt), reduced, now, out);
             }
             Said::Granted { job, rank, lease } => self.granted(server, &job, rank, lease, out),
             Said::Stored { job, epoch, step } => self.stored(server, &job, epoch, step, now, out),
-            Said::Failed { job, reason } => self.failed_on(server, &job, &reason, out),
+            Said::Failed { job, reason } => self.failed_on(server, &job, &reason, now, out),
             Said::Stats(stats) => {
                 if let Some(known) = self.servers.get_mut(&server) {
                     known.stats = Some(stats);
@@ -92,16 +94,18 @@ impl Cluster {
         }
     }
 
-    /// The earliest deadline of a waiting caller: [`Event::Tick`] is due then.
+    /// The earliest deadline of a waiting caller or of a job that nobody uses: [`Event::Tick`] is
+    /// due then.
     pub(crate) fn next_deadline(&self) -> Option<Now> {
-        let deadline = |job: &Job| match &job.phase {
+        let waiting = |job: &Job| match &job.phase {
             Phase::Waiting { creators, .. } | Phase::Opening { creators, .. } => {
                 creators.iter().map(|waiter| waiter.deadline).min()
             }
             Phase::Open(open) => open.next_deadline(),
             Phase::Failed { .. } => None,
         };
-        self.jobs.values().filter_map(deadline).min()
+        let deadlines = self.jobs.values().flat_map(|job| [waiting(job), job.disposal()]);
+        deadlines.flatten().min()
     }
 
     fn tick(&mut self, now: Now, out: &mut Vec<Action>) {
@@ -113,6 +117,7 @@ impl Cluster {
             self.expire_stored(&name, now, out);
             self.expire_reducers(&name, now, out);
             self.expire_discards(&name, now, out);
+            self.dispose(&name, now, out);
         }
     }
 

@@ -243,7 +243,7 @@ impl Cluster {
             let step = open.step();
             let reason =
                 format!("{} reported {what} at step {step}; this is a bug", self.name(server));
-            return self.fail(&job.name, &reason, out);
+            return self.fail(&job.name, &reason, now, out);
         }
         // Nothing is expected of a server without slices that train.
         if open.trainable.contains_key(&server) {
@@ -273,7 +273,8 @@ impl Cluster {
 
     /// Who is missing: ranks, and servers with what they wait for themselves.
     fn commits_wait_for(&self, name: &str) -> String {
-        let Some(Job { spec, id, epoch, phase: Phase::Open(open) }) = self.jobs.get(name) else {
+        let Some(Job { spec, id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get(name)
+        else {
             return String::new();
         };
         let mut parts =

@@ -102,7 +102,7 @@ fn decide(
 impl Cluster {
     /// Decides the open step of `name`, if every rank has committed it and every server is ready.
     pub(super) fn decide(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { spec, id, epoch, phase: Phase::Open(open) }) = self.jobs.get_mut(name)
+        let Some(Job { spec, id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name)
         else {
             return;
         };

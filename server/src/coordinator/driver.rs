@@ -228,7 +228,7 @@ impl Driver {
     }
 
     /// Has the timer ring no later than `deadline`.
-    fn arm(&self, inner: &mut Inner, deadline: Now) {
+    pub(super) fn arm(&self, inner: &mut Inner, deadline: Now) {
         if deadline < inner.armed {
             inner.armed = deadline;
             self.wake.notify_one();

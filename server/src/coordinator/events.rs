@@ -268,6 +268,8 @@ pub(crate) enum Action {
     Decided { applied: bool, commit_spread: Duration, ready_wait: Duration },
     /// Count a step that was aborted.
     Aborted,
+    /// Send [`Event::Tick`] at this time, or earlier.
+    Tick(Now),
     /// A job is gone.
     Forgotten { job: String },
     /// Log this.

@@ -119,7 +119,7 @@ impl Cluster {
     /// The next message for the member that holds `lease`: none if it knows everything, or has not
     /// joined yet.
     pub(crate) fn next_membership(&mut self, name: &str, lease: Lease) -> Option<Change> {
-        let Job { spec, id, epoch, phase: Phase::Open(open) } = self.jobs.get_mut(name)? else {
+        let Job { spec, id, epoch, phase: Phase::Open(open), .. } = self.jobs.get_mut(name)? else {
             return None;
         };
         let now = open.news(*epoch);

@@ -65,7 +65,8 @@ impl Cluster {
         let name = spec.name.clone();
         let Some(job) = self.jobs.get_mut(&name) else {
             let phase = Phase::Waiting { creators: vec![waiter], placing: false };
-            self.jobs.insert(name.clone(), Job { spec: Arc::new(spec), id, epoch: 0, phase });
+            let (spec, unused_since) = (Arc::new(spec), waiter.since);
+            self.jobs.insert(name.clone(), Job { spec, id, epoch: 0, unused_since, phase });
             return self.try_place(&name, out);
         };
         if let Some(difference) = job.spec.difference(&spec) {
@@ -109,7 +110,13 @@ impl Cluster {
     }
 
     /// Waiting -> Opening.
-    pub(super) fn placed(&mut self, job: &JobRef, plan: Result<Plan>, out: &mut Vec<Action>) {
+    pub(super) fn placed(
+        &mut self,
+        job: &JobRef,
+        plan: Result<Plan>,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
         let live = self.live();
         let Some(Job { spec, id, phase: Phase::Waiting { creators, placing }, .. }) =
             self.reported_job(job)
@@ -147,20 +154,28 @@ impl Cluster {
                 OpenJob { spec: spec.clone(), placement, job_id, epoch },
             ));
         }
-        let phase = Phase::Opening { plan, pending, creators };
-        self.jobs.insert(name.to_owned(), Job { spec, id: job_id, epoch, phase });
-        self.open_if_all_are(name, out);
+        if let Some(job) = self.jobs.get_mut(name) {
+            job.epoch = epoch;
+            job.phase = Phase::Opening { plan, pending, creators };
+        }
+        self.open_if_all_are(name, now, out);
     }
 
-    pub(super) fn opened(&mut self, server: ServerId, job: &JobRef, out: &mut Vec<Action>) {
+    pub(super) fn opened(
+        &mut self,
+        server: ServerId,
+        job: &JobRef,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
         if let Some(Job { phase: Phase::Opening { pending, .. }, .. }) = self.reported_job(job) {
             pending.remove(&server);
-            self.open_if_all_are(&job.name, out);
+            self.open_if_all_are(&job.name, now, out);
         }
     }
 
     /// Opening -> Open, when every server has allocated its memory.
-    fn open_if_all_are(&mut self, name: &str, out: &mut Vec<Action>) {
+    fn open_if_all_are(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         let Some(job) = self.jobs.get_mut(name) else { return };
         let Phase::Opening { plan, pending, creators } = &mut job.phase else { return };
         if !pending.is_empty() {
@@ -170,6 +185,7 @@ impl Cluster {
         let created = |waiter: Waiter| Action::Answer(waiter.caller, Ok(reply.clone()));
         out.extend(std::mem::take(creators).into_iter().map(created));
         job.phase = Phase::Open(Box::new(Open::new(plan.clone())));
+        self.unused_from(name, now, out);
     }
 
     pub(super) fn initialised(
@@ -207,18 +223,19 @@ impl Cluster {
         server: ServerId,
         job: &JobRef,
         reason: &str,
+        now: Now,
         out: &mut Vec<Action>,
     ) {
         if let Some(Job { phase: Phase::Opening { .. } | Phase::Open(_), .. }) =
             self.reported_job(job)
         {
             let reason = format!("{}: {reason}", self.name(server));
-            self.fail(&job.name, &reason, out);
+            self.fail(&job.name, &reason, now, out);
         }
     }
 
     /// Opening -> gone, Open -> Failed: everybody who waits is told, and the servers close the job.
-    pub(super) fn fail(&mut self, name: &str, reason: &str, out: &mut Vec<Action>) {
+    pub(super) fn fail(&mut self, name: &str, reason: &str, now: Now, out: &mut Vec<Action>) {
         let Some(mut job) = self.jobs.remove(name) else { return };
         out.push(Action::Note(format!("job {name:?} failed: {reason}")));
         let failed = Phase::Failed { reason: reason.to_owned() };
@@ -226,6 +243,7 @@ impl Cluster {
         // A job that never opened has nothing to lose: it can be created again at once.
         if matches!(phase, Phase::Open(_)) {
             self.jobs.insert(name.to_owned(), job);
+            self.unused_from(name, now, out);
         } else {
             out.push(Action::Forgotten { job: name.to_owned() });
         }
@@ -250,7 +268,7 @@ impl Cluster {
     }
 
     /// Any phase -> gone.
-    fn remove(&mut self, name: &str, reason: &str, out: &mut Vec<Action>) {
+    pub(super) fn remove(&mut self, name: &str, reason: &str, out: &mut Vec<Action>) {
         let Some(job) = self.jobs.remove(name) else { return };
         self.dissolve(&JobRef { name: name.to_owned(), id: job.id }, job.phase, reason, out);
         out.push(Action::Forgotten { job: name.to_owned() });

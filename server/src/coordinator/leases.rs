@@ -207,6 +207,7 @@ impl Cluster {
             self.admit(waiter.caller, join, now, out);
         }
         self.advance(name, now, out);
+        self.unused_from(name, now, out);
     }
 
     /// Drops what the servers have of the open step, because it may be a part of the rank's

@@ -68,6 +68,10 @@ impl Members {
         self.ranks.len()
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.ranks.is_empty()
+    }
+
     /// Ascending.
     pub(super) fn ranks(&self) -> impl Iterator<Item = u32> + '_ {
         self.ranks.keys().copied()

@@ -9,7 +9,7 @@ use zeroshard_proto::{
 
 use super::{
     cluster::Cluster,
-    events::{Action, Link, ServerId},
+    events::{Action, Link, Now, ServerId},
     state::{Job, Phase, ServerState},
 };
 use crate::listing::some_of;
@@ -17,7 +17,13 @@ use crate::listing::some_of;
 impl Cluster {
     /// A server that was known by the id or the address is lost first: it has restarted, or
     /// connected again.
-    pub(super) fn server_joined(&mut self, stream: u64, server: Server, out: &mut Vec<Action>) {
+    pub(super) fn server_joined(
+        &mut self,
+        stream: u64,
+        server: Server,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
         let Server { id, incarnation, address } = server;
         if let Some(old) = self.servers.get(&id) {
             let cause = if old.incarnation == incarnation {
@@ -25,12 +31,12 @@ impl Cluster {
             } else {
                 "it was restarted"
             };
-            self.server_lost(Link { server: id, stream: old.stream }, cause, out);
+            self.server_lost(Link { server: id, stream: old.stream }, cause, now, out);
         }
         let same = self.servers.iter().find(|(_, known)| known.address == address);
         if let Some((&server, known)) = same {
             let link = Link { server, stream: known.stream };
-            self.server_lost(link, "another server connected with its address", out);
+            self.server_lost(link, "another server connected with its address", now, out);
         }
         out.push(Action::Note(format!("shard server {address} joined, id {id:016x}")));
         self.servers.insert(id, ServerState { stream, incarnation, address, stats: None });
@@ -42,7 +48,7 @@ impl Cluster {
     }
 
     /// Every job that has slices on the server fails, because no other server has them.
-    pub(super) fn server_lost(&mut self, link: Link, cause: &str, out: &mut Vec<Action>) {
+    pub(super) fn server_lost(&mut self, link: Link, cause: &str, now: Now, out: &mut Vec<Action>) {
         if !self.is_current(link) {
             return;
         }
@@ -61,7 +67,7 @@ impl Cluster {
                 }
                 _ => format!("{gone} while the job was being opened"),
             };
-            self.fail(&name, &reason, out);
+            self.fail(&name, &reason, now, out);
         }
     }
 

@@ -10,7 +10,7 @@ use zeroshard_proto::{Error, JobSpec, Placement, Result, pb};
 use super::{
     commit::Round,
     decisions::Decided,
-    events::{Action, JobRef, Lease, ServerId, Turn, Waiter},
+    events::{Action, JobRef, Lease, Now, ServerId, Turn, Waiter},
     feed::Peers,
     jobs::Plan,
     members::{Members, Queue},
@@ -34,6 +34,9 @@ pub(crate) struct Job {
     pub(crate) id: u64,
     /// 0 until it is placed.
     pub(crate) epoch: u64,
+    /// When the last lease ended, or, before there was one, when workers could first join; when the
+    /// job failed. Meaningless while a rank has a lease.
+    pub(crate) unused_since: Now,
     pub(crate) phase: Phase,
 }
 

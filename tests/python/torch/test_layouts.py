@@ -68,10 +68,9 @@ def meshes() -> list[Any]:
 def job_of(specs: list[Any], rank: int, lr: float) -> Any:
     from zeroshard._session import connection
 
-    opened = connection()
+    opened, groups = connection(), [("sgd", {"lr": lr})]
     name = opened.job_name("layouts", tuple(range(WORLD)))
-    opened.cluster.create_job(name, specs, [("sgd", {"lr": lr})], WORLD, meshes())
-    return opened.join(name, rank, 1 << 20)
+    return opened.open(name, specs, groups, opened.world, 1 << 20, meshes=meshes())
 
 
 def write_and_read(rank: int) -> None:

@@ -98,6 +98,7 @@ impl Plan {
             replicas: 1,
             meshes: self.parallelism.mesh()?.into_iter().map(Into::into).collect(),
             departure: Departure::Error,
+            idle_timeout: None,
         };
         spec.validate()?;
         Ok(spec)

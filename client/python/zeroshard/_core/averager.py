@@ -71,10 +71,8 @@ class Averager(Generic[T]):
             for name, tensor in constants
         ]
         name = connection.job_name(purpose, group.ranks)
-        connection.cluster.create_job(name, specs, [AVERAGE], group.size)
-        self._job = connection.join(
-            name, group.rank, sum(framework.numel(tensor) for _, tensor in parameters)
-        )
+        numel = sum(framework.numel(tensor) for _, tensor in parameters)
+        self._job = connection.open(name, specs, [AVERAGE], group, numel)
         self._start(
             [tensor for _, tensor in parameters], [tensor for _, tensor in constants], broadcast
         )

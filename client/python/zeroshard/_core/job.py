@@ -235,8 +235,9 @@ class ModelJob(Generic[T]):
         whole = _native.Optimizer(self.optimizer_name).needs_whole_tensors
         specs = [entry.spec(whole) for entry in self.entries]
         self._opened_with = self._state_layout()
-        self._connection.cluster.create_job(name, specs, self.groups(), self.group.size, meshes)
-        self.job = self._connection.join(name, self.group.rank, self._bucket_numel)
+        self.job = self._connection.open(
+            name, specs, self.groups(), self.group, self._bucket_numel, meshes=meshes
+        )
         self.version = 0
 
     def _place_entries(self, name: str) -> list[Mesh]:

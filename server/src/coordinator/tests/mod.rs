@@ -4,6 +4,7 @@ mod attempts;
 mod callers;
 mod commits;
 mod decisions;
+mod disposal;
 mod feeds;
 mod identities;
 mod leases;
@@ -130,6 +131,7 @@ impl Script {
             Action::Dismiss(link) => self.dismissed.push(link.server),
             Action::Decided { .. }
             | Action::Aborted
+            | Action::Tick(_)
             | Action::Forgotten { .. }
             | Action::Note(_) => {}
         }
