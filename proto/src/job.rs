@@ -392,12 +392,8 @@ impl TryFrom<pb::Optimizer> for Optimizer {
 
     fn try_from(message: pb::Optimizer) -> Result<Self> {
         let default: Optimizer = message.name.parse().map_err(|_| {
-            let names = Optimizer::defaults().map(|o| o.name());
-            Error::invalid(
-                "optimizer",
-                format_args!("{:?}", message.name),
-                format!("one of {}", names.join(", ")),
-            )
+            let expected = format!("one of {}", Optimizer::NAMES.join(", "));
+            Error::invalid("optimizer", format_args!("{:?}", message.name), expected)
         })?;
         let mut fields = fields(&default);
         for (name, number) in message.hyperparameters {

@@ -9,206 +9,71 @@
 //! ([`Optimizer::same_state_layout`]); everything else may differ from group to group and from step
 //! to step.
 
-use std::fmt;
-use std::str::FromStr;
+use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
-mod rules;
+mod hyperparameters;
 
-pub use rules::Invalid;
+pub use hyperparameters::{
+    Adadelta, Adagrad, Adam, AdamW, Average, Invalid, Lamb, Lion, RmsProp, Sgd,
+};
 
-/// An optimizer with its hyperparameters.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "name", rename_all = "lowercase")]
-pub enum Optimizer {
-    /// `torch.optim.SGD`.
-    Sgd(Sgd),
-    /// `torch.optim.Adam`: weight decay is added to the gradient.
-    Adam(Adam),
-    /// `torch.optim.AdamW`: weight decay is decoupled.
-    AdamW(AdamW),
-    /// `torch.optim.Adagrad`.
-    Adagrad(Adagrad),
-    /// `torch.optim.Adadelta`.
-    Adadelta(Adadelta),
-    /// `torch.optim.RMSprop`.
-    RmsProp(RmsProp),
-    /// Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), algorithm 2.
-    Lion(Lion),
-    /// You et al., "Large Batch Optimization for Deep Learning" (2020), algorithm 2.
-    Lamb(Lamb),
-    /// No optimizer: the parameters become the mean gradient, which every worker then applies by
-    /// itself (plain data parallelism). It never skips a step: inf and NaN pass through.
-    Average(Average),
-}
-
-/// Declares one optimizer's hyperparameters with torch's defaults.
-macro_rules! hyperparameters {
-    ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty = $default:expr,)* }) => {
-        $(#[$doc])*
+/// Declares the optimizers and their names.
+macro_rules! optimizers {
+    ($($(#[$doc:meta])* $kind:ident $name:literal,)*) => {
+        /// An optimizer with its hyperparameters.
         #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-        #[serde(default, deny_unknown_fields)]
-        pub struct $name { $($(#[$field_doc])* pub $field: $type,)* }
+        #[serde(tag = "name", rename_all = "lowercase")]
+        pub enum Optimizer {
+            $($(#[$doc])* $kind($kind),)*
+        }
 
-        impl Default for $name {
-            fn default() -> Self {
-                Self { $($field: $default,)* }
+        impl Optimizer {
+            /// The names of all optimizers.
+            pub const NAMES: &[&str] = &[$($name,)*];
+
+            /// Every optimizer with torch's defaults.
+            pub fn defaults() -> Vec<Optimizer> {
+                vec![$(Optimizer::$kind($kind::default()),)*]
+            }
+
+            /// The name, as flags and manifests write it.
+            pub const fn name(&self) -> &'static str {
+                match self {
+                    $(Optimizer::$kind(_) => $name,)*
+                }
+            }
+
+            fn check_ranges(&self) -> Result<(), Invalid> {
+                match self {
+                    $(Optimizer::$kind(it) => it.check_ranges($name),)*
+                }
             }
         }
     };
 }
 
-hyperparameters! {
-    /// Hyperparameters of stochastic gradient descent.
-    Sgd {
-        /// Learning rate.
-        lr: f64 = 1e-3,
-        /// Momentum factor; 0 keeps no state.
-        momentum: f64 = 0.0,
-        /// Share of the gradient kept out of the momentum buffer, from the second step on.
-        dampening: f64 = 0.0,
-        /// Weight decay, added to the gradient.
-        weight_decay: f64 = 0.0,
-        /// Nesterov momentum.
-        nesterov: bool = false,
-        /// Climb instead of descend.
-        maximize: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Hyperparameters of Adam.
-    Adam {
-        /// Learning rate.
-        lr: f64 = 1e-3,
-        /// Decay of the first moment.
-        beta1: f64 = 0.9,
-        /// Decay of the second moment.
-        beta2: f64 = 0.999,
-        /// Added to the denominator.
-        eps: f64 = 1e-8,
-        /// Weight decay, added to the gradient.
-        weight_decay: f64 = 0.0,
-        /// Divide by the largest second moment so far.
-        amsgrad: bool = false,
-        /// Climb instead of descend.
-        maximize: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Hyperparameters of AdamW.
-    AdamW {
-        /// Learning rate.
-        lr: f64 = 1e-3,
-        /// Decay of the first moment.
-        beta1: f64 = 0.9,
-        /// Decay of the second moment.
-        beta2: f64 = 0.999,
-        /// Added to the denominator.
-        eps: f64 = 1e-8,
-        /// Decoupled weight decay: parameters shrink by `lr * weight_decay` of themselves.
-        weight_decay: f64 = 1e-2,
-        /// Divide by the largest second moment so far.
-        amsgrad: bool = false,
-        /// Climb instead of descend.
-        maximize: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Hyperparameters of Adagrad.
-    Adagrad {
-        /// Learning rate.
-        lr: f64 = 1e-2,
-        /// The learning rate of step `t` (from 1) is `lr / (1 + (t - 1) * lr_decay)`.
-        lr_decay: f64 = 0.0,
-        /// Added to the denominator.
-        eps: f64 = 1e-10,
-        /// Weight decay, added to the gradient.
-        weight_decay: f64 = 0.0,
-        /// What the sum of squares starts at. Read once, when the state is made.
-        initial_accumulator_value: f64 = 0.0,
-        /// Climb instead of descend.
-        maximize: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Hyperparameters of Adadelta.
-    Adadelta {
-        /// Learning rate.
-        lr: f64 = 1.0,
-        /// Decay of both running averages.
-        rho: f64 = 0.9,
-        /// Added under both square roots.
-        eps: f64 = 1e-6,
-        /// Weight decay, added to the gradient.
-        weight_decay: f64 = 0.0,
-        /// Climb instead of descend.
-        maximize: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Hyperparameters of RMSprop.
-    RmsProp {
-        /// Learning rate.
-        lr: f64 = 1e-2,
-        /// Decay of the mean of squares.
-        alpha: f64 = 0.99,
-        /// Added to the denominator.
-        eps: f64 = 1e-8,
-        /// Weight decay, added to the gradient.
-        weight_decay: f64 = 0.0,
-        /// Momentum factor; 0 keeps no momentum buffer.
-        momentum: f64 = 0.0,
-        /// Divide by the standard deviation instead of the root mean square.
-        centered: bool = false,
-        /// Climb instead of descend.
-        maximize: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Hyperparameters of Lion.
-    Lion {
-        /// Learning rate.
-        lr: f64 = 1e-4,
-        /// Weight of the momentum in the update's sign.
-        beta1: f64 = 0.9,
-        /// Decay of the momentum.
-        beta2: f64 = 0.99,
-        /// Decoupled weight decay: parameters shrink by `lr * weight_decay` of themselves.
-        weight_decay: f64 = 0.0,
-        /// Climb instead of descend.
-        maximize: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Hyperparameters of LAMB. The trust ratio is the tensor's `||w|| / ||update||`, or 1 where
-    /// either is 0.
-    Lamb {
-        /// Learning rate.
-        lr: f64 = 1e-3,
-        /// Decay of the first moment.
-        beta1: f64 = 0.9,
-        /// Decay of the second moment.
-        beta2: f64 = 0.999,
-        /// Added to the denominator.
-        eps: f64 = 1e-6,
-        /// Weight decay, a part of the update whose norm makes the trust ratio.
-        weight_decay: f64 = 0.0,
-        /// Climb instead of descend.
-        maximize: bool = false,
-    }
-}
-
-hyperparameters! {
-    /// Averaging has no hyperparameters.
-    Average {}
+optimizers! {
+    /// `torch.optim.SGD`.
+    Sgd "sgd",
+    /// `torch.optim.Adam`: weight decay is added to the gradient.
+    Adam "adam",
+    /// `torch.optim.AdamW`: weight decay is decoupled.
+    AdamW "adamw",
+    /// `torch.optim.Adagrad`.
+    Adagrad "adagrad",
+    /// `torch.optim.Adadelta`.
+    Adadelta "adadelta",
+    /// `torch.optim.RMSprop`.
+    RmsProp "rmsprop",
+    /// Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), algorithm 2.
+    Lion "lion",
+    /// You et al., "Large Batch Optimization for Deep Learning" (2020), algorithm 2.
+    Lamb "lamb",
+    /// No optimizer: the parameters become the mean gradient, which every worker then applies by
+    /// itself (plain data parallelism). It never skips a step: inf and NaN pass through.
+    Average "average",
 }
 
 /// Evaluates an expression on whichever optimizer it is; another for the one that has no
@@ -230,36 +95,6 @@ macro_rules! for_any {
 }
 
 impl Optimizer {
-    /// Every kind with torch's defaults.
-    pub fn defaults() -> [Optimizer; 9] {
-        [
-            Optimizer::Sgd(Sgd::default()),
-            Optimizer::Adam(Adam::default()),
-            Optimizer::AdamW(AdamW::default()),
-            Optimizer::Adagrad(Adagrad::default()),
-            Optimizer::Adadelta(Adadelta::default()),
-            Optimizer::RmsProp(RmsProp::default()),
-            Optimizer::Lion(Lion::default()),
-            Optimizer::Lamb(Lamb::default()),
-            Optimizer::Average(Average::default()),
-        ]
-    }
-
-    /// The kind's name, as flags and manifests write it.
-    pub const fn name(&self) -> &'static str {
-        match self {
-            Optimizer::Sgd(_) => "sgd",
-            Optimizer::Adam(_) => "adam",
-            Optimizer::AdamW(_) => "adamw",
-            Optimizer::Adagrad(_) => "adagrad",
-            Optimizer::Adadelta(_) => "adadelta",
-            Optimizer::RmsProp(_) => "rmsprop",
-            Optimizer::Lion(_) => "lion",
-            Optimizer::Lamb(_) => "lamb",
-            Optimizer::Average(_) => "average",
-        }
-    }
-
     /// The state tensors it keeps, by torch's names, in the order in which they are stored. Each is
     /// f32 and of the parameter's size.
     pub const fn state(&self) -> &'static [&'static str] {
@@ -284,6 +119,14 @@ impl Optimizer {
             Optimizer::Lion(_) => &["exp_avg"],
             Optimizer::Lamb(_) => &["exp_avg", "exp_avg_sq"],
             Optimizer::Average(_) => &[],
+        }
+    }
+
+    /// The initial value of all elements of the state tensors.
+    pub const fn initial_state(&self) -> f32 {
+        match self {
+            Optimizer::Adagrad(adagrad) => adagrad.initial_accumulator_value as f32,
+            _ => 0.0,
         }
     }
 
@@ -329,7 +172,11 @@ impl Optimizer {
     /// # Errors
     /// The first one that is out of its range.
     pub fn validate(&self) -> Result<(), Invalid> {
-        rules::validate(self)
+        self.check_ranges()?;
+        match self {
+            Optimizer::Sgd(sgd) => sgd.check_nesterov(),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -341,9 +188,7 @@ impl fmt::Display for Optimizer {
 
 /// A name that is no optimizer's.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "unknown optimizer {0:?}: it must be one of sgd, adam, adamw, adagrad, adadelta, rmsprop, lion, lamb, average"
-)]
+#[error("unknown optimizer {0:?}: it must be one of {names}", names = Optimizer::NAMES.join(", "))]
 pub struct UnknownOptimizer(pub String);
 
 /// A kind's name gives it with torch's defaults.

@@ -27,7 +27,7 @@ fn number() -> impl Strategy<Value = f64> {
 }
 
 fn optimizer() -> impl Strategy<Value = pb::Optimizer> {
-    let kinds = Optimizer::defaults().map(|optimizer| optimizer.name().to_owned()).to_vec();
+    let kinds: Vec<String> = Optimizer::NAMES.iter().map(ToString::to_string).collect();
     let fields = [
         "lr",
         "beta1",

@@ -3,7 +3,7 @@
 
 use zeroshard_proto::dtype::DType;
 use zeroshard_proto::geometry::blocks::BLOCK;
-use zeroshard_proto::optimizer::{Adagrad, Optimizer};
+use zeroshard_proto::optimizer::Optimizer;
 
 use crate::backend::{Backend, OutOfMemory};
 
@@ -17,7 +17,7 @@ pub fn initial_state<B: Backend>(
     optimizer: &Optimizer,
     numel: usize,
 ) -> Result<Vec<B::Buffer>, OutOfMemory> {
-    let value = initial_value(optimizer);
+    let value = optimizer.initial_state();
     let make = |_: &&str| {
         let mut buffer = backend.allocate(DType::F32, numel)?;
         if value != 0.0 {
@@ -26,23 +26,6 @@ pub fn initial_state<B: Backend>(
         Ok(buffer)
     };
     optimizer.state().iter().map(make).collect()
-}
-
-/// What all elements of all state tensors start at.
-pub(crate) fn initial_value(optimizer: &Optimizer) -> f32 {
-    match optimizer {
-        Optimizer::Adagrad(Adagrad { initial_accumulator_value, .. }) => {
-            *initial_accumulator_value as f32
-        }
-        Optimizer::Sgd(_)
-        | Optimizer::Adam(_)
-        | Optimizer::AdamW(_)
-        | Optimizer::Adadelta(_)
-        | Optimizer::RmsProp(_)
-        | Optimizer::Lion(_)
-        | Optimizer::Lamb(_)
-        | Optimizer::Average(_) => 0.0,
-    }
 }
 
 /// Gives all elements one value.
@@ -66,6 +49,8 @@ mod golden;
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
+
+    use zeroshard_proto::optimizer::Adagrad;
 
     use super::*;
     use crate::backend::Cpu;

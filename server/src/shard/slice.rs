@@ -174,7 +174,7 @@ impl<B: Backend> Slice<B> {
             buffer: tensor.buffer,
             no_clip: tensor.no_clip,
             divisor: job.divisor(spec.tensor) as f64,
-            initial_state: group.map_or(0.0, |group| optim::initial_value(&groups[group])),
+            initial_state: group.map_or(0.0, |group| groups[group].initial_state()),
             dtype: tensor.dtype,
             version: AtomicU64::new(NOT_INITIALISED),
             inner: Mutex::new(inner),

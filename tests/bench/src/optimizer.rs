@@ -52,7 +52,7 @@ struct Line {
 /// What is measured: a name, and hyperparameters.
 fn subjects() -> Vec<(&'static str, Optimizer)> {
     let momentum = Sgd { momentum: 0.9, ..Sgd::default() };
-    let mut subjects = Vec::from(Optimizer::defaults().map(|it| (it.name(), it)));
+    let mut subjects = Vec::from_iter(Optimizer::defaults().into_iter().map(|it| (it.name(), it)));
     subjects.push(("sgd_momentum", Optimizer::Sgd(momentum)));
     subjects
 }

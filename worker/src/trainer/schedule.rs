@@ -76,13 +76,10 @@ pub fn default_lr(optimizer: &Optimizer) -> f64 {
     match optimizer {
         Optimizer::Adam(_) | Optimizer::AdamW(_) => 4e-3,
         Optimizer::Sgd(_) => 0.5,
-        Optimizer::Adagrad(_) => 1e-2,
         Optimizer::Adadelta(_) => 1.0,
         Optimizer::RmsProp(_) => 1e-3,
         Optimizer::Lion(_) => 3e-4,
-        Optimizer::Lamb(_) => 1e-2,
-        // Averaging has no learning rate.
-        Optimizer::Average(_) => 0.0,
+        _ => 1e-2,
     }
 }
 
