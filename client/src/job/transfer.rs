@@ -54,9 +54,9 @@ impl Job {
     ) -> Result<()> {
         if part == PARAMETERS {
             return Err(Error::invalid(
-                "part of the optimizer's state",
+                "part of the optimizer state",
                 "empty",
-                "a state tensor's name",
+                "the name of a state tensor",
             ));
         }
         self.upload(part, applied, state).await
