@@ -1,4 +1,4 @@
-//! The reference backend: host memory, one thread a call. Callers spread slices over threads.
+//! The reference backend: host memory, one thread per call. Callers distribute slices over threads.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,19 +16,19 @@ mod step;
 #[cfg(target_endian = "big")]
 compile_error!("buffers are handed out as the little-endian bytes of the wire");
 
-/// The CPU, at one instruction set. All of them give the same bits.
+/// The CPU with one instruction set. All instruction sets give the same bits.
 #[derive(Clone, Copy, Debug)]
 pub struct Cpu {
     level: Level,
 }
 
 impl Cpu {
-    /// The fastest instruction set that the machine has.
+    /// Uses the fastest instruction set of the machine.
     pub fn new() -> Cpu {
         Cpu::at(Level::best())
     }
 
-    /// A given instruction set, to compare them.
+    /// Uses a given instruction set, for comparisons.
     pub fn at(level: Level) -> Cpu {
         Cpu { level }
     }
@@ -49,7 +49,8 @@ impl Cpu {
         }
     }
 
-    /// Converts between any two dtypes, by way of f32. Returns whether all of `src` is finite.
+    /// Converts between any two dtypes, through f32. Returns whether all values of `src` are
+    /// finite.
     fn convert(
         &self,
         src: &[u8],
@@ -69,11 +70,11 @@ impl Cpu {
     }
 }
 
-/// Values on their way from one dtype to another: small enough for the first cache, and made once
-/// for all runs.
+/// Values during the conversion from one dtype to another. The array fits into the first-level
+/// cache, and is created once for all runs.
 type Scratch = [f32; 2_048];
 
-/// Cuts `src` by the runs of `at`; whether `each` was true of all of them.
+/// Splits `src` by the runs of `at`. Returns whether `each` returned true for all of them.
 fn each_run(
     at: &Elements,
     mut src: &[u8],
@@ -119,7 +120,7 @@ impl Buffer {
         bytemuck::cast_slice(self.memory.bytes())
     }
 
-    /// The elements of an f32 buffer, to write.
+    /// The elements of an f32 buffer, for writing.
     pub fn values_mut(&mut self) -> &mut [f32] {
         assert_eq!(self.dtype, DType::F32, "an f32 buffer is needed here");
         bytemuck::cast_slice_mut(self.memory.bytes_mut())
@@ -159,8 +160,8 @@ impl Backend for Cpu {
         let (at, to) = (at.into(), dst.dtype);
         match to {
             DType::F32 => {
-                // The compiler copies first and checks then: piece by piece, so that what is
-                // checked is in cache.
+                // The compiler copies first and then checks. With tiles, the checked data is in
+                // cache.
                 const TILE: usize = 4_096;
                 let dst = dst.values_mut();
                 each_run(&at, src, dtype, |run, src| {

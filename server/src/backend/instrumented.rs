@@ -1,4 +1,4 @@
-//! The CPU for tests: counts what is written, and refuses memory beyond a limit.
+//! The CPU backend for tests: counts writes, and refuses memory beyond a limit.
 
 use std::{
     ops::Range,
@@ -18,14 +18,14 @@ type Buffer = <Cpu as Backend>::Buffer;
 /// The CPU backend with its counters.
 pub(crate) struct Instrumented {
     cpu: Cpu,
-    /// How often something was written to a buffer, but for steps.
+    /// The number of writes to buffers, except by steps.
     pub(crate) writes: AtomicUsize,
-    /// How many more buffers there is room for.
+    /// The number of further buffers that can be allocated.
     pub(crate) room: AtomicUsize,
 }
 
 impl Instrumented {
-    /// With room for any number of buffers.
+    /// A backend without a limit on the number of buffers.
     pub(crate) fn new() -> Self {
         Self { cpu: Cpu::new(), writes: AtomicUsize::new(0), room: AtomicUsize::new(usize::MAX) }
     }

@@ -1,19 +1,19 @@
-//! Zeroed, aligned host memory that fails instead of aborting.
+//! Zeroed, aligned host memory whose allocation can fail without aborting.
 
 use bytemuck::{Pod, Zeroable};
 use memmap2::{MmapMut, MmapOptions};
 
-/// From this size on memory is mapped on its own: the kernel has it back as soon as it is dropped.
-/// Below it (a model may have ten thousand small tensors) a mapping each would waste pages and run
-/// into the limit on their number.
+/// From this size on, memory is mapped separately, so that the kernel gets it back as soon as it is
+/// dropped. For smaller arrays (a model may have ten thousand small tensors) separate mappings
+/// would waste pages and reach the limit on the number of mappings.
 const MAPPED_FROM: usize = 1 << 20;
 
-/// A cache line: what small arrays are aligned to.
+/// A cache line, the alignment of small arrays.
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
 struct Line([u8; 64]);
 
-// SAFETY: a `Line` is 64 bytes with no padding, and any bytes are a `Line`.
+// SAFETY: a `Line` is 64 bytes without padding, and any bytes are a valid `Line`.
 unsafe impl Zeroable for Line {}
 // SAFETY: as above.
 unsafe impl Pod for Line {}
@@ -31,7 +31,7 @@ enum Storage {
 }
 
 impl Memory {
-    /// `len` zero bytes, or nothing where there is not that much.
+    /// Allocates `len` zero bytes; `None` if there is not enough memory.
     pub(super) fn zeroed(len: usize) -> Option<Memory> {
         let storage = if len < MAPPED_FROM {
             let lines = len.div_ceil(size_of::<Line>());
@@ -40,12 +40,13 @@ impl Memory {
             heap.resize(lines, Line::zeroed());
             Storage::Heap(heap)
         } else {
-            // No advice on huge pages: measured on a virtual machine, steps were as fast without
-            // them, and a first touch four times as fast (the host had taken free huge pages back).
+            // There is no advice on huge pages: measured on a virtual machine, steps were as fast
+            // without them, and a first access four times as fast (the host had reclaimed free huge
+            // pages).
             //
-            // Populated at once: a page that is first read, and then written, is faulted in twice,
-            // and the second time all cores are interrupted. It made the first step ten times as
-            // long as the others.
+            // The pages are populated at once: a page that is first read and then written is
+            // faulted in twice, and the second fault interrupts all cores. Without it the first
+            // step took ten times as long as the others.
             Storage::Mapped(MmapOptions::new().len(len).populate().map_anon().ok()?)
         };
         Some(Memory { storage, len })
@@ -60,7 +61,7 @@ impl Memory {
         &all[..self.len]
     }
 
-    /// The bytes, to write.
+    /// The bytes, for writing.
     pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
         let all = match &mut self.storage {
             Storage::Heap(lines) => bytemuck::cast_slice_mut(lines),
@@ -85,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn more_than_there_is_gives_nothing() {
+    fn an_allocation_beyond_the_memory_fails() {
         assert!(Memory::zeroed(usize::MAX / 4).is_none());
     }
 }

@@ -1,16 +1,15 @@
-//! Arithmetic on a slice's numbers, and nothing else: no wire, no tasks, no clock.
+//! Arithmetic on the numbers of a slice, without networking, tasks or a clock.
 //!
-//! [`Backend`] is what a device must do; [`cpu::Cpu`] is the reference, which every other backend
-//! equals bit for bit (`conformance` is the proof). The rules that make that possible: element
-//! arithmetic in f32 in the order that the kernels write down, no fused multiply-add, IEEE division
-//! and square root, scalars computed in f64 and rounded once, sums in f64 over fixed lanes of fixed
-//! blocks.
+//! [`Backend`] is the interface of a device. [`cpu::Cpu`] is the reference, which every other
+//! backend equals bit for bit (tested by `conformance`). The rules that make this possible: element
+//! arithmetic in f32 in the order of the kernels, no fused multiply-add, IEEE division and square
+//! root, scalars computed in f64 and rounded once, sums in f64 over fixed lanes of fixed blocks.
 //!
-//! Callers validate: an offset outside a buffer, a torn element or a wrong number of state buffers
-//! is a bug in the server, and panics.
+//! Callers validate the arguments. An offset outside a buffer, an incomplete element or a wrong
+//! number of state buffers is a bug in the server, and panics.
 
-// The kernels call functions compiled for the instruction set that was found at run time; memory is
-// viewed as numbers.
+// The kernels call functions that are compiled for the instruction set found at run time, and
+// memory is viewed as numbers.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -34,23 +33,23 @@ pub use cpu::Cpu;
 
 /// A device that holds slices of numbers and computes on them.
 pub trait Backend: Send + Sync + 'static {
-    /// An array of some number of elements of one dtype.
+    /// An array of elements of one dtype.
     type Buffer: Send + Sync + 'static;
 
-    /// A zeroed array.
+    /// Allocates a zeroed array.
     ///
     /// # Errors
-    /// [`OutOfMemory`] where the device has not that much; nothing is lost then.
+    /// [`OutOfMemory`] if the device does not have enough memory; existing arrays are not affected.
     fn allocate(&self, dtype: DType, numel: usize) -> Result<Self::Buffer, OutOfMemory>;
 
-    /// How many elements `buffer` has.
+    /// The number of elements of `buffer`.
     fn numel(&self, buffer: &Self::Buffer) -> usize;
 
-    /// The dtype of `buffer`'s elements.
+    /// The dtype of the elements of `buffer`.
     fn dtype(&self, buffer: &Self::Buffer) -> DType;
 
-    /// Converts `src` (little endian, of `dtype`, at any address, one value for each of `at`) and
-    /// stores it. Returns whether all values of `src` are finite.
+    /// Converts `src` and stores it. `src` is little endian, of `dtype`, at any address, with one
+    /// value for each element of `at`. Returns whether all values of `src` are finite.
     fn store(
         &self,
         dst: &mut Self::Buffer,
@@ -59,8 +58,8 @@ pub trait Backend: Send + Sync + 'static {
         dtype: DType,
     ) -> bool;
 
-    /// Converts `src` as [`Backend::store`] does, and adds it to `dst`, which is f32. Returns
-    /// whether all values of `src` are finite.
+    /// Converts `src` like [`Backend::store`], and adds it to `dst`, which is f32. Returns whether
+    /// all values of `src` are finite.
     fn accumulate(
         &self,
         dst: &mut Self::Buffer,
@@ -69,22 +68,23 @@ pub trait Backend: Send + Sync + 'static {
         dtype: DType,
     ) -> bool;
 
-    /// Makes every NaN among these elements of `dst`, which is f32, the same one, 0x7fc00000. Which
-    /// NaN an addition gives depends on the order of its operands and on the machine.
+    /// Replaces every NaN among these elements of `dst`, which is f32, by 0x7fc00000. The bits of
+    /// the NaN that an addition produces depend on the order of its operands and on the machine.
     fn canonicalise(&self, dst: &mut Self::Buffer, at: impl Into<Elements>);
 
-    /// Elements as little-endian bytes of `dtype`, rounded to nearest even. Where they are
-    /// consecutive and `dtype` is the buffer's own nothing is copied: the bytes keep the buffer
-    /// alive. Else they are copied once.
+    /// Reads elements as little-endian bytes of `dtype`, rounded to nearest even. If the elements
+    /// are consecutive and `dtype` is the buffer's own dtype, nothing is copied, and the bytes keep
+    /// the buffer alive. Otherwise they are copied once.
     fn read(&self, src: &Arc<Self::Buffer>, from: impl Into<Elements>, dtype: DType) -> Bytes;
 
-    /// The sum of squares of the elements of `range`, which begins where a block does, in f64: see
-    /// [`kernels::sum`] for the order. It is finite exactly if every element is.
+    /// The sum of squares of the elements of `range` in f64. `range` begins at the beginning of a
+    /// block; see [`kernels::sum`] for the order. The sum is finite exactly if every element is
+    /// finite.
     fn sum_of_squares(&self, src: &Self::Buffer, range: Range<usize>) -> f64;
 
-    /// One optimizer step in one pass over memory (LAMB: two). `master`, `state` (one buffer for
-    /// each of [`Optimizer::state`], in that order) and `gradient` are f32 and of equal size. The
-    /// new master is also cast into `published`, where there is one, while it is in cache.
+    /// Applies one optimizer step in one pass over memory (LAMB: two). `master`, `state` (one
+    /// buffer for each of [`Optimizer::state`], in that order) and `gradient` are f32 and of equal
+    /// size. The new master is also cast into `published`, if there is one, while it is in cache.
     fn apply(
         &self,
         update: &Update<'_>,
@@ -94,29 +94,29 @@ pub trait Backend: Send + Sync + 'static {
         published: Option<&mut Self::Buffer>,
     );
 
-    /// Copies all of `src` into `dst`, which has as many elements, casting where the dtypes differ.
+    /// Copies `src` into `dst`, which has the same number of elements, and casts if the dtypes
+    /// differ.
     fn copy(&self, src: &Self::Buffer, dst: &mut Self::Buffer);
 }
 
-/// What is the same for every slice of a parameter group in one step.
+/// The parameters of a step that are equal for all slices of a parameter group.
 #[derive(Clone, Copy, Debug)]
 pub struct Update<'a> {
     /// The optimizer and this step's hyperparameters.
     pub optimizer: &'a Optimizer,
-    /// How many steps will have been applied after this one: 1 at the first. Skipped steps do not
-    /// count.
+    /// The number of applied steps including this one: 1 at the first. Skipped steps do not count.
     pub step: u64,
-    /// What the gradient is multiplied by: clip coefficient over loss scale and number of
+    /// The factor of the gradient: the clip coefficient divided by the loss scale and the number of
     /// contributions.
     pub coefficient: f32,
 }
 
-/// The device cannot hold another array of that size.
+/// The device cannot allocate another array of this size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("out of memory: cannot allocate {numel} elements of {dtype}")]
 pub struct OutOfMemory {
-    /// How many elements were asked for.
+    /// The requested number of elements.
     pub numel: usize,
-    /// Of which dtype.
+    /// The dtype.
     pub dtype: DType,
 }

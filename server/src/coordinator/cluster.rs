@@ -1,5 +1,5 @@
-//! The whole state of the coordinator, and the one way to change it: an event and the time in,
-//! actions out.
+//! The complete state of the coordinator, which only changes through events: an event and the time
+//! are the input, actions are the output.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -10,16 +10,16 @@ use super::{
     state::{Job, Open, Phase, ServerState},
 };
 
-/// All that the coordinator knows. It starts empty.
+/// The state of the coordinator, initially empty.
 #[derive(Debug, Default)]
 pub(crate) struct Cluster {
     pub(super) servers: BTreeMap<ServerId, ServerState>,
     pub(super) jobs: BTreeMap<String, Job>,
-    /// The epoch that was given last; the epochs of all jobs come from it.
+    /// The last epoch that was assigned; the epochs of all jobs come from this counter.
     epoch: u64,
 }
 
-/// The content of a DescribeJob response, which the service converts outside of the driver's lock.
+/// The content of a DescribeJob response, which the service converts without the driver's lock.
 #[derive(Debug)]
 pub(crate) struct Description {
     pub(crate) spec: Arc<JobSpec>,
@@ -38,7 +38,7 @@ impl From<Description> for pb::DescribeJobResponse {
 }
 
 impl Cluster {
-    /// The consequences of `event`.
+    /// Applies `event`, and returns the resulting actions.
     pub(crate) fn handle(&mut self, event: Event, now: Now) -> Vec<Action> {
         let mut out = Vec::new();
         match event {
@@ -94,8 +94,7 @@ impl Cluster {
         }
     }
 
-    /// The earliest deadline of a waiting caller or of a job that nobody uses: [`Event::Tick`] is
-    /// due then.
+    /// The earliest deadline of a waiting caller or of an unused job, when [`Event::Tick`] is due.
     pub(crate) fn next_deadline(&self) -> Option<Now> {
         let waiting = |job: &Job| match &job.phase {
             Phase::Waiting { creators, .. } | Phase::Opening { creators, .. } => {
@@ -121,7 +120,7 @@ impl Cluster {
         }
     }
 
-    /// An epoch that no job has had.
+    /// A new epoch, which no job has had before.
     pub(super) fn next_epoch(&mut self) -> u64 {
         self.epoch += 1;
         self.epoch
@@ -135,7 +134,7 @@ impl Cluster {
         self.jobs.get_mut(job).ok_or_else(|| Error::UnknownJob { job: job.to_owned() })
     }
 
-    /// The job that a member's call is about.
+    /// The job of a member's call.
     ///
     /// # Errors
     /// [`Error::UnknownJob`]; [`Error::Invalid`] for an id of 0; [`Error::JobReplaced`] if another
@@ -153,13 +152,13 @@ impl Cluster {
         }
     }
 
-    /// The job that a server's message is about; none if the message is about an earlier job of the
+    /// The job of a server's message; `None` if the message is about an earlier job with the same
     /// name.
     pub(super) fn reported_job(&mut self, job: &JobRef) -> Option<&mut Job> {
         self.jobs.get_mut(&job.name).filter(|found| found.id == job.id)
     }
 
-    /// What a reader needs to pull.
+    /// The description of a job that a reader needs.
     pub(crate) fn describe(&self, job: &str) -> Result<Description> {
         let found = self.job(job)?;
         let open = found.phase.open(job)?;
@@ -193,14 +192,14 @@ impl Cluster {
         (self.servers.len(), jobs)
     }
 
-    /// Ends every open call and stream, because this process is about to stop.
+    /// Ends every open call and stream, because this process is stopping.
     pub(crate) fn stop(&mut self) -> Vec<Action> {
         let error = || Error::Unavailable {
             peer: "coordinator".to_owned(),
             cause: "it is shutting down".to_owned(),
         };
         let mut out = Vec::new();
-        // The ends of their control streams are no news any more.
+        // The ends of their control streams are no longer events.
         self.servers.clear();
         for job in std::mem::take(&mut self.jobs).into_values() {
             let (waiters, members) = job.phase.into_waiting();
@@ -248,5 +247,5 @@ impl Job {
     }
 }
 
-/// The longest wait between two looks at the clock while nobody waits.
+/// The longest interval between two checks of the clock while no call waits.
 pub(crate) const IDLE: Duration = Duration::from_secs(3600);

@@ -23,8 +23,9 @@ use super::{
     state::{Job, Open, Phase},
 };
 
-/// Bytes that the servers need for each slice: f32 master weights; where it trains, f32 optimizer
-/// state and a gradient accumulator; and a copy in the published dtype where that is not f32.
+/// The memory that the servers need for each slice, in bytes: f32 master weights; for a trained
+/// slice, f32 optimizer state and a gradient accumulator; and a copy in the published dtype if it
+/// is not f32.
 pub(crate) fn weights(spec: &JobSpec) -> Vec<u64> {
     let weight = |slice: &SliceSpec| {
         let tensor = &spec.manifest.tensors()[slice.tensor];
@@ -36,11 +37,11 @@ pub(crate) fn weights(spec: &JobSpec) -> Vec<u64> {
     spec.manifest.slices().iter().map(weight).collect()
 }
 
-/// Where a job's slices are, and what follows from that.
+/// The placement of a job's slices, with derived data.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Plan {
     pub(crate) placement: Arc<Placement>,
-    /// Of each server that has slices that train: those slices, ascending.
+    /// The trained slices of each server that has any, ascending.
     pub(crate) trainable: BTreeMap<ServerId, Vec<u32>>,
 }
 
@@ -93,7 +94,7 @@ impl Cluster {
         }
     }
 
-    /// Has the driver compute a placement, if there are enough servers.
+    /// Requests a placement from the driver, if enough servers are connected.
     pub(super) fn try_place(&mut self, name: &str, out: &mut Vec<Action>) {
         let enough = self.servers.len();
         let Some(Job { spec, id, phase: Phase::Waiting { placing, .. }, .. }) =
@@ -127,7 +128,7 @@ impl Cluster {
         let (spec, job_id, name) = (spec.clone(), *id, job.name.as_str());
         let plan = match plan {
             Ok(plan) if plan.placement.servers().iter().all(|server| live.contains(server)) => plan,
-            // A server has gone in the meantime.
+            // A server has been lost meanwhile.
             Ok(_) => return self.try_place(name, out),
             Err(error) => {
                 out.extend(
@@ -234,13 +235,14 @@ impl Cluster {
         }
     }
 
-    /// Opening -> gone, Open -> Failed: everybody who waits is told, and the servers close the job.
+    /// Opening -> gone, Open -> Failed: all waiting calls are answered, and the servers close the
+    /// job.
     pub(super) fn fail(&mut self, name: &str, reason: &str, now: Now, out: &mut Vec<Action>) {
         let Some(mut job) = self.jobs.remove(name) else { return };
         out.push(Action::Note(format!("job {name:?} failed: {reason}")));
         let failed = Phase::Failed { reason: reason.to_owned() };
         let (id, phase) = (job.id, std::mem::replace(&mut job.phase, failed));
-        // A job that never opened has nothing to lose: it can be created again at once.
+        // A job that never opened has no state to lose: it can be created again at once.
         if matches!(phase, Phase::Open(_)) {
             self.jobs.insert(name.to_owned(), job);
             self.unused_from(name, now, out);
@@ -274,7 +276,8 @@ impl Cluster {
         out.push(Action::Forgotten { job: name.to_owned() });
     }
 
-    /// Has the connected servers of the placement close the job, and ends every call and stream.
+    /// Tells the connected servers of the placement to close the job, and ends every call and
+    /// stream.
     fn dissolve(&self, job: &JobRef, phase: Phase, reason: &str, out: &mut Vec<Action>) {
         if let Some(placement) = phase.placement() {
             let live =
@@ -290,8 +293,8 @@ impl Cluster {
         out.extend(members.into_iter().map(|lease| Action::End(lease, Some(error()))));
     }
 
-    /// Tells creators at their deadline. A job that is not open and that nobody waits for any more
-    /// is removed.
+    /// Answers creators at their deadline. A job that is not open and has no waiting creator is
+    /// removed.
     pub(super) fn expire_creators(&mut self, now: Now, out: &mut Vec<Action>) {
         let names: Vec<String> = self.jobs.keys().cloned().collect();
         for name in names {
@@ -305,7 +308,7 @@ impl Cluster {
         }
     }
 
-    /// A caller of CreateJob has gone away.
+    /// A caller of CreateJob has disconnected.
     pub(super) fn creator_gone(&mut self, name: &str, caller: Caller, out: &mut Vec<Action>) {
         if let Some(creators) = self.creators(name) {
             creators.retain(|waiter| waiter.caller != caller);
@@ -319,7 +322,7 @@ impl Cluster {
         }
     }
 
-    /// The calls that wait for the job to open; absent once it has opened or failed.
+    /// The calls that wait for the job to open; `None` once it has opened or failed.
     fn creators(&mut self, name: &str) -> Option<&mut Vec<Waiter>> {
         match &mut self.jobs.get_mut(name)?.phase {
             Phase::Waiting { creators, .. } | Phase::Opening { creators, .. } => Some(creators),

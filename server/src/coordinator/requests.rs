@@ -8,27 +8,28 @@ use zeroshard_proto::{Deadline, Error, JobSpec, Result, job::optimizers, pb};
 use super::events::{Commit, Discard, JobRef, Lease, Reduce, Turn};
 use crate::config::{Address, MAX_WAIT};
 
-/// The longest address of a server or worker, in bytes: the longest name that DNS has, and a port.
+/// The maximum length of the address of a server or worker, in bytes: the longest DNS name, and a
+/// port.
 const MAX_ADDRESS: usize = 253 + 6;
 
-/// How long callers wait.
+/// The waiting times of callers.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Waits {
-    /// Of callers that do not say how long they wait.
+    /// For callers that do not specify one.
     pub(crate) default: Duration,
-    /// The time after which a worker that went away without a word is certainly noticed: no Join
-    /// waits longer for its rank.
+    /// The time after which a worker that disconnected without notice is certainly detected; no
+    /// Join waits longer for its rank.
     pub(crate) rank: Duration,
 }
 
 impl Waits {
-    /// Until when a call may wait: its own deadline or the default, and at most for [`MAX_WAIT`].
+    /// The deadline of a call: its own deadline or the default, and at most [`MAX_WAIT`].
     pub(super) fn of<T>(&self, request: &Request<T>) -> Deadline {
         let of_call = Deadline::of_call(request.metadata().as_ref());
         of_call.unwrap_or_else(|| Deadline::after(self.default)).at_most(MAX_WAIT)
     }
 
-    /// How long a Join waits.
+    /// The waiting time of a Join.
     pub(super) fn of_join(&self, wait_ms: u32) -> Duration {
         match Duration::from_millis(wait_ms.into()) {
             Duration::ZERO => self.default,
@@ -71,7 +72,7 @@ fn turn(message: Option<pb::Turn>) -> Result<Turn> {
     Ok(Turn { job, lease: Lease(lease), epoch, rank, step, attempt })
 }
 
-/// A loss scale that is absent is 1.
+/// An absent loss scale means 1.
 fn loss_scale(loss_scale: f64, turn: &Turn) -> Result<f64> {
     positive("loss_scale", if loss_scale == 0.0 { 1.0 } else { loss_scale }, turn)
 }
@@ -92,7 +93,7 @@ pub(super) fn job_spec(spec: Option<pb::JobSpec>) -> Result<JobSpec> {
     let spec = spec.ok_or_else(|| Error::invalid("spec", "absent", "the job's spec"))?;
     let spec = JobSpec::try_from(spec)?;
     if spec.replicas > 1 {
-        // To accept it would promise what nobody keeps.
+        // This version cannot replicate slices, so it must not accept the request.
         return Err(Error::invalid(
             "replicas",
             spec.replicas,
@@ -102,7 +103,7 @@ pub(super) fn job_spec(spec: Option<pb::JobSpec>) -> Result<JobSpec> {
     Ok(spec)
 }
 
-/// An address that others dial.
+/// Checks an address that other processes dial.
 pub(super) fn dialled(what: &str, text: &str) -> Result<Address> {
     let wrong = |found: String, expected: &str| Err(Error::invalid(what, found, expected));
     if text.len() > MAX_ADDRESS {

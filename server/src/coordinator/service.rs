@@ -1,4 +1,4 @@
-//! The gRPC service: hands requests to the driver as events, and its answers back as messages.
+//! The gRPC service: passes requests to the driver as events, and converts its answers to messages.
 
 use std::{
     pin::Pin,
@@ -21,7 +21,7 @@ use super::{
 };
 use crate::identity;
 
-/// Serves a [`Driver`].
+/// Serves the calls to a [`Driver`].
 #[derive(Debug)]
 pub(crate) struct Service {
     pub(crate) driver: Arc<Driver>,
@@ -82,8 +82,8 @@ impl coordinator_service_server::CoordinatorService for Service {
         let address = address.map(dialled).transpose()?.map(|address| address.to_string());
         let (wait, lease) = (self.waits.of_join(wait_ms), Lease(identity::random()?));
         self.driver.add_lease(lease);
-        // From here on the lease ends with the stream, also when the caller goes away while the
-        // call waits.
+        // From now on the lease ends with the stream, also if the caller disconnects while the call
+        // waits.
         let mut stream =
             Memberships { driver: self.driver.clone(), job: job.clone(), rank, lease, first: None };
         let rank_wait = wait.min(self.waits.rank);
@@ -167,7 +167,7 @@ fn unexpected(reply: &Reply) -> Status {
     Error::Internal { cause: format!("{reply:?} answers another call") }.into()
 }
 
-/// The stream of a worker's memberships; its lease lasts as long.
+/// The stream of a worker's memberships, which lasts as long as its lease.
 #[derive(Debug)]
 pub(crate) struct Memberships {
     driver: Arc<Driver>,

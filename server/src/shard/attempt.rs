@@ -1,25 +1,25 @@
-//! Which try at which step a message belongs to.
+//! The attempt at a step to which a message belongs.
 
 use zeroshard_proto::Error;
 
-/// One try at a step's gradients. Later ones replace earlier ones: what came in an earlier attempt
-/// is dropped, and never counts in a later one. While the initial parameters are uploaded, the
-/// attempt is that of step 0.
+/// One attempt at a step's gradients. Later attempts replace earlier ones: the gradients of an
+/// earlier attempt are dropped, and never count in a later one. While the initial parameters are
+/// uploaded, the attempt is that of step 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Attempt {
     pub(crate) epoch: u64,
     pub(crate) step: u64,
-    /// Counts the attempts at the step in this epoch, from 0.
+    /// The number of the attempt at the step in this epoch, from 0.
     pub(crate) number: u32,
 }
 
 impl Attempt {
-    /// The first one in `epoch`, at `step`.
+    /// The first attempt at `step` in `epoch`.
     pub(crate) fn first(epoch: u64, step: u64) -> Self {
         Self { epoch, step, number: 0 }
     }
 
-    /// Why a message of this attempt is refused while `current` is open.
+    /// The error for a message of this attempt while `current` is open.
     pub(crate) fn refusal(self, job: &str, current: Self) -> Error {
         let Self { epoch, step, number: attempt } = self;
         let job = job.to_owned();
@@ -45,7 +45,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_names_the_first_thing_that_differs() {
+    fn a_refusal_names_the_first_difference() {
         let current = Attempt { epoch: 2, step: 5, number: 1 };
         let refusal = |epoch, step, number| Attempt { epoch, step, number }.refusal("job", current);
         assert!(matches!(refusal(1, 4, 0), Error::StaleEpoch { epoch: 1, current: 2, .. }));

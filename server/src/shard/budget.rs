@@ -1,11 +1,11 @@
-//! A number of bytes that a server spends on something, over all of its jobs.
+//! A limit on the number of bytes that a server uses for one purpose, over all of its jobs.
 
 use std::sync::{
     Arc,
     atomic::{AtomicU64, Ordering},
 };
 
-/// How many bytes there may be, and how many there are.
+/// The limit and the number of bytes in use.
 #[derive(Debug)]
 pub(crate) struct Budget {
     limit: u64,
@@ -25,7 +25,7 @@ impl Budget {
         self.used.load(Ordering::Relaxed)
     }
 
-    /// Room for so many bytes, if there is.
+    /// Reserves this number of bytes, if the budget allows.
     pub(crate) fn take(self: &Arc<Self>, bytes: u64) -> Option<Space> {
         let fits = |used: u64| used.checked_add(bytes).filter(|&sum| sum <= self.limit);
         self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).ok()?;
@@ -33,7 +33,7 @@ impl Budget {
     }
 }
 
-/// A part of the budget, given back when dropped.
+/// A reserved part of the budget, returned when dropped.
 #[derive(Debug)]
 pub(crate) struct Space {
     budget: Arc<Budget>,
@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_fits_is_taken_and_given_back_when_dropped() {
+    fn space_is_reserved_within_the_limit_and_returned_when_dropped() {
         let budget = Budget::new(10);
         let six = budget.take(6).unwrap();
         assert!(budget.take(5).is_none() && budget.take(u64::MAX).is_none());

@@ -1,5 +1,5 @@
-//! A job's own task on this server: opens it, and does what the coordinator says of it, in order,
-//! until it is closed.
+//! The task of a job on this server: opens the job, and carries out the coordinator's commands in
+//! order until it is closed.
 
 use std::sync::Arc;
 
@@ -16,16 +16,16 @@ use super::{
 };
 use crate::backend::Backend;
 
-/// What the coordinator says of a job that is open.
+/// A command of the coordinator for an open job.
 #[derive(Debug)]
 pub(super) enum Command {
-    /// Version 0 is there.
+    /// Publish version 0.
     Publish { epoch: u64 },
     /// A worker holds the rank with this lease.
     Grant { rank: u32, lease: u64 },
     /// The lease of the rank has ended.
     NewEpoch { epoch: u64, rank: u32 },
-    /// All ranks have discarded the attempt before this one.
+    /// All ranks have discarded the previous attempt.
     NewAttempt(Attempt),
     /// The rank has no more data.
     RankDone { rank: u32 },
@@ -33,7 +33,7 @@ pub(super) enum Command {
     Decide { attempt: Attempt, update: Option<Update> },
 }
 
-/// What a decision has the servers apply.
+/// The update that a decision applies.
 #[derive(Debug)]
 pub(super) struct Update {
     groups: Vec<Optimizer>,
@@ -42,8 +42,10 @@ pub(super) struct Update {
 }
 
 impl Command {
+    /// Converts a decision.
+    ///
     /// # Errors
-    /// [`zeroshard_proto::Error::Invalid`] for an optimizer that is none.
+    /// [`zeroshard_proto::Error::Invalid`] for an unknown optimizer.
     pub(super) fn decide(decision: pb::Decision) -> Result<Self> {
         let pb::Decision { epoch, step, attempt: number, .. } = decision;
         let update = |pb::Update { groups, coefficient, unclipped }| {
@@ -54,7 +56,7 @@ impl Command {
     }
 }
 
-/// What opening a job needs.
+/// The context for opening a job.
 pub(super) struct Opener<B: Backend> {
     pub(super) store: Arc<Store<B>>,
     pub(super) events: Events,
@@ -64,7 +66,8 @@ pub(super) struct Opener<B: Backend> {
     pub(super) closed: CancellationToken,
 }
 
-/// Opens a job and obeys `commands`, each of which may be malformed. An error is told to the coordinator, and ends the job here.
+/// Opens a job and carries out `commands`, each of which may be malformed. An error is reported to
+/// the coordinator and ends the job here.
 pub(super) async fn serve_job<B: Backend>(
     opener: Opener<B>,
     open: pb::OpenJob,
@@ -109,7 +112,7 @@ fn open_job<B: Backend>(opener: &Opener<B>, open: pb::OpenJob) -> Result<Job<B>>
     Job::open(opening, opener.closed.clone(), surroundings)
 }
 
-/// Does what the coordinator says, until the job is closed.
+/// Carries out the commands of the coordinator until the job is closed.
 async fn obey<B: Backend>(
     store: &Store<B>,
     job: &Arc<Job<B>>,
@@ -117,7 +120,7 @@ async fn obey<B: Backend>(
 ) -> Result<()> {
     while let Some(Some(command)) = job.closed().run_until_cancelled(commands.recv()).await {
         match command? {
-            // It takes no time.
+            // This command is fast.
             Command::Grant { rank, lease } => job.grant(rank, lease),
             other => {
                 let job = job.clone();

@@ -1,5 +1,5 @@
-//! The control stream: registers with the coordinator, and hands what it says to the jobs' own
-//! tasks, so that one job's work never holds up another's.
+//! The control stream: registers with the coordinator, and passes its commands to the jobs' own
+//! tasks, so that the work of one job never delays another.
 
 use std::{
     collections::HashMap,
@@ -30,27 +30,27 @@ use super::{
 };
 use crate::{backend::Backend, health::Health};
 
-/// How often the coordinator hears what this server holds.
+/// The interval of the reports about this server's memory.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Commands that may wait for one job. It gets a few for each step and for each rank that comes or
-/// goes.
+/// The maximum number of commands that wait for one job. A job gets a few commands for each step
+/// and for each rank that joins or leaves.
 const MAX_COMMANDS: usize = 1 << 17;
 
-/// Whom to call, and as whom.
+/// The addresses and identity for the registration.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Contact<'a> {
     pub(super) coordinator: &'a str,
     pub(super) token: &'a Token,
-    /// What others dial to reach this server.
+    /// The address that other processes dial to reach this server.
     pub(super) advertised: &'a str,
     pub(super) server_id: u64,
     pub(super) incarnation: u64,
-    /// The highest term of a coordinator that was seen.
+    /// The highest term of a coordinator so far.
     pub(super) term: &'a AtomicU64,
 }
 
-/// One connection to the coordinator, from the first greeting until it breaks: the reason.
+/// Runs one connection to the coordinator, from the greeting until it breaks. Returns the reason.
 pub(super) async fn session<B: Backend>(
     store: &Arc<Store<B>>,
     health: &Health,
@@ -67,15 +67,15 @@ pub(super) async fn session<B: Backend>(
 
 struct Session<'a, B: Backend> {
     contact: Contact<'a>,
-    /// For messages.
+    /// The name of the coordinator, for messages.
     peer: String,
     store: &'a Arc<Store<B>>,
     events: Events,
-    /// By id: what is open, and what is being opened.
+    /// The jobs that are open or being opened, by id.
     jobs: HashMap<u64, Queue>,
 }
 
-/// A job's task. Dropped, it ends, and with it every call of the job.
+/// A job's task. When it is dropped, the task ends, and with it every call of the job.
 struct Queue {
     commands: mpsc::Sender<Result<Command>>,
     _closed: DropGuard,
@@ -147,8 +147,10 @@ impl<'a, B: Backend> Session<'a, B> {
         }
     }
 
+    /// Checks the term of the coordinator.
+    ///
     /// # Errors
-    /// [`Error::StaleTerm`] if a later coordinator has spoken.
+    /// [`Error::StaleTerm`] if a later coordinator has sent a command.
     fn check_term(&self, term: u64) -> Result<()> {
         let current = self.contact.term.fetch_max(term, Ordering::AcqRel);
         if term < current { Err(Error::StaleTerm { term, current }) } else { Ok(()) }
@@ -180,8 +182,8 @@ impl<'a, B: Backend> Session<'a, B> {
             }
             Wire::Decide(decision) => (decision.job_id, Command::decide(decision)),
         };
-        // A job that has failed here has no task any more; the coordinator knows, or will in a
-        // moment.
+        // A job that has failed here has no task any more; the coordinator knows it, or will know
+        // it shortly.
         let Some(queue) = self.jobs.get(&job_id) else { return };
         if let Err(mpsc::error::TrySendError::Full(_)) = queue.commands.try_send(command) {
             tracing::error!(
@@ -210,7 +212,7 @@ impl<'a, B: Backend> Session<'a, B> {
     }
 }
 
-/// An error with what caused it: the transport's own message is only "transport error".
+/// Formats an error with its causes, because the transport's own message is only "transport error".
 fn chain(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(error.source(), |error| error.source());
     causes.fold(error.to_string(), |message, cause| format!("{message}: {cause}"))

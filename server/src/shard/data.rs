@@ -1,4 +1,5 @@
-//! The gRPC service `zeroshard.v1.DataService`, by hand: generated code would copy every payload.
+//! The gRPC service `zeroshard.v1.DataService`, implemented by hand, because generated code would
+//! copy every payload.
 
 use std::{
     convert::Infallible,
@@ -24,7 +25,7 @@ use zeroshard_proto::{
 use super::{pull, push, stall, store::Store};
 use crate::{backend::Backend, connection::Hangup};
 
-/// The most bytes that a `PullRequest` may have, with its prefix: some 100,000 extents.
+/// The maximum size of a `PullRequest` with its prefix, in bytes: about 100,000 extents.
 const MAX_PULL_REQUEST: usize = 4 << 20;
 
 pub(super) struct Data<B: Backend> {
@@ -86,7 +87,7 @@ fn going_away() -> Error {
     }
 }
 
-/// The answer with one message.
+/// A response with a single message.
 fn unary(message: &pb::PushResponse) -> Response<Body> {
     let message = Frame::data(encode_message(message));
     let frames = [Ok::<_, Infallible>(message), Ok(Frame::trailers(trailers(Ok(()))))];
@@ -103,7 +104,7 @@ async fn answer_pull<B: Backend>(
     let request = read_request(request.into_body()).await?;
     let frames = pull::pull(store, &request, deadline)?;
     let frames = frames.take_until(shutdown.clone().cancelled_owned());
-    // Data frames, and at the end, good or bad, the trailers.
+    // Data frames, followed by the trailers with the status.
     let body = futures_util::stream::unfold(Some(Box::pin(frames)), move |frames| {
         let shutdown = shutdown.clone();
         async move {

@@ -1,4 +1,4 @@
-//! What this server says to the coordinator, in order and within bounds.
+//! The events that this server sends to the coordinator, in order and with bounded memory.
 
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -6,28 +6,28 @@ use zeroshard_proto::pb::{self, serve_request::Event};
 
 use super::{attempt::Attempt, round::Absent, slice::Reduced};
 
-/// Events that may wait to be sent: a few for each step of each job.
+/// The maximum number of events that wait to be sent: a few for each step of each job.
 const MAX_EVENTS: usize = 1 << 14;
 
-/// Something that happened to a job.
+/// An event of a job.
 #[derive(Debug)]
 pub(crate) enum JobEvent {
-    /// Its memory is there.
+    /// The memory of the job is allocated.
     Opened { epoch: u64 },
     /// All initial parameters have been uploaded in this epoch.
     Initialised { epoch: u64 },
-    /// Pushes with the lease are taken from now on.
+    /// Pushes with the lease are accepted from now on.
     Granted { rank: u32, lease: u64 },
-    /// The gradients of the attempt are complete: those of all slices that train, in any order.
+    /// The gradients of the attempt are complete: those of all trained slices, in any order.
     Ready { attempt: Attempt, reduced: Vec<(u32, Reduced)> },
     /// The decision about the step is stored.
     Stored { epoch: u64, step: u64 },
-    /// It cannot go on.
+    /// The job cannot continue.
     Failed { epoch: u64, reason: String },
 }
 
 impl JobEvent {
-    /// The message, of the job of that name and id.
+    /// Converts to a message about the job with this name and id.
     fn into_wire(self, job: String, job_id: u64) -> Event {
         match self {
             Self::Opened { epoch } => Event::Opened(pb::JobOpened { job, job_id, epoch }),
@@ -81,7 +81,7 @@ fn step_ready(
     }
 }
 
-/// The way to the coordinator. Clones share it.
+/// The queue of events to the coordinator. Clones share it.
 #[derive(Debug, Clone)]
 pub(crate) struct Events {
     queue: mpsc::Sender<Event>,
@@ -89,34 +89,35 @@ pub(crate) struct Events {
 }
 
 impl Events {
-    /// The way, and its end.
+    /// Creates a queue and its receiver.
     pub(crate) fn channel() -> (Self, mpsc::Receiver<Event>) {
         let (queue, events) = mpsc::channel(MAX_EVENTS);
         (Self { queue, overflow: CancellationToken::new() }, events)
     }
 
-    /// Says something that must not be lost. A coordinator that does not read is given up: see
-    /// [`Self::overflowed`].
+    /// Sends an event that must not be lost. A coordinator that does not read its stream is given
+    /// up: see [`Self::overflowed`].
     pub(crate) fn tell(&self, event: Event) {
-        // Once the stream has ended nobody listens; that is seen where commands are read.
+        // After the end of the stream events are dropped; the end is detected where commands are
+        // read.
         if let Err(mpsc::error::TrySendError::Full(_)) = self.queue.try_send(event) {
             self.overflow.cancel();
         }
     }
 
-    /// As [`Self::tell`], of the job of that name and id.
+    /// Sends an event like [`Self::tell`], about the job with this name and id.
     pub(crate) fn tell_of(&self, job: &str, id: u64, event: JobEvent) {
         self.tell(event.into_wire(job.to_owned(), id));
     }
 
-    /// Says something that is of no interest later, if nothing else waits to be sent.
+    /// Sends an event that is only useful now, if no other event waits to be sent.
     pub(crate) fn tell_if_idle(&self, event: impl FnOnce() -> Event) {
         if self.queue.capacity() == MAX_EVENTS {
             self.tell(event());
         }
     }
 
-    /// Returns when an event could not be told.
+    /// Completes when an event could not be queued.
     pub(crate) async fn overflowed(&self) {
         self.overflow.cancelled().await;
     }

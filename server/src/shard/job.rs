@@ -1,4 +1,4 @@
-//! One job on this server: its slices, the open step, the epoch.
+//! One job on this server: its slices, the open step, and the epoch.
 
 use std::{
     collections::HashMap,
@@ -24,49 +24,48 @@ mod progress;
 mod steps;
 mod wait;
 
-/// What a job needs of its surroundings.
+/// The context of a job.
 pub(crate) struct Surroundings<B> {
     pub(crate) backend: Arc<B>,
     pub(crate) budget: Arc<Budget>,
     pub(crate) metrics: Arc<Metrics>,
-    /// To the coordinator.
+    /// The events to the coordinator.
     pub(crate) events: Events,
 }
 
-/// What the coordinator says of a job that is to be opened.
+/// The coordinator's description of a job to be opened.
 pub(crate) struct Opening<'a> {
     pub(crate) id: u64,
     pub(crate) spec: JobSpec,
     pub(crate) epoch: u64,
     pub(crate) placement: &'a Placement,
-    /// Which of the placement's servers this one is.
+    /// The id of this server in the placement.
     pub(crate) server: u64,
 }
 
-/// A job's slices on this server, and the attempt that is open.
+/// A job's slices on this server, and the open attempt.
 pub(crate) struct Job<B: Backend> {
     pub(crate) id: u64,
     pub(crate) spec: JobSpec,
     surroundings: Surroundings<B>,
-    /// By number; `None` where another server is the primary.
+    /// The slices by number; `None` if another server is the primary.
     slices: Vec<Option<Slice<B>>>,
     progress: Mutex<Progress>,
-    /// The lease of each rank that has one. A rank's pushes must carry it.
+    /// The lease of each rank that has one. The pushes of a rank must carry it.
     leases: RwLock<HashMap<u32, u64>>,
-    /// Ticks when a slice has a new version, and when another attempt is open.
+    /// Notified when a slice has a new version, and when another attempt is open.
     changed: watch::Sender<()>,
     closed: CancellationToken,
-    /// Ticks when gradients come in: parked ones may have their turn.
+    /// Notified when gradients arrive, after which parked ones may have their turn.
     contributed: Notify,
 }
 
 impl<B: Backend> Job<B> {
-    /// Allocates the slices of which this server is the primary. Gives up when `closed` is
-    /// cancelled.
+    /// Allocates the slices of which this server is the primary. Stops when `closed` is cancelled.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] naming the tensor, [`Error::JobFailed`] if it was closed; what was
-    /// allocated is freed.
+    /// [`Error::OutOfMemory`], which names the tensor; [`Error::JobFailed`] if the job was closed.
+    /// The memory allocated so far is freed.
     pub(crate) fn open(
         opening: Opening<'_>,
         closed: CancellationToken,
@@ -81,7 +80,7 @@ impl<B: Backend> Job<B> {
                 return Err(closed_error(&spec.name));
             }
             let cut = spec.manifest.slices()[index];
-            // Most slices follow another slice of their tensor.
+            // Most slices follow another slice of the same tensor.
             let same = last.take_if(|(tensor, _)| *tensor == cut.tensor);
             let (_, contributions) =
                 last.insert(same.unwrap_or_else(|| (cut.tensor, spec.contributions(cut.tensor))));
@@ -124,7 +123,7 @@ impl<B: Backend> Job<B> {
         self.progress().version
     }
 
-    /// All slices that are here, with their numbers.
+    /// All slices on this server, with their numbers.
     pub(crate) fn slices(&self) -> impl Iterator<Item = (u32, &Slice<B>)> {
         let numbered = (0u32..).zip(&self.slices);
         numbered.filter_map(|(index, slice)| Some((index, slice.as_ref()?)))
@@ -133,7 +132,7 @@ impl<B: Backend> Job<B> {
     /// Slice number `index`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the job has no such slice, [`Error::NotHere`] if another server has
+    /// [`Error::Invalid`] if the job has no such slice, [`Error::NotHere`] if another server holds
     /// it.
     pub(crate) fn slice(&self, index: u32) -> Result<&Slice<B>> {
         let Some(slice) = self.slices.get(index as usize) else {
@@ -143,6 +142,8 @@ impl<B: Backend> Job<B> {
         slice.as_ref().ok_or_else(|| Error::NotHere { job: self.spec.name.clone(), slice: index })
     }
 
+    /// Checks the epoch of a call.
+    ///
     /// # Errors
     /// [`Error::StaleEpoch`].
     pub(crate) fn check_epoch(&self, epoch: u64) -> Result<()> {
@@ -152,7 +153,7 @@ impl<B: Backend> Job<B> {
         }
     }
 
-    /// Bytes of all slices.
+    /// The memory of all slices.
     pub(crate) fn memory(&self) -> Memory {
         self.slices().fold(Memory::default(), |sum, (_, slice)| {
             let one = slice.memory();
@@ -165,7 +166,7 @@ impl<B: Backend> Job<B> {
         })
     }
 
-    /// The first tensor and rank that the open step, or the upload, waits for.
+    /// The first tensor and rank for which the open step, or the upload, waits.
     pub(crate) fn waiting_for(&self) -> Option<String> {
         let (index, what, rank) =
             self.slices().find_map(|(index, slice)| match slice.version() {
@@ -177,8 +178,10 @@ impl<B: Backend> Job<B> {
         Some(format!("{what} of {} for tensor {name:?}", describe(&self.spec, tensor, rank)))
     }
 
+    /// Checks the lease of a push.
+    ///
     /// # Errors
-    /// [`Error::LeaseLost`] unless `lease` is the one that was granted for `rank`.
+    /// [`Error::LeaseLost`] unless `lease` was granted for `rank`.
     pub(crate) fn check_lease(&self, rank: u32, lease: u64) -> Result<()> {
         match self.leases.read().expect("no holder of the lock panics").get(&rank) {
             Some(&granted) if granted == lease => Ok(()),
@@ -186,7 +189,7 @@ impl<B: Backend> Job<B> {
         }
     }
 
-    /// Takes a chunk of what the job begins with. Returns how many elements were new.
+    /// Stores a chunk of an upload. Returns the number of new elements.
     pub(crate) fn upload(
         &self,
         attempt: Attempt,
@@ -203,8 +206,8 @@ impl<B: Backend> Job<B> {
         Ok(new)
     }
 
-    /// Counts `slices` whose initial parameters are complete. Call it with 0 at first, for a server
-    /// without a slice.
+    /// Counts `slices` whose initial parameters are complete. It is first called with 0, for a
+    /// server without slices.
     pub(crate) fn finish_upload(&self, attempt: Attempt, slices: usize) {
         let mut progress = self.progress();
         if !progress.is_upload || progress.attempt != attempt {
@@ -216,7 +219,7 @@ impl<B: Backend> Job<B> {
         }
     }
 
-    /// Takes a chunk of a rank's gradient. Returns how many elements were new.
+    /// Adds a chunk of a rank's gradient. Returns the number of new elements.
     pub(crate) fn contribute(&self, attempt: Attempt, index: u32, chunk: &Chunk) -> Result<u64> {
         let slice = self.slice(index)?;
         let current = || self.check_attempt(attempt, slice);
@@ -227,7 +230,7 @@ impl<B: Backend> Job<B> {
         Ok(new)
     }
 
-    /// Notes that a rank has nothing more of a slice that trains.
+    /// Records that a rank has nothing more to send of a trained slice.
     pub(crate) fn absent(&self, attempt: Attempt, index: u32, rank: u32) -> Result<()> {
         let slice = self.slice(index)?;
         let reduced =
@@ -237,15 +240,17 @@ impl<B: Backend> Job<B> {
         Ok(())
     }
 
-    /// Takes a chunk of what a buffer is after the step. Returns how many elements were new.
+    /// Stores a chunk of a buffer's content after the step. Returns the number of new elements.
     pub(crate) fn replace(&self, attempt: Attempt, index: u32, chunk: &Chunk) -> Result<u64> {
         let slice = self.slice(index)?;
         slice.replace(self.backend(), attempt, chunk, || self.check_attempt(attempt, slice))
     }
 
+    /// Checks the attempt of a push.
+    ///
     /// # Errors
     /// [`Error::StaleEpoch`], [`Error::StepMismatch`], [`Error::StaleAttempt`] unless `attempt` is
-    /// the open one, and `slice` is at its version.
+    /// open and `slice` is at its version.
     fn check_attempt(&self, attempt: Attempt, slice: &Slice<B>) -> Result<()> {
         let mut progress = self.progress();
         if progress.attempt != attempt {
@@ -262,7 +267,7 @@ impl<B: Backend> Job<B> {
         }
     }
 
-    /// Counts a slice's gradient that is complete.
+    /// Counts a slice whose gradient is complete.
     fn finish_reduction(&self, attempt: Attempt, slice: u32, reduced: Option<Reduced>) {
         let Some(reduced) = reduced else { return };
         let mut progress = self.progress();
@@ -275,7 +280,7 @@ impl<B: Backend> Job<B> {
         }
     }
 
-    /// Ends all waits and transfers: the job is being dropped.
+    /// Ends all waits and transfers, because the job is being dropped.
     pub(crate) fn close(&self) {
         self.closed.cancel();
     }
@@ -285,7 +290,7 @@ impl<B: Backend> Job<B> {
         &self.closed
     }
 
-    /// What calls are told that were open when the job was dropped.
+    /// The error for calls that were open when the job was dropped.
     pub(crate) fn closed_error(&self) -> Error {
         closed_error(&self.spec.name)
     }

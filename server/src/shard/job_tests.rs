@@ -1,4 +1,4 @@
-//! What the coordinator says of a job, between, beside and before pushes.
+//! Commands of the coordinator to a job before, during and between pushes.
 
 use std::sync::{
     Arc,
@@ -47,7 +47,7 @@ impl Subject {
         Self { job: Job::open(opening, CancellationToken::new(), surroundings).unwrap(), said }
     }
 
-    /// At version 0, all elements 0.
+    /// A job at version 0 whose elements are 0.
     fn initialised(slices: usize, world: u32) -> Self {
         let mut subject = Self::new(slices, world);
         subject.upload_all(1, 0.0);
@@ -88,8 +88,8 @@ fn at(epoch: u64, step: u64, number: u32) -> Attempt {
 
 #[test]
 fn a_push_that_was_acknowledged_in_an_epoch_is_not_erased_by_its_beginning() {
-    // Ranks push the same gradients again in every epoch, while epochs change under them. Whatever
-    // was acknowledged in the last one must count.
+    // Ranks push the same gradients again in every epoch, while the epoch changes. All gradients
+    // that were acknowledged in the last epoch must count.
     const SLICES: u32 = 20_000;
     const EPOCHS: u64 = 40;
     let mut subject = Subject::initialised(SLICES as usize, 2);
@@ -135,7 +135,7 @@ fn what_was_pushed_in_an_attempt_never_counts_in_a_later_one() {
     subject.push(at(1, 0, 0), 0, 0, 7.0).unwrap();
     subject.push(at(1, 0, 0), 0, 1, 7.0).unwrap();
     assert!(subject.ready().is_some());
-    // Reported as ready, it is open again.
+    // The attempt was reported as ready, and is open again.
     subject.job.open_attempt(at(1, 0, 1)).unwrap();
     let stale = subject.push(at(1, 0, 0), 0, 0, 7.0);
     assert!(matches!(stale, Err(Error::StaleAttempt { attempt: 0, current: 1, .. })), "{stale:?}");

@@ -1,8 +1,8 @@
-//! The shard server: holds slices, adds gradients, applies steps, hands out parameters.
+//! The shard server: holds slices, adds gradients, applies steps, and serves parameters.
 //!
-//! `data` and `service` are the wire, `store` finds the job, `job` the slice, `slice` computes on a
-//! backend. `control` listens to the coordinator, and `commands` does what it says of a job.
-//! Nothing here knows the other servers.
+//! `data` and `service` implement the protocol, `store` finds the job, `job` finds the slice, and
+//! `slice` computes on a backend. `control` receives the commands of the coordinator, and
+//! `commands` carries them out for a job. A shard server does not know the other servers.
 
 mod attempt;
 mod budget;
@@ -40,7 +40,7 @@ use zeroshard_proto::{
 use crate::{backend::Backend, config, health::Health, serve::Context};
 use store::{Limits, Store};
 
-/// How often a lost coordinator is dialled again.
+/// The interval at which a lost coordinator is dialled again.
 const RECONNECT: Duration = Duration::from_millis(500);
 
 /// The role `shard`, on one backend.
@@ -48,14 +48,14 @@ pub struct Shard<B: Backend> {
     store: Arc<Store<B>>,
     health: Health,
     token: Token,
-    /// What the operator calls this server.
+    /// The name that the operator gave this server.
     id: Option<String>,
-    /// This life of the process.
+    /// The incarnation of this process.
     incarnation: u64,
 }
 
 impl<B: Backend> Shard<B> {
-    /// A server that holds nothing yet.
+    /// Creates a server without jobs.
     ///
     /// # Errors
     /// [`zeroshard_proto::Error::Internal`] if the system has no random numbers.
@@ -83,9 +83,9 @@ impl<B: Backend> Shard<B> {
             .add_service(service.max_decoding_message_size(MAX_CONTROL_MESSAGE))
     }
 
-    /// Registers with the coordinator, and does what it says until `shutdown`. A coordinator that
-    /// is lost is dialled again; the jobs are dropped then, since nobody can decide their steps any
-    /// more.
+    /// Registers with the coordinator, and carries out its commands until `shutdown`. If the
+    /// coordinator is lost, the server drops its jobs, because their steps can no longer be
+    /// decided, and dials the coordinator again.
     pub async fn run(&self, coordinator: &str, advertised: &str, shutdown: CancellationToken) {
         let id = self.id.as_deref().unwrap_or(advertised);
         let contact = control::Contact {

@@ -1,4 +1,4 @@
-//! What of a slice a transfer is about.
+//! The part of a slice's state that a transfer reads or writes.
 
 use zeroshard_proto::{
     Error, Optimizer, Result,
@@ -8,19 +8,19 @@ use zeroshard_proto::{
 /// A part of a slice's state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Part {
-    /// The parameters, as they are published.
+    /// The published parameters.
     Parameters,
-    /// The f32 master weights; of a slice that does not train its parameters.
+    /// The f32 master weights; for a slice that is not trained, its parameters.
     Master,
-    /// The optimizer's state tensor at this position.
+    /// The optimizer state tensor at this position.
     State(usize),
 }
 
 impl Part {
-    /// The part that is `array` in slices under `optimizer`; without a message, the parameters.
+    /// The part that `array` names in slices under `optimizer`; without a message, the parameters.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if there is none.
+    /// [`Error::Invalid`] for an unknown part.
     pub(crate) fn of(array: Option<&pb::SliceArray>, optimizer: &Optimizer) -> Result<Self> {
         let Some(array) = array else { return Ok(Self::Parameters) };
         match &array.array {
@@ -42,8 +42,10 @@ impl Part {
         }
     }
 
+    /// Checks that the tensor has this part; the error names `tensor`.
+    ///
     /// # Errors
-    /// [`Error::Invalid`] for state of a slice that does not train; `tensor` is whose it is.
+    /// [`Error::Invalid`] for optimizer state of a slice that is not trained.
     pub(crate) fn check(self, trains: bool, tensor: &str) -> Result<()> {
         match self {
             Self::State(_) if !trains => {
@@ -64,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_are_those_of_the_optimizer() {
+    fn the_parts_are_those_of_the_optimizer() {
         let adamw: Optimizer = "adamw".parse().unwrap();
         let part = |array| Part::of(Some(&pb::SliceArray { array }), &adamw);
         let state = |name: &str| part(Some(Array::OptimizerState(name.to_owned())));

@@ -1,6 +1,5 @@
-//! `Pull`: parameters, or a part of the state, at one version, from the slice's buffer to the
-//! socket: without a copy, or, where a box of a tensor is wanted that lies in several runs,
-//! gathered with one.
+//! `Pull`: sends parameters, or a part of the state, at one version, from the slice's buffer to the
+//! socket. Nothing is copied, except boxes that consist of several runs, which are copied once.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -19,33 +18,34 @@ use zeroshard_proto::{
 use super::{budget::Space, job::Job, part::Part, slice::Slice, store::Store};
 use crate::backend::Backend;
 
-/// Payload of one message where the caller does not say.
+/// The payload of one message if the caller does not specify it.
 const CHUNK_BYTES: usize = 1 << 20;
-/// Smallest and largest that a caller may ask for.
+/// The smallest and largest payload that a caller may request.
 const CHUNK_LIMITS: Range<usize> = 4 << 10..16 << 20;
 
 /// One slice's part of a pull.
 struct Wanted<B: Backend> {
     slice: u32,
-    /// The elements in which the request counts.
+    /// The elements to which the positions in the request refer.
     elements: Elements,
-    /// Those that are still to be sent.
+    /// The elements that have not been sent.
     rest: Range<usize>,
-    /// What is sent, once its version is there and there is room to hold it.
+    /// The data to be sent, once its version is available and the budget allows holding it.
     held: Option<Held<B>>,
 }
 
-/// A version of a slice that steps leave alone.
+/// A version of a slice that steps do not overwrite.
 struct Held<B: Backend> {
     buffer: Arc<B::Buffer>,
-    /// Of the budget for all pulls; `None` for the slice that is being sent when there is no room.
+    /// A part of the budget for all pulls; `None` for the slice that is being sent when the budget
+    /// is exhausted.
     _space: Option<Space>,
 }
 
 struct Pull<B: Backend> {
     store: Arc<Store<B>>,
     job: Arc<Job<B>>,
-    /// In which the caller is a member; `None`: a reader.
+    /// The epoch in which the caller is a member; `None`: a reader.
     epoch: Option<u64>,
     version: u64,
     part: Part,
@@ -56,10 +56,10 @@ struct Pull<B: Backend> {
     writer: Writer,
 }
 
-/// Checks the request; then the data frames of the answer, which can end in an error.
+/// Checks the request, and returns the data frames of the response, which can end with an error.
 ///
 /// # Errors
-/// What is wrong with the request.
+/// [`Error::Invalid`] and other errors of the request.
 pub(super) fn pull<B: Backend>(
     store: &Arc<Store<B>>,
     request: &pb::PullRequest,
@@ -74,7 +74,7 @@ pub(super) fn pull<B: Backend>(
         0 => CHUNK_BYTES,
         bytes => bytes.clamp(CHUNK_LIMITS.start, CHUNK_LIMITS.end),
     };
-    // All groups keep the same state.
+    // All groups have the same state tensors.
     let part = Part::of(request.array.as_ref(), &job.spec.groups[0])?;
     let boxes = boxes(&job.spec, &request.boxes)?;
     let wanted = request
@@ -100,7 +100,7 @@ pub(super) fn pull<B: Backend>(
     }))
 }
 
-/// The boxes that a pull is of, by the tensor that owns the storage.
+/// The boxes of a pull, by the tensor that owns the storage.
 type Boxes = HashMap<usize, Arc<StridedBox>>;
 
 fn boxes(spec: &JobSpec, messages: &[pb::Box]) -> Result<Boxes> {
@@ -164,7 +164,7 @@ fn wanted<B: Backend>(
     }
 }
 
-/// What a step needs beside `slice` if `part` of it is held.
+/// The additional memory that a step needs for `slice` if `part` of it is held.
 fn bytes_of<B: Backend>(job: &Job<B>, slice: &Slice<B>, part: Part) -> u64 {
     let dtype = match part {
         Part::Parameters => job.spec.manifest.tensors()[slice.spec.tensor].dtype,
@@ -174,8 +174,7 @@ fn bytes_of<B: Backend>(job: &Job<B>, slice: &Slice<B>, part: Part) -> u64 {
 }
 
 impl<B: Backend> Pull<B> {
-    /// Takes hold of what is there already, so that later steps do not touch it, as far as there is
-    /// room.
+    /// Holds the available data within the budget, so that later steps do not overwrite it.
     fn hold(&mut self) -> Result<()> {
         for wanted in self.wanted.iter_mut().filter(|wanted| wanted.held.is_none()) {
             let slice = self.job.slice(wanted.slice)?;
@@ -189,7 +188,7 @@ impl<B: Backend> Pull<B> {
         Ok(())
     }
 
-    /// Takes hold of the next slice to be sent, if it is there: with or without room.
+    /// Holds the next slice to be sent, if it is available, even beyond the budget.
     fn hold_next(&mut self) -> Result<bool> {
         let Some(wanted) = self.wanted.front_mut() else { return Ok(false) };
         if wanted.held.is_none() {
@@ -211,7 +210,7 @@ impl<B: Backend> Pull<B> {
                 return Err(self.job.closed_error());
             }
             if !self.hold_next()? {
-                // Nothing gathered may wait with us.
+                // Gathered data must not wait.
                 self.writer.flush();
                 match self.writer.next_frame() {
                     None if !self.wanted.is_empty() => self.wait().await?,
@@ -243,8 +242,8 @@ impl<B: Backend> Pull<B> {
         let (part, version, epoch) = (self.part, self.version, self.epoch);
         let name = &self.job.spec.name;
         let ready = || {
-            // A member that waits for a step's result must hear that the step was aborted. A reader
-            // waits on: the step will be run again.
+            // A member that waits for a step's result must learn that the step was aborted. A
+            // reader continues to wait, because the step will be run again.
             epoch.map_or(Ok(()), |epoch| self.job.check_epoch(epoch))?;
             slice.read(self.job.backend(), part, name, version)
         };

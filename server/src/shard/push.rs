@@ -1,5 +1,4 @@
-//! `Push`: gradients, and what a job begins with, from the network buffer straight to where they
-//! belong.
+//! `Push`: receives gradients and uploads, from the network buffer directly to their destination.
 
 use std::{sync::Arc, time::Duration};
 
@@ -22,15 +21,15 @@ use super::{
 };
 use crate::backend::Backend;
 
-/// How long a push stands still when there is no room for gradients whose turn has not come. Then
-/// it is refused, so that the caller can send what others wait for: a stream that stood still for
-/// longer could wait for itself.
+/// The time for which a push waits when there is no space for gradients whose turn has not come.
+/// Then it is refused, so that the caller can send data that other ranks wait for: a stream that
+/// waited for longer could wait for itself.
 const PARKING_WAIT: Duration = Duration::from_millis(50);
 
 /// Receives one push; `deadline` is that of the call, if it has one.
 ///
 /// # Errors
-/// The first error in it; elements received before the error have been taken.
+/// The first error of the push. Elements received before the error have been accepted.
 pub(super) async fn push<B, S>(
     store: &Store<B>,
     body: S,
@@ -64,19 +63,19 @@ where
         Ok(())
     };
     let received = job.closed().run_until_cancelled(receive).await;
-    // Elements taken into a job that has been closed since are lost.
+    // Elements accepted into a job that has been closed since are lost.
     match received.filter(|_| !job.closed().is_cancelled()) {
         Some(received) => received.map(|()| push.counted),
         None => Err(job.closed_error()),
     }
 }
 
-/// What the extents of a push are of.
+/// The contents of the extents of a push.
 #[derive(Debug, Clone, Copy)]
 enum What {
     /// Gradients, or buffers, of a step.
     Step,
-    /// What the job begins with.
+    /// Initial values.
     Start(Upload),
 }
 
@@ -86,11 +85,11 @@ struct Push<'a, B: Backend> {
     rank: u32,
     what: What,
     attempt: Attempt,
-    /// Slices of which the rank has nothing more.
+    /// Slices of which the rank sends nothing more.
     absent: Vec<u32>,
-    /// Of the call.
+    /// The deadline of the call.
     deadline: Option<Deadline>,
-    /// Where the next payload belongs.
+    /// The position of the next payload.
     next: Extent,
     counted: pb::PushResponse,
 }
@@ -139,12 +138,12 @@ impl<'a, B: Backend> Push<'a, B> {
         Ok(Self { store, job, rank, what, attempt, absent, deadline, next, counted })
     }
 
-    /// Waits until the coordinator has told of the push's attempt, which the rank may have heard of
-    /// first.
+    /// Waits until the coordinator has announced the push's attempt to this server; the rank may
+    /// have been informed first.
     ///
     /// # Errors
-    /// [`Error::StaleEpoch`], [`Error::StepMismatch`], [`Error::StaleAttempt`] if it is over, or
-    /// not the next one; [`Error::Timeout`].
+    /// [`Error::StaleEpoch`], [`Error::StepMismatch`], [`Error::StaleAttempt`] if the attempt has
+    /// ended, or is not the next one; [`Error::Timeout`].
     async fn wait_for_attempt(&self) -> Result<()> {
         let (job, attempt) = (&self.job, self.attempt);
         let is_open = || {
@@ -178,7 +177,7 @@ impl<'a, B: Backend> Push<'a, B> {
         Ok(())
     }
 
-    /// Whether the slice takes what this push brings, of this dtype.
+    /// Checks that the slice accepts the contents of this push in this dtype.
     fn check_takes(&self, extent: Extent) -> Result<Sent> {
         let slice = self.job.slice(extent.slice)?;
         let tensor = &self.job.spec.manifest.tensors()[slice.spec.tensor].name;
@@ -201,7 +200,7 @@ impl<'a, B: Backend> Push<'a, B> {
         }
     }
 
-    /// Whether it comes from a rank that has these elements.
+    /// Checks that the rank holds these elements.
     fn check_bounds(&self, extent: Extent, elements: u64, sent: Sent) -> Result<()> {
         let (spec, rank) = (&self.job.spec, self.rank);
         let slice = self.job.slice(extent.slice)?;
@@ -229,7 +228,7 @@ impl<'a, B: Backend> Push<'a, B> {
         ))
     }
 
-    /// Takes the opening message's word for what does not come.
+    /// Records the absences that the opening message declares.
     async fn note_absent(&self) -> Result<()> {
         for &index in &self.absent {
             let slice = self.job.slice(index)?;
@@ -244,14 +243,14 @@ impl<'a, B: Backend> Push<'a, B> {
             }
             self.wait_for_version(index).await?;
             self.job.absent(self.attempt, index, self.rank)?;
-            // Zeros for a large slice take a while, and others want this thread.
+            // Adding zeros to a large slice takes some time, and other tasks need this thread.
             tokio::task::yield_now().await;
         }
         Ok(())
     }
 
-    /// A gradient may come while the step before it is still being applied, or version 0 is being
-    /// published.
+    /// Waits for the version of a slice: a gradient may arrive while the previous step is still
+    /// being applied, or version 0 is being published.
     async fn wait_for_version(&self, index: u32) -> Result<()> {
         let slice = self.job.slice(index)?;
         let step = self.attempt.step;
@@ -294,7 +293,7 @@ impl<'a, B: Backend> Push<'a, B> {
     }
 }
 
-/// What an upload is of.
+/// Converts the description of an upload.
 ///
 /// # Errors
 /// [`Error::Invalid`] for an array that cannot be uploaded.

@@ -1,14 +1,14 @@
-//! Sets of element positions: what has been received, what has been added.
+//! Sets of element positions, for example the elements that have been received or added.
 
 use std::ops::Range;
 
-/// Disjoint, ascending, non-adjacent ranges. Transfers come mostly in order, so there is mostly
-/// one.
+/// Disjoint, ascending, non-adjacent ranges. Transfers are mostly in order, so there is usually one
+/// range.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Ranges(Vec<Range<usize>>);
 
 impl Ranges {
-    /// Number of separate ranges.
+    /// The number of separate ranges.
     pub(crate) fn len(&self) -> usize {
         self.0.len()
     }
@@ -18,12 +18,12 @@ impl Ranges {
         self.0.is_empty()
     }
 
-    /// Whether it is `0..end`.
+    /// Whether the set is `0..end`.
     pub(crate) fn is_all(&self, end: usize) -> bool {
         end == 0 || self.0.first() == Some(&(0..end))
     }
 
-    /// Whether all of `range` is inside.
+    /// Whether the set contains all of `range`.
     pub(crate) fn contains(&self, range: &Range<usize>) -> bool {
         let holder = self.0.partition_point(|r| r.end <= range.start);
         range.is_empty()
@@ -38,7 +38,7 @@ impl Ranges {
         if new.is_empty() {
             return;
         }
-        // Those that touch `new` become one with it.
+        // Ranges that touch `new` are merged with it.
         let first = self.0.partition_point(|r| r.end < new.start);
         let last = self.0.partition_point(|r| r.start <= new.end);
         let merged = match self.0.get(first..last) {
@@ -49,7 +49,8 @@ impl Ranges {
         self.0.splice(first..last, [merged]);
     }
 
-    /// Cuts `range` into pieces that are wholly inside (`true`) or outside (`false`), in order.
+    /// Splits `range` into pieces that are completely inside (`true`) or outside (`false`) the set,
+    /// in order.
     pub(crate) fn split(&self, range: Range<usize>) -> Vec<(Range<usize>, bool)> {
         let mut pieces = Vec::with_capacity(3);
         let mut at = range.start;
@@ -77,7 +78,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_is_the_set_of_what_was_inserted(
+        fn the_set_equals_the_inserted_elements(
             inserted in prop::collection::vec((0usize..60, 0usize..12), 0..20),
             (start, length) in (0usize..70, 0usize..30),
         ) {
@@ -104,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn all_needs_every_element() {
+    fn is_all_requires_every_element() {
         let mut ranges = Ranges::default();
         ranges.insert(0..3);
         ranges.insert(4..8);

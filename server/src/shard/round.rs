@@ -44,24 +44,24 @@ impl Chunk {
     }
 }
 
-/// The contributions to one slice, for each set of contributors on its own.
+/// The contributions to one slice, separately for each set of contributors.
 #[derive(Debug)]
 pub(crate) struct Round {
     slice: u32,
     turns: Vec<Turns>,
     figures: Figures,
-    /// Whether any rank has sent anything. INVARIANT: before that, nothing is added.
+    /// Whether any rank has sent elements. INVARIANT: nothing is added before.
     touched: bool,
 }
 
 impl Round {
-    /// The round of slice number `slice`, of `numel` elements.
+    /// The round of slice number `slice` with `numel` elements.
     pub(crate) fn new(slice: u32, numel: usize, contributors: &[SliceContributors]) -> Self {
         let turns = contributors.iter().map(|each| Turns::new(slice, each)).collect();
         Self { slice, turns, figures: Figures::new(numel), touched: false }
     }
 
-    /// Forgets all contributions, for the next attempt.
+    /// Drops all contributions, for the next attempt.
     pub(crate) fn reset(&mut self) {
         self.turns.iter_mut().for_each(Turns::reset);
         self.figures.reset();
@@ -94,7 +94,7 @@ impl Round {
     ///
     /// # Errors
     /// [`Error::ParkingFull`]: the rest of the chunk can be sent again later. [`Error::Invalid`]
-    /// for a contribution in too many separate ranges. Elements taken before the error stay.
+    /// for a contribution in too many separate ranges. Elements accepted before the error are kept.
     pub(crate) fn contribute<B: Backend>(
         &mut self,
         backend: &B,
@@ -126,14 +126,14 @@ impl Round {
         }
         turns.unpark(total, turn);
         if !self.touched && !turns.contributions[turn].received.is_empty() {
-            // From now on there is something to add the zeros of absent ranks to.
+            // From now on there is a sum to which the zeros of absent ranks can be added.
             self.touched = true;
             self.turns.iter_mut().for_each(|turns| turns.fill_in(total));
         }
         refused.map(|()| new)
     }
 
-    /// The contributors of which `rank` is one, and its turn among them.
+    /// The set of contributors that contains `rank`, and the turn of the rank in it.
     fn find(&self, rank: u32) -> Option<(usize, usize)> {
         let mut turns = self.turns.iter().enumerate();
         turns.find_map(|(of, turns)| Some((of, turns.of.ranks.turn(rank, self.slice)?)))

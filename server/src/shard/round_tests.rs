@@ -1,4 +1,4 @@
-//! The order of arrival, the cuts and repetitions do not change a bit of the sum.
+//! The order of arrival, the chunks and repetitions do not change a bit of the sum.
 
 use proptest::prelude::*;
 use zeroshard_proto::Error;
@@ -46,7 +46,7 @@ fn expected(slice: u32, world: u32) -> Vec<u8> {
 
 proptest! {
     #[test]
-    fn arrival_order_cuts_and_repetitions_do_not_change_a_bit(
+    fn arrival_order_chunks_and_repetitions_do_not_change_a_bit(
         world in 1u32..6,
         slice in 0u32..9,
         cuts in prop::collection::vec((0u32..6, 0..NUMEL, 0..NUMEL), 0..40),
@@ -56,7 +56,7 @@ proptest! {
             .into_iter()
             .map(|(rank, a, b)| chunk(rank % world, a.min(b)..a.max(b)))
             .collect();
-        // All of it, in some order, so that it completes.
+        // All elements, in some order, so that the sum becomes complete.
         let first = order.index(world as usize) as u32;
         chunks.extend((0..world).map(|i| chunk((first + i * (world - 1)) % world, 0..NUMEL)));
         chunks.extend((0..world).map(|rank| chunk(rank, 0..NUMEL)));
@@ -77,7 +77,7 @@ fn two_workers_never_park() {
 }
 
 #[test]
-fn the_next_in_order_is_let_in_when_the_budget_is_spent() {
+fn the_next_rank_in_order_is_accepted_when_the_budget_is_exhausted() {
     let early = chunk(2, 0..NUMEL);
     let refused = |before: &[Chunk]| {
         let chunks = [before, std::slice::from_ref(&early)].concat();
@@ -90,7 +90,7 @@ fn the_next_in_order_is_let_in_when_the_budget_is_spent() {
     };
     assert_eq!(refused(&[]), (0, 0));
     assert_eq!(refused(&[chunk(0, 0..NUMEL)]), (0, 1));
-    // What has its turn is taken, up to where another rank is waited for.
+    // Elements whose turn it is are accepted, up to the first one that must wait for another rank.
     assert_eq!(refused(&[chunk(0, 0..20), chunk(1, 0..10)]), (10, 1));
     assert_eq!(refused(&[chunk(0, 0..20), chunk(1, 0..NUMEL)]), (20, 0));
 
@@ -101,7 +101,7 @@ fn the_next_in_order_is_let_in_when_the_budget_is_spent() {
 }
 
 #[test]
-fn parked_bytes_are_given_back_when_all_of_the_piece_has_been_added() {
+fn parked_bytes_are_returned_when_the_whole_piece_has_been_added() {
     let backend = Cpu::new();
     let budget = Budget::new(1000);
     let mut round = Round::new(0, NUMEL, &whole(NUMEL, 3));
@@ -121,7 +121,7 @@ fn parked_bytes_are_given_back_when_all_of_the_piece_has_been_added() {
 }
 
 #[test]
-fn a_parked_piece_keeps_no_network_buffer_and_is_counted_with_what_it_costs() {
+fn a_parked_piece_keeps_no_network_buffer_and_counts_with_its_overhead() {
     let backend = Cpu::new();
     let budget = Budget::new(10_000);
     let mut round = Round::new(0, NUMEL, &whole(NUMEL, 3));
@@ -136,7 +136,7 @@ fn a_parked_piece_keeps_no_network_buffer_and_is_counted_with_what_it_costs() {
     assert_eq!(budget.used(), 10 * (4 + PARKED_OVERHEAD));
 }
 
-/// What is not a number in several ways, and what becomes that when it is added up.
+/// Different NaNs, and values whose sum is a NaN.
 const SPECIAL: [u32; 9] = [
     0x7fc0_0001,
     0xffc0_0000,
@@ -151,7 +151,7 @@ const SPECIAL: [u32; 9] = [
 
 proptest! {
     #[test]
-    fn every_nan_of_a_sum_is_the_same_one_whatever_came_first(
+    fn every_nan_of_a_sum_has_the_same_bits_in_any_order(
         values in prop::collection::vec(prop::collection::vec(prop::sample::select(SPECIAL.to_vec()), NUMEL), 1..5),
         order in Just((0..4u32).collect::<Vec<_>>()).prop_shuffle(),
         slice in 0u32..5,
@@ -161,7 +161,7 @@ proptest! {
         let world = values.len() as u32;
         let element = |&bits: &u32| match dtype {
             DType::F32 => bits.to_le_bytes().to_vec(),
-            // The upper half is a value of either.
+            // The upper half is a value of both types.
             DType::Bf16 | DType::F16 => ((bits >> 16) as u16).to_le_bytes().to_vec(),
         };
         let decode = |&bits: &u32| match dtype {

@@ -1,4 +1,4 @@
-//! Which ranks may send data of a slice.
+//! The ranks that may send data of a slice.
 
 use zeroshard_proto::{DimPlacement, Error, JobSpec, Result, geometry::SliceContributors};
 
@@ -18,7 +18,7 @@ pub(crate) enum Sent {
 /// The contributors of slice number `index` for which `rank` sends data.
 ///
 /// # Errors
-/// [`Error::Invalid`] if there are none; the error names the reason and the ranks that may send.
+/// [`Error::Invalid`] if `rank` may not send it; the error names the reason and the ranks that may.
 pub(crate) fn contributors_of<'a>(
     spec: &JobSpec,
     index: u32,
@@ -54,7 +54,8 @@ fn refusal(spec: &JobSpec, index: u32, all: &[SliceContributors], rank: u32, sen
     )
 }
 
-/// "rank 3 (dp 1, tp 1)": where the rank is in the tensor's mesh; else in another one.
+/// Describes a rank with its coordinates in the tensor's mesh or, if it is not in that mesh, in
+/// another one, such as "rank 3 (dp 1, tp 1)".
 pub(crate) fn describe(spec: &JobSpec, tensor: usize, rank: u32) -> String {
     let layout = spec.layout_of(tensor).filter(|layout| layout.mesh().ranks().contains(&rank));
     layout.map_or_else(|| spec.describe_rank(rank), |layout| layout.mesh().describe(rank))

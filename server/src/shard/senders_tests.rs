@@ -1,4 +1,4 @@
-//! Who may not send something hears why, and who does.
+//! The error for a rank that may not send data names the reason and the ranks that may.
 
 use zeroshard_proto::{
     DimPlacement::{self, Partial, Replicate, Shard},
@@ -13,7 +13,7 @@ fn refused(spec: &JobSpec, slice: SliceSpec, rank: u32, sent: Sent) -> String {
     contributors_of(spec, 0, &contributors, rank, sent).expect_err("refused").to_string()
 }
 
-/// Four rows, on two by two ranks of a world of five.
+/// Four rows on two by two ranks, in a world of five.
 fn spec(placements: [DimPlacement; 2]) -> JobSpec {
     let mesh = ProcessMesh::dense([2, 2], ["dp", "tp"]).unwrap();
     JobSpec { world: 5, ..job(TensorSpec::new("w", [4]), mesh, &placements) }
@@ -22,7 +22,7 @@ fn spec(placements: [DimPlacement; 2]) -> JobSpec {
 const WHOLE: SliceSpec = SliceSpec { tensor: 0, offset: 0, numel: 4 };
 
 #[test]
-fn gradients_of_ranks_that_have_none_are_refused() {
+fn gradients_of_ranks_that_do_not_contribute_are_refused() {
     let of = "rank that pushes the gradient of tensor \"w\" is";
     let mean = Partial(Reduction::Avg);
     assert_eq!(
@@ -60,7 +60,7 @@ fn gradients_of_ranks_that_have_none_are_refused() {
 }
 
 #[test]
-fn uploads_of_ranks_that_are_not_the_first_are_refused() {
+fn uploads_of_ranks_other_than_the_first_are_refused() {
     let spec = spec([Partial(Reduction::Sum), Shard(0)]);
     assert_eq!(
         refused(&spec, WHOLE, 2, Sent::Initial),
@@ -78,7 +78,7 @@ fn uploads_of_ranks_that_are_not_the_first_are_refused() {
 }
 
 #[test]
-fn a_rank_that_may_send_gets_its_contributors() {
+fn a_permitted_rank_gets_its_contributors() {
     let spec = spec([Partial(Reduction::Sum), Shard(0)]);
     let contributors = spec.contributions(0).of_slice(&WHOLE);
     for (rank, sent) in

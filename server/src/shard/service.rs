@@ -31,7 +31,7 @@ impl<B: Backend> Service<B> {
         let request = request.into_inner();
         let job = self.store.job(&request.job, request.job_id)?;
         job.wait_for_version(request.version, deadline).await?;
-        // Hashing reads all of the state: not on a thread that serves others.
+        // Hashing reads the whole state, so it does not run on a thread that serves other calls.
         let digests = move || {
             let digest = |(slice, held): (u32, &super::slice::Slice<B>)| {
                 let digest = held.digest(job.backend(), &request.job, request.version)?;

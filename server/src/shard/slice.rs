@@ -1,8 +1,8 @@
 //! One slice: `state[v+1] = apply(state[v], reduced_gradient[v], decision[v])`, and nothing else
-//! changes it.
+//! changes its state.
 //!
-//! Buffers are reference-counted. Whoever reads a version holds a reference to it; a step writes in
-//! place where nobody does, else to a fresh buffer.
+//! Buffers are reference-counted. A reader of a version holds a reference to it. A step writes in
+//! place if there is no reader, and otherwise to a new buffer.
 
 use std::sync::{
     Arc, Mutex, MutexGuard,
@@ -38,48 +38,48 @@ const NOT_INITIALISED: u64 = u64::MAX;
 /// A slice that this server owns.
 pub(crate) struct Slice<B: Backend> {
     pub(crate) spec: SliceSpec,
-    /// The ranks that contribute to it.
+    /// The ranks that contribute to the slice.
     pub(crate) contributors: Arc<[SliceContributors]>,
     /// The parameter group, for a slice that takes gradients.
     pub(crate) group: Option<usize>,
     /// Whether a step may bring new content.
     pub(crate) buffer: bool,
-    /// Whether the clip coefficient leaves it alone.
+    /// Whether the clip coefficient does not apply to the slice.
     no_clip: bool,
-    /// What summed gradients are divided by.
+    /// The divisor of summed gradients.
     divisor: f64,
-    /// What all elements of all optimizer state start at.
+    /// The initial value of all elements of the optimizer state.
     initial_state: f32,
-    /// What the parameters are published as.
+    /// The dtype of the published parameters.
     dtype: DType,
-    /// Readable without the lock: waiting for a version must not wait for a step that is being
-    /// applied.
+    /// Readable without the lock, because waiting for a version must not wait for a step that is
+    /// being applied.
     version: AtomicU64,
     inner: Mutex<Inner<B>>,
 }
 
 struct Inner<B: Backend> {
-    /// What was uploaded or contributed so far came in this attempt. It moves on with the first
-    /// message of a later one, so that there is no moment between two attempts.
+    /// The attempt to which the uploaded or contributed data belongs. It changes with the first
+    /// message of a later attempt, so that there is no moment between two attempts.
     attempt: Attempt,
-    /// Ranks that have no more data: absent from every attempt.
+    /// Ranks that have no more data and are absent from every attempt.
     done: Vec<u32>,
-    /// Master weights, f32; of a slice that takes no gradients the parameters as they are
-    /// published.
+    /// The f32 master weights; for a slice without gradients, its published parameters.
     master: Versioned<B>,
-    /// The master weights in the tensor's dtype, where that is not f32.
+    /// The master weights in the tensor's dtype, if it is not f32.
     published: Option<Versioned<B>>,
     state: Vec<Versioned<B>>,
-    /// Steps that were applied: not skipped, and with a gradient from somebody.
+    /// The number of applied steps: those that were not skipped and had a gradient from at least
+    /// one rank.
     applied: u64,
-    /// What has come of the initial parameters.
+    /// The initial parameters that have arrived.
     uploaded: Received,
-    /// What has come of each state tensor.
+    /// The state tensors that have arrived.
     uploaded_state: Vec<Received>,
-    /// The state tensors hold what was uploaded in an epoch that is over.
+    /// Whether the state tensors hold uploads of an earlier epoch.
     stale_state: bool,
     open: Option<Open<B>>,
-    /// Of a buffer, what has come of its next content.
+    /// The arrived part of the next content, for a buffer.
     next: Option<Next<B>>,
 }
 
@@ -87,40 +87,40 @@ struct Inner<B: Backend> {
 struct Open<B: Backend> {
     sum: B::Buffer,
     round: Round,
-    /// Whether the reduced gradient's figures have been given out: from then on the step may be
-    /// decided at any moment.
+    /// Whether the reduced gradient has been reported; from then on the step may be decided at any
+    /// moment.
     is_reported: bool,
 }
 
-/// A slice's gradient of a step, when every rank's is in.
+/// The properties of a slice's reduced gradient, after every rank has contributed.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Reduced {
     pub(crate) sum_of_squares: f64,
     /// Whether it has inf or NaN, and the lowest rank that sent one.
     pub(crate) overflow: Option<Option<u32>>,
-    /// Who had none of it, if anybody.
+    /// The ranks without a gradient, if there are any.
     pub(crate) absent: Option<Absent>,
 }
 
-/// What a step does to a slice.
+/// The effect of a step on a slice.
 pub(crate) struct Step<'a> {
-    /// `None`: skip.
+    /// `None`: the step is skipped.
     pub(crate) apply: Option<Apply<'a>>,
-    /// The first attempt at the step after it.
+    /// The first attempt at the following step.
     pub(crate) next: Attempt,
 }
 
-/// What is the same for every slice of a step that is not skipped.
+/// The parameters of an applied step that are equal for all slices.
 #[derive(Clone, Copy)]
 pub(crate) struct Apply<'a> {
     pub(crate) groups: &'a [Optimizer],
-    /// What mean gradients are multiplied by.
+    /// The factor of mean gradients.
     pub(crate) coefficient: f64,
-    /// The same where gradients are not clipped.
+    /// The factor of mean gradients that are not clipped.
     pub(crate) unclipped: f64,
 }
 
-/// Bytes by kind.
+/// Memory by content, in bytes.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Memory {
     pub(crate) master: u64,
@@ -130,7 +130,7 @@ pub(crate) struct Memory {
 }
 
 impl<B: Backend> Slice<B> {
-    /// Allocates slice number `index` of a job, which has these contributors.
+    /// Allocates slice number `index` of a job with these contributors.
     pub(crate) fn allocate(
         backend: &B,
         job: &JobSpec,
@@ -181,7 +181,7 @@ impl<B: Backend> Slice<B> {
         })
     }
 
-    /// The version that is there; `None` before the initial parameters are complete.
+    /// The current version; `None` before the initial parameters are complete.
     pub(crate) fn version(&self) -> Option<u64> {
         Some(self.version.load(Ordering::Acquire)).filter(|&version| version != NOT_INITIALISED)
     }
@@ -201,13 +201,13 @@ impl<B: Backend> Slice<B> {
         }
     }
 
-    /// Adds a chunk of a contributing rank's gradient. Returns how many elements were new and, once
-    /// in each attempt, the reduced gradient's figures when it is complete. `current` says, under
-    /// the slice's lock, whether `attempt` is the job's open one.
+    /// Adds a chunk of a contributing rank's gradient. Returns the number of new elements and, once
+    /// in each attempt, the properties of the reduced gradient when it is complete. `current`
+    /// checks, under the slice's lock, that `attempt` is the job's open attempt.
     ///
     /// # Errors
     /// Those of `current` and of [`Round::contribute`]; [`zeroshard_proto::Error::OutOfMemory`] if
-    /// the gradient is complete and the step could not be applied.
+    /// the gradient is complete but the step could not be applied.
     pub(crate) fn contribute(
         &self,
         backend: &B,
@@ -224,8 +224,8 @@ impl<B: Backend> Slice<B> {
         Ok((new, inner.reduced(backend)?))
     }
 
-    /// Notes that a rank sends nothing more of this attempt's gradient. Returns the reduced
-    /// gradient's figures, if the attempt waited for nothing else. `current` and errors as for
+    /// Records that a rank sends nothing more of this attempt's gradient. Returns the properties of
+    /// the reduced gradient if it is now complete. `current` and the errors are the same as for
     /// [`Self::contribute`].
     pub(crate) fn absent(
         &self,
@@ -242,19 +242,20 @@ impl<B: Backend> Slice<B> {
         inner.reduced(backend)
     }
 
-    /// The first rank whose gradient is not all here.
+    /// The first rank whose gradient is incomplete.
     pub(crate) fn missing_rank(&self) -> Option<u32> {
         self.lock().open.as_ref()?.round.missing_rank()
     }
 
-    /// Drops what came in attempts before `attempt`, unless a message of that or a later one has
-    /// done so. Returns the reduced gradient's figures if that leaves nothing to wait for.
+    /// Drops the data of attempts before `attempt`, unless a message of that or a later attempt has
+    /// already done so. Returns the properties of the reduced gradient if it is complete without
+    /// further contributions.
     ///
     /// # Errors
-    /// As [`Self::contribute`].
+    /// Those of [`Self::contribute`].
     pub(crate) fn catch_up(&self, backend: &B, attempt: Attempt) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
-        // A slice that the decision has not reached yet is at the step before.
+        // A slice that the decision has not reached yet is at the previous step.
         if attempt <= inner.attempt || self.version().is_some_and(|version| version != attempt.step)
         {
             return Ok(None);
@@ -263,12 +264,12 @@ impl<B: Backend> Slice<B> {
         inner.reduced(backend)
     }
 
-    /// From now on `rank` is absent from every attempt or, if it is not `done`, takes part again
-    /// from the next one on. Returns the reduced gradient's figures, if the open attempt waited for
-    /// nothing else.
+    /// From now on `rank` is absent from every attempt or, if it is not `done`, contributes again
+    /// from the next attempt on. Returns the properties of the reduced gradient if the open attempt
+    /// is now complete.
     ///
     /// # Errors
-    /// As [`Self::contribute`].
+    /// Those of [`Self::contribute`].
     pub(crate) fn set_done(&self, backend: &B, rank: u32, done: bool) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
         let inner = &mut *inner;
@@ -284,7 +285,7 @@ impl<B: Backend> Slice<B> {
         inner.reduced(backend)
     }
 
-    /// Moves on to `attempt`, if it is a later one. Under the lock.
+    /// Changes to `attempt`, if it is a later one. Called under the lock.
     fn enter(&self, backend: &B, inner: &mut Inner<B>, attempt: Attempt) {
         if inner.attempt < attempt {
             inner.next = None;
@@ -295,7 +296,8 @@ impl<B: Backend> Slice<B> {
         }
     }
 
-    /// Version 0 is there. Returns the figures of the first step's gradient, if nobody has one.
+    /// Publishes version 0. Returns the properties of the first step's gradient if it is complete
+    /// because all ranks are absent.
     ///
     /// # Errors
     /// [`zeroshard_proto::Error::OutOfMemory`].
@@ -310,12 +312,12 @@ impl<B: Backend> Slice<B> {
         inner.reduced(backend)
     }
 
-    /// Takes the slice to the version of `step.next`. Returns the figures of the next step's
-    /// gradient, if nobody has one.
+    /// Takes the slice to the version of `step.next`. Returns the properties of the next step's
+    /// gradient if it is complete because all ranks are absent.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::OutOfMemory`] if a reader holds the old version and nothing was
-    /// reserved, which does not happen after the gradient's figures were given out.
+    /// [`zeroshard_proto::Error::OutOfMemory`] if a reader holds the old version and no memory was
+    /// reserved, which does not happen after the gradient was reported.
     pub(crate) fn step(&self, backend: &B, step: &Step<'_>) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
         let inner = &mut *inner;
@@ -341,7 +343,7 @@ impl<B: Backend> Slice<B> {
         inner.reduced(backend)
     }
 
-    /// From here on `version` is there. Under the lock.
+    /// Makes `version` available. Called under the lock.
     fn set_version(&self, version: u64) {
         self.version.store(version, Ordering::Release);
     }
@@ -368,12 +370,12 @@ impl<B: Backend> Inner<B> {
         }
     }
 
-    /// Everything that a step writes and others read.
+    /// All buffers that a step writes and readers read.
     fn buffers(&mut self) -> impl Iterator<Item = &mut Versioned<B>> {
         self.published.iter_mut().chain([&mut self.master]).chain(&mut self.state)
     }
 
-    /// Begins `attempt` with nothing from anybody.
+    /// Begins `attempt` without contributions.
     fn restart(&mut self, backend: &B, attempt: Attempt) {
         self.attempt = attempt;
         if let Some(open) = &mut self.open {
@@ -385,8 +387,8 @@ impl<B: Backend> Inner<B> {
         }
     }
 
-    /// The gradient's figures, the first time that it is found complete. What the step needs is
-    /// reserved before.
+    /// Returns the properties of the gradient when it is found complete for the first time, after
+    /// reserving the memory that the step needs.
     fn reduced(&mut self, backend: &B) -> Result<Option<Reduced>> {
         if self.open.as_ref().is_none_or(|open| open.is_reported || !open.round.is_complete()) {
             return Ok(None);

@@ -1,4 +1,4 @@
-//! What a slice begins with, what a step takes along, and what it leaves alone.
+//! Initial values of a slice, the changes of a step, and the content that a step leaves unchanged.
 
 use std::cell::Cell;
 
@@ -17,7 +17,7 @@ pub(super) struct Subject {
     budget: Arc<Budget>,
     groups: Vec<Optimizer>,
     pub(super) slice: Slice<Cpu>,
-    /// The open one.
+    /// The open attempt.
     attempt: Cell<Attempt>,
 }
 
@@ -70,7 +70,7 @@ impl Subject {
         Ok(uploaded)
     }
 
-    /// A later attempt: what came before is dropped.
+    /// Begins a later attempt: earlier data is dropped.
     pub(super) fn restart(&self) {
         let attempt = self.attempt.get();
         self.attempt.set(Attempt { epoch: attempt.epoch + 1, ..attempt });
@@ -145,7 +145,7 @@ fn uploaded_state_and_steps_go_on_like_a_run_that_was_never_interrupted() {
         let values: Vec<f32> =
             words.as_chunks().0.iter().map(|word| f32::from_le_bytes(*word)).collect();
         let upload = Upload { state, applied: if state == Some(1) { 3 } else { 0 } };
-        // In two chunks, the second twice.
+        // The values arrive in two chunks, of which the second is repeated.
         second.upload(upload, 2, &values[2..]).unwrap();
         second.upload(upload, 0, &values[..2]).unwrap();
         assert_eq!(second.upload(upload, 0, &values[..2]).unwrap(), (0, false));
@@ -183,7 +183,7 @@ fn a_new_epoch_before_the_parameters_are_complete_forgets_state_and_steps() {
     subject.upload(PARAMETERS, 0, &[0.0; NUMEL]).unwrap();
     assert_eq!(subject.applied(0), 0);
     assert_eq!(subject.read(Part::State(0), 0), bytes(&[0.25; NUMEL]));
-    // Later ones keep it all.
+    // Later attempts keep the whole content.
     subject.restart();
     assert_eq!(subject.read(Part::State(0), 0), bytes(&[0.25; NUMEL]));
 }
@@ -210,7 +210,7 @@ fn a_slice_that_nobody_has_a_gradient_of_is_not_stepped() {
     subject.step(0, 1.0, 1.0);
     assert!(Arc::ptr_eq(&before, &subject.held(Part::Parameters, 1)), "nothing was even copied");
     assert_eq!(subject.applied(1), 0);
-    // One rank's gradient is enough; the other's zeros make the mean.
+    // One rank's gradient is sufficient; the zeros of the other ranks are part of the mean.
     subject.absent(0);
     let reduced = subject.push(1, &[1.0; NUMEL]).expect("complete");
     assert_eq!(reduced.absent, Some(Absent { rank: 0, everywhere: false }));
@@ -252,7 +252,7 @@ fn a_buffer_moves_with_the_step_bit_for_bit_and_its_readers_keep_theirs() {
     let subject = Subject::new(ADAMW, Subject::buffer(DType::F32), 1);
     subject.upload(PARAMETERS, 0, &[1.0; NUMEL]).unwrap();
     let before = subject.held(Part::Parameters, 0);
-    // A signalling NaN, a subnormal, the words of an i64.
+    // A signalling NaN, a subnormal, and the words of an i64.
     let words = [0x7f80_0001u32, 0x0000_0001, 0xffff_ffff, 0x8000_0000, 12_345];
     let values = words.map(f32::from_bits);
     assert_eq!(subject.replace(2, &values[2..]), 3);
@@ -262,12 +262,12 @@ fn a_buffer_moves_with_the_step_bit_for_bit_and_its_readers_keep_theirs() {
     let expected: bytes::Bytes = words.iter().flat_map(|word| word.to_le_bytes()).collect();
     assert_eq!(subject.read(Part::Parameters, 1), expected);
     assert_eq!(subject.backend.read(&before, 0..NUMEL, DType::F32), bytes(&[1.0; NUMEL]));
-    // Nothing pushed, or not all of it: it stays.
+    // If the content is not pushed completely, the old content is kept.
     subject.skip(1);
     subject.replace(0, &[2.0; NUMEL - 1]);
     subject.skip(2);
     assert_eq!(subject.read(Part::Parameters, 3), expected);
-    // A new epoch forgets what came; a skipped step takes what came all the same.
+    // A new epoch drops the pushed content; a skipped step applies it nevertheless.
     subject.replace(0, &[2.0; NUMEL]);
     subject.restart();
     subject.replace(0, &[3.0; NUMEL]);

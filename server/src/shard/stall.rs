@@ -1,4 +1,4 @@
-//! Notices streams of an answer from which the client takes nothing.
+//! Detects response streams that the client does not read.
 
 use std::{
     pin::Pin,
@@ -13,7 +13,7 @@ use std::{
 use futures_util::Stream;
 use tokio::task::AbortHandle;
 
-/// Since when it is the client's turn.
+/// The time since which the client has not polled the stream.
 struct Turn {
     began: Instant,
     /// Milliseconds after `began`, plus 1; 0 while the stream itself is not ready.
@@ -29,7 +29,7 @@ impl Turn {
         self.since.store(0, Ordering::Relaxed);
     }
 
-    /// How long the client has taken nothing.
+    /// The time for which the client has not read.
     fn idle(&self) -> Duration {
         match self.since.load(Ordering::Relaxed) {
             0 => Duration::ZERO,
@@ -45,8 +45,8 @@ pub(super) struct Watched<S> {
     watch: AbortHandle,
 }
 
-/// Calls `stalled` when nobody has asked for more of `stream` for `limit`, though it was ready.
-/// Costs a stamp for each item, and one task that sleeps.
+/// Calls `stalled` when `stream` was ready but has not been polled for `limit`. The cost is a
+/// timestamp for each item, and one task that sleeps.
 pub(super) fn watch<S: Stream>(
     stream: S,
     limit: Duration,
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_stream_that_nobody_asks_for_more_is_told() {
+    async fn a_stream_that_is_not_polled_is_reported() {
         let (_never_polled, told) = watched(stream::empty::<()>());
         told.await.unwrap();
         let (mut stream, told) = watched(stream::repeat(1));
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_stream_that_is_not_ready_or_has_been_dropped_is_not() {
+    async fn a_stream_that_is_not_ready_or_was_dropped_is_not_reported() {
         let (mut stream, mut told) = watched(stream::pending::<()>());
         let waited =
             tokio::time::timeout(5 * SHORT, future::join(stream.next(), future::pending::<()>()))

@@ -1,4 +1,4 @@
-//! The jobs that a server holds slices of.
+//! The jobs of which a server holds slices.
 
 use std::{sync::Arc, time::Duration};
 
@@ -9,18 +9,18 @@ use zeroshard_proto::{Deadline, Error, Result, pb};
 use super::{budget::Budget, job::Job};
 use crate::{backend::Backend, config::MAX_WAIT, failure::Failure, metrics::Metrics};
 
-/// How much pulls may hold of slices that they do not send yet. A step needs as much memory beside
-/// what is held.
+/// The maximum memory that pulls hold of slices that they do not send yet. A step needs the same
+/// amount of memory in addition.
 const PINNED_BYTES: u64 = 256 << 20;
 
-/// What a caller may cost.
+/// The limits on the resources of a caller.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
-    /// How long a call waits that does not say.
+    /// The waiting time of a call without a deadline.
     pub(crate) wait: Duration,
     /// The longest data-plane message, in bytes.
     pub(crate) max_message: usize,
-    /// Gradients that came before their turn, in bytes.
+    /// The maximum memory for early gradients, in bytes.
     pub(crate) parked_bytes: u64,
 }
 
@@ -31,9 +31,9 @@ pub(crate) struct Store<B: Backend> {
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) failure: Failure,
     pub(crate) budget: Arc<Budget>,
-    /// For what pulls hold before they send it.
+    /// The budget for the memory that pulls hold before they send it.
     pub(crate) pins: Arc<Budget>,
-    /// By name.
+    /// The jobs, by name.
     jobs: DashMap<String, Arc<Job<B>>>,
 }
 
@@ -50,8 +50,7 @@ impl<B: Backend> Store<B> {
         }
     }
 
-    /// The job of that name, if it is the one with this id. Readers may say 0: whatever job has the
-    /// name.
+    /// The job with this name and id. A reader may pass 0 for any job with this name.
     ///
     /// # Errors
     /// [`Error::UnknownJob`], [`Error::JobReplaced`].
@@ -65,7 +64,7 @@ impl<B: Backend> Store<B> {
         Ok(job.clone())
     }
 
-    /// Takes in a job that has been opened. It may have been closed meanwhile.
+    /// Registers an opened job, which may have been closed meanwhile.
     pub(crate) fn insert(&self, job: Arc<Job<B>>) {
         self.jobs.insert(job.spec.name.clone(), job.clone());
         if job.closed().is_cancelled() {
@@ -73,7 +72,7 @@ impl<B: Backend> Store<B> {
         }
     }
 
-    /// Ends the calls of a job and frees its memory, once the last of them has let go of it.
+    /// Ends the calls of a job; its memory is freed when the last call has released it.
     pub(crate) fn close(&self, name: &str, id: u64) {
         if let Some((_, job)) = self.jobs.remove_if(name, |_, job| job.id == id) {
             job.close();
@@ -87,13 +86,12 @@ impl<B: Backend> Store<B> {
         }
     }
 
-    /// Until when something may be waited for in a call: its own deadline or the default, and at
-    /// most for [`MAX_WAIT`].
+    /// The end of waits in a call: its own deadline or the default, and at most [`MAX_WAIT`].
     pub(crate) fn deadline(&self, of_call: Option<Deadline>) -> Deadline {
         of_call.unwrap_or_else(|| Deadline::after(self.limits.wait)).at_most(MAX_WAIT)
     }
 
-    /// What this server holds now; also brings the metrics up to date.
+    /// The memory and jobs of this server; also updates the metrics.
     pub(crate) fn stats(&self) -> pb::Stats {
         let mut stats = pb::Stats { parked_bytes: self.budget.used(), ..Default::default() };
         for job in self.jobs() {

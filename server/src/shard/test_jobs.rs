@@ -20,7 +20,7 @@ pub(crate) fn contributors(job: &JobSpec) -> Arc<[SliceContributors]> {
     job.contributions(0).of_slice(&job.manifest.slices()[0])
 }
 
-/// A job of one tensor, laid out like this on a mesh of these ranks.
+/// A job with one tensor that has these placements on this mesh.
 pub(crate) fn job(tensor: TensorSpec, mesh: ProcessMesh, placements: &[DimPlacement]) -> JobSpec {
     let layout = Some(TensorLayout { mesh: 0, placements: placements.to_vec() });
     let manifest = Manifest::new(vec![TensorSpec { layout, ..tensor }]).unwrap();
@@ -32,8 +32,8 @@ pub(crate) fn job(tensor: TensorSpec, mesh: ProcessMesh, placements: &[DimPlacem
     job
 }
 
-/// Jobs of one tensor of `shape`, on meshes of one or two dimensions, whose ranks are in any order
-/// and may be a part of the world.
+/// Generates jobs with one tensor of `shape`, on meshes of one or two dimensions, whose ranks are
+/// in any order and may be a subset of the world.
 pub(crate) fn jobs(shape: Vec<u64>) -> impl Strategy<Value = JobSpec> {
     let dims = shape.len();
     let placement = (0..4 + dims).prop_map(|kind| match kind {
@@ -55,7 +55,8 @@ pub(crate) fn jobs(shape: Vec<u64>) -> impl Strategy<Value = JobSpec> {
     })
 }
 
-/// The elements of `slice` that are in `bounds`, one by one: within the slice, ascending.
+/// The elements of `slice` that are in `bounds`, computed one by one: relative to the slice,
+/// ascending.
 pub(crate) fn elements(shape: &[u64], bounds: &TensorBox, slice: &SliceSpec) -> Vec<usize> {
     let inside = |&element: &usize| {
         let mut rest = (slice.offset + element) as u64;

@@ -47,7 +47,7 @@ impl Subject {
         Self::pinning(spec, u64::MAX)
     }
 
-    /// With so much room for what pulls hold.
+    /// With this budget for the memory that pulls hold.
     fn pinning(spec: JobSpec, pins: u64) -> Self {
         let limits = Limits {
             wait: std::time::Duration::from_secs(60),
@@ -74,8 +74,8 @@ impl Subject {
         Self { store, said }
     }
 
-    /// `values` of slice 0 from element `offset` on, by `rank`; of a step, or what the job begins
-    /// with.
+    /// Pushes `values` of slice 0 from element `offset` on as `rank`, for a step or as initial
+    /// values.
     async fn push(&self, rank: u32, step: Option<u64>, offset: u64, values: &[f32]) -> Result<()> {
         self.push_to(0, rank, step, offset, values).await
     }
@@ -97,7 +97,7 @@ impl Subject {
         push::push(&self.store, Full::new(frames.freeze()), None).await.map(|_| ())
     }
 
-    /// What the server says next to the coordinator, but for leases.
+    /// The next message from the server to the coordinator, except about leases.
     async fn told(&mut self) -> Said {
         loop {
             match self.said.recv().await.expect("it says something") {
@@ -107,13 +107,13 @@ impl Subject {
         }
     }
 
-    /// Waits until all initial parameters are here, and publishes them.
+    /// Waits until all initial parameters have arrived, and publishes them.
     async fn publish(&mut self) {
         assert!(matches!(self.told().await, Said::Initialised(_)));
         self.store.job("job", JOB_ID).unwrap().publish(EPOCH).unwrap();
     }
 
-    /// What a pull of version 0 gives, as f32, and where each message begins.
+    /// The contents of a pull of version 0 as f32, and the beginning of each message.
     async fn pull(&self, request: pb::PullRequest) -> Result<(Vec<f32>, Vec<u64>)> {
         let dtype = pb::Dtype::from(DType::F32).into();
         let request = pb::PullRequest { job: "job".into(), dtype, ..request };
@@ -169,7 +169,7 @@ fn what(result: Result<impl std::fmt::Debug>) -> String {
 const ROWS: u64 = 64;
 const COLUMNS: u64 = 100;
 
-/// A matrix, and one that is tied to it; element i is i.
+/// A matrix, and another that is tied to it; element i has the value i.
 async fn matrix() -> Subject {
     let tied =
         TensorSpec { alias_of: Some("w".into()), ..TensorSpec::new("tied", [ROWS, COLUMNS]) };
@@ -182,12 +182,12 @@ async fn matrix() -> Subject {
 }
 
 #[tokio::test]
-async fn a_box_is_pulled_as_its_elements_and_counted_in_them() {
+async fn a_box_is_pulled_as_its_elements_with_positions_in_the_box() {
     let subject = matrix().await;
     let expected: Vec<f32> = (3..63)
         .flat_map(|row| (10..60).map(move |column| (row * COLUMNS + column) as f32))
         .collect();
-    // By the tensor itself, and by the one that is tied to it.
+    // The box is requested of the tensor itself, and of the tensor that is tied to it.
     for tensor in [0, 1] {
         let boxes = vec![boxed(tensor, &[3, 10], &[60, 50])];
         let request = pb::PullRequest { boxes, chunk_bytes: 4096, ..Default::default() };
@@ -199,7 +199,7 @@ async fn a_box_is_pulled_as_its_elements_and_counted_in_them() {
         let parts = [&expected[2990..], &expected[49..51]].concat();
         assert_eq!(subject.pull(some).await.unwrap(), (parts, vec![2990, 49]));
     }
-    // Rows are in one run.
+    // Rows are one run.
     let rows = pb::PullRequest {
         boxes: vec![boxed(0, &[5, 0], &[2, COLUMNS])],
         extents: vec![extent(0, 0)],
@@ -233,7 +233,7 @@ async fn boxes_that_do_not_fit_are_refused() {
     );
 }
 
-/// Four by four, its columns cut over `tp`, the mean over `dp`.
+/// A matrix of four by four, with its columns sharded over `tp` and the mean over `dp`.
 fn parallel() -> Subject {
     let mesh = ProcessMesh::dense([2, 2], ["dp", "tp"]).unwrap();
     let placements = [Partial(Reduction::Avg), Shard(1)];
@@ -241,7 +241,7 @@ fn parallel() -> Subject {
 }
 
 #[tokio::test]
-async fn each_rank_pushes_its_box_and_what_is_missing_is_named_by_its_place() {
+async fn each_rank_pushes_its_box_and_missing_boxes_are_named_with_coordinates() {
     let mut subject = parallel();
     let job = subject.store.job("job", JOB_ID).unwrap();
     let waiting_for = || job.waiting_for().unwrap_or_default();
@@ -267,7 +267,7 @@ async fn refused(subject: &Subject, rank: u32, step: Option<u64>, offset: u64) -
 }
 
 #[tokio::test]
-async fn what_a_rank_does_not_have_is_refused_and_changes_nothing() {
+async fn elements_that_a_rank_does_not_hold_are_refused_and_change_nothing() {
     let mut subject = parallel();
     assert_eq!(
         refused(&subject, 1, None, 1).await.to_string(),
@@ -290,10 +290,11 @@ async fn what_a_rank_does_not_have_is_refused_and_changes_nothing() {
 
 const SLICES: u32 = 4;
 const NUMEL: usize = 1000;
-/// Of one slice.
+/// The size of one slice.
 const BYTES: u64 = 4 * NUMEL as u64;
 
-/// Some small tensors, a slice each, at version 0, and room for pulls to hold `pins` of them.
+/// Some small tensors of one slice each at version 0, with a budget for pulls to hold `pins` of
+/// them.
 async fn small(pins: u64) -> Subject {
     let tensor = |i| TensorSpec::new(format!("w{i}"), [NUMEL as u64]);
     let manifest = Manifest::new((0..SLICES).map(tensor).collect()).unwrap();
@@ -307,7 +308,7 @@ async fn small(pins: u64) -> Subject {
 }
 
 impl Subject {
-    /// A pull of all slices at version 0 that has begun.
+    /// Starts a pull of all slices at version 0.
     fn begin(&self) -> impl futures_util::Stream<Item = Result<Bytes>> + Unpin + use<> {
         let request = pb::PullRequest {
             job: "job".into(),
@@ -329,7 +330,7 @@ impl Subject {
 }
 
 #[tokio::test]
-async fn pulls_hold_what_there_is_room_for_and_find_the_rest_gone_after_a_step() {
+async fn pulls_hold_slices_within_the_budget_and_lose_the_others_after_a_step() {
     let subject = small(2).await;
     let pull = subject.begin();
     assert_eq!(subject.store.pins.used(), 2 * BYTES);
@@ -350,7 +351,7 @@ async fn pulls_hold_what_there_is_room_for_and_find_the_rest_gone_after_a_step()
 }
 
 #[tokio::test]
-async fn pulls_go_on_one_slice_at_a_time_when_there_is_no_room() {
+async fn pulls_continue_one_slice_at_a_time_without_a_budget() {
     let subject = small(0).await;
     let (one, other) = (subject.begin(), subject.begin());
     let (one, other): (Result<Vec<Bytes>>, Result<Vec<Bytes>>) =
@@ -359,7 +360,7 @@ async fn pulls_go_on_one_slice_at_a_time_when_there_is_no_room() {
 }
 
 #[tokio::test]
-async fn an_open_pull_of_a_job_that_is_deleted_fails() {
+async fn an_open_pull_of_a_deleted_job_fails() {
     let subject = small(SLICES.into()).await;
     let mut pull = subject.begin();
     subject.store.close("job", JOB_ID);

@@ -1,4 +1,4 @@
-//! Store, accumulate, read and copy, against the `half` crate's scalar casts.
+//! Compares store, accumulate, read and copy with the scalar casts of the `half` crate.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ pub(super) fn run<B: Backend>(backend: &B) {
     }
 }
 
-/// All values of 16 bits, in f32 as many with every exponent.
+/// All values of 16 bits; in f32 the same number of values, with every exponent.
 fn every_value_is_decoded<B: Backend>(backend: &B, dtype: DType) {
     let element = |i: u32| match dtype {
         DType::F32 => (i << 16 | hash(i as usize) >> 16).to_le_bytes().to_vec(),
@@ -37,7 +37,8 @@ fn every_value_is_decoded<B: Backend>(backend: &B, dtype: DType) {
     assert_same(&from_bytes(&stored, DType::F32), &expected, &format!("decode {dtype}"));
 }
 
-/// Values of every exponent, at and beside the ties between neighbours of either half format.
+/// Values of every exponent, at and near the ties between neighbouring values of both
+/// half-precision formats.
 fn hard_values() -> Vec<f32> {
     let mut values = Vec::new();
     for top in 0..=0xFFFFu32 {
@@ -53,7 +54,7 @@ fn hard_values() -> Vec<f32> {
             values.push(f32::from_bits(bits.wrapping_sub(1)));
         }
     }
-    // Ties between subnormal halves, whose place is 2^-24.
+    // Ties between subnormal halves, whose unit in the last place is 2^-24.
     for odd in (1..2_048).step_by(2) {
         let tie = (odd as f32) * 2f32.powi(-25);
         values.extend([tie, -tie, tie.next_up(), tie.next_down()]);
@@ -72,7 +73,7 @@ fn hard_values_are_encoded<B: Backend>(backend: &B, dtype: DType) {
     assert_eq!(part, bytes.slice(77 * dtype.size()..10_001 * dtype.size()), "part of {what}");
 }
 
-/// An extent, at an odd address, into the middle of a buffer of any dtype.
+/// Stores an extent at an odd address in the middle of a buffer of any dtype.
 fn an_extent_is_stored<B: Backend>(backend: &B, dtype: DType) {
     let values = numbers(1, 3_001);
     let mut bytes = vec![0];
@@ -124,11 +125,11 @@ fn only_incoming_special_values_are_told<B: Backend>(backend: &B, dtype: DType) 
     }
 }
 
-/// A box of columns: stored, added and read as if each of its elements were on its own.
+/// A box of columns is stored, added and read in the same way as its elements one by one.
 fn a_box_is_its_elements_one_by_one<B: Backend>(backend: &B, dtype: DType) {
     let bounds = TensorBox { offset: vec![1, 0, 300], size: vec![2, 3, 500] };
     let strided = Arc::new(StridedBox::new(&[4, 3, 1_003], bounds));
-    // The slice begins and ends amid the box.
+    // The slice begins and ends inside the box.
     let slice = SliceSpec { tensor: 0, offset: 4_000, numel: 4_500 };
     let numel = slice.numel;
     let elements = strided.elements(&slice);
@@ -162,8 +163,8 @@ fn a_box_is_its_elements_one_by_one<B: Backend>(backend: &B, dtype: DType) {
     );
 }
 
-/// Whatever was stored or added, of whatever dtype: exactly the elements that are asked for, and no
-/// other bits.
+/// Only the requested elements change, and only their NaN bits, whatever was stored or added in any
+/// dtype.
 fn every_nan_becomes_the_same_one<B: Backend>(backend: &B, dtype: DType) {
     let numel = 0x1_0000;
     let element = |i: u32| match dtype {
@@ -172,7 +173,7 @@ fn every_nan_becomes_the_same_one<B: Backend>(backend: &B, dtype: DType) {
     };
     let bytes: Vec<u8> = (0..numel as u32).flat_map(element).collect();
     for add in [false, true] {
-        // Infinities meet the opposite ones.
+        // Infinities are added to infinities of the opposite sign.
         let before = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 1.0, -0.0].repeat(numel / 5 + 1);
         let mut buffer = buffer_of(backend, &before[..numel], DType::F32);
         let finite = match add {

@@ -1,5 +1,5 @@
-//! What every backend must do, bit for bit. [`run`] compares one with scalar code that is written
-//! for reading only: one element at a time, in the order that the contract fixes.
+//! The contract of every backend, bit for bit. [`run`] compares a backend with scalar code that is
+//! written only for readability: one element at a time, in the order that the contract fixes.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ mod reference;
 mod steps;
 mod sums;
 
-/// Holds a backend to the whole contract.
+/// Tests a backend against the whole contract.
 pub(crate) fn run<B: Backend>(backend: &B) {
     memory(backend);
     conversions::run(backend);
@@ -43,7 +43,8 @@ fn reading_a_buffers_own_dtype_copies_nothing_and_keeps_it_alive() {
     assert_eq!(Arc::strong_count(&buffer), 1);
 }
 
-/// New arrays are zero, of the size and dtype that was asked for; too large ones are refused.
+/// New arrays are zero and have the requested size and dtype; arrays that are too large are
+/// refused.
 fn memory<B: Backend>(backend: &B) {
     for dtype in DType::ALL {
         for numel in [0, 1, 1_003, 600_001] {
@@ -67,7 +68,7 @@ fn hash(i: usize) -> u32 {
     x ^ (x >> 13)
 }
 
-/// Numbers in -1..1; now and then a zero, a subnormal, a small or a large one.
+/// Numbers in -1..1, with an occasional zero, subnormal, small or large number.
 fn numbers(seed: usize, numel: usize) -> Vec<f32> {
     let number = |i| {
         let h = hash(seed * 1_000_003 + i);
@@ -90,7 +91,7 @@ fn buffer_of<B: Backend>(backend: &B, values: &[f32], dtype: DType) -> B::Buffer
     buffer
 }
 
-/// All of a buffer, in its own dtype, and the buffer again.
+/// The contents of a buffer in its own dtype, and the buffer itself.
 fn contents<B: Backend>(backend: &B, buffer: B::Buffer) -> (Bytes, B::Buffer) {
     let shared = Arc::new(buffer);
     let view = backend.read(&shared, 0..backend.numel(&shared), backend.dtype(&shared));
@@ -100,7 +101,7 @@ fn contents<B: Backend>(backend: &B, buffer: B::Buffer) -> (Bytes, B::Buffer) {
     (bytes, buffer)
 }
 
-/// Values as little-endian bytes, cast by the `half` crate.
+/// Converts values to little-endian bytes with the `half` crate.
 fn to_bytes(values: &[f32], dtype: DType) -> Vec<u8> {
     let encode = |&value: &f32| match dtype {
         DType::F32 => value.to_le_bytes().to_vec(),
@@ -110,7 +111,7 @@ fn to_bytes(values: &[f32], dtype: DType) -> Vec<u8> {
     values.iter().flat_map(encode).collect()
 }
 
-/// The values of little-endian bytes, by the `half` crate.
+/// Converts little-endian bytes to values with the `half` crate.
 fn from_bytes(bytes: &[u8], dtype: DType) -> Vec<f32> {
     let decode = |raw: &[u8]| match *raw {
         [a, b, c, d] => f32::from_le_bytes([a, b, c, d]),

@@ -1,4 +1,4 @@
-//! The contract as scalar code: one element at a time, every operation rounded to f32 on its own.
+//! The contract as scalar code: one element at a time, each operation rounded to f32 separately.
 
 use zeroshard_proto::geometry::blocks::BLOCK;
 use zeroshard_proto::optimizer::{
@@ -7,7 +7,8 @@ use zeroshard_proto::optimizer::{
 
 use crate::backend::Update;
 
-/// Element `i` of a block into lane `i % 128`, lanes added as a tree, blocks added in order.
+/// Element `i` of a block is added to lane `i % 128`, the lanes are added as a tree, and the blocks
+/// in order.
 pub(super) fn sum_of_squares(values: &[f32]) -> f64 {
     let block_sum = |block: &[f32]| {
         let mut lanes = vec![0.0f64; 128];

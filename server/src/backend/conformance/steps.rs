@@ -1,4 +1,4 @@
-//! Optimizer steps, against [`super::reference`].
+//! Compares optimizer steps with [`super::reference`].
 
 use zeroshard_proto::dtype::DType;
 use zeroshard_proto::geometry::blocks::BLOCK;
@@ -7,7 +7,7 @@ use zeroshard_proto::optimizer::Optimizer;
 use super::{assert_same, buffer_of, contents, from_bytes, numbers, reference, to_bytes};
 use crate::backend::{Backend, Update};
 
-/// Every kernel, and every hyperparameter that changes its path.
+/// Every kernel, and every hyperparameter that selects a different code path.
 const OPTIMIZERS: [&str; 29] = [
     r#"{"name":"sgd"}"#,
     r#"{"name":"sgd","weight_decay":0.1,"maximize":true}"#,
@@ -57,8 +57,8 @@ pub(super) fn run<B: Backend>(backend: &B) {
     a_zero_norm_is_trusted(backend);
 }
 
-/// A few steps with another learning rate and coefficient each: same parameters, state and cast
-/// parameters.
+/// A few steps with different learning rates and coefficients give the same parameters, state and
+/// cast parameters.
 fn steps_equal_the_reference<B: Backend>(
     backend: &B,
     optimizer: &Optimizer,
@@ -66,8 +66,7 @@ fn steps_equal_the_reference<B: Backend>(
     published_as: Option<DType>,
 ) {
     let mut expected = numbers(10, numel);
-    // Positive where it is a sum or average of squares; a first step must not depend on a momentum
-    // buffer.
+    // Sums and averages of squares are positive. A first step must not depend on a momentum buffer.
     let initial: Vec<f32> = numbers(11, numel).iter().map(|value| value * value).collect();
     let mut expected_state = vec![initial; optimizer.state().len()];
     let mut master = buffer_of(backend, &expected, DType::F32);
@@ -99,7 +98,7 @@ fn steps_equal_the_reference<B: Backend>(
     }
 }
 
-/// LAMB moves tensors that are zero, and leaves those that nothing pulls on.
+/// LAMB changes tensors that are zero, and leaves tensors without an update unchanged.
 fn a_zero_norm_is_trusted<B: Backend>(backend: &B) {
     let optimizer: Optimizer = "lamb".parse().unwrap();
     let update = Update { optimizer: &optimizer, step: 1, coefficient: 1.0 };

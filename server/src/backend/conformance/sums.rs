@@ -1,4 +1,4 @@
-//! The sum of squares, against the contract's order written out.
+//! Compares the sum of squares with the contract's order, written out.
 
 use zeroshard_proto::dtype::DType;
 use zeroshard_proto::geometry::blocks::BLOCK;

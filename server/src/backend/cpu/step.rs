@@ -1,4 +1,5 @@
-//! One optimizer step over one slice: which kernel, on which state tensors, tile by tile.
+//! One optimizer step over one slice: selects the kernel and the state tensors, and works tile by
+//! tile.
 
 use zeroshard_proto::geometry::blocks::BLOCK;
 use zeroshard_proto::optimizer::{Optimizer, RmsProp, Sgd};
@@ -9,15 +10,15 @@ use crate::backend::kernels::prefetch::prefetch;
 use crate::backend::kernels::sum::{self, Lanes};
 use crate::backend::kernels::{adadelta, adagrad, adam, average, lamb, lion, rmsprop, sgd};
 
-/// Elements that a step handles before it casts them and looks ahead: so few that the lines it asks
-/// for do not keep its own loads waiting.
+/// The number of elements in a tile, after which a step casts the results and prefetches. It is
+/// small, so that the prefetched lines do not delay the step's own loads.
 const TILE: usize = 128;
 
-/// How far ahead, in elements, a step asks for its arrays: a small page, which the hardware's own
-/// prefetcher does not look beyond.
+/// The prefetch distance in elements: a small page, beyond which the hardware's own prefetcher does
+/// not look.
 const AHEAD: usize = 1_024;
 
-// A norm's lanes go on from tile to tile within a block.
+// The lanes of a norm continue from tile to tile within a block.
 const _: () = assert!(BLOCK.is_multiple_of(TILE) && TILE.is_multiple_of(sum::LANES));
 
 pub(super) fn apply(
@@ -64,7 +65,7 @@ pub(super) fn apply(
     }
 }
 
-/// What a step works on.
+/// The arrays of a step.
 struct Arrays<'a> {
     master: &'a mut [f32],
     state: Vec<&'a mut [f32]>,
@@ -85,7 +86,7 @@ impl Arrays<'_> {
         assert_eq!(published, numel, "what is published is of the master's size");
     }
 
-    /// The same arrays for a pass whose parameters nobody may see yet.
+    /// The same arrays for a pass whose parameters must not be published yet.
     fn unpublished(&mut self) -> Arrays<'_> {
         Arrays {
             master: self.master,
@@ -97,8 +98,8 @@ impl Arrays<'_> {
 }
 
 impl Cpu {
-    /// Runs `step` on tile after tile of parameter, `N` state tensors and gradient, and publishes
-    /// each.
+    /// Runs `step` on each tile of the parameter, `N` state tensors and the gradient, and publishes
+    /// the results.
     fn tiles<const N: usize>(
         &self,
         arrays: Arrays<'_>,
@@ -155,7 +156,8 @@ impl Cpu {
         }
     }
 
-    /// Two passes: moments and norms, then the update again with the trust ratio.
+    /// Two passes: first the moments and norms, then the update with the trust ratio, computed
+    /// again.
     fn lamb(&self, s: &lamb::Scalars, mut arrays: Arrays<'_>) {
         let level = self.level;
         let mut scratch = [0.0; TILE];
@@ -176,12 +178,12 @@ impl Cpu {
     }
 }
 
-/// A sum of squares that is fed tile by tile, equal to [`sum::of_squares`] over all of them.
+/// A sum of squares that is computed tile by tile, equal to [`sum::of_squares`] over all elements.
 #[derive(Default)]
 struct BlockSums {
     sum: f64,
     lanes: Lanes,
-    /// How many elements the current block has had.
+    /// The number of elements of the current block so far.
     filled: usize,
 }
 

@@ -1,5 +1,5 @@
-//! Adadelta, as `torch.optim.Adadelta` orders it: Zeiler, "ADADELTA: An Adaptive Learning Rate
-//! Method" (2012).
+//! Adadelta with the operation order of `torch.optim.Adadelta`: Zeiler, "ADADELTA: An Adaptive
+//! Learning Rate Method" (2012).
 
 use zeroshard_proto::optimizer::Adadelta;
 

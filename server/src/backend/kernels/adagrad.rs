@@ -1,5 +1,5 @@
-//! Adagrad, as `torch.optim.Adagrad` orders it: Duchi, Hazan and Singer, "Adaptive Subgradient
-//! Methods for Online Learning and Stochastic Optimization" (2011).
+//! Adagrad with the operation order of `torch.optim.Adagrad`: Duchi, Hazan and Singer, "Adaptive
+//! Subgradient Methods for Online Learning and Stochastic Optimization" (2011).
 
 use zeroshard_proto::optimizer::Adagrad;
 

@@ -1,4 +1,5 @@
-//! Adam and AdamW, with and without AMSGrad, as `torch.optim.Adam` (single tensor) orders them.
+//! Adam and AdamW, with and without AMSGrad, with the operation order of `torch.optim.Adam` (single
+//! tensor).
 //!
 //! Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015); Loshchilov and Hutter,
 //! "Decoupled Weight Decay Regularization" (2019); Reddi, Kale and Kumar, "On the Convergence of
@@ -14,7 +15,7 @@ pub struct Scalars {
     gradient: f32,
     /// Weight decay that is added to the gradient: 0 for AdamW.
     weight_decay: f32,
-    /// What decoupled weight decay leaves of a parameter: 1 for Adam.
+    /// The factor that decoupled weight decay applies to a parameter: 1 for Adam.
     kept: f32,
     first_moment: Lerp,
     beta2: f32,
@@ -88,7 +89,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// A step that divides by the largest second moment so far.
+    /// A step that divides by the maximum of all second moments so far.
     pub fn amsgrad(
         s: &Scalars,
         parameter: &mut [f32],

@@ -3,7 +3,7 @@
 use super::vectorised;
 
 vectorised! {
-    /// A step: `parameter = gradient * coefficient`, whatever the parameter was.
+    /// A step: `parameter = gradient * coefficient`, regardless of the previous parameter.
     pub fn step(coefficient: f32, parameter: &mut [f32], gradient: &[f32]) {
         let n = parameter.len();
         let gradient = &gradient[..n];

@@ -1,28 +1,28 @@
-//! Casts between f32 and what the wire carries, adding and checking on the way.
+//! Casts between f32 and the dtypes of the wire, with optional addition and checks.
 //!
-//! Rounding is to nearest even, with subnormals; NaN stays NaN. All of it is integer arithmetic and
-//! exact float additions, so that every instruction set gives the same bits.
+//! Rounding is to nearest even, with subnormals; NaN stays NaN. The casts use integer arithmetic
+//! and exact float additions only, so that every instruction set gives the same bits.
 
 use super::vectorised;
 
-/// The exponent bits of an f32: all of them are set in infinities and NaN only.
+/// The exponent bits of an f32. All of them are set only in infinities and NaN.
 const EXPONENT: u32 = 0x7f80_0000;
 
-/// The NaN that all others are made: quiet, positive, without a payload.
+/// The NaN that replaces all others: quiet, positive, without a payload.
 const NAN: u32 = 0x7fc0_0000;
 
-/// An element type as it lies in memory: little-endian bytes at any address.
+/// An element type in memory: little-endian bytes at any address.
 pub trait Element {
     /// One element.
     type Raw: Copy;
 
-    /// The elements that `bytes` hold.
+    /// The elements in `bytes`.
     fn elements(bytes: &[u8]) -> &[Self::Raw];
 
-    /// The elements that `bytes` hold, to write.
+    /// The elements in `bytes`, for writing.
     fn elements_mut(bytes: &mut [u8]) -> &mut [Self::Raw];
 
-    /// The value, exactly.
+    /// The exact value.
     fn decode(raw: Self::Raw) -> f32;
 
     /// The nearest element, ties to even.
@@ -86,9 +86,9 @@ impl Element for Bf16 {
     #[inline(always)]
     fn encode(value: f32) -> Self::Raw {
         let bits = value.to_bits();
-        // Adding just under half of the last kept place, and one more where that place is odd,
-        // carries exactly where rounding goes up; a carry into the exponent is the right result, up
-        // to infinity.
+        // The addition of just under half of the last kept place, plus one if that place is odd,
+        // carries exactly when rounding goes up. A carry into the exponent gives the correct
+        // result, up to infinity.
         let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
         let quiet_nan = (bits >> 16) | 0x40;
         let is_nan = bits & !(1 << 31) > EXPONENT;
@@ -107,8 +107,8 @@ impl Element for F16 {
         let exponent = magnitude & 0x0f80_0000;
         let normal = magnitude + REBIAS;
         let special = normal + REBIAS;
-        // A subnormal is a fraction of 2^-14: give it that exponent's leading one, and subtract it
-        // again, exactly.
+        // A subnormal is a fraction of 2^-14: add the leading one of that exponent, then subtract
+        // it again, which is exact.
         let leading = f32::from_bits(REBIAS + (1 << 23));
         let subnormal = (f32::from_bits(normal + (1 << 23)) - leading).to_bits();
         let bits = match exponent {
@@ -121,11 +121,12 @@ impl Element for F16 {
 
     #[inline(always)]
     fn encode(value: f32) -> Self::Raw {
-        /// 2^16, beyond all halves; what is just below it rounds up to infinity by carrying.
+        /// 2^16, larger than all halves. Values just below it are rounded up to infinity by the
+        /// carry.
         const TOO_LARGE: u32 = (127 + 16) << 23;
         /// 2^-14, the smallest normal half.
         const NORMAL: u32 = (127 - 14) << 23;
-        /// 0.5: its last place is 2^-24, that of subnormal halves, so adding it rounds to that
+        /// 0.5: its last place is 2^-24, like that of subnormal halves, so adding it rounds to that
         /// place.
         const HALF: u32 = (127 - 1) << 23;
         let bits = value.to_bits();
@@ -149,7 +150,7 @@ impl Element for F16 {
 }
 
 vectorised! {
-    /// Converts `src` to f32. Returns whether all of it is finite.
+    /// Converts `src` to f32. Returns whether all values are finite.
     pub fn decode<E: Element>(src: &[u8], dst: &mut [f32]) -> bool {
         let src = E::elements(src);
         let n = dst.len();
@@ -164,7 +165,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// Converts `src` to f32 and adds it to `dst`. Returns whether all of `src` is finite.
+    /// Converts `src` to f32 and adds it to `dst`. Returns whether all values of `src` are finite.
     pub fn accumulate<E: Element>(src: &[u8], dst: &mut [f32]) -> bool {
         let src = E::elements(src);
         let n = dst.len();
@@ -180,7 +181,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// Makes every NaN the same one.
+    /// Replaces every NaN by the same one.
     pub fn canonicalise(values: &mut [f32]) {
         for value in values {
             let bits = value.to_bits();

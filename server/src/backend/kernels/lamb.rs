@@ -1,8 +1,9 @@
 //! LAMB: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
 //! (2020), algorithm 2.
 //!
-//! The update's norm must be known before a parameter changes, so there are two passes. The second
-//! one computes the update again from the moments, which gives the same bits and needs no memory.
+//! The norm of the update must be known before a parameter changes, so there are two passes. The
+//! second pass computes the update again from the moments, which gives the same bits and needs no
+//! memory.
 
 use zeroshard_proto::optimizer::Lamb;
 
@@ -15,8 +16,8 @@ pub struct Scalars {
     first_moment: Lerp,
     beta2: f32,
     one_minus_beta2: f32,
-    /// Reciprocals: one division an element, instead of three, keeps both passes near the memory's
-    /// speed.
+    /// Reciprocals: one division per element, instead of three, keeps both passes near the memory
+    /// bandwidth.
     inverse_correction1: f32,
     inverse_correction2_sqrt: f32,
     eps: f32,
@@ -40,7 +41,7 @@ impl Scalars {
         }
     }
 
-    /// What the update is multiplied by, from the tensor's sums of squares.
+    /// The factor of the update, from the sums of squares of the tensor.
     pub fn minus_lr(&self, parameter_squares: f64, update_squares: f64) -> f32 {
         let trust = if parameter_squares > 0.0 && update_squares > 0.0 {
             parameter_squares.sqrt() / update_squares.sqrt()
@@ -65,7 +66,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// Both passes: the update, before trust ratio and learning rate.
+    /// Both passes: the update, before the trust ratio and the learning rate.
     pub fn update(
         s: &Scalars,
         parameter: &[f32],

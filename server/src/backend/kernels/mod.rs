@@ -1,8 +1,9 @@
-//! The loops: one file a family, each holding its formula, its scalars and its loop over slices.
+//! The loops: one file for each family of optimizers, with its formula, its scalars and its loop
+//! over slices.
 //!
-//! Every loop is plain Rust, compiled three times (AVX-512, AVX2, the target's baseline) and chosen
-//! at run time. The compiler vectorises it; since it never contracts to fused multiply-adds nor
-//! reorders floating point, all three give the same bits.
+//! Every loop is plain Rust, compiled three times (AVX-512, AVX2, the target's baseline) and
+//! selected at run time. The compiler vectorises it. Because it never contracts to fused
+//! multiply-adds and never reorders floating-point operations, all three give the same bits.
 
 pub mod adadelta;
 pub mod adagrad;
@@ -31,14 +32,14 @@ enum Isa {
 }
 
 impl Level {
-    /// The fastest that this machine has.
+    /// The fastest instruction set of this machine.
     pub fn best() -> Level {
         Level::all()[0]
     }
 
-    /// All that this machine has, fastest first.
+    /// All instruction sets of this machine, fastest first.
     pub fn all() -> Vec<Level> {
-        // INVARIANT: a `Level` is made here only, after the machine was asked. The unsafe calls
+        // INVARIANT: a `Level` is created only here, after checking the machine. The unsafe calls
         // rely on it.
         let mut levels = Vec::new();
         #[cfg(target_arch = "x86_64")]
@@ -59,7 +60,8 @@ impl Level {
     }
 }
 
-/// Compiles a function once for each instruction set; the generated one takes the [`Level`] first.
+/// Compiles a function once for each instruction set. The generated function takes the [`Level`] as
+/// its first argument.
 macro_rules! vectorised {
     ($(#[$meta:meta])* pub fn $name:ident $(<$generic:ident: $bound:ident>)? (
         $($arg:ident: $type:ty),* $(,)?
@@ -84,7 +86,7 @@ macro_rules! vectorised {
             }
 
             match level.0 {
-                // SAFETY: such a level exists only where the machine has those instructions.
+                // SAFETY: such a level exists only if the machine has these instructions.
                 #[cfg(target_arch = "x86_64")]
                 $crate::backend::kernels::Isa::Avx512 => unsafe {
                     avx512 $(::<$generic>)? ($($arg),*)
@@ -101,21 +103,20 @@ macro_rules! vectorised {
 }
 use vectorised;
 
-/// `coefficient`, negated where the objective is maximised: multiplying by it is then torch's
+/// `coefficient`, negated if the objective is maximised; the multiplication then equals torch's
 /// `-gradient`.
 fn signed(coefficient: f32, maximize: bool) -> f32 {
     if maximize { -coefficient } else { coefficient }
 }
 
-/// `gradient + weight_decay * parameter`; the gradient itself where there is no decay, as torch
-/// does.
+/// `gradient + weight_decay * parameter`; the gradient itself if there is no decay, as in torch.
 #[inline(always)]
 fn decayed(gradient: f32, parameter: f32, weight_decay: f32) -> f32 {
     if weight_decay == 0.0 { gradient } else { gradient + parameter * weight_decay }
 }
 
-/// A running average moving towards `end`: `torch.lerp`, whose two formulas keep it exact at both
-/// ends.
+/// A running average that moves towards `end`: `torch.lerp`, whose two formulas keep it exact at
+/// both ends.
 #[derive(Clone, Copy, Debug)]
 struct Lerp {
     weight: f32,
@@ -123,7 +124,7 @@ struct Lerp {
 }
 
 impl Lerp {
-    /// An average that keeps `decay` of itself.
+    /// An average that keeps the fraction `decay` of its value.
     fn keeping(decay: f64) -> Lerp {
         let weight = (1.0 - decay) as f32;
         let from_end = weight >= 0.5;
@@ -137,8 +138,8 @@ impl Lerp {
     }
 }
 
-/// `base` to the power of `exponent`, by squaring: `f64::powi` and the C library's `pow` may differ
-/// from machine to machine in the last bit, and a step must not.
+/// `base` to the power of `exponent`, by squaring. `f64::powi` and the C library's `pow` may differ
+/// between machines in the last bit, and a step must not.
 fn power(mut base: f64, mut exponent: u64) -> f64 {
     let mut result = 1.0;
     while exponent > 0 {
@@ -156,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn power_is_within_rounding_of_the_library_s() {
+    fn power_agrees_with_the_library_within_rounding() {
         for base in [0.0, 0.5, 0.9, 0.99, 0.999, 0.9999] {
             for exponent in [0u64, 1, 2, 3, 10, 1000, 65_537] {
                 let expected = f64::powf(base, exponent as f64);

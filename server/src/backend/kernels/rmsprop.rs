@@ -1,5 +1,6 @@
-//! RMSprop, as `torch.optim.RMSprop` orders it: Tieleman and Hinton, lecture 6.5 (2012); the
-//! centered variant is Graves, "Generating Sequences With Recurrent Neural Networks" (2013).
+//! RMSprop with the operation order of `torch.optim.RMSprop`: Tieleman and Hinton, lecture 6.5
+//! (2012); the centered variant is Graves, "Generating Sequences With Recurrent Neural Networks"
+//! (2013).
 
 use zeroshard_proto::optimizer::RmsProp;
 

@@ -1,4 +1,4 @@
-//! Stochastic gradient descent, as `torch.optim.SGD` orders it.
+//! Stochastic gradient descent with the operation order of `torch.optim.SGD`.
 
 use zeroshard_proto::optimizer::Sgd;
 
@@ -44,7 +44,7 @@ vectorised! {
 }
 
 vectorised! {
-    /// A step with momentum. The first one starts the buffer with the undampened gradient.
+    /// A step with momentum. The first step initialises the buffer with the undampened gradient.
     pub fn with_momentum(s: &Scalars, parameter: &mut [f32], buffer: &mut [f32], gradient: &[f32]) {
         let n = parameter.len();
         let (buffer, gradient) = (&mut buffer[..n], &gradient[..n]);

@@ -1,5 +1,5 @@
-//! Loops that do nothing but move memory, each with the reads and writes of a kind of step: the
-//! limit that the kernels are measured against.
+//! Loops that only transfer memory, each with the reads and writes of one kind of step. They are
+//! the limit against which the kernels are measured.
 
 use super::vectorised;
 

@@ -1,19 +1,19 @@
 //! Sums of squares in f64, in an order that is the same on every machine and device.
 //!
-//! Element `i` of a block belongs to lane `i % 128`. A lane adds its elements in their order; the
-//! lanes are then added as a tree, each with the one half of them away; the blocks are added in
-//! their order. 128 lanes fill sixteen AVX-512 registers here, and four warps on a GPU. The square
-//! of an f32 is exact in f64, and no sum of fewer than 2^750 of them overflows, so the result is
-//! finite exactly if every element is.
+//! Element `i` of a block belongs to lane `i % 128`. A lane adds its elements in order. The lanes
+//! are then added as a tree, each to the lane at half the distance, and the blocks are added in
+//! order. 128 lanes fill sixteen AVX-512 registers here, and four warps on a GPU. The square of an
+//! f32 is exact in f64, and no sum of fewer than 2^750 squares overflows, so the result is finite
+//! exactly if every element is finite.
 
 use zeroshard_proto::geometry::blocks::BLOCK;
 
 use super::{Level, vectorised};
 
-/// How many partial sums a block has.
+/// The number of partial sums of a block.
 pub const LANES: usize = 128;
 
-/// A block's partial sums.
+/// The partial sums of a block.
 #[derive(Clone, Debug)]
 pub struct Lanes([f64; LANES]);
 
@@ -24,7 +24,7 @@ impl Default for Lanes {
 }
 
 impl Lanes {
-    /// The block's sum.
+    /// The sum of the block.
     pub fn total(mut self) -> f64 {
         let mut half = LANES / 2;
         while half > 0 {

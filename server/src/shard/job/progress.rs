@@ -1,4 +1,4 @@
-//! How far the upload or the open attempt is, over all of a job's slices on this server.
+//! The progress of the upload or of the open attempt, over all of a job's slices on this server.
 
 use std::time::Instant;
 
@@ -6,28 +6,28 @@ use prometheus::Histogram;
 
 use crate::shard::{attempt::Attempt, slice::Reduced};
 
-/// What is missing, and what has come of the gradients that are not.
+/// The number of incomplete slices, and the reduced gradients of the complete ones.
 pub(super) struct Progress {
-    /// The open attempt: the latest one that the coordinator has told of.
+    /// The open attempt: the latest one that the coordinator has announced.
     pub(super) attempt: Attempt,
-    /// The version that all slices have; `None` before version 0 is published.
+    /// The version of all slices; `None` before version 0 is published.
     pub(super) version: Option<u64>,
-    /// Whether what is missing are initial parameters, not gradients.
+    /// Whether the slices wait for initial parameters, and not for gradients.
     pub(super) is_upload: bool,
-    /// Slices that still miss something.
+    /// The number of incomplete slices.
     pub(super) waiting: usize,
     reduced: Vec<(u32, Reduced)>,
-    /// When the first gradient came; after the reduction, when that ended.
+    /// The arrival of the first gradient; after the reduction, its end.
     phase_began: Option<Instant>,
 }
 
 impl Progress {
-    /// The upload of the initial parameters of so many slices.
+    /// The upload of the initial parameters of this number of slices.
     pub(super) fn upload(attempt: Attempt, slices: usize) -> Self {
         Self { is_upload: true, ..Self::step(attempt, None, slices) }
     }
 
-    /// An attempt at a step, of so many slices that train.
+    /// An attempt at a step with this number of trained slices.
     pub(super) fn step(attempt: Attempt, version: Option<u64>, slices: usize) -> Self {
         Self {
             attempt,
@@ -39,19 +39,19 @@ impl Progress {
         }
     }
 
-    /// Counts a slice's gradient. Returns those of all slices, if nothing is missing any more.
+    /// Adds a slice's reduced gradient. Returns those of all slices if all are complete.
     pub(super) fn add(&mut self, slice: u32, reduced: Reduced) -> Option<Vec<(u32, Reduced)>> {
         self.reduced.push((slice, reduced));
         self.waiting -= 1;
         (self.waiting == 0).then(|| std::mem::take(&mut self.reduced))
     }
 
-    /// Notes that a gradient has come.
+    /// Records that a gradient has arrived.
     pub(super) fn begin_phase(&mut self) {
         self.phase_began.get_or_insert_with(Instant::now);
     }
 
-    /// Observes how long a phase of the step took, and begins the next.
+    /// Observes the duration of a phase of the step, and begins the next phase.
     pub(super) fn end_phase(&mut self, phase: &Histogram) {
         let began = self.phase_began.replace(Instant::now());
         phase.observe(began.map_or(0.0, |began| began.elapsed().as_secs_f64()));

@@ -1,5 +1,5 @@
-//! What the coordinator says of a job: leases, epochs, attempts, version 0, decisions. Each of
-//! these methods is called by the job's own task, one after the other.
+//! The commands of the coordinator to a job: leases, epochs, attempts, version 0, decisions. The
+//! job's own task calls these methods one after the other.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering},
@@ -19,19 +19,19 @@ use crate::{
     },
 };
 
-/// Readers are woken after so many elements of a step, so that they can send while the rest is
-/// computed.
+/// Readers are woken after this number of elements of a step, so that they can send while the rest
+/// is computed.
 const WAKE_ELEMENTS: usize = 1 << 20;
 
 impl<B: Backend> Job<B> {
-    /// From now on only pushes with this lease are taken from `rank`.
+    /// From now on only pushes with this lease are accepted from `rank`.
     pub(crate) fn grant(&self, rank: u32, lease: u64) {
         self.leases.write().expect("no holder of the lock panics").insert(rank, lease);
         self.tell(JobEvent::Granted { rank, lease });
     }
 
-    /// The lease of `rank` has ended: the open attempt is over, and so is every message of the old
-    /// epoch.
+    /// The lease of `rank` has ended: the open attempt ends, and all messages of the old epoch are
+    /// stale.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -44,8 +44,8 @@ impl<B: Backend> Job<B> {
         self.open_attempt(attempt)
     }
 
-    /// Messages of earlier attempts are refused from here on. Slices and counts move on with the
-    /// first message of the new one that reaches them, or here, whichever comes first.
+    /// Messages of earlier attempts are refused from now on. Slices and counts change to the new
+    /// attempt with its first message that reaches them, or here, whichever comes first.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -68,8 +68,8 @@ impl<B: Backend> Job<B> {
         Ok(())
     }
 
-    /// `rank` has no more data: what has not come from it counts as zeros, in this step and in all
-    /// later ones.
+    /// `rank` has no more data: elements that it has not sent count as zeros, in this step and in
+    /// all later ones.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -82,7 +82,7 @@ impl<B: Backend> Job<B> {
         Ok(())
     }
 
-    /// Every server has its initial parameters: version 0 is there, for all readers at once.
+    /// Every server has its initial parameters: version 0 is published for all readers at once.
     ///
     /// # Errors
     /// [`Error::Internal`] if this server does not have them, [`Error::OutOfMemory`].
@@ -96,7 +96,7 @@ impl<B: Backend> Job<B> {
                 );
                 return Err(Error::Internal { cause });
             }
-            // From here on slice after slice takes gradients.
+            // From now on slices accept gradients, one after the other.
             *progress = Progress::step(progress.attempt, None, self.training_slices());
             progress.attempt
         };
@@ -110,12 +110,13 @@ impl<B: Backend> Job<B> {
         Ok(())
     }
 
-    /// Takes every slice to the next version; without `apply`, with the same state. Blocks for as long as the arithmetic takes; the
-    /// coordinator is told before that the decision is here.
+    /// Takes every slice to the next version; without `apply`, with the same state. Blocks for the
+    /// duration of the arithmetic. The coordinator is informed before it that the decision is
+    /// stored.
     ///
     /// # Errors
-    /// [`Error::Internal`] if the decision is not about the open attempt, or that is not complete;
-    /// [`Error::Invalid`] for hyperparameters that the job cannot have.
+    /// [`Error::Internal`] if the decision is not about the open attempt, or the attempt is
+    /// incomplete; [`Error::Invalid`] for hyperparameters that the job cannot have.
     pub(crate) fn decide(&self, attempt: Attempt, apply: Option<Apply<'_>>) -> Result<()> {
         if let Some(apply) = &apply {
             self.spec.validate_step(apply.groups)?;
@@ -130,7 +131,7 @@ impl<B: Backend> Job<B> {
         Ok(())
     }
 
-    /// Checks and stores the decision; the first attempt at the next step.
+    /// Checks and stores the decision. Returns the first attempt at the next step.
     fn begin_step(&self, attempt: Attempt) -> Result<Attempt> {
         let Attempt { epoch, step, .. } = attempt;
         let mut progress = self.progress();
@@ -142,9 +143,9 @@ impl<B: Backend> Job<B> {
             );
             return Err(Error::Internal { cause });
         }
-        // From here on slice after slice is open for the next step, and may have all of its
-        // gradients before the last slice is there: they count from now on, the version when all
-        // slices have it.
+        // From now on slices are open for the next step, one after the other, and may have all of
+        // its gradients before the last slice has its version. Gradients therefore count from now
+        // on, and the version when all slices have it.
         let next = Attempt::first(epoch, step + 1);
         *progress = Progress::step(next, progress.version, self.training_slices());
         drop(progress);

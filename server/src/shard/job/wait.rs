@@ -1,4 +1,4 @@
-//! Waiting for a version or for gradients; never without an end.
+//! Waits for a version or for gradients, always with a deadline.
 
 use std::time::Duration;
 
@@ -8,11 +8,10 @@ use super::Job;
 use crate::backend::Backend;
 
 impl<B: Backend> Job<B> {
-    /// Waits until `ready` gives something; asks again after every change.
+    /// Waits until `ready` returns a value, and calls it again after every change.
     ///
     /// # Errors
-    /// What `ready` fails with; [`zeroshard_proto::Error::Timeout`] with `waiting_for` after
-    /// `deadline`.
+    /// Those of `ready`; [`zeroshard_proto::Error::Timeout`] with `waiting_for` after `deadline`.
     pub(crate) async fn wait_for<T>(
         &self,
         deadline: Deadline,
@@ -38,14 +37,14 @@ impl<B: Backend> Job<B> {
     /// Waits until all slices have at least `version`.
     ///
     /// # Errors
-    /// As [`Self::wait_for`].
+    /// Those of [`Self::wait_for`].
     pub(crate) async fn wait_for_version(&self, version: u64, deadline: Deadline) -> Result<()> {
         let there = || Ok(self.version().filter(|&current| current >= version));
         let waiting_for = || format!("version {version} of job {:?}", self.spec.name);
         self.wait_for(deadline, there, waiting_for).await.map(|_| ())
     }
 
-    /// Waits until more gradients are in, or `limit` has passed.
+    /// Waits until more gradients have arrived, or `limit` has passed.
     pub(crate) async fn contribution(&self, limit: Duration) {
         let _ = tokio::time::timeout(limit, self.contributed.notified()).await;
     }

@@ -1,8 +1,10 @@
-//! Ranks without a gradient. What of a slice has not come from an absent rank counts as zeros,
-//! added in its turn like any other: the same bits as if it had sent them. Only that needs no
-//! network and no parking, zeros are added once however many ranks are absent, and as long as
-//! nobody has sent anything of the slice no memory is touched; a slice that nobody sends anything
-//! of is not stepped.
+//! Ranks without a gradient.
+//!
+//! The elements of a slice that an absent rank has not sent count as zeros, which are added in its
+//! turn. The result has the same bits as if the rank had sent zeros, but needs no network traffic
+//! and no parking. The zeros are added once, regardless of the number of absent ranks. As long as
+//! no rank has sent any element of the slice, no memory is accessed, and a slice without any
+//! gradient is not stepped.
 
 use bytes::Bytes;
 use zeroshard_proto::{DType, geometry::blocks::BLOCK};
@@ -13,18 +15,18 @@ use crate::backend::Backend;
 /// A block of zeros, in the smallest dtype.
 static ZEROS: [u8; 2 * BLOCK] = [0; 2 * BLOCK];
 
-/// Who had nothing, or not all, of a slice.
+/// The ranks that lack all or a part of a slice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Absent {
     /// The lowest such rank.
     pub(crate) rank: u32,
-    /// No rank had anything of it.
+    /// Whether no rank has any element of the slice.
     pub(crate) everywhere: bool,
 }
 
 impl Round {
-    /// Notes that `rank` sends no more. Returns whether that is news: not if it has sent
-    /// everything, or contributes nothing to this slice.
+    /// Records that `rank` sends nothing more. Returns whether this changes anything: it does not
+    /// if the rank has sent everything, or does not contribute to this slice.
     pub(crate) fn absent<B: Backend>(
         &mut self,
         backend: &B,
@@ -47,7 +49,7 @@ impl Round {
         true
     }
 
-    /// Who is absent, if anybody is.
+    /// The absent ranks, if there are any.
     pub(crate) fn absentees(&self) -> Option<Absent> {
         let rank = self.turns.iter().filter_map(Turns::lowest_absent).min()?;
         Some(Absent { rank, everywhere: self.is_absent_everywhere() })
@@ -68,8 +70,7 @@ impl Turns {
         turns.map(|turn| self.rank(turn)).min()
     }
 
-    /// Adds the zeros of absent ranks, as far as their turn has come. There is something of the
-    /// slice to add them to.
+    /// Adds the zeros of absent ranks whose turn has come. The sum must contain a contribution.
     pub(super) fn fill_in<B: Backend>(&mut self, total: &mut Total<'_, B>) {
         if self.absents == 0 {
             return;
@@ -81,7 +82,7 @@ impl Turns {
     }
 
     /// Adds zeros in place of the elements that have not been received at `turn`, if its rank is
-    /// absent, as far as its turn has come.
+    /// absent and its turn has come.
     pub(super) fn add_zeros<B: Backend>(&mut self, total: &mut Total<'_, B>, turn: usize) {
         if !self.contributions[turn].absent {
             return;

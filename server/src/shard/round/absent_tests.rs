@@ -1,4 +1,4 @@
-//! Absent ranks give the bits that zeros would, whatever comes when.
+//! Absent ranks give the same bits as zeros, for any order of arrival.
 
 use std::{ops::Range, sync::Arc};
 
@@ -59,9 +59,10 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn absent_ranks_give_the_bits_of_zeros_whatever_comes_when(
+    fn absent_ranks_give_the_bits_of_zeros_in_any_order_of_arrival(
         slice in 0u32..9,
-        // How much each rank has before it is absent; all: it is not.
+        // The number of elements that each rank sends before it is absent; a rank that sends all
+        // elements is not absent.
         cuts in prop::collection::vec(prop_oneof![Just(0), Just(NUMEL), 0..NUMEL], 1..5),
         absent_first in any::<bool>(),
         order in any::<prop::sample::Index>(),
@@ -104,7 +105,7 @@ proptest! {
 }
 
 #[test]
-fn a_slice_that_nobody_has_is_complete_and_untouched() {
+fn a_slice_without_any_gradient_is_complete_and_untouched() {
     let mut sum = Sum::new(1, 3);
     for rank in [2, 0] {
         assert!(sum.absent(rank));
@@ -121,7 +122,7 @@ fn a_slice_that_nobody_has_is_complete_and_untouched() {
 }
 
 #[test]
-fn who_has_sent_everything_is_not_absent_and_who_is_absent_sends_nothing() {
+fn a_rank_that_sent_everything_is_not_absent_and_an_absent_rank_sends_nothing() {
     let mut sum = Sum::new(0, 2);
     sum.push(&chunk(0, 0..NUMEL, |i| value(0, i)));
     assert!(!sum.absent(0));
@@ -138,7 +139,7 @@ fn who_has_sent_everything_is_not_absent_and_who_is_absent_sends_nothing() {
 }
 
 #[test]
-fn zeros_are_added_once_however_many_ranks_are_absent() {
+fn zeros_are_added_once_for_any_number_of_absent_ranks() {
     const ABSENT: u32 = 64;
     let writes = |absent_first: bool, slice: u32| {
         let backend = Instrumented::new();
@@ -159,7 +160,7 @@ fn zeros_are_added_once_however_many_ranks_are_absent() {
         backend.writes.into_inner()
     };
     for (absent_first, slice) in [(true, 0), (false, 0), (true, 7), (false, 64)] {
-        // The gradient, and zeros block by block.
+        // The writes are the gradient, and zeros block by block.
         assert_eq!(writes(absent_first, slice), 1 + NUMEL.div_ceil(BLOCK), "slice {slice}");
     }
 }

@@ -12,7 +12,7 @@ use crate::{
     shard::test_jobs::{elements, jobs},
 };
 
-/// What a rank sends of element `at` of the slice: the sum depends on the order.
+/// The value that a rank sends for element `at` of the slice. The sum depends on the order.
 fn value(rank: u32, at: usize) -> f32 {
     match (at + rank as usize) % 5 {
         0 => -0.0,
@@ -25,11 +25,11 @@ struct Sender {
     rank: u32,
     /// The elements to which it contributes, by their positions in the slice.
     elements: Vec<usize>,
-    /// It sends so many of them, and is absent then.
+    /// The number of elements that it sends before it is absent.
     sent: usize,
 }
 
-/// The definition: element by element, the ranks in their order, zeros where one is absent.
+/// The definition: element by element, in the order of the ranks, with zeros for absent ranks.
 fn naive(index: u32, numel: usize, groups: &[Vec<Sender>]) -> Vec<f32> {
     let mut sum = vec![f32::NAN; numel];
     for group in groups {
@@ -44,7 +44,7 @@ fn naive(index: u32, numel: usize, groups: &[Vec<Sender>]) -> Vec<f32> {
     sum
 }
 
-/// Numbers that look random.
+/// A generator of pseudo-random numbers.
 struct Dice(u64);
 
 impl Dice {
@@ -54,7 +54,7 @@ impl Dice {
         (self.0 >> 33) as usize % end
     }
 
-    /// The chunks of `0..end`, in any order, some of them twice.
+    /// The chunks of `0..end`, in any order, with some repetitions.
     fn chunks(&mut self, end: usize) -> Vec<Range<usize>> {
         let mut cuts: Vec<usize> =
             (0..self.below(5)).map(|_| self.below(end + 1)).chain([0, end]).collect();
@@ -69,7 +69,7 @@ impl Dice {
     }
 }
 
-/// Plays it; the round and the accumulator at the end.
+/// Plays a scenario, and returns the final round and accumulator.
 fn play(
     job: &JobSpec,
     index: u32,
@@ -79,10 +79,10 @@ fn play(
 ) -> (Round, Vec<u8>) {
     let (backend, budget) = (Cpu::new(), Budget::new(u64::MAX));
     let mut round = Round::new(index, slice.numel, &job.contributions(0).of_slice(slice));
-    // What has not been cleared is seen.
+    // The buffer has other values, so that elements that are not cleared are detected.
     let mut sum = backend.allocate(DType::F32, slice.numel).unwrap();
     backend.store(&mut sum, 0..slice.numel, &[0xff].repeat(4 * slice.numel), DType::F32);
-    // Of each rank what it still does: chunks, and then its word that it is absent.
+    // The remaining actions of each rank: its chunks, and then its absence.
     type Rest<'a> = (&'a Sender, Vec<Range<usize>>, bool);
     let mut rest: Vec<Rest<'_>> = Vec::new();
     for sender in groups.iter().flatten() {
@@ -110,7 +110,7 @@ fn play(
 
 fn check(job: &JobSpec, index: u32, slice: &SliceSpec, seed: u64) {
     let (dice, shape) = (&mut Dice(seed), &job.manifest.tensors()[0].shape);
-    // All of it, some of it, nothing of it.
+    // All elements, some elements, or none.
     let kinds = 1 + dice.below(4);
     let mut groups: Vec<Vec<Sender>> = Vec::new();
     for Contributors { of, ranks } in job.contributions(0).contributors {
@@ -176,7 +176,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn blocks_are_summed_when_all_contributors_are_in(
+    fn blocks_are_summed_when_all_contributors_are_complete(
         job in prop_oneof![
             Just(vec![3, BLOCK as u64 - 7]),
             Just(vec![BLOCK as u64 + 3, 2]),
@@ -192,7 +192,7 @@ proptest! {
 }
 
 #[test]
-fn who_contributes_nothing_to_the_slice_is_not_absent_from_it() {
+fn a_rank_that_does_not_contribute_is_not_absent() {
     let mesh = zeroshard_proto::ProcessMesh::dense([2], ["tp"]).unwrap();
     let shard = [zeroshard_proto::DimPlacement::Shard(0)];
     let job =

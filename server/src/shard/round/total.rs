@@ -1,4 +1,4 @@
-//! The sum of all contributions to a slice, and what it comes to.
+//! The sum of all contributions to a slice, and its sum of squares.
 
 use std::ops::Range;
 
@@ -6,16 +6,16 @@ use zeroshard_proto::{Elements, geometry::blocks::BLOCK};
 
 use crate::backend::Backend;
 
-/// What the reduced gradient comes to.
+/// The properties of the reduced gradient.
 #[derive(Debug)]
 pub(super) struct Figures {
-    /// Of the slice.
+    /// The number of elements of the slice.
     numel: usize,
-    /// Of each block, how many elements lack a contribution.
+    /// For each block, the number of elements that lack a contribution.
     lacking: Vec<usize>,
-    /// The sum of squares of each block that lacks nothing; 0 of the others.
+    /// The sum of squares of each complete block; 0 for the others.
     sums: Vec<f64>,
-    /// How many blocks lack something.
+    /// The number of incomplete blocks.
     open: usize,
     /// The lowest rank that sent inf or NaN.
     overflow: Option<u32>,
@@ -44,12 +44,12 @@ impl Figures {
         self.overflow = None;
     }
 
-    /// Whether no element lacks a contribution.
+    /// Whether all elements are complete.
     pub(super) fn are_complete(&self) -> bool {
         self.open == 0
     }
 
-    /// Block sums, added in order.
+    /// The sum of the block sums, added in order.
     pub(super) fn sum_of_squares(&self) -> f64 {
         self.sums.iter().fold(0.0, |sum, block| sum + block)
     }
@@ -64,7 +64,7 @@ impl Figures {
     }
 }
 
-/// An accumulator, for as long as something is added to it.
+/// An accumulator during an addition.
 pub(super) struct Total<'a, B: Backend> {
     pub(super) backend: &'a B,
     pub(super) sum: &'a mut B::Buffer,
@@ -72,16 +72,17 @@ pub(super) struct Total<'a, B: Backend> {
 }
 
 impl<B: Backend> Total<'_, B> {
-    /// Notes that `rank` sent inf or NaN for these elements.
+    /// Records that `rank` sent inf or NaN for these elements.
     pub(super) fn note_overflow(&mut self, elements: Elements, rank: u32) {
-        // Adding finite values never makes a NaN, so this is the only place where one can appear.
+        // The addition of finite values never produces a NaN, so this is the only place where one
+        // can appear.
         self.backend.canonicalise(self.sum, elements);
         let overflow = &mut self.figures.overflow;
         *overflow = Some(overflow.map_or(rank, |lowest| lowest.min(rank)));
     }
 
-    /// Counts elements of the slice to which every rank has contributed. The squares of each block
-    /// that they complete are summed at once, while the block is in cache.
+    /// Counts elements of the slice to which every rank has contributed. When a block becomes
+    /// complete, its squares are summed at once, while the block is in cache.
     pub(super) fn complete(&mut self, elements: &Elements, range: &Range<usize>) {
         if range.is_empty() {
             return;

@@ -1,8 +1,8 @@
-//! The contributions to the same elements of a slice: which elements of which rank have arrived,
+//! The contributions to the same elements of a slice: the elements of each rank that have arrived,
 //! and the order in which they are added.
 //!
 //! The order is rank order, cyclic from `slice mod ranks` ([`Ranks::turn`]). Addition is
-//! commutative bit for bit, so the first two ranks of the order may come in either order; the
+//! commutative bit for bit, so the first two ranks of the order may come in either order. The
 //! others wait, parked, until the elements of all ranks before them are added.
 //!
 //! [`Ranks::turn`]: zeroshard_proto::geometry::Ranks::turn
@@ -21,12 +21,12 @@ use crate::{
     },
 };
 
-/// The most separate ranges of one contribution, so that memory stays bounded. A worker that sends
-/// in order needs one or two.
+/// The maximum number of separate ranges of one contribution, so that memory stays bounded. A
+/// worker that sends in order needs one or two.
 pub(super) const MAX_RANGES: usize = 1024;
 
-/// The cost of a parked chunk beside its bytes: the entry in the list, and the overhead of `Bytes`
-/// and of the allocator.
+/// The memory of a parked chunk in addition to its bytes: the entry in the list, and the overhead
+/// of `Bytes` and of the allocator.
 pub(super) const PARKED_OVERHEAD: u64 = 128;
 
 /// The contribution of one rank.
@@ -35,26 +35,26 @@ pub(super) struct Contribution {
     /// The elements that have arrived. Elements that arrive again are skipped.
     pub(super) received: Ranges,
     /// The elements that are in the accumulator. INVARIANT: a subset of `received`; from the third
-    /// turn on also a subset of the added elements of the turn before.
+    /// turn on also a subset of the added elements of the previous turn.
     pub(super) added: Ranges,
-    /// INVARIANT: disjoint. A chunk stays as a whole until all of it has been added, since it is
-    /// one allocation.
+    /// INVARIANT: disjoint. A chunk is kept as a whole until all of it has been added, because it
+    /// is one allocation.
     pub(super) parked: Vec<(Chunk, Space)>,
-    /// The rank sends nothing more: elements that have not been received count as zeros.
+    /// Whether the rank sends nothing more: elements that have not been received count as zeros.
     pub(super) absent: bool,
 }
 
-/// The ranks that contribute to the same elements, which take turns.
+/// The ranks that contribute to the same elements, one after the other.
 #[derive(Debug)]
 pub(super) struct Turns {
     slice: u32,
     pub(super) of: SliceContributors,
-    /// By turn.
+    /// The contributions, by turn.
     pub(super) contributions: Vec<Contribution>,
-    /// Number of absent ranks.
+    /// The number of absent ranks.
     pub(super) absents: usize,
     /// The elements to which the zeros of an absent rank have been added. Adding zero only changes
-    /// -0.0, and afterwards the sum is never -0.0 again, so further zeros change nothing there.
+    /// -0.0, after which the sum is never -0.0 again, so further zeros have no effect there.
     pub(super) zeroed: Ranges,
 }
 
@@ -93,8 +93,8 @@ impl Turns {
         parts.filter(|(_, known)| !known).flat_map(|(new, _)| self.in_turn(turn, new)).collect()
     }
 
-    /// Keeps a chunk until its turn, in memory of its own: a part of a network buffer would keep
-    /// the whole buffer alive.
+    /// Keeps a chunk until its turn, in separate memory, because a part of a network buffer would
+    /// keep the whole buffer alive.
     pub(super) fn park(&mut self, turn: usize, chunk: Chunk, budget: &Arc<Budget>) -> Result<()> {
         let Some(space) = budget.take(chunk.bytes.len() as u64 + PARKED_OVERHEAD) else {
             let range = chunk.range();
@@ -113,12 +113,12 @@ impl Turns {
         Ok(())
     }
 
-    /// Splits `range` by whether the contributions of all turns before `turn` have been added.
+    /// Splits `range` by whether the contributions of all earlier turns have been added.
     pub(super) fn in_turn(&self, turn: usize, range: Range<usize>) -> Vec<(Range<usize>, bool)> {
         let added = |turn: usize| &self.contributions[turn].added;
         match turn {
             0 | 1 => vec![(range, true)],
-            // The first two come in either order: both must be in.
+            // The first two may come in either order, so both must have been added.
             2 => {
                 let cut = added(0).split(range).into_iter();
                 cut.flat_map(|(range, first)| {
@@ -131,8 +131,8 @@ impl Turns {
         }
     }
 
-    /// Whether any element of this turn can be added: some elements of all turns before it have
-    /// been.
+    /// Whether any element of this turn can be added, because some elements of all earlier turns
+    /// have been added.
     fn is_reached(&self, turn: usize) -> bool {
         let has_added = |turn: usize| !self.contributions[turn].added.is_empty();
         match turn {
@@ -142,8 +142,8 @@ impl Turns {
         }
     }
 
-    /// Adds elements whose turn it is: those of `chunk`; `None` stands for zeros where zeros have
-    /// been added before.
+    /// Adds elements whose turn it is: those of `chunk`; `None` stands for zeros in elements to
+    /// which zeros have been added before.
     pub(super) fn add<B: Backend>(
         &mut self,
         total: &mut Total<'_, B>,
@@ -166,7 +166,8 @@ impl Turns {
                     true => {
                         total.backend.accumulate(total.sum, at.clone(), &part.bytes, part.dtype)
                     }
-                    // The first contribution is stored, so that nothing need clear the sum.
+                    // The first contribution is stored, so that the sum does not have to be
+                    // cleared.
                     false => total.backend.store(total.sum, at.clone(), &part.bytes, part.dtype),
                 };
                 if !finite {
@@ -175,9 +176,10 @@ impl Turns {
             }
             let is_last = match self.contributions.len() {
                 1 => true,
-                // The two come in either order.
+                // The first two come in either order.
                 2 => something,
-                // The last turn is added only where all turns before it are.
+                // The last turn is added only to elements of which all earlier turns have been
+                // added.
                 ranks => turn + 1 == ranks,
             };
             if is_last {
@@ -187,7 +189,7 @@ impl Turns {
         self.contributions[turn].added.insert(range);
     }
 
-    /// Adds the parked chunks of the turns after `turn`, as far as their turn has come.
+    /// Adds the parked chunks of the turns after `turn` whose turn has come.
     pub(super) fn unpark<B: Backend>(&mut self, total: &mut Total<'_, B>, turn: usize) {
         for later in (turn + 1).max(2)..self.contributions.len() {
             if !self.is_reached(later) {

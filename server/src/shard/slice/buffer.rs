@@ -1,5 +1,5 @@
-//! A buffer's next content (batch-norm statistics): bits that a step carries along, and no
-//! arithmetic touches.
+//! The next content of a buffer (such as batch-norm statistics): bits that move with a step,
+//! without arithmetic.
 
 use zeroshard_proto::{Error, Result, geometry::SliceContributors};
 
@@ -9,15 +9,16 @@ use crate::{
     shard::{attempt::Attempt, round::Chunk},
 };
 
-/// What has come of a buffer's next content.
+/// The arrived part of a buffer's next content.
 pub(super) struct Next<B: Backend> {
     content: B::Buffer,
     received: Received,
 }
 
 impl<B: Backend> Slice<B> {
-    /// Stores a chunk of what the buffer is from the next version on, from a rank that uploads some
-    /// of it. Returns how many elements were new. `current` as for [`Self::upload`].
+    /// Stores a chunk of the buffer's content from the next version on, from a rank that uploads a
+    /// part of it. Returns the number of new elements. `current` is the same as for
+    /// [`Self::upload`].
     ///
     /// # Errors
     /// Those of `current`; [`Error::OutOfMemory`].
@@ -48,7 +49,8 @@ impl<B: Backend> Slice<B> {
 }
 
 impl<B: Backend> Inner<B> {
-    /// The next content takes its place, if all of it has come; whoever reads the old one holds it.
+    /// Replaces the content by the next one, if it is complete. Readers of the old content hold a
+    /// reference to it.
     pub(super) fn turn_over(&mut self, contributors: &[SliceContributors]) {
         if let Some(next) = self.next.take()
             && next.received.is_complete(contributors)

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::shard::{part::Part, test_jobs::job};
 
-/// Two rows and four columns, on two by two ranks.
+/// A matrix of two rows and four columns, on two by two ranks.
 fn spec(tensor: TensorSpec, placements: [DimPlacement; 2]) -> JobSpec {
     job(tensor, ProcessMesh::dense([2, 2], ["dp", "tp"]).unwrap(), &placements)
 }
@@ -20,10 +20,10 @@ fn tensor() -> TensorSpec {
     TensorSpec::new("w", [2, 4])
 }
 
-/// Ranks 0 and 2 have the first two columns, ranks 1 and 3 the others.
+/// Ranks 0 and 2 hold the first two columns, ranks 1 and 3 the others.
 const COLUMNS: [DimPlacement; 2] = [Partial(Reduction::Avg), Shard(1)];
 
-/// What ranks 0 and 1 have of 1, 2, ... 8.
+/// The parts of 1, 2, ... 8 that ranks 0 and 1 hold.
 const LEFT: [f32; 4] = [1.0, 2.0, 5.0, 6.0];
 const RIGHT: [f32; 4] = [3.0, 4.0, 7.0, 8.0];
 const ALL: [f32; 8] = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0];

@@ -1,4 +1,4 @@
-//! What others see of a slice: a version of it, whole.
+//! Reading a slice: a complete version of it.
 
 use std::sync::Arc;
 
@@ -8,12 +8,13 @@ use super::Slice;
 use crate::{backend::Backend, shard::part::Part};
 
 impl<B: Backend> Slice<B> {
-    /// A part that the slice has, at `version`, held for as long as the caller likes; `None` if it
-    /// is not there yet.
+    /// A part of the slice at `version`, which the caller may hold for any time; `None` if the
+    /// version is not available yet.
     ///
     /// # Errors
-    /// [`Error::VersionGone`] if a later one has replaced it; [`Error::OutOfMemory`] if the next
-    /// step may be decided at any moment, and there is no room for its result beside this version.
+    /// [`Error::VersionGone`] if a later version has replaced it; [`Error::OutOfMemory`] if the
+    /// next step may be decided at any moment, and there is not enough memory for its result beside
+    /// this version.
     pub(crate) fn read(
         &self,
         backend: &B,
@@ -39,7 +40,7 @@ impl<B: Backend> Slice<B> {
         Ok(Some(held))
     }
 
-    /// How many steps were applied, at `version`.
+    /// The number of applied steps at `version`.
     ///
     /// # Errors
     /// [`Error::VersionGone`].

@@ -28,7 +28,7 @@ impl Received {
         self.0.iter().all(Ranges::is_empty)
     }
 
-    /// Whether nothing is missing.
+    /// Whether all elements have arrived.
     pub(super) fn is_complete(&self, contributors: &[SliceContributors]) -> bool {
         self.missing_rank(contributors).is_none()
     }
@@ -40,7 +40,7 @@ impl Received {
         missing.map(|(of, _)| of.ranks.uploader())
     }
 
-    /// Whether all of `chunk` has arrived before.
+    /// Whether all elements of `chunk` have arrived before.
     pub(super) fn contains(&self, contributors: &[SliceContributors], chunk: &Chunk) -> bool {
         self.0[uploaded_by(contributors, chunk.rank)].contains(&chunk.range())
     }

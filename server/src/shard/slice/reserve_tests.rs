@@ -1,4 +1,4 @@
-//! A step whose gradient was reported cannot fail for want of memory.
+//! A step whose gradient was reported cannot fail because of missing memory.
 
 use std::sync::{Arc, atomic::Ordering};
 
@@ -17,7 +17,7 @@ use crate::{
 
 type Buffer = <Instrumented as Backend>::Buffer;
 
-/// A slice of two elements under AdamW at version 0, and room for `left` more buffers.
+/// A slice of two elements under AdamW at version 0, and memory for `left` more buffers.
 struct Subject {
     backend: Instrumented,
     slice: Slice<Instrumented>,
@@ -66,7 +66,7 @@ fn a_gradient_is_not_complete_while_the_step_would_not_fit_beside_a_reader() {
     let subject = Subject::new(0);
     let held = subject.read(Part::Parameters).unwrap();
     assert!(matches!(subject.push(), Err(Error::OutOfMemory { .. })));
-    // The reader goes: the same push again completes the gradient.
+    // The reader releases the version: the same push again completes the gradient.
     drop(held);
     assert!(subject.push().unwrap().is_some());
     assert_eq!(subject.push().unwrap(), None, "it is reported once");

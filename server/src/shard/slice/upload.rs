@@ -1,4 +1,4 @@
-//! The beginning of a slice: its parameters, and where a run goes on its optimizer state.
+//! The initial values of a slice: its parameters and, for a resumed run, its optimizer state.
 
 use zeroshard_proto::{Error, Result};
 
@@ -9,23 +9,23 @@ use crate::{
     shard::{attempt::Attempt, round::Chunk},
 };
 
-/// What an upload is of.
+/// The contents of an upload.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Upload {
     /// The state tensor at this position; `None`: the parameters.
     pub(crate) state: Option<usize>,
-    /// Steps that count as applied; 0: nothing is said.
+    /// The number of steps that count as applied; 0: not specified.
     pub(crate) applied: u64,
 }
 
 impl<B: Backend> Slice<B> {
-    /// Stores a chunk of what a job begins with, from a rank that uploads some of the slice.
-    /// Returns how many elements were new, and whether that made the slice complete. `current`
-    /// says, under the slice's lock, whether `attempt` is the job's open one.
+    /// Stores a chunk of an upload, from a rank that uploads a part of the slice. Returns the
+    /// number of new elements, and whether they completed the slice. `current` checks, under the
+    /// slice's lock, that `attempt` is the job's open attempt.
     ///
     /// # Errors
-    /// Those of `current`; [`Error::Invalid`] for state that comes after the parameters, and for
-    /// another number of applied steps than another rank's.
+    /// Those of `current`; [`Error::Invalid`] for state that arrives after the parameters, and for
+    /// a number of applied steps that differs from another rank's.
     pub(crate) fn upload(
         &self,
         backend: &B,
@@ -64,22 +64,22 @@ impl<B: Backend> Slice<B> {
         Ok((new, upload.state.is_none() && inner.uploaded.is_complete(&self.contributors)))
     }
 
-    /// The first rank of whose parameters some have not come; `None` once the job has begun.
+    /// The first rank whose parameters are incomplete; `None` after version 0 was published.
     pub(crate) fn missing_upload(&self) -> Option<u32> {
         self.lock().uploaded.missing_rank(&self.contributors)
     }
 }
 
 impl<B: Backend> Inner<B> {
-    /// Forgets what was uploaded. Optimizer state is made again when the upload begins anew, where
-    /// that can fail.
+    /// Drops the uploads. Optimizer state is reinitialised when the next upload begins, where an
+    /// error can be returned.
     pub(super) fn forget_upload(&mut self) {
         self.uploaded.clear();
         self.stale_state = !self.uploaded_state.iter().all(Received::is_empty);
         self.applied = 0;
     }
 
-    /// Several ranks may upload to one slice: who comes last must not decide.
+    /// Several ranks may upload to one slice; the last one must not decide alone.
     fn count_applied(&mut self, applied: u64, rank: u32) -> Result<()> {
         match (applied, self.applied) {
             (0, _) => {}

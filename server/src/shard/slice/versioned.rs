@@ -1,4 +1,4 @@
-//! A buffer of which readers hold versions while a step makes the next one.
+//! A buffer whose versions readers can hold while a step produces the next one.
 
 use std::sync::Arc;
 
@@ -6,10 +6,10 @@ use zeroshard_proto::{Error, Result};
 
 use crate::backend::Backend;
 
-/// A buffer that is written in place when nobody reads it, else to a copy.
+/// A buffer that is written in place if there is no reader, and otherwise copied.
 pub(super) struct Versioned<B: Backend> {
     current: Arc<B::Buffer>,
-    /// Memory for that copy, reserved before a step is decided so that the step cannot fail.
+    /// Memory for the copy, reserved before a step is decided so that the step cannot fail.
     spare: Option<B::Buffer>,
 }
 
@@ -18,16 +18,15 @@ impl<B: Backend> Versioned<B> {
         Self { current: Arc::new(buffer), spare: None }
     }
 
-    /// The version that is there now. Whoever holds it keeps it.
+    /// The current version, which remains valid for its holders.
     pub(super) fn current(&self) -> &Arc<B::Buffer> {
         &self.current
     }
 
-    /// Makes sure that [`Self::write`] succeeds, as long as nobody starts to read without a
-    /// reservation.
+    /// Ensures that [`Self::write`] succeeds, as long as no reader is added without a reservation.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the version is being read and there is no room for another.
+    /// [`Error::OutOfMemory`] if the version is being read and there is no memory for another.
     pub(super) fn reserve(&mut self, backend: &B) -> Result<()> {
         if self.spare.is_none() && self.is_read() {
             self.spare = Some(self.another(backend)?);
@@ -35,10 +34,10 @@ impl<B: Backend> Versioned<B> {
         Ok(())
     }
 
-    /// Write access to the next version, which starts as a copy of this one.
+    /// Write access to the next version, which starts as a copy of the current one.
     ///
     /// # Errors
-    /// As [`Self::reserve`], unless that has succeeded.
+    /// Those of [`Self::reserve`], unless it has succeeded before.
     pub(super) fn write(&mut self, backend: &B) -> Result<&mut B::Buffer> {
         if self.is_read() {
             let mut fresh = match self.spare.take() {
@@ -52,12 +51,12 @@ impl<B: Backend> Versioned<B> {
         Ok(Arc::get_mut(&mut self.current).expect("nobody holds what only the slice has"))
     }
 
-    /// Gives back what was reserved and not needed.
+    /// Releases reserved memory that was not needed.
     pub(super) fn release(&mut self) {
         self.spare = None;
     }
 
-    /// Others get references only from [`Self::current`], under the slice's lock: a count of one
+    /// References are only created by [`Self::current`], under the slice's lock, so a count of one
     /// cannot grow meanwhile.
     fn is_read(&self) -> bool {
         Arc::strong_count(&self.current) > 1
