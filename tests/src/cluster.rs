@@ -6,7 +6,7 @@ use zeroshard_proto::token::TOKEN_VARIABLE;
 
 use crate::{Process, binary};
 
-/// A running cluster. Killed when dropped.
+/// A running cluster, which is killed when dropped.
 #[derive(Debug)]
 pub struct Cluster {
     /// The coordinator.
@@ -16,7 +16,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Starts a coordinator and so many shard servers.
+    /// Starts a coordinator and this number of shard servers.
     ///
     /// # Panics
     /// If one of them does not start.
@@ -24,7 +24,7 @@ impl Cluster {
         Self::start_with(shards, &[])
     }
 
-    /// The same, with further flags for the shard servers.
+    /// Starts a cluster with additional flags for the shard servers.
     ///
     /// # Panics
     /// If one of them does not start.
@@ -34,7 +34,7 @@ impl Cluster {
         Self { coordinator, shards }
     }
 
-    /// A coordinator and so many shard servers that have `token`.
+    /// Starts a coordinator and this number of shard servers with `token`.
     ///
     /// # Panics
     /// If one of them does not start.
@@ -47,7 +47,7 @@ impl Cluster {
         Self { coordinator, shards }
     }
 
-    /// A shard server that registers with the coordinator at `address`, and has `token`.
+    /// Starts a shard server with `token` that registers with the coordinator at `address`.
     ///
     /// # Panics
     /// If it does not start.
@@ -57,7 +57,7 @@ impl Cluster {
         Process::start(command)
     }
 
-    /// A coordinator alone.
+    /// Starts only a coordinator.
     ///
     /// # Panics
     /// If it does not start.
@@ -65,7 +65,7 @@ impl Cluster {
         Process::start(coordinator())
     }
 
-    /// A shard server that registers with the coordinator at `address`.
+    /// Starts a shard server that registers with the coordinator at `address`.
     ///
     /// # Panics
     /// If it does not start.
@@ -73,11 +73,11 @@ impl Cluster {
         Process::start(shard(address, flags))
     }
 
-    /// Payload bytes that the shard servers have sent to pulls and received in pushes, by their own
-    /// counters.
+    /// The payload bytes that the shard servers have sent to pulls and received in pushes,
+    /// according to their metrics.
     ///
     /// # Panics
-    /// If one of them does not tell.
+    /// If a metric is missing.
     pub fn payload(&self) -> [u64; 2] {
         let counter = |text: &str, labels: &str| -> u64 {
             let line = text.lines().find_map(|line| {
@@ -93,7 +93,7 @@ impl Cluster {
         ]
     }
 
-    /// Where workers connect.
+    /// The address to which workers connect.
     pub fn address(&self) -> &str {
         self.coordinator.address()
     }
@@ -113,7 +113,7 @@ fn shard(coordinator: &str, flags: &[&str]) -> Command {
 fn server(arguments: &[&str]) -> Command {
     let mut command = Command::new(binary("zeroshard-server"));
     command.args(arguments).args(["--json", "--log", "error"]);
-    // Whoever runs the tests may have a cluster of their own.
+    // The environment of the tests may name another cluster.
     command.env_remove(TOKEN_VARIABLE);
     command
 }

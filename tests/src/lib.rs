@@ -1,8 +1,8 @@
-//! Clusters of real processes, for tests and benches: the shipped binaries, on port 0, on this
-//! machine; and what tests need to drive them: jobs without a model, a proxy that breaks
-//! connections, a stock client.
+//! Clusters of real processes for tests and benchmarks: the shipped binaries, on port 0, on this
+//! machine. The crate also has jobs without a model, a proxy that breaks connections, and a stock
+//! client.
 
-#![expect(clippy::panic, reason = "how what only tests and benches use tells that it cannot go on")]
+#![expect(clippy::panic, reason = "helpers of tests and benchmarks panic if they cannot continue")]
 
 mod cluster;
 mod process;

@@ -1,4 +1,4 @@
-//! One child process of the project, from start to end.
+//! One child process of the project, from its start to its end.
 
 use std::{
     env,
@@ -13,17 +13,17 @@ use std::{
 
 use serde_json::Value;
 
-/// How long a process may take to listen, or to stop.
+/// The time limit for a process to listen, or to stop.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// How long a program that ends by itself may take.
+/// The time limit for a program that ends by itself.
 const RUN_PATIENCE: Duration = Duration::from_secs(600);
 
-/// A binary of this workspace: beside the running program, where cargo puts them all. Under `cargo
-/// test` it is brought up to date first, once in each test program.
+/// The path of a binary of this workspace, in cargo's directory beside the running program. Under
+/// `cargo test` the binary is built first, once in each test program.
 ///
 /// # Panics
-/// If it does not build, or is not there.
+/// If it does not build or does not exist.
 pub fn binary(name: &str) -> PathBuf {
     let exe = env::current_exe().expect("a running program has a path");
     let folder = exe.parent().expect("a file is in a folder");
@@ -53,7 +53,7 @@ pub fn binary(name: &str) -> PathBuf {
     path
 }
 
-/// Runs a binary of this workspace to its end.
+/// Runs a binary of this workspace until it ends.
 ///
 /// # Panics
 /// If it cannot be started, or does not end.
@@ -63,7 +63,7 @@ pub fn run<S: AsRef<OsStr>>(name: &str, arguments: &[S]) -> Output {
     let child = command.spawn().expect("the binary is there");
     let pid = child.id().to_string();
     let (tell, told) = mpsc::channel();
-    // Nobody listens any more after the deadline.
+    // After the deadline the receiver has been dropped.
     thread::spawn(move || _ = tell.send(child.wait_with_output()));
     let Ok(output) = told.recv_timeout(RUN_PATIENCE) else {
         let _ = Command::new("kill").args(["-KILL", &pid]).status();
@@ -72,11 +72,11 @@ pub fn run<S: AsRef<OsStr>>(name: &str, arguments: &[S]) -> Output {
     output.expect("its output can be read")
 }
 
-/// A child process that listens. Killed when dropped.
+/// A child process that listens. It is killed when dropped.
 #[derive(Debug)]
 pub struct Process {
     child: Child,
-    /// The line in which it said where it listens.
+    /// The line in which it reported its addresses.
     listening: Value,
 }
 
@@ -97,9 +97,9 @@ impl Process {
             let mut stdout = BufReader::new(stdout);
             let mut line = String::new();
             let read = stdout.read_line(&mut line);
-            // Nobody listens any more after the deadline.
+            // After the deadline the receiver has been dropped.
             let _ = tell.send(read.map(|_| line));
-            // A pipe that nobody reads would stop the process.
+            // If the pipe were not read, the process would block.
             let _ = io::copy(&mut stdout, &mut io::sink());
         });
         let line = told.recv_timeout(PATIENCE);
@@ -116,15 +116,15 @@ impl Process {
         }
     }
 
-    /// `host:port` that it listens on.
+    /// The `host:port` on which it listens.
     ///
     /// # Panics
-    /// If it did not say.
+    /// If it was not reported.
     pub fn address(&self) -> &str {
         self.listening["address"].as_str().expect("listening has an address")
     }
 
-    /// `host:port` of its admin server.
+    /// The `host:port` of its admin server.
     ///
     /// # Panics
     /// If it has none.
@@ -132,23 +132,23 @@ impl Process {
         self.listening["admin"].as_str().expect("listening has an admin address")
     }
 
-    /// The process.
+    /// The id of the process.
     pub fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// The most memory that the process has had resident, in bytes.
+    /// The peak of the resident memory of the process, in bytes.
     ///
     /// # Panics
-    /// If the system does not say.
+    /// If the system does not report it.
     pub fn peak_memory(&self) -> u64 {
         self.status_bytes("VmHWM:")
     }
 
-    /// The memory that the process has resident, in bytes.
+    /// The resident memory of the process, in bytes.
     ///
     /// # Panics
-    /// If the system does not say.
+    /// If the system does not report it.
     pub fn memory(&self) -> u64 {
         self.status_bytes("VmRSS:")
     }
@@ -161,10 +161,10 @@ impl Process {
         kilobytes.parse::<u64>().expect("a number") * 1024
     }
 
-    /// `GET path` of its admin server: the body.
+    /// Sends `GET path` to its admin server, and returns the body.
     ///
     /// # Panics
-    /// If there is no answer.
+    /// If there is no response.
     pub fn get(&self, path: &str) -> String {
         use std::io::Write;
         let mut stream =
@@ -176,17 +176,17 @@ impl Process {
         answer.split_once("\r\n\r\n").expect("a head and a body").1.to_owned()
     }
 
-    /// Kills it at once (SIGKILL).
+    /// Kills the process at once (SIGKILL).
     pub fn kill(&mut self) {
-        // Fails only if it has ended already.
+        // This fails only if the process has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 
-    /// Asks it to stop (SIGTERM), and waits until it has.
+    /// Sends SIGTERM, and waits until the process has ended.
     ///
     /// # Panics
-    /// If it does not stop in time.
+    /// If it does not end in time.
     pub fn stop(mut self) -> ExitStatus {
         let pid = self.id().to_string();
         let signalled = Command::new("kill").args([OsStr::new("-TERM"), pid.as_ref()]).status();

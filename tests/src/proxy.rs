@@ -1,5 +1,4 @@
-//! A TCP proxy that breaks connections on demand, between a client and a server that know nothing
-//! of it.
+//! A TCP proxy between a client and a server that breaks connections on demand.
 
 use std::{
     io,
@@ -13,7 +12,8 @@ use tokio::{
     task::JoinHandle,
 };
 
-/// Forwards connections to a server. Lives in the tokio runtime that made it, as long as itself.
+/// Forwards connections to a server. It runs on the tokio runtime that created it, until that
+/// runtime ends.
 #[derive(Debug)]
 pub struct FaultProxy {
     address: String,
@@ -23,19 +23,20 @@ pub struct FaultProxy {
 
 #[derive(Debug)]
 struct Faults {
-    /// `host:port` that it forwards to. Until it is known, connections are closed at once.
+    /// The `host:port` of the server. Until it is known, connections are closed at once.
     target: Mutex<Option<String>>,
-    /// Bytes, of both directions and all connections, until all of them are cut.
+    /// The number of bytes, in both directions and over all connections, until all connections are
+    /// cut.
     until_cut: Mutex<Option<u64>>,
     cuts: watch::Sender<u64>,
     stalled: watch::Sender<bool>,
 }
 
 impl FaultProxy {
-    /// Listens on a free port. What it forwards to is said later.
+    /// Listens on a free port. The server is specified later.
     ///
     /// # Errors
-    /// When the system has no port.
+    /// If the system has no free port.
     pub async fn start() -> io::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let address = listener.local_addr()?.to_string();
@@ -49,17 +50,17 @@ impl FaultProxy {
         Ok(Self { address, faults, accepting })
     }
 
-    /// Where it listens.
+    /// The address of the proxy.
     pub fn address(&self) -> &str {
         &self.address
     }
 
-    /// From now on connections go to the server at `target`.
+    /// From now on, connections are forwarded to the server at `target`.
     pub fn forward_to(&self, target: &str) {
         *lock(&self.faults.target) = Some(target.to_owned());
     }
 
-    /// Cuts all connections once so many more bytes have passed. Later ones pass.
+    /// Cuts all connections after this number of further bytes. Later connections are not cut.
     pub fn cut_after(&self, bytes: u64) {
         *lock(&self.faults.until_cut) = Some(bytes);
     }
@@ -69,12 +70,12 @@ impl FaultProxy {
         self.faults.cuts.send_modify(|cuts| *cuts += 1);
     }
 
-    /// How often it has cut the connections.
+    /// The number of times it has cut the connections.
     pub fn cuts(&self) -> u64 {
         *self.faults.cuts.borrow()
     }
 
-    /// Whether bytes that come are kept back: a silent network.
+    /// Whether to hold back received bytes, as a silent network does.
     pub fn stall(&self, stalled: bool) {
         self.faults.stalled.send_replace(stalled);
     }
@@ -98,7 +99,7 @@ async fn accept(listener: TcpListener, faults: Arc<Faults>) {
         tokio::spawn(async move {
             let mut cuts = faults.cuts.subscribe();
             let Some(target) = target else { return };
-            // Whoever cannot be reached closes the connection, as without us.
+            // If the server cannot be reached, the connection is closed, as without the proxy.
             let Ok(server) = TcpStream::connect(target).await else { return };
             let _ = (client.set_nodelay(true), server.set_nodelay(true));
             let (from_client, to_client) = client.into_split();
@@ -112,7 +113,7 @@ async fn accept(listener: TcpListener, faults: Arc<Faults>) {
     }
 }
 
-/// Until one side closes, or the connection is to be cut.
+/// Forwards until one side closes, or the connection is to be cut.
 async fn forward(mut from: tcp::OwnedReadHalf, mut to: tcp::OwnedWriteHalf, faults: &Faults) {
     let mut stalled = faults.stalled.subscribe();
     let mut buffer = vec![0; 64 << 10];
@@ -132,7 +133,8 @@ async fn forward(mut from: tcp::OwnedReadHalf, mut to: tcp::OwnedWriteHalf, faul
 }
 
 impl Faults {
-    /// How many of `bytes` may pass, and whether the connections are to be cut then.
+    /// The number of the `bytes` that may pass, and whether the connections are to be cut
+    /// afterwards.
     fn count(&self, bytes: u64) -> (u64, bool) {
         let mut left = lock(&self.until_cut);
         match *left {

@@ -1,5 +1,5 @@
-//! The data plane as a client sees it that was generated from the .proto files: it sends what it is
-//! told to, right or wrong.
+//! A client of the data plane that is generated from the .proto files. It sends any message, valid
+//! or not.
 
 use futures_util::Stream;
 use tonic::{IntoRequest, Streaming, transport::Channel};
@@ -10,7 +10,7 @@ use zeroshard_proto::{
     transport::endpoint,
 };
 
-/// For messages.
+/// The peer in error messages.
 const PEER: &str = "shard server";
 
 async fn client(address: &str) -> Result<DataServiceClient<Channel>> {
@@ -25,15 +25,15 @@ async fn client(address: &str) -> Result<DataServiceClient<Channel>> {
 /// Pushes `messages` to the shard server at `address`.
 ///
 /// # Errors
-/// The server's.
+/// Those of the server.
 pub async fn push(address: &str, messages: Vec<pb::PushRequest>) -> Result<pb::PushResponse> {
     push_stream(address, futures_util::stream::iter(messages)).await
 }
 
-/// As [`push`], with messages that come when they come.
+/// Pushes a stream of messages, like [`push`].
 ///
 /// # Errors
-/// The server's.
+/// Those of the server.
 pub async fn push_stream(
     address: &str,
     messages: impl Stream<Item = pb::PushRequest> + Send + 'static,
@@ -42,10 +42,10 @@ pub async fn push_stream(
     answer.map(tonic::Response::into_inner).map_err(|status| Error::from_status(&status, PEER))
 }
 
-/// The whole answer to `request` of the shard server at `address`.
+/// The complete response of the shard server at `address` to `request`.
 ///
 /// # Errors
-/// The server's.
+/// Those of the server.
 pub async fn pull(
     address: &str,
     request: impl IntoRequest<pb::PullRequest>,
@@ -60,10 +60,10 @@ pub async fn pull(
     Ok(answer)
 }
 
-/// An answer that has begun.
+/// Starts a pull, and returns the open response.
 ///
 /// # Errors
-/// The server's.
+/// Those of the server.
 pub async fn open_pull(
     address: &str,
     request: impl IntoRequest<pb::PullRequest>,
@@ -72,7 +72,8 @@ pub async fn open_pull(
     answer.map(tonic::Response::into_inner).map_err(|status| Error::from_status(&status, PEER))
 }
 
-/// A push of this worker in the first attempt at `step`; `step` absent: of initial parameters.
+/// The beginning of a push of this worker in the first attempt at `step`; without `step`, of
+/// initial parameters.
 pub fn begin(job: &Job, step: Option<u64>) -> pb::PushBegin {
     pb::PushBegin {
         job: job.spec().name.clone(),
@@ -102,7 +103,7 @@ pub fn extent(slice: u32, offset: u64, values: &[f32]) -> pb::PushRequest {
     pb::PushRequest { begin: None, slice, offset, dtype, payload: payload.into() }
 }
 
-/// A reader's request for all of `slices` at `version`, as f32.
+/// A reader's request for all elements of `slices` at `version`, as f32.
 pub fn read(job: &str, version: u64, slices: impl IntoIterator<Item = u32>) -> pb::PullRequest {
     let extents = slices.into_iter().map(|slice| pb::Extent { slice, offset: 0, length: 0 });
     pb::PullRequest {

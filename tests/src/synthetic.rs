@@ -5,7 +5,7 @@ use zeroshard_proto::{
     JobSpec, Manifest, Optimizer, Policy, Result, TensorSpec, geometry::blocks::SLICE,
 };
 
-/// `numel` numbers in [-1, 1) that depend on `seed` alone: splitmix64 of a counter.
+/// `numel` numbers in [-1, 1) that depend only on `seed`: splitmix64 of a counter.
 pub fn values(seed: u64, numel: usize) -> Vec<f32> {
     const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
     let number = |index: u64| {
@@ -31,20 +31,20 @@ fn tensors(
     numbered.map(data).collect()
 }
 
-/// The initial parameters: of every tensor that owns its storage.
+/// The initial parameters of all tensors that own their storage.
 pub fn parameters(manifest: &Manifest) -> Vec<TensorData> {
     tensors(manifest, |spec| spec.alias_of.is_none(), 1 << 40)
 }
 
-/// The gradients of `rank` for `step`: of every tensor that trains.
+/// The gradients of `rank` for `step`, of all trained tensors.
 pub fn gradients(manifest: &Manifest, rank: u32, step: u64) -> Vec<TensorData> {
     tensors(manifest, TensorSpec::trains, (u64::from(rank) << 48) | ((step + 1) << 20))
 }
 
-/// A job of one parameter group and `world` ranks.
+/// A job with one parameter group and `world` ranks.
 ///
 /// # Errors
-/// [`zeroshard_proto::Error::Invalid`] for a manifest that is none.
+/// [`zeroshard_proto::Error::Invalid`] for an invalid manifest.
 pub fn job(
     name: &str,
     world: u32,
@@ -60,7 +60,7 @@ pub fn small() -> Vec<TensorSpec> {
 }
 
 /// Tensors of every kind: uneven, empty, of one element, frozen, tied, and `last`, which is large.
-/// Whole where the optimizer needs that.
+/// They are whole if the optimizer needs whole tensors.
 fn every_kind(optimizer: &Optimizer, last: TensorSpec) -> Vec<TensorSpec> {
     let mut tensors = vec![
         TensorSpec::new("embedding", [1000, 33]),
@@ -82,12 +82,12 @@ fn every_kind(optimizer: &Optimizer, last: TensorSpec) -> Vec<TensorSpec> {
     tensors
 }
 
-/// Tensors of every kind, a tenth of a million elements in all.
+/// Tensors of every kind, with 100,000 elements in total.
 pub fn kinds(optimizer: &Optimizer) -> Vec<TensorSpec> {
     every_kind(optimizer, TensorSpec::new("matrix", [131, 65]))
 }
 
-/// The same with a tensor of more than a slice.
+/// Tensors of every kind, with a tensor of more than one slice.
 pub fn kinds_and_large(optimizer: &Optimizer) -> Vec<TensorSpec> {
     every_kind(optimizer, TensorSpec::new("large", [SLICE as u64 + 70_001]))
 }

@@ -1,5 +1,4 @@
-//! A whole run of a synthetic job: so many ranks, each with a connection of its own, for so many
-//! steps.
+//! A complete run of a synthetic job, with a separate connection for each rank.
 
 use futures_util::future::try_join_all;
 use zeroshard_client::{Cluster, Commit, Job, Options, Result, StepReport, Target};
@@ -7,42 +6,42 @@ use zeroshard_proto::JobSpec;
 
 use crate::synthetic;
 
-/// What is trained and how; everything but the cluster.
+/// The specification of a run, except the cluster.
 #[derive(Debug, Clone)]
 pub struct Training {
     /// The job; it must not exist yet.
     pub spec: JobSpec,
-    /// How many steps.
+    /// The number of steps.
     pub steps: u64,
-    /// Of every rank's connection.
+    /// The options of every rank's connection.
     pub options: Options,
-    /// Into how many pushes each step's gradients are divided, last tensors first.
+    /// The number of pushes into which each step's gradients are divided, last tensors first.
     pub buckets: usize,
-    /// What each step is committed with.
+    /// The commit of each step.
     pub commit: Commit,
 }
 
-/// What came of it.
+/// The result of a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Trained {
-    /// The state hash at the end.
+    /// The final state hash.
     pub hash: String,
-    /// One for each step, as rank 0 got it.
+    /// The reports of all steps that rank 0 received.
     pub reports: Vec<StepReport>,
-    /// All tensors of the manifest at the end.
+    /// The final values of all tensors of the manifest.
     pub parameters: Vec<Vec<f32>>,
 }
 
 impl Training {
-    /// Three steps, gradients in one push.
+    /// A run of three steps, with the gradients in one push.
     pub fn new(spec: JobSpec) -> Self {
         Self { spec, steps: 3, options: Options::default(), buckets: 1, commit: Commit::default() }
     }
 
-    /// Creates the job and trains it; every rank pulls all parameters before each step.
+    /// Creates the job and trains it. Every rank pulls all parameters before each step.
     ///
     /// # Errors
-    /// The first rank's that fails.
+    /// The error of the first rank that fails.
     pub async fn run(&self, address: &str) -> Result<Trained> {
         let cluster = Cluster::connect(address, self.options.clone()).await?;
         cluster.create_job(&self.spec).await?;
@@ -74,10 +73,10 @@ impl Training {
     }
 }
 
-/// All tensors of the job at `version`.
+/// Pulls all tensors of the job at `version`.
 ///
 /// # Errors
-/// As [`Job::pull`].
+/// Those of [`Job::pull`].
 pub async fn pull(job: &Job, version: u64) -> Result<Vec<Vec<f32>>> {
     let tensors = job.spec().manifest.tensors();
     let mut parameters: Vec<Vec<f32>> =
@@ -90,7 +89,7 @@ pub async fn pull(job: &Job, version: u64) -> Result<Vec<Vec<f32>>> {
 /// Commits the open attempt at `step`.
 ///
 /// # Errors
-/// As [`Job::attempt`] and [`zeroshard_client::Attempt::commit`].
+/// Those of [`Job::attempt`] and [`zeroshard_client::Attempt::commit`].
 pub async fn commit(job: &Job, step: u64, commit: Commit) -> Result<StepReport> {
     job.attempt(step)?.commit(commit).await
 }
@@ -98,7 +97,7 @@ pub async fn commit(job: &Job, step: u64, commit: Commit) -> Result<StepReport> 
 /// Pushes all gradients of the job's rank for `step`, and commits them.
 ///
 /// # Errors
-/// As [`zeroshard_client::Attempt::push`] and [`commit`].
+/// Those of [`zeroshard_client::Attempt::push`] and [`commit`].
 pub async fn step(job: &Job, step: u64) -> Result<StepReport> {
     let attempt = job.attempt(step)?;
     attempt.push(synthetic::gradients(&job.spec().manifest, job.rank(), step)).await?;

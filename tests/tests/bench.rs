@@ -1,4 +1,4 @@
-//! `zs-bench` with tiny sizes: the fields that are promised, no timing.
+//! `zs-bench` with small sizes: the documented fields, without timing.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -7,7 +7,7 @@ use std::{env, path::Path, process::Command};
 use serde_json::Value;
 use zeroshard_tests::run;
 
-/// The lines of a run; numbers that are promised are there, finite and positive.
+/// The output lines of a run. The fields in `numbers` exist and are finite and positive.
 fn bench(arguments: &[&str], numbers: &[&str]) -> Vec<Value> {
     let output = run("zs-bench", &[&["--json"], arguments].concat());
     assert!(output.status.success(), "{output:?}");
@@ -94,8 +94,7 @@ fn step_measures_a_case_at_every_level() {
     }
 }
 
-/// An interpreter that imports everything and measures the same for all systems, but does not have
-/// DeepSpeed.
+/// An interpreter that imports everything except DeepSpeed, and measures the same for all systems.
 const STUB: &str = r#"#!/bin/sh
 [ "$1" = -c ] && exit 0
 while [ $# -gt 0 ]; do
@@ -106,8 +105,8 @@ case "$system" in ds*) echo "ModuleNotFoundError: No module named 'deepspeed'" >
 echo '{"params": 8192, "seconds": 0.5, "loss": 1.0, "peak_bytes": 2097152}' >"$output"
 "#;
 
-/// Writes an interpreter. By a process of its own: a program that another test has open for writing
-/// at the moment of a fork cannot be started.
+/// Writes an interpreter in a separate process: a program cannot be started if another test has it
+/// open for writing at the moment of a fork.
 fn interpreter(folder: &Path, script: &str) -> String {
     let path = folder.join("python").to_str().unwrap().to_owned();
     let write = r#"printf %s "$1" >"$0" && chmod +x "$0""#;
@@ -116,7 +115,7 @@ fn interpreter(folder: &Path, script: &str) -> String {
 }
 
 #[test]
-fn torch_measures_every_system_and_level_and_leaves_out_deepspeed_where_it_does_not_run() {
+fn torch_measures_every_system_and_level_and_omits_deepspeed_if_it_does_not_run() {
     let folder = tempfile::tempdir().unwrap();
     let python = interpreter(folder.path(), STUB);
     let numbers =
@@ -142,7 +141,7 @@ fn torch_measures_every_system_and_level_and_leaves_out_deepspeed_where_it_does_
 }
 
 #[test]
-fn torch_prints_a_table_and_why_a_system_is_left_out() {
+fn torch_prints_a_table_and_the_reason_for_an_omitted_system() {
     let folder = tempfile::tempdir().unwrap();
     let python = interpreter(folder.path(), STUB);
     let output =
@@ -163,7 +162,7 @@ fn torch_prints_a_table_and_why_a_system_is_left_out() {
 }
 
 #[test]
-fn torch_says_what_to_install_and_which_rank_failed() {
+fn torch_names_missing_packages_and_the_failed_rank() {
     let folder = tempfile::tempdir().unwrap();
     let cases = [
         ("#!/bin/sh\necho 'No module named torch' >&2; exit 1\n", "pip install torch"),
@@ -200,7 +199,7 @@ fn python_with(module: &str) -> Option<String> {
     None
 }
 
-/// What synchronises does the same work, and so ends at the same loss.
+/// All synchronised systems do the same work, and therefore have the same final loss.
 fn assert_same_loss(lines: &[Value]) {
     let losses: Vec<_> =
         lines.iter().filter(|line| line["system"] != "local").map(|line| &line["loss"]).collect();
@@ -212,7 +211,7 @@ fn assert_same_loss(lines: &[Value]) {
 const SMALL: [&str; 8] = ["--layers", "3", "--width", "64", "--steps", "2", "--rounds", "1"];
 
 #[test]
-fn torch_runs_its_peers() {
+fn torch_runs_the_other_systems() {
     let Some(python) = python_with("torch") else { return };
     let arguments = ["torch", "--python", &python, "--systems", "local,ddp,zero1,fsdp2"];
     let lines = bench(&[&arguments[..], &SMALL].concat(), &["seconds", "loss"]);

@@ -1,11 +1,11 @@
-//! What a program that links the client crate may rely on at compile time.
+//! Compile-time properties of the client crate on which programs may rely.
 
 use zeroshard_client::{Cluster, Commit, Job, Options};
 use zeroshard_proto::{JobSpec, Result};
 
 fn is_send<T: Send>(_: &T) {}
 
-/// Not called: that it compiles is the test.
+/// This function is not called; the test is that it compiles.
 #[expect(dead_code, reason = "checked by the compiler")]
 async fn every_operation_can_be_spawned(cluster: Cluster, job: Job, spec: JobSpec) -> Result<()> {
     is_send(&Cluster::connect("", Options::default()));

@@ -1,5 +1,5 @@
-//! `zs-bench`: measured comparisons. Every subcommand prints a table, or with `--json` one object a
-//! line, and measures its baselines in the same run.
+//! `zs-bench`: measured comparisons. Every subcommand prints a table, or one object per line with
+//! `--json`, and measures its baselines in the same run.
 
 mod optimizer;
 mod sample;
@@ -10,14 +10,14 @@ mod transfer;
 
 use clap::{Parser, Subcommand};
 
-/// As in the server: see there.
+/// The reason is documented in the server.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 #[derive(Parser)]
 #[command(about, version)]
 struct Arguments {
-    /// Print one JSON object a line instead of a table.
+    /// Print one JSON object per line instead of a table.
     #[arg(long, global = true)]
     json: bool,
     #[command(subcommand)]

@@ -1,8 +1,9 @@
-//! How fast each optimizer's step is, beside what the memory can do.
+//! The speed of each optimizer's step, compared with the memory bandwidth.
 //!
-//! The limit is the better of two loops that do nothing but move memory, over the same buffers and
-//! right before the step, in every repeat: `memcpy`, and one addition to each array that the step
-//! writes. Bytes are counted as the loops name them (4 for a read, 4 for a write), for both sides.
+//! The limit is the faster of two loops that only transfer memory, over the same buffers and
+//! directly before the step in every repetition: `memcpy`, and one addition to each array that the
+//! step writes. Bytes are counted as the loops access them (4 for a read, 4 for a write), for both
+//! sides.
 
 use std::num::NonZero;
 use std::sync::{Mutex, PoisonError};
@@ -18,16 +19,17 @@ use zeroshard_server::backend::cpu::Buffer;
 use zeroshard_server::backend::kernels::{Level, stream};
 use zeroshard_server::backend::{Backend, Cpu, OutOfMemory, Update};
 
-/// Numbers of threads that are measured.
+/// The numbers of threads that are measured.
 const THREADS: [usize; 2] = [1, 2];
 
-/// Measure the optimizers' steps: G parameters/s, and GB/s beside the memory's limit.
+/// Measure the steps of the optimizers: G parameters/s, and GB/s compared with the memory
+/// bandwidth.
 #[derive(Args)]
 pub(crate) struct Options {
-    /// How many parameters: far more than fit into the last-level cache. Memory: 16 bytes each.
+    /// Number of parameters: far more than fit into the last-level cache. Memory: 16 bytes each.
     #[arg(long, default_value = "67108864")]
     elements: NonZero<usize>,
-    /// How often everything is measured; the median counts.
+    /// Number of repetitions; the median counts.
     #[arg(long, default_value = "7")]
     repeat: NonZero<usize>,
 }
@@ -40,16 +42,16 @@ struct Line {
     threads: usize,
     gparams_per_s: f64,
     gbps: f64,
-    /// The copy loop's GB/s on as many threads.
+    /// The rate of the copy loop in GB/s with the same number of threads.
     copy_gbps: f64,
-    /// The better GB/s of copying and of adding to the arrays that the step writes, on as many
-    /// threads.
+    /// The higher rate in GB/s of copying and of adding to the arrays that the step writes, with
+    /// the same number of threads.
     memory_gbps: f64,
     /// `gbps / memory_gbps`.
     ratio_memory: f64,
 }
 
-/// What is measured: a name, and hyperparameters.
+/// The measured optimizers: a name, and hyperparameters.
 fn subjects() -> Vec<(&'static str, Optimizer)> {
     let momentum = Sgd { momentum: 0.9, ..Sgd::default() };
     let mut subjects = Vec::from_iter(Optimizer::defaults().into_iter().map(|it| (it.name(), it)));
@@ -57,21 +59,22 @@ fn subjects() -> Vec<(&'static str, Optimizer)> {
     subjects
 }
 
-/// Bytes that a step reads and writes for each parameter.
+/// The number of bytes that a step reads and writes for each parameter.
 fn bytes_a_parameter(optimizer: &Optimizer) -> usize {
     match optimizer {
-        // The second pass reads all but the gradient again, and writes the parameter.
+        // The second pass reads everything except the gradient again, and writes the parameter.
         Optimizer::Lamb(_) => 40,
         _ => bytes_added(optimizer),
     }
 }
 
-/// Bytes that adding to as many arrays as the optimizer has reads and writes for each parameter.
+/// The number of bytes per parameter that an addition to the same number of arrays reads and
+/// writes.
 fn bytes_added(optimizer: &Optimizer) -> usize {
     12 + 8 * optimizer.state().len()
 }
 
-/// Part of the model: a parameter, two state tensors and a gradient.
+/// A part of the model: a parameter, two state tensors and a gradient.
 struct Slice {
     arrays: [Buffer; 3],
     gradient: Buffer,
@@ -87,7 +90,7 @@ impl Slice {
         Ok(Slice { arrays: [array()?, array()?, array()?], gradient })
     }
 
-    /// Fills the arrays with positive numbers, which every optimizer can take for its state.
+    /// Fills the arrays with positive numbers, which are valid state for every optimizer.
     fn reset(&mut self, cpu: &Cpu) {
         for array in &mut self.arrays {
             cpu.copy(&self.gradient, array);
@@ -115,7 +118,7 @@ impl Slice {
     }
 }
 
-/// Runs the bench and prints its lines.
+/// Runs the benchmark and prints its lines.
 pub(crate) fn run(options: &Options, json: bool) -> Result<(), OutOfMemory> {
     let cpu = Cpu::new();
     let elements = options.elements.get();
@@ -141,7 +144,7 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), OutOfMemory> {
     Ok(())
 }
 
-/// Seconds that an optimizer and its baselines took over all slices, in each repeat.
+/// The seconds that an optimizer and its baselines took over all slices, in each repetition.
 #[derive(Clone, Default)]
 struct Times {
     copy: Vec<f64>,
@@ -188,7 +191,7 @@ impl Times {
     }
 }
 
-/// Gives every slice to one of the threads, whichever is free.
+/// Distributes the slices over the threads; the next free thread takes the next slice.
 fn in_parallel(slices: &mut [Slice], threads: usize, work: impl Fn(&mut Slice) + Sync) {
     let queue = Mutex::new(slices.iter_mut());
     let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();

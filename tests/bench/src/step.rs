@@ -1,5 +1,5 @@
-//! The whole step (push, reduce, decide, apply, pull) without any model: what sharding costs when
-//! compute is free. Every worker and every server is a process.
+//! A complete step (push, reduce, decide, apply, pull) without a model: the cost of sharding when
+//! computation takes no time. Every worker and every server is a process.
 
 mod worker;
 
@@ -21,11 +21,11 @@ type Error = Box<dyn std::error::Error>;
 /// f32 master weights, two AdamW moments and an accumulator.
 const SERVER_BYTES_PER_PARAMETER: u64 = 16;
 
-/// The whole step without any model, by workers, servers, level and number of tensors
+/// A complete step without a model, by workers, servers, level and number of tensors
 ///
 /// Without options: 67 M parameters in 64 tensors over several numbers of workers and servers and
-/// at every level, then 10 M parameters in 10 tensors beside 10,000. With any of --workers,
-/// --servers, --tensors, --numel, --level: that one case.
+/// at every level, then 10 M parameters in 10 tensors and in 10,000. With any of --workers,
+/// --servers, --tensors, --numel, --level: that single case.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
     /// Worker processes
@@ -40,15 +40,15 @@ pub(crate) struct Options {
     /// Elements of each tensor
     #[arg(long)]
     numel: Option<usize>,
-    /// What a worker keeps
+    /// Sharding level of the workers
     #[arg(long)]
     level: Option<Level>,
-    /// Measured steps, after two that are not; the median is shown
+    /// Number of measured steps, after two warm-up steps; the median is shown
     #[arg(long, default_value_t = 9)]
     steps: usize,
 }
 
-/// How parameters and gradients travel.
+/// The way in which parameters and gradients are transferred.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Level {
     /// All gradients at once, all parameters at once

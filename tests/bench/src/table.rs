@@ -1,8 +1,8 @@
-//! Results: a table for people, or one JSON object a line.
+//! Results: a table for readers, or one JSON object per line.
 
 use serde_json::{Value, json};
 
-/// Rows of equal fields.
+/// Rows with the same fields.
 pub(crate) struct Table {
     json: bool,
     fields: Vec<&'static str>,
@@ -16,7 +16,7 @@ impl Table {
         Self { json, fields: fields.to_vec(), rows }
     }
 
-    /// Adds a row; as JSON it is printed at once, with all of its fields.
+    /// Adds a row. In JSON it is printed at once, with all of its fields.
     #[expect(clippy::print_stdout, reason = "the program's output")]
     pub(crate) fn row(&mut self, row: Value) {
         if self.json {
@@ -46,7 +46,7 @@ fn cell(value: &Value) -> String {
     }
 }
 
-/// Tells the parent process where this one listens.
+/// Reports the address of this process to the parent process.
 #[expect(clippy::print_stdout, reason = "the parent reads it")]
 pub(crate) fn print_listening(address: &str) {
     println!("{}", json!({"event": "listening", "address": address}));

@@ -1,8 +1,8 @@
-//! Training steps in PyTorch: ours at every level beside what torch and DeepSpeed have, all in the
-//! same run.
+//! Training steps in PyTorch: ZeroShard at every level, compared with the systems of torch and
+//! DeepSpeed in the same run.
 //!
-//! Every system is run once in each round, in turn, in two new processes of one thread each; its
-//! median is compared.
+//! Every system runs once in each round, in turn, in two new processes of one thread each. The
+//! medians are compared.
 
 mod ranks;
 
@@ -18,41 +18,41 @@ use ranks::{Ranks, Sample};
 
 type Error = Box<dyn std::error::Error>;
 
-/// A training step in PyTorch on two ranks, beside DDP, ZeroRedundancyOptimizer, FSDP2 and
+/// A training step in PyTorch on two ranks, compared with DDP, ZeroRedundancyOptimizer, FSDP2 and
 /// DeepSpeed
 ///
-/// The model is a stack of bias-free linear layers, at four inputs a rank, with AdamW; the peers
-/// talk over gloo. At p_g_os the segment size is half a layer, so that every layer is sharded. A
-/// peer is left out where it does not run.
+/// The model is a stack of linear layers without bias, with four inputs per rank and AdamW. The
+/// other systems communicate over gloo. At p_g_os the segment size is half a layer, so that every
+/// layer is sharded. A system that does not run is omitted.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
-    /// What is measured, separated by commas
+    /// Systems to measure, separated by commas
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = System::value_variants().to_vec())]
     systems: Vec<System>,
-    /// How often everything is measured; the median is shown
+    /// Number of repetitions; the median is shown
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Layers of the model
+    /// Number of layers of the model
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     layers: u32,
     /// Inputs and outputs of a layer
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=32768))]
     width: u32,
-    /// Measured steps of a round, after three that are not
+    /// Number of measured steps of a round, after three warm-up steps
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     steps: u32,
     /// Python interpreter that has torch and zeroshard
     #[arg(long, default_value = "python3")]
     python: PathBuf,
-    /// Shard servers of zeroshard
+    /// Number of shard servers of zeroshard
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
     shards: u32,
-    /// Where zeroshard's servers are
+    /// Location of zeroshard's servers
     #[arg(long, value_enum, default_value_t = Servers::Processes)]
     servers: Servers,
 }
 
-/// What is measured.
+/// A measured system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum System {
     /// No synchronisation at all
@@ -86,7 +86,8 @@ impl fmt::Display for System {
 }
 
 impl System {
-    /// Whether it is somebody else's: then the others are measured when it does not run.
+    /// Whether this is a system of another project. The other systems are then measured even if it
+    /// does not run.
     fn is_peer(self) -> bool {
         self != Self::Zeroshard
     }
@@ -100,20 +101,20 @@ impl System {
     }
 }
 
-/// Where zeroshard's servers are.
+/// The location of zeroshard's servers.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum Servers {
-    /// Each in a process of its own
+    /// A separate process for each
     Processes,
     /// Inside rank 0
     Embedded,
 }
 
-/// A row of the table, as it is being measured.
+/// A row of the table during the measurement.
 #[derive(Debug)]
 struct Subject {
     system: System,
-    /// Of zeroshard.
+    /// The level, for zeroshard.
     level: Option<Level>,
     samples: Vec<Sample>,
 }
@@ -160,7 +161,7 @@ impl Subject {
         Ok(Sample { server_peak_bytes: servers, ..sample })
     }
 
-    /// Median seconds of a step; none if it was never measured.
+    /// The median of the seconds of a step; `None` if it was never measured.
     fn seconds(&self) -> Option<f64> {
         let samples: Vec<_> = self.samples.iter().map(|sample| sample.seconds).collect();
         (!samples.is_empty()).then(|| median(samples))
@@ -250,7 +251,7 @@ fn print(subjects: &[Subject], options: &Options, json: bool) {
     table.finish();
 }
 
-/// Makes sure that the interpreter has a module.
+/// Checks that the interpreter has a module.
 fn import(python: &PathBuf, module: &str, remedy: &str) -> Result<(), Error> {
     let advice = format!("{remedy}; or name the interpreter that has it with --python");
     let output = Command::new(python).args(["-c", &format!("import {module}")]).output();

@@ -1,6 +1,6 @@
-//! Parameters and gradients between two processes: pull and push GB/s, beside one raw TCP stream
-//! and beside plain generated tonic code with default settings, all in the same run, in turn; then
-//! boxes of a matrix.
+//! Parameters and gradients between two processes: pull and push in GB/s, compared with one raw TCP
+//! stream and with generated tonic code with default settings, in the same run, in turn; then boxes
+//! of a matrix.
 
 mod boxes;
 mod plain;
@@ -21,24 +21,25 @@ pub(crate) use raw::serve as serve_raw;
 
 type Error = Box<dyn std::error::Error>;
 
-/// A sample moves at least so many bytes, so that small transfers are not lost in the clock.
+/// The minimum number of bytes of a sample, so that the resolution of the clock does not affect
+/// small transfers.
 const SAMPLE_BYTES: usize = 8 << 20;
 
-/// Pull and push GB/s between two processes, beside raw TCP and plain tonic
+/// Pull and push in GB/s between two processes, compared with raw TCP and generated tonic code
 #[derive(Debug, Args)]
 pub(crate) struct Options {
     /// Bytes of one transfer, separated by commas
     #[arg(long, value_delimiter = ',', default_values_t = [64 << 10, 1 << 20, 16 << 20, 256 << 20])]
     bytes: Vec<usize>,
-    /// How often everything is measured; the median is shown
+    /// Number of repetitions; the median is shown
     #[arg(long, default_value_t = 7)]
     repeat: usize,
-    /// Rows and columns of the matrix that boxes are measured on; 0: none are
+    /// Rows and columns of the matrix for the measurement of boxes; 0: no boxes
     #[arg(long, default_value_t = 4096)]
     boxes: usize,
 }
 
-/// Seconds of one transfer, by what was moved and how.
+/// The seconds of one transfer, by kind of data and method.
 #[derive(Default)]
 struct Samples {
     ours: Vec<f64>,
@@ -155,7 +156,7 @@ impl Ours {
 
     async fn commit(&mut self) -> Result<(), Error> {
         self.version = self.job.attempt(self.version)?.commit(Commit::default()).await?.version;
-        // Wait for the step, so that it does not take time from what is measured next.
+        // Wait for the step, so that it does not take time from the next measurement.
         self.pull().await
     }
 }

@@ -1,4 +1,4 @@
-//! Ranks without a gradient: zeros, and where nobody has one no step.
+//! Ranks without a gradient: they count as zeros, and a tensor without any gradient is not stepped.
 
 use futures_util::future::join_all;
 use zeroshard_client::{Absent, Commit, Error, Job, StepReport, TensorData};
@@ -14,7 +14,7 @@ fn spec(name: &str, world: u32) -> JobSpec {
     job(name, world, adamw(), synthetic::kinds_and_large(&adamw()))
 }
 
-/// The gradients of `rank`, some tensors zero.
+/// The gradients of `rank`, with some tensors zero.
 fn gradients(spec: &JobSpec, rank: u32, step: u64, zero: &[usize]) -> Vec<TensorData> {
     let mut gradients = synthetic::gradients(&spec.manifest, rank, step);
     for gradient in gradients.iter_mut().filter(|gradient| zero.contains(&gradient.tensor)) {
@@ -31,7 +31,8 @@ async fn commit(jobs: &[Job], step: u64) -> StepReport {
     reports.swap_remove(0)
 }
 
-/// Tensors that each rank is absent from: the large one, a small one, and of the last rank all.
+/// The tensors from which each rank is absent: the large one, a small one, and for the last rank
+/// all of them.
 fn absent_of(rank: u32) -> Vec<usize> {
     match rank {
         0 => vec![8],
@@ -62,7 +63,8 @@ async fn absent_gradients_give_the_bits_of_zeros_on_any_number_of_servers_in_any
                             job.attempt(step).unwrap().push_absent(&absent).await.unwrap();
                         }
                         job.attempt(step).unwrap().push(all).await.unwrap();
-                        // Said again, and where nothing is missing.
+                        // The declaration is repeated, and includes tensors of which nothing is
+                        // missing.
                         job.attempt(step).unwrap().push_absent(&absent).await.unwrap();
                         job.attempt(step)
                             .unwrap()
@@ -92,7 +94,7 @@ async fn absent_gradients_give_the_bits_of_zeros_on_any_number_of_servers_in_any
 }
 
 #[tokio::test]
-async fn a_tensor_that_nobody_has_a_gradient_of_is_not_stepped() {
+async fn a_tensor_without_any_gradient_is_not_stepped() {
     let cluster = Cluster::start(2);
     let spec = spec("unused", 2);
     let jobs = start(cluster.address(), &spec).await;
@@ -110,7 +112,7 @@ async fn a_tensor_that_nobody_has_a_gradient_of_is_not_stepped() {
     assert_ne!(after[0], before[0]);
     let mut applied = vec![1, 0, 1, 0, 0, 1, 0, 1, 0];
     assert_eq!(jobs[1].applied_steps(1).await.unwrap(), applied);
-    // A step of nothing at all is a step, too.
+    // A step without any gradient is a step, too.
     for job in &jobs {
         job.attempt(1).unwrap().push_absent(&[0, 1, 2, 5, 7, 8]).await.unwrap();
     }
@@ -118,7 +120,7 @@ async fn a_tensor_that_nobody_has_a_gradient_of_is_not_stepped() {
     assert_eq!((report.version, report.gradient_norm, report.absent.len()), (2, 0.0, 5));
     assert_eq!(training::pull(&jobs[0], 2).await.unwrap(), after);
     assert_eq!(jobs[1].applied_steps(2).await.unwrap(), applied);
-    // The first step that it has is its first.
+    // The first step with a gradient has the step count 1.
     for job in &jobs {
         job.attempt(2).unwrap().push(gradients(&spec, job.rank(), 2, &[])).await.unwrap();
     }
@@ -128,7 +130,7 @@ async fn a_tensor_that_nobody_has_a_gradient_of_is_not_stepped() {
 }
 
 #[tokio::test]
-async fn a_lost_rank_takes_its_absence_along() {
+async fn the_absence_of_a_lost_rank_is_dropped() {
     let cluster = Cluster::start(1);
     let spec = job("lost", 2, adamw(), synthetic::small());
     let mut jobs = start(cluster.address(), &spec).await;
@@ -154,12 +156,12 @@ async fn a_lost_rank_takes_its_absence_along() {
 }
 
 #[tokio::test]
-async fn absence_that_makes_no_sense_is_refused() {
+async fn an_invalid_absence_is_refused() {
     let cluster = Cluster::start(1);
     let spec = job("refused", 1, adamw(), synthetic::kinds(&adamw()));
     let jobs = start(cluster.address(), &spec).await;
     let before = jobs[0].state_hash(0).await.unwrap();
-    // Not there; frozen, a buffer, tied.
+    // The tensors are unknown, frozen, a buffer, and tied.
     for tensor in [99, 3, 4, 6] {
         assert!(
             matches!(
@@ -185,7 +187,7 @@ async fn absence_that_makes_no_sense_is_refused() {
 }
 
 #[tokio::test]
-async fn more_absent_slices_than_an_opening_message_takes_go_into_several() {
+async fn absent_slices_beyond_the_limit_of_a_message_are_split() {
     let cluster = Cluster::start(1);
     let tensors: Vec<_> = (0..1500).map(|i| TensorSpec::new(format!("t{i}"), [2])).collect();
     let spec = job("many", 1, adamw(), tensors);

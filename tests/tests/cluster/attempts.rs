@@ -12,13 +12,13 @@ fn spec(name: &str) -> JobSpec {
     job(name, 2, adamw(), synthetic::kinds(&adamw()))
 }
 
-/// The hash after one step that nothing disturbed.
+/// The hash after one step without disturbances.
 async fn undisturbed(address: &str) -> String {
     let calm = Training { steps: 1, ..Training::new(spec("undisturbed")) };
     calm.run(address).await.unwrap().hash
 }
 
-/// Pushes numbers that are no gradient of this step.
+/// Pushes numbers other than the gradients of this step.
 async fn push_other_gradients(job: &Job, step: u64) {
     let other = synthetic::gradients(&job.spec().manifest, 7, 1000 + step);
     job.attempt(step).unwrap().push(other).await.unwrap();
@@ -30,7 +30,7 @@ async fn both_step(first: &Job, second: &Job, step: u64) {
 }
 
 #[tokio::test]
-async fn a_rank_that_leaves_half_pushed_and_joins_again_starts_from_nothing() {
+async fn a_rank_that_leaves_during_a_push_and_joins_again_pushes_everything() {
     let cluster = Cluster::start(2);
     let expected = undisturbed(cluster.address()).await;
     let mut jobs = start(cluster.address(), &spec("half")).await;
@@ -71,7 +71,7 @@ async fn a_push_needs_the_lease_of_its_rank() {
 }
 
 #[tokio::test]
-async fn an_attempt_that_all_ranks_discard_leaves_no_trace_also_when_it_was_complete() {
+async fn an_attempt_that_all_ranks_discard_leaves_no_trace_even_if_it_was_complete() {
     let cluster = Cluster::start(3);
     let expected = undisturbed(cluster.address()).await;
     let jobs = start(cluster.address(), &spec("discarded")).await;
@@ -80,7 +80,7 @@ async fn an_attempt_that_all_ranks_discard_leaves_no_trace_also_when_it_was_comp
             assert_eq!(job.attempt(0).unwrap().number(), round);
             push_other_gradients(job, 0).await;
         }
-        // Every slice has every gradient: the servers have reported it.
+        // Every slice has every gradient, as the servers have reported.
         let norm = jobs[0].attempt(0).unwrap().reduce(1.0).await.unwrap().gradient_norm;
         assert!(norm > 0.0);
         let [first, second] = [0, 1].map(|rank: usize| jobs[rank].attempt(0).unwrap());
@@ -94,7 +94,7 @@ async fn an_attempt_that_all_ranks_discard_leaves_no_trace_also_when_it_was_comp
 }
 
 #[tokio::test]
-async fn ranks_of_which_some_commit_and_some_discard_are_told_so_at_once() {
+async fn a_commit_and_a_discard_of_one_attempt_are_refused_at_once() {
     let cluster = Cluster::start(1);
     let jobs = start(cluster.address(), &spec("torn")).await;
     for job in &jobs {
@@ -129,7 +129,7 @@ async fn the_rest_of_an_aborted_attempt_is_refused_and_the_step_can_be_run_again
 }
 
 #[tokio::test]
-async fn a_step_that_was_decided_is_never_told_as_aborted() {
+async fn a_decided_step_is_never_reported_as_aborted() {
     let cluster = Cluster::start(1);
     let mut jobs = start(cluster.address(), &spec("decided")).await;
     let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
@@ -138,12 +138,12 @@ async fn a_step_that_was_decided_is_never_told_as_aborted() {
     let epoch = first.epoch();
     drop(second);
     until("rank 0 knows", || first.epoch() > epoch).await;
-    // As after a commit whose answer was lost.
+    // The situation is the same as after a commit whose response was lost.
     assert_eq!(attempt.commit(Commit::default()).await.unwrap().version, 1);
 }
 
 #[tokio::test]
-async fn version_0_is_one_worker_s_upload() {
+async fn version_0_is_the_upload_of_one_worker() {
     let cluster = Cluster::start(2);
     let tensors = (0..4).map(|index| TensorSpec::new(format!("t{index}"), [1000]));
     let spec = JobSpec { min_servers: 2, ..job("uploads", 1, sgd(1.0), tensors.collect()) };
@@ -154,7 +154,7 @@ async fn version_0_is_one_worker_s_upload() {
     };
     let first = client.join("uploads", 0).await.unwrap();
     first.initialise(all(1.0).take(3).collect()).await.unwrap();
-    // Three slices are complete, and nobody may see them.
+    // Three slices are complete, and must not be visible.
     let reader = || {
         let mut request = tonic::Request::new(stock::read("uploads", 0, [0]));
         request.set_timeout(Duration::from_secs(1));

@@ -1,5 +1,5 @@
-//! Tensors on meshes: each rank moves the box that it has, and what comes of it is what whole
-//! gradients give.
+//! Tensors on meshes: each rank transfers only its box, and the result equals that of whole
+//! gradients.
 
 use futures_util::future::join_all;
 use zeroshard_client::{Commit, Job, Target, TensorData};
@@ -12,11 +12,10 @@ use crate::{adamw, connect, hasty, job, until};
 use DimPlacement::{Partial, Replicate, Shard};
 
 const AVG: DimPlacement = Partial(Reduction::Avg);
-/// More than a slice; rows and columns that neither slices, blocks nor ranks divide.
+/// More than one slice; the rows and columns are not divisible by slices, blocks or ranks.
 const MATRIX: [u64; 2] = [2_111, 2_003];
 
-/// A job of matrices on a mesh `dp` x `tp`: by columns, by rows, and one that is the same
-/// everywhere.
+/// A job with matrices on a mesh `dp` x `tp`: sharded by columns, sharded by rows, and replicated.
 fn meshed(name: &str, dp: usize, tp: usize) -> JobSpec {
     let tensor = |name: &str, shape: &[u64], along_tp| TensorSpec {
         layout: Some(TensorLayout { mesh: 0, placements: vec![AVG, along_tp] }),
@@ -32,14 +31,14 @@ fn meshed(name: &str, dp: usize, tp: usize) -> JobSpec {
     JobSpec { meshes: vec![mesh.into()], ..job(name, (dp * tp) as u32, adamw(), tensors) }
 }
 
-/// The same without a mesh: `dp` ranks with whole gradients.
+/// The same job without a mesh: `dp` ranks with whole gradients.
 fn whole(name: &str, dp: usize) -> JobSpec {
     let mut tensors = meshed(name, dp, 1).manifest.tensors().to_vec();
     tensors.iter_mut().for_each(|tensor| tensor.layout = None);
     job(name, dp as u32, adamw(), tensors)
 }
 
-/// What `rank` has of whole tensors, whose numbers depend on `seed`.
+/// The boxes of `rank` in whole tensors whose values depend on `seed`.
 fn boxes(spec: &JobSpec, rank: u32, seed: u64) -> Vec<TensorData> {
     let boxed = |(index, tensor): (usize, &TensorSpec)| {
         let all = synthetic::values(seed * 100 + index as u64, tensor.numel() as usize);
@@ -64,8 +63,8 @@ async fn start(cluster: &Cluster, spec: &JobSpec) -> Vec<Job> {
     jobs
 }
 
-/// Three clipped steps; ranks of one replica have parts of the same gradient. The hash of what
-/// comes of it.
+/// Runs three clipped steps, in which the ranks of one replica hold parts of the same gradient.
+/// Returns the hash of the result.
 async fn train(cluster: &Cluster, spec: &JobSpec, ranks_a_replica: u32) -> String {
     let jobs = start(cluster, spec).await;
     for step in 0..3 {
@@ -110,7 +109,7 @@ async fn a_mesh_gives_the_bits_of_whole_gradients_on_any_number_of_servers() {
     }
 }
 
-/// What one worker's pull and push of a step move, by the servers' own counters.
+/// The bytes of one worker's pull and push of a step, according to the servers' metrics.
 async fn bytes_of_a_worker(cluster: &Cluster, spec: &JobSpec) -> [u64; 2] {
     let jobs = start(cluster, spec).await;
     let before = cluster.payload();
@@ -155,7 +154,7 @@ async fn a_tensor_parallel_worker_moves_its_share_of_the_bytes() {
 }
 
 #[tokio::test]
-async fn a_missing_gradient_is_named_with_its_place_in_the_mesh() {
+async fn a_missing_gradient_is_named_with_its_coordinates_in_the_mesh() {
     let cluster = Cluster::start(1);
     let spec = meshed("missing", 2, 2);
     let jobs = start(&cluster, &spec).await;
@@ -173,7 +172,7 @@ async fn a_missing_gradient_is_named_with_its_place_in_the_mesh() {
 }
 
 #[tokio::test]
-async fn ranks_learn_where_the_others_are_reached() {
+async fn ranks_learn_the_addresses_of_the_others() {
     let cluster = Cluster::start(1);
     let spec = meshed("peers", 1, 2);
     connect(cluster.address()).await.create_job(&spec).await.unwrap();

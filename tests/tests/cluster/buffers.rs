@@ -9,7 +9,7 @@ use zeroshard_tests::{Cluster, stock, training};
 
 use crate::{adamw, connect, job, options, start, until};
 
-/// Of the job below.
+/// The index of the statistics in the job below.
 const STATISTICS: usize = 1;
 
 fn spec(name: &str, world: u32) -> JobSpec {
@@ -18,7 +18,7 @@ fn spec(name: &str, world: u32) -> JobSpec {
 }
 
 fn words(seed: u32) -> Vec<u8> {
-    // Every pattern of bits may come: counters are not numbers.
+    // All bit patterns must survive, because counters are not floating-point numbers.
     (0..70_000u32).flat_map(|i| (i ^ seed).wrapping_mul(0x9E37_79B1).to_le_bytes()).collect()
 }
 
@@ -43,7 +43,7 @@ async fn step(jobs: &[Job], step: u64) {
 }
 
 #[tokio::test]
-async fn a_buffer_is_what_was_pushed_from_the_next_version_on_bit_for_bit_over_any_wire() {
+async fn a_pushed_buffer_is_the_content_of_the_next_version_bit_for_bit_over_any_wire_dtype() {
     let cluster = Cluster::start(2);
     for wire in DType::ALL {
         let spec = spec(&format!("moves-{wire}"), 2);
@@ -76,7 +76,7 @@ async fn a_buffer_is_what_was_pushed_from_the_next_version_on_bit_for_bit_over_a
 }
 
 #[tokio::test]
-async fn a_new_epoch_drops_what_came_of_a_buffer() {
+async fn a_new_epoch_drops_pushed_buffers() {
     let cluster = Cluster::start(1);
     let mut jobs = start(cluster.address(), &spec("dropped", 2)).await;
     let before = pull(&jobs[0], 0).await;
@@ -85,7 +85,7 @@ async fn a_new_epoch_drops_what_came_of_a_buffer() {
     drop(jobs.pop());
     until("the epoch has moved", || jobs[0].epoch() > epoch).await;
     jobs.push(connect(cluster.address()).await.join("dropped", 1).await.unwrap());
-    // Once, for what was pushed before.
+    // The first call after the change of the epoch reports that the attempt was aborted.
     let aborted = jobs[0].attempt(0).unwrap().push_buffers(content(2)).await;
     assert!(matches!(aborted, Err(Error::StepAborted { .. })), "{aborted:?}");
     step(&jobs, 0).await;
@@ -93,7 +93,7 @@ async fn a_new_epoch_drops_what_came_of_a_buffer() {
 }
 
 #[tokio::test]
-async fn who_or_what_is_wrong_about_a_buffer_is_refused() {
+async fn invalid_pushes_of_buffers_are_refused() {
     let cluster = Cluster::start(1);
     let spec = spec("refused", 2);
     let jobs = start(cluster.address(), &spec).await;
@@ -105,7 +105,8 @@ async fn who_or_what_is_wrong_about_a_buffer_is_refused() {
     ] {
         assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
     }
-    // Of a rank whose buffers do not count the client leaves them out, and a server refuses them.
+    // The client omits the buffers of a rank that does not upload them, and the server refuses
+    // them.
     jobs[1].attempt(0).unwrap().push_buffers(content(1)).await.unwrap();
     let whole = stock::extent(1, 0, &[0.0; 2]);
     let mut half = whole.clone();

@@ -1,11 +1,11 @@
-//! Wrong flags, values and files: the program ends at once, not with success, and says what would
-//! be right.
+//! Invalid flags, values and files: the program ends at once, without success, and names the valid
+//! values.
 
 use std::{io::Write, net::TcpListener};
 
 use zeroshard_tests::run;
 
-/// What a program that refuses its arguments says.
+/// The message of a program that refuses its arguments.
 fn refusal(program: &str, arguments: &[&str]) -> String {
     let output = run(program, arguments);
     assert!(
@@ -60,14 +60,14 @@ fn a_value_out_of_range_is_refused_with_its_range() {
 }
 
 #[test]
-fn a_shard_server_without_a_coordinator_is_told_what_it_lacks() {
+fn a_shard_server_without_a_coordinator_address_is_refused() {
     let said =
         refusal("zeroshard-server", &["shard", "--listen", "127.0.0.1:0", "--admin-listen", "off"]);
     assert!(said.contains("--coordinator") && said.contains("HOST:PORT"), "{said}");
 }
 
 #[test]
-fn a_wildcard_address_needs_one_that_others_can_dial() {
+fn a_wildcard_address_needs_an_address_to_advertise() {
     let arguments =
         ["shard", "--coordinator", "127.0.0.1:1", "--listen", "0.0.0.0:0", "--admin-listen", "off"];
     let said = refusal("zeroshard-server", &arguments);
@@ -88,7 +88,7 @@ fn an_address_in_use_is_named() {
 }
 
 #[test]
-fn a_configuration_file_that_is_wrong_is_refused_with_the_place() {
+fn an_invalid_configuration_file_is_refused_with_the_position() {
     for (text, expected) in [
         ("[common]\nwait_second = 7\n", "wait_second"),
         ("[comon]\n", "comon"),
@@ -109,7 +109,7 @@ fn a_configuration_file_that_is_wrong_is_refused_with_the_place() {
 }
 
 #[test]
-fn zsctl_says_whom_it_cannot_reach() {
+fn zsctl_names_an_unreachable_coordinator() {
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let said = refusal("zsctl", &["--address", &address, "--timeout", "1", "status"]);
     assert!(said.contains(&address), "{said}");

@@ -1,4 +1,4 @@
-//! Ranks that leave, come late, or take over a rank.
+//! Ranks that leave, join late, or take over a rank.
 
 use zeroshard_client::Error;
 use zeroshard_proto::{Departure, JobSpec};
@@ -11,7 +11,7 @@ fn spec(name: &str, world: u32) -> JobSpec {
 }
 
 #[tokio::test]
-async fn who_commits_after_a_rank_has_left_is_told_so_at_once_and_goes_on_with_the_next_worker() {
+async fn a_commit_after_a_rank_has_left_fails_at_once_and_succeeds_with_the_next_worker() {
     let cluster = Cluster::start(1);
     let mut jobs = start(cluster.address(), &spec("left", 2)).await;
     let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
@@ -26,7 +26,7 @@ async fn who_commits_after_a_rank_has_left_is_told_so_at_once_and_goes_on_with_t
 }
 
 #[tokio::test]
-async fn a_job_that_allows_it_goes_on_without_a_rank_that_is_done() {
+async fn with_departure_absent_a_job_continues_without_a_done_rank() {
     let cluster = Cluster::start(2);
     let spec = JobSpec { departure: Departure::Absent, ..spec("uneven", 2) };
     let mut jobs = start(cluster.address(), &spec).await;
@@ -42,7 +42,7 @@ async fn a_job_that_allows_it_goes_on_without_a_rank_that_is_done() {
         assert_eq!(report.absent.len(), 2);
     }
     assert_eq!(first.epoch(), epoch);
-    // The same as if rank 1 had sent zeros.
+    // The result is the same as if rank 1 had sent zeros.
     let parameters = training::pull(&first, 3).await.unwrap();
     let numel = parameters[0].len();
     let mut expected = synthetic::values(1 << 40, numel);
@@ -57,7 +57,7 @@ async fn a_job_that_allows_it_goes_on_without_a_rank_that_is_done() {
 }
 
 #[tokio::test]
-async fn a_replacement_that_comes_before_the_old_lease_has_ended_waits_for_it() {
+async fn a_replacement_waits_for_the_end_of_an_open_lease() {
     let cluster = Cluster::start(1);
     let first = start(cluster.address(), &spec("replaced", 1)).await.remove(0);
     let client = connect(cluster.address()).await;
@@ -71,7 +71,7 @@ async fn a_replacement_that_comes_before_the_old_lease_has_ended_waits_for_it() 
 }
 
 #[tokio::test]
-async fn a_rank_that_is_early_waits_for_version_0() {
+async fn an_early_rank_waits_for_version_0() {
     let cluster = Cluster::start(2);
     let spec = spec("early", 2);
     let calm =

@@ -1,4 +1,4 @@
-//! Arrays of any dtype go in and out; averages come back.
+//! Arrays of any dtype are pushed and pulled, and averages are returned.
 
 use futures_util::future::join_all;
 use zeroshard_client::{Commit, Options, Slots, Target, TensorData, Values};
@@ -11,7 +11,7 @@ fn average() -> Optimizer {
     Optimizer::Average(Average {})
 }
 
-/// Numbers that every dtype holds.
+/// Numbers that every dtype represents exactly.
 fn exact(numel: usize) -> Vec<f32> {
     (0..numel).map(|i| (i % 128) as f32 * 0.5 - 32.0).collect()
 }
@@ -26,7 +26,7 @@ fn bytes_of(values: &[f32], dtype: DType) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn values_and_targets_of_any_dtype_travel_over_any_wire() {
+async fn values_and_targets_of_any_dtype_work_with_any_wire_dtype() {
     let cluster = Cluster::start(2);
     let numel = 70_001;
     for wire in DType::ALL {
@@ -94,7 +94,7 @@ async fn the_next_version_of_an_average_is_the_mean_gradient() {
 }
 
 #[tokio::test]
-async fn an_average_that_is_not_finite_comes_back_as_it_is_and_is_named() {
+async fn an_average_that_is_not_finite_is_returned_unchanged_and_named() {
     let cluster = Cluster::start(1);
     let spec = job("infinite", 2, average(), synthetic::small());
     let jobs = start(cluster.address(), &spec).await;

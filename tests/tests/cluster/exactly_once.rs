@@ -1,4 +1,4 @@
-//! A contribution counts once, whatever is retried, duplicated or reordered.
+//! A contribution counts once, even if it is retried, duplicated or reordered.
 
 use zeroshard_client::{Cluster as Client, Commit, Job, Options};
 use zeroshard_proto::{JobSpec, TensorSpec};
@@ -6,14 +6,14 @@ use zeroshard_tests::{Cluster, FaultProxy, Training, stock, synthetic, training}
 
 use crate::{adamw, connect, job, options, start};
 
-/// Elements of the job below.
+/// The number of elements of the job below.
 const NUMEL: usize = 300_000;
 
 fn spec(name: &str) -> JobSpec {
     job(name, 1, adamw(), vec![TensorSpec::new("w", [NUMEL as u64])])
 }
 
-/// The hash after one step that nothing disturbed.
+/// The hash after one step without disturbances.
 async fn undisturbed(address: &str) -> String {
     let training = Training { steps: 1, ..Training::new(spec("undisturbed")) };
     training.run(address).await.unwrap().hash
@@ -73,7 +73,7 @@ async fn pieces_of_two_ranks_interleaved_and_repeated_count_once_each() {
     let jobs = start(cluster.address(), &JobSpec { world: 2, ..spec("wild") }).await;
     let values = [0u64, 1].map(|rank| synthetic::values((rank << 48) | (1 << 20), NUMEL));
     let piece = 70_000;
-    // The later rank first, each piece twice.
+    // The later rank comes first, and each piece is sent twice.
     for start in (0..NUMEL).step_by(piece).rev() {
         for rank in [1, 0, 1, 0] {
             let end = NUMEL.min(start + piece);
@@ -97,7 +97,7 @@ async fn a_repeated_commit_gets_the_same_report() {
     assert_eq!(job.state_hash(1).await.unwrap(), undisturbed(cluster.address()).await);
 }
 
-/// A coordinator and one shard server that is reached through a proxy.
+/// A coordinator, and one shard server that is reached through a proxy.
 async fn behind_proxy() -> (Cluster, FaultProxy) {
     let proxy = FaultProxy::start().await.unwrap();
     let coordinator = Cluster::coordinator();
@@ -107,7 +107,7 @@ async fn behind_proxy() -> (Cluster, FaultProxy) {
 }
 
 #[tokio::test]
-async fn a_push_over_a_connection_that_is_cut_is_resumed_and_counts_once() {
+async fn a_push_over_a_cut_connection_is_resumed_and_counts_once() {
     let (cluster, proxy) = behind_proxy().await;
     let expected = undisturbed(cluster.address()).await;
     for (index, bytes) in [1, 300, 66_000, 500_000, 1_190_000].into_iter().enumerate() {
@@ -125,7 +125,7 @@ async fn a_push_over_a_connection_that_is_cut_is_resumed_and_counts_once() {
 }
 
 #[tokio::test]
-async fn a_pull_over_a_connection_that_is_cut_is_resumed() {
+async fn a_pull_over_a_cut_connection_is_resumed() {
     let (cluster, proxy) = behind_proxy().await;
     let options = Options { chunk_bytes: 64 << 10, ..options() };
     let client = Client::connect(cluster.address(), options).await.unwrap();
@@ -141,7 +141,7 @@ async fn a_pull_over_a_connection_that_is_cut_is_resumed() {
 }
 
 #[tokio::test]
-async fn initial_parameters_over_a_connection_that_is_cut_are_resumed() {
+async fn an_upload_over_a_cut_connection_is_resumed() {
     let (cluster, proxy) = behind_proxy().await;
     let client = connect(cluster.address()).await;
     client.create_job(&spec("upload")).await.unwrap();

@@ -1,4 +1,4 @@
-//! Workers and servers are lost, and come in any order.
+//! Workers and servers are lost, and start in any order.
 
 use zeroshard_client::{Commit, Error, Job, Result, StepReport};
 use zeroshard_proto::{JobSpec, pb};
@@ -15,7 +15,7 @@ async fn both(first: &Job, second: &Job, number: u64) -> (Result<StepReport>, Re
 }
 
 #[tokio::test]
-async fn a_step_that_loses_a_worker_is_aborted_and_done_again_with_the_same_bits() {
+async fn a_step_that_loses_a_worker_is_aborted_and_repeated_with_the_same_bits() {
     let cluster = Cluster::start(3);
     let calm = Training { steps: 2, ..Training::new(spec("calm", 2)) };
     let expected = calm.run(cluster.address()).await.unwrap().hash;
@@ -24,7 +24,7 @@ async fn a_step_that_loses_a_worker_is_aborted_and_done_again_with_the_same_bits
     let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
     let (one, other) = both(&first, &second, 0).await;
     assert_eq!(one.unwrap(), other.unwrap());
-    // Rank 1 is lost with half of its gradients pushed, while rank 0 waits for it.
+    // Rank 1 is lost after half of its gradients were pushed, while rank 0 waits for it.
     let mut half = synthetic::gradients(&first.spec().manifest, 1, 1);
     half.truncate(3);
     second.attempt(1).unwrap().push(half).await.unwrap();
@@ -47,7 +47,7 @@ async fn a_step_that_loses_a_worker_is_aborted_and_done_again_with_the_same_bits
         }
         other => panic!("{other:?}"),
     }
-    // It comes back. Both run the step again, and nothing of the first try counts.
+    // Rank 1 joins again. Both ranks run the step again, and nothing of the first try counts.
     let second = connect(cluster.address()).await.join("lossy", 1).await.unwrap();
     assert_eq!(second.version(), Some(1));
     let (one, other) = both(&first, &second, 1).await;
@@ -62,7 +62,7 @@ async fn a_step_that_loses_a_worker_is_aborted_and_done_again_with_the_same_bits
 }
 
 #[tokio::test]
-async fn a_worker_that_is_lost_after_its_commit_aborts_the_step_too() {
+async fn the_loss_of_a_worker_after_its_commit_aborts_the_step() {
     let cluster = Cluster::start(2);
     let expected = Training { steps: 1, ..Training::new(spec("calm", 2)) };
     let expected = expected.run(cluster.address()).await.unwrap().hash;
@@ -88,7 +88,7 @@ async fn a_worker_that_is_lost_after_its_commit_aborts_the_step_too() {
 }
 
 #[tokio::test]
-async fn gradients_that_were_pushed_before_a_rank_was_lost_cannot_be_committed_after() {
+async fn gradients_pushed_before_the_loss_of_a_rank_cannot_be_committed_after_it() {
     let cluster = Cluster::start(1);
     let mut jobs = start(cluster.address(), &spec("between", 2)).await;
     let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
@@ -101,7 +101,7 @@ async fn gradients_that_were_pushed_before_a_rank_was_lost_cannot_be_committed_a
     let epoch = first.epoch();
     drop(second);
     until("rank 0 knows", || first.epoch() > epoch).await;
-    // The servers have dropped them: to wait would be in vain.
+    // The servers have dropped the gradients, so that waiting would be useless.
     match first.attempt(0).unwrap().commit(Commit::default()).await {
         Err(Error::StepAborted { step: 0, epoch: new, .. }) => assert_eq!(new, first.epoch()),
         other => panic!("{other:?}"),
@@ -112,14 +112,14 @@ async fn gradients_that_were_pushed_before_a_rank_was_lost_cannot_be_committed_a
 }
 
 #[tokio::test]
-async fn a_stale_epoch_is_refused_and_told_the_current_one() {
+async fn a_stale_epoch_is_refused_with_the_current_epoch() {
     let cluster = Cluster::start(1);
     let mut jobs = start(cluster.address(), &spec("stale", 2)).await;
     let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
     let old = first.epoch();
     drop(second);
     until("rank 0 knows", || first.epoch() > old).await;
-    // The server hears of the epoch before it takes a push of it.
+    // The server learns of the epoch before it accepts a push of that epoch.
     first
         .attempt(0)
         .unwrap()
@@ -140,7 +140,7 @@ async fn a_stale_epoch_is_refused_and_told_the_current_one() {
 }
 
 #[tokio::test]
-async fn a_server_that_is_killed_fails_the_job_and_is_named() {
+async fn a_killed_server_fails_the_job_and_is_named() {
     let mut cluster = Cluster::start(3);
     let spec = JobSpec { min_servers: 3, ..spec("killed", 2) };
     let jobs = start(cluster.address(), &spec).await;
@@ -149,7 +149,7 @@ async fn a_server_that_is_killed_fails_the_job_and_is_named() {
     let dead = cluster.shards.remove(1);
     let address = dead.address().to_owned();
     jobs[0].attempt(1).unwrap().push(synthetic::gradients(&spec.manifest, 0, 1)).await.unwrap();
-    // One waits for the other rank, one for the next version.
+    // One call waits for the other rank, and one for the next version.
     let (commit, pull, ()) = tokio::join!(
         training::commit(&jobs[0], 1, Commit::default()),
         training::pull(&jobs[1], 2),
@@ -161,7 +161,7 @@ async fn a_server_that_is_killed_fails_the_job_and_is_named() {
             "{error}"
         );
     }
-    // Later calls say it at once, and the operator sees it.
+    // Later calls fail at once, and the status shows the failure.
     let attempt = jobs[1].attempt(1).map(drop);
     assert!(matches!(attempt, Err(Error::JobFailed { .. })), "{attempt:?}");
     let push = jobs[0].attempt(1).unwrap().push(synthetic::gradients(&spec.manifest, 0, 1)).await;
@@ -172,14 +172,15 @@ async fn a_server_that_is_killed_fails_the_job_and_is_named() {
     assert!(failure.contains(&address), "{failure}");
     assert_eq!(status.servers.len(), 2);
     assert!(matches!(client.join("killed", 0).await, Err(Error::JobFailed { .. })));
-    // The servers that are left go on with other jobs; deleted, the name can be used again.
+    // The remaining servers continue with other jobs. After the deletion the name can be used
+    // again.
     client.delete_job("killed").await.unwrap();
     let again = Training::new(job("killed", 1, sgd(1.0), synthetic::small()));
     assert_eq!(again.run(cluster.address()).await.unwrap().reports.len(), 3);
 }
 
 #[tokio::test]
-async fn a_coordinator_that_is_killed_ends_every_wait() {
+async fn a_killed_coordinator_ends_every_wait() {
     let cluster = Cluster::start(1);
     let spec = job("headless", 2, sgd(1.0), synthetic::small());
     connect(cluster.address()).await.create_job(&spec).await.unwrap();
@@ -194,11 +195,11 @@ async fn a_coordinator_that_is_killed_ends_every_wait() {
     assert!(training::pull(&job, 1).await.is_err());
 }
 
-/// Servers, worker and coordinator in an order of start that has nobody to talk to at first.
+/// Starts servers, worker and coordinator in an order in which the first ones have no peer yet.
 async fn started_in_order(coordinator_at: usize) {
     let proxy = FaultProxy::start().await.unwrap();
     let spec = JobSpec { min_servers: 2, ..job("order", 1, sgd(1.0), synthetic::small()) };
-    // Tries until the coordinator and both servers are there.
+    // The worker tries until the coordinator and both servers are connected.
     let worker = async { Training::new(spec).run(proxy.address()).await };
     let servers = async {
         let mut shards: Vec<Process> = Vec::new();
@@ -226,7 +227,7 @@ async fn coordinator_servers_and_workers_can_start_in_any_order() {
 }
 
 #[tokio::test]
-async fn a_control_connection_that_is_cut_counts_as_a_lost_server() {
+async fn a_cut_control_connection_counts_as_a_lost_server() {
     let proxy = FaultProxy::start().await.unwrap();
     let coordinator = Cluster::coordinator();
     proxy.forward_to(coordinator.address());
@@ -237,7 +238,7 @@ async fn a_control_connection_that_is_cut_counts_as_a_lost_server() {
     let (failed, ()) =
         tokio::join!(training::commit(&job, 1, Commit::default()), async { proxy.cut() });
     assert!(matches!(failed, Err(Error::JobFailed { .. })), "{failed:?}");
-    // The server comes back by itself, empty.
+    // The server reconnects by itself, without jobs.
     let client = connect(coordinator.address()).await;
     client.delete_job("cut").await.unwrap();
     let again = Training::new(spec).run(coordinator.address()).await.unwrap();

@@ -1,4 +1,4 @@
-//! What happens to one job, or one reader, is not felt by another.
+//! Jobs and readers do not affect each other.
 
 use futures_util::{StreamExt, stream};
 use zeroshard_client::{Error, TensorData};
@@ -9,7 +9,7 @@ use crate::{connect, job, sgd, start, until};
 
 #[tokio::test]
 async fn a_job_steps_while_the_servers_open_a_large_one() {
-    // 2 GiB of master weights and accumulators, every page of which is touched.
+    // 2 GiB of master weights and accumulators, of which every page is accessed.
     const NUMEL: u64 = 1 << 28;
     let cluster = Cluster::start(1);
     let large = job("large", 1, sgd(1.0), vec![TensorSpec::new("w", [NUMEL])]);
@@ -37,7 +37,7 @@ async fn deleting_a_job_ends_its_pushes_and_pulls_and_frees_its_memory() {
     let spec = job("deleted", 1, sgd(1.0), vec![TensorSpec::new("w", [1 << 20])]);
     let trainer = start(cluster.address(), &spec).await.remove(0);
     let address = cluster.shards[0].address();
-    // A push that has begun and does not go on, and a pull of a version that does not come.
+    // A push that has begun and does not continue, and a pull of a version that does not arrive.
     let messages =
         [stock::open(stock::begin(&trainer, Some(0))), stock::extent(0, 0, &[1.0; 1000])];
     let push = stock::push_stream(address, stream::iter(messages).chain(stream::pending()));

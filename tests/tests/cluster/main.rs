@@ -1,5 +1,5 @@
-//! What the design promises, and what operators are told, held by clusters of the shipped binaries:
-//! real processes, real sockets on port 0, driven through the client.
+//! Tests of the promises in the design and of the information for operators, with clusters of the
+//! shipped binaries: real processes and real sockets on port 0, controlled through the client.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -31,12 +31,12 @@ use zeroshard_client::{Cluster, Job, Options};
 use zeroshard_proto::{JobSpec, Optimizer, TensorSpec, optimizer::Sgd};
 use zeroshard_tests::synthetic;
 
-/// With a deadline that ends a test which would hang.
+/// Options with a deadline that ends a test that would otherwise hang.
 fn options() -> Options {
     Options { deadline: Duration::from_secs(30), ..Options::default() }
 }
 
-/// For what is expected to run into its deadline.
+/// Options for calls that are expected to reach their deadline.
 fn hasty() -> Options {
     Options { deadline: Duration::from_millis(700), ..Options::default() }
 }
@@ -45,7 +45,7 @@ async fn connect(address: &str) -> Cluster {
     Cluster::connect(address, options()).await.unwrap()
 }
 
-/// Plain SGD: what comes out can be computed by hand.
+/// Plain SGD, whose results can be computed by hand.
 fn sgd(lr: f64) -> Optimizer {
     Optimizer::Sgd(Sgd { lr, ..Sgd::default() })
 }
@@ -58,22 +58,22 @@ fn job(name: &str, world: u32, optimizer: Optimizer, tensors: Vec<TensorSpec>) -
     synthetic::job(name, world, optimizer, tensors).unwrap()
 }
 
-/// Creates the job and joins it with every rank; the initial parameters are there.
+/// Creates the job, joins it with every rank, and uploads the initial parameters.
 async fn start(address: &str, spec: &JobSpec) -> Vec<Job> {
     let cluster = connect(address).await;
     cluster.create_job(spec).await.unwrap();
     let mut jobs = Vec::new();
     for rank in 0..spec.world {
-        // A connection of its own, as workers have.
+        // Each rank has its own connection, like a worker.
         jobs.push(connect(address).await.join(&spec.name, rank).await.unwrap());
     }
     jobs[0].initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
-    // Who is lost earlier takes the parameters along.
+    // If a rank were lost earlier, its parameters would be dropped.
     until("all ranks know of version 0", || jobs.iter().all(|job| job.version() == Some(0))).await;
     jobs
 }
 
-/// Returns when `condition` holds; asks again and again, since nobody tells.
+/// Returns when `condition` holds. It polls, because there is no notification.
 async fn until(what: &str, condition: impl Fn() -> bool) {
     let deadline = std::time::Instant::now() + options().deadline;
     while !condition() {
@@ -82,12 +82,12 @@ async fn until(what: &str, condition: impl Fn() -> bool) {
     }
 }
 
-/// Returns when so many commits wait at the coordinator.
+/// Returns when this number of commits wait at the coordinator.
 async fn until_commits_wait(cluster: &zeroshard_tests::Cluster, commits: usize) {
     until_calls_wait(&cluster.coordinator, "CoordinatorService/Commit", commits).await;
 }
 
-/// Returns when so many calls of `method` are open at a server.
+/// Returns when this number of calls of `method` are open at a server.
 async fn until_calls_wait(server: &zeroshard_tests::Process, method: &str, calls: usize) {
     let open =
         format!("zeroshard_requests_in_flight{{method=\"/zeroshard.v1.{method}\"}} {calls}\n");

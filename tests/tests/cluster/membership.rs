@@ -1,4 +1,4 @@
-//! Ranks: taken, left in order, joined again.
+//! Ranks are taken, left in order, and joined again.
 
 use zeroshard_client::{Cluster as Client, Commit, Error};
 use zeroshard_tests::{Cluster, Training, synthetic, training};
@@ -10,7 +10,7 @@ async fn a_rank_has_one_worker_at_a_time() {
     let cluster = Cluster::start(1);
     let spec = job("taken", 1, sgd(1.0), synthetic::small());
     let first = start(cluster.address(), &spec).await.remove(0);
-    // Another worker waits for the end of the lease, up to its deadline.
+    // Another worker waits for the end of the lease, until its deadline.
     match Client::connect(cluster.address(), hasty()).await.unwrap().join("taken", 0).await {
         Err(Error::RankTaken { job, rank: 0 }) => assert_eq!(job, "taken"),
         other => panic!("{other:?}"),
@@ -23,8 +23,7 @@ async fn a_rank_has_one_worker_at_a_time() {
 }
 
 #[tokio::test]
-async fn who_waits_for_a_rank_that_leaves_is_told_at_once_and_the_next_worker_of_the_rank_does_the_step()
- {
+async fn a_wait_for_a_leaving_rank_ends_at_once_and_the_next_worker_completes_the_step() {
     let cluster = Cluster::start(2);
     let spec = |name| job(name, 2, adamw(), synthetic::kinds(&adamw()));
     let expected = Training { steps: 1, ..Training::new(spec("calm")) };
@@ -40,7 +39,7 @@ async fn who_waits_for_a_rank_that_leaves_is_told_at_once_and_the_next_worker_of
     let (left, ()) = tokio::join!(attempt.commit(Commit::default()), leaves);
     assert!(matches!(left, Err(Error::RankLeft { rank: 1, step: 0, .. })), "{left:?}");
     let second = connect(cluster.address()).await.join("leave", 1).await.unwrap();
-    // What was pushed while the other worker had the rank is gone.
+    // The gradients that were pushed while the other worker had the rank are dropped.
     until("rank 0 knows", || first.epoch() == second.epoch()).await;
     let gone = attempt.push(vec![]).await;
     assert!(matches!(gone, Err(Error::StepAborted { step: 0, .. })), "{gone:?}");
@@ -50,7 +49,7 @@ async fn who_waits_for_a_rank_that_leaves_is_told_at_once_and_the_next_worker_of
 }
 
 #[tokio::test]
-async fn what_is_said_with_a_lease_that_has_ended_is_refused() {
+async fn calls_with_an_ended_lease_are_refused() {
     let cluster = Cluster::start(1);
     let spec = job("lease", 1, sgd(1.0), synthetic::small());
     let client = connect(cluster.address()).await;
@@ -58,7 +57,7 @@ async fn what_is_said_with_a_lease_that_has_ended_is_refused() {
     let first = client.join("lease", 0).await.unwrap();
     first.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
     client.delete_job("lease").await.unwrap();
-    // Deleted under it: every call ends, with what happened.
+    // The job is deleted during the calls: every call ends with an error that states the reason.
     let step = training::step(&first, 0).await;
     assert!(matches!(step, Err(Error::JobFailed { .. } | Error::UnknownJob { .. })), "{step:?}");
     client.create_job(&spec).await.unwrap();
@@ -66,7 +65,7 @@ async fn what_is_said_with_a_lease_that_has_ended_is_refused() {
 }
 
 #[tokio::test]
-async fn several_jobs_run_side_by_side_and_do_not_touch_each_other() {
+async fn several_jobs_run_at_the_same_time_without_interference() {
     let cluster = Cluster::start(2);
     let training = |name: &str| Training::new(job(name, 2, adamw(), synthetic::kinds(&adamw())));
     let alone = training("alone").run(cluster.address()).await.unwrap();

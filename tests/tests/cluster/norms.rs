@@ -23,11 +23,11 @@ async fn commit_all(jobs: &[Job], step: u64, commit: Commit) -> StepReport {
 }
 
 #[tokio::test]
-async fn the_norm_comes_before_the_decision_and_is_the_decisions() {
+async fn the_norm_before_the_decision_equals_that_of_the_decision() {
     let cluster = Cluster::start(3);
     let spec = job("norm", 2, adamw(), synthetic::kinds_and_large(&adamw()));
     let jobs = start(cluster.address(), &spec).await;
-    // Asked before anything has come, by both.
+    // Both ranks request the norm before any gradient has arrived.
     let asked = join_all(jobs.iter().map(async |job| job.attempt(0).unwrap().reduce(8.0).await));
     let (reduced, ()) = tokio::join!(asked, push_all(&jobs, 0));
     let reduced: Vec<_> = reduced.into_iter().map(Result::unwrap).collect();
@@ -53,7 +53,7 @@ async fn the_norm_comes_before_the_decision_and_is_the_decisions() {
 }
 
 #[tokio::test]
-async fn who_waits_for_the_norm_hears_of_a_lost_rank_and_of_who_is_late() {
+async fn a_wait_for_the_norm_reports_a_lost_rank_and_late_ranks() {
     let cluster = Cluster::start(1);
     let spec = job("late", 2, adamw(), synthetic::small());
     let mut jobs = start(cluster.address(), &spec).await;
@@ -82,7 +82,7 @@ async fn who_waits_for_the_norm_hears_of_a_lost_rank_and_of_who_is_late() {
 }
 
 #[tokio::test]
-async fn what_is_not_clipped_neither_counts_nor_shrinks() {
+async fn tensors_that_are_not_clipped_do_not_count_in_the_norm() {
     let cluster = Cluster::start(2);
     let tensors = vec![
         TensorSpec::new("clipped", [4]),

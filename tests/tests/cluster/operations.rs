@@ -1,4 +1,4 @@
-//! What an operator sees: metrics, probes, `zsctl`.
+//! Information for operators: metrics, probes, `zsctl`.
 
 use std::io::Write;
 
@@ -30,7 +30,7 @@ async fn metrics_count_bytes_requests_steps_and_memory() {
     for job in &jobs {
         zeroshard_tests::training::pull(job, 1).await.unwrap();
     }
-    // Gauges are brought up to date once a second.
+    // Gauges are updated once a second.
     let version = "zeroshard_job_version{job=\"metrics\"} 1\n";
     until("the version is shown", || cluster.shards[0].get("/metrics").contains(version)).await;
     let shard = cluster.shards[0].get("/metrics");
@@ -41,7 +41,7 @@ async fn metrics_count_bytes_requests_steps_and_memory() {
         )
     };
     assert_eq!(series(&shard, &payload("pull", "sent")), f64::from(2 * bytes));
-    // The initial parameters, and two ranks' gradients.
+    // The initial parameters, and the gradients of two ranks.
     assert_eq!(series(&shard, &payload("push", "received")), f64::from(3 * bytes));
     assert_eq!(series(&shard, &payload("push", "duplicate")), 0.0);
     for (kind, expected) in
@@ -81,9 +81,9 @@ pub(crate) async fn health(process: &Process) -> ServingStatus {
 }
 
 #[tokio::test]
-async fn probes_say_whether_a_server_is_of_use() {
+async fn probes_report_whether_a_server_is_ready() {
     let cluster = Cluster::start(1);
-    // Ready once the coordinator knows it.
+    // A server is ready when the coordinator knows it.
     start(cluster.address(), &job("probes", 1, sgd(1.0), synthetic::small())).await;
     for process in [&cluster.coordinator, &cluster.shards[0]] {
         assert_eq!(process.get("/healthz"), "ok\n");
@@ -91,7 +91,7 @@ async fn probes_say_whether_a_server_is_of_use() {
         assert_eq!(health(process).await, ServingStatus::Serving);
         assert!(process.get("/").contains("ZeroShard"));
     }
-    // Alive, but of no use without a coordinator.
+    // A server without a coordinator is alive but not ready.
     let nobody =
         std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let lonely = Cluster::shard(&nobody, &[]);
@@ -142,14 +142,15 @@ async fn zsctl_shows_the_cluster_and_deletes_jobs() {
 }
 
 #[tokio::test]
-async fn a_server_can_be_configured_by_file_and_environment_and_flags_win() {
+async fn a_server_is_configured_by_file_and_environment_and_flags_take_precedence() {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     let text =
         "[common]\nwait_seconds = 7\nlog = \"error\"\n[coordinator]\nlisten = \"127.0.0.1:0\"\n";
     file.write_all(text.as_bytes()).unwrap();
     let mut command = std::process::Command::new(zeroshard_tests::binary("zeroshard-server"));
     command.args(["coordinator", "--json", "--config"]).arg(file.path());
-    // The file says where it listens; without the flag there would be no admin server.
+    // The file specifies the address of the gRPC server. Without the flag there would be no admin
+    // server.
     command.args(["--admin-listen", "127.0.0.1:0"]).env("ZEROSHARD_ADMIN_LISTEN", "off");
     let process = Process::start(command);
     assert!(process.address().starts_with("127.0.0.1:"));

@@ -1,4 +1,4 @@
-//! A pull returns one version of every slice that it asks for.
+//! A pull returns one version of every slice in the request.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use zeroshard_tests::{Cluster, stock, training};
 
 use crate::{connect, job, sgd, start, until};
 
-/// Makes version v a tensor of nothing but v.
+/// Trains such that all elements of version v have the value v.
 async fn count_up(job: &Job, steps: u64) {
     let numel = job.spec().manifest.tensors()[0].numel() as usize;
     for step in 0..steps {
@@ -21,7 +21,7 @@ async fn count_up(job: &Job, steps: u64) {
     }
 }
 
-/// Slices by the address of their server.
+/// The slices by the address of their server.
 fn by_server(placement: &Placement) -> BTreeMap<String, Vec<u32>> {
     let mut slices = BTreeMap::<_, Vec<u32>>::new();
     for slice in 0..placement.slices() {
@@ -31,7 +31,7 @@ fn by_server(placement: &Placement) -> BTreeMap<String, Vec<u32>> {
     slices
 }
 
-/// The one number that all elements of the answers are.
+/// The single value of all elements of the responses.
 fn the_number(answer: &[pb::PullResponse]) -> Option<f32> {
     let words = answer.iter().flat_map(|message| message.payload.chunks_exact(4));
     let mut numbers = words.map(|word| f32::from_le_bytes(word.try_into().unwrap()));
@@ -40,7 +40,7 @@ fn the_number(answer: &[pb::PullResponse]) -> Option<f32> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_reader_beside_training_gets_exactly_the_version_or_is_told_that_it_is_gone() {
+async fn a_reader_during_training_gets_exactly_the_version_or_an_error() {
     const STEPS: u64 = 25;
     let cluster = Cluster::start(2);
     let numel = 2 * SLICE + 1000;
@@ -58,7 +58,7 @@ async fn a_reader_beside_training_gets_exactly_the_version_or_is_told_that_it_is
     });
     let (mut read, mut gone, mut version) = (0, 0, 0);
     while version < STEPS {
-        // The current version, and the one after it, which is waited for.
+        // The current version, and the next version, for which the pull waits.
         version = client.describe_job("reads").await.unwrap().version.unwrap_or(0);
         for version in [version, (version + 1).min(STEPS)] {
             let placement = client.describe_job("reads").await.unwrap().placement;
@@ -82,7 +82,7 @@ async fn a_reader_beside_training_gets_exactly_the_version_or_is_told_that_it_is
 }
 
 #[tokio::test]
-async fn a_pull_that_has_begun_keeps_its_version_while_steps_go_on() {
+async fn a_started_pull_keeps_its_version_during_further_steps() {
     let cluster = Cluster::start(1);
     let numel = SLICE;
     let spec = job("slow", 1, sgd(1.0), vec![TensorSpec::new("w", [numel as u64])]);
@@ -93,7 +93,7 @@ async fn a_pull_that_has_begun_keeps_its_version_while_steps_go_on() {
         .initialise(vec![TensorData { tensor: 0, data: vec![0.0; numel].into() }])
         .await
         .unwrap();
-    // More than the windows of HTTP/2 take: the server cannot have sent it all.
+    // More than the HTTP/2 windows hold: the server cannot have sent everything.
     let mut request = stock::read("slow", 0, vec![0; 8]);
     request.chunk_bytes = 1 << 20;
     let mut slow = stock::open_pull(cluster.shards[0].address(), request).await.unwrap();
@@ -118,7 +118,7 @@ async fn a_pull_of_the_next_version_can_be_sent_before_the_step() {
 }
 
 #[tokio::test]
-async fn a_reader_that_waits_is_not_disturbed_by_the_loss_of_a_worker() {
+async fn a_waiting_reader_is_not_affected_by_the_loss_of_a_worker() {
     let cluster = Cluster::start(1);
     let spec = job("loss", 1, sgd(1.0), zeroshard_tests::synthetic::small());
     let trainer = start(cluster.address(), &spec).await.remove(0);
@@ -142,12 +142,12 @@ async fn a_reader_that_waits_is_not_disturbed_by_the_loss_of_a_worker() {
 }
 
 #[tokio::test]
-async fn a_version_that_was_replaced_is_gone() {
+async fn a_replaced_version_is_gone() {
     let cluster = Cluster::start(1);
     let spec = job("gone", 1, sgd(1.0), zeroshard_tests::synthetic::small());
     let trainer = start(cluster.address(), &spec).await.remove(0);
     training::step(&trainer, 0).await.unwrap();
-    // The step is decided; it is applied once its version is there.
+    // The step is decided; it has been applied when its version is available.
     training::pull(&trainer, 1).await.unwrap();
     match training::pull(&trainer, 0).await {
         Err(Error::VersionGone { version: 0, current: 1, .. }) => {}
@@ -184,7 +184,7 @@ async fn any_range_can_be_read_in_any_dtype() {
 }
 
 #[tokio::test]
-async fn a_commit_brings_the_next_version_along() {
+async fn commit_and_pull_returns_the_next_version() {
     let cluster = Cluster::start(2);
     let spec = job("beside", 1, sgd(1.0), vec![TensorSpec::new("w", [2 * SLICE as u64 + 7])]);
     let trainer = start(cluster.address(), &spec).await.remove(0);
@@ -210,14 +210,14 @@ async fn a_commit_brings_the_next_version_along() {
         assert_eq!((report.version, report.applied), (step + 1, true));
         assert!(next == training::pull(&trainer, step + 1).await.unwrap()[0]);
     }
-    // A commit that fails ends the pull, which would wait for ever.
+    // A failed commit ends the pull, which would otherwise wait forever.
     let refused = trainer
         .attempt(9)
         .unwrap()
         .commit_and_pull(Commit::default(), vec![target(&mut next)])
         .await;
     assert!(matches!(refused, Err(Error::StepMismatch { .. })), "{refused:?}");
-    // A pull that fails does not hide what became of the step from the version.
+    // A failed pull does not hide the result of the step that produces the version.
     trainer
         .attempt(3)
         .unwrap()
@@ -263,14 +263,14 @@ async fn readers_that_stop_reading_cost_a_bounded_amount_of_memory_and_for_a_bou
     let mut stalled = Vec::new();
     for version in 2..STEPS {
         if (stalled.len() as u64) < READERS {
-            // More than HTTP/2's windows take, and nobody reads it.
+            // More than the HTTP/2 windows hold, and the response is not read.
             let request =
                 stock::read("stalled", version, (0..SLICES as u32).cycle().take(4 * SLICES));
             stalled.push(stock::open_pull(shard.address(), request).await.unwrap());
         }
         step(version).await;
     }
-    // 256 MiB for all readers; the slice that each is sending.
+    // 256 MiB for all readers, plus the slice that is being sent to each of them.
     let bound = 256 * MIB + READERS * 4 * SLICE as u64;
     let peak = shard.peak_memory();
     assert!(peak < peak_before + bound, "{} MiB of {}", peak / MIB, (peak_before + bound) / MIB);

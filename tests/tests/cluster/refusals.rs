@@ -1,4 +1,4 @@
-//! Bad input gets a typed error; the state is unchanged, and the server lives.
+//! Invalid input is refused with a typed error. The state is unchanged, and the server continues.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use zeroshard_tests::{Cluster, Training, stock, synthetic, training};
 
 use crate::{adamw, connect, job, options, sgd, start};
 
-/// The part of an error that says what was wrong.
+/// The invalid field that an error names.
 fn invalid<T: std::fmt::Debug>(result: Result<T>) -> String {
     match result {
         Err(Error::Invalid { what, expected, .. }) if !expected.is_empty() => what,
@@ -20,8 +20,8 @@ fn invalid<T: std::fmt::Debug>(result: Result<T>) -> String {
     }
 }
 
-/// Does `mischief` to a job in the middle of a step, and checks that the job ends where one ends
-/// that nobody disturbed.
+/// Sends `mischief` to a job in the middle of a step, and checks that the final state of the job is
+/// the same as without it.
 async fn changes_nothing(name: &str, mischief: impl AsyncFnOnce(&Cluster, &[Job])) {
     let cluster = Cluster::start(1);
     let spec = |name| job(name, 2, adamw(), synthetic::kinds(&adamw()));
@@ -49,11 +49,11 @@ async fn a_push_that_does_not_fit_is_refused() {
     changes_nothing("push", async |cluster, jobs| {
         let job = &jobs[0];
         let address = cluster.shards[0].address();
-        // Of rank 1, whose turn it is.
+        // Data of rank 1, whose turn it is.
         let begin = || stock::open(stock::begin(&jobs[1], Some(1)));
         let push = async |messages| stock::push(address, messages).await;
         let extent = |slice, offset, numel| stock::extent(slice, offset, &vec![7.0; numel]);
-        // Slices: embedding, scalar, frozen, running_mean, bias, one, matrix.
+        // The slices are embedding, scalar, frozen, running_mean, bias, one, matrix.
         assert_eq!(
             invalid(push(vec![begin(), extent(1, 0, 2)]).await),
             "extent of slice 1 of tensor \"scalar\""
@@ -121,10 +121,10 @@ async fn a_push_for_another_job_step_or_epoch_is_refused() {
                 other => panic!("{other:?}"),
             }
         }
-        // Nothing, or what a later version knows.
+        // The message has no contents, or contents of a later version.
         let nothing = push(pb::PushBegin { contents: None, ..second() }).await;
         assert_eq!(invalid(nothing), "contents of a push");
-        // Initial parameters, once more: they are there; and by the wrong rank.
+        // Initial parameters are uploaded again after they are complete, and by the wrong rank.
         let again = push(stock::begin(job, None)).await.unwrap();
         assert_eq!((again.added, again.duplicates), (0, 1));
         invalid(push(stock::begin(&jobs[1], None)).await);
@@ -152,7 +152,7 @@ async fn a_pull_that_does_not_fit_is_refused() {
             let request = pb::PullRequest { dtype, ..stock::read("pull", 1, [0]) };
             assert_eq!(invalid(pull(request).await), "dtype of a pull");
         }
-        // Whoever waits longer than the server's limit waits so long.
+        // A call whose deadline exceeds the server's limit waits for that limit.
         let mut patient = Request::new(stock::read("pull", 1, [0]));
         patient.set_timeout(Duration::from_secs(86_400));
         stock::pull(address, patient).await.unwrap();
@@ -166,7 +166,7 @@ async fn a_pull_that_does_not_fit_is_refused() {
             pull(stock::read("pull", 0, [0])).await,
             Err(Error::VersionGone { current: 1, .. })
         ));
-        // More extents than a request may have.
+        // The request has more extents than are allowed.
         assert_eq!(
             invalid(pull(stock::read("pull", 1, vec![0; 3_000_000])).await),
             "a PullRequest"
@@ -176,13 +176,13 @@ async fn a_pull_that_does_not_fit_is_refused() {
 }
 
 #[tokio::test]
-async fn a_message_that_is_too_large_is_refused_before_it_is_read() {
+async fn a_too_large_message_is_refused_before_it_is_read() {
     let cluster = Cluster::start_with(1, &["--max-message-bytes", "4096"]);
     let spec = job("large", 1, sgd(1.0), synthetic::kinds(&sgd(1.0)));
     let client = connect(cluster.address()).await;
     client.create_job(&spec).await.unwrap();
     let job = client.join("large", 0).await.unwrap();
-    // The embedding in one chunk of 132,000 bytes.
+    // The embedding is one chunk of 132,000 bytes.
     match job.initialise(synthetic::parameters(&spec.manifest)).await {
         Err(Error::Invalid { expected, .. }) => assert!(expected.contains("4096"), "{expected}"),
         other => panic!("{other:?}"),
@@ -218,7 +218,7 @@ async fn a_commit_that_does_not_fit_is_refused() {
             invalid(commit(Commit { max_norm: Some(bad), ..Commit::default() }).await);
         }
         invalid(commit(Commit { max_norm: Some(0.0), ..Commit::default() }).await);
-        // With somebody else's rank, or a lease that is nobody's.
+        // The call has the rank of another worker, or an unknown lease.
         let address = format!("http://{}", cluster.address());
         let mut stock = CoordinatorServiceClient::connect(address).await.unwrap();
         let request = |rank, lease| {
@@ -303,7 +303,7 @@ async fn a_spec_that_contradicts_itself_or_an_existing_job_is_refused() {
 }
 
 #[tokio::test]
-async fn bytes_that_are_no_grpc_are_survived() {
+async fn bytes_other_than_grpc_do_no_harm() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     changes_nothing("noise", async |cluster, _| {
         let noise: Vec<u8> =
@@ -316,7 +316,7 @@ async fn bytes_that_are_no_grpc_are_survived() {
                     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\nxxxxxxxxx",
                 ] {
                     let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
-                    // Whether the server still listens or has closed already is its business.
+                    // The server may still be reading, or may have closed the connection already.
                     let _ = stream.write_all(bytes).await;
                     let _ = stream.shutdown().await;
                     let _ = stream.read_to_end(&mut Vec::new()).await;

@@ -1,4 +1,4 @@
-//! State goes out of a job and into another, which goes on as if nothing had happened.
+//! State is pulled from one job and uploaded to another, which continues in the same way.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use zeroshard_tests::{Cluster, stock, synthetic, training};
 
 use crate::{adamw, connect, job, sgd, start, until};
 
-/// A part of all tensors that own their storage and have it.
+/// A part of all tensors that own their storage and have this part.
 async fn pull_part(job: &Job, version: u64, part: &str) -> Vec<(usize, Vec<f32>)> {
     let tensors = job.spec().manifest.tensors().iter().enumerate();
     let has = |trains: bool| trains || part.is_empty() || part == "master";
@@ -39,7 +39,7 @@ async fn steps(jobs: &[Job], data: u64, step: u64) {
     }
 }
 
-/// Joins without initialising.
+/// Joins all ranks without initialising the job.
 async fn join_all_ranks(address: &str, spec: &JobSpec) -> Vec<Job> {
     let cluster = connect(address).await;
     cluster.create_job(spec).await.unwrap();
@@ -90,30 +90,30 @@ async fn continues_elsewhere(optimizer: Optimizer, dtype: DType) {
 }
 
 #[tokio::test]
-async fn a_run_of_adamw_goes_on_in_another_cluster() {
+async fn a_run_of_adamw_continues_in_another_cluster() {
     continues_elsewhere(adamw(), DType::F32).await;
 }
 
 #[tokio::test]
-async fn a_run_of_half_precision_goes_on_from_its_master_weights() {
+async fn a_run_in_half_precision_continues_from_its_master_weights() {
     let json = r#"{"name":"rmsprop","momentum":0.9,"centered":true}"#;
     continues_elsewhere(serde_json::from_str(json).unwrap(), DType::Bf16).await;
 }
 
 #[tokio::test]
-async fn a_run_without_state_goes_on_from_its_parameters() {
+async fn a_run_without_state_continues_from_its_parameters() {
     continues_elsewhere(sgd(0.5), DType::F32).await;
 }
 
 #[tokio::test]
-async fn a_rank_that_is_lost_before_version_0_takes_uploaded_state_along() {
+async fn the_uploads_of_a_rank_lost_before_version_0_are_dropped() {
     let cluster = Cluster::start(2);
     let spec = job("lost", 1, adamw(), synthetic::small());
     let mut jobs = join_all_ranks(cluster.address(), &spec).await;
     let state = |tensor, numel: usize| TensorData { tensor, data: vec![0.5; numel].into() };
     jobs[0].initialise_state("exp_avg", 9, vec![state(0, 1000), state(1, 3)]).await.unwrap();
     drop(jobs.pop());
-    // Its rank is free when the coordinator has seen the loss, which is waited for.
+    // The rank is free when the coordinator has noticed the loss; joining waits for it.
     let job = connect(cluster.address()).await.join("lost", 0).await.unwrap();
     job.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
     until("version 0 is there", || job.version() == Some(0)).await;
@@ -124,7 +124,7 @@ async fn a_rank_that_is_lost_before_version_0_takes_uploaded_state_along() {
 }
 
 #[tokio::test]
-async fn parts_that_are_not_there_are_refused() {
+async fn unknown_parts_are_refused() {
     let cluster = Cluster::start(1);
     let spec = job("parts", 1, adamw(), synthetic::kinds(&adamw()));
     let jobs = start(cluster.address(), &spec).await;
@@ -137,7 +137,8 @@ async fn parts_that_are_not_there_are_refused() {
         let refused = job.pull_part(0, part, vec![Target::new(tensor, data)]).await;
         assert!(matches!(refused, Err(Error::Invalid { .. })), "{tensor} {part}: {refused:?}");
     }
-    // Too late, unknown, frozen; by another rank, with a step.
+    // The uploads are too late, of an unknown part, of the master weights, of a frozen tensor, and
+    // of no part.
     for (tensor, part, numel) in
         [(7, "exp_avg", 1), (7, "sum", 1), (7, "master", 1), (3, "exp_avg", 129), (7, "", 1)]
     {
@@ -155,14 +156,14 @@ async fn parts_that_are_not_there_are_refused() {
             Err(Error::Invalid { .. })
         ));
     }
-    // Parameters that come again, with another number of steps, change nothing.
+    // A repeated upload of parameters with a different number of steps changes nothing.
     job.initialise_at(5, synthetic::parameters(&spec.manifest)).await.unwrap();
     assert_eq!(job.applied_steps(0).await.unwrap(), [0; 9]);
     assert_eq!(job.state_hash(0).await.unwrap(), before);
 }
 
 #[tokio::test]
-async fn a_part_is_read_at_exactly_the_version_by_anybody() {
+async fn a_part_is_read_at_exactly_the_version_by_any_reader() {
     let cluster = Cluster::start(1);
     let spec = job("read", 1, adamw(), synthetic::small());
     let jobs = start(cluster.address(), &spec).await;
@@ -179,7 +180,7 @@ async fn a_part_is_read_at_exactly_the_version_by_anybody() {
     assert!(state.iter().flat_map(|value| value.to_le_bytes()).eq(early));
     assert!(state.iter().any(|&value| value != 0.0));
     training::step(&jobs[0], 1).await.unwrap();
-    // The report is of the decision; the servers may still be applying it.
+    // The report follows the decision; the servers may still be applying it.
     training::pull(&jobs[0], 2).await.unwrap();
     assert!(matches!(
         stock::pull(address, request).await,

@@ -1,5 +1,4 @@
-//! The state depends on the initial parameters, the contributions and the decisions, and on nothing
-//! else.
+//! The state depends only on the initial parameters, the contributions and the decisions.
 
 use futures_util::future::join_all;
 use zeroshard_client::{Commit, Options};
@@ -8,7 +7,7 @@ use zeroshard_tests::{Cluster, Trained, Training, synthetic, training};
 
 use crate::{adamw, connect, job, options, start};
 
-/// Trains `training` under another name; what came of it.
+/// Trains `training` under another name, and returns the result.
 async fn train(cluster: &Cluster, name: &str, mut training: Training) -> Trained {
     training.spec.name = name.to_owned();
     training.options.deadline = options().deadline;
@@ -23,12 +22,12 @@ fn large(world: u32) -> Training {
 }
 
 #[tokio::test]
-async fn the_number_of_servers_changes_no_bit_whatever_the_number_of_ranks() {
+async fn the_number_of_servers_changes_no_bit_for_any_number_of_ranks() {
     let mut of_one_server: Vec<Trained> = Vec::new();
     for servers in [1, 2, 3, 7] {
         let cluster = Cluster::start(servers);
         for world in 1..=4 {
-            // All servers, or those that are there first could hold everything.
+            // The job waits for all servers; otherwise the first ones could hold all slices.
             let mut training = large(world);
             training.spec.min_servers = servers as u32;
             let trained = train(&cluster, "servers", training).await;
@@ -38,7 +37,7 @@ async fn the_number_of_servers_changes_no_bit_whatever_the_number_of_ranks() {
             }
         }
     }
-    // And the hash can tell runs apart.
+    // The hash distinguishes runs.
     assert_ne!(of_one_server[0].hash, of_one_server[1].hash);
 }
 
@@ -85,7 +84,7 @@ async fn the_order_in_which_ranks_push_changes_no_bit() {
 #[tokio::test]
 async fn a_small_budget_for_early_gradients_changes_no_bit_and_cannot_deadlock() {
     let expected = train(&Cluster::start(2), "roomy", large(3)).await;
-    // Less than a chunk: nobody can be early.
+    // The budget is smaller than a chunk, so no rank can be early.
     let cluster = Cluster::start_with(2, &["--parked-bytes", "1000"]);
     let trained = train(&cluster, "narrow", large(3)).await;
     assert!(expected == trained);

@@ -1,4 +1,4 @@
-//! SIGTERM: a server ends in order, within its drain time, whatever is open.
+//! SIGTERM: a server ends in order and within its drain time, regardless of open calls.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,8 @@ use zeroshard_tests::{Cluster, Process, stock, synthetic, training};
 
 use crate::{connect, job, sgd, start};
 
-/// Stops `process` with `call` open. The call's answer, and how long the end took.
+/// Stops `process` while `call` is open. Returns the result of the call, and the duration of the
+/// shutdown.
 async fn stop<T>(process: Process, call: impl Future<Output = T>) -> (T, Duration) {
     let stopping = async {
         let began = Instant::now();
@@ -23,7 +24,7 @@ async fn stop<T>(process: Process, call: impl Future<Output = T>) -> (T, Duratio
 const DRAIN: &[&str] = &["--drain-seconds", "5"];
 
 #[tokio::test]
-async fn a_shard_server_ends_while_pulls_wait() {
+async fn a_shard_server_stops_while_pulls_wait() {
     let mut cluster = Cluster::start_with(1, DRAIN);
     let _jobs = start(cluster.address(), &job("pull", 1, sgd(1.0), synthetic::small())).await;
     let shard = cluster.shards.remove(0);
@@ -36,11 +37,11 @@ async fn a_shard_server_ends_while_pulls_wait() {
 }
 
 #[tokio::test]
-async fn a_shard_server_ends_while_a_push_stands_still() {
+async fn a_shard_server_stops_during_a_stalled_push() {
     let mut cluster = Cluster::start_with(1, DRAIN);
     let jobs = start(cluster.address(), &job("push", 1, sgd(1.0), synthetic::small())).await;
     let shard = cluster.shards.remove(0);
-    // A push whose end does not come.
+    // A push without an end.
     let begin = futures_util::stream::iter([stock::open(stock::begin(&jobs[0], Some(0)))]);
     let messages = begin.chain(futures_util::stream::pending());
     let address = format!("http://{}", shard.address());
@@ -51,7 +52,7 @@ async fn a_shard_server_ends_while_a_push_stands_still() {
 }
 
 #[tokio::test]
-async fn a_coordinator_ends_while_commits_wait() {
+async fn a_coordinator_stops_while_commits_wait() {
     let cluster = Cluster::start(1);
     let spec = job("commit", 2, sgd(1.0), synthetic::small());
     connect(cluster.address()).await.create_job(&spec).await.unwrap();
@@ -67,7 +68,7 @@ async fn a_coordinator_ends_while_commits_wait() {
 }
 
 #[tokio::test]
-async fn a_server_that_serves_nobody_ends_at_once() {
+async fn a_server_without_open_calls_stops_at_once() {
     let cluster = Cluster::start(1);
     for process in [cluster.shards.into_iter().next().unwrap(), cluster.coordinator] {
         let ((), took) = stop(process, async {}).await;

@@ -1,4 +1,4 @@
-//! A step is applied by every slice or by none, and does what the optimizer's formula says.
+//! A step is applied by every slice or by none, and follows the formula of the optimizer.
 
 use futures_util::future::join_all;
 use zeroshard_client::{Commit, Error, Job, StepReport, TensorData};
@@ -7,7 +7,8 @@ use zeroshard_tests::{Cluster, Training, synthetic, training};
 
 use crate::{adamw, job, sgd, start, until_commits_wait};
 
-/// Pushes `gradients` of each rank at step `number`, and commits with `commit`; rank 0's report.
+/// Pushes `gradients` of each rank at step `number`, and commits with `commit`. Returns the report
+/// of rank 0.
 async fn step(
     jobs: &[Job],
     gradients: impl Fn(u32) -> Vec<TensorData>,
@@ -41,7 +42,7 @@ async fn an_overflow_skips_the_step_on_every_slice_and_names_tensor_and_rank() {
         let gradients = |rank: u32| {
             let mut gradients = synthetic::gradients(&spec.manifest, rank, 0);
             if rank == 1 {
-                // The last element of "bias", which no other server than its own sees.
+                // The last element of "bias", which is on one server only.
                 let bias = gradients.iter_mut().find(|gradient| gradient.tensor == 5).unwrap();
                 let mut data = synthetic::values(5, bias.data.len());
                 data[65_536] = bad;
@@ -56,7 +57,7 @@ async fn an_overflow_skips_the_step_on_every_slice_and_names_tensor_and_rank() {
         assert_eq!(report.version, step_number as u64 + 1);
         assert_eq!(training::pull(&jobs[0], report.version).await.unwrap(), before);
     }
-    // The optimizer's step count has not moved either: the next step is a first one.
+    // The step count of the optimizer has not changed either: the next step is a first step.
     let fresh = job("fresh", 2, adamw(), synthetic::kinds(&adamw()));
     let fresh_jobs = start(cluster.address(), &fresh).await;
     let gradients = |rank: u32| synthetic::gradients(&spec.manifest, rank, 0);
@@ -111,7 +112,7 @@ async fn the_mean_gradient_and_its_norm_are_those_of_one_process() {
             assert!((after - expected).abs() <= 1e-6, "{after} and {expected}");
         }
     }
-    // A limit that is not reached changes nothing.
+    // A limit above the norm has no effect.
     let report = step(
         &jobs,
         |rank| synthetic::gradients(&spec.manifest, rank, 1),
@@ -171,7 +172,7 @@ async fn hyperparameters_can_differ_by_parameter_group_and_by_step() {
 }
 
 #[tokio::test]
-async fn ranks_that_disagree_about_a_step_are_told_about_what() {
+async fn ranks_that_disagree_about_a_step_are_told_the_differing_value() {
     let cluster = Cluster::start(1);
     let spec = job("disagreement", 2, sgd(1.0), synthetic::small());
     let jobs = start(cluster.address(), &spec).await;
@@ -189,7 +190,7 @@ async fn ranks_that_disagree_about_a_step_are_told_about_what() {
     ];
     let first = training::commit(&jobs[0], 0, Commit::default());
     let second = async {
-        // Who comes first is right.
+        // The first commit determines the terms of the step.
         until_commits_wait(&cluster, 1).await;
         for (about, commit) in others {
             match training::commit(&jobs[1], 0, commit).await {
@@ -204,7 +205,7 @@ async fn ranks_that_disagree_about_a_step_are_told_about_what() {
 }
 
 #[tokio::test]
-async fn the_report_has_the_mean_loss_if_every_rank_gave_one() {
+async fn the_report_has_the_mean_loss_if_every_rank_passed_one() {
     let cluster = Cluster::start(1);
     let spec = job("loss", 2, sgd(1.0), synthetic::small());
     let jobs = start(cluster.address(), &spec).await;
@@ -230,7 +231,7 @@ async fn the_report_has_the_mean_loss_if_every_rank_gave_one() {
 }
 
 #[tokio::test]
-async fn a_frozen_tensor_keeps_its_bits_and_a_tied_one_its_owners() {
+async fn a_frozen_tensor_keeps_its_bits_and_a_tied_tensor_those_of_its_owner() {
     let cluster = Cluster::start(2);
     let spec = job("frozen", 1, adamw(), synthetic::kinds(&adamw()));
     let trained = Training::new(spec.clone()).run(cluster.address()).await.unwrap();

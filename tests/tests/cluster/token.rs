@@ -1,4 +1,4 @@
-//! A cluster with a token serves those who carry it, and nobody else.
+//! A cluster with a token serves only clients that carry it.
 
 use zeroshard_client::{Cluster as Client, Error, Options, Result};
 use zeroshard_proto::{
@@ -23,7 +23,7 @@ fn refused<T: std::fmt::Debug>(result: Result<T>) -> String {
     }
 }
 
-/// What a shard server says to a call of its generated service with `token`.
+/// The response of a shard server to a call of a generated client with `token`.
 async fn ask(shard: &Process, token: &str) -> Result<()> {
     let channel = endpoint(shard.address())?.connect().await.unwrap();
     let mut client =
@@ -33,19 +33,19 @@ async fn ask(shard: &Process, token: &str) -> Result<()> {
 }
 
 #[tokio::test]
-async fn whoever_has_the_token_trains_as_without_one() {
+async fn clients_with_the_token_train_as_without_a_token() {
     let spec = job("guarded", 2, adamw(), synthetic::kinds(&adamw()));
     let guarded = Cluster::start_guarded(2, TOKEN);
     let training = Training { options: with(Some(TOKEN)), ..Training::new(spec) };
     let trained = training.run(guarded.address()).await.unwrap();
-    // A token that nobody asks for does no harm; an empty one is none.
+    // A token is accepted by a cluster without one, and an empty token means no token.
     let open = Cluster::start(1);
     assert_eq!(trained, training.run(open.address()).await.unwrap());
     assert!(Client::connect(open.address(), with(Some(""))).await.is_ok());
 }
 
 #[tokio::test]
-async fn whoever_lacks_the_token_is_refused_by_every_service() {
+async fn clients_without_the_token_are_refused_by_every_service() {
     let cluster = Cluster::start_guarded(1, TOKEN);
     let spec = job("guarded", 1, adamw(), synthetic::small());
     let ours = Training { options: with(Some(TOKEN)), ..Training::new(spec) };
@@ -70,7 +70,7 @@ async fn whoever_lacks_the_token_is_refused_by_every_service() {
 
     let client = Client::connect(cluster.address(), with(Some(TOKEN))).await.unwrap();
     assert_eq!(client.state_hash("guarded").await.unwrap(), trained.hash);
-    // Refusals are counted as such.
+    // The metrics count refusals with their own code.
     let refusals = "zeroshard_requests_total{code=\"Unauthenticated\",method=\"/zeroshard.v1.DataService/Push\"} 1\n";
     until("the refusal is counted", || shard.get("/metrics").contains(refusals)).await;
 }
@@ -88,7 +88,7 @@ async fn probes_need_no_token() {
 }
 
 #[tokio::test]
-async fn a_shard_server_with_another_token_does_not_join() {
+async fn a_shard_server_with_a_wrong_token_does_not_join() {
     let cluster = Cluster::start_guarded(1, TOKEN);
     until("the right one has joined", || cluster.shards[0].get("/readyz") == "ready\n").await;
     let strangers = [
@@ -99,14 +99,14 @@ async fn a_shard_server_with_another_token_does_not_join() {
     let refused = "zeroshard_requests_total{code=\"Unauthenticated\",method=\"/zeroshard.v1.CoordinatorService/Serve\"} ";
     let refusals =
         || metrics().lines().find_map(|line| line.strip_prefix(refused)?.parse::<f64>().ok());
-    // Each asks again and again, so that both have asked when there are many.
+    // Each of them retries, so both have called when there are many refusals.
     until("the strangers are refused", || refusals().is_some_and(|refusals| refusals >= 4.0)).await;
     assert!(metrics().contains("zeroshard_servers 1\n"));
     assert!(strangers.iter().all(|stranger| stranger.get("/readyz") == "not ready\n"));
 }
 
 #[test]
-fn zsctl_takes_the_token_and_says_where_it_lacks() {
+fn zsctl_accepts_the_token_and_reports_a_missing_one() {
     let cluster = Cluster::start_guarded(0, TOKEN);
     let zsctl =
         |token: &str| run("zsctl", &["--address", cluster.address(), "--token", token, "status"]);

@@ -11,7 +11,7 @@ use zeroshard_tests::{Cluster, FaultProxy, synthetic, training};
 
 use crate::{connect, hasty, job, sgd, start, until};
 
-/// What a wait that ran into its deadline says, and that it did so soon after.
+/// The description of the missing input in a timeout, which must occur soon after the deadline.
 async fn timeout<T: std::fmt::Debug>(wait: impl Future<Output = Result<T>>) -> String {
     let began = Instant::now();
     let result = wait.await;
@@ -32,7 +32,7 @@ fn assert_names(message: &str, names: &[&str]) {
 }
 
 #[tokio::test]
-async fn a_commit_names_the_rank_that_has_not_committed_and_the_one_that_is_not_there() {
+async fn a_commit_names_the_rank_that_has_not_committed_and_the_absent_rank() {
     let cluster = Cluster::start(2);
     let spec = job("commit", 3, sgd(1.0), synthetic::small());
     connect(cluster.address()).await.create_job(&spec).await.unwrap();
@@ -60,7 +60,7 @@ async fn a_commit_without_gradients_names_the_server_that_lacks_them() {
 }
 
 #[tokio::test]
-async fn a_pull_of_a_version_that_does_not_come_names_the_tensor_and_the_missing_rank() {
+async fn a_pull_of_a_missing_version_names_the_tensor_and_the_missing_rank() {
     let cluster = Cluster::start(1);
     let spec = job("pull", 2, sgd(1.0), synthetic::small());
     let mut jobs = start(cluster.address(), &spec).await;
@@ -85,7 +85,7 @@ async fn a_pull_before_the_initial_parameters_names_them() {
 }
 
 #[tokio::test]
-async fn a_job_that_needs_more_servers_than_there_are_says_how_many() {
+async fn a_job_without_enough_servers_reports_the_numbers() {
     let cluster = Cluster::start(1);
     let spec = JobSpec { min_servers: 3, ..job("many", 1, sgd(1.0), synthetic::small()) };
     let hasty = Client::connect(cluster.address(), hasty()).await.unwrap();
@@ -94,15 +94,15 @@ async fn a_job_that_needs_more_servers_than_there_are_says_how_many() {
 }
 
 #[tokio::test]
-async fn a_coordinator_that_is_not_there_is_named() {
-    // The port was free a moment ago, and nobody else is told of it.
+async fn an_unreachable_coordinator_is_named() {
+    // The port was free a moment ago, and no other process knows it.
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let message = timeout(Client::connect(&address, hasty())).await;
     assert_names(&message, &[&address]);
 }
 
 #[tokio::test]
-async fn a_server_that_falls_silent_is_named_by_push_and_pull() {
+async fn a_silent_server_is_named_by_push_and_pull() {
     let proxy = FaultProxy::start().await.unwrap();
     let coordinator = Cluster::coordinator();
     let shard = Cluster::shard(coordinator.address(), &["--advertise", proxy.address()]);
@@ -121,13 +121,13 @@ async fn a_server_that_falls_silent_is_named_by_push_and_pull() {
     assert_names(&pull, &[proxy.address(), "version 0"]);
     let hash = timeout(job.state_hash(0)).await;
     assert_names(&hash, &[proxy.address()]);
-    // And when it speaks again, everything goes on.
+    // When the network recovers, the calls continue.
     proxy.stall(false);
     assert!(training::step(&job, 0).await.unwrap().applied);
 }
 
 #[tokio::test]
-async fn a_coordinator_that_falls_silent_is_named() {
+async fn a_silent_coordinator_is_named() {
     let proxy = FaultProxy::start().await.unwrap();
     let cluster = Cluster::start(1);
     proxy.forward_to(cluster.address());

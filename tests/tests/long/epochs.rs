@@ -1,4 +1,4 @@
-//! Epochs that change while ranks push, in a job of very many slices.
+//! Epochs that change while ranks push, in a job with very many slices.
 
 use std::time::Duration;
 
@@ -23,8 +23,8 @@ async fn connect(address: &str) -> Client {
     Client::connect(address, options()).await.unwrap()
 }
 
-/// Runs step 0 until it is decided, from the same data in every attempt. Returns how often it was
-/// aborted, too.
+/// Runs step 0 until it is decided, with the same data in every attempt. Also returns the number of
+/// aborts.
 async fn step(job: &Job) -> (StepReport, u64) {
     let mut aborted = 0;
     loop {
@@ -42,9 +42,9 @@ async fn step(job: &Job) -> (StepReport, u64) {
 }
 
 /// Every gradient that was acknowledged in the last epoch counts: otherwise the step would never be
-/// complete, or its hash another one.
+/// complete, or its hash would differ.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn three_hundred_epoch_changes_erase_no_gradient_that_was_acknowledged() {
+async fn three_hundred_epoch_changes_erase_no_acknowledged_gradient() {
     let cluster = Cluster::start(2);
     let calm = Training { steps: 1, options: options(), ..Training::new(spec("calm")) };
     let expected = calm.run(cluster.address()).await.unwrap().hash;
@@ -59,11 +59,11 @@ async fn three_hundred_epoch_changes_erase_no_gradient_that_was_acknowledged() {
         let mut nothing = [0.0; 4];
         let target = vec![zeroshard_client::Target::new(0, &mut nothing[..])];
         third.pull(0, target).await.unwrap();
-        // Between two changes the others push anything from nothing to all of their gradients.
+        // Between two changes the other ranks push between none and all of their gradients.
         let all = 2 * 4 * 4 * SLICES as u64;
         for epoch in 0..EPOCHS {
             let pushed = cluster.payload()[1] + epoch * 7919 % 97 * all / 90;
-            // Two that have pushed everything wait in their commits, and push no more.
+            // Two ranks that have pushed everything wait in their commits, and push nothing more.
             let both_wait = || {
                 let commits = "in_flight{method=\"/zeroshard.v1.CoordinatorService/Commit\"} 2\n";
                 cluster.coordinator.get("/metrics").contains(commits)

@@ -1,4 +1,4 @@
-//! `zeroshard-worker train`: a real model on real text.
+//! `zeroshard-worker train`, with a real model on real text.
 
 #![allow(
     clippy::unwrap_used,
@@ -15,10 +15,10 @@ use std::process::Output;
 use serde_json::Value;
 use zeroshard_tests::run;
 
-/// Text to learn: sources of this project.
+/// The text to learn: sources of this project.
 const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../proto/src");
 
-/// Trains with few and small steps. The lines that it prints.
+/// Trains a small model for a few steps, and returns the printed lines.
 fn train(flags: &str) -> Vec<Value> {
     let output = start(flags);
     assert!(output.status.success(), "{flags}: {output:?}");

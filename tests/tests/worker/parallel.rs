@@ -1,5 +1,5 @@
-//! ZeRO x tensor parallelism: several workers have a replica of the model together, and train as
-//! one dense process does.
+//! ZeRO x tensor parallelism: several workers share a replica of the model, and train like one
+//! dense process.
 
 use std::{
     fs,
@@ -16,15 +16,16 @@ use zeroshard_tests::{Cluster, binary};
 
 use crate::{done, start, train};
 
-/// 31 characters, which neither 2 nor 3 ranks divide.
+/// 31 characters, which are not divisible by 2 or 3 ranks.
 const ALPHABET: &[u8; 31] = b"abcdefghijklmnopqrstuvwxyz .,;\n";
 
-/// Neither 2 nor 3 divide the vocabulary, 3 does not divide the MLP; the gradient is clipped and
-/// accumulated. At this rate training is stable, and does not make the rounding of sums larger.
+/// The vocabulary is not divisible by 2 or 3, and the MLP is not divisible by 3; the gradient is
+/// clipped and accumulated. At this learning rate training is stable and does not amplify the
+/// rounding of sums.
 const TINY: &str = "--width 24 --blocks 2 --heads 6 --hidden 50 --context 12 --batch 4 --micro-batches 2 --lr 0.002 \
     --clip 0.5 --steps 100 --sample-chars 0";
 
-/// A folder with a text that can be learnt: words come again and again.
+/// A folder with a text that can be learned, because its words are repeated.
 fn text() -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     let mut state = 7u64;
@@ -45,7 +46,7 @@ fn text() -> TempDir {
     folder
 }
 
-/// What must be the same bits: the losses, and the state hash.
+/// The values that must have the same bits: the losses, and the state hash.
 #[derive(Debug, PartialEq)]
 struct Trained {
     losses: Vec<f64>,
@@ -63,7 +64,7 @@ fn trained(text: &Path, flags: &str) -> Trained {
     Trained { losses, hash: done(&lines)["state_hash"].as_str().unwrap().to_owned() }
 }
 
-/// Compares with one dense process, at all levels, on one and on three shard servers.
+/// Compares a run with one dense process, at all levels, on one and on three shard servers.
 fn agrees_with_one_process(flags: &str) {
     let text = text();
     let dense = trained(text.path(), "--workers 1 --shards 1 --level os");
@@ -107,7 +108,7 @@ fn ranks_with_parts_of_the_sequence_train_as_one_process() {
     agrees_with_one_process("--data-parallel 1 --tensor-parallel 2 --sequence-parallel");
 }
 
-/// Runs a job's workers, each a process that was started by hand with flags of its own.
+/// Runs the workers of a job as separately started processes, each with its own flags.
 fn by_hand(cluster: &Cluster, flags: &[String]) -> Vec<Output> {
     let start = |(rank, flags): (usize, &String)| {
         let shards = cluster.shards.len();
@@ -156,7 +157,7 @@ fn a_tensor_parallel_worker_moves_its_share_of_the_bytes() {
 }
 
 #[test]
-fn ranks_of_a_replica_that_were_told_different_things_are_told_so() {
+fn ranks_of_a_replica_with_different_settings_are_refused() {
     let (text, cluster) = (text(), Cluster::start(1));
     let flags = ["os", "p_g_os"].map(|level| {
         format!("--data {} {TINY} --tensor-parallel 2 --level {level}", text.path().display())
@@ -172,7 +173,7 @@ fn ranks_of_a_replica_that_were_told_different_things_are_told_so() {
 }
 
 #[test]
-fn a_run_that_ended_goes_on_with_the_same_mesh_and_no_other() {
+fn a_finished_run_continues_only_with_the_same_mesh() {
     let (text, cluster) = (text(), Cluster::start(1));
     let start = |flags: &str| {
         let flags = format!(
@@ -194,7 +195,7 @@ fn a_run_that_ended_goes_on_with_the_same_mesh_and_no_other() {
 }
 
 #[test]
-fn a_rank_whose_peer_does_not_come_says_so() {
+fn a_rank_reports_a_missing_peer() {
     let (text, cluster) = (text(), Cluster::start(1));
     let flags = format!("--data {} --tensor-parallel 2 --deadline 1", text.path().display());
     let output = by_hand(&cluster, &[flags]).remove(0);
@@ -202,7 +203,7 @@ fn a_rank_whose_peer_does_not_come_says_so() {
 }
 
 #[test]
-fn a_rank_that_is_killed_ends_the_others_long_before_the_deadline_and_is_named() {
+fn a_killed_rank_is_named_and_ends_the_others_before_the_deadline() {
     let (text, out, cluster) = (text(), tempfile::tempdir().unwrap(), Cluster::start(1));
     let mut ranks = [0, 1].map(|rank| {
         let flags = format!(

@@ -1,4 +1,4 @@
-//! What may not change a run's result, and what a run says.
+//! Settings that must not change the result of a run, and the output of a run.
 
 use std::thread;
 
@@ -34,9 +34,9 @@ fn the_state_hash_depends_neither_on_shards_nor_level_nor_processes_nor_chunks()
 }
 
 #[test]
-fn two_workers_with_half_the_batch_each_equal_one_with_all_of_it() {
-    // A rate at which training is stable: otherwise it makes the rounding of the sums larger with
-    // every step, as any system does that is chaotic.
+fn two_workers_with_half_the_batch_equal_one_with_the_whole_batch() {
+    // At this learning rate training is stable. Otherwise it would amplify the rounding of the sums
+    // with every step, like any chaotic system.
     let losses = |workers: u32| -> Vec<f64> {
         let flags =
             "--steps 100 --batch 8 --context 32 --lr 0.001 --shards 1 --level os --sample-chars 0";
@@ -52,7 +52,7 @@ fn two_workers_with_half_the_batch_each_equal_one_with_all_of_it() {
 }
 
 #[test]
-fn the_last_line_sums_the_run_up() {
+fn the_last_line_summarises_the_run() {
     let lines = train(
         "--steps 4 --batch 2 --context 16 --micro-batches 1 --wire bf16 --param-dtype bf16 --optimizer lamb",
     );
@@ -73,7 +73,7 @@ fn the_last_line_sums_the_run_up() {
 }
 
 #[test]
-fn what_a_worker_holds_shrinks_from_level_to_level() {
+fn the_memory_of_a_worker_decreases_from_level_to_level() {
     let peak = |level: &str| {
         let lines =
             train(&format!("--steps 2 --batch 2 --context 16 --sample-chars 0 --level {level}"));
@@ -84,7 +84,7 @@ fn what_a_worker_holds_shrinks_from_level_to_level() {
 }
 
 #[test]
-fn workers_of_their_own_share_a_running_cluster_and_give_the_same_hash() {
+fn separate_workers_share_a_running_cluster_and_give_the_same_hash() {
     let cluster = Cluster::start(2);
     let ranks = [0, 1].map(|rank| {
         let flags = format!(
@@ -101,7 +101,7 @@ fn workers_of_their_own_share_a_running_cluster_and_give_the_same_hash() {
 }
 
 #[test]
-fn what_cannot_be_trained_is_refused_with_what_would_be_right() {
+fn invalid_training_settings_are_refused_with_the_valid_values() {
     let empty = tempfile::tempdir().unwrap();
     let no_text = format!("--data {}", empty.path().display());
     for (flags, expected) in [

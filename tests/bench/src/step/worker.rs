@@ -1,4 +1,4 @@
-//! One rank of the step bench.
+//! One rank of the step benchmark.
 
 use std::{ops::Range, time::Instant};
 
@@ -10,11 +10,11 @@ use zeroshard_proto::{JobSpec, Manifest, Result, TensorSpec};
 
 use super::{Error, Level};
 
-/// Steps that are not measured: memory is touched for the first time.
+/// The number of steps that are not measured, because memory is accessed for the first time.
 const WARM_UP: usize = 2;
-/// Elements of a bucket at the levels that have them.
+/// The number of elements of a bucket, at the levels with buckets.
 const BUCKET: usize = 4 << 20;
-/// Buckets under way at a time.
+/// The number of buckets in flight.
 const AHEAD: usize = 2;
 
 /// One rank (used by `step` itself)
@@ -99,11 +99,11 @@ impl<'a> Worker<'a> {
         Ok(worker)
     }
 
-    /// Seconds of the step, its push, its decision, its pull.
+    /// Returns the seconds of the step, its push, its decision and its pull.
     async fn step(&mut self, step: u64) -> Result<[f64; 4]> {
         let began = Instant::now();
         if let Level::PGOs = self.options.level {
-            // Backward needs the parameters once more.
+            // Backward needs the parameters a second time.
             self.pull(step).await?;
         }
         self.push(step).await?;

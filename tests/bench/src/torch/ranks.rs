@@ -13,32 +13,33 @@ use tempfile::TempDir;
 
 use super::Error;
 
-/// What the ranks run.
+/// The script of the ranks.
 const SCRIPT: &str = include_str!("../../torch/step.py");
-/// How many ranks there are.
+/// The number of ranks.
 pub(super) const WORLD: usize = 2;
-/// How long one measurement may take, from the start of Python.
+/// The time limit of one measurement, from the start of Python.
 const PATIENCE: Duration = Duration::from_secs(600);
-/// How often the processes are looked at.
+/// The interval at which the processes are checked.
 const POLL: Duration = Duration::from_millis(50);
-/// How much of a failed rank's log is shown.
+/// The number of lines of a failed rank's log that are shown.
 const LOG_LINES: usize = 15;
 
-/// What one measurement found.
+/// The result of one measurement.
 #[derive(Debug, Clone)]
 pub(super) struct Sample {
     pub(super) params: u64,
-    /// Of a step, the mean over the measured ones.
+    /// The seconds of a step, the mean over the measured steps.
     pub(super) seconds: f64,
-    /// Mean over the ranks, at the last step.
+    /// The loss of the last step, the mean over the ranks.
     pub(super) loss: f64,
-    /// The most memory that each rank had resident during the measured steps.
+    /// The peak of the resident memory of each rank during the measured steps.
     pub(super) peak_bytes: [u64; WORLD],
-    /// The same of all servers, over their whole life; none if there were none, or inside rank 0.
+    /// The same for all servers together, over their whole life; `None` without servers, or if they
+    /// are inside rank 0.
     pub(super) server_peak_bytes: Option<u64>,
 }
 
-/// What one rank writes.
+/// The output of one rank.
 #[derive(Debug, Deserialize)]
 struct Output {
     params: u64,
@@ -48,7 +49,7 @@ struct Output {
 }
 
 impl Sample {
-    /// Reads what the ranks have written, rank by rank.
+    /// Parses the outputs of the ranks, rank by rank.
     fn parse(texts: &[String; WORLD]) -> Result<Self, Error> {
         let parse = |text: &String| {
             serde_json::from_str::<Output>(text)
@@ -68,7 +69,7 @@ impl Sample {
     }
 }
 
-/// Running ranks. Killed when dropped.
+/// Running ranks, which are killed when dropped.
 #[derive(Debug)]
 pub(super) struct Ranks {
     children: Vec<Child>,
@@ -88,7 +89,8 @@ impl Ranks {
         Ok(ranks)
     }
 
-    /// Waits until all have ended. A rank that fails ends the others, and its log is the error.
+    /// Waits until all ranks have ended. If a rank fails, the others are ended, and its log is the
+    /// error.
     pub(super) fn finish(mut self) -> Result<Sample, Error> {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -122,7 +124,7 @@ impl Ranks {
 impl Drop for Ranks {
     fn drop(&mut self) {
         for child in &mut self.children {
-            // Fails only if it has ended already.
+            // This fails only if the process has already ended.
             let _ = child.kill();
             let _ = child.wait();
         }
@@ -174,7 +176,7 @@ mod tests {
     const OUTPUT: &str = r#"{"params": 8, "seconds": 0.5, "loss": 1.5, "peak_bytes": 100}"#;
 
     #[test]
-    fn seconds_are_rank_zeros_and_memory_is_each_ranks() {
+    fn seconds_are_those_of_rank_zero_and_memory_is_per_rank() {
         let other = OUTPUT.replace("100", "200").replace("0.5", "0.6");
         let sample = Sample::parse(&[OUTPUT.to_owned(), other]);
         let sample = sample.unwrap_or_else(|e| unreachable!("{e}"));
@@ -183,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn a_result_that_is_no_result_is_an_error() {
+    fn an_invalid_result_is_an_error() {
         for wrong in
             ["", "{}", "nan", &OUTPUT.replace("0.5", "0.0"), &OUTPUT.replace("\"params\": 8, ", "")]
         {

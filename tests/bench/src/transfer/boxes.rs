@@ -1,5 +1,5 @@
-//! Boxes of a square matrix beside all of an array of as many elements: what it costs that rows lie
-//! apart.
+//! Boxes of a square matrix compared with a whole array of the same number of elements: the cost of
+//! rows that are not adjacent.
 
 use serde_json::json;
 use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, Values};
@@ -11,11 +11,11 @@ use zeroshard_proto::{
 use super::{Error, timed};
 use crate::{sample::median, table::Table};
 
-/// Ranks that the matrix is cut among.
+/// The number of ranks over which the matrix is sharded.
 const RANKS: u32 = 2;
 
-/// Measures a `side` x `side` matrix of f32, of which each of two ranks has half: rows, columns,
-/// and as an array of its own; the median of `repeat`.
+/// Measures a `side` x `side` matrix of f32, of which each of two ranks holds half: by rows, by
+/// columns, and as a separate array. Prints the median of `repeat` measurements.
 pub(super) async fn run(side: usize, repeat: usize, json: bool) -> Result<(), Error> {
     let servers = zeroshard_tests::Cluster::start(1);
     let mut held = Vec::new();
@@ -50,7 +50,7 @@ pub(super) async fn run(side: usize, repeat: usize, json: bool) -> Result<(), Er
     Ok(())
 }
 
-/// What a rank has of a tensor; the other ranks are here too, and not measured.
+/// A rank's part of a tensor. The other ranks are in this process too, and are not measured.
 struct Held {
     jobs: Vec<Job>,
     version: u64,
@@ -101,7 +101,7 @@ impl Held {
         Ok(self.jobs[rank].attempt(self.version)?.push(vec![gradient]).await?)
     }
 
-    /// The other ranks' part of the step, and the step.
+    /// Contributes for the other ranks, and completes the step.
     async fn finish(&mut self) -> Result<(), Error> {
         for rank in 1..self.jobs.len() {
             self.push(rank).await?;
@@ -110,7 +110,7 @@ impl Held {
         let commits = self.jobs.iter().map(commit);
         let reports = futures_util::future::try_join_all(commits).await?;
         self.version = reports[0].version;
-        // Wait for the step, so that it does not take time from what is measured next.
+        // Wait for the step, so that it does not take time from the next measurement.
         self.pull(0).await
     }
 }

@@ -1,4 +1,4 @@
-//! The same service as anybody would write it: generated tonic code, default settings.
+//! The same service with generated tonic code and default settings.
 
 use std::{pin::Pin, sync::Mutex};
 
@@ -12,7 +12,7 @@ use zeroshard_proto::pb::{self, data_service_client::DataServiceClient, data_ser
 
 type Error = Box<dyn std::error::Error>;
 
-/// Payload of one message: under tonic's default limit of 4 MiB.
+/// The payload of one message: less than tonic's default limit of 4 MiB.
 const CHUNK: usize = 1 << 20;
 
 #[derive(Default)]
@@ -64,7 +64,7 @@ pub(crate) fn serve() -> Result<(), Error> {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
         crate::table::print_listening(&listener.local_addr()?.to_string());
         let service = data_service_server::DataServiceServer::new(Plain::default());
-        // What `Server::serve` would do with an address: no delay.
+        // The same setting as in `Server::serve` with an address: no delay.
         let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
         Ok(tonic::transport::Server::builder()
             .add_service(service)

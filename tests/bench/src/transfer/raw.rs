@@ -1,5 +1,4 @@
-//! One TCP stream, blocking calls, bytes straight into and out of an array: what the machine can
-//! do.
+//! One TCP stream with blocking calls, directly from and into an array: the limit of the machine.
 
 use std::{
     io::{Read, Write},
@@ -10,7 +9,7 @@ type Error = Box<dyn std::error::Error>;
 
 const PULL: u8 = 0;
 const PUSH: u8 = 1;
-/// Largest single read or write.
+/// The largest single read or write.
 const CHUNK: usize = 1 << 20;
 
 /// Serves one client.
