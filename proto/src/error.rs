@@ -340,9 +340,9 @@ impl From<Error> for Status {
     fn from(error: Error) -> Self {
         let mut detail = serde_json::to_value(&error).expect("strings and integers are JSON");
         bound(&mut detail);
-        let reason = detail["reason"].as_str().expect("the enum's tag").to_owned();
+        let reason = detail["reason"].as_str().expect("the tag of the enum").to_owned();
         let metadata = [("detail".to_owned(), detail.to_string())];
-        let error: Error = serde_json::from_value(detail).expect("an error, with shorter texts");
+        let error: Error = serde_json::from_value(detail).expect("an error with shorter texts");
         let mut message = error.to_string();
         cut(&mut message, MAX_MESSAGE);
         let details = ErrorDetails::with_error_info(reason, DOMAIN, metadata);

@@ -180,7 +180,7 @@ impl JobSpec {
     /// layout.
     pub fn layout_of(&self, tensor: usize) -> Option<Layout> {
         let layout = self.manifest.tensors()[self.manifest.owner(tensor)].layout.as_ref()?;
-        Some(self.layout(layout).expect("a valid job's layouts are"))
+        Some(self.layout(layout).expect("a valid job has valid layouts"))
     }
 
     /// The contributions to the gradient of tensor number `tensor`, and to its initial value.

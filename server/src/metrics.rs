@@ -206,7 +206,7 @@ impl Metrics {
     /// Prometheus' text format.
     pub fn text(&self) -> String {
         let mut text = Vec::new();
-        TextEncoder::new().encode(&self.gather(), &mut text).expect("a Vec takes everything");
+        TextEncoder::new().encode(&self.gather(), &mut text).expect("writing to a Vec succeeds");
         String::from_utf8(text).expect("the text format is UTF-8")
     }
 }

@@ -83,7 +83,7 @@ impl Cluster {
             let line = text.lines().find_map(|line| {
                 line.strip_prefix(&format!("zeroshard_payload_bytes_total{{{labels}}} "))
             });
-            line.expect("the counter is there").parse().expect("a number")
+            line.expect("the counter exists").parse().expect("a number")
         };
         let metrics: Vec<String> = self.shards.iter().map(|shard| shard.get("/metrics")).collect();
         let sum = |labels: &str| metrics.iter().map(|text| counter(text, labels)).sum();

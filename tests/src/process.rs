@@ -60,7 +60,7 @@ pub fn binary(name: &str) -> PathBuf {
 pub fn run<S: AsRef<OsStr>>(name: &str, arguments: &[S]) -> Output {
     let mut command = Command::new(binary(name));
     command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let child = command.spawn().expect("the binary is there");
+    let child = command.spawn().expect("the binary exists");
     let pid = child.id().to_string();
     let (tell, told) = mpsc::channel();
     // After the deadline the receiver has been dropped.
@@ -156,7 +156,7 @@ impl Process {
     fn status_bytes(&self, field: &str) -> u64 {
         let status =
             std::fs::read_to_string(format!("/proc/{}/status", self.id())).expect("it runs");
-        let line = status.lines().find(|line| line.starts_with(field)).expect("Linux says it");
+        let line = status.lines().find(|line| line.starts_with(field)).expect("Linux reports it");
         let kilobytes = line.split_whitespace().nth(1).expect("a number");
         kilobytes.parse::<u64>().expect("a number") * 1024
     }
@@ -193,7 +193,7 @@ impl Process {
         assert!(signalled.is_ok_and(|s| s.success()), "SIGTERM cannot be sent");
         let deadline = Instant::now() + PATIENCE;
         loop {
-            if let Some(status) = self.child.try_wait().expect("it is our child") {
+            if let Some(status) = self.child.try_wait().expect("the process is a child") {
                 return status;
             }
             assert!(Instant::now() < deadline, "process {pid} did not stop after SIGTERM");

@@ -239,7 +239,7 @@ impl Header {
                     }
                     field::OFFSET => self.offset = value,
                     field::DTYPE => self.dtype = i32::try_from(value).unwrap_or(i32::MAX),
-                    _ => {} // a later version's field
+                    _ => {} // a field of a later version
                 }
             }
             (number, wire::BYTES) => {

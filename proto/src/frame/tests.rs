@@ -155,17 +155,17 @@ fn refused(wire: &[u8]) {
 #[test]
 fn malformed_messages_are_refused() {
     refused(&[1, 0, 0, 0, 0]); // compressed
-    refused(&[0, 0xff, 0xff, 0xff, 0xff]); // too long
+    refused(&[0, 0xff, 0xff, 0xff, 0xff]); // longer than the limit
     refused(&prefixed(&[15 << 3 | 2, 9, 0])); // a payload longer than its message
     refused(&prefixed(&[15 << 3 | 2, 1, 0, 2 << 3, 1])); // a field after the payload
     refused(&prefixed(&[4 << 3, 1, 15 << 3 | 2, 3, 0, 0, 0])); // three bytes of f32
     refused(&prefixed(&[4 << 3, 9, 15 << 3 | 2, 4, 0, 0, 0, 0])); // an unknown dtype
     refused(&prefixed(&[4 << 3, 1, 15 << 3 | 2, 0])); // an empty payload
     refused(&prefixed(&[3])); // wire type 3
-    refused(&prefixed(&[0xff; 11])); // a varint that does not end
-    refused(&prefixed(&[4 << 3, 1, 15 << 3 | 2, 4, 0, 0, 0, 0])[..10]); // cut short
+    refused(&prefixed(&[0xff; 11])); // a varint without an end
+    refused(&prefixed(&[4 << 3, 1, 15 << 3 | 2, 4, 0, 0, 0, 0])[..10]); // truncated
     let long = vec![0u8; 5000];
     let mut fields = vec![9 << 3 | 2, 0x88, 0x27];
     fields.extend(long);
-    refused(&prefixed(&fields)); // more before the payload than a header has
+    refused(&prefixed(&fields)); // more fields before the payload than the limit
 }

@@ -131,7 +131,8 @@ impl Layout {
             }
             let bounds = self.box_at(shape, &coordinate);
             if !bounds.is_empty() {
-                let rank = self.mesh.rank_at(&coordinate).expect("it is within the mesh's shape");
+                let rank =
+                    self.mesh.rank_at(&coordinate).expect("it is within the shape of the mesh");
                 ranks.entry(bounds).or_default().push(rank);
             }
         }

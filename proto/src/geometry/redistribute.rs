@@ -147,7 +147,7 @@ fn moves(shape: &[u64], reduced: &Layout, to: &Layout, kept: &[usize]) -> (Vec<M
             // far sends it.
             let from =
                 ranks.min_by_key(|other| (*other != rank, sent.get(other).copied().unwrap_or(0)));
-            let from = from.expect("along what is kept, each place has all that the others have");
+            let from = from.expect("each coordinate of the kept dimensions holds the whole tensor");
             if from != rank {
                 *sent.entry(from).or_default() += bounds.numel();
             }

@@ -205,8 +205,9 @@ impl Backend for Cpu {
             let mut bytes = vec![0; from.numel() * dtype.size()];
             let (mut rest, mut scratch) = (&mut bytes[..], [0.0; _]);
             for run in from.runs() {
-                let dst =
-                    rest.split_off_mut(..run.len() * dtype.size()).expect("as long as all runs");
+                let dst = rest
+                    .split_off_mut(..run.len() * dtype.size())
+                    .expect("as long as all runs together");
                 self.convert(src.bytes(run), src.dtype, dst, dtype, &mut scratch);
             }
             return bytes.into();

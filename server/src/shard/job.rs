@@ -211,7 +211,7 @@ impl<B: Backend> Job<B> {
     pub(crate) fn finish_upload(&self, attempt: Attempt, slices: usize) {
         let mut progress = self.progress();
         if !progress.is_upload || progress.attempt != attempt {
-            return; // of an attempt that is over
+            return; // the attempt has ended
         }
         progress.waiting -= slices;
         if progress.waiting == 0 {
@@ -272,7 +272,7 @@ impl<B: Backend> Job<B> {
         let Some(reduced) = reduced else { return };
         let mut progress = self.progress();
         if progress.is_upload || progress.attempt != attempt {
-            return; // of an attempt that is over
+            return; // the attempt has ended
         }
         if let Some(reduced) = progress.add(slice, reduced) {
             progress.end_phase(&self.surroundings.metrics.phases.reduce);

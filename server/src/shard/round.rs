@@ -105,7 +105,7 @@ impl Round {
         let (of, turn) = self.find(chunk.rank).expect("the caller checked the contributors");
         let turns = &mut self.turns[of];
         if turns.contributions[turn].absent {
-            return Ok(0); // The rank has said that the rest counts as zeros.
+            return Ok(0); // The rank has declared that the rest counts as zeros.
         }
         let total = &mut Total { backend, sum: accumulator, figures: &mut self.figures };
         let (mut new, mut refused) = (0, Ok(()));

@@ -106,7 +106,7 @@ async fn measure(bytes: usize, repeat: usize) -> Result<(Samples, Samples), Erro
             ours.commit().await?;
         }
         if round == 0 {
-            continue; // memory is touched for the first time, windows open
+            continue; // warm-up: first memory access, growing windows
         }
         for (samples, seconds) in [(&mut pull, pulled), (&mut push, pushed)] {
             let [raw, plain, ours] = seconds.map(|seconds| seconds / times as f64);

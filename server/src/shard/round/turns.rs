@@ -193,7 +193,7 @@ impl Turns {
     pub(super) fn unpark<B: Backend>(&mut self, total: &mut Total<'_, B>, turn: usize) {
         for later in (turn + 1).max(2)..self.contributions.len() {
             if !self.is_reached(later) {
-                return; // and neither can any turn after it be
+                return; // later turns cannot be added either
             }
             let mut parked = std::mem::take(&mut self.contributions[later].parked);
             parked.retain(|(chunk, _)| {

@@ -70,7 +70,7 @@ impl<'a> Worker<'a> {
         let cluster = Cluster::connect(&options.address, Default::default()).await?;
         let tensor = |i| TensorSpec::new(format!("tensor.{i}"), [options.numel as u64]);
         let manifest = Manifest::new((0..options.tensors).map(tensor).collect())?;
-        let adamw = "adamw".parse().expect("it is one of ours");
+        let adamw = "adamw".parse().expect("a known optimizer");
         let spec = JobSpec {
             world: options.workers,
             min_servers: options.servers,
