@@ -173,8 +173,8 @@ impl Cluster {
         self.tries(what, |left| call(Self::client(self.connection.within(left)))).await
     }
 
-    /// Calls until it succeeds, an error is final, or the deadline passes. `call` gets the time that
-    /// is left. (Not an `AsyncFnMut`: what it gives is not known to be `Send`.)
+    /// Calls until it succeeds, an error is final, or the deadline passes. `call` gets the time
+    /// that is left. (Not an `AsyncFnMut`: what it gives is not known to be `Send`.)
     pub(crate) async fn tries<T, F>(
         &self,
         what: &str,

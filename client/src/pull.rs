@@ -30,8 +30,8 @@ const MAX_MESSAGE: usize = 64 << 20;
 pub struct Target<'a> {
     /// Its index in the manifest.
     pub tensor: usize,
-    /// The box that is pulled; `None`: the box that the rank holds by the tensor's layout (without a
-    /// layout: the whole tensor).
+    /// The box that is pulled; `None`: the box that the rank holds by the tensor's layout (without
+    /// a layout: the whole tensor).
     pub bounds: Option<TensorBox>,
     /// Room for all elements of the box, row-major.
     pub data: Slots<'a>,

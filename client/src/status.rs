@@ -11,8 +11,8 @@ pub struct Status {
     pub jobs: Vec<JobStatus>,
 }
 
-/// A shard server, and what it holds. All numbers are 0 until its first report, which comes within a
-/// second.
+/// A shard server, and what it holds. All numbers are 0 until its first report, which comes within
+/// a second.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServerStatus {
     /// The server.

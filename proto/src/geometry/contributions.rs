@@ -78,7 +78,8 @@ pub struct Contributions {
 }
 
 impl Contributions {
-    /// The mean of the whole gradients of all ranks: the contributions to a tensor without a layout.
+    /// The mean of the whole gradients of all ranks: the contributions to a tensor without a
+    /// layout.
     pub fn mean(shape: &[u64], world: u32) -> Self {
         let of = Arc::new(StridedBox::whole(shape));
         let all = Contributors { of, ranks: Ranks::new((0..world).collect()) };

@@ -1,5 +1,5 @@
-//! The hyperparameters of each optimizer, with torch's names, defaults and ranges. Numbers must also
-//! be finite as f32, since the kernels compute in f32.
+//! The hyperparameters of each optimizer, with torch's names, defaults and ranges. Numbers must
+//! also be finite as f32, since the kernels compute in f32.
 
 use serde::{Deserialize, Serialize};
 

@@ -10,7 +10,7 @@ use zeroshard_proto::{JobSpec, Optimizer, Placement, Result, job::optimizers, pb
 use super::{
     attempt::Attempt,
     events::{Events, JobEvent},
-    job::{Job, Opening, Surroundings},
+    job::{Context, Job, Opening},
     slice::Apply,
     store::Store,
 };
@@ -64,7 +64,8 @@ pub(super) struct Opener<B: Backend> {
     pub(super) closed: CancellationToken,
 }
 
-/// Opens a job and obeys `commands`, each of which may be malformed. An error is told to the coordinator, and ends the job here.
+/// Opens a job and obeys `commands`, each of which may be malformed. An error is told to the
+/// coordinator, and ends the job here.
 pub(super) async fn serve_job<B: Backend>(
     opener: Opener<B>,
     open: pb::OpenJob,
@@ -93,7 +94,7 @@ pub(super) async fn serve_job<B: Backend>(
 }
 
 fn open_job<B: Backend>(opener: &Opener<B>, open: pb::OpenJob) -> Result<Job<B>> {
-    let surroundings = Surroundings {
+    let context = Context {
         backend: opener.store.backend.clone(),
         budget: opener.store.budget.clone(),
         metrics: opener.store.metrics.clone(),
@@ -106,7 +107,7 @@ fn open_job<B: Backend>(opener: &Opener<B>, open: pb::OpenJob) -> Result<Job<B>>
         placement: &Placement::try_from(open.placement.unwrap_or_default())?,
         server: opener.server,
     };
-    Job::open(opening, opener.closed.clone(), surroundings)
+    Job::open(opening, opener.closed.clone(), context)
 }
 
 /// Does what the coordinator says, until the job is closed.

@@ -24,8 +24,8 @@ mod progress;
 mod steps;
 mod wait;
 
-/// What a job needs of its surroundings.
-pub(crate) struct Surroundings<B> {
+/// What a job needs of its context.
+pub(crate) struct Context<B> {
     pub(crate) backend: Arc<B>,
     pub(crate) budget: Arc<Budget>,
     pub(crate) metrics: Arc<Metrics>,
@@ -47,7 +47,7 @@ pub(crate) struct Opening<'a> {
 pub(crate) struct Job<B: Backend> {
     pub(crate) id: u64,
     pub(crate) spec: JobSpec,
-    surroundings: Surroundings<B>,
+    context: Context<B>,
     /// By number; `None` where another server is the primary.
     slices: Vec<Option<Slice<B>>>,
     progress: Mutex<Progress>,
@@ -70,7 +70,7 @@ impl<B: Backend> Job<B> {
     pub(crate) fn open(
         opening: Opening<'_>,
         closed: CancellationToken,
-        surroundings: Surroundings<B>,
+        context: Context<B>,
     ) -> Result<Self> {
         let Opening { id, spec, epoch, placement, server } = opening;
         let attempt = Attempt::first(epoch, 0);
@@ -86,8 +86,7 @@ impl<B: Backend> Job<B> {
             let (_, contributions) =
                 last.insert(same.unwrap_or_else(|| (cut.tensor, spec.contributions(cut.tensor))));
             let contributors = contributions.of_slice(&cut);
-            let slice =
-                Slice::allocate(&*surroundings.backend, &spec, index, contributors, attempt);
+            let slice = Slice::allocate(&*context.backend, &spec, index, contributors, attempt);
             slices[index] = Some(slice.map_err(|e| Error::OutOfMemory {
                 what: format!("slice {index} of tensor {:?}", spec.manifest.tensor_of(index).name),
                 bytes: (e.numel * e.dtype.size()) as u64,
@@ -97,7 +96,7 @@ impl<B: Backend> Job<B> {
         Ok(Self {
             id,
             spec,
-            surroundings,
+            context,
             slices,
             progress: Mutex::new(progress),
             leases: RwLock::default(),
@@ -108,7 +107,7 @@ impl<B: Backend> Job<B> {
     }
 
     pub(crate) fn backend(&self) -> &B {
-        &self.surroundings.backend
+        &self.context.backend
     }
 
     pub(crate) fn epoch(&self) -> u64 {
@@ -220,7 +219,7 @@ impl<B: Backend> Job<B> {
     pub(crate) fn contribute(&self, attempt: Attempt, index: u32, chunk: &Chunk) -> Result<u64> {
         let slice = self.slice(index)?;
         let current = || self.check_attempt(attempt, slice);
-        let budget = &self.surroundings.budget;
+        let budget = &self.context.budget;
         let (new, reduced) = slice.contribute(self.backend(), attempt, chunk, budget, current)?;
         self.contributed.notify_waiters();
         self.finish_reduction(attempt, index, reduced);
@@ -270,7 +269,7 @@ impl<B: Backend> Job<B> {
             return; // of an attempt that is over
         }
         if let Some(reduced) = progress.add(slice, reduced) {
-            progress.end_phase(&self.surroundings.metrics.phases.reduce);
+            progress.end_phase(&self.context.metrics.phases.reduce);
             self.tell(JobEvent::Ready { attempt, reduced });
         }
     }
@@ -295,7 +294,7 @@ impl<B: Backend> Job<B> {
     }
 
     fn tell(&self, event: JobEvent) {
-        self.surroundings.events.tell_of(&self.spec.name, self.id, event);
+        self.context.events.tell_of(&self.spec.name, self.id, event);
     }
 
     fn progress(&self) -> MutexGuard<'_, Progress> {

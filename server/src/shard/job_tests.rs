@@ -37,14 +37,14 @@ impl Subject {
         let servers = vec![Server { id: 1, incarnation: 1, address: "host:1".to_owned() }];
         let placement = Placement::new(servers, 1, vec![0; slices]).unwrap();
         let (events, said) = Events::channel();
-        let surroundings = Surroundings {
+        let context = Context {
             backend: Arc::new(Cpu::new()),
             budget: Budget::new(1 << 20),
             metrics: Metrics::new(),
             events,
         };
         let opening = Opening { id: JOB_ID, spec, epoch: 1, placement: &placement, server: 1 };
-        Self { job: Job::open(opening, CancellationToken::new(), surroundings).unwrap(), said }
+        Self { job: Job::open(opening, CancellationToken::new(), context).unwrap(), said }
     }
 
     /// At version 0, all elements 0.
@@ -242,7 +242,7 @@ fn opening_stops_when_the_job_is_closed_meanwhile() {
     let spec = JobSpec::new("job", manifest, vec!["sgd".parse().unwrap()]);
     let servers = vec![Server { id: 1, incarnation: 1, address: "host:1".to_owned() }];
     let placement = Placement::new(servers, 1, vec![0]).unwrap();
-    let surroundings = Surroundings {
+    let context = Context {
         backend: Arc::new(Cpu::new()),
         budget: Budget::new(0),
         metrics: Metrics::new(),
@@ -251,6 +251,6 @@ fn opening_stops_when_the_job_is_closed_meanwhile() {
     let closed = CancellationToken::new();
     closed.cancel();
     let opening = Opening { id: JOB_ID, spec, epoch: 1, placement: &placement, server: 1 };
-    let opened = Job::open(opening, closed, surroundings);
+    let opened = Job::open(opening, closed, context);
     assert!(matches!(opened.err(), Some(Error::JobFailed { .. })));
 }

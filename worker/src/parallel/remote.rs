@@ -39,16 +39,16 @@ pub struct Buffer {
     /// Index in the manifest.
     pub tensor: usize,
     /// The box.
-    pub area: TensorBox,
+    pub bounds: TensorBox,
     /// Its elements, row-major.
     pub values: Vec<f32>,
 }
 
 impl Buffer {
     /// Room for a box of a tensor.
-    pub fn zeros(tensor: usize, area: TensorBox) -> Self {
-        let values = vec![0.0; area.numel() as usize];
-        Self { tensor, area, values }
+    pub fn zeros(tensor: usize, bounds: TensorBox) -> Self {
+        let values = vec![0.0; bounds.numel() as usize];
+        Self { tensor, bounds, values }
     }
 }
 
@@ -268,8 +268,8 @@ impl ParameterServer for Remote {
 
 fn targets(buffers: &mut [Buffer]) -> Vec<Target<'_>> {
     let mut targets = Vec::with_capacity(buffers.len());
-    for Buffer { tensor, area, values } in buffers {
-        targets.push(Target { bounds: Some(area.clone()), ..Target::new(*tensor, values) });
+    for Buffer { tensor, bounds, values } in buffers {
+        targets.push(Target { bounds: Some(bounds.clone()), ..Target::new(*tensor, values) });
     }
     targets
 }

@@ -171,8 +171,8 @@ impl ServerOptimizer {
     /// # Errors
     /// Those of the cluster.
     pub fn pull<B: ParallelBackend, M: Module<B>>(&self, layer: M) -> Result<M> {
-        let area = |tensor| self.remote.spec().local_box(tensor, self.remote.rank());
-        let values = self.read(area)?.into_iter().map(|buffer| buffer.values);
+        let bounds = |tensor| self.remote.spec().local_box(tensor, self.remote.rank());
+        let values = self.read(bounds)?.into_iter().map(|buffer| buffer.values);
         Ok(parameters::write(layer, self.parameters.iter().zip(values)))
     }
 
@@ -234,8 +234,9 @@ impl ServerOptimizer {
     }
 
     /// Reads a box of every tensor at the current version.
-    fn read(&self, area: impl Fn(usize) -> TensorBox) -> Result<Vec<Buffer>> {
-        let buffers = (0..self.parameters.len()).map(|tensor| Buffer::zeros(tensor, area(tensor)));
+    fn read(&self, bounds: impl Fn(usize) -> TensorBox) -> Result<Vec<Buffer>> {
+        let buffers =
+            (0..self.parameters.len()).map(|tensor| Buffer::zeros(tensor, bounds(tensor)));
         Ok(self.remote.read(self.version, buffers.collect())?)
     }
 
@@ -347,12 +348,12 @@ impl ServerOptimizer {
         self.parts(|spec, _| (!training || spec.trains()).then(|| TensorBox::whole(&spec.shape)))
     }
 
-    fn parts(&self, area: impl Fn(&TensorSpec, usize) -> Option<TensorBox>) -> Vec<Part> {
+    fn parts(&self, bounds: impl Fn(&TensorSpec, usize) -> Option<TensorBox>) -> Vec<Part> {
         let tensors = self.remote.spec().manifest.tensors().iter().enumerate();
         let parts = tensors.filter_map(|(tensor, spec)| {
-            let area = area(spec, tensor).filter(|area| !area.is_empty())?;
-            let bytes = area.numel() * self.settings.job.options.wire.size() as u64;
-            Some(Part { tensor: spec.name.clone(), area, bytes })
+            let bounds = bounds(spec, tensor).filter(|bounds| !bounds.is_empty())?;
+            let bytes = bounds.numel() * self.settings.job.options.wire.size() as u64;
+            Some(Part { tensor: spec.name.clone(), bounds, bytes })
         });
         parts.collect()
     }

@@ -134,7 +134,7 @@ impl<'a> Run<'a> {
             return Ok(version);
         }
         let (model, seed) = (self.network.model(), self.plan.seed);
-        let own = |tensor| model.initial_part(seed, tensor, self.network.area(tensor));
+        let own = |tensor| model.initial_part(seed, tensor, self.network.bounds(tensor));
         self.link.server.upload(own)?;
         Ok(0)
     }

@@ -110,8 +110,8 @@ impl<B: Backend> Job<B> {
         Ok(())
     }
 
-    /// Takes every slice to the next version; without `apply`, with the same state. Blocks for as long as the arithmetic takes; the
-    /// coordinator is told before that the decision is here.
+    /// Takes every slice to the next version; without `apply`, with the same state. Blocks for as
+    /// long as the arithmetic takes; the coordinator is told before that the decision is here.
     ///
     /// # Errors
     /// [`Error::Internal`] if the decision is not about the open attempt, or that is not complete;
@@ -120,7 +120,7 @@ impl<B: Backend> Job<B> {
         if let Some(apply) = &apply {
             self.spec.validate_step(apply.groups)?;
         }
-        let phases = &self.surroundings.metrics.phases;
+        let phases = &self.context.metrics.phases;
         let next = self.begin_step(attempt)?;
         let began = Instant::now();
         self.apply(&Step { apply, next })?;
@@ -134,7 +134,7 @@ impl<B: Backend> Job<B> {
     fn begin_step(&self, attempt: Attempt) -> Result<Attempt> {
         let Attempt { epoch, step, .. } = attempt;
         let mut progress = self.progress();
-        progress.end_phase(&self.surroundings.metrics.phases.decide);
+        progress.end_phase(&self.context.metrics.phases.decide);
         if progress.attempt != attempt || progress.version != Some(step) || progress.waiting > 0 {
             let cause = format!(
                 "{attempt:?} was decided; this server is at {:?} and version {:?} with {} slices incomplete",
