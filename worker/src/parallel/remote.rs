@@ -29,8 +29,8 @@ pub struct Seat<'a> {
     pub rank: u32,
     /// The coordinator's address.
     pub coordinator: &'a str,
-    /// The address at which other workers reach it; empty if they need not.
-    pub reached_at: &'a str,
+    /// The address at which other workers reach it, if they do.
+    pub reached_at: Option<&'a str>,
 }
 
 /// The values of a box of a tensor.
@@ -100,18 +100,21 @@ impl Remote {
     /// # Errors
     /// Those of the cluster.
     pub fn join_other(&self, spec: &JobSpec) -> Result<Self> {
-        Self::enter(&self.runtime, self.cluster.clone(), spec, (self.rank(), ""))
+        Self::enter(&self.runtime, self.cluster.clone(), spec, (self.rank(), None))
     }
 
     fn enter(
         runtime: &Handle,
         cluster: Cluster,
         spec: &JobSpec,
-        (rank, reached_at): (u32, &str),
+        (rank, reached_at): (u32, Option<&str>),
     ) -> Result<Self> {
         let job = runtime.block_on(async {
             cluster.create_job(spec).await?;
-            cluster.join_at(&spec.name, rank, reached_at).await
+            match reached_at {
+                Some(address) => cluster.join_at(&spec.name, rank, address).await,
+                None => cluster.join(&spec.name, rank).await,
+            }
         })?;
         Ok(Self { runtime: runtime.clone(), cluster, job })
     }

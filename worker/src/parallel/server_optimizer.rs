@@ -105,7 +105,7 @@ pub fn shard_optimizer<B: ParallelBackend, M: Module<B> + Parallelize<B>>(
     };
     spec.validate()?;
     let mut values = parameters::read(layer);
-    let seat = Seat { rank: mesh.rank(), coordinator: &settings.job.address, reached_at: "" };
+    let seat = Seat { rank: mesh.rank(), coordinator: &settings.job.address, reached_at: None };
     let remote = Remote::join(runtime, settings.job.options.clone(), &spec, seat)?;
     let version = remote.version();
     if version.is_none() {
