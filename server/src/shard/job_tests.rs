@@ -152,6 +152,8 @@ fn an_upload_of_an_earlier_epoch_does_not_count() {
     let mut subject = Subject::new(2, 1);
     subject.job.upload(at(1, 0, 0), 0, UPLOAD, &chunk(0, 1.0)).unwrap();
     subject.job.new_epoch(2, 0).unwrap();
+    // A slice that was completed in epoch 1 may be counted only now.
+    subject.job.finish_upload(at(1, 0, 0), 1);
     let stale = subject.job.upload(at(1, 0, 0), 1, UPLOAD, &chunk(0, 1.0));
     assert!(matches!(stale, Err(Error::StaleEpoch { epoch: 1, current: 2, .. })));
     subject.job.upload(at(2, 0, 0), 1, UPLOAD, &chunk(0, 2.0)).unwrap();
