@@ -196,7 +196,7 @@ fn a_run_that_ended_goes_on_with_the_same_mesh_and_no_other() {
 #[test]
 fn a_rank_whose_peer_does_not_come_says_so() {
     let (text, cluster) = (text(), Cluster::start(1));
-    let flags = format!("--data {} --tensor-parallel 2 --deadline 1", text.path().display());
+    let flags = format!("--data {} --tensor-parallel 2 --timeout 1", text.path().display());
     let output = by_hand(&cluster, &[flags]).remove(0);
     assert!(!output.status.success() && said(&output).contains("rank 1"), "{}", said(&output));
 }
