@@ -67,8 +67,10 @@ pub(crate) enum Contents<'a> {
     Contributed(Vec<TensorData>),
     /// Initial values or buffers, from the uploading rank.
     Uploaded(Vec<TensorData>),
-    /// Tensors of which the rank has nothing more.
+    /// Tensors of which the rank has no gradient, or nothing more of it.
     Absent(&'a [usize]),
+    /// Tensors of which the rank uploads nothing.
+    Kept(&'a [usize]),
 }
 
 /// The parts of a push, by server. Values that the rank need not send are left out. `locals` are
@@ -84,7 +86,14 @@ pub(crate) fn plan(
     contents: Contents<'_>,
 ) -> Result<Vec<ServerPush>> {
     let (data, uploads) = match contents {
-        Contents::Absent(tensors) => return plan_absent(manifest, placement, locals, tensors),
+        Contents::Absent(tensors) => {
+            let pushes =
+                plan_absent(manifest, placement, locals, tensors, LocalTensor::contributes)?;
+            return check_trains(manifest, tensors).map(|()| pushes);
+        }
+        Contents::Kept(tensors) => {
+            return plan_absent(manifest, placement, locals, tensors, LocalTensor::uploads);
+        }
         Contents::Contributed(data) => (data, false),
         Contents::Uploaded(data) => (data, true),
     };
@@ -124,18 +133,14 @@ fn plan_absent(
     placement: &Placement,
     locals: &[LocalTensor],
     tensors: &[usize],
+    sends: fn(&LocalTensor) -> bool,
 ) -> Result<Vec<ServerPush>> {
     let mut slices = vec![Vec::new(); placement.servers().len()];
     for &tensor in tensors {
         let local = local("absent", manifest, locals, tensor)?;
-        let spec = &manifest.tensors()[tensor];
         check_owner(manifest, tensor)?;
-        if !spec.trains() {
-            let what = format!("tensor {:?}", spec.name);
-            return Err(Error::invalid(what, "said to be absent", "left out: it does not train"));
-        }
         let ours = |slice: &usize| {
-            local.contributes() && !local.of.in_slice(&manifest.slices()[*slice]).is_empty()
+            sends(local) && !local.of.in_slice(&manifest.slices()[*slice]).is_empty()
         };
         for slice in manifest.slices_of(tensor).filter(ours) {
             slices[placement.primary(slice)].push(slice as u32);
@@ -149,6 +154,17 @@ fn plan_absent(
         })
     });
     Ok(pushes.collect())
+}
+
+fn check_trains(manifest: &Manifest, tensors: &[usize]) -> Result<()> {
+    let specs = tensors.iter().map(|&tensor| &manifest.tensors()[tensor]);
+    match specs.into_iter().find(|spec| !spec.trains()) {
+        None => Ok(()),
+        Some(spec) => {
+            let what = format!("tensor {:?}", spec.name);
+            Err(Error::invalid(what, "said to be absent", "left out: it does not train"))
+        }
+    }
 }
 
 fn check_owner(manifest: &Manifest, tensor: usize) -> Result<()> {
@@ -234,8 +250,10 @@ impl ServerPush {
     ) -> impl Stream<Item = Result<Frame<Bytes>, Infallible>> + Send + use<> {
         let mut writer = Writer::default();
         let mut begin = begin.clone();
-        if let Some(Wire::Gradients(gradients)) = &mut begin.contents {
-            gradients.absent.clone_from(&self.absent);
+        match &mut begin.contents {
+            Some(Wire::Gradients(gradients)) => gradients.absent.clone_from(&self.absent),
+            Some(Wire::Upload(upload)) => upload.kept.clone_from(&self.absent),
+            None => {}
         }
         writer.begin(begin);
         let values = VecDeque::from(self.values.clone());

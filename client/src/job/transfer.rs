@@ -62,12 +62,34 @@ impl Job {
         self.upload(part, applied, state).await
     }
 
+    /// In a job that takes over from another (see [`crate::CreateJob::from`]): says that this rank
+    /// uploads nothing of these tensors, because what was carried over stands. Of every tensor that
+    /// was carried over, each rank that uploads some of it either uploads that or says this.
+    /// `applied` as for [`Self::initialise_at`], if the optimizer's state was not carried over; else
+    /// 0.
+    ///
+    /// # Errors
+    /// As [`Self::initialise`]; [`Error::Invalid`] for a tensor that was not carried over.
+    pub async fn keep(&self, applied: u64, tensors: &[usize]) -> Result<()> {
+        self.upload_contents(PARAMETERS, applied, Contents::Kept(tensors)).await
+    }
+
     async fn upload(&self, part: &str, applied: u64, data: Vec<TensorData>) -> Result<()> {
+        self.upload_contents(part, applied, Contents::Uploaded(data)).await
+    }
+
+    async fn upload_contents(
+        &self,
+        part: &str,
+        applied: u64,
+        contents: Contents<'_>,
+    ) -> Result<()> {
         let epoch = self.current()?.epoch;
-        let upload = pb::Upload { array: Some(pull::slice_array(part)), applied };
+        let array = Some(pull::slice_array(part));
+        let upload = pb::Upload { array, applied, kept: Vec::new() };
         let begin = self.begin(epoch, Wire::Upload(upload));
         // Always f32: master weights and state are.
-        self.push(begin, DType::F32, Contents::Uploaded(data), None).await
+        self.push(begin, DType::F32, contents, None).await
     }
 
     /// The message that opens a push of this rank.

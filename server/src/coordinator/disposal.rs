@@ -6,23 +6,23 @@ use super::{
     state::{Job, Phase},
 };
 
-impl Job {
-    /// When the job is to be deleted if no rank gets a lease before; absent: it is kept.
-    pub(super) fn disposal(&self) -> Option<Now> {
-        let timeout = self.spec.idle_timeout?;
-        match &self.phase {
-            Phase::Open(open) if !open.members.is_empty() => None,
-            Phase::Open(open) if open.left.len() + open.done.len() == self.spec.world as usize => {
-                Some(self.unused_since)
-            }
-            Phase::Open(_) | Phase::Failed { .. } => Some(self.unused_since + timeout),
-            // Whoever creates it waits for it: see `expire_creators`.
-            Phase::Waiting { .. } | Phase::Opening { .. } => None,
-        }
-    }
-}
-
 impl Cluster {
+    /// When the job is to be deleted if no rank gets a lease before; absent: it is kept.
+    pub(super) fn disposal(&self, job: &Job) -> Option<Now> {
+        let timeout = job.spec.idle_timeout?;
+        let due = match &job.phase {
+            Phase::Open(open) if !open.members.is_empty() => return None,
+            Phase::Open(open) if open.left.len() + open.done.len() == job.spec.world as usize => {
+                job.unused_since
+            }
+            Phase::Open(_) | Phase::Failed { .. } => job.unused_since + timeout,
+            // Whoever creates it waits for it: see `expire_creators`.
+            Phase::Waiting { .. } | Phase::Opening { .. } => return None,
+        };
+        // While another job takes over from it, it is kept.
+        self.successors(job.id).next().is_none().then_some(due)
+    }
+
     /// A lease has ended, or there was none yet: unless another rank has one, nobody uses the job
     /// from `now` on.
     pub(super) fn unused_from(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
@@ -39,7 +39,7 @@ impl Cluster {
     /// Deletes the job if it is time to, else asks to be called again when it will be.
     pub(super) fn dispose(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         let Some(job) = self.jobs.get(name) else { return };
-        match job.disposal() {
+        match self.disposal(job) {
             Some(due) if due <= now => {
                 let unused = now - job.unused_since;
                 out.push(Action::Note(match unused.is_zero() {

@@ -1,9 +1,9 @@
 //! Membership, placement and the decision about each step.
 //!
 //! `cluster` takes events in and gives actions out, with a file for each subject: a pure function
-//! of state, event and time (`state`, `events`). Jobs: `jobs`, `placement`, `disposal`. Servers:
-//! `servers`. Workers: `leases`, `members`, `feed`. Steps: `commit`, `reduce`, `attempts`,
-//! `decisions`.
+//! of state, event and time (`state`, `events`). Jobs: `jobs`, `placement`, `succession`,
+//! `disposal`. Servers: `servers`. Workers: `leases`, `members`, `feed`. Steps: `commit`, `reduce`,
+//! `attempts`, `decisions`.
 //!
 //! `driver` is the clock, and `actions` carries the actions out; `service`, `requests` and
 //! `control` are the wire.
@@ -29,6 +29,7 @@ mod requests;
 mod servers;
 mod service;
 mod state;
+mod succession;
 
 use std::{
     sync::Arc,

@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use zeroshard_proto::{Error, JobSpec, Placement, Result, pb};
+use zeroshard_proto::{Error, JobSpec, Placement, Result, Succession, pb};
 
 use super::{
     commit::Round,
@@ -37,6 +37,8 @@ pub(crate) struct Job {
     /// When the last lease ended, or, before there was one, when workers could first join; when the
     /// job failed. Meaningless while a rank has a lease.
     pub(crate) unused_since: Now,
+    /// What it takes over from another job.
+    pub(crate) succession: Option<Arc<Succession>>,
     pub(crate) phase: Phase,
 }
 

@@ -14,7 +14,7 @@ use super::{
     budget::Budget,
     events::{Events, JobEvent},
     round::Chunk,
-    senders::describe,
+    senders::{self, Sent, describe},
     slice::{Memory, Reduced, Slice, Upload},
 };
 use crate::{backend::Backend, metrics::Metrics};
@@ -200,6 +200,18 @@ impl<B: Backend> Job<B> {
             self.finish_upload(attempt, 1);
         }
         Ok(new)
+    }
+
+    /// Notes that `rank` uploads nothing of a slice: what was carried over stands. `applied` as in
+    /// [`Upload`].
+    pub(crate) fn keep(&self, attempt: Attempt, index: u32, rank: u32, applied: u64) -> Result<()> {
+        let slice = self.slice(index)?;
+        senders::contributors_of(&self.spec, index, &slice.contributors, rank, Sent::Initial)?;
+        let current = || self.check_epoch(attempt.epoch);
+        if slice.keep(self.backend(), attempt, rank, applied, current)? {
+            self.finish_upload(attempt, 1);
+        }
+        Ok(())
     }
 
     /// Counts `slices` whose initial parameters are complete. Call it with 0 at first, for a server

@@ -2,10 +2,11 @@
 //!
 //! `data` and `service` are the wire, `store` finds the job, `job` the slice, `slice` computes on a
 //! backend. `control` listens to the coordinator, and `commands` does what it says of a job.
-//! Nothing here knows the other servers.
+//! Only `carry` knows the other servers.
 
 mod attempt;
 mod budget;
+mod carry;
 mod commands;
 mod control;
 mod data;

@@ -21,10 +21,12 @@ use crate::{
     optim,
 };
 use buffer::Next;
+use carried::Carried;
 use received::Received;
 use versioned::Versioned;
 
 mod buffer;
+mod carried;
 mod read;
 mod received;
 mod upload;
@@ -72,6 +74,8 @@ struct Inner<B: Backend> {
     state: Vec<Versioned<B>>,
     /// Steps that were applied: not skipped, and with a gradient from somebody.
     applied: u64,
+    /// What the slice begins with, unless it is uploaded.
+    carried: Option<Carried>,
     /// What has come of the initial parameters.
     uploaded: Received,
     /// What has come of each state tensor.
@@ -360,6 +364,7 @@ impl<B: Backend> Inner<B> {
             published: None,
             state: Vec::new(),
             applied: 0,
+            carried: None,
             uploaded: Received::new(contributors),
             uploaded_state: Vec::new(),
             stale_state: false,
