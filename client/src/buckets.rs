@@ -61,8 +61,8 @@ impl Buckets {
             Some(true) => {
                 return Err(Error::invalid(
                     format!("gradient of tensor {tensor}"),
-                    "ready a second time in one backward pass",
-                    "ready once: run each backward pass but the last under `no_sync()`",
+                    "ready for the second time in one backward pass",
+                    "ready once; run every backward pass except the last under `no_sync()`",
                 ));
             }
             Some(ready) => *ready = true,

@@ -83,7 +83,7 @@ pub(crate) fn check(headers: &HeaderMap, peer: &str) -> Result<()> {
 /// Theirs; [`Error::Unavailable`] where there are none: the stream was cut.
 pub(crate) fn finish(trailers: &HeaderMap, peer: &str) -> Result<()> {
     if !trailers.contains_key("grpc-status") {
-        let cause = "the answer was cut short".to_owned();
+        let cause = "the response was truncated".to_owned();
         return Err(Error::Unavailable { peer: peer.to_owned(), cause });
     }
     check(trailers, peer)

@@ -155,9 +155,9 @@ impl Cluster {
         let description = self.describe_job(job).await?;
         let version = description.version.ok_or_else(|| {
             Error::invalid(
-                format!("version of job {job:?}"),
-                "not there",
-                "made by uploading its parameters",
+                format!("state of job {job:?}"),
+                "not initialised",
+                "initialised by uploading its parameters",
             )
         })?;
         state::hash(self, &description, version).await

@@ -144,7 +144,7 @@ impl Job {
             let missing =
                 (0..spec.world).find(|rank| !known.contains_key(rank)).unwrap_or_default();
             format!(
-                "{} of job {:?} to say where it is reached",
+                "{} of job {:?} to announce its address",
                 spec.describe_rank(missing),
                 spec.name
             )

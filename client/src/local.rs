@@ -14,7 +14,7 @@ pub(crate) fn local<'a>(
 ) -> Result<&'a LocalTensor> {
     locals.get(tensor).ok_or_else(|| {
         let expected = format!("less than the number of tensors, {}", manifest.tensors().len());
-        Error::invalid(format!("{what} tensor"), tensor, expected)
+        Error::invalid(format!("index of the {what} tensor"), tensor, expected)
     })
 }
 
@@ -32,9 +32,9 @@ pub(crate) fn check_size(
     }
     let (spec, bounds) = (&manifest.tensors()[tensor], of.bounds());
     let expected = match of.is_whole() {
-        true => format!("its {} of shape {:?}", spec.numel(), spec.shape),
+        true => format!("{} elements, for the shape {:?}", spec.numel(), spec.shape),
         false => format!(
-            "the {} of the box at {:?} of size {:?} of its shape {:?}",
+            "{} elements, for the box at offset {:?} with size {:?} of the shape {:?}",
             of.numel(),
             bounds.offset,
             bounds.size,

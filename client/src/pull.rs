@@ -80,7 +80,7 @@ pub(crate) fn plan<'a>(
     let mut requests: Vec<Vec<ServerPull<'_>>> = Vec::new();
     let mut boxes: HashMap<usize, Vec<Arc<StridedBox>>> = HashMap::new();
     for Target { tensor, bounds, data } in targets {
-        let local = local("target of a pull of", manifest, locals, tensor)?;
+        let local = local("pulled", manifest, locals, tensor)?;
         let of = match bounds {
             None => local.of.clone(),
             Some(bounds) => {
@@ -196,7 +196,10 @@ impl ServerPull<'_> {
         finish(reader.trailers(), &shard.peer)?;
         match self.rest.front() {
             None => Ok(()),
-            Some(next) => Err(unexpected(&shard, format!("the end before slice {}", next.slice))),
+            Some(next) => Err(unexpected(
+                &shard,
+                format!("the end of the stream before slice {}", next.slice),
+            )),
         }
     }
 
@@ -222,5 +225,5 @@ impl ServerPull<'_> {
 }
 
 fn unexpected(shard: &Shard, found: String) -> Error {
-    Error::Internal { cause: format!("{} sent what was not asked for: {found}", shard.peer) }
+    Error::Internal { cause: format!("{} sent data that was not requested: {found}", shard.peer) }
 }

@@ -104,7 +104,7 @@ pub(crate) fn plan(
     };
     let mut pushes: Vec<_> = placement.servers().iter().map(push).collect();
     for TensorData { tensor, data } in data {
-        let local = local("data for", manifest, locals, tensor)?;
+        let local = local("pushed", manifest, locals, tensor)?;
         check_size("data for", manifest, tensor, &local.of, data.len())?;
         check_owner(manifest, tensor)?;
         if !(if uploads { local.uploads() } else { local.contributes() }) {
@@ -162,7 +162,7 @@ fn check_trains(manifest: &Manifest, tensors: &[usize]) -> Result<()> {
         None => Ok(()),
         Some(spec) => {
             let what = format!("tensor {:?}", spec.name);
-            Err(Error::invalid(what, "said to be absent", "left out: it does not train"))
+            Err(Error::invalid(what, "declared absent", "omitted: it is not trained"))
         }
     }
 }
@@ -173,7 +173,8 @@ fn check_owner(manifest: &Manifest, tensor: usize) -> Result<()> {
     }
     let owner = &manifest.tensors()[manifest.owner(tensor)].name;
     let what = format!("data for tensor {:?}", manifest.tensors()[tensor].name);
-    Err(Error::invalid(what, "pushed", format!("added to that of {owner:?}, which it is tied to")))
+    let expected = format!("added to the data for {owner:?}, to which the tensor is tied");
+    Err(Error::invalid(what, "pushed separately", expected))
 }
 
 impl ServerPush {
@@ -195,7 +196,7 @@ impl ServerPush {
             _ => "upload".to_owned(),
         };
         let waiting_for = format!(
-            "shard server {} to take rank {}'s {what} in epoch {}",
+            "shard server {} to accept data of rank {} ({what}) in epoch {}",
             self.server.address, begin.rank, begin.epoch
         );
         let mut tries = Tries::until(deadline);

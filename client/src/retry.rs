@@ -56,7 +56,7 @@ impl Tries {
     fn missing(&self) -> Option<String> {
         match self.last.as_ref()? {
             Error::Timeout { waiting_for, .. } => Some(waiting_for.clone()),
-            error => Some(format!("a try that succeeds; the last one ended with: {error}")),
+            error => Some(format!("a successful retry; the last try failed: {error}")),
         }
     }
 

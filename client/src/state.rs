@@ -23,7 +23,8 @@ pub(crate) async fn hash(cluster: &Cluster, of: &Description, version: u64) -> R
     slices.sort_unstable_by_key(|slice| slice.slice);
     let expected = 0..of.spec.manifest.slices().len() as u32;
     if !slices.iter().map(|slice| slice.slice).eq(expected) {
-        let cause = format!("the servers gave {} digests, not one for each slice", slices.len());
+        let cause =
+            format!("the servers returned {} digests instead of one for each slice", slices.len());
         return Err(Error::Internal { cause });
     }
     let mut hasher = blake3::Hasher::new();

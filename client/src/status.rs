@@ -70,7 +70,7 @@ impl TryFrom<pb::ServerStatus> for ServerStatus {
     type Error = Error;
 
     fn try_from(message: pb::ServerStatus) -> Result<Self> {
-        let absent = || Error::invalid("server of a status", "absent", "the server");
+        let absent = || Error::invalid("server of a status", "absent", "present");
         let server = message.server.ok_or_else(absent)?;
         let stats = message.stats.unwrap_or_default();
         Ok(Self {

@@ -133,7 +133,7 @@ fn check_whole(what: &str, bytes: usize, dtype: DType) -> Result<()> {
     if bytes.is_multiple_of(dtype.size()) {
         return Ok(());
     }
-    let expected = format!("whole elements of {} bytes", dtype.size());
+    let expected = format!("a multiple of {} bytes", dtype.size());
     Err(Error::invalid(format!("{what} of {dtype}"), format!("{bytes} bytes"), expected))
 }
 

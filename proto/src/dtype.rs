@@ -48,7 +48,7 @@ impl fmt::Display for DType {
 
 /// A name that is no dtype's.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown dtype {0:?}: it must be one of f32, bf16, f16")]
+#[error("unknown dtype {0:?}; it must be one of f32, bf16, f16")]
 pub struct UnknownDType(pub String);
 
 impl FromStr for DType {

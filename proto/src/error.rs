@@ -37,21 +37,22 @@ pub enum Error {
         expected: String,
     },
     /// The call did not carry the token of the cluster.
-    #[error(
-        "the call carries {found}, and this cluster has one of its own: set ZEROSHARD_TOKEN to the cluster's"
-    )]
+    #[error("the call carries {found}; set ZEROSHARD_TOKEN to the token of the cluster")]
     Unauthenticated {
         /// What it carried; never the token itself.
         found: String,
     },
     /// No such job here.
-    #[error("there is no job {job:?} here; `zsctl status` lists the jobs")]
+    #[error("job {job:?} does not exist on this server; `zsctl status` lists the jobs")]
     UnknownJob {
         /// Its name.
         job: String,
     },
     /// Another job of this name exists, with another spec.
-    #[error("job {job:?} exists with another {difference}; choose another name or delete that job")]
+    #[error(
+        "job {job:?} already exists with a different {difference}; choose another name or delete \
+         the existing job"
+    )]
     JobExists {
         /// Its name.
         job: String,
@@ -59,7 +60,7 @@ pub enum Error {
         difference: String,
     },
     /// The job cannot go on.
-    #[error("job {job:?} cannot go on: {reason}")]
+    #[error("job {job:?} has failed: {reason}")]
     JobFailed {
         /// Its name.
         job: String,
@@ -69,7 +70,8 @@ pub enum Error {
     },
     /// The slice exists, but another server owns it.
     #[error(
-        "slice {slice} of job {job:?} is not on this server; ask the coordinator for the placement"
+        "slice {slice} of job {job:?} is not on this server; get the current placement from the \
+         coordinator"
     )]
     NotHere {
         /// The job.
@@ -79,7 +81,8 @@ pub enum Error {
     },
     /// The caller's view of the membership is old.
     #[error(
-        "epoch {epoch} of job {job:?} is not the current one, which is {current}; join again or wait for the update"
+        "epoch {epoch} of job {job:?} is not the current epoch, which is {current}; join the job \
+         again or wait for the membership update"
     )]
     StaleEpoch {
         /// The job.
@@ -91,14 +94,14 @@ pub enum Error {
     },
     /// The job was deleted, and another one has its name.
     #[error(
-        "job {job:?} was deleted and created again since this call's job was opened; join the new job"
+        "job {job:?} was deleted and created again after this client opened it; join the new job"
     )]
     JobReplaced {
         /// Its name.
         job: String,
     },
     /// The caller's coordinator has been replaced.
-    #[error("term {term} of the coordinator is over; the current term is {current}")]
+    #[error("term {term} of the coordinator has ended; the current term is {current}")]
     StaleTerm {
         /// What the sender said.
         term: u64,
@@ -107,8 +110,8 @@ pub enum Error {
     },
     /// The attempt at the step is not the open one.
     #[error(
-        "attempt {attempt} at step {step} of job {job:?} is not open; the open attempt is {current}; \
-         push the step's gradients again"
+        "attempt {attempt} at step {step} of job {job:?} is not the open attempt, which is \
+         {current}; push the gradients of the step again"
     )]
     StaleAttempt {
         /// The job.
@@ -122,8 +125,9 @@ pub enum Error {
     },
     /// A rank that the step needs has left the job.
     #[error(
-        "step {step} of job {job:?} cannot be completed: rank {rank} has left the job; have every rank run the same \
-         number of steps, start another worker for rank {rank}, or create the job with departure=absent"
+        "step {step} of job {job:?} cannot be completed: rank {rank} has left the job; run the \
+         same number of steps on every rank, start another worker for rank {rank}, or create the \
+         job with departure=absent"
     )]
     RankLeft {
         /// The job.
@@ -134,7 +138,7 @@ pub enum Error {
         step: u64,
     },
     /// The step is not the open one.
-    #[error("step {step} of job {job:?} is not open; the open step is {current}")]
+    #[error("step {step} of job {job:?} is not the open step, which is {current}")]
     StepMismatch {
         /// The job.
         job: String,
@@ -144,7 +148,7 @@ pub enum Error {
         current: u64,
     },
     /// The step was dropped on all servers: run it again, from the same data.
-    #[error("step {step} of job {job:?} was aborted: {cause}; run it again under epoch {epoch}")]
+    #[error("step {step} of job {job:?} was aborted: {cause}; run the step again in epoch {epoch}")]
     StepAborted {
         /// The job.
         job: String,
@@ -156,7 +160,9 @@ pub enum Error {
         cause: String,
     },
     /// The version was there, and has been replaced.
-    #[error("version {version} of job {job:?} is gone; the current one is {current}")]
+    #[error(
+        "version {version} of job {job:?} is no longer available; the current version is {current}"
+    )]
     VersionGone {
         /// The job.
         job: String,
@@ -166,7 +172,7 @@ pub enum Error {
         current: u64,
     },
     /// A deadline passed.
-    #[error("waited {waited_ms} ms for {waiting_for}")]
+    #[error("timed out after {waited_ms} ms waiting for {waiting_for}")]
     Timeout {
         /// Which worker, server, tensor, step, epoch.
         waiting_for: String,
@@ -174,7 +180,7 @@ pub enum Error {
         waited_ms: u64,
     },
     /// Somebody holds the rank.
-    #[error("rank {rank} of job {job:?} is taken by another worker")]
+    #[error("rank {rank} of job {job:?} is held by another worker")]
     RankTaken {
         /// The job.
         job: String,
@@ -182,7 +188,7 @@ pub enum Error {
         rank: u32,
     },
     /// The lease has ended.
-    #[error("the lease of rank {rank} of job {job:?} has ended; join again")]
+    #[error("the lease of rank {rank} of job {job:?} has ended; join the job again")]
     LeaseLost {
         /// The job.
         job: String,
@@ -191,7 +197,8 @@ pub enum Error {
     },
     /// Two ranks said different things about what must be the same.
     #[error(
-        "rank {rank} disagrees about {what} at step {step} of job {job:?}: every rank must say the same"
+        "rank {rank} disagrees with another rank about {what} at step {step} of job {job:?}; all \
+         ranks must agree on it"
     )]
     Disagreement {
         /// The job.
@@ -205,8 +212,9 @@ pub enum Error {
     },
     /// Early gradients fill the budget; push the other slices first, then this one again.
     #[error(
-        "the server's buffer for early gradients ({budget} bytes) is full: slice {slice} from rank {rank} waits for \
-         rank {waiting_for}"
+        "the server's buffer for early gradients ({budget} bytes) is full: the gradient of slice \
+         {slice} from rank {rank} must wait for rank {waiting_for}; push other slices first, or \
+         increase --parked-bytes"
     )]
     ParkingFull {
         /// The slice.
@@ -222,7 +230,7 @@ pub enum Error {
         budget: u64,
     },
     /// Memory for the job could not be had.
-    #[error("out of memory: {bytes} bytes for {what}")]
+    #[error("out of memory: cannot allocate {bytes} bytes for {what}")]
     OutOfMemory {
         /// For what.
         what: String,
@@ -353,11 +361,11 @@ impl Error {
                 Self::Unavailable { peer: peer.to_owned(), cause: status.message().to_owned() }
             }
             Code::DeadlineExceeded => {
-                Self::Timeout { waiting_for: format!("an answer of {peer}"), waited_ms: 0 }
+                Self::Timeout { waiting_for: format!("a response from {peer}"), waited_ms: 0 }
             }
-            code => {
-                Self::Internal { cause: format!("{peer} answered {code:?}: {}", status.message()) }
-            }
+            code => Self::Internal {
+                cause: format!("{peer} responded with {code:?}: {}", status.message()),
+            },
         })
     }
 }

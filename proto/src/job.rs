@@ -98,12 +98,8 @@ impl JobSpec {
             return Err(Error::invalid("world", self.world, format!("1 to {MAX_WORLD}")));
         }
         if self.replicas == 0 || self.min_servers < self.replicas {
-            let found = format!("{} on at least {} servers", self.replicas, self.min_servers);
-            return Err(Error::invalid(
-                "replicas",
-                found,
-                "1 or more, and not more than min_servers",
-            ));
+            let found = format!("{} with min_servers {}", self.replicas, self.min_servers);
+            return Err(Error::invalid("replicas", found, "at least 1 and at most min_servers"));
         }
         if self.replicas > MAX_REPLICAS {
             return Err(Error::invalid(
@@ -133,7 +129,7 @@ impl JobSpec {
         if total > MAX_CONTRIBUTIONS {
             let found = format!("up to {total}");
             let expected = format!(
-                "at most {MAX_CONTRIBUTIONS}; use fewer ranks, or cut the tensors over them"
+                "at most {MAX_CONTRIBUTIONS}; use fewer ranks, or shard the tensors over the ranks"
             );
             return Err(Error::invalid(
                 "number of contributions (ranks times slices)",
@@ -148,8 +144,8 @@ impl JobSpec {
         match mesh.ranks().iter().find(|&&rank| rank >= self.world) {
             None => Ok(()),
             Some(rank) => {
-                let expected = format!("less than the world, {}", self.world);
-                Err(Error::invalid(format!("a rank of mesh {index}"), rank, expected))
+                let expected = format!("less than the world size, {}", self.world);
+                Err(Error::invalid(format!("rank in mesh {index}"), rank, expected))
             }
         }
     }
@@ -169,7 +165,7 @@ impl JobSpec {
             return Err(Error::invalid(
                 what,
                 max,
-                "Shard, Replicate, or Partial with sum or avg: it is a gradient's",
+                "Shard, Replicate, or Partial with sum or avg, because it applies to the gradient",
             ));
         }
         self.layout(layout)?.check(&tensor.shape, &tensor.name)
@@ -228,7 +224,7 @@ impl JobSpec {
             return Err(Error::invalid(
                 format!("policy of tensor {:?}", tensor.name),
                 "elementwise",
-                format!("whole: {} updates a tensor as a whole", optimizer.name()),
+                format!("whole, because {} updates whole tensors", optimizer.name()),
             ));
         }
         Ok(())
@@ -241,7 +237,7 @@ impl JobSpec {
     /// job does not have, a hyperparameter out of range.
     pub fn validate_step(&self, groups: &[Optimizer]) -> Result<()> {
         if groups.len() != self.groups.len() {
-            let expected = format!("that of the job, {}", self.groups.len());
+            let expected = format!("the number of groups of the job, {}", self.groups.len());
             return Err(Error::invalid("number of parameter groups", groups.len(), expected));
         }
         check_groups(groups, self.groups.first())
@@ -289,7 +285,7 @@ fn check_groups(groups: &[Optimizer], like: Option<&Optimizer>) -> Result<()> {
             return Err(Error::invalid(
                 what(),
                 format!("{} with state {:?}", group.name(), group.state()),
-                format!("{} with state {:?}, like the job's", like.name(), like.state()),
+                format!("{} with state {:?}, as in the job", like.name(), like.state()),
             ));
         }
     }
@@ -401,7 +397,7 @@ impl TryFrom<pb::Optimizer> for Optimizer {
             let names = fields.keys().cloned().collect::<Vec<_>>().join(", ");
             let Some(field) = fields.get_mut(&name) else {
                 let some = if names.is_empty() {
-                    "absent: there is none".to_owned()
+                    format!("absent, because {} has no hyperparameters", default.name())
                 } else {
                     format!("one of {names}")
                 };
@@ -416,7 +412,8 @@ impl TryFrom<pb::Optimizer> for Optimizer {
         }
         fields.insert("name".to_owned(), Value::from(default.name()));
         serde_json::to_value(fields).and_then(serde_json::from_value).map_err(|e| {
-            Error::invalid(format!("optimizer {}", default.name()), e, "its hyperparameters")
+            let what = format!("list of hyperparameters of {}", default.name());
+            Error::invalid(what, format!("invalid ({e})"), "valid")
         })
     }
 }

@@ -88,10 +88,7 @@ fn layouts_that_do_not_fit_are_refused() {
         what(JobSpec { meshes: vec![], ..sharded(&[Replicate; 2]) }.validate()),
         "mesh of tensor \"w\""
     );
-    assert_eq!(
-        what(JobSpec { world: 1, ..sharded(&[Replicate; 2]) }.validate()),
-        "a rank of mesh 0"
-    );
+    assert_eq!(what(JobSpec { world: 1, ..sharded(&[Replicate; 2]) }.validate()), "rank in mesh 0");
 }
 
 #[test]

@@ -142,7 +142,7 @@ impl Manifest {
             if names.insert(tensor.name.as_str(), index).is_some() {
                 return Err(Error::invalid(
                     format!("name of tensor {index}"),
-                    format!("{:?}, which an earlier tensor has", tensor.name),
+                    format!("{:?}, the name of an earlier tensor", tensor.name),
                     "unique",
                 ));
             }
@@ -260,8 +260,8 @@ fn owner_of(
     if spec.alias_of.is_some() {
         return Err(Error::invalid(
             what(),
-            format!("{alias:?}, itself tied"),
-            "a tensor with storage of its own",
+            format!("{alias:?}, which is an alias itself"),
+            "a tensor that is not an alias",
         ));
     }
     if spec.shape != tensor.shape || spec.dtype != tensor.dtype {

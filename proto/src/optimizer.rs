@@ -188,7 +188,7 @@ impl fmt::Display for Optimizer {
 
 /// A name that is no optimizer's.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown optimizer {0:?}: it must be one of {names}", names = Optimizer::NAMES.join(", "))]
+#[error("unknown optimizer {0:?}; it must be one of {names}", names = Optimizer::NAMES.join(", "))]
 pub struct UnknownOptimizer(pub String);
 
 /// A kind's name gives it with torch's defaults.

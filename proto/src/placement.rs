@@ -32,8 +32,8 @@ impl Placement {
             |found: String, expected: &str| Err(Error::invalid("placement", found, expected));
         if replicas == 0 || !owners.len().is_multiple_of(replicas) {
             return wrong(
-                format!("{} owners with {replicas} a slice", owners.len()),
-                "the same number, 1 or more, for each slice",
+                format!("a list of {} owners with {replicas} replicas", owners.len()),
+                "a list with the same number of owners, at least 1, for each slice",
             );
         }
         // The slice, counted from 1, that was last seen to have each server.
@@ -45,8 +45,8 @@ impl Placement {
             });
             if !distinct {
                 return wrong(
-                    format!("slice {} on {owners:?} of {} servers", slice - 1, servers.len()),
-                    "distinct positions in the list of servers",
+                    format!("{owners:?} of {} servers for slice {}", servers.len(), slice - 1),
+                    "distinct positions in the list of servers for each slice",
                 );
             }
         }

@@ -81,8 +81,7 @@ impl Bearer {
     pub fn new(token: &Token) -> Result<Option<Self>> {
         let Some(text) = token.reveal() else { return Ok(None) };
         let invalid = |found: &str| {
-            let expected =
-                format!("at most {MAX_BYTES} visible ASCII characters, and no space among them");
+            let expected = format!("at most {MAX_BYTES} visible ASCII characters without spaces");
             Error::invalid("token", found, expected)
         };
         if text.len() > MAX_BYTES {
@@ -90,11 +89,12 @@ impl Bearer {
         }
         if !text.bytes().all(|byte| byte.is_ascii_graphic()) {
             return Err(invalid(
-                "a text with a space, a line's end or another such character (it is not shown)",
+                "a text with a space, a line break or another invalid character (the text is not \
+                 shown)",
             ));
         }
         let mut value = HeaderValue::try_from(format!("Bearer {text}"))
-            .map_err(|_| invalid("what no header can carry (it is not shown)"))?;
+            .map_err(|_| invalid("a text that no HTTP header can carry (the text is not shown)"))?;
         value.set_sensitive(true);
         Ok(Some(Self(value)))
     }
@@ -116,7 +116,7 @@ impl Bearer {
             Some(value) if blake3::hash(value.as_bytes()) == blake3::hash(self.0.as_bytes()) => {
                 Ok(())
             }
-            Some(_) => refuse("another token"),
+            Some(_) => refuse("a wrong token"),
         }
     }
 }
@@ -157,7 +157,7 @@ mod tests {
             "Basic s3cret",
             "",
         ] {
-            assert_eq!(refused(&headers(wrong)), "another token", "{wrong}");
+            assert_eq!(refused(&headers(wrong)), "a wrong token", "{wrong}");
         }
         ours.write(&mut carried);
         assert_eq!(carried[AUTHORIZATION], "Bearer s3cret");

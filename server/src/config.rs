@@ -37,7 +37,10 @@ pub enum Error {
     #[error("configuration file: {0}")]
     File(String),
     /// A section that no role reads.
-    #[error("configuration file {file}: unknown section [{section}]; there are [{}]", SECTIONS.join("], ["))]
+    #[error(
+        "configuration file {file}: unknown section [{section}]; the known sections are [{}]",
+        SECTIONS.join("], [")
+    )]
     UnknownSection {
         /// The file.
         file: PathBuf,
@@ -310,9 +313,9 @@ fn check_advertise(
     advertise: Option<&Address>,
 ) -> Result<(), Error> {
     if listen.0.ip().is_unspecified() && advertise.is_none() {
-        let found = format!("absent, and the server listens on {listen}");
+        let found = format!("missing, and the server listens on the wildcard address {listen}");
         let expected =
-            "the HOST:PORT at which workers reach this server (port 0: the one it listens on)";
+            "the HOST:PORT at which workers reach this server (port 0: the port it listens on)";
         return Err(Error::value(section, "advertise", found, expected));
     }
     Ok(())
@@ -412,8 +415,8 @@ pub fn load(
             let shard: Shard = layered("shard", matches, file.as_ref())?;
             check_advertise("shard", shard.listen, shard.advertise.as_ref())?;
             if shard.coordinator.is_none() {
-                let expected = "the coordinator's HOST:PORT, such as 127.0.0.1:7400";
-                return Err(Error::value("shard", "coordinator", "absent", expected));
+                let expected = "the HOST:PORT of the coordinator, such as 127.0.0.1:7400";
+                return Err(Error::value("shard", "coordinator", "missing", expected));
             }
             Role::Shard(shard)
         }

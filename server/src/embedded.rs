@@ -62,7 +62,8 @@ impl Cluster {
     pub async fn start(options: Options) -> Result<Self, Error> {
         let Options { shards, host, common, parked_bytes } = options;
         if host.is_unspecified() {
-            let expected = "an address of this machine that the others can dial, such as 10.0.0.5";
+            let expected =
+                "an address of this machine that other machines can dial, such as 10.0.0.5";
             return Err(zeroshard_proto::Error::invalid("host", host, expected).into());
         }
         Bearer::new(&common.token)?;

@@ -58,7 +58,7 @@ impl Failure {
         };
         // The first one counts: others may follow from it.
         if self.0.cause.set(format!("{task} panicked: {message}")).is_ok() {
-            tracing::error!(task, message, "a task panicked; the servers of this process end");
+            tracing::error!(task, message, "a task panicked; stopping the servers of this process");
         }
         self.0.failed.cancel();
     }
@@ -115,7 +115,7 @@ pub fn abort_on_panic() {
     let show = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         show(panic);
-        tracing::error!("{panic}; this is a bug of the server, which ends now");
+        tracing::error!("{panic}; this is a bug; the server exits now");
         process::abort();
     }));
 }

@@ -8,7 +8,7 @@ use zeroshard_proto::{Error, Result};
 /// [`Error::Internal`] if the system has no random numbers.
 pub(crate) fn random() -> Result<u64> {
     let number = getrandom::u64()
-        .map_err(|e| Error::Internal { cause: format!("draw a random number: {e}") })?;
+        .map_err(|e| Error::Internal { cause: format!("cannot draw a random number: {e}") })?;
     Ok(number.max(1))
 }
 

@@ -99,21 +99,21 @@ impl Metrics {
         let r = Registrar(&registry);
         let payload = r.counters(
             "payload_bytes_total",
-            "Payload bytes on the data plane.",
+            "Payload bytes transferred on the data plane.",
             &["operation", "direction"],
         );
-        let memory = r.gauges("memory_bytes", "Memory of all jobs, by what it holds.", &["kind"]);
+        let memory = r.gauges("memory_bytes", "Memory of all jobs, by content.", &["kind"]);
         let phase =
-            r.histograms("step_phase_seconds", "Phases of a step on a shard server.", &["phase"]);
+            r.histograms("step_phase_seconds", "Duration of the phases of a step.", &["phase"]);
         let steps =
-            r.counters("steps_total", "Steps, by what the coordinator decided.", &["outcome"]);
-        let wait = r.histograms("step_wait_seconds", "What the coordinator waited for.", &["for"]);
+            r.counters("steps_total", "Steps, by the decision of the coordinator.", &["outcome"]);
+        let wait = r.histograms("step_wait_seconds", "Time that the coordinator waited.", &["for"]);
         let metrics = Self {
             methods: known_methods(),
-            requests: r.counters("requests_total", "gRPC calls that ended.", &["method", "code"]),
+            requests: r.counters("requests_total", "Completed gRPC calls.", &["method", "code"]),
             request_seconds: r.histograms(
                 "request_seconds",
-                "gRPC calls, to the end of the answer.",
+                "Duration of gRPC calls, to the end of the response.",
                 &["method"],
             ),
             in_flight: r.gauges("requests_in_flight", "Open gRPC calls.", &["method"]),
@@ -123,7 +123,7 @@ impl Metrics {
             stalled_reads: r
                 .counters(
                     "stalled_reads_total",
-                    "Pulls that were ended because their client took nothing.",
+                    "Pulls that were ended because their client read nothing.",
                     &[],
                 )
                 .with_label_values::<&str>(&[]),
@@ -155,7 +155,7 @@ impl Metrics {
             coordinator_connected: r
                 .gauges(
                     "coordinator_connected",
-                    "Whether this shard server has its coordinator.",
+                    "1 if this shard server is connected to the coordinator, else 0.",
                     &[],
                 )
                 .with_label_values::<&str>(&[]),

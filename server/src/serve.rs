@@ -37,25 +37,25 @@ pub enum Error {
         cause: io::Error,
     },
     /// The transport ended.
-    #[error("serve gRPC: {0}")]
+    #[error("the gRPC server failed: {0}")]
     Transport(#[from] tonic::transport::Error),
     /// The admin server ended.
-    #[error("serve admin HTTP: {0}")]
+    #[error("the admin HTTP server failed: {0}")]
     Admin(io::Error),
     /// A setting that only a program, not flags and files, can get wrong.
     #[error(transparent)]
     Invalid(#[from] zeroshard_proto::Error),
     /// A shard server has nobody to serve.
-    #[error("a shard server needs its coordinator's address: --coordinator HOST:PORT")]
+    #[error("a shard server needs the address of its coordinator; set --coordinator HOST:PORT")]
     NoCoordinator,
     /// A part of the process ended by itself.
-    #[error("a server ended: {0}")]
+    #[error("a server ended unexpectedly: {0}")]
     Ended(String),
     /// A task panicked, and all servers of the process ended.
-    #[error("a server failed: {0}; this is a bug: please report it with this message")]
+    #[error("a server failed: {0}; this is a bug, please report it with this message")]
     Panicked(String),
     /// The reflection service refused our own descriptors.
-    #[error("describe the services: {0}")]
+    #[error("cannot start the reflection service: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
 }
 
@@ -126,7 +126,7 @@ pub async fn serve(
         result = server => Ok(result?),
         () = drained => {
             let seconds = common.drain_seconds;
-            tracing::warn!(seconds, "calls were still open at the end of the drain time; leaving them");
+            tracing::warn!(seconds, "calls were still open after the drain time; dropping them");
             Ok(())
         }
     }

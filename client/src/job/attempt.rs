@@ -288,7 +288,7 @@ impl Attempt {
         let State { epoch, number, .. } = *self.state;
         let (new_epoch, cause) = match &error {
             Error::StaleAttempt { current, .. } if *current > number => {
-                let error = self.aborted(epoch, format!("attempt {number} at it was discarded"));
+                let error = self.aborted(epoch, format!("attempt {number} was discarded"));
                 return self.end(error, *current);
             }
             Error::StaleEpoch { current, .. } if *current > epoch => (*current, None),
@@ -355,8 +355,16 @@ impl Attempt {
         let Some(wrong) = data.iter().find(wrong) else { return Ok(()) };
         let what = format!("tensor {:?}", tensors[wrong.tensor].name);
         Err(match buffers {
-            true => Error::invalid(what, "pushed as a buffer", "a buffer"),
-            false => Error::invalid(what, "pushed as a gradient", "pushed with the step's buffers"),
+            true => Error::invalid(
+                what,
+                "pushed as a buffer",
+                "pushed as a gradient, because the manifest does not declare it as a buffer",
+            ),
+            false => Error::invalid(
+                what,
+                "pushed as a gradient",
+                "pushed as a buffer, because the manifest declares it as a buffer",
+            ),
         })
     }
 }

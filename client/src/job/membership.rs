@@ -77,7 +77,7 @@ pub(super) async fn watch_membership(
             Err(status) => match Error::from_status(&status, &cluster.peer) {
                 error @ (Error::JobFailed { .. } | Error::JobReplaced { .. }) => break error,
                 error => {
-                    tracing::warn!(%error, "the membership stream broke");
+                    tracing::warn!(%error, "the membership stream failed");
                     break lost;
                 }
             },
@@ -125,7 +125,7 @@ impl Job {
     pub(super) async fn wait_for_news(&self, epoch: u64, deadline: Deadline) -> Result<()> {
         let mut membership = self.0.membership.clone();
         let later = membership.wait_for(|now| now.epoch > epoch || now.ended.is_some());
-        let waiting_for = || format!("{} to tell of the epoch after {epoch}", self.0.cluster.peer);
+        let waiting_for = || format!("{} to announce the epoch after {epoch}", self.0.cluster.peer);
         // The watcher keeps its end until the lease has ended, and says so first.
         let _ = deadline.limit(waiting_for, later).await?;
         self.current().map(|_| ())

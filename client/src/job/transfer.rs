@@ -54,9 +54,9 @@ impl Job {
     ) -> Result<()> {
         if part == PARAMETERS {
             return Err(Error::invalid(
-                "part of the optimizer's state",
+                "part of the optimizer state",
                 "empty",
-                "a state tensor's name",
+                "the name of a state tensor",
             ));
         }
         self.upload(part, applied, state).await
@@ -65,8 +65,8 @@ impl Job {
     /// In a job that takes over from another (see [`crate::CreateJob::from`]): says that this rank
     /// uploads nothing of these tensors, because what was carried over stands. Of every tensor that
     /// was carried over, each rank that uploads some of it either uploads that or says this.
-    /// `applied` as for [`Self::initialise_at`], if the optimizer's state was not carried over; else
-    /// 0.
+    /// `applied` as for [`Self::initialise_at`], if the optimizer's state was not carried over;
+    /// else 0.
     ///
     /// # Errors
     /// As [`Self::initialise`]; [`Error::Invalid`] for a tensor that was not carried over.

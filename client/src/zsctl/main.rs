@@ -9,11 +9,11 @@ use serde_json::json;
 use zeroshard_client::{Cluster, Options, Result};
 use zeroshard_proto::Token;
 
-/// Look at a ZeroShard cluster, and at the jobs that it holds
+/// Inspect a ZeroShard cluster and manage its jobs
 #[derive(Debug, Parser)]
 #[command(name = "zsctl", version)]
 struct Arguments {
-    /// The cluster's coordinator
+    /// The address of the coordinator
     #[arg(
         long,
         env = "ZEROSHARD_ADDRESS",
@@ -22,7 +22,8 @@ struct Arguments {
         global = true
     )]
     address: String,
-    /// The cluster's secret. Better said in the environment: other users of the machine see flags
+    /// The token of the cluster. Prefer the environment variable, since other users of the machine
+    /// can see flags
     #[arg(
         long,
         env = "ZEROSHARD_TOKEN",
@@ -33,10 +34,10 @@ struct Arguments {
         global = true
     )]
     token: Token,
-    /// Give up after so many seconds
+    /// Number of seconds after which to give up
     #[arg(long, value_name = "SECONDS", default_value_t = 10, global = true)]
     timeout: u64,
-    /// Print one JSON object a line, and nothing else
+    /// Print one JSON object per line and nothing else
     #[arg(long, global = true)]
     json: bool,
     #[command(subcommand)]
@@ -45,17 +46,17 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Servers, jobs, versions and bytes
+    /// Show servers, jobs, versions and memory
     Status,
-    /// The hash of a job's whole state (master weights and optimizer state) at its current version:
-    /// equal hashes, equal bits, whatever the cluster looks like
+    /// Print the hash of a job's whole state (master weights and optimizer state) at its current
+    /// version. Equal hashes mean equal bits; the hash does not depend on the number of servers
     Hash {
-        /// Name of the job; `zsctl status` lists them
+        /// Name of the job; `zsctl status` lists the jobs
         job: String,
     },
-    /// Free what the servers hold of a job; its state is lost
+    /// Delete a job and free its memory on the servers; its state is lost
     Delete {
-        /// Name of the job; `zsctl status` lists them
+        /// Name of the job; `zsctl status` lists the jobs
         job: String,
     },
 }

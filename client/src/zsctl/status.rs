@@ -53,7 +53,7 @@ fn jobs(jobs: &[JobStatus]) -> Table {
     for job in jobs {
         let state = match (&job.failure, job.version) {
             (Some(failure), _) => format!("failed: {failure}"),
-            (_, None) => "waits for its initial parameters".to_owned(),
+            (_, None) => "waiting for initial parameters".to_owned(),
             _ => "ok".to_owned(),
         };
         table.add_row([

@@ -107,7 +107,7 @@ impl Decoder {
     /// [`Error::Invalid`] if a message is cut short.
     pub fn finish(&self) -> Result<()> {
         if self.payload.left > 0 || !self.partial.is_empty() {
-            return Err(Error::invalid("last message of the stream", "cut short", "complete"));
+            return Err(Error::invalid("last message of the stream", "truncated", "complete"));
         }
         Ok(())
     }
@@ -133,9 +133,9 @@ impl Decoder {
                 Ok(Some(header))
             }
             None if self.partial.len() == MAX_HEADER => Err(Error::invalid(
-                "fields before the payload",
+                "size of the fields before `payload`",
                 format!("more than {MAX_HEADER} bytes"),
-                "shorter; `payload` must be the last field",
+                format!("at most {MAX_HEADER} bytes; `payload` must be the last field"),
             )),
             None => {
                 self.input.advance(more);
@@ -199,7 +199,11 @@ fn parse(bytes: &[u8], max_message: usize) -> Result<Option<(Header, usize)>> {
     let length = prefix::parse(*prefix)?;
     if length > max_message {
         let expected = format!("at most {max_message} bytes");
-        return Err(Error::invalid("a data-plane message", format!("{length} bytes"), expected));
+        return Err(Error::invalid(
+            "size of a data-plane message",
+            format!("{length} bytes"),
+            expected,
+        ));
     }
     let mut header = Header::default();
     let mut cursor = Cursor { bytes, at: PREFIX, end: PREFIX + length };
@@ -243,8 +247,8 @@ impl Header {
                 if number == field::PAYLOAD {
                     if cursor.at + length != cursor.end {
                         return Err(malformed(
-                            "fields after `payload`",
-                            "none: it must be the last field",
+                            "a message with a field after `payload`",
+                            "a message whose last field is `payload`",
                         ));
                     }
                     self.payload = Some(length);
@@ -254,21 +258,24 @@ impl Header {
                     return Ok(None);
                 };
                 if number == field::BEGIN {
-                    let begin =
-                        pb::PushBegin::decode(value).map_err(|e| malformed(e, "a PushBegin"))?;
+                    let begin = pb::PushBegin::decode(value).map_err(|e| {
+                        malformed(format!("an invalid `begin` ({e})"), "a valid PushBegin")
+                    })?;
                     self.begin = Some(begin);
                 }
             }
             (_, wire::FIXED64) => return cursor.skip(8),
             (_, wire::FIXED32) => return cursor.skip(4),
-            (_, other) => return Err(malformed(format!("wire type {other}"), "0, 1, 2 or 5")),
+            (_, other) => {
+                return Err(malformed(format!("a field of wire type {other}"), "0, 1, 2 or 5"));
+            }
         }
         Ok(Some(()))
     }
 }
 
 fn malformed(found: impl std::fmt::Display, expected: &str) -> Error {
-    Error::invalid("protobuf of a data-plane message", found, expected)
+    Error::invalid("encoding of a data-plane message", found, expected)
 }
 
 /// Reads within one message. INVARIANT: at <= end; `bytes` may end before `end`.
@@ -295,7 +302,10 @@ impl Cursor<'_> {
                 return Ok(Some(value));
             }
         }
-        Err(malformed("a broken varint", "at most 10 bytes, inside the message"))
+        Err(malformed(
+            "an invalid varint",
+            "a varint of at most 10 bytes that ends inside the message",
+        ))
     }
 
     fn checked(&self, length: u64) -> Result<usize> {
@@ -304,7 +314,7 @@ impl Cursor<'_> {
         if length > room {
             return Err(malformed(
                 format!("a field of {length} bytes"),
-                &format!("at most the message's {room}"),
+                &format!("a field of at most {room} bytes, the rest of the message"),
             ));
         }
         Ok(length)

@@ -42,10 +42,10 @@ pub fn decode_message<M: Message + Default>(bytes: &[u8]) -> Result<M> {
     let malformed = |found: String| Error::invalid("gRPC message", found, "one complete message");
     let (prefix, message) = bytes
         .split_first_chunk::<PREFIX>()
-        .ok_or_else(|| malformed(format!("{} bytes", bytes.len())))?;
+        .ok_or_else(|| malformed(format!("{} bytes, less than its prefix", bytes.len())))?;
     let length = parse(*prefix)?;
     if length != message.len() {
-        return Err(malformed(format!("{} bytes after a length of {length}", message.len())));
+        return Err(malformed(format!("{} bytes with a length of {length}", message.len())));
     }
     M::decode(message).map_err(|e| malformed(e.to_string()))
 }

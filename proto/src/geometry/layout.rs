@@ -61,7 +61,7 @@ impl Layout {
         if placements.len() != mesh.ndim() {
             let found = format!("{} ({})", placements.len(), list(&placements));
             let expected = format!(
-                "one for each of the mesh's {} dimensions, {}",
+                "one for each of the {} dimensions of the mesh ({})",
                 mesh.ndim(),
                 mesh.names().join(", ")
             );
@@ -90,7 +90,7 @@ impl Layout {
             {
                 let what = format!("placement of tensor {tensor:?}");
                 let expected =
-                    format!("along one of its {} dimensions (its shape is {shape:?})", shape.len());
+                    format!("along one of the {} dimensions of its shape {shape:?}", shape.len());
                 return Err(Error::invalid(what, placement, expected));
             }
         }
@@ -308,7 +308,8 @@ pub(crate) mod tests {
         let error = Layout::new(mesh, vec![Shard(2)]).unwrap().check(&[4, 4], "w").unwrap_err();
         assert_eq!(
             error.to_string(),
-            "placement of tensor \"w\" is Shard(2); it must be along one of its 2 dimensions (its shape is [4, 4])"
+            "placement of tensor \"w\" is Shard(2); it must be along one of the 2 dimensions of \
+             its shape [4, 4]"
         );
     }
 

@@ -39,8 +39,9 @@ impl ProcessMesh {
         by_rank.sort_unstable_by_key(|&position| ranks[position as usize]);
         let rank_at = |position: u32| ranks[position as usize];
         if let Some(twice) = by_rank.windows(2).find(|pair| rank_at(pair[0]) == rank_at(pair[1])) {
-            let found = format!("{} ranks, with rank {} twice", ranks.len(), rank_at(twice[0]));
-            return Err(Error::invalid("ranks of a mesh", found, "distinct"));
+            let found =
+                format!("{} ranks in which rank {} is repeated", ranks.len(), rank_at(twice[0]));
+            return Err(Error::invalid("ranks of a mesh", found, "distinct ranks"));
         }
         Ok(Self { shape, names, ranks, by_rank })
     }
@@ -165,14 +166,14 @@ impl ProcessMesh {
         let mut seen = [false; MAX_MESH_DIMS];
         for &dim in dims {
             if dim >= self.ndim() {
-                let expected = format!("less than its number of dimensions, {}", self.ndim());
+                let expected = format!("less than the number of dimensions, {}", self.ndim());
                 return Err(Error::invalid("dimension of a mesh", dim, expected));
             }
             if std::mem::replace(&mut seen[dim], true) {
                 return Err(Error::invalid(
                     "dimensions of a mesh",
-                    format!("{dim} twice"),
-                    "distinct",
+                    format!("a list that repeats {dim}"),
+                    "distinct dimensions",
                 ));
             }
         }
@@ -225,7 +226,7 @@ fn check_shape(shape: &[usize], ranks: usize) -> Result<()> {
 /// Whether a mesh of `dims` dimensions can have these names.
 fn check_names(names: &[String], dims: usize) -> Result<()> {
     if names.len() != dims {
-        let expected = format!("one for each of the {dims} dimensions");
+        let expected = format!("one name for each of the {dims} dimensions");
         return Err(Error::invalid(
             "dimension names of a mesh",
             format_args!("{names:?}"),
@@ -235,8 +236,8 @@ fn check_names(names: &[String], dims: usize) -> Result<()> {
     for (index, name) in names.iter().enumerate() {
         check_name("a dimension name of a mesh", name)?;
         if names[..index].contains(name) {
-            let found = format!("{name:?} twice");
-            return Err(Error::invalid("dimension names of a mesh", found, "distinct"));
+            let found = format!("a list that repeats {name:?}");
+            return Err(Error::invalid("dimension names of a mesh", found, "distinct names"));
         }
     }
     Ok(())

@@ -93,7 +93,7 @@ fn kept(reduced: &Layout, to: &Layout, same_mesh: bool) -> Result<Vec<usize>> {
     if !same_mesh {
         let to_sum = to.placements().iter().any(partial);
         return if to_sum {
-            let what = "placements on another mesh";
+            let what = "list of placements on another mesh";
             Err(Error::invalid(
                 what,
                 list(to.placements()),

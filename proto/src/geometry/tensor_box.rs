@@ -59,7 +59,7 @@ impl TensorBox {
         if fits {
             return Ok(());
         }
-        let found = format!("at {:?} of size {:?}", self.offset, self.size);
+        let found = format!("at offset {:?} with size {:?}", self.offset, self.size);
         let expected = format!("within the tensor's shape, {shape:?}");
         Err(Error::invalid(format!("box of tensor {tensor:?}"), found, expected))
     }

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 /// A hyperparameter outside its range.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
-#[error("{optimizer}: {field} is {value}: it must be {expected}")]
+#[error("{field} of {optimizer} is {value}; it must be {expected}")]
 pub struct Invalid {
     /// The optimizer's name.
     pub optimizer: &'static str,
@@ -244,9 +244,9 @@ impl Sgd {
         if !self.nesterov {
             return Ok(());
         }
-        let expected = "greater than 0 where nesterov is on";
+        let expected = "greater than 0 if nesterov is true";
         check("sgd", "momentum", self.momentum, self.momentum > 0.0, expected)?;
-        let expected = "0 where nesterov is on";
+        let expected = "0 if nesterov is true";
         check("sgd", "dampening", self.dampening, self.dampening == 0.0, expected)
     }
 }
@@ -329,7 +329,7 @@ mod tests {
         let lion = Optimizer::Lion(Lion { beta1: 1.5, ..Lion::default() });
         assert_eq!(
             lion.validate().unwrap_err().to_string(),
-            "lion: beta1 is 1.5: it must be at least 0 and less than 1"
+            "beta1 of lion is 1.5; it must be at least 0 and less than 1"
         );
     }
 }

@@ -307,14 +307,16 @@ fn check_report(report: &Reduced, expected: Option<&Vec<u32>>) -> Result<(), Str
     let is_own = |slice: u32| expected.binary_search(&slice).is_ok();
     if !report.slices.iter().map(|reduced| reduced.slice).eq(expected.iter().copied()) {
         let (slices, own) = (report.slices.len(), expected.len());
-        return Err(format!("{slices} slices, and has {own} that train"));
+        return Err(format!(
+            "gradients of {slices} slices, but holds {own} slices that are trained"
+        ));
     }
     if let Some(absent) = report.absent.iter().find(|absent| !is_own(absent.slice)) {
-        return Err(format!("absence of slice {}, which is not its own", absent.slice));
+        return Err(format!("absent ranks for slice {}, which it does not hold", absent.slice));
     }
     match report.overflow {
         Some(overflow) if !is_own(overflow.slice) => {
-            Err(format!("an overflow in slice {}, which is not its own", overflow.slice))
+            Err(format!("an overflow in slice {}, which it does not hold", overflow.slice))
         }
         _ => Ok(()),
     }

@@ -58,14 +58,18 @@ pub(super) fn hello(first: Option<pb::ServeRequest>) -> Result<Server> {
     let Some(serve_request::Event::Hello(hello)) = first.and_then(|message| message.event) else {
         return Err(Error::invalid(
             "first message of the control stream",
-            "something else",
+            "another message",
             "Hello",
         ));
     };
     let address = dialled("address of the server", &hello.address)?.to_string();
     for (what, number) in [("server_id", hello.server_id), ("incarnation", hello.incarnation)] {
         if number == 0 {
-            return Err(Error::invalid(format!("{what} of shard server {address}"), 0, "not 0"));
+            return Err(Error::invalid(
+                format!("{what} of shard server {address}"),
+                0,
+                "greater than 0",
+            ));
         }
     }
     Ok(Server { id: hello.server_id, incarnation: hello.incarnation, address })

@@ -44,7 +44,9 @@ impl Cluster {
                 let unused = now - job.unused_since;
                 out.push(Action::Note(match unused.is_zero() {
                     true => format!("job {name:?} is deleted: every rank has left it"),
-                    false => format!("job {name:?} is deleted: no rank has had it for {unused:?}"),
+                    false => {
+                        format!("job {name:?} is deleted: no rank has held a lease for {unused:?}")
+                    }
                 }));
                 self.remove(name, "deleted, because no rank used it", out);
             }

@@ -33,7 +33,7 @@ pub fn place(
         ));
     }
     if let Some(previous) = previous.filter(|p| p.slices() != weights.len()) {
-        let expected = format!("that of the job, {}", weights.len());
+        let expected = format!("the number of slices of the job, {}", weights.len());
         return Err(Error::invalid(
             "number of slices of the previous placement",
             previous.slices(),

@@ -177,7 +177,7 @@ impl Cluster {
     pub(super) fn late_servers(&self, job_id: u64, open: &Open) -> Vec<String> {
         let uninitialised = open.uninitialised.iter();
         let uninitialised = uninitialised
-            .map(|&server| format!("{} to get its initial parameters", self.name(server)));
+            .map(|&server| format!("{}, which waits for initial parameters", self.name(server)));
         let late = open.trainable.keys().filter(|server| !open.round.reports.contains_key(server));
         let late =
             late.map(|&server| format!("{}{}", self.name(server), self.lacks(server, job_id)));
@@ -190,7 +190,7 @@ impl Cluster {
         let job = stats.and_then(|stats| stats.jobs.iter().find(|job| job.job_id == job_id));
         match job.and_then(|job| job.waiting_for.as_ref()) {
             Some(missing) => format!(", which waits for {missing}"),
-            None => ", which has not reported that it has all gradients".to_owned(),
+            None => ", which has not reported that its gradients are complete".to_owned(),
         }
     }
 }

@@ -63,7 +63,7 @@ impl Cluster {
         for name in names {
             let reason = match self.jobs.get(&name) {
                 Some(Job { spec, phase: Phase::Open(open), .. }) => {
-                    format!("{gone}, and with it {}", held_by(server, spec, &open.placement))
+                    format!("{gone}; it held {}", held_by(server, spec, &open.placement))
                 }
                 _ => format!("{gone} while the job was being opened"),
             };

@@ -127,7 +127,7 @@ async fn answer_pull<B: Backend>(
             job,
             version,
             seconds,
-            "a reader took nothing for so long: its connection is closed"
+            "a reader has read nothing for this time; its connection is closed"
         );
         if let Some(hangup) = hangup {
             hangup.now();
@@ -159,7 +159,12 @@ async fn read_request(body: Body) -> Result<pb::PullRequest, Error> {
         .collect()
         .await
         .map_err(|e| {
-            Error::invalid("a PullRequest", e, format!("at most {MAX_PULL_REQUEST} bytes"))
+            let found = format!("invalid ({e})");
+            Error::invalid(
+                "body of a pull",
+                found,
+                format!("a PullRequest of at most {MAX_PULL_REQUEST} bytes"),
+            )
         })?
         .to_bytes();
     decode_message(&bytes)

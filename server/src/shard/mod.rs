@@ -104,7 +104,8 @@ impl<B: Backend> Shard<B> {
                 ended = session => ended,
             };
             self.disconnected().await;
-            tracing::warn!(coordinator, error = %ended, "no coordinator; dialling again");
+            tracing::warn!(coordinator, error = %ended, "no connection to the coordinator; \
+                                                         dialling again");
             tokio::select! {
                 () = shutdown.cancelled() => break,
                 () = tokio::time::sleep(RECONNECT) => {}

@@ -30,7 +30,7 @@ impl Part {
                 let state = optimizer.state();
                 let position = state.iter().position(|tensor| tensor == name);
                 position.map(Self::State).ok_or_else(|| {
-                    let expected = format!("a state tensor of {optimizer}: {state:?}");
+                    let expected = format!("one of the state tensors of {optimizer}, {state:?}");
                     Error::invalid("optimizer state", format!("{name:?}"), expected)
                 })
             }
@@ -50,8 +50,8 @@ impl Part {
                 let what = format!("optimizer state of tensor {tensor:?}");
                 Err(Error::invalid(
                     what,
-                    "asked for or uploaded",
-                    "left out: the tensor does not train",
+                    "requested or uploaded",
+                    "omitted, because the tensor is not trained",
                 ))
             }
             _ => Ok(()),

@@ -38,8 +38,8 @@ fn refusal(spec: &JobSpec, index: u32, all: &[SliceContributors], rank: u32, sen
     let name = &spec.manifest.tensors()[tensor].name;
     let (what, does) = match sent {
         Sent::Gradient => ("pushes the gradient of tensor", "contributes to"),
-        Sent::Initial => ("uploads tensor", "uploads some of"),
-        Sent::Buffer => ("pushes buffer", "uploads some of"),
+        Sent::Initial => ("uploads tensor", "uploads a part of"),
+        Sent::Buffer => ("pushes buffer", "uploads a part of"),
     };
     let mut ranks: Vec<u32> = match sent {
         Sent::Gradient => all.iter().flat_map(|of| of.ranks.iter().copied()).collect(),
@@ -50,7 +50,7 @@ fn refusal(spec: &JobSpec, index: u32, all: &[SliceContributors], rank: u32, sen
     Error::invalid(
         format!("rank that {what} {name:?}"),
         format!("{}, {}", describe(spec, tensor, rank), reason(spec, tensor, all, rank)),
-        format!("one that {does} slice {index}: {who}"),
+        format!("a rank that {does} slice {index}: {who}"),
     )
 }
 
@@ -63,7 +63,7 @@ pub(crate) fn describe(spec: &JobSpec, tensor: usize, rank: u32) -> String {
 /// The reason why a rank may not send data.
 fn reason(spec: &JobSpec, tensor: usize, all: &[SliceContributors], rank: u32) -> String {
     if all.iter().any(|of| of.ranks.contains(rank)) {
-        return "which is not the first that has it".to_owned();
+        return "which is not the first rank that holds it".to_owned();
     }
     let layout = spec.layout_of(tensor);
     let place = layout.and_then(|layout| Some((layout.mesh().coordinate(rank)?, layout)));
@@ -74,11 +74,11 @@ fn reason(spec: &JobSpec, tensor: usize, all: &[SliceContributors], rank: u32) -
     let repeated =
         dims.find(|((placement, place), _)| **placement == DimPlacement::Replicate && *place > 0);
     if let Some((_, dim)) = repeated {
-        return format!("where {dim:?} is not 0, and along {dim:?} the tensor is replicated");
+        return format!("which is not the first along {dim:?}, where the tensor is replicated");
     }
     match spec.local_box(tensor, rank).is_empty() {
         true => "whose box of the tensor is empty".to_owned(),
-        false => "whose box of the tensor has nothing of this slice".to_owned(),
+        false => "whose box of the tensor does not overlap this slice".to_owned(),
     }
 }
 

@@ -28,15 +28,16 @@ fn gradients_of_ranks_that_have_none_are_refused() {
     assert_eq!(
         refused(&spec([mean, Replicate]), WHOLE, 3, Sent::Gradient),
         format!(
-            "{of} rank 3 (dp 1, tp 1), where \"tp\" is not 0, and along \"tp\" the tensor is replicated; it must be \
-             one that contributes to slice 0: rank 0 (dp 0, tp 0), rank 2 (dp 1, tp 0)"
+            "{of} rank 3 (dp 1, tp 1), which is not the first along \"tp\", where the tensor is \
+             replicated; it must be a rank that contributes to slice 0: rank 0 (dp 0, tp 0), rank \
+             2 (dp 1, tp 0)"
         )
     );
     assert_eq!(
         refused(&spec([mean, Replicate]), WHOLE, 4, Sent::Gradient),
         format!(
-            "{of} rank 4, which is not in the tensor's mesh; it must be one that contributes to slice 0: \
-             rank 0 (dp 0, tp 0), rank 2 (dp 1, tp 0)"
+            "{of} rank 4, which is not in the tensor's mesh; it must be a rank that contributes to \
+             slice 0: rank 0 (dp 0, tp 0), rank 2 (dp 1, tp 0)"
         )
     );
     let mesh = ProcessMesh::dense([3], ["tp"]).unwrap();
@@ -44,16 +45,16 @@ fn gradients_of_ranks_that_have_none_are_refused() {
     assert_eq!(
         refused(&rows, WHOLE, 2, Sent::Gradient),
         format!(
-            "{of} rank 2 (tp 2), whose box of the tensor is empty; it must be one that contributes to slice 0: \
-             rank 0 (tp 0), rank 1 (tp 1)"
+            "{of} rank 2 (tp 2), whose box of the tensor is empty; it must be a rank that \
+             contributes to slice 0: rank 0 (tp 0), rank 1 (tp 1)"
         )
     );
     let half = SliceSpec { numel: 2, ..WHOLE };
     assert_eq!(
         refused(&rows, half, 1, Sent::Gradient),
         format!(
-            "{of} rank 1 (tp 1), whose box of the tensor has nothing of this slice; it must be one that contributes \
-             to slice 0: rank 0 (tp 0)"
+            "{of} rank 1 (tp 1), whose box of the tensor does not overlap this slice; it must be a \
+             rank that contributes to slice 0: rank 0 (tp 0)"
         )
     );
 }
@@ -63,15 +64,16 @@ fn uploads_of_ranks_that_are_not_the_first_are_refused() {
     let spec = spec([Partial(Reduction::Sum), Shard(0)]);
     assert_eq!(
         refused(&spec, WHOLE, 2, Sent::Initial),
-        "rank that uploads tensor \"w\" is rank 2 (dp 1, tp 0), which is not the \
-         first that has it; it must be one that uploads some of slice 0: rank 0 (dp 0, tp 0), rank 1 (dp 0, tp 1)"
+        "rank that uploads tensor \"w\" is rank 2 (dp 1, tp 0), which is not the first rank that \
+         holds it; it must be a rank that uploads a part of slice 0: rank 0 (dp 0, tp 0), rank 1 \
+         (dp 0, tp 1)"
     );
     let manifest = Manifest::new(vec![TensorSpec::new("b", [4])]).unwrap();
     let plain = JobSpec { manifest, meshes: vec![], world: 2, ..spec };
     assert_eq!(
         refused(&plain, WHOLE, 1, Sent::Buffer),
-        "rank that pushes buffer \"b\" is rank 1, which is not the first that has \
-         it; it must be one that uploads some of slice 0: rank 0"
+        "rank that pushes buffer \"b\" is rank 1, which is not the first rank that holds it; it \
+         must be a rank that uploads a part of slice 0: rank 0"
     );
 }
 

@@ -52,7 +52,7 @@ async fn whoever_lacks_the_token_is_refused_by_every_service() {
     let trained = ours.run(cluster.address()).await.unwrap();
 
     for (token, found) in
-        [(None, "no token"), (Some(""), "no token"), (Some("another"), "another token")]
+        [(None, "no token"), (Some(""), "no token"), (Some("another"), "a wrong token")]
     {
         assert_eq!(refused(Client::connect(cluster.address(), with(token)).await), found);
     }
@@ -65,7 +65,7 @@ async fn whoever_lacks_the_token_is_refused_by_every_service() {
     let begin = pb::PushBegin { job: "guarded".into(), epoch: 1, contents, ..Default::default() };
     let push = vec![stock::open(begin), stock::extent(0, 0, &[7.0; 100_000])];
     assert_eq!(refused(stock::push(shard.address(), push).await), "no token");
-    assert_eq!(refused(ask(shard, "another").await), "another token");
+    assert_eq!(refused(ask(shard, "another").await), "a wrong token");
     assert!(matches!(ask(shard, TOKEN).await, Err(Error::UnknownJob { .. })));
 
     let client = Client::connect(cluster.address(), with(Some(TOKEN))).await.unwrap();

@@ -186,7 +186,7 @@ fn a_run_that_ended_goes_on_with_the_same_mesh_and_no_other() {
     }
     for output in start("--steps 6 --sequence-parallel") {
         assert!(
-            !output.status.success() && said(&output).contains("exists with another"),
+            !output.status.success() && said(&output).contains("exists with a different"),
             "{}",
             said(&output)
         );
