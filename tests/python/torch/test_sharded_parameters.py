@@ -272,8 +272,8 @@ def different_tensors(rank: int) -> None:
         group_sharded_parallel(model, torch.optim.SGD(model.parameters(), lr=0.1), "os")
 
 
-def test_ranks_with_different_models_are_both_named(processes: dict[str, str]) -> None:
-    ranks.run(2, different_tensors, env=processes)
+def test_ranks_with_different_models_are_both_named() -> None:
+    ranks.run(2, different_tensors)
 
 
 def test_parameters_begin_as_those_of_rank_0(processes: dict[str, str]) -> None:
