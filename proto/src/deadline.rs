@@ -1,5 +1,5 @@
-//! Until when an operation may take, and how a gRPC call carries that: in the header
-//! `grpc-timeout`.
+//! Deadlines of operations, and the header `grpc-timeout` in which a gRPC call carries its
+//! deadline.
 
 use std::time::Duration;
 
@@ -8,35 +8,35 @@ use tokio::time::Instant;
 
 use crate::{Error, Result};
 
-/// gRPC's header for the time that a call may take.
+/// The gRPC header that contains the time limit of a call.
 const TIMEOUT: HeaderName = HeaderName::from_static("grpc-timeout");
-/// The largest number that the header may have.
+/// The largest number that the header may contain.
 const MAX_NUMBER: u128 = 99_999_999;
-/// A server stops waiting so much before the deadline of a call: its error names what is missing,
-/// and must reach the caller before the deadline. At the deadline itself tonic's server ends the
-/// call with an error that names nothing. Of a call that may take less than twice as long, the
-/// server waits for half of the time.
+/// A server stops waiting this long before the deadline of a call. Its error names the missing
+/// input, and must reach the caller before the deadline. At the deadline itself tonic's server ends
+/// the call with an error that carries no such information. If the time limit of a call is less
+/// than twice this duration, the server waits for half of the limit.
 pub const MARGIN: Duration = Duration::from_millis(200);
 /// A deadline that is later than the clock can represent.
 const FAR_FUTURE: Duration = Duration::from_secs(86_400 * 365 * 30);
 
-/// When an operation must be over.
+/// The time at which an operation must have ended.
 #[derive(Debug, Clone, Copy)]
 pub struct Deadline {
     at: Instant,
-    /// For the message of the error.
+    /// The duration that the error message states.
     after: Duration,
 }
 
 impl Deadline {
-    /// A deadline that is `after` from now.
+    /// A deadline at `after` from now.
     pub fn after(after: Duration) -> Self {
         let now = Instant::now();
         Self { at: now.checked_add(after).unwrap_or_else(|| now + FAR_FUTURE), after }
     }
 
-    /// Until when a server may wait in a call that has arrived just now: [`MARGIN`] before the
-    /// deadline of the call. `None` if the call has no deadline, or a malformed one.
+    /// The time at which a server must stop waiting in a call that has just arrived: [`MARGIN`]
+    /// before the deadline of the call. `None` if the call has no deadline, or a malformed one.
     pub fn of_call(headers: &HeaderMap) -> Option<Self> {
         let timeout = parse(headers.get(TIMEOUT)?.to_str().ok()?)?;
         Some(Self::after(timeout - MARGIN.min(timeout / 2)))
@@ -48,21 +48,22 @@ impl Deadline {
         if self.left() > limit { Self::after(limit) } else { self }
     }
 
-    /// The time until then.
+    /// The time that is left until the deadline.
     pub fn left(&self) -> Duration {
         self.at.saturating_duration_since(Instant::now())
     }
 
-    /// The result of `work`.
+    /// Waits for the result of `work`.
     ///
     /// # Errors
-    /// [`Error::Timeout`] with `waiting_for` if it is not there at the deadline.
+    /// [`Error::Timeout`] with `waiting_for` if `work` has not ended at the deadline.
     pub async fn limit<T>(
         &self,
         waiting_for: impl FnOnce() -> String,
         work: impl Future<Output = T>,
     ) -> Result<T> {
-        // At the deadline, `work` may end with an error of the transport that names nothing.
+        // At the deadline, `work` may end with a transport error that does not name the missing
+        // input.
         tokio::select! {
             biased;
             () = tokio::time::sleep_until(self.at) => Err(self.timeout(waiting_for())),
@@ -70,13 +71,13 @@ impl Deadline {
         }
     }
 
-    /// The error after the deadline.
+    /// The error to return after the deadline.
     pub fn timeout(&self, waiting_for: String) -> Error {
         Error::Timeout { waiting_for, waited_ms: self.after.as_millis() as u64 }
     }
 }
 
-/// Gives a call a deadline, `timeout` after it has arrived.
+/// Sets the time limit of a call to `timeout`.
 pub fn write(headers: &mut HeaderMap, timeout: Duration) {
     let seconds = u128::from(timeout.as_secs());
     let units = [
@@ -120,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_to_eight_digits() {
+    fn a_timeout_survives_the_header_with_eight_digits() {
         let year = Duration::from_secs(86_400 * 365);
         for timeout in [Duration::ZERO, Duration::from_micros(1_500), MARGIN, year, 30 * year] {
             let mut headers = HeaderMap::new();
@@ -134,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_waits_for_less_than_the_call_may_take() {
+    fn a_server_waits_for_less_than_the_time_limit_of_the_call() {
         let wait = |value| Deadline::of_call(&headers(value)).map(|deadline| deadline.after);
         assert_eq!(wait("10S"), Some(Duration::from_millis(9_800)));
         assert_eq!(wait("300m"), Some(Duration::from_millis(150)));
@@ -146,7 +147,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn at_the_deadline_the_error_names_what_was_missing() {
+    async fn at_the_deadline_the_error_names_the_missing_input() {
         let deadline = Deadline::after(Duration::MAX).at_most(Duration::from_millis(2));
         let expired = deadline.limit(|| "rank 1".to_owned(), std::future::pending::<()>()).await;
         let told = Error::Timeout { waiting_for: "rank 1".to_owned(), waited_ms: 2 };

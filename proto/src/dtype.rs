@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// An element type. Every one of them converts to `F32` exactly; master weights and optimizer state
+/// An element type. Every type converts to `F32` without loss; master weights and optimizer state
 /// are always `F32`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -19,10 +19,10 @@ pub enum DType {
 }
 
 impl DType {
-    /// All of them, in the order in which messages list them.
+    /// All element types, in the order in which messages list them.
     pub const ALL: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
-    /// Bytes an element takes.
+    /// The size of an element in bytes.
     pub const fn size(self) -> usize {
         match self {
             DType::F32 => 4,
@@ -46,7 +46,7 @@ impl fmt::Display for DType {
     }
 }
 
-/// A name that is no dtype's.
+/// The error for an unknown dtype name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown dtype {0:?}; it must be one of f32, bf16, f16")]
 pub struct UnknownDType(pub String);
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_name_is_refused_with_the_right_ones_listed() {
+    fn an_unknown_name_is_refused_and_the_error_lists_the_valid_names() {
         let error = "float16".parse::<DType>().unwrap_err();
         assert_eq!(error, UnknownDType("float16".into()));
         for dtype in DType::ALL {

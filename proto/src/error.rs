@@ -1,8 +1,8 @@
-//! What can go wrong between a client and the servers, in one table: [`Error`] <-> `tonic::Status`.
+//! The errors between a client and the servers, in one table: [`Error`] <-> `tonic::Status`.
 //!
 //! A status carries a `google.rpc.ErrorInfo` whose `reason` names the variant (`STALE_EPOCH`, ...)
-//! and whose metadata has the variant's fields as JSON under `detail`, so that any gRPC client can
-//! tell the errors apart without reading the message.
+//! and whose metadata contains the variant's fields as JSON under `detail`. Any gRPC client can
+//! therefore distinguish the errors without parsing the message.
 
 use std::fmt::Display;
 
@@ -14,57 +14,57 @@ mod quote;
 
 use quote::{MAX_MESSAGE, bound, cut, quote};
 
-/// `ErrorInfo.domain` of every error of ours.
+/// `ErrorInfo.domain` of every ZeroShard error.
 pub const DOMAIN: &str = "zeroshard";
 
-/// The most characters of input that [`Error::invalid`] quotes.
+/// The maximum number of characters of input that [`Error::invalid`] quotes.
 const MAX_QUOTED: usize = 200;
-/// The most characters that it says of what would be right.
+/// The maximum number of characters of its `expected` text.
 const MAX_EXPECTED: usize = 500;
 
-/// An error that crosses the wire.
+/// An error that is sent over the wire.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[serde(tag = "reason", rename_all = "SCREAMING_SNAKE_CASE")]
 pub enum Error {
-    /// The request itself is wrong; sent again it will be refused again.
+    /// The request is invalid; a retry fails in the same way.
     #[error("{what} is {found}; it must be {expected}")]
     Invalid {
-        /// Which field of what, with tensor, slice, rank or step where there is one.
+        /// The invalid field, with its tensor, slice, rank or step if it has one.
         what: String,
-        /// What it was.
+        /// The invalid value.
         found: String,
-        /// What would be right.
+        /// A description of the valid values.
         expected: String,
     },
     /// The call did not carry the token of the cluster.
     #[error("the call carries {found}; set ZEROSHARD_TOKEN to the token of the cluster")]
     Unauthenticated {
-        /// What it carried; never the token itself.
+        /// A description of what the call carried; never the token itself.
         found: String,
     },
-    /// No such job here.
+    /// The job does not exist on this server.
     #[error("job {job:?} does not exist on this server; `zsctl status` lists the jobs")]
     UnknownJob {
-        /// Its name.
+        /// The name of the job.
         job: String,
     },
-    /// Another job of this name exists, with another spec.
+    /// A job of this name exists, but has a different spec.
     #[error(
         "job {job:?} already exists with a different {difference}; choose another name or delete \
          the existing job"
     )]
     JobExists {
-        /// Its name.
+        /// The name of the job.
         job: String,
         /// The first part of the spec that differs.
         difference: String,
     },
-    /// The job cannot go on.
+    /// The job has failed and cannot continue.
     #[error("job {job:?} has failed: {reason}")]
     JobFailed {
-        /// Its name.
+        /// The name of the job.
         job: String,
-        /// Why.
+        /// The reason.
         #[serde(rename = "why")]
         reason: String,
     },
@@ -79,7 +79,7 @@ pub enum Error {
         /// The slice.
         slice: u32,
     },
-    /// The caller's view of the membership is old.
+    /// The caller's view of the membership is outdated.
     #[error(
         "epoch {epoch} of job {job:?} is not the current epoch, which is {current}; join the job \
          again or wait for the membership update"
@@ -87,28 +87,28 @@ pub enum Error {
     StaleEpoch {
         /// The job.
         job: String,
-        /// What the caller said.
+        /// The epoch of the call.
         epoch: u64,
-        /// What it is.
+        /// The current epoch.
         current: u64,
     },
-    /// The job was deleted, and another one has its name.
+    /// The job was deleted, and another job has its name.
     #[error(
         "job {job:?} was deleted and created again after this client opened it; join the new job"
     )]
     JobReplaced {
-        /// Its name.
+        /// The name of the job.
         job: String,
     },
-    /// The caller's coordinator has been replaced.
+    /// The coordinator that sent the command has been replaced.
     #[error("term {term} of the coordinator has ended; the current term is {current}")]
     StaleTerm {
-        /// What the sender said.
+        /// The term of the sender.
         term: u64,
-        /// The highest that was seen.
+        /// The highest term that this server has seen.
         current: u64,
     },
-    /// The attempt at the step is not the open one.
+    /// The attempt of the call is not the open attempt of the step.
     #[error(
         "attempt {attempt} at step {step} of job {job:?} is not the open attempt, which is \
          {current}; push the gradients of the step again"
@@ -118,9 +118,9 @@ pub enum Error {
         job: String,
         /// The step.
         step: u64,
-        /// What the caller said.
+        /// The attempt of the call.
         attempt: u32,
-        /// What it is.
+        /// The open attempt.
         current: u32,
     },
     /// A rank that the step needs has left the job.
@@ -137,49 +137,49 @@ pub enum Error {
         /// The open step.
         step: u64,
     },
-    /// The step is not the open one.
+    /// The step of the call is not the open step.
     #[error("step {step} of job {job:?} is not the open step, which is {current}")]
     StepMismatch {
         /// The job.
         job: String,
-        /// What the caller said.
+        /// The step of the call.
         step: u64,
-        /// What it is.
+        /// The open step.
         current: u64,
     },
-    /// The step was dropped on all servers: run it again, from the same data.
+    /// The step was aborted on all servers and must be run again with the same data.
     #[error("step {step} of job {job:?} was aborted: {cause}; run the step again in epoch {epoch}")]
     StepAborted {
         /// The job.
         job: String,
         /// The step.
         step: u64,
-        /// The epoch to run it in.
+        /// The epoch in which to run the step again.
         epoch: u64,
-        /// What happened.
+        /// The cause.
         cause: String,
     },
-    /// The version was there, and has been replaced.
+    /// The version has been replaced by a later one.
     #[error(
         "version {version} of job {job:?} is no longer available; the current version is {current}"
     )]
     VersionGone {
         /// The job.
         job: String,
-        /// What the caller asked for.
+        /// The requested version.
         version: u64,
-        /// What is there.
+        /// The current version.
         current: u64,
     },
     /// A deadline passed.
     #[error("timed out after {waited_ms} ms waiting for {waiting_for}")]
     Timeout {
-        /// Which worker, server, tensor, step, epoch.
+        /// The worker, server, tensor, step and epoch that the call waited for.
         waiting_for: String,
-        /// For how long.
+        /// The duration of the wait.
         waited_ms: u64,
     },
-    /// Somebody holds the rank.
+    /// Another worker holds the rank.
     #[error("rank {rank} of job {job:?} is held by another worker")]
     RankTaken {
         /// The job.
@@ -195,7 +195,7 @@ pub enum Error {
         /// The rank.
         rank: u32,
     },
-    /// Two ranks said different things about what must be the same.
+    /// Two ranks passed different values for something that must be equal on all ranks.
     #[error(
         "rank {rank} disagrees with another rank about {what} at step {step} of job {job:?}; all \
          ranks must agree on it"
@@ -205,12 +205,13 @@ pub enum Error {
         job: String,
         /// The step.
         step: u64,
-        /// The rank that came later.
+        /// The rank whose call came later.
         rank: u32,
-        /// About what.
+        /// The subject of the disagreement.
         what: String,
     },
-    /// Early gradients fill the budget; push the other slices first, then this one again.
+    /// The buffer for early gradients is full. The client should push the other slices first, then
+    /// this slice again.
     #[error(
         "the server's buffer for early gradients ({budget} bytes) is full: the gradient of slice \
          {slice} from rank {rank} must wait for rank {waiting_for}; push other slices first, or \
@@ -221,53 +222,53 @@ pub enum Error {
         slice: u32,
         /// The rank.
         rank: u32,
-        /// First element that was not taken, of those that the rank has of the slice. What the push
-        /// sent before it was taken.
+        /// The first element of the rank's part of the slice that was not accepted. The server has
+        /// accepted everything that the push sent before it.
         offset: u64,
         /// The rank whose gradient comes next in the order of addition.
         waiting_for: u32,
         /// `--parked-bytes` of the server.
         budget: u64,
     },
-    /// Memory for the job could not be had.
+    /// The memory for the job could not be allocated.
     #[error("out of memory: cannot allocate {bytes} bytes for {what}")]
     OutOfMemory {
-        /// For what.
+        /// The purpose of the memory.
         what: String,
-        /// How much.
+        /// The number of bytes.
         bytes: u64,
     },
-    /// The peer cannot be reached, or is going away.
+    /// The peer cannot be reached, or is shutting down.
     #[error("{peer} is unavailable: {cause}")]
     Unavailable {
-        /// Role and address.
+        /// The role and address of the peer.
         peer: String,
-        /// What the transport said.
+        /// The message of the transport.
         cause: String,
     },
-    /// A bug: something that should hold does not.
+    /// An invariant does not hold, which is a bug.
     #[error("internal error: {cause}")]
     Internal {
-        /// What did not hold.
+        /// The violated invariant.
         cause: String,
     },
 }
 
-/// What a caller does about an error.
+/// The caller's reaction to an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Remedy {
-    /// Send the same again, after a pause.
+    /// Send the same request again after a pause.
     Retry,
-    /// Get the current membership, then send again.
+    /// Get the current membership, then send the request again.
     Refresh,
-    /// Run the step again, from the same data.
+    /// Run the step again with the same data.
     RedoStep,
-    /// Tell the user.
+    /// Report the error to the user.
     GiveUp,
 }
 
 impl Error {
-    /// An [`Error::Invalid`]. Input in `what` and `found` is quoted up to a length.
+    /// Creates an [`Error::Invalid`]. The texts are truncated to a maximum length.
     pub fn invalid(
         what: impl Into<String>,
         found: impl Display,
@@ -280,12 +281,13 @@ impl Error {
         }
     }
 
-    /// What to do about it.
+    /// The caller's reaction to this error.
     pub fn remedy(&self) -> Remedy {
         match self {
-            // The peer may be back, or the ranks before us may have pushed.
+            // The peer may return, or the ranks that come first may have pushed.
             Self::Unavailable { .. } | Self::ParkingFull { .. } => Remedy::Retry,
-            // The coordinator has told the caller first; the server will know in a moment.
+            // The coordinator has informed the caller first; the server will learn of the change
+            // shortly.
             Self::StaleEpoch { epoch, current, .. } if current < epoch => Remedy::Retry,
             Self::StaleAttempt { attempt, current, .. } if current < attempt => Remedy::Retry,
             Self::StaleEpoch { .. } | Self::NotHere { .. } => Remedy::Refresh,
@@ -349,14 +351,15 @@ impl From<Error> for Status {
 }
 
 impl Error {
-    /// What a call to `peer` (role and address) ended with.
+    /// Converts the status of a call to `peer` (role and address).
     pub fn from_status(status: &Status, peer: &str) -> Self {
         let ours = status
             .get_details_error_info()
             .filter(|info| info.domain == DOMAIN)
             .and_then(|info| serde_json::from_str(info.metadata.get("detail")?).ok());
         ours.unwrap_or_else(|| match status.code() {
-            // What the transport, not a server of ours, says: the call may be sent again.
+            // The status comes from the transport and not from a ZeroShard server: the call may be
+            // repeated.
             Code::Unavailable | Code::Cancelled | Code::Unknown => {
                 Self::Unavailable { peer: peer.to_owned(), cause: status.message().to_owned() }
             }

@@ -1,9 +1,9 @@
-//! The data plane's messages, written and read without a copy of their payloads.
+//! The messages of the data plane, written and read without copying their payloads.
 //!
-//! What goes over the wire is plain gRPC of `PushRequest` and `PullResponse` (data.proto). A
-//! generated encoder copies each payload once, and a decoder twice; these do not: [`Writer`] puts
-//! the payload's own `Bytes` between headers, and [`Decoder`] hands out pieces of the network
-//! buffer as they come.
+//! The format on the wire is plain gRPC with the messages `PushRequest` and `PullResponse`
+//! (data.proto). A generated encoder copies each payload once, and a generated decoder copies it
+//! twice. [`Writer`] places the payload's own `Bytes` between headers, and [`Decoder`] returns
+//! pieces of the network buffer as they arrive.
 
 mod decode;
 mod encode;
@@ -33,14 +33,14 @@ mod wire {
     pub(super) const FIXED32: u64 = 5;
 }
 
-/// Where a payload belongs.
+/// The position of a payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
     /// Index of the slice in the job.
     pub slice: u32,
-    /// First element, within the slice.
+    /// The first element, relative to the slice.
     pub offset: u64,
-    /// Element type of the payload.
+    /// The element type of the payload.
     pub dtype: DType,
 }
 

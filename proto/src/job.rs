@@ -1,4 +1,4 @@
-//! Everything that decides what a job is.
+//! The specification of a job.
 
 use std::{collections::BTreeMap, ops::RangeInclusive, sync::Arc, time::Duration};
 
@@ -12,57 +12,58 @@ use crate::{
     pb,
 };
 
-/// The most workers a job may have.
+/// The maximum number of workers of a job.
 pub const MAX_WORLD: u32 = 65_536;
-/// The most meshes that a job may have.
+/// The maximum number of meshes of a job.
 pub const MAX_MESHES: usize = 1024;
-/// The most parameter groups that a job may have.
+/// The maximum number of parameter groups of a job.
 pub const MAX_GROUPS: usize = 1024;
-/// The most servers that may hold a slice.
+/// The maximum number of servers that hold a slice.
 pub const MAX_REPLICAS: u32 = 64;
-/// The most contributions to a step of a job: a rank's part of a slice is one.
+/// The maximum number of contributions to a step of a job. Each rank's part of each slice counts as
+/// one.
 pub const MAX_CONTRIBUTIONS: u64 = 1 << 27;
-/// How long a job that nobody holds may be kept: long enough to be joined after its creation.
+/// The allowed idle timeouts. The minimum leaves enough time to join a job after its creation.
 pub const IDLE_TIMEOUTS: RangeInclusive<Duration> =
     Duration::from_secs(1)..=Duration::from_secs(86_400 * 365);
 
 /// A job: its tensors, optimizer, number of workers and replicas.
 #[derive(Debug, Clone, PartialEq)]
 pub struct JobSpec {
-    /// Unique in the cluster.
+    /// The name, unique in the cluster.
     pub name: String,
-    /// Its tensors.
+    /// The tensors.
     pub manifest: Manifest,
-    /// Optimizer of each parameter group: one kind, the same state tensors, hyperparameters of its
-    /// own.
+    /// The optimizer of each parameter group. All groups have the same kind and the same state
+    /// tensors, and may have different hyperparameters.
     pub groups: Vec<Optimizer>,
-    /// Number of workers.
+    /// The number of workers.
     pub world: u32,
-    /// Placement waits until so many servers are there.
+    /// The number of servers that must be connected before the slices are placed.
     pub min_servers: u32,
-    /// Servers that hold each slice.
+    /// The number of servers that hold each slice.
     pub replicas: u32,
-    /// What the layouts of its tensors refer to.
+    /// The meshes to which the layouts of the tensors refer.
     pub meshes: Vec<Arc<ProcessMesh>>,
-    /// What happens to the others when a rank leaves.
+    /// The effect on the other ranks when a rank leaves.
     pub departure: Departure,
-    /// The coordinator deletes the job when every rank has left in order, or when no rank has had a
-    /// lease for so long; `None`: the job is kept until it is deleted.
+    /// The coordinator deletes the job when every rank has left in order, or when no rank has held
+    /// a lease for this duration. `None`: the job is kept until it is deleted.
     pub idle_timeout: Option<Duration>,
 }
 
-/// What ranks that wait for a rank that has left in order are told.
+/// The effect of a rank that has left in order on ranks that wait for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Departure {
-    /// An error, at once, that names it.
+    /// They receive an error at once that names the rank.
     #[default]
     Error,
-    /// Nothing, if it was done: they go on, and its gradients count as zeros.
+    /// If the rank was done, they continue without it, and its gradients count as zeros.
     Absent,
 }
 
 impl JobSpec {
-    /// A job of one worker, on whatever servers are there.
+    /// Creates the spec of a job with one worker, which accepts any number of servers.
     pub fn new(name: impl Into<String>, manifest: Manifest, groups: Vec<Optimizer>) -> Self {
         Self {
             name: name.into(),
@@ -77,13 +78,13 @@ impl JobSpec {
         }
     }
 
-    /// Checks what the parts alone cannot.
+    /// Checks the rules that involve several parts of the spec.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: no group, groups of different kinds, a hyperparameter out of range, a
-    /// tensor in no group or cut where its optimizer needs it whole, a layout that does not fit its
-    /// tensor or mesh, a world, number of servers or idle timeout out of range, more of anything
-    /// than its limit.
+    /// [`Error::Invalid`] if the spec has no parameter group, groups of different kinds, or a
+    /// hyperparameter out of range; a tensor in no group, or one that is split although its
+    /// optimizer needs it whole; a layout that does not fit its tensor or mesh; a world size,
+    /// number of servers or idle timeout out of range; or more of anything than its limit.
     pub fn validate(&self) -> Result<()> {
         check_name("name of the job", &self.name)?;
         check_number("meshes", self.meshes.len(), MAX_MESHES)?;
@@ -118,7 +119,7 @@ impl JobSpec {
     fn check_contributions(&self) -> Result<()> {
         let mut total = 0u64;
         for (index, tensor) in self.manifest.tensors().iter().enumerate() {
-            // Of a tensor without slices a layout is still looked at.
+            // The layout of a tensor without slices is still checked.
             let slices = (self.manifest.slices_of(index).len() as u64).max(1);
             let contributions = match &tensor.layout {
                 None => u64::from(self.world) * slices,
@@ -175,7 +176,7 @@ impl JobSpec {
         Layout::new(Arc::clone(&self.meshes[layout.mesh as usize]), layout.placements.clone())
     }
 
-    /// How tensor number `tensor` (its owner, if it is tied) lies on a mesh; `None` if it has no
+    /// The layout of tensor number `tensor` (of its owner, if it is tied); `None` if it has no
     /// layout.
     pub fn layout_of(&self, tensor: usize) -> Option<Layout> {
         let layout = self.manifest.tensors()[self.manifest.owner(tensor)].layout.as_ref()?;
@@ -191,13 +192,14 @@ impl JobSpec {
         }
     }
 
-    /// What the summed gradient of tensor number `tensor` is divided by: see
+    /// The divisor of the summed gradient of tensor number `tensor`: see
     /// [`Contributions::divisor`].
     pub fn divisor(&self, tensor: usize) -> u64 {
         self.layout_of(tensor).map_or(self.world.into(), |layout| layout.divisor())
     }
 
-    /// What `rank` has of tensor number `tensor`; nothing, if the tensor's mesh is without it.
+    /// The box of tensor number `tensor` that `rank` holds; empty if the rank is not in the
+    /// tensor's mesh.
     pub fn local_box(&self, tensor: usize, rank: u32) -> TensorBox {
         let shape = &self.manifest.tensors()[tensor].shape;
         match self.layout_of(tensor) {
@@ -230,11 +232,11 @@ impl JobSpec {
         Ok(())
     }
 
-    /// Checks the hyperparameters that a step asks for.
+    /// Checks the hyperparameters of a step.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: another number of groups or kind than the job's, state tensors that the
-    /// job does not have, a hyperparameter out of range.
+    /// [`Error::Invalid`] if the number of groups or their kind differs from the job's, if they
+    /// need state tensors that the job does not have, or if a hyperparameter is out of range.
     pub fn validate_step(&self, groups: &[Optimizer]) -> Result<()> {
         if groups.len() != self.groups.len() {
             let expected = format!("the number of groups of the job, {}", self.groups.len());
@@ -243,7 +245,7 @@ impl JobSpec {
         check_groups(groups, self.groups.first())
     }
 
-    /// The first part in which `other` differs, by name.
+    /// The name of the first part in which `other` differs.
     pub fn difference(&self, other: &Self) -> Option<String> {
         let ours = self.manifest.tensors();
         let theirs = other.manifest.tensors();
@@ -292,6 +294,8 @@ fn check_groups(groups: &[Optimizer], like: Option<&Optimizer>) -> Result<()> {
     Ok(())
 }
 
+/// Checks a number against its limit.
+///
 /// # Errors
 /// [`Error::Invalid`] for more than `limit`.
 fn check_number(of: &str, number: usize, limit: usize) -> Result<()> {
@@ -325,7 +329,7 @@ impl TryFrom<pb::JobSpec> for JobSpec {
     type Error = Error;
 
     fn try_from(message: pb::JobSpec) -> Result<Self> {
-        // Before anything is converted.
+        // These checks precede any conversion.
         check_number_of_tensors(message.tensors.len())?;
         check_number("meshes", message.meshes.len(), MAX_MESHES)?;
         let tensors = message.tensors.into_iter().map(TensorSpec::try_from);
@@ -354,11 +358,11 @@ impl TryFrom<pb::JobSpec> for JobSpec {
     }
 }
 
-/// Converts a message's parameter groups.
+/// Converts the parameter groups of a message.
 ///
 /// # Errors
-/// [`Error::Invalid`] naming the optimizer or hyperparameter that does not exist; more than
-/// [`MAX_GROUPS`].
+/// [`Error::Invalid`] for an unknown optimizer or hyperparameter, which it names, and for more than
+/// [`MAX_GROUPS`] groups.
 pub fn optimizers(messages: Vec<pb::Optimizer>) -> Result<Vec<Optimizer>> {
     check_number("parameter groups", messages.len(), MAX_GROUPS)?;
     messages.into_iter().map(Optimizer::try_from).collect()

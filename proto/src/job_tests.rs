@@ -63,7 +63,7 @@ fn sharded(placements: &[DimPlacement]) -> JobSpec {
 }
 
 #[test]
-fn layouts_survive_the_wire_and_say_what_a_rank_has() {
+fn layouts_survive_the_wire_and_determine_local_boxes() {
     use DimPlacement::{Partial, Replicate, Shard};
     for placements in [[Partial(Reduction::Avg), Shard(1)], [Partial(Reduction::Sum), Replicate]] {
         let spec = sharded(&placements);
@@ -92,7 +92,7 @@ fn layouts_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn more_than_the_limit_of_anything_is_refused_with_the_limit() {
+fn exceeding_a_limit_is_refused_and_the_error_states_the_limit() {
     let limit = |message: pb::JobSpec| match JobSpec::try_from(message) {
         Err(Error::Invalid { what, expected, .. }) => (what, expected),
         other => panic!("{other:?}"),
@@ -109,7 +109,7 @@ fn more_than_the_limit_of_anything_is_refused_with_the_limit() {
     );
     let (what, expected) = limit(pb::JobSpec { replicas: 65, ..message() });
     assert_eq!((what.as_str(), expected), ("replicas", format!("at most {MAX_REPLICAS}")));
-    // 351 KiB of dimension names.
+    // The dimension names take 351 KiB.
     let dims = (0..40_000).map(|dim| pb::MeshDim { name: format!("dim {dim:04}"), size: 1 });
     let mesh = pb::Mesh { dims: dims.collect(), ranks: vec![0] };
     assert_eq!(
@@ -119,8 +119,8 @@ fn more_than_the_limit_of_anything_is_refused_with_the_limit() {
 }
 
 #[test]
-fn a_refused_spec_is_not_cut_into_slices_and_its_contributions_are_not_listed() {
-    // A few bytes: four million slices, each with 65,536 contributions.
+fn a_refused_spec_creates_no_slices_and_no_list_of_contributions() {
+    // A message of a few bytes describes four million slices, each with 65,536 contributions.
     let message = pb::JobSpec {
         tensors: vec![pb::Tensor { shape: vec![1 << 44], ..(&TensorSpec::new("w", [])).into() }],
         world: MAX_WORLD,
@@ -130,7 +130,7 @@ fn a_refused_spec_is_not_cut_into_slices_and_its_contributions_are_not_listed() 
 }
 
 #[test]
-fn cut_tensors_have_fewer_contributions_than_tensors_that_all_ranks_sum_up() {
+fn sharded_tensors_have_fewer_contributions_than_tensors_summed_over_all_ranks() {
     use DimPlacement::{Partial, Shard};
     let on = |placement| {
         let layout = Some(TensorLayout { mesh: 0, placements: vec![placement] });
@@ -147,7 +147,7 @@ fn cut_tensors_have_fewer_contributions_than_tensors_that_all_ranks_sum_up() {
 }
 
 #[test]
-fn the_difference_of_two_specs_is_named() {
+fn the_difference_between_two_specs_is_named() {
     assert_eq!(spec().difference(&spec()), None);
     let other = JobSpec { world: 2, ..spec() };
     assert_eq!(spec().difference(&other).as_deref(), Some("world"));

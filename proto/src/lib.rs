@@ -1,7 +1,7 @@
-//! The wire, and whatever both of its sides must agree on.
+//! The protocol, and everything else on which both of its sides must agree.
 //!
-//! Generated messages ([`pb`]) stop at the border: they are converted on receipt into the types of
-//! this crate, which cannot be wrong.
+//! Generated messages ([`pb`]) are converted on receipt into the types of this crate, whose values
+//! are always valid.
 
 pub mod deadline;
 pub mod dtype;

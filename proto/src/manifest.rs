@@ -1,65 +1,65 @@
 //! The job's ordered tensors, and the slices that follow from them.
 //!
-//! Slices are cut from the manifest alone: neither the number of servers nor anything else that a
-//! user can change moves a boundary.
+//! Slices depend on the manifest alone: neither the number of servers nor any other setting moves a
+//! boundary.
 
 use std::{collections::HashMap, ops::Range, sync::OnceLock};
 
 use crate::{DType, Error, Result, TensorLayout, geometry::blocks::SLICE, pb};
 
-/// The most elements a job may have, so that no product or sum of sizes overflows.
+/// The maximum number of elements of a job, so that no product or sum of sizes overflows.
 const MAX_ELEMENTS: u64 = 1 << 44;
-/// The longest name of a job or tensor, in bytes.
+/// The maximum length of the name of a job or tensor, in bytes.
 pub const MAX_NAME: usize = 1024;
-/// The most tensors that a job may have.
+/// The maximum number of tensors of a job.
 pub const MAX_TENSORS: usize = 1 << 20;
-/// The most dimensions that a tensor may have.
+/// The maximum number of dimensions of a tensor.
 pub const MAX_TENSOR_DIMS: usize = 64;
-/// The most slices that a job can have.
+/// The maximum number of slices of a job.
 pub const MAX_SLICES: usize = 1 << 24;
 
 // Each tensor has at most one slice that is not full.
 const _: () = assert!(MAX_ELEMENTS as usize / SLICE + MAX_TENSORS <= MAX_SLICES);
 
-/// How a tensor may be cut.
+/// How a tensor is split into slices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Policy {
-    /// Every [`SLICE`] elements.
+    /// Every [`SLICE`] elements form a slice.
     #[default]
     Elementwise,
-    /// Not at all: the optimizer needs the whole tensor at once.
+    /// The tensor is one slice, because the optimizer needs the whole tensor at once.
     Whole,
 }
 
 /// One tensor of the manifest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
-    /// Unique in the manifest.
+    /// The name, unique in the manifest.
     pub name: String,
-    /// Row-major; empty for a scalar.
+    /// The dimensions, row-major; empty for a scalar.
     pub shape: Vec<u64>,
-    /// What parameters are published as. Master weights are f32 always.
+    /// The dtype in which parameters are published. Master weights are always f32.
     pub dtype: DType,
-    /// Pulled, never pushed; no optimizer state.
+    /// The tensor is pulled but never pushed, and has no optimizer state.
     pub frozen: bool,
-    /// Not a parameter (batch-norm statistics): it takes no gradient, and who uploads it may push
-    /// new content with each step.
+    /// The tensor is not a parameter (such as batch-norm statistics): it takes no gradient, and the
+    /// rank that uploads it may push new content with each step.
     pub buffer: bool,
-    /// Tied: the earlier tensor that owns the storage.
+    /// The earlier tensor with which this tensor shares its storage, if it is tied.
     pub alias_of: Option<String>,
-    /// Parameter group.
+    /// The parameter group.
     pub group: u32,
-    /// How it may be cut.
+    /// How the tensor is split into slices.
     pub policy: Policy,
-    /// Not part of the global norm, and not scaled by the clip coefficient.
+    /// The tensor does not count in the global norm, and the clip coefficient does not scale it.
     pub no_clip: bool,
-    /// How its gradient, and what it begins with, come from the ranks. `None`: each rank's gradient
-    /// is of all of it, their mean is taken, and rank 0 uploads it.
+    /// How the gradient and the initial values are distributed over the ranks. `None`: each rank
+    /// has the whole gradient, the servers take the mean, and rank 0 uploads the initial values.
     pub layout: Option<TensorLayout>,
 }
 
 impl TensorSpec {
-    /// A trainable f32 tensor of group 0.
+    /// A trainable f32 tensor in group 0.
     pub fn new(name: impl Into<String>, shape: impl Into<Vec<u64>>) -> Self {
         Self {
             name: name.into(),
@@ -75,12 +75,12 @@ impl TensorSpec {
         }
     }
 
-    /// Number of elements; 1 for a scalar.
+    /// The number of elements; 1 for a scalar.
     pub fn numel(&self) -> u64 {
         self.shape.iter().product()
     }
 
-    /// Whether it takes gradients of its own.
+    /// Whether the tensor takes gradients of its own.
     pub fn trains(&self) -> bool {
         !self.frozen && !self.buffer && self.alias_of.is_none()
     }
@@ -89,11 +89,11 @@ impl TensorSpec {
 /// Consecutive elements of one tensor: the unit of ownership and movement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SliceSpec {
-    /// Index of the tensor that owns the storage.
+    /// The index of the tensor that owns the storage.
     pub tensor: usize,
-    /// First element, within the flattened tensor.
+    /// The first element, relative to the flattened tensor.
     pub offset: usize,
-    /// Number of elements; 1 or more.
+    /// The number of elements; at least 1.
     pub numel: usize,
 }
 
@@ -101,17 +101,18 @@ pub struct SliceSpec {
 #[derive(Debug, Clone)]
 pub struct Manifest {
     tensors: Vec<TensorSpec>,
-    /// INVARIANT: the tensor that owns the storage of each; itself unless tied.
+    /// INVARIANT: for each tensor the tensor that owns its storage, which is the tensor itself
+    /// unless it is tied.
     owners: Vec<usize>,
-    /// INVARIANT: `slices[first[t]..first[t + 1]]` are those of tensor t; none for tied and empty
-    /// ones.
+    /// INVARIANT: `slices[first[t]..first[t + 1]]` are the slices of tensor t; tied and empty
+    /// tensors have none.
     first: Vec<usize>,
-    /// Cut when they are first asked for: a few bytes of a message make millions of them, and the
-    /// message may be refused for another reason.
+    /// Computed on first use. A message of a few bytes can describe millions of slices, and may be
+    /// refused for another reason.
     slices: OnceLock<Vec<SliceSpec>>,
 }
 
-/// All else follows from the tensors.
+/// The other fields follow from the tensors.
 impl PartialEq for Manifest {
     fn eq(&self, other: &Self) -> bool {
         self.tensors == other.tensors
@@ -124,9 +125,10 @@ impl Manifest {
     /// Checks the tensors.
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming the tensor: a name that is empty, too long or not unique, a shape
-    /// that has too many dimensions or overflows, an alias that is not an earlier, storage-owning
-    /// tensor of the same shape; more than [`MAX_TENSORS`].
+    /// [`Error::Invalid`], which names the tensor, for a name that is empty, too long or not
+    /// unique; a shape that overflows or has too many dimensions; an alias that is not an earlier
+    /// tensor with storage of its own and with the same shape; and for more than [`MAX_TENSORS`]
+    /// tensors.
     pub fn new(tensors: Vec<TensorSpec>) -> Result<Self> {
         check_number_of_tensors(tensors.len())?;
         let mut names = HashMap::with_capacity(tensors.len());
@@ -161,7 +163,7 @@ impl Manifest {
         &self.tensors
     }
 
-    /// All slices, in manifest order; a slice's number is its position.
+    /// All slices, in manifest order. The number of a slice is its position.
     pub fn slices(&self) -> &[SliceSpec] {
         self.slices.get_or_init(|| {
             let cut = self
@@ -183,13 +185,13 @@ impl Manifest {
         self.owners[tensor]
     }
 
-    /// Numbers of the slices that hold `tensor` (those of its owner if it is tied).
+    /// The numbers of the slices that hold `tensor` (those of its owner if it is tied).
     pub fn slices_of(&self, tensor: usize) -> Range<usize> {
         let owner = self.owners[tensor];
         self.first[owner]..self.first[owner + 1]
     }
 
-    /// The tensor that slice number `slice` is part of.
+    /// The tensor that contains slice number `slice`.
     pub fn tensor_of(&self, slice: usize) -> &TensorSpec {
         &self.tensors[self.slices()[slice].tensor]
     }
@@ -199,7 +201,7 @@ impl Manifest {
         self.tensor_of(slice).trains()
     }
 
-    /// Number of parameters; tied ones count once, buffers do not.
+    /// The number of parameters. Tied parameters count once, and buffers do not count.
     pub fn parameters(&self) -> u64 {
         let owned = self.tensors.iter().filter(|t| t.alias_of.is_none() && !t.buffer);
         owned.map(TensorSpec::numel).sum()
@@ -218,6 +220,8 @@ pub(crate) fn check_name(what: &str, name: &str) -> Result<()> {
     Ok(())
 }
 
+/// Checks the number of tensors.
+///
 /// # Errors
 /// [`Error::Invalid`] for more than [`MAX_TENSORS`].
 pub(crate) fn check_number_of_tensors(number: usize) -> Result<()> {
@@ -274,7 +278,7 @@ fn owner_of(
     Ok(owner)
 }
 
-/// How many elements the slices of a tensor have, but for a last one that may be shorter.
+/// The number of elements of each slice of a tensor, except a shorter last slice.
 fn slice_numel(tensor: &TensorSpec) -> usize {
     match tensor.policy {
         Policy::Elementwise => SLICE,
@@ -359,7 +363,7 @@ impl From<DType> for pb::Dtype {
 }
 
 impl DType {
-    /// The dtype of a message's enum number; `None` if unspecified or unknown.
+    /// The dtype of an enum number in a message; `None` if unspecified or unknown.
     pub fn from_wire(number: i32) -> Option<Self> {
         match pb::Dtype::try_from(number).ok()? {
             pb::Dtype::Unspecified => None,
@@ -403,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_tensors_are_not_cut() {
+    fn whole_tensors_are_not_split() {
         let big = [3 * SLICE as u64 + 1];
         let whole = TensorSpec { policy: Policy::Whole, ..TensorSpec::new("a", big) };
         let manifest = Manifest::new(vec![whole, TensorSpec::new("b", big)]).unwrap();
@@ -438,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_are_not_cut_before_they_are_asked_for() {
+    fn slices_are_computed_on_first_use() {
         let manifest = Manifest::new(vec![TensorSpec::new("w", [MAX_ELEMENTS])]).unwrap();
         assert_eq!(manifest.number_of_slices(), MAX_ELEMENTS as usize / SLICE);
         assert_eq!(manifest.slices_of(0), 0..manifest.number_of_slices());

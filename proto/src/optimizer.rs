@@ -1,13 +1,11 @@
-//! Which optimizer a job runs and with which hyperparameters: names, defaults and rules are
-//! torch's.
+//! The optimizer of a job and its hyperparameters. Names, defaults and rules are those of torch.
 //!
-//! Pure description, shared by client and servers. What a step does to numbers is the server's
-//! `backend`; which state tensors it keeps is said here ([`Optimizer::state`]), because snapshots
-//! and checkpoints name them.
+//! This module only describes optimizers, for clients and servers. The arithmetic of a step is in
+//! the server's `backend`. The state tensors are listed here ([`Optimizer::state`]), because
+//! snapshots and checkpoints name them.
 //!
 //! All parameter groups of a job share the kind and the state layout
-//! ([`Optimizer::same_state_layout`]); everything else may differ from group to group and from step
-//! to step.
+//! ([`Optimizer::same_state_layout`]); everything else may differ between groups and between steps.
 
 use std::{fmt, str::FromStr};
 
@@ -76,8 +74,8 @@ optimizers! {
     Average "average",
 }
 
-/// Evaluates an expression on whichever optimizer it is; another for the one that has no
-/// hyperparameters.
+/// Evaluates an expression for the hyperparameters of any optimizer, and another expression for the
+/// optimizer without hyperparameters.
 macro_rules! for_any {
     ($optimizer:expr, $it:ident => $body:expr, else $none:expr) => {
         match $optimizer {
@@ -95,8 +93,8 @@ macro_rules! for_any {
 }
 
 impl Optimizer {
-    /// The state tensors it keeps, by torch's names, in the order in which they are stored. Each is
-    /// f32 and of the parameter's size.
+    /// The state tensors of the optimizer, by torch's names, in the order in which they are stored.
+    /// Each is f32 and has the size of the parameter.
     pub const fn state(&self) -> &'static [&'static str] {
         match self {
             Optimizer::Sgd(sgd) if sgd.momentum != 0.0 => &["momentum_buffer"],
@@ -130,8 +128,8 @@ impl Optimizer {
         }
     }
 
-    /// Whether a step needs a tensor in one piece (its norm decides the update), so that the tensor
-    /// must be one slice.
+    /// Whether a step needs the whole tensor (its norm decides the update), so that the tensor must
+    /// be one slice.
     pub const fn needs_whole_tensors(&self) -> bool {
         matches!(self, Optimizer::Lamb(_))
     }
@@ -141,28 +139,27 @@ impl Optimizer {
         !matches!(self, Optimizer::Average(_))
     }
 
-    /// The learning rate; `None` where there is none to have.
+    /// The learning rate; `None` if the optimizer does not have one.
     pub const fn lr(&self) -> Option<f64> {
         for_any!(self, it => Some(it.lr), else None)
     }
 
-    /// Sets the learning rate, where there is one.
+    /// Sets the learning rate, if the optimizer has one.
     pub const fn set_lr(&mut self, lr: f64) {
         for_any!(self, it => it.lr = lr, else ())
     }
 
-    /// The weight decay; `None` where there is none to have.
+    /// The weight decay; `None` if the optimizer does not have one.
     pub const fn weight_decay(&self) -> Option<f64> {
         for_any!(self, it => Some(it.weight_decay), else None)
     }
 
-    /// Sets the weight decay, where there is one.
+    /// Sets the weight decay, if the optimizer has one.
     pub const fn set_weight_decay(&mut self, weight_decay: f64) {
         for_any!(self, it => it.weight_decay = weight_decay, else ())
     }
 
-    /// Whether state that one of them made can go on under the other: same kind, same state
-    /// tensors.
+    /// Whether the state of one optimizer can be used by the other: same kind, same state tensors.
     pub fn same_state_layout(&self, other: &Optimizer) -> bool {
         self.name() == other.name() && self.state() == other.state()
     }
@@ -170,7 +167,7 @@ impl Optimizer {
     /// Checks every hyperparameter.
     ///
     /// # Errors
-    /// The first one that is out of its range.
+    /// The first hyperparameter that is out of range.
     pub fn validate(&self) -> Result<(), Invalid> {
         self.check_ranges()?;
         match self {
@@ -186,12 +183,12 @@ impl fmt::Display for Optimizer {
     }
 }
 
-/// A name that is no optimizer's.
+/// The error for an unknown optimizer name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown optimizer {0:?}; it must be one of {names}", names = Optimizer::NAMES.join(", "))]
 pub struct UnknownOptimizer(pub String);
 
-/// A kind's name gives it with torch's defaults.
+/// Returns the optimizer with this name and torch's defaults.
 impl FromStr for Optimizer {
     type Err = UnknownOptimizer;
 
@@ -230,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn setters_change_what_the_getters_read() {
+    fn setters_change_the_results_of_the_getters() {
         for mut optimizer in Optimizer::defaults() {
             optimizer.set_lr(0.25);
             optimizer.set_weight_decay(0.125);
@@ -243,14 +240,14 @@ mod tests {
     }
 
     #[test]
-    fn only_what_changes_the_state_tensors_changes_the_layout() {
+    fn only_changes_of_the_state_tensors_change_the_layout() {
         let plain = Optimizer::Sgd(Sgd::default());
         let momentum = Optimizer::Sgd(Sgd { momentum: 0.9, ..Sgd::default() });
         let mut other_lr = plain;
         other_lr.set_lr(7.0);
         assert!(plain.same_state_layout(&other_lr));
         assert!(!plain.same_state_layout(&momentum));
-        // Adam and LAMB keep tensors of the same names, and still cannot go on from each other.
+        // Adam and LAMB have state tensors of the same names, but cannot use each other's state.
         let adam = Optimizer::Adam(Adam::default());
         assert!(!adam.same_state_layout(&Optimizer::Lamb(Lamb::default())));
     }

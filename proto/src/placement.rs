@@ -1,19 +1,19 @@
-//! Which servers hold which slice. How a placement is chosen is the coordinator's business.
+//! The servers that hold each slice. The coordinator chooses a placement.
 
 use crate::{Error, Result, pb};
 
-/// A shard server as its peers dial it.
+/// A shard server with the address at which its peers dial it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Server {
-    /// Survives restarts of the server.
+    /// The id, which survives restarts of the server.
     pub id: u64,
-    /// One life of the server process.
+    /// The incarnation, which is different after each start of the server process.
     pub incarnation: u64,
     /// `host:port`.
     pub address: String,
 }
 
-/// Slice -> ordered list of servers, primary first.
+/// Maps each slice to an ordered list of servers, primary first.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Placement {
     servers: Vec<Server>,
@@ -23,7 +23,7 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// `owners` are positions in `servers`, `replicas` of them for each slice.
+    /// Creates a placement. `owners` are positions in `servers`, `replicas` of them for each slice.
     ///
     /// # Errors
     /// [`Error::Invalid`] unless every slice has `replicas` distinct servers.
@@ -36,7 +36,7 @@ impl Placement {
                 "a list with the same number of owners, at least 1, for each slice",
             );
         }
-        // The slice, counted from 1, that was last seen to have each server.
+        // For each server, the last slice (counted from 1) that listed it.
         let mut last = vec![0; servers.len()];
         for (slice, owners) in (1..).zip(owners.chunks(replicas)) {
             let distinct = owners.iter().all(|&owner| {
@@ -53,32 +53,32 @@ impl Placement {
         Ok(Self { servers, replicas, owners })
     }
 
-    /// All servers that hold something.
+    /// All servers that hold slices.
     pub fn servers(&self) -> &[Server] {
         &self.servers
     }
 
-    /// Servers per slice.
+    /// The number of servers per slice.
     pub fn replicas(&self) -> usize {
         self.replicas
     }
 
-    /// Number of slices.
+    /// The number of slices.
     pub fn slices(&self) -> usize {
         self.owners.len() / self.replicas
     }
 
-    /// Positions in [`Self::servers`] of the servers of `slice`, primary first.
+    /// The positions in [`Self::servers`] of the servers of `slice`, primary first.
     pub fn owners(&self, slice: usize) -> &[u32] {
         &self.owners[slice * self.replicas..][..self.replicas]
     }
 
-    /// Position in [`Self::servers`] of the server that answers for `slice`.
+    /// The position in [`Self::servers`] of the primary of `slice`.
     pub fn primary(&self, slice: usize) -> usize {
         self.owners(slice)[0] as usize
     }
 
-    /// The slices of which server `id` is the primary, ascending.
+    /// The slices whose primary is server `id`, ascending.
     pub fn primary_slices(&self, id: u64) -> impl Iterator<Item = usize> + '_ {
         (0..self.slices()).filter(move |&slice| self.servers[self.primary(slice)].id == id)
     }

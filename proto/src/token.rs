@@ -1,4 +1,5 @@
-//! The secret that the servers and clients of a cluster share, and how a call carries it.
+//! The secret that the servers and clients of a cluster share, and the header in which a call
+//! carries it.
 
 use std::{convert::Infallible, fmt, str::FromStr};
 
@@ -7,24 +8,26 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// The environment variable from which every program takes it.
+/// The environment variable from which every program reads the token.
 pub const TOKEN_VARIABLE: &str = "ZEROSHARD_TOKEN";
 
-/// Longest token, in bytes: with the other headers it fits what an HTTP/2 peer takes by default.
+/// The maximum length of a token, in bytes. Together with the other headers it fits into the limit
+/// that an HTTP/2 peer has by default.
 const MAX_BYTES: usize = 4096;
 
-/// What the calls of a cluster carry as `authorization: Bearer TOKEN`; empty: nothing.
+/// The token that the calls of a cluster carry as `authorization: Bearer TOKEN`; if it is empty,
+/// they carry none.
 ///
-/// Any text is taken, since what reads flags and files shows the text that it refuses;
-/// [`Bearer::new`] refuses what cannot be sent, without showing it. `Debug` does not show it
-/// either. It serializes as the text itself.
+/// Any text is accepted, because parsers of flags and files show the text that they refuse.
+/// [`Bearer::new`] refuses a token that cannot be sent, without showing it. `Debug` does not show
+/// the token either. It serializes as the text itself.
 #[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Text", into = "String")]
 pub struct Token(String);
 
 impl Token {
-    /// The text itself; `None` for an empty one. For the hand-over to a client or a process, never
-    /// for messages.
+    /// The token itself; `None` if it is empty. Use it only to pass the token to a client or a
+    /// process, never in messages.
     pub fn reveal(&self) -> Option<&str> {
         Some(self.0.as_str()).filter(|text| !text.is_empty())
     }
@@ -56,7 +59,7 @@ impl fmt::Debug for Token {
     }
 }
 
-/// A text in a file. Serde's own refusal of another type would show the value.
+/// A text in a file. Serde's own error for another type would show the value.
 #[derive(Deserialize)]
 #[serde(untagged, expecting = "it must be a text in quotes")]
 enum Text {
@@ -69,15 +72,16 @@ impl From<Text> for Token {
     }
 }
 
-/// A token as calls carry it. `Debug` does not show it, and HTTP/2 never keeps it in its tables.
+/// The header value of a token. `Debug` does not show it, and HTTP/2 never stores it in its header
+/// tables.
 #[derive(Debug, Clone)]
 pub struct Bearer(HeaderValue);
 
 impl Bearer {
-    /// What calls carry for `token`: nothing for an empty one.
+    /// Creates the header value for `token`; `None` if the token is empty.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a token that no header can carry; it does not show the token.
+    /// [`Error::Invalid`] for a token that no header can carry; the error does not show the token.
     pub fn new(token: &Token) -> Result<Option<Self>> {
         let Some(text) = token.reveal() else { return Ok(None) };
         let invalid = |found: &str| {
@@ -99,13 +103,13 @@ impl Bearer {
         Ok(Some(Self(value)))
     }
 
-    /// Puts it into the headers of a call.
+    /// Adds the token to the headers of a call.
     pub fn write(&self, headers: &mut HeaderMap) {
         headers.insert(AUTHORIZATION, self.0.clone());
     }
 
-    /// Whether a call with these headers may be answered. Takes as long for one wrong token as for
-    /// another: what is compared are hashes, in constant time.
+    /// Checks the headers of a call. The time does not depend on the wrong token: the function
+    /// compares hashes in constant time.
     ///
     /// # Errors
     /// [`Error::Unauthenticated`].
@@ -134,13 +138,13 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_token_is_none() {
+    fn an_empty_token_means_no_token() {
         assert!(bearer("").unwrap().is_none());
         assert_eq!(Token::default().reveal(), None);
     }
 
     #[test]
-    fn only_the_same_token_is_let_in() {
+    fn only_the_same_token_is_accepted() {
         let ours = bearer("s3cret").unwrap().unwrap();
         let mut carried = HeaderMap::new();
         let refused = |headers: &HeaderMap| match ours.check(headers) {
@@ -165,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_that_no_header_carries_is_refused_and_not_shown() {
+    fn a_token_that_no_header_can_carry_is_refused_and_not_shown() {
         for wrong in ["s3cret s3cret", "s3cret\n", "s3crät", &"s3cret".repeat(700)] {
             match bearer(wrong) {
                 Err(error @ Error::Invalid { .. }) => {
@@ -184,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_text_is_refused_and_not_shown() {
+    fn a_token_that_is_not_a_text_is_refused_and_not_shown() {
         assert_eq!(
             serde_json::from_str::<Token>("\"7331\"").unwrap(),
             Token::from("7331".to_owned())

@@ -1,4 +1,4 @@
-//! How both ends set up HTTP/2, and how to dial a server.
+//! The HTTP/2 settings of both ends, and connections to servers.
 
 use std::{
     task::{Context, Poll},
@@ -17,23 +17,24 @@ use crate::{
     token::{Bearer, Token},
 };
 
-/// Largest HTTP/2 frame that a receiver takes: the biggest knob of the data plane, since the
-/// default of 16 KiB costs a third of the throughput.
+/// The largest HTTP/2 frame that a receiver accepts. It has the largest effect of all settings of
+/// the data plane: the default of 16 KiB costs a third of the throughput.
 pub const FRAME_BYTES: u32 = 1 << 20;
-/// Flow-control window of a stream and of a connection: what may be on its way, or wait at a
-/// receiver that is busy. More is not faster (what waits leaves the cache), and is memory that the
-/// receiver must have.
+/// The flow-control window of a stream and of a connection: the data in flight, or waiting at a
+/// busy receiver. A larger window is not faster, because waiting data leaves the cache, and it
+/// needs more memory at the receiver.
 pub const WINDOW_BYTES: u32 = 4 << 20;
-/// How long opening a connection may take.
+/// The time limit for opening a connection.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// An idle connection is probed this often: without it a silent partition is never noticed.
+/// The interval of the probes on an idle connection. Without probes a silent network partition is
+/// never noticed.
 pub const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
-/// A probe that is not answered for so long ends the connection.
+/// A connection is closed if a probe is not answered within this time.
 pub const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
-/// Largest message of the control plane: a manifest of some 100,000 tensors.
+/// The largest message of the control plane: a manifest of about 100,000 tensors.
 pub const MAX_CONTROL_MESSAGE: usize = 64 << 20;
 
-/// How to dial `address`, `host:port` or a URI.
+/// The endpoint of `address`, which is `host:port` or a URI.
 ///
 /// # Errors
 /// [`Error::Invalid`] if it is neither.
@@ -58,8 +59,8 @@ pub fn endpoint(address: &str) -> Result<Endpoint> {
         .max_frame_size(FRAME_BYTES))
 }
 
-/// A channel whose calls carry the cluster's token, generated code's as well as others'. Cheap to
-/// clone.
+/// A channel whose calls carry the token of the cluster. It works for generated and other clients,
+/// and is cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Connection {
     channel: Channel,
@@ -68,7 +69,7 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// `channel` for a cluster with `token`; an empty token is not sent.
+    /// Creates a connection on `channel` to a cluster with `token`; an empty token is not sent.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a token that no header can carry.
@@ -76,7 +77,8 @@ impl Connection {
         Ok(Self { channel, bearer: Bearer::new(token)?, timeout: None })
     }
 
-    /// The same channel for calls that may take `timeout`, which they carry as `grpc-timeout`.
+    /// The same channel for calls with the time limit `timeout`, which they carry as
+    /// `grpc-timeout`.
     #[must_use]
     pub fn within(&self, timeout: Duration) -> Self {
         Self { timeout: Some(timeout), ..self.clone() }

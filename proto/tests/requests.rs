@@ -1,11 +1,11 @@
-//! Requests as nobody's client would make them: converted or refused, never a panic.
+//! Requests that no ordinary client sends are converted or refused, and never cause a panic.
 
 use std::collections::HashMap;
 
 use proptest::prelude::*;
 use zeroshard_proto::{Error, JobSpec, Manifest, Optimizer, Placement, TensorSpec, pb};
 
-/// Often a name that means something.
+/// Generates names, many of which are meaningful.
 fn name() -> impl Strategy<Value = String> {
     prop_oneof![
         4 => prop::sample::select(vec!["a", "b", "w", "", "job", "adamw", "sgd", "lamb", "adamx", "\0"])
@@ -119,7 +119,7 @@ fn placement() -> impl Strategy<Value = pb::Placement> {
         .prop_map(|(servers, replicas, owners)| pb::Placement { servers, replicas, owners })
 }
 
-/// A refusal that helps.
+/// Whether the result is an error with a useful text.
 fn refused<T: std::fmt::Debug>(result: &Result<T, Error>) -> bool {
     matches!(result, Err(Error::Invalid { what, expected, .. }) if !what.is_empty() && !expected.is_empty())
 }

@@ -1,5 +1,6 @@
-//! Any bytes as the body of a push or of a pull's answer: no panic, what is handed out belongs to
-//! what was announced, and where the network cuts the bytes makes no difference.
+//! Parses arbitrary bytes as the body of a push or of a pull's response. The parser must not panic,
+//! every payload must belong to an announced extent, and the boundaries of the input buffers must
+//! not change the result.
 
 #![no_main]
 
@@ -9,14 +10,15 @@ use zeroshard_proto::frame::{Decoder, Event, Extent};
 
 const MAX_MESSAGE: usize = 1 << 16;
 
-/// A message of the stream, its payload in one piece.
+/// A message of the stream, with its payload in one piece.
 #[derive(Debug, PartialEq)]
 enum Whole {
     Begin(String),
     Extent(Extent, u64, Vec<u8>),
 }
 
-/// What is read of `input` in pieces of `piece` bytes, and whether it ended in an error.
+/// Reads `input` in pieces of `piece` bytes. Returns the messages, and whether reading ended in an
+/// error.
 fn read(input: &[u8], piece: usize) -> (Vec<Whole>, bool) {
     let mut decoder = Decoder::new(MAX_MESSAGE);
     let mut whole = Vec::new();
@@ -51,7 +53,7 @@ fuzz_target!(|data: &[u8]| {
     let in_pieces = read(input, usize::from(piece) + 1);
     match (at_once.1, in_pieces.1) {
         (false, false) => assert_eq!(at_once, in_pieces),
-        // An error may be found before the payloads in front of it are handed out.
+        // An error may be found before the preceding payloads are returned.
         (true, true) => {}
         _ => panic!("{at_once:?} and {in_pieces:?}"),
     }

@@ -1,4 +1,5 @@
-//! Any bytes as a request: no panic, and what is accepted survives the wire.
+//! Decodes arbitrary bytes as requests. The conversion must not panic, and an accepted request must
+//! survive a round trip.
 
 #![no_main]
 
@@ -25,7 +26,7 @@ fuzz_target!(|data: &[u8]| {
         2 => {
             let Ok(message) = pb::Optimizer::decode(message) else { return };
             let Ok(optimizer) = Optimizer::try_from(message) else { return };
-            // In range or not is another question; asking it must not panic either.
+            // The values may be out of range, but validating them must not panic either.
             let _ = optimizer.validate();
             assert_eq!(Optimizer::try_from(pb::Optimizer::from(&optimizer)), Ok(optimizer));
         }

@@ -1,16 +1,16 @@
-//! Input in errors, up to a length.
+//! Truncation of the texts in errors.
 
 use std::fmt::{self, Display, Write as _};
 
 use serde_json::Value;
 
-/// The most bytes of a field of an error that cross the wire: the fields, as JSON, and the message
-/// must fit what HTTP/2 peers take for headers, 16 KiB in all.
+/// The maximum number of bytes of an error field on the wire. The fields, as JSON, and the message
+/// must fit into the headers that HTTP/2 peers accept, 16 KiB in total.
 const MAX_FIELD: usize = 512;
-/// The most bytes of the message.
+/// The maximum number of bytes of the message.
 pub(super) const MAX_MESSAGE: usize = 1024;
 
-/// At most `left` characters of what is written; formatting stops there.
+/// A writer that accepts at most `left` characters; formatting stops there.
 struct Quote {
     text: String,
     left: usize,
@@ -33,15 +33,15 @@ impl fmt::Write for Quote {
     }
 }
 
-/// `input` as text, up to a number of characters.
+/// Formats `input`, truncated to a number of characters.
 pub(super) fn quote(characters: usize, input: impl Display) -> String {
     let mut quote = Quote { text: String::new(), left: characters };
-    // The error says that the rest was left out.
+    // An error only means that the rest was omitted.
     let _ = write!(quote, "{input}");
     quote.text
 }
 
-/// Cuts `text` at a number of bytes, if it is longer.
+/// Truncates `text` to a number of bytes.
 pub(super) fn cut(text: &mut String, bytes: usize) {
     if text.len() > bytes {
         text.truncate(text.floor_char_boundary(bytes));
@@ -49,12 +49,13 @@ pub(super) fn cut(text: &mut String, bytes: usize) {
     }
 }
 
-/// Takes from all texts of an error as JSON what could make it too long for a header.
+/// Truncates all texts of an error in JSON form, and replaces the characters that JSON expands, so
+/// that they fit into a header.
 pub(super) fn bound(detail: &mut Value) {
     for field in detail.as_object_mut().into_iter().flat_map(|fields| fields.values_mut()) {
         if let Value::String(text) = field {
             cut(text, MAX_FIELD);
-            // JSON has six bytes for each of the others.
+            // JSON encodes each of the other control characters with six bytes.
             if text.contains(is_unprintable) {
                 *text = text.replace(is_unprintable, "?");
             }

@@ -1,4 +1,4 @@
-//! Errors on the wire: whole, told apart, and never too long for it.
+//! Errors survive the wire, remain distinguishable, and never exceed the size limit of headers.
 
 use std::fmt;
 
@@ -19,7 +19,7 @@ fn an_error_survives_the_wire() {
     }
 }
 
-/// One of each variant, with `text` in every field that is a text.
+/// One error of each variant, with `text` in every text field.
 fn every_variant(text: &str) -> Vec<Error> {
     let t = || text.to_owned();
     vec![
@@ -49,8 +49,9 @@ fn every_variant(text: &str) -> Vec<Error> {
 }
 
 #[test]
-fn what_crosses_the_wire_fits_the_headers_of_any_peer_whatever_the_error() {
-    // Of one byte, of six in JSON, of two, of three that need nine in a header.
+fn every_error_fits_into_the_headers_that_peers_accept() {
+    // Characters of one byte, of six bytes in JSON, of two bytes, and of three bytes that need nine
+    // in a header.
     for long in ["a", "\u{1}", "\"", "\u{20ac}"].map(|unit| unit.repeat(1 << 20)) {
         for error in every_variant(&long) {
             let (code, remedy) = (error.code(), error.remedy());
@@ -67,7 +68,7 @@ fn what_crosses_the_wire_fits_the_headers_of_any_peer_whatever_the_error() {
 }
 
 #[test]
-fn input_is_quoted_up_to_a_length_and_formatted_no_further() {
+fn input_in_errors_is_truncated_and_not_formatted_further() {
     struct Endless;
     impl Display for Endless {
         fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -98,7 +99,7 @@ fn the_reason_names_the_variant() {
 }
 
 #[test]
-fn a_server_that_has_not_heard_of_an_epoch_is_asked_again() {
+fn a_server_behind_the_epoch_of_a_call_is_retried() {
     let stale = |epoch, current| Error::StaleEpoch { job: "a".into(), epoch, current };
     assert_eq!(stale(2, 1).remedy(), Remedy::Retry);
     assert_eq!(stale(1, 2).remedy(), Remedy::Refresh);

@@ -1,4 +1,5 @@
-//! Reading: an incremental parser over network buffers, which must survive any bytes.
+//! Reading: an incremental parser over network buffers, which accepts arbitrary bytes without
+//! panicking.
 
 use bytes::{Buf, Bytes, BytesMut};
 use prost::Message;
@@ -10,25 +11,25 @@ use super::{
 };
 use crate::{DType, Error, Result, pb};
 
-/// The most bytes that may come before a payload: prefix, small fields, and an opening message.
+/// The maximum number of bytes before a payload: the prefix, small fields, and an opening message.
 const MAX_HEADER: usize = 4 << 10;
 
-/// What a stream of messages holds, in order.
+/// An event of a stream of messages.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
-    /// A push opens.
+    /// A push begins.
     Begin(pb::PushBegin),
-    /// A payload of so many elements follows.
+    /// A payload of this number of elements follows.
     Extent(Extent, u64),
     /// The next whole elements of the payload, little endian, at any alignment.
     Payload(Bytes),
 }
 
-/// Reads messages from buffers that end anywhere.
+/// Reads messages from buffers with arbitrary boundaries.
 #[derive(Debug)]
 pub struct Decoder {
     max_message: usize,
-    /// Bytes of a header that is not complete.
+    /// The bytes of an incomplete header.
     partial: BytesMut,
     input: Bytes,
     /// An extent whose header has been read.
@@ -39,10 +40,10 @@ pub struct Decoder {
 /// The payload being read.
 #[derive(Debug, Default)]
 struct Payload {
-    /// Bytes that are still to come.
+    /// The number of bytes that have not arrived yet.
     left: usize,
     element: usize,
-    /// The first bytes of an element that is cut by a buffer's end.
+    /// The first bytes of an element that is split between two buffers.
     cut: [u8; 4],
     cut_len: usize,
 }
@@ -57,7 +58,7 @@ struct Header {
 }
 
 impl Decoder {
-    /// A reader that refuses messages longer than `max_message` bytes.
+    /// Creates a decoder that refuses messages longer than `max_message` bytes.
     pub fn new(max_message: usize) -> Self {
         Self {
             max_message,
@@ -68,16 +69,17 @@ impl Decoder {
         }
     }
 
-    /// Gives it the next buffer. The one before must have been used up: [`Self::next`] gave `None`.
+    /// Passes in the next buffer. The previous buffer must have been consumed: [`Self::next`]
+    /// returned `None`.
     pub fn feed(&mut self, input: Bytes) {
         debug_assert!(self.input.is_empty(), "the last buffer has been used up");
         self.input = input;
     }
 
-    /// The next event, or `None` when it needs another buffer.
+    /// Returns the next event, or `None` if the decoder needs another buffer.
     ///
     /// # Errors
-    /// [`Error::Invalid`]; the stream cannot be read further.
+    /// [`Error::Invalid`]; the rest of the stream cannot be read.
     #[expect(clippy::should_implement_trait, reason = "fallible, and None is not the end")]
     pub fn next(&mut self) -> Result<Option<Event>> {
         loop {
@@ -101,10 +103,10 @@ impl Decoder {
         }
     }
 
-    /// Call at the end of the stream.
+    /// Checks that the stream ended at the end of a message.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if a message is cut short.
+    /// [`Error::Invalid`] if the last message is truncated.
     pub fn finish(&self) -> Result<()> {
         if self.payload.left > 0 || !self.partial.is_empty() {
             return Err(Error::invalid("last message of the stream", "truncated", "complete"));
@@ -112,7 +114,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Parses a header from what there is, across buffers if need be.
+    /// Parses a header from the available bytes, across buffers if necessary.
     fn header(&mut self) -> Result<Option<Header>> {
         if self.input.is_empty() {
             return Ok(None);
@@ -164,7 +166,8 @@ impl Decoder {
 }
 
 impl Payload {
-    /// Takes the whole elements that `input` begins with; puts a cut one aside.
+    /// Takes the whole elements at the beginning of `input`, and stores the bytes of a split
+    /// element.
     fn take(&mut self, input: &mut Bytes) -> Option<Bytes> {
         if self.cut_len > 0 {
             let more = (self.element - self.cut_len).min(input.len());
@@ -190,8 +193,8 @@ impl Payload {
     }
 }
 
-/// Parses prefix and fields up to the payload: the header and its length, or `None` if `bytes` end
-/// before.
+/// Parses the prefix and the fields before the payload. Returns the header and its length, or
+/// `None` if `bytes` end before the payload.
 fn parse(bytes: &[u8], max_message: usize) -> Result<Option<(Header, usize)>> {
     let Some((prefix, _)) = bytes.split_first_chunk::<PREFIX>() else {
         return Ok(None);
@@ -218,7 +221,7 @@ fn parse(bytes: &[u8], max_message: usize) -> Result<Option<(Header, usize)>> {
 }
 
 impl Header {
-    /// Reads one field; `None` if the bytes end before it does.
+    /// Reads one field; `None` if the bytes end inside the field.
     fn field(&mut self, cursor: &mut Cursor<'_>) -> Result<Option<()>> {
         let Some(tag) = cursor.varint()? else {
             return Ok(None);
@@ -286,7 +289,7 @@ struct Cursor<'a> {
 }
 
 impl Cursor<'_> {
-    /// A base-128 number, or `None` if the bytes end inside it.
+    /// Reads a base-128 number; `None` if the bytes end inside the number.
     fn varint(&mut self) -> Result<Option<u64>> {
         let mut value = 0u64;
         for (index, position) in (self.at..self.end).take(10).enumerate() {

@@ -1,4 +1,4 @@
-//! Writing: headers are gathered, large payloads pass through untouched.
+//! Writing: headers are gathered, and large payloads are passed on without a copy.
 
 use std::collections::VecDeque;
 
@@ -12,16 +12,16 @@ use super::{
 };
 use crate::pb;
 
-/// Payloads up to this many bytes are copied beside their header: an HTTP/2 frame of its own for
+/// Payloads of up to this many bytes are copied beside their header. A separate HTTP/2 frame for
 /// each would cost more (about 2 µs, the time to copy 16 KiB).
 const SMALL: usize = 16 << 10;
-/// Gathered small messages are sent once there are so many bytes of them.
+/// Gathered small messages are sent when they reach this number of bytes.
 const GATHERED: usize = 256 << 10;
-/// The longest header of an extent: prefix, three varints with their tags, tag and length of the
-/// payload.
+/// The maximum length of an extent's header: prefix, three varints with their tags, tag and length
+/// of the payload.
 const MAX_EXTENT_HEADER: usize = PREFIX + 3 * 11 + 11;
 
-/// Turns extents into the data frames of a gRPC stream.
+/// Converts extents into the data frames of a gRPC stream.
 #[derive(Debug, Default)]
 pub struct Writer {
     gathered: BytesMut,
@@ -29,14 +29,15 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// The message that opens a push.
+    /// Writes the message that opens a push.
     pub fn begin(&mut self, begin: pb::PushBegin) {
         let message = pb::PushRequest { begin: Some(begin), ..Default::default() };
         prefix::put(&mut self.gathered, message.encoded_len());
         message.encode_raw(&mut self.gathered);
     }
 
-    /// A message of one extent. The payload must be shorter than 4 GiB, gRPC's limit.
+    /// Writes a message with one extent. The payload must be shorter than 4 GiB, which is gRPC's
+    /// limit.
     pub fn extent(&mut self, extent: Extent, payload: Bytes) {
         self.header(extent, payload.len());
         if payload.len() <= SMALL {
@@ -50,12 +51,12 @@ impl Writer {
         }
     }
 
-    /// The next data frame, if there is a full one.
+    /// Returns the next data frame if a complete one is available.
     pub fn next_frame(&mut self) -> Option<Bytes> {
         self.frames.pop_front()
     }
 
-    /// Makes a frame of whatever is gathered: at the end, or before waiting.
+    /// Makes a frame of the gathered messages. Call it at the end of the stream, or before waiting.
     pub fn flush(&mut self) {
         if !self.gathered.is_empty() {
             self.frames.push_back(self.gathered.split().freeze());

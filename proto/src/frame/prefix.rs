@@ -5,7 +5,7 @@ use prost::Message;
 
 use crate::{Error, Result};
 
-/// Number of bytes.
+/// The length of the prefix.
 pub(super) const PREFIX: usize = 5;
 
 /// Writes the prefix of a message of `length` bytes.
@@ -14,10 +14,10 @@ pub(super) fn put(buffer: &mut BytesMut, length: usize) {
     buffer.put_u32(length as u32);
 }
 
-/// The length of the message behind a prefix.
+/// Returns the length of the message that follows a prefix.
 ///
 /// # Errors
-/// [`Error::Invalid`] for a message that is compressed.
+/// [`Error::Invalid`] for a compressed message.
 pub(super) fn parse([compressed, length @ ..]: [u8; PREFIX]) -> Result<usize> {
     match compressed {
         0 => Ok(u32::from_be_bytes(length) as usize),
@@ -25,7 +25,7 @@ pub(super) fn parse([compressed, length @ ..]: [u8; PREFIX]) -> Result<usize> {
     }
 }
 
-/// `message` behind its prefix.
+/// Encodes `message` with its prefix.
 pub fn encode_message(message: &impl Message) -> Bytes {
     let length = message.encoded_len();
     let mut bytes = BytesMut::with_capacity(PREFIX + length);
@@ -34,7 +34,7 @@ pub fn encode_message(message: &impl Message) -> Bytes {
     bytes.freeze()
 }
 
-/// The message behind a prefix; there must be no further one.
+/// Decodes a body that consists of exactly one message with its prefix.
 ///
 /// # Errors
 /// [`Error::Invalid`].

@@ -8,7 +8,7 @@ use http_body_util::BodyExt;
 use super::{Decoder, Event};
 use crate::{Error, Result};
 
-/// The events of a call's body, then its trailers.
+/// Reads the events of a call's body, then its trailers.
 #[derive(Debug)]
 pub struct Reader<B> {
     body: B,
@@ -21,15 +21,15 @@ where
     B: Body<Data = Bytes> + Unpin,
     B::Error: std::fmt::Display,
 {
-    /// Reads `body`; messages longer than `max_message` bytes are refused.
+    /// Creates a reader of `body` that refuses messages longer than `max_message` bytes.
     pub fn new(body: B, max_message: usize) -> Self {
         Self { body, decoder: Decoder::new(max_message), trailers: HeaderMap::new() }
     }
 
-    /// The next event, or `None` at the end.
+    /// Returns the next event, or `None` at the end.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for what is not a message, [`Error::Unavailable`] when the stream breaks.
+    /// [`Error::Invalid`] for a malformed message, [`Error::Unavailable`] if the stream breaks.
     pub async fn next(&mut self) -> Result<Option<Event>> {
         loop {
             if let Some(event) = self.decoder.next()? {
@@ -37,7 +37,7 @@ where
             }
             match self.body.frame().await {
                 None => {
-                    // A call that failed may end anywhere: its status says why.
+                    // The body of a failed call may end anywhere: its status states the reason.
                     if !self.trailers.contains_key("grpc-status") {
                         self.decoder.finish()?;
                     }
@@ -55,7 +55,7 @@ where
         }
     }
 
-    /// The trailers, after the end.
+    /// The trailers, available after the end.
     pub fn trailers(&self) -> &HeaderMap {
         &self.trailers
     }

@@ -1,5 +1,5 @@
-//! What is written is read, however it is cut, and by generated code too; what is not a message is
-//! refused.
+//! Written messages can be read by this parser and by generated code, with any buffer boundaries.
+//! Malformed messages are refused.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use proptest::prelude::*;
@@ -10,7 +10,8 @@ use crate::{Error, Result, pb};
 
 const MAX: usize = 1 << 20;
 
-/// Feeds `wire` in pieces of the given lengths (cyclic), and gathers each payload into one.
+/// Passes `wire` to a decoder in pieces of the given lengths (cyclic), and joins the pieces of each
+/// payload.
 fn read(wire: &[u8], pieces: &[usize]) -> Result<Vec<Event>> {
     let mut decoder = Decoder::new(MAX);
     let mut events = Vec::new();
@@ -68,7 +69,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn what_is_written_is_read_however_it_is_cut(
+    fn written_messages_are_read_for_all_buffer_boundaries(
         extents in prop::collection::vec(extent(), 0..5),
         pieces in prop::collection::vec(1usize..9000, 1..5),
     ) {
@@ -81,7 +82,7 @@ proptest! {
     }
 
     #[test]
-    fn generated_code_reads_what_is_written((extent, payload) in extent()) {
+    fn generated_code_reads_written_messages((extent, payload) in extent()) {
         let wire = write(&[(extent, payload.clone())]);
         let message = pb::PullResponse::decode(&wire[PREFIX..]).unwrap();
         prop_assert_eq!(message.slice, extent.slice);
@@ -90,7 +91,7 @@ proptest! {
     }
 
     #[test]
-    fn what_generated_code_writes_is_read(
+    fn messages_of_generated_code_are_read(
         slice: u32, offset: u64, step: u64, one in 1usize..9,
     ) {
         let gradients = pb::Gradients { step, attempt: 0, absent: vec![7, 300] };
@@ -121,7 +122,7 @@ proptest! {
     }
 
     #[test]
-    fn any_fields_are_read_or_refused_the_same_however_they_are_cut(
+    fn any_fields_are_read_or_refused_alike_for_all_buffer_boundaries(
         message in prop::collection::vec(any::<u8>(), 0..60),
         piece in 1usize..50,
     ) {
@@ -152,7 +153,7 @@ fn refused(wire: &[u8]) {
 }
 
 #[test]
-fn what_is_not_a_message_is_refused() {
+fn malformed_messages_are_refused() {
     refused(&[1, 0, 0, 0, 0]); // compressed
     refused(&[0, 0xff, 0xff, 0xff, 0xff]); // too long
     refused(&prefixed(&[15 << 3 | 2, 9, 0])); // a payload longer than its message

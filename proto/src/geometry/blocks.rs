@@ -1,13 +1,13 @@
-//! The two sizes that every sum, checksum and slice is cut by.
+//! The sizes of blocks and slices.
 //!
-//! They are part of the numerical contract: a norm is a sum over blocks, so another block size
-//! gives other bits. They depend on nothing that a user can set.
+//! They are part of the numerical contract: a norm is a sum over blocks, so a different block size
+//! gives different bits. They do not depend on any user setting.
 
-/// Elements in a block: the unit of sums and checksums.
+/// Elements in a block, the unit of sums and checksums.
 pub const BLOCK: usize = 65_536;
 
-/// Blocks in a slice: the unit of ownership, movement, replication and checkpoint.
+/// Blocks in a slice, the unit of ownership, movement, replication and checkpointing.
 pub const SLICE_BLOCKS: usize = 64;
 
-/// Elements in a whole slice (4 Mi): only a tensor's last slice has fewer.
+/// Elements in a full slice (4 Mi). Only the last slice of a tensor has fewer.
 pub const SLICE: usize = BLOCK * SLICE_BLOCKS;

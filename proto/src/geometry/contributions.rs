@@ -5,12 +5,12 @@ use std::sync::Arc;
 use super::{Elements, StridedBox};
 use crate::{JobSpec, SliceSpec};
 
-/// The ranks that contribute to the same elements, ascending; at least one.
+/// The ranks that contribute to the same elements, in ascending order; at least one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ranks(Arc<[u32]>);
 
 impl Ranks {
-    /// These ranks, of which none is repeated.
+    /// Creates the list from distinct ranks.
     pub fn new(mut ranks: Vec<u32>) -> Self {
         ranks.sort_unstable();
         Self(ranks.into())
@@ -21,20 +21,20 @@ impl Ranks {
         self.0.binary_search(&rank).is_ok()
     }
 
-    /// The rank that uploads the initial values, and the next content of a buffer: the first.
+    /// The first rank, which uploads the initial values and the next content of a buffer.
     pub fn uploader(&self) -> u32 {
         self.0[0]
     }
 
-    /// The place of `rank` in the order in which contributions to slice number `slice` are added.
-    /// The order is cyclic from `slice` modulo the number of ranks, so that servers do not wait for
-    /// the lowest rank everywhere at once.
+    /// The position of `rank` in the order in which contributions to slice number `slice` are
+    /// added. The order is cyclic from `slice` modulo the number of ranks, so that servers do not
+    /// wait for the lowest rank in all slices at once.
     pub fn turn(&self, rank: u32, slice: u32) -> Option<usize> {
         let place = self.0.binary_search(&rank).ok()?;
         Some((place + self.0.len() - slice as usize % self.0.len()) % self.0.len())
     }
 
-    /// The rank whose place in the order for slice number `slice` is `turn`.
+    /// The rank at position `turn` in the order of addition for slice number `slice`.
     pub fn at_turn(&self, turn: usize, slice: u32) -> u32 {
         self.0[(turn + slice as usize) % self.0.len()]
     }
@@ -57,7 +57,7 @@ pub struct Contributors {
     pub ranks: Ranks,
 }
 
-/// Elements of a slice, and the ranks whose contributions to them are added. Contributions count
+/// Elements of a slice, and the ranks whose contributions to them are added. Contributions number
 /// these elements from 0.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SliceContributors {
@@ -70,16 +70,14 @@ pub struct SliceContributors {
 /// The contributions to a tensor's gradient.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Contributions {
-    /// INVARIANT: the boxes are disjoint and together they are the tensor; an empty tensor has
-    /// none.
+    /// INVARIANT: the boxes are disjoint, and their union is the tensor; an empty tensor has none.
     pub contributors: Vec<Contributors>,
-    /// The sum is divided by this.
+    /// The divisor of the sum.
     pub divisor: u64,
 }
 
 impl Contributions {
-    /// The mean of the whole gradients of all ranks: the contributions to a tensor without a
-    /// layout.
+    /// The mean of the whole gradients of all ranks, for a tensor without a layout.
     pub fn mean(shape: &[u64], world: u32) -> Self {
         let of = Arc::new(StridedBox::whole(shape));
         let all = Contributors { of, ranks: Ranks::new((0..world).collect()) };
@@ -87,12 +85,12 @@ impl Contributions {
         Self { contributors, divisor: world.into() }
     }
 
-    /// The contributors of which `rank` is one.
+    /// The contributors that include `rank`.
     pub fn of_rank(&self, rank: u32) -> Option<&Contributors> {
         self.contributors.iter().find(|contributors| contributors.ranks.contains(rank))
     }
 
-    /// The contributors to `slice`, which is one of the tensor's.
+    /// The contributors to `slice`, a slice of this tensor.
     pub fn of_slice(&self, slice: &SliceSpec) -> Arc<[SliceContributors]> {
         let cut = |Contributors { of, ranks }: &Contributors| {
             let elements = of.elements(slice);
@@ -113,7 +111,7 @@ pub struct LocalTensor {
 }
 
 impl LocalTensor {
-    /// The part of `rank`, by the job's layout of the tensor.
+    /// The part of `rank` according to the job's layout of the tensor.
     pub fn new(job: &JobSpec, tensor: usize, rank: u32) -> Self {
         match job.contributions(tensor).of_rank(rank) {
             Some(Contributors { of, ranks }) => {
@@ -127,12 +125,12 @@ impl LocalTensor {
         }
     }
 
-    /// The parts of `rank` of all tensors, in manifest order.
+    /// The parts of all tensors that `rank` holds, in manifest order.
     pub fn all(job: &JobSpec, rank: u32) -> Vec<Self> {
         let mut locals: Vec<Self> = Vec::with_capacity(job.manifest.tensors().len());
         for tensor in 0..job.manifest.tensors().len() {
             let mut local = Self::new(job, tensor, rank);
-            // Most tensors have the contributors of the tensor before: they share one list.
+            // Most tensors have the same contributors as the previous tensor and share its list.
             if let Some(before) = locals.last().filter(|before| before.ranks == local.ranks) {
                 local.ranks.clone_from(&before.ranks);
             }
@@ -167,7 +165,7 @@ mod tests {
         *,
     };
 
-    /// A tensor's shape and its layout on a mesh of one or two dimensions, whose ranks are in any
+    /// Generates a shape and a layout on a mesh of one or two dimensions, with the ranks in any
     /// order.
     fn layouts() -> impl Strategy<Value = (Vec<u64>, Layout)> {
         let shape = prop::collection::vec(1u64..7, 0..4);
@@ -197,7 +195,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn each_element_of_a_slice_has_one_set_of_contributors_that_numbers_it(
+        fn each_element_of_a_slice_belongs_to_exactly_one_set_of_contributors(
             (shape, layout) in layouts(),
             cut in any::<[prop::sample::Index; 2]>(),
             some in any::<[prop::sample::Index; 2]>(),

@@ -1,4 +1,4 @@
-//! Elements of a slice.
+//! Sets of elements in a slice.
 
 use std::{ops::Range, sync::Arc};
 
@@ -13,15 +13,15 @@ pub enum Elements {
     Strided {
         /// The box.
         of: Arc<StridedBox>,
-        /// The elements' numbers in the box; all of them lie in the slice.
+        /// The numbers of the elements in the box; all of them lie in the slice.
         numbers: Range<usize>,
-        /// The slice's first element in the flattened tensor.
+        /// The position of the slice's first element in the flattened tensor.
         origin: usize,
     },
 }
 
 impl Elements {
-    /// Number of elements.
+    /// The number of elements.
     pub fn numel(&self) -> usize {
         match self {
             Self::Range(range) => range.len(),
@@ -29,7 +29,7 @@ impl Elements {
         }
     }
 
-    /// Some of the elements: `range` counts in this order from 0.
+    /// Selects a range of the elements, counted in this order from 0.
     pub fn select(&self, range: Range<usize>) -> Self {
         let from = |all: &Range<usize>| all.start + range.start..all.start + range.end;
         match self {
@@ -40,7 +40,7 @@ impl Elements {
         }
     }
 
-    /// The fewest ranges of positions in the slice, in order.
+    /// The elements as the smallest number of position ranges in the slice, in order.
     pub fn runs(&self) -> impl Iterator<Item = Range<usize>> + '_ {
         let (one, many) = match self {
             Self::Range(range) => (Some(range.clone()), None),
@@ -64,7 +64,7 @@ impl Elements {
         }
     }
 
-    /// Which of these elements have positions in `positions`.
+    /// The range of these elements whose positions are in `positions`.
     pub fn within(&self, positions: &Range<usize>) -> Range<usize> {
         match self {
             Self::Range(range) => {

@@ -1,8 +1,8 @@
-//! How tensors lie on a mesh of ranks: who has which box, and who contributes it.
+//! Layouts of tensors on a mesh: the box that each rank holds, and the ranks that contribute to it.
 //!
-//! The rules are those of torch's DTensor: what is cut is cut like `torch.chunk` (pieces of the
-//! size rounded up; the last ones may be short, or empty), and where several mesh dimensions cut
-//! the same tensor dimension, the earlier one cuts first.
+//! The rules are those of torch's DTensor. A sharded dimension is split like `torch.chunk`: the
+//! size of the pieces is rounded up, and the last pieces may be shorter, or empty. Where several
+//! mesh dimensions shard the same tensor dimension, the earlier one splits first.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -11,18 +11,18 @@ use super::{
 };
 use crate::{Error, Result, pb};
 
-/// What the ranks along one dimension of a mesh have of a tensor.
+/// The placement of a tensor along one dimension of a mesh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum DimPlacement {
-    /// Each a piece: the tensor is cut along this dimension of its own.
+    /// Each rank holds a piece: the tensor is split along this dimension of its own.
     Shard(usize),
-    /// Each all of it, the same.
+    /// Each rank holds the whole tensor.
     Replicate,
-    /// Each something that all of them together make the tensor.
+    /// Each rank holds a partial value; the reduction of all of them is the tensor.
     Partial(Reduction),
 }
 
-/// What makes a tensor of what its ranks have.
+/// The reduction that turns partial values into the tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Reduction {
     /// The sum.
@@ -30,7 +30,7 @@ pub enum Reduction {
     Sum,
     /// The mean.
     Avg,
-    /// The largest of each element.
+    /// The maximum of each element.
     Max,
 }
 
@@ -46,11 +46,11 @@ impl std::fmt::Display for DimPlacement {
     }
 }
 
-/// How a tensor lies on a mesh.
+/// The placements of a tensor on a mesh.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Layout {
     mesh: Arc<ProcessMesh>,
-    /// INVARIANT: one for each dimension of the mesh.
+    /// INVARIANT: one placement for each dimension of the mesh.
     placements: Vec<DimPlacement>,
 }
 
@@ -75,14 +75,15 @@ impl Layout {
         &self.mesh
     }
 
-    /// One for each dimension of the mesh.
+    /// The placements, one for each dimension of the mesh.
     pub fn placements(&self) -> &[DimPlacement] {
         &self.placements
     }
 
+    /// Checks that the layout fits a tensor of `shape`; the error names `tensor`.
+    ///
     /// # Errors
-    /// [`Error::Invalid`] if a placement cuts a dimension that a tensor of `shape` has not;
-    /// `tensor` is which.
+    /// [`Error::Invalid`] if a placement shards a dimension that the shape does not have.
     pub fn check(&self, shape: &[u64], tensor: &str) -> Result<()> {
         for placement in &self.placements {
             if let &DimPlacement::Shard(dim) = placement
@@ -97,8 +98,8 @@ impl Layout {
         Ok(())
     }
 
-    /// What `rank` has of a tensor of `shape`, which [`Self::check`] accepts; `None` if it is not
-    /// in the mesh.
+    /// The box that `rank` holds of a tensor of `shape`, which [`Self::check`] accepts; `None` if
+    /// the rank is not in the mesh.
     pub fn local_box(&self, shape: &[u64], rank: u32) -> Option<TensorBox> {
         Some(self.box_at(shape, &self.mesh.coordinate(rank)?))
     }
@@ -142,26 +143,27 @@ impl Layout {
         Contributions { contributors, divisor: self.divisor() }
     }
 
-    /// How many places along each dimension of the mesh contribute: of what all have, only the
-    /// first.
+    /// The number of contributing coordinates along each dimension of the mesh. Along a dimension
+    /// with replicas, only the first coordinate contributes.
     fn contributing(&self) -> Vec<usize> {
         let dims = self.placements.iter().zip(self.mesh.shape());
         dims.map(|(placement, &size)| if *placement == DimPlacement::Replicate { 1 } else { size })
             .collect()
     }
 
-    /// An upper bound of the contributions to a tensor of so many slices, without listing them.
+    /// An upper bound of the number of contributions to a tensor with this number of slices,
+    /// computed without listing them.
     pub(crate) fn most_contributions(&self, slices: u64) -> u64 {
         let (mut rows, mut others) = (1u64, 1u64);
         for (placement, size) in self.placements.iter().zip(self.contributing()) {
-            // Pieces along the first dimension follow each other in the tensor, as slices do.
+            // Pieces along the first dimension are consecutive in the tensor, as slices are.
             let factor = if *placement == DimPlacement::Shard(0) { &mut rows } else { &mut others };
             *factor *= size as u64;
         }
         if rows == 1 { others.saturating_mul(slices) } else { others.saturating_mul(slices + rows) }
     }
 
-    /// What a sum over the ranks is divided by.
+    /// The divisor of a sum over the ranks.
     pub(crate) fn divisor(&self) -> u64 {
         let dims = self.placements.iter().zip(self.mesh.shape());
         let averaged = dims.filter(|(p, _)| matches!(p, DimPlacement::Partial(Reduction::Avg)));
@@ -169,24 +171,25 @@ impl Layout {
     }
 }
 
-/// The place-th of `pieces` of `size` indices: first index, and how many.
+/// Piece number `place` of a dimension of `size` indices that is split into `pieces`: its first
+/// index and its size.
 fn chunk(size: u64, pieces: u64, place: u64) -> (u64, u64) {
     let step = size.div_ceil(pieces);
     let first = step.saturating_mul(place).min(size);
     (first, step.min(size - first))
 }
 
-/// "Shard(0), Replicate".
+/// Formats placements, such as "Shard(0), Replicate".
 pub fn list(placements: &[DimPlacement]) -> String {
     placements.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// How a tensor of a job lies on one of the job's meshes.
+/// The layout of a tensor on one of the job's meshes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorLayout {
     /// Index of the mesh.
     pub mesh: u32,
-    /// One for each of its dimensions.
+    /// The placements, one for each dimension of the mesh.
     pub placements: Vec<DimPlacement>,
 }
 
@@ -198,7 +201,7 @@ impl From<&TensorLayout> for pb::Layout {
                 DimPlacement::Replicate => (Kind::Replicate, 0),
                 DimPlacement::Shard(dim) => (Kind::Shard, dim as u32),
                 DimPlacement::Partial(Reduction::Avg) => (Kind::PartialAvg, 0),
-                // A job with Max has been refused.
+                // A job with Max has already been refused.
                 DimPlacement::Partial(_) => (Kind::PartialSum, 0),
             };
             pb::DimPlacement { kind: kind.into(), dim }
@@ -243,7 +246,7 @@ pub(crate) mod tests {
         Layout::new(Arc::new(ProcessMesh::dense(shape, names).unwrap()), placements.into()).unwrap()
     }
 
-    /// Layouts on meshes of one or two dimensions, of tensors of two.
+    /// Generates layouts of two-dimensional tensors on meshes of one or two dimensions.
     pub(crate) fn layouts(mesh: Vec<usize>) -> impl Strategy<Value = Layout> {
         let placement = prop_oneof![
             Just(Shard(0)),
@@ -257,7 +260,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn pieces_are_those_of_torch_chunk() {
+    fn pieces_equal_those_of_torch_chunk() {
         let pieces =
             |size, pieces| (0..pieces).map(|place| chunk(size, pieces, place)).collect::<Vec<_>>();
         assert_eq!(pieces(7, 3), [(0, 3), (3, 3), (6, 1)]);
@@ -267,7 +270,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn the_earlier_mesh_dimension_cuts_first() {
+    fn the_earlier_mesh_dimension_splits_first() {
         let layout = on(&[2, 2], &[Shard(0), Shard(0)]);
         let boxes: Vec<_> = (0..4).map(|rank| layout.local_box(&[5, 2], rank).unwrap()).collect();
         assert_eq!(
@@ -343,7 +346,7 @@ pub(crate) mod tests {
         }
 
         #[test]
-        fn the_boxes_of_all_contributors_are_the_tensor(
+        fn the_boxes_of_all_contributors_cover_the_tensor(
             layout in prop_oneof![layouts(vec![3]), layouts(vec![2, 3]), layouts(vec![4, 1])],
             shape in [0u64..7, 0u64..7],
         ) {

@@ -1,16 +1,16 @@
-//! Ranks in an n-dimensional array with named dimensions.
+//! Ranks in a multi-dimensional array with named dimensions.
 
 use crate::{Error, JobSpec, Result, job::MAX_WORLD, manifest::check_name, pb};
 
-/// The most dimensions that a mesh may have.
+/// The maximum number of dimensions of a mesh.
 pub const MAX_MESH_DIMS: usize = 32;
 
-/// Ranks, row-major in an array whose dimensions have names ("dp", "tp", ...).
+/// Ranks in a row-major array whose dimensions have names ("dp", "tp", ...).
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ProcessMesh {
-    /// INVARIANT: the product is the number of ranks; 1 or more dimensions, none of them 0.
+    /// INVARIANT: the product is the number of ranks; at least one dimension, none of size 0.
     shape: Vec<usize>,
-    /// INVARIANT: one for each dimension, distinct.
+    /// INVARIANT: distinct, one for each dimension.
     names: Vec<String>,
     /// INVARIANT: distinct.
     ranks: Vec<u32>,
@@ -19,18 +19,18 @@ pub struct ProcessMesh {
 }
 
 impl ProcessMesh {
-    /// `ranks`, row-major in an array of `shape`.
+    /// Arranges `ranks` row-major in an array of `shape`.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: no dimension or more than [`MAX_MESH_DIMS`], another number of names or
-    /// ranks than the shape has, a name or rank twice.
+    /// [`Error::Invalid`] if the mesh has no dimension or more than [`MAX_MESH_DIMS`], if the
+    /// number of names or ranks does not match the shape, or if a name or rank is repeated.
     pub fn new<N: Into<String>>(
         shape: impl Into<Vec<usize>>,
         ranks: impl Into<Vec<u32>>,
         names: impl IntoIterator<Item = N>,
     ) -> Result<Self> {
         let (shape, ranks) = (shape.into(), ranks.into());
-        // One name too many is enough to refuse them all.
+        // One name too many is enough to refuse the list.
         let names: Vec<String> =
             names.into_iter().take(MAX_MESH_DIMS + 1).map(Into::into).collect();
         check_shape(&shape, ranks.len())?;
@@ -46,7 +46,7 @@ impl ProcessMesh {
         Ok(Self { shape, names, ranks, by_rank })
     }
 
-    /// Ranks 0, 1, ... row-major.
+    /// Arranges ranks 0, 1, ... row-major.
     ///
     /// # Errors
     /// Those of [`Self::new`].
@@ -87,10 +87,10 @@ impl ProcessMesh {
         self.ranks.len()
     }
 
-    /// The dimension of that name.
+    /// The dimension with this name.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if there is none.
+    /// [`Error::Invalid`] if the mesh has no such dimension.
     pub fn dim(&self, name: &str) -> Result<usize> {
         self.names.iter().position(|other| other == name).ok_or_else(|| {
             Error::invalid(
@@ -101,7 +101,7 @@ impl ProcessMesh {
         })
     }
 
-    /// Where `rank` is, if it is in the mesh.
+    /// The coordinates of `rank`, if it is in the mesh.
     pub fn coordinate(&self, rank: u32) -> Option<Vec<usize>> {
         Some(self.coordinate_of(self.position(rank)?))
     }
@@ -122,12 +122,12 @@ impl ProcessMesh {
         coordinate
     }
 
-    /// All ranks and where they are, row-major.
+    /// All ranks with their coordinates, row-major.
     pub fn coordinates(&self) -> impl Iterator<Item = (Vec<usize>, u32)> + '_ {
         self.ranks.iter().enumerate().map(|(position, &rank)| (self.coordinate_of(position), rank))
     }
 
-    /// The rank at `coordinate`; `None` outside of the mesh.
+    /// The rank at `coordinate`; `None` outside the mesh.
     pub fn rank_at(&self, coordinate: &[usize]) -> Option<u32> {
         if coordinate.len() != self.ndim()
             || coordinate.iter().zip(&self.shape).any(|(place, size)| place >= size)
@@ -139,8 +139,8 @@ impl ProcessMesh {
         Some(self.ranks[position])
     }
 
-    /// The ranks along dimension `dim` through `rank`, in order; `None` if the mesh has not the one
-    /// or the other.
+    /// The ranks along dimension `dim` that include `rank`, in order; `None` if the mesh does not
+    /// have the rank or the dimension.
     pub fn group(&self, rank: u32, dim: usize) -> Option<Vec<u32>> {
         let mut coordinate = self.coordinate(rank)?;
         let size = *self.shape.get(dim)?;
@@ -151,10 +151,10 @@ impl ProcessMesh {
         Some(along.collect())
     }
 
-    /// The mesh of `dims`, in that order, through `rank`.
+    /// The mesh of `dims`, in that order, that includes `rank`.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: a dimension that there is not or twice, a rank that the mesh has not.
+    /// [`Error::Invalid`] for an unknown or repeated dimension, or a rank that is not in the mesh.
     pub fn sub_mesh(&self, dims: &[usize], rank: u32) -> Result<Self> {
         let Some(mut coordinate) = self.coordinate(rank) else {
             return Err(Error::invalid(
@@ -190,7 +190,7 @@ impl ProcessMesh {
         Self::new(shape, ranks, dims.iter().map(|&dim| self.names[dim].clone()))
     }
 
-    /// "rank 3 (dp 1, tp 1)".
+    /// Describes a rank with its coordinates, such as "rank 3 (dp 1, tp 1)".
     pub fn describe(&self, rank: u32) -> String {
         match self.coordinate(rank) {
             None => format!("rank {rank}"),
@@ -207,7 +207,7 @@ impl ProcessMesh {
     }
 }
 
-/// Whether a mesh of `shape` can have so many ranks.
+/// Checks that a mesh of `shape` can have this number of ranks.
 fn check_shape(shape: &[usize], ranks: usize) -> Result<()> {
     if !(1..=MAX_MESH_DIMS).contains(&shape.len()) {
         let expected = format!("1 to {MAX_MESH_DIMS}");
@@ -223,7 +223,7 @@ fn check_shape(shape: &[usize], ranks: usize) -> Result<()> {
     Ok(())
 }
 
-/// Whether a mesh of `dims` dimensions can have these names.
+/// Checks that a mesh with `dims` dimensions can have these names.
 fn check_names(names: &[String], dims: usize) -> Result<()> {
     if names.len() != dims {
         let expected = format!("one name for each of the {dims} dimensions");
@@ -265,7 +265,8 @@ impl TryFrom<pb::Mesh> for ProcessMesh {
 }
 
 impl JobSpec {
-    /// "rank 3 (dp 1, tp 1)": where the rank is in the job's first mesh that has it.
+    /// Describes a rank with its coordinates in the job's first mesh that contains it, such as
+    /// "rank 3 (dp 1, tp 1)".
     pub fn describe_rank(&self, rank: u32) -> String {
         let mesh = self.meshes.iter().find(|mesh| mesh.position(rank).is_some());
         mesh.map_or_else(|| format!("rank {rank}"), |mesh| mesh.describe(rank))
@@ -296,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sub_mesh_has_its_dimensions_in_the_order_asked_for() {
+    fn a_sub_mesh_has_its_dimensions_in_the_requested_order() {
         let mesh = mesh();
         let tp = ProcessMesh::new([3], [2, 1, 0], ["tp"]).unwrap();
         assert_eq!(mesh.sub_mesh(&[1], 0).unwrap(), tp);
@@ -307,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_mesh_is_refused() {
+    fn an_invalid_mesh_is_refused() {
         let refused = |shape: &[usize], ranks: &[u32], names: &[&str]| {
             ProcessMesh::new(shape, ranks, names.iter().copied()).is_err()
         };
@@ -340,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_are_not_needed_are_not_read() {
+    fn unneeded_names_are_not_read() {
         let mut read = 0;
         let names = (0..40_000).map(|dim| {
             read += 1;
@@ -352,7 +353,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_rank_is_found_where_it_is(ranks in Just((0..24u32).map(|i| 3 * i).collect::<Vec<_>>()).prop_shuffle()) {
+        fn every_rank_has_its_coordinates(ranks in Just((0..24u32).map(|i| 3 * i).collect::<Vec<_>>()).prop_shuffle()) {
             let mesh = ProcessMesh::new([2, 3, 4], ranks.clone(), ["a", "b", "c"]).unwrap();
             for (coordinate, rank) in mesh.coordinates() {
                 prop_assert_eq!(mesh.coordinate(rank), Some(coordinate));

@@ -1,9 +1,9 @@
-//! The arithmetic that workers and servers must agree on: which elements of a tensor belong to
-//! which slice, which rank holds which box of it, and in which order contributions are added.
+//! The arithmetic that workers and servers share: the elements of a tensor that belong to each
+//! slice, the box that each rank holds, and the order in which contributions are added.
 //!
-//! A [`TensorBox`] is a region of a tensor, a [`StridedBox`] the same in the flattened tensor, and
-//! [`Elements`] are the elements of one slice that lie in it. A [`Layout`] places a tensor on a
-//! [`ProcessMesh`]; [`Contributions`] follow from it.
+//! A [`TensorBox`] is a region of a tensor, a [`StridedBox`] is that region in the flattened
+//! tensor, and [`Elements`] are the elements of one slice that lie in it. A [`Layout`] places a
+//! tensor on a [`ProcessMesh`] and determines its [`Contributions`].
 
 pub mod blocks;
 mod contributions;

@@ -1,53 +1,55 @@
-//! From one layout of a tensor to another: what is reduced, and then the fewest, largest moves.
+//! Redistribution of a tensor from one layout to another: first the reductions, then the smallest
+//! number of moves, each as large as possible.
 
 use std::{collections::HashMap, sync::Arc};
 
 use super::{DimPlacement, Layout, Reduction, TensorBox, list};
 use crate::{Error, Result};
 
-/// What takes a tensor from one layout to another: first the reductions, in order, then the moves,
-/// in any order.
+/// The plan that redistributes a tensor: first the reductions, in order, then the moves, in any
+/// order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
-    /// Along dimensions of the source's mesh.
+    /// Reductions along dimensions of the source mesh.
     pub reductions: Vec<Reduce>,
-    /// How the tensor lies after the reductions.
+    /// The layout after the reductions.
     pub reduced: Layout,
-    /// Together they are all that each rank has in the end, except what is zeros. Of each box that
-    /// is there and each box that is wanted there is at most one move.
+    /// The moves that together give each rank its result, except for zeros. For each pair of a
+    /// source box and a target box the plan contains at most one move.
     pub moves: Vec<Move>,
-    /// Ranks whose part of the result is zeros: of a new sum one rank has the values.
+    /// Ranks whose part of the result is zero. For a new partial sum, one rank holds the values and
+    /// the others hold zeros.
     pub zeros: Vec<u32>,
 }
 
-/// A reduction over the ranks along one dimension of the source's mesh.
+/// A reduction over the ranks along one dimension of the source mesh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reduce {
     /// The dimension of the mesh.
     pub dim: usize,
-    /// What is taken.
+    /// The operation.
     pub reduction: Reduction,
-    /// Each rank gets its piece along this dimension of the tensor (a reduce-scatter); `None`: all
-    /// of it (an all-reduce).
+    /// The dimension of the tensor along which each rank receives its piece (a reduce-scatter), or
+    /// `None` if each rank receives the whole result (an all-reduce).
     pub scatter: Option<usize>,
 }
 
-/// A box that goes from one rank to another, or stays where it is.
+/// A box that moves from one rank to another, or stays on its rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Move {
-    /// Who has it.
+    /// The rank that sends the box.
     pub from: u32,
-    /// Who gets it.
+    /// The rank that receives the box.
     pub to: u32,
-    /// Of the whole tensor; not empty.
+    /// The box, relative to the whole tensor; not empty.
     pub bounds: TensorBox,
 }
 
-/// The plan for a tensor of `shape`.
+/// Plans the redistribution of a tensor of `shape`.
 ///
 /// # Errors
-/// [`Error::Invalid`] if a layout does not fit the shape, or a partial result would be kept from
-/// one mesh to another.
+/// [`Error::Invalid`] if a layout does not fit the shape, or if the target layout has a partial
+/// placement on another mesh.
 pub fn plan(shape: &[u64], from: &Layout, to: &Layout) -> Result<Plan> {
     from.check(shape, "to be moved")?;
     to.check(shape, "to be moved")?;
@@ -60,8 +62,8 @@ pub fn plan(shape: &[u64], from: &Layout, to: &Layout) -> Result<Plan> {
         if wanted == Some(*placement) {
             continue;
         }
-        // Where another mesh dimension cuts the same dimension of the tensor, pieces of pieces
-        // would come out.
+        // If another mesh dimension shards the same tensor dimension, scattering would split pieces
+        // again.
         let scatter = match wanted {
             Some(DimPlacement::Shard(cut))
                 if !from.placements().contains(&DimPlacement::Shard(cut)) =>
@@ -73,7 +75,7 @@ pub fn plan(shape: &[u64], from: &Layout, to: &Layout) -> Result<Plan> {
         placements[dim] = scatter.map_or(DimPlacement::Replicate, DimPlacement::Shard);
         reductions.push(Reduce { dim, reduction, scatter });
     }
-    // Two reductions that cut the same dimension: the later one would cut first.
+    // If two reductions scatter the same dimension, the later one would split first.
     for index in 1..reductions.len() {
         let cut = reductions[index].scatter;
         if cut.is_some() && reductions[..index].iter().any(|earlier| earlier.scatter == cut) {
@@ -87,7 +89,7 @@ pub fn plan(shape: &[u64], from: &Layout, to: &Layout) -> Result<Plan> {
     Ok(Plan { reductions, reduced, moves, zeros })
 }
 
-/// Mesh dimensions along which a partial result stays one.
+/// The mesh dimensions along which the result stays partial.
 fn kept(reduced: &Layout, to: &Layout, same_mesh: bool) -> Result<Vec<usize>> {
     let partial = |placement: &DimPlacement| matches!(placement, DimPlacement::Partial(_));
     if !same_mesh {
@@ -110,7 +112,7 @@ fn kept(reduced: &Layout, to: &Layout, same_mesh: bool) -> Result<Vec<usize>> {
 fn moves(shape: &[u64], reduced: &Layout, to: &Layout, kept: &[usize]) -> (Vec<Move>, Vec<u32>) {
     let coordinate =
         |layout: &Layout, rank| layout.mesh().coordinate(rank).expect("it is one of the mesh's");
-    // Who has which box, in mesh order; boxes that are there are equal or disjoint.
+    // The ranks that hold each box, in mesh order. The boxes are equal or disjoint.
     let mut holders: Vec<(TensorBox, Vec<u32>)> = Vec::new();
     for &rank in reduced.mesh().ranks() {
         let bounds = reduced.local_box(shape, rank).expect("it is one of the mesh's");
@@ -141,7 +143,8 @@ fn moves(shape: &[u64], reduced: &Layout, to: &Layout, kept: &[usize]) -> (Vec<M
                 kept.iter().all(|&dim| other[dim] == place[dim])
             };
             let ranks = ranks.iter().copied().filter(|&other| may(other));
-            // Who has it keeps it; else the holder that has sent least so far.
+            // A rank that holds the box keeps it; otherwise the holder that has sent the least so
+            // far sends it.
             let from =
                 ranks.min_by_key(|other| (*other != rank, sent.get(other).copied().unwrap_or(0)));
             let from = from.expect("along what is kept, each place has all that the others have");
@@ -165,7 +168,7 @@ mod tests {
     use super::*;
     use DimPlacement::{Partial, Replicate, Shard};
 
-    /// What each rank has of its box, row-major.
+    /// The elements of each rank's box, row-major.
     type Local = HashMap<u32, Vec<f64>>;
 
     fn boxed(shape: &[u64], bounds: &TensorBox, whole: &[f64]) -> Vec<f64> {
@@ -173,7 +176,8 @@ mod tests {
         strided.runs(0..strided.numel()).flat_map(|(_, run)| whole[run].to_vec()).collect()
     }
 
-    /// Locals of a layout whose whole is `whole`: sums as rank-dependent parts.
+    /// The local tensors of a layout for the logical tensor `whole`; partial sums are
+    /// rank-dependent parts.
     fn scatter(shape: &[u64], layout: &Layout, whole: &[f64]) -> Local {
         let mesh = layout.mesh();
         let local = |&rank: &u32| {
@@ -183,7 +187,7 @@ mod tests {
                 let n = mesh.shape()[dim] as f64;
                 for value in &mut values {
                     match placement {
-                        // The first has the rest.
+                        // The first rank holds the rest.
                         Partial(Reduction::Sum) if place[dim] > 0 => *value *= 0.25,
                         Partial(Reduction::Sum) => *value *= 1.0 - 0.25 * (n - 1.0),
                         Partial(Reduction::Avg) if place[dim] > 0 => *value *= 0.5,
@@ -221,8 +225,8 @@ mod tests {
     }
 
     fn carry_out(shape: &[u64], plan: &Plan, from: &Layout, to: &Layout, locals: &Local) -> Local {
-        // A reduction is right by definition: the locals of the reduced layout, of the same whole
-        // along what is kept.
+        // A reduction gives, by definition, the local tensors of the reduced layout for the same
+        // logical tensor, along the dimensions that stay partial.
         let mut placements = from.placements().to_vec();
         let mut locals = locals.clone();
         for reduce in &plan.reductions {
@@ -268,7 +272,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_plan_takes_every_layout_to_every_other(
+        fn a_plan_redistributes_every_layout_to_every_other(
             (from, to) in prop_oneof![
                 (layouts(vec![3]), layouts(vec![3])),
                 (layouts(vec![2, 2]), layouts(vec![2, 2])),
@@ -287,16 +291,16 @@ mod tests {
     }
 
     #[test]
-    fn what_a_rank_has_stays_with_it() {
+    fn elements_that_a_rank_already_holds_do_not_move() {
         let plan = plan(&[4, 4], &on(&[2], &[Replicate]), &on(&[2], &[Shard(1)])).unwrap();
         assert!(plan.reductions.is_empty() && plan.moves.iter().all(|step| step.from == step.to));
     }
 
     #[test]
-    fn a_gather_is_one_move_from_each_to_each_and_its_senders_take_turns() {
+    fn a_gather_is_one_move_per_pair_of_ranks_with_alternating_senders() {
         let gather = plan(&[6, 4], &on(&[3], &[Shard(0)]), &on(&[3], &[Replicate])).unwrap();
         assert_eq!(gather.moves.iter().filter(|step| step.from != step.to).count(), 6);
-        // Two hold each half: each sends one.
+        // Two ranks hold each half, and each of them sends one box.
         let mesh = [2, 2];
         let turned =
             plan(&[4, 4], &on(&mesh, &[Shard(0), Replicate]), &on(&mesh, &[Replicate, Replicate]))
@@ -308,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sum_is_scattered_where_pieces_are_wanted() {
+    fn a_sum_is_scattered_if_the_target_is_sharded() {
         let sum = Partial(Reduction::Sum);
         let scattered = plan(&[4, 4], &on(&[2], &[sum]), &on(&[2], &[Shard(1)])).unwrap();
         assert_eq!(

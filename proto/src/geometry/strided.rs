@@ -1,34 +1,34 @@
-//! Boxes as they lie in their flattened tensor.
+//! Boxes in their flattened tensor.
 
 use std::{ops::Range, sync::Arc};
 
 use super::{Elements, TensorBox};
 use crate::SliceSpec;
 
-/// A box and the strides of its tensor. The box's elements are numbered 0, 1, ... in row-major
-/// order, which is also their order in the flattened tensor; so the elements that lie in one slice
-/// have consecutive numbers.
+/// A box and the strides of its tensor. The elements of the box are numbered 0, 1, ... in row-major
+/// order, which is also their order in the flattened tensor. The elements that lie in one slice
+/// therefore have consecutive numbers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StridedBox {
     bounds: TensorBox,
-    /// Dimensions of the tensor and the box, outermost first. A dimension that the box covers
+    /// The dimensions of the tensor and the box, outermost first. A dimension that the box covers
     /// completely is merged with the dimension before it.
     dims: Vec<Dim>,
     numel: usize,
     is_whole: bool,
 }
 
-/// A dimension of tensor and box.
+/// A dimension of the tensor and the box.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Dim {
-    /// Size of the tensor.
+    /// The size of the tensor along this dimension.
     shape: usize,
     offset: usize,
     size: usize,
 }
 
 impl StridedBox {
-    /// The box `bounds`, which [`TensorBox::check`] accepts, of a tensor of `shape`.
+    /// Creates the box `bounds`, which [`TensorBox::check`] accepts, of a tensor of `shape`.
     pub fn new(shape: &[u64], bounds: TensorBox) -> Self {
         let mut dims: Vec<Dim> = Vec::with_capacity(shape.len().max(1));
         let is_empty = bounds.is_empty();
@@ -53,17 +53,17 @@ impl StridedBox {
         Self { numel: bounds.numel() as usize, bounds, dims, is_whole }
     }
 
-    /// All of a tensor of `shape`.
+    /// The box that covers a whole tensor of `shape`.
     pub fn whole(shape: &[u64]) -> Self {
         Self::new(shape, TensorBox::whole(shape))
     }
 
-    /// The box.
+    /// The bounds of the box.
     pub fn bounds(&self) -> &TensorBox {
         &self.bounds
     }
 
-    /// Number of elements of the box.
+    /// The number of elements of the box.
     pub fn numel(&self) -> usize {
         self.numel
     }
@@ -78,12 +78,12 @@ impl StridedBox {
         self.dims[..self.dims.len() - 1].iter().all(|dim| dim.size <= 1)
     }
 
-    /// The box's elements that lie in `slice`, by their numbers in the box.
+    /// The elements of the box that lie in `slice`, by their numbers in the box.
     pub fn in_slice(&self, slice: &SliceSpec) -> Range<usize> {
         self.in_tensor(slice.offset..slice.offset + slice.numel)
     }
 
-    /// The box's elements that lie in `slice`, by their positions in the slice.
+    /// The elements of the box that lie in `slice`, by their positions in the slice.
     pub fn elements(self: &Arc<Self>, slice: &SliceSpec) -> Elements {
         let numbers = self.in_slice(slice);
         match self.runs(numbers.clone()).next() {
@@ -95,8 +95,8 @@ impl StridedBox {
         }
     }
 
-    /// The elements with these numbers in the box, as the fewest ranges of the flattened tensor, in
-    /// order; with each range the number of its first element.
+    /// The elements with these numbers in the box, as the smallest number of ranges of the
+    /// flattened tensor, in order. Each range is returned with the number of its first element.
     pub fn runs(&self, numbers: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> + '_ {
         let inner = self.dims[self.dims.len() - 1].size;
         let contiguous = self.is_contiguous();
@@ -110,12 +110,12 @@ impl StridedBox {
         })
     }
 
-    /// The box's elements that lie in this range of the flattened tensor, by their numbers.
+    /// The elements of the box that lie in this range of the flattened tensor, by their numbers.
     pub(super) fn in_tensor(&self, range: Range<usize>) -> Range<usize> {
         self.count_before(range.start)..self.count_before(range.end)
     }
 
-    /// How many of the box's elements come before element `end` of the flattened tensor.
+    /// The number of elements of the box before element `end` of the flattened tensor.
     fn count_before(&self, end: usize) -> usize {
         let mut stride: usize = self.dims.iter().map(|dim| dim.shape).product();
         let (mut rest, mut inner, mut count) = (end, self.numel, 0);
@@ -136,7 +136,7 @@ impl StridedBox {
         count
     }
 
-    /// The position of the box's element `number` in the flattened tensor.
+    /// The position of element `number` of the box in the flattened tensor.
     fn position(&self, number: usize) -> usize {
         let (mut rest, mut position, mut stride) = (number, 0, 1);
         for dim in self.dims.iter().rev() {

@@ -2,23 +2,23 @@
 
 use crate::{Error, Result, pb};
 
-/// A rectangular part of a tensor: from `offset`, of `size`, along each dimension. Its elements are
+/// A rectangular part of a tensor, with an offset and a size along each dimension. Its elements are
 /// numbered row-major.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TensorBox {
-    /// First index along each dimension; empty for a scalar.
+    /// The first index along each dimension; empty for a scalar.
     pub offset: Vec<u64>,
-    /// Number of indices along each dimension.
+    /// The number of indices along each dimension.
     pub size: Vec<u64>,
 }
 
 impl TensorBox {
-    /// All of a tensor of `shape`.
+    /// The box that covers a whole tensor of `shape`.
     pub fn whole(shape: &[u64]) -> Self {
         Self { offset: vec![0; shape.len()], size: shape.to_vec() }
     }
 
-    /// Number of elements; 1 for a scalar.
+    /// The number of elements; 1 for a scalar.
     pub fn numel(&self) -> u64 {
         if self.is_empty() { 0 } else { self.size.iter().product() }
     }
@@ -28,7 +28,7 @@ impl TensorBox {
         self.size.contains(&0)
     }
 
-    /// What both have; `None` if that is nothing.
+    /// The intersection of both boxes; `None` if it is empty.
     pub fn intersection(&self, other: &Self) -> Option<Self> {
         let (mut offset, mut size) = (Vec::new(), Vec::new());
         for dim in 0..self.offset.len() {
@@ -40,16 +40,17 @@ impl TensorBox {
         Some(Self { offset, size })
     }
 
-    /// This box as it lies in `outer`, which has all of it: with offsets from `outer`'s first
-    /// element.
+    /// This box relative to the first element of `outer`, which contains it.
     pub fn within(&self, outer: &Self) -> Self {
         let offset =
             self.offset.iter().zip(&outer.offset).map(|(inner, outer)| inner - outer).collect();
         Self { offset, size: self.size.clone() }
     }
 
+    /// Checks that this is a box of a tensor of `shape`; the error names `tensor`.
+    ///
     /// # Errors
-    /// [`Error::Invalid`] unless it is a box of a tensor of `shape`; `tensor` is whose it would be.
+    /// [`Error::Invalid`].
     pub fn check(&self, shape: &[u64], tensor: &str) -> Result<()> {
         let fits = self.offset.len() == shape.len()
             && self.size.len() == shape.len()
@@ -64,14 +65,14 @@ impl TensorBox {
         Err(Error::invalid(format!("box of tensor {tensor:?}"), found, expected))
     }
 
-    /// The message, of tensor number `tensor`.
+    /// Converts to a message for tensor number `tensor`.
     pub fn to_wire(&self, tensor: usize) -> pb::Box {
         let dim = |(&offset, &size): (&u64, &u64)| pb::BoxDim { offset, size };
         let dims = self.offset.iter().zip(&self.size).map(dim);
         pb::Box { tensor: tensor as u32, dims: dims.collect() }
     }
 
-    /// The box of a message.
+    /// Converts from a message.
     pub fn from_wire(message: &pb::Box) -> Self {
         let (offset, size) = message.dims.iter().map(|dim| (dim.offset, dim.size)).unzip();
         Self { offset, size }
@@ -84,7 +85,7 @@ pub(super) mod tests {
 
     use super::*;
 
-    /// A tensor's shape, and a box of it.
+    /// Generates the shape of a tensor and a box of it.
     pub(in crate::geometry) fn boxes() -> impl Strategy<Value = (Vec<u64>, TensorBox)> {
         let dim = (0u64..6).prop_flat_map(|shape| (Just(shape), 0..=shape)).prop_flat_map(
             |(shape, offset)| {
@@ -98,7 +99,7 @@ pub(super) mod tests {
         })
     }
 
-    /// The flattened tensor's elements that are in the box, one by one.
+    /// The elements of the flattened tensor that are in the box, computed one by one.
     pub(in crate::geometry) fn elements(shape: &[u64], bounds: &TensorBox) -> Vec<usize> {
         let numel = shape.iter().product::<u64>();
         let inside = |&element: &u64| {
@@ -114,7 +115,7 @@ pub(super) mod tests {
 
     proptest! {
         #[test]
-        fn an_intersection_has_what_both_have((shape, a) in boxes(), dims in any::<[[prop::sample::Index; 2]; 4]>()) {
+        fn an_intersection_has_the_elements_of_both_boxes((shape, a) in boxes(), dims in any::<[[prop::sample::Index; 2]; 4]>()) {
             let (mut offset, mut size) = (Vec::new(), Vec::new());
             for (&shape, cut) in shape.iter().zip(dims) {
                 let mut ends = cut.map(|cut| cut.index(shape as usize + 1) as u64);
@@ -136,7 +137,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_box_outside_of_its_tensor_is_refused() {
+    fn a_box_outside_its_tensor_is_refused() {
         let bounds =
             |offset: &[u64], size: &[u64]| TensorBox { offset: offset.into(), size: size.into() };
         assert!(bounds(&[1, 0], &[1, 3]).check(&[2, 3], "w").is_ok());

@@ -1,5 +1,5 @@
 //! The hyperparameters of each optimizer, with torch's names, defaults and ranges. Numbers must
-//! also be finite as f32, since the kernels compute in f32.
+//! also be finite as f32, because the kernels compute in f32.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,11 +13,11 @@ pub struct Invalid {
     pub field: &'static str,
     /// Its value.
     pub value: String,
-    /// The values that are allowed.
+    /// The allowed values.
     pub expected: &'static str,
 }
 
-/// The values that a hyperparameter may have.
+/// The allowed range of a hyperparameter.
 #[derive(Clone, Copy)]
 enum Range {
     /// Any finite number.
@@ -91,15 +91,16 @@ hyperparameters! {
     Sgd {
         /// Learning rate.
         lr: f64 = 1e-3 => NonNegative,
-        /// Momentum factor; 0 keeps no state.
+        /// Momentum factor; with 0 the optimizer keeps no state.
         momentum: f64 = 0.0 => NonNegative,
-        /// Share of the gradient kept out of the momentum buffer, from the second step on.
+        /// The fraction of the gradient that is not added to the momentum buffer, from the second
+        /// step on.
         dampening: f64 = 0.0 => Finite,
         /// Weight decay, added to the gradient.
         weight_decay: f64 = 0.0 => NonNegative,
         /// Nesterov momentum.
         nesterov: bool = false,
-        /// Climb instead of descend.
+        /// Maximise the objective instead of minimising it.
         maximize: bool = false,
     }
 }
@@ -117,9 +118,9 @@ hyperparameters! {
         eps: f64 = 1e-8 => NonNegative,
         /// Weight decay, added to the gradient.
         weight_decay: f64 = 0.0 => NonNegative,
-        /// Divide by the largest second moment so far.
+        /// Divide by the maximum of all second moments so far.
         amsgrad: bool = false,
-        /// Climb instead of descend.
+        /// Maximise the objective instead of minimising it.
         maximize: bool = false,
     }
 }
@@ -135,11 +136,11 @@ hyperparameters! {
         beta2: f64 = 0.999 => BelowOne,
         /// Added to the denominator.
         eps: f64 = 1e-8 => NonNegative,
-        /// Decoupled weight decay: parameters shrink by `lr * weight_decay` of themselves.
+        /// Decoupled weight decay: parameters are reduced by `lr * weight_decay` of their value.
         weight_decay: f64 = 1e-2 => NonNegative,
-        /// Divide by the largest second moment so far.
+        /// Divide by the maximum of all second moments so far.
         amsgrad: bool = false,
-        /// Climb instead of descend.
+        /// Maximise the objective instead of minimising it.
         maximize: bool = false,
     }
 }
@@ -155,9 +156,9 @@ hyperparameters! {
         eps: f64 = 1e-10 => NonNegative,
         /// Weight decay, added to the gradient.
         weight_decay: f64 = 0.0 => NonNegative,
-        /// What the sum of squares starts at. Read once, when the state is made.
+        /// The initial value of the sum of squares. It is read once, when the state is created.
         initial_accumulator_value: f64 = 0.0 => NonNegative,
-        /// Climb instead of descend.
+        /// Maximise the objective instead of minimising it.
         maximize: bool = false,
     }
 }
@@ -173,7 +174,7 @@ hyperparameters! {
         eps: f64 = 1e-6 => NonNegative,
         /// Weight decay, added to the gradient.
         weight_decay: f64 = 0.0 => NonNegative,
-        /// Climb instead of descend.
+        /// Maximise the objective instead of minimising it.
         maximize: bool = false,
     }
 }
@@ -189,11 +190,11 @@ hyperparameters! {
         eps: f64 = 1e-8 => NonNegative,
         /// Weight decay, added to the gradient.
         weight_decay: f64 = 0.0 => NonNegative,
-        /// Momentum factor; 0 keeps no momentum buffer.
+        /// Momentum factor; with 0 the optimizer keeps no momentum buffer.
         momentum: f64 = 0.0 => NonNegative,
         /// Divide by the standard deviation instead of the root mean square.
         centered: bool = false,
-        /// Climb instead of descend.
+        /// Maximise the objective instead of minimising it.
         maximize: bool = false,
     }
 }
@@ -203,20 +204,20 @@ hyperparameters! {
     Lion {
         /// Learning rate.
         lr: f64 = 1e-4 => NonNegative,
-        /// Weight of the momentum in the update's sign.
+        /// Weight of the momentum in the sign of the update.
         beta1: f64 = 0.9 => BelowOne,
         /// Decay of the momentum.
         beta2: f64 = 0.99 => BelowOne,
-        /// Decoupled weight decay: parameters shrink by `lr * weight_decay` of themselves.
+        /// Decoupled weight decay: parameters are reduced by `lr * weight_decay` of their value.
         weight_decay: f64 = 0.0 => NonNegative,
-        /// Climb instead of descend.
+        /// Maximise the objective instead of minimising it.
         maximize: bool = false,
     }
 }
 
 hyperparameters! {
-    /// Hyperparameters of LAMB. The trust ratio is the tensor's `||w|| / ||update||`, or 1 where
-    /// either is 0.
+    /// Hyperparameters of LAMB. The trust ratio is the tensor's `||w|| / ||update||`, or 1 if
+    /// either norm is 0.
     Lamb {
         /// Learning rate.
         lr: f64 = 1e-3 => NonNegative,
@@ -226,9 +227,9 @@ hyperparameters! {
         beta2: f64 = 0.999 => BelowOne,
         /// Added to the denominator.
         eps: f64 = 1e-6 => NonNegative,
-        /// Weight decay, a part of the update whose norm makes the trust ratio.
+        /// Weight decay, part of the update whose norm determines the trust ratio.
         weight_decay: f64 = 0.0 => NonNegative,
-        /// Climb instead of descend.
+        /// Maximise the objective instead of minimising it.
         maximize: bool = false,
     }
 }
@@ -255,7 +256,7 @@ impl Sgd {
 mod tests {
     use super::{super::Optimizer, *};
 
-    /// The optimizer of that JSON, refused: the field that is named.
+    /// The field named by the error for an optimizer in JSON.
     fn refused(json: &str) -> &'static str {
         let optimizer: Optimizer = serde_json::from_str(json).unwrap();
         optimizer.validate().unwrap_err().field
@@ -269,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn every_number_of_every_optimizer_is_checked_for_sign_and_size() {
+    fn every_hyperparameter_is_checked_for_sign_and_magnitude() {
         for optimizer in Optimizer::defaults() {
             let json = serde_json::to_value(optimizer).unwrap();
             let numbers = json.as_object().unwrap().iter().filter(|(_, value)| value.is_f64());
@@ -325,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn the_error_says_what_was_wrong_and_what_would_be_right() {
+    fn the_error_states_the_invalid_value_and_the_valid_range() {
         let lion = Optimizer::Lion(Lion { beta1: 1.5, ..Lion::default() });
         assert_eq!(
             lion.validate().unwrap_err().to_string(),

@@ -59,8 +59,8 @@ pub(super) async fn carry_over<B: Backend>(
         let copy = Copy { store: store.clone(), job: job.clone(), from: from.clone() };
         async move {
             match holder.id == server {
-                true => copy.from_here(share).await,
-                false => copy.from_server(holder, token, &share).await,
+                true => copy.copy_here(share).await,
+                false => copy.copy_remote(holder, token, &share).await,
             }
         }
     });
@@ -146,7 +146,7 @@ impl<B: Backend> Copy<B> {
     }
 
     /// From a job of this server.
-    async fn from_here(self, slices: Vec<SliceCopy>) -> Result<()> {
+    async fn copy_here(self, slices: Vec<SliceCopy>) -> Result<()> {
         let JobVersion { job: name, job_id, version } = &*self.from;
         let source = self.store.job(name, *job_id)?;
         source.wait_for_version(*version, self.store.deadline(None)).await?;
@@ -183,7 +183,7 @@ impl<B: Backend> Copy<B> {
     }
 
     /// From a job of another server.
-    async fn from_server(
+    async fn copy_remote(
         self,
         holder: &pb::Server,
         token: &Token,
