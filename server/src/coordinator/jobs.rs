@@ -299,8 +299,8 @@ impl Cluster {
         out.push(Action::Forgotten { job: name.to_owned() });
     }
 
-    /// Has the connected servers of the placement close the job, and ends every call and stream, and
-    /// the creation of jobs that were taking over from it.
+    /// Has the connected servers of the placement close the job, and ends every call and stream,
+    /// and the creation of jobs that were taking over from it.
     pub(super) fn dissolve(
         &mut self,
         name: &str,

@@ -65,8 +65,8 @@ impl Source {
             && new.state().iter().all(|name| old.state().contains(name))
     }
 
-    /// The copies into slice number `slice`, which is `cut`. The predecessor's tensor may have been cut
-    /// at other places.
+    /// The copies into slice number `slice`, which is `cut`. The predecessor's tensor may have been
+    /// cut at other places.
     fn add_copies(
         &self,
         slice: usize,

@@ -47,16 +47,16 @@ pub(super) async fn carry_over<B: Backend>(
 ) -> Result<()> {
     let pb::Succession { from, servers, copies } = succession;
     let from = Arc::new(JobVersion::try_from(from.unwrap_or_default())?);
-    let mut shares: Vec<Vec<Piece>> = servers.iter().map(|_| Vec::new()).collect();
+    let mut shares: Vec<Vec<SliceCopy>> = servers.iter().map(|_| Vec::new()).collect();
     let mut carried = BTreeMap::<_, usize>::new();
-    for piece in copies {
-        let share = shares.get_mut(piece.server as usize).ok_or_else(|| malformed(&piece))?;
-        share.push(Piece::new(job, &piece)?);
-        *carried.entry((piece.slice, piece.state)).or_default() += piece.length as usize;
+    for copy in copies {
+        let share = shares.get_mut(copy.server as usize).ok_or_else(|| malformed(&copy))?;
+        share.push(SliceCopy::new(job, &copy)?);
+        *carried.entry((copy.slice, copy.state)).or_default() += copy.length as usize;
     }
     let copies = servers.iter().zip(shares).filter(|(_, share)| !share.is_empty());
     let copies = copies.map(|(holder, share)| {
-        let copy = Copy { store: store.clone(), job: job.clone(), from: from.clone() };
+        let copy = Copier { store: store.clone(), job: job.clone(), from: from.clone() };
         async move {
             match holder.id == server {
                 true => copy.from_here(share).await,
@@ -77,7 +77,7 @@ pub(super) async fn carry_over<B: Backend>(
 
 /// Consecutive elements of a slice, and where the predecessor has them.
 #[derive(Debug, Clone)]
-struct Piece {
+struct SliceCopy {
     slice: u32,
     offset: usize,
     source: u32,
@@ -87,23 +87,23 @@ struct Piece {
     state: bool,
 }
 
-impl Piece {
-    fn new<B: Backend>(job: &Job<B>, piece: &pb::SliceCopy) -> Result<Self> {
-        let slice = job.slice(piece.slice)?;
-        let end = piece.offset.checked_add(piece.length);
-        let is_inside = piece.length > 0 && end.is_some_and(|end| end <= slice.spec.numel as u64);
-        if !is_inside || piece.state && slice.group.is_none() {
-            return Err(malformed(piece));
+impl SliceCopy {
+    fn new<B: Backend>(job: &Job<B>, copy: &pb::SliceCopy) -> Result<Self> {
+        let slice = job.slice(copy.slice)?;
+        let end = copy.offset.checked_add(copy.length);
+        let is_inside = copy.length > 0 && end.is_some_and(|end| end <= slice.spec.numel as u64);
+        if !is_inside || copy.state && slice.group.is_none() {
+            return Err(malformed(copy));
         }
         let offset =
-            usize::try_from(piece.source_offset).ok().filter(|&offset| offset < usize::MAX / 2);
+            usize::try_from(copy.source_offset).ok().filter(|&offset| offset < usize::MAX / 2);
         Ok(Self {
-            slice: piece.slice,
-            offset: piece.offset as usize,
-            source: piece.source,
-            source_offset: offset.ok_or_else(|| malformed(piece))?,
-            length: piece.length as usize,
-            state: piece.state,
+            slice: copy.slice,
+            offset: copy.offset as usize,
+            source: copy.source,
+            source_offset: offset.ok_or_else(|| malformed(copy))?,
+            length: copy.length as usize,
+            state: copy.state,
         })
     }
 
@@ -122,18 +122,18 @@ impl Piece {
     }
 }
 
-fn malformed(piece: &pb::SliceCopy) -> Error {
-    Error::Internal { cause: format!("the coordinator had {piece:?} copied, which cannot be") }
+fn malformed(copy: &pb::SliceCopy) -> Error {
+    Error::Internal { cause: format!("the coordinator had {copy:?} copied, which cannot be") }
 }
 
-/// The copy of one server's part.
-struct Copy<B: Backend> {
+/// Copies from one server.
+struct Copier<B: Backend> {
     store: Arc<Store<B>>,
     job: Arc<Job<B>>,
     from: Arc<JobVersion>,
 }
 
-impl<B: Backend> Copy<B> {
+impl<B: Backend> Copier<B> {
     /// The arrays that are copied, and where they go.
     fn arrays(&self) -> impl Iterator<Item = (pb::SliceArray, Part)> + use<B> {
         let array = |array| pb::SliceArray { array: Some(array) };
@@ -146,51 +146,56 @@ impl<B: Backend> Copy<B> {
     }
 
     /// From a job of this server.
-    async fn from_here(self, pieces: Vec<Piece>) -> Result<()> {
+    async fn from_here(self, copies: Vec<SliceCopy>) -> Result<()> {
         let JobVersion { job: name, job_id, version } = &*self.from;
         let source = self.store.job(name, *job_id)?;
         source.wait_for_version(*version, self.store.deadline(None)).await?;
         let failure = self.store.failure.clone();
         let copy = move || {
-            pieces.par_iter().try_for_each(|piece| match self.job.closed().is_cancelled() {
+            copies.par_iter().try_for_each(|copy| match self.job.closed().is_cancelled() {
                 true => Err(self.job.closed_error()),
-                false => self.copy_piece(&source, piece),
+                false => self.copy_slice(&source, copy),
             })
         };
         failure.blocking("copy slices of a job", copy).await
     }
 
-    fn copy_piece(&self, source: &Job<B>, piece: &Piece) -> Result<()> {
+    fn copy_slice(&self, source: &Job<B>, copy: &SliceCopy) -> Result<()> {
         let JobVersion { job: name, version, .. } = &*self.from;
-        let (backend, from) = (self.job.backend(), source.slice(piece.source)?);
-        let range = piece.source_range();
+        let (backend, from) = (self.job.backend(), source.slice(copy.source)?);
+        let range = copy.source_range();
         if range.end > from.spec.numel {
-            return Err(Error::Internal { cause: format!("{piece:?} is not in job {name:?}") });
+            return Err(Error::Internal { cause: format!("{copy:?} is not in job {name:?}") });
         }
-        for (array, target) in self.arrays().take(if piece.state { usize::MAX } else { 1 }) {
+        for (array, target) in self.arrays().take(if copy.state { usize::MAX } else { 1 }) {
             let part = Part::of(Some(&array), &source.spec.groups[0])?;
             let Some(buffer) = from.read(backend, part, name, *version)? else {
                 let cause = format!("version {version} of job {name:?} is not there any more");
                 return Err(Error::Internal { cause });
             };
             let bytes = backend.read(&buffer, range.clone(), DType::F32);
-            self.job.slice(piece.slice)?.carry(backend, target, piece.offset, &bytes)?;
+            self.job.slice(copy.slice)?.carry(backend, target, copy.offset, &bytes)?;
         }
-        if piece.state {
-            self.job.slice(piece.slice)?.carry_applied(from.applied(name, *version)?);
+        if copy.state {
+            self.job.slice(copy.slice)?.carry_applied(from.applied(name, *version)?);
         }
         Ok(())
     }
 
     /// From a job of another server.
-    async fn from_server(self, holder: &pb::Server, token: &Token, pieces: &[Piece]) -> Result<()> {
+    async fn from_server(
+        self,
+        holder: &pb::Server,
+        token: &Token,
+        copies: &[SliceCopy],
+    ) -> Result<()> {
         let peer = format!("shard server {}", holder.address);
         let connection = Connection::new(endpoint(&holder.address)?.connect_lazy(), token)?;
-        let with_state: Vec<Piece> = pieces.iter().filter(|piece| piece.state).cloned().collect();
+        let with_state: Vec<SliceCopy> = copies.iter().filter(|copy| copy.state).cloned().collect();
         for (array, target) in self.arrays() {
-            let pieces = if target == Part::Master { pieces } else { &with_state };
-            for pieces in pieces.chunks(PULLED_EXTENTS) {
-                let mut rest: VecDeque<Piece> = pieces.iter().cloned().collect();
+            let copies = if target == Part::Master { copies } else { &with_state };
+            for copies in copies.chunks(PULLED_EXTENTS) {
+                let mut rest: VecDeque<SliceCopy> = copies.iter().cloned().collect();
                 let mut tries = 0..RETRIES;
                 while let Err(error) =
                     self.pull(&connection, &peer, (&array, target), &mut rest).await
@@ -208,19 +213,19 @@ impl<B: Backend> Copy<B> {
         Ok(())
     }
 
-    /// Pulls an array of `pieces`, in their order, and removes what has come.
+    /// Pulls an array of `copies`, in their order, and removes what has come.
     async fn pull(
         &self,
         connection: &Connection,
         peer: &str,
         (array, target): (&pb::SliceArray, Part),
-        pieces: &mut VecDeque<Piece>,
+        copies: &mut VecDeque<SliceCopy>,
     ) -> Result<()> {
         let JobVersion { job, job_id, version } = (*self.from).clone();
-        let extents = pieces.iter().map(|piece| pb::Extent {
-            slice: piece.source,
-            offset: piece.source_offset as u64,
-            length: piece.length as u64,
+        let extents = copies.iter().map(|copy| pb::Extent {
+            slice: copy.source,
+            offset: copy.source_offset as u64,
+            length: copy.length as u64,
         });
         let request = pb::PullRequest {
             job,
@@ -238,28 +243,23 @@ impl<B: Backend> Copy<B> {
             answer.message().await.map_err(failed)?
         {
             let elements = payload.len() / DType::F32.size();
-            let piece = pieces.pop_front().filter(|piece| {
-                let start = (piece.source, piece.source_offset as u64);
-                start == (slice, offset) && elements <= piece.length
+            let copy = copies.pop_front().filter(|copy| {
+                let start = (copy.source, copy.source_offset as u64);
+                start == (slice, offset) && elements <= copy.length
             });
-            let Some(piece) = piece else {
+            let Some(copy) = copy else {
                 let cause = format!("{peer} sent slice {slice} from {offset} on, unasked");
                 return Err(Error::Internal { cause });
             };
-            self.job.slice(piece.slice)?.carry(
-                self.job.backend(),
-                target,
-                piece.offset,
-                &payload,
-            )?;
-            if let Some(rest) = piece.rest(elements) {
-                pieces.push_front(rest);
+            self.job.slice(copy.slice)?.carry(self.job.backend(), target, copy.offset, &payload)?;
+            if let Some(rest) = copy.rest(elements) {
+                copies.push_front(rest);
             }
         }
-        match pieces.front() {
+        match copies.front() {
             None => Ok(()),
-            Some(piece) => {
-                let cause = format!("its answer ended before slice {}", piece.source);
+            Some(copy) => {
+                let cause = format!("its answer ended before slice {}", copy.source);
                 Err(Error::Unavailable { peer: peer.to_owned(), cause })
             }
         }
@@ -269,7 +269,7 @@ impl<B: Backend> Copy<B> {
         &self,
         connection: Connection,
         peer: &str,
-        pieces: &[Piece],
+        copies: &[SliceCopy],
     ) -> Result<()> {
         let JobVersion { job, job_id, version } = (*self.from).clone();
         let request = pb::StepsRequest { job: job.clone(), job_id, version };
@@ -278,13 +278,13 @@ impl<B: Backend> Copy<B> {
         let answer = client.steps(request).await.map_err(|s| Error::from_status(&s, peer))?;
         let steps = answer.into_inner().slices.into_iter();
         let applied: HashMap<u32, u64> = steps.map(|of| (of.slice, of.applied)).collect();
-        for piece in pieces {
-            let Some(&applied) = applied.get(&piece.source) else {
-                let (slice, cause) = (piece.source, "no applied steps");
+        for copy in copies {
+            let Some(&applied) = applied.get(&copy.source) else {
+                let (slice, cause) = (copy.source, "no applied steps");
                 let cause = format!("{peer} has {cause} of slice {slice} of job {job:?}");
                 return Err(Error::Internal { cause });
             };
-            self.job.slice(piece.slice)?.carry_applied(applied);
+            self.job.slice(copy.slice)?.carry_applied(applied);
         }
         Ok(())
     }
