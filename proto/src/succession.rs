@@ -17,7 +17,7 @@ pub struct JobVersion {
 ///
 /// Tensors of the same name and shape begin with the predecessor's master weights. Where a tensor
 /// trains in both jobs, and the predecessor's optimizer has every state tensor that the new one
-/// has, its optimizer state and its number of applied steps are carried over too.
+/// has, its optimizer state and its number of applied steps are copied as well.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Succession {
     /// The predecessor, at the version that is carried over.

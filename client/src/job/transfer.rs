@@ -62,14 +62,13 @@ impl Job {
         self.upload(part, applied, state).await
     }
 
-    /// In a job that takes over from another (see [`crate::CreateJob::from`]): says that this rank
-    /// uploads nothing of these tensors, because what was carried over stands. Of every tensor that
-    /// was carried over, each rank that uploads some of it either uploads that or says this.
-    /// `applied` as for [`Self::initialise_at`], if the optimizer's state was not carried over;
-    /// else 0.
+    /// In a job that takes over from another (see [`crate::CreateJob::from`]): states that this
+    /// rank uploads nothing of these tensors, because the copy from the predecessor stands. Version
+    /// 0 waits until each rank has uploaded its part of every tensor, or has called this for it.
+    /// `applied` is 0, or, where the optimizer's state is fresh, as for [`Self::initialise_at`].
     ///
     /// # Errors
-    /// As [`Self::initialise`]; [`Error::Invalid`] for a tensor that was not carried over.
+    /// As [`Self::initialise`]; [`Error::Invalid`] for a tensor that was not copied.
     pub async fn keep(&self, applied: u64, tensors: &[usize]) -> Result<()> {
         self.upload_contents(PARAMETERS, applied, Contents::Kept(tensors)).await
     }

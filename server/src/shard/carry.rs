@@ -56,7 +56,7 @@ pub(super) async fn carry_over<B: Backend>(
     }
     let copies = servers.iter().zip(shares).filter(|(_, share)| !share.is_empty());
     let copies = copies.map(|(holder, share)| {
-        let copy = Copy { store: store.clone(), job: job.clone(), from: from.clone() };
+        let copy = Copier { store: store.clone(), job: job.clone(), from: from.clone() };
         async move {
             match holder.id == server {
                 true => copy.copy_here(share).await,
@@ -126,14 +126,14 @@ fn malformed(copy: &pb::SliceCopy) -> Error {
     Error::Internal { cause: format!("the coordinator had {copy:?} copied, which cannot be") }
 }
 
-/// The copy of one server's part.
-struct Copy<B: Backend> {
+/// Copies from one server.
+struct Copier<B: Backend> {
     store: Arc<Store<B>>,
     job: Arc<Job<B>>,
     from: Arc<JobVersion>,
 }
 
-impl<B: Backend> Copy<B> {
+impl<B: Backend> Copier<B> {
     /// The arrays that are copied, and where they go.
     fn arrays(&self) -> impl Iterator<Item = (pb::SliceArray, Part)> + use<B> {
         let array = |array| pb::SliceArray { array: Some(array) };
@@ -146,13 +146,13 @@ impl<B: Backend> Copy<B> {
     }
 
     /// From a job of this server.
-    async fn copy_here(self, slices: Vec<SliceCopy>) -> Result<()> {
+    async fn copy_here(self, copies: Vec<SliceCopy>) -> Result<()> {
         let JobVersion { job: name, job_id, version } = &*self.from;
         let source = self.store.job(name, *job_id)?;
         source.wait_for_version(*version, self.store.deadline(None)).await?;
         let failure = self.store.failure.clone();
         let copy = move || {
-            slices.par_iter().try_for_each(|copy| match self.job.closed().is_cancelled() {
+            copies.par_iter().try_for_each(|copy| match self.job.closed().is_cancelled() {
                 true => Err(self.job.closed_error()),
                 false => self.copy_slice(&source, copy),
             })
@@ -187,15 +187,15 @@ impl<B: Backend> Copy<B> {
         self,
         holder: &pb::Server,
         token: &Token,
-        slices: &[SliceCopy],
+        copies: &[SliceCopy],
     ) -> Result<()> {
         let peer = format!("shard server {}", holder.address);
         let connection = Connection::new(endpoint(&holder.address)?.connect_lazy(), token)?;
-        let with_state: Vec<SliceCopy> = slices.iter().filter(|copy| copy.state).cloned().collect();
+        let with_state: Vec<SliceCopy> = copies.iter().filter(|copy| copy.state).cloned().collect();
         for (array, target) in self.arrays() {
-            let slices = if target == Part::Master { slices } else { &with_state };
-            for slices in slices.chunks(PULLED_EXTENTS) {
-                let mut rest: VecDeque<SliceCopy> = slices.iter().cloned().collect();
+            let copies = if target == Part::Master { copies } else { &with_state };
+            for copies in copies.chunks(PULLED_EXTENTS) {
+                let mut rest: VecDeque<SliceCopy> = copies.iter().cloned().collect();
                 let mut tries = 0..RETRIES;
                 while let Err(error) =
                     self.pull(&connection, &peer, (&array, target), &mut rest).await
@@ -213,16 +213,16 @@ impl<B: Backend> Copy<B> {
         Ok(())
     }
 
-    /// Pulls an array of `slices`, in their order, and removes what has come.
+    /// Pulls an array of `copies`, in their order, and removes what has come.
     async fn pull(
         &self,
         connection: &Connection,
         peer: &str,
         (array, target): (&pb::SliceArray, Part),
-        slices: &mut VecDeque<SliceCopy>,
+        copies: &mut VecDeque<SliceCopy>,
     ) -> Result<()> {
         let JobVersion { job, job_id, version } = (*self.from).clone();
-        let extents = slices.iter().map(|copy| pb::Extent {
+        let extents = copies.iter().map(|copy| pb::Extent {
             slice: copy.source,
             offset: copy.source_offset as u64,
             length: copy.length as u64,
@@ -243,7 +243,7 @@ impl<B: Backend> Copy<B> {
             answer.message().await.map_err(failed)?
         {
             let elements = payload.len() / DType::F32.size();
-            let copy = slices.pop_front().filter(|copy| {
+            let copy = copies.pop_front().filter(|copy| {
                 let start = (copy.source, copy.source_offset as u64);
                 start == (slice, offset) && elements <= copy.length
             });
@@ -253,10 +253,10 @@ impl<B: Backend> Copy<B> {
             };
             self.job.slice(copy.slice)?.carry(self.job.backend(), target, copy.offset, &payload)?;
             if let Some(rest) = copy.rest(elements) {
-                slices.push_front(rest);
+                copies.push_front(rest);
             }
         }
-        match slices.front() {
+        match copies.front() {
             None => Ok(()),
             Some(copy) => {
                 let cause = format!("its answer ended before slice {}", copy.source);
@@ -269,7 +269,7 @@ impl<B: Backend> Copy<B> {
         &self,
         connection: Connection,
         peer: &str,
-        slices: &[SliceCopy],
+        copies: &[SliceCopy],
     ) -> Result<()> {
         let JobVersion { job, job_id, version } = (*self.from).clone();
         let request = pb::StepsRequest { job: job.clone(), job_id, version };
@@ -278,7 +278,7 @@ impl<B: Backend> Copy<B> {
         let answer = client.steps(request).await.map_err(|s| Error::from_status(&s, peer))?;
         let steps = answer.into_inner().slices.into_iter();
         let applied: HashMap<u32, u64> = steps.map(|of| (of.slice, of.applied)).collect();
-        for copy in slices {
+        for copy in copies {
             let Some(&applied) = applied.get(&copy.source) else {
                 let (slice, cause) = (copy.source, "no applied steps");
                 let cause = format!("{peer} has {cause} of slice {slice} of job {job:?}");

@@ -169,7 +169,7 @@ async fn a_pull_that_does_not_fit_is_refused() {
         // More extents than a request may have.
         assert_eq!(
             invalid(pull(stock::read("pull", 1, vec![0; 3_000_000])).await),
-            "a PullRequest"
+            "body of a pull"
         );
     })
     .await;

@@ -6,8 +6,10 @@
 use std::future::Future;
 
 use tokio::runtime::Handle;
-use zeroshard_client::{Cluster, Commit, Job, Options, StepReport, Target, TensorData, Traffic};
-use zeroshard_proto::{Error, JobSpec, Result, TensorBox};
+use zeroshard_client::{
+    Cluster, Commit, CreateJob, Job, Options, StepReport, Target, TensorData, Traffic,
+};
+use zeroshard_proto::{Error, JobSpec, Result, TensorBox, successor_name};
 
 /// A job on the shard servers, and how to reach it.
 #[derive(Debug, Clone)]
@@ -92,28 +94,33 @@ impl Remote {
         seat: Seat<'_>,
     ) -> Result<Self> {
         let cluster = runtime.block_on(Cluster::connect(seat.coordinator, options))?;
-        Self::enter(runtime, cluster, spec, (seat.rank, seat.reached_at))
+        Self::enter(runtime, cluster, spec.into(), (seat.rank, seat.reached_at))
     }
 
-    /// Joins another job of the same cluster as the same rank; creates it unless it exists.
+    /// Joins, as the same rank, the job that takes over from this one at `version`; creates it
+    /// unless another rank has.
     ///
     /// # Errors
-    /// Those of the cluster.
-    pub fn join_other(&self, spec: &JobSpec) -> Result<Self> {
-        Self::enter(&self.runtime, self.cluster.clone(), spec, (self.rank(), None))
+    /// [`Error::JobExists`] if another job has its name; others of the cluster.
+    pub fn join_successor(&self, version: u64) -> Result<Self> {
+        let name = successor_name(&self.spec().name);
+        let mut create = CreateJob::new(JobSpec { name, ..self.spec().clone() });
+        create.from = Some(self.job.at(version));
+        Self::enter(&self.runtime, self.cluster.clone(), create, (self.rank(), None))
     }
 
     fn enter(
         runtime: &Handle,
         cluster: Cluster,
-        spec: &JobSpec,
+        create: CreateJob,
         (rank, reached_at): (u32, Option<&str>),
     ) -> Result<Self> {
+        let name = create.spec.name.clone();
         let job = runtime.block_on(async {
-            cluster.create_job(spec).await?;
+            cluster.create_job(create).await?;
             match reached_at {
-                Some(address) => cluster.join_at(&spec.name, rank, address).await,
-                None => cluster.join(&spec.name, rank).await,
+                Some(address) => cluster.join_at(&name, rank, address).await,
+                None => cluster.join(&name, rank).await,
             }
         })?;
         Ok(Self { runtime: runtime.clone(), cluster, job })

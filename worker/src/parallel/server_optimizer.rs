@@ -126,16 +126,6 @@ fn lie(mesh: &Mesh, own: &Mesh, placements: &[Placement]) -> Result<Vec<Placemen
     Ok(names.iter().map(along).collect())
 }
 
-/// "name.1" after "name", "name.2" after that.
-fn next_name(name: &str) -> String {
-    let numbered =
-        name.rsplit_once('.').and_then(|(base, number)| Some((base, number.parse::<u64>().ok()?)));
-    numbered.map_or_else(
-        || format!("{name}.1"),
-        |(base, number)| format!("{base}.{}", number.saturating_add(1)),
-    )
-}
-
 fn mean() -> Placement {
     Placement::Partial(Reduction::Avg)
 }
@@ -245,26 +235,18 @@ impl ServerOptimizer {
     ///
     /// The initial parameters of a job cannot be written a second time. So a new job ("name.1"
     /// after "name") continues from the state at version 0, and the last rank to leave the old job
-    /// deletes it. The optimizer's state is initialised again.
+    /// deletes it. The optimizer's state is carried over.
     ///
     /// # Errors
     /// [`Error::Invalid`] naming the tensor that is unknown, missing, given twice or of another
-    /// shape, in which case nothing has changed; if a job of the next name exists; those of the
-    /// cluster.
+    /// shape, in which case nothing has changed; [`zeroshard_proto::Error::JobExists`] if another
+    /// job has the next name; others of the cluster.
     pub fn set_state_dict(&mut self, state: Vec<StateTensor>) -> Result<()> {
         let values = self.by_number(state)?;
-        let spec =
-            JobSpec { name: next_name(&self.remote.spec().name), ..self.remote.spec().clone() };
-        let remote = self.remote.join_other(&spec)?;
-        // The job cannot begin without the upload of this rank.
-        if remote.version().is_some() && !self.uploaded().is_empty() {
-            remote.leave()?;
-            let what = format!("job {:?}, which continues this one", spec.name);
-            return Err(Error::invalid(what, "a job that exists", "a new job: delete the old one"));
-        }
+        let remote = self.remote.join_successor(self.version)?;
         remote.upload(|tensor| {
-            let whole = TensorBox::whole(&spec.manifest.tensors()[tensor].shape);
-            cut(&values[tensor], &whole, &spec.local_box(tensor, remote.rank()))
+            let whole = TensorBox::whole(&remote.spec().manifest.tensors()[tensor].shape);
+            cut(&values[tensor], &whole, &remote.spec().local_box(tensor, remote.rank()))
         })?;
         let old = std::mem::replace(&mut self.remote, Arc::new(remote));
         self.version = 0;

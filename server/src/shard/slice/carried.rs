@@ -44,9 +44,9 @@ impl<B: Backend> Slice<B> {
         inner.carried = Some(Carried { state, applied });
     }
 
-    /// `rank` uploads nothing of the slice: what was carried over stands. With `applied`, unless it
-    /// is 0, so many steps count as applied. Returns whether that made the slice complete.
-    /// `current` says, under the slice's lock, whether `attempt` is the job's open one.
+    /// `rank` uploads nothing of the slice: what was carried over stands. Unless it is 0, `applied`
+    /// steps count as applied. Returns whether that made the slice complete. `current` says, under
+    /// the slice's lock, whether `attempt` is the job's open one.
     ///
     /// # Errors
     /// Those of `current`; [`Error::Invalid`] if nothing was carried over, or the rank has uploaded
