@@ -1,25 +1,27 @@
-//! Which gradients travel together, and when.
+//! Buckets of gradients, and the order in which they are sent.
 
 use zeroshard_proto::{DType, Error, Result};
 
-/// Gradients in buckets: of one dtype, in forward order, closed when they have so many bytes. A
-/// bucket is sent when it is whole and all behind it are sent, since backward makes gradients in
-/// about the reverse order.
+/// Gradients in buckets. The gradients of a bucket have one dtype and are in forward order, and a
+/// bucket closes when it reaches a number of bytes. A bucket is sent when it is complete and all
+/// buckets behind it have been sent, because backward computes gradients in approximately the
+/// reverse order.
 #[derive(Debug, Clone)]
 pub struct Buckets {
-    /// Tensors of each bucket, ascending; buckets by their first tensor.
+    /// The tensors of each bucket, ascending; the buckets are ordered by their first tensor.
     buckets: Vec<Vec<usize>>,
     /// The bucket of each tensor.
     bucket_of: Vec<usize>,
     ready: Vec<bool>,
-    /// Buckets that are still to be sent: these, the last first.
+    /// The number of buckets that have not been sent. They are the first ones of the list; the last
+    /// of them is sent next.
     unsent: usize,
 }
 
 impl Buckets {
-    /// Buckets for tensors of so many bytes and that dtype. One closes once it has `limit` bytes or
-    /// more; the first of each dtype, the last to be sent, once it has `first_limit`: little is
-    /// left to wait for when backward ends.
+    /// Creates buckets for tensors of the given sizes in bytes and dtypes. A bucket closes when it
+    /// has `limit` bytes or more. The first bucket of each dtype, which is sent last, closes at
+    /// `first_limit`, so that little remains to be sent when backward ends.
     pub fn new(tensors: &[(usize, DType)], limit: usize, first_limit: usize) -> Self {
         let mut buckets = Vec::new();
         for dtype in DType::ALL {
@@ -48,10 +50,10 @@ impl Buckets {
         &self.buckets
     }
 
-    /// Marks a gradient as complete. The tensors that can be sent now.
+    /// Marks a gradient as complete, and returns the tensors that can be sent now.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a tensor that there is not, or that was ready before in this round.
+    /// [`Error::Invalid`] for an unknown tensor, or one that was already marked in this round.
     pub fn ready(&mut self, tensor: usize) -> Result<Vec<usize>> {
         match self.ready.get_mut(tensor) {
             None => {
@@ -79,7 +81,7 @@ impl Buckets {
         Ok(sent)
     }
 
-    /// The tensors that are not ready, ascending.
+    /// The tensors that are not complete, ascending.
     pub fn rest(&self) -> Vec<usize> {
         (0..self.ready.len()).filter(|&tensor| !self.ready[tensor]).collect()
     }
@@ -115,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_buckets_are_sent_the_last_first() {
+    fn complete_buckets_are_sent_last_first() {
         let mut buckets = Buckets::new(&f32s(&[1, 1, 1, 1]), 8, 4);
         assert_eq!(buckets.buckets(), [vec![0], vec![1, 2], vec![3]]);
         assert_eq!(buckets.ready(2), Ok(vec![]));

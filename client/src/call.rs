@@ -1,4 +1,5 @@
-//! gRPC calls of the data plane, below generated code: bodies in and out are streams of frames.
+//! gRPC calls of the data plane, below generated code: request and response bodies are streams of
+//! frames.
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Request, header};
@@ -9,10 +10,10 @@ use tonic::{Status, body::Body};
 use tower::{Service, ServiceExt};
 use zeroshard_proto::{Error, Result, frame::decode_message, transport::Connection};
 
-/// Calls `path` of `peer` with `body`; the answer's body.
+/// Calls `path` of `peer` with `body`, and returns the body of the response.
 ///
 /// # Errors
-/// What the server, or the transport, answered.
+/// Those of the server or the transport.
 pub(crate) async fn call<B>(
     connection: &Connection,
     path: &'static str,
@@ -44,7 +45,7 @@ where
     Ok(response.into_body())
 }
 
-/// Calls `path` of `peer` with `body`; the one message of the answer.
+/// Calls `path` of `peer` with `body`, and returns the single message of the response.
 ///
 /// # Errors
 /// Those of the server or the transport.
@@ -66,10 +67,10 @@ where
     decode_message(&answer.to_bytes())
 }
 
-/// What headers, or trailers, say of the call; nothing where they have no status.
+/// Checks the status in headers or trailers. Headers without a status are accepted.
 ///
 /// # Errors
-/// Theirs.
+/// The error of the status.
 pub(crate) fn check(headers: &HeaderMap, peer: &str) -> Result<()> {
     match Status::from_header_map(headers) {
         Some(status) if status.code() != tonic::Code::Ok => Err(Error::from_status(&status, peer)),
@@ -77,10 +78,11 @@ pub(crate) fn check(headers: &HeaderMap, peer: &str) -> Result<()> {
     }
 }
 
-/// What the trailers say at the end of an answer.
+/// Checks the trailers at the end of a response.
 ///
 /// # Errors
-/// Theirs; [`Error::Unavailable`] where there are none: the stream was cut.
+/// The error of the status; [`Error::Unavailable`] if the trailers have no status, because the
+/// stream was cut off.
 pub(crate) fn finish(trailers: &HeaderMap, peer: &str) -> Result<()> {
     if !trailers.contains_key("grpc-status") {
         let cause = "the response was truncated".to_owned();

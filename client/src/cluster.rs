@@ -1,4 +1,4 @@
-//! A cluster, as seen through its coordinator.
+//! A cluster, accessed through its coordinator.
 
 use std::{sync::Arc, time::Duration};
 
@@ -19,22 +19,22 @@ use crate::{
 #[derive(Debug, Clone)]
 pub struct Cluster {
     pub(crate) connection: Connection,
-    /// For messages: role and address.
+    /// Role and address, for messages.
     pub(crate) peer: String,
     pub(crate) options: Options,
     pub(crate) shards: Arc<Shards>,
 }
 
-/// What a reader must know of a job.
+/// The description of a job that a reader needs.
 #[derive(Debug, Clone)]
 pub struct Description {
-    /// What the job is.
+    /// The spec of the job.
     pub spec: JobSpec,
-    /// Tells the job from earlier and later ones of its name.
+    /// The id, which distinguishes the job from earlier and later jobs of the same name.
     pub id: u64,
-    /// Its membership generation.
+    /// The membership generation.
     pub epoch: u64,
-    /// Where its slices are.
+    /// The placement of the slices.
     pub placement: Placement,
     /// The current version; `None` before the initial parameters are complete.
     pub version: Option<u64>,
@@ -67,11 +67,11 @@ impl From<&JobSpec> for CreateJob {
 }
 
 impl Cluster {
-    /// Connects to the coordinator at `address`, `host:port`; tries until the deadline.
+    /// Connects to the coordinator at `address`, `host:port`, with retries until the deadline.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for an address or a token that is none, [`Error::Unauthenticated`] for
-    /// another token than the cluster's, [`Error::Timeout`].
+    /// [`Error::Invalid`] for an invalid address or token, [`Error::Unauthenticated`] for a wrong
+    /// token, [`Error::Timeout`].
     pub async fn connect(address: &str, options: Options) -> Result<Self> {
         let peer = format!("coordinator {address}");
         let token = Token::from(options.token.clone().unwrap_or_default());
@@ -81,7 +81,7 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// Servers and jobs.
+    /// The status of the servers and jobs.
     ///
     /// # Errors
     /// [`Error::Timeout`].
@@ -92,13 +92,13 @@ impl Cluster {
         status.await?.try_into()
     }
 
-    /// Makes the job, unless it is there already. If it takes over from another job, that job's
-    /// content has been copied when this returns.
+    /// Creates the job, unless it exists already. If it continues from another job, the content of
+    /// that job has been copied when this returns.
     ///
     /// # Errors
-    /// [`Error::JobExists`] with another spec or predecessor, [`Error::Timeout`] if too few servers
-    /// come, [`Error::JobFailed`] if they cannot hold it; of the predecessor
-    /// [`Error::UnknownJob`], [`Error::JobReplaced`], [`Error::JobFailed`], and
+    /// [`Error::JobExists`] if it exists with a different spec or predecessor, [`Error::Timeout`]
+    /// if too few servers connect, [`Error::JobFailed`] if they do not have enough memory; for the
+    /// predecessor, [`Error::UnknownJob`], [`Error::JobReplaced`], [`Error::JobFailed`], and
     /// [`Error::VersionGone`] if it has made another step.
     pub async fn create_job(&self, job: impl Into<CreateJob>) -> Result<()> {
         let CreateJob { spec, from, fresh_state } = job.into();
@@ -113,7 +113,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Frees what the servers hold of the job.
+    /// Deletes the job and frees its memory on the servers.
     ///
     /// # Errors
     /// [`Error::UnknownJob`], [`Error::Timeout`].
@@ -126,7 +126,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// What a reader must know of the job.
+    /// The description of the job that a reader needs.
     ///
     /// # Errors
     /// [`Error::UnknownJob`], [`Error::Timeout`].
@@ -146,11 +146,12 @@ impl Cluster {
         })
     }
 
-    /// The hash of all of a job's state at its current version: hexadecimal BLAKE3. It depends on
-    /// what was trained and how, not on the cluster.
+    /// The hash of a job's whole state at its current version: hexadecimal BLAKE3. It depends on
+    /// the training run, and not on the cluster.
     ///
     /// # Errors
-    /// [`Error::UnknownJob`], [`Error::VersionGone`] if a step was faster, [`Error::Timeout`].
+    /// [`Error::UnknownJob`], [`Error::VersionGone`] if a step was applied meanwhile,
+    /// [`Error::Timeout`].
     pub async fn state_hash(&self, job: &str) -> Result<String> {
         let description = self.describe_job(job).await?;
         let version = description.version.ok_or_else(|| {
@@ -163,12 +164,13 @@ impl Cluster {
         state::hash(self, &description, version).await
     }
 
-    /// Payload bytes that all jobs of this connection have moved.
+    /// The number of payload bytes that all jobs of this connection have transferred.
     pub fn traffic(&self) -> Traffic {
         self.shards.traffic()
     }
 
-    /// Joins the job as `rank`. Waits for the end of an earlier lease of the rank, if there is one.
+    /// Joins the job as `rank`. If the rank has an earlier lease, the call waits until that lease
+    /// ends.
     ///
     /// # Errors
     /// [`Error::UnknownJob`], [`Error::RankTaken`], [`Error::Invalid`] for a rank out of range.
@@ -176,23 +178,23 @@ impl Cluster {
         Job::join(self.clone(), job, rank, None).await
     }
 
-    /// As [`Self::join`], and tells the other ranks that this worker is reached at `address`,
-    /// `host:port`.
+    /// Joins the job like [`Self::join`], and announces `address`, `host:port`, to the other ranks
+    /// as the address of this worker.
     ///
     /// # Errors
-    /// As [`Self::join`].
+    /// Those of [`Self::join`].
     pub async fn join_at(&self, job: &str, rank: u32, address: &str) -> Result<Job> {
         Job::join(self.clone(), job, rank, Some(address)).await
     }
 
-    /// The coordinator's client, for calls over `connection`.
+    /// The generated client of the coordinator for calls over `connection`.
     pub(crate) fn client(connection: Connection) -> CoordinatorServiceClient<Connection> {
         CoordinatorServiceClient::new(connection)
             .max_decoding_message_size(MAX_CONTROL_MESSAGE)
             .max_encoding_message_size(MAX_CONTROL_MESSAGE)
     }
 
-    /// [`Self::tries`] of a call to the coordinator, which gets as much time as is left.
+    /// [`Self::tries`] for a call to the coordinator, which gets the remaining time as its limit.
     pub(crate) async fn retry<T, F>(
         &self,
         what: &str,
@@ -204,8 +206,9 @@ impl Cluster {
         self.tries(what, |left| call(Self::client(self.connection.within(left)))).await
     }
 
-    /// Calls until it succeeds, an error is final, or the deadline passes. `call` gets the time
-    /// that is left. (Not an `AsyncFnMut`: what it gives is not known to be `Send`.)
+    /// Calls until a call succeeds, an error is final, or the deadline passes. `call` receives the
+    /// remaining time. (It is not an `AsyncFnMut`, because the future of one is not known to be
+    /// `Send`.)
     pub(crate) async fn tries<T, F>(
         &self,
         what: &str,

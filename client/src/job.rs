@@ -1,5 +1,5 @@
-//! A rank's part in a job: its lease, and what it asks of the coordinator and the servers outside
-//! of a step. Gradients and votes are in `attempt`.
+//! A rank's membership in a job: its lease, and its calls to the coordinator and the servers
+//! outside a step. Gradients and votes are in `attempt`.
 
 use std::sync::Arc;
 
@@ -20,21 +20,21 @@ mod transfer;
 pub use attempt::Attempt;
 
 /// A rank's lease on a job. Cheap to clone. The lease ends with [`Job::leave`] or
-/// [`Job::leave_done`]; when the last clone and the last [`Attempt`] are dropped without, the rank
-/// counts as lost.
+/// [`Job::leave_done`]. If the last clone and the last [`Attempt`] are dropped without one of these
+/// calls, the rank counts as lost.
 #[derive(Debug, Clone)]
 pub struct Job(Arc<Member>);
 
-/// What a job and its attempts share.
+/// The state that a job and its attempts share.
 #[derive(Debug)]
 struct Member {
     cluster: Cluster,
     spec: Arc<JobSpec>,
-    /// Tells the job from earlier and later ones of its name.
+    /// The id, which distinguishes the job from earlier and later jobs of the same name.
     id: u64,
     rank: u32,
     lease: u64,
-    /// The rank's parts of all tensors.
+    /// The parts of all tensors that the rank holds.
     locals: Vec<LocalTensor>,
     membership: watch::Receiver<Membership>,
     watcher: JoinHandle<()>,
@@ -54,8 +54,8 @@ impl Job {
         rank: u32,
         address: Option<&str>,
     ) -> Result<Self> {
-        // The server may take its time for the first message too: an earlier lease of the rank has
-        // to end.
+        // The first message may also take some time, because an earlier lease of the rank has to
+        // end.
         let (first, stream) = cluster
             .tries(&format!("a lease for rank {rank} of job {job:?}"), |left| {
                 // The stream has no deadline: it lasts as long as the lease.
@@ -86,12 +86,12 @@ impl Job {
         Ok(Self(Arc::new(member)))
     }
 
-    /// What the job is.
+    /// The spec of the job.
     pub fn spec(&self) -> &JobSpec {
         &self.0.spec
     }
 
-    /// Tells the job from earlier and later ones of its name.
+    /// The id, which distinguishes the job from earlier and later jobs of the same name.
     pub fn id(&self) -> u64 {
         self.0.id
     }
@@ -106,13 +106,13 @@ impl Job {
         self.0.rank
     }
 
-    /// This worker's hold on its rank: a number that no other worker has.
+    /// The number of this worker's lease, which no other worker has.
     pub fn lease(&self) -> u64 {
         self.0.lease
     }
 
-    /// The version that the job was at when the coordinator last spoke of it; `None` before the
-    /// initial parameters are complete.
+    /// The version of the job in the coordinator's last message; `None` before the initial
+    /// parameters are complete.
     pub fn version(&self) -> Option<u64> {
         self.0.membership.borrow().version
     }
@@ -122,7 +122,8 @@ impl Job {
         self.0.membership.borrow().epoch
     }
 
-    /// Whether this rank uploads its box of a tensor, rather than another rank with the same box.
+    /// Whether this rank uploads its box of a tensor. Of several ranks with the same box, one
+    /// uploads it.
     ///
     /// # Errors
     /// [`Error::Invalid`] for an unknown tensor.
@@ -130,11 +131,11 @@ impl Job {
         Ok(local("uploaded", &self.0.spec.manifest, &self.0.locals, tensor)?.uploads())
     }
 
-    /// Where each rank's worker is reached by the others, in rank order. Waits until all have
-    /// joined and said so.
+    /// The addresses of all workers, in rank order. Waits until all ranks have joined and announced
+    /// their addresses.
     ///
     /// # Errors
-    /// [`Error::Timeout`] naming who has not.
+    /// [`Error::Timeout`], which names a rank that has not announced its address.
     pub async fn peers(&self) -> Result<Vec<String>> {
         let Member { cluster, spec, membership, .. } = &*self.0;
         let mut now = membership.clone();
@@ -149,13 +150,13 @@ impl Job {
                 spec.name
             )
         };
-        // The sender lives as long as the watcher, and that as long as we.
+        // The sender lives as long as the watcher, which lives as long as this job.
         let _ = Deadline::after(cluster.options.deadline).limit(waiting_for, all).await?;
         Ok(self.current()?.peers.into_values().collect())
     }
 
-    /// Waits until the initial parameters of all ranks are complete on all servers; the version
-    /// then. A rank that uploads and leaves before that takes along what it has uploaded.
+    /// Waits until the initial parameters of all ranks are complete on all servers, and returns the
+    /// version. If an uploading rank leaves before that, its uploads are dropped.
     ///
     /// # Errors
     /// [`Error::Timeout`].
@@ -165,17 +166,17 @@ impl Job {
         let there = now.wait_for(|now| now.version.is_some() || now.ended.is_some());
         let waiting_for =
             || format!("the initial parameters of job {:?} from all ranks that upload", spec.name);
-        // As in `peers`.
+        // The same reason as in `peers`.
         let _ = Deadline::after(cluster.options.deadline).limit(waiting_for, there).await?;
         Ok(self.current()?.version.unwrap_or_default())
     }
 
-    /// Payload bytes that all jobs of this cluster connection have moved.
+    /// The number of payload bytes that all jobs of this cluster connection have transferred.
     pub fn traffic(&self) -> Traffic {
         self.0.cluster.shards.traffic()
     }
 
-    /// The hash of all of the job's state at `version`, which must be the current one.
+    /// The hash of the job's whole state at `version`, which must be the current version.
     ///
     /// # Errors
     /// [`Error::VersionGone`], [`Error::Timeout`].
@@ -183,9 +184,9 @@ impl Job {
         state::hash(&self.0.cluster, &self.described(version)?, version).await
     }
 
-    /// How many steps were applied to each tensor, by its index, at `version`, which must be the
-    /// current one: skipped steps do not count, nor do those that had no gradient of it. 0 for what
-    /// does not train.
+    /// The number of steps applied to each tensor, by its index, at `version`, which must be the
+    /// current version. Skipped steps do not count, and neither do steps without a gradient of the
+    /// tensor. The number is 0 for tensors that are not trained.
     ///
     /// # Errors
     /// [`Error::VersionGone`], [`Error::Timeout`].
@@ -199,7 +200,7 @@ impl Job {
         Ok(Description { spec, id: self.0.id, epoch, placement, version: Some(version) })
     }
 
-    /// Ends the lease in order. Ranks that wait for this one in the open step get
+    /// Ends the lease in order. Ranks that wait for this rank in the open step receive
     /// [`Error::RankLeft`].
     ///
     /// # Errors
@@ -208,9 +209,9 @@ impl Job {
         self.end_lease(false).await
     }
 
-    /// As [`Self::leave`], of a rank that has no more data: in a job with
-    /// [`zeroshard_proto::Departure::Absent`] the other ranks go on, and this rank's gradients
-    /// count as zeros.
+    /// Ends the lease like [`Self::leave`], for a rank that has no more data. In a job with
+    /// [`zeroshard_proto::Departure::Absent`] the other ranks continue, and the gradients of this
+    /// rank count as zeros.
     ///
     /// # Errors
     /// [`Error::Timeout`].

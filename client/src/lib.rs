@@ -53,17 +53,17 @@ pub use zeroshard_proto::{Error, Result};
 
 use zeroshard_proto::{DType, Token};
 
-/// How a program talks to its cluster.
+/// The options of a connection to a cluster.
 #[derive(Clone)]
 pub struct Options {
-    /// Element type of parameters and gradients on the wire.
+    /// The element type of parameters and gradients on the wire.
     pub wire: DType,
-    /// Payload of one message, in bytes. Changes no result.
+    /// The payload of one message, in bytes. It does not change any result.
     pub chunk_bytes: usize,
-    /// How long one operation may take, all its tries and waits together. It may be longer than the
-    /// servers' own limit on a wait: the client asks again.
+    /// The time limit of one operation, including all its retries and waits. It may be longer than
+    /// the servers' own limit for a wait, because the client then sends the call again.
     pub deadline: Duration,
-    /// The secret of the cluster, sent with every call; `None` or empty: no secret. `Debug` does
+    /// The token of the cluster, which every call carries; `None` or empty: no token. `Debug` does
     /// not show it.
     pub token: Option<String>,
 }

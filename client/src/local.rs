@@ -1,11 +1,11 @@
-//! Checks of the tensors that a caller names.
+//! Checks of the tensors in a call.
 
 use zeroshard_proto::{Error, Manifest, Result, StridedBox, geometry::LocalTensor};
 
-/// The rank's part of a tensor.
+/// The part of a tensor that the rank holds.
 ///
 /// # Errors
-/// [`Error::Invalid`] unless the tensor exists.
+/// [`Error::Invalid`] for an unknown tensor.
 pub(crate) fn local<'a>(
     what: &str,
     manifest: &Manifest,
@@ -18,8 +18,10 @@ pub(crate) fn local<'a>(
     })
 }
 
+/// Checks that `of`, a box of the tensor, has `numel` elements.
+///
 /// # Errors
-/// [`Error::Invalid`] unless `of`, a box of the tensor, has `numel` elements.
+/// [`Error::Invalid`].
 pub(crate) fn check_size(
     what: &str,
     manifest: &Manifest,

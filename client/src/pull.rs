@@ -1,4 +1,4 @@
-//! Pulling: bytes go from the network buffer straight into the caller's array.
+//! Pulling: data is copied once, from the network buffer into the caller's array.
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -21,24 +21,24 @@ use crate::{
     values::Slots,
 };
 
-/// The longest message that a server may send: more than the largest chunk that it may be asked
-/// for.
+/// The longest message that a server may send. It is longer than the largest chunk that can be
+/// requested.
 const MAX_MESSAGE: usize = 64 << 20;
 
-/// Where a tensor's parameters go.
+/// The destination of a tensor's parameters.
 #[derive(Debug)]
 pub struct Target<'a> {
-    /// Its index in the manifest.
+    /// The index of the tensor in the manifest.
     pub tensor: usize,
-    /// The box that is pulled; `None`: the box that the rank holds by the tensor's layout (without
-    /// a layout: the whole tensor).
+    /// The box to pull; `None`: the box that the rank holds according to the tensor's layout
+    /// (without a layout: the whole tensor).
     pub bounds: Option<TensorBox>,
-    /// Room for all elements of the box, row-major.
+    /// The destination of all elements of the box, row-major.
     pub data: Slots<'a>,
 }
 
 impl<'a> Target<'a> {
-    /// The box that the rank holds of a tensor.
+    /// A target for the box that the rank holds of a tensor.
     pub fn new(tensor: usize, data: impl Into<Slots<'a>>) -> Self {
         Self { tensor, bounds: None, data: data.into() }
     }
@@ -47,27 +47,27 @@ impl<'a> Target<'a> {
 /// The part of a pull that comes from one server.
 pub(crate) struct ServerPull<'a> {
     pub(crate) server: Server,
-    /// Element type on the wire.
+    /// The element type on the wire.
     dtype: DType,
-    /// The boxes that are pulled of tensors that are not pulled whole, by tensor.
+    /// The boxes to pull of tensors that are not pulled as a whole, by tensor.
     boxes: BTreeMap<u32, pb::Box>,
-    /// In the order in which it is sent. INVARIANT: none is empty.
+    /// The destinations, in the order of transmission. INVARIANT: none is empty.
     rest: VecDeque<SliceSlots<'a>>,
 }
 
-/// Room for values of one slice.
+/// The destination of the values of one slice.
 struct SliceSlots<'a> {
     slice: u32,
     /// The first element that has not arrived.
     offset: usize,
-    /// Room for it and for the elements after it.
+    /// The destination of this element and the elements after it.
     data: Slots<'a>,
 }
 
-/// The parts of a pull, by server. `locals` are the rank's tensors.
+/// Plans the parts of a pull, by server. `locals` are the tensor parts of the rank.
 ///
 /// # Errors
-/// [`Error::Invalid`] for a tensor that does not exist, a box outside of it, or a target of another
+/// [`Error::Invalid`] for an unknown tensor, a box outside the tensor, or a target of a different
 /// size.
 pub(crate) fn plan<'a>(
     manifest: &Manifest,
@@ -76,7 +76,7 @@ pub(crate) fn plan<'a>(
     dtype: DType,
     targets: Vec<Target<'a>>,
 ) -> Result<Vec<ServerPull<'a>>> {
-    // A request has one box of each tensor; further boxes go into requests of their own.
+    // A request contains at most one box of each tensor; further boxes go into separate requests.
     let mut requests: Vec<Vec<ServerPull<'_>>> = Vec::new();
     let mut boxes: HashMap<usize, Vec<Arc<StridedBox>>> = HashMap::new();
     for Target { tensor, bounds, data } in targets {
@@ -131,7 +131,7 @@ fn add<'a>(
     }
 }
 
-/// What a pull says of itself.
+/// The job, version and part of a pull.
 pub(crate) struct PullOf<'a> {
     pub(crate) job: &'a str,
     pub(crate) job_id: u64,
@@ -142,7 +142,7 @@ pub(crate) struct PullOf<'a> {
     pub(crate) timeout: Duration,
 }
 
-/// The array of a slice that `part` names: empty, `master`, or a state tensor of the optimizer.
+/// The slice array that `part` names: empty, `master`, or a state tensor of the optimizer.
 pub(crate) fn slice_array(part: &str) -> pb::SliceArray {
     let array = match part {
         "" => Array::Parameters(pb::slice_array::Parameters {}),
@@ -153,8 +153,8 @@ pub(crate) fn slice_array(part: &str) -> pb::SliceArray {
 }
 
 impl ServerPull<'_> {
-    /// Pulls what has not come yet. After an error, what has come stays, and the rest can be pulled
-    /// again.
+    /// Pulls the values that have not arrived yet. After an error, arrived values are kept and the
+    /// rest can be pulled again.
     pub(crate) async fn pull(&mut self, shards: &Shards, of: &PullOf<'_>) -> Result<()> {
         let shard = shards.get(&self.server)?;
         let extents = self.rest.iter().map(|next| pb::Extent {
@@ -203,7 +203,7 @@ impl ServerPull<'_> {
         }
     }
 
-    /// Extents come in the order in which they were asked for, without gaps.
+    /// Checks that extents arrive in the requested order, without gaps.
     fn check(&self, extent: Extent, elements: u64) -> Result<(), String> {
         let expected = self.rest.front().filter(|next| {
             next.slice == extent.slice

@@ -1,5 +1,5 @@
-//! Pushing: values go from the caller's array to the socket, slice by slice; without a copy where
-//! they are already of the wire's dtype.
+//! Pushing: values go from the caller's array to the socket, slice by slice. Values that already
+//! have the wire's dtype are not copied.
 
 use std::{collections::VecDeque, convert::Infallible, ops::Range, sync::atomic::Ordering};
 
@@ -23,14 +23,15 @@ use crate::{
     values::Values,
 };
 
-/// A tensor and its values, to be sent: parameters, optimizer state, a gradient or the content of a
+/// A tensor and its values to be sent: parameters, optimizer state, a gradient or the content of a
 /// buffer, depending on the method.
 #[derive(Debug, Clone)]
 pub struct TensorData {
-    /// Index in the manifest of the tensor, which must own its storage (not be tied to another).
+    /// The index of the tensor in the manifest. The tensor must own its storage (it must not be
+    /// tied to another).
     pub tensor: usize,
-    /// The box of the tensor that this rank holds by the tensor's layout (without a layout: the
-    /// whole tensor), row-major.
+    /// The box of the tensor that this rank holds according to the tensor's layout (without a
+    /// layout: the whole tensor), row-major.
     pub data: Values,
 }
 
@@ -39,12 +40,13 @@ pub struct TensorData {
 pub(crate) struct ServerPush {
     server: Server,
     values: Vec<SliceValues>,
-    /// Slices of which the rank sends nothing more.
+    /// Slices for which the rank sends nothing more.
     absent: Vec<u32>,
 }
 
-/// The most absent slices of one push. The message that opens a push takes 4 KiB, and a slice's
-/// number up to five bytes, so that the other fields fit as well.
+/// The maximum number of absent slices in one push. The message that opens a push is at most 4 KiB
+/// long, and the number of a slice takes up to five bytes; the limit leaves space for the other
+/// fields.
 const MAX_ABSENT: usize = 400;
 
 /// Values for one slice.
@@ -52,11 +54,11 @@ const MAX_ABSENT: usize = 400;
 struct SliceValues {
     slice: u32,
     data: Values,
-    /// The elements of `data` that are to be sent.
+    /// The elements of `data` to be sent.
     range: Range<usize>,
-    /// The position of the first of them among the elements that the rank has of the slice.
+    /// The position of the first of them among the elements that the rank holds of the slice.
     offset: usize,
-    /// The rank's turn in the slice's order of addition.
+    /// The rank's position in the slice's order of addition.
     turn: usize,
 }
 
@@ -65,20 +67,20 @@ struct SliceValues {
 pub(crate) enum Contents<'a> {
     /// Gradients, from every contributing rank.
     Contributed(Vec<TensorData>),
-    /// Initial values or buffers, from the uploading rank.
+    /// Initial values or buffers, from the uploading ranks.
     Uploaded(Vec<TensorData>),
-    /// Tensors of which the rank has no gradient, or nothing more of it.
+    /// Tensors for which the rank has nothing more to send.
     Absent(&'a [usize]),
     /// Tensors of which the rank uploads nothing.
     Kept(&'a [usize]),
 }
 
-/// The parts of a push, by server. Values that the rank need not send are left out. `locals` are
-/// the rank's tensors.
+/// Plans the parts of a push, by server. Values that the rank does not have to send are omitted.
+/// `locals` are the tensor parts of the rank.
 ///
 /// # Errors
-/// [`Error::Invalid`] for a tensor that does not exist, is tied to another or has another size, and
-/// for an absent tensor that does not train.
+/// [`Error::Invalid`] for a tensor that does not exist, is tied to another or has a different size,
+/// and for an absent tensor that is not trained.
 pub(crate) fn plan(
     manifest: &Manifest,
     placement: &Placement,
@@ -120,7 +122,7 @@ pub(crate) fn plan(
             }
         }
     }
-    // The slices that can be added first are sent first.
+    // Slices whose gradient can be added first are sent first.
     for push in &mut pushes {
         push.values.sort_by_key(|values| values.turn);
     }
@@ -178,8 +180,8 @@ fn check_owner(manifest: &Manifest, tensor: usize) -> Result<()> {
 }
 
 impl ServerPush {
-    /// Sends everything, and again after errors that pass. Elements that the server receives again
-    /// it skips.
+    /// Sends everything, with retries after transient errors. The server skips elements that it
+    /// receives again.
     ///
     /// # Errors
     /// Those of the server; [`Error::Timeout`] after `deadline`.
@@ -224,8 +226,8 @@ impl ServerPush {
         self.values.iter().map(|values| (values.range.len() * dtype.size()) as u64).sum()
     }
 
-    /// The server has taken the elements before `offset` of `slice`, and refused the others of that
-    /// slice for now. They are sent last in the next try, since other ranks may wait for the slices
+    /// The server has accepted the elements of `slice` before `offset` and has refused the others
+    /// for now. They are sent last in the next try, because other ranks may wait for the slices
     /// behind them.
     fn put_off(&mut self, slice: u32, offset: u64) {
         let refused = self.values.iter().position(|values| values.slice == slice);
@@ -233,7 +235,7 @@ impl ServerPush {
         let mut values = self.values.drain(..=refused).next_back().expect("the range is not empty");
         let taken =
             usize::try_from(offset).ok().and_then(|offset| offset.checked_sub(values.offset));
-        // The server cannot have taken elements that were not sent.
+        // The server cannot have accepted elements that were not sent.
         if let Some(taken) = taken.filter(|&taken| taken <= values.range.len()) {
             values.offset += taken;
             values.range.start += taken;
@@ -271,7 +273,7 @@ impl ServerPush {
 struct Frames {
     writer: Writer,
     values: VecDeque<SliceValues>,
-    /// Number of sent elements of the first slice.
+    /// The number of elements of the first slice that have been sent.
     sent: usize,
     dtype: DType,
     /// Elements per message.
@@ -309,7 +311,7 @@ mod tests {
 
     use super::*;
 
-    /// Three slices on one server, of one rank: two of a large tensor, one of a small one.
+    /// Three slices of one rank on one server: two of a large tensor and one of a small tensor.
     fn plan() -> ServerPush {
         let tensors =
             vec![TensorSpec::new("large", [4_194_304 + 10]), TensorSpec::new("small", [5])];
@@ -329,13 +331,13 @@ mod tests {
             .remove(0)
     }
 
-    /// Slice, first element and number of elements of all values that would be sent.
+    /// The slice, first element and number of elements of all values to be sent.
     fn values_of(plan: &ServerPush) -> Vec<(u32, usize, usize)> {
         plan.values.iter().map(|values| (values.slice, values.offset, values.range.len())).collect()
     }
 
     #[test]
-    fn after_a_full_buffer_only_what_was_not_taken_is_sent_and_the_refused_slice_comes_last() {
+    fn after_a_full_buffer_only_refused_elements_are_sent_and_the_refused_slice_is_last() {
         let mut plan = plan();
         assert_eq!(values_of(&plan), [(0, 0, 4_194_304), (1, 0, 10), (2, 0, 5)]);
         plan.put_off(1, 4);
@@ -348,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_of_what_was_not_sent_drops_nothing_of_it() {
+    fn a_refusal_of_unsent_elements_drops_nothing() {
         let mut plan = plan();
         plan.put_off(7, 0);
         assert_eq!(values_of(&plan), [(0, 0, 4_194_304), (1, 0, 10), (2, 0, 5)]);
@@ -360,7 +362,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_rest_of_a_refused_slice_is_sent_under_its_own_numbers() {
+    async fn the_rest_of_a_refused_slice_keeps_its_element_numbers() {
         use futures_util::StreamExt;
         use zeroshard_proto::frame::{Decoder, Event};
 

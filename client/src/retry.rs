@@ -1,29 +1,30 @@
-//! Which errors are tried again, and until when: the only place that decides it.
+//! The errors after which a call is retried, and the time limit of the retries. No other module
+//! decides this.
 
 use std::time::Duration;
 
 use zeroshard_proto::{Deadline, Error, Result, deadline::MARGIN, error::Remedy};
 
-/// Longest first pause before a call is tried again; each further one may be twice as long.
+/// The maximum of the first pause before a retry. The maximum doubles with each further pause.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
-/// Longest pause.
+/// The maximum of any pause.
 const MAX_PAUSE: Duration = Duration::from_secs(1);
-/// What to do after a try that failed.
+/// The reaction to a failed try.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Next {
-    /// Send the same again, after a pause.
+    /// Send the same request again after a pause.
     Again(Duration),
-    /// The membership has changed, as the error says.
+    /// Get the current membership; the error states that it has changed.
     Refresh(Error),
 }
 
-/// The tries of one operation, up to its deadline.
+/// The tries of one operation, until its deadline.
 #[derive(Debug)]
 pub(crate) struct Tries {
     deadline: Deadline,
-    /// The next pause is random and at most so long.
+    /// The maximum of the next pause, which is random.
     pause: Duration,
-    /// What the last try ended with.
+    /// The error of the last try.
     last: Option<Error>,
 }
 
@@ -32,15 +33,15 @@ impl Tries {
         Self { deadline, pause: FIRST_PAUSE, last: None }
     }
 
-    /// How long the call of the next try may take. That is a little more than what is left, so that
-    /// the try ends here with an error that says more than that of the transport. The server may
-    /// wait less, if its own limit is lower.
+    /// The time limit of the call in the next try. It is slightly longer than the remaining time,
+    /// so that the try ends here with an error that is more informative than that of the transport.
+    /// The server may wait for a shorter time if its own limit is lower.
     pub(crate) fn timeout(&self) -> Duration {
         self.deadline.left() + Duration::from_millis(1)
     }
 
-    /// One try. `waiting_for` is for the message if the deadline passes and no earlier try has a
-    /// better one.
+    /// Runs one try. `waiting_for` is used in the message if the deadline passes and no earlier try
+    /// has reported the missing input.
     ///
     /// # Errors
     /// [`Error::Timeout`].
@@ -52,7 +53,7 @@ impl Tries {
         self.deadline.limit(|| self.missing().unwrap_or_else(waiting_for), work).await
     }
 
-    /// What the last try said that was missing.
+    /// The missing input that the last try reported.
     fn missing(&self) -> Option<String> {
         match self.last.as_ref()? {
             Error::Timeout { waiting_for, .. } => Some(waiting_for.clone()),
@@ -60,7 +61,8 @@ impl Tries {
         }
     }
 
-    /// Decides about a try that ended with `error`. Returns after the pause if there is one.
+    /// Decides about a try that failed with `error`. If the decision is a pause, this function
+    /// waits for it.
     ///
     /// # Errors
     /// `error`, if it is final; [`Error::Timeout`] if no time is left for another try.
@@ -72,11 +74,11 @@ impl Tries {
         Ok(next)
     }
 
-    /// As [`Self::next`], when so much time is left.
+    /// The decision of [`Self::next`] for the remaining time `left`.
     fn decide(&mut self, error: Error, left: Duration) -> Result<Next> {
         match (error.remedy(), &error) {
             (Remedy::Retry, _) => {}
-            // The server's limit may be lower than our deadline.
+            // The server's limit may be lower than this deadline.
             (Remedy::GiveUp, Error::Timeout { .. }) => {}
             (Remedy::Refresh, _) => return Ok(Next::Refresh(error)),
             (Remedy::GiveUp | Remedy::RedoStep, _) => return Err(error),
@@ -122,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn a_servers_timeout_before_the_deadline_is_tried_again_and_its_message_is_told_at_the_end() {
+    fn a_servers_timeout_before_the_deadline_is_retried_and_reported_at_the_deadline() {
         let mut tries = tries(Duration::from_secs(1500));
         for left in [900, 300] {
             assert!(matches!(
@@ -135,7 +137,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_deadline_that_passes_during_a_later_try_tells_what_the_server_said_before() {
+    async fn a_deadline_during_a_later_try_reports_the_servers_earlier_error() {
         for (error, told) in [(timeout(), "rank 3 to commit"), (unavailable(), "connection reset")]
         {
             let mut tries = tries(Duration::from_millis(20));
@@ -149,7 +151,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn final_errors_are_not_tried_again() {
+    async fn final_errors_are_not_retried() {
         let left = Error::RankLeft { job: "a".into(), rank: 1, step: 2 };
         let aborted =
             Error::StepAborted { job: "a".into(), step: 2, epoch: 3, cause: "lost".into() };
@@ -164,7 +166,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_deadline_may_be_as_long_as_the_user_likes() {
+    async fn a_deadline_may_be_arbitrarily_long() {
         assert!(tries(Duration::MAX).timeout() > Duration::from_secs(86_400 * 365));
     }
 }

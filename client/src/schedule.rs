@@ -1,32 +1,31 @@
-//! What to fetch ahead: the order in which a model's parts are used, learned from the last pass
-//! over it.
+//! Prefetching: the order in which a model's parts are used, learned from the last pass.
 
 /// The order in which units (modules with parameters on the servers) were used in the last pass,
-/// and how far this one is. A pass that takes another way is followed where it comes back to a
-/// known one; it only costs waiting.
+/// and the position of the current pass. If a pass deviates from this order, the schedule resumes
+/// when the pass returns to a known unit. A deviation only costs waiting time.
 #[derive(Debug, Clone)]
 pub struct Schedule {
-    /// Bytes of each unit.
+    /// The size of each unit in bytes.
     sizes: Vec<usize>,
-    /// Bytes that may be fetched ahead.
+    /// The number of bytes that may be fetched ahead.
     window: usize,
     /// The last pass.
     known: Vec<usize>,
-    /// This pass, as far as it is.
+    /// The current pass so far.
     pass: Vec<usize>,
-    /// Where in `known` this pass is; `None` while it has left it.
+    /// The position of the current pass in `known`; `None` while it deviates.
     at: Option<usize>,
 }
 
 impl Schedule {
-    /// For units of so many bytes, of which `window` bytes may be fetched ahead; one unit always
-    /// may.
+    /// Creates a schedule for units of these sizes in bytes, of which `window` bytes may be fetched
+    /// ahead. One unit may always be fetched ahead.
     pub fn new(sizes: Vec<usize>, window: usize) -> Self {
         Self { sizes, window, known: Vec::new(), pass: Vec::new(), at: Some(0) }
     }
 
-    /// Notes that `unit` is used now. The units that follow, nearest first: `unit` itself where it
-    /// is used again at once, as the last of a forward is.
+    /// Records that `unit` is used now. Returns the units that follow, nearest first. `unit` itself
+    /// is among them if it is used again at once, as the last unit of a forward pass is.
     pub fn enter(&mut self, unit: usize) -> Vec<usize> {
         self.pass.push(unit);
         let from = self.at.unwrap_or(0);
@@ -37,8 +36,9 @@ impl Schedule {
         self.ahead()
     }
 
-    /// A new pass begins. The units that it begins with, if it takes the way of the last. (A pass
-    /// that only broke off, as an evaluation does before its backward, is nothing to learn from.)
+    /// Begins a new pass. Returns the units at its beginning if it has the order of the last one.
+    /// (A pass that was only interrupted, such as an evaluation without a backward pass, is not
+    /// learned.)
     pub fn restart(&mut self) -> Vec<usize> {
         let pass = std::mem::take(&mut self.pass);
         if !self.known.starts_with(&pass) {
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_units_are_fetched_as_far_as_the_window_goes() {
+    fn the_next_units_are_fetched_within_the_window() {
         let mut schedule = learned(20, &[0, 1, 2, 3, 3, 2, 1, 0]);
         assert_eq!(schedule.restart(), [0, 1]);
         assert_eq!(schedule.enter(0), [1, 2]);
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pass_that_breaks_off_is_not_learned() {
+    fn an_interrupted_pass_is_not_learned() {
         let mut schedule = learned(20, &[0, 1, 1, 0]);
         schedule.restart();
         schedule.enter(0);
@@ -105,14 +105,14 @@ mod tests {
     }
 
     #[test]
-    fn one_unit_is_fetched_ahead_however_large_it_is() {
+    fn one_unit_is_fetched_ahead_regardless_of_its_size() {
         let mut schedule = learned(1, &[0, 1, 2]);
         assert_eq!(schedule.restart(), [0]);
         assert_eq!(schedule.enter(0), [1]);
     }
 
     #[test]
-    fn another_order_is_followed_where_it_is_known_again() {
+    fn a_deviating_pass_is_followed_from_the_next_known_unit() {
         let mut schedule = learned(10, &[0, 1, 2, 3]);
         schedule.restart();
         assert_eq!(schedule.enter(0), [1]);

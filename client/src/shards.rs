@@ -13,29 +13,30 @@ use zeroshard_proto::{
     transport::{Connection, endpoint},
 };
 
-/// Payload bytes that have moved.
+/// The number of payload bytes that have been transferred.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Of parameters, received.
+    /// Parameters received.
     pub pulled_bytes: u64,
-    /// Of gradients and initial parameters, sent; again where they were sent again.
+    /// Gradients and initial parameters sent, including repeated transmissions.
     pub pushed_bytes: u64,
 }
 
-/// One shard server. Connections are opened when they are used, and again when they break.
+/// One shard server. Connections are opened on first use, and opened again when they break.
 #[derive(Debug, Clone)]
 pub(crate) struct Shard {
-    /// For messages: role, number, address.
+    /// Role, number and address, for messages.
     pub(crate) peer: String,
     /// One connection for each direction, so that a pull does not wait behind a push.
     pub(crate) pull: Connection,
     pub(crate) push: Connection,
 }
 
-/// All shard servers that this process has talked to.
+/// All shard servers to which this process has connected.
 #[derive(Debug, Default)]
 pub(crate) struct Shards {
-    /// By id and incarnation: a connection to an earlier life of a server is of no use.
+    /// The servers by id and incarnation, because a connection to an earlier incarnation cannot be
+    /// used.
     known: Mutex<HashMap<(u64, u64), Shard>>,
     token: Token,
     pub(crate) pulled: AtomicU64,
@@ -48,8 +49,10 @@ impl Shards {
         Self { token, ..Self::default() }
     }
 
+    /// The connections to a server.
+    ///
     /// # Errors
-    /// [`zeroshard_proto::Error::Invalid`] if the server advertises what is no address, or for a
+    /// [`zeroshard_proto::Error::Invalid`] if the server advertises an invalid address, or for a
     /// token that no header can carry.
     pub(crate) fn get(&self, server: &Server) -> Result<Shard> {
         let mut known = self.known.lock().expect("no holder of the lock panics");
@@ -65,8 +68,8 @@ impl Shards {
         Ok(shard)
     }
 
-    /// Drops the connections to servers of placement `before` that are not in `now`. Another job
-    /// that still uses one of them opens it again.
+    /// Drops the connections to servers of the placement `before` that are not in `now`. If another
+    /// job still uses one of them, it opens the connection again.
     pub(crate) fn forget(&self, before: &Placement, now: &Placement) {
         let mut known = self.known.lock().expect("no holder of the lock panics");
         for server in before.servers().iter().filter(|server| !now.servers().contains(server)) {
@@ -95,7 +98,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_server_that_started_again_gets_a_connection_of_its_own_and_the_old_one_is_dropped() {
+    async fn a_restarted_server_gets_a_new_connection_and_the_old_one_is_dropped() {
         let shards = Shards::default();
         let placement = |servers: Vec<Server>| Placement::new(servers, 1, vec![0]).unwrap();
         let before = placement(vec![server(1, 10), server(2, 20)]);

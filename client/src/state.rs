@@ -1,4 +1,5 @@
-//! What only the servers together know of a job: the hash of its state, and how far each tensor is.
+//! Properties of a job that only the servers together know: the hash of its state, and the number
+//! of steps applied to each tensor.
 
 use futures_util::future::try_join_all;
 use zeroshard_proto::{
@@ -35,7 +36,7 @@ pub(crate) async fn hash(cluster: &Cluster, of: &Description, version: u64) -> R
     Ok(hasher.finalize().to_hex().to_string())
 }
 
-/// Of each tensor, the steps that were applied to it.
+/// The number of steps applied to each tensor.
 pub(crate) async fn applied_steps(
     cluster: &Cluster,
     of: &Description,
@@ -50,7 +51,7 @@ pub(crate) async fn applied_steps(
     });
     let mut steps = vec![0; of.spec.manifest.tensors().len()];
     for answer in try_join_all(answers).await? {
-        // A tensor's slices agree.
+        // All slices of a tensor have the same number.
         for pb::SliceSteps { slice, applied } in answer.slices {
             if let Some(slice) = of.spec.manifest.slices().get(slice as usize) {
                 steps[slice.tensor] = applied;

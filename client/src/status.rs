@@ -1,18 +1,18 @@
-//! What a cluster's servers and jobs report about themselves.
+//! The status that a cluster's servers and jobs report.
 
 use zeroshard_proto::{Error, Result, Server, pb};
 
-/// Servers and jobs of a cluster.
+/// The servers and jobs of a cluster.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Status {
-    /// The shard servers that are connected.
+    /// The connected shard servers.
     pub servers: Vec<ServerStatus>,
     /// The jobs.
     pub jobs: Vec<JobStatus>,
 }
 
-/// A shard server, and what it holds. All numbers are 0 until its first report, which comes within
-/// a second.
+/// A shard server and its memory. All numbers are 0 until its first report, which arrives within a
+/// second.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServerStatus {
     /// The server.
@@ -34,25 +34,25 @@ pub struct ServerStatus {
 /// A job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JobStatus {
-    /// Its name.
+    /// The name.
     pub name: String,
-    /// Tells the job from earlier and later ones of its name.
+    /// The id, which distinguishes the job from earlier and later jobs of the same name.
     pub id: u64,
-    /// Its membership generation; 0 before its slices are placed.
+    /// The membership generation; 0 before the slices are placed.
     pub epoch: u64,
-    /// Number of ranks.
+    /// The number of ranks.
     pub world: u32,
-    /// The ranks that a worker holds, ascending.
+    /// The ranks that workers hold, ascending.
     pub joined: Vec<u32>,
     /// The current version; `None` before the initial parameters are complete.
     pub version: Option<u64>,
-    /// Number of parameters.
+    /// The number of parameters.
     pub parameters: u64,
-    /// Number of tensors.
+    /// The number of tensors.
     pub tensors: u32,
-    /// Number of slices.
+    /// The number of slices.
     pub slices: u32,
-    /// Why it has failed, if it has.
+    /// The reason, if the job has failed.
     pub failure: Option<String>,
 }
 

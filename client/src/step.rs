@@ -1,67 +1,69 @@
-//! What a rank says of a step, and what it is told.
+//! A rank's vote about a step, and the report of the step.
 
 use zeroshard_proto::{Manifest, Optimizer, pb};
 
-/// What a rank says of a step when it has pushed all of it.
+/// A rank's vote about a step, after it has pushed all gradients.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Commit {
-    /// This step's hyperparameters, one for each parameter group; empty: those of the job.
+    /// The hyperparameters of this step, one entry for each parameter group; empty: those of the
+    /// job.
     pub groups: Vec<Optimizer>,
-    /// Gradients are those of the loss times this.
+    /// The factor by which the loss, and therefore the gradients, were multiplied.
     pub loss_scale: f64,
-    /// Clip by global norm: the largest norm of the mean gradient.
+    /// The maximum global norm of the mean gradient, for clipping.
     pub max_norm: Option<f64>,
-    /// This rank's loss; the report has the mean over the ranks.
+    /// The loss of this rank; the report contains the mean over the ranks.
     pub loss: Option<f64>,
 }
 
 impl Default for Commit {
-    /// With the job's hyperparameters, without loss scale or clipping.
+    /// The job's hyperparameters, without loss scale or clipping.
     fn default() -> Self {
         Self { groups: Vec::new(), loss_scale: 1.0, max_norm: None, loss: None }
     }
 }
 
-/// What became of a step.
+/// The result of a step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepReport {
-    /// The version that the step made.
+    /// The version that the step produced.
     pub version: u64,
-    /// False: skipped, because a gradient was inf or NaN (never with [`Optimizer::Average`]).
+    /// Whether the step was applied. A step is skipped if a gradient is inf or NaN (never with
+    /// [`Optimizer::Average`]).
     pub applied: bool,
-    /// Global L2 norm of the mean, unscaled gradient of all tensors without `no_clip`, before
+    /// The global L2 norm of the mean, unscaled gradient of all tensors without `no_clip`, before
     /// clipping.
     pub gradient_norm: f64,
-    /// 1 where nothing was clipped.
+    /// The clip coefficient; 1 if the gradient was not clipped.
     pub clip_coefficient: f64,
     /// The first tensor in manifest order with inf or NaN, and the lowest rank that sent one
     /// (`None`: only the sum over the ranks was not finite).
     pub overflow: Option<(usize, Option<u32>)>,
-    /// Mean over the ranks, if all of them gave one.
+    /// The mean loss over the ranks, if all of them passed a loss.
     pub loss: Option<f64>,
-    /// Number of ranks.
+    /// The number of ranks.
     pub world: u32,
-    /// Tensors that some rank had no gradient for, in manifest order.
+    /// The tensors for which at least one rank had no gradient, in manifest order.
     pub absent: Vec<Absent>,
 }
 
-/// A tensor that some rank had no gradient for, and had said so.
+/// A tensor for which at least one rank has declared that it has no gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Absent {
-    /// Its index in the manifest.
+    /// The index of the tensor in the manifest.
     pub tensor: usize,
-    /// The lowest rank without.
+    /// The lowest rank without a gradient.
     pub rank: u32,
-    /// No rank had any of it: it was not stepped.
+    /// Whether no rank had any gradient of the tensor, so that it was not stepped.
     pub everywhere: bool,
 }
 
-/// What a step's gradients come to, before the step is decided.
+/// The properties of a step's reduced gradient, before the step is decided.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Reduced {
-    /// As [`StepReport::gradient_norm`].
+    /// The same as [`StepReport::gradient_norm`].
     pub gradient_norm: f64,
-    /// As [`StepReport::overflow`].
+    /// The same as [`StepReport::overflow`].
     pub overflow: Option<(usize, Option<u32>)>,
 }
 

@@ -1,4 +1,4 @@
-//! Arrays of any dtype on their way to and from the wire.
+//! Arrays of any dtype, for sending and receiving.
 
 use std::ops::Range;
 
@@ -9,7 +9,8 @@ use zeroshard_proto::{DType, Error, Result};
 #[cfg(target_endian = "big")]
 compile_error!("arrays go over the wire as they lie in memory, and the wire is little endian");
 
-/// Shared, immutable values. Cheap to clone; made from a `Vec<f32>` or from bytes without a copy.
+/// Shared, immutable values. Cheap to clone; created from a `Vec<f32>` or from bytes without a
+/// copy.
 #[derive(Debug, Clone)]
 pub struct Values {
     /// INVARIANT: whole elements, at any alignment.
@@ -32,32 +33,32 @@ impl From<Vec<f32>> for Values {
 }
 
 impl Values {
-    /// The values that lie in `bytes`, little endian, at any alignment.
+    /// The values in `bytes`, little endian, at any alignment.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for part of an element.
+    /// [`Error::Invalid`] if the length is not a whole number of elements.
     pub fn new(bytes: Bytes, dtype: DType) -> Result<Self> {
         check_whole("values", bytes.len(), dtype)?;
         Ok(Self { bytes, dtype })
     }
 
-    /// What the values are.
+    /// The dtype of the values.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Number of values.
+    /// The number of values.
     pub fn len(&self) -> usize {
         self.bytes.len() / self.dtype.size()
     }
 
-    /// Whether there are none.
+    /// Whether there are no values.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
 
-    /// `range` as little-endian bytes of `dtype`, rounded to nearest even; of their own dtype
-    /// without a copy.
+    /// Encodes `range` as little-endian bytes of `dtype`, rounded to nearest even. Values that
+    /// already have this dtype are not copied.
     pub(crate) fn encode(&self, range: Range<usize>, dtype: DType) -> Bytes {
         let size = self.dtype.size();
         let bytes = self.bytes.slice(range.start * size..range.end * size);
@@ -70,7 +71,7 @@ impl Values {
     }
 }
 
-/// Where values go: an array of the caller's.
+/// The destination of values: an array of the caller.
 #[derive(Debug)]
 pub struct Slots<'a> {
     /// INVARIANT: whole elements, at any alignment.
@@ -91,39 +92,39 @@ impl<'a> From<&'a mut Vec<f32>> for Slots<'a> {
 }
 
 impl<'a> Slots<'a> {
-    /// Room for values of `dtype`, little endian, at any alignment.
+    /// A destination for values of `dtype`, little endian, at any alignment.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for part of an element.
+    /// [`Error::Invalid`] if the length is not a whole number of elements.
     pub fn new(bytes: &'a mut [u8], dtype: DType) -> Result<Self> {
         check_whole("room for values", bytes.len(), dtype)?;
         Ok(Self { bytes, dtype })
     }
 
-    /// What the values will be.
+    /// The dtype of the values.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Number of values that fit.
+    /// The number of values that fit.
     pub fn len(&self) -> usize {
         self.bytes.len() / self.dtype.size()
     }
 
-    /// Whether none fits.
+    /// Whether no value fits.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
 
-    /// Takes the first `count` slots off.
+    /// Splits off the first `count` slots.
     pub(crate) fn split_off(&mut self, count: usize) -> Self {
         let (first, rest) = std::mem::take(&mut self.bytes).split_at_mut(count * self.dtype.size());
         self.bytes = rest;
         Self { bytes: first, dtype: self.dtype }
     }
 
-    /// Fills all slots with whole little-endian elements of `dtype`, at any alignment: as many as
-    /// there are slots.
+    /// Fills all slots with little-endian elements of `dtype`, at any alignment. The number of
+    /// elements equals the number of slots.
     pub(crate) fn decode(self, bytes: &[u8], dtype: DType) {
         convert(bytes, dtype, self.bytes, self.dtype);
     }
@@ -137,11 +138,12 @@ fn check_whole(what: &str, bytes: usize, dtype: DType) -> Result<()> {
     Err(Error::invalid(format!("{what} of {dtype}"), format!("{bytes} bytes"), expected))
 }
 
-/// Elements that are converted at once: on the stack, and enough for the conversion to be
-/// vectorised.
+/// The number of elements that are converted at once. They are on the stack, and enough for the
+/// conversion to be vectorised.
 const CHUNK: usize = 1024;
 
-/// Converts as many elements of `to` as `src` has of `from`; through f32, rounded to nearest even.
+/// Converts the elements of `src` to `to`, through f32, rounded to nearest even. `dst` has the same
+/// number of elements.
 fn convert(src: &[u8], from: DType, dst: &mut [u8], to: DType) {
     if from == to {
         return dst.copy_from_slice(src);
@@ -154,7 +156,7 @@ fn convert(src: &[u8], from: DType, dst: &mut [u8], to: DType) {
     }
 }
 
-/// At most [`CHUNK`] elements, at any alignment.
+/// Converts at most [`CHUNK`] elements, at any alignment.
 fn to_f32(src: &[u8], dtype: DType, values: &mut [f32]) {
     let mut halves = [0u16; CHUNK];
     let halves = &mut halves[..values.len()];
@@ -168,7 +170,7 @@ fn to_f32(src: &[u8], dtype: DType, values: &mut [f32]) {
     }
 }
 
-/// At most [`CHUNK`] elements, at any alignment.
+/// Converts at most [`CHUNK`] elements, at any alignment.
 fn from_f32(values: &[f32], dst: &mut [u8], dtype: DType) {
     let mut halves = [0u16; CHUNK];
     let halves = &mut halves[..values.len()];
@@ -188,7 +190,7 @@ fn from_f32(values: &[f32], dst: &mut [u8], dtype: DType) {
 mod tests {
     use super::*;
 
-    /// `bytes` where no element is aligned.
+    /// Copies `bytes` such that no element is aligned.
     fn unaligned(bytes: &[u8]) -> Bytes {
         let mut shifted = vec![0u8];
         shifted.extend_from_slice(bytes);
@@ -196,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn values_survive_every_dtype_that_can_hold_them_on_wire_and_in_slots() {
+    fn values_survive_every_dtype_that_can_represent_them() {
         let values: Vec<f32> = (0..3000).map(|i| (i % 200) as f32 * 0.5).collect();
         for (own, wire, slots) in DType::ALL
             .into_iter()
@@ -223,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn of_their_own_dtype_nothing_is_copied_and_every_bit_survives() {
+    fn values_of_the_same_dtype_are_not_copied_and_keep_every_bit() {
         let values = vec![1.0f32; 8];
         let address = values.as_ptr() as usize;
         assert_eq!(Values::from(values).encode(2..4, DType::F32).as_ptr() as usize, address + 8);
@@ -239,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn part_of_an_element_is_refused() {
+    fn an_incomplete_element_is_refused() {
         for dtype in DType::ALL {
             assert!(matches!(
                 Values::new(Bytes::from_static(&[0; 5]), dtype),
@@ -250,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_taken_off_from_the_front() {
+    fn slots_are_split_off_from_the_front() {
         let mut out = vec![0.0; 3];
         let mut slots = Slots::from(&mut out);
         slots.split_off(1).decode(&1f32.to_le_bytes(), DType::F32);

@@ -15,25 +15,25 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{health::Health, metrics::Metrics};
 
-/// What the admin server shows.
+/// The data that the admin server shows.
 #[derive(Clone, Debug)]
 pub struct Admin {
     /// `coordinator`, `shard` or `all`.
     pub role: &'static str,
-    /// Where gRPC is served.
+    /// The address of the gRPC server.
     pub address: SocketAddr,
-    /// Since when.
+    /// The start time of the process.
     pub started: Instant,
-    /// What `/metrics` says.
+    /// The metrics of `/metrics`.
     pub metrics: Arc<Metrics>,
-    /// What the probes say.
+    /// The state that the probes report.
     pub health: Health,
 }
 
-/// Serves `admin` until `shutdown`. Open requests are short: they are not waited for.
+/// Serves `admin` until `shutdown`. It does not wait for open requests, because they are short.
 ///
 /// # Errors
-/// What the listener says.
+/// Those of the listener.
 pub async fn serve(
     listener: TcpListener,
     admin: Admin,
@@ -41,7 +41,7 @@ pub async fn serve(
 ) -> io::Result<()> {
     let routes = Router::new()
         .route("/metrics", get(metrics))
-        // Alive is who answers.
+        // A process that answers is alive.
         .route("/healthz", get(async || "ok\n"))
         .route("/readyz", get(readyz))
         .route("/", get(page))
@@ -84,14 +84,14 @@ async fn page(State(admin): State<Admin>) -> Html<String> {
         version = env!("CARGO_PKG_VERSION"),
     );
     for (name, labels, value) in numbers(&admin.metrics) {
-        // Writing to a String does not fail.
+        // Writing to a String cannot fail.
         let _ = write!(page, "<tr><td>{name}<td>{}<td>{value}", escape(&labels));
     }
     page.push_str("</table>\n");
     Html(page)
 }
 
-/// Counters and gauges: name, labels, value.
+/// All counters and gauges: name, labels, value.
 fn numbers(metrics: &Metrics) -> Vec<(String, String, f64)> {
     let mut rows = Vec::new();
     for family in metrics.gather() {
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn probes_and_metrics_say_what_is_so() {
+    async fn probes_and_metrics_report_the_current_state() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let health = Health::new().await;

@@ -1,7 +1,8 @@
-//! What a server is told: by flags, environment, TOML file and defaults, the first of them winning.
+//! The configuration of a server: flags, environment variables, a TOML file and defaults, in this
+//! order of precedence.
 //!
-//! Each struct is one section of the file and one group of flags; a field is declared once. Figment
-//! lays the four sources over each other, and refuses keys of the file that it does not know.
+//! Each struct is one section of the file and one group of flags, so that each field is declared
+//! once. Figment merges the four sources, and refuses unknown keys of the file.
 
 mod values;
 
@@ -24,19 +25,19 @@ use zeroshard_proto::{
 
 pub use values::{Address, AdminListen, Listen, Malformed};
 
-/// The longest wait that a caller may ask for.
+/// The longest wait that a caller may request.
 pub const MAX_WAIT: Duration = Duration::from_secs(600);
 
-/// What is wrong with the configuration.
+/// An invalid configuration.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The command line; clap's own message (or the text of `--help`).
+    /// The command line is invalid; clap's own message (or the text of `--help`).
     #[error(transparent)]
     CommandLine(#[from] clap::Error),
     /// The file cannot be read, is not TOML, or has a value of the wrong type or an unknown key.
     #[error("configuration file: {0}")]
     File(String),
-    /// A section that no role reads.
+    /// The file has an unknown section.
     #[error(
         "configuration file {file}: unknown section [{section}]; the known sections are [{}]",
         SECTIONS.join("], [")
@@ -47,7 +48,7 @@ pub enum Error {
         /// The section.
         section: String,
     },
-    /// A value out of range, wherever it was said.
+    /// A value from any source is out of range.
     #[error("--{flag} (`{key}` in [{section}] of the file) is {found}; it must be {expected}")]
     Value {
         /// The flag.
@@ -56,9 +57,9 @@ pub enum Error {
         key: &'static str,
         /// The section of the file.
         section: &'static str,
-        /// What it was.
+        /// The invalid value.
         found: String,
-        /// What would be right.
+        /// A description of the valid values.
         expected: String,
     },
 }
@@ -75,31 +76,31 @@ impl Error {
     }
 }
 
-/// How log lines look.
+/// The format of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
-    /// For people.
+    /// For human readers.
     Text,
-    /// One JSON object a line.
+    /// One JSON object per line.
     Json,
 }
 
-/// What every role is told.
+/// The configuration that all roles share.
 #[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Common {
-    /// What to log (on standard error): a level, or directives such as
+    /// The log filter (logs go to standard error): a level, or directives such as
     /// `info,zeroshard_server=debug`
     #[arg(long, env = "ZEROSHARD_LOG", value_name = "FILTER", default_value = "info")]
     pub log: String,
-    /// How to log
+    /// The log format
     #[arg(long, env = "ZEROSHARD_LOG_FORMAT", value_name = "FORMAT", default_value = "text")]
     pub log_format: LogFormat,
-    /// Largest gRPC message that is accepted, in bytes; a larger one is refused
+    /// Largest gRPC message that the server accepts, in bytes; larger messages are refused
     #[arg(long, env = "ZEROSHARD_MAX_MESSAGE_BYTES", value_name = "BYTES", default_value_t = 64 << 20)]
     pub max_message_bytes: usize,
-    /// Calls that one connection may have open; further ones wait at the caller
+    /// Maximum number of open calls on one connection; further calls wait at the caller
     #[arg(
         long,
         env = "ZEROSHARD_MAX_CONCURRENT_STREAMS",
@@ -107,24 +108,26 @@ pub struct Common {
         default_value_t = 1024
     )]
     pub max_concurrent_streams: u32,
-    /// Largest HTTP/2 frame that is accepted, in bytes; the biggest knob of the data plane
+    /// Largest HTTP/2 frame that the server accepts, in bytes; it has a large effect on throughput
     #[arg(long, env = "ZEROSHARD_FRAME_BYTES", value_name = "BYTES", default_value_t = FRAME_BYTES)]
     pub frame_bytes: u32,
     /// HTTP/2 receive window of a stream and of a connection, in bytes
     #[arg(long, env = "ZEROSHARD_WINDOW_BYTES", value_name = "BYTES", default_value_t = WINDOW_BYTES)]
     pub window_bytes: u32,
-    /// Ask a silent peer for a sign of life after so many seconds, and give it as long to answer
+    /// Interval of the keepalive probes on a silent connection; a peer must answer within the same
+    /// time
     #[arg(long, env = "ZEROSHARD_KEEPALIVE_SECONDS", value_name = "SECONDS", default_value_t = 10)]
     pub keepalive_seconds: u64,
-    /// How long a call waits for others (a version, a rank, a server) unless it says so itself
+    /// How long a call waits for input from others (a version, a rank, a server), unless the call
+    /// has a limit of its own
     #[arg(long, env = "ZEROSHARD_WAIT_SECONDS", value_name = "SECONDS", default_value_t = 60)]
     pub wait_seconds: u64,
     /// How long open calls may take to finish after SIGTERM or SIGINT
     #[arg(long, env = "ZEROSHARD_DRAIN_SECONDS", value_name = "SECONDS", default_value_t = 10)]
     pub drain_seconds: u64,
-    /// The cluster's secret: calls that do not carry it are refused (probes need none). The same
-    /// for all servers and clients; without it everybody is let in. Better said in the environment:
-    /// other users of the machine see flags
+    /// The token of the cluster: calls without it are refused, except health probes. All servers
+    /// and clients of a cluster have the same token; without a token every call is accepted. Prefer
+    /// the environment variable, since other users of the machine can see flags
     #[arg(
         long,
         env = "ZEROSHARD_TOKEN",
@@ -201,15 +204,16 @@ impl Default for Common {
     }
 }
 
-/// What the coordinator is told.
+/// The configuration of the coordinator.
 #[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Coordinator {
-    /// Where workers and shard servers reach the coordinator. 0.0.0.0:7400 lets other machines in:
-    /// set --token then; there is no encryption yet, so do that only in a network that you trust
+    /// Address on which the coordinator serves workers and shard servers. With 0.0.0.0:7400 other
+    /// machines can connect: then also set --token, and use it only in a trusted network, because
+    /// there is no encryption yet
     #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7400))]
     pub listen: Listen,
-    /// Where /metrics, /healthz, /readyz and the status page are; `off` for none
+    /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them
     #[arg(
         long,
         env = "ZEROSHARD_ADMIN_LISTEN",
@@ -225,15 +229,16 @@ impl Default for Coordinator {
     }
 }
 
-/// What a shard server is told.
+/// The configuration of a shard server.
 #[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Shard {
-    /// Where workers reach this server. 0.0.0.0:7401 (with --advertise) lets other machines in: set
-    /// --token then; there is no encryption yet, so do that only in a network that you trust
+    /// Address on which the server serves workers. With 0.0.0.0:7401 (and --advertise) other
+    /// machines can connect: then also set --token, and use it only in a trusted network, because
+    /// there is no encryption yet
     #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7401))]
     pub listen: Listen,
-    /// Where /metrics, /healthz, /readyz and the status page are; `off` for none
+    /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them
     #[arg(
         long,
         env = "ZEROSHARD_ADMIN_LISTEN",
@@ -241,18 +246,18 @@ pub struct Shard {
         default_value = "127.0.0.1:9401"
     )]
     pub admin_listen: AdminListen,
-    /// The coordinator to serve; it may start later
+    /// Address of the coordinator, which may start later
     #[arg(long, env = "ZEROSHARD_COORDINATOR", value_name = "HOST:PORT")]
     pub coordinator: Option<Address>,
-    /// What others dial to reach this server; by default the address that it listens on. Port 0
-    /// stands for the port that it listens on
+    /// Address that other processes dial to reach this server; by default the address on which it
+    /// listens. Port 0 stands for the port on which it listens
     #[arg(long, env = "ZEROSHARD_ADVERTISE", value_name = "HOST:PORT")]
     pub advertise: Option<Address>,
-    /// What this server is called, unique in the cluster and the same after a restart; by default
-    /// the address that it advertises
+    /// Name of this server, unique in the cluster and unchanged after a restart; by default the
+    /// address that it advertises
     #[arg(long, env = "ZEROSHARD_ID", value_name = "NAME")]
     pub id: Option<String>,
-    /// How many bytes of early gradients to keep while the ranks before theirs are still missing
+    /// Maximum number of bytes of early gradients, which wait for the gradients of earlier ranks
     #[arg(long, env = "ZEROSHARD_PARKED_BYTES", value_name = "BYTES", default_value_t = 64 << 20)]
     pub parked_bytes: u64,
 }
@@ -263,19 +268,19 @@ impl Default for Shard {
     }
 }
 
-/// What a process with a coordinator and one shard server is told.
+/// The configuration of a process with a coordinator and one shard server.
 #[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct All {
-    /// Where workers and further shard servers reach the coordinator. For another address than
-    /// loopback set --token; there is no encryption yet, so do that only in a network that you
-    /// trust
+    /// Address on which the coordinator serves workers and further shard servers. With an address
+    /// other than loopback, also set --token, and use it only in a trusted network, because there
+    /// is no encryption yet
     #[arg(long, env = "ZEROSHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7400))]
     pub listen: Listen,
-    /// Where workers reach the shard server
+    /// Address on which the shard server serves workers
     #[arg(long, env = "ZEROSHARD_SHARD_LISTEN", value_name = "IP:PORT", default_value_t = Listen::loopback(7401))]
     pub shard_listen: Listen,
-    /// Where /metrics, /healthz, /readyz and the status page are; `off` for none
+    /// Address of /metrics, /healthz, /readyz and the status page; `off` disables them
     #[arg(
         long,
         env = "ZEROSHARD_ADMIN_LISTEN",
@@ -283,17 +288,17 @@ pub struct All {
         default_value = "127.0.0.1:9400"
     )]
     pub admin_listen: AdminListen,
-    /// What others dial to reach the shard server; by default the address that it listens on. Port
-    /// 0 stands for the port that it listens on
+    /// Address that other processes dial to reach the shard server; by default the address on which
+    /// it listens. Port 0 stands for the port on which it listens
     #[arg(long, env = "ZEROSHARD_ADVERTISE", value_name = "HOST:PORT")]
     pub advertise: Option<Address>,
-    /// How many bytes of early gradients to keep while the ranks before theirs are still missing
+    /// Maximum number of bytes of early gradients, which wait for the gradients of earlier ranks
     #[arg(long, env = "ZEROSHARD_PARKED_BYTES", value_name = "BYTES", default_value_t = 64 << 20)]
     pub parked_bytes: u64,
 }
 
 impl All {
-    /// The shard server's part; its coordinator is the one in this process.
+    /// The configuration of the shard server; its coordinator is the one in this process.
     pub fn shard(&self) -> Shard {
         Shard {
             listen: self.shard_listen,
@@ -306,7 +311,7 @@ impl All {
     }
 }
 
-/// What listeners on a wildcard address need.
+/// Checks that a listener on a wildcard address has an advertised address.
 fn check_advertise(
     section: &'static str,
     listen: Listen,
@@ -323,12 +328,13 @@ fn check_advertise(
 
 #[derive(Debug, Args)]
 struct Process {
-    /// TOML file with the sections [common] and [coordinator], [shard] or [all]; its keys are the
-    /// flags' names with `_` for `-`. Flags and environment win over it
+    /// TOML file with the sections [common] and [coordinator], [shard] or [all]. Its keys are the
+    /// names of the flags with `_` instead of `-`. Flags and environment variables override the
+    /// file
     #[arg(long, env = "ZEROSHARD_CONFIG", value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Print one JSON object a line on standard output, and nothing else there: "listening" says,
-    /// once all listeners are bound, what the addresses are
+    /// Print one JSON object per line, and nothing else, on standard output. The event "listening"
+    /// reports the addresses as soon as all listeners are bound
     #[arg(long)]
     json: bool,
 }
@@ -351,7 +357,7 @@ struct Flags<R: Args> {
 ///   zeroshard-server shard --coordinator 127.0.0.1:7400 --listen 127.0.0.1:7401
 ///   zeroshard-server shard --coordinator 127.0.0.1:7400 --listen 127.0.0.1:7402 --admin-listen off
 ///
-/// Workers dial the coordinator. SIGTERM or SIGINT stops a server in order.
+/// Workers connect to the coordinator. SIGTERM or SIGINT shuts a server down gracefully.
 #[derive(Debug, Parser)]
 #[command(name = "zeroshard-server", version, verbatim_doc_comment)]
 struct Cli {
@@ -361,18 +367,18 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Roles {
-    /// Decide about membership, placement and steps
+    /// Run the coordinator, which decides about membership, placement and steps
     Coordinator(Flags<Coordinator>),
-    /// Hold slices of jobs, and serve them to workers
+    /// Run a shard server, which holds slices of jobs and serves them to workers
     Shard(Flags<Shard>),
-    /// Coordinator and one shard server in one process
+    /// Run a coordinator and one shard server in one process
     All(Flags<All>),
 }
 
-/// Sections that the file may have.
+/// The sections that the file may have.
 const SECTIONS: [&str; 4] = ["common", "coordinator", "shard", "all"];
 
-/// Which role this process has.
+/// The role of a process.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Role {
     /// The coordinator.
@@ -383,12 +389,12 @@ pub enum Role {
     All(All),
 }
 
-/// All that the command line, the environment and the file say.
+/// The complete configuration from the command line, the environment and the file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// The role and what it is told.
+    /// The role and its configuration.
     pub role: Role,
-    /// What every role is told.
+    /// The configuration that all roles share.
     pub common: Common,
     /// Whether to print events as JSON on standard output.
     pub json: bool,
@@ -397,8 +403,7 @@ pub struct Config {
 /// Reads the configuration of a process that was started with `arguments` (the first is its name).
 ///
 /// # Errors
-/// [`Error`], which says what would be right; [`Error::CommandLine`] also for `--help` and
-/// `--version`.
+/// [`Error`]; [`Error::CommandLine`] also for `--help` and `--version`.
 pub fn load(
     arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>,
 ) -> Result<Config, Error> {
@@ -443,8 +448,8 @@ impl File {
     }
 }
 
-/// The parser's message without the line of the file that it quotes, which may be the one with the
-/// token: the message names the place too.
+/// The parser's message without the quoted line of the file, which may contain the token. The
+/// message also names the position.
 fn without_source(message: &str) -> String {
     let quoted = |line: &&str| {
         line.trim_start_matches(|c: char| c == ' ' || c.is_ascii_digit()).starts_with('|')
@@ -452,7 +457,7 @@ fn without_source(message: &str) -> String {
     message.lines().filter(|line| !quoted(line)).collect::<Vec<_>>().join("\n")
 }
 
-/// One section: defaults, then the file, then what flags and environment say.
+/// Merges one section: defaults, then the file, then flags and environment variables.
 fn layered<T>(section: &str, matches: &ArgMatches, file: Option<&File>) -> Result<T, Error>
 where
     T: Args + Serialize + DeserializeOwned,
@@ -477,14 +482,14 @@ where
     figment.merge(Serialized::defaults(said)).extract().map_err(wrap)
 }
 
-/// What a section is when nothing is said.
+/// The default configuration of a section.
 fn defaults<T: Args>() -> T {
     #[derive(Parser)]
     struct Only<T: Args> {
         #[command(flatten)]
         section: T,
     }
-    // Without the environment: defaults are the same everywhere.
+    // The environment is ignored, so that the defaults are the same everywhere.
     let command = Only::<T>::command().mut_args(|arg| arg.env(None::<&'static str>));
     let matches = command.try_get_matches_from(["defaults"]).expect("nothing is required");
     Only::from_arg_matches(&matches).expect("the defaults are valid").section

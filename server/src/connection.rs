@@ -1,7 +1,7 @@
-//! Accepted connections that the server can end, whatever the other side does.
+//! Accepted connections that the server can close at any time.
 //!
-//! HTTP/2 cannot reset a stream whose body is not asked for more: a peer that takes nothing keeps
-//! what the body holds for as long as its connection lives.
+//! HTTP/2 cannot reset a stream whose body is not polled. A peer that reads nothing therefore keeps
+//! the memory of the body occupied for as long as its connection lives.
 
 use std::{
     io,
@@ -13,18 +13,18 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::transport::server::Connected;
 
-/// Ends the connection that a request came by. An extension of every request.
+/// Closes the connection on which a request arrived. It is an extension of every request.
 #[derive(Debug, Clone)]
 pub(crate) struct Hangup(CancellationToken);
 
 impl Hangup {
-    /// Ends the connection, with all calls on it.
+    /// Closes the connection, with all calls on it.
     pub(crate) fn now(&self) {
         self.0.cancel();
     }
 }
 
-/// A connection, until its [`Hangup`].
+/// A connection that can be closed through its [`Hangup`].
 #[derive(Debug)]
 pub(crate) struct Connection<Io> {
     io: Io,
@@ -38,7 +38,7 @@ impl<Io> Connection<Io> {
         Self { io, ended: Box::pin(token.clone().cancelled_owned()), token }
     }
 
-    /// An error after the hang-up; before it the task is woken by it.
+    /// Returns an error after the hang-up; before it, registers the task to be woken.
     fn poll_ended(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
         match self.ended.as_mut().poll(cx) {
             Poll::Pending => Ok(()),
@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_hangup_wakes_who_reads_and_who_writes() {
+    async fn a_hangup_wakes_readers_and_writers() {
         let (mut peer, io) = duplex(4);
         let mut connection = Connection::new(io);
         connection.write_all(b"1").await.unwrap();
@@ -118,7 +118,7 @@ mod tests {
             tokio::task::yield_now().await;
             hangup.now();
         };
-        // More than the peer takes.
+        // More than the peer reads.
         let (written, ()) = tokio::join!(connection.write_all(&[0; 100]), hang_up);
         assert_eq!(written.unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
         assert_eq!(

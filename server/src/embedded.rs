@@ -1,6 +1,6 @@
-//! A whole cluster inside this process: for programs that have no other, for a rank that hosts the
-//! others', and for tests. The code is that of the binary; it listens on ports that the system
-//! chooses.
+//! A whole cluster inside this process: for programs without another cluster, for a rank that hosts
+//! the cluster of all ranks, and for tests. It runs the same code as the binary and listens on
+//! ports that the system chooses.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
@@ -15,22 +15,22 @@ use crate::{
     serve::Error,
 };
 
-/// What an embedded cluster has.
+/// The options of an embedded cluster.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Number of shard servers.
+    /// The number of shard servers.
     pub shards: usize,
-    /// The address of this machine on which all parts listen, and which others dial. Another than
-    /// loopback lets other machines in: set a token.
+    /// The address of this machine on which all parts listen, and which other processes dial. With
+    /// an address other than loopback, other machines can connect: then set a token.
     pub host: IpAddr,
-    /// Limits, HTTP/2 settings and the token; logging is the caller's.
+    /// Limits, HTTP/2 settings and the token. The logging settings are ignored.
     pub common: Common,
-    /// Budget of each shard server for early gradients, in bytes.
+    /// The budget of each shard server for early gradients, in bytes.
     pub parked_bytes: u64,
 }
 
 impl Options {
-    /// `shards` servers with the default settings, on loopback, without a token.
+    /// Options for `shards` servers with default settings, on loopback, without a token.
     pub fn new(shards: usize) -> Self {
         Self {
             shards,
@@ -41,9 +41,9 @@ impl Options {
     }
 }
 
-/// A running cluster. If one of its tasks panics, all of it has failed: calls get
-/// [`Unavailable`](zeroshard_proto::Error::Unavailable) from then on. Dropped without
-/// [`Self::shutdown`] it stops too, without waiting.
+/// A running cluster. If one of its tasks panics, the whole cluster has failed: all later calls
+/// receive [`Unavailable`](zeroshard_proto::Error::Unavailable). If it is dropped without
+/// [`Self::shutdown`], it stops without waiting.
 #[derive(Debug)]
 pub struct Cluster {
     address: Address,
@@ -57,8 +57,8 @@ impl Cluster {
     /// all of them are connected.
     ///
     /// # Errors
-    /// [`Error`] of the first part that cannot start; [`Error::Invalid`] for a host that nobody can
-    /// dial, such as 0.0.0.0, and for a token that no call can carry.
+    /// [`Error`] of the first part that cannot start; [`Error::Invalid`] for a host that other
+    /// processes cannot dial, such as 0.0.0.0, and for a token that no call can carry.
     pub async fn start(options: Options) -> Result<Self, Error> {
         let Options { shards, host, common, parked_bytes } = options;
         if host.is_unspecified() {
@@ -103,10 +103,10 @@ impl Cluster {
         self.address.to_string()
     }
 
-    /// Stops all servers; open calls have the drain time to finish.
+    /// Stops all servers. Open calls may finish within the drain time.
     ///
     /// # Errors
-    /// What a server ended with; [`Error::Panicked`] if a task has panicked, now or earlier.
+    /// The error of a server; [`Error::Panicked`] if a task has panicked, now or earlier.
     pub async fn shutdown(mut self) -> Result<(), Error> {
         self.shutdown.cancel();
         while let Some(ended) = self.tasks.join_next().await {
@@ -119,8 +119,8 @@ impl Cluster {
 impl Drop for Cluster {
     fn drop(&mut self) {
         self.shutdown.cancel();
-        // A JoinSet aborts its tasks when dropped; these end by the token, with their goodbyes
-        // said.
+        // A JoinSet aborts its tasks when it is dropped. These tasks end through the token instead,
+        // after closing their streams.
         self.tasks.detach_all();
     }
 }
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn all_parts_are_at_the_host_and_ask_for_the_token() {
+    async fn all_parts_listen_on_the_host_and_require_the_token() {
         let host = IpAddr::from([127, 0, 0, 2]);
         let common = Common { token: "s3cret".to_owned().into(), ..Common::default() };
         let cluster = Cluster::start(Options { host, common, ..Options::new(2) }).await.unwrap();
@@ -215,7 +215,8 @@ mod tests {
         }
     }
 
-    /// A cluster with another server that has these parts, and that server's address.
+    /// Starts a cluster with an additional server that has these parts, and returns the server's
+    /// address.
     async fn with_server(parts: Parts) -> (Cluster, String) {
         let mut cluster = Cluster::start(Options::new(1)).await.unwrap();
         let listen = Listen(SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 0));
@@ -236,7 +237,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_call_that_panics_fails_the_whole_cluster_and_the_shutdown_says_why() {
+    async fn a_panic_of_a_call_fails_the_whole_cluster_and_is_reported_at_shutdown() {
         let shutdown = CancellationToken::new();
         let background = Box::pin(async move { shutdown.cancelled().await });
         let parts = Parts { routes: tonic::service::Routes::new(Panics), background };
@@ -256,7 +257,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_background_task_that_panics_fails_the_whole_cluster_too() {
+    async fn a_panic_of_a_background_task_fails_the_whole_cluster() {
         let background = Box::pin(async { panic!("the slice is torn") });
         let (cluster, _) =
             with_server(Parts { routes: tonic::service::Routes::default(), background }).await;
@@ -270,7 +271,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_host_that_nobody_can_dial_is_refused() {
+    async fn a_host_that_cannot_be_dialled_is_refused() {
         let host = Ipv4Addr::UNSPECIFIED.into();
         let refused = Cluster::start(Options { host, ..Options::new(0) }).await;
         assert!(

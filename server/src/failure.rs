@@ -1,8 +1,8 @@
-//! The end of servers that share a process, when a task of one of them has panicked.
+//! The shutdown of servers that share a process after a task of one of them has panicked.
 //!
-//! A lock that the task held is poisoned then, and what the lock guards may be half done: no server
-//! of the process can be trusted any more. The binary ends its process ([`abort_on_panic`]).
-//! Servers inside another program end together, with an error that every later call gets
+//! A lock that the task held is then poisoned, and the data behind it may be incomplete, so no
+//! server of the process can be trusted any more. The binary ends its process ([`abort_on_panic`]).
+//! Servers inside another program stop together, and every later call receives an error
 //! ([`Failure`]).
 
 use std::{
@@ -17,7 +17,7 @@ use tokio::task::JoinError;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use zeroshard_proto::{Error, Result};
 
-/// Whether a task of the servers that share it has panicked. Clones share.
+/// Whether a task of the servers that share this value has panicked. Clones share the state.
 #[derive(Debug, Clone, Default)]
 pub struct Failure(Arc<State>);
 
@@ -29,7 +29,7 @@ struct State {
 }
 
 impl Failure {
-    /// What panicked first, and its message; `None` as long as nothing has.
+    /// The first task that panicked, and its message; `None` if no task has panicked.
     pub fn cause(&self) -> Option<&str> {
         self.0.cause.get().map(String::as_str)
     }
@@ -39,7 +39,7 @@ impl Failure {
         self.0.failed.clone().cancelled_owned()
     }
 
-    /// What callers are told from then on.
+    /// The error for all later calls.
     pub fn error(&self) -> Error {
         let cause = self.cause().unwrap_or("nothing has panicked");
         Error::Unavailable {
@@ -48,7 +48,7 @@ impl Failure {
         }
     }
 
-    /// Ends the servers: `task` has panicked with this payload.
+    /// Stops the servers, because `task` has panicked with this payload.
     pub fn report(&self, task: &str, panic: &(dyn Any + Send)) {
         let texts = (panic.downcast_ref::<&str>().copied(), panic.downcast_ref::<String>());
         let message = match texts {
@@ -56,16 +56,16 @@ impl Failure {
             (_, Some(text)) => text.as_str(),
             _ => "no message",
         };
-        // The first one counts: others may follow from it.
+        // Only the first panic is kept: others may follow from it.
         if self.0.cause.set(format!("{task} panicked: {message}")).is_ok() {
             tracing::error!(task, message, "a task panicked; stopping the servers of this process");
         }
         self.0.failed.cancel();
     }
 
-    /// Runs `work`; `None`, and the servers end, if it panics.
+    /// Runs `work`. If it panics, stops the servers and returns `None`.
     pub async fn guard<T>(&self, task: &str, work: impl Future<Output = T>) -> Option<T> {
-        // Nothing of `work` is used after a panic.
+        // No state of `work` is used after a panic.
         match AssertUnwindSafe(work).catch_unwind().await {
             Ok(done) => Some(done),
             Err(panic) => {
@@ -78,7 +78,7 @@ impl Failure {
     /// Runs long work on a thread that may block.
     ///
     /// # Errors
-    /// Those of `work`, and of [`Self::joined`].
+    /// Those of `work` and of [`Self::joined`].
     pub(crate) async fn blocking<T: Send + 'static>(
         &self,
         task: &str,
@@ -87,11 +87,11 @@ impl Failure {
         self.joined(task, tokio::task::spawn_blocking(work).await)?
     }
 
-    /// What a task that was spawned has come to. The servers end if it has panicked.
+    /// Converts the result of a spawned task. The servers stop if the task has panicked.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] for a task that has panicked, or was aborted because the runtime
-    /// ends.
+    /// [`Error::Unavailable`] for a task that has panicked, or was aborted because the runtime is
+    /// shutting down.
     pub(crate) fn joined<T>(
         &self,
         task: &str,
@@ -110,7 +110,8 @@ impl Failure {
     }
 }
 
-/// Makes any panic of this process end it at once, with a message and an exit code other than 0.
+/// Makes any panic of this process end the process at once, with a message and an exit code other
+/// than 0.
 pub fn abort_on_panic() {
     let show = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -127,7 +128,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn the_first_panic_is_what_everybody_is_told() {
+    async fn all_callers_are_told_of_the_first_panic() {
         let failure = Failure::default();
         assert_eq!(failure.guard("one", async { 1 }).await, Some(1));
         assert_eq!(failure.joined("two", tokio::spawn(async { 2 }).await), Ok(2));
@@ -143,10 +144,10 @@ mod tests {
         assert!(matches!(later, Err(Error::Unavailable { .. })));
     }
 
-    /// Run by the test below, in a process of its own.
+    /// Run by the test below, in a separate process.
     #[test]
     #[ignore = "it ends its process"]
-    fn a_thread_panics_beside_one_that_waits() {
+    fn a_thread_panics_while_another_waits() {
         abort_on_panic();
         let waits = std::thread::spawn(std::thread::park);
         std::thread::spawn(|| panic!("a lock is poisoned"));
@@ -155,7 +156,7 @@ mod tests {
 
     #[test]
     fn a_panic_of_any_thread_ends_the_process_with_a_message() {
-        let name = "failure::tests::a_thread_panics_beside_one_that_waits";
+        let name = "failure::tests::a_thread_panics_while_another_waits";
         let mut child = Command::new(std::env::current_exe().unwrap());
         let ended = child.args(["--exact", name, "--ignored", "--nocapture"]).output().unwrap();
         let said = String::from_utf8_lossy(&ended.stderr);

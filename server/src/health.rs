@@ -1,5 +1,4 @@
-//! Whether this process lives and is ready: one truth for the gRPC health service and the admin
-//! server.
+//! The liveness and readiness of this process, for the gRPC health service and the admin server.
 
 use tokio::sync::watch;
 use tonic_health::{
@@ -8,11 +7,11 @@ use tonic_health::{
     server::{HealthReporter, HealthService},
 };
 
-/// Health services as Kubernetes' gRPC probes name them.
+/// The health services under the names that Kubernetes' gRPC probes use.
 const LIVENESS: &str = "liveness";
 const READINESS: &str = "readiness";
 
-/// A role says here when it is ready; probes read it. Clones share.
+/// The readiness of a role, which the role sets and the probes read. Clones share the state.
 #[derive(Clone, Debug)]
 pub struct Health {
     reporter: HealthReporter,
@@ -20,7 +19,7 @@ pub struct Health {
 }
 
 impl Health {
-    /// Alive, and not ready yet.
+    /// Creates the state of a process that is alive and not ready yet.
     pub async fn new() -> Self {
         let reporter = HealthReporter::new();
         reporter.set_service_status(LIVENESS, ServingStatus::Serving).await;
@@ -29,10 +28,10 @@ impl Health {
         health
     }
 
-    /// Says whether calls can be answered now.
+    /// Sets whether calls can be answered now.
     pub async fn set_ready(&self, ready: bool) {
         let status = if ready { ServingStatus::Serving } else { ServingStatus::NotServing };
-        // "" is the server as a whole.
+        // "" stands for the server as a whole.
         for service in [
             "",
             READINESS,
@@ -50,9 +49,9 @@ impl Health {
         *self.ready.borrow()
     }
 
-    /// Returns once calls can be answered.
+    /// Waits until calls can be answered.
     pub async fn until_ready(&self) {
-        // The sender is in `self`, so this does not end early.
+        // `self` holds the sender, so this does not end early.
         let _ = self.ready.subscribe().wait_for(|ready| *ready).await;
     }
 

@@ -1,8 +1,9 @@
-//! Identities: what tells a message of this life of its sender from one of an earlier life.
+//! Identities, which distinguish messages of the current life of their sender from those of an
+//! earlier life.
 
 use zeroshard_proto::{Error, Result};
 
-/// A random number that is not 0: the id of a job, a lease, one life of a process.
+/// A random number other than 0: the id of a job, a lease, or the incarnation of a process.
 ///
 /// # Errors
 /// [`Error::Internal`] if the system has no random numbers.
@@ -12,8 +13,8 @@ pub(crate) fn random() -> Result<u64> {
     Ok(number.max(1))
 }
 
-/// The id of the server that its operator, or by default its address, calls `name`: it survives
-/// restarts. Not 0.
+/// The id of the server with this name, which survives restarts and is never 0. The name is chosen
+/// by the operator, or is the address by default.
 pub(crate) fn of_server(name: &str) -> u64 {
     let hash = blake3::hash(name.as_bytes());
     let first = hash.as_bytes().first_chunk().expect("a hash has 32 bytes");
@@ -25,7 +26,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_server_keeps_its_id_and_others_have_another() {
+    fn a_server_keeps_its_id_and_ids_differ() {
         assert_eq!(of_server("shard-0:7401"), of_server("shard-0:7401"));
         assert_ne!(of_server("shard-0:7401"), of_server("shard-1:7401"));
     }

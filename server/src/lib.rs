@@ -1,8 +1,8 @@
-//! The server: what both roles, `coordinator` and `shard`, are made of.
+//! The server, with its two roles, `coordinator` and `shard`.
 //!
-//! `main` reads the `config` and runs a role; `roles` puts a process together from `serve`, `admin`
-//! and the role's own module. `coordinator` and `shard` never import each other: they speak over
-//! gRPC, also inside one process.
+//! `main` reads the `config` and runs a role. `roles` composes a process of `serve`, `admin` and
+//! the role's own module. `coordinator` and `shard` never import each other: they communicate over
+//! gRPC, even inside one process.
 
 pub mod admin;
 pub mod backend;

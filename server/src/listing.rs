@@ -1,6 +1,6 @@
 //! Lists in messages.
 
-/// The first few of `items`, and how many more there are; those are not even made.
+/// Lists the first few of `items` and the number of the others, which are not formatted.
 pub(crate) fn some_of<I>(items: I) -> String
 where
     I: IntoIterator<Item = String, IntoIter: ExactSizeIterator>,

@@ -6,7 +6,7 @@ use tracing_subscriber::EnvFilter;
 
 use crate::config::{Common, LogFormat};
 
-/// Starts logging as `common` says. Called once a process, by its `main`.
+/// Starts logging according to `common`. Each process calls it once, in its `main`.
 pub fn start(common: &Common) {
     // `config` has checked the filter.
     let filter = EnvFilter::try_new(&common.log).unwrap_or_else(|_| EnvFilter::new("info"));

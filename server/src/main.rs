@@ -10,11 +10,11 @@ use zeroshard_server::{
     serve::stop_on_signals,
 };
 
-/// What is still running when a role has ended has had its drain time.
+/// The time for the remaining tasks after a role has ended, in addition to the drain time.
 const LAST_TASKS: Duration = Duration::from_millis(100);
 
-/// Network buffers of a megabyte come and go with every frame. glibc gives their pages back to the
-/// system each time, and faulting them in again costs as much as receiving into them.
+/// A network buffer of a megabyte is allocated and freed with every frame. glibc returns its pages
+/// to the system each time, and faulting them in again takes as long as receiving into them.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 

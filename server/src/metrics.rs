@@ -1,5 +1,5 @@
-//! What `/metrics` shows. Everything is registered here; the code that counts only touches plain
-//! fields.
+//! The metrics of `/metrics`. All of them are registered here; the code that counts only updates
+//! plain fields.
 
 use std::{collections::HashSet, sync::Arc, time::Duration};
 
@@ -10,13 +10,13 @@ use prometheus::{
 use prost::Message;
 use zeroshard_proto::pb;
 
-/// Bounds of the histograms of seconds: 100 us to 100 s.
+/// The bounds of the histograms in seconds: 100 us to 100 s.
 const SECONDS: [f64; 19] = [
     0.0001, 0.000_25, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
     5.0, 10.0, 25.0, 50.0, 100.0,
 ];
 
-/// Memory by what it holds, in bytes.
+/// Memory by content, in bytes.
 #[derive(Debug)]
 pub struct Memory {
     /// f32 master weights.
@@ -25,40 +25,40 @@ pub struct Memory {
     pub state: IntGauge,
     /// Gradient accumulators.
     pub accumulator: IntGauge,
-    /// Copies in the published dtype, where that is not f32.
+    /// Copies in the published dtype, if it is not f32.
     pub published: IntGauge,
-    /// Gradients that came early.
+    /// Early gradients.
     pub parked: IntGauge,
 }
 
-/// Where the time of a step goes, on a shard server; each is observed once a step, in seconds.
+/// The duration of the phases of a step on a shard server, each observed once per step, in seconds.
 #[derive(Debug)]
 pub struct Phases {
-    /// First gradient to the last slice being summed.
+    /// From the first gradient to the last completed sum of a slice.
     pub reduce: Histogram,
-    /// The report to the coordinator to its decision.
+    /// From the report to the coordinator to its decision.
     pub decide: Histogram,
-    /// The optimizer, with the conversion to the published dtype; each slice can be pulled as soon
-    /// as it is done.
+    /// The optimizer and the conversion to the published dtype. Each slice can be pulled as soon as
+    /// it is done.
     pub apply: Histogram,
 }
 
-/// What the coordinator counts about steps.
+/// The coordinator's counts of steps.
 #[derive(Debug)]
 pub struct Steps {
-    /// Decided: apply.
+    /// Steps decided as applied.
     pub applied: IntCounter,
-    /// Decided: skip, because of an overflow.
+    /// Steps decided as skipped, because of an overflow.
     pub skipped: IntCounter,
-    /// Dropped, because somebody was lost.
+    /// Steps aborted, because a rank or a server was lost.
     pub aborted: IntCounter,
-    /// First to last rank's commit, in seconds: how uneven the workers are.
+    /// From the first to the last rank's commit, in seconds: the imbalance of the workers.
     pub commit_spread: Histogram,
-    /// Last rank's commit to the decision, in seconds: what the servers had left to do.
+    /// From the last rank's commit to the decision, in seconds: the remaining work of the servers.
     pub ready_wait: Histogram,
 }
 
-/// All metrics of a process. Cheap to touch from any thread.
+/// All metrics of a process. Updates are cheap from any thread.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
@@ -68,17 +68,17 @@ pub struct Metrics {
     in_flight: IntGaugeVec,
     /// Bytes of parameters sent.
     pub pull_sent_bytes: IntCounter,
-    /// Bytes of gradients and initial parameters received, with duplicates.
+    /// Bytes of gradients and initial parameters received, including duplicates.
     pub push_received_bytes: IntCounter,
-    /// Bytes received again, and skipped.
+    /// Bytes that were received again and skipped.
     pub push_duplicate_bytes: IntCounter,
-    /// Pulls whose client took nothing for the server's wait, and which were ended.
+    /// Pulls that were ended because the client read nothing for the server's waiting time.
     pub stalled_reads: IntCounter,
     /// Memory by kind.
     pub memory: Memory,
     /// Phases of a step on a shard server.
     pub phases: Phases,
-    /// Steps as the coordinator sees them.
+    /// The coordinator's metrics of steps.
     pub steps: Steps,
     /// Current version, by job.
     pub version: IntGaugeVec,
@@ -88,12 +88,12 @@ pub struct Metrics {
     pub workers: IntGaugeVec,
     /// Connected shard servers.
     pub servers: IntGauge,
-    /// On a shard server: 1 while the coordinator is connected.
+    /// On a shard server: 1 while it is connected to the coordinator.
     pub coordinator_connected: IntGauge,
 }
 
 impl Metrics {
-    /// All of them, at zero.
+    /// Creates all metrics with the value zero.
     pub fn new() -> Arc<Self> {
         let registry = Registry::new();
         let r = Registrar(&registry);
@@ -174,16 +174,16 @@ impl Metrics {
     #[cfg(not(target_os = "linux"))]
     fn watch_process(&self) {}
 
-    /// Drops the series of a job that is gone.
+    /// Drops the series of a deleted job.
     pub fn forget_job(&self, job: &str) {
         for gauges in [&self.version, &self.epoch, &self.workers] {
-            // An error says that the job never had that series.
+            // An error means that the job never had this series.
             let _ = gauges.remove_label_values(&[job]);
         }
     }
 
-    /// The label of a request's path: itself, or `other` for what no service here has, so that
-    /// callers cannot make series.
+    /// The label of a request's path: the path itself, or `other` for a path that no service here
+    /// has, so that callers cannot create series.
     pub(crate) fn method<'a>(&self, path: &'a str) -> &'a str {
         if self.methods.contains(path) { path } else { "other" }
     }
@@ -198,7 +198,7 @@ impl Metrics {
         self.request_seconds.with_label_values(&[method]).observe(took.as_secs_f64());
     }
 
-    /// Everything, as it is now.
+    /// The current values of all metrics.
     pub fn gather(&self) -> Vec<MetricFamily> {
         self.registry.gather()
     }
@@ -235,7 +235,7 @@ impl Registrar<'_> {
     }
 }
 
-/// Paths of all methods in our .proto files, and of health checks.
+/// The paths of all methods in ZeroShard's .proto files, and of health checks.
 fn known_methods() -> HashSet<String> {
     let files = prost_types::FileDescriptorSet::decode(pb::FILE_DESCRIPTOR_SET)
         .expect("written by the build script");
@@ -256,7 +256,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn series_cannot_be_made_by_callers() {
+    fn callers_cannot_create_series() {
         let metrics = Metrics::new();
         assert_eq!(
             metrics.method("/zeroshard.v1.DataService/Pull"),

@@ -1,4 +1,4 @@
-//! Puts a process together: bind, announce, serve, until it is told to stop.
+//! Runs a process: binds its listeners, announces them, and serves until the shutdown.
 
 use std::{
     io::{self, Write as _},
@@ -24,15 +24,15 @@ use crate::{
     shard::Shard,
 };
 
-/// What makes a process a role: services, and what goes on beside them until the shutdown token.
+/// The parts of a role: its services, and the background work until the shutdown.
 pub struct Parts {
     /// The role's own services.
     pub routes: Routes,
-    /// Ends soon after the token is cancelled.
+    /// The background work, which ends soon after the token is cancelled.
     pub background: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
-/// A bound listener and what serving on it needs.
+/// A bound listener and its context.
 pub(crate) struct Site {
     pub(crate) listener: TcpListener,
     pub(crate) address: SocketAddr,
@@ -51,12 +51,12 @@ impl Site {
         Ok(Self { listener, address, context })
     }
 
-    /// Serves `parts` until `shutdown`. After a panic calls are answered with that until then.
+    /// Serves `parts` until `shutdown`. After a panic, all calls receive an error until then.
     pub(crate) async fn run(self, parts: Parts, shutdown: CancellationToken) -> Result<(), Error> {
         let Parts { routes, background } = parts;
         let failure = &self.context.failure;
         let serving = serve(self.listener, routes, &self.context, shutdown);
-        // The background part also answers calls that are open when the token is cancelled.
+        // The background work also answers calls that are open when the token is cancelled.
         tokio::try_join!(serving, async {
             tokio::select! {
                 _ = failure.guard("a background task", background) => {}
@@ -71,9 +71,9 @@ impl Site {
 /// Runs the role of `config` until `shutdown`.
 ///
 /// # Errors
-/// [`Error`]: an address that cannot be listened on, or the transport's error.
+/// [`Error`] if an address cannot be bound or the transport fails.
 pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Error> {
-    // Whatever ends first, by error or not, ends the rest.
+    // The first part that ends, with or without an error, stops the others.
     let _stop = shutdown.clone().drop_guard();
     let Config { role, common, json } = config;
     match role {
@@ -95,7 +95,7 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
         Role::All(config) => {
             let site = Site::bind(config.listen, &common).await?;
             let mut shard_site = Site::bind(config.shard_listen, &common).await?;
-            // One process, one set of metrics; ready is it when the shard server is.
+            // One process has one set of metrics, and is ready when its shard server is ready.
             shard_site.context.metrics = site.context.metrics.clone();
             shard_site.context.failure = site.context.failure.clone();
             let admin = AdminSite::bind(config.admin_listen, "all", &shard_site).await?;
@@ -121,8 +121,8 @@ pub(crate) fn coordinator(context: &Context, shutdown: &CancellationToken) -> Pa
     Parts { routes, background: Box::pin(async move { coordinator.run(shutdown).await }) }
 }
 
-/// A shard server's parts: it serves the coordinator at `coordinator`, and tells it its advertised
-/// address.
+/// The parts of a shard server, which connects to the coordinator at `coordinator` and reports its
+/// advertised address.
 ///
 /// # Errors
 /// [`Error::Invalid`] if the system has no random numbers.
@@ -144,7 +144,8 @@ pub(crate) fn shard(
     Ok(Parts { routes, background: Box::pin(background) })
 }
 
-/// How this process dials what listens on `address`: loopback, if that is any address.
+/// The address at which this process dials its own listener on `address`: loopback for a wildcard
+/// address.
 pub(crate) fn dial_self(mut address: SocketAddr) -> Address {
     if address.ip().is_unspecified() {
         match &mut address {
@@ -182,14 +183,14 @@ async fn serve_admin(site: Option<AdminSite>, shutdown: CancellationToken) -> Re
     }
 }
 
-/// Says where it listens: in the log, and to the program that started us.
+/// Reports the addresses in the log, and to the program that started this process.
 fn announce(json: bool, role: &str, address: SocketAddr, admin: Option<&AdminSite>) {
     let admin = admin.map(|site| site.address);
     tracing::info!(role, %address, admin = admin.map(tracing::field::display), "listening");
     if json {
         let event = json!({"event": "listening", "role": role, "address": address, "admin": admin});
         let mut out = io::stdout().lock();
-        // Who started us and does not listen does not want to know.
+        // If the parent process does not read the output, it does not need the event.
         let _ = writeln!(out, "{event}").and_then(|()| out.flush());
     }
 }

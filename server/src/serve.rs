@@ -1,7 +1,8 @@
-//! Serves a role: bind outside, serve inside, stop by a token.
+//! Serves a role: the caller binds the listener, this module serves on it, and a token stops it.
 //!
-//! A role is a listener, [`Routes`] and a background future. What all roles have in common is here:
-//! HTTP/2 settings, health, reflection, request metrics, and an end that does not hang.
+//! A role consists of a listener, [`Routes`] and a background future. This module has the parts
+//! that all roles share: HTTP/2 settings, health, reflection, request metrics, and a shutdown that
+//! does not hang.
 
 use std::{io, net::SocketAddr, sync::Arc};
 
@@ -23,7 +24,7 @@ use crate::{
     metrics::Metrics,
 };
 
-/// Why a server cannot start or go on.
+/// The errors that prevent or end serving.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The address cannot be listened on.
@@ -31,35 +32,36 @@ pub enum Error {
         "cannot listen on {listen}: {cause}; choose another address or port (0: any free port)"
     )]
     Bind {
-        /// Where.
+        /// The address.
         listen: SocketAddr,
-        /// What the system said.
+        /// The error of the system.
         cause: io::Error,
     },
-    /// The transport ended.
+    /// The transport failed.
     #[error("the gRPC server failed: {0}")]
     Transport(#[from] tonic::transport::Error),
-    /// The admin server ended.
+    /// The admin server failed.
     #[error("the admin HTTP server failed: {0}")]
     Admin(io::Error),
-    /// A setting that only a program, not flags and files, can get wrong.
+    /// An invalid setting that only a program can pass, because flags and files are checked
+    /// earlier.
     #[error(transparent)]
     Invalid(#[from] zeroshard_proto::Error),
-    /// A shard server has nobody to serve.
+    /// A shard server has no coordinator address.
     #[error("a shard server needs the address of its coordinator; set --coordinator HOST:PORT")]
     NoCoordinator,
-    /// A part of the process ended by itself.
+    /// A part of the process ended unexpectedly.
     #[error("a server ended unexpectedly: {0}")]
     Ended(String),
-    /// A task panicked, and all servers of the process ended.
+    /// A task panicked, and all servers of the process stopped.
     #[error("a server failed: {0}; this is a bug, please report it with this message")]
     Panicked(String),
-    /// The reflection service refused our own descriptors.
+    /// The reflection service refused the descriptors.
     #[error("cannot start the reflection service: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
 }
 
-/// Listens on `listen`.
+/// Binds `listen`.
 ///
 /// # Errors
 /// [`Error::Bind`].
@@ -70,24 +72,24 @@ pub async fn bind(listen: Listen) -> Result<(TcpListener, SocketAddr), Error> {
     Ok((listener, address))
 }
 
-/// What serving needs beside the role's own services.
+/// The context of serving, in addition to the role's own services.
 #[derive(Clone, Debug)]
 pub struct Context {
     /// Limits and HTTP/2 settings.
     pub common: Common,
-    /// Where requests are counted.
+    /// The metrics of requests.
     pub metrics: Arc<Metrics>,
-    /// What probes are told.
+    /// The state that probes report.
     pub health: Health,
-    /// Whether a task has panicked: shared by all servers of a process.
+    /// Whether a task has panicked, shared by all servers of a process.
     pub failure: Failure,
 }
 
-/// Serves `routes`, health and reflection on `listener` until `shutdown`; then open calls have
-/// `drain_seconds` to finish. The role must end its endless streams by the same token.
+/// Serves `routes`, health and reflection on `listener` until `shutdown`. Open calls then have
+/// `drain_seconds` to finish. The role must end its endless streams with the same token.
 ///
 /// # Errors
-/// What the transport says; [`Error::Invalid`] for a token that no call can carry.
+/// Those of the transport; [`Error::Invalid`] for a token that no call can carry.
 pub async fn serve(
     listener: TcpListener,
     routes: Routes,
@@ -101,7 +103,7 @@ pub async fn serve(
         .build_v1()?;
     let routes = routes.add_service(health.service()).add_service(reflection).prepare();
     let incoming = TcpIncoming::from(listener)
-        // A commit is a small message that somebody waits for.
+        // A commit is a small message for which a worker waits.
         .with_nodelay(Some(true))
         .with_keepalive(Some(common.keepalive()))
         .map_ok(Connection::new);
@@ -112,7 +114,7 @@ pub async fn serve(
         .max_concurrent_streams(common.max_concurrent_streams)
         .http2_keepalive_interval(Some(common.keepalive()))
         .http2_keepalive_timeout(Some(common.keepalive()))
-        // Refused calls are counted too.
+        // This layer comes first, so that refused calls are counted.
         .layer(RequestMetricsLayer(metrics.clone()))
         .layer(PanicLayer(failure.clone()))
         .layer(TokenLayer::new(&common.token)?)
@@ -135,7 +137,7 @@ pub async fn serve(
 /// Cancels `shutdown` on SIGTERM or SIGINT.
 ///
 /// # Errors
-/// When the process cannot watch for signals.
+/// If the process cannot watch for signals.
 pub fn stop_on_signals(shutdown: CancellationToken) -> io::Result<()> {
     use tokio::signal::unix::{SignalKind, signal};
     let mut terminate = signal(SignalKind::terminate())?;

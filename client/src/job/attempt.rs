@@ -1,5 +1,5 @@
-//! One try at a step: gradients, buffers and the rank's vote, under one name that the servers can
-//! refuse.
+//! One try at a step: gradients, buffers and the rank's vote, with an identity that allows the
+//! servers to refuse messages of earlier tries.
 
 use std::{
     collections::BTreeMap,
@@ -18,18 +18,19 @@ use crate::{Commit, Reduced, StepReport, Target, TensorData, push::Contents};
 
 /// One try at a step, from [`Job::attempt`]. Cheap to clone.
 ///
-/// What is pushed in one attempt never counts in another. An attempt ends when its epoch does (a
-/// rank was lost or has left), when all ranks discard it, or when the step is decided. From the
-/// first call that notices the end, every push and every discard of its handles returns
-/// [`Error::StepAborted`], also those that started before; of a step that was decided,
-/// [`Error::StepMismatch`].
+/// Gradients that are pushed in one attempt never count in another. An attempt ends when its epoch
+/// ends (a rank was lost or has left), when all ranks discard it, or when the step is decided. From
+/// the first call that notices the end, every push and every discard of all handles returns
+/// [`Error::StepAborted`], including calls that started before. If the step was decided, they
+/// return [`Error::StepMismatch`].
 #[derive(Debug, Clone)]
 pub struct Attempt {
     job: Job,
     state: Arc<State>,
 }
 
-/// The attempts of a job that may be open, by step; the last that was decided, and none before it.
+/// The attempts of a job that may be open, by step. The last decided step is kept, and no earlier
+/// one.
 #[derive(Debug, Default)]
 pub(super) struct Attempts(Mutex<BTreeMap<u64, Arc<State>>>);
 
@@ -41,12 +42,12 @@ struct State {
     end: watch::Sender<Option<End>>,
 }
 
-/// How an attempt has ended.
+/// The end of an attempt.
 #[derive(Debug, Clone)]
 struct End {
-    /// What its pushes are told.
+    /// The error that its pushes receive.
     error: Error,
-    /// Number of the attempt that comes next in this epoch.
+    /// The number of the next attempt in this epoch.
     next: u32,
 }
 
@@ -57,12 +58,12 @@ impl Attempts {
 }
 
 impl Job {
-    /// The open attempt at `step`: the same one until it has ended, then the next one, in the epoch
-    /// that is current.
+    /// The open attempt at `step`. The same attempt is returned until it has ended; then the next
+    /// attempt, in the current epoch.
     ///
     /// # Errors
-    /// [`Error::LeaseLost`], [`Error::JobFailed`], [`Error::JobReplaced`]: a new attempt cannot be
-    /// opened any more.
+    /// [`Error::LeaseLost`], [`Error::JobFailed`], [`Error::JobReplaced`]: no further attempt can
+    /// be opened.
     pub fn attempt(&self, step: u64) -> Result<Attempt> {
         let mut attempts = self.0.attempts.lock();
         let before = attempts.get(&step).map(|state| (state.clone(), state.end.borrow().clone()));
@@ -81,23 +82,25 @@ impl Job {
 }
 
 impl Attempt {
-    /// The step: the version that it starts from.
+    /// The step, which equals the version from which it starts.
     pub fn step(&self) -> u64 {
         self.state.step
     }
 
-    /// The epoch that it belongs to.
+    /// The epoch of the attempt.
     pub fn epoch(&self) -> u64 {
         self.state.epoch
     }
 
-    /// Its number: 0 for the first in its epoch, one more after each that was discarded.
+    /// The number of the attempt: 0 for the first in its epoch, and one more after each discarded
+    /// attempt.
     pub fn number(&self) -> u32 {
         self.state.number
     }
 
-    /// Pushes gradients; in any number of calls, all tensors that train. What others contribute by
-    /// the tensor's layout, and not this rank, is left out.
+    /// Pushes gradients. The calls of one attempt must together cover all trained tensors.
+    /// Gradients that other ranks contribute according to the tensor's layout, and not this rank,
+    /// are omitted.
     ///
     /// # Errors
     /// [`Error::StepAborted`]: run the step again. [`Error::Invalid`], [`Error::Timeout`], …
@@ -107,24 +110,25 @@ impl Attempt {
         self.job.push(self.begin(), wire, Contents::Contributed(gradients), Some(self)).await
     }
 
-    /// Says that this rank has no gradient of these tensors in the step, or nothing beyond what it
-    /// has pushed. What is missing counts as zeros. A tensor that no rank pushes anything of is not
-    /// stepped: neither weight decay nor state nor step count move. A tensor that was pushed whole
-    /// stays so.
+    /// Declares that this rank has no gradient of these tensors in the step, or none beyond the
+    /// elements that it has pushed. Missing elements count as zeros. If no rank pushes any element
+    /// of a tensor, the tensor is not stepped: there is no weight decay, and neither the state nor
+    /// the step count changes. The declaration has no effect on a tensor that was pushed
+    /// completely.
     ///
     /// # Errors
-    /// As [`Self::push`].
+    /// Those of [`Self::push`].
     pub async fn push_absent(&self, tensors: &[usize]) -> Result<()> {
         let wire = self.job.0.cluster.options.wire;
         self.job.push(self.begin(), wire, Contents::Absent(tensors), Some(self)).await
     }
 
-    /// Pushes the new content of buffers (batch-norm statistics), by the ranks that upload them,
-    /// before they commit. It is what readers of the step's version get, bit for bit, also when the
-    /// step is skipped; a buffer that is not pushed keeps its content.
+    /// Pushes the new content of buffers (such as batch-norm statistics). The ranks that upload the
+    /// buffers call this before they commit. Readers of the step's version receive this content bit
+    /// for bit, even if the step is skipped. A buffer that is not pushed keeps its content.
     ///
     /// # Errors
-    /// As [`Self::push`]; [`Error::Invalid`] for a tensor that is not a buffer.
+    /// Those of [`Self::push`]; [`Error::Invalid`] for a tensor that is not a buffer.
     pub async fn push_buffers(&self, buffers: Vec<TensorData>) -> Result<()> {
         self.check_buffers(&buffers, true)?;
         let contents = Contents::Uploaded(buffers);
@@ -138,12 +142,12 @@ impl Attempt {
         self.job.begin(epoch, Wire::Gradients(gradients))
     }
 
-    /// Says that this rank has pushed all of the step; answered when the step is decided. A call
-    /// that is repeated is answered alike.
+    /// Announces that this rank has pushed all gradients of the step, and waits for the decision. A
+    /// repeated call returns the same result.
     ///
     /// # Errors
     /// [`Error::StepAborted`]: run the step again. [`Error::RankLeft`], [`Error::Disagreement`]
-    /// with another rank, [`Error::Timeout`] naming who did not commit.
+    /// with another rank, [`Error::Timeout`], which names the ranks that did not commit.
     pub async fn commit(&self, commit: Commit) -> Result<StepReport> {
         let Member { cluster, spec, .. } = &*self.job.0;
         let deadline = Deadline::after(cluster.options.deadline);
@@ -154,7 +158,8 @@ impl Attempt {
             max_norm: commit.max_norm,
             loss: commit.loss,
         };
-        // Always asked, whatever is known here of the epoch: the step may have been decided before.
+        // The call is sent regardless of the known epoch, because the step may have been decided
+        // before.
         let report = cluster.retry("the decision", |mut client| {
             let request = request.clone();
             async move { client.commit(request).await }
@@ -168,12 +173,12 @@ impl Attempt {
         }
     }
 
-    /// Commits, and fills the targets with the parameters of the version that the step makes. The
-    /// pull is sent beside the commit, so that its bytes come slice by slice while the servers
-    /// still apply the step.
+    /// Commits, and fills the targets with the parameters of the version that the step produces.
+    /// The pull is sent together with the commit, so that parameters arrive slice by slice while
+    /// the servers still apply the step.
     ///
     /// # Errors
-    /// Those of [`Self::commit`], and then what is in the targets means nothing; those of
+    /// Those of [`Self::commit`], after which the content of the targets is undefined; those of
     /// [`Job::pull`].
     pub async fn commit_and_pull(
         &self,
@@ -189,7 +194,7 @@ impl Attempt {
                 Ok(report)
             }
             Either::Right((pulled, commit)) => {
-                // What became of the step matters more than why the pull failed.
+                // The result of the step has precedence over the error of the pull.
                 let report = commit.await?;
                 pulled?;
                 Ok(report)
@@ -197,12 +202,13 @@ impl Attempt {
         }
     }
 
-    /// The norm of the step's mean gradient once every rank has pushed it, before the step is
-    /// decided: for a caller whose commit depends on it. `loss_scale` as in [`Commit`].
+    /// The norm of the step's mean gradient, as soon as every rank has pushed its gradients and
+    /// before the step is decided, for callers whose commit depends on the norm. `loss_scale` is
+    /// the same as in [`Commit`].
     ///
     /// # Errors
-    /// [`Error::StepAborted`]: run the step again. [`Error::RankLeft`]. [`Error::Timeout`] naming
-    /// whose gradients are missing.
+    /// [`Error::StepAborted`]: run the step again. [`Error::RankLeft`]. [`Error::Timeout`], which
+    /// names the ranks whose gradients are missing.
     pub async fn reduce(&self, loss_scale: f64) -> Result<Reduced> {
         let Member { cluster, spec, .. } = &*self.job.0;
         let deadline = Deadline::after(cluster.options.deadline);
@@ -217,13 +223,14 @@ impl Attempt {
         }
     }
 
-    /// Throws away what was pushed in this attempt; answered when every rank has asked for it. The
-    /// step can then be tried again, with other gradients, in the next attempt.
+    /// Discards the gradients of this attempt, and waits until every rank has done so. The step can
+    /// then be tried again with other gradients in the next attempt.
     ///
     /// # Errors
-    /// [`Error::StepAborted`]: the servers have dropped the attempt already.
+    /// [`Error::StepAborted`]: the servers have already dropped the attempt.
     /// [`Error::StepMismatch`]: the step was decided. [`Error::Disagreement`] with a rank that
-    /// commits; [`Error::RankLeft`]; [`Error::Timeout`] naming who has not asked for it.
+    /// commits; [`Error::RankLeft`]; [`Error::Timeout`], which names the ranks that have not
+    /// discarded the attempt.
     pub async fn discard(&self) -> Result<()> {
         let cluster = &self.job.0.cluster;
         let deadline = Deadline::after(cluster.options.deadline);
@@ -246,8 +253,10 @@ impl Attempt {
         pb::Turn { job, job_id: *id, lease: *lease, epoch, rank: *rank, step, attempt }
     }
 
+    /// Checks that the attempt is open; a later epoch ends it.
+    ///
     /// # Errors
-    /// Why the attempt has ended, if it has: a later epoch ends it.
+    /// The reason for the end of the attempt.
     pub(super) async fn check_epoch(&self, deadline: Deadline) -> Result<()> {
         let ended = self.state.end.borrow().as_ref().map(|end| end.error.clone());
         if let Some(error) = ended {
@@ -263,7 +272,7 @@ impl Attempt {
         }
     }
 
-    /// `work`, unless the attempt ends before.
+    /// Runs `work`, unless the attempt ends first.
     pub(super) async fn while_open<T>(
         &self,
         work: impl Future<Output = Result<T>>,
@@ -283,7 +292,8 @@ impl Attempt {
         }
     }
 
-    /// The error that a call returns for `error`. One that means the end of the attempt ends it.
+    /// Returns the error of a call for `error`, and ends the attempt if `error` means that it has
+    /// ended.
     async fn noted(&self, error: Error, deadline: Deadline) -> Error {
         let State { epoch, number, .. } = *self.state;
         let (new_epoch, cause) = match &error {
@@ -293,8 +303,8 @@ impl Attempt {
             }
             Error::StaleEpoch { current, .. } if *current > epoch => (*current, None),
             Error::StepAborted { epoch: current, cause, .. } => (*current, Some(cause.clone())),
-            // The rank left during this attempt, or before it; then the epoch is the same, and the
-            // attempt goes on when another worker has taken the rank.
+            // The rank left during this attempt or before it. The epoch is then the same, and the
+            // attempt continues when another worker has taken the rank.
             Error::RankLeft { rank, .. } => {
                 if self.job.epoch() > epoch {
                     self.end(self.aborted(self.job.epoch(), format!("rank {rank} has left")), 0);
@@ -303,8 +313,8 @@ impl Attempt {
             }
             _ => return error,
         };
-        // The next attempt belongs to the new epoch: it must be known here before this one has
-        // ended.
+        // The next attempt belongs to the new epoch, which must be known here before this attempt
+        // ends.
         if let Err(error) = self.job.wait_for_news(new_epoch.saturating_sub(1), deadline).await {
             return error;
         }
@@ -322,7 +332,7 @@ impl Attempt {
         Error::StepAborted { job, step, epoch, cause }
     }
 
-    /// The step was decided. What further pushes are told.
+    /// Ends the attempt because the step was decided, and returns the error for further pushes.
     fn decided(&self) -> Error {
         let (job, step) = (self.job.0.spec.name.clone(), self.state.step);
         self.job.0.attempts.lock().retain(|&other, _| other >= step);
@@ -330,7 +340,7 @@ impl Attempt {
         self.end(Error::StepMismatch { job, step, current }, self.state.number)
     }
 
-    /// Ends the attempt, unless it has ended before. How it has ended.
+    /// Ends the attempt, unless it has ended before, and returns the error of its end.
     fn end(&self, error: Error, next: u32) -> Error {
         let mut ended = error.clone();
         self.state.end.send_if_modified(|end| match end {
@@ -346,7 +356,8 @@ impl Attempt {
         ended
     }
 
-    /// The servers would take a buffer as one whatever it was meant to be.
+    /// Checks that buffers are pushed as buffers and gradients as gradients. The server cannot
+    /// check this, because it accepts data for a buffer in any push.
     fn check_buffers(&self, data: &[TensorData], buffers: bool) -> Result<()> {
         let tensors = self.job.0.spec.manifest.tensors();
         let wrong = |data: &&TensorData| {

@@ -1,4 +1,4 @@
-//! What the coordinator says of the membership, and waiting for it.
+//! The membership of a job according to the coordinator, and waiting for its changes.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -8,23 +8,23 @@ use zeroshard_proto::{Deadline, Error, Placement, Result, pb};
 use super::Job;
 use crate::Cluster;
 
-/// The coordinator's news of a job's end is at most so much later than the servers'.
+/// The coordinator announces the end of a job at most this long after the servers have reported it.
 const NEWS_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What the coordinator has said so far.
+/// The contents of all messages so far.
 #[derive(Debug, Clone)]
 pub(super) struct Membership {
     pub(super) epoch: u64,
     pub(super) version: Option<u64>,
     pub(super) placement: Arc<Placement>,
-    /// Where the ranks that said so are reached.
+    /// The addresses of the ranks that have announced one.
     pub(super) peers: BTreeMap<u32, String>,
-    /// Why the lease has ended, if it has.
+    /// The reason for the end of the lease, if it has ended.
     pub(super) ended: Option<Error>,
 }
 
 impl Membership {
-    /// From the first message of a stream, which is complete.
+    /// Creates the membership from the first message of a stream, which is complete.
     pub(super) fn new(message: pb::JoinResponse) -> Result<Self> {
         let placement = Arc::new(message.placement.clone().unwrap_or_default().try_into()?);
         let mut membership = Self {
@@ -38,13 +38,14 @@ impl Membership {
         Ok(membership)
     }
 
-    /// With a later message, which has what has changed. After an error nothing has.
+    /// Applies a later message, which contains the changes. An error leaves the membership
+    /// unchanged.
     fn update(&mut self, message: pb::JoinResponse) -> Result<()> {
         if let Some(placement) = message.placement {
             self.placement = Arc::new(placement.try_into()?);
         }
         self.epoch = message.epoch;
-        // A version that was there does not go away.
+        // A published version remains published.
         self.version = message.version.or(self.version);
         for pb::Peer { rank, address } in message.peers {
             match address {
@@ -56,7 +57,7 @@ impl Membership {
     }
 }
 
-/// Passes on what the coordinator says, until the lease ends.
+/// Passes on the coordinator's messages until the lease ends.
 pub(super) async fn watch_membership(
     mut stream: tonic::Streaming<pb::JoinResponse>,
     told: watch::Sender<Membership>,
@@ -87,7 +88,7 @@ pub(super) async fn watch_membership(
 }
 
 impl Job {
-    /// `work`, unless the lease ends before.
+    /// Runs `work`, unless the lease ends first.
     pub(super) async fn unless_ended<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
         let mut membership = self.0.membership.clone();
         tokio::select! {
@@ -99,8 +100,8 @@ impl Job {
         }
     }
 
-    /// The coordinator's reason for what a server knows no more of than that it was told to drop
-    /// the job.
+    /// Replaces a server's error after the end of a job by the coordinator's reason. The server
+    /// only knows that it was told to drop the job.
     pub(super) async fn explained(&self, error: Error) -> Error {
         if !matches!(error, Error::JobFailed { .. } | Error::UnknownJob { .. }) {
             return error;
@@ -121,12 +122,12 @@ impl Job {
         }
     }
 
-    /// Waits until the coordinator has told of a later epoch than `epoch`.
+    /// Waits until the coordinator has announced an epoch later than `epoch`.
     pub(super) async fn wait_for_news(&self, epoch: u64, deadline: Deadline) -> Result<()> {
         let mut membership = self.0.membership.clone();
         let later = membership.wait_for(|now| now.epoch > epoch || now.ended.is_some());
         let waiting_for = || format!("{} to announce the epoch after {epoch}", self.0.cluster.peer);
-        // The watcher keeps its end until the lease has ended, and says so first.
+        // The watcher keeps the sender until the lease has ended, and announces the end first.
         let _ = deadline.limit(waiting_for, later).await?;
         self.current().map(|_| ())
     }
@@ -157,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_later_message_changes_what_it_has_and_nothing_else() {
+    fn a_later_message_changes_only_the_fields_that_it_contains() {
         let mut now = first();
         let peers = vec![peer(1, "b:1"), pb::Peer { rank: 2, address: None }];
         now.update(pb::JoinResponse { epoch: 4, version: Some(0), peers, ..Default::default() })
@@ -177,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_placement_that_cannot_be_changes_nothing() {
+    fn an_invalid_placement_changes_nothing() {
         let mut now = first();
         let broken = pb::Placement { owners: vec![9], ..placement(8) };
         let message = pb::JoinResponse { epoch: 9, placement: Some(broken), ..Default::default() };

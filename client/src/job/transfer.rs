@@ -1,5 +1,5 @@
-//! A rank's bulk transfers: parameters in; initial parameters and optimizer state, and what an
-//! attempt pushes, out.
+//! A rank's bulk transfers: pulls of parameters, uploads of initial parameters and optimizer state,
+//! and the pushes of an attempt.
 
 use futures_util::future::try_join_all;
 use zeroshard_proto::{
@@ -14,38 +14,40 @@ use crate::{
     retry::{Next, Tries},
 };
 
-/// What of a job's slices: the parameters as they are published.
+/// The name of the published parameters as a part of the state.
 const PARAMETERS: &str = "";
 
 impl Job {
-    /// Uploads the initial parameters; in any number of calls, all tensors that own their storage,
-    /// once. Each rank gives what it has of them by their layouts; who need not send it (of tensors
-    /// without a layout: all but rank 0) may, and it is left out. A rank that is lost before
-    /// [`Self::version`] tells of version 0 makes the servers drop them.
+    /// Uploads the initial parameters. The calls must together cover, exactly once, all tensors
+    /// that own their storage. Each rank passes its box according to the tensor's layout. A rank
+    /// that does not have to upload (without a layout: every rank except rank 0) may pass its box,
+    /// which is then ignored. If a rank is lost before [`Self::version`] returns 0, the servers
+    /// drop the uploads.
     ///
     /// # Errors
     /// [`Error::StaleEpoch`]: upload all of them again. [`Error::Invalid`] for sizes that do not
-    /// fit, [`Error::Timeout`].
+    /// match, [`Error::Timeout`].
     pub async fn initialise(&self, parameters: Vec<TensorData>) -> Result<()> {
         self.initialise_at(0, parameters).await
     }
 
-    /// As [`Self::initialise`], of a training run that goes on: `applied` steps count as applied to
-    /// these tensors.
+    /// Uploads the initial parameters of a resumed training run, like [`Self::initialise`];
+    /// `applied` is the number of steps already applied to these tensors.
     ///
     /// # Errors
-    /// As [`Self::initialise`].
+    /// Those of [`Self::initialise`].
     pub async fn initialise_at(&self, applied: u64, parameters: Vec<TensorData>) -> Result<()> {
         self.upload(PARAMETERS, applied, parameters).await
     }
 
-    /// Uploads the optimizer's state tensor `part`, one of [`zeroshard_proto::Optimizer::state`],
-    /// of some tensors that train: before their parameters, by the same ranks. What is not uploaded
-    /// starts as it does in a new run. `applied` steps count as applied to these tensors.
+    /// Uploads the optimizer state tensor `part`, one of [`zeroshard_proto::Optimizer::state`], of
+    /// trained tensors. The same ranks upload the state before the parameters of these tensors.
+    /// State that is not uploaded has the initial value of a new run. `applied` is the number of
+    /// steps already applied to these tensors.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a part that the optimizer does not have, or after the tensor's
-    /// parameters; others as [`Self::initialise`].
+    /// parameters; otherwise those of [`Self::initialise`].
     pub async fn initialise_state(
         &self,
         part: &str,
@@ -105,8 +107,8 @@ impl Job {
         }
     }
 
-    /// Sends `contents` to the servers that hold a part of it, as long as `attempt`, of which they
-    /// are a part, is open.
+    /// Sends `contents`, which belong to `attempt`, to the servers that hold parts of them, as long
+    /// as the attempt is open.
     pub(super) async fn push(
         &self,
         begin: pb::PushBegin,
@@ -135,12 +137,12 @@ impl Job {
         }
     }
 
-    /// Fills the targets with the parameters at `version`; waits for it. Buffers come as f32
-    /// whatever the wire's dtype is.
+    /// Fills the targets with the parameters at `version`, and waits for that version. Buffers are
+    /// transferred as f32, regardless of the wire dtype.
     ///
     /// # Errors
-    /// [`Error::VersionGone`], [`Error::Timeout`] if it does not come, [`Error::Invalid`] for sizes
-    /// that do not fit.
+    /// [`Error::VersionGone`], [`Error::Timeout`] if the version does not arrive,
+    /// [`Error::Invalid`] for sizes that do not match.
     pub async fn pull(&self, version: u64, targets: Vec<Target<'_>>) -> Result<()> {
         let manifest = &self.0.spec.manifest;
         let is_buffer = |target: &Target<'_>| {
@@ -156,12 +158,12 @@ impl Job {
         .await
     }
 
-    /// Fills the targets with a part of the state at `version`, which comes as f32; waits for it.
-    /// `part` is empty: the parameters as they are published; `master`: the master weights; or one
-    /// of [`zeroshard_proto::Optimizer::state`], of tensors that train.
+    /// Fills the targets with a part of the state at `version`, in f32, and waits for that version.
+    /// `part` is empty for the published parameters, `master` for the master weights, or one of
+    /// [`zeroshard_proto::Optimizer::state`] for trained tensors.
     ///
     /// # Errors
-    /// As [`Self::pull`]; [`Error::Invalid`] for a part that is not there.
+    /// Those of [`Self::pull`]; [`Error::Invalid`] for an unknown part.
     pub async fn pull_part(
         &self,
         version: u64,

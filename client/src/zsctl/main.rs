@@ -1,4 +1,4 @@
-//! `zsctl`: the operator's tool. Asks a cluster's coordinator, and prints tables or JSON.
+//! `zsctl`, the tool for operators. It calls a cluster's coordinator and prints tables or JSON.
 
 mod status;
 

@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_that_failed_says_why() {
+    fn a_failed_job_shows_its_reason() {
         let job = JobStatus {
             name: "a".into(),
             id: 1,

@@ -26,7 +26,7 @@ fn wrong_key(result: Result<Config, Error>) -> &'static str {
 }
 
 #[test]
-fn defaults_are_what_the_help_says() {
+fn defaults_equal_those_in_the_help() {
     let config = shard(&[]).unwrap();
     assert_eq!(config.common, Common::default());
     assert_eq!(
@@ -38,7 +38,7 @@ fn defaults_are_what_the_help_says() {
 }
 
 #[test]
-fn a_flag_wins_over_the_file_and_the_file_over_the_default() {
+fn a_flag_overrides_the_file_and_the_file_overrides_the_default() {
     let text = "[common]\nwait_seconds = 5\ndrain_seconds = 6\n[shard]\nparked_bytes = 7\n";
     let config = with_file(text, &["--wait-seconds", "9"]).unwrap();
     assert_eq!(config.common.wait_seconds, 9);
@@ -67,7 +67,7 @@ fn unknown_keys_and_sections_are_refused_by_name() {
 }
 
 #[test]
-fn a_file_that_is_not_there_or_not_toml_is_refused() {
+fn a_missing_or_malformed_file_is_refused() {
     assert!(matches!(shard(&["--config", "/does/not/exist.toml"]), Err(Error::File(_))));
     assert!(matches!(with_file("[common", &[]), Err(Error::File(_))));
     let error = with_file("[shard]\nlisten = \"here\"\n", &[]).unwrap_err();
@@ -84,7 +84,7 @@ fn values_out_of_range_are_refused_wherever_they_come_from() {
 }
 
 #[test]
-fn a_token_comes_from_flag_and_file_and_an_empty_one_is_none() {
+fn a_token_is_read_from_flag_and_file_and_an_empty_one_means_none() {
     let token = |config: Config| config.common.token.reveal().map(str::to_owned);
     assert_eq!(token(shard(&["--token", "s3cret"]).unwrap()).as_deref(), Some("s3cret"));
     assert_eq!(
@@ -114,7 +114,7 @@ fn a_token_that_is_refused_is_not_shown() {
 }
 
 #[test]
-fn a_wildcard_address_needs_an_advertised_one() {
+fn a_wildcard_address_needs_an_advertised_address() {
     assert_eq!(wrong_key(shard(&["--listen", "0.0.0.0:7401"])), "advertise");
     assert!(shard(&["--listen", "[::]:7401", "--advertise", "node-1:0"]).is_ok());
 }

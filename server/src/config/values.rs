@@ -1,4 +1,4 @@
-//! Addresses as flags and files write them.
+//! Addresses in flags and files.
 
 use std::{
     fmt,
@@ -8,7 +8,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-/// Why a text is no address.
+/// The error for an invalid address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{found:?} is not {expected}")]
 pub struct Malformed {
@@ -17,19 +17,20 @@ pub struct Malformed {
 }
 
 impl Malformed {
-    /// What would be right.
+    /// A description of the valid values.
     pub fn expected(&self) -> &'static str {
         self.expected
     }
 }
 
-/// Where to listen: an IP address of this machine and a port; port 0 lets the system choose.
+/// An address to listen on: an IP address of this machine and a port. With port 0 the system
+/// chooses a port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Listen(pub SocketAddr);
 
 impl Listen {
-    /// Loopback: only this machine reaches it.
+    /// A loopback address, which only this machine can reach.
     pub const fn loopback(port: u16) -> Self {
         Self(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port))
     }
@@ -51,13 +52,13 @@ impl fmt::Display for Listen {
     }
 }
 
-/// Where the admin HTTP server listens, if it does.
+/// The address of the admin HTTP server, if it is enabled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum AdminListen {
     /// No admin server.
     Off,
-    /// There.
+    /// The admin server listens on this address.
     On(Listen),
 }
 
@@ -82,7 +83,7 @@ impl fmt::Display for AdminListen {
     }
 }
 
-/// `host:port` as others dial it; the host is a name or an IP address.
+/// `host:port` as other processes dial it; the host is a name or an IP address.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Address {
@@ -142,7 +143,7 @@ impl fmt::Display for Address {
     }
 }
 
-/// Serde by way of `FromStr` and `Display`.
+/// Implements Serde through `FromStr` and `Display`.
 macro_rules! as_text {
     ($($name:ident),*) => {$(
         impl TryFrom<String> for $name {
@@ -175,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_address_is_refused() {
+    fn an_invalid_address_is_refused() {
         for text in [
             "",
             "node",

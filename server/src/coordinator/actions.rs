@@ -1,5 +1,5 @@
-//! Carries out the actions of the state machine. It runs under the driver's lock, so nothing here
-//! waits.
+//! Carries out the actions of the state machine. This module runs under the driver's lock, so no
+//! function waits.
 
 use std::task::Waker;
 
@@ -15,7 +15,7 @@ impl Driver {
         for action in actions {
             match action {
                 Action::Answer(caller, answer) => {
-                    // Sending fails when the caller has gone.
+                    // Sending fails if the caller has disconnected.
                     if let Some(call) = inner.calls.remove(&caller) {
                         let _ = call.send(answer);
                     }
@@ -81,8 +81,8 @@ impl Driver {
 }
 
 impl Inner {
-    /// A server that does not read its commands is dismissed; the end of its control stream is then
-    /// an event like any other.
+    /// Sends a command. A server that does not read its commands is dismissed, and the end of its
+    /// control stream is then an ordinary event.
     fn send(&mut self, server: ServerId, command: Outgoing) {
         if let Some(outbox) = self.servers.get(&server)
             && outbox.commands.try_send(command).is_err()

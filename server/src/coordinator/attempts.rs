@@ -1,4 +1,5 @@
-//! Attempts at a step: all ranks discard the gradients of the open one, and the next one opens.
+//! Attempts at a step: all ranks discard the gradients of the open attempt, and the next attempt
+//! opens.
 
 use zeroshard_proto::{
     Error, Result,
@@ -20,8 +21,9 @@ fn disagreement(turn: &Turn) -> Error {
 }
 
 impl Round {
-    /// Before `turn.rank` commits. Its own request to discard the attempt is withdrawn. If another
-    /// rank has asked to discard it, all those requests are, and nothing of the two sides remains.
+    /// Resolves conflicts before `turn.rank` commits. A request of the same rank to discard the
+    /// attempt is withdrawn. If another rank has asked to discard the attempt, the requests of both
+    /// sides are dropped.
     ///
     /// # Errors
     /// [`Error::Disagreement`], also for the calls of the other ranks, if another rank discards the
@@ -33,8 +35,8 @@ impl Round {
         settle(turn, own.into_iter().chain(others.into_values().flatten()), conflict, out)
     }
 
-    /// Before `turn.rank` discards the attempt: as [`Self::side_with_commits`], the other way
-    /// round.
+    /// Resolves conflicts before `turn.rank` discards the attempt, in the same way as
+    /// [`Self::side_with_commits`].
     fn side_with_discards(&mut self, turn: &Turn, out: &mut Vec<Action>) -> Result<()> {
         let own = self.withdraw_vote(turn.rank);
         let conflict = self.has_votes();
@@ -42,7 +44,7 @@ impl Round {
     }
 }
 
-/// Tells `waiters`, and the caller if there is a `conflict`, that the ranks disagree.
+/// Answers `waiters`, and the caller if there is a `conflict`, with the disagreement of the ranks.
 fn settle(
     turn: &Turn,
     waiters: impl Iterator<Item = Waiter>,
@@ -68,7 +70,8 @@ impl Cluster {
         }
     }
 
-    /// Registers the request; or the open attempt, if it is the one after that of the request.
+    /// Registers the request. Returns the open attempt if it directly follows the attempt of the
+    /// request.
     fn try_discard(
         &mut self,
         caller: Caller,
@@ -123,8 +126,8 @@ impl Cluster {
         out.extend(reducers.into_iter().map(|w| Action::Answer(w.caller, Err(stale()))));
     }
 
-    /// Tells ranks at their deadline which ranks have not asked to discard the attempt. The request
-    /// stays.
+    /// Answers ranks at their deadline with the ranks that have not asked to discard the attempt.
+    /// The request remains registered.
     pub(super) fn expire_discards(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
         let mut expired = Vec::new();

@@ -1,8 +1,8 @@
 //! The barrier at the end of a step.
 //!
-//! A step is decided when every rank has committed it and every server with slices that train has
-//! reported that it has all the gradients. Votes and reports belong to one (epoch, step, attempt):
-//! the round is dropped when one of these changes.
+//! A step is decided when every rank has committed it and every server with trained slices has
+//! reported that its gradients are complete. Votes and reports belong to one (epoch, step,
+//! attempt): the round is dropped when one of these changes.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ use super::{
 };
 use crate::listing::some_of;
 
-/// What every rank must say the same about a step.
+/// The terms of a step, which must be equal on all ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Terms {
     pub(super) groups: Vec<Optimizer>,
@@ -26,7 +26,7 @@ pub(super) struct Terms {
 }
 
 impl Terms {
-    /// The first thing about which `other` differs.
+    /// The name of the first field in which `other` differs.
     fn difference(&self, other: &Self) -> Option<String> {
         if self == other {
             return None;
@@ -52,7 +52,7 @@ impl Terms {
 struct Vote {
     terms: Terms,
     loss: Option<f64>,
-    /// More than one when the rank has asked again.
+    /// More than one if the rank has repeated its call.
     waiters: Vec<Waiter>,
 }
 
@@ -61,12 +61,12 @@ struct Vote {
 pub(crate) struct Round {
     pub(super) attempt: u32,
     votes: BTreeMap<u32, Vote>,
-    /// The calls of each rank that has asked to discard the attempt; the request stays when they
-    /// have timed out. INVARIANT: empty, or `votes` is.
+    /// The calls of each rank that has asked to discard the attempt. A request remains after its
+    /// calls have timed out. INVARIANT: `discards` or `votes` is empty.
     pub(super) discards: BTreeMap<u32, Vec<Waiter>>,
-    /// Of each server with slices that train: what it has reported.
+    /// The reports of the servers with trained slices.
     pub(super) reports: BTreeMap<ServerId, Reduced>,
-    /// Calls that wait for the gradient's norm.
+    /// The calls that wait for the norm of the gradient.
     pub(super) reducers: Vec<Reducer>,
     pub(super) first_vote: Now,
     pub(super) last_vote: Now,
@@ -84,8 +84,8 @@ impl Round {
         waiters.chain(self.reducers.iter().map(|reducer| &reducer.waiter)).map(|w| w.deadline).min()
     }
 
-    /// Forgets everything, and starts again with attempt 0; returns the calls that must be
-    /// answered.
+    /// Drops all votes and requests, and starts again with attempt 0. Returns the calls that must
+    /// be answered.
     pub(crate) fn drop_all(&mut self) -> Vec<Waiter> {
         let Self { votes, discards, reducers, .. } = std::mem::take(self);
         let reducers = reducers.into_iter().map(|reducer| reducer.waiter);
@@ -93,7 +93,7 @@ impl Round {
         voters.chain(discards.into_values().flatten()).chain(reducers).collect()
     }
 
-    /// Forgets what a rank has asked for; returns its calls.
+    /// Drops the requests of a rank, and returns its calls.
     pub(super) fn forget_rank(&mut self, rank: u32) -> Vec<Waiter> {
         let mut waiters = self.withdraw_vote(rank);
         waiters.extend(self.discards.remove(&rank).unwrap_or_default());
@@ -102,12 +102,12 @@ impl Round {
         waiters
     }
 
-    /// Takes back a rank's commit; returns its calls.
+    /// Withdraws the commit of a rank, and returns its calls.
     pub(super) fn withdraw_vote(&mut self, rank: u32) -> Vec<Waiter> {
         self.votes.remove(&rank).map(|vote| vote.waiters).unwrap_or_default()
     }
 
-    /// Takes back all commits; returns their calls.
+    /// Withdraws all commits, and returns their calls.
     pub(super) fn withdraw_votes(&mut self) -> Vec<Waiter> {
         std::mem::take(&mut self.votes).into_values().flat_map(|vote| vote.waiters).collect()
     }
@@ -116,12 +116,12 @@ impl Round {
         !self.votes.is_empty()
     }
 
-    /// The terms of the step, which are those of every vote, if there are `count` votes.
+    /// The terms of the step, which all votes share, if there are `count` votes.
     pub(super) fn agreed(&self, count: usize) -> Option<&Terms> {
         self.votes.values().next().filter(|_| self.votes.len() == count).map(|vote| &vote.terms)
     }
 
-    /// Counts a rank once, however often it commits.
+    /// Registers a vote. A rank counts once, even if it commits repeatedly.
     fn vote(&mut self, waiter: Waiter, commit: &Commit, terms: Terms) -> Result<()> {
         let Turn { job, step, rank, .. } = &commit.turn;
         // All votes have the same terms.
@@ -148,13 +148,14 @@ impl Round {
     fn expire(&mut self, now: Now) -> Vec<Waiter> {
         let mut expired = Vec::new();
         for vote in self.votes.values_mut() {
-            // The vote stays: the gradients are pushed, and the rank may ask again.
+            // The vote remains: the gradients have been pushed, and the rank may repeat its call.
             expired.extend(vote.waiters.extract_if(.., |waiter| waiter.deadline <= now));
         }
         expired
     }
 
-    /// Mean over the ranks that committed, in rank order; none unless each of them gave one.
+    /// The mean loss over the ranks that committed, in rank order; `None` unless each of them
+    /// passed one.
     pub(super) fn loss(&self) -> Option<f64> {
         let sum: Option<f64> = self.votes.values().map(|vote| vote.loss).sum();
         sum.map(|sum| sum / self.votes.len() as f64)
@@ -162,7 +163,7 @@ impl Round {
 }
 
 impl Open {
-    /// A caller of a rank has gone away. What it has asked for stays.
+    /// Drops the call of a rank whose caller has disconnected. The rank's requests remain.
     pub(super) fn forget_caller(&mut self, rank: u32, caller: Caller) {
         let others = |waiter: &Waiter| waiter.caller != caller;
         if let Some(vote) = self.round.votes.get_mut(&rank) {
@@ -193,7 +194,8 @@ impl Cluster {
         }
     }
 
-    /// Counts the commit; or the report, if the step was decided and every server has the decision.
+    /// Registers the commit. Returns the report if the step was decided and every server has stored
+    /// the decision.
     fn try_commit(
         &mut self,
         caller: Caller,
@@ -207,7 +209,8 @@ impl Cluster {
         let open = phase.open_mut(name)?;
         check_rank(name, turn.rank, spec.world)?;
         let waiter = Waiter::new(caller, now, commit.wait);
-        // Before the membership is judged: a step that was decided is never reported as aborted.
+        // This check precedes the checks of the membership, so that a decided step is never
+        // reported as aborted.
         if let Some(decided) = open.decided(turn.step) {
             return Ok(decided.report_to(waiter));
         }
@@ -223,7 +226,7 @@ impl Cluster {
         Ok(None)
     }
 
-    /// A server has all gradients of the attempt (epoch, step, number).
+    /// A server has received all gradients of the attempt (epoch, step, number).
     pub(super) fn ready(
         &mut self,
         server: ServerId,
@@ -245,14 +248,14 @@ impl Cluster {
                 format!("{} reported {what} at step {step}; this is a bug", self.name(server));
             return self.fail(&job.name, &reason, now, out);
         }
-        // Nothing is expected of a server without slices that train.
+        // A server without trained slices does not have to report.
         if open.trainable.contains_key(&server) {
             open.round.reports.insert(server, report);
         }
         self.advance(&job.name, now, out);
     }
 
-    /// Goes on with the open step of `name` as far as what is there allows.
+    /// Advances the open step of `name` as far as the registered votes and reports allow.
     pub(super) fn advance(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         self.answer_reducers(name, out);
         self.discard_if_all_have(name, out);
@@ -271,7 +274,7 @@ impl Cluster {
         out.extend(expired.into_iter().map(timeout));
     }
 
-    /// Who is missing: ranks, and servers with what they wait for themselves.
+    /// Describes the missing input: ranks, and servers with the input that they wait for.
     fn commits_wait_for(&self, name: &str) -> String {
         let Some(Job { spec, id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get(name)
         else {
@@ -284,8 +287,8 @@ impl Cluster {
     }
 }
 
-/// The ranks without a call in `present`: those that have a worker, as `late`, and those that have
-/// none.
+/// Describes the ranks without a call in `present`: ranks with a worker with the text `late`, and
+/// ranks without a worker.
 pub(super) fn missing_ranks<T>(
     spec: &JobSpec,
     open: &Open,
@@ -300,10 +303,10 @@ pub(super) fn missing_ranks<T>(
     lists.into_iter().filter(|(ranks, _)| !ranks.is_empty()).map(list).collect()
 }
 
-/// Whether a server reports about exactly its slices that train.
+/// Checks that a server reports exactly its trained slices.
 fn check_report(report: &Reduced, expected: Option<&Vec<u32>>) -> Result<(), String> {
     let expected = expected.map_or(&[][..], Vec::as_slice);
-    // Ascending: a server may have 100,000 slices.
+    // The list is ascending: a server may have 100,000 slices.
     let is_own = |slice: u32| expected.binary_search(&slice).is_ok();
     if !report.slices.iter().map(|reduced| reduced.slice).eq(expected.iter().copied()) {
         let (slices, own) = (report.slices.len(), expected.len());

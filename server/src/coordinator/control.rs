@@ -1,4 +1,4 @@
-//! Control streams: the messages of shard servers, and the commands to them.
+//! Control streams: the messages from shard servers, and the commands to them.
 
 use futures_util::{Stream, StreamExt};
 use tokio_stream::wrappers::ReceiverStream;
@@ -16,7 +16,7 @@ use super::{
 };
 use crate::failure::Failure;
 
-/// A command that waits for its server.
+/// A command that waits to be sent to its server.
 #[derive(Debug)]
 pub(crate) enum Outgoing {
     Command(Box<Command>),
@@ -50,7 +50,7 @@ pub(super) fn commands(
         .then(convert)
 }
 
-/// The server that the first message of a control stream introduces.
+/// The server that the first message of a control stream announces.
 ///
 /// # Errors
 /// [`Error::Invalid`].
@@ -75,14 +75,14 @@ pub(super) fn hello(first: Option<pb::ServeRequest>) -> Result<Server> {
     Ok(Server { id: hello.server_id, incarnation: hello.incarnation, address })
 }
 
-/// Hands over what the server says until its stream ends.
+/// Passes on the messages of the server until its stream ends.
 pub(super) async fn listen(
     driver: &Driver,
     from: Link,
     events: &mut Streaming<pb::ServeRequest>,
 ) -> Result<(), Status> {
     while let Some(message) = events.message().await? {
-        // Without an event: that of a newer server.
+        // A message without a known event comes from a newer server.
         if let Some(event) = message.event {
             driver.tell(Event::Said { from, said: said(event)? });
         }

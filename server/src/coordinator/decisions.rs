@@ -1,4 +1,4 @@
-//! Decisions about steps: made, stored by every server, and then reported to the ranks.
+//! Decisions about steps: they are made, stored by every server, and then reported to the ranks.
 
 use std::collections::BTreeSet;
 
@@ -15,7 +15,7 @@ use super::{
     state::{Job, Open, Phase},
 };
 
-/// The step that was decided last.
+/// The last decided step.
 #[derive(Debug)]
 pub(crate) struct Decided {
     pub(super) report: pb::CommitResponse,
@@ -23,12 +23,12 @@ pub(crate) struct Decided {
     epoch: u64,
     /// Servers that have not stored the decision yet.
     pending: BTreeSet<ServerId>,
-    /// Commits that wait for those.
+    /// Commits that wait for these servers.
     pub(super) waiters: Vec<Waiter>,
 }
 
 impl Decided {
-    /// The report, if every server has the decision; otherwise the call waits for it.
+    /// Returns the report if every server has stored the decision; otherwise the call waits for it.
     pub(super) fn report_to(&mut self, waiter: Waiter) -> Option<pb::CommitResponse> {
         if self.pending.is_empty() {
             return Some(self.report.clone());
@@ -37,7 +37,7 @@ impl Decided {
         None
     }
 
-    /// Answers the calls that wait, when every server has the decision.
+    /// Answers the waiting calls when every server has stored the decision.
     fn answer(&mut self, out: &mut Vec<Action>) {
         if self.pending.is_empty() {
             let report =
@@ -54,7 +54,7 @@ impl Open {
     }
 }
 
-/// The decision about a step, for the servers, and the report about it, for the ranks.
+/// Computes the decision about a step, for the servers, and the report about it, for the ranks.
 fn decide(
     job: &JobRef,
     spec: &JobSpec,
@@ -66,7 +66,7 @@ fn decide(
     let step = open.step();
     let gradient = Gradient::new(spec, reports);
     let finite = gradient.overflow.is_none();
-    // All groups are of one kind.
+    // All groups have the same kind of optimizer.
     let apply = finite || !terms.groups.iter().all(Optimizer::skips_overflow);
     let norm = gradient.norm(terms.loss_scale);
     let clip = match terms.max_norm {
@@ -106,7 +106,7 @@ impl Cluster {
         else {
             return;
         };
-        // A rank that is done counts as having committed. A job whose ranks are all done is over.
+        // A rank that is done counts as having committed. If all ranks are done, the job has ended.
         let voters = spec.world as usize - open.done.len();
         let stored = open.last.as_ref().is_none_or(|last| last.pending.is_empty());
         let Some(terms) = open.round.agreed(voters).filter(|_| stored && open.is_reduced()) else {
@@ -153,7 +153,7 @@ impl Cluster {
         }
     }
 
-    /// Tells commits at their deadline which servers have not stored the decision.
+    /// Answers commits at their deadline with the servers that have not stored the decision.
     pub(super) fn expire_stored(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
         let Some(last) = &mut open.last else { return };

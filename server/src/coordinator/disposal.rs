@@ -1,4 +1,4 @@
-//! Disposal: a job whose spec has an idle timeout is deleted when nobody uses it any more.
+//! Disposal: a job with an idle timeout is deleted when it has been unused for that time.
 
 use super::{
     cluster::Cluster,
@@ -7,7 +7,8 @@ use super::{
 };
 
 impl Cluster {
-    /// When the job is to be deleted if no rank gets a lease before; absent: it is kept.
+    /// The time at which the job is deleted unless a rank gets a lease before; `None`: the job is
+    /// kept.
     pub(super) fn disposal(&self, job: &Job) -> Option<Now> {
         let timeout = job.spec.idle_timeout?;
         let due = match &job.phase {
@@ -16,15 +17,15 @@ impl Cluster {
                 job.unused_since
             }
             Phase::Open(_) | Phase::Failed { .. } => job.unused_since + timeout,
-            // Whoever creates it waits for it: see `expire_creators`.
+            // The callers that create the job wait for it: see `expire_creators`.
             Phase::Waiting { .. } | Phase::Opening { .. } => return None,
         };
-        // While another job takes over from it, it is kept.
+        // A job is kept while another job continues from it.
         self.successors(job.id).next().is_none().then_some(due)
     }
 
-    /// A lease has ended, or there was none yet: unless another rank has one, nobody uses the job
-    /// from `now` on.
+    /// A lease has ended, or the job has just been opened. Unless another rank has a lease, the job
+    /// is unused from `now` on.
     pub(super) fn unused_from(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         match self.jobs.get_mut(name) {
             Some(Job { phase: Phase::Open(open), .. }) if !open.members.is_empty() => {}
@@ -36,7 +37,7 @@ impl Cluster {
         }
     }
 
-    /// Deletes the job if it is time to, else asks to be called again when it will be.
+    /// Deletes the job if its time has come; otherwise requests a tick at that time.
     pub(super) fn dispose(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         let Some(job) = self.jobs.get(name) else { return };
         match self.disposal(job) {

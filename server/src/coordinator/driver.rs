@@ -1,10 +1,10 @@
-//! The clock, the random numbers and the runtime of the coordinator: hands events to the state, and
-//! has its actions carried out (`actions`).
+//! The clock, the random numbers and the runtime of the coordinator. The driver passes events to
+//! the state, and has its actions carried out (`actions`).
 //!
-//! The state is behind a mutex that is held for a moment and never across an await; under it,
-//! actions only send into channels and wake tasks, so commands to a server leave in the order of
-//! the decisions. Long work (placements, conversions of specs) is done outside of it, off the
-//! runtime's threads.
+//! The state is behind a mutex that is held briefly and never across an await. Under the mutex,
+//! actions only send into channels and wake tasks, so commands to a server are sent in the order of
+//! the decisions. Long work (placements, conversions of specs) is done without the mutex, on
+//! threads outside the async runtime.
 
 use std::{
     collections::HashMap,
@@ -25,8 +25,8 @@ use super::{
 };
 use crate::{failure::Failure, metrics::Metrics};
 
-/// Commands that may wait for one server; a server that lets so many wait is dismissed. 1,000
-/// workers that join, leave and join again while the server reads nothing need 3,000.
+/// The maximum number of commands that may wait for one server; beyond it the server is dismissed.
+/// 1,000 workers that join, leave and join again while the server reads nothing need 3,000.
 pub(crate) const MAX_COMMANDS: usize = 8192;
 
 /// Runs one [`Cluster`].
@@ -34,7 +34,7 @@ pub(crate) const MAX_COMMANDS: usize = 8192;
 pub(crate) struct Driver {
     pub(super) me: Weak<Self>,
     started: Instant,
-    /// In every command to a server.
+    /// The term in every command to a server.
     pub(super) term: u64,
     pub(super) metrics: Arc<Metrics>,
     pub(super) failure: Failure,
@@ -51,7 +51,7 @@ pub(super) struct Inner {
     pub(super) members: HashMap<Lease, MemberStream>,
     last_caller: u64,
     last_stream: u64,
-    /// When the timer rings.
+    /// The time at which the timer is set to fire.
     armed: Now,
     stopped: bool,
 }
@@ -65,9 +65,9 @@ pub(super) struct ServerStream {
 
 #[derive(Debug, Default)]
 pub(super) struct MemberStream {
-    /// Of the task that reads the stream, if it waits.
+    /// The waker of the task that reads the stream, if it waits.
     pub(super) waker: Option<Waker>,
-    /// The stream has ended, in order or with an error.
+    /// Set when the stream has ended, in order or with an error.
     pub(super) ended: Option<Option<Error>>,
 }
 
@@ -76,7 +76,7 @@ pub(super) struct MemberStream {
 pub(crate) struct Control {
     pub(crate) link: Link,
     pub(crate) commands: mpsc::Receiver<Outgoing>,
-    /// Cancelled when the server is given up.
+    /// Cancelled when the server is dismissed.
     pub(crate) dismissed: CancellationToken,
 }
 
@@ -112,13 +112,14 @@ impl Driver {
         read(&self.lock().cluster)
     }
 
-    /// Hands over an event that nobody waits for.
+    /// Passes on an event without an answer.
     pub(crate) fn tell(&self, event: Event) {
         self.handle(&mut self.lock(), event);
     }
 
-    /// Hands over an event and waits for its answer; the state answers at the event's deadline at
-    /// the latest. If the future is dropped before that, the state learns that the caller has gone.
+    /// Passes on an event and waits for its answer, which the state sends at the event's deadline
+    /// at the latest. If the future is dropped before that, the state learns that the caller has
+    /// disconnected.
     pub(crate) async fn call(&self, event: impl FnOnce(Caller) -> Event) -> Result<Reply> {
         let (sender, answer) = oneshot::channel();
         let mut open = {
@@ -137,7 +138,7 @@ impl Driver {
         answer.unwrap_or_else(|_| Err(Error::Internal { cause: "a call was dropped".to_owned() }))
     }
 
-    /// Takes in a shard server.
+    /// Registers a shard server.
     pub(crate) fn add_server(&self, server: Server) -> Result<Control> {
         let mut inner = self.lock();
         inner.check_running()?;
@@ -166,7 +167,7 @@ impl Driver {
         self.handle(&mut inner, Event::LeaseEnded { job, rank, lease });
     }
 
-    /// The next membership for a worker that waits for it.
+    /// The next membership for a worker, or registers its waker.
     pub(crate) fn poll_membership(
         &self,
         job: &str,
@@ -194,7 +195,7 @@ impl Driver {
         self.lock().cluster.next_membership(job, lease)
     }
 
-    /// Looks at the clock until `shutdown`; then ends every call and stream.
+    /// Runs the timer until `shutdown`, then ends every call and stream.
     pub(crate) async fn run(&self, shutdown: CancellationToken) {
         loop {
             let until = {
@@ -227,7 +228,7 @@ impl Driver {
         self.show(inner);
     }
 
-    /// Has the timer ring no later than `deadline`.
+    /// Sets the timer to fire no later than `deadline`.
     pub(super) fn arm(&self, inner: &mut Inner, deadline: Now) {
         if deadline < inner.armed {
             inner.armed = deadline;
@@ -250,7 +251,7 @@ impl Inner {
 struct OpenCall<'a> {
     driver: &'a Driver,
     caller: Caller,
-    /// What the state is told if the caller goes away.
+    /// The event for the state if the caller disconnects.
     gone: Option<Event>,
     answered: bool,
 }

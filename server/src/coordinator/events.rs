@@ -1,8 +1,7 @@
-//! Events and actions: everything that goes into the coordinator's state machine, and everything
-//! that comes out.
+//! Events and actions: all inputs and outputs of the coordinator's state machine.
 //!
-//! Random numbers (job ids, leases) and identities of callers and streams are drawn by the driver
-//! and arrive inside the events, so that the state machine stays a pure function.
+//! The driver draws random numbers (job ids, leases) and the identities of callers and streams, and
+//! passes them inside the events, so that the state machine is a pure function.
 
 use std::{sync::Arc, time::Duration};
 
@@ -16,11 +15,11 @@ use super::{jobs::Plan, reduce::Reduced, succession::Source};
 /// A point in time: the duration since the driver started.
 pub(crate) type Now = Duration;
 
-/// A call that is open. The driver never uses one twice.
+/// The number of an open call. The driver never reuses one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Caller(pub(crate) u64);
 
-/// The random number under which a worker holds a rank; never 0.
+/// The random number of a worker's lease on a rank; never 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Lease(pub(crate) u64);
 
@@ -31,11 +30,11 @@ pub(crate) type ServerId = u64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Link {
     pub(crate) server: ServerId,
-    /// The driver never uses one twice.
+    /// The number of the stream. The driver never reuses one.
     pub(crate) stream: u64,
 }
 
-/// A job as its members and servers name it.
+/// A job as its members and servers identify it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct JobRef {
     pub(crate) name: String,
@@ -62,7 +61,7 @@ impl Waiter {
     }
 }
 
-/// Something that happened.
+/// An input of the state machine.
 #[derive(Debug)]
 pub(crate) enum Event {
     /// A shard server opened a control stream.
@@ -81,7 +80,7 @@ pub(crate) enum Event {
     Join { caller: Caller, join: Join },
     /// Leave.
     Leave { caller: Caller, job: JobRef, lease: Lease, done: bool },
-    /// The stream of a Join ended, or its caller went away before there was one.
+    /// The stream of a Join ended, or its caller disconnected before the stream was opened.
     LeaseEnded { job: String, rank: u32, lease: Lease },
     /// Commit.
     Commit { caller: Caller, commit: Box<Commit> },
@@ -89,14 +88,15 @@ pub(crate) enum Event {
     Reduce { caller: Caller, reduce: Box<Reduce> },
     /// Discard.
     Discard { caller: Caller, discard: Discard },
-    /// The caller went away before it was answered; `rank` is absent for CreateJob.
+    /// The caller disconnected before it was answered; `rank` is absent for CreateJob.
     Gone { caller: Caller, job: String, rank: Option<u32> },
     /// A deadline may have passed.
     Tick,
 }
 
 impl Event {
-    /// How long the state machine may take to answer; absent for an event that it answers at once.
+    /// The maximum time until the state machine answers; `None` for an event that it answers at
+    /// once.
     pub(crate) fn wait(&self) -> Option<Duration> {
         match self {
             Self::Create { wait, .. } => Some(*wait),
@@ -108,7 +108,7 @@ impl Event {
         }
     }
 
-    /// The event to send when the caller of this one goes away.
+    /// The event to send when the caller of this event disconnects.
     pub(crate) fn gone(&self) -> Option<Self> {
         let of_turn = |caller: &Caller, turn: &Turn| {
             Some(Self::Gone { caller: *caller, job: turn.job.name.clone(), rank: Some(turn.rank) })
@@ -125,22 +125,22 @@ impl Event {
     }
 }
 
-/// A message of a shard server.
+/// A message from a shard server.
 #[derive(Debug)]
 pub(crate) enum Said {
-    /// It has memory for the job.
+    /// The server has allocated memory for the job.
     Opened(JobRef),
-    /// It has all initial parameters of its slices.
+    /// The server has all initial parameters of its slices.
     Initialised { job: JobRef, epoch: u64 },
-    /// It has every rank's gradients of the attempt.
+    /// The server has all gradients of the attempt.
     Ready { job: JobRef, epoch: u64, step: u64, attempt: u32, reduced: Reduced },
-    /// It accepts pushes with the lease.
+    /// The server accepts pushes with the lease.
     Granted { job: JobRef, rank: u32, lease: Lease },
-    /// It has stored the decision about the step.
+    /// The server has stored the decision about the step.
     Stored { job: JobRef, epoch: u64, step: u64 },
-    /// It cannot hold or go on with the job.
+    /// The server cannot hold or continue the job.
     Failed { job: JobRef, reason: String },
-    /// Its memory and jobs.
+    /// The memory and jobs of the server.
     Stats(pb::Stats),
 }
 
@@ -157,9 +157,9 @@ pub(crate) struct Create {
 pub(crate) struct Join {
     pub(crate) job: String,
     pub(crate) rank: u32,
-    /// host:port at which its peers reach it, if they do.
+    /// The host:port at which its peers reach the worker, if it has one.
     pub(crate) address: Option<String>,
-    /// The lease that it gets.
+    /// The lease that the worker will get.
     pub(crate) lease: Lease,
     /// How long to wait for the end of an earlier lease of the rank. INVARIANT: at most `wait`.
     pub(crate) rank_wait: Duration,
@@ -167,7 +167,7 @@ pub(crate) struct Join {
     pub(crate) wait: Duration,
 }
 
-/// The membership and attempt in whose name a rank calls.
+/// The membership and attempt for which a rank calls.
 #[derive(Debug, Clone)]
 pub(crate) struct Turn {
     pub(crate) job: JobRef,
@@ -178,25 +178,25 @@ pub(crate) struct Turn {
     pub(crate) attempt: u32,
 }
 
-/// A rank has pushed all of a step.
+/// A rank has pushed all gradients of a step.
 #[derive(Debug, Clone)]
 pub(crate) struct Commit {
     pub(crate) turn: Turn,
-    /// None: those of the spec.
+    /// `None`: the hyperparameters of the spec.
     pub(crate) groups: Option<Vec<Optimizer>>,
-    /// INVARIANT: finite and more than 0.
+    /// INVARIANT: finite and greater than 0.
     pub(crate) loss_scale: f64,
-    /// INVARIANT: finite and more than 0.
+    /// INVARIANT: finite and greater than 0.
     pub(crate) max_norm: Option<f64>,
     pub(crate) loss: Option<f64>,
     pub(crate) wait: Duration,
 }
 
-/// A rank asks for the norm of a step's gradient before the step is decided.
+/// A rank requests the norm of a step's gradient before the step is decided.
 #[derive(Debug, Clone)]
 pub(crate) struct Reduce {
     pub(crate) turn: Turn,
-    /// INVARIANT: finite and more than 0.
+    /// INVARIANT: finite and greater than 0.
     pub(crate) loss_scale: f64,
     pub(crate) wait: Duration,
 }
@@ -216,18 +216,18 @@ pub(crate) enum Reply {
         job_id: u64,
     },
     Deleted,
-    /// The lease holds; memberships come by [`super::cluster::Cluster::next_membership`].
+    /// The lease is valid. Memberships are read with [`super::cluster::Cluster::next_membership`].
     Joined,
     Left,
     Report(pb::CommitResponse),
     Reduced(pb::ReduceResponse),
-    /// The attempt that is open now.
+    /// The open attempt.
     Discarded {
         attempt: u32,
     },
 }
 
-/// A job's slices are to be placed: long work, which the driver does outside of its lock.
+/// A request to place a job's slices, which is long work that the driver does without its lock.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Placing {
     pub(crate) job: JobRef,
@@ -235,7 +235,7 @@ pub(crate) struct Placing {
     pub(crate) live: Vec<Server>,
 }
 
-/// The content of an OpenJob command, which the driver converts outside of its lock.
+/// The content of an OpenJob command, which the driver converts without its lock.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct OpenJob {
     pub(crate) spec: Arc<JobSpec>,
@@ -262,7 +262,7 @@ impl From<OpenJob> for pb::OpenJob {
     }
 }
 
-/// Something to do. Actions are carried out in their order.
+/// An output of the state machine. Actions are carried out in their order.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Action {
     /// End a call.
@@ -271,22 +271,22 @@ pub(crate) enum Action {
     Command(ServerId, Command),
     /// Send the OpenJob command to a server.
     Open(ServerId, OpenJob),
-    /// Compute a placement, and send [`Event::Placed`].
+    /// Compute a placement, then send [`Event::Placed`].
     Place(Placing),
-    /// A member has a membership to read.
+    /// Notify a member that it has a membership to read.
     Wake(Lease),
     /// End a worker's stream, in order or with an error.
     End(Lease, Option<Error>),
     /// End a control stream.
     Dismiss(Link),
-    /// Count a step that was decided.
+    /// Count a decided step.
     Decided { applied: bool, commit_spread: Duration, ready_wait: Duration },
-    /// Count a step that was aborted.
+    /// Count an aborted step.
     Aborted,
     /// Send [`Event::Tick`] at this time, or earlier.
     Tick(Now),
-    /// A job is gone.
+    /// Release the resources of a deleted job.
     Forgotten { job: String },
-    /// Log this.
+    /// Log this text.
     Note(String),
 }

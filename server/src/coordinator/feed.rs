@@ -1,8 +1,8 @@
-//! Membership messages: what has changed for a member since the last one that it read.
+//! Membership messages: the changes for a member since the last message that it read.
 //!
-//! Nothing is queued for a member. The state remembers what each member was told, and computes the
-//! difference when the member's stream is polled, so a member that reads slowly costs no memory and
-//! receives the latest state.
+//! Messages are not queued. The state remembers the last message to each member, and computes the
+//! difference when the member's stream is polled. A member that reads slowly therefore costs no
+//! memory and receives the latest state.
 
 use std::{
     collections::{BTreeMap, btree_map::Entry},
@@ -22,7 +22,7 @@ use super::{
 /// that ever had an address, in both maps.
 #[derive(Debug, Default)]
 pub(crate) struct Peers {
-    /// Revision of the last change, and the address; none for a peer that has gone.
+    /// The revision of the last change, and the address; `None` for a peer that has left.
     ranks: BTreeMap<u32, (u64, Option<String>)>,
     /// The rank that changed last in each revision.
     changes: BTreeMap<u64, u32>,
@@ -30,7 +30,7 @@ pub(crate) struct Peers {
 }
 
 impl Peers {
-    /// A peer came, or went (no address).
+    /// Records the address of a peer, or its departure (no address).
     pub(super) fn set(&mut self, rank: u32, address: Option<String>) {
         self.revision += 1;
         match self.ranks.entry(rank) {
@@ -45,7 +45,7 @@ impl Peers {
         self.changes.insert(self.revision, rank);
     }
 
-    /// Peers that are there, by rank.
+    /// The current peers, by rank.
     fn present(&self) -> Vec<pb::Peer> {
         let peer = |(&rank, (_, address)): (&u32, &(u64, Option<String>))| pb::Peer {
             rank,
@@ -54,7 +54,7 @@ impl Peers {
         self.ranks.iter().map(peer).filter(|peer| peer.address.is_some()).collect()
     }
 
-    /// Peers that have come or gone after `revision`, by rank; those that have gone without an
+    /// The peers that have joined or left after `revision`, by rank; peers that have left have no
     /// address.
     fn since(&self, revision: u64) -> Vec<pb::Peer> {
         let later = self.changes.range((Bound::Excluded(revision), Bound::Unbounded));
@@ -67,7 +67,7 @@ impl Peers {
         peers
     }
 
-    /// The number of ranks that are remembered.
+    /// The number of ranks in the maps.
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         assert_eq!(self.ranks.len(), self.changes.len());
@@ -75,7 +75,7 @@ impl Peers {
     }
 }
 
-/// What a member has been told.
+/// The state that a member has been sent.
 #[derive(Debug, Clone)]
 pub(crate) struct Told {
     epoch: u64,
@@ -92,11 +92,11 @@ pub(crate) struct Change {
     pub(crate) epoch: u64,
     pub(crate) world: u32,
     pub(crate) version: Option<u64>,
-    /// In the first message only.
+    /// Only in the first message.
     pub(crate) spec: Option<Arc<JobSpec>>,
-    /// In the first message, and when it has changed.
+    /// In the first message, and when the placement has changed.
     pub(crate) placement: Option<Arc<Placement>>,
-    /// In the first message all, then those that came or went.
+    /// All peers in the first message; later those that joined or left.
     pub(crate) peers: Vec<pb::Peer>,
 }
 
@@ -116,8 +116,8 @@ impl From<Change> for pb::JoinResponse {
 }
 
 impl Cluster {
-    /// The next message for the member that holds `lease`: none if it knows everything, or has not
-    /// joined yet.
+    /// The next message for the member with `lease`: `None` if nothing has changed, or if it has
+    /// not joined yet.
     pub(crate) fn next_membership(&mut self, name: &str, lease: Lease) -> Option<Change> {
         let Job { spec, id, epoch, phase: Phase::Open(open), .. } = self.jobs.get_mut(name)? else {
             return None;
@@ -157,7 +157,7 @@ impl Told {
 }
 
 impl Open {
-    /// What a member that has read everything has been told.
+    /// The state of a member that has read everything.
     fn news(&self, epoch: u64) -> Told {
         let (initialised, placement) = (self.version.is_some(), self.placement.clone());
         Told { epoch, initialised, placement, peers: self.peers.revision }

@@ -1,7 +1,7 @@
 //! Leases: workers that take ranks, wait for them, leave, and are lost.
 //!
-//! Within one epoch a rank has at most one lease: when a lease ends the epoch moves on, at once or
-//! (a rank that left because it is done) before the rank is given away again.
+//! Within one epoch a rank has at most one lease. When a lease ends, the epoch changes: at once,
+//! or, if the rank left because it is done, before the rank is given to another worker.
 
 use std::collections::BTreeSet;
 
@@ -17,14 +17,15 @@ use super::{
     state::{Job, Phase},
 };
 
-/// Why a job starts a new epoch.
+/// The cause of a new epoch.
 #[derive(Debug, Clone, Copy)]
 enum Cause {
     /// The rank's worker was lost.
     Lost,
     /// The rank's worker left in order.
     Left,
-    /// The rank's worker left in order, has no more data, and the others go on without it.
+    /// The rank's worker left in order and has no more data, and the other ranks continue without
+    /// it.
     Done,
     /// A worker takes a rank that was done.
     Returned,
@@ -49,7 +50,8 @@ impl Cluster {
         check_rank(&name, rank, job.spec.world)?;
         let open = job.phase.open_mut(&name)?;
         if open.members.get(rank).is_some() {
-            // A rank that is free has no queue: whoever frees it gives it to the next.
+            // A free rank has no queue: when a rank becomes free, it is given to the next worker in
+            // the queue.
             open.queue.push(Waiter::new(caller, now, join.rank_wait), join);
             return Ok(());
         }
@@ -57,7 +59,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Gives a rank that is free to a worker, and tells the servers.
+    /// Gives a free rank to a worker, and informs the servers.
     fn admit(&mut self, caller: Caller, join: Join, now: Now, out: &mut Vec<Action>) {
         let Join { job: name, rank, address, lease, wait, .. } = join;
         if let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(&name)
@@ -79,7 +81,7 @@ impl Cluster {
         self.finish_join(&name, lease, out);
     }
 
-    /// A server accepts a lease.
+    /// A server has accepted a lease.
     pub(super) fn granted(
         &mut self,
         server: ServerId,
@@ -117,7 +119,7 @@ impl Cluster {
         out.push(Action::Answer(joining.waiter.caller, Ok(Reply::Joined)));
     }
 
-    /// A worker gives its rank back. A lease that is not known has ended already.
+    /// A worker gives its rank back. An unknown lease has already ended.
     pub(super) fn leave(
         &mut self,
         caller: Caller,
@@ -190,8 +192,8 @@ impl Cluster {
         if matches!(cause, Cause::Done) && open.version.is_some() {
             out.extend(open.round.forget_rank(rank).into_iter().map(lost));
         } else {
-            // Before version 0 also for a rank that is done: the servers may have only a part of
-            // what it has to upload, so all ranks upload again.
+            // Before version 0, the epoch also changes for a rank that is done: the servers may
+            // have only a part of its uploads, so all ranks upload again.
             self.new_epoch(name, rank, cause, out);
         }
         let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
@@ -210,8 +212,8 @@ impl Cluster {
         self.unused_from(name, now, out);
     }
 
-    /// Drops what the servers have of the open step, because it may be a part of the rank's
-    /// gradients.
+    /// Drops the gradients of the open step on the servers, because they may contain a part of the
+    /// rank's gradients.
     fn new_epoch(&mut self, name: &str, rank: u32, cause: Cause, out: &mut Vec<Action>) {
         let new = self.next_epoch();
         let Some(Job { id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
@@ -222,7 +224,8 @@ impl Cluster {
         if open.version.is_none() {
             open.uninitialised = open.servers().collect();
         }
-        // Servers first: when a worker learns of the epoch, it is under way to them.
+        // The servers come first: when a worker learns of the epoch, the command to the servers has
+        // been sent.
         for server in open.servers() {
             let command = pb::NewEpoch { job: job.clone(), job_id, epoch: new, rank };
             out.push(Action::Command(server, Command::NewEpoch(command)));
@@ -248,8 +251,8 @@ impl Cluster {
         open.wake_all(out);
     }
 
-    /// Refuses Joins whose rank has not become free in time, and those whose lease the servers do
-    /// not accept.
+    /// Refuses Joins whose rank has not become free in time, and those whose lease the servers have
+    /// not accepted in time.
     pub(super) fn expire_joins(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
             return;
@@ -265,7 +268,7 @@ impl Cluster {
             };
             let Some(member) = open.members.get_mut(rank) else { continue };
             let Some(Joining { waiter, pending }) = member.joining.take() else { continue };
-            // Nobody was told of it as a peer.
+            // The address was not announced to any peer.
             member.address = None;
             let servers = self.names(&pending);
             let waiting_for = format!(
@@ -277,8 +280,10 @@ impl Cluster {
     }
 }
 
+/// Checks the range of a rank.
+///
 /// # Errors
-/// [`Error::Invalid`] for a rank outside of the world.
+/// [`Error::Invalid`] for a rank that is not less than the world size.
 pub(super) fn check_rank(job: &str, rank: u32, world: u32) -> Result<()> {
     if rank < world {
         return Ok(());

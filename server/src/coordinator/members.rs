@@ -11,11 +11,11 @@ use super::{
 #[derive(Debug)]
 pub(crate) struct Member {
     pub(crate) lease: Lease,
-    /// Where its peers reach it, if they do.
+    /// The address at which its peers reach it, if it has one.
     pub(crate) address: Option<String>,
     /// Its Join, until the servers have accepted the lease.
     pub(crate) joining: Option<Joining>,
-    /// None before its first membership.
+    /// `None` before its first membership.
     pub(crate) told: Option<Told>,
 }
 
@@ -72,12 +72,12 @@ impl Members {
         self.ranks.is_empty()
     }
 
-    /// Ascending.
+    /// The ranks, ascending.
     pub(super) fn ranks(&self) -> impl Iterator<Item = u32> + '_ {
         self.ranks.keys().copied()
     }
 
-    /// By rank.
+    /// The leases, by rank.
     pub(super) fn leases(&self) -> impl Iterator<Item = Lease> + '_ {
         self.ranks.values().map(|member| member.lease)
     }
@@ -94,7 +94,7 @@ impl Members {
             .min()
     }
 
-    /// Ranks whose Join waits for servers in vain.
+    /// The ranks whose Join has reached its deadline.
     pub(super) fn expired(&self, now: Now) -> Vec<u32> {
         let late = |member: &Member| {
             member.joining.as_ref().is_some_and(|joining| joining.waiter.deadline <= now)
@@ -103,8 +103,8 @@ impl Members {
     }
 }
 
-/// Joins that wait for the end of an earlier lease: by rank, in the order in which they came.
-/// INVARIANT: no empty lists.
+/// Joins that wait for the end of an earlier lease: by rank, in order of arrival. INVARIANT: no
+/// empty lists.
 #[derive(Debug, Default)]
 pub(crate) struct Queue(BTreeMap<u32, VecDeque<(Waiter, Join)>>);
 
@@ -132,7 +132,7 @@ impl Queue {
         }
     }
 
-    /// Takes out the Joins whose deadline has passed, with their ranks.
+    /// Removes the Joins whose deadline has passed, and returns them with their ranks.
     pub(super) fn expire(&mut self, now: Now) -> Vec<(Waiter, u32)> {
         let mut expired = Vec::new();
         self.0.retain(|&rank, joins| {

@@ -1,14 +1,14 @@
 //! Membership, placement and the decision about each step.
 //!
-//! `cluster` takes events in and gives actions out, with a file for each subject: a pure function
-//! of state, event and time (`state`, `events`). Jobs: `jobs`, `placement`, `succession`,
-//! `disposal`. Servers: `servers`. Workers: `leases`, `members`, `feed`. Steps: `commit`, `reduce`,
-//! `attempts`, `decisions`.
+//! `cluster` takes events and returns actions, with one file for each subject. It is a pure
+//! function of state, event and time (`state`, `events`). Jobs: `jobs`, `placement`, `disposal`.
+//! Servers: `servers`. Workers: `leases`, `members`, `feed`. Steps: `commit`, `reduce`, `attempts`,
+//! `decisions`.
 //!
-//! `driver` is the clock, and `actions` carries the actions out; `service`, `requests` and
-//! `control` are the wire.
+//! `driver` is the clock, and `actions` carries out the actions. `service`, `requests` and
+//! `control` implement the protocol.
 //!
-//! Nothing is kept on disk: what must survive is on the servers.
+//! The coordinator stores nothing on disk: the durable state is on the servers.
 
 mod actions;
 mod attempts;
@@ -48,7 +48,7 @@ use driver::Driver;
 use requests::Waits;
 use service::Service;
 
-/// The coordinator role: [`Self::routes`] to serve, [`Self::run`] beside them.
+/// The coordinator role: [`Self::routes`] are its services, and [`Self::run`] runs beside them.
 #[derive(Debug)]
 pub struct Coordinator {
     context: Context,
@@ -56,7 +56,7 @@ pub struct Coordinator {
 }
 
 impl Coordinator {
-    /// A coordinator of a cluster that has no servers and jobs yet. Its term is the time, in
+    /// The coordinator of a new cluster without servers and jobs. Its term is the time in
     /// milliseconds since the Unix epoch.
     pub fn new(context: Context) -> Self {
         let since_epoch = SystemTime::UNIX_EPOCH.elapsed().unwrap_or(Duration::ZERO);
@@ -68,7 +68,7 @@ impl Coordinator {
         Self { context, driver }
     }
 
-    /// Its services.
+    /// The services of the coordinator.
     pub fn routes(&self) -> Routes {
         let common = &self.context.common;
         let rank = (2 * common.keepalive()).max(KEEPALIVE_INTERVAL + KEEPALIVE_TIMEOUT);
@@ -78,7 +78,7 @@ impl Coordinator {
         Routes::new(CoordinatorServiceServer::new(service).max_decoding_message_size(limit))
     }
 
-    /// Keeps deadlines until `shutdown`; then ends every call and stream with a typed error.
+    /// Enforces deadlines until `shutdown`, then ends every call and stream with a typed error.
     pub async fn run(&self, shutdown: CancellationToken) {
         self.context.health.set_ready(true).await;
         self.driver.run(shutdown).await;

@@ -1,24 +1,27 @@
-//! Chooses which servers hold which slice: deterministic, balanced by bytes, and moving little.
+//! Chooses the servers of each slice. The choice is deterministic, balanced by bytes, and moves few
+//! slices.
 //!
-//! The loads of any two servers differ by at most the largest slice. What keeps that promise:
-//! 1. slices stay where they are, unless their server is gone;
-//! 2. what has no server goes, largest first, to the least loaded ones (Graham's LPT rule);
-//! 3. while two servers differ by more than the largest slice (a server has joined), the fullest
-//!    one hands its largest slice to the emptiest.
+//! The loads of any two servers differ by at most the largest slice. The algorithm ensures this as
+//! follows:
+//! 1. Slices stay on their server, unless the server is gone.
+//! 2. Slices without a server go, largest first, to the least loaded servers (Graham's LPT rule).
+//! 3. While two servers differ by more than the largest slice (because a server has joined), the
+//!    fullest server passes its largest slice to the emptiest.
 //!
-//! With one server a slice, steps 1 and 2 keep the promise by themselves when a server is lost:
-//! then only its slices move.
+//! With one server per slice, steps 1 and 2 are sufficient when a server is lost: then only its
+//! slices move.
 
 use std::collections::{BTreeSet, HashMap};
 
 use zeroshard_proto::{Error, Placement, Result, Server};
 
-/// A placement of slices with `weights` (bytes each) on the `live` servers, `replicas` distinct
-/// ones for each slice, as near to `previous` as balance allows. It lists only servers that hold
-/// something, by id.
+/// Places slices with `weights` (bytes each) on the `live` servers, `replicas` distinct servers for
+/// each slice, as close to `previous` as the balance allows. The placement lists only servers that
+/// hold slices, by id.
 ///
 /// # Errors
-/// [`Error::Invalid`]: fewer servers than replicas, or `previous` has another number of slices.
+/// [`Error::Invalid`] if there are fewer servers than replicas, or if `previous` has a different
+/// number of slices.
 pub fn place(
     previous: Option<&Placement>,
     live: &[Server],
@@ -87,7 +90,7 @@ impl<'a> Plan<'a> {
         self.order.insert((*load, server));
     }
 
-    /// Leaves slices where they are.
+    /// Keeps slices on their servers.
     fn keep(&mut self, servers: &[Server], previous: &Placement) {
         let position: HashMap<u64, u32> = servers
             .iter()
@@ -108,7 +111,7 @@ impl<'a> Plan<'a> {
         self.order = self.loads.iter().enumerate().map(|(s, &load)| (load, s as u32)).collect();
     }
 
-    /// Finds servers for what lacks some, largest first.
+    /// Finds servers for slices that have too few, largest first.
     fn fill(&mut self) {
         let mut lacking: Vec<usize> = (0..self.weights.len())
             .filter(|&slice| self.owners[slice].len() < self.replicas)
@@ -144,7 +147,7 @@ impl<'a> Plan<'a> {
             }
             let held = held.get_or_insert_with(|| self.held());
             // The fullest server holds more than the emptiest, so it has a slice that the other
-            // lacks.
+            // server does not hold.
             let list = &mut held[from as usize];
             let Some(index) = list.iter().rposition(|&slice| !self.owners[slice].contains(&to))
             else {
@@ -153,7 +156,7 @@ impl<'a> Plan<'a> {
             let slice = list.remove(index);
             let place = self.owners[slice].iter_mut().find(|owner| **owner == from);
             *place.expect("`held` lists what the server owns") = to;
-            // Ascending by weight, as `held` makes it.
+            // The list is ascending by weight, as in `held`.
             let list = &mut held[to as usize];
             let key = |&other: &usize| (self.weights[other], other) < (self.weights[slice], slice);
             list.insert(list.partition_point(key), slice);
@@ -175,7 +178,7 @@ impl<'a> Plan<'a> {
         held
     }
 
-    /// Lists only the servers that hold something.
+    /// Creates the placement, which lists only servers that hold slices.
     fn finish(self, servers: &[Server]) -> Result<Placement> {
         let mut used = vec![false; servers.len()];
         self.owners.iter().flatten().for_each(|&owner| used[owner as usize] = true);
@@ -209,7 +212,7 @@ mod tests {
             .collect()
     }
 
-    /// Bytes on each of `live`.
+    /// The bytes on each of `live`.
     fn loads(placement: &Placement, live: &[Server], weights: &[u64]) -> Vec<u64> {
         let mut loads: HashMap<u64, u64> = live.iter().map(|server| (server.id, 0)).collect();
         for (slice, weight) in weights.iter().enumerate() {
@@ -249,14 +252,14 @@ mod tests {
     }
 
     #[test]
-    fn only_servers_that_hold_something_are_listed() {
+    fn only_servers_with_slices_are_listed() {
         let placement = place(None, &servers([9, 4, 7]), &[10, 20], 1).unwrap();
         assert_eq!(placement.servers(), servers([4, 7]));
         assert_eq!(place(None, &servers(0..3), &[], 1).unwrap().servers(), []);
     }
 
     #[test]
-    fn a_new_server_takes_its_share_and_no_more() {
+    fn a_new_server_receives_only_its_share() {
         let weights = [10; 90];
         let before = place(None, &servers(0..2), &weights, 1).unwrap();
         let after = place(Some(&before), &servers(0..3), &weights, 1).unwrap();
@@ -273,7 +276,8 @@ mod tests {
         let before = place(None, &live, &weights, 2).unwrap();
         let after = place(Some(&before), &servers(1..101), &weights, 2).unwrap();
         assert!(spread(&after, &servers(1..101), &weights) <= 16_777_216);
-        // Both: 0.15 s in a release build; the bound is for slow machines and debug builds.
+        // Both placements take 0.15 s in a release build; the bound allows for slow machines and
+        // debug builds.
         assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
     }
 
@@ -305,7 +309,7 @@ mod tests {
         }
 
         #[test]
-        fn balance_survives_any_history(
+        fn the_balance_holds_after_any_history(
             weights in prop::collection::vec(0u64..1000, 1..60),
             replicas in 1usize..3,
             history in prop::collection::vec(prop::collection::btree_set(0u64..8, 3..8), 1..6),

@@ -1,5 +1,5 @@
-//! The reduced gradient of a step, as the servers report it: for the decision, and for ranks that
-//! ask for its norm before the decision.
+//! The reduced gradient of a step according to the servers' reports: for the decision, and for
+//! ranks that request its norm before the decision.
 
 use std::collections::BTreeMap;
 
@@ -16,28 +16,28 @@ use crate::listing::some_of;
 /// The reduced gradient of one server's slices.
 #[derive(Debug)]
 pub(crate) struct Reduced {
-    /// All that train, ascending.
+    /// All trained slices, ascending.
     pub(crate) slices: Vec<pb::ReducedSlice>,
-    /// First in manifest order.
+    /// The first overflow in manifest order.
     pub(crate) overflow: Option<pb::Overflow>,
-    /// Of slices that some rank is absent from, ascending.
+    /// The slices from which at least one rank is absent, ascending.
     pub(crate) absent: Vec<pb::Absent>,
 }
 
 /// The reduced gradient of all slices.
 #[derive(Debug)]
 pub(super) struct Gradient {
-    /// Of the mean; without the tensors that are not clipped.
+    /// The sum of squares of the mean gradient, without the tensors that are not clipped.
     sum_of_squares: f64,
-    /// First in manifest order.
+    /// The first overflow in manifest order.
     pub(super) overflow: Option<pb::Overflow>,
-    /// One for each tensor, in manifest order.
+    /// One entry for each tensor with absent ranks, in manifest order.
     pub(super) absent: Vec<pb::Absent>,
 }
 
 impl Gradient {
-    /// In f64: slices are added up to tensors, and tensors to the total, in manifest order, so that
-    /// the result does not depend on who reported what.
+    /// Adds the sums in f64: slices to tensors, and tensors to the total, in manifest order, so
+    /// that the result does not depend on the distribution of slices over the servers.
     pub(super) fn new(spec: &JobSpec, reports: &BTreeMap<ServerId, Reduced>) -> Self {
         let manifest = &spec.manifest;
         let mut sums = vec![0.0f64; manifest.slices().len()];
@@ -55,7 +55,7 @@ impl Gradient {
         });
         let infinite = sums.iter().position(|sum| !sum.is_finite());
         let infinite = infinite.map(|slice| pb::Overflow { slice: slice as u32, rank: None });
-        // What the servers say comes first: it may name the rank.
+        // The servers' reports have precedence, because they may name the rank.
         let overflows = reports.values().filter_map(|report| report.overflow).chain(infinite);
         Self {
             sum_of_squares: totals.fold(0.0, |a, b| a + b),
@@ -64,18 +64,19 @@ impl Gradient {
         }
     }
 
-    /// Of the mean, unscaled gradient.
+    /// The norm of the mean, unscaled gradient.
     pub(super) fn norm(&self, loss_scale: f64) -> f64 {
         let norm = self.sum_of_squares.sqrt() / loss_scale;
-        // A rank's gradients may overflow and cancel out in no finite norm that means anything.
+        // If a rank's gradients overflow, they may still add up to a finite norm, which is
+        // meaningless.
         if self.overflow.is_some() && norm.is_finite() { f64::NAN } else { norm }
     }
 }
 
-/// Of each tensor that some rank had not all of: the lowest such rank, and whether no rank had any
-/// of it.
+/// For each tensor of which at least one rank lacked a part: the lowest such rank, and whether no
+/// rank had any of it.
 fn absent(spec: &JobSpec, reports: &BTreeMap<ServerId, Reduced>) -> Vec<pb::Absent> {
-    // By tensor: the lowest rank, and how many slices nobody had.
+    // By tensor: the lowest rank, and the number of slices without any gradient.
     let mut tensors = BTreeMap::<usize, (u32, usize)>::new();
     for absent in reports.values().flat_map(|report| &report.absent) {
         let tensor = spec.manifest.slices()[absent.slice as usize].tensor;
@@ -113,7 +114,7 @@ impl Cluster {
         }
     }
 
-    /// Registers the call; or the answer, if the step was decided.
+    /// Registers the call. Returns the answer if the step was decided.
     fn try_reduce(
         &mut self,
         caller: Caller,
@@ -134,8 +135,8 @@ impl Cluster {
         Ok(None)
     }
 
-    /// Answers the calls that wait for the norm, if every gradient of the open step of `name` is
-    /// there.
+    /// Answers the calls that wait for the norm, if all gradients of the open step of `name` are
+    /// complete.
     pub(super) fn answer_reducers(&mut self, name: &str, out: &mut Vec<Action>) {
         let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
             return;
@@ -173,7 +174,7 @@ impl Cluster {
         format!("the gradients of step {} of job {name:?} (epoch {epoch}): {parts}", open.step())
     }
 
-    /// Servers that miss parameters or gradients, each with what it waits for.
+    /// Servers without all parameters or gradients, each with the input that it waits for.
     pub(super) fn late_servers(&self, job_id: u64, open: &Open) -> Vec<String> {
         let uninitialised = open.uninitialised.iter();
         let uninitialised = uninitialised
@@ -184,7 +185,7 @@ impl Cluster {
         uninitialised.chain(late).collect()
     }
 
-    /// What the server last said that it waits for.
+    /// The missing input according to the server's last report.
     fn lacks(&self, server: ServerId, job_id: u64) -> String {
         let stats = self.servers.get(&server).and_then(|known| known.stats.as_ref());
         let job = stats.and_then(|stats| stats.jobs.iter().find(|job| job.job_id == job_id));
@@ -196,7 +197,7 @@ impl Cluster {
 }
 
 impl Open {
-    /// Whether every server has every rank's gradients of the open step.
+    /// Whether every server has all gradients of the open step.
     pub(super) fn is_reduced(&self) -> bool {
         self.version.is_some() && self.round.reports.len() == self.trainable.len()
     }

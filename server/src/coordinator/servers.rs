@@ -1,4 +1,4 @@
-//! Shard servers that come and go.
+//! Shard servers that join and are lost.
 
 use std::collections::BTreeSet;
 
@@ -15,8 +15,8 @@ use super::{
 use crate::listing::some_of;
 
 impl Cluster {
-    /// A server that was known by the id or the address is lost first: it has restarted, or
-    /// connected again.
+    /// Registers a server. A known server with the same id or address is removed first, because it
+    /// has restarted or connected again.
     pub(super) fn server_joined(
         &mut self,
         stream: u64,
@@ -47,7 +47,8 @@ impl Cluster {
         }
     }
 
-    /// Every job that has slices on the server fails, because no other server has them.
+    /// Removes a server. Every job with slices on the server fails, because no other server has
+    /// them.
     pub(super) fn server_lost(&mut self, link: Link, cause: &str, now: Now, out: &mut Vec<Action>) {
         if !self.is_current(link) {
             return;
@@ -71,12 +72,12 @@ impl Cluster {
         }
     }
 
-    /// Whether the control stream is the one of a server that is connected.
+    /// Whether the control stream is the current stream of a connected server.
     pub(super) fn is_current(&self, link: Link) -> bool {
         self.servers.get(&link.server).is_some_and(|known| known.stream == link.stream)
     }
 
-    /// The shard servers that are connected, by id.
+    /// The connected shard servers, by id.
     pub(super) fn live(&self) -> Vec<Server> {
         let server = |(&id, known): (&ServerId, &ServerState)| Server {
             id,
@@ -94,13 +95,13 @@ impl Cluster {
         }
     }
 
-    /// Some of the servers, by name.
+    /// Lists some of the servers, by name.
     pub(super) fn names(&self, servers: &BTreeSet<ServerId>) -> String {
         some_of(servers.iter().map(|&server| self.name(server)))
     }
 }
 
-/// The tensors of which `server` has slices, for messages.
+/// Describes the tensors of which `server` holds slices, for messages.
 fn held_by(server: ServerId, spec: &JobSpec, placement: &Placement) -> String {
     let slices: Vec<usize> = placement.primary_slices(server).collect();
     let tensors: BTreeSet<usize> =

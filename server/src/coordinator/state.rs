@@ -1,4 +1,4 @@
-//! The data that the coordinator keeps about servers and jobs.
+//! The coordinator's data about servers and jobs.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,7 +16,7 @@ use super::{
     members::{Members, Queue},
 };
 
-/// A shard server that is connected.
+/// A connected shard server.
 #[derive(Debug)]
 pub(crate) struct ServerState {
     /// Its control stream.
@@ -32,30 +32,30 @@ pub(crate) struct Job {
     pub(crate) spec: Arc<JobSpec>,
     /// Random, never 0.
     pub(crate) id: u64,
-    /// 0 until it is placed.
+    /// 0 until the job is placed.
     pub(crate) epoch: u64,
-    /// When the last lease ended, or, before there was one, when workers could first join; when the
-    /// job failed. Meaningless while a rank has a lease.
+    /// The time when the last lease ended; before the first lease, the time when workers could
+    /// first join; or the time when the job failed. It has no meaning while a rank has a lease.
     pub(crate) unused_since: Now,
     /// What it takes over from another job.
     pub(crate) succession: Option<Arc<Succession>>,
     pub(crate) phase: Phase,
 }
 
-/// How far a job is.
+/// The phase of a job.
 #[derive(Debug)]
 pub(crate) enum Phase {
-    /// It waits for servers, or for its placement.
+    /// The job waits for servers, or for its placement.
     Waiting {
         creators: Vec<Waiter>,
-        /// [`Action::Place`] is under way.
+        /// Whether [`Action::Place`] is in progress.
         placing: bool,
     },
-    /// Its servers allocate memory.
+    /// The servers of the job allocate memory.
     Opening { plan: Plan, pending: BTreeSet<ServerId>, creators: Vec<Waiter> },
     /// Workers can join.
     Open(Box<Open>),
-    /// It cannot go on; its servers were told to close it.
+    /// The job has failed, and its servers were told to close it.
     Failed { reason: String },
 }
 
@@ -63,22 +63,23 @@ pub(crate) enum Phase {
 #[derive(Debug)]
 pub(crate) struct Open {
     pub(crate) placement: Arc<Placement>,
-    /// Of each server that has slices that train: those slices, ascending.
+    /// The trained slices of each server that has any, ascending.
     pub(crate) trainable: BTreeMap<ServerId, Vec<u32>>,
-    /// Servers without all of their initial parameters.
+    /// The servers that do not have all of their initial parameters.
     pub(crate) uninitialised: BTreeSet<ServerId>,
     /// INVARIANT: Some when `uninitialised` is empty.
     pub(crate) version: Option<u64>,
     pub(crate) members: Members,
     /// Joins that wait for the end of an earlier lease.
     pub(crate) queue: Queue,
-    /// Ranks that left in order, and that no worker has taken since. INVARIANT: not in `members`.
+    /// Ranks that left in order, and that no other worker has taken since. INVARIANT: not in
+    /// `members`.
     pub(crate) left: BTreeSet<u32>,
     /// Ranks that have no more data. INVARIANT: not in `members`, not in `left`.
     pub(crate) done: BTreeSet<u32>,
     pub(crate) peers: Peers,
     pub(crate) round: Round,
-    /// The decision that made `version`.
+    /// The decision that produced `version`.
     pub(crate) last: Option<Box<Decided>>,
 }
 
@@ -112,13 +113,13 @@ impl Open {
         self.placement.servers().iter().map(|server| server.id)
     }
 
-    /// Has every member's stream look for changes.
+    /// Wakes the streams of all members to look for changes.
     pub(crate) fn wake_all(&self, out: &mut Vec<Action>) {
         out.extend(self.members.leases().map(Action::Wake));
     }
 
-    /// The ranks, of `world`, without a call in `present`, that are not done: those that have a
-    /// worker, and those that have none.
+    /// The ranks below `world` that are not done and have no call in `present`: those with a
+    /// worker, and those without.
     pub(crate) fn missing<T>(
         &self,
         world: u32,
@@ -129,8 +130,8 @@ impl Open {
         missing.partition(|&rank| self.members.get(rank).is_some())
     }
 
-    /// Whether the call is of the rank's current lease, the current epoch, and the open step and
-    /// attempt.
+    /// Checks that a call belongs to the rank's current lease, the current epoch, and the open step
+    /// and attempt.
     ///
     /// # Errors
     /// [`Error::LeaseLost`], [`Error::RankLeft`], [`Error::StaleEpoch`], [`Error::StepMismatch`],
@@ -179,7 +180,7 @@ impl Phase {
         self.placement().is_some_and(|placement| placement.servers().iter().any(|s| s.id == server))
     }
 
-    /// All calls that wait, and all leases.
+    /// All waiting calls, and all leases.
     pub(crate) fn into_waiting(self) -> (Vec<Waiter>, Vec<Lease>) {
         match self {
             Self::Waiting { creators, .. } | Self::Opening { creators, .. } => {

@@ -1,4 +1,4 @@
-//! Middleware, one layer a file.
+//! Middleware, one layer per file.
 
 pub mod panic;
 pub mod request_metrics;

@@ -1,7 +1,7 @@
-//! Answers calls whose handler panics, and all calls after that, with an error.
+//! Ends a call whose handler panics, and all later calls, with an error.
 //!
-//! The servers of this process have failed then: see [`Failure`]. Open calls are ended, those that
-//! wait too.
+//! The servers of this process have then failed: see [`Failure`]. Open calls are ended as well,
+//! including those that wait.
 
 use std::{
     any::Any,
@@ -19,7 +19,7 @@ use tower::{Layer, Service};
 
 use crate::failure::Failure;
 
-/// Makes [`CatchPanic`].
+/// Creates [`CatchPanic`].
 #[derive(Clone, Debug)]
 pub struct PanicLayer(pub Failure);
 
@@ -31,7 +31,7 @@ impl<S> Layer<S> for PanicLayer {
     }
 }
 
-/// The service around the others.
+/// The wrapped service.
 #[derive(Clone, Debug)]
 pub struct CatchPanic<S> {
     inner: S,
@@ -56,7 +56,8 @@ where
     fn call(&mut self, request: Request<In>) -> Self::Future {
         let failure = self.failure.clone();
         let method = request.uri().path().to_owned();
-        // What a handler holds when it panics is never used again: no call gets past the failure.
+        // The state of a handler that panics is never used again: no call passes this layer after
+        // the failure.
         let answer = catch_unwind(AssertUnwindSafe(|| self.inner.call(request)));
         Box::pin(async move {
             let answered = async {
@@ -144,7 +145,7 @@ mod tests {
 
     use super::*;
 
-    /// What calls to `path` do.
+    /// Handles a call; the path selects the behaviour.
     async fn handle(request: Request<()>) -> Result<Response<Body>, Infallible> {
         assert_ne!(request.uri().path(), "/panics", "in the handler");
         let panics = request.uri().path() == "/panics/later";

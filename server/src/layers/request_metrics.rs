@@ -1,7 +1,8 @@
 //! Counts and times calls by method and gRPC code.
 //!
-//! A call ends with its body, not with its headers: streams are timed as a whole, and the code is
-//! read from the trailers. A body that is dropped before its end was cancelled by the caller.
+//! A call ends with its body, and not with its headers: streams are timed as a whole, and the code
+//! is read from the trailers. If a body is dropped before its end, the caller has cancelled the
+//! call.
 
 use std::{
     pin::Pin,
@@ -17,7 +18,7 @@ use tower::{Layer, Service};
 
 use crate::metrics::Metrics;
 
-/// Makes [`RequestMetrics`].
+/// Creates [`RequestMetrics`].
 #[derive(Clone, Debug)]
 pub struct RequestMetricsLayer(pub Arc<Metrics>);
 
@@ -29,7 +30,7 @@ impl<S> Layer<S> for RequestMetricsLayer {
     }
 }
 
-/// The service around the others.
+/// The wrapped service.
 #[derive(Clone, Debug)]
 pub struct RequestMetrics<S> {
     inner: S,
@@ -57,7 +58,7 @@ where
         Box::pin(async move {
             let response = response.await?;
             let mut call = call;
-            // An error without an answer has its code in the headers.
+            // An error without a response body has its code in the headers.
             call.see(response.headers());
             Ok(response.map(|body| Counted { body: Box::pin(body), call }))
         })
@@ -94,7 +95,7 @@ impl Drop for Call {
     }
 }
 
-/// A body that knows how its call ended.
+/// A body that records how its call ended.
 #[derive(Debug)]
 pub struct Counted<B> {
     body: Pin<Box<B>>,
@@ -137,7 +138,8 @@ mod tests {
 
     use super::*;
 
-    /// The body of a call that is answered with `headers`, one byte of data and trailers.
+    /// Calls a service that responds with `headers`, one byte of data and trailers, and returns the
+    /// body of the response.
     async fn call(metrics: &Arc<Metrics>, headers: HeaderMap) -> Counted<impl Body> {
         let inner = service_fn(|_: Request<()>| {
             let frames =
@@ -186,7 +188,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_body_that_is_dropped_early_was_cancelled() {
+    async fn a_body_dropped_before_its_end_counts_as_cancelled() {
         let metrics = Metrics::new();
         let body = call(&metrics, HeaderMap::new()).await;
         let first = body.into_data_stream().next().await;

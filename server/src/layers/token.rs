@@ -1,7 +1,7 @@
-//! Lets in the calls that carry the cluster's token.
+//! Accepts only calls that carry the token of the cluster.
 //!
-//! A call without it is answered at once: nothing of its body is read. Probes are let in: they have
-//! no secrets, and the health service tells none.
+//! A call without the token is answered at once, and its body is not read. Probes are accepted:
+//! they carry no secret, and the health service reveals none.
 
 use std::{
     future::{Ready, ready},
@@ -15,12 +15,12 @@ use tonic_health::pb::health_server;
 use tower::{Layer, Service};
 use zeroshard_proto::{Result, Token, token::Bearer};
 
-/// Makes [`CheckToken`].
+/// Creates [`CheckToken`].
 #[derive(Clone, Debug)]
 pub struct TokenLayer(Option<Bearer>);
 
 impl TokenLayer {
-    /// For a cluster with `token`; with an empty one every call is let in.
+    /// A layer for a cluster with `token`. If the token is empty, every call is accepted.
     ///
     /// # Errors
     /// [`zeroshard_proto::Error::Invalid`] for a token that no header can carry.
@@ -37,7 +37,7 @@ impl<S> Layer<S> for TokenLayer {
     }
 }
 
-/// The service around the others.
+/// The wrapped service.
 #[derive(Clone, Debug)]
 pub struct CheckToken<S> {
     inner: S,
@@ -70,7 +70,7 @@ where
     }
 }
 
-/// Whether a call to `path`, `/SERVICE/METHOD`, is one to the health service.
+/// Whether `path`, `/SERVICE/METHOD`, is a method of the health service.
 fn is_probe(path: &str) -> bool {
     let service =
         path.strip_prefix('/').and_then(|path| path.split_once('/')).map(|(service, _)| service);
@@ -88,8 +88,8 @@ mod tests {
 
     const PUSH: &str = "/zeroshard.v1.DataService/Push";
 
-    /// What a cluster with `token` answers a call to `path` that carries `authorization`; whether
-    /// it was let in.
+    /// Calls `path` with the header `authorization` in a cluster with `token`. Returns the
+    /// response, and whether the call was accepted.
     async fn call(token: &str, path: &str, authorization: Option<&str>) -> Result<()> {
         let reached = Mutex::new(false);
         let inner = service_fn(|_: Request<()>| {
@@ -116,12 +116,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_call_with_the_token_is_let_in() {
+    async fn a_call_with_the_token_is_accepted() {
         assert_eq!(call("s3cret", PUSH, Some("Bearer s3cret")).await, Ok(()));
     }
 
     #[tokio::test]
-    async fn a_call_without_it_is_refused_whatever_the_service() {
+    async fn a_call_without_the_token_is_refused_for_every_service() {
         for path in [
             PUSH,
             "/zeroshard.v1.CoordinatorService/Status",
@@ -142,13 +142,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_probe_is_let_in_without_it() {
+    async fn a_probe_is_accepted_without_the_token() {
         assert_eq!(call("s3cret", "/grpc.health.v1.Health/Check", None).await, Ok(()));
         assert_eq!(call("s3cret", "/grpc.health.v1.Health/Watch", Some("Bearer x")).await, Ok(()));
     }
 
     #[tokio::test]
-    async fn without_a_token_every_call_is_let_in() {
+    async fn without_a_token_every_call_is_accepted() {
         assert_eq!(call("", PUSH, None).await, Ok(()));
         assert_eq!(call("", PUSH, Some("Bearer s3cret")).await, Ok(()));
     }

@@ -1,8 +1,8 @@
-//! The optimizers against golden vectors: `tests/golden/make.py` says how those were made.
+//! Tests of the optimizers with golden vectors, which `tests/golden/make.py` creates.
 //!
-//! SGD equals torch bit for bit. The others take square roots, which torch does not always round to
-//! nearest: they equal torch as it is within a tolerance, and torch with correctly rounded square
-//! roots bit for bit.
+//! SGD equals torch bit for bit. The other optimizers use square roots, which torch does not always
+//! round to nearest: they equal unmodified torch within a tolerance, and torch with correctly
+//! rounded square roots bit for bit.
 
 use std::sync::Arc;
 
@@ -17,16 +17,17 @@ use crate::backend::{Backend, Cpu, Update};
 const CASES: &str = include_str!("../../../tests/golden/cases.json");
 const VECTORS: &[u8] = include_bytes!("../../../tests/golden/vectors.f32");
 
-/// How far a parameter may be from its golden value, relative to it or to 1, whichever is larger. 0
-/// demands equal bits.
+/// The tolerance of a parameter relative to its golden value or to 1, whichever is larger. 0
+/// requires equal bits.
 fn tolerance(optimizer: &Optimizer) -> f64 {
     match optimizer {
         Optimizer::Sgd(_) | Optimizer::Average(_) => 0.0,
         Optimizer::Adam(_) | Optimizer::AdamW(_) | Optimizer::Adadelta(_) => 1e-7,
         Optimizer::Adagrad(_) => 2e-7,
-        // Small averages make large steps, and momentum adds them up.
+        // Small averages lead to large steps, which momentum accumulates.
         Optimizer::RmsProp(_) => 1e-6,
-        // Float64 on the other side: what differs is f32 rounding over 50 steps.
+        // The reference is computed in float64, so the difference is the f32 rounding over 50
+        // steps.
         Optimizer::Lion(_) | Optimizer::Lamb(_) => 2e-6,
     }
 }
@@ -96,7 +97,7 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
     raw.iter().map(|&raw| f32::from_le_bytes(raw)).collect()
 }
 
-/// What cases.json says.
+/// The contents of cases.json.
 struct Index {
     torch: String,
     sizes: Vec<usize>,
@@ -109,8 +110,8 @@ struct Index {
 struct Case {
     name: String,
     optimizer: Optimizer,
-    /// Of the parameters that torch has with correctly rounded square roots; none for LAMB and
-    /// Lion.
+    /// The checksum of the parameters of torch with correctly rounded square roots; none for LAMB
+    /// and Lion.
     checksum: Option<String>,
 }
 
@@ -135,7 +136,7 @@ impl Index {
     }
 }
 
-/// How a case's parameters compare.
+/// The comparison of a case's parameters.
 struct Comparison {
     values: usize,
     other_bits: usize,
@@ -158,7 +159,7 @@ impl Comparison {
         self.checksum = self.checksum.wrapping_mul(0x100_0000_01B3);
     }
 
-    /// Prints the table's line. Returns whether the case holds.
+    /// Prints one line of the table, and returns whether the case passes.
     fn report(self, case: &Case) -> bool {
         let Comparison { values, other_bits, worst, checksum } = self;
         let tolerance = tolerance(&case.optimizer);

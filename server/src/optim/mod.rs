@@ -1,5 +1,4 @@
-//! Optimizer state between steps: what a slice holds besides its parameters. The steps themselves
-//! are the backend's ([`Backend::apply`]).
+//! Optimizer state between steps. The backend implements the steps ([`Backend::apply`]).
 
 use zeroshard_proto::dtype::DType;
 use zeroshard_proto::geometry::blocks::BLOCK;
@@ -7,11 +6,11 @@ use zeroshard_proto::optimizer::Optimizer;
 
 use crate::backend::{Backend, OutOfMemory};
 
-/// The state that `numel` parameters have before the first step: one f32 buffer for each of
+/// The state of `numel` parameters before the first step: one f32 buffer for each of
 /// [`Optimizer::state`], in that order.
 ///
 /// # Errors
-/// [`OutOfMemory`] where the device cannot hold them all; what was allocated is freed.
+/// [`OutOfMemory`] if the device cannot hold all buffers; those that were allocated are freed.
 pub fn initial_state<B: Backend>(
     backend: &B,
     optimizer: &Optimizer,
@@ -28,7 +27,7 @@ pub fn initial_state<B: Backend>(
     optimizer.state().iter().map(make).collect()
 }
 
-/// Gives all elements one value.
+/// Sets all elements to one value.
 pub(crate) fn fill<B: Backend>(backend: &B, buffer: &mut B::Buffer, value: f32) {
     let numel = backend.numel(buffer);
     let block = value.to_le_bytes().repeat(numel.min(BLOCK));
@@ -56,7 +55,7 @@ mod tests {
     use crate::backend::Cpu;
 
     #[test]
-    fn state_starts_at_zero_but_adagrads_sum_at_its_initial_value() {
+    fn state_starts_at_zero_except_the_sum_of_adagrad() {
         let cpu = Cpu::new();
         let adagrad = Adagrad { initial_accumulator_value: 0.5, ..Adagrad::default() };
         for (optimizer, expected) in

@@ -1,4 +1,4 @@
-//! Attempts at a step that are discarded.
+//! Discarded attempts at a step.
 
 use super::*;
 
@@ -30,7 +30,7 @@ fn the_next_attempt_opens_when_every_rank_has_discarded_the_open_one() {
         assert_eq!(script.answer(caller), Some(&Ok(Reply::Discarded { attempt: 1 })));
     }
     assert_eq!(new_attempts(&script), [(1, 1, 0, 1), (2, 1, 0, 1)]);
-    // Again: the attempt is open.
+    // A repeated call is answered at once: the next attempt is open.
     let late = script.discard(turn(leases[0], 1, 0, 0));
     assert_eq!(script.answer(late), Some(&Ok(Reply::Discarded { attempt: 1 })));
     assert_eq!(new_attempts(&script).len(), 2);
@@ -56,7 +56,7 @@ fn reports_and_commits_of_a_discarded_attempt_do_not_count() {
 }
 
 #[test]
-fn an_attempt_that_is_neither_open_nor_the_one_before_cannot_be_discarded() {
+fn only_the_open_and_the_previous_attempt_can_be_discarded() {
     let (mut script, leases) = Script::training(1, 1);
     for attempt in 0..3 {
         script.discard(at(attempt, turn(leases[0], 1, 0, 0)));
@@ -73,7 +73,7 @@ fn an_attempt_that_is_neither_open_nor_the_one_before_cannot_be_discarded() {
 }
 
 #[test]
-fn attempts_start_at_0_again_in_each_step_and_epoch() {
+fn attempts_start_at_0_in_each_step_and_epoch() {
     let (mut script, leases) = Script::training(1, 1);
     script.discard(turn(leases[0], 1, 0, 0));
     script.ready(1, 0, |report| report.attempt = 1);
@@ -92,7 +92,7 @@ fn attempts_start_at_0_again_in_each_step_and_epoch() {
 }
 
 #[test]
-fn a_norm_that_somebody_waits_for_dies_with_its_attempt() {
+fn a_request_for_the_norm_ends_with_its_attempt() {
     let (mut script, leases) = Script::training(1, 1);
     let caller = script.reduce(leases[0], 1, 0, 1.0);
     script.discard(turn(leases[0], 1, 0, 0));
@@ -100,7 +100,7 @@ fn a_norm_that_somebody_waits_for_dies_with_its_attempt() {
 }
 
 #[test]
-fn ranks_of_which_some_commit_and_some_discard_are_all_told_at_once_and_can_try_again() {
+fn commits_and_discards_of_one_attempt_are_refused_at_once_and_can_be_retried() {
     let (mut script, leases) = Script::training(3, 1);
     script.ready_all(0);
     let commits = [0, 1].map(|rank: u32| script.commit(commit(leases[rank as usize], 1, rank, 0)));
@@ -119,7 +119,7 @@ fn ranks_of_which_some_commit_and_some_discard_are_all_told_at_once_and_can_try_
 }
 
 #[test]
-fn a_rank_may_change_its_mind_while_it_is_alone() {
+fn a_single_rank_may_switch_between_commit_and_discard() {
     let (mut script, leases) = Script::training(2, 1);
     let committed = script.commit(commit(leases[0], 1, 0, 0));
     let discarded = script.discard(turn(leases[0], 1, 0, 0));
@@ -130,7 +130,7 @@ fn a_rank_may_change_its_mind_while_it_is_alone() {
 }
 
 #[test]
-fn a_rank_that_has_not_discarded_is_named_at_the_deadline_and_the_request_stays() {
+fn a_rank_without_a_discard_is_named_at_the_deadline_and_the_request_remains() {
     let (mut script, leases) = Script::training(2, 1);
     let caller = script.discard(turn(leases[0], 1, 0, 0));
     assert_eq!(script.cluster.next_deadline(), Some(WAIT));

@@ -1,4 +1,4 @@
-//! Callers that go away before they are answered.
+//! Callers that disconnect before they are answered.
 
 use super::*;
 
@@ -7,7 +7,7 @@ fn gone(script: &mut Script, caller: Caller, rank: Option<u32>) {
 }
 
 #[test]
-fn a_job_whose_only_creator_goes_away_is_dissolved_while_it_waits_for_servers() {
+fn a_waiting_job_is_deleted_when_its_only_creator_disconnects() {
     let mut script = Script::with_servers(1);
     let caller = script.create(JobSpec { min_servers: 2, ..spec(1) });
     gone(&mut script, caller, None);
@@ -17,7 +17,7 @@ fn a_job_whose_only_creator_goes_away_is_dissolved_while_it_waits_for_servers() 
 }
 
 #[test]
-fn a_job_whose_only_creator_goes_away_is_dissolved_while_servers_open_it() {
+fn an_opening_job_is_deleted_when_its_only_creator_disconnects() {
     let mut script = Script::with_servers(2);
     let first = script.create(spec(1));
     let second = script.create(spec(1));
@@ -32,7 +32,7 @@ fn a_job_whose_only_creator_goes_away_is_dissolved_while_servers_open_it() {
 }
 
 #[test]
-fn a_job_that_is_open_stays_when_its_creator_goes_away() {
+fn an_open_job_remains_when_its_creator_disconnects() {
     let mut script = Script::with_servers(1);
     let caller = script.create(spec(1));
     script.open_all();
@@ -41,7 +41,7 @@ fn a_job_that_is_open_stays_when_its_creator_goes_away() {
 }
 
 #[test]
-fn a_commit_whose_caller_goes_away_counts_and_is_not_waited_for() {
+fn a_commit_of_a_disconnected_caller_still_counts() {
     let (mut script, leases) = Script::training(2, 1);
     let caller = script.commit(commit(leases[0], 1, 0, 0));
     let norm = script.reduce(leases[0], 1, 0, 1.0);

@@ -1,16 +1,16 @@
-//! The barrier and the decision. Slices 0 and 2 train, slice 1 is frozen.
+//! The barrier and the decision. Slices 0 and 2 are trained, slice 1 is frozen.
 
 use super::*;
 
 #[test]
-fn a_step_is_decided_once_all_ranks_and_servers_are_there() {
+fn a_step_is_decided_when_all_ranks_have_committed_and_all_servers_are_ready() {
     let (mut script, leases) = Script::training(2, 2);
     let first = script.commit(commit(leases[0], 1, 0, 0));
     script.ready_all(0);
     assert!(script.decisions().is_empty());
     let second = script.commit(commit(leases[1], 1, 1, 0));
     assert_eq!(script.decisions().iter().map(|(server, _)| *server).collect::<Vec<_>>(), [1, 2]);
-    // Sums of squares 1 and 3, two ranks.
+    // The sums of squares are 1 and 3, and there are two ranks.
     let norm = 4.0f64.sqrt() / 2.0;
     let report = pb::CommitResponse {
         version: 1,
@@ -114,7 +114,7 @@ fn an_overflow_skips_the_step_and_names_the_first_slice_and_its_rank() {
 }
 
 #[test]
-fn a_sum_that_is_not_finite_skips_the_step_although_no_rank_is_to_blame() {
+fn a_sum_that_is_not_finite_skips_the_step_without_naming_a_rank() {
     let (mut script, leases) = Script::training(1, 1);
     script.ready(1, 0, |report| report.slices[1].sum_of_squares = f64::NAN);
     let caller = script.commit(commit(leases[0], 1, 0, 0));
@@ -134,7 +134,7 @@ fn a_rank_that_commits_twice_counts_once_and_both_callers_are_answered() {
 }
 
 #[test]
-fn a_commit_of_the_step_before_gets_its_report_again() {
+fn a_repeated_commit_of_the_previous_step_gets_its_report() {
     let (mut script, leases) = Script::training(1, 1);
     script.ready_all(0);
     let first = script.commit(commit(leases[0], 1, 0, 0));
@@ -166,7 +166,7 @@ fn a_lost_lease_and_a_stale_epoch_are_refused() {
 }
 
 #[test]
-fn ranks_that_disagree_are_told_about_what() {
+fn ranks_that_disagree_are_told_the_differing_field() {
     let (mut script, leases) = Script::training(2, 1);
     let mut other = spec(1).groups;
     let zeroshard_proto::Optimizer::AdamW(adamw) = &mut other[0] else { panic!("adamw") };
@@ -185,14 +185,14 @@ fn ranks_that_disagree_are_told_about_what() {
         };
         assert_eq!(what, expected);
     }
-    // Said right, it counts.
+    // A correct report counts.
     script.ready_all(0);
     let caller = script.commit(base);
     assert!(script.report(caller).applied);
 }
 
 #[test]
-fn hyperparameters_of_another_optimizer_are_refused() {
+fn hyperparameters_of_a_different_optimizer_are_refused() {
     let (mut script, leases) = Script::training(1, 1);
     let groups = Some(vec!["sgd".parse().unwrap()]);
     let caller = script.commit(Commit { groups, ..commit(leases[0], 1, 0, 0) });
@@ -252,7 +252,7 @@ fn a_commit_that_timed_out_still_counts() {
 }
 
 #[test]
-fn a_step_committed_before_the_parameters_are_there_waits_for_them() {
+fn a_committed_step_waits_for_the_initial_parameters() {
     let mut script = Script::with_servers(1);
     script.create(spec(1));
     script.open_all();
@@ -309,9 +309,9 @@ fn a_report_about_other_slices_fails_the_job() {
 }
 
 #[test]
-fn a_step_is_decided_by_all_servers_or_by_none_whatever_is_lost_when() {
-    // A rank or a server is lost after each prefix of the step's events: every server has the
-    // decision or none has, and every caller that committed has one answer.
+fn a_step_is_decided_by_all_servers_or_by_none_for_any_loss() {
+    // A rank or a server is lost after each prefix of the step's events. Either every server has
+    // the decision or none has, and every caller that committed has one answer.
     for lost_server in [false, true] {
         for cut in 0..=4 {
             let (mut script, leases) = Script::training(2, 2);

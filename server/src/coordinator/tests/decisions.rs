@@ -1,9 +1,9 @@
-//! Decisions that servers store, and reports that wait for it.
+//! Decisions that servers store, and reports that wait for them.
 
 use super::*;
 
-/// A step of two ranks on two servers that is decided, and that no server has stored; the calls of
-/// the ranks.
+/// A decided step of two ranks on two servers that no server has stored, with the calls of the
+/// ranks.
 fn decided() -> (Script, Vec<Lease>, [Caller; 2]) {
     let (mut script, leases) = Script::training(2, 2);
     script.silent = true;
@@ -19,7 +19,7 @@ fn a_step_is_reported_when_every_server_has_stored_the_decision() {
     assert_eq!(script.version(), Some(1));
     script.stored(1, 1, 0);
     script.stored(1, 1, 0);
-    // Of another epoch, step or job: ignored.
+    // Messages about another epoch, step or job are ignored.
     script.stored(2, 7, 0);
     script.stored(2, 1, 1);
     script.said(2, Said::Stored { job: JobRef { id: 8, ..job() }, epoch: 1, step: 0 });
@@ -48,7 +48,7 @@ fn servers_that_have_not_stored_the_decision_are_named_at_the_deadline() {
 }
 
 #[test]
-fn a_committed_step_is_never_told_as_aborted_after_a_timeout_and_an_epoch_change() {
+fn a_committed_step_is_never_reported_as_aborted_after_a_timeout_and_an_epoch_change() {
     for stored_late in [false, true] {
         let (mut script, leases) = Script::training(2, 1);
         script.silent = stored_late;
@@ -57,8 +57,8 @@ fn a_committed_step_is_never_told_as_aborted_after_a_timeout_and_an_epoch_change
         script.after(WAIT);
         assert!(matches!(script.error(late), Error::Timeout { .. }));
         script.commit(commit(leases[1], 1, 1, 0));
-        // The step is decided; the rank that missed it does not know yet, and its lease is lost as
-        // well.
+        // The step is decided. The rank that missed the decision does not know it yet, and its
+        // lease is lost as well.
         script.lose(1, leases[1]);
         script.lose(0, leases[0]);
         assert_eq!(script.epoch(), 3);
@@ -70,7 +70,7 @@ fn a_committed_step_is_never_told_as_aborted_after_a_timeout_and_an_epoch_change
         assert_eq!(script.report(again).version, 1);
         let norm = script.reduce(leases[0], 1, 0, 1.0);
         assert_eq!(script.reduced(norm).gradient_norm, script.report(again).gradient_norm);
-        // The identity of the job and the range of the rank are judged all the same.
+        // The identity of the job and the range of the rank are checked in any case.
         let other = Turn { job: JobRef { id: 8, ..job() }, ..turn(leases[0], 1, 0, 0) };
         let replaced = script.commit(Commit { turn: other, ..commit(leases[0], 1, 0, 0) });
         assert_eq!(script.error(replaced), &Error::JobReplaced { job: "job".into() });
@@ -91,7 +91,7 @@ fn an_epoch_change_while_servers_store_the_decision_does_not_undo_it() {
 }
 
 #[test]
-fn a_step_is_not_decided_before_the_one_before_it_is_stored() {
+fn a_step_is_not_decided_before_the_previous_decision_is_stored() {
     let mut script = Script::with_servers(1);
     let frozen = TensorSpec { frozen: true, ..TensorSpec::new("frozen", [2]) };
     script.create(JobSpec { manifest: Manifest::new(vec![frozen]).unwrap(), ..spec(1) });

@@ -1,4 +1,4 @@
-//! Jobs that nobody uses any more.
+//! Unused jobs.
 
 use zeroshard_proto::Departure;
 
@@ -28,7 +28,7 @@ fn a_job_is_deleted_when_its_last_rank_leaves() {
 }
 
 #[test]
-fn ranks_that_are_done_count_as_having_left() {
+fn done_ranks_count_as_having_left() {
     let spec = JobSpec { departure: Departure::Absent, ..disposable(2) };
     let (mut script, leases) = Script::training_of(spec, 1);
     script.leave(leases[0], true);
@@ -37,7 +37,7 @@ fn ranks_that_are_done_count_as_having_left() {
 }
 
 #[test]
-fn a_job_that_lost_its_last_rank_is_deleted_after_its_idle_timeout() {
+fn a_job_without_ranks_is_deleted_after_its_idle_timeout() {
     let (mut script, leases) = Script::training_of(disposable(2), 1);
     script.leave(leases[0], false);
     script.lose(1, leases[1]);
@@ -50,7 +50,7 @@ fn a_job_that_lost_its_last_rank_is_deleted_after_its_idle_timeout() {
 }
 
 #[test]
-fn a_rank_that_comes_back_in_time_keeps_the_job() {
+fn a_job_is_kept_if_a_rank_returns_before_the_idle_timeout() {
     let (mut script, leases) = Script::training_of(disposable(1), 1);
     script.lose(0, leases[0]);
     script.after(IDLE - SECOND);
@@ -68,7 +68,7 @@ fn a_job_that_no_rank_has_joined_is_deleted_after_its_idle_timeout() {
     script.now += 3 * SECOND;
     script.open_all();
     assert_eq!(script.cluster.next_deadline(), Some(3 * SECOND + IDLE));
-    // One of two ranks has come and gone: the other may still be on its way.
+    // One of two ranks has joined and left; the other may still join.
     let lease = script.join(0).unwrap();
     script.leave(lease, false);
     script.after(IDLE - SECOND);

@@ -1,4 +1,4 @@
-//! Memberships: what each member is told, and what that costs.
+//! Memberships: the messages to each member, and their cost.
 
 use super::*;
 
@@ -6,7 +6,7 @@ fn join(script: &mut Script, rank: u32) -> Lease {
     script.join_as(rank, Some(format!("worker-{rank}:7"))).unwrap()
 }
 
-/// The ranks that a message names as peers; those that have gone are negative.
+/// The peers in a message; ranks that have left are negative.
 fn peers(told: Option<pb::JoinResponse>) -> Option<Vec<i64>> {
     let rank = |peer: &pb::Peer| {
         if peer.address.is_none() { -i64::from(peer.rank) } else { peer.rank.into() }
@@ -15,7 +15,7 @@ fn peers(told: Option<pb::JoinResponse>) -> Option<Vec<i64>> {
 }
 
 #[test]
-fn the_first_membership_has_all_that_a_worker_needs_and_later_ones_only_what_has_changed() {
+fn the_first_membership_is_complete_and_later_ones_contain_only_changes() {
     let mut script = Script::opened_job(spec(2), 2);
     let lease = script.join(0).unwrap();
     let first = script.told(lease).unwrap();
@@ -37,7 +37,7 @@ fn the_first_membership_has_all_that_a_worker_needs_and_later_ones_only_what_has
 }
 
 #[test]
-fn members_hear_of_peers_that_come_and_go() {
+fn members_are_told_of_peers_that_join_and_leave() {
     let mut script = Script::opened_job(spec(5), 1);
     let quiet = script.join(1).unwrap();
     assert_eq!(peers(script.told(quiet)), Some(vec![]));
@@ -62,7 +62,7 @@ fn members_hear_of_peers_that_come_and_go() {
 }
 
 #[test]
-fn a_worker_without_an_address_is_nobodys_peer_and_disturbs_nobody() {
+fn a_worker_without_an_address_is_not_listed_as_a_peer() {
     let mut script = Script::opened_job(spec(2), 1);
     let lease = join(&mut script, 0);
     script.told(lease);
@@ -73,7 +73,7 @@ fn a_worker_without_an_address_is_nobodys_peer_and_disturbs_nobody() {
 }
 
 #[test]
-fn a_step_is_no_news_to_members() {
+fn a_step_sends_no_membership_message() {
     let (mut script, leases) = Script::training(1, 1);
     script.told(leases[0]);
     script.ready_all(0);
@@ -84,7 +84,7 @@ fn a_step_is_no_news_to_members() {
 }
 
 #[test]
-fn a_member_that_reads_nothing_costs_no_memory_and_then_gets_one_message_with_the_latest_state() {
+fn a_slow_member_costs_no_memory_and_gets_one_message_with_the_latest_state() {
     let (mut script, leases) = Script::training(3, 1);
     script.told(leases[0]);
     let mut last = leases[2];
@@ -96,7 +96,8 @@ fn a_member_that_reads_nothing_costs_no_memory_and_then_gets_one_message_with_th
     }
     let job = &script.cluster.jobs["job"];
     let super::super::state::Phase::Open(open) = &job.phase else { panic!("open") };
-    // The bound: one entry for each rank that ever had an address, however often it has changed.
+    // The bound is one entry for each rank that ever had an address, regardless of the number of
+    // changes.
     assert_eq!(open.peers.len(), 1);
     assert_eq!(open.members.len(), 3);
     let told = script.told(leases[0]).unwrap();
@@ -117,7 +118,7 @@ fn a_thousand_joins_send_each_worker_one_placement_and_a_peer_for_each_other_wor
         leases.push(join(&mut script, rank));
         script.woken.clear();
         script.commands.clear();
-        // Everybody reads everything: the most messages that there can be.
+        // All members read all messages, which is the maximum number of messages.
         for &lease in &leases {
             let told = script.told(lease).expect("a peer came");
             assert_eq!(told.placement.is_some(), told.spec.is_some());

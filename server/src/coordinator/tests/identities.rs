@@ -30,7 +30,7 @@ fn a_call_about_an_earlier_job_of_the_name_is_refused() {
 }
 
 #[test]
-fn a_member_that_does_not_say_its_jobs_id_is_refused() {
+fn a_member_without_a_job_id_is_refused() {
     let (mut script, leases) = Script::training(1, 1);
     let unsaid = Turn { job: JobRef { id: 0, ..job() }, ..turn(leases[0], 1, 0, 0) };
     let caller = script.commit(Commit { turn: unsaid, ..commit(leases[0], 1, 0, 0) });
@@ -64,7 +64,7 @@ fn a_servers_messages_about_an_earlier_job_of_the_name_are_ignored() {
 }
 
 #[test]
-fn a_new_incarnation_of_a_server_loses_the_old_one_first() {
+fn a_new_incarnation_of_a_server_first_removes_the_old_one() {
     let (mut script, leases) = Script::training(1, 1);
     let old = script.links[&1];
     let waiting = script.commit(commit(leases[0], 1, 0, 0));
@@ -73,7 +73,7 @@ fn a_new_incarnation_of_a_server_loses_the_old_one_first() {
     assert!(
         matches!(script.error(waiting), Error::JobFailed { reason, .. } if reason.contains("restarted"))
     );
-    // What the old stream still has to say, and its end, come late.
+    // The remaining messages of the old stream, and its end, arrive late.
     script.event(Event::Said {
         from: old,
         said: Said::Stats(pb::Stats { master_bytes: 7, ..Default::default() }),
@@ -96,7 +96,7 @@ fn a_server_with_the_address_of_another_replaces_it() {
 }
 
 #[test]
-fn a_server_that_connects_again_in_the_same_life_replaces_its_old_stream() {
+fn a_new_stream_of_the_same_incarnation_replaces_the_old_stream() {
     let mut script = Script::with_servers(1);
     let old = script.links[&1];
     script.server(1);
@@ -121,7 +121,7 @@ fn placements_carry_the_identity_of_servers_and_messages_their_address() {
 }
 
 #[test]
-fn a_placement_on_a_server_that_was_restarted_meanwhile_is_computed_again() {
+fn a_placement_on_a_restarted_server_is_computed_again() {
     let mut script = Script::with_servers(1);
     let caller = script.caller();
     let create = Event::Create { caller, job_id: JOB, create: creation(spec(1)), wait: WAIT };

@@ -29,7 +29,7 @@ fn a_join_is_answered_when_every_server_has_accepted_the_lease() {
     script.said(1, granted(0, lease));
     assert_eq!(script.answer(caller), None);
     assert!(script.told(lease).is_none());
-    // Of another lease or rank, or of an earlier job: ignored.
+    // Messages about another lease or rank, or about an earlier job, are ignored.
     script.said(2, granted(0, Lease(99)));
     script.said(2, granted(1, lease));
     script.said(2, Said::Granted { job: JobRef { id: 8, ..job() }, rank: 0, lease });
@@ -40,7 +40,7 @@ fn a_join_is_answered_when_every_server_has_accepted_the_lease() {
 }
 
 #[test]
-fn servers_that_do_not_accept_a_lease_are_named_and_the_rank_is_free_again() {
+fn servers_that_do_not_accept_a_lease_are_named_and_the_rank_becomes_free() {
     let mut script = Script::opened_job(spec(1), 2);
     script.silent = true;
     let (caller, lease) = script.start_join(0, Some("worker:1".into()));
@@ -60,7 +60,7 @@ fn servers_that_do_not_accept_a_lease_are_named_and_the_rank_is_free_again() {
 }
 
 #[test]
-fn a_worker_that_goes_away_while_its_join_waits_frees_the_rank() {
+fn a_worker_that_disconnects_during_its_join_frees_the_rank() {
     let mut script = Script::opened_job(spec(1), 1);
     script.silent = true;
     let (_, first) = script.start_join(0, None);
@@ -92,7 +92,7 @@ fn a_replacement_waits_for_the_end_of_the_old_lease() {
 }
 
 #[test]
-fn a_rank_that_stays_taken_is_refused_at_the_deadline() {
+fn a_join_for_a_rank_in_use_is_refused_at_the_deadline() {
     let (mut script, _) = Script::training(2, 1);
     let (caller, _) = script.start_join(1, None);
     assert_eq!(script.cluster.next_deadline(), Some(RANK_WAIT));
@@ -117,13 +117,13 @@ fn a_lost_rank_aborts_the_open_step_under_a_new_epoch() {
     let told = [0, 2].map(|rank: usize| script.told(leases[rank]).map(|told| told.epoch));
     assert_eq!(told, [Some(2), Some(2)]);
     assert!(script.told(leases[1]).is_none());
-    // The lost worker's stream ends once more: its lease holds nothing.
+    // The lost worker's stream ends a second time; its lease is no longer valid.
     script.lose(1, leases[1]);
     assert_eq!(script.epoch(), 2);
 }
 
 #[test]
-fn initial_parameters_that_a_rank_left_half_done_are_uploaded_again() {
+fn incomplete_initial_parameters_are_uploaded_again() {
     for leaves in [false, true] {
         let mut script = Script::opened_job(spec(2), 2);
         let lease = script.join(0).unwrap();
@@ -160,7 +160,7 @@ fn version_0_is_published_once_every_server_has_its_parameters() {
 }
 
 #[test]
-fn ranks_that_wait_for_one_that_leaves_are_told_at_once_and_so_are_later_ones() {
+fn current_and_later_waits_for_a_departed_rank_end_at_once() {
     let (mut script, leases) = Script::training(3, 1);
     let left = Error::RankLeft { job: "job".into(), rank: 2, step: 0 };
     let calls = [script.commit(commit(leases[0], 1, 0, 0)), script.reduce(leases[0], 1, 0, 1.0)];
@@ -183,7 +183,7 @@ fn ranks_that_wait_for_one_that_leaves_are_told_at_once_and_so_are_later_ones() 
 }
 
 #[test]
-fn a_rank_that_waits_to_discard_is_told_of_one_that_leaves() {
+fn a_discard_that_waits_is_told_of_a_rank_that_leaves() {
     let (mut script, leases) = Script::training(2, 1);
     let caller = script.discard(turn(leases[0], 1, 0, 0));
     script.leave(leases[1], false);
@@ -191,7 +191,7 @@ fn a_rank_that_waits_to_discard_is_told_of_one_that_leaves() {
 }
 
 #[test]
-fn a_rank_that_leaves_after_the_decision_disturbs_nobody_who_waits() {
+fn a_rank_that_leaves_after_the_decision_does_not_affect_waiting_commits() {
     let (mut script, leases) = Script::training(2, 1);
     script.silent = true;
     script.ready_all(0);
@@ -207,7 +207,7 @@ fn a_rank_that_leaves_after_the_decision_disturbs_nobody_who_waits() {
 }
 
 #[test]
-fn others_go_on_without_a_rank_that_is_done() {
+fn the_other_ranks_continue_without_a_rank_that_is_done() {
     let (mut script, leases) = Script::training_of(absent(2), 1);
     let waiting = script.commit(Commit { loss: Some(3.0), ..commit(leases[0], 1, 0, 0) });
     script.ready_all(0);
@@ -217,16 +217,16 @@ fn others_go_on_without_a_rank_that_is_done() {
     assert_eq!(script.commands.iter().filter(done).count(), 1);
     assert_eq!(script.report(waiting).loss, Some(3.0));
     assert_eq!(script.epoch(), 1, "the epoch does not move");
-    // Discards need the others only.
+    // Discards only need the other ranks.
     let caller = script.discard(turn(leases[0], 1, 0, 1));
     assert_eq!(script.answer(caller), Some(&Ok(Reply::Discarded { attempt: 1 })));
-    // All ranks are done: the job is over.
+    // All ranks are done: the job has ended.
     script.leave(leases[0], true);
     assert_eq!((script.epoch(), script.version(), script.decisions().len()), (1, Some(1), 1));
 }
 
 #[test]
-fn the_commit_of_a_rank_that_is_done_does_not_count() {
+fn the_commit_of_a_done_rank_does_not_count() {
     let (mut script, leases) = Script::training_of(absent(3), 1);
     script.ready_all(0);
     let own = script.commit(Commit { loss: Some(100.0), ..commit(leases[2], 1, 2, 0) });
@@ -238,7 +238,7 @@ fn the_commit_of_a_rank_that_is_done_does_not_count() {
 }
 
 #[test]
-fn a_worker_that_takes_a_rank_that_was_done_starts_a_new_epoch() {
+fn a_worker_that_takes_a_done_rank_starts_a_new_epoch() {
     let (mut script, leases) = Script::training_of(absent(2), 1);
     script.leave(leases[1], true);
     let waiting = script.reduce(leases[0], 1, 0, 1.0);
@@ -253,7 +253,7 @@ fn a_worker_that_takes_a_rank_that_was_done_starts_a_new_epoch() {
 }
 
 #[test]
-fn done_without_the_jobs_policy_is_a_leave_like_any_other() {
+fn without_the_departure_policy_done_is_an_ordinary_leave() {
     let (mut script, leases) = Script::training(2, 1);
     let waiting = script.commit(commit(leases[0], 1, 0, 0));
     script.leave(leases[1], true);
@@ -261,7 +261,7 @@ fn done_without_the_jobs_policy_is_a_leave_like_any_other() {
 }
 
 #[test]
-fn a_rank_that_is_done_before_version_0_has_all_ranks_upload_again() {
+fn if_a_rank_is_done_before_version_0_all_ranks_upload_again() {
     let mut script = Script::opened_job(absent(2), 1);
     let leases = [0, 1].map(|rank| script.join(rank).unwrap());
     script.leave(leases[1], true);

@@ -7,7 +7,7 @@ fn is_failed(error: &Error) -> bool {
 }
 
 #[test]
-fn a_job_waits_for_servers_then_for_all_of_them_to_open_it() {
+fn a_job_waits_for_servers_and_then_for_all_of_them_to_open_it() {
     let mut script = Script::with_servers(1);
     let caller = script.create(JobSpec { min_servers: 2, ..spec(1) });
     assert!(script.opens().is_empty());
@@ -21,7 +21,7 @@ fn a_job_waits_for_servers_then_for_all_of_them_to_open_it() {
 }
 
 #[test]
-fn a_job_that_never_gets_its_servers_says_how_many_are_missing() {
+fn a_job_without_enough_servers_reports_the_missing_number() {
     let mut script = Script::with_servers(1);
     let caller = script.create(JobSpec { min_servers: 3, ..spec(1) });
     script.after(WAIT);
@@ -46,7 +46,7 @@ fn a_server_that_does_not_open_the_job_is_named_and_the_job_is_closed() {
 }
 
 #[test]
-fn the_same_spec_again_is_answered_like_the_first_time() {
+fn creating_a_job_with_the_same_spec_again_succeeds() {
     let mut script = Script::with_servers(1);
     let early = script.create(spec(1));
     let during = script.create(spec(1));
@@ -59,7 +59,7 @@ fn the_same_spec_again_is_answered_like_the_first_time() {
 }
 
 #[test]
-fn another_spec_of_the_same_name_is_refused() {
+fn a_different_spec_with_the_same_name_is_refused() {
     let mut script = Script::with_servers(1);
     script.create(spec(1));
     let other = script.create(spec(2));
@@ -68,14 +68,14 @@ fn another_spec_of_the_same_name_is_refused() {
 }
 
 #[test]
-fn a_server_without_room_ends_the_creation_everywhere_and_it_can_be_tried_again() {
+fn a_server_without_memory_ends_the_creation_and_it_can_be_retried() {
     let mut script = Script::with_servers(2);
     let caller = script.create(spec(1));
     script.said(2, Said::Failed { job: job(), reason: "no memory".into() });
     let Error::JobFailed { reason, .. } = script.error(caller) else { panic!("failed") };
     assert!(reason.contains("shard server host:2: no memory"), "{reason}");
     assert_eq!(script.closed(), [1, 2]);
-    // The answer to the first OpenJob is late: it opens nothing.
+    // The answer to the first OpenJob is late and opens nothing.
     let again = script.create_as(8, spec(1));
     script.open_all();
     assert_eq!(script.answer(again), None);
@@ -105,7 +105,7 @@ fn epochs_are_never_used_twice() {
 }
 
 #[test]
-fn a_lost_server_fails_its_jobs_and_everybody_who_waits_is_told() {
+fn a_lost_server_fails_its_jobs_and_all_waiting_calls_are_answered() {
     let (mut script, leases) = Script::training(2, 2);
     let caller = script.commit(commit(leases[0], 1, 0, 0));
     script.lose_server(2);
@@ -122,7 +122,7 @@ fn a_lost_server_fails_its_jobs_and_everybody_who_waits_is_told() {
 }
 
 #[test]
-fn a_server_that_holds_nothing_of_a_job_can_go() {
+fn a_server_without_slices_of_a_job_can_leave() {
     let (mut script, _) = Script::training(1, 1);
     script.server(2);
     script.lose_server(2);
@@ -130,7 +130,7 @@ fn a_server_that_holds_nothing_of_a_job_can_go() {
 }
 
 #[test]
-fn a_deleted_job_is_gone_and_everybody_who_waits_is_told() {
+fn a_deleted_job_is_removed_and_all_waiting_calls_are_answered() {
     let (mut script, leases) = Script::training(2, 2);
     let waiting = script.commit(commit(leases[0], 1, 0, 0));
     let caller = script.delete(0);
@@ -145,7 +145,7 @@ fn a_deleted_job_is_gone_and_everybody_who_waits_is_told() {
 }
 
 #[test]
-fn stopping_answers_everybody() {
+fn stopping_answers_all_calls() {
     let (mut script, leases) = Script::training(2, 1);
     script.commit(commit(leases[0], 1, 0, 0));
     script.create(JobSpec { name: "other".into(), min_servers: 2, ..spec(1) });

@@ -1,4 +1,4 @@
-//! Scenarios: what happens in which order, and what must come of it. Time is a number.
+//! Scenarios: sequences of events and their expected results. Time is a number.
 
 mod attempts;
 mod callers;
@@ -40,7 +40,7 @@ const WAIT: Duration = Duration::from_secs(60);
 /// How long a Join waits for its rank.
 const RANK_WAIT: Duration = Duration::from_secs(30);
 
-/// Two tensors that train, of one slice each, and a frozen one between them.
+/// Two trained tensors of one slice each, and a frozen tensor between them.
 fn spec(world: u32) -> JobSpec {
     let frozen = TensorSpec { frozen: true, ..TensorSpec::new("frozen", [2]) };
     let manifest =
@@ -57,13 +57,13 @@ fn job() -> JobRef {
     JobRef { name: "job".into(), id: JOB }
 }
 
-/// Plays a scenario, and remembers what came of it.
+/// Plays a scenario, and records its results.
 #[derive(Default)]
 struct Script {
     cluster: Cluster,
     now: Now,
     last: u64,
-    /// Servers do not accept leases and store decisions by themselves.
+    /// Whether servers leave leases unaccepted and decisions unstored.
     silent: bool,
     links: HashMap<u64, Link>,
     answers: HashMap<Caller, Result<Reply>>,
@@ -81,8 +81,8 @@ impl Script {
         script
     }
 
-    /// A job of `world` ranks on `count` servers, with version 0 and all ranks; the lease of each
-    /// rank.
+    /// A job of `world` ranks on `count` servers, at version 0 and with all ranks joined. Returns
+    /// the lease of each rank.
     fn training(world: u32, count: u64) -> (Self, Vec<Lease>) {
         Self::training_of(spec(world), count)
     }
@@ -112,7 +112,7 @@ impl Script {
         }
     }
 
-    /// Remembers an action; the event that it leads to at once.
+    /// Records an action, and returns the event that follows from it at once.
     fn act(&mut self, action: Action) -> Option<Event> {
         match action {
             Action::Answer(caller, answer) => {
@@ -143,7 +143,7 @@ impl Script {
         None
     }
 
-    /// What a server says about a command that it can obey at once.
+    /// The reply of a server to a command that it can carry out at once.
     fn reply(&self, command: &Command) -> Option<Said> {
         match command {
             Command::Grant(grant) => {
@@ -215,7 +215,7 @@ impl Script {
         caller
     }
 
-    /// Servers that were told to open the job, and in which epoch.
+    /// The servers that were told to open the job, and the epochs.
     fn opens(&self) -> Vec<(u64, u64)> {
         let open = |(server, command): &(u64, Command)| match command {
             Command::Open(open) => Some((*server, open.epoch)),
@@ -249,7 +249,7 @@ impl Script {
         self.join_as(rank, None)
     }
 
-    /// A join that is answered at once.
+    /// Joins, and expects an answer at once.
     fn join_as(&mut self, rank: u32, address: Option<String>) -> Result<Lease> {
         let (caller, lease) = self.start_join(rank, address);
         self.answers.remove(&caller).expect("the join is answered at once").map(|_| lease)
@@ -273,7 +273,7 @@ impl Script {
         caller
     }
 
-    /// The next membership of a worker, if there is one.
+    /// The next membership of a worker, if it has changed.
     fn told(&mut self, lease: Lease) -> Option<pb::JoinResponse> {
         self.cluster.next_membership("job", lease).map(Into::into)
     }
@@ -297,7 +297,7 @@ impl Script {
         caller
     }
 
-    /// Every server reports its slices, each with the sum of squares 1 + its number.
+    /// Every server reports its slices, each with a sum of squares of 1 plus its number.
     fn ready_all(&mut self, step: u64) {
         for server in self.servers() {
             self.ready(server, step, |_| {});
@@ -368,7 +368,7 @@ impl Script {
         self.commands.iter().filter_map(decision).collect()
     }
 
-    /// What the decision that was sent as number `index` has the servers apply.
+    /// The update in decision number `index`.
     fn update(&self, index: usize) -> pb::Update {
         self.decisions().swap_remove(index).1.update.expect("the step is applied")
     }
@@ -393,7 +393,7 @@ fn turn(lease: Lease, epoch: u64, rank: u32, step: u64) -> Turn {
     Turn { job: job(), lease, epoch, rank, step, attempt: 0 }
 }
 
-/// `rank` has pushed all of `step`.
+/// `rank` has pushed all gradients of `step`.
 fn commit(lease: Lease, epoch: u64, rank: u32, step: u64) -> Commit {
     Commit {
         turn: turn(lease, epoch, rank, step),
@@ -406,7 +406,7 @@ fn commit(lease: Lease, epoch: u64, rank: u32, step: u64) -> Commit {
 }
 
 #[test]
-fn a_slice_weighs_what_the_servers_keep_of_it() {
+fn the_weight_of_a_slice_is_its_memory_on_the_servers() {
     let bf16 = TensorSpec { dtype: DType::Bf16, ..TensorSpec::new("h", [10]) };
     let frozen = TensorSpec { frozen: true, ..TensorSpec::new("f", [10]) };
     let manifest = Manifest::new(vec![TensorSpec::new("w", [10]), bf16, frozen]).unwrap();

@@ -1,4 +1,4 @@
-//! Random histories of a job's workers, against the invariants of leases.
+//! Tests the invariants of leases with random histories of a job's workers.
 
 use std::collections::HashMap;
 
@@ -9,7 +9,7 @@ use super::*;
 
 const WORLD: u32 = 3;
 
-/// Something that a worker or server does; numbers choose among the leases that there have been.
+/// An event of a worker or server. The numbers select one of the existing leases.
 #[derive(Debug, Clone)]
 enum Step {
     Join(u32),
@@ -31,7 +31,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Panics if a rank gets two leases in one epoch, as the server sees it.
+/// Panics if a rank gets two leases in one epoch according to the commands to the server.
 fn check(commands: &[(u64, Command)]) {
     let mut epoch = 1;
     let mut held = HashMap::new();
@@ -85,7 +85,7 @@ proptest! {
                 Step::Wait => script.after(RANK_WAIT),
             }
             check(&script.commands);
-            // A rank that holds a lease has exactly one of the joins; whoever has joined can read.
+            // A rank with a lease has exactly one of the joins, and every joined worker can read.
             let status = script.cluster.status();
             prop_assert!(status.jobs[0].joined.len() <= WORLD as usize);
         }

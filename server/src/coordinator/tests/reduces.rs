@@ -1,5 +1,5 @@
-//! What the gradients come to: norms before the decision, tensors that are not clipped or not
-//! there, steps that are taken whatever they are.
+//! Reduced gradients: norms before the decision, tensors that are absent or not clipped, and steps
+//! that are never skipped.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use zeroshard_proto::{DimPlacement, ProcessMesh, Reduction, TensorLayout, optimi
 use super::*;
 
 #[test]
-fn the_norm_is_told_when_all_gradients_are_in_and_the_decision_has_the_same() {
+fn the_norm_is_returned_when_all_gradients_are_complete_and_equals_the_decisions_norm() {
     let (mut script, leases) = Script::training(2, 2);
     let early = script.reduce(leases[0], 1, 0, 4.0);
     script.ready(1, 0, |_| {});
@@ -35,7 +35,7 @@ fn the_norm_is_told_when_all_gradients_are_in_and_the_decision_has_the_same() {
 }
 
 #[test]
-fn an_overflow_is_told_before_the_decision() {
+fn an_overflow_is_reported_before_the_decision() {
     let (mut script, leases) = Script::training(1, 1);
     let overflow = pb::Overflow { slice: 2, rank: Some(0) };
     script.ready(1, 0, |report| report.overflow = Some(overflow));
@@ -46,7 +46,7 @@ fn an_overflow_is_told_before_the_decision() {
 }
 
 #[test]
-fn who_waits_for_the_norm_hears_of_a_lost_rank_and_of_what_is_missing_at_the_deadline() {
+fn waits_for_the_norm_report_a_lost_rank_and_missing_input_at_the_deadline() {
     let (mut script, leases) = Script::training(2, 2);
     let caller = script.reduce(leases[0], 1, 0, 1.0);
     script.lose(1, leases[1]);
@@ -69,7 +69,7 @@ fn who_waits_for_the_norm_hears_of_a_lost_rank_and_of_what_is_missing_at_the_dea
 }
 
 #[test]
-fn a_norm_asked_for_before_the_parameters_are_there_waits_for_them() {
+fn a_request_for_the_norm_waits_for_the_initial_parameters() {
     let mut script = Script::with_servers(1);
     script.create(spec(1));
     script.open_all();
@@ -82,7 +82,7 @@ fn a_norm_asked_for_before_the_parameters_are_there_waits_for_them() {
 }
 
 #[test]
-fn a_job_that_is_deleted_answers_who_waits_for_its_norm() {
+fn deleting_a_job_answers_the_calls_that_wait_for_its_norm() {
     let (mut script, leases) = Script::training(1, 1);
     let waiting = script.reduce(leases[0], 1, 0, 1.0);
     script.delete(0);
@@ -107,7 +107,7 @@ fn absences_are_merged_by_tensor_in_manifest_order() {
 }
 
 #[test]
-fn a_tensor_of_more_slices_is_absent_everywhere_only_if_all_of_them_are() {
+fn a_tensor_is_absent_everywhere_only_if_all_its_slices_are() {
     let big = TensorSpec::new("a", [2 * zeroshard_proto::geometry::blocks::SLICE as u64]);
     let spec = JobSpec { manifest: Manifest::new(vec![big]).unwrap(), ..spec(1) };
     for (second, everywhere) in [(true, true), (false, false)] {
@@ -124,7 +124,7 @@ fn a_tensor_of_more_slices_is_absent_everywhere_only_if_all_of_them_are() {
 }
 
 #[test]
-fn an_average_is_taken_although_it_is_not_finite() {
+fn an_average_that_is_not_finite_is_applied() {
     let spec = JobSpec { groups: vec![zeroshard_proto::Optimizer::Average(Average {})], ..spec(2) };
     let (mut script, leases) = Script::training_of(spec, 1);
     let overflow = pb::Overflow { slice: 0, rank: Some(1) };
@@ -143,7 +143,7 @@ fn an_average_is_taken_although_it_is_not_finite() {
     assert!(report.gradient_norm.is_nan());
     assert_eq!(script.update(0).coefficient, 1.0);
 
-    // What is finite is clipped as for others.
+    // A finite gradient is clipped as with other optimizers.
     script.ready_all(1);
     script.commit(terms(0, 1));
     let caller = script.commit(terms(1, 1));
@@ -151,7 +151,7 @@ fn an_average_is_taken_although_it_is_not_finite() {
 }
 
 #[test]
-fn what_is_not_clipped_is_not_in_the_norm_and_only_unscaled() {
+fn tensors_that_are_not_clipped_are_unscaled_and_not_in_the_norm() {
     let (mut script, leases) = Script::training_of(partly_clipped(2), 2);
     script.ready_all(0);
     let terms = |rank: usize| Commit {
@@ -167,7 +167,7 @@ fn what_is_not_clipped_is_not_in_the_norm_and_only_unscaled() {
     let update = script.update(0);
     assert_eq!((update.coefficient, update.unclipped), (0.125, 0.25));
 
-    // An overflow there skips the step like any other.
+    // An overflow in this tensor skips the step like any other overflow.
     let (mut script, leases) = Script::training_of(partly_clipped(1), 1);
     script.ready(1, 0, |report| report.slices[1].sum_of_squares = f64::INFINITY);
     let caller = script.commit(commit(leases[0], 1, 0, 0));
@@ -180,7 +180,7 @@ fn what_is_not_clipped_is_not_in_the_norm_and_only_unscaled() {
 }
 
 #[test]
-fn each_tensors_sum_is_divided_by_its_own_number_of_ranks_that_are_averaged() {
+fn each_tensors_sum_is_divided_by_its_own_number_of_averaged_ranks() {
     let mesh = ProcessMesh::dense([2, 2], ["dp", "tp"]).unwrap();
     let laid_out = |name: &str, placements| TensorSpec {
         layout: Some(TensorLayout { mesh: 0, placements }),
@@ -197,7 +197,7 @@ fn each_tensors_sum_is_divided_by_its_own_number_of_ranks_that_are_averaged() {
         let (manifest, meshes) = (Manifest::new(tensors).unwrap(), vec![Arc::new(mesh.clone())]);
         let (mut script, leases) = Script::training_of(JobSpec { manifest, meshes, ..spec(4) }, 2);
         script.ready_all(0);
-        // Sums of squares 1 and 3.
+        // The sums of squares are 1 and 3.
         let caller = script.reduce(leases[0], 1, 0, 2.0);
         assert_eq!(script.reduced(caller).gradient_norm, f64::sqrt(expected) / 2.0);
         for (rank, &lease) in (0..).zip(&leases) {

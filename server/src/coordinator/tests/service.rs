@@ -1,4 +1,4 @@
-//! The service over real connections, with a shard server that only speaks the control stream.
+//! The service over real connections, with a shard server that implements only the control stream.
 
 use std::net::SocketAddr;
 
@@ -67,8 +67,8 @@ impl Fixture {
     }
 }
 
-/// A shard server that holds nothing, accepts every lease and decision, and otherwise says what it
-/// is told to say.
+/// A shard server that holds no data, accepts every lease and decision, and otherwise sends the
+/// messages that the test passes in.
 struct FakeShard {
     say: mpsc::UnboundedSender<pb::ServeRequest>,
     commands: mpsc::UnboundedReceiver<Result<pb::ServeResponse, Status>>,
@@ -123,7 +123,7 @@ impl FakeShard {
         self.say.send(pb::ServeRequest { event: Some(event) }).unwrap();
     }
 
-    /// Opens the job and has its parameters; its epoch and id.
+    /// Opens the job and reports its parameters as complete. Returns the epoch and id.
     async fn open(&mut self) -> (u64, u64) {
         let Command::Open(open) = self.next().await else { panic!("OpenJob") };
         let (job, epoch, job_id) = (open.spec.unwrap().name, open.epoch, open.job_id);
@@ -161,7 +161,7 @@ fn create(world: u32) -> pb::CreateJobRequest {
     pb::CreateJobRequest { spec: Some((&spec(world)).into()), ..Default::default() }
 }
 
-/// Of rank 0 at step 0.
+/// The turn of rank 0 at step 0.
 fn turn(member: &pb::JoinResponse) -> pb::Turn {
     let &pb::JoinResponse { job_id, lease, epoch, .. } = member;
     pb::Turn { job: "job".into(), job_id, lease, epoch, ..Default::default() }
@@ -214,7 +214,7 @@ async fn a_job_trains_a_step_over_the_wire() {
     let message = shard.next_message().await;
     let Some(Command::Decide(decision)) = message.command else { panic!("Decision") };
     assert!(decision.update.is_some() && decision.step == 0);
-    // Milliseconds since 1970, later than the year 2020.
+    // The term is the time in milliseconds since 1970, later than the year 2020.
     assert!(message.term > 1_577_836_800_000, "{}", message.term);
     let discard = pb::DiscardRequest { turn: Some(turn(1)) };
     assert_eq!(client.discard(discard).await.unwrap().into_inner().attempt, 1);
@@ -295,7 +295,7 @@ async fn the_clock_ends_a_wait() {
     request.set_timeout(Duration::from_millis(500));
     let answer = fixture.client().await.create_job(request).await;
     assert_eq!(answer.as_ref().unwrap_err().code(), Code::DeadlineExceeded);
-    // The server's own error comes before tonic ends the call at its deadline.
+    // The server's own error arrives before tonic ends the call at its deadline.
     let Error::Timeout { waiting_for, .. } = error(answer) else { panic!("a timeout") };
     assert!(waiting_for.contains("0 of 1 are connected"), "{waiting_for}");
     fixture.stop().await;
@@ -314,14 +314,14 @@ async fn a_wait_above_the_maximum_is_shortened_not_refused() {
 }
 
 #[tokio::test]
-async fn a_creation_whose_caller_goes_away_closes_the_job_on_its_servers() {
+async fn a_creation_whose_caller_disconnects_closes_the_job_on_its_servers() {
     let fixture = Fixture::start().await;
     let mut client = fixture.client().await;
     let mut shard = FakeShard::connect(&mut client, "127.0.0.1:1").await.unwrap();
     let creating = tokio::spawn(async move { client.create_job(create(1)).await });
     let Command::Open(open) = shard.next().await else { panic!("OpenJob") };
     creating.abort();
-    // Long before the deadline of the creation.
+    // This happens long before the deadline of the creation.
     let close = tokio::time::timeout(WAIT / 3, shard.next()).await.expect("closed at once");
     let Command::Close(close) = close else { panic!("CloseJob") };
     assert_eq!(close.job_id, open.job_id);
@@ -360,7 +360,7 @@ async fn a_server_that_does_not_read_its_commands_is_dismissed() {
 }
 
 #[tokio::test]
-async fn bad_requests_get_typed_errors_and_the_server_lives() {
+async fn invalid_requests_get_typed_errors_and_the_server_continues() {
     let fixture = Fixture::start().await;
     let mut client = fixture.client().await;
     let field = |error| match error {
@@ -414,7 +414,7 @@ async fn bad_requests_get_typed_errors_and_the_server_lives() {
 }
 
 #[tokio::test]
-async fn a_stopping_coordinator_answers_everybody() {
+async fn a_stopping_coordinator_answers_all_calls() {
     let fixture = Fixture::start().await;
     let mut client = fixture.client().await;
     let mut shard = FakeShard::connect(&mut fixture.client().await, "127.0.0.1:1").await.unwrap();
@@ -425,7 +425,7 @@ async fn a_stopping_coordinator_answers_everybody() {
     let commit = pb::CommitRequest { turn: Some(turn), ..Default::default() };
     let mut other = client.clone();
     let waiting = tokio::spawn(async move { other.commit(commit).await });
-    // The commit is in once the coordinator counts it among the open calls.
+    // The commit has arrived when the coordinator counts it among the open calls.
     let in_flight =
         "zeroshard_requests_in_flight{method=\"/zeroshard.v1.CoordinatorService/Commit\"} 1";
     while !fixture.context.metrics.text().contains(in_flight) {
@@ -464,7 +464,7 @@ async fn health_and_reflection_answer() {
 }
 
 #[tokio::test]
-async fn a_stream_without_end_does_not_hold_up_the_end() {
+async fn an_endless_stream_does_not_delay_the_shutdown() {
     use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
     let fixture = Fixture::start_with(Common { drain_seconds: 0, ..Common::default() }).await;
     let channel = Channel::from_shared(format!("http://{}", fixture.address)).unwrap();
