@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use zeroshard_proto::{
-    Deadline, Error, JobSpec, Placement, Result, Token,
+    Deadline, Error, JobSpec, JobVersion, Placement, Result, Token,
     pb::{self, coordinator_service_client::CoordinatorServiceClient},
     transport::{Connection, MAX_CONTROL_MESSAGE, endpoint},
 };
@@ -40,6 +40,32 @@ pub struct Description {
     pub version: Option<u64>,
 }
 
+/// A job that is to be made.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct CreateJob {
+    /// What the job is.
+    pub spec: JobSpec,
+    /// The job takes over from this version of another: see [`zeroshard_proto::Succession`]. Every
+    /// rank that uploads some of a tensor that is carried over uploads it, or calls [`Job::keep`].
+    pub from: Option<JobVersion>,
+    /// With `from`: optimizer state and numbers of applied steps begin as in a new run.
+    pub fresh_state: bool,
+}
+
+impl CreateJob {
+    /// A job that takes over from no other.
+    pub fn new(spec: JobSpec) -> Self {
+        Self { spec, from: None, fresh_state: false }
+    }
+}
+
+impl From<&JobSpec> for CreateJob {
+    fn from(spec: &JobSpec) -> Self {
+        Self::new(spec.clone())
+    }
+}
+
 impl Cluster {
     /// Connects to the coordinator at `address`, `host:port`, with retries until the deadline.
     ///
@@ -66,16 +92,21 @@ impl Cluster {
         status.await?.try_into()
     }
 
-    /// Creates the job, unless it exists already.
+    /// Creates the job, unless it exists already. If it continues from another job, the content of
+    /// that job has been copied when this returns.
     ///
     /// # Errors
-    /// [`Error::JobExists`] if it exists with a different spec, [`Error::Timeout`] if too few
-    /// servers connect, [`Error::JobFailed`] if they do not have enough memory.
-    pub async fn create_job(&self, spec: &JobSpec) -> Result<()> {
+    /// [`Error::JobExists`] if it exists with a different spec or predecessor, [`Error::Timeout`]
+    /// if too few servers connect, [`Error::JobFailed`] if they do not have enough memory; for the
+    /// predecessor, [`Error::UnknownJob`], [`Error::JobReplaced`], [`Error::JobFailed`], and
+    /// [`Error::VersionGone`] if it has made another step.
+    pub async fn create_job(&self, job: impl Into<CreateJob>) -> Result<()> {
+        let CreateJob { spec, from, fresh_state } = job.into();
         spec.validate()?;
-        let spec = pb::JobSpec::from(spec);
+        let (spec, from) = (Some((&spec).into()), from.as_ref().map(Into::into));
+        let request = pb::CreateJobRequest { spec, from, fresh_state };
         self.retry("the job to be made", |mut client| {
-            let request = pb::CreateJobRequest { spec: Some(spec.clone()) };
+            let request = request.clone();
             async move { client.create_job(request).await }
         })
         .await?;

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use tokio::{sync::watch, task::JoinHandle};
 use zeroshard_proto::{
-    Deadline, Error, JobSpec, Placement, Result, deadline::MARGIN, geometry::LocalTensor, pb,
+    Deadline, Error, JobSpec, JobVersion, Placement, Result, deadline::MARGIN,
+    geometry::LocalTensor, pb,
 };
 
 use crate::{Cluster, Traffic, cluster::Description, local::local, state};
@@ -93,6 +94,11 @@ impl Job {
     /// The id, which distinguishes the job from earlier and later jobs of the same name.
     pub fn id(&self) -> u64 {
         self.0.id
+    }
+
+    /// The job at a version, which another job can take over from.
+    pub fn at(&self, version: u64) -> JobVersion {
+        JobVersion { job: self.0.spec.name.clone(), job_id: self.0.id, version }
     }
 
     /// This worker's rank.

@@ -40,7 +40,7 @@ mod values;
 use std::{fmt, time::Duration};
 
 pub use buckets::Buckets;
-pub use cluster::{Cluster, Description};
+pub use cluster::{Cluster, CreateJob, Description};
 pub use job::{Attempt, Job};
 pub use pull::Target;
 pub use push::TensorData;

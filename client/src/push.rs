@@ -71,6 +71,8 @@ pub(crate) enum Contents<'a> {
     Uploaded(Vec<TensorData>),
     /// Tensors for which the rank has nothing more to send.
     Absent(&'a [usize]),
+    /// Tensors of which the rank uploads nothing.
+    Kept(&'a [usize]),
 }
 
 /// Plans the parts of a push, by server. Values that the rank does not have to send are omitted.
@@ -86,7 +88,14 @@ pub(crate) fn plan(
     contents: Contents<'_>,
 ) -> Result<Vec<ServerPush>> {
     let (data, uploads) = match contents {
-        Contents::Absent(tensors) => return plan_absent(manifest, placement, locals, tensors),
+        Contents::Absent(tensors) => {
+            let pushes =
+                plan_absent(manifest, placement, locals, tensors, LocalTensor::contributes)?;
+            return check_trains(manifest, tensors).map(|()| pushes);
+        }
+        Contents::Kept(tensors) => {
+            return plan_absent(manifest, placement, locals, tensors, LocalTensor::uploads);
+        }
         Contents::Contributed(data) => (data, false),
         Contents::Uploaded(data) => (data, true),
     };
@@ -126,18 +135,14 @@ fn plan_absent(
     placement: &Placement,
     locals: &[LocalTensor],
     tensors: &[usize],
+    sends: fn(&LocalTensor) -> bool,
 ) -> Result<Vec<ServerPush>> {
     let mut slices = vec![Vec::new(); placement.servers().len()];
     for &tensor in tensors {
         let local = local("absent", manifest, locals, tensor)?;
-        let spec = &manifest.tensors()[tensor];
         check_owner(manifest, tensor)?;
-        if !spec.trains() {
-            let what = format!("tensor {:?}", spec.name);
-            return Err(Error::invalid(what, "declared absent", "omitted: it is not trained"));
-        }
         let ours = |slice: &usize| {
-            local.contributes() && !local.of.in_slice(&manifest.slices()[*slice]).is_empty()
+            sends(local) && !local.of.in_slice(&manifest.slices()[*slice]).is_empty()
         };
         for slice in manifest.slices_of(tensor).filter(ours) {
             slices[placement.primary(slice)].push(slice as u32);
@@ -151,6 +156,17 @@ fn plan_absent(
         })
     });
     Ok(pushes.collect())
+}
+
+fn check_trains(manifest: &Manifest, tensors: &[usize]) -> Result<()> {
+    let specs = tensors.iter().map(|&tensor| &manifest.tensors()[tensor]);
+    match specs.into_iter().find(|spec| !spec.trains()) {
+        None => Ok(()),
+        Some(spec) => {
+            let what = format!("tensor {:?}", spec.name);
+            Err(Error::invalid(what, "declared absent", "omitted: it is not trained"))
+        }
+    }
 }
 
 fn check_owner(manifest: &Manifest, tensor: usize) -> Result<()> {
@@ -237,8 +253,10 @@ impl ServerPush {
     ) -> impl Stream<Item = Result<Frame<Bytes>, Infallible>> + Send + use<> {
         let mut writer = Writer::default();
         let mut begin = begin.clone();
-        if let Some(Wire::Gradients(gradients)) = &mut begin.contents {
-            gradients.absent.clone_from(&self.absent);
+        match &mut begin.contents {
+            Some(Wire::Gradients(gradients)) => gradients.absent.clone_from(&self.absent),
+            Some(Wire::Upload(upload)) => upload.kept.clone_from(&self.absent),
+            None => {}
         }
         writer.begin(begin);
         let values = VecDeque::from(self.values.clone());

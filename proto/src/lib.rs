@@ -12,6 +12,7 @@ pub mod job;
 pub mod manifest;
 pub mod optimizer;
 pub mod placement;
+pub mod succession;
 pub mod token;
 pub mod transport;
 
@@ -25,6 +26,7 @@ pub use job::{Departure, JobSpec};
 pub use manifest::{Manifest, Policy, SliceSpec, TensorSpec};
 pub use optimizer::Optimizer;
 pub use placement::{Placement, Server};
+pub use succession::{JobVersion, Succession, successor_name};
 pub use token::Token;
 
 /// `Result` with this crate's [`Error`].

@@ -20,7 +20,7 @@ pub(crate) struct Array {
     numel: usize,
     dtype: DType,
     /// The box of the tensor that it holds; `None`: the rank's box by the tensor's layout.
-    area: Option<proto::TensorBox>,
+    bounds: Option<proto::TensorBox>,
     /// Keeps the memory alive.
     owner: Py<PyAny>,
 }
@@ -42,8 +42,8 @@ impl Array {
                 "the address of the tensor's memory; tensors without storage cannot be transferred";
             return Err(raise(Error::invalid("address of an array", 0, expected)));
         }
-        let area = r#box.map(|area| area.0.clone());
-        Ok(Self { address, numel, dtype, area, owner })
+        let bounds = r#box.map(|bounds| bounds.0.clone());
+        Ok(Self { address, numel, dtype, bounds, owner })
     }
 }
 
@@ -120,7 +120,7 @@ pub(crate) struct Targets(Vec<(usize, Option<proto::TensorBox>, Lent)>);
 impl Targets {
     pub(crate) fn new(py: Python<'_>, arrays: &Arrays<'_>) -> Self {
         let target = |(tensor, array): &(usize, PyRef<'_, Array>)| {
-            (*tensor, array.area.clone(), Lent::new(py, array))
+            (*tensor, array.bounds.clone(), Lent::new(py, array))
         };
         Self(arrays.iter().map(target).collect())
     }
@@ -128,8 +128,8 @@ impl Targets {
     pub(crate) fn targets(&mut self) -> Result<Vec<Target<'_>>, Error> {
         self.0
             .iter_mut()
-            .map(|(tensor, area, lent)| {
-                Ok(Target { tensor: *tensor, bounds: area.clone(), data: lent.slots()? })
+            .map(|(tensor, bounds, lent)| {
+                Ok(Target { tensor: *tensor, bounds: bounds.clone(), data: lent.slots()? })
             })
             .collect()
     }

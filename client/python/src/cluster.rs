@@ -116,7 +116,10 @@ impl Cluster {
         Ok(json!({ "servers": servers, "jobs": jobs }).to_string())
     }
 
-    #[pyo3(signature = (name, tensors, groups, world, meshes=None, *, idle_timeout=None))]
+    #[pyo3(signature = (
+        name, tensors, groups, world, meshes=None, *, idle_timeout=None, predecessor=None,
+        fresh_state=false
+    ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn create_job(
         &self,
@@ -127,15 +130,19 @@ impl Cluster {
         world: u32,
         meshes: Option<Vec<PyRef<'_, Mesh>>>,
         idle_timeout: Option<f64>,
+        predecessor: Option<(PyRef<'_, Job>, u64)>,
+        fresh_state: bool,
     ) -> PyResult<()> {
         let manifest = Manifest::new(tensors.iter().map(|tensor| tensor.0.clone()).collect())
             .map_err(raise)?;
         let meshes = meshes.iter().flatten().map(|mesh| mesh.0.clone()).collect();
         let idle_timeout = idle_timeout.map(|wait| seconds("idle_timeout", wait)).transpose()?;
         let spec = JobSpec::new(name, manifest, optimizers(groups)?);
-        let spec = JobSpec { world, meshes, idle_timeout, ..spec };
+        let mut create = client::CreateJob::new(JobSpec { world, meshes, idle_timeout, ..spec });
+        create.from = predecessor.map(|(job, version)| job.at(version));
+        create.fresh_state = fresh_state;
         let cluster = self.cluster.clone();
-        wait(py, async move { cluster.create_job(&spec).await })
+        wait(py, async move { cluster.create_job(create).await })
     }
 
     #[pyo3(signature = (name, rank, *, bucket_numel=8388608))]

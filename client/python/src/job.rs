@@ -8,7 +8,7 @@ use tokio::{
     task::JoinSet,
 };
 use zeroshard_client::{self as client, Attempt, Commit, Result, StepReport, TensorData};
-use zeroshard_proto::Error;
+use zeroshard_proto::{Error, JobVersion, successor_name};
 
 use crate::{
     array::{Arrays, Targets, tensor_data},
@@ -54,6 +54,11 @@ impl Job {
             outgoing: Mutex::default(),
             sending: Arc::new(Semaphore::new(MAX_SENDING)),
         }
+    }
+
+    /// The job at a version.
+    pub(crate) fn at(&self, version: u64) -> JobVersion {
+        self.job.at(version)
     }
 
     /// Starts `work`. The next flush returns its error.
@@ -137,6 +142,11 @@ impl Job {
     }
 
     #[getter]
+    fn successor_name(&self) -> String {
+        successor_name(&self.job.spec().name)
+    }
+
+    #[getter]
     fn epoch(&self) -> u64 {
         self.job.epoch()
     }
@@ -164,6 +174,12 @@ impl Job {
                 }
             })
         })
+    }
+
+    #[pyo3(signature = (tensors, *, applied=0))]
+    fn keep(&self, py: Python<'_>, tensors: Vec<usize>, applied: u64) -> PyResult<()> {
+        let job = self.job.clone();
+        wait(py, async move { job.keep(applied, &tensors).await })
     }
 
     fn initialised(&self, py: Python<'_>) -> PyResult<u64> {

@@ -58,7 +58,8 @@ def check_equal(values: Mapping[int, Mapping[str, str]]) -> None:
             if ours.get(name) != theirs.get(name):
                 raise DisagreementError(
                     f"rank {first} and rank {other} disagree about {name}: "
-                    f"rank {first} has {ours.get(name)}, rank {other} has {theirs.get(name)}; "
+                    f"rank {first} has {ours.get(name, 'none')}, "
+                    f"rank {other} has {theirs.get(name, 'none')}; "
                     "it must be the same on every rank"
                 )
 

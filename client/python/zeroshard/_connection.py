@@ -65,14 +65,24 @@ class Connection:
         bucket_numel: int,
         *,
         meshes: Sequence[Mesh] | None = None,
+        predecessor: tuple[Job, int] | None = None,
+        fresh_state: bool = False,
     ) -> Job:
         """Creates a job, unless another rank has created it, and joins it.
 
+        ``predecessor`` and ``fresh_state``: see :meth:`Cluster.create_job`.
         :meth:`leave` leaves it; otherwise :meth:`close` does. The coordinator deletes it when all
         ranks have left or are lost.
         """
         self.cluster.create_job(
-            name, tensors, groups, group.size, meshes, idle_timeout=_IDLE_TIMEOUT
+            name,
+            tensors,
+            groups,
+            group.size,
+            meshes,
+            idle_timeout=_IDLE_TIMEOUT,
+            predecessor=predecessor,
+            fresh_state=fresh_state,
         )
         job = self.cluster.join(name, group.rank, bucket_numel=bucket_numel)
         self._jobs.append(job)

@@ -181,8 +181,15 @@ class Cluster:
         meshes: Sequence[Mesh] | None = None,
         *,
         idle_timeout: float | None = None,
+        predecessor: tuple[Job, int] | None = None,
+        fresh_state: bool = False,
     ) -> None:
         """Creates the job, unless a job with the same name and the same specification exists.
+
+        With a ``predecessor``, a job at its current version, the servers first copy its master
+        weights to the tensors of the same name and shape, and, without ``fresh_state``, its
+        optimizer state and numbers of applied steps, where it has all state tensors of this job.
+        The rank that uploads such a tensor then calls :meth:`Job.initialise` or :meth:`Job.keep`.
 
         The coordinator deletes the job when all ranks have left it, or when no rank has held it for
         ``idle_timeout`` seconds. With None, the job is kept until :meth:`delete_job`.
@@ -202,6 +209,9 @@ class Job:
     @property
     def name(self) -> str: ...
     @property
+    def successor_name(self) -> str:
+        """The name of the job that takes over from this one: ``name.1`` after ``name``."""
+    @property
     def epoch(self) -> int: ...
     def uploads(self, tensor: int) -> bool:
         """Whether this rank uploads its box of the tensor. Only one of several replicas does."""
@@ -218,6 +228,9 @@ class Job:
         Skips tensors that another rank uploads. ``applied`` is the number of steps that the state
         has seen. With a ``label``, a long upload shows a progress bar.
         """
+    def keep(self, tensors: Sequence[int], *, applied: int = 0) -> None:
+        """States that this rank uploads nothing of these tensors, because the copy from the job's
+        predecessor stands. ``applied`` as in :meth:`initialise`, if the state is fresh."""
     def initialised(self) -> int:
         """Waits until all servers have the initial parameters of all ranks. Returns the version.
 

@@ -64,12 +64,33 @@ impl Job {
         self.upload(part, applied, state).await
     }
 
+    /// In a job that takes over from another (see [`crate::CreateJob::from`]): states that this
+    /// rank uploads nothing of these tensors, because the copy from the predecessor stands. Version
+    /// 0 waits until each rank has uploaded its part of every tensor, or has called this for it.
+    /// `applied` is 0, or, where the optimizer's state is fresh, as for [`Self::initialise_at`].
+    ///
+    /// # Errors
+    /// As [`Self::initialise`]; [`Error::Invalid`] for a tensor that was not copied.
+    pub async fn keep(&self, applied: u64, tensors: &[usize]) -> Result<()> {
+        self.upload_contents(PARAMETERS, applied, Contents::Kept(tensors)).await
+    }
+
     async fn upload(&self, part: &str, applied: u64, data: Vec<TensorData>) -> Result<()> {
+        self.upload_contents(part, applied, Contents::Uploaded(data)).await
+    }
+
+    async fn upload_contents(
+        &self,
+        part: &str,
+        applied: u64,
+        contents: Contents<'_>,
+    ) -> Result<()> {
         let epoch = self.current()?.epoch;
-        let upload = pb::Upload { array: Some(pull::slice_array(part)), applied };
+        let array = Some(pull::slice_array(part));
+        let upload = pb::Upload { array, applied, kept: Vec::new() };
         let begin = self.begin(epoch, Wire::Upload(upload));
-        // Uploads are f32, because master weights and state are f32.
-        self.push(begin, DType::F32, Contents::Uploaded(data), None).await
+        // Always f32: master weights and state are.
+        self.push(begin, DType::F32, contents, None).await
     }
 
     /// The message that opens a push of this rank.

@@ -20,7 +20,9 @@ impl Driver {
                         let _ = call.send(answer);
                     }
                 }
-                Action::Command(server, command) => inner.send(server, Outgoing::Command(command)),
+                Action::Command(server, command) => {
+                    inner.send(server, Outgoing::Command(Box::new(command)))
+                }
                 Action::Open(server, open) => inner.send(server, Outgoing::Open(open)),
                 Action::Place(placing) => self.place(placing),
                 Action::Wake(lease) => {

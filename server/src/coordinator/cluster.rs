@@ -51,8 +51,8 @@ impl Cluster {
             }
             Event::Said { .. } => {}
             Event::Placed { job, plan } => self.placed(&job, plan, now, &mut out),
-            Event::Create { caller, job_id, spec, wait } => {
-                self.create(Waiter::new(caller, now, wait), job_id, *spec, &mut out);
+            Event::Create { caller, job_id, create, wait } => {
+                self.create(Waiter::new(caller, now, wait), job_id, *create, &mut out);
             }
             Event::Delete { caller, job } => self.delete(caller, &job, &mut out),
             Event::Join { caller, join } => self.join(caller, join, now, &mut out),
@@ -103,7 +103,7 @@ impl Cluster {
             Phase::Open(open) => open.next_deadline(),
             Phase::Failed { .. } => None,
         };
-        let deadlines = self.jobs.values().flat_map(|job| [waiting(job), job.disposal()]);
+        let deadlines = self.jobs.values().flat_map(|job| [waiting(job), self.disposal(job)]);
         deadlines.flatten().min()
     }
 

@@ -19,7 +19,7 @@ use crate::failure::Failure;
 /// A command that waits to be sent to its server.
 #[derive(Debug)]
 pub(crate) enum Outgoing {
-    Command(Command),
+    Command(Box<Command>),
     /// Converted when it is sent, because the spec and the placement may be large.
     Open(OpenJob),
 }
@@ -35,7 +35,7 @@ pub(super) fn commands(
         let failure = failure.clone();
         async move {
             match outgoing {
-                Outgoing::Command(command) => Ok(message(command)),
+                Outgoing::Command(command) => Ok(message(*command)),
                 Outgoing::Open(open) => {
                     let open = failure
                         .blocking("convert a job to be opened", move || Ok(open.into()))

@@ -6,24 +6,24 @@ use super::{
     state::{Job, Phase},
 };
 
-impl Job {
+impl Cluster {
     /// The time at which the job is deleted unless a rank gets a lease before; `None`: the job is
     /// kept.
-    pub(super) fn disposal(&self) -> Option<Now> {
-        let timeout = self.spec.idle_timeout?;
-        match &self.phase {
-            Phase::Open(open) if !open.members.is_empty() => None,
-            Phase::Open(open) if open.left.len() + open.done.len() == self.spec.world as usize => {
-                Some(self.unused_since)
+    pub(super) fn disposal(&self, job: &Job) -> Option<Now> {
+        let timeout = job.spec.idle_timeout?;
+        let due = match &job.phase {
+            Phase::Open(open) if !open.members.is_empty() => return None,
+            Phase::Open(open) if open.left.len() + open.done.len() == job.spec.world as usize => {
+                job.unused_since
             }
-            Phase::Open(_) | Phase::Failed { .. } => Some(self.unused_since + timeout),
+            Phase::Open(_) | Phase::Failed { .. } => job.unused_since + timeout,
             // The callers that create the job wait for it: see `expire_creators`.
-            Phase::Waiting { .. } | Phase::Opening { .. } => None,
-        }
+            Phase::Waiting { .. } | Phase::Opening { .. } => return None,
+        };
+        // A job is kept while another job continues from it.
+        self.successors(job.id).next().is_none().then_some(due)
     }
-}
 
-impl Cluster {
     /// A lease has ended, or the job has just been opened. Unless another rank has a lease, the job
     /// is unused from `now` on.
     pub(super) fn unused_from(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
@@ -40,7 +40,7 @@ impl Cluster {
     /// Deletes the job if its time has come; otherwise requests a tick at that time.
     pub(super) fn dispose(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         let Some(job) = self.jobs.get(name) else { return };
-        match job.disposal() {
+        match self.disposal(job) {
             Some(due) if due <= now => {
                 let unused = now - job.unused_since;
                 out.push(Action::Note(match unused.is_zero() {

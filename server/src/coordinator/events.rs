@@ -6,11 +6,11 @@
 use std::{sync::Arc, time::Duration};
 
 use zeroshard_proto::{
-    Error, JobSpec, Optimizer, Placement, Result, Server,
+    Error, JobSpec, Optimizer, Placement, Result, Server, Succession,
     pb::{self, serve_response::Command},
 };
 
-use super::{jobs::Plan, reduce::Reduced};
+use super::{jobs::Plan, reduce::Reduced, succession::Source};
 
 /// A point in time: the duration since the driver started.
 pub(crate) type Now = Duration;
@@ -72,9 +72,9 @@ pub(crate) enum Event {
     Said { from: Link, said: Said },
     /// The answer to [`Action::Place`].
     Placed { job: JobRef, plan: Result<Plan> },
-    /// CreateJob. `job_id` is used if the job is new.
-    Create { caller: Caller, job_id: u64, spec: Box<JobSpec>, wait: Duration },
-    /// DeleteJob. An id of 0 stands for any job with this name.
+    /// CreateJob. `job_id` is for the case that the job is new.
+    Create { caller: Caller, job_id: u64, create: Box<Create>, wait: Duration },
+    /// DeleteJob. An id of 0 stands for any job of the name.
     Delete { caller: Caller, job: JobRef },
     /// Join.
     Join { caller: Caller, join: Join },
@@ -114,8 +114,8 @@ impl Event {
             Some(Self::Gone { caller: *caller, job: turn.job.name.clone(), rank: Some(turn.rank) })
         };
         match self {
-            Self::Create { caller, spec, .. } => {
-                Some(Self::Gone { caller: *caller, job: spec.name.clone(), rank: None })
+            Self::Create { caller, create, .. } => {
+                Some(Self::Gone { caller: *caller, job: create.spec.name.clone(), rank: None })
             }
             Self::Commit { caller, commit } => of_turn(caller, &commit.turn),
             Self::Reduce { caller, reduce } => of_turn(caller, &reduce.turn),
@@ -142,6 +142,14 @@ pub(crate) enum Said {
     Failed { job: JobRef, reason: String },
     /// The memory and jobs of the server.
     Stats(pb::Stats),
+}
+
+/// A job that is to be created.
+#[derive(Debug)]
+pub(crate) struct Create {
+    pub(crate) spec: JobSpec,
+    /// What it takes over from another job.
+    pub(crate) succession: Option<Succession>,
 }
 
 /// A worker's request for a rank.
@@ -234,11 +242,18 @@ pub(crate) struct OpenJob {
     pub(crate) placement: Arc<Placement>,
     pub(crate) job_id: u64,
     pub(crate) epoch: u64,
+    /// The server that opens the job.
+    pub(crate) server: ServerId,
+    /// Where its slices come from, if they are not uploaded.
+    pub(crate) source: Option<Source>,
 }
 
 impl From<OpenJob> for pb::OpenJob {
     fn from(open: OpenJob) -> Self {
+        let OpenJob { spec, placement, server, source, .. } = &open;
+        let succession = source.as_ref().map(|source| source.message(spec, placement, *server));
         Self {
+            succession,
             spec: Some(open.spec.as_ref().into()),
             epoch: open.epoch,
             placement: Some(open.placement.as_ref().into()),

@@ -12,13 +12,13 @@ use std::{
 };
 
 use zeroshard_proto::{
-    DType, Error, JobSpec, Placement, Result, Server, SliceSpec,
+    DType, Error, JobSpec, JobVersion, Placement, Result, Server, SliceSpec,
     pb::{self, serve_response::Command},
 };
 
 use super::{
     cluster::Cluster,
-    events::{Action, Caller, JobRef, Now, OpenJob, Placing, Reply, ServerId, Waiter},
+    events::{Action, Caller, Create, JobRef, Now, OpenJob, Placing, Reply, ServerId, Waiter},
     placement::place,
     state::{Job, Open, Phase},
 };
@@ -62,15 +62,30 @@ impl Plan {
 }
 
 impl Cluster {
-    pub(super) fn create(&mut self, waiter: Waiter, id: u64, spec: JobSpec, out: &mut Vec<Action>) {
+    pub(super) fn create(
+        &mut self,
+        waiter: Waiter,
+        id: u64,
+        create: Create,
+        out: &mut Vec<Action>,
+    ) {
+        let Create { spec, succession } = create;
         let name = spec.name.clone();
         let Some(job) = self.jobs.get_mut(&name) else {
+            let succession = succession.map(Arc::new);
+            if let Some(Err(error)) = succession.as_ref().map(|succession| self.source(succession))
+            {
+                return out.push(Action::Answer(waiter.caller, Err(error)));
+            }
             let phase = Phase::Waiting { creators: vec![waiter], placing: false };
             let (spec, unused_since) = (Arc::new(spec), waiter.since);
-            self.jobs.insert(name.clone(), Job { spec, id, epoch: 0, unused_since, phase });
+            let job = Job { spec, id, epoch: 0, unused_since, succession, phase };
+            self.jobs.insert(name.clone(), job);
             return self.try_place(&name, out);
         };
-        if let Some(difference) = job.spec.difference(&spec) {
+        let other =
+            || (job.succession.as_deref() != succession.as_ref()).then(|| "predecessor".to_owned());
+        if let Some(difference) = job.spec.difference(&spec).or_else(other) {
             return out.push(Action::Answer(
                 waiter.caller,
                 Err(Error::JobExists { job: name, difference }),
@@ -119,26 +134,23 @@ impl Cluster {
         out: &mut Vec<Action>,
     ) {
         let live = self.live();
-        let Some(Job { spec, id, phase: Phase::Waiting { creators, placing }, .. }) =
+        let Some(Job { spec, id, succession, phase: Phase::Waiting { placing, .. }, .. }) =
             self.reported_job(job)
         else {
             return;
         };
         *placing = false;
         let (spec, job_id, name) = (spec.clone(), *id, job.name.as_str());
-        let plan = match plan {
-            Ok(plan) if plan.placement.servers().iter().all(|server| live.contains(server)) => plan,
-            // A server has been lost meanwhile.
-            Ok(_) => return self.try_place(name, out),
-            Err(error) => {
-                out.extend(
-                    creators.drain(..).map(|w| Action::Answer(w.caller, Err(error.clone()))),
-                );
-                self.jobs.remove(name);
-                return out.push(Action::Forgotten { job: name.to_owned() });
-            }
+        let succession = succession.clone();
+        let source = succession.as_ref().map(|succession| self.source(succession)).transpose();
+        let (plan, source) = match (plan, source) {
+            (Err(error), _) | (_, Err(error)) => return self.abandon(name, &error, out),
+            (Ok(plan), Ok(source)) => (plan, source),
         };
-        let creators = std::mem::take(creators);
+        if !plan.placement.servers().iter().all(|server| live.contains(server)) {
+            // A server has been lost meanwhile.
+            return self.try_place(name, out);
+        }
         let epoch = self.next_epoch();
         out.push(Action::Note(format!(
             "job {name:?} is placed on {} of {} servers, epoch {epoch}: {} slices",
@@ -149,15 +161,15 @@ impl Cluster {
         let pending: BTreeSet<ServerId> =
             plan.placement.servers().iter().map(|server| server.id).collect();
         for &server in &pending {
-            let placement = plan.placement.clone();
-            out.push(Action::Open(
-                server,
-                OpenJob { spec: spec.clone(), placement, job_id, epoch },
-            ));
+            let (spec, placement) = (spec.clone(), plan.placement.clone());
+            let open = OpenJob { spec, placement, job_id, epoch, server, source: source.clone() };
+            out.push(Action::Open(server, open));
         }
-        if let Some(job) = self.jobs.get_mut(name) {
+        if let Some(job) = self.jobs.get_mut(name)
+            && let Phase::Waiting { creators, .. } = &mut job.phase
+        {
             job.epoch = epoch;
-            job.phase = Phase::Opening { plan, pending, creators };
+            job.phase = Phase::Opening { plan, pending, creators: std::mem::take(creators) };
         }
         self.open_if_all_are(name, now, out);
     }
@@ -186,6 +198,10 @@ impl Cluster {
         let created = |waiter: Waiter| Action::Answer(waiter.caller, Ok(reply.clone()));
         out.extend(std::mem::take(creators).into_iter().map(created));
         job.phase = Phase::Open(Box::new(Open::new(plan.clone())));
+        if job.succession.is_some() {
+            // Its predecessor may be of no more use.
+            out.push(Action::Tick(now));
+        }
         self.unused_from(name, now, out);
     }
 
@@ -227,11 +243,18 @@ impl Cluster {
         now: Now,
         out: &mut Vec<Action>,
     ) {
-        if let Some(Job { phase: Phase::Opening { .. } | Phase::Open(_), .. }) =
-            self.reported_job(job)
-        {
-            let reason = format!("{}: {reason}", self.name(server));
-            self.fail(&job.name, &reason, now, out);
+        let reason = format!("{}: {reason}", self.name(server));
+        match self.reported_job(job) {
+            Some(Job { phase: Phase::Open(_), .. }) => self.fail(&job.name, &reason, now, out),
+            Some(Job { phase: Phase::Opening { .. }, succession, .. }) => {
+                // What the server could not copy may be gone.
+                let succession = succession.clone();
+                match succession.map(|succession| self.source(&succession)) {
+                    Some(Err(gone)) => self.abandon(&job.name, &gone, out),
+                    _ => self.fail(&job.name, &reason, now, out),
+                }
+            }
+            _ => {}
         }
     }
 
@@ -249,7 +272,8 @@ impl Cluster {
         } else {
             out.push(Action::Forgotten { job: name.to_owned() });
         }
-        self.dissolve(&JobRef { name: name.to_owned(), id }, phase, reason, out);
+        let error = Error::JobFailed { job: name.to_owned(), reason: reason.to_owned() };
+        self.dissolve(name, id, phase, &error, out);
     }
 
     pub(super) fn delete(&mut self, caller: Caller, job: &JobRef, out: &mut Vec<Action>) {
@@ -272,25 +296,41 @@ impl Cluster {
     /// Any phase -> gone.
     pub(super) fn remove(&mut self, name: &str, reason: &str, out: &mut Vec<Action>) {
         let Some(job) = self.jobs.remove(name) else { return };
-        self.dissolve(&JobRef { name: name.to_owned(), id: job.id }, job.phase, reason, out);
+        let error = Error::JobFailed { job: name.to_owned(), reason: reason.to_owned() };
+        self.dissolve(name, job.id, job.phase, &error, out);
         out.push(Action::Forgotten { job: name.to_owned() });
     }
 
     /// Tells the connected servers of the placement to close the job, and ends every call and
-    /// stream.
-    fn dissolve(&self, job: &JobRef, phase: Phase, reason: &str, out: &mut Vec<Action>) {
+    /// stream, and the creation of jobs that were taking over from it.
+    pub(super) fn dissolve(
+        &mut self,
+        name: &str,
+        id: u64,
+        phase: Phase,
+        error: &Error,
+        out: &mut Vec<Action>,
+    ) {
         if let Some(placement) = phase.placement() {
             let live =
                 placement.servers().iter().filter(|server| self.servers.contains_key(&server.id));
-            let close = pb::CloseJob { job: job.name.clone(), job_id: job.id };
+            let close = pb::CloseJob { job: name.to_owned(), job_id: id };
             out.extend(
                 live.map(|server| Action::Command(server.id, Command::Close(close.clone()))),
             );
         }
-        let error = || Error::JobFailed { job: job.name.clone(), reason: reason.to_owned() };
+        if matches!(phase, Phase::Waiting { .. } | Phase::Opening { .. }) {
+            // Its predecessor may be of no more use.
+            out.push(Action::Tick(Now::ZERO));
+        }
         let (waiters, members) = phase.into_waiting();
-        out.extend(waiters.into_iter().map(|waiter| Action::Answer(waiter.caller, Err(error()))));
-        out.extend(members.into_iter().map(|lease| Action::End(lease, Some(error()))));
+        let answer = |waiter: Waiter| Action::Answer(waiter.caller, Err(error.clone()));
+        out.extend(waiters.into_iter().map(answer));
+        out.extend(members.into_iter().map(|lease| Action::End(lease, Some(error.clone()))));
+        let successors: Vec<String> = self.successors(id).map(str::to_owned).collect();
+        for successor in successors {
+            self.abandon(&successor, error, out);
+        }
     }
 
     /// Answers creators at their deadline. A job that is not open and has no waiting creator is
@@ -339,11 +379,13 @@ impl Cluster {
             Some(Job { phase: Phase::Waiting { placing: true, .. }, .. }) => {
                 format!("the placement of job {name:?}")
             }
-            Some(Job { epoch, phase: Phase::Opening { pending, .. }, .. }) => {
-                format!(
-                    "{} to allocate memory for job {name:?} (epoch {epoch})",
-                    self.names(pending)
-                )
+            Some(Job { epoch, succession, phase: Phase::Opening { pending, .. }, .. }) => {
+                let copy = succession.as_ref().map_or(String::new(), |succession| {
+                    let JobVersion { job, version, .. } = &succession.from;
+                    format!(", and to copy version {version} of job {job:?}")
+                });
+                let servers = self.names(pending);
+                format!("{servers} to allocate memory for job {name:?} (epoch {epoch}){copy}")
             }
             _ => String::new(),
         }

@@ -29,6 +29,7 @@ mod requests;
 mod servers;
 mod service;
 mod state;
+mod succession;
 
 use std::{
     sync::Arc,

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use tonic::Request;
-use zeroshard_proto::{Deadline, Error, JobSpec, Result, job::optimizers, pb};
+use zeroshard_proto::{Deadline, Error, JobSpec, Result, Succession, job::optimizers, pb};
 
-use super::events::{Commit, Discard, JobRef, Lease, Reduce, Turn};
+use super::events::{Commit, Create, Discard, JobRef, Lease, Reduce, Turn};
 use crate::config::{Address, MAX_WAIT};
 
 /// The maximum length of the address of a server or worker, in bytes: the longest DNS name, and a
@@ -88,8 +88,21 @@ fn positive(what: &str, number: f64, turn: &Turn) -> Result<f64> {
     ))
 }
 
-/// The spec of a new job. Its cost grows with the request: call it with [`blocking`].
-pub(super) fn job_spec(spec: Option<pb::JobSpec>) -> Result<JobSpec> {
+/// The job that is to be created. Its cost grows with the request: call it on a thread that may
+/// block.
+pub(super) fn create(request: pb::CreateJobRequest) -> Result<Create> {
+    let pb::CreateJobRequest { spec, from, fresh_state } = request;
+    let succession = match from {
+        Some(from) => Some(Succession { from: from.try_into()?, fresh_state }),
+        None if fresh_state => {
+            return Err(Error::invalid("fresh_state", true, "false in a request without `from`"));
+        }
+        None => None,
+    };
+    Ok(Create { spec: job_spec(spec)?, succession })
+}
+
+fn job_spec(spec: Option<pb::JobSpec>) -> Result<JobSpec> {
     let spec = spec.ok_or_else(|| Error::invalid("spec", "absent", "the job's spec"))?;
     let spec = JobSpec::try_from(spec)?;
     if spec.replicas > 1 {

@@ -17,7 +17,7 @@ use super::{
     control::{commands, hello, listen},
     driver::{Driver, MAX_COMMANDS},
     events::{Event, JobRef, Join, Lease, Reply},
-    requests::{Waits, dialled, job_spec},
+    requests::{Waits, create, dialled},
 };
 use crate::identity;
 
@@ -37,12 +37,11 @@ impl coordinator_service_server::CoordinatorService for Service {
         request: Request<pb::CreateJobRequest>,
     ) -> Answer<pb::CreateJobResponse> {
         let (deadline, job_id) = (self.waits.of(&request), identity::random()?);
-        let spec = request.into_inner().spec;
-        let spec = Box::new(
-            self.driver.failure.blocking("convert a job's spec", move || job_spec(spec)).await?,
-        );
+        let request = request.into_inner();
+        let convert = move || Ok(Box::new(create(request)?));
+        let create = self.driver.failure.blocking("convert a job's spec", convert).await?;
         let wait = deadline.left();
-        match self.driver.call(|caller| Event::Create { caller, job_id, spec, wait }).await? {
+        match self.driver.call(|caller| Event::Create { caller, job_id, create, wait }).await? {
             Reply::Created { epoch, job_id } => {
                 Ok(Response::new(pb::CreateJobResponse { epoch, job_id }))
             }

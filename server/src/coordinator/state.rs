@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use zeroshard_proto::{Error, JobSpec, Placement, Result, pb};
+use zeroshard_proto::{Error, JobSpec, Placement, Result, Succession, pb};
 
 use super::{
     commit::Round,
@@ -37,6 +37,8 @@ pub(crate) struct Job {
     /// The time when the last lease ended; before the first lease, the time when workers could
     /// first join; or the time when the job failed. It has no meaning while a rank has a lease.
     pub(crate) unused_since: Now,
+    /// What it takes over from another job.
+    pub(crate) succession: Option<Arc<Succession>>,
     pub(crate) phase: Phase,
 }
 

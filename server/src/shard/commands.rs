@@ -5,12 +5,13 @@ use std::sync::Arc;
 
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{JobSpec, Optimizer, Placement, Result, job::optimizers, pb};
+use zeroshard_proto::{JobSpec, Optimizer, Placement, Result, Token, job::optimizers, pb};
 
 use super::{
     attempt::Attempt,
+    carry::carry_over,
     events::{Events, JobEvent},
-    job::{Job, Opening, Surroundings},
+    job::{Context, Job, Opening},
     slice::Apply,
     store::Store,
 };
@@ -62,6 +63,8 @@ pub(super) struct Opener<B: Backend> {
     pub(super) events: Events,
     /// This server's id in placements.
     pub(super) server: u64,
+    /// The cluster's, for calls to other servers.
+    pub(super) token: Token,
     /// Cancelled when the coordinator closes the job, or is lost.
     pub(super) closed: CancellationToken,
 }
@@ -70,16 +73,20 @@ pub(super) struct Opener<B: Backend> {
 /// the coordinator and ends the job here.
 pub(super) async fn serve_job<B: Backend>(
     opener: Opener<B>,
-    open: pb::OpenJob,
+    mut open: pb::OpenJob,
     commands: mpsc::Receiver<Result<Command>>,
 ) {
     let name = open.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
     let (job_id, epoch) = (open.job_id, open.epoch);
     let (store, events, closed) =
         (opener.store.clone(), opener.events.clone(), opener.closed.clone());
+    let (server, token, succession) = (opener.server, opener.token.clone(), open.succession.take());
     let served = async {
         let opened = store.failure.blocking("open a job", move || open_job(&opener, open));
         let job = Arc::new(opened.await?);
+        if let Some(succession) = succession {
+            carry_over(&store, &token, server, &job, succession).await?;
+        }
         store.insert(job.clone());
         tracing::info!(job = name, epoch, slices = job.slices().count(), "job opened");
         events.tell_of(&name, job_id, JobEvent::Opened { epoch });
@@ -96,7 +103,7 @@ pub(super) async fn serve_job<B: Backend>(
 }
 
 fn open_job<B: Backend>(opener: &Opener<B>, open: pb::OpenJob) -> Result<Job<B>> {
-    let surroundings = Surroundings {
+    let context = Context {
         backend: opener.store.backend.clone(),
         budget: opener.store.budget.clone(),
         metrics: opener.store.metrics.clone(),
@@ -109,7 +116,7 @@ fn open_job<B: Backend>(opener: &Opener<B>, open: pb::OpenJob) -> Result<Job<B>>
         placement: &Placement::try_from(open.placement.unwrap_or_default())?,
         server: opener.server,
     };
-    Job::open(opening, opener.closed.clone(), surroundings)
+    Job::open(opening, opener.closed.clone(), context)
 }
 
 /// Carries out the commands of the coordinator until the job is closed.

@@ -203,6 +203,7 @@ impl<'a, B: Backend> Session<'a, B> {
             store: self.store.clone(),
             events: self.events.clone(),
             server: self.contact.server_id,
+            token: self.contact.token.clone(),
             closed,
         };
         let failure = self.store.failure.clone();

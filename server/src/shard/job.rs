@@ -14,7 +14,7 @@ use super::{
     budget::Budget,
     events::{Events, JobEvent},
     round::Chunk,
-    senders::describe,
+    senders::{self, Sent, describe},
     slice::{Memory, Reduced, Slice, Upload},
 };
 use crate::{backend::Backend, metrics::Metrics};
@@ -25,7 +25,7 @@ mod steps;
 mod wait;
 
 /// The context of a job.
-pub(crate) struct Surroundings<B> {
+pub(crate) struct Context<B> {
     pub(crate) backend: Arc<B>,
     pub(crate) budget: Arc<Budget>,
     pub(crate) metrics: Arc<Metrics>,
@@ -47,7 +47,7 @@ pub(crate) struct Opening<'a> {
 pub(crate) struct Job<B: Backend> {
     pub(crate) id: u64,
     pub(crate) spec: JobSpec,
-    surroundings: Surroundings<B>,
+    context: Context<B>,
     /// The slices by number; `None` if another server is the primary.
     slices: Vec<Option<Slice<B>>>,
     progress: Mutex<Progress>,
@@ -69,7 +69,7 @@ impl<B: Backend> Job<B> {
     pub(crate) fn open(
         opening: Opening<'_>,
         closed: CancellationToken,
-        surroundings: Surroundings<B>,
+        context: Context<B>,
     ) -> Result<Self> {
         let Opening { id, spec, epoch, placement, server } = opening;
         let attempt = Attempt::first(epoch, 0);
@@ -85,8 +85,7 @@ impl<B: Backend> Job<B> {
             let (_, contributions) =
                 last.insert(same.unwrap_or_else(|| (cut.tensor, spec.contributions(cut.tensor))));
             let contributors = contributions.of_slice(&cut);
-            let slice =
-                Slice::allocate(&*surroundings.backend, &spec, index, contributors, attempt);
+            let slice = Slice::allocate(&*context.backend, &spec, index, contributors, attempt);
             slices[index] = Some(slice.map_err(|e| Error::OutOfMemory {
                 what: format!("slice {index} of tensor {:?}", spec.manifest.tensor_of(index).name),
                 bytes: (e.numel * e.dtype.size()) as u64,
@@ -96,7 +95,7 @@ impl<B: Backend> Job<B> {
         Ok(Self {
             id,
             spec,
-            surroundings,
+            context,
             slices,
             progress: Mutex::new(progress),
             leases: RwLock::default(),
@@ -107,7 +106,7 @@ impl<B: Backend> Job<B> {
     }
 
     pub(crate) fn backend(&self) -> &B {
-        &self.surroundings.backend
+        &self.context.backend
     }
 
     pub(crate) fn epoch(&self) -> u64 {
@@ -206,6 +205,18 @@ impl<B: Backend> Job<B> {
         Ok(new)
     }
 
+    /// Records that `rank` uploads nothing of a slice: the content that was carried over remains.
+    /// `applied` is the same as in [`Upload`].
+    pub(crate) fn keep(&self, attempt: Attempt, index: u32, rank: u32, applied: u64) -> Result<()> {
+        let slice = self.slice(index)?;
+        senders::contributors_of(&self.spec, index, &slice.contributors, rank, Sent::Initial)?;
+        let current = || self.check_epoch(attempt.epoch);
+        if slice.keep(self.backend(), attempt, rank, applied, current)? {
+            self.finish_upload(attempt, 1);
+        }
+        Ok(())
+    }
+
     /// Counts `slices` whose initial parameters are complete. It is first called with 0, for a
     /// server without slices.
     pub(crate) fn finish_upload(&self, attempt: Attempt, slices: usize) {
@@ -223,7 +234,7 @@ impl<B: Backend> Job<B> {
     pub(crate) fn contribute(&self, attempt: Attempt, index: u32, chunk: &Chunk) -> Result<u64> {
         let slice = self.slice(index)?;
         let current = || self.check_attempt(attempt, slice);
-        let budget = &self.surroundings.budget;
+        let budget = &self.context.budget;
         let (new, reduced) = slice.contribute(self.backend(), attempt, chunk, budget, current)?;
         self.contributed.notify_waiters();
         self.finish_reduction(attempt, index, reduced);
@@ -275,7 +286,7 @@ impl<B: Backend> Job<B> {
             return; // the attempt has ended
         }
         if let Some(reduced) = progress.add(slice, reduced) {
-            progress.end_phase(&self.surroundings.metrics.phases.reduce);
+            progress.end_phase(&self.context.metrics.phases.reduce);
             self.tell(JobEvent::Ready { attempt, reduced });
         }
     }
@@ -300,7 +311,7 @@ impl<B: Backend> Job<B> {
     }
 
     fn tell(&self, event: JobEvent) {
-        self.surroundings.events.tell_of(&self.spec.name, self.id, event);
+        self.context.events.tell_of(&self.spec.name, self.id, event);
     }
 
     fn progress(&self) -> MutexGuard<'_, Progress> {

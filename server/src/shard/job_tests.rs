@@ -37,14 +37,14 @@ impl Subject {
         let servers = vec![Server { id: 1, incarnation: 1, address: "host:1".to_owned() }];
         let placement = Placement::new(servers, 1, vec![0; slices]).unwrap();
         let (events, said) = Events::channel();
-        let surroundings = Surroundings {
+        let context = Context {
             backend: Arc::new(Cpu::new()),
             budget: Budget::new(1 << 20),
             metrics: Metrics::new(),
             events,
         };
         let opening = Opening { id: JOB_ID, spec, epoch: 1, placement: &placement, server: 1 };
-        Self { job: Job::open(opening, CancellationToken::new(), surroundings).unwrap(), said }
+        Self { job: Job::open(opening, CancellationToken::new(), context).unwrap(), said }
     }
 
     /// A job at version 0 whose elements are 0.
@@ -152,6 +152,8 @@ fn an_upload_of_an_earlier_epoch_does_not_count() {
     let mut subject = Subject::new(2, 1);
     subject.job.upload(at(1, 0, 0), 0, UPLOAD, &chunk(0, 1.0)).unwrap();
     subject.job.new_epoch(2, 0).unwrap();
+    // A slice that was completed in epoch 1 may be counted only now.
+    subject.job.finish_upload(at(1, 0, 0), 1);
     let stale = subject.job.upload(at(1, 0, 0), 1, UPLOAD, &chunk(0, 1.0));
     assert!(matches!(stale, Err(Error::StaleEpoch { epoch: 1, current: 2, .. })));
     subject.job.upload(at(2, 0, 0), 1, UPLOAD, &chunk(0, 2.0)).unwrap();
@@ -242,7 +244,7 @@ fn opening_stops_when_the_job_is_closed_meanwhile() {
     let spec = JobSpec::new("job", manifest, vec!["sgd".parse().unwrap()]);
     let servers = vec![Server { id: 1, incarnation: 1, address: "host:1".to_owned() }];
     let placement = Placement::new(servers, 1, vec![0]).unwrap();
-    let surroundings = Surroundings {
+    let context = Context {
         backend: Arc::new(Cpu::new()),
         budget: Budget::new(0),
         metrics: Metrics::new(),
@@ -251,6 +253,6 @@ fn opening_stops_when_the_job_is_closed_meanwhile() {
     let closed = CancellationToken::new();
     closed.cancel();
     let opening = Opening { id: JOB_ID, spec, epoch: 1, placement: &placement, server: 1 };
-    let opened = Job::open(opening, closed, surroundings);
+    let opened = Job::open(opening, closed, context);
     assert!(matches!(opened.err(), Some(Error::JobFailed { .. })));
 }

@@ -2,10 +2,11 @@
 //!
 //! `data` and `service` implement the protocol, `store` finds the job, `job` finds the slice, and
 //! `slice` computes on a backend. `control` receives the commands of the coordinator, and
-//! `commands` carries them out for a job. A shard server does not know the other servers.
+//! `commands` carries them out for a job. Only `carry` knows the other servers.
 
 mod attempt;
 mod budget;
+mod carry;
 mod commands;
 mod control;
 mod data;

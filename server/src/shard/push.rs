@@ -85,7 +85,7 @@ struct Push<'a, B: Backend> {
     rank: u32,
     what: What,
     attempt: Attempt,
-    /// Slices of which the rank sends nothing more.
+    /// Slices of which the rank sends nothing more, or uploads nothing.
     absent: Vec<u32>,
     /// The deadline of the call.
     deadline: Option<Deadline>,
@@ -122,8 +122,8 @@ impl<'a, B: Backend> Push<'a, B> {
                 (What::Step, Attempt { epoch, step, number }, absent)
             }
             Some(Contents::Upload(upload)) => {
-                let upload = self::upload(&upload, &job.spec)?;
-                (What::Start(upload), Attempt::first(epoch, 0), Vec::new())
+                let start = self::upload(&upload, &job.spec)?;
+                (What::Start(start), Attempt::first(epoch, 0), upload.kept)
             }
             None => {
                 return Err(Error::invalid(
@@ -231,6 +231,10 @@ impl<'a, B: Backend> Push<'a, B> {
     /// Records the absences that the opening message declares.
     async fn note_absent(&self) -> Result<()> {
         for &index in &self.absent {
+            if let What::Start(upload) = self.what {
+                self.job.keep(self.attempt, index, self.rank, upload.applied)?;
+                continue;
+            }
             let slice = self.job.slice(index)?;
             if slice.group.is_none() {
                 let tensor = &self.job.spec.manifest.tensors()[slice.spec.tensor].name;
@@ -306,5 +310,9 @@ fn upload(message: &pb::Upload, spec: &JobSpec) -> Result<Upload> {
             return Err(Error::invalid("array that is uploaded", "the master weights", expected));
         }
     };
+    if state.is_some() && !message.kept.is_empty() {
+        let found = format!("{} slices in an upload of optimizer state", message.kept.len());
+        return Err(Error::invalid("kept", found, "slices in an upload of parameters"));
+    }
     Ok(Upload { state, applied: message.applied })
 }

@@ -21,10 +21,12 @@ use crate::{
     optim,
 };
 use buffer::Next;
+use carried::Carried;
 use received::Received;
 use versioned::Versioned;
 
 mod buffer;
+mod carried;
 mod read;
 mod received;
 mod upload;
@@ -72,6 +74,8 @@ struct Inner<B: Backend> {
     /// The number of applied steps: those that were not skipped and had a gradient from at least
     /// one rank.
     applied: u64,
+    /// The initial content that was carried over, unless it is uploaded.
+    carried: Option<Carried>,
     /// The initial parameters that have arrived.
     uploaded: Received,
     /// The state tensors that have arrived.
@@ -362,6 +366,7 @@ impl<B: Backend> Inner<B> {
             published: None,
             state: Vec::new(),
             applied: 0,
+            carried: None,
             uploaded: Received::new(contributors),
             uploaded_state: Vec::new(),
             stale_state: false,

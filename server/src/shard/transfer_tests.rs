@@ -20,7 +20,7 @@ use super::{
     attempt::Attempt,
     budget::Budget,
     events::Events,
-    job::{Job, Opening, Surroundings},
+    job::{Context, Job, Opening},
     pull, push,
     slice::Apply,
     store::{Limits, Store},
@@ -58,7 +58,7 @@ impl Subject {
         store.pins = Budget::new(pins);
         let store = Arc::new(store);
         let (events, said) = Events::channel();
-        let surroundings = Surroundings {
+        let context = Context {
             backend: store.backend.clone(),
             budget: store.budget.clone(),
             metrics: store.metrics.clone(),
@@ -68,7 +68,7 @@ impl Subject {
         let placement = Placement::new(servers, 1, vec![0; spec.manifest.slices().len()]).unwrap();
         let world = spec.world;
         let opening = Opening { id: JOB_ID, spec, epoch: EPOCH, placement: &placement, server: 9 };
-        let job = Arc::new(Job::open(opening, CancellationToken::new(), surroundings).unwrap());
+        let job = Arc::new(Job::open(opening, CancellationToken::new(), context).unwrap());
         (0..world).for_each(|rank| job.grant(rank, lease(rank)));
         store.insert(job);
         Self { store, said }

@@ -110,7 +110,8 @@ def finds_every_way(rank: int) -> None:
     with pytest.raises(zs.Error):
         model(torch.ones(1, 40)).sum().backward()
         optimizer.step()
-    with zs.init():
+    # The former name of `timeout` is still accepted.
+    with zs.init(deadline=60.0):
         assert len(zs.status().servers) == 1
         sharded()
     with pytest.raises(zs.NotInitialisedError):

@@ -264,6 +264,18 @@ def running_means(rank: int, level: str, sync_buffers: bool) -> dict[str, Tensor
     return {name: buffer.clone() for name, buffer in model.module.named_buffers()}
 
 
+def different_tensors(rank: int) -> None:
+    """A model that has a bias on rank 0 only."""
+    model = nn.Linear(4, 2, bias=rank == 0)
+    wanted = "rank 0 and rank 1 disagree about.*'bias'.*rank 0 has no mesh, rank 1 has none"
+    with pytest.raises(zs.DisagreementError, match=wanted):
+        group_sharded_parallel(model, torch.optim.SGD(model.parameters(), lr=0.1), "os")
+
+
+def test_ranks_with_different_models_are_both_named() -> None:
+    ranks.run(2, different_tensors)
+
+
 def test_parameters_begin_as_those_of_rank_0(processes: dict[str, str]) -> None:
     first, second = ranks.run(2, differently_begun, env=processes)
     for ours, others in zip(first, second):

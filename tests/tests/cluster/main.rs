@@ -22,6 +22,7 @@ mod resume;
 mod same_bits;
 mod shutdown;
 mod steps;
+mod succession;
 mod token;
 mod waits;
 

@@ -169,7 +169,7 @@ async fn a_pull_that_does_not_fit_is_refused() {
         // The request has more extents than are allowed.
         assert_eq!(
             invalid(pull(stock::read("pull", 1, vec![0; 3_000_000])).await),
-            "a PullRequest"
+            "body of a pull"
         );
     })
     .await;
@@ -265,7 +265,7 @@ async fn a_spec_that_contradicts_itself_or_an_existing_job_is_refused() {
     let address = format!("http://{}", cluster.address());
     let mut stock = CoordinatorServiceClient::connect(address).await.unwrap();
     let mut create = async |spec: Option<pb::JobSpec>| {
-        let request = pb::CreateJobRequest { spec };
+        let request = pb::CreateJobRequest { spec, ..Default::default() };
         let answer = stock.create_job(request).await.map(tonic::Response::into_inner);
         answer.map_err(|status| Error::from_status(&status, "coordinator"))
     };

@@ -148,7 +148,7 @@ async fn unknown_parts_are_refused() {
     }
     let address = cluster.shards[0].address();
     for array in [Some(Array::MasterWeights(Default::default())), None] {
-        let upload = pb::Upload { array: Some(pb::SliceArray { array }), applied: 0 };
+        let upload = pb::Upload { array: Some(pb::SliceArray { array }), ..Default::default() };
         let contents = Some(Contents::Upload(upload));
         let begin = pb::PushBegin { contents, ..stock::begin(job, None) };
         assert!(matches!(

@@ -268,7 +268,7 @@ impl Averaging {
         spec.validate()?;
         // The job counts its ranks along the mesh, wherever the mesh lies in the world.
         let rank = mesh.coordinate()[0] as u32;
-        let seat = Seat { rank, coordinator: &job.address, reached_at: "" };
+        let seat = Seat { rank, coordinator: &job.address, reached_at: None };
         let remote = Arc::new(Remote::join(runtime, job.options.clone(), &spec, seat)?);
         if let Some(version) = remote.version().filter(|&version| version > 0) {
             let what = format!("job {:?} of a DataParallel", job.name);

@@ -269,8 +269,8 @@ impl<B: ParallelBackend> DistTensor<B> {
 
     /// Where this rank's part begins.
     pub(crate) fn offset(&self) -> Result<Vec<u64>> {
-        let area = self.layout(&self.placements)?.local_box(&self.sizes(), self.mesh.rank());
-        Ok(area.expect("a mesh is made with this rank in it").offset)
+        let bounds = self.layout(&self.placements)?.local_box(&self.sizes(), self.mesh.rank());
+        Ok(bounds.expect("a mesh is made with this rank in it").offset)
     }
 
     /// The local part for a use that gives gradients which lie like this.

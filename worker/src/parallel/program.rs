@@ -83,7 +83,7 @@ pub struct Part {
     /// The tensor's name.
     pub tensor: String,
     /// The box.
-    pub area: TensorBox,
+    pub bounds: TensorBox,
     /// Payload.
     pub bytes: u64,
 }
@@ -133,11 +133,11 @@ impl fmt::Display for Operation {
 
 impl fmt::Display for Part {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { tensor, area, bytes } = self;
-        let ranges: Vec<String> = area
+        let Self { tensor, bounds, bytes } = self;
+        let ranges: Vec<String> = bounds
             .offset
             .iter()
-            .zip(&area.size)
+            .zip(&bounds.size)
             .map(|(offset, size)| format!("{offset}:{}", offset + size))
             .collect();
         write!(f, "{tensor}[{}], {bytes} bytes", ranges.join(", "))

@@ -6,8 +6,10 @@
 use std::future::Future;
 
 use tokio::runtime::Handle;
-use zeroshard_client::{Cluster, Commit, Job, Options, StepReport, Target, TensorData, Traffic};
-use zeroshard_proto::{Error, JobSpec, Result, TensorBox};
+use zeroshard_client::{
+    Cluster, Commit, CreateJob, Job, Options, StepReport, Target, TensorData, Traffic,
+};
+use zeroshard_proto::{Error, JobSpec, Result, TensorBox, successor_name};
 
 /// A job on the shard servers, and how to reach it.
 #[derive(Debug, Clone)]
@@ -29,8 +31,8 @@ pub struct Seat<'a> {
     pub rank: u32,
     /// The coordinator's address.
     pub coordinator: &'a str,
-    /// The address at which other workers reach it; empty if they need not.
-    pub reached_at: &'a str,
+    /// The address at which other workers reach it, if they do.
+    pub reached_at: Option<&'a str>,
 }
 
 /// The values of a box of a tensor.
@@ -39,16 +41,16 @@ pub struct Buffer {
     /// Index in the manifest.
     pub tensor: usize,
     /// The box.
-    pub area: TensorBox,
+    pub bounds: TensorBox,
     /// Its elements, row-major.
     pub values: Vec<f32>,
 }
 
 impl Buffer {
     /// Room for a box of a tensor.
-    pub fn zeros(tensor: usize, area: TensorBox) -> Self {
-        let values = vec![0.0; area.numel() as usize];
-        Self { tensor, area, values }
+    pub fn zeros(tensor: usize, bounds: TensorBox) -> Self {
+        let values = vec![0.0; bounds.numel() as usize];
+        Self { tensor, bounds, values }
     }
 }
 
@@ -92,26 +94,34 @@ impl Remote {
         seat: Seat<'_>,
     ) -> Result<Self> {
         let cluster = runtime.block_on(Cluster::connect(seat.coordinator, options))?;
-        Self::enter(runtime, cluster, spec, (seat.rank, seat.reached_at))
+        Self::enter(runtime, cluster, spec.into(), (seat.rank, seat.reached_at))
     }
 
-    /// Joins another job of the same cluster as the same rank; creates it unless it exists.
+    /// Joins, as the same rank, the job that takes over from this one at `version`; creates it
+    /// unless another rank has.
     ///
     /// # Errors
-    /// Those of the cluster.
-    pub fn join_other(&self, spec: &JobSpec) -> Result<Self> {
-        Self::enter(&self.runtime, self.cluster.clone(), spec, (self.rank(), ""))
+    /// [`Error::JobExists`] if another job has its name; others of the cluster.
+    pub fn join_successor(&self, version: u64) -> Result<Self> {
+        let name = successor_name(&self.spec().name);
+        let mut create = CreateJob::new(JobSpec { name, ..self.spec().clone() });
+        create.from = Some(self.job.at(version));
+        Self::enter(&self.runtime, self.cluster.clone(), create, (self.rank(), None))
     }
 
     fn enter(
         runtime: &Handle,
         cluster: Cluster,
-        spec: &JobSpec,
-        (rank, reached_at): (u32, &str),
+        create: CreateJob,
+        (rank, reached_at): (u32, Option<&str>),
     ) -> Result<Self> {
+        let name = create.spec.name.clone();
         let job = runtime.block_on(async {
-            cluster.create_job(spec).await?;
-            cluster.join_at(&spec.name, rank, reached_at).await
+            cluster.create_job(create).await?;
+            match reached_at {
+                Some(address) => cluster.join_at(&name, rank, address).await,
+                None => cluster.join(&name, rank).await,
+            }
         })?;
         Ok(Self { runtime: runtime.clone(), cluster, job })
     }
@@ -268,8 +278,8 @@ impl ParameterServer for Remote {
 
 fn targets(buffers: &mut [Buffer]) -> Vec<Target<'_>> {
     let mut targets = Vec::with_capacity(buffers.len());
-    for Buffer { tensor, area, values } in buffers {
-        targets.push(Target { bounds: Some(area.clone()), ..Target::new(*tensor, values) });
+    for Buffer { tensor, bounds, values } in buffers {
+        targets.push(Target { bounds: Some(bounds.clone()), ..Target::new(*tensor, values) });
     }
     targets
 }

@@ -105,7 +105,7 @@ pub fn shard_optimizer<B: ParallelBackend, M: Module<B> + Parallelize<B>>(
     };
     spec.validate()?;
     let mut values = parameters::read(layer);
-    let seat = Seat { rank: mesh.rank(), coordinator: &settings.job.address, reached_at: "" };
+    let seat = Seat { rank: mesh.rank(), coordinator: &settings.job.address, reached_at: None };
     let remote = Remote::join(runtime, settings.job.options.clone(), &spec, seat)?;
     let version = remote.version();
     if version.is_none() {
@@ -124,16 +124,6 @@ fn lie(mesh: &Mesh, own: &Mesh, placements: &[Placement]) -> Result<Vec<Placemen
     }
     let along = |name: &String| own.process_mesh().dim(name).map_or(mean(), |dim| placements[dim]);
     Ok(names.iter().map(along).collect())
-}
-
-/// "name.1" after "name", "name.2" after that.
-fn next_name(name: &str) -> String {
-    let numbered =
-        name.rsplit_once('.').and_then(|(base, number)| Some((base, number.parse::<u64>().ok()?)));
-    numbered.map_or_else(
-        || format!("{name}.1"),
-        |(base, number)| format!("{base}.{}", number.saturating_add(1)),
-    )
 }
 
 fn mean() -> Placement {
@@ -171,8 +161,8 @@ impl ServerOptimizer {
     /// # Errors
     /// Those of the cluster.
     pub fn pull<B: ParallelBackend, M: Module<B>>(&self, layer: M) -> Result<M> {
-        let area = |tensor| self.remote.spec().local_box(tensor, self.remote.rank());
-        let values = self.read(area)?.into_iter().map(|buffer| buffer.values);
+        let bounds = |tensor| self.remote.spec().local_box(tensor, self.remote.rank());
+        let values = self.read(bounds)?.into_iter().map(|buffer| buffer.values);
         Ok(parameters::write(layer, self.parameters.iter().zip(values)))
     }
 
@@ -234,8 +224,9 @@ impl ServerOptimizer {
     }
 
     /// Reads a box of every tensor at the current version.
-    fn read(&self, area: impl Fn(usize) -> TensorBox) -> Result<Vec<Buffer>> {
-        let buffers = (0..self.parameters.len()).map(|tensor| Buffer::zeros(tensor, area(tensor)));
+    fn read(&self, bounds: impl Fn(usize) -> TensorBox) -> Result<Vec<Buffer>> {
+        let buffers =
+            (0..self.parameters.len()).map(|tensor| Buffer::zeros(tensor, bounds(tensor)));
         Ok(self.remote.read(self.version, buffers.collect())?)
     }
 
@@ -244,26 +235,18 @@ impl ServerOptimizer {
     ///
     /// The initial parameters of a job cannot be written a second time. So a new job ("name.1"
     /// after "name") continues from the state at version 0, and the last rank to leave the old job
-    /// deletes it. The optimizer's state is initialised again.
+    /// deletes it. The optimizer's state is carried over.
     ///
     /// # Errors
     /// [`Error::Invalid`] naming the tensor that is unknown, missing, given twice or of another
-    /// shape, in which case nothing has changed; if a job of the next name exists; those of the
-    /// cluster.
+    /// shape, in which case nothing has changed; [`zeroshard_proto::Error::JobExists`] if another
+    /// job has the next name; others of the cluster.
     pub fn set_state_dict(&mut self, state: Vec<StateTensor>) -> Result<()> {
         let values = self.by_number(state)?;
-        let spec =
-            JobSpec { name: next_name(&self.remote.spec().name), ..self.remote.spec().clone() };
-        let remote = self.remote.join_other(&spec)?;
-        // The job cannot begin without the upload of this rank.
-        if remote.version().is_some() && !self.uploaded().is_empty() {
-            remote.leave()?;
-            let what = format!("job {:?}, which continues this one", spec.name);
-            return Err(Error::invalid(what, "a job that exists", "a new job: delete the old one"));
-        }
+        let remote = self.remote.join_successor(self.version)?;
         remote.upload(|tensor| {
-            let whole = TensorBox::whole(&spec.manifest.tensors()[tensor].shape);
-            cut(&values[tensor], &whole, &spec.local_box(tensor, remote.rank()))
+            let whole = TensorBox::whole(&remote.spec().manifest.tensors()[tensor].shape);
+            cut(&values[tensor], &whole, &remote.spec().local_box(tensor, remote.rank()))
         })?;
         let old = std::mem::replace(&mut self.remote, Arc::new(remote));
         self.version = 0;
@@ -347,12 +330,12 @@ impl ServerOptimizer {
         self.parts(|spec, _| (!training || spec.trains()).then(|| TensorBox::whole(&spec.shape)))
     }
 
-    fn parts(&self, area: impl Fn(&TensorSpec, usize) -> Option<TensorBox>) -> Vec<Part> {
+    fn parts(&self, bounds: impl Fn(&TensorSpec, usize) -> Option<TensorBox>) -> Vec<Part> {
         let tensors = self.remote.spec().manifest.tensors().iter().enumerate();
         let parts = tensors.filter_map(|(tensor, spec)| {
-            let area = area(spec, tensor).filter(|area| !area.is_empty())?;
-            let bytes = area.numel() * self.settings.job.options.wire.size() as u64;
-            Some(Part { tensor: spec.name.clone(), area, bytes })
+            let bounds = bounds(spec, tensor).filter(|bounds| !bounds.is_empty())?;
+            let bytes = bounds.numel() * self.settings.job.options.wire.size() as u64;
+            Some(Part { tensor: spec.name.clone(), bounds, bytes })
         });
         parts.collect()
     }

@@ -26,7 +26,7 @@ impl Transfer {
 
     /// Size of this rank's part afterwards, along each dimension.
     pub(crate) fn size(&self, rank: u32) -> Vec<usize> {
-        area(&self.to, &self.shape, rank).size.iter().map(|&size| size as usize).collect()
+        bounds(&self.to, &self.shape, rank).size.iter().map(|&size| size as usize).collect()
     }
 
     /// Carries it out with the other ranks. `data`: this rank's part, row-major.
@@ -52,8 +52,8 @@ impl Transfer {
             placements[dim] = scatter.map_or(DimPlacement::Replicate, DimPlacement::Shard);
             let after = Layout::new(Arc::clone(mesh), placements)?;
             data = if scatter.is_some() {
-                let held = area(&layout, &self.shape, world.rank());
-                let part = |&rank: &u32| cut(&data, &held, &area(&after, &self.shape, rank));
+                let held = bounds(&layout, &self.shape, world.rank());
+                let part = |&rank: &u32| cut(&data, &held, &bounds(&after, &self.shape, rank));
                 let own = group.iter().position(|&rank| rank == world.rank()).unwrap_or_default();
                 world.reduce_scatter(&group, reduction, group.iter().map(part).collect(), own)?
             } else {
@@ -67,20 +67,20 @@ impl Transfer {
     /// The plan's moves.
     fn travel(&self, world: &World, plan: &Plan, data: Vec<f32>) -> Result<Vec<f32>> {
         let (rank, reduced) = (world.rank(), &plan.reduced);
-        let held = area(reduced, &self.shape, rank);
-        let wanted = area(&self.to, &self.shape, rank);
+        let held = bounds(reduced, &self.shape, rank);
+        let wanted = bounds(&self.to, &self.shape, rank);
         if plan.zeros.is_empty() && plan.moves.iter().all(|step| step.from == step.to) {
             return Ok(if held == wanted { data } else { cut(&data, &held, &wanted) });
         }
         let mut result = vec![0.0; wanted.numel() as usize];
         if let Some(dim) = self.gathered(reduced).filter(|_| plan.zeros.is_empty()) {
             let group = reduced.mesh().group(rank, dim).unwrap_or_default();
-            let areas: Vec<TensorBox> =
-                group.iter().map(|&rank| area(reduced, &self.shape, rank)).collect();
-            let sizes: Vec<usize> = areas.iter().map(|area| area.numel() as usize).collect();
+            let boxes: Vec<TensorBox> =
+                group.iter().map(|&rank| bounds(reduced, &self.shape, rank)).collect();
+            let sizes: Vec<usize> = boxes.iter().map(|bounds| bounds.numel() as usize).collect();
             let parts = world.all_gather(&group, &sizes, data)?;
-            for (part, area) in parts.iter().zip(&areas) {
-                paste(&mut result, &wanted, part, area);
+            for (part, bounds) in parts.iter().zip(&boxes) {
+                paste(&mut result, &wanted, part, bounds);
             }
             return Ok(result);
         }
@@ -117,7 +117,7 @@ impl Transfer {
 }
 
 /// The box of `rank`; empty for a rank that is not in the mesh.
-fn area(layout: &Layout, shape: &[u64], rank: u32) -> TensorBox {
+fn bounds(layout: &Layout, shape: &[u64], rank: u32) -> TensorBox {
     layout
         .local_box(shape, rank)
         .unwrap_or_else(|| TensorBox { offset: vec![0; shape.len()], size: vec![0; shape.len()] })

@@ -177,10 +177,10 @@ pub struct Train {
     #[arg(long, value_name = "BYTES", default_value_t = 1 << 20,
         value_parser = clap::value_parser!(u32).range(4096..=32 << 20), help_heading = "Cluster")]
     pub chunk_bytes: u32,
-    /// Deadline for servers, other workers and every call
-    #[arg(long, value_name = "SECONDS", default_value_t = 120,
+    /// How long to wait for servers, other workers and every call
+    #[arg(long, alias = "deadline", value_name = "SECONDS", default_value_t = 120,
         value_parser = clap::value_parser!(u64).range(1..=600), help_heading = "Cluster")]
-    pub deadline: u64,
+    pub timeout: u64,
 
     /// Output folder for the loss curve and the sample
     #[arg(long, value_name = "DIR", default_value = "zeroshard-run", help_heading = "Output")]
@@ -256,7 +256,7 @@ impl Train {
             parameter_dtype: self.param_dtype,
             wire: self.wire,
             chunk_bytes: self.chunk_bytes as usize,
-            deadline: Duration::from_secs(self.deadline),
+            deadline: Duration::from_secs(self.timeout),
             token: self.token.clone(),
             listen: self.listen,
             seed: self.seed,

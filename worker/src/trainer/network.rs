@@ -56,7 +56,7 @@ impl Group {
     }
 
     /// This rank's part of a parameter.
-    pub fn area(&self, parameter: &Parameter) -> TensorBox {
+    pub fn bounds(&self, parameter: &Parameter) -> TensorBox {
         let placement = self.parallelism.placements(parameter)[1];
         let layout = Layout::new(self.mesh.process_mesh().clone(), vec![placement]);
         let layout = layout.expect("the mesh has one dimension");
@@ -132,7 +132,7 @@ pub struct Network {
     model: Model,
     group: Option<Group>,
     /// The box of each tensor that this rank has.
-    areas: Vec<TensorBox>,
+    boxes: Vec<TensorBox>,
 }
 
 impl Network {
@@ -143,12 +143,12 @@ impl Network {
 
     /// A rank's part of a model; without a group, all of it.
     pub fn new(model: Model, group: Option<Group>) -> Self {
-        let area = |parameter: &Parameter| match &group {
-            Some(group) => group.area(parameter),
+        let bounds = |parameter: &Parameter| match &group {
+            Some(group) => group.bounds(parameter),
             None => TensorBox::whole(&parameter.sizes()),
         };
-        let areas = model.parameters().iter().map(area).collect();
-        Self { model, group, areas }
+        let boxes = model.parameters().iter().map(bounds).collect();
+        Self { model, group, boxes }
     }
 
     /// The whole model.
@@ -162,8 +162,8 @@ impl Network {
     }
 
     /// The box of a tensor that this rank has.
-    pub fn area(&self, tensor: usize) -> &TensorBox {
-        &self.areas[tensor]
+    pub fn bounds(&self, tensor: usize) -> &TensorBox {
+        &self.boxes[tensor]
     }
 
     /// Number of ranks that have the model together.

@@ -307,7 +307,7 @@ impl Run<'_> {
 
     /// The first character of this rank's part of the vocabulary.
     fn first_character(&self) -> i64 {
-        self.network.area(EMBEDDING).offset[0] as i64
+        self.network.bounds(EMBEDDING).offset[0] as i64
     }
 }
 

@@ -45,9 +45,8 @@ pub fn train(
     let model = plan.model(corpus)?;
     let spec = plan.spec(&model)?;
     let listening = listen(plan, runtime)?;
-    let reached_at =
-        listening.as_ref().map_or_else(String::new, |peers| peers.address().to_string());
-    let seat = Seat { rank, coordinator: address, reached_at: &reached_at };
+    let reached_at = listening.as_ref().map(|peers| peers.address().to_string());
+    let seat = Seat { rank, coordinator: address, reached_at: reached_at.as_deref() };
     let remote = Remote::join(runtime, plan.options(), &spec, seat)?;
     let peers = match listening {
         Some(listening) => Some(meet(listening, rank, &remote.peers()?)?),
@@ -134,7 +133,7 @@ impl<'a> Run<'a> {
             return Ok(version);
         }
         let (model, seed) = (self.network.model(), self.plan.seed);
-        let own = |tensor| model.initial_part(seed, tensor, self.network.area(tensor));
+        let own = |tensor| model.initial_part(seed, tensor, self.network.bounds(tensor));
         self.link.server.upload(own)?;
         Ok(0)
     }

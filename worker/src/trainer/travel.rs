@@ -83,14 +83,14 @@ impl<'a, S: ParameterServer> Parameters<'a, S> {
         }
         let (server, version, ledger) =
             (self.link.server.clone(), self.version, self.link.ledger.clone());
-        let areas: Vec<_> =
-            wanted.iter().map(|&tensor| (tensor, self.network.area(tensor).clone())).collect();
+        let boxes: Vec<_> =
+            wanted.iter().map(|&tensor| (tensor, self.network.bounds(tensor).clone())).collect();
         let task = start(&self.link.runtime, async move {
-            let room = |(tensor, area): (usize, TensorBox)| {
-                let lease = ledger.hold(area.numel() as usize);
-                (Buffer::zeros(tensor, area), lease)
+            let room = |(tensor, bounds): (usize, TensorBox)| {
+                let lease = ledger.hold(bounds.numel() as usize);
+                (Buffer::zeros(tensor, bounds), lease)
             };
-            let (buffers, leases): (Vec<Buffer>, Vec<Lease>) = areas.into_iter().map(room).unzip();
+            let (buffers, leases): (Vec<Buffer>, Vec<Lease>) = boxes.into_iter().map(room).unzip();
             let buffers = server.pull(version, buffers).await?;
             Ok(buffers
                 .into_iter()

@@ -7,7 +7,6 @@ to the parameters, a new job continues from the last version of the previous one
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic
@@ -19,7 +18,7 @@ from .._rendezvous import ProcessGroup
 from .framework import Framework, Incoming, Optimizer, T
 from .layout import JobLayout, job_layouts
 
-#: Bytes of host memory that are used at a time when state moves from one job to the next, for each
+#: Bytes of host memory that are used at a time when the optimizer's state is fetched, for each
 #: state tensor.
 _CHUNK = 1 << 30
 
@@ -73,6 +72,20 @@ class Entry(Generic[T]):
     def wire_shape(self) -> tuple[int, ...]:
         """The shape in which the local tensor is transferred."""
         return (self.framework.words(self.tensor),) if self.raw else self.local_shape
+
+    def continues(self, before: Entry[T] | None) -> bool:
+        """Whether it has the values that the servers have of ``before``, its entry in the previous
+        job.
+
+        (Batch norm's updates of its buffers do not count as modifications.)
+        """
+        return (
+            before is not None
+            and not self.buffer
+            and not before.modified
+            and before.shape == self.shape
+            and before.raw == self.raw
+        )
 
     def outgoing(self) -> Array:
         """Its values for a push."""
@@ -184,13 +197,7 @@ class ModelJob(Generic[T]):
         ``states``: existing optimizer state, by the ``id`` of its parameter.
         """
         self._start()
-        uploaded = self.uploaded
-        ours = {
-            entry.index: states[id(entry.tensor)]
-            for entry in uploaded
-            if id(entry.tensor) in states
-        }
-        self._upload([(entry, entry.outgoing()) for entry in uploaded], ours, "uploading")
+        self._upload(self.uploaded, [], states)
         self.job.initialised()
         self.receive(self.received, label="receiving")
         self.mark()
@@ -200,43 +207,47 @@ class ModelJob(Generic[T]):
     ) -> None:
         """Continues with a new job from the last version of the current one.
 
-        Parameters that the program has written to take the value of the first rank that has them;
-        the others come from the servers. Optimizer state is ``states`` if given, else the state on
-        the servers where it still fits. ``resident`` entries are received on the other ranks.
+        The servers copy the master weights and, unless ``states`` is given, the optimizer state
+        where it still fits. Buffers, and parameters that are new or that the program has written
+        to, take the value of the first rank that has them. ``resident`` entries are received on
+        the other ranks.
         """
-        old, before, version = self.job, {entry.name: entry for entry in self.entries}, self.version
+        old, before = self.job, {entry.name: entry for entry in self.entries}
         resident_ids = {id(entry.tensor) for entry in resident}
-        had = self._opened_with
-        source = _PreviousJob(self.framework, old, version)
-        self._start()
-        for chunk in _chunks(self.uploaded):
-            carried = [before.get(entry.name) for entry in chunk]
-            values = source.values(chunk, carried)
-            if states is None:
-                moved = self._carried_states(source, chunk, carried, had)
-            else:
-                moved = {
-                    entry.index: states[id(entry.tensor)]
-                    for entry in chunk
-                    if id(entry.tensor) in states
-                }
-            self._upload(values, moved, "uploading")
+        self._start((old, self.version), fresh_state=states is not None)
+        kept, uploaded = [], []
+        for entry in self.uploaded:
+            (kept if entry.continues(before.get(entry.name)) else uploaded).append(entry)
+        self._upload(uploaded, kept, states or {})
         self.job.initialised()
         self.receive(entry for entry in self.received if id(entry.tensor) in resident_ids)
         self.mark()
         self._connection.leave(old)
 
-    def _start(self) -> None:
+    def _start(
+        self, predecessor: tuple[Job, int] | None = None, *, fresh_state: bool = False
+    ) -> None:
         self.optimizer_name = self._optimizer.name()
         self.entries = self._describe()
         self._by_tensor = {id(entry.tensor): entry for entry in self.entries}
-        name = self._connection.job_name("sharded", self.group.ranks)
+        name = (
+            self._connection.job_name("sharded", self.group.ranks)
+            if predecessor is None
+            else predecessor[0].successor_name
+        )
         meshes = self._place_entries(name)
         whole = _native.Optimizer(self.optimizer_name).needs_whole_tensors
         specs = [entry.spec(whole) for entry in self.entries]
         self._opened_with = self._state_layout()
         self.job = self._connection.open(
-            name, specs, self.groups(), self.group, self._bucket_numel, meshes=meshes
+            name,
+            specs,
+            self.groups(),
+            self.group,
+            self._bucket_numel,
+            meshes=meshes,
+            predecessor=predecessor,
+            fresh_state=fresh_state,
         )
         self.version = 0
 
@@ -285,48 +296,37 @@ class ModelJob(Generic[T]):
         return entries
 
     def _upload(
-        self,
-        values: list[tuple[Entry[T], Array]],
-        states: Mapping[int, State[T]],
-        label: str | None,
+        self, entries: list[Entry[T]], kept: list[Entry[T]], states: Mapping[int, State[T]]
     ) -> None:
-        """Uploads optimizer state first: the job begins when the last parameter is uploaded."""
+        """Uploads ``entries``, and states that the copies of ``kept`` stand.
+
+        ``states``: optimizer state of both, by the ``id`` of its parameter. It is uploaded first,
+        because the job begins when the last parameter is there.
+        """
         by_part: dict[tuple[str, int], list[tuple[int, Array]]] = {}
-        for index, (applied, tensors) in states.items():
+        for entry in [*entries, *kept]:
+            applied, tensors = states.get(id(entry.tensor), (0, {}))
             for part, tensor in tensors.items():
                 by_part.setdefault((part, applied), []).append(
-                    (index, self.framework.array(tensor))
+                    (entry.index, self.framework.array(tensor))
                 )
         for (part, applied), arrays in by_part.items():
-            self.job.initialise(arrays, part=part, applied=applied, label=label)
-        by_applied: dict[int, list[tuple[int, Array]]] = {}
-        for entry, value in values:
-            applied = states[entry.index][0] if entry.index in states else 0
-            by_applied.setdefault(applied, []).append((entry.index, value))
-        for applied, arrays in by_applied.items():
-            self.job.initialise(arrays, applied=applied, label=label)
+            self.job.initialise(arrays, part=part, applied=applied, label="uploading")
+        for applied, some in self._by_applied(entries, states).items():
+            arrays = [(entry.index, entry.outgoing()) for entry in some]
+            self.job.initialise(arrays, applied=applied, label="uploading")
+        for applied, some in self._by_applied(kept, states).items():
+            self.job.keep([entry.index for entry in some], applied=applied)
 
-    def _carried_states(
-        self,
-        old: _PreviousJob[T],
-        chunk: list[Entry[T]],
-        carried: list[Entry[T] | None],
-        old_names: list[tuple[int, tuple[str, ...]]],
-    ) -> dict[int, State[T]]:
-        """The optimizer state of the parameters that the previous job trained, where the state
-        tensors are the same."""
-        pairs = []
-        for entry, before in zip(chunk, carried, strict=True):
-            if (
-                before is not None
-                and before.trained
-                and entry.trained
-                and before.shape == entry.shape
-            ):
-                names = self._opened_with[entry.group][1]
-                if names == old_names[before.group][1]:
-                    pairs.append((entry, before, names))
-        return {entry.index: state for entry, state in old.states(pairs)}
+    def _by_applied(
+        self, entries: list[Entry[T]], states: Mapping[int, State[T]]
+    ) -> dict[int, list[Entry[T]]]:
+        """Entries by the number of steps that their state has seen."""
+        by_applied: dict[int, list[Entry[T]]] = {}
+        for entry in entries:
+            applied = states[id(entry.tensor)][0] if id(entry.tensor) in states else 0
+            by_applied.setdefault(applied, []).append(entry)
+        return by_applied
 
     def receive(self, entries: Iterable[Entry[T]], label: str | None = None) -> None:
         """Fetches entries at the current version."""
@@ -341,11 +341,21 @@ class ModelJob(Generic[T]):
 
     def states(self) -> Iterator[tuple[Entry[T], int, dict[str, T]]]:
         """The whole optimizer state of all trained entries: applied steps, and host tensors."""
-        old = _PreviousJob(self.framework, self.job, self.version)
+        applied = self.job.applied_steps(self.version)
         for chunk in _chunks(list(self.trained)):
-            pairs = [(entry, entry, self._opened_with[entry.group][1]) for entry in chunk]
-            for entry, (applied, tensors) in old.states(pairs, whole=True):
-                yield entry, applied, dict(tensors)
+            fetched: dict[str, list[tuple[int, Array]]] = {}
+            states: list[dict[str, T]] = []
+            for entry in chunk:
+                names = self._opened_with[entry.group][1] if applied[entry.index] else ()
+                tensors = {name: self.framework.host(entry.shape) for name in names}
+                for name, tensor in tensors.items():
+                    array = self.framework.array(tensor, Box.whole(entry.shape))
+                    fetched.setdefault(name, []).append((entry.index, array))
+                states.append(tensors)
+            for name, arrays in fetched.items():
+                self.job.fetch(self.version, arrays, part=name, label=f"fetching {name}")
+            for entry, tensors in zip(chunk, states, strict=True):
+                yield entry, applied[entry.index], tensors
 
     def whole(self, entries: Iterable[Entry[T]]) -> dict[str, T]:
         """Whole tensors by name, as f32 in host memory, at the current version."""
@@ -369,70 +379,6 @@ class ModelJob(Generic[T]):
         """Records the state of all tensors, to detect changes by the program."""
         for entry in self.entries:
             entry.mark()
-
-
-class _PreviousJob(Generic[T]):
-    """Reads the tensors of a job at a version."""
-
-    def __init__(self, framework: Framework[T], job: Job, version: int) -> None:
-        self._framework = framework
-        self._job = job
-        self._version = version
-
-    def values(
-        self, chunk: list[Entry[T]], carried: list[Entry[T] | None]
-    ) -> list[tuple[Entry[T], Array]]:
-        """The initial values of the entries in the next job: master weights from the servers;
-        buffers and new or modified parameters from this rank.
-
-        (Batch norm's updates of its buffers do not count as modifications.)
-        """
-        values: list[tuple[Entry[T], Array]] = []
-        fetched: dict[str, list[tuple[int, Array]]] = {"": [], "master": []}
-        for entry, before in zip(chunk, carried, strict=True):
-            if (
-                before is None
-                or entry.buffer
-                or before.modified
-                or before.shape != entry.shape
-                or before.raw != entry.raw
-            ):
-                values.append((entry, entry.outgoing()))
-                continue
-            host = self._framework.array(self._framework.host(entry.wire_shape))
-            fetched["master" if before.trained else ""].append((before.index, host))
-            values.append((entry, host))
-        for part, arrays in fetched.items():
-            self._job.fetch(self._version, arrays, part=part, label="fetching parameters")
-        return values
-
-    @functools.cached_property
-    def _applied(self) -> list[int]:
-        """The number of steps that each tensor was updated by."""
-        return self._job.applied_steps(self._version)
-
-    def states(
-        self, pairs: list[tuple[Entry[T], Entry[T], tuple[str, ...]]], *, whole: bool = False
-    ) -> list[tuple[Entry[T], State[T]]]:
-        """The optimizer state of each triple of new entry, old entry and state tensor names: this
-        rank's part, or the whole."""
-        if not pairs:
-            return []
-        applied = self._applied
-        fetched: dict[str, list[tuple[int, Array]]] = {}
-        states: list[tuple[Entry[T], State[T]]] = []
-        for entry, before, names in pairs:
-            tensors: dict[str, T] = {}
-            for name in names if applied[before.index] else ():
-                tensors[name] = self._framework.host(entry.shape if whole else entry.local_shape)
-                array = self._framework.array(
-                    tensors[name], Box.whole(before.shape) if whole else None
-                )
-                fetched.setdefault(name, []).append((before.index, array))
-            states.append((entry, (applied[before.index], tensors)))
-        for name, arrays in fetched.items():
-            self._job.fetch(self._version, arrays, part=name, label=f"fetching {name}")
-        return states
 
 
 def _chunks(entries: list[Entry[T]]) -> Iterator[list[Entry[T]]]:

@@ -96,7 +96,7 @@ def job_layouts(
 
 def _text(layout: Layout | None, meshes: list[Mesh]) -> str:
     if layout is None:
-        return "not distributed"
+        return "no mesh"
     return f"{', '.join(layout.placements)} on mesh {meshes.index(layout.mesh)}"
 
 

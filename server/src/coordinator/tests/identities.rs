@@ -124,7 +124,7 @@ fn placements_carry_the_identity_of_servers_and_messages_their_address() {
 fn a_placement_on_a_restarted_server_is_computed_again() {
     let mut script = Script::with_servers(1);
     let caller = script.caller();
-    let create = Event::Create { caller, job_id: JOB, spec: Box::new(spec(1)), wait: WAIT };
+    let create = Event::Create { caller, job_id: JOB, create: creation(spec(1)), wait: WAIT };
     let actions = script.cluster.handle(create, script.now);
     let [Action::Place(placing)] = &actions[..] else { panic!("{actions:?}") };
     script.server_as(server(1, 2, "host:1"));

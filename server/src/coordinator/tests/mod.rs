@@ -12,6 +12,7 @@ mod members;
 mod model;
 mod reduces;
 mod service;
+mod succession;
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -19,7 +20,7 @@ use std::{
 };
 
 use zeroshard_proto::{
-    DType, Error, JobSpec, Manifest, Result, Server, TensorSpec,
+    DType, Error, JobSpec, Manifest, Result, Server, Succession, TensorSpec,
     pb::{self, serve_request, serve_response::Command},
 };
 
@@ -27,8 +28,8 @@ use super::{
     cluster::Cluster,
     control::said,
     events::{
-        Action, Caller, Commit, Discard, Event, JobRef, Join, Lease, Link, Now, Reduce, Reply,
-        Said, Turn,
+        Action, Caller, Commit, Create, Discard, Event, JobRef, Join, Lease, Link, Now, Reduce,
+        Reply, Said, Turn,
     },
     jobs::Plan,
 };
@@ -45,6 +46,10 @@ fn spec(world: u32) -> JobSpec {
     let manifest =
         Manifest::new(vec![TensorSpec::new("a", [3]), frozen, TensorSpec::new("b", [4])]).unwrap();
     JobSpec { world, ..JobSpec::new("job", manifest, vec!["adamw".parse().unwrap()]) }
+}
+
+fn creation(spec: JobSpec) -> Box<Create> {
+    Box::new(Create { spec, succession: None })
 }
 
 /// The job, as its members and servers name it.
@@ -189,8 +194,18 @@ impl Script {
     }
 
     fn create_as(&mut self, job_id: u64, spec: JobSpec) -> Caller {
+        self.create_from(job_id, spec, None)
+    }
+
+    fn create_from(
+        &mut self,
+        job_id: u64,
+        spec: JobSpec,
+        succession: Option<Succession>,
+    ) -> Caller {
         let caller = self.caller();
-        self.event(Event::Create { caller, job_id, spec: Box::new(spec), wait: WAIT });
+        let create = Box::new(Create { spec, succession });
+        self.event(Event::Create { caller, job_id, create, wait: WAIT });
         caller
     }
 

@@ -158,7 +158,7 @@ fn join(rank: u32) -> pb::JoinRequest {
 }
 
 fn create(world: u32) -> pb::CreateJobRequest {
-    pb::CreateJobRequest { spec: Some((&spec(world)).into()) }
+    pb::CreateJobRequest { spec: Some((&spec(world)).into()), ..Default::default() }
 }
 
 /// The turn of rank 0 at step 0.
@@ -335,12 +335,14 @@ async fn a_server_that_does_not_read_its_commands_is_dismissed() {
     let mut control = driver.add_server(server).unwrap();
     let said = |said| driver.tell(Event::Said { from: control.link, said });
     let create =
-        |caller| Event::Create { caller, job_id: JOB, spec: Box::new(spec(1)), wait: WAIT };
+        |caller| Event::Create { caller, job_id: JOB, create: creation(spec(1)), wait: WAIT };
     let creator = tokio::spawn({
         let driver = driver.clone();
         async move { driver.call(create).await }
     });
-    assert!(matches!(control.commands.recv().await, Some(Outgoing::Command(Command::Welcome(_)))));
+    assert!(
+        matches!(control.commands.recv().await, Some(Outgoing::Command(command)) if matches!(*command, Command::Welcome(_)))
+    );
     assert!(matches!(control.commands.recv().await, Some(Outgoing::Open(_))));
     said(super::Said::Opened(job()));
     assert_eq!(creator.await.unwrap(), Ok(Reply::Created { epoch: 1, job_id: JOB }));
@@ -369,7 +371,8 @@ async fn invalid_requests_get_typed_errors_and_the_server_continues() {
     assert_eq!(field(error(client.create_job(absent).await)), "spec");
     assert_eq!(field(error(client.create_job(create(0)).await)), "world");
     let replicated = JobSpec { replicas: 2, min_servers: 2, ..spec(1) };
-    let replicated = pb::CreateJobRequest { spec: Some((&replicated).into()) };
+    let replicated =
+        pb::CreateJobRequest { spec: Some((&replicated).into()), ..Default::default() };
     assert_eq!(field(error(client.create_job(replicated).await)), "replicas");
     assert_eq!(
         field(error(client.commit(pb::CommitRequest::default()).await)),

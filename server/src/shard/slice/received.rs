@@ -12,20 +12,27 @@ use crate::{
 #[derive(Debug)]
 pub(super) struct Received(
     /// INVARIANT: one for each set of contributors.
-    Vec<Ranges>,
+    Vec<Part>,
 );
+
+#[derive(Debug, Clone, Default)]
+struct Part {
+    received: Ranges,
+    /// Whether anything was stored, in whatever attempt.
+    is_written: bool,
+}
 
 impl Received {
     pub(super) fn new(contributors: &[SliceContributors]) -> Self {
-        Self(vec![Ranges::default(); contributors.len()])
+        Self(vec![Part::default(); contributors.len()])
     }
 
     pub(super) fn clear(&mut self) {
-        self.0.iter_mut().for_each(Ranges::clear);
+        self.0.iter_mut().for_each(|part| part.received.clear());
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.0.iter().all(Ranges::is_empty)
+        self.0.iter().all(|part| part.received.is_empty())
     }
 
     /// Whether all elements have arrived.
@@ -36,13 +43,13 @@ impl Received {
     /// The first rank that has not sent everything.
     pub(super) fn missing_rank(&self, contributors: &[SliceContributors]) -> Option<u32> {
         let mut both = contributors.iter().zip(&self.0);
-        let missing = both.find(|(of, received)| !received.is_all(of.elements.numel()));
+        let missing = both.find(|(of, part)| !part.received.is_all(of.elements.numel()));
         missing.map(|(of, _)| of.ranks.uploader())
     }
 
     /// Whether all elements of `chunk` have arrived before.
     pub(super) fn contains(&self, contributors: &[SliceContributors], chunk: &Chunk) -> bool {
-        self.0[uploaded_by(contributors, chunk.rank)].contains(&chunk.range())
+        self.0[uploaded_by(contributors, chunk.rank)].received.contains(&chunk.range())
     }
 
     /// Stores the new elements of `chunk`. Returns their number.
@@ -54,15 +61,28 @@ impl Received {
         chunk: &Chunk,
     ) -> u64 {
         let index = uploaded_by(contributors, chunk.rank);
-        let (elements, received) = (&contributors[index].elements, &mut self.0[index]);
+        let (elements, part) = (&contributors[index].elements, &mut self.0[index]);
         let mut new = 0;
-        for (range, _) in received.split(chunk.range()).into_iter().filter(|(_, known)| !known) {
-            let part = chunk.select(range.clone());
-            backend.store(content, elements.select(range.clone()), &part.bytes, part.dtype);
+        let ranges = part.received.split(chunk.range());
+        for (range, _) in ranges.into_iter().filter(|(_, known)| !known) {
+            let values = chunk.select(range.clone());
+            backend.store(content, elements.select(range.clone()), &values.bytes, values.dtype);
             new += range.len() as u64;
-            received.insert(range);
+            part.received.insert(range);
+            part.is_written = true;
         }
         new
+    }
+
+    /// Counts everything that `rank` uploads as received, because the content has it already. False
+    /// if the rank has stored some of it, and not all of it in this attempt.
+    pub(super) fn keep(&mut self, contributors: &[SliceContributors], rank: u32) -> bool {
+        let index = uploaded_by(contributors, rank);
+        let (numel, part) = (contributors[index].elements.numel(), &mut self.0[index]);
+        if !part.is_written {
+            part.received.insert(0..numel);
+        }
+        part.received.is_all(numel)
     }
 }
 

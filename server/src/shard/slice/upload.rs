@@ -24,8 +24,8 @@ impl<B: Backend> Slice<B> {
     /// slice's lock, that `attempt` is the job's open attempt.
     ///
     /// # Errors
-    /// Those of `current`; [`Error::Invalid`] for state that arrives after the parameters, and for
-    /// a number of applied steps that differs from another rank's.
+    /// Those of `current`; [`Error::Invalid`] for state that arrives after the parameters or was
+    /// carried over, and for a number of applied steps that differs from another rank's.
     pub(crate) fn upload(
         &self,
         backend: &B,
@@ -40,6 +40,13 @@ impl<B: Backend> Slice<B> {
             self.enter(backend, &mut inner, attempt);
         }
         let inner = &mut *inner;
+        if upload.state.is_some() && inner.carried.is_some_and(|carried| carried.state) {
+            return Err(Error::invalid(
+                "optimizer state",
+                "uploaded to a slice that it was carried over to",
+                "left out; create the job with fresh_state to upload optimizer state",
+            ));
+        }
         inner.reset_state(backend, self.initial_state)?;
         let is_complete =
             self.version().is_some() || inner.uploaded.is_complete(&self.contributors);
@@ -76,14 +83,15 @@ impl<B: Backend> Inner<B> {
     pub(super) fn forget_upload(&mut self) {
         self.uploaded.clear();
         self.stale_state = !self.uploaded_state.iter().all(Received::is_empty);
-        self.applied = 0;
+        self.applied = self.carried.map_or(0, |carried| carried.applied);
     }
 
     /// Several ranks may upload to one slice; the last one must not decide alone.
-    fn count_applied(&mut self, applied: u64, rank: u32) -> Result<()> {
+    pub(super) fn count_applied(&mut self, applied: u64, rank: u32) -> Result<()> {
+        let is_said = self.applied > 0 || self.carried.is_some_and(|carried| carried.state);
         match (applied, self.applied) {
             (0, _) => {}
-            (applied, 0) => self.applied = applied,
+            (applied, _) if !is_said => self.applied = applied,
             (applied, known) if applied == known => {}
             (applied, known) => {
                 let what = format!("number of applied steps that rank {rank} uploads");

@@ -325,8 +325,12 @@ fn a_state_is_not_given_to_a_job_that_was_there_before() {
         let state = other.state_dict().unwrap();
         other.optimizer().leave().unwrap();
         let mut model = at(Level::Os, 1, &world, settings, runtime);
-        let [what, found] = refused(model.set_state_dict(state));
-        assert!(what.contains("\"demo.1\"") && found == "a job that exists", "{what} is {found}");
+        let refused = model.set_state_dict(state);
+        let Err(Error::Invalid(zeroshard_proto::Error::JobExists { job, difference })) = refused
+        else {
+            panic!("{refused:?}")
+        };
+        assert_eq!((job.as_str(), difference.as_str()), ("demo.1", "predecessor"));
         assert_eq!(model.optimizer().job(), "demo");
         model.optimizer().leave().unwrap();
     });

@@ -1,0 +1,83 @@
+//! A job that takes over from another.
+
+use crate::{Error, Result, pb};
+
+/// A version of a job.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct JobVersion {
+    /// The job's name.
+    pub job: String,
+    /// Tells the job from earlier and later ones of its name.
+    pub job_id: u64,
+    /// The version.
+    pub version: u64,
+}
+
+/// What a new job takes over from another, its predecessor.
+///
+/// Tensors of the same name and shape begin with the predecessor's master weights. Where a tensor
+/// trains in both jobs, and the predecessor's optimizer has every state tensor that the new one
+/// has, its optimizer state and its number of applied steps are copied as well.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Succession {
+    /// The predecessor, at the version that is carried over.
+    pub from: JobVersion,
+    /// Optimizer state and numbers of applied steps begin as in a new run.
+    pub fresh_state: bool,
+}
+
+/// The name of the job that takes over from job `name`: "name.1" after "name", "name.2" after that.
+pub fn successor_name(name: &str) -> String {
+    let numbered = name
+        .rsplit_once('.')
+        .and_then(|(base, number)| Some((base, number.parse::<u64>().ok()?.checked_add(1)?)));
+    numbered.map_or_else(|| format!("{name}.1"), |(base, number)| format!("{base}.{number}"))
+}
+
+impl From<&JobVersion> for pb::JobVersion {
+    fn from(JobVersion { job, job_id, version }: &JobVersion) -> Self {
+        Self { job: job.clone(), job_id: *job_id, version: *version }
+    }
+}
+
+impl TryFrom<pb::JobVersion> for JobVersion {
+    type Error = Error;
+
+    fn try_from(pb::JobVersion { job, job_id, version }: pb::JobVersion) -> Result<Self> {
+        if job_id == 0 {
+            let what = format!("job_id of the predecessor, job {job:?}");
+            return Err(Error::invalid(
+                what,
+                0,
+                "the job_id of JoinResponse or DescribeJobResponse",
+            ));
+        }
+        Ok(Self { job, job_id, version })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn successors_are_numbered() {
+        for (name, next) in [
+            ("demo", "demo.1"),
+            ("demo.1", "demo.2"),
+            ("run/all.9", "run/all.10"),
+            ("v1.x", "v1.x.1"),
+            ("job.18446744073709551615", "job.18446744073709551615.1"),
+        ] {
+            assert_eq!(successor_name(name), next);
+        }
+    }
+
+    #[test]
+    fn a_version_of_a_job_without_an_id_is_refused() {
+        let named = JobVersion { job: "a".to_owned(), job_id: 7, version: 3 };
+        assert_eq!(JobVersion::try_from(pb::JobVersion::from(&named)), Ok(named.clone()));
+        let anonymous = pb::JobVersion { job_id: 0, ..(&named).into() };
+        assert!(matches!(JobVersion::try_from(anonymous), Err(Error::Invalid { .. })));
+    }
+}

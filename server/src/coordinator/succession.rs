@@ -1,0 +1,152 @@
+//! Succession: where a new job's slices come from, when it takes over from another.
+//!
+//! A server copies them while it opens the job, from itself or from another server, at exactly one
+//! version of the predecessor. So CreateJob is answered when the copy is complete, and nothing of
+//! the predecessor is needed from then on. A predecessor that steps or ends before that ends the
+//! creation with a typed error.
+
+use std::{collections::HashMap, sync::Arc};
+
+use zeroshard_proto::{Error, JobSpec, Placement, Result, SliceSpec, Succession, pb};
+
+use super::{
+    cluster::Cluster,
+    events::{Action, ServerId},
+    state::{Job, Phase},
+};
+
+/// A succession, and what is known of the predecessor.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Source {
+    pub(crate) succession: Arc<Succession>,
+    pub(crate) spec: Arc<JobSpec>,
+    pub(crate) placement: Arc<Placement>,
+}
+
+impl Source {
+    /// What `server` copies of the slices that it is to hold of a job of `spec`.
+    pub(super) fn message(
+        &self,
+        spec: &JobSpec,
+        placement: &Placement,
+        server: ServerId,
+    ) -> pb::Succession {
+        pb::Succession {
+            from: Some((&self.succession.from).into()),
+            servers: self.placement.servers().iter().cloned().map(Into::into).collect(),
+            copies: self.copies(spec, placement.primary_slices(server)),
+        }
+    }
+
+    fn copies(&self, spec: &JobSpec, slices: impl Iterator<Item = usize>) -> Vec<pb::SliceCopy> {
+        let tensors = self.spec.manifest.tensors().iter().enumerate();
+        let by_name: HashMap<&str, usize> =
+            tensors.map(|(index, tensor)| (tensor.name.as_str(), index)).collect();
+        let mut copies = Vec::new();
+        for slice in slices {
+            let tensor = spec.manifest.tensor_of(slice);
+            if let Some(&before) = by_name.get(tensor.name.as_str())
+                && self.spec.manifest.tensors()[before].shape == tensor.shape
+            {
+                let state = self.carries_state(spec, slice, before);
+                self.add_copies(slice, &spec.manifest.slices()[slice], before, state, &mut copies);
+            }
+        }
+        copies
+    }
+
+    /// Whether the slice's optimizer state is that of the predecessor's tensor `before`.
+    fn carries_state(&self, spec: &JobSpec, slice: usize, before: usize) -> bool {
+        let owner = self.spec.manifest.owner(before);
+        let (old, new) = (&self.spec.groups[0], &spec.groups[0]);
+        !self.succession.fresh_state
+            && spec.manifest.trains(slice)
+            && self.spec.manifest.tensors()[owner].trains()
+            && new.state().iter().all(|name| old.state().contains(name))
+    }
+
+    /// The copies into slice number `slice`, which is `cut`. The predecessor's tensor may have been
+    /// cut at other places.
+    fn add_copies(
+        &self,
+        slice: usize,
+        cut: &SliceSpec,
+        before: usize,
+        state: bool,
+        copies: &mut Vec<pb::SliceCopy>,
+    ) {
+        let numbers = self.spec.manifest.slices_of(before);
+        let cuts = &self.spec.manifest.slices()[numbers.clone()];
+        let first = cuts.partition_point(|other| other.offset + other.numel <= cut.offset);
+        let end = cut.offset + cut.numel;
+        for (source, other) in numbers.zip(cuts).skip(first) {
+            if other.offset >= end {
+                break;
+            }
+            let from = cut.offset.max(other.offset);
+            let to = end.min(other.offset + other.numel);
+            copies.push(pb::SliceCopy {
+                slice: slice as u32,
+                offset: (from - cut.offset) as u64,
+                length: (to - from) as u64,
+                source: source as u32,
+                source_offset: (from - other.offset) as u64,
+                server: self.placement.primary(source) as u32,
+                state,
+            });
+        }
+    }
+}
+
+impl Cluster {
+    /// The predecessor, if it is at exactly the version that is to be carried over.
+    ///
+    /// # Errors
+    /// [`Error::UnknownJob`], [`Error::JobReplaced`], [`Error::JobFailed`];
+    /// [`Error::VersionGone`] if it has made a step since, [`Error::Invalid`] for a version that it
+    /// has not reached.
+    pub(super) fn source(&self, succession: &Arc<Succession>) -> Result<Source> {
+        let from = &succession.from;
+        let Job { spec, id, phase, .. } = self.job(&from.job)?;
+        if *id != from.job_id {
+            return Err(Error::JobReplaced { job: from.job.clone() });
+        }
+        let open = phase.open(&from.job)?;
+        match open.version {
+            Some(version) if version == from.version => Ok(Source {
+                succession: succession.clone(),
+                spec: spec.clone(),
+                placement: open.placement.clone(),
+            }),
+            Some(current) if current > from.version => {
+                let (job, version) = (from.job.clone(), from.version);
+                Err(Error::VersionGone { job, version, current })
+            }
+            current => Err(Error::invalid(
+                format!("version of job {:?} that is to be carried over", from.job),
+                from.version,
+                match current {
+                    Some(current) => format!("its current one, {current}"),
+                    None => "one that it has: its initial parameters are not complete".to_owned(),
+                },
+            )),
+        }
+    }
+
+    /// The jobs that are being created and take over from the job with this id.
+    pub(super) fn successors(&self, id: u64) -> impl Iterator<Item = &str> {
+        self.jobs.iter().filter_map(move |(name, job)| {
+            let is_new = matches!(job.phase, Phase::Waiting { .. } | Phase::Opening { .. });
+            let from = &job.succession.as_ref()?.from;
+            (is_new && from.job_id == id).then_some(name.as_str())
+        })
+    }
+
+    /// Ends the creation of a job.
+    pub(super) fn abandon(&mut self, name: &str, error: &Error, out: &mut Vec<Action>) {
+        let Some(job) = self.jobs.remove(name) else { return };
+        out.push(Action::Note(format!("job {name:?} was not created: {error}")));
+        self.dissolve(name, job.id, job.phase, error, out);
+        out.push(Action::Forgotten { job: name.to_owned() });
+    }
+}

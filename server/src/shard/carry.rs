@@ -1,0 +1,291 @@
+//! Carrying over: slices of a job that is being opened begin with the master weights and optimizer
+//! state of another job, its predecessor, at one version: from this server's memory, or from the
+//! servers that hold them.
+
+use std::{
+    collections::{BTreeMap, HashMap, VecDeque},
+    ops::Range,
+    sync::Arc,
+    time::Duration,
+};
+
+use futures_util::future::try_join_all;
+use rayon::prelude::*;
+use zeroshard_proto::{
+    DType, Error, JobVersion, Result, Token,
+    error::Remedy,
+    pb::{
+        self, data_service_client::DataServiceClient, shard_service_client::ShardServiceClient,
+        slice_array::Array,
+    },
+    transport::{Connection, MAX_CONTROL_MESSAGE, endpoint},
+};
+
+use super::{job::Job, part::Part, store::Store};
+use crate::backend::Backend;
+
+/// The extents that one pull asks for.
+const PULLED_EXTENTS: usize = 4096;
+/// How often a pull from another server is sent again after a connection broke, and the pause
+/// before that.
+const RETRIES: usize = 5;
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// Fills slices of `job`, which nobody else knows yet, as the coordinator says. `server` is this
+/// one.
+///
+/// # Errors
+/// [`Error::VersionGone`] if the predecessor has made a step meanwhile, [`Error::UnknownJob`],
+/// [`Error::JobReplaced`] and [`Error::JobFailed`] if it has ended; [`Error::Unavailable`] and
+/// [`Error::Timeout`] if another server does not send its part.
+pub(super) async fn carry_over<B: Backend>(
+    store: &Arc<Store<B>>,
+    token: &Token,
+    server: u64,
+    job: &Arc<Job<B>>,
+    succession: pb::Succession,
+) -> Result<()> {
+    let pb::Succession { from, servers, copies } = succession;
+    let from = Arc::new(JobVersion::try_from(from.unwrap_or_default())?);
+    let mut shares: Vec<Vec<SliceCopy>> = servers.iter().map(|_| Vec::new()).collect();
+    let mut carried = BTreeMap::<_, usize>::new();
+    for copy in copies {
+        let share = shares.get_mut(copy.server as usize).ok_or_else(|| malformed(&copy))?;
+        share.push(SliceCopy::new(job, &copy)?);
+        *carried.entry((copy.slice, copy.state)).or_default() += copy.length as usize;
+    }
+    let copies = servers.iter().zip(shares).filter(|(_, share)| !share.is_empty());
+    let copies = copies.map(|(holder, share)| {
+        let copy = Copier { store: store.clone(), job: job.clone(), from: from.clone() };
+        async move {
+            match holder.id == server {
+                true => copy.copy_here(share).await,
+                false => copy.copy_remote(holder, token, &share).await,
+            }
+        }
+    });
+    let copied = job.closed().run_until_cancelled(try_join_all(copies)).await;
+    copied.unwrap_or_else(|| Err(job.closed_error()))?;
+    for ((index, state), elements) in carried {
+        let slice = job.slice(index)?;
+        if elements == slice.spec.numel {
+            slice.end_carry(state);
+        }
+    }
+    Ok(())
+}
+
+/// Consecutive elements of a slice, and where the predecessor has them.
+#[derive(Debug, Clone)]
+struct SliceCopy {
+    slice: u32,
+    offset: usize,
+    source: u32,
+    source_offset: usize,
+    /// INVARIANT: within `slice`, and not empty.
+    length: usize,
+    state: bool,
+}
+
+impl SliceCopy {
+    fn new<B: Backend>(job: &Job<B>, copy: &pb::SliceCopy) -> Result<Self> {
+        let slice = job.slice(copy.slice)?;
+        let end = copy.offset.checked_add(copy.length);
+        let is_inside = copy.length > 0 && end.is_some_and(|end| end <= slice.spec.numel as u64);
+        if !is_inside || copy.state && slice.group.is_none() {
+            return Err(malformed(copy));
+        }
+        let offset =
+            usize::try_from(copy.source_offset).ok().filter(|&offset| offset < usize::MAX / 2);
+        Ok(Self {
+            slice: copy.slice,
+            offset: copy.offset as usize,
+            source: copy.source,
+            source_offset: offset.ok_or_else(|| malformed(copy))?,
+            length: copy.length as usize,
+            state: copy.state,
+        })
+    }
+
+    fn source_range(&self) -> Range<usize> {
+        self.source_offset..self.source_offset + self.length
+    }
+
+    /// Without its first elements; `None` if they are all.
+    fn rest(self, elements: usize) -> Option<Self> {
+        (elements < self.length).then(|| Self {
+            offset: self.offset + elements,
+            source_offset: self.source_offset + elements,
+            length: self.length - elements,
+            ..self
+        })
+    }
+}
+
+fn malformed(copy: &pb::SliceCopy) -> Error {
+    Error::Internal { cause: format!("the coordinator had {copy:?} copied, which cannot be") }
+}
+
+/// Copies from one server.
+struct Copier<B: Backend> {
+    store: Arc<Store<B>>,
+    job: Arc<Job<B>>,
+    from: Arc<JobVersion>,
+}
+
+impl<B: Backend> Copier<B> {
+    /// The arrays that are copied, and where they go.
+    fn arrays(&self) -> impl Iterator<Item = (pb::SliceArray, Part)> + use<B> {
+        let array = |array| pb::SliceArray { array: Some(array) };
+        let master = array(Array::MasterWeights(pb::slice_array::MasterWeights {}));
+        let state = self.job.spec.groups[0].state().iter().enumerate();
+        let state = state.map(move |(position, name)| {
+            (array(Array::OptimizerState((*name).to_owned())), Part::State(position))
+        });
+        std::iter::once((master, Part::Master)).chain(state)
+    }
+
+    /// From a job of this server.
+    async fn copy_here(self, copies: Vec<SliceCopy>) -> Result<()> {
+        let JobVersion { job: name, job_id, version } = &*self.from;
+        let source = self.store.job(name, *job_id)?;
+        source.wait_for_version(*version, self.store.deadline(None)).await?;
+        let failure = self.store.failure.clone();
+        let copy = move || {
+            copies.par_iter().try_for_each(|copy| match self.job.closed().is_cancelled() {
+                true => Err(self.job.closed_error()),
+                false => self.copy_slice(&source, copy),
+            })
+        };
+        failure.blocking("copy slices of a job", copy).await
+    }
+
+    fn copy_slice(&self, source: &Job<B>, copy: &SliceCopy) -> Result<()> {
+        let JobVersion { job: name, version, .. } = &*self.from;
+        let (backend, from) = (self.job.backend(), source.slice(copy.source)?);
+        let range = copy.source_range();
+        if range.end > from.spec.numel {
+            return Err(Error::Internal { cause: format!("{copy:?} is not in job {name:?}") });
+        }
+        for (array, target) in self.arrays().take(if copy.state { usize::MAX } else { 1 }) {
+            let part = Part::of(Some(&array), &source.spec.groups[0])?;
+            let Some(buffer) = from.read(backend, part, name, *version)? else {
+                let cause = format!("version {version} of job {name:?} is not there any more");
+                return Err(Error::Internal { cause });
+            };
+            let bytes = backend.read(&buffer, range.clone(), DType::F32);
+            self.job.slice(copy.slice)?.carry(backend, target, copy.offset, &bytes)?;
+        }
+        if copy.state {
+            self.job.slice(copy.slice)?.carry_applied(from.applied(name, *version)?);
+        }
+        Ok(())
+    }
+
+    /// From a job of another server.
+    async fn copy_remote(
+        self,
+        holder: &pb::Server,
+        token: &Token,
+        copies: &[SliceCopy],
+    ) -> Result<()> {
+        let peer = format!("shard server {}", holder.address);
+        let connection = Connection::new(endpoint(&holder.address)?.connect_lazy(), token)?;
+        let with_state: Vec<SliceCopy> = copies.iter().filter(|copy| copy.state).cloned().collect();
+        for (array, target) in self.arrays() {
+            let copies = if target == Part::Master { copies } else { &with_state };
+            for copies in copies.chunks(PULLED_EXTENTS) {
+                let mut rest: VecDeque<SliceCopy> = copies.iter().cloned().collect();
+                let mut tries = 0..RETRIES;
+                while let Err(error) =
+                    self.pull(&connection, &peer, (&array, target), &mut rest).await
+                {
+                    if error.remedy() != Remedy::Retry || tries.next().is_none() {
+                        return Err(error);
+                    }
+                    tokio::time::sleep(PAUSE).await;
+                }
+            }
+        }
+        if !with_state.is_empty() {
+            self.pull_applied(connection, &peer, &with_state).await?;
+        }
+        Ok(())
+    }
+
+    /// Pulls an array of `copies`, in their order, and removes what has come.
+    async fn pull(
+        &self,
+        connection: &Connection,
+        peer: &str,
+        (array, target): (&pb::SliceArray, Part),
+        copies: &mut VecDeque<SliceCopy>,
+    ) -> Result<()> {
+        let JobVersion { job, job_id, version } = (*self.from).clone();
+        let extents = copies.iter().map(|copy| pb::Extent {
+            slice: copy.source,
+            offset: copy.source_offset as u64,
+            length: copy.length as u64,
+        });
+        let request = pb::PullRequest {
+            job,
+            job_id,
+            version,
+            dtype: pb::Dtype::from(DType::F32).into(),
+            extents: extents.collect(),
+            array: Some(array.clone()),
+            ..Default::default()
+        };
+        let failed = |status: tonic::Status| Error::from_status(&status, peer);
+        let mut client = DataServiceClient::new(connection.clone());
+        let mut answer = client.pull(request).await.map_err(failed)?.into_inner();
+        while let Some(pb::PullResponse { slice, offset, payload, .. }) =
+            answer.message().await.map_err(failed)?
+        {
+            let elements = payload.len() / DType::F32.size();
+            let copy = copies.pop_front().filter(|copy| {
+                let start = (copy.source, copy.source_offset as u64);
+                start == (slice, offset) && elements <= copy.length
+            });
+            let Some(copy) = copy else {
+                let cause = format!("{peer} sent slice {slice} from {offset} on, unasked");
+                return Err(Error::Internal { cause });
+            };
+            self.job.slice(copy.slice)?.carry(self.job.backend(), target, copy.offset, &payload)?;
+            if let Some(rest) = copy.rest(elements) {
+                copies.push_front(rest);
+            }
+        }
+        match copies.front() {
+            None => Ok(()),
+            Some(copy) => {
+                let cause = format!("its answer ended before slice {}", copy.source);
+                Err(Error::Unavailable { peer: peer.to_owned(), cause })
+            }
+        }
+    }
+
+    async fn pull_applied(
+        &self,
+        connection: Connection,
+        peer: &str,
+        copies: &[SliceCopy],
+    ) -> Result<()> {
+        let JobVersion { job, job_id, version } = (*self.from).clone();
+        let request = pb::StepsRequest { job: job.clone(), job_id, version };
+        let mut client =
+            ShardServiceClient::new(connection).max_decoding_message_size(MAX_CONTROL_MESSAGE);
+        let answer = client.steps(request).await.map_err(|s| Error::from_status(&s, peer))?;
+        let steps = answer.into_inner().slices.into_iter();
+        let applied: HashMap<u32, u64> = steps.map(|of| (of.slice, of.applied)).collect();
+        for copy in copies {
+            let Some(&applied) = applied.get(&copy.source) else {
+                let (slice, cause) = (copy.source, "no applied steps");
+                let cause = format!("{peer} has {cause} of slice {slice} of job {job:?}");
+                return Err(Error::Internal { cause });
+            };
+            self.job.slice(copy.slice)?.carry_applied(applied);
+        }
+        Ok(())
+    }
+}

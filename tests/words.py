@@ -1,0 +1,85 @@
+"""Checks the vocabulary of the project: words that were given up must not come back as identifiers,
+and comments in Rust must fit into 100 columns.
+
+The glossary in ARCHITECTURE.md has one word for one thing. Python's columns are checked by ruff.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+#: Words that were given up, with the words that replace them. A word is matched as a whole
+#: identifier or as one of the words of an identifier in snake case or camel case.
+RETIRED = {
+    "BoxView": "StridedBox",
+    "Area": "TensorBox, Elements",
+    "area": "bounds",
+    "Region": "LocalTensor, StridedBox",
+    "Uncut": "Contributions",
+    "Filling": "Received",
+    "Piece": "Chunk",
+    "Parcel": "DeliverRequest",
+    "ParcelHeader": "DeliverHeader",
+    "Surroundings": "Context",
+}
+
+#: Words that are retired in one part of the project only, because another meaning of the word is a
+#: standard term elsewhere.
+RETIRED_IN = {
+    ("Lane", "server/src/shard"): "SliceContributors",
+    ("lane", "server/src/shard"): "contributors",
+    ("Run", "proto/src"): "a range of elements",
+    ("Share", "client/src"): "LocalTensor",
+    ("Plan", "client/src"): "ServerPush, ServerPull",
+}
+
+WIDTH = 100
+
+
+def files(*patterns: str) -> list[Path]:
+    """Tracked files, without those that are deleted in the working tree."""
+    listed = subprocess.run(
+        ["git", "ls-files", *patterns], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    paths = [ROOT / line for line in listed.stdout.splitlines()]
+    return [path for path in paths if path.exists() and path != Path(__file__).resolve()]
+
+
+def code_of(path: Path) -> list[str]:
+    """The lines of a file, without comments and strings: prose may use any word."""
+    text = path.read_text()
+    if path.suffix == ".rs" or path.suffix == ".proto":
+        text = re.sub(r"//[^\n]*", "", text)
+    else:
+        text = re.sub(r'"""(?:.|\n)*?"""', lambda m: "\n" * m.group().count("\n"), text)
+        text = re.sub(r"#[^\n]*", "", text)
+    text = re.sub(r'"(?:[^"\\\n]|\\.)*"', '""', text)
+    return text.splitlines()
+
+
+def main() -> int:
+    found: list[str] = []
+    for path in files("*.rs", "*.py", "*.pyi", "*.proto"):
+        name = str(path.relative_to(ROOT))
+        retired = dict(RETIRED)
+        retired |= {word: use for (word, part), use in RETIRED_IN.items() if name.startswith(part)}
+        words = re.compile(r"\b(" + "|".join(retired) + r")\b")
+        for number, line in enumerate(code_of(path), 1):
+            for match in words.finditer(line):
+                word = match.group()
+                found.append(f"{name}:{number}: {word!r} was given up: use {retired[word]}")
+        if path.suffix == ".rs":
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                if len(line) > WIDTH and line.lstrip().startswith(("// ", "/// ", "//! ")):
+                    found.append(f"{name}:{number}: a comment of {len(line)} columns")
+    print("\n".join(found) or "no retired words")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
