@@ -145,7 +145,7 @@ impl Cluster {
             0 => Err(Error::invalid(
                 format!("job_id of job {:?}", job.name),
                 0,
-                "the job_id of Membership",
+                "the job_id in the JoinResponse",
             )),
             id if id == found.id => Ok(found),
             _ => Err(Error::JobReplaced { job: job.name.clone() }),

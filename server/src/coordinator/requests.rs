@@ -65,7 +65,7 @@ impl Waits {
 }
 
 fn turn(message: Option<pb::Turn>) -> Result<Turn> {
-    let absent = || Error::invalid("turn of a rank's call", "absent", "the rank's membership");
+    let absent = || Error::invalid("turn of the call of a rank", "absent", "present");
     let pb::Turn { job: name, job_id: id, lease, epoch, rank, step, attempt } =
         message.ok_or_else(absent)?;
     let job = JobRef { name, id };
@@ -84,7 +84,7 @@ fn positive(what: &str, number: f64, turn: &Turn) -> Result<f64> {
     Err(Error::invalid(
         format!("{what} of rank {} at step {}", turn.rank, turn.step),
         number,
-        "finite and more than 0",
+        "finite and greater than 0",
     ))
 }
 
@@ -103,14 +103,14 @@ pub(super) fn create(request: pb::CreateJobRequest) -> Result<Create> {
 }
 
 fn job_spec(spec: Option<pb::JobSpec>) -> Result<JobSpec> {
-    let spec = spec.ok_or_else(|| Error::invalid("spec", "absent", "the job's spec"))?;
+    let spec = spec.ok_or_else(|| Error::invalid("spec", "absent", "present"))?;
     let spec = JobSpec::try_from(spec)?;
     if spec.replicas > 1 {
         // This version cannot replicate slices, so it must not accept the request.
         return Err(Error::invalid(
             "replicas",
             spec.replicas,
-            "1: this version does not replicate slices",
+            "1, because this version does not replicate slices",
         ));
     }
     Ok(spec)
@@ -127,7 +127,7 @@ pub(super) fn dialled(what: &str, text: &str) -> Result<Address> {
     }
     match text.parse::<Address>() {
         Ok(address) if address.port() == 0 => {
-            wrong(format!("{text:?}"), "a port that others can dial, not 0")
+            wrong(format!("{text:?}"), "an address with a port other than 0")
         }
         Ok(address) => Ok(address),
         Err(malformed) => wrong(format!("{text:?}"), malformed.expected()),

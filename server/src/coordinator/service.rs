@@ -151,10 +151,10 @@ impl coordinator_service_server::CoordinatorService for Service {
                 match dismissed.run_until_cancelled(listen(&driver, from, &mut events)).await {
                     Some(Ok(())) => "its control stream ended".to_owned(),
                     Some(Err(status)) => {
-                        tracing::warn!(address, %status, "control stream broke");
-                        format!("its control stream broke: {}", status.message())
+                        tracing::warn!(address, %status, "the control stream failed");
+                        format!("its control stream failed: {}", status.message())
                     }
-                    None => format!("{MAX_COMMANDS} commands waited for it to read them"),
+                    None => format!("it did not read {MAX_COMMANDS} commands"),
                 };
             driver.tell(Event::ServerLost { from, cause });
         });

@@ -110,7 +110,9 @@ impl<'a, B: Backend> Session<'a, B> {
                 tracing::info!(coordinator, term, id = format!("{server_id:016x}"), "registered");
                 Ok((session, commands))
             }
-            other => Err(Error::Internal { cause: format!("{peer} greeted with {other:?}") }),
+            other => Err(Error::Internal {
+                cause: format!("{peer} sent {other:?} as its first message"),
+            }),
         }
     }
 
@@ -120,7 +122,7 @@ impl<'a, B: Backend> Session<'a, B> {
             |cause: &str| Error::Unavailable { peer: self.peer.clone(), cause: cause.to_owned() };
         let (hung_up, overflow) = (
             unavailable("it closed the stream"),
-            unavailable("it does not read what this server says"),
+            unavailable("it does not read the events of this server"),
         );
         loop {
             let command = tokio::select! {
@@ -188,7 +190,7 @@ impl<'a, B: Backend> Session<'a, B> {
         if let Err(mpsc::error::TrySendError::Full(_)) = queue.commands.try_send(command) {
             tracing::error!(
                 job = format!("{job_id:016x}"),
-                "{MAX_COMMANDS} commands wait; giving the job up"
+                "{MAX_COMMANDS} commands wait; dropping the job"
             );
             self.jobs.remove(&job_id);
         }

@@ -322,7 +322,7 @@ impl<B: Backend> Job<B> {
 fn closed_error(job: &str) -> Error {
     Error::JobFailed {
         job: job.to_owned(),
-        reason: "it was deleted, or this server has given it up".to_owned(),
+        reason: "it was deleted, or this server has dropped it".to_owned(),
     }
 }
 

@@ -87,7 +87,7 @@ fn at(epoch: u64, step: u64, number: u32) -> Attempt {
 }
 
 #[test]
-fn a_push_that_was_acknowledged_in_an_epoch_is_not_erased_by_its_beginning() {
+fn a_push_acknowledged_in_an_epoch_is_not_erased_by_the_beginning_of_that_epoch() {
     // Ranks push the same gradients again in every epoch, while the epoch changes. All gradients
     // that were acknowledged in the last epoch must count.
     const SLICES: u32 = 20_000;
@@ -130,7 +130,7 @@ fn a_push_that_was_acknowledged_in_an_epoch_is_not_erased_by_its_beginning() {
 }
 
 #[test]
-fn what_was_pushed_in_an_attempt_never_counts_in_a_later_one() {
+fn gradients_of_an_attempt_never_count_in_a_later_one() {
     let mut subject = Subject::initialised(1, 2);
     subject.push(at(1, 0, 0), 0, 0, 7.0).unwrap();
     subject.push(at(1, 0, 0), 0, 1, 7.0).unwrap();
@@ -177,7 +177,7 @@ fn nothing_is_readable_before_version_0_is_published() {
 }
 
 #[test]
-fn only_the_lease_that_was_granted_for_a_rank_is_accepted_until_it_ends() {
+fn only_the_granted_lease_of_a_rank_is_accepted_until_it_ends() {
     let subject = Subject::initialised(1, 2);
     let check = |rank, lease| subject.job.check_lease(rank, lease);
     assert!(matches!(check(0, 7), Err(Error::LeaseLost { rank: 0, .. })));
@@ -190,7 +190,7 @@ fn only_the_lease_that_was_granted_for_a_rank_is_accepted_until_it_ends() {
 }
 
 #[test]
-fn a_decision_is_told_to_be_stored_before_it_is_applied_and_only_once() {
+fn a_decision_is_reported_as_stored_once_and_before_it_is_applied() {
     let mut subject = Subject::initialised(1, 1);
     subject.push(at(1, 0, 0), 0, 0, 1.0).unwrap();
     assert!(subject.ready().is_some());
@@ -204,7 +204,7 @@ fn a_decision_is_told_to_be_stored_before_it_is_applied_and_only_once() {
 }
 
 #[test]
-fn a_rank_that_is_done_counts_as_zeros_in_every_later_step_until_it_comes_back() {
+fn a_done_rank_counts_as_zeros_in_every_later_step_until_it_returns() {
     let mut subject = Subject::initialised(2, 2);
     subject.push(at(1, 0, 0), 0, 0, 1.0).unwrap();
     subject.job.rank_done(1).unwrap();
@@ -239,7 +239,7 @@ fn a_rank_that_is_done_before_version_0_is_absent_from_the_first_step() {
 }
 
 #[test]
-fn opening_stops_when_the_job_is_closed_meanwhile() {
+fn opening_stops_when_the_job_is_closed() {
     let manifest = Manifest::new(vec![TensorSpec::new("w", [2])]).unwrap();
     let spec = JobSpec::new("job", manifest, vec!["sgd".parse().unwrap()]);
     let servers = vec![Server { id: 1, incarnation: 1, address: "host:1".to_owned() }];

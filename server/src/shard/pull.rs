@@ -120,8 +120,8 @@ fn boxes(spec: &JobSpec, messages: &[pb::Box]) -> Result<Boxes> {
             let what = format!("number of boxes of tensor {:?}", tensors[owner].name);
             return Err(Error::invalid(
                 what,
-                "more than 1",
-                "1 in one pull, also of tensors tied to it",
+                "greater than 1",
+                "1 in one pull, including the tensors tied to it",
             ));
         }
     }
@@ -153,11 +153,11 @@ fn wanted<B: Backend>(
         }
         _ => Err(Error::invalid(
             format!("extent of slice {}", extent.slice),
-            format!("{} elements from {} on", extent.length, extent.offset),
+            format!("{} elements from position {}", extent.length, extent.offset),
             match slice.spec.numel {
-                all if all as u64 == numel => format!("within its {all} elements"),
+                all if all as u64 == numel => format!("within the {all} elements of the slice"),
                 all => format!(
-                    "within the {numel} of its {all} elements that are in the box of {tensor:?}"
+                    "within the {numel} elements (of {all}) of the slice that are in the box of {tensor:?}"
                 ),
             },
         )),
@@ -249,7 +249,8 @@ impl<B: Backend> Pull<B> {
         };
         let waiting_for = || {
             let tensor = &self.job.spec.manifest.tensors()[slice.spec.tensor].name;
-            let missing = self.job.waiting_for().map(|missing| format!("; it lacks {missing}"));
+            let missing =
+                self.job.waiting_for().map(|missing| format!("; the server waits for {missing}"));
             format!(
                 "version {version} of tensor {tensor:?} of job {name:?} in epoch {}{}",
                 self.job.epoch(),

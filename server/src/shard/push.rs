@@ -43,7 +43,7 @@ where
     let mut reader = Reader::new(body, store.limits.max_message);
     let Some(Event::Begin(begin)) = reader.next().await? else {
         let what = "first message of a push";
-        return Err(Error::invalid(what, "without `begin`", "the one that opens it"));
+        return Err(Error::invalid(what, "without `begin`", "a message with `begin`"));
     };
     let mut push = Push::open(store, begin, deadline)?;
     let job = push.job.clone();
@@ -102,19 +102,18 @@ impl<'a, B: Backend> Push<'a, B> {
             return Err(Error::invalid(
                 "job_id of a push",
                 found,
-                "those that the rank got when it joined",
+                "the job_id and lease that the rank received when it joined",
             ));
         }
         let job = store.job(&name, job_id)?;
         if rank >= job.spec.world {
-            let expected = format!("less than the world, {}", job.spec.world);
+            let expected = format!("less than the world size, {}", job.spec.world);
             return Err(Error::invalid("rank", rank, expected));
         }
         job.check_lease(rank, lease)?;
         if covers.iter().any(|&covered| covered != rank) {
             let found = format!("{} ranks", covers.len());
-            let expected =
-                "the rank that pushes: this version does not take sums over several ranks";
+            let expected = "only the pushing rank, because this version does not accept sums over several ranks";
             return Err(Error::invalid("ranks that a push covers", found, expected));
         }
         let (what, attempt, absent) = match contents {
@@ -191,7 +190,7 @@ impl<'a, B: Backend> Push<'a, B> {
             What::Step if !slice.buffer => Err(Error::invalid(
                 format!("gradient of tensor {tensor:?}"),
                 "pushed",
-                "left out: the tensor is frozen",
+                "omitted, because the tensor is frozen",
             )),
             What::Step if extent.dtype != DType::F32 => {
                 Err(Error::invalid(format!("dtype of buffer {tensor:?}"), extent.dtype, "f32"))
@@ -211,10 +210,12 @@ impl<'a, B: Backend> Push<'a, B> {
         }
         let tensor = slice.spec.tensor;
         let expected = match slice.spec.numel {
-            all if all == numel => format!("within its {all} elements"),
+            all if all == numel => format!("within the {all} elements of the slice"),
             all => {
                 let rank = senders::describe(spec, tensor, rank);
-                format!("within the {numel} that {rank} has of its {all} elements")
+                format!(
+                    "within the {numel} elements that {rank} holds of the {all} elements of the slice"
+                )
             }
         };
         Err(Error::invalid(
@@ -223,7 +224,7 @@ impl<'a, B: Backend> Push<'a, B> {
                 extent.slice,
                 spec.manifest.tensors()[tensor].name
             ),
-            format!("{elements} elements from {} on", extent.offset),
+            format!("{elements} elements from position {}", extent.offset),
             expected,
         ))
     }
@@ -241,8 +242,8 @@ impl<'a, B: Backend> Push<'a, B> {
                 let what = format!("tensor {tensor:?}");
                 return Err(Error::invalid(
                     what,
-                    "said to be absent",
-                    "left out: it does not train",
+                    "declared absent",
+                    "omitted, because it is not trained",
                 ));
             }
             self.wait_for_version(index).await?;
@@ -266,8 +267,11 @@ impl<'a, B: Backend> Push<'a, B> {
             current if self.attempt < current => Err(self.attempt.refusal(name, current)),
             _ => Ok((slice.version() == Some(step)).then_some(())),
         };
-        let waiting_for =
-            || format!("version {step} of slice {index} of job {name:?}, to push its gradient");
+        let waiting_for = || {
+            format!(
+                "version {step} of slice {index} of job {name:?}, before its gradient can be pushed"
+            )
+        };
         self.job.wait_for(self.store.deadline(self.deadline), ready, waiting_for).await
     }
 
@@ -306,7 +310,7 @@ fn upload(message: &pb::Upload, spec: &JobSpec) -> Result<Upload> {
         Part::Parameters => None,
         Part::State(position) => Some(position),
         Part::Master => {
-            let expected = "the parameters, which the master weights are, or optimizer state";
+            let expected = "the parameters (which set the master weights) or optimizer state";
             return Err(Error::invalid("array that is uploaded", "the master weights", expected));
         }
     };

@@ -189,7 +189,7 @@ proptest! {
 }
 
 #[test]
-fn the_lowest_rank_that_overflowed_is_named() {
+fn the_lowest_rank_with_an_overflow_is_named() {
     let bad = |rank| Chunk { bytes: f32::NAN.to_le_bytes().to_vec().into(), ..chunk(rank, 5..6) };
     let (round, _) = sum_of(0, 3, &[bad(1), bad(2), chunk(0, 0..NUMEL)], 1000);
     assert_eq!(round.overflow(), Some(1));

@@ -129,7 +129,7 @@ impl Subject {
 const ADAMW: &str = r#"{"name":"adamw"}"#;
 
 #[test]
-fn uploaded_state_and_steps_go_on_like_a_run_that_was_never_interrupted() {
+fn uploaded_state_and_steps_continue_like_an_uninterrupted_run() {
     let first = Subject::new(ADAMW, Subject::tensor(), 1);
     first.upload(PARAMETERS, 0, &[1.0, 2.0, 3.0, 4.0, 5.0]).unwrap();
     for step in 0..3 {
@@ -161,7 +161,7 @@ fn uploaded_state_and_steps_go_on_like_a_run_that_was_never_interrupted() {
 }
 
 #[test]
-fn state_that_comes_after_the_parameters_is_refused_unless_it_was_there_before() {
+fn state_after_the_parameters_is_refused_unless_it_arrived_before() {
     let subject = Subject::new(ADAMW, Subject::tensor(), 1);
     let state = Upload { state: Some(0), applied: 7 };
     subject.upload(state, 0, &[0.5; 2]).unwrap();
@@ -174,7 +174,7 @@ fn state_that_comes_after_the_parameters_is_refused_unless_it_was_there_before()
 }
 
 #[test]
-fn a_new_epoch_before_the_parameters_are_complete_forgets_state_and_steps() {
+fn a_new_epoch_before_version_0_drops_uploaded_state_and_steps() {
     let adagrad = r#"{"name":"adagrad","initial_accumulator_value":0.25}"#;
     let subject = Subject::new(adagrad, Subject::tensor(), 1);
     subject.upload(Upload { state: Some(0), applied: 7 }, 0, &[0.5; NUMEL]).unwrap();
@@ -189,7 +189,7 @@ fn a_new_epoch_before_the_parameters_are_complete_forgets_state_and_steps() {
 }
 
 #[test]
-fn parameters_without_state_count_steps_too_where_they_train() {
+fn parameters_without_state_count_steps_if_they_are_trained() {
     let subject = Subject::new(r#"{"name":"sgd"}"#, Subject::tensor(), 1);
     subject.upload(Upload { state: None, applied: 4 }, 0, &[0.0; NUMEL]).unwrap();
     assert_eq!(subject.applied(0), 4);
@@ -199,7 +199,7 @@ fn parameters_without_state_count_steps_too_where_they_train() {
 }
 
 #[test]
-fn a_slice_that_nobody_has_a_gradient_of_is_not_stepped() {
+fn a_slice_without_any_gradient_is_not_stepped() {
     let subject = Subject::new(r#"{"name":"adamw","weight_decay":0.5}"#, Subject::tensor(), 2);
     subject.upload(PARAMETERS, 0, &[1.0; NUMEL]).unwrap();
     assert_eq!(subject.absent(1), None);
@@ -220,7 +220,7 @@ fn a_slice_that_nobody_has_a_gradient_of_is_not_stepped() {
 }
 
 #[test]
-fn what_is_not_clipped_has_its_own_coefficient() {
+fn tensors_that_are_not_clipped_have_their_own_coefficient() {
     for (no_clip, expected) in [(false, 3.0), (true, 5.0)] {
         let tensor = TensorSpec { no_clip, ..Subject::tensor() };
         let subject = Subject::new(r#"{"name":"average"}"#, tensor, 1);
@@ -232,7 +232,7 @@ fn what_is_not_clipped_has_its_own_coefficient() {
 }
 
 #[test]
-fn an_average_is_the_gradient_whatever_it_is_and_stays_where_there_is_none() {
+fn an_average_equals_the_gradient_and_is_unchanged_without_one() {
     let tensor = TensorSpec { dtype: DType::Bf16, ..Subject::tensor() };
     let subject = Subject::new(r#"{"name":"average"}"#, tensor, 1);
     subject.upload(PARAMETERS, 0, &[9.0; NUMEL]).unwrap();
@@ -248,7 +248,7 @@ fn an_average_is_the_gradient_whatever_it_is_and_stays_where_there_is_none() {
 }
 
 #[test]
-fn a_buffer_moves_with_the_step_bit_for_bit_and_its_readers_keep_theirs() {
+fn a_buffer_moves_with_the_step_bit_for_bit_and_readers_keep_their_version() {
     let subject = Subject::new(ADAMW, Subject::buffer(DType::F32), 1);
     subject.upload(PARAMETERS, 0, &[1.0; NUMEL]).unwrap();
     let before = subject.held(Part::Parameters, 0);
@@ -276,7 +276,7 @@ fn a_buffer_moves_with_the_step_bit_for_bit_and_its_readers_keep_theirs() {
 }
 
 #[test]
-fn master_weights_are_read_beside_what_is_published() {
+fn master_weights_are_read_beside_the_published_parameters() {
     let tensor = TensorSpec { dtype: DType::Bf16, ..Subject::tensor() };
     let subject = Subject::new(r#"{"name":"sgd"}"#, tensor, 1);
     let fine = 1.0 + 1.0 / 1024.0;

@@ -228,7 +228,7 @@ async fn boxes_that_do_not_fit_are_refused() {
         pb::PullRequest { boxes: vec![one(1)], extents: vec![extent(4, 1)], ..Default::default() };
     assert_eq!(
         subject.pull(outside).await.unwrap_err().to_string(),
-        "extent of slice 0 is 1 elements from 4 on; it must be within the 4 of its 6400 elements that are in the box \
+        "extent of slice 0 is 1 elements from position 4; it must be within the 4 elements (of 6400) of the slice that are in the box \
          of \"w\""
     );
 }
@@ -271,8 +271,8 @@ async fn elements_that_a_rank_does_not_hold_are_refused_and_change_nothing() {
     let mut subject = parallel();
     assert_eq!(
         refused(&subject, 1, None, 1).await.to_string(),
-        "extent of slice 0 of tensor \"w\" is 8 elements from 1 on; it must be within the 8 that \
-         rank 1 (dp 0, tp 1) has of its 16 elements"
+        "extent of slice 0 of tensor \"w\" is 8 elements from position 1; it must be within the 8 \
+         elements that rank 1 (dp 0, tp 1) holds of the 16 elements of the slice"
     );
     assert!(
         matches!(refused(&subject, 2, None, 0).await, Error::Invalid { .. }),

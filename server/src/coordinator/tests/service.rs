@@ -376,7 +376,7 @@ async fn invalid_requests_get_typed_errors_and_the_server_continues() {
     assert_eq!(field(error(client.create_job(replicated).await)), "replicas");
     assert_eq!(
         field(error(client.commit(pb::CommitRequest::default()).await)),
-        "turn of a rank's call"
+        "turn of the call of a rank"
     );
     let commit = || pb::CommitRequest { turn: Some(pb::Turn::default()), ..Default::default() };
     for bad in [f64::NAN, -1.0, f64::INFINITY] {

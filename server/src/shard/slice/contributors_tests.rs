@@ -47,7 +47,7 @@ fn parameters_and_state_are_complete_when_each_uploading_rank_has_sent_its_box()
 }
 
 #[test]
-fn ranks_that_say_different_numbers_of_applied_steps_are_refused() {
+fn ranks_with_different_numbers_of_applied_steps_are_refused() {
     let subject = Subject::of(spec(tensor(), COLUMNS));
     let upload = Upload { state: None, applied: 3 };
     subject.upload_piece(upload, &chunk(0, 0, &LEFT)).unwrap();
@@ -58,7 +58,7 @@ fn ranks_that_say_different_numbers_of_applied_steps_are_refused() {
 }
 
 #[test]
-fn an_upload_that_is_aborted_begins_anew_for_every_uploading_rank() {
+fn an_aborted_upload_begins_again_for_every_uploading_rank() {
     let subject = Subject::of(spec(tensor(), COLUMNS));
     subject.upload_piece(PARAMETERS, &chunk(0, 0, &LEFT)).unwrap();
     subject.restart();
@@ -67,7 +67,7 @@ fn an_upload_that_is_aborted_begins_anew_for_every_uploading_rank() {
 }
 
 #[test]
-fn a_buffer_moves_when_all_of_its_boxes_have_come() {
+fn a_buffer_moves_when_all_of_its_boxes_have_arrived() {
     let subject = Subject::of(spec(TensorSpec { buffer: true, ..tensor() }, [Replicate, Shard(1)]));
     for (rank, values) in [(0, LEFT), (1, RIGHT)] {
         subject.upload_piece(PARAMETERS, &chunk(rank, 0, &values)).unwrap();
@@ -82,7 +82,7 @@ fn a_buffer_moves_when_all_of_its_boxes_have_come() {
 }
 
 #[test]
-fn the_gradient_is_the_mean_along_the_dimensions_that_say_so() {
+fn the_gradient_is_the_mean_along_averaged_dimensions() {
     let average = |placements, pushes: &[(u32, [f32; 4])]| {
         let groups = vec!["average".parse().unwrap()];
         let subject = Subject::of(JobSpec { groups, ..spec(tensor(), placements) });
@@ -103,8 +103,7 @@ fn the_gradient_is_the_mean_along_the_dimensions_that_say_so() {
 }
 
 #[test]
-fn elements_that_nobody_sends_count_as_zeros_and_only_if_all_are_missing_is_the_slice_not_stepped()
-{
+fn missing_elements_count_as_zeros_and_a_slice_without_any_element_is_not_stepped() {
     let subject = Subject::of(spec(tensor(), COLUMNS));
     for (rank, values) in [(0, LEFT), (1, RIGHT)] {
         subject.upload_piece(PARAMETERS, &chunk(rank, 0, &values)).unwrap();

@@ -62,7 +62,7 @@ impl Subject {
 }
 
 #[test]
-fn a_gradient_is_not_complete_while_the_step_would_not_fit_beside_a_reader() {
+fn a_gradient_is_not_complete_without_memory_for_the_step_beside_a_reader() {
     let subject = Subject::new(0);
     let held = subject.read(Part::Parameters).unwrap();
     assert!(matches!(subject.push(), Err(Error::OutOfMemory { .. })));
@@ -75,7 +75,7 @@ fn a_gradient_is_not_complete_while_the_step_would_not_fit_beside_a_reader() {
 }
 
 #[test]
-fn a_reader_that_comes_after_the_gradient_is_complete_brings_its_room_or_is_refused() {
+fn a_reader_after_the_gradient_is_complete_reserves_memory_or_is_refused() {
     let subject = Subject::new(1);
     assert!(subject.push().unwrap().is_some());
     let held = subject.read(Part::Parameters).unwrap().unwrap();
@@ -88,7 +88,7 @@ fn a_reader_that_comes_after_the_gradient_is_complete_brings_its_room_or_is_refu
 }
 
 #[test]
-fn a_step_beside_readers_of_every_part_succeeds_without_further_memory() {
+fn a_step_beside_readers_of_every_part_needs_no_further_memory() {
     let parts = [Part::Parameters, Part::State(0), Part::State(1)];
     let subject = Subject::new(parts.len());
     let held: Vec<_> = parts.iter().map(|&part| subject.read(part).unwrap().unwrap()).collect();

@@ -63,8 +63,8 @@ impl<B: Backend> Slice<B> {
         if is_complete {
             return Err(Error::invalid(
                 "optimizer state",
-                "uploaded after the slice's parameters were complete",
-                "uploaded before them",
+                "uploaded after the parameters of the slice were complete",
+                "uploaded before the parameters",
             ));
         }
         let new = uploaded.store(backend, &self.contributors, buffer.write(backend)?, chunk);
@@ -98,7 +98,7 @@ impl<B: Backend> Inner<B> {
                 return Err(Error::invalid(
                     what,
                     applied,
-                    format!("{known}, as was said of the slice before"),
+                    format!("{known}, as in an earlier upload to the slice"),
                 ));
             }
         }

@@ -65,7 +65,7 @@ impl<B: Backend> Versioned<B> {
     fn another(&self, backend: &B) -> Result<B::Buffer> {
         let (dtype, numel) = (backend.dtype(&self.current), backend.numel(&self.current));
         backend.allocate(dtype, numel).map_err(|_| Error::OutOfMemory {
-            what: "a version beside the one that is being read".to_owned(),
+            what: "a second version beside the one that is being read".to_owned(),
             bytes: (numel * dtype.size()) as u64,
         })
     }
