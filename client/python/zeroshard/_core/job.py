@@ -215,9 +215,10 @@ class ModelJob(Generic[T]):
         old, before = self.job, {entry.name: entry for entry in self.entries}
         resident_ids = {id(entry.tensor) for entry in resident}
         self._start((old, self.version), fresh_state=states is not None)
-        kept, uploaded = [], []
-        for entry in self.uploaded:
-            (kept if entry.continues(before.get(entry.name)) else uploaded).append(entry)
+        ours = self.uploaded
+        kept = [entry for entry in ours if entry.continues(before.get(entry.name))]
+        indices = {entry.index for entry in kept}
+        uploaded = [entry for entry in ours if entry.index not in indices]
         self._upload(uploaded, kept, states or {})
         self.job.initialised()
         self.receive(entry for entry in self.received if id(entry.tensor) in resident_ids)
