@@ -81,7 +81,8 @@ def said(running: dict[str, tuple[subprocess.Popen[str], Path]], name: str) -> d
     )
     assert status == 0, text
     found: dict[int, list[str]] = {0: [], 1: []}
-    for line in dict.fromkeys(re.findall(r"rank \d: .*", text)):
+    # Two processes that share an output may write their lines into one.
+    for line in dict.fromkeys(re.findall(r"rank \d: .*?(?=rank \d: |$)", text, re.MULTILINE)):
         found[int(line[5])].append(line[8:])
     return found
 
