@@ -261,6 +261,10 @@ async fn out_of_reach() -> (Cluster, FaultProxy, Job, CreateJob) {
     training::pull(&job, 1).await.unwrap();
     let second: Process = Cluster::shard(cluster.address(), &[]);
     cluster.shards.push(second);
+    let client = connect(cluster.address()).await;
+    while client.status().await.unwrap().servers.len() < 2 {
+        tokio::task::yield_now().await;
+    }
     proxy.stall(true);
     let create = after(&job, 1, JobSpec { min_servers: 2, ..spec });
     (cluster, proxy, job, create)
