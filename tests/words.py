@@ -13,26 +13,28 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: Words that were given up, with the words that replace them. A word is matched as a whole
-#: identifier or as one of the words of an identifier in snake case or camel case.
+#: Words that were given up, with the words that replace them. A capitalised word is the name of a
+#: type, and is matched as a whole identifier. A lower-case word is also matched as a word of a longer
+#: identifier: ``area`` in ``area_of``, ``areas`` and ``AreaOf``.
 RETIRED = {
     "BoxView": "StridedBox",
-    "Area": "TensorBox, Elements",
-    "area": "bounds",
     "Region": "LocalTensor, StridedBox",
     "Uncut": "Contributions",
     "Filling": "Received",
-    "Piece": "Chunk",
     "Parcel": "DeliverRequest",
     "ParcelHeader": "DeliverHeader",
     "Surroundings": "Context",
 }
 
-#: Words that are retired in one part of the project only, because another meaning of the word is a
-#: standard term elsewhere.
+#: Words that were given up in a part of the project. Elsewhere they have another meaning, for
+#: example in the interface of a library.
 RETIRED_IN = {
-    ("Lane", "server/src/shard"): "SliceContributors",
-    ("lane", "server/src/shard"): "contributors",
+    ("area", "proto"): "TensorBox, Elements",
+    ("area", "client"): "TensorBox, Elements",
+    ("area", "server"): "TensorBox, Elements",
+    ("area", "worker/src/parallel"): "TensorBox, Elements",
+    ("lane", "server/src/shard"): "SliceContributors",
+    ("piece", "server/src/shard"): "Chunk",
     ("Run", "proto/src"): "a range of elements",
     ("Share", "client/src"): "LocalTensor",
     ("Plan", "client/src"): "ServerPush, ServerPull",
@@ -62,17 +64,23 @@ def code_of(path: Path) -> list[str]:
     return text.splitlines()
 
 
+def words_of(identifier: str) -> set[str]:
+    """The identifier, and its words in lower case and in the singular."""
+    words = re.findall(r"[A-Z]?[a-z]+", identifier)
+    return {identifier} | {word.lower().removesuffix("s") for word in words}
+
+
 def main() -> int:
     found: list[str] = []
     for path in files("*.rs", "*.py", "*.pyi", "*.proto"):
         name = str(path.relative_to(ROOT))
         retired = dict(RETIRED)
         retired |= {word: use for (word, part), use in RETIRED_IN.items() if name.startswith(part)}
-        words = re.compile(r"\b(" + "|".join(retired) + r")\b")
         for number, line in enumerate(code_of(path), 1):
-            for match in words.finditer(line):
-                word = match.group()
-                found.append(f"{name}:{number}: {word!r} was given up: use {retired[word]}")
+            for identifier in re.findall(r"[A-Za-z_]\w*", line):
+                for word in sorted(words_of(identifier) & retired.keys()):
+                    use = f"{word!r} was given up: use {retired[word]}"
+                    found.append(f"{name}:{number}: {identifier}: {use}")
         if path.suffix == ".rs":
             for number, line in enumerate(path.read_text().splitlines(), 1):
                 if len(line) > WIDTH and line.lstrip().startswith(("// ", "/// ", "//! ")):

@@ -49,24 +49,24 @@ impl Ranges {
         self.0.splice(first..last, [merged]);
     }
 
-    /// Splits `range` into pieces that are completely inside (`true`) or outside (`false`) the set,
+    /// Splits `range` into parts that are completely inside (`true`) or outside (`false`) the set,
     /// in order.
     pub(crate) fn split(&self, range: Range<usize>) -> Vec<(Range<usize>, bool)> {
-        let mut pieces = Vec::with_capacity(3);
+        let mut parts = Vec::with_capacity(3);
         let mut at = range.start;
         let first = self.0.partition_point(|r| r.end <= range.start);
         for inside in self.0[first..].iter().take_while(|r| r.start < range.end) {
             if at < inside.start {
-                pieces.push((at..inside.start, false));
+                parts.push((at..inside.start, false));
             }
             let end = inside.end.min(range.end);
-            pieces.push((at.max(inside.start)..end, true));
+            parts.push((at.max(inside.start)..end, true));
             at = end;
         }
         if at < range.end {
-            pieces.push((at..range.end, false));
+            parts.push((at..range.end, false));
         }
-        pieces
+        parts
     }
 }
 
@@ -91,10 +91,10 @@ mod tests {
             prop_assert!(ranges.0.windows(2).all(|pair| pair[0].end < pair[1].start));
 
             let mut at = start;
-            for (piece, inside) in ranges.split(start..start + length) {
-                prop_assert_eq!(piece.start, at);
-                prop_assert!(piece.clone().all(|i| set[i] == inside));
-                at = piece.end;
+            for (part, inside) in ranges.split(start..start + length) {
+                prop_assert_eq!(part.start, at);
+                prop_assert!(part.clone().all(|i| set[i] == inside));
+                at = part.end;
             }
             prop_assert_eq!(at, start + length);
             let all = (start..start + length).all(|i| set[i]);

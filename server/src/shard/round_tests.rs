@@ -101,7 +101,7 @@ fn the_next_rank_in_order_is_accepted_when_the_budget_is_exhausted() {
 }
 
 #[test]
-fn parked_bytes_are_returned_when_the_whole_piece_has_been_added() {
+fn parked_bytes_are_returned_when_the_whole_chunk_has_been_added() {
     let backend = Cpu::new();
     let budget = Budget::new(1000);
     let mut round = Round::new(0, NUMEL, &whole(NUMEL, 3));
@@ -121,7 +121,7 @@ fn parked_bytes_are_returned_when_the_whole_piece_has_been_added() {
 }
 
 #[test]
-fn a_parked_piece_keeps_no_network_buffer_and_counts_with_its_overhead() {
+fn a_parked_chunk_keeps_no_network_buffer_and_counts_with_its_overhead() {
     let backend = Cpu::new();
     let budget = Budget::new(10_000);
     let mut round = Round::new(0, NUMEL, &whole(NUMEL, 3));
@@ -197,7 +197,7 @@ fn the_lowest_rank_with_an_overflow_is_named() {
 }
 
 #[test]
-fn a_contribution_in_too_many_pieces_is_refused() {
+fn a_contribution_in_too_many_ranges_is_refused() {
     let backend = Cpu::new();
     let budget = Budget::new(0);
     let numel = 3 * MAX_RANGES;

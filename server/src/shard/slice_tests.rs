@@ -57,11 +57,11 @@ impl Subject {
     }
 
     fn upload(&self, upload: Upload, offset: usize, values: &[f32]) -> Result<(u64, bool)> {
-        self.upload_piece(upload, &chunk(0, offset, values))
+        self.upload_chunk(upload, &chunk(0, offset, values))
     }
 
     /// Publishes the slice when it is complete.
-    pub(super) fn upload_piece(&self, upload: Upload, chunk: &Chunk) -> Result<(u64, bool)> {
+    pub(super) fn upload_chunk(&self, upload: Upload, chunk: &Chunk) -> Result<(u64, bool)> {
         let uploaded =
             self.slice.upload(&self.backend, self.attempt.get(), upload, chunk, || Ok(()))?;
         if uploaded.1 {
@@ -90,10 +90,10 @@ impl Subject {
     }
 
     fn replace(&self, offset: usize, values: &[f32]) -> u64 {
-        self.replace_piece(&chunk(0, offset, values))
+        self.replace_chunk(&chunk(0, offset, values))
     }
 
-    pub(super) fn replace_piece(&self, chunk: &Chunk) -> u64 {
+    pub(super) fn replace_chunk(&self, chunk: &Chunk) -> u64 {
         self.slice.replace(&self.backend, self.attempt.get(), chunk, || Ok(())).unwrap()
     }
 

@@ -33,12 +33,12 @@ fn parameters_and_state_are_complete_when_each_uploading_rank_has_sent_its_box()
     let subject = Subject::of(spec(tensor(), COLUMNS));
     let state = Upload { state: Some(1), applied: 3 };
     assert_eq!(subject.slice.missing_upload(), Some(0));
-    assert_eq!(subject.upload_piece(state, &chunk(1, 0, &RIGHT)).unwrap(), (4, false));
-    assert_eq!(subject.upload_piece(PARAMETERS, &chunk(1, 2, &RIGHT[2..])).unwrap(), (2, false));
-    assert_eq!(subject.upload_piece(PARAMETERS, &chunk(1, 0, &RIGHT)).unwrap(), (2, false));
+    assert_eq!(subject.upload_chunk(state, &chunk(1, 0, &RIGHT)).unwrap(), (4, false));
+    assert_eq!(subject.upload_chunk(PARAMETERS, &chunk(1, 2, &RIGHT[2..])).unwrap(), (2, false));
+    assert_eq!(subject.upload_chunk(PARAMETERS, &chunk(1, 0, &RIGHT)).unwrap(), (2, false));
     assert_eq!(subject.slice.missing_upload(), Some(0));
-    assert_eq!(subject.upload_piece(state, &chunk(0, 0, &LEFT)).unwrap(), (4, false));
-    assert_eq!(subject.upload_piece(PARAMETERS, &chunk(0, 0, &LEFT)).unwrap(), (4, true));
+    assert_eq!(subject.upload_chunk(state, &chunk(0, 0, &LEFT)).unwrap(), (4, false));
+    assert_eq!(subject.upload_chunk(PARAMETERS, &chunk(0, 0, &LEFT)).unwrap(), (4, true));
     assert_eq!((subject.slice.missing_upload(), subject.slice.version()), (None, Some(0)));
     for part in [Part::Parameters, Part::State(1)] {
         assert_eq!(subject.read(part, 0), bytes(&ALL));
@@ -50,33 +50,33 @@ fn parameters_and_state_are_complete_when_each_uploading_rank_has_sent_its_box()
 fn ranks_with_different_numbers_of_applied_steps_are_refused() {
     let subject = Subject::of(spec(tensor(), COLUMNS));
     let upload = Upload { state: None, applied: 3 };
-    subject.upload_piece(upload, &chunk(0, 0, &LEFT)).unwrap();
-    let other = subject.upload_piece(Upload { applied: 4, ..upload }, &chunk(1, 0, &RIGHT));
+    subject.upload_chunk(upload, &chunk(0, 0, &LEFT)).unwrap();
+    let other = subject.upload_chunk(Upload { applied: 4, ..upload }, &chunk(1, 0, &RIGHT));
     assert!(matches!(other, Err(Error::Invalid { .. })));
-    assert!(subject.upload_piece(upload, &chunk(1, 0, &RIGHT)).unwrap().1);
+    assert!(subject.upload_chunk(upload, &chunk(1, 0, &RIGHT)).unwrap().1);
     assert_eq!(subject.applied(0), 3);
 }
 
 #[test]
 fn an_aborted_upload_begins_again_for_every_uploading_rank() {
     let subject = Subject::of(spec(tensor(), COLUMNS));
-    subject.upload_piece(PARAMETERS, &chunk(0, 0, &LEFT)).unwrap();
+    subject.upload_chunk(PARAMETERS, &chunk(0, 0, &LEFT)).unwrap();
     subject.restart();
-    assert_eq!(subject.upload_piece(PARAMETERS, &chunk(1, 0, &RIGHT)).unwrap(), (4, false));
-    assert_eq!(subject.upload_piece(PARAMETERS, &chunk(0, 0, &LEFT)).unwrap(), (4, true));
+    assert_eq!(subject.upload_chunk(PARAMETERS, &chunk(1, 0, &RIGHT)).unwrap(), (4, false));
+    assert_eq!(subject.upload_chunk(PARAMETERS, &chunk(0, 0, &LEFT)).unwrap(), (4, true));
 }
 
 #[test]
 fn a_buffer_moves_when_all_of_its_boxes_have_arrived() {
     let subject = Subject::of(spec(TensorSpec { buffer: true, ..tensor() }, [Replicate, Shard(1)]));
     for (rank, values) in [(0, LEFT), (1, RIGHT)] {
-        subject.upload_piece(PARAMETERS, &chunk(rank, 0, &values)).unwrap();
+        subject.upload_chunk(PARAMETERS, &chunk(rank, 0, &values)).unwrap();
     }
-    assert_eq!(subject.replace_piece(&chunk(1, 0, &LEFT)), 4);
+    assert_eq!(subject.replace_chunk(&chunk(1, 0, &LEFT)), 4);
     subject.step(0, 1.0, 1.0);
     assert_eq!(subject.read(Part::Parameters, 1), bytes(&ALL), "half of it has come");
-    subject.replace_piece(&chunk(1, 0, &[0.0; 4]));
-    assert_eq!(subject.replace_piece(&chunk(0, 0, &LEFT)), 4);
+    subject.replace_chunk(&chunk(1, 0, &[0.0; 4]));
+    assert_eq!(subject.replace_chunk(&chunk(0, 0, &LEFT)), 4);
     subject.step(1, 1.0, 1.0);
     assert_eq!(subject.read(Part::Parameters, 2), bytes(&[1.0, 2.0, 0.0, 0.0, 5.0, 6.0, 0.0, 0.0]));
 }
@@ -87,7 +87,7 @@ fn the_gradient_is_the_mean_along_averaged_dimensions() {
         let groups = vec!["average".parse().unwrap()];
         let subject = Subject::of(JobSpec { groups, ..spec(tensor(), placements) });
         for (rank, values) in [(0, LEFT), (1, RIGHT)] {
-            subject.upload_piece(PARAMETERS, &chunk(rank, 0, &values)).unwrap();
+            subject.upload_chunk(PARAMETERS, &chunk(rank, 0, &values)).unwrap();
         }
         let last = pushes.iter().map(|(rank, values)| subject.push(*rank, values)).last().unwrap();
         subject.step(0, 1.0, 1.0);
@@ -106,7 +106,7 @@ fn the_gradient_is_the_mean_along_averaged_dimensions() {
 fn missing_elements_count_as_zeros_and_a_slice_without_any_element_is_not_stepped() {
     let subject = Subject::of(spec(tensor(), COLUMNS));
     for (rank, values) in [(0, LEFT), (1, RIGHT)] {
-        subject.upload_piece(PARAMETERS, &chunk(rank, 0, &values)).unwrap();
+        subject.upload_chunk(PARAMETERS, &chunk(rank, 0, &values)).unwrap();
     }
     for rank in [0, 2, 1] {
         assert_eq!(subject.absent(rank), None);
