@@ -1,19 +1,19 @@
-//! A job takes over from another: its servers copy the state, and workers upload what they changed.
-//! And jobs that nobody uses any more are deleted.
+//! Jobs that continue from another job: the servers copy the state, and workers upload the tensors
+//! that they have changed. The deletion of unused jobs.
 
 use std::{collections::BTreeMap, time::Duration};
 
 use futures_util::future::join_all;
-use zeroshard_client::{CreateJob, Error, Job, TensorData};
+use zeroshard_client::{CreateJob, Error, Job, Status, TensorData};
 use zeroshard_proto::{
     JobSpec, JobVersion, Optimizer, TensorSpec, pb, pb::shard_service_client::ShardServiceClient,
     successor_name,
 };
 use zeroshard_tests::{Cluster, FaultProxy, Process, synthetic, training};
 
-use crate::{adamw, connect, job, sgd, start, until, until_calls_wait};
+use crate::{adamw, connect, job, options, sgd, start, until, until_calls_wait};
 
-/// A job that takes over from `job`.
+/// A job that continues from `job`.
 fn after(job: &Job, version: u64, spec: JobSpec) -> CreateJob {
     let mut create = CreateJob::new(JobSpec { name: successor_name(&job.spec().name), ..spec });
     create.from = Some(job.at(version));
@@ -201,7 +201,7 @@ async fn a_rank_that_is_lost_before_version_0_takes_its_uploads_along_and_nothin
     let epoch = next[0].epoch();
     drop(next.pop());
     until("rank 0 knows", || next[0].epoch() > epoch).await;
-    // What was written over is not what was carried over any more.
+    // An upload has replaced the copied content.
     let refused = next[0].keep(0, &[1]).await;
     assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
     next[0].initialise(filled(1, 3, 0.5)).await.unwrap();
@@ -261,13 +261,19 @@ async fn out_of_reach() -> (Cluster, FaultProxy, Job, CreateJob) {
     training::pull(&job, 1).await.unwrap();
     let second: Process = Cluster::shard(cluster.address(), &[]);
     cluster.shards.push(second);
-    let client = connect(cluster.address()).await;
-    while client.status().await.unwrap().servers.len() < 2 {
-        tokio::task::yield_now().await;
-    }
+    until_status(&cluster, "two servers are connected", |status| status.servers.len() == 2).await;
     proxy.stall(true);
     let create = after(&job, 1, JobSpec { min_servers: 2, ..spec });
     (cluster, proxy, job, create)
+}
+
+/// Returns when `condition` holds for the status of the cluster.
+async fn until_status(cluster: &Cluster, what: &str, condition: impl Fn(&Status) -> bool) {
+    let client = connect(cluster.address()).await;
+    let deadline = std::time::Instant::now() + options().deadline;
+    while !condition(&client.status().await.unwrap()) {
+        assert!(std::time::Instant::now() < deadline, "waited in vain until {what}");
+    }
 }
 
 async fn names(cluster: &Cluster) -> Vec<String> {
@@ -282,9 +288,7 @@ async fn a_server_that_is_killed_during_the_copy_ends_the_creation() {
         let client = connect(cluster.address()).await;
         let creating = tokio::spawn(async move { client.create_job(create).await });
         // The servers have been chosen, so that the loss of one of them ends the creation.
-        while names(&cluster).await.len() < 2 {
-            tokio::task::yield_now().await;
-        }
+        until_status(&cluster, "the job is being created", |status| status.jobs.len() == 2).await;
         cluster.shards[killed].kill();
         let failed = creating.await.unwrap();
         assert!(matches!(failed, Err(Error::JobFailed { .. })), "{failed:?}");
