@@ -87,7 +87,7 @@ pub(crate) fn plan(
     locals: &[LocalTensor],
     contents: Contents<'_>,
 ) -> Result<Vec<ServerPush>> {
-    let (data, uploads) = match contents {
+    let (data, sends): (_, fn(&LocalTensor) -> bool) = match contents {
         Contents::Absent(tensors) => {
             let pushes =
                 plan_absent(manifest, placement, locals, tensors, LocalTensor::contributes)?;
@@ -96,8 +96,8 @@ pub(crate) fn plan(
         Contents::Kept(tensors) => {
             return plan_absent(manifest, placement, locals, tensors, LocalTensor::uploads);
         }
-        Contents::Contributed(data) => (data, false),
-        Contents::Uploaded(data) => (data, true),
+        Contents::Contributed(data) => (data, LocalTensor::contributes),
+        Contents::Uploaded(data) => (data, LocalTensor::uploads),
     };
     let push = |server: &Server| ServerPush {
         server: server.clone(),
@@ -109,7 +109,7 @@ pub(crate) fn plan(
         let local = local("pushed", manifest, locals, tensor)?;
         check_size("data for", manifest, tensor, &local.of, data.len())?;
         check_owner(manifest, tensor)?;
-        if !(if uploads { local.uploads() } else { local.contributes() }) {
+        if !sends(local) {
             continue;
         }
         for slice in manifest.slices_of(tensor) {
