@@ -46,15 +46,16 @@ pub struct Description {
 pub struct CreateJob {
     /// What the job is.
     pub spec: JobSpec,
-    /// The job takes over from this version of another: see [`zeroshard_proto::Succession`]. Every
-    /// rank that uploads some of a tensor that is carried over uploads it, or calls [`Job::keep`].
+    /// The version of another job from which the job continues: see
+    /// [`zeroshard_proto::Succession`]. For each copied tensor, every uploading rank either uploads
+    /// its part or calls [`Job::keep`].
     pub from: Option<JobVersion>,
     /// With `from`: optimizer state and numbers of applied steps begin as in a new run.
     pub fresh_state: bool,
 }
 
 impl CreateJob {
-    /// A job that takes over from no other.
+    /// A job that does not continue from another job.
     pub fn new(spec: JobSpec) -> Self {
         Self { spec, from: None, fresh_state: false }
     }

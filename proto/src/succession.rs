@@ -1,4 +1,4 @@
-//! A job that takes over from another.
+//! Jobs that continue from a version of another job.
 
 use crate::{Error, Result, pb};
 
@@ -7,26 +7,26 @@ use crate::{Error, Result, pb};
 pub struct JobVersion {
     /// The job's name.
     pub job: String,
-    /// Tells the job from earlier and later ones of its name.
+    /// The id, which distinguishes the job from earlier and later jobs of the same name.
     pub job_id: u64,
     /// The version.
     pub version: u64,
 }
 
-/// What a new job takes over from another, its predecessor.
+/// How a new job continues from another job, its predecessor.
 ///
 /// Tensors of the same name and shape begin with the predecessor's master weights. Where a tensor
 /// trains in both jobs, and the predecessor's optimizer has every state tensor that the new one
 /// has, its optimizer state and its number of applied steps are copied as well.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Succession {
-    /// The predecessor, at the version that is carried over.
+    /// The predecessor, at the version that is copied.
     pub from: JobVersion,
-    /// Optimizer state and numbers of applied steps begin as in a new run.
+    /// Whether optimizer state and step counts start as in a new run instead of being copied.
     pub fresh_state: bool,
 }
 
-/// The name of the job that takes over from job `name`: "name.1" after "name", "name.2" after that.
+/// The name of the job that continues from job `name`: "name.1" for "name", "name.2" for "name.1".
 pub fn successor_name(name: &str) -> String {
     let numbered = name
         .rsplit_once('.')

@@ -64,10 +64,10 @@ impl Job {
         self.upload(part, applied, state).await
     }
 
-    /// In a job that takes over from another (see [`crate::CreateJob::from`]): states that this
-    /// rank uploads nothing of these tensors, because the copy from the predecessor stands. Version
-    /// 0 waits until each rank has uploaded its part of every tensor, or has called this for it.
-    /// `applied` is 0, or, where the optimizer's state is fresh, as for [`Self::initialise_at`].
+    /// Keeps the content that was copied from the predecessor (see [`crate::CreateJob::from`]):
+    /// this rank uploads nothing of these tensors. Version 0 is published when each uploading rank
+    /// has either uploaded or kept its part of every tensor. `applied` is 0 or, if the optimizer
+    /// state is fresh, the number of steps already applied to these tensors.
     ///
     /// # Errors
     /// As [`Self::initialise`]; [`Error::Invalid`] for a tensor that was not copied.

@@ -148,7 +148,7 @@ pub(crate) enum Said {
 #[derive(Debug)]
 pub(crate) struct Create {
     pub(crate) spec: JobSpec,
-    /// What it takes over from another job.
+    /// How it continues from another job, if it does.
     pub(crate) succession: Option<Succession>,
 }
 

@@ -37,7 +37,7 @@ pub(crate) struct Job {
     /// The time when the last lease ended; before the first lease, the time when workers could
     /// first join; or the time when the job failed. It has no meaning while a rank has a lease.
     pub(crate) unused_since: Now,
-    /// What it takes over from another job.
+    /// How it continues from another job, if it does.
     pub(crate) succession: Option<Arc<Succession>>,
     pub(crate) phase: Phase,
 }

@@ -1,9 +1,9 @@
-//! Succession: where a new job's slices come from, when it takes over from another.
+//! Succession: the sources of the slices of a job that continues from another job.
 //!
-//! A server copies them while it opens the job, from itself or from another server, at exactly one
-//! version of the predecessor. So CreateJob is answered when the copy is complete, and nothing of
-//! the predecessor is needed from then on. A predecessor that steps or ends before that ends the
-//! creation with a typed error.
+//! A server copies the slices while it opens the job, from itself or from another server, at
+//! exactly one version of the predecessor. CreateJob is therefore answered when the copy is
+//! complete, and the predecessor is not needed after that. If the predecessor makes a step or ends
+//! earlier, the creation fails with a typed error.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -15,7 +15,7 @@ use super::{
     state::{Job, Phase},
 };
 
-/// A succession, and what is known of the predecessor.
+/// A succession, with the spec and the placement of the predecessor.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Source {
     pub(crate) succession: Arc<Succession>,
@@ -24,7 +24,7 @@ pub(crate) struct Source {
 }
 
 impl Source {
-    /// What `server` copies of the slices that it is to hold of a job of `spec`.
+    /// The copies into those slices of a job of `spec` that `placement` assigns to `server`.
     pub(super) fn message(
         &self,
         spec: &JobSpec,
@@ -55,7 +55,7 @@ impl Source {
         copies
     }
 
-    /// Whether the slice's optimizer state is that of the predecessor's tensor `before`.
+    /// Whether the optimizer state of the slice is copied from the predecessor's tensor `before`.
     fn carries_state(&self, spec: &JobSpec, slice: usize, before: usize) -> bool {
         let owner = self.spec.manifest.owner(before);
         let (old, new) = (&self.spec.groups[0], &spec.groups[0]);
@@ -65,8 +65,8 @@ impl Source {
             && new.state().iter().all(|name| old.state().contains(name))
     }
 
-    /// The copies into slice number `slice`, which is `cut`. The predecessor's tensor may have been
-    /// cut at other places.
+    /// Adds the copies into slice number `slice`, which is `cut`. The slices of the predecessor's
+    /// tensor may begin at other elements.
     fn add_copies(
         &self,
         slice: usize,
@@ -99,12 +99,11 @@ impl Source {
 }
 
 impl Cluster {
-    /// The predecessor, if it is at exactly the version that is to be carried over.
+    /// The predecessor, if its current version is the one to copy.
     ///
     /// # Errors
-    /// [`Error::UnknownJob`], [`Error::JobReplaced`], [`Error::JobFailed`];
-    /// [`Error::VersionGone`] if it has made a step since, [`Error::Invalid`] for a version that it
-    /// has not reached.
+    /// [`Error::UnknownJob`], [`Error::JobReplaced`], [`Error::JobFailed`]; [`Error::VersionGone`]
+    /// if it has a later version, [`Error::Invalid`] if it has not reached the version.
     pub(super) fn source(&self, succession: &Arc<Succession>) -> Result<Source> {
         let from = &succession.from;
         let Job { spec, id, phase, .. } = self.job(&from.job)?;
@@ -123,17 +122,19 @@ impl Cluster {
                 Err(Error::VersionGone { job, version, current })
             }
             current => Err(Error::invalid(
-                format!("version of job {:?} that is to be carried over", from.job),
+                format!("version of job {:?} to continue from", from.job),
                 from.version,
                 match current {
-                    Some(current) => format!("its current one, {current}"),
-                    None => "one that it has: its initial parameters are not complete".to_owned(),
+                    Some(current) => format!("its current version, {current}"),
+                    None => {
+                        "a version that it has; its initial parameters are not complete".to_owned()
+                    }
                 },
             )),
         }
     }
 
-    /// The jobs that are being created and take over from the job with this id.
+    /// The names of the jobs that are being created and continue from the job with this id.
     pub(super) fn successors(&self, id: u64) -> impl Iterator<Item = &str> {
         self.jobs.iter().filter_map(move |(name, job)| {
             let is_new = matches!(job.phase, Phase::Waiting { .. } | Phase::Opening { .. });

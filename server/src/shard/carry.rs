@@ -1,6 +1,6 @@
-//! Carrying over: slices of a job that is being opened begin with the master weights and optimizer
-//! state of another job, its predecessor, at one version: from this server's memory, or from the
-//! servers that hold them.
+//! Copies master weights and optimizer state from one version of another job, the predecessor, into
+//! the slices of a job that is being opened. The source is the memory of this server or another
+//! server that holds slices of the predecessor.
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -24,20 +24,20 @@ use zeroshard_proto::{
 use super::{job::Job, part::Part, store::Store};
 use crate::backend::Backend;
 
-/// The extents that one pull asks for.
+/// The number of extents that one pull requests.
 const PULLED_EXTENTS: usize = 4096;
-/// How often a pull from another server is sent again after a connection broke, and the pause
-/// before that.
+/// How often a pull from another server is retried after a transient error, and the pause before
+/// each retry.
 const RETRIES: usize = 5;
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// Fills slices of `job`, which nobody else knows yet, as the coordinator says. `server` is this
-/// one.
+/// Copies the slices that the coordinator names in `succession` into `job`, which no client can
+/// reach yet. `server` is the id of this server.
 ///
 /// # Errors
-/// [`Error::VersionGone`] if the predecessor has made a step meanwhile, [`Error::UnknownJob`],
+/// [`Error::VersionGone`] if the predecessor has made another step; [`Error::UnknownJob`],
 /// [`Error::JobReplaced`] and [`Error::JobFailed`] if it has ended; [`Error::Unavailable`] and
-/// [`Error::Timeout`] if another server does not send its part.
+/// [`Error::Timeout`] if another server does not send its slices.
 pub(super) async fn carry_over<B: Backend>(
     store: &Arc<Store<B>>,
     token: &Token,
@@ -75,7 +75,7 @@ pub(super) async fn carry_over<B: Backend>(
     Ok(())
 }
 
-/// Consecutive elements of a slice, and where the predecessor has them.
+/// Consecutive elements of a slice, and their position in a slice of the predecessor.
 #[derive(Debug, Clone)]
 struct SliceCopy {
     slice: u32,
@@ -111,7 +111,7 @@ impl SliceCopy {
         self.source_offset..self.source_offset + self.length
     }
 
-    /// Without its first elements; `None` if they are all.
+    /// The copy without its first `elements`; `None` if no element is left.
     fn rest(self, elements: usize) -> Option<Self> {
         (elements < self.length).then(|| Self {
             offset: self.offset + elements,
@@ -123,7 +123,7 @@ impl SliceCopy {
 }
 
 fn malformed(copy: &pb::SliceCopy) -> Error {
-    Error::Internal { cause: format!("the coordinator had {copy:?} copied, which cannot be") }
+    Error::Internal { cause: format!("the coordinator requested an invalid copy: {copy:?}") }
 }
 
 /// Copies from one server.
@@ -134,7 +134,7 @@ struct Copier<B: Backend> {
 }
 
 impl<B: Backend> Copier<B> {
-    /// The arrays that are copied, and where they go.
+    /// The arrays that are copied, and the part of the new slice that each one becomes.
     fn arrays(&self) -> impl Iterator<Item = (pb::SliceArray, Part)> + use<B> {
         let array = |array| pb::SliceArray { array: Some(array) };
         let master = array(Array::MasterWeights(pb::slice_array::MasterWeights {}));
@@ -145,7 +145,7 @@ impl<B: Backend> Copier<B> {
         std::iter::once((master, Part::Master)).chain(state)
     }
 
-    /// From a job of this server.
+    /// Copies from a job on this server.
     async fn copy_here(self, copies: Vec<SliceCopy>) -> Result<()> {
         let JobVersion { job: name, job_id, version } = &*self.from;
         let source = self.store.job(name, *job_id)?;
@@ -170,7 +170,7 @@ impl<B: Backend> Copier<B> {
         for (array, target) in self.arrays().take(if copy.state { usize::MAX } else { 1 }) {
             let part = Part::of(Some(&array), &source.spec.groups[0])?;
             let Some(buffer) = from.read(backend, part, name, *version)? else {
-                let cause = format!("version {version} of job {name:?} is not there any more");
+                let cause = format!("version {version} of job {name:?} is no longer available");
                 return Err(Error::Internal { cause });
             };
             let bytes = backend.read(&buffer, range.clone(), DType::F32);
@@ -182,7 +182,7 @@ impl<B: Backend> Copier<B> {
         Ok(())
     }
 
-    /// From a job of another server.
+    /// Copies from a job on another server.
     async fn copy_remote(
         self,
         holder: &pb::Server,
@@ -213,7 +213,7 @@ impl<B: Backend> Copier<B> {
         Ok(())
     }
 
-    /// Pulls an array of `copies`, in their order, and removes what has come.
+    /// Pulls one array of `copies`, in order, and removes the copies that have arrived.
     async fn pull(
         &self,
         connection: &Connection,
@@ -248,7 +248,9 @@ impl<B: Backend> Copier<B> {
                 start == (slice, offset) && elements <= copy.length
             });
             let Some(copy) = copy else {
-                let cause = format!("{peer} sent slice {slice} from {offset} on, unasked");
+                let cause = format!(
+                    "{peer} sent data that was not requested: slice {slice} from position {offset}"
+                );
                 return Err(Error::Internal { cause });
             };
             self.job.slice(copy.slice)?.carry(self.job.backend(), target, copy.offset, &payload)?;
@@ -259,7 +261,7 @@ impl<B: Backend> Copier<B> {
         match copies.front() {
             None => Ok(()),
             Some(copy) => {
-                let cause = format!("its answer ended before slice {}", copy.source);
+                let cause = format!("the stream ended before slice {}", copy.source);
                 Err(Error::Unavailable { peer: peer.to_owned(), cause })
             }
         }
@@ -280,8 +282,8 @@ impl<B: Backend> Copier<B> {
         let applied: HashMap<u32, u64> = steps.map(|of| (of.slice, of.applied)).collect();
         for copy in copies {
             let Some(&applied) = applied.get(&copy.source) else {
-                let (slice, cause) = (copy.source, "no applied steps");
-                let cause = format!("{peer} has {cause} of slice {slice} of job {job:?}");
+                let slice = copy.source;
+                let cause = format!("{peer} sent no step count for slice {slice} of job {job:?}");
                 return Err(Error::Internal { cause });
             };
             self.job.slice(copy.slice)?.carry_applied(applied);

@@ -205,7 +205,7 @@ impl<B: Backend> Job<B> {
         Ok(new)
     }
 
-    /// Records that `rank` uploads nothing of a slice: the content that was carried over remains.
+    /// Records that `rank` uploads nothing of a slice: the slice keeps its copied content.
     /// `applied` is the same as in [`Upload`].
     pub(crate) fn keep(&self, attempt: Attempt, index: u32, rank: u32, applied: u64) -> Result<()> {
         let slice = self.slice(index)?;

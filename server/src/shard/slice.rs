@@ -74,7 +74,7 @@ struct Inner<B: Backend> {
     /// The number of applied steps: those that were not skipped and had a gradient from at least
     /// one rank.
     applied: u64,
-    /// The initial content that was carried over, unless it is uploaded.
+    /// The initial content that was copied from the predecessor of the job, if any.
     carried: Option<Carried>,
     /// The initial parameters that have arrived.
     uploaded: Received,

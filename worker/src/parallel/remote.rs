@@ -31,7 +31,7 @@ pub struct Seat<'a> {
     pub rank: u32,
     /// The coordinator's address.
     pub coordinator: &'a str,
-    /// The address at which other workers reach it, if they do.
+    /// The address at which other workers reach it, if it has one.
     pub reached_at: Option<&'a str>,
 }
 
@@ -97,8 +97,8 @@ impl Remote {
         Self::enter(runtime, cluster, spec.into(), (seat.rank, seat.reached_at))
     }
 
-    /// Joins, as the same rank, the job that takes over from this one at `version`; creates it
-    /// unless another rank has.
+    /// Joins, as the same rank, the job that continues from this one at `version`. Creates that job
+    /// unless another rank has created it.
     ///
     /// # Errors
     /// [`Error::JobExists`] if another job has its name; others of the cluster.
@@ -159,9 +159,9 @@ impl Remote {
         self.runtime.block_on(self.job.peers())
     }
 
-    /// Uploads the initial parameters that this rank has to give, one tensor at a time; `own`
-    /// returns this rank's part of a tensor. A rank that uploads something then waits for version
-    /// 0, because a rank that leaves earlier takes its upload along.
+    /// Uploads the initial parameters that this rank is responsible for, one tensor at a time;
+    /// `own` returns this rank's part of a tensor. A rank that uploads waits for version 0, because
+    /// the servers drop the upload of a rank that leaves earlier.
     ///
     /// # Errors
     /// Those of the cluster.
@@ -206,7 +206,7 @@ impl Remote {
         })
     }
 
-    /// The same, and the parameters that the step makes.
+    /// Commits like [`Self::commit`], and reads the parameters of the next version into `buffers`.
     ///
     /// # Errors
     /// Those of the cluster.

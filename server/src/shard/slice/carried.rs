@@ -1,4 +1,4 @@
-//! What a slice begins with because it was carried over from the job's predecessor.
+//! The initial content of a slice that is copied from the predecessor of the job.
 
 use zeroshard_proto::{Error, Result};
 
@@ -8,19 +8,20 @@ use crate::{
     shard::{attempt::Attempt, part::Part},
 };
 
-/// What was carried over. The master weights always are.
+/// The copied content besides the master weights, which are always copied.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Carried {
-    /// The optimizer state is carried over too.
+    /// Whether the optimizer state was copied.
     pub(super) state: bool,
+    /// The number of steps applied to the slice.
     pub(super) applied: u64,
 }
 
 impl<B: Backend> Slice<B> {
-    /// Stores f32 `bytes` from element `offset` on. `part` is not [`Part::Parameters`].
+    /// Stores f32 `bytes` at element `offset` of a part of the slice.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if somebody reads the slice, which nobody does before version 0.
+    /// [`Error::OutOfMemory`] if the slice has readers, which is impossible before version 0.
     pub(crate) fn carry(&self, backend: &B, part: Part, offset: usize, bytes: &[u8]) -> Result<()> {
         let mut inner = self.lock();
         let buffer = match part {
@@ -32,25 +33,25 @@ impl<B: Backend> Slice<B> {
         Ok(())
     }
 
-    /// So many steps count as applied.
+    /// Sets the number of steps applied to the slice.
     pub(crate) fn carry_applied(&self, applied: u64) {
         self.lock().applied = applied;
     }
 
-    /// All of the slice has been carried over; with its optimizer state, or without.
+    /// Notes that the whole slice has been copied, and whether its optimizer state was.
     pub(crate) fn end_carry(&self, state: bool) {
         let mut inner = self.lock();
         let applied = inner.applied;
         inner.carried = Some(Carried { state, applied });
     }
 
-    /// `rank` uploads nothing of the slice: what was carried over stands. Unless it is 0, `applied`
-    /// steps count as applied. Returns whether that made the slice complete. `current` says, under
-    /// the slice's lock, whether `attempt` is the job's open one.
+    /// Notes that `rank` keeps the copied content and uploads nothing of the slice. If `applied` is
+    /// not 0, it is the number of steps applied to the slice. Returns whether the slice is complete
+    /// now. `current` checks, under the lock of the slice, that `attempt` is the open one.
     ///
     /// # Errors
-    /// Those of `current`; [`Error::Invalid`] if nothing was carried over, or the rank has uploaded
-    /// some of it, now or before an epoch change.
+    /// Those of `current`; [`Error::Invalid`] if the slice was not copied, or if the rank has
+    /// uploaded a part of it, in this epoch or in an earlier one.
     pub(crate) fn keep(
         &self,
         backend: &B,
