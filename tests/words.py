@@ -14,8 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 #: Words that were given up, with the words that replace them. A capitalised word is the name of a
-#: type, and is matched as a whole identifier. A lower-case word is also matched as a word of a longer
-#: identifier: ``area`` in ``area_of``, ``areas`` and ``AreaOf``.
+#: type, and is matched as a whole identifier. A lower-case word is also matched as a word of a
+#: longer identifier: ``area`` in ``area_of``, ``areas`` and ``AreaOf``.
 RETIRED = {
     "BoxView": "StridedBox",
     "Region": "LocalTensor, StridedBox",
