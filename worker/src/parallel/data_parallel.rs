@@ -1,7 +1,8 @@
-//! Data parallelism: every rank has the whole module, and gradients are averaged over the ranks.
+//! Data parallelism: every rank has a replica of the module, and gradients are averaged over the
+//! ranks.
 //!
-//! The ranks are a job whose optimizer is `average`: version `v + 1` of it is the mean gradient of
-//! step `v`. So the servers compute the mean, in rank order.
+//! The servers compute the average, in rank order: the ranks join a job whose optimizer is
+//! `average`, in which version `v + 1` of the parameters is the mean gradient of step `v`.
 
 use std::collections::HashMap;
 use std::marker::PhantomData;
@@ -22,20 +23,20 @@ use super::parameters::{self, Parameter};
 use super::remote::{Buffer, JobOptions, Remote, Seat};
 use super::world::Mesh;
 
-/// Bytes of a MB, as in Paddle's sizes.
+/// The number of bytes in a MB, as Paddle counts it.
 const MB: usize = 1 << 20;
 
 type Gradients = HashMap<ParamId, Vec<f32>>;
 
-/// How a [`DataParallel`] synchronises.
+/// Settings of the synchronisation of a [`DataParallel`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DataParallelOptions {
-    /// A bucket of gradients that travel together closes once it has so many MB.
+    /// The size in MB from which a bucket of gradients is sent.
     pub comm_buffer_size: usize,
-    /// The first bucket, the last to be sent, once it has so many.
+    /// The same for the bucket that is sent last, which has the gradients of the first parameters.
     pub last_comm_buffer_size: usize,
-    /// Whether a forward pass may leave parameters out. The gradient of a rank that did not use a
-    /// parameter counts as zeros.
+    /// Whether a forward pass may leave out parameters. A rank that did not use a parameter
+    /// contributes zeros to its gradient.
     pub find_unused_parameters: bool,
 }
 
@@ -45,10 +46,12 @@ impl Default for DataParallelOptions {
     }
 }
 
-/// A module that every rank of a mesh has, Paddle's and torch's `DataParallel`.
+/// A module that is replicated on every rank of a mesh, as with Paddle's `DataParallel` and
+/// torch's `DistributedDataParallel`.
 ///
-/// burn's gradients are values, so a backward pass is called on this type: it adds its gradients to
-/// those of earlier passes, and synchronises unless the *forward* pass was under [`Self::no_sync`].
+/// A backward pass of burn returns the gradients instead of storing them in the parameters.
+/// Therefore call [`Self::backward`]: it adds the gradients to those of earlier passes, and
+/// synchronises them unless the *forward* pass ran inside [`Self::no_sync`].
 ///
 /// The methods that synchronise block, and must not be called on a thread of the runtime.
 #[derive(Debug)]
@@ -56,7 +59,7 @@ pub struct DataParallel<B: AutodiffBackend, M> {
     module: M,
     mesh: Mesh,
     options: DataParallelOptions,
-    /// The parameters that train, by their numbers among all of them.
+    /// The trained parameters, each with its index among all parameters.
     parameters: Vec<(usize, Parameter)>,
     buckets: Vec<Vec<usize>>,
     average: Option<Averaging>,
@@ -65,7 +68,7 @@ pub struct DataParallel<B: AutodiffBackend, M> {
     backend: PhantomData<B>,
 }
 
-/// The job that averages gradients, and its version. One rank alone needs none.
+/// The job that averages gradients, and its version. A mesh of one rank has none.
 #[derive(Debug)]
 struct Averaging {
     remote: Arc<Remote>,
@@ -82,22 +85,23 @@ pub struct Forward<T> {
 }
 
 impl<T> Forward<T> {
-    /// The same pass with another result, such as the loss of the output.
+    /// Replaces the output by a function of it, such as the loss.
     pub fn map<U>(self, function: impl FnOnce(T) -> U) -> Forward<U> {
         Forward { output: function(self.output), synchronises: self.synchronises }
     }
 }
 
 impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
-    /// Takes a module, on each rank of a mesh of one dimension; its parameters become those of the
-    /// mesh's first rank. `job` is created; its name must be new, and not be used on another mesh.
-    /// With one rank it works, and uses no job.
+    /// Wraps a module. Every rank of `mesh`, which must have one dimension, calls this function.
+    /// The parameters are set to the values of the first rank of the mesh. The function creates the
+    /// job `job`, whose name must be new and must not be used on another mesh. On a mesh of one
+    /// rank no job is created.
     ///
     /// # Errors
-    /// [`Error::Invalid`] unless the mesh has one dimension, for a module without a parameter
-    /// that trains, and for a job that has taken steps already;
-    /// [`crate::collectives::Error::Disagreement`] if another rank has other parameters; those of
-    /// the cluster.
+    /// [`Error::Invalid`] unless the mesh has one dimension, for a module without trained
+    /// parameters, and for a job that is no longer at version 0;
+    /// [`crate::collectives::Error::Disagreement`] if the names or shapes of the parameters differ
+    /// between ranks; those of the cluster.
     pub fn new(
         module: M,
         mesh: &Mesh,
@@ -110,7 +114,7 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
         let parameters: Vec<(usize, Parameter)> =
             all.iter().cloned().enumerate().filter(|(_, parameter)| parameter.trains).collect();
         if parameters.is_empty() {
-            return Err(Error::invalid("number of parameters that train", 0, "1 or more"));
+            return Err(Error::invalid("number of trained parameters", 0, "1 or more"));
         }
         let described: Vec<String> = all
             .iter()
@@ -163,8 +167,8 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
         Forward { output: run(&self.module), synchronises: self.synchronises }
     }
 
-    /// Runs `run`, whose forward passes do not synchronise: their gradients accumulate, and are
-    /// part of the next synchronisation.
+    /// Runs `run` without synchronisation: the gradients of its forward passes are accumulated, and
+    /// are part of the next synchronisation.
     pub fn no_sync<T>(&mut self, run: impl FnOnce(&mut Self) -> T) -> T {
         let before = std::mem::replace(&mut self.synchronises, false);
         let result = run(self);
@@ -172,12 +176,12 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
         result
     }
 
-    /// Runs a backward pass, adds its gradients to those of earlier passes, and synchronises them,
-    /// unless the forward pass was under [`Self::no_sync`].
+    /// Runs a backward pass and adds its gradients to those of earlier passes. Then synchronises
+    /// them, unless the forward pass ran inside [`Self::no_sync`].
     ///
     /// # Errors
-    /// [`Error::UnusedParameter`] on every rank, if a rank has no gradient of a parameter; those of
-    /// the collectives and of the cluster. After [`zeroshard_proto::Error::StepAborted`] the
+    /// [`Error::UnusedParameter`] on every rank, if a rank has no gradient for a parameter; those
+    /// of the collectives and of the cluster. After [`zeroshard_proto::Error::StepAborted`] the
     /// gradients are dropped, and all passes of the step have to be run again.
     pub fn backward<const D: usize>(&mut self, forward: Forward<Tensor<B, D>>) -> Result<()> {
         let gradients = self.mesh.world().backward(&forward.output)?;
@@ -190,8 +194,8 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
         if forward.synchronises { self.synchronise() } else { Ok(()) }
     }
 
-    /// Makes the gradients the mean over the ranks: Paddle's `fused_allreduce_gradients`, for
-    /// passes that ran under [`Self::no_sync`].
+    /// Replaces the accumulated gradients by their mean over the ranks, like Paddle's
+    /// `fused_allreduce_gradients`. Call it after passes that ran inside [`Self::no_sync`].
     ///
     /// # Errors
     /// Those of [`Self::backward`].
@@ -226,7 +230,8 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
         Ok(())
     }
 
-    /// Leaves the job; the last of its ranks deletes it. Gradients are not synchronised afterwards.
+    /// Leaves the job; the last rank that leaves deletes it. Gradients cannot be synchronised
+    /// afterwards.
     ///
     /// # Errors
     /// Those of the cluster.
@@ -239,7 +244,8 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
         parameters::for_optimizer::<B, M>(&self.module, std::mem::take(&mut self.gradients))
     }
 
-    /// Changes the module: an optimizer's step, the same on every rank.
+    /// Replaces the module by a function of it: an optimizer step, which must be the same on every
+    /// rank.
     #[must_use]
     pub fn update(self, function: impl FnOnce(M) -> M) -> Self {
         Self { module: function(self.module), ..self }
@@ -247,7 +253,8 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
 }
 
 impl Averaging {
-    /// Creates the job or joins it; the module's parameters become those of its first rank.
+    /// Creates the job or joins it, and sets the module's parameters to the values of rank 0 of the
+    /// job.
     fn start<B: AutodiffBackend, M: Module<B>>(
         module: M,
         all: &[Parameter],
@@ -266,13 +273,14 @@ impl Averaging {
             ..JobSpec::new(&job.name, manifest, vec![Optimizer::Average(Average::default())])
         };
         spec.validate()?;
-        // The job counts its ranks along the mesh, wherever the mesh lies in the world.
+        // The ranks of the job are the coordinates along the mesh, not the ranks of the world.
         let rank = mesh.coordinate()[0] as u32;
         let seat = Seat { rank, coordinator: &job.address, reached_at: None };
         let remote = Arc::new(Remote::join(runtime, job.options.clone(), &spec, seat)?);
         if let Some(version) = remote.version().filter(|&version| version > 0) {
-            let what = format!("job {:?} of a DataParallel", job.name);
-            return Err(Error::invalid(what, format!("at version {version}"), "a new job"));
+            let what = format!("job {:?} for DataParallel", job.name);
+            let expected = "a new job, at version 0: use another name or delete the job";
+            return Err(Error::invalid(what, format!("at version {version}"), expected));
         }
         let mut own = parameters::read(&module);
         remote.upload(|tensor| own.remove(&all[tensor].id).unwrap_or_default())?;
@@ -281,8 +289,8 @@ impl Averaging {
         Ok((parameters::write(module, values), Self { remote, version: 0 }))
     }
 
-    /// Pushes gradients, and reads their mean over the ranks. A parameter that no rank has a
-    /// gradient of has no mean.
+    /// Pushes gradients and pulls their mean over the ranks. The result has no entry for a
+    /// parameter for which no rank has a gradient.
     fn step(
         &mut self,
         parameters: &[(usize, Parameter)],
@@ -291,7 +299,7 @@ impl Averaging {
     ) -> Result<(Vec<Absent>, Gradients)> {
         let mut pushes = Pushes::new(self.remote.clone(), self.remote.runtime(), self.version);
         let mut absent = Vec::new();
-        // Backward makes gradients in about the reverse order.
+        // The last parameters are sent first, as in DDP.
         for bucket in buckets.iter().rev() {
             let mut present = Vec::with_capacity(bucket.len());
             for &index in bucket {
@@ -318,7 +326,7 @@ impl Averaging {
     }
 }
 
-/// Room for whole tensors.
+/// Buffers for whole tensors.
 fn whole(spec: &JobSpec, tensors: impl Iterator<Item = usize>) -> Vec<Buffer> {
     let shape = |tensor: usize| TensorBox::whole(&spec.manifest.tensors()[tensor].shape);
     tensors.map(|tensor| Buffer::zeros(tensor, shape(tensor))).collect()

@@ -1,18 +1,18 @@
-//! ZeRO's levels for a module: Paddle's `group_sharded_parallel`.
+//! The levels of ZeRO for a burn module, after Paddle's `group_sharded_parallel`.
 //!
-//! Optimizer state is on the shard servers at every level. The levels differ in the lifetimes of
-//! parameters and gradients in a worker:
+//! The optimizer state is on the shard servers at every level. The levels differ in the time for
+//! which a worker holds parameters and gradients:
 //!
 //! | level | parameters | gradients |
 //! |---|---|---|
-//! | `os` | stay | are copied out of burn's together, and pushed together |
-//! | `os_g` | stay | each is pushed and freed as it is taken out of burn's, in buckets |
-//! | `p_g_os` | from a forward pass to its backward pass | as `os_g` |
+//! | `os` | always | all are copied out of burn's container, and pushed together |
+//! | `os_g` | always | are moved out of burn's container bucket by bucket, pushed and freed |
+//! | `p_g_os` | from a forward pass to its backward pass | as at `os_g` |
 //!
 //! The layers of a burn module cannot be intercepted, so all parameters of the module are pulled
 //! and freed together. (The trainer knows the segments of its model, and holds one segment's
-//! parameters at a time: `trainer::levels`.) burn returns the gradients of a pass at its end, so
-//! none is pushed before.
+//! parameters at a time: `trainer::levels`.) burn returns the gradients at the end of a backward
+//! pass, so no gradient is pushed during the pass.
 
 use std::collections::HashMap;
 use std::marker::PhantomData;
@@ -32,14 +32,15 @@ use super::parameters;
 use super::server_optimizer::{ServerOptimizer, ServerOptions, StateTensor, shard_optimizer};
 use super::world::Mesh;
 
-/// Elements of a bucket of gradients: Paddle's `buffer_max_size`.
+/// The number of elements from which a bucket of gradients is sent; Paddle's default for
+/// `buffer_max_size`.
 const BUFFER_MAX_SIZE: usize = 1 << 23;
 
-/// A module that trains at one of ZeRO's levels. Made by [`group_sharded_parallel`].
+/// A module that is trained at one of ZeRO's levels, created by [`group_sharded_parallel`].
 ///
-/// A step is any number of [`Self::forward`] and [`Self::backward`], whose gradients add up, and
-/// then [`Self::step`], which alone sends them, as Paddle does under `no_sync`. The level does not
-/// change the bits of the result.
+/// A step consists of any number of [`Self::forward`] and [`Self::backward`] calls, whose gradients
+/// are accumulated, and one call of [`Self::step`], which pushes the sums. The result has the same
+/// bits at every level.
 #[derive(Debug)]
 pub struct GroupSharded<B: AutodiffBackend, M> {
     module: M,
@@ -48,20 +49,20 @@ pub struct GroupSharded<B: AutodiffBackend, M> {
     optimizer: ServerOptimizer,
     buffer_max_size: usize,
     loss_scale: f64,
-    /// The version of the module's parameters; `None`: they are freed, or were never pulled.
-    here: Option<u64>,
+    /// The version of the parameters in the module; `None` if they are freed or were never pulled.
+    loaded: Option<u64>,
     /// Gradients of the last backward pass, as burn returned them.
     last: GradientsParams,
-    /// Sums of the gradients of the passes before.
+    /// Sums of the gradients of the earlier passes.
     sums: HashMap<ParamId, Vec<f32>>,
-    /// Sum of the passes' losses.
+    /// Sum of the losses of all passes.
     loss: Option<f64>,
     backend: PhantomData<B>,
 }
 
-/// Makes a module's parameters a job on the servers, as [`shard_optimizer`] does, and trains it at
-/// a level of ZeRO. Distributed parameters are transferred as boxes; the gradients of the others
-/// are averaged over the mesh by the servers.
+/// Moves the parameters of a module into a job on the shard servers, like [`shard_optimizer`], and
+/// trains the module at a level of ZeRO. Each rank transfers only its box of a distributed
+/// parameter. For all other parameters, the servers average the gradients over the mesh.
 ///
 /// The methods of the result block, and must not be called on a thread of `runtime`.
 ///
@@ -86,7 +87,7 @@ where
         optimizer,
         buffer_max_size: BUFFER_MAX_SIZE,
         loss_scale: 1.0,
-        here: None,
+        loaded: None,
         last: GradientsParams::new(),
         sums: HashMap::new(),
         loss: None,
@@ -97,19 +98,19 @@ where
 }
 
 impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B, M> {
-    /// The same with buckets that travel once they have so many elements; 0: each gradient travels
-    /// alone.
+    /// Sets the number of elements from which a bucket of gradients is sent. With 0 each gradient
+    /// is sent alone.
     #[must_use]
     pub fn with_buffer_max_size(self, elements: usize) -> Self {
         Self { buffer_max_size: elements, ..self }
     }
 
-    /// Losses are multiplied by this from now on, and the servers divide the gradients by it. A
-    /// step whose gradients overflow is skipped, and reported as not applied.
+    /// Sets the loss scale: losses are multiplied by it, and the servers divide the gradients by
+    /// it. A step whose gradients overflow is skipped, and its report says that it was not applied.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a scale that is not positive, and while gradients of another one wait
-    /// for their step.
+    /// [`Error::Invalid`] for a scale that is not positive and finite, and between the first
+    /// backward pass of a step and [`Self::step`].
     pub fn set_loss_scale(&mut self, scale: f64) -> Result<()> {
         if !(scale.is_finite() && scale > 0.0) {
             return Err(Error::invalid("loss scale", scale, "finite and more than 0"));
@@ -118,7 +119,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
             return Err(Error::invalid(
                 "loss scale",
                 "set within a step",
-                "set before its first backward pass",
+                "set before the first backward pass of the step",
             ));
         }
         self.loss_scale = scale;
@@ -130,18 +131,18 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
         self.level
     }
 
-    /// The optimizer: its version, its traffic, and the way to leave the job.
+    /// The optimizer, which gives access to the version and the traffic, and leaves the job.
     pub fn optimizer(&self) -> &ServerOptimizer {
         &self.optimizer
     }
 
-    /// The module as it is now: with the parameters of the last forward pass, or with none (see
-    /// [`Self::summon_full_params`]).
+    /// The module, with the parameters of the last forward pass, or without parameters if they are
+    /// freed (see [`Self::summon_full_params`]).
     pub fn module(&self) -> &M {
         &self.module
     }
 
-    /// Runs a forward pass, with the current parameters.
+    /// Runs a forward pass with the current parameters, which are pulled if necessary.
     ///
     /// # Errors
     /// Those of the cluster, and of `run`.
@@ -156,23 +157,23 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
     /// # Errors
     /// Those of the cluster, and of `run`.
     pub fn summon_full_params<T>(&mut self, run: impl FnOnce(&M) -> Result<T>) -> Result<T> {
-        let was_here = self.here.is_some();
+        let was_loaded = self.loaded.is_some();
         let result = self.forward(run);
-        if !was_here {
+        if !was_loaded {
             self.release();
         }
         result
     }
 
-    /// Runs the backward pass of a loss, and adds its gradients to those that wait for
-    /// [`Self::step`]. Gives the loss.
+    /// Runs the backward pass of a loss, and adds its gradients to those that [`Self::step`] will
+    /// push. Returns the loss.
     ///
-    /// At `p_g_os` the parameters go with it: one backward pass for all forward passes since the
-    /// last.
+    /// At `p_g_os` the parameters are freed afterwards, so the loss must cover all forward passes
+    /// since the last backward pass.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a loss that is not of the parameters that are here; those of the
-    /// collectives.
+    /// [`Error::Invalid`] for a loss that does not depend on the parameters now in the module;
+    /// those of the collectives.
     pub fn backward(&mut self, loss: Tensor<B, 1>) -> Result<f32> {
         if loss.dims() != [1] {
             return Err(Error::invalid("shape of a loss", format!("{:?}", loss.dims()), "[1]"));
@@ -181,9 +182,10 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
         let gradients = self.mesh.world().backward(&loss.mul_scalar(self.loss_scale))?;
         let gradients = GradientsParams::from_grads(gradients, &self.module);
         if gradients.is_empty() {
-            let expected = "of a forward pass since the last step, and at p_g_os since the last \
-                            backward pass";
-            return Err(Error::invalid("loss", "of no parameter that is here", expected));
+            let expected = "the result of a forward pass since the last step (at p_g_os: since \
+                            the last backward pass)";
+            let found = "independent of the module's current parameters";
+            return Err(Error::invalid("loss", found, expected));
         }
         let mut before = std::mem::replace(&mut self.last, gradients);
         parameters::drain(&self.module, &mut before, |id, gradient| {
@@ -198,16 +200,16 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
         Ok(value)
     }
 
-    /// Pushes the sums of the backward passes, and has the step applied. The report's loss is the
-    /// sum over the passes, and the mean over the ranks. A rank without a backward pass may step
-    /// too: its gradients count as zeros, and the report has no loss.
+    /// Pushes the accumulated gradients and commits the step. The loss in the report is the sum
+    /// over the passes, averaged over the ranks. A rank that has run no backward pass may call this
+    /// method too: its gradients count as zeros, and the report has no loss.
     ///
     /// # Errors
-    /// Those of the cluster. After [`zeroshard_proto::Error::StepAborted`] the step's passes are to
-    /// be run again.
+    /// Those of the cluster. After [`zeroshard_proto::Error::StepAborted`] all passes of the step
+    /// have to be run again.
     pub fn step(&mut self) -> Result<StepReport> {
         if self.loss.is_none() {
-            // A rank without a forward pass has not waited for version 0.
+            // A rank that has run no forward pass has not yet waited for version 0.
             self.fetch()?;
         }
         let (mut last, mut sums) = (std::mem::take(&mut self.last), std::mem::take(&mut self.sums));
@@ -219,7 +221,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
             self.optimizer.trained().map(|(number, parameter)| (parameter.id, number)).collect();
         let (mut bucket, mut elements, mut absent) = (Vec::new(), 0, Vec::new());
         parameters::drain(&self.module, &mut last, |id, gradient| {
-            // A parameter that several layers share comes once.
+            // A parameter that several layers share is visited several times.
             let Some(tensor) = numbers.remove(&id) else { return Ok(()) };
             let gradient = match (sums.remove(&id), gradient) {
                 (sum, Some(gradient)) => add(sum, gradient),
@@ -243,7 +245,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
         self.optimizer.commit(&absent, commit)
     }
 
-    /// Whole parameters, whatever this rank has of them.
+    /// Pulls the whole parameters, including the parts that this rank does not hold.
     ///
     /// # Errors
     /// Those of the cluster.
@@ -251,23 +253,24 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
         self.optimizer.state_dict()
     }
 
-    /// Loads a state of [`Self::state_dict`], as [`ServerOptimizer::set_state_dict`]; gradients
-    /// that wait for a step are dropped. Every rank calls it.
+    /// Loads a state that [`Self::state_dict`] has returned; see
+    /// [`ServerOptimizer::set_state_dict`]. Accumulated gradients are dropped. Every rank must call
+    /// this method.
     ///
     /// # Errors
     /// Those of [`ServerOptimizer::set_state_dict`].
     pub fn set_state_dict(&mut self, state: Vec<StateTensor>) -> Result<()> {
         self.optimizer.set_state_dict(state)?;
-        (self.last, self.loss, self.here) = (GradientsParams::new(), None, None);
+        (self.last, self.loss, self.loaded) = (GradientsParams::new(), None, None);
         self.sums.clear();
         Ok(())
     }
 
     fn fetch(&mut self) -> Result<()> {
         let version = self.optimizer.version();
-        if self.here != Some(version) {
+        if self.loaded != Some(version) {
             self.module = self.optimizer.pull(self.module.clone())?;
-            self.here = Some(version);
+            self.loaded = Some(version);
         }
         Ok(())
     }
@@ -276,12 +279,12 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
     fn release(&mut self) {
         if self.level == Level::PGOs {
             self.module = parameters::give_up(self.module.clone());
-            self.here = None;
+            self.loaded = None;
         }
     }
 }
 
-/// The sum of gradients in f32, in the order of the passes.
+/// Adds a gradient to a sum in f32. The order of the passes determines the bits.
 fn add(sum: Option<Vec<f32>>, gradient: Vec<f32>) -> Vec<f32> {
     let Some(mut sum) = sum else { return gradient };
     parameters::accumulate(&mut sum, &gradient);

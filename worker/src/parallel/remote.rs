@@ -1,7 +1,8 @@
-//! A rank's part in a job on the shard servers: the only file of the crate that knows the client.
+//! The connection of one rank to a job on the shard servers. This is the only file of the crate
+//! that calls the client.
 //!
-//! The trainer, [`super::ServerOptimizer`] and [`super::DataParallel`] use it alike. When
-//! parameters are pulled and gradients are pushed is their decision.
+//! The trainer, [`super::ServerOptimizer`] and [`super::DataParallel`] use it. They decide when
+//! parameters are pulled and gradients are pushed.
 
 use std::future::Future;
 
@@ -11,27 +12,27 @@ use zeroshard_client::{
 };
 use zeroshard_proto::{Error, JobSpec, Result, TensorBox, successor_name};
 
-/// A job on the shard servers, and how to reach it.
+/// The name of a job on the shard servers and the settings for connecting to it.
 #[derive(Debug, Clone)]
 pub struct JobOptions {
     /// The coordinator's address.
     pub address: String,
     /// The job's name.
     pub name: String,
-    /// Servers to wait for.
+    /// The number of shard servers to wait for before the job is created.
     pub min_servers: u32,
     /// Settings of the connection.
     pub options: Options,
 }
 
-/// The address and the rank of a worker.
+/// The rank of a worker, its own address and that of the coordinator.
 #[derive(Debug, Clone, Copy)]
 pub struct Seat<'a> {
-    /// Its rank.
+    /// The rank.
     pub rank: u32,
     /// The coordinator's address.
     pub coordinator: &'a str,
-    /// The address at which other workers reach it, if it has one.
+    /// The address at which other workers reach this worker; `None` if they do not connect to it.
     pub reached_at: Option<&'a str>,
 }
 
@@ -47,32 +48,32 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Room for a box of a tensor.
+    /// A buffer of zeros for a box of a tensor.
     pub fn zeros(tensor: usize, bounds: TensorBox) -> Self {
         let values = vec![0.0; bounds.numel() as usize];
         Self { tensor, bounds, values }
     }
 }
 
-/// The gradient of this rank's part of a tensor, by the tensor's index in the manifest.
+/// The index of a tensor in the manifest, and the gradient of the part that this rank holds.
 pub type Gradient = (usize, Vec<f32>);
 
-/// The source of parameters and the destination of gradients: a job on the shard servers, or in
-/// tests a table.
+/// The source of parameters and the destination of gradients: a job on the shard servers, or a
+/// table in memory in tests.
 pub trait ParameterServer: Send + Sync + 'static {
-    /// Fills the buffers with the parameters of exactly `version`; waits for it.
+    /// Fills the buffers with the parameters of exactly `version`. Waits until it exists.
     fn pull(
         &self,
         version: u64,
         buffers: Vec<Buffer>,
     ) -> impl Future<Output = Result<Vec<Buffer>>> + Send;
 
-    /// Sends gradients of `step`. Each tensor is sent once per step. The values are freed on return
-    /// at the latest.
+    /// Sends gradients of `step`. Each tensor is sent once per step. The values are freed before
+    /// the method returns.
     fn push(&self, step: u64, gradients: Vec<Gradient>) -> impl Future<Output = Result<()>> + Send;
 }
 
-/// A rank's part in a job. Cheap to clone.
+/// The connection of one rank to a job. Cheap to clone.
 ///
 /// Methods that are not `async` block, and must not be called on a thread of the runtime.
 #[derive(Debug, Clone)]
@@ -83,10 +84,11 @@ pub struct Remote {
 }
 
 impl Remote {
-    /// Connects, creates the job unless it exists, and joins it.
+    /// Connects, creates the job unless it exists, and joins it. Waits for the coordinator and the
+    /// shard servers until the deadline of `options`.
     ///
     /// # Errors
-    /// Those of the cluster; waits for coordinator and servers until the deadline of `options`.
+    /// Those of the cluster.
     pub fn join(
         runtime: &Handle,
         options: Options,
@@ -97,11 +99,11 @@ impl Remote {
         Self::enter(runtime, cluster, spec.into(), (seat.rank, seat.reached_at))
     }
 
-    /// Joins, as the same rank, the job that continues from this one at `version`. Creates that job
-    /// unless another rank has created it.
+    /// Joins the successor, a job that continues from `version` of this one, with the same rank.
+    /// Creates the successor unless another rank has created it.
     ///
     /// # Errors
-    /// [`Error::JobExists`] if another job has its name; others of the cluster.
+    /// [`Error::JobExists`] if a different job has the successor's name; those of the cluster.
     pub fn join_successor(&self, version: u64) -> Result<Self> {
         let name = successor_name(&self.spec().name);
         let mut create = CreateJob::new(JobSpec { name, ..self.spec().clone() });
@@ -126,12 +128,12 @@ impl Remote {
         Ok(Self { runtime: runtime.clone(), cluster, job })
     }
 
-    /// The runtime that moves the bytes.
+    /// The runtime that executes the transfers.
     pub fn runtime(&self) -> &Handle {
         &self.runtime
     }
 
-    /// The job's spec.
+    /// The specification of the job.
     pub fn spec(&self) -> &JobSpec {
         self.job.spec()
     }
@@ -146,7 +148,7 @@ impl Remote {
         self.job.version()
     }
 
-    /// Bytes moved by this worker.
+    /// The number of bytes that this worker has transferred.
     pub fn traffic(&self) -> Traffic {
         self.job.traffic()
     }
@@ -159,19 +161,19 @@ impl Remote {
         self.runtime.block_on(self.job.peers())
     }
 
-    /// Uploads the initial parameters that this rank is responsible for, one tensor at a time;
-    /// `own` returns this rank's part of a tensor. A rank that uploads waits for version 0, because
-    /// the servers drop the upload of a rank that leaves earlier.
+    /// Uploads the initial parameters that this rank is responsible for, one tensor at a time.
+    /// `values` returns the part of a tensor that this rank holds. A rank that uploads waits for
+    /// version 0, because the servers drop the upload of a rank that leaves earlier.
     ///
     /// # Errors
     /// Those of the cluster.
-    pub fn upload(&self, mut own: impl FnMut(usize) -> Vec<f32>) -> Result<()> {
+    pub fn upload(&self, mut values: impl FnMut(usize) -> Vec<f32>) -> Result<()> {
         self.runtime.block_on(async {
             let mut uploads = false;
             let manifest = &self.spec().manifest;
             for tensor in 0..manifest.tensors().len() {
                 if manifest.owner(tensor) == tensor && self.job.uploads(tensor)? {
-                    let data = own(tensor).into();
+                    let data = values(tensor).into();
                     self.job.initialise(vec![TensorData { tensor, data }]).await?;
                     uploads = true;
                 }
@@ -183,7 +185,7 @@ impl Remote {
         })
     }
 
-    /// Reads the parameters of exactly `version`; waits for it.
+    /// Fills the buffers with the parameters of exactly `version`. Waits until it exists.
     ///
     /// # Errors
     /// Those of the cluster.
@@ -191,8 +193,8 @@ impl Remote {
         self.runtime.block_on(self.pull(version, buffers))
     }
 
-    /// Votes for `step`, after all gradients of this rank have been pushed, and waits for the
-    /// decision. `absent`: the tensors that this rank has no gradient of.
+    /// Commits `step` and waits for the decision. Must be called after all gradients of this rank
+    /// have been pushed. `absent` are the tensors for which this rank has no gradient.
     ///
     /// # Errors
     /// Those of the cluster.
@@ -206,7 +208,7 @@ impl Remote {
         })
     }
 
-    /// Commits like [`Self::commit`], and reads the parameters of the next version into `buffers`.
+    /// Commits like [`Self::commit`], and pulls the parameters of the next version into `buffers`.
     ///
     /// # Errors
     /// Those of the cluster.
@@ -227,7 +229,7 @@ impl Remote {
         Ok((report, buffers))
     }
 
-    /// The hash of the job's state at its current version.
+    /// The hash of the job's state at `version`, which must be the current version.
     ///
     /// # Errors
     /// Those of the cluster.
@@ -235,7 +237,7 @@ impl Remote {
         self.runtime.block_on(self.job.state_hash(version))
     }
 
-    /// Ends the lease in order.
+    /// Leaves the job in order: the other ranks are told at once.
     ///
     /// # Errors
     /// Those of the cluster.
@@ -243,7 +245,7 @@ impl Remote {
         self.runtime.block_on(self.job.leave())
     }
 
-    /// Leaves the job; the last of its ranks deletes it.
+    /// Leaves the job. The last rank that leaves deletes it.
     ///
     /// # Errors
     /// Those of the cluster.
@@ -254,7 +256,7 @@ impl Remote {
             let jobs = self.cluster.status().await?.jobs;
             if jobs.iter().any(|other| other.name == *name && other.joined.is_empty()) {
                 match self.cluster.delete_job(name).await {
-                    // Two ranks left at the same time, and the other one deleted it.
+                    // Two ranks left at the same time, and the other rank deleted the job.
                     Err(Error::UnknownJob { .. }) => {}
                     result => result?,
                 }

@@ -1,5 +1,5 @@
-//! A module whose parameters and optimizer live on the shard servers, by boxes: Paddle's
-//! `shard_optimizer`.
+//! Paddle's `shard_optimizer`: the master weights and the optimizer state of a module are on the
+//! shard servers, and each rank transfers only the boxes that it holds.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -24,14 +24,15 @@ use super::remote::{Buffer, JobOptions, Remote, Seat};
 use super::transfer::cut;
 use super::world::Mesh;
 
-/// A job that trains a module.
+/// The settings of a job that trains a module.
 #[derive(Debug, Clone)]
 pub struct ServerOptions {
-    /// The job; one that exists is continued.
+    /// The job. If it exists, training continues from its version.
     pub job: JobOptions,
     /// The optimizer that the servers apply.
     pub optimizer: Optimizer,
-    /// Clip by global norm: each element of a distributed parameter counts once.
+    /// The maximum global norm of the gradient, in which each element of a distributed parameter
+    /// counts once; `None` disables clipping.
     pub max_norm: Option<f64>,
 }
 
@@ -40,7 +41,7 @@ pub struct ServerOptions {
 #[derive(Debug)]
 pub struct ServerOptimizer {
     remote: Arc<Remote>,
-    /// By number in the manifest.
+    /// In manifest order.
     parameters: Vec<Parameter>,
     settings: ServerOptions,
     version: u64,
@@ -57,10 +58,11 @@ pub struct StateTensor {
     pub values: Vec<f32>,
 }
 
-/// Makes a module's parameters a job on the servers, or joins that of the other ranks. `mesh` has
-/// all ranks of the world, from 0 on. Along those of its dimensions over which a layer is
-/// distributed, the gradient lies as the parameter does; along the others, and of parameters that
-/// are not distributed, it is the mean over the ranks.
+/// Creates a job for the parameters of a module, or joins the job that another rank has created.
+/// `mesh` must contain all ranks of the world, in ascending order. The gradient of a distributed
+/// parameter has the placements of the parameter along the dimensions of the parameter's mesh.
+/// Along all other dimensions, and for parameters that are not distributed, the servers average the
+/// gradients over the ranks.
 ///
 /// The methods of the result block, and must not be called on a thread of `runtime`.
 ///
@@ -84,7 +86,7 @@ pub fn shard_optimizer<B: ParallelBackend, M: Module<B> + Parallelize<B>>(
     for parameter in &parameters {
         let (shape, placements) = match placed.get(&parameter.id) {
             Some((parameter, own)) => {
-                (parameter.shape.clone(), lie(mesh, own, &parameter.placements)?)
+                (parameter.shape.clone(), on_job_mesh(mesh, own, &parameter.placements)?)
             }
             None => (parameter.shape.clone(), vec![mean(); mesh.process_mesh().ndim()]),
         };
@@ -115,11 +117,12 @@ pub fn shard_optimizer<B: ParallelBackend, M: Module<B> + Parallelize<B>>(
     Ok(ServerOptimizer { remote, parameters, settings, version })
 }
 
-/// Placements of a gradient on the job's mesh.
-fn lie(mesh: &Mesh, own: &Mesh, placements: &[Placement]) -> Result<Vec<Placement>> {
+/// The placements of a gradient on the job's mesh. `own` is the mesh of the layer, to which
+/// `placements` refer.
+fn on_job_mesh(mesh: &Mesh, own: &Mesh, placements: &[Placement]) -> Result<Vec<Placement>> {
     let names = mesh.process_mesh().names();
     if let Some(name) = own.process_mesh().names().iter().find(|name| !names.contains(name)) {
-        let expected = format!("one of those of the job's mesh, {names:?}");
+        let expected = format!("one of the dimensions of the job's mesh, {names:?}");
         return Err(Error::invalid("dimension of a layer's mesh", format!("{name:?}"), expected));
     }
     let along = |name: &String| own.process_mesh().dim(name).map_or(mean(), |dim| placements[dim]);
@@ -131,22 +134,22 @@ fn mean() -> Placement {
 }
 
 impl ServerOptimizer {
-    /// The version that the next step starts from.
+    /// The current version of the parameters, from which the next step starts.
     pub fn version(&self) -> u64 {
         self.version
     }
 
-    /// The job's name: [`Self::set_state_dict`] goes on with another.
+    /// The name of the current job. [`Self::set_state_dict`] changes it.
     pub fn job(&self) -> &str {
         &self.remote.spec().name
     }
 
-    /// This rank.
+    /// The rank of this process.
     pub fn rank(&self) -> u32 {
         self.remote.rank()
     }
 
-    /// Bytes moved by this rank.
+    /// The number of bytes that this rank has transferred.
     pub fn traffic(&self) -> Traffic {
         self.remote.traffic()
     }
@@ -156,7 +159,7 @@ impl ServerOptimizer {
         self.settings.optimizer.name()
     }
 
-    /// The module with the current parameters.
+    /// Pulls the current parameters into the module.
     ///
     /// # Errors
     /// Those of the cluster.
@@ -166,7 +169,7 @@ impl ServerOptimizer {
         Ok(parameters::write(layer, self.parameters.iter().zip(values)))
     }
 
-    /// Pushes this rank's gradients, and has the step applied.
+    /// Pushes the gradients of this rank and commits the step.
     ///
     /// # Errors
     /// Those of the cluster.
@@ -177,31 +180,31 @@ impl ServerOptimizer {
         loss: f64,
     ) -> Result<StepReport> {
         let mut gradients = parameters::gradients::<B, M>(layer, gradients);
-        let (mut here, mut absent) = (Vec::new(), Vec::new());
+        let (mut present, mut absent) = (Vec::new(), Vec::new());
         for (tensor, parameter) in self.trained() {
             match gradients.remove(&parameter.id) {
-                Some(gradient) => here.push((tensor, gradient)),
+                Some(gradient) => present.push((tensor, gradient)),
                 None => absent.push(tensor),
             }
         }
         let mut pushes = self.pushes();
-        pushes.push(here, ())?;
+        pushes.push(present, ())?;
         pushes.finish()?;
         self.commit(&absent, Commit { loss: Some(loss), ..Commit::default() })
     }
 
-    /// The parameters that train, with their numbers in the manifest.
+    /// The trained parameters, with their indices in the manifest.
     pub(crate) fn trained(&self) -> impl Iterator<Item = (usize, &Parameter)> {
         self.parameters.iter().enumerate().filter(|(_, parameter)| parameter.trains)
     }
 
-    /// Pushes of this rank's gradients of the current step.
+    /// A queue for pushing the gradients of the current step.
     pub(crate) fn pushes(&self) -> Pushes<Remote> {
         Pushes::new(self.remote.clone(), self.remote.runtime(), self.version)
     }
 
-    /// Has the step applied, once all that this rank has is pushed; it has no gradient of the
-    /// `absent` tensors.
+    /// Commits the step. Must be called after all gradients of this rank have been pushed.
+    /// `absent` are the tensors for which this rank has no gradient.
     pub(crate) fn commit(&mut self, absent: &[usize], commit: Commit) -> Result<StepReport> {
         let commit = Commit { max_norm: self.settings.max_norm, ..commit };
         let report = self.remote.commit(self.version, absent, commit)?;
@@ -209,7 +212,7 @@ impl ServerOptimizer {
         Ok(report)
     }
 
-    /// Whole parameters, whatever this rank has of them.
+    /// Pulls the whole parameters, including the parts that this rank does not hold.
     ///
     /// # Errors
     /// Those of the cluster.
@@ -230,19 +233,19 @@ impl ServerOptimizer {
         Ok(self.remote.read(self.version, buffers.collect())?)
     }
 
-    /// Loads a state of [`Self::state_dict`]: all tensors, whole. Every rank calls it, with the
-    /// same state.
+    /// Loads a state that [`Self::state_dict`] has returned. It must contain every tensor, as a
+    /// whole. Every rank must call this method, with the same state.
     ///
-    /// The initial parameters of a job cannot be written a second time. So a new job ("name.1"
-    /// after "name") continues from the state at version 0, and the last rank to leave the old job
-    /// deletes it. The optimizer's state is carried over.
+    /// The parameters of a running job cannot be replaced. Therefore the method creates a successor
+    /// of the job ("name.1" for "name"), in which the state is version 0. The last rank that leaves
+    /// the old job deletes it. The successor keeps the optimizer state.
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming the tensor that is unknown, missing, given twice or of another
-    /// shape, in which case nothing has changed; [`zeroshard_proto::Error::JobExists`] if another
-    /// job has the next name; others of the cluster.
+    /// [`Error::Invalid`] naming a tensor that is unknown, missing, repeated or of the wrong shape,
+    /// in which case nothing has changed; [`zeroshard_proto::Error::JobExists`] if a different job
+    /// has the successor's name; those of the cluster.
     pub fn set_state_dict(&mut self, state: Vec<StateTensor>) -> Result<()> {
-        let values = self.by_number(state)?;
+        let values = self.in_manifest_order(state)?;
         let remote = self.remote.join_successor(self.version)?;
         remote.upload(|tensor| {
             let whole = TensorBox::whole(&remote.spec().manifest.tensors()[tensor].shape);
@@ -253,8 +256,8 @@ impl ServerOptimizer {
         Ok(old.retire()?)
     }
 
-    /// The values of a state that has each of the job's tensors once.
-    fn by_number(&self, state: Vec<StateTensor>) -> Result<Vec<Vec<f32>>> {
+    /// The values of a state in manifest order. The state must have each of the job's tensors once.
+    fn in_manifest_order(&self, state: Vec<StateTensor>) -> Result<Vec<Vec<f32>>> {
         let specs = self.remote.spec().manifest.tensors();
         let numbers: HashMap<&str, usize> =
             specs.iter().enumerate().map(|(number, spec)| (spec.name.as_str(), number)).collect();
@@ -266,7 +269,7 @@ impl ServerOptimizer {
                 return Err(Error::invalid(
                     what,
                     "unknown",
-                    format!("one of the job's, {names:?}"),
+                    format!("one of the tensors of the job, {names:?}"),
                 ));
             };
             let expected: Vec<usize> =
@@ -274,7 +277,7 @@ impl ServerOptimizer {
             if shape != expected || values.len() as u64 != specs[number].numel() {
                 let (found, expected) = (
                     format!("of shape {shape:?} with {} values", values.len()),
-                    format!("of shape {expected:?}, and whole"),
+                    format!("of shape {expected:?} with {} values", specs[number].numel()),
                 );
                 return Err(Error::invalid(what, found, expected));
             }
@@ -286,7 +289,7 @@ impl ServerOptimizer {
             Error::invalid(
                 format!("tensor {:?} of the state", spec.name),
                 "missing",
-                "given: a state has all tensors",
+                "present, since a state contains every tensor of the job",
             )
         };
         found
@@ -296,7 +299,7 @@ impl ServerOptimizer {
             .collect()
     }
 
-    /// Ends this rank's part in the job in order.
+    /// Leaves the job in order: the other ranks are told at once.
     ///
     /// # Errors
     /// Those of the cluster.
@@ -325,9 +328,11 @@ impl ServerOptimizer {
         })
     }
 
-    /// All of every tensor; of those that train, if only they are wanted.
-    pub(crate) fn whole(&self, training: bool) -> Vec<Part> {
-        self.parts(|spec, _| (!training || spec.trains()).then(|| TensorBox::whole(&spec.shape)))
+    /// The whole tensors: all of them, or only the trained ones.
+    pub(crate) fn whole(&self, only_trained: bool) -> Vec<Part> {
+        self.parts(|spec, _| {
+            (!only_trained || spec.trains()).then(|| TensorBox::whole(&spec.shape))
+        })
     }
 
     fn parts(&self, bounds: impl Fn(&TensorSpec, usize) -> Option<TensorBox>) -> Vec<Part> {
