@@ -1,16 +1,16 @@
-//! Distributed tensors and layers on burn, by the names of torch and Paddle.
+//! Distributed tensors and layers on burn, with the names that torch and Paddle use.
 //!
-//! A [`World`] is the ranks of a job, connected by [`crate::collectives`]; a [`Mesh`] is an array
-//! of some of them. A [`DistTensor`] is a tensor of which each rank has a part. Collectives are
-//! operations inside autograd, so gradients have the placements that the layers need.
+//! A [`World`] is the set of ranks of a job, connected by [`crate::collectives`]; a [`Mesh`] is an
+//! array of some of them. A [`DistTensor`] is a tensor of which each rank holds a part. Autograd
+//! differentiates through collectives, so gradients have the placements that the layers need.
 //!
-//! A burn module is a struct, and its layers cannot be intercepted. So a module is made of layers
-//! that can be distributed ([`ParallelLinear`], [`ParallelEmbedding`], [`ParallelNorm`]) and lists
-//! them by name ([`Parallelize`]); a plan of styles ([`parallelize_module`]) or a function
-//! ([`shard_layer`]) distributes them. Without either they are burn's own layers.
+//! A burn module is a struct, and its layers cannot be intercepted. Therefore a module consists of
+//! layers that can be distributed ([`ParallelLinear`], [`ParallelEmbedding`], [`ParallelNorm`]) and
+//! lists them by name ([`Parallelize`]). A plan of styles ([`parallelize_module`]) or a function
+//! ([`shard_layer`]) distributes them. Without either they behave like burn's own layers.
 //!
-//! [`remote`] and [`background`] are the part that this module and the trainer have in common: a
-//! rank's part in a job on the shard servers, and pushes while the computation goes on.
+//! This module and the trainer share [`remote`], the connection of a rank to a job on the shard
+//! servers, and [`background`], which pushes gradients while the computation continues.
 //!
 //! ```no_run
 //! use burn::tensor::{Tensor, activation::relu};

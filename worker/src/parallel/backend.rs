@@ -1,5 +1,5 @@
-//! Collectives inside autograd: one operation, whose forward takes a tensor from one layout to
-//! another, and whose backward does so with the gradient.
+//! Collectives in autograd: one operation whose forward pass redistributes a tensor, and whose
+//! backward pass redistributes its gradient.
 
 use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
@@ -13,25 +13,25 @@ use super::error::{Error, Result};
 use super::transfer::Transfer;
 use super::world::World;
 
-/// The redistribution of a tensor, and that of its gradient.
+/// The redistributions of a tensor and of its gradient.
 #[derive(Debug, Clone)]
 pub struct Exchange {
     pub(crate) world: World,
     pub(crate) forward: Transfer,
     pub(crate) backward: Transfer,
-    /// Factor of the gradient, for means.
+    /// The factor of the gradient, different from 1 for means.
     pub(crate) scale: f32,
-    /// The reason why the operation has no gradient, if it has none.
+    /// A description of the operation, if it has no gradient.
     pub(crate) no_gradient: Option<&'static str>,
 }
 
 /// A backend whose tensors can be distributed.
 pub trait ParallelBackend: Backend {
-    /// Takes this rank's part of a tensor to another layout, together with the other ranks.
+    /// Redistributes a tensor, together with the other ranks. `local` is the part of this rank.
     ///
     /// # Errors
-    /// Those of the collectives. An error in a backward pass is returned by [`World::backward`],
-    /// and its gradients are NaN.
+    /// Those of the collectives. If the redistribution fails in a backward pass, the gradients are
+    /// NaN and [`World::backward`] returns the error.
     fn exchange(local: FloatTensor<Self>, exchange: Exchange) -> Result<FloatTensor<Self>>;
 }
 
@@ -43,9 +43,9 @@ impl ParallelBackend for Flex {
         }
         let local = Tensor::<Self, 1>::from_primitive(TensorPrimitive::Float(local));
         let device = local.device();
-        // The rank of the type is not that of the primitive; nothing here depends on it.
+        // The primitive has another number of dimensions than the type, which has no effect here.
         let data = local.into_data().into_vec::<f32>().map_err(|_| {
-            Error::invalid("element type of a distributed tensor", "another one", "f32")
+            Error::invalid("element type of a distributed tensor", "not f32", "f32")
         })?;
         let result = forward.run(&world, data)?;
         let data = TensorData::new(result, forward.size(world.rank()));
@@ -58,12 +58,10 @@ impl<B: ParallelBackend, C: CheckpointStrategy> ParallelBackend for Autodiff<B, 
         let prepared = Redistribute.prepare::<C>([local.node.clone()]).compute_bound().stateful();
         match prepared {
             OpsKind::Tracked(prepared) => {
-                if let Some(reason) = exchange.no_gradient {
-                    return Err(Error::invalid(
-                        "tensor whose gradient is wanted",
-                        reason,
-                        "one outside of autograd",
-                    ));
+                if let Some(operation) = exchange.no_gradient {
+                    let what = format!("redistribution {operation}");
+                    let expected = "applied to a detached tensor, since it has no gradient";
+                    return Err(Error::invalid(what, "part of an autograd graph", expected));
                 }
                 let moved = B::exchange(local.primitive, exchange.clone())?;
                 Ok(prepared.finish(exchange, moved))
@@ -75,7 +73,7 @@ impl<B: ParallelBackend, C: CheckpointStrategy> ParallelBackend for Autodiff<B, 
     }
 }
 
-/// The node of the graph.
+/// The operation in the autograd graph.
 #[derive(Debug)]
 struct Redistribute;
 
@@ -90,7 +88,7 @@ impl<B: ParallelBackend> Backward<B, 1> for Redistribute {
             let gradient =
                 if scale == 1.0 { gradient } else { B::float_mul_scalar(gradient, scale.into()) };
             let size = backward.size(world.rank());
-            let no_gradient = Some("that of a gradient");
+            let no_gradient = Some("of a gradient");
             let reverse = Exchange {
                 world: world.clone(),
                 forward: backward,

@@ -9,7 +9,7 @@ use zeroshard_proto::{Error, Result};
 
 use super::remote::{Gradient, ParameterServer};
 
-/// A transfer that is under way. Dropping it cancels it.
+/// A running transfer. Dropping it cancels it.
 pub type Task<T> = AbortOnDropHandle<Result<T>>;
 
 /// Starts a transfer.
@@ -30,34 +30,34 @@ pub fn wait<T>(runtime: &Handle, task: Task<T>) -> Result<T> {
         .unwrap_or_else(|e| Err(Error::Internal { cause: format!("a transfer ended early: {e}") }))
 }
 
-/// Pushes the gradients of one step in the background, one push at a time: enough to keep the
-/// connection busy, and a bound on the memory of gradients that wait.
+/// Pushes the gradients of one step in the background, one push at a time. One push keeps the
+/// connection busy, and the limit bounds the memory of gradients that wait to be sent.
 #[derive(Debug)]
 pub struct Pushes<S> {
     server: Arc<S>,
     runtime: Handle,
     step: u64,
-    under_way: Option<Task<()>>,
+    running: Option<Task<()>>,
 }
 
 impl<S: ParameterServer> Pushes<S> {
-    /// Nothing pushed of `step` yet.
+    /// Creates a queue for the gradients of `step`.
     pub fn new(server: Arc<S>, runtime: &Handle, step: u64) -> Self {
-        Self { server, runtime: runtime.clone(), step, under_way: None }
+        Self { server, runtime: runtime.clone(), step, running: None }
     }
 
-    /// Starts to push gradients, after the push before has ended. `held` is dropped when they have
-    /// arrived.
+    /// Waits for the previous push, then starts to push `gradients`. `held` is dropped when they
+    /// have been sent.
     ///
     /// # Errors
-    /// Those of the push before.
+    /// Those of the previous push.
     pub fn push(&mut self, gradients: Vec<Gradient>, held: impl Send + 'static) -> Result<()> {
         if gradients.is_empty() {
             return Ok(());
         }
         self.finish()?;
         let (server, step) = (self.server.clone(), self.step);
-        self.under_way = Some(start(&self.runtime, async move {
+        self.running = Some(start(&self.runtime, async move {
             let pushed = server.push(step, gradients).await;
             drop(held);
             pushed
@@ -65,11 +65,11 @@ impl<S: ParameterServer> Pushes<S> {
         Ok(())
     }
 
-    /// Waits until all gradients have arrived.
+    /// Waits until all gradients have been sent.
     ///
     /// # Errors
     /// Those of the last push.
     pub fn finish(&mut self) -> Result<()> {
-        self.under_way.take().map_or(Ok(()), |task| wait(&self.runtime, task))
+        self.running.take().map_or(Ok(()), |task| wait(&self.runtime, task))
     }
 }

@@ -1,4 +1,5 @@
-//! A model that trains, evaluates and predicts by one call: Paddle's `DistModel`.
+//! Paddle's `DistModel`: a model that is trained, evaluated or used for prediction through one
+//! method, depending on its mode.
 
 use std::any::type_name;
 use std::collections::BTreeMap;
@@ -16,16 +17,16 @@ use super::program::{Kind, Mode, Operation, Program, Scope};
 use super::server_optimizer::{ServerOptimizer, StateTensor};
 use super::world::{Call, Mesh};
 
-/// A module with a forward pass of its own.
+/// A module that [`DistModel`] can run.
 pub trait StaticLayer<B: ParallelBackend>: Module<B> + Parallelize<B> {
-    /// Runs it.
+    /// Runs the forward pass.
     ///
     /// # Errors
     /// Those of its layers.
     fn run(&self, inputs: Vec<Value<B>>) -> Result<Vec<Value<B>>>;
 }
 
-/// A loss, of outputs and labels: one number.
+/// A loss function of outputs and labels. The result has one element.
 pub type Loss<B> = Box<dyn Fn(Vec<Value<B>>, Vec<Value<B>>) -> Result<Tensor<B, 1>> + Send + Sync>;
 
 /// A batch of a data loader. The first batch defines the number of inputs and labels, and the
@@ -38,18 +39,18 @@ pub struct Batch<B: ParallelBackend> {
     pub labels: Vec<Value<B>>,
 }
 
-/// The result of a call.
+/// The result of [`DistModel::call`].
 #[derive(Debug)]
 pub enum Outcome<B: ParallelBackend> {
-    /// In train and eval mode.
+    /// The loss, in train and eval mode.
     Loss(f32),
-    /// In predict mode: "out0", "out1", ...
+    /// The outputs, in predict mode, named "out0", "out1", ...
     Outputs(BTreeMap<String, Value<B>>),
 }
 
-/// A model in one of three modes. Made by [`to_static`].
+/// A model in one of three modes, created by [`to_static`].
 pub struct DistModel<B: ParallelBackend, M> {
-    /// INVARIANT: `Some`, except while its parameters are being replaced.
+    /// INVARIANT: `Some`, except while [`Self::call`] replaces the parameters.
     layer: Option<M>,
     mesh: Mesh,
     sample: Batch<B>,
@@ -58,10 +59,10 @@ pub struct DistModel<B: ParallelBackend, M> {
     mode: Mode,
 }
 
-/// Makes a model of a module, the first batch of a loader, and optionally a loss and an optimizer.
-/// With both it begins in train mode, with a loss alone in eval mode, without a loss in predict
-/// mode. The parameters are those of the optimizer's job; without an optimizer, those of the
-/// module.
+/// Creates a model from a module, the first batch of a data loader, and optionally a loss and an
+/// optimizer. The initial mode is train with both, eval with a loss only, and predict with neither.
+/// With an optimizer the parameters are pulled from its job; without one, the model uses the
+/// parameters of the module.
 ///
 /// # Errors
 /// [`Error::MissingPart`] for an optimizer without a loss.
@@ -94,7 +95,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         self.optimizer.as_ref()
     }
 
-    /// Whole parameters, as [`ServerOptimizer::state_dict`].
+    /// Pulls the whole parameters; see [`ServerOptimizer::state_dict`].
     ///
     /// # Errors
     /// [`Error::Invalid`] without an optimizer; those of the cluster.
@@ -102,17 +103,17 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         self.optimizer.as_ref().ok_or_else(no_job)?.state_dict()
     }
 
-    /// Loads a state of [`Self::state_dict`], as [`ServerOptimizer::set_state_dict`]. Every
-    /// rank calls it.
+    /// Loads a state that [`Self::state_dict`] has returned; see
+    /// [`ServerOptimizer::set_state_dict`]. Every rank must call this method.
     ///
     /// # Errors
-    /// [`Error::Invalid`] without an optimizer, and for a state of another module; those of the
+    /// [`Error::Invalid`] without an optimizer, and for a state of a different module; those of the
     /// cluster.
     pub fn set_state_dict(&mut self, state: Vec<StateTensor>) -> Result<()> {
         self.optimizer.as_mut().ok_or_else(no_job)?.set_state_dict(state)
     }
 
-    /// From now on calls train.
+    /// Selects train mode: [`Self::call`] computes the loss and applies an optimizer step.
     ///
     /// # Errors
     /// [`Error::MissingPart`] without a loss or an optimizer.
@@ -120,7 +121,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         self.enter(Mode::Train)
     }
 
-    /// From now on calls compute the loss.
+    /// Selects eval mode: [`Self::call`] computes the loss.
     ///
     /// # Errors
     /// [`Error::MissingPart`] without a loss.
@@ -128,7 +129,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         self.enter(Mode::Eval)
     }
 
-    /// From now on calls give outputs.
+    /// Selects predict mode: [`Self::call`] computes the outputs.
     ///
     /// # Errors
     /// None.
@@ -152,36 +153,36 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         Err(Error::MissingPart { mode: mode.name(), missing })
     }
 
-    /// Runs the current mode. In train and eval mode `tensors` are inputs and then labels, in
-    /// predict mode inputs alone.
+    /// Runs the model in the current mode. `tensors` are the inputs, followed by the labels in
+    /// train and eval mode.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for another number of tensors than the mode takes; those of layers,
-    /// collectives and cluster.
+    /// [`Error::Invalid`] for a wrong number of tensors; those of the layers, the collectives and
+    /// the cluster.
     pub fn call(&mut self, tensors: Vec<Value<B>>) -> Result<Outcome<B>> {
         let (inputs, labels) = (self.sample.inputs.len(), self.sample.labels.len());
         let expected = if self.mode == Mode::Predict { inputs } else { inputs + labels };
         if tensors.len() != expected {
             let expected = match self.mode {
-                Mode::Predict => format!("{inputs}, the inputs"),
-                _ => format!("{expected}, {inputs} inputs and {labels} labels"),
+                Mode::Predict => format!("{inputs}, the number of inputs"),
+                _ => format!("{expected}: {inputs} inputs and {labels} labels"),
             };
             return Err(Error::invalid(
-                format!("tensors in {} mode", self.mode.name()),
+                format!("number of tensors in {} mode", self.mode.name()),
                 tensors.len(),
                 expected,
             ));
         }
         if let Some(optimizer) = &self.optimizer {
-            let layer = self.layer.take().expect("it is put back at once");
-            // After a failed pull the module is as before, and the next pull repeats all of it.
+            let layer = self.layer.take().expect("the layer is present between calls");
+            // After a failed pull the old parameters stay, and the next call pulls all of them.
             let pulled = optimizer.pull(layer.clone());
             self.layer = Some(pulled.as_ref().map_or(layer, M::clone));
             pulled?;
         }
-        let mut inputs_then_labels = tensors;
-        let labels = inputs_then_labels.split_off(inputs);
-        let outputs = self.layer().run(inputs_then_labels)?;
+        let mut tensors = tensors;
+        let labels = tensors.split_off(inputs);
+        let outputs = self.layer().run(tensors)?;
         if self.mode == Mode::Predict {
             let named = outputs
                 .into_iter()
@@ -193,7 +194,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         let value = loss.clone().into_data().iter::<f32>().next().unwrap_or(f32::NAN);
         if self.mode == Mode::Train {
             let gradients = self.mesh.world().backward(&loss)?;
-            let layer = self.layer.as_ref().expect("it is there between calls");
+            let layer = self.layer.as_ref().expect("the layer is present between calls");
             if let Some(optimizer) = &mut self.optimizer {
                 optimizer.step::<B, M>(layer, &gradients, f64::from(value))?;
             }
@@ -202,7 +203,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
     }
 
     fn layer(&self) -> &M {
-        self.layer.as_ref().expect("it is there between calls")
+        self.layer.as_ref().expect("the layer is present between calls")
     }
 
     fn compute_loss(&self, outputs: Vec<Value<B>>, labels: Vec<Value<B>>) -> Result<Tensor<B, 1>> {
@@ -212,7 +213,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         }
     }
 
-    /// The operations of this rank at a call in a mode; `None`: the current mode.
+    /// The operations that this rank executes in each call in `mode` (`None`: the current mode).
     ///
     /// # Errors
     /// [`Error::MissingPart`], and those of the layers.
@@ -230,7 +231,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         Ok(Program { mode, scope: Scope::Dist, kind: Kind::Main, operations })
     }
 
-    /// The operations of this rank once, before the first call in a mode.
+    /// The operations that this rank executes once, before the first call in `mode`.
     ///
     /// # Errors
     /// [`Error::MissingPart`].
@@ -242,7 +243,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         Ok(Program { mode, scope: Scope::Dist, kind: Kind::Startup, operations })
     }
 
-    /// The operations of one process with the whole model.
+    /// The operations that a single process with the whole model would execute in each call.
     ///
     /// # Errors
     /// [`Error::MissingPart`].
@@ -264,7 +265,8 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         Ok(Program { mode, scope: Scope::Serial, kind: Kind::Main, operations })
     }
 
-    /// The operations of one process with the whole model once, before the first call.
+    /// The operations that a single process with the whole model would execute once, before the
+    /// first call.
     ///
     /// # Errors
     /// [`Error::MissingPart`].
@@ -277,7 +279,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: StaticLayer<B>> DistModel<B, M> {
         Ok(Program { mode, scope: Scope::Serial, kind: Kind::Startup, operations })
     }
 
-    /// Records the operations of the sample batch, with collectives that are not executed.
+    /// Records the operations for the sample batch. The collectives are not executed.
     fn trace(&self, mode: Mode, operations: &mut Vec<Operation>) -> Result<()> {
         let world = self.mesh.world();
         let Batch { inputs, labels } = self.sample.clone();
@@ -313,10 +315,10 @@ impl<B: ParallelBackend, M> fmt::Debug for DistModel<B, M> {
     }
 }
 
-/// The error of a model without an optimizer.
+/// The error for reading or writing the state of a model without an optimizer.
 fn no_job() -> Error {
-    let expected = "made with an optimizer: a module alone has burn's own record";
-    Error::invalid("model of a state", "without a job on the servers", expected)
+    let expected = "created with an optimizer; use burn's record of the module instead";
+    Error::invalid("model", "without an optimizer and therefore without a job", expected)
 }
 
 /// The type's name, without its path and parameters.

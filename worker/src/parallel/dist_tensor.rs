@@ -1,11 +1,10 @@
-//! Tensors of which each rank of a mesh has its part.
+//! Distributed tensors: each rank of a mesh holds a part.
 //!
-//! Placements of gradients: the gradient of a `Shard` is cut likewise; that of a `Partial` is whole
-//! on every rank, since each rank's part counts fully; and that of a `Replicate` is whole on every
-//! rank too. Where ranks use a replicated tensor for different computations (the input of a
-//! column-wise layer), their gradients are the terms of a sum: the layers and
-//! [`DistTensor::to_local_with_gradient`] declare this, and the sum is taken in the backward pass,
-//! as in torch's DTensor with `grad_placements`.
+//! By default, the gradient of a `Shard` is sharded in the same way, and the gradients of a
+//! `Replicate` and of a `Partial` are replicated. If the ranks use a replicated tensor in different
+//! computations, such as the input of a column-wise layer, their gradients are partial sums. The
+//! layers and [`DistTensor::to_local_with_gradient`] declare this, and the backward pass reduces
+//! the gradients, as torch's DTensor does with `grad_placements`.
 
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive};
@@ -17,48 +16,48 @@ use super::error::{Error, Result};
 use super::transfer::Transfer;
 use super::world::Mesh;
 
-/// The last dimension of a tensor: `Shard(LAST)` is torch's `Shard(-1)`.
+/// The last dimension of a tensor. `Shard(LAST)` is torch's `Shard(-1)`.
 pub const LAST: usize = usize::MAX;
 
-/// A sum that is not taken yet: torch's `Partial()`.
+/// A pending sum, torch's `Partial()`.
 pub const PARTIAL: Placement = Placement::Partial(Reduction::Sum);
 
-/// A tensor of which each rank of a mesh has its part.
+/// A tensor of which each rank of a mesh holds a part.
 ///
-/// The number of dimensions is no part of the type, as in layers that are made parallel by a plan;
-/// it is given where a plain tensor comes out.
+/// The number of dimensions is not part of the type. The methods that return a plain tensor have it
+/// as a parameter.
 #[derive(Debug, Clone)]
 pub struct DistTensor<B: ParallelBackend> {
     local: FloatTensor<B>,
     mesh: Mesh,
-    /// Of the whole tensor.
+    /// The shape of the whole tensor.
     shape: Vec<usize>,
-    /// INVARIANT: one for each dimension of the mesh; `Shard` along a dimension of `shape`.
+    /// INVARIANT: one placement per mesh dimension, and each `Shard` names a dimension of `shape`.
     placements: Vec<Placement>,
-    /// Placements of the gradient of `local`. INVARIANT: those of the module documentation, except
-    /// that the gradient of a `Replicate` may be `Partial`.
+    /// The placements of the gradient of `local`. INVARIANT: the defaults of the module
+    /// documentation, except that the gradient of a `Replicate` may be `Partial`.
     gradient: Vec<Placement>,
 }
 
-/// Cuts `tensor`, which every rank has all of, for a mesh.
+/// Distributes a tensor over a mesh. Every rank must pass the same whole tensor.
 ///
 /// # Errors
-/// [`Error::Invalid`] for placements that do not fit.
+/// [`Error::Invalid`] for placements that do not match the mesh or the shape.
 pub fn shard_tensor<B: ParallelBackend, const D: usize>(
     tensor: Tensor<B, D>,
     mesh: &Mesh,
     placements: &[Placement],
 ) -> Result<DistTensor<B>> {
-    let whole = vec![Placement::Replicate; mesh.process_mesh().ndim()];
-    DistTensor::from_local(tensor, mesh, &whole)?.reshard(placements)
+    let replicated = vec![Placement::Replicate; mesh.process_mesh().ndim()];
+    DistTensor::from_local(tensor, mesh, &replicated)?.reshard(placements)
 }
 
 impl<B: ParallelBackend> DistTensor<B> {
-    /// Says that `local` is this rank's part: no data moves. Where it is cut, all ranks have parts
-    /// of one size.
+    /// Creates a distributed tensor whose local part on this rank is `local`. No data is
+    /// transferred. The parts of all ranks must have the same shape.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for placements that do not fit.
+    /// [`Error::Invalid`] for placements that do not match the mesh or the shape.
     pub fn from_local<const D: usize>(
         local: Tensor<B, D>,
         mesh: &Mesh,
@@ -67,11 +66,12 @@ impl<B: ParallelBackend> DistTensor<B> {
         Self::from_primitive(primitive(local), mesh, placements)
     }
 
-    /// The same, of a tensor of `shape`, whose parts may have different sizes.
+    /// Creates a distributed tensor like [`Self::from_local`]. `shape` is the shape of the whole
+    /// tensor, so the parts may have different sizes.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if this rank's part would have another size, and for placements that do
-    /// not fit.
+    /// [`Error::Invalid`] if `local` does not have the shape of this rank's part, and for
+    /// placements that do not match the mesh or the shape.
     pub fn from_local_of<const D: usize>(
         local: Tensor<B, D>,
         mesh: &Mesh,
@@ -93,9 +93,9 @@ impl<B: ParallelBackend> DistTensor<B> {
         let found = tensor.local.shape().to_vec();
         if found != size {
             let expected = format!(
-                "{size:?}, by {} of a tensor of {:?}",
-                list(&tensor.placements),
-                tensor.shape
+                "{size:?}, the part of a tensor of shape {:?} with placements {}",
+                tensor.shape,
+                list(&tensor.placements)
             );
             return Err(Error::invalid("shape of a local part", format!("{found:?}"), expected));
         }
@@ -119,7 +119,7 @@ impl<B: ParallelBackend> DistTensor<B> {
         Self::assembled(local, mesh.clone(), shape, placements)
     }
 
-    /// Checks the placements only: the local part is right by construction.
+    /// Checks the placements, but not the shape of the local part, which the caller guarantees.
     pub(crate) fn assembled(
         local: FloatTensor<B>,
         mesh: Mesh,
@@ -137,31 +137,32 @@ impl<B: ParallelBackend> DistTensor<B> {
         &self.mesh
     }
 
-    /// Shape of the whole tensor.
+    /// The shape of the whole tensor.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    /// One for each dimension of the mesh.
+    /// The placements, one for each dimension of the mesh.
     pub fn placements(&self) -> &[Placement] {
         &self.placements
     }
 
-    /// The same tensor with other placements; data moves where it must.
+    /// Redistributes the tensor to other placements on the same mesh.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for placements that do not fit, and those of the collectives.
+    /// [`Error::Invalid`] for placements that do not match the mesh or the shape; those of the
+    /// collectives.
     pub fn reshard(self, placements: &[Placement]) -> Result<Self> {
         let placements = resolve(placements, self.shape.len());
         let gradient: Vec<Placement> = placements.iter().map(gradient_of).collect();
         self.convert(&placements, &gradient)
     }
 
-    /// The same tensor on another mesh of the same world. A rank that is in one of the two only
-    /// takes part too, with an empty tensor on the other.
+    /// Redistributes the tensor to another mesh of the same world. All ranks of both meshes must
+    /// call this method. On a mesh that does not contain a rank, the part of that rank is empty.
     ///
     /// # Errors
-    /// Those of [`Self::reshard`]; [`Error::Invalid`] for a mesh of another world.
+    /// Those of [`Self::reshard`]; [`Error::Invalid`] for a mesh of a different world.
     pub fn reshard_to(self, mesh: &Mesh, placements: &[Placement]) -> Result<Self> {
         if *mesh == self.mesh {
             return self.reshard(placements);
@@ -181,15 +182,16 @@ impl<B: ParallelBackend> DistTensor<B> {
             from: to(&gradient)?,
             to: self.layout(&self.gradient)?,
         };
-        let no_gradient = self.averages().then_some("that of a mean or maximum on another mesh");
+        let no_gradient = self.averages().then_some("of a pending mean or maximum to another mesh");
         let world = self.mesh.world().clone();
         let exchange = Exchange { world, forward, backward, scale: 1.0, no_gradient };
         let local = B::exchange(self.local, exchange)?;
         Self::assembled(local, mesh.clone(), self.shape, placements)
     }
 
-    /// All of the tensor on every rank, for layers of which each uses it for something else:
-    /// gradients will come as parts of a sum, and backward reduces and scatters them.
+    /// Replicates the tensor for a sharded layer, in which each rank computes something different.
+    /// The gradients of the ranks are therefore partial sums, which the backward pass reduces, and
+    /// scatters along sharded dimensions.
     ///
     /// # Errors
     /// Those of the collectives.
@@ -202,8 +204,8 @@ impl<B: ParallelBackend> DistTensor<B> {
         self.convert(&vec![Placement::Replicate; gradient.len()], &gradient)
     }
 
-    /// This rank's part, whose gradient lies as the tensor does (and is whole where it is
-    /// replicated).
+    /// The part of this rank. Its gradient has the placements of the tensor, with `Replicate` in
+    /// place of `Partial`.
     ///
     /// # Errors
     /// [`Error::Invalid`] unless the tensor has `D` dimensions, and those of the collectives.
@@ -212,7 +214,7 @@ impl<B: ParallelBackend> DistTensor<B> {
         self.to_local_with_gradient(&gradient)
     }
 
-    /// This rank's part, for a use that gives gradients that lie like this: torch's
+    /// The part of this rank, whose gradient has the placements `gradient`: torch's
     /// `to_local(grad_placements=...)`.
     ///
     /// # Errors
@@ -233,7 +235,7 @@ impl<B: ParallelBackend> DistTensor<B> {
         self.reshard(&whole)?.to_local()
     }
 
-    /// Applies an elementwise function, after taking sums that are not taken yet.
+    /// Applies an elementwise function. Pending reductions are executed first.
     ///
     /// # Errors
     /// [`Error::Invalid`] unless the tensor has `D` dimensions and `function` keeps the shape, and
@@ -259,28 +261,29 @@ impl<B: ParallelBackend> DistTensor<B> {
         if local.shape() != before {
             let found = format!("{:?}", local.shape());
             return Err(Error::invalid(
-                "shape after an elementwise function",
+                "shape of the result of an elementwise function",
                 found,
-                format!("{before:?}, as before"),
+                format!("{before:?}, the shape of the argument"),
             ));
         }
         Self::assembled(primitive(local), mesh, shape, placements)
     }
 
-    /// Where this rank's part begins.
+    /// The position of this rank's part in the whole tensor.
     pub(crate) fn offset(&self) -> Result<Vec<u64>> {
         let bounds = self.layout(&self.placements)?.local_box(&self.sizes(), self.mesh.rank());
-        Ok(bounds.expect("a mesh is made with this rank in it").offset)
+        Ok(bounds.expect("World::mesh checks that this rank is in it").offset)
     }
 
-    /// The local part for a use that gives gradients which lie like this.
+    /// The part of this rank, whose gradient has the placements `gradient`.
     pub(crate) fn local_for(self, gradient: &[Placement]) -> Result<FloatTensor<B>> {
         let placements = self.placements.clone();
         let gradient = resolve(gradient, self.shape.len());
         Ok(self.convert(&placements, &gradient)?.local)
     }
 
-    /// The same tensor with other placements, and gradients that will come with these.
+    /// Redistributes the tensor to `placements`; the gradient of the result has the placements
+    /// `gradient`.
     pub(crate) fn convert(self, placements: &[Placement], gradient: &[Placement]) -> Result<Self> {
         if self.placements == placements && self.gradient == gradient {
             return Ok(self);
@@ -291,11 +294,11 @@ impl<B: ParallelBackend> DistTensor<B> {
         let (mut scale, mut no_gradient) = (1.0, None);
         let pairs = self.placements.iter().zip(placements).zip(self.mesh.process_mesh().shape());
         for ((from, to), &size) in pairs.filter(|((from, to), _)| from != to) {
-            // Of a mean over n ranks each one's part counts 1/n.
+            // In a mean over n ranks, the part of each rank has the weight 1/n.
             match (from, to) {
                 (Placement::Partial(Reduction::Max), _)
                 | (_, Placement::Partial(Reduction::Max)) => {
-                    no_gradient = Some("that of a maximum over ranks");
+                    no_gradient = Some("of a maximum over ranks");
                 }
                 (Placement::Partial(Reduction::Avg), _) => scale /= size as f32,
                 (_, Placement::Partial(Reduction::Avg)) => scale *= size as f32,
@@ -326,7 +329,7 @@ impl<B: ParallelBackend> DistTensor<B> {
     }
 }
 
-/// Default placement of the gradient of a tensor.
+/// The default placement of a gradient; see the module documentation.
 pub(crate) fn gradient_of(placement: &Placement) -> Placement {
     match placement {
         Placement::Shard(dim) => Placement::Shard(*dim),
@@ -334,7 +337,7 @@ pub(crate) fn gradient_of(placement: &Placement) -> Placement {
     }
 }
 
-/// Placements of a tensor of `rank` dimensions, without [`LAST`].
+/// Replaces [`LAST`] in the placements of a tensor of `rank` dimensions.
 pub(crate) fn resolve(placements: &[Placement], rank: usize) -> Vec<Placement> {
     let resolve = |placement: &Placement| match placement {
         Placement::Shard(LAST) if rank > 0 => Placement::Shard(rank - 1),
@@ -358,23 +361,23 @@ pub(crate) fn plain<B: ParallelBackend, const D: usize>(
         return Err(Error::invalid(
             "number of dimensions",
             found,
-            format!("{D}, the dimensions of the caller's type"),
+            format!("{D}, as in the type of the result"),
         ));
     }
     Ok(Tensor::from_primitive(TensorPrimitive::Float(local)))
 }
 
-/// A tensor that may be distributed: the inputs and outputs of parallel layers.
+/// A plain or distributed tensor. Parallel layers have inputs and outputs of this type.
 #[derive(Debug, Clone)]
 pub enum Value<B: ParallelBackend> {
-    /// A plain tensor of this rank's.
+    /// A plain tensor of this rank.
     Local(FloatTensor<B>),
-    /// A distributed one.
+    /// A distributed tensor.
     Dist(DistTensor<B>),
 }
 
 impl<B: ParallelBackend> Value<B> {
-    /// A plain tensor: itself, or this rank's part of a distributed one.
+    /// The plain tensor, or this rank's part of the distributed tensor.
     ///
     /// # Errors
     /// Those of [`DistTensor::to_local`].
@@ -385,17 +388,17 @@ impl<B: ParallelBackend> Value<B> {
         }
     }
 
-    /// A distributed tensor.
+    /// The distributed tensor.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a plain one.
+    /// [`Error::Invalid`] for a plain tensor.
     pub fn dist(self) -> Result<DistTensor<B>> {
         match self {
             Self::Dist(tensor) => Ok(tensor),
             Self::Local(_) => {
                 let expected =
-                    "a DistTensor: make one with `DistTensor::from_local` or `shard_tensor`";
-                Err(Error::invalid("tensor", "a plain one", expected))
+                    "a DistTensor: create one with `DistTensor::from_local` or `shard_tensor`";
+                Err(Error::invalid("tensor", "a plain tensor", expected))
             }
         }
     }

@@ -278,7 +278,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
     /// Frees the parameters at level `p_g_os`.
     fn release(&mut self) {
         if self.level == Level::PGOs {
-            self.module = parameters::give_up(self.module.clone());
+            self.module = parameters::free(self.module.clone());
             self.loaded = None;
         }
     }

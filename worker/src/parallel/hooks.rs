@@ -1,4 +1,4 @@
-//! Redistribution of the inputs and outputs of a module that has layers of its own.
+//! Redistribution of the inputs and outputs of a module that contains other layers.
 
 use zeroshard_proto::DimPlacement as Placement;
 
@@ -7,37 +7,38 @@ use super::dist_tensor::{DistTensor, Value};
 use super::error::{Error, Result};
 use super::world::Mesh;
 
-/// Redistributes a module's inputs and outputs. A module has one as a field (`#[module(skip)]`),
-/// returns it from [`super::Parallelize::hooks`], and passes its inputs and outputs through it in
-/// the forward pass. Without a plan they are not changed.
+/// Redistributes the inputs and outputs of a module. The module stores a `Hooks` in a field
+/// (`#[module(skip)]`), returns it from [`super::Parallelize::hooks`], and passes its inputs and
+/// outputs through it in the forward pass. Until a style sets them, the hooks change nothing.
 #[derive(Debug, Clone, Default)]
 pub struct Hooks {
     pub(crate) inputs: Option<Prepared>,
     pub(crate) outputs: Option<Prepared>,
 }
 
-/// Layouts of tensors before and after.
+/// The redistribution of a list of tensors.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Prepared {
     pub(crate) mesh: Mesh,
-    /// `None`: not a tensor to be distributed.
+    /// The layouts of plain tensors; `None` for a tensor that is not redistributed.
     pub(crate) layouts: Vec<Option<Placement>>,
+    /// The layouts after the redistribution.
     pub(crate) desired: Vec<Option<Placement>>,
-    /// Whether plain tensors come out.
+    /// Whether the results are plain tensors.
     pub(crate) local: bool,
 }
 
 impl Hooks {
-    /// The module's inputs, as it wants them.
+    /// Redistributes the inputs of the module.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for another number of them than the plan has, and those of the
-    /// collectives.
+    /// [`Error::Invalid`] if the number of inputs is not the number of layouts in the plan; those
+    /// of the collectives.
     pub fn inputs<B: ParallelBackend>(&self, inputs: Vec<Value<B>>) -> Result<Vec<Value<B>>> {
         apply(&self.inputs, inputs, "inputs of a module")
     }
 
-    /// The module's outputs, as its caller wants them.
+    /// Redistributes the outputs of the module.
     ///
     /// # Errors
     /// Those of [`Self::inputs`].
@@ -53,7 +54,7 @@ fn apply<B: ParallelBackend>(
 ) -> Result<Vec<Value<B>>> {
     let Some(Prepared { mesh, layouts, desired, local }) = prepared else { return Ok(values) };
     if values.len() != layouts.len() {
-        let expected = format!("{}, as in the plan", layouts.len());
+        let expected = format!("{}, the number of layouts in the plan", layouts.len());
         return Err(Error::invalid(format!("number of {what}"), values.len(), expected));
     }
     let pairs = values.into_iter().zip(layouts).zip(desired);
@@ -65,7 +66,7 @@ fn apply<B: ParallelBackend>(
                 Value::Local(plain) => DistTensor::from_primitive(plain, mesh, &[*layout])?,
             };
             match (desired, local) {
-                // Its layers use all of it for different things.
+                // Each rank uses the whole tensor in a different computation.
                 (Placement::Replicate, false) => Ok(tensor.replicate_for_parts()?.into()),
                 (desired, false) => Ok(tensor.reshard(&[*desired])?.into()),
                 (desired, true) => super::prepare::local(tensor.reshard(&[*desired])?),

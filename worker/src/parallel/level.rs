@@ -1,19 +1,20 @@
-//! The levels of ZeRO, by the names of Paddle's `group_sharded_parallel`.
+//! The levels of ZeRO, named as in Paddle's `group_sharded_parallel`.
 
 use std::fmt;
 use std::str::FromStr;
 
 use thiserror::Error;
 
-/// A level of ZeRO: the lifetimes of parameters and gradients in a worker. Optimizer state is on
-/// the servers at every level.
+/// A level of ZeRO. It determines how long a worker holds parameters and gradients. The optimizer
+/// state is on the servers at every level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Level {
-    /// All parameters for the whole run, and all gradients until the end of a step.
+    /// The worker holds all parameters always, and all gradients until the end of a step.
     Os,
-    /// All parameters for the whole run; a gradient is sent and freed when it is ready.
+    /// The worker holds all parameters always; each gradient is sent and freed when it is ready.
     OsG,
-    /// Parameters while they are used; a gradient is sent and freed when it is ready.
+    /// The worker holds parameters while they are used; each gradient is sent and freed when it is
+    /// ready.
     PGOs,
 }
 
@@ -21,7 +22,7 @@ impl Level {
     /// All levels.
     pub const ALL: [Level; 3] = [Level::Os, Level::OsG, Level::PGOs];
 
-    /// The name that flags and reports use.
+    /// The name of the level in flags and reports.
     pub const fn name(self) -> &'static str {
         match self {
             Level::Os => "os",
@@ -37,7 +38,7 @@ impl fmt::Display for Level {
     }
 }
 
-/// The name of an unknown level.
+/// The error for an unknown level; contains its name.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("unknown level {0:?}: expected one of os, os_g, p_g_os")]
 pub struct UnknownLevel(pub String);

@@ -1,4 +1,4 @@
-//! A module's parameters as flat arrays: read, written, and their gradients.
+//! Reads and writes the parameters of a module, and their gradients, as flat arrays.
 
 use std::collections::HashMap;
 
@@ -12,9 +12,9 @@ use burn::tensor::{Tensor, TensorData};
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Parameter {
     pub(crate) id: ParamId,
-    /// "blocks.0.up.weight".
+    /// For example "blocks.0.up.weight".
     pub(crate) path: String,
-    /// Shape of the part that this rank has.
+    /// The shape of the part that this rank holds.
     pub(crate) shape: Vec<usize>,
     pub(crate) trains: bool,
 }
@@ -25,7 +25,8 @@ impl Parameter {
     }
 }
 
-/// A module's float parameters, in its order; one that several layers share comes once.
+/// The float parameters of a module, in the order of its fields. A parameter that several layers
+/// share is listed once.
 pub(crate) fn list<B: Backend, M: Module<B>>(module: &M) -> Vec<Parameter> {
     #[derive(Default)]
     struct Lister {
@@ -70,8 +71,8 @@ pub(crate) fn read<B: Backend, M: Module<B>>(module: &M) -> HashMap<ParamId, Vec
     reader.0
 }
 
-/// The module with these values in its parameters; the others stay. One that several layers share
-/// stays one.
+/// Writes values into the parameters of a module. The other parameters are not changed. A parameter
+/// that several layers share stays shared.
 pub(crate) fn write<'a, B: Backend, M: Module<B>>(
     module: M,
     values: impl IntoIterator<Item = (&'a Parameter, Vec<f32>)>,
@@ -101,8 +102,8 @@ pub(crate) fn write<'a, B: Backend, M: Module<B>>(
     module.map(&mut Writer { values, written: TensorContainer::new() })
 }
 
-/// The module with parameters of no elements, which take no memory.
-pub(crate) fn give_up<B: Backend, M: Module<B>>(module: M) -> M {
+/// Frees the memory of all parameters by replacing them with tensors without elements.
+pub(crate) fn free<B: Backend, M: Module<B>>(module: M) -> M {
     struct Emptier;
     impl<B: Backend> ModuleMapper<B> for Emptier {
         fn map_float<const D: usize>(
@@ -116,7 +117,7 @@ pub(crate) fn give_up<B: Backend, M: Module<B>>(module: M) -> M {
     module.map(&mut Emptier)
 }
 
-/// The gradients that a backward pass gave a module's parameters.
+/// The gradients of a module's parameters after a backward pass.
 pub(crate) fn gradients<B: AutodiffBackend, M: Module<B>>(
     module: &M,
     gradients: &B::Gradients,
@@ -164,12 +165,12 @@ pub(crate) fn drain<B: AutodiffBackend, M: Module<B>, E>(
     drainer.result
 }
 
-/// Adds a gradient to a sum: in f32, so the order of the calls determines the bits.
+/// Adds a gradient to a sum in f32. The order of the calls determines the bits.
 pub(crate) fn accumulate(sum: &mut [f32], gradient: &[f32]) {
     sum.iter_mut().zip(gradient).for_each(|(sum, value)| *sum += value);
 }
 
-/// Gradients as burn's optimizers take them.
+/// Converts gradients into the type that burn's optimizers accept.
 pub(crate) fn for_optimizer<B: AutodiffBackend, M: Module<B>>(
     module: &M,
     gradients: HashMap<ParamId, Vec<f32>>,
@@ -191,5 +192,5 @@ pub(crate) fn for_optimizer<B: AutodiffBackend, M: Module<B>>(
 }
 
 fn values<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Vec<f32> {
-    tensor.into_data().convert::<f32>().into_vec().expect("it was converted")
+    tensor.into_data().convert::<f32>().into_vec().expect("the data was converted to f32")
 }

@@ -1,4 +1,4 @@
-//! The operations of a rank in a mode, in order: a program that can be printed.
+//! The operations of a model in one mode, as a list that can be printed.
 
 use std::fmt;
 
@@ -11,11 +11,11 @@ use super::world::Call;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
-    /// Computes the loss, and changes the parameters.
+    /// Computes the loss and updates the parameters.
     Train,
     /// Computes the loss.
     Eval,
-    /// Computes outputs.
+    /// Computes the outputs.
     Predict,
 }
 
@@ -30,49 +30,49 @@ impl Mode {
     }
 }
 
-/// Whose program it is.
+/// The process that a program describes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Scope {
-    /// This rank's.
+    /// This rank.
     Dist,
-    /// That of one process with the whole model.
+    /// A single process with the whole model.
     Serial,
 }
 
-/// When it runs.
+/// The time at which a program runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
-    /// At every call.
+    /// In every call.
     Main,
-    /// Once, before.
+    /// Once, before the first call.
     Startup,
 }
 
-/// One thing that a rank does.
+/// An operation in a program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Operation {
-    /// Initial values go to the servers.
+    /// Uploads initial values to the servers.
     Upload(Part),
-    /// Parameters come from the servers.
+    /// Pulls parameters from the servers.
     Pull(Part),
-    /// The module runs forward.
+    /// Runs the forward pass of the module.
     Forward {
-        /// Its type.
+        /// The type of the module.
         module: String,
     },
-    /// The loss is computed.
+    /// Computes the loss.
     Loss,
-    /// Gradients are computed.
+    /// Computes the gradients.
     Backward,
-    /// Ranks exchange data.
+    /// Runs a collective with other ranks.
     Collective(Call),
-    /// Gradients go to the servers.
+    /// Pushes gradients to the servers.
     Push(Part),
-    /// The step is decided and applied, with this optimizer.
+    /// Commits the step, which the servers apply.
     Commit {
-        /// Its name.
+        /// The name of the optimizer.
         optimizer: String,
     },
 }
@@ -84,20 +84,20 @@ pub struct Part {
     pub tensor: String,
     /// The box.
     pub bounds: TensorBox,
-    /// Payload.
+    /// The size of the payload in bytes.
     pub bytes: u64,
 }
 
-/// The operations of a mode, in order.
+/// The operations of a model in one mode.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {
     /// The mode.
     pub mode: Mode,
-    /// Whose.
+    /// The process that executes the operations.
     pub scope: Scope,
-    /// When.
+    /// The time at which they are executed.
     pub kind: Kind,
-    /// In order.
+    /// The operations, in order of execution.
     pub operations: Vec<Operation>,
 }
 

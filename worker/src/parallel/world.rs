@@ -1,4 +1,4 @@
-//! The ranks of a job, and meshes of them, as one rank sees them.
+//! The ranks of a job, and meshes of these ranks, from the point of view of one rank.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,18 +10,18 @@ use zeroshard_proto::{ProcessMesh, Reduction};
 use super::error::{Error, Result};
 use crate::collectives::{self, Collectives};
 
-/// A collective operation that was called, or would be.
+/// A call of a collective operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Call {
     /// "all_reduce", "all_gather", ...
     pub name: &'static str,
-    /// The ranks that take part.
+    /// The ranks of the group; for "send" and "recv" the sender and the receiver.
     pub group: Vec<u32>,
-    /// Bytes that this rank brings.
+    /// The size of this rank's data in bytes.
     pub bytes: u64,
 }
 
-/// The ranks of a job, common to all meshes of this process. Cheap to clone.
+/// The ranks of a job, shared by all meshes of this process. Cheap to clone.
 #[derive(Clone)]
 pub struct World(Arc<Inner>);
 
@@ -32,33 +32,33 @@ struct Inner {
 
 #[derive(Default)]
 struct State {
-    /// While operations are only noted down.
+    /// The calls recorded so far, while [`World::trace`] runs.
     trace: Option<Vec<Call>>,
     /// The first error of a backward pass, which cannot return it.
     failure: Option<Error>,
 }
 
 impl World {
-    /// The ranks that `collectives` reaches.
+    /// Creates a world of the ranks that `collectives` connects.
     pub fn new(collectives: Arc<dyn Collectives>) -> Self {
         Self(Arc::new(Inner { collectives, state: Mutex::default() }))
     }
 
-    /// This process's rank.
+    /// The rank of this process.
     pub fn rank(&self) -> u32 {
         self.0.collectives.rank()
     }
 
-    /// A mesh of some ranks, this one among them. All of them must make the same meshes, in the
-    /// same order.
+    /// Creates a mesh, which must contain this rank. All ranks of the mesh must create the same
+    /// meshes, in the same order.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if this rank is not in it; [`collectives::Error::Disagreement`] if
-    /// another of its ranks has another mesh.
+    /// [`Error::Invalid`] if this rank is not in the mesh; [`collectives::Error::Disagreement`] if
+    /// another rank creates a different mesh.
     pub fn mesh(&self, mesh: ProcessMesh) -> Result<Mesh> {
         let rank = self.rank();
         if mesh.coordinate(rank).is_none() {
-            let expected = format!("a mesh with this rank, {rank}");
+            let expected = format!("a mesh that contains this rank, {rank}");
             return Err(Error::invalid("mesh", describe(&mesh), expected));
         }
         let mut ranks = mesh.ranks().to_vec();
@@ -67,12 +67,13 @@ impl World {
         Ok(Mesh { process: Arc::new(mesh), world: self.clone() })
     }
 
-    /// Runs a backward pass, and returns the error of its collectives, which burn's own `backward`
+    /// Runs a backward pass and returns the error of its collectives, which burn's own `backward`
     /// cannot return.
     ///
-    /// A rank must have its process to itself. At the end of a backward pass burn takes the lock of
-    /// every graph of the process, and a graph is locked as long as its own pass runs: a rank would
-    /// wait for its neighbour's pass, which waits for the rank's next one.
+    /// Each rank must run in a process of its own. At the end of a backward pass burn locks every
+    /// graph of the process, and a graph stays locked while its own backward pass runs. With two
+    /// ranks in one process, a rank would wait for the pass of the other rank, which in turn waits
+    /// for the next collective of the first rank.
     ///
     /// # Errors
     /// The first error of a collective.
@@ -96,12 +97,12 @@ impl World {
         (result, self.lock().trace.take().unwrap_or_default())
     }
 
-    /// Keeps the first error of a backward pass.
+    /// Records an error of a backward pass. Later errors of the same pass are dropped.
     pub(crate) fn fail(&self, error: Error) {
         self.lock().failure.get_or_insert(error);
     }
 
-    /// Calls a collective, or notes it down and gives `dry`.
+    /// Runs a collective; while tracing, records `call` and returns `dry()` instead.
     pub(crate) fn call<T>(
         &self,
         call: impl FnOnce() -> Call,
@@ -134,9 +135,9 @@ impl World {
     ) -> Result<Vec<Vec<f32>>> {
         let call = || Call { name: "all_gather", group: group.to_vec(), bytes: size(&data) };
         let dry = || sizes.iter().map(|&size| vec![0.0; size]).collect();
-        // Two closures want the data, and one of them runs.
-        let bytes = call();
-        self.call(|| bytes, dry, |c| c.all_gather(group, sizes, data))
+        // `call` borrows the data that the last closure moves.
+        let call = call();
+        self.call(|| call, dry, |c| c.all_gather(group, sizes, data))
     }
 
     pub(crate) fn reduce_scatter(
@@ -165,14 +166,14 @@ impl World {
     }
 
     /// Checks that all ranks of `mesh` pass the same text.
-    pub(crate) fn agree(&self, mesh: &ProcessMesh, about: &str, said: &str) -> Result<()> {
+    pub(crate) fn agree(&self, mesh: &ProcessMesh, about: &str, text: &str) -> Result<()> {
         let mut ranks = mesh.ranks().to_vec();
         ranks.sort_unstable();
-        Ok(self.0.collectives.agree(&ranks, about, said)?)
+        Ok(self.0.collectives.agree(&ranks, about, text)?)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // No panic leaves the state half changed.
+        // The state is consistent after a panic, because each change is a single assignment.
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -183,7 +184,7 @@ impl fmt::Debug for World {
     }
 }
 
-/// A [`ProcessMesh`] that this rank is in, and the way to its other ranks. Cheap to clone.
+/// A [`ProcessMesh`] that contains this rank, connected to its other ranks. Cheap to clone.
 #[derive(Clone)]
 pub struct Mesh {
     process: Arc<ProcessMesh>,
@@ -191,38 +192,38 @@ pub struct Mesh {
 }
 
 impl Mesh {
-    /// Which ranks, and how they lie.
+    /// The ranks and the shape of the mesh.
     pub fn process_mesh(&self) -> &Arc<ProcessMesh> {
         &self.process
     }
 
-    /// The world of its ranks.
+    /// The world to which the ranks belong.
     pub fn world(&self) -> &World {
         &self.world
     }
 
-    /// This process's rank.
+    /// The rank of this process in the world.
     pub fn rank(&self) -> u32 {
         self.world.rank()
     }
 
-    /// This rank's place along each dimension.
+    /// The coordinate of this rank along each dimension.
     pub fn coordinate(&self) -> Vec<usize> {
-        self.process.coordinate(self.rank()).expect("a mesh is made with this rank in it")
+        self.process.coordinate(self.rank()).expect("World::mesh checks that this rank is in it")
     }
 
-    /// The ranks along a dimension through this one.
+    /// The ranks along dimension `dim` whose other coordinates are those of this rank.
     ///
     /// # Errors
     /// [`Error::Invalid`] for an unknown dimension.
     pub fn group(&self, dim: usize) -> Result<Vec<u32>> {
         self.process.group(self.rank(), dim).ok_or_else(|| {
-            let expected = format!("less than its number of dimensions, {}", self.process.ndim());
+            let expected = format!("less than the number of dimensions, {}", self.process.ndim());
             Error::invalid("dimension of a mesh", dim, expected)
         })
     }
 
-    /// The mesh of the dimensions of these names, through this rank.
+    /// The sub-mesh of the dimensions with these names that contains this rank.
     ///
     /// # Errors
     /// [`Error::Invalid`] for an unknown name.
@@ -236,12 +237,13 @@ impl Mesh {
     }
 
     /// # Errors
-    /// [`Error::Invalid`] unless the mesh has one dimension; `what` needs it.
+    /// [`Error::Invalid`] unless the mesh has one dimension. The error names `what`, the operation
+    /// with this requirement.
     pub(crate) fn check_1d(&self, what: &str) -> Result<()> {
         if self.process.ndim() == 1 {
             return Ok(());
         }
-        let expected = "a mesh of 1 dimension: take one with `sub_mesh`";
+        let expected = "a mesh of 1 dimension: select one with `sub_mesh`";
         Err(Error::invalid(format!("mesh for {what}"), describe(&self.process), expected))
     }
 }
