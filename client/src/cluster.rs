@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use zeroshard_proto::{
-    Deadline, Error, JobSpec, JobVersion, Placement, Result, Token,
+    Deadline, Error, JobSpec, JobVersion, Placement, Result,
     pb::{self, coordinator_service_client::CoordinatorServiceClient},
     transport::{Connection, MAX_CONTROL_MESSAGE, endpoint},
 };
@@ -75,9 +75,9 @@ impl Cluster {
     /// token, [`Error::Timeout`].
     pub async fn connect(address: &str, options: Options) -> Result<Self> {
         let peer = format!("coordinator {address}");
-        let token = Token::from(options.token.clone().unwrap_or_default());
-        let connection = Connection::new(endpoint(address)?.connect_lazy(), &token)?;
-        let cluster = Self { connection, peer, options, shards: Arc::new(Shards::new(token)) };
+        let connection = Connection::new(endpoint(address)?.connect_lazy(), &options.token)?;
+        let shards = Arc::new(Shards::new(options.token.clone()));
+        let cluster = Self { connection, peer, options, shards };
         cluster.status().await?;
         Ok(cluster)
     }
@@ -218,7 +218,7 @@ impl Cluster {
     where
         F: Future<Output = Result<tonic::Response<T>, tonic::Status>>,
     {
-        let mut tries = Tries::until(Deadline::after(self.options.deadline));
+        let mut tries = Tries::until(Deadline::after(self.options.timeout));
         loop {
             let call = call(tries.timeout());
             let answer = tries.limit(|| format!("{what} from {}", self.peer), call).await?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tokio::{sync::watch, task::JoinHandle};
 use zeroshard_proto::{
-    Deadline, Error, JobSpec, JobVersion, Placement, Result, deadline::MARGIN,
+    Deadline, Error, JobSpec, JobVersion, Placement, Result, TensorId, deadline::MARGIN,
     geometry::LocalTensor, pb,
 };
 
@@ -91,6 +91,14 @@ impl Job {
         &self.0.spec
     }
 
+    /// The tensor with this name.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the job has no tensor of this name.
+    pub fn tensor(&self, name: &str) -> Result<TensorId> {
+        self.0.spec.manifest.find(name)
+    }
+
     /// The id, which distinguishes the job from earlier and later jobs of the same name.
     pub fn id(&self) -> u64 {
         self.0.id
@@ -127,7 +135,7 @@ impl Job {
     ///
     /// # Errors
     /// [`Error::Invalid`] for an unknown tensor.
-    pub fn uploads(&self, tensor: usize) -> Result<bool> {
+    pub fn uploads(&self, tensor: TensorId) -> Result<bool> {
         Ok(local("uploaded", &self.0.spec.manifest, &self.0.locals, tensor)?.uploads())
     }
 
@@ -151,7 +159,7 @@ impl Job {
             )
         };
         // The sender lives as long as the watcher, which lives as long as this job.
-        let _ = Deadline::after(cluster.options.deadline).limit(waiting_for, all).await?;
+        let _ = Deadline::after(cluster.options.timeout).limit(waiting_for, all).await?;
         Ok(self.current()?.peers.into_values().collect())
     }
 
@@ -167,7 +175,7 @@ impl Job {
         let waiting_for =
             || format!("the initial parameters of job {:?} from all ranks that upload", spec.name);
         // The same reason as in `peers`.
-        let _ = Deadline::after(cluster.options.deadline).limit(waiting_for, there).await?;
+        let _ = Deadline::after(cluster.options.timeout).limit(waiting_for, there).await?;
         Ok(self.current()?.version.unwrap_or_default())
     }
 

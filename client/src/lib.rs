@@ -9,13 +9,14 @@
 //! let manifest = Manifest::new(vec![TensorSpec::new("weight", [1024, 1024])])?;
 //! cluster.create_job(&JobSpec::new("mine", manifest, vec!["adamw".parse().unwrap()])).await?;
 //! let job = cluster.join("mine", 0).await?;
-//! job.initialise(vec![TensorData { tensor: 0, data: vec![0.1; 1024 * 1024].into() }]).await?;
+//! let tensor = job.tensor("weight")?;
+//! job.initialise(vec![TensorData::new(tensor, vec![0.1; 1024 * 1024])]).await?;
 //! let mut weight = vec![0.0; 1024 * 1024];
 //! for step in 0..10 {
-//!     job.pull(step, vec![Target::new(0, &mut weight)]).await?;
+//!     job.pull(step, vec![Target::new(tensor, &mut weight)]).await?;
 //!     let gradient = weight.iter().map(|w| 2.0 * w).collect::<Vec<f32>>();
 //!     let attempt = job.attempt(step)?;
-//!     attempt.push(vec![TensorData { tensor: 0, data: gradient.into() }]).await?;
+//!     attempt.push(vec![TensorData::new(tensor, gradient)]).await?;
 //!     let report = attempt.commit(Commit::default()).await?;
 //!     assert_eq!(report.version, step + 1);
 //! }
@@ -27,6 +28,7 @@ mod call;
 mod cluster;
 mod job;
 mod local;
+mod part;
 mod pull;
 mod push;
 mod retry;
@@ -37,24 +39,26 @@ mod status;
 mod step;
 mod values;
 
-use std::{fmt, time::Duration};
+use std::time::Duration;
 
 pub use buckets::Buckets;
 pub use cluster::{Cluster, CreateJob, Description};
 pub use job::{Attempt, Job};
+pub use part::StatePart;
 pub use pull::Target;
 pub use push::TensorData;
 pub use schedule::Schedule;
 pub use shards::Traffic;
 pub use status::{JobStatus, ServerStatus, Status};
-pub use step::{Absent, Commit, Reduced, StepReport};
+pub use step::{Absent, Commit, Overflow, Reduced, StepReport};
 pub use values::{Slots, Values};
-pub use zeroshard_proto::{Error, Result};
+pub use zeroshard_proto::{Error, Result, TensorId};
 
 use zeroshard_proto::{DType, Token};
 
 /// The options of a connection to a cluster.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Options {
     /// The element type of parameters and gradients on the wire.
     pub wire: DType,
@@ -62,10 +66,9 @@ pub struct Options {
     pub chunk_bytes: usize,
     /// The time limit of one operation, including all its retries and waits. It may be longer than
     /// the servers' own limit for a wait, because the client then sends the call again.
-    pub deadline: Duration,
-    /// The token of the cluster, which every call carries; `None` or empty: no token. `Debug` does
-    /// not show it.
-    pub token: Option<String>,
+    pub timeout: Duration,
+    /// The token of the cluster, which every call carries. `Debug` does not show it.
+    pub token: Token,
 }
 
 impl Default for Options {
@@ -73,20 +76,34 @@ impl Default for Options {
         Self {
             wire: DType::F32,
             chunk_bytes: 1 << 20,
-            deadline: Duration::from_secs(60),
-            token: None,
+            timeout: Duration::from_secs(60),
+            token: Token::default(),
         }
     }
 }
 
-impl fmt::Debug for Options {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { wire, chunk_bytes, deadline, token } = self;
-        f.debug_struct("Options")
-            .field("wire", wire)
-            .field("chunk_bytes", chunk_bytes)
-            .field("deadline", deadline)
-            .field("token", &token.clone().map(Token::from))
-            .finish()
+impl Options {
+    /// Sets [`Self::wire`], which is f32 by default.
+    #[must_use]
+    pub fn wire(self, wire: DType) -> Self {
+        Self { wire, ..self }
+    }
+
+    /// Sets [`Self::chunk_bytes`], which is 1 MiB by default.
+    #[must_use]
+    pub fn chunk_bytes(self, chunk_bytes: usize) -> Self {
+        Self { chunk_bytes, ..self }
+    }
+
+    /// Sets [`Self::timeout`], which is 60 s by default.
+    #[must_use]
+    pub fn timeout(self, timeout: Duration) -> Self {
+        Self { timeout, ..self }
+    }
+
+    /// Sets [`Self::token`]. By default calls carry no token.
+    #[must_use]
+    pub fn token(self, token: Token) -> Self {
+        Self { token, ..self }
     }
 }

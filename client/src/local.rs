@@ -1,6 +1,6 @@
 //! Checks of the tensors in a call.
 
-use zeroshard_proto::{Error, Manifest, Result, StridedBox, geometry::LocalTensor};
+use zeroshard_proto::{Error, Manifest, Result, StridedBox, TensorId, geometry::LocalTensor};
 
 /// The part of a tensor that the rank holds.
 ///
@@ -10,11 +10,11 @@ pub(crate) fn local<'a>(
     what: &str,
     manifest: &Manifest,
     locals: &'a [LocalTensor],
-    tensor: usize,
+    tensor: TensorId,
 ) -> Result<&'a LocalTensor> {
-    locals.get(tensor).ok_or_else(|| {
+    locals.get(tensor.index()).ok_or_else(|| {
         let expected = format!("less than the number of tensors, {}", manifest.tensors().len());
-        Error::invalid(format!("index of the {what} tensor"), tensor, expected)
+        Error::invalid(format!("index of the {what} tensor"), tensor.index(), expected)
     })
 }
 

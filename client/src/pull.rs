@@ -8,15 +8,16 @@ use std::{
 
 use http_body_util::Full;
 use zeroshard_proto::{
-    DType, Error, Manifest, Placement, Result, Server, StridedBox, TensorBox,
+    DType, Error, Manifest, Placement, Result, Server, StridedBox, TensorBox, TensorId,
     frame::{Event, Extent, Reader, encode_message},
     geometry::LocalTensor,
-    pb::{self, slice_array::Array},
+    pb,
 };
 
 use crate::{
     call::{call, finish},
     local::{check_size, local},
+    part::StatePart,
     shards::{Shard, Shards},
     values::Slots,
 };
@@ -28,8 +29,8 @@ const MAX_MESSAGE: usize = 64 << 20;
 /// The destination of a tensor's parameters.
 #[derive(Debug)]
 pub struct Target<'a> {
-    /// The index of the tensor in the manifest.
-    pub tensor: usize,
+    /// The tensor.
+    pub tensor: TensorId,
     /// The box to pull; `None`: the box that the rank holds according to the tensor's layout
     /// (without a layout: the whole tensor).
     pub bounds: Option<TensorBox>,
@@ -39,7 +40,7 @@ pub struct Target<'a> {
 
 impl<'a> Target<'a> {
     /// A target for the box that the rank holds of a tensor.
-    pub fn new(tensor: usize, data: impl Into<Slots<'a>>) -> Self {
+    pub fn new(tensor: TensorId, data: impl Into<Slots<'a>>) -> Self {
         Self { tensor, bounds: None, data: data.into() }
     }
 }
@@ -81,6 +82,7 @@ pub(crate) fn plan<'a>(
     let mut boxes: HashMap<usize, Vec<Arc<StridedBox>>> = HashMap::new();
     for Target { tensor, bounds, data } in targets {
         let local = local("pulled", manifest, locals, tensor)?;
+        let tensor = tensor.index();
         let of = match bounds {
             None => local.of.clone(),
             Some(bounds) => {
@@ -137,19 +139,9 @@ pub(crate) struct PullOf<'a> {
     pub(crate) job_id: u64,
     pub(crate) epoch: u64,
     pub(crate) version: u64,
-    pub(crate) part: &'a str,
+    pub(crate) part: StatePart<'a>,
     pub(crate) chunk_bytes: usize,
     pub(crate) timeout: Duration,
-}
-
-/// The slice array that `part` names: empty, `master`, or a state tensor of the optimizer.
-pub(crate) fn slice_array(part: &str) -> pb::SliceArray {
-    let array = match part {
-        "" => Array::Parameters(pb::slice_array::Parameters {}),
-        "master" => Array::MasterWeights(pb::slice_array::MasterWeights {}),
-        state => Array::OptimizerState(state.to_owned()),
-    };
-    pb::SliceArray { array: Some(array) }
 }
 
 impl ServerPull<'_> {
@@ -170,7 +162,7 @@ impl ServerPull<'_> {
             dtype: pb::Dtype::from(self.dtype).into(),
             chunk_bytes: of.chunk_bytes as u32,
             extents: extents.collect(),
-            array: Some(slice_array(of.part)),
+            array: Some(of.part.into()),
             job_id: of.job_id,
         };
         let body = Full::new(encode_message(&request));

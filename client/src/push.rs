@@ -8,7 +8,7 @@ use futures_util::{Stream, stream};
 use http_body::Frame;
 use http_body_util::StreamBody;
 use zeroshard_proto::{
-    DType, Deadline, Error, Manifest, Placement, Result, Server,
+    DType, Deadline, Error, Manifest, Placement, Result, Server, TensorId,
     frame::{Extent, Writer},
     geometry::LocalTensor,
     pb::{self, push_begin::Contents as Wire},
@@ -27,12 +27,18 @@ use crate::{
 /// buffer, depending on the method.
 #[derive(Debug, Clone)]
 pub struct TensorData {
-    /// The index of the tensor in the manifest. The tensor must own its storage (it must not be
-    /// tied to another).
-    pub tensor: usize,
+    /// The tensor. It must own its storage (it must not be tied to another).
+    pub tensor: TensorId,
     /// The box of the tensor that this rank holds according to the tensor's layout (without a
     /// layout: the whole tensor), row-major.
     pub data: Values,
+}
+
+impl TensorData {
+    /// Values of a tensor.
+    pub fn new(tensor: TensorId, data: impl Into<Values>) -> Self {
+        Self { tensor, data: data.into() }
+    }
 }
 
 /// The part of a push that goes to one server.
@@ -70,9 +76,9 @@ pub(crate) enum Contents<'a> {
     /// Initial values or buffers, from the uploading ranks.
     Uploaded(Vec<TensorData>),
     /// Tensors for which the rank has nothing more to send.
-    Absent(&'a [usize]),
+    Absent(&'a [TensorId]),
     /// Tensors of which the rank uploads nothing.
-    Kept(&'a [usize]),
+    Kept(&'a [TensorId]),
 }
 
 /// Plans the parts of a push, by server. Values that the rank does not have to send are omitted.
@@ -107,6 +113,7 @@ pub(crate) fn plan(
     let mut pushes: Vec<_> = placement.servers().iter().map(push).collect();
     for TensorData { tensor, data } in data {
         let local = local("pushed", manifest, locals, tensor)?;
+        let tensor = tensor.index();
         check_size("data for", manifest, tensor, &local.of, data.len())?;
         check_owner(manifest, tensor)?;
         if !sends(local) {
@@ -134,12 +141,13 @@ fn plan_absent(
     manifest: &Manifest,
     placement: &Placement,
     locals: &[LocalTensor],
-    tensors: &[usize],
+    tensors: &[TensorId],
     sends: fn(&LocalTensor) -> bool,
 ) -> Result<Vec<ServerPush>> {
     let mut slices = vec![Vec::new(); placement.servers().len()];
     for &tensor in tensors {
         let local = local("absent", manifest, locals, tensor)?;
+        let tensor = tensor.index();
         check_owner(manifest, tensor)?;
         let ours = |slice: &usize| {
             sends(local) && !local.of.in_slice(&manifest.slices()[*slice]).is_empty()
@@ -158,8 +166,8 @@ fn plan_absent(
     Ok(pushes.collect())
 }
 
-fn check_trains(manifest: &Manifest, tensors: &[usize]) -> Result<()> {
-    let specs = tensors.iter().map(|&tensor| &manifest.tensors()[tensor]);
+fn check_trains(manifest: &Manifest, tensors: &[TensorId]) -> Result<()> {
+    let specs = tensors.iter().map(|tensor| &manifest.tensors()[tensor.index()]);
     match specs.into_iter().find(|spec| !spec.trains()) {
         None => Ok(()),
         Some(spec) => {
@@ -319,11 +327,11 @@ mod tests {
             JobSpec::new("job", Manifest::new(tensors).unwrap(), vec!["sgd".parse().unwrap()]);
         let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
         let placement = Placement::new(vec![server], 1, vec![0; 3]).unwrap();
-        let numbers = |numel: usize| (0..numel).map(|i| i as f32).collect::<Vec<_>>().into();
+        let numbers = |numel: usize| (0..numel).map(|i| i as f32).collect::<Vec<_>>();
         let data = [4_194_304 + 10, 5]
             .into_iter()
             .enumerate()
-            .map(|(tensor, numel)| TensorData { tensor, data: numbers(numel) })
+            .map(|(tensor, numel)| TensorData::new(TensorId::new(tensor), numbers(numel)))
             .collect();
         let locals = LocalTensor::all(&spec, 0);
         super::plan(&spec.manifest, &placement, &locals, Contents::Contributed(data))

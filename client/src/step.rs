@@ -1,9 +1,10 @@
 //! A rank's vote about a step, and the report of the step.
 
-use zeroshard_proto::{Manifest, Optimizer, pb};
+use zeroshard_proto::{Manifest, Optimizer, TensorId, pb};
 
 /// A rank's vote about a step, after it has pushed all gradients.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Commit {
     /// The hyperparameters of this step, one entry for each parameter group; empty: those of the
     /// job.
@@ -23,6 +24,32 @@ impl Default for Commit {
     }
 }
 
+impl Commit {
+    /// Sets [`Self::groups`].
+    #[must_use]
+    pub fn groups(self, groups: Vec<Optimizer>) -> Self {
+        Self { groups, ..self }
+    }
+
+    /// Sets [`Self::loss_scale`].
+    #[must_use]
+    pub fn loss_scale(self, loss_scale: f64) -> Self {
+        Self { loss_scale, ..self }
+    }
+
+    /// Sets [`Self::max_norm`].
+    #[must_use]
+    pub fn max_norm(self, max_norm: impl Into<Option<f64>>) -> Self {
+        Self { max_norm: max_norm.into(), ..self }
+    }
+
+    /// Sets [`Self::loss`].
+    #[must_use]
+    pub fn loss(self, loss: impl Into<Option<f64>>) -> Self {
+        Self { loss: loss.into(), ..self }
+    }
+}
+
 /// The result of a step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepReport {
@@ -36,9 +63,8 @@ pub struct StepReport {
     pub gradient_norm: f64,
     /// The clip coefficient; 1 if the gradient was not clipped.
     pub clip_coefficient: f64,
-    /// The first tensor in manifest order with inf or NaN, and the lowest rank that sent one
-    /// (`None`: only the sum over the ranks was not finite).
-    pub overflow: Option<(usize, Option<u32>)>,
+    /// The reason for skipping the step, if a gradient is inf or NaN.
+    pub overflow: Option<Overflow>,
     /// The mean loss over the ranks, if all of them passed a loss.
     pub loss: Option<f64>,
     /// The number of ranks.
@@ -50,12 +76,21 @@ pub struct StepReport {
 /// A tensor for which at least one rank has declared that it has no gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Absent {
-    /// The index of the tensor in the manifest.
-    pub tensor: usize,
+    /// The tensor.
+    pub tensor: TensorId,
     /// The lowest rank without a gradient.
     pub rank: u32,
     /// Whether no rank had any gradient of the tensor, so that it was not stepped.
     pub everywhere: bool,
+}
+
+/// The origin of inf or NaN in a step's gradient.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Overflow {
+    /// The first tensor in manifest order with inf or NaN.
+    pub tensor: TensorId,
+    /// The lowest rank that sent one; `None`: only the sum over the ranks was not finite.
+    pub rank: Option<u32>,
 }
 
 /// The properties of a step's reduced gradient, before the step is decided.
@@ -64,7 +99,7 @@ pub struct Reduced {
     /// The same as [`StepReport::gradient_norm`].
     pub gradient_norm: f64,
     /// The same as [`StepReport::overflow`].
-    pub overflow: Option<(usize, Option<u32>)>,
+    pub overflow: Option<Overflow>,
 }
 
 impl StepReport {
@@ -91,11 +126,11 @@ impl Reduced {
     }
 }
 
-fn overflow(overflow: Option<pb::Overflow>, manifest: &Manifest) -> Option<(usize, Option<u32>)> {
-    let overflow = overflow?;
-    Some((tensor_of(manifest, overflow.slice)?, overflow.rank))
+fn overflow(overflow: Option<pb::Overflow>, manifest: &Manifest) -> Option<Overflow> {
+    let pb::Overflow { slice, rank } = overflow?;
+    Some(Overflow { tensor: tensor_of(manifest, slice)?, rank })
 }
 
-fn tensor_of(manifest: &Manifest, slice: u32) -> Option<usize> {
-    Some(manifest.slices().get(slice as usize)?.tensor)
+fn tensor_of(manifest: &Manifest, slice: u32) -> Option<TensorId> {
+    Some(TensorId::new(manifest.slices().get(slice as usize)?.tensor))
 }

@@ -25,6 +25,7 @@ const MAX_EXPECTED: usize = 500;
 /// An error that is sent over the wire.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[serde(tag = "reason", rename_all = "SCREAMING_SNAKE_CASE")]
+#[non_exhaustive]
 pub enum Error {
     /// The request is invalid; a retry fails in the same way.
     #[error("{what} is {found}; it must be {expected}")]

@@ -23,7 +23,7 @@ pub use geometry::{
     DimPlacement, Elements, Layout, ProcessMesh, Reduction, StridedBox, TensorBox, TensorLayout,
 };
 pub use job::{Departure, JobSpec};
-pub use manifest::{Manifest, Policy, SliceSpec, TensorSpec};
+pub use manifest::{Manifest, Policy, SliceSpec, TensorId, TensorSpec};
 pub use optimizer::Optimizer;
 pub use placement::{Placement, Server};
 pub use succession::{JobVersion, Succession, successor_name};

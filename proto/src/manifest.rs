@@ -97,6 +97,22 @@ pub struct SliceSpec {
     pub numel: usize,
 }
 
+/// A tensor of a manifest. [`Manifest::find`] returns the one with a given name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TensorId(usize);
+
+impl TensorId {
+    /// The tensor at a position in the manifest. Methods that receive it check the position.
+    pub const fn new(index: usize) -> Self {
+        Self(index)
+    }
+
+    /// The position in the manifest.
+    pub const fn index(self) -> usize {
+        self.0
+    }
+}
+
 /// The job's tensors, in order, and their slices.
 #[derive(Debug, Clone)]
 pub struct Manifest {
@@ -156,6 +172,19 @@ impl Manifest {
             Some(*slices)
         }));
         Ok(Self { tensors, owners, first, slices: OnceLock::new() })
+    }
+
+    /// The tensor with this name. The search takes time proportional to the number of tensors, so
+    /// keep the result.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if no tensor has the name.
+    pub fn find(&self, name: &str) -> Result<TensorId> {
+        let index = self.tensors.iter().position(|tensor| tensor.name == name);
+        index.map(TensorId).ok_or_else(|| {
+            let expected = "the name of a tensor of the manifest";
+            Error::invalid("name of a tensor", format!("{name:?}"), expected)
+        })
     }
 
     /// The tensors, in order.
@@ -389,6 +418,17 @@ mod tests {
             Err(Error::Invalid { what, .. }) => what,
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn a_tensor_is_found_by_its_name() {
+        let tensors = ["weight", "bias"].map(|name| TensorSpec::new(name, [4]));
+        let manifest = Manifest::new(tensors.into()).unwrap();
+        assert_eq!(manifest.find("bias"), Ok(TensorId::new(1)));
+        let Err(Error::Invalid { what, found, .. }) = manifest.find("head") else {
+            panic!("the manifest has no such tensor");
+        };
+        assert_eq!((what.as_str(), found.as_str()), ("name of a tensor", "\"head\""));
     }
 
     #[test]

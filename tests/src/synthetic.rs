@@ -2,7 +2,7 @@
 
 use zeroshard_client::TensorData;
 use zeroshard_proto::{
-    JobSpec, Manifest, Optimizer, Policy, Result, TensorSpec, geometry::blocks::SLICE,
+    JobSpec, Manifest, Optimizer, Policy, Result, TensorId, TensorSpec, geometry::blocks::SLICE,
 };
 
 /// `numel` numbers in [-1, 1) that depend only on `seed`: splitmix64 of a counter.
@@ -24,11 +24,15 @@ fn tensors(
     seed: u64,
 ) -> Vec<TensorData> {
     let numbered = manifest.tensors().iter().enumerate().filter(|(_, spec)| wanted(spec));
-    let data = |(tensor, spec): (usize, &TensorSpec)| TensorData {
-        tensor,
-        data: values(seed + tensor as u64, spec.numel() as usize).into(),
+    let data = |(tensor, spec): (usize, &TensorSpec)| {
+        TensorData::new(TensorId::new(tensor), values(seed + tensor as u64, spec.numel() as usize))
     };
     numbered.map(data).collect()
+}
+
+/// The tensors at these positions.
+pub fn tensor_ids(indices: impl IntoIterator<Item = usize>) -> Vec<TensorId> {
+    indices.into_iter().map(TensorId::new).collect()
 }
 
 /// The initial parameters of all tensors that own their storage.

@@ -1,7 +1,7 @@
 //! A complete run of a synthetic job, with a separate connection for each rank.
 
 use futures_util::future::try_join_all;
-use zeroshard_client::{Cluster, Commit, Job, Options, Result, StepReport, Target};
+use zeroshard_client::{Cluster, Commit, Job, Options, Result, StepReport, Target, TensorId};
 use zeroshard_proto::JobSpec;
 
 use crate::synthetic;
@@ -81,7 +81,10 @@ pub async fn pull(job: &Job, version: u64) -> Result<Vec<Vec<f32>>> {
     let tensors = job.spec().manifest.tensors();
     let mut parameters: Vec<Vec<f32>> =
         tensors.iter().map(|t| vec![0.0; t.numel() as usize]).collect();
-    let targets = parameters.iter_mut().enumerate().map(|(tensor, data)| Target::new(tensor, data));
+    let targets = parameters
+        .iter_mut()
+        .enumerate()
+        .map(|(tensor, data)| Target::new(TensorId::new(tensor), data));
     job.pull(version, targets.collect()).await?;
     Ok(parameters)
 }

@@ -4,7 +4,7 @@
 
 use bytes::Bytes;
 use pyo3::prelude::*;
-use zeroshard_client::{Slots, Target, TensorData, Values};
+use zeroshard_client::{Slots, Target, TensorData, TensorId, Values};
 use zeroshard_proto::{self as proto, DType, Error, Policy, TensorLayout, TensorSpec as Spec};
 
 use crate::{
@@ -109,7 +109,7 @@ pub(crate) fn tensor_data(py: Python<'_>, arrays: &Arrays<'_>) -> PyResult<Vec<T
     let data = |(tensor, array): &(usize, PyRef<'_, Array>)| {
         let dtype = array.dtype;
         let data = Values::new(Bytes::from_owner(Lent::new(py, array)), dtype).map_err(raise)?;
-        Ok(TensorData { tensor: *tensor, data })
+        Ok(TensorData::new(TensorId::new(*tensor), data))
     };
     arrays.iter().map(data).collect()
 }
@@ -129,7 +129,11 @@ impl Targets {
         self.0
             .iter_mut()
             .map(|(tensor, bounds, lent)| {
-                Ok(Target { tensor: *tensor, bounds: bounds.clone(), data: lent.slots()? })
+                Ok(Target {
+                    tensor: TensorId::new(*tensor),
+                    bounds: bounds.clone(),
+                    data: lent.slots()?,
+                })
             })
             .collect()
     }

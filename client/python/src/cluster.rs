@@ -36,7 +36,8 @@ fn options(
     timeout: f64,
 ) -> PyResult<client::Options> {
     let wire = parse_dtype("wire", wire)?;
-    Ok(client::Options { wire, chunk_bytes, deadline: seconds("timeout", timeout)?, token })
+    let options = client::Options::default().wire(wire).chunk_bytes(chunk_bytes);
+    Ok(options.timeout(seconds("timeout", timeout)?).token(token.unwrap_or_default().into()))
 }
 
 fn seconds(what: &str, number: f64) -> PyResult<Duration> {

@@ -7,7 +7,9 @@ use tokio::{
     sync::{Semaphore, SemaphorePermit},
     task::JoinSet,
 };
-use zeroshard_client::{self as client, Attempt, Commit, Result, StepReport, TensorData};
+use zeroshard_client::{
+    self as client, Absent, Attempt, Commit, Result, StatePart, StepReport, TensorData, TensorId,
+};
 use zeroshard_proto::{Error, JobVersion, successor_name};
 
 use crate::{
@@ -123,6 +125,18 @@ impl Job {
     }
 }
 
+/// The part of the state that Python names: `master`, or a state tensor of the optimizer.
+fn state_part(name: &str) -> StatePart<'_> {
+    match name {
+        "master" => StatePart::MasterWeights,
+        name => StatePart::OptimizerState(name),
+    }
+}
+
+fn tensor_ids(tensors: Vec<usize>) -> Vec<TensorId> {
+    tensors.into_iter().map(TensorId::new).collect()
+}
+
 async fn acquire(sending: &Semaphore) -> Result<SemaphorePermit<'_>> {
     sending.acquire().await.map_err(|closed| Error::Internal { cause: closed.to_string() })
 }
@@ -152,7 +166,7 @@ impl Job {
     }
 
     fn uploads(&self, tensor: usize) -> PyResult<bool> {
-        self.job.uploads(tensor).map_err(raise)
+        self.job.uploads(TensorId::new(tensor)).map_err(raise)
     }
 
     #[pyo3(signature = (arrays, *, part="", applied=0, label=None))]
@@ -179,6 +193,7 @@ impl Job {
     #[pyo3(signature = (tensors, *, applied=0))]
     fn keep(&self, py: Python<'_>, tensors: Vec<usize>, applied: u64) -> PyResult<()> {
         let job = self.job.clone();
+        let tensors = tensor_ids(tensors);
         wait(py, async move { job.keep(applied, &tensors).await })
     }
 
@@ -223,7 +238,7 @@ impl Job {
 
     fn absent(&self, step: u64, tensors: Vec<usize>) -> PyResult<()> {
         let outgoing = &mut *lock(&self.outgoing);
-        let attempt = self.attempt(outgoing, step)?;
+        let (attempt, tensors) = (self.attempt(outgoing, step)?, tensor_ids(tensors));
         self.start(outgoing, async move { attempt.push_absent(&tensors).await })
     }
 
@@ -278,8 +293,8 @@ impl Job {
         max_norm: Option<f64>,
         targets: Option<Arrays<'_>>,
     ) -> PyResult<Report> {
-        let commit =
-            Commit { groups: optimizers(groups)?, loss_scale, max_norm, ..Commit::default() };
+        let groups = optimizers(groups)?;
+        let commit = Commit::default().groups(groups).loss_scale(loss_scale).max_norm(max_norm);
         let mut targets = Targets::new(py, &targets.unwrap_or_default());
         let (attempt, pushes) = self.closed(step)?;
         let report = wait(py, async move {
@@ -301,7 +316,7 @@ impl Job {
         let task = spawn(async move {
             match part {
                 None => job.pull(version, targets.targets()?).await,
-                Some(part) => job.pull_part(version, &part, targets.targets()?).await,
+                Some(name) => job.pull_part(version, state_part(&name), targets.targets()?).await,
             }
         })?;
         Ok(Transfer { task: Some(task) })
@@ -385,11 +400,12 @@ impl Report {
 
     #[getter]
     fn overflow(&self) -> Option<(usize, Option<u32>)> {
-        self.0.overflow
+        self.0.overflow.map(|overflow| (overflow.tensor.index(), overflow.rank))
     }
 
     #[getter]
     fn absent(&self) -> Vec<(usize, u32, bool)> {
-        self.0.absent.iter().map(|absent| (absent.tensor, absent.rank, absent.everywhere)).collect()
+        let absent = |absent: &Absent| (absent.tensor.index(), absent.rank, absent.everywhere);
+        self.0.absent.iter().map(absent).collect()
     }
 }

@@ -9,7 +9,7 @@ use std::{
 use futures_util::future::{Either, select};
 use tokio::sync::watch;
 use zeroshard_proto::{
-    DType, Deadline, Error, Result,
+    DType, Deadline, Error, Result, TensorId,
     pb::{self, push_begin::Contents as Wire},
 };
 
@@ -118,7 +118,7 @@ impl Attempt {
     ///
     /// # Errors
     /// Those of [`Self::push`].
-    pub async fn push_absent(&self, tensors: &[usize]) -> Result<()> {
+    pub async fn push_absent(&self, tensors: &[TensorId]) -> Result<()> {
         let wire = self.job.0.cluster.options.wire;
         self.job.push(self.begin(), wire, Contents::Absent(tensors), Some(self)).await
     }
@@ -150,7 +150,7 @@ impl Attempt {
     /// with another rank, [`Error::Timeout`], which names the ranks that did not commit.
     pub async fn commit(&self, commit: Commit) -> Result<StepReport> {
         let Member { cluster, spec, .. } = &*self.job.0;
-        let deadline = Deadline::after(cluster.options.deadline);
+        let deadline = Deadline::after(cluster.options.timeout);
         let request = pb::CommitRequest {
             turn: Some(self.turn()),
             groups: commit.groups.iter().map(Into::into).collect(),
@@ -211,7 +211,7 @@ impl Attempt {
     /// names the ranks whose gradients are missing.
     pub async fn reduce(&self, loss_scale: f64) -> Result<Reduced> {
         let Member { cluster, spec, .. } = &*self.job.0;
-        let deadline = Deadline::after(cluster.options.deadline);
+        let deadline = Deadline::after(cluster.options.timeout);
         let request = pb::ReduceRequest { turn: Some(self.turn()), loss_scale };
         let report = cluster.retry("the gradient's norm", |mut client| {
             let request = request.clone();
@@ -233,7 +233,7 @@ impl Attempt {
     /// discarded the attempt.
     pub async fn discard(&self) -> Result<()> {
         let cluster = &self.job.0.cluster;
-        let deadline = Deadline::after(cluster.options.deadline);
+        let deadline = Deadline::after(cluster.options.timeout);
         let request = pb::DiscardRequest { turn: Some(self.turn()) };
         self.check_epoch(deadline).await?;
         let discarded = cluster.retry("all ranks to discard the attempt", |mut client| {
@@ -361,10 +361,10 @@ impl Attempt {
     fn check_buffers(&self, data: &[TensorData], buffers: bool) -> Result<()> {
         let tensors = self.job.0.spec.manifest.tensors();
         let wrong = |data: &&TensorData| {
-            tensors.get(data.tensor).is_some_and(|spec| spec.buffer != buffers)
+            tensors.get(data.tensor.index()).is_some_and(|spec| spec.buffer != buffers)
         };
         let Some(wrong) = data.iter().find(wrong) else { return Ok(()) };
-        let what = format!("tensor {:?}", tensors[wrong.tensor].name);
+        let what = format!("tensor {:?}", tensors[wrong.tensor.index()].name);
         Err(match buffers {
             true => Error::invalid(
                 what,

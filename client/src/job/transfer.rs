@@ -3,19 +3,16 @@
 
 use futures_util::future::try_join_all;
 use zeroshard_proto::{
-    DType, Deadline, Error, Result,
+    DType, Deadline, Result, TensorId,
     pb::{self, push_begin::Contents as Wire},
 };
 
 use super::{Attempt, Job, Member};
 use crate::{
-    Target, TensorData, pull,
+    StatePart, Target, TensorData, pull,
     push::{self, Contents},
     retry::{Next, Tries},
 };
-
-/// The name of the published parameters as a part of the state.
-const PARAMETERS: &str = "";
 
 impl Job {
     /// Uploads the initial parameters. The calls must together cover, exactly once, all tensors
@@ -37,31 +34,24 @@ impl Job {
     /// # Errors
     /// Those of [`Self::initialise`].
     pub async fn initialise_at(&self, applied: u64, parameters: Vec<TensorData>) -> Result<()> {
-        self.upload(PARAMETERS, applied, parameters).await
+        self.upload(StatePart::Parameters, applied, Contents::Uploaded(parameters)).await
     }
 
-    /// Uploads the optimizer state tensor `part`, one of [`zeroshard_proto::Optimizer::state`], of
+    /// Uploads the optimizer state tensor `name`, one of [`zeroshard_proto::Optimizer::state`], of
     /// trained tensors. The same ranks upload the state before the parameters of these tensors.
     /// State that is not uploaded has the initial value of a new run. `applied` is the number of
     /// steps already applied to these tensors.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a part that the optimizer does not have, or after the tensor's
-    /// parameters; otherwise those of [`Self::initialise`].
+    /// [`Error::Invalid`] for a state tensor that the optimizer does not have, or after the
+    /// tensor's parameters; otherwise those of [`Self::initialise`].
     pub async fn initialise_state(
         &self,
-        part: &str,
+        name: &str,
         applied: u64,
         state: Vec<TensorData>,
     ) -> Result<()> {
-        if part == PARAMETERS {
-            return Err(Error::invalid(
-                "part of the optimizer state",
-                "empty",
-                "the name of a state tensor",
-            ));
-        }
-        self.upload(part, applied, state).await
+        self.upload(StatePart::OptimizerState(name), applied, Contents::Uploaded(state)).await
     }
 
     /// Keeps the content that was copied from the predecessor (see [`crate::CreateJob::from`]):
@@ -71,23 +61,18 @@ impl Job {
     ///
     /// # Errors
     /// As [`Self::initialise`]; [`Error::Invalid`] for a tensor that was not copied.
-    pub async fn keep(&self, applied: u64, tensors: &[usize]) -> Result<()> {
-        self.upload_contents(PARAMETERS, applied, Contents::Kept(tensors)).await
+    pub async fn keep(&self, applied: u64, tensors: &[TensorId]) -> Result<()> {
+        self.upload(StatePart::Parameters, applied, Contents::Kept(tensors)).await
     }
 
-    async fn upload(&self, part: &str, applied: u64, data: Vec<TensorData>) -> Result<()> {
-        self.upload_contents(part, applied, Contents::Uploaded(data)).await
-    }
-
-    async fn upload_contents(
+    async fn upload(
         &self,
-        part: &str,
+        part: StatePart<'_>,
         applied: u64,
         contents: Contents<'_>,
     ) -> Result<()> {
         let epoch = self.current()?.epoch;
-        let array = Some(pull::slice_array(part));
-        let upload = pb::Upload { array, applied, kept: Vec::new() };
+        let upload = pb::Upload { array: Some(part.into()), applied, kept: Vec::new() };
         let begin = self.begin(epoch, Wire::Upload(upload));
         // Always f32: master weights and state are.
         self.push(begin, DType::F32, contents, None).await
@@ -117,7 +102,7 @@ impl Job {
         attempt: Option<&Attempt>,
     ) -> Result<()> {
         let Member { cluster, spec, locals, .. } = &*self.0;
-        let deadline = Deadline::after(cluster.options.deadline);
+        let deadline = Deadline::after(cluster.options.timeout);
         if let Some(attempt) = attempt {
             attempt.check_epoch(deadline).await?;
         }
@@ -146,28 +131,26 @@ impl Job {
     pub async fn pull(&self, version: u64, targets: Vec<Target<'_>>) -> Result<()> {
         let manifest = &self.0.spec.manifest;
         let is_buffer = |target: &Target<'_>| {
-            target.tensor < manifest.tensors().len()
-                && manifest.tensors()[manifest.owner(target.tensor)].buffer
+            let tensor = target.tensor.index();
+            tensor < manifest.tensors().len() && manifest.tensors()[manifest.owner(tensor)].buffer
         };
         let (buffers, others) = targets.into_iter().partition(is_buffer);
         self.pull_as(
             version,
-            PARAMETERS,
+            StatePart::Parameters,
             [(DType::F32, buffers), (self.0.cluster.options.wire, others)],
         )
         .await
     }
 
     /// Fills the targets with a part of the state at `version`, in f32, and waits for that version.
-    /// `part` is empty for the published parameters, `master` for the master weights, or one of
-    /// [`zeroshard_proto::Optimizer::state`] for trained tensors.
     ///
     /// # Errors
     /// Those of [`Self::pull`]; [`Error::Invalid`] for an unknown part.
     pub async fn pull_part(
         &self,
         version: u64,
-        part: &str,
+        part: StatePart<'_>,
         targets: Vec<Target<'_>>,
     ) -> Result<()> {
         self.pull_as(version, part, [(DType::F32, targets)]).await
@@ -176,11 +159,11 @@ impl Job {
     async fn pull_as<'a>(
         &self,
         version: u64,
-        part: &str,
+        part: StatePart<'_>,
         targets: impl IntoIterator<Item = (DType, Vec<Target<'a>>)>,
     ) -> Result<()> {
         let Member { cluster, spec, locals, .. } = &*self.0;
-        let deadline = Deadline::after(cluster.options.deadline);
+        let deadline = Deadline::after(cluster.options.timeout);
         let placement = self.current()?.placement;
         let mut pulls = Vec::new();
         for (dtype, targets) in targets {
@@ -197,7 +180,7 @@ impl Job {
         &self,
         mut pull: pull::ServerPull<'_>,
         version: u64,
-        part: &str,
+        part: StatePart<'_>,
         deadline: Deadline,
     ) -> Result<()> {
         let Member { cluster, spec, id, .. } = &*self.0;

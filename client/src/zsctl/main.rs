@@ -75,11 +75,8 @@ async fn main() -> ExitCode {
 
 #[expect(clippy::print_stdout, reason = "the program's output")]
 async fn run(arguments: &Arguments) -> Result<()> {
-    let options = Options {
-        deadline: Duration::from_secs(arguments.timeout.max(1)),
-        token: arguments.token.reveal().map(str::to_owned),
-        ..Options::default()
-    };
+    let timeout = Duration::from_secs(arguments.timeout.max(1));
+    let options = Options::default().timeout(timeout).token(arguments.token.clone());
     let cluster = Cluster::connect(&arguments.address, options).await?;
     match &arguments.command {
         Command::Status => status::print(&cluster.status().await?, arguments.json),

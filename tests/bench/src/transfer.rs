@@ -10,7 +10,7 @@ use std::{process::Command, time::Instant};
 
 use clap::Args;
 use serde_json::json;
-use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, Values};
+use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, TensorId, Values};
 use zeroshard_proto::{JobSpec, Manifest, Optimizer, TensorSpec, optimizer::Sgd};
 use zeroshard_tests::{Process, binary};
 
@@ -140,17 +140,17 @@ impl Ours {
         cluster.create_job(&spec).await?;
         let job = cluster.join("transfer", 0).await?;
         let gradient = Values::from(vec![0.5f32; numel]);
-        job.initialise(vec![TensorData { tensor: 0, data: gradient.clone() }]).await?;
+        job.initialise(vec![TensorData::new(TensorId::new(0), gradient.clone())]).await?;
         Ok(Self { job, version: 0, gradient, parameters: vec![0.0; numel] })
     }
 
     async fn pull(&mut self) -> Result<(), Error> {
-        let target = Target::new(0, &mut self.parameters);
+        let target = Target::new(TensorId::new(0), &mut self.parameters);
         Ok(self.job.pull(self.version, vec![target]).await?)
     }
 
     async fn push(&self) -> Result<(), Error> {
-        let gradient = TensorData { tensor: 0, data: self.gradient.clone() };
+        let gradient = TensorData::new(TensorId::new(0), self.gradient.clone());
         Ok(self.job.attempt(self.version)?.push(vec![gradient]).await?)
     }
 

@@ -1,12 +1,16 @@
 //! Ranks without a gradient: they count as zeros, and a tensor without any gradient is not stepped.
 
 use futures_util::future::join_all;
-use zeroshard_client::{Absent, Commit, Error, Job, StepReport, TensorData};
+use zeroshard_client::{Absent, Commit, Error, Job, StepReport, TensorData, TensorId};
 use zeroshard_proto::{
     JobSpec, TensorSpec,
     pb::{self, push_begin::Contents},
 };
-use zeroshard_tests::{Cluster, stock, synthetic, training};
+use zeroshard_tests::{
+    Cluster, stock,
+    synthetic::{self, tensor_ids},
+    training,
+};
 
 use crate::{adamw, connect, job, start};
 
@@ -17,7 +21,8 @@ fn spec(name: &str, world: u32) -> JobSpec {
 /// The gradients of `rank`, with some tensors zero.
 fn gradients(spec: &JobSpec, rank: u32, step: u64, zero: &[usize]) -> Vec<TensorData> {
     let mut gradients = synthetic::gradients(&spec.manifest, rank, step);
-    for gradient in gradients.iter_mut().filter(|gradient| zero.contains(&gradient.tensor)) {
+    for gradient in gradients.iter_mut().filter(|gradient| zero.contains(&gradient.tensor.index()))
+    {
         gradient.data = vec![0.0; gradient.data.len()].into();
     }
     gradients
@@ -58,24 +63,37 @@ async fn absent_gradients_give_the_bits_of_zeros_on_any_number_of_servers_in_any
                             job.attempt(step).unwrap().push(all).await.unwrap();
                             continue;
                         };
-                        all.retain(|gradient| !absent.contains(&gradient.tensor));
+                        all.retain(|gradient| !absent.contains(&gradient.tensor.index()));
                         if absent_first {
-                            job.attempt(step).unwrap().push_absent(&absent).await.unwrap();
+                            job.attempt(step)
+                                .unwrap()
+                                .push_absent(&tensor_ids(absent.clone()))
+                                .await
+                                .unwrap();
                         }
                         job.attempt(step).unwrap().push(all).await.unwrap();
                         // The declaration is repeated, and includes tensors of which nothing is
                         // missing.
-                        job.attempt(step).unwrap().push_absent(&absent).await.unwrap();
                         job.attempt(step)
                             .unwrap()
-                            .push_absent(&[0, 8].map(|t| if absent.contains(&t) { t } else { 5 }))
+                            .push_absent(&tensor_ids(absent.clone()))
+                            .await
+                            .unwrap();
+                        job.attempt(step)
+                            .unwrap()
+                            .push_absent(&tensor_ids(
+                                [0, 8].map(|t| if absent.contains(&t) { t } else { 5 }),
+                            ))
                             .await
                             .unwrap();
                     }
                     let report = commit(&jobs, step).await;
                     assert!(report.applied);
-                    let tensors: Vec<_> =
-                        report.absent.iter().map(|absent| (absent.tensor, absent.rank)).collect();
+                    let tensors: Vec<_> = report
+                        .absent
+                        .iter()
+                        .map(|absent| (absent.tensor.index(), absent.rank))
+                        .collect();
                     match (absent_first, world) {
                         (None, _) => assert_eq!(tensors, []),
                         (_, 2) => assert_eq!(tensors, [(0, 1), (2, 1), (8, 0)]),
@@ -101,12 +119,12 @@ async fn a_tensor_without_any_gradient_is_not_stepped() {
     let before = training::pull(&jobs[0], 0).await.unwrap();
     for job in &jobs {
         let mut all = gradients(&spec, job.rank(), 0, &[]);
-        all.retain(|gradient| gradient.tensor != 8);
+        all.retain(|gradient| gradient.tensor.index() != 8);
         job.attempt(0).unwrap().push(all).await.unwrap();
-        job.attempt(0).unwrap().push_absent(&[8]).await.unwrap();
+        job.attempt(0).unwrap().push_absent(&tensor_ids([8])).await.unwrap();
     }
     let report = commit(&jobs, 0).await;
-    assert_eq!(report.absent, [Absent { tensor: 8, rank: 0, everywhere: true }]);
+    assert_eq!(report.absent, [Absent { tensor: TensorId::new(8), rank: 0, everywhere: true }]);
     let after = training::pull(&jobs[0], 1).await.unwrap();
     assert_eq!(after[8], before[8], "not even weight decay");
     assert_ne!(after[0], before[0]);
@@ -114,7 +132,7 @@ async fn a_tensor_without_any_gradient_is_not_stepped() {
     assert_eq!(jobs[1].applied_steps(1).await.unwrap(), applied);
     // A step without any gradient is a step, too.
     for job in &jobs {
-        job.attempt(1).unwrap().push_absent(&[0, 1, 2, 5, 7, 8]).await.unwrap();
+        job.attempt(1).unwrap().push_absent(&tensor_ids([0, 1, 2, 5, 7, 8])).await.unwrap();
     }
     let report = commit(&jobs, 1).await;
     assert_eq!((report.version, report.gradient_norm, report.absent.len()), (2, 0.0, 5));
@@ -135,7 +153,7 @@ async fn the_absence_of_a_lost_rank_is_dropped() {
     let spec = job("lost", 2, adamw(), synthetic::small());
     let mut jobs = start(cluster.address(), &spec).await;
     for job in &jobs {
-        job.attempt(0).unwrap().push_absent(&[0, 1]).await.unwrap();
+        job.attempt(0).unwrap().push_absent(&tensor_ids([0, 1])).await.unwrap();
     }
     let epoch = jobs[0].epoch();
     drop(jobs.pop());
@@ -165,14 +183,14 @@ async fn an_invalid_absence_is_refused() {
     for tensor in [99, 3, 4, 6] {
         assert!(
             matches!(
-                jobs[0].attempt(0).unwrap().push_absent(&[tensor]).await,
+                jobs[0].attempt(0).unwrap().push_absent(&tensor_ids([tensor])).await,
                 Err(Error::Invalid { .. })
             ),
             "{tensor}"
         );
     }
     assert!(matches!(
-        jobs[0].attempt(7).unwrap().push_absent(&[0]).await,
+        jobs[0].attempt(7).unwrap().push_absent(&tensor_ids([0])).await,
         Err(Error::StepMismatch { .. })
     ));
     let frozen = spec.manifest.slices_of(3).start as u32;
@@ -192,7 +210,7 @@ async fn absent_slices_beyond_the_limit_of_a_message_are_split() {
     let tensors: Vec<_> = (0..1500).map(|i| TensorSpec::new(format!("t{i}"), [2])).collect();
     let spec = job("many", 1, adamw(), tensors);
     let jobs = start(cluster.address(), &spec).await;
-    jobs[0].attempt(0).unwrap().push_absent(&(0..1500).collect::<Vec<_>>()).await.unwrap();
+    jobs[0].attempt(0).unwrap().push_absent(&tensor_ids(0..1500)).await.unwrap();
     let report = commit(&jobs, 0).await;
     assert_eq!(report.absent.len(), 1500);
     assert!(report.absent.iter().all(|absent| absent.everywhere));

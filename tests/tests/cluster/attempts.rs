@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use zeroshard_client::{Commit, Error, Job, TensorData};
+use zeroshard_client::{Commit, Error, Job, TensorData, TensorId};
 use zeroshard_proto::{JobSpec, TensorSpec, pb};
 use zeroshard_tests::{Cluster, Training, stock, synthetic, training};
 
@@ -150,7 +150,7 @@ async fn version_0_is_the_upload_of_one_worker() {
     let client = connect(cluster.address()).await;
     client.create_job(&spec).await.unwrap();
     let all = |value: f32| {
-        (0..4).map(move |tensor| TensorData { tensor, data: vec![value; 1000].into() })
+        (0..4).map(move |tensor| TensorData::new(TensorId::new(tensor), vec![value; 1000]))
     };
     let first = client.join("uploads", 0).await.unwrap();
     first.initialise(all(1.0).take(3).collect()).await.unwrap();

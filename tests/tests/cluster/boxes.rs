@@ -2,7 +2,7 @@
 //! gradients.
 
 use futures_util::future::join_all;
-use zeroshard_client::{Commit, Job, Target, TensorData};
+use zeroshard_client::{Commit, Job, Target, TensorData, TensorId};
 use zeroshard_proto::{
     DimPlacement, Error, JobSpec, ProcessMesh, Reduction, StridedBox, TensorLayout, TensorSpec,
 };
@@ -45,7 +45,7 @@ fn boxes(spec: &JobSpec, rank: u32, seed: u64) -> Vec<TensorData> {
         let strided = StridedBox::new(&tensor.shape, spec.local_box(index, rank));
         let runs = strided.runs(0..strided.numel());
         let values: Vec<f32> = runs.flat_map(|(_, run)| all[run].to_vec()).collect();
-        TensorData { tensor: index, data: values.into() }
+        TensorData::new(TensorId::new(index), values)
     };
     spec.manifest.tensors().iter().enumerate().map(boxed).collect()
 }
@@ -75,11 +75,7 @@ async fn train(cluster: &Cluster, spec: &JobSpec, ranks_a_replica: u32) -> Strin
                 .push(boxes(spec, job.rank(), 10 * (step + 1) + replica))
                 .await
                 .unwrap();
-            job.attempt(step)
-                .unwrap()
-                .commit(Commit { max_norm: Some(0.5), ..Commit::default() })
-                .await
-                .unwrap()
+            job.attempt(step).unwrap().commit(Commit::default().max_norm(0.5)).await.unwrap()
         });
         let reports = join_all(steps).await;
         assert!(
@@ -119,7 +115,11 @@ async fn bytes_of_a_worker(cluster: &Cluster, spec: &JobSpec) -> [u64; 2] {
     jobs[0]
         .pull(
             0,
-            values.iter_mut().enumerate().map(|(tensor, data)| Target::new(tensor, data)).collect(),
+            values
+                .iter_mut()
+                .enumerate()
+                .map(|(tensor, data)| Target::new(TensorId::new(tensor), data))
+                .collect(),
         )
         .await
         .unwrap();
@@ -166,7 +166,7 @@ async fn a_missing_gradient_is_named_with_its_coordinates_in_the_mesh() {
         job.attempt(0).unwrap().push(boxes(&spec, job.rank(), 1)).await.unwrap();
     }
     let mut values = vec![0.0; spec.local_box(0, 3).numel() as usize];
-    let waited = late.pull(1, vec![Target::new(0, &mut values)]).await;
+    let waited = late.pull(1, vec![Target::new(TensorId::new(0), &mut values)]).await;
     let Err(Error::Timeout { waiting_for, .. }) = waited else { panic!("{waited:?}") };
     assert!(waiting_for.contains("gradient of rank 3 (dp 1, tp 1)"), "{waiting_for}");
 }

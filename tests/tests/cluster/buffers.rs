@@ -2,7 +2,7 @@
 
 use futures_util::future::join_all;
 use zeroshard_client::{
-    Attempt, Cluster as Client, Error, Job, Options, Slots, Target, TensorData, Values,
+    Attempt, Cluster as Client, Error, Job, Slots, Target, TensorData, TensorId, Values,
 };
 use zeroshard_proto::{DType, JobSpec, TensorSpec};
 use zeroshard_tests::{Cluster, stock, training};
@@ -23,16 +23,16 @@ fn words(seed: u32) -> Vec<u8> {
 }
 
 fn content(seed: u32) -> Vec<TensorData> {
-    vec![TensorData {
-        tensor: STATISTICS,
-        data: Values::new(words(seed).into(), DType::F32).unwrap(),
-    }]
+    vec![TensorData::new(
+        TensorId::new(STATISTICS),
+        Values::new(words(seed).into(), DType::F32).unwrap(),
+    )]
 }
 
 async fn pull(job: &Job, version: u64) -> Vec<u8> {
     let mut bytes = vec![0; 4 * 70_000];
     let data = Slots::new(&mut bytes, DType::F32).unwrap();
-    job.pull(version, vec![Target::new(STATISTICS, data)]).await.unwrap();
+    job.pull(version, vec![Target::new(TensorId::new(STATISTICS), data)]).await.unwrap();
     bytes
 }
 
@@ -52,8 +52,7 @@ async fn a_pushed_buffer_is_the_content_of_the_next_version_bit_for_bit_over_any
             job.leave().await.unwrap();
         }
         for rank in 0..2 {
-            let client =
-                Client::connect(cluster.address(), Options { wire, ..options() }).await.unwrap();
+            let client = Client::connect(cluster.address(), options().wire(wire)).await.unwrap();
             jobs.push(client.join(&spec.name, rank).await.unwrap());
         }
         jobs[0].attempt(0).unwrap().push_buffers(content(1)).await.unwrap();
@@ -98,7 +97,7 @@ async fn invalid_pushes_of_buffers_are_refused() {
     let spec = spec("refused", 2);
     let jobs = start(cluster.address(), &spec).await;
     let before = jobs[0].state_hash(0).await.unwrap();
-    let weights = vec![TensorData { tensor: 0, data: vec![0.0; 100].into() }];
+    let weights = vec![TensorData::new(TensorId::new(0), vec![0.0; 100])];
     for refused in [
         jobs[0].attempt(0).unwrap().push_buffers(weights).await,
         jobs[0].attempt(0).unwrap().push(content(1)).await,

@@ -1,9 +1,13 @@
 //! Arrays of any dtype are pushed and pulled, and averages are returned.
 
 use futures_util::future::join_all;
-use zeroshard_client::{Commit, Options, Slots, Target, TensorData, Values};
+use zeroshard_client::{Commit, Overflow, Slots, Target, TensorData, TensorId, Values};
 use zeroshard_proto::{DType, Optimizer, optimizer::Average};
-use zeroshard_tests::{Cluster, synthetic, training};
+use zeroshard_tests::{
+    Cluster,
+    synthetic::{self, tensor_ids},
+    training,
+};
 
 use crate::{job, options, sgd, start};
 
@@ -31,25 +35,26 @@ async fn values_and_targets_of_any_dtype_work_with_any_wire_dtype() {
     let numel = 70_001;
     for wire in DType::ALL {
         let spec = job(&format!("wire-{wire}"), 1, sgd(1.0), vec![synthetic_tensor(numel)]);
-        let client =
-            zeroshard_client::Cluster::connect(cluster.address(), Options { wire, ..options() })
-                .await
-                .unwrap();
-        client.create_job(&spec).await.unwrap();
-        let job = client.join(&spec.name, 0).await.unwrap();
-        job.initialise(vec![TensorData { tensor: 0, data: vec![0.0; numel].into() }])
+        let client = zeroshard_client::Cluster::connect(cluster.address(), options().wire(wire))
             .await
             .unwrap();
+        client.create_job(&spec).await.unwrap();
+        let job = client.join(&spec.name, 0).await.unwrap();
+        job.initialise(vec![TensorData::new(TensorId::new(0), vec![0.0; numel])]).await.unwrap();
         let mut expected = vec![0.0; numel];
         for (step, dtype) in (0..).zip(DType::ALL) {
             let data = Values::new(bytes_of(&exact(numel), dtype).into(), dtype).unwrap();
-            job.attempt(step).unwrap().push(vec![TensorData { tensor: 0, data }]).await.unwrap();
+            job.attempt(step)
+                .unwrap()
+                .push(vec![TensorData::new(TensorId::new(0), data)])
+                .await
+                .unwrap();
             assert!(job.attempt(step).unwrap().commit(Commit::default()).await.unwrap().applied);
             expected.iter_mut().zip(exact(numel)).for_each(|(sum, value)| *sum -= value);
             for target in DType::ALL {
                 let mut bytes = vec![0u8; numel * target.size() + 1];
                 let data = Slots::new(&mut bytes[1..], target).unwrap();
-                job.pull(step + 1, vec![Target::new(0, data)]).await.unwrap();
+                job.pull(step + 1, vec![Target::new(TensorId::new(0), data)]).await.unwrap();
                 assert!(
                     bytes[1..] == bytes_of(&expected, target),
                     "{dtype} over {wire} to {target}"
@@ -71,9 +76,9 @@ async fn the_next_version_of_an_average_is_the_mean_gradient() {
     let before = training::pull(&jobs[0], 0).await.unwrap();
     for job in &jobs {
         let mut gradients = synthetic::gradients(&spec.manifest, job.rank(), 0);
-        gradients.retain(|gradient| gradient.tensor != 5);
+        gradients.retain(|gradient| gradient.tensor.index() != 5);
         job.attempt(0).unwrap().push(gradients).await.unwrap();
-        job.attempt(0).unwrap().push_absent(&[5]).await.unwrap();
+        job.attempt(0).unwrap().push_absent(&tensor_ids([5])).await.unwrap();
     }
     join_all(jobs.iter().map(|job| training::commit(job, 0, Commit::default()))).await;
     let after = training::pull(&jobs[1], 1).await.unwrap();
@@ -101,13 +106,17 @@ async fn an_average_that_is_not_finite_is_returned_unchanged_and_named() {
     for job in &jobs {
         let bad = if job.rank() == 1 { f32::INFINITY } else { 2.0 };
         let gradients = [(0, vec![bad; 1000]), (1, vec![1.0; 3])];
-        let gradients = gradients.map(|(tensor, data)| TensorData { tensor, data: data.into() });
+        let gradients =
+            gradients.map(|(tensor, data)| TensorData::new(TensorId::new(tensor), data));
         job.attempt(0).unwrap().push(gradients.into()).await.unwrap();
     }
-    let commit = Commit { max_norm: Some(1e-3), ..Commit::default() };
+    let commit = Commit::default().max_norm(1e-3);
     let reports = join_all(jobs.iter().map(|job| training::commit(job, 0, commit.clone()))).await;
     let report = reports[0].as_ref().unwrap();
-    assert_eq!((report.applied, report.overflow), (true, Some((0, Some(1)))));
+    assert_eq!(
+        (report.applied, report.overflow),
+        (true, Some(Overflow { tensor: TensorId::new(0), rank: Some(1) }))
+    );
     assert_eq!(report.clip_coefficient, 1.0);
     assert_eq!(
         training::pull(&jobs[0], 1).await.unwrap(),

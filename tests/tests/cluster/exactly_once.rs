@@ -1,6 +1,6 @@
 //! A contribution counts once, even if it is retried, duplicated or reordered.
 
-use zeroshard_client::{Cluster as Client, Commit, Job, Options};
+use zeroshard_client::{Cluster as Client, Commit, Job};
 use zeroshard_proto::{JobSpec, TensorSpec};
 use zeroshard_tests::{Cluster, FaultProxy, Training, stock, synthetic, training};
 
@@ -127,7 +127,7 @@ async fn a_push_over_a_cut_connection_is_resumed_and_counts_once() {
 #[tokio::test]
 async fn a_pull_over_a_cut_connection_is_resumed() {
     let (cluster, proxy) = behind_proxy().await;
-    let options = Options { chunk_bytes: 64 << 10, ..options() };
+    let options = options().chunk_bytes(64 << 10);
     let client = Client::connect(cluster.address(), options).await.unwrap();
     client.create_job(&spec("pull")).await.unwrap();
     let job = client.join("pull", 0).await.unwrap();

@@ -1,7 +1,7 @@
 //! Jobs and readers do not affect each other.
 
 use futures_util::{StreamExt, stream};
-use zeroshard_client::{Error, TensorData};
+use zeroshard_client::{Error, TensorData, TensorId};
 use zeroshard_proto::{JobSpec, TensorSpec, pb};
 use zeroshard_tests::{Cluster, Training, stock, synthetic};
 
@@ -80,11 +80,11 @@ async fn a_call_for_a_job_that_was_deleted_and_created_again_is_refused() {
     let reader = pb::PullRequest { job_id: before.id, ..stock::read("again", 0, [0]) };
     let pulled = stock::pull(address, reader).await;
     assert!(matches!(pulled, Err(Error::JobReplaced { .. })), "{pulled:?}");
-    let gradients = vec![TensorData { tensor: 0, data: vec![1.0; 1000].into() }];
+    let gradients = vec![TensorData::new(TensorId::new(0), vec![1.0; 1000])];
     let late = match old.attempt(0) {
         Ok(attempt) => attempt.push(gradients).await,
         Err(error) => Err(error),
     };
     assert!(late.is_err());
-    new.attempt(0).unwrap().push_absent(&[0]).await.unwrap();
+    new.attempt(0).unwrap().push_absent(&synthetic::tensor_ids([0])).await.unwrap();
 }

@@ -34,12 +34,12 @@ use zeroshard_tests::synthetic;
 
 /// Options with a deadline that ends a test that would otherwise hang.
 fn options() -> Options {
-    Options { deadline: Duration::from_secs(30), ..Options::default() }
+    Options::default().timeout(Duration::from_secs(30))
 }
 
 /// Options for calls that are expected to reach their deadline.
 fn hasty() -> Options {
-    Options { deadline: Duration::from_millis(700), ..Options::default() }
+    Options::default().timeout(Duration::from_millis(700))
 }
 
 async fn connect(address: &str) -> Cluster {
@@ -76,7 +76,7 @@ async fn start(address: &str, spec: &JobSpec) -> Vec<Job> {
 
 /// Returns when `condition` holds. It polls, because there is no notification.
 async fn until(what: &str, condition: impl Fn() -> bool) {
-    let deadline = std::time::Instant::now() + options().deadline;
+    let deadline = std::time::Instant::now() + options().timeout;
     while !condition() {
         assert!(std::time::Instant::now() < deadline, "waited in vain until {what}");
         tokio::task::yield_now().await;

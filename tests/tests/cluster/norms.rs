@@ -1,7 +1,7 @@
 //! The norm before the decision, and tensors that are not clipped.
 
 use futures_util::future::join_all;
-use zeroshard_client::{Cluster as Client, Commit, Error, Job, StepReport, TensorData};
+use zeroshard_client::{Cluster as Client, Commit, Error, Job, StepReport, TensorData, TensorId};
 use zeroshard_proto::TensorSpec;
 use zeroshard_tests::{Cluster, synthetic, training};
 
@@ -32,11 +32,7 @@ async fn the_norm_before_the_decision_equals_that_of_the_decision() {
     let (reduced, ()) = tokio::join!(asked, push_all(&jobs, 0));
     let reduced: Vec<_> = reduced.into_iter().map(Result::unwrap).collect();
     assert_eq!(reduced[0], reduced[1]);
-    let commit = Commit {
-        loss_scale: 8.0,
-        max_norm: Some(reduced[0].gradient_norm / 2.0),
-        ..Commit::default()
-    };
+    let commit = Commit::default().loss_scale(8.0).max_norm(reduced[0].gradient_norm / 2.0);
     let report = commit_all(&jobs, 0, commit).await;
     assert_eq!(report.gradient_norm.to_bits(), reduced[0].gradient_norm.to_bits());
     assert_eq!((report.clip_coefficient, reduced[0].overflow), (0.5, None));
@@ -93,11 +89,11 @@ async fn tensors_that_are_not_clipped_do_not_count_in_the_norm() {
     client.create_job(&spec).await.unwrap();
     let job = client.join("partly", 0).await.unwrap();
     let all = |value: f32| {
-        (0..2).map(move |tensor| TensorData { tensor, data: vec![value; 4].into() }).collect()
+        (0..2).map(move |tensor| TensorData::new(TensorId::new(tensor), vec![value; 4])).collect()
     };
     job.initialise(all(0.0)).await.unwrap();
     job.attempt(0).unwrap().push(all(-8.0)).await.unwrap();
-    let commit = Commit { loss_scale: 2.0, max_norm: Some(2.0), ..Commit::default() };
+    let commit = Commit::default().loss_scale(2.0).max_norm(2.0);
     let report = training::commit(&job, 0, commit).await.unwrap();
     assert_eq!((report.gradient_norm, report.clip_coefficient), (8.0, 0.25));
     assert_eq!(training::pull(&job, 1).await.unwrap(), [[1.0; 4], [4.0; 4]]);

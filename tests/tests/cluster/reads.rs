@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use zeroshard_client::{Commit, Error, Job, Target, TensorData};
+use zeroshard_client::{Commit, Error, Job, Target, TensorData, TensorId};
 use zeroshard_proto::{DType, Placement, TensorSpec, geometry::blocks::SLICE, pb};
 use zeroshard_tests::{Cluster, stock, training};
 
@@ -14,7 +14,7 @@ async fn count_up(job: &Job, steps: u64) {
     for step in 0..steps {
         job.attempt(step)
             .unwrap()
-            .push(vec![TensorData { tensor: 0, data: vec![-1.0; numel].into() }])
+            .push(vec![TensorData::new(TensorId::new(0), vec![-1.0; numel])])
             .await
             .unwrap();
         assert!(job.attempt(step).unwrap().commit(Commit::default()).await.unwrap().applied);
@@ -48,10 +48,7 @@ async fn a_reader_during_training_gets_exactly_the_version_or_an_error() {
     let client = connect(cluster.address()).await;
     client.create_job(&spec).await.unwrap();
     let trainer = client.join("reads", 0).await.unwrap();
-    trainer
-        .initialise(vec![TensorData { tensor: 0, data: vec![0.0; numel].into() }])
-        .await
-        .unwrap();
+    trainer.initialise(vec![TensorData::new(TensorId::new(0), vec![0.0; numel])]).await.unwrap();
     let training = tokio::spawn(async move {
         count_up(&trainer, STEPS).await;
         trainer
@@ -89,10 +86,7 @@ async fn a_started_pull_keeps_its_version_during_further_steps() {
     let client = connect(cluster.address()).await;
     client.create_job(&spec).await.unwrap();
     let trainer = client.join("slow", 0).await.unwrap();
-    trainer
-        .initialise(vec![TensorData { tensor: 0, data: vec![0.0; numel].into() }])
-        .await
-        .unwrap();
+    trainer.initialise(vec![TensorData::new(TensorId::new(0), vec![0.0; numel])]).await.unwrap();
     // More than the HTTP/2 windows hold: the server cannot have sent everything.
     let mut request = stock::read("slow", 0, vec![0; 8]);
     request.chunk_bytes = 1 << 20;
@@ -191,13 +185,13 @@ async fn commit_and_pull_returns_the_next_version() {
     let numel = 2 * SLICE + 7;
     let mut next = vec![f32::NAN; numel];
     fn target(data: &mut Vec<f32>) -> Target<'_> {
-        Target::new(0, data)
+        Target::new(TensorId::new(0), data)
     }
     for step in 0..3 {
         trainer
             .attempt(step)
             .unwrap()
-            .push(vec![TensorData { tensor: 0, data: vec![-1.0; numel].into() }])
+            .push(vec![TensorData::new(TensorId::new(0), vec![-1.0; numel])])
             .await
             .unwrap();
         let targets = vec![target(&mut next)];
@@ -221,7 +215,7 @@ async fn commit_and_pull_returns_the_next_version() {
     trainer
         .attempt(3)
         .unwrap()
-        .push(vec![TensorData { tensor: 0, data: vec![-1.0; numel].into() }])
+        .push(vec![TensorData::new(TensorId::new(0), vec![-1.0; numel])])
         .await
         .unwrap();
     let mut short = vec![0.0; 3];
@@ -247,14 +241,11 @@ async fn readers_that_stop_reading_cost_a_bounded_amount_of_memory_and_for_a_bou
     let client = connect(cluster.address()).await;
     client.create_job(&spec).await.unwrap();
     let trainer = client.join("stalled", 0).await.unwrap();
-    trainer
-        .initialise(vec![TensorData { tensor: 0, data: vec![0.0; numel].into() }])
-        .await
-        .unwrap();
+    trainer.initialise(vec![TensorData::new(TensorId::new(0), vec![0.0; numel])]).await.unwrap();
     let data = vec![-1.0; numel];
     let step = async |step| {
         let attempt = trainer.attempt(step).unwrap();
-        attempt.push(vec![TensorData { tensor: 0, data: data.clone().into() }]).await.unwrap();
+        attempt.push(vec![TensorData::new(TensorId::new(0), data.clone())]).await.unwrap();
         assert!(attempt.commit(Commit::default()).await.unwrap().applied);
     };
     step(0).await;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use tonic::Request;
-use zeroshard_client::{Commit, Error, Job, Options, Target, TensorData};
+use zeroshard_client::{Commit, Error, Job, Target, TensorData, TensorId};
 use zeroshard_proto::{
     JobSpec, Result,
     pb::{self, coordinator_service_client::CoordinatorServiceClient},
@@ -188,7 +188,7 @@ async fn a_too_large_message_is_refused_before_it_is_read() {
         other => panic!("{other:?}"),
     }
     job.leave().await.unwrap();
-    let options = Options { chunk_bytes: 4000, ..options() };
+    let options = options().chunk_bytes(4000);
     let client = zeroshard_client::Cluster::connect(cluster.address(), options).await.unwrap();
     let job = client.join("large", 0).await.unwrap();
     job.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
@@ -204,20 +204,20 @@ async fn a_commit_that_does_not_fit_is_refused() {
             let refused = training::commit(job, step, Commit::default()).await;
             assert!(matches!(refused, Err(Error::StepMismatch { current: 1, .. })));
         }
-        let groups = Commit { groups: vec![adamw(), adamw()], ..Commit::default() };
+        let groups = Commit::default().groups(vec![adamw(), adamw()]);
         assert_eq!(invalid(commit(groups).await), "number of parameter groups");
-        invalid(commit(Commit { groups: vec![sgd(1.0)], ..Commit::default() }).await);
+        invalid(commit(Commit::default().groups(vec![sgd(1.0)])).await);
         let mut negative = adamw();
         negative.set_lr(-1.0);
         assert_eq!(
-            invalid(commit(Commit { groups: vec![negative], ..Commit::default() }).await),
+            invalid(commit(Commit::default().groups(vec![negative])).await),
             "lr of adamw of parameter group 0"
         );
         for bad in [-1.0, f64::NAN, f64::INFINITY] {
-            invalid(commit(Commit { loss_scale: bad, ..Commit::default() }).await);
-            invalid(commit(Commit { max_norm: Some(bad), ..Commit::default() }).await);
+            invalid(commit(Commit::default().loss_scale(bad)).await);
+            invalid(commit(Commit::default().max_norm(bad)).await);
         }
-        invalid(commit(Commit { max_norm: Some(0.0), ..Commit::default() }).await);
+        invalid(commit(Commit::default().max_norm(0.0)).await);
         // The call has the rank of another worker, or an unknown lease.
         let address = format!("http://{}", cluster.address());
         let mut stock = CoordinatorServiceClient::connect(address).await.unwrap();
@@ -247,13 +247,14 @@ async fn a_commit_that_does_not_fit_is_refused() {
 async fn the_client_refuses_arrays_that_do_not_fit_the_manifest() {
     changes_nothing("client", async |_, jobs| {
         let job = &jobs[0];
-        let gradient = |tensor, numel| vec![TensorData { tensor, data: vec![1.0; numel].into() }];
+        let gradient =
+            |tensor, numel| vec![TensorData::new(TensorId::new(tensor), vec![1.0; numel])];
         invalid(job.attempt(1).unwrap().push(gradient(0, 3)).await);
         invalid(job.attempt(1).unwrap().push(gradient(99, 3)).await);
         // "head" is tied to "embedding".
         invalid(job.attempt(1).unwrap().push(gradient(6, 33_000)).await);
         let mut short = [0.0; 3];
-        invalid(job.pull(1, vec![Target::new(0, short.as_mut_slice())]).await);
+        invalid(job.pull(1, vec![Target::new(TensorId::new(0), short.as_mut_slice())]).await);
     })
     .await;
 }

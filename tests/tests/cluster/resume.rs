@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use futures_util::future::join_all;
-use zeroshard_client::{Commit, Error, Job, Target, TensorData};
+use zeroshard_client::{Commit, Error, Job, StatePart, Target, TensorData, TensorId};
 use zeroshard_proto::{
     DType, JobSpec, Optimizer,
     pb::{self, push_begin::Contents, slice_array::Array},
@@ -13,13 +13,13 @@ use zeroshard_tests::{Cluster, stock, synthetic, training};
 use crate::{adamw, connect, job, sgd, start, until};
 
 /// A part of all tensors that own their storage and have this part.
-async fn pull_part(job: &Job, version: u64, part: &str) -> Vec<(usize, Vec<f32>)> {
+async fn pull_part(job: &Job, version: u64, part: StatePart<'_>) -> Vec<(usize, Vec<f32>)> {
     let tensors = job.spec().manifest.tensors().iter().enumerate();
-    let has = |trains: bool| trains || part.is_empty() || part == "master";
+    let has = |trains: bool| trains || !matches!(part, StatePart::OptimizerState(_));
     let owned = tensors.filter(|(_, spec)| spec.alias_of.is_none() && has(spec.trains()));
     let mut values: Vec<_> =
         owned.map(|(tensor, spec)| (tensor, vec![f32::NAN; spec.numel() as usize])).collect();
-    let targets = values.iter_mut().map(|(tensor, data)| Target::new(*tensor, data));
+    let targets = values.iter_mut().map(|(tensor, data)| Target::new(TensorId::new(*tensor), data));
     job.pull_part(version, part, targets.collect()).await.unwrap();
     values
 }
@@ -59,10 +59,13 @@ async fn continues_elsewhere(optimizer: Optimizer, dtype: DType) {
     for step in 0..2 {
         steps(&jobs, step, step).await;
     }
+    let states = optimizer.state().iter().map(|name| StatePart::OptimizerState(name));
     let mut parts = BTreeMap::new();
-    for part in optimizer.state().iter().copied().chain(["master"]) {
-        parts.insert(part, pull_part(&jobs[1], 2, part).await);
+    for name in optimizer.state() {
+        let part = StatePart::OptimizerState(name);
+        parts.insert(*name, pull_part(&jobs[1], 2, part).await);
     }
+    parts.insert("master", pull_part(&jobs[1], 2, StatePart::MasterWeights).await);
     let applied = jobs[0].applied_steps(2).await.unwrap();
     assert_eq!(applied[0], 2);
     assert_eq!(applied[3], 0, "frozen");
@@ -70,7 +73,7 @@ async fn continues_elsewhere(optimizer: Optimizer, dtype: DType) {
     let others = join_all_ranks(three.address(), &spec).await;
     let gradients = |part: &str| -> Vec<TensorData> {
         let values = parts[part].clone().into_iter();
-        values.map(|(tensor, data)| TensorData { tensor, data: data.into() }).collect()
+        values.map(|(tensor, data)| TensorData::new(TensorId::new(tensor), data)).collect()
     };
     for part in optimizer.state() {
         others[0].initialise_state(part, 2, gradients(part)).await.unwrap();
@@ -81,7 +84,7 @@ async fn continues_elsewhere(optimizer: Optimizer, dtype: DType) {
     assert_eq!(others[0].applied_steps(0).await.unwrap(), applied);
     steps(&jobs, 2, 2).await;
     steps(&others, 2, 0).await;
-    for part in optimizer.state().iter().copied().chain(["master", ""]) {
+    for part in states.chain([StatePart::MasterWeights, StatePart::Parameters]) {
         let (here, there) =
             (pull_part(&jobs[0], 3, part).await, pull_part(&others[0], 1, part).await);
         assert!(here == there, "{part:?} of {optimizer}");
@@ -110,7 +113,7 @@ async fn the_uploads_of_a_rank_lost_before_version_0_are_dropped() {
     let cluster = Cluster::start(2);
     let spec = job("lost", 1, adamw(), synthetic::small());
     let mut jobs = join_all_ranks(cluster.address(), &spec).await;
-    let state = |tensor, numel: usize| TensorData { tensor, data: vec![0.5; numel].into() };
+    let state = |tensor, numel: usize| TensorData::new(TensorId::new(tensor), vec![0.5; numel]);
     jobs[0].initialise_state("exp_avg", 9, vec![state(0, 1000), state(1, 3)]).await.unwrap();
     drop(jobs.pop());
     // The rank is free when the coordinator has noticed the loss; joining waits for it.
@@ -118,7 +121,7 @@ async fn the_uploads_of_a_rank_lost_before_version_0_are_dropped() {
     job.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
     until("version 0 is there", || job.version() == Some(0)).await;
     assert_eq!(job.applied_steps(0).await.unwrap(), [0, 0]);
-    for (_, state) in pull_part(&job, 0, "exp_avg").await {
+    for (_, state) in pull_part(&job, 0, StatePart::OptimizerState("exp_avg")).await {
         assert!(state.iter().all(|&value| value == 0.0));
     }
 }
@@ -132,17 +135,18 @@ async fn unknown_parts_are_refused() {
     let before = job.state_hash(0).await.unwrap();
     let mut frozen = vec![0.0; 129];
     let mut one = vec![0.0; 1];
-    for (tensor, part) in [(7, "momentum_buffer"), (3, "exp_avg"), (7, "Master")] {
+    for (tensor, name) in [(7, "momentum_buffer"), (3, "exp_avg"), (7, "master")] {
         let data = if tensor == 3 { &mut frozen } else { &mut one };
-        let refused = job.pull_part(0, part, vec![Target::new(tensor, data)]).await;
-        assert!(matches!(refused, Err(Error::Invalid { .. })), "{tensor} {part}: {refused:?}");
+        let targets = vec![Target::new(TensorId::new(tensor), data)];
+        let refused = job.pull_part(0, StatePart::OptimizerState(name), targets).await;
+        assert!(matches!(refused, Err(Error::Invalid { .. })), "{tensor} {name}: {refused:?}");
     }
     // The uploads are too late, of an unknown part, of the master weights, of a frozen tensor, and
     // of no part.
     for (tensor, part, numel) in
         [(7, "exp_avg", 1), (7, "sum", 1), (7, "master", 1), (3, "exp_avg", 129), (7, "", 1)]
     {
-        let data = vec![TensorData { tensor, data: vec![1.0; numel].into() }];
+        let data = vec![TensorData::new(TensorId::new(tensor), vec![1.0; numel])];
         let refused = job.initialise_state(part, 3, data).await;
         assert!(matches!(refused, Err(Error::Invalid { .. })), "{tensor} {part:?}: {refused:?}");
     }
@@ -176,7 +180,8 @@ async fn a_part_is_read_at_exactly_the_version_by_any_reader() {
     assert!(report.unwrap().applied);
     let early: Vec<u8> =
         early.unwrap().iter().flat_map(|message| message.payload.to_vec()).collect();
-    let (_, state) = pull_part(&jobs[0], 1, "exp_avg").await.swap_remove(0);
+    let (_, state) =
+        pull_part(&jobs[0], 1, StatePart::OptimizerState("exp_avg")).await.swap_remove(0);
     assert!(state.iter().flat_map(|value| value.to_le_bytes()).eq(early));
     assert!(state.iter().any(|&value| value != 0.0));
     training::step(&jobs[0], 1).await.unwrap();

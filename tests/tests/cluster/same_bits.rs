@@ -10,7 +10,7 @@ use crate::{adamw, connect, job, options, start};
 /// Trains `training` under another name, and returns the result.
 async fn train(cluster: &Cluster, name: &str, mut training: Training) -> Trained {
     training.spec.name = name.to_owned();
-    training.options.deadline = options().deadline;
+    training.options.timeout = options().timeout;
     let trained = training.run(cluster.address()).await.unwrap();
     connect(cluster.address()).await.delete_job(name).await.unwrap();
     trained
@@ -18,7 +18,7 @@ async fn train(cluster: &Cluster, name: &str, mut training: Training) -> Trained
 
 fn large(world: u32) -> Training {
     let spec = job("large", world, adamw(), synthetic::kinds_and_large(&adamw()));
-    Training { commit: Commit { max_norm: Some(0.5), ..Commit::default() }, ..Training::new(spec) }
+    Training { commit: Commit::default().max_norm(0.5), ..Training::new(spec) }
 }
 
 #[tokio::test]
@@ -46,7 +46,7 @@ async fn chunk_size_and_buckets_change_no_bit() {
     let cluster = Cluster::start(2);
     let expected = train(&cluster, "default", large(2)).await;
     for (chunk_bytes, buckets) in [(64 << 10, 1), (4 << 20, 3), (12_345, 100)] {
-        let options = Options { chunk_bytes, ..Options::default() };
+        let options = Options::default().chunk_bytes(chunk_bytes);
         let trained = train(&cluster, "other", Training { options, buckets, ..large(2) }).await;
         assert!(expected == trained, "chunks of {chunk_bytes} bytes in {buckets} buckets");
     }
@@ -116,15 +116,12 @@ async fn parameters_and_wire_of_half_precision_give_the_same_bits_everywhere() {
         let spec = job("half", 2, adamw(), tensors);
         for wire in [DType::F32, dtype] {
             let training = Training {
-                options: Options { wire, chunk_bytes: 64 << 10, ..Options::default() },
+                options: Options::default().wire(wire).chunk_bytes(64 << 10),
                 ..Training::new(spec.clone())
             };
             let expected = train(&one, "half", training.clone()).await;
-            let trained = train(
-                &three,
-                "half",
-                Training { options: Options { wire, ..options() }, ..training },
-            );
+            let trained =
+                train(&three, "half", Training { options: options().wire(wire), ..training });
             assert!(expected == trained.await, "{dtype} over {wire}");
             let all = expected.parameters.iter().flatten();
             let rounded = |value: f32| match dtype {

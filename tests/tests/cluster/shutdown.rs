@@ -57,7 +57,7 @@ async fn a_coordinator_stops_while_commits_wait() {
     let spec = job("commit", 2, sgd(1.0), synthetic::small());
     connect(cluster.address()).await.create_job(&spec).await.unwrap();
     let Cluster { coordinator, shards: _shards } = cluster;
-    let options = Options { deadline: Duration::from_secs(3), ..Options::default() };
+    let options = Options::default().timeout(Duration::from_secs(3));
     let client = Client::connect(coordinator.address(), options).await.unwrap();
     let job = client.join("commit", 0).await.unwrap();
     job.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();

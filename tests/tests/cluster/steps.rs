@@ -1,7 +1,7 @@
 //! A step is applied by every slice or by none, and follows the formula of the optimizer.
 
 use futures_util::future::join_all;
-use zeroshard_client::{Commit, Error, Job, StepReport, TensorData};
+use zeroshard_client::{Commit, Error, Job, Overflow, StepReport, TensorData, TensorId};
 use zeroshard_proto::{JobSpec, Manifest, TensorSpec};
 use zeroshard_tests::{Cluster, Training, synthetic, training};
 
@@ -25,9 +25,8 @@ async fn step(
 
 fn filled(manifest: &Manifest, value: f32) -> Vec<TensorData> {
     let trains = manifest.tensors().iter().enumerate().filter(|(_, spec)| spec.trains());
-    let filled = |(tensor, spec): (usize, &TensorSpec)| TensorData {
-        tensor,
-        data: vec![value; spec.numel() as usize].into(),
+    let filled = |(tensor, spec): (usize, &TensorSpec)| {
+        TensorData::new(TensorId::new(tensor), vec![value; spec.numel() as usize])
     };
     trains.map(filled).collect()
 }
@@ -43,7 +42,8 @@ async fn an_overflow_skips_the_step_on_every_slice_and_names_tensor_and_rank() {
             let mut gradients = synthetic::gradients(&spec.manifest, rank, 0);
             if rank == 1 {
                 // The last element of "bias", which is on one server only.
-                let bias = gradients.iter_mut().find(|gradient| gradient.tensor == 5).unwrap();
+                let bias =
+                    gradients.iter_mut().find(|gradient| gradient.tensor.index() == 5).unwrap();
                 let mut data = synthetic::values(5, bias.data.len());
                 data[65_536] = bad;
                 bias.data = data.into();
@@ -53,7 +53,7 @@ async fn an_overflow_skips_the_step_on_every_slice_and_names_tensor_and_rank() {
         let report = step(&jobs, gradients, step_number as u64, &Commit::default()).await;
         assert!(!report.applied);
         assert!(!report.gradient_norm.is_finite());
-        assert_eq!(report.overflow, Some((5, Some(1))));
+        assert_eq!(report.overflow, Some(Overflow { tensor: TensorId::new(5), rank: Some(1) }));
         assert_eq!(report.version, step_number as u64 + 1);
         assert_eq!(training::pull(&jobs[0], report.version).await.unwrap(), before);
     }
@@ -74,7 +74,10 @@ async fn finite_gradients_whose_sum_overflows_skip_the_step_and_name_no_rank() {
     let spec = job("sum", 2, sgd(1.0), synthetic::small());
     let jobs = start(cluster.address(), &spec).await;
     let report = step(&jobs, |_| filled(&spec.manifest, f32::MAX), 0, &Commit::default()).await;
-    assert_eq!((report.applied, report.overflow), (false, Some((0, None))));
+    assert_eq!(
+        (report.applied, report.overflow),
+        (false, Some(Overflow { tensor: TensorId::new(0), rank: None }))
+    );
 }
 
 #[tokio::test]
@@ -85,8 +88,7 @@ async fn the_mean_gradient_and_its_norm_are_those_of_one_process() {
     let jobs = start(cluster.address(), &spec).await;
     let before = training::pull(&jobs[0], 0).await.unwrap();
     let gradients = |rank: u32| synthetic::gradients(&spec.manifest, rank, 0);
-    let report =
-        step(&jobs, gradients, 0, &Commit { max_norm: Some(0.25), ..Commit::default() }).await;
+    let report = step(&jobs, gradients, 0, &Commit::default().max_norm(0.25)).await;
     let after = training::pull(&jobs[0], 1).await.unwrap();
 
     let values = |rank: u64, tensor: usize, numel: usize| {
@@ -117,7 +119,7 @@ async fn the_mean_gradient_and_its_norm_are_those_of_one_process() {
         &jobs,
         |rank| synthetic::gradients(&spec.manifest, rank, 1),
         1,
-        &Commit { max_norm: Some(1e9), ..Commit::default() },
+        &Commit::default().max_norm(1e9),
     )
     .await;
     assert_eq!(report.clip_coefficient, 1.0);
@@ -134,13 +136,12 @@ async fn a_loss_scale_of_a_power_of_two_changes_no_bit() {
             let plain = (0..2usize).zip([1000, 3]);
             let scaled = plain.map(|(tensor, numel)| {
                 let values = synthetic::values(u64::from(rank) * 2 + tensor as u64, numel);
-                let data =
-                    values.into_iter().map(|value| value * scale as f32).collect::<Vec<_>>().into();
-                TensorData { tensor, data }
+                let data = values.into_iter().map(|value| value * scale as f32).collect::<Vec<_>>();
+                TensorData::new(TensorId::new(tensor), data)
             });
             scaled.collect()
         };
-        let commit = Commit { loss_scale: scale, max_norm: Some(0.5), ..Commit::default() };
+        let commit = Commit::default().loss_scale(scale).max_norm(0.5);
         let report = step(&jobs, gradients, 0, &commit).await;
         hashes.push((jobs[0].state_hash(1).await.unwrap(), report.gradient_norm));
     }
@@ -156,7 +157,7 @@ async fn hyperparameters_can_differ_by_parameter_group_and_by_step() {
     let jobs = start(cluster.address(), &spec).await;
     let versions = [
         (Commit::default(), [1.0, 0.0]),
-        (Commit { groups: vec![sgd(0.0), sgd(0.25)], ..Commit::default() }, [0.0, 0.25]),
+        (Commit::default().groups(vec![sgd(0.0), sgd(0.25)]), [0.0, 0.25]),
         (Commit::default(), [1.0, 0.0]),
     ];
     let mut before = training::pull(&jobs[0], 0).await.unwrap();
@@ -184,9 +185,9 @@ async fn ranks_that_disagree_about_a_step_are_told_the_differing_value() {
             .unwrap();
     }
     let others = [
-        ("lr of parameter group 0", Commit { groups: vec![sgd(0.5)], ..Commit::default() }),
-        ("loss_scale", Commit { loss_scale: 2.0, ..Commit::default() }),
-        ("max_norm", Commit { max_norm: Some(1.0), ..Commit::default() }),
+        ("lr of parameter group 0", Commit::default().groups(vec![sgd(0.5)])),
+        ("loss_scale", Commit::default().loss_scale(2.0)),
+        ("max_norm", Commit::default().max_norm(1.0)),
     ];
     let first = training::commit(&jobs[0], 0, Commit::default());
     let second = async {
@@ -220,7 +221,7 @@ async fn the_report_has_the_mean_loss_if_every_rank_passed_one() {
                 .unwrap();
             job.attempt(step)
                 .unwrap()
-                .commit(Commit { loss: losses[job.rank() as usize], ..Commit::default() })
+                .commit(Commit::default().loss(losses[job.rank() as usize]))
                 .await
                 .unwrap()
         });

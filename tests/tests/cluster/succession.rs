@@ -4,12 +4,16 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use futures_util::future::join_all;
-use zeroshard_client::{CreateJob, Error, Job, Status, TensorData};
+use zeroshard_client::{CreateJob, Error, Job, Status, TensorData, TensorId};
 use zeroshard_proto::{
     JobSpec, JobVersion, Optimizer, TensorSpec, pb, pb::shard_service_client::ShardServiceClient,
     successor_name,
 };
-use zeroshard_tests::{Cluster, FaultProxy, Process, synthetic, training};
+use zeroshard_tests::{
+    Cluster, FaultProxy, Process,
+    synthetic::{self, tensor_ids},
+    training,
+};
 
 use crate::{adamw, connect, job, options, sgd, start, until, until_calls_wait};
 
@@ -32,9 +36,9 @@ async fn join(address: &str, create: CreateJob) -> Vec<Job> {
 }
 
 /// The tensors that own their storage.
-fn owners(spec: &JobSpec) -> Vec<usize> {
+fn owners(spec: &JobSpec) -> Vec<TensorId> {
     let tensors = spec.manifest.tensors().iter().enumerate();
-    tensors.filter(|(_, tensor)| tensor.alias_of.is_none()).map(|(index, _)| index).collect()
+    tensor_ids(tensors.filter(|(_, tensor)| tensor.alias_of.is_none()).map(|(index, _)| index))
 }
 
 async fn all_know(jobs: &[Job]) {
@@ -146,7 +150,7 @@ async fn a_tensor_that_is_cut_otherwise_is_carried_over_too() {
 }
 
 fn filled(tensor: usize, numel: usize, value: f32) -> Vec<TensorData> {
-    vec![TensorData { tensor, data: vec![value; numel].into() }]
+    vec![TensorData::new(TensorId::new(tensor), vec![value; numel])]
 }
 
 #[tokio::test]
@@ -159,13 +163,13 @@ async fn an_upload_overrides_what_was_carried_over_and_new_tensors_need_one() {
     tensors.push(TensorSpec::new("new", [5]));
     let create = after(&jobs[0], 1, job("run", 1, adamw(), tensors));
     let next = join(cluster.address(), create).await.remove(0);
-    let refused = next.keep(0, &[0, 2]).await;
+    let refused = next.keep(0, &tensor_ids([0, 2])).await;
     assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
     let refused = next.initialise_state("exp_avg", 7, filled(1, 3, 1.0)).await;
     assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
     next.initialise(filled(1, 3, 0.25)).await.unwrap();
     next.initialise_at(9, filled(2, 5, 0.5)).await.unwrap();
-    next.keep(0, &[0]).await.unwrap();
+    next.keep(0, &tensor_ids([0])).await.unwrap();
     next.initialised().await.unwrap();
     let values = training::pull(&next, 0).await.unwrap();
     assert!(values[0] == training::pull(&jobs[0], 1).await.unwrap()[0]);
@@ -183,8 +187,8 @@ async fn fresh_state_is_that_of_a_new_run_unless_it_is_uploaded() {
     create.fresh_state = true;
     let next = join(cluster.address(), create).await.remove(0);
     next.initialise_state("exp_avg", 4, filled(1, 3, 1.0)).await.unwrap();
-    next.keep(4, &[1]).await.unwrap();
-    next.keep(0, &[0]).await.unwrap();
+    next.keep(4, &tensor_ids([1])).await.unwrap();
+    next.keep(0, &tensor_ids([0])).await.unwrap();
     next.initialised().await.unwrap();
     assert_eq!(next.applied_steps(0).await.unwrap(), [0, 4]);
     assert!(training::pull(&jobs[0], 1).await.unwrap() == training::pull(&next, 0).await.unwrap());
@@ -202,10 +206,10 @@ async fn a_rank_that_is_lost_before_version_0_takes_its_uploads_along_and_nothin
     drop(next.pop());
     until("rank 0 knows", || next[0].epoch() > epoch).await;
     // An upload has replaced the copied content.
-    let refused = next[0].keep(0, &[1]).await;
+    let refused = next[0].keep(0, &tensor_ids([1])).await;
     assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
     next[0].initialise(filled(1, 3, 0.5)).await.unwrap();
-    next[0].keep(0, &[0]).await.unwrap();
+    next[0].keep(0, &tensor_ids([0])).await.unwrap();
     next[0].initialised().await.unwrap();
     let values = training::pull(&next[0], 0).await.unwrap();
     assert!(values[0] == training::pull(&jobs[0], 1).await.unwrap()[0]);
@@ -243,7 +247,7 @@ async fn a_job_that_was_created_stays_when_its_predecessor_is_deleted_and_its_cr
     client.create_job(create.clone()).await.unwrap();
     client.delete_job("run").await.unwrap();
     let next = join(cluster.address(), create).await.remove(0);
-    next.keep(0, &[0, 1]).await.unwrap();
+    next.keep(0, &tensor_ids([0, 1])).await.unwrap();
     next.initialised().await.unwrap();
     assert_eq!(digests(&cluster, &next, 0).await, expected);
 }
@@ -270,7 +274,7 @@ async fn out_of_reach() -> (Cluster, FaultProxy, Job, CreateJob) {
 /// Returns when `condition` holds for the status of the cluster.
 async fn until_status(cluster: &Cluster, what: &str, condition: impl Fn(&Status) -> bool) {
     let client = connect(cluster.address()).await;
-    let deadline = std::time::Instant::now() + options().deadline;
+    let deadline = std::time::Instant::now() + options().timeout;
     while !condition(&client.status().await.unwrap()) {
         assert!(std::time::Instant::now() < deadline, "waited in vain until {what}");
     }
@@ -361,7 +365,7 @@ async fn a_job_is_deleted_when_its_ranks_have_died_or_never_come() {
     client.create_job(&idle("alone")).await.unwrap();
     client.create_job(&JobSpec { idle_timeout: None, ..idle("kept") }).await.unwrap();
     drop(jobs);
-    let deadline = std::time::Instant::now() + crate::options().deadline;
+    let deadline = std::time::Instant::now() + crate::options().timeout;
     while names(&cluster).await != ["kept"] {
         assert!(std::time::Instant::now() < deadline, "{:?}", names(&cluster).await);
     }

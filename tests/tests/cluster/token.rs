@@ -13,7 +13,7 @@ use crate::{adamw, job, operations::health, options, until};
 const TOKEN: &str = "a-long-shared-secret";
 
 fn with(token: Option<&str>) -> Options {
-    Options { token: token.map(str::to_owned), ..options() }
+    options().token(token.unwrap_or_default().to_owned().into())
 }
 
 fn refused<T: std::fmt::Debug>(result: Result<T>) -> String {

@@ -15,7 +15,7 @@ use crate::{connect, hasty, job, sgd, start, until};
 async fn timeout<T: std::fmt::Debug>(wait: impl Future<Output = Result<T>>) -> String {
     let began = Instant::now();
     let result = wait.await;
-    assert!(began.elapsed() < hasty().deadline + Duration::from_secs(5), "{:?}", began.elapsed());
+    assert!(began.elapsed() < hasty().timeout + Duration::from_secs(5), "{:?}", began.elapsed());
     match result {
         Err(Error::Timeout { waiting_for, waited_ms }) => {
             assert!(waited_ms > 0);

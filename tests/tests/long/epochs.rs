@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use zeroshard_client::{Cluster as Client, Commit, Error, Job, Options, StepReport};
+use zeroshard_client::{Cluster as Client, Commit, Error, Job, Options, StepReport, TensorId};
 use zeroshard_proto::{JobSpec, Optimizer, TensorSpec};
 use zeroshard_tests::{Cluster, Training, synthetic};
 
@@ -16,7 +16,7 @@ fn spec(name: &str) -> JobSpec {
 }
 
 fn options() -> Options {
-    Options { deadline: Duration::from_secs(300), ..Options::default() }
+    Options::default().timeout(Duration::from_secs(300))
 }
 
 async fn connect(address: &str) -> Client {
@@ -57,7 +57,7 @@ async fn three_hundred_epoch_changes_erase_no_acknowledged_gradient() {
         let client = connect(cluster.address()).await;
         let mut third = client.join("stormy", 2).await.unwrap();
         let mut nothing = [0.0; 4];
-        let target = vec![zeroshard_client::Target::new(0, &mut nothing[..])];
+        let target = vec![zeroshard_client::Target::new(TensorId::new(0), &mut nothing[..])];
         third.pull(0, target).await.unwrap();
         // Between two changes the other ranks push between none and all of their gradients.
         let all = 2 * 4 * 4 * SLICES as u64;

@@ -7,13 +7,14 @@
 use std::collections::HashMap;
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::time::Duration;
 
 use burn::module::{Module, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
 use tokio::runtime::Handle;
-use zeroshard_client::{Absent, Buckets, Commit};
+use zeroshard_client::{Absent, Buckets, Commit, TensorId};
 use zeroshard_proto::optimizer::Average;
 use zeroshard_proto::{DType, JobSpec, Manifest, Optimizer, TensorBox, TensorSpec};
 
@@ -25,6 +26,8 @@ use super::world::Mesh;
 
 /// The number of bytes in a MB, as Paddle counts it.
 const MB: usize = 1 << 20;
+/// The idle timeout of the job, unless the program chooses one. The job has no state worth keeping.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 
 type Gradients = HashMap<ParamId, Vec<f32>>;
 
@@ -205,7 +208,7 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
             None => {
                 let unused = self.parameters.iter().filter(|(_, p)| !gradients.contains_key(&p.id));
                 let absent = |(tensor, _): &(usize, Parameter)| Absent {
-                    tensor: *tensor,
+                    tensor: TensorId::new(*tensor),
                     rank: 0,
                     everywhere: true,
                 };
@@ -221,7 +224,7 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
         if let Some(&Absent { tensor, rank, .. }) = first
             && !self.options.find_unused_parameters
         {
-            let named = self.parameters.iter().find(|(number, _)| *number == tensor);
+            let named = self.parameters.iter().find(|(number, _)| *number == tensor.index());
             let parameter = named.map(|(_, parameter)| parameter.path.clone()).unwrap_or_default();
             let rank = self.mesh.process_mesh().ranks()[rank as usize];
             return Err(Error::UnusedParameter { parameter, rank });
@@ -230,13 +233,13 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
         Ok(())
     }
 
-    /// Leaves the job; the last rank that leaves deletes it. Gradients cannot be synchronised
+    /// Leaves the job, which ends when all ranks have left. Gradients cannot be synchronised
     /// afterwards.
     ///
     /// # Errors
     /// Those of the cluster.
     pub fn leave(&self) -> Result<()> {
-        self.average.as_ref().map_or(Ok(()), |average| Ok(average.remote.retire()?))
+        self.average.as_ref().map_or(Ok(()), |average| Ok(average.remote.leave()?))
     }
 
     /// Takes the gradients, for an optimizer of burn's. A parameter that no rank used has none.
@@ -270,6 +273,7 @@ impl Averaging {
         let spec = JobSpec {
             world: mesh.process_mesh().size() as u32,
             min_servers: job.min_servers,
+            idle_timeout: job.idle_timeout.or(Some(IDLE_TIMEOUT)),
             ..JobSpec::new(&job.name, manifest, vec![Optimizer::Average(Average::default())])
         };
         spec.validate()?;
@@ -318,7 +322,7 @@ impl Averaging {
             self.remote.commit_and_read(self.version, &absent, Commit::default(), room)?;
         self.version = report.version;
         let averaged = |tensor: usize| {
-            !report.absent.iter().any(|absent| absent.tensor == tensor && absent.everywhere)
+            !report.absent.iter().any(|absent| absent.tensor.index() == tensor && absent.everywhere)
         };
         let means = parameters.iter().zip(means).filter(|((tensor, _), _)| averaged(*tensor));
         let means = means.map(|((_, parameter), mean)| (parameter.id, mean.values)).collect();

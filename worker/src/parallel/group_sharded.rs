@@ -241,7 +241,7 @@ impl<B: ParallelBackend + AutodiffBackend, M: AutodiffModule<B>> GroupSharded<B,
         })?;
         pushes.push(bucket, ())?;
         pushes.finish()?;
-        let commit = Commit { loss, loss_scale: self.loss_scale, ..Commit::default() };
+        let commit = Commit::default().loss(loss).loss_scale(self.loss_scale);
         self.optimizer.commit(&absent, commit)
     }
 

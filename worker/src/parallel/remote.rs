@@ -4,13 +4,13 @@
 //! The trainer, [`super::ServerOptimizer`] and [`super::DataParallel`] use it. They decide when
 //! parameters are pulled and gradients are pushed.
 
-use std::future::Future;
+use std::{future::Future, time::Duration};
 
 use tokio::runtime::Handle;
 use zeroshard_client::{
-    Cluster, Commit, CreateJob, Job, Options, StepReport, Target, TensorData, Traffic,
+    Cluster, Commit, CreateJob, Job, Options, StepReport, Target, TensorData, TensorId, Traffic,
 };
-use zeroshard_proto::{Error, JobSpec, Result, TensorBox, successor_name};
+use zeroshard_proto::{JobSpec, Result, TensorBox, successor_name};
 
 /// The name of a job on the shard servers and the settings for connecting to it.
 #[derive(Debug, Clone)]
@@ -21,6 +21,9 @@ pub struct JobOptions {
     pub name: String,
     /// The number of shard servers to wait for before the job is created.
     pub min_servers: u32,
+    /// The coordinator deletes the job when all ranks have left it in order, or when no rank has
+    /// held a lease for this long. `None`: the job is kept until somebody deletes it.
+    pub idle_timeout: Option<Duration>,
     /// Settings of the connection.
     pub options: Options,
 }
@@ -172,9 +175,9 @@ impl Remote {
             let mut uploads = false;
             let manifest = &self.spec().manifest;
             for tensor in 0..manifest.tensors().len() {
-                if manifest.owner(tensor) == tensor && self.job.uploads(tensor)? {
-                    let data = values(tensor).into();
-                    self.job.initialise(vec![TensorData { tensor, data }]).await?;
+                let id = TensorId::new(tensor);
+                if manifest.owner(tensor) == tensor && self.job.uploads(id)? {
+                    self.job.initialise(vec![TensorData::new(id, values(tensor))]).await?;
                     uploads = true;
                 }
             }
@@ -202,7 +205,7 @@ impl Remote {
         let attempt = self.job.attempt(step)?;
         self.runtime.block_on(async {
             if !absent.is_empty() {
-                attempt.push_absent(absent).await?;
+                attempt.push_absent(&tensor_ids(absent)).await?;
             }
             attempt.commit(commit).await
         })
@@ -222,7 +225,7 @@ impl Remote {
         let attempt = self.job.attempt(step)?;
         let report = self.runtime.block_on(async {
             if !absent.is_empty() {
-                attempt.push_absent(absent).await?;
+                attempt.push_absent(&tensor_ids(absent)).await?;
             }
             attempt.commit_and_pull(commit, targets(&mut buffers)).await
         })?;
@@ -244,26 +247,6 @@ impl Remote {
     pub fn leave(&self) -> Result<()> {
         self.runtime.block_on(self.job.leave())
     }
-
-    /// Leaves the job. The last rank that leaves deletes it.
-    ///
-    /// # Errors
-    /// Those of the cluster.
-    pub fn retire(&self) -> Result<()> {
-        self.runtime.block_on(async {
-            self.job.leave().await?;
-            let name = &self.spec().name;
-            let jobs = self.cluster.status().await?.jobs;
-            if jobs.iter().any(|other| other.name == *name && other.joined.is_empty()) {
-                match self.cluster.delete_job(name).await {
-                    // Two ranks left at the same time, and the other rank deleted the job.
-                    Err(Error::UnknownJob { .. }) => {}
-                    result => result?,
-                }
-            }
-            Ok(())
-        })
-    }
 }
 
 impl ParameterServer for Remote {
@@ -273,15 +256,22 @@ impl ParameterServer for Remote {
     }
 
     async fn push(&self, step: u64, gradients: Vec<Gradient>) -> Result<()> {
-        let data = |(tensor, values): Gradient| TensorData { tensor, data: values.into() };
+        let data = |(tensor, values): Gradient| TensorData::new(TensorId::new(tensor), values);
         self.job.attempt(step)?.push(gradients.into_iter().map(data).collect()).await
     }
+}
+
+fn tensor_ids(tensors: &[usize]) -> Vec<TensorId> {
+    tensors.iter().copied().map(TensorId::new).collect()
 }
 
 fn targets(buffers: &mut [Buffer]) -> Vec<Target<'_>> {
     let mut targets = Vec::with_capacity(buffers.len());
     for Buffer { tensor, bounds, values } in buffers {
-        targets.push(Target { bounds: Some(bounds.clone()), ..Target::new(*tensor, values) });
+        targets.push(Target {
+            bounds: Some(bounds.clone()),
+            ..Target::new(TensorId::new(*tensor), values)
+        });
     }
     targets
 }

@@ -102,6 +102,7 @@ pub fn shard_optimizer<B: ParallelBackend, M: Module<B> + Parallelize<B>>(
     let spec = JobSpec {
         world: mesh.process_mesh().size() as u32,
         min_servers: settings.job.min_servers,
+        idle_timeout: settings.job.idle_timeout,
         meshes: vec![mesh.process_mesh().clone()],
         ..JobSpec::new(&settings.job.name, Manifest::new(tensors)?, vec![settings.optimizer])
     };
@@ -190,7 +191,7 @@ impl ServerOptimizer {
         let mut pushes = self.pushes();
         pushes.push(present, ())?;
         pushes.finish()?;
-        self.commit(&absent, Commit { loss: Some(loss), ..Commit::default() })
+        self.commit(&absent, Commit::default().loss(loss))
     }
 
     /// The trained parameters, with their indices in the manifest.
@@ -206,7 +207,7 @@ impl ServerOptimizer {
     /// Commits the step. Must be called after all gradients of this rank have been pushed.
     /// `absent` are the tensors for which this rank has no gradient.
     pub(crate) fn commit(&mut self, absent: &[usize], commit: Commit) -> Result<StepReport> {
-        let commit = Commit { max_norm: self.settings.max_norm, ..commit };
+        let commit = commit.max_norm(self.settings.max_norm);
         let report = self.remote.commit(self.version, absent, commit)?;
         self.version = report.version;
         Ok(report)
@@ -237,8 +238,9 @@ impl ServerOptimizer {
     /// whole. Every rank must call this method, with the same state.
     ///
     /// The parameters of a running job cannot be replaced. Therefore the method creates a successor
-    /// of the job ("name.1" for "name"), in which the state is version 0. The last rank that leaves
-    /// the old job deletes it. The successor keeps the optimizer state.
+    /// of the job ("name.1" for "name"), in which the state is version 0. The
+    /// successor keeps the optimizer state. Every rank leaves the old job, which the coordinator
+    /// deletes if it has an idle timeout.
     ///
     /// # Errors
     /// [`Error::Invalid`] naming a tensor that is unknown, missing, repeated or of the wrong shape,
@@ -253,7 +255,7 @@ impl ServerOptimizer {
         })?;
         let old = std::mem::replace(&mut self.remote, Arc::new(remote));
         self.version = 0;
-        Ok(old.retire()?)
+        Ok(old.leave()?)
     }
 
     /// The values of a state in manifest order. The state must have each of the job's tensors once.

@@ -55,6 +55,7 @@ fn with_job<T: Send>(
             address: cluster.address(),
             name: "demo".to_owned(),
             min_servers: servers as u32,
+            idle_timeout: None,
             options: Options::default(),
         };
         run(world, job, runtime.handle())

@@ -106,12 +106,11 @@ impl Plan {
 
     /// The settings of the connection to the cluster.
     pub fn options(&self) -> Options {
-        Options {
-            wire: self.wire,
-            chunk_bytes: self.chunk_bytes,
-            deadline: self.deadline,
-            token: self.token.reveal().map(str::to_owned),
-        }
+        Options::default()
+            .wire(self.wire)
+            .chunk_bytes(self.chunk_bytes)
+            .timeout(self.deadline)
+            .token(self.token.clone())
     }
 
     /// Characters of a window.

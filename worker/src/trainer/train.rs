@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tokio::runtime::Handle;
-use zeroshard_client::{Commit, StepReport};
+use zeroshard_client::{Commit, Overflow, StepReport};
 use zeroshard_proto::Error as ClusterError;
 
 use super::batches::{Batch, Draw};
@@ -228,19 +228,20 @@ impl<'a> Run<'a> {
         let plan = self.plan;
         let work = Work { step, micro_batches, loss_scale: plan.loss_scale as f32 };
         let loss = levels::run(plan.level, &self.link, &self.network, work)?;
-        let commit = Commit {
-            groups: plan.schedule.at(step),
-            loss_scale: plan.loss_scale,
-            max_norm: plan.clip,
-            loss: Some(loss),
-        };
+        let groups = plan.schedule.at(step);
+        let commit = Commit::default().groups(groups).loss_scale(plan.loss_scale);
+        let commit = commit.max_norm(plan.clip).loss(loss);
         Ok(self.link.server.commit(step, &[], commit)?)
     }
 
     fn overflow(&self, report: &StepReport) -> Option<String> {
-        let (tensor, rank) = report.overflow?;
-        let name =
-            self.network.model().parameters().get(tensor).map_or("?", |parameter| &parameter.name);
+        let Overflow { tensor, rank } = report.overflow?;
+        let name = self
+            .network
+            .model()
+            .parameters()
+            .get(tensor.index())
+            .map_or("?", |parameter| &parameter.name);
         Some(match rank {
             Some(rank) => format!("{name} of rank {rank}"),
             None => format!("the sum of {name}"),

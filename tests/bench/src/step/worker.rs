@@ -5,7 +5,7 @@ use std::{ops::Range, time::Instant};
 use clap::Args;
 use futures_util::{StreamExt, TryStreamExt, future, stream};
 use serde_json::json;
-use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, Values};
+use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, TensorId, Values};
 use zeroshard_proto::{JobSpec, Manifest, Result, TensorSpec};
 
 use super::{Error, Level};
@@ -82,7 +82,9 @@ impl<'a> Worker<'a> {
         let all = 0..options.tensors;
         if options.rank == 0 {
             job.initialise(
-                all.clone().map(|tensor| TensorData { tensor, data: gradient.clone() }).collect(),
+                all.clone()
+                    .map(|tensor| TensorData::new(TensorId::new(tensor), gradient.clone()))
+                    .collect(),
             )
             .await?;
         }
@@ -124,7 +126,7 @@ impl<'a> Worker<'a> {
     async fn push(&self, step: u64) -> Result<()> {
         let attempt = self.job.attempt(step)?;
         let pushes = self.buckets.iter().rev().map(|bucket| {
-            let gradient = |tensor| TensorData { tensor, data: self.gradient.clone() };
+            let gradient = |tensor| TensorData::new(TensorId::new(tensor), self.gradient.clone());
             attempt.push(bucket.clone().map(gradient).collect())
         });
         stream::iter(pushes).buffer_unordered(AHEAD).try_for_each(|()| future::ok(())).await
@@ -146,5 +148,9 @@ impl<'a> Worker<'a> {
 
 async fn pull_into(job: &Job, version: u64, first: usize, arrays: &mut [Vec<f32>]) -> Result<()> {
     let targets = arrays.iter_mut().enumerate();
-    job.pull(version, targets.map(|(i, data)| Target::new(first + i, data)).collect()).await
+    job.pull(
+        version,
+        targets.map(|(i, data)| Target::new(TensorId::new(first + i), data)).collect(),
+    )
+    .await
 }

@@ -2,7 +2,7 @@
 //! rows that are not adjacent.
 
 use serde_json::json;
-use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, Values};
+use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, TensorId, Values};
 use zeroshard_proto::{
     DimPlacement, JobSpec, Manifest, Optimizer, ProcessMesh, TensorLayout, TensorSpec,
     optimizer::Sgd,
@@ -85,19 +85,19 @@ impl Held {
         let mut jobs = Vec::new();
         for rank in 0..ranks {
             let job = cluster.join(name, rank).await?;
-            job.initialise(vec![TensorData { tensor: 0, data: gradient.clone() }]).await?;
+            job.initialise(vec![TensorData::new(TensorId::new(0), gradient.clone())]).await?;
             jobs.push(job);
         }
         Ok(Self { jobs, version: 0, gradient, parameters: vec![0.0; numel] })
     }
 
     async fn pull(&mut self, rank: usize) -> Result<(), Error> {
-        let target = Target::new(0, &mut self.parameters);
+        let target = Target::new(TensorId::new(0), &mut self.parameters);
         Ok(self.jobs[rank].pull(self.version, vec![target]).await?)
     }
 
     async fn push(&self, rank: usize) -> Result<(), Error> {
-        let gradient = TensorData { tensor: 0, data: self.gradient.clone() };
+        let gradient = TensorData::new(TensorId::new(0), self.gradient.clone());
         Ok(self.jobs[rank].attempt(self.version)?.push(vec![gradient]).await?)
     }
 

@@ -49,6 +49,7 @@ fn alone<M: Module<Graph>>(module: M) -> Result<DataParallel<Graph, M>> {
         address: "nowhere".to_owned(),
         name: "demo".to_owned(),
         min_servers: 1,
+        idle_timeout: None,
         options: Options::default(),
     };
     let mesh = line(&made.remove(0), 1);
@@ -220,7 +221,7 @@ fn one_rank_works_without_a_cluster() {
 }
 
 #[test]
-fn the_last_rank_to_leave_deletes_the_job() {
+fn the_job_ends_when_the_last_rank_leaves() {
     with_job(1, 2, |world, job, runtime| {
         let (mesh, options) = (line(&world, 2), DataParallelOptions::default());
         for _ in 0..2 {

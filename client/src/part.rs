@@ -1,0 +1,30 @@
+//! The parts of a tensor's state that a transfer reads or writes.
+
+use zeroshard_proto::pb::{
+    self,
+    slice_array::{Array, MasterWeights, Parameters},
+};
+
+/// A part of the state of a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum StatePart<'a> {
+    /// The published parameters, which have the tensor's dtype.
+    Parameters,
+    /// The f32 master weights; of a tensor that is not trained, its parameters.
+    MasterWeights,
+    /// The optimizer state tensor with this name, one of [`zeroshard_proto::Optimizer::state`].
+    /// Only trained tensors have it.
+    OptimizerState(&'a str),
+}
+
+impl From<StatePart<'_>> for pb::SliceArray {
+    fn from(part: StatePart<'_>) -> Self {
+        let array = match part {
+            StatePart::Parameters => Array::Parameters(Parameters {}),
+            StatePart::MasterWeights => Array::MasterWeights(MasterWeights {}),
+            StatePart::OptimizerState(name) => Array::OptimizerState(name.to_owned()),
+        };
+        Self { array: Some(array) }
+    }
+}
