@@ -8,14 +8,13 @@ use tokio_util::sync::CancellationToken;
 use zeroshard_proto::{JobSpec, Optimizer, Placement, Result, Token, job::optimizers, pb};
 
 use super::{
-    attempt::Attempt,
     carry::carry_over,
     events::{Events, JobEvent},
     job::{Context, Job, Opening},
     slice::Apply,
     store::Store,
 };
-use crate::backend::Backend;
+use crate::{attempt::Attempt, backend::Backend};
 
 /// A command of the coordinator for an open job.
 #[derive(Debug)]

@@ -23,12 +23,11 @@ use zeroshard_proto::{
 };
 
 use super::{
-    attempt::Attempt,
     commands::{Command, Opener, serve_job},
     events::Events,
     store::Store,
 };
-use crate::{backend::Backend, health::Health};
+use crate::{attempt::Attempt, backend::Backend, health::Health};
 
 /// The interval of the reports about this server's memory.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);

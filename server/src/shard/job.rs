@@ -10,14 +10,13 @@ use tokio_util::sync::CancellationToken;
 use zeroshard_proto::{Error, JobSpec, Placement, Result, geometry::Contributions};
 
 use super::{
-    attempt::Attempt,
     budget::Budget,
     events::{Events, JobEvent},
     round::Chunk,
     senders::{self, Sent, describe},
     slice::{Memory, Reduced, Slice, Upload},
 };
-use crate::{backend::Backend, metrics::Metrics};
+use crate::{attempt::Attempt, backend::Backend, metrics::Metrics};
 use progress::Progress;
 
 mod progress;

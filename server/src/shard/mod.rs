@@ -4,7 +4,6 @@
 //! `slice` computes on a backend. `control` receives the commands of the coordinator, and
 //! `commands` carries them out for a job. Only `carry` knows the other servers.
 
-mod attempt;
 mod budget;
 mod carry;
 mod commands;

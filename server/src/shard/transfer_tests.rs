@@ -17,7 +17,6 @@ use zeroshard_proto::{
 };
 
 use super::{
-    attempt::Attempt,
     budget::Budget,
     events::Events,
     job::{Context, Job, Opening},
@@ -26,7 +25,7 @@ use super::{
     store::{Limits, Store},
     test_jobs::job,
 };
-use crate::{backend::Cpu, failure::Failure, metrics::Metrics};
+use crate::{attempt::Attempt, backend::Cpu, failure::Failure, metrics::Metrics};
 
 const EPOCH: u64 = 1;
 const JOB_ID: u64 = 77;

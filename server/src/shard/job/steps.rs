@@ -11,9 +11,9 @@ use zeroshard_proto::{Error, Result};
 
 use super::{Job, progress::Progress};
 use crate::{
+    attempt::Attempt,
     backend::Backend,
     shard::{
-        attempt::Attempt,
         events::JobEvent,
         slice::{Apply, Step},
     },
