@@ -15,6 +15,7 @@ mod part;
 mod pull;
 mod push;
 mod ranges;
+mod retry;
 mod round;
 mod senders;
 mod service;
