@@ -62,9 +62,9 @@ impl From<Overflow> for pb::Overflow {
     }
 }
 
-/// What a shard server holds, according to its last report, which is passed on to operators as it
-/// is.
-#[derive(Debug, Clone, Default, PartialEq)]
+/// The last report of a shard server about its memory and jobs. The state machine stores it for
+/// operators, and itself reads only [`Self::waiting_for`].
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Stats(pub(super) pb::Stats);
 
 impl Stats {
