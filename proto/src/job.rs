@@ -376,6 +376,15 @@ fn fields(optimizer: &Optimizer) -> BTreeMap<String, Value> {
     fields
 }
 
+impl Optimizer {
+    /// The name of the first hyperparameter in which `other`, of the same kind, differs.
+    pub fn difference(&self, other: &Self) -> Option<String> {
+        let theirs = fields(other);
+        let mut ours = fields(self).into_iter();
+        ours.find_map(|(name, value)| (theirs.get(&name) != Some(&value)).then_some(name))
+    }
+}
+
 impl From<&Optimizer> for pb::Optimizer {
     fn from(optimizer: &Optimizer) -> Self {
         let number = |value: Value| match value {

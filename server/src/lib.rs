@@ -5,6 +5,7 @@
 //! gRPC, even inside one process.
 
 pub mod admin;
+mod attempt;
 pub mod backend;
 pub mod config;
 mod connection;

@@ -4,9 +4,8 @@
 use std::task::Waker;
 
 use super::{
-    control::Outgoing,
     driver::{Driver, Inner},
-    events::{Action, Event, Link, Placing, ServerId},
+    events::{Action, Command, Event, Link, Placing, ServerId},
     jobs::Plan,
 };
 
@@ -20,10 +19,7 @@ impl Driver {
                         let _ = call.send(answer);
                     }
                 }
-                Action::Command(server, command) => {
-                    inner.send(server, Outgoing::Command(Box::new(command)))
-                }
-                Action::Open(server, open) => inner.send(server, Outgoing::Open(open)),
+                Action::Command(server, command) => inner.send(server, command),
                 Action::Place(placing) => self.place(placing),
                 Action::Wake(lease) => {
                     if let Some(waker) = inner.members.get_mut(&lease).and_then(|m| m.waker.take())
@@ -83,7 +79,7 @@ impl Driver {
 impl Inner {
     /// Sends a command. A server that does not read its commands is dismissed, and the end of its
     /// control stream is then an ordinary event.
-    fn send(&mut self, server: ServerId, command: Outgoing) {
+    fn send(&mut self, server: ServerId, command: Command) {
         if let Some(outbox) = self.servers.get(&server)
             && outbox.commands.try_send(command).is_err()
         {

@@ -1,23 +1,21 @@
 //! Attempts at a step: all ranks discard the gradients of the open attempt, and the next attempt
 //! opens.
 
-use zeroshard_proto::{
-    Error, Result,
-    pb::{self, serve_response::Command},
-};
+use zeroshard_proto::{Error, Result};
 
 use super::{
     cluster::Cluster,
     commit::{Round, missing_ranks},
-    events::{Action, Caller, Discard, Now, Reply, Turn, Waiter},
+    events::{Action, Caller, Command, Discard, JobRef, Now, Reply, Turn, Waiter},
     leases::check_rank,
     state::{Job, Phase},
 };
-use crate::listing::some_of;
+use crate::{attempt::Attempt, listing::some_of};
 
 fn disagreement(turn: &Turn) -> Error {
-    let what = format!("whether attempt {} is committed or discarded", turn.attempt);
-    Error::Disagreement { job: turn.job.name.clone(), step: turn.step, rank: turn.rank, what }
+    let Attempt { step, number, .. } = turn.attempt;
+    let what = format!("whether attempt {number} is committed or discarded");
+    Error::Disagreement { job: turn.job.name.clone(), step, rank: turn.rank, what }
 }
 
 impl Round {
@@ -84,12 +82,13 @@ impl Cluster {
         let Job { spec, epoch, phase, .. } = self.member_job(&turn.job)?;
         let open = phase.open_mut(name)?;
         check_rank(name, turn.rank, spec.world)?;
-        open.check_member(turn, *epoch)?;
-        let current = open.round.attempt;
-        if turn.attempt.checked_add(1) == Some(current) {
-            return Ok(Some(current));
+        let current = open.attempt(*epoch);
+        let number = turn.attempt.number;
+        if number.checked_add(1) == Some(current.number) {
+            open.check_turn(turn, Attempt { number, ..current })?;
+            return Ok(Some(current.number));
         }
-        open.check_turn(turn, *epoch)?;
+        open.check_turn(turn, current)?;
         open.round.side_with_discards(turn, out)?;
         let waiters = open.round.discards.entry(turn.rank).or_default();
         waiters.push(Waiter::new(caller, now, *wait));
@@ -108,21 +107,17 @@ impl Cluster {
         {
             return;
         }
-        let step = open.version.unwrap_or(0);
-        let over = round.attempt;
-        let attempt = over.saturating_add(1);
         let discards = std::mem::take(&mut round.discards);
-        let reducers = round.drop_all();
-        round.attempt = attempt;
-        for server in open.servers() {
-            let (job, job_id, epoch) = (name.to_owned(), *id, *epoch);
-            let command = pb::NewAttempt { job, job_id, epoch, step, attempt };
-            out.push(Action::Command(server, Command::NewAttempt(command)));
-        }
+        let discarded = open.attempt(*epoch);
+        let reducers = open.round.drop_all();
+        let attempt = Attempt { number: discarded.number.saturating_add(1), ..discarded };
+        open.round.attempt = attempt.number;
+        let job = JobRef { name: name.to_owned(), id: *id };
+        open.send(&Command::NewAttempt { job, attempt }, out);
+        let reply = Reply::Discarded { attempt: attempt.number };
         let waiters = discards.into_values().flatten();
-        out.extend(waiters.map(|w| Action::Answer(w.caller, Ok(Reply::Discarded { attempt }))));
-        let stale =
-            || Error::StaleAttempt { job: name.to_owned(), step, attempt: over, current: attempt };
+        out.extend(waiters.map(|w| Action::Answer(w.caller, Ok(reply.clone()))));
+        let stale = || discarded.refusal(name, attempt);
         out.extend(reducers.into_iter().map(|w| Action::Answer(w.caller, Err(stale()))));
     }
 

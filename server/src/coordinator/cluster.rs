@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use zeroshard_proto::{Error, JobSpec, Placement, Result, pb};
+use zeroshard_proto::{Error, JobSpec, Placement, Result};
 
 use super::{
     events::{Action, Event, JobRef, Now, Said, ServerId, Waiter},
@@ -27,14 +27,6 @@ pub(crate) struct Description {
     pub(crate) epoch: u64,
     pub(crate) version: Option<u64>,
     pub(crate) job_id: u64,
-}
-
-impl From<Description> for pb::DescribeJobResponse {
-    fn from(description: Description) -> Self {
-        let Description { spec, placement, epoch, version, job_id } = description;
-        let (spec, placement) = (Some(spec.as_ref().into()), Some(placement.as_ref().into()));
-        Self { spec, epoch, placement, version, job_id }
-    }
 }
 
 impl Cluster {
@@ -80,8 +72,8 @@ impl Cluster {
         match said {
             Said::Opened(job) => self.opened(server, &job, now, out),
             Said::Initialised { job, epoch } => self.initialised(server, &job, epoch, now, out),
-            Said::Ready { job, epoch, step, attempt, reduced } => {
-                self.ready(server, &job, (epoch, step, attempt), reduced, now, out);
+            Said::Ready { job, attempt, reduced } => {
+                self.ready(server, &job, attempt, reduced, now, out);
             }
             Said::Granted { job, rank, lease } => self.granted(server, &job, rank, lease, out),
             Said::Stored { job, epoch, step } => self.stored(server, &job, epoch, step, now, out),
@@ -172,17 +164,6 @@ impl Cluster {
         })
     }
 
-    /// The servers and jobs, for the operator.
-    pub(crate) fn status(&self) -> pb::StatusResponse {
-        let server = |(&id, known): (&ServerId, &ServerState)| {
-            let (incarnation, address) = (known.incarnation, known.address.clone());
-            let server = Some(pb::Server { id, incarnation, address });
-            pb::ServerStatus { server, stats: known.stats.clone() }
-        };
-        let servers = self.servers.iter().map(server).collect();
-        pb::StatusResponse { servers, jobs: self.jobs.values().map(Job::status).collect() }
-    }
-
     /// Name, epoch, version and number of workers of each job; and the number of servers.
     pub(crate) fn gauges(&self) -> (usize, impl Iterator<Item = (&str, u64, Option<u64>, usize)>) {
         let jobs = self.jobs.iter().map(|(name, job)| match &job.phase {
@@ -219,31 +200,6 @@ impl Open {
         let others =
             [self.round.next_deadline(), self.queue.next_deadline(), self.members.next_deadline()];
         last.chain(others.into_iter().flatten()).min()
-    }
-}
-
-impl Job {
-    fn status(&self) -> pb::JobStatus {
-        let JobSpec { name, manifest, world, .. } = self.spec.as_ref();
-        let mut status = pb::JobStatus {
-            name: name.clone(),
-            epoch: self.epoch,
-            world: *world,
-            parameters: manifest.parameters(),
-            tensors: manifest.tensors().len() as u32,
-            slices: manifest.slices().len() as u32,
-            job_id: self.id,
-            ..Default::default()
-        };
-        match &self.phase {
-            Phase::Waiting { .. } | Phase::Opening { .. } => {}
-            Phase::Open(open) => {
-                status.joined = open.members.ranks().collect();
-                status.version = open.version;
-            }
-            Phase::Failed { reason } => status.failure = Some(reason.clone()),
-        }
-        status
     }
 }
 

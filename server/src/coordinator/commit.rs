@@ -6,16 +6,17 @@
 
 use std::collections::BTreeMap;
 
-use zeroshard_proto::{Error, JobSpec, Optimizer, Result, pb};
+use zeroshard_proto::{Error, JobSpec, Optimizer, Result};
 
 use super::{
     cluster::Cluster,
+    decisions::Report,
     events::{Action, Caller, Commit, JobRef, Now, Reply, ServerId, Turn, Waiter},
     leases::check_rank,
     reduce::{Reduced, Reducer},
     state::{Job, Open, Phase},
 };
-use crate::listing::some_of;
+use crate::{attempt::Attempt, listing::some_of};
 
 /// The terms of a step, which must be equal on all ranks.
 #[derive(Debug, Clone, PartialEq)]
@@ -37,11 +38,9 @@ impl Terms {
         if self.max_norm != other.max_norm {
             return Some("max_norm".to_owned());
         }
-        let groups = self.groups.iter().zip(&other.groups).enumerate();
-        groups.into_iter().find_map(|(index, (ours, theirs))| {
-            let [ours, theirs] = [ours, theirs].map(|o| pb::Optimizer::from(o).hyperparameters);
-            let names: std::collections::BTreeSet<&String> = ours.keys().collect();
-            let name = names.into_iter().find(|&name| ours.get(name) != theirs.get(name))?;
+        let mut groups = self.groups.iter().zip(&other.groups).enumerate();
+        groups.find_map(|(index, (ours, theirs))| {
+            let name = ours.difference(theirs)?;
             Some(format!("{name} of parameter group {index}"))
         })
     }
@@ -123,13 +122,13 @@ impl Round {
 
     /// Registers a vote. A rank counts once, even if it commits repeatedly.
     fn vote(&mut self, waiter: Waiter, commit: &Commit, terms: Terms) -> Result<()> {
-        let Turn { job, step, rank, .. } = &commit.turn;
+        let Turn { job, rank, attempt, .. } = &commit.turn;
         // All votes have the same terms.
         let first = self.votes.values().next();
         if let Some(what) = first.and_then(|vote| vote.terms.difference(&terms)) {
             return Err(Error::Disagreement {
                 job: job.name.clone(),
-                step: *step,
+                step: attempt.step,
                 rank: *rank,
                 what,
             });
@@ -202,7 +201,7 @@ impl Cluster {
         commit: &Commit,
         now: Now,
         out: &mut Vec<Action>,
-    ) -> Result<Option<pb::CommitResponse>> {
+    ) -> Result<Option<Report>> {
         let Commit { turn, .. } = commit;
         let name = &turn.job.name;
         let Job { spec, epoch, phase, .. } = self.member_job(&turn.job)?;
@@ -211,10 +210,10 @@ impl Cluster {
         let waiter = Waiter::new(caller, now, commit.wait);
         // This check precedes the checks of the membership, so that a decided step is never
         // reported as aborted.
-        if let Some(decided) = open.decided(turn.step) {
+        if let Some(decided) = open.decided(turn.attempt.step) {
             return Ok(decided.report_to(waiter));
         }
-        open.check_turn(turn, *epoch)?;
+        open.check_turn(turn, open.attempt(*epoch))?;
         let terms = Terms {
             groups: commit.groups.clone().unwrap_or_else(|| spec.groups.clone()),
             loss_scale: commit.loss_scale,
@@ -226,12 +225,12 @@ impl Cluster {
         Ok(None)
     }
 
-    /// A server has received all gradients of the attempt (epoch, step, number).
+    /// A server has received all gradients of the attempt.
     pub(super) fn ready(
         &mut self,
         server: ServerId,
         job: &JobRef,
-        attempt: (u64, u64, u32),
+        attempt: Attempt,
         report: Reduced,
         now: Now,
         out: &mut Vec<Action>,
@@ -239,7 +238,7 @@ impl Cluster {
         let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.reported_job(job) else {
             return;
         };
-        if attempt != (*epoch, open.step(), open.round.attempt) {
+        if attempt != open.attempt(*epoch) {
             return;
         }
         if let Err(what) = check_report(&report, open.trainable.get(&server)) {
@@ -308,8 +307,8 @@ fn check_report(report: &Reduced, expected: Option<&Vec<u32>>) -> Result<(), Str
     let expected = expected.map_or(&[][..], Vec::as_slice);
     // The list is ascending: a server may have 100,000 slices.
     let is_own = |slice: u32| expected.binary_search(&slice).is_ok();
-    if !report.slices.iter().map(|reduced| reduced.slice).eq(expected.iter().copied()) {
-        let (slices, own) = (report.slices.len(), expected.len());
+    if !report.sums.iter().map(|(slice, _)| slice).eq(expected) {
+        let (slices, own) = (report.sums.len(), expected.len());
         return Err(format!(
             "gradients of {slices} slices, but holds {own} slices that are trained"
         ));

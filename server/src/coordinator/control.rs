@@ -5,24 +5,19 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 use zeroshard_proto::{
     Error, Result, Server,
-    pb::{self, serve_request, serve_response::Command},
+    pb::{self, serve_request, serve_response},
 };
 
 use super::{
+    decisions::{Decision, Update},
     driver::{Control, Driver},
-    events::{Event, JobRef, Lease, Link, OpenJob, Said},
-    reduce::Reduced,
+    events::{Command, Event, JobRef, Lease, Link, OpenJob, Said},
+    reduce::{Absent, Overflow, Reduced},
     requests::dialled,
+    responses::Stats,
+    succession::SliceCopy,
 };
-use crate::failure::Failure;
-
-/// A command that waits to be sent to its server.
-#[derive(Debug)]
-pub(crate) enum Outgoing {
-    Command(Box<Command>),
-    /// Converted when it is sent, because the spec and the placement may be large.
-    Open(OpenJob),
-}
+use crate::{attempt::Attempt, failure::Failure};
 
 /// The commands of a control stream, until the server is dismissed.
 pub(super) fn commands(
@@ -30,19 +25,18 @@ pub(super) fn commands(
     term: u64,
     failure: Failure,
 ) -> impl Stream<Item = Result<pb::ServeResponse, Status>> + Send {
-    let message = move |command| pb::ServeResponse { command: Some(command), term };
-    let convert = move |outgoing| {
+    let convert = move |command| {
         let failure = failure.clone();
         async move {
-            match outgoing {
-                Outgoing::Command(command) => Ok(message(*command)),
-                Outgoing::Open(open) => {
-                    let open = failure
-                        .blocking("convert a job to be opened", move || Ok(open.into()))
-                        .await?;
-                    Ok(message(Command::Open(open)))
+            let command = match command {
+                // The spec and the placement may be large.
+                Command::Open(_) => {
+                    let convert = move || Ok(command.into());
+                    failure.blocking("convert a job to be opened", convert).await?
                 }
-            }
+                command => command.into(),
+            };
+            Ok(pb::ServeResponse { command: Some(command), term })
         }
     };
     ReceiverStream::new(control.commands)
@@ -90,6 +84,72 @@ pub(super) async fn listen(
     Ok(())
 }
 
+impl From<Command> for serve_response::Command {
+    fn from(command: Command) -> Self {
+        match command {
+            Command::Welcome => Self::Welcome(pb::Welcome {}),
+            Command::Open(open) => Self::Open(open_job(&open)),
+            Command::Close(JobRef { name: job, id: job_id }) => {
+                Self::Close(pb::CloseJob { job, job_id })
+            }
+            Command::Publish { job: JobRef { name: job, id: job_id }, epoch } => {
+                Self::Publish(pb::Publish { job, job_id, epoch })
+            }
+            Command::Grant { job: JobRef { name: job, id: job_id }, rank, lease: Lease(lease) } => {
+                Self::Grant(pb::GrantLease { job, job_id, rank, lease })
+            }
+            Command::NewEpoch { job: JobRef { name: job, id: job_id }, epoch, rank } => {
+                Self::NewEpoch(pb::NewEpoch { job, job_id, epoch, rank })
+            }
+            Command::NewAttempt { job: JobRef { name: job, id: job_id }, attempt } => {
+                let Attempt { epoch, step, number: attempt } = attempt;
+                Self::NewAttempt(pb::NewAttempt { job, job_id, epoch, step, attempt })
+            }
+            Command::RankDone { job: JobRef { name: job, id: job_id }, rank } => {
+                Self::Done(pb::RankDone { job, job_id, rank })
+            }
+            Command::Decide { job, decision } => Self::Decide(decide(job, decision)),
+        }
+    }
+}
+
+fn open_job(open: &OpenJob) -> pb::OpenJob {
+    let OpenJob { spec, placement, job_id, epoch, server, source } = open;
+    let succession = source.as_ref().map(|source| {
+        let copy = |copy: SliceCopy| pb::SliceCopy {
+            slice: copy.slice as u32,
+            offset: copy.offset as u64,
+            length: copy.length as u64,
+            source: copy.source as u32,
+            source_offset: copy.source_offset as u64,
+            server: source.placement.primary(copy.source) as u32,
+            state: copy.state,
+        };
+        pb::Succession {
+            from: Some((&source.succession.from).into()),
+            servers: source.placement.servers().iter().cloned().map(Into::into).collect(),
+            copies: source.copies(spec, placement, *server).into_iter().map(copy).collect(),
+        }
+    });
+    pb::OpenJob {
+        spec: Some(spec.as_ref().into()),
+        job_id: *job_id,
+        epoch: *epoch,
+        placement: Some(placement.as_ref().into()),
+        succession,
+    }
+}
+
+fn decide(JobRef { name: job, id: job_id }: JobRef, decision: Decision) -> pb::Decision {
+    let Attempt { epoch, step, number: attempt } = decision.attempt;
+    let update = decision.update.map(|Update { groups, coefficient, unclipped }| pb::Update {
+        groups: groups.iter().map(Into::into).collect(),
+        coefficient,
+        unclipped,
+    });
+    pb::Decision { job, job_id, epoch, step, attempt, update }
+}
+
 pub(super) fn said(event: serve_request::Event) -> Result<Said> {
     use serve_request::Event as Wire;
     let job = |name, id| JobRef { name, id };
@@ -98,13 +158,8 @@ pub(super) fn said(event: serve_request::Event) -> Result<Said> {
         Wire::Initialised(pb::JobInitialised { job: name, epoch, job_id }) => {
             Said::Initialised { job: job(name, job_id), epoch }
         }
-        Wire::Ready(ready) => {
-            let pb::StepReady { job: name, job_id, epoch, step, attempt, .. } = ready;
-            let pb::StepReady { slices, overflow, absent, .. } = ready;
-            let reduced = Reduced { slices, overflow, absent };
-            Said::Ready { job: job(name, job_id), epoch, step, attempt, reduced }
-        }
-        Wire::Stats(stats) => Said::Stats(stats),
+        Wire::Ready(ready) => step_ready(ready),
+        Wire::Stats(stats) => Said::Stats(Stats(stats)),
         Wire::Failed(pb::JobFailed { job: name, reason, job_id, .. }) => {
             Said::Failed { job: job(name, job_id), reason }
         }
@@ -122,4 +177,16 @@ pub(super) fn said(event: serve_request::Event) -> Result<Said> {
             ));
         }
     })
+}
+
+fn step_ready(ready: pb::StepReady) -> Said {
+    let pb::StepReady { job: name, job_id: id, epoch, step, attempt: number, .. } = ready;
+    let sum = |pb::ReducedSlice { slice, sum_of_squares }| (slice, sum_of_squares);
+    let absent = |pb::Absent { slice, rank, everywhere }| Absent { slice, rank, everywhere };
+    let reduced = Reduced {
+        sums: ready.slices.into_iter().map(sum).collect(),
+        overflow: ready.overflow.map(|pb::Overflow { slice, rank }| Overflow { slice, rank }),
+        absent: ready.absent.into_iter().map(absent).collect(),
+    };
+    Said::Ready { job: JobRef { name, id }, attempt: Attempt { epoch, step, number }, reduced }
 }

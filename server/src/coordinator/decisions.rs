@@ -2,23 +2,57 @@
 
 use std::collections::BTreeSet;
 
-use zeroshard_proto::{
-    JobSpec, Optimizer,
-    pb::{self, serve_response::Command},
-};
+use zeroshard_proto::{JobSpec, Optimizer};
 
 use super::{
     cluster::Cluster,
-    commit::{Round, Terms},
-    events::{Action, JobRef, Now, Reply, ServerId, Waiter},
-    reduce::Gradient,
+    commit::Terms,
+    events::{Action, Command, JobRef, Now, Reply, ServerId, Waiter},
+    reduce::{Absent, Gradient, Norm, Overflow},
     state::{Job, Open, Phase},
 };
+use crate::attempt::Attempt;
+
+/// The decision about a step, which the servers carry out.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Decision {
+    /// The attempt whose gradients are applied.
+    pub(crate) attempt: Attempt,
+    /// `None`: the step is skipped.
+    pub(crate) update: Option<Update>,
+}
+
+/// The update that a decision applies.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Update {
+    /// The hyperparameters of each parameter group.
+    pub(crate) groups: Vec<Optimizer>,
+    /// The factor of the mean gradient: the clip coefficient divided by the loss scale.
+    pub(crate) coefficient: f64,
+    /// The same factor for tensors that are not clipped.
+    pub(crate) unclipped: f64,
+}
+
+/// The result of a step, which the ranks are told.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Report {
+    /// The version that the step has produced.
+    pub(crate) version: u64,
+    /// Whether the step was applied and not skipped.
+    pub(crate) applied: bool,
+    pub(crate) norm: Norm,
+    pub(crate) clip_coefficient: f64,
+    /// The mean loss of the ranks, if each of them passed one.
+    pub(crate) loss: Option<f64>,
+    pub(crate) world: u32,
+    /// One entry for each tensor with absent ranks, in manifest order.
+    pub(crate) absent: Vec<Absent>,
+}
 
 /// The last decided step.
 #[derive(Debug)]
 pub(crate) struct Decided {
-    pub(super) report: pb::CommitResponse,
+    pub(super) report: Report,
     /// The epoch in which it was decided.
     epoch: u64,
     /// Servers that have not stored the decision yet.
@@ -29,7 +63,7 @@ pub(crate) struct Decided {
 
 impl Decided {
     /// Returns the report if every server has stored the decision; otherwise the call waits for it.
-    pub(super) fn report_to(&mut self, waiter: Waiter) -> Option<pb::CommitResponse> {
+    pub(super) fn report_to(&mut self, waiter: Waiter) -> Option<Report> {
         if self.pending.is_empty() {
             return Some(self.report.clone());
         }
@@ -55,48 +89,32 @@ impl Open {
 }
 
 /// Computes the decision about a step, for the servers, and the report about it, for the ranks.
-fn decide(
-    job: &JobRef,
-    spec: &JobSpec,
-    epoch: u64,
-    open: &Open,
-    terms: &Terms,
-) -> (pb::Decision, pb::CommitResponse) {
-    let Round { attempt, reports, .. } = &open.round;
-    let step = open.step();
-    let gradient = Gradient::new(spec, reports);
-    let finite = gradient.overflow.is_none();
+fn decide(spec: &JobSpec, epoch: u64, open: &Open, terms: &Terms) -> (Decision, Report) {
+    let attempt = open.attempt(epoch);
+    let gradient = Gradient::new(spec, &open.round.reports);
+    let norm = gradient.norm(terms.loss_scale);
+    let finite = norm.overflow.is_none();
     // All groups have the same kind of optimizer.
     let apply = finite || !terms.groups.iter().all(Optimizer::skips_overflow);
-    let norm = gradient.norm(terms.loss_scale);
     let clip = match terms.max_norm {
-        Some(max) if apply && finite => max / norm.max(max),
+        Some(max) if apply && finite => max / norm.value.max(max),
         _ => 1.0,
     };
-    let update = pb::Update {
-        groups: terms.groups.iter().map(Into::into).collect(),
+    let update = Update {
+        groups: terms.groups.clone(),
         coefficient: clip / terms.loss_scale,
         unclipped: 1.0 / terms.loss_scale,
     };
-    let decision = pb::Decision {
-        job: job.name.clone(),
-        job_id: job.id,
-        epoch,
-        step,
-        attempt: *attempt,
-        update: apply.then_some(update),
-    };
-    let report = pb::CommitResponse {
-        version: step + 1,
+    let report = Report {
+        version: attempt.step + 1,
         applied: apply,
-        gradient_norm: norm,
+        norm,
         clip_coefficient: clip,
-        overflow: gradient.overflow,
         loss: open.round.loss(),
         world: spec.world,
         absent: gradient.absent,
     };
-    (decision, report)
+    (Decision { attempt, update: apply.then_some(update) }, report)
 }
 
 impl Cluster {
@@ -112,19 +130,17 @@ impl Cluster {
         let Some(terms) = open.round.agreed(voters).filter(|_| stored && open.is_reduced()) else {
             return;
         };
+        let (decision, report) = decide(spec, *epoch, open, terms);
         let job = JobRef { name: name.to_owned(), id: *id };
-        let (decision, report) = decide(&job, spec, *epoch, open, terms);
+        open.send(&Command::Decide { job, decision }, out);
         let pending: BTreeSet<ServerId> = open.servers().collect();
-        out.extend(
-            pending.iter().map(|&id| Action::Command(id, Command::Decide(decision.clone()))),
-        );
         out.push(Action::Decided {
             applied: report.applied,
             commit_spread: open.round.last_vote - open.round.first_vote,
             ready_wait: now.saturating_sub(open.round.last_vote),
         });
-        if let Some(overflow) = report.overflow.filter(|_| !report.applied) {
-            out.push(Action::Note(skipped(name, spec, decision.step, overflow)));
+        if let Some(overflow) = report.norm.overflow.filter(|_| !report.applied) {
+            out.push(Action::Note(skipped(name, spec, open.step(), overflow)));
         }
         open.version = Some(report.version);
         let waiters = open.round.drop_all();
@@ -173,7 +189,7 @@ impl Cluster {
     }
 }
 
-fn skipped(name: &str, spec: &JobSpec, step: u64, overflow: pb::Overflow) -> String {
+fn skipped(name: &str, spec: &JobSpec, step: u64, overflow: Overflow) -> String {
     let tensor = &spec.manifest.tensor_of(overflow.slice as usize).name;
     let by =
         overflow.rank.map_or("the sum over the ranks".to_owned(), |rank| spec.describe_rank(rank));

@@ -19,8 +19,7 @@ use zeroshard_proto::{Error, Result, Server};
 
 use super::{
     cluster::{Cluster, IDLE},
-    control::Outgoing,
-    events::{Caller, Event, Lease, Link, Now, Reply, ServerId},
+    events::{Caller, Command, Event, Lease, Link, Now, Reply, ServerId},
     feed::Change,
 };
 use crate::{failure::Failure, metrics::Metrics};
@@ -59,7 +58,7 @@ pub(super) struct Inner {
 #[derive(Debug)]
 pub(super) struct ServerStream {
     pub(super) stream: u64,
-    pub(super) commands: mpsc::Sender<Outgoing>,
+    pub(super) commands: mpsc::Sender<Command>,
     pub(super) dismissed: CancellationToken,
 }
 
@@ -75,7 +74,7 @@ pub(super) struct MemberStream {
 #[derive(Debug)]
 pub(crate) struct Control {
     pub(crate) link: Link,
-    pub(crate) commands: mpsc::Receiver<Outgoing>,
+    pub(crate) commands: mpsc::Receiver<Command>,
     /// Cancelled when the server is dismissed.
     pub(crate) dismissed: CancellationToken,
 }

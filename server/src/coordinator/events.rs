@@ -5,12 +5,16 @@
 
 use std::{sync::Arc, time::Duration};
 
-use zeroshard_proto::{
-    Error, JobSpec, Optimizer, Placement, Result, Server, Succession,
-    pb::{self, serve_response::Command},
-};
+use zeroshard_proto::{Error, JobSpec, Optimizer, Placement, Result, Server, Succession};
 
-use super::{jobs::Plan, reduce::Reduced, succession::Source};
+use super::{
+    decisions::{Decision, Report},
+    jobs::Plan,
+    reduce::{Norm, Reduced},
+    responses::Stats,
+    succession::Source,
+};
+use crate::attempt::Attempt;
 
 /// A point in time: the duration since the driver started.
 pub(crate) type Now = Duration;
@@ -133,7 +137,7 @@ pub(crate) enum Said {
     /// The server has all initial parameters of its slices.
     Initialised { job: JobRef, epoch: u64 },
     /// The server has all gradients of the attempt.
-    Ready { job: JobRef, epoch: u64, step: u64, attempt: u32, reduced: Reduced },
+    Ready { job: JobRef, attempt: Attempt, reduced: Reduced },
     /// The server accepts pushes with the lease.
     Granted { job: JobRef, rank: u32, lease: Lease },
     /// The server has stored the decision about the step.
@@ -141,7 +145,7 @@ pub(crate) enum Said {
     /// The server cannot hold or continue the job.
     Failed { job: JobRef, reason: String },
     /// The memory and jobs of the server.
-    Stats(pb::Stats),
+    Stats(Stats),
 }
 
 /// A job that is to be created.
@@ -172,10 +176,8 @@ pub(crate) struct Join {
 pub(crate) struct Turn {
     pub(crate) job: JobRef,
     pub(crate) lease: Lease,
-    pub(crate) epoch: u64,
     pub(crate) rank: u32,
-    pub(crate) step: u64,
-    pub(crate) attempt: u32,
+    pub(crate) attempt: Attempt,
 }
 
 /// A rank has pushed all gradients of a step.
@@ -219,8 +221,8 @@ pub(crate) enum Reply {
     /// The lease is valid. Memberships are read with [`super::cluster::Cluster::next_membership`].
     Joined,
     Left,
-    Report(pb::CommitResponse),
-    Reduced(pb::ReduceResponse),
+    Report(Report),
+    Reduced(Norm),
     /// The open attempt.
     Discarded {
         attempt: u32,
@@ -235,7 +237,31 @@ pub(crate) struct Placing {
     pub(crate) live: Vec<Server>,
 }
 
-/// The content of an OpenJob command, which the driver converts without its lock.
+/// A command to a shard server.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Command {
+    /// The server is registered.
+    Welcome,
+    /// Allocate memory for slices of a job.
+    Open(OpenJob),
+    /// Free the slices of the job.
+    Close(JobRef),
+    /// Publish version 0, because every server has its initial parameters.
+    Publish { job: JobRef, epoch: u64 },
+    /// Accept pushes with the lease.
+    Grant { job: JobRef, rank: u32, lease: Lease },
+    /// The lease of the rank has ended.
+    NewEpoch { job: JobRef, epoch: u64, rank: u32 },
+    /// All ranks have discarded the previous attempt.
+    NewAttempt { job: JobRef, attempt: Attempt },
+    /// The rank has no more data.
+    RankDone { job: JobRef, rank: u32 },
+    /// Apply or skip the step.
+    Decide { job: JobRef, decision: Decision },
+}
+
+/// A job that a server is to open. The spec and the placement are shared, because they may be
+/// large.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct OpenJob {
     pub(crate) spec: Arc<JobSpec>,
@@ -248,20 +274,6 @@ pub(crate) struct OpenJob {
     pub(crate) source: Option<Source>,
 }
 
-impl From<OpenJob> for pb::OpenJob {
-    fn from(open: OpenJob) -> Self {
-        let OpenJob { spec, placement, server, source, .. } = &open;
-        let succession = source.as_ref().map(|source| source.message(spec, placement, *server));
-        Self {
-            succession,
-            spec: Some(open.spec.as_ref().into()),
-            epoch: open.epoch,
-            placement: Some(open.placement.as_ref().into()),
-            job_id: open.job_id,
-        }
-    }
-}
-
 /// An output of the state machine. Actions are carried out in their order.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Action {
@@ -269,8 +281,6 @@ pub(crate) enum Action {
     Answer(Caller, Result<Reply>),
     /// Send a command to a server.
     Command(ServerId, Command),
-    /// Send the OpenJob command to a server.
-    Open(ServerId, OpenJob),
     /// Compute a placement, then send [`Event::Placed`].
     Place(Placing),
     /// Notify a member that it has a membership to read.

@@ -10,7 +10,7 @@ use std::{
     sync::Arc,
 };
 
-use zeroshard_proto::{JobSpec, Placement, pb};
+use zeroshard_proto::{JobSpec, Placement};
 
 use super::{
     cluster::Cluster,
@@ -46,8 +46,8 @@ impl Peers {
     }
 
     /// The current peers, by rank.
-    fn present(&self) -> Vec<pb::Peer> {
-        let peer = |(&rank, (_, address)): (&u32, &(u64, Option<String>))| pb::Peer {
+    fn present(&self) -> Vec<Peer> {
+        let peer = |(&rank, (_, address)): (&u32, &(u64, Option<String>))| Peer {
             rank,
             address: address.clone(),
         };
@@ -56,13 +56,13 @@ impl Peers {
 
     /// The peers that have joined or left after `revision`, by rank; peers that have left have no
     /// address.
-    fn since(&self, revision: u64) -> Vec<pb::Peer> {
+    fn since(&self, revision: u64) -> Vec<Peer> {
         let later = self.changes.range((Bound::Excluded(revision), Bound::Unbounded));
         let peer = |(_, &rank): (&u64, &u32)| {
             let address = self.ranks.get(&rank).and_then(|(_, address)| address.clone());
-            pb::Peer { rank, address }
+            Peer { rank, address }
         };
-        let mut peers: Vec<pb::Peer> = later.map(peer).collect();
+        let mut peers: Vec<Peer> = later.map(peer).collect();
         peers.sort_unstable_by_key(|peer| peer.rank);
         peers
     }
@@ -97,22 +97,15 @@ pub(crate) struct Change {
     /// In the first message, and when the placement has changed.
     pub(crate) placement: Option<Arc<Placement>>,
     /// All peers in the first message; later those that joined or left.
-    pub(crate) peers: Vec<pb::Peer>,
+    pub(crate) peers: Vec<Peer>,
 }
 
-impl From<Change> for pb::JoinResponse {
-    fn from(change: Change) -> Self {
-        Self {
-            lease: change.lease.0,
-            epoch: change.epoch,
-            world: change.world,
-            version: change.version,
-            spec: change.spec.map(|spec| spec.as_ref().into()),
-            placement: change.placement.map(|placement| placement.as_ref().into()),
-            peers: change.peers,
-            job_id: change.job_id,
-        }
-    }
+/// A worker that other workers of its job can reach.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Peer {
+    pub(crate) rank: u32,
+    /// `None` for a peer that has left.
+    pub(crate) address: Option<String>,
 }
 
 impl Cluster {

@@ -11,14 +11,13 @@ use std::{
     sync::Arc,
 };
 
-use zeroshard_proto::{
-    DType, Error, JobSpec, JobVersion, Placement, Result, Server, SliceSpec,
-    pb::{self, serve_response::Command},
-};
+use zeroshard_proto::{DType, Error, JobSpec, JobVersion, Placement, Result, Server, SliceSpec};
 
 use super::{
     cluster::Cluster,
-    events::{Action, Caller, Create, JobRef, Now, OpenJob, Placing, Reply, ServerId, Waiter},
+    events::{
+        Action, Caller, Command, Create, JobRef, Now, OpenJob, Placing, Reply, ServerId, Waiter,
+    },
     placement::place,
     state::{Job, Open, Phase},
 };
@@ -163,7 +162,7 @@ impl Cluster {
         for &server in &pending {
             let (spec, placement) = (spec.clone(), plan.placement.clone());
             let open = OpenJob { spec, placement, job_id, epoch, server, source: source.clone() };
-            out.push(Action::Open(server, open));
+            out.push(Action::Command(server, Command::Open(open)));
         }
         if let Some(job) = self.jobs.get_mut(name)
             && let Phase::Waiting { creators, .. } = &mut job.phase
@@ -226,10 +225,7 @@ impl Cluster {
             return;
         }
         open.version = Some(0);
-        for server in open.servers() {
-            let publish = pb::Publish { job: job.name.clone(), job_id: job.id, epoch };
-            out.push(Action::Command(server, Command::Publish(publish)));
-        }
+        open.send(&Command::Publish { job: job.clone(), epoch }, out);
         open.wake_all(out);
         out.push(Action::Note(format!("job {:?} has all its initial parameters", job.name)));
         self.advance(&job.name, now, out);
@@ -314,10 +310,8 @@ impl Cluster {
         if let Some(placement) = phase.placement() {
             let live =
                 placement.servers().iter().filter(|server| self.servers.contains_key(&server.id));
-            let close = pb::CloseJob { job: name.to_owned(), job_id: id };
-            out.extend(
-                live.map(|server| Action::Command(server.id, Command::Close(close.clone()))),
-            );
+            let close = Command::Close(JobRef { name: name.to_owned(), id });
+            out.extend(live.map(|server| Action::Command(server.id, close.clone())));
         }
         if matches!(phase, Phase::Waiting { .. } | Phase::Opening { .. }) {
             // Its predecessor may be of no more use.

@@ -5,14 +5,11 @@
 
 use std::collections::BTreeSet;
 
-use zeroshard_proto::{
-    Departure, Error, Result,
-    pb::{self, serve_response::Command},
-};
+use zeroshard_proto::{Departure, Error, Result};
 
 use super::{
     cluster::Cluster,
-    events::{Action, Caller, JobRef, Join, Lease, Now, Reply, ServerId, Waiter},
+    events::{Action, Caller, Command, JobRef, Join, Lease, Now, Reply, ServerId, Waiter},
     members::{Joining, Member},
     state::{Job, Phase},
 };
@@ -71,11 +68,9 @@ impl Cluster {
             return;
         };
         open.left.remove(&rank);
+        let job = JobRef { name: name.clone(), id: *id };
+        open.send(&Command::Grant { job, rank, lease }, out);
         let pending: BTreeSet<ServerId> = open.servers().collect();
-        for &server in &pending {
-            let grant = pb::GrantLease { job: name.clone(), job_id: *id, rank, lease: lease.0 };
-            out.push(Action::Command(server, Command::Grant(grant)));
-        }
         let joining = Some(Joining { waiter: Waiter::new(caller, now, wait), pending });
         open.members.insert(rank, Member { lease, address, joining, told: None });
         self.finish_join(&name, lease, out);
@@ -200,10 +195,8 @@ impl Cluster {
             return;
         };
         if matches!(cause, Cause::Done) {
-            for server in open.servers() {
-                let done = pb::RankDone { job: name.to_owned(), job_id: *id, rank };
-                out.push(Action::Command(server, Command::Done(done)));
-            }
+            let job = JobRef { name: name.to_owned(), id: *id };
+            open.send(&Command::RankDone { job, rank }, out);
         }
         if let Some((waiter, join)) = open.queue.pop(rank) {
             self.admit(waiter.caller, join, now, out);
@@ -220,27 +213,25 @@ impl Cluster {
             return;
         };
         *epoch = new;
-        let (job, job_id, step) = (name.to_owned(), *id, open.step());
+        let (job, step) = (JobRef { name: name.to_owned(), id: *id }, open.step());
         if open.version.is_none() {
             open.uninitialised = open.servers().collect();
         }
         // The servers come first: when a worker learns of the epoch, the command to the servers has
         // been sent.
-        for server in open.servers() {
-            let command = pb::NewEpoch { job: job.clone(), job_id, epoch: new, rank };
-            out.push(Action::Command(server, Command::NewEpoch(command)));
-        }
+        open.send(&Command::NewEpoch { job, epoch: new, rank }, out);
         if !open.round.is_empty() {
             out.push(Action::Aborted);
         }
         let error = || {
+            let job = name.to_owned();
             let cause = match cause {
-                Cause::Left => return Error::RankLeft { job: job.clone(), rank, step },
+                Cause::Left => return Error::RankLeft { job, rank, step },
                 Cause::Lost => format!("rank {rank} was lost"),
                 Cause::Done => format!("rank {rank} left before version 0"),
                 Cause::Returned => format!("rank {rank} joined again"),
             };
-            Error::StepAborted { job: job.clone(), step, epoch: new, cause }
+            Error::StepAborted { job, step, epoch: new, cause }
         };
         out.extend(
             open.round.drop_all().into_iter().map(|w| Action::Answer(w.caller, Err(error()))),

@@ -5,8 +5,8 @@
 //! Servers: `servers`. Workers: `leases`, `members`, `feed`. Steps: `commit`, `reduce`, `attempts`,
 //! `decisions`.
 //!
-//! `driver` is the clock, and `actions` carries out the actions. `service`, `requests` and
-//! `control` implement the protocol.
+//! `driver` is the clock, and `actions` carries out the actions. `service`, `requests`,
+//! `responses` and `control` implement the protocol, and only they know its messages.
 //!
 //! The coordinator stores nothing on disk: the durable state is on the servers.
 
@@ -26,6 +26,7 @@ mod members;
 pub mod placement;
 mod reduce;
 mod requests;
+mod responses;
 mod servers;
 mod service;
 mod state;

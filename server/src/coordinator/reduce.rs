@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use zeroshard_proto::{JobSpec, Result, pb};
+use zeroshard_proto::{JobSpec, Result};
 
 use super::{
     cluster::Cluster,
@@ -16,12 +16,39 @@ use crate::listing::some_of;
 /// The reduced gradient of one server's slices.
 #[derive(Debug)]
 pub(crate) struct Reduced {
-    /// All trained slices, ascending.
-    pub(crate) slices: Vec<pb::ReducedSlice>,
+    /// All trained slices, ascending, with the sum of squares of their summed gradient.
+    pub(crate) sums: Vec<(u32, f64)>,
     /// The first overflow in manifest order.
-    pub(crate) overflow: Option<pb::Overflow>,
+    pub(crate) overflow: Option<Overflow>,
     /// The slices from which at least one rank is absent, ascending.
-    pub(crate) absent: Vec<pb::Absent>,
+    pub(crate) absent: Vec<Absent>,
+}
+
+/// A gradient that contains inf or NaN.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Overflow {
+    pub(crate) slice: u32,
+    /// The lowest rank whose gradient contains them; `None` if only the sum over the ranks does.
+    pub(crate) rank: Option<u32>,
+}
+
+/// A slice, or a tensor with this first slice, from which at least one rank is absent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Absent {
+    pub(crate) slice: u32,
+    /// The lowest absent rank.
+    pub(crate) rank: u32,
+    /// Whether all ranks are absent.
+    pub(crate) everywhere: bool,
+}
+
+/// The L2 norm of the mean, unscaled gradient before clipping.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Norm {
+    /// Not finite after an overflow.
+    pub(crate) value: f64,
+    /// The first overflow in manifest order.
+    pub(crate) overflow: Option<Overflow>,
 }
 
 /// The reduced gradient of all slices.
@@ -30,9 +57,9 @@ pub(super) struct Gradient {
     /// The sum of squares of the mean gradient, without the tensors that are not clipped.
     sum_of_squares: f64,
     /// The first overflow in manifest order.
-    pub(super) overflow: Option<pb::Overflow>,
+    overflow: Option<Overflow>,
     /// One entry for each tensor with absent ranks, in manifest order.
-    pub(super) absent: Vec<pb::Absent>,
+    pub(super) absent: Vec<Absent>,
 }
 
 impl Gradient {
@@ -41,8 +68,8 @@ impl Gradient {
     pub(super) fn new(spec: &JobSpec, reports: &BTreeMap<ServerId, Reduced>) -> Self {
         let manifest = &spec.manifest;
         let mut sums = vec![0.0f64; manifest.slices().len()];
-        for reduced in reports.values().flat_map(|report| &report.slices) {
-            sums[reduced.slice as usize] = reduced.sum_of_squares;
+        for &(slice, sum) in reports.values().flat_map(|report| &report.sums) {
+            sums[slice as usize] = sum;
         }
         let clipped = |&index: &usize| {
             manifest.tensors()[index].trains() && !manifest.tensors()[index].no_clip
@@ -54,7 +81,7 @@ impl Gradient {
             sum / (divisor * divisor)
         });
         let infinite = sums.iter().position(|sum| !sum.is_finite());
-        let infinite = infinite.map(|slice| pb::Overflow { slice: slice as u32, rank: None });
+        let infinite = infinite.map(|slice| Overflow { slice: slice as u32, rank: None });
         // The servers' reports have precedence, because they may name the rank.
         let overflows = reports.values().filter_map(|report| report.overflow).chain(infinite);
         Self {
@@ -65,17 +92,18 @@ impl Gradient {
     }
 
     /// The norm of the mean, unscaled gradient.
-    pub(super) fn norm(&self, loss_scale: f64) -> f64 {
-        let norm = self.sum_of_squares.sqrt() / loss_scale;
+    pub(super) fn norm(&self, loss_scale: f64) -> Norm {
+        let (norm, overflow) = (self.sum_of_squares.sqrt() / loss_scale, self.overflow);
         // If a rank's gradients overflow, they may still add up to a finite norm, which is
         // meaningless.
-        if self.overflow.is_some() && norm.is_finite() { f64::NAN } else { norm }
+        let value = if overflow.is_some() && norm.is_finite() { f64::NAN } else { norm };
+        Norm { value, overflow }
     }
 }
 
 /// For each tensor of which at least one rank lacked a part: the lowest such rank, and whether no
 /// rank had any of it.
-fn absent(spec: &JobSpec, reports: &BTreeMap<ServerId, Reduced>) -> Vec<pb::Absent> {
+fn absent(spec: &JobSpec, reports: &BTreeMap<ServerId, Reduced>) -> Vec<Absent> {
     // By tensor: the lowest rank, and the number of slices without any gradient.
     let mut tensors = BTreeMap::<usize, (u32, usize)>::new();
     for absent in reports.values().flat_map(|report| &report.absent) {
@@ -86,7 +114,7 @@ fn absent(spec: &JobSpec, reports: &BTreeMap<ServerId, Reduced>) -> Vec<pb::Abse
     }
     let merged = tensors.into_iter().map(|(tensor, (rank, nowhere))| {
         let slices = spec.manifest.slices_of(tensor);
-        pb::Absent { slice: slices.start as u32, rank, everywhere: nowhere == slices.len() }
+        Absent { slice: slices.start as u32, rank, everywhere: nowhere == slices.len() }
     });
     merged.collect()
 }
@@ -109,27 +137,21 @@ impl Cluster {
     ) {
         match self.try_reduce(caller, &reduce, now) {
             Ok(None) => self.answer_reducers(&reduce.turn.job.name, out),
-            Ok(Some(report)) => out.push(Action::Answer(caller, Ok(Reply::Reduced(report)))),
+            Ok(Some(norm)) => out.push(Action::Answer(caller, Ok(Reply::Reduced(norm)))),
             Err(error) => out.push(Action::Answer(caller, Err(error))),
         }
     }
 
     /// Registers the call. Returns the answer if the step was decided.
-    fn try_reduce(
-        &mut self,
-        caller: Caller,
-        reduce: &Reduce,
-        now: Now,
-    ) -> Result<Option<pb::ReduceResponse>> {
+    fn try_reduce(&mut self, caller: Caller, reduce: &Reduce, now: Now) -> Result<Option<Norm>> {
         let Reduce { turn, loss_scale, wait } = reduce;
         let Job { spec, epoch, phase, .. } = self.member_job(&turn.job)?;
         let open = phase.open_mut(&turn.job.name)?;
         check_rank(&turn.job.name, turn.rank, spec.world)?;
-        if let Some(decided) = open.decided(turn.step) {
-            let pb::CommitResponse { gradient_norm, overflow, .. } = decided.report;
-            return Ok(Some(pb::ReduceResponse { gradient_norm, overflow }));
+        if let Some(decided) = open.decided(turn.attempt.step) {
+            return Ok(Some(decided.report.norm));
         }
-        open.check_turn(turn, *epoch)?;
+        open.check_turn(turn, open.attempt(*epoch))?;
         let waiter = Waiter::new(caller, now, *wait);
         open.round.reducers.push(Reducer { rank: turn.rank, waiter, loss_scale: *loss_scale });
         Ok(None)
@@ -146,9 +168,8 @@ impl Cluster {
         }
         let gradient = Gradient::new(spec, &open.round.reports);
         for Reducer { waiter, loss_scale, .. } in std::mem::take(&mut open.round.reducers) {
-            let gradient_norm = gradient.norm(loss_scale);
-            let report = pb::ReduceResponse { gradient_norm, overflow: gradient.overflow };
-            out.push(Action::Answer(waiter.caller, Ok(Reply::Reduced(report))));
+            let norm = gradient.norm(loss_scale);
+            out.push(Action::Answer(waiter.caller, Ok(Reply::Reduced(norm))));
         }
     }
 
@@ -188,8 +209,7 @@ impl Cluster {
     /// The missing input according to the server's last report.
     fn lacks(&self, server: ServerId, job_id: u64) -> String {
         let stats = self.servers.get(&server).and_then(|known| known.stats.as_ref());
-        let job = stats.and_then(|stats| stats.jobs.iter().find(|job| job.job_id == job_id));
-        match job.and_then(|job| job.waiting_for.as_ref()) {
+        match stats.and_then(|stats| stats.waiting_for(job_id)) {
             Some(missing) => format!(", which waits for {missing}"),
             None => ", which has not reported that its gradients are complete".to_owned(),
         }

@@ -6,7 +6,10 @@ use tonic::Request;
 use zeroshard_proto::{Deadline, Error, JobSpec, Result, Succession, job::optimizers, pb};
 
 use super::events::{Commit, Create, Discard, JobRef, Lease, Reduce, Turn};
-use crate::config::{Address, MAX_WAIT};
+use crate::{
+    attempt::Attempt,
+    config::{Address, MAX_WAIT},
+};
 
 /// The maximum length of the address of a server or worker, in bytes: the longest DNS name, and a
 /// port.
@@ -66,10 +69,10 @@ impl Waits {
 
 fn turn(message: Option<pb::Turn>) -> Result<Turn> {
     let absent = || Error::invalid("turn of the call of a rank", "absent", "present");
-    let pb::Turn { job: name, job_id: id, lease, epoch, rank, step, attempt } =
+    let pb::Turn { job: name, job_id: id, lease, epoch, rank, step, attempt: number } =
         message.ok_or_else(absent)?;
-    let job = JobRef { name, id };
-    Ok(Turn { job, lease: Lease(lease), epoch, rank, step, attempt })
+    let (job, attempt) = (JobRef { name, id }, Attempt { epoch, step, number });
+    Ok(Turn { job, lease: Lease(lease), rank, attempt })
 }
 
 /// An absent loss scale means 1.
@@ -82,7 +85,7 @@ fn positive(what: &str, number: f64, turn: &Turn) -> Result<f64> {
         return Ok(number);
     }
     Err(Error::invalid(
-        format!("{what} of rank {} at step {}", turn.rank, turn.step),
+        format!("{what} of rank {} at step {}", turn.rank, turn.attempt.step),
         number,
         "finite and greater than 0",
     ))

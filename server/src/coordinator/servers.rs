@@ -2,14 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use zeroshard_proto::{
-    JobSpec, Placement, Server,
-    pb::{self, serve_response::Command},
-};
+use zeroshard_proto::{JobSpec, Placement, Server};
 
 use super::{
     cluster::Cluster,
-    events::{Action, Link, Now, ServerId},
+    events::{Action, Command, Link, Now, ServerId},
     state::{Job, Phase, ServerState},
 };
 use crate::listing::some_of;
@@ -40,7 +37,7 @@ impl Cluster {
         }
         out.push(Action::Note(format!("shard server {address} joined, id {id:016x}")));
         self.servers.insert(id, ServerState { stream, incarnation, address, stats: None });
-        out.push(Action::Command(id, Command::Welcome(pb::Welcome {})));
+        out.push(Action::Command(id, Command::Welcome));
         let names: Vec<String> = self.jobs.keys().cloned().collect();
         for name in names {
             self.try_place(&name, out);

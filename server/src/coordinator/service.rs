@@ -102,7 +102,7 @@ impl coordinator_service_server::CoordinatorService for Service {
     async fn commit(&self, request: Request<pb::CommitRequest>) -> Answer<pb::CommitResponse> {
         let commit = Box::new(self.waits.commit(request)?);
         match self.driver.call(|caller| Event::Commit { caller, commit }).await? {
-            Reply::Report(report) => Ok(Response::new(report)),
+            Reply::Report(report) => Ok(Response::new(report.into())),
             other => Err(unexpected(&other)),
         }
     }
@@ -110,7 +110,7 @@ impl coordinator_service_server::CoordinatorService for Service {
     async fn reduce(&self, request: Request<pb::ReduceRequest>) -> Answer<pb::ReduceResponse> {
         let reduce = Box::new(self.waits.reduce(request)?);
         match self.driver.call(|caller| Event::Reduce { caller, reduce }).await? {
-            Reply::Reduced(report) => Ok(Response::new(report)),
+            Reply::Reduced(norm) => Ok(Response::new(norm.into())),
             other => Err(unexpected(&other)),
         }
     }
@@ -131,7 +131,7 @@ impl coordinator_service_server::CoordinatorService for Service {
     }
 
     async fn status(&self, _: Request<pb::StatusRequest>) -> Answer<pb::StatusResponse> {
-        Ok(Response::new(self.driver.read(|cluster| cluster.status())))
+        Ok(Response::new(self.driver.read(|cluster| cluster.into())))
     }
 
     type ServeStream = Pin<Box<dyn Stream<Item = Result<pb::ServeResponse, Status>> + Send>>;

@@ -5,16 +5,18 @@ use std::{
     sync::Arc,
 };
 
-use zeroshard_proto::{Error, JobSpec, Placement, Result, Succession, pb};
+use zeroshard_proto::{Error, JobSpec, Placement, Result, Succession};
 
 use super::{
     commit::Round,
     decisions::Decided,
-    events::{Action, JobRef, Lease, Now, ServerId, Turn, Waiter},
+    events::{Action, Command, Lease, Now, ServerId, Turn, Waiter},
     feed::Peers,
     jobs::Plan,
     members::{Members, Queue},
+    responses::Stats,
 };
+use crate::attempt::Attempt;
 
 /// A connected shard server.
 #[derive(Debug)]
@@ -23,7 +25,8 @@ pub(crate) struct ServerState {
     pub(crate) stream: u64,
     pub(crate) incarnation: u64,
     pub(crate) address: String,
-    pub(crate) stats: Option<pb::Stats>,
+    /// Its last report.
+    pub(crate) stats: Option<Stats>,
 }
 
 /// A job in any phase.
@@ -108,9 +111,19 @@ impl Open {
         self.version.unwrap_or(0)
     }
 
+    /// The open attempt, in the job's current epoch.
+    pub(crate) fn attempt(&self, epoch: u64) -> Attempt {
+        Attempt { epoch, step: self.step(), number: self.round.attempt }
+    }
+
     /// The ids of the servers of the placement.
     pub(crate) fn servers(&self) -> impl Iterator<Item = ServerId> + '_ {
         self.placement.servers().iter().map(|server| server.id)
+    }
+
+    /// Sends `command` to every server of the placement.
+    pub(crate) fn send(&self, command: &Command, out: &mut Vec<Action>) {
+        out.extend(self.servers().map(|server| Action::Command(server, command.clone())));
     }
 
     /// Wakes the streams of all members to look for changes.
@@ -130,39 +143,20 @@ impl Open {
         missing.partition(|&rank| self.members.get(rank).is_some())
     }
 
-    /// Checks that a call belongs to the rank's current lease, the current epoch, and the open step
-    /// and attempt.
+    /// Checks that a call belongs to the rank's current lease and to the attempt `current`.
     ///
     /// # Errors
     /// [`Error::LeaseLost`], [`Error::RankLeft`], [`Error::StaleEpoch`], [`Error::StepMismatch`],
     /// [`Error::StaleAttempt`].
-    pub(crate) fn check_turn(&self, turn: &Turn, epoch: u64) -> Result<()> {
-        self.check_member(turn, epoch)?;
-        let (step, current) = (turn.step, self.round.attempt);
-        if turn.attempt != current {
-            let (job, attempt) = (turn.job.name.clone(), turn.attempt);
-            return Err(Error::StaleAttempt { job, step, attempt, current });
-        }
-        Ok(())
-    }
-
-    /// [`Self::check_turn`] without the attempt.
-    pub(crate) fn check_member(&self, turn: &Turn, epoch: u64) -> Result<()> {
-        let &Turn { job: JobRef { name: ref job, .. }, lease, rank, step, .. } = turn;
-        let job = job.clone();
+    pub(crate) fn check_turn(&self, turn: &Turn, current: Attempt) -> Result<()> {
+        let &Turn { ref job, lease, rank, attempt } = turn;
         if self.members.get(rank).is_none_or(|member| member.lease != lease) {
-            return Err(Error::LeaseLost { job, rank });
+            return Err(Error::LeaseLost { job: job.name.clone(), rank });
         }
         if let Some(&rank) = self.left.first() {
-            return Err(Error::RankLeft { job, rank, step: self.step() });
+            return Err(Error::RankLeft { job: job.name.clone(), rank, step: self.step() });
         }
-        if turn.epoch != epoch {
-            return Err(Error::StaleEpoch { job, epoch: turn.epoch, current: epoch });
-        }
-        match self.step() {
-            current if current == step => Ok(()),
-            current => Err(Error::StepMismatch { job, step, current }),
-        }
+        if attempt == current { Ok(()) } else { Err(attempt.refusal(&job.name, current)) }
     }
 }
 

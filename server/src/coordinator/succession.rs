@@ -7,7 +7,7 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use zeroshard_proto::{Error, JobSpec, Placement, Result, SliceSpec, Succession, pb};
+use zeroshard_proto::{Error, JobSpec, Placement, Result, SliceSpec, Succession};
 
 use super::{
     cluster::Cluster,
@@ -23,27 +23,36 @@ pub(crate) struct Source {
     pub(crate) placement: Arc<Placement>,
 }
 
+/// A copy of consecutive elements of a slice of the predecessor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SliceCopy {
+    /// The slice of the new job.
+    pub(crate) slice: usize,
+    /// The first element, within `slice`.
+    pub(crate) offset: usize,
+    /// The slice of the predecessor.
+    pub(crate) source: usize,
+    /// The first element, within `source`.
+    pub(crate) source_offset: usize,
+    /// The number of elements; never 0.
+    pub(crate) length: usize,
+    /// Whether the optimizer state and the number of applied steps are copied as well.
+    pub(crate) state: bool,
+}
+
 impl Source {
-    /// The copies into those slices of a job of `spec` that `placement` assigns to `server`.
-    pub(super) fn message(
+    /// The copies into the slices that `placement` assigns to `server`, of a job of `spec`.
+    pub(super) fn copies(
         &self,
         spec: &JobSpec,
         placement: &Placement,
         server: ServerId,
-    ) -> pb::Succession {
-        pb::Succession {
-            from: Some((&self.succession.from).into()),
-            servers: self.placement.servers().iter().cloned().map(Into::into).collect(),
-            copies: self.copies(spec, placement.primary_slices(server)),
-        }
-    }
-
-    fn copies(&self, spec: &JobSpec, slices: impl Iterator<Item = usize>) -> Vec<pb::SliceCopy> {
+    ) -> Vec<SliceCopy> {
         let tensors = self.spec.manifest.tensors().iter().enumerate();
         let by_name: HashMap<&str, usize> =
             tensors.map(|(index, tensor)| (tensor.name.as_str(), index)).collect();
         let mut copies = Vec::new();
-        for slice in slices {
+        for slice in placement.primary_slices(server) {
             let tensor = spec.manifest.tensor_of(slice);
             if let Some(&before) = by_name.get(tensor.name.as_str())
                 && self.spec.manifest.tensors()[before].shape == tensor.shape
@@ -73,7 +82,7 @@ impl Source {
         cut: &SliceSpec,
         before: usize,
         state: bool,
-        copies: &mut Vec<pb::SliceCopy>,
+        copies: &mut Vec<SliceCopy>,
     ) {
         let numbers = self.spec.manifest.slices_of(before);
         let cuts = &self.spec.manifest.slices()[numbers.clone()];
@@ -85,13 +94,12 @@ impl Source {
             }
             let from = cut.offset.max(other.offset);
             let to = end.min(other.offset + other.numel);
-            copies.push(pb::SliceCopy {
-                slice: slice as u32,
-                offset: (from - cut.offset) as u64,
-                length: (to - from) as u64,
-                source: source as u32,
-                source_offset: (from - other.offset) as u64,
-                server: self.placement.primary(source) as u32,
+            copies.push(SliceCopy {
+                slice,
+                offset: from - cut.offset,
+                source,
+                source_offset: from - other.offset,
+                length: to - from,
                 state,
             });
         }

@@ -6,14 +6,12 @@ use std::{
     collections::{BTreeMap, HashMap, VecDeque},
     ops::Range,
     sync::Arc,
-    time::Duration,
 };
 
 use futures_util::future::try_join_all;
 use rayon::prelude::*;
 use zeroshard_proto::{
     DType, Error, JobVersion, Result, Token,
-    error::Remedy,
     pb::{
         self, data_service_client::DataServiceClient, shard_service_client::ShardServiceClient,
         slice_array::Array,
@@ -21,15 +19,11 @@ use zeroshard_proto::{
     transport::{Connection, MAX_CONTROL_MESSAGE, endpoint},
 };
 
-use super::{job::Job, part::Part, store::Store};
+use super::{job::Job, part::Part, retry::Tries, store::Store};
 use crate::backend::Backend;
 
 /// The number of extents that one pull requests.
 const PULLED_EXTENTS: usize = 4096;
-/// How often a pull from another server is retried after a transient error, and the pause before
-/// each retry.
-const RETRIES: usize = 5;
-const PAUSE: Duration = Duration::from_millis(200);
 
 /// Copies the slices that the coordinator names in `succession` into `job`, which no client can
 /// reach yet. `server` is the id of this server.
@@ -196,19 +190,20 @@ impl<B: Backend> Copier<B> {
             let copies = if target == Part::Master { copies } else { &with_state };
             for copies in copies.chunks(PULLED_EXTENTS) {
                 let mut rest: VecDeque<SliceCopy> = copies.iter().cloned().collect();
-                let mut tries = 0..RETRIES;
+                let mut tries = Tries::default();
                 while let Err(error) =
                     self.pull(&connection, &peer, (&array, target), &mut rest).await
                 {
-                    if error.remedy() != Remedy::Retry || tries.next().is_none() {
-                        return Err(error);
-                    }
-                    tokio::time::sleep(PAUSE).await;
+                    tries.next(error).await?;
                 }
             }
         }
-        if !with_state.is_empty() {
-            self.pull_applied(connection, &peer, &with_state).await?;
+        if with_state.is_empty() {
+            return Ok(());
+        }
+        let mut tries = Tries::default();
+        while let Err(error) = self.pull_applied(&connection, &peer, &with_state).await {
+            tries.next(error).await?;
         }
         Ok(())
     }
@@ -267,16 +262,17 @@ impl<B: Backend> Copier<B> {
         }
     }
 
+    /// Pulls the numbers of applied steps of the slices of `copies`.
     async fn pull_applied(
         &self,
-        connection: Connection,
+        connection: &Connection,
         peer: &str,
         copies: &[SliceCopy],
     ) -> Result<()> {
         let JobVersion { job, job_id, version } = (*self.from).clone();
         let request = pb::StepsRequest { job: job.clone(), job_id, version };
-        let mut client =
-            ShardServiceClient::new(connection).max_decoding_message_size(MAX_CONTROL_MESSAGE);
+        let mut client = ShardServiceClient::new(connection.clone())
+            .max_decoding_message_size(MAX_CONTROL_MESSAGE);
         let answer = client.steps(request).await.map_err(|s| Error::from_status(&s, peer))?;
         let steps = answer.into_inner().slices.into_iter();
         let applied: HashMap<u32, u64> = steps.map(|of| (of.slice, of.applied)).collect();

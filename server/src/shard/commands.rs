@@ -8,14 +8,13 @@ use tokio_util::sync::CancellationToken;
 use zeroshard_proto::{JobSpec, Optimizer, Placement, Result, Token, job::optimizers, pb};
 
 use super::{
-    attempt::Attempt,
     carry::carry_over,
     events::{Events, JobEvent},
-    job::{Context, Job, Opening},
+    job::{Job, Opening},
     slice::Apply,
     store::Store,
 };
-use crate::backend::Backend;
+use crate::{attempt::Attempt, backend::Backend};
 
 /// A command of the coordinator for an open job.
 #[derive(Debug)]
@@ -57,88 +56,86 @@ impl Command {
     }
 }
 
-/// The context for opening a job.
-pub(super) struct Opener<B: Backend> {
+/// The task of a job.
+pub(super) struct Task<B: Backend> {
     pub(super) store: Arc<Store<B>>,
     pub(super) events: Events,
     /// This server's id in placements.
     pub(super) server: u64,
-    /// The cluster's, for calls to other servers.
+    /// The cluster's token, for calls to other servers.
     pub(super) token: Token,
+    /// The commands for the job, each of which may be malformed.
+    pub(super) commands: mpsc::Receiver<Result<Command>>,
     /// Cancelled when the coordinator closes the job, or is lost.
     pub(super) closed: CancellationToken,
 }
 
-/// Opens a job and carries out `commands`, each of which may be malformed. An error is reported to
-/// the coordinator and ends the job here.
-pub(super) async fn serve_job<B: Backend>(
-    opener: Opener<B>,
-    mut open: pb::OpenJob,
-    commands: mpsc::Receiver<Result<Command>>,
-) {
-    let name = open.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
-    let (job_id, epoch) = (open.job_id, open.epoch);
-    let (store, events, closed) =
-        (opener.store.clone(), opener.events.clone(), opener.closed.clone());
-    let (server, token, succession) = (opener.server, opener.token.clone(), open.succession.take());
-    let served = async {
-        let opened = store.failure.blocking("open a job", move || open_job(&opener, open));
-        let job = Arc::new(opened.await?);
-        if let Some(succession) = succession {
-            carry_over(&store, &token, server, &job, succession).await?;
+impl<B: Backend> Task<B> {
+    /// Opens the job, and carries out its commands until it is closed. An error is reported to the
+    /// coordinator and ends the job here.
+    pub(super) async fn run(mut self, open: pb::OpenJob) {
+        let name = open.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
+        let (job_id, epoch) = (open.job_id, open.epoch);
+        if let Err(error) = self.serve(open).await
+            && !self.closed.is_cancelled()
+        {
+            tracing::error!(job = name, epoch, %error, "job failed");
+            self.store.close(&name, job_id);
+            let failed = JobEvent::Failed { epoch, reason: error.to_string() };
+            self.events.tell_of(&name, job_id, failed);
         }
-        store.insert(job.clone());
-        tracing::info!(job = name, epoch, slices = job.slices().count(), "job opened");
-        events.tell_of(&name, job_id, JobEvent::Opened { epoch });
-        job.finish_upload(job.attempt(), 0);
-        obey(&store, &job, commands).await
-    };
-    if let Err(error) = served.await
-        && !closed.is_cancelled()
-    {
-        tracing::error!(job = name, epoch, %error, "job failed");
-        store.close(&name, job_id);
-        events.tell_of(&name, job_id, JobEvent::Failed { epoch, reason: error.to_string() });
     }
-}
 
-fn open_job<B: Backend>(opener: &Opener<B>, open: pb::OpenJob) -> Result<Job<B>> {
-    let context = Context {
-        backend: opener.store.backend.clone(),
-        budget: opener.store.budget.clone(),
-        metrics: opener.store.metrics.clone(),
-        events: opener.events.clone(),
-    };
-    let opening = Opening {
-        id: open.job_id,
-        spec: JobSpec::try_from(open.spec.unwrap_or_default())?,
-        epoch: open.epoch,
-        placement: &Placement::try_from(open.placement.unwrap_or_default())?,
-        server: opener.server,
-    };
-    Job::open(opening, opener.closed.clone(), context)
-}
+    async fn serve(&mut self, mut open: pb::OpenJob) -> Result<()> {
+        let (epoch, succession) = (open.epoch, open.succession.take());
+        let job = Arc::new(self.open(open).await?);
+        if let Some(succession) = succession {
+            carry_over(&self.store, &self.token, self.server, &job, succession).await?;
+        }
+        self.store.insert(job.clone());
+        tracing::info!(job = job.spec.name, epoch, slices = job.slices().count(), "job opened");
+        self.events.tell_of(&job.spec.name, job.id, JobEvent::Opened { epoch });
+        job.finish_upload(job.attempt(), 0);
+        self.obey(&job).await
+    }
 
-/// Carries out the commands of the coordinator until the job is closed.
-async fn obey<B: Backend>(
-    store: &Store<B>,
-    job: &Arc<Job<B>>,
-    mut commands: mpsc::Receiver<Result<Command>>,
-) -> Result<()> {
-    while let Some(Some(command)) = job.closed().run_until_cancelled(commands.recv()).await {
-        match command? {
-            // This command is fast.
-            Command::Grant { rank, lease } => job.grant(rank, lease),
-            other => {
-                let job = job.clone();
-                store
-                    .failure
-                    .blocking("a command about a job", move || execute(&job, &other))
-                    .await?;
+    async fn open(&self, open: pb::OpenJob) -> Result<Job<B>> {
+        let (store, events, closed) =
+            (self.store.clone(), self.events.clone(), self.closed.clone());
+        let server = self.server;
+        let open = move || {
+            Job::open(Opening {
+                id: open.job_id,
+                spec: JobSpec::try_from(open.spec.unwrap_or_default())?,
+                epoch: open.epoch,
+                placement: &Placement::try_from(open.placement.unwrap_or_default())?,
+                server,
+                closed,
+                backend: store.backend.clone(),
+                budget: store.budget.clone(),
+                metrics: store.metrics.clone(),
+                events,
+            })
+        };
+        self.store.failure.blocking("open a job", open).await
+    }
+
+    /// Carries out the commands of the coordinator until the job is closed.
+    async fn obey(&mut self, job: &Arc<Job<B>>) -> Result<()> {
+        let commands = &mut self.commands;
+        while let Some(Some(command)) = job.closed().run_until_cancelled(commands.recv()).await {
+            match command? {
+                // This command is fast.
+                Command::Grant { rank, lease } => job.grant(rank, lease),
+                other => {
+                    let (job, failure) = (job.clone(), &self.store.failure);
+                    let execute = move || execute(&job, &other);
+                    failure.blocking("a command about a job", execute).await?;
+                }
             }
         }
+        Ok(())
     }
-    Ok(())
 }
 
 fn execute<B: Backend>(job: &Job<B>, command: &Command) -> Result<()> {

@@ -23,12 +23,11 @@ use zeroshard_proto::{
 };
 
 use super::{
-    attempt::Attempt,
-    commands::{Command, Opener, serve_job},
+    commands::{Command, Task},
     events::Events,
     store::Store,
 };
-use crate::{backend::Backend, health::Health};
+use crate::{attempt::Attempt, backend::Backend, health::Health};
 
 /// The interval of the reports about this server's memory.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);
@@ -198,20 +197,19 @@ impl<'a, B: Backend> Session<'a, B> {
 
     fn open_job(&mut self, open: pb::OpenJob) {
         let closed = CancellationToken::new();
-        let (commands, queued) = mpsc::channel(MAX_COMMANDS);
-        let queue = Queue { commands, _closed: closed.clone().drop_guard() };
+        let (queue, commands) = mpsc::channel(MAX_COMMANDS);
+        let queue = Queue { commands: queue, _closed: closed.clone().drop_guard() };
         self.jobs.insert(open.job_id, queue);
-        let opener = Opener {
+        let task = Task {
             store: self.store.clone(),
             events: self.events.clone(),
             server: self.contact.server_id,
             token: self.contact.token.clone(),
+            commands,
             closed,
         };
         let failure = self.store.failure.clone();
-        tokio::spawn(async move {
-            failure.guard("the task of a job", serve_job(opener, open, queued)).await
-        });
+        tokio::spawn(async move { failure.guard("the task of a job", task.run(open)).await });
     }
 }
 

@@ -4,7 +4,8 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use zeroshard_proto::pb::{self, serve_request::Event};
 
-use super::{attempt::Attempt, round::Absent, slice::Reduced};
+use super::{round::Absent, slice::Reduced};
+use crate::attempt::Attempt;
 
 /// The maximum number of events that wait to be sent: a few for each step of each job.
 const MAX_EVENTS: usize = 1 << 14;

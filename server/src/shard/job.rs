@@ -10,22 +10,29 @@ use tokio_util::sync::CancellationToken;
 use zeroshard_proto::{Error, JobSpec, Placement, Result, geometry::Contributions};
 
 use super::{
-    attempt::Attempt,
     budget::Budget,
     events::{Events, JobEvent},
     round::Chunk,
     senders::{self, Sent, describe},
     slice::{Memory, Reduced, Slice, Upload},
 };
-use crate::{backend::Backend, metrics::Metrics};
+use crate::{attempt::Attempt, backend::Backend, metrics::Metrics};
 use progress::Progress;
 
 mod progress;
 mod steps;
 mod wait;
 
-/// The context of a job.
-pub(crate) struct Context<B> {
+/// A job to be opened, and the resources of this server that it uses.
+pub(crate) struct Opening<'a, B> {
+    pub(crate) id: u64,
+    pub(crate) spec: JobSpec,
+    pub(crate) epoch: u64,
+    pub(crate) placement: &'a Placement,
+    /// The id of this server in the placement.
+    pub(crate) server: u64,
+    /// Cancelled when the job is closed, also while it is being opened.
+    pub(crate) closed: CancellationToken,
     pub(crate) backend: Arc<B>,
     pub(crate) budget: Arc<Budget>,
     pub(crate) metrics: Arc<Metrics>,
@@ -33,21 +40,15 @@ pub(crate) struct Context<B> {
     pub(crate) events: Events,
 }
 
-/// The coordinator's description of a job to be opened.
-pub(crate) struct Opening<'a> {
-    pub(crate) id: u64,
-    pub(crate) spec: JobSpec,
-    pub(crate) epoch: u64,
-    pub(crate) placement: &'a Placement,
-    /// The id of this server in the placement.
-    pub(crate) server: u64,
-}
-
 /// A job's slices on this server, and the open attempt.
 pub(crate) struct Job<B: Backend> {
     pub(crate) id: u64,
     pub(crate) spec: JobSpec,
-    context: Context<B>,
+    backend: Arc<B>,
+    /// The budget for the memory of early gradients.
+    budget: Arc<Budget>,
+    metrics: Arc<Metrics>,
+    events: Events,
     /// The slices by number; `None` if another server is the primary.
     slices: Vec<Option<Slice<B>>>,
     progress: Mutex<Progress>,
@@ -61,17 +62,14 @@ pub(crate) struct Job<B: Backend> {
 }
 
 impl<B: Backend> Job<B> {
-    /// Allocates the slices of which this server is the primary. Stops when `closed` is cancelled.
+    /// Allocates the slices of which this server is the primary. Stops when `opening.closed` is
+    /// cancelled.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], which names the tensor; [`Error::JobFailed`] if the job was closed.
     /// The memory allocated so far is freed.
-    pub(crate) fn open(
-        opening: Opening<'_>,
-        closed: CancellationToken,
-        context: Context<B>,
-    ) -> Result<Self> {
-        let Opening { id, spec, epoch, placement, server } = opening;
+    pub(crate) fn open(opening: Opening<'_, B>) -> Result<Self> {
+        let Opening { id, spec, epoch, placement, server, closed, backend, .. } = opening;
         let attempt = Attempt::first(epoch, 0);
         let mut slices: Vec<_> = (0..spec.manifest.slices().len()).map(|_| None).collect();
         let mut last: Option<(usize, Contributions)> = None;
@@ -85,7 +83,7 @@ impl<B: Backend> Job<B> {
             let (_, contributions) =
                 last.insert(same.unwrap_or_else(|| (cut.tensor, spec.contributions(cut.tensor))));
             let contributors = contributions.of_slice(&cut);
-            let slice = Slice::allocate(&*context.backend, &spec, index, contributors, attempt);
+            let slice = Slice::allocate(&*backend, &spec, index, contributors, attempt);
             slices[index] = Some(slice.map_err(|e| Error::OutOfMemory {
                 what: format!("slice {index} of tensor {:?}", spec.manifest.tensor_of(index).name),
                 bytes: (e.numel * e.dtype.size()) as u64,
@@ -95,7 +93,10 @@ impl<B: Backend> Job<B> {
         Ok(Self {
             id,
             spec,
-            context,
+            backend,
+            budget: opening.budget,
+            metrics: opening.metrics,
+            events: opening.events,
             slices,
             progress: Mutex::new(progress),
             leases: RwLock::default(),
@@ -106,7 +107,7 @@ impl<B: Backend> Job<B> {
     }
 
     pub(crate) fn backend(&self) -> &B {
-        &self.context.backend
+        &self.backend
     }
 
     pub(crate) fn epoch(&self) -> u64 {
@@ -234,8 +235,8 @@ impl<B: Backend> Job<B> {
     pub(crate) fn contribute(&self, attempt: Attempt, index: u32, chunk: &Chunk) -> Result<u64> {
         let slice = self.slice(index)?;
         let current = || self.check_attempt(attempt, slice);
-        let budget = &self.context.budget;
-        let (new, reduced) = slice.contribute(self.backend(), attempt, chunk, budget, current)?;
+        let (new, reduced) =
+            slice.contribute(self.backend(), attempt, chunk, &self.budget, current)?;
         self.contributed.notify_waiters();
         self.finish_reduction(attempt, index, reduced);
         Ok(new)
@@ -286,7 +287,7 @@ impl<B: Backend> Job<B> {
             return; // the attempt has ended
         }
         if let Some(reduced) = progress.add(slice, reduced) {
-            progress.end_phase(&self.context.metrics.phases.reduce);
+            progress.end_phase(&self.metrics.phases.reduce);
             self.tell(JobEvent::Ready { attempt, reduced });
         }
     }
@@ -311,7 +312,7 @@ impl<B: Backend> Job<B> {
     }
 
     fn tell(&self, event: JobEvent) {
-        self.context.events.tell_of(&self.spec.name, self.id, event);
+        self.events.tell_of(&self.spec.name, self.id, event);
     }
 
     fn progress(&self) -> MutexGuard<'_, Progress> {

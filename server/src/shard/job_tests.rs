@@ -37,14 +37,19 @@ impl Subject {
         let servers = vec![Server { id: 1, incarnation: 1, address: "host:1".to_owned() }];
         let placement = Placement::new(servers, 1, vec![0; slices]).unwrap();
         let (events, said) = Events::channel();
-        let context = Context {
+        let opening = Opening {
+            id: JOB_ID,
+            spec,
+            epoch: 1,
+            placement: &placement,
+            server: 1,
+            closed: CancellationToken::new(),
             backend: Arc::new(Cpu::new()),
             budget: Budget::new(1 << 20),
             metrics: Metrics::new(),
             events,
         };
-        let opening = Opening { id: JOB_ID, spec, epoch: 1, placement: &placement, server: 1 };
-        Self { job: Job::open(opening, CancellationToken::new(), context).unwrap(), said }
+        Self { job: Job::open(opening).unwrap(), said }
     }
 
     /// A job at version 0 whose elements are 0.
@@ -244,15 +249,19 @@ fn opening_stops_when_the_job_is_closed() {
     let spec = JobSpec::new("job", manifest, vec!["sgd".parse().unwrap()]);
     let servers = vec![Server { id: 1, incarnation: 1, address: "host:1".to_owned() }];
     let placement = Placement::new(servers, 1, vec![0]).unwrap();
-    let context = Context {
+    let closed = CancellationToken::new();
+    closed.cancel();
+    let opened = Job::open(Opening {
+        id: JOB_ID,
+        spec,
+        epoch: 1,
+        placement: &placement,
+        server: 1,
+        closed,
         backend: Arc::new(Cpu::new()),
         budget: Budget::new(0),
         metrics: Metrics::new(),
         events: Events::channel().0,
-    };
-    let closed = CancellationToken::new();
-    closed.cancel();
-    let opening = Opening { id: JOB_ID, spec, epoch: 1, placement: &placement, server: 1 };
-    let opened = Job::open(opening, closed, context);
+    });
     assert!(matches!(opened.err(), Some(Error::JobFailed { .. })));
 }

@@ -4,7 +4,6 @@
 //! `slice` computes on a backend. `control` receives the commands of the coordinator, and
 //! `commands` carries them out for a job. Only `carry` knows the other servers.
 
-mod attempt;
 mod budget;
 mod carry;
 mod commands;
@@ -16,6 +15,7 @@ mod part;
 mod pull;
 mod push;
 mod ranges;
+mod retry;
 mod round;
 mod senders;
 mod service;

@@ -11,7 +11,6 @@ use zeroshard_proto::{
 };
 
 use super::{
-    attempt::Attempt,
     job::Job,
     part::Part,
     round::Chunk,
@@ -19,7 +18,7 @@ use super::{
     slice::Upload,
     store::Store,
 };
-use crate::backend::Backend;
+use crate::{attempt::Attempt, backend::Backend};
 
 /// The time for which a push waits when there is no space for gradients whose turn has not come.
 /// Then it is refused, so that the caller can send data that other ranks wait for: a stream that

@@ -12,11 +12,11 @@ use std::sync::{
 use zeroshard_proto::{DType, JobSpec, Optimizer, Result, SliceSpec, geometry::SliceContributors};
 
 use super::{
-    attempt::Attempt,
     budget::Budget,
     round::{Absent, Chunk, Round},
 };
 use crate::{
+    attempt::Attempt,
     backend::{Backend, OutOfMemory, Update},
     optim,
 };

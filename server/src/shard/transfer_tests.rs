@@ -17,16 +17,15 @@ use zeroshard_proto::{
 };
 
 use super::{
-    attempt::Attempt,
     budget::Budget,
     events::Events,
-    job::{Context, Job, Opening},
+    job::{Job, Opening},
     pull, push,
     slice::Apply,
     store::{Limits, Store},
     test_jobs::job,
 };
-use crate::{backend::Cpu, failure::Failure, metrics::Metrics};
+use crate::{attempt::Attempt, backend::Cpu, failure::Failure, metrics::Metrics};
 
 const EPOCH: u64 = 1;
 const JOB_ID: u64 = 77;
@@ -58,17 +57,22 @@ impl Subject {
         store.pins = Budget::new(pins);
         let store = Arc::new(store);
         let (events, said) = Events::channel();
-        let context = Context {
+        let servers = vec![Server { id: 9, incarnation: 1, address: "host:1".to_owned() }];
+        let placement = Placement::new(servers, 1, vec![0; spec.manifest.slices().len()]).unwrap();
+        let world = spec.world;
+        let opening = Opening {
+            id: JOB_ID,
+            spec,
+            epoch: EPOCH,
+            placement: &placement,
+            server: 9,
+            closed: CancellationToken::new(),
             backend: store.backend.clone(),
             budget: store.budget.clone(),
             metrics: store.metrics.clone(),
             events,
         };
-        let servers = vec![Server { id: 9, incarnation: 1, address: "host:1".to_owned() }];
-        let placement = Placement::new(servers, 1, vec![0; spec.manifest.slices().len()]).unwrap();
-        let world = spec.world;
-        let opening = Opening { id: JOB_ID, spec, epoch: EPOCH, placement: &placement, server: 9 };
-        let job = Arc::new(Job::open(opening, CancellationToken::new(), context).unwrap());
+        let job = Arc::new(Job::open(opening).unwrap());
         (0..world).for_each(|rank| job.grant(rank, lease(rank)));
         store.insert(job);
         Self { store, said }

@@ -3,12 +3,14 @@
 use super::*;
 
 fn at(attempt: u32, turn: Turn) -> Turn {
-    Turn { attempt, ..turn }
+    Turn { attempt: Attempt { number: attempt, ..turn.attempt }, ..turn }
 }
 
 fn new_attempts(script: &Script) -> Vec<(u64, u64, u64, u32)> {
     let new = |(server, command): &(u64, Command)| match command {
-        Command::NewAttempt(new) => Some((*server, new.epoch, new.step, new.attempt)),
+        Command::NewAttempt { attempt: Attempt { epoch, step, number }, .. } => {
+            Some((*server, *epoch, *step, *number))
+        }
         _ => None,
     };
     script.commands.iter().filter_map(new).collect()
@@ -50,9 +52,9 @@ fn reports_and_commits_of_a_discarded_attempt_do_not_count() {
     let turn = at(1, turn(leases[0], 1, 0, 0));
     let caller = script.commit(Commit { turn, ..commit(leases[0], 1, 0, 0) });
     assert_eq!(script.answer(caller), None, "both reports were of attempt 0");
-    script.ready(1, 0, |report| report.attempt = 1);
+    script.ready_at(1, Attempt { epoch: 1, step: 0, number: 1 });
     assert!(script.report(caller).applied);
-    assert_eq!(script.decisions()[0].1.attempt, 1);
+    assert_eq!(script.decisions()[0].1.attempt.number, 1);
 }
 
 #[test]
@@ -76,7 +78,7 @@ fn only_the_open_and_the_previous_attempt_can_be_discarded() {
 fn attempts_start_at_0_in_each_step_and_epoch() {
     let (mut script, leases) = Script::training(1, 1);
     script.discard(turn(leases[0], 1, 0, 0));
-    script.ready(1, 0, |report| report.attempt = 1);
+    script.ready_at(1, Attempt { epoch: 1, step: 0, number: 1 });
     let turn_1 = at(1, turn(leases[0], 1, 0, 0));
     script.commit(Commit { turn: turn_1, ..commit(leases[0], 1, 0, 0) });
     assert_eq!(script.version(), Some(1));

@@ -12,12 +12,11 @@ fn a_step_is_decided_when_all_ranks_have_committed_and_all_servers_are_ready() {
     assert_eq!(script.decisions().iter().map(|(server, _)| *server).collect::<Vec<_>>(), [1, 2]);
     // The sums of squares are 1 and 3, and there are two ranks.
     let norm = 4.0f64.sqrt() / 2.0;
-    let report = pb::CommitResponse {
+    let report = Report {
         version: 1,
         applied: true,
-        gradient_norm: norm,
+        norm: Norm { value: norm, overflow: None },
         clip_coefficient: 1.0,
-        overflow: None,
         loss: None,
         world: 2,
         absent: Vec::new(),
@@ -25,7 +24,7 @@ fn a_step_is_decided_when_all_ranks_have_committed_and_all_servers_are_ready() {
     assert_eq!((script.report(first), script.report(second)), (report.clone(), report));
     let decision = &script.decisions()[0].1;
     let update = decision.update.as_ref().expect("it is applied");
-    assert_eq!((decision.step, update.coefficient, update.groups.len()), (0, 1.0, 1));
+    assert_eq!((decision.attempt.step, update.coefficient, update.groups.len()), (0, 1.0, 1));
     assert_eq!(script.version(), Some(1));
 }
 
@@ -89,7 +88,7 @@ fn the_coefficient_clips_and_unscales_and_the_norm_is_the_means() {
         caller = Some(script.commit(terms));
     }
     let report = script.report(caller.unwrap());
-    assert_eq!(report.gradient_norm, 2.0 / 16.0);
+    assert_eq!(report.norm.value, 2.0 / 16.0);
     assert_eq!(report.clip_coefficient, 0.1 / 0.125);
     assert_eq!(script.update(0).coefficient, 0.1 / 0.125 / 8.0);
 }
@@ -100,15 +99,15 @@ fn an_overflow_skips_the_step_and_names_the_first_slice_and_its_rank() {
     let servers = script.servers();
     for server in servers {
         script.ready(server, 0, |report| {
-            let slice = report.slices[0].slice;
-            report.slices[0].sum_of_squares = f64::INFINITY;
-            report.overflow = Some(pb::Overflow { slice, rank: Some(slice) });
+            let slice = report.sums[0].0;
+            report.sums[0].1 = f64::INFINITY;
+            report.overflow = Some(Overflow { slice, rank: Some(slice) });
         });
     }
     let caller = script.commit(Commit { max_norm: Some(1.0), ..commit(leases[0], 1, 0, 0) });
     let report = script.report(caller);
-    assert!(!report.applied && !report.gradient_norm.is_finite());
-    assert_eq!(report.overflow, Some(pb::Overflow { slice: 0, rank: Some(0) }));
+    assert!(!report.applied && !report.norm.value.is_finite());
+    assert_eq!(report.norm.overflow, Some(Overflow { slice: 0, rank: Some(0) }));
     assert!(script.decisions().iter().all(|(_, decision)| decision.update.is_none()));
     assert_eq!(report.version, 1);
 }
@@ -116,9 +115,9 @@ fn an_overflow_skips_the_step_and_names_the_first_slice_and_its_rank() {
 #[test]
 fn a_sum_that_is_not_finite_skips_the_step_without_naming_a_rank() {
     let (mut script, leases) = Script::training(1, 1);
-    script.ready(1, 0, |report| report.slices[1].sum_of_squares = f64::NAN);
+    script.ready(1, 0, |report| report.sums[1].1 = f64::NAN);
     let caller = script.commit(commit(leases[0], 1, 0, 0));
-    assert_eq!(script.report(caller).overflow, Some(pb::Overflow { slice: 2, rank: None }));
+    assert_eq!(script.report(caller).norm.overflow, Some(Overflow { slice: 2, rank: None }));
 }
 
 #[test]
@@ -216,9 +215,7 @@ fn a_missing_rank_and_a_late_server_are_named_at_the_deadline() {
     assert!(matches!(script.error(caller), Error::StepAborted { .. }));
     let caller = script.commit(commit(leases[0], 2, 0, 0));
     script.ready(1, 0, |_| {});
-    let waiting_for = Some("tensor \"b\" from rank 1".to_owned());
-    let job = pb::JobStats { job: "job".into(), job_id: JOB, waiting_for, ..Default::default() };
-    script.said(2, Said::Stats(pb::Stats { jobs: vec![job], ..Default::default() }));
+    script.said(2, Said::Stats(wire::stats("tensor \"b\" from rank 1")));
     assert_eq!(script.cluster.next_deadline(), Some(WAIT));
     script.after(WAIT - Duration::from_millis(1));
     assert_eq!(script.answer(caller), None);
@@ -268,7 +265,7 @@ fn a_committed_step_waits_for_the_initial_parameters() {
 fn reports_of_another_epoch_or_step_are_ignored() {
     let (mut script, leases) = Script::training(2, 1);
     script.ready_all(1);
-    script.ready(1, 0, |report| report.epoch = 0);
+    script.ready_at(1, Attempt::first(0, 0));
     script.ready_all(0);
     script.lose(1, leases[1]);
     let lease = script.join(1).unwrap();
@@ -288,17 +285,17 @@ fn a_frozen_job_needs_no_reports() {
     let lease = script.join(0).unwrap();
     script.initialise_all();
     let caller = script.commit(commit(lease, 1, 0, 0));
-    assert_eq!(script.report(caller).gradient_norm, 0.0);
+    assert_eq!(script.report(caller).norm.value, 0.0);
     assert_eq!(script.decisions().len(), 1);
 }
 
 #[test]
 fn a_report_about_other_slices_fails_the_job() {
-    let changes: [fn(&mut pb::StepReady); 4] = [
-        |report| report.slices[0].slice = 1,
-        |report| report.slices.clear(),
-        |report| report.overflow = Some(pb::Overflow { slice: 99, rank: None }),
-        |report| report.absent.push(pb::Absent { slice: 1, rank: 0, everywhere: false }),
+    let changes: [fn(&mut Reduced); 4] = [
+        |report| report.sums[0].0 = 1,
+        |report| report.sums.clear(),
+        |report| report.overflow = Some(Overflow { slice: 99, rank: None }),
+        |report| report.absent.push(Absent { slice: 1, rank: 0, everywhere: false }),
     ];
     for change in changes {
         let (mut script, leases) = Script::training(1, 1);

@@ -69,7 +69,7 @@ fn a_committed_step_is_never_reported_as_aborted_after_a_timeout_and_an_epoch_ch
         }
         assert_eq!(script.report(again).version, 1);
         let norm = script.reduce(leases[0], 1, 0, 1.0);
-        assert_eq!(script.reduced(norm).gradient_norm, script.report(again).gradient_norm);
+        assert_eq!(script.reduced(norm), script.report(again).norm);
         // The identity of the job and the range of the rank are checked in any case.
         let other = Turn { job: JobRef { id: 8, ..job() }, ..turn(leases[0], 1, 0, 0) };
         let replaced = script.commit(Commit { turn: other, ..commit(leases[0], 1, 0, 0) });

@@ -1,14 +1,15 @@
 //! Memberships: the messages to each member, and their cost.
 
 use super::*;
+use crate::coordinator::feed::Peer;
 
 fn join(script: &mut Script, rank: u32) -> Lease {
     script.join_as(rank, Some(format!("worker-{rank}:7"))).unwrap()
 }
 
 /// The peers in a message; ranks that have left are negative.
-fn peers(told: Option<pb::JoinResponse>) -> Option<Vec<i64>> {
-    let rank = |peer: &pb::Peer| {
+fn peers(told: Option<Change>) -> Option<Vec<i64>> {
+    let rank = |peer: &Peer| {
         if peer.address.is_none() { -i64::from(peer.rank) } else { peer.rank.into() }
     };
     Some(told?.peers.iter().map(rank).collect())
@@ -19,11 +20,15 @@ fn the_first_membership_is_complete_and_later_ones_contain_only_changes() {
     let mut script = Script::opened_job(spec(2), 2);
     let lease = script.join(0).unwrap();
     let first = script.told(lease).unwrap();
-    assert_eq!((first.lease, first.epoch, first.world, first.job_id), (lease.0, 1, 2, JOB));
+    assert_eq!((first.lease, first.epoch, first.world, first.job_id), (lease, 1, 2, JOB));
     assert!(first.spec.is_some() && first.version.is_none());
-    let servers = first.placement.unwrap().servers;
+    let placement = first.placement.unwrap();
     assert_eq!(
-        servers.iter().map(|server| (server.id, server.incarnation)).collect::<Vec<_>>(),
+        placement
+            .servers()
+            .iter()
+            .map(|server| (server.id, server.incarnation))
+            .collect::<Vec<_>>(),
         [(1, 1), (2, 1)]
     );
     assert!(script.told(lease).is_none(), "it knows everything");
@@ -58,7 +63,7 @@ fn members_are_told_of_peers_that_join_and_leave() {
         "a first message has those that are there"
     );
     let told = script.told(quiet).unwrap();
-    assert_eq!(told.peers, [pb::Peer { rank: 2, address: Some("elsewhere:1".into()) }]);
+    assert_eq!(told.peers, [Peer { rank: 2, address: Some("elsewhere:1".into()) }]);
 }
 
 #[test]
@@ -94,41 +99,14 @@ fn a_slow_member_costs_no_memory_and_gets_one_message_with_the_latest_state() {
         script.commands.clear();
         script.woken.clear();
     }
-    let job = &script.cluster.jobs["job"];
-    let super::super::state::Phase::Open(open) = &job.phase else { panic!("open") };
+    let open = script.open();
     // The bound is one entry for each rank that ever had an address, regardless of the number of
     // changes.
     assert_eq!(open.peers.len(), 1);
     assert_eq!(open.members.len(), 3);
     let told = script.told(leases[0]).unwrap();
     assert_eq!(told.epoch, 10_001);
-    assert_eq!(told.peers, [pb::Peer { rank: 2, address: Some("worker-9999:7".into()) }]);
+    assert_eq!(told.peers, [Peer { rank: 2, address: Some("worker-9999:7".into()) }]);
     assert!(told.spec.is_none() && told.placement.is_none());
     assert!(script.told(leases[0]).is_none());
-}
-
-#[test]
-fn a_thousand_joins_send_each_worker_one_placement_and_a_peer_for_each_other_worker() {
-    use prost::Message;
-    const WORKERS: u32 = 1000;
-    let mut script = Script::opened_job(spec(WORKERS), 4);
-    let mut leases = Vec::new();
-    let (mut placements, mut bytes) = (0, 0);
-    for rank in 0..WORKERS {
-        leases.push(join(&mut script, rank));
-        script.woken.clear();
-        script.commands.clear();
-        // All members read all messages, which is the maximum number of messages.
-        for &lease in &leases {
-            let told = script.told(lease).expect("a peer came");
-            assert_eq!(told.placement.is_some(), told.spec.is_some());
-            placements += usize::from(told.placement.is_some());
-            if told.placement.is_none() {
-                assert_eq!(told.peers.len(), 1);
-                bytes = bytes.max(told.encoded_len());
-            }
-        }
-    }
-    assert_eq!(placements, WORKERS as usize);
-    assert!(bytes < 64, "{bytes} bytes for a message about one peer");
 }

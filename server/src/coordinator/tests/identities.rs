@@ -24,7 +24,7 @@ fn a_call_about_an_earlier_job_of_the_name_is_refused() {
         assert_eq!(script.error(caller), &replaced);
     }
     assert_eq!(script.cluster.describe("job").unwrap().job_id, 8);
-    assert_eq!(script.cluster.status().jobs[0].job_id, 8);
+    assert_eq!(script.cluster.jobs["job"].id, 8);
     let caller = script.delete(8);
     assert_eq!(script.answer(caller), Some(&Ok(Reply::Deleted)));
 }
@@ -52,7 +52,7 @@ fn a_servers_messages_about_an_earlier_job_of_the_name_are_ignored() {
     assert_eq!(script.version(), Some(0));
     let caller = script.caller();
     let (lease, spec_id) = (script.join(0).unwrap(), JobRef { id: 8, ..job() });
-    script.ready(1, 0, |report| report.job_id = JOB);
+    script.ready_at(1, Attempt::first(1, 0));
     let turn = Turn { job: spec_id, ..turn(lease, 1, 0, 0) };
     script.event(Event::Commit {
         caller,
@@ -74,15 +74,11 @@ fn a_new_incarnation_of_a_server_first_removes_the_old_one() {
         matches!(script.error(waiting), Error::JobFailed { reason, .. } if reason.contains("restarted"))
     );
     // The remaining messages of the old stream, and its end, arrive late.
-    script.event(Event::Said {
-        from: old,
-        said: Said::Stats(pb::Stats { master_bytes: 7, ..Default::default() }),
-    });
+    script.event(Event::Said { from: old, said: Said::Stats(wire::stats("a gradient")) });
     script.lose_link(old);
     assert_eq!(script.servers(), [1]);
-    let status = script.cluster.status();
-    assert_eq!(status.servers[0].stats, None);
-    assert_eq!(status.servers[0].server.as_ref().map(|server| server.incarnation), Some(2));
+    let server = &script.cluster.servers[&1];
+    assert_eq!((server.incarnation, &server.stats), (2, &None));
     assert!(!script.commands.iter().any(|(_, command)| matches!(command, Command::Close(_))));
 }
 
@@ -110,13 +106,11 @@ fn placements_carry_the_identity_of_servers_and_messages_their_address() {
     script.server_as(server(0xfeed, 77, "host:1"));
     script.create(spec(1));
     let Some((0xfeed, Command::Open(open))) = script.commands.last() else { panic!("OpenJob") };
-    let listed = &open.placement.as_ref().unwrap().servers;
-    assert_eq!(listed, &[pb::Server { id: 0xfeed, incarnation: 77, address: "host:1".into() }]);
+    assert_eq!(open.placement.servers(), [server(0xfeed, 77, "host:1")]);
     assert_eq!(open.job_id, JOB);
     script.said(0xfeed, Said::Opened(job()));
     script.lose_server(0xfeed);
-    let failure = &script.cluster.status().jobs[0].failure;
-    let failure = failure.as_ref().expect("it has failed");
+    let failure = script.failure().expect("it has failed");
     assert!(failure.contains("shard server host:1 was lost"), "{failure}");
 }
 
@@ -131,5 +125,5 @@ fn a_placement_on_a_restarted_server_is_computed_again() {
     let plan = Plan::new(&placing.spec, &placing.live);
     script.event(Event::Placed { job: placing.job.clone(), plan });
     let Some((1, Command::Open(open))) = script.commands.last() else { panic!("OpenJob") };
-    assert_eq!(open.placement.as_ref().unwrap().servers[0].incarnation, 2);
+    assert_eq!(open.placement.servers()[0].incarnation, 2);
 }

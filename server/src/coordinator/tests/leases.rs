@@ -8,9 +8,9 @@ fn absent(world: u32) -> JobSpec {
     JobSpec { departure: Departure::Absent, ..spec(world) }
 }
 
-fn grants(script: &Script) -> Vec<(u64, u32, u64)> {
+fn grants(script: &Script) -> Vec<(u64, u32, Lease)> {
     let grant = |(server, command): &(u64, Command)| match command {
-        Command::Grant(grant) => Some((*server, grant.rank, grant.lease)),
+        &Command::Grant { rank, lease, .. } => Some((*server, rank, lease)),
         _ => None,
     };
     script.commands.iter().filter_map(grant).collect()
@@ -25,7 +25,7 @@ fn a_join_is_answered_when_every_server_has_accepted_the_lease() {
     let mut script = Script::opened_job(spec(1), 2);
     script.silent = true;
     let (caller, lease) = script.start_join(0, None);
-    assert_eq!(grants(&script), [(1, 0, lease.0), (2, 0, lease.0)]);
+    assert_eq!(grants(&script), [(1, 0, lease), (2, 0, lease)]);
     script.said(1, granted(0, lease));
     assert_eq!(script.answer(caller), None);
     assert!(script.told(lease).is_none());
@@ -36,7 +36,7 @@ fn a_join_is_answered_when_every_server_has_accepted_the_lease() {
     assert_eq!(script.answer(caller), None);
     script.said(2, granted(0, lease));
     assert_eq!(script.answer(caller), Some(&Ok(Reply::Joined)));
-    assert_eq!(script.told(lease).map(|told| told.lease), Some(lease.0));
+    assert_eq!(script.told(lease).map(|told| told.lease), Some(lease));
 }
 
 #[test]
@@ -72,7 +72,7 @@ fn a_worker_that_disconnects_during_its_join_frees_the_rank() {
     script.said(1, granted(0, lease));
     assert_eq!(script.answer(next), Some(&Ok(Reply::Joined)));
     assert_eq!(script.answer(queued), None, "its caller has gone");
-    assert_eq!(grants(&script).iter().map(|grant| grant.2).collect::<Vec<_>>(), [first.0, lease.0]);
+    assert_eq!(grants(&script).iter().map(|grant| grant.2).collect::<Vec<_>>(), [first, lease]);
 }
 
 #[test]
@@ -85,8 +85,8 @@ fn a_replacement_waits_for_the_end_of_the_old_lease() {
     assert_eq!(script.answer(caller), Some(&Ok(Reply::Joined)));
     assert!(matches!(
         &script.commands[..],
-        [(1, Command::NewEpoch(new)), (1, Command::Grant(grant))]
-            if new.rank == 1 && new.epoch == 2 && grant.lease == lease.0
+        [(1, Command::NewEpoch { rank: 1, epoch: 2, .. }), (1, Command::Grant { lease: new, .. })]
+            if *new == lease
     ));
     assert_eq!(script.told(lease).map(|told| told.epoch), Some(2));
 }
@@ -133,7 +133,7 @@ fn incomplete_initial_parameters_are_uploaded_again() {
         } else {
             script.lose(0, lease);
         }
-        let dropped = |(_, command): &&(u64, Command)| matches!(command, Command::NewEpoch(_));
+        let dropped = |(_, command): &&(u64, Command)| matches!(command, Command::NewEpoch { .. });
         assert_eq!(script.commands.iter().filter(dropped).count(), 2);
         script.said(2, Said::Initialised { job: job(), epoch: 1 });
         assert_eq!(script.version(), None);
@@ -147,7 +147,7 @@ fn version_0_is_published_once_every_server_has_its_parameters() {
     let mut script = Script::opened_job(spec(1), 2);
     let published = |script: &Script| {
         let publish = |(server, command): &(u64, Command)| match command {
-            Command::Publish(publish) => Some((*server, publish.epoch, publish.job_id)),
+            Command::Publish { job, epoch } => Some((*server, *epoch, job.id)),
             _ => None,
         };
         script.commands.iter().filter_map(publish).collect::<Vec<_>>()
@@ -213,7 +213,7 @@ fn the_other_ranks_continue_without_a_rank_that_is_done() {
     script.ready_all(0);
     script.leave(leases[1], true);
     let done =
-        |(_, command): &&(u64, Command)| matches!(command, Command::Done(done) if done.rank == 1);
+        |(_, command): &&(u64, Command)| matches!(command, Command::RankDone { rank: 1, .. });
     assert_eq!(script.commands.iter().filter(done).count(), 1);
     assert_eq!(script.report(waiting).loss, Some(3.0));
     assert_eq!(script.epoch(), 1, "the epoch does not move");

@@ -118,7 +118,7 @@ fn a_lost_server_fails_its_jobs_and_all_waiting_calls_are_answered() {
     assert!(is_failed(&script.cluster.describe("job").unwrap_err()));
     let caller = script.create(spec(2));
     assert!(is_failed(script.error(caller)));
-    assert!(script.cluster.status().jobs[0].failure.is_some());
+    assert!(script.failure().is_some());
 }
 
 #[test]

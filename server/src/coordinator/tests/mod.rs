@@ -13,26 +13,28 @@ mod model;
 mod reduces;
 mod service;
 mod succession;
+mod wire;
 
 use std::{
     collections::{HashMap, VecDeque},
     time::Duration,
 };
 
-use zeroshard_proto::{
-    DType, Error, JobSpec, Manifest, Result, Server, Succession, TensorSpec,
-    pb::{self, serve_request, serve_response::Command},
-};
+use zeroshard_proto::{DType, Error, JobSpec, Manifest, Result, Server, Succession, TensorSpec};
 
 use super::{
     cluster::Cluster,
-    control::said,
+    decisions::{Decision, Report, Update},
     events::{
-        Action, Caller, Commit, Create, Discard, Event, JobRef, Join, Lease, Link, Now, Reduce,
-        Reply, Said, Turn,
+        Action, Caller, Command, Commit, Create, Discard, Event, JobRef, Join, Lease, Link, Now,
+        Reduce, Reply, Said, Turn,
     },
+    feed::Change,
     jobs::Plan,
+    reduce::{Absent, Norm, Overflow, Reduced},
+    state::{Open, Phase},
 };
+use crate::attempt::Attempt;
 
 /// The id of the job.
 const JOB: u64 = 0x7007;
@@ -126,7 +128,6 @@ impl Script {
                 self.commands.push((server, command));
                 return said.map(|said| Event::Said { from: self.links[&server], said });
             }
-            Action::Open(server, open) => self.commands.push((server, Command::Open(open.into()))),
             Action::Place(placing) => {
                 let plan = Plan::new(&placing.spec, &placing.live);
                 return Some(Event::Placed { job: placing.job, plan });
@@ -145,14 +146,10 @@ impl Script {
 
     /// The reply of a server to a command that it can carry out at once.
     fn reply(&self, command: &Command) -> Option<Said> {
-        match command {
-            Command::Grant(grant) => {
-                let job = JobRef { name: grant.job.clone(), id: grant.job_id };
-                Some(Said::Granted { job, rank: grant.rank, lease: Lease(grant.lease) })
-            }
-            Command::Decide(decision) => {
-                let job = JobRef { name: decision.job.clone(), id: decision.job_id };
-                Some(Said::Stored { job, epoch: decision.epoch, step: decision.step })
+        match command.clone() {
+            Command::Grant { job, rank, lease } => Some(Said::Granted { job, rank, lease }),
+            Command::Decide { job, decision: Decision { attempt, .. } } => {
+                Some(Said::Stored { job, epoch: attempt.epoch, step: attempt.step })
             }
             _ => None,
         }
@@ -230,6 +227,18 @@ impl Script {
         }
     }
 
+    fn open(&self) -> &Open {
+        self.cluster.jobs["job"].phase.open("job").expect("open")
+    }
+
+    /// Why the job has failed, if it has.
+    fn failure(&self) -> Option<&str> {
+        match &self.cluster.jobs["job"].phase {
+            Phase::Failed { reason } => Some(reason),
+            _ => None,
+        }
+    }
+
     fn epoch(&self) -> u64 {
         self.cluster.describe("job").expect("open").epoch
     }
@@ -274,8 +283,8 @@ impl Script {
     }
 
     /// The next membership of a worker, if it has changed.
-    fn told(&mut self, lease: Lease) -> Option<pb::JoinResponse> {
-        self.cluster.next_membership("job", lease).map(Into::into)
+    fn told(&mut self, lease: Lease) -> Option<Change> {
+        self.cluster.next_membership("job", lease)
     }
 
     fn commit(&mut self, commit: Commit) -> Caller {
@@ -308,22 +317,31 @@ impl Script {
         self.cluster.servers.keys().copied().collect()
     }
 
-    fn ready(&mut self, server: u64, step: u64, change: impl FnOnce(&mut pb::StepReady)) {
+    /// A server reports its slices for the first attempt at `step` in the current epoch.
+    fn ready(&mut self, server: u64, step: u64, change: impl FnOnce(&mut Reduced)) {
+        let mut reduced = self.gradients(server);
+        change(&mut reduced);
+        let job = JobRef { id: self.cluster.jobs["job"].id, ..job() };
+        self.said(server, Said::Ready { job, attempt: self.first_attempt(step), reduced });
+    }
+
+    /// A server reports its slices for `attempt`.
+    fn ready_at(&mut self, server: u64, attempt: Attempt) {
+        let reduced = self.gradients(server);
+        self.said(server, Said::Ready { job: job(), attempt, reduced });
+    }
+
+    fn first_attempt(&self, step: u64) -> Attempt {
+        Attempt::first(self.epoch(), step)
+    }
+
+    fn gradients(&self, server: u64) -> Reduced {
         let described = self.cluster.describe("job").expect("open");
         let manifest = spec(1).manifest;
         let slices =
             described.placement.primary_slices(server).filter(|&slice| manifest.trains(slice));
-        let reduced = |slice| pb::ReducedSlice { slice, sum_of_squares: f64::from(slice) + 1.0 };
-        let mut report = pb::StepReady {
-            job: "job".into(),
-            job_id: described.job_id,
-            epoch: described.epoch,
-            step,
-            slices: slices.map(|slice| reduced(slice as u32)).collect(),
-            ..Default::default()
-        };
-        change(&mut report);
-        self.said(server, said(serve_request::Event::Ready(report)).expect("it is an event"));
+        let sums = slices.map(|slice| (slice as u32, slice as f64 + 1.0)).collect();
+        Reduced { sums, overflow: None, absent: Vec::new() }
     }
 
     fn stored(&mut self, server: u64, epoch: u64, step: u64) {
@@ -346,36 +364,36 @@ impl Script {
         }
     }
 
-    fn report(&self, caller: Caller) -> pb::CommitResponse {
+    fn report(&self, caller: Caller) -> Report {
         match self.answer(caller) {
             Some(Ok(Reply::Report(report))) => report.clone(),
             other => panic!("{caller:?} has {other:?}"),
         }
     }
 
-    fn reduced(&self, caller: Caller) -> pb::ReduceResponse {
+    fn reduced(&self, caller: Caller) -> Norm {
         match self.answer(caller) {
-            Some(Ok(Reply::Reduced(report))) => *report,
+            Some(Ok(Reply::Reduced(norm))) => *norm,
             other => panic!("{caller:?} has {other:?}"),
         }
     }
 
-    fn decisions(&self) -> Vec<(u64, pb::Decision)> {
+    fn decisions(&self) -> Vec<(u64, Decision)> {
         let decision = |(server, command): &(u64, Command)| match command {
-            Command::Decide(decision) => Some((*server, decision.clone())),
+            Command::Decide { decision, .. } => Some((*server, decision.clone())),
             _ => None,
         };
         self.commands.iter().filter_map(decision).collect()
     }
 
     /// The update in decision number `index`.
-    fn update(&self, index: usize) -> pb::Update {
+    fn update(&self, index: usize) -> Update {
         self.decisions().swap_remove(index).1.update.expect("the step is applied")
     }
 
     fn new_epochs(&self) -> Vec<(u64, u64)> {
         let epoch = |(server, command): &(u64, Command)| match command {
-            Command::NewEpoch(new) => Some((*server, new.epoch)),
+            &Command::NewEpoch { epoch, .. } => Some((*server, epoch)),
             _ => None,
         };
         self.commands.iter().filter_map(epoch).collect()
@@ -390,7 +408,7 @@ impl Script {
 }
 
 fn turn(lease: Lease, epoch: u64, rank: u32, step: u64) -> Turn {
-    Turn { job: job(), lease, epoch, rank, step, attempt: 0 }
+    Turn { job: job(), lease, rank, attempt: Attempt::first(epoch, step) }
 }
 
 /// `rank` has pushed all gradients of `step`.

@@ -15,7 +15,7 @@ fn the_norm_is_returned_when_all_gradients_are_complete_and_equals_the_decisions
     assert_eq!(script.answer(early), None);
     script.ready(2, 0, |_| {});
     let norm = 4.0f64.sqrt() / 8.0;
-    assert_eq!(script.reduced(early), pb::ReduceResponse { gradient_norm: norm, overflow: None });
+    assert_eq!(script.reduced(early), Norm { value: norm, overflow: None });
     let late = script.reduce(leases[0], 1, 0, 4.0);
     assert_eq!(script.reduced(late), script.reduced(early));
     assert!(script.decisions().is_empty(), "nobody has committed");
@@ -37,11 +37,11 @@ fn the_norm_is_returned_when_all_gradients_are_complete_and_equals_the_decisions
 #[test]
 fn an_overflow_is_reported_before_the_decision() {
     let (mut script, leases) = Script::training(1, 1);
-    let overflow = pb::Overflow { slice: 2, rank: Some(0) };
+    let overflow = Overflow { slice: 2, rank: Some(0) };
     script.ready(1, 0, |report| report.overflow = Some(overflow));
     let caller = script.reduce(leases[0], 1, 0, 1.0);
     let report = script.reduced(caller);
-    assert!(report.gradient_norm.is_nan());
+    assert!(report.value.is_nan());
     assert_eq!(report.overflow, Some(overflow));
 }
 
@@ -78,7 +78,7 @@ fn a_request_for_the_norm_waits_for_the_initial_parameters() {
     script.ready_all(0);
     assert_eq!(script.answer(caller), None);
     script.initialise_all();
-    assert_eq!(script.reduced(caller).gradient_norm, 2.0);
+    assert_eq!(script.reduced(caller).value, 2.0);
 }
 
 #[test]
@@ -92,9 +92,9 @@ fn deleting_a_job_answers_the_calls_that_wait_for_its_norm() {
 #[test]
 fn absences_are_merged_by_tensor_in_manifest_order() {
     let (mut script, leases) = Script::training(3, 2);
-    let absent = |slice, rank, everywhere| pb::Absent { slice, rank, everywhere };
-    script.ready(1, 0, |report| report.absent = vec![absent(report.slices[0].slice, 1, false)]);
-    script.ready(2, 0, |report| report.absent = vec![absent(report.slices[0].slice, 0, true)]);
+    let absent = |slice, rank, everywhere| Absent { slice, rank, everywhere };
+    script.ready(1, 0, |report| report.absent = vec![absent(report.sums[0].0, 1, false)]);
+    script.ready(2, 0, |report| report.absent = vec![absent(report.sums[0].0, 0, true)]);
     let callers: Vec<_> =
         (0..3).map(|rank| script.commit(commit(leases[rank], 1, rank as u32, 0))).collect();
     let report = script.report(callers[0]);
@@ -112,10 +112,9 @@ fn a_tensor_is_absent_everywhere_only_if_all_its_slices_are() {
     let spec = JobSpec { manifest: Manifest::new(vec![big]).unwrap(), ..spec(1) };
     for (second, everywhere) in [(true, true), (false, false)] {
         let (mut script, leases) = Script::training_of(spec.clone(), 1);
-        let absent = |slice, everywhere| pb::Absent { slice, rank: 0, everywhere };
+        let absent = |slice, everywhere| Absent { slice, rank: 0, everywhere };
         script.ready(1, 0, |report| {
-            report.slices =
-                [0, 1].map(|slice| pb::ReducedSlice { slice, sum_of_squares: 0.0 }).into();
+            report.sums = vec![(0, 0.0), (1, 0.0)];
             report.absent = vec![absent(0, true), absent(1, second)];
         });
         let caller = script.commit(commit(leases[0], 1, 0, 0));
@@ -127,7 +126,7 @@ fn a_tensor_is_absent_everywhere_only_if_all_its_slices_are() {
 fn an_average_that_is_not_finite_is_applied() {
     let spec = JobSpec { groups: vec![zeroshard_proto::Optimizer::Average(Average {})], ..spec(2) };
     let (mut script, leases) = Script::training_of(spec, 1);
-    let overflow = pb::Overflow { slice: 0, rank: Some(1) };
+    let overflow = Overflow { slice: 0, rank: Some(1) };
     script.ready(1, 0, |report| report.overflow = Some(overflow));
     let terms = |rank: usize, step| Commit {
         max_norm: Some(0.5),
@@ -137,10 +136,10 @@ fn an_average_that_is_not_finite_is_applied() {
     let caller = script.commit(terms(1, 0));
     let report = script.report(caller);
     assert_eq!(
-        (report.applied, report.overflow, report.clip_coefficient),
+        (report.applied, report.norm.overflow, report.clip_coefficient),
         (true, Some(overflow), 1.0)
     );
-    assert!(report.gradient_norm.is_nan());
+    assert!(report.norm.value.is_nan());
     assert_eq!(script.update(0).coefficient, 1.0);
 
     // A finite gradient is clipped as with other optimizers.
@@ -163,20 +162,20 @@ fn tensors_that_are_not_clipped_are_unscaled_and_not_in_the_norm() {
     let caller = script.commit(terms(1));
     let report = script.report(caller);
     // Slice 0 has the sum of squares 1.
-    assert_eq!((report.gradient_norm, report.clip_coefficient), (0.125, 0.5));
+    assert_eq!((report.norm.value, report.clip_coefficient), (0.125, 0.5));
     let update = script.update(0);
     assert_eq!((update.coefficient, update.unclipped), (0.125, 0.25));
 
     // An overflow in this tensor skips the step like any other overflow.
     let (mut script, leases) = Script::training_of(partly_clipped(1), 1);
-    script.ready(1, 0, |report| report.slices[1].sum_of_squares = f64::INFINITY);
+    script.ready(1, 0, |report| report.sums[1].1 = f64::INFINITY);
     let caller = script.commit(commit(leases[0], 1, 0, 0));
     let report = script.report(caller);
     assert_eq!(
-        (report.applied, report.overflow),
-        (false, Some(pb::Overflow { slice: 2, rank: None }))
+        (report.applied, report.norm.overflow),
+        (false, Some(Overflow { slice: 2, rank: None }))
     );
-    assert!(!report.gradient_norm.is_finite());
+    assert!(!report.norm.value.is_finite());
 }
 
 #[test]
@@ -199,7 +198,7 @@ fn each_tensors_sum_is_divided_by_its_own_number_of_averaged_ranks() {
         script.ready_all(0);
         // The sums of squares are 1 and 3.
         let caller = script.reduce(leases[0], 1, 0, 2.0);
-        assert_eq!(script.reduced(caller).gradient_norm, f64::sqrt(expected) / 2.0);
+        assert_eq!(script.reduced(caller).value, f64::sqrt(expected) / 2.0);
         for (rank, &lease) in (0..).zip(&leases) {
             let terms =
                 Commit { loss_scale: 2.0, max_norm: Some(0.125), ..commit(lease, 1, rank, 0) };

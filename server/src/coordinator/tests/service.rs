@@ -7,7 +7,7 @@ use tokio_stream::wrappers::UnboundedReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request, Status, Streaming, transport::Channel};
 use zeroshard_proto::pb::{
-    coordinator_service_client::CoordinatorServiceClient, serve_request::Event as Said,
+    self, coordinator_service_client::CoordinatorServiceClient, serve_request::Event as Said,
     serve_response::Command,
 };
 
@@ -16,7 +16,6 @@ use crate::{
     config::{Common, MAX_WAIT},
     coordinator::{
         Coordinator,
-        control::Outgoing,
         driver::{Driver, MAX_COMMANDS},
         requests::Waits,
     },
@@ -340,10 +339,8 @@ async fn a_server_that_does_not_read_its_commands_is_dismissed() {
         let driver = driver.clone();
         async move { driver.call(create).await }
     });
-    assert!(
-        matches!(control.commands.recv().await, Some(Outgoing::Command(command)) if matches!(*command, Command::Welcome(_)))
-    );
-    assert!(matches!(control.commands.recv().await, Some(Outgoing::Open(_))));
+    assert_eq!(control.commands.recv().await, Some(super::Command::Welcome));
+    assert!(matches!(control.commands.recv().await, Some(super::Command::Open(_))));
     said(super::Said::Opened(job()));
     assert_eq!(creator.await.unwrap(), Ok(Reply::Created { epoch: 1, job_id: JOB }));
     // Each join that is given up costs a GrantLease and a NewEpoch.

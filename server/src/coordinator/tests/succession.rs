@@ -4,7 +4,10 @@ use proptest::prelude::*;
 use zeroshard_proto::{JobVersion, Policy};
 
 use super::*;
-use crate::coordinator::succession::Source;
+use crate::coordinator::{
+    events::OpenJob,
+    succession::{SliceCopy, Source},
+};
 
 const SUCCESSOR: u64 = 0x7008;
 const IDLE: Duration = Duration::from_secs(20);
@@ -28,10 +31,14 @@ impl Script {
         (script, leases, caller)
     }
 
-    /// What each server was told to copy for the successor.
-    fn successions(&self) -> Vec<(u64, pb::Succession)> {
-        let succession = |(server, command): &(u64, Command)| match command {
-            Command::Open(open) => Some((*server, open.succession.clone()?)),
+    /// The succession, and the copies of it that each server was told to make for the successor.
+    fn successions(&self) -> Vec<(Succession, Vec<SliceCopy>)> {
+        let succession = |(_, command): &(u64, Command)| match command {
+            Command::Open(OpenJob { spec, placement, server, source, .. }) => {
+                let source = source.as_ref()?;
+                let copies = source.copies(spec, placement, *server);
+                Some((source.succession.as_ref().clone(), copies))
+            }
             _ => None,
         };
         self.commands.iter().filter_map(succession).collect()
@@ -60,9 +67,9 @@ fn servers_are_told_what_to_copy_and_creation_ends_with_the_copy() {
     let successions = script.successions();
     assert_eq!(successions.len(), 2);
     let mut slices = Vec::new();
-    for (_, succession) in &successions {
-        assert_eq!(succession.from, from(0).map(|succession| (&succession.from).into()));
-        for copy in &succession.copies {
+    for (succession, copies) in &successions {
+        assert_eq!(Some(succession), from(0).as_ref());
+        for copy in copies {
             assert_eq!((copy.slice, copy.offset, copy.source_offset), (copy.source, 0, 0));
             assert_eq!(copy.state, copy.slice != 1, "frozen");
             slices.push((copy.slice, copy.length));
@@ -203,7 +210,7 @@ fn a_predecessor_that_nobody_uses_is_kept_until_the_copy_is_complete() {
 }
 
 /// What is copied of one tensor.
-fn copies(before: (TensorSpec, &str), after: (TensorSpec, &str)) -> Vec<pb::SliceCopy> {
+fn copies(before: (TensorSpec, &str), after: (TensorSpec, &str)) -> Vec<SliceCopy> {
     let job = |(tensor, optimizer): (TensorSpec, &str)| {
         let optimizer = serde_json::from_str(optimizer).unwrap();
         JobSpec::new("job", Manifest::new(vec![tensor]).unwrap(), vec![optimizer])
@@ -216,7 +223,7 @@ fn copies(before: (TensorSpec, &str), after: (TensorSpec, &str)) -> Vec<pb::Slic
         placement: Plan::new(&before, &live).unwrap().placement,
         spec: before.into(),
     };
-    source.message(&after, &placement, 1).copies
+    source.copies(&after, &placement, 1)
 }
 
 const ADAM: &str = r#"{"name":"adam"}"#;
@@ -260,14 +267,14 @@ proptest! {
         let manifests = [&before, &after].map(|t| Manifest::new(vec![t.clone()]).unwrap());
         let mut next = 0;
         for copy in copies((before, ADAM), (after, ADAM)) {
-            let [from, to] = [copy.source, copy.slice].map(|slice| slice as usize);
-            let (from, to) = (manifests[0].slices()[from], manifests[1].slices()[to]);
-            prop_assert_eq!(to.offset as u64 + copy.offset, next);
-            prop_assert_eq!(from.offset as u64 + copy.source_offset, next);
-            prop_assert!(copy.offset + copy.length <= to.numel as u64);
-            prop_assert!(copy.source_offset + copy.length <= from.numel as u64);
+            let (from, to) =
+                (manifests[0].slices()[copy.source], manifests[1].slices()[copy.slice]);
+            prop_assert_eq!(to.offset + copy.offset, next);
+            prop_assert_eq!(from.offset + copy.source_offset, next);
+            prop_assert!(copy.length > 0 && copy.offset + copy.length <= to.numel);
+            prop_assert!(copy.source_offset + copy.length <= from.numel);
             next += copy.length;
         }
-        prop_assert_eq!(next, numel);
+        prop_assert_eq!(next as u64, numel);
     }
 }

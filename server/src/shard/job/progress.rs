@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use prometheus::Histogram;
 
-use crate::shard::{attempt::Attempt, slice::Reduced};
+use crate::{attempt::Attempt, shard::slice::Reduced};
 
 /// The number of incomplete slices, and the reduced gradients of the complete ones.
 pub(super) struct Progress {

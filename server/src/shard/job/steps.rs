@@ -11,9 +11,9 @@ use zeroshard_proto::{Error, Result};
 
 use super::{Job, progress::Progress};
 use crate::{
+    attempt::Attempt,
     backend::Backend,
     shard::{
-        attempt::Attempt,
         events::JobEvent,
         slice::{Apply, Step},
     },
@@ -121,7 +121,7 @@ impl<B: Backend> Job<B> {
         if let Some(apply) = &apply {
             self.spec.validate_step(apply.groups)?;
         }
-        let phases = &self.context.metrics.phases;
+        let phases = &self.metrics.phases;
         let next = self.begin_step(attempt)?;
         let began = Instant::now();
         self.apply(&Step { apply, next })?;
@@ -135,7 +135,7 @@ impl<B: Backend> Job<B> {
     fn begin_step(&self, attempt: Attempt) -> Result<Attempt> {
         let Attempt { epoch, step, .. } = attempt;
         let mut progress = self.progress();
-        progress.end_phase(&self.context.metrics.phases.decide);
+        progress.end_phase(&self.metrics.phases.decide);
         if progress.attempt != attempt || progress.version != Some(step) || progress.waiting > 0 {
             let cause = format!(
                 "{attempt:?} was decided; this server is at {:?} and version {:?} with {} slices incomplete",

@@ -4,10 +4,7 @@
 use zeroshard_proto::{Error, Result, geometry::SliceContributors};
 
 use super::{Inner, Slice, received::Received, versioned::Versioned};
-use crate::{
-    backend::Backend,
-    shard::{attempt::Attempt, round::Chunk},
-};
+use crate::{attempt::Attempt, backend::Backend, shard::round::Chunk};
 
 /// The arrived part of a buffer's next content.
 pub(super) struct Next<B: Backend> {

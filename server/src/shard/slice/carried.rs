@@ -3,10 +3,7 @@
 use zeroshard_proto::{Error, Result};
 
 use super::Slice;
-use crate::{
-    backend::Backend,
-    shard::{attempt::Attempt, part::Part},
-};
+use crate::{attempt::Attempt, backend::Backend, shard::part::Part};
 
 /// The copied content besides the master weights, which are always copied.
 #[derive(Debug, Clone, Copy)]

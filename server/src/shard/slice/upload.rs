@@ -3,11 +3,7 @@
 use zeroshard_proto::{Error, Result};
 
 use super::{Inner, Slice, received::Received};
-use crate::{
-    backend::Backend,
-    optim,
-    shard::{attempt::Attempt, round::Chunk},
-};
+use crate::{attempt::Attempt, backend::Backend, optim, shard::round::Chunk};
 
 /// The contents of an upload.
 #[derive(Debug, Clone, Copy)]

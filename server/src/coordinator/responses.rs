@@ -1,0 +1,112 @@
+//! Converts the answers of the coordinator into messages.
+
+use zeroshard_proto::{JobSpec, Server, pb};
+
+use super::{
+    cluster::{Cluster, Description},
+    decisions::Report,
+    feed::{Change, Peer},
+    reduce::{Absent, Norm, Overflow},
+    state::{Job, Phase},
+};
+
+impl From<Description> for pb::DescribeJobResponse {
+    fn from(description: Description) -> Self {
+        let Description { spec, placement, epoch, version, job_id } = description;
+        let (spec, placement) = (Some(spec.as_ref().into()), Some(placement.as_ref().into()));
+        Self { spec, epoch, placement, version, job_id }
+    }
+}
+
+impl From<Change> for pb::JoinResponse {
+    fn from(change: Change) -> Self {
+        let peer = |Peer { rank, address }| pb::Peer { rank, address };
+        Self {
+            lease: change.lease.0,
+            epoch: change.epoch,
+            world: change.world,
+            version: change.version,
+            spec: change.spec.map(|spec| spec.as_ref().into()),
+            placement: change.placement.map(|placement| placement.as_ref().into()),
+            peers: change.peers.into_iter().map(peer).collect(),
+            job_id: change.job_id,
+        }
+    }
+}
+
+impl From<Report> for pb::CommitResponse {
+    fn from(report: Report) -> Self {
+        let absent = |Absent { slice, rank, everywhere }| pb::Absent { slice, rank, everywhere };
+        Self {
+            version: report.version,
+            applied: report.applied,
+            gradient_norm: report.norm.value,
+            clip_coefficient: report.clip_coefficient,
+            overflow: report.norm.overflow.map(Into::into),
+            loss: report.loss,
+            world: report.world,
+            absent: report.absent.into_iter().map(absent).collect(),
+        }
+    }
+}
+
+impl From<Norm> for pb::ReduceResponse {
+    fn from(Norm { value, overflow }: Norm) -> Self {
+        Self { gradient_norm: value, overflow: overflow.map(Into::into) }
+    }
+}
+
+impl From<Overflow> for pb::Overflow {
+    fn from(Overflow { slice, rank }: Overflow) -> Self {
+        Self { slice, rank }
+    }
+}
+
+/// The last report of a shard server about its memory and jobs. The state machine stores it for
+/// operators, and itself reads only [`Self::waiting_for`].
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Stats(pub(super) pb::Stats);
+
+impl Stats {
+    /// The first tensor and rank of which the server lacks data of the job.
+    pub(super) fn waiting_for(&self, job_id: u64) -> Option<&str> {
+        self.0.jobs.iter().find(|job| job.job_id == job_id)?.waiting_for.as_deref()
+    }
+}
+
+impl From<&Cluster> for pb::StatusResponse {
+    fn from(cluster: &Cluster) -> Self {
+        let stats = cluster.servers.values().map(|known| known.stats.clone());
+        let server = |(server, stats): (Server, Option<Stats>)| pb::ServerStatus {
+            server: Some(server.into()),
+            stats: stats.map(|Stats(stats)| stats),
+        };
+        Self {
+            servers: cluster.live().into_iter().zip(stats).map(server).collect(),
+            jobs: cluster.jobs.values().map(Into::into).collect(),
+        }
+    }
+}
+
+impl From<&Job> for pb::JobStatus {
+    fn from(job: &Job) -> Self {
+        let JobSpec { name, manifest, world, .. } = job.spec.as_ref();
+        let (joined, version, failure) = match &job.phase {
+            Phase::Waiting { .. } | Phase::Opening { .. } => (Vec::new(), None, None),
+            Phase::Open(open) => (open.members.ranks().collect(), open.version, None),
+            Phase::Failed { reason } => (Vec::new(), None, Some(reason.clone())),
+        };
+        Self {
+            name: name.clone(),
+            epoch: job.epoch,
+            world: *world,
+            joined,
+            version,
+            parameters: manifest.parameters(),
+            tensors: manifest.tensors().len() as u32,
+            slices: manifest.slices().len() as u32,
+            failure,
+            job_id: job.id,
+        }
+    }
+}

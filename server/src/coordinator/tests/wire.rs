@@ -1,0 +1,109 @@
+//! The messages into which commands and answers are converted.
+
+use prost::Message;
+use zeroshard_proto::{JobVersion, pb};
+
+use super::*;
+use crate::coordinator::{control::said, responses::Stats};
+
+/// The report of a server that waits for this input of the job.
+pub(super) fn stats(waiting_for: &str) -> Stats {
+    let waiting_for = Some(waiting_for.to_owned());
+    let job = pb::JobStats { job: "job".into(), job_id: JOB, waiting_for, ..Default::default() };
+    Stats(pb::Stats { jobs: vec![job], ..Default::default() })
+}
+
+#[test]
+fn a_report_of_gradients_is_converted_with_every_field() {
+    let ready = pb::StepReady {
+        job: "job".into(),
+        job_id: JOB,
+        epoch: 1,
+        step: 2,
+        attempt: 3,
+        slices: vec![pb::ReducedSlice { slice: 4, sum_of_squares: 5.0 }],
+        overflow: Some(pb::Overflow { slice: 6, rank: Some(7) }),
+        absent: vec![pb::Absent { slice: 8, rank: 9, everywhere: true }],
+    };
+    let Ok(Said::Ready { job: of, attempt, reduced }) =
+        said(pb::serve_request::Event::Ready(ready))
+    else {
+        panic!("Ready")
+    };
+    assert_eq!((of, attempt), (job(), Attempt { epoch: 1, step: 2, number: 3 }));
+    assert_eq!(reduced.sums, [(4, 5.0)]);
+    assert_eq!(reduced.overflow, Some(Overflow { slice: 6, rank: Some(7) }));
+    assert_eq!(reduced.absent, [Absent { slice: 8, rank: 9, everywhere: true }]);
+}
+
+#[test]
+fn the_report_of_a_step_is_converted_with_every_field() {
+    let overflow = Some(Overflow { slice: 2, rank: None });
+    let report = Report {
+        version: 1,
+        applied: true,
+        norm: Norm { value: 2.0, overflow },
+        clip_coefficient: 3.0,
+        loss: Some(4.0),
+        world: 5,
+        absent: vec![Absent { slice: 6, rank: 7, everywhere: false }],
+    };
+    let message = pb::CommitResponse {
+        version: 1,
+        applied: true,
+        gradient_norm: 2.0,
+        clip_coefficient: 3.0,
+        overflow: Some(pb::Overflow { slice: 2, rank: None }),
+        loss: Some(4.0),
+        world: 5,
+        absent: vec![pb::Absent { slice: 6, rank: 7, everywhere: false }],
+    };
+    assert_eq!(pb::CommitResponse::from(report), message);
+}
+
+#[test]
+fn a_server_is_told_what_to_copy_from_which_server() {
+    let (mut script, _) = Script::training(1, 2);
+    let from = JobVersion { job: "job".into(), job_id: JOB, version: 0 };
+    let succession = Succession { from: from.clone(), fresh_state: false };
+    script.create_from(8, JobSpec { name: "next".into(), ..spec(1) }, Some(succession));
+    let mut slices = Vec::new();
+    for (_, command) in script.commands.split_off(script.commands.len() - 2) {
+        let pb::serve_response::Command::Open(open) = command.into() else { panic!("OpenJob") };
+        let pb::Succession { from: source, servers, copies } = open.succession.unwrap();
+        assert_eq!(source, Some((&from).into()));
+        assert_eq!(servers.iter().map(|server| server.id).collect::<Vec<_>>(), [1, 2]);
+        for copy in copies {
+            let owner = script.open().placement.primary(copy.source as usize);
+            assert_eq!(copy.server as usize, owner);
+            slices.push((copy.slice, copy.length));
+        }
+    }
+    slices.sort_unstable();
+    assert_eq!(slices, [(0, 3), (1, 2), (2, 4)]);
+}
+
+#[test]
+fn a_thousand_joins_send_each_worker_one_placement_and_a_peer_for_each_other_worker() {
+    const WORKERS: u32 = 1000;
+    let mut script = Script::opened_job(spec(WORKERS), 4);
+    let mut leases = Vec::new();
+    let (mut placements, mut bytes) = (0, 0);
+    for rank in 0..WORKERS {
+        leases.push(script.join_as(rank, Some(format!("worker-{rank}:7"))).unwrap());
+        script.woken.clear();
+        script.commands.clear();
+        // All members read all messages, which is the maximum number of messages.
+        for &lease in &leases {
+            let told = script.told(lease).expect("a peer came");
+            assert_eq!(told.placement.is_some(), told.spec.is_some());
+            placements += usize::from(told.placement.is_some());
+            if told.placement.is_none() {
+                assert_eq!(told.peers.len(), 1);
+                bytes = bytes.max(pb::JoinResponse::from(told).encoded_len());
+            }
+        }
+    }
+    assert_eq!(placements, WORKERS as usize);
+    assert!(bytes < 64, "{bytes} bytes for a message about one peer");
+}
