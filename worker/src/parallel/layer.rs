@@ -80,7 +80,7 @@ impl<B: ParallelBackend> Layer<'_, B> {
         }
     }
 
-    /// Distributes the parameter `weight` or `bias` over a mesh. Each rank keeps its part of its own
+    /// Distributes the parameter `weight` or `bias` over a mesh. Each rank keeps a part of its own
     /// values.
     ///
     /// # Errors
