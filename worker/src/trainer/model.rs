@@ -81,7 +81,7 @@ pub struct Parameter {
     /// For an alias (the tied head): the index of the tensor that it is another name of.
     pub alias_of: Option<usize>,
     /// The dimension along which a tensor-parallel group cuts it; `None`: every rank has all of it.
-    pub cut: Option<usize>,
+    pub shard_dim: Option<usize>,
     start: Start,
 }
 
@@ -118,7 +118,7 @@ impl Model {
     pub fn new(architecture: Architecture) -> Self {
         let Architecture { vocabulary, context, width, blocks, hidden, .. } = architecture;
         let mut list = Vec::with_capacity(FIRST_BLOCK + blocks * BLOCK_TENSORS + 3);
-        list.push(weight("embedding.weight", &[vocabulary, width], INITIAL_DEVIATION).cut(0));
+        list.push(weight("embedding.weight", &[vocabulary, width], INITIAL_DEVIATION).sharded(0));
         list.push(weight("position.weight", &[context, width], INITIAL_DEVIATION));
         // Layers that add to the residual stream start smaller, so that its variance does not grow
         // with depth (GPT-2).
@@ -130,16 +130,19 @@ impl Model {
             // Query, key and value have a dimension of their own, so that the last dimension can be
             // cut by heads.
             list.push(
-                weight(&name("attention.in.weight"), &[width, 3, width], INITIAL_DEVIATION).cut(2),
+                weight(&name("attention.in.weight"), &[width, 3, width], INITIAL_DEVIATION)
+                    .sharded(2),
             );
-            list.push(constant(&name("attention.in.bias"), &[3, width], 0.0).cut(1));
-            list.push(weight(&name("attention.out.weight"), &[width, width], residual).cut(0));
+            list.push(constant(&name("attention.in.bias"), &[3, width], 0.0).sharded(1));
+            list.push(weight(&name("attention.out.weight"), &[width, width], residual).sharded(0));
             list.push(constant(&name("attention.out.bias"), &[width], 0.0));
             list.push(constant(&name("norm2.weight"), &[width], 1.0));
             list.push(constant(&name("norm2.bias"), &[width], 0.0));
-            list.push(weight(&name("mlp.in.weight"), &[width, hidden], INITIAL_DEVIATION).cut(1));
-            list.push(constant(&name("mlp.in.bias"), &[hidden], 0.0).cut(0));
-            list.push(weight(&name("mlp.out.weight"), &[hidden, width], residual).cut(0));
+            list.push(
+                weight(&name("mlp.in.weight"), &[width, hidden], INITIAL_DEVIATION).sharded(1),
+            );
+            list.push(constant(&name("mlp.in.bias"), &[hidden], 0.0).sharded(0));
+            list.push(weight(&name("mlp.out.weight"), &[hidden, width], residual).sharded(0));
             list.push(constant(&name("mlp.out.bias"), &[width], 0.0));
         }
         list.push(constant("norm.weight", &[width], 1.0));
@@ -233,7 +236,7 @@ fn weight(name: &str, shape: &[usize], deviation: f32) -> Parameter {
         shape: shape.to_vec(),
         group: Group::Decay,
         alias_of: None,
-        cut: None,
+        shard_dim: None,
         start: Start::Uniform { deviation },
     }
 }
@@ -244,7 +247,7 @@ fn constant(name: &str, shape: &[usize], value: f32) -> Parameter {
         shape: shape.to_vec(),
         group: Group::NoDecay,
         alias_of: None,
-        cut: None,
+        shard_dim: None,
         start: Start::Constant(value),
     }
 }
@@ -311,10 +314,10 @@ mod tests {
     fn the_first_values_of_a_box_are_those_of_the_tensor() {
         let model = Model::new(Architecture::small(50, 16));
         for (tensor, parameter) in
-            model.parameters().iter().enumerate().filter(|(_, p)| p.cut.is_some())
+            model.parameters().iter().enumerate().filter(|(_, p)| p.shard_dim.is_some())
         {
             let mut bounds = TensorBox::whole(&parameter.sizes());
-            let dim = parameter.cut.unwrap();
+            let dim = parameter.shard_dim.unwrap();
             (bounds.offset[dim], bounds.size[dim]) = (5, 7);
             let strided = StridedBox::new(&parameter.sizes(), bounds.clone());
             let whole = model.initial_values(1, tensor);

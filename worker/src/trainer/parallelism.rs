@@ -49,7 +49,7 @@ impl Parallelism {
 
     /// How a parameter and its gradient lie on the mesh.
     pub fn placements(self, parameter: &Parameter) -> Vec<Placement> {
-        let along = match parameter.cut {
+        let along = match parameter.shard_dim {
             Some(dim) => Placement::Shard(dim),
             // Each rank's gradient is that of its part of the windows.
             None if self.sequence => PARTIAL,
@@ -161,7 +161,7 @@ mod tests {
                 let layout = Layout::new(mesh.clone(), parallelism.placements(parameter)).unwrap();
                 let contributions = layout.contributions(&parameter.sizes());
                 assert_eq!(contributions.divisor, 2, "{}", parameter.name);
-                let (boxes, ranks) = match (parameter.cut, sequence) {
+                let (boxes, ranks) = match (parameter.shard_dim, sequence) {
                     (Some(_), _) => (3, 2),
                     (None, true) => (1, 6),
                     (None, false) => (1, 2),

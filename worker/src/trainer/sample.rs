@@ -6,7 +6,7 @@ use super::model::Segment;
 use super::network::Network;
 use super::random::Stream;
 use super::segments::{Leaf, Pass, Tracking, last_logits};
-use super::travel::{Link, Parameters};
+use super::transfers::{Link, Parameters};
 use crate::parallel::remote::ParameterServer;
 
 /// Sampling temperature.

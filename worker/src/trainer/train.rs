@@ -19,7 +19,7 @@ use super::progress::{Output, StepEvent};
 use super::report::Outcome;
 use super::sample;
 use super::text::Corpus;
-use super::travel::Link;
+use super::transfers::Link;
 use crate::collectives::{self, Listening, Peers};
 use crate::parallel;
 use crate::parallel::remote::{Remote, Seat};
@@ -95,7 +95,7 @@ impl<'a> Run<'a> {
     ) -> Result<Self> {
         let group = match (peers, plan.parallelism.mesh()?) {
             (Some(peers), Some(mesh)) => {
-                Some(Group::new(peers, mesh, plan.parallelism, &plan.said())?)
+                Some(Group::new(peers, mesh, plan.parallelism, &plan.shared_settings())?)
             }
             _ => None,
         };
