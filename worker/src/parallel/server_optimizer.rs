@@ -50,7 +50,7 @@ pub struct ServerOptimizer {
 /// A whole parameter.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StateTensor {
-    /// Its path in the module.
+    /// The path of the parameter in the module.
     pub name: String,
     /// Row-major.
     pub shape: Vec<usize>,
@@ -299,7 +299,7 @@ impl ServerOptimizer {
             .collect()
     }
 
-    /// Leaves the job in order: the other ranks are told at once.
+    /// Leaves the job in order: the other ranks are notified at once.
     ///
     /// # Errors
     /// Those of the cluster.

@@ -28,7 +28,7 @@ pub enum Error {
     Flag {
         /// The flag.
         flag: &'static str,
-        /// Its value.
+        /// The value of the flag.
         found: String,
         /// The accepted values.
         expected: String,
