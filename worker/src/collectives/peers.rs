@@ -429,7 +429,7 @@ impl Collectives for Peers {
             return Err(Error::invalid(
                 "list of sizes of an all_gather",
                 found,
-                "one size for each rank, and the size of this rank's data must match",
+                "one size for each rank, including the size of this rank's data",
             ));
         }
         let text = format!("all_gather of {sizes:?} f32");

@@ -63,7 +63,7 @@ impl Service {
         mut parts: Streaming<pb::DeliverRequest>,
     ) -> Result<(Key, Mail), Status> {
         let no_header =
-            || Error::invalid("first part of a message", "without a header", "a part with one");
+            || Error::invalid("first part of a message", "without a header", "one with a header");
         let mut part = parts.message().await?.ok_or_else(no_header)?;
         let header = part.header.take().ok_or_else(no_header)?;
         if header.elements > MAX_ELEMENTS {
@@ -136,8 +136,8 @@ impl pb::worker_service_server::WorkerService for Service {
         let from = key.from;
         if !self.mailbox.put(key, mail) {
             return Err(Error::invalid(
-                "message",
-                format!("a second message of rank {from} with the same key"),
+                format!("message of rank {from}"),
+                "a duplicate",
                 "sent once",
             )
             .into());

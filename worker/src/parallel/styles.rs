@@ -313,7 +313,7 @@ fn prepared(
         let show =
             |placement: &Option<Placement>| placement.map_or("none".to_owned(), |p| list(&[p]));
         let found = format!("{} for the layout {}", show(desired), show(layout));
-        return Err(Error::invalid("desired layout", found, "none exactly if the layout is none"));
+        return Err(Error::invalid("desired layout", found, "none if and only if the layout is"));
     }
     Ok(Prepared { mesh: mesh.clone(), layouts: layouts.to_vec(), desired: desired.to_vec(), local })
 }
