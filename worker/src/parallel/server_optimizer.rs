@@ -59,7 +59,7 @@ pub struct StateTensor {
 }
 
 /// Creates a job for the parameters of a module, or joins the job that another rank has created.
-/// `mesh` must contain all ranks of the world, in ascending order. The gradient of a distributed
+/// `mesh` must contain all ranks of the world, numbered from 0. The gradient of a distributed
 /// parameter has the placements of the parameter along the dimensions of the parameter's mesh.
 /// Along all other dimensions, and for parameters that are not distributed, the servers average the
 /// gradients over the ranks.

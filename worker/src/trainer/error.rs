@@ -77,8 +77,8 @@ pub enum Error {
     },
     /// A program of the cluster is not in the folder of this program.
     #[error(
-        "{program:?} not found; build it with `cargo build --release`, which places it in the \
-         folder of this program"
+        "{program:?} not found; build it with `cargo build --release`, and place it in the folder \
+         of this program"
     )]
     NoProgram {
         /// The expected path.
