@@ -1,6 +1,6 @@
-//! Clusters of real processes for tests and benchmarks: the shipped binaries, on port 0, on this
-//! machine. The crate also has jobs without a model, a proxy that breaks connections, and a stock
-//! client.
+//! Helpers for tests and benchmarks: clusters of real processes (the shipped binaries, on port 0,
+//! on this machine), jobs without a model, a proxy that breaks connections, and a client that is
+//! generated from the protocol.
 
 #![expect(clippy::panic, reason = "helpers of tests and benchmarks panic if they cannot continue")]
 

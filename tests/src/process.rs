@@ -1,4 +1,4 @@
-//! One child process of the project, from its start to its end.
+//! Child processes that run the binaries of the project.
 
 use std::{
     env,
@@ -14,16 +14,16 @@ use std::{
 use serde_json::Value;
 
 /// The time limit for a process to listen, or to stop.
-const PATIENCE: Duration = Duration::from_secs(30);
+const START_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The time limit for a program that ends by itself.
-const RUN_PATIENCE: Duration = Duration::from_secs(600);
+const RUN_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// The path of a binary of this workspace, in cargo's directory beside the running program. Under
-/// `cargo test` the binary is built first, once in each test program.
+/// The path of a binary of this workspace, in cargo's directory of the running program. Under
+/// `cargo test`, each test program builds the binary once.
 ///
 /// # Panics
-/// If it does not build or does not exist.
+/// If the binary does not build or does not exist.
 pub fn binary(name: &str) -> PathBuf {
     let exe = env::current_exe().expect("a running program has a path");
     let folder = exe.parent().expect("a file is in a folder");
@@ -56,27 +56,27 @@ pub fn binary(name: &str) -> PathBuf {
 /// Runs a binary of this workspace until it ends.
 ///
 /// # Panics
-/// If it cannot be started, or does not end.
+/// If the binary cannot be started, or does not end in time.
 pub fn run<S: AsRef<OsStr>>(name: &str, arguments: &[S]) -> Output {
     let mut command = Command::new(binary(name));
     command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let child = command.spawn().expect("the binary exists");
     let pid = child.id().to_string();
-    let (tell, told) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     // After the deadline the receiver has been dropped.
-    thread::spawn(move || _ = tell.send(child.wait_with_output()));
-    let Ok(output) = told.recv_timeout(RUN_PATIENCE) else {
+    thread::spawn(move || _ = sender.send(child.wait_with_output()));
+    let Ok(output) = receiver.recv_timeout(RUN_TIMEOUT) else {
         let _ = Command::new("kill").args(["-KILL", &pid]).status();
-        panic!("{command:?} did not end in {RUN_PATIENCE:?}");
+        panic!("{command:?} did not end within {RUN_TIMEOUT:?}");
     };
-    output.expect("its output can be read")
+    output.expect("the output can be read")
 }
 
-/// A child process that listens. It is killed when dropped.
+/// A child process that listens. The process is killed when this value is dropped.
 #[derive(Debug)]
 pub struct Process {
     child: Child,
-    /// The line in which it reported its addresses.
+    /// The line in which the process reported its addresses.
     listening: Value,
 }
 
@@ -84,25 +84,25 @@ impl Process {
     /// Starts `command`, and waits until it has printed a JSON line with `"event":"listening"`.
     ///
     /// # Panics
-    /// If it cannot be started, ends, or does not listen in time.
+    /// If the process cannot be started, ends, or does not listen in time.
     pub fn start(mut command: Command) -> Self {
         let mut child = command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap_or_else(|e| panic!("start {command:?}: {e}"));
-        let stdout = child.stdout.take().expect("it is piped");
-        let (tell, told) = mpsc::channel();
+        let stdout = child.stdout.take().expect("standard output is piped");
+        let (sender, receiver) = mpsc::channel();
         thread::spawn(move || {
             let mut stdout = BufReader::new(stdout);
             let mut line = String::new();
             let read = stdout.read_line(&mut line);
             // After the deadline the receiver has been dropped.
-            let _ = tell.send(read.map(|_| line));
+            let _ = sender.send(read.map(|_| line));
             // If the pipe were not read, the process would block.
             let _ = io::copy(&mut stdout, &mut io::sink());
         });
-        let line = told.recv_timeout(PATIENCE);
+        let line = receiver.recv_timeout(START_TIMEOUT);
         let listening = match &line {
             Ok(Ok(line)) => serde_json::from_str::<Value>(line).ok(),
             _ => None,
@@ -111,23 +111,23 @@ impl Process {
             Some(listening) => Self { child, listening },
             None => {
                 let _ = child.kill();
-                panic!("{command:?} did not listen; it said {line:?}");
+                panic!("{command:?} did not listen; its first line of output is {line:?}");
             }
         }
     }
 
-    /// The `host:port` on which it listens.
+    /// The `host:port` at which the process listens.
     ///
     /// # Panics
-    /// If it was not reported.
+    /// If the process did not report it.
     pub fn address(&self) -> &str {
         self.listening["address"].as_str().expect("listening has an address")
     }
 
-    /// The `host:port` of its admin server.
+    /// The `host:port` of the admin server.
     ///
     /// # Panics
-    /// If it has none.
+    /// If the process has no admin server.
     pub fn admin(&self) -> &str {
         self.listening["admin"].as_str().expect("listening has an admin address")
     }
@@ -155,13 +155,13 @@ impl Process {
 
     fn status_bytes(&self, field: &str) -> u64 {
         let status =
-            std::fs::read_to_string(format!("/proc/{}/status", self.id())).expect("it runs");
+            std::fs::read_to_string(format!("/proc/{}/status", self.id())).expect("/proc exists");
         let line = status.lines().find(|line| line.starts_with(field)).expect("Linux reports it");
         let kilobytes = line.split_whitespace().nth(1).expect("a number");
         kilobytes.parse::<u64>().expect("a number") * 1024
     }
 
-    /// Sends `GET path` to its admin server, and returns the body.
+    /// Sends `GET path` to the admin server, and returns the body.
     ///
     /// # Panics
     /// If there is no response.
@@ -186,12 +186,12 @@ impl Process {
     /// Sends SIGTERM, and waits until the process has ended.
     ///
     /// # Panics
-    /// If it does not end in time.
+    /// If the process does not end in time.
     pub fn stop(mut self) -> ExitStatus {
         let pid = self.id().to_string();
         let signalled = Command::new("kill").args([OsStr::new("-TERM"), pid.as_ref()]).status();
         assert!(signalled.is_ok_and(|s| s.success()), "SIGTERM cannot be sent");
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + START_TIMEOUT;
         loop {
             if let Some(status) = self.child.try_wait().expect("the process is a child") {
                 return status;

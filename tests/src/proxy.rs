@@ -33,7 +33,7 @@ struct Faults {
 }
 
 impl FaultProxy {
-    /// Listens on a free port. The server is specified later.
+    /// Listens on a free port. [`Self::forward_to`] specifies the server.
     ///
     /// # Errors
     /// If the system has no free port.
@@ -70,7 +70,7 @@ impl FaultProxy {
         self.faults.cuts.send_modify(|cuts| *cuts += 1);
     }
 
-    /// The number of times it has cut the connections.
+    /// The number of times that the proxy has cut all connections.
     pub fn cuts(&self) -> u64 {
         *self.faults.cuts.borrow()
     }
@@ -113,7 +113,7 @@ async fn accept(listener: TcpListener, faults: Arc<Faults>) {
     }
 }
 
-/// Forwards until one side closes, or the connection is to be cut.
+/// Forwards bytes until one side closes or the connection is cut.
 async fn forward(mut from: tcp::OwnedReadHalf, mut to: tcp::OwnedWriteHalf, faults: &Faults) {
     let mut stalled = faults.stalled.subscribe();
     let mut buffer = vec![0; 64 << 10];
@@ -133,7 +133,7 @@ async fn forward(mut from: tcp::OwnedReadHalf, mut to: tcp::OwnedWriteHalf, faul
 }
 
 impl Faults {
-    /// The number of the `bytes` that may pass, and whether the connections are to be cut
+    /// The number of these bytes that may be forwarded, and whether the connections are cut
     /// afterwards.
     fn count(&self, bytes: u64) -> (u64, bool) {
         let mut left = lock(&self.until_cut);

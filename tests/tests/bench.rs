@@ -1,4 +1,4 @@
-//! `zs-bench` with small sizes: the documented fields, without timing.
+//! Runs `zs-bench` with small sizes and checks the documented fields. Times are not checked.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -7,7 +7,7 @@ use std::{env, path::Path, process::Command};
 use serde_json::Value;
 use zeroshard_tests::run;
 
-/// The output lines of a run. The fields in `numbers` exist and are finite and positive.
+/// The output lines of a run. Checks that the fields in `numbers` exist and are positive.
 fn bench(arguments: &[&str], numbers: &[&str]) -> Vec<Value> {
     let output = run("zs-bench", &[&["--json"], arguments].concat());
     assert!(output.status.success(), "{output:?}");
@@ -22,7 +22,7 @@ fn bench(arguments: &[&str], numbers: &[&str]) -> Vec<Value> {
 }
 
 #[test]
-fn transfer_measures_pull_and_push_beside_raw_tcp_and_plain_tonic() {
+fn transfer_compares_pull_and_push_with_raw_tcp_and_plain_tonic() {
     let numbers = ["bytes", "gbps", "raw_tcp_gbps", "ratio_raw_tcp", "ratio_plain_tonic"];
     let lines =
         bench(&["transfer", "--bytes", "65536,1048576", "--repeat", "1", "--boxes", "0"], &numbers);
@@ -33,7 +33,7 @@ fn transfer_measures_pull_and_push_beside_raw_tcp_and_plain_tonic() {
 }
 
 #[test]
-fn transfer_measures_boxes_beside_an_array() {
+fn transfer_compares_boxes_with_an_array() {
     let numbers = ["bytes", "gbps", "ratio_array"];
     let lines = bench(&["transfer", "--bytes", "65536", "--repeat", "1", "--boxes", "64"], &[]);
     let (_, boxes) = lines.split_at(2);
@@ -94,7 +94,8 @@ fn step_measures_a_case_at_every_level() {
     }
 }
 
-/// An interpreter that imports everything except DeepSpeed, and measures the same for all systems.
+/// A fake interpreter that imports everything except DeepSpeed, and reports the same result for all
+/// systems.
 const STUB: &str = r#"#!/bin/sh
 [ "$1" = -c ] && exit 0
 while [ $# -gt 0 ]; do
@@ -136,7 +137,7 @@ fn torch_measures_every_system_and_level_and_omits_deepspeed_if_it_does_not_run(
     assert_eq!(labels, expected.each_ref().map(|it| it.each_ref()));
     let segment_sizes: Vec<_> =
         lines.iter().filter_map(|line| line["segment_size"].as_u64()).collect();
-    assert_eq!(segment_sizes, [1024 * 1024 / 2], "at p_g_os only, and every layer is larger");
+    assert_eq!(segment_sizes, [1024 * 1024 / 2], "only at p_g_os, and smaller than a layer");
     assert!(lines.iter().all(|line| line["bench"] == "torch"));
 }
 
@@ -171,7 +172,7 @@ fn torch_names_missing_packages_and_the_failed_rank() {
             "#!/bin/sh\n[ \"$1\" = -c ] || { [ $RANK = 0 ] && exec tail -f /dev/null; echo boom; exit 3; }\n",
             "rank 1 ended",
         ),
-        ("#!/bin/sh\n", "rank 0 left no result"),
+        ("#!/bin/sh\n", "rank 0 wrote no result"),
     ];
     for (script, message) in cases {
         let python = interpreter(folder.path(), script);
@@ -199,7 +200,7 @@ fn python_with(module: &str) -> Option<String> {
     None
 }
 
-/// All synchronised systems do the same work, and therefore have the same final loss.
+/// Checks that all synchronised systems have the same final loss, since they do the same work.
 fn assert_same_loss(lines: &[Value]) {
     let losses: Vec<_> =
         lines.iter().filter(|line| line["system"] != "local").map(|line| &line["loss"]).collect();
@@ -221,7 +222,7 @@ fn torch_runs_the_other_systems() {
 }
 
 #[test]
-fn torch_runs_zeroshard_at_every_level_beside_ddp() {
+fn torch_runs_zeroshard_at_every_level_and_ddp() {
     let Some(python) = python_with("zeroshard.torch") else { return };
     for servers in ["processes", "embedded"] {
         let arguments =

@@ -1,10 +1,10 @@
 //! Collective operations among the workers of a job: all-reduce, all-gather and others, on f32
 //! data.
 //!
-//! [`Collectives`] is the interface; [`Peers`] implements it over gRPC from worker to worker. A
-//! faster transport (NCCL, shared memory) would be another implementation. Results have the same
-//! bits on every rank, and do not depend on timing: the order of a sum follows from the ranks and
-//! the sizes alone.
+//! [`Collectives`] is the interface; [`Peers`] implements it over gRPC between workers. A faster
+//! transport (NCCL, shared memory) would be another implementation. Results have the same bits on
+//! every rank and do not depend on timing, because the order of a sum depends only on the ranks and
+//! the sizes.
 
 mod algorithms;
 mod error;
@@ -24,27 +24,29 @@ use zeroshard_proto::Reduction;
 pub use error::{Error, Place, Result};
 pub use peers::{Listening, Options, Peers};
 
-/// Operations among the ranks of a group.
+/// Collective operations in a group of ranks.
 ///
-/// A group is a list of distinct ranks, this one among them; its order is the order of parts. Every
-/// rank of the group calls the same operations in the same order, from one thread at a time; two
-/// ranks that do not get [`Error::Disagreement`] with both calls. After an error all later
-/// operations return the same error, on this rank and on those that wait for it.
+/// A group is a list of distinct ranks that includes this rank. Parts are in the order of the
+/// group. Every rank of the group must call the same operations in the same order, from one thread
+/// at a time. If two ranks call different operations, they receive [`Error::Disagreement`], which
+/// names both calls. After an error, all later operations return the same error, and other ranks
+/// that wait for this rank receive [`Error::Lost`].
 pub trait Collectives: fmt::Debug + Send + Sync {
-    /// This worker's rank.
+    /// The rank of this worker.
     fn rank(&self) -> u32;
 
-    /// The reduction of the `data` of all ranks, which has the same size on each.
+    /// Reduces the `data` of all ranks, which must have the same size on each rank.
     ///
     /// # Errors
-    /// All operations: [`Error`].
+    /// Like all operations: [`Error`].
     fn all_reduce(&self, group: &[u32], reduction: Reduction, data: Vec<f32>) -> Result<Vec<f32>>;
 
-    /// The `data` of all ranks, in the group's order. `sizes`: the number of elements of each.
+    /// Gathers the `data` of all ranks, in the order of the group. `sizes` has the number of
+    /// elements of each rank.
     fn all_gather(&self, group: &[u32], sizes: &[usize], data: Vec<f32>) -> Result<Vec<Vec<f32>>>;
 
-    /// The reduction of all ranks' parts for this rank: `parts[i]` is for `group[i]`, and may have
-    /// a size of its own.
+    /// Reduces the parts that all ranks pass for this rank. `parts[i]` is the part for `group[i]`;
+    /// the parts may have different sizes.
     fn reduce_scatter(
         &self,
         group: &[u32],
@@ -52,15 +54,15 @@ pub trait Collectives: fmt::Debug + Send + Sync {
         parts: Vec<Vec<f32>>,
     ) -> Result<Vec<f32>>;
 
-    /// Sends `data` to another rank; does not wait until it is received.
+    /// Sends `data` to another rank, without waiting for the receiver.
     fn send(&self, to: u32, data: Vec<f32>) -> Result<()>;
 
-    /// The next `elements` that another rank sends to this one.
+    /// Receives the next message of another rank, which must have `elements` elements.
     fn recv(&self, from: u32, elements: usize) -> Result<Vec<f32>>;
 
-    /// Checks that all ranks of the group pass the same text about something.
+    /// Checks that all ranks of the group pass the same text. `about` names the subject in errors.
     ///
     /// # Errors
     /// [`Error::Disagreement`] with the texts of two ranks.
-    fn agree(&self, group: &[u32], about: &str, said: &str) -> Result<()>;
+    fn agree(&self, group: &[u32], about: &str, text: &str) -> Result<()>;
 }

@@ -1,4 +1,4 @@
-//! `zeroshard-worker`.
+//! The program `zeroshard-worker`.
 
 use std::process::ExitCode;
 

@@ -1,16 +1,18 @@
 //! The program `zeroshard-worker`: trains a character-level transformer on burn, with its optimizer
 //! on shard servers.
 //!
-//! - What a run is: [`cli`] (flags), [`plan`] (the checked settings), [`text`] and [`batches`] (the
-//!   data), [`schedule`] (the optimizers of each step), [`random`] (numbers by key).
-//! - What is computed: [`model`] (the parameters), [`network`] (the part of it that a rank has),
+//! - Settings and data: [`cli`] (flags), [`plan`] (the validated settings), [`text`] and
+//!   [`batches`] (the data), [`schedule`] (the hyperparameters of each step), [`random`] (random
+//!   numbers that depend only on a key).
+//! - Computation: [`model`] (the parameters), [`network`] (the part of the model on one rank),
 //!   [`segments`] (forward and backward), [`levels`] (one step at each level of ZeRO), [`sample`].
-//! - What travels: [`travel`] (pulls ahead, pushes behind), [`memory`] (the bytes that are held).
-//! - What runs it: [`launch`] and [`processes`] (servers and workers), [`train`] (the loop of one
+//! - Transfers: [`transfers`] (pulls and pushes in the background), [`memory`] (the number of bytes
+//!   that are held).
+//! - Execution: [`launch`] and [`processes`] (servers and workers), [`train`] (the loop of one
 //!   rank), [`progress`], [`report`] and [`chart`] (the output).
 //!
-//! Distributed tensors and the job on the servers are in [`crate::parallel`], the transport among
-//! workers is in [`crate::collectives`].
+//! Distributed tensors and the connection to the job are in [`crate::parallel`], the communication
+//! among workers is in [`crate::collectives`].
 
 pub mod batches;
 pub mod chart;
@@ -33,4 +35,4 @@ pub mod schedule;
 pub mod segments;
 pub mod text;
 pub mod train;
-pub mod travel;
+pub mod transfers;

@@ -19,7 +19,8 @@ pub(crate) struct Array {
     /// Number of elements.
     numel: usize,
     dtype: DType,
-    /// The box of the tensor that it holds; `None`: the rank's box by the tensor's layout.
+    /// The box of the tensor that the memory holds; `None` for the rank's box according to the
+    /// tensor's layout.
     bounds: Option<proto::TensorBox>,
     /// Keeps the memory alive.
     owner: Py<PyAny>,

@@ -18,7 +18,7 @@ use crate::{
     runtime::wait,
 };
 
-/// How long a cluster may take to answer the first call.
+/// The time limit for the first answer of a cluster.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A cluster of shard servers.
@@ -61,8 +61,8 @@ impl Cluster {
         let options = options(token, wire, chunk_bytes, timeout)?;
         let dialled = address.clone();
         let cluster = wait(py, async move {
-            // `timeout` may be long, for ranks that wait for each other; an unreachable cluster is
-            // reported sooner.
+            // `timeout` may be long, because ranks wait for each other. An unreachable cluster is
+            // reported earlier.
             let connecting = client::Cluster::connect(&dialled, options);
             tokio::time::timeout(CONNECT_TIMEOUT, connecting).await.unwrap_or_else(|_| {
                 let waiting_for = format!("the coordinator at {dialled} to answer");

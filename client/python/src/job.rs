@@ -38,8 +38,8 @@ const MAX_SENDING: usize = 3;
 /// Gradients that are collected or being sent.
 #[derive(Default)]
 struct Outgoing {
-    /// The attempt that all gradients here belong to. It is kept after it has ended, so that the
-    /// remaining gradients of a backward pass do not become part of the next attempt. `None`:
+    /// The attempt to which all of these gradients belong. It is kept after it has ended, so that
+    /// the remaining gradients of a backward pass do not become part of the next attempt. `None` if
     /// nothing was sent since the last step.
     attempt: Option<Attempt>,
     /// The bucket that is being filled.
@@ -265,7 +265,7 @@ impl Job {
     fn discard(&self, py: Python<'_>, step: u64) -> PyResult<()> {
         let attempt = {
             let outgoing = &mut *lock(&self.outgoing);
-            // Gradients in transfer need not arrive.
+            // It is not necessary to wait for gradients in transfer.
             outgoing.bucket.clear();
             let attempt = self.attempt(outgoing, step)?;
             *outgoing = Outgoing::default();

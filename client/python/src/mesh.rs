@@ -101,7 +101,7 @@ impl fmt::Display for TensorBox {
     }
 }
 
-/// How a tensor is distributed over a mesh.
+/// The distribution of a tensor over a mesh.
 #[pyclass(frozen, module = "zeroshard._native")]
 pub(crate) struct Layout(proto::Layout);
 
@@ -130,7 +130,8 @@ impl Layout {
     }
 }
 
-/// The moves that take a tensor from one layout to another: sender, receiver and box of each.
+/// The transfers that redistribute a tensor from one layout to another: sender, receiver and box of
+/// each.
 #[pyfunction]
 pub(crate) fn redistribution(
     shape: Vec<u64>,
@@ -139,8 +140,9 @@ pub(crate) fn redistribution(
 ) -> PyResult<Vec<(u32, u32, TensorBox)>> {
     let plan = redistribute::plan(&shape, &source.0, &target.0).map_err(raise)?;
     if !plan.reductions.is_empty() || !plan.zeros.is_empty() {
-        let expected = "free of partial placements; reduce the tensor first";
-        return Err(raise(Error::invalid("layout of a tensor to move", "partial", expected)));
+        let expected = "Shard or Replicate: reduce the tensor first";
+        let what = "placement of a tensor between meshes";
+        return Err(raise(Error::invalid(what, "partial", expected)));
     }
     Ok(plan.moves.into_iter().map(|step| (step.from, step.to, TensorBox(step.bounds))).collect())
 }
@@ -164,7 +166,7 @@ pub(crate) fn placements(names: &[String]) -> Result<Vec<DimPlacement>> {
     names.iter().map(placement).collect()
 }
 
-/// The inverse of [`placements`], of one.
+/// The notation of one placement, which [`placements`] parses.
 fn placement_name(placement: &DimPlacement) -> String {
     match placement {
         DimPlacement::Replicate => "replicate".to_owned(),

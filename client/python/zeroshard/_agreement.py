@@ -39,17 +39,17 @@ def agree(call: str, arguments: Mapping[str, str], ranks: Sequence[int]) -> None
     numbers = {other: counts[other] for other in ranks if other != world.rank}
     counts.update(numbers.keys())
     for other, number in numbers.items():
-        rendezvous.tell(f"agree/{world.rank}>{other}/{number}", json.dumps(mine))
+        rendezvous.publish(f"agree/{world.rank}>{other}/{number}", json.dumps(mine))
     for other, number in numbers.items():
         waiting_for = f"rank {other} to call {call}"
-        theirs = json.loads(rendezvous.hear(f"agree/{other}>{world.rank}/{number}", waiting_for))
+        theirs = json.loads(rendezvous.receive(f"agree/{other}>{world.rank}/{number}", waiting_for))
         check_equal({world.rank: mine, other: theirs})
 
 
 def check_equal(values: Mapping[int, Mapping[str, str]]) -> None:
     """Raises :class:`~zeroshard.DisagreementError` if ranks have different values.
 
-    ``values`` are texts by their name, by rank.
+    ``values`` has a dict for each rank, with the text of each value by its name.
     """
     first, *others = sorted(values)
     for other in others:

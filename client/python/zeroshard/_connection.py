@@ -70,8 +70,8 @@ class Connection:
     ) -> Job:
         """Creates a job, unless another rank has created it, and joins it.
 
-        ``predecessor`` and ``fresh_state``: see :meth:`Cluster.create_job`.
-        :meth:`leave` leaves it; otherwise :meth:`close` does. The coordinator deletes it when all
+        For ``predecessor`` and ``fresh_state`` see :meth:`Cluster.create_job`. The rank leaves the
+        job in :meth:`leave`, or else in :meth:`close`. The coordinator deletes the job when all
         ranks have left or are lost.
         """
         self.cluster.create_job(
@@ -137,4 +137,4 @@ class Connection:
                 if idle_since is not None and time.monotonic() - idle_since > _GRACE:
                     break
         except Exception:
-            pass  # the process that served the store has ended: nobody waits any more
+            pass  # the process that served the store has ended, and no rank waits any more

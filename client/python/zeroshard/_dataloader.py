@@ -1,4 +1,4 @@
-"""What the ``shard_dataloader`` of all frameworks share."""
+"""The common part of ``shard_dataloader`` in all frameworks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ShardDim = str | int | None
 
 
 class ShardDataloaderBase(ABC, Generic[M]):
-    """Made by ``shard_dataloader``. Iterate over it, or over the result of calling it."""
+    """The result of ``shard_dataloader``. Iterate over it, or over the result of calling it."""
 
     def __init__(
         self,

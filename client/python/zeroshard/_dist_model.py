@@ -1,4 +1,4 @@
-"""What the ``DistModel`` of all frameworks share: modes, programs, and the arguments of calls.
+"""The common part of ``DistModel`` in all frameworks: modes, programs, and the arguments of calls.
 
 A framework implements a subclass of :class:`DistModelBase` that runs the model. Nothing here
 imports a framework.
@@ -408,7 +408,8 @@ class DistModelBase(ABC, Generic[T]):
 
     @abstractmethod
     def _assembled_as(self, part: T, sharded: T) -> T:
-        """The tensor with this local tensor that is sharded on dimension 0 like ``sharded``."""
+        """The distributed tensor with the local tensor ``part`` and the layout of ``sharded``,
+        which is sharded on dimension 0."""
 
     # ---- computation
 

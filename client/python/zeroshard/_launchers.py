@@ -1,5 +1,5 @@
-"""The launchers of torch and Paddle: how a process learns its rank, and where the ranks find each
-other."""
+"""The launchers of torch and Paddle, from which a process learns its rank and the rendezvous of the
+ranks."""
 
 from __future__ import annotations
 

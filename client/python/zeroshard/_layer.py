@@ -1,4 +1,4 @@
-"""What the ``shard_layer`` of all frameworks share."""
+"""The common part of ``shard_layer`` in all frameworks."""
 
 from __future__ import annotations
 

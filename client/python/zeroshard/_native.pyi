@@ -225,12 +225,13 @@ class Job:
     ) -> None:
         """Uploads initial parameters (``part=""``), or before them one optimizer state tensor each.
 
-        Skips tensors that another rank uploads. ``applied`` is the number of steps that the state
-        has seen. With a ``label``, a long upload shows a progress bar.
+        Skips tensors that another rank uploads. ``applied`` is the number of steps that were
+        applied to the state. With a ``label``, a long upload shows a progress bar.
         """
     def keep(self, tensors: Sequence[int], *, applied: int = 0) -> None:
-        """States that this rank uploads nothing of these tensors, because the copy from the job's
-        predecessor stands. ``applied`` as in :meth:`initialise`, if the state is fresh."""
+        """States that this rank uploads nothing for these tensors, because the servers keep the
+        values that they have copied from the job's predecessor. ``applied`` is as in
+        :meth:`initialise`, if the state is fresh."""
     def initialised(self) -> int:
         """Waits until all servers have the initial parameters of all ranks. Returns the version.
 
@@ -297,7 +298,7 @@ class Job:
     ) -> None:
         """Pulls and waits. With a ``label``, a long transfer shows a progress bar."""
     def applied_steps(self, version: int) -> list[int]:
-        """The number of steps that each tensor was updated by."""
+        """The number of steps that were applied to each tensor."""
     def leave(self) -> Transfer:
         """Starts to leave the job in order."""
 
@@ -336,7 +337,7 @@ class Buckets:
     def __new__(
         cls, tensors: Sequence[tuple[int, str]], limit_bytes: int, first_limit_bytes: int
     ) -> Buckets:
-        """``tensors``: bytes and dtype of each, in forward order."""
+        """``tensors`` has the size in bytes and the dtype of each, in forward order."""
     @property
     def buckets(self) -> list[list[int]]: ...
     def ready(self, tensor: int) -> list[int]:
@@ -352,7 +353,8 @@ class Schedule:
     """Prefetching: records the order in which units are used in one pass, and predicts the next."""
 
     def __new__(cls, sizes: Sequence[int], window: int) -> Schedule:
-        """``sizes``: bytes of each unit; ``window``: the bytes to prefetch (at least one unit)."""
+        """``sizes`` has the size of each unit in bytes. ``window`` is the number of bytes to
+        prefetch; at least one unit is prefetched."""
     def use(self, unit: int) -> list[int]:
         """Records that ``unit`` is used now, and returns the units to prefetch, next first."""
     def restart(self) -> list[int]:

@@ -64,7 +64,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Module:
-    """A module with tensors of its own, or with collectives."""
+    """A module that has tensors (not only its children), or collectives."""
 
     name: str
     #: Its class.
@@ -96,7 +96,7 @@ class Description:
     after_backward: tuple[Collective, ...] = ()
 
     def serial(self) -> Description:
-        """The same model on a single worker, which has all of it."""
+        """The description of the same model on a single worker, which holds the whole model."""
         modules = tuple(
             Module(module.name, module.type, module.variables) for module in self.modules
         )
@@ -120,7 +120,7 @@ class Operation:
     subject: str = ""
     #: The part of the tensor.
     box: Box | None = None
-    #: Bytes that are moved, if known.
+    #: The number of bytes that are transferred, if known.
     nbytes: int | None = None
     #: The participating ranks.
     group: tuple[int, ...] | None = None
@@ -171,7 +171,8 @@ class Program:
         return [operation for operation in self.operations if operation.verb == verb]
 
     def bytes(self, verb: str) -> int:
-        """The bytes that the operations with this verb move, as far as they are known."""
+        """The number of bytes that the operations with this verb transfer, as far as they are
+        known."""
         return sum(operation.nbytes or 0 for operation in self.find(verb))
 
     def __str__(self) -> str:
@@ -184,7 +185,7 @@ class Program:
             marks = [
                 f"shape {list(variable.shape)}",
                 variable.dtype,
-                f"here {variable.box}" if variable.resident else f"pulled {variable.box}",
+                f"resident {variable.box}" if variable.resident else f"pulled {variable.box}",
                 "trained" if variable.trained else "",
                 variable.note,
             ]

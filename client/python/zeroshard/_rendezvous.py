@@ -1,4 +1,4 @@
-"""How the processes of a training run find each other: through the store of their launcher."""
+"""The rendezvous of the processes of a training run, through the store of their launcher."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ distributed = _launchers.torch_distributed
 
 #: Prefix of all keys in the store, which the user's program may use too.
 _PREFIX = "zeroshard"
-#: Seconds between two looks at a key that is not set yet.
+#: The interval in seconds at which a key is checked until it is set.
 _INTERVAL = 0.01
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """Ranks that work together: this process's rank among them, and their ranks in the world."""
+    """A group of ranks: the rank of this process in the group, and their ranks in the world."""
 
     rank: int
     ranks: tuple[int, ...]
@@ -43,8 +43,11 @@ class Store(Protocol):
 
 
 def _launched() -> tuple[Launcher, ProcessGroup]:
-    """The launcher of this process and its world: of the framework that has a process group, else
-    of the one whose environment variables are set, else a single process."""
+    """The launcher of this process, and the group of all processes.
+
+    The launcher is that of the framework that has a process group, otherwise that of the framework
+    whose environment variables are set. Without either, the group is a single process.
+    """
     for launcher in _launchers.ALL:
         group = launcher.group()
         if group is not None:
@@ -80,10 +83,10 @@ class Rendezvous:
         #: One object per store: a new object means a new process group.
         self.store: Store = _launched()[0].store(world.rank, world.size, timeout)
 
-    def tell(self, key: str, value: str) -> None:
+    def publish(self, key: str, value: str) -> None:
         """Sets a value. Called by one rank."""
         self.store.set(f"{_PREFIX}/{key}", value)
-        self.store.add(f"{_PREFIX}/{key}/told", 1)
+        self.store.add(f"{_PREFIX}/{key}/set", 1)
 
     def count(self, key: str, by: int) -> int:
         """Adds to a counter that all ranks share, and returns its new value."""
@@ -92,21 +95,23 @@ class Rendezvous:
     def exchange(self, key: str, value: str, ranks: Sequence[int]) -> list[str]:
         """Returns the value that each of ``ranks`` has passed for ``key``, in their order. All of
         them must call it."""
-        self.tell(f"{key}/{self._rank}", value)
+        self.publish(f"{key}/{self._rank}", value)
         return [
             value
             if rank == self._rank
-            else self.hear(f"{key}/{rank}", f"rank {rank} to describe the same model ({key})")
+            else self.receive(f"{key}/{rank}", f"rank {rank} to describe the same model ({key})")
             for rank in ranks
         ]
 
-    def hear(self, key: str, waiting_for: str) -> str:
-        """Waits for a value that another rank sets. ``waiting_for`` is for the error message."""
+    def receive(self, key: str, waiting_for: str) -> str:
+        """Waits for a value that another rank sets. ``waiting_for`` describes the value in the
+        error message."""
         timed_out = f"rank {self._rank} waited {self._timeout:g} s for {waiting_for}"
         until = time.monotonic() + self._timeout
         try:
-            # `get` of Paddle's store has its own timeout, and torch's one timeout per call.
-            while not self.count(f"{key}/told", 0):
+            # `get` is not used for waiting: Paddle's store has its own timeout, torch's has one per
+            # call.
+            while not self.count(f"{key}/set", 0):
                 if time.monotonic() > until:
                     raise TimeoutError(timed_out)
                 time.sleep(_INTERVAL)

@@ -21,8 +21,8 @@ _inits = itertools.count()
 
 
 class Session:
-    """This process's connection to a cluster, made by :func:`init`. As a context manager it closes
-    the connection at the end of the block."""
+    """The connection of this process to a cluster, created by :func:`init`. As a context manager,
+    it closes the connection at the end of the block."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -76,8 +76,9 @@ def init(
         wire: the dtype of parameters and gradients on the network: ``"f32"``, ``"bf16"`` or
             ``"f16"``.
         chunk_bytes: the payload of one message.
-        timeout: the seconds that any operation may take, including the wait for a rank that
+        timeout: the maximum time of an operation in seconds, including the wait for a rank that
             evaluates or saves.
+        deadline: another name for ``timeout``.
 
     Raises:
         NotInitialisedError: a session is already open, or the ranks cannot find each other.
@@ -102,13 +103,13 @@ def init(
 
     rendezvous = Rendezvous(world, timeout) if world.size > 1 else None
     if rendezvous is not None and world.rank > 0:
-        told = json.loads(
-            rendezvous.hear(
+        shared = json.loads(
+            rendezvous.receive(
                 f"run/{number}", "rank 0 to connect; every rank must call zeroshard.init"
             )
         )
-        cluster = connect(told["address"], told["token"])
-        run = told["run"]
+        cluster = connect(shared["address"], shared["token"])
+        run = shared["run"]
     else:
         run = f"run-{secrets.token_hex(4)}"
         if address is not None:
@@ -126,8 +127,8 @@ def init(
                 timeout=timeout,
             )
         if rendezvous is not None:
-            told = {"address": cluster.address, "token": token, "run": run}
-            rendezvous.tell(f"run/{number}", json.dumps(told))
+            shared = {"address": cluster.address, "token": token, "run": run}
+            rendezvous.publish(f"run/{number}", json.dumps(shared))
     # The connection keeps the rendezvous: this process may serve the store, and other ranks may
     # still have to read it.
     _current = Session(Connection(cluster, world, run, rendezvous, timeout))

@@ -24,7 +24,7 @@ def level_of_stage(stage: int) -> str:
 
 @dataclass(frozen=True)
 class ShardingStage:
-    """An argument of ``shard_optimizer``: what the shard servers hold.
+    """An argument of ``shard_optimizer`` that selects the tensors that the shard servers hold.
 
     The servers distribute the load by bytes, independently of meshes. ``mesh`` determines the ranks
     that train together, all ranks by default. ``sharding_mesh_dim``, one of its dimensions, is
@@ -61,8 +61,8 @@ class ShardingStage3(ShardingStage):
 
 @dataclass
 class ShardingStrategy:
-    """What the shard servers hold. Without ``enable`` it is the optimizer state, as with stage
-    1."""
+    """Selects the tensors that the shard servers hold. Without ``enable``, these are the optimizer
+    state, as with stage 1."""
 
     enable: bool = False
     #: 1: optimizer state. 2: also gradients. 3: also parameters.
@@ -71,7 +71,7 @@ class ShardingStrategy:
 
 @dataclass
 class Strategy:
-    """How a :class:`DistModel` trains."""
+    """The settings with which a :class:`DistModel` is trained."""
 
     sharding: ShardingStrategy = field(default_factory=ShardingStrategy)
 

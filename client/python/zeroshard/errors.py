@@ -2,8 +2,8 @@
 
 An error that the servers or the client report is named after its Rust variant: ``JobFailed`` is
 :class:`JobFailedError`. The fields of the variant (``job``, ``step``, ``rank``, ``epoch``, ...) are
-attributes of the exception. An exception whose meaning Python has a class for is a subclass of that
-class too.
+attributes of the exception. If Python has a built-in exception with the same meaning, the class is
+also a subclass of it.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class LeaseLostError(Error):
 
 
 class DisagreementError(Error):
-    """The ranks passed different values where all must pass the same: in a step, for a mesh, a plan
-    or placements."""
+    """The ranks passed different values that must be equal: in a step, or for a mesh, a plan or
+    placements."""
 
 
 class ParkingFullError(Error):

@@ -1,5 +1,5 @@
-//! `zs-bench`: measured comparisons. Every subcommand prints a table, or one object per line with
-//! `--json`, and measures its baselines in the same run.
+//! `zs-bench`: benchmarks. Every subcommand measures its baselines in the same run, and prints a
+//! table, or with `--json` one object per line.
 
 mod optimizer;
 mod sample;
@@ -10,7 +10,7 @@ mod transfer;
 
 use clap::{Parser, Subcommand};
 
-/// The reason is documented in the server.
+/// The same allocator as in the server, where the reason is documented.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 

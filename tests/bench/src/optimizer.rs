@@ -22,14 +22,15 @@ use zeroshard_server::backend::{Backend, Cpu, OutOfMemory, Update};
 /// The numbers of threads that are measured.
 const THREADS: [usize; 2] = [1, 2];
 
-/// Measure the steps of the optimizers: G parameters/s, and GB/s compared with the memory
+/// Measure the steps of the optimizers in G parameters/s, and in GB/s compared with the memory
 /// bandwidth.
 #[derive(Args)]
 pub(crate) struct Options {
-    /// Number of parameters: far more than fit into the last-level cache. Memory: 16 bytes each.
+    /// Number of parameters, which should be far more than fit into the last-level cache. Each
+    /// takes 16 bytes of memory.
     #[arg(long, default_value = "67108864")]
     elements: NonZero<usize>,
-    /// Number of repetitions; the median counts.
+    /// Number of repetitions; the median is shown.
     #[arg(long, default_value = "7")]
     repeat: NonZero<usize>,
 }

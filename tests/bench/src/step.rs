@@ -1,5 +1,5 @@
-//! A complete step (push, reduce, decide, apply, pull) without a model: the cost of sharding when
-//! computation takes no time. Every worker and every server is a process.
+//! Measures a complete step (push, reduce, decide, apply, pull) without a model: the cost of
+//! sharding if computation took no time. Every worker and every server is a process.
 
 mod worker;
 
@@ -21,23 +21,24 @@ type Error = Box<dyn std::error::Error>;
 /// f32 master weights, two AdamW moments and an accumulator.
 const SERVER_BYTES_PER_PARAMETER: u64 = 16;
 
-/// A complete step without a model, by workers, servers, level and number of tensors
+/// Measure a complete step without a model, depending on workers, servers, level and tensors
 ///
-/// Without options: 67 M parameters in 64 tensors over several numbers of workers and servers and
-/// at every level, then 10 M parameters in 10 tensors and in 10,000. With any of --workers,
-/// --servers, --tensors, --numel, --level: that single case.
+/// Without options, the benchmark measures 67 M parameters in 64 tensors with several numbers of
+/// workers and servers and at every level, then 10 M parameters in 10 tensors and in 10,000
+/// tensors. With any of --workers, --servers, --tensors, --numel and --level, it measures only that
+/// case.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
-    /// Worker processes
+    /// Number of worker processes
     #[arg(long)]
     workers: Option<u32>,
-    /// Server processes
+    /// Number of shard servers
     #[arg(long)]
     servers: Option<u32>,
     /// Number of tensors
     #[arg(long)]
     tensors: Option<usize>,
-    /// Elements of each tensor
+    /// Number of elements of each tensor
     #[arg(long)]
     numel: Option<usize>,
     /// Sharding level of the workers
@@ -57,7 +58,7 @@ pub(crate) enum Level {
     /// Gradients in buckets, all parameters at once
     #[value(name = "os_g")]
     OsG,
-    /// Gradients in buckets, parameters in buckets, twice
+    /// Gradients in buckets, parameters in buckets and twice per step
     #[value(name = "p_g_os")]
     PGOs,
 }

@@ -18,8 +18,8 @@ use ranks::{Ranks, Sample};
 
 type Error = Box<dyn std::error::Error>;
 
-/// A training step in PyTorch on two ranks, compared with DDP, ZeroRedundancyOptimizer, FSDP2 and
-/// DeepSpeed
+/// Measure a training step in PyTorch on two ranks, compared with DDP, ZeroRedundancyOptimizer,
+/// FSDP2 and DeepSpeed
 ///
 /// The model is a stack of linear layers without bias, with four inputs per rank and AdamW. The
 /// other systems communicate over gloo. At p_g_os the segment size is half a layer, so that every
@@ -35,7 +35,7 @@ pub(crate) struct Options {
     /// Number of layers of the model
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     layers: u32,
-    /// Inputs and outputs of a layer
+    /// Number of inputs and outputs of a layer
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=32768))]
     width: u32,
     /// Number of measured steps of a round, after three warm-up steps
@@ -55,13 +55,13 @@ pub(crate) struct Options {
 /// A measured system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum System {
-    /// No synchronisation at all
+    /// No synchronisation
     Local,
     /// DistributedDataParallel
     Ddp,
     /// DistributedDataParallel with ZeroRedundancyOptimizer
     Zero1,
-    /// fully_shard, layer by layer
+    /// fully_shard, applied to each layer
     Fsdp2,
     /// DeepSpeed, ZeRO stage 1
     Ds1,
@@ -253,13 +253,13 @@ fn print(subjects: &[Subject], options: &Options, json: bool) {
 
 /// Checks that the interpreter has a module.
 fn import(python: &PathBuf, module: &str, remedy: &str) -> Result<(), Error> {
-    let advice = format!("{remedy}; or name the interpreter that has it with --python");
+    let advice = format!("{remedy}; or select an interpreter that has it with --python");
     let output = Command::new(python).args(["-c", &format!("import {module}")]).output();
     let output = output.map_err(|e| format!("cannot start {}: {e}", python.display()))?;
     if output.status.success() {
         return Ok(());
     }
     let log = String::from_utf8_lossy(&output.stderr);
-    let reason = log.lines().last().unwrap_or("it says nothing");
+    let reason = log.lines().last().unwrap_or("no output");
     Err(format!("{} cannot import {module} ({reason}): {advice}", python.display()).into())
 }

@@ -1,6 +1,6 @@
-//! Parameters and gradients between two processes: pull and push in GB/s, compared with one raw TCP
-//! stream and with generated tonic code with default settings, in the same run, in turn; then boxes
-//! of a matrix.
+//! Measures pull and push between two processes in GB/s. In the same run it measures, in turn, one
+//! raw TCP stream and generated tonic code with default settings. Afterwards it measures boxes of a
+//! matrix.
 
 mod boxes;
 mod plain;
@@ -25,21 +25,22 @@ type Error = Box<dyn std::error::Error>;
 /// small transfers.
 const SAMPLE_BYTES: usize = 8 << 20;
 
-/// Pull and push in GB/s between two processes, compared with raw TCP and generated tonic code
+/// Measure pull and push in GB/s between two processes, compared with raw TCP and generated tonic
+/// code
 #[derive(Debug, Args)]
 pub(crate) struct Options {
-    /// Bytes of one transfer, separated by commas
+    /// Number of bytes of a transfer; several sizes are separated by commas
     #[arg(long, value_delimiter = ',', default_values_t = [64 << 10, 1 << 20, 16 << 20, 256 << 20])]
     bytes: Vec<usize>,
     /// Number of repetitions; the median is shown
     #[arg(long, default_value_t = 7)]
     repeat: usize,
-    /// Rows and columns of the matrix for the measurement of boxes; 0: no boxes
+    /// Number of rows and columns of the matrix for the measurement of boxes; 0 disables it
     #[arg(long, default_value_t = 4096)]
     boxes: usize,
 }
 
-/// The seconds of one transfer, by kind of data and method.
+/// The times of a transfer in seconds, for each method.
 #[derive(Default)]
 struct Samples {
     ours: Vec<f64>,

@@ -1,8 +1,8 @@
-"""One rank of `zs-bench torch`, which runs it: training steps of one system, timed.
+"""One rank of `zs-bench torch`: measures training steps of one system.
 
-The model is a stack of bias-free linear layers, so that there is little to compute for every
-parameter and the cost of sharding shows. Every rank has inputs of its own, so that systems that
-synchronise end at the same loss, which is reported. All of them are given torch's AdamW with its
+The model is a stack of linear layers without bias. Such a model has little computation per
+parameter, which makes the cost of sharding visible. Every rank has different inputs. All systems
+that synchronise reach the same loss, which is reported. All systems use torch's AdamW with the
 fused kernel.
 """
 
@@ -24,20 +24,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-#: One training step on these inputs; returns the loss before it.
+#: Runs one training step on the inputs, and returns the loss before the update.
 Step = Callable[[Tensor], Tensor]
 
 BATCH = 4
 LEARNING_RATE = 1e-6
 WEIGHT_DECAY = 0.01
-#: Steps that are not measured: memory is touched for the first time, the order of the layers is
-#: learned.
+#: Number of steps that are not measured. During these steps memory is accessed for the first time,
+#: and the order of the layers is recorded.
 WARM_UP = 3
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `zs-bench` asks of a rank."""
+    """The command line, which `zs-bench` writes."""
 
     system: str
     level: str
@@ -45,25 +45,25 @@ class Options:
     layers: int
     width: int
     steps: int
-    #: Where the servers are; empty: inside rank 0.
+    #: The address of the servers. If it is empty, they run inside rank 0.
     address: str
     shards: int
-    #: File through which the ranks find each other.
+    #: The file that the ranks use as a rendezvous.
     store: str
-    #: File for the result, one JSON object.
+    #: The file for the result, which is one JSON object.
     output: str
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a rank found."""
+    """The result of a rank."""
 
     params: int
-    #: Seconds of a step, the mean.
+    #: The mean time of a step in seconds.
     seconds: float
-    #: Mean loss over the ranks, after all steps.
+    #: The loss of the last step, averaged over the ranks.
     loss: float
-    #: The most memory that was resident during the measured steps.
+    #: The peak of the resident memory during the measured steps.
     peak_bytes: int
 
 
@@ -88,7 +88,7 @@ def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 
 
 def local(model: nn.Sequential, _: Options) -> Step:
-    """No synchronisation at all."""
+    """No synchronisation."""
     return stepper(model, adamw(model))
 
 
@@ -112,7 +112,7 @@ def zero1(model: nn.Sequential, _: Options) -> Step:
 
 
 def fsdp2(model: nn.Sequential, _: Options) -> Step:
-    """fully_shard, layer by layer."""
+    """fully_shard, applied to each layer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -124,9 +124,9 @@ def fsdp2(model: nn.Sequential, _: Options) -> Step:
 
 
 def deepspeed(model: nn.Sequential, options: Options) -> Step:
-    """DeepSpeed, ZeRO at the stage that ends the system's name."""
+    """DeepSpeed. The last character of the system's name is the stage of ZeRO."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    # It compiles extensions, with the ninja that is installed beside the interpreter.
+    # DeepSpeed compiles extensions with ninja, which is in the folder of the interpreter.
     path = os.environ.get("PATH", os.defpath)
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
     package: Any = import_module("deepspeed")
@@ -148,7 +148,7 @@ def deepspeed(model: nn.Sequential, options: Options) -> Step:
 
 
 def zeroshard(model: nn.Sequential, options: Options) -> Step:
-    """group_sharded_parallel, the state on shard servers."""
+    """group_sharded_parallel, with the optimizer state on shard servers."""
     package: Any = import_module("zeroshard")
     package.init(options.address or None, shards=options.shards)
     wrapped, optimizer, _ = import_module("zeroshard.torch").group_sharded_parallel(
@@ -169,7 +169,7 @@ SYSTEMS: dict[str, Callable[[nn.Sequential, Options], Step]] = {
 
 
 def build(layers: int, width: int) -> nn.Sequential:
-    """The model, the same on every rank; what passes through it keeps its variance."""
+    """The model, which is the same on every rank. Its layers preserve the variance of the input."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
     for parameter in model.parameters():
@@ -177,24 +177,24 @@ def build(layers: int, width: int) -> nn.Sequential:
     return model
 
 
-def forget_peak() -> None:
-    """Starts to look for the peak of the resident memory from here."""
+def reset_peak() -> None:
+    """Resets the peak of the resident memory."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError as error:
-        print(f"peak memory is that of the whole run: {error}", file=sys.stderr)
+        print(f"cannot reset the peak memory, which covers the whole run: {error}", file=sys.stderr)
 
 
 def peak_bytes() -> int:
-    """The most memory that was resident since it was last forgotten, in bytes."""
+    """The peak of the resident memory since it was last reset, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("Linux says VmHWM in /proc/self/status")
+    raise RuntimeError("/proc/self/status has no VmHWM")
 
 
 def measure(options: Options) -> Result:
-    """Trains, and times it."""
+    """Runs and measures the training steps."""
     model = build(options.layers, options.width)
     params = sum(parameter.numel() for parameter in model.parameters())
     step = SYSTEMS[options.system](model, options)
@@ -202,7 +202,7 @@ def measure(options: Options) -> Result:
     inputs = torch.randn(BATCH, options.width)
     for _ in range(WARM_UP):
         step(inputs)
-    forget_peak()
+    reset_peak()
     dist.barrier()
     began = time.perf_counter()
     for _ in range(options.steps):
@@ -215,7 +215,7 @@ def measure(options: Options) -> Result:
 
 
 def parse() -> Options:
-    """The command line: every field of Options, as a flag."""
+    """Parses the command line, which has a flag for every field of Options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--system", choices=SYSTEMS, required=True)
     for text in ("level", "address", "store", "output"):
@@ -226,7 +226,7 @@ def parse() -> Options:
 
 
 def main() -> None:
-    """Runs one rank, RANK of WORLD_SIZE."""
+    """Runs one rank: RANK of WORLD_SIZE."""
     options = parse()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -235,12 +235,11 @@ def main() -> None:
     )
     result = measure(options)
     Path(options.output).write_text(json.dumps(asdict(result)))
-    # Nobody goes while another one still needs it.
+    # No rank ends while another rank still needs it.
     dist.barrier()
     if options.system == "zeroshard":
         import_module("zeroshard").shutdown()
-    # All is said. Ended in order, torch's threads now and then abort the process ("terminate called
-    # ...").
+    # During a normal exit, torch's threads occasionally abort the process ("terminate called ...").
     sys.stderr.flush()
     os._exit(0)
 

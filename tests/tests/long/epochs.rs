@@ -1,4 +1,4 @@
-//! Epochs that change while ranks push, in a job with very many slices.
+//! Epochs change while ranks push to a job with very many slices.
 
 use std::time::Duration;
 
@@ -41,8 +41,8 @@ async fn step(job: &Job) -> (StepReport, u64) {
     }
 }
 
-/// Every gradient that was acknowledged in the last epoch counts: otherwise the step would never be
-/// complete, or its hash would differ.
+/// Every gradient that was acknowledged in the last epoch counts. Otherwise the step would never be
+/// complete, or the hash of the state would differ.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn three_hundred_epoch_changes_erase_no_acknowledged_gradient() {
     let cluster = Cluster::start(2);
@@ -56,14 +56,14 @@ async fn three_hundred_epoch_changes_erase_no_acknowledged_gradient() {
     let storm = async {
         let client = connect(cluster.address()).await;
         let mut third = client.join("stormy", 2).await.unwrap();
-        let mut nothing = [0.0; 4];
-        let target = vec![zeroshard_client::Target::new(TensorId::new(0), &mut nothing[..])];
+        let mut values = [0.0; 4];
+        let target = vec![zeroshard_client::Target::new(TensorId::new(0), &mut values[..])];
         third.pull(0, target).await.unwrap();
-        // Between two changes the other ranks push between none and all of their gradients.
+        // Between two changes, the other ranks push between none and all of their gradients.
         let all = 2 * 4 * 4 * SLICES as u64;
         for epoch in 0..EPOCHS {
             let pushed = cluster.payload()[1] + epoch * 7919 % 97 * all / 90;
-            // Two ranks that have pushed everything wait in their commits, and push nothing more.
+            // Two ranks that have pushed all of their gradients wait in their commits.
             let both_wait = || {
                 let commits = "in_flight{method=\"/zeroshard.v1.CoordinatorService/Commit\"} 2\n";
                 cluster.coordinator.get("/metrics").contains(commits)

@@ -1,4 +1,4 @@
-//! `zeroshard-worker train`, with a real model on real text.
+//! Tests of `zeroshard-worker train`, with a small model on real text.
 
 #![allow(
     clippy::unwrap_used,
@@ -15,7 +15,7 @@ use std::process::Output;
 use serde_json::Value;
 use zeroshard_tests::run;
 
-/// The text to learn: sources of this project.
+/// The training text: sources of this project.
 const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../proto/src");
 
 /// Trains a small model for a few steps, and returns the printed lines.

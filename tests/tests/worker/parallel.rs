@@ -1,5 +1,5 @@
-//! ZeRO x tensor parallelism: several workers share a replica of the model, and train like one
-//! dense process.
+//! ZeRO x tensor parallelism: the model is sharded over several workers, and training equals that
+//! of one dense process.
 
 use std::{
     fs,
@@ -16,12 +16,11 @@ use zeroshard_tests::{Cluster, binary};
 
 use crate::{done, start, train};
 
-/// 31 characters, which are not divisible by 2 or 3 ranks.
+/// 31 characters, a number that is not divisible by 2 or 3.
 const ALPHABET: &[u8; 31] = b"abcdefghijklmnopqrstuvwxyz .,;\n";
 
-/// The vocabulary is not divisible by 2 or 3, and the MLP is not divisible by 3; the gradient is
-/// clipped and accumulated. At this learning rate training is stable and does not amplify the
-/// rounding of sums.
+/// A small model. The hidden width of the MLP is not divisible by 3. The gradient is clipped and
+/// accumulated. At this learning rate training is stable and does not amplify the rounding of sums.
 const TINY: &str = "--width 24 --blocks 2 --heads 6 --hidden 50 --context 12 --batch 4 --micro-batches 2 --lr 0.002 \
     --clip 0.5 --steps 100 --sample-chars 0";
 
@@ -65,10 +64,10 @@ fn trained(text: &Path, flags: &str) -> Trained {
 }
 
 /// Compares a run with one dense process, at all levels, on one and on three shard servers.
-fn agrees_with_one_process(flags: &str) {
+fn assert_equals_one_process(flags: &str) {
     let text = text();
     let dense = trained(text.path(), "--workers 1 --shards 1 --level os");
-    assert!(dense.losses[99] < dense.losses[0] - 0.1, "it learns: {dense:?}");
+    assert!(dense.losses[99] < dense.losses[0] - 0.1, "the loss decreases: {dense:?}");
     let first = trained(text.path(), &format!("{flags} --shards 1 --level os"));
     let pairs = dense
         .losses
@@ -84,32 +83,32 @@ fn agrees_with_one_process(flags: &str) {
 }
 
 #[test]
-fn two_ranks_of_one_replica_train_as_one_process() {
-    agrees_with_one_process("--data-parallel 1 --tensor-parallel 2");
+fn training_on_two_tensor_parallel_ranks_equals_one_process() {
+    assert_equals_one_process("--data-parallel 1 --tensor-parallel 2");
 }
 
 #[test]
-fn two_replicas_train_as_one_process() {
-    agrees_with_one_process("--data-parallel 2 --tensor-parallel 1");
+fn training_on_two_replicas_equals_one_process() {
+    assert_equals_one_process("--data-parallel 2 --tensor-parallel 1");
 }
 
 #[test]
-fn two_replicas_of_two_ranks_train_as_one_process() {
-    agrees_with_one_process("--data-parallel 2 --tensor-parallel 2");
+fn training_on_two_replicas_of_two_ranks_equals_one_process() {
+    assert_equals_one_process("--data-parallel 2 --tensor-parallel 2");
 }
 
 #[test]
-fn three_ranks_with_uneven_parts_train_as_one_process() {
-    agrees_with_one_process("--data-parallel 1 --tensor-parallel 3");
+fn training_on_three_ranks_with_parts_of_different_sizes_equals_one_process() {
+    assert_equals_one_process("--data-parallel 1 --tensor-parallel 3");
 }
 
 #[test]
-fn ranks_with_parts_of_the_sequence_train_as_one_process() {
-    agrees_with_one_process("--data-parallel 1 --tensor-parallel 2 --sequence-parallel");
+fn training_with_sequence_parallelism_equals_one_process() {
+    assert_equals_one_process("--data-parallel 1 --tensor-parallel 2 --sequence-parallel");
 }
 
-/// Runs the workers of a job as separately started processes, each with its own flags.
-fn by_hand(cluster: &Cluster, flags: &[String]) -> Vec<Output> {
+/// Runs the workers of a job as separate processes, each with its own flags.
+fn run_ranks(cluster: &Cluster, flags: &[String]) -> Vec<Output> {
     let start = |(rank, flags): (usize, &String)| {
         let shards = cluster.shards.len();
         let flags =
@@ -120,12 +119,12 @@ fn by_hand(cluster: &Cluster, flags: &[String]) -> Vec<Output> {
     ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
 }
 
-fn said(output: &Output) -> String {
+fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
 #[test]
-fn a_tensor_parallel_worker_moves_its_share_of_the_bytes() {
+fn a_tensor_parallel_worker_transfers_only_its_part() {
     let (text, cluster) = (text(), Cluster::start(2));
     let mut before = cluster.payload();
     let mut bytes_of_a_worker = |workers: u32, level: &str| {
@@ -134,19 +133,19 @@ fn a_tensor_parallel_worker_moves_its_share_of_the_bytes() {
              --context 16 --batch 2 --steps 3 --sample-chars 0",
             text.path().display()
         );
-        let outputs = by_hand(&cluster, &vec![flags; workers as usize]);
+        let outputs = run_ranks(&cluster, &vec![flags; workers as usize]);
         assert!(outputs.iter().all(|output| output.status.success()), "{outputs:?}");
         let after = cluster.payload();
-        let moved = [0, 1].map(|way| (after[way] - before[way]) as f64 / f64::from(workers));
+        let bytes = [0, 1].map(|i| (after[i] - before[i]) as f64 / f64::from(workers));
         before = after;
-        moved
+        bytes
     };
     for level in ["os", "p_g_os"] {
         let dense = bytes_of_a_worker(1, level);
         for workers in [2, 4] {
-            let moved = bytes_of_a_worker(workers, level);
-            for (way, name) in ["pulled", "pushed"].into_iter().enumerate() {
-                let ratio = moved[way] / dense[way] * f64::from(workers);
+            let bytes = bytes_of_a_worker(workers, level);
+            for (i, name) in ["pulled", "pushed"].into_iter().enumerate() {
+                let ratio = bytes[i] / dense[i] * f64::from(workers);
                 println!(
                     "{level}, {workers} ranks: {name} {ratio:.4} of the dense worker's bytes / {workers}"
                 );
@@ -162,12 +161,12 @@ fn ranks_of_a_replica_with_different_settings_are_refused() {
     let flags = ["os", "p_g_os"].map(|level| {
         format!("--data {} {TINY} --tensor-parallel 2 --level {level}", text.path().display())
     });
-    for (rank, output) in by_hand(&cluster, &flags).into_iter().enumerate() {
-        let said = said(&output);
+    for (rank, output) in run_ranks(&cluster, &flags).into_iter().enumerate() {
+        let stderr = stderr(&output);
         assert!(!output.status.success(), "rank {rank}");
         assert!(
-            said.contains("level os,") && said.contains("level p_g_os,"),
-            "rank {rank}: {said}"
+            stderr.contains("level os,") && stderr.contains("level p_g_os,"),
+            "rank {rank}: {stderr}"
         );
     }
 }
@@ -180,16 +179,16 @@ fn a_finished_run_continues_only_with_the_same_mesh() {
             "--data {} --batch 4 --sample-chars 0 --tensor-parallel 2 {flags}",
             text.path().display()
         );
-        by_hand(&cluster, &[flags.clone(), flags])
+        run_ranks(&cluster, &[flags.clone(), flags])
     };
     for flags in ["--steps 2", "--steps 4"] {
         assert!(start(flags).iter().all(|output| output.status.success()), "{flags}");
     }
     for output in start("--steps 6 --sequence-parallel") {
         assert!(
-            !output.status.success() && said(&output).contains("exists with a different"),
+            !output.status.success() && stderr(&output).contains("exists with a different"),
             "{}",
-            said(&output)
+            stderr(&output)
         );
     }
 }
@@ -198,8 +197,8 @@ fn a_finished_run_continues_only_with_the_same_mesh() {
 fn a_rank_reports_a_missing_peer() {
     let (text, cluster) = (text(), Cluster::start(1));
     let flags = format!("--data {} --tensor-parallel 2 --timeout 1", text.path().display());
-    let output = by_hand(&cluster, &[flags]).remove(0);
-    assert!(!output.status.success() && said(&output).contains("rank 1"), "{}", said(&output));
+    let output = run_ranks(&cluster, &[flags]).remove(0);
+    assert!(!output.status.success() && stderr(&output).contains("rank 1"), "{}", stderr(&output));
 }
 
 #[test]
@@ -224,10 +223,12 @@ fn a_killed_rank_is_named_and_ends_the_others_before_the_deadline() {
     let begin = Instant::now();
     let [first, _] = ranks;
     let output = first.wait_with_output().unwrap();
-    let said = said(&output);
+    let stderr = stderr(&output);
     assert!(
-        !output.status.success() && said.contains("rank 1") && said.contains("start all of them"),
-        "{said}"
+        !output.status.success()
+            && stderr.contains("rank 1")
+            && stderr.contains("start all of them"),
+        "{stderr}"
     );
-    assert!(begin.elapsed() < Duration::from_secs(60), "{:?}: {said}", begin.elapsed());
+    assert!(begin.elapsed() < Duration::from_secs(60), "{:?}: {stderr}", begin.elapsed());
 }

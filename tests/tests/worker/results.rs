@@ -1,4 +1,4 @@
-//! Settings that must not change the result of a run, and the output of a run.
+//! Checks the settings that must not change the result of a run, and the output of a run.
 
 use std::thread;
 
@@ -17,7 +17,7 @@ fn hash(flags: &str) -> String {
 }
 
 #[test]
-fn the_state_hash_depends_neither_on_shards_nor_level_nor_processes_nor_chunks() {
+fn the_state_hash_does_not_depend_on_shards_level_processes_or_chunk_size() {
     let expected = hash("");
     for flags in [
         "--shards 1 --level os",
@@ -35,8 +35,8 @@ fn the_state_hash_depends_neither_on_shards_nor_level_nor_processes_nor_chunks()
 
 #[test]
 fn two_workers_with_half_the_batch_equal_one_with_the_whole_batch() {
-    // At this learning rate training is stable. Otherwise it would amplify the rounding of the sums
-    // with every step, like any chaotic system.
+    // At this learning rate training is stable. At a higher rate it could amplify the rounding of
+    // sums with every step.
     let losses = |workers: u32| -> Vec<f64> {
         let flags =
             "--steps 100 --batch 8 --context 32 --lr 0.001 --shards 1 --level os --sample-chars 0";
@@ -84,7 +84,7 @@ fn the_memory_of_a_worker_decreases_from_level_to_level() {
 }
 
 #[test]
-fn separate_workers_share_a_running_cluster_and_give_the_same_hash() {
+fn separate_workers_on_a_running_cluster_give_the_same_hash() {
     let cluster = Cluster::start(2);
     let ranks = [0, 1].map(|rank| {
         let flags = format!(
@@ -94,10 +94,10 @@ fn separate_workers_share_a_running_cluster_and_give_the_same_hash() {
         thread::spawn(move || train(&flags))
     });
     let lines = ranks.map(|rank| rank.join().unwrap());
-    let by_hand = done(&lines[0])["state_hash"].as_str().unwrap().to_owned();
-    assert_eq!(by_hand, hash(""));
-    let said = run("zsctl", &["--address", cluster.address(), "hash", "train"]);
-    assert_eq!(String::from_utf8(said.stdout).unwrap().trim(), by_hand);
+    let found = done(&lines[0])["state_hash"].as_str().unwrap().to_owned();
+    assert_eq!(found, hash(""));
+    let output = run("zsctl", &["--address", cluster.address(), "hash", "train"]);
+    assert_eq!(String::from_utf8(output.stdout).unwrap().trim(), found);
 }
 
 #[test]
@@ -122,8 +122,8 @@ fn invalid_training_settings_are_refused_with_the_valid_values() {
         ("--address nowhere", "host:port"),
     ] {
         let output = start(flags);
-        let said = String::from_utf8(output.stderr).unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
         assert!(output.status.code().is_some_and(|code| code != 0), "{flags}: {}", output.status);
-        assert!(said.contains(expected), "{flags}: {said}");
+        assert!(stderr.contains(expected), "{flags}: {stderr}");
     }
 }

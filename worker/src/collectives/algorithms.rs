@@ -1,8 +1,9 @@
-//! The operations as messages: every rank sends to every other rank for small data and for two
-//! ranks; a ring (Patarasuk and Yuan 2009) for large data.
+//! The algorithms of the collectives. For small data and for two ranks, every rank sends to every
+//! other rank directly. For large data the ranks form a ring (Patarasuk and Yuan 2009).
 //!
-//! A sum is cut into one piece per rank, and piece c is added up from the rank after c to c itself,
-//! cyclically: the order of a ring. The direct way keeps this order, so both give the same bits.
+//! Data to be summed is split into one piece per rank. Piece c is added up in the order of the
+//! ring: cyclically from the rank after c to c itself. The direct algorithm adds in the same order,
+//! so both algorithms give the same bits.
 
 use std::ops::Range;
 
@@ -11,12 +12,13 @@ use zeroshard_proto::Reduction;
 use super::error::Result;
 use super::operation::{Numbers, Operation};
 
-/// Minimum number of elements for a ring: below, its rounds cost more than the bytes that it saves.
+/// The minimum number of elements for a ring. For fewer elements, the latency of the rounds costs
+/// more time than the smaller number of bytes saves.
 const RING_FROM: usize = 64 << 10;
 
-/// Whether `elements` in a group of this size go round in a ring. With two ranks both ways move the
-/// same bytes.
-pub(super) fn goes_round(size: usize, elements: usize) -> bool {
+/// Whether to use a ring for `elements` elements in a group of `size` ranks. With two ranks both
+/// algorithms transfer the same number of bytes.
+pub(super) fn uses_ring(size: usize, elements: usize) -> bool {
     size > 2 && elements >= RING_FROM
 }
 
@@ -27,7 +29,7 @@ pub(super) fn all_reduce(
     data: Vec<f32>,
 ) -> Result<Vec<f32>> {
     let pieces = pieces(data.len(), at.size());
-    if goes_round(at.size(), data.len()) {
+    if uses_ring(at.size(), data.len()) {
         let parts = pieces.iter().map(|piece| data[piece.clone()].to_vec()).collect();
         let mine = reduce_round(at, reduction, parts)?;
         let sizes: Vec<usize> = pieces.iter().map(Range::len).collect();
@@ -56,7 +58,7 @@ pub(super) fn reduce_scatter(
     reduction: Reduction,
     parts: Vec<Vec<f32>>,
 ) -> Result<Vec<f32>> {
-    if goes_round(at.size(), parts.iter().map(Vec::len).sum()) {
+    if uses_ring(at.size(), parts.iter().map(Vec::len).sum()) {
         return reduce_round(at, reduction, parts);
     }
     let mut parts: Vec<Numbers> = parts.into_iter().map(Numbers::new).collect();
@@ -77,7 +79,7 @@ pub(super) fn all_gather(
     sizes: &[usize],
     data: Vec<f32>,
 ) -> Result<Vec<Vec<f32>>> {
-    if goes_round(at.size(), sizes.iter().sum()) {
+    if uses_ring(at.size(), sizes.iter().sum()) {
         return gather_round(at, 0, sizes, data);
     }
     let mine = Numbers::new(data);
@@ -90,7 +92,7 @@ pub(super) fn all_gather(
     Ok(parts)
 }
 
-/// The reduce-scatter half of a ring: round 0 to size - 2.
+/// Reduce-scatter in a ring: rounds 0 to `size - 2`.
 fn reduce_round(
     at: &Operation<'_>,
     reduction: Reduction,
@@ -112,7 +114,7 @@ fn reduce_round(
     Ok(moving)
 }
 
-/// The all-gather half of a ring: `size - 1` rounds, numbered from `first`.
+/// All-gather in a ring: `size - 1` rounds, numbered from `first`.
 fn gather_round(
     at: &Operation<'_>,
     first: u32,
@@ -124,21 +126,22 @@ fn gather_round(
     let mut parts: Vec<Option<Numbers>> = vec![None; size];
     parts[me] = Some(Numbers::new(data));
     for round in 0..size - 1 {
-        let (leaving, coming) = ((me + size - round) % size, (me + 2 * size - 1 - round) % size);
-        let part = parts[leaving].as_ref().expect("it came in the round before");
-        at.send(next, first + round as u32, part.bytes(0..sizes[leaving]));
-        parts[coming] = Some(Numbers::new(at.take(before, first + round as u32, sizes[coming])?));
+        let (sent, received) = ((me + size - round) % size, (me + 2 * size - 1 - round) % size);
+        let part = parts[sent].as_ref().expect("it is our own or came in the previous round");
+        at.send(next, first + round as u32, part.bytes(0..sizes[sent]));
+        let part = at.take(before, first + round as u32, sizes[received])?;
+        parts[received] = Some(Numbers::new(part));
     }
     Ok(parts.into_iter().flatten().map(Numbers::into_values).collect())
 }
 
-/// The places after and before this one.
+/// The next and the previous place in the ring.
 fn neighbours(at: &Operation<'_>) -> (usize, usize) {
     let (me, size) = (at.me(), at.size());
     ((me + 1) % size, (me + size - 1) % size)
 }
 
-/// `elements` in one piece for each place.
+/// Splits `elements` elements into one piece for each place.
 fn pieces(elements: usize, places: usize) -> Vec<Range<usize>> {
     let step = elements.div_ceil(places);
     (0..places)
@@ -146,7 +149,7 @@ fn pieces(elements: usize, places: usize) -> Vec<Range<usize>> {
         .collect()
 }
 
-/// The reduction of all ranks' piece number `place`.
+/// Reduces the parts of all ranks for piece number `place`.
 fn fold(reduction: Reduction, place: usize, parts: &[&[f32]]) -> Vec<f32> {
     let order = (1..=parts.len()).map(|distance| parts[(place + distance) % parts.len()]);
     let mut result: Vec<f32> = Vec::new();
@@ -165,7 +168,7 @@ fn combine(reduction: Reduction, sum: &mut [f32], part: &[f32]) {
     let pairs = sum.iter_mut().zip(part);
     match reduction {
         Reduction::Sum | Reduction::Avg => pairs.for_each(|(sum, &part)| *sum += part),
-        // NaN stays, as in torch.
+        // The maximum with NaN is NaN, as in torch.
         Reduction::Max => pairs.for_each(|(sum, &part)| {
             if part > *sum || part.is_nan() {
                 *sum = part;

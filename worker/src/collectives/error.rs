@@ -1,17 +1,17 @@
-//! Errors of operations among workers.
+//! Errors of collectives.
 
 use std::fmt;
 
 use thiserror::Error;
 
-/// Where an operation stopped.
+/// The operation in which an error occurred.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
     /// The rank that waited.
     pub rank: u32,
     /// The rank that it waited for.
     pub peer: u32,
-    /// The ranks that took part.
+    /// The ranks of the group.
     pub group: Vec<u32>,
     /// The operation, with its sizes.
     pub operation: String,
@@ -24,31 +24,31 @@ impl fmt::Display for Place {
     }
 }
 
-/// An error of an operation.
+/// An error of a collective.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum Error {
-    /// A message of a peer did not come in time.
+    /// A message of a peer did not arrive before the deadline.
     #[error(
         "{at}: no message within {waited_ms} ms{}",
         instead.as_ref().map(|other| format!("; the peer has sent {other}")).unwrap_or_default()
     )]
     Timeout {
-        /// Where.
+        /// The operation that waited.
         at: Place,
-        /// The deadline.
+        /// The deadline in milliseconds.
         waited_ms: u64,
-        /// Another operation, for which the peer has sent a message.
+        /// Another operation for which the peer has sent a message.
         instead: Option<String>,
     },
     /// A peer is lost, or has failed.
     #[error("{at}: the peer is lost: {cause}")]
     Lost {
-        /// Where.
+        /// The operation that waited.
         at: Place,
         /// The cause.
         cause: String,
     },
-    /// Two ranks called different operations, or the same with different sizes or texts.
+    /// Two ranks called different operations, or the same operation with different sizes or texts.
     #[error(
         "{at}: rank {} calls {}, rank {} calls {theirs}; all ranks must make the same calls",
         at.rank, at.operation, at.peer
@@ -75,5 +75,5 @@ impl Error {
     }
 }
 
-/// The result of an operation.
+/// The result of a collective.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,19 +1,20 @@
-//! Messages of the peers that no operation has taken yet, and the state of the peers.
+//! Messages that have arrived from peers and are not yet used by an operation, and the state of the
+//! peers.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-/// A sequence of operations.
+/// Identifies a sequence of operations.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Channel {
-    /// The ranks that take part; of a pair: sender, receiver.
+    /// The ranks of the group; for point-to-point messages the sender and the receiver.
     pub(super) group: Vec<u32>,
-    /// Messages from one rank to another, not collectives.
+    /// Whether the operations are point-to-point messages instead of collectives.
     pub(super) pair: bool,
 }
 
-/// Identity of a message.
+/// Identifies a message.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Key {
     pub(super) from: u32,
@@ -25,7 +26,7 @@ pub(super) struct Key {
 /// A message.
 #[derive(Debug, PartialEq)]
 pub(super) struct Mail {
-    /// The sender's operation, with its sizes.
+    /// The operation that the sender called, with its sizes.
     pub(super) operation: String,
     pub(super) data: Vec<f32>,
 }
@@ -33,9 +34,10 @@ pub(super) struct Mail {
 /// The reason why a message is missing.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Missing {
-    /// It did not come in time. Another operation for which the peer has sent a message, if any.
+    /// The message did not arrive before the deadline. Contains another operation for which the
+    /// peer has sent a message, if there is one.
     Late(Option<String>),
-    /// It will not come, because the peer is lost or has failed.
+    /// The peer is lost or has failed. Contains the cause.
     Lost(String),
 }
 
@@ -48,7 +50,7 @@ struct State {
     failed: BTreeMap<u32, String>,
 }
 
-/// Messages by key, and the state of the peers.
+/// The messages by key, and the state of the peers.
 #[derive(Debug, Default)]
 pub(super) struct Mailbox {
     state: Mutex<State>,
@@ -56,18 +58,18 @@ pub(super) struct Mailbox {
 }
 
 impl Mailbox {
-    /// Keeps a message until it is asked for. Returns whether it was the first with this key.
+    /// Stores a message. Returns false if there was already a message with this key.
     pub(super) fn put(&self, key: Key, mail: Mail) -> bool {
         let first = self.lock().mail.insert(key, mail).is_none();
         self.changed.notify_all();
         first
     }
 
-    /// The message with this key; waits for it.
+    /// Takes the message with this key. Waits until it arrives.
     pub(super) fn take(&self, key: &Key, deadline: Instant) -> Result<Mail, Missing> {
         let mut state = self.lock();
         loop {
-            // First, because messages that were sent before a peer left count.
+            // Messages are checked first, because those that a peer sent before it left are valid.
             if let Some(mail) = state.mail.remove(key) {
                 return Ok(mail);
             }
@@ -98,20 +100,20 @@ impl Mailbox {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // No panic leaves the state half changed.
+        // The state is consistent after a panic, because each change is a single map operation.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl State {
-    /// Something else from the same peer, as a text.
+    /// A description of the earliest other message of the same peer.
     fn other(&self, key: &Key) -> Option<String> {
         let mut from_peer: Vec<_> =
             self.mail.iter().filter(|(other, _)| other.from == key.from).collect();
         from_peer.sort_by_key(|(other, _)| (other.sequence, other.round));
         let (other, mail) = from_peer.first()?;
         Some(format!(
-            "{} among ranks {:?}, as number {}",
+            "{} among ranks {:?} with sequence number {}",
             mail.operation, other.channel.group, other.sequence
         ))
     }
@@ -132,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn mail_waits_for_who_asks_for_it() {
+    fn messages_can_be_taken_in_any_order() {
         let mailbox = Mailbox::default();
         assert!(mailbox.put(key(1, 1), mail("b")));
         assert!(mailbox.put(key(1, 0), mail("a")));
@@ -141,25 +143,25 @@ mod tests {
     }
 
     #[test]
-    fn a_second_message_with_the_same_key_is_noticed() {
+    fn a_second_message_with_the_same_key_is_reported() {
         let mailbox = Mailbox::default();
         assert!(mailbox.put(key(1, 0), mail("a")));
         assert!(!mailbox.put(key(1, 0), mail("a")));
     }
 
     #[test]
-    fn who_waits_in_vain_hears_what_came_instead() {
+    fn a_timeout_names_another_message_of_the_same_peer() {
         let mailbox = Mailbox::default();
         mailbox.put(key(1, 3), mail("all_gather"));
         let Err(Missing::Late(Some(other))) = mailbox.take(&key(1, 0), Instant::now()) else {
-            panic!("there is no such mail");
+            panic!("expected Missing::Late");
         };
         assert!(other.contains("all_gather") && other.contains('3'), "{other}");
         assert_eq!(mailbox.take(&key(2, 0), Instant::now()), Err(Missing::Late(None)));
     }
 
     #[test]
-    fn what_was_sent_before_a_peer_left_counts() {
+    fn a_message_that_was_sent_before_the_peer_left_is_valid() {
         let mailbox = Mailbox::default();
         mailbox.put(key(1, 0), mail("a"));
         mailbox.lose(1, "it has left".to_owned());
@@ -172,12 +174,12 @@ mod tests {
     }
 
     #[test]
-    fn whoever_waits_for_a_peer_that_gave_up_hears_its_cause() {
+    fn a_wait_for_a_failed_peer_returns_the_cause() {
         let mailbox = Mailbox::default();
         mailbox.put(key(1, 0), mail("a"));
         mailbox.fail(1, "no".to_owned());
         assert_eq!(mailbox.take(&key(1, 0), Instant::now()), Ok(mail("a")), "sent before");
-        let gave_up = Missing::Lost("it failed: no".to_owned());
-        assert_eq!(mailbox.take(&key(1, 1), Instant::now()), Err(gave_up));
+        let lost = Missing::Lost("it failed: no".to_owned());
+        assert_eq!(mailbox.take(&key(1, 1), Instant::now()), Err(lost));
     }
 }

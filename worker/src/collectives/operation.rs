@@ -1,4 +1,4 @@
-//! One operation under way: names its messages, and checks those that come.
+//! A running operation: creates the keys of its messages, and checks the messages of its peers.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use zeroshard_proto::pb;
 use super::error::{Error, Place, Result};
 use super::mailbox::{Channel, Key, Mailbox, Missing};
 
-/// f32 values that go to one or more peers without being copied.
+/// Shared f32 values that can be sent to several peers without a copy.
 #[derive(Debug, Clone)]
 pub(super) struct Numbers(Arc<Vec<f32>>);
 
@@ -30,57 +30,58 @@ impl Numbers {
         &self.0
     }
 
-    /// A range of them, as they go over the wire.
+    /// A range of the values in the wire format.
     pub(super) fn bytes(&self, range: std::ops::Range<usize>) -> Bytes {
         let size = size_of::<f32>();
         Bytes::from_owner(Owner(self.0.clone())).slice(range.start * size..range.end * size)
     }
 
-    /// The values themselves: copied only while a peer still gets them.
+    /// The values. They are copied only if a message still refers to them.
     pub(super) fn into_values(self) -> Vec<f32> {
         Arc::try_unwrap(self.0).unwrap_or_else(|shared| shared.to_vec())
     }
 }
 
-/// Sends messages.
+/// The interface for sending messages.
 pub(super) trait Post {
-    /// Sends a message to rank `to`, without waiting. Whether it arrived shows in the mailbox.
+    /// Sends a message to rank `to`, without waiting. If it fails, the peer is recorded as lost in
+    /// the mailbox.
     fn post(&self, to: u32, header: pb::DeliverHeader, data: Bytes);
 }
 
-/// One operation of this rank. Its peers are named by their places in the group.
+/// A running operation of this rank. Peers are identified by their places in the group.
 pub(super) struct Operation<'a> {
     pub(super) post: &'a dyn Post,
     pub(super) mailbox: &'a Mailbox,
     pub(super) rank: u32,
     pub(super) channel: Channel,
     pub(super) sequence: u64,
-    /// The operation with its sizes: the same on every rank.
+    /// The name of the operation with its sizes, which must be the same on every rank.
     pub(super) text: String,
-    /// Deadline of each message.
-    pub(super) patience: Duration,
+    /// The time to wait for each message.
+    pub(super) timeout: Duration,
 }
 
 impl Operation<'_> {
-    /// Number of ranks that take part.
+    /// The number of ranks in the group.
     pub(super) fn size(&self) -> usize {
         self.channel.group.len()
     }
 
-    /// This rank's place.
+    /// The place of this rank.
     pub(super) fn me(&self) -> usize {
         let position = self.channel.group.iter().position(|&rank| rank == self.rank);
-        position.expect("an operation is made with this rank in its group")
+        position.expect("this rank was found in the group before the operation began")
     }
 
-    /// The places of all others, those behind this one first: so not all send to the same one at
-    /// once.
+    /// The places of all other ranks, cyclically from the next place. The order differs between
+    /// ranks, so they do not all send to the same rank at once.
     pub(super) fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let (me, size) = (self.me(), self.size());
         (1..size).map(move |distance| (me + distance) % size)
     }
 
-    /// Sends to the `to`-th of the group.
+    /// Sends a message to the rank at place `to`.
     pub(super) fn send(&self, to: usize, round: u32, data: Bytes) {
         let header = pb::DeliverHeader {
             from: self.rank,
@@ -94,11 +95,11 @@ impl Operation<'_> {
         self.post.post(self.channel.group[to], header, data);
     }
 
-    /// Takes the message of the `from`-th rank of the group.
+    /// Takes the message of the rank at place `from`.
     ///
     /// # Errors
-    /// [`Error::Timeout`], [`Error::Lost`], and [`Error::Disagreement`] if it is another operation
-    /// or of another size.
+    /// [`Error::Timeout`], [`Error::Lost`], and [`Error::Disagreement`] if the message belongs to a
+    /// different operation or has a different size.
     pub(super) fn take(&self, from: usize, round: u32, elements: usize) -> Result<Vec<f32>> {
         let peer = self.channel.group[from];
         let key = Key { from: peer, channel: self.channel.clone(), sequence: self.sequence, round };
@@ -109,11 +110,11 @@ impl Operation<'_> {
             operation: self.text.clone(),
         };
         let mail =
-            self.mailbox.take(&key, Instant::now() + self.patience).map_err(
+            self.mailbox.take(&key, Instant::now() + self.timeout).map_err(
                 |missing| match missing {
                     Missing::Late(instead) => Error::Timeout {
                         at: at(),
-                        waited_ms: self.patience.as_millis() as u64,
+                        waited_ms: self.timeout.as_millis() as u64,
                         instead,
                     },
                     Missing::Lost(cause) => Error::Lost { at: at(), cause },
@@ -124,7 +125,7 @@ impl Operation<'_> {
         }
         if mail.data.len() != elements {
             let theirs = format!(
-                "{} with a message of {} f32 and not {elements}",
+                "{} with a message of {} f32 instead of {elements}",
                 self.text,
                 mail.data.len()
             );

@@ -1,4 +1,4 @@
-//! Workers that reach each other over gRPC.
+//! Collectives over gRPC connections between workers.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
@@ -28,11 +28,11 @@ use super::mailbox::{Channel, Mailbox};
 use super::operation::{Numbers, Operation, Post};
 use super::service::{Failure, Identity, Service};
 
-/// Payload of one part of a message, bytes.
+/// The maximum payload of one part of a message, in bytes.
 const PART_BYTES: usize = 1 << 20;
-/// Deadline for peers to close their connections to a worker that leaves.
-const FAREWELL: Duration = Duration::from_secs(2);
-/// Pause between two tries to reach a peer.
+/// The time that a worker that leaves or has failed waits for its peers.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
+/// The pause between two tries to connect to a peer.
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 
 type Client = pb::worker_service_client::WorkerServiceClient<Connection>;
@@ -40,11 +40,11 @@ type Client = pb::worker_service_client::WorkerServiceClient<Connection>;
 /// Settings of the connections among workers.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The address to listen on; port 0: any free port.
+    /// The address to listen on. Port 0 selects a free port.
     pub listen: SocketAddr,
-    /// Deadline for a peer: of its answer when connecting, and of each of its messages later.
+    /// The time to wait for the connection to a peer, and for each message of a peer.
     pub deadline: Duration,
-    /// The cluster's token; calls without it are refused.
+    /// The token of the cluster. Calls without it are refused.
     pub token: Token,
 }
 
@@ -58,7 +58,7 @@ impl Default for Options {
     }
 }
 
-/// A worker that listens for its peers, and is not connected to them yet.
+/// A worker that listens for its peers and is not yet connected to them.
 #[derive(Debug)]
 pub struct Listening {
     runtime: Handle,
@@ -69,41 +69,42 @@ pub struct Listening {
     failure: watch::Sender<Failure>,
     attached: watch::Sender<BTreeSet<u32>>,
     leaving: CancellationToken,
-    /// The server, and the tasks that follow the state of the peers.
-    standing: TaskTracker,
+    /// The server, and the tasks that receive the state of the peers.
+    tasks: TaskTracker,
 }
 
-/// The workers of a job, as one of them sees them. [`Collectives`] over gRPC.
+/// The connections of a worker to all other workers of a job. Implements [`Collectives`] over gRPC.
 ///
-/// If this is dropped without [`Peers::leave`], the others see a lost worker.
+/// If a `Peers` is dropped without [`Peers::leave`], the other workers regard this one as lost.
 pub struct Peers {
     inner: Listening,
     rank: u32,
-    /// By rank; `None`: this one.
+    /// The clients by rank; `None` for this rank.
     clients: Vec<Option<Client>>,
-    /// Number of messages under way.
+    /// The number of messages that are being sent.
     sending: Arc<watch::Sender<usize>>,
     state: Mutex<State>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// Operations called so far.
+    /// The number of operations called so far on each channel.
     called: HashMap<Channel, u64>,
-    /// The first failure; all later operations return it.
+    /// The first failure, which all later operations return.
     failure: Option<Error>,
 }
 
 impl Peers {
-    /// Listens for peers. `runtime` moves the bytes; the methods of the result block, and must not
-    /// be called on one of its threads.
+    /// Listens for peers. `runtime` executes the transfers. The methods of the result block, and
+    /// must not be called on a thread of `runtime`.
     ///
     /// # Errors
-    /// For an address that cannot be listened on, and a token that no call can carry.
+    /// [`ClusterError::Unavailable`] if the address cannot be bound, and an error for a token that
+    /// is not valid in a header.
     pub fn bind(runtime: &Handle, options: Options) -> Result<Listening> {
         let bearer = Bearer::new(&options.token)?;
         let unavailable = |cause: std::io::Error| ClusterError::Unavailable {
-            peer: format!("port to listen on for peers, {},", options.listen),
+            peer: format!("listen address {}", options.listen),
             cause: cause.to_string(),
         };
         let listener = runtime.block_on(TcpListener::bind(options.listen)).map_err(unavailable)?;
@@ -118,7 +119,7 @@ impl Peers {
             failure,
             attached: watch::Sender::default(),
             leaving: CancellationToken::new(),
-            standing: TaskTracker::new(),
+            tasks: TaskTracker::new(),
             options,
         };
         let service = Service {
@@ -127,7 +128,7 @@ impl Peers {
             failure: failed,
             attached: listening.attached.clone(),
             leaving: listening.leaving.clone(),
-            patience: listening.options.deadline,
+            timeout: listening.options.deadline,
         };
         let check = move |request: Request<()>| match &bearer {
             Some(bearer) => {
@@ -148,45 +149,45 @@ impl Peers {
                 TcpIncoming::from(listener).with_nodelay(Some(true)),
                 listening.leaving.clone().cancelled_owned(),
             );
-        // That it ends early shows in the peers' streams.
-        listening.standing.spawn_on(async move { drop(server.await) }, runtime);
+        // If the server fails, the streams of the peers end, and they regard this worker as lost.
+        listening.tasks.spawn_on(async move { drop(server.await) }, runtime);
         Ok(listening)
     }
 
-    /// This worker's rank.
+    /// The rank of this worker.
     pub fn rank(&self) -> u32 {
         self.rank
     }
 
-    /// Number of ranks.
+    /// The number of ranks.
     pub fn world(&self) -> u32 {
         self.clients.len() as u32
     }
 
-    /// Waits until all messages have arrived, and leaves. Operations fail afterwards.
+    /// Waits until the peers have received all messages, then leaves. Operations fail afterwards.
     ///
     /// # Errors
-    /// [`ClusterError::Timeout`] for peers that do not take their messages.
+    /// [`ClusterError::Timeout`] if a peer does not receive its messages.
     pub fn leave(&self) -> Result<()> {
-        let Listening { runtime, options, leaving, standing, .. } = &self.inner;
-        standing.close();
+        let Listening { runtime, options, leaving, tasks, .. } = &self.inner;
+        tasks.close();
         let flushed = runtime.block_on(async {
             let flushed = tokio::time::timeout(options.deadline, sent(&self.sending)).await;
             leaving.cancel();
-            // Lets answers that are under way finish, but does not wait for a peer that keeps its
-            // connection.
-            drop(tokio::time::timeout(FAREWELL, standing.wait()).await);
+            // Lets running answers finish, but does not wait for a peer that keeps its connection
+            // open.
+            drop(tokio::time::timeout(LEAVE_TIMEOUT, tasks.wait()).await);
             flushed
         });
         flushed.map_err(|_| {
-            let waiting_for = format!("the peers of rank {} to take its messages", self.rank);
+            let waiting_for = format!("the peers of rank {} to receive its messages", self.rank);
             ClusterError::Timeout { waiting_for, waited_ms: options.deadline.as_millis() as u64 }
                 .into()
         })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // No panic leaves the state half changed.
+        // The state is consistent after a panic, because each change is a single assignment.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -205,25 +206,26 @@ impl Peers {
             let called = state.called.entry(channel.clone()).or_default();
             let sequence = *called;
             *called += 1;
-            let patience = self.inner.options.deadline;
+            let timeout = self.inner.options.deadline;
             let (mailbox, rank) = (self.inner.mailbox.as_ref(), self.rank);
-            Operation { post: self, mailbox, rank, channel, sequence, text, patience }
+            Operation { post: self, mailbox, rank, channel, sequence, text, timeout }
         };
         run(&operation).inspect_err(|error| {
             let mut state = self.lock();
             if state.failure.is_none() {
                 state.failure = Some(error.clone());
                 drop(state);
-                self.give_up(error.to_string());
+                self.report_failure(error.to_string());
             }
         })
     }
 
-    /// Reports the failure to the peers, after the messages before it, which may name the cause.
-    fn give_up(&self, cause: String) {
+    /// Reports a failure to the peers. The messages before it are sent first, because a peer can
+    /// report a disagreement more precisely if it has them.
+    fn report_failure(&self, cause: String) {
         let (sending, failure) = (self.sending.clone(), self.inner.failure.clone());
         self.inner.runtime.spawn(async move {
-            drop(tokio::time::timeout(FAREWELL, sent(&sending)).await);
+            drop(tokio::time::timeout(LEAVE_TIMEOUT, sent(&sending)).await);
             failure.send_replace(Some(cause));
         });
     }
@@ -241,9 +243,9 @@ impl Peers {
 
     fn check(&self, group: &[u32]) -> Result<()> {
         let world = self.world();
-        let twice = (1..group.len()).any(|index| group[..index].contains(&group[index]));
-        if twice || !group.contains(&self.rank) || group.iter().any(|&rank| rank >= world) {
-            let expected = format!("distinct ranks below {world}, {} among them", self.rank);
+        let repeated = (1..group.len()).any(|index| group[..index].contains(&group[index]));
+        if repeated || !group.contains(&self.rank) || group.iter().any(|&rank| rank >= world) {
+            let expected = format!("distinct ranks below {world}, including {}", self.rank);
             return Err(Error::invalid("group of ranks", format!("{group:?}"), expected));
         }
         Ok(())
@@ -251,7 +253,7 @@ impl Peers {
 
     fn pair(&self, peer: u32, group: [u32; 2]) -> Result<Channel> {
         if peer == self.rank || peer >= self.world() {
-            let expected = format!("another rank than {}, below {}", self.rank, self.world());
+            let expected = format!("below {}, and different from {}", self.world(), self.rank);
             return Err(Error::invalid("rank of a peer", peer, expected));
         }
         Ok(Channel { group: group.to_vec(), pair: true })
@@ -259,17 +261,18 @@ impl Peers {
 }
 
 impl Listening {
-    /// Where the peers reach this worker.
+    /// The address at which this worker listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Connects as rank `rank` to the peers at `addresses` (`host:port` by rank; the entry of this
-    /// rank is not used), and waits until all of them are connected to this worker too.
+    /// Connects as rank `rank` to the peers at `addresses`, and waits until all of them have
+    /// connected to this worker. `addresses` has a `host:port` for each rank; the entry of this
+    /// rank is not used.
     ///
     /// # Errors
-    /// For a rank without an address, a peer that cannot be reached within the deadline, and a peer
-    /// that has another rank than `addresses`.
+    /// An error for a rank without an address, for a peer that cannot be reached before the
+    /// deadline, and for a peer whose rank is not its index in `addresses`.
     pub fn connect(self, rank: u32, addresses: &[String]) -> Result<Peers> {
         let world = addresses.len() as u32;
         if rank >= world {
@@ -285,14 +288,14 @@ impl Listening {
         }));
         let clients = self.runtime.block_on(async {
             let clients = dialled.await?;
-            // Not before they have reached this worker too: it could leave again before that.
+            // Otherwise this worker could leave before a peer has connected to it.
             self.attached(rank, world).await?;
             Ok::<_, Error>(clients)
         })?;
         Ok(Peers { inner: self, rank, clients, sending: Arc::default(), state: Mutex::default() })
     }
 
-    /// Waits until all peers have reached this worker.
+    /// Waits until all peers have connected to this worker.
     async fn attached(&self, rank: u32, world: u32) -> Result<()> {
         let mut attached = self.attached.subscribe();
         let all = attached
@@ -300,10 +303,10 @@ impl Listening {
         if tokio::time::timeout(self.options.deadline, all).await.is_ok() {
             return Ok(());
         }
-        let here = self.attached.borrow();
+        let attached = self.attached.borrow();
         let missing: Vec<u32> =
-            (0..world).filter(|peer| *peer != rank && !here.contains(peer)).collect();
-        let waiting_for = format!("ranks {missing:?} to reach rank {rank}");
+            (0..world).filter(|peer| *peer != rank && !attached.contains(peer)).collect();
+        let waiting_for = format!("ranks {missing:?} to connect to rank {rank}");
         Err(ClusterError::Timeout {
             waiting_for,
             waited_ms: self.options.deadline.as_millis() as u64,
@@ -311,7 +314,7 @@ impl Listening {
         .into())
     }
 
-    /// Connects to a peer, and listens to how it is.
+    /// Connects to a peer, and starts the task that receives its state.
     async fn dial(&self, from: u32, to: u32, world: u32, address: &str) -> Result<Client> {
         let endpoint = transport::endpoint(address)?;
         let mut client =
@@ -322,7 +325,7 @@ impl Listening {
             let attached = async {
                 let mut events =
                     client.attach(pb::AttachRequest { from, to, world }).await?.into_inner();
-                // The first one is there at once: that all is well.
+                // The peer sends the first event at once.
                 events.message().await?;
                 Ok::<_, Status>(events)
             };
@@ -333,12 +336,12 @@ impl Listening {
                 Err(_) => {
                     let waited_ms = self.options.deadline.as_millis() as u64;
                     ClusterError::Timeout {
-                        waiting_for: format!("rank {from} to reach {name}"),
+                        waiting_for: format!("rank {from} to connect to {name}"),
                         waited_ms,
                     }
                 }
             };
-            // It may not listen yet.
+            // An unavailable peer may not listen yet.
             if !matches!(error, ClusterError::Unavailable { .. })
                 || begin.elapsed() >= self.options.deadline
             {
@@ -347,16 +350,16 @@ impl Listening {
             tokio::time::sleep(RETRY_PAUSE).await;
         };
         let (mailbox, leaving) = (self.mailbox.clone(), self.leaving.clone());
-        self.standing.spawn(async move {
+        self.tasks.spawn(async move {
             leaving.run_until_cancelled(listen(events, &mailbox, to)).await;
         });
         Ok(client)
     }
 }
 
-/// Waits until everything that was sent has arrived, or could not.
+/// Waits until all messages have been received or have failed.
 async fn sent(sending: &watch::Sender<usize>) {
-    // The sender is here, so the channel is open.
+    // The wait cannot fail, because `sending` keeps the channel open.
     drop(sending.subscribe().wait_for(|&count| count == 0).await);
 }
 
@@ -394,7 +397,8 @@ impl Post for Peers {
                     mailbox.lose(to, format!("a message to it failed: {}", status.message()))
                 }
                 Err(_) => {
-                    mailbox.lose(to, format!("it took no message for {} ms", deadline.as_millis()))
+                    let cause = format!("it received no message for {} ms", deadline.as_millis());
+                    mailbox.lose(to, cause)
                 }
             }
             sending.send_modify(|count| *count -= 1);
@@ -423,9 +427,9 @@ impl Collectives for Peers {
                 self.rank
             );
             return Err(Error::invalid(
-                "sizes of an all_gather",
+                "list of sizes of an all_gather",
                 found,
-                "one for each rank, this one's too",
+                "one size for each rank, including the size of this rank's data",
             ));
         }
         let text = format!("all_gather of {sizes:?} f32");
@@ -441,7 +445,8 @@ impl Collectives for Peers {
         let sizes: Vec<usize> = parts.iter().map(Vec::len).collect();
         if sizes.len() != group.len() {
             let found = format!("{} for ranks {group:?}", sizes.len());
-            return Err(Error::invalid("parts of a reduce_scatter", found, "one for each rank"));
+            let what = "number of parts of a reduce_scatter";
+            return Err(Error::invalid(what, found, "one for each rank"));
         }
         let text = format!("reduce_scatter({}) of {sizes:?} f32", name(reduction));
         self.collect(group, text, |at| algorithms::reduce_scatter(at, reduction, parts))
@@ -461,8 +466,8 @@ impl Collectives for Peers {
         self.operate(channel, format!("send of {elements} f32"), |at| at.take(0, 0, elements))
     }
 
-    fn agree(&self, group: &[u32], about: &str, said: &str) -> Result<()> {
-        self.collect(group, format!("{about}: {said}"), |at| {
+    fn agree(&self, group: &[u32], about: &str, text: &str) -> Result<()> {
+        self.collect(group, format!("{about}: {text}"), |at| {
             algorithms::all_gather(at, &vec![0; group.len()], Vec::new()).map(drop)
         })
     }
@@ -476,7 +481,7 @@ impl fmt::Debug for Peers {
 
 impl Drop for Listening {
     fn drop(&mut self) {
-        // Ends the server; after `leave` it has ended.
+        // Stops the server, unless `leave` has already stopped it.
         self.leaving.cancel();
     }
 }

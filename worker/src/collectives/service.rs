@@ -14,10 +14,10 @@ use zeroshard_proto::{Error, pb};
 
 use super::mailbox::{Channel, Key, Mail, Mailbox};
 
-/// Most elements of a message: 4 GiB.
+/// The maximum number of elements in a message (4 GiB).
 const MAX_ELEMENTS: u64 = 1 << 30;
 
-/// Rank of a worker, once it is known.
+/// The rank of a worker, and the number of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Identity {
     pub(super) rank: u32,
@@ -27,31 +27,33 @@ pub(super) struct Identity {
 /// The cause of a worker's failure, if it has failed.
 pub(super) type Failure = Option<String>;
 
-/// The service.
+/// The implementation of the service.
 #[derive(Debug, Clone)]
 pub(super) struct Service {
     pub(super) mailbox: Arc<Mailbox>,
+    /// `None` until [`super::peers::Listening::connect`] is called.
     pub(super) identity: watch::Receiver<Option<Identity>>,
     pub(super) failure: watch::Receiver<Failure>,
-    /// Peers that have reached this worker.
+    /// The peers that have connected to this worker.
     pub(super) attached: watch::Sender<BTreeSet<u32>>,
     pub(super) leaving: CancellationToken,
-    pub(super) patience: Duration,
+    /// The time to wait for this worker's own rank.
+    pub(super) timeout: Duration,
 }
 
 impl Service {
     async fn identity(&self) -> Result<Identity, Error> {
         let mut identity = self.identity.clone();
         let known = identity.wait_for(Option::is_some);
-        match tokio::time::timeout(self.patience, known).await {
-            Ok(Ok(identity)) => Ok(identity.expect("it was waited for")),
+        match tokio::time::timeout(self.timeout, known).await {
+            Ok(Ok(identity)) => Ok(identity.expect("wait_for returned a value that is Some")),
             Ok(Err(_)) => Err(Error::Unavailable {
                 peer: "this worker".to_owned(),
-                cause: "it ends".to_owned(),
+                cause: "it is shutting down".to_owned(),
             }),
             Err(_) => Err(Error::Timeout {
-                waiting_for: "this worker to learn its rank".to_owned(),
-                waited_ms: self.patience.as_millis() as u64,
+                waiting_for: "this worker to receive its rank".to_owned(),
+                waited_ms: self.timeout.as_millis() as u64,
             }),
         }
     }
@@ -60,12 +62,13 @@ impl Service {
         &self,
         mut parts: Streaming<pb::DeliverRequest>,
     ) -> Result<(Key, Mail), Status> {
-        let cut = || Error::invalid("message of a worker", "nothing", "a part with a header first");
-        let mut part = parts.message().await?.ok_or_else(cut)?;
-        let header = part.header.take().ok_or_else(cut)?;
+        let no_header =
+            || Error::invalid("first part of a message", "without a header", "one with a header");
+        let mut part = parts.message().await?.ok_or_else(no_header)?;
+        let header = part.header.take().ok_or_else(no_header)?;
         if header.elements > MAX_ELEMENTS {
             return Err(Error::invalid(
-                "elements of a message",
+                "number of elements of a message",
                 header.elements,
                 format!("at most {MAX_ELEMENTS}"),
             )
@@ -75,8 +78,8 @@ impl Service {
         let bytes: &mut [u8] = bytemuck::must_cast_slice_mut(&mut data);
         let mut at = 0;
         let wrong = |found: usize| {
-            let expected = format!("{} f32, as in its header", header.elements);
-            Error::invalid("content of a message", format!("{found} bytes"), expected)
+            let expected = format!("{} f32, as its header says", header.elements);
+            Error::invalid("payload of a message", format!("{found} bytes"), expected)
         };
         loop {
             let payload = &part.payload;
@@ -107,17 +110,18 @@ impl pb::worker_service_server::WorkerService for Service {
         &self,
         request: Request<pb::AttachRequest>,
     ) -> Result<Response<Self::AttachStream>, Status> {
-        let asked = request.into_inner();
-        let here = self.identity().await?;
-        if (asked.to, asked.world) != (here.rank, here.world) {
+        let request = request.into_inner();
+        let identity = self.identity().await?;
+        if (request.to, request.world) != (identity.rank, identity.world) {
             let found = format!(
-                "rank {} of {} ranks (asked by rank {})",
-                asked.to, asked.world, asked.from
+                "rank {} of {} ranks (requested by rank {})",
+                request.to, request.world, request.from
             );
-            let expected = format!("this worker, rank {} of {} ranks", here.rank, here.world);
+            let expected =
+                format!("this worker, rank {} of {} ranks", identity.rank, identity.world);
             return Err(Error::invalid("peer", found, expected).into());
         }
-        self.attached.send_modify(|attached| _ = attached.insert(asked.from));
+        self.attached.send_modify(|attached| _ = attached.insert(request.from));
         let events = WatchStream::new(self.failure.clone())
             .map(|failure| Ok(pb::AttachResponse { failure }));
         let leaving = self.leaving.clone().cancelled_owned();
@@ -132,8 +136,8 @@ impl pb::worker_service_server::WorkerService for Service {
         let from = key.from;
         if !self.mailbox.put(key, mail) {
             return Err(Error::invalid(
-                "message",
-                format!("a second one of rank {from}"),
+                format!("message of rank {from}"),
+                "a duplicate",
                 "sent once",
             )
             .into());

@@ -1,4 +1,4 @@
-//! Ranks that talk to each other over loopback, for tests: a thread each.
+//! Test helper: ranks that are threads of one process and communicate over loopback.
 
 use std::sync::Arc;
 use std::thread;
@@ -12,12 +12,12 @@ pub(crate) fn runtime() -> Runtime {
     Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
 }
 
-/// What `run` gives on each of `world` ranks.
+/// The results of `run` on `world` ranks.
 pub(crate) fn together<T: Send>(world: usize, run: impl Fn(&Arc<Peers>) -> T + Sync) -> Vec<T> {
     with_deadline(world, Duration::from_secs(60), run)
 }
 
-/// The same, with so much patience for each other.
+/// The results of `run` on `world` ranks whose messages have the given deadline.
 pub(crate) fn with_deadline<T: Send>(
     world: usize,
     deadline: Duration,

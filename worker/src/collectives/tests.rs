@@ -1,4 +1,4 @@
-//! Collectives of several ranks.
+//! Tests of the collectives on several ranks.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use zeroshard_proto::{Error as ClusterError, Token};
 use super::testing::{runtime, together, with_deadline};
 use super::{Collectives, Error, Options, Peers};
 
-/// Enough elements for the ring, and no multiple of the number of ranks.
+/// Enough elements for the ring, and not a multiple of the number of ranks.
 const MANY: usize = 100_003;
 
 /// Values whose sum depends on the order.
@@ -26,7 +26,7 @@ fn group(world: usize) -> Vec<u32> {
     (0..world as u32).collect()
 }
 
-/// Sum of everybody's values in f64, and of their magnitudes.
+/// The sums of the values of all ranks and of their magnitudes, in f64.
 fn exact(world: usize, count: usize) -> Vec<(f64, f64)> {
     let mut sums = vec![(0.0, 0.0); count];
     for rank in group(world) {
@@ -73,8 +73,7 @@ fn ring_and_direct_give_the_same_bits() {
     };
     let ring = all_reduce();
     assert_eq!(bits(&ring), bits(&all_reduce()), "the result does not depend on timing");
-    // Pieces of the same place have the same order: cut what went round into what goes the direct
-    // way.
+    // Each piece of the ring's result is compared with a direct reduction of that piece alone.
     let piece = MANY.div_ceil(world);
     for place in 0..world {
         let of_piece =
@@ -183,7 +182,7 @@ fn groups_do_not_disturb_each_other() {
 }
 
 #[test]
-fn two_ranks_with_other_sizes_are_told_what_each_said() {
+fn a_disagreement_about_sizes_names_both_sizes() {
     let errors = together(2, |peers| {
         let count = 10 + peers.rank() as usize;
         peers.all_reduce(&group(2), Reduction::Sum, vec![0.0; count]).unwrap_err()
@@ -191,13 +190,13 @@ fn two_ranks_with_other_sizes_are_told_what_each_said() {
     for (error, (ours, theirs)) in
         errors.iter().zip([("of 10 f32", "of 11 f32"), ("of 11 f32", "of 10 f32")])
     {
-        let Error::Disagreement { at, theirs: said } = error else { panic!("{error}") };
-        assert!(at.operation.contains(ours) && said.contains(theirs), "{error}");
+        let Error::Disagreement { at, theirs: call } = error else { panic!("{error}") };
+        assert!(at.operation.contains(ours) && call.contains(theirs), "{error}");
     }
 }
 
 #[test]
-fn two_ranks_in_other_operations_are_told_what_each_called() {
+fn a_disagreement_about_operations_names_both_operations() {
     let errors = together(2, |peers| match peers.rank() {
         0 => peers.all_reduce(&group(2), Reduction::Sum, vec![0.0]).unwrap_err(),
         _ => peers.all_gather(&group(2), &[1, 1], vec![0.0]).unwrap_err(),
@@ -211,15 +210,15 @@ fn two_ranks_in_other_operations_are_told_what_each_called() {
 }
 
 #[test]
-fn who_says_something_else_about_the_plan_is_told_so() {
+fn agree_fails_if_the_texts_differ() {
     for same in [true, false] {
         let results = together(3, |peers| {
-            let said = if same || peers.rank() != 1 {
+            let text = if same || peers.rank() != 1 {
                 "fc1: ColwiseParallel"
             } else {
                 "fc1: RowwiseParallel"
             };
-            peers.agree(&group(3), "the plan", said)
+            peers.agree(&group(3), "the plan", text)
         });
         if same {
             assert_eq!(results, vec![Ok(()); 3]);
@@ -234,8 +233,8 @@ fn who_says_something_else_about_the_plan_is_told_so() {
 }
 
 #[test]
-fn who_waits_in_vain_hears_for_whom_and_in_what() {
-    let given_up = Barrier::new(2);
+fn a_timeout_names_the_peer_and_the_operation() {
+    let timed_out = Barrier::new(2);
     let results = with_deadline(2, Duration::from_secs(1), |peers| {
         let error = match peers.rank() {
             0 => Some(peers.all_reduce(&group(2), Reduction::Sum, vec![0.0; 7]).unwrap_err()),
@@ -244,7 +243,7 @@ fn who_waits_in_vain_hears_for_whom_and_in_what() {
                 None
             }
         };
-        given_up.wait();
+        timed_out.wait();
         error
     });
     let Some(Error::Timeout { at, waited_ms: 1000, instead }) = &results[0] else {
@@ -256,7 +255,7 @@ fn who_waits_in_vain_hears_for_whom_and_in_what() {
 }
 
 #[test]
-fn who_waits_for_a_rank_that_leaves_is_told_at_once() {
+fn a_wait_for_a_rank_that_leaves_fails_at_once() {
     let begin = Instant::now();
     let results = together(2, |peers| match peers.rank() {
         0 => Some(peers.recv(1, 1).unwrap_err()),
@@ -267,14 +266,15 @@ fn who_waits_for_a_rank_that_leaves_is_told_at_once() {
 }
 
 #[test]
-fn a_failure_reaches_those_that_wait_for_the_one_that_failed() {
+fn a_failure_of_a_rank_ends_the_waits_for_it() {
     // Rank 2 waits for rank 1, which disagrees with rank 0.
     let begin = Instant::now();
     let errors = together(3, |peers| match peers.rank() {
         0 => peers.all_reduce(&[0, 1], Reduction::Sum, vec![0.0]).unwrap_err(),
         1 => {
             let first = peers.all_reduce(&[0, 1], Reduction::Sum, vec![0.0; 2]).unwrap_err();
-            assert_eq!(peers.send(2, vec![1.0]).unwrap_err(), first, "what failed stays failed");
+            let later = peers.send(2, vec![1.0]).unwrap_err();
+            assert_eq!(later, first, "later operations return the first error");
             first
         }
         _ => peers.recv(1, 1).unwrap_err(),
@@ -284,7 +284,7 @@ fn a_failure_reaches_those_that_wait_for_the_one_that_failed() {
 }
 
 #[test]
-fn groups_and_ranks_that_cannot_be_are_refused_and_harm_nothing() {
+fn invalid_groups_and_ranks_are_refused_without_a_failure() {
     together(2, |peers| {
         for wrong in [vec![], vec![0, 0, 1], vec![1 - peers.rank()], vec![0, 1, 2]] {
             let error = peers.all_reduce(&wrong, Reduction::Sum, vec![]).unwrap_err();
@@ -302,19 +302,19 @@ fn groups_and_ranks_that_cannot_be_are_refused_and_harm_nothing() {
 }
 
 #[test]
-fn a_peer_that_is_another_one_is_noticed() {
+fn a_peer_with_the_wrong_rank_is_refused() {
     let runtime = runtime();
     let options = || Options { deadline: Duration::from_secs(2), ..Options::default() };
     let bind = || Peers::bind(runtime.handle(), options()).unwrap();
     let (one, other) = (bind(), bind());
     let [first, second] = [&one, &other].map(|listening| listening.address().to_string());
-    // Each takes the other for rank 1.
+    // Each worker regards itself as rank 0 and the other one as rank 1.
     let addresses = [[first.clone(), second.clone()], [second, first]];
     let errors = std::thread::scope(|scope| {
         let one = scope.spawn(|| one.connect(0, &addresses[0]).map(drop).unwrap_err());
         [other.connect(0, &addresses[1]).map(drop).unwrap_err(), one.join().unwrap()]
     });
-    // Who is told second may find the first one gone.
+    // When the first worker is refused, it may end before the second one connects to it.
     let refused = |error: &Error| matches!(error, Error::Cluster(ClusterError::Invalid { .. }));
     assert!(errors.iter().any(refused), "{errors:?}");
 }

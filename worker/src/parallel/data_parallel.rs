@@ -160,7 +160,7 @@ impl<B: AutodiffBackend, M: Module<B>> DataParallel<B, M> {
         self.module
     }
 
-    /// Which parameters travel together, by their numbers among those that train.
+    /// The buckets in which gradients are sent, as lists of indices of the trained parameters.
     pub fn buckets(&self) -> &[Vec<usize>] {
         &self.buckets
     }

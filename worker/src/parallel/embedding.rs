@@ -12,10 +12,10 @@ use super::dist_tensor::{DistTensor, PARTIAL, Value, primitive};
 use super::error::Result;
 use super::placed::Placed;
 
-/// burn's [`Embedding`], which can be distributed. Made from one: `embedding.into()`.
+/// burn's [`Embedding`], with a table that can be distributed. Create it with `embedding.into()`.
 #[derive(Module, Debug)]
 pub struct ParallelEmbedding<B: Backend> {
-    /// `[n_embedding, d_model]`; of a distributed layer this rank's part of it.
+    /// The table, `[n_embedding, d_model]`, or this rank's part if the layer is distributed.
     pub weight: Param<Tensor<B, 2>>,
     #[module(skip)]
     pub(crate) placed: Option<Placed>,
@@ -28,8 +28,8 @@ impl<B: Backend> From<Embedding<B>> for ParallelEmbedding<B> {
 }
 
 impl<B: ParallelBackend> ParallelEmbedding<B> {
-    /// The vectors of `tokens`, which are the same on every rank of the mesh: `[n, t]` -> `[n, t,
-    /// d_model]`.
+    /// Looks up the vectors of `tokens`, which must be the same on every rank of the mesh. The
+    /// input has the shape `[n, t]`, the output `[n, t, d_model]`.
     ///
     /// # Errors
     /// Those of the collectives.
@@ -57,7 +57,8 @@ impl<B: ParallelBackend> ParallelEmbedding<B> {
     }
 }
 
-/// The vectors of those tokens whose rows are here, from number `first` on; zeros for the others.
+/// Looks up tokens in a range of the table's rows, `table`, which begins at row `first`. The result
+/// is zero for tokens outside the range.
 pub(crate) fn lookup<B: Backend>(
     table: Tensor<B, 2>,
     tokens: Tensor<B, 2, Int>,
@@ -66,13 +67,13 @@ pub(crate) fn lookup<B: Backend>(
     let [rows, width] = table.dims();
     let [n, t] = tokens.dims();
     if rows == 0 {
-        // Of the graph nevertheless: backward has its collectives on every rank.
-        let nothing = table.sum().reshape([1, 1, 1]);
-        return Tensor::zeros([n, t, width], &tokens.device()) + nothing;
+        // The result must depend on the table, because every rank has to execute the collectives of
+        // the backward pass.
+        let zero = table.sum().reshape([1, 1, 1]);
+        return Tensor::zeros([n, t, width], &tokens.device()) + zero;
     }
-    let here = tokens.sub_scalar(first);
-    let elsewhere =
-        here.clone().lower_elem(0).bool_or(here.clone().greater_equal_elem(rows as i64));
-    let vectors = embedding(table, here.clamp(0, rows as i64 - 1));
-    vectors.mask_fill(elsewhere.unsqueeze_dim::<3>(2).expand([n, t, width]), 0.0)
+    let row = tokens.sub_scalar(first);
+    let outside = row.clone().lower_elem(0).bool_or(row.clone().greater_equal_elem(rows as i64));
+    let vectors = embedding(table, row.clamp(0, rows as i64 - 1));
+    vectors.mask_fill(outside.unsqueeze_dim::<3>(2).expand([n, t, width]), 0.0)
 }

@@ -9,11 +9,11 @@ use crate::collectives;
 /// An error of a distributed tensor, layer or model.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum Error {
-    /// Invalid arguments, such as a mesh of the wrong rank or a placement along an unknown
-    /// dimension, and errors of the cluster.
+    /// Invalid arguments, such as a mesh with the wrong number of dimensions or a placement along
+    /// an unknown dimension, and errors of the cluster.
     #[error(transparent)]
     Invalid(#[from] zeroshard_proto::Error),
-    /// An operation among the ranks.
+    /// A collective failed.
     #[error(transparent)]
     Collective(#[from] collectives::Error),
     /// No layer matches a key of a plan.
@@ -29,7 +29,7 @@ pub enum Error {
     Unsupported {
         /// The style.
         style: String,
-        /// The layer's path; empty: the root.
+        /// The layer's path; empty for the root.
         layer: String,
         /// The layer's type.
         kind: String,
@@ -73,5 +73,5 @@ impl Error {
     }
 }
 
-/// The result of something distributed.
+/// The result of an operation on distributed tensors, layers or models.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,5 +1,5 @@
-//! The layers that a plan or a function can distribute, and the trait by which a module names them.
-//! The layers themselves are in `linear`, `embedding` and `norm`; the placements of their
+//! References to the layers that a plan or a function can distribute, and the trait with which a
+//! module lists them. The layers are in `linear`, `embedding` and `norm`; the placements of their
 //! parameters are in `placed`.
 
 use burn::module::ParamId;
@@ -16,13 +16,14 @@ use super::placed::{Placed, PlacedParameter, shard};
 use super::prepare::{PrepareInput, PrepareOutput};
 use super::world::Mesh;
 
-/// A module that shows its layers, so that [`super::parallelize_module`] and [`super::shard_layer`]
+/// A module that lists its layers, so that [`super::parallelize_module`] and [`super::shard_layer`]
 /// can distribute them.
 pub trait Parallelize<B: Backend> {
-    /// The direct layers, by name. A name may have several tokens: `blocks.0`.
+    /// The direct layers of this module with their names, which may consist of several tokens, such
+    /// as `blocks.0`.
     fn layers(&mut self) -> Vec<(String, Layer<'_, B>)>;
 
-    /// The hooks of this module's own inputs and outputs, if it has any.
+    /// The hooks for the inputs and outputs of this module, if it has any.
     fn hooks(&mut self) -> Option<&mut Hooks> {
         None
     }
@@ -36,9 +37,10 @@ pub enum Layer<'a, B: Backend> {
     Embedding(&'a mut ParallelEmbedding<B>),
     /// A layer norm.
     Norm(&'a mut ParallelNorm<B>),
-    /// A module with layers of its own.
+    /// A module that contains other layers.
     Module(&'a mut dyn Parallelize<B>),
-    /// Any other layer, by its type. No style supports it, and a plan that matches it is refused.
+    /// Any other layer, with a description of its type. No style supports it, and a plan that
+    /// matches it is refused.
     Other(&'static str),
 }
 
@@ -67,7 +69,7 @@ impl<'a, B: Backend> From<&'a mut dyn Parallelize<B>> for Layer<'a, B> {
 }
 
 impl<B: ParallelBackend> Layer<'_, B> {
-    /// The layer's type.
+    /// A description of the layer's type.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Linear(_) => "a linear layer",
@@ -78,12 +80,12 @@ impl<B: ParallelBackend> Layer<'_, B> {
         }
     }
 
-    /// Distributes a parameter (`weight`, `bias`) over a mesh: each rank keeps its part of the
-    /// values that it has.
+    /// Distributes the parameter `weight` or `bias` over a mesh. Each rank keeps a part of its own
+    /// values.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for an unknown parameter, and for placements that do not fit;
-    /// [`Error::AlreadyParallel`].
+    /// [`Error::Invalid`] for an unknown parameter, and for placements that do not match the mesh
+    /// or the shape; [`Error::AlreadyParallel`].
     pub fn shard(&mut self, parameter: &str, mesh: &Mesh, placements: &[Placement]) -> Result<()> {
         match self {
             Self::Linear(layer) => {
@@ -106,14 +108,14 @@ impl<B: ParallelBackend> Layer<'_, B> {
         }
     }
 
-    /// The layer's parameters, and whether each is distributed.
+    /// The names of the layer's parameters, each with a flag that is true if it is distributed.
     pub(crate) fn parameters(&self) -> Vec<(&'static str, bool)> {
         let Some((placed, _, bias)) = self.parts() else { return Vec::new() };
         let names = ["weight"].into_iter().chain(bias.map(|_| "bias"));
         names.map(|name| (name, Placed::has(placed, name))).collect()
     }
 
-    /// How the layer is distributed, and the ids of its weight and its bias.
+    /// The layer's placements, and the ids of its weight and its bias.
     fn parts(&self) -> Option<(&Option<Placed>, ParamId, Option<ParamId>)> {
         match self {
             Self::Linear(layer) => {
@@ -127,7 +129,7 @@ impl<B: ParallelBackend> Layer<'_, B> {
         }
     }
 
-    /// The distributed ones of the layer's parameters.
+    /// The distributed parameters of the layer.
     pub(crate) fn placed(&self) -> Vec<(ParamId, (PlacedParameter, Mesh))> {
         let Some((placed, weight, bias)) = self.parts() else { return Vec::new() };
         let id = |name: &str| if name == "weight" { Some(weight) } else { bias };
@@ -152,7 +154,8 @@ impl<B: ParallelBackend> Layer<'_, B> {
     }
 }
 
-/// Calls `run` for a layer and all in it, with their paths; the root's is empty.
+/// Calls `run` for a layer and all layers inside it, with their paths. The path of the root is
+/// empty.
 pub(crate) fn walk<B: ParallelBackend>(
     path: &str,
     mut layer: Layer<'_, B>,

@@ -11,15 +11,16 @@ use super::dist_tensor::{DistTensor, PARTIAL, Value, gradient_of, primitive};
 use super::error::{Error, Result};
 use super::placed::{Placed, undistributed};
 
-/// burn's [`Linear`], `x W + b`, which can be distributed. Made from one: `linear.into()`.
+/// burn's [`Linear`], `x W + b`, with parameters that can be distributed. Create it with
+/// `linear.into()`.
 ///
-/// The weight is `[d_input, d_output]`, so column-wise parallel means `Shard(1)` (torch's weight is
-/// the transpose, and its column-wise `Shard(0)`).
+/// The weight has the shape `[d_input, d_output]`, so a column-wise parallel layer has the
+/// placement `Shard(1)`. In torch the weight is transposed, and the placement is `Shard(0)`.
 #[derive(Module, Debug)]
 pub struct ParallelLinear<B: Backend> {
-    /// `[d_input, d_output]`; of a distributed layer this rank's part of it.
+    /// The weight, `[d_input, d_output]`, or this rank's part if the layer is distributed.
     pub weight: Param<Tensor<B, 2>>,
-    /// `[d_output]`; of a distributed layer this rank's part of it.
+    /// The bias, `[d_output]`, or this rank's part if the layer is distributed.
     pub bias: Option<Param<Tensor<B, 1>>>,
     #[module(skip)]
     pub(crate) placed: Option<Placed>,
@@ -32,11 +33,12 @@ impl<B: Backend> From<Linear<B>> for ParallelLinear<B> {
 }
 
 impl<B: ParallelBackend> ParallelLinear<B> {
-    /// Applies the layer. Input `[..., d_input]`, output `[..., d_output]`, of at least two
-    /// dimensions.
+    /// Applies the layer. The input has the shape `[..., d_input]` and at least two dimensions; the
+    /// output has the shape `[..., d_output]`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a tensor that does not fit, and those of the collectives.
+    /// [`Error::Invalid`] for an input of the wrong shape or on another mesh; those of the
+    /// collectives.
     pub fn forward(&self, input: impl Into<Value<B>>) -> Result<Value<B>> {
         let Some(placed) = &self.placed else {
             return undistributed(input.into(), |input| {
@@ -50,27 +52,27 @@ impl<B: ParallelBackend> ParallelLinear<B> {
         placed.output.apply(output, &placed.mesh)
     }
 
-    /// `x W + b`, for whatever placements. The bias is added once: where the result is a sum over
-    /// ranks, by the first.
+    /// Computes `x W + b` for any placements of input and weight. If the result is a sum over
+    /// ranks, only the first rank adds the bias.
     fn apply(&self, placed: &Placed, input: DistTensor<B>) -> Result<DistTensor<B>> {
         let weight = placed.dist("weight", &self.weight)?;
         let (rank, shape) = (input.shape().len(), input.shape().to_vec());
         if rank < 2 || shape.last() != weight.shape().first() || *input.mesh() != placed.mesh {
             let expected = format!(
-                "[..., {}], of 2 dimensions or more, on {:?}",
+                "of shape [..., {}] with 2 dimensions or more, on {:?}",
                 weight.shape()[0],
                 placed.mesh
             );
-            let found = format!("{shape:?} on {:?}", input.mesh());
+            let found = format!("of shape {shape:?} on {:?}", input.mesh());
             return Err(Error::invalid("input of a linear layer", found, expected));
         }
         let last = rank - 1;
-        let mut ways = Vec::with_capacity(weight.placements().len());
+        let mut dims = Vec::with_capacity(weight.placements().len());
         for (weight, input) in weight.placements().iter().zip(input.placements()) {
-            ways.push(Way::new(*weight, *input, last)?);
+            dims.push(DimStrategy::new(*weight, *input, last)?);
         }
-        let each = |part: fn(&Way) -> Placement| ways.iter().map(part).collect::<Vec<_>>();
-        let output = each(|way| way.output);
+        let each = |of: fn(&DimStrategy) -> Placement| dims.iter().map(of).collect::<Vec<_>>();
+        let output = each(|dim| dim.output);
         let bias = match &self.bias {
             None => None,
             Some(bias) => {
@@ -81,7 +83,7 @@ impl<B: ParallelBackend> ParallelLinear<B> {
                 });
                 let to: Vec<Placement> = to.collect();
                 let gradient = to.iter().zip(&output).map(|(bias, output)| match (bias, output) {
-                    // Each rank sees some of the rows.
+                    // Each rank computes some of the rows.
                     (Placement::Replicate, Placement::Shard(_)) => PARTIAL,
                     (bias, _) => gradient_of(bias),
                 });
@@ -91,41 +93,41 @@ impl<B: ParallelBackend> ParallelLinear<B> {
         };
         let mut shape = shape;
         shape[last] = weight.shape()[1];
-        let input = input.convert(&each(|way| way.input), &each(|way| way.input_gradient))?;
-        let input = input.local_for(&each(|way| way.input_gradient))?;
-        let weight = weight.local_for(&each(|way| way.weight_gradient))?;
+        let input = input.convert(&each(|dim| dim.input), &each(|dim| dim.input_gradient))?;
+        let input = input.local_for(&each(|dim| dim.input_gradient))?;
+        let weight = weight.local_for(&each(|dim| dim.weight_gradient))?;
         let local = B::linear(input, weight, bias);
         DistTensor::assembled(local, placed.mesh.clone(), shape, output)
     }
 }
 
-/// The placements along one dimension of the mesh.
-struct Way {
+/// The placements of the layer's tensors along one dimension of the mesh.
+struct DimStrategy {
     input: Placement,
     input_gradient: Placement,
     weight_gradient: Placement,
     output: Placement,
 }
 
-impl Way {
+impl DimStrategy {
     fn new(weight: Placement, input: Placement, last: usize) -> Result<Self> {
         use Placement::{Partial, Replicate, Shard};
         Ok(match weight {
-            // By rows of the input, if it is cut so; else everywhere the same.
+            // A replicated weight: the input stays sharded by rows, or is replicated.
             Replicate => {
                 let rows = matches!(input, Shard(dim) if dim < last);
                 let input = if rows { input } else { Replicate };
                 let weight_gradient = if rows { PARTIAL } else { Replicate };
                 Self { input, input_gradient: input, weight_gradient, output: input }
             }
-            // Each rank makes some columns of the output.
+            // Column-wise: each rank computes some columns of the output.
             Shard(1) => Self {
                 input: Replicate,
                 input_gradient: PARTIAL,
                 weight_gradient: weight,
                 output: Shard(last),
             },
-            // Each rank makes some terms of every sum.
+            // Row-wise: each rank computes a partial sum of every output element.
             Shard(_) => Self {
                 input: Shard(last),
                 input_gradient: Shard(last),

@@ -1,4 +1,4 @@
-//! A layer norm that runs on a part of its rows.
+//! A layer norm whose input may be sharded by rows.
 
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
@@ -10,21 +10,22 @@ use super::dist_tensor::{DistTensor, PARTIAL, Value, primitive};
 use super::error::{Error, Result};
 use super::placed::{Placed, undistributed};
 
-/// burn's `LayerNorm` (Ba, Kiros, Hinton 2016), which can run on rows that are distributed.
+/// Layer normalization (Ba, Kiros, Hinton 2016), like burn's `LayerNorm`. The rows of the input may
+/// be distributed.
 #[derive(Module, Debug)]
 pub struct ParallelNorm<B: Backend> {
-    /// Scale, `[d_model]`.
+    /// The scale, `[d_model]`.
     pub weight: Param<Tensor<B, 1>>,
-    /// `[d_model]`.
+    /// The bias, `[d_model]`.
     pub bias: Option<Param<Tensor<B, 1>>>,
-    /// Added to the variance.
+    /// The number that is added to the variance.
     pub epsilon: f64,
     #[module(skip)]
     pub(crate) placed: Option<Placed>,
 }
 
 impl<B: Backend> ParallelNorm<B> {
-    /// Over a last dimension of `size`, with torch's epsilon.
+    /// Creates a norm over a last dimension of `size` elements, with torch's default epsilon.
     pub fn new(size: usize, device: &B::Device) -> Self {
         Self {
             weight: Param::from_tensor(Tensor::ones([size], device)),
@@ -39,7 +40,8 @@ impl<B: ParallelBackend> ParallelNorm<B> {
     /// Normalizes over the last dimension, `[..., d_model]`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a tensor that does not fit, and those of the collectives.
+    /// [`Error::Invalid`] for an input of the wrong shape or on another mesh; those of the
+    /// collectives.
     pub fn forward(&self, input: impl Into<Value<B>>) -> Result<Value<B>> {
         let Some(placed) = &self.placed else {
             return undistributed(input.into(), |input| {
@@ -51,8 +53,8 @@ impl<B: ParallelBackend> ParallelNorm<B> {
         let input = placed.prepare_input(input.into(), size)?;
         let weight = placed.dist("weight", &self.weight)?;
         if input.shape().last() != weight.shape().first() || *input.mesh() != placed.mesh {
-            let expected = format!("[..., {}] on {:?}", weight.shape()[0], placed.mesh);
-            let found = format!("{:?} on {:?}", input.shape(), input.mesh());
+            let expected = format!("of shape [..., {}] on {:?}", weight.shape()[0], placed.mesh);
+            let found = format!("of shape {:?} on {:?}", input.shape(), input.mesh());
             return Err(Error::invalid("input of a norm", found, expected));
         }
         let last = input.shape().len() - 1;

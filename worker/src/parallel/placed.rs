@@ -1,5 +1,5 @@
-//! The parameters of a distributed layer: their whole shapes and their placements on a mesh; and
-//! the redistribution of the layer's input and output.
+//! The distribution of a layer: the shapes and placements of its parameters on a mesh, and the
+//! redistribution of its input and output.
 
 use burn::module::Param;
 use burn::tensor::ops::FloatTensor;
@@ -12,7 +12,7 @@ use super::error::{Error, Result};
 use super::prepare::{PrepareInput, PrepareOutput};
 use super::world::Mesh;
 
-/// How a layer is distributed.
+/// The distribution of a layer.
 #[derive(Debug, Clone)]
 pub(crate) struct Placed {
     pub(crate) mesh: Mesh,
@@ -21,11 +21,11 @@ pub(crate) struct Placed {
     pub(crate) output: PrepareOutput,
 }
 
-/// How a parameter is distributed.
+/// The distribution of a parameter.
 #[derive(Debug, Clone)]
 pub(crate) struct PlacedParameter {
     pub(crate) name: &'static str,
-    /// Of the whole parameter.
+    /// The shape of the whole parameter.
     pub(crate) shape: Vec<usize>,
     pub(crate) placements: Vec<Placement>,
 }
@@ -38,8 +38,8 @@ impl Placed {
             .is_some_and(|placed| placed.parameters.iter().any(|other| other.name == name))
     }
 
-    /// The input of the layer as its forward pass takes it: a plain tensor is the same on every
-    /// rank. `size`: of the last dimension of the whole input.
+    /// Redistributes the input of the layer. By default a plain tensor is taken as replicated.
+    /// `size` is the size of the last dimension of the whole input.
     pub(crate) fn prepare_input<B: ParallelBackend>(
         &self,
         input: Value<B>,
@@ -48,20 +48,21 @@ impl Placed {
         match self.input.apply(input, &self.mesh, size)? {
             Value::Dist(input) => Ok(input),
             Value::Local(local) => {
-                let whole = vec![Placement::Replicate; self.mesh.process_mesh().ndim()];
-                DistTensor::from_primitive(local, &self.mesh, &whole)
+                let replicated = vec![Placement::Replicate; self.mesh.process_mesh().ndim()];
+                DistTensor::from_primitive(local, &self.mesh, &replicated)
             }
         }
     }
 
-    /// Size of a whole parameter along a dimension; `here`: that of this rank's part.
-    pub(crate) fn size(&self, name: &str, dim: usize, here: usize) -> usize {
+    /// The size of a whole parameter along a dimension. `local` is the size of this rank's part,
+    /// which is the result for a parameter that is not distributed.
+    pub(crate) fn size(&self, name: &str, dim: usize, local: usize) -> usize {
         let placed = self.parameters.iter().find(|other| other.name == name);
-        placed.and_then(|placed| placed.shape.get(dim)).copied().unwrap_or(here)
+        placed.and_then(|placed| placed.shape.get(dim)).copied().unwrap_or(local)
     }
 
-    /// A parameter as the distributed tensor that it is a part of. One that is not distributed is
-    /// replicated.
+    /// The distributed tensor of which `parameter` is this rank's part. A parameter that is not
+    /// distributed is taken as replicated.
     pub(crate) fn dist<B: ParallelBackend, const D: usize>(
         &self,
         name: &str,
@@ -79,8 +80,8 @@ impl Placed {
     }
 }
 
-/// Distributes one parameter of a layer, by name: leaves this rank's part in it, and records that
-/// in `placed`.
+/// Distributes one parameter of a layer: replaces its value by this rank's part, and records the
+/// placements in `placed`.
 pub(crate) fn shard<B: ParallelBackend, const D: usize>(
     placed: &mut Option<Placed>,
     (weight, bias): (&mut Param<Tensor<B, D>>, Option<&mut Param<Tensor<B, 1>>>),
@@ -113,7 +114,7 @@ fn shard_one<B: ParallelBackend, const D: usize>(
             return Err(Error::invalid(
                 "mesh of a parameter",
                 format!("{mesh:?}"),
-                format!("{:?}, as of the layer's others", placed.mesh),
+                format!("{:?}, the mesh of the layer's other parameters", placed.mesh),
             ));
         }
     }
@@ -143,8 +144,7 @@ pub(crate) fn undistributed<B: ParallelBackend>(
     match input {
         Value::Local(local) => Ok(Value::Local(run(local))),
         Value::Dist(_) => {
-            let expected =
-                "a plain tensor, since the layer is not parallel: call `to_local` or `full` before";
+            let expected = "a plain tensor, since the layer is not distributed: call `to_local` or `full` first";
             Err(Error::invalid("input of a layer", "a DistTensor", expected))
         }
     }

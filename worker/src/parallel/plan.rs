@@ -1,4 +1,4 @@
-//! Makes the layers of a module parallel, by a plan.
+//! Distributes the layers of a module according to a plan.
 
 use std::collections::BTreeMap;
 
@@ -8,16 +8,17 @@ use super::layer::{Layer, Parallelize, walk};
 use super::styles::ParallelStyle;
 use super::world::Mesh;
 
-/// Makes a module's layers parallel over a mesh of one dimension: torch's `parallelize_module`.
+/// Distributes the layers of a module over a mesh of one dimension: torch's `parallelize_module`.
 ///
-/// A key of the plan is a layer's path, matched token by token as in fnmatch (`*`, `?`, `[ab]`,
-/// `[!ab]`); the empty key is the module itself. All ranks of the mesh must have the same plan and
-/// layers. The module is consumed, so that none is left half parallel.
+/// A key of the plan is the path of a layer, and is matched token by token like `fnmatch` (`*`,
+/// `?`, `[ab]`, `[!ab]`). The empty key is the module itself. All ranks of the mesh must have the
+/// same plan and the same layers. The function consumes the module, so that an error does not leave
+/// a module that is partly distributed.
 ///
 /// # Errors
-/// [`Error::UnmatchedKey`], [`Error::Unsupported`], [`Error::AlreadyParallel`], [`Error::Invalid`]
-/// unless the mesh has one dimension; [`crate::collectives::Error::Disagreement`] if another
-/// rank has another plan.
+/// [`Error::UnmatchedKey`], [`Error::Unsupported`] and [`Error::AlreadyParallel`];
+/// [`Error::Invalid`] unless the mesh has one dimension;
+/// [`crate::collectives::Error::Disagreement`] if another rank has a different plan.
 pub fn parallelize_module<B: ParallelBackend, M: Parallelize<B>>(
     mut module: M,
     mesh: &Mesh,
@@ -31,7 +32,7 @@ pub fn parallelize_module<B: ParallelBackend, M: Parallelize<B>>(
     })?;
     let paths: Vec<&str> =
         layers.iter().filter_map(|layer| Some(layer.split_once(':')?.0)).collect();
-    // By path, in the plan's order.
+    // The indices of the styles for each path, in the order of the plan.
     let mut matched: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (index, (key, _)) in plan.iter().enumerate() {
         let found: Vec<&str> = paths.iter().filter(|path| matches(key, path)).copied().collect();
@@ -61,7 +62,7 @@ fn matches(key: &str, path: &str) -> bool {
         })
 }
 
-/// Python's fnmatch, with case.
+/// Python's `fnmatch`, case-sensitive.
 fn fnmatch(pattern: &[char], text: &[char]) -> bool {
     let Some((first, rest)) = pattern.split_first() else { return text.is_empty() };
     match first {
@@ -71,18 +72,18 @@ fn fnmatch(pattern: &[char], text: &[char]) -> bool {
             Some((set, rest)) => {
                 text.split_first().is_some_and(|(c, text)| set(*c) && fnmatch(rest, text))
             }
-            // Never closed: the character itself.
+            // A bracket that is not closed matches itself.
             None => text.first() == Some(&'[') && fnmatch(rest, &text[1..]),
         },
         c => text.first() == Some(c) && fnmatch(rest, &text[1..]),
     }
 }
 
-/// Parses a character class after its `[`: the class, and the rest of the pattern after `]`.
+/// Parses a character class after its `[`. Returns the class and the rest of the pattern after `]`.
 fn class(pattern: &[char]) -> Option<(impl Fn(char) -> bool, &[char])> {
     let negated = pattern.first() == Some(&'!');
     let body = &pattern[usize::from(negated)..];
-    // A bracket that comes first is one of the characters.
+    // A closing bracket at the first position is a member of the class.
     let end = 1 + body.iter().skip(1).position(|&c| c == ']')?;
     let set = body[..end].to_vec();
     let contains = move |c: char| {

@@ -1,8 +1,8 @@
-//! Redistribution of the input and output of a parallel layer: the functions of torch's first
-//! tensor-parallel module, by their names there. Meshes have one dimension.
+//! Redistribution of the input and output of a parallel layer. The functions have the names of the
+//! first version of torch's tensor-parallel module. Meshes must have one dimension.
 //!
-//! A plain tensor that comes in *is* this rank's part; a distributed one is redistributed. Where no
-//! mesh is given, it is the distributed tensor's own.
+//! A plain tensor is taken as this rank's part; a distributed tensor is redistributed. The default
+//! mesh is that of the distributed tensor.
 
 use burn::tensor::TensorMetadata;
 use zeroshard_proto::DimPlacement as Placement;
@@ -12,11 +12,11 @@ use super::dist_tensor::{DistTensor, LAST, Value};
 use super::error::{Error, Result};
 use super::world::Mesh;
 
-/// A tensor sharded along `dim` ([`LAST`] is possible).
+/// Shards a tensor along `dim`, which may be [`LAST`].
 ///
 /// # Errors
-/// All of these functions: [`Error::Invalid`] unless the mesh has one dimension, for a plain
-/// tensor without a mesh and for an unknown dimension; those of the collectives.
+/// Like all functions of this module: [`Error::Invalid`] unless the mesh has one dimension, for a
+/// plain tensor without a mesh, and for an unknown dimension; those of the collectives.
 pub fn make_input_shard_1d<B: ParallelBackend>(
     input: impl Into<Value<B>>,
     mesh: Option<&Mesh>,
@@ -25,7 +25,7 @@ pub fn make_input_shard_1d<B: ParallelBackend>(
     place(input.into(), mesh, Placement::Shard(dim), Placement::Shard(dim))
 }
 
-/// A tensor sharded along its last dimension.
+/// Shards a tensor along its last dimension.
 ///
 /// # Errors
 /// See [`make_input_shard_1d`].
@@ -36,8 +36,9 @@ pub fn make_input_shard_1d_last_dim<B: ParallelBackend>(
     make_input_shard_1d(input, mesh, LAST)
 }
 
-/// A replicated tensor, of parts along dimension 0. It is for a layer whose weights are cut: its
-/// gradients are parts of a sum, which backward reduces and scatters.
+/// Replicates a tensor that is sharded along dimension 0, as the input of a layer with sharded
+/// weights. The gradients of the ranks are partial sums, which the backward pass reduces and
+/// scatters.
 ///
 /// # Errors
 /// See [`make_input_shard_1d`].
@@ -48,7 +49,7 @@ pub fn make_input_reshard_replicate<B: ParallelBackend>(
     make_input_shard_1d(input, mesh, 0)?.replicate_for_parts()
 }
 
-/// A replicated tensor.
+/// Replicates a tensor.
 ///
 /// # Errors
 /// See [`make_input_shard_1d`].
@@ -59,7 +60,7 @@ pub fn make_input_replicate_1d<B: ParallelBackend>(
     place(input.into(), mesh, Placement::Replicate, Placement::Replicate)
 }
 
-/// A distributed output, sharded along `dim` ([`LAST`] is possible).
+/// Shards a distributed output along `dim`, which may be [`LAST`].
 ///
 /// # Errors
 /// See [`make_input_shard_1d`]; [`Error::Invalid`] for a plain tensor.
@@ -71,7 +72,7 @@ pub fn make_output_shard_1d<B: ParallelBackend>(
     make_input_shard_1d(output.into().dist()?, mesh, dim)
 }
 
-/// A distributed output, replicated.
+/// Replicates a distributed output.
 ///
 /// # Errors
 /// See [`make_output_shard_1d`].
@@ -82,7 +83,7 @@ pub fn make_output_replicate_1d<B: ParallelBackend>(
     make_input_replicate_1d(output.into().dist()?, mesh)
 }
 
-/// A distributed output as a plain tensor: all of it.
+/// Converts a distributed output into a plain tensor: the whole tensor.
 ///
 /// # Errors
 /// See [`make_output_shard_1d`].
@@ -93,7 +94,8 @@ pub fn make_output_tensor<B: ParallelBackend>(
     local(make_output_replicate_1d(output, mesh)?)
 }
 
-/// A distributed output as a plain tensor: this rank's part as it is. The mesh is not used.
+/// Converts a distributed output into a plain tensor: this rank's part in its current placement.
+/// The mesh is ignored.
 ///
 /// # Errors
 /// See [`make_output_shard_1d`].
@@ -104,7 +106,7 @@ pub fn make_sharded_output_tensor<B: ParallelBackend>(
     local(output.into().dist()?)
 }
 
-/// A distributed output as a plain tensor: this rank's part along dimension 0.
+/// Converts a distributed output into a plain tensor: this rank's part along dimension 0.
 ///
 /// # Errors
 /// See [`make_output_shard_1d`].
@@ -115,10 +117,10 @@ pub fn make_output_reshard_tensor<B: ParallelBackend>(
     local(make_output_shard_1d(output, mesh, 0)?)
 }
 
-/// How a style prepares the input of a layer.
+/// The redistribution of the input of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum PrepareInput {
-    /// Not at all. A plain tensor is then taken for a replicated one.
+    /// No redistribution. A plain tensor is taken as replicated.
     #[default]
     AsIs,
     /// [`make_input_shard_1d`].
@@ -129,7 +131,8 @@ pub enum PrepareInput {
     ReshardReplicate,
     /// [`make_input_replicate_1d`].
     Replicate1d,
-    /// torch's current keywords: the layout of a plain tensor, and the one that the layer needs.
+    /// The keywords of torch's current version: the layout of a plain tensor, and the layout that
+    /// the layer needs.
     Layouts {
         /// `input_layouts`.
         input: Placement,
@@ -139,7 +142,7 @@ pub enum PrepareInput {
 }
 
 impl PrepareInput {
-    /// The layout of a plain tensor.
+    /// The placement that a plain tensor is taken to have.
     fn plain(self) -> Option<Placement> {
         match self {
             Self::AsIs => None,
@@ -151,8 +154,8 @@ impl PrepareInput {
         }
     }
 
-    /// `last`: size of the input's last dimension, which the layer knows. Parts along it may have
-    /// different sizes.
+    /// Redistributes an input. `last` is the size of the last dimension of the whole input, along
+    /// which the parts may have different sizes.
     pub(crate) fn apply<B: ParallelBackend>(
         self,
         input: Value<B>,
@@ -180,12 +183,12 @@ impl PrepareInput {
             Self::Shard1dLastDim => make_input_shard_1d_last_dim(input, at)?,
             Self::ReshardReplicate => make_input_reshard_replicate(input, at)?,
             Self::Replicate1d => make_input_replicate_1d(input, at)?,
-            Self::Layouts { input: is, desired } => {
-                let own = match &input {
-                    Value::Dist(tensor) => tensor.placements().first().copied().unwrap_or(is),
-                    Value::Local(_) => is,
+            Self::Layouts { input: plain, desired } => {
+                let current = match &input {
+                    Value::Dist(tensor) => tensor.placements().first().copied().unwrap_or(plain),
+                    Value::Local(_) => plain,
                 };
-                let tensor = place(input, at, is, own)?;
+                let tensor = place(input, at, plain, current)?;
                 if desired == Placement::Replicate {
                     tensor.replicate_for_parts()?
                 } else {
@@ -196,10 +199,10 @@ impl PrepareInput {
     }
 }
 
-/// How a style prepares the output of a layer.
+/// The redistribution of the output of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum PrepareOutput {
-    /// Not at all: a distributed tensor.
+    /// No redistribution; the result is a distributed tensor.
     #[default]
     AsIs,
     /// [`make_output_shard_1d`].
@@ -212,11 +215,11 @@ pub enum PrepareOutput {
     ShardedTensor,
     /// [`make_output_reshard_tensor`].
     ReshardTensor,
-    /// Today's keywords.
+    /// The keywords of torch's current version.
     Layouts {
         /// `output_layouts`.
         output: Placement,
-        /// `use_local_output`: whether a plain tensor comes out.
+        /// `use_local_output`: whether the result is a plain tensor.
         local: bool,
     },
 }
@@ -243,7 +246,8 @@ impl PrepareOutput {
     }
 }
 
-/// A tensor on a mesh of one dimension: a plain one is `plain`, a distributed one becomes `wanted`.
+/// Places a tensor on a mesh of one dimension. A plain tensor is taken to have the placement
+/// `plain`; a distributed tensor is redistributed to `wanted`.
 fn place<B: ParallelBackend>(
     input: Value<B>,
     mesh: Option<&Mesh>,
@@ -257,7 +261,7 @@ fn place<B: ParallelBackend>(
             DistTensor::from_primitive(local, mesh, &[plain])
         }
         (Value::Local(_), None) => {
-            Err(Error::invalid("mesh", "not given", "given, for a plain tensor"))
+            Err(Error::invalid("mesh", "missing", "given if the tensor is not distributed"))
         }
         (Value::Dist(tensor), mesh) => {
             let mesh = mesh.unwrap_or(tensor.mesh()).clone();
@@ -267,7 +271,7 @@ fn place<B: ParallelBackend>(
     }
 }
 
-/// This rank's part.
+/// The part of this rank.
 pub(crate) fn local<B: ParallelBackend>(tensor: DistTensor<B>) -> Result<Value<B>> {
     let gradient: Vec<Placement> =
         tensor.placements().iter().map(super::dist_tensor::gradient_of).collect();

@@ -46,7 +46,7 @@ pub struct Buffer {
     pub tensor: usize,
     /// The box.
     pub bounds: TensorBox,
-    /// Its elements, row-major.
+    /// The elements of the box, row-major.
     pub values: Vec<f32>,
 }
 
@@ -240,7 +240,7 @@ impl Remote {
         self.runtime.block_on(self.job.state_hash(version))
     }
 
-    /// Leaves the job in order: the other ranks are told at once.
+    /// Leaves the job in order: the other ranks are notified at once.
     ///
     /// # Errors
     /// Those of the cluster.

@@ -50,7 +50,7 @@ pub struct ServerOptimizer {
 /// A whole parameter.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StateTensor {
-    /// Its path in the module.
+    /// The path of the parameter in the module.
     pub name: String,
     /// Row-major.
     pub shape: Vec<usize>,
@@ -59,7 +59,7 @@ pub struct StateTensor {
 }
 
 /// Creates a job for the parameters of a module, or joins the job that another rank has created.
-/// `mesh` must contain all ranks of the world, in ascending order. The gradient of a distributed
+/// `mesh` must contain all ranks of the world, numbered from 0. The gradient of a distributed
 /// parameter has the placements of the parameter along the dimensions of the parameter's mesh.
 /// Along all other dimensions, and for parameters that are not distributed, the servers average the
 /// gradients over the ranks.
@@ -301,7 +301,7 @@ impl ServerOptimizer {
             .collect()
     }
 
-    /// Leaves the job in order: the other ranks are told at once.
+    /// Leaves the job in order: the other ranks are notified at once.
     ///
     /// # Errors
     /// Those of the cluster.

@@ -1,4 +1,4 @@
-//! Distributes a module's parameters by a function: Paddle's `shard_layer`.
+//! Paddle's `shard_layer`: distributes the parameters of a module with a function.
 
 use std::fmt;
 
@@ -10,10 +10,10 @@ use super::error::Result;
 use super::layer::{Layer, Parallelize, walk};
 use super::world::Mesh;
 
-/// Converts a module's inputs or outputs.
+/// A function that converts the inputs or outputs of a module.
 pub type Convert<B> = Box<dyn Fn(Vec<Value<B>>, &Mesh) -> Result<Vec<Value<B>>> + Send + Sync>;
 
-/// A module whose parameters are distributed, and the conversions of its inputs and outputs.
+/// A module with distributed parameters, and the functions that convert its inputs and outputs.
 pub struct ShardedLayer<B: ParallelBackend, M> {
     /// The module.
     pub layer: M,
@@ -22,9 +22,9 @@ pub struct ShardedLayer<B: ParallelBackend, M> {
     output: Option<Convert<B>>,
 }
 
-/// Distributes a module over a mesh. `shard_fn(name, layer, mesh)` is called for every layer, the
-/// module itself included with name "", and distributes parameters with [`Layer::shard`]; the
-/// others are replicated. Without `input_fn` and `output_fn` nothing is converted.
+/// Distributes a module over a mesh. `shard_fn(name, layer, mesh)` is called for the module itself,
+/// with the name "", and for every layer in it. It distributes parameters with [`Layer::shard`];
+/// the other parameters are replicated. `input_fn` and `output_fn` convert the inputs and outputs.
 ///
 /// # Errors
 /// Those of `shard_fn`, and of [`Layer::shard`].
@@ -35,21 +35,21 @@ pub fn shard_layer<B: ParallelBackend, M: Parallelize<B>>(
     input_fn: Option<Convert<B>>,
     output_fn: Option<Convert<B>>,
 ) -> Result<ShardedLayer<B, M>> {
-    let whole = vec![Placement::Replicate; mesh.process_mesh().ndim()];
+    let replicated = vec![Placement::Replicate; mesh.process_mesh().ndim()];
     walk("", Layer::Module(&mut layer), &mut |path, layer| {
         shard_fn(path, layer, mesh)?;
         let rest: Vec<_> =
             layer.parameters().into_iter().filter(|(_, distributed)| !distributed).collect();
-        rest.iter().try_for_each(|(name, _)| layer.shard(name, mesh, &whole))
+        rest.iter().try_for_each(|(name, _)| layer.shard(name, mesh, &replicated))
     })?;
     Ok(ShardedLayer { layer, mesh: mesh.clone(), input: input_fn, output: output_fn })
 }
 
 impl<B: ParallelBackend, M> ShardedLayer<B, M> {
-    /// Runs `forward` on the module between `input_fn` and `output_fn`.
+    /// Runs `input_fn`, then `forward` with the module, then `output_fn`.
     ///
     /// # Errors
-    /// Theirs.
+    /// Those of the three functions.
     pub fn forward(
         &self,
         inputs: Vec<Value<B>>,

@@ -1,6 +1,6 @@
-//! Parallel styles, by torch's names: those of its first tensor-parallel module and today's are one
-//! here. Where torch's first ones take functions, these take [`PrepareInput`] and
-//! [`PrepareOutput`], which name them.
+//! Parallel styles with torch's names. Each style supports the arguments of both the first and the
+//! current version of torch's tensor-parallel module. Instead of the functions of the first
+//! version, they accept [`PrepareInput`] and [`PrepareOutput`], which name these functions.
 
 use std::fmt;
 
@@ -15,24 +15,27 @@ use super::layer::Layer;
 use super::prepare::{PrepareInput, PrepareOutput};
 use super::world::Mesh;
 
-/// How a layer is made parallel. Users can write their own.
+/// A way to distribute a layer. Users can implement their own styles.
 ///
-/// `Debug` must print all settings: ranks compare it.
+/// `Debug` must print all settings, because the ranks compare this text.
 pub trait ParallelStyle<B: ParallelBackend>: fmt::Debug {
-    /// Distributes a layer over a mesh of one dimension. `path`: the layer's, for errors.
+    /// Distributes a layer over a mesh of one dimension. `path` is the path of the layer, for
+    /// errors.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a layer of a type that the style does not know,
+    /// [`Error::Unsupported`] for a layer of a type that the style does not support,
     /// [`Error::AlreadyParallel`], and those of [`Layer::shard`].
     fn apply(&self, path: &str, layer: &mut Layer<'_, B>, mesh: &Mesh) -> Result<()>;
 }
 
-/// Cuts a layer's outputs: each rank makes some columns. For linear layers and embeddings.
+/// Shards the output dimension of a linear layer or an embedding: each rank computes some columns
+/// of the output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ColwiseParallel {
-    /// Redistribution of the input; by default a plain tensor is the whole input.
+    /// The redistribution of the input. By default a plain tensor is taken as the whole input.
     pub prepare_input: PrepareInput,
-    /// Redistribution of the output; by default it is a plain tensor, this rank's columns.
+    /// The redistribution of the output. By default the output is a plain tensor with the columns
+    /// of this rank.
     pub prepare_output: PrepareOutput,
 }
 
@@ -45,13 +48,14 @@ impl Default for ColwiseParallel {
     }
 }
 
-/// Cuts a layer's inputs: each rank makes some terms of every sum. For linear layers and embeddings
-/// (there: some rows of the table).
+/// Shards the input dimension of a linear layer: each rank computes a partial sum of every output
+/// element. In an embedding each rank holds some rows of the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowwiseParallel {
-    /// Redistribution of the input; by default a plain tensor is this rank's columns.
+    /// The redistribution of the input. By default a plain tensor is taken as the columns of this
+    /// rank.
     pub prepare_input: PrepareInput,
-    /// Redistribution of the output; by default it is a plain tensor, the whole output.
+    /// The redistribution of the output. By default the output is a plain tensor with all columns.
     pub prepare_output: PrepareOutput,
 }
 
@@ -64,8 +68,8 @@ impl Default for RowwiseParallel {
 macro_rules! keywords {
     ($style:ident, $input:expr, $output:expr) => {
         impl $style {
-            /// With today's keywords: `input_layouts`, `output_layouts`, `use_local_output`;
-            /// `None`: the default.
+            /// Creates the style with the keywords of torch's current version: `input_layouts`,
+            /// `output_layouts` and `use_local_output`. `None` is the default layout.
             pub fn new(
                 input: Option<Placement>,
                 output: Option<Placement>,
@@ -89,15 +93,16 @@ macro_rules! keywords {
 keywords!(ColwiseParallel, Placement::Replicate, Placement::Shard(LAST));
 keywords!(RowwiseParallel, Placement::Shard(LAST), Placement::Replicate);
 
-/// Cuts the linear layers of a module in pairs: the first, third, ... column-wise, the second,
-/// fourth, ... row-wise (Shoeybi et al. 2019). The input is prepared at the first, the output at
-/// the last one of a pair; a trailing odd one is left alone. A module with fewer than two linear
-/// layers of its own: the modules in it.
+/// Shards the linear layers of a module in pairs: the first, third, ... column-wise, and the
+/// second, fourth, ... row-wise (Shoeybi et al. 2019). The first layer prepares the input, and the
+/// last layer of the last pair prepares the output. If the number of layers is odd, the last one is
+/// not distributed. In a module with fewer than two direct linear layers, the style is applied to
+/// the modules inside it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PairwiseParallel {
-    /// Redistribution of the input; by default a plain tensor is the whole input.
+    /// The redistribution of the input. By default a plain tensor is taken as the whole input.
     pub prepare_input: PrepareInput,
-    /// Redistribution of the output; by default it is a plain tensor, the whole output.
+    /// The redistribution of the output. By default the output is a plain tensor with all columns.
     pub prepare_output: PrepareOutput,
 }
 
@@ -107,14 +112,15 @@ impl Default for PairwiseParallel {
     }
 }
 
-/// Keeps a sequence cut between parallel layers (Korthikanti et al. 2022). For a module with
-/// linear layers: pairwise parallel with input and output cut along dimension 0, torch's first
-/// meaning. For a norm: it runs on this rank's part, along `sequence_dim`.
+/// Shards activations along the sequence between parallel layers (Korthikanti et al. 2022). Applied
+/// to a module with linear layers, it means [`PairwiseParallel`] with an input and output that are
+/// sharded along dimension 0, as in torch's first version. Applied to a norm, the norm runs on
+/// inputs that are sharded along `sequence_dim`, as in torch's current version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SequenceParallel {
-    /// Which dimension of a norm's input is the sequence.
+    /// The sequence dimension of a norm's input.
     pub sequence_dim: usize,
-    /// Whether a norm gives a plain tensor.
+    /// Whether the output of a norm is a plain tensor.
     pub use_local_output: bool,
 }
 
@@ -124,35 +130,36 @@ impl Default for SequenceParallel {
     }
 }
 
-/// Declares the layouts of a module's inputs, and those that the module needs; `None`: not changed.
-/// The module must have [`super::Hooks`].
+/// Redistributes the inputs of a module. An input with the layout `None` is not changed. The module
+/// must have [`super::Hooks`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrepareModuleInput {
-    /// Layouts of plain tensors.
+    /// The layouts that plain tensors are taken to have.
     pub input_layouts: Vec<Option<Placement>>,
-    /// Layouts after redistribution.
+    /// The layouts after the redistribution.
     pub desired_input_layouts: Vec<Option<Placement>>,
-    /// Whether the module gets plain tensors. torch's default: no.
+    /// Whether the module receives plain tensors. torch's default is false.
     pub use_local_output: bool,
 }
 
-/// Declares the layouts of a module's outputs, and those that its caller needs.
+/// Redistributes the outputs of a module. An output with the layout `None` is not changed. The
+/// module must have [`super::Hooks`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrepareModuleOutput {
-    /// Layouts of plain tensors.
+    /// The layouts that plain tensors are taken to have.
     pub output_layouts: Vec<Option<Placement>>,
-    /// Layouts after redistribution.
+    /// The layouts after the redistribution.
     pub desired_output_layouts: Vec<Option<Placement>>,
-    /// Whether the caller gets plain tensors. torch's default: yes.
+    /// Whether the caller receives plain tensors. torch's default is true.
     pub use_local_output: bool,
 }
 
-/// Both.
+/// Redistributes the inputs and the outputs of a module.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrepareModuleInputOutput {
-    /// The inputs.
+    /// The redistribution of the inputs.
     pub input: PrepareModuleInput,
-    /// The outputs.
+    /// The redistribution of the outputs.
     pub output: PrepareModuleOutput,
 }
 
@@ -297,7 +304,7 @@ fn prepared(
 ) -> Result<Prepared> {
     mesh.check_1d("a parallel style")?;
     if layouts.len() != desired.len() {
-        let expected = format!("{}, as many as there are layouts", layouts.len());
+        let expected = format!("{}, the number of layouts", layouts.len());
         return Err(Error::invalid("number of desired layouts", desired.len(), expected));
     }
     if let Some((layout, desired)) =
@@ -305,12 +312,8 @@ fn prepared(
     {
         let show =
             |placement: &Option<Placement>| placement.map_or("none".to_owned(), |p| list(&[p]));
-        let found = format!("{} where the layout is {}", show(desired), show(layout));
-        return Err(Error::invalid(
-            "desired layout",
-            found,
-            "given where the layout is, and only there",
-        ));
+        let found = format!("{} for the layout {}", show(desired), show(layout));
+        return Err(Error::invalid("desired layout", found, "none if and only if the layout is"));
     }
     Ok(Prepared { mesh: mesh.clone(), layouts: layouts.to_vec(), desired: desired.to_vec(), local })
 }
@@ -350,7 +353,7 @@ fn check<B: ParallelBackend>(
     Ok(())
 }
 
-/// Distributes those parameters that the layer has.
+/// Distributes the parameters in `wanted` that the layer has.
 fn shard<B: ParallelBackend>(
     layer: &mut Layer<'_, B>,
     mesh: &Mesh,

@@ -1,4 +1,4 @@
-//! Distributed tensors and layers on several ranks, against one.
+//! Compares distributed tensors and layers on several ranks with their results on one rank.
 
 mod data_parallel;
 mod dist_model;
@@ -28,20 +28,21 @@ use crate::collectives::testing::together;
 
 type Graph = Autodiff<Flex>;
 
-/// Ranks of two tests would wait for each other, see [`World::backward`].
+/// Prevents two tests from running at the same time. Their ranks would wait for each other, see
+/// [`World::backward`].
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// What `run` gives on each of `count` ranks.
+/// The results of `run` on `count` ranks.
 fn worlds<T: Send>(count: usize, run: impl Fn(World) -> T + Sync) -> Vec<T> {
-    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     together(count, |peers| run(World::new(Arc::<crate::collectives::Peers>::clone(peers))))
 }
 
-/// A rate at which training is stable.
+/// A learning rate at which training is stable.
 const RATE: f64 = 0.01;
 
-/// The results of `run` on so many ranks, with a cluster of so many servers, and the options of a
-/// job on it.
+/// The results of `run` on `ranks` ranks. `run` receives the options of a job on a cluster of
+/// `servers` shard servers.
 fn with_job<T: Send>(
     servers: usize,
     ranks: usize,
@@ -64,7 +65,7 @@ fn with_job<T: Send>(
     results
 }
 
-/// The same on two ranks, with the options of a job that trains.
+/// The results of `run` on two ranks, with the options of a job that is trained with SGD.
 fn with_cluster<T: Send>(
     servers: usize,
     run: impl Fn(World, ServerOptions, &Handle) -> T + Sync,
@@ -76,19 +77,19 @@ fn with_cluster<T: Send>(
     })
 }
 
-/// The mesh of all ranks.
+/// The mesh of all ranks, with one dimension.
 fn line(world: &World, size: usize) -> Mesh {
     world.mesh(ProcessMesh::dense([size], ["tp"]).unwrap()).unwrap()
 }
 
-/// Gradients, once all ranks have theirs.
+/// Runs a backward pass, and waits until all ranks have completed theirs.
 fn backward<const D: usize>(mesh: &Mesh, loss: &Tensor<Graph, D>) -> Gradients {
     let gradients = mesh.world().backward(loss).unwrap();
     mesh.world().agree(mesh.process_mesh(), "the backward pass", "done").unwrap();
     gradients
 }
 
-/// Numbers without a pattern, the same everywhere.
+/// Pseudo-random numbers, the same on every rank.
 fn numbers<const D: usize>(seed: usize, shape: [usize; D]) -> Tensor<Graph, D> {
     let count = shape.iter().product();
     let value = |i: usize| (i * 7919 + seed * 104_729 + 1) % 2003;
@@ -110,7 +111,7 @@ fn assert_close(found: &[f32], expected: &[f32], what: &str) {
     }
 }
 
-/// This rank's part of what every rank has.
+/// The part of `whole` that this rank holds.
 fn part<const D: usize>(whole: Tensor<Flex, D>, mesh: &Mesh, placements: &[Placement]) -> Vec<f32> {
     values(shard_tensor(whole, mesh, placements).unwrap().to_local::<D>().unwrap())
 }

@@ -1,4 +1,4 @@
-//! From one layout of a tensor to another: this rank's part of it.
+//! Executes the redistribution of a tensor from one layout to another, on one rank.
 
 use std::sync::Arc;
 
@@ -9,10 +9,10 @@ use zeroshard_proto::{StridedBox, TensorBox};
 use super::error::Result;
 use super::world::World;
 
-/// A tensor's way from one layout to another.
+/// The redistribution of a tensor from one layout to another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Transfer {
-    /// Of the whole tensor.
+    /// The shape of the whole tensor.
     pub(crate) shape: Vec<u64>,
     pub(crate) from: Layout,
     pub(crate) to: Layout,
@@ -24,25 +24,26 @@ impl Transfer {
         self.from == self.to
     }
 
-    /// Size of this rank's part afterwards, along each dimension.
+    /// The shape of the part that `rank` holds afterwards.
     pub(crate) fn size(&self, rank: u32) -> Vec<usize> {
         bounds(&self.to, &self.shape, rank).size.iter().map(|&size| size as usize).collect()
     }
 
-    /// Carries it out with the other ranks. `data`: this rank's part, row-major.
+    /// Executes the redistribution together with the other ranks. `data` is the part of this rank,
+    /// row-major.
     ///
     /// # Errors
-    /// For layouts that do not fit the shape, and those of the collectives.
+    /// Those of [`redistribute::plan`] and of the collectives.
     pub(crate) fn run(&self, world: &World, data: Vec<f32>) -> Result<Vec<f32>> {
         if self.is_identity() {
             return Ok(data);
         }
         let plan = redistribute::plan(&self.shape, &self.from, &self.to)?;
         let data = self.reduce(world, &plan, data)?;
-        self.travel(world, &plan, data)
+        self.exchange(world, &plan, data)
     }
 
-    /// The plan's reductions.
+    /// Executes the reductions of the plan.
     fn reduce(&self, world: &World, plan: &Plan, mut data: Vec<f32>) -> Result<Vec<f32>> {
         let mesh = self.from.mesh();
         let mut layout = self.from.clone();
@@ -64,8 +65,8 @@ impl Transfer {
         Ok(data)
     }
 
-    /// The plan's moves.
-    fn travel(&self, world: &World, plan: &Plan, data: Vec<f32>) -> Result<Vec<f32>> {
+    /// Executes the moves of the plan.
+    fn exchange(&self, world: &World, plan: &Plan, data: Vec<f32>) -> Result<Vec<f32>> {
         let (rank, reduced) = (world.rank(), &plan.reduced);
         let held = bounds(reduced, &self.shape, rank);
         let wanted = bounds(&self.to, &self.shape, rank);
@@ -98,7 +99,7 @@ impl Transfer {
         Ok(result)
     }
 
-    /// The dimension of the mesh along which the pieces come together, if that is all that happens.
+    /// The mesh dimension along which the parts are gathered, if one all-gather is sufficient.
     fn gathered(&self, reduced: &Layout) -> Option<usize> {
         if reduced.mesh() != self.to.mesh() {
             return None;
@@ -109,8 +110,8 @@ impl Transfer {
         else {
             return None;
         };
-        // Where another dimension of the mesh cuts the same dimension of the tensor, the gathered
-        // pieces are not consecutive in the result.
+        // If another mesh dimension shards the same tensor dimension, the gathered parts are not
+        // consecutive in the result.
         let alone = pairs().all(|(other, (from, _))| other == dim || from != cut);
         (alone && differing.next().is_none()).then_some(dim)
     }
@@ -123,7 +124,7 @@ fn bounds(layout: &Layout, shape: &[u64], rank: u32) -> TensorBox {
         .unwrap_or_else(|| TensorBox { offset: vec![0; shape.len()], size: vec![0; shape.len()] })
 }
 
-/// The elements of `inner` out of those of `outer`.
+/// Copies the elements of the box `inner` out of `data`, the elements of the box `outer`.
 pub(crate) fn cut(data: &[f32], outer: &TensorBox, inner: &TensorBox) -> Vec<f32> {
     if inner.is_empty() {
         return Vec::new();
@@ -132,7 +133,7 @@ pub(crate) fn cut(data: &[f32], outer: &TensorBox, inner: &TensorBox) -> Vec<f32
     strided.runs(0..strided.numel()).flat_map(|(_, run)| &data[run]).copied().collect()
 }
 
-/// Puts the elements of `inner` to their places in `outer`.
+/// Copies `part`, the elements of the box `inner`, into `data`, the elements of the box `outer`.
 fn paste(data: &mut [f32], outer: &TensorBox, part: &[f32], inner: &TensorBox) {
     if inner.is_empty() {
         return;

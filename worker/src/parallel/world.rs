@@ -70,7 +70,7 @@ impl World {
     /// Runs a backward pass and returns the error of its collectives, which burn's own `backward`
     /// cannot return.
     ///
-    /// Each rank must run in a process of its own. At the end of a backward pass burn locks every
+    /// Each rank must run in a separate process. At the end of a backward pass burn locks every
     /// graph of the process, and a graph stays locked while its own backward pass runs. With two
     /// ranks in one process, a rank would wait for the pass of the other rank, which in turn waits
     /// for the next collective of the first rank.

@@ -1,14 +1,14 @@
-//! The windows of text that a replica of the model sees at a step.
+//! The windows of text on which a replica of the model is trained in a step.
 //!
-//! The windows of a step are drawn for the whole global batch, from a key (seed, step, window); a
-//! replica takes its contiguous share. So the data of a step depend on neither the number of
-//! workers nor on whether the step was run before.
+//! The windows of a step are drawn for the whole global batch, each from a key (seed, step,
+//! window), and a replica takes a contiguous part. Therefore the data of a step do not depend on
+//! the number of workers, and are the same if the step is run again.
 
 use thiserror::Error;
 
 use super::random::Stream;
 
-/// Windows of text: `windows` rows of `length` characters, and for each the character that follows.
+/// Windows of text: rows of `length` characters, and for each character the one that follows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
     length: usize,
@@ -17,7 +17,8 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// The windows of `text` that begin at `starts`. Each start must leave `length + 1` characters.
+    /// Creates a batch of the windows of `text` that begin at `starts`. From each start, `text`
+    /// must have at least `length + 1` characters.
     pub fn cut(text: &[u8], starts: &[usize], length: usize) -> Self {
         let gather = |offset: usize| {
             starts
@@ -29,36 +30,37 @@ impl Batch {
         Self { length, inputs: gather(0), targets: gather(1) }
     }
 
-    /// One window without targets, for sampling.
+    /// Creates a batch of one window without targets, for sampling.
     pub fn prompt(characters: &[u8]) -> Self {
         Self { length: characters.len(), inputs: characters.to_vec(), targets: Vec::new() }
     }
 
-    /// Characters of a window.
+    /// The number of characters in a window.
     pub fn length(&self) -> usize {
         self.length
     }
 
-    /// Number of windows.
+    /// The number of windows.
     pub fn windows(&self) -> usize {
         self.inputs.len() / self.length
     }
 
-    /// `[windows * length]` characters, row by row.
+    /// The `windows * length` characters, row by row.
     pub fn inputs(&self) -> &[u8] {
         &self.inputs
     }
 
-    /// For each input, the character after it.
+    /// The character after each input.
     pub fn targets(&self) -> &[u8] {
         &self.targets
     }
 }
 
-/// A batch that cannot be divided evenly.
+/// The error for a batch that cannot be divided.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum Error {
-    /// With shares of different sizes, the mean of their means would not be the mean.
+    /// The batch is not divisible. With parts of different sizes, the mean of their means would not
+    /// be the mean of the batch.
     #[error(
         "--batch {batch} cannot be divided into {replicas} replica(s) x {micro_batches} \
          micro-batch(es) of equal size; use a multiple of {}, such as {}",
@@ -66,16 +68,16 @@ pub enum Error {
         batch.div_ceil(replicas * micro_batches).max(1) * replicas * micro_batches
     )]
     Uneven {
-        /// Windows of the global batch.
+        /// The number of windows in the global batch.
         batch: usize,
-        /// Replicas of the model: workers that see different data.
+        /// The number of replicas of the model.
         replicas: usize,
-        /// Micro-batches of a replica.
+        /// The number of micro-batches of a replica.
         micro_batches: usize,
     },
 }
 
-/// How a global batch is divided.
+/// The division of a global batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sharding {
     batch: usize,
@@ -84,10 +86,11 @@ pub struct Sharding {
 }
 
 impl Sharding {
-    /// Divides `batch` windows among `replicas` (> 0), each working in `micro_batches` (> 0) parts.
+    /// Divides `batch` windows among `replicas` replicas with `micro_batches` micro-batches each.
+    /// Both numbers must be at least 1.
     ///
     /// # Errors
-    /// `Error::Uneven` unless every part has the same number of windows, at least one.
+    /// [`Error::Uneven`] unless every micro-batch has the same number of windows, at least one.
     pub fn new(batch: usize, replicas: usize, micro_batches: usize) -> Result<Self, Error> {
         if batch == 0 || !batch.is_multiple_of(replicas * micro_batches) {
             return Err(Error::Uneven { batch, replicas, micro_batches });
@@ -95,12 +98,12 @@ impl Sharding {
         Ok(Self { batch, replicas, micro_batches })
     }
 
-    /// Windows of the global batch.
+    /// The number of windows in the global batch.
     pub fn batch(&self) -> usize {
         self.batch
     }
 
-    /// The micro-batches of a replica at a step, in order.
+    /// Draws the micro-batches of a replica for a step, in order.
     pub fn draw(
         &self,
         text: &[u8],
@@ -119,7 +122,7 @@ impl Sharding {
     }
 }
 
-/// Key of the windows of a replica at a step.
+/// The key from which the windows of a replica are drawn.
 #[derive(Debug, Clone, Copy)]
 pub struct Draw {
     /// The run's seed.
@@ -130,7 +133,7 @@ pub struct Draw {
     pub replica: usize,
 }
 
-/// Separates the windows from every other use of the seed.
+/// The part of the key that distinguishes windows from other uses of the seed.
 const WINDOW_STREAM: u64 = 2;
 
 #[cfg(test)]
@@ -161,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn micro_batches_divide_a_share_in_order() {
+    fn micro_batches_divide_the_windows_of_a_replica_in_order() {
         let whole = inputs(Sharding::new(12, 2, 1).unwrap(), 1, 0);
         let sharding = Sharding::new(12, 2, 3).unwrap();
         assert_eq!(sharding.draw(&text(), 8, Draw { seed: 3, step: 0, replica: 1 }).len(), 3);
@@ -185,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn uneven_batch_is_refused_with_one_that_works() {
+    fn an_indivisible_batch_is_refused_and_the_error_suggests_a_size() {
         let error = Sharding::new(10, 2, 4).unwrap_err();
         assert!(error.to_string().contains("such as 16"), "{error}");
         assert!(Sharding::new(0, 1, 1).is_err());

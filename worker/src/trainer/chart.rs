@@ -4,34 +4,34 @@ use std::io;
 
 use plotters::prelude::*;
 
-/// Width and height of the picture, pixels.
+/// The width and height of the chart in pixels.
 const SIZE: (u32, u32) = (860, 460);
 
 const TRAIN: RGBColor = RGBColor(33, 113, 181);
-/// The losses of single steps, behind their mean.
+/// The colour of the losses of single steps, which are drawn behind their moving average.
 const TRAIN_STEPS: RGBColor = RGBColor(158, 202, 225);
 const HELD_OUT: RGBColor = RGBColor(217, 72, 1);
 const UNIGRAM: RGBColor = RGBColor(136, 136, 136);
 const GRID: RGBColor = RGBColor(238, 238, 238);
 
-/// The data of the picture.
+/// The data of the chart.
 #[derive(Debug, Clone, Default)]
 pub struct Chart {
-    /// Title of the picture.
+    /// The title.
     pub title: String,
-    /// (step, loss) of every step.
+    /// The points (step, loss) of all steps.
     pub train: Vec<(f64, f64)>,
-    /// (step, loss) of every evaluation.
+    /// The points (step, loss) of all evaluations.
     pub held_out: Vec<(f64, f64)>,
     /// The loss of a model that knows only the frequency of each character.
     pub unigram_entropy: f64,
 }
 
 impl Chart {
-    /// Draws the picture. Points that are not finite are left out.
+    /// Draws the chart. Points that are not finite are omitted.
     pub fn svg(&self) -> String {
         let mut svg = String::new();
-        self.draw(&mut svg).expect("a string takes all that is written to it");
+        self.draw(&mut svg).expect("writing to a string cannot fail");
         svg
     }
 
@@ -84,7 +84,7 @@ impl Chart {
     }
 }
 
-/// The mean of each point and its neighbours: a fortieth of the run on both sides.
+/// The moving average of the points. The window reaches a fortieth of the run to both sides.
 fn smoothed(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let reach = points.len() / 40;
     let mean = |i: usize| {
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn the_picture_has_axes_curves_and_legend() {
+    fn the_chart_has_axes_curves_and_a_legend() {
         let svg = chart().svg();
         for part in [
             "training loss",
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn points_that_are_not_finite_are_left_out() {
+    fn points_that_are_not_finite_are_omitted() {
         let mut chart = chart();
         chart.train.push((100.0, f64::NAN));
         chart.train.push((101.0, f64::INFINITY));
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_run_is_still_a_picture() {
+    fn an_empty_run_gives_a_valid_chart() {
         let svg = Chart { unigram_entropy: 3.0, ..Chart::default() }.svg();
         assert!(svg.ends_with("</svg>\n") && !svg.contains("NaN"), "{svg}");
     }

@@ -1,4 +1,4 @@
-//! The command line: flags, and their conversion to a [`Plan`].
+//! The flags of the command line, and their conversion into a [`Plan`].
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ use super::plan::Plan;
 use super::schedule::{Schedule, default_lr};
 use crate::parallel::Level;
 
-/// ZeroShard's trainer: trains a small transformer with its optimizer on shard servers
+/// ZeroShard's trainer: trains a small transformer whose optimizer is on shard servers
 #[derive(Debug, Parser)]
 #[command(name = "zeroshard-worker", version, max_term_width = 100)]
 pub struct Cli {
@@ -30,46 +30,46 @@ pub struct Cli {
 pub enum Command {
     /// Train a character-level transformer on the text files of a folder
     ///
-    /// With neither --address nor --processes, coordinator, shard servers and workers all run in
-    /// this process; with --tensor-parallel each is a process of its own. The same options and seed
-    /// give the same result, bit for bit, for every level, number of shard servers and chunk size,
-    /// in processes and in threads.
+    /// Without --address and --processes, the coordinator, the shard servers and the workers run in
+    /// this process, except that --tensor-parallel starts a process for each of them. The same
+    /// options and seed give the same result, bit for bit, for every level, number of shard servers
+    /// and chunk size, in processes and in threads.
     Train(Box<Train>),
 }
 
 /// Flags of `train`.
 #[derive(Debug, Clone, Args)]
 pub struct Train {
-    /// Folder with the training text: UTF-8 sources and documents, except those that a .gitignore
-    /// excludes
+    /// Folder with the training text: UTF-8 source files and documents. Files that a .gitignore
+    /// excludes are skipped
     #[arg(long, value_name = "DIR", default_value = ".", help_heading = "Training")]
     pub data: PathBuf,
-    /// Steps of the whole run. The learning rate rises over the first tenth of them, and then falls
-    /// to a tenth of its maximum
+    /// Number of steps of the whole run. The learning rate rises during the first tenth of the
+    /// steps, and then falls to a tenth of its maximum
     #[arg(long, value_name = "N", default_value_t = 300,
         value_parser = clap::value_parser!(u64).range(1..), help_heading = "Training")]
     pub steps: u64,
-    /// Windows of text in a step, divided evenly among the replicas of the model
+    /// Number of windows of text in a step, divided evenly among the replicas of the model
     #[arg(long, value_name = "N", default_value_t = 16,
         value_parser = clap::value_parser!(u32).range(1..=65_536), help_heading = "Training")]
     pub batch: u32,
-    /// Characters in a window: the context length of the model
+    /// Context length of the model: the number of characters in a window
     #[arg(long, value_name = "N", default_value_t = 64,
         value_parser = clap::value_parser!(u32).range(2..=4096), help_heading = "Training")]
     pub context: u32,
-    /// Micro-batches of a replica in a step. They are computed one after the other, and their
-    /// gradients are summed before they are sent
+    /// Number of micro-batches of a replica in a step. The gradients of the micro-batches are
+    /// summed before they are sent
     #[arg(long, value_name = "N", default_value_t = 1,
         value_parser = clap::value_parser!(u32).range(1..=65_536), help_heading = "Training")]
     pub micro_batches: u32,
-    /// sgd, adam, adamw, adagrad, adadelta, rmsprop, lion or lamb
+    /// Optimizer: sgd, adam, adamw, adagrad, adadelta, rmsprop, lion or lamb
     #[arg(long, value_name = "NAME", default_value = "adamw", help_heading = "Training")]
     pub optimizer: Optimizer,
-    /// Highest learning rate [default: by optimizer; 0.004 for adamw]
+    /// Highest learning rate [default: depends on the optimizer; 0.004 for adamw]
     #[arg(long, value_name = "RATE", value_parser = positive, allow_negative_numbers = true,
         help_heading = "Training")]
     pub lr: Option<f64>,
-    /// Weight decay of matrices; biases and norms are not decayed [default: the optimizer's own]
+    /// Weight decay of matrices; biases and norms have none [default: that of the optimizer]
     #[arg(long, value_name = "DECAY", value_parser = not_negative, allow_negative_numbers = true,
         help_heading = "Training")]
     pub weight_decay: Option<f64>,
@@ -90,11 +90,11 @@ pub struct Train {
     #[arg(long, value_name = "N", default_value_t = 128,
         value_parser = clap::value_parser!(u32).range(1..=65_536), help_heading = "Model")]
     pub width: u32,
-    /// Transformer blocks
+    /// Number of transformer blocks
     #[arg(long, value_name = "N", default_value_t = 5,
         value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Model")]
     pub blocks: u32,
-    /// Attention heads of a block; must divide --width
+    /// Number of attention heads in a block; must divide --width
     #[arg(long, value_name = "N", default_value_t = 4,
         value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Model")]
     pub heads: u32,
@@ -103,44 +103,44 @@ pub struct Train {
         help_heading = "Model")]
     pub hidden: Option<u32>,
 
-    /// Tensor-parallel ranks of each replica of the model. Each rank computes, holds, pulls and
-    /// pushes 1/T of every large matrix, and the ranks exchange activations in every block. T must
-    /// divide --heads
+    /// Number of tensor-parallel ranks of each replica of the model. Each rank computes, holds,
+    /// pulls and pushes 1/T of every large matrix, and the ranks exchange activations in every
+    /// block. T must divide --heads
     #[arg(long, value_name = "T", default_value_t = 1,
         value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Parallelism")]
     pub tensor_parallel: u32,
-    /// With --tensor-parallel: each rank computes the layers that are not cut (norms, residual
-    /// stream) on 1/T of each window, which makes activations smaller too. T must divide --context
+    /// Also shard the activations along the sequence: each tensor-parallel rank computes the layers
+    /// that are not sharded (norms, residual stream) on 1/T of each window. T must divide --context
     #[arg(long, requires = "tensor_parallel", help_heading = "Parallelism")]
     pub sequence_parallel: bool,
-    /// Replicas of the model, each with its share of the batch; gradients are averaged over them
-    /// [default: --workers divided by --tensor-parallel; without --workers: 2, or 1 with
-    /// --tensor-parallel]
+    /// Number of replicas of the model. Each trains on a part of the batch, and gradients are
+    /// averaged over the replicas [default: --workers divided by --tensor-parallel; without
+    /// --workers: 2, or 1 with --tensor-parallel]
     #[arg(long, value_name = "D", value_parser = clap::value_parser!(u32).range(1..=256),
         help_heading = "Parallelism")]
     pub data_parallel: Option<u32>,
-    /// Total number of workers [default: --data-parallel times --tensor-parallel]. Worker d T + t
+    /// Total number of workers [default: --data-parallel times --tensor-parallel]. Worker d * T + t
     /// is rank t of replica d
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256),
         help_heading = "Parallelism")]
     pub workers: Option<u32>,
 
-    /// ZeRO level. os: a worker holds all parameters and gradients; os_g: all parameters; p_g_os:
-    /// the parameters of one block at a time
+    /// ZeRO level. At os a worker holds all parameters and gradients, at os_g all parameters, at
+    /// p_g_os the parameters of one block at a time
     #[arg(long, value_name = "LEVEL", default_value = "p_g_os", help_heading = "Cluster")]
     pub level: Level,
-    /// Number of shard servers to start; with --address, to wait for
+    /// Number of shard servers to start, or with --address to wait for
     #[arg(long, value_name = "N", default_value_t = 3,
         value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Cluster")]
     pub shards: u32,
-    /// Run each server and each worker in a process of its own
+    /// Run each server and each worker in a separate process
     #[arg(long, conflicts_with_all = ["address", "rank"], help_heading = "Cluster")]
     pub processes: bool,
     /// Address of the coordinator of a running cluster
     #[arg(long, value_name = "HOST:PORT", env = "ZEROSHARD_ADDRESS", help_heading = "Cluster")]
     pub address: Option<String>,
-    /// The cluster's token; servers that this command starts get it too. Prefer the environment
-    /// variable: other users of the machine can see flags
+    /// Token of the cluster, also for servers that this command starts. Prefer the environment
+    /// variable, since other users of the machine can see flags
     #[arg(
         long,
         value_name = "TOKEN",
@@ -151,11 +151,11 @@ pub struct Train {
         help_heading = "Cluster"
     )]
     pub token: Token,
-    /// Run only the worker of this rank; the others are started elsewhere [default: run all]
+    /// Run only the worker of this rank; the others must be started separately [default: run all]
     #[arg(long, value_name = "R", requires = "address", help_heading = "Cluster")]
     pub rank: Option<u32>,
-    /// With --tensor-parallel: the address on which this worker listens for the others. They must
-    /// be able to reach it, and learn it from the coordinator
+    /// With --tensor-parallel: address at which this worker listens for the other workers. They
+    /// must be able to connect to it; the coordinator tells them the address
     #[arg(
         long,
         value_name = "IP:PORT",
@@ -164,7 +164,7 @@ pub struct Train {
         help_heading = "Cluster"
     )]
     pub listen: SocketAddr,
-    /// Name of the job; a job that exists is continued
+    /// Name of the job. If the job exists, training continues from its version
     #[arg(long, value_name = "NAME", default_value = "train", help_heading = "Cluster")]
     pub job: String,
     /// Element type of parameters and gradients on the wire: f32, bf16 or f16
@@ -173,11 +173,11 @@ pub struct Train {
     /// Element type of the published parameters; master weights are always f32
     #[arg(long, value_name = "DTYPE", default_value = "f32", help_heading = "Cluster")]
     pub param_dtype: DType,
-    /// Payload of one message; does not change the result
+    /// Payload of one message in bytes. It does not change the result
     #[arg(long, value_name = "BYTES", default_value_t = 1 << 20,
         value_parser = clap::value_parser!(u32).range(4096..=32 << 20), help_heading = "Cluster")]
     pub chunk_bytes: u32,
-    /// How long to wait for servers, other workers and every call
+    /// Number of seconds to wait for servers, for other workers and for each call
     #[arg(long, alias = "deadline", value_name = "SECONDS", default_value_t = 120,
         value_parser = clap::value_parser!(u64).range(1..=600), help_heading = "Cluster")]
     pub timeout: u64,
@@ -185,25 +185,24 @@ pub struct Train {
     /// Output folder for the loss curve and the sample
     #[arg(long, value_name = "DIR", default_value = "zeroshard-run", help_heading = "Output")]
     pub out: PathBuf,
-    /// Characters to generate at the end
+    /// Number of characters to generate at the end
     #[arg(long, value_name = "N", default_value_t = 400,
         value_parser = clap::value_parser!(u32).range(..=100_000), help_heading = "Output")]
     pub sample_chars: u32,
-    /// Print one JSON object per line on standard output, and nothing else there
+    /// Print one JSON object per line on standard output and nothing else
     #[arg(long, conflicts_with = "quiet", help_heading = "Output")]
     pub json: bool,
-    /// Print errors only; the files in --out are written
+    /// Print only errors. The files in --out are still written
     #[arg(long, help_heading = "Output")]
     pub quiet: bool,
 }
 
 impl Train {
-    /// Checks the flags against each other.
+    /// Validates the flags and converts them into a plan.
     ///
     /// # Errors
     /// [`Error::Flag`] for numbers of workers that contradict each other, a rank out of range, and
-    /// hyperparameters that the optimizer refuses; [`Error::Batch`] for a batch that cannot be
-    /// divided.
+    /// invalid hyperparameters; [`Error::Batch`] for a batch that cannot be divided.
     pub fn plan(&self) -> Result<Plan> {
         let parallelism = self.parallelism()?;
         let architecture = self.architecture()?;
@@ -214,15 +213,15 @@ impl Train {
         }
         if self.rank.is_none() && self.address.is_some() && parallelism.ranks > 1 {
             let expected = format!(
-                "given with --address and --tensor-parallel: each of the {workers} workers is a \
-                 process of its own"
+                "a rank below {workers}: with --address and --tensor-parallel, each worker is a \
+                 separate process"
             );
             return Err(Error::Flag { flag: "--rank", found: "missing".to_owned(), expected });
         }
         let mut optimizer = self.optimizer;
         if let Optimizer::Average(_) = optimizer {
             let expected =
-                "an optimizer that trains: average only averages the gradients".to_owned();
+                "an optimizer that updates parameters: average only averages gradients".to_owned();
             return Err(Error::Flag {
                 flag: "--optimizer",
                 found: optimizer.to_string(),
@@ -264,7 +263,7 @@ impl Train {
         })
     }
 
-    /// Whether this process starts servers and workers as processes of their own.
+    /// Whether this process starts the servers and workers as separate processes.
     pub fn makes_processes(&self) -> bool {
         self.processes || (self.tensor_parallel > 1 && self.address.is_none())
     }
@@ -281,8 +280,8 @@ impl Train {
                 let expected = match replicas {
                     Some(replicas) => {
                         format!(
-                            "--data-parallel {replicas} x --tensor-parallel {ranks} = {}, or \
-                             left out",
+                            "--data-parallel {replicas} x --tensor-parallel {ranks} = {}, or no \
+                             --workers",
                             replicas * ranks
                         )
                     }
@@ -306,7 +305,7 @@ impl Train {
             [self.context, self.width, self.blocks, self.heads].map(|size| size as usize);
         if !width.is_multiple_of(heads) {
             let expected = format!(
-                "a divisor of --width {width}; or take --width {}",
+                "a divisor of --width {width}; or use --width {}",
                 width.next_multiple_of(heads)
             );
             return Err(Error::Flag { flag: "--heads", found: heads.to_string(), expected });
@@ -316,7 +315,7 @@ impl Train {
     }
 }
 
-/// Default number of replicas of a model that is not cut.
+/// The default number of replicas of a model that is not sharded.
 const DATA_PARALLEL: u32 = 2;
 
 fn positive(text: &str) -> Result<f64, String> {
@@ -367,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn the_plan_has_the_token_and_debug_does_not_show_it() {
+    fn the_plan_has_the_token_and_debug_output_hides_it() {
         let train = parse("--token s3cret").unwrap();
         let plan = train.plan().unwrap();
         assert_eq!(plan.token.reveal(), Some("s3cret"));
@@ -375,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_are_replicas_times_the_ranks_of_each() {
+    fn the_number_of_workers_is_replicas_times_ranks() {
         let parallelism = |flags: &str| {
             let plan = parse(flags).unwrap().plan().unwrap();
             (plan.parallelism.replicas, plan.parallelism.ranks)
@@ -390,12 +389,12 @@ mod tests {
     }
 
     #[test]
-    fn clip_of_zero_is_none() {
+    fn clip_0_disables_clipping() {
         assert_eq!(parse("--clip 0").unwrap().plan().unwrap().clip, None);
     }
 
     #[test]
-    fn bad_values_say_what_would_be_right() {
+    fn errors_for_invalid_flags_name_valid_values() {
         assert!(refusal("--level zero3").contains("one of os, os_g, p_g_os"));
         assert!(refusal("--wire float16").contains("one of f32, bf16, f16"));
         assert!(refusal("--optimizer adamx").contains("adamw"));

@@ -5,35 +5,35 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
-/// Why a run ended early.
+/// An error that ends a run.
 #[derive(Debug, Error)]
 pub enum Error {
-    /// The training text.
+    /// The training text cannot be used.
     #[error(transparent)]
     Text(#[from] super::text::Error),
-    /// The division of the batch.
+    /// The batch cannot be divided.
     #[error(transparent)]
     Batch(#[from] super::batches::Error),
-    /// The cluster, or a job that it refuses.
+    /// An error of the cluster, including the refusal of a job.
     #[error(transparent)]
     Cluster(#[from] zeroshard_proto::Error),
-    /// The tensor-parallel ranks of a replica.
+    /// An error among the tensor-parallel ranks of a replica.
     #[error(transparent)]
     Parallel(#[from] crate::parallel::Error),
-    /// The embedded cluster.
+    /// The embedded cluster failed.
     #[error("embedded cluster: {0}")]
     Embedded(#[from] zeroshard_server::serve::Error),
-    /// A flag that contradicts another.
+    /// The value of a flag is invalid, or contradicts another flag.
     #[error("{flag} is {found}; expected {expected}")]
     Flag {
         /// The flag.
         flag: &'static str,
-        /// Its value.
+        /// The value of the flag.
         found: String,
         /// The accepted values.
         expected: String,
     },
-    /// The job has already taken as many steps as --steps asks for.
+    /// The job has already taken the number of steps that --steps requests.
     #[error(
         "job {job:?} is already at step {version} of {steps}; increase --steps, or choose another \
          --job"
@@ -41,12 +41,12 @@ pub enum Error {
     NothingToDo {
         /// The job.
         job: String,
-        /// Its version.
+        /// The version of the job.
         version: u64,
-        /// Steps asked for.
+        /// The requested number of steps.
         steps: u64,
     },
-    /// A file or folder of the report.
+    /// A file or folder of the report cannot be written.
     #[error("write {path:?}: {cause}")]
     Report {
         /// The file or folder.
@@ -54,7 +54,7 @@ pub enum Error {
         /// The error of the operating system.
         cause: io::Error,
     },
-    /// Standard output or the runtime.
+    /// An operation of the operating system failed.
     #[error("{doing}: {cause}")]
     System {
         /// The operation that failed.
@@ -62,26 +62,26 @@ pub enum Error {
         /// The error of the operating system.
         cause: io::Error,
     },
-    /// A worker of a tensor-parallel run is lost, and the others cannot compute its part.
+    /// A worker of a tensor-parallel run is lost, and the other workers cannot continue without it.
     #[error(
-        "{cause}. The ranks of a tensor-parallel run end together: start all of them again, and \
-         job {job:?} continues at step {step}"
+        "{cause}. A tensor-parallel run cannot continue without all of its ranks: start all of \
+         them again, and job {job:?} continues at step {step}"
     )]
     Incomplete {
         /// The job.
         job: String,
-        /// The step that was under way.
+        /// The step that was running.
         step: u64,
         /// The cause.
         cause: String,
     },
     /// A program of the cluster is not in the folder of this program.
     #[error(
-        "{program:?} not found; build it with `cargo build --release`, and keep it in the folder \
+        "{program:?} not found; build it with `cargo build --release`, and place it in the folder \
          of this program"
     )]
     NoProgram {
-        /// Its expected path.
+        /// The expected path.
         program: PathBuf,
     },
     /// A program of the cluster did not start, or failed.
@@ -95,7 +95,7 @@ pub enum Error {
     /// A worker thread panicked.
     #[error("worker {rank} panicked")]
     Panicked {
-        /// Its rank.
+        /// The rank of the worker.
         rank: u32,
     },
 }

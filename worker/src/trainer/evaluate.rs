@@ -1,16 +1,18 @@
-//! The held-out windows of an evaluation. The evaluation itself is `levels::evaluate`.
+//! Selects the held-out windows of an evaluation. `levels::evaluate` computes their loss.
 
 use super::batches::Batch;
 
-/// Windows of an evaluation: 4096 characters at a context of 64, a third of a second on one core.
+/// The maximum number of windows in an evaluation. With a context of 64 they have 4096 characters
+/// and take a third of a second on one core.
 const WINDOWS: usize = 64;
-/// Windows of one batch.
+/// The maximum number of windows in a batch.
 const AT_ONCE: usize = 8;
 
-/// The same windows at every evaluation, spread evenly over the text and not overlapping, in
-/// batches of one size. `text` has more than `length` characters.
+/// Returns windows that are spread evenly over the text and do not overlap, in batches of the same
+/// size. The result is the same for every evaluation. `text` must have more than `length`
+/// characters.
 pub fn held_out_batches(text: &[u8], length: usize) -> Vec<Batch> {
-    // Each window needs the character after it too.
+    // Each window also needs the character after it.
     let fitting = (text.len() - 1) / length;
     let at_once = fitting.min(AT_ONCE);
     let count = fitting.min(WINDOWS) / at_once * at_once;
@@ -33,7 +35,7 @@ mod tests {
     }
 
     #[test]
-    fn the_shortest_text_is_one_window() {
+    fn the_shortest_text_gives_one_window() {
         let batches = held_out_batches(&[1; 9], 8);
         assert_eq!((batches.len(), batches[0].windows()), (1, 1));
         assert_eq!(held_out_batches(&[1; 81], 8).len(), 1);

@@ -1,5 +1,5 @@
-//! Starts a run: a cluster in this process, in processes of its own, or a running one; and its
-//! workers.
+//! Starts the workers of a run. The cluster runs in this process, in separate processes, or is
+//! already running.
 
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -17,16 +17,18 @@ use super::report::{self, Outcome, Summary};
 use super::text::Corpus;
 use super::train;
 
-/// Threads that move bytes; the workers compute on threads of their own.
+/// The number of threads for transfers. Each worker computes on a separate thread.
 const IO_THREADS: usize = 2;
 
 /// Runs `train` with these flags.
 ///
 /// # Errors
-/// For flags that contradict each other, a folder without text, and all errors of the run.
+/// [`Error::Flag`] for flags that contradict each other, [`Error::Text`] for a folder without text,
+/// and all errors of the run.
 pub fn run(flags: &Train) -> Result<()> {
     let plan = flags.plan()?;
-    // Read in any case, so that a wrong folder is reported before a process is started.
+    // The text is read here even if other processes will train, so that a wrong folder is reported
+    // before they are started.
     let corpus = Corpus::read(&flags.data, plan.context())?;
     plan.model(&corpus)?;
     let runtime = Builder::new_multi_thread()
@@ -37,15 +39,16 @@ pub fn run(flags: &Train) -> Result<()> {
     let result = if flags.makes_processes() {
         runtime.block_on(processes::run(flags, plan.parallelism.workers()))
     } else {
-        run_here(flags, plan, corpus, &runtime)
+        run_in_process(flags, plan, corpus, &runtime)
     };
-    // A transfer that hangs must not keep the program from ending.
+    // Does not wait for transfers, which may hang.
     runtime.shutdown_background();
     result
 }
 
-/// Runs this process's workers, on the cluster that the flags name or on one in this process.
-fn run_here(flags: &Train, plan: Plan, corpus: Corpus, runtime: &Runtime) -> Result<()> {
+/// Runs the workers of this process, with the cluster that the flags name or with an embedded
+/// cluster.
+fn run_in_process(flags: &Train, plan: Plan, corpus: Corpus, runtime: &Runtime) -> Result<()> {
     let ranks: Vec<u32> =
         flags.rank.map_or_else(|| (0..plan.parallelism.workers()).collect(), |rank| vec![rank]);
     let run =
@@ -62,12 +65,12 @@ fn run_here(flags: &Train, plan: Plan, corpus: Corpus, runtime: &Runtime) -> Res
         }
     };
     match outcome {
-        Some(outcome) => tell(flags, &run.plan, &outcome),
+        Some(outcome) => write_report(flags, &run.plan, &outcome),
         None => Ok(()),
     }
 }
 
-fn tell(flags: &Train, plan: &Plan, outcome: &Outcome) -> Result<()> {
+fn write_report(flags: &Train, plan: &Plan, outcome: &Outcome) -> Result<()> {
     report::write_files(&flags.out, plan, outcome)?;
     match (flags.json, flags.quiet) {
         (true, _) => progress::line(&Line::Done(&Summary::new(plan, outcome))),
@@ -84,8 +87,8 @@ struct Run {
 }
 
 impl Run {
-    /// Runs workers as threads until all are done. The first error ends the run; the other threads
-    /// end with the process.
+    /// Runs workers as threads until all are done. Returns the first error without waiting for the
+    /// other threads, which end with the process.
     fn workers(&self, flags: &Train, address: &str, ranks: &[u32]) -> Result<Option<Outcome>> {
         let (done, results) = mpsc::channel();
         for &rank in ranks {
@@ -97,7 +100,7 @@ impl Run {
                 (false, false) => Output::bar(run.plan.steps),
             };
             let work = move || {
-                // Sent on unwinding too, so that a panic is reported as an error.
+                // The report is also sent during unwinding, so a panic is reported as an error.
                 let mut report = Report { done, rank, result: None };
                 let result =
                     train::train(&run.plan, &run.corpus, &run.runtime, &address, rank, &mut output);
@@ -118,7 +121,7 @@ impl Run {
     }
 }
 
-/// Sends a worker's result when it is dropped, even by a panic.
+/// Sends the result of a worker when it is dropped, also after a panic.
 struct Report {
     done: mpsc::Sender<Result<Option<Outcome>>>,
     rank: u32,
@@ -128,7 +131,7 @@ struct Report {
 impl Drop for Report {
     fn drop(&mut self) {
         let result = self.result.take().unwrap_or(Err(Error::Panicked { rank: self.rank }));
-        // The receiver is gone if another worker has failed.
+        // Sending fails if another worker has failed, because the receiver is then dropped.
         let _ = self.done.send(result);
     }
 }

@@ -1,73 +1,73 @@
-//! One step of a worker at each level. The arithmetic is the same; the lifetimes of parameters and
-//! gradients differ.
+//! One step of a worker at each level. The arithmetic is the same at all levels; the lifetimes of
+//! parameters and gradients differ.
 //!
 //! | level | parameters | gradients |
 //! |---|---|---|
-//! | `os` | all, for the whole step | all kept, pushed at the end |
-//! | `os_g` | all, for the whole step | pushed and freed by segment, while backward goes on |
-//! | `p_g_os` | one segment's at a time, the next one's on its way | as `os_g` |
+//! | `os` | all, for the whole step | all are kept and pushed at the end |
+//! | `os_g` | all, for the whole step | pushed and freed by segment during the backward pass |
+//! | `p_g_os` | those of one segment, while those of the next are being pulled | as at `os_g` |
 //!
-//! Micro-batches are summed here, in f32 and in order, and pushed once: the same bits at every
-//! level and `1/m` of the traffic of pushing each. `os` and `os_g` run them one after the other,
-//! since they keep the graphs of one micro-batch. `p_g_os` runs all of them through a segment
-//! before it goes on to the next: it keeps only the segments' inputs, and its parameters are pulled
-//! once for all micro-batches.
+//! The worker sums the gradients of its micro-batches in f32 and in order, and pushes the sum. So
+//! the bits are the same at every level, and with m micro-batches the traffic is `1/m` of that of
+//! pushing each gradient. `os` and `os_g` run one micro-batch after the other, which limits the
+//! graphs in memory to those of one micro-batch. `p_g_os` runs all micro-batches through a segment
+//! before it continues with the next segment. It keeps only the inputs of the segments, and pulls
+//! the parameters once for all micro-batches.
 
 use super::batches::Batch;
 use super::error::Result;
 use super::model::Segment;
 use super::network::Network;
 use super::segments::{Hidden, Leaf, Pass, Tracking, scalar, seed};
-use super::travel::{Departure, Link, Outbox, Parameters};
+use super::transfers::{Link, Outbox, Parameters, PushSchedule};
 use crate::parallel::Level;
 use crate::parallel::remote::ParameterServer;
 
 /// The computation of one step.
 #[derive(Debug, Clone, Copy)]
 pub struct Work<'a> {
-    /// The step; its parameters have the version of the same number.
+    /// The number of the step, which is also the version of its parameters.
     pub step: u64,
-    /// This worker's micro-batches, all of one size.
+    /// The micro-batches of this worker, all of the same size.
     pub micro_batches: &'a [Batch],
-    /// The gradients are those of the mean loss times this.
+    /// The factor by which the loss is multiplied before the backward pass.
     pub loss_scale: f32,
 }
 
-/// Pulls parameters, computes, and pushes the gradient of the mean loss over all micro-batches
-/// times the loss scale. Returns the mean loss, nats per character, after everything has been
-/// pushed.
+/// Runs a step: pulls the parameters, computes the mean loss over all micro-batches, and pushes its
+/// gradient times the loss scale. Returns the mean loss in nats per character after everything has
+/// been pushed.
 ///
 /// # Errors
-/// Those of the server, and of the network's group. After `StepAborted` the same call may be made
-/// again.
+/// Those of the server and of the network's group. After `StepAborted` the call can be repeated.
 pub fn run<S: ParameterServer>(
     level: Level,
     link: &Link<S>,
     network: &Network,
     work: Work<'_>,
 ) -> Result<f64> {
-    let departure = match level {
-        Level::Os => Departure::AtTheEnd,
-        Level::OsG | Level::PGOs => Departure::WhenReady,
+    let schedule = match level {
+        Level::Os => PushSchedule::AtTheEnd,
+        Level::OsG | Level::PGOs => PushSchedule::WhenReady,
     };
     let mut step = Step {
         network,
         work,
         parameters: Parameters::new(link, network, work.step),
-        outbox: Outbox::new(link, network, work.step, departure),
+        outbox: Outbox::new(link, network, work.step, schedule),
     };
     let loss = match level {
         Level::Os | Level::OsG => step.resident()?,
         Level::PGOs => step.streaming()?,
     };
-    // Frees the parameters before the last gradients leave.
+    // Frees the parameters before waiting for the last gradients.
     drop(step.parameters);
     step.outbox.close()?;
     Ok(loss / work.micro_batches.len() as f64)
 }
 
-/// The mean loss over `batches` (of one size) at `version`, nats per character. Holds one segment's
-/// parameters at a time, whatever the level.
+/// Computes the mean loss over `batches`, which must have the same size, with the parameters of
+/// `version`, in nats per character. Holds the parameters of one segment at a time at every level.
 pub fn evaluate<S: ParameterServer>(
     link: &Link<S>,
     network: &Network,
@@ -103,13 +103,13 @@ struct Step<'a, S> {
 }
 
 impl<'a, S: ParameterServer> Step<'a, S> {
-    /// The gradient that starts every micro-batch's backward pass: the result is the gradient of
-    /// the mean.
+    /// The gradient of each micro-batch's loss: the loss scale divided by the number of
+    /// micro-batches, since the loss of the step is the mean.
     fn seed(&self) -> Hidden {
         seed(self.work.loss_scale / self.work.micro_batches.len() as f32)
     }
 
-    /// The levels `os` and `os_g`. Returns the sum of the micro-batches' losses.
+    /// Runs a step at level `os` or `os_g`. Returns the sum of the micro-batches' losses.
     fn resident(&mut self) -> Result<f64> {
         let segments = self.network.model().segments();
         for &segment in &segments {
@@ -140,16 +140,16 @@ impl<'a, S: ParameterServer> Step<'a, S> {
         Ok(total)
     }
 
-    /// The level `p_g_os`. Returns the sum of the micro-batches' losses.
+    /// Runs a step at level `p_g_os`. Returns the sum of the micro-batches' losses.
     fn streaming(&mut self) -> Result<f64> {
         let segments = self.network.model().segments();
         let (&head, body) = segments.split_last().expect("a model ends with its head");
-        // The inputs of the segments: all that is kept for the backward pass.
+        // Only the inputs of the segments are kept for the backward pass.
         let mut inputs: Vec<Vec<Option<Hidden>>> = Vec::with_capacity(body.len());
         let mut hidden: Vec<Option<Hidden>> = vec![None; self.work.micro_batches.len()];
         for (index, &segment) in body.iter().enumerate() {
             let next = segments.get(index + 1).copied();
-            let outputs = self.visit(segment, next, |step, leaves| {
+            let outputs = self.with_parameters(segment, next, |step, leaves| {
                 let batches = hidden.iter().zip(step.work.micro_batches);
                 batches
                     .map(|(hidden, batch)| {
@@ -163,20 +163,21 @@ impl<'a, S: ParameterServer> Step<'a, S> {
         }
         let mut total = 0.0;
         let seeds = vec![Some(self.seed()); hidden.len()];
-        let mut upstream = self.turn(head, body.last().copied(), hidden, seeds, |loss| {
+        let mut upstream = self.backward(head, body.last().copied(), hidden, seeds, |loss| {
             total += f64::from(scalar(loss));
         })?;
         for (index, &segment) in body.iter().enumerate().rev() {
             let next = index.checked_sub(1).map(|index| body[index]);
             let inputs = inputs.pop().unwrap_or_default();
-            upstream = self.turn(segment, next, inputs, upstream, drop)?;
+            upstream = self.backward(segment, next, inputs, upstream, drop)?;
         }
         Ok(total)
     }
 
-    /// Forward (a second time, except for the head) and backward through one segment, for all
-    /// micro-batches. Takes the gradients of its outputs and returns those of its inputs.
-    fn turn(
+    /// Runs the forward pass (for the second time, except for the head) and the backward pass of
+    /// one segment for all micro-batches. `upstream` has the gradients of the outputs. Returns the
+    /// gradients of the inputs.
+    fn backward(
         &mut self,
         segment: Segment,
         next: Option<Segment>,
@@ -184,14 +185,14 @@ impl<'a, S: ParameterServer> Step<'a, S> {
         upstream: Vec<Option<Hidden>>,
         mut output: impl FnMut(Hidden),
     ) -> Result<Vec<Option<Hidden>>> {
-        let gradients = self.visit(segment, next, |step, leaves| {
+        let gradients = self.with_parameters(segment, next, |step, leaves| {
             let mut results = Vec::with_capacity(inputs.len());
             let work = inputs.into_iter().zip(upstream).zip(step.work.micro_batches);
             for ((input, upstream), batch) in work {
                 let pass = step.forward(segment, leaves, input, batch, Tracking::Graph)?;
                 output(pass.output());
                 let gradients = pass.backward(
-                    upstream.expect("the segment after this one has a gradient of its input"),
+                    upstream.expect("the next segment has returned the gradient of its input"),
                 )?;
                 step.outbox.add(segment, gradients.parameters);
                 results.push(gradients.input);
@@ -202,8 +203,8 @@ impl<'a, S: ParameterServer> Step<'a, S> {
         Ok(gradients)
     }
 
-    /// Runs `compute` with a segment's parameters, while those of `next` are being pulled.
-    fn visit<T>(
+    /// Runs `compute` with the parameters of a segment while those of `next` are being pulled.
+    fn with_parameters<T>(
         &mut self,
         segment: Segment,
         next: Option<Segment>,
@@ -245,7 +246,7 @@ mod tests {
     use crate::trainer::model::{Architecture, EMBEDDING, Model};
     use crate::trainer::segments::leaf;
 
-    /// A cluster that is a table.
+    /// A parameter server in memory.
     #[derive(Default)]
     struct Table {
         parameters: BTreeMap<usize, Vec<f32>>,
@@ -325,7 +326,7 @@ mod tests {
         Outcome { loss, gradients, peak: link.ledger.peak(), pulls }
     }
 
-    /// The same gradients from one graph over the whole model.
+    /// The loss and the gradients from one graph over the whole model.
     fn whole_graph() -> (f64, BTreeMap<usize, Vec<f32>>) {
         let network = network();
         let values = initial(network.model());
@@ -343,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_by_segment_are_those_of_the_whole_graph() {
+    fn gradients_by_segment_equal_those_of_one_graph() {
         let (loss, expected) = whole_graph();
         let found = outcome(Level::Os, 1);
         assert_eq!(found.loss, loss);
@@ -399,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn each_level_holds_less_than_the_one_before() {
+    fn each_level_holds_less_than_the_previous_one() {
         let all = network().model().elements() * size_of::<f32>();
         let [os, os_g, p_g_os] = Level::ALL.map(|level| outcome(level, 2).peak);
         assert!(os >= 2 * all, "{os} of {all}");
@@ -408,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn micro_batches_cost_p_g_os_no_more_pulls() {
+    fn p_g_os_pulls_parameters_once_for_all_micro_batches() {
         assert_eq!(outcome(Level::PGOs, 1).pulls, outcome(Level::PGOs, 4).pulls);
     }
 
@@ -426,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn an_aborted_step_leaves_nothing_and_can_run_again() {
+    fn an_aborted_step_can_be_run_again() {
         let (network, runtime) = (network(), Runtime::new().unwrap());
         let mut link = link(network.model(), &runtime);
         Arc::get_mut(&mut link.server).unwrap().abort = true;

@@ -1,12 +1,12 @@
-//! The ledger of parameter and gradient bytes that a worker holds.
+//! Counts the bytes of parameters and gradients that a worker holds.
 //!
-//! The owner of a buffer of parameters or gradients owns a [`Lease`] on as many bytes, and drops
+//! The owner of a buffer of parameters or gradients also owns a [`Lease`] for its size, and drops
 //! both together. The peak is the memory that a level needs in a worker, without activations.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Counts the bytes that are held, and their maximum. Clones share the count.
+/// The number of bytes that are held, and its maximum. Clones share the counters.
 #[derive(Debug, Clone, Default)]
 pub struct Ledger(Arc<Counts>);
 
@@ -17,7 +17,7 @@ struct Counts {
 }
 
 impl Ledger {
-    /// Counts `elements` f32 numbers until the lease is dropped.
+    /// Counts the bytes of `elements` f32 values until the lease is dropped.
     pub fn hold(&self, elements: usize) -> Lease {
         let bytes = elements * size_of::<f32>();
         let held = self.0.held.fetch_add(bytes, Ordering::Relaxed) + bytes;
@@ -25,18 +25,18 @@ impl Ledger {
         Lease { ledger: self.clone(), bytes }
     }
 
-    /// Bytes held now.
+    /// The number of bytes that are held now.
     pub fn held(&self) -> usize {
         self.0.held.load(Ordering::Relaxed)
     }
 
-    /// Maximum of the bytes held at once.
+    /// The maximum number of bytes that were held at once.
     pub fn peak(&self) -> usize {
         self.0.peak.load(Ordering::Relaxed)
     }
 }
 
-/// Bytes that count as held until this is dropped.
+/// A number of bytes that count as held until the lease is dropped.
 #[derive(Debug)]
 #[must_use = "the bytes count as held only while the lease lives"]
 pub struct Lease {
@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn peak_is_the_most_that_was_held_at_once() {
+    fn the_peak_is_the_maximum_that_was_held_at_once() {
         let ledger = Ledger::default();
         let first = ledger.hold(10);
         let second = ledger.hold(5);

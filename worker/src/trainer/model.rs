@@ -1,8 +1,8 @@
-//! The model as data: its sizes, and the list of its parameters in manifest order.
+//! The sizes of the model, and the list of its parameters in manifest order.
 //!
 //! A decoder-only transformer on characters: learned positions, pre-norm blocks, GELU, and a head
 //! tied to the token embedding (GPT-2: Radford et al. 2019; pre-norm: Xiong et al. 2020; tied head:
-//! Press and Wolf 2017). The computation is in `segments`, the transfers are in `travel`.
+//! Press and Wolf 2017). The computation is in `segments`, the transfers are in `transfers`.
 
 use std::ops::Range;
 
@@ -10,27 +10,27 @@ use zeroshard_proto::{StridedBox, TensorBox};
 
 use super::random::Stream;
 
-/// Standard deviation of the initial weights. GPT-2 has 0.02 at width 768; at width 128 the model
-/// trains faster from a larger one.
+/// The standard deviation of the initial weights. GPT-2 uses 0.02 at width 768; at width 128 a
+/// larger value trains faster.
 const INITIAL_DEVIATION: f32 = 0.04;
 
-/// Parameters of one block.
+/// The number of parameters of one block.
 pub const BLOCK_TENSORS: usize = 12;
 
 /// The sizes of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Architecture {
-    /// Different characters.
+    /// The number of different characters.
     pub vocabulary: usize,
-    /// Characters of a window.
+    /// The number of characters in a window.
     pub context: usize,
-    /// Width of the residual stream; a multiple of `heads`.
+    /// The width of the residual stream; a multiple of `heads`.
     pub width: usize,
-    /// Transformer blocks.
+    /// The number of transformer blocks.
     pub blocks: usize,
-    /// Attention heads of a block.
+    /// The number of attention heads in a block.
     pub heads: usize,
-    /// Hidden width of a block's MLP.
+    /// The hidden width of the MLP in a block.
     pub hidden: usize,
 }
 
@@ -41,14 +41,14 @@ impl Architecture {
     }
 }
 
-/// A part of the model that runs as one, and whose parameters are pulled together.
+/// A part of the model that is computed as a unit, and whose parameters are pulled together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Segment {
-    /// Token and position embedding.
+    /// The token and position embedding.
     Embedding,
-    /// One transformer block.
+    /// A transformer block.
     Block(usize),
-    /// Final norm, head and loss.
+    /// The final norm, the head and the loss.
     Head,
 }
 
@@ -56,13 +56,13 @@ pub enum Segment {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Group {
-    /// Matrices: weight decay.
+    /// Matrices, which have weight decay.
     Decay = 0,
-    /// Biases and norms: no weight decay.
+    /// Biases and norms, which have no weight decay.
     NoDecay = 1,
 }
 
-/// Initial values of a tensor.
+/// The initial values of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Start {
     Constant(f32),
@@ -72,74 +72,78 @@ enum Start {
 /// One tensor of the manifest.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Parameter {
-    /// Name in the manifest.
+    /// The name in the manifest.
     pub name: String,
-    /// Sizes, row-major.
+    /// The shape, row-major.
     pub shape: Vec<usize>,
-    /// Parameter group.
+    /// The parameter group.
     pub group: Group,
-    /// For an alias (the tied head): the index of the tensor that it is another name of.
+    /// The index of the tensor to which this one is tied (only for the head).
     pub alias_of: Option<usize>,
-    /// The dimension along which a tensor-parallel group cuts it; `None`: every rank has all of it.
-    pub cut: Option<usize>,
+    /// The dimension that is sharded over a tensor-parallel group; `None` if the tensor is
+    /// replicated.
+    pub shard_dim: Option<usize>,
     start: Start,
 }
 
 impl Parameter {
-    /// Number of elements.
+    /// The number of elements.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Sizes, as the cluster knows them.
+    /// The shape in the types of the manifest.
     pub fn sizes(&self) -> Vec<u64> {
         self.shape.iter().map(|&size| size as u64).collect()
     }
 
-    fn cut(self, dim: usize) -> Self {
-        Self { cut: Some(dim), ..self }
+    fn sharded(self, dim: usize) -> Self {
+        Self { shard_dim: Some(dim), ..self }
     }
 }
 
-/// The model: sizes and parameters.
+/// The sizes and the parameters of a model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Model {
     architecture: Architecture,
     parameters: Vec<Parameter>,
 }
 
-/// Index of the token embedding, which the head shares.
+/// The index of the token embedding, which the head shares.
 pub const EMBEDDING: usize = 0;
 const POSITION: usize = 1;
 const FIRST_BLOCK: usize = 2;
 
 impl Model {
-    /// Lays out the parameters of a model.
+    /// Lists the parameters of a model.
     pub fn new(architecture: Architecture) -> Self {
         let Architecture { vocabulary, context, width, blocks, hidden, .. } = architecture;
         let mut list = Vec::with_capacity(FIRST_BLOCK + blocks * BLOCK_TENSORS + 3);
-        list.push(weight("embedding.weight", &[vocabulary, width], INITIAL_DEVIATION).cut(0));
+        list.push(weight("embedding.weight", &[vocabulary, width], INITIAL_DEVIATION).sharded(0));
         list.push(weight("position.weight", &[context, width], INITIAL_DEVIATION));
-        // Layers that add to the residual stream start smaller, so that its variance does not grow
-        // with depth (GPT-2).
+        // Layers that add to the residual stream have smaller initial weights, so that its variance
+        // does not grow with depth (GPT-2).
         let residual = INITIAL_DEVIATION / (2.0 * blocks as f32).sqrt();
         for block in 0..blocks {
             let name = |rest: &str| format!("blocks.{block}.{rest}");
             list.push(constant(&name("norm1.weight"), &[width], 1.0));
             list.push(constant(&name("norm1.bias"), &[width], 0.0));
-            // Query, key and value have a dimension of their own, so that the last dimension can be
-            // cut by heads.
+            // Query, key and value are a separate dimension, so that the last dimension can be
+            // sharded by heads.
             list.push(
-                weight(&name("attention.in.weight"), &[width, 3, width], INITIAL_DEVIATION).cut(2),
+                weight(&name("attention.in.weight"), &[width, 3, width], INITIAL_DEVIATION)
+                    .sharded(2),
             );
-            list.push(constant(&name("attention.in.bias"), &[3, width], 0.0).cut(1));
-            list.push(weight(&name("attention.out.weight"), &[width, width], residual).cut(0));
+            list.push(constant(&name("attention.in.bias"), &[3, width], 0.0).sharded(1));
+            list.push(weight(&name("attention.out.weight"), &[width, width], residual).sharded(0));
             list.push(constant(&name("attention.out.bias"), &[width], 0.0));
             list.push(constant(&name("norm2.weight"), &[width], 1.0));
             list.push(constant(&name("norm2.bias"), &[width], 0.0));
-            list.push(weight(&name("mlp.in.weight"), &[width, hidden], INITIAL_DEVIATION).cut(1));
-            list.push(constant(&name("mlp.in.bias"), &[hidden], 0.0).cut(0));
-            list.push(weight(&name("mlp.out.weight"), &[hidden, width], residual).cut(0));
+            list.push(
+                weight(&name("mlp.in.weight"), &[width, hidden], INITIAL_DEVIATION).sharded(1),
+            );
+            list.push(constant(&name("mlp.in.bias"), &[hidden], 0.0).sharded(0));
+            list.push(weight(&name("mlp.out.weight"), &[hidden, width], residual).sharded(0));
             list.push(constant(&name("mlp.out.bias"), &[width], 0.0));
         }
         list.push(constant("norm.weight", &[width], 1.0));
@@ -156,12 +160,12 @@ impl Model {
         self.architecture
     }
 
-    /// All tensors in manifest order, aliases too.
+    /// All tensors in manifest order, including aliases.
     pub fn parameters(&self) -> &[Parameter] {
         &self.parameters
     }
 
-    /// Elements of all tensors that are not aliases.
+    /// The number of elements of all tensors that are not aliases.
     pub fn elements(&self) -> usize {
         self.parameters.iter().filter(|p| p.alias_of.is_none()).map(Parameter::elements).sum()
     }
@@ -174,8 +178,8 @@ impl Model {
             .collect()
     }
 
-    /// The tensors that a segment reads, in the order in which `segments` takes them. Aliases are
-    /// resolved: the head reads the embedding.
+    /// The tensors that a segment reads, in the order in which the module `segments` expects them.
+    /// Aliases are resolved: the head reads the embedding.
     pub fn tensors_of(&self, segment: Segment) -> Vec<usize> {
         match segment {
             Segment::Embedding => vec![EMBEDDING, POSITION],
@@ -187,8 +191,8 @@ impl Model {
         }
     }
 
-    /// Whether a segment that runs backward later than `segment` reads `tensor` too: true for the
-    /// embedding in the head.
+    /// Whether a segment whose backward pass is later than that of `segment` also reads `tensor`.
+    /// This is true for the embedding in the head.
     pub fn reads_again(&self, segment: Segment, tensor: usize) -> bool {
         segment == Segment::Head && tensor == EMBEDDING
     }
@@ -199,8 +203,8 @@ impl Model {
         self.initial_part(seed, tensor, &TensorBox::whole(&self.parameters[tensor].sizes()))
     }
 
-    /// The initial values of a box of a tensor, without those of the rest. Uniform, by
-    /// multiplications and additions only, so that a seed gives the same bits on every machine.
+    /// The initial values of a box of a tensor; the rest of the tensor is not computed. Only
+    /// multiplications and additions are used, so a seed gives the same bits on every machine.
     pub fn initial_part(&self, seed: u64, tensor: usize, bounds: &TensorBox) -> Vec<f32> {
         let parameter = &self.parameters[tensor];
         match parameter.start {
@@ -219,7 +223,7 @@ impl Model {
     }
 }
 
-/// Separates the initial values from every other use of the seed.
+/// The part of the key that distinguishes initial values from other uses of the seed.
 const INITIAL_STREAM: u64 = 1;
 
 fn block_range(block: usize) -> Range<usize> {
@@ -233,7 +237,7 @@ fn weight(name: &str, shape: &[usize], deviation: f32) -> Parameter {
         shape: shape.to_vec(),
         group: Group::Decay,
         alias_of: None,
-        cut: None,
+        shard_dim: None,
         start: Start::Uniform { deviation },
     }
 }
@@ -244,7 +248,7 @@ fn constant(name: &str, shape: &[usize], value: f32) -> Parameter {
         shape: shape.to_vec(),
         group: Group::NoDecay,
         alias_of: None,
-        cut: None,
+        shard_dim: None,
         start: Start::Constant(value),
     }
 }
@@ -289,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn head_is_the_embedding() {
+    fn the_head_is_tied_to_the_embedding() {
         let model = Model::new(Architecture::small(50, 16));
         let head = model.parameters().last().expect("a model has parameters");
         assert_eq!(head.name, "head.weight");
@@ -298,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn initial_values_follow_the_seed() {
+    fn initial_values_depend_only_on_the_seed() {
         let model = Model::new(Architecture::small(50, 16));
         let embedding = model.initial_values(1, EMBEDDING);
         assert_eq!(embedding, model.initial_values(1, EMBEDDING));
@@ -308,13 +312,13 @@ mod tests {
     }
 
     #[test]
-    fn the_first_values_of_a_box_are_those_of_the_tensor() {
+    fn the_initial_values_of_a_box_equal_those_of_the_tensor() {
         let model = Model::new(Architecture::small(50, 16));
         for (tensor, parameter) in
-            model.parameters().iter().enumerate().filter(|(_, p)| p.cut.is_some())
+            model.parameters().iter().enumerate().filter(|(_, p)| p.shard_dim.is_some())
         {
             let mut bounds = TensorBox::whole(&parameter.sizes());
-            let dim = parameter.cut.unwrap();
+            let dim = parameter.shard_dim.unwrap();
             (bounds.offset[dim], bounds.size[dim]) = (5, 7);
             let strided = StridedBox::new(&parameter.sizes(), bounds.clone());
             let whole = model.initial_values(1, tensor);

@@ -1,5 +1,4 @@
-//! A model as one rank runs it: its part of every tensor, and the group of ranks that has the
-//! others.
+//! The part of a model on one rank, and the group of ranks over which the model is sharded.
 
 use std::sync::Arc;
 
@@ -13,60 +12,61 @@ use super::parallelism::Parallelism;
 use crate::collectives::Collectives;
 use crate::parallel::{DistTensor, Mesh, PARTIAL, Result, World};
 
-/// The backend without graphs.
+/// The backend without autograd.
 pub type Plain = Flex;
-/// The backend with graphs. It also runs forward passes without graphs: its operations are not
-/// always the plain backend's (there a softmax is one fused kernel), and the bits must not depend
-/// on the level.
+/// The backend with autograd. It also executes forward passes that need no gradients, because some
+/// of its operations differ from the plain backend's (which has a fused softmax kernel), and the
+/// bits must not depend on the level.
 pub type Graph = Autodiff<Flex>;
 
-/// The tensor-parallel ranks of a replica, as one of them sees them. Cheap to clone.
+/// The tensor-parallel ranks of a replica. Cheap to clone.
 ///
-/// Hidden states are `[n, t, width]`: `n` windows of `t` characters. Between the cut layers, each
-/// rank has the whole residual stream, or with sequence parallelism its part of every window.
+/// Hidden states have the shape `[n, t, width]`: `n` windows of `t` characters. Between the sharded
+/// layers, each rank holds the whole residual stream, or with sequence parallelism a part of every
+/// window.
 #[derive(Debug, Clone)]
 pub struct Group {
-    /// INVARIANT: of one dimension.
+    /// INVARIANT: has one dimension.
     mesh: Mesh,
     parallelism: Parallelism,
 }
 
 impl Group {
-    /// The group of this rank on `mesh`, the mesh of `parallelism`. All workers call this at the
-    /// same time, with the same description of the run (`said`).
+    /// Creates the group of this rank on `mesh`, the mesh of `parallelism`. All workers must call
+    /// this function, with the same description of the run in `settings`.
     ///
     /// # Errors
     /// Those of the collectives; [`crate::collectives::Error::Disagreement`] if another worker has
-    /// another mesh or another description.
+    /// a different mesh or description.
     pub fn new(
         collectives: Arc<dyn Collectives>,
         mesh: ProcessMesh,
         parallelism: Parallelism,
-        said: &str,
+        settings: &str,
     ) -> Result<Self> {
         let world = World::new(collectives);
         let all = world.mesh(mesh)?;
-        world.agree(all.process_mesh(), "the run", said)?;
+        world.agree(all.process_mesh(), "the run", settings)?;
         Ok(Self { mesh: all.sub_mesh(&["tp"])?, parallelism })
     }
 
-    /// Number of ranks.
+    /// The number of ranks.
     pub fn size(&self) -> usize {
         self.parallelism.ranks as usize
     }
 
-    /// This rank's part of a parameter.
+    /// The box of a parameter that this rank holds.
     pub fn bounds(&self, parameter: &Parameter) -> TensorBox {
         let placement = self.parallelism.placements(parameter)[1];
         let layout = Layout::new(self.mesh.process_mesh().clone(), vec![placement]);
         let layout = layout.expect("the mesh has one dimension");
         layout
             .local_box(&parameter.sizes(), self.mesh.rank())
-            .expect("a mesh is made with this rank in it")
+            .expect("World::mesh checks that this rank is in it")
     }
 
-    /// The first character of a window of `length` in this rank's part of the residual stream, and
-    /// the number of characters in it.
+    /// The position of the first character and the number of characters that this rank's part of
+    /// the residual stream has of a window of `length` characters.
     pub fn window(&self, length: usize) -> (usize, usize) {
         if !self.parallelism.sequence {
             return (0, length);
@@ -75,8 +75,8 @@ impl Group {
         (self.mesh.coordinate()[0] * part, part)
     }
 
-    /// From the residual stream into a cut layer: every rank gets the whole input, and its gradient
-    /// is a term of a sum over the ranks.
+    /// Redistributes the residual stream for a sharded layer: replicates it, and declares that the
+    /// gradients of the ranks are partial sums.
     ///
     /// # Errors
     /// Those of the collectives.
@@ -85,7 +85,7 @@ impl Group {
         x.convert(&[Placement::Replicate], &[PARTIAL])?.to_local_with_gradient(&[PARTIAL])
     }
 
-    /// From a cut layer, whose outputs are the terms of a sum over the ranks, to the residual
+    /// Redistributes the output of a sharded layer, a partial sum on each rank, to the residual
     /// stream.
     ///
     /// # Errors
@@ -94,7 +94,7 @@ impl Group {
         DistTensor::from_local(x, &self.mesh, &[PARTIAL])?.reshard(&[self.stream()])?.to_local()
     }
 
-    /// The sum over the ranks. All ranks go on with the same computation.
+    /// The sum over the ranks, replicated. All ranks must continue with the same computation.
     ///
     /// # Errors
     /// Those of the collectives.
@@ -102,7 +102,7 @@ impl Group {
         DistTensor::from_local(x, &self.mesh, &[PARTIAL])?.full()
     }
 
-    /// The elementwise maximum over the ranks, of tensors outside any graph.
+    /// The elementwise maximum over the ranks, for tensors that are not part of an autograd graph.
     ///
     /// # Errors
     /// Those of the collectives.
@@ -126,22 +126,22 @@ impl Group {
     }
 }
 
-/// A model as one rank runs it: all of it, or its part of what a group has together.
+/// The part of a model on one rank: the whole model, or a shard if there is a group.
 #[derive(Debug, Clone)]
 pub struct Network {
     model: Model,
     group: Option<Group>,
-    /// The box of each tensor that this rank has.
+    /// The box of each tensor that this rank holds.
     boxes: Vec<TensorBox>,
 }
 
 impl Network {
-    /// All of a model.
+    /// The whole model on one rank.
     pub fn whole(model: Model) -> Self {
         Self::new(model, None)
     }
 
-    /// A rank's part of a model; without a group, all of it.
+    /// The part of a model on this rank of `group`; without a group, the whole model.
     pub fn new(model: Model, group: Option<Group>) -> Self {
         let bounds = |parameter: &Parameter| match &group {
             Some(group) => group.bounds(parameter),
@@ -156,17 +156,17 @@ impl Network {
         &self.model
     }
 
-    /// The ranks that have the model together.
+    /// The group of ranks over which the model is sharded, if it is.
     pub fn group(&self) -> Option<&Group> {
         self.group.as_ref()
     }
 
-    /// The box of a tensor that this rank has.
+    /// The box of a tensor that this rank holds.
     pub fn bounds(&self, tensor: usize) -> &TensorBox {
         &self.boxes[tensor]
     }
 
-    /// Number of ranks that have the model together.
+    /// The number of ranks over which the model is sharded; 1 without a group.
     pub fn ranks(&self) -> usize {
         self.group.as_ref().map_or(1, Group::size)
     }

@@ -1,10 +1,10 @@
-//! Tensor parallelism of the trainer: `D` replicas of the model, each cut over a group of `T` ranks
-//! (Shoeybi et al. 2019), whose tokens may be cut too where the model is not (sequence parallelism:
-//! Korthikanti et al. 2022).
+//! Tensor parallelism of the trainer: `D` replicas of the model, each sharded over a group of `T`
+//! ranks (Shoeybi et al. 2019). With sequence parallelism (Korthikanti et al. 2022), the
+//! activations between the sharded layers are sharded along the sequence.
 //!
-//! The embedding is cut by the vocabulary, attention by heads, the MLP by its inner width. The
-//! input of a cut layer is whole on every rank, and its outputs are the terms of a sum over the
-//! ranks. This module is the geometry only; the communication is in `network`.
+//! The embedding is sharded by the vocabulary, attention by heads, the MLP by its hidden width. The
+//! input of a sharded layer is replicated, and its output is a partial sum on each rank. This
+//! module computes placements; the communication is in `network`.
 
 use std::fmt;
 
@@ -14,30 +14,30 @@ use super::error::Error;
 use super::model::{Architecture, Parameter};
 use crate::parallel::PARTIAL;
 
-/// How many replicas there are, and how each is cut.
+/// The degrees of parallelism of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Parallelism {
-    /// Replicas of the model: ranks that see different data.
+    /// The number of replicas of the model, which train on different data.
     pub replicas: u32,
-    /// Tensor-parallel ranks of each replica. 1: the model is not cut.
+    /// The number of tensor-parallel ranks of each replica. With 1 the model is not sharded.
     pub ranks: u32,
-    /// Sequence parallelism: between the cut layers each rank has its part of every window.
+    /// Sequence parallelism: between the sharded layers, each rank holds a part of every window.
     pub sequence: bool,
 }
 
 impl Parallelism {
-    /// Number of workers.
+    /// The number of workers.
     pub fn workers(self) -> u32 {
         self.replicas * self.ranks
     }
 
-    /// The replica that a worker belongs to. The ranks of a replica are consecutive.
+    /// The replica to which a worker belongs. The ranks of a replica are consecutive.
     pub fn replica(self, rank: u32) -> u32 {
         rank / self.ranks
     }
 
-    /// The workers as a mesh "dp" x "tp"; `None` if the model is not cut, because the workers then
-    /// do not communicate.
+    /// The mesh of all workers, with the dimensions "dp" and "tp". `None` if the model is not
+    /// sharded, because the workers then do not communicate with each other.
     ///
     /// # Errors
     /// [`zeroshard_proto::Error::Invalid`] for more workers than a job may have.
@@ -47,29 +47,29 @@ impl Parallelism {
         (self.ranks > 1).then(mesh).transpose()
     }
 
-    /// How a parameter and its gradient lie on the mesh.
+    /// The placements of a parameter's gradient on the mesh.
     pub fn placements(self, parameter: &Parameter) -> Vec<Placement> {
-        let along = match parameter.cut {
+        let along = match parameter.shard_dim {
             Some(dim) => Placement::Shard(dim),
-            // Each rank's gradient is that of its part of the windows.
+            // The gradient of each rank is that of its part of the windows.
             None if self.sequence => PARTIAL,
             None => Placement::Replicate,
         };
         vec![Placement::Partial(Reduction::Avg), along]
     }
 
-    /// The layout of a parameter in the job; `None`: every worker contributes the whole gradient,
-    /// and the servers take the mean.
+    /// The layout of a parameter in the job. `None` means that every worker contributes the whole
+    /// gradient, and that the servers average them.
     pub fn layout(self, parameter: &Parameter) -> Option<TensorLayout> {
-        let cut = self.ranks > 1 && parameter.alias_of.is_none();
-        cut.then(|| TensorLayout { mesh: 0, placements: self.placements(parameter) })
+        let has_layout = self.ranks > 1 && parameter.alias_of.is_none();
+        has_layout.then(|| TensorLayout { mesh: 0, placements: self.placements(parameter) })
     }
 
-    /// Checks that a model can be cut over the ranks.
+    /// Checks that a model can be sharded over the ranks.
     ///
     /// # Errors
-    /// [`Error::Flag`] for heads or windows that the number of ranks does not divide, and for a
-    /// rank that would have no part of a matrix.
+    /// [`Error::Flag`] if the number of ranks does not divide the number of heads (with sequence
+    /// parallelism also the context), and if a rank would hold no part of a matrix.
     pub fn check(self, architecture: Architecture) -> Result<(), Error> {
         let Architecture { vocabulary, context, heads, hidden, .. } = architecture;
         let ranks = self.ranks as usize;
@@ -92,7 +92,7 @@ impl Parallelism {
         for (what, size) in
             [("characters of the vocabulary", vocabulary), ("columns of --hidden", hidden)]
         {
-            // Every rank but the last has ceil(size / ranks) of them.
+            // Every rank but the last holds ceil(size / ranks) of them.
             if size.div_ceil(ranks) * (ranks - 1) >= size {
                 let expected =
                     format!("a smaller number: each rank needs a part of the {size} {what}");
@@ -103,7 +103,7 @@ impl Parallelism {
     }
 }
 
-/// "4 workers", and the degrees of parallelism if the model is cut.
+/// Writes, for example, "4 workers", and the degrees of parallelism if the model is sharded.
 impl fmt::Display for Parallelism {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} workers", self.workers())?;
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_that_cannot_be_cut_so_is_refused_with_what_would_be_right() {
+    fn a_model_that_cannot_be_sharded_is_refused_and_the_error_suggests_a_flag() {
         let small = Architecture::small(90, 64);
         let heads = refusal(3, false, small);
         assert!(heads.contains("[1, 2, 4]") && heads.contains("--heads 6"), "{heads}");
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn all_ranks_have_the_model_once() {
+    fn the_ranks_of_a_replica_hold_each_sharded_tensor_once() {
         let model = Model::new(Architecture {
             heads: 6,
             width: 12,
@@ -161,7 +161,7 @@ mod tests {
                 let layout = Layout::new(mesh.clone(), parallelism.placements(parameter)).unwrap();
                 let contributions = layout.contributions(&parameter.sizes());
                 assert_eq!(contributions.divisor, 2, "{}", parameter.name);
-                let (boxes, ranks) = match (parameter.cut, sequence) {
+                let (boxes, ranks) = match (parameter.shard_dim, sequence) {
                     (Some(_), _) => (3, 2),
                     (None, true) => (1, 6),
                     (None, false) => (1, 2),

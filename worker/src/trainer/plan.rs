@@ -1,4 +1,4 @@
-//! The checked settings of a run, and the spec of its job.
+//! The validated settings of a run, and the specification of its job.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -14,45 +14,44 @@ use super::schedule::Schedule;
 use super::text::Corpus;
 use crate::parallel::Level;
 
-/// The settings of a run: those that determine its result, and those of its transfers. The same for
-/// all ranks.
+/// The settings of a run, which must be the same for all ranks.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// Name of the job.
+    /// The name of the job.
     pub job: String,
     /// The level of ZeRO.
     pub level: Level,
-    /// Steps of the whole run.
+    /// The number of steps of the whole run.
     pub steps: u64,
-    /// Sizes of the model; the vocabulary, which depends on the text, is 0.
+    /// The sizes of the model. The vocabulary depends on the text and is 0 here.
     pub architecture: Architecture,
-    /// Number of replicas, and how each is cut.
+    /// The degrees of parallelism.
     pub parallelism: Parallelism,
-    /// How the global batch is divided.
+    /// The division of the global batch.
     pub sharding: Sharding,
-    /// Servers to wait for.
+    /// The number of shard servers to wait for.
     pub shards: u32,
-    /// Optimizers by step.
+    /// The optimizers of each step.
     pub schedule: Schedule,
-    /// Maximum global norm of the gradient.
+    /// The maximum global norm of the gradient.
     pub clip: Option<f64>,
-    /// Factor of the loss before the backward pass.
+    /// The factor by which the loss is multiplied before the backward pass.
     pub loss_scale: f64,
-    /// Element type of the published parameters.
+    /// The element type of the published parameters.
     pub parameter_dtype: DType,
-    /// Element type on the wire.
+    /// The element type on the wire.
     pub wire: DType,
-    /// Payload of one message, bytes.
+    /// The payload of one message in bytes.
     pub chunk_bytes: usize,
-    /// Deadline of one operation.
+    /// The deadline of one operation.
     pub deadline: Duration,
-    /// The cluster's token.
+    /// The token of the cluster.
     pub token: Token,
-    /// The address on which a worker listens for the other ranks of its replica.
+    /// The address at which a worker listens for the other ranks of its replica.
     pub listen: SocketAddr,
-    /// Seed of the initial parameters, the windows and the sample.
+    /// The seed of the initial parameters, the windows and the sample.
     pub seed: u64,
-    /// Characters to generate at the end.
+    /// The number of characters to generate at the end.
     pub sample_chars: usize,
 }
 
@@ -60,7 +59,7 @@ impl Plan {
     /// The model for a text.
     ///
     /// # Errors
-    /// [`super::error::Error::Flag`] if the model cannot be cut over the ranks.
+    /// [`super::error::Error::Flag`] if the model cannot be sharded over the ranks.
     pub fn model(&self, corpus: &Corpus) -> Result<Model> {
         let architecture =
             Architecture { vocabulary: corpus.vocabulary.size(), ..self.architecture };
@@ -68,12 +67,12 @@ impl Plan {
         Ok(Model::new(architecture))
     }
 
-    /// The spec of the job that trains `model`. Its optimizers are those of the highest learning
-    /// rate, and each step names its own: so a later run with other steps or rates continues the
-    /// job.
+    /// The specification of the job that trains `model`. It has the optimizers with the highest
+    /// learning rate, and each step has its own hyperparameters. Therefore a later run with a
+    /// different number of steps or a different learning rate can continue the job.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::Invalid`] for a job that cannot exist.
+    /// [`zeroshard_proto::Error::Invalid`] for an invalid specification.
     pub fn spec(&self, model: &Model) -> zeroshard_proto::Result<JobSpec> {
         let groups = self.schedule.highest();
         let whole = groups.iter().any(Optimizer::needs_whole_tensors);
@@ -113,13 +112,14 @@ impl Plan {
             .token(self.token.clone())
     }
 
-    /// Characters of a window.
+    /// The number of characters in a window.
     pub fn context(&self) -> usize {
         self.architecture.context
     }
 
-    /// The settings that all workers must have in common, besides those of the job.
-    pub fn said(&self) -> String {
+    /// A description of the settings that must be the same for all workers, and that are not part
+    /// of the job's specification.
+    pub fn shared_settings(&self) -> String {
         let Self { level, seed, architecture, sharding, .. } = self;
         format!("level {level}, seed {seed}, {architecture:?}, {sharding:?}")
     }
@@ -132,7 +132,7 @@ mod tests {
     use super::*;
     use crate::trainer::cli::{Cli, Command};
 
-    /// The spec of a small model, by the flags of `train`.
+    /// A small model and the specification of its job, for flags of `train`.
     fn spec(flags: &str) -> (Model, JobSpec) {
         let arguments = ["zeroshard-worker", "train"].into_iter().chain(flags.split(' '));
         let Command::Train(flags) = Cli::parse_from(arguments).command;
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn lamb_gets_whole_tensors() {
+    fn tensors_are_not_split_for_lamb() {
         let (_, spec) = spec("--optimizer lamb");
         assert!(spec.manifest.tensors().iter().all(|tensor| tensor.policy == Policy::Whole));
     }

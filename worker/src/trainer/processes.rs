@@ -1,4 +1,5 @@
-//! `--processes`: coordinator, shard servers and workers as child processes.
+//! The implementation of `--processes`: starts the coordinator, the shard servers and the workers
+//! as child processes.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -15,18 +16,19 @@ use zeroshard_proto::{Token, token::TOKEN_VARIABLE};
 use super::cli::Train;
 use super::error::{Error, Result};
 
-/// Deadline for a server to end.
-const LAST_WORDS: Duration = Duration::from_secs(3);
+/// The time to wait for a server to shut down.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Starts the servers and `count` workers, waits for the workers, and ends the servers. Processes
-/// that still run when this returns, or is dropped, are killed.
+/// Starts the servers and `count` workers, waits for the workers, and stops the servers. Processes
+/// that still run when the future completes or is dropped are killed.
 ///
 /// # Errors
 /// [`Error::NoProgram`], and [`Error::Process`] for a program that does not start or fails.
 pub async fn run(flags: &Train, count: u32) -> Result<()> {
-    let here = std::env::current_exe()
+    let program = std::env::current_exe()
         .map_err(|cause| Error::System { doing: "find this program", cause })?;
-    let server = here.with_file_name(format!("zeroshard-server{}", std::env::consts::EXE_SUFFIX));
+    let server =
+        program.with_file_name(format!("zeroshard-server{}", std::env::consts::EXE_SUFFIX));
     if !server.is_file() {
         return Err(Error::NoProgram { program: server });
     }
@@ -39,13 +41,13 @@ pub async fn run(flags: &Train, count: u32) -> Result<()> {
     }
     let mut workers = JoinSet::new();
     for rank in 0..count {
-        let worker = worker(&here, &coordinator.address, rank)?;
-        workers.spawn(finish(worker, rank));
+        let worker = worker(&program, &coordinator.address, rank)?;
+        workers.spawn(wait(worker, rank));
     }
     servers.push(coordinator);
     let result = tokio::select! {
-        result = all(&mut workers) => result,
-        error = any_end(&mut servers) => Err(error),
+        result = wait_for_all(&mut workers) => result,
+        error = first_exit(&mut servers) => Err(error),
         _ = tokio::signal::ctrl_c() => {
             Err(Error::Process { program: "the run".to_owned(), did: "was interrupted".to_owned() })
         }
@@ -54,18 +56,18 @@ pub async fn run(flags: &Train, count: u32) -> Result<()> {
     result
 }
 
-/// Ends the servers in order, shards before the coordinator.
+/// Stops the servers in order, the shard servers before the coordinator.
 async fn stop(servers: Vec<Server>) {
     for mut server in servers {
         let pid = server.child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
-        // A server that does not end in time is killed when it is dropped.
+        // A server that does not shut down in time is killed when it is dropped.
         if let Some(Ok(())) = pid.map(|pid| kill_process(pid, Signal::TERM)) {
-            let _ = timeout(LAST_WORDS, server.child.wait()).await;
+            let _ = timeout(SHUTDOWN_TIMEOUT, server.child.wait()).await;
         }
     }
 }
 
-/// The line that a server prints when it can be reached.
+/// The line that a server prints when it accepts connections.
 #[derive(Debug, Deserialize)]
 struct Listening {
     event: String,
@@ -76,12 +78,12 @@ struct Server {
     name: String,
     address: String,
     child: Child,
-    /// Kept open, so that the server can go on writing.
+    /// Kept open, because the server continues to write to it.
     _lines: Lines<BufReader<ChildStdout>>,
 }
 
 impl Server {
-    /// Starts a server on a free port and waits until it can be reached.
+    /// Starts a server on a free port and waits until it accepts connections.
     async fn start(program: &Path, arguments: &[&str], token: &Token) -> Result<Self> {
         let name = format!("zeroshard-server {}", arguments[0]);
         let mut command = Command::new(program);
@@ -89,7 +91,7 @@ impl Server {
         if std::env::var_os("ZEROSHARD_LOG").is_none() {
             command.env("ZEROSHARD_LOG", "warn");
         }
-        // Not as a flag, which other users could see.
+        // The token is not passed as a flag, because other users can see flags.
         command.env(TOKEN_VARIABLE, token.reveal().unwrap_or_default());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).kill_on_drop(true);
         let failed = |did: String| Error::Process { program: name.clone(), did };
@@ -106,11 +108,11 @@ impl Server {
                 _ => continue,
             }
         }
-        Err(failed("ended before it could be reached; see its output above".to_owned()))
+        Err(failed("ended before it accepted connections; see its output above".to_owned()))
     }
 }
 
-/// Starts this program with the same flags, as one rank.
+/// Starts this program as the worker of one rank, with the same flags.
 fn worker(program: &PathBuf, address: &str, rank: u32) -> Result<Child> {
     let mut command = Command::new(program);
     command.args(std::env::args_os().skip(1).filter(|argument| argument != "--processes"));
@@ -125,7 +127,7 @@ fn worker(program: &PathBuf, address: &str, rank: u32) -> Result<Child> {
     })
 }
 
-async fn finish(mut worker: Child, rank: u32) -> Result<()> {
+async fn wait(mut worker: Child, rank: u32) -> Result<()> {
     let program = format!("worker {rank}");
     match worker.wait().await {
         Ok(status) if status.success() => Ok(()),
@@ -138,7 +140,8 @@ async fn finish(mut worker: Child, rank: u32) -> Result<()> {
     }
 }
 
-async fn all(workers: &mut JoinSet<Result<()>>) -> Result<()> {
+/// Waits for all workers. Returns the first error.
+async fn wait_for_all(workers: &mut JoinSet<Result<()>>) -> Result<()> {
     while let Some(result) = workers.join_next().await {
         result.unwrap_or_else(|cause| {
             Err(Error::Process {
@@ -150,8 +153,8 @@ async fn all(workers: &mut JoinSet<Result<()>>) -> Result<()> {
     Ok(())
 }
 
-/// The error of the first server that ends during the run.
-async fn any_end(servers: &mut [Server]) -> Error {
+/// Waits until a server ends during the run. Returns the error for it.
+async fn first_exit(servers: &mut [Server]) -> Error {
     let ends = servers.iter_mut().map(|server| {
         Box::pin(async {
             let did = match server.child.wait().await {

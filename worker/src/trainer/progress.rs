@@ -1,4 +1,4 @@
-//! Output during a run: a progress bar for people, one JSON object per line for programs.
+//! Output during a run: a progress bar, or one JSON object per line.
 
 use std::io::{self, Write};
 use std::time::Instant;
@@ -13,19 +13,19 @@ use super::report::Summary;
 /// The result of a step.
 #[derive(Debug, Clone)]
 pub struct StepEvent {
-    /// Its number.
+    /// The number of the step.
     pub step: u64,
-    /// Mean over the ranks, nats per character.
+    /// The mean loss over the ranks in nats per character.
     pub loss: f64,
-    /// Of the mean gradient, before clipping.
+    /// The global norm of the mean gradient before clipping.
     pub gradient_norm: f64,
-    /// False: skipped because of inf or NaN.
+    /// Whether the step was applied; false if it was skipped because of inf or NaN.
     pub applied: bool,
     /// The tensor and rank with inf or NaN, if there are any.
     pub overflow: Option<String>,
-    /// Characters trained on so far, by all workers.
+    /// The number of characters on which all workers have trained so far.
     pub tokens: u64,
-    /// Bytes moved so far, by this worker.
+    /// The number of bytes that this worker has transferred so far.
     pub traffic: Traffic,
 }
 
@@ -35,7 +35,7 @@ pub enum Output {
     Quiet,
     /// Standard output, one JSON object per line.
     Json,
-    /// A progress bar on standard error; no output if that is not a terminal.
+    /// A progress bar on standard error. There is no output if standard error is not a terminal.
     Bar(Bar),
 }
 
@@ -99,7 +99,7 @@ impl Output {
 pub struct Bar {
     bar: ProgressBar,
     held_out: Option<f64>,
-    /// Time, tokens and traffic at the end of the step before.
+    /// The time, tokens and traffic at the end of the previous step.
     last: Option<(Instant, u64, Traffic)>,
 }
 
@@ -127,39 +127,39 @@ impl Bar {
     }
 }
 
-/// One line of `--json`.
+/// One line of the output of `--json`.
 #[derive(Debug, Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Line<'a> {
     /// The result of a step.
     Step {
-        /// Its number.
+        /// The number of the step.
         step: u64,
-        /// Mean over the ranks, nats per character.
+        /// The mean loss over the ranks in nats per character.
         loss: f64,
-        /// Of the mean gradient, before clipping; null if not finite.
+        /// The global norm of the mean gradient before clipping; null if it is not finite.
         gradient_norm: f64,
-        /// False: skipped because of inf or NaN.
+        /// Whether the step was applied; false if it was skipped because of inf or NaN.
         applied: bool,
-        /// The tensor and rank with inf or NaN.
+        /// The tensor and rank with inf or NaN, if there are any.
         #[serde(skip_serializing_if = "Option::is_none")]
         overflow: Option<&'a str>,
     },
     /// The result of an evaluation.
     Evaluation {
-        /// Number of steps before it.
+        /// The number of steps before the evaluation.
         step: u64,
-        /// Nats per character.
+        /// The held-out loss in nats per character.
         eval_loss: f64,
     },
-    /// The run is over.
+    /// The summary at the end of the run.
     Done(&'a Summary),
 }
 
 /// Writes one line of JSON to standard output.
 ///
 /// # Errors
-/// [`Error::System`] if it is closed.
+/// [`Error::System`] if standard output is closed.
 pub fn line(line: &Line<'_>) -> Result<()> {
     let write = || {
         let mut out = io::stdout().lock();

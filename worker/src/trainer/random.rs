@@ -1,8 +1,9 @@
-//! Random numbers that are a pure function of a key: (seed, purpose, step, …).
+//! A counter-based random number generator. The numbers are a pure function of a key, such as
+//! (seed, purpose, step).
 //!
-//! Counter based, so that a rank can draw its share of a step without drawing the others' shares,
-//! and a step that is run again draws the same. The mixing function is SplitMix64's (Steele, Lea,
-//! Flood 2014).
+//! Therefore a rank can draw its part of a batch without drawing the parts of other ranks, and a
+//! step that is run again draws the same numbers. The mixing function is that of SplitMix64
+//! (Steele, Lea, Flood 2014).
 
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
@@ -20,7 +21,7 @@ impl Stream {
         Self { state }
     }
 
-    /// The same stream, `count` numbers further on.
+    /// The same stream without its next `count` numbers.
     pub fn after(&self, count: u64) -> Self {
         Self { state: self.state.wrapping_add(GOLDEN.wrapping_mul(count)) }
     }
@@ -31,13 +32,13 @@ impl Stream {
         mix(self.state)
     }
 
-    /// Uniform in `[0, 1)`, with 24 random bits: every value is an exact f32.
+    /// A uniform number in `[0, 1)` with 24 random bits, which is exact in f32.
     pub fn unit(&mut self) -> f32 {
         (self.bits() >> 40) as f32 / (1u64 << 24) as f32
     }
 
-    /// Uniform in `0..bound` (`bound` > 0), by multiplication (Lemire 2019); the bias is below
-    /// `bound / 2^64`.
+    /// A uniform number in `0..bound`, where `bound` is at least 1, computed by multiplication
+    /// (Lemire 2019). The bias is below `bound / 2^64`.
     pub fn below(&mut self, bound: usize) -> usize {
         ((u128::from(self.bits()) * bound as u128) >> 64) as usize
     }
@@ -65,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_goes_on_from_anywhere() {
+    fn a_stream_can_skip_numbers() {
         let mut stream = Stream::new(&[3]);
         let mut later = stream.after(5);
         (0..5).for_each(|_| _ = stream.bits());

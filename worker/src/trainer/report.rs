@@ -1,4 +1,5 @@
-//! The results of a run: a table, a loss curve and a sample, or the last line of `--json`.
+//! Reports the results of a run: as a table, a loss curve and a sample, or as the last line of
+//! `--json`.
 
 use std::fs;
 use std::io::{self, Write};
@@ -15,71 +16,71 @@ use super::plan::Plan;
 /// The results of a run, on rank 0.
 #[derive(Debug, Clone)]
 pub struct Outcome {
-    /// Steps that the job has taken.
+    /// The number of steps that the job has taken.
     pub steps: u64,
-    /// Loss of each step of this run (mean over the ranks), nats per character.
+    /// The loss of each step of this run (the mean over the ranks) in nats per character.
     pub train: Vec<(u64, f64)>,
-    /// Held-out loss, by the number of steps before.
+    /// The held-out losses, each with the number of steps before the evaluation.
     pub held_out: Vec<(u64, f64)>,
-    /// Steps that were skipped because of inf or NaN.
+    /// The number of steps that were skipped because of inf or NaN.
     pub skipped: u64,
-    /// Times that a step was run again.
+    /// The number of times that a step was aborted and run again.
     pub aborted: u64,
-    /// Parameters of the model.
+    /// The number of parameters of the model.
     pub parameters: usize,
     /// The loss of a model that knows only the frequency of each character.
     pub unigram_entropy: f64,
-    /// Hash of the job's state.
+    /// The hash of the job's state.
     pub state_hash: String,
-    /// The most parameter and gradient bytes held at once, by this worker.
+    /// The maximum number of parameter and gradient bytes that this worker held at once.
     pub peak_bytes: usize,
-    /// Parameter bytes received by this worker.
+    /// The number of parameter bytes that this worker received.
     pub pulled_bytes: u64,
-    /// Gradient bytes sent by this worker.
+    /// The number of gradient bytes that this worker sent.
     pub pushed_bytes: u64,
-    /// Time from the first step to the last evaluation.
+    /// The time from the first step to the last evaluation.
     pub elapsed: Duration,
-    /// Characters that all workers trained on in that time.
+    /// The number of characters on which all workers trained in that time.
     pub tokens: u64,
     /// The prompt of the sample.
     pub prompt: String,
-    /// Generated text.
+    /// The generated text.
     pub sample: String,
 }
 
 /// The last line of `--json`.
 #[derive(Debug, Clone, Serialize)]
 pub struct Summary {
-    /// Steps that the job has taken.
+    /// The number of steps that the job has taken.
     pub steps: u64,
-    /// Loss of the last step, nats per character.
+    /// The loss of the last step in nats per character.
     pub train_loss: f64,
-    /// Held-out loss at the end, nats per character.
+    /// The held-out loss at the end in nats per character.
     pub eval_loss: f64,
     /// The loss of a model that knows only the frequency of each character.
     pub unigram_entropy: f64,
-    /// Hash of the job's state.
+    /// The hash of the job's state.
     pub state_hash: String,
-    /// From the first step to the last evaluation.
+    /// The time from the first step to the last evaluation in seconds.
     pub seconds: f64,
     /// The level of ZeRO.
     pub level: &'static str,
-    /// The most parameter and gradient bytes that a worker held at once.
+    /// The maximum number of parameter and gradient bytes that worker 0 held at once.
     pub peak_bytes: usize,
-    /// Parameter bytes that a worker received.
+    /// The number of parameter bytes that worker 0 received.
     pub pulled_bytes: u64,
-    /// Gradient bytes that a worker sent.
+    /// The number of gradient bytes that worker 0 sent.
     pub pushed_bytes: u64,
-    /// Characters per second, of all workers together.
+    /// The number of characters per second of all workers together.
     pub tokens_per_s: f64,
-    /// Steps that were skipped because of inf or NaN.
+    /// The number of steps that were skipped because of inf or NaN.
     pub skipped: u64,
-    /// Times that a step was run again.
+    /// The number of times that a step was aborted and run again.
     pub aborted: u64,
 }
 
 impl Summary {
-    /// Sums up a run.
+    /// Creates the summary of a run.
     pub fn new(plan: &Plan, outcome: &Outcome) -> Self {
         let last = |points: &[(u64, f64)]| points.last().map_or(f64::NAN, |point| point.1);
         let seconds = outcome.elapsed.as_secs_f64();
@@ -123,7 +124,7 @@ pub fn write_files(folder: &Path, plan: &Plan, outcome: &Outcome) -> Result<()> 
     write("sample.txt", format!("{}{}\n", outcome.prompt, outcome.sample))
 }
 
-/// Prints table and sample.
+/// Prints the table and the sample.
 ///
 /// # Errors
 /// [`Error::System`] if standard output is closed.

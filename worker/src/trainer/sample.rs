@@ -1,4 +1,4 @@
-//! Text from the model, character by character.
+//! Generates text with the model, character by character.
 
 use super::batches::Batch;
 use super::error::Result;
@@ -6,29 +6,29 @@ use super::model::Segment;
 use super::network::Network;
 use super::random::Stream;
 use super::segments::{Leaf, Pass, Tracking, last_logits};
-use super::travel::{Link, Parameters};
+use super::transfers::{Link, Parameters};
 use crate::parallel::remote::ParameterServer;
 
-/// Sampling temperature.
+/// The sampling temperature.
 const TEMPERATURE: f64 = 0.7;
-/// Separates the samples from every other use of the seed.
+/// The part of the key that distinguishes samples from other uses of the seed.
 const SAMPLE_STREAM: u64 = 3;
 
 /// A request for a sample.
 #[derive(Debug, Clone, Copy)]
 pub struct Request<'a> {
-    /// The parameters' version.
+    /// The version of the parameters.
     pub version: u64,
-    /// The text to continue, at least one character.
+    /// The text to continue; at least one character.
     pub prompt: &'a [u8],
-    /// Characters to add.
+    /// The number of characters to add.
     pub count: usize,
     /// The run's seed.
     pub seed: u64,
 }
 
-/// Continues the prompt. Pulls all parameters and holds them, unless `count` is 0; `network` must
-/// have the whole model.
+/// Continues the prompt. Pulls and holds all parameters, unless `count` is 0. `network` must have
+/// the whole model.
 ///
 /// # Errors
 /// Those of the pull.
@@ -92,14 +92,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn choice_follows_the_distribution() {
+    fn characters_are_chosen_by_their_probability() {
         let logits = [0.0, f32::NEG_INFINITY, 0.0, 100.0 * f32::MIN_POSITIVE];
         let chosen: Vec<u8> = (0..6).map(|i| choose(&logits, f64::from(i) / 6.0)).collect();
         assert_eq!(chosen, [0, 0, 2, 2, 3, 3]);
     }
 
     #[test]
-    fn broken_logits_still_give_a_character() {
+    fn nan_logits_give_a_valid_character() {
         assert_eq!(choose(&[f32::NAN, f32::NAN], 0.5), 1);
     }
 }

@@ -1,4 +1,5 @@
-//! The hyperparameters of each step: learning rate by schedule, weight decay by parameter group.
+//! The hyperparameters of each step: the learning rate follows a schedule, and the weight decay
+//! depends on the parameter group.
 
 use std::fmt;
 
@@ -8,25 +9,25 @@ use super::model::Group;
 
 /// The fraction of a run over which the learning rate rises.
 const WARM_UP: f64 = 0.1;
-/// The learning rate at the end, as a fraction of the highest.
+/// The learning rate at the end, as a fraction of the highest learning rate.
 const FLOOR: f64 = 0.1;
 
-/// Optimizers by step.
+/// The optimizers of each step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Schedule {
-    /// With the highest learning rate, and the weight decay of matrices.
+    /// The optimizer with the highest learning rate, and with the weight decay of matrices.
     optimizer: Optimizer,
     steps: u64,
 }
 
 impl Schedule {
-    /// A run of `steps` steps.
+    /// Creates the schedule of a run of `steps` steps.
     pub fn new(optimizer: Optimizer, steps: u64) -> Self {
         Self { optimizer, steps }
     }
 
     /// The optimizers of a step, one for each parameter group (`model::Group`). The learning rate
-    /// rises linearly, then falls along half a cosine to a tenth (Loshchilov and Hutter 2017,
+    /// rises linearly, then falls to a tenth along half a cosine (Loshchilov and Hutter 2017,
     /// without restarts).
     pub fn at(&self, step: u64) -> Vec<Optimizer> {
         self.groups(self.factor(step))

@@ -1,15 +1,15 @@
 //! Forward and backward passes of the segments, on burn.
 //!
 //! Every level runs the model segment by segment with the same operations on the same shapes, so
-//! that the levels agree bit for bit. A segment's input is a leaf of its own graph: its backward
-//! takes the gradient of its output, and gives the gradient of its input and of its parameters, at
-//! once and independently of the other segments.
+//! the levels agree bit for bit. Each segment has its own autograd graph, in which its input is a
+//! leaf. Its backward pass takes the gradient of the output and returns the gradients of the input
+//! and of the parameters, independently of the other segments.
 //!
-//! Where the model is cut over a group of ranks, each rank runs its part, and a [`Group`]
-//! communicates at both ends of embedding, attention, MLP and head.
+//! If the model is sharded over a group of ranks, each rank computes a part of the embedding, the
+//! attention, the MLP and the head, and the [`Group`] redistributes their inputs and outputs.
 //!
-//! Everything is f32. Shapes: `n` windows of `t` characters (with sequence parallelism, this rank's
-//! part of them); hidden states are `[n * t, width]`.
+//! All numbers are f32. A batch has `n` windows of `t` characters (with sequence parallelism, a
+//! part of each window); hidden states have the shape `[n * t, width]`.
 
 use burn::tensor::activation::{log_softmax, sigmoid, softmax};
 use burn::tensor::module::linear;
@@ -20,33 +20,34 @@ use super::model::{Architecture, BLOCK_TENSORS, EMBEDDING, Segment};
 use super::network::{Graph, Group, Network, Plain};
 use crate::parallel::{Result, lookup};
 
-/// Hidden states or their gradient, outside any graph: `[n * t, width]`.
+/// Hidden states or their gradient, outside of autograd: `[n * t, width]`.
 pub type Hidden = Tensor<Plain, 2>;
 
 /// A parameter of a segment, flattened.
 pub type Leaf = Tensor<Graph, 1>;
 
-/// Added to the variance in a norm (PyTorch's default).
+/// The number that a norm adds to the variance (PyTorch's default).
 const NORM_EPSILON: f32 = 1e-5;
-/// Added to the attention score of a later character. Its exponential is 0 in f32.
+/// The number that is added to the attention scores of later characters. Its exponential is 0 in
+/// f32.
 const MASKED: f32 = -1e9;
 
-/// Whether a forward pass builds the graph of a backward pass.
+/// Whether a forward pass records the graph for a backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tracking {
-    /// The graph is built.
+    /// The graph is recorded.
     Graph,
-    /// No graph: intermediate results are freed after their use.
+    /// No graph is recorded; intermediate results are freed after their use.
     None,
 }
 
-/// A leaf with a parameter's values, which are not copied.
+/// Creates a leaf from the values of a parameter, which are not copied.
 pub fn leaf(values: Vec<f32>) -> Leaf {
     let count = values.len();
     Tensor::from_data(TensorData::new(values, [count]), &Default::default())
 }
 
-/// The result of a backward pass of a segment.
+/// The result of the backward pass of a segment.
 #[derive(Debug)]
 pub struct Gradients {
     /// The gradient of the input, `[n * t, width]`; `None` for the embedding, whose input is
@@ -56,7 +57,7 @@ pub struct Gradients {
     pub parameters: Vec<Vec<f32>>,
 }
 
-/// A segment after its forward pass, with its graph if one was built.
+/// A segment after its forward pass, with its graph if one was recorded.
 pub struct Pass<'a> {
     group: Option<&'a Group>,
     input: Option<Tensor<Graph, 2>>,
@@ -65,10 +66,11 @@ pub struct Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    /// Runs a segment forward.
+    /// Runs the forward pass of a segment.
     ///
-    /// `parameters`: this rank's, flattened, in the order of `Model::tensors_of`. `hidden`: the
-    /// output of the segment before, `[n * t, width]`; `None` for the embedding.
+    /// `parameters` are the parameters on this rank, flattened, in the order of
+    /// `Model::tensors_of`. `hidden` is the output of the previous segment, `[n * t, width]`;
+    /// `None` for the embedding.
     ///
     /// # Errors
     /// Those of the group's collectives.
@@ -94,15 +96,15 @@ impl<'a> Pass<'a> {
         Ok(Self { group: network.group(), input, parameters, output })
     }
 
-    /// The output, outside the graph: hidden states, or the head's loss as `[1, 1]`.
+    /// The output, detached from the graph: hidden states, or for the head the loss as `[1, 1]`.
     pub fn output(&self) -> Hidden {
         self.output.clone().inner()
     }
 
-    /// Runs the segment backward and drops its graph.
+    /// Runs the backward pass of the segment and frees its graph.
     ///
-    /// `upstream`: the gradient of the output, of the output's shape. It enters as the gradient of
-    /// `sum(output * upstream)`, which is `1 * upstream`: exact.
+    /// `upstream` is the gradient of the output. The pass differentiates `sum(output * upstream)`,
+    /// whose gradient with respect to the output is exactly `upstream`.
     ///
     /// # Errors
     /// Those of the group's collectives.
@@ -126,8 +128,8 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// Logits of the character after each window, `[n, vocabulary]`, flattened. `network` must have the
-/// whole model; `parameters` and `hidden` are those of the head.
+/// The logits of the character after each window, `[n, vocabulary]`, flattened. `network` must have
+/// the whole model; `parameters` and `hidden` are the parameters and the input of the head.
 ///
 /// # Errors
 /// None without a group.
@@ -146,7 +148,7 @@ pub fn last_logits(
     Ok(values(run.logits(parameters, Tensor::from_inner(last))?.inner().flatten(0, 1)))
 }
 
-/// The gradient that starts a backward pass at the head: `scale`, as `[1, 1]`.
+/// The gradient of the head's output, with which a backward pass begins: `scale`, as `[1, 1]`.
 pub fn seed(scale: f32) -> Hidden {
     Tensor::from_data([[scale]], &Default::default())
 }
@@ -181,10 +183,10 @@ impl Run<'_> {
         }
     }
 
-    /// Sum of a character's and a position's vector.
+    /// The sum of the character embedding and the position embedding.
     fn embed(&self, parameters: &[Leaf]) -> Result<Tensor<Graph, 2>> {
         let [characters, positions] = parameters else {
-            unreachable!("Model::tensors_of gives the embedding two tensors");
+            unreachable!("Model::tensors_of returns two tensors for the embedding");
         };
         let width = self.network.model().architecture().width;
         let (n, t) = (self.batch.windows(), self.batch.length());
@@ -193,8 +195,8 @@ impl Run<'_> {
         let (characters, (first, t)) = match self.network.group() {
             None => (table.select(0, characters).reshape([n, t, width]), (0, t)),
             Some(group) => {
-                let parts = lookup(table, characters.reshape([n, t]), self.first_character());
-                (group.leave(parts)?, group.window(t))
+                let partial = lookup(table, characters.reshape([n, t]), self.first_character());
+                (group.leave(partial)?, group.window(t))
             }
         };
         let positions = matrix(positions, [-1, self.width()]).narrow(0, first, t).unsqueeze::<3>();
@@ -220,7 +222,7 @@ impl Run<'_> {
             ],
         ) = <&[Leaf; BLOCK_TENSORS]>::try_from(parameters)
         else {
-            unreachable!("Model::tensors_of gives a block its tensors");
+            unreachable!("Model::tensors_of returns BLOCK_TENSORS tensors for a block");
         };
         let columns = |flat: &Leaf| matrix(flat, [self.width(), -1]);
         let rows = |flat: &Leaf| matrix(flat, [-1, self.width()]);
@@ -235,7 +237,8 @@ impl Run<'_> {
         Ok(x + h)
     }
 
-    /// Causal attention of this rank's heads. `qkv`: `[n * t, 3 * width of these heads]`.
+    /// Causal attention of the heads on this rank. `qkv` has the shape `[n * t, 3 * w]`, where `w`
+    /// is the total width of these heads.
     fn attention(&self, qkv: Tensor<Graph, 2>) -> Tensor<Graph, 2> {
         let Architecture { width, heads, .. } = self.network.model().architecture();
         let (n, t, size) = (self.batch.windows(), self.batch.length(), width / heads);
@@ -250,16 +253,17 @@ impl Run<'_> {
         weights.matmul(head(2)).swap_dims(1, 2).reshape([n * t, width])
     }
 
-    /// The logits of this rank's part of the vocabulary.
+    /// The logits for the part of the vocabulary on this rank.
     fn logits(&self, parameters: &[Leaf], x: Tensor<Graph, 2>) -> Result<Tensor<Graph, 2>> {
         let [scale, bias, table] = parameters else {
-            unreachable!("Model::tensors_of gives the head three tensors");
+            unreachable!("Model::tensors_of returns three tensors for the head");
         };
         let table = matrix(table, [-1, self.width()]);
         Ok(self.enter(norm(x, scale, bias))?.matmul(table.transpose()))
     }
 
-    /// Mean negative log-likelihood of the next characters, nats: `[1, 1]`.
+    /// The mean negative log-likelihood of the next characters in nats, `[1, 1]`. With a group, the
+    /// softmax is computed over the sharded vocabulary.
     fn loss(&self, parameters: &[Leaf], x: Tensor<Graph, 2>) -> Result<Tensor<Graph, 2>> {
         let logits = self.logits(parameters, x)?;
         let rows = self.batch.targets().len();
@@ -268,20 +272,22 @@ impl Run<'_> {
             let likelihood = log_softmax(logits, 1);
             return Ok(likelihood.gather(1, targets).mean().neg().reshape([1, 1]));
         };
-        let [_, here] = logits.dims();
+        let [_, columns] = logits.dims();
         let highest = group.max(logits.clone().detach().max_dim(1))?;
         let shifted = logits - highest;
         let targets = targets.sub_scalar(self.first_character());
-        let elsewhere =
-            targets.clone().lower_elem(0).bool_or(targets.clone().greater_equal_elem(here as i64));
+        let outside = targets
+            .clone()
+            .lower_elem(0)
+            .bool_or(targets.clone().greater_equal_elem(columns as i64));
         let target =
-            shifted.clone().gather(1, targets.clamp(0, here as i64 - 1)).mask_fill(elsewhere, 0.0);
-        let parts = group.sum(Tensor::cat(vec![shifted.exp().sum_dim(1), target], 1))?;
-        let loss = parts.clone().narrow(1, 0, 1).log() - parts.narrow(1, 1, 1);
+            shifted.clone().gather(1, targets.clamp(0, columns as i64 - 1)).mask_fill(outside, 0.0);
+        let sums = group.sum(Tensor::cat(vec![shifted.exp().sum_dim(1), target], 1))?;
+        let loss = sums.clone().narrow(1, 0, 1).log() - sums.narrow(1, 1, 1);
         Ok(loss.mean().reshape([1, 1]))
     }
 
-    /// From the residual stream into a layer that may be cut.
+    /// Redistributes the residual stream for a layer that may be sharded.
     fn enter(&self, x: Tensor<Graph, 2>) -> Result<Tensor<Graph, 2>> {
         match self.network.group() {
             None => Ok(x),
@@ -289,7 +295,7 @@ impl Run<'_> {
         }
     }
 
-    /// From a layer that may be cut back to the residual stream.
+    /// Redistributes the output of a layer that may be sharded to the residual stream.
     fn leave(&self, x: Tensor<Graph, 2>) -> Result<Tensor<Graph, 2>> {
         match self.network.group() {
             None => Ok(x),
@@ -319,7 +325,7 @@ fn norm(x: Tensor<Graph, 2>, scale: &Leaf, bias: &Leaf) -> Tensor<Graph, 2> {
     normal * scale.clone().unsqueeze() + bias.clone().unsqueeze()
 }
 
-/// A flattened matrix of which one size is known; the other one is -1.
+/// Reshapes a flattened matrix. One of the two sizes may be -1.
 fn matrix(flat: &Leaf, shape: [i32; 2]) -> Tensor<Graph, 2> {
     flat.clone().reshape(shape)
 }
@@ -330,21 +336,21 @@ fn indices(characters: &[u8]) -> Tensor<Graph, 1, Int> {
     Tensor::from_data(TensorData::new(values, [count]), &Default::default())
 }
 
-/// 0 for earlier characters, `MASKED` for later ones. Full size, because burn adds equal shapes
-/// thirty times as fast as it broadcasts.
+/// A mask that is 0 for earlier characters and `MASKED` for later ones. It has the full shape of
+/// the scores, because burn adds tensors of equal shapes thirty times as fast as it broadcasts.
 fn causal_mask(shape: [usize; 4]) -> Tensor<Graph, 4> {
     let [n, heads, t, _] = shape;
     let one: Vec<f32> = (0..t * t).map(|i| if i % t > i / t { MASKED } else { 0.0 }).collect();
     Tensor::from_data(TensorData::new(one.repeat(n * heads), shape), &Default::default())
 }
 
-/// GELU in its sigmoid form, `x * sigmoid(1.702 x)` (Hendrycks and Gimpel 2016, section 2): the
-/// form with `erf` took a third of a step.
+/// The sigmoid approximation of GELU, `x * sigmoid(1.702 x)` (Hendrycks and Gimpel 2016,
+/// section 2). The exact form with `erf` took a third of the time of a step.
 fn gelu(x: Tensor<Graph, 2>) -> Tensor<Graph, 2> {
     sigmoid(x.clone().mul_scalar(1.702)) * x
 }
 
-/// The loss of the whole model as one graph, `[1, 1]`: the reference of the tests.
+/// The loss of the whole model in one graph, `[1, 1]`; a reference for the tests.
 #[cfg(test)]
 pub(crate) fn whole(
     network: &Network,

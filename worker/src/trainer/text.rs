@@ -1,6 +1,7 @@
-//! The training text: read from a folder, divided into training and held-out text, and encoded.
+//! The training text. It is read from a folder, divided into training and held-out text, and
+//! encoded.
 //!
-//! Every run over the same files gives the same numbers, whatever the file system's order.
+//! The result depends only on the files, not on the order in which the file system lists them.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -8,23 +9,25 @@ use std::path::{Path, PathBuf};
 use ignore::WalkBuilder;
 use thiserror::Error;
 
-/// Extensions of the files that are read, besides readmes without an extension.
+/// The extensions of the files that are read. Files named README or Makefile are read too.
 const EXTENSIONS: [&str; 33] = [
     "adoc", "c", "cc", "cpp", "css", "go", "h", "hpp", "html", "java", "jl", "js", "kt", "lua",
     "md", "org", "php", "pl", "proto", "py", "pyi", "rb", "rs", "rst", "scala", "sh", "sql",
     "swift", "toml", "ts", "txt", "yaml", "yml",
 ];
-/// Maximum size of a file that is read: larger files are data rather than prose or source.
-const LARGEST_FILE: u64 = 1 << 20;
-/// Maximum number of bytes that are read: more than a small model can use.
-const MOST_BYTES: usize = 16 << 20;
-/// The last tenth of every file is held out.
+/// The maximum size of a file in bytes. Larger files usually contain data, not prose or source
+/// code.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+/// The number of bytes after which no further files are read. It is more than a small model can
+/// use.
+const MAX_BYTES: usize = 16 << 20;
+/// One character in this many is held out: the last tenth of every file.
 const HELD_OUT: usize = 10;
-/// A character with a frequency below 1 in this many becomes [`REPLACEMENT`].
+/// A character that is less frequent than 1 in this many is replaced by [`REPLACEMENT`].
 const RARE: usize = 50_000;
-/// Maximum size of the vocabulary, the replacement included: a character is encoded as a byte.
-const MOST_CHARACTERS: usize = 256;
-/// Replaces all rare characters.
+/// The maximum size of the vocabulary, including the replacement: a character is encoded as a byte.
+const MAX_CHARACTERS: usize = 256;
+/// The replacement for all rare characters.
 pub const REPLACEMENT: char = '\u{fffd}';
 
 /// An error of the training text.
@@ -33,7 +36,7 @@ pub enum Error {
     /// The path is not a folder.
     #[error("--data {0:?} is not a folder; choose a folder with text files")]
     NoFolder(PathBuf),
-    /// The folder has no text files.
+    /// The folder contains no text files.
     #[error(
         "--data {folder:?} has no text files: UTF-8, at most 1 MiB, not excluded by a \
          .gitignore, and with one of the extensions {}",
@@ -51,26 +54,26 @@ pub enum Error {
     TooLittle {
         /// The folder.
         folder: PathBuf,
-        /// Files that were read.
+        /// The number of files that were read.
         files: usize,
-        /// Characters in them.
+        /// The number of characters in them.
         found: usize,
         /// The value of --context.
         context: usize,
-        /// Minimum number of characters.
+        /// The minimum number of characters.
         needed: usize,
     },
 }
 
-/// The characters of the text, by number.
+/// The characters of the text. The number of a character is its index.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Vocabulary {
-    /// In code point order, with the replacement last.
+    /// The characters in the order of their code points, followed by the replacement.
     characters: Vec<char>,
 }
 
 impl Vocabulary {
-    /// The characters of `text` that are not rare, and the replacement.
+    /// Creates a vocabulary of the characters of `text` that are not rare, and the replacement.
     fn of(text: &str) -> Self {
         let mut counts: BTreeMap<char, usize> = BTreeMap::new();
         for character in text.chars() {
@@ -80,9 +83,10 @@ impl Vocabulary {
         let total: usize = counts.values().sum();
         let mut common: Vec<(char, usize)> =
             counts.into_iter().filter(|(_, count)| count * RARE >= total).collect();
-        // Stable: of equally common characters the first by code point stay.
+        // The sort is stable: among equally frequent characters, those with lower code points are
+        // kept.
         common.sort_by_key(|&(_, count)| std::cmp::Reverse(count));
-        common.truncate(MOST_CHARACTERS - 1);
+        common.truncate(MAX_CHARACTERS - 1);
         let mut characters: Vec<char> =
             common.into_iter().map(|(character, _)| character).collect();
         characters.sort_unstable();
@@ -90,23 +94,23 @@ impl Vocabulary {
         Self { characters }
     }
 
-    /// Number of characters, 1 to 256.
+    /// The number of characters, 1 to 256.
     pub fn size(&self) -> usize {
         self.characters.len()
     }
 
-    /// The number of each character.
+    /// Converts characters into their numbers.
     pub fn encode(&self, text: &str) -> Vec<u8> {
         let (replacement, common) =
-            self.characters.split_last().expect("the replacement is always there");
+            self.characters.split_last().expect("a vocabulary contains the replacement");
         debug_assert_eq!(*replacement, REPLACEMENT);
         text.chars()
             .map(|character| common.binary_search(&character).unwrap_or(common.len()))
-            .map(|number| u8::try_from(number).expect("there are at most 256"))
+            .map(|number| u8::try_from(number).expect("there are at most 256 characters"))
             .collect()
     }
 
-    /// The characters of numbers, each below `size()`.
+    /// Converts numbers, which must be less than `size()`, into characters.
     pub fn decode(&self, numbers: &[u8]) -> String {
         numbers.iter().map(|&number| self.characters[usize::from(number)]).collect()
     }
@@ -115,18 +119,18 @@ impl Vocabulary {
 /// The encoded text, divided into training and held-out text.
 #[derive(Debug, Clone)]
 pub struct Corpus {
-    /// The characters of the encoding.
+    /// The vocabulary of the encoding.
     pub vocabulary: Vocabulary,
-    /// The beginning of every file, one after the other.
+    /// The training text: the beginnings of all files, concatenated.
     pub train: Vec<u8>,
-    /// The end of every file, one after the other.
+    /// The held-out text: the ends of all files, concatenated.
     pub held_out: Vec<u8>,
-    /// Files that were read.
+    /// The number of files that were read.
     pub files: usize,
 }
 
 impl Corpus {
-    /// Reads the text files of a folder and of those below it, in the order of their paths.
+    /// Reads the text files of a folder and its subfolders, in the order of their paths.
     ///
     /// # Errors
     /// [`Error::NoFolder`], [`Error::NoFiles`] and [`Error::TooLittle`].
@@ -152,7 +156,7 @@ impl Corpus {
         Ok(corpus)
     }
 
-    /// Divides and encodes texts.
+    /// Divides each text into training and held-out text, and encodes both.
     fn from_files(files: &[String]) -> Self {
         let (mut train, mut held_out) = (String::new(), String::new());
         for file in files {
@@ -171,8 +175,8 @@ impl Corpus {
         }
     }
 
-    /// Unigram entropy of the text, nats per character: the loss of a model that knows only the
-    /// frequency of each character.
+    /// The unigram entropy of the text in nats per character. It is the loss of a model that knows
+    /// only the frequency of each character.
     pub fn unigram_entropy(&self) -> f64 {
         let mut counts = vec![0u64; self.vocabulary.size()];
         for &character in self.train.iter().chain(&self.held_out) {
@@ -186,13 +190,14 @@ impl Corpus {
 
 fn read_files(folder: &Path) -> Vec<String> {
     let mut walk = WalkBuilder::new(folder);
-    // The result must not depend on the user's own git settings, nor on whether this is a git
-    // checkout.
+    // The result must not depend on the user's git configuration, or on whether the folder is a git
+    // repository.
     walk.require_git(false).git_global(false).git_exclude(false).sort_by_file_path(Ord::cmp);
     let mut texts = Vec::new();
     let mut bytes = 0;
     for entry in walk.build().filter_map(Result::ok) {
-        let small = entry.metadata().is_ok_and(|data| data.is_file() && data.len() <= LARGEST_FILE);
+        let small =
+            entry.metadata().is_ok_and(|data| data.is_file() && data.len() <= MAX_FILE_BYTES);
         if !small || !is_text(entry.path()) {
             continue;
         }
@@ -203,7 +208,7 @@ fn read_files(folder: &Path) -> Vec<String> {
                 texts.push(text);
             }
         }
-        if bytes >= MOST_BYTES {
+        if bytes >= MAX_BYTES {
             break;
         }
     }
@@ -243,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn ignored_and_broken_files_are_left_out() {
+    fn ignored_files_and_files_that_are_not_utf8_are_skipped() {
         let folder = folder(&[
             (".gitignore", "/out\n"),
             ("out/a.txt", &"o".repeat(99)),
@@ -268,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn too_little_text_says_how_much_would_do() {
+    fn the_error_for_too_little_text_names_the_minimum() {
         let short = folder(&[("a.txt", &"a".repeat(100))]);
         let Err(Error::TooLittle { needed, found: 100, .. }) = Corpus::read(short.path(), 64)
         else {

@@ -19,21 +19,21 @@ use super::progress::{Output, StepEvent};
 use super::report::Outcome;
 use super::sample;
 use super::text::Corpus;
-use super::travel::Link;
+use super::transfers::Link;
 use crate::collectives::{self, Listening, Peers};
 use crate::parallel;
 use crate::parallel::remote::{Remote, Seat};
 
-/// Maximum number of held-out evaluations during a run.
+/// The maximum number of held-out evaluations during a run.
 const EVALUATIONS: u64 = 8;
-/// Characters of held-out text that a sample continues.
+/// The number of characters of held-out text in the prompt of a sample.
 const PROMPT: usize = 24;
 
-/// Runs one rank from the job's version to the last step. Returns the outcome on rank 0, and `None`
-/// on the others.
+/// Runs one rank from the job's current version to the last step. Aborted steps are run again.
+/// Returns the outcome on rank 0, and `None` on the other ranks.
 ///
 /// # Errors
-/// Those of the cluster, and [`Error::NothingToDo`]. Aborted steps are run again.
+/// Those of the cluster, and [`Error::NothingToDo`].
 pub fn train(
     plan: &Plan,
     corpus: &Corpus,
@@ -49,19 +49,19 @@ pub fn train(
     let seat = Seat { rank, coordinator: address, reached_at: reached_at.as_deref() };
     let remote = Remote::join(runtime, plan.options(), &spec, seat)?;
     let peers = match listening {
-        Some(listening) => Some(meet(listening, rank, &remote.peers()?)?),
+        Some(listening) => Some(connect(listening, rank, &remote.peers()?)?),
         None => None,
     };
     let outcome = Run::new(plan, corpus, runtime, (model, remote), peers.clone())
         .and_then(|run| run.finish(output));
-    // After an error too: what this rank sent before tells the others the cause.
+    // Also after an error, so that the messages that tell the other ranks the cause are sent.
     let left = peers.map_or(Ok(()), |peers| peers.leave().map_err(parallel::Error::from));
     let outcome = outcome?;
     left?;
     Ok(outcome)
 }
 
-/// Listens for the other workers, if the model is cut.
+/// Listens for the other workers, if the model is sharded.
 fn listen(plan: &Plan, runtime: &Handle) -> parallel::Result<Option<Listening>> {
     if plan.parallelism.ranks == 1 {
         return Ok(None);
@@ -70,7 +70,7 @@ fn listen(plan: &Plan, runtime: &Handle) -> parallel::Result<Option<Listening>> 
     Ok(Some(Peers::bind(runtime, collectives::Options { listen: plan.listen, deadline, token })?))
 }
 
-fn meet(listening: Listening, rank: u32, addresses: &[String]) -> parallel::Result<Arc<Peers>> {
+fn connect(listening: Listening, rank: u32, addresses: &[String]) -> parallel::Result<Arc<Peers>> {
     Ok(Arc::new(listening.connect(rank, addresses)?))
 }
 
@@ -85,7 +85,7 @@ struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    /// Makes this rank's part of the model, together with the other ranks of the replica.
+    /// Prepares this rank's part of the model, together with the other ranks of the replica.
     fn new(
         plan: &'a Plan,
         corpus: &'a Corpus,
@@ -95,7 +95,7 @@ impl<'a> Run<'a> {
     ) -> Result<Self> {
         let group = match (peers, plan.parallelism.mesh()?) {
             (Some(peers), Some(mesh)) => {
-                Some(Group::new(peers, mesh, plan.parallelism, &plan.said())?)
+                Some(Group::new(peers, mesh, plan.parallelism, &plan.shared_settings())?)
             }
             _ => None,
         };
@@ -114,7 +114,7 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Runs from the job's version to the last step.
+    /// Runs from the job's current version to the last step.
     fn finish(mut self, output: &mut Output) -> Result<Option<Outcome>> {
         let plan = self.plan;
         let version = self.start()?;
@@ -126,15 +126,15 @@ impl<'a> Run<'a> {
         Ok(outcome)
     }
 
-    /// The version to start from. In a new job, the initial parameters are uploaded, each by the
-    /// first rank that has it, and all begin with version 0.
+    /// Returns the version to start from. In a new job, uploads the initial parameters that this
+    /// rank is responsible for and returns 0.
     fn start(&self) -> Result<u64> {
         if let Some(version) = self.link.server.version() {
             return Ok(version);
         }
         let (model, seed) = (self.network.model(), self.plan.seed);
-        let own = |tensor| model.initial_part(seed, tensor, self.network.bounds(tensor));
-        self.link.server.upload(own)?;
+        let values = |tensor| model.initial_part(seed, tensor, self.network.bounds(tensor));
+        self.link.server.upload(values)?;
         Ok(0)
     }
 
@@ -173,7 +173,7 @@ impl<'a> Run<'a> {
         }
         let elapsed = begin.elapsed();
         let traffic = self.link.server.traffic();
-        // Before the sample, which holds all parameters whatever the level.
+        // Read before sampling, which holds all parameters at every level.
         let peak_bytes = self.link.ledger.peak();
         let (prompt, sample) = self.sample(version)?;
         Ok(Some(Outcome {
@@ -195,9 +195,9 @@ impl<'a> Run<'a> {
         }))
     }
 
-    /// Runs a step until it is decided. An aborted step is run again from the same data, unless the
-    /// model is cut: the ranks of a replica may wait in the middle of the step for a rank that is
-    /// lost.
+    /// Runs a step until it is decided. An aborted step is run again with the same data, unless the
+    /// model is sharded: then other ranks of the replica may wait in the middle of the step for a
+    /// rank that is lost.
     fn step(&mut self, step: u64) -> Result<StepReport> {
         let replica = self.plan.parallelism.replica(self.rank) as usize;
         let draw = Draw { seed: self.plan.seed, step, replica };
@@ -261,7 +261,7 @@ impl<'a> Run<'a> {
             count: self.plan.sample_chars,
             seed: self.plan.seed,
         };
-        // One worker alone, with the whole model.
+        // This worker generates the sample alone, with the whole model.
         let network = Network::whole(self.network.model().clone());
         let sample = sample::generate(&self.link, &network, request)?;
         Ok((vocabulary.decode(prompt), vocabulary.decode(&sample)))

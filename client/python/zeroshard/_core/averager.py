@@ -78,7 +78,7 @@ class Averager(Generic[T]):
         )
 
     def _start(self, parameters: list[T], constants: list[T], broadcast: bool) -> None:
-        """Uploads version 0, which is rank 0's parameters, and broadcasts it if asked to."""
+        """Uploads the parameters of rank 0 as version 0, and broadcasts them if requested."""
         framework = self._framework
         label = "broadcasting parameters" if broadcast else None
         if self._group.rank == 0:
@@ -89,7 +89,7 @@ class Averager(Generic[T]):
         elif broadcast:
             targets = [framework.incoming(parameter) for parameter in parameters]
             targets += [framework.incoming_words(constant) for constant in constants]
-            # A pull with a part is exact, whatever the dtype on the wire.
+            # A pull with a part is exact for every dtype on the wire.
             self._job.fetch(
                 0, [(i, target.array) for i, target in enumerate(targets)], part="", label=label
             )

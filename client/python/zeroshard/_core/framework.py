@@ -62,7 +62,7 @@ class Optimizer(ABC, Generic[T]):
 
 
 class Framework(ABC, Generic[T]):
-    """Tensors and modules of a framework. The core never looks into a module itself."""
+    """The tensors and modules of a framework. The core accesses modules only through this class."""
 
     # ---- tensors
 

@@ -1,4 +1,5 @@
-"""Parameters that live on the servers: they are fetched when they are used and freed afterwards.
+"""Gathered parameters: they are on the servers, are fetched when they are used, and are freed
+afterwards.
 
 A unit (as in FSDP) is the set of large parameters of one module. A parameter keeps its identity and
 shape. It is fetched by the first of these events:
@@ -9,7 +10,7 @@ shape. It is fetched by the first of these events:
 - backward needs it or a view of it (hooks for saved tensors).
 
 It is freed when no forward that used it is running, and during backward when its gradient is
-complete. What the program still refers to (``w = layer.weight.t()``) keeps its memory.
+complete. A view that the program still refers to (``w = layer.weight.t()``) keeps the memory alive.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class Unit(Generic[T]):
                 self.gatherer.put(self, parameter, value)
 
     def free(self) -> None:
-        """Frees it, unless a forward uses it or the program has written to it: then the next job
-        takes over the values."""
+        """Frees it, unless a forward uses it or the program has written to it. In the latter case
+        the next job takes over the values."""
         if not self.allocated or self.users > 0 or self.modified:
             return
         if self._fetch is not None:

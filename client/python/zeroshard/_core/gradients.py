@@ -62,7 +62,7 @@ class Gradients(Generic[T]):
         return bool(self._sent)
 
     def announce(self) -> None:
-        """Called when passes are held back: the pass that is not held back is the last of its
+        """Called when the program uses ``no_sync``: the pass outside of it is the last one of its
         step."""
         if self._announced is None:
             self._announced = 1

@@ -74,8 +74,8 @@ class Entry(Generic[T]):
         return (self.framework.words(self.tensor),) if self.raw else self.local_shape
 
     def continues(self, before: Entry[T] | None) -> bool:
-        """Whether it has the values that the servers have of ``before``, its entry in the previous
-        job.
+        """Whether its values are those that the servers hold for ``before``, its entry in the
+        previous job.
 
         (Batch norm's updates of its buffers do not count as modifications.)
         """
@@ -122,7 +122,7 @@ class Entry(Generic[T]):
 
 
 class ModelJob(Generic[T]):
-    """The job of one model and its optimizer, as one rank sees it."""
+    """The job of one model and its optimizer, on one rank."""
 
     def __init__(
         self,
@@ -299,10 +299,10 @@ class ModelJob(Generic[T]):
     def _upload(
         self, entries: list[Entry[T]], kept: list[Entry[T]], states: Mapping[int, State[T]]
     ) -> None:
-        """Uploads ``entries``, and states that the copies of ``kept`` stand.
+        """Uploads ``entries``, and confirms the servers' copies of ``kept``.
 
         ``states``: optimizer state of both, by the ``id`` of its parameter. It is uploaded first,
-        because the job begins when the last parameter is there.
+        because the job begins when the last parameter has arrived.
         """
         by_part: dict[tuple[str, int], list[tuple[int, Array]]] = {}
         for entry in [*entries, *kept]:
@@ -322,7 +322,7 @@ class ModelJob(Generic[T]):
     def _by_applied(
         self, entries: list[Entry[T]], states: Mapping[int, State[T]]
     ) -> dict[int, list[Entry[T]]]:
-        """Entries by the number of steps that their state has seen."""
+        """The entries, grouped by the number of steps that were applied to their state."""
         by_applied: dict[int, list[Entry[T]]] = {}
         for entry in entries:
             applied = states[id(entry.tensor)][0] if id(entry.tensor) in states else 0

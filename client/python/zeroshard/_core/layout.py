@@ -67,10 +67,10 @@ def job_layouts(
         "ranks": [mesh.ranks for mesh in meshes],
     }
     everywhere = [json.loads(text) for text in exchange(json.dumps(own))]
-    check_equal({rank: told["shapes"] for rank, told in zip(ranks, everywhere, strict=True)})
+    check_equal({rank: other["shapes"] for rank, other in zip(ranks, everywhere, strict=True)})
     combined = [
         _combine(
-            [Mesh(mesh.shape, told["ranks"][number], mesh.names) for told in everywhere], ranks
+            [Mesh(mesh.shape, other["ranks"][number], mesh.names) for other in everywhere], ranks
         )
         for number, mesh in enumerate(meshes)
     ]

@@ -1,4 +1,4 @@
-"""What the sharded optimizers of all frameworks share."""
+"""The common part of the sharded optimizers in all frameworks."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Options:
         return min(self.buffer_max_size, largest)
 
     def is_large(self, framework: Framework[T], model: Any) -> Callable[[T], bool]:
-        """A function that tells whether a parameter of the model lives on the servers at
+        """A function that returns whether a parameter of the model is on the servers at
         ``p_g_os``."""
         excluded = self._excluded(framework, model)
         return lambda parameter: (

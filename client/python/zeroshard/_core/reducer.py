@@ -73,7 +73,7 @@ class Reducer(Generic[T]):
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Forward passes inside do not request averaging."""
+        """A context whose forward passes do not request averaging."""
         before, self.syncing = self.syncing, False
         try:
             yield

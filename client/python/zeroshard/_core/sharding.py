@@ -1,5 +1,5 @@
-"""A sharded model and its optimizer: what happens before a forward, at a step, and when the program
-changes the model."""
+"""A sharded model and its optimizer: the actions before a forward, in a step, and after a change of
+the model by the program."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Sharding(Generic[T]):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes of forwards inside are not the last of their step."""
+        """A context whose forwards have backward passes that are not the last of their step."""
         before, self._holding = self._holding, True
         try:
             yield
@@ -82,8 +82,8 @@ class Sharding(Generic[T]):
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """All parameters are gathered inside. The servers take over what the program writes to
-        them."""
+        """A context in which all parameters are gathered. The servers take over the values that the
+        program writes to them."""
         if self.gatherer is not None:
             self.gatherer.gather_all()
         try:
@@ -94,7 +94,7 @@ class Sharding(Generic[T]):
                 self.gatherer.settle()
 
     def check_movable(self) -> None:
-        """Raises an error if the model has parameters that live on the servers, which cannot be
+        """Raises an error if the model has parameters that are on the servers, which cannot be
         moved or cast."""
         if self.gatherer is not None and self.gatherer.units:
             raise InvalidArgumentError(
@@ -103,8 +103,8 @@ class Sharding(Generic[T]):
             )
 
     def fetches(self, parameter: T) -> bool:
-        """Whether the parameter lives on the servers, and is on this worker only while its module
-        runs."""
+        """Whether the parameter is on the servers, and on this worker only while its module is
+        running."""
         if self.gatherer is None:
             return False
         return any(

@@ -105,8 +105,8 @@ class DataParallel(paddle.nn.Layer):
         return outputs
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes of forward passes inside accumulate gradients on each rank without
-        averaging them.
+        """A context whose forward passes have backward passes that accumulate gradients on each
+        rank, without averaging them.
 
         The accumulated gradients are part of the next averaging.
         """

@@ -16,7 +16,7 @@ from ._placement import broadcast
 
 
 class ShardDataloader(ShardDataloaderBase[Any]):
-    """Made by :func:`shard_dataloader`. Iterate over it, or over the result of calling it."""
+    """The result of :func:`shard_dataloader`. Iterate over it, or over the result of calling it."""
 
     def _check_mesh(self, mesh: object) -> Any:
         return check_mesh(mesh, "meshes")

@@ -18,7 +18,7 @@ def describe(
 ) -> Description:
     """Describes a layer that is trained by ``sharding``, or not trained, on these ranks.
 
-    ``mean_of_losses``: each rank computes a loss of its own, and calls return the mean. The
+    With ``mean_of_losses`` each rank computes a separate loss, and calls return the mean. The
     collectives of Paddle's operators on distributed tensors are not included, because they cannot
     be observed.
     """

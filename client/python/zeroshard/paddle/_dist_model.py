@@ -25,7 +25,7 @@ from ._sharded import group_sharded_parallel
 
 
 class DistModel(DistModelBase[Any]):
-    """A layer with modes, made by :func:`to_static`.
+    """A layer with modes, created by :func:`to_static`.
 
     The initial mode is ``"train"`` with a loss and an optimizer, ``"eval"`` with a loss only, and
     ``"predict"`` with neither. The layer's parameters may be plain tensors (data parallelism: every
@@ -39,7 +39,8 @@ class DistModel(DistModelBase[Any]):
         loss: ``loss(*outputs, *labels)``, a scalar that is a mean over the batch.
         optimizer: a Paddle optimizer, whose state moves to the shard servers at the strategy's
             level, or the result of :func:`~zeroshard.paddle.shard_optimizer`.
-        strategy: its ``sharding`` determines what the servers hold; by default the optimizer state.
+        strategy: its ``sharding`` selects the tensors that the servers hold; by default the
+            optimizer state.
     """
 
     _tensor_name = "paddle.Tensor"
@@ -175,5 +176,5 @@ def to_static(
     optimizer: Any | None = None,
     strategy: Strategy | None = None,
 ) -> DistModel:
-    """Makes a :class:`DistModel` of a layer. The arguments are those of the class."""
+    """Creates a :class:`DistModel` from a layer. The arguments are those of the class."""
     return DistModel(layer, loader, loss, optimizer, strategy)

@@ -16,7 +16,8 @@ class GroupSharded(paddle.nn.Layer):
     """A model whose optimizer state, and depending on the level its gradients and parameters, are
     on the shard servers.
 
-    Attributes that it does not have are the model's, and its ``state_dict`` has the model's keys.
+    Attributes that this class does not have are looked up in the model, and ``state_dict`` has the
+    keys of the model.
     """
 
     def __init__(self, layer: Any, sharding: Sharding[Any]) -> None:
@@ -56,13 +57,13 @@ class GroupSharded(paddle.nn.Layer):
             raise
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes of forwards inside are not the last of their step: gradients accumulate
-        on this rank."""
+        """A context whose forwards have backward passes that are not the last of their step: the
+        gradients are accumulated on this rank."""
         return self.sharding.no_sync()
 
     def summon_full_params(self) -> AbstractContextManager[None]:
-        """All parameters are on this worker inside. If every rank enters and leaves the context,
-        all ranks take over what rank 0 writes to them."""
+        """A context in which all parameters are on this worker. If every rank enters and leaves the
+        context, all ranks take over the values that rank 0 writes to them."""
         return self.sharding.gathered()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,9 +19,9 @@ from ._dtensor import local, part
 class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
     """A ``paddle.optimizer.Optimizer`` whose state and steps are on the shard servers.
 
-    Made by :func:`~zeroshard.paddle.group_sharded_parallel`. It shares its settings with the
-    original optimizer: a learning rate that is set on either one, or by a scheduler, takes effect
-    at the next step.
+    It is created by :func:`~zeroshard.paddle.group_sharded_parallel` and shares its settings with
+    the original optimizer: a learning rate that is set on either one, or by a scheduler, takes
+    effect at the next step.
     """
 
     # Not in `__dict__`, which is shared with the original optimizer: that must not keep the job

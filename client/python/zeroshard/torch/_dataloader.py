@@ -14,7 +14,7 @@ from ._mesh import check_mesh, dimension
 
 
 class ShardDataloader(ShardDataloaderBase[DeviceMesh]):
-    """Made by :func:`shard_dataloader`. Iterate over it, or over the result of calling it."""
+    """The result of :func:`shard_dataloader`. Iterate over it, or over the result of calling it."""
 
     def _check_mesh(self, mesh: object) -> DeviceMesh:
         return check_mesh(mesh, "meshes")

@@ -28,9 +28,9 @@ def describe(
 ) -> Description:
     """Describes a module that is trained by ``sharding``, or not trained, on these ranks.
 
-    ``mesh`` is the mesh of its parameters, if they are distributed. ``mean_of_losses``: each rank
-    computes a loss of its own, and calls return the mean. ``seen``: the collectives recorded in a
-    call; None before the first call, when only those announced by parallel styles are known.
+    ``mesh`` is the mesh of its parameters, if they are distributed. With ``mean_of_losses`` each
+    rank computes a separate loss, and calls return the mean. ``seen`` has the collectives recorded
+    in a call; None before the first call, when only those of the parallel styles are known.
     """
     names = {id(parameter): name for name, parameter in layer.named_parameters()}
     variables = tuple(
@@ -56,7 +56,7 @@ def describe(
 
 
 def working_modules(layer: nn.Module) -> dict[str, nn.Module]:
-    """The modules that appear in programs: those with parameters of their own or with
+    """The modules that appear in programs: those that have parameters (not only their children), or
     collectives."""
     return {
         name: module

@@ -37,7 +37,7 @@ from ._sharded import group_sharded_parallel
 
 
 class DistModel(DistModelBase[Tensor]):
-    """A module with modes, made by :func:`to_static`.
+    """A module with modes, created by :func:`to_static`.
 
     The initial mode is ``"train"`` with a loss and an optimizer, ``"eval"`` with a loss only, and
     ``"predict"`` with neither. The module's parameters may be plain tensors (data parallelism:
@@ -51,7 +51,8 @@ class DistModel(DistModelBase[Tensor]):
         loss: ``loss(*outputs, *labels)``, a scalar that is a mean over the batch.
         optimizer: a torch optimizer, whose state moves to the shard servers at the strategy's
             level, or the result of :func:`~zeroshard.torch.shard_optimizer`.
-        strategy: its ``sharding`` determines what the servers hold; by default the optimizer state.
+        strategy: its ``sharding`` selects the tensors that the servers hold; by default the
+            optimizer state.
     """
 
     _tensor_name = "torch.Tensor"
@@ -259,5 +260,5 @@ def to_static(
     optimizer: torch.optim.Optimizer | None = None,
     strategy: Strategy | None = None,
 ) -> DistModel:
-    """Makes a :class:`DistModel` of a module. The arguments are those of the class."""
+    """Creates a :class:`DistModel` from a module. The arguments are those of the class."""
     return DistModel(layer, loader, loss, optimizer, strategy)

@@ -70,7 +70,7 @@ class ProcessMesh(DeviceMesh):
         )
         if device_type is None:
             device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
-        # torch sorts the ranks of a mesh's groups unless told otherwise.
+        # By default, torch sorts the ranks of a mesh's groups.
         ascending = all(bool((ranks.diff(dim=dim) > 0).all()) for dim in range(ranks.dim()))
         options: dict[str, Any] = {} if ascending else {"preserve_rank_order": True}
         super().__init__(device_type, ranks, mesh_dim_names=names, **options)

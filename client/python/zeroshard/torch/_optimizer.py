@@ -19,8 +19,9 @@ from ._dtensor import local, part
 class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose state and steps are on the shard servers.
 
-    Made by :func:`~zeroshard.torch.group_sharded_parallel`. It shares its ``param_groups`` with the
-    original optimizer: a change by a scheduler of either one takes effect at the next step.
+    It is created by :func:`~zeroshard.torch.group_sharded_parallel` and shares its ``param_groups``
+    with the original optimizer: a change by a scheduler of either one takes effect at the next
+    step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, sharding: Sharding[Tensor]) -> None:

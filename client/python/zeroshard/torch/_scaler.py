@@ -14,8 +14,8 @@ class GradScaler(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler`` for sharded optimizers. An inf or NaN on any rank skips the step
     on all ranks.
 
-    :func:`~zeroshard.torch.group_sharded_parallel` makes it from the given scaler and shares its
-    state.
+    :func:`~zeroshard.torch.group_sharded_parallel` creates it from the given scaler. The two share
+    their state.
     """
 
     @classmethod

@@ -43,15 +43,15 @@ def group_sharded_parallel(
         model: any module. All ranks take the parameters and buffers of rank 0.
         optimizer: SGD, Adam, AdamW, Adagrad, Adadelta or RMSprop of ``torch.optim``, or Lion or
             LAMB of ``zeroshard.torch``. Existing state is uploaded.
-        level: what the servers hold: ``"os"``: the optimizer state; ``"os_g"``: also gradients,
-            which are sent during backward; ``"p_g_os"``: also parameters, which are fetched for
-            each use.
+        level: the tensors that the servers hold. At ``"os"`` these are the optimizer state, at
+            ``"os_g"`` also gradients, which are sent during backward, and at ``"p_g_os"`` also
+            parameters, which are fetched for each use.
         scaler: a gradient scaler; returned as one that supports the sharded optimizer.
         group: the process group that trains together; None: all ranks.
         offload: keep state and master weights in the servers' host memory. Does not change results.
         sync_buffers: whether all ranks receive the model's buffers of rank 0 after every step.
         buffer_max_size: elements of a bucket of gradients; 0: each gradient is sent by itself.
-        segment_size: at ``p_g_os``, parameters with more elements than this live on the servers.
+        segment_size: at ``p_g_os``, parameters with more elements than this are on the servers.
         sync_comm: at ``p_g_os``, disables prefetching of parameters.
         dp_group: must be None. Ranks that train replicas belong in ``group``.
         exclude_layer: at ``p_g_os``, class names or ids (``id(module)``) of modules whose

@@ -18,7 +18,7 @@ const SCRIPT: &str = include_str!("../../torch/step.py");
 /// The number of ranks.
 pub(super) const WORLD: usize = 2;
 /// The time limit of one measurement, from the start of Python.
-const PATIENCE: Duration = Duration::from_secs(600);
+const TIMEOUT: Duration = Duration::from_secs(600);
 /// The interval at which the processes are checked.
 const POLL: Duration = Duration::from_millis(50);
 /// The number of lines of a failed rank's log that are shown.
@@ -28,14 +28,14 @@ const LOG_LINES: usize = 15;
 #[derive(Debug, Clone)]
 pub(super) struct Sample {
     pub(super) params: u64,
-    /// The seconds of a step, the mean over the measured steps.
+    /// The mean time of the measured steps in seconds.
     pub(super) seconds: f64,
-    /// The loss of the last step, the mean over the ranks.
+    /// The loss of the last step, averaged over the ranks.
     pub(super) loss: f64,
     /// The peak of the resident memory of each rank during the measured steps.
     pub(super) peak_bytes: [u64; WORLD],
-    /// The same for all servers together, over their whole life; `None` without servers, or if they
-    /// are inside rank 0.
+    /// The sum of the peaks of the servers over their whole life; `None` without servers, or if
+    /// they run inside rank 0.
     pub(super) server_peak_bytes: Option<u64>,
 }
 
@@ -53,7 +53,7 @@ impl Sample {
     fn parse(texts: &[String; WORLD]) -> Result<Self, Error> {
         let parse = |text: &String| {
             serde_json::from_str::<Output>(text)
-                .map_err(|e| format!("a rank's result {text:?}: {e}"))
+                .map_err(|e| format!("invalid result of a rank, {text:?}: {e}"))
         };
         let (first, second) = (parse(&texts[0])?, parse(&texts[1])?);
         if !(first.seconds.is_finite() && first.seconds > 0.0) {
@@ -89,10 +89,10 @@ impl Ranks {
         Ok(ranks)
     }
 
-    /// Waits until all ranks have ended. If a rank fails, the others are ended, and its log is the
-    /// error.
+    /// Waits until all ranks have ended. If a rank fails, the others are killed, and the error
+    /// contains its log.
     pub(super) fn finish(mut self) -> Result<Sample, Error> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             let mut running = false;
             for (rank, child) in self.children.iter_mut().enumerate() {
@@ -109,13 +109,13 @@ impl Ranks {
                 break;
             }
             if Instant::now() > deadline {
-                return Err(format!("did not end in {PATIENCE:?}").into());
+                return Err(format!("the ranks did not end within {TIMEOUT:?}").into());
             }
             thread::sleep(POLL);
         }
         let read = |rank| {
             let text = fs::read_to_string(self.folder.path().join(output_name(rank)));
-            text.map_err(|e| format!("rank {rank} left no result: {e}"))
+            text.map_err(|e| format!("rank {rank} wrote no result: {e}"))
         };
         Sample::parse(&[read(0)?, read(1)?])
     }

@@ -1,5 +1,5 @@
-//! Boxes of a square matrix compared with a whole array of the same number of elements: the cost of
-//! rows that are not adjacent.
+//! Compares boxes of a square matrix with an array of the same number of elements. This measures
+//! the cost of rows that are not adjacent in memory.
 
 use serde_json::json;
 use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, TensorId, Values};
@@ -63,18 +63,18 @@ impl Held {
         address: &str,
         name: &str,
         side: usize,
-        cut: Option<usize>,
+        shard_dim: Option<usize>,
     ) -> Result<Self, Error> {
         let numel = side * side / RANKS as usize;
         let cluster = Cluster::connect(address, Default::default()).await?;
-        let tensor = match cut {
+        let tensor = match shard_dim {
             None => TensorSpec::new("tensor", [numel as u64]),
             Some(dim) => TensorSpec {
                 layout: Some(TensorLayout { mesh: 0, placements: vec![DimPlacement::Shard(dim)] }),
                 ..TensorSpec::new("tensor", [side as u64; 2])
             },
         };
-        let ranks = cut.map_or(1, |_| RANKS);
+        let ranks = shard_dim.map_or(1, |_| RANKS);
         let spec = JobSpec {
             world: ranks,
             meshes: vec![ProcessMesh::dense([ranks as usize], ["tp"])?.into()],

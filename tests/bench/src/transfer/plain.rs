@@ -1,4 +1,4 @@
-//! The same service with generated tonic code and default settings.
+//! The baseline "plain tonic": the data service with generated tonic code and default settings.
 
 use std::{pin::Pin, sync::Mutex};
 

@@ -1,4 +1,5 @@
-//! One TCP stream with blocking calls, directly from and into an array: the limit of the machine.
+//! The baseline "raw TCP": one TCP stream with blocking calls, directly from and into an array. It
+//! is the limit of the machine.
 
 use std::{
     io::{Read, Write},

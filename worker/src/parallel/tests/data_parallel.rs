@@ -1,10 +1,10 @@
-//! Data parallelism.
+//! Tests data parallelism.
 
 use burn::optim::{GradientsParams, Optimizer, SgdConfig};
 
 use super::*;
 
-/// One weight, and one that only some use.
+/// A module with a parameter that every rank uses, and one that only some ranks use.
 #[derive(Module, Debug)]
 struct Two<B: Backend> {
     used: Param<Tensor<B, 1>>,
@@ -20,7 +20,7 @@ fn gradient(found: &GradientsParams, parameter: &Param<Tensor<Graph, 1>>) -> Opt
     found.get::<Flex, 1>(parameter.id).map(|gradient| gradient.into_scalar())
 }
 
-/// A loss whose gradient is `factor`, of both parameters or of the first alone.
+/// A loss whose gradient is `factor` for both parameters, or only for the first one.
 fn loss(module: &Two<Graph>, factor: f32, both: bool) -> Tensor<Graph, 1> {
     let first = module.used.val().mul_scalar(factor);
     if both { first + module.spare.val().mul_scalar(factor) } else { first }
@@ -28,7 +28,7 @@ fn loss(module: &Two<Graph>, factor: f32, both: bool) -> Tensor<Graph, 1> {
 
 type Parallel = DataParallel<Graph, Two<Graph>>;
 
-/// The results of `run` on two ranks, for a module that they have in parallel.
+/// The results of `run` on two ranks, which receives a `DataParallel` and the rank.
 fn parallel<T: Send>(
     find_unused_parameters: bool,
     run: impl Fn(Parallel, u32) -> T + Sync,
@@ -57,7 +57,7 @@ fn alone<M: Module<Graph>>(module: M) -> Result<DataParallel<Graph, M>> {
 }
 
 #[test]
-fn parameters_are_those_of_the_first_rank() {
+fn all_ranks_receive_the_parameters_of_the_first_rank() {
     with_job(1, 3, |world, job, runtime| {
         let (module, options) =
             (linear(world.rank() as usize, 3, 2), DataParallelOptions::default());
@@ -77,13 +77,13 @@ fn gradients_are_the_mean_over_the_ranks() {
         assert_eq!(
             gradient(&parallel.gradients(), &parallel.module().used),
             None,
-            "they were taken"
+            "gradients() has removed the gradients"
         );
     });
 }
 
 #[test]
-fn what_accumulated_under_no_sync_is_part_of_the_next_synchronisation() {
+fn gradients_accumulated_in_no_sync_are_part_of_the_next_synchronisation() {
     parallel(false, |mut parallel, rank| {
         let [first, second] = if rank == 0 { [1.0, 10.0] } else { [2.0, 20.0] };
         parallel.no_sync(|parallel| {
@@ -98,7 +98,7 @@ fn what_accumulated_under_no_sync_is_part_of_the_next_synchronisation() {
 }
 
 #[test]
-fn no_sync_goes_by_the_forward_pass() {
+fn no_sync_takes_effect_at_the_forward_pass() {
     parallel(false, |mut parallel, rank| {
         let own = 1.0 + rank as f32;
         let inside =
@@ -122,7 +122,7 @@ fn no_sync_goes_by_the_forward_pass() {
 }
 
 #[test]
-fn gradients_that_ran_under_no_sync_can_be_synchronised_by_hand() {
+fn gradients_of_no_sync_can_be_synchronised_explicitly() {
     parallel(false, |mut parallel, rank| {
         let own = 1.0 + rank as f32;
         parallel.no_sync(|parallel| {
@@ -136,13 +136,13 @@ fn gradients_that_ran_under_no_sync_can_be_synchronised_by_hand() {
 }
 
 #[test]
-fn a_parameter_that_only_one_rank_used_is_averaged_if_that_is_meant() {
+fn a_parameter_that_one_rank_used_is_averaged_with_find_unused_parameters() {
     parallel(true, |mut parallel, rank| {
         let pass = parallel.forward(|module| loss(module, 1.0, rank == 0));
         parallel.backward(pass).unwrap();
         let found = parallel.gradients();
         assert_eq!(gradient(&found, &parallel.module().spare), Some(0.5));
-        // Used nowhere.
+        // A parameter that no rank used.
         let pass = parallel.forward(|module| loss(module, 1.0, false));
         parallel.backward(pass).unwrap();
         let found = parallel.gradients();
@@ -151,7 +151,7 @@ fn a_parameter_that_only_one_rank_used_is_averaged_if_that_is_meant() {
 }
 
 #[test]
-fn an_unused_parameter_is_an_error_on_every_rank_that_names_it_and_the_rank() {
+fn an_unused_parameter_is_an_error_on_every_rank_that_names_parameter_and_rank() {
     let errors = parallel(false, |mut parallel, rank| {
         let both = rank == 0;
         let pass = parallel.forward(|module| loss(module, 1.0, both));
@@ -163,7 +163,7 @@ fn an_unused_parameter_is_an_error_on_every_rank_that_names_it_and_the_rank() {
 }
 
 #[test]
-fn buckets_are_those_of_paddle() {
+fn buckets_equal_those_of_paddle() {
     #[derive(Module, Debug)]
     struct Sizes<B: Backend> {
         parameters: Vec<Param<Tensor<B, 1>>>,
@@ -178,12 +178,12 @@ fn buckets_are_those_of_paddle() {
 }
 
 #[test]
-fn a_module_without_a_parameter_that_trains_is_refused() {
+fn a_module_without_trained_parameters_is_refused() {
     assert!(matches!(alone(two().no_grad()).map(drop), Err(Error::Invalid(_))));
 }
 
 #[test]
-fn ranks_with_other_parameters_are_told_so() {
+fn ranks_with_different_parameters_are_refused() {
     let errors = with_job(1, 2, |world, job, runtime| {
         let (module, options) =
             (linear(0, 3, 2 + world.rank() as usize), DataParallelOptions::default());
@@ -193,7 +193,7 @@ fn ranks_with_other_parameters_are_told_so() {
 }
 
 #[test]
-fn ranks_that_step_alike_stay_alike() {
+fn ranks_with_the_same_optimizer_keep_equal_parameters() {
     let weights = parallel(false, |mut parallel, rank| {
         let mut optimizer = SgdConfig::new().init::<Graph, Two<Graph>>();
         for step in 0..3 {

@@ -1,10 +1,11 @@
-//! A model in its modes, with its parameters on shard servers.
+//! Tests `DistModel` in its modes, with the parameters on shard servers.
 
 use burn::optim::{GradientsParams, Optimizer as _, SgdConfig};
 
 use super::*;
 
-/// Paddle's example: two linear layers, the first cut by columns, the second by rows.
+/// The model of Paddle's example: two linear layers, the first sharded by columns and the second by
+/// rows.
 #[derive(Module, Debug)]
 pub(super) struct DemoNet<B: Backend> {
     pub(super) linear_0: ParallelLinear<B>,
@@ -67,7 +68,7 @@ pub(super) fn sharded(mesh: &Mesh) -> DemoNet<Graph> {
     shard_layer(net(), mesh, shard, None, None).unwrap().layer
 }
 
-/// What `run` gives on each of two ranks, with a cluster of so many servers.
+/// The results of `run` on two ranks, with a cluster of `servers` shard servers.
 fn with_servers<T: Send>(
     servers: usize,
     run: impl Fn(Mesh, &dyn Fn(&mut DemoNet<Graph>) -> ServerOptimizer) -> T + Sync,
@@ -97,7 +98,7 @@ fn run_loss(model: &mut DistModel<Graph, DemoNet<Graph>>, tensors: Vec<Value<Gra
     }
 }
 
-/// Losses of training one process with the whole model.
+/// The losses of training the whole model in one process.
 fn dense(steps: usize) -> Vec<f32> {
     let mut module = net();
     let mut optimizer = SgdConfig::new().init::<Graph, DemoNet<Graph>>();
@@ -114,7 +115,7 @@ fn dense(steps: usize) -> Vec<f32> {
 }
 
 #[test]
-fn training_by_boxes_equals_one_process_and_any_number_of_servers_gives_the_same_bits() {
+fn training_equals_one_process_and_has_the_same_bits_for_any_number_of_servers() {
     let expected = dense(8);
     let [one, three] = [1, 3].map(|servers| {
         let mut ranks = with_servers(servers, |mesh, optimizer| {
@@ -157,14 +158,14 @@ fn eval_and_predict_change_neither_a_parameter_nor_the_version() {
         assert_eq!(run_loss(&mut model, tensors(1)), loss);
         model.predict().unwrap();
         let Outcome::Outputs(outputs) = model.call(batch(1).inputs).unwrap() else {
-            panic!("it predicts")
+            panic!("expected outputs in predict mode")
         };
         let output = outputs["out0"].clone().local::<2>().unwrap();
         let label = numbers(41, [4, 8]);
         assert_eq!(
             mean_square(output, label).into_scalar(),
             loss,
-            "the output is that of the loss"
+            "the outputs in predict mode give the loss of eval mode"
         );
         assert_eq!(state(&model), before);
         model.train().unwrap();
@@ -175,7 +176,7 @@ fn eval_and_predict_change_neither_a_parameter_nor_the_version() {
 }
 
 #[test]
-fn a_state_is_taken_over_by_the_next_job() {
+fn set_state_dict_continues_in_a_successor_with_the_state() {
     with_servers(2, |mesh, optimizer| {
         let mut model = model(&mesh, optimizer);
         run_loss(&mut model, tensors(0));
@@ -206,12 +207,12 @@ fn a_model_without_a_job_has_no_state() {
 }
 
 #[test]
-fn programs_of_the_modes_differ_and_say_what_travels() {
+fn programs_differ_between_modes_and_list_transfers() {
     with_servers(1, |mesh, optimizer| {
         let model = model(&mesh, optimizer);
         let programs = [Mode::Train, Mode::Eval, Mode::Predict]
             .map(|mode| model.dist_main_program(Some(mode)).unwrap());
-        // No rank goes on while another is in a backward pass.
+        // Waits until no rank is in a backward pass.
         mesh.world().agree(mesh.process_mesh(), "the programs", "made").unwrap();
         let [train, eval, predict] = &programs;
         assert!(train != eval && eval != predict && train != predict);
@@ -225,7 +226,7 @@ fn programs_of_the_modes_differ_and_say_what_travels() {
             matches!(operation, Operation::Push(_) | Operation::Commit { .. })
         };
         assert!(programs.iter().all(|program| count(program, pulls) == 4));
-        // Rank 0 pushes the replicated biases too.
+        // Only rank 0 pushes the replicated biases.
         let expected = if mesh.rank() == 0 { 4 } else { 2 };
         assert_eq!(
             [train, eval, predict].map(|program| count(program, pushes)),
@@ -262,12 +263,12 @@ fn programs_of_the_modes_differ_and_say_what_travels() {
 }
 
 #[test]
-fn the_first_mode_follows_from_what_there_is() {
+fn the_initial_mode_depends_on_the_loss_and_the_optimizer() {
     with_servers(1, |mesh, optimizer| {
         let mut layer = sharded(&mesh);
         let optimizer = optimizer(&mut layer);
-        let refused = to_static(layer.clone(), &mesh, batch(0), None, None).unwrap();
-        assert_eq!(refused.mode(), Mode::Predict);
+        let model = to_static(layer.clone(), &mesh, batch(0), None, None).unwrap();
+        assert_eq!(model.mode(), Mode::Predict);
         assert_eq!(
             to_static(layer.clone(), &mesh, batch(0), loss(), None).unwrap().mode(),
             Mode::Eval
@@ -279,7 +280,7 @@ fn the_first_mode_follows_from_what_there_is() {
 }
 
 #[test]
-fn a_mode_whose_parts_are_missing_is_refused_and_the_mode_stays() {
+fn a_mode_without_its_loss_or_optimizer_is_refused_and_the_mode_stays() {
     worlds(1, |world| {
         let mesh = line(&world, 1);
         let mut evaluates = to_static(sharded(&mesh), &mesh, batch(0), loss(), None).unwrap();
@@ -301,7 +302,7 @@ fn a_mode_whose_parts_are_missing_is_refused_and_the_mode_stays() {
 }
 
 #[test]
-fn another_number_of_tensors_is_refused() {
+fn a_wrong_number_of_tensors_is_refused() {
     worlds(1, |world| {
         let mesh = line(&world, 1);
         let mut model = to_static(sharded(&mesh), &mesh, batch(0), loss(), None).unwrap();

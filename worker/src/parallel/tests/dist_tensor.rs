@@ -1,11 +1,11 @@
-//! Where the parts of a tensor go, and its gradients.
+//! Tests the redistribution of tensors and of their gradients.
 
 use super::*;
 
 const SUM: Placement = PARTIAL;
 const MEAN: Placement = Partial(Reduction::Avg);
 
-/// All placements along each dimension of a mesh.
+/// All combinations of placements on a mesh of `dims` dimensions.
 fn all(dims: usize) -> Vec<Vec<Placement>> {
     let one = [Shard(0), Shard(1), Replicate, SUM, MEAN];
     (0..one.len().pow(dims as u32))
@@ -13,8 +13,8 @@ fn all(dims: usize) -> Vec<Vec<Placement>> {
         .collect()
 }
 
-/// Value and gradient of a tensor that goes from the one layout to the other, and of itself.
-fn there_and_back(shape: [usize; 2], mesh: &Mesh, from: &[Placement], to: &[Placement]) {
+/// Checks the values and the gradient of a tensor after a redistribution.
+fn check_reshard(shape: [usize; 2], mesh: &Mesh, from: &[Placement], to: &[Placement]) {
     let what = format!("{shape:?} on {:?}: {from:?} to {to:?}", mesh.process_mesh().shape());
     let x = numbers(3, shape).require_grad();
     let tensor = shard_tensor(x.clone(), mesh, from).unwrap().reshard(to).unwrap();
@@ -28,14 +28,14 @@ fn there_and_back(shape: [usize; 2], mesh: &Mesh, from: &[Placement], to: &[Plac
 }
 
 #[test]
-fn every_layout_becomes_every_other_and_so_do_gradients() {
+fn tensors_and_gradients_are_redistributed_from_every_layout_to_every_other() {
     worlds(3, |world| {
         let mesh = line(&world, 3);
-        // Even, uneven with a short last part, with an empty part.
+        // Parts of equal sizes, a shorter last part, and an empty part.
         for shape in [[3, 6], [5, 4], [2, 1]] {
             for from in all(1) {
                 for to in all(1) {
-                    there_and_back(shape, &mesh, &from, &to);
+                    check_reshard(shape, &mesh, &from, &to);
                 }
             }
         }
@@ -43,12 +43,12 @@ fn every_layout_becomes_every_other_and_so_do_gradients() {
 }
 
 #[test]
-fn every_layout_on_a_grid_becomes_every_other_and_so_do_gradients() {
+fn tensors_and_gradients_are_redistributed_on_a_mesh_of_two_dimensions() {
     worlds(4, |world| {
         let mesh = world.mesh(ProcessMesh::dense([2, 2], ["dp", "tp"]).unwrap()).unwrap();
         for from in all(2) {
             for to in all(2) {
-                there_and_back([5, 3], &mesh, &from, &to);
+                check_reshard([5, 3], &mesh, &from, &to);
             }
         }
     });
@@ -73,7 +73,7 @@ fn parts_are_those_of_torch_chunk() {
 }
 
 #[test]
-fn a_local_tensor_is_a_part_and_no_data_moves() {
+fn from_local_transfers_no_data() {
     worlds(2, |world| {
         let mesh = line(&world, 2);
         let local = numbers(world.rank() as usize, [2, 3]);
@@ -88,7 +88,7 @@ fn a_local_tensor_is_a_part_and_no_data_moves() {
 }
 
 #[test]
-fn local_tensors_of_several_sizes_are_parts_of_a_tensor_whose_shape_is_said() {
+fn from_local_of_accepts_parts_of_different_sizes() {
     worlds(2, |world| {
         let mesh = line(&world, 2);
         let rows = 3 - world.rank() as usize;
@@ -101,7 +101,7 @@ fn local_tensors_of_several_sizes_are_parts_of_a_tensor_whose_shape_is_said() {
 }
 
 #[test]
-fn gradients_of_a_replicated_tensor_that_are_parts_are_summed() {
+fn partial_gradients_of_a_replicated_tensor_are_summed() {
     worlds(3, |world| {
         let mesh = line(&world, 3);
         let x = numbers(1, [2, 2]).require_grad();
@@ -114,7 +114,7 @@ fn gradients_of_a_replicated_tensor_that_are_parts_are_summed() {
 }
 
 #[test]
-fn gradients_of_a_replicated_tensor_that_are_whole_stay_as_they_are() {
+fn replicated_gradients_of_a_replicated_tensor_are_not_changed() {
     worlds(2, |world| {
         let mesh = line(&world, 2);
         let x = numbers(1, [2, 2]).require_grad();
@@ -125,7 +125,7 @@ fn gradients_of_a_replicated_tensor_that_are_whole_stay_as_they_are() {
 }
 
 #[test]
-fn a_gathered_input_of_cut_layers_has_its_gradients_reduced_and_scattered() {
+fn the_gradients_of_a_gathered_input_are_reduced_and_scattered() {
     worlds(2, |world| {
         let mesh = line(&world, 2);
         let x = numbers(world.rank() as usize, [2, 2]).require_grad();
@@ -138,7 +138,7 @@ fn a_gathered_input_of_cut_layers_has_its_gradients_reduced_and_scattered() {
 }
 
 #[test]
-fn an_elementwise_function_takes_pending_sums_first() {
+fn pending_sums_are_reduced_before_an_elementwise_function() {
     worlds(2, |world| {
         let mesh = line(&world, 2);
         let terms = numbers(world.rank() as usize, [2, 2]);
@@ -164,7 +164,7 @@ fn a_tensor_moves_to_another_mesh() {
 }
 
 #[test]
-fn a_maximum_over_ranks_has_no_gradient_and_says_so() {
+fn a_maximum_over_ranks_refuses_tensors_that_require_grad() {
     worlds(2, |world| {
         let mesh = line(&world, 2);
         let largest = |x: Tensor<Graph, 1>| {
@@ -179,7 +179,7 @@ fn a_maximum_over_ranks_has_no_gradient_and_says_so() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_with_what_would() {
+fn invalid_placements_and_meshes_are_refused() {
     worlds(2, |world| {
         let mesh = line(&world, 2);
         let x = numbers(0, [2, 2]);
@@ -205,7 +205,7 @@ fn what_does_not_fit_is_refused_with_what_would() {
 }
 
 #[test]
-fn two_ranks_with_another_mesh_are_told_what_each_has() {
+fn a_disagreement_about_the_mesh_names_both_meshes() {
     let results = worlds(2, |world| {
         let ranks = if world.rank() == 0 { [0, 1] } else { [1, 0] };
         world.mesh(ProcessMesh::new([2], ranks, ["tp"]).unwrap()).unwrap_err()
@@ -225,14 +225,14 @@ fn two_ranks_with_another_mesh_are_told_what_each_has() {
 }
 
 #[test]
-fn an_error_in_backward_is_told() {
+fn an_error_in_a_backward_pass_is_returned() {
     let errors = worlds(2, |world| {
         let mesh = line(&world, 2);
         let x = numbers(1, [2, 2]).require_grad();
         let used = shard_tensor(x, &mesh, &[Replicate]).unwrap();
         let local = used.to_local_with_gradient::<2>(&[PARTIAL]).unwrap();
         if world.rank() == 0 {
-            // Another operation where rank 1's backward reduces.
+            // Rank 1 calls a different all_reduce in its backward pass.
             return world.all_reduce(&[0, 1], Reduction::Sum, vec![0.0; 9]).unwrap_err();
         }
         world.backward(&local.sum()).map(drop).unwrap_err()

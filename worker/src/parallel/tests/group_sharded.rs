@@ -1,5 +1,5 @@
-//! ZeRO's levels for a module, with data of their own for both ranks (2x1) or half of each layer
-//! (1x2), against one process.
+//! Compares training at ZeRO's levels on two ranks with one process. The ranks form a mesh 2 x 1
+//! (different data) or 1 x 2 (each layer is sharded).
 
 use std::collections::HashMap;
 
@@ -12,17 +12,18 @@ use crate::parallel::parameters;
 
 type Sharded = GroupSharded<Graph, DemoNet<Graph>>;
 
-/// So many ranks have data of their own, and so many passes make a step.
 #[derive(Clone, Copy)]
 struct Run {
+    /// The number of replicas, which train on different data: 1 or 2.
     dp: usize,
+    /// The number of passes per step.
     passes: usize,
     max_norm: Option<f64>,
 }
 
 const STEPS: usize = 5;
 
-/// Of each step: loss, norm of the gradient, clip coefficient.
+/// The loss, the norm of the gradient and the clip coefficient of each step.
 type Steps = Vec<[f64; 3]>;
 
 fn loss(net: &DemoNet<Graph>, number: usize) -> Result<Tensor<Graph, 1>> {
@@ -43,7 +44,7 @@ fn at(
     group_sharded_parallel(net, level, &mesh, settings, runtime).unwrap()
 }
 
-/// One step, of batches that only this rank has if it has data of its own.
+/// Runs one step. With `dp == 2`, the two ranks use different batches.
 fn step(model: &mut Sharded, run: Run, step: usize) -> [f64; 3] {
     let place = if run.dp == 1 { 0 } else { model.optimizer().rank() as usize };
     for pass in 0..run.passes {
@@ -65,7 +66,7 @@ fn train(level: Level, buffer_max_size: usize, run: Run) -> (Steps, Vec<StateTen
         model.optimizer().leave().unwrap();
         (steps, state)
     });
-    assert_eq!(ranks[0], ranks[1], "every rank is told the same, and reads the same state");
+    assert_eq!(ranks[0], ranks[1], "every rank receives the same reports and reads the same state");
     ranks.remove(0)
 }
 
@@ -73,7 +74,7 @@ fn norm(gradients: &HashMap<ParamId, Vec<f32>>) -> f64 {
     gradients.values().flatten().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt()
 }
 
-/// The same in one process with the whole module.
+/// Trains the whole module in one process.
 fn dense(mut module: DemoNet<Graph>, run: Run) -> Steps {
     let mut optimizer = SgdConfig::new().init::<Graph, DemoNet<Graph>>();
     let mut steps = Steps::new();
@@ -114,12 +115,12 @@ fn levels_give_the_same_bits_and_the_losses_of_one_process() {
 }
 
 #[test]
-fn gradients_of_several_passes_add_up() {
+fn gradients_of_several_passes_are_summed() {
     assert_levels_agree(Run { dp: 2, passes: 3, max_norm: None });
 }
 
 #[test]
-fn the_norm_that_clips_is_that_of_one_process() {
+fn clipping_uses_the_norm_of_one_process() {
     for dp in [2, 1] {
         let steps = assert_levels_agree(Run { dp, passes: 1, max_norm: Some(0.5) });
         assert!(steps.iter().all(|[_, norm, clip]| *norm > 0.5 && *clip < 1.0), "{steps:?}");
@@ -131,7 +132,7 @@ fn elements(model: &Sharded) -> usize {
 }
 
 #[test]
-fn at_p_g_os_parameters_are_here_from_forward_to_backward_only() {
+fn at_p_g_os_parameters_are_held_only_from_forward_to_backward() {
     with_cluster(1, |world, settings, runtime| {
         let mut model = at(Level::PGOs, 2, &world, settings, runtime);
         let all = 16 * 16 + 16 + 16 * 8 + 8;
@@ -143,20 +144,20 @@ fn at_p_g_os_parameters_are_here_from_forward_to_backward_only() {
                 model.summon_full_params(|net| loss(net, number)).unwrap().into_scalar(),
                 first.clone().into_scalar()
             );
-            assert_eq!(elements(&model), all, "a backward pass is still to come");
+            assert_eq!(elements(&model), all, "the backward pass has not run yet");
             model.backward(first).unwrap();
             assert_eq!(elements(&model), 0, "after backward");
             model.step().unwrap();
             assert_eq!(elements(&model), 0, "between steps");
         }
         model.summon_full_params(|net| loss(net, 0)).unwrap();
-        assert_eq!(elements(&model), 0, "after a look");
+        assert_eq!(elements(&model), 0, "after summon_full_params");
         model.optimizer().leave().unwrap();
     });
 }
 
 #[test]
-fn at_the_other_levels_parameters_stay() {
+fn at_the_other_levels_parameters_are_always_held() {
     with_cluster(1, |world, settings, runtime| {
         let mut model = at(Level::OsG, 1, &world, settings, runtime);
         let before = elements(&model);
@@ -167,7 +168,7 @@ fn at_the_other_levels_parameters_stay() {
 }
 
 #[test]
-fn a_parameter_that_two_layers_share_gets_both_gradients() {
+fn the_gradients_of_a_shared_parameter_are_added() {
     let tied = || {
         let linear_0 = net().linear_0;
         DemoNet { linear_1: linear_0.clone(), linear_0 }
@@ -194,7 +195,7 @@ fn a_parameter_that_two_layers_share_gets_both_gradients() {
 }
 
 #[test]
-fn a_frozen_parameter_stays_and_is_part_of_the_state() {
+fn a_frozen_parameter_does_not_change_and_is_part_of_the_state() {
     for level in Level::ALL {
         with_cluster(1, |world, settings, runtime| {
             let frozen = DemoNet { linear_0: net().linear_0.no_grad(), ..net() };
@@ -214,7 +215,7 @@ fn a_frozen_parameter_stays_and_is_part_of_the_state() {
 }
 
 #[test]
-fn a_rank_without_a_pass_counts_as_zeros() {
+fn the_gradients_of_a_rank_without_a_pass_count_as_zeros() {
     with_cluster(1, |world, settings, runtime| {
         let mut model = at(Level::OsG, 2, &world, settings, runtime);
         if world.rank() == 0 {
@@ -250,7 +251,7 @@ fn a_loss_scale_changes_no_bit_and_an_overflow_skips_the_step() {
 }
 
 #[test]
-fn training_goes_on_from_a_state_as_it_did_before() {
+fn training_from_a_loaded_state_repeats_the_same_steps() {
     for level in Level::ALL {
         with_cluster(2, |world, settings, runtime| {
             let run = Run { dp: 2, passes: 1, max_norm: None };
@@ -258,7 +259,7 @@ fn training_goes_on_from_a_state_as_it_did_before() {
             step(&mut model, run, 0);
             let state = model.state_dict().unwrap();
             let after: Steps = (1..3).map(|number| step(&mut model, run, number)).collect();
-            // Gradients that wait are dropped.
+            // Accumulated gradients are dropped.
             let loss = model.forward(|net| loss(net, 0)).unwrap();
             model.backward(loss).unwrap();
             model.set_state_dict(state.clone()).unwrap();
@@ -273,7 +274,7 @@ fn training_goes_on_from_a_state_as_it_did_before() {
     }
 }
 
-/// What is wrong, of an argument that is.
+/// The subject and the value of an [`Error::Invalid`].
 fn refused<T: std::fmt::Debug>(result: Result<T>) -> [String; 2] {
     match result {
         Err(Error::Invalid(zeroshard_proto::Error::Invalid { what, found, .. })) => [what, found],
@@ -282,7 +283,7 @@ fn refused<T: std::fmt::Debug>(result: Result<T>) -> [String; 2] {
 }
 
 #[test]
-fn a_state_of_another_module_is_refused_and_nothing_changes() {
+fn a_state_of_a_different_module_is_refused_and_nothing_changes() {
     with_cluster(1, |world, settings, runtime| {
         let mut model = at(Level::Os, 1, &world, settings, runtime);
         let state = model.state_dict().unwrap();
@@ -317,7 +318,7 @@ fn a_state_of_another_module_is_refused_and_nothing_changes() {
 }
 
 #[test]
-fn a_state_is_not_given_to_a_job_that_was_there_before() {
+fn a_state_is_not_loaded_into_an_existing_job() {
     with_cluster(1, |world, settings, runtime| {
         let job = JobOptions { name: "demo.1".to_owned(), ..settings.job.clone() };
         let other = ServerOptions { job, ..settings.clone() };
@@ -337,7 +338,7 @@ fn a_state_is_not_given_to_a_job_that_was_there_before() {
 }
 
 #[test]
-fn a_loss_of_parameters_that_are_gone_is_refused() {
+fn a_loss_of_earlier_parameters_is_refused() {
     for level in Level::ALL {
         with_cluster(1, |world, settings, runtime| {
             let run = Run { dp: 2, passes: 1, max_norm: None };
@@ -356,7 +357,7 @@ fn a_loss_of_parameters_that_are_gone_is_refused() {
 }
 
 #[test]
-fn a_loss_scale_is_positive_and_stays_for_a_step() {
+fn a_loss_scale_must_be_positive_and_cannot_change_within_a_step() {
     with_cluster(1, |world, settings, runtime| {
         let mut model = at(Level::Os, 2, &world, settings, runtime);
         assert_eq!(refused(model.set_loss_scale(0.0)), ["loss scale", "0"]);

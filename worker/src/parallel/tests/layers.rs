@@ -1,12 +1,12 @@
-//! Parallel layers against dense ones.
+//! Compares parallel layers with dense layers.
 
 use burn::nn::Embedding;
 use burn::tensor::Int;
 
 use super::*;
 
-/// A dense layer's output and gradients (input, weight, bias of up and down), of the sum of
-/// squares.
+/// The output of a dense MLP, and the gradients of the sum of squares of the output: those of the
+/// input and the two weights, and those of the two biases.
 fn dense(
     sizes: [usize; 3],
     x: &Tensor<Graph, 2>,
@@ -62,7 +62,7 @@ fn compare(
 
 #[test]
 fn column_then_row_equals_dense_forward_and_backward() {
-    // Even, uneven, and with a rank that has nothing.
+    // Parts of equal sizes, of different sizes, and an empty part.
     for (ranks, hidden) in [(1, 4), (2, 6), (2, 5), (3, 5), (3, 2), (4, 9)] {
         compare(ranks, [3, hidden, 2], &|| {
             vec![
@@ -74,7 +74,7 @@ fn column_then_row_equals_dense_forward_and_backward() {
 }
 
 #[test]
-fn todays_keywords_with_the_defaults_are_the_same() {
+fn the_keywords_of_the_current_version_equal_dense_by_default() {
     compare(3, [3, 5, 2], &|| {
         vec![
             ("up", Box::new(ColwiseParallel::new(None, None, true))),
@@ -89,7 +89,7 @@ fn pairwise_equals_dense() {
 }
 
 #[test]
-fn distributed_tensors_between_the_layers_are_the_same() {
+fn distributed_tensors_between_the_layers_equal_dense() {
     compare(3, [3, 5, 2], &|| {
         vec![
             ("up", Box::new(ColwiseParallel::new(None, None, false))),
@@ -99,7 +99,7 @@ fn distributed_tensors_between_the_layers_are_the_same() {
 }
 
 #[test]
-fn the_row_bias_is_added_once() {
+fn the_bias_of_a_row_wise_layer_is_added_once() {
     for ranks in [2, 3] {
         worlds(ranks, |world| {
             let mesh = line(&world, ranks);
@@ -113,15 +113,15 @@ fn the_row_bias_is_added_once() {
             }
             let style = RowwiseParallel::new(Some(Replicate), None, true);
             let layer = parallelize_module(One(layer), &mesh, &[("it", &style)]).unwrap().0;
-            let nothing = Tensor::<Graph, 2>::zeros([3, 4], &Default::default());
-            let y = layer.forward(nothing).unwrap().local::<2>().unwrap();
+            let zeros = Tensor::<Graph, 2>::zeros([3, 4], &Default::default());
+            let y = layer.forward(zeros).unwrap().local::<2>().unwrap();
             assert_eq!(values(y), bias.repeat(3));
         });
     }
 }
 
 #[test]
-fn sequence_parallel_of_an_mlp_takes_and_gives_rows() {
+fn sequence_parallel_of_an_mlp_shards_input_and_output_by_rows() {
     for ranks in [2, 3] {
         let sizes = [3, 5, 2];
         let (expected, matrices, vectors) =
@@ -153,7 +153,7 @@ fn sequence_parallel_of_an_mlp_takes_and_gives_rows() {
 }
 
 #[test]
-fn sequence_parallel_of_an_mlp_gathers_once_and_scatters_once_each_way() {
+fn sequence_parallel_of_an_mlp_gathers_and_scatters_once_in_each_direction() {
     worlds(2, |world| {
         let mesh = line(&world, 2);
         let mlp =
@@ -164,13 +164,13 @@ fn sequence_parallel_of_an_mlp_gathers_once_and_scatters_once_each_way() {
         let (y, forward) = world.trace(|| mlp.forward(x).unwrap().local::<2>().unwrap());
         assert_eq!(names(forward), ["all_gather", "reduce_scatter"]);
         let (_, backward) = world.trace(|| world.backward(&y.sum()));
-        // The gathered gradient serves the row bias too.
+        // The gradient of the row-wise layer's bias uses the same gathered gradient.
         assert_eq!(names(backward), ["all_gather", "reduce_scatter"]);
     });
 }
 
 #[test]
-fn a_norm_on_part_of_a_sequence_equals_the_whole_and_its_gradients_are_summed() {
+fn a_norm_on_a_sharded_sequence_equals_dense_and_its_gradients_are_summed() {
     struct One(ParallelNorm<Graph>);
     impl Parallelize<Graph> for One {
         fn layers(&mut self) -> Vec<(String, Layer<'_, Graph>)> {
@@ -202,7 +202,7 @@ fn a_norm_on_part_of_a_sequence_equals_the_whole_and_its_gradients_are_summed() 
 }
 
 #[test]
-fn an_embedding_cut_by_columns_or_rows_equals_the_whole() {
+fn an_embedding_sharded_by_columns_or_rows_equals_dense() {
     struct One(ParallelEmbedding<Graph>);
     impl Parallelize<Graph> for One {
         fn layers(&mut self) -> Vec<(String, Layer<'_, Graph>)> {
@@ -240,7 +240,7 @@ fn an_embedding_cut_by_columns_or_rows_equals_the_whole() {
 }
 
 #[test]
-fn rows_and_columns_on_a_grid_equal_dense() {
+fn layers_on_a_mesh_of_two_dimensions_equal_dense() {
     let sizes = [3, 5, 2];
     let (expected, matrices, _) = dense(sizes, &numbers(9, [4, 3]).require_grad());
     worlds(4, |world| {
@@ -270,7 +270,7 @@ fn rows_and_columns_on_a_grid_equal_dense() {
 }
 
 #[test]
-fn layers_without_a_plan_are_burns_own_and_refuse_distributed_tensors() {
+fn layers_without_a_plan_equal_burns_layers_and_refuse_distributed_tensors() {
     worlds(1, |world| {
         let mesh = line(&world, 1);
         let layer = linear(1, 3, 2);

@@ -1,9 +1,9 @@
-//! Plans that fit, and plans that do not.
+//! Tests valid and invalid plans.
 
 use super::*;
 use crate::collectives;
 
-/// A module with modules, a norm and something that no style knows.
+/// A module with other modules, a norm and a layer that no style supports.
 #[derive(Module, Debug)]
 struct Net<B: Backend> {
     blocks: Vec<Mlp<B>>,
@@ -60,7 +60,7 @@ fn dense(x: Tensor<Graph, 2>) -> Vec<f32> {
 }
 
 #[test]
-fn patterns_reach_the_layers_of_modules() {
+fn patterns_match_layers_inside_modules() {
     worlds(2, |world| {
         let mesh = line(&world, 2);
         let (up, down) = (ColwiseParallel::default(), RowwiseParallel::default());
@@ -71,7 +71,7 @@ fn patterns_reach_the_layers_of_modules() {
         )
         .unwrap();
         assert_eq!(net.blocks[0].up.weight.dims(), [3, 3 - world.rank() as usize]);
-        assert_eq!(net.tail.weight.dims(), [3, 3], "what the plan does not name stays");
+        assert_eq!(net.tail.weight.dims(), [3, 3], "layers that no key matches are not changed");
         let x = numbers(9, [4, 3]);
         assert_close(
             &values(net.forward(x.clone()).unwrap().local::<2>().unwrap()),
@@ -82,7 +82,7 @@ fn patterns_reach_the_layers_of_modules() {
 }
 
 #[test]
-fn pairwise_goes_into_modules_and_leaves_a_trailing_linear_alone() {
+fn pairwise_applies_to_inner_modules_and_not_to_a_single_linear_layer() {
     worlds(2, |world| {
         let mesh = line(&world, 2);
         let net =
@@ -99,17 +99,17 @@ fn pairwise_goes_into_modules_and_leaves_a_trailing_linear_alone() {
 }
 
 #[test]
-fn an_odd_number_of_linear_layers_is_paired_as_far_as_it_goes() {
-    struct Three([ParallelLinear<Graph>; 5]);
-    impl Parallelize<Graph> for Three {
+fn the_last_of_an_odd_number_of_linear_layers_is_not_distributed() {
+    struct Five([ParallelLinear<Graph>; 5]);
+    impl Parallelize<Graph> for Five {
         fn layers(&mut self) -> Vec<(String, Layer<'_, Graph>)> {
             self.0.iter_mut().enumerate().map(|(i, layer)| (i.to_string(), layer.into())).collect()
         }
     }
     worlds(2, |world| {
         let mesh = line(&world, 2);
-        let new = || Three([0, 1, 2, 3, 4].map(|i| linear(2 * i, 4, 4)));
-        let run = |net: &Three, x: Tensor<Graph, 2>| {
+        let new = || Five([0, 1, 2, 3, 4].map(|i| linear(2 * i, 4, 4)));
+        let run = |net: &Five, x: Tensor<Graph, 2>| {
             net.0
                 .iter()
                 .fold(Value::from(x), |x, layer| layer.forward(x).unwrap())
@@ -125,7 +125,7 @@ fn an_odd_number_of_linear_layers_is_paired_as_far_as_it_goes() {
 }
 
 #[test]
-fn inputs_and_outputs_of_a_module_are_prepared() {
+fn inputs_and_outputs_of_a_module_are_redistributed() {
     worlds(2, |world| {
         let mesh = line(&world, 2);
         let style = PrepareModuleInputOutput {
@@ -152,7 +152,7 @@ fn inputs_and_outputs_of_a_module_are_prepared() {
 }
 
 #[test]
-fn distributed_tensors_go_into_a_module_unless_plain_ones_are_wanted() {
+fn a_module_receives_distributed_tensors_unless_use_local_output_is_set() {
     worlds(2, |world| {
         let mesh = line(&world, 2);
         for local in [true, false] {
@@ -172,7 +172,10 @@ fn distributed_tensors_go_into_a_module_unless_plain_ones_are_wanted() {
                 .inputs(vec![numbers(1, [2, 3]).into(), numbers(2, [1, 1]).into()])
                 .unwrap();
             assert_eq!(matches!(inputs[0], Value::Local(_)), local);
-            assert!(matches!(inputs[1], Value::Local(_)), "what has no layout is left alone");
+            assert!(
+                matches!(inputs[1], Value::Local(_)),
+                "a tensor without a layout is not changed"
+            );
             let net = parallelize_module(Net::new(), &mesh, &[("", &output)]).unwrap();
             let outputs = net.hooks.outputs(vec![numbers(1, [2, 3]).into()]).unwrap();
             assert_eq!(matches!(outputs[0], Value::Local(_)), local);
@@ -181,7 +184,7 @@ fn distributed_tensors_go_into_a_module_unless_plain_ones_are_wanted() {
 }
 
 #[test]
-fn layouts_of_other_lengths_are_refused() {
+fn lists_of_layouts_of_different_lengths_are_refused() {
     worlds(1, |world| {
         let mesh = line(&world, 1);
         for desired in [vec![], vec![None], vec![Some(Replicate); 2]] {
@@ -210,7 +213,7 @@ fn a_key_that_matches_nothing_is_an_error_that_names_the_layers() {
 }
 
 #[test]
-fn a_layer_of_a_type_that_the_style_does_not_know_is_an_error() {
+fn a_layer_of_an_unsupported_type_is_an_error() {
     worlds(1, |world| {
         let mesh = line(&world, 1);
         let (columns, rows, pairs) =
@@ -241,7 +244,7 @@ fn a_layer_of_a_type_that_the_style_does_not_know_is_an_error() {
 }
 
 #[test]
-fn making_a_layer_parallel_twice_is_an_error() {
+fn distributing_a_layer_twice_is_an_error() {
     worlds(1, |world| {
         let mesh = line(&world, 1);
         let (columns, pairs) = (ColwiseParallel::default(), PairwiseParallel::default());
@@ -271,7 +274,7 @@ fn a_mesh_of_two_dimensions_is_refused() {
 }
 
 #[test]
-fn two_ranks_with_other_plans_are_told_what_each_has() {
+fn a_disagreement_about_the_plan_names_both_plans() {
     let errors = worlds(2, |world| {
         let mesh = line(&world, 2);
         let (columns, rows) = (ColwiseParallel::default(), RowwiseParallel::default());
@@ -349,7 +352,7 @@ fn linear_only() -> Only {
 }
 
 #[test]
-fn input_fn_and_output_fn_convert() {
+fn input_fn_and_output_fn_convert_tensors() {
     worlds(2, |world| {
         let mesh = line(&world, 2);
         let input: Convert<Graph> = Box::new(|inputs, mesh| {
@@ -376,7 +379,7 @@ fn input_fn_and_output_fn_convert() {
 }
 
 #[test]
-fn parameters_that_a_layer_has_not_or_that_are_distributed_already_are_refused() {
+fn unknown_and_already_distributed_parameters_are_refused() {
     worlds(1, |world| {
         let mesh = line(&world, 1);
         let shard = |name: &'static str, times: usize, placement: Placement| {

@@ -1,4 +1,5 @@
-//! The functions by torch's names, on a plain tensor, on a distributed one, and on what cannot be.
+//! Tests the functions with torch's names on plain tensors, on distributed tensors and on invalid
+//! arguments.
 
 use super::*;
 
@@ -6,7 +7,7 @@ fn local(rank: u32) -> Tensor<Graph, 2> {
     numbers(rank as usize, [2, 4])
 }
 
-/// Both ranks' local tensors, one after the other along a dimension.
+/// The local tensors of both ranks, concatenated along a dimension.
 fn joined(dim: usize) -> Vec<f32> {
     values(Tensor::cat(vec![local(0), local(1)], dim))
 }
@@ -53,7 +54,7 @@ fn check_dist(
 }
 
 #[test]
-fn make_input_shard_1d_takes_a_plain_tensor_for_a_part_and_redistributes_a_distributed_one() {
+fn make_input_shard_1d_regards_a_plain_tensor_as_a_part_and_redistributes_a_distributed_tensor() {
     check_plain(|x, mesh| make_input_shard_1d(x, Some(mesh), 0), Shard(0), [4, 4], joined(0));
     check_plain(|x, mesh| make_input_shard_1d(x, Some(mesh), 1), Shard(1), [2, 8], joined(1));
     check_dist(|x, mesh| make_input_shard_1d(x, mesh, 0), Shard(0));
@@ -61,13 +62,13 @@ fn make_input_shard_1d_takes_a_plain_tensor_for_a_part_and_redistributes_a_distr
 }
 
 #[test]
-fn make_input_shard_1d_last_dim_is_that_along_the_last_dimension() {
+fn make_input_shard_1d_last_dim_shards_the_last_dimension() {
     check_plain(|x, mesh| make_input_shard_1d_last_dim(x, Some(mesh)), Shard(1), [2, 8], joined(1));
     check_dist(make_input_shard_1d_last_dim, Shard(1));
 }
 
 #[test]
-fn make_input_replicate_1d_takes_a_plain_tensor_for_the_whole() {
+fn make_input_replicate_1d_regards_a_plain_tensor_as_the_whole() {
     check_plain(|x, mesh| make_input_replicate_1d(x, Some(mesh)), Replicate, [2, 4], Vec::new());
     check_dist(make_input_replicate_1d, Replicate);
 }
@@ -84,7 +85,7 @@ fn make_input_reshard_replicate_gathers_parts_along_dimension_0() {
 }
 
 #[test]
-fn make_input_reshard_replicate_has_the_right_gradient_also_where_it_is_whole() {
+fn the_gradient_of_make_input_reshard_replicate_is_that_of_this_ranks_rows() {
     worlds(2, |world| {
         let mesh = line(&world, 2);
         let x = local(world.rank()).require_grad();
@@ -108,7 +109,7 @@ fn make_output_replicate_1d_redistributes() {
     check_dist(make_output_replicate_1d, Replicate);
 }
 
-/// What comes out as a plain tensor: of a 3 x 4 tensor in the given placement, on rank 0.
+/// The plain tensor that `make` returns on rank 0 for a 3 x 4 tensor with the given placement.
 fn plain(
     make: impl Fn(DistTensor<Graph>, Option<&Mesh>) -> Result<Value<Graph>> + Sync,
     from: Placement,
@@ -124,20 +125,20 @@ fn plain(
 }
 
 #[test]
-fn make_output_tensor_gives_all_of_it() {
+fn make_output_tensor_returns_the_whole_tensor() {
     for from in [Shard(0), Shard(1), Replicate, PARTIAL] {
         assert_close(&plain(make_output_tensor, from), &values(numbers(1, [3, 4])), "all");
     }
 }
 
 #[test]
-fn make_sharded_output_tensor_gives_the_part_as_it_is() {
+fn make_sharded_output_tensor_returns_the_part_in_its_current_placement() {
     assert_eq!(plain(make_sharded_output_tensor, Shard(0)), values(numbers(1, [3, 4]))[..8]);
     assert_eq!(plain(make_sharded_output_tensor, Replicate), values(numbers(1, [3, 4])));
 }
 
 #[test]
-fn make_output_reshard_tensor_gives_the_part_along_dimension_0() {
+fn make_output_reshard_tensor_returns_the_part_along_dimension_0() {
     for from in [Shard(0), Shard(1), Replicate, PARTIAL] {
         assert_close(
             &plain(make_output_reshard_tensor, from),

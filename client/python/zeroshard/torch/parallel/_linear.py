@@ -29,7 +29,8 @@ from ._style import (
 
 
 class _LinearStyle(ParallelStyle):
-    """The common base class: layouts of input and output, or functions as in the earlier styles."""
+    """The common base class. It has layouts of input and output, or functions as in the earlier
+    styles."""
 
     _supported = "nn.Linear and nn.Embedding"
 

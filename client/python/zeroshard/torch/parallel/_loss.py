@@ -22,5 +22,5 @@ def loss_parallel() -> Iterator[None]:
     try:
         yield
     finally:
-        # Without an exception: torch's context does not end after one.
+        # The exception is not passed to torch's context, which would not end after one.
         inner.__exit__(None, None, None)

@@ -35,9 +35,9 @@ class PairwiseParallel(ParallelStyle):
     (https://arxiv.org/abs/1909.08053).
 
     Of the Linears among the module's children, the first, third, ... are sharded by columns, and
-    the second, fourth, ... by rows. An odd last one stays as it is. The input of the first and the
-    output of the last row-wise Linear are prepared; the modules in between run on DTensors. If a
-    module has fewer than two Linears, its children are searched.
+    the second, fourth, ... by rows. If their number is odd, the last one is not sharded. The input
+    of the first and the output of the last row-wise Linear are prepared; the modules in between run
+    on DTensors. If a module has fewer than two Linears, its children are searched.
 
     Args:
         _prepare_input: :func:`make_input_replicate_1d` by default: the input is equal on every
@@ -146,7 +146,7 @@ class SequenceParallel(PairwiseParallel):
             check_fresh(module, name)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """In pairs if the module has Linears, otherwise on shards."""
+        """Shards pairs of Linears if the module has Linears. Otherwise computes on shards."""
         if has_linear(module):
             return super()._apply(module, device_mesh)
         self._check(module, "")

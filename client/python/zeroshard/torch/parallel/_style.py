@@ -1,4 +1,4 @@
-"""The base class of parallel styles, and what the styles share."""
+"""The base class of parallel styles, and their common functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Prepare = Callable[[Any, DeviceMesh], Any]
 
 
 class ParallelStyle(TorchStyle):
-    """How a module is parallelised: its input, its parameters and its output.
+    """A way to parallelise a module: its input, its parameters and its output.
 
     A custom style either passes ``_prepare_input(input, mesh)`` and ``_prepare_output(output,
     mesh)``, in which case the parameters are replicated, or overrides ``_apply(module, mesh)``.

@@ -1,6 +1,5 @@
-//! The parameters that a worker holds and the gradients that it has not sent yet: pulled ahead and
-//! pushed behind, on the runtime's threads, while the worker's own thread computes. The level
-//! (`levels`) decides when.
+//! Pulls of parameters and pushes of gradients in the background: they run on the threads of the
+//! runtime while the worker's thread computes. The level (`levels`) decides when they start.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,13 +15,13 @@ use crate::parallel::accumulate;
 use crate::parallel::background::{Pushes, Task, start, wait};
 use crate::parallel::remote::{Buffer, ParameterServer};
 
-/// What a worker's own thread needs for its transfers.
+/// The connection of a worker's thread to its job.
 pub struct Link<S> {
     /// The job.
     pub server: Arc<S>,
-    /// Runs the transfers. The worker's thread must not be one of its own.
+    /// The runtime that executes the transfers. The worker's thread must not belong to it.
     pub runtime: Handle,
-    /// Counts the bytes that are held.
+    /// The counter of the bytes that are held.
     pub ledger: Ledger,
 }
 
@@ -36,16 +35,17 @@ impl<S> Clone for Link<S> {
     }
 }
 
-/// The parameters of one version: present, being pulled, or not requested.
+/// The parameters of one version. Each tensor is resident, being pulled, or not requested.
 ///
 /// Dropping this cancels the pulls.
 pub struct Parameters<'a, S> {
     link: Link<S>,
     network: &'a Network,
     version: u64,
-    here: Vec<Option<Resident>>,
-    /// Pulls under way, in the order of the requests.
-    coming: VecDeque<(Vec<usize>, Task<Vec<Resident>>)>,
+    /// The parameters in memory, by tensor.
+    resident: Vec<Option<Resident>>,
+    /// The running pulls with their tensors, in the order in which they were started.
+    pulling: VecDeque<(Vec<usize>, Task<Vec<Resident>>)>,
 }
 
 struct Resident {
@@ -55,28 +55,28 @@ struct Resident {
 }
 
 impl<'a, S: ParameterServer> Parameters<'a, S> {
-    /// No parameter of `version` yet.
+    /// Creates an empty set of parameters of `version`.
     pub fn new(link: &Link<S>, network: &'a Network, version: u64) -> Self {
         Self {
             link: link.clone(),
             network,
             version,
-            here: std::iter::repeat_with(|| None)
+            resident: std::iter::repeat_with(|| None)
                 .take(network.model().parameters().len())
                 .collect(),
-            coming: VecDeque::new(),
+            pulling: VecDeque::new(),
         }
     }
 
-    /// Starts to pull those parameters of a segment that are neither present nor being pulled.
+    /// Starts to pull the parameters of a segment that are neither resident nor being pulled.
     pub fn prefetch(&mut self, segment: Segment) {
         let wanted: Vec<usize> = self
             .network
             .model()
             .tensors_of(segment)
             .into_iter()
-            .filter(|&tensor| self.here[tensor].is_none())
-            .filter(|tensor| !self.coming.iter().any(|(tensors, _)| tensors.contains(tensor)))
+            .filter(|&tensor| self.resident[tensor].is_none())
+            .filter(|tensor| !self.pulling.iter().any(|(tensors, _)| tensors.contains(tensor)))
             .collect();
         if wanted.is_empty() {
             return;
@@ -86,11 +86,12 @@ impl<'a, S: ParameterServer> Parameters<'a, S> {
         let boxes: Vec<_> =
             wanted.iter().map(|&tensor| (tensor, self.network.bounds(tensor).clone())).collect();
         let task = start(&self.link.runtime, async move {
-            let room = |(tensor, bounds): (usize, TensorBox)| {
+            let allocate = |(tensor, bounds): (usize, TensorBox)| {
                 let lease = ledger.hold(bounds.numel() as usize);
                 (Buffer::zeros(tensor, bounds), lease)
             };
-            let (buffers, leases): (Vec<Buffer>, Vec<Lease>) = boxes.into_iter().map(room).unzip();
+            let (buffers, leases): (Vec<Buffer>, Vec<Lease>) =
+                boxes.into_iter().map(allocate).unzip();
             let buffers = server.pull(version, buffers).await?;
             Ok(buffers
                 .into_iter()
@@ -102,84 +103,87 @@ impl<'a, S: ParameterServer> Parameters<'a, S> {
                 })
                 .collect())
         });
-        self.coming.push_back((wanted, task));
+        self.pulling.push_back((wanted, task));
     }
 
-    /// A segment's parameters in the order of `Model::tensors_of`; waits for their pulls.
+    /// The parameters of a segment in the order of `Model::tensors_of`. Waits for their pulls.
     ///
-    /// The caller drops them before it calls [`Self::release`].
+    /// The caller must drop them before it calls [`Self::release`].
     pub fn take(&mut self, segment: Segment) -> Result<Vec<Leaf>> {
         self.prefetch(segment);
         let tensors = self.network.model().tensors_of(segment);
-        while tensors.iter().any(|&tensor| self.here[tensor].is_none()) {
-            let (_, task) =
-                self.coming.pop_front().expect("a tensor that was prefetched is here or coming");
+        while tensors.iter().any(|&tensor| self.resident[tensor].is_none()) {
+            let (_, task) = self
+                .pulling
+                .pop_front()
+                .expect("a tensor that was prefetched is resident or being pulled");
             for resident in wait(&self.link.runtime, task)? {
                 let tensor = resident.tensor;
-                self.here[tensor] = Some(resident);
+                self.resident[tensor] = Some(resident);
             }
         }
-        let leaves = tensors.iter().filter_map(|&tensor| self.here[tensor].as_ref());
+        let leaves = tensors.iter().filter_map(|&tensor| self.resident[tensor].as_ref());
         Ok(leaves.map(|resident| resident.leaf.clone()).collect())
     }
 
-    /// Frees a segment's parameters, except those that segment `next` reads too.
+    /// Frees the parameters of a segment, except those that segment `next` also reads.
     pub fn release(&mut self, segment: Segment, next: Option<Segment>) {
         let kept = next.map(|next| self.network.model().tensors_of(next)).unwrap_or_default();
         for tensor in self.network.model().tensors_of(segment) {
             if !kept.contains(&tensor) {
-                self.here[tensor] = None;
+                self.resident[tensor] = None;
             }
         }
     }
 }
 
-/// A gradient, counted by the ledger.
+/// A gradient whose bytes are counted by the ledger.
 struct Held {
     values: Vec<f32>,
     lease: Lease,
 }
 
-/// When gradients are pushed.
+/// The time at which gradients are pushed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Departure {
-    /// When those of a segment are complete, while the backward pass goes on.
+pub enum PushSchedule {
+    /// The gradients of a segment are pushed when they are complete, during the backward pass.
     WhenReady,
-    /// All together at the end of the step.
+    /// All gradients are pushed together at the end of the step.
     AtTheEnd,
 }
 
-/// The gradients of one step, summed over micro-batches, until they are pushed.
+/// The gradients of one step that have not been pushed yet, summed over micro-batches.
 ///
-/// Gradients are summed by segment in the order of the micro-batches, and the two parts of a tied
-/// tensor are added last (head, then embedding). So the bits do not depend on whether a level runs
-/// its micro-batches one after the other or side by side.
+/// The gradients of a segment are summed in the order of the micro-batches. The two gradients of a
+/// tied tensor are added last (first the head's, then the embedding's). Therefore the bits do not
+/// depend on whether a level processes the micro-batches one after the other or segment by segment.
 pub struct Outbox<'a, S> {
     link: Link<S>,
     network: &'a Network,
-    departure: Departure,
+    schedule: PushSchedule,
     sums: Vec<(Segment, Vec<Held>)>,
-    /// Parts of tied tensors whose other part is not complete yet.
-    parts: Vec<(usize, Held)>,
+    /// Gradients of tied tensors from the first of the two segments that use them.
+    partial: Vec<(usize, Held)>,
+    /// Gradients that can be pushed.
     complete: Vec<(usize, Held)>,
     pushes: Pushes<S>,
 }
 
 impl<'a, S: ParameterServer> Outbox<'a, S> {
-    /// No gradient of `step` yet.
-    pub fn new(link: &Link<S>, network: &'a Network, step: u64, departure: Departure) -> Self {
+    /// Creates an outbox for the gradients of `step`.
+    pub fn new(link: &Link<S>, network: &'a Network, step: u64, schedule: PushSchedule) -> Self {
         Self {
             link: link.clone(),
             network,
-            departure,
+            schedule,
             sums: Vec::new(),
-            parts: Vec::new(),
+            partial: Vec::new(),
             complete: Vec::new(),
             pushes: Pushes::new(link.server.clone(), &link.runtime, step),
         }
     }
 
-    /// Adds one micro-batch's gradients of a segment, in the order of `Model::tensors_of`.
+    /// Adds the gradients of one micro-batch for a segment, in the order of `Model::tensors_of`.
     pub fn add(&mut self, segment: Segment, gradients: Vec<Vec<f32>>) {
         let ledger = &self.link.ledger;
         let held =
@@ -200,23 +204,23 @@ impl<'a, S: ParameterServer> Outbox<'a, S> {
         };
         let (_, sums) = self.sums.swap_remove(found);
         for (tensor, sum) in self.network.model().tensors_of(segment).into_iter().zip(sums) {
-            if let Some(part) = self.parts.iter().position(|(tied, _)| *tied == tensor) {
-                let (_, mut part) = self.parts.swap_remove(part);
-                accumulate(&mut part.values, &sum.values);
-                self.complete.push((tensor, part));
+            if let Some(first) = self.partial.iter().position(|(tied, _)| *tied == tensor) {
+                let (_, mut total) = self.partial.swap_remove(first);
+                accumulate(&mut total.values, &sum.values);
+                self.complete.push((tensor, total));
             } else if self.network.model().reads_again(segment, tensor) {
-                self.parts.push((tensor, sum));
+                self.partial.push((tensor, sum));
             } else {
                 self.complete.push((tensor, sum));
             }
         }
-        match self.departure {
-            Departure::WhenReady => self.push(),
-            Departure::AtTheEnd => Ok(()),
+        match self.schedule {
+            PushSchedule::WhenReady => self.push(),
+            PushSchedule::AtTheEnd => Ok(()),
         }
     }
 
-    /// Pushes the remaining gradients and waits until all have arrived.
+    /// Pushes the remaining gradients and waits until all have been sent.
     pub fn close(mut self) -> Result<()> {
         self.push()?;
         self.pushes.finish()
