@@ -2,7 +2,7 @@
 
 use zeroshard_proto::pb::{
     self,
-    slice_array::{Array, MasterWeights, Parameters},
+    state_part::{MasterWeights, Parameters, Part},
 };
 
 /// A part of the state of a tensor.
@@ -18,13 +18,13 @@ pub enum StatePart<'a> {
     OptimizerState(&'a str),
 }
 
-impl From<StatePart<'_>> for pb::SliceArray {
+impl From<StatePart<'_>> for pb::StatePart {
     fn from(part: StatePart<'_>) -> Self {
-        let array = match part {
-            StatePart::Parameters => Array::Parameters(Parameters {}),
-            StatePart::MasterWeights => Array::MasterWeights(MasterWeights {}),
-            StatePart::OptimizerState(name) => Array::OptimizerState(name.to_owned()),
+        let part = match part {
+            StatePart::Parameters => Part::Parameters(Parameters {}),
+            StatePart::MasterWeights => Part::MasterWeights(MasterWeights {}),
+            StatePart::OptimizerState(name) => Part::OptimizerState(name.to_owned()),
         };
-        Self { array: Some(array) }
+        Self { part: Some(part) }
     }
 }

@@ -162,7 +162,7 @@ impl ServerPull<'_> {
             dtype: pb::Dtype::from(self.dtype).into(),
             chunk_bytes: of.chunk_bytes as u32,
             extents: extents.collect(),
-            array: Some(of.part.into()),
+            part: Some(of.part.into()),
             job_id: of.job_id,
         };
         let body = Full::new(encode_message(&request));

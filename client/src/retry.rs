@@ -3,12 +3,14 @@
 
 use std::time::Duration;
 
+use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 use zeroshard_proto::{Deadline, Error, Result, deadline::MARGIN, error::Remedy};
 
-/// The maximum of the first pause before a retry. The maximum doubles with each further pause.
-const FIRST_PAUSE: Duration = Duration::from_millis(20);
-/// The maximum of any pause.
-const MAX_PAUSE: Duration = Duration::from_secs(1);
+/// The minimum of the first pause before a retry. The minimum doubles with each further pause up to
+/// [`MAX_PAUSE`]. Each pause is random, and at most twice its minimum.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const MAX_PAUSE: Duration = Duration::from_millis(500);
+
 /// The reaction to a failed try.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Next {
@@ -22,15 +24,20 @@ pub(crate) enum Next {
 #[derive(Debug)]
 pub(crate) struct Tries {
     deadline: Deadline,
-    /// The maximum of the next pause, which is random.
-    pause: Duration,
+    pauses: ExponentialBackoff,
     /// The error of the last try.
     last: Option<Error>,
 }
 
 impl Tries {
     pub(crate) fn until(deadline: Deadline) -> Self {
-        Self { deadline, pause: FIRST_PAUSE, last: None }
+        let pauses = ExponentialBuilder::default()
+            .with_min_delay(FIRST_PAUSE)
+            .with_max_delay(MAX_PAUSE)
+            .without_max_times()
+            .with_jitter()
+            .build();
+        Self { deadline, pauses, last: None }
     }
 
     /// The time limit of the call in the next try. It is slightly longer than the remaining time,
@@ -83,8 +90,7 @@ impl Tries {
             (Remedy::Refresh, _) => return Ok(Next::Refresh(error)),
             (Remedy::GiveUp | Remedy::RedoStep, _) => return Err(error),
         }
-        let pause = self.pause.mul_f64(0.5 + fastrand::f64() / 2.0);
-        self.pause = (self.pause * 2).min(MAX_PAUSE);
+        let pause = self.pauses.next().unwrap_or(MAX_PAUSE);
         self.last = Some(error);
         match left > MARGIN + pause {
             true => Ok(Next::Again(pause)),
@@ -118,8 +124,8 @@ mod tests {
             other => panic!("{other:?}"),
         };
         let pauses: Vec<_> = (0..40).map(pause).collect();
-        assert!(pauses[0] <= FIRST_PAUSE, "{pauses:?}");
-        assert!(pauses[10..].iter().all(|&pause| pause >= MAX_PAUSE / 2 && pause <= MAX_PAUSE));
+        assert!(pauses[0] <= 2 * FIRST_PAUSE, "{pauses:?}");
+        assert!(pauses[10..].iter().all(|&pause| pause >= MAX_PAUSE && pause <= 2 * MAX_PAUSE));
         assert!(pauses[10..].iter().any(|&pause| pause != pauses[39]), "{pauses:?}");
     }
 

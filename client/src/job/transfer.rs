@@ -72,7 +72,7 @@ impl Job {
         contents: Contents<'_>,
     ) -> Result<()> {
         let epoch = self.current()?.epoch;
-        let upload = pb::Upload { array: Some(part.into()), applied, kept: Vec::new() };
+        let upload = pb::Upload { part: Some(part.into()), applied, kept: Vec::new() };
         let begin = self.begin(epoch, Wire::Upload(upload));
         // Always f32: master weights and state are.
         self.push(begin, DType::F32, contents, None).await

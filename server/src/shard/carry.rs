@@ -6,24 +6,32 @@ use std::{
     collections::{BTreeMap, HashMap, VecDeque},
     ops::Range,
     sync::Arc,
+    time::Duration,
 };
 
+use backon::{BackoffBuilder, ConstantBuilder};
 use futures_util::future::try_join_all;
 use rayon::prelude::*;
 use zeroshard_proto::{
     DType, Error, JobVersion, Result, Token,
+    error::Remedy,
     pb::{
         self, data_service_client::DataServiceClient, shard_service_client::ShardServiceClient,
-        slice_array::Array,
+        state_part,
     },
     transport::{Connection, MAX_CONTROL_MESSAGE, endpoint},
 };
 
-use super::{job::Job, part::Part, retry::Tries, store::Store};
+use super::{job::Job, part::Part, store::Store};
 use crate::backend::Backend;
 
 /// The number of extents that one pull requests.
 const PULLED_EXTENTS: usize = 4096;
+/// The minimum of the pause before a retry. The pauses are random, so that servers that failed
+/// together do not retry together.
+const PAUSE: Duration = Duration::from_millis(100);
+/// How often a call to another server is repeated after transient errors.
+const RETRIES: usize = 5;
 
 /// Copies the slices that the coordinator names in `succession` into `job`, which no client can
 /// reach yet. `server` is the id of this server.
@@ -128,13 +136,13 @@ struct Copier<B: Backend> {
 }
 
 impl<B: Backend> Copier<B> {
-    /// The arrays that are copied, and the part of the new slice that each one becomes.
-    fn arrays(&self) -> impl Iterator<Item = (pb::SliceArray, Part)> + use<B> {
-        let array = |array| pb::SliceArray { array: Some(array) };
-        let master = array(Array::MasterWeights(pb::slice_array::MasterWeights {}));
+    /// The parts that are copied: as messages, and as parts of the new slices.
+    fn parts(&self) -> impl Iterator<Item = (pb::StatePart, Part)> + use<B> {
+        let message = |part| pb::StatePart { part: Some(part) };
+        let master = message(state_part::Part::MasterWeights(state_part::MasterWeights {}));
         let state = self.job.spec.groups[0].state().iter().enumerate();
         let state = state.map(move |(position, name)| {
-            (array(Array::OptimizerState((*name).to_owned())), Part::State(position))
+            (message(state_part::Part::OptimizerState((*name).to_owned())), Part::State(position))
         });
         std::iter::once((master, Part::Master)).chain(state)
     }
@@ -161,8 +169,8 @@ impl<B: Backend> Copier<B> {
         if range.end > from.spec.numel {
             return Err(Error::Internal { cause: format!("{copy:?} is not in job {name:?}") });
         }
-        for (array, target) in self.arrays().take(if copy.state { usize::MAX } else { 1 }) {
-            let part = Part::of(Some(&array), &source.spec.groups[0])?;
+        for (message, target) in self.parts().take(if copy.state { usize::MAX } else { 1 }) {
+            let part = Part::of(Some(&message), &source.spec.groups[0])?;
             let Some(buffer) = from.read(backend, part, name, *version)? else {
                 let cause = format!("version {version} of job {name:?} is no longer available");
                 return Err(Error::Internal { cause });
@@ -186,34 +194,34 @@ impl<B: Backend> Copier<B> {
         let peer = format!("shard server {}", holder.address);
         let connection = Connection::new(endpoint(&holder.address)?.connect_lazy(), token)?;
         let with_state: Vec<SliceCopy> = copies.iter().filter(|copy| copy.state).cloned().collect();
-        for (array, target) in self.arrays() {
+        for (message, target) in self.parts() {
             let copies = if target == Part::Master { copies } else { &with_state };
             for copies in copies.chunks(PULLED_EXTENTS) {
                 let mut rest: VecDeque<SliceCopy> = copies.iter().cloned().collect();
-                let mut tries = Tries::default();
+                let mut pauses = pauses();
                 while let Err(error) =
-                    self.pull(&connection, &peer, (&array, target), &mut rest).await
+                    self.pull(&connection, &peer, (&message, target), &mut rest).await
                 {
-                    tries.next(error).await?;
+                    tokio::time::sleep(next_pause(error, &mut pauses)?).await;
                 }
             }
         }
         if with_state.is_empty() {
             return Ok(());
         }
-        let mut tries = Tries::default();
+        let mut pauses = pauses();
         while let Err(error) = self.pull_applied(&connection, &peer, &with_state).await {
-            tries.next(error).await?;
+            tokio::time::sleep(next_pause(error, &mut pauses)?).await;
         }
         Ok(())
     }
 
-    /// Pulls one array of `copies`, in order, and removes the copies that have arrived.
+    /// Pulls one part of `copies`, in order, and removes the copies that have arrived.
     async fn pull(
         &self,
         connection: &Connection,
         peer: &str,
-        (array, target): (&pb::SliceArray, Part),
+        (message, target): (&pb::StatePart, Part),
         copies: &mut VecDeque<SliceCopy>,
     ) -> Result<()> {
         let JobVersion { job, job_id, version } = (*self.from).clone();
@@ -228,7 +236,7 @@ impl<B: Backend> Copier<B> {
             version,
             dtype: pb::Dtype::from(DType::F32).into(),
             extents: extents.collect(),
-            array: Some(array.clone()),
+            part: Some(message.clone()),
             ..Default::default()
         };
         let failed = |status: tonic::Status| Error::from_status(&status, peer);
@@ -285,5 +293,41 @@ impl<B: Backend> Copier<B> {
             self.job.slice(copy.slice)?.carry_applied(applied);
         }
         Ok(())
+    }
+}
+
+/// The pauses before the retries of one call.
+fn pauses() -> impl Iterator<Item = Duration> {
+    ConstantBuilder::default().with_delay(PAUSE).with_max_times(RETRIES).with_jitter().build()
+}
+
+/// The pause before the next try of a call that has failed with `error`.
+///
+/// # Errors
+/// `error`, if it is not transient or no try is left.
+fn next_pause(error: Error, pauses: &mut impl Iterator<Item = Duration>) -> Result<Duration> {
+    pauses.next().filter(|_| error.remedy() == Remedy::Retry).ok_or(error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_transient_error_is_retried_a_limited_number_of_times_after_different_pauses() {
+        let cause = "connection reset".to_owned();
+        let error = Error::Unavailable { peer: "shard server 1".into(), cause };
+        let mut pauses = pauses();
+        let waited: Vec<_> =
+            (0..RETRIES).map(|_| next_pause(error.clone(), &mut pauses).unwrap()).collect();
+        assert!(waited.iter().all(|&pause| pause >= PAUSE && pause <= 2 * PAUSE), "{waited:?}");
+        assert!(waited.iter().any(|&pause| pause != waited[0]), "{waited:?}");
+        assert_eq!(next_pause(error.clone(), &mut pauses), Err(error));
+    }
+
+    #[test]
+    fn other_errors_are_not_retried() {
+        let gone = Error::VersionGone { job: "job".into(), version: 1, current: 2 };
+        assert_eq!(next_pause(gone.clone(), &mut pauses()), Err(gone));
     }
 }

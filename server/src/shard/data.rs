@@ -22,7 +22,7 @@ use zeroshard_proto::{
     pb,
 };
 
-use super::{pull, push, stall, store::Store};
+use super::{pull, push, store::Store};
 use crate::{backend::Backend, connection::Hangup};
 
 /// The maximum size of a `PullRequest` with its prefix, in bytes: about 100,000 extents.
@@ -120,9 +120,9 @@ async fn answer_pull<B: Backend>(
     });
     let body = body.map(Ok::<Frame<Bytes>, Infallible>);
     let (metrics, limit) = (store.metrics.clone(), store.limits.wait);
-    let body = stall::watch(body, limit, move || {
+    let pb::PullRequest { job, version, .. } = request;
+    let body = store.readers.watch(body, move || {
         metrics.stalled_reads.inc();
-        let pb::PullRequest { job, version, .. } = request;
         let seconds = limit.as_secs_f64();
         tracing::warn!(
             job,
@@ -130,7 +130,7 @@ async fn answer_pull<B: Backend>(
             seconds,
             "a reader has read nothing for this time; its connection is closed"
         );
-        if let Some(hangup) = hangup {
+        if let Some(hangup) = &hangup {
             hangup.now();
         }
     });

@@ -15,7 +15,6 @@ mod part;
 mod pull;
 mod push;
 mod ranges;
-mod retry;
 mod round;
 mod senders;
 mod service;
@@ -88,6 +87,13 @@ impl<B: Backend> Shard<B> {
     /// coordinator is lost, the server drops its jobs, because their steps can no longer be
     /// decided, and dials the coordinator again.
     pub async fn run(&self, coordinator: &str, advertised: &str, shutdown: CancellationToken) {
+        tokio::select! {
+            never = self.store.readers.run(self.store.limits.wait) => match never {},
+            () = self.follow(coordinator, advertised, shutdown) => {}
+        }
+    }
+
+    async fn follow(&self, coordinator: &str, advertised: &str, shutdown: CancellationToken) {
         let id = self.id.as_deref().unwrap_or(advertised);
         let contact = control::Contact {
             coordinator,

@@ -2,7 +2,7 @@
 
 use zeroshard_proto::{
     Error, Optimizer, Result,
-    pb::{self, slice_array::Array},
+    pb::{self, state_part},
 };
 
 /// A part of a slice's state.
@@ -17,16 +17,16 @@ pub(crate) enum Part {
 }
 
 impl Part {
-    /// The part that `array` names in slices under `optimizer`; without a message, the parameters.
+    /// The part that `message` names, in slices under `optimizer`; without a message, the parameters.
     ///
     /// # Errors
     /// [`Error::Invalid`] for an unknown part.
-    pub(crate) fn of(array: Option<&pb::SliceArray>, optimizer: &Optimizer) -> Result<Self> {
-        let Some(array) = array else { return Ok(Self::Parameters) };
-        match &array.array {
-            Some(Array::Parameters(_)) => Ok(Self::Parameters),
-            Some(Array::MasterWeights(_)) => Ok(Self::Master),
-            Some(Array::OptimizerState(name)) => {
+    pub(crate) fn of(message: Option<&pb::StatePart>, optimizer: &Optimizer) -> Result<Self> {
+        let Some(message) = message else { return Ok(Self::Parameters) };
+        match &message.part {
+            Some(state_part::Part::Parameters(_)) => Ok(Self::Parameters),
+            Some(state_part::Part::MasterWeights(_)) => Ok(Self::Master),
+            Some(state_part::Part::OptimizerState(name)) => {
                 let state = optimizer.state();
                 let position = state.iter().position(|tensor| tensor == name);
                 position.map(Self::State).ok_or_else(|| {
@@ -35,7 +35,7 @@ impl Part {
                 })
             }
             None => Err(Error::invalid(
-                "array of a slice",
+                "part of the state",
                 "unknown",
                 "the parameters, the master weights or optimizer state",
             )),
@@ -68,11 +68,17 @@ mod tests {
     #[test]
     fn the_parts_are_those_of_the_optimizer() {
         let adamw: Optimizer = "adamw".parse().unwrap();
-        let part = |array| Part::of(Some(&pb::SliceArray { array }), &adamw);
-        let state = |name: &str| part(Some(Array::OptimizerState(name.to_owned())));
+        let part = |part| Part::of(Some(&pb::StatePart { part }), &adamw);
+        let state = |name: &str| part(Some(state_part::Part::OptimizerState(name.to_owned())));
         assert_eq!(Part::of(None, &adamw), Ok(Part::Parameters));
-        assert_eq!(part(Some(Array::Parameters(Default::default()))), Ok(Part::Parameters));
-        assert_eq!(part(Some(Array::MasterWeights(Default::default()))), Ok(Part::Master));
+        assert_eq!(
+            part(Some(state_part::Part::Parameters(Default::default()))),
+            Ok(Part::Parameters)
+        );
+        assert_eq!(
+            part(Some(state_part::Part::MasterWeights(Default::default()))),
+            Ok(Part::Master)
+        );
         assert_eq!(state("exp_avg_sq"), Ok(Part::State(1)));
         for unknown in ["", "momentum_buffer", "max_exp_avg_sq", "Exp_avg"] {
             assert!(matches!(state(unknown), Err(Error::Invalid { .. })), "{unknown}");

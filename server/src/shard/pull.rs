@@ -75,7 +75,7 @@ pub(super) fn pull<B: Backend>(
         bytes => bytes.clamp(CHUNK_LIMITS.start, CHUNK_LIMITS.end),
     };
     // All groups have the same state tensors.
-    let part = Part::of(request.array.as_ref(), &job.spec.groups[0])?;
+    let part = Part::of(request.part.as_ref(), &job.spec.groups[0])?;
     let boxes = boxes(&job.spec, &request.boxes)?;
     let wanted = request
         .extents

@@ -303,14 +303,18 @@ impl<'a, B: Backend> Push<'a, B> {
 /// Converts the description of an upload.
 ///
 /// # Errors
-/// [`Error::Invalid`] for an array that cannot be uploaded.
+/// [`Error::Invalid`] for a part that cannot be uploaded.
 fn upload(message: &pb::Upload, spec: &JobSpec) -> Result<Upload> {
-    let state = match Part::of(message.array.as_ref(), &spec.groups[0])? {
+    let state = match Part::of(message.part.as_ref(), &spec.groups[0])? {
         Part::Parameters => None,
         Part::State(position) => Some(position),
         Part::Master => {
             let expected = "the parameters (which set the master weights) or optimizer state";
-            return Err(Error::invalid("array that is uploaded", "the master weights", expected));
+            return Err(Error::invalid(
+                "part of the state that is uploaded",
+                "the master weights",
+                expected,
+            ));
         }
     };
     if state.is_some() && !message.kept.is_empty() {

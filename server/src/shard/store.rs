@@ -6,7 +6,7 @@ use dashmap::DashMap;
 
 use zeroshard_proto::{Deadline, Error, Result, pb};
 
-use super::{budget::Budget, job::Job};
+use super::{budget::Budget, job::Job, stall::Readers};
 use crate::{backend::Backend, config::MAX_WAIT, failure::Failure, metrics::Metrics};
 
 /// The maximum memory that pulls hold of slices that they do not send yet. A step needs the same
@@ -33,6 +33,7 @@ pub(crate) struct Store<B: Backend> {
     pub(crate) budget: Arc<Budget>,
     /// The budget for the memory that pulls hold before they send it.
     pub(crate) pins: Arc<Budget>,
+    pub(crate) readers: Readers,
     /// The jobs, by name.
     jobs: DashMap<String, Arc<Job<B>>>,
 }
@@ -43,6 +44,7 @@ impl<B: Backend> Store<B> {
             backend: Arc::new(backend),
             budget: Budget::new(limits.parked_bytes),
             pins: Budget::new(PINNED_BYTES),
+            readers: Readers::default(),
             limits,
             metrics,
             failure,

@@ -6,7 +6,7 @@ use futures_util::future::join_all;
 use zeroshard_client::{Commit, Error, Job, StatePart, Target, TensorData, TensorId};
 use zeroshard_proto::{
     DType, JobSpec, Optimizer,
-    pb::{self, push_begin::Contents, slice_array::Array},
+    pb::{self, push_begin::Contents, state_part::Part},
 };
 use zeroshard_tests::{Cluster, stock, synthetic, training};
 
@@ -151,8 +151,8 @@ async fn unknown_parts_are_refused() {
         assert!(matches!(refused, Err(Error::Invalid { .. })), "{tensor} {part:?}: {refused:?}");
     }
     let address = cluster.shards[0].address();
-    for array in [Some(Array::MasterWeights(Default::default())), None] {
-        let upload = pb::Upload { array: Some(pb::SliceArray { array }), ..Default::default() };
+    for part in [Some(Part::MasterWeights(Default::default())), None] {
+        let upload = pb::Upload { part: Some(pb::StatePart { part }), ..Default::default() };
         let contents = Some(Contents::Upload(upload));
         let begin = pb::PushBegin { contents, ..stock::begin(job, None) };
         assert!(matches!(
@@ -171,9 +171,9 @@ async fn a_part_is_read_at_exactly_the_version_by_any_reader() {
     let cluster = Cluster::start(1);
     let spec = job("read", 1, adamw(), synthetic::small());
     let jobs = start(cluster.address(), &spec).await;
-    let array = Some(Array::OptimizerState("exp_avg".to_owned()));
-    let array = Some(pb::SliceArray { array });
-    let request = pb::PullRequest { array, ..stock::read("read", 1, vec![0]) };
+    let part = Some(Part::OptimizerState("exp_avg".to_owned()));
+    let part = Some(pb::StatePart { part });
+    let request = pb::PullRequest { part, ..stock::read("read", 1, vec![0]) };
     let address = cluster.shards[0].address();
     let (early, report) =
         tokio::join!(stock::pull(address, request.clone()), training::step(&jobs[0], 0));

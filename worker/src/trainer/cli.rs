@@ -62,8 +62,9 @@ pub struct Train {
     #[arg(long, value_name = "N", default_value_t = 1,
         value_parser = clap::value_parser!(u32).range(1..=65_536), help_heading = "Training")]
     pub micro_batches: u32,
-    /// Optimizer: sgd, adam, adamw, adagrad, adadelta, rmsprop, lion or lamb
-    #[arg(long, value_name = "NAME", default_value = "adamw", help_heading = "Training")]
+    /// The optimizer that the servers apply.
+    #[arg(long, value_name = "NAME", default_value = "adamw", help = optimizer_help(),
+        help_heading = "Training")]
     pub optimizer: Optimizer,
     /// Highest learning rate [default: depends on the optimizer; 0.004 for adamw]
     #[arg(long, value_name = "RATE", value_parser = positive, allow_negative_numbers = true,
@@ -331,6 +332,11 @@ fn number(text: &str, fits: impl Fn(f64) -> bool, expected: &str) -> Result<f64,
         Ok(value) if value.is_finite() && fits(value) => Ok(value),
         _ => Err(format!("expected {expected}")),
     }
+}
+
+fn optimizer_help() -> String {
+    let names = Optimizer::NAMES.iter().filter(|&&name| name != "average");
+    format!("Optimizer: {}", names.copied().collect::<Vec<_>>().join(", "))
 }
 
 #[cfg(test)]
