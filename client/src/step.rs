@@ -63,7 +63,8 @@ pub struct StepReport {
     pub gradient_norm: f64,
     /// The clip coefficient; 1 if the gradient was not clipped.
     pub clip_coefficient: f64,
-    /// The reason for skipping the step, if a gradient is inf or NaN.
+    /// The origin of inf or NaN in the gradient, if there is one. The step is then skipped, except
+    /// with [`Optimizer::Average`].
     pub overflow: Option<Overflow>,
     /// The mean loss over the ranks, if all of them passed a loss.
     pub loss: Option<f64>,

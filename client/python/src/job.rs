@@ -125,9 +125,11 @@ impl Job {
     }
 }
 
-/// The part of the state that Python names: `master`, or a state tensor of the optimizer.
+/// The part of the state that Python names: empty for the published parameters, `master`, or a
+/// state tensor of the optimizer.
 fn state_part(name: &str) -> StatePart<'_> {
     match name {
+        "" => StatePart::Parameters,
         "master" => StatePart::MasterWeights,
         name => StatePart::OptimizerState(name),
     }

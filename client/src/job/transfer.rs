@@ -2,6 +2,8 @@
 //! and the pushes of an attempt.
 
 use futures_util::future::try_join_all;
+#[cfg(doc)]
+use zeroshard_proto::Error;
 use zeroshard_proto::{
     DType, Deadline, Result, TensorId,
     pb::{self, push_begin::Contents as Wire},

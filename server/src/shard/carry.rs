@@ -29,7 +29,7 @@ use crate::backend::Backend;
 const PULLED_EXTENTS: usize = 4096;
 /// The minimum of the pause before a retry. The pauses are random, so that servers that failed
 /// together do not retry together.
-const PAUSE: Duration = Duration::from_millis(100);
+const PAUSE: Duration = Duration::from_millis(150);
 /// How often a call to another server is repeated after transient errors.
 const RETRIES: usize = 5;
 

@@ -87,6 +87,7 @@ impl<B: Backend> Shard<B> {
     /// coordinator is lost, the server drops its jobs, because their steps can no longer be
     /// decided, and dials the coordinator again.
     pub async fn run(&self, coordinator: &str, advertised: &str, shutdown: CancellationToken) {
+        // After `shutdown`, the drain time of the server limits all calls.
         tokio::select! {
             never = self.store.readers.run(self.store.limits.wait) => match never {},
             () = self.follow(coordinator, advertised, shutdown) => {}

@@ -17,7 +17,8 @@ pub(crate) enum Part {
 }
 
 impl Part {
-    /// The part that `message` names, in slices under `optimizer`; without a message, the parameters.
+    /// The part that `message` names, in slices under `optimizer`; without a message, the
+    /// parameters.
     ///
     /// # Errors
     /// [`Error::Invalid`] for an unknown part.

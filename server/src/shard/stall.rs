@@ -64,14 +64,16 @@ impl Readers {
     pub(super) async fn run(&self, limit: Duration) -> std::convert::Infallible {
         loop {
             tokio::time::sleep((limit / 8).clamp(CHECKS.0, CHECKS.1)).await;
+            let mut stalled = Vec::new();
             self.lock().retain(|turn| match turn.upgrade() {
                 Some(turn) if turn.idle() < limit => true,
                 Some(turn) => {
-                    (turn.stalled)();
+                    stalled.push(turn);
                     false
                 }
                 None => false,
             });
+            stalled.iter().for_each(|turn| (turn.stalled)());
         }
     }
 

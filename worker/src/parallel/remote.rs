@@ -22,7 +22,8 @@ pub struct JobOptions {
     /// The number of shard servers to wait for before the job is created.
     pub min_servers: u32,
     /// The coordinator deletes the job when all ranks have left it in order, or when no rank has
-    /// held a lease for this long. `None`: the job is kept until somebody deletes it.
+    /// held a lease for this long. `None`: the job is kept until somebody deletes it; the job of a
+    /// `DataParallel` then has an idle timeout of 60 s.
     pub idle_timeout: Option<Duration>,
     /// Settings of the connection.
     pub options: Options,
@@ -88,7 +89,7 @@ pub struct Remote {
 
 impl Remote {
     /// Connects, creates the job unless it exists, and joins it. Waits for the coordinator and the
-    /// shard servers until the deadline of `options`.
+    /// shard servers until the timeout of `options`.
     ///
     /// # Errors
     /// Those of the cluster.

@@ -238,9 +238,9 @@ impl ServerOptimizer {
     /// whole. Every rank must call this method, with the same state.
     ///
     /// The parameters of a running job cannot be replaced. Therefore the method creates a successor
-    /// of the job ("name.1" for "name"), in which the state is version 0. The
-    /// successor keeps the optimizer state. Every rank leaves the old job, which the coordinator
-    /// deletes if it has an idle timeout.
+    /// of the job ("name.1" for "name"), in which the state is version 0. The successor keeps the
+    /// optimizer state. Every rank leaves the old job, which the coordinator deletes if it has an
+    /// idle timeout.
     ///
     /// # Errors
     /// [`Error::Invalid`] naming a tensor that is unknown, missing, repeated or of the wrong shape,

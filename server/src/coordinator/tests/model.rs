@@ -36,12 +36,12 @@ fn check(commands: &[(u64, Command)]) {
     let mut epoch = 1;
     let mut held = HashMap::new();
     for (_, command) in commands {
-        match command {
-            &Command::NewEpoch { epoch: new, .. } => {
+        match *command {
+            Command::NewEpoch { epoch: new, .. } => {
                 assert!(new > epoch);
                 epoch = new;
             }
-            &Command::Grant { rank, lease, .. } => {
+            Command::Grant { rank, lease, .. } => {
                 let before = held.insert((epoch, rank), lease);
                 assert_eq!(before, None, "rank {rank} has two leases in epoch {epoch}");
             }

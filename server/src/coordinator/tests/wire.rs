@@ -1,7 +1,10 @@
 //! The messages into which commands and answers are converted.
 
 use prost::Message;
-use zeroshard_proto::{JobVersion, pb};
+use zeroshard_proto::{
+    JobVersion, Optimizer,
+    pb::{self, serve_response::Command as Wire},
+};
 
 use super::*;
 use crate::coordinator::{control::said, responses::Stats};
@@ -62,6 +65,31 @@ fn the_report_of_a_step_is_converted_with_every_field() {
 }
 
 #[test]
+fn commands_are_converted_with_every_field() {
+    let (job_id, name, attempt) = (JOB, "job".to_owned(), Attempt { epoch: 1, step: 2, number: 3 });
+    let adamw: Optimizer = "adamw".parse().unwrap();
+    let update = Update { groups: vec![adamw], coefficient: 0.5, unclipped: 0.25 };
+    let decision = Decision { attempt, update: Some(update) };
+    let sent = |command: Command| Wire::from(command);
+    let close = pb::CloseJob { job: name.clone(), job_id };
+    assert_eq!(sent(Command::Close(job())), Wire::Close(close));
+    let publish = pb::Publish { job: name.clone(), job_id, epoch: 4 };
+    assert_eq!(sent(Command::Publish { job: job(), epoch: 4 }), Wire::Publish(publish));
+    let grant = pb::GrantLease { job: name.clone(), job_id, rank: 5, lease: 6 };
+    assert_eq!(sent(Command::Grant { job: job(), rank: 5, lease: Lease(6) }), Wire::Grant(grant));
+    let epoch = pb::NewEpoch { job: name.clone(), job_id, epoch: 7, rank: 8 };
+    assert_eq!(sent(Command::NewEpoch { job: job(), epoch: 7, rank: 8 }), Wire::NewEpoch(epoch));
+    let next = pb::NewAttempt { job: name.clone(), job_id, epoch: 1, step: 2, attempt: 3 };
+    assert_eq!(sent(Command::NewAttempt { job: job(), attempt }), Wire::NewAttempt(next));
+    let done = pb::RankDone { job: name.clone(), job_id, rank: 9 };
+    assert_eq!(sent(Command::RankDone { job: job(), rank: 9 }), Wire::Done(done));
+    let groups = vec![(&adamw).into()];
+    let update = Some(pb::Update { groups, coefficient: 0.5, unclipped: 0.25 });
+    let decide = pb::Decision { job: name, job_id, epoch: 1, step: 2, attempt: 3, update };
+    assert_eq!(sent(Command::Decide { job: job(), decision }), Wire::Decide(decide));
+}
+
+#[test]
 fn a_server_is_told_what_to_copy_from_which_server() {
     let (mut script, _) = Script::training(1, 2);
     let from = JobVersion { job: "job".into(), job_id: JOB, version: 0 };
@@ -69,7 +97,7 @@ fn a_server_is_told_what_to_copy_from_which_server() {
     script.create_from(8, JobSpec { name: "next".into(), ..spec(1) }, Some(succession));
     let mut slices = Vec::new();
     for (_, command) in script.commands.split_off(script.commands.len() - 2) {
-        let pb::serve_response::Command::Open(open) = command.into() else { panic!("OpenJob") };
+        let Wire::Open(open) = command.into() else { panic!("OpenJob") };
         let pb::Succession { from: source, servers, copies } = open.succession.unwrap();
         assert_eq!(source, Some((&from).into()));
         assert_eq!(servers.iter().map(|server| server.id).collect::<Vec<_>>(), [1, 2]);

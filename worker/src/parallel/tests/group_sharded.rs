@@ -2,9 +2,11 @@
 //! (different data) or 1 x 2 (each layer is sharded).
 
 use std::collections::HashMap;
+use std::time::Duration;
 
 use burn::module::ParamId;
 use burn::optim::{GradientsParams, Optimizer as _, SgdConfig};
+use zeroshard_client::Cluster;
 
 use super::dist_model::{DemoNet, batch, mean_square, net, sharded};
 use super::*;
@@ -333,6 +335,21 @@ fn a_state_is_not_loaded_into_an_existing_job() {
         };
         assert_eq!((job.as_str(), difference.as_str()), ("demo.1", "predecessor"));
         assert_eq!(model.optimizer().job(), "demo");
+        model.optimizer().leave().unwrap();
+    });
+}
+
+#[test]
+fn a_job_with_an_idle_timeout_ends_when_its_successor_has_its_state() {
+    with_cluster(1, |world, mut settings, runtime| {
+        settings.job.idle_timeout = Some(Duration::from_secs(60));
+        let JobOptions { address, options, .. } = settings.job.clone();
+        let mut model = at(Level::Os, 2, &world, settings, runtime);
+        model.set_state_dict(model.state_dict().unwrap()).unwrap();
+        world.agree(line(&world, 2).process_mesh(), "the old job", "left").unwrap();
+        let status = async { Cluster::connect(&address, options).await?.status().await };
+        let jobs = runtime.block_on(status).unwrap().jobs;
+        assert_eq!(jobs.iter().map(|job| job.name.as_str()).collect::<Vec<_>>(), ["demo.1"]);
         model.optimizer().leave().unwrap();
     });
 }
