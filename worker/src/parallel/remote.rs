@@ -10,6 +10,8 @@ use tokio::runtime::Handle;
 use zeroshard_client::{
     Cluster, Commit, CreateJob, Job, Options, StepReport, Target, TensorData, TensorId, Traffic,
 };
+#[cfg(doc)]
+use zeroshard_proto::Error;
 use zeroshard_proto::{JobSpec, Result, TensorBox, successor_name};
 
 /// The name of a job on the shard servers and the settings for connecting to it.
