@@ -29,6 +29,7 @@ struct Faults {
     /// cut.
     until_cut: Mutex<Option<u64>>,
     cuts: watch::Sender<u64>,
+    connections: watch::Sender<u64>,
     stalled: watch::Sender<bool>,
 }
 
@@ -44,6 +45,7 @@ impl FaultProxy {
             target: Mutex::default(),
             until_cut: Mutex::default(),
             cuts: watch::Sender::new(0),
+            connections: watch::Sender::new(0),
             stalled: watch::Sender::new(false),
         });
         let accepting = tokio::spawn(accept(listener, faults.clone()));
@@ -75,6 +77,11 @@ impl FaultProxy {
         *self.faults.cuts.borrow()
     }
 
+    /// The number of connections that the proxy has accepted so far.
+    pub fn connections(&self) -> u64 {
+        *self.faults.connections.borrow()
+    }
+
     /// Whether to hold back received bytes, as a silent network does.
     pub fn stall(&self, stalled: bool) {
         self.faults.stalled.send_replace(stalled);
@@ -94,6 +101,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 async fn accept(listener: TcpListener, faults: Arc<Faults>) {
     while let Ok((client, _)) = listener.accept().await {
+        faults.connections.send_modify(|connections| *connections += 1);
         let target = lock(&faults.target).clone();
         let faults = faults.clone();
         tokio::spawn(async move {

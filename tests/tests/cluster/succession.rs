@@ -288,11 +288,11 @@ async fn names(cluster: &Cluster) -> Vec<String> {
 #[tokio::test]
 async fn a_server_that_is_killed_during_the_copy_ends_the_creation() {
     for killed in [0, 1] {
-        let (mut cluster, _proxy, _job, create) = out_of_reach().await;
+        let (mut cluster, proxy, _job, create) = out_of_reach().await;
         let client = connect(cluster.address()).await;
+        let before = proxy.connections();
         let creating = tokio::spawn(async move { client.create_job(create).await });
-        // The servers have been chosen, so that the loss of one of them ends the creation.
-        until_status(&cluster, "the job is being created", |status| status.jobs.len() == 2).await;
+        until("the second server dials the first to copy", || proxy.connections() > before).await;
         cluster.shards[killed].kill();
         let failed = creating.await.unwrap();
         assert!(matches!(failed, Err(Error::JobFailed { .. })), "{failed:?}");
