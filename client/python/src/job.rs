@@ -372,6 +372,15 @@ impl Transfer {
         self.task = None;
         ended.map_err(raise)
     }
+
+    /// Returns when the memory is no longer written to, whether or not the transfer was complete.
+    fn cancel(&mut self, py: Python<'_>) -> PyResult<()> {
+        let Some(task) = self.task.take() else { return Ok(()) };
+        task.abort();
+        let runtime = runtime().map_err(raise)?;
+        let _ = py.detach(|| runtime.block_on(task));
+        Ok(())
+    }
 }
 
 /// The result of a step.

@@ -308,6 +308,8 @@ class Transfer:
 
     def done(self) -> bool: ...
     def wait(self) -> None: ...
+    def cancel(self) -> None:
+        """Cancels it, and waits until it no longer writes to the memory. Its errors are ignored."""
 
 @final
 class Report:

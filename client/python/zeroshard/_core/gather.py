@@ -70,7 +70,11 @@ class Unit(Generic[T]):
         self.start()
         if self._fetch is not None:
             transfer, incoming, values = self._fetch
-            transfer.wait()
+            try:
+                transfer.wait()
+            except BaseException:
+                self._cancel()
+                raise
             for one in incoming:
                 one.finish()
             self._fetch, self.gathered = None, True
@@ -82,13 +86,17 @@ class Unit(Generic[T]):
         the next job takes over the values."""
         if not self.allocated or self.users > 0 or self.modified:
             return
-        if self._fetch is not None:
-            # The memory must not be written to after it is freed.
-            self._fetch[0].wait()
-            self._fetch = None
+        self._cancel()
         self.gathered, self.node = False, None
         for parameter in self.parameters.values():
             self.gatherer.drop(parameter)
+
+    def _cancel(self) -> None:
+        """Cancels its fetch. A prefetch may have failed because a step has ended its version."""
+        if self._fetch is not None:
+            # The memory must not be written to after it is freed.
+            self._fetch[0].cancel()
+            self._fetch = None
 
 
 class _RunningForward(Generic[T]):
