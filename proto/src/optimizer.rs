@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 mod hyperparameters;
 
 pub use hyperparameters::{
-    Adadelta, Adagrad, Adam, AdamW, Average, Invalid, Lamb, Lion, RmsProp, Sgd,
+    Adadelta, Adagrad, Adam, AdamW, Adamax, Average, Invalid, Lamb, Lion, RAdam, RmsProp, Sgd,
 };
 
 /// Declares the optimizers and their names.
@@ -59,6 +59,10 @@ optimizers! {
     Adam "adam",
     /// `torch.optim.AdamW`: weight decay is decoupled.
     AdamW "adamw",
+    /// `torch.optim.Adamax`: Adam with the infinity norm.
+    Adamax "adamax",
+    /// `torch.optim.RAdam`: Adam with a rectified adaptive learning rate.
+    RAdam "radam",
     /// `torch.optim.Adagrad`.
     Adagrad "adagrad",
     /// `torch.optim.Adadelta`.
@@ -82,6 +86,8 @@ macro_rules! for_any {
             Optimizer::Sgd($it) => $body,
             Optimizer::Adam($it) => $body,
             Optimizer::AdamW($it) => $body,
+            Optimizer::Adamax($it) => $body,
+            Optimizer::RAdam($it) => $body,
             Optimizer::Adagrad($it) => $body,
             Optimizer::Adadelta($it) => $body,
             Optimizer::RmsProp($it) => $body,
@@ -106,6 +112,8 @@ impl Optimizer {
                     &["exp_avg", "exp_avg_sq"]
                 }
             }
+            Optimizer::Adamax(_) => &["exp_avg", "exp_inf"],
+            Optimizer::RAdam(_) => &["exp_avg", "exp_avg_sq"],
             Optimizer::Adagrad(_) => &["sum"],
             Optimizer::Adadelta(_) => &["square_avg", "acc_delta"],
             Optimizer::RmsProp(rms) => match (rms.momentum != 0.0, rms.centered) {
@@ -212,7 +220,7 @@ mod tests {
             assert_eq!(json["name"], optimizer.name());
             assert_eq!(serde_json::from_value::<Optimizer>(json).unwrap(), optimizer);
         }
-        let error = "adamax".parse::<Optimizer>().unwrap_err();
+        let error = "nadam".parse::<Optimizer>().unwrap_err();
         for optimizer in Optimizer::defaults() {
             assert!(error.to_string().contains(optimizer.name()));
         }

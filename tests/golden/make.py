@@ -75,6 +75,19 @@ CASES = [
         {"name": "rmsprop", "centered": True, "momentum": 0.5, "weight_decay": 0.01},
     ),
     ("rmsprop maximize", {"name": "rmsprop", "maximize": True}),
+    ("adamax", {"name": "adamax"}),
+    (
+        "adamax weight_decay",
+        {"name": "adamax", "lr": 0.01, "beta1": 0.8, "beta2": 0.95, "weight_decay": 0.1},
+    ),
+    ("adamax maximize", {"name": "adamax", "eps": 1e-4, "maximize": True}),
+    ("radam", {"name": "radam"}),
+    ("radam weight_decay", {"name": "radam", "lr": 0.01, "beta2": 0.9, "weight_decay": 0.1}),
+    (
+        "radam decoupled",
+        {"name": "radam", "lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True},
+    ),
+    ("radam maximize", {"name": "radam", "beta1": 0.8, "eps": 1e-4, "maximize": True}),
     ("lion", {"name": "lion"}),
     (
         "lion weight_decay",
@@ -119,7 +132,7 @@ def values(tensor, step, size):
 def torch_optimizer(hyperparameters, parameters):
     kinds = {
         "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
-        "adagrad": torch.optim.Adagrad,
+        "adamax": torch.optim.Adamax, "radam": torch.optim.RAdam, "adagrad": torch.optim.Adagrad,
         "adadelta": torch.optim.Adadelta, "rmsprop": torch.optim.RMSprop,
     }  # fmt: skip
     options = dict(hyperparameters)

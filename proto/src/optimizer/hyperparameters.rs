@@ -146,6 +146,44 @@ hyperparameters! {
 }
 
 hyperparameters! {
+    /// Hyperparameters of Adamax.
+    Adamax {
+        /// Learning rate.
+        lr: f64 = 2e-3 => NonNegative,
+        /// Decay of the first moment.
+        beta1: f64 = 0.9 => BelowOne,
+        /// Decay of the infinity norm.
+        beta2: f64 = 0.999 => BelowOne,
+        /// Added to the absolute value of the gradient.
+        eps: f64 = 1e-8 => NonNegative,
+        /// Weight decay, added to the gradient.
+        weight_decay: f64 = 0.0 => NonNegative,
+        /// Maximise the objective instead of minimising it.
+        maximize: bool = false,
+    }
+}
+
+hyperparameters! {
+    /// Hyperparameters of RAdam.
+    RAdam {
+        /// Learning rate.
+        lr: f64 = 1e-3 => NonNegative,
+        /// Decay of the first moment.
+        beta1: f64 = 0.9 => BelowOne,
+        /// Decay of the second moment.
+        beta2: f64 = 0.999 => BelowOne,
+        /// Added to the denominator.
+        eps: f64 = 1e-8 => NonNegative,
+        /// Weight decay, added to the gradient or, if it is decoupled, applied to the parameters.
+        weight_decay: f64 = 0.0 => NonNegative,
+        /// Weight decay reduces the parameters by `lr * weight_decay` of their value, as in AdamW.
+        decoupled_weight_decay: bool = false,
+        /// Maximise the objective instead of minimising it.
+        maximize: bool = false,
+    }
+}
+
+hyperparameters! {
     /// Hyperparameters of Adagrad.
     Adagrad {
         /// Learning rate.

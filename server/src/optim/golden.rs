@@ -1,6 +1,6 @@
 //! Tests of the optimizers with golden vectors, which `tests/golden/make.py` creates.
 //!
-//! SGD equals torch bit for bit. The other optimizers use square roots, which torch does not always
+//! SGD and Adamax equal torch bit for bit. The other optimizers use square roots, which torch does not always
 //! round to nearest: they equal unmodified torch within a tolerance, and torch with correctly
 //! rounded square roots bit for bit.
 
@@ -21,8 +21,10 @@ const VECTORS: &[u8] = include_bytes!("../../../tests/golden/vectors.f32");
 /// requires equal bits.
 fn tolerance(optimizer: &Optimizer) -> f64 {
     match optimizer {
-        Optimizer::Sgd(_) | Optimizer::Average(_) => 0.0,
-        Optimizer::Adam(_) | Optimizer::AdamW(_) | Optimizer::Adadelta(_) => 1e-7,
+        Optimizer::Sgd(_) | Optimizer::Adamax(_) | Optimizer::Average(_) => 0.0,
+        Optimizer::Adam(_) | Optimizer::AdamW(_) | Optimizer::RAdam(_) | Optimizer::Adadelta(_) => {
+            1e-7
+        }
         Optimizer::Adagrad(_) => 2e-7,
         // Small averages lead to large steps, which momentum accumulates.
         Optimizer::RmsProp(_) => 1e-6,

@@ -20,6 +20,8 @@ KNOWN: list[tuple[Any, dict[str, Any], str, tuple[str, ...]]] = [
     (O.Adam, {"amsgrad": True}, "adam", ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
     (O.Adam, {"decoupled_weight_decay": True}, "adamw", ("exp_avg", "exp_avg_sq")),
     (O.AdamW, {"amsgrad": True}, "adamw", ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
+    (O.Adamax, {}, "adamax", ("exp_avg", "exp_inf")),
+    (O.RAdam, {"decoupled_weight_decay": True}, "radam", ("exp_avg", "exp_avg_sq")),
     (O.Adagrad, {"initial_accumulator_value": 0.5}, "adagrad", ("sum",)),
     (O.Adadelta, {}, "adadelta", ("square_avg", "acc_delta")),
     (O.RMSprop, {}, "rmsprop", ("square_avg",)),
@@ -117,11 +119,11 @@ def test_a_differentiable_step_is_refused() -> None:
         _conversion.hyperparameters("sgd", optimizer.param_groups[0])
 
 
-@pytest.mark.parametrize("cls", [O.NAdam, O.RAdam, O.Adamax, O.LBFGS])
+@pytest.mark.parametrize("cls", [O.NAdam, O.ASGD, O.Rprop, O.LBFGS])
 def test_an_unsupported_optimizer_is_refused_and_supported_ones_are_listed(cls: Any) -> None:
     with pytest.raises(UnsupportedOptimizerError, match=cls.__name__) as error:
         _conversion.optimizer_name(cls([parameter()]))
-    for known in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "RMSprop"):
+    for known in ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "Adagrad", "Adadelta", "RMSprop"):
         assert f"torch.optim.{known}" in str(error.value)
     assert "zeroshard.torch.Lion" in str(error.value) and "zeroshard.torch.LAMB" in str(error.value)
 

@@ -46,6 +46,12 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Adam, maximize": ("Adam", {"lr": 1e-4, "maximize": True}),
     "AdamW": ("AdamW", {"lr": 2e-3}),
     "AdamW, amsgrad": ("AdamW", {"lr": 2e-3, "amsgrad": True, "weight_decay": 0.1}),
+    "Adamax": ("Adamax", {"lr": 2e-3, "weight_decay": 0.01}),
+    "RAdam": ("RAdam", {"lr": 2e-3, "weight_decay": 0.01}),
+    "RAdam, decoupled": (
+        "RAdam",
+        {"lr": 2e-3, "betas": (0.8, 0.95), "weight_decay": 0.1, "decoupled_weight_decay": True},
+    ),
     "Adagrad": ("Adagrad", {"lr": 0.02, "lr_decay": 0.01, "weight_decay": 0.01}),
     "Adagrad, initial": ("Adagrad", {"lr": 0.02, "initial_accumulator_value": 0.1}),
     "Adadelta": ("Adadelta", {"lr": 1.0, "rho": 0.8, "weight_decay": 0.01}),

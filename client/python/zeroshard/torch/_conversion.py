@@ -19,6 +19,8 @@ NAMES: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.SGD: "sgd",
     torch.optim.AdamW: "adamw",
     torch.optim.Adam: "adam",
+    torch.optim.Adamax: "adamax",
+    torch.optim.RAdam: "radam",
     torch.optim.Adagrad: "adagrad",
     torch.optim.Adadelta: "adadelta",
     torch.optim.RMSprop: "rmsprop",

@@ -2,7 +2,7 @@
 
 use zeroshard_proto::geometry::blocks::BLOCK;
 use zeroshard_proto::optimizer::{
-    Adadelta, Adagrad, Adam, AdamW, Lamb, Lion, Optimizer, RmsProp, Sgd,
+    Adadelta, Adagrad, Adam, AdamW, Adamax, Lamb, Lion, Optimizer, RAdam, RmsProp, Sgd,
 };
 
 use crate::backend::Update;
@@ -52,6 +52,11 @@ fn element_step(update: &Update<'_>, w: f32, state: &mut [f32], gradient: f32) -
             let w = w * (1.0 - lr * weight_decay) as f32;
             adam(plain, step, w, state, scaled(update, gradient, maximize))
         }
+        Optimizer::Adamax(h) => {
+            let g = decayed(scaled(update, gradient, h.maximize), w, h.weight_decay);
+            adamax(h, step, w, state, g)
+        }
+        Optimizer::RAdam(h) => radam(h, step, w, state, scaled(update, gradient, h.maximize)),
         Optimizer::Adagrad(h) => {
             let g = decayed(scaled(update, gradient, h.maximize), w, h.weight_decay);
             adagrad(h, step, w, state, g)
@@ -84,9 +89,13 @@ fn lerp(start: f32, end: f32, weight: f64) -> f32 {
     if weight < 0.5 { start + weight * (end - start) } else { end + (weight - 1.0) * (end - start) }
 }
 
+fn power(beta: f64, step: u64) -> f64 {
+    (0..step).fold(1.0, |power, _| power * beta)
+}
+
 /// `1 - beta^step`.
 fn correction(beta: f64, step: u64) -> f64 {
-    1.0 - (0..step).fold(1.0, |power, _| power * beta)
+    1.0 - power(beta, step)
 }
 
 fn sgd(h: Sgd, step: u64, w: f32, state: &mut [f32], gradient: f32) -> f32 {
@@ -111,6 +120,33 @@ fn adam(h: Adam, step: u64, w: f32, state: &mut [f32], g: f32) -> f32 {
     let denominator = v.sqrt() / correction(h.beta2, step).sqrt() as f32 + h.eps as f32;
     let step_size = (h.lr / correction(h.beta1, step)) as f32;
     w - step_size * state[0] / denominator
+}
+
+fn adamax(h: Adamax, step: u64, w: f32, state: &mut [f32], g: f32) -> f32 {
+    state[0] = lerp(state[0], g, 1.0 - h.beta1);
+    state[1] = (state[1] * h.beta2 as f32).max(g.abs() + h.eps as f32);
+    w - (h.lr / correction(h.beta1, step)) as f32 * state[0] / state[1]
+}
+
+fn radam(h: RAdam, step: u64, w: f32, state: &mut [f32], gradient: f32) -> f32 {
+    let (w, g) = match h.decoupled_weight_decay {
+        true => (w * (1.0 - h.lr * h.weight_decay) as f32, gradient),
+        false => (w, decayed(gradient, w, h.weight_decay)),
+    };
+    state[0] = lerp(state[0], g, 1.0 - h.beta1);
+    state[1] = state[1] * h.beta2 as f32 + (1.0 - h.beta2) as f32 * g * g;
+    let update = state[0] / correction(h.beta1, step) as f32 * h.lr as f32;
+    let second = correction(h.beta2, step);
+    let longest = 2.0 / (1.0 - h.beta2) - 1.0;
+    let length = longest - 2.0 * step as f64 * power(h.beta2, step) / second;
+    if length <= 5.0 {
+        return w - update;
+    }
+    let rectification = ((length - 4.0) * (length - 2.0) * longest
+        / ((longest - 4.0) * (longest - 2.0) * length))
+        .sqrt();
+    let adaptive = 1.0 / (state[1].sqrt() + h.eps as f32) * second.sqrt() as f32;
+    w - update * adaptive * rectification as f32
 }
 
 fn adagrad(h: Adagrad, step: u64, w: f32, state: &mut [f32], g: f32) -> f32 {

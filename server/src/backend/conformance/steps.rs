@@ -8,7 +8,7 @@ use super::{assert_same, buffer_of, contents, from_bytes, numbers, reference, to
 use crate::backend::{Backend, Update};
 
 /// Every kernel, and every hyperparameter that selects a different code path.
-const OPTIMIZERS: [&str; 29] = [
+const OPTIMIZERS: [&str; 35] = [
     r#"{"name":"sgd"}"#,
     r#"{"name":"sgd","weight_decay":0.1,"maximize":true}"#,
     r#"{"name":"sgd","momentum":0.9,"dampening":0.5}"#,
@@ -20,6 +20,12 @@ const OPTIMIZERS: [&str; 29] = [
     r#"{"name":"adamw"}"#,
     r#"{"name":"adamw","weight_decay":0.5,"amsgrad":true}"#,
     r#"{"name":"adamw","maximize":true}"#,
+    r#"{"name":"adamax"}"#,
+    r#"{"name":"adamax","weight_decay":0.1,"beta2":0.5,"maximize":true}"#,
+    r#"{"name":"radam"}"#,
+    r#"{"name":"radam","beta2":0.6,"weight_decay":0.1}"#,
+    r#"{"name":"radam","beta2":0.9,"weight_decay":0.1,"decoupled_weight_decay":true}"#,
+    r#"{"name":"radam","beta2":0.0,"maximize":true}"#,
     r#"{"name":"adagrad"}"#,
     r#"{"name":"adagrad","lr_decay":0.5,"weight_decay":0.1,"maximize":true}"#,
     r#"{"name":"adadelta"}"#,

@@ -8,7 +8,9 @@ use super::{Buffer, Cpu};
 use crate::backend::Update;
 use crate::backend::kernels::prefetch::prefetch;
 use crate::backend::kernels::sum::{self, Lanes};
-use crate::backend::kernels::{adadelta, adagrad, adam, average, lamb, lion, rmsprop, sgd};
+use crate::backend::kernels::{
+    adadelta, adagrad, adam, adamax, average, lamb, lion, radam, rmsprop, sgd,
+};
 
 /// The number of elements in a tile, after which a step casts the results and prefetches. It is
 /// small, so that the prefetched lines do not delay the step's own loads.
@@ -42,6 +44,14 @@ pub(super) fn apply(
         }
         Optimizer::AdamW(h) => {
             cpu.adam(&adam::Scalars::adamw(h, step, coefficient), h.amsgrad, arrays);
+        }
+        Optimizer::Adamax(h) => {
+            let s = adamax::Scalars::new(h, step, coefficient);
+            cpu.tiles(arrays, |p, [m, norm], g| adamax::step(level, &s, p, m, norm, g));
+        }
+        Optimizer::RAdam(h) => {
+            let s = radam::Scalars::new(h, step, coefficient);
+            cpu.tiles(arrays, |p, [m, v], g| radam::step(level, &s, p, m, v, g));
         }
         Optimizer::Adagrad(h) => {
             let s = adagrad::Scalars::new(h, step, coefficient);

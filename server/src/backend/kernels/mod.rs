@@ -8,11 +8,13 @@
 pub mod adadelta;
 pub mod adagrad;
 pub mod adam;
+pub mod adamax;
 pub mod average;
 pub mod convert;
 pub mod lamb;
 pub mod lion;
 pub mod prefetch;
+pub mod radam;
 pub mod rmsprop;
 pub mod sgd;
 pub mod stream;
