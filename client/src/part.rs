@@ -2,7 +2,7 @@
 
 use zeroshard_proto::pb::{
     self,
-    state_part::{MasterWeights, Parameters, Part},
+    state_part::{GradientSum, MasterWeights, Parameters, Part},
 };
 
 /// A part of the state of a tensor.
@@ -16,6 +16,10 @@ pub enum StatePart<'a> {
     /// The optimizer state tensor with this name, one of [`zeroshard_proto::Optimizer::state`].
     /// Only trained tensors have it.
     OptimizerState(&'a str),
+    /// The sum over the ranks of the gradients of the step that follows the version, as f32. Only
+    /// trained tensors have it, and only until the step is decided. A pull waits until the
+    /// gradients of every rank have arrived.
+    GradientSum,
 }
 
 impl From<StatePart<'_>> for pb::StatePart {
@@ -24,6 +28,7 @@ impl From<StatePart<'_>> for pb::StatePart {
             StatePart::Parameters => Part::Parameters(Parameters {}),
             StatePart::MasterWeights => Part::MasterWeights(MasterWeights {}),
             StatePart::OptimizerState(name) => Part::OptimizerState(name.to_owned()),
+            StatePart::GradientSum => Part::GradientSum(GradientSum {}),
         };
         Self { part: Some(part) }
     }

@@ -15,12 +15,21 @@ pub struct Commit {
     pub max_norm: Option<f64>,
     /// The loss of this rank; the report contains the mean over the ranks.
     pub loss: Option<f64>,
+    /// The factors by which mean gradients are multiplied before they are clipped, one for each
+    /// tensor of the job; empty: all are 1.
+    pub gradient_factors: Vec<f64>,
 }
 
 impl Default for Commit {
-    /// The job's hyperparameters, without loss scale or clipping.
+    /// The job's hyperparameters, without loss scale, factors or clipping.
     fn default() -> Self {
-        Self { groups: Vec::new(), loss_scale: 1.0, max_norm: None, loss: None }
+        Self {
+            groups: Vec::new(),
+            loss_scale: 1.0,
+            max_norm: None,
+            loss: None,
+            gradient_factors: Vec::new(),
+        }
     }
 }
 
@@ -48,6 +57,12 @@ impl Commit {
     pub fn loss(self, loss: impl Into<Option<f64>>) -> Self {
         Self { loss: loss.into(), ..self }
     }
+
+    /// Sets [`Self::gradient_factors`].
+    #[must_use]
+    pub fn gradient_factors(self, gradient_factors: Vec<f64>) -> Self {
+        Self { gradient_factors, ..self }
+    }
 }
 
 /// The result of a step.
@@ -59,7 +74,7 @@ pub struct StepReport {
     /// [`Optimizer::Average`]).
     pub applied: bool,
     /// The global L2 norm of the mean, unscaled gradient of all tensors without `no_clip`, before
-    /// clipping.
+    /// [`Commit::gradient_factors`] and clipping.
     pub gradient_norm: f64,
     /// The clip coefficient; 1 if the gradient was not clipped.
     pub clip_coefficient: f64,
@@ -95,12 +110,15 @@ pub struct Overflow {
 }
 
 /// The properties of a step's reduced gradient, before the step is decided.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Reduced {
     /// The same as [`StepReport::gradient_norm`].
     pub gradient_norm: f64,
     /// The same as [`StepReport::overflow`].
     pub overflow: Option<Overflow>,
+    /// The L2 norm of the mean, unscaled gradient of each tensor, in manifest order; 0 for a tensor
+    /// that is not trained or for which no rank has a gradient.
+    pub tensor_norms: Vec<f64>,
 }
 
 impl StepReport {
@@ -123,7 +141,11 @@ impl StepReport {
 
 impl Reduced {
     pub(crate) fn new(report: &pb::ReduceResponse, manifest: &Manifest) -> Self {
-        Self { gradient_norm: report.gradient_norm, overflow: overflow(report.overflow, manifest) }
+        Self {
+            gradient_norm: report.gradient_norm,
+            overflow: overflow(report.overflow, manifest),
+            tensor_norms: report.tensor_norms.clone(),
+        }
     }
 }
 

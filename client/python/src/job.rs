@@ -125,12 +125,13 @@ impl Job {
     }
 }
 
-/// The part of the state that Python names: empty for the published parameters, `master`, or a
-/// state tensor of the optimizer.
+/// The part of the state that Python names: empty for the published parameters, `master`,
+/// `gradient_sum`, or a state tensor of the optimizer.
 fn state_part(name: &str) -> StatePart<'_> {
     match name {
         "" => StatePart::Parameters,
         "master" => StatePart::MasterWeights,
+        "gradient_sum" => StatePart::GradientSum,
         name => StatePart::OptimizerState(name),
     }
 }
@@ -277,15 +278,28 @@ impl Job {
     }
 
     #[pyo3(signature = (step, loss_scale=1.0))]
-    fn reduce(&self, py: Python<'_>, step: u64, loss_scale: f64) -> PyResult<f64> {
+    fn reduce(&self, py: Python<'_>, step: u64, loss_scale: f64) -> PyResult<(f64, Vec<f64>)> {
         let (attempt, pushes) = self.closed(step)?;
         wait(py, async move {
             arrived(pushes).await?;
-            Ok(attempt.reduce(loss_scale).await?.gradient_norm)
+            let reduced = attempt.reduce(loss_scale).await?;
+            Ok((reduced.gradient_norm, reduced.tensor_norms))
         })
     }
 
-    #[pyo3(signature = (step, groups, *, loss_scale=1.0, max_norm=None, targets=None))]
+    fn divisor(&self, tensor: usize) -> PyResult<u64> {
+        let numel = self.job.spec().manifest.tensors().len();
+        if tensor >= numel {
+            let expected = format!("less than the job's number of tensors, {numel}");
+            return Err(raise(Error::invalid("tensor", tensor, expected)));
+        }
+        Ok(self.job.spec().divisor(tensor))
+    }
+
+    #[pyo3(signature = (
+        step, groups, *, loss_scale=1.0, max_norm=None, gradient_factors=vec![], targets=None
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn commit(
         &self,
         py: Python<'_>,
@@ -293,10 +307,12 @@ impl Job {
         groups: Vec<Group>,
         loss_scale: f64,
         max_norm: Option<f64>,
+        gradient_factors: Vec<f64>,
         targets: Option<Arrays<'_>>,
     ) -> PyResult<Report> {
         let groups = optimizers(groups)?;
         let commit = Commit::default().groups(groups).loss_scale(loss_scale).max_norm(max_norm);
+        let commit = commit.gradient_factors(gradient_factors);
         let mut targets = Targets::new(py, &targets.unwrap_or_default());
         let (attempt, pushes) = self.closed(step)?;
         let report = wait(py, async move {

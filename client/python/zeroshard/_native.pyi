@@ -264,9 +264,11 @@ class Job:
         :class:`~zeroshard.errors.StepMismatchError` if the step was already decided, and
         :class:`~zeroshard.errors.DisagreementError` if another rank commits the attempt.
         """
-    def reduce(self, step: int, loss_scale: float = 1.0) -> float:
+    def reduce(self, step: int, loss_scale: float = 1.0) -> tuple[float, list[float]]:
         """Flushes, waits until every rank has flushed, and returns the global norm of the mean
-        gradient."""
+        gradient, and the norm of each tensor's."""
+    def divisor(self, tensor: int) -> int:
+        """The number of ranks whose gradients of a tensor are averaged."""
     def commit(
         self,
         step: int,
@@ -274,10 +276,12 @@ class Job:
         *,
         loss_scale: float = 1.0,
         max_norm: float | None = None,
+        gradient_factors: Sequence[float] = (),
         targets: Sequence[tuple[int, Array]] | None = None,
     ) -> Report:
         """Flushes, commits this rank's contribution and waits until the step is decided.
 
+        ``gradient_factors``: a factor for the mean gradient of each tensor; empty: all are 1.
         ``targets`` receive the parameters of the new version.
         """
     def pull(

@@ -157,6 +157,7 @@ impl Attempt {
             loss_scale: commit.loss_scale,
             max_norm: commit.max_norm,
             loss: commit.loss,
+            gradient_factors: commit.gradient_factors,
         };
         // The call is sent regardless of the known epoch, because the step may have been decided
         // before.

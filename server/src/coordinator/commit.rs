@@ -24,11 +24,13 @@ pub(super) struct Terms {
     pub(super) groups: Vec<Optimizer>,
     pub(super) loss_scale: f64,
     pub(super) max_norm: Option<f64>,
+    /// Empty, or one for each tensor.
+    pub(super) gradient_factors: Vec<f64>,
 }
 
 impl Terms {
     /// The name of the first field in which `other` differs.
-    fn difference(&self, other: &Self) -> Option<String> {
+    fn difference(&self, other: &Self, spec: &JobSpec) -> Option<String> {
         if self == other {
             return None;
         }
@@ -37,6 +39,14 @@ impl Terms {
         }
         if self.max_norm != other.max_norm {
             return Some("max_norm".to_owned());
+        }
+        let (tensors, factor) = (spec.manifest.tensors(), |terms: &Self, tensor: usize| {
+            // A factor may be NaN, which is not equal to itself.
+            terms.gradient_factors.get(tensor).map_or(1.0, |&factor| factor).to_bits()
+        });
+        let differs = |&tensor: &usize| factor(self, tensor) != factor(other, tensor);
+        if let Some(tensor) = (0..tensors.len()).find(differs) {
+            return Some(format!("factor of the gradient of tensor {:?}", tensors[tensor].name));
         }
         let mut groups = self.groups.iter().zip(&other.groups).enumerate();
         groups.find_map(|(index, (ours, theirs))| {
@@ -121,11 +131,17 @@ impl Round {
     }
 
     /// Registers a vote. A rank counts once, even if it commits repeatedly.
-    fn vote(&mut self, waiter: Waiter, commit: &Commit, terms: Terms) -> Result<()> {
+    fn vote(
+        &mut self,
+        waiter: Waiter,
+        commit: &Commit,
+        terms: Terms,
+        spec: &JobSpec,
+    ) -> Result<()> {
         let Turn { job, rank, attempt, .. } = &commit.turn;
         // All votes have the same terms.
         let first = self.votes.values().next();
-        if let Some(what) = first.and_then(|vote| vote.terms.difference(&terms)) {
+        if let Some(what) = first.and_then(|vote| vote.terms.difference(&terms, spec)) {
             return Err(Error::Disagreement {
                 job: job.name.clone(),
                 step: attempt.step,
@@ -218,10 +234,12 @@ impl Cluster {
             groups: commit.groups.clone().unwrap_or_else(|| spec.groups.clone()),
             loss_scale: commit.loss_scale,
             max_norm: commit.max_norm,
+            gradient_factors: commit.gradient_factors.clone(),
         };
         spec.validate_step(&terms.groups)?;
+        check_factors(spec, &terms.gradient_factors)?;
         open.round.side_with_commits(turn, out)?;
-        open.round.vote(waiter, commit, terms)?;
+        open.round.vote(waiter, commit, terms, spec)?;
         Ok(None)
     }
 
@@ -283,6 +301,18 @@ impl Cluster {
             missing_ranks(spec, open, &open.round.votes, "ranks that have not committed");
         parts.extend(self.late_servers(*id, open));
         format!("step {} of job {name:?} (epoch {epoch}): {}", open.step(), some_of(parts))
+    }
+}
+
+fn check_factors(spec: &JobSpec, factors: &[f64]) -> Result<()> {
+    match (factors.len(), spec.manifest.tensors().len()) {
+        (0, _) => Ok(()),
+        (found, expected) if found == expected => Ok(()),
+        (found, expected) => Err(Error::invalid(
+            "number of gradient factors",
+            found,
+            format!("0, or the job's number of tensors, {expected}"),
+        )),
     }
 }
 

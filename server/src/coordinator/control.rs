@@ -9,7 +9,7 @@ use zeroshard_proto::{
 };
 
 use super::{
-    decisions::{Decision, Update},
+    decisions::Decision,
     driver::{Control, Driver},
     events::{Command, Event, JobRef, Lease, Link, OpenJob, Said},
     reduce::{Absent, Overflow, Reduced},
@@ -142,10 +142,11 @@ fn open_job(open: &OpenJob) -> pb::OpenJob {
 
 fn decide(JobRef { name: job, id: job_id }: JobRef, decision: Decision) -> pb::Decision {
     let Attempt { epoch, step, number: attempt } = decision.attempt;
-    let update = decision.update.map(|Update { groups, coefficient, unclipped }| pb::Update {
-        groups: groups.iter().map(Into::into).collect(),
-        coefficient,
-        unclipped,
+    let update = decision.update.map(|update| pb::Update {
+        groups: update.groups.iter().map(Into::into).collect(),
+        coefficient: update.coefficient,
+        unclipped: update.unclipped,
+        gradient_factors: update.gradient_factors,
     });
     pb::Decision { job, job_id, epoch, step, attempt, update }
 }

@@ -31,6 +31,8 @@ pub(crate) struct Update {
     pub(crate) coefficient: f64,
     /// The same factor for tensors that are not clipped.
     pub(crate) unclipped: f64,
+    /// Further factors, one for each tensor; empty: all are 1.
+    pub(crate) gradient_factors: Vec<f64>,
 }
 
 /// The result of a step, which the ranks are told.
@@ -92,18 +94,22 @@ impl Open {
 fn decide(spec: &JobSpec, epoch: u64, open: &Open, terms: &Terms) -> (Decision, Report) {
     let attempt = open.attempt(epoch);
     let gradient = Gradient::new(spec, &open.round.reports);
-    let norm = gradient.norm(terms.loss_scale);
+    let norm = gradient.norm(spec, terms.loss_scale);
     let finite = norm.overflow.is_none();
     // All groups have the same kind of optimizer.
     let apply = finite || !terms.groups.iter().all(Optimizer::skips_overflow);
     let clip = match terms.max_norm {
-        Some(max) if apply && finite => max / norm.value.max(max),
+        Some(max) if apply && finite => {
+            let scaled = gradient.norm_of(spec, &terms.gradient_factors) / terms.loss_scale;
+            max / scaled.max(max)
+        }
         _ => 1.0,
     };
     let update = Update {
         groups: terms.groups.clone(),
         coefficient: clip / terms.loss_scale,
         unclipped: 1.0 / terms.loss_scale,
+        gradient_factors: terms.gradient_factors.clone(),
     };
     let report = Report {
         version: attempt.step + 1,

@@ -191,6 +191,8 @@ pub(crate) struct Commit {
     /// INVARIANT: finite and greater than 0.
     pub(crate) max_norm: Option<f64>,
     pub(crate) loss: Option<f64>,
+    /// Empty, or one for each tensor.
+    pub(crate) gradient_factors: Vec<f64>,
     pub(crate) wait: Duration,
 }
 

@@ -1,9 +1,9 @@
 //! The reduced gradient of a step according to the servers' reports: for the decision, and for
 //! ranks that request its norm before the decision.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
-use zeroshard_proto::{JobSpec, Result};
+use zeroshard_proto::{JobSpec, Result, TensorSpec};
 
 use super::{
     cluster::Cluster,
@@ -42,20 +42,22 @@ pub(crate) struct Absent {
     pub(crate) everywhere: bool,
 }
 
-/// The L2 norm of the mean, unscaled gradient before clipping.
-#[derive(Debug, Clone, Copy, PartialEq)]
+/// The L2 norm of the mean, unscaled gradient before factors and clipping.
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Norm {
-    /// Not finite after an overflow.
+    /// The norm of all tensors that are clipped; not finite after an overflow.
     pub(crate) value: f64,
     /// The first overflow in manifest order.
     pub(crate) overflow: Option<Overflow>,
+    /// The norm of each tensor; 0 for a tensor without gradient.
+    pub(crate) tensors: Arc<[f64]>,
 }
 
 /// The reduced gradient of all slices.
 #[derive(Debug)]
 pub(super) struct Gradient {
-    /// The sum of squares of the mean gradient, without the tensors that are not clipped.
-    sum_of_squares: f64,
+    /// The sum of squares of the mean gradient of each tensor; 0 for a tensor that does not train.
+    sums: Vec<f64>,
     /// The first overflow in manifest order.
     overflow: Option<Overflow>,
     /// One entry for each tensor with absent ranks, in manifest order.
@@ -71,33 +73,44 @@ impl Gradient {
         for &(slice, sum) in reports.values().flat_map(|report| &report.sums) {
             sums[slice as usize] = sum;
         }
-        let clipped = |&index: &usize| {
-            manifest.tensors()[index].trains() && !manifest.tensors()[index].no_clip
-        };
-        let tensors = (0..manifest.tensors().len()).filter(clipped);
-        let totals = tensors.map(|tensor| {
+        let of_tensor = |(tensor, spec_of): (usize, &TensorSpec)| {
+            if !spec_of.trains() {
+                return 0.0;
+            }
             let sum = sums[manifest.slices_of(tensor)].iter().fold(0.0, |a, b| a + b);
             let divisor = spec.divisor(tensor) as f64;
             sum / (divisor * divisor)
-        });
+        };
+        let tensors = manifest.tensors().iter().enumerate().map(of_tensor).collect();
         let infinite = sums.iter().position(|sum| !sum.is_finite());
         let infinite = infinite.map(|slice| Overflow { slice: slice as u32, rank: None });
         // The servers' reports have precedence, because they may name the rank.
         let overflows = reports.values().filter_map(|report| report.overflow).chain(infinite);
         Self {
-            sum_of_squares: totals.fold(0.0, |a, b| a + b),
+            sums: tensors,
             overflow: overflows.min_by_key(|overflow| overflow.slice),
             absent: absent(spec, reports),
         }
     }
 
+    /// The norm of the mean gradient of all tensors that are clipped, each multiplied by its factor.
+    pub(super) fn norm_of(&self, spec: &JobSpec, factors: &[f64]) -> f64 {
+        let clipped = spec.manifest.tensors().iter().enumerate().filter(|(_, t)| !t.no_clip);
+        let squares = clipped.map(|(tensor, _)| {
+            let factor = factors.get(tensor).copied().unwrap_or(1.0);
+            self.sums[tensor] * (factor * factor)
+        });
+        squares.fold(0.0, |a, b| a + b).sqrt()
+    }
+
     /// The norm of the mean, unscaled gradient.
-    pub(super) fn norm(&self, loss_scale: f64) -> Norm {
-        let (norm, overflow) = (self.sum_of_squares.sqrt() / loss_scale, self.overflow);
+    pub(super) fn norm(&self, spec: &JobSpec, loss_scale: f64) -> Norm {
+        let (norm, overflow) = (self.norm_of(spec, &[]) / loss_scale, self.overflow);
         // If a rank's gradients overflow, they may still add up to a finite norm, which is
         // meaningless.
         let value = if overflow.is_some() && norm.is_finite() { f64::NAN } else { norm };
-        Norm { value, overflow }
+        let tensors = self.sums.iter().map(|sum| sum.sqrt() / loss_scale).collect();
+        Norm { value, overflow, tensors }
     }
 }
 
@@ -149,7 +162,7 @@ impl Cluster {
         let open = phase.open_mut(&turn.job.name)?;
         check_rank(&turn.job.name, turn.rank, spec.world)?;
         if let Some(decided) = open.decided(turn.attempt.step) {
-            return Ok(Some(decided.report.norm));
+            return Ok(Some(decided.report.norm.clone()));
         }
         open.check_turn(turn, open.attempt(*epoch))?;
         let waiter = Waiter::new(caller, now, *wait);
@@ -168,7 +181,7 @@ impl Cluster {
         }
         let gradient = Gradient::new(spec, &open.round.reports);
         for Reducer { waiter, loss_scale, .. } in std::mem::take(&mut open.round.reducers) {
-            let norm = gradient.norm(loss_scale);
+            let norm = gradient.norm(spec, loss_scale);
             out.push(Action::Answer(waiter.caller, Ok(Reply::Reduced(norm))));
         }
     }

@@ -42,7 +42,9 @@ impl Waits {
 
     pub(super) fn commit(&self, request: Request<pb::CommitRequest>) -> Result<Commit> {
         let wait = self.of(&request).left();
-        let pb::CommitRequest { turn, groups, loss_scale, max_norm, loss } = request.into_inner();
+        let request = request.into_inner();
+        let pb::CommitRequest { turn, groups, loss_scale, max_norm, loss, gradient_factors } =
+            request;
         let turn = self::turn(turn)?;
         Ok(Commit {
             groups: if groups.is_empty() { None } else { Some(optimizers(groups)?) },
@@ -50,6 +52,7 @@ impl Waits {
             max_norm: max_norm.map(|norm| positive("max_norm", norm, &turn)).transpose()?,
             turn,
             loss,
+            gradient_factors,
             wait,
         })
     }

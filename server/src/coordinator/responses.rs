@@ -51,8 +51,9 @@ impl From<Report> for pb::CommitResponse {
 }
 
 impl From<Norm> for pb::ReduceResponse {
-    fn from(Norm { value, overflow }: Norm) -> Self {
-        Self { gradient_norm: value, overflow: overflow.map(Into::into) }
+    fn from(Norm { value, overflow, tensors }: Norm) -> Self {
+        let overflow = overflow.map(Into::into);
+        Self { gradient_norm: value, overflow, tensor_norms: tensors.to_vec() }
     }
 }
 

@@ -39,6 +39,7 @@ pub(super) struct Update {
     groups: Vec<Optimizer>,
     coefficient: f64,
     unclipped: f64,
+    gradient_factors: Vec<f64>,
 }
 
 impl Command {
@@ -48,8 +49,8 @@ impl Command {
     /// [`zeroshard_proto::Error::Invalid`] for an unknown optimizer.
     pub(super) fn decide(decision: pb::Decision) -> Result<Self> {
         let pb::Decision { epoch, step, attempt: number, .. } = decision;
-        let update = |pb::Update { groups, coefficient, unclipped }| {
-            Ok(Update { groups: optimizers(groups)?, coefficient, unclipped })
+        let update = |pb::Update { groups, coefficient, unclipped, gradient_factors }| {
+            Ok(Update { groups: optimizers(groups)?, coefficient, unclipped, gradient_factors })
         };
         let update = decision.update.map(update).transpose()?;
         Ok(Self::Decide { attempt: Attempt { epoch, step, number }, update })
@@ -146,6 +147,7 @@ fn execute<B: Backend>(job: &Job<B>, command: &Command) -> Result<()> {
                 groups: &update.groups,
                 coefficient: update.coefficient,
                 unclipped: update.unclipped,
+                gradient_factors: &update.gradient_factors,
             });
             job.decide(attempt, apply)
         }

@@ -289,6 +289,9 @@ impl<B: Backend> Job<B> {
         if let Some(reduced) = progress.add(slice, reduced) {
             progress.end_phase(&self.metrics.phases.reduce);
             self.tell(JobEvent::Ready { attempt, reduced });
+            drop(progress);
+            // Readers of the gradient wait for it.
+            self.changed.send_replace(());
         }
     }
 

@@ -73,7 +73,10 @@ impl Subject {
 
     fn decide(&self, attempt: Attempt) -> Result<()> {
         let groups = &self.job.spec.groups;
-        self.job.decide(attempt, Some(Apply { groups, coefficient: 1.0, unclipped: 1.0 }))
+        self.job.decide(
+            attempt,
+            Some(Apply { groups, coefficient: 1.0, unclipped: 1.0, gradient_factors: &[] }),
+        )
     }
 
     fn ready(&mut self) -> Option<pb::StepReady> {

@@ -14,6 +14,8 @@ pub(crate) enum Part {
     Master,
     /// The optimizer state tensor at this position.
     State(usize),
+    /// The sum of the gradients of the step that follows the version.
+    GradientSum,
 }
 
 impl Part {
@@ -27,6 +29,7 @@ impl Part {
         match &message.part {
             Some(state_part::Part::Parameters(_)) => Ok(Self::Parameters),
             Some(state_part::Part::MasterWeights(_)) => Ok(Self::Master),
+            Some(state_part::Part::GradientSum(_)) => Ok(Self::GradientSum),
             Some(state_part::Part::OptimizerState(name)) => {
                 let state = optimizer.state();
                 let position = state.iter().position(|tensor| tensor == name);
@@ -38,7 +41,7 @@ impl Part {
             None => Err(Error::invalid(
                 "part of the state",
                 "unknown",
-                "the parameters, the master weights or optimizer state",
+                "the parameters, the master weights, optimizer state or the sum of the gradients",
             )),
         }
     }
@@ -46,11 +49,14 @@ impl Part {
     /// Checks that the tensor has this part; the error names `tensor`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for optimizer state of a slice that is not trained.
+    /// [`Error::Invalid`] for optimizer state or the gradient of a slice that is not trained.
     pub(crate) fn check(self, trains: bool, tensor: &str) -> Result<()> {
         match self {
-            Self::State(_) if !trains => {
-                let what = format!("optimizer state of tensor {tensor:?}");
+            Self::State(_) | Self::GradientSum if !trains => {
+                let what = match self {
+                    Self::GradientSum => format!("gradient of tensor {tensor:?}"),
+                    _ => format!("optimizer state of tensor {tensor:?}"),
+                };
                 Err(Error::invalid(
                     what,
                     "requested or uploaded",
@@ -80,12 +86,18 @@ mod tests {
             part(Some(state_part::Part::MasterWeights(Default::default()))),
             Ok(Part::Master)
         );
+        assert_eq!(
+            part(Some(state_part::Part::GradientSum(Default::default()))),
+            Ok(Part::GradientSum)
+        );
         assert_eq!(state("exp_avg_sq"), Ok(Part::State(1)));
         for unknown in ["", "momentum_buffer", "max_exp_avg_sq", "Exp_avg"] {
             assert!(matches!(state(unknown), Err(Error::Invalid { .. })), "{unknown}");
         }
         assert!(matches!(part(None), Err(Error::Invalid { .. })));
         assert!(Part::State(0).check(true, "w").is_ok() && Part::Master.check(false, "w").is_ok());
-        assert!(matches!(Part::State(0).check(false, "w"), Err(Error::Invalid { .. })));
+        for part in [Part::State(0), Part::GradientSum] {
+            assert!(matches!(part.check(false, "w"), Err(Error::Invalid { .. })));
+        }
     }
 }

@@ -168,7 +168,7 @@ fn wanted<B: Backend>(
 fn bytes_of<B: Backend>(job: &Job<B>, slice: &Slice<B>, part: Part) -> u64 {
     let dtype = match part {
         Part::Parameters => job.spec.manifest.tensors()[slice.spec.tensor].dtype,
-        Part::Master | Part::State(_) => DType::F32,
+        Part::Master | Part::State(_) | Part::GradientSum => DType::F32,
     };
     (slice.spec.numel * dtype.size()) as u64
 }

@@ -308,13 +308,13 @@ fn upload(message: &pb::Upload, spec: &JobSpec) -> Result<Upload> {
     let state = match Part::of(message.part.as_ref(), &spec.groups[0])? {
         Part::Parameters => None,
         Part::State(position) => Some(position),
-        Part::Master => {
+        other @ (Part::Master | Part::GradientSum) => {
+            let found = match other {
+                Part::GradientSum => "the sum of the gradients",
+                _ => "the master weights",
+            };
             let expected = "the parameters (which set the master weights) or optimizer state";
-            return Err(Error::invalid(
-                "part of the state that is uploaded",
-                "the master weights",
-                expected,
-            ));
+            return Err(Error::invalid("part of the state that is uploaded", found, expected));
         }
     };
     if state.is_some() && !message.kept.is_empty() {

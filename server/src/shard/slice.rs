@@ -122,6 +122,8 @@ pub(crate) struct Apply<'a> {
     pub(crate) coefficient: f64,
     /// The factor of mean gradients that are not clipped.
     pub(crate) unclipped: f64,
+    /// Further factors by tensor; empty: all are 1.
+    pub(crate) gradient_factors: &'a [f64],
 }
 
 /// Memory by content, in bytes.
@@ -330,7 +332,8 @@ impl<B: Backend> Slice<B> {
             && !open.round.is_absent_everywhere()
         {
             let coefficient = if self.no_clip { apply.unclipped } else { apply.coefficient };
-            let coefficient = (coefficient / self.divisor) as f32;
+            let factor = apply.gradient_factors.get(self.spec.tensor).copied().unwrap_or(1.0);
+            let coefficient = (coefficient * factor / self.divisor) as f32;
             let optimizer = &apply.groups[group];
             let update = Update { optimizer, step: inner.applied + 1, coefficient };
             let published = inner.published.as_mut().map(|p| p.write(backend)).transpose()?;

@@ -97,9 +97,16 @@ impl Subject {
         self.slice.replace(&self.backend, self.attempt.get(), chunk, || Ok(())).unwrap()
     }
 
+    fn unchanged(&self) -> Apply<'_> {
+        Apply { groups: &self.groups, coefficient: 1.0, unclipped: 1.0, gradient_factors: &[] }
+    }
+
+    fn step_with(&self, version: u64, apply: Apply<'_>) {
+        self.enter(version, Some(apply));
+    }
+
     pub(super) fn step(&self, version: u64, coefficient: f64, unclipped: f64) {
-        let apply = Some(Apply { groups: &self.groups, coefficient, unclipped });
-        self.enter(version, apply);
+        self.step_with(version, Apply { coefficient, unclipped, ..self.unchanged() });
     }
 
     fn skip(&self, version: u64) {
@@ -232,6 +239,16 @@ fn tensors_that_are_not_clipped_have_their_own_coefficient() {
 }
 
 #[test]
+fn a_tensor_has_its_own_factor_beside_the_coefficient() {
+    let subject = Subject::new(r#"{"name":"average"}"#, Subject::tensor(), 1);
+    subject.upload(PARAMETERS, 0, &[9.0; NUMEL]).unwrap();
+    subject.push(0, &[1.0; NUMEL]);
+    let apply = Apply { coefficient: 3.0, gradient_factors: &[0.5, 7.0], ..subject.unchanged() };
+    subject.step_with(0, apply);
+    assert_eq!(subject.read(Part::Parameters, 1), bytes(&[1.5; NUMEL]));
+}
+
+#[test]
 fn an_average_equals_the_gradient_and_is_unchanged_without_one() {
     let tensor = TensorSpec { dtype: DType::Bf16, ..Subject::tensor() };
     let subject = Subject::new(r#"{"name":"average"}"#, tensor, 1);
@@ -290,4 +307,24 @@ fn master_weights_are_read_beside_the_published_parameters() {
         Err(Error::VersionGone { .. })
     ));
     assert!(matches!(subject.slice.applied("job", 0), Err(Error::VersionGone { .. })));
+}
+
+#[test]
+fn the_sum_of_the_gradients_can_be_read_from_completion_to_the_decision() {
+    let subject = Subject::new(ADAMW, Subject::tensor(), 2);
+    subject.upload(PARAMETERS, 0, &[9.0; NUMEL]).unwrap();
+    let sum = |version| {
+        let sum = subject.slice.read(&subject.backend, Part::GradientSum, "job", version);
+        sum.map(|sum| sum.map(|sum| subject.backend.read(&sum, 0..NUMEL, DType::F32)))
+    };
+    subject.push(0, &[1.0; NUMEL]);
+    assert_eq!(sum(0), Ok(None), "rank 1 has not contributed");
+    subject.push(1, &[2.0; NUMEL]);
+    assert_eq!(sum(0), Ok(Some(bytes(&[3.0; NUMEL]))));
+    subject.step(0, 1.0, 1.0);
+    assert!(matches!(sum(0), Err(Error::VersionGone { .. })));
+    // A gradient that no rank has consists of zeros.
+    subject.absent(0);
+    subject.absent(1);
+    assert_eq!(sum(1), Ok(Some(bytes(&[0.0; NUMEL]))));
 }

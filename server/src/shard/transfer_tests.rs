@@ -328,7 +328,12 @@ impl Subject {
             self.push_to(slice, 0, Some(0), 0, &[1.0; NUMEL]).await.unwrap();
         }
         let job = self.store.job("job", JOB_ID).unwrap();
-        let apply = Apply { groups: &job.spec.groups, coefficient: 1.0, unclipped: 1.0 };
+        let apply = Apply {
+            groups: &job.spec.groups,
+            coefficient: 1.0,
+            unclipped: 1.0,
+            gradient_factors: &[],
+        };
         job.decide(Attempt::first(EPOCH, 0), Some(apply)).unwrap();
     }
 }

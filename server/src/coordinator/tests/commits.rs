@@ -1,5 +1,7 @@
 //! The barrier and the decision. Slices 0 and 2 are trained, slice 1 is frozen.
 
+use std::sync::Arc;
+
 use super::*;
 
 #[test]
@@ -15,7 +17,7 @@ fn a_step_is_decided_when_all_ranks_have_committed_and_all_servers_are_ready() {
     let report = Report {
         version: 1,
         applied: true,
-        norm: Norm { value: norm, overflow: None },
+        norm: Norm { value: norm, overflow: None, tensors: Arc::new([0.5, 0.0, 0.75f64.sqrt()]) },
         clip_coefficient: 1.0,
         loss: None,
         world: 2,
@@ -176,6 +178,10 @@ fn ranks_that_disagree_are_told_the_differing_field() {
         (Commit { groups: Some(other), ..base.clone() }, "lr of parameter group 0"),
         (Commit { loss_scale: 2.0, ..base.clone() }, "loss_scale"),
         (Commit { max_norm: Some(1.0), ..base.clone() }, "max_norm"),
+        (
+            Commit { gradient_factors: vec![1.0, 1.0, 0.5], ..base.clone() },
+            "factor of the gradient of tensor \"b\"",
+        ),
     ];
     for (commit, expected) in cases {
         let caller = script.commit(commit);

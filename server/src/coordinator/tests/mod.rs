@@ -373,7 +373,7 @@ impl Script {
 
     fn reduced(&self, caller: Caller) -> Norm {
         match self.answer(caller) {
-            Some(Ok(Reply::Reduced(norm))) => *norm,
+            Some(Ok(Reply::Reduced(norm))) => norm.clone(),
             other => panic!("{caller:?} has {other:?}"),
         }
     }
@@ -419,6 +419,7 @@ fn commit(lease: Lease, epoch: u64, rank: u32, step: u64) -> Commit {
         loss_scale: 1.0,
         max_norm: None,
         loss: None,
+        gradient_factors: Vec::new(),
         wait: WAIT,
     }
 }

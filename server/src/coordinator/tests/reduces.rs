@@ -15,7 +15,10 @@ fn the_norm_is_returned_when_all_gradients_are_complete_and_equals_the_decisions
     assert_eq!(script.answer(early), None);
     script.ready(2, 0, |_| {});
     let norm = 4.0f64.sqrt() / 8.0;
-    assert_eq!(script.reduced(early), Norm { value: norm, overflow: None });
+    assert_eq!(
+        script.reduced(early),
+        Norm { value: norm, overflow: None, tensors: Arc::new([0.125, 0.0, 0.75f64.sqrt() / 4.0]) }
+    );
     let late = script.reduce(leases[0], 1, 0, 4.0);
     assert_eq!(script.reduced(late), script.reduced(early));
     assert!(script.decisions().is_empty(), "nobody has committed");
@@ -176,6 +179,48 @@ fn tensors_that_are_not_clipped_are_unscaled_and_not_in_the_norm() {
         (false, Some(Overflow { slice: 2, rank: None }))
     );
     assert!(!report.norm.value.is_finite());
+}
+
+#[test]
+fn factors_of_tensors_are_carried_out_and_precede_clipping() {
+    let (mut script, leases) = Script::training_of(partly_clipped(1), 1);
+    script.ready_all(0);
+    let caller = script.reduce(leases[0], 1, 0, 2.0);
+    // Slices 0 and 2 have the sums of squares 1 and 3.
+    let norm = script.reduced(caller);
+    assert_eq!((norm.value, &*norm.tensors), (0.5, &[0.5, 0.0, f64::sqrt(3.0) / 2.0][..]));
+    let factors = vec![4.0, 1.0, f64::NAN];
+    let terms = Commit {
+        loss_scale: 2.0,
+        max_norm: Some(1.0),
+        gradient_factors: factors,
+        ..commit(leases[0], 1, 0, 0)
+    };
+    let caller = script.commit(terms);
+    let report = script.report(caller);
+    // The norm is that before the factors; it is clipped after them.
+    assert_eq!((report.norm.value, report.clip_coefficient), (0.5, 0.5));
+    let update = script.update(0);
+    assert_eq!((update.coefficient, update.gradient_factors[0]), (0.25, 4.0));
+    assert!(update.gradient_factors[2].is_nan());
+
+    let caller =
+        script.commit(Commit { gradient_factors: vec![1.0], ..commit(leases[0], 1, 0, 1) });
+    let error = script.error(caller);
+    assert!(matches!(error, Error::Invalid { .. }), "{error}");
+}
+
+#[test]
+fn factors_that_are_not_numbers_are_equal_on_two_ranks() {
+    let (mut script, leases) = Script::training(2, 1);
+    script.ready_all(0);
+    let terms = |rank: usize| Commit {
+        gradient_factors: vec![1.0, 1.0, f64::NAN],
+        ..commit(leases[rank], 1, rank as u32, 0)
+    };
+    script.commit(terms(0));
+    let caller = script.commit(terms(1));
+    assert!(script.report(caller).applied);
 }
 
 #[test]

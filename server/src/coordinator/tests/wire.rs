@@ -1,5 +1,7 @@
 //! The messages into which commands and answers are converted.
 
+use std::sync::Arc;
+
 use prost::Message;
 use zeroshard_proto::{
     JobVersion, Optimizer,
@@ -45,7 +47,7 @@ fn the_report_of_a_step_is_converted_with_every_field() {
     let report = Report {
         version: 1,
         applied: true,
-        norm: Norm { value: 2.0, overflow },
+        norm: Norm { value: 2.0, overflow, tensors: Arc::new([9.0]) },
         clip_coefficient: 3.0,
         loss: Some(4.0),
         world: 5,
@@ -68,7 +70,12 @@ fn the_report_of_a_step_is_converted_with_every_field() {
 fn commands_are_converted_with_every_field() {
     let (job_id, name, attempt) = (JOB, "job".to_owned(), Attempt { epoch: 1, step: 2, number: 3 });
     let adamw: Optimizer = "adamw".parse().unwrap();
-    let update = Update { groups: vec![adamw], coefficient: 0.5, unclipped: 0.25 };
+    let update = Update {
+        groups: vec![adamw],
+        coefficient: 0.5,
+        unclipped: 0.25,
+        gradient_factors: vec![2.0, 3.0],
+    };
     let decision = Decision { attempt, update: Some(update) };
     let sent = |command: Command| Wire::from(command);
     let close = pb::CloseJob { job: name.clone(), job_id };
@@ -84,7 +91,12 @@ fn commands_are_converted_with_every_field() {
     let done = pb::RankDone { job: name.clone(), job_id, rank: 9 };
     assert_eq!(sent(Command::RankDone { job: job(), rank: 9 }), Wire::Done(done));
     let groups = vec![(&adamw).into()];
-    let update = Some(pb::Update { groups, coefficient: 0.5, unclipped: 0.25 });
+    let update = Some(pb::Update {
+        groups,
+        coefficient: 0.5,
+        unclipped: 0.25,
+        gradient_factors: vec![2.0, 3.0],
+    });
     let decide = pb::Decision { job: name, job_id, epoch: 1, step: 2, attempt: 3, update };
     assert_eq!(sent(Command::Decide { job: job(), decision }), Wire::Decide(decide));
 }

@@ -15,7 +15,7 @@ pub(super) struct Carried {
 }
 
 impl<B: Backend> Slice<B> {
-    /// Stores f32 `bytes` at element `offset` of a part of the slice.
+    /// Stores f32 `bytes` at element `offset` of the master weights or a state tensor.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the slice has readers, which is impossible before version 0.
@@ -23,7 +23,7 @@ impl<B: Backend> Slice<B> {
         let mut inner = self.lock();
         let buffer = match part {
             Part::State(position) => &mut inner.state[position],
-            Part::Parameters | Part::Master => &mut inner.master,
+            _ => &mut inner.master,
         };
         let end = offset + bytes.len() / 4;
         backend.store(buffer.write(backend)?, offset..end, bytes, zeroshard_proto::DType::F32);

@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use zeroshard_proto::{Error, Result};
+use zeroshard_proto::{DType, Error, Result};
 
-use super::Slice;
+use super::{Inner, Slice};
 use crate::{backend::Backend, shard::part::Part};
 
 impl<B: Backend> Slice<B> {
     /// A part of the slice at `version`, which the caller may hold for any time; `None` if the
-    /// version is not available yet.
+    /// version, or its complete gradient, is not available yet.
     ///
     /// # Errors
     /// [`Error::VersionGone`] if a later version has replaced it; [`Error::OutOfMemory`] if the
@@ -32,6 +32,7 @@ impl<B: Backend> Slice<B> {
             Part::Parameters => inner.published.as_mut().unwrap_or(&mut inner.master),
             Part::Master => &mut inner.master,
             Part::State(position) => &mut inner.state[position],
+            Part::GradientSum => return inner.gradient_sum(backend),
         };
         let held = Arc::clone(buffer.current());
         if inner.open.as_ref().is_some_and(|open| open.is_reported) {
@@ -84,5 +85,24 @@ impl<B: Backend> Slice<B> {
                 current: current.unwrap_or_default(),
             }),
         }
+    }
+}
+
+impl<B: Backend> Inner<B> {
+    /// A copy of the reduced gradient, zeros if no rank has one; `None` until every rank has
+    /// contributed.
+    fn gradient_sum(&self, backend: &B) -> Result<Option<Arc<B::Buffer>>> {
+        let Some(open) = self.open.as_ref().filter(|open| open.round.is_complete()) else {
+            return Ok(None);
+        };
+        let numel = backend.numel(&open.sum);
+        let mut copy = backend.allocate(DType::F32, numel).map_err(|_| Error::OutOfMemory {
+            what: "a copy of a gradient that is read".to_owned(),
+            bytes: (numel * DType::F32.size()) as u64,
+        })?;
+        if !open.round.is_absent_everywhere() {
+            backend.copy(&open.sum, &mut copy);
+        }
+        Ok(Some(Arc::new(copy)))
     }
 }

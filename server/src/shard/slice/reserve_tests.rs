@@ -52,7 +52,12 @@ impl Subject {
     }
 
     fn step(&self) {
-        let apply = Some(Apply { groups: &self.job.groups, coefficient: 1.0, unclipped: 1.0 });
+        let apply = Some(Apply {
+            groups: &self.job.groups,
+            coefficient: 1.0,
+            unclipped: 1.0,
+            gradient_factors: &[],
+        });
         self.slice.step(&self.backend, &Step { apply, next: Attempt::first(1, 1) }).unwrap();
     }
 
