@@ -1,8 +1,8 @@
 //! Tests of the optimizers with golden vectors, which `tests/golden/make.py` creates.
 //!
-//! SGD and Adamax equal torch bit for bit. The other optimizers use square roots, which torch does not always
-//! round to nearest: they equal unmodified torch within a tolerance, and torch with correctly
-//! rounded square roots bit for bit.
+//! SGD and Adamax equal torch bit for bit. The other optimizers use square roots, which torch does
+//! not always round to nearest: they equal unmodified torch within a tolerance, and torch with
+//! correctly rounded square roots bit for bit.
 
 use std::sync::Arc;
 
