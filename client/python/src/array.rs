@@ -2,6 +2,8 @@
 //! this crate.
 #![allow(unsafe_code)]
 
+use std::hash::Hasher;
+
 use bytes::Bytes;
 use pyo3::prelude::*;
 use zeroshard_client::{Slots, Target, TensorData, TensorId, Values};
@@ -45,6 +47,12 @@ impl Array {
         }
         let bounds = r#box.map(|bounds| bounds.0.clone());
         Ok(Self { address, numel, dtype, bounds, owner })
+    }
+
+    fn hash(&self, py: Python<'_>) -> String {
+        let mut hasher = std::hash::DefaultHasher::new();
+        hasher.write(Lent::new(py, self).as_ref());
+        format!("{:016x}", hasher.finish())
     }
 }
 

@@ -41,6 +41,8 @@ class Array:
     def __new__(
         cls, address: int, numel: int, dtype: str, owner: object, box: Box | None = None
     ) -> Array: ...
+    def hash(self) -> str:
+        """A hash of the elements, to compare them between ranks."""
 
 @final
 class Box:

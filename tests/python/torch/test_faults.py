@@ -108,6 +108,7 @@ def zero_sent_gradients(rank: int) -> tuple[int, int]:
     with zs.init():
         model, optimizer, _ = sharded("os_g", accumulation_steps=1)
         step(model, optimizer, 0)
+        optimizer.zero_grad()
         model(*models.batch("mlp", 1, 8)).backward()
         assert optimizer.sharding.gradients.any_sent
         before = optimizer.sharding.job.version

@@ -71,7 +71,8 @@ def peaks() -> tuple[int, int, int]:
         nonlocal most
         tensors = [
             *parameters,
-            *(parameter.grad for parameter in parameters if parameter.grad is not None),
+            # A gradient that was sent has no memory.
+            *(parameter.grad for parameter in parameters if type(parameter.grad) is Tensor),
         ]
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()

@@ -66,7 +66,6 @@ def test_only_parameters_larger_than_a_segment_live_on_the_servers(
         and "layers.1.weight" not in empty
         and "layers.2.weight" in empty
     )
-    assert all(parameter.grad is None or held(parameter.grad) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("how", ["class name", "layer id"])

@@ -6,10 +6,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from .._native import Array, Box, Layout
 from ..errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from .gradients import Gradients
+    from .job import Entry
 
 #: A tensor of the framework.
 T = TypeVar("T")
@@ -22,6 +26,24 @@ class Incoming(Protocol):
 
     def finish(self) -> None:
         """Copies the buffer to the tensor, if there is one. Called after the transfer."""
+
+
+class MeanGradient(Protocol[T]):
+    """The mean over the ranks of one parameter's gradient in one step, as the program sees it."""
+
+    entry: Entry[T]
+    #: This rank's gradient, as long as it is on this worker.
+    own: T | None
+    #: The factor by which the program has multiplied the mean.
+    factor: float
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether the program has changed the values."""
+
+    def to_send(self) -> T:
+        """The values as gradients that are sent, which are multiplied by the loss scale. They
+        include the factor, which becomes 1."""
 
 
 class ParameterMemory(ABC, Generic[T]):
@@ -165,6 +187,25 @@ class Framework(ABC, Generic[T]):
     @abstractmethod
     def set_gradient(self, parameter: T, gradient: T | None) -> None: ...
 
+    def show_mean(
+        self, gradients: Gradients[T], entry: Entry[T], gradient: T
+    ) -> MeanGradient[T] | None:
+        """Replaces a parameter's gradient by a tensor that shows the program the mean over the
+        ranks.
+
+        None: it stays this rank's gradient, because the framework cannot show the mean.
+        """
+        return None
+
+    def shown_mean(self, parameter: T) -> MeanGradient[T] | None:
+        """The mean gradient that the parameter shows."""
+        return None
+
+    def given_gradient(self, parameter: T) -> object:
+        """The object that is the parameter's gradient for the program. It changes when the program
+        sets the gradient, if the framework can tell."""
+        return None
+
     @abstractmethod
     def own_elements(self, tensor: T) -> T:
         """The tensor, or a dense copy if it is sparse or has elements that share memory."""
@@ -177,6 +218,11 @@ class Framework(ABC, Generic[T]):
     def after_gradient(self, parameter: T, call: Callable[[T], None]) -> Callable[[], None]:
         """Calls ``call`` with the parameter after each backward pass that has computed its
         gradient. Returns a function that removes this hook."""
+
+    def has_later_hooks(self, parameter: T) -> bool:
+        """Whether the program has registered hooks like those of :meth:`after_gradient` after the
+        last call of it, which run after its hook."""
+        return False
 
     # ---- a backward pass
 

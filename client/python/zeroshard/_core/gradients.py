@@ -4,17 +4,19 @@ A gradient is complete when its parameter has taken part in all backward passes 
 level ``os`` all gradients are sent when the optimizer steps. At ``os_g`` and ``p_g_os`` a gradient
 is sent and freed as soon as it is complete: after the number of passes that the program has
 announced (``accumulation_steps``, ``no_sync``), or else the largest number of passes in an earlier
-step.
+step. At every level all gradients are sent when the program looks at one.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Generic
 
+from .._native import Box
 from ..errors import InvalidArgumentError
-from .framework import T
+from .framework import MeanGradient, T
 from .job import Entry, ModelJob
 
 
@@ -27,19 +29,29 @@ class Gradients(Generic[T]):
         early: bool,
         accumulation_steps: int | None,
         accumulated: Callable[[T], None],
+        reduce: Callable[[], list[float]],
     ) -> None:
-        """``accumulated`` is called after each backward pass of a parameter."""
+        """``accumulated`` is called after each backward pass of a parameter. ``reduce`` sends the
+        remaining gradients, and returns the norm of each tensor's mean gradient when those of all
+        ranks have arrived."""
         self._job = job
         self._early = early
         self._announced = accumulation_steps
         self._accumulated = accumulated
+        self._reduce = reduce
+        #: The factor of the loss that the program has removed from the gradients.
+        self.loss_scale = 1.0
         #: Set by a forward: the backward pass that follows is not the last of its step.
         self.hold = False
         #: Backward passes in the open step, by manifest index, and the maximum over the earlier
         #: steps.
         self._passes: Counter[int] = Counter()
         self._most: dict[int, int] = {}
-        self._sent: set[int] = set()
+        #: By the index of a parameter whose gradient was sent: the gradient that the program sees.
+        self._sent: dict[int, object] = {}
+        #: The mean gradients that the program sees.
+        self._means: dict[int, MeanGradient[T]] = {}
+        self._norms: list[float] | None = None
         #: Indices in ``_sent`` of parameters without a gradient that were not reported yet.
         self._absent: list[int] = []
         self._unwatch: list[Callable[[], None]] = []
@@ -47,14 +59,30 @@ class Gradients(Generic[T]):
 
     def watch(self) -> None:
         """Registers hooks on the parameters that the job currently trains."""
+        self._register_hooks()
+        self._means.clear()
+        for entry in self._job.trained:
+            mean = self._job.framework.shown_mean(entry.tensor)
+            if mean is not None:
+                mean.entry = entry
+                self._means[entry.index] = mean
+        self._passes.clear()
+        self._most.clear()
+
+    def _register_hooks(self) -> None:
         for unwatch in self._unwatch:
             unwatch()
         self._unwatch = [
             self._job.framework.after_gradient(entry.tensor, self._hook(entry))
             for entry in self._job.trained
         ]
-        self._passes.clear()
-        self._most.clear()
+
+    def follow_hooks(self) -> None:
+        """The program's hooks get a gradient before it is sent, also those that it has registered
+        since."""
+        later = self._job.framework.has_later_hooks
+        if any(later(entry.tensor) for entry in self._job.trained):
+            self._register_hooks()
 
     @property
     def any_sent(self) -> bool:
@@ -68,9 +96,14 @@ class Gradients(Generic[T]):
             self._announced = 1
 
     def _hook(self, entry: Entry[T]) -> Callable[[T], None]:
+        # Weak: the parameter has the hook, and Python cannot find a cycle through a parameter.
+        of_gradients, of_entry = weakref.ref(self), weakref.ref(entry)
+
         def accumulated(parameter: T) -> None:
-            self._count(entry)
-            self._accumulated(parameter)
+            gradients, entry = of_gradients(), of_entry()
+            if gradients is not None and entry is not None:
+                gradients._count(entry)
+                gradients._accumulated(parameter)
 
         return accumulated
 
@@ -78,19 +111,35 @@ class Gradients(Generic[T]):
         if self.hold:
             return
         self._passes[entry.index] += 1
-        if not self._early:
-            return
         if entry.index in self._sent:
-            raise InvalidArgumentError(
-                f"backward pass {self._passes[entry.index]} of step {self._job.version} on rank "
-                f"{self._job.group.rank} has computed a gradient of parameter {entry.name!r}, "
-                "whose gradient was already sent to the servers; pass accumulation_steps to "
-                "group_sharded_parallel, or run all forwards but the last of a step under "
-                "model.no_sync()"
-            )
+            raise self.already_sent(entry)
         expected = self._announced if self._announced is not None else self._most.get(entry.index)
-        if expected is not None and self._passes[entry.index] >= expected:
+        if self._early and expected is not None and self._passes[entry.index] >= expected:
             self._send(entry)
+        else:
+            self._show(entry)
+
+    def already_sent(self, entry: Entry[T]) -> InvalidArgumentError:
+        """The error for a gradient that is computed after it was sent."""
+        return InvalidArgumentError(
+            f"backward pass {max(self._passes[entry.index], 2)} of step {self._job.version} on "
+            f"rank {self._job.group.rank} has computed a gradient of parameter {entry.name!r}, "
+            "whose gradient was already sent to the servers; pass accumulation_steps to "
+            "group_sharded_parallel, or run all forwards but the last of a step under "
+            "model.no_sync()"
+        )
+
+    def _show(self, entry: Entry[T]) -> MeanGradient[T] | None:
+        """Shows the mean gradient to the program, if the framework can."""
+        framework = self._job.framework
+        mean = framework.shown_mean(entry.tensor)
+        if mean is None:
+            gradient = framework.gradient(entry.tensor)
+            if gradient is not None:
+                mean = framework.show_mean(self, entry, gradient)
+        if mean is not None:
+            self._means[entry.index] = mean
+        return mean
 
     def _send(self, entry: Entry[T]) -> None:
         """Sends the gradient, or records that the parameter has none."""
@@ -99,10 +148,106 @@ class Gradients(Generic[T]):
         if gradient is None:
             self._absent.append(entry.index)
         else:
-            if self._early:
-                framework.set_gradient(entry.tensor, None)
             self._job.job.gradient(self._job.version, entry.index, framework.outgoing(gradient))
-        self._sent.add(entry.index)
+            mean = self._show(entry)
+            if self._early:
+                if mean is None:
+                    framework.set_gradient(entry.tensor, None)
+                else:
+                    mean.own = None
+        self._sent[entry.index] = framework.given_gradient(entry.tensor)
+
+    # ---- for mean gradients
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is only one rank."""
+        return self._job.group.size == 1
+
+    def is_open(self, mean: MeanGradient[T]) -> bool:
+        """Whether the mean gradient belongs to the open step."""
+        return self._means.get(mean.entry.index) is mean
+
+    def is_sent(self, mean: MeanGradient[T]) -> bool:
+        """Whether this rank's contribution to it was sent."""
+        return self.is_open(mean) and mean.entry.index in self._sent
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass is running."""
+        return self._job.framework.in_backward()
+
+    def norms(self) -> list[float]:
+        """The norm of each tensor's mean gradient. Sends the remaining gradients, and waits until
+        those of all ranks have arrived."""
+        if self._norms is None:
+            if self.in_backward:
+                raise InvalidArgumentError(
+                    "a gradient is used during a backward pass after it was sent to the servers; "
+                    "use it after backward(), or register hooks on the parameter before the "
+                    "forward, which then get the gradient of this rank"
+                )
+            self._norms = self._reduce()
+        return self._norms
+
+    def fetch(self, entry: Entry[T]) -> tuple[T, int]:
+        """The sum of the gradients over the ranks as a host tensor, and the number of ranks."""
+        host = self._job.framework.host(entry.shape)
+        array = self._job.framework.array(host, Box.whole(entry.shape))
+        self._job.job.fetch(self._job.version, [(entry.index, array)], part="gradient_sum")
+        return host, self._job.job.divisor(entry.index)
+
+    def factors(self) -> list[float]:
+        """The factors of all tensors of the job by which the program has multiplied their mean
+        gradients. Empty if there are none."""
+        scaled = [mean for mean in self._means.values() if mean.factor != 1.0]
+        factors = [1.0] * len(self._job.entries) if scaled else []
+        for mean in scaled:
+            if self._job.framework.shown_mean(mean.entry.tensor) is mean:
+                factors[mean.entry.index] = mean.factor
+        return factors
+
+    # ---- changes by the program
+
+    @property
+    def were_dropped(self) -> bool:
+        """Whether the program has removed all gradients that were sent, as ``zero_grad`` of a
+        module does."""
+        sent = [entry for entry in self._job.trained if self._sent.get(entry.index) is not None]
+        given = self._job.framework.given_gradient
+        return bool(sent) and all(given(entry.tensor) is None for entry in sent)
+
+    def changed(self) -> list[Entry[T]]:
+        """The parameters whose gradients the program has changed after they were sent."""
+        return [entry for entry in self._job.trained if self._is_changed(entry)]
+
+    def current(self, entry: Entry[T]) -> T | None:
+        """A gradient as the program sees it, or this rank's contribution to it."""
+        mean = self._job.framework.shown_mean(entry.tensor)
+        if mean is not None and (mean.own is None or mean.is_edited):
+            return mean.to_send()
+        return self._job.framework.gradient(entry.tensor)
+
+    def _is_changed(self, entry: Entry[T]) -> bool:
+        if entry.index not in self._sent:
+            return False
+        mean = self._job.framework.shown_mean(entry.tensor)
+        given = self._job.framework.given_gradient(entry.tensor)
+        return given is not self._sent[entry.index] or (mean is not None and mean.is_edited)
+
+    def resend(self, gradients: dict[int, T | None]) -> None:
+        """Sends other gradients in a new attempt at the step."""
+        self._sent.clear()
+        self._absent.clear()
+        for entry in self._job.trained:
+            gradient = gradients[entry.index]
+            if gradient is None:
+                self._absent.append(entry.index)
+                self._means.pop(entry.index, None)
+            else:
+                array = self._job.framework.outgoing(gradient)
+                self._job.job.gradient(self._job.version, entry.index, array)
+            self._sent[entry.index] = self._job.framework.given_gradient(entry.tensor)
 
     def send_rest(self) -> None:
         """Sends the remaining gradients and reports the parameters without a gradient, which the
@@ -120,6 +265,14 @@ class Gradients(Generic[T]):
         if learn:
             for index, passes in self._passes.items():
                 self._most[index] = max(passes, self._most.get(index, 0))
+        else:
+            framework = self._job.framework
+            for index, mean in self._means.items():
+                tensor = self._job.entries[index].tensor
+                if mean.own is None and framework.shown_mean(tensor) is mean:
+                    framework.set_gradient(tensor, None)  # the servers drop it
         self._passes.clear()
         self._sent.clear()
         self._absent.clear()
+        self._means.clear()
+        self._norms = None

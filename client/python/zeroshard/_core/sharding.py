@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic
 
+from .._agreement import agree
 from .._connection import Connection
 from .._native import Report
 from .._rendezvous import ProcessGroup
@@ -45,8 +46,6 @@ class Sharding(Generic[T]):
         self._clip_once: float | None = None
         self._interrupted = False
         self._holding = False
-        #: The factor by which the loss of the next step was multiplied.
-        self.loss_scale = 1.0
         self.last_report: Report | None = None
         is_large = options.is_large(framework, model)
         bucket_numel = options.bucket_numel(framework, model)
@@ -56,13 +55,28 @@ class Sharding(Generic[T]):
         if self.level == "p_g_os":
             self.gatherer = Gatherer(self.job, model, is_large, not options.sync_comm)
         accumulated = self.gatherer.accumulated if self.gatherer is not None else _nothing
+        # Weak: the parameters refer to the gradients, and must not keep this object alive.
+        norms = weakref.WeakMethod(self._norms)
         self.gradients = Gradients(
-            self.job, self.level != "os", options.accumulation_steps, accumulated
+            self.job,
+            self.level != "os",
+            options.accumulation_steps,
+            accumulated,
+            lambda: _alive(norms())(),
         )
         _all.add(self)
         weakref.finalize(self, self.job.retire).atexit = False
 
     # ---- called by the program
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which the loss of the next step was multiplied."""
+        return self.gradients.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self.gradients.loss_scale = scale
 
     def before_forward(self) -> None:
         """Called when a forward of the whole model begins."""
@@ -70,6 +84,7 @@ class Sharding(Generic[T]):
             self.gradients.announce()
         self.gradients.hold = self._holding
         self.follow_changes()
+        self.gradients.follow_hooks()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -130,6 +145,8 @@ class Sharding(Generic[T]):
         written to the parameters."""
         if self._interrupted:
             self._end_interrupted_step()
+        if self.gradients.were_dropped:
+            self.discard()
         # Gradients that were sent belong to the current job: the next step follows the change.
         if not self.gradients.any_sent and self.job.changed():
             self.reopen(None)
@@ -145,6 +162,7 @@ class Sharding(Generic[T]):
     def step(self) -> None:
         """Sends the remaining gradients, commits the step and receives the new parameters."""
         self.follow_changes()
+        self._sent(self._replace)
         self._sent(self.gradients.send_rest)
         version, job = self.job.version, self.job.job
         if self._sync_buffers:
@@ -157,6 +175,7 @@ class Sharding(Generic[T]):
                 self.job.groups(),
                 loss_scale=self.loss_scale,
                 max_norm=max_norm,
+                gradient_factors=self.gradients.factors(),
                 targets=[(index, incoming.array) for index, incoming in received],
             )
         )
@@ -176,21 +195,47 @@ class Sharding(Generic[T]):
         self.follow_changes()
         self._sent(self.gradients.send_rest)
         self._clip_once = max_norm
-        return float(self._sent(lambda: self.job.job.reduce(self.job.version, self.loss_scale)))
+        norm: float = self._sent(lambda: self.job.job.reduce(self.job.version, self.loss_scale)[0])
+        return norm
 
     def discard(self) -> None:
         """Makes the servers drop the gradients that were sent for the open step. Every rank must
         call it."""
-        if not self.gradients.any_sent:
-            return
-        try:
-            self._sent(lambda: self.job.job.discard(self.job.version))
-        except StepAbortedError:
-            pass  # the servers have already dropped them
+        if self.gradients.any_sent:
+            try:
+                self._sent(lambda: self.job.job.discard(self.job.version))
+            except StepAbortedError:
+                pass  # the servers have already dropped them
         self.gradients.restart(learn=False)
         self._clip_once = None
 
     # ---- internal
+
+    def _norms(self) -> list[float]:
+        """The norms of the mean gradients, which include the loss scale."""
+        self.follow_changes()
+        self._sent(self.gradients.send_rest)
+        norms: list[float] = self._sent(lambda: self.job.job.reduce(self.job.version, 1.0)[1])
+        return norms
+
+    def _replace(self) -> None:
+        """If the program has changed gradients after they were sent, sends all of them again in a
+        new attempt at the step, in which all ranks must take part."""
+        changed = self.gradients.changed()
+        if not changed:
+            return
+        current = {entry.index: self.gradients.current(entry) for entry in self.job.trained}
+        self.job.job.discard(self.job.version)
+        texts = {}
+        for entry in changed:
+            gradient = current[entry.index]
+            texts[f"the gradient of parameter {entry.name!r}"] = (
+                "none"
+                if gradient is None
+                else f"values with the hash {self.job.framework.outgoing(gradient).hash()}"
+            )
+        agree("optimizer.step", texts, self.job.group.ranks)
+        self.gradients.resend(current)
 
     def _end_step(self) -> None:
         self.job.version += 1
@@ -246,6 +291,15 @@ class Sharding(Generic[T]):
 
 def _nothing(parameter: Any) -> None:
     pass
+
+
+def _alive(found: Callable[[], list[float]] | None) -> Callable[[], list[float]]:
+    if found is None:
+        raise InvalidArgumentError(
+            "a gradient of a model that was deleted is no longer available; keep the model that "
+            "group_sharded_parallel returned"
+        )
+    return found
 
 
 def sharding_of(parameters: Iterable[Any]) -> Sharding[Any] | None:

@@ -11,13 +11,18 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._core.framework import Framework, Incoming, Optimizer, ParameterMemory
+from .._core.gradients import Gradients
+from .._core.job import Entry
 from .._native import Array, Box, Layout
 from .._rendezvous import ProcessGroup, distributed, world_group
 from ..errors import InvalidArgumentError
 from . import _conversion
 from ._dtensor import aligned_gradient, distributed_as, layout, local
+from ._gradient import GradientTensor
+from ._mean_gradient import MeanGradient
 from ._memory import PooledMemory, guard
 
 #: The dtypes of parameters and gradients that the servers support.
@@ -25,6 +30,10 @@ _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 class _Torch(Framework[Tensor]):
+    def __init__(self) -> None:
+        #: The number of the hook that was registered last for each parameter.
+        self._hooks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
     # ---- tensors
 
     def shape(self, tensor: Tensor) -> tuple[int, ...]:
@@ -87,10 +96,27 @@ class _Torch(Framework[Tensor]):
         return tensor.requires_grad
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        return aligned_gradient(parameter)
+        shown = self.shown_mean(parameter)
+        return shown.own if shown is not None else aligned_gradient(parameter)
 
     def set_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
         parameter.grad = gradient
+
+    def show_mean(
+        self, gradients: Gradients[Tensor], entry: Entry[Tensor], gradient: Tensor
+    ) -> MeanGradient | None:
+        if gradient.requires_grad:
+            return None  # the program differentiates it
+        mean = MeanGradient(gradients, entry, gradient)
+        entry.tensor.grad = GradientTensor(mean)
+        return mean
+
+    def shown_mean(self, parameter: Tensor) -> MeanGradient | None:
+        gradient = parameter.grad
+        return gradient.source if isinstance(gradient, GradientTensor) else None
+
+    def given_gradient(self, parameter: Tensor) -> object:
+        return parameter.grad
 
     def own_elements(self, tensor: Tensor) -> Tensor:
         if tensor.is_sparse or 0 in tensor.stride():
@@ -103,8 +129,16 @@ class _Torch(Framework[Tensor]):
     def after_gradient(
         self, parameter: Tensor, call: Callable[[Tensor], None]
     ) -> Callable[[], None]:
-        remove: Callable[[], None] = parameter.register_post_accumulate_grad_hook(call).remove
+        handle = parameter.register_post_accumulate_grad_hook(call)
+        self._hooks[parameter] = handle.id
+        remove: Callable[[], None] = handle.remove
         return remove
+
+    def has_later_hooks(self, parameter: Tensor) -> bool:
+        hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
+        last: int = next(reversed(hooks))
+        ours: int = self._hooks[parameter]
+        return last != ours
 
     # ---- a backward pass
 

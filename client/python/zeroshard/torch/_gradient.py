@@ -1,0 +1,219 @@
+"""Gradients that are on the servers, as tensors of torch.
+
+After a backward pass the gradient of a parameter is this rank's, while a program expects the mean
+over all ranks in ``parameter.grad``, as under DistributedDataParallel. A :class:`GradientTensor`
+takes its place: norms come from the servers, a multiplication by a number becomes part of the
+step, and every other operation fetches the values. What the program writes to them replaces the
+gradient before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..errors import InvalidArgumentError
+from ._mean_gradient import MeanGradient
+
+
+class GradientTensor(torch.Tensor):
+    """Takes the place of a parameter's gradient. See the module's docstring."""
+
+    source: MeanGradient
+
+    @staticmethod
+    def __new__(cls, mean: MeanGradient) -> GradientTensor:
+        parameter = mean.entry.tensor
+        made: GradientTensor = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        made.source = mean
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ABOUT_THE_TENSOR:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        special = _SPECIAL.get(func)
+        found = NotImplemented if special is None else special(*args, **kwargs)
+        return _with_values(func, args, kwargs) if found is NotImplemented else found
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        # Calls of the program end in `__torch_function__`. These are calls of autograd's own.
+        if func in _ACCUMULATIONS and isinstance(args[0], GradientTensor):
+            args[0].source.accumulate(args[1])
+            return args[0]
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        return _with_values(func, args, kwargs or {})
+
+
+def _with_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls a function with the values of the gradients among its arguments."""
+    given: dict[int, GradientTensor] = {}
+
+    def values(gradient: GradientTensor) -> Tensor:
+        found = gradient.source.values()
+        given[id(found)] = gradient
+        return found
+
+    args, kwargs = pytree.tree_map_only(GradientTensor, values, (tuple(args), dict(kwargs)))
+    result = func(*args, **kwargs)
+    # An operation in place returns the gradient itself.
+    return given.get(id(result), result)
+
+
+def _number(other: Any) -> float | None:
+    """The number that a tensor is multiplied by. None if it is not a single number."""
+    if isinstance(other, Tensor):
+        return None if other.ndim > 0 or isinstance(other, GradientTensor) else float(other)
+    return float(other) if isinstance(other, (int, float)) else None
+
+
+def _scaled(inverse: bool) -> Callable[..., Any]:
+    def scaled(gradient: Any, other: Any, **options: Any) -> Any:
+        number = _number(other)
+        if number is None or options or not isinstance(gradient, GradientTensor):
+            return NotImplemented
+        gradient.source.scale(1.0 / number if inverse and number else number)
+        return gradient
+
+    return scaled
+
+
+def _each_scaled(gradients: Any, by: Any) -> Any:
+    factors = by if isinstance(by, (list, tuple)) else [by] * len(gradients)
+    numbers = [_number(factor) for factor in factors]
+    if None in numbers:
+        return NotImplemented
+    for gradient, number in zip(gradients, numbers, strict=True):
+        gradient.mul_(number)
+    return None
+
+
+def _each_zeroed(gradients: Any) -> None:
+    for gradient in gradients:
+        gradient.zero_()
+
+
+def _zeroed(gradient: GradientTensor) -> GradientTensor:
+    gradient.source.zero()
+    return gradient
+
+
+def _norm(
+    gradient: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, **options: Any
+) -> Any:
+    order = options.pop("p", options.pop("ord", order))
+    dtype = options.pop("dtype", None)
+    if order not in (2, 2.0, "fro", None) or dim is not None or keepdim or options:
+        return NotImplemented
+    norm = gradient.source.norm()
+    if norm is None:
+        return NotImplemented
+    return torch.tensor(norm, dtype=dtype or gradient.dtype, device=gradient.device)
+
+
+def _each_norm(gradients: Any, order: Any = 2, dtype: Any = None) -> Any:
+    return tuple(torch.linalg.vector_norm(gradient, order, dtype=dtype) for gradient in gradients)
+
+
+def _unscaled(gradients: Any, found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """``torch.amp.GradScaler`` checks whether gradients are finite, and unscales them."""
+    for gradient in gradients:
+        if not torch.isfinite(torch.linalg.vector_norm(gradient)):
+            found_inf.fill_(1.0)
+        gradient.mul_(inverse_scale.reshape(()))
+
+
+def _no_memory(gradient: GradientTensor, *args: Any, **kwargs: Any) -> Any:
+    raise InvalidArgumentError(
+        f"the gradient of parameter {gradient.source.name!r} has no memory on this worker; use "
+        "a copy of it, parameter.grad.clone()"
+    )
+
+
+def _text(gradient: GradientTensor, *args: Any, **kwargs: Any) -> Any:
+    if gradient.source.is_available:
+        return NotImplemented
+    return f"GradientTensor(of parameter {gradient.source.name!r})"
+
+
+def _itself(gradient: GradientTensor, *args: Any, **kwargs: Any) -> GradientTensor:
+    return gradient
+
+
+#: Operations that do not need the values.
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.linalg.vector_norm: _norm,
+    torch.norm: _norm,
+    Tensor.norm: _norm,
+    torch._foreach_norm: _each_norm,
+    Tensor.mul_: _scaled(False),
+    Tensor.__imul__: _scaled(False),
+    Tensor.div_: _scaled(True),
+    Tensor.__itruediv__: _scaled(True),
+    torch._foreach_mul_: _each_scaled,
+    Tensor.zero_: _zeroed,
+    torch._foreach_zero_: _each_zeroed,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscaled,
+    Tensor.detach: _itself,
+    Tensor.detach_: _itself,
+    Tensor.data.__get__: _itself,  # type: ignore[attr-defined]
+    Tensor.__repr__: _text,
+    Tensor.__format__: _text,
+    Tensor.data_ptr: _no_memory,
+    Tensor.untyped_storage: _no_memory,
+    Tensor.storage: _no_memory,
+    Tensor.share_memory_: _no_memory,
+    Tensor.set_: _no_memory,
+    Tensor.resize_: _no_memory,
+}
+
+#: Operations about the tensor itself.
+_ABOUT_THE_TENSOR = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in (
+            "shape dtype device layout ndim requires_grad is_leaf grad_fn grad is_cuda is_cpu "
+            "is_sparse is_sparse_csr is_quantized is_meta is_mps is_mkldnn is_nested itemsize "
+            "nbytes _version retains_grad output_nr _backward_hooks"
+        ).split()
+    ),
+    Tensor.size,
+    Tensor.stride,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.element_size,
+    Tensor.storage_offset,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.is_contiguous,
+    Tensor.get_device,
+    Tensor.requires_grad_,
+    Tensor.__len__,
+    Tensor.__hash__,
+}
+
+_ACCUMULATIONS = {torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor}
