@@ -93,7 +93,8 @@ impl Gradient {
         }
     }
 
-    /// The norm of the mean gradient of all tensors that are clipped, each multiplied by its factor.
+    /// The norm of the mean gradient of all tensors that are clipped, each multiplied by its
+    /// factor.
     pub(super) fn norm_of(&self, spec: &JobSpec, factors: &[f64]) -> f64 {
         let clipped = spec.manifest.tensors().iter().enumerate().filter(|(_, t)| !t.no_clip);
         let squares = clipped.map(|(tensor, _)| {

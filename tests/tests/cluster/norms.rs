@@ -1,7 +1,9 @@
 //! The norm before the decision, and tensors that are not clipped.
 
 use futures_util::future::join_all;
-use zeroshard_client::{Cluster as Client, Commit, Error, Job, StepReport, TensorData, TensorId};
+use zeroshard_client::{
+    Cluster as Client, Commit, Error, Job, StatePart, StepReport, Target, TensorData, TensorId,
+};
 use zeroshard_proto::TensorSpec;
 use zeroshard_tests::{Cluster, synthetic, training};
 
@@ -97,4 +99,42 @@ async fn tensors_that_are_not_clipped_do_not_count_in_the_norm() {
     let report = training::commit(&job, 0, commit).await.unwrap();
     assert_eq!((report.gradient_norm, report.clip_coefficient), (8.0, 0.25));
     assert_eq!(training::pull(&job, 1).await.unwrap(), [[1.0; 4], [4.0; 4]]);
+}
+
+#[tokio::test]
+async fn the_gradient_of_the_open_step_can_be_read_and_has_a_factor_for_each_tensor() {
+    let cluster = Cluster::start(3);
+    let spec = job("factors", 2, sgd(1.0), synthetic::small());
+    let jobs = start(cluster.address(), &spec).await;
+    let before = training::pull(&jobs[0], 0).await.unwrap();
+    let mut sums = [vec![0.0; 1000], vec![0.0; 3]];
+    let targets = sums.iter_mut().enumerate();
+    let targets = targets.map(|(tensor, sum)| Target::new(TensorId::new(tensor), sum)).collect();
+    // The sum is requested before any gradient has arrived, and by one rank alone.
+    let read = jobs[0].pull_part(0, StatePart::GradientSum, targets);
+    let push = async {
+        for (job, value) in jobs.iter().zip([1.0, 3.0]) {
+            let data = [1000, 3].map(|numel| vec![value; numel]).into_iter().enumerate();
+            let data = data.map(|(tensor, data)| TensorData::new(TensorId::new(tensor), data));
+            job.attempt(0).unwrap().push(data.collect()).await.unwrap();
+        }
+    };
+    let (read, ()) = tokio::join!(read, push);
+    read.unwrap();
+    assert!(sums.iter().flatten().all(|&sum| sum == 4.0));
+    let reduced = jobs[1].attempt(0).unwrap().reduce(1.0).await.unwrap();
+    assert_eq!(reduced.tensor_norms, [2.0 * 1000f64.sqrt(), 2.0 * 3f64.sqrt()]);
+
+    let commit = Commit::default().gradient_factors(vec![0.5, -2.0]);
+    let report = commit_all(&jobs, 0, commit).await;
+    assert_eq!(report.gradient_norm, reduced.gradient_norm);
+    let after = training::pull(&jobs[1], 1).await.unwrap();
+    for (tensor, step) in [1.0, -4.0].into_iter().enumerate() {
+        let expected = before[tensor].iter().map(|value| value - step);
+        assert!(expected.eq(after[tensor].iter().copied()), "tensor {tensor}");
+    }
+    let mut sum = [0.0; 3];
+    let gone = Target::new(TensorId::new(1), &mut sum[..]);
+    let error = jobs[0].pull_part(0, StatePart::GradientSum, vec![gone]).await;
+    assert!(matches!(error, Err(Error::VersionGone { version: 0, .. })), "{error:?}");
 }

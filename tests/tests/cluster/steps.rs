@@ -188,6 +188,10 @@ async fn ranks_that_disagree_about_a_step_are_told_the_differing_value() {
         ("lr of parameter group 0", Commit::default().groups(vec![sgd(0.5)])),
         ("loss_scale", Commit::default().loss_scale(2.0)),
         ("max_norm", Commit::default().max_norm(1.0)),
+        (
+            "factor of the gradient of tensor \"b\"",
+            Commit::default().gradient_factors(vec![1.0, 0.5]),
+        ),
     ];
     let first = training::commit(&jobs[0], 0, Commit::default());
     let second = async {
