@@ -125,13 +125,12 @@ impl Job {
     }
 }
 
-/// The part of the state that Python names: empty for the published parameters, `master`,
-/// `gradient_sum`, or a state tensor of the optimizer.
+/// The part of the state that Python names: empty for the published parameters, `master`, or a
+/// state tensor of the optimizer.
 fn state_part(name: &str) -> StatePart<'_> {
     match name {
         "" => StatePart::Parameters,
         "master" => StatePart::MasterWeights,
-        "gradient_sum" => StatePart::GradientSum,
         name => StatePart::OptimizerState(name),
     }
 }
@@ -285,6 +284,18 @@ impl Job {
             let reduced = attempt.reduce(loss_scale).await?;
             Ok((reduced.gradient_norm, reduced.tensor_norms))
         })
+    }
+
+    fn gradient_sum(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        tensor: usize,
+        array: PyRef<'_, crate::array::Array>,
+    ) -> PyResult<()> {
+        let attempt = self.attempt(&mut lock(&self.outgoing), step)?;
+        let mut targets = Targets::new(py, &vec![(tensor, array)]);
+        wait(py, async move { attempt.pull_gradient_sum(targets.targets()?).await })
     }
 
     fn divisor(&self, tensor: usize) -> PyResult<u64> {

@@ -269,6 +269,9 @@ class Job:
     def reduce(self, step: int, loss_scale: float = 1.0) -> tuple[float, list[float]]:
         """Flushes, waits until every rank has flushed, and returns the global norm of the mean
         gradient, and the norm of each tensor's."""
+    def gradient_sum(self, step: int, tensor: int, array: Array) -> None:
+        """Fetches the sum over the ranks of the gradients of a tensor in the open attempt. Waits
+        until every rank has flushed."""
     def divisor(self, tensor: int) -> int:
         """The number of ranks whose gradients of a tensor are averaged."""
     def commit(

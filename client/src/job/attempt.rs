@@ -14,7 +14,7 @@ use zeroshard_proto::{
 };
 
 use super::{Job, Member};
-use crate::{Commit, Reduced, StepReport, Target, TensorData, push::Contents};
+use crate::{Commit, Reduced, StatePart, StepReport, Target, TensorData, push::Contents};
 
 /// One try at a step, from [`Job::attempt`]. Cheap to clone.
 ///
@@ -222,6 +222,17 @@ impl Attempt {
             Ok(report) => Ok(Reduced::new(&report, &spec.manifest)),
             Err(error) => Err(self.noted(error, deadline).await),
         }
+    }
+
+    /// Fills the targets with the sums over the ranks of the gradients of this attempt, in f32, as
+    /// soon as every rank has pushed them. One rank alone may call it.
+    ///
+    /// # Errors
+    /// Those of [`Self::reduce`]; [`Error::VersionGone`] if the step was decided.
+    pub async fn pull_gradient_sum(&self, targets: Vec<Target<'_>>) -> Result<()> {
+        let deadline = Deadline::after(self.job.0.cluster.options.timeout);
+        let pull = self.job.pull_part(self.state.step, StatePart::GradientSum, targets);
+        self.while_open(pull, deadline).await
     }
 
     /// Discards the gradients of this attempt, and waits until every rank has done so. The step can

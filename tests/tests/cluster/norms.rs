@@ -111,7 +111,8 @@ async fn the_gradient_of_the_open_step_can_be_read_and_has_a_factor_for_each_ten
     let targets = sums.iter_mut().enumerate();
     let targets = targets.map(|(tensor, sum)| Target::new(TensorId::new(tensor), sum)).collect();
     // The sum is requested before any gradient has arrived, and by one rank alone.
-    let read = jobs[0].pull_part(0, StatePart::GradientSum, targets);
+    let read = jobs[0].attempt(0).unwrap();
+    let read = read.pull_gradient_sum(targets);
     let push = async {
         for (job, value) in jobs.iter().zip([1.0, 3.0]) {
             let data = [1000, 3].map(|numel| vec![value; numel]).into_iter().enumerate();

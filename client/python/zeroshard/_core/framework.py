@@ -28,6 +28,18 @@ class Incoming(Protocol):
         """Copies the buffer to the tensor, if there is one. Called after the transfer."""
 
 
+class Hook(Protocol):
+    """A hook that is called with a parameter after each backward pass that has computed its
+    gradient."""
+
+    def remove(self) -> None:
+        """Ends the calls."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the program has registered no such hook since, which would run after it."""
+
+
 class MeanGradient(Protocol[T]):
     """The mean over the ranks of one parameter's gradient in one step, as the program sees it."""
 
@@ -37,9 +49,21 @@ class MeanGradient(Protocol[T]):
     #: The factor by which the program has multiplied the mean.
     factor: float
 
+    #: Whether the program has set it to zero after it was sent.
+    is_zeroed: bool
+
     @property
     def is_edited(self) -> bool:
         """Whether the program has changed the values."""
+
+    def was_sent_again(self, gradient: T) -> None:
+        """The servers have ``gradient`` from this rank now."""
+
+    def clip(self, factor: float) -> None:
+        """The step will multiply the gradient by ``factor`` to clip it."""
+
+    def end_step(self, factor: float) -> None:
+        """The step, which has multiplied the gradient by ``factor``, has ended."""
 
     def to_send(self) -> T:
         """The values as gradients that are sent, which are multiplied by the loss scale. They
@@ -187,13 +211,12 @@ class Framework(ABC, Generic[T]):
     @abstractmethod
     def set_gradient(self, parameter: T, gradient: T | None) -> None: ...
 
-    def show_mean(
-        self, gradients: Gradients[T], entry: Entry[T], gradient: T
-    ) -> MeanGradient[T] | None:
+    def show_mean(self, gradients: Gradients[T], entry: Entry[T]) -> MeanGradient[T] | None:
         """Replaces a parameter's gradient by a tensor that shows the program the mean over the
         ranks.
 
-        None: it stays this rank's gradient, because the framework cannot show the mean.
+        None: it stays this rank's gradient, because there is none, or the framework cannot show the
+        mean.
         """
         return None
 
@@ -215,14 +238,9 @@ class Framework(ABC, Generic[T]):
         """Whether the parameter takes part in clipping by the global norm."""
 
     @abstractmethod
-    def after_gradient(self, parameter: T, call: Callable[[T], None]) -> Callable[[], None]:
+    def after_gradient(self, parameter: T, call: Callable[[T], None]) -> Hook:
         """Calls ``call`` with the parameter after each backward pass that has computed its
-        gradient. Returns a function that removes this hook."""
-
-    def has_later_hooks(self, parameter: T) -> bool:
-        """Whether the program has registered hooks like those of :meth:`after_gradient` after the
-        last call of it, which run after its hook."""
-        return False
+        gradient."""
 
     # ---- a backward pass
 

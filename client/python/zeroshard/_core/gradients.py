@@ -9,14 +9,15 @@ step. At every level all gradients are sent when the program looks at one.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Generic
+from typing import Any, Generic, cast
 
 from .._native import Box
 from ..errors import InvalidArgumentError
-from .framework import MeanGradient, T
+from .framework import Hook, MeanGradient, T
 from .job import Entry, ModelJob
 
 
@@ -29,18 +30,21 @@ class Gradients(Generic[T]):
         early: bool,
         accumulation_steps: int | None,
         accumulated: Callable[[T], None],
-        reduce: Callable[[], list[float]],
+        run: Callable[[Callable[[], Any]], Any],
     ) -> None:
-        """``accumulated`` is called after each backward pass of a parameter. ``reduce`` sends the
-        remaining gradients, and returns the norm of each tensor's mean gradient when those of all
-        ranks have arrived."""
+        """``accumulated`` is called after each backward pass of a parameter. ``run`` calls a
+        function that looks at gradients; if the function fails, the step begins again."""
         self._job = job
         self._early = early
         self._announced = accumulation_steps
         self._accumulated = accumulated
-        self._reduce = reduce
-        #: The factor of the loss that the program has removed from the gradients.
+        self._run = run
+        #: The factor by which the loss was multiplied, as far as the program has said so.
         self.loss_scale = 1.0
+        #: Whether gradients that the program sets are divided by it already.
+        self._unscaled = False
+        #: The factor by which the step will multiply gradients to clip them.
+        self._clip_factor: float | None = None
         #: Set by a forward: the backward pass that follows is not the last of its step.
         self.hold = False
         #: Backward passes in the open step, by manifest index, and the maximum over the earlier
@@ -54,7 +58,7 @@ class Gradients(Generic[T]):
         self._norms: list[float] | None = None
         #: Indices in ``_sent`` of parameters without a gradient that were not reported yet.
         self._absent: list[int] = []
-        self._unwatch: list[Callable[[], None]] = []
+        self._hooks: list[Hook] = []
         self.watch()
 
     def watch(self) -> None:
@@ -70,9 +74,9 @@ class Gradients(Generic[T]):
         self._most.clear()
 
     def _register_hooks(self) -> None:
-        for unwatch in self._unwatch:
-            unwatch()
-        self._unwatch = [
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
             self._job.framework.after_gradient(entry.tensor, self._hook(entry))
             for entry in self._job.trained
         ]
@@ -80,8 +84,7 @@ class Gradients(Generic[T]):
     def follow_hooks(self) -> None:
         """The program's hooks get a gradient before it is sent, also those that it has registered
         since."""
-        later = self._job.framework.has_later_hooks
-        if any(later(entry.tensor) for entry in self._job.trained):
+        if not all(hook.is_last for hook in self._hooks):
             self._register_hooks()
 
     @property
@@ -110,9 +113,12 @@ class Gradients(Generic[T]):
     def _count(self, entry: Entry[T]) -> None:
         if self.hold:
             return
-        self._passes[entry.index] += 1
+        mean = self._job.framework.shown_mean(entry.tensor)
+        if mean is not None and mean.own is None and not self.is_open(mean):
+            return  # it was added to a gradient of an earlier step, which is not sent again
         if entry.index in self._sent:
             raise self.already_sent(entry)
+        self._passes[entry.index] += 1
         expected = self._announced if self._announced is not None else self._most.get(entry.index)
         if self._early and expected is not None and self._passes[entry.index] >= expected:
             self._send(entry)
@@ -121,12 +127,16 @@ class Gradients(Generic[T]):
 
     def already_sent(self, entry: Entry[T]) -> InvalidArgumentError:
         """The error for a gradient that is computed after it was sent."""
+        remedy = (
+            "look at gradients after the last backward pass of a step"
+            if self._norms is not None or self._clip_factor is not None
+            else "pass accumulation_steps to group_sharded_parallel"
+        )
         return InvalidArgumentError(
-            f"backward pass {max(self._passes[entry.index], 2)} of step {self._job.version} on "
-            f"rank {self._job.group.rank} has computed a gradient of parameter {entry.name!r}, "
-            "whose gradient was already sent to the servers; pass accumulation_steps to "
-            "group_sharded_parallel, or run all forwards but the last of a step under "
-            "model.no_sync()"
+            f"backward pass {self._passes[entry.index] + 1} of step {self._job.version} on rank "
+            f"{self._job.group.rank} has computed a gradient of parameter {entry.name!r}, whose "
+            f"gradient was already sent to the servers; {remedy}, or run all forwards but the last "
+            "of a step under model.no_sync()"
         )
 
     def _show(self, entry: Entry[T]) -> MeanGradient[T] | None:
@@ -134,9 +144,7 @@ class Gradients(Generic[T]):
         framework = self._job.framework
         mean = framework.shown_mean(entry.tensor)
         if mean is None:
-            gradient = framework.gradient(entry.tensor)
-            if gradient is not None:
-                mean = framework.show_mean(self, entry, gradient)
+            mean = framework.show_mean(self, entry)
         if mean is not None:
             self._means[entry.index] = mean
         return mean
@@ -144,7 +152,13 @@ class Gradients(Generic[T]):
     def _send(self, entry: Entry[T]) -> None:
         """Sends the gradient, or records that the parameter has none."""
         framework = self._job.framework
-        gradient = framework.gradient(entry.tensor)
+        mean = framework.shown_mean(entry.tensor)
+        if mean is not None and mean.own is None:
+            raise InvalidArgumentError(
+                f"parameter {entry.name!r} has the gradient of an earlier step, which was not "
+                "zeroed and is no longer available; call optimizer.zero_grad() after each step"
+            )
+        gradient = self.current(entry)
         if gradient is None:
             self._absent.append(entry.index)
         else:
@@ -166,7 +180,9 @@ class Gradients(Generic[T]):
 
     def is_open(self, mean: MeanGradient[T]) -> bool:
         """Whether the mean gradient belongs to the open step."""
-        return self._means.get(mean.entry.index) is mean
+        entry = mean.entry
+        shown = self._job.framework.shown_mean(entry.tensor)
+        return shown is mean and self._means.get(entry.index) is mean
 
     def is_sent(self, mean: MeanGradient[T]) -> bool:
         """Whether this rank's contribution to it was sent."""
@@ -178,8 +194,8 @@ class Gradients(Generic[T]):
         return self._job.framework.in_backward()
 
     def norms(self) -> list[float]:
-        """The norm of each tensor's mean gradient. Sends the remaining gradients, and waits until
-        those of all ranks have arrived."""
+        """The norm of each tensor's mean gradient, which includes the loss scale. Sends the
+        remaining gradients, and waits until those of all ranks have arrived."""
         if self._norms is None:
             if self.in_backward:
                 raise InvalidArgumentError(
@@ -187,15 +203,57 @@ class Gradients(Generic[T]):
                     "use it after backward(), or register hooks on the parameter before the "
                     "forward, which then get the gradient of this rank"
                 )
-            self._norms = self._reduce()
+            self._norms = self._run(self._reduce)
         return self._norms
+
+    def _reduce(self) -> list[float]:
+        self.send_rest()
+        return self._job.job.reduce(self._job.version, 1.0)[1]
 
     def fetch(self, entry: Entry[T]) -> tuple[T, int]:
         """The sum of the gradients over the ranks as a host tensor, and the number of ranks."""
         host = self._job.framework.host(entry.shape)
         array = self._job.framework.array(host, Box.whole(entry.shape))
-        self._job.job.fetch(self._job.version, [(entry.index, array)], part="gradient_sum")
+        self._run(lambda: self._job.job.gradient_sum(self._job.version, entry.index, array))
         return host, self._job.job.divisor(entry.index)
+
+    def clipping(self, entry: Entry[T]) -> float:
+        """The factor by which the step will multiply a gradient to clip it."""
+        if self._clip_factor is None or not self._job.framework.clips(entry.tensor):
+            return 1.0
+        return self._clip_factor
+
+    @property
+    def is_clipped(self) -> bool:
+        """Whether the step will clip the gradients."""
+        return self._clip_factor is not None
+
+    def changed_after_clipping(self, entry: Entry[T]) -> InvalidArgumentError:
+        """The error for a gradient that the program changes after the servers were told to clip."""
+        return InvalidArgumentError(
+            f"the gradient of parameter {entry.name!r} was changed after clip_grad_norm_ of "
+            "ZeroShard; change gradients before it, or use torch.nn.utils.clip_grad_norm_"
+        )
+
+    # ---- for the optimizer
+
+    def clip(self, max_norm: float) -> float:
+        """The step will clip the gradients to ``max_norm``. Returns their global norm."""
+        factors = self.factors() or [1.0] * len(self._job.entries)
+        clipped = [entry for entry in self._job.trained if self._job.framework.clips(entry.tensor)]
+        norms = self.norms()
+        squares = [(norms[entry.index] * factors[entry.index]) ** 2 for entry in clipped]
+        norm = math.sqrt(math.fsum(squares)) / self.loss_scale
+        self._clip_factor = max_norm / max(norm, max_norm)
+        for entry in clipped:
+            mean = self._means.get(entry.index)
+            if mean is not None:
+                mean.clip(self._clip_factor)
+        return norm
+
+    def unscale(self, loss_scale: float) -> None:
+        """The program has divided its gradients by the loss scale."""
+        self.loss_scale, self._unscaled = loss_scale, True
 
     def factors(self) -> list[float]:
         """The factors of all tensors of the job by which the program has multiplied their mean
@@ -211,11 +269,12 @@ class Gradients(Generic[T]):
 
     @property
     def were_dropped(self) -> bool:
-        """Whether the program has removed all gradients that were sent, as ``zero_grad`` of a
+        """Whether the program has removed all gradients of the open step, as ``zero_grad`` of a
         module does."""
-        sent = [entry for entry in self._job.trained if self._sent.get(entry.index) is not None]
-        given = self._job.framework.given_gradient
-        return bool(sent) and all(given(entry.tensor) is None for entry in sent)
+        shown = self._job.framework.shown_mean
+        return bool(self._means) and all(
+            shown(mean.entry.tensor) is not mean or mean.is_zeroed for mean in self._means.values()
+        )
 
     def changed(self) -> list[Entry[T]]:
         """The parameters whose gradients the program has changed after they were sent."""
@@ -226,25 +285,36 @@ class Gradients(Generic[T]):
         mean = self._job.framework.shown_mean(entry.tensor)
         if mean is not None and (mean.own is None or mean.is_edited):
             return mean.to_send()
-        return self._job.framework.gradient(entry.tensor)
+        gradient = self._job.framework.gradient(entry.tensor)
+        if gradient is not None and mean is None and self._unscaled:
+            scaled: T = cast(Any, gradient) * self.loss_scale
+            return scaled
+        return gradient
 
     def _is_changed(self, entry: Entry[T]) -> bool:
         if entry.index not in self._sent:
             return False
         mean = self._job.framework.shown_mean(entry.tensor)
         given = self._job.framework.given_gradient(entry.tensor)
-        return given is not self._sent[entry.index] or (mean is not None and mean.is_edited)
+        if given is not self._sent[entry.index]:
+            return True
+        return mean is not None and (mean.is_edited or mean.is_zeroed)
 
     def resend(self, gradients: dict[int, T | None]) -> None:
-        """Sends other gradients in a new attempt at the step."""
+        """Sends other gradients in a new attempt at the step. ``gradients``: by the id of the
+        parameter."""
         self._sent.clear()
         self._absent.clear()
+        self._norms = None
         for entry in self._job.trained:
-            gradient = gradients[entry.index]
+            gradient = gradients[id(entry.tensor)]
+            mean = self._job.framework.shown_mean(entry.tensor)
             if gradient is None:
                 self._absent.append(entry.index)
-                self._means.pop(entry.index, None)
             else:
+                if mean is not None:
+                    self._means[entry.index] = mean
+                    mean.was_sent_again(gradient)
                 array = self._job.framework.outgoing(gradient)
                 self._job.job.gradient(self._job.version, entry.index, array)
             self._sent[entry.index] = self._job.framework.given_gradient(entry.tensor)
@@ -259,20 +329,32 @@ class Gradients(Generic[T]):
             self._job.job.absent(self._job.version, self._absent)
             self._absent = []
 
-    def restart(self, *, learn: bool) -> None:
-        """Begins the next step, or repeats the open one. ``learn``: the step was complete, so its
-        number of backward passes counts."""
-        if learn:
-            for index, passes in self._passes.items():
-                self._most[index] = max(passes, self._most.get(index, 0))
-        else:
-            framework = self._job.framework
-            for index, mean in self._means.items():
-                tensor = self._job.entries[index].tensor
-                if mean.own is None and framework.shown_mean(tensor) is mean:
-                    framework.set_gradient(tensor, None)  # the servers drop it
+    def restart(self, *, keep: bool = False) -> None:
+        """Repeats the open step, without the gradients that were sent. ``keep``: parameters keep
+        gradients of which this rank has no values, because the program sets them next."""
+        framework = self._job.framework
+        for mean in self._means.values():
+            tensor = mean.entry.tensor
+            if mean.own is None and framework.shown_mean(tensor) is mean and not keep:
+                framework.set_gradient(tensor, None)
+            mean.is_zeroed = False
+        if self._unscaled:
+            self.loss_scale = 1.0
+        self._clear()
+
+    def end_step(self, clip_factor: float) -> None:
+        """The step was complete, so its number of backward passes counts. ``clip_factor``: the
+        factor by which it has multiplied gradients to clip them."""
+        for index, passes in self._passes.items():
+            self._most[index] = max(passes, self._most.get(index, 0))
+        for mean in self._means.values():
+            clips = self._job.framework.clips(mean.entry.tensor)
+            mean.end_step((clip_factor if clips else 1.0) / self.loss_scale)
+        self._clear()
+
+    def _clear(self) -> None:
         self._passes.clear()
         self._sent.clear()
         self._absent.clear()
         self._means.clear()
-        self._norms = None
+        self._norms, self._clip_factor, self._unscaled = None, None, False

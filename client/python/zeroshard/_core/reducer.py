@@ -12,7 +12,7 @@ from .._rendezvous import ProcessGroup
 from .._session import connection
 from ..errors import InvalidArgumentError, UnusedParameterError
 from .averager import Averager, Named
-from .framework import Framework, T
+from .framework import Framework, Hook, T
 
 _MB = 1 << 20
 
@@ -63,7 +63,7 @@ class Reducer(Generic[T]):
         self.averager: Averager[T] | None = None
         #: Jobs that are no longer used. They are left when every rank uses the next one.
         self._retired: list[Averager[T]] = []
-        self._unwatch: list[Callable[[], None]] = []
+        self._hooks: list[Hook] = []
         trainable = self._trainable()
         if not trainable:
             raise InvalidArgumentError(
@@ -103,9 +103,9 @@ class Reducer(Generic[T]):
         """Creates buckets, job and hooks for the trained parameters."""
         self._trained = [parameter for _, parameter in trainable]
         self._names = [name for name, _ in trainable]
-        for unwatch in self._unwatch:
-            unwatch()
-        self._unwatch = []
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         if self.averager is not None:
             self._retired.append(self.averager)
             self.averager = None
@@ -126,7 +126,7 @@ class Reducer(Generic[T]):
         )
         for index, parameter in enumerate(self._trained):
             ready = weakly(self, Reducer._ready, index)
-            self._unwatch.append(self._framework.after_gradient(parameter, ready))
+            self._hooks.append(self._framework.after_gradient(parameter, ready))
         self._broken = False
 
     def _constants(self) -> list[Named[T]]:

@@ -56,13 +56,13 @@ class Sharding(Generic[T]):
             self.gatherer = Gatherer(self.job, model, is_large, not options.sync_comm)
         accumulated = self.gatherer.accumulated if self.gatherer is not None else _nothing
         # Weak: the parameters refer to the gradients, and must not keep this object alive.
-        norms = weakref.WeakMethod(self._norms)
+        run = weakref.WeakMethod(self._run)
         self.gradients = Gradients(
             self.job,
             self.level != "os",
             options.accumulation_steps,
             accumulated,
-            lambda: _alive(norms())(),
+            lambda work: _alive(run())(work),
         )
         _all.add(self)
         weakref.finalize(self, self.job.retire).atexit = False
@@ -154,6 +154,9 @@ class Sharding(Generic[T]):
     def reopen(self, states: Mapping[int, State[T]] | None) -> None:
         """Continues with a new job, with ``states`` as its optimizer state if given."""
         self.discard()
+        self._reopen(states)
+
+    def _reopen(self, states: Mapping[int, State[T]] | None) -> None:
         self.job.reopen(self._resident(), states)
         self.gradients.watch()
         if self.gatherer is not None:
@@ -169,7 +172,7 @@ class Sharding(Generic[T]):
             self._send_buffers()
         received = [(entry.index, entry.incoming()) for entry in self._resident() if entry.trained]
         max_norm = self._clip_once if self._clip_once is not None else self._max_norm
-        self.last_report = self._sent(
+        report: Report = self._sent(
             lambda: job.commit(
                 version,
                 self.job.groups(),
@@ -181,7 +184,8 @@ class Sharding(Generic[T]):
         )
         for _, incoming in received:
             incoming.finish()
-        self._end_step()
+        self.last_report = report
+        self._end_step(report)
         if self._sync_buffers:
             self.job.receive(entry for entry in self.job.received if entry.buffer)
 
@@ -193,42 +197,46 @@ class Sharding(Generic[T]):
     def clip(self, max_norm: float) -> float:
         """Clips the open step to ``max_norm``. Returns the global norm of the mean gradient."""
         self.follow_changes()
-        self._sent(self.gradients.send_rest)
+        self._sent(self._replace)
+        norm = self.gradients.clip(max_norm)
         self._clip_once = max_norm
-        norm: float = self._sent(lambda: self.job.job.reduce(self.job.version, self.loss_scale)[0])
         return norm
 
-    def discard(self) -> None:
+    def discard(self, *, keep: bool = False) -> None:
         """Makes the servers drop the gradients that were sent for the open step. Every rank must
-        call it."""
+        call it. For ``keep`` see :meth:`Gradients.restart`."""
         if self.gradients.any_sent:
             try:
-                self._sent(lambda: self.job.job.discard(self.job.version))
+                self._sent(lambda: self.job.job.discard(self.job.version), keep=keep)
             except StepAbortedError:
                 pass  # the servers have already dropped them
-        self.gradients.restart(learn=False)
+        self.gradients.restart(keep=keep)
         self._clip_once = None
 
     # ---- internal
 
-    def _norms(self) -> list[float]:
-        """The norms of the mean gradients, which include the loss scale."""
+    def _run(self, work: Callable[[], Any]) -> Any:
+        """Calls ``work``, which looks at gradients."""
         self.follow_changes()
-        self._sent(self.gradients.send_rest)
-        norms: list[float] = self._sent(lambda: self.job.job.reduce(self.job.version, 1.0)[1])
-        return norms
+        return self._sent(work)
 
     def _replace(self) -> None:
-        """If the program has changed gradients after they were sent, sends all of them again in a
-        new attempt at the step, in which all ranks must take part."""
+        """If the program has changed gradients after they were sent, or what the job consists of,
+        sends all gradients again, in which all ranks must take part."""
         changed = self.gradients.changed()
-        if not changed:
+        if changed and self.gradients.is_clipped:
+            raise self.gradients.changed_after_clipping(changed[0])
+        moved = self.gradients.any_sent and self.job.changed()
+        if not changed and not moved:
             return
-        current = {entry.index: self.gradients.current(entry) for entry in self.job.trained}
-        self.job.job.discard(self.job.version)
+        current = {id(entry.tensor): self.gradients.current(entry) for entry in self.job.trained}
+        if moved:
+            self._reopen(None)
+        else:
+            self.job.job.discard(self.job.version)
         texts = {}
         for entry in changed:
-            gradient = current[entry.index]
+            gradient = current[id(entry.tensor)]
             texts[f"the gradient of parameter {entry.name!r}"] = (
                 "none"
                 if gradient is None
@@ -237,22 +245,22 @@ class Sharding(Generic[T]):
         agree("optimizer.step", texts, self.job.group.ranks)
         self.gradients.resend(current)
 
-    def _end_step(self) -> None:
+    def _end_step(self, report: Report) -> None:
         self.job.version += 1
         self._clip_once = None
-        self.gradients.restart(learn=True)
+        self.gradients.end_step(report.clip_coefficient)
         self.job.mark()
         if self.gatherer is not None:
             self.gatherer.new_version()
 
-    def _sent(self, work: Callable[[], Any]) -> Any:
+    def _sent(self, work: Callable[[], Any], *, keep: bool = False) -> Any:
         """Calls ``work``, which sends something. If it fails, the step begins again without
-        gradients."""
+        gradients. For ``keep`` see :meth:`Gradients.restart`."""
         try:
             return work()
         except BaseException as error:
             self.job.job.forget()
-            self.gradients.restart(learn=False)
+            self.gradients.restart(keep=keep)
             self._clip_once = None
             # The servers have dropped an aborted step. After any other error, or Ctrl-C, they may
             # have a part of the step.
@@ -293,7 +301,7 @@ def _nothing(parameter: Any) -> None:
     pass
 
 
-def _alive(found: Callable[[], list[float]] | None) -> Callable[[], list[float]]:
+def _alive(found: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
     if found is None:
         raise InvalidArgumentError(
             "a gradient of a model that was deleted is no longer available; keep the model that "

@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
-from .._core.framework import Framework, Incoming, Optimizer, ParameterMemory
+from .._core.framework import Framework, Hook, Incoming, Optimizer, ParameterMemory
 from .._native import Array, Box, Layout
 from .._rendezvous import ProcessGroup, world_group
 from . import _autograd, _conversion, _memory
@@ -116,12 +116,10 @@ class _Paddle(Framework[Tensor]):
     def clips(self, parameter: Tensor) -> bool:
         return getattr(parameter, "need_clip", True) is not False
 
-    def after_gradient(
-        self, parameter: Tensor, call: Callable[[Tensor], None]
-    ) -> Callable[[], None]:
+    def after_gradient(self, parameter: Tensor, call: Callable[[Tensor], None]) -> Hook:
         watch = _Watch(call)
         _watches(parameter).append(weakref.ref(watch))
-        return watch.end
+        return watch
 
     # ---- a backward pass
 
@@ -320,7 +318,10 @@ class _Watch:
     def __init__(self, call: Callable[[Any], None]) -> None:
         self.call: Callable[[Any], None] | None = call
 
-    def end(self) -> None:
+    #: Paddle's hooks get a gradient before it is added to the parameter's.
+    is_last = True
+
+    def remove(self) -> None:
         self.call = None
 
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._core.framework import Framework, Incoming, Optimizer, ParameterMemory
+from .._core.framework import Framework, Hook, Incoming, Optimizer, ParameterMemory
 from .._core.gradients import Gradients
 from .._core.job import Entry
 from .._native import Array, Box, Layout
@@ -30,10 +29,6 @@ _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 class _Torch(Framework[Tensor]):
-    def __init__(self) -> None:
-        #: The number of the hook that was registered last for each parameter.
-        self._hooks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
     # ---- tensors
 
     def shape(self, tensor: Tensor) -> tuple[int, ...]:
@@ -96,16 +91,19 @@ class _Torch(Framework[Tensor]):
         return tensor.requires_grad
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        shown = self.shown_mean(parameter)
-        return shown.own if shown is not None else aligned_gradient(parameter)
+        gradient = parameter.grad
+        if not isinstance(gradient, GradientTensor):
+            return aligned_gradient(parameter)
+        # The program may have given the gradient of one parameter to another one.
+        own = gradient.source.is_of(parameter)
+        return gradient.source.own if own else gradient.source.values().clone()
 
     def set_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
         parameter.grad = gradient
 
-    def show_mean(
-        self, gradients: Gradients[Tensor], entry: Entry[Tensor], gradient: Tensor
-    ) -> MeanGradient | None:
-        if gradient.requires_grad:
+    def show_mean(self, gradients: Gradients[Tensor], entry: Entry[Tensor]) -> MeanGradient | None:
+        gradient = aligned_gradient(entry.tensor)
+        if gradient is None or gradient.requires_grad:
             return None  # the program differentiates it
         mean = MeanGradient(gradients, entry, gradient)
         entry.tensor.grad = GradientTensor(mean)
@@ -113,7 +111,9 @@ class _Torch(Framework[Tensor]):
 
     def shown_mean(self, parameter: Tensor) -> MeanGradient | None:
         gradient = parameter.grad
-        return gradient.source if isinstance(gradient, GradientTensor) else None
+        if not isinstance(gradient, GradientTensor) or not gradient.source.is_of(parameter):
+            return None
+        return gradient.source
 
     def given_gradient(self, parameter: Tensor) -> object:
         return parameter.grad
@@ -126,19 +126,8 @@ class _Torch(Framework[Tensor]):
     def clips(self, parameter: Tensor) -> bool:
         return getattr(parameter, "need_clip", True) is not False
 
-    def after_gradient(
-        self, parameter: Tensor, call: Callable[[Tensor], None]
-    ) -> Callable[[], None]:
-        handle = parameter.register_post_accumulate_grad_hook(call)
-        self._hooks[parameter] = handle.id
-        remove: Callable[[], None] = handle.remove
-        return remove
-
-    def has_later_hooks(self, parameter: Tensor) -> bool:
-        hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
-        last: int = next(reversed(hooks))
-        ours: int = self._hooks[parameter]
-        return last != ours
+    def after_gradient(self, parameter: Tensor, call: Callable[[Tensor], None]) -> Hook:
+        return _Hook(parameter, call)
 
     # ---- a backward pass
 
@@ -214,6 +203,22 @@ class _Torch(Framework[Tensor]):
         self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> AbstractContextManager[Any]:
         return saved_tensors_hooks(pack, unpack)
+
+
+class _Hook:
+    """A hook of a parameter."""
+
+    def __init__(self, parameter: Tensor, call: Callable[[Tensor], None]) -> None:
+        self._handle = parameter.register_post_accumulate_grad_hook(call)
+        self._all: dict[int, Any] = parameter._post_accumulate_grad_hooks
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    @property
+    def is_last(self) -> bool:
+        last, ours = next(reversed(self._all)), self._handle.id
+        return bool(last == ours)
 
 
 TORCH = _Torch()

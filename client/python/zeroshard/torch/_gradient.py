@@ -9,6 +9,7 @@ gradient before the step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -94,15 +95,17 @@ def _scaled(inverse: bool) -> Callable[..., Any]:
         number = _number(other)
         if number is None or options or not isinstance(gradient, GradientTensor):
             return NotImplemented
-        gradient.source.scale(1.0 / number if inverse and number else number)
+        if inverse and number == 0.0:
+            return NotImplemented  # has no inverse
+        gradient.source.scale(1.0 / number if inverse else number)
         return gradient
 
     return scaled
 
 
 def _each_scaled(gradients: Any, by: Any) -> Any:
-    factors = by if isinstance(by, (list, tuple)) else [by] * len(gradients)
-    numbers = [_number(factor) for factor in factors]
+    each = isinstance(by, (list, tuple))
+    numbers = [_number(one) for one in by] if each else [_number(by)] * len(gradients)
     if None in numbers:
         return NotImplemented
     for gradient, number in zip(gradients, numbers, strict=True):
@@ -139,10 +142,14 @@ def _each_norm(gradients: Any, order: Any = 2, dtype: Any = None) -> Any:
 
 def _unscaled(gradients: Any, found_inf: Tensor, inverse_scale: Tensor) -> None:
     """``torch.amp.GradScaler`` checks whether gradients are finite, and unscales them."""
+    factor = float(inverse_scale)
     for gradient in gradients:
-        if not torch.isfinite(torch.linalg.vector_norm(gradient)):
+        norm = gradient.source.norm() if isinstance(gradient, GradientTensor) else None
+        if norm is None:
+            norm = float(torch.linalg.vector_norm(gradient))
+        if not math.isfinite(norm):
             found_inf.fill_(1.0)
-        gradient.mul_(inverse_scale.reshape(()))
+        gradient.mul_(factor)
 
 
 def _no_memory(gradient: GradientTensor, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._core.gradients import Gradients
 from .._core.job import Entry
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, TimeoutError
 
 R = TypeVar("R")
 
@@ -50,6 +50,8 @@ class MeanGradient:
         self.own: Tensor | None = own
         #: The factor by which the program has multiplied the mean.
         self.factor = 1.0
+        #: Whether the program has set it to zero after it was sent.
+        self.is_zeroed = False
         self._fetched: _Fetched | None = None
 
     @property
@@ -60,7 +62,13 @@ class MeanGradient:
     @entry.setter
     def entry(self, entry: Entry[Tensor]) -> None:
         self._of_entry = weakref.ref(entry)
+        # A new job has other entries for the same parameters.
+        self._of_parameter = weakref.ref(entry.tensor)
         self.name = entry.name
+
+    def is_of(self, parameter: Tensor) -> bool:
+        """Whether it is the gradient of this parameter."""
+        return self._of_parameter() is parameter
 
     @property
     def _gradients(self) -> Gradients[Tensor]:
@@ -75,18 +83,36 @@ class MeanGradient:
 
     def accumulate(self, gradient: Tensor) -> None:
         """Adds a gradient that a further backward pass has computed on this rank."""
-        if self.own is None or self._gradients.is_sent(self):
-            raise self._too_late()
+        gradients = self._gradients
+        if gradients.is_sent(self):
+            raise gradients.already_sent(self.entry)
+        if self.own is None:
+            # The sum is not available. It is needed only if the optimizer steps, which then raises
+            # an error: a backward pass through a model that is not trained now, as in a GAN, may
+            # add to what the last step has left.
+            return
         if gradient.requires_grad:
             raise InvalidArgumentError(
                 "a backward pass with create_graph=True adds to the gradient of parameter "
                 f"{self.name!r}; call optimizer.zero_grad() before it"
             )
         own = self._scaled_own(self.own)
+        if self.is_edited:
+            own = self._read().values
+        self._fetched = None
+        if own.is_sparse and not gradient.is_sparse:
+            self.own = gradient + own
+        else:
+            self.own = own + gradient if own.is_sparse else own.add_(gradient)
+
+    def end_step(self, factor: float) -> None:
+        """The step, which has multiplied the gradient by ``factor``, has ended."""
+        self.factor *= factor
+
+    def clip(self, factor: float) -> None:
+        """The step will multiply the gradient by ``factor`` to clip it."""
         if self._fetched is not None:
-            # With what the program has written to it.
-            own, self._fetched = self._fetched.values, None
-        self.own = own + gradient if own.is_sparse else own.add_(gradient)
+            self._fetched.scale(factor)
 
     # ---- used by the program
 
@@ -96,29 +122,35 @@ class MeanGradient:
         if gradient is not None:
             gradient.mul_(factor)
             return
+        gradients = self._gradients
+        if gradients.is_clipped:
+            raise gradients.changed_after_clipping(self.entry)
+        if self.own is None and not gradients.is_open(self) and self._fetched is None:
+            raise self._gone()
         if self._fetched is not None:
             self._fetched.scale(factor)
-        elif self.own is None and not self._gradients.is_open(self):
-            raise self._gone()
         self.factor *= factor
 
     def zero(self) -> None:
         """Sets the gradient to zero."""
-        if self._fetched is None and not self._gradients.is_sent(self):
-            self.own = torch.zeros_like(self.entry.tensor, requires_grad=False)
-            self.factor = 1.0
-        else:
-            self.values().zero_()
+        gradient = self._in_hook()
+        if gradient is not None:
+            gradient.zero_()
+            return
+        self.is_zeroed = self._gradients.is_sent(self)
+        self.own = torch.zeros_like(self.entry.tensor, requires_grad=False)
+        self.factor, self._fetched = 1.0, None
 
     def norm(self) -> float | None:
         """The L2 norm; None if it must be computed from the values."""
-        if self._fetched is not None or self._in_hook() is not None:
+        gradients = self._of_gradients()
+        if gradients is None or self._fetched is not None or self.is_zeroed:
             return None
-        gradients = self._gradients
-        if not gradients.is_open(self):
+        if self._in_hook() is not None or not gradients.is_open(self):
             return None
-        norm = gradients.norms()[self.entry.index]
-        return abs(self.factor) * norm / gradients.loss_scale
+        norm = self._norms(gradients)[self.entry.index]
+        scale = gradients.clipping(self.entry) / gradients.loss_scale
+        return abs(self.factor) * norm * scale
 
     def values(self) -> Tensor:
         """The mean as a tensor with the parameter's shape, dtype and device. The step applies what
@@ -127,14 +159,16 @@ class MeanGradient:
         if gradient is not None:
             return gradient
         if self._fetched is None:
-            gradients = self._gradients
-            if gradients.is_open(self):
+            gradients = self._of_gradients()
+            if self.is_zeroed and self.own is not None:
+                return self.own
+            if gradients is not None and gradients.is_open(self):
                 self._fetched = self._fetch(gradients)
-            elif self.own is not None and gradients.is_alone:
+            elif self.own is not None and gradients is not None and gradients.is_alone:
                 return self._scaled_own(self.own)
             else:
                 raise self._gone()
-        return self._current(self._fetched).values
+        return self._read().values
 
     @property
     def is_available(self) -> bool:
@@ -154,7 +188,16 @@ class MeanGradient:
         include the factor, which becomes 1."""
         values = self.values()
         self.factor = 1.0
-        return values * self._gradients.loss_scale
+        # In f32, so that f16 does not overflow.
+        return values.float() * self._gradients.loss_scale
+
+    def was_sent_again(self, gradient: Tensor) -> None:
+        """The servers have ``gradient`` from this rank now."""
+        self.is_zeroed = False
+        if self.own is not None:
+            self.own = gradient
+        if self._fetched is not None:
+            self._fetched.original.copy_(self._fetched.values)
 
     # ---- internal
 
@@ -165,23 +208,38 @@ class MeanGradient:
             return None
         return None if gradients.is_sent(self) else self._scaled_own(self.own)
 
+    def _norms(self, gradients: Gradients[Tensor]) -> list[float]:
+        try:
+            norms = gradients.norms()
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{error}; parameter.grad is the mean over all ranks: before the next collective "
+                "call, look at it on every rank or on none"
+            ) from error
+        if not gradients.is_open(self):
+            raise self._gone()
+        return norms
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _fetch(self, gradients: Gradients[Tensor]) -> _Fetched:
         entry = self.entry
         if entry.layout is not None:
             raise InvalidArgumentError(
                 f"the values of the gradient of parameter {self.name!r}, which is distributed over "
-                "ranks, are not available; use its norm, or register a hook on the parameter "
-                "before the forward"
+                "ranks, are not available, and no gradient of its model can be changed; use norms "
+                "and factors, or register hooks on parameters before the forward"
             )
-        gradients.norms()  # waits until the gradient of every rank has arrived
+        self._norms(gradients)  # waits until the gradient of every rank has arrived
         total, divisor = gradients.fetch(entry)
-        mean = total.div_(divisor * gradients.loss_scale).mul_(self.factor)
+        scale = gradients.clipping(entry) / gradients.loss_scale
+        mean = total.div_(divisor).mul_(self.factor * scale)
         values = mean.reshape(entry.tensor.shape).to(entry.tensor.device, entry.tensor.dtype)
         return _Fetched(values, values.clone(), gradients.loss_scale)
 
-    def _current(self, fetched: _Fetched) -> _Fetched:
-        """The values, divided by the loss scale that the program has removed in the meantime."""
-        gradients = self._of_gradients()
+    def _read(self) -> _Fetched:
+        """The fetched values, divided by the loss scale that the program has removed since."""
+        fetched, gradients = self._alive(self._fetched), self._of_gradients()
         if gradients is not None and gradients.is_open(self):
             if fetched.loss_scale != gradients.loss_scale:
                 fetched.scale(fetched.loss_scale / gradients.loss_scale)
@@ -196,15 +254,8 @@ class MeanGradient:
 
     def _gone(self) -> InvalidArgumentError:
         return InvalidArgumentError(
-            f"the gradient of parameter {self.name!r} belongs to a step that has ended, and is no "
-            "longer available; use it between backward() and optimizer.step()"
-        )
-
-    def _too_late(self) -> InvalidArgumentError:
-        if self._gradients.is_open(self):
-            return self._gradients.already_sent(self.entry)
-        return InvalidArgumentError(
-            f"a backward pass has computed a gradient of parameter {self.name!r} and adds it to "
-            "that of a step that has ended, which is no longer available; call "
-            "optimizer.zero_grad() after each step"
+            f"the values of this gradient of parameter {self.name!r} are no longer available; they "
+            "are kept until optimizer.step() or zero_grad(), or until the program sets "
+            "parameter.grad; call optimizer.zero_grad() after each step, and use "
+            "parameter.grad.clone() to keep values"
         )

@@ -14,6 +14,7 @@ from .._core.sharding import Sharding
 from ..errors import InvalidArgumentError
 from . import _conversion
 from ._dtensor import local, part
+from ._gradient import GradientTensor
 
 
 class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
@@ -60,8 +61,17 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, including those that were already sent to the servers."""
         if self._sharding is not None:
-            self._sharding.discard()
+            self._sharding.discard(keep=not set_to_none)
         super().zero_grad(set_to_none)
+
+    def unscale(self, loss_scale: float) -> None:
+        """Divides the gradients of the open step by the factor of the loss."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is not None and not isinstance(gradient, GradientTensor):
+                    gradient.div_(loss_scale)
+        self.sharding.gradients.unscale(loss_scale)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips the next step to this global norm. Returns the norm of the mean gradient over all

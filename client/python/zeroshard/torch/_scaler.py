@@ -31,7 +31,7 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, ShardedOptimizer):
             super().unscale_(optimizer)
         elif self.is_enabled():
-            optimizer.loss_scale = self.get_scale()
+            optimizer.unscale(self.get_scale())
             self._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
