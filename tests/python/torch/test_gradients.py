@@ -429,6 +429,26 @@ def test_gradients_can_be_differentiated(level: str, cluster: zs.Session) -> Non
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_a_gradient_with_a_graph_stays_until_the_step(level: str, cluster: zs.Session) -> None:
+    def train(system: str, **options: Any) -> dict[str, Tensor]:
+        model, optimizer = build(system, **options)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model(*models.batch("mlp", step, 8)).backward(create_graph=True)
+            norm = sum(parameter.grad.square().sum() for parameter in model.parameters())
+            for parameter, second in zip(
+                model.parameters(),
+                torch.autograd.grad(norm, list(model.parameters())),
+                strict=True,
+            ):
+                parameter.grad = parameter.grad.detach() + 0.1 * second
+            optimizer.step()
+        return state_of(model)
+
+    assert_close(train(level, accumulation_steps=1), train("plain"), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_gradient_has_no_memory_and_ends_with_its_step(
     level: str, processes: dict[str, str]
 ) -> None:

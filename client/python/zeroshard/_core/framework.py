@@ -220,6 +220,11 @@ class Framework(ABC, Generic[T]):
         """
         return None
 
+    def may_differentiate(self, parameter: T) -> bool:
+        """Whether the program may differentiate the parameter's gradient, so that it must stay on
+        this worker until the step."""
+        return False
+
     def shown_mean(self, parameter: T) -> MeanGradient[T] | None:
         """The mean gradient that the parameter shows."""
         return None

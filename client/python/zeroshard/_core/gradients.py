@@ -120,7 +120,8 @@ class Gradients(Generic[T]):
             raise self.already_sent(entry)
         self._passes[entry.index] += 1
         expected = self._announced if self._announced is not None else self._most.get(entry.index)
-        if self._early and expected is not None and self._passes[entry.index] >= expected:
+        is_complete = expected is not None and self._passes[entry.index] >= expected
+        if self._early and is_complete and not self._job.framework.may_differentiate(entry.tensor):
             self._send(entry)
         else:
             self._show(entry)

@@ -109,6 +109,10 @@ class _Torch(Framework[Tensor]):
         entry.tensor.grad = GradientTensor(mean)
         return mean
 
+    def may_differentiate(self, parameter: Tensor) -> bool:
+        gradient = parameter.grad
+        return gradient is not None and gradient.requires_grad
+
     def shown_mean(self, parameter: Tensor) -> MeanGradient | None:
         gradient = parameter.grad
         if not isinstance(gradient, GradientTensor) or not gradient.source.is_of(parameter):
