@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import InvalidArgumentError
 from ._mean_gradient import MeanGradient
+from ._memory import METADATA
 
 
 class GradientTensor(torch.Tensor):
@@ -44,12 +45,14 @@ class GradientTensor(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _ABOUT_THE_TENSOR:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
         special = _SPECIAL.get(func)
         found = NotImplemented if special is None else special(*args, **kwargs)
-        return _with_values(func, args, kwargs) if found is NotImplemented else found
+        if found is not NotImplemented:
+            return found
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return _with_values(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -194,33 +197,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.share_memory_: _no_memory,
     Tensor.set_: _no_memory,
     Tensor.resize_: _no_memory,
-}
-
-#: Operations about the tensor itself.
-_ABOUT_THE_TENSOR = {
-    *(
-        getattr(Tensor, name).__get__
-        for name in (
-            "shape dtype device layout ndim requires_grad is_leaf grad_fn grad is_cuda is_cpu "
-            "is_sparse is_sparse_csr is_quantized is_meta is_mps is_mkldnn is_nested itemsize "
-            "nbytes _version retains_grad output_nr _backward_hooks"
-        ).split()
-    ),
-    Tensor.size,
-    Tensor.stride,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.dim,
-    Tensor.ndimension,
-    Tensor.element_size,
-    Tensor.storage_offset,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.is_contiguous,
-    Tensor.get_device,
-    Tensor.requires_grad_,
-    Tensor.__len__,
-    Tensor.__hash__,
 }
 
 _ACCUMULATIONS = {torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor}

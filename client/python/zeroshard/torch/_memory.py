@@ -21,7 +21,7 @@ from ._dtensor import local
 #: Attributes of a tensor that read its elements, or are views of them.
 _DATA_ATTRIBUTES = {"data", "T", "H", "mT", "mH", "real", "imag"}
 #: Functions and attributes that do not read the elements of a tensor.
-_METADATA: set[Any] = {
+METADATA: set[Any] = {
     getattr(Tensor, name)
     for name in (
         "__hash__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_conj",
@@ -30,7 +30,7 @@ _METADATA: set[Any] = {
         "requires_grad_", "retain_grad", "size", "storage_offset", "stride", "untyped_storage",
     )
 }  # fmt: skip
-_METADATA |= {
+METADATA |= {
     access
     for name in dir(Tensor)
     if name not in _DATA_ATTRIBUTES
@@ -38,12 +38,12 @@ _METADATA |= {
     for attribute in (getattr(Tensor, name),)
     for access in (attribute.__get__, attribute.__set__, attribute.__delete__)
 }
-_METADATA.add(vars(torch._C.TensorBase)["data"].__set__)
+METADATA.add(vars(torch._C.TensorBase)["data"].__set__)
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Calls a torch function, after gathering the parameters among its arguments."""
-    if func not in _METADATA:
+    if func not in METADATA:
         _access_all(args)
         _access_all(tuple((kwargs or {}).values()))
     with torch._C.DisableTorchFunctionSubclass():
