@@ -308,7 +308,7 @@ impl Job {
     }
 
     #[pyo3(signature = (
-        step, groups, *, loss_scale=1.0, max_norm=None, gradient_factors=vec![], targets=None
+        step, groups, *, loss_scale=1.0, max_norm=None, gradient_factors=None, targets=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn commit(
@@ -318,12 +318,12 @@ impl Job {
         groups: Vec<Group>,
         loss_scale: f64,
         max_norm: Option<f64>,
-        gradient_factors: Vec<f64>,
+        gradient_factors: Option<Vec<f64>>,
         targets: Option<Arrays<'_>>,
     ) -> PyResult<Report> {
         let groups = optimizers(groups)?;
         let commit = Commit::default().groups(groups).loss_scale(loss_scale).max_norm(max_norm);
-        let commit = commit.gradient_factors(gradient_factors);
+        let commit = commit.gradient_factors(gradient_factors.unwrap_or_default());
         let mut targets = Targets::new(py, &targets.unwrap_or_default());
         let (attempt, pushes) = self.closed(step)?;
         let report = wait(py, async move {

@@ -281,12 +281,12 @@ class Job:
         *,
         loss_scale: float = 1.0,
         max_norm: float | None = None,
-        gradient_factors: Sequence[float] = (),
+        gradient_factors: Sequence[float] | None = None,
         targets: Sequence[tuple[int, Array]] | None = None,
     ) -> Report:
         """Flushes, commits this rank's contribution and waits until the step is decided.
 
-        ``gradient_factors``: a factor for the mean gradient of each tensor; empty: all are 1.
+        ``gradient_factors``: a factor for the mean gradient of each tensor; None: all are 1.
         ``targets`` receive the parameters of the new version.
         """
     def pull(

@@ -4,6 +4,7 @@ the model by the program."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic
@@ -108,10 +109,15 @@ class Sharding(Generic[T]):
             if self.gatherer is not None:
                 self.gatherer.settle()
 
+    @property
+    def has_units(self) -> bool:
+        """Whether the model has parameters that are on the servers."""
+        return self.gatherer is not None and bool(self.gatherer.units)
+
     def check_movable(self) -> None:
         """Raises an error if the model has parameters that are on the servers, which cannot be
         moved or cast."""
-        if self.gatherer is not None and self.gatherer.units:
+        if self.has_units:
             raise InvalidArgumentError(
                 "a model at level p_g_os cannot be moved or cast; "
                 "do it before calling group_sharded_parallel"
@@ -308,6 +314,19 @@ def _alive(found: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
             "group_sharded_parallel returned"
         )
     return found
+
+
+def is_sharded(parameters: Iterable[Any]) -> bool:
+    """Whether a model with one of these parameters is sharded already."""
+    given = {id(parameter) for parameter in parameters}
+
+    def found() -> bool:
+        return any(id(entry.tensor) in given for other in _all for entry in other.job.entries)
+
+    if not found():
+        return False
+    gc.collect()  # the program may have deleted it
+    return found()
 
 
 def sharding_of(parameters: Iterable[Any]) -> Sharding[Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,8 @@ def clip_grad_norm_(
     parameters: nn.Module | Tensor | Iterable[Tensor],
     max_norm: float,
     norm_type: float = 2.0,
-    **options: Any,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> Tensor:
     """As ``torch.nn.utils.clip_grad_norm_``, also for sharded parameters.
 
@@ -52,7 +54,8 @@ def clip_grad_norm_(
             not sharded, torch's function is called.
         max_norm: the norm to which the next step is clipped.
         norm_type: 2.0 for sharded parameters.
-        options: arguments for torch's function.
+        error_if_nonfinite: raise a RuntimeError if the norm is inf or NaN.
+        foreach: has no effect on sharded parameters, whose norm the servers compute.
 
     Returns:
         The global norm of the mean gradient over all ranks.
@@ -64,9 +67,17 @@ def clip_grad_norm_(
     given = list(parameters)
     sharding = sharding_of(given)
     if sharding is None:
-        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, **options)
+        return torch.nn.utils.clip_grad_norm_(
+            given, max_norm, norm_type, error_if_nonfinite, foreach
+        )
     if norm_type != 2.0:
         raise InvalidArgumentError(
             f"norm_type is {norm_type}; it must be 2.0 for sharded parameters"
         )
-    return torch.tensor(sharding.clip(float(max_norm)))
+    norm = sharding.clip(float(max_norm))
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise RuntimeError(
+            f"the global norm of the gradients is {norm}, so they cannot be clipped; pass "
+            "error_if_nonfinite=False to let the servers skip such a step"
+        )
+    return torch.tensor(norm)

@@ -164,8 +164,8 @@ class _Torch(Framework[Tensor]):
     def around_forward(
         self, module: nn.Module, begin: Callable[[], None], end: Callable[[], None]
     ) -> None:
-        module.register_forward_pre_hook(lambda module, args: begin(), prepend=True)
-        module.register_forward_hook(lambda module, args, output: end(), always_call=True)
+        module.register_forward_pre_hook(_ForwardHook(begin), prepend=True)
+        module.register_forward_hook(_ForwardHook(end), always_call=True)
 
     # ---- gathered parameters
 
@@ -207,6 +207,23 @@ class _Torch(Framework[Tensor]):
         self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> AbstractContextManager[Any]:
         return saved_tensors_hooks(pack, unpack)
+
+
+class _ForwardHook:
+    """A hook of a module. In a copy of the module, which is not sharded, it has no effect."""
+
+    def __init__(self, call: Callable[[], None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *_: Any) -> None:
+        if self._call is not None:
+            self._call()
+
+    def __deepcopy__(self, memo: Any) -> _ForwardHook:
+        return _ForwardHook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ForwardHook, ()
 
 
 class _Hook:

@@ -51,7 +51,16 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> An
 
 
 class GatheredParameter(nn.Parameter):
-    """A parameter that is gathered before an operation reads it."""
+    """A parameter that is gathered before an operation reads it. A copy of it is a plain one."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter, (self.detach().clone(), self.requires_grad)
 
     @classmethod
     def __torch_function__(
@@ -115,14 +124,38 @@ def guard(
         )
         parameter._zeroshard_access = access  # type: ignore[attr-defined]
 
-    def copy_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name, parameter in parameters.items():
+    module.register_state_dict_post_hook(_CopyState(parameters, release))
+
+
+class _CopyState:
+    """Copies gathered parameters in a state dict. In a copy of the module it has no effect."""
+
+    def __init__(
+        self, parameters: dict[str, Tensor], release: Callable[[], None] | None = None
+    ) -> None:
+        self._parameters = parameters
+        self._release = release
+
+    def __call__(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        for name, parameter in self._parameters.items():
             value = state.get(prefix + name)
             if value is not None and value is not parameter:
                 state[prefix + name] = value.clone()
-        release()
+        if self._release is not None:
+            self._release()
 
-    module.register_state_dict_post_hook(copy_state)
+    def __deepcopy__(self, memo: Any) -> _CopyState:
+        return self._without_effect()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _CopyState, ({},), {"_from_public_api": True}
+
+    def _without_effect(self) -> _CopyState:
+        found = _CopyState({})
+        found.__dict__["_from_public_api"] = True  # as torch marks it
+        return found
 
 
 class PooledMemory(ParameterMemory[Tensor]):

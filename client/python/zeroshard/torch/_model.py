@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import itertools
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -33,6 +36,7 @@ class GroupSharded(nn.Module):
         self.module = module
         # Bypasses torch's registration of submodules and parameters.
         self.__dict__["sharding"] = sharding
+        self.__dict__["forward"] = _Forward(self)
 
     @property
     def level(self) -> str:
@@ -49,7 +53,7 @@ class GroupSharded(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
             _before_forward(self._sharding())
         if self._sharding().gatherer is None:
@@ -92,9 +96,44 @@ class GroupSharded(nn.Module):
         self._sharding().follow_changes()
         return result
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A plain copy of the whole model, which is not sharded."""
+        copied: nn.Module = copy.deepcopy(self.module, memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickled model is whole, and not sharded."""
+        return _itself, (self.module,)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        tensors = itertools.chain(self.module.parameters(), self.module.buffers())
+        if self._sharding().has_units and all(_is_unchanged(fn, tensor) for tensor in tensors):
+            return self
         self._sharding().check_movable()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+class _Forward:
+    """The forward of a sharded model. It has the signature of the model's own, which libraries
+    look up."""
+
+    def __init__(self, model: GroupSharded) -> None:
+        self._model = model
+        functools.update_wrapper(self, model.module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model._forward(args, kwargs)
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
+
+
+def _is_unchanged(fn: Any, tensor: Tensor) -> bool:
+    """Whether a function that moves or casts tensors leaves the device and dtype of this one."""
+    probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    moved = fn(probe)
+    return bool(moved.dtype == probe.dtype and moved.device == probe.device)
 
 
 def _outside_graphs(function: Callable[P, R]) -> Callable[P, R]:

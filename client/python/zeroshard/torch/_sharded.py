@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .._core.options import Options
-from .._core.sharding import Sharding
+from .._core.sharding import Sharding, is_sharded
 from .._session import connection
 from ..errors import InvalidArgumentError
 from . import _conversion
@@ -110,6 +110,11 @@ def _check(model: Any, optimizer: Any) -> None:
         raise InvalidArgumentError(
             f"optimizer is a {type(optimizer).__name__}; "
             "it must be a torch.optim.Optimizer that is not sharded yet"
+        )
+    if is_sharded(model.parameters()):
+        raise InvalidArgumentError(
+            "the model is sharded already; use the model and the optimizer that "
+            "group_sharded_parallel has returned, or create the model anew"
         )
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if stepped.isdisjoint(map(id, model.parameters())):

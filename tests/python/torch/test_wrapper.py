@@ -1,0 +1,112 @@
+"""The module that ``group_sharded_parallel`` returns, as libraries use it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import models
+import zeroshard as zs
+from training import LEVELS, SEGMENT, assert_close, assert_same
+from zeroshard.torch import clip_grad_norm_, group_sharded_parallel
+
+
+def wrap(model: nn.Module, level: str) -> tuple[Any, Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return group_sharded_parallel(model, optimizer, level, segment_size=SEGMENT)[:2]
+
+
+def step(model: Any, optimizer: Any, index: int = 0) -> None:
+    optimizer.zero_grad()
+    model(*models.batch("mlp", index, 8)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_signature_of_forward_is_that_of_the_model(level: str, cluster: zs.Session) -> None:
+    raw = models.build("mlp")
+    model, _ = wrap(raw, level)
+    assert inspect.signature(model.forward) == inspect.signature(raw.forward)
+    inputs, targets = models.batch("mlp", 0, 8)
+    assert torch.equal(model(targets=targets, inputs=inputs), model.forward(inputs, targets))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "deepcopy of the module"])
+def test_a_copy_is_a_plain_whole_module(how: str, level: str, cluster: zs.Session) -> None:
+    model, optimizer = wrap(models.build("mlp"), level)
+    step(model, optimizer)
+    copied: Any
+    if how == "pickle":
+        copied = pickle.loads(pickle.dumps(model))
+    else:
+        copied = copy.deepcopy(model if how == "deepcopy" else model.module)
+    assert type(copied) is models.Classifier
+    assert {type(parameter) for parameter in copied.parameters()} == {nn.Parameter}
+    assert_same(copied.state_dict(), model.state_dict())
+    before = {name: value.clone() for name, value in copied.state_dict().items()}
+    step(model, optimizer)
+    assert_same(copied.state_dict(), before)
+    # It trains on its own.
+    step(copied, torch.optim.AdamW(copied.parameters(), lr=0.01))
+    copied.double()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_average_of_a_sharded_model_is_that_of_the_plain_model(
+    level: str, cluster: zs.Session
+) -> None:
+    def train(model: Any, optimizer: Any) -> dict[str, Any]:
+        average = AveragedModel(model)
+        for index in range(3):
+            step(model, optimizer, index)
+            average.update_parameters(model)
+        return dict(average.module.state_dict())
+
+    plain = models.build("mlp")
+    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
+    assert_close(train(*wrap(models.build("mlp"), level)), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_move_to_where_it_is_is_allowed(level: str, cluster: zs.Session) -> None:
+    model, optimizer = wrap(models.build("mlp"), level)
+    assert model.to("cpu") is model and model.float() is model and model.cpu() is model
+    step(model, optimizer)
+    if level == "p_g_os":
+        with pytest.raises(zs.InvalidArgumentError, match="cannot be moved or cast"):
+            model.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_is_sharded_once(level: str, cluster: zs.Session) -> None:
+    raw = models.build("mlp")
+    model, optimizer = wrap(raw, level)
+    with pytest.raises(zs.InvalidArgumentError, match="is sharded already; use the model"):
+        wrap(raw, level)
+    step(model, optimizer)
+    del model, optimizer
+    gc.collect()
+    if level != "p_g_os":
+        step(*wrap(raw, level))  # as a notebook does after deleting the first one
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_our_clip_has_the_options_of_torchs(level: str, cluster: zs.Session) -> None:
+    model, optimizer = wrap(models.build("mlp"), level)
+    (model(*models.batch("mlp", 0, 8)) * math.inf).backward()
+    with pytest.raises(RuntimeError, match="so they cannot be clipped"):
+        clip_grad_norm_(model, 1.0, error_if_nonfinite=True, foreach=True)
+    with pytest.raises(TypeError):
+        clip_grad_norm_(model, 1.0, unknown=True)  # type: ignore[call-arg]
+    with pytest.raises(zs.InvalidArgumentError, match="norm_type is 1.0"):
+        clip_grad_norm_(model, 1.0, 1.0)
