@@ -503,6 +503,7 @@ def test_a_gradient_does_not_keep_its_model_alive(level: str, cluster: zs.Sessio
     gradient = model.module.layers[0].weight.grad
     kept = model.module.layers[2].weight.grad.clone()
     del model, optimizer
+    gc.collect()  # ends the job, which refers to the parameters
     gc.collect()
     assert parameter() is None
     with pytest.raises(zs.InvalidArgumentError, match="'layers.0.weight' are no longer"):
