@@ -235,14 +235,13 @@ def test_step_without_a_gradient_changes_nothing(level: str, cluster: zs.Session
     assert_same(model.state_dict(), before)
 
 
-def late(model: Any) -> Any:
-    """A unit of a model after its first step, with a prefetch of version 0 that begins too late."""
+def prefetch_late(model: Any) -> None:
+    """Prefetches the last unit at the version that the last step has replaced."""
     job, unit = model.sharding.job, model.sharding.gatherer.units[-1]
     unit.free()
     job.version -= 1
     unit.start()
     job.version += 1
-    return unit
 
 
 def test_a_prefetch_that_a_step_overtakes_is_dropped(cluster: zs.Session) -> None:
@@ -251,7 +250,7 @@ def test_a_prefetch_that_a_step_overtakes_is_dropped(cluster: zs.Session) -> Non
     plain = torch.optim.SGD(expected.parameters(), lr=0.05)
     for index in range(3):
         assert step(model, optimizer, index) == step(expected, plain, index)
-        late(model)
+        prefetch_late(model)
         model.sharding.gatherer.new_version()
 
 
@@ -259,7 +258,7 @@ def test_a_parameter_is_not_used_after_its_fetch_has_failed(cluster: zs.Session)
     model, optimizer = wrap(models.mlp())
     step(model, optimizer)
     expected = model.state_dict()
-    late(model)
+    prefetch_late(model)
     with pytest.raises(zs.VersionGoneError, match="version 0 of job"):
         model.module.layers[4].weight.sum()
     assert torch.equal(model.module.layers[4].weight, expected["layers.4.weight"])
