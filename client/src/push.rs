@@ -23,8 +23,8 @@ use crate::{
     values::Values,
 };
 
-/// A tensor and its values to be sent: parameters, optimizer state, a gradient or the content of a
-/// buffer, depending on the method.
+/// A tensor and its values to be sent: parameters, optimizer state, or a gradient, depending on the
+/// method.
 #[derive(Debug, Clone)]
 pub struct TensorData {
     /// The tensor. It must own its storage (it must not be tied to another).
@@ -73,7 +73,7 @@ struct SliceValues {
 pub(crate) enum Contents<'a> {
     /// Gradients, from every contributing rank.
     Contributed(Vec<TensorData>),
-    /// Initial values or buffers, from the uploading ranks.
+    /// Values, from the uploading ranks.
     Uploaded(Vec<TensorData>),
     /// Tensors for which the rank has nothing more to send.
     Absent(&'a [TensorId]),
@@ -264,7 +264,8 @@ impl ServerPush {
         match &mut begin.contents {
             Some(Wire::Gradients(gradients)) => gradients.absent.clone_from(&self.absent),
             Some(Wire::Upload(upload)) => upload.kept.clone_from(&self.absent),
-            None => {}
+            // Replacements cannot be absent.
+            Some(Wire::Replacement(_)) | None => {}
         }
         writer.begin(begin);
         let values = VecDeque::from(self.values.clone());

@@ -18,6 +18,10 @@ pub struct Commit {
     /// The factors by which mean gradients are multiplied before they are clipped, one for each
     /// tensor of the job; empty: all are 1.
     pub gradient_factors: Vec<f64>,
+    /// Fingerprints of the values that the program has written to parameters since the last step,
+    /// one for each tensor of the job, 0 for others; empty: all are 0. They must be equal on all
+    /// ranks.
+    pub written: Vec<u64>,
 }
 
 impl Default for Commit {
@@ -29,6 +33,7 @@ impl Default for Commit {
             max_norm: None,
             loss: None,
             gradient_factors: Vec::new(),
+            written: Vec::new(),
         }
     }
 }
@@ -62,6 +67,12 @@ impl Commit {
     #[must_use]
     pub fn gradient_factors(self, gradient_factors: Vec<f64>) -> Self {
         Self { gradient_factors, ..self }
+    }
+
+    /// Sets [`Self::written`].
+    #[must_use]
+    pub fn written(self, written: Vec<u64>) -> Self {
+        Self { written, ..self }
     }
 }
 

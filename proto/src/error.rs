@@ -198,18 +198,24 @@ pub enum Error {
     },
     /// Two ranks passed different values for something that must be equal on all ranks.
     #[error(
-        "rank {rank} disagrees with another rank about {what} at step {step} of job {job:?}; all \
-         ranks must agree on it"
+        "rank {rank} and rank {other_rank} disagree about {what} at step {step} of job {job:?}: \
+         rank {rank} has {value}, rank {other_rank} has {other_value}; all ranks must agree on it"
     )]
     Disagreement {
         /// The job.
         job: String,
         /// The step.
         step: u64,
-        /// The rank whose call came later.
-        rank: u32,
         /// The subject of the disagreement.
         what: String,
+        /// The rank whose call came later.
+        rank: u32,
+        /// Its value.
+        value: String,
+        /// Another rank.
+        other_rank: u32,
+        /// The value of the other rank.
+        other_value: String,
     },
     /// The buffer for early gradients is full. The client should push the other slices first, then
     /// this slice again.

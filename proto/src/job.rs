@@ -377,11 +377,15 @@ fn fields(optimizer: &Optimizer) -> BTreeMap<String, Value> {
 }
 
 impl Optimizer {
-    /// The name of the first hyperparameter in which `other`, of the same kind, differs.
-    pub fn difference(&self, other: &Self) -> Option<String> {
+    /// The name of the first hyperparameter in which `other`, of the same kind, differs, and the
+    /// values of both.
+    pub fn difference(&self, other: &Self) -> Option<(String, [String; 2])> {
         let theirs = fields(other);
-        let mut ours = fields(self).into_iter();
-        ours.find_map(|(name, value)| (theirs.get(&name) != Some(&value)).then_some(name))
+        fields(self).into_iter().find_map(|(name, value)| {
+            let other = theirs.get(&name).filter(|&other| *other != value)?;
+            let values = [value.to_string(), other.to_string()];
+            Some((name, values))
+        })
     }
 }
 

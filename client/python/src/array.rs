@@ -2,10 +2,9 @@
 //! this crate.
 #![allow(unsafe_code)]
 
-use std::hash::Hasher;
-
 use bytes::Bytes;
 use pyo3::prelude::*;
+use twox_hash::XxHash3_64;
 use zeroshard_client::{Slots, Target, TensorData, TensorId, Values};
 use zeroshard_proto::{self as proto, DType, Error, Policy, TensorLayout, TensorSpec as Spec};
 
@@ -49,10 +48,9 @@ impl Array {
         Ok(Self { address, numel, dtype, bounds, owner })
     }
 
-    fn hash(&self, py: Python<'_>) -> String {
-        let mut hasher = std::hash::DefaultHasher::new();
-        hasher.write(Lent::new(py, self).as_ref());
-        format!("{:016x}", hasher.finish())
+    fn hash(&self, py: Python<'_>) -> u64 {
+        let lent = Lent::new(py, self);
+        py.detach(|| XxHash3_64::oneshot(lent.as_ref()))
     }
 }
 

@@ -244,11 +244,11 @@ impl Job {
         self.start(outgoing, async move { attempt.push_absent(&tensors).await })
     }
 
-    fn buffers(&self, py: Python<'_>, step: u64, arrays: Arrays<'_>) -> PyResult<()> {
-        let buffers = tensor_data(py, &arrays)?;
+    fn replace(&self, py: Python<'_>, step: u64, arrays: Arrays<'_>) -> PyResult<()> {
+        let values = tensor_data(py, &arrays)?;
         let outgoing = &mut *lock(&self.outgoing);
         let attempt = self.attempt(outgoing, step)?;
-        self.start(outgoing, async move { attempt.push_buffers(buffers).await })
+        self.start(outgoing, async move { attempt.push_values(values).await })
     }
 
     fn flush(&self, py: Python<'_>) -> PyResult<()> {
@@ -308,7 +308,8 @@ impl Job {
     }
 
     #[pyo3(signature = (
-        step, groups, *, loss_scale=1.0, max_norm=None, gradient_factors=None, targets=None
+        step, groups, *, loss_scale=1.0, max_norm=None, gradient_factors=None, written=None,
+        targets=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn commit(
@@ -319,11 +320,14 @@ impl Job {
         loss_scale: f64,
         max_norm: Option<f64>,
         gradient_factors: Option<Vec<f64>>,
+        written: Option<Vec<u64>>,
         targets: Option<Arrays<'_>>,
     ) -> PyResult<Report> {
         let groups = optimizers(groups)?;
         let commit = Commit::default().groups(groups).loss_scale(loss_scale).max_norm(max_norm);
-        let commit = commit.gradient_factors(gradient_factors.unwrap_or_default());
+        let commit = commit
+            .gradient_factors(gradient_factors.unwrap_or_default())
+            .written(written.unwrap_or_default());
         let mut targets = Targets::new(py, &targets.unwrap_or_default());
         let (attempt, pushes) = self.closed(step)?;
         let report = wait(py, async move {

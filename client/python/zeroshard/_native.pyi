@@ -41,8 +41,8 @@ class Array:
     def __new__(
         cls, address: int, numel: int, dtype: str, owner: object, box: Box | None = None
     ) -> Array: ...
-    def hash(self) -> str:
-        """A hash of the elements, to compare them between ranks."""
+    def hash(self) -> int:
+        """A 64-bit hash of the elements (XXH3), to find out whether they are the same."""
 
 @final
 class Box:
@@ -246,9 +246,12 @@ class Job:
         """Starts to send these gradients as one bucket. Does not wait for the transfer."""
     def absent(self, step: int, tensors: Sequence[int]) -> None:
         """Reports that this rank has no gradient for these tensors. Does not wait."""
-    def buffers(self, step: int, arrays: Sequence[tuple[int, Array]]) -> None:
-        """Starts to send the values that the buffers have after ``step``. Called by the ranks that
-        upload them."""
+    def replace(self, step: int, arrays: Sequence[tuple[int, Array]]) -> None:
+        """Starts to send new values of tensors. Called by the ranks that upload them.
+
+        Parameters that train have these values before ``step`` is applied, and other tensors after
+        it.
+        """
     def flush(self) -> None:
         """Sends the current bucket and waits until all transfers have ended."""
     def forget(self) -> None:
@@ -282,11 +285,14 @@ class Job:
         loss_scale: float = 1.0,
         max_norm: float | None = None,
         gradient_factors: Sequence[float] | None = None,
+        written: Sequence[int] | None = None,
         targets: Sequence[tuple[int, Array]] | None = None,
     ) -> Report:
         """Flushes, commits this rank's contribution and waits until the step is decided.
 
         ``gradient_factors``: a factor for the mean gradient of each tensor; None: all are 1.
+        ``written``: for each tensor, the hash of the values that the program has written to it, or
+        0; None: it has written none.
         ``targets`` receive the parameters of the new version.
         """
     def pull(

@@ -1,4 +1,4 @@
-//! One try at a step: gradients, buffers and the rank's vote, with an identity that allows the
+//! One try at a step: gradients, new values and the rank's vote, with an identity that allows the
 //! servers to refuse messages of earlier tries.
 
 use std::{
@@ -105,9 +105,10 @@ impl Attempt {
     /// # Errors
     /// [`Error::StepAborted`]: run the step again. [`Error::Invalid`], [`Error::Timeout`], …
     pub async fn push(&self, gradients: Vec<TensorData>) -> Result<()> {
-        self.check_buffers(&gradients, false)?;
+        self.check_gradients(&gradients)?;
         let wire = self.job.0.cluster.options.wire;
-        self.job.push(self.begin(), wire, Contents::Contributed(gradients), Some(self)).await
+        let begin = self.begin(self.gradients());
+        self.job.push(begin, wire, Contents::Contributed(gradients), Some(self)).await
     }
 
     /// Declares that this rank has no gradient of these tensors in the step, or none beyond the
@@ -120,26 +121,32 @@ impl Attempt {
     /// Those of [`Self::push`].
     pub async fn push_absent(&self, tensors: &[TensorId]) -> Result<()> {
         let wire = self.job.0.cluster.options.wire;
-        self.job.push(self.begin(), wire, Contents::Absent(tensors), Some(self)).await
+        let begin = self.begin(self.gradients());
+        self.job.push(begin, wire, Contents::Absent(tensors), Some(self)).await
     }
 
-    /// Pushes the new content of buffers (such as batch-norm statistics). The ranks that upload the
-    /// buffers call this before they commit. Readers of the step's version receive this content bit
-    /// for bit, even if the step is skipped. A buffer that is not pushed keeps its content.
+    /// Pushes new values of tensors: of buffers (such as batch-norm statistics), or of parameters
+    /// that the program has written to. The ranks that upload the tensors call this before they
+    /// commit. A trained parameter has these values before the step is applied. Readers of the
+    /// step's version receive those of other tensors bit for bit. The values count even if the step
+    /// is skipped. A tensor that is not pushed keeps its values.
     ///
     /// # Errors
-    /// Those of [`Self::push`]; [`Error::Invalid`] for a tensor that is not a buffer.
-    pub async fn push_buffers(&self, buffers: Vec<TensorData>) -> Result<()> {
-        self.check_buffers(&buffers, true)?;
-        let contents = Contents::Uploaded(buffers);
-        self.job.push(self.begin(), DType::F32, contents, Some(self)).await
+    /// Those of [`Self::push`].
+    pub async fn push_values(&self, values: Vec<TensorData>) -> Result<()> {
+        let State { step, number: attempt, .. } = *self.state;
+        let begin = self.begin(Wire::Replacement(pb::Replacement { step, attempt }));
+        self.job.push(begin, DType::F32, Contents::Uploaded(values), Some(self)).await
     }
 
     /// The first message of a push of this attempt.
-    fn begin(&self) -> pb::PushBegin {
-        let State { epoch, step, number: attempt, .. } = *self.state;
-        let gradients = pb::Gradients { step, attempt, absent: Vec::new() };
-        self.job.begin(epoch, Wire::Gradients(gradients))
+    fn begin(&self, contents: Wire) -> pb::PushBegin {
+        self.job.begin(self.state.epoch, contents)
+    }
+
+    fn gradients(&self) -> Wire {
+        let State { step, number: attempt, .. } = *self.state;
+        Wire::Gradients(pb::Gradients { step, attempt, absent: Vec::new() })
     }
 
     /// Announces that this rank has pushed all gradients of the step, and waits for the decision. A
@@ -158,6 +165,7 @@ impl Attempt {
             max_norm: commit.max_norm,
             loss: commit.loss,
             gradient_factors: commit.gradient_factors,
+            written: commit.written,
         };
         // The call is sent regardless of the known epoch, because the step may have been decided
         // before.
@@ -368,26 +376,15 @@ impl Attempt {
         ended
     }
 
-    /// Checks that buffers are pushed as buffers and gradients as gradients. The server cannot
-    /// check this, because it accepts data for a buffer in any push.
-    fn check_buffers(&self, data: &[TensorData], buffers: bool) -> Result<()> {
+    /// Checks that the tensors take gradients.
+    fn check_gradients(&self, data: &[TensorData]) -> Result<()> {
         let tensors = self.job.0.spec.manifest.tensors();
-        let wrong = |data: &&TensorData| {
-            tensors.get(data.tensor.index()).is_some_and(|spec| spec.buffer != buffers)
-        };
-        let Some(wrong) = data.iter().find(wrong) else { return Ok(()) };
-        let what = format!("tensor {:?}", tensors[wrong.tensor.index()].name);
-        Err(match buffers {
-            true => Error::invalid(
-                what,
-                "pushed as a buffer",
-                "pushed as a gradient, because the manifest does not declare it as a buffer",
-            ),
-            false => Error::invalid(
-                what,
-                "pushed as a gradient",
-                "pushed as a buffer, because the manifest declares it as a buffer",
-            ),
-        })
+        let buffer = |data: &TensorData| tensors.get(data.tensor.index()).filter(|of| of.buffer);
+        let Some(buffer) = data.iter().find_map(buffer) else { return Ok(()) };
+        Err(Error::invalid(
+            format!("gradient of tensor {:?}", buffer.name),
+            "pushed",
+            "omitted, because the tensor is a buffer",
+        ))
     }
 }

@@ -21,7 +21,7 @@ impl Ranks {
         self.0.binary_search(&rank).is_ok()
     }
 
-    /// The first rank, which uploads the initial values and the next content of a buffer.
+    /// The first rank, which uploads the initial values and those that replace them.
     pub fn uploader(&self) -> u32 {
         self.0[0]
     }

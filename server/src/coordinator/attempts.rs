@@ -12,10 +12,19 @@ use super::{
 };
 use crate::{attempt::Attempt, listing::some_of};
 
-fn disagreement(turn: &Turn) -> Error {
+/// `turn.rank` has sent `ours` for the attempt, and the other rank, or the same one before,
+/// `theirs`.
+fn disagreement(turn: &Turn, ours: &str, other: Option<u32>, theirs: &str) -> Error {
     let Attempt { step, number, .. } = turn.attempt;
-    let what = format!("whether attempt {number} is committed or discarded");
-    Error::Disagreement { job: turn.job.name.clone(), step, rank: turn.rank, what }
+    Error::Disagreement {
+        job: turn.job.name.clone(),
+        step,
+        what: format!("whether attempt {number} is committed or discarded"),
+        rank: turn.rank,
+        value: ours.to_owned(),
+        other_rank: other.unwrap_or(turn.rank),
+        other_value: theirs.to_owned(),
+    }
 }
 
 impl Round {
@@ -29,28 +38,30 @@ impl Round {
     pub(super) fn side_with_commits(&mut self, turn: &Turn, out: &mut Vec<Action>) -> Result<()> {
         let own = self.discards.remove(&turn.rank).unwrap_or_default();
         let others = std::mem::take(&mut self.discards);
-        let conflict = !others.is_empty();
-        settle(turn, own.into_iter().chain(others.into_values().flatten()), conflict, out)
+        let other = others.first_key_value().map(|(&rank, _)| rank);
+        let error = disagreement(turn, "a commit", other, "a discard");
+        settle(error, own.into_iter().chain(others.into_values().flatten()), other, out)
     }
 
     /// Resolves conflicts before `turn.rank` discards the attempt, in the same way as
     /// [`Self::side_with_commits`].
     fn side_with_discards(&mut self, turn: &Turn, out: &mut Vec<Action>) -> Result<()> {
         let own = self.withdraw_vote(turn.rank);
-        let conflict = self.has_votes();
-        settle(turn, own.into_iter().chain(self.withdraw_votes()), conflict, out)
+        let other = self.first_voter();
+        let error = disagreement(turn, "a discard", other, "a commit");
+        settle(error, own.into_iter().chain(self.withdraw_votes()), other, out)
     }
 }
 
-/// Answers `waiters`, and the caller if there is a `conflict`, with the disagreement of the ranks.
+/// Answers `waiters` with the disagreement of the ranks, and the caller if there is an `other` rank.
 fn settle(
-    turn: &Turn,
+    error: Error,
     waiters: impl Iterator<Item = Waiter>,
-    conflict: bool,
+    other: Option<u32>,
     out: &mut Vec<Action>,
 ) -> Result<()> {
-    out.extend(waiters.map(|waiter| Action::Answer(waiter.caller, Err(disagreement(turn)))));
-    if conflict { Err(disagreement(turn)) } else { Ok(()) }
+    out.extend(waiters.map(|waiter| Action::Answer(waiter.caller, Err(error.clone()))));
+    if other.is_some() { Err(error) } else { Ok(()) }
 }
 
 impl Cluster {

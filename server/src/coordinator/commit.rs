@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use zeroshard_proto::{Error, JobSpec, Optimizer, Result};
+use zeroshard_proto::{Error, JobSpec, Result};
 
 use super::{
     cluster::Cluster,
@@ -15,46 +15,9 @@ use super::{
     leases::check_rank,
     reduce::{Reduced, Reducer},
     state::{Job, Open, Phase},
+    terms::{Difference, Terms},
 };
 use crate::{attempt::Attempt, listing::some_of};
-
-/// The terms of a step, which must be equal on all ranks.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) struct Terms {
-    pub(super) groups: Vec<Optimizer>,
-    pub(super) loss_scale: f64,
-    pub(super) max_norm: Option<f64>,
-    /// Empty, or one for each tensor.
-    pub(super) gradient_factors: Vec<f64>,
-}
-
-impl Terms {
-    /// The name of the first field in which `other` differs.
-    fn difference(&self, other: &Self, spec: &JobSpec) -> Option<String> {
-        if self == other {
-            return None;
-        }
-        if self.loss_scale != other.loss_scale {
-            return Some("loss_scale".to_owned());
-        }
-        if self.max_norm != other.max_norm {
-            return Some("max_norm".to_owned());
-        }
-        let (tensors, factor) = (spec.manifest.tensors(), |terms: &Self, tensor: usize| {
-            // A factor may be NaN, which is not equal to itself.
-            terms.gradient_factors.get(tensor).map_or(1.0, |&factor| factor).to_bits()
-        });
-        let differs = |&tensor: &usize| factor(self, tensor) != factor(other, tensor);
-        if let Some(tensor) = (0..tensors.len()).find(differs) {
-            return Some(format!("factor of the gradient of tensor {:?}", tensors[tensor].name));
-        }
-        let mut groups = self.groups.iter().zip(&other.groups).enumerate();
-        groups.find_map(|(index, (ours, theirs))| {
-            let name = ours.difference(theirs)?;
-            Some(format!("{name} of parameter group {index}"))
-        })
-    }
-}
 
 /// A rank's commit.
 #[derive(Debug)]
@@ -121,8 +84,9 @@ impl Round {
         std::mem::take(&mut self.votes).into_values().flat_map(|vote| vote.waiters).collect()
     }
 
-    pub(super) fn has_votes(&self) -> bool {
-        !self.votes.is_empty()
+    /// The first rank that has committed.
+    pub(super) fn first_voter(&self) -> Option<u32> {
+        self.votes.first_key_value().map(|(&rank, _)| rank)
     }
 
     /// The terms of the step, which all votes share, if there are `count` votes.
@@ -131,23 +95,36 @@ impl Round {
     }
 
     /// Registers a vote. A rank counts once, even if it commits repeatedly.
+    ///
+    /// # Errors
+    /// [`Error::Disagreement`], also for the calls of the other ranks, if their terms differ. All
+    /// votes are withdrawn.
     fn vote(
         &mut self,
         waiter: Waiter,
         commit: &Commit,
         terms: Terms,
         spec: &JobSpec,
+        out: &mut Vec<Action>,
     ) -> Result<()> {
         let Turn { job, rank, attempt, .. } = &commit.turn;
         // All votes have the same terms.
-        let first = self.votes.values().next();
-        if let Some(what) = first.and_then(|vote| vote.terms.difference(&terms, spec)) {
-            return Err(Error::Disagreement {
+        if let Some((&other_rank, first)) = self.votes.first_key_value()
+            && let Some(Difference { what, values }) = terms.difference(&first.terms, spec)
+        {
+            let [value, other_value] = values;
+            let error = Error::Disagreement {
                 job: job.name.clone(),
                 step: attempt.step,
-                rank: *rank,
                 what,
-            });
+                rank: *rank,
+                value,
+                other_rank,
+                other_value,
+            };
+            let waiters = self.withdraw_votes().into_iter();
+            out.extend(waiters.map(|waiter| Action::Answer(waiter.caller, Err(error.clone()))));
+            return Err(error);
         }
         if self.votes.is_empty() {
             self.first_vote = waiter.since;
@@ -230,16 +207,9 @@ impl Cluster {
             return Ok(decided.report_to(waiter));
         }
         open.check_turn(turn, open.attempt(*epoch))?;
-        let terms = Terms {
-            groups: commit.groups.clone().unwrap_or_else(|| spec.groups.clone()),
-            loss_scale: commit.loss_scale,
-            max_norm: commit.max_norm,
-            gradient_factors: commit.gradient_factors.clone(),
-        };
-        spec.validate_step(&terms.groups)?;
-        check_factors(spec, &terms.gradient_factors)?;
+        let terms = Terms::of(commit, spec)?;
         open.round.side_with_commits(turn, out)?;
-        open.round.vote(waiter, commit, terms, spec)?;
+        open.round.vote(waiter, commit, terms, spec, out)?;
         Ok(None)
     }
 
@@ -301,18 +271,6 @@ impl Cluster {
             missing_ranks(spec, open, &open.round.votes, "ranks that have not committed");
         parts.extend(self.late_servers(*id, open));
         format!("step {} of job {name:?} (epoch {epoch}): {}", open.step(), some_of(parts))
-    }
-}
-
-fn check_factors(spec: &JobSpec, factors: &[f64]) -> Result<()> {
-    match (factors.len(), spec.manifest.tensors().len()) {
-        (0, _) => Ok(()),
-        (found, expected) if found == expected => Ok(()),
-        (found, expected) => Err(Error::invalid(
-            "number of gradient factors",
-            found,
-            format!("0, or the job's number of tensors, {expected}"),
-        )),
     }
 }
 

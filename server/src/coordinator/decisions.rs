@@ -6,10 +6,10 @@ use zeroshard_proto::{JobSpec, Optimizer};
 
 use super::{
     cluster::Cluster,
-    commit::Terms,
     events::{Action, Command, JobRef, Now, Reply, ServerId, Waiter},
     reduce::{Absent, Gradient, Norm, Overflow},
     state::{Job, Open, Phase},
+    terms::Terms,
 };
 use crate::attempt::Attempt;
 

@@ -193,6 +193,8 @@ pub(crate) struct Commit {
     pub(crate) loss: Option<f64>,
     /// Empty, or one for each tensor.
     pub(crate) gradient_factors: Vec<f64>,
+    /// Empty, or one for each tensor.
+    pub(crate) written: Vec<u64>,
     pub(crate) wait: Duration,
 }
 

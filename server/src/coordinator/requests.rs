@@ -43,8 +43,15 @@ impl Waits {
     pub(super) fn commit(&self, request: Request<pb::CommitRequest>) -> Result<Commit> {
         let wait = self.of(&request).left();
         let request = request.into_inner();
-        let pb::CommitRequest { turn, groups, loss_scale, max_norm, loss, gradient_factors } =
-            request;
+        let pb::CommitRequest {
+            turn,
+            groups,
+            loss_scale,
+            max_norm,
+            loss,
+            gradient_factors,
+            written,
+        } = request;
         let turn = self::turn(turn)?;
         Ok(Commit {
             groups: if groups.is_empty() { None } else { Some(optimizers(groups)?) },
@@ -53,6 +60,7 @@ impl Waits {
             turn,
             loss,
             gradient_factors,
+            written,
             wait,
         })
     }

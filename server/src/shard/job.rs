@@ -252,7 +252,7 @@ impl<B: Backend> Job<B> {
         Ok(())
     }
 
-    /// Stores a chunk of a buffer's content after the step. Returns the number of new elements.
+    /// Stores a chunk of a tensor's new values. Returns the number of new elements.
     pub(crate) fn replace(&self, attempt: Attempt, index: u32, chunk: &Chunk) -> Result<u64> {
         let slice = self.slice(index)?;
         slice.replace(self.backend(), attempt, chunk, || self.check_attempt(attempt, slice))

@@ -72,8 +72,10 @@ where
 /// The contents of the extents of a push.
 #[derive(Debug, Clone, Copy)]
 enum What {
-    /// Gradients, or buffers, of a step.
-    Step,
+    /// Gradients of a step.
+    Gradients,
+    /// New values of tensors.
+    Replacement,
     /// Initial values.
     Start(Upload),
 }
@@ -117,7 +119,10 @@ impl<'a, B: Backend> Push<'a, B> {
         }
         let (what, attempt, absent) = match contents {
             Some(Contents::Gradients(pb::Gradients { step, attempt: number, absent })) => {
-                (What::Step, Attempt { epoch, step, number }, absent)
+                (What::Gradients, Attempt { epoch, step, number }, absent)
+            }
+            Some(Contents::Replacement(pb::Replacement { step, attempt: number })) => {
+                (What::Replacement, Attempt { epoch, step, number }, Vec::new())
             }
             Some(Contents::Upload(upload)) => {
                 let start = self::upload(&upload, &job.spec)?;
@@ -127,7 +132,7 @@ impl<'a, B: Backend> Push<'a, B> {
                 return Err(Error::invalid(
                     "contents of a push",
                     "absent",
-                    "gradients or an upload",
+                    "gradients, an upload or a replacement",
                 ));
             }
         };
@@ -168,7 +173,7 @@ impl<'a, B: Backend> Push<'a, B> {
     async fn check(&mut self, extent: Extent, elements: u64) -> Result<()> {
         let sent = self.check_takes(extent)?;
         self.check_bounds(extent, elements, sent)?;
-        if let What::Step = self.what {
+        if !matches!(self.what, What::Start(_)) {
             self.wait_for_version(extent.slice).await?;
         }
         self.next = extent;
@@ -185,16 +190,18 @@ impl<'a, B: Backend> Push<'a, B> {
                 part.check(slice.group.is_some(), tensor)?;
                 Ok(Sent::Initial)
             }
-            What::Step if slice.group.is_some() => Ok(Sent::Gradient),
-            What::Step if !slice.buffer => Err(Error::invalid(
+            What::Gradients if slice.group.is_some() => Ok(Sent::Gradient),
+            What::Gradients => Err(Error::invalid(
                 format!("gradient of tensor {tensor:?}"),
                 "pushed",
-                "omitted, because the tensor is frozen",
+                "omitted, because the tensor is not trained",
             )),
-            What::Step if extent.dtype != DType::F32 => {
-                Err(Error::invalid(format!("dtype of buffer {tensor:?}"), extent.dtype, "f32"))
-            }
-            What::Step => Ok(Sent::Buffer),
+            What::Replacement if extent.dtype != DType::F32 => Err(Error::invalid(
+                format!("dtype of the new values of tensor {tensor:?}"),
+                extent.dtype,
+                "f32",
+            )),
+            What::Replacement => Ok(Sent::Replacement),
         }
     }
 
@@ -281,10 +288,8 @@ impl<'a, B: Backend> Push<'a, B> {
         let chunk = Chunk { rank: self.rank, offset: offset as usize, dtype, bytes };
         let new = match self.what {
             What::Start(upload) => self.job.upload(self.attempt, slice, upload, &chunk)?,
-            What::Step if self.job.slice(slice)?.buffer => {
-                self.job.replace(self.attempt, slice, &chunk)?
-            }
-            What::Step => match self.job.contribute(self.attempt, slice, &chunk) {
+            What::Replacement => self.job.replace(self.attempt, slice, &chunk)?,
+            What::Gradients => match self.job.contribute(self.attempt, slice, &chunk) {
                 Err(Error::ParkingFull { .. }) => {
                     self.job.contribution(PARKING_WAIT).await;
                     self.job.contribute(self.attempt, slice, &chunk)?

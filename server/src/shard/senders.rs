@@ -11,8 +11,8 @@ pub(crate) enum Sent {
     Gradient,
     /// Initial values, from the uploading rank.
     Initial,
-    /// The next content of a buffer, from the uploading rank.
-    Buffer,
+    /// New values, from the uploading rank.
+    Replacement,
 }
 
 /// The contributors of slice number `index` for which `rank` sends data.
@@ -28,7 +28,7 @@ pub(crate) fn contributors_of<'a>(
 ) -> Result<&'a SliceContributors> {
     let may = |of: &&SliceContributors| match sent {
         Sent::Gradient => of.ranks.contains(rank),
-        Sent::Initial | Sent::Buffer => of.ranks.uploader() == rank,
+        Sent::Initial | Sent::Replacement => of.ranks.uploader() == rank,
     };
     all.iter().find(may).ok_or_else(|| refusal(spec, index, all, rank, sent))
 }
@@ -39,11 +39,11 @@ fn refusal(spec: &JobSpec, index: u32, all: &[SliceContributors], rank: u32, sen
     let (what, does) = match sent {
         Sent::Gradient => ("pushes the gradient of tensor", "contributes to"),
         Sent::Initial => ("uploads tensor", "uploads a part of"),
-        Sent::Buffer => ("pushes buffer", "uploads a part of"),
+        Sent::Replacement => ("pushes new values of tensor", "uploads a part of"),
     };
     let mut ranks: Vec<u32> = match sent {
         Sent::Gradient => all.iter().flat_map(|of| of.ranks.iter().copied()).collect(),
-        Sent::Initial | Sent::Buffer => all.iter().map(|of| of.ranks.uploader()).collect(),
+        Sent::Initial | Sent::Replacement => all.iter().map(|of| of.ranks.uploader()).collect(),
     };
     ranks.sort_unstable();
     let who = some_of(ranks.into_iter().map(|rank| describe(spec, tensor, rank)));

@@ -71,8 +71,8 @@ fn uploads_of_ranks_other_than_the_first_are_refused() {
     let manifest = Manifest::new(vec![TensorSpec::new("b", [4])]).unwrap();
     let plain = JobSpec { manifest, meshes: vec![], world: 2, ..spec };
     assert_eq!(
-        refused(&plain, WHOLE, 1, Sent::Buffer),
-        "rank that pushes buffer \"b\" is rank 1, which is not the first rank that holds it; it \
+        refused(&plain, WHOLE, 1, Sent::Replacement),
+        "rank that pushes new values of tensor \"b\" is rank 1, which is not the first rank that holds it; it \
          must be a rank that uploads a part of slice 0: rank 0"
     );
 }
@@ -82,7 +82,7 @@ fn a_permitted_rank_gets_its_contributors() {
     let spec = spec([Partial(Reduction::Sum), Shard(0)]);
     let contributors = spec.contributions(0).of_slice(&WHOLE);
     for (rank, sent) in
-        [(1, Sent::Gradient), (3, Sent::Gradient), (1, Sent::Initial), (1, Sent::Buffer)]
+        [(1, Sent::Gradient), (3, Sent::Gradient), (1, Sent::Initial), (1, Sent::Replacement)]
     {
         assert_eq!(*contributors_of(&spec, 0, &contributors, rank, sent).unwrap().ranks, [1, 3]);
     }

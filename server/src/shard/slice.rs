@@ -20,15 +20,15 @@ use crate::{
     backend::{Backend, OutOfMemory, Update},
     optim,
 };
-use buffer::Next;
 use carried::Carried;
 use received::Received;
+use replacement::Replacement;
 use versioned::Versioned;
 
-mod buffer;
 mod carried;
 mod read;
 mod received;
+mod replacement;
 mod upload;
 mod versioned;
 
@@ -44,8 +44,6 @@ pub(crate) struct Slice<B: Backend> {
     pub(crate) contributors: Arc<[SliceContributors]>,
     /// The parameter group, for a slice that takes gradients.
     pub(crate) group: Option<usize>,
-    /// Whether a step may bring new content.
-    pub(crate) buffer: bool,
     /// Whether the clip coefficient does not apply to the slice.
     no_clip: bool,
     /// The divisor of summed gradients.
@@ -83,8 +81,8 @@ struct Inner<B: Backend> {
     /// Whether the state tensors hold uploads of an earlier epoch.
     stale_state: bool,
     open: Option<Open<B>>,
-    /// The arrived part of the next content, for a buffer.
-    next: Option<Next<B>>,
+    /// The arrived part of new values that come with the open step.
+    replacement: Option<Replacement<B>>,
 }
 
 /// The gradient of the open step.
@@ -177,7 +175,6 @@ impl<B: Backend> Slice<B> {
             spec,
             contributors,
             group,
-            buffer: tensor.buffer,
             no_clip: tensor.no_clip,
             divisor: job.divisor(spec.tensor) as f64,
             initial_state: group.map_or(0.0, |group| groups[group].initial_state()),
@@ -195,14 +192,12 @@ impl<B: Backend> Slice<B> {
     pub(crate) fn memory(&self) -> Memory {
         let numel = self.spec.numel as u64;
         let inner = self.lock();
+        let master = numel * self.master_dtype().size() as u64;
         Memory {
-            master: numel * if self.group.is_some() { 4 } else { self.dtype.size() as u64 },
+            master,
             state: numel * 4 * inner.state.len() as u64,
-            accumulator: match &inner.next {
-                Some(_) => numel * self.dtype.size() as u64,
-                None if self.group.is_some() => numel * 4,
-                None => 0,
-            },
+            accumulator: inner.open.as_ref().map_or(0, |_| numel * 4)
+                + inner.replacement.as_ref().map_or(0, |_| master),
             published: inner.published.as_ref().map_or(0, |_| numel * self.dtype.size() as u64),
         }
     }
@@ -294,7 +289,7 @@ impl<B: Backend> Slice<B> {
     /// Changes to `attempt`, if it is a later one. Called under the lock.
     fn enter(&self, backend: &B, inner: &mut Inner<B>, attempt: Attempt) {
         if inner.attempt < attempt {
-            inner.next = None;
+            inner.replacement = None;
             if self.version().is_none() {
                 inner.forget_upload();
             }
@@ -327,6 +322,7 @@ impl<B: Backend> Slice<B> {
     pub(crate) fn step(&self, backend: &B, step: &Step<'_>) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
         let inner = &mut *inner;
+        let replaced = inner.take_replacement(&self.contributors);
         if let Some((group, open)) = self.group.zip(inner.open.as_mut())
             && let Some(apply) = step.apply
             && !open.round.is_absent_everywhere()
@@ -342,9 +338,10 @@ impl<B: Backend> Slice<B> {
             let mut state = state.collect::<Result<Vec<_>>>()?;
             backend.apply(&update, master, &mut state, &open.sum, published);
             inner.applied += 1;
+        } else if replaced && let Some(published) = &mut inner.published {
+            backend.copy(inner.master.current(), published.write(backend)?);
         }
         inner.buffers().for_each(Versioned::release);
-        inner.turn_over(&self.contributors);
         inner.restart(backend, step.next);
         self.set_version(step.next.step);
         inner.reduced(backend)
@@ -374,7 +371,7 @@ impl<B: Backend> Inner<B> {
             uploaded_state: Vec::new(),
             stale_state: false,
             open: None,
-            next: None,
+            replacement: None,
         }
     }
 

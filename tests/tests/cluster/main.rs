@@ -6,7 +6,6 @@
 mod absent;
 mod attempts;
 mod boxes;
-mod buffers;
 mod command_line;
 mod departures;
 mod dtypes;
@@ -24,6 +23,7 @@ mod shutdown;
 mod steps;
 mod succession;
 mod token;
+mod values;
 mod waits;
 
 use std::time::Duration;

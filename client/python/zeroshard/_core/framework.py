@@ -137,7 +137,8 @@ class Framework(ABC, Generic[T]):
 
     @abstractmethod
     def changes(self, tensor: T) -> int:
-        """A counter that changes when the program writes to the tensor."""
+        """A counter that changes when the program writes to the tensor, unless it does so through
+        other views of its memory."""
 
     def numel(self, tensor: T) -> int:
         """The number of elements of the local tensor."""
@@ -302,9 +303,11 @@ class Framework(ABC, Generic[T]):
         module: Any,
         parameters: dict[str, T],
         access: Callable[[], None],
+        expose: Callable[[], None],
         release: Callable[[], None],
     ) -> None:
-        """Calls ``access`` before an operation reads one of these parameters of a module.
+        """Calls ``access`` before an operation reads one of these parameters of a module, and
+        ``expose`` before the program gets a view of its memory.
 
         Calls ``release`` after a state dict has been made with copies of them.
         """

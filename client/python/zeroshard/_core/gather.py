@@ -34,6 +34,8 @@ class Unit(Generic[T]):
         self.parameters = parameters
         self.nbytes = sum(map(gatherer.framework.nbytes, parameters.values()))
         self.gathered = True
+        for parameter in parameters.values():
+            gatherer.job.entry(parameter).resident = False
         #: The number of running forwards that use it.
         self.users = 0
         self._fetch: tuple[Transfer, list[Incoming], list[T]] | None = None
@@ -81,14 +83,20 @@ class Unit(Generic[T]):
             for parameter, value in zip(self.parameters.values(), values, strict=True):
                 self.gatherer.put(self, parameter, value)
 
+    def expose(self) -> None:
+        """The program may write to it from now on."""
+        for parameter in self.parameters.values():
+            self.gatherer.job.entry(parameter).expose()
+
     def free(self) -> None:
         """Frees it, unless a forward uses it or the program has written to it. In the latter case
-        the next job takes over the values."""
+        the next step takes over the values."""
         if not self.allocated or self.users > 0 or self.modified:
             return
         self._cancel()
         self.gathered, self.node = False, None
         for parameter in self.parameters.values():
+            self.gatherer.job.entry(parameter).hide()
             self.gatherer.drop(parameter)
 
     def _cancel(self) -> None:
@@ -170,7 +178,11 @@ class Gatherer(Generic[T]):
         self.units.append(unit)
         self._unit_of.update((id(parameter), unit) for parameter in parameters.values())
         self.framework.guard(
-            module, parameters, lambda: self.access(unit), lambda: self._release(unit)
+            module,
+            parameters,
+            lambda: self.access(unit),
+            lambda: self.expose(unit),
+            lambda: self._release(unit),
         )
         return unit
 
@@ -216,9 +228,16 @@ class Gatherer(Generic[T]):
             self._use(unit)
         elif self.framework.in_backward():
             self.need_in_backward(unit)
-        elif not unit.gathered:
+        elif unit not in self._kept:
             unit.finish()
             self._kept.add(unit)
+            # The program may keep a view of it, and write to that.
+            unit.expose()
+
+    def expose(self, unit: Unit[T]) -> None:
+        """Called before the program gets a view of the memory of one of the unit's parameters."""
+        self.access(unit)
+        unit.expose()
 
     def _use(self, unit: Unit[T]) -> None:
         forward = self._forwards[-1]
@@ -321,6 +340,7 @@ class Gatherer(Generic[T]):
         for unit in self.units:
             unit.finish()
             self._kept.add(unit)
+            unit.expose()
 
     def _release(self, unit: Unit[T]) -> None:
         """Called when the unit's parameters have been copied."""

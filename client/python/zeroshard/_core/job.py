@@ -1,8 +1,9 @@
 """The tensors of a model and its optimizer as a job of the cluster.
 
 The specification of a job is immutable: its tensors, which of them are trained, and the optimizer.
-When the program changes it (unfreezes a parameter, adds a parameter group, loads a state) or writes
-to the parameters, a new job continues from the last version of the previous one.
+When the program changes it (unfreezes a parameter, adds a parameter group, loads a state), a new job
+continues from the last version of the previous one. Values that the program writes to parameters
+become part of the next step.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from .. import _native
 from .._connection import Connection
 from .._native import Array, Box, Job, Mesh, TensorSpec
 from .._rendezvous import ProcessGroup
+from ..errors import InvalidArgumentError
 from .framework import Framework, Incoming, Optimizer, T
 from .layout import JobLayout, job_layouts
 
@@ -45,28 +47,73 @@ class Entry(Generic[T]):
     raw: bool
     #: Its layout on one of the job's meshes.
     layout: JobLayout | None = None
+    #: Whether it is on this worker at all times.
+    resident: bool = True
     shape: tuple[int, ...] = field(init=False)
     #: The shape of the local tensor.
     local_shape: tuple[int, ...] = field(init=False)
+    #: The framework's name of its dtype.
+    dtype: str = field(init=False)
     #: Whether backward computed gradients for it, when it was last marked.
     differentiable: bool = field(init=False)
-    #: The framework's counter of changes, when it was last marked.
-    changes: int = field(init=False)
+    #: Whether its values are compared to find out whether the program has written to it. The
+    #: framework does not count all writes.
+    _compared: bool = field(init=False, default=False)
+    #: Its values as far as they are compared, and the framework's counter of changes, when it was
+    #: last marked.
+    _seen: object = field(init=False)
 
     def __post_init__(self) -> None:
         self.shape = self.framework.shape(self.tensor)
         self.local_shape = self.framework.local_shape(self.tensor)
-        self.mark()
+        self.dtype = self.framework.dtype_text(self.tensor)
+        self.differentiable = self.framework.trains(self.tensor)
+        self._seen = self._look()
 
     def mark(self) -> None:
         """Records the state of the tensor, to detect changes by the program."""
         self.differentiable = self.framework.trains(self.tensor)
-        self.changes = self.framework.changes(self.tensor)
+        self._compare(self.trained and self.resident)
+
+    def expose(self) -> None:
+        """The program may write to it from now on, without a count."""
+        if not self._compared and not self.modified:
+            self._compare(True)
+
+    def hide(self) -> None:
+        """The program can no longer write to it."""
+        self._compare(False)
+
+    def _compare(self, compared: bool) -> None:
+        self._compared = compared
+        self._seen = self._look()
 
     @property
     def modified(self) -> bool:
         """Whether the program has written to it since it was last marked."""
-        return self.framework.changes(self.tensor) != self.changes
+        return self._look() != self._seen
+
+    def _look(self) -> object:
+        if self._compared:
+            return self.hash()
+        # The memory of a parameter that is not resident changes whenever it is fetched.
+        memory = self.framework.memory(self.tensor) if self.resident else None
+        return self.framework.changes(self.tensor), memory
+
+    def hash(self) -> int:
+        """A hash of its values."""
+        return self.outgoing().hash()
+
+    def check_kind(self) -> None:
+        """Raises an error if the program has changed its shape or dtype."""
+        shape = self.framework.local_shape(self.tensor)
+        dtype = self.framework.dtype_text(self.tensor)
+        if (shape, dtype) != (self.local_shape, self.dtype):
+            raise InvalidArgumentError(
+                f"parameter {self.name!r} was changed from {self.dtype} of shape "
+                f"{list(self.local_shape)} to {dtype} of shape {list(shape)} after "
+                "group_sharded_parallel; change the model before this call"
+            )
 
     @property
     def wire_shape(self) -> tuple[int, ...]:
@@ -164,13 +211,31 @@ class ModelJob(Generic[T]):
         return self._optimizer.groups(self.optimizer_name)
 
     def changed(self) -> bool:
-        """Whether the program has changed the specification of the job or written to a trained
-        parameter."""
+        """Whether the program has changed the specification of the job."""
         return self._state_layout() != self._opened_with or any(
-            entry.differentiable != self.framework.trains(entry.tensor)
-            or (entry.trained and entry.modified)
-            for entry in self.entries
+            entry.differentiable != self.framework.trains(entry.tensor) for entry in self.entries
         )
+
+    def written(self) -> list[Entry[T]]:
+        """The parameters that the program has written to since they were last marked."""
+        parameters = [entry for entry in self.entries if not entry.buffer]
+        for entry in parameters:
+            entry.check_kind()
+        return [entry for entry in parameters if entry.modified]
+
+    def hashes(self, written: Iterable[Entry[T]]) -> list[int]:
+        """What all ranks must have written alike: a hash for each entry of the job, 0 for others than
+        ``written``. Empty if all are 0.
+
+        Parameters that do not train may differ between ranks. Of distributed parameters each rank
+        writes its own part.
+        """
+        hashes = [0] * len(self.entries)
+        for entry in written:
+            if entry.trained:
+                is_distributed = self.framework.layout(entry.tensor) is not None
+                hashes[entry.index] = 1 if is_distributed else entry.hash() or 1
+        return hashes if any(hashes) else []
 
     def _state_layout(self) -> list[tuple[int, tuple[str, ...]]]:
         groups = zip(self._optimizer.parameters(), self.groups(), strict=True)
@@ -202,18 +267,14 @@ class ModelJob(Generic[T]):
         self.receive(self.received, label="receiving")
         self.mark()
 
-    def reopen(
-        self, resident: Iterable[Entry[T]], states: Mapping[int, State[T]] | None = None
-    ) -> None:
+    def reopen(self, states: Mapping[int, State[T]] | None = None) -> None:
         """Continues with a new job from the last version of the current one.
 
         The servers copy the master weights and, unless ``states`` is given, the optimizer state
         where it still fits. Buffers, and parameters that are new or that the program has written
-        to, take the value of the first rank that has them. ``resident`` entries are received on
-        the other ranks.
+        to, take the value of the first rank that has them. The other ranks receive them.
         """
         old, before = self.job, {entry.name: entry for entry in self.entries}
-        resident_ids = {id(entry.tensor) for entry in resident}
         self._start((old, self.version), fresh_state=states is not None)
         ours = self.uploaded
         kept = [entry for entry in ours if entry.continues(before.get(entry.name))]
@@ -221,7 +282,7 @@ class ModelJob(Generic[T]):
         uploaded = [entry for entry in ours if entry.index not in indices]
         self._upload(uploaded, kept, states or {})
         self.job.initialised()
-        self.receive(entry for entry in self.received if id(entry.tensor) in resident_ids)
+        self.receive(entry for entry in self.received if entry.resident)
         self.mark()
         self._connection.leave(old)
 
@@ -229,7 +290,10 @@ class ModelJob(Generic[T]):
         self, predecessor: tuple[Job, int] | None = None, *, fresh_state: bool = False
     ) -> None:
         self.optimizer_name = self._optimizer.name()
+        fetched = {id(entry.tensor) for entry in self.entries if not entry.resident}
         self.entries = self._describe()
+        for entry in self.entries:
+            entry.resident = id(entry.tensor) not in fetched
         self._by_tensor = {id(entry.tensor): entry for entry in self.entries}
         name = (
             self._connection.job_name("sharded", self.group.ranks)

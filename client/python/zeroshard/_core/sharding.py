@@ -98,8 +98,7 @@ class Sharding(Generic[T]):
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """A context in which all parameters are gathered. The servers take over the values that the
-        program writes to them."""
+        """A context in which all parameters are gathered."""
         if self.gatherer is not None:
             self.gatherer.gather_all()
         try:
@@ -141,14 +140,13 @@ class Sharding(Generic[T]):
             if entry.modified:
                 raise InvalidArgumentError(
                     f"parameter {entry.name!r} was modified after the last step; save the model "
-                    "after the next forward or step, which sends the change to the servers"
+                    "after the next step, which sends the change to the servers"
                 )
         found = self.job.whole({entry.name: entry for entry in entries.values()}.values())
         return {name: found[entry.name] for name, entry in entries.items()}
 
     def follow_changes(self) -> None:
-        """Continues with a new job if the program has changed the specification of the job or
-        written to the parameters."""
+        """Continues with a new job if the program has changed the specification of the job."""
         if self._interrupted:
             self._end_interrupted_step()
         if self.gradients.were_dropped:
@@ -157,13 +155,21 @@ class Sharding(Generic[T]):
         if not self.gradients.any_sent and self.job.changed():
             self.reopen(None)
 
+    def take_values(self) -> None:
+        """All ranks take the values of rank 0, after the program has loaded them. Every rank must
+        call it."""
+        self.follow_changes()
+        # Otherwise they become part of the open step.
+        if not self.gradients.any_sent:
+            self._reopen(None)
+
     def reopen(self, states: Mapping[int, State[T]] | None) -> None:
         """Continues with a new job, with ``states`` as its optimizer state if given."""
         self.discard()
         self._reopen(states)
 
     def _reopen(self, states: Mapping[int, State[T]] | None) -> None:
-        self.job.reopen(self._resident(), states)
+        self.job.reopen(states)
         self.gradients.watch()
         if self.gatherer is not None:
             self.gatherer.new_version()
@@ -174,9 +180,9 @@ class Sharding(Generic[T]):
         self._sent(self._replace)
         self._sent(self.gradients.send_rest)
         version, job = self.job.version, self.job.job
-        if self._sync_buffers:
-            self._send_buffers()
-        received = [(entry.index, entry.incoming()) for entry in self._resident() if entry.trained]
+        written = self.job.written()
+        self._sent(lambda: self._replace_values(written))
+        received = [(entry.index, entry.incoming()) for entry in self.job.trained if entry.resident]
         max_norm = self._clip_once if self._clip_once is not None else self._max_norm
         report: Report = self._sent(
             lambda: job.commit(
@@ -185,6 +191,7 @@ class Sharding(Generic[T]):
                 loss_scale=self.loss_scale,
                 max_norm=max_norm,
                 gradient_factors=self.gradients.factors(),
+                written=self.job.hashes(written),
                 targets=[(index, incoming.array) for index, incoming in received],
             )
         )
@@ -246,7 +253,7 @@ class Sharding(Generic[T]):
             texts[f"the gradient of parameter {entry.name!r}"] = (
                 "none"
                 if gradient is None
-                else f"values with the hash {self.job.framework.outgoing(gradient).hash()}"
+                else f"values with the hash {self.job.framework.outgoing(gradient).hash():016x}"
             )
         agree("optimizer.step", texts, self.job.group.ranks)
         self.gradients.resend(current)
@@ -283,24 +290,23 @@ class Sharding(Generic[T]):
         except StepMismatchError:
             # The step was decided before the interruption: the next step starts from its result.
             self.job.version += 1
-            self.job.receive(entry for entry in self._resident() if entry.trained)
+            self.job.receive(entry for entry in self.job.trained if entry.resident)
             self.job.mark()
             if self.gatherer is not None:
                 self.gatherer.new_version()
         self._interrupted = False
 
-    def _resident(self) -> list[Entry[T]]:
-        """The entries whose tensors are on this worker at all times."""
-        if self.gatherer is None:
-            return list(self.job.entries)
-        large = {id(tensor) for unit in self.gatherer.units for tensor in unit.parameters.values()}
-        return [entry for entry in self.job.entries if id(entry.tensor) not in large]
-
-    def _send_buffers(self) -> None:
-        # All of them, since batch norm's updates of its buffers do not count as modifications.
-        arrays = [(entry.index, entry.outgoing()) for entry in self.job.uploaded if entry.buffer]
+    def _replace_values(self, written: list[Entry[T]]) -> None:
+        """Sends the values that the program has written, and the buffers if ranks share them."""
+        # All buffers, since batch norm's updates of them do not count as modifications.
+        buffers = self.job.buffers if self._sync_buffers else ()
+        arrays = [
+            (entry.index, entry.outgoing())
+            for entry in (*written, *buffers)
+            if self.job.job.uploads(entry.index)
+        ]
         if arrays:
-            self.job.job.buffers(self.job.version, arrays)
+            self.job.job.replace(self.job.version, arrays)
 
 
 def _nothing(parameter: Any) -> None:

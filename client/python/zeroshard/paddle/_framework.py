@@ -183,9 +183,10 @@ class _Paddle(Framework[Tensor]):
         module: Any,
         parameters: dict[str, Tensor],
         access: Callable[[], None],
+        expose: Callable[[], None],
         release: Callable[[], None],
     ) -> None:
-        _memory.guard(module, parameters, access, release)
+        _memory.guard(module, parameters, access, expose, release)
 
     def memory(self, tensor: Tensor) -> Hashable | None:
         if not tensor.is_dense():

@@ -30,6 +30,9 @@ _METADATA = {
     "is_sparse_csr", "ndimension", "numel", "register_hook", "set_value",
 }  # fmt: skip
 
+#: Methods whose results are views of a tensor's memory.
+_VIEWS = {"__dlpack__", "get_tensor", "reshape", "value", "view"}
+
 _FLOATING = (paddle.float32, paddle.bfloat16, paddle.float16, paddle.float64)
 
 #: Prefix of the attributes that this package sets.
@@ -50,7 +53,7 @@ def strided(tensor: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
 def changes(tensor: Any) -> int:
     """A counter that changes when the program writes to the tensor.
 
-    Writes by an initializer or through ``get_tensor()`` are not detected.
+    It does not change when an initializer writes to it, or the program through ``get_tensor()``.
     """
     if isinstance(tensor, EagerParamBase) and not isinstance(tensor, _Counted):
         tensor.__class__ = _variant(_Counted, type(tensor))
@@ -63,11 +66,23 @@ def _set_changes(parameter: Any, number: int) -> None:
 
 def access(parameter: Any) -> None:
     """Called before an operation reads the parameter."""
-    # A weak reference: the garbage collector does not find cycles through a parameter's attributes.
-    reference = parameter.__dict__.get("_zeroshard_layer")
-    guarded = None if reference is None else reference()
+    guarded = _guarded(parameter)
     if guarded is not None:
         guarded.access()
+
+
+def _expose(parameter: Any) -> None:
+    """Called before the program gets a view of the parameter's memory."""
+    guarded = _guarded(parameter)
+    if guarded is not None:
+        guarded.expose()
+
+
+def _guarded(parameter: Any) -> _Parameters | None:
+    # A weak reference: the garbage collector does not find cycles through a parameter's attributes.
+    reference = parameter.__dict__.get("_zeroshard_layer")
+    found: _Parameters | None = None if reference is None else reference()
+    return found
 
 
 class _Counted:
@@ -90,7 +105,7 @@ class _Counted:
 
     @property
     def data(self) -> Any:
-        access(self)
+        _expose(self)
         return super().data  # type: ignore[misc]
 
     @data.setter
@@ -115,9 +130,9 @@ class _Gathered(_Counted):
     """A parameter that is gathered when one of its methods or operators is called."""
 
 
-def _accessing(method: Callable[..., Any]) -> Callable[..., Any]:
+def _after(action: Callable[[Any], None], method: Callable[..., Any]) -> Callable[..., Any]:
     def call(parameter: Any, *args: Any, **kwargs: Any) -> Any:
-        access(parameter)
+        action(parameter)
         return method(parameter, *args, **kwargs)
 
     return call
@@ -130,7 +145,7 @@ for _name in dir(Tensor):
         and _name not in _METADATA
         and (_name.startswith("__") or not _name.startswith("_"))
     ):
-        setattr(_Gathered, _name, _accessing(_method))
+        setattr(_Gathered, _name, _after(_expose if _name in _VIEWS else access, _method))
 
 _variants: dict[tuple[type, type], type] = {}
 
@@ -148,6 +163,7 @@ class _Parameters(OrderedDict[str, Any]):
     """A layer's parameters by name. Reading one as an attribute of the layer gathers it."""
 
     access: Callable[[], None]
+    expose: Callable[[], None]
     gathered: frozenset[str]
 
     def __getitem__(self, name: str) -> Any:
@@ -160,11 +176,16 @@ class _Parameters(OrderedDict[str, Any]):
 
 
 def guard(
-    layer: Any, parameters: dict[str, Any], access: Callable[[], None], release: Callable[[], None]
+    layer: Any,
+    parameters: dict[str, Any],
+    access: Callable[[], None],
+    expose: Callable[[], None],
+    release: Callable[[], None],
 ) -> None:
     """As :meth:`zeroshard._core.framework.Framework.guard`."""
     guarded = _Parameters(layer._parameters)
-    guarded.access, guarded.gathered = access, frozenset(parameters)
+    guarded.access, guarded.expose = access, expose
+    guarded.gathered = frozenset(parameters)
     layer.__dict__["_parameters"] = guarded
     for parameter in parameters.values():
         parameter.__class__ = _variant(_Gathered, type(parameter))

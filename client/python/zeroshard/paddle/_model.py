@@ -62,8 +62,8 @@ class GroupSharded(paddle.nn.Layer):
         return self.sharding.no_sync()
 
     def summon_full_params(self) -> AbstractContextManager[None]:
-        """A context in which all parameters are on this worker. If every rank enters and leaves the
-        context, all ranks take over the values that rank 0 writes to them."""
+        """A context in which all parameters are on this worker. Values that the program writes to
+        them, which must be the same on all ranks, become part of the next step."""
         return self.sharding.gathered()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ class GroupSharded(paddle.nn.Layer):
         result = self._layer.set_state_dict(
             parts_of_state(self._layer, state_dict, use_structured_name), use_structured_name
         )
-        self.sharding.follow_changes()
+        self.sharding.take_values()
         return result
 
     load_dict = set_state_dict
@@ -91,7 +91,7 @@ class GroupSharded(paddle.nn.Layer):
                 "assign is True; it must be False, since the job holds the existing parameters"
             )
         result = self._layer.load_state_dict(parts_of_state(self._layer, state_dict), strict=strict)
-        self.sharding.follow_changes()
+        self.sharding.take_values()
         return result
 
     def to(

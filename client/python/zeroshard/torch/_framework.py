@@ -64,7 +64,8 @@ class _Torch(Framework[Tensor]):
         return torch.zeros_like(tensor, memory_format=torch.contiguous_format)
 
     def outgoing(self, tensor: Tensor) -> Array:
-        tensor = local(tensor).detach()
+        with torch._C.DisableTorchFunctionSubclass():
+            tensor = local(tensor).detach()
         if tensor.is_sparse:
             tensor = tensor.to_dense()
         if not _is_plain(tensor):
@@ -177,9 +178,10 @@ class _Torch(Framework[Tensor]):
         module: nn.Module,
         parameters: dict[str, Tensor],
         access: Callable[[], None],
+        expose: Callable[[], None],
         release: Callable[[], None],
     ) -> None:
-        guard(module, parameters, access, release)
+        guard(module, parameters, access, expose, release)
 
     def memory(self, tensor: Tensor) -> Hashable | None:
         if tensor.layout is not torch.strided:

@@ -8,7 +8,7 @@ this size fragment the heap.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._core.framework import ParameterMemory
+from ..errors import InvalidArgumentError
 from ._dtensor import local
 
 #: Attributes of a tensor that read its elements, or are views of them.
@@ -38,16 +39,57 @@ METADATA |= {
     for attribute in (getattr(Tensor, name),)
     for access in (attribute.__get__, attribute.__set__, attribute.__delete__)
 }
-METADATA.add(vars(torch._C.TensorBase)["data"].__set__)
+_DATA = vars(torch._C.TensorBase)["data"]
+#: Functions that give the memory of a tensor to something else than another tensor.
+_EXPORTS: set[Any] = {
+    getattr(Tensor, name)
+    for name in ("__array__", "__dlpack__", "data_ptr", "numpy", "share_memory_", "storage")
+}
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Calls a torch function, after gathering the parameters among its arguments."""
+    if func == _DATA.__set__:
+        return _replace_data(*args)
+    parameters: list[Any] = []
     if func not in METADATA:
-        _access_all(args)
-        _access_all(tuple((kwargs or {}).values()))
+        parameters = [*_gathered(args), *_gathered((kwargs or {}).values())]
+    for parameter in parameters:
+        if func in _EXPORTS:
+            parameter._zeroshard_expose()
+        else:
+            parameter._zeroshard_access()
     with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        for parameter in parameters:
+            if _is_view(result, parameter):
+                parameter._zeroshard_expose()
+    return result
+
+
+def _replace_data(parameter: Tensor, data: Tensor) -> None:
+    """Copies the values, because the memory of a gathered parameter is not the program's."""
+    parameter._zeroshard_expose()  # type: ignore[attr-defined]
+    with torch._C.DisableTorchFunctionSubclass():
+        found, expected = (
+            f"{values.dtype} of shape {list(values.shape)} on {values.device}"
+            for values in (data, parameter)
+        )
+        if found != expected:
+            raise InvalidArgumentError(
+                f"the data of a parameter is set to {found}; at level p_g_os it must be {expected}"
+            )
+        _DATA.__get__(parameter).copy_(data)
+
+
+def _is_view(result: Any, parameter: Tensor) -> bool:
+    """Whether a result is a tensor, or a sequence of tensors, in the memory of the parameter."""
+    if isinstance(result, list | tuple):
+        return any(_is_view(one, parameter) for one in result)
+    if not isinstance(result, Tensor) or result.layout is not torch.strided or result is parameter:
+        return False
+    memory, of_parameter = (local(one).untyped_storage()._cdata for one in (result, parameter))
+    return memory == of_parameter
 
 
 class GatheredParameter(nn.Parameter):
@@ -86,35 +128,41 @@ class GatheredDTensor(DTensor):
     ) -> Any:
         return _call(func, args, kwargs)
 
-    # These methods do not call __torch_function__.
+    # These methods do not call __torch_function__. Their results may be views.
 
     def to_local(self, **options: Any) -> Tensor:
-        _access_all((self,))
+        _expose_all((self,))
         return super().to_local(**options)
 
     def full_tensor(self, **options: Any) -> Tensor:
-        _access_all((self,))
+        _expose_all((self,))
         return super().full_tensor(**options)
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
-        _access_all((self,))
+        _expose_all((self,))
         return super().redistribute(*args, **options)
 
 
-def _access_all(values: Iterable[Any]) -> None:
+def _gathered(values: Iterable[Any]) -> Iterator[Any]:
+    """The gathered parameters among arguments of a function."""
     for value in values:
         if isinstance(value, GatheredParameter | GatheredDTensor):
-            access: Callable[[], None] | None = getattr(value, "_zeroshard_access", None)
-            if access is not None:
-                access()
+            if hasattr(value, "_zeroshard_access"):  # a copy is not gathered
+                yield value
         elif isinstance(value, list | tuple):
-            _access_all(value)
+            yield from _gathered(value)
+
+
+def _expose_all(values: Iterable[Any]) -> None:
+    for parameter in _gathered(values):
+        parameter._zeroshard_expose()
 
 
 def guard(
     module: nn.Module,
     parameters: dict[str, Tensor],
     access: Callable[[], None],
+    expose: Callable[[], None],
     release: Callable[[], None],
 ) -> None:
     """As :meth:`zeroshard._core.framework.Framework.guard`."""
@@ -123,6 +171,7 @@ def guard(
             GatheredDTensor if isinstance(parameter, DTensor) else GatheredParameter
         )
         parameter._zeroshard_access = access  # type: ignore[attr-defined]
+        parameter._zeroshard_expose = expose  # type: ignore[attr-defined]
 
     module.register_state_dict_post_hook(_CopyState(parameters, release))
 

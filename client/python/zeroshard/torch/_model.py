@@ -72,8 +72,8 @@ class GroupSharded(nn.Module):
         return self._sharding().no_sync()
 
     def summon_full_params(self) -> AbstractContextManager[None]:
-        """A context in which all parameters are on this worker. If every rank enters and leaves the
-        context, all ranks take over the values that rank 0 writes to them."""
+        """A context in which all parameters are on this worker. Values that the program writes to
+        them, which must be the same on all ranks, become part of the next step."""
         return self._sharding().gathered()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ class GroupSharded(nn.Module):
                 "assign is True; it must be False, since the job holds the existing parameters"
             )
         result = self.module.load_state_dict(parts_of_state(self.module, state_dict), strict=strict)
-        self._sharding().follow_changes()
+        self._sharding().take_values()
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:

@@ -172,26 +172,40 @@ fn ranks_that_disagree_are_told_the_differing_field() {
     let mut other = spec(1).groups;
     let zeroshard_proto::Optimizer::AdamW(adamw) = &mut other[0] else { panic!("adamw") };
     adamw.lr = 0.5;
-    script.commit(commit(leases[0], 1, 0, 0));
     let base = commit(leases[1], 1, 1, 0);
     let cases = [
-        (Commit { groups: Some(other), ..base.clone() }, "lr of parameter group 0"),
-        (Commit { loss_scale: 2.0, ..base.clone() }, "loss_scale"),
-        (Commit { max_norm: Some(1.0), ..base.clone() }, "max_norm"),
+        (
+            Commit { groups: Some(other), ..base.clone() },
+            "lr of parameter group 0",
+            ["0.5", "0.001"],
+        ),
+        (Commit { loss_scale: 2.0, ..base.clone() }, "loss_scale", ["2", "1"]),
+        (Commit { max_norm: Some(1.5), ..base.clone() }, "max_norm", ["1.5", "none"]),
         (
             Commit { gradient_factors: vec![1.0, 1.0, 0.5], ..base.clone() },
             "factor of the gradient of tensor \"b\"",
+            ["0.5", "1"],
+        ),
+        (
+            Commit { written: vec![0, 255, 0], ..base.clone() },
+            "values that the program has written to tensor \"frozen\"",
+            ["values with the hash 00000000000000ff", "none"],
         ),
     ];
-    for (commit, expected) in cases {
-        let caller = script.commit(commit);
-        let Error::Disagreement { rank: 1, what, .. } = script.error(caller) else {
-            panic!("disagreement")
-        };
-        assert_eq!(what, expected);
+    for (other, expected, values) in cases {
+        let callers = [script.commit(commit(leases[0], 1, 0, 0)), script.commit(other)];
+        for caller in callers {
+            let Error::Disagreement { rank: 1, what, value, other_rank: 0, other_value, .. } =
+                script.error(caller)
+            else {
+                panic!("disagreement")
+            };
+            assert_eq!((what.as_str(), [value.as_str(), other_value.as_str()]), (expected, values));
+        }
     }
-    // A correct report counts.
+    // Votes that agree count.
     script.ready_all(0);
+    script.commit(commit(leases[0], 1, 0, 0));
     let caller = script.commit(base);
     assert!(script.report(caller).applied);
 }

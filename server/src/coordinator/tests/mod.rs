@@ -420,6 +420,7 @@ fn commit(lease: Lease, epoch: u64, rank: u32, step: u64) -> Commit {
         max_norm: None,
         loss: None,
         gradient_factors: Vec::new(),
+        written: Vec::new(),
         wait: WAIT,
     }
 }

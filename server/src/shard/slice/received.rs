@@ -1,5 +1,5 @@
-//! Content that the uploading rank of each set of contributors sends: initial values, and the next
-//! content of a buffer.
+//! Content that the uploading rank of each set of contributors sends: initial values, and the
+//! values that replace them.
 
 use zeroshard_proto::geometry::SliceContributors;
 

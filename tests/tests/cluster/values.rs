@@ -1,13 +1,14 @@
-//! Batch-norm statistics move with the steps, bit for bit.
+//! New values come with the steps: batch-norm statistics, bit for bit, and parameters that programs
+//! have written to.
 
 use futures_util::future::join_all;
 use zeroshard_client::{
-    Attempt, Cluster as Client, Error, Job, Slots, Target, TensorData, TensorId, Values,
+    Attempt, Cluster as Client, Commit, Error, Job, Slots, Target, TensorData, TensorId, Values,
 };
 use zeroshard_proto::{DType, JobSpec, TensorSpec};
 use zeroshard_tests::{Cluster, stock, training};
 
-use crate::{adamw, connect, job, options, start, until};
+use crate::{adamw, connect, job, options, sgd, start, until};
 
 /// The index of the statistics in the job below.
 const STATISTICS: usize = 1;
@@ -55,13 +56,13 @@ async fn a_pushed_buffer_is_the_content_of_the_next_version_bit_for_bit_over_any
             let client = Client::connect(cluster.address(), options().wire(wire)).await.unwrap();
             jobs.push(client.join(&spec.name, rank).await.unwrap());
         }
-        jobs[0].attempt(0).unwrap().push_buffers(content(1)).await.unwrap();
-        jobs[0].attempt(0).unwrap().push_buffers(content(2)).await.unwrap();
+        jobs[0].attempt(0).unwrap().push_values(content(1)).await.unwrap();
+        jobs[0].attempt(0).unwrap().push_values(content(2)).await.unwrap();
         step(&jobs, 0).await;
         assert!(pull(&jobs[1], 1).await == words(1), "what comes again is skipped");
         step(&jobs, 1).await;
         assert!(pull(&jobs[1], 2).await == words(1), "nothing was pushed");
-        jobs[0].attempt(2).unwrap().push_buffers(content(3)).await.unwrap();
+        jobs[0].attempt(2).unwrap().push_values(content(3)).await.unwrap();
         let attempts: Vec<_> = jobs.iter().map(|job| job.attempt(2).unwrap()).collect();
         for discarded in join_all(attempts.iter().map(Attempt::discard)).await {
             discarded.unwrap();
@@ -79,13 +80,13 @@ async fn a_new_epoch_drops_pushed_buffers() {
     let cluster = Cluster::start(1);
     let mut jobs = start(cluster.address(), &spec("dropped", 2)).await;
     let before = pull(&jobs[0], 0).await;
-    jobs[0].attempt(0).unwrap().push_buffers(content(1)).await.unwrap();
+    jobs[0].attempt(0).unwrap().push_values(content(1)).await.unwrap();
     let epoch = jobs[0].epoch();
     drop(jobs.pop());
     until("the epoch has moved", || jobs[0].epoch() > epoch).await;
     jobs.push(connect(cluster.address()).await.join("dropped", 1).await.unwrap());
     // The first call after the change of the epoch reports that the attempt was aborted.
-    let aborted = jobs[0].attempt(0).unwrap().push_buffers(content(2)).await;
+    let aborted = jobs[0].attempt(0).unwrap().push_values(content(2)).await;
     assert!(matches!(aborted, Err(Error::StepAborted { .. })), "{aborted:?}");
     step(&jobs, 0).await;
     assert!(pull(&jobs[0], 1).await == before);
@@ -97,16 +98,11 @@ async fn invalid_pushes_of_buffers_are_refused() {
     let spec = spec("refused", 2);
     let jobs = start(cluster.address(), &spec).await;
     let before = jobs[0].state_hash(0).await.unwrap();
-    let weights = vec![TensorData::new(TensorId::new(0), vec![0.0; 100])];
-    for refused in [
-        jobs[0].attempt(0).unwrap().push_buffers(weights).await,
-        jobs[0].attempt(0).unwrap().push(content(1)).await,
-    ] {
-        assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
-    }
+    let refused = jobs[0].attempt(0).unwrap().push(content(1)).await;
+    assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
     // The client omits the buffers of a rank that does not upload them, and the server refuses
     // them.
-    jobs[1].attempt(0).unwrap().push_buffers(content(1)).await.unwrap();
+    jobs[1].attempt(0).unwrap().push_values(content(1)).await.unwrap();
     let whole = stock::extent(1, 0, &[0.0; 2]);
     let mut half = whole.clone();
     half.dtype = zeroshard_proto::pb::Dtype::Bf16.into();
@@ -118,4 +114,47 @@ async fn invalid_pushes_of_buffers_are_refused() {
     assert_eq!(jobs[0].state_hash(0).await.unwrap(), before);
     step(&jobs, 0).await;
     assert_eq!(pull(&jobs[0], 1).await, pull(&jobs[1], 1).await);
+}
+
+/// The values of tensor 0 at `version`.
+async fn weights(job: &Job, version: u64) -> Vec<f32> {
+    let mut bytes = vec![0; 4 * 100];
+    let data = Slots::new(&mut bytes, DType::F32).unwrap();
+    job.pull(version, vec![Target::new(TensorId::new(0), data)]).await.unwrap();
+    bytes.as_chunks().0.iter().map(|word| f32::from_le_bytes(*word)).collect()
+}
+
+#[tokio::test]
+async fn a_step_starts_from_the_values_that_a_program_has_written_to_a_parameter() {
+    let cluster = Cluster::start(2);
+    for dtype in [DType::F32, DType::Bf16] {
+        let tensor = TensorSpec { dtype, ..TensorSpec::new("w", [100]) };
+        let spec = job(&format!("written-{dtype}"), 2, sgd(1.0), vec![tensor]);
+        let jobs = start(cluster.address(), &spec).await;
+        let push = |step: u64, value: f32, gradient: f32| {
+            let jobs = &jobs;
+            async move {
+                let of = |value: f32| vec![TensorData::new(TensorId::new(0), vec![value; 100])];
+                jobs[0].attempt(step).unwrap().push_values(of(value)).await.unwrap();
+                for job in jobs {
+                    let attempt = job.attempt(step).unwrap();
+                    match gradient.is_nan() {
+                        true => attempt.push_absent(&[TensorId::new(0)]).await.unwrap(),
+                        false => attempt.push(of(gradient)).await.unwrap(),
+                    }
+                }
+                let commit = || Commit::default().written(vec![7]);
+                let commits = jobs.iter().map(|job| training::commit(job, step, commit()));
+                join_all(commits).await.into_iter().map(|report| report.unwrap().applied).all(|x| x)
+            }
+        };
+        assert!(push(0, 4.0, 0.5).await);
+        assert_eq!(weights(&jobs[1], 1).await, [3.5; 100], "the step is applied to them");
+        assert!(!push(1, 8.0, f32::INFINITY).await);
+        assert_eq!(weights(&jobs[1], 2).await, [8.0; 100], "they count in a skipped step");
+        push(2, 16.0, f32::NAN).await;
+        assert_eq!(weights(&jobs[1], 3).await, [16.0; 100], "and without a gradient");
+        step(&jobs, 3).await;
+        assert_ne!(weights(&jobs[1], 4).await, [16.0; 100], "they count once");
+    }
 }

@@ -1,0 +1,317 @@
+"""Programs that write to parameters by hand, in ways that torch does not count: every write has the
+effect that it has without ZeroShard."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import models
+import ranks
+import zeroshard as zs
+from training import LEVELS, SEGMENT, assert_close
+from zeroshard.torch import GroupSharded, group_sharded_parallel
+
+STEPS = 4
+
+
+def build(system: str, model: nn.Module | None = None) -> tuple[Any, Any]:
+    """A model and its optimizer: ``"plain"``, ``"ddp"`` or at a level."""
+    model = model or models.build("mlp")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer: Any = torch.optim.AdamW(trained, lr=0.01)
+    if system == "ddp":
+        return DistributedDataParallel(model), optimizer
+    if system in LEVELS:
+        return group_sharded_parallel(model, optimizer, system, segment_size=SEGMENT)[:2]
+    return model, optimizer
+
+
+def module_of(model: Any) -> Any:
+    return model.module if isinstance(model, DistributedDataParallel | GroupSharded) else model
+
+
+def state_of(model: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module_of(model).state_dict().items()}
+
+
+def summoned(model: Any) -> contextlib.AbstractContextManager[Any]:
+    return (
+        model.summon_full_params() if isinstance(model, GroupSharded) else contextlib.nullcontext()
+    )
+
+
+# ---- what programs write, before the step of each training step and after it
+
+
+def clamp(model: Any, step: int) -> None:
+    """As the critic of a WGAN."""
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+
+
+def copy_once(model: Any, step: int) -> None:
+    if step == 1:
+        for parameter in model.parameters():
+            parameter.data.copy_(torch.full_like(parameter, 0.05))
+
+
+def assign(model: Any, step: int) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.9
+
+
+def assign_what_is_changed_later(model: Any, step: int) -> None:
+    with summoned(model):
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.9
+            parameter.data.add_(0.01)
+
+
+def initialise(model: Any, step: int) -> None:
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            module.bias.data.fill_(0.01)
+
+    if step == 1:
+        torch.manual_seed(7)
+        model.apply(init)
+
+
+def initialise_summoned(model: Any, step: int) -> None:
+    with summoned(model):
+        initialise(model, step)
+
+
+def write_through_numpy(model: Any, step: int) -> None:
+    for parameter in model.parameters():
+        array = parameter.detach().numpy()
+        array *= 0.9
+
+
+def write_to_views(model: Any, step: int) -> None:
+    weight = module_of(model).layers[0].weight
+    weight.data.view(-1)[3] = 0.5
+    weight.detach()[0].mul_(0.5)
+
+
+def swap_two_elements(model: Any, step: int) -> None:
+    weight = module_of(model).layers[0].weight.data
+    weight[0, 0], weight[1, 1] = weight[1, 1].item(), weight[0, 0].item()
+
+
+def decay(model: Any, step: int) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+
+
+def evaluate_with_an_average(model: Any, step: int) -> None:
+    """The parameters are replaced by others for an evaluation, and restored."""
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+    with torch.no_grad():
+        model(*models.batch("mlp", step, 8))
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        parameter.data.copy_(value)
+
+
+WRITES: dict[str, Callable[[Any, int], None]] = {
+    each.__name__: each
+    for each in (
+        clamp,
+        copy_once,
+        assign,
+        assign_what_is_changed_later,
+        initialise,
+        initialise_summoned,
+        write_through_numpy,
+        write_to_views,
+        swap_two_elements,
+        decay,
+        evaluate_with_an_average,
+    )
+}
+
+
+def train(
+    system: str, write: Callable[[Any, int], None], when: str, rank: int = 0, world: int = 1
+) -> tuple[list[float], dict[str, Tensor], str]:
+    """Losses, state and the hash of the servers' state. ``when``: ``"before"`` or ``"after"`` the
+    optimizer's step."""
+    model, optimizer = build(system)
+    losses = []
+    name = model.sharding.job.job.name if system in LEVELS else ""
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(*models.share(models.batch("mlp", step, 8), rank, world))
+        loss.backward()
+        losses.append(loss.item())
+        if when == "before":
+            write(model, step)
+        optimizer.step()
+        if when == "after":
+            write(model, step)
+    state = state_of(model)
+    if system not in LEVELS:
+        return losses, state, ""
+    assert model.sharding.job.job.name == name, "a write does not create a job"
+    optimizer.zero_grad()
+    model(*models.share(models.batch("mlp", STEPS, 8), rank, world)).backward()
+    optimizer.step()  # sends the last write
+    return losses, state, model.sharding.job.state_hash()
+
+
+def check(write: str, when: str, plain: str, rank: int = 0, world: int = 1) -> None:
+    losses, state, _ = train(plain, WRITES[write], when, rank, world)
+    hashes = set()
+    for level in LEVELS:
+        ours, our_state, state_hash = train(level, WRITES[write], when, rank, world)
+        torch.testing.assert_close(ours, losses, rtol=1e-5, atol=1e-6)
+        assert_close(our_state, state, rtol=1e-5, atol=1e-6)
+        hashes.add(state_hash)
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_to_parameters_have_the_effect_of_plain_torch(
+    write: str, when: str, cluster: zs.Session
+) -> None:
+    check(write, when, "plain")
+
+
+def write_on_two_ranks(rank: int) -> None:
+    for write in WRITES:
+        check(write, "after", "ddp", rank, 2)
+    check("clamp", "before", "ddp", rank, 2)
+
+
+def test_writes_on_two_ranks_have_the_effect_of_data_parallelism() -> None:
+    ranks.run(2, write_on_two_ranks)
+
+
+class Clipped(nn.Module):
+    """A model whose forward writes to its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = models.build("mlp").layers
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        self.layers[0].weight.data.clamp_(-0.1, 0.1)
+        self.layers[2].bias.data[:2] = 0.0
+        return nn.functional.cross_entropy(self.layers(inputs), targets)
+
+
+class Momentum(nn.Module):
+    """A model with a frozen copy of its layer that follows it, as in MoCo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = models.build("mlp").layers
+        self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.no_grad():
+            for ours, theirs in zip(
+                self.teacher.parameters(), self.layers.parameters(), strict=True
+            ):
+                ours.data = ours.data * 0.9 + theirs.data * 0.1
+        logits = self.layers(inputs)
+        distance = (logits - self.teacher(inputs)).square().mean()
+        return nn.functional.cross_entropy(logits, targets) + distance
+
+
+@pytest.mark.parametrize("make", [Clipped, Momentum])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_forward_may_write_to_parameters(
+    level: str, make: Callable[[], nn.Module], cluster: zs.Session
+) -> None:
+    def train(system: str) -> tuple[list[float], Any]:
+        torch.manual_seed(0)
+        model, optimizer = build(system, make())
+        losses = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = model(*models.batch("mlp", step, 8))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, model
+
+    (losses, plain), (ours, model) = train("plain"), train(level)
+    torch.testing.assert_close(ours, losses, rtol=1e-5, atol=1e-6)
+    assert_close(state_of(model), state_of(plain), rtol=1e-5, atol=1e-6)
+    # The servers have the frozen parameters, too.
+    whole = model.sharding.whole(dict(model.module.named_parameters()))
+    assert_close(whole, dict(plain.named_parameters()), rtol=1e-5, atol=1e-6)
+
+
+def write_differently(rank: int) -> None:
+    for level in LEVELS:
+        model, optimizer = build(level)
+        model(*models.share(models.batch("mlp", 0, 8), rank, 2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.module.layers[2].weight.data.fill_(0.01 * (rank + 1))
+        model(*models.share(models.batch("mlp", 1, 8), rank, 2)).backward()
+        message = "rank 0.*rank 1|rank 1.*rank 0"
+        with pytest.raises(zs.DisagreementError, match=message) as error:
+            optimizer.step()
+        assert 'values that the program has written to tensor "layers.2.weight"' in str(error.value)
+        # The step can be repeated after the ranks have written the same.
+        optimizer.zero_grad()
+        model.module.layers[2].weight.data.fill_(0.02)
+        model(*models.share(models.batch("mlp", 1, 8), rank, 2)).backward()
+        optimizer.step()
+
+
+def test_ranks_that_write_different_values_are_both_named() -> None:
+    ranks.run(2, write_differently)
+
+
+def load_on_one_rank(rank: int) -> list[dict[str, Tensor]]:
+    states = []
+    for level in LEVELS:
+        model, optimizer = build(level)
+        state = {name: torch.full_like(t, 0.01 + rank) for name, t in state_of(model).items()}
+        model.load_state_dict(state)
+        states.append(state_of(model))
+        model(*models.share(models.batch("mlp", 1, 8), rank, 2)).backward()
+        optimizer.step()
+    return states
+
+
+def test_all_ranks_load_the_state_of_rank_0() -> None:
+    first, second = ranks.run(2, load_on_one_rank)
+    for ours, theirs in zip(first, second, strict=True):
+        assert float(ours["layers.0.weight"][0, 0]) == pytest.approx(0.01)
+        assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_parameter_keeps_its_shape_and_dtype(level: str, cluster: zs.Session) -> None:
+    model, optimizer = build(level)
+    weight, bias = model.module.layers[0].weight, model.module.layers[0].bias
+    model(*models.batch("mlp", 0, 8)).backward()
+    bias.data = torch.zeros(3)
+    with pytest.raises(zs.InvalidArgumentError, match=r"'layers.0.bias' was changed.*shape \[3\]"):
+        optimizer.step()
+    bias.data = torch.zeros(32, dtype=torch.bfloat16)
+    with pytest.raises(zs.InvalidArgumentError, match=r"torch.float32 .*to torch.bfloat16"):
+        optimizer.step()
+    bias.data = torch.zeros(32)
+    optimizer.step()
+    if level == "p_g_os":
+        with pytest.raises(zs.InvalidArgumentError, match="it must be torch.float32 of shape"):
+            weight.data = torch.zeros(3)
