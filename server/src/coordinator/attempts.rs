@@ -53,7 +53,7 @@ impl Round {
     }
 }
 
-/// Answers `waiters` with the disagreement of the ranks, and the caller if there is an `other` rank.
+/// Answers `waiters`, and the caller if there is an `other` rank, with the disagreement.
 fn settle(
     error: Error,
     waiters: impl Iterator<Item = Waiter>,

@@ -1,9 +1,9 @@
 """The tensors of a model and its optimizer as a job of the cluster.
 
 The specification of a job is immutable: its tensors, which of them are trained, and the optimizer.
-When the program changes it (unfreezes a parameter, adds a parameter group, loads a state), a new job
-continues from the last version of the previous one. Values that the program writes to parameters
-become part of the next step.
+When the program changes it (unfreezes a parameter, adds a parameter group, loads a state), a new
+job continues from the last version of the previous one. Values that the program writes to
+parameters become part of the next step.
 """
 
 from __future__ import annotations
@@ -224,8 +224,8 @@ class ModelJob(Generic[T]):
         return [entry for entry in parameters if entry.modified]
 
     def hashes(self, written: Iterable[Entry[T]]) -> list[int]:
-        """What all ranks must have written alike: a hash for each entry of the job, 0 for others than
-        ``written``. Empty if all are 0.
+        """What all ranks must have written alike: a hash for each entry of the job, 0 for those that
+        are not in ``written``. Empty if all are 0.
 
         Parameters that do not train may differ between ranks. Of distributed parameters each rank
         writes its own part.

@@ -89,7 +89,7 @@ def _is_view(result: Any, parameter: Tensor) -> bool:
     if not isinstance(result, Tensor) or result.layout is not torch.strided or result is parameter:
         return False
     memory, of_parameter = (local(one).untyped_storage()._cdata for one in (result, parameter))
-    return memory == of_parameter
+    return bool(memory == of_parameter)
 
 
 class GatheredParameter(nn.Parameter):
