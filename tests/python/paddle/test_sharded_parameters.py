@@ -17,7 +17,7 @@ from zeroshard.paddle import GradScaler, clip_grad_norm_, group_sharded_parallel
 
 import models
 import ranks
-from training import LEVELS, SEGMENT
+from training import LEVELS, SEGMENT, assert_close
 
 
 def wrapped(level: str = "p_g_os", model: Any = None, **options: Any) -> tuple[Any, Any, Any]:
@@ -46,6 +46,35 @@ def test_only_parameters_larger_than_a_segment_live_on_the_servers(
 ) -> None:
     layer, _, _ = wrapped(model=nn.Linear(numel, 1, bias_attr=False), segment_size=64)
     assert here(layer.parameters()[0]) == (numel <= 64)
+
+
+def test_batch_norm_keeps_its_statistics_on_the_worker_and_frozen_weights_move(
+    cluster: zs.Session,
+) -> None:
+    def run(level: str | None) -> tuple[Any, Any]:
+        layer = models.build("cnn")
+        for parameter in layer.layers[4].parameters():
+            parameter.stop_gradient = True
+        model: Any = layer
+        optimizer: Any = paddle.optimizer.SGD(0.1, parameters=layer.parameters())
+        if level is not None:
+            _, model, optimizer = wrapped(level, layer, segment_size=4)
+        for number in range(3):
+            model(*models.batch("cnn", number, 8)).backward()
+            optimizer.step()
+            optimizer.clear_grad()
+        if level == "p_g_os":
+            on_worker = {name for name, parameter in layer.named_parameters() if here(parameter)}
+            assert on_worker == {f"layers.{n}.{s}" for n in (1, 5) for s in ("_mean", "_variance")}
+        model.eval()
+        loss = float(model(*models.batch("cnn", 5, 8)))
+        return loss, {name: value.numpy() for name, value in model.state_dict().items()}
+
+    loss, state = run(None)
+    for level in LEVELS:
+        ours, found = run(level)
+        assert ours == pytest.approx(loss, rel=1e-4), level
+        assert_close(found, state)
 
 
 def test_parameters_are_gathered_only_while_they_are_used(cluster: zs.Session) -> None:

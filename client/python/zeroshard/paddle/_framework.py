@@ -166,7 +166,12 @@ class _Paddle(Framework[Tensor]):
         return layers
 
     def own_parameters(self, module: Any) -> Iterable[tuple[str, Tensor]]:
-        return [(name, value) for name, value in module._parameters.items() if value is not None]
+        statistics = {id(tensor) for tensor in _own_statistics(module)}
+        return [
+            (name, value)
+            for name, value in module._parameters.items()
+            if value is not None and id(value) not in statistics
+        ]
 
     def around_forward(
         self, module: Any, begin: Callable[[], None], end: Callable[[], None]
@@ -349,18 +354,25 @@ def _watches(parameter: Any) -> list[weakref.ref[_Watch]]:
 
 
 def _statistics(model: Any) -> set[int]:
-    """The ids of the running statistics of batch norms, which are parameters in Paddle."""
-    layers = [
-        layer._parameters
+    """The ids of the running statistics of all batch norms."""
+    return {
+        id(tensor)
         for layer in model.sublayers(include_self=True)
-        if {"_mean", "_variance"} <= set(layer._parameters)
-    ]
-    found = [
-        OrderedDict.__getitem__(parameters, name)
-        for parameters in layers
-        for name in ("_mean", "_variance")
-    ]
-    return {id(tensor) for tensor in found if tensor is not None and tensor.stop_gradient}
+        for tensor in _own_statistics(layer)
+    }
+
+
+def _own_statistics(layer: Any) -> list[Any]:
+    """The running statistics of a batch norm, which are parameters in Paddle. None of another
+    layer.
+
+    They are buffers for us: the forward writes to them, so they stay on this worker.
+    """
+    if not {"_mean", "_variance"} <= set(layer._parameters):
+        return []
+    # Does not gather a parameter of that name.
+    found = [OrderedDict.__getitem__(layer._parameters, name) for name in ("_mean", "_variance")]
+    return [tensor for tensor in found if tensor is not None and tensor.stop_gradient]
 
 
 def _once(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
