@@ -168,6 +168,73 @@ def test_training_continues_from_values_that_the_program_writes(
         np.testing.assert_array_equal(layer.layers[0].weight.numpy(), new.numpy())
 
 
+def test_values_that_the_program_writes_to_frozen_parameters_are_kept(cluster: zs.Session) -> None:
+    def run(level: str | None) -> Any:
+        layer: Any = models.build("frozen")
+        model, optimizer = layer, paddle.optimizer.SGD(0.1, parameters=layer.parameters())
+        if level is not None:
+            _, model, optimizer = wrapped(level, layer)
+        for number in range(5):
+            model(*models.batch("mlp", number, 8)).backward()
+            # Also between backward and the step.
+            for after in (False, True):
+                if after:
+                    optimizer.step()
+                with paddle.no_grad():
+                    layer.layers[2].weight.scale_(0.9)
+            optimizer.clear_grad()
+        return {name: value.numpy() for name, value in model.state_dict().items()}
+
+    found = {level: run(level) for level in (None, *LEVELS)}
+    for level in LEVELS:
+        assert (found[level]["layers.2.weight"] == found[None]["layers.2.weight"]).all(), level
+        assert_close(found[level], found[None])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_gradient_that_was_sent_is_used_or_an_error(cluster: zs.Session, level: str) -> None:
+    layer, model, optimizer = wrapped(level, accumulation_steps=1)
+    weight, bias = layer.layers[0].parameters()
+
+    def backward() -> None:
+        optimizer.clear_grad()
+        model(*models.batch("mlp", 0, 8)).backward()
+
+    def set_bias() -> None:
+        bias.set_value(paddle.ones([32]))
+        optimizer.step()
+
+    def set_gradient() -> None:
+        bias.grad = paddle.ones([32])
+        optimizer.step()
+
+    def step_again() -> None:
+        optimizer.step()
+        model(*models.batch("mlp", 0, 8)).backward()
+        optimizer.step()
+
+    for use in (
+        lambda: weight.grad,
+        lambda: weight.gradient(),
+        lambda: paddle.nn.utils.clip_grad_norm_(layer.parameters(), 0.1),
+        set_bias,
+        set_gradient,
+        step_again,
+    ):
+        backward()
+        if level == "os":
+            use()
+            assert optimizer.last_report is None or optimizer.last_report.gradient_norm > 0
+        else:
+            with pytest.raises(zs.InvalidArgumentError, match="gradient of"):
+                use()
+    for clear in (optimizer.clear_grad, layer.clear_gradients):
+        backward()
+        clear()
+        assert weight.grad is None or level == "os"
+        step(model, optimizer)
+
+
 def test_a_sparse_gradient_becomes_dense(cluster: zs.Session) -> None:
     def run(level: str | None) -> Any:
         paddle.seed(3)

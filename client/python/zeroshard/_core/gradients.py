@@ -140,12 +140,13 @@ class Gradients(Generic[T]):
             "of a step under model.no_sync()"
         )
 
-    def _show(self, entry: Entry[T]) -> MeanGradient[T] | None:
-        """Shows the mean gradient to the program, if the framework can."""
+    def _show(self, entry: Entry[T], freed: bool = False) -> MeanGradient[T] | None:
+        """Shows the mean gradient to the program, if the framework can. ``freed``: this rank's
+        gradient is freed."""
         framework = self._job.framework
         mean = framework.shown_mean(entry.tensor)
         if mean is None:
-            mean = framework.show_mean(self, entry)
+            mean = framework.show_mean(self, entry, freed)
         if mean is not None:
             self._means[entry.index] = mean
         return mean
@@ -164,7 +165,7 @@ class Gradients(Generic[T]):
             self._absent.append(entry.index)
         else:
             self._job.job.gradient(self._job.version, entry.index, framework.outgoing(gradient))
-            mean = self._show(entry)
+            mean = self._show(entry, self._early)
             if self._early:
                 if mean is None:
                     framework.set_gradient(entry.tensor, None)

@@ -154,7 +154,7 @@ class Sharding(Generic[T]):
         if self.gradients.were_dropped:
             self.discard()
         # Gradients that were sent belong to the current job: the next step follows the change.
-        if not self.gradients.any_sent and self.job.changed():
+        if not self.gradients.any_sent and (self.job.changed() or self._is_unit_modified()):
             self.reopen(None)
 
     def reopen(self, states: Mapping[int, State[T]] | None) -> None:
@@ -255,7 +255,9 @@ class Sharding(Generic[T]):
         self.job.version += 1
         self._clip_once = None
         self.gradients.end_step(report.clip_coefficient)
-        self.job.mark()
+        # The step has written to these only. The next job takes over changes of the others.
+        for entry in self.job.trained:
+            entry.mark()
         if self.gatherer is not None:
             self.gatherer.new_version()
 
@@ -288,6 +290,9 @@ class Sharding(Generic[T]):
             if self.gatherer is not None:
                 self.gatherer.new_version()
         self._interrupted = False
+
+    def _is_unit_modified(self) -> bool:
+        return self.gatherer is not None and any(unit.modified for unit in self.gatherer.units)
 
     def _resident(self) -> list[Entry[T]]:
         """The entries whose tensors are on this worker at all times."""

@@ -16,10 +16,13 @@ import paddle
 from paddle import Tensor
 
 from .._core.framework import Framework, Hook, Incoming, Optimizer, ParameterMemory
+from .._core.gradients import Gradients
+from .._core.job import Entry
 from .._native import Array, Box, Layout
 from .._rendezvous import ProcessGroup, world_group
 from . import _autograd, _conversion, _memory
 from ._dtensor import aligned_gradient, assembled, layout, local
+from ._gradient import ATTRIBUTE, FreedGradient
 
 #: The dtypes of parameters and gradients that the servers support.
 _DTYPES = {paddle.float32: "f32", paddle.bfloat16: "bf16", paddle.float16: "f16"}
@@ -100,15 +103,32 @@ class _Paddle(Framework[Tensor]):
     def set_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
         if gradient is None:
             parameter.clear_gradient(False)
-        elif parameter.grad is not None and parameter.grad.is_selected_rows():
+            return
+        own = _memory.own_gradient(parameter)
+        if own is not None and own.is_selected_rows():
             # A sparse gradient cannot be replaced by a dense one: it becomes one with all rows.
-            rows = parameter.grad.get_selected_rows()
+            rows = own.get_selected_rows()
             rows.set_rows(list(range(parameter.shape[0])))
             rows.get_tensor().set(gradient.numpy(), paddle.CPUPlace())
-        elif parameter.grad is None or parameter.grad.data_ptr() != gradient.data_ptr():
+        elif own is None or own.data_ptr() != gradient.data_ptr():
             # Paddle copies the tensor.
             parameter.clear_gradient(False)
             parameter.grad = gradient
+
+    def show_mean(
+        self, gradients: Gradients[Tensor], entry: Entry[Tensor], freed: bool
+    ) -> FreedGradient | None:
+        if not freed or not isinstance(entry.tensor, _memory.Counted):
+            return None
+        entry.tensor.clear_gradient(False)
+        setattr(entry.tensor, ATTRIBUTE, FreedGradient(entry))
+        return self.shown_mean(entry.tensor)
+
+    def shown_mean(self, parameter: Tensor) -> FreedGradient | None:
+        return _memory.freed_gradient(parameter)
+
+    def given_gradient(self, parameter: Tensor) -> object:
+        return _memory.freed_gradient(parameter)
 
     def own_elements(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.is_contiguous() else tensor.contiguous()

@@ -19,6 +19,7 @@ from paddle.base.framework import EagerParamBase
 
 from .._core.framework import ParameterMemory
 from ._dtensor import like
+from ._gradient import ATTRIBUTE, FreedGradient
 
 #: Methods that do not read the elements of a tensor, or gather the parameter themselves.
 _METADATA = {
@@ -52,13 +53,30 @@ def changes(tensor: Any) -> int:
 
     Writes by an initializer or through ``get_tensor()`` are not detected.
     """
-    if isinstance(tensor, EagerParamBase) and not isinstance(tensor, _Counted):
-        tensor.__class__ = _variant(_Counted, type(tensor))
+    if isinstance(tensor, EagerParamBase) and not isinstance(tensor, Counted):
+        tensor.__class__ = _variant(Counted, type(tensor))
     return int(tensor.inplace_version) + int(getattr(tensor, "_zeroshard_writes", 0))
 
 
 def _set_changes(parameter: Any, number: int) -> None:
     parameter._zeroshard_writes = number - int(parameter.inplace_version)
+
+
+def freed_gradient(parameter: Any) -> FreedGradient | None:
+    """Stands for the parameter's gradient, if it was sent to the servers and freed."""
+    found: FreedGradient | None = parameter.__dict__.get(ATTRIBUTE)
+    return found
+
+
+def own_gradient(parameter: Any) -> Any | None:
+    """The parameter's gradient on this worker."""
+    return Tensor.grad.__get__(parameter)
+
+
+def _check_not_freed(parameter: Any) -> None:
+    freed = freed_gradient(parameter)
+    if freed is not None:
+        raise freed.error()
 
 
 def access(parameter: Any) -> None:
@@ -70,9 +88,9 @@ def access(parameter: Any) -> None:
         guarded.access()
 
 
-class _Counted:
+class Counted:
     """A parameter that counts the writes that Paddle's own counter omits: ``set_value``, ``copy_``
-    and ``data``."""
+    and ``data``. Reading its gradient raises an error if it was sent to the servers and freed."""
 
     #: Added to Paddle's counter.
     _zeroshard_writes = 0
@@ -100,6 +118,33 @@ class _Counted:
         EagerParamBase.data.__set__(self, value)
         _set_changes(self, before + 1)
 
+    @property
+    def grad(self) -> Any | None:
+        _check_not_freed(self)
+        return own_gradient(self)
+
+    @grad.setter
+    def grad(self, gradient: Any | None) -> None:
+        self.__dict__.pop(ATTRIBUTE, None)
+        Tensor.grad.__set__(self, gradient)
+
+    @property
+    def grad_(self) -> Any | None:
+        _check_not_freed(self)
+        return super().grad_  # type: ignore[misc]
+
+    def _grad_ivar(self) -> Any | None:
+        _check_not_freed(self)
+        return super()._grad_ivar()  # type: ignore[misc]
+
+    def gradient(self) -> Any | None:
+        _check_not_freed(self)
+        return super().gradient()  # type: ignore[misc]
+
+    def clear_gradient(self, set_to_zero: bool = True) -> None:
+        self.__dict__.pop(ATTRIBUTE, None)
+        super().clear_gradient(set_to_zero)  # type: ignore[misc]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         access(self)
         ours = {
@@ -111,7 +156,7 @@ class _Counted:
             self.__dict__.update(ours)
 
 
-class _Gathered(_Counted):
+class _Gathered(Counted):
     """A parameter that is gathered when one of its methods or operators is called."""
 
 
@@ -137,7 +182,7 @@ _variants: dict[tuple[type, type], type] = {}
 
 def _variant(base: type, cls: type) -> type:
     """The subclass of a parameter class and ``base``, with the name of the parameter class."""
-    cls = next(known for known in cls.__mro__ if not issubclass(known, _Counted))
+    cls = next(known for known in cls.__mro__ if not issubclass(known, Counted))
     if (base, cls) not in _variants:
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         _variants[base, cls] = type(cls.__name__, (base, cls), names)
