@@ -127,6 +127,44 @@ def test_a_parameter_that_is_used_outside_its_layer_is_fetched(
         np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_parameters_outlive_their_model_if_all_were_fetched(
+    cluster: zs.Session, level: str
+) -> None:
+    def trained(level: str | None, fetch: bool) -> Any:
+        layer: Any = models.build("mlp")
+        model, optimizer = layer, paddle.optimizer.SGD(0.1, parameters=layer.parameters())
+        if level is not None:
+            _, model, optimizer = wrapped(level, layer)
+        step(model, optimizer)
+        if fetch and level is not None:
+            model.get_all_parameters()
+        return model.parameters()
+
+    expected, kept, lost = trained(None, True), trained(level, True), trained(level, False)
+    gc.collect()
+    for parameter, plain in zip(kept, expected, strict=True):
+        np.testing.assert_allclose(parameter.numpy(), plain.numpy(), rtol=1e-6, atol=1e-7)
+        assert np.isfinite(float(paddle.sum(parameter)))
+    assert [p.shape for p in lost] == [p.shape for p in expected]
+    if level == "p_g_os":
+        with pytest.raises(zs.InvalidArgumentError, match="get_all_parameters"):
+            lost[0].numpy()
+    else:
+        np.testing.assert_array_equal(lost[0].numpy(), kept[0].numpy())
+
+
+def test_fetched_parameters_are_trained_on(cluster: zs.Session) -> None:
+    layer, model, optimizer = wrapped()
+    model.get_all_parameters()
+    assert all(map(here, layer.parameters()))
+    step(model, optimizer)
+    other, again, second = wrapped("os", models.build("mlp"))
+    step(again, second)
+    assert optimizer.state_hash() == second.state_hash()
+    assert not here(layer.layers[0].parameters()[0])
+
+
 def test_a_copy_of_a_sharded_layer_is_a_plain_layer(cluster: zs.Session) -> None:
     layer, model, optimizer = wrapped()
     copied = copy.deepcopy(layer)

@@ -100,14 +100,18 @@ class Sharding(Generic[T]):
     def gathered(self) -> Iterator[None]:
         """A context in which all parameters are gathered. The servers take over the values that the
         program writes to them."""
-        if self.gatherer is not None:
-            self.gatherer.gather_all()
+        self.gather_all()
         try:
             yield
         finally:
             self.follow_changes()
             if self.gatherer is not None:
                 self.gatherer.settle()
+
+    def gather_all(self) -> None:
+        """Fetches all parameters, and keeps them until the next forward or step."""
+        if self.gatherer is not None:
+            self.gatherer.gather_all()
 
     @property
     def has_units(self) -> bool:

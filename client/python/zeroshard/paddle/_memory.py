@@ -18,6 +18,7 @@ from paddle import Tensor
 from paddle.base.framework import EagerParamBase
 
 from .._core.framework import ParameterMemory
+from ..errors import InvalidArgumentError
 from ._dtensor import like
 from ._gradient import ATTRIBUTE, FreedGradient
 
@@ -83,9 +84,17 @@ def access(parameter: Any) -> None:
     """Called before an operation reads the parameter."""
     # A weak reference: the garbage collector does not find cycles through a parameter's attributes.
     reference = parameter.__dict__.get("_zeroshard_layer")
-    guarded = None if reference is None else reference()
+    if reference is None:
+        return
+    guarded = reference()
     if guarded is not None:
         guarded.access()
+    elif parameter._zeroshard_dropped:
+        raise InvalidArgumentError(
+            f"the values of parameter {parameter.name!r} were on the servers, and its model was "
+            "deleted; keep the model that group_sharded_parallel returned, or call its "
+            "get_all_parameters() before it is deleted"
+        )
 
 
 class Counted:
@@ -214,6 +223,7 @@ def guard(
     for parameter in parameters.values():
         parameter.__class__ = _variant(_Gathered, type(parameter))
         parameter._zeroshard_layer = weakref.ref(guarded)
+        parameter._zeroshard_dropped = False
     ours = {id(parameter) for parameter in parameters.values()}
 
     def copy_state(state: dict[str, Any]) -> None:
@@ -239,6 +249,7 @@ class Memory(ParameterMemory[Any]):
             value = like(value, parameter)
         value._share_underline_tensor_to(parameter)
         _set_changes(parameter, before)
+        parameter._zeroshard_dropped = False
 
     def drop(self, parameter: Any) -> None:
         # The current memory may be shared and must not be cleared: the parameter receives a new
@@ -252,3 +263,4 @@ class Memory(ParameterMemory[Any]):
             before = changes(parameter)
             Tensor.get_tensor(parameter)._clear()
             _set_changes(parameter, before)
+        parameter._zeroshard_dropped = True
