@@ -17,7 +17,7 @@ from zeroshard.paddle import GradScaler, clip_grad_norm_, group_sharded_parallel
 
 import models
 import ranks
-from training import LEVELS, SEGMENT, assert_close
+from training import LEVELS, SEGMENT, assert_close, assert_same
 
 
 def wrapped(level: str = "p_g_os", model: Any = None, **options: Any) -> tuple[Any, Any, Any]:
@@ -364,6 +364,47 @@ def test_inf_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
 ) -> None:
     for found in ranks.run(2, _overflow, level, env=processes):
         assert found == (True, True, [1024.0, 512.0, 512.0], True)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_without_a_scaler_inf_and_nan_are_errors_and_change_nothing(
+    cluster: zs.Session, level: str
+) -> None:
+    layer, model, optimizer = wrapped(level)
+
+    def values() -> Any:
+        return {name: value.numpy() for name, value in model.state_dict().items()}
+
+    step(model, optimizer)
+    before = values()
+    for factor in (float("inf"), float("nan")):
+        (model(*models.batch("mlp", 0, 8)) * factor).backward()
+        with pytest.raises(zs.InvalidArgumentError, match="inf or NaN"):
+            optimizer.step()
+        optimizer.clear_grad()
+        assert_same(values(), before)
+    step(model, optimizer)
+    assert any((value != before[name]).any() for name, value in values().items())
+
+
+def test_clipping_twice_clips_to_the_smaller_norm(cluster: zs.Session) -> None:
+    for own, once in ((0.1, 0.2), (0.2, 0.1)):
+        layer = models.build("mlp")
+        clip = nn.ClipGradByGlobalNorm(own)
+        given = paddle.optimizer.SGD(0.1, parameters=layer.parameters(), grad_clip=clip)
+        model, optimizer, _ = group_sharded_parallel(layer, given, "os")
+        model(*models.batch("mlp", 0, 8)).backward()
+        norm = float(clip_grad_norm_(model, once))
+        optimizer.step()
+        assert optimizer.last_report.clip_coefficient == pytest.approx(0.1 / norm, rel=1e-4)
+
+
+def test_clipping_by_value_is_refused(cluster: zs.Session) -> None:
+    layer = models.build("mlp")
+    clip = nn.ClipGradByValue(0.1)
+    optimizer = paddle.optimizer.SGD(0.1, parameters=layer.parameters(), grad_clip=clip)
+    with pytest.raises(zs.InvalidArgumentError, match="ClipGradByNorm"):
+        group_sharded_parallel(layer, optimizer, "os")
 
 
 @pytest.mark.parametrize("level", ["p_g", "", "os_g_p", None])

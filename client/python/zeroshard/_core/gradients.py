@@ -253,6 +253,17 @@ class Gradients(Generic[T]):
                 mean.clip(self._clip_factor)
         return norm
 
+    def clip_each(self, max_norm: float) -> list[float]:
+        """The factors of all tensors of the job that clip each mean gradient to ``max_norm``,
+        multiplied by those of the program. Every rank must call it."""
+        factors = self.factors() or [1.0] * len(self._job.entries)
+        norms = self.norms()
+        for entry in self._job.trained:
+            norm = abs(factors[entry.index]) * norms[entry.index] / self.loss_scale
+            if self._job.framework.clips(entry.tensor) and max_norm < norm < math.inf:
+                factors[entry.index] *= max_norm / norm
+        return factors
+
     def unscale(self, loss_scale: float) -> None:
         """The program has divided its gradients by the loss scale."""
         self.loss_scale, self._unscaled = loss_scale, True

@@ -38,12 +38,15 @@ class Sharding(Generic[T]):
         *,
         states: Mapping[int, State[T]],
         max_norm: float | None,
+        max_tensor_norm: float | None = None,
     ) -> None:
         """``states``: existing optimizer state, by the ``id`` of its parameter. ``max_norm``: clip
-        every step to it."""
+        every step to this global norm. ``max_tensor_norm``: clip the gradient of each parameter to
+        this norm."""
         self.level = options.level
         self._sync_buffers = options.sync_buffers
         self._max_norm = max_norm
+        self._max_tensor_norm = max_tensor_norm
         self._clip_once: float | None = None
         self._interrupted = False
         self._holding = False
@@ -181,14 +184,17 @@ class Sharding(Generic[T]):
         if self._sync_buffers:
             self._send_buffers()
         received = [(entry.index, entry.incoming()) for entry in self._resident() if entry.trained]
-        max_norm = self._clip_once if self._clip_once is not None else self._max_norm
+        limits = [norm for norm in (self._clip_once, self._max_norm) if norm is not None]
+        factors = self.gradients.factors()
+        if self._max_tensor_norm is not None:
+            factors = self.gradients.clip_each(self._max_tensor_norm)
         report: Report = self._sent(
             lambda: job.commit(
                 version,
                 self.job.groups(),
                 loss_scale=self.loss_scale,
-                max_norm=max_norm,
-                gradient_factors=self.gradients.factors(),
+                max_norm=min(limits, default=None),
+                gradient_factors=factors,
                 targets=[(index, incoming.array) for index, incoming in received],
             )
         )
