@@ -77,11 +77,6 @@ class ShardDataloaderBase(ABC, Generic[M]):
             return {
                 key: self._place(batch[key], number, len(keys)) for number, key in enumerate(keys)
             }
-        if self._keys is not None:
-            raise InvalidArgumentError(
-                f"a batch is a {type(batch).__name__}; it must be a dict, because input_keys is "
-                "given"
-            )
         if isinstance(batch, (list, tuple)):
             return [self._place(value, number, len(batch)) for number, value in enumerate(batch)]
         return self._place(batch, 0, 1)

@@ -12,6 +12,7 @@ import paddle.distributed as dist
 import pytest
 import zeroshard as zs
 from paddle import nn
+from paddle.distributed import fleet
 from paddle.distributed.fleet.utils import recompute
 from zeroshard.paddle import DataParallel, fused_allreduce_gradients
 
@@ -73,6 +74,7 @@ def test_a_single_process_works_with_a_warning() -> None:
         wrapped = DataParallel(Scale())
     wrapped(numbers(3.0)).sum().backward()
     assert value(wrapped.weight.grad) == 3.0
+    assert isinstance(wrapped, paddle.DataParallel)
 
 
 def one_process_without_cluster(rank: int) -> bool:
@@ -325,6 +327,7 @@ class Tanh(paddle.autograd.PyLayer):
 
 def fused(rank: int) -> tuple[list[list[float]], int]:
     paddle.seed(4)
+    fleet.init(is_collective=True)
     model: Any = DataParallel(nn.Linear(2, 2))
     optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
     for step in range(3):
@@ -332,7 +335,9 @@ def fused(rank: int) -> tuple[list[list[float]], int]:
         x.stop_gradient = False
         with model.no_sync():
             model(Tanh.apply(x)).mean().backward()
-        fused_allreduce_gradients(list(model.parameters()), None)
+        # Without and with the groups of fleet.
+        hcg = fleet.get_hybrid_communicate_group() if step == 2 else None
+        fused_allreduce_gradients(list(model.parameters()), hcg)
         optimizer.step()
         optimizer.clear_grad()
     jobs = [job for job in zs.status().jobs if "fused" in job.name]

@@ -12,6 +12,7 @@ import paddle
 import pytest
 import zeroshard as zs
 from paddle import nn
+from paddle.distributed.fleet.utils import recompute
 
 import ranks
 
@@ -299,6 +300,93 @@ def test_state_can_be_loaded_into_another_model(cluster: zs.Session) -> None:
     assert float(second(*data)) == float(first(*data))
     with pytest.raises(zs.InvalidArgumentError, match="no optimizer"):
         second.set_state_dict(first.state_dict())
+
+
+class Recomputed(nn.Sequential):
+    """Recomputes its layers during backward."""
+
+    def forward(self, x: Any) -> Any:
+        return recompute(super().forward, x) if paddle.is_grad_enabled() else super().forward(x)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_layer_may_recompute_activations(cluster: zs.Session, level: str) -> None:
+    from zeroshard.paddle import group_sharded_parallel, to_static
+
+    layer = Recomputed(*network())
+    _, optimizer, _ = group_sharded_parallel(layer, optimizer_of(layer), level, segment_size=16)
+    model = to_static(layer, None, nn.MSELoss(), optimizer)
+    ours = []
+    for number in range(6):
+        inputs, labels = batch(number)
+        inputs.stop_gradient = False
+        ours.append(float(model(inputs, labels)))
+    losses, state = dense(6)
+    np.testing.assert_allclose(ours, losses, rtol=1e-4)
+    for value, plain in zip(model.state_dict("param").values(), state.values(), strict=True):
+        np.testing.assert_allclose(value.numpy(), plain, rtol=1e-3, atol=1e-5)
+    model.eval()
+    assert float(model(*batch(0))) > 0
+
+
+def test_a_strategy_has_the_fields_of_paddle_and_says_which_have_no_effect(
+    cluster: zs.Session,
+) -> None:
+    import zeroshard.paddle as dist
+    from paddle.distributed.auto_parallel import strategy as original
+
+    def made(strategy: Any) -> Any:
+        layer = network()
+        return dist.to_static(layer, None, nn.MSELoss(), optimizer_of(layer), strategy, [[], []])
+
+    def fields(strategy: Any) -> dict[str, Any]:
+        found = {name: value for name, value in vars(strategy).items() if name[0] != "_"}
+        return {
+            name: fields(value) if hasattr(value, "__dict__") else value
+            for name, value in found.items()
+        }
+
+    assert fields(dist.Strategy()) == fields(original.Strategy())
+    strategy = dist.Strategy(
+        {"sharding": {"enable": True, "stage": 2}, "amp": {"dtype": "bfloat16"}}
+    )
+    assert made(strategy).optimizer.sharding.level == "os_g"
+    strategy = dist.Strategy({"seed": 3})
+    strategy.recompute.enable = True
+    strategy.sharding.degree = 2
+    with pytest.warns(UserWarning, match="without an effect: seed, recompute.enable$"):
+        assert made(strategy).state_dict("param", split_fusion=False)
+    for section in ("amp", "gradient_merge", "pipeline", "qat"):
+        with pytest.raises(zs.InvalidArgumentError, match=f"{section}.enable of the strategy"):
+            made(dist.Strategy({section: {"enable": True}}))
+    for config in ({"shrading": {}}, {"sharding": {"stgae": 2}}, {"amp": True}):
+        with pytest.raises(zs.InvalidArgumentError, match="the strategy's config"):
+            dist.Strategy(config)
+
+
+def loaded_in_part(rank: int) -> Any:
+    import zeroshard.paddle as dist
+
+    mesh = dist.ProcessMesh([0, 1], dim_names=["x"])
+    samples = paddle.arange(4, dtype="float32") + 10 * rank
+    parts = {"a": [samples, samples], "b": samples, "c": samples}
+    found = []
+    for data in (parts, list(parts.values())):
+        loader = dist.shard_dataloader(
+            [data], mesh, ["a", "b", "c"], "x", dense_tensor_idx=[[1], [], [0]]
+        )
+        (placed,) = loader
+        (first, second), third, fourth = placed.values() if isinstance(placed, dict) else placed
+        found.append([(t.is_dist(), t.shape) for t in (first, second, third, fourth)])
+        found.append([second.numpy().tolist(), fourth.numpy().tolist()])
+    return found
+
+
+def test_elements_of_a_batch_may_stay_plain_tensors() -> None:
+    kinds = [(True, [4]), (False, [2]), (True, [4]), (False, [2])]
+    for rank, found in enumerate(ranks.run(2, loaded_in_part)):
+        own = [[2.0 * rank, 2.0 * rank + 1]] * 2
+        assert found == [kinds, own] * 2
 
 
 def loaded(rank: int, dims: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import zeroshard as zs
+from paddle import nn
 
 import models
 import ranks
@@ -15,6 +16,10 @@ TRAININGS = {
     **{name: Training(model=name) for name in models.MODELS},
     "clipped": Training(max_norm=0.5, lr=1e-2),
     "clipped in part": Training(max_norm=0.3, unclipped="bias", lr=1e-2),
+    "each clipped": Training(max_norm=0.1, clip=nn.ClipGradByNorm, lr=1e-2),
+    "each clipped, scaled": Training(
+        max_norm=0.1, clip=nn.ClipGradByNorm, unclipped="bias", scaled=True, lr=1e-2
+    ),
     "groups": Training(groups=True, settings={"weight_decay": 0.1}),
     "accumulated, learned": Training(micro=3),
     "accumulated under no_sync": Training(micro=3, announced="no_sync"),
@@ -26,6 +31,8 @@ TRAININGS = {
     "small buckets": Training(options={"buffer_max_size": 100}),
     "no buckets": Training(options={"buffer_max_size": 0}),
     "synchronous": Training(model="gpt", options={"sync_comm": True}),
+    # Batch norm's running statistics are larger than a segment.
+    "small segments": Training(model="cnn", options={"segment_size": 4}),
     "layers excluded": Training(options={"exclude_layer": ["Linear"]}),
 }
 
@@ -48,7 +55,8 @@ def test_every_level_matches_plain_paddle_and_the_other_levels_bit_for_bit(
 
 LONG = {
     "mlp": Training(steps=60, max_norm=1.0),
-    "cnn": Training(model="cnn", steps=50, options={"sync_buffers": True}),
+    "cnn": Training(model="cnn", steps=50, options={"sync_buffers": True, "segment_size": 4}),
+    "each clipped": Training(steps=20, max_norm=0.1, clip=nn.ClipGradByNorm),
     "gpt": Training(model="gpt", steps=60, max_norm=1.0, schedule="cosine"),
 }
 
@@ -67,6 +75,25 @@ def test_two_ranks_train_as_one_process_does_at_every_level(
                 assert worst(outcome.losses, plain.losses) < 1e-4, level
             assert_same(outcome.state, found[0]["os"].state)
             assert outcome.hash == found[0]["os"].hash, level
+
+
+def test_names_are_found_under_the_paths_that_they_have_in_paddle() -> None:
+    import paddle.distributed
+    import zeroshard.paddle as dist
+    import zeroshard.paddle.distributed
+    import zeroshard.paddle.fleet
+    from zeroshard.paddle.distributed.sharding import group_sharded_parallel
+    from zeroshard.paddle.sharding import save_group_sharded_model
+
+    assert dist.sharding.group_sharded_parallel is group_sharded_parallel
+    assert dist.group_sharded_parallel is group_sharded_parallel
+    assert dist.distributed.sharding.save_group_sharded_model is save_group_sharded_model
+    assert dist.distributed.DataParallel is dist.DataParallel
+    for fleet in (dist.fleet, dist.distributed.fleet, zeroshard.paddle.fleet):
+        assert fleet.init is paddle.distributed.fleet.init
+        assert fleet.utils.recompute is paddle.distributed.fleet.utils.recompute
+    for module in (dist, dist.fleet, dist.distributed):
+        assert not hasattr(module, "no_such_name")
 
 
 def _embedded(rank: int, before: bool) -> Any:

@@ -36,8 +36,9 @@ class Training:
     settings: Mapping[str, Any] = field(default_factory=dict)
     steps: int = 30
     batch: int = 8
-    #: Clip by this global norm.
+    #: Clip by this norm.
     max_norm: float | None = None
+    clip: Callable[[float], Any] = nn.ClipGradByGlobalNorm
     #: Parameters whose name ends so do not take part in it.
     unclipped: str | None = None
     #: So many backward passes make a step.
@@ -73,7 +74,7 @@ def optimizer_of(training: Training, model: Any) -> Any:
             {"params": rest, "learning_rate": 0.1, "weight_decay": 0.0},
         ]
     lr = SCHEDULES[training.schedule](training.lr) if training.schedule else training.lr
-    clip = None if training.max_norm is None else nn.ClipGradByGlobalNorm(training.max_norm)
+    clip = None if training.max_norm is None else training.clip(training.max_norm)
     make = getattr(paddle.optimizer, training.optimizer)
     return make(lr, parameters=parameters, grad_clip=clip, **training.settings)
 

@@ -212,9 +212,11 @@ class Framework(ABC, Generic[T]):
     @abstractmethod
     def set_gradient(self, parameter: T, gradient: T | None) -> None: ...
 
-    def show_mean(self, gradients: Gradients[T], entry: Entry[T]) -> MeanGradient[T] | None:
+    def show_mean(
+        self, gradients: Gradients[T], entry: Entry[T], freed: bool
+    ) -> MeanGradient[T] | None:
         """Replaces a parameter's gradient by a tensor that shows the program the mean over the
-        ranks.
+        ranks. ``freed``: this rank's gradient was sent and is freed now.
 
         None: it stays this rank's gradient, because there is none, or the framework cannot show the
         mean.

@@ -38,7 +38,7 @@ class Unit(Generic[T]):
             gatherer.job.entry(parameter).resident = False
         #: The number of running forwards that use it.
         self.users = 0
-        self._fetch: tuple[Transfer, list[Incoming], list[T]] | None = None
+        self._fetch: tuple[Transfer, list[Incoming], list[tuple[T, T]]] | None = None
         #: The node of the backward graph that it was fetched for.
         self.node: Any = None
         #: The parameters whose gradient is complete in this backward pass.
@@ -62,8 +62,11 @@ class Unit(Generic[T]):
             return
         job, arrays, incoming, values = self.gatherer.job, [], [], []
         for parameter in self.parameters.values():
-            values.append(self.gatherer.memory.take(parameter))
-            incoming.append(self.gatherer.framework.incoming(values[-1]))
+            if job.entry(parameter).modified:
+                continue  # an initializer of Paddle has given it memory and values
+            value = self.gatherer.memory.take(parameter)
+            values.append((parameter, value))
+            incoming.append(self.gatherer.framework.incoming(value))
             arrays.append((job.entry(parameter).index, incoming[-1].array))
         self._fetch = (job.job.pull(job.version, arrays), incoming, values)
 
@@ -80,8 +83,11 @@ class Unit(Generic[T]):
             for one in incoming:
                 one.finish()
             self._fetch, self.gathered = None, True
-            for parameter, value in zip(self.parameters.values(), values, strict=True):
-                self.gatherer.put(self, parameter, value)
+            for parameter, value in values:
+                entry = self.gatherer.job.entry(parameter)
+                if not entry.modified:
+                    self.gatherer.put(self, parameter, value)
+                    entry.hide()
 
     def expose(self) -> None:
         """The program may write to it from now on."""
@@ -96,8 +102,8 @@ class Unit(Generic[T]):
         self._cancel()
         self.gathered, self.node = False, None
         for parameter in self.parameters.values():
-            self.gatherer.job.entry(parameter).hide()
             self.gatherer.drop(parameter)
+            self.gatherer.job.entry(parameter).hide()
 
     def _cancel(self) -> None:
         """Cancels its fetch. A prefetch may have failed because a step has ended its version."""

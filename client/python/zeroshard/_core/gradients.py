@@ -140,12 +140,13 @@ class Gradients(Generic[T]):
             "of a step under model.no_sync()"
         )
 
-    def _show(self, entry: Entry[T]) -> MeanGradient[T] | None:
-        """Shows the mean gradient to the program, if the framework can."""
+    def _show(self, entry: Entry[T], freed: bool = False) -> MeanGradient[T] | None:
+        """Shows the mean gradient to the program, if the framework can. ``freed``: this rank's
+        gradient is freed."""
         framework = self._job.framework
         mean = framework.shown_mean(entry.tensor)
         if mean is None:
-            mean = framework.show_mean(self, entry)
+            mean = framework.show_mean(self, entry, freed)
         if mean is not None:
             self._means[entry.index] = mean
         return mean
@@ -164,7 +165,7 @@ class Gradients(Generic[T]):
             self._absent.append(entry.index)
         else:
             self._job.job.gradient(self._job.version, entry.index, framework.outgoing(gradient))
-            mean = self._show(entry)
+            mean = self._show(entry, self._early)
             if self._early:
                 if mean is None:
                     framework.set_gradient(entry.tensor, None)
@@ -251,6 +252,17 @@ class Gradients(Generic[T]):
             if mean is not None:
                 mean.clip(self._clip_factor)
         return norm
+
+    def clip_each(self, max_norm: float) -> list[float]:
+        """The factors of all tensors of the job that clip each mean gradient to ``max_norm``,
+        multiplied by those of the program. Every rank must call it."""
+        factors = self.factors() or [1.0] * len(self._job.entries)
+        norms = self.norms()
+        for entry in self._job.trained:
+            norm = abs(factors[entry.index]) * norms[entry.index] / self.loss_scale
+            if self._job.framework.clips(entry.tensor) and max_norm < norm < math.inf:
+                factors[entry.index] *= max_norm / norm
+        return factors
 
     def unscale(self, loss_scale: float) -> None:
         """The program has divided its gradients by the loss scale."""

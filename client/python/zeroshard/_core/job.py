@@ -81,7 +81,7 @@ class Entry(Generic[T]):
             self._compare(True)
 
     def hide(self) -> None:
-        """The program can no longer write to it."""
+        """Its memory has changed. The program cannot write to it without a count."""
         self._compare(False)
 
     def _compare(self, compared: bool) -> None:
@@ -96,9 +96,7 @@ class Entry(Generic[T]):
     def _look(self) -> object:
         if self._compared:
             return self.hash()
-        # The memory of a parameter that is not resident changes whenever it is fetched.
-        memory = self.framework.memory(self.tensor) if self.resident else None
-        return self.framework.changes(self.tensor), memory
+        return self.framework.changes(self.tensor), self.framework.memory(self.tensor)
 
     def hash(self) -> int:
         """A hash of its values."""
@@ -224,8 +222,8 @@ class ModelJob(Generic[T]):
         return [entry for entry in parameters if entry.modified]
 
     def hashes(self, written: Iterable[Entry[T]]) -> list[int]:
-        """What all ranks must have written alike: a hash for each entry of the job, 0 for those that
-        are not in ``written``. Empty if all are 0.
+        """What all ranks must have written alike: a hash for each entry of the job, or 0 if it is
+        not in ``written``. Empty if all are 0.
 
         Parameters that do not train may differ between ranks. Of distributed parameters each rank
         writes its own part.

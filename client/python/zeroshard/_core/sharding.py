@@ -14,7 +14,7 @@ from .._connection import Connection
 from .._native import Report
 from .._rendezvous import ProcessGroup
 from ..errors import InvalidArgumentError, StepAbortedError, StepMismatchError
-from .framework import Framework, Optimizer, T
+from .framework import Framework, Incoming, Optimizer, T
 from .gather import Gatherer
 from .gradients import Gradients
 from .job import Entry, ModelJob, State
@@ -38,12 +38,15 @@ class Sharding(Generic[T]):
         *,
         states: Mapping[int, State[T]],
         max_norm: float | None,
+        max_tensor_norm: float | None = None,
     ) -> None:
         """``states``: existing optimizer state, by the ``id`` of its parameter. ``max_norm``: clip
-        every step to it."""
+        every step to this global norm. ``max_tensor_norm``: clip the gradient of each parameter to
+        this norm."""
         self.level = options.level
         self._sync_buffers = options.sync_buffers
         self._max_norm = max_norm
+        self._max_tensor_norm = max_tensor_norm
         self._clip_once: float | None = None
         self._interrupted = False
         self._holding = False
@@ -99,14 +102,18 @@ class Sharding(Generic[T]):
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """A context in which all parameters are gathered."""
-        if self.gatherer is not None:
-            self.gatherer.gather_all()
+        self.gather_all()
         try:
             yield
         finally:
             self.follow_changes()
             if self.gatherer is not None:
                 self.gatherer.settle()
+
+    def gather_all(self) -> None:
+        """Fetches all parameters, and keeps them until the next forward or step."""
+        if self.gatherer is not None:
+            self.gatherer.gather_all()
 
     @property
     def has_units(self) -> bool:
@@ -179,22 +186,10 @@ class Sharding(Generic[T]):
         self.follow_changes()
         self._sent(self._replace)
         self._sent(self.gradients.send_rest)
-        version, job = self.job.version, self.job.job
         written = self.job.written()
         self._sent(lambda: self._replace_values(written))
         received = [(entry.index, entry.incoming()) for entry in self.job.trained if entry.resident]
-        max_norm = self._clip_once if self._clip_once is not None else self._max_norm
-        report: Report = self._sent(
-            lambda: job.commit(
-                version,
-                self.job.groups(),
-                loss_scale=self.loss_scale,
-                max_norm=max_norm,
-                gradient_factors=self.gradients.factors(),
-                written=self.job.hashes(written),
-                targets=[(index, incoming.array) for index, incoming in received],
-            )
-        )
+        report: Report = self._sent(lambda: self._commit(written, received))
         for _, incoming in received:
             incoming.finish()
         self.last_report = report
@@ -295,6 +290,22 @@ class Sharding(Generic[T]):
             if self.gatherer is not None:
                 self.gatherer.new_version()
         self._interrupted = False
+
+    def _commit(self, written: list[Entry[T]], received: list[tuple[int, Incoming]]) -> Report:
+        """Commits the step and receives the new parameters."""
+        limits = [norm for norm in (self._clip_once, self._max_norm) if norm is not None]
+        factors = self.gradients.factors()
+        if self._max_tensor_norm is not None:
+            factors = self.gradients.clip_each(self._max_tensor_norm)
+        return self.job.job.commit(
+            self.job.version,
+            self.job.groups(),
+            loss_scale=self.loss_scale,
+            max_norm=min(limits, default=None),
+            gradient_factors=factors,
+            written=self.job.hashes(written),
+            targets=[(index, incoming.array) for index, incoming in received],
+        )
 
     def _replace_values(self, written: list[Entry[T]]) -> None:
         """Sends the values that the program has written, and the buffers if ranks share them."""

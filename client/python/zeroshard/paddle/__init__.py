@@ -15,8 +15,8 @@ from typing import Any
 
 import paddle.distributed as _distributed
 
-from .._strategy import ShardingStage1, ShardingStage2, ShardingStage3, Strategy
-from . import _autograd
+from .._strategy import ShardingStage1, ShardingStage2, ShardingStage3
+from . import _autograd, fleet, sharding
 from ._clip import clip_grad_norm_
 from ._data_parallel import DataParallel, fused_allreduce_gradients
 from ._dataloader import ShardDataloader, shard_dataloader
@@ -30,6 +30,7 @@ from ._save import load_group_sharded_model, save_group_sharded_model
 from ._scaler import GradScaler
 from ._shard_optimizer import shard_optimizer
 from ._sharded import group_sharded_parallel
+from ._strategy import Strategy
 
 _autograd.install()
 
@@ -50,6 +51,7 @@ __all__ = [
     "ShardingStage3",
     "Strategy",
     "clip_grad_norm_",
+    "fleet",
     "fused_allreduce_gradients",
     "group_sharded_parallel",
     "load_group_sharded_model",
@@ -59,6 +61,7 @@ __all__ = [
     "shard_layer",
     "shard_optimizer",
     "shard_tensor",
+    "sharding",
     "to_static",
 ]
 

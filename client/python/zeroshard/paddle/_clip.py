@@ -1,4 +1,4 @@
-"""Clipping by the global norm of the mean gradient, which the servers compute."""
+"""Clipping by norms of the mean gradient, which the servers compute."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from ..errors import InvalidArgumentError
 from . import _conversion
 
 
-def max_norm_of(optimizer: Any) -> float | None:
-    """The ``clip_norm`` of the optimizer's ``ClipGradByGlobalNorm``. None if steps are not clipped.
+def clip_of(optimizer: Any) -> Any | None:
+    """The optimizer's ``ClipGradByGlobalNorm`` or ``ClipGradByNorm``. None if steps are not
+    clipped.
 
     Raises:
         InvalidArgumentError: the optimizer uses another clipping method, or its groups clip
@@ -25,17 +26,19 @@ def max_norm_of(optimizer: Any) -> float | None:
     ]
     if any(clip is not clips[0] for clip in clips):
         raise InvalidArgumentError(
-            "grad_clip differs between the parameter groups; it must be the same in all of them, "
-            "since the norm is over all of them"
+            "grad_clip differs between the parameter groups; it must be the same object in all of "
+            "them"
         )
     clip = clips[0] if clips else None
-    if clip is None:
-        return None
-    if type(clip) is not paddle.nn.ClipGradByGlobalNorm:
+    if clip is not None and type(clip) not in (
+        paddle.nn.ClipGradByGlobalNorm,
+        paddle.nn.ClipGradByNorm,
+    ):
         raise InvalidArgumentError(
-            f"grad_clip is a {type(clip).__name__}; it must be a paddle.nn.ClipGradByGlobalNorm"
+            f"grad_clip is a {type(clip).__name__}; it must be a paddle.nn.ClipGradByGlobalNorm or "
+            "a paddle.nn.ClipGradByNorm, since the servers clip by norms only"
         )
-    return float(clip.clip_norm)
+    return clip
 
 
 def clip_grad_norm_(

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import paddle
+from paddle.distributed.fleet import HybridCommunicateGroup
 
 from .._core.reducer import Reducer, average_now, weakly
 from ..errors import InvalidArgumentError
@@ -15,7 +16,7 @@ from . import _autograd
 from ._framework import PADDLE, process_group
 
 
-class DataParallel(paddle.nn.Layer):
+class DataParallel(paddle.DataParallel):
     """Averages the gradients of a layer over the ranks after each backward pass.
 
     The gradients of a bucket are sent as soon as they are ready, while the backward pass continues.
@@ -54,8 +55,10 @@ class DataParallel(paddle.nn.Layer):
         find_unused_parameters: bool = False,
         group: Any | None = None,
     ) -> None:
-        super().__init__(
-            layers.full_name() + "_data_parallel" if isinstance(layers, paddle.nn.Layer) else None
+        # Not Paddle's class, which would broadcast and register hooks of its own.
+        paddle.nn.Layer.__init__(
+            self,
+            layers.full_name() + "_data_parallel" if isinstance(layers, paddle.nn.Layer) else None,
         )
         if not isinstance(layers, paddle.nn.Layer):
             raise InvalidArgumentError(
@@ -158,7 +161,7 @@ class DataParallel(paddle.nn.Layer):
     load_dict = set_state_dict
 
 
-def fused_allreduce_gradients(parameters: Any | Iterable[Any], group: Any | None = None) -> None:
+def fused_allreduce_gradients(parameter_list: Any | Iterable[Any], hcg: Any | None = None) -> None:
     """Replaces the gradient of each parameter with its mean over the ranks, immediately.
 
     For gradients that were accumulated under ``no_sync()``, or whose layer is not wrapped. A rank
@@ -167,8 +170,16 @@ def fused_allreduce_gradients(parameters: Any | Iterable[Any], group: Any | None
     first call with a list of parameters creates a job, which later calls reuse.
 
     Args:
-        parameters: one parameter or several, of float32, bfloat16 or float16.
-        group: the ranks to average over; all ranks by default. (Paddle's name is ``hcg``.)
+        parameter_list: one parameter or several, of float32, bfloat16 or float16.
+        hcg: the ranks to average over, as a group or as the data-parallel group of a
+            ``HybridCommunicateGroup``; all ranks by default.
     """
-    found = [parameters] if isinstance(parameters, paddle.Tensor) else parameters
-    average_now(PADDLE, found, process_group(group))
+    found = [parameter_list] if isinstance(parameter_list, paddle.Tensor) else parameter_list
+    if isinstance(hcg, HybridCommunicateGroup):
+        if hcg.get_sep_parallel_world_size() > 1:
+            raise InvalidArgumentError(
+                f"hcg has {hcg.get_sep_parallel_world_size()} ranks of sep parallelism, over which "
+                "Paddle adds gradients; the servers compute means; pass a group"
+            )
+        hcg = hcg.get_data_parallel_group()
+    average_now(PADDLE, found, process_group(hcg))

@@ -12,7 +12,6 @@ import paddle.distributed as dist
 from .._dist_model import DistModelBase
 from .._program import Description
 from .._rendezvous import world_group
-from .._strategy import Strategy
 from . import _conversion
 from ._describe import describe
 from ._dtensor import assembled, local, parts_of_state, redistributed, whole
@@ -22,6 +21,7 @@ from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer
 from ._save import whole_state
 from ._sharded import group_sharded_parallel
+from ._strategy import Strategy
 
 
 class DistModel(DistModelBase[Any]):
@@ -41,6 +41,8 @@ class DistModel(DistModelBase[Any]):
             level, or the result of :func:`~zeroshard.paddle.shard_optimizer`.
         strategy: its ``sharding`` selects the tensors that the servers hold; by default the
             optimizer state.
+        metrics: has no effect, as in Paddle: a call returns the loss.
+        input_spec: has no effect, since the layer is not traced.
     """
 
     _tensor_name = "paddle.Tensor"
@@ -55,8 +57,12 @@ class DistModel(DistModelBase[Any]):
         loss: Callable[..., Any] | None = None,
         optimizer: Any | None = None,
         strategy: Strategy | None = None,
+        metrics: Any = None,
+        input_spec: Any = None,
     ) -> None:
         super().__init__(layer, loader, loss, optimizer, strategy)
+        if isinstance(strategy, Strategy):
+            strategy.check()
         if self._mesh is not None:
             replicate_rest(layer, self._mesh)
         if isinstance(optimizer, ShardedOptimizer):
@@ -151,6 +157,15 @@ class DistModel(DistModelBase[Any]):
 
     # ---- state
 
+    def state_dict(self, mode: str = "all", split_fusion: bool = True) -> dict[str, Any]:
+        """Whole tensors by name: the model's (``"param"``), the optimizer's (``"opt"``), or both
+        (``"all"``).
+
+        The names of the optimizer's tensors are ``optimizer.<parameter>.<tensor>``.
+        ``split_fusion`` has no effect: no parameters are fused.
+        """
+        return super().state_dict(mode)
+
     def _model_state(self) -> Mapping[str, Any]:
         if self._optimizer is not None:
             return whole_state(self._model)
@@ -175,6 +190,7 @@ def to_static(
     loss: Callable[..., Any] | None = None,
     optimizer: Any | None = None,
     strategy: Strategy | None = None,
+    input_spec: Any = None,
 ) -> DistModel:
     """Creates a :class:`DistModel` from a layer. The arguments are those of the class."""
-    return DistModel(layer, loader, loss, optimizer, strategy)
+    return DistModel(layer, loader, loss, optimizer, strategy, input_spec=input_spec)

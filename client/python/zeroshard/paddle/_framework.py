@@ -16,10 +16,13 @@ import paddle
 from paddle import Tensor
 
 from .._core.framework import Framework, Hook, Incoming, Optimizer, ParameterMemory
+from .._core.gradients import Gradients
+from .._core.job import Entry
 from .._native import Array, Box, Layout
 from .._rendezvous import ProcessGroup, world_group
 from . import _autograd, _conversion, _memory
 from ._dtensor import aligned_gradient, assembled, layout, local
+from ._gradient import ATTRIBUTE, FreedGradient
 
 #: The dtypes of parameters and gradients that the servers support.
 _DTYPES = {paddle.float32: "f32", paddle.bfloat16: "bf16", paddle.float16: "f16"}
@@ -100,15 +103,32 @@ class _Paddle(Framework[Tensor]):
     def set_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
         if gradient is None:
             parameter.clear_gradient(False)
-        elif parameter.grad is not None and parameter.grad.is_selected_rows():
+            return
+        own = _memory.own_gradient(parameter)
+        if own is not None and own.is_selected_rows():
             # A sparse gradient cannot be replaced by a dense one: it becomes one with all rows.
-            rows = parameter.grad.get_selected_rows()
+            rows = own.get_selected_rows()
             rows.set_rows(list(range(parameter.shape[0])))
             rows.get_tensor().set(gradient.numpy(), paddle.CPUPlace())
-        elif parameter.grad is None or parameter.grad.data_ptr() != gradient.data_ptr():
+        elif own is None or own.data_ptr() != gradient.data_ptr():
             # Paddle copies the tensor.
             parameter.clear_gradient(False)
             parameter.grad = gradient
+
+    def show_mean(
+        self, gradients: Gradients[Tensor], entry: Entry[Tensor], freed: bool
+    ) -> FreedGradient | None:
+        if not freed or not isinstance(entry.tensor, _memory.Counted):
+            return None
+        entry.tensor.clear_gradient(False)
+        setattr(entry.tensor, ATTRIBUTE, FreedGradient(entry))
+        return self.shown_mean(entry.tensor)
+
+    def shown_mean(self, parameter: Tensor) -> FreedGradient | None:
+        return _memory.freed_gradient(parameter)
+
+    def given_gradient(self, parameter: Tensor) -> object:
+        return _memory.freed_gradient(parameter)
 
     def own_elements(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -166,7 +186,12 @@ class _Paddle(Framework[Tensor]):
         return layers
 
     def own_parameters(self, module: Any) -> Iterable[tuple[str, Tensor]]:
-        return [(name, value) for name, value in module._parameters.items() if value is not None]
+        statistics = {id(tensor) for tensor in _own_statistics(module)}
+        return [
+            (name, value)
+            for name, value in module._parameters.items()
+            if value is not None and id(value) not in statistics
+        ]
 
     def around_forward(
         self, module: Any, begin: Callable[[], None], end: Callable[[], None]
@@ -350,18 +375,25 @@ def _watches(parameter: Any) -> list[weakref.ref[_Watch]]:
 
 
 def _statistics(model: Any) -> set[int]:
-    """The ids of the running statistics of batch norms, which are parameters in Paddle."""
-    layers = [
-        layer._parameters
+    """The ids of the running statistics of all batch norms."""
+    return {
+        id(tensor)
         for layer in model.sublayers(include_self=True)
-        if {"_mean", "_variance"} <= set(layer._parameters)
-    ]
-    found = [
-        OrderedDict.__getitem__(parameters, name)
-        for parameters in layers
-        for name in ("_mean", "_variance")
-    ]
-    return {id(tensor) for tensor in found if tensor is not None and tensor.stop_gradient}
+        for tensor in _own_statistics(layer)
+    }
+
+
+def _own_statistics(layer: Any) -> list[Any]:
+    """The running statistics of a batch norm, which are parameters in Paddle. None of another
+    layer.
+
+    They are buffers for us: the forward writes to them, so they stay on this worker.
+    """
+    if not {"_mean", "_variance"} <= set(layer._parameters):
+        return []
+    # Does not gather a parameter of that name.
+    found = [OrderedDict.__getitem__(layer._parameters, name) for name in ("_mean", "_variance")]
+    return [tensor for tensor in found if tensor is not None and tensor.stop_gradient]
 
 
 def _once(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,9 @@ from paddle import Tensor
 from paddle.base.framework import EagerParamBase
 
 from .._core.framework import ParameterMemory
+from ..errors import InvalidArgumentError
 from ._dtensor import like
+from ._gradient import ATTRIBUTE, FreedGradient
 
 #: Methods that do not read the elements of a tensor, or gather the parameter themselves.
 _METADATA = {
@@ -55,13 +57,30 @@ def changes(tensor: Any) -> int:
 
     It does not change when an initializer writes to it, or the program through ``get_tensor()``.
     """
-    if isinstance(tensor, EagerParamBase) and not isinstance(tensor, _Counted):
-        tensor.__class__ = _variant(_Counted, type(tensor))
+    if isinstance(tensor, EagerParamBase) and not isinstance(tensor, Counted):
+        tensor.__class__ = _variant(Counted, type(tensor))
     return int(tensor.inplace_version) + int(getattr(tensor, "_zeroshard_writes", 0))
 
 
 def _set_changes(parameter: Any, number: int) -> None:
     parameter._zeroshard_writes = number - int(parameter.inplace_version)
+
+
+def freed_gradient(parameter: Any) -> FreedGradient | None:
+    """Stands for the parameter's gradient, if it was sent to the servers and freed."""
+    found: FreedGradient | None = parameter.__dict__.get(ATTRIBUTE)
+    return found
+
+
+def own_gradient(parameter: Any) -> Any | None:
+    """The parameter's gradient on this worker."""
+    return Tensor.grad.__get__(parameter)
+
+
+def _check_not_freed(parameter: Any) -> None:
+    freed = freed_gradient(parameter)
+    if freed is not None:
+        raise freed.error()
 
 
 def access(parameter: Any) -> None:
@@ -81,13 +100,21 @@ def _expose(parameter: Any) -> None:
 def _guarded(parameter: Any) -> _Parameters | None:
     # A weak reference: the garbage collector does not find cycles through a parameter's attributes.
     reference = parameter.__dict__.get("_zeroshard_layer")
-    found: _Parameters | None = None if reference is None else reference()
-    return found
+    if reference is None:
+        return None
+    guarded: _Parameters | None = reference()
+    if guarded is None and parameter._zeroshard_dropped:
+        raise InvalidArgumentError(
+            f"the values of parameter {parameter.name!r} were on the servers, and its model was "
+            "deleted; keep the model that group_sharded_parallel returned, or call its "
+            "get_all_parameters() before it is deleted"
+        )
+    return guarded
 
 
-class _Counted:
+class Counted:
     """A parameter that counts the writes that Paddle's own counter omits: ``set_value``, ``copy_``
-    and ``data``."""
+    and ``data``. Reading its gradient raises an error if it was sent to the servers and freed."""
 
     #: Added to Paddle's counter.
     _zeroshard_writes = 0
@@ -115,6 +142,33 @@ class _Counted:
         EagerParamBase.data.__set__(self, value)
         _set_changes(self, before + 1)
 
+    @property
+    def grad(self) -> Any | None:
+        _check_not_freed(self)
+        return own_gradient(self)
+
+    @grad.setter
+    def grad(self, gradient: Any | None) -> None:
+        self.__dict__.pop(ATTRIBUTE, None)
+        Tensor.grad.__set__(self, gradient)
+
+    @property
+    def grad_(self) -> Any | None:
+        _check_not_freed(self)
+        return super().grad_  # type: ignore[misc]
+
+    def _grad_ivar(self) -> Any | None:
+        _check_not_freed(self)
+        return super()._grad_ivar()  # type: ignore[misc]
+
+    def gradient(self) -> Any | None:
+        _check_not_freed(self)
+        return super().gradient()  # type: ignore[misc]
+
+    def clear_gradient(self, set_to_zero: bool = True) -> None:
+        self.__dict__.pop(ATTRIBUTE, None)
+        super().clear_gradient(set_to_zero)  # type: ignore[misc]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         access(self)
         ours = {
@@ -126,7 +180,7 @@ class _Counted:
             self.__dict__.update(ours)
 
 
-class _Gathered(_Counted):
+class _Gathered(Counted):
     """A parameter that is gathered when one of its methods or operators is called."""
 
 
@@ -152,7 +206,7 @@ _variants: dict[tuple[type, type], type] = {}
 
 def _variant(base: type, cls: type) -> type:
     """The subclass of a parameter class and ``base``, with the name of the parameter class."""
-    cls = next(known for known in cls.__mro__ if not issubclass(known, _Counted))
+    cls = next(known for known in cls.__mro__ if not issubclass(known, Counted))
     if (base, cls) not in _variants:
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         _variants[base, cls] = type(cls.__name__, (base, cls), names)
@@ -190,6 +244,7 @@ def guard(
     for parameter in parameters.values():
         parameter.__class__ = _variant(_Gathered, type(parameter))
         parameter._zeroshard_layer = weakref.ref(guarded)
+        parameter._zeroshard_dropped = False
     ours = {id(parameter) for parameter in parameters.values()}
 
     def copy_state(state: dict[str, Any]) -> None:
@@ -215,6 +270,7 @@ class Memory(ParameterMemory[Any]):
             value = like(value, parameter)
         value._share_underline_tensor_to(parameter)
         _set_changes(parameter, before)
+        parameter._zeroshard_dropped = False
 
     def drop(self, parameter: Any) -> None:
         # The current memory may be shared and must not be cleared: the parameter receives a new
@@ -228,3 +284,4 @@ class Memory(ParameterMemory[Any]):
             before = changes(parameter)
             Tensor.get_tensor(parameter)._clear()
             _set_changes(parameter, before)
+        parameter._zeroshard_dropped = True

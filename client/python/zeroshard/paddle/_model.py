@@ -66,6 +66,17 @@ class GroupSharded(paddle.nn.Layer):
         them, which must be the same on all ranks, become part of the next step."""
         return self.sharding.gathered()
 
+    def get_all_parameters(
+        self, convert2cpu: bool = False, with_freeze_param: bool = False
+    ) -> None:
+        """Fetches all parameters. They stay on this worker until the next forward or step, or
+        permanently if the model is deleted before.
+
+        Any rank may call it. The arguments are accepted for compatibility: parameters stay on their
+        device, and frozen ones are included.
+        """
+        self.sharding.gather_all()
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The whole state dict of the model, with the model's keys. Any rank may call it."""
         return self._layer.state_dict(*args, **kwargs)

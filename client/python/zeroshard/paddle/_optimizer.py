@@ -48,9 +48,25 @@ class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
     def step(self) -> None:
         """Makes a step on the servers, and receives the parameters that stay on this worker.
 
-        Raises :class:`~zeroshard.StepAbortedError` if a rank was lost: run the step again with the
-        same data.
+        Raises:
+            StepAbortedError: a rank was lost. Run the step again with the same data.
+            InvalidArgumentError: a gradient contains inf or NaN, and no scaler is used. Paddle
+                would make the parameters inf or NaN; here the step has changed nothing.
         """
+        self.step_if_finite()
+        report = self.last_report
+        if not report.applied:
+            index, rank = report.overflow
+            where = "in the sum over the ranks" if rank is None else f"on rank {rank}"
+            raise InvalidArgumentError(
+                f"the gradient of parameter {self.sharding.job.entries[index].name!r} contains inf "
+                f"or NaN {where}, and step {report.version - 1} was skipped; to skip such steps "
+                "without an error, pass a GradScaler to group_sharded_parallel"
+            )
+
+    def step_if_finite(self) -> None:
+        """As :meth:`step`, but a step with a gradient that contains inf or NaN is skipped without
+        an error."""
         with paddle.no_grad():
             self.sharding.step()
 

@@ -100,7 +100,7 @@ class GradScaler(paddle.amp.GradScaler):
             raise RuntimeError("step() has already been called since the last update().")
         optimizer.loss_scale = self._number()
         try:
-            optimizer.step()
+            optimizer.step_if_finite()
         finally:
             optimizer.loss_scale = 1.0
         self._cache_found_inf = not optimizer.last_report.applied

@@ -12,7 +12,7 @@ from .._core.sharding import Sharding
 from .._session import connection
 from ..errors import InvalidArgumentError
 from . import _conversion
-from ._clip import max_norm_of
+from ._clip import clip_of
 from ._framework import PADDLE, PaddleOptimizer, process_group
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer, own_state, states_of
@@ -40,7 +40,8 @@ def group_sharded_parallel(
     Args:
         model: any layer. All ranks take the parameters and buffers of rank 0.
         optimizer: SGD, Momentum, Adam, AdamW, Adagrad, Adadelta or Lamb of ``paddle.optimizer``,
-            with its scheduler, groups and ``ClipGradByGlobalNorm``. Existing state is uploaded.
+            with its scheduler, groups, and ``ClipGradByGlobalNorm`` or ``ClipGradByNorm``. Existing
+            state is uploaded.
         level: what the servers hold: ``"os"``: the optimizer state; ``"os_g"``: also gradients,
             which are sent during backward; ``"p_g_os"``: also parameters, which are fetched for
             each use.
@@ -78,6 +79,9 @@ def group_sharded_parallel(
         )
     if level == "p_g_os":
         _check_not_static(model)
+    clip = clip_of(optimizer)
+    max_norm = None if clip is None else float(clip.clip_norm)
+    is_global = isinstance(clip, paddle.nn.ClipGradByGlobalNorm)
     sharding = Sharding(
         connection(),
         PADDLE,
@@ -86,7 +90,8 @@ def group_sharded_parallel(
         process_group(group),
         options,
         states=states_of(optimizer, own_state(optimizer)),
-        max_norm=max_norm_of(optimizer),
+        max_norm=max_norm if is_global else None,
+        max_tensor_norm=None if is_global else max_norm,
     )
     # The state is now on the servers.
     optimizer._accumulators.clear()

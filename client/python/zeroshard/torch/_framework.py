@@ -102,7 +102,9 @@ class _Torch(Framework[Tensor]):
     def set_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
         parameter.grad = gradient
 
-    def show_mean(self, gradients: Gradients[Tensor], entry: Entry[Tensor]) -> MeanGradient | None:
+    def show_mean(
+        self, gradients: Gradients[Tensor], entry: Entry[Tensor], freed: bool
+    ) -> MeanGradient | None:
         gradient = aligned_gradient(entry.tensor)
         if gradient is None or gradient.requires_grad:
             return None  # the program differentiates it
