@@ -50,6 +50,9 @@ CASES = [
         {"name": "sgd", "lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
     ),
     ("sgd maximize", {"name": "sgd", "lr": 0.01, "momentum": 0.8, "maximize": True}),
+    ("asgd", {"name": "asgd"}),
+    ("asgd average", {"name": "asgd", "lr": 0.05, "lambd": 0.01, "t0": 5.0, "weight_decay": 0.1}),
+    ("asgd maximize", {"name": "asgd", "alpha": 0.5, "t0": 20.0, "maximize": True}),
     ("adam", {"name": "adam"}),
     ("adam weight_decay", {"name": "adam", "lr": 0.01, "weight_decay": 0.1}),
     ("adam amsgrad", {"name": "adam", "amsgrad": True}),
@@ -81,6 +84,16 @@ CASES = [
         {"name": "adamax", "lr": 0.01, "beta1": 0.8, "beta2": 0.95, "weight_decay": 0.1},
     ),
     ("adamax maximize", {"name": "adamax", "eps": 1e-4, "maximize": True}),
+    ("nadam", {"name": "nadam"}),
+    (
+        "nadam weight_decay",
+        {"name": "nadam", "lr": 0.01, "beta1": 0.8, "momentum_decay": 0.1, "weight_decay": 0.1},
+    ),
+    (
+        "nadam decoupled",
+        {"name": "nadam", "lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True},
+    ),
+    ("nadam maximize", {"name": "nadam", "beta2": 0.9, "eps": 1e-4, "maximize": True}),
     ("radam", {"name": "radam"}),
     ("radam weight_decay", {"name": "radam", "lr": 0.01, "beta2": 0.9, "weight_decay": 0.1}),
     (
@@ -132,7 +145,8 @@ def values(tensor, step, size):
 def torch_optimizer(hyperparameters, parameters):
     kinds = {
         "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
-        "adamax": torch.optim.Adamax, "radam": torch.optim.RAdam, "adagrad": torch.optim.Adagrad,
+        "asgd": torch.optim.ASGD, "adamax": torch.optim.Adamax, "nadam": torch.optim.NAdam,
+        "radam": torch.optim.RAdam, "adagrad": torch.optim.Adagrad,
         "adadelta": torch.optim.Adadelta, "rmsprop": torch.optim.RMSprop,
     }  # fmt: skip
     options = dict(hyperparameters)

@@ -119,6 +119,10 @@ class Optimizer:
     def state(self) -> list[str]:
         """The names of its state tensors. Each is f32 and has the parameter's shape."""
     @property
+    def scalar_state(self) -> list[str]:
+        """The names of its state that is one f32 for each parameter, besides the number of applied
+        steps."""
+    @property
     def needs_whole_tensors(self) -> bool:
         """Whether an update depends on the norm of the whole parameter."""
 
@@ -222,15 +226,18 @@ class Job:
         arrays: Sequence[tuple[int, Array]],
         *,
         part: str = "",
-        applied: int = 0,
+        applied: tuple[int, Sequence[float]] = (0, ()),
         label: str | None = None,
     ) -> None:
         """Uploads initial parameters (``part=""``), or before them one optimizer state tensor each.
 
         Skips tensors that another rank uploads. ``applied`` is the number of steps that were
-        applied to the state. With a ``label``, a long upload shows a progress bar.
+        applied to the state, and the values of the optimizer's ``scalar_state`` after them. With a
+        ``label``, a long upload shows a progress bar.
         """
-    def keep(self, tensors: Sequence[int], *, applied: int = 0) -> None:
+    def keep(
+        self, tensors: Sequence[int], *, applied: tuple[int, Sequence[float]] = (0, ())
+    ) -> None:
         """States that this rank uploads nothing for these tensors, because the servers keep the
         values that they have copied from the job's predecessor. ``applied`` is as in
         :meth:`initialise`, if the state is fresh."""
@@ -306,8 +313,9 @@ class Job:
         label: str | None = None,
     ) -> None:
         """Pulls and waits. With a ``label``, a long transfer shows a progress bar."""
-    def applied_steps(self, version: int) -> list[int]:
-        """The number of steps that were applied to each tensor."""
+    def applied_steps(self, version: int) -> list[tuple[int, list[float]]]:
+        """The number of steps that were applied to each tensor, and the values of the optimizer's
+        ``scalar_state`` after them."""
     def leave(self) -> Transfer:
         """Starts to leave the job in order."""
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use serde_json::Value;
 use zeroshard_proto::dtype::DType;
-use zeroshard_proto::optimizer::Optimizer;
+use zeroshard_proto::optimizer::{AppliedSteps, Optimizer};
 
 use super::initial_state;
 use crate::backend::cpu::Buffer;
@@ -21,7 +21,10 @@ const VECTORS: &[u8] = include_bytes!("../../../tests/golden/vectors.f32");
 /// requires equal bits.
 fn tolerance(optimizer: &Optimizer) -> f64 {
     match optimizer {
-        Optimizer::Sgd(_) | Optimizer::Adamax(_) | Optimizer::Average(_) => 0.0,
+        Optimizer::Sgd(_) | Optimizer::Asgd(_) | Optimizer::Adamax(_) | Optimizer::Average(_) => {
+            0.0
+        }
+        Optimizer::NAdam(_) => 1e-7,
         Optimizer::Adam(_) | Optimizer::AdamW(_) | Optimizer::RAdam(_) | Optimizer::Adadelta(_) => {
             1e-7
         }
@@ -73,13 +76,15 @@ fn run(index: &Index, optimizer: &Optimizer, tensor: usize) -> Vec<Vec<f32>> {
     let size = index.sizes[tensor];
     let mut master = buffer(&cpu, &values(tensor as u32, 0, size));
     let mut state = initial_state(&cpu, optimizer, size).unwrap();
+    let mut applied = AppliedSteps::default();
     let mut recorded = Vec::new();
     for step in 1..=index.steps {
         let mut optimizer = *optimizer;
         let factor = index.lr_factors[(step - 1) % index.lr_factors.len()];
         optimizer.set_lr(optimizer.lr().unwrap_or_default() * factor);
         let gradient = buffer(&cpu, &values(tensor as u32, step as u32, size));
-        let update = Update { optimizer: &optimizer, step: step as u64, coefficient: 1.0 };
+        let update = Update::after(applied, &optimizer, 1.0);
+        applied = update.applied();
         let mut states: Vec<_> = state.iter_mut().collect();
         cpu.apply(&update, &mut master, &mut states, &gradient, None);
         if index.recorded.contains(&step) {

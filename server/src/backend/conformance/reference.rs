@@ -2,7 +2,7 @@
 
 use zeroshard_proto::geometry::blocks::BLOCK;
 use zeroshard_proto::optimizer::{
-    Adadelta, Adagrad, Adam, AdamW, Adamax, Lamb, Lion, Optimizer, RAdam, RmsProp, Sgd,
+    Adadelta, Adagrad, Adam, AdamW, Adamax, Asgd, Lamb, Lion, NAdam, Optimizer, RAdam, RmsProp, Sgd,
 };
 
 use crate::backend::Update;
@@ -42,6 +42,10 @@ fn element_step(update: &Update<'_>, w: f32, state: &mut [f32], gradient: f32) -
     let step = update.step;
     match *update.optimizer {
         Optimizer::Sgd(h) => sgd(h, step, w, state, scaled(update, gradient, h.maximize)),
+        Optimizer::Asgd(h) => {
+            let g = decayed(scaled(update, gradient, h.maximize), w, h.weight_decay);
+            asgd(h, update.scalar_state, w, state, g)
+        }
         Optimizer::Adam(h) => {
             let g = decayed(scaled(update, gradient, h.maximize), w, h.weight_decay);
             adam(h, step, w, state, g)
@@ -56,6 +60,7 @@ fn element_step(update: &Update<'_>, w: f32, state: &mut [f32], gradient: f32) -
             let g = decayed(scaled(update, gradient, h.maximize), w, h.weight_decay);
             adamax(h, step, w, state, g)
         }
+        Optimizer::NAdam(h) => nadam(h, update, w, state, scaled(update, gradient, h.maximize)),
         Optimizer::RAdam(h) => radam(h, step, w, state, scaled(update, gradient, h.maximize)),
         Optimizer::Adagrad(h) => {
             let g = decayed(scaled(update, gradient, h.maximize), w, h.weight_decay);
@@ -109,6 +114,12 @@ fn sgd(h: Sgd, step: u64, w: f32, state: &mut [f32], gradient: f32) -> f32 {
     w - h.lr as f32 * direction
 }
 
+fn asgd(h: Asgd, [eta, mu]: [f32; 2], w: f32, state: &mut [f32], g: f32) -> f32 {
+    let w = w * (1.0 - h.lambd * f64::from(eta)) as f32 - eta * g;
+    state[0] = if mu == 1.0 { w } else { state[0] + (w - state[0]) * mu };
+    w
+}
+
 fn adam(h: Adam, step: u64, w: f32, state: &mut [f32], g: f32) -> f32 {
     state[0] = lerp(state[0], g, 1.0 - h.beta1);
     state[1] = state[1] * h.beta2 as f32 + (1.0 - h.beta2) as f32 * g * g;
@@ -126,6 +137,21 @@ fn adamax(h: Adamax, step: u64, w: f32, state: &mut [f32], g: f32) -> f32 {
     state[0] = lerp(state[0], g, 1.0 - h.beta1);
     state[1] = (state[1] * h.beta2 as f32).max(g.abs() + h.eps as f32);
     w - (h.lr / correction(h.beta1, step)) as f32 * state[0] / state[1]
+}
+
+fn nadam(h: NAdam, update: &Update<'_>, w: f32, state: &mut [f32], gradient: f32) -> f32 {
+    let (w, g) = match h.decoupled_weight_decay {
+        true => (w * (1.0 - h.lr * h.weight_decay) as f32, gradient),
+        false => (w, decayed(gradient, w, h.weight_decay)),
+    };
+    let mu = |step: u64| h.beta1 * (1.0 - 0.5 * libm::pow(0.96, step as f64 * h.momentum_decay));
+    let (now, next) = (mu(update.step), mu(update.step + 1));
+    let product = f64::from(update.scalar_state[0] * now as f32);
+    state[0] = lerp(state[0], g, 1.0 - h.beta1);
+    state[1] = state[1] * h.beta2 as f32 + (1.0 - h.beta2) as f32 * g * g;
+    let denominator = (state[1] / correction(h.beta2, update.step) as f32).sqrt() + h.eps as f32;
+    let w = w - (h.lr * (1.0 - now) / (1.0 - product)) as f32 * g / denominator;
+    w - (h.lr * next / (1.0 - product * next)) as f32 * state[0] / denominator
 }
 
 fn radam(h: RAdam, step: u64, w: f32, state: &mut [f32], gradient: f32) -> f32 {
