@@ -194,7 +194,7 @@ class Cluster:
 
         With a ``predecessor``, a job at its current version, the servers first copy its master
         weights to the tensors of the same name and shape, and, without ``fresh_state``, its
-        optimizer state and numbers of applied steps, where it has all state tensors of this job.
+        optimizer state and applied steps, where it has all state tensors of this job.
         The rank that uploads such a tensor then calls :meth:`Job.initialise` or :meth:`Job.keep`.
 
         The coordinator deletes the job when all ranks have left it, or when no rank has held it for

@@ -179,6 +179,8 @@ hyperparameters! {
         weight_decay: f64 = 0.0 => NonNegative,
         /// Maximise the objective instead of minimising it.
         maximize: bool = false,
+        /// The formula of Paddle, which adds `eps` to the decayed infinity norm instead.
+        paddle: bool = false,
     }
 }
 
@@ -201,6 +203,8 @@ hyperparameters! {
         decoupled_weight_decay: bool = false,
         /// Maximise the objective instead of minimising it.
         maximize: bool = false,
+        /// The arithmetic of Paddle, where the momentum stays constant from about step 2,470 on.
+        paddle: bool = false,
     }
 }
 
@@ -275,6 +279,9 @@ hyperparameters! {
         centered: bool = false,
         /// Maximise the objective instead of minimising it.
         maximize: bool = false,
+        /// The formula of Paddle, which adds `eps` under the square root, and whose momentum buffer
+        /// accumulates updates that are multiplied by their learning rate.
+        paddle: bool = false,
     }
 }
 

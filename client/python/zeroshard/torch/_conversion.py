@@ -80,7 +80,7 @@ def hyperparameters(name: str, group: Mapping[str, Any]) -> dict[str, float]:
             "differentiable is True; it must be False, since autograd cannot follow a step on the "
             "shard servers"
         )
-    found = dict(group)
+    found = {"paddle": False, **group}
     if "betas" in group:
         found["beta1"], found["beta2"] = group["betas"]
     return _numbers(name, found)

@@ -135,7 +135,11 @@ fn adam(h: Adam, step: u64, w: f32, state: &mut [f32], g: f32) -> f32 {
 
 fn adamax(h: Adamax, step: u64, w: f32, state: &mut [f32], g: f32) -> f32 {
     state[0] = lerp(state[0], g, 1.0 - h.beta1);
-    state[1] = (state[1] * h.beta2 as f32).max(g.abs() + h.eps as f32);
+    let (decayed, eps) = (state[1] * h.beta2 as f32, h.eps as f32);
+    state[1] = match h.paddle {
+        true => (decayed + eps).max(g.abs()),
+        false => decayed.max(g.abs() + eps),
+    };
     w - (h.lr / correction(h.beta1, step)) as f32 * state[0] / state[1]
 }
 
@@ -144,8 +148,16 @@ fn nadam(h: NAdam, update: &Update<'_>, w: f32, state: &mut [f32], gradient: f32
         true => (w * (1.0 - h.lr * h.weight_decay) as f32, gradient),
         false => (w, decayed(gradient, w, h.weight_decay)),
     };
-    let mu = |step: u64| h.beta1 * (1.0 - 0.5 * libm::pow(0.96, step as f64 * h.momentum_decay));
-    let (now, next) = (mu(update.step), mu(update.step + 1));
+    let mu = |power: f64| h.beta1 * (1.0 - 0.5 * power);
+    let power = |step: u64| libm::pow(0.96, step as f64 * h.momentum_decay);
+    let (now, next) = match h.paddle {
+        true => {
+            let power = (0..update.step).fold(1.0f32, |power, _| power * 0.96);
+            let power = libm::pow(f64::from(power), h.momentum_decay);
+            (mu(power), mu(power * libm::pow(0.96, h.momentum_decay)))
+        }
+        false => (mu(power(update.step)), mu(power(update.step + 1))),
+    };
     let product = f64::from(update.scalar_state[0] * now as f32);
     state[0] = lerp(state[0], g, 1.0 - h.beta1);
     state[1] = state[1] * h.beta2 as f32 + (1.0 - h.beta2) as f32 * g * g;
@@ -197,12 +209,23 @@ fn rmsprop(h: RmsProp, w: f32, state: &mut [f32], g: f32) -> f32 {
         *mean = lerp(*mean, g, 1.0 - h.alpha);
         variance -= *mean * *mean;
     }
-    let denominator = variance.sqrt() + h.eps as f32;
-    if h.momentum == 0.0 {
-        return w - h.lr as f32 * g / denominator;
+    let (lr, eps, momentum) = (h.lr as f32, h.eps as f32, h.momentum as f32);
+    if h.paddle {
+        let update = lr * g / (variance + eps).sqrt();
+        return match h.momentum == 0.0 {
+            true => w - update,
+            false => {
+                state[1] = momentum * state[1] + update;
+                w - state[1]
+            }
+        };
     }
-    state[1] = state[1] * h.momentum as f32 + g / denominator;
-    w - h.lr as f32 * state[1]
+    let denominator = variance.sqrt() + eps;
+    if h.momentum == 0.0 {
+        return w - lr * g / denominator;
+    }
+    state[1] = state[1] * momentum + g / denominator;
+    w - lr * state[1]
 }
 
 fn lion(h: Lion, w: f32, state: &mut [f32], g: f32) -> f32 {

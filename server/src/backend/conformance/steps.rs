@@ -8,7 +8,7 @@ use super::{assert_same, buffer_of, contents, from_bytes, numbers, reference, to
 use crate::backend::{Backend, Update};
 
 /// Every kernel, and every hyperparameter that selects a different code path.
-const OPTIMIZERS: [&str; 42] = [
+const OPTIMIZERS: [&str; 47] = [
     r#"{"name":"sgd"}"#,
     r#"{"name":"sgd","weight_decay":0.1,"maximize":true}"#,
     r#"{"name":"sgd","momentum":0.9,"dampening":0.5}"#,
@@ -25,8 +25,10 @@ const OPTIMIZERS: [&str; 42] = [
     r#"{"name":"adamw","maximize":true}"#,
     r#"{"name":"adamax"}"#,
     r#"{"name":"adamax","weight_decay":0.1,"beta2":0.5,"maximize":true}"#,
+    r#"{"name":"adamax","paddle":true,"eps":0.1}"#,
     r#"{"name":"nadam"}"#,
     r#"{"name":"nadam","beta1":0.3,"momentum_decay":0.5,"weight_decay":0.1}"#,
+    r#"{"name":"nadam","paddle":true,"momentum_decay":0.5}"#,
     r#"{"name":"nadam","weight_decay":0.1,"decoupled_weight_decay":true}"#,
     r#"{"name":"nadam","beta1":0.0,"beta2":0.0,"maximize":true}"#,
     r#"{"name":"radam"}"#,
@@ -44,6 +46,9 @@ const OPTIMIZERS: [&str; 42] = [
     r#"{"name":"rmsprop","centered":true}"#,
     r#"{"name":"rmsprop","centered":true,"alpha":0.3}"#,
     r#"{"name":"rmsprop","centered":true,"momentum":0.5}"#,
+    r#"{"name":"rmsprop","paddle":true,"eps":0.1}"#,
+    r#"{"name":"rmsprop","paddle":true,"momentum":0.9}"#,
+    r#"{"name":"rmsprop","paddle":true,"centered":true,"momentum":0.5}"#,
     r#"{"name":"lion"}"#,
     r#"{"name":"lion","weight_decay":0.1,"maximize":true}"#,
     r#"{"name":"lamb"}"#,

@@ -31,7 +31,7 @@ impl Scalars {
             true => nadam.weight_decay,
             false => 0.0,
         };
-        let (now, next) = (momentum(nadam, step), momentum(nadam, step + 1));
+        let (now, next) = momenta(nadam, step);
         let product = f64::from(mu_product_after(nadam, step, mu_product));
         Scalars {
             gradient: signed(coefficient, nadam.maximize),
@@ -50,12 +50,33 @@ impl Scalars {
 
 /// The product of all momenta after step `step`, from the product before it. torch keeps it in f32.
 pub fn mu_product_after(nadam: &NAdam, step: u64, mu_product: f32) -> f32 {
-    mu_product * momentum(nadam, step) as f32
+    mu_product * momenta(nadam, step).0 as f32
 }
 
-/// The momentum of step `step`.
-fn momentum(nadam: &NAdam, step: u64) -> f64 {
-    nadam.beta1 * (1.0 - 0.5 * real_power(0.96, step as f64 * nadam.momentum_decay))
+/// The momenta of step `step` and of the step after it.
+fn momenta(nadam: &NAdam, step: u64) -> (f64, f64) {
+    let decay = nadam.momentum_decay;
+    let momentum = |power| nadam.beta1 * (1.0 - 0.5 * power);
+    if nadam.paddle {
+        let power = real_power(f64::from(power_in_f32(step)), decay);
+        return (momentum(power), momentum(power * real_power(0.96, decay)));
+    }
+    let of = |step| momentum(real_power(0.96, step as f64 * decay));
+    (of(step), of(step + 1))
+}
+
+/// 0.96 to the power of `step` as Paddle computes it: by one f32 multiplication in each step, which
+/// does not change a number of less than 13 times the smallest one.
+fn power_in_f32(step: u64) -> f32 {
+    let mut power = 1.0;
+    for _ in 0..step {
+        let next = power * 0.96;
+        if next == power {
+            break;
+        }
+        power = next;
+    }
+    power
 }
 
 vectorised! {
@@ -82,4 +103,24 @@ vectorised! {
             parameter[i] = w + s.moment_step * m / denominator;
         }
     }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The powers are `momentum_decay_pow` of `paddle.optimizer.NAdam` in Paddle 3.3.1 on a CPU.
+    #[test]
+    fn the_momentum_of_paddle_stays_constant_when_its_power_does() {
+        let known = [(2_000, 3.486_951_458_694_916e-36), (2_450, 3.923_635_700_109_488e-44)];
+        for (step, power) in [&known[..], &[(2_500, STAYS), (3_200, STAYS)]].concat() {
+            assert_eq!(f64::from(power_in_f32(step)), power);
+        }
+        let torch = NAdam::default();
+        let paddle = NAdam { paddle: true, ..torch };
+        let difference = |step| (momenta(&paddle, step).0 - momenta(&torch, step).0).abs();
+        assert!(difference(2_000) < 1e-6 && difference(10_000) > 0.1);
+    }
+
+    const STAYS: f64 = 1.681_558_157_189_780_5e-44;
 }
