@@ -226,18 +226,16 @@ class Job:
         arrays: Sequence[tuple[int, Array]],
         *,
         part: str = "",
-        applied: tuple[int, Sequence[float]] = (0, ()),
+        applied: tuple[int, Sequence[float]] = ...,
         label: str | None = None,
     ) -> None:
         """Uploads initial parameters (``part=""``), or before them one optimizer state tensor each.
 
         Skips tensors that another rank uploads. ``applied`` is the number of steps that were
-        applied to the state, and the values of the optimizer's ``scalar_state`` after them. With a
-        ``label``, a long upload shows a progress bar.
+        applied to the state, and the values of the optimizer's ``scalar_state`` after them; by
+        default ``(0, ())``. With a ``label``, a long upload shows a progress bar.
         """
-    def keep(
-        self, tensors: Sequence[int], *, applied: tuple[int, Sequence[float]] = (0, ())
-    ) -> None:
+    def keep(self, tensors: Sequence[int], *, applied: tuple[int, Sequence[float]] = ...) -> None:
         """States that this rank uploads nothing for these tensors, because the servers keep the
         values that they have copied from the job's predecessor. ``applied`` is as in
         :meth:`initialise`, if the state is fresh."""

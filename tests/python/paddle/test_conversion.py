@@ -10,7 +10,8 @@ import paddle
 import pytest
 import zeroshard as zs
 from paddle import nn
-from zeroshard.paddle import group_sharded_parallel
+from zeroshard import _native
+from zeroshard.paddle import _conversion, group_sharded_parallel
 
 import models
 from training import LEVELS, Training, assert_close, train, worst
@@ -94,6 +95,21 @@ def test_an_optimizer_that_overrides_step_is_refused(cluster: zs.Session) -> Non
 def test_unsupported_settings_are_refused(cluster: zs.Session, make: Any, word: str) -> None:
     with pytest.raises(zs.UnsupportedOptimizerError, match=word):
         wrapped(make)
+
+
+@pytest.mark.parametrize("applied", [1, 500, 3_000])
+def test_the_steps_of_nadam_survive_conversion_after_a_power_is_too_small(applied: int) -> None:
+    moments = {name: paddle.rand([2, 3]) for name in ("exp_avg", "exp_avg_sq")}
+    values = _conversion.hyperparameters(
+        "nadam", {**_native.Optimizer("nadam").hyperparameters, "beta2": 0.999}
+    )
+    state = _conversion.to_paddle("nadam", "w", values, (applied, [0.25], moments))
+    # Paddle 3.3.1 has 1.68e-44 from about step 2,470 on.
+    assert (float(state["w_momentum_decay_pow_0"][0, 0]) < 1e-38) == (applied == 3_000)
+    found, scalars, tensors = _conversion.from_paddle(
+        "nadam", values, [2, 3], lambda name: state.get(f"w_{name}_0")
+    )
+    assert (found, list(scalars), list(tensors)) == (applied, [0.25], list(moments))
 
 
 @pytest.mark.parametrize("clip", [nn.ClipGradByNorm(1.0), nn.ClipGradByValue(1.0)])
