@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use tokio::{sync::watch, task::JoinHandle};
 use zeroshard_proto::{
-    Deadline, Error, JobSpec, JobVersion, Placement, Result, TensorId, deadline::MARGIN,
-    geometry::LocalTensor, pb,
+    AppliedSteps, Deadline, Error, JobSpec, JobVersion, Placement, Result, TensorId,
+    deadline::MARGIN, geometry::LocalTensor, pb,
 };
 
 use crate::{Cluster, Traffic, cluster::Description, local::local, state};
@@ -192,13 +192,13 @@ impl Job {
         state::hash(&self.0.cluster, &self.described(version)?, version).await
     }
 
-    /// The number of steps applied to each tensor, by its index, at `version`, which must be the
-    /// current version. Skipped steps do not count, and neither do steps without a gradient of the
-    /// tensor. The number is 0 for tensors that are not trained.
+    /// The steps applied to each tensor, by its index, at `version`, which must be the current
+    /// version. Skipped steps do not count, and neither do steps without a gradient of the tensor.
+    /// Tensors that are not trained have none.
     ///
     /// # Errors
     /// [`Error::VersionGone`], [`Error::Timeout`].
-    pub async fn applied_steps(&self, version: u64) -> Result<Vec<u64>> {
+    pub async fn applied_steps(&self, version: u64) -> Result<Vec<AppliedSteps>> {
         state::applied_steps(&self.0.cluster, &self.described(version)?, version).await
     }
 

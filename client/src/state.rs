@@ -1,9 +1,9 @@
-//! Properties of a job that only the servers together know: the hash of its state, and the number
-//! of steps applied to each tensor.
+//! Properties of a job that only the servers together know: the hash of its state, and the steps
+//! applied to each tensor.
 
 use futures_util::future::try_join_all;
 use zeroshard_proto::{
-    Error, Result, Server,
+    AppliedSteps, Error, Result, Server,
     pb::{self, shard_service_client::ShardServiceClient},
     transport::{Connection, MAX_CONTROL_MESSAGE},
 };
@@ -36,12 +36,12 @@ pub(crate) async fn hash(cluster: &Cluster, of: &Description, version: u64) -> R
     Ok(hasher.finalize().to_hex().to_string())
 }
 
-/// The number of steps applied to each tensor.
+/// The steps applied to each tensor.
 pub(crate) async fn applied_steps(
     cluster: &Cluster,
     of: &Description,
     version: u64,
-) -> Result<Vec<u64>> {
+) -> Result<Vec<AppliedSteps>> {
     let job = &of.spec.name;
     let answers = of.placement.servers().iter().map(|server| async move {
         ask(cluster, server, "applied steps", |mut client| async move {
@@ -49,12 +49,13 @@ pub(crate) async fn applied_steps(
         })
         .await
     });
-    let mut steps = vec![0; of.spec.manifest.tensors().len()];
+    let mut steps = vec![AppliedSteps::default(); of.spec.manifest.tensors().len()];
     for answer in try_join_all(answers).await? {
-        // All slices of a tensor have the same number.
-        for pb::SliceSteps { slice, applied } in answer.slices {
+        // They are equal for all slices of a tensor.
+        for pb::SliceSteps { slice, applied, scalar_state } in answer.slices {
             if let Some(slice) = of.spec.manifest.slices().get(slice as usize) {
-                steps[slice.tensor] = applied;
+                let optimizer = &of.spec.groups[0];
+                steps[slice.tensor] = AppliedSteps::of(optimizer, applied, &scalar_state)?;
             }
         }
     }

@@ -24,7 +24,7 @@ pub use geometry::{
 };
 pub use job::{Departure, JobSpec};
 pub use manifest::{Manifest, Policy, SliceSpec, TensorId, TensorSpec};
-pub use optimizer::Optimizer;
+pub use optimizer::{AppliedSteps, Optimizer};
 pub use placement::{Placement, Server};
 pub use succession::{JobVersion, Succession, successor_name};
 pub use token::Token;

@@ -11,10 +11,13 @@ use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
+mod applied;
 mod hyperparameters;
 
+pub use applied::AppliedSteps;
 pub use hyperparameters::{
-    Adadelta, Adagrad, Adam, AdamW, Adamax, Average, Invalid, Lamb, Lion, RAdam, RmsProp, Sgd,
+    Adadelta, Adagrad, Adam, AdamW, Adamax, Asgd, Average, Invalid, Lamb, Lion, NAdam, RAdam,
+    RmsProp, Sgd,
 };
 
 /// Declares the optimizers and their names.
@@ -55,12 +58,16 @@ macro_rules! optimizers {
 optimizers! {
     /// `torch.optim.SGD`.
     Sgd "sgd",
+    /// `torch.optim.ASGD`: averaged stochastic gradient descent.
+    Asgd "asgd",
     /// `torch.optim.Adam`: weight decay is added to the gradient.
     Adam "adam",
     /// `torch.optim.AdamW`: weight decay is decoupled.
     AdamW "adamw",
     /// `torch.optim.Adamax`: Adam with the infinity norm.
     Adamax "adamax",
+    /// `torch.optim.NAdam`: Adam with Nesterov momentum.
+    NAdam "nadam",
     /// `torch.optim.RAdam`: Adam with a rectified adaptive learning rate.
     RAdam "radam",
     /// `torch.optim.Adagrad`.
@@ -84,9 +91,11 @@ macro_rules! for_any {
     ($optimizer:expr, $it:ident => $body:expr, else $none:expr) => {
         match $optimizer {
             Optimizer::Sgd($it) => $body,
+            Optimizer::Asgd($it) => $body,
             Optimizer::Adam($it) => $body,
             Optimizer::AdamW($it) => $body,
             Optimizer::Adamax($it) => $body,
+            Optimizer::NAdam($it) => $body,
             Optimizer::RAdam($it) => $body,
             Optimizer::Adagrad($it) => $body,
             Optimizer::Adadelta($it) => $body,
@@ -105,6 +114,7 @@ impl Optimizer {
         match self {
             Optimizer::Sgd(sgd) if sgd.momentum != 0.0 => &["momentum_buffer"],
             Optimizer::Sgd(_) => &[],
+            Optimizer::Asgd(_) => &["ax"],
             Optimizer::Adam(Adam { amsgrad, .. }) | Optimizer::AdamW(AdamW { amsgrad, .. }) => {
                 if *amsgrad {
                     &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
@@ -113,7 +123,7 @@ impl Optimizer {
                 }
             }
             Optimizer::Adamax(_) => &["exp_avg", "exp_inf"],
-            Optimizer::RAdam(_) => &["exp_avg", "exp_avg_sq"],
+            Optimizer::NAdam(_) | Optimizer::RAdam(_) => &["exp_avg", "exp_avg_sq"],
             Optimizer::Adagrad(_) => &["sum"],
             Optimizer::Adadelta(_) => &["square_avg", "acc_delta"],
             Optimizer::RmsProp(rms) => match (rms.momentum != 0.0, rms.centered) {
@@ -125,6 +135,17 @@ impl Optimizer {
             Optimizer::Lion(_) => &["exp_avg"],
             Optimizer::Lamb(_) => &["exp_avg", "exp_avg_sq"],
             Optimizer::Average(_) => &[],
+        }
+    }
+
+    /// The state that is one f32 for a whole tensor, by torch's names, in the order in which
+    /// [`AppliedSteps`] has them. (A number that depends on the number of applied steps alone
+    /// is not part of the state.)
+    pub const fn scalar_state(&self) -> &'static [&'static str] {
+        match self {
+            Optimizer::NAdam(_) => &["mu_product"],
+            Optimizer::Asgd(_) => &["eta", "mu"],
+            _ => &[],
         }
     }
 
@@ -220,7 +241,7 @@ mod tests {
             assert_eq!(json["name"], optimizer.name());
             assert_eq!(serde_json::from_value::<Optimizer>(json).unwrap(), optimizer);
         }
-        let error = "nadam".parse::<Optimizer>().unwrap_err();
+        let error = "rprop".parse::<Optimizer>().unwrap_err();
         for optimizer in Optimizer::defaults() {
             assert!(error.to_string().contains(optimizer.name()));
         }

@@ -5,10 +5,7 @@ beside this file.
 
 torch.optim (foreach=False, fused=False: its single-tensor reference implementations) is the
 reference for all that it has; LAMB and Lion are written here from their papers, in float64. Each
-case runs STEPS steps over tensors of SIZES elements with a changing learning rate. Gradients and
-initial parameters come from an integer hash, so that the test makes the same ones and only results
-are stored: vectors.f32 holds, for each case, for each of RECORDED steps, for each tensor, the
-parameters as little-endian f32.
+case is a training as inputs.py describes it.
 
 torch's bits differ from machine to machine, for two reasons (both seen in torch 2.15):
 - Its AVX2 and AVX-512 kernels contract some products and sums to fused multiply-adds, in the vector
@@ -22,20 +19,13 @@ torch's bits differ from machine to machine, for two reasons (both seen in torch
 """
 
 import contextlib
-import json
 import os
-import pathlib
 
 os.environ["ATEN_CPU_CAPABILITY"] = "default"
 
 import numpy as np
 import torch
-
-HERE = pathlib.Path(__file__).parent
-SIZES = [1, 7, 1003]
-STEPS = 50
-RECORDED = [10, 50]
-LR_FACTORS = [1.0, 0.5, 2.0, 0.25]
+from inputs import LR_FACTORS, RECORDED, SIZES, STEPS, values, write
 
 CASES = [
     ("sgd", {"name": "sgd"}),
@@ -50,6 +40,9 @@ CASES = [
         {"name": "sgd", "lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
     ),
     ("sgd maximize", {"name": "sgd", "lr": 0.01, "momentum": 0.8, "maximize": True}),
+    ("asgd", {"name": "asgd"}),
+    ("asgd average", {"name": "asgd", "lr": 0.05, "lambd": 0.01, "t0": 5.0, "weight_decay": 0.1}),
+    ("asgd maximize", {"name": "asgd", "alpha": 0.5, "t0": 20.0, "maximize": True}),
     ("adam", {"name": "adam"}),
     ("adam weight_decay", {"name": "adam", "lr": 0.01, "weight_decay": 0.1}),
     ("adam amsgrad", {"name": "adam", "amsgrad": True}),
@@ -81,6 +74,16 @@ CASES = [
         {"name": "adamax", "lr": 0.01, "beta1": 0.8, "beta2": 0.95, "weight_decay": 0.1},
     ),
     ("adamax maximize", {"name": "adamax", "eps": 1e-4, "maximize": True}),
+    ("nadam", {"name": "nadam"}),
+    (
+        "nadam weight_decay",
+        {"name": "nadam", "lr": 0.01, "beta1": 0.8, "momentum_decay": 0.1, "weight_decay": 0.1},
+    ),
+    (
+        "nadam decoupled",
+        {"name": "nadam", "lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True},
+    ),
+    ("nadam maximize", {"name": "nadam", "beta2": 0.9, "eps": 1e-4, "maximize": True}),
     ("radam", {"name": "radam"}),
     ("radam weight_decay", {"name": "radam", "lr": 0.01, "beta2": 0.9, "weight_decay": 0.1}),
     (
@@ -100,39 +103,11 @@ CASES = [
 ]
 
 
-def hashed(tensor, step, size):
-    """One u32 an element: the finaliser `lowbias32` over element, step and tensor."""
-    i = np.arange(size, dtype=np.uint32)
-    x = i ^ np.uint32(step * 0x9E3779B1 & 0xFFFFFFFF) ^ np.uint32(tensor * 0x85EBCA77 & 0xFFFFFFFF)
-    x ^= x >> np.uint32(16)
-    x *= np.uint32(0x7FEB352D)
-    x ^= x >> np.uint32(15)
-    x *= np.uint32(0x846CA68B)
-    x ^= x >> np.uint32(16)
-    return x
-
-
-def values(tensor, step, size):
-    """Mostly in -1..1; of sixteen neighbours one is zero, one subnormal, one about 2^40 and one
-    about 2^-40.
-
-    Step 0 gives the initial parameters. Their special elements are others than the gradients', and
-    their large ones are about 2^10: LAMB moves every element by a share of the tensor's norm.
-    """
-    h = hashed(tensor, step, size)
-    kind = (np.arange(size) + 4 + 12 * tensor + (8 if step == 0 else 0)) % 16
-    signed = (h >> np.uint32(8)).astype(np.int32) - (1 << 23)
-    normal = signed.astype(np.float32) * np.float32(2.0**-23)
-    subnormal = (h & np.uint32(0x807FFFFF)).view(np.float32)
-    large = normal * np.float32(2.0 ** (10 if step == 0 else 40))
-    special = [np.zeros(size, np.float32), subnormal, large, normal * np.float32(2.0**-40)]
-    return np.select([kind == k for k in range(4)], special, normal)
-
-
 def torch_optimizer(hyperparameters, parameters):
     kinds = {
         "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
-        "adamax": torch.optim.Adamax, "radam": torch.optim.RAdam, "adagrad": torch.optim.Adagrad,
+        "asgd": torch.optim.ASGD, "adamax": torch.optim.Adamax, "nadam": torch.optim.NAdam,
+        "radam": torch.optim.RAdam, "adagrad": torch.optim.Adagrad,
         "adadelta": torch.optim.Adadelta, "rmsprop": torch.optim.RMSprop,
     }  # fmt: skip
     options = dict(hyperparameters)
@@ -226,17 +201,7 @@ def main():
             with nearest_square_roots():
                 entry["checksum"] = checksum(flat(run_torch(hyperparameters)))
         cases.append(entry)
-    np.concatenate(vectors).astype("<f4").tofile(HERE / "vectors.f32")
-    index = {
-        "torch": torch.__version__.split("+")[0],
-        "sizes": SIZES,
-        "steps": STEPS,
-        "recorded": RECORDED,
-        "lr_factors": LR_FACTORS,
-    }
-    lines = [f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in index.items()]
-    cases = ",\n".join(json.dumps(case) for case in cases)
-    (HERE / "cases.json").write_text("{\n" + "".join(lines) + '"cases": [\n' + cases + "\n]\n}\n")
+    write("cases.json", "vectors.f32", {"torch": torch.__version__.split("+")[0]}, cases, vectors)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ use tokio::{
 use zeroshard_client::{
     self as client, Absent, Attempt, Commit, Result, StatePart, StepReport, TensorData, TensorId,
 };
-use zeroshard_proto::{Error, JobVersion, successor_name};
+use zeroshard_proto::{AppliedSteps, Error, JobVersion, successor_name};
 
 use crate::{
     array::{Arrays, Targets, tensor_data},
@@ -32,6 +32,9 @@ pub(crate) struct Job {
     sending: Arc<Semaphore>,
 }
 
+/// The steps applied to a tensor: their number, and the scalar state of the optimizer after them.
+type Applied = (u64, Vec<f32>);
+
 /// Two buckets in transfer while the next one is filled, and one to cover gaps between them.
 const MAX_SENDING: usize = 3;
 
@@ -49,6 +52,10 @@ struct Outgoing {
 }
 
 impl Job {
+    fn steps(&self, (count, scalar_state): Applied) -> PyResult<AppliedSteps> {
+        AppliedSteps::of(&self.job.spec().groups[0], count, &scalar_state).map_err(raise)
+    }
+
     pub(crate) fn new(job: client::Job, bucket_numel: usize) -> Self {
         Self {
             job,
@@ -171,15 +178,16 @@ impl Job {
         self.job.uploads(TensorId::new(tensor)).map_err(raise)
     }
 
-    #[pyo3(signature = (arrays, *, part="", applied=0, label=None))]
+    #[pyo3(signature = (arrays, *, part="", applied=(0, Vec::new()), label=None))]
     fn initialise(
         &self,
         py: Python<'_>,
         arrays: Arrays<'_>,
         part: &str,
-        applied: u64,
+        applied: Applied,
         label: Option<String>,
     ) -> PyResult<()> {
+        let applied = self.steps(applied)?;
         in_parts(arrays, label, |arrays| {
             let (job, part, values) =
                 (self.job.clone(), part.to_owned(), tensor_data(py, &arrays)?);
@@ -192,8 +200,9 @@ impl Job {
         })
     }
 
-    #[pyo3(signature = (tensors, *, applied=0))]
-    fn keep(&self, py: Python<'_>, tensors: Vec<usize>, applied: u64) -> PyResult<()> {
+    #[pyo3(signature = (tensors, *, applied=(0, Vec::new())))]
+    fn keep(&self, py: Python<'_>, tensors: Vec<usize>, applied: Applied) -> PyResult<()> {
+        let applied = self.steps(applied)?;
         let job = self.job.clone();
         let tensors = tensor_ids(tensors);
         wait(py, async move { job.keep(applied, &tensors).await })
@@ -367,9 +376,12 @@ impl Job {
         in_parts(arrays, label, |arrays| self.pull(py, version, arrays, part.clone())?.wait(py))
     }
 
-    fn applied_steps(&self, py: Python<'_>, version: u64) -> PyResult<Vec<u64>> {
+    fn applied_steps(&self, py: Python<'_>, version: u64) -> PyResult<Vec<Applied>> {
         let job = self.job.clone();
-        wait(py, async move { job.applied_steps(version).await })
+        let steps = wait(py, async move { job.applied_steps(version).await })?;
+        let optimizer = &self.job.spec().groups[0];
+        let parts = |of: &AppliedSteps| (of.count, of.scalar_state(optimizer).to_vec());
+        Ok(steps.iter().map(parts).collect())
     }
 
     fn leave(&self) -> PyResult<Transfer> {

@@ -42,6 +42,11 @@ impl Optimizer {
     }
 
     #[getter]
+    fn scalar_state(&self) -> &'static [&'static str] {
+        self.0.scalar_state()
+    }
+
+    #[getter]
     fn needs_whole_tensors(&self) -> bool {
         self.0.needs_whole_tensors()
     }

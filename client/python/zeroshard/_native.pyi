@@ -119,6 +119,10 @@ class Optimizer:
     def state(self) -> list[str]:
         """The names of its state tensors. Each is f32 and has the parameter's shape."""
     @property
+    def scalar_state(self) -> list[str]:
+        """The names of its state that is one f32 for each parameter, besides the number of applied
+        steps."""
+    @property
     def needs_whole_tensors(self) -> bool:
         """Whether an update depends on the norm of the whole parameter."""
 
@@ -190,7 +194,7 @@ class Cluster:
 
         With a ``predecessor``, a job at its current version, the servers first copy its master
         weights to the tensors of the same name and shape, and, without ``fresh_state``, its
-        optimizer state and numbers of applied steps, where it has all state tensors of this job.
+        optimizer state and applied steps, where it has all state tensors of this job.
         The rank that uploads such a tensor then calls :meth:`Job.initialise` or :meth:`Job.keep`.
 
         The coordinator deletes the job when all ranks have left it, or when no rank has held it for
@@ -222,15 +226,16 @@ class Job:
         arrays: Sequence[tuple[int, Array]],
         *,
         part: str = "",
-        applied: int = 0,
+        applied: tuple[int, Sequence[float]] = ...,
         label: str | None = None,
     ) -> None:
         """Uploads initial parameters (``part=""``), or before them one optimizer state tensor each.
 
         Skips tensors that another rank uploads. ``applied`` is the number of steps that were
-        applied to the state. With a ``label``, a long upload shows a progress bar.
+        applied to the state, and the values of the optimizer's ``scalar_state`` after them; by
+        default ``(0, ())``. With a ``label``, a long upload shows a progress bar.
         """
-    def keep(self, tensors: Sequence[int], *, applied: int = 0) -> None:
+    def keep(self, tensors: Sequence[int], *, applied: tuple[int, Sequence[float]] = ...) -> None:
         """States that this rank uploads nothing for these tensors, because the servers keep the
         values that they have copied from the job's predecessor. ``applied`` is as in
         :meth:`initialise`, if the state is fresh."""
@@ -312,8 +317,9 @@ class Job:
         label: str | None = None,
     ) -> None:
         """Pulls and waits. With a ``label``, a long transfer shows a progress bar."""
-    def applied_steps(self, version: int) -> list[int]:
-        """The number of steps that were applied to each tensor."""
+    def applied_steps(self, version: int) -> list[tuple[int, list[float]]]:
+        """The number of steps that were applied to each tensor, and the values of the optimizer's
+        ``scalar_state`` after them."""
     def leave(self) -> Transfer:
         """Starts to leave the job in order."""
 

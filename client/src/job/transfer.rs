@@ -5,7 +5,7 @@ use futures_util::future::try_join_all;
 #[cfg(doc)]
 use zeroshard_proto::Error;
 use zeroshard_proto::{
-    DType, Deadline, Result, TensorId,
+    AppliedSteps, DType, Deadline, Result, TensorId,
     pb::{self, push_begin::Contents as Wire},
 };
 
@@ -27,22 +27,26 @@ impl Job {
     /// [`Error::StaleEpoch`]: upload all of them again. [`Error::Invalid`] for sizes that do not
     /// match, [`Error::Timeout`].
     pub async fn initialise(&self, parameters: Vec<TensorData>) -> Result<()> {
-        self.initialise_at(0, parameters).await
+        self.initialise_at(AppliedSteps::default(), parameters).await
     }
 
     /// Uploads the initial parameters of a resumed training run, like [`Self::initialise`];
-    /// `applied` is the number of steps already applied to these tensors.
+    /// `applied` are the steps already applied to these tensors.
     ///
     /// # Errors
     /// Those of [`Self::initialise`].
-    pub async fn initialise_at(&self, applied: u64, parameters: Vec<TensorData>) -> Result<()> {
+    pub async fn initialise_at(
+        &self,
+        applied: AppliedSteps,
+        parameters: Vec<TensorData>,
+    ) -> Result<()> {
         self.upload(StatePart::Parameters, applied, Contents::Uploaded(parameters)).await
     }
 
     /// Uploads the optimizer state tensor `name`, one of [`zeroshard_proto::Optimizer::state`], of
     /// trained tensors. The same ranks upload the state before the parameters of these tensors.
-    /// State that is not uploaded has the initial value of a new run. `applied` is the number of
-    /// steps already applied to these tensors.
+    /// State that is not uploaded has the initial value of a new run. `applied` are the steps
+    /// already applied to these tensors.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a state tensor that the optimizer does not have, or after the
@@ -50,7 +54,7 @@ impl Job {
     pub async fn initialise_state(
         &self,
         name: &str,
-        applied: u64,
+        applied: AppliedSteps,
         state: Vec<TensorData>,
     ) -> Result<()> {
         self.upload(StatePart::OptimizerState(name), applied, Contents::Uploaded(state)).await
@@ -58,23 +62,28 @@ impl Job {
 
     /// Keeps the content that was copied from the predecessor (see [`crate::CreateJob::from`]):
     /// this rank uploads nothing of these tensors. Version 0 is published when each uploading rank
-    /// has either uploaded or kept its part of every tensor. `applied` is 0 or, if the optimizer
-    /// state is fresh, the number of steps already applied to these tensors.
+    /// has either uploaded or kept its part of every tensor. `applied` has no steps or, if the
+    /// optimizer state is fresh, those already applied to these tensors.
     ///
     /// # Errors
     /// As [`Self::initialise`]; [`Error::Invalid`] for a tensor that was not copied.
-    pub async fn keep(&self, applied: u64, tensors: &[TensorId]) -> Result<()> {
+    pub async fn keep(&self, applied: AppliedSteps, tensors: &[TensorId]) -> Result<()> {
         self.upload(StatePart::Parameters, applied, Contents::Kept(tensors)).await
     }
 
     async fn upload(
         &self,
         part: StatePart<'_>,
-        applied: u64,
+        applied: AppliedSteps,
         contents: Contents<'_>,
     ) -> Result<()> {
         let epoch = self.current()?.epoch;
-        let upload = pb::Upload { part: Some(part.into()), applied, kept: Vec::new() };
+        let upload = pb::Upload {
+            part: Some(part.into()),
+            applied: applied.count,
+            scalar_state: applied.scalar_state(&self.spec().groups[0]).to_vec(),
+            kept: Vec::new(),
+        };
         let begin = self.begin(epoch, Wire::Upload(upload));
         // Always f32: master weights and state are.
         self.push(begin, DType::F32, contents, None).await

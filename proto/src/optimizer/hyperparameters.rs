@@ -106,6 +106,25 @@ hyperparameters! {
 }
 
 hyperparameters! {
+    /// Hyperparameters of averaged stochastic gradient descent. Step `t` sets the learning rate of
+    /// the next step to `lr / (1 + lambd * lr * t)^alpha`.
+    Asgd {
+        /// Learning rate.
+        lr: f64 = 1e-2 => NonNegative,
+        /// Decay of the parameters and of the learning rate.
+        lambd: f64 = 1e-4 => NonNegative,
+        /// The exponent in the decay of the learning rate.
+        alpha: f64 = 0.75 => NonNegative,
+        /// The number of steps after which the parameters are averaged.
+        t0: f64 = 1e6 => Finite,
+        /// Weight decay, added to the gradient.
+        weight_decay: f64 = 0.0 => NonNegative,
+        /// Maximise the objective instead of minimising it.
+        maximize: bool = false,
+    }
+}
+
+hyperparameters! {
     /// Hyperparameters of Adam.
     Adam {
         /// Learning rate.
@@ -160,6 +179,32 @@ hyperparameters! {
         weight_decay: f64 = 0.0 => NonNegative,
         /// Maximise the objective instead of minimising it.
         maximize: bool = false,
+        /// The formula of Paddle, which adds `eps` to the decayed infinity norm instead.
+        paddle: bool = false,
+    }
+}
+
+hyperparameters! {
+    /// Hyperparameters of NAdam.
+    NAdam {
+        /// Learning rate.
+        lr: f64 = 2e-3 => NonNegative,
+        /// Decay of the first moment.
+        beta1: f64 = 0.9 => BelowOne,
+        /// Decay of the second moment.
+        beta2: f64 = 0.999 => BelowOne,
+        /// Added to the denominator.
+        eps: f64 = 1e-8 => NonNegative,
+        /// Weight decay, added to the gradient or, if it is decoupled, applied to the parameters.
+        weight_decay: f64 = 0.0 => NonNegative,
+        /// The speed at which the momentum approaches `beta1`, from half of it.
+        momentum_decay: f64 = 4e-3 => NonNegative,
+        /// Weight decay reduces the parameters by `lr * weight_decay` of their value, as in AdamW.
+        decoupled_weight_decay: bool = false,
+        /// Maximise the objective instead of minimising it.
+        maximize: bool = false,
+        /// The arithmetic of Paddle, where the momentum stays constant from about step 2,470 on.
+        paddle: bool = false,
     }
 }
 
@@ -234,6 +279,9 @@ hyperparameters! {
         centered: bool = false,
         /// Maximise the objective instead of minimising it.
         maximize: bool = false,
+        /// The formula of Paddle, which adds `eps` under the square root, and whose momentum buffer
+        /// accumulates updates that are multiplied by their learning rate.
+        paddle: bool = false,
     }
 }
 
@@ -314,7 +362,7 @@ mod tests {
             let numbers = json.as_object().unwrap().iter().filter(|(_, value)| value.is_f64());
             for (field, _) in numbers {
                 for bad in [-1.0, 1e39] {
-                    if field == "dampening" && bad == -1.0 {
+                    if ["dampening", "t0"].contains(&field.as_str()) && bad == -1.0 {
                         continue; // torch allows any number here
                     }
                     let mut json = json.clone();

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use zeroshard_proto::Elements;
 use zeroshard_proto::dtype::DType;
-use zeroshard_proto::optimizer::Optimizer;
+use zeroshard_proto::optimizer::{AppliedSteps, Optimizer};
 
 pub mod cpu;
 #[cfg(test)]
@@ -106,9 +106,35 @@ pub struct Update<'a> {
     pub optimizer: &'a Optimizer,
     /// The number of applied steps including this one: 1 at the first. Skipped steps do not count.
     pub step: u64,
+    /// The values of [`Optimizer::scalar_state`] before this step.
+    pub scalar_state: [f32; 2],
     /// The factor of the gradient: the clip coefficient divided by the loss scale and the number of
     /// contributions.
     pub coefficient: f32,
+}
+
+impl<'a> Update<'a> {
+    /// The step that follows the `applied` ones.
+    pub fn after(applied: AppliedSteps, optimizer: &'a Optimizer, coefficient: f32) -> Self {
+        let scalar_state = match optimizer {
+            _ if applied.count > 0 => applied.scalar_state,
+            Optimizer::NAdam(_) => [1.0, 0.0],
+            Optimizer::Asgd(asgd) => [asgd.lr as f32, 1.0],
+            _ => [0.0; 2],
+        };
+        Self { optimizer, step: applied.count + 1, scalar_state, coefficient }
+    }
+
+    /// The applied steps, including this one.
+    pub fn applied(&self) -> AppliedSteps {
+        let Self { step, scalar_state: [first, _], .. } = *self;
+        let scalar_state = match self.optimizer {
+            Optimizer::NAdam(nadam) => [kernels::nadam::mu_product_after(nadam, step, first), 0.0],
+            Optimizer::Asgd(asgd) => kernels::asgd::eta_and_mu_after(asgd, step),
+            _ => [0.0; 2],
+        };
+        AppliedSteps { count: step, scalar_state }
+    }
 }
 
 /// The device cannot allocate another array of this size.

@@ -72,6 +72,7 @@ impl Source {
             && spec.manifest.trains(slice)
             && self.spec.manifest.tensors()[owner].trains()
             && new.state().iter().all(|name| old.state().contains(name))
+            && new.scalar_state() == old.scalar_state()
     }
 
     /// Adds the copies into slice number `slice`, which is `cut`. The slices of the predecessor's

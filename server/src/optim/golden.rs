@@ -1,27 +1,43 @@
-//! Tests of the optimizers with golden vectors, which `tests/golden/make.py` creates.
+//! Tests of the optimizers with golden vectors, which `make.py` and `make_paddle.py` in
+//! `tests/golden` create.
 //!
-//! SGD and Adamax equal torch bit for bit. The other optimizers use square roots, which torch does
-//! not always round to nearest: they equal unmodified torch within a tolerance, and torch with
-//! correctly rounded square roots bit for bit.
+//! SGD, ASGD and Adamax equal torch bit for bit. The other optimizers use square roots, which torch
+//! does not always round to nearest: they equal unmodified torch within a tolerance, and torch with
+//! correctly rounded square roots bit for bit. Paddle's arithmetic is met within a tolerance.
 
 use std::sync::Arc;
 
 use serde_json::Value;
 use zeroshard_proto::dtype::DType;
-use zeroshard_proto::optimizer::Optimizer;
+use zeroshard_proto::optimizer::{AppliedSteps, Optimizer};
 
 use super::initial_state;
 use crate::backend::cpu::Buffer;
 use crate::backend::{Backend, Cpu, Update};
 
-const CASES: &str = include_str!("../../../tests/golden/cases.json");
-const VECTORS: &[u8] = include_bytes!("../../../tests/golden/vectors.f32");
+/// The index and the vectors of torch's optimizers, and of Paddle's.
+const GOLDEN: [(&str, &[u8]); 2] = [
+    (
+        include_str!("../../../tests/golden/cases.json"),
+        include_bytes!("../../../tests/golden/vectors.f32"),
+    ),
+    (
+        include_str!("../../../tests/golden/paddle.json"),
+        include_bytes!("../../../tests/golden/paddle.f32"),
+    ),
+];
 
 /// The tolerance of a parameter relative to its golden value or to 1, whichever is larger. 0
 /// requires equal bits.
 fn tolerance(optimizer: &Optimizer) -> f64 {
     match optimizer {
-        Optimizer::Sgd(_) | Optimizer::Adamax(_) | Optimizer::Average(_) => 0.0,
+        // Paddle computes powers of beta in f32, from step to step.
+        Optimizer::Adamax(adamax) if adamax.paddle => 1e-7,
+        Optimizer::NAdam(nadam) if nadam.paddle => 1e-6,
+        Optimizer::Sgd(_) | Optimizer::Asgd(_) | Optimizer::Adamax(_) | Optimizer::Average(_) => {
+            0.0
+        }
+        Optimizer::NAdam(_) => 1e-7,
         Optimizer::Adam(_) | Optimizer::AdamW(_) | Optimizer::RAdam(_) | Optimizer::Adadelta(_) => {
             1e-7
         }
@@ -34,7 +50,7 @@ fn tolerance(optimizer: &Optimizer) -> f64 {
     }
 }
 
-/// The same hash as in make.py.
+/// The same hash as in inputs.py.
 fn hashed(tensor: u32, step: u32, element: u32) -> u32 {
     let mut x = element ^ step.wrapping_mul(0x9E37_79B1) ^ tensor.wrapping_mul(0x85EB_CA77);
     x ^= x >> 16;
@@ -44,7 +60,7 @@ fn hashed(tensor: u32, step: u32, element: u32) -> u32 {
     x ^ (x >> 16)
 }
 
-/// The same values as in make.py: gradients, or at step 0 the initial parameters.
+/// The same values as in inputs.py: gradients, or at step 0 the initial parameters.
 fn values(tensor: u32, step: u32, size: usize) -> Vec<f32> {
     let value = |element: u32| {
         let h = hashed(tensor, step, element);
@@ -73,13 +89,15 @@ fn run(index: &Index, optimizer: &Optimizer, tensor: usize) -> Vec<Vec<f32>> {
     let size = index.sizes[tensor];
     let mut master = buffer(&cpu, &values(tensor as u32, 0, size));
     let mut state = initial_state(&cpu, optimizer, size).unwrap();
+    let mut applied = AppliedSteps::default();
     let mut recorded = Vec::new();
     for step in 1..=index.steps {
         let mut optimizer = *optimizer;
         let factor = index.lr_factors[(step - 1) % index.lr_factors.len()];
         optimizer.set_lr(optimizer.lr().unwrap_or_default() * factor);
         let gradient = buffer(&cpu, &values(tensor as u32, step as u32, size));
-        let update = Update { optimizer: &optimizer, step: step as u64, coefficient: 1.0 };
+        let update = Update::after(applied, &optimizer, 1.0);
+        applied = update.applied();
         let mut states: Vec<_> = state.iter_mut().collect();
         cpu.apply(&update, &mut master, &mut states, &gradient, None);
         if index.recorded.contains(&step) {
@@ -99,9 +117,10 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
     raw.iter().map(|&raw| f32::from_le_bytes(raw)).collect()
 }
 
-/// The contents of cases.json.
+/// The contents of cases.json or paddle.json.
 struct Index {
-    torch: String,
+    /// The reference implementation and its version.
+    reference: String,
     sizes: Vec<usize>,
     steps: usize,
     recorded: Vec<usize>,
@@ -112,14 +131,14 @@ struct Index {
 struct Case {
     name: String,
     optimizer: Optimizer,
-    /// The checksum of the parameters of torch with correctly rounded square roots; none for LAMB
-    /// and Lion.
+    /// The checksum of the parameters of torch with correctly rounded square roots; none for LAMB,
+    /// Lion and Paddle.
     checksum: Option<String>,
 }
 
 impl Index {
-    fn read() -> Index {
-        let json: Value = serde_json::from_str(CASES).unwrap();
+    fn read(json: &str) -> Index {
+        let json: Value = serde_json::from_str(json).unwrap();
         let case = |case: &Value| Case {
             name: case["case"].as_str().unwrap().to_owned(),
             optimizer: serde_json::from_value(case["optimizer"].clone()).unwrap(),
@@ -128,7 +147,10 @@ impl Index {
         let sizes =
             |key: &str| -> Vec<usize> { serde_json::from_value(json[key].clone()).unwrap() };
         Index {
-            torch: json["torch"].as_str().unwrap().to_owned(),
+            reference: ["torch", "paddle"]
+                .iter()
+                .find_map(|name| Some(format!("{name} {}", json[name].as_str()?)))
+                .unwrap(),
             sizes: sizes("sizes"),
             steps: json["steps"].as_u64().unwrap() as usize,
             recorded: sizes("recorded"),
@@ -173,7 +195,7 @@ impl Comparison {
         let rounded_bitwise = rounded.map_or("-", yes_or_no);
         let name = &case.name;
         println!(
-            "{name:<28}{bitwise:>8}{share:>12}{worst:>10.1e}{tolerance:>10.0e}{rounded_bitwise:>15}"
+            "{name:<34}{bitwise:>8}{share:>12}{worst:>10.1e}{tolerance:>10.0e}{rounded_bitwise:>15}"
         );
         worst <= tolerance && (tolerance > 0.0 || other_bits == 0) && rounded != Some(false)
     }
@@ -181,17 +203,25 @@ impl Comparison {
 
 #[test]
 fn every_optimizer_equals_its_golden_vectors() {
-    let index = Index::read();
-    let mut golden = floats(VECTORS).into_iter();
     let mut failed = Vec::new();
-    println!("against torch {} (LAMB and Lion: float64 formulas)", index.torch);
+    for (json, vectors) in GOLDEN {
+        failed.extend(compare(&Index::read(json), vectors));
+    }
+    assert!(failed.is_empty(), "not equal: {failed:?}");
+}
+
+/// Compares all cases of an index, prints the results as a table, and returns the cases that fail.
+fn compare(index: &Index, vectors: &[u8]) -> Vec<String> {
+    let mut golden = floats(vectors).into_iter();
+    let mut failed = Vec::new();
+    println!("against {} (LAMB and Lion: float64 formulas)", index.reference);
     println!(
-        "{:<28}{:>8}{:>12}{:>10}{:>10}{:>15}",
+        "{:<34}{:>8}{:>12}{:>10}{:>10}{:>15}",
         "case", "bitwise", "other bits", "worst", "allowed", "rounded sqrt"
     );
     for case in &index.cases {
         case.optimizer.validate().unwrap();
-        let run = |tensor| run(&index, &case.optimizer, tensor);
+        let run = |tensor| run(index, &case.optimizer, tensor);
         let runs: Vec<_> = (0..index.sizes.len()).map(run).collect();
         let mut comparison = Comparison::new();
         for recorded in 0..index.recorded.len() {
@@ -200,9 +230,9 @@ fn every_optimizer_equals_its_golden_vectors() {
             }
         }
         if !comparison.report(case) {
-            failed.push(&case.name);
+            failed.push(case.name.clone());
         }
     }
     assert_eq!(golden.next(), None, "every vector was compared");
-    assert!(failed.is_empty(), "not equal: {failed:?}");
+    failed
 }

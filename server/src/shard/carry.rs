@@ -13,7 +13,7 @@ use backon::{BackoffBuilder, ConstantBuilder};
 use futures_util::future::try_join_all;
 use rayon::prelude::*;
 use zeroshard_proto::{
-    DType, Error, JobVersion, Result, Token,
+    AppliedSteps, DType, Error, JobVersion, Result, Token,
     error::Remedy,
     pb::{
         self, data_service_client::DataServiceClient, shard_service_client::ShardServiceClient,
@@ -270,7 +270,7 @@ impl<B: Backend> Copier<B> {
         }
     }
 
-    /// Pulls the numbers of applied steps of the slices of `copies`.
+    /// Pulls the applied steps of the slices of `copies`.
     async fn pull_applied(
         &self,
         connection: &Connection,
@@ -282,14 +282,16 @@ impl<B: Backend> Copier<B> {
         let mut client = ShardServiceClient::new(connection.clone())
             .max_decoding_message_size(MAX_CONTROL_MESSAGE);
         let answer = client.steps(request).await.map_err(|s| Error::from_status(&s, peer))?;
-        let steps = answer.into_inner().slices.into_iter();
-        let applied: HashMap<u32, u64> = steps.map(|of| (of.slice, of.applied)).collect();
+        let slices = answer.into_inner().slices.into_iter();
+        let steps: HashMap<u32, pb::SliceSteps> = slices.map(|of| (of.slice, of)).collect();
         for copy in copies {
-            let Some(&applied) = applied.get(&copy.source) else {
+            let Some(of) = steps.get(&copy.source) else {
                 let slice = copy.source;
                 let cause = format!("{peer} sent no step count for slice {slice} of job {job:?}");
                 return Err(Error::Internal { cause });
             };
+            let optimizer = &self.job.spec.groups[0];
+            let applied = AppliedSteps::of(optimizer, of.applied, &of.scalar_state)?;
             self.job.slice(copy.slice)?.carry_applied(applied);
         }
         Ok(())

@@ -7,7 +7,7 @@ use std::{
 
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{Error, JobSpec, Placement, Result, geometry::Contributions};
+use zeroshard_proto::{AppliedSteps, Error, JobSpec, Placement, Result, geometry::Contributions};
 
 use super::{
     budget::Budget,
@@ -208,7 +208,13 @@ impl<B: Backend> Job<B> {
 
     /// Records that `rank` uploads nothing of a slice: the slice keeps its copied content.
     /// `applied` is the same as in [`Upload`].
-    pub(crate) fn keep(&self, attempt: Attempt, index: u32, rank: u32, applied: u64) -> Result<()> {
+    pub(crate) fn keep(
+        &self,
+        attempt: Attempt,
+        index: u32,
+        rank: u32,
+        applied: AppliedSteps,
+    ) -> Result<()> {
         let slice = self.slice(index)?;
         senders::contributors_of(&self.spec, index, &slice.contributors, rank, Sent::Initial)?;
         let current = || self.check_epoch(attempt.epoch);

@@ -15,7 +15,7 @@ use super::*;
 use crate::{backend::Cpu, shard::slice::Apply};
 
 const JOB_ID: u64 = 5;
-const UPLOAD: Upload = Upload { state: None, applied: 0 };
+const UPLOAD: Upload = Upload { state: None, applied: AppliedSteps::new(0) };
 
 /// `slices` slices of two elements each, on the only server of a job of `world` ranks with plain
 /// SGD.

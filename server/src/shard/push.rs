@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use bytes::Bytes;
 use http_body::Body;
 use zeroshard_proto::{
-    DType, Deadline, Error, JobSpec, Result,
+    AppliedSteps, DType, Deadline, Error, JobSpec, Result,
     frame::{Event, Extent, Reader},
     pb::{self, push_begin::Contents},
 };
@@ -326,5 +326,6 @@ fn upload(message: &pb::Upload, spec: &JobSpec) -> Result<Upload> {
         let found = format!("{} slices in an upload of optimizer state", message.kept.len());
         return Err(Error::invalid("kept", found, "slices in an upload of parameters"));
     }
-    Ok(Upload { state, applied: message.applied })
+    let applied = AppliedSteps::of(&spec.groups[0], message.applied, &message.scalar_state)?;
+    Ok(Upload { state, applied })
 }

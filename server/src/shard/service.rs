@@ -51,7 +51,11 @@ impl<B: Backend> Service<B> {
         let mut response = pb::StepsResponse::default();
         for (index, slice) in job.slices().filter(|(_, slice)| slice.group.is_some()) {
             let applied = slice.applied(&request.job, request.version)?;
-            response.slices.push(pb::SliceSteps { slice: index, applied });
+            response.slices.push(pb::SliceSteps {
+                slice: index,
+                applied: applied.count,
+                scalar_state: applied.scalar_state(&job.spec.groups[0]).to_vec(),
+            });
         }
         Ok(response)
     }

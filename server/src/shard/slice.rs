@@ -9,7 +9,9 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 
-use zeroshard_proto::{DType, JobSpec, Optimizer, Result, SliceSpec, geometry::SliceContributors};
+use zeroshard_proto::{
+    AppliedSteps, DType, JobSpec, Optimizer, Result, SliceSpec, geometry::SliceContributors,
+};
 
 use super::{
     budget::Budget,
@@ -69,9 +71,8 @@ struct Inner<B: Backend> {
     /// The master weights in the tensor's dtype, if it is not f32.
     published: Option<Versioned<B>>,
     state: Vec<Versioned<B>>,
-    /// The number of applied steps: those that were not skipped and had a gradient from at least
-    /// one rank.
-    applied: u64,
+    /// The applied steps: those that were not skipped and had a gradient from at least one rank.
+    applied: AppliedSteps,
     /// The initial content that was copied from the predecessor of the job, if any.
     carried: Option<Carried>,
     /// The initial parameters that have arrived.
@@ -331,13 +332,13 @@ impl<B: Backend> Slice<B> {
             let factor = apply.gradient_factors.get(self.spec.tensor).copied().unwrap_or(1.0);
             let coefficient = (coefficient * factor / self.divisor) as f32;
             let optimizer = &apply.groups[group];
-            let update = Update { optimizer, step: inner.applied + 1, coefficient };
+            let update = Update::after(inner.applied, optimizer, coefficient);
             let published = inner.published.as_mut().map(|p| p.write(backend)).transpose()?;
             let master = inner.master.write(backend)?;
             let state = inner.state.iter_mut().map(|state| state.write(backend));
             let mut state = state.collect::<Result<Vec<_>>>()?;
             backend.apply(&update, master, &mut state, &open.sum, published);
-            inner.applied += 1;
+            inner.applied = update.applied();
         } else if replaced && let Some(published) = &mut inner.published {
             backend.copy(inner.master.current(), published.write(backend)?);
         }
@@ -365,7 +366,7 @@ impl<B: Backend> Inner<B> {
             master: Versioned::new(master),
             published: None,
             state: Vec::new(),
-            applied: 0,
+            applied: AppliedSteps::default(),
             carried: None,
             uploaded: Received::new(contributors),
             uploaded_state: Vec::new(),

@@ -29,7 +29,7 @@ pub(super) fn chunk(rank: u32, offset: usize, values: &[f32]) -> Chunk {
     Chunk { rank, offset, dtype: DType::F32, bytes: bytes(values) }
 }
 
-pub(super) const PARAMETERS: Upload = Upload { state: None, applied: 0 };
+pub(super) const PARAMETERS: Upload = Upload { state: None, applied: AppliedSteps::new(0) };
 
 impl Subject {
     fn new(optimizer: &str, tensor: TensorSpec, world: u32) -> Self {
@@ -129,7 +129,7 @@ impl Subject {
     }
 
     pub(super) fn applied(&self, version: u64) -> u64 {
-        self.slice.applied("job", version).unwrap()
+        self.slice.applied("job", version).unwrap().count
     }
 }
 
@@ -151,7 +151,8 @@ fn uploaded_state_and_steps_continue_like_an_uninterrupted_run() {
         let words = values(part);
         let values: Vec<f32> =
             words.as_chunks().0.iter().map(|word| f32::from_le_bytes(*word)).collect();
-        let upload = Upload { state, applied: if state == Some(1) { 3 } else { 0 } };
+        let upload =
+            Upload { state, applied: AppliedSteps::new(if state == Some(1) { 3 } else { 0 }) };
         // The values arrive in two chunks, of which the second is repeated.
         second.upload(upload, 2, &values[2..]).unwrap();
         second.upload(upload, 0, &values[..2]).unwrap();
@@ -170,11 +171,11 @@ fn uploaded_state_and_steps_continue_like_an_uninterrupted_run() {
 #[test]
 fn state_after_the_parameters_is_refused_unless_it_arrived_before() {
     let subject = Subject::new(ADAMW, Subject::tensor(), 1);
-    let state = Upload { state: Some(0), applied: 7 };
+    let state = Upload { state: Some(0), applied: AppliedSteps::new(7) };
     subject.upload(state, 0, &[0.5; 2]).unwrap();
     subject.upload(PARAMETERS, 0, &[0.0; NUMEL]).unwrap();
     assert_eq!(subject.upload(state, 0, &[0.5; 2]).unwrap().0, 0, "a push that is repeated");
-    let late = subject.upload(Upload { applied: 9, ..state }, 0, &[0.5; 3]);
+    let late = subject.upload(Upload { applied: AppliedSteps::new(9), ..state }, 0, &[0.5; 3]);
     assert!(matches!(late, Err(Error::Invalid { .. })));
     assert_eq!(subject.applied(0), 7);
     assert_eq!(subject.read(Part::State(0), 0), bytes(&[0.5, 0.5, 0.0, 0.0, 0.0]));
@@ -184,7 +185,9 @@ fn state_after_the_parameters_is_refused_unless_it_arrived_before() {
 fn a_new_epoch_before_version_0_drops_uploaded_state_and_steps() {
     let adagrad = r#"{"name":"adagrad","initial_accumulator_value":0.25}"#;
     let subject = Subject::new(adagrad, Subject::tensor(), 1);
-    subject.upload(Upload { state: Some(0), applied: 7 }, 0, &[0.5; NUMEL]).unwrap();
+    subject
+        .upload(Upload { state: Some(0), applied: AppliedSteps::new(7) }, 0, &[0.5; NUMEL])
+        .unwrap();
     subject.restart();
     subject.restart();
     subject.upload(PARAMETERS, 0, &[0.0; NUMEL]).unwrap();
@@ -198,10 +201,12 @@ fn a_new_epoch_before_version_0_drops_uploaded_state_and_steps() {
 #[test]
 fn parameters_without_state_count_steps_if_they_are_trained() {
     let subject = Subject::new(r#"{"name":"sgd"}"#, Subject::tensor(), 1);
-    subject.upload(Upload { state: None, applied: 4 }, 0, &[0.0; NUMEL]).unwrap();
+    subject
+        .upload(Upload { state: None, applied: AppliedSteps::new(4) }, 0, &[0.0; NUMEL])
+        .unwrap();
     assert_eq!(subject.applied(0), 4);
     let buffer = Subject::new(r#"{"name":"sgd"}"#, Subject::buffer(DType::F32), 1);
-    buffer.upload(Upload { state: None, applied: 4 }, 0, &[0.0; NUMEL]).unwrap();
+    buffer.upload(Upload { state: None, applied: AppliedSteps::new(4) }, 0, &[0.0; NUMEL]).unwrap();
     assert_eq!(buffer.applied(0), 0);
 }
 

@@ -14,7 +14,7 @@ use comfy_table::Table;
 use serde::Serialize;
 use zeroshard_proto::dtype::DType;
 use zeroshard_proto::geometry::blocks::SLICE;
-use zeroshard_proto::optimizer::{Optimizer, Sgd};
+use zeroshard_proto::optimizer::{AppliedSteps, Optimizer, Sgd};
 use zeroshard_server::backend::cpu::Buffer;
 use zeroshard_server::backend::kernels::{Level, stream};
 use zeroshard_server::backend::{Backend, Cpu, OutOfMemory, Update};
@@ -112,7 +112,7 @@ impl Slice {
     }
 
     fn step(&mut self, cpu: &Cpu, optimizer: &Optimizer) {
-        let update = Update { optimizer, step: 2, coefficient: 0.5 };
+        let update = Update::after(AppliedSteps::new(1), optimizer, 0.5);
         let [master, state @ ..] = &mut self.arrays;
         let mut state: Vec<_> = state.iter_mut().take(optimizer.state().len()).collect();
         cpu.apply(&update, master, &mut state, &self.gradient, None);

@@ -30,6 +30,10 @@ OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda p: paddle.optimizer.AdamW(
         paddle.optimizer.lr.CosineAnnealingDecay(0.01, 9), parameters=p
     ),
+    "Adamax": lambda p: paddle.optimizer.Adamax(0.01, parameters=p),
+    "NAdam": lambda p: paddle.optimizer.NAdam(0.01, momentum_decay=0.1, parameters=p),
+    "RAdam": lambda p: paddle.optimizer.RAdam(0.01, parameters=p),
+    "RMSProp": lambda p: paddle.optimizer.RMSProp(0.01, momentum=0.5, parameters=p),
     "Adagrad": lambda p: paddle.optimizer.Adagrad(0.05, parameters=p),
     "Adadelta": lambda p: paddle.optimizer.Adadelta(1.0, parameters=p),
     "Lamb": lambda p: paddle.optimizer.Lamb(0.01, parameters=p),
@@ -90,6 +94,25 @@ def test_existing_optimizer_state_is_uploaded(cluster: zs.Session, optimizer: st
         np.testing.assert_allclose(
             tensor.numpy(), model.state_dict()[name].numpy(), rtol=1e-3, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_state_has_the_names_shapes_and_values_of_paddle(
+    cluster: zs.Session, optimizer: str
+) -> None:
+    states = []
+    for level in (None, "os"):
+        model, made = build("mlp", optimizer, level)
+        steps("mlp", model, made, 0, 4)
+        states.append(made.state_dict())
+    theirs, ours = states
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        if isinstance(value, paddle.Tensor):
+            assert ours[name].shape == value.shape and ours[name].dtype == value.dtype, name
+            np.testing.assert_allclose(
+                ours[name].numpy(), value.numpy(), rtol=1e-3, atol=1e-6, err_msg=name
+            )
 
 
 @pytest.mark.parametrize("name", ["frozen", "gpt", "cnn"])

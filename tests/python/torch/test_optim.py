@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,10 @@ GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 KINDS = {"lion": Lion, "lamb": LAMB}
 
 
-def _golden() -> Any:
-    """The script that generated the golden vectors."""
-    capability = os.environ.get("ATEN_CPU_CAPABILITY")
-    spec = importlib.util.spec_from_file_location("golden", GOLDEN / "make.py")
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    # What the script asks of torch is not meant for the tests' ranks.
-    if capability is None:
-        del os.environ["ATEN_CPU_CAPABILITY"]
-    return script
-
-
-golden = _golden()
+spec = importlib.util.spec_from_file_location("golden_inputs", GOLDEN / "inputs.py")
+assert spec is not None and spec.loader is not None
+golden = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(golden)
 index = json.loads((GOLDEN / "cases.json").read_text())
 CASES = [
     (number, case)

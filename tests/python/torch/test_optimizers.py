@@ -40,6 +40,8 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"lr": 0.05, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
     ),
     "SGD, Nesterov": ("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "ASGD": ("ASGD", {"lr": 0.05}),
+    "ASGD, average": ("ASGD", {"lr": 0.05, "lambd": 0.01, "t0": 3, "weight_decay": 0.01}),
     "Adam": ("Adam", {"lr": 2e-3}),
     "Adam, decay": ("Adam", {"lr": 2e-3, "weight_decay": 0.01, "betas": (0.8, 0.95), "eps": 1e-6}),
     "Adam, amsgrad": ("Adam", {"lr": 2e-3, "amsgrad": True}),
@@ -47,6 +49,11 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW": ("AdamW", {"lr": 2e-3}),
     "AdamW, amsgrad": ("AdamW", {"lr": 2e-3, "amsgrad": True, "weight_decay": 0.1}),
     "Adamax": ("Adamax", {"lr": 2e-3, "weight_decay": 0.01}),
+    "NAdam": ("NAdam", {"lr": 2e-3, "momentum_decay": 0.1, "weight_decay": 0.01}),
+    "NAdam, decoupled": (
+        "NAdam",
+        {"lr": 2e-3, "betas": (0.8, 0.95), "weight_decay": 0.1, "decoupled_weight_decay": True},
+    ),
     "RAdam": ("RAdam", {"lr": 2e-3, "weight_decay": 0.01}),
     "RAdam, decoupled": (
         "RAdam",

@@ -3,7 +3,7 @@
 use futures_util::future::join_all;
 use zeroshard_client::{Absent, Commit, Error, Job, StepReport, TensorData, TensorId};
 use zeroshard_proto::{
-    JobSpec, TensorSpec,
+    AppliedSteps, JobSpec, TensorSpec,
     pb::{self, push_begin::Contents},
 };
 use zeroshard_tests::{
@@ -128,7 +128,7 @@ async fn a_tensor_without_any_gradient_is_not_stepped() {
     let after = training::pull(&jobs[0], 1).await.unwrap();
     assert_eq!(after[8], before[8], "not even weight decay");
     assert_ne!(after[0], before[0]);
-    let mut applied = vec![1, 0, 1, 0, 0, 1, 0, 1, 0];
+    let mut applied = [1, 0, 1, 0, 0, 1, 0, 1, 0].map(AppliedSteps::new);
     assert_eq!(jobs[1].applied_steps(1).await.unwrap(), applied);
     // A step without any gradient is a step, too.
     for job in &jobs {
@@ -143,7 +143,7 @@ async fn a_tensor_without_any_gradient_is_not_stepped() {
         job.attempt(2).unwrap().push(gradients(&spec, job.rank(), 2, &[])).await.unwrap();
     }
     assert!(commit(&jobs, 2).await.absent.is_empty());
-    applied = vec![2, 0, 2, 0, 0, 2, 0, 2, 1];
+    applied = [2, 0, 2, 0, 0, 2, 0, 2, 1].map(AppliedSteps::new);
     assert_eq!(jobs[0].applied_steps(3).await.unwrap(), applied);
 }
 

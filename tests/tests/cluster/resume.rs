@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use futures_util::future::join_all;
 use zeroshard_client::{Commit, Error, Job, StatePart, Target, TensorData, TensorId};
 use zeroshard_proto::{
-    DType, JobSpec, Optimizer,
+    AppliedSteps, DType, JobSpec, Optimizer,
     pb::{self, push_begin::Contents, state_part::Part},
 };
 use zeroshard_tests::{Cluster, stock, synthetic, training};
@@ -67,8 +67,8 @@ async fn continues_elsewhere(optimizer: Optimizer, dtype: DType) {
     }
     parts.insert("master", pull_part(&jobs[1], 2, StatePart::MasterWeights).await);
     let applied = jobs[0].applied_steps(2).await.unwrap();
-    assert_eq!(applied[0], 2);
-    assert_eq!(applied[3], 0, "frozen");
+    assert_eq!(applied[0].count, 2);
+    assert_eq!(applied[3].count, 0, "frozen");
 
     let others = join_all_ranks(three.address(), &spec).await;
     let gradients = |part: &str| -> Vec<TensorData> {
@@ -76,10 +76,10 @@ async fn continues_elsewhere(optimizer: Optimizer, dtype: DType) {
         values.map(|(tensor, data)| TensorData::new(TensorId::new(tensor), data)).collect()
     };
     for part in optimizer.state() {
-        others[0].initialise_state(part, 2, gradients(part)).await.unwrap();
-        others[0].initialise_state(part, 2, gradients(part)).await.unwrap();
+        others[0].initialise_state(part, applied[0], gradients(part)).await.unwrap();
+        others[0].initialise_state(part, applied[0], gradients(part)).await.unwrap();
     }
-    others[0].initialise_at(2, gradients("master")).await.unwrap();
+    others[0].initialise_at(applied[0], gradients("master")).await.unwrap();
     until("both know", || others.iter().all(|job| job.version() == Some(0))).await;
     assert_eq!(others[0].applied_steps(0).await.unwrap(), applied);
     steps(&jobs, 2, 2).await;
@@ -104,6 +104,12 @@ async fn a_run_in_half_precision_continues_from_its_master_weights() {
 }
 
 #[tokio::test]
+async fn a_run_continues_from_its_scalar_state() {
+    let json = r#"{"name":"nadam","momentum_decay":0.5}"#;
+    continues_elsewhere(serde_json::from_str(json).unwrap(), DType::F32).await;
+}
+
+#[tokio::test]
 async fn a_run_without_state_continues_from_its_parameters() {
     continues_elsewhere(sgd(0.5), DType::F32).await;
 }
@@ -114,13 +120,16 @@ async fn the_uploads_of_a_rank_lost_before_version_0_are_dropped() {
     let spec = job("lost", 1, adamw(), synthetic::small());
     let mut jobs = join_all_ranks(cluster.address(), &spec).await;
     let state = |tensor, numel: usize| TensorData::new(TensorId::new(tensor), vec![0.5; numel]);
-    jobs[0].initialise_state("exp_avg", 9, vec![state(0, 1000), state(1, 3)]).await.unwrap();
+    jobs[0]
+        .initialise_state("exp_avg", AppliedSteps::new(9), vec![state(0, 1000), state(1, 3)])
+        .await
+        .unwrap();
     drop(jobs.pop());
     // The rank is free when the coordinator has noticed the loss; joining waits for it.
     let job = connect(cluster.address()).await.join("lost", 0).await.unwrap();
     job.initialise(synthetic::parameters(&spec.manifest)).await.unwrap();
     until("version 0 is there", || job.version() == Some(0)).await;
-    assert_eq!(job.applied_steps(0).await.unwrap(), [0, 0]);
+    assert_eq!(job.applied_steps(0).await.unwrap(), [0, 0].map(AppliedSteps::new));
     for (_, state) in pull_part(&job, 0, StatePart::OptimizerState("exp_avg")).await {
         assert!(state.iter().all(|&value| value == 0.0));
     }
@@ -147,7 +156,7 @@ async fn unknown_parts_are_refused() {
         [(7, "exp_avg", 1), (7, "sum", 1), (7, "master", 1), (3, "exp_avg", 129), (7, "", 1)]
     {
         let data = vec![TensorData::new(TensorId::new(tensor), vec![1.0; numel])];
-        let refused = job.initialise_state(part, 3, data).await;
+        let refused = job.initialise_state(part, AppliedSteps::new(3), data).await;
         assert!(matches!(refused, Err(Error::Invalid { .. })), "{tensor} {part:?}: {refused:?}");
     }
     let address = cluster.shards[0].address();
@@ -161,8 +170,8 @@ async fn unknown_parts_are_refused() {
         ));
     }
     // A repeated upload of parameters with a different number of steps changes nothing.
-    job.initialise_at(5, synthetic::parameters(&spec.manifest)).await.unwrap();
-    assert_eq!(job.applied_steps(0).await.unwrap(), [0; 9]);
+    job.initialise_at(AppliedSteps::new(5), synthetic::parameters(&spec.manifest)).await.unwrap();
+    assert_eq!(job.applied_steps(0).await.unwrap(), [AppliedSteps::default(); 9]);
     assert_eq!(job.state_hash(0).await.unwrap(), before);
 }
 

@@ -6,8 +6,8 @@ use std::{collections::BTreeMap, time::Duration};
 use futures_util::future::join_all;
 use zeroshard_client::{CreateJob, Error, Job, Status, TensorData, TensorId};
 use zeroshard_proto::{
-    JobSpec, JobVersion, Optimizer, TensorSpec, pb, pb::shard_service_client::ShardServiceClient,
-    successor_name,
+    AppliedSteps, JobSpec, JobVersion, Optimizer, TensorSpec, pb,
+    pb::shard_service_client::ShardServiceClient, successor_name,
 };
 use zeroshard_tests::{
     Cluster, FaultProxy, Process,
@@ -88,8 +88,8 @@ async fn goes_on(optimizer: Optimizer, before: usize, then: usize) {
     let others = join(cluster.address(), create).await;
     assert_eq!(others[0].spec().name, "run.1");
     for job in &others {
-        job.keep(0, &owners(job.spec())).await.unwrap();
-        job.keep(0, &owners(job.spec())).await.unwrap();
+        job.keep(AppliedSteps::new(0), &owners(job.spec())).await.unwrap();
+        job.keep(AppliedSteps::new(0), &owners(job.spec())).await.unwrap();
     }
     all_know(&others).await;
     assert_eq!(cluster.payload()[1], pushed, "no worker uploads anything");
@@ -107,6 +107,7 @@ async fn goes_on(optimizer: Optimizer, before: usize, then: usize) {
 #[tokio::test]
 async fn a_job_goes_on_from_another_on_the_same_server() {
     goes_on(adamw(), 1, 1).await;
+    goes_on("asgd".parse().unwrap(), 1, 1).await;
 }
 
 #[tokio::test]
@@ -118,6 +119,7 @@ async fn a_job_goes_on_from_another_on_the_same_three_servers() {
 async fn a_job_goes_on_from_another_with_another_placement() {
     goes_on(adamw(), 1, 3).await;
     goes_on(sgd(0.5), 1, 2).await;
+    goes_on("nadam".parse().unwrap(), 1, 3).await;
 }
 
 #[tokio::test]
@@ -132,7 +134,7 @@ async fn a_tensor_that_is_cut_otherwise_is_carried_over_too() {
     tensors.iter_mut().for_each(|tensor| tensor.policy = zeroshard_proto::Policy::Whole);
     let whole = JobSpec { min_servers: 2, ..job("cut", 1, adamw(), tensors.clone()) };
     let others = join(cluster.address(), after(&jobs[0], 1, whole)).await;
-    others[0].keep(0, &owners(others[0].spec())).await.unwrap();
+    others[0].keep(AppliedSteps::new(0), &owners(others[0].spec())).await.unwrap();
     others[0].initialised().await.unwrap();
     assert!(
         training::pull(&jobs[0], 1).await.unwrap() == training::pull(&others[0], 0).await.unwrap()
@@ -141,9 +143,9 @@ async fn a_tensor_that_is_cut_otherwise_is_carried_over_too() {
     // An optimizer that needs more state than there is begins afresh.
     let more = job("cut", 1, serde_json::from_str(json).unwrap(), tensors);
     let more = join(cluster.address(), after(&others[0], 0, more)).await;
-    more[0].keep(0, &owners(more[0].spec())).await.unwrap();
+    more[0].keep(AppliedSteps::new(0), &owners(more[0].spec())).await.unwrap();
     more[0].initialised().await.unwrap();
-    assert!(more[0].applied_steps(0).await.unwrap().iter().all(|&applied| applied == 0));
+    assert!(more[0].applied_steps(0).await.unwrap().iter().all(|applied| applied.count == 0));
     assert!(
         training::pull(&more[0], 0).await.unwrap() == training::pull(&others[0], 0).await.unwrap()
     );
@@ -163,18 +165,18 @@ async fn an_upload_overrides_what_was_carried_over_and_new_tensors_need_one() {
     tensors.push(TensorSpec::new("new", [5]));
     let create = after(&jobs[0], 1, job("run", 1, adamw(), tensors));
     let next = join(cluster.address(), create).await.remove(0);
-    let refused = next.keep(0, &tensor_ids([0, 2])).await;
+    let refused = next.keep(AppliedSteps::new(0), &tensor_ids([0, 2])).await;
     assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
-    let refused = next.initialise_state("exp_avg", 7, filled(1, 3, 1.0)).await;
+    let refused = next.initialise_state("exp_avg", AppliedSteps::new(7), filled(1, 3, 1.0)).await;
     assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
     next.initialise(filled(1, 3, 0.25)).await.unwrap();
-    next.initialise_at(9, filled(2, 5, 0.5)).await.unwrap();
-    next.keep(0, &tensor_ids([0])).await.unwrap();
+    next.initialise_at(AppliedSteps::new(9), filled(2, 5, 0.5)).await.unwrap();
+    next.keep(AppliedSteps::new(0), &tensor_ids([0])).await.unwrap();
     next.initialised().await.unwrap();
     let values = training::pull(&next, 0).await.unwrap();
     assert!(values[0] == training::pull(&jobs[0], 1).await.unwrap()[0]);
     assert_eq!(values[1..], [vec![0.25; 3], vec![0.5; 5]]);
-    assert_eq!(next.applied_steps(0).await.unwrap(), [1, 1, 9]);
+    assert_eq!(next.applied_steps(0).await.unwrap(), [1, 1, 9].map(AppliedSteps::new));
 }
 
 #[tokio::test]
@@ -186,11 +188,11 @@ async fn fresh_state_is_that_of_a_new_run_unless_it_is_uploaded() {
     let mut create = after(&jobs[0], 1, spec);
     create.fresh_state = true;
     let next = join(cluster.address(), create).await.remove(0);
-    next.initialise_state("exp_avg", 4, filled(1, 3, 1.0)).await.unwrap();
-    next.keep(4, &tensor_ids([1])).await.unwrap();
-    next.keep(0, &tensor_ids([0])).await.unwrap();
+    next.initialise_state("exp_avg", AppliedSteps::new(4), filled(1, 3, 1.0)).await.unwrap();
+    next.keep(AppliedSteps::new(4), &tensor_ids([1])).await.unwrap();
+    next.keep(AppliedSteps::new(0), &tensor_ids([0])).await.unwrap();
     next.initialised().await.unwrap();
-    assert_eq!(next.applied_steps(0).await.unwrap(), [0, 4]);
+    assert_eq!(next.applied_steps(0).await.unwrap(), [0, 4].map(AppliedSteps::new));
     assert!(training::pull(&jobs[0], 1).await.unwrap() == training::pull(&next, 0).await.unwrap());
 }
 
@@ -206,15 +208,15 @@ async fn a_rank_that_is_lost_before_version_0_takes_its_uploads_along_and_nothin
     drop(next.pop());
     until("rank 0 knows", || next[0].epoch() > epoch).await;
     // An upload has replaced the copied content.
-    let refused = next[0].keep(0, &tensor_ids([1])).await;
+    let refused = next[0].keep(AppliedSteps::new(0), &tensor_ids([1])).await;
     assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
     next[0].initialise(filled(1, 3, 0.5)).await.unwrap();
-    next[0].keep(0, &tensor_ids([0])).await.unwrap();
+    next[0].keep(AppliedSteps::new(0), &tensor_ids([0])).await.unwrap();
     next[0].initialised().await.unwrap();
     let values = training::pull(&next[0], 0).await.unwrap();
     assert!(values[0] == training::pull(&jobs[0], 1).await.unwrap()[0]);
     assert_eq!(values[1], [0.5; 3]);
-    assert_eq!(next[0].applied_steps(0).await.unwrap(), [1, 1]);
+    assert_eq!(next[0].applied_steps(0).await.unwrap(), [1, 1].map(AppliedSteps::new));
 }
 
 #[tokio::test]
@@ -247,7 +249,7 @@ async fn a_job_that_was_created_stays_when_its_predecessor_is_deleted_and_its_cr
     client.create_job(create.clone()).await.unwrap();
     client.delete_job("run").await.unwrap();
     let next = join(cluster.address(), create).await.remove(0);
-    next.keep(0, &tensor_ids([0, 1])).await.unwrap();
+    next.keep(AppliedSteps::new(0), &tensor_ids([0, 1])).await.unwrap();
     next.initialised().await.unwrap();
     assert_eq!(digests(&cluster, &next, 0).await, expected);
 }
@@ -336,7 +338,7 @@ async fn a_copy_goes_on_after_a_connection_broke() {
     proxy.stall(false);
     let next = join(cluster.address(), create).await.remove(0);
     assert_eq!(proxy.cuts(), 1);
-    next.keep(0, &owners(next.spec())).await.unwrap();
+    next.keep(AppliedSteps::new(0), &owners(next.spec())).await.unwrap();
     next.initialised().await.unwrap();
     assert_eq!(digests(&cluster, &next, 0).await, expected);
 }

@@ -75,8 +75,8 @@ impl fmt::Display for Schedule {
 /// The default learning rate of an optimizer, tuned for the default model.
 pub fn default_lr(optimizer: &Optimizer) -> f64 {
     match optimizer {
-        Optimizer::Adam(_) | Optimizer::AdamW(_) => 4e-3,
-        Optimizer::Sgd(_) => 0.5,
+        Optimizer::Adam(_) | Optimizer::AdamW(_) | Optimizer::NAdam(_) => 4e-3,
+        Optimizer::Sgd(_) | Optimizer::Asgd(_) => 0.5,
         Optimizer::Adadelta(_) => 1.0,
         Optimizer::RmsProp(_) => 1e-3,
         Optimizer::Lion(_) => 3e-4,

@@ -8,7 +8,7 @@ parameters become part of the next step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
@@ -24,8 +24,9 @@ from .layout import JobLayout, job_layouts
 #: state tensor.
 _CHUNK = 1 << 30
 
-#: The optimizer state of a parameter: the number of applied steps, and host tensors by name.
-State = tuple[int, Mapping[str, T]]
+#: The optimizer state of a parameter: the number of applied steps, the scalar state after them, and
+#: host tensors by name.
+State = tuple[int, Sequence[float], Mapping[str, T]]
 
 
 @dataclass
@@ -366,15 +367,14 @@ class ModelJob(Generic[T]):
         ``states``: optimizer state of both, by the ``id`` of its parameter. It is uploaded first,
         because the job begins when the last parameter has arrived.
         """
-        by_part: dict[tuple[str, int], list[tuple[int, Array]]] = {}
-        for entry in [*entries, *kept]:
-            applied, tensors = states.get(id(entry.tensor), (0, {}))
-            for part, tensor in tensors.items():
-                by_part.setdefault((part, applied), []).append(
-                    (entry.index, self.framework.array(tensor))
-                )
-        for (part, applied), arrays in by_part.items():
-            self.job.initialise(arrays, part=part, applied=applied, label="uploading")
+        for applied, some in self._by_applied([*entries, *kept], states).items():
+            by_part: dict[str, list[tuple[int, Array]]] = {}
+            for entry in some:
+                for part, tensor in states[id(entry.tensor)][2].items() if applied[0] else ():
+                    array = self.framework.array(tensor)
+                    by_part.setdefault(part, []).append((entry.index, array))
+            for part, arrays in by_part.items():
+                self.job.initialise(arrays, part=part, applied=applied, label="uploading")
         for applied, some in self._by_applied(entries, states).items():
             arrays = [(entry.index, entry.outgoing()) for entry in some]
             self.job.initialise(arrays, applied=applied, label="uploading")
@@ -383,12 +383,13 @@ class ModelJob(Generic[T]):
 
     def _by_applied(
         self, entries: list[Entry[T]], states: Mapping[int, State[T]]
-    ) -> dict[int, list[Entry[T]]]:
-        """The entries, grouped by the number of steps that were applied to their state."""
-        by_applied: dict[int, list[Entry[T]]] = {}
+    ) -> dict[tuple[int, tuple[float, ...]], list[Entry[T]]]:
+        """The entries, grouped by the steps that were applied to their state: the number, and the
+        scalar state after them."""
+        by_applied: dict[tuple[int, tuple[float, ...]], list[Entry[T]]] = {}
         for entry in entries:
-            applied = states[id(entry.tensor)][0] if id(entry.tensor) in states else 0
-            by_applied.setdefault(applied, []).append(entry)
+            applied, scalars, _ = states.get(id(entry.tensor), (0, (), {}))
+            by_applied.setdefault((applied, tuple(scalars)), []).append(entry)
         return by_applied
 
     def receive(self, entries: Iterable[Entry[T]], label: str | None = None) -> None:
@@ -402,14 +403,15 @@ class ModelJob(Generic[T]):
         for _, incoming in targets:
             incoming.finish()
 
-    def states(self) -> Iterator[tuple[Entry[T], int, dict[str, T]]]:
-        """The whole optimizer state of all trained entries: applied steps, and host tensors."""
+    def states(self) -> Iterator[tuple[Entry[T], State[T]]]:
+        """The whole optimizer state of all trained entries that were updated."""
         applied = self.job.applied_steps(self.version)
-        for chunk in _chunks(list(self.trained)):
+        updated = [entry for entry in self.trained if applied[entry.index][0]]
+        for chunk in _chunks(updated):
             fetched: dict[str, list[tuple[int, Array]]] = {}
             states: list[dict[str, T]] = []
             for entry in chunk:
-                names = self._opened_with[entry.group][1] if applied[entry.index] else ()
+                names = self._opened_with[entry.group][1]
                 tensors = {name: self.framework.host(entry.shape) for name in names}
                 for name, tensor in tensors.items():
                     array = self.framework.array(tensor, Box.whole(entry.shape))
@@ -418,7 +420,7 @@ class ModelJob(Generic[T]):
             for name, arrays in fetched.items():
                 self.job.fetch(self.version, arrays, part=name, label=f"fetching {name}")
             for entry, tensors in zip(chunk, states, strict=True):
-                yield entry, applied[entry.index], tensors
+                yield entry, (*applied[entry.index], tensors)
 
     def whole(self, entries: Iterable[Entry[T]]) -> dict[str, T]:
         """Whole tensors by name, as f32 in host memory, at the current version."""

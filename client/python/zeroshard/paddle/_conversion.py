@@ -8,11 +8,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import paddle
 from paddle.optimizer import optimizer as _base
 from paddle.regularizer import L2Decay
 
 from .. import _native
+from .._core.job import State
 from .._core.optimizer import hyperparameters
 from ..errors import InvalidArgumentError, UnsupportedOptimizerError
 
@@ -22,15 +24,13 @@ NAMES: dict[type, str] = {
     paddle.optimizer.Momentum: "sgd",
     paddle.optimizer.AdamW: "adamw",
     paddle.optimizer.Adam: "adam",
+    paddle.optimizer.Adamax: "adamax",
+    paddle.optimizer.NAdam: "nadam",
+    paddle.optimizer.RAdam: "radam",
     paddle.optimizer.Adagrad: "adagrad",
     paddle.optimizer.Adadelta: "adadelta",
+    paddle.optimizer.RMSProp: "rmsprop",
     paddle.optimizer.Lamb: "lamb",
-}
-
-#: Why an optimizer is not supported although the servers have one of its name.
-_REASONS = {
-    paddle.optimizer.RMSProp: "it adds epsilon under the square root, torch's and the servers' "
-    "RMSprop outside of it",
 }
 
 #: Paddle's names of the servers' state tensors.
@@ -38,9 +38,28 @@ _ACCUMULATORS: dict[str, dict[str, str]] = {
     "sgd": {"momentum_buffer": "velocity"},
     "adam": {"exp_avg": "moment1", "exp_avg_sq": "moment2", "max_exp_avg_sq": "moment2_max"},
     "adamw": {"exp_avg": "moment1", "exp_avg_sq": "moment2", "max_exp_avg_sq": "moment2_max"},
+    "adamax": {"exp_avg": "moment", "exp_inf": "inf_norm"},
+    "nadam": {"exp_avg": "moment1", "exp_avg_sq": "moment2"},
+    "radam": {"exp_avg": "moment1", "exp_avg_sq": "moment2"},
     "adagrad": {"sum": "moment"},
     "adadelta": {"square_avg": "_avg_squared_grad", "acc_delta": "_avg_squared_update"},
+    "rmsprop": {
+        "square_avg": "mean_square",
+        "momentum_buffer": "momentum",
+        "grad_avg": "mean_grad",
+    },
     "lamb": {"exp_avg": "moment1", "exp_avg_sq": "moment2"},
+}
+
+#: The optimizers that count their steps: the accumulators with powers of betas, and whether they
+#: hold the powers for the next step.
+_POWERS: dict[str, tuple[dict[str, str], bool]] = {
+    **dict.fromkeys(
+        ("adam", "adamw", "lamb"), ({"beta1": "beta1_pow_acc", "beta2": "beta2_pow_acc"}, True)
+    ),
+    "adamax": ({"beta1": "beta1_pow_acc"}, True),
+    "nadam": ({"beta2": "beta2_pow"}, False),
+    "radam": ({"beta1": "beta1_pow", "beta2": "beta2_pow"}, False),
 }
 
 #: The number of applied steps if a power of beta has underflowed to 0. Bias correction is 1 long
@@ -61,10 +80,7 @@ def optimizer_name(optimizer: Any) -> str:
     base = next((known for known in NAMES if isinstance(optimizer, known)), None)
     if base is not None and _steps_alike(cls, base):
         return NAMES[base]
-    why = next(
-        (f": {why}" for other, why in _REASONS.items() if isinstance(optimizer, other)),
-        "" if base is None else f": it overrides the step of {base.__name__}",
-    )
+    why = "" if base is None else f": it overrides the step of {base.__name__}"
     known = ", ".join(sorted(f"paddle.optimizer.{known.__name__}" for known in NAMES))
     raise UnsupportedOptimizerError(
         f"the shard servers do not support {cls.__module__}.{cls.__qualname__}{why}; "
@@ -124,13 +140,26 @@ def _values(optimizer: Any, name: str, group: Mapping[str, Any]) -> dict[str, An
             "dampening": 0.0,
             "nesterov": get("use_nesterov", False),
         }
-    elif name in ("adam", "adamw", "lamb"):
+    elif name in _POWERS:
         if get("lazy_mode", False):
             raise UnsupportedOptimizerError(
                 "lazy_mode is True; it must be False, since the servers update whole tensors"
             )
         values |= {"beta1": get("beta1"), "beta2": get("beta2"), "eps": get("epsilon")}
-        values["amsgrad"] = getattr(optimizer, "_amsgrad", False)
+        values |= {
+            "amsgrad": getattr(optimizer, "_amsgrad", False),
+            "momentum_decay": get("momentum_decay"),
+            "decoupled_weight_decay": False,
+            "paddle": True,
+        }
+    elif name == "rmsprop":
+        values |= {
+            "alpha": get("rho"),
+            "eps": get("epsilon"),
+            "momentum": get("momentum"),
+            "centered": get("centered"),
+            "paddle": True,
+        }
     elif name == "adagrad":
         start = group.get("initial_accumulator_value", optimizer.initial_accumulator_value)
         values |= {"lr_decay": 0.0, "eps": get("epsilon"), "initial_accumulator_value": start}
@@ -184,7 +213,7 @@ def _decay(optimizer: Any, name: str, group: Mapping[str, Any], parameter: Any) 
 
 
 def to_paddle(
-    optimizer: str, name: str, values: Mapping[str, float], applied: int, tensors: Mapping[str, Any]
+    optimizer: str, name: str, values: Mapping[str, float], held: State[Any]
 ) -> dict[str, Any]:
     """The state of a parameter, under the names that Paddle uses in a new process.
 
@@ -192,19 +221,28 @@ def to_paddle(
         optimizer: the optimizer, as :func:`optimizer_name` returns it.
         name: the parameter's ``name``.
         values: its hyperparameters.
-        applied: the number of steps that it was updated by.
-        tensors: the state tensors by the servers' names.
+        held: the state on the servers.
     """
-    state = {
-        f"{name}_{_ACCUMULATORS[optimizer][ours]}_0": tensor for ours, tensor in tensors.items()
+    applied, scalars, tensors = held
+    state = {_ACCUMULATORS[optimizer][ours]: tensor for ours, tensor in tensors.items()}
+    accumulators, is_next = _POWERS.get(optimizer, ({}, False))
+    numbers = {
+        accumulator: values[beta] ** (applied + is_next)
+        for beta, accumulator in accumulators.items()
     }
-    if optimizer in ("adam", "adamw", "lamb"):
-        for beta in ("beta1", "beta2"):
-            # Paddle stores the powers for the next step.
-            state[f"{name}_{beta}_pow_acc_0"] = paddle.to_tensor(
-                [values[beta] ** (applied + 1)], dtype="float32"
-            )
-    return state
+    if optimizer == "nadam":
+        numbers |= {"momentum_decay_pow": _momentum_power(applied), "mu_product": scalars[0]}
+    elif optimizer == "radam":
+        power = numbers["beta2_pow"]
+        numbers["rho"] = applied * power / (1 - power)
+    elif optimizer == "rmsprop":
+        # Paddle has these accumulators even where it does not use their content.
+        for unused in ("momentum", "mean_grad"):
+            state.setdefault(unused, paddle.zeros_like(state["mean_square"]))
+    # NAdam and RAdam have a copy of each number for every element of the parameter.
+    shape = state["moment1"].shape if optimizer in ("nadam", "radam") else [1]
+    state |= {key: paddle.full(shape, value, "float32") for key, value in numbers.items()}
+    return {f"{name}_{accumulator}_0": value for accumulator, value in state.items()}
 
 
 def from_paddle(
@@ -212,7 +250,7 @@ def from_paddle(
     values: Mapping[str, float],
     shape: Sequence[int],
     get: Callable[[str], Any | None],
-) -> tuple[int, dict[str, Any]]:
+) -> State[Any]:
     """The state of a parameter for the servers, from Paddle's: the inverse of :func:`to_paddle`.
 
     Args:
@@ -222,17 +260,17 @@ def from_paddle(
         get: returns the accumulator with Paddle's name, or None.
 
     Returns:
-        The number of applied steps, and the state tensors: contiguous float32 tensors on the CPU,
-            none if the number is 0. For optimizers that do not count their steps, the number is 1
-            if there is state.
+        The state, without scalars and tensors if no step was applied. The tensors are contiguous,
+            float32 and on the CPU. For optimizers that do not count their steps, the number of
+            steps is 1 if there is state.
 
     Raises:
-        InvalidArgumentError: a state tensor is missing or has another shape.
+        InvalidArgumentError: a part of the state is missing, or a tensor has another shape.
     """
     names = _native.Optimizer(optimizer, values).state
     found = {name: get(_ACCUMULATORS[optimizer][name]) for name in names}
     if all(tensor is None for tensor in found.values()):
-        return 0, {}
+        return 0, (), {}
     tensors = {}
     for name, tensor in found.items():
         if tensor is None:
@@ -249,23 +287,46 @@ def from_paddle(
                 f"{tuple(tensor.shape)}; it must have the parameter's shape, {tuple(shape)}"
             )
         tensors[name] = tensor
-    if optimizer not in ("adam", "adamw", "lamb"):
-        return 1, tensors
-    applied = _steps(values["beta2"], get("beta2_pow_acc"))
-    return (applied, tensors) if applied else (0, {})
+    if optimizer not in _POWERS:
+        return 1, (), tensors
+    accumulators, is_next = _POWERS[optimizer]
+    beta, accumulator = list(accumulators.items())[-1]
+    applied = _exponent(values[beta], _number(accumulator, get)) - is_next
+    if optimizer == "nadam":
+        power = _number("momentum_decay_pow", get)
+        by_momentum = _exponent(0.96, power)
+        # Below the smallest normal number, a power no longer determines its exponent.
+        applied = max(applied, by_momentum) if power < 1e-38 else by_momentum
+    if applied <= 0:
+        return 0, (), {}
+    return applied, [_number("mu_product", get)] if optimizer == "nadam" else (), tensors
 
 
-def _steps(beta: float, power: Any | None) -> int:
-    """The number of steps after which beta to that power is ``power``."""
-    if power is None:
+def _number(accumulator: str, get: Callable[[str], Any | None]) -> float:
+    """The content of an accumulator whose elements are all equal."""
+    found = get(accumulator)
+    if found is None:
         raise InvalidArgumentError(
-            "'beta2_pow_acc' is missing from the optimizer's state; the number of applied steps "
-            "is computed from it"
+            f"{accumulator!r} is missing from the optimizer's state, which must have it besides "
+            "the moments"
         )
-    value = float(power.reshape([-1])[0])
-    if not 0 < beta < 1 or value <= 0:
+    return float(found.reshape([-1])[0])
+
+
+def _exponent(beta: float, power: float) -> int:
+    """The number of factors ``beta`` of which ``power`` is the product."""
+    if not 0 < beta < 1 or power <= 0:
         return _MANY
-    return max(0, round(math.log(value) / math.log(beta)) - 1)
+    return round(math.log(power) / math.log(beta))
+
+
+def _momentum_power(applied: int) -> float:
+    """0.96 to the power of ``applied``, as Paddle's NAdam computes it: by one float32
+    multiplication in each step."""
+    power = np.float32(1)
+    for _ in range(min(applied, 2_600)):  # it stays constant before
+        power *= np.float32(0.96)
+    return float(power)
 
 
 def _steps_alike(cls: type, base: type) -> bool:

@@ -122,12 +122,9 @@ class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
         job = self.sharding.job
         values = job.groups()
         state: dict[str, Any] = {}
-        for entry, applied, tensors in job.states():
-            if applied:
-                own = values[entry.group][1]
-                state |= _conversion.to_paddle(
-                    job.optimizer_name, entry.tensor.name, own, applied, tensors
-                )
+        for entry, held in job.states():
+            own = values[entry.group][1]
+            state |= _conversion.to_paddle(job.optimizer_name, entry.tensor.name, own, held)
         if isinstance(self._learning_rate, LRScheduler):
             state["LR_Scheduler"] = self._learning_rate.state_dict()
         return state
@@ -162,11 +159,11 @@ def states_of(optimizer: Any, find: Callable[[str, str], Any | None]) -> dict[in
                 return found if found is not None else find(accumulator, f"{owner}_fp32_master_0")
 
             shape = local(parameter).shape
-            applied, tensors = _conversion.from_paddle(
+            found = _conversion.from_paddle(
                 name, values, shape, lambda each: _part(get(each), parameter)
             )
-            if applied:
-                states[id(parameter)] = (applied, tensors)
+            if found[0]:
+                states[id(parameter)] = found
     return states
 
 

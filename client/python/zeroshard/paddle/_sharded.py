@@ -39,9 +39,9 @@ def group_sharded_parallel(
 
     Args:
         model: any layer. All ranks take the parameters and buffers of rank 0.
-        optimizer: SGD, Momentum, Adam, AdamW, Adagrad, Adadelta or Lamb of ``paddle.optimizer``,
-            with its scheduler, groups, and ``ClipGradByGlobalNorm`` or ``ClipGradByNorm``. Existing
-            state is uploaded.
+        optimizer: SGD, Momentum, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSProp or
+            Lamb of ``paddle.optimizer``, with its scheduler, groups, and ``ClipGradByGlobalNorm``
+            or ``ClipGradByNorm``. Existing state is uploaded.
         level: what the servers hold: ``"os"``: the optimizer state; ``"os_g"``: also gradients,
             which are sent during backward; ``"p_g_os"``: also parameters, which are fetched for
             each use.

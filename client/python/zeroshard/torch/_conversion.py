@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import _native
+from .._core.job import State
 from .._core.optimizer import hyperparameters as _numbers
 from ..errors import InvalidArgumentError, UnsupportedOptimizerError
 from .optim import LAMB, Lion
@@ -17,9 +18,11 @@ from .optim import LAMB, Lion
 #: The supported optimizers, and the servers' name of each. Subclasses precede their base classes.
 NAMES: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.SGD: "sgd",
+    torch.optim.ASGD: "asgd",
     torch.optim.AdamW: "adamw",
     torch.optim.Adam: "adam",
     torch.optim.Adamax: "adamax",
+    torch.optim.NAdam: "nadam",
     torch.optim.RAdam: "radam",
     torch.optim.Adagrad: "adagrad",
     torch.optim.Adadelta: "adadelta",
@@ -77,28 +80,30 @@ def hyperparameters(name: str, group: Mapping[str, Any]) -> dict[str, float]:
             "differentiable is True; it must be False, since autograd cannot follow a step on the "
             "shard servers"
         )
-    found = dict(group)
+    found = {"paddle": False, **group}
     if "betas" in group:
         found["beta1"], found["beta2"] = group["betas"]
     return _numbers(name, found)
 
 
-def to_torch(name: str, applied: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def to_torch(name: str, state: State[torch.Tensor]) -> dict[str, Any]:
     """The state of a parameter, in the format of ``torch.optim.Optimizer.state_dict()``.
 
     Args:
         name: the optimizer, as :func:`optimizer_name` returns it.
-        applied: the number of steps that the parameter was updated by.
-        tensors: the state tensors by name.
+        state: the state on the servers.
 
     Returns:
         The state. Empty if the parameter was never updated, or if the optimizer has no state.
     """
+    applied, scalars, tensors = state
     if applied == 0:
         return {}
     if name == "sgd":
         return dict(tensors)
-    return {"step": torch.tensor(float(applied)), **tensors}
+    names = _native.Optimizer(name).scalar_state
+    numbers = {"step": applied, **dict(zip(names, scalars, strict=True))}
+    return {**{key: torch.tensor(float(value)) for key, value in numbers.items()}, **tensors}
 
 
 def from_torch(
@@ -106,7 +111,7 @@ def from_torch(
     hyperparameters: Mapping[str, float],
     state: Mapping[str, Any],
     shape: Sequence[int],
-) -> tuple[int, dict[str, torch.Tensor]]:
+) -> State[torch.Tensor]:
     """The state of a parameter for the servers, from torch's format: the inverse of
     :func:`to_torch`.
 
@@ -117,35 +122,38 @@ def from_torch(
         shape: the parameter's shape.
 
     Returns:
-        The number of applied steps, and the state tensors: contiguous f32 tensors on the CPU, none
-            if the number is 0. For SGD, which does not count its steps, the number is 1 if there is
-            state.
+        The state, without scalars and tensors if no step was applied. The tensors are contiguous,
+            f32 and on the CPU. For SGD, which does not count its steps, the number of steps is 1 if
+            there is state.
 
     Raises:
-        InvalidArgumentError: a state tensor is missing or has another shape.
+        InvalidArgumentError: a part of the state is missing, or a tensor has another shape.
     """
-    names = _native.Optimizer(name, hyperparameters).state
+    optimizer = _native.Optimizer(name, hyperparameters)
+    names, scalar_names = optimizer.state, optimizer.scalar_state
     if name == "sgd":
         applied = 1 if names and state.get("momentum_buffer") is not None else 0
     else:
         applied = int(state.get("step", 0))
     if applied == 0:
-        return 0, {}
+        return 0, (), {}
+    missing = [part for part in names if not isinstance(state.get(part), torch.Tensor)]
+    missing += [part for part in scalar_names if state.get(part) is None]
+    if missing:
+        raise InvalidArgumentError(
+            f"{missing[0]!r} is missing from the state of an optimizer {name!r} after {applied} "
+            f"steps; it must have {', '.join([*names, *scalar_names])}"
+        )
     tensors = {}
     for part in names:
-        tensor = state.get(part)
-        if not isinstance(tensor, torch.Tensor):
-            raise InvalidArgumentError(
-                f"{part!r} is missing from the state of an optimizer {name!r} after {applied} "
-                f"steps; it must have {', '.join(names)}"
-            )
+        tensor = state[part]
         if tuple(tensor.shape) != tuple(shape):
             raise InvalidArgumentError(
                 f"optimizer state {part!r} has shape {tuple(tensor.shape)}; "
                 f"it must have the parameter's shape, {tuple(shape)}"
             )
         tensors[part] = tensor.detach().to("cpu", torch.float32).contiguous()
-    return applied, tensors
+    return applied, [float(state[part]) for part in scalar_names], tensors
 
 
 def _steps_alike(cls: type[torch.optim.Optimizer], base: type[torch.optim.Optimizer]) -> bool:

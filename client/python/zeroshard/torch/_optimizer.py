@@ -94,9 +94,8 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         name = self.sharding.job.optimizer_name
         self.sharding.follow_changes()
         state = {
-            numbers[id(entry.tensor)]: _conversion.to_torch(name, applied, tensors)
-            for entry, applied, tensors in self.sharding.job.states()
-            if applied
+            numbers[id(entry.tensor)]: _conversion.to_torch(name, held)
+            for entry, held in self.sharding.job.states()
         }
         groups, first = [], 0
         for group in self.param_groups:
@@ -149,7 +148,7 @@ def optimizer_states(
                     key: part(value, parameter) if isinstance(value, Tensor) else value
                     for key, value in state[parameter].items()
                 }
-                applied, tensors = _conversion.from_torch(name, values, had, local(parameter).shape)
-                if applied:
-                    states[id(parameter)] = (applied, tensors)
+                found = _conversion.from_torch(name, values, had, local(parameter).shape)
+                if found[0]:
+                    states[id(parameter)] = found
     return states

@@ -41,7 +41,7 @@ def group_sharded_parallel(
 
     Args:
         model: any module. All ranks take the parameters and buffers of rank 0.
-        optimizer: SGD, Adam, AdamW, Adamax, RAdam, Adagrad, Adadelta or RMSprop of
+        optimizer: SGD, ASGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta or RMSprop of
             ``torch.optim``, or Lion or LAMB of ``zeroshard.torch``. Existing state is uploaded.
         level: the tensors that the servers hold. At ``"os"`` these are the optimizer state, at
             ``"os_g"`` also gradients, which are sent during backward, and at ``"p_g_os"`` also

@@ -2,7 +2,7 @@
 
 use zeroshard_proto::geometry::blocks::BLOCK;
 use zeroshard_proto::optimizer::{
-    Adadelta, Adagrad, Adam, AdamW, Adamax, Lamb, Lion, Optimizer, RAdam, RmsProp, Sgd,
+    Adadelta, Adagrad, Adam, AdamW, Adamax, Asgd, Lamb, Lion, NAdam, Optimizer, RAdam, RmsProp, Sgd,
 };
 
 use crate::backend::Update;
@@ -42,6 +42,10 @@ fn element_step(update: &Update<'_>, w: f32, state: &mut [f32], gradient: f32) -
     let step = update.step;
     match *update.optimizer {
         Optimizer::Sgd(h) => sgd(h, step, w, state, scaled(update, gradient, h.maximize)),
+        Optimizer::Asgd(h) => {
+            let g = decayed(scaled(update, gradient, h.maximize), w, h.weight_decay);
+            asgd(h, update.scalar_state, w, state, g)
+        }
         Optimizer::Adam(h) => {
             let g = decayed(scaled(update, gradient, h.maximize), w, h.weight_decay);
             adam(h, step, w, state, g)
@@ -56,6 +60,7 @@ fn element_step(update: &Update<'_>, w: f32, state: &mut [f32], gradient: f32) -
             let g = decayed(scaled(update, gradient, h.maximize), w, h.weight_decay);
             adamax(h, step, w, state, g)
         }
+        Optimizer::NAdam(h) => nadam(h, update, w, state, scaled(update, gradient, h.maximize)),
         Optimizer::RAdam(h) => radam(h, step, w, state, scaled(update, gradient, h.maximize)),
         Optimizer::Adagrad(h) => {
             let g = decayed(scaled(update, gradient, h.maximize), w, h.weight_decay);
@@ -109,6 +114,12 @@ fn sgd(h: Sgd, step: u64, w: f32, state: &mut [f32], gradient: f32) -> f32 {
     w - h.lr as f32 * direction
 }
 
+fn asgd(h: Asgd, [eta, mu]: [f32; 2], w: f32, state: &mut [f32], g: f32) -> f32 {
+    let w = w * (1.0 - h.lambd * f64::from(eta)) as f32 - eta * g;
+    state[0] = if mu == 1.0 { w } else { state[0] + (w - state[0]) * mu };
+    w
+}
+
 fn adam(h: Adam, step: u64, w: f32, state: &mut [f32], g: f32) -> f32 {
     state[0] = lerp(state[0], g, 1.0 - h.beta1);
     state[1] = state[1] * h.beta2 as f32 + (1.0 - h.beta2) as f32 * g * g;
@@ -124,8 +135,35 @@ fn adam(h: Adam, step: u64, w: f32, state: &mut [f32], g: f32) -> f32 {
 
 fn adamax(h: Adamax, step: u64, w: f32, state: &mut [f32], g: f32) -> f32 {
     state[0] = lerp(state[0], g, 1.0 - h.beta1);
-    state[1] = (state[1] * h.beta2 as f32).max(g.abs() + h.eps as f32);
+    let (decayed, eps) = (state[1] * h.beta2 as f32, h.eps as f32);
+    state[1] = match h.paddle {
+        true => (decayed + eps).max(g.abs()),
+        false => decayed.max(g.abs() + eps),
+    };
     w - (h.lr / correction(h.beta1, step)) as f32 * state[0] / state[1]
+}
+
+fn nadam(h: NAdam, update: &Update<'_>, w: f32, state: &mut [f32], gradient: f32) -> f32 {
+    let (w, g) = match h.decoupled_weight_decay {
+        true => (w * (1.0 - h.lr * h.weight_decay) as f32, gradient),
+        false => (w, decayed(gradient, w, h.weight_decay)),
+    };
+    let mu = |power: f64| h.beta1 * (1.0 - 0.5 * power);
+    let power = |step: u64| libm::pow(0.96, step as f64 * h.momentum_decay);
+    let (now, next) = match h.paddle {
+        true => {
+            let power = (0..update.step).fold(1.0f32, |power, _| power * 0.96);
+            let power = libm::pow(f64::from(power), h.momentum_decay);
+            (mu(power), mu(power * libm::pow(0.96, h.momentum_decay)))
+        }
+        false => (mu(power(update.step)), mu(power(update.step + 1))),
+    };
+    let product = f64::from(update.scalar_state[0] * now as f32);
+    state[0] = lerp(state[0], g, 1.0 - h.beta1);
+    state[1] = state[1] * h.beta2 as f32 + (1.0 - h.beta2) as f32 * g * g;
+    let denominator = (state[1] / correction(h.beta2, update.step) as f32).sqrt() + h.eps as f32;
+    let w = w - (h.lr * (1.0 - now) / (1.0 - product)) as f32 * g / denominator;
+    w - (h.lr * next / (1.0 - product * next)) as f32 * state[0] / denominator
 }
 
 fn radam(h: RAdam, step: u64, w: f32, state: &mut [f32], gradient: f32) -> f32 {
@@ -171,12 +209,23 @@ fn rmsprop(h: RmsProp, w: f32, state: &mut [f32], g: f32) -> f32 {
         *mean = lerp(*mean, g, 1.0 - h.alpha);
         variance -= *mean * *mean;
     }
-    let denominator = variance.sqrt() + h.eps as f32;
-    if h.momentum == 0.0 {
-        return w - h.lr as f32 * g / denominator;
+    let (lr, eps, momentum) = (h.lr as f32, h.eps as f32, h.momentum as f32);
+    if h.paddle {
+        let update = lr * g / (variance + eps).sqrt();
+        return match h.momentum == 0.0 {
+            true => w - update,
+            false => {
+                state[1] = momentum * state[1] + update;
+                w - state[1]
+            }
+        };
     }
-    state[1] = state[1] * h.momentum as f32 + g / denominator;
-    w - h.lr as f32 * state[1]
+    let denominator = variance.sqrt() + eps;
+    if h.momentum == 0.0 {
+        return w - lr * g / denominator;
+    }
+    state[1] = state[1] * momentum + g / denominator;
+    w - lr * state[1]
 }
 
 fn lion(h: Lion, w: f32, state: &mut [f32], g: f32) -> f32 {

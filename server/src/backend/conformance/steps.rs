@@ -2,17 +2,20 @@
 
 use zeroshard_proto::dtype::DType;
 use zeroshard_proto::geometry::blocks::BLOCK;
-use zeroshard_proto::optimizer::Optimizer;
+use zeroshard_proto::optimizer::{AppliedSteps, Optimizer};
 
 use super::{assert_same, buffer_of, contents, from_bytes, numbers, reference, to_bytes};
 use crate::backend::{Backend, Update};
 
 /// Every kernel, and every hyperparameter that selects a different code path.
-const OPTIMIZERS: [&str; 35] = [
+const OPTIMIZERS: [&str; 47] = [
     r#"{"name":"sgd"}"#,
     r#"{"name":"sgd","weight_decay":0.1,"maximize":true}"#,
     r#"{"name":"sgd","momentum":0.9,"dampening":0.5}"#,
     r#"{"name":"sgd","momentum":0.9,"nesterov":true,"weight_decay":0.1}"#,
+    r#"{"name":"asgd"}"#,
+    r#"{"name":"asgd","t0":1.0,"lambd":0.1,"weight_decay":0.1}"#,
+    r#"{"name":"asgd","t0":-1.0,"alpha":0.5,"maximize":true}"#,
     r#"{"name":"adam"}"#,
     r#"{"name":"adam","weight_decay":0.1,"beta1":0.25}"#,
     r#"{"name":"adam","amsgrad":true,"maximize":true}"#,
@@ -22,6 +25,12 @@ const OPTIMIZERS: [&str; 35] = [
     r#"{"name":"adamw","maximize":true}"#,
     r#"{"name":"adamax"}"#,
     r#"{"name":"adamax","weight_decay":0.1,"beta2":0.5,"maximize":true}"#,
+    r#"{"name":"adamax","paddle":true,"eps":0.1}"#,
+    r#"{"name":"nadam"}"#,
+    r#"{"name":"nadam","beta1":0.3,"momentum_decay":0.5,"weight_decay":0.1}"#,
+    r#"{"name":"nadam","paddle":true,"momentum_decay":0.5}"#,
+    r#"{"name":"nadam","weight_decay":0.1,"decoupled_weight_decay":true}"#,
+    r#"{"name":"nadam","beta1":0.0,"beta2":0.0,"maximize":true}"#,
     r#"{"name":"radam"}"#,
     r#"{"name":"radam","beta2":0.6,"weight_decay":0.1}"#,
     r#"{"name":"radam","beta2":0.9,"weight_decay":0.1,"decoupled_weight_decay":true}"#,
@@ -37,6 +46,9 @@ const OPTIMIZERS: [&str; 35] = [
     r#"{"name":"rmsprop","centered":true}"#,
     r#"{"name":"rmsprop","centered":true,"alpha":0.3}"#,
     r#"{"name":"rmsprop","centered":true,"momentum":0.5}"#,
+    r#"{"name":"rmsprop","paddle":true,"eps":0.1}"#,
+    r#"{"name":"rmsprop","paddle":true,"momentum":0.9}"#,
+    r#"{"name":"rmsprop","paddle":true,"centered":true,"momentum":0.5}"#,
     r#"{"name":"lion"}"#,
     r#"{"name":"lion","weight_decay":0.1,"maximize":true}"#,
     r#"{"name":"lamb"}"#,
@@ -78,10 +90,12 @@ fn steps_equal_the_reference<B: Backend>(
     let mut master = buffer_of(backend, &expected, DType::F32);
     let of = |values: &Vec<f32>| buffer_of(backend, values, DType::F32);
     let mut state: Vec<_> = expected_state.iter().map(of).collect();
+    let mut applied = AppliedSteps::default();
     for (step, coefficient) in [(1, 1.0), (2, 0.3), (3, -0.0), (4, 1e-3)] {
         let mut optimizer = *optimizer;
         optimizer.set_lr(optimizer.lr().unwrap_or_default() / step as f64);
-        let update = Update { optimizer: &optimizer, step, coefficient };
+        let update = Update::after(applied, &optimizer, coefficient);
+        applied = update.applied();
         let values = numbers(20 + step as usize, numel);
         let gradient = buffer_of(backend, &values, DType::F32);
         let mut published = published_as.map(|dtype| backend.allocate(dtype, numel).unwrap());
@@ -107,7 +121,7 @@ fn steps_equal_the_reference<B: Backend>(
 /// LAMB changes tensors that are zero, and leaves tensors without an update unchanged.
 fn a_zero_norm_is_trusted<B: Backend>(backend: &B) {
     let optimizer: Optimizer = "lamb".parse().unwrap();
-    let update = Update { optimizer: &optimizer, step: 1, coefficient: 1.0 };
+    let update = Update::after(AppliedSteps::default(), &optimizer, 1.0);
     for (parameter, gradient) in [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)] {
         let mut expected = vec![parameter; 5];
         let mut expected_state = vec![vec![0.0; 5]; 2];

@@ -9,7 +9,7 @@ use crate::backend::Update;
 use crate::backend::kernels::prefetch::prefetch;
 use crate::backend::kernels::sum::{self, Lanes};
 use crate::backend::kernels::{
-    adadelta, adagrad, adam, adamax, average, lamb, lion, radam, rmsprop, sgd,
+    adadelta, adagrad, adam, adamax, asgd, average, lamb, lion, nadam, radam, rmsprop, sgd,
 };
 
 /// The number of elements in a tile, after which a step casts the results and prefetches. It is
@@ -35,10 +35,14 @@ pub(super) fn apply(
     let gradient = gradient.values();
     let arrays = Arrays { master: master.values_mut(), state, gradient, published };
     arrays.check(update.optimizer);
-    let &Update { step, coefficient, .. } = update;
+    let &Update { step, coefficient, scalar_state, .. } = update;
     let level = cpu.level;
     match update.optimizer {
         Optimizer::Sgd(h) => cpu.sgd(h, &sgd::Scalars::new(h, step, coefficient), arrays),
+        Optimizer::Asgd(h) => {
+            let s = asgd::Scalars::new(h, scalar_state, coefficient);
+            cpu.tiles(arrays, |p, [ax], g| asgd::step(level, &s, p, ax, g));
+        }
         Optimizer::Adam(h) => {
             cpu.adam(&adam::Scalars::adam(h, step, coefficient), h.amsgrad, arrays);
         }
@@ -48,6 +52,10 @@ pub(super) fn apply(
         Optimizer::Adamax(h) => {
             let s = adamax::Scalars::new(h, step, coefficient);
             cpu.tiles(arrays, |p, [m, norm], g| adamax::step(level, &s, p, m, norm, g));
+        }
+        Optimizer::NAdam(h) => {
+            let s = nadam::Scalars::new(h, step, scalar_state[0], coefficient);
+            cpu.tiles(arrays, |p, [m, v], g| nadam::step(level, &s, p, m, v, g));
         }
         Optimizer::RAdam(h) => {
             let s = radam::Scalars::new(h, step, coefficient);

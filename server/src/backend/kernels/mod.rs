@@ -9,10 +9,12 @@ pub mod adadelta;
 pub mod adagrad;
 pub mod adam;
 pub mod adamax;
+pub mod asgd;
 pub mod average;
 pub mod convert;
 pub mod lamb;
 pub mod lion;
+pub mod nadam;
 pub mod prefetch;
 pub mod radam;
 pub mod rmsprop;
@@ -152,6 +154,12 @@ fn power(mut base: f64, mut exponent: u64) -> f64 {
         exponent >>= 1;
     }
     result
+}
+
+/// `base` to a power that is not an integer. It is computed without the C library, whose `pow` may
+/// differ between machines in the last bit.
+fn real_power(base: f64, exponent: f64) -> f64 {
+    libm::pow(base, exponent)
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! RMSprop with the operation order of `torch.optim.RMSprop`: Tieleman and Hinton, lecture 6.5
 //! (2012); the centered variant is Graves, "Generating Sequences With Recurrent Neural Networks"
-//! (2013).
+//! (2013). Paddle's formula differs in the place of epsilon and of the learning rate; adding 0 and
+//! multiplying by 1 at the other place changes no bit.
 
 use zeroshard_proto::optimizer::RmsProp;
 
@@ -14,23 +15,34 @@ pub struct Scalars {
     alpha: f32,
     one_minus_alpha: f32,
     mean: Lerp,
+    /// Added under the square root.
+    inner_eps: f32,
+    /// Added to the square root.
     eps: f32,
     momentum: f32,
     minus_lr: f32,
+    /// The factors of an update when it enters the momentum buffer, and of the buffer.
+    buffer_lr: f32,
+    minus_descent: f32,
 }
 
 impl Scalars {
     /// The scalars of any step.
     pub fn new(rmsprop: &RmsProp, coefficient: f32) -> Scalars {
+        let (eps, lr) = (rmsprop.eps as f32, rmsprop.lr as f32);
+        let of = |paddle: f32, torch| if rmsprop.paddle { paddle } else { torch };
         Scalars {
             gradient: signed(coefficient, rmsprop.maximize),
             weight_decay: rmsprop.weight_decay as f32,
             alpha: rmsprop.alpha as f32,
             one_minus_alpha: (1.0 - rmsprop.alpha) as f32,
             mean: Lerp::keeping(rmsprop.alpha),
-            eps: rmsprop.eps as f32,
+            inner_eps: of(eps, 0.0),
+            eps: of(0.0, eps),
             momentum: rmsprop.momentum as f32,
-            minus_lr: -rmsprop.lr as f32,
+            minus_lr: -lr,
+            buffer_lr: of(lr, 1.0),
+            minus_descent: of(-1.0, -lr),
         }
     }
 
@@ -46,12 +58,17 @@ impl Scalars {
 
     #[inline(always)]
     fn without_momentum(&self, parameter: f32, g: f32, variance: f32) -> f32 {
-        parameter + self.minus_lr * g / (variance.sqrt() + self.eps)
+        parameter + self.minus_lr * g / self.deviation(variance)
     }
 
     #[inline(always)]
     fn buffer(&self, buffer: f32, g: f32, variance: f32) -> f32 {
-        buffer * self.momentum + g / (variance.sqrt() + self.eps)
+        buffer * self.momentum + self.buffer_lr * g / self.deviation(variance)
+    }
+
+    #[inline(always)]
+    fn deviation(&self, variance: f32) -> f32 {
+        (variance + self.inner_eps).sqrt() + self.eps
     }
 }
 
@@ -86,7 +103,7 @@ vectorised! {
             let square = s.square(square_avg[i], g);
             square_avg[i] = square;
             buffer[i] = s.buffer(buffer[i], g, square);
-            parameter[i] += buffer[i] * s.minus_lr;
+            parameter[i] += buffer[i] * s.minus_descent;
         }
     }
 }
@@ -132,7 +149,7 @@ vectorised! {
             square_avg[i] = square;
             grad_avg[i] = mean;
             buffer[i] = s.buffer(buffer[i], g, square - mean * mean);
-            parameter[i] += buffer[i] * s.minus_lr;
+            parameter[i] += buffer[i] * s.minus_descent;
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The initial content of a slice that is copied from the predecessor of the job.
 
-use zeroshard_proto::{Error, Result};
+use zeroshard_proto::{AppliedSteps, Error, Result};
 
 use super::Slice;
 use crate::{attempt::Attempt, backend::Backend, shard::part::Part};
@@ -10,8 +10,8 @@ use crate::{attempt::Attempt, backend::Backend, shard::part::Part};
 pub(super) struct Carried {
     /// Whether the optimizer state was copied.
     pub(super) state: bool,
-    /// The number of steps applied to the slice.
-    pub(super) applied: u64,
+    /// The steps applied to the slice.
+    pub(super) applied: AppliedSteps,
 }
 
 impl<B: Backend> Slice<B> {
@@ -30,8 +30,8 @@ impl<B: Backend> Slice<B> {
         Ok(())
     }
 
-    /// Sets the number of steps applied to the slice.
-    pub(crate) fn carry_applied(&self, applied: u64) {
+    /// Sets the steps applied to the slice.
+    pub(crate) fn carry_applied(&self, applied: AppliedSteps) {
         self.lock().applied = applied;
     }
 
@@ -42,8 +42,8 @@ impl<B: Backend> Slice<B> {
         inner.carried = Some(Carried { state, applied });
     }
 
-    /// Notes that `rank` keeps the copied content and uploads nothing of the slice. If `applied` is
-    /// not 0, it is the number of steps applied to the slice. Returns whether the slice is complete
+    /// Notes that `rank` keeps the copied content and uploads nothing of the slice. If `applied`
+    /// has steps, they are those applied to the slice. Returns whether the slice is complete
     /// now. `current` checks, under the lock of the slice, that `attempt` is the open one.
     ///
     /// # Errors
@@ -54,7 +54,7 @@ impl<B: Backend> Slice<B> {
         backend: &B,
         attempt: Attempt,
         rank: u32,
-        applied: u64,
+        applied: AppliedSteps,
         current: impl FnOnce() -> Result<()>,
     ) -> Result<bool> {
         let mut inner = self.lock();

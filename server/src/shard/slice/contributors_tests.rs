@@ -31,7 +31,7 @@ const ALL: [f32; 8] = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0];
 #[test]
 fn parameters_and_state_are_complete_when_each_uploading_rank_has_sent_its_box() {
     let subject = Subject::of(spec(tensor(), COLUMNS));
-    let state = Upload { state: Some(1), applied: 3 };
+    let state = Upload { state: Some(1), applied: AppliedSteps::new(3) };
     assert_eq!(subject.slice.missing_upload(), Some(0));
     assert_eq!(subject.upload_chunk(state, &chunk(1, 0, &RIGHT)).unwrap(), (4, false));
     assert_eq!(subject.upload_chunk(PARAMETERS, &chunk(1, 2, &RIGHT[2..])).unwrap(), (2, false));
@@ -49,9 +49,10 @@ fn parameters_and_state_are_complete_when_each_uploading_rank_has_sent_its_box()
 #[test]
 fn ranks_with_different_numbers_of_applied_steps_are_refused() {
     let subject = Subject::of(spec(tensor(), COLUMNS));
-    let upload = Upload { state: None, applied: 3 };
+    let upload = Upload { state: None, applied: AppliedSteps::new(3) };
     subject.upload_chunk(upload, &chunk(0, 0, &LEFT)).unwrap();
-    let other = subject.upload_chunk(Upload { applied: 4, ..upload }, &chunk(1, 0, &RIGHT));
+    let other = subject
+        .upload_chunk(Upload { applied: AppliedSteps::new(4), ..upload }, &chunk(1, 0, &RIGHT));
     assert!(matches!(other, Err(Error::Invalid { .. })));
     assert!(subject.upload_chunk(upload, &chunk(1, 0, &RIGHT)).unwrap().1);
     assert_eq!(subject.applied(0), 3);

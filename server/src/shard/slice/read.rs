@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use zeroshard_proto::{DType, Error, Result};
+use zeroshard_proto::{AppliedSteps, DType, Error, Result};
 
 use super::{Inner, Slice};
 use crate::{backend::Backend, shard::part::Part};
@@ -41,11 +41,11 @@ impl<B: Backend> Slice<B> {
         Ok(Some(held))
     }
 
-    /// The number of applied steps at `version`.
+    /// The applied steps at `version`.
     ///
     /// # Errors
     /// [`Error::VersionGone`].
-    pub(crate) fn applied(&self, job: &str, version: u64) -> Result<u64> {
+    pub(crate) fn applied(&self, job: &str, version: u64) -> Result<AppliedSteps> {
         let inner = self.lock();
         self.check_version(job, version)?;
         Ok(inner.applied)
@@ -69,7 +69,8 @@ impl<B: Backend> Slice<B> {
         };
         let mut hasher = blake3::Hasher::new();
         hasher.update(&(self.spec.numel as u64).to_le_bytes());
-        hasher.update(&applied.to_le_bytes());
+        hasher.update(&applied.count.to_le_bytes());
+        applied.scalar_state.iter().for_each(|value| _ = hasher.update(&value.to_le_bytes()));
         for buffer in &buffers {
             hasher.update(&backend.read(buffer, 0..self.spec.numel, backend.dtype(buffer)));
         }

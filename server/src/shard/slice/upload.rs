@@ -1,6 +1,6 @@
 //! The initial values of a slice: its parameters and, for a resumed run, its optimizer state.
 
-use zeroshard_proto::{Error, Result};
+use zeroshard_proto::{AppliedSteps, Error, Result};
 
 use super::{Inner, Slice, received::Received};
 use crate::{attempt::Attempt, backend::Backend, optim, shard::round::Chunk};
@@ -10,8 +10,8 @@ use crate::{attempt::Attempt, backend::Backend, optim, shard::round::Chunk};
 pub(crate) struct Upload {
     /// The state tensor at this position; `None`: the parameters.
     pub(crate) state: Option<usize>,
-    /// The number of steps that count as applied; 0: not specified.
-    pub(crate) applied: u64,
+    /// The steps that count as applied; none: not specified.
+    pub(crate) applied: AppliedSteps,
 }
 
 impl<B: Backend> Slice<B> {
@@ -21,7 +21,7 @@ impl<B: Backend> Slice<B> {
     ///
     /// # Errors
     /// Those of `current`; [`Error::Invalid`] for state that arrives after the parameters or was
-    /// carried over, and for a number of applied steps that differs from another rank's.
+    /// carried over, and for applied steps that differ from another rank's.
     pub(crate) fn upload(
         &self,
         backend: &B,
@@ -79,25 +79,24 @@ impl<B: Backend> Inner<B> {
     pub(super) fn forget_upload(&mut self) {
         self.uploaded.clear();
         self.stale_state = !self.uploaded_state.iter().all(Received::is_empty);
-        self.applied = self.carried.map_or(0, |carried| carried.applied);
+        self.applied = self.carried.map_or_else(AppliedSteps::default, |carried| carried.applied);
     }
 
     /// Several ranks may upload to one slice; the last one must not decide alone.
-    pub(super) fn count_applied(&mut self, applied: u64, rank: u32) -> Result<()> {
-        let is_said = self.applied > 0 || self.carried.is_some_and(|carried| carried.state);
-        match (applied, self.applied) {
-            (0, _) => {}
-            (applied, _) if !is_said => self.applied = applied,
-            (applied, known) if applied == known => {}
-            (applied, known) => {
-                let what = format!("number of applied steps that rank {rank} uploads");
-                return Err(Error::invalid(
-                    what,
-                    applied,
-                    format!("{known}, as in an earlier upload to the slice"),
-                ));
-            }
+    pub(super) fn count_applied(&mut self, applied: AppliedSteps, rank: u32) -> Result<()> {
+        let known = self.applied;
+        let is_said = known.count > 0 || self.carried.is_some_and(|carried| carried.state);
+        if applied.count == 0 || applied == known {
+            return Ok(());
         }
+        if is_said {
+            return Err(Error::invalid(
+                format!("applied steps that rank {rank} uploads"),
+                format!("{applied:?}"),
+                format!("{known:?}, as in an earlier upload to the slice"),
+            ));
+        }
+        self.applied = applied;
         Ok(())
     }
 
