@@ -16,3 +16,6 @@ for name in (
     "ZEROSHARD_TOKEN",
 ):
     os.environ.pop(name, None)
+
+#: What ranks that train many models may take, in seconds.
+LONG = 600.0

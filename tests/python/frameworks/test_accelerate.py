@@ -21,6 +21,7 @@ import models
 import ranks
 import zeroshard as zs
 import zeroshard.torch
+from environment import LONG
 from training import LEVELS, SEGMENT, assert_close
 from zeroshard import InvalidArgumentError
 from zeroshard.integrations.accelerate import Accelerator
@@ -172,7 +173,7 @@ def trained(
     processes: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> list[tuple[Any, Any]]:
     folder = str(tmp_path_factory.mktemp("checkpoints"))
-    return ranks.run(2, work, folder, env=processes, init="env")
+    return ranks.run(2, work, folder, env=processes, init="env", timeout=LONG)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import ranks
 import tiny
+from environment import LONG
 from training import LEVELS, assert_close, assert_same
 from zeroshard.integrations.transformers import Trainer
 from zeroshard.torch import GroupSharded
@@ -109,7 +110,7 @@ def work(rank: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def trained(processes: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return ranks.run(2, work, tmp_path_factory.mktemp("runs"), env=processes, init="env")
+    return ranks.run(2, work, tmp_path_factory.mktemp("runs"), env=processes, init="env", timeout=LONG)
 
 
 def close(ours: list[tuple[str, float]], expected: list[tuple[str, float]], rel: float) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors import InvalidArgumentError
 from ..torch import GroupSharded
 from ._missing import missing
 
@@ -26,6 +27,9 @@ __all__ = ["Seq2SeqTrainer", "ShardedTraining", "Trainer"]
 class ShardedTraining:
     """Mixin for subclasses of ``transformers.Trainer``, to be named before them: ``class
     MyTrainer(ShardedTraining, SFTTrainer)``."""
+
+    #: The trainer's settings, a ``transformers.TrainingArguments``.
+    args: Any
 
     def __init__(
         self,
@@ -48,6 +52,11 @@ class ShardedTraining:
     def create_accelerator_and_postprocess(self) -> None:
         """Replaces the accelerator that the trainer has created."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        if self.args.auto_find_batch_size:
+            raise InvalidArgumentError(
+                "auto_find_batch_size is True, which ZeroShard does not support, since the trainer "
+                "would shard a sharded model again; set per_device_train_batch_size"
+            )
         self.accelerator: Any = Accelerator.sharing(self.accelerator, *self._sharding_arguments)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
