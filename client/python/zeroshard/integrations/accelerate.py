@@ -106,10 +106,7 @@ class Accelerator(accelerate.Accelerator):
                     model, optimizer, self._level, **self._options
                 )
                 self._models[self._models.index(given)] = objects[number]
-        prepared = super().prepare(*objects, device_placement=device_placement)
-        for scheduler in prepared if len(objects) > 1 else [prepared]:
-            self._pair(scheduler)
-        return prepared
+        return super().prepare(*objects, device_placement=device_placement)
 
     def prepare_model(
         self,
@@ -136,12 +133,14 @@ class Accelerator(accelerate.Accelerator):
         self._optimizers.append(prepared)
         return prepared
 
-    def _pair(self, scheduler: Any) -> None:
-        """Makes a prepared scheduler follow the sharded optimizer instead of the original one."""
-        original = getattr(getattr(scheduler, "scheduler", None), "optimizer", None)
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As Accelerate's. A scheduler of an optimizer that was sharded follows the sharded one."""
+        prepared = super().prepare_scheduler(scheduler)
+        original = getattr(scheduler, "optimizer", None)
         for optimizer in self._optimizers:
             if isinstance(optimizer, _PreparedOptimizer) and optimizer.stands_for(original):
-                scheduler.optimizers = [optimizer]
+                prepared.optimizers = [optimizer]
+        return prepared
 
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
@@ -184,7 +183,7 @@ class _PreparedOptimizer(AcceleratedOptimizer):
 
     def stands_for(self, optimizer: Any) -> bool:
         """Whether the sharded optimizer was made of this one."""
-        return optimizer is not None and self.optimizer._given is optimizer
+        return self.optimizer._given is optimizer
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)

@@ -66,7 +66,7 @@ class ZeroShardStrategy(DDPStrategy):
     def setup(self, trainer: Any) -> None:
         """Shards the model if it will be trained."""
         wrapper = vars(self.lightning_module).pop(_WRAPPER, None)
-        if wrapper is not None:
+        if isinstance(wrapper, GroupSharded):
             # Another run of a trainer, perhaps of another one, has sharded it.
             self.model = unshard(wrapper)
         super().setup(trainer)
@@ -92,6 +92,12 @@ class ZeroShardStrategy(DDPStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:
             self.precision_plugin.scaler = GradScaler.sharing(scaler)
+
+    def teardown(self) -> None:
+        """Moves the model to the CPU, without its gradients: those on the servers are gone."""
+        if isinstance(self.model, GroupSharded):
+            self.model.zero_grad()
+        super().teardown()
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
