@@ -162,7 +162,9 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained(processes: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return ranks.run(2, work, tmp_path_factory.mktemp("runs"), env=processes, init="env", timeout=LONG)
+    return ranks.run(
+        2, work, tmp_path_factory.mktemp("runs"), env=processes, init="env", timeout=LONG
+    )
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
