@@ -8,6 +8,8 @@ The first two marked lines are all that differs from the program without ZeroSha
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -24,7 +26,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
     # Sequences that count upwards, from random numbers.
-    texts = (torch.randint(32, (512, 1)) + torch.arange(16)) % 32
+    texts: Any = (torch.randint(32, (512, 1)) + torch.arange(16)) % 32
     loader = DataLoader(texts, batch_size=16, shuffle=True)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 

@@ -38,7 +38,7 @@ def train(
     """The losses and norms, the state, and its hash on the servers. Level None: plain torch."""
     model: Any = tiny.build(name)
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     model.train()
     # The bias of the keys has no effect on the loss: with a small eps its updates are noise.
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)

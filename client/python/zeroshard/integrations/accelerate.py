@@ -34,6 +34,9 @@ _REPLACED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULT
 class Accelerator(accelerate.Accelerator):
     """An ``accelerate.Accelerator`` whose models are trained by shard servers."""
 
+    #: The gradient scaler of fp16 training.
+    scaler: Any
+
     def __init__(
         self,
         *args: Any,

@@ -34,6 +34,10 @@ _IGNORED = {"bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view"
 class ZeroShardStrategy(DDPStrategy):
     """A strategy for ``lightning.pytorch.Trainer`` in which shard servers train the model."""
 
+    #: The LightningModule, or its wrapper once it is sharded.
+    model: Any
+    optimizers: Any
+
     def __init__(
         self,
         level: str,
@@ -65,7 +69,7 @@ class ZeroShardStrategy(DDPStrategy):
 
     def setup(self, trainer: Any) -> None:
         """Shards the model if it will be trained."""
-        wrapper = vars(self.lightning_module).pop(_WRAPPER, None)
+        wrapper = self.lightning_module.__dict__.pop(_WRAPPER, None)
         if isinstance(wrapper, GroupSharded):
             # Another run of a trainer, perhaps of another one, has sharded it.
             self.model = unshard(wrapper)
@@ -87,7 +91,7 @@ class ZeroShardStrategy(DDPStrategy):
         model, optimizer, _ = group_sharded_parallel(
             self.model, self.optimizers[0], self._level, **self._options
         )
-        vars(self.lightning_module)[_WRAPPER] = model
+        self.lightning_module.__dict__[_WRAPPER] = model
         self.model, self.optimizers = model, [optimizer]
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:
