@@ -33,7 +33,13 @@ FORGOTTEN = (
 
 _context = multiprocessing.get_context("forkserver")
 # The first optimizer that is made imports torch._dynamo.
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "pytest"])
+_PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "pytest")
+_context.set_forkserver_preload(list(_PRELOADED))
+
+
+def preload(*modules: str) -> None:
+    """Further modules that the server imports. Called before the first :func:`run`."""
+    _context.set_forkserver_preload([*_PRELOADED, *modules])
 
 
 def run(

@@ -18,6 +18,7 @@ import models
 import zeroshard as zs
 from training import LEVELS, SEGMENT, assert_close, assert_same
 from zeroshard.torch import clip_grad_norm_, group_sharded_parallel
+from zeroshard.torch._unshard import unshard
 
 
 def wrap(model: nn.Module, level: str) -> tuple[Any, Any]:
@@ -98,6 +99,26 @@ def test_a_model_is_sharded_once(level: str, cluster: zs.Session) -> None:
     gc.collect()
     if level != "p_g_os":
         step(*wrap(raw, level))  # as a notebook does after deleting the first one
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_unsharded_model_is_plain_and_can_be_sharded_again(
+    level: str, cluster: zs.Session
+) -> None:
+    raw = models.build("mlp")
+    model, optimizer = wrap(raw, level)
+    step(model, optimizer)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    assert unshard(model) is raw
+    assert {type(parameter) for parameter in raw.parameters()} == {nn.Parameter}
+    for module in raw.modules():
+        assert not (module._forward_hooks or module._forward_pre_hooks or module._state_dict_hooks)
+    assert_same(raw.state_dict(), expected)
+    raw(*models.batch("mlp", 1, 8)).backward()
+    assert {type(parameter.grad) for parameter in raw.parameters()} == {torch.Tensor}
+    model, optimizer = wrap(raw, level)
+    step(model, optimizer)
+    assert not torch.equal(model.layers[0].weight, expected["layers.0.weight"])
 
 
 @pytest.mark.parametrize("level", LEVELS)

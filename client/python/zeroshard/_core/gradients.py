@@ -73,9 +73,14 @@ class Gradients(Generic[T]):
         self._passes.clear()
         self._most.clear()
 
-    def _register_hooks(self) -> None:
+    def unwatch(self) -> None:
+        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
+
+    def _register_hooks(self) -> None:
+        self.unwatch()
         self._hooks = [
             self._job.framework.after_gradient(entry.tensor, self._hook(entry))
             for entry in self._job.trained

@@ -333,6 +333,13 @@ def _alive(found: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
     return found
 
 
+def forget(sharding: Sharding[Any]) -> None:
+    """Ends the training of a model that is not sharded any more."""
+    _all.discard(sharding)
+    sharding.gradients.unwatch()
+    sharding.job.retire()
+
+
 def is_sharded(parameters: Iterable[Any]) -> bool:
     """Whether a model with one of these parameters is sharded already."""
     given = {id(parameter) for parameter in parameters}

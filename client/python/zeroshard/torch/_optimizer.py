@@ -56,6 +56,8 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
                 loss = closure()
         with torch.no_grad():
             self.sharding.step()
+        # A scheduler of the original optimizer warns if its optimizer does not step.
+        setattr(self._given, "_opt_called", True)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
