@@ -91,9 +91,9 @@ def test_unsupported_settings_are_refused(cluster: zs.Session, make: Any, word: 
         wrapped(make)
 
 
-@pytest.mark.parametrize("clip", [nn.ClipGradByNorm(1.0), nn.ClipGradByValue(1.0)])
-def test_other_clipping_methods_are_refused(cluster: zs.Session, clip: Any) -> None:
-    with pytest.raises(zs.InvalidArgumentError, match="ClipGradByGlobalNorm"):
+def test_clipping_by_value_is_refused(cluster: zs.Session) -> None:
+    clip = nn.ClipGradByValue(1.0)
+    with pytest.raises(zs.InvalidArgumentError, match="ClipGradByNorm"):
         wrapped(lambda p: paddle.optimizer.SGD(parameters=p, grad_clip=clip))
 
 
