@@ -112,9 +112,9 @@ def test_the_steps_of_nadam_survive_conversion_after_a_power_is_too_small(applie
     assert (found, list(scalars), list(tensors)) == (applied, [0.25], list(moments))
 
 
-@pytest.mark.parametrize("clip", [nn.ClipGradByNorm(1.0), nn.ClipGradByValue(1.0)])
-def test_other_clipping_methods_are_refused(cluster: zs.Session, clip: Any) -> None:
-    with pytest.raises(zs.InvalidArgumentError, match="ClipGradByGlobalNorm"):
+def test_clipping_by_value_is_refused(cluster: zs.Session) -> None:
+    clip = nn.ClipGradByValue(1.0)
+    with pytest.raises(zs.InvalidArgumentError, match="ClipGradByNorm"):
         wrapped(lambda p: paddle.optimizer.SGD(parameters=p, grad_clip=clip))
 
 

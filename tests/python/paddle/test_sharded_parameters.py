@@ -426,14 +426,6 @@ def test_clipping_twice_clips_to_the_smaller_norm(cluster: zs.Session) -> None:
         assert optimizer.last_report.clip_coefficient == pytest.approx(0.1 / norm, rel=1e-4)
 
 
-def test_clipping_by_value_is_refused(cluster: zs.Session) -> None:
-    layer = models.build("mlp")
-    clip = nn.ClipGradByValue(0.1)
-    optimizer = paddle.optimizer.SGD(0.1, parameters=layer.parameters(), grad_clip=clip)
-    with pytest.raises(zs.InvalidArgumentError, match="ClipGradByNorm"):
-        group_sharded_parallel(layer, optimizer, "os")
-
-
 @pytest.mark.parametrize("level", ["p_g", "", "os_g_p", None])
 def test_an_unknown_level_is_refused(cluster: zs.Session, level: Any) -> None:
     with pytest.raises(zs.InvalidArgumentError, match="'os', 'os_g', 'p_g_os'"):

@@ -31,6 +31,9 @@ class Classifier(nn.Module):
         return self.layers(inputs)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self.compute_loss(inputs, targets)
+
+    def compute_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(self.logits(inputs), targets)
 
 

@@ -187,3 +187,47 @@ def test_server_processes_average_gradients(processes: dict[str, str]) -> None:
     for found in ranks.run(2, losses, "gpt", 10, env=processes):
         for ours, theirs in zip(found["ours"], found["torch"], strict=True):
             assert abs(ours - theirs) <= 1e-6 * abs(theirs)
+
+
+def by_methods(rank: int) -> list[dict[str, Tensor]]:
+    """States after training through methods of the wrapper and of the module."""
+    states = []
+    for how in METHODS:
+        model = models.build("mlp")
+        wrapped = DataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(3):
+            optimizer.zero_grad()
+            data = [models.share(models.batch("mlp", number, 8), rank, 2) for number in (step, 9)]
+            if how == "after no_sync":
+                with wrapped.no_sync():
+                    wrapped(*data[1]).backward()
+            elif how == "inside no_sync":
+                with wrapped.no_sync():
+                    wrapped.compute_loss(*data[1]).backward()
+            if how == "of the module":
+                wrapped.module(*data[0]).backward()
+            else:
+                wrapped.compute_loss(*data[0]).backward()
+            optimizer.step()
+        states.append(model.state_dict())
+    return states
+
+
+METHODS = ("of the wrapper", "of the module", "after no_sync", "inside no_sync")
+
+
+def test_losses_of_methods_are_averaged() -> None:
+    """The forward of the wrapper is not called, or only for gradients that are accumulated."""
+    states = ranks.run(2, by_methods)
+    for how, *found in zip(METHODS, *states, strict=True):
+        model = models.build("mlp")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(3):
+            optimizer.zero_grad()
+            for number in (step, 9) if "no_sync" in how else (step,):
+                model(*models.batch("mlp", number, 8)).backward()
+            optimizer.step()
+        for state in found:
+            for name, expected in model.state_dict().items():
+                torch.testing.assert_close(state[name], expected, rtol=1e-5, atol=1e-6, msg=how)

@@ -170,6 +170,24 @@ def test_inf_on_one_rank_changes_nothing_and_halves_the_scale(
         assert any(not torch.equal(states[2][name], tensor) for name, tensor in states[1].items())
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_without_a_scaler_inf_and_nan_are_errors_and_change_nothing(
+    level: str, cluster: zs.Session
+) -> None:
+    plain = models.build("mlp")
+    adam = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    model, optimizer, _ = group_sharded_parallel(plain, adam, level, segment_size=SEGMENT)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for factor in (float("inf"), float("nan")):
+        (model(*models.batch("mlp", 0, 8)) * factor).backward()
+        with pytest.raises(zs.InvalidArgumentError, match="inf or NaN on rank 0, and step"):
+            optimizer.step()
+        optimizer.zero_grad()
+        assert_same(model.state_dict(), before)
+    model(*models.batch("mlp", 0, 8)).backward()
+    optimizer.step()
+
+
 def overflow(rank: int, level: str) -> tuple[list[dict[str, Tensor]], list[float], list[bool]]:
     """Makes three steps, with an inf on rank 1 in the second one. Returns parameters and optimizer
     state, the scale, and whether each step was applied."""

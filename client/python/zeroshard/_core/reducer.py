@@ -21,8 +21,10 @@ class Reducer(Generic[T]):
     """Averages the gradients of a model after each backward pass, in buckets that are sent when
     they are ready.
 
-    A backward pass is averaged if its forward pass ran while :attr:`syncing` was True. A parameter
-    that is frozen or unfrozen later is noticed at the next forward pass.
+    A backward pass is averaged if its forward pass ran while :attr:`syncing` was True. Without a
+    forward pass of the wrapper (of its module, or a method of it), it is averaged if it runs while
+    :attr:`syncing` is True. A parameter that is frozen or unfrozen later is noticed at the next
+    forward pass of the wrapper.
     """
 
     def __init__(
@@ -53,11 +55,13 @@ class Reducer(Generic[T]):
         self._group = group
         self._limits = int(comm_buffer_size * _MB), int(last_comm_buffer_size * _MB)
         self.find_unused_parameters = find_unused_parameters
-        #: Whether forward passes request averaging now, and whether the last one did.
+        #: Whether forward passes request averaging now.
         self.syncing = True
-        self.averaging = False
-        #: Whether a backward pass is running whose gradients may have been sent.
-        self._begun = False
+        #: Whether the backward pass of the last forward pass is averaged, if the wrapper could not
+        #: register hooks on its outputs.
+        self.hidden: bool | None = None
+        #: Whether the running backward pass is averaged. None: no backward pass is running.
+        self._averaging: bool | None = None
         #: Whether creating the job for the current parameters has failed.
         self._broken = False
         self.averager: Averager[T] | None = None
@@ -140,17 +144,18 @@ class Reducer(Generic[T]):
             if framework.numel(named[1]) > 0
         ]
 
-    def begin_forward(self) -> None:
-        """Called when a forward pass begins that may be followed by a backward pass."""
-        if self._begun and not self._framework.in_backward():
+    def begin_forward(self) -> bool:
+        """Called when a forward pass begins that may be followed by a backward pass. Returns
+        whether that is averaged."""
+        if self._averaging is not None and not self._framework.in_backward():
             # No backward pass is running: the last one has raised an error.
-            self._begun = False
-            self._give_up()
+            if self._averaging:
+                self._give_up()
+            self._averaging = None
         trainable = self._trainable()
         if not trainable:
             # All parameters are frozen, perhaps temporarily: keep the job.
-            self.averaging = False
-            return
+            return False
         as_before = len(trainable) == len(self._trained) and all(
             parameter is before for (_, parameter), before in zip(trainable, self._trained)
         )
@@ -158,19 +163,26 @@ class Reducer(Generic[T]):
             self._arrange(trainable, broadcast=False)
         elif self.averager is not None:
             self.averager.resume()
-        self.averaging = self.syncing and self.averager is not None
+        return self.syncing and self.averager is not None
 
-    def begin_reduction(self, *_: object) -> None:
-        """Called during backward, before the first gradient is ready."""
-        if self.averaging and not self._begun:
-            self._begun = True
+    def begin_backward(self, averaging: bool, *_: object) -> None:
+        """Called during backward, before the first gradient is ready. Gradients of a backward pass
+        of several forward passes are averaged if those of one of them are."""
+        if averaging and not self._averaging:
             self._framework.after_backward(self._finish_reduction)
+        elif self._averaging is None:
+            self._framework.after_backward(self._end_backward)
+        self._averaging = averaging or bool(self._averaging)
 
     def _ready(self, index: int, _: T) -> None:
         """Called when a gradient is complete."""
-        if not self.averaging or self.averager is None:
+        if self._averaging is None:
+            if self.averager is not None:
+                self.averager.resume()
+            averaging = self.syncing if self.hidden is None else self.hidden
+            self.begin_backward(averaging and self.averager is not None)
+        if not self._averaging or self.averager is None:
             return
-        self.begin_reduction()
         try:
             ready = self._buckets.ready(index)
         except InvalidArgumentError as error:
@@ -184,7 +196,7 @@ class Reducer(Generic[T]):
     def _finish_reduction(self) -> None:
         """Called when the backward pass has ended."""
         averager = self.averager
-        assert averager is not None, "begin_reduction requires a job"
+        assert averager is not None, "only passes with a job are averaged"
         try:
             for index in self._buckets.rest():
                 averager.send(self._trained, self._buckets.ready(index))
@@ -195,10 +207,15 @@ class Reducer(Generic[T]):
             self._give_up()
             raise
         finally:
-            self._begun = False
+            self._averaging = None
             self._buckets.reset()
         while self._retired:
             self._retired.pop().retire()
+
+    def _end_backward(self) -> None:
+        """Called when a backward pass that began without averaging has ended."""
+        if not self._averaging:
+            self._averaging = None
 
     def _give_up(self) -> None:
         """Abandons the reduction. The next forward pass makes the servers drop their part of it."""

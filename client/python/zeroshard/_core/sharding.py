@@ -197,6 +197,18 @@ class Sharding(Generic[T]):
         if self._sync_buffers:
             self.job.receive(entry for entry in self.job.received if entry.buffer)
 
+    def check_applied(self) -> None:
+        """Raises an error if the last step was skipped."""
+        report = self.last_report
+        if report is not None and report.overflow is not None:
+            index, rank = report.overflow
+            where = "in the sum over the ranks" if rank is None else f"on rank {rank}"
+            raise InvalidArgumentError(
+                f"the gradient of parameter {self.job.entries[index].name!r} contains inf or NaN "
+                f"{where}, and step {report.version - 1} was skipped; to skip such steps without "
+                "an error, pass a GradScaler to group_sharded_parallel"
+            )
+
     def unwind(self) -> None:
         """Called when a forward of the whole model has raised an exception."""
         if self.gatherer is not None:

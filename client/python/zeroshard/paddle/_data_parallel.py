@@ -90,14 +90,16 @@ class DataParallel(paddle.DataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The layer's forward pass."""
+        if not paddle.is_grad_enabled():
+            return self._layers(*inputs, **kwargs)
         reducer = self._get_reducer()
-        if paddle.is_grad_enabled():
-            reducer.begin_forward()
+        averaging = reducer.begin_forward()
+        reducer.hidden = averaging
         outputs = self._layers(*inputs, **kwargs)
-        if reducer.averaging and paddle.is_grad_enabled():
+        if paddle.is_grad_enabled():
             # A hook on the outputs marks the start of the outermost backward pass: the inner pass
             # of a recomputed block ends earlier.
-            begin = _autograd.guarded(weakly(reducer, Reducer.begin_reduction))
+            begin = _autograd.guarded(weakly(reducer, Reducer.begin_backward, averaging))
             for output in paddle.utils.flatten(outputs):
                 if (
                     isinstance(output, paddle.Tensor)
@@ -105,6 +107,7 @@ class DataParallel(paddle.DataParallel):
                     and not output.is_leaf
                 ):
                     output.register_hook(begin)
+                    reducer.hidden = None
         return outputs
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -68,7 +68,7 @@ def _set_changes(parameter: Any, number: int) -> None:
 
 def freed_gradient(parameter: Any) -> FreedGradient | None:
     """Stands for the parameter's gradient, if it was sent to the servers and freed."""
-    found: FreedGradient | None = parameter.__dict__.get(ATTRIBUTE)
+    found: FreedGradient | None = getattr(parameter, ATTRIBUTE, None)
     return found
 
 

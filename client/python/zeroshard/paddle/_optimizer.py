@@ -54,15 +54,7 @@ class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
                 would make the parameters inf or NaN; here the step has changed nothing.
         """
         self.step_if_finite()
-        report = self.last_report
-        if not report.applied:
-            index, rank = report.overflow
-            where = "in the sum over the ranks" if rank is None else f"on rank {rank}"
-            raise InvalidArgumentError(
-                f"the gradient of parameter {self.sharding.job.entries[index].name!r} contains inf "
-                f"or NaN {where}, and step {report.version - 1} was skipped; to skip such steps "
-                "without an error, pass a GradScaler to group_sharded_parallel"
-            )
+        self.sharding.check_applied()
 
     def step_if_finite(self) -> None:
         """As :meth:`step`, but a step with a gradient that contains inf or NaN is skipped without

@@ -1,15 +1,10 @@
-"""As ``paddle.distributed.fleet``. All of its names are Paddle's, except
-``fused_allreduce_gradients``."""
+"""``paddle.distributed.fleet`` under this package's path. All of its names are Paddle's."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import paddle.distributed.fleet as _fleet
-
-from ._data_parallel import fused_allreduce_gradients
-
-__all__ = ["fused_allreduce_gradients"]
 
 
 def __getattr__(name: str) -> Any:

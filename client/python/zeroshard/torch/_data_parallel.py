@@ -28,8 +28,10 @@ class DataParallel(nn.Module):
     At construction all ranks receive the parameters and buffers of rank 0. Afterwards parameters
     stay equal as long as all ranks perform the same steps. Buffers are not synchronised again.
 
-    A backward pass is averaged unless its forward pass ran under :meth:`no_sync`. A parameter that
-    is frozen or unfrozen later is noticed at the next forward pass. Sparse gradients become dense.
+    A backward pass is averaged unless its forward pass ran under :meth:`no_sync`. The forward pass
+    may also be one of the module, or another method of it; then it is averaged unless the backward
+    pass runs under :meth:`no_sync`. A parameter that is frozen or unfrozen later is noticed at the
+    next forward pass of the wrapper. Sparse gradients become dense.
 
     Args:
         module: the model. Its attributes are available on the wrapper.
@@ -82,16 +84,19 @@ class DataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
-        if torch.is_grad_enabled():
-            self._reducer.begin_forward()
+        if not torch.is_grad_enabled():
+            return self.module(*inputs, **kwargs)
+        averaging = self._reducer.begin_forward()
+        self._reducer.hidden = averaging
         outputs = self.module(*inputs, **kwargs)
-        if self._reducer.averaging and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             # A hook on the outputs marks the start of the outermost backward pass: the inner pass
             # of a reentrant checkpoint ends earlier.
-            begin = weakly(self._reducer, Reducer.begin_reduction)
+            begin = weakly(self._reducer, Reducer.begin_backward, averaging)
             for output in tree_leaves(outputs):
                 if isinstance(output, torch.Tensor) and output.grad_fn is not None:
                     output.register_hook(begin)
+                    self._reducer.hidden = None
         return outputs
 
     def no_sync(self) -> AbstractContextManager[None]:

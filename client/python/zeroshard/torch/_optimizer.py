@@ -33,6 +33,8 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
         self.param_groups = optimizer.param_groups
         self._sharding = sharding
         self._given = optimizer
+        #: Whether a scaler makes the step, which may be skipped.
+        self.is_scaled = False
 
     @property
     def sharding(self) -> Sharding[Tensor]:
@@ -47,8 +49,10 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Makes a step on the servers, and receives the parameters that stay on this worker.
 
-        Raises :class:`~zeroshard.StepAbortedError` if a rank was lost: run the step again with the
-        same data.
+        Raises:
+            StepAbortedError: a rank was lost. Run the step again with the same data.
+            InvalidArgumentError: a gradient contains inf or NaN, and no scaler is used. torch would
+                make the parameters NaN; here the step has changed nothing.
         """
         loss = None
         if closure is not None:
@@ -58,6 +62,8 @@ class ShardedOptimizer(SteppedByServers[Tensor], torch.optim.Optimizer):
             self.sharding.step()
         # A scheduler of the original optimizer warns if its optimizer does not step.
         setattr(self._given, "_opt_called", True)
+        if not self.is_scaled:
+            self.sharding.check_applied()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -44,11 +44,11 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         self._check_scale_growth_tracker("step")
-        optimizer.loss_scale = self.get_scale()
+        optimizer.loss_scale, optimizer.is_scaled = self.get_scale(), True
         try:
             result: float | None = optimizer.step(*args, **kwargs)
         finally:
-            optimizer.loss_scale = 1.0
+            optimizer.loss_scale, optimizer.is_scaled = 1.0, False
         device = torch.device(self._device)
         skipped = not optimizer.last_report.applied
         state["found_inf_per_device"] = {device: torch.full((1,), float(skipped), device=device)}
