@@ -20,9 +20,8 @@ from zeroshard.integrations.accelerate import Accelerator  # instead of accelera
 def main() -> None:
     accelerator = Accelerator(level="os_g", cpu=True, gradient_accumulation_steps=2)  # level
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=32, n_positions=16, n_embd=32, n_layer=2, n_head=2)
-    )
+    sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
     # Sequences that count upwards, from random numbers.

@@ -22,9 +22,8 @@ def main() -> None:
     parser.add_argument("--output", default=tempfile.gettempdir() + "/zeroshard-trainer")
     output = parser.parse_args().output
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=32, n_positions=16, n_embd=32, n_layer=2, n_head=2)
-    )
+    sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
     # Sequences that count upwards, from random numbers.
     texts = (torch.randint(32, (544, 1)) + torch.arange(16)) % 32
     examples = [{"input_ids": text, "labels": text} for text in texts]

@@ -37,6 +37,10 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 }
 
 
+#: Names and values, in order.
+Log = list[tuple[str, float]]
+
+
 def trainer_of(system: str, folder: Path, *, steps: int = STEPS, **settings: Any) -> Any:
     """``"ddp"``: Transformers alone."""
     hf.logging.disable_progress_bar()
@@ -70,7 +74,7 @@ def trainer_of(system: str, folder: Path, *, steps: int = STEPS, **settings: Any
     )
 
 
-def log_of(trainer: Any) -> list[tuple[str, float]]:
+def log_of(trainer: Any) -> Log:
     return [
         (name, entry[name])
         for entry in trainer.state.log_history
@@ -91,12 +95,16 @@ def train(name: str, system: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def reload(system: str, folder: Path) -> tuple[dict[str, Tensor], list[tuple[str, float]]]:
-    """The weights of a saved model, and the log of a trainer that continues from a checkpoint."""
+def reload(level: str, folder: Path) -> tuple[dict[str, Tensor], Log, Log]:
+    """The weights of a saved model, and the logs of a sharded and of a plain trainer that continue
+    from a checkpoint."""
     saved = hf.AutoModelForCausalLM.from_pretrained(folder / f"checkpoint-{STEPS}").state_dict()
-    trainer = trainer_of(system, folder, **PROGRAMS["accumulation"])
-    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{HALF}"))
-    return saved, log_of(trainer)
+    logs = []
+    for system in (level, "ddp"):
+        trainer = trainer_of(system, folder, **PROGRAMS["accumulation"])
+        trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{HALF}"))
+        logs.append(log_of(trainer))
+    return saved, *logs
 
 
 def work(rank: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -114,7 +122,7 @@ def trained(processes: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
     )
 
 
-def close(ours: list[tuple[str, float]], expected: list[tuple[str, float]], rel: float) -> None:
+def close(ours: Log, expected: Log, rel: float) -> None:
     """Asserts that two logs have the same names and nearly the same values."""
     assert [name for name, _ in ours] == [name for name, _ in expected]
     assert [value for _, value in ours] == pytest.approx([value for _, value in expected], rel=rel)
@@ -144,8 +152,9 @@ def test_a_checkpoint_is_the_whole_model_and_the_run_continues_from_it(
     level: str, trained: list[Any]
 ) -> None:
     for found, reloaded in trained:
-        saved, log = reloaded[level]
+        saved, log, alone = reloaded[level]
         assert_same(saved, found["accumulation"][level]["state"])
         before = found["accumulation"][level]["log"]
         # The last entry is of the run: its mean loss, and the number of operations of both runs.
         assert log[:-2] == before[:-2] and log[-1] == before[-1]
+        close(alone, log, 1e-5)
