@@ -145,7 +145,7 @@ async fn a_step_starts_from_the_values_that_a_program_has_written_to_a_parameter
                 }
                 let commit = || Commit::default().written(vec![7]);
                 let commits = jobs.iter().map(|job| training::commit(job, step, commit()));
-                join_all(commits).await.into_iter().map(|report| report.unwrap().applied).all(|x| x)
+                join_all(commits).await.into_iter().all(|report| report.unwrap().applied)
             }
         };
         assert!(push(0, 4.0, 0.5).await);
