@@ -29,7 +29,7 @@ def main() -> None:
     loader = DataLoader(texts, batch_size=16, shuffle=True)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 
-    for epoch in range(4):
+    for epoch in range(6):
         for tokens in loader:
             with accelerator.accumulate(model):
                 loss = model(input_ids=tokens, labels=tokens).loss

@@ -40,6 +40,8 @@ def train(config: dict[str, Any]) -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
             ray.train.report({"epoch": epoch, "loss": loss.item()})
+            if ray.train.get_context().get_world_rank() == 0:
+                print(f"epoch {epoch}   loss {loss.item():.4f}")
 
 
 def main() -> None:
@@ -49,7 +51,7 @@ def main() -> None:
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=2),
     )
-    print(trainer.fit().metrics)
+    trainer.fit()
 
 
 if __name__ == "__main__":

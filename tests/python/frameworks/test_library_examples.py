@@ -22,7 +22,7 @@ def counts(printed: str) -> bool:
 def test_accelerate() -> None:
     printed = run(*TORCHRUN, str(EXAMPLES / "accelerate_loop.py"))
     losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", printed)]
-    assert len(losses) == 4 and losses[-1] < losses[0] / 2
+    assert len(losses) == 6 and losses[-1] < losses[0] / 2
     assert counts(printed)
 
 
