@@ -94,6 +94,21 @@ def test_a_model_can_be_saved_without_an_optimizer(tmp_path: Path, cluster: zs.S
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.pt"]
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_tied_parameters_are_tied_in_saved_files(
+    level: str, tmp_path: Path, cluster: zs.Session
+) -> None:
+    model, optimizer = begin(level, "gpt")
+    step(model, optimizer, 0, "gpt")
+    kept = model.state_dict()["tokens.weight"]
+    save_group_sharded_model(model, str(tmp_path))
+    states = [model.state_dict(), torch.load(tmp_path / "model.pt")]
+    for state in states:
+        assert state["tokens.weight"].data_ptr() == state["head.weight"].data_ptr()
+        assert state["tokens.weight"].data_ptr() != kept.data_ptr() or level != "p_g_os"
+    assert torch.equal(model.module.head.state_dict()["weight"], kept)
+
+
 def test_output_must_be_a_directory_and_the_model_sharded(
     tmp_path: Path, cluster: zs.Session
 ) -> None:

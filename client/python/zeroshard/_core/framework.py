@@ -314,6 +314,9 @@ class Framework(ABC, Generic[T]):
         Calls ``release`` after a state dict has been made with copies of them.
         """
 
+    def guard_tied(self, module: Any, parameters: dict[str, T]) -> None:
+        """Called for a module that shares these parameters with a guarded module before it."""
+
     @abstractmethod
     def memory(self, tensor: T) -> Hashable | None:
         """An identifier of the memory of the tensor. None if it cannot be determined."""

@@ -172,6 +172,13 @@ class Gatherer(Generic[T]):
                 for name, parameter in self.framework.own_parameters(module)
                 if id(parameter) not in seen and is_large(parameter)
             }
+            tied = {
+                name: parameter
+                for name, parameter in self.framework.own_parameters(module)
+                if id(parameter) in seen
+            }
+            if tied:
+                self.framework.guard_tied(module, tied)
             if large:
                 seen.update(map(id, large.values()))
                 own[module] = self._add_unit(module, large)

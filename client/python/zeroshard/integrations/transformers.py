@@ -61,17 +61,17 @@ class ShardedTraining:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-        self._follow_changes()
+        self._take_values()
 
     def _load_best_model(self) -> None:
         super()._load_best_model()  # type: ignore[misc]
-        self._follow_changes()
+        self._take_values()
 
-    def _follow_changes(self) -> None:
+    def _take_values(self) -> None:
         """The trainer has loaded values into the model, which may be sharded already."""
         wrapped = getattr(self, "model_wrapped", None)
         if isinstance(wrapped, GroupSharded):
-            wrapped.sharding.follow_changes()
+            wrapped.sharding.take_values()
 
 
 class Trainer(ShardedTraining, transformers.Trainer):

@@ -22,7 +22,7 @@ from . import _conversion
 from ._dtensor import aligned_gradient, distributed_as, layout, local
 from ._gradient import GradientTensor
 from ._mean_gradient import MeanGradient
-from ._memory import PooledMemory, guard
+from ._memory import PooledMemory, guard, guard_tied
 
 #: The dtypes of parameters and gradients that the servers support.
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -184,6 +184,9 @@ class _Torch(Framework[Tensor]):
         release: Callable[[], None],
     ) -> None:
         guard(module, parameters, access, expose, release)
+
+    def guard_tied(self, module: nn.Module, parameters: dict[str, Tensor]) -> None:
+        guard_tied(module, parameters)
 
     def memory(self, tensor: Tensor) -> Hashable | None:
         if tensor.layout is not torch.strided:

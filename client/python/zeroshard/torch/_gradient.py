@@ -155,6 +155,19 @@ def _unscaled(gradients: Any, found_inf: Tensor, inverse_scale: Tensor) -> None:
         gradient.mul_(factor)
 
 
+def _moved(function: Callable[..., Any]) -> Callable[..., Any]:
+    def moved(gradient: GradientTensor, *args: Any, **kwargs: Any) -> Any:
+        probe = torch.empty(0, dtype=gradient.dtype, device=gradient.device)
+        # torch returns the tensor itself if there is nothing to do.
+        return gradient if function(probe, *args, **kwargs) is probe else NotImplemented
+
+    return moved
+
+
+def _set_data(gradient: GradientTensor, data: Any) -> Any:
+    return None if data is gradient else NotImplemented
+
+
 def _no_memory(gradient: GradientTensor, *args: Any, **kwargs: Any) -> Any:
     raise InvalidArgumentError(
         f"the gradient of parameter {gradient.source.name!r} has no memory on this worker; use "
@@ -189,6 +202,18 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.detach: _itself,
     Tensor.detach_: _itself,
     Tensor.data.__get__: _itself,  # type: ignore[attr-defined]
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    **{
+        function: _moved(function)
+        for function in (
+            Tensor.to,
+            Tensor.cpu,
+            Tensor.float,
+            Tensor.double,
+            Tensor.half,
+            Tensor.bfloat16,
+        )
+    },
     Tensor.__repr__: _text,
     Tensor.__format__: _text,
     Tensor.data_ptr: _no_memory,

@@ -8,6 +8,7 @@ this size fragment the heap.
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -31,6 +32,7 @@ METADATA: set[Any] = {
         "requires_grad_", "retain_grad", "size", "storage_offset", "stride", "untyped_storage",
     )
 }  # fmt: skip
+METADATA.add(torch._has_compatible_shallow_copy_type)
 METADATA |= {
     access
     for name in dir(Tensor)
@@ -176,8 +178,18 @@ def guard(
     module.register_state_dict_post_hook(_CopyState(parameters, release))
 
 
+def guard_tied(module: nn.Module, parameters: dict[str, Tensor]) -> None:
+    """As :meth:`zeroshard._core.framework.Framework.guard_tied`."""
+    module.register_state_dict_post_hook(_CopyState(parameters))
+
+
+#: Copies of parameters in state dicts, by the ids of the state dict and the parameter.
+_copies: weakref.WeakValueDictionary[tuple[int, int], Tensor] = weakref.WeakValueDictionary()
+
+
 class _CopyState:
-    """Copies gathered parameters in a state dict. In a copy of the module it has no effect."""
+    """Copies gathered parameters in a state dict, where tied parameters stay tied. In a copy of the
+    module it has no effect."""
 
     def __init__(
         self, parameters: dict[str, Tensor], release: Callable[[], None] | None = None
@@ -191,7 +203,11 @@ class _CopyState:
         for name, parameter in self._parameters.items():
             value = state.get(prefix + name)
             if value is not None and value is not parameter:
-                state[prefix + name] = value.clone()
+                copy = _copies.get((id(state), id(parameter)))
+                if copy is None or all(copy is not other for other in state.values()):
+                    copy = value.clone()
+                    _copies[id(state), id(parameter)] = copy
+                state[prefix + name] = copy
         if self._release is not None:
             self._release()
 
