@@ -86,6 +86,12 @@ pub fn begin(job: &Job, step: Option<u64>) -> pb::PushBegin {
     }
 }
 
+/// The beginning of a push of new values, by this worker in the first attempt at `step`.
+pub fn replacement(job: &Job, step: u64) -> pb::PushBegin {
+    let contents = Some(Contents::Replacement(pb::Replacement { step, attempt: 0 }));
+    pb::PushBegin { contents, ..begin(job, Some(step)) }
+}
+
 /// Gradients of the first attempt at `step`.
 pub fn gradients(step: u64) -> Contents {
     Contents::Gradients(pb::Gradients { step, ..Default::default() })

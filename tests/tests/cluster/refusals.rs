@@ -73,7 +73,18 @@ async fn a_push_that_does_not_fit_is_refused() {
         );
         assert_eq!(
             invalid(push(vec![begin(), extent(3, 0, 1)]).await),
-            "rank that pushes buffer \"running_mean\""
+            "gradient of tensor \"running_mean\""
+        );
+        let values = || stock::open(stock::replacement(&jobs[1], 1));
+        assert_eq!(
+            invalid(push(vec![values(), extent(3, 0, 1)]).await),
+            "rank that pushes new values of tensor \"running_mean\""
+        );
+        let values = || stock::open(stock::replacement(job, 1));
+        let half = pb::PushRequest { dtype: pb::Dtype::Bf16.into(), ..extent(0, 0, 2) };
+        assert_eq!(
+            invalid(push(vec![values(), half]).await),
+            "dtype of the new values of tensor \"embedding\""
         );
         assert_eq!(invalid(push(vec![begin(), extent(99, 0, 1)]).await), "slice");
         let without_dtype = pb::PushRequest { dtype: 0, ..extent(1, 0, 1) };

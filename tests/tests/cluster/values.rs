@@ -107,7 +107,7 @@ async fn invalid_pushes_of_buffers_are_refused() {
     let mut half = whole.clone();
     half.dtype = zeroshard_proto::pb::Dtype::Bf16.into();
     for (rank, extent) in [(1, whole), (0, half)] {
-        let messages = vec![stock::open(stock::begin(&jobs[rank], Some(0))), extent];
+        let messages = vec![stock::open(stock::replacement(&jobs[rank], 0)), extent];
         let refused = stock::push(cluster.shards[0].address(), messages).await;
         assert!(matches!(refused, Err(Error::Invalid { .. })), "rank {rank}: {refused:?}");
     }
