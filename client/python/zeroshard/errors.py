@@ -115,6 +115,15 @@ class NotInitialisedError(Error):
     """No session is open, or it does not fit this process: call :func:`zeroshard.init` first."""
 
 
+class InvalidTypeError(InvalidArgumentError, TypeError):
+    """An argument has a type that is not accepted."""
+
+
+class LayoutsError(InvalidArgumentError, AssertionError):
+    """The declared and the desired layouts of a module's inputs or outputs do not have the same
+    number."""
+
+
 class NotATensorError(Error, TypeError, RuntimeError):
     """A tensor was expected, and another type was passed."""
 

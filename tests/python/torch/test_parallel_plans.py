@@ -212,7 +212,7 @@ def a_mesh_of_several_dimensions_needs_tp_mesh_dim(rank: int) -> None:
         "pp",
     )
     refused(zs.InvalidArgumentError, "no dimension 2", nn.Linear(4, 4), mesh, ColwiseParallel(), 2)
-    for wrong in (None, [0, 1], "tp"):
+    for wrong in ([0, 1], "tp"):
         refused(
             zs.InvalidArgumentError,
             "device_mesh is .*must be a ProcessMesh",
@@ -224,7 +224,7 @@ def a_mesh_of_several_dimensions_needs_tp_mesh_dim(rank: int) -> None:
 
 @TWO
 def a_plan_must_consist_of_styles(rank: int) -> None:
-    for wrong in (None, "colwise", [ColwiseParallel()], ColwiseParallel):
+    for wrong in ("colwise", [ColwiseParallel()], ColwiseParallel):
         refused(
             zs.InvalidArgumentError,
             "must be a ParallelStyle, or a dict",
@@ -250,6 +250,36 @@ def layouts_and_functions_do_not_go_together(rank: int) -> None:
         PairwiseParallel(Shard(0))  # type: ignore[arg-type]
     with pytest.raises(zs.InvalidArgumentError, match="sequence_dim"):
         SequenceParallel(sequence_dim="time")  # type: ignore[arg-type]
+
+
+# ---- optional arguments
+
+
+@TWO
+def the_mesh_may_surround_the_call(rank: int) -> None:
+    module = nn.Linear(4, 4)
+    mesh = DeviceMesh("cpu", [0, 1])
+    with pytest.raises(zs.InvalidArgumentError, match="no mesh surrounds the call"):
+        parallelize_module(module, parallelize_plan=ColwiseParallel())
+    with mesh:
+        assert parallelize_module(module, parallelize_plan=ColwiseParallel()) is module
+    assert module.weight.device_mesh == mesh
+
+
+@TWO
+def without_a_plan_the_module_stays_as_it_is(rank: int) -> None:
+    module = nn.Linear(4, 4)
+    with pytest.warns(UserWarning, match="parallelize_plan is None"):
+        assert parallelize_module(module, mesh_1d()) is module
+    assert type(module.weight) is nn.Parameter
+
+
+@TWO
+def errors_have_the_types_of_torchs(rank: int) -> None:
+    with pytest.raises(TypeError, match="parallelize_plan is a str"):
+        parallelize_module(nn.Linear(4, 4), mesh_1d(), "colwise")
+    with pytest.raises(AssertionError, match="the same number"):
+        PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=(Shard(0), None))
 
 
 # ---- ranks that disagree

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from .. import _mesh
@@ -127,6 +127,17 @@ def check_mesh(mesh: object, name: str) -> DeviceMesh:
             f"{name} is {given}; it must be a ProcessMesh or a torch DeviceMesh"
         )
     return mesh
+
+
+def current_mesh() -> DeviceMesh:
+    """The mesh of the surrounding ``with mesh:``."""
+    try:
+        return _mesh_resources.get_current_mesh()
+    except RuntimeError as error:
+        raise InvalidArgumentError(
+            "device_mesh is None, and no mesh surrounds the call; pass a mesh, or call it inside "
+            "`with mesh:`"
+        ) from error
 
 
 def check_1d(mesh: object, name: str) -> DeviceMesh:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
@@ -10,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 
 from ..._agreement import agree
-from ...errors import AlreadyParallelError, InvalidArgumentError
-from .._mesh import check_1d, check_mesh, mesh_ranks, mesh_text, sub_mesh
+from ...errors import AlreadyParallelError, InvalidArgumentError, InvalidTypeError
+from .._mesh import check_1d, check_mesh, current_mesh, mesh_ranks, mesh_text, sub_mesh
 from .._ties import keeping_ties
 from ._prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from ._style import ParallelStyle
@@ -24,8 +25,8 @@ _PREPARES = (PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput)
 
 def parallelize_module(
     module: nn.Module,
-    device_mesh: DeviceMesh,
-    parallelize_plan: Plan,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: Plan | None = None,
     tp_mesh_dim: int | str | None = None,
     *,
     src_data_rank: int | None = 0,
@@ -34,9 +35,11 @@ def parallelize_module(
 
     Args:
         module: the module.
-        device_mesh: a mesh of one dimension, or of several if ``tp_mesh_dim`` is given.
+        device_mesh: a mesh of one dimension, or of several if ``tp_mesh_dim`` is given; None: the
+            mesh of the surrounding ``with mesh:``.
         parallelize_plan: one style, or a dict of styles by module name. The parts of a name are
-            patterns as for file names (``"layers.*.fc1"``); ``""`` is the module itself.
+            patterns as for file names (``"layers.*.fc1"``); ``""`` is the module itself. None:
+            the module stays as it is, with a warning, as in torch.
         tp_mesh_dim: the dimension of the mesh to use, by index or name.
         src_data_rank: the rank of the mesh whose parameters are used; None: each rank's parameters
             are already equal.
@@ -45,8 +48,9 @@ def parallelize_module(
         The module.
 
     Raises:
-        InvalidArgumentError: the mesh has several dimensions, or a name in the plan matches no
-            module.
+        InvalidArgumentError: the mesh has several dimensions, there is none, or a name in the plan
+            matches no module.
+        InvalidTypeError: the plan is neither a style nor a dict (a TypeError).
         UnsupportedModuleError: a style does not support the type of a module (a
             NotImplementedError).
         AlreadyParallelError: a module is already parallelised, or the plan has two styles for it (a
@@ -55,8 +59,11 @@ def parallelize_module(
 
     After any of these errors the module is unchanged.
     """
-    mesh = check_mesh(device_mesh, "device_mesh")
+    mesh = current_mesh() if device_mesh is None else check_mesh(device_mesh, "device_mesh")
     mesh = check_1d(mesh, "device_mesh") if tp_mesh_dim is None else sub_mesh(mesh, tp_mesh_dim)
+    if parallelize_plan is None:
+        warnings.warn("parallelize_plan is None: the module stays as it is", stacklevel=2)
+        return module
     steps = _resolve(module, parallelize_plan)
     _check(steps)
     agree("parallelize_module", _arguments(module, mesh, steps), mesh_ranks(mesh))
@@ -79,7 +86,7 @@ def _resolve(module: nn.Module, plan: object) -> _Steps:
     if isinstance(plan, TorchStyle):
         return [("", module, plan)]
     if not isinstance(plan, Mapping):
-        raise InvalidArgumentError(
+        raise InvalidTypeError(
             f"parallelize_plan is a {type(plan).__name__}; "
             "it must be a ParallelStyle, or a dict of them by module name"
         )

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from ...errors import InvalidArgumentError
+from ...errors import InvalidArgumentError, LayoutsError
 from ._functions import local
 from ._style import ParallelStyle, laid_out, note_collectives, transition
 
@@ -236,7 +236,7 @@ def _check_lengths(
 ) -> None:
     lengths = [None if layouts is None else len(layouts) for layouts in (declared, desired)]
     if lengths[0] != lengths[1]:
-        raise InvalidArgumentError(
+        raise LayoutsError(
             f"{name} has {lengths[0] or 0} elements and desired_{name} {lengths[1] or 0}; "
             "they must have the same number"
         )
