@@ -7,17 +7,22 @@ import itertools
 import json
 import multiprocessing.util
 import os
+import pathlib
+import re
 import secrets
+import sys
 from types import TracebackType
 
 from ._connection import Connection
 from ._native import Cluster
 from ._rendezvous import Rendezvous, reachable_host, world_group
 from ._status import Status
-from .errors import NotInitialisedError
+from .errors import InvalidArgumentError, NotInitialisedError
 
 _current: Session | None = None
 _inits = itertools.count()
+
+_MAX_NAME = 64
 
 
 class Session:
@@ -60,6 +65,7 @@ def init(
     token: str | None = None,
     shards: int = 1,
     *,
+    name: str | None = None,
     wire: str = "f32",
     chunk_bytes: int = 1 << 20,
     timeout: float = 600.0,
@@ -73,6 +79,9 @@ def init(
             ``torch.multiprocessing.spawn``) rank 0 hosts it and the others connect to it.
         token: the cluster's secret; ``ZEROSHARD_TOKEN`` by default.
         shards: the number of shard servers of a cluster that is started.
+        name: the first part of the names of this run's jobs, for ``zsctl status`` and dashboards:
+            letters, digits, ``.``, ``-`` and ``_``. By default the name of the script. With several
+            ranks, that of rank 0 counts.
         wire: the dtype of parameters and gradients on the network: ``"f32"``, ``"bf16"`` or
             ``"f16"``.
         chunk_bytes: the payload of one message.
@@ -82,6 +91,7 @@ def init(
 
     Raises:
         NotInitialisedError: a session is already open, or the ranks cannot find each other.
+        InvalidArgumentError: the name has other characters.
         TimeoutError: the cluster or rank 0 does not answer.
         UnauthenticatedError: the token is missing or wrong.
     """
@@ -91,6 +101,7 @@ def init(
             "zeroshard.init was called before; call zeroshard.shutdown() first"
         )
     timeout = timeout if deadline is None else deadline
+    name = _script() if name is None else _checked(name)
     world = world_group()
     number = next(_inits)
     address = address or os.environ.get("ZEROSHARD_ADDRESS") or None
@@ -111,7 +122,7 @@ def init(
         cluster = connect(shared["address"], shared["token"])
         run = shared["run"]
     else:
-        run = f"run-{secrets.token_hex(4)}"
+        run = f"{name}-{secrets.token_hex(4)}"
         if address is not None:
             cluster = connect(address, token)
         else:
@@ -133,6 +144,20 @@ def init(
     # still have to read it.
     _current = Session(Connection(cluster, world, run, rendezvous, timeout))
     return _current
+
+
+def _script() -> str:
+    """The name of the running script."""
+    stem = pathlib.Path(sys.argv[0] if sys.argv else "").stem
+    return re.sub(r"[^A-Za-z0-9._-]", "_", stem.strip("-"))[:_MAX_NAME] or "python"
+
+
+def _checked(name: str) -> str:
+    if not re.fullmatch(rf"[A-Za-z0-9._-]{{1,{_MAX_NAME}}}", name):
+        raise InvalidArgumentError(
+            f"name is {name!r}; it must have 1 to {_MAX_NAME} letters, digits, '.', '-' and '_'"
+        )
+    return name
 
 
 def connection() -> Connection:
