@@ -125,6 +125,33 @@ def evaluate_with_an_average(model: Any, step: int) -> None:
         parameter.data.copy_(value)
 
 
+def swap_with_an_average(model: Any, step: int) -> None:
+    """As a class that keeps an exponential moving average: only ``data`` is assigned."""
+    before = {name: parameter.data for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+    with torch.no_grad():
+        model(*models.batch("mlp", step, 8))
+    for name, parameter in model.named_parameters():
+        parameter.data = before[name]
+
+
+def exchange_data(model: Any, step: int) -> None:
+    with summoned(model):
+        layer = module_of(model).layers[0].weight
+        other = torch.full_like(layer, 0.03) if step else layer.data.clone()
+        layer.data, other = other, layer.data
+        if step == 2:
+            layer.data = other
+
+
+def evaluate_in_inference_mode(model: Any, step: int) -> None:
+    with torch.inference_mode():
+        model(*models.batch("mlp", step, 8))
+        for parameter in model.parameters():
+            parameter.norm()
+
+
 WRITES: dict[str, Callable[[Any, int], None]] = {
     each.__name__: each
     for each in (
@@ -139,6 +166,9 @@ WRITES: dict[str, Callable[[Any, int], None]] = {
         swap_two_elements,
         decay,
         evaluate_with_an_average,
+        swap_with_an_average,
+        exchange_data,
+        evaluate_in_inference_mode,
     )
 }
 
@@ -315,3 +345,105 @@ def test_a_parameter_keeps_its_shape_and_dtype(level: str, cluster: zs.Session) 
     if level == "p_g_os":
         with pytest.raises(zs.InvalidArgumentError, match="it must be torch.float32 of shape"):
             weight.data = torch.zeros(3)
+
+
+def train_and_unfreeze(system: str) -> dict[str, Tensor]:
+    model, optimizer = build(system)
+    layer = module_of(model).layers[2].requires_grad_(False)
+    for step in range(6):
+        optimizer.zero_grad()
+        model(*models.batch("mlp", step, 8)).backward()
+        optimizer.step()
+        if step == 1:
+            layer.weight.data.fill_(0.1)
+            layer.bias.data.fill_(0.1)
+        for _ in range(4):
+            layer.weight.data = layer.weight.data * 0.9
+        if step == 2:
+            layer.requires_grad_(True)
+    return state_of(model)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_values_that_were_written_to_a_frozen_parameter_count_when_it_trains(
+    level: str, cluster: zs.Session
+) -> None:
+    assert_close(train_and_unfreeze(level), train_and_unfreeze("plain"), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_loading_optimizer_state_before_the_step_keeps_the_gradients_or_raises(
+    level: str, cluster: zs.Session
+) -> None:
+    def train(system: str) -> dict[str, Tensor]:
+        model, optimizer = build(system)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(*models.batch("mlp", step, 8)).backward()
+            if step == 2:
+                optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.step()
+        return state_of(model)
+
+    if level == "os":
+        assert_close(train(level), train("plain"), rtol=1e-5, atol=1e-6)
+        return
+    with pytest.raises(zs.InvalidArgumentError, match="loaded between backward and step 2, after"):
+        train(level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_parameter_that_is_unfrozen_before_the_step_has_no_gradient_in_it(
+    level: str, cluster: zs.Session
+) -> None:
+    def train(system: str) -> dict[str, Tensor]:
+        model, optimizer = build(system)
+        layer = module_of(model).layers[2].requires_grad_(False)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(*models.batch("mlp", step, 8)).backward()
+            if step == 2:
+                layer.requires_grad_(True)
+            optimizer.step()
+        return state_of(model)
+
+    assert_close(train(level), train("plain"), rtol=1e-5, atol=1e-6)
+
+
+def write_before_other_changes(rank: int) -> None:
+    for level in LEVELS:
+        model, optimizer = build(level)
+        model.module.layers[4].requires_grad_(False)
+        model(*models.share(models.batch("mlp", 0, 8), rank, 2)).backward()
+        optimizer.step()
+        if rank == 1:
+            with torch.no_grad():
+                model.module.layers[0].weight.mul_(0.5)
+        model.module.layers[4].requires_grad_(True)
+        with pytest.raises(zs.DisagreementError, match="rank 0 and rank 1 .*'layers.0.weight'"):
+            model(*models.share(models.batch("mlp", 1, 8), rank, 2))
+
+
+def change_a_gradient_that_one_rank_does_not_have(rank: int) -> None:
+    for level in ("os_g", "p_g_os"):
+        model, optimizer = build(level)
+        for step in range(2):
+            optimizer.zero_grad()
+            outputs = model.module.layers[:4](models.batch("mlp", step, 8)[0])
+            (
+                model.module.layers[4](outputs) if rank == 0 or step == 0 else outputs
+            ).sum().backward()
+            if step == 0:
+                optimizer.step()
+        model.module.layers[0].weight.grad.add_(0.1)
+        with pytest.raises(zs.DisagreementError, match="the gradient of parameter 'layers.4"):
+            optimizer.step()
+
+
+def differences(rank: int) -> None:
+    write_before_other_changes(rank)
+    change_a_gradient_that_one_rank_does_not_have(rank)
+
+
+def test_differences_between_ranks_that_change_their_models_are_errors() -> None:
+    ranks.run(2, differences)

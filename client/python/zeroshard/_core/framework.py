@@ -306,10 +306,12 @@ class Framework(ABC, Generic[T]):
         parameters: dict[str, T],
         access: Callable[[], None],
         expose: Callable[[], None],
+        renew: Callable[[T], T],
         release: Callable[[], None],
     ) -> None:
         """Calls ``access`` before an operation reads one of these parameters of a module, and
-        ``expose`` before the program gets a view of its memory.
+        ``expose`` before the program gets a view of its memory. ``renew`` gives a parameter other
+        memory, which is returned, and leaves the earlier memory to its views.
 
         Calls ``release`` after a state dict has been made with copies of them.
         """
@@ -320,6 +322,10 @@ class Framework(ABC, Generic[T]):
     @abstractmethod
     def memory(self, tensor: T) -> Hashable | None:
         """An identifier of the memory of the tensor. None if it cannot be determined."""
+
+    @abstractmethod
+    def alias(self, tensor: T) -> object:
+        """Keeps the memory of the tensor alive."""
 
     @abstractmethod
     def view(self, saved: T, parameter: T) -> Callable[[], T] | None:

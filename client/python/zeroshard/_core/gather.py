@@ -195,6 +195,7 @@ class Gatherer(Generic[T]):
             parameters,
             lambda: self.access(unit),
             lambda: self.expose(unit),
+            lambda parameter: self._renew(unit, parameter),
             lambda: self._release(unit),
         )
         return unit
@@ -246,6 +247,13 @@ class Gatherer(Generic[T]):
             self._kept.add(unit)
             # The program may keep a view of it, and write to that.
             unit.expose()
+
+    def _renew(self, unit: Unit[T], parameter: T) -> T:
+        """Gives a parameter of the unit other memory, which is not initialised."""
+        self.expose(unit)
+        value = self.memory.take(parameter)
+        self.put(unit, parameter, value)
+        return value
 
     def expose(self, unit: Unit[T]) -> None:
         """Called before the program gets a view of the memory of one of the unit's parameters."""

@@ -325,7 +325,7 @@ class Gradients(Generic[T]):
         self._absent.clear()
         self._norms = None
         for entry in self._job.trained:
-            gradient = gradients[id(entry.tensor)]
+            gradient = gradients.get(id(entry.tensor))
             mean = self._job.framework.shown_mean(entry.tensor)
             if gradient is None:
                 self._absent.append(entry.index)

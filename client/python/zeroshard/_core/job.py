@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic
 
 from .. import _native
+from .._agreement import agree
 from .._connection import Connection
 from .._native import Array, Box, Job, Mesh, TensorSpec
 from .._rendezvous import ProcessGroup
@@ -63,6 +64,7 @@ class Entry(Generic[T]):
     #: Its values as far as they are compared, and the framework's counter of changes, when it was
     #: last marked.
     _seen: object = field(init=False)
+    _memory: object = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.shape = self.framework.shape(self.tensor)
@@ -88,6 +90,9 @@ class Entry(Generic[T]):
     def _compare(self, compared: bool) -> None:
         self._compared = compared
         self._seen = self._look()
+        # Keeps the memory, so that its address is not used for other values.
+        is_compared_by_memory = self.resident and not compared and not self.buffer
+        self._memory = self.framework.alias(self.tensor) if is_compared_by_memory else None
 
     @property
     def modified(self) -> bool:
@@ -128,6 +133,8 @@ class Entry(Generic[T]):
         return (
             before is not None
             and not self.buffer
+            # Not all writes to a parameter that did not train were seen.
+            and (before.trained or not self.trained or not before.resident)
             and not before.modified
             and before.shape == self.shape
             and before.raw == self.raw
@@ -222,16 +229,31 @@ class ModelJob(Generic[T]):
             entry.check_kind()
         return [entry for entry in parameters if entry.modified]
 
+    def check_written(self) -> None:
+        """Raises :class:`~zeroshard.DisagreementError` if the program has written different values
+        to trained parameters on the ranks."""
+        hashes = self.hashes(self.written())
+        written = {
+            f"values that the program has written to tensor {entry.name!r}": f"hash {value:016x}"
+            for entry, value in zip(self.entries, hashes)
+            if value
+        }
+        agree(
+            "a forward or step after the model or the optimizer has changed",
+            written,
+            self.group.ranks,
+        )
+
     def hashes(self, written: Iterable[Entry[T]]) -> list[int]:
         """What all ranks must have written alike: a hash for each entry of the job, or 0 if it is
         not in ``written``. Empty if all are 0.
 
-        Parameters that do not train may differ between ranks. Of distributed parameters each rank
-        writes its own part.
+        Parameters that are on every rank and do not train may differ. Of distributed parameters
+        each rank writes its own part.
         """
         hashes = [0] * len(self.entries)
         for entry in written:
-            if entry.trained:
+            if entry.trained or not entry.resident:
                 is_distributed = self.framework.layout(entry.tensor) is not None
                 hashes[entry.index] = 1 if is_distributed else entry.hash() or 1
         return hashes if any(hashes) else []

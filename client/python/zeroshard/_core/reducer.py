@@ -207,7 +207,7 @@ class Reducer(Generic[T]):
             self._give_up()
             raise
         finally:
-            self._averaging = None
+            self._averaging = self.hidden = None
             self._buckets.reset()
         while self._retired:
             self._retired.pop().retire()
@@ -215,7 +215,7 @@ class Reducer(Generic[T]):
     def _end_backward(self) -> None:
         """Called when a backward pass that began without averaging has ended."""
         if not self._averaging:
-            self._averaging = None
+            self._averaging = self.hidden = None
 
     def _give_up(self) -> None:
         """Abandons the reduction. The next forward pass makes the servers drop their part of it."""

@@ -160,6 +160,7 @@ class Sharding(Generic[T]):
             self.discard()
         # Gradients that were sent belong to the current job: the next step follows the change.
         if not self.gradients.any_sent and self.job.changed():
+            self.job.check_written()
             self.reopen(None)
 
     def take_values(self) -> None:
@@ -171,7 +172,17 @@ class Sharding(Generic[T]):
             self._reopen(None)
 
     def reopen(self, states: Mapping[int, State[T]] | None) -> None:
-        """Continues with a new job, with ``states`` as its optimizer state if given."""
+        """Continues with a new job, with ``states`` as its optimizer state if given.
+
+        Raises :class:`~zeroshard.InvalidArgumentError` if gradients of the open step are on the
+        servers only, which a new job does not take over.
+        """
+        if self.gradients.any_sent and self.level != "os":
+            raise InvalidArgumentError(
+                f"the state of the optimizer is loaded between backward and step {self.job.version}"
+                ", after gradients were sent to the servers; load it before backward, or after "
+                "optimizer.step() or zero_grad()"
+            )
         self.discard()
         self._reopen(states)
 
@@ -262,6 +273,11 @@ class Sharding(Generic[T]):
                 if gradient is None
                 else f"values with the hash {self.job.framework.outgoing(gradient).hash():016x}"
             )
+        if self.level != "os":
+            # Each rank sends the mean of all, which only counts as such if every rank sends it.
+            for entry in self.job.trained:
+                has = "a gradient" if current.get(id(entry.tensor)) is not None else "none"
+                texts.setdefault(f"the gradient of parameter {entry.name!r}", has)
         agree("optimizer.step", texts, self.job.group.ranks)
         self.gradients.resend(current)
 

@@ -209,6 +209,7 @@ class _Paddle(Framework[Tensor]):
         parameters: dict[str, Tensor],
         access: Callable[[], None],
         expose: Callable[[], None],
+        renew: Callable[[Tensor], Tensor],
         release: Callable[[], None],
     ) -> None:
         _memory.guard(module, parameters, access, expose, release)
@@ -218,6 +219,9 @@ class _Paddle(Framework[Tensor]):
             return None
         address: int | None = tensor.data_ptr()
         return address or None
+
+    def alias(self, tensor: Tensor) -> object:
+        return tensor.detach()
 
     def view(self, saved: Tensor, parameter: Tensor) -> Callable[[], Tensor] | None:
         if saved.dtype != parameter.dtype:

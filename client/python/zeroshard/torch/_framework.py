@@ -181,9 +181,10 @@ class _Torch(Framework[Tensor]):
         parameters: dict[str, Tensor],
         access: Callable[[], None],
         expose: Callable[[], None],
+        renew: Callable[[Tensor], Tensor],
         release: Callable[[], None],
     ) -> None:
-        guard(module, parameters, access, expose, release)
+        guard(module, parameters, access, expose, renew, release)
 
     def guard_tied(self, module: nn.Module, parameters: dict[str, Tensor]) -> None:
         guard_tied(module, parameters)
@@ -194,6 +195,9 @@ class _Torch(Framework[Tensor]):
         with torch._C.DisableTorchFunctionSubclass():
             storage: int = local(tensor).untyped_storage()._cdata
             return storage
+
+    def alias(self, tensor: Tensor) -> object:
+        return local(tensor).detach()
 
     def view(self, saved: Tensor, parameter: Tensor) -> Callable[[], Tensor] | None:
         if saved.dtype != parameter.dtype:

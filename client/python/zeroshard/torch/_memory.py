@@ -71,7 +71,6 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> An
 
 def _replace_data(parameter: Tensor, data: Tensor) -> None:
     """Copies the values, because the memory of a gathered parameter is not the program's."""
-    parameter._zeroshard_expose()  # type: ignore[attr-defined]
     with torch._C.DisableTorchFunctionSubclass():
         found, expected = (
             f"{values.dtype} of shape {list(values.shape)} on {values.device}"
@@ -81,7 +80,9 @@ def _replace_data(parameter: Tensor, data: Tensor) -> None:
             raise InvalidArgumentError(
                 f"the data of a parameter is set to {found}; at level p_g_os it must be {expected}"
             )
-        _DATA.__get__(parameter).copy_(data)
+        # Before the parameter gets other memory, which may be that of the values.
+        values = local(data).clone()
+        local(parameter._zeroshard_renew(parameter)).copy_(values)  # type: ignore[attr-defined]
 
 
 def _is_view(result: Any, parameter: Tensor) -> bool:
@@ -165,6 +166,7 @@ def guard(
     parameters: dict[str, Tensor],
     access: Callable[[], None],
     expose: Callable[[], None],
+    renew: Callable[[Tensor], Tensor],
     release: Callable[[], None],
 ) -> None:
     """As :meth:`zeroshard._core.framework.Framework.guard`."""
@@ -174,6 +176,7 @@ def guard(
         )
         parameter._zeroshard_access = access  # type: ignore[attr-defined]
         parameter._zeroshard_expose = expose  # type: ignore[attr-defined]
+        parameter._zeroshard_renew = renew  # type: ignore[attr-defined]
 
     module.register_state_dict_post_hook(_CopyState(parameters, release))
 
@@ -233,6 +236,8 @@ class PooledMemory(ParameterMemory[Tensor]):
         self._blocks: dict[int, Tensor] = {}
         self._strides: dict[int, tuple[int, ...]] = {}
 
+    # Memory that is allocated in inference mode cannot be used for training later.
+    @torch.inference_mode(False)
     def take(self, parameter: Tensor) -> Tensor:
         values = local(parameter)
         if values.device.type == "cpu":
@@ -243,6 +248,7 @@ class PooledMemory(ParameterMemory[Tensor]):
             flat = torch.empty(values.numel(), dtype=values.dtype, device=values.device)
         return flat.as_strided(values.shape, self._strides[id(parameter)])
 
+    @torch.inference_mode(False)
     def put(self, parameter: Tensor, value: Tensor) -> None:
         if isinstance(parameter, DTensor):
             parameter._local_tensor = value
@@ -250,6 +256,7 @@ class PooledMemory(ParameterMemory[Tensor]):
         with torch._C.DisableTorchFunctionSubclass():
             parameter.data = value
 
+    @torch.inference_mode(False)
     def drop(self, parameter: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             # The first call records the strides that the parameter was created with.

@@ -26,6 +26,7 @@ def unshard(model: GroupSharded) -> nn.Module:
                 parameter.__class__ = plain
                 del parameter._zeroshard_access  # type: ignore[attr-defined]
                 del parameter._zeroshard_expose  # type: ignore[attr-defined]
+                del parameter._zeroshard_renew  # type: ignore[attr-defined]
         for module in model.module.modules():
             _remove(module._forward_pre_hooks, _ForwardHook)
             _remove(module._forward_hooks, _ForwardHook)
