@@ -3,6 +3,8 @@ DistributedDataParallel."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -205,6 +207,9 @@ def by_methods(rank: int) -> list[dict[str, Tensor]]:
             elif how == "inside no_sync":
                 with wrapped.no_sync():
                     wrapped.compute_loss(*data[1]).backward()
+            elif how == "after an error":
+                with wrapped.no_sync() if step == 1 else contextlib.nullcontext():
+                    fail_in_backward(model, lambda: wrapped.compute_loss(*data[1]))
             if how == "of the module":
                 wrapped.module(*data[0]).backward()
             else:
@@ -214,7 +219,23 @@ def by_methods(rank: int) -> list[dict[str, Tensor]]:
     return states
 
 
-METHODS = ("of the wrapper", "of the module", "after no_sync", "inside no_sync")
+METHODS = ("of the wrapper", "of the module", "after no_sync", "inside no_sync", "after an error")
+
+
+def fail_in_backward(model: Any, compute_loss: Callable[[], Tensor]) -> None:
+    """A backward pass that raises an error after it has computed some gradients."""
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("failed")
+
+    def fail_later(module: nn.Module, inputs: Any, outputs: Tensor) -> None:
+        outputs.register_hook(fail)
+
+    handle = model.layers[0].register_forward_hook(fail_later)
+    with pytest.raises(RuntimeError, match="failed"):
+        compute_loss().backward()
+    handle.remove()
+    model.zero_grad()
 
 
 def test_losses_of_methods_are_averaged() -> None:

@@ -62,6 +62,8 @@ class Reducer(Generic[T]):
         self.hidden: bool | None = None
         #: Whether the running backward pass is averaged. None: no backward pass is running.
         self._averaging: bool | None = None
+        #: What the running backward pass calls at its end. A pass that fails drops it.
+        self._end: Callable[[], Callable[[], None] | None] = _nothing
         #: Whether creating the job for the current parameters has failed.
         self._broken = False
         self.averager: Averager[T] | None = None
@@ -147,11 +149,7 @@ class Reducer(Generic[T]):
     def begin_forward(self) -> bool:
         """Called when a forward pass begins that may be followed by a backward pass. Returns
         whether that is averaged."""
-        if self._averaging is not None and not self._framework.in_backward():
-            # No backward pass is running: the last one has raised an error.
-            if self._averaging:
-                self._give_up()
-            self._averaging = None
+        self._end_failed()
         trainable = self._trainable()
         if not trainable:
             # All parameters are frozen, perhaps temporarily: keep the job.
@@ -168,14 +166,29 @@ class Reducer(Generic[T]):
     def begin_backward(self, averaging: bool, *_: object) -> None:
         """Called during backward, before the first gradient is ready. Gradients of a backward pass
         of several forward passes are averaged if those of one of them are."""
+        self._end_failed()
         if averaging and not self._averaging:
-            self._framework.after_backward(self._finish_reduction)
+            self._after_backward(Reducer._finish_reduction)
         elif self._averaging is None:
-            self._framework.after_backward(self._end_backward)
+            self._after_backward(Reducer._end_backward)
         self._averaging = averaging or bool(self._averaging)
+
+    def _after_backward(self, end: Callable[[Reducer[T]], None]) -> None:
+        call = weakly(self, end)
+        self._end = weakref.ref(call)
+        self._framework.after_backward(call)
+
+    def _end_failed(self) -> None:
+        """Ends a backward pass that has raised an error."""
+        is_running = self._framework.in_backward() and self._end() is not None
+        if self._averaging is not None and not is_running:
+            if self._averaging:
+                self._give_up()
+            self._averaging = self.hidden = None
 
     def _ready(self, index: int, _: T) -> None:
         """Called when a gradient is complete."""
+        self._end_failed()
         if self._averaging is None:
             if self.averager is not None:
                 self.averager.resume()
@@ -239,6 +252,10 @@ def average_now(framework: Framework[T], parameters: Iterable[T], group: Process
     except BaseException:
         averager.abandon()
         raise
+
+
+def _nothing() -> None:
+    return None
 
 
 class _Jobs:

@@ -86,6 +86,7 @@ def _watched(run: Callable[..., Any]) -> Callable[..., Any]:
                 _running.passes[-2].error = error
             raise
         finally:
+            current.callbacks.clear()  # the traceback of an error may keep the pass alive
             _running.passes.remove(current)
 
     return watched
