@@ -139,31 +139,31 @@ def finds_servers(rank: int, address: str, by_argument: bool) -> tuple[str, int,
     return result
 
 
-def jobs(script: str | None, name: str | None = None) -> list[str]:
-    """The names of the jobs of a run."""
-    with pytest.MonkeyPatch.context() as patch:
-        if script is not None:
-            patch.setattr(sys, "argv", [script])
+def names_of_jobs(rank: int) -> list[str]:
+    """The name of the job of each run."""
+    names = []
+    for script, name in (
+        ("/home/me/train gpt.py", None),
+        ("-c", None),
+        ("", None),
+        ("train.py", "my-run.2"),
+    ):
+        sys.argv = [script]
         with zs.init(name=name):
             model = nn.Linear(4, 2)
             kept = group_sharded_parallel(model, torch.optim.SGD(model.parameters(), 0.1), "os")
-            found = [job.name for job in zs.status().jobs]
+            names += [job.name for job in zs.status().jobs]
             del kept
-            return found
-
-
-def test_jobs_have_the_name_of_the_script_or_a_given_one() -> None:
-    for script, name, expected in (
-        ("/home/me/train gpt.py", None, "train_gpt"),
-        ("-c", None, "c"),
-        ("", None, "python"),
-        ("train.py", "my-run.2", "my-run.2"),
-    ):
-        (found,) = jobs(script, name)
-        assert re.fullmatch(rf"{expected}-[0-9a-f]{{8}}/sharded-0/all", found)
     for wrong in ("", "a/b", "x" * 65):
         with pytest.raises(zs.InvalidArgumentError, match="name is '"):
             zs.init(name=wrong)
+    return names
+
+
+def test_jobs_have_the_name_of_the_script_or_a_given_one() -> None:
+    (names,) = ranks.run(1, names_of_jobs, init=None)
+    for found, expected in zip(names, ("train_gpt", "c", "python", "my-run.2"), strict=True):
+        assert re.fullmatch(rf"{expected}-[0-9a-f]{{8}}/sharded-0/all", found)
 
 
 def test_servers_are_found_by_environment_and_argument(processes: dict[str, str]) -> None:
