@@ -18,7 +18,7 @@ pub struct Commit {
     /// The factors by which mean gradients are multiplied before they are clipped, one for each
     /// tensor of the job; empty: all are 1.
     pub gradient_factors: Vec<f64>,
-    /// Fingerprints of the values that the program has written to parameters since the last step,
+    /// Hashes of the values that the program has written to parameters since the last step,
     /// one for each tensor of the job, 0 for others; empty: all are 0. They must be equal on all
     /// ranks.
     pub written: Vec<u64>,

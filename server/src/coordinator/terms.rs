@@ -12,7 +12,7 @@ pub(super) struct Terms {
     pub(super) max_norm: Option<f64>,
     /// Empty, or one for each tensor.
     pub(super) gradient_factors: Vec<f64>,
-    /// Fingerprints of the values that the program has written. Empty, or one for each tensor; 0
+    /// Hashes of the values that the program has written. Empty, or one for each tensor; 0
     /// for a tensor without such values.
     written: Vec<u64>,
 }
@@ -40,7 +40,7 @@ impl Terms {
         };
         spec.validate_step(&terms.groups)?;
         check_number("gradient factors", terms.gradient_factors.len(), spec)?;
-        check_number("fingerprints of written values", terms.written.len(), spec)?;
+        check_number("hashes of written values", terms.written.len(), spec)?;
         Ok(terms)
     }
 

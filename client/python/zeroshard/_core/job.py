@@ -64,6 +64,7 @@ class Entry(Generic[T]):
     #: Its values as far as they are compared, and the framework's counter of changes, when it was
     #: last marked.
     _seen: object = field(init=False)
+    #: Keeps the memory of a parameter whose address is compared, so that no other values get it.
     _memory: object = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -90,7 +91,6 @@ class Entry(Generic[T]):
     def _compare(self, compared: bool) -> None:
         self._compared = compared
         self._seen = self._look()
-        # Keeps the memory, so that its address is not used for other values.
         is_compared_by_memory = self.resident and not compared and not self.buffer
         self._memory = self.framework.alias(self.tensor) if is_compared_by_memory else None
 

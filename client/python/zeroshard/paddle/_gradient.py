@@ -56,7 +56,7 @@ class FreedGradient:
     def to_send(self) -> Any:
         """Raises an error: the values are not on this worker."""
         raise InvalidArgumentError(
-            "a parameter, a gradient or a setting of the optimizer was changed after backward, but "
+            "a gradient or a setting of the optimizer was changed after backward, but "
             f"the gradient of parameter {self.name!r} was already sent to the servers; make the "
             "change before the forward or after optimizer.step(), or use level os"
         )

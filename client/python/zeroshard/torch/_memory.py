@@ -82,7 +82,7 @@ def _replace_data(parameter: Tensor, data: Tensor) -> None:
             )
         # Before the parameter gets other memory, which may be that of the values.
         values = local(data).clone()
-        local(parameter._zeroshard_renew(parameter)).copy_(values)  # type: ignore[attr-defined]
+        parameter._zeroshard_renew(parameter).copy_(values)  # type: ignore[attr-defined]
 
 
 def _is_view(result: Any, parameter: Tensor) -> bool:
