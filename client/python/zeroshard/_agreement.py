@@ -10,14 +10,14 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from ._rendezvous import Rendezvous, Store, world_group
+from ._rendezvous import Rendezvous, world_group
 from .errors import DisagreementError
 
 #: Seconds that a rank waits for another to reach the same call: building a large model takes time.
 TIMEOUT = 600.0
 
-#: The store of the run, and the number of comparisons with each other rank in it.
-_comparisons: tuple[Store, Counter[int]] | None = None
+#: The rendezvous of the run, and the number of comparisons with each other rank in its store.
+_comparisons: tuple[Rendezvous, Counter[int]] | None = None
 
 
 def agree(call: str, arguments: Mapping[str, str], ranks: Sequence[int]) -> None:
@@ -34,7 +34,7 @@ def agree(call: str, arguments: Mapping[str, str], ranks: Sequence[int]) -> None
     if world.size == 1 or len(ranks) < 2 or world.rank not in ranks:
         return
     rendezvous = Rendezvous(world, TIMEOUT)
-    counts = _counts(rendezvous.store)
+    counts = _counts(rendezvous)
     mine = {"the call": call, **arguments}
     numbers = {other: counts[other] for other in ranks if other != world.rank}
     counts.update(numbers.keys())
@@ -64,8 +64,8 @@ def check_equal(values: Mapping[int, Mapping[str, str]]) -> None:
                 )
 
 
-def _counts(store: Store) -> Counter[int]:
+def _counts(rendezvous: Rendezvous) -> Counter[int]:
     global _comparisons
-    if _comparisons is None or _comparisons[0] is not store:
-        _comparisons = (store, Counter())  # a new process group has a new, empty store
+    if _comparisons is None or _comparisons[0].store is not rendezvous.store:
+        _comparisons = (rendezvous, Counter())  # a new process group has a new, empty store
     return _comparisons[1]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -74,6 +76,10 @@ def world_group() -> ProcessGroup:
     return _launched()[1]
 
 
+#: All rendezvous that exist.
+_open: weakref.WeakSet[Rendezvous] = weakref.WeakSet()
+
+
 class Rendezvous:
     """Exchanges values between the ranks of a run."""
 
@@ -82,6 +88,7 @@ class Rendezvous:
         self._timeout = timeout
         #: One object per store: a new object means a new process group.
         self.store: Store = _launched()[0].store(world.rank, world.size, timeout)
+        _open.add(self)
 
     def publish(self, key: str, value: str) -> None:
         """Sets a value. Called by one rank."""
@@ -120,6 +127,15 @@ class Rendezvous:
             raise
         except Exception as error:
             raise TimeoutError(f"{timed_out} ({error})") from None
+
+
+@atexit.register
+def _release_stores() -> None:
+    # The interpreter does not destroy all objects when it exits. If Paddle's store is left, the
+    # thread of rank 0 that serves it continues while the libraries are finalized, and the process
+    # aborts when another rank disconnects.
+    for rendezvous in list(_open):
+        del rendezvous.store
 
 
 def reachable_host() -> str:

@@ -36,29 +36,31 @@ def run(
     parallel environment is initialised before the call. ``env`` is added to the environment. For
     timeouts and errors see :func:`processes.run_all`.
     """
-    master = free_port()
-    endpoints = ",".join(f"{LOOPBACK}:{free_port()}" for _ in range(world))
-    environment = {
-        "PADDLE_MASTER": f"{LOOPBACK}:{master}",
-        "PADDLE_TRAINERS_NUM": str(world),
-        "PADDLE_TRAINER_ENDPOINTS": endpoints,
-        "PADDLE_DISTRI_BACKEND": "gloo",
-        **(env or {}),
-    }
-    arguments = []
-    for rank in range(world):
-        own = {
-            "PADDLE_TRAINER_ID": str(rank),
-            "PADDLE_CURRENT_ENDPOINT": endpoints.split(",")[rank],
-        }
-        arguments.append((rank, world, master, environment | own, init, timeout, function, args))
+    arguments = [
+        (rank, world, environment | (env or {}), init, timeout, function, args)
+        for rank, environment in enumerate(environments(world))
+    ]
     return run_all(_context, _rank, arguments, timeout)
+
+
+def environments(world: int) -> list[dict[str, str]]:
+    """The variables that ``paddle.distributed.launch`` sets, by rank."""
+    endpoints = [f"{LOOPBACK}:{free_port()}" for _ in range(world)]
+    shared = {
+        "PADDLE_MASTER": f"{LOOPBACK}:{free_port()}",
+        "PADDLE_TRAINERS_NUM": str(world),
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+        "PADDLE_DISTRI_BACKEND": "gloo",
+    }
+    return [
+        {**shared, "PADDLE_TRAINER_ID": str(rank), "PADDLE_CURRENT_ENDPOINT": endpoints[rank]}
+        for rank in range(world)
+    ]
 
 
 def _rank(
     rank: int,
     world: int,
-    master: int,
     environment: dict[str, str],
     init: bool,
     timeout: float,
@@ -76,7 +78,7 @@ def _rank(
     paddle.seed(1000 + rank)
     if init and world > 1:
         if rank > 0:
-            _await(master, timeout)
+            _await(environment["PADDLE_MASTER"], timeout)
         dist.init_parallel_env()
     result = function(rank, *args)
     if dist.is_initialized():
@@ -85,11 +87,12 @@ def _rank(
     return result
 
 
-def _await(port: int, timeout: float) -> None:
+def _await(master: str, timeout: float) -> None:
     """Waits until rank 0 serves the store. Paddle itself polls every three seconds."""
+    host, _, port = master.rpartition(":")
     until = time.monotonic() + timeout
     while time.monotonic() < until:
         with socket.socket() as probe:
-            if probe.connect_ex((LOOPBACK, port)) == 0:
+            if probe.connect_ex((host, int(port))) == 0:
                 return
         time.sleep(0.01)
