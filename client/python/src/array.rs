@@ -4,7 +4,6 @@
 
 use bytes::Bytes;
 use pyo3::prelude::*;
-use twox_hash::XxHash3_64;
 use zeroshard_client::{Slots, Target, TensorData, TensorId, Values};
 use zeroshard_proto::{self as proto, DType, Error, Policy, TensorLayout, TensorSpec as Spec};
 
@@ -46,11 +45,6 @@ impl Array {
         }
         let bounds = r#box.map(|bounds| bounds.0.clone());
         Ok(Self { address, numel, dtype, bounds, owner })
-    }
-
-    fn hash(&self, py: Python<'_>) -> u64 {
-        let lent = Lent::new(py, self);
-        py.detach(|| XxHash3_64::oneshot(lent.as_ref()))
     }
 }
 

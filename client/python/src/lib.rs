@@ -5,6 +5,7 @@
 mod array;
 mod cluster;
 mod error;
+mod hash;
 mod job;
 mod mesh;
 mod optimizer;
@@ -22,6 +23,8 @@ mod _native {
     use array::{Array, TensorSpec};
     #[pymodule_export]
     use cluster::Cluster;
+    #[pymodule_export]
+    use hash::hashes;
     #[pymodule_export]
     use job::{Job, Report, Transfer};
     #[pymodule_export]

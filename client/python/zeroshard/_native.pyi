@@ -41,8 +41,12 @@ class Array:
     def __new__(
         cls, address: int, numel: int, dtype: str, owner: object, box: Box | None = None
     ) -> Array: ...
-    def hash(self) -> int:
-        """A 64-bit hash of the elements (XXH3), to find out whether they are the same."""
+
+def hashes(arrays: Sequence[Array]) -> list[int]:
+    """A 64-bit hash of the elements of each array (XXH3), to find out whether they are the same.
+
+    The arrays are read by several threads, without the GIL.
+    """
 
 @final
 class Box:

@@ -72,41 +72,26 @@ class Entry(Generic[T]):
         self.local_shape = self.framework.local_shape(self.tensor)
         self.dtype = self.framework.dtype_text(self.tensor)
         self.differentiable = self.framework.trains(self.tensor)
-        self._seen = self._look()
-
-    def mark(self) -> None:
-        """Records the state of the tensor, to detect changes by the program."""
-        self.differentiable = self.framework.trains(self.tensor)
-        self._compare(self.trained and self.resident)
+        self._seen = self._counted()
 
     def expose(self) -> None:
         """The program may write to it from now on, without a count."""
         if not self._compared and not self.modified:
-            self._compare(True)
+            self._compared = True
+            _see([self])
 
     def hide(self) -> None:
         """Its memory has changed. The program cannot write to it without a count."""
-        self._compare(False)
-
-    def _compare(self, compared: bool) -> None:
-        self._compared = compared
-        self._seen = self._look()
-        is_compared_by_memory = self.resident and not compared and not self.buffer
-        self._memory = self.framework.alias(self.tensor) if is_compared_by_memory else None
+        self._compared = False
+        _see([self])
 
     @property
     def modified(self) -> bool:
         """Whether the program has written to it since it was last marked."""
-        return self._look() != self._seen
+        return bool(modified([self]))
 
-    def _look(self) -> object:
-        if self._compared:
-            return self.hash()
+    def _counted(self) -> object:
         return self.framework.changes(self.tensor), self.framework.memory(self.tensor)
-
-    def hash(self) -> int:
-        """A hash of its values."""
-        return self.outgoing().hash()
 
     def check_kind(self) -> None:
         """Raises an error if the program has changed its shape or dtype."""
@@ -174,6 +159,39 @@ class Entry(Generic[T]):
         )
 
 
+def mark(entries: Sequence[Entry[T]]) -> None:
+    """Records the state of the tensors, to detect changes by the program."""
+    for entry in entries:
+        entry.differentiable = entry.framework.trains(entry.tensor)
+        entry._compared = entry.trained and entry.resident
+    _see(entries)
+
+
+def modified(entries: Sequence[Entry[T]]) -> list[Entry[T]]:
+    """The entries that the program has written to since they were last marked."""
+    looks = _look(entries)
+    return [entry for entry, look in zip(entries, looks, strict=True) if look != entry._seen]
+
+
+def _see(entries: Sequence[Entry[T]]) -> None:
+    for entry, look in zip(entries, _look(entries), strict=True):
+        entry._seen = look
+        is_compared_by_memory = entry.resident and not entry._compared and not entry.buffer
+        entry._memory = entry.framework.alias(entry.tensor) if is_compared_by_memory else None
+
+
+def _look(entries: Sequence[Entry[T]]) -> list[object]:
+    """What is compared of each entry: a hash of its values, or the framework's counter and the
+    address of its memory."""
+    hashes = iter(_hashes([entry for entry in entries if entry._compared]))
+    return [next(hashes) if entry._compared else entry._counted() for entry in entries]
+
+
+def _hashes(entries: Sequence[Entry[T]]) -> list[int]:
+    """A hash of the values of each entry."""
+    return _native.hashes([entry.outgoing() for entry in entries])
+
+
 class ModelJob(Generic[T]):
     """The job of one model and its optimizer, on one rank."""
 
@@ -227,7 +245,7 @@ class ModelJob(Generic[T]):
         parameters = [entry for entry in self.entries if not entry.buffer]
         for entry in parameters:
             entry.check_kind()
-        return [entry for entry in parameters if entry.modified]
+        return modified(parameters)
 
     def check_written(self) -> None:
         """Raises :class:`~zeroshard.DisagreementError` if the program has written different values
@@ -252,10 +270,10 @@ class ModelJob(Generic[T]):
         each rank writes its own part.
         """
         hashes = [0] * len(self.entries)
-        for entry in written:
-            if entry.trained or not entry.resident:
-                is_distributed = self.framework.layout(entry.tensor) is not None
-                hashes[entry.index] = 1 if is_distributed else entry.hash() or 1
+        alike = [entry for entry in written if entry.trained or not entry.resident]
+        for entry, value in zip(alike, _hashes(alike), strict=True):
+            is_distributed = self.framework.layout(entry.tensor) is not None
+            hashes[entry.index] = 1 if is_distributed else value or 1
         return hashes if any(hashes) else []
 
     def _state_layout(self) -> list[tuple[int, tuple[str, ...]]]:
@@ -464,8 +482,7 @@ class ModelJob(Generic[T]):
 
     def mark(self) -> None:
         """Records the state of all tensors, to detect changes by the program."""
-        for entry in self.entries:
-            entry.mark()
+        mark(self.entries)
 
 
 def _chunks(entries: list[Entry[T]]) -> Iterator[list[Entry[T]]]:

@@ -11,7 +11,7 @@ from typing import Any, Generic
 
 from .._agreement import agree
 from .._connection import Connection
-from .._native import Report
+from .._native import Report, hashes
 from .._rendezvous import ProcessGroup
 from ..errors import InvalidArgumentError, StepAbortedError, StepMismatchError
 from .framework import Framework, Incoming, Optimizer, T
@@ -267,12 +267,11 @@ class Sharding(Generic[T]):
             self.job.job.discard(self.job.version)
         texts = {}
         for entry in changed:
-            gradient = current[id(entry.tensor)]
-            texts[f"the gradient of parameter {entry.name!r}"] = (
-                "none"
-                if gradient is None
-                else f"values with the hash {self.job.framework.outgoing(gradient).hash():016x}"
-            )
+            text, gradient = "none", current[id(entry.tensor)]
+            if gradient is not None:
+                [value] = hashes([self.job.framework.outgoing(gradient)])
+                text = f"values with the hash {value:016x}"
+            texts[f"the gradient of parameter {entry.name!r}"] = text
         if self.level != "os":
             # Each rank sends the mean of all, which only counts as such if every rank sends it.
             for entry in self.job.trained:
