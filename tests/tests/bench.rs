@@ -142,6 +142,28 @@ fn torch_measures_every_system_and_level_and_omits_deepspeed_if_it_does_not_run(
 }
 
 #[test]
+fn torch_measures_ways_of_clipping_in_one_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let python = interpreter(folder.path(), STUB);
+    let arguments = ["torch", "--python", &python, "--servers", "embedded", "--rounds", "1"];
+    let choice = ["--systems", "ddp,zeroshard", "--clip", "torch,own", "--model", "gpt2"];
+    let lines = bench(&[&arguments[..], &choice].concat(), &["seconds", "ratio_ddp"]);
+    let labels: Vec<_> =
+        lines.iter().map(|it| [&it["level"], &it["clip"], &it["segment_size"]]).collect();
+    let row = |level: &str, clip: &str| [level.into(), clip.into(), Value::Null];
+    let expected = [
+        [Value::Null, "torch".into(), Value::Null],
+        row("os", "torch"),
+        row("os", "own"),
+        row("os_g", "torch"),
+        row("os_g", "own"),
+        row("p_g_os", "torch"),
+        row("p_g_os", "own"),
+    ];
+    assert_eq!(labels, expected.each_ref().map(|it| it.each_ref()));
+}
+
+#[test]
 fn torch_prints_a_table_and_the_reason_for_an_omitted_system() {
     let folder = tempfile::tempdir().unwrap();
     let python = interpreter(folder.path(), STUB);

@@ -21,9 +21,8 @@ type Error = Box<dyn std::error::Error>;
 /// Measure a training step in PyTorch on two ranks, compared with DDP, ZeroRedundancyOptimizer,
 /// FSDP2 and DeepSpeed
 ///
-/// The model is a stack of linear layers without bias, with four inputs per rank and AdamW. The
-/// other systems communicate over gloo. At p_g_os the segment size is half a layer, so that every
-/// layer is sharded. A system that does not run is omitted.
+/// The model has four inputs per rank and AdamW. The other systems communicate over gloo. A system
+/// that does not run is omitted.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
     /// Systems to measure, separated by commas
@@ -32,10 +31,17 @@ pub(crate) struct Options {
     /// Number of repetitions; the median is shown
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
+    /// Model
+    #[arg(long, value_enum, default_value_t = Model::Linear)]
+    model: Model,
+    /// Clip gradients to a global norm of 1, in one of these ways or in each of them, separated by
+    /// commas
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Clip::None])]
+    clip: Vec<Clip>,
     /// Number of layers of the model
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     layers: u32,
-    /// Number of inputs and outputs of a layer
+    /// Number of inputs and outputs of a layer. GPT-2 has a head for every 64 of them
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=32768))]
     width: u32,
     /// Number of measured steps of a round, after three warm-up steps
@@ -101,6 +107,32 @@ impl System {
     }
 }
 
+/// The trained model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Model {
+    /// Linear layers without bias. At p_g_os the segment size is half a layer, so that every layer
+    /// is sharded
+    Linear,
+    /// GPT-2 of Transformers, with 128 tokens per input
+    Gpt2,
+}
+
+/// How gradients are clipped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Clip {
+    /// They are not clipped
+    None,
+    /// By torch.nn.utils.clip_grad_norm_
+    Torch,
+    /// By the clip_grad_norm_ of zeroshard's optimizer; the other systems are not measured
+    Own,
+}
+
+/// The name of a value on the command line.
+fn name(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+}
+
 /// The location of zeroshard's servers.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum Servers {
@@ -116,25 +148,29 @@ struct Subject {
     system: System,
     /// The level, for zeroshard.
     level: Option<Level>,
+    clip: Clip,
     samples: Vec<Sample>,
 }
 
 impl Subject {
-    fn all(systems: &[System]) -> Vec<Self> {
-        let subject = |system, level| Self { system, level, samples: Vec::new() };
-        let subjects = systems.iter().flat_map(|&system| match system {
-            System::Zeroshard => {
-                Level::value_variants().iter().map(|&level| subject(system, Some(level))).collect()
-            }
-            _ => vec![subject(system, None)],
+    fn all(options: &Options) -> Vec<Self> {
+        let levels = |system| match system {
+            System::Zeroshard => Level::value_variants().iter().copied().map(Some).collect(),
+            _ => vec![None],
+        };
+        let subjects = options.systems.iter().flat_map(|&system| {
+            levels(system).into_iter().flat_map(move |level| {
+                let subject = move |&clip| Self { system, level, clip, samples: Vec::new() };
+                options.clip.iter().map(subject)
+            })
         });
-        subjects.collect()
+        subjects.filter(|it| it.clip != Clip::Own || !it.system.is_peer()).collect()
     }
 
-    /// Parameters with more elements than this are sharded.
+    /// Parameters with more elements than this are sharded; `None` for the default.
     fn segment_size(&self, options: &Options) -> Option<u64> {
-        let level = self.level?;
-        (level == Level::PGOs).then(|| u64::from(options.width).pow(2) / 2)
+        (self.level? == Level::PGOs && options.model == Model::Linear)
+            .then(|| u64::from(options.width).pow(2) / 2)
     }
 
     fn measure(&self, options: &Options) -> Result<Sample, Error> {
@@ -150,8 +186,12 @@ impl Subject {
             ("--width", options.width.to_string()),
             ("--steps", options.steps.to_string()),
             ("--shards", options.shards.to_string()),
-            ("--segment-size", self.segment_size(options).unwrap_or(1 << 20).to_string()),
+            ("--segment-size", self.segment_size(options).unwrap_or(0).to_string()),
+            ("--model", name(&options.model)),
         ];
+        if self.clip != Clip::None {
+            arguments.push(("--clip", name(&self.clip)));
+        }
         arguments.extend(self.level.map(|level| ("--level", level.to_string())));
         arguments
             .extend(cluster.as_ref().map(|cluster| ("--address", cluster.address().to_owned())));
@@ -177,7 +217,7 @@ impl Subject {
         let servers = self.samples.iter().filter_map(|sample| sample.server_peak_bytes).max();
         Some(json!({
             "bench": "torch", "system": self.system.to_string(), "level": self.level.map(|it| it.to_string()),
-            "transport": self.system.transport(), "params": last.params,
+            "clip": (self.clip != Clip::None).then(|| name(&self.clip)), "transport": self.system.transport(), "params": last.params,
             "segment_size": self.segment_size(options), "seconds": seconds, "ratio_ddp": ratio(ddp),
             "ratio_fsdp2": ratio(fsdp2), "loss": last.loss, "rank0_peak_mib": peak(0), "rank1_peak_mib": peak(1),
             "servers_peak_mib": servers.map(mib),
@@ -188,7 +228,11 @@ impl Subject {
 impl fmt::Display for Subject {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.system.fmt(f)?;
-        self.level.map_or(Ok(()), |level| write!(f, " {level}"))
+        self.level.map_or(Ok(()), |level| write!(f, " {level}"))?;
+        match self.clip {
+            Clip::None => Ok(()),
+            clip => write!(f, ", clip {}", name(&clip)),
+        }
     }
 }
 
@@ -198,7 +242,7 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
     if options.systems.contains(&System::Zeroshard) {
         import(python, "zeroshard.torch", "pip install client/python, in ZeroShard's repository")?;
     }
-    let mut subjects = Subject::all(&options.systems);
+    let mut subjects = Subject::all(options);
     for round in 1..=options.rounds {
         let mut skipped = Vec::new();
         for (i, subject) in subjects.iter_mut().enumerate() {
@@ -227,12 +271,18 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
 }
 
 fn print(subjects: &[Subject], options: &Options, json: bool) {
-    let seconds =
-        |system| subjects.iter().find(|it| it.system == system).and_then(Subject::seconds);
-    let (ddp, fsdp2) = (seconds(System::Ddp), seconds(System::Fsdp2));
+    let peer = |system, subject: &Subject| {
+        let clip = if subject.clip == Clip::Own { Clip::Torch } else { subject.clip };
+        let peer = subjects.iter().find(|it| it.system == system && it.clip == clip);
+        peer.and_then(Subject::seconds)
+    };
+    let row = |subject: &Subject| {
+        subject.row(options, peer(System::Ddp, subject), peer(System::Fsdp2, subject))
+    };
     let fields = [
         "system",
         "level",
+        "clip",
         "transport",
         "params",
         "segment_size",
@@ -245,7 +295,7 @@ fn print(subjects: &[Subject], options: &Options, json: bool) {
         "servers_peak_mib",
     ];
     let mut table = Table::new(json, &fields);
-    for row in subjects.iter().filter_map(|subject| subject.row(options, ddp, fsdp2)) {
+    for row in subjects.iter().filter_map(row) {
         table.row(row);
     }
     table.finish();

@@ -1,9 +1,9 @@
 """One rank of `zs-bench torch`: measures training steps of one system.
 
-The model is a stack of linear layers without bias. Such a model has little computation per
-parameter, which makes the cost of sharding visible. Every rank has different inputs. All systems
-that synchronise reach the same loss, which is reported. All systems use torch's AdamW with the
-fused kernel.
+The model is a stack of linear layers without bias, or GPT-2 of Transformers. The former has little
+computation per parameter, which makes the cost of sharding visible. Every rank has different
+inputs. All systems that synchronise reach the same loss, which is reported. All systems use torch's
+AdamW with the fused kernel.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 Step = Callable[[Tensor], Tensor]
 
 BATCH = 4
+#: Tokens of one input of GPT-2.
+SEQUENCE = 128
+MAX_NORM = 1.0
 LEARNING_RATE = 1e-6
 WEIGHT_DECAY = 0.01
 #: Number of steps that are not measured. During these steps memory is accessed for the first time,
@@ -41,7 +44,10 @@ class Options:
 
     system: str
     level: str
+    #: 0 for the default.
     segment_size: int
+    model: str
+    clip: str
     layers: int
     width: int
     steps: int
@@ -74,12 +80,26 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     )
 
 
-def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+def loss_of(model: Any, inputs: Tensor) -> Tensor:
+    """The loss of either model."""
+    loss: Tensor = (
+        model(inputs).square().mean()
+        if inputs.is_floating_point()
+        else model(inputs, labels=inputs).loss
+    )
+    return loss
+
+
+def stepper(model: Any, optimizer: Any, options: Options) -> Step:
     """The plain training step."""
 
     def step(inputs: Tensor) -> Tensor:
-        loss: Tensor = model(inputs).square().mean()
+        loss = loss_of(model, inputs)
         loss.backward()  # type: ignore[no-untyped-call]
+        if options.clip == "torch":
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        elif options.clip == "own":
+            optimizer.clip_grad_norm_(MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -87,17 +107,17 @@ def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-def local(model: nn.Sequential, _: Options) -> Step:
+def local(model: nn.Module, options: Options) -> Step:
     """No synchronisation."""
-    return stepper(model, adamw(model))
+    return stepper(model, adamw(model), options)
 
 
-def ddp(model: nn.Sequential, _: Options) -> Step:
+def ddp(model: nn.Module, options: Options) -> Step:
     """DistributedDataParallel."""
-    return stepper(DistributedDataParallel(model), adamw(model))
+    return stepper(DistributedDataParallel(model), adamw(model), options)
 
 
-def zero1(model: nn.Sequential, _: Options) -> Step:
+def zero1(model: nn.Module, options: Options) -> Step:
     """DistributedDataParallel with ZeroRedundancyOptimizer."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -108,22 +128,22 @@ def zero1(model: nn.Sequential, _: Options) -> Step:
         weight_decay=WEIGHT_DECAY,
         fused=True,
     )
-    return stepper(DistributedDataParallel(model), optimizer)
+    return stepper(DistributedDataParallel(model), optimizer, options)
 
 
-def fsdp2(model: nn.Sequential, _: Options) -> Step:
+def fsdp2(model: nn.Module, options: Options) -> Step:
     """fully_shard, applied to each layer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model:
+    for layer in layers_of(model):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return stepper(model, adamw(model))
+    return stepper(model, adamw(model), options)
 
 
-def deepspeed(model: nn.Sequential, options: Options) -> Step:
+def deepspeed(model: nn.Module, options: Options) -> Step:
     """DeepSpeed. The last character of the system's name is the stage of ZeRO."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     # DeepSpeed compiles extensions with ninja, which is in the folder of the interpreter.
@@ -135,11 +155,12 @@ def deepspeed(model: nn.Sequential, options: Options) -> Step:
         "train_micro_batch_size_per_gpu": BATCH,
         "zero_optimization": {"stage": int(options.system[-1])},
         "zero_allow_untested_optimizer": True,
+        "gradient_clipping": MAX_NORM if options.clip else 0.0,
     }
     engine: Any = package.initialize(model=model, optimizer=adamw(model), config=config)[0]
 
     def step(inputs: Tensor) -> Tensor:
-        loss: Tensor = engine(inputs).square().mean()
+        loss = loss_of(engine, inputs)
         engine.backward(loss)
         engine.step()
         return loss.detach()
@@ -147,17 +168,18 @@ def deepspeed(model: nn.Sequential, options: Options) -> Step:
     return step
 
 
-def zeroshard(model: nn.Sequential, options: Options) -> Step:
+def zeroshard(model: nn.Module, options: Options) -> Step:
     """group_sharded_parallel, with the optimizer state on shard servers."""
     package: Any = import_module("zeroshard")
     package.init(options.address or None, shards=options.shards)
+    segment = {"segment_size": options.segment_size} if options.segment_size else {}
     wrapped, optimizer, _ = import_module("zeroshard.torch").group_sharded_parallel(
-        model, adamw(model), options.level, segment_size=options.segment_size
+        model, adamw(model), options.level, **segment
     )
-    return stepper(wrapped, optimizer)
+    return stepper(wrapped, optimizer, options)
 
 
-SYSTEMS: dict[str, Callable[[nn.Sequential, Options], Step]] = {
+SYSTEMS: dict[str, Callable[[nn.Module, Options], Step]] = {
     "local": local,
     "ddp": ddp,
     "zero1": zero1,
@@ -168,13 +190,45 @@ SYSTEMS: dict[str, Callable[[nn.Sequential, Options], Step]] = {
 }
 
 
-def build(layers: int, width: int) -> nn.Sequential:
-    """The model, which is the same on every rank. Its layers preserve the variance of the input."""
-    torch.manual_seed(0)
+def linear(layers: int, width: int) -> nn.Module:
+    """Linear layers that preserve the variance of the input."""
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=width**-0.5)
     return model
+
+
+def gpt2(layers: int, width: int) -> nn.Module:
+    """GPT-2 without dropout."""
+    package: Any = import_module("transformers")
+    config = package.GPT2Config(
+        n_layer=layers,
+        n_embd=width,
+        n_head=max(1, width // 64),
+        n_positions=SEQUENCE,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+    )
+    model: nn.Module = package.GPT2LMHeadModel(config)
+    return model
+
+
+MODELS: dict[str, Callable[[int, int], nn.Module]] = {"linear": linear, "gpt2": gpt2}
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """The layers of either model."""
+    return list(model if isinstance(model, nn.Sequential) else model.transformer.h)
+
+
+def inputs_of(options: Options) -> Tensor:
+    """The inputs of this rank."""
+    torch.manual_seed(1 + dist.get_rank())
+    if options.model == "linear":
+        return torch.randn(BATCH, options.width)
+    return torch.randint(50257, (BATCH, SEQUENCE))
 
 
 def reset_peak() -> None:
@@ -195,11 +249,11 @@ def peak_bytes() -> int:
 
 def measure(options: Options) -> Result:
     """Runs and measures the training steps."""
-    model = build(options.layers, options.width)
+    torch.manual_seed(0)
+    model = MODELS[options.model](options.layers, options.width)
     params = sum(parameter.numel() for parameter in model.parameters())
     step = SYSTEMS[options.system](model, options)
-    torch.manual_seed(1 + dist.get_rank())
-    inputs = torch.randn(BATCH, options.width)
+    inputs = inputs_of(options)
     for _ in range(WARM_UP):
         step(inputs)
     reset_peak()
@@ -218,7 +272,8 @@ def parse() -> Options:
     """Parses the command line, which has a flag for every field of Options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--system", choices=SYSTEMS, required=True)
-    for text in ("level", "address", "store", "output"):
+    parser.add_argument("--model", choices=MODELS, required=True)
+    for text in ("level", "clip", "address", "store", "output"):
         parser.add_argument(f"--{text}", default="")
     for number in ("segment-size", "layers", "width", "steps", "shards"):
         parser.add_argument(f"--{number}", type=int, required=True)
