@@ -120,8 +120,8 @@ class InvalidTypeError(InvalidArgumentError, TypeError):
 
 
 class LayoutsError(InvalidArgumentError, AssertionError):
-    """The declared and the desired layouts of a module's inputs or outputs do not have the same
-    number."""
+    """The declared and the desired layouts of a module's inputs or outputs differ in number or in
+    the names of the inputs."""
 
 
 class NotATensorError(Error, TypeError, RuntimeError):

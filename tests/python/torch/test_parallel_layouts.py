@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import PrepareModuleOutput as TorchPrepareModuleOutput
+from torch.distributed.tensor.parallel import parallelize_module as torch_parallelize_module
 
 from facts import Facts
 from parallel import mesh_1d, part, placements
@@ -100,6 +102,21 @@ def outputs_are_laid_out_as_given(rank: int) -> None:
 
 
 @TWO
+def a_tuple_of_one_output_becomes_the_output_as_in_torch(rank: int) -> None:
+    class InTuple(nn.Module):
+        def forward(self, value: Tensor) -> tuple[Tensor]:
+            return (value,)
+
+    for parallelize, style in (
+        (parallelize_module, PrepareModuleOutput),
+        (torch_parallelize_module, TorchPrepareModuleOutput),
+    ):
+        layouts = style(output_layouts=Replicate(), desired_output_layouts=Shard(0))
+        output = parallelize(InTuple(), mesh_1d(), layouts)(torch.arange(4.0))
+        assert torch.equal(output, part(torch.arange(4.0), rank, 0))
+
+
+@TWO
 def inputs_and_outputs_are_laid_out_by_one_style(rank: int) -> None:
     module = parallelize_module(
         nn.Linear(4, 4, bias=False),
@@ -127,7 +144,7 @@ def a_wrong_number_of_layouts_is_refused(rank: int) -> None:
         PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=Replicate())
     with pytest.raises(ValueError, match="input_layouts has 1.*desired_input_layouts 0"):
         PrepareModuleInput(input_layouts=Shard(0))
-    with pytest.raises(ValueError, match="the keys.*must be the same"):
+    with pytest.raises(AssertionError, match="the keys.*must be the same"):
         PrepareModuleInput(input_kwarg_layouts={"a": Shard(0)})
     with pytest.raises(ValueError, match="output_layouts has 1.*desired_output_layouts 2"):
         PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=(Shard(0), Shard(0)))

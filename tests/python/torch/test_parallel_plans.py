@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwiseParallel
+from torch.distributed.tensor.parallel import parallelize_module as torch_parallelize_module
 
 import zeroshard as zs
 from facts import Facts
@@ -71,8 +73,25 @@ def keys_match_part_by_part(rank: int) -> None:
 
 @TWO
 def a_star_does_not_match_a_point(rank: int) -> None:
-    with pytest.raises(zs.InvalidArgumentError, match="'fc1'"):
-        parallelize_module(Model(), mesh_1d(), {"*.fc1": ColwiseParallel()})
+    with pytest.warns(UserWarning, match="'fc1'"):
+        assert not parallel(parallelize_module(Model(), mesh_1d(), {"*.fc1": ColwiseParallel()}))
+
+
+@TWO
+def a_key_that_matches_no_module_is_skipped_with_a_warning_as_in_torch(rank: int) -> None:
+    plan = {"layers.*.fc3": RowwiseParallel(), "blocks.0.fc1": RowwiseParallel()}
+    plan |= {"head": ColwiseParallel()}
+    message = r"'fc3'.*'layers.\*.fc3'.*'layers.0.fc1', .*skipped"
+    with pytest.warns(UserWarning, match=message) as warned:
+        module = parallelize_module(Model(), mesh_1d(), plan)
+    assert [each.filename for each in warned] == [__file__, __file__]
+    with pytest.warns(UserWarning):
+        reference = torch_parallelize_module(
+            Model(), mesh_1d(), {name: TorchColwiseParallel() for name in plan}
+        )
+    assert parallel(module) == parallel(reference) == ["head.weight", "head.bias"]
+    with pytest.warns(UserWarning, match="'fc'.*the modules are none"):
+        parallelize_module(nn.Linear(2, 2), mesh_1d(), {"fc": ColwiseParallel()})
 
 
 @TWO
@@ -130,21 +149,6 @@ def refused(error: type[Exception], match: str, *arguments: Any, **named: Any) -
     with pytest.raises(error, match=match):
         parallelize_module(*arguments, **named)
     assert not isinstance(module, nn.Module) or parallel(module) == before
-
-
-@TWO
-def a_key_that_matches_no_module_is_refused(rank: int) -> None:
-    plan = {"head": ColwiseParallel(), "layers.*.fc3": RowwiseParallel()}
-    refused(
-        zs.InvalidArgumentError, r"'fc3'.*'layers.\*.fc3'.*'layers.0.fc1'", Model(), mesh_1d(), plan
-    )
-    refused(
-        zs.InvalidArgumentError,
-        "'fc'.*the modules are none",
-        nn.Linear(2, 2),
-        mesh_1d(),
-        {"fc": ColwiseParallel()},
-    )
 
 
 @TWO

@@ -38,8 +38,9 @@ def parallelize_module(
         device_mesh: a mesh of one dimension, or of several if ``tp_mesh_dim`` is given; None: the
             mesh of the surrounding ``with mesh:``.
         parallelize_plan: one style, or a dict of styles by module name. The parts of a name are
-            patterns as for file names (``"layers.*.fc1"``); ``""`` is the module itself. None:
-            the module stays as it is, with a warning, as in torch.
+            patterns as for file names (``"layers.*.fc1"``); ``""`` is the module itself. As in
+            torch, a name that matches no module is skipped with a warning, and None leaves the
+            module as it is, with a warning.
         tp_mesh_dim: the dimension of the mesh to use, by index or name.
         src_data_rank: the rank of the mesh whose parameters are used; None: each rank's parameters
             are already equal.
@@ -48,8 +49,7 @@ def parallelize_module(
         The module.
 
     Raises:
-        InvalidArgumentError: the mesh has several dimensions, there is none, or a name in the plan
-            matches no module.
+        InvalidArgumentError: the mesh has several dimensions, or there is none.
         InvalidTypeError: the plan is neither a style nor a dict (a TypeError).
         UnsupportedModuleError: a style does not support the type of a module (a
             NotImplementedError).
@@ -102,7 +102,7 @@ def _resolve(module: nn.Module, plan: object) -> _Steps:
 
 
 def _matches(module: nn.Module, key: str) -> list[tuple[str, nn.Module]]:
-    """The modules that match a key of a plan, at least one."""
+    """The modules that match a key of a plan. Warns if there are none."""
     found = [("", module)]
     for token in key.split(".") if key else ():
         children = [
@@ -113,10 +113,12 @@ def _matches(module: nn.Module, key: str) -> list[tuple[str, nn.Module]]:
         matching = [(name, child) for name, own, child in children if fnmatchcase(own, token)]
         if not matching:
             there = ", ".join(repr(name) for name, _, _ in children) or "none"
-            raise InvalidArgumentError(
+            warnings.warn(
                 f"no module matches {token!r} in the key {key!r} of parallelize_plan; "
-                f"the modules are {there}"
+                f"the modules are {there}; the key is skipped",
+                stacklevel=4,  # the caller of parallelize_module
             )
+            return []
         found = matching
     return found
 

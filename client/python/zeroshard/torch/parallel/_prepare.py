@@ -45,7 +45,7 @@ class PrepareModuleInput(ParallelStyle):
         self.use_local_output = use_local_output
         _check_lengths(self.input_layouts, self.desired_input_layouts, "input_layouts")
         if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
-            raise InvalidArgumentError(
+            raise LayoutsError(
                 f"input_kwarg_layouts has the keys {sorted(self.input_kwarg_layouts)} and "
                 "desired_input_kwarg_layouts the keys "
                 f"{sorted(self.desired_input_kwarg_layouts)}; they must be the same"
@@ -147,8 +147,7 @@ class PrepareModuleOutput(ParallelStyle):
         return module
 
     def _prepared(self, outputs: Any, mesh: DeviceMesh) -> Any:
-        several = isinstance(outputs, (tuple, list))
-        values = tuple(outputs) if several else (outputs,)
+        values = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
         if len(values) != len(self.output_layouts):
             raise InvalidArgumentError(
                 f"the module has returned {len(values)} outputs, and output_layouts has "
@@ -160,7 +159,8 @@ class PrepareModuleOutput(ParallelStyle):
             _prepare(value, mesh, declared, desired, f"output {number}", self.use_local_output)
             for number, (value, declared, desired) in enumerate(layouts)
         )
-        return prepared if several else prepared[0]
+        # As in torch, a tuple of one output becomes the output itself.
+        return prepared[0] if len(prepared) == 1 else prepared
 
     def __repr__(self) -> str:
         return (
