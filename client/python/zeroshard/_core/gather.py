@@ -69,6 +69,7 @@ class Unit(Generic[T]):
             incoming.append(self.gatherer.framework.incoming(value))
             arrays.append((job.entry(parameter).index, incoming[-1].array))
         self._fetch = (job.job.pull(job.version, arrays), incoming, values)
+        self.gatherer.count(self.nbytes)
 
     def finish(self) -> None:
         """Fetches it and waits."""
@@ -76,9 +77,11 @@ class Unit(Generic[T]):
         if self._fetch is not None:
             transfer, incoming, values = self._fetch
             try:
-                transfer.wait()
+                with self.gatherer.job.connection.activity.waiting("pull"):
+                    transfer.wait()
             except BaseException:
                 self._cancel()
+                self.gatherer.count(-self.nbytes)
                 raise
             for one in incoming:
                 one.finish()
@@ -101,6 +104,7 @@ class Unit(Generic[T]):
             return
         self._cancel()
         self.gathered, self.node = False, None
+        self.gatherer.count(-self.nbytes)
         for parameter in self.parameters.values():
             self.gatherer.drop(parameter)
             self.gatherer.job.entry(parameter).hide()
@@ -148,8 +152,16 @@ class Gatherer(Generic[T]):
         largest = max(sizes, default=0)
         self._schedule = Schedule(sizes, largest) if ahead else None
         self.memory = self.framework.parameter_memory(2 * largest)
+        #: Bytes of the units that are gathered, or being fetched, and their maximum so far.
+        self.gathered_bytes, self.peak_bytes = sum(sizes), 0
         for unit in self.units:
             unit.free()
+
+    def count(self, nbytes: int) -> None:
+        """Counts the bytes of a unit that is fetched, or, negative, freed."""
+        self.gathered_bytes += nbytes
+        if nbytes > 0:
+            self.peak_bytes = max(self.peak_bytes, self.gathered_bytes)
 
     def put(self, unit: Unit[T], parameter: T, value: T) -> None:
         """Gives the parameter of a unit its memory."""
