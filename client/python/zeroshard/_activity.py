@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from ._log import LOGGER, bytes_text
+from ._log import LOGGER, bytes_text, steps_text
 
 #: The operations that wait: for tensors; for buckets of gradients, of which a limited number is
 #: sent at a time; and for a step, which includes the remaining gradients, the other ranks and the
@@ -49,9 +49,9 @@ class Activity:
         pulled and pushed."""
         if self.steps:
             LOGGER.info(
-                "%s: %s steps in %s s; pulled %s, pushed %s; %s",
+                "%s: %s in %s s; pulled %s, pushed %s; %s",
                 run,
-                f"{self.steps:,}",
+                steps_text(self.steps),
                 f"{self.seconds:,.1f}",
                 *map(bytes_text, traffic),
                 waiting_text(self.waited, self.seconds),

@@ -39,6 +39,11 @@ def bytes_text(count: float) -> str:
     return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 
+def steps_text(count: int) -> str:
+    """A number of steps, such as ``1 step``."""
+    return f"{count:,} step{'' if count == 1 else 's'}"
+
+
 def numel_text(count: int) -> str:
     """A number of elements for people, such as ``30.1 M``."""
     if count < 100_000:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._activity import Wait, waiting_text
 from ._core.sharding import Sharding, find
-from ._log import bytes_text
+from ._log import bytes_text, steps_text
 from .errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -47,10 +47,10 @@ class TrainingReport:
     waited: dict[Wait, float]
 
     def __str__(self) -> str:
-        rows = [("", "parameters", "gradients", "optimizer state")]
-        rows.append(
-            ("this worker", bytes_text(self.parameter_bytes), bytes_text(self.gradient_bytes), "-")
-        )
+        rows: list[tuple[str, ...]] = [
+            ("", "parameters", "gradients", "optimizer state"),
+            ("this worker", bytes_text(self.parameter_bytes), bytes_text(self.gradient_bytes), "-"),
+        ]
         for server in self.servers:
             rows.append(
                 (
@@ -60,7 +60,9 @@ class TrainingReport:
                     bytes_text(server.state_bytes),
                 )
             )
-        first = f"job {self.job}, level {self.level}: {self.steps:,} steps in {self.seconds:,.1f} s"
+        first = (
+            f"job {self.job}, level {self.level}: {steps_text(self.steps)} in {self.seconds:,.1f} s"
+        )
         traffic = f"pulled {bytes_text(self.pulled_bytes)}, pushed {bytes_text(self.pushed_bytes)}"
         if self.level == "p_g_os":
             traffic += f", gathered at most {bytes_text(self.peak_gathered_bytes)} at a time"

@@ -15,6 +15,7 @@ complete. A view that the program still refers to (``w = layer.weight.t()``) kee
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any, Generic
@@ -22,6 +23,10 @@ from typing import Any, Generic
 from .._native import Schedule, Transfer
 from .framework import Incoming, T
 from .job import ModelJob
+
+#: Unused memory that is kept for later: that of so many units of typical size. A transformer block
+#: has four units.
+_UNUSED = 4
 
 
 class Unit(Generic[T]):
@@ -149,9 +154,10 @@ class Gatherer(Generic[T]):
         self._frozen: list[Unit[T]] = []
         self._find_units(model, is_large)
         sizes = [unit.nbytes for unit in self.units]
-        largest = max(sizes, default=0)
-        self._schedule = Schedule(sizes, largest) if ahead else None
-        self.memory = self.framework.parameter_memory(2 * largest)
+        # Not the largest: in a small model that is an embedding as large as all other units.
+        typical = statistics.median_low(sizes) if sizes else 0
+        self._schedule = Schedule(sizes, typical) if ahead else None
+        self.memory = self.framework.parameter_memory(_UNUSED * typical)
         #: Bytes of the units that are gathered, or being fetched, and their maximum so far.
         self.gathered_bytes, self.peak_bytes = sum(sizes), 0
         for unit in self.units:

@@ -27,15 +27,14 @@ def log_start(sharding: Sharding[Any], servers: int) -> None:
 
 
 def _held(sharding: Sharding[Any]) -> str:
-    state = f"{sharding.job.optimizer_name} state"
     if sharding.level == "os":
         return (
-            "each worker holds its parameters and gradients; master weights and "
-            f"{state} are on the servers"
+            "each worker holds all parameters and gradients; master weights and optimizer state "
+            "are on the servers"
         )
     gatherer, framework = sharding.gatherer, sharding.job.framework
     if gatherer is None or not gatherer.units:
-        held = "each worker holds its parameters"
+        held = "each worker holds all parameters"
     else:
         kept = sum(
             framework.numel(entry.tensor)
@@ -49,4 +48,4 @@ def _held(sharding: Sharding[Any]) -> str:
             f"each worker keeps {numel_text(kept)} of them and gathers the others by module, of "
             f"which the largest has {numel_text(largest)}"
         )
-    return f"{held}; gradients and {state} are on the servers"
+    return f"{held}; gradients and optimizer state are on the servers"
