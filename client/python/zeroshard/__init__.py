@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from . import errors
 from ._native import __version__
+from ._report import TrainingReport, report
 from ._session import Session, init, shutdown, status
 from ._status import JobStatus, ServerStatus, Status
 from .errors import (
@@ -76,6 +77,7 @@ __all__ = [
     "StepAbortedError",
     "StepMismatchError",
     "TimeoutError",
+    "TrainingReport",
     "UnauthenticatedError",
     "UnavailableError",
     "UnknownJobError",
@@ -86,6 +88,7 @@ __all__ = [
     "__version__",
     "errors",
     "init",
+    "report",
     "shutdown",
     "status",
 ]

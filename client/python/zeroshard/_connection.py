@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ._activity import Activity
 from ._native import Cluster, Job, Mesh, TensorSpec, Transfer
 from ._rendezvous import ProcessGroup, Rendezvous
 from ._status import JobStatus, ServerStatus, Status
@@ -44,6 +45,7 @@ class Connection:
         #: Transfers that leave a job.
         self._leaving: list[Transfer] = []
         self._process = os.getpid()
+        self.activity = Activity()
 
     def job_name(self, purpose: str, ranks: tuple[int, ...]) -> str:
         """A name for the next job of these ranks. All ranks get the same name."""
@@ -108,6 +110,8 @@ class Connection:
         """Leaves all jobs and disconnects. An embedded cluster stops when all ranks have left."""
         if self._process != os.getpid():
             return  # a forked child: the connection belongs to its parent
+        if self.world.rank == 0:
+            self.activity.log_end(self._run, self.cluster.traffic())
         try:
             for job in list(self._jobs):
                 self.leave(job, wait=False)

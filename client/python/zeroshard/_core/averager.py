@@ -76,6 +76,7 @@ class Averager(Generic[T]):
         self._start(
             [tensor for _, tensor in parameters], [tensor for _, tensor in constants], broadcast
         )
+        connection.activity.begin()
 
     def _start(self, parameters: list[T], constants: list[T], broadcast: bool) -> None:
         """Uploads the parameters of rank 0 as version 0, and broadcasts them if requested."""
@@ -144,7 +145,9 @@ class Averager(Generic[T]):
             index: self._framework.incoming(gradient) for index, gradient in self._gradients.items()
         }
         arrays = [(index, target.array) for index, target in targets.items()]
-        report = self._job.commit(self._step, [AVERAGE], targets=arrays)
+        with self.connection.activity.waiting("commit"):
+            report = self._job.commit(self._step, [AVERAGE], targets=arrays)
+        self.connection.activity.steps += 1
         for target in targets.values():
             target.finish()
         self._step = report.version

@@ -15,6 +15,7 @@ complete. A view that the program still refers to (``w = layer.weight.t()``) kee
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any, Generic
@@ -22,6 +23,10 @@ from typing import Any, Generic
 from .._native import Schedule, Transfer
 from .framework import Incoming, T
 from .job import ModelJob
+
+#: Unused memory that is kept for later: that of so many units of typical size. A transformer block
+#: has four units.
+_UNUSED = 4
 
 
 class Unit(Generic[T]):
@@ -69,6 +74,7 @@ class Unit(Generic[T]):
             incoming.append(self.gatherer.framework.incoming(value))
             arrays.append((job.entry(parameter).index, incoming[-1].array))
         self._fetch = (job.job.pull(job.version, arrays), incoming, values)
+        self.gatherer.count(self.nbytes)
 
     def finish(self) -> None:
         """Fetches it and waits."""
@@ -76,9 +82,11 @@ class Unit(Generic[T]):
         if self._fetch is not None:
             transfer, incoming, values = self._fetch
             try:
-                transfer.wait()
+                with self.gatherer.job.connection.activity.waiting("pull"):
+                    transfer.wait()
             except BaseException:
                 self._cancel()
+                self.gatherer.count(-self.nbytes)
                 raise
             for one in incoming:
                 one.finish()
@@ -101,6 +109,7 @@ class Unit(Generic[T]):
             return
         self._cancel()
         self.gathered, self.node = False, None
+        self.gatherer.count(-self.nbytes)
         for parameter in self.parameters.values():
             self.gatherer.drop(parameter)
             self.gatherer.job.entry(parameter).hide()
@@ -145,11 +154,20 @@ class Gatherer(Generic[T]):
         self._frozen: list[Unit[T]] = []
         self._find_units(model, is_large)
         sizes = [unit.nbytes for unit in self.units]
-        largest = max(sizes, default=0)
-        self._schedule = Schedule(sizes, largest) if ahead else None
-        self.memory = self.framework.parameter_memory(2 * largest)
+        # Not the largest: in a small model that is an embedding as large as all other units.
+        typical = statistics.median_low(sizes) if sizes else 0
+        self._schedule = Schedule(sizes, typical) if ahead else None
+        self.memory = self.framework.parameter_memory(_UNUSED * typical)
+        #: Bytes of the units that are gathered, or being fetched, and their maximum so far.
+        self.gathered_bytes, self.peak_bytes = sum(sizes), 0
         for unit in self.units:
             unit.free()
+
+    def count(self, nbytes: int) -> None:
+        """Counts the bytes of a unit that is fetched, or, negative, freed."""
+        self.gathered_bytes += nbytes
+        if nbytes > 0:
+            self.peak_bytes = max(self.peak_bytes, self.gathered_bytes)
 
     def put(self, unit: Unit[T], parameter: T, value: T) -> None:
         """Gives the parameter of a unit its memory."""

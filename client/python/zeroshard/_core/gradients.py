@@ -169,7 +169,7 @@ class Gradients(Generic[T]):
         if gradient is None:
             self._absent.append(entry.index)
         else:
-            self._job.job.gradient(self._job.version, entry.index, framework.outgoing(gradient))
+            self._push(entry, gradient)
             mean = self._show(entry, self._early)
             if self._early:
                 if mean is None:
@@ -177,6 +177,20 @@ class Gradients(Generic[T]):
                 else:
                     mean.own = None
         self._sent[entry.index] = framework.given_gradient(entry.tensor)
+
+    def _push(self, entry: Entry[T], gradient: T) -> None:
+        array = self._job.framework.outgoing(gradient)
+        with self._job.connection.activity.waiting("push"):
+            self._job.job.gradient(self._job.version, entry.index, array)
+
+    def bytes_here(self) -> int:
+        """Bytes of gradients that are on this worker."""
+        framework, total = self._job.framework, 0
+        for entry in self._job.trained:
+            mean = framework.shown_mean(entry.tensor)
+            gradient = framework.gradient(entry.tensor) if mean is None else mean.own
+            total += 0 if gradient is None else framework.nbytes(gradient)
+        return total
 
     # ---- for mean gradients
 
@@ -215,13 +229,19 @@ class Gradients(Generic[T]):
 
     def _reduce(self) -> list[float]:
         self.send_rest()
-        return self._job.job.reduce(self._job.version, 1.0)[1]
+        with self._job.connection.activity.waiting("commit"):
+            return self._job.job.reduce(self._job.version, 1.0)[1]
 
     def fetch(self, entry: Entry[T]) -> tuple[T, int]:
         """The sum of the gradients over the ranks as a host tensor, and the number of ranks."""
         host = self._job.framework.host(entry.shape)
         array = self._job.framework.array(host, Box.whole(entry.shape))
-        self._run(lambda: self._job.job.gradient_sum(self._job.version, entry.index, array))
+
+        def receive() -> None:
+            with self._job.connection.activity.waiting("pull"):
+                self._job.job.gradient_sum(self._job.version, entry.index, array)
+
+        self._run(receive)
         return host, self._job.job.divisor(entry.index)
 
     def clipping(self, entry: Entry[T]) -> float:
@@ -333,8 +353,7 @@ class Gradients(Generic[T]):
                 if mean is not None:
                     self._means[entry.index] = mean
                     mean.was_sent_again(gradient)
-                array = self._job.framework.outgoing(gradient)
-                self._job.job.gradient(self._job.version, entry.index, array)
+                self._push(entry, gradient)
             self._sent[entry.index] = self._job.framework.given_gradient(entry.tensor)
 
     def send_rest(self) -> None:

@@ -205,7 +205,7 @@ class ModelJob(Generic[T]):
         bucket_numel: int,
     ) -> None:
         self.framework = framework
-        self._connection = connection
+        self.connection = connection
         self._model = model
         self._optimizer = optimizer
         self.group = group
@@ -323,7 +323,7 @@ class ModelJob(Generic[T]):
         self.job.initialised()
         self.receive(entry for entry in self.received if entry.resident)
         self.mark()
-        self._connection.leave(old)
+        self.connection.leave(old)
 
     def _start(
         self, predecessor: tuple[Job, int] | None = None, *, fresh_state: bool = False
@@ -335,7 +335,7 @@ class ModelJob(Generic[T]):
             entry.resident = id(entry.tensor) not in fetched
         self._by_tensor = {id(entry.tensor): entry for entry in self.entries}
         name = (
-            self._connection.job_name("sharded", self.group.ranks)
+            self.connection.job_name("sharded", self.group.ranks)
             if predecessor is None
             else predecessor[0].successor_name
         )
@@ -343,7 +343,7 @@ class ModelJob(Generic[T]):
         whole = _native.Optimizer(self.optimizer_name).needs_whole_tensors
         specs = [entry.spec(whole) for entry in self.entries]
         self._opened_with = self._state_layout()
-        self.job = self._connection.open(
+        self.job = self.connection.open(
             name,
             specs,
             self.groups(),
@@ -363,7 +363,7 @@ class ModelJob(Generic[T]):
             {name: self.framework.layout(entry.tensor) for name, entry in named.items()},
             lambda name: named[name].trained,
             self.group.ranks,
-            lambda value: self._connection.exchange(name, value, self.group.ranks),
+            lambda value: self.connection.exchange(name, value, self.group.ranks),
         )
         for entry in self.entries:
             entry.layout = agreed.layouts[entry.name]
@@ -437,11 +437,16 @@ class ModelJob(Generic[T]):
         targets = [(entry.index, entry.incoming()) for entry in entries]
         if not targets:
             return
-        self.job.fetch(
-            self.version, [(index, incoming.array) for index, incoming in targets], label=label
-        )
+        arrays = [(index, incoming.array) for index, incoming in targets]
+        self._fetch(arrays, label=label)
         for _, incoming in targets:
             incoming.finish()
+
+    def _fetch(
+        self, arrays: list[tuple[int, Array]], *, part: str | None = None, label: str | None
+    ) -> None:
+        with self.connection.activity.waiting("pull"):
+            self.job.fetch(self.version, arrays, part=part, label=label)
 
     def states(self) -> Iterator[tuple[Entry[T], State[T]]]:
         """The whole optimizer state of all trained entries that were updated."""
@@ -458,7 +463,7 @@ class ModelJob(Generic[T]):
                     fetched.setdefault(name, []).append((entry.index, array))
                 states.append(tensors)
             for name, arrays in fetched.items():
-                self.job.fetch(self.version, arrays, part=name, label=f"fetching {name}")
+                self._fetch(arrays, part=name, label=f"fetching {name}")
             for entry, tensors in zip(chunk, states, strict=True):
                 yield entry, (*applied[entry.index], tensors)
 
@@ -469,16 +474,16 @@ class ModelJob(Generic[T]):
             (entry.index, self.framework.array(host, Box.whole(entry.shape)))
             for entry, host in hosts.values()
         ]
-        self.job.fetch(self.version, arrays, part="", label="fetching parameters")
+        self._fetch(arrays, part="", label="fetching parameters")
         return {name: host for name, (_, host) in hosts.items()}
 
     def state_hash(self) -> str:
         """The hash of the whole state at the current version."""
-        return self._connection.cluster.state_hash(self.job.name)
+        return self.connection.cluster.state_hash(self.job.name)
 
     def retire(self) -> None:
         """Leaves the job in the background. Called when the model is deleted."""
-        self._connection.leave(self.job, wait=False)
+        self.connection.leave(self.job, wait=False)
 
     def mark(self) -> None:
         """Records the state of all tensors, to detect changes by the program."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic
 
 from .._agreement import agree
 from .._connection import Connection
+from .._log import LOGGER
 from .._native import Report, hashes
 from .._rendezvous import ProcessGroup
 from ..errors import InvalidArgumentError, StepAbortedError, StepMismatchError
@@ -19,6 +21,7 @@ from .gather import Gatherer
 from .gradients import Gradients
 from .job import Entry, ModelJob, State
 from .options import Options
+from .summary import log_start
 
 #: The sharded models of this process, to find the model of a parameter.
 _all: weakref.WeakSet[Sharding[Any]] = weakref.WeakSet()
@@ -51,6 +54,8 @@ class Sharding(Generic[T]):
         self._interrupted = False
         self._holding = False
         self.last_report: Report | None = None
+        #: The number of steps so far.
+        self.steps = 0
         is_large = options.is_large(framework, model)
         bucket_numel = options.bucket_numel(framework, model)
         self.job = ModelJob(connection, framework, model, optimizer, group, bucket_numel)
@@ -70,6 +75,9 @@ class Sharding(Generic[T]):
         )
         _all.add(self)
         weakref.finalize(self, self.job.retire).atexit = False
+        if group.rank == 0 and LOGGER.isEnabledFor(logging.INFO):
+            log_start(self, len(connection.status().servers))
+        connection.activity.begin()
 
     # ---- called by the program
 
@@ -139,6 +147,13 @@ class Sharding(Generic[T]):
             for unit in self.gatherer.units
             for tensor in unit.parameters.values()
         )
+
+    def bytes_here(self) -> tuple[int, int]:
+        """Bytes of parameters and of gradients that are on this worker."""
+        resident = [entry for entry in self.job.entries if entry.resident and not entry.buffer]
+        nbytes = sum(self.job.framework.nbytes(entry.tensor) for entry in resident)
+        gathered = 0 if self.gatherer is None else self.gatherer.gathered_bytes
+        return nbytes + gathered, self.gradients.bytes_here()
 
     def whole(self, parameters: Mapping[str, T]) -> dict[str, T]:
         """Whole parameters of the model, as f32 in host memory, by the given names."""
@@ -282,6 +297,8 @@ class Sharding(Generic[T]):
 
     def _end_step(self, report: Report) -> None:
         self.job.version += 1
+        self.steps += 1
+        self.job.connection.activity.steps += 1
         self._clip_once = None
         self.gradients.end_step(report.clip_coefficient)
         self.job.mark()
@@ -324,15 +341,17 @@ class Sharding(Generic[T]):
         factors = self.gradients.factors()
         if self._max_tensor_norm is not None:
             factors = self.gradients.clip_each(self._max_tensor_norm)
-        return self.job.job.commit(
-            self.job.version,
-            self.job.groups(),
-            loss_scale=self.loss_scale,
-            max_norm=min(limits, default=None),
-            gradient_factors=factors,
-            written=self.job.hashes(written),
-            targets=[(index, incoming.array) for index, incoming in received],
-        )
+        hashes = self.job.hashes(written)
+        with self.job.connection.activity.waiting("commit"):
+            return self.job.job.commit(
+                self.job.version,
+                self.job.groups(),
+                loss_scale=self.loss_scale,
+                max_norm=min(limits, default=None),
+                gradient_factors=factors,
+                written=hashes,
+                targets=[(index, incoming.array) for index, incoming in received],
+            )
 
     def _replace_values(self, written: list[Entry[T]]) -> None:
         """Sends the values that the program has written, and the buffers if ranks share them."""
@@ -369,15 +388,20 @@ def forget(sharding: Sharding[Any]) -> None:
 
 def is_sharded(parameters: Iterable[Any]) -> bool:
     """Whether a model with one of these parameters is sharded already."""
-    given = {id(parameter) for parameter in parameters}
-
-    def found() -> bool:
-        return any(id(entry.tensor) in given for other in _all for entry in other.job.entries)
-
-    if not found():
+    given = list(parameters)
+    if find(given) is None:
         return False
     gc.collect()  # the program may have deleted it
-    return found()
+    return find(given) is not None
+
+
+def find(parameters: Iterable[Any]) -> Sharding[Any] | None:
+    """A sharded model with one of these parameters. None if there is none."""
+    given = {id(parameter) for parameter in parameters}
+    found = (
+        other for other in _all if any(id(entry.tensor) in given for entry in other.job.entries)
+    )
+    return next(found, None)
 
 
 def sharding_of(parameters: Iterable[Any]) -> Sharding[Any] | None:

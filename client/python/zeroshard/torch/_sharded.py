@@ -29,7 +29,7 @@ def group_sharded_parallel(
     offload: bool = False,
     sync_buffers: bool = False,
     buffer_max_size: int = 2**23,
-    segment_size: int = 2**20,
+    segment_size: int = 2**14,
     sync_comm: bool = False,
     dp_group: Any | None = None,
     exclude_layer: Collection[str | int] | None = None,
@@ -51,7 +51,9 @@ def group_sharded_parallel(
         offload: keep state and master weights in the servers' host memory. Does not change results.
         sync_buffers: whether all ranks receive the model's buffers of rank 0 after every step.
         buffer_max_size: elements of a bucket of gradients; 0: each gradient is sent by itself.
-        segment_size: at ``p_g_os``, parameters with more elements than this are on the servers.
+        segment_size: at ``p_g_os``, parameters with more elements than this are on the servers, and
+            are fetched together with those of the same module. Smaller ones stay on the workers,
+            because fetching them costs more time than they take memory.
         sync_comm: at ``p_g_os``, disables prefetching of parameters.
         dp_group: must be None. Ranks that train replicas belong in ``group``.
         exclude_layer: at ``p_g_os``, class names or ids (``id(module)``) of modules whose

@@ -1,0 +1,120 @@
+"""``report``: what a sharded model holds where, and what its training costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ._activity import Wait, waiting_text
+from ._core.sharding import Sharding, find
+from ._log import bytes_text, steps_text
+from .errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from ._status import ServerStatus
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """The memory, the traffic and the waiting times of a sharded model, as seen by one process."""
+
+    #: The name of the job, as in ``zsctl status``.
+    job: str
+    #: ``os``, ``os_g`` or ``p_g_os``.
+    level: str
+    #: The steps of the model.
+    steps: int
+    #: Seconds since the first model of the process was sharded.
+    seconds: float
+    #: Bytes of parameters that are on this worker now.
+    parameter_bytes: int
+    #: Bytes of gradients that are on this worker now.
+    gradient_bytes: int
+    #: The most bytes of gathered parameters that were on this worker at one time; 0 unless the
+    #: level is ``p_g_os``.
+    peak_gathered_bytes: int
+    #: The shard servers and the bytes that they hold for all jobs, as last reported by them, within
+    #: a second.
+    servers: list[ServerStatus]
+    #: Bytes that this process has pulled for all of its models.
+    pulled_bytes: int
+    #: Bytes that this process has pushed for all of its models, with the initial parameters.
+    pushed_bytes: int
+    #: Seconds for which this process has waited for all of its models: ``"pull"``: for tensors;
+    #: ``"push"``: for gradients that are sent during backward; ``"commit"``: for steps, which
+    #: include the remaining gradients, the other ranks and the new parameters.
+    waited: dict[Wait, float]
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [
+            ("", "parameters", "gradients", "optimizer state"),
+            ("this worker", bytes_text(self.parameter_bytes), bytes_text(self.gradient_bytes), "-"),
+        ]
+        for server in self.servers:
+            rows.append(
+                (
+                    f"server at {server.address}",
+                    bytes_text(server.master_bytes + server.published_bytes),
+                    bytes_text(server.accumulator_bytes + server.parked_bytes),
+                    bytes_text(server.state_bytes),
+                )
+            )
+        first = (
+            f"job {self.job}, level {self.level}: {steps_text(self.steps)} in {self.seconds:,.1f} s"
+        )
+        traffic = f"pulled {bytes_text(self.pulled_bytes)}, pushed {bytes_text(self.pushed_bytes)}"
+        if self.level == "p_g_os":
+            traffic += f", gathered at most {bytes_text(self.peak_gathered_bytes)} at a time"
+        return "\n".join([first, *_table(rows), traffic, waiting_text(self.waited, self.seconds)])
+
+
+def _table(rows: list[tuple[str, ...]]) -> Iterable[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        aligned = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        yield "  ".join(["  " + name.ljust(widths[0]), *aligned])
+
+
+def report(model: Any) -> TrainingReport:
+    """The memory, the traffic and the waiting times of a sharded model. Any rank may call it.
+
+    Args:
+        model: the model or the optimizer that ``group_sharded_parallel`` has returned, a
+            ``DistModel``, or a module with parameters of a sharded model.
+
+    Raises:
+        InvalidArgumentError: the model is not sharded.
+    """
+    sharding = _sharding(model)
+    connection = sharding.job.connection
+    pulled, pushed = connection.cluster.traffic()
+    parameter_bytes, gradient_bytes = sharding.bytes_here()
+    return TrainingReport(
+        job=sharding.job.job.name,
+        level=sharding.level,
+        steps=sharding.steps,
+        seconds=connection.activity.seconds,
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=gradient_bytes,
+        peak_gathered_bytes=0 if sharding.gatherer is None else sharding.gatherer.peak_bytes,
+        servers=connection.status().servers,
+        pulled_bytes=pulled,
+        pushed_bytes=pushed,
+        waited=dict(connection.activity.waited),
+    )
+
+
+def _sharding(model: Any) -> Sharding[Any]:
+    for holder in (model, getattr(model, "optimizer", None)):
+        found = getattr(holder, "sharding", None)
+        if isinstance(found, Sharding):
+            return found
+    parameters = getattr(model, "parameters", None)
+    found = find(parameters()) if callable(parameters) else None
+    if found is None:
+        raise InvalidArgumentError(
+            f"model is a {type(model).__name__} that is not sharded; pass the model that "
+            "group_sharded_parallel has returned"
+        )
+    return found
