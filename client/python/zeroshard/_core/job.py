@@ -8,7 +8,7 @@ parameters become part of the next step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
@@ -276,16 +276,35 @@ class ModelJob(Generic[T]):
         """The entries that another rank uploads."""
         return [entry for entry in self.entries if not self.job.uploads(entry.index)]
 
-    def open(self, states: Mapping[int, State[T]]) -> None:
+    def open(
+        self,
+        states: Mapping[int, State[T]],
+        fetched: Collection[int],
+        initial: Iterable[Sequence[T]],
+    ) -> None:
         """Creates the first job. Each parameter and buffer takes the value of the first rank that
         has it.
 
-        ``states``: existing optimizer state, by the ``id`` of its parameter.
+        ``states``: existing optimizer state, by the ``id`` of its parameter. ``fetched``: the ids
+        of the parameters that are on this worker only while they are used. ``initial``: yields
+        those of them that have their values until the next ones are requested, and gives all other
+        tensors their values.
         """
-        self._start()
-        self._upload(self.uploaded, [], states)
-        self.job.initialised()
-        self.receive(self.received, label="receiving")
+        self._start(fetched)
+        try:
+            sent: set[int] = set()
+            for tensors in initial:
+                entries = [self.entry(tensor) for tensor in tensors]
+                self._upload([one for one in entries if self.job.uploads(one.index)], [], states)
+                sent.update(entry.index for entry in entries)
+            rest = [entry for entry in self.uploaded if entry.index not in sent]
+            self._upload(rest, [], states)
+            self.job.initialised()
+            self.receive((entry for entry in self.received if entry.resident), label="receiving")
+        except BaseException:
+            # The other ranks wait for the values.
+            self._connection.leave(self.job, wait=False)
+            raise
         self.mark()
 
     def reopen(self, states: Mapping[int, State[T]] | None = None) -> None:
@@ -296,7 +315,8 @@ class ModelJob(Generic[T]):
         to, take the value of the first rank that has them. The other ranks receive them.
         """
         old, before = self.job, {entry.name: entry for entry in self.entries}
-        self._start((old, self.version), fresh_state=states is not None)
+        fetched = {id(entry.tensor) for entry in self.entries if not entry.resident}
+        self._start(fetched, (old, self.version), fresh_state=states is not None)
         ours = self.uploaded
         kept = [entry for entry in ours if entry.continues(before.get(entry.name))]
         indices = {entry.index for entry in kept}
@@ -308,10 +328,13 @@ class ModelJob(Generic[T]):
         self._connection.leave(old)
 
     def _start(
-        self, predecessor: tuple[Job, int] | None = None, *, fresh_state: bool = False
+        self,
+        fetched: Collection[int],
+        predecessor: tuple[Job, int] | None = None,
+        *,
+        fresh_state: bool = False,
     ) -> None:
         self.optimizer_name = self._optimizer.name()
-        fetched = {id(entry.tensor) for entry in self.entries if not entry.resident}
         self.entries = self._describe()
         for entry in self.entries:
             entry.resident = id(entry.tensor) not in fetched
