@@ -8,7 +8,7 @@ parameters become part of the next step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
@@ -17,7 +17,7 @@ from .._agreement import agree
 from .._connection import Connection
 from .._native import Array, Box, Job, Mesh, TensorSpec
 from .._rendezvous import ProcessGroup
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, JobFailedError
 from .framework import Framework, Incoming, Optimizer, T
 from .layout import JobLayout, job_layouts
 
@@ -289,23 +289,45 @@ class ModelJob(Generic[T]):
         of the parameters that are on this worker only while they are used. ``initial``: yields
         those of them that have their values until the next ones are requested, and gives all other
         tensors their values.
+
+        Raises :class:`~zeroshard.errors.JobFailedError` if this fails on another rank.
         """
         self._start(fetched)
         try:
-            sent: set[int] = set()
-            for tensors in initial:
-                entries = [self.entry(tensor) for tensor in tensors]
-                self._upload([one for one in entries if self.job.uploads(one.index)], [], states)
-                sent.update(entry.index for entry in entries)
-            rest = [entry for entry in self.uploaded if entry.index not in sent]
-            self._upload(rest, [], states)
+            self._together(lambda: self._upload_initial(states, initial))
             self.job.initialised()
             self.receive((entry for entry in self.received if entry.resident), label="receiving")
         except BaseException:
-            # The other ranks wait for the values.
             self._connection.leave(self.job, wait=False)
             raise
         self.mark()
+
+    def _upload_initial(
+        self, states: Mapping[int, State[T]], initial: Iterable[Sequence[T]]
+    ) -> None:
+        sent: set[int] = set()
+        for tensors in initial:
+            entries = [self.entry(tensor) for tensor in tensors]
+            self._upload([one for one in entries if self.job.uploads(one.index)], [], states)
+            sent.update(entry.index for entry in entries)
+        self._upload([one for one in self.uploaded if one.index not in sent], [], states)
+
+    def _together(self, work: Callable[[], None]) -> None:
+        """Calls ``work`` on every rank. If it fails on one, the others do not wait for its values,
+        but raise an error as well."""
+        error: Exception | None = None
+        try:
+            work()
+        except Exception as raised:
+            error = raised
+        own = "" if error is None else f"{type(error).__name__}: {error}"
+        ranks = self.group.ranks
+        texts = self._connection.exchange(f"{self.job.name}/values", own, ranks)
+        if error is not None:
+            raise error
+        for rank, text in zip(ranks, texts, strict=True):
+            if text:
+                raise JobFailedError(f"rank {rank} has failed to initialise the model: {text}")
 
     def reopen(self, states: Mapping[int, State[T]] | None = None) -> None:
         """Continues with a new job from the last version of the current one.

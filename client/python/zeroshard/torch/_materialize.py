@@ -59,6 +59,8 @@ class Materializer:
         #: For each tensor, how often it was written to before it had memory, and its counter of
         #: writes when it was given memory.
         self._writes: dict[int, tuple[int, int]] = {}
+        #: The tensors that were given memory, and what they were on the meta device.
+        self._given: list[tuple[Tensor, Tensor]] = []
         for name, module in _children_first(model, "", set()):
             self._plan(name, module)
         self._check_optimizer(optimizer)
@@ -72,9 +74,16 @@ class Materializer:
             ready, held = self._split([*held, *given], name)
             large = [tensor for tensor in ready if id(tensor) in fetched]
             if large:
+                self._check_set(large)
                 yield large
                 for tensor in large:
                     _free(tensor)
+        self._check_set([tensor for tensor, _ in self._given if not _has_no_memory(tensor)])
+
+    def undo(self) -> None:
+        """Returns the model to the meta device."""
+        for tensor, before in self._given:
+            torch._C._swap_tensor_impl(tensor, before)
 
     # ---- before the job
 
@@ -146,7 +155,7 @@ class Materializer:
         for tensor in tensors:
             if tensor.is_meta:
                 written = tensor._version
-                _give_memory(tensor, self._device)
+                self._given.append((tensor, _give_memory(tensor, self._device)))
                 if not self._is_loaded(tensor):
                     _unset(tensor)
                     unset.append(tensor)
@@ -158,12 +167,6 @@ class Materializer:
             with _OwnTensors(name):
                 initialise()
             self._put_back(module, own)
-            for tensor in unset if self._is_source else ():
-                if _is_unset(tensor):
-                    raise InvalidArgumentError(
-                        f"the initialisation of module {name!r} ({type(module).__name__}) has not "
-                        f"set all elements of {self._names[id(tensor)]!r}; {_SAY_HOW}"
-                    )
         for tensor in tensors if self._is_source else ():
             if self._checkpoint is not None and tensor in self._checkpoint:
                 self._checkpoint.read(tensor)
@@ -190,6 +193,14 @@ class Materializer:
             if id(tensor) in self._writes:
                 written = self._writes[id(tensor)][0]
                 self._writes[id(tensor)] = written, tensor._version - now._version
+
+    def _check_set(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors if self._is_source else ():
+            if _is_unset(tensor):
+                raise InvalidArgumentError(
+                    f"the initialisation of the model has not set all elements of "
+                    f"{self._names[id(tensor)]!r}; {_SAY_HOW}"
+                )
 
     def _split(self, tensors: list[Tensor], name: str) -> tuple[list[Tensor], list[Tensor]]:
         """Separates tensors that have their values from those that a module around this one still
@@ -285,8 +296,9 @@ def _own(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
                 yield key, registered, tensor
 
 
-def _give_memory(tensor: Tensor, device: torch.device) -> None:
-    """Gives a tensor on the meta device memory. It remains the same object, with its hooks."""
+def _give_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    """Gives a tensor on the meta device memory. It remains the same object, with its hooks. Returns
+    a tensor that is what it was."""
     fresh = torch.empty_like(tensor, device=device, requires_grad=tensor.requires_grad)
     fresh._backward_hooks = tensor._backward_hooks
     if tensor.is_leaf and tensor.requires_grad:
@@ -294,6 +306,7 @@ def _give_memory(tensor: Tensor, device: torch.device) -> None:
     # torch.utils.swap_tensors also exchanges the attributes, and refuses the parameters of an LSTM,
     # to which weak references exist.
     torch._C._swap_tensor_impl(tensor, fresh)
+    return fresh
 
 
 @torch.inference_mode(False)

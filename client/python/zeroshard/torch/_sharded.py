@@ -106,17 +106,23 @@ def group_sharded_parallel(
         None if checkpoint is None else Checkpoint(checkpoint, model),
         is_source=ranks.rank == 0,
     )
-    sharding = Sharding(
-        connection(),
-        TORCH,
-        model,
-        TorchOptimizer(optimizer),
-        ranks,
-        options,
-        states=optimizer_states(_conversion.optimizer_name(optimizer), optimizer, optimizer.state),
-        max_norm=max_norm_of(optimizer, grad_clip),
-        initial=initial.fill,
-    )
+    try:
+        sharding = Sharding(
+            connection(),
+            TORCH,
+            model,
+            TorchOptimizer(optimizer),
+            ranks,
+            options,
+            states=optimizer_states(
+                _conversion.optimizer_name(optimizer), optimizer, optimizer.state
+            ),
+            max_norm=max_norm_of(optimizer, grad_clip),
+            initial=initial.fill,
+        )
+    except BaseException:
+        initial.undo()
+        raise
     optimizer.state.clear()
     wrapped = GroupSharded(model, sharding)
     return (
