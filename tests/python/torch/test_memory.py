@@ -1,5 +1,5 @@
 """What a rank at p_g_os holds of a model with 24 layers: at most three layers' parameters and
-gradients at a time.
+gradients at a time. While a model on the meta device is initialised: one module's parameters.
 
 Measured twice: what tensors hold, and by how much the process grows. glibc keeps freed blocks of
 this size in its heap, for speed, and the heap spreads to five layers' worth; so the process is run
@@ -15,7 +15,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,8 @@ from torch import Tensor, nn
 from zeroshard.torch import group_sharded_parallel
 
 LAYERS, WIDTH, BATCH = 24, 1024, 2
+#: Modules of the model on the meta device, and the bytes of each.
+UNITS, UNIT = 64, WIDTH * WIDTH * 4
 #: Bytes of a layer's parameters and gradients: 8 MiB each.
 LAYER = 2 * 2 * WIDTH * WIDTH * 4
 #: Beside them: activations (0.4 MB), gradients of activations, what the allocator and two
@@ -105,13 +109,51 @@ def peaks() -> tuple[int, int, int]:
     )
 
 
-def test_three_layers_at_a_time(processes: dict[str, str]) -> None:
+def initial_peaks() -> tuple[int, int, int]:
+    """The same for the initialisation of a model on the meta device, with its parameters only."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(UNITS)))
+        small = nn.Linear(2, 2)
+    parameters = list(model.parameters())
+    most = 0
+
+    def initialise(module: Any) -> None:
+        nonlocal most
+        nn.init.normal_(module.weight)
+        held = [p.untyped_storage().nbytes() for p in parameters if not p.is_meta]
+        most = max(most, sum(held))
+
+    # Connects to the servers, and imports what is imported once.
+    _ = group_sharded_parallel(small, torch.optim.SGD(small.parameters()), "p_g_os")
+    optimizer = torch.optim.SGD(model.parameters())
+    settle()
+    before = resident("VmRSS")
+    # The wrapped model fetches its first unit.
+    wrapped = group_sharded_parallel(
+        model, optimizer, "p_g_os", segment_size=WIDTH, param_init_fn=initialise
+    )
+    grown = resident("VmHWM") - before
+    del wrapped
+    return most, grown, UNITS * UNIT
+
+
+def measured(function: Callable[[], Any], processes: dict[str, str]) -> list[int]:
+    """The result of a function in a process of its own."""
     environment = {**os.environ, **processes, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, __file__, function.__name__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    held, grown, everything = json.loads(done.stdout)
+    found: list[int] = json.loads(done.stdout)
+    return found
+
+
+def test_three_layers_at_a_time(processes: dict[str, str]) -> None:
+    held, grown, everything = measured(peaks, processes)
     print(
         f"held {held / LAYER:.2f} layers, grown by {grown / LAYER:.2f} layers, "
         f"of {everything / LAYER:.0f}"
@@ -121,6 +163,16 @@ def test_three_layers_at_a_time(processes: dict[str, str]) -> None:
     assert grown <= 3 * LAYER + SLACK
 
 
+def test_one_module_at_a_time_is_initialised(processes: dict[str, str]) -> None:
+    held, grown, everything = measured(initial_peaks, processes)
+    print(
+        f"held {held / UNIT:.2f} modules, grown by {grown / UNIT:.2f} modules, "
+        f"of {everything / UNIT:.0f}"
+    )
+    assert held == UNIT
+    assert grown <= UNIT + SLACK
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(peaks()))
+    print(json.dumps(globals()[sys.argv[1]]()))

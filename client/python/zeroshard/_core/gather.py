@@ -39,8 +39,6 @@ class Unit(Generic[T]):
         self.parameters = parameters
         self.nbytes = sum(map(gatherer.framework.nbytes, parameters.values()))
         self.gathered = True
-        for parameter in parameters.values():
-            gatherer.job.entry(parameter).resident = False
         #: The number of running forwards that use it.
         self.users = 0
         self._fetch: tuple[Transfer, list[Incoming], list[tuple[T, T]]] | None = None
@@ -133,11 +131,8 @@ class _RunningForward(Generic[T]):
 class Gatherer(Generic[T]):
     """Decides which units are gathered."""
 
-    def __init__(
-        self, job: ModelJob[T], model: Any, is_large: Callable[[T], bool], ahead: bool
-    ) -> None:
-        """``is_large`` tells whether a parameter lives on the servers. ``ahead`` enables
-        prefetching."""
+    def __init__(self, job: ModelJob[T], model: Any, ahead: bool) -> None:
+        """``ahead`` enables prefetching."""
         self.job = job
         self.framework = job.framework
         self.units: list[Unit[T]] = []
@@ -152,7 +147,7 @@ class Gatherer(Generic[T]):
         self._kept: set[Unit[T]] = set()
         self._pass: Hashable = None
         self._frozen: list[Unit[T]] = []
-        self._find_units(model, is_large)
+        self._find_units(model)
         sizes = [unit.nbytes for unit in self.units]
         # Not the largest: in a small model that is an embedding as large as all other units.
         typical = statistics.median_low(sizes) if sizes else 0
@@ -180,7 +175,7 @@ class Gatherer(Generic[T]):
         self._by_memory.pop(self.framework.memory(parameter), None)
         self.memory.drop(parameter)
 
-    def _find_units(self, model: Any, is_large: Callable[[T], bool]) -> None:
+    def _find_units(self, model: Any) -> None:
         seen: set[int] = set()
         own: dict[Any, Unit[T]] = {}
         modules = list(self.framework.modules(model))
@@ -188,7 +183,7 @@ class Gatherer(Generic[T]):
             large = {
                 name: parameter
                 for name, parameter in self.framework.own_parameters(module)
-                if id(parameter) not in seen and is_large(parameter)
+                if id(parameter) not in seen and not self.job.entry(parameter).resident
             }
             tied = {
                 name: parameter

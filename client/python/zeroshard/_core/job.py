@@ -8,7 +8,7 @@ parameters become part of the next step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
@@ -17,7 +17,7 @@ from .._agreement import agree
 from .._connection import Connection
 from .._native import Array, Box, Job, Mesh, TensorSpec
 from .._rendezvous import ProcessGroup
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, JobFailedError
 from .framework import Framework, Incoming, Optimizer, T
 from .layout import JobLayout, job_layouts
 
@@ -294,17 +294,58 @@ class ModelJob(Generic[T]):
         """The entries that another rank uploads."""
         return [entry for entry in self.entries if not self.job.uploads(entry.index)]
 
-    def open(self, states: Mapping[int, State[T]]) -> None:
+    def open(
+        self,
+        states: Mapping[int, State[T]],
+        fetched: Collection[int],
+        initial: Iterable[Sequence[T]],
+    ) -> None:
         """Creates the first job. Each parameter and buffer takes the value of the first rank that
         has it.
 
-        ``states``: existing optimizer state, by the ``id`` of its parameter.
+        ``states``: existing optimizer state, by the ``id`` of its parameter. ``fetched``: the ids
+        of the parameters that are on this worker only while they are used. ``initial``: yields
+        those of them that have their values until the next ones are requested, and gives all other
+        tensors their values.
+
+        Raises :class:`~zeroshard.errors.JobFailedError` if this fails on another rank.
         """
-        self._start()
-        self._upload(self.uploaded, [], states)
-        self.job.initialised()
-        self.receive(self.received, label="receiving")
+        self._start(fetched)
+        try:
+            self._together(lambda: self._upload_initial(states, initial))
+            self.job.initialised()
+            self.receive((entry for entry in self.received if entry.resident), label="receiving")
+        except BaseException:
+            self.connection.leave(self.job, wait=False)
+            raise
         self.mark()
+
+    def _upload_initial(
+        self, states: Mapping[int, State[T]], initial: Iterable[Sequence[T]]
+    ) -> None:
+        sent: set[int] = set()
+        for tensors in initial:
+            entries = [self.entry(tensor) for tensor in tensors]
+            self._upload([one for one in entries if self.job.uploads(one.index)], [], states)
+            sent.update(entry.index for entry in entries)
+        self._upload([one for one in self.uploaded if one.index not in sent], [], states)
+
+    def _together(self, work: Callable[[], None]) -> None:
+        """Calls ``work`` on every rank. If it fails on one, the others do not wait for its values,
+        but raise an error as well."""
+        error: Exception | None = None
+        try:
+            work()
+        except Exception as raised:
+            error = raised
+        own = "" if error is None else f"{type(error).__name__}: {error}"
+        ranks = self.group.ranks
+        texts = self.connection.exchange(f"{self.job.name}/values", own, ranks)
+        if error is not None:
+            raise error
+        for rank, text in zip(ranks, texts, strict=True):
+            if text:
+                raise JobFailedError(f"rank {rank} has failed to initialise the model: {text}")
 
     def reopen(self, states: Mapping[int, State[T]] | None = None) -> None:
         """Continues with a new job from the last version of the current one.
@@ -314,7 +355,8 @@ class ModelJob(Generic[T]):
         to, take the value of the first rank that has them. The other ranks receive them.
         """
         old, before = self.job, {entry.name: entry for entry in self.entries}
-        self._start((old, self.version), fresh_state=states is not None)
+        fetched = {id(entry.tensor) for entry in self.entries if not entry.resident}
+        self._start(fetched, (old, self.version), fresh_state=states is not None)
         ours = self.uploaded
         kept = [entry for entry in ours if entry.continues(before.get(entry.name))]
         indices = {entry.index for entry in kept}
@@ -326,10 +368,13 @@ class ModelJob(Generic[T]):
         self.connection.leave(old)
 
     def _start(
-        self, predecessor: tuple[Job, int] | None = None, *, fresh_state: bool = False
+        self,
+        fetched: Collection[int],
+        predecessor: tuple[Job, int] | None = None,
+        *,
+        fresh_state: bool = False,
     ) -> None:
         self.optimizer_name = self._optimizer.name()
-        fetched = {id(entry.tensor) for entry in self.entries if not entry.resident}
         self.entries = self._describe()
         for entry in self.entries:
             entry.resident = id(entry.tensor) not in fetched

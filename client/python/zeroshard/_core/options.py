@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,13 +58,17 @@ class Options:
         )
         return min(self.buffer_max_size, largest)
 
-    def is_large(self, framework: Framework[T], model: Any) -> Callable[[T], bool]:
-        """A function that returns whether a parameter of the model is on the servers at
-        ``p_g_os``."""
+    def fetched(self, framework: Framework[T], model: Any) -> set[int]:
+        """The ids of the parameters of the model that are on the servers, and on a worker only
+        while they are used."""
         excluded = self._excluded(framework, model)
-        return lambda parameter: (
-            framework.numel(parameter) > self.segment_size and id(parameter) not in excluded
-        )
+        if self.level != "p_g_os":
+            return set()
+        return {
+            id(parameter)
+            for _, parameter in framework.parameters(model)
+            if framework.numel(parameter) > self.segment_size and id(parameter) not in excluded
+        }
 
     def _excluded(self, framework: Framework[T], model: Any) -> set[int]:
         """The parameters of the excluded modules, which stay on the worker."""

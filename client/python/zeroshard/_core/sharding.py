@@ -7,7 +7,7 @@ import contextlib
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic
 
 from .._agreement import agree
@@ -42,10 +42,12 @@ class Sharding(Generic[T]):
         states: Mapping[int, State[T]],
         max_norm: float | None,
         max_tensor_norm: float | None = None,
+        initial: Callable[[Collection[int]], Iterable[Sequence[T]]] | None = None,
     ) -> None:
         """``states``: existing optimizer state, by the ``id`` of its parameter. ``max_norm``: clip
         every step to this global norm. ``max_tensor_norm``: clip the gradient of each parameter to
-        this norm."""
+        this norm. ``initial``: called with the ids of the parameters that are fetched; returns the
+        ``initial`` of :meth:`ModelJob.open`."""
         self.level = options.level
         self._sync_buffers = options.sync_buffers
         self._max_norm = max_norm
@@ -56,13 +58,13 @@ class Sharding(Generic[T]):
         self.last_report: Report | None = None
         #: The number of steps so far.
         self.steps = 0
-        is_large = options.is_large(framework, model)
+        fetched = options.fetched(framework, model)
         bucket_numel = options.bucket_numel(framework, model)
         self.job = ModelJob(connection, framework, model, optimizer, group, bucket_numel)
-        self.job.open(states)
+        self.job.open(states, fetched, () if initial is None else initial(fetched))
         self.gatherer: Gatherer[T] | None = None
         if self.level == "p_g_os":
-            self.gatherer = Gatherer(self.job, model, is_large, not options.sync_comm)
+            self.gatherer = Gatherer(self.job, model, not options.sync_comm)
         accumulated = self.gatherer.accumulated if self.gatherer is not None else _nothing
         # Weak: the parameters refer to the gradients, and must not keep this object alive.
         run = weakref.WeakMethod(self._run)

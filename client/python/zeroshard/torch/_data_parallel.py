@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from .._core.reducer import Reducer, average_now, weakly
 from ..errors import InvalidArgumentError
 from ._framework import TORCH, process_group
+from ._materialize import check_has_values
 
 
 class DataParallel(nn.Module):
@@ -67,6 +68,7 @@ class DataParallel(nn.Module):
             warnings.warn(
                 "strategy has no effect and will be removed", DeprecationWarning, stacklevel=2
             )
+        check_has_values(module, "DataParallel")
         ranks = process_group(group)
         if ranks.size == 1:
             warnings.warn(

@@ -55,7 +55,7 @@ class _Torch(Framework[Tensor]):
     # ---- the memory of local tensors
 
     def host(self, shape: Sequence[int]) -> Tensor:
-        return torch.empty(tuple(shape), dtype=torch.float32)
+        return torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
 
     def array(self, host: Tensor, box: Box | None = None) -> Array:
         return Array(host.data_ptr(), host.numel(), self.dtype_of("a tensor", host), host, box)
@@ -79,7 +79,7 @@ class _Torch(Framework[Tensor]):
 
     def outgoing_words(self, tensor: Tensor) -> Array:
         source = local(tensor).detach().cpu().contiguous().reshape(-1)
-        padded = torch.zeros(self.words(tensor), dtype=torch.float32)
+        padded = torch.zeros(self.words(tensor), dtype=torch.float32, device="cpu")
         padded.view(torch.uint8)[: self.nbytes(source)] = source.view(torch.uint8)
         return self.array(padded)
 
@@ -294,7 +294,7 @@ class _ReceivedWords:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = local(tensor)
-        self._words = torch.empty(TORCH.words(tensor))
+        self._words = torch.empty(TORCH.words(tensor), dtype=torch.float32, device="cpu")
         self.array = TORCH.array(self._words)
 
     def finish(self) -> None:
@@ -315,7 +315,8 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _host_copy(tensor: Tensor) -> Tensor:
     """A contiguous host tensor like this one, pinned if copies from a device use it."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    pinned = tensor.device.type == "cuda"
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
 
 
 def process_group(group: Any | None) -> ProcessGroup:

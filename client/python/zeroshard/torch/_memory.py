@@ -289,7 +289,7 @@ class _Pool:
         if blocks:
             self._kept_bytes -= nbytes
             return blocks.pop()
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def give(self, block: Tensor) -> None:
         """Returns a block to the pool, unless a tensor still uses it: then that tensor keeps the

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._rendezvous import world_group
 from .._strategy import ShardingStage, check_request, stage_of
 from ..errors import InvalidArgumentError
+from ._materialize import check_has_values
 from ._mesh import check_mesh, dimension, mesh_ranks
 from ._optimizer import ShardedOptimizer
 from ._sharded import group_sharded_parallel
@@ -49,6 +50,8 @@ def shard_optimizer(
             f"optimizer is a {type(optimizer).__name__}; "
             "it must be a torch.optim.Optimizer that is not sharded yet"
         )
+    if model is None:
+        check_has_values(_Parameters(optimizer), "shard_optimizer without model=")
     wrapped, sharded, _ = group_sharded_parallel(
         _Parameters(optimizer) if model is None else model,
         optimizer,

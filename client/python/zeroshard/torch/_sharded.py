@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import os
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from .._core.sharding import Sharding, is_sharded
 from .._session import connection
 from ..errors import InvalidArgumentError
 from . import _conversion
+from ._checkpoint import Checkpoint
 from ._clip import max_norm_of
 from ._framework import TORCH, TorchOptimizer, process_group
+from ._materialize import Materializer
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer, optimizer_states
 from ._scaler import GradScaler
@@ -36,11 +39,16 @@ def group_sharded_parallel(
     *,
     accumulation_steps: int | None = None,
     grad_clip: Any | None = None,
+    param_init_fn: Callable[[nn.Module], Any] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    device: torch.device | str | None = None,
 ) -> tuple[GroupSharded, ShardedOptimizer, GradScaler | None]:
     """Moves the training state of a model to the shard servers.
 
     Args:
-        model: any module. All ranks take the parameters and buffers of rank 0.
+        model: any module. All ranks take the parameters and buffers of rank 0. Parameters and
+            buffers on the meta device are initialised module by module, so that at ``"p_g_os"`` a
+            worker does not need memory for the whole model.
         optimizer: SGD, ASGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta or RMSprop of
             ``torch.optim``, or Lion or LAMB of ``zeroshard.torch``. Existing state is uploaded.
         level: the tensors that the servers hold. At ``"os"`` these are the optimizer state, at
@@ -61,6 +69,14 @@ def group_sharded_parallel(
         accumulation_steps: the number of backward passes per step; None: learned in the first
             steps.
         grad_clip: a :class:`ClipGradByGlobalNorm` that clips every step.
+        param_init_fn: initialises the parameters and buffers of the module that it is called with,
+            without those of its children. It is called for each module that has some on the meta
+            device and not in the checkpoint; None: the module's ``reset_parameters()``.
+        checkpoint: a directory with ``model.safetensors``, or with
+            ``model.safetensors.index.json`` and its files, as Hugging Face writes it. It has the
+            values of all parameters and persistent buffers. All ranks read the names, and rank 0 of
+            the group the values.
+        device: where tensors on the meta device get their memory; None: the CPU.
 
     Returns:
         The wrapped model, the optimizer that steps on the servers, and the scaler (None if none was
@@ -83,16 +99,32 @@ def group_sharded_parallel(
         )
     if level == "p_g_os":
         _check_not_compiled(model)
-    sharding = Sharding(
-        connection(),
-        TORCH,
+    ranks = process_group(group)
+    initial = Materializer(
         model,
-        TorchOptimizer(optimizer),
-        process_group(group),
-        options,
-        states=optimizer_states(_conversion.optimizer_name(optimizer), optimizer, optimizer.state),
-        max_norm=max_norm_of(optimizer, grad_clip),
+        optimizer,
+        device,
+        param_init_fn,
+        None if checkpoint is None else Checkpoint(checkpoint, model),
+        is_source=ranks.rank == 0,
     )
+    try:
+        sharding = Sharding(
+            connection(),
+            TORCH,
+            model,
+            TorchOptimizer(optimizer),
+            ranks,
+            options,
+            states=optimizer_states(
+                _conversion.optimizer_name(optimizer), optimizer, optimizer.state
+            ),
+            max_norm=max_norm_of(optimizer, grad_clip),
+            initial=initial.fill,
+        )
+    except BaseException:
+        initial.undo()
+        raise
     optimizer.state.clear()
     wrapped = GroupSharded(model, sharding)
     return (
