@@ -163,6 +163,7 @@ class Cluster:
         wire: str = "f32",
         chunk_bytes: int = 1048576,
         timeout: float = 600.0,
+        connect_timeout: float = 10.0,
     ) -> Cluster: ...
     @staticmethod
     def embedded(
