@@ -23,7 +23,7 @@ mod _native {
     #[pymodule_export]
     use cluster::Cluster;
     #[pymodule_export]
-    use job::{Job, Report, Transfer};
+    use job::{Job, Report, Rest, Transfer};
     #[pymodule_export]
     use mesh::{Layout, Mesh, TensorBox, redistribution};
     #[pymodule_export]

@@ -18,6 +18,7 @@ from .._connection import Connection
 from .._native import Array, Box, Job, Mesh, TensorSpec
 from .._rendezvous import ProcessGroup
 from ..errors import InvalidArgumentError
+from .broadcast import broadcast
 from .framework import Framework, Incoming, Optimizer, T
 from .layout import JobLayout, job_layouts
 
@@ -424,6 +425,15 @@ class ModelJob(Generic[T]):
         )
         for _, incoming in targets:
             incoming.finish()
+
+    def broadcast_buffers(self, source: int) -> None:
+        """All ranks receive the buffers of rank ``source``. Every rank must call it."""
+        buffers = [(entry.name, entry.tensor) for entry in self.buffers]
+        broadcast(self._connection, self.framework, self.group, source, buffers)
+
+    def exchange(self, what: str, value: str) -> list[str]:
+        """Returns the value that each rank has passed for ``what``. Every rank must call it."""
+        return self._connection.exchange(f"{self.job.name}/{what}", value, self.group.ranks)
 
     def states(self) -> Iterator[tuple[Entry[T], State[T]]]:
         """The whole optimizer state of all trained entries that were updated."""

@@ -92,11 +92,11 @@ def group_sharded_parallel(
         max_norm=max_norm_of(optimizer, grad_clip),
     )
     optimizer.state.clear()
-    wrapped = GroupSharded(model, sharding)
+    shared = None if scaler is None else GradScaler.sharing(scaler)
     return (
-        wrapped,
+        GroupSharded(model, sharding, shared),
         ShardedOptimizer(optimizer, sharding),
-        None if scaler is None else GradScaler.sharing(scaler),
+        shared,
     )
 
 
