@@ -5,11 +5,12 @@ use std::{sync::Arc, time::Duration};
 use zeroshard_proto::{
     Deadline, Error, JobSpec, JobVersion, Placement, Result,
     pb::{self, coordinator_service_client::CoordinatorServiceClient},
-    transport::{Connection, MAX_CONTROL_MESSAGE, endpoint},
+    transport::{CONNECT_TIMEOUT, Connection, MAX_CONTROL_MESSAGE, endpoint},
 };
 
 use crate::{
     Job, Options, Status, Traffic,
+    connect::first_answer,
     retry::{Next, Tries},
     shards::Shards,
     state,
@@ -68,17 +69,22 @@ impl From<&JobSpec> for CreateJob {
 }
 
 impl Cluster {
-    /// Connects to the coordinator at `address`, `host:port`, with retries until the deadline.
+    /// Connects to the coordinator at `address`, `host:port`. Waits for its answer for
+    /// [`Options::connect_timeout`], at most for [`Options::timeout`], and prints one line on
+    /// standard error if it has not answered after a second.
     ///
     /// # Errors
     /// [`Error::Invalid`] for an invalid address or token, [`Error::Unauthenticated`] for a wrong
-    /// token, [`Error::Timeout`].
+    /// token, [`Error::Unavailable`] if no coordinator answers at this address.
     pub async fn connect(address: &str, options: Options) -> Result<Self> {
         let peer = format!("coordinator {address}");
-        let connection = Connection::new(endpoint(address)?.connect_lazy(), &options.token)?;
+        let limit = options.connect_timeout.min(options.timeout);
+        // At least two tries, so that the cause is known if the host does not respond at all.
+        let endpoint = endpoint(address)?.connect_timeout(CONNECT_TIMEOUT.min(limit / 2));
+        let connection = Connection::new(endpoint.connect_lazy(), &options.token)?;
         let shards = Arc::new(Shards::new(options.token.clone()));
         let cluster = Self { connection, peer, options, shards };
-        cluster.status().await?;
+        first_answer(&cluster, limit).await?;
         Ok(cluster)
     }
 

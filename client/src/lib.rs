@@ -26,6 +26,7 @@
 mod buckets;
 mod call;
 mod cluster;
+mod connect;
 mod job;
 mod local;
 mod part;
@@ -50,7 +51,7 @@ pub use push::TensorData;
 pub use schedule::Schedule;
 pub use shards::Traffic;
 pub use status::{JobStatus, ServerStatus, Status};
-pub use step::{Absent, Commit, Overflow, Reduced, StepReport};
+pub use step::{Absent, Commit, Overflow, Reduced, Rested, StepReport};
 pub use values::{Slots, Values};
 pub use zeroshard_proto::{Error, Result, TensorId};
 
@@ -67,6 +68,8 @@ pub struct Options {
     /// The time limit of one operation, including all its retries and waits. It may be longer than
     /// the servers' own limit for a wait, because the client then sends the call again.
     pub timeout: Duration,
+    /// The time limit for the first answer of the coordinator.
+    pub connect_timeout: Duration,
     /// The token of the cluster, which every call carries. `Debug` does not show it.
     pub token: Token,
 }
@@ -77,6 +80,7 @@ impl Default for Options {
             wire: DType::F32,
             chunk_bytes: 1 << 20,
             timeout: Duration::from_secs(60),
+            connect_timeout: Duration::from_secs(10),
             token: Token::default(),
         }
     }
@@ -99,6 +103,12 @@ impl Options {
     #[must_use]
     pub fn timeout(self, timeout: Duration) -> Self {
         Self { timeout, ..self }
+    }
+
+    /// Sets [`Self::connect_timeout`], which is 10 s by default.
+    #[must_use]
+    pub fn connect_timeout(self, connect_timeout: Duration) -> Self {
+        Self { connect_timeout, ..self }
     }
 
     /// Sets [`Self::token`]. By default calls carry no token.

@@ -60,6 +60,11 @@ impl Tries {
         self.deadline.limit(|| self.missing().unwrap_or_else(waiting_for), work).await
     }
 
+    /// The error of the last try that failed.
+    pub(crate) fn last(&self) -> Option<&Error> {
+        self.last.as_ref()
+    }
+
     /// The missing input that the last try reported.
     fn missing(&self) -> Option<String> {
         match self.last.as_ref()? {

@@ -4,7 +4,7 @@
 //! and whose metadata contains the variant's fields as JSON under `detail`. Any gRPC client can
 //! therefore distinguish the errors without parsing the message.
 
-use std::fmt::Display;
+use std::{error::Error as _, fmt::Display};
 
 use serde::{Deserialize, Serialize};
 use tonic::{Code, Status};
@@ -127,8 +127,8 @@ pub enum Error {
     /// A rank that the step needs has left the job.
     #[error(
         "step {step} of job {job:?} cannot be completed: rank {rank} has left the job; run the \
-         same number of steps on every rank, start another worker for rank {rank}, or create the \
-         job with departure=absent"
+         same number of steps on every rank or, in Python, train under zeroshard.torch.join; or \
+         start another worker for rank {rank}"
     )]
     RankLeft {
         /// The job.
@@ -368,7 +368,7 @@ impl Error {
             // The status comes from the transport and not from a ZeroShard server: the call may be
             // repeated.
             Code::Unavailable | Code::Cancelled | Code::Unknown => {
-                Self::Unavailable { peer: peer.to_owned(), cause: status.message().to_owned() }
+                Self::Unavailable { peer: peer.to_owned(), cause: transport_cause(status) }
             }
             Code::DeadlineExceeded => {
                 Self::Timeout { waiting_for: format!("a response from {peer}"), waited_ms: 0 }
@@ -377,6 +377,15 @@ impl Error {
                 cause: format!("{peer} responded with {code:?}: {}", status.message()),
             },
         })
+    }
+}
+
+/// The message of a status that comes from the transport, and its root cause.
+fn transport_cause(status: &Status) -> String {
+    let sources = std::iter::successors(status.source(), |&error| error.source());
+    match sources.last().map(ToString::to_string) {
+        Some(root) if !status.message().contains(&root) => format!("{}: {root}", status.message()),
+        _ => status.message().to_owned(),
     }
 }
 

@@ -65,6 +65,14 @@ impl Cluster {
         Process::start(coordinator())
     }
 
+    /// Starts only a coordinator, which listens at `address`.
+    ///
+    /// # Panics
+    /// If it does not start.
+    pub fn coordinator_at(address: &str) -> Process {
+        Process::start(server(&["coordinator", "--listen", address, "--admin-listen", "off"]))
+    }
+
     /// Starts a shard server that registers with the coordinator at `address`.
     ///
     /// # Panics

@@ -18,9 +18,6 @@ use crate::{
     runtime::wait,
 };
 
-/// The time limit for the first answer of a cluster.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
-
 /// A cluster of shard servers.
 #[pyclass(frozen, module = "zeroshard._native")]
 pub(crate) struct Cluster {
@@ -49,7 +46,10 @@ fn seconds(what: &str, number: f64) -> PyResult<Duration> {
 #[pymethods]
 impl Cluster {
     #[staticmethod]
-    #[pyo3(signature = (address, *, token=None, wire="f32", chunk_bytes=1048576, timeout=600.0))]
+    #[pyo3(signature = (
+        address, *, token=None, wire="f32", chunk_bytes=1048576, timeout=600.0,
+        connect_timeout=10.0
+    ))]
     fn connect(
         py: Python<'_>,
         address: String,
@@ -57,18 +57,12 @@ impl Cluster {
         wire: &str,
         chunk_bytes: usize,
         timeout: f64,
+        connect_timeout: f64,
     ) -> PyResult<Self> {
-        let options = options(token, wire, chunk_bytes, timeout)?;
+        let connect_timeout = seconds("connect_timeout", connect_timeout)?;
+        let options = options(token, wire, chunk_bytes, timeout)?.connect_timeout(connect_timeout);
         let dialled = address.clone();
-        let cluster = wait(py, async move {
-            // `timeout` may be long, because ranks wait for each other. An unreachable cluster is
-            // reported earlier.
-            let connecting = client::Cluster::connect(&dialled, options);
-            tokio::time::timeout(CONNECT_TIMEOUT, connecting).await.unwrap_or_else(|_| {
-                let waiting_for = format!("the coordinator at {dialled} to answer");
-                Err(Error::Timeout { waiting_for, waited_ms: CONNECT_TIMEOUT.as_millis() as u64 })
-            })
-        })?;
+        let cluster = wait(py, async move { client::Cluster::connect(&dialled, options).await })?;
         Ok(Self { cluster, address, embedded: Mutex::new(None) })
     }
 
@@ -99,7 +93,7 @@ impl Cluster {
                 .map_err(|e| Error::Internal { cause: format!("start an embedded cluster: {e}") })
         })?;
         let address = embedded.address();
-        let cluster = Self::connect(py, address, token, wire, chunk_bytes, timeout)?;
+        let cluster = Self::connect(py, address, token, wire, chunk_bytes, timeout, timeout)?;
         *lock(&cluster.embedded) = Some(embedded);
         Ok(cluster)
     }

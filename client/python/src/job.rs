@@ -8,7 +8,8 @@ use tokio::{
     task::JoinSet,
 };
 use zeroshard_client::{
-    self as client, Absent, Attempt, Commit, Result, StatePart, StepReport, TensorData, TensorId,
+    self as client, Absent, Attempt, Commit, Rested, Result, StatePart, StepReport, TensorData,
+    TensorId,
 };
 use zeroshard_proto::{AppliedSteps, Error, JobVersion, successor_name};
 
@@ -34,6 +35,9 @@ pub(crate) struct Job {
 
 /// The steps applied to a tensor: their number, and the scalar state of the optimizer after them.
 type Applied = (u64, Vec<f32>);
+
+/// The norm of a step's gradient, that of each tensor's, and the ranks that rest.
+type ReducedNorms = (f64, Vec<f64>, Vec<u32>);
 
 /// Two buckets in transfer while the next one is filled, and one to cover gaps between them.
 const MAX_SENDING: usize = 3;
@@ -285,13 +289,23 @@ impl Job {
         wait(py, async move { attempt.discard().await })
     }
 
+    fn rest(&self, step: u64, excluded: bool) -> PyResult<Rest> {
+        let (attempt, pushes) = self.closed(step)?;
+        self.forget();
+        let task = spawn(async move {
+            arrived(pushes).await?;
+            attempt.rest(excluded).await
+        })?;
+        Ok(Rest { task })
+    }
+
     #[pyo3(signature = (step, loss_scale=1.0))]
-    fn reduce(&self, py: Python<'_>, step: u64, loss_scale: f64) -> PyResult<(f64, Vec<f64>)> {
+    fn reduce(&self, py: Python<'_>, step: u64, loss_scale: f64) -> PyResult<ReducedNorms> {
         let (attempt, pushes) = self.closed(step)?;
         wait(py, async move {
             arrived(pushes).await?;
             let reduced = attempt.reduce(loss_scale).await?;
-            Ok((reduced.gradient_norm, reduced.tensor_norms))
+            Ok((reduced.gradient_norm, reduced.tensor_norms, reduced.resting))
         })
     }
 
@@ -426,6 +440,26 @@ impl Transfer {
     }
 }
 
+/// A rest that is waited for. It is given up when this object is dropped.
+#[pyclass(module = "zeroshard._native")]
+pub(crate) struct Rest {
+    task: tokio::task::JoinHandle<Result<Rested>>,
+}
+
+impl Drop for Rest {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+#[pymethods]
+impl Rest {
+    fn wait(&mut self, py: Python<'_>) -> PyResult<(u64, u32)> {
+        let Rested { step, last } = join(py, &mut self.task)?.map_err(raise)?;
+        Ok((step, last))
+    }
+}
+
 /// The result of a step.
 #[pyclass(frozen, module = "zeroshard._native")]
 pub(crate) struct Report(StepReport);
@@ -455,6 +489,11 @@ impl Report {
     #[getter]
     fn overflow(&self) -> Option<(usize, Option<u32>)> {
         self.0.overflow.map(|overflow| (overflow.tensor.index(), overflow.rank))
+    }
+
+    #[getter]
+    fn resting(&self) -> Vec<u32> {
+        self.0.resting.clone()
     }
 
     #[getter]

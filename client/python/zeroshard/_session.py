@@ -17,7 +17,7 @@ from ._connection import Connection
 from ._native import Cluster
 from ._rendezvous import Rendezvous, reachable_host, world_group
 from ._status import Status
-from .errors import InvalidArgumentError, NotInitialisedError
+from .errors import Error, InvalidArgumentError, NotInitialisedError, UnavailableError
 
 _current: Session | None = None
 _inits = itertools.count()
@@ -70,6 +70,7 @@ def init(
     chunk_bytes: int = 1 << 20,
     timeout: float = 600.0,
     deadline: float | None = None,
+    connect_timeout: float = 10.0,
 ) -> Session:
     """Connects this process to a cluster, or starts one.
 
@@ -88,11 +89,15 @@ def init(
         timeout: the maximum time of an operation in seconds, including the wait for a rank that
             evaluates or saves.
         deadline: another name for ``timeout``.
+        connect_timeout: the maximum time in seconds until the coordinator answers. After a second
+            without an answer, one line on standard error names the address.
 
     Raises:
         NotInitialisedError: a session is already open, or the ranks cannot find each other.
         InvalidArgumentError: the name has other characters.
-        TimeoutError: the cluster or rank 0 does not answer.
+        UnavailableError: no coordinator answers at the address, which the message names together
+            with the cause.
+        TimeoutError: rank 0 does not answer.
         UnauthenticatedError: the token is missing or wrong.
     """
     global _current
@@ -109,7 +114,12 @@ def init(
 
     def connect(address: str, token: str | None) -> Cluster:
         return Cluster.connect(
-            address, token=token, wire=wire, chunk_bytes=chunk_bytes, timeout=timeout
+            address,
+            token=token,
+            wire=wire,
+            chunk_bytes=chunk_bytes,
+            timeout=timeout,
+            connect_timeout=connect_timeout,
         )
 
     rendezvous = Rendezvous(world, timeout) if world.size > 1 else None
@@ -119,12 +129,19 @@ def init(
                 f"run/{number}", "rank 0 to connect; every rank must call zeroshard.init"
             )
         )
+        if "error" in shared:
+            raise UnavailableError(f"rank 0 could not connect: {shared['error']}")
         cluster = connect(shared["address"], shared["token"])
         run = shared["run"]
     else:
         run = f"{name}-{secrets.token_hex(4)}"
         if address is not None:
-            cluster = connect(address, token)
+            try:
+                cluster = connect(address, token)
+            except Error as error:
+                if rendezvous is not None:
+                    rendezvous.publish(f"run/{number}", json.dumps({"error": str(error)}))
+                raise
         else:
             host = "127.0.0.1" if rendezvous is None else reachable_host()
             if host != "127.0.0.1" and token is None:

@@ -14,7 +14,7 @@ use zeroshard_proto::{
 };
 
 use super::{Job, Member};
-use crate::{Commit, Reduced, StatePart, StepReport, Target, TensorData, push::Contents};
+use crate::{Commit, Reduced, Rested, StatePart, StepReport, Target, TensorData, push::Contents};
 
 /// One try at a step, from [`Job::attempt`]. Cheap to clone.
 ///
@@ -266,6 +266,45 @@ impl Attempt {
         Ok(())
     }
 
+    /// Contributes nothing more to this step and to later ones, and waits until every rank rests,
+    /// for a rank that has no more batches. Gradients that were pushed in this attempt count in its
+    /// step. Meanwhile the steps of the other ranks need no call of this rank. `excluded`: mean
+    /// gradients are over the ranks that do not rest; otherwise this rank counts as one whose
+    /// gradients are zeros. It must be the same on all ranks.
+    ///
+    /// # Errors
+    /// [`Error::StepAborted`] or [`Error::RankLeft`]: a rank was lost or has left, and all rests
+    /// have ended. [`Error::Timeout`], which names the ranks that still train, if they make no step
+    /// for the duration of the timeout.
+    pub async fn rest(&self, excluded: bool) -> Result<Rested> {
+        let Member { cluster, spec, .. } = &*self.job.0;
+        let request = pb::RestRequest { turn: Some(self.turn()), excluded };
+        let response = loop {
+            let before = cluster.describe_job(&spec.name).await?.version;
+            let deadline = Deadline::after(cluster.options.timeout);
+            let rested = cluster.retry("all ranks to rest", |mut client| {
+                let request = request.clone();
+                async move { client.rest(request).await }
+            });
+            match rested.await {
+                Ok(response) => break response,
+                Err(error @ Error::Timeout { .. }) => {
+                    if cluster.describe_job(&spec.name).await?.version == before {
+                        return Err(error);
+                    }
+                }
+                Err(error) => return Err(self.noted(error, deadline).await),
+            }
+        };
+        let pb::RestResponse { step, attempt: number, last } = response;
+        self.end(self.aborted(self.state.epoch, "every rank has rested".to_owned()), number);
+        let (epoch, end) = (self.state.epoch, watch::Sender::new(None));
+        let mut attempts = self.job.0.attempts.lock();
+        attempts.clear();
+        attempts.insert(step, Arc::new(State { epoch, step, number, end }));
+        Ok(Rested { step, last })
+    }
+
     fn turn(&self) -> pb::Turn {
         let Member { spec, id, lease, rank, .. } = &*self.job.0;
         let State { epoch, step, number: attempt, .. } = *self.state;
@@ -338,12 +377,28 @@ impl Attempt {
         if let Err(error) = self.job.wait_for_news(new_epoch.saturating_sub(1), deadline).await {
             return error;
         }
+        let cause = match cause {
+            Some(cause) => cause,
+            None => self.cause_of_new_epoch().await,
+        };
         let Self { job, state } = self;
-        let cause =
-            cause.unwrap_or_else(|| format!("a rank was lost or has left since epoch {epoch}"));
         match job.version() {
             Some(version) if version > state.step => self.decided(),
             _ => self.end(self.aborted(job.epoch(), cause), 0),
+        }
+    }
+
+    /// Names the first rank without a worker.
+    async fn cause_of_new_epoch(&self) -> String {
+        let Member { cluster, spec, .. } = &*self.job.0;
+        let jobs = cluster.status().await.map(|status| status.jobs).unwrap_or_default();
+        let missing = jobs
+            .iter()
+            .find(|job| job.name == spec.name)
+            .and_then(|job| (0..spec.world).find(|rank| !job.joined.contains(rank)));
+        match missing {
+            Some(rank) => format!("{} was lost or has left", spec.describe_rank(rank)),
+            None => format!("a rank was lost or has left since epoch {}", self.state.epoch),
         }
     }
 

@@ -3,15 +3,19 @@ after errors."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from torch import nn
 import ranks
 import zeroshard as zs
 from servers import servers
+from zeroshard._native import Cluster
 from zeroshard.torch import group_sharded_parallel
 
 #: A script of a user's, for one rank or several.
@@ -272,13 +277,70 @@ def test_an_unreachable_address_is_an_error_within_the_timeout(tmp_path: Path) -
     )
     assert done.returncode == 1 and time.monotonic() - began < 10
     assert re.search(
-        r"^zeroshard\.errors\.(UnavailableError|TimeoutError): .*127\.0\.0\.1",
+        r"^zeroshard\.errors\.UnavailableError: .*127\.0\.0\.1",
         done.stderr,
         re.MULTILINE,
     ), done.stderr
     assert "panicked" not in done.stderr
     with pytest.raises((zs.Error, ValueError)):
         zs.init("not an address", timeout=2.0)
+
+
+@pytest.fixture(scope="module")
+def unreachable() -> Iterator[dict[str, str]]:
+    """Addresses at which no coordinator answers, by the cause."""
+    with contextlib.ExitStack() as stack:
+
+        def listener(backlog: int) -> tuple[str, int]:
+            listening = stack.enter_context(socket.socket())
+            listening.bind((ranks.LOOPBACK, 0))
+            listening.listen(backlog)
+            address: tuple[str, int] = listening.getsockname()
+            return address
+
+        silent, full = listener(8), listener(0)
+        for _ in range(3):  # the kernel drops further connections, like a host that is gone
+            other = stack.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(full)
+        yield {
+            "Connection refused": f"{ranks.LOOPBACK}:{ranks.free_port()}",
+            "there was no answer": f"{silent[0]}:{silent[1]}",
+            "deadline has elapsed": f"{full[0]}:{full[1]}",
+            "failed to lookup address": "no-such-host.invalid:7400",
+        }
+
+
+def test_an_address_without_a_coordinator_is_named_with_the_cause_after_the_connect_timeout(
+    unreachable: dict[str, str],
+) -> None:
+    def connect(address: str) -> tuple[str, float]:
+        began = time.monotonic()
+        with pytest.raises(zs.UnavailableError) as raised:
+            Cluster.connect(address, connect_timeout=2.0)
+        return str(raised.value), time.monotonic() - began
+
+    with ThreadPoolExecutor(len(unreachable)) as pool:
+        found = list(pool.map(connect, unreachable.values()))
+    for (cause, address), (message, seconds) in zip(unreachable.items(), found, strict=True):
+        assert address in message and cause in message and "2s" in message, message
+        assert "zeroshard-server coordinator" in message and seconds < 4.0
+
+
+def connects_to_nothing(rank: int, address: str) -> str:
+    """Every rank passes the same address. Returns the error."""
+    with pytest.raises(zs.UnavailableError) as raised:
+        zs.init(address, connect_timeout=0.5)
+    return str(raised.value)
+
+
+def test_every_rank_gets_the_error_of_rank_0_which_connects_first(
+    unreachable: dict[str, str],
+) -> None:
+    address = unreachable["Connection refused"]
+    messages = ranks.run(2, connects_to_nothing, address)
+    assert all(address in message for message in messages)
+    assert "rank 0 could not connect" in messages[1]
 
 
 def tries_tokens(rank: int, address: str) -> None:

@@ -1,9 +1,13 @@
 //! Invalid flags, values and files: the program ends at once, without success, and names the valid
 //! values.
 
-use std::{io::Write, net::TcpListener};
+use std::{
+    io::{BufRead, BufReader, Read, Write},
+    net::TcpListener,
+    process::{Command, Stdio},
+};
 
-use zeroshard_tests::run;
+use zeroshard_tests::{Cluster, binary, run};
 
 /// The message of a program that refuses its arguments.
 fn refusal(program: &str, arguments: &[&str]) -> String {
@@ -108,10 +112,40 @@ fn an_invalid_configuration_file_is_refused_with_the_position() {
     );
 }
 
+fn free_address() -> String {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
+}
+
 #[test]
-fn zsctl_names_an_unreachable_coordinator() {
-    let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
-    let said = refusal("zsctl", &["--address", &address, "--timeout", "1", "status"]);
-    assert!(said.contains(&address), "{said}");
+fn every_program_names_an_unreachable_coordinator_and_the_cause() {
+    let address = free_address();
+    let worker = ["train", "--rank", "0", "--address", &address, "--connect-timeout", "1"];
+    for (program, arguments) in [
+        ("zsctl", &["--address", &address, "--timeout", "1", "status"][..]),
+        ("zeroshard-worker", &worker),
+    ] {
+        let said = refusal(program, arguments);
+        assert!(said.contains(&address) && said.contains("Connection refused"), "{said}");
+    }
     assert!(refusal("zsctl", &["--address", "nowhere", "status"]).contains("host:port"));
+}
+
+#[test]
+fn a_program_reports_once_that_it_waits_for_a_coordinator_which_starts_later() {
+    let address = free_address();
+    let mut waiting = Command::new(binary("zsctl"))
+        .args(["--address", &address, "--json", "status"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut said = BufReader::new(waiting.stderr.take().unwrap());
+    let mut line = String::new();
+    said.read_line(&mut line).unwrap();
+    assert!(line.contains("waiting") && line.contains(&address), "{line}");
+    let _coordinator = Cluster::coordinator_at(&address);
+    let mut rest = String::new();
+    said.read_to_string(&mut rest).unwrap();
+    assert!(waiting.wait().unwrap().success(), "{rest}");
+    assert_eq!(rest, "");
 }

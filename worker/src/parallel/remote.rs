@@ -90,8 +90,8 @@ pub struct Remote {
 }
 
 impl Remote {
-    /// Connects, creates the job unless it exists, and joins it. Waits for the coordinator and the
-    /// shard servers until the timeout of `options`.
+    /// Connects, creates the job unless it exists, and joins it. Waits for the coordinator for
+    /// `connect_timeout` of `options`, and for the shard servers until their `timeout`.
     ///
     /// # Errors
     /// Those of the cluster.

@@ -178,10 +178,14 @@ pub struct Train {
     #[arg(long, value_name = "BYTES", default_value_t = 1 << 20,
         value_parser = clap::value_parser!(u32).range(4096..=32 << 20), help_heading = "Cluster")]
     pub chunk_bytes: u32,
-    /// Number of seconds to wait for servers, for other workers and for each call
+    /// Number of seconds to wait for shard servers, for other workers and for each call
     #[arg(long, alias = "deadline", value_name = "SECONDS", default_value_t = 120,
         value_parser = clap::value_parser!(u64).range(1..=600), help_heading = "Cluster")]
     pub timeout: u64,
+    /// Number of seconds to wait for the coordinator to answer
+    #[arg(long, value_name = "SECONDS", default_value_t = 10,
+        value_parser = clap::value_parser!(u64).range(1..=600), help_heading = "Cluster")]
+    pub connect_timeout: u64,
 
     /// Output folder for the loss curve and the sample
     #[arg(long, value_name = "DIR", default_value = "zeroshard-run", help_heading = "Output")]
@@ -257,6 +261,7 @@ impl Train {
             wire: self.wire,
             chunk_bytes: self.chunk_bytes as usize,
             deadline: Duration::from_secs(self.timeout),
+            connect_timeout: Duration::from_secs(self.connect_timeout),
             token: self.token.clone(),
             listen: self.listen,
             seed: self.seed,

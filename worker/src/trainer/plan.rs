@@ -45,6 +45,8 @@ pub struct Plan {
     pub chunk_bytes: usize,
     /// The deadline of one operation.
     pub deadline: Duration,
+    /// The time limit for the first answer of the coordinator.
+    pub connect_timeout: Duration,
     /// The token of the cluster.
     pub token: Token,
     /// The address at which a worker listens for the other ranks of its replica.
@@ -109,6 +111,7 @@ impl Plan {
             .wire(self.wire)
             .chunk_bytes(self.chunk_bytes)
             .timeout(self.deadline)
+            .connect_timeout(self.connect_timeout)
             .token(self.token.clone())
     }
 

@@ -1,0 +1,57 @@
+//! The first call to a coordinator: its time limit, the message about a wait, and its error.
+
+use std::time::Duration;
+
+use tokio::time::sleep;
+use zeroshard_proto::{Deadline, Error, Result, pb};
+
+use crate::{Cluster, retry::Tries};
+
+/// A wait that lasts longer than this is reported on standard error.
+const SILENT: Duration = Duration::from_secs(1);
+
+/// Waits until the coordinator answers, at most for `limit`. If this takes a second or more, a
+/// message on standard error names the address, once.
+///
+/// # Errors
+/// [`Error::Unavailable`] with the last cause, if there is no answer, or one of another program;
+/// [`Error::Unauthenticated`].
+#[expect(clippy::print_stderr, reason = "every program that connects shows the same message")]
+pub(crate) async fn first_answer(cluster: &Cluster, limit: Duration) -> Result<()> {
+    let mut tries = Tries::until(Deadline::after(limit));
+    let answered = {
+        let mut answer = std::pin::pin!(answer(cluster, &mut tries));
+        tokio::select! {
+            answered = &mut answer => answered,
+            () = sleep(SILENT) => {
+                eprintln!("zeroshard: waiting up to {limit:?} for {} to answer", cluster.peer);
+                answer.await
+            }
+        }
+    };
+    let cause = match answered {
+        Err(Error::Timeout { .. }) => match tries.last() {
+            Some(Error::Unavailable { cause, .. }) => {
+                format!("no answer within {limit:?}, the last error was {cause:?}")
+            }
+            // The limit for opening a connection is shorter.
+            _ => format!("a connection was opened, but there was no answer within {limit:?}"),
+        },
+        Err(Error::Internal { cause }) => format!("another program may use the port: {cause}"),
+        answered => return answered,
+    };
+    let remedy = "check that it is the address of a coordinator, and that the coordinator runs \
+                  (`zeroshard-server coordinator`)";
+    Err(Error::Unavailable { peer: cluster.peer.clone(), cause: format!("{cause}; {remedy}") })
+}
+
+async fn answer(cluster: &Cluster, tries: &mut Tries) -> Result<()> {
+    loop {
+        let mut client = Cluster::client(cluster.connection.within(tries.timeout()));
+        let status = client.status(pb::StatusRequest {});
+        match tries.limit(String::new, status).await? {
+            Ok(_) => return Ok(()),
+            Err(status) => tries.next(Error::from_status(&status, &cluster.peer)).await?,
+        };
+    }
+}
