@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from ..errors import InvalidArgumentError
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+#: Bytes that are read at a time.
+_PART = 1 << 24
 #: Names that an error lists.
 _SHOWN = 5
 
@@ -62,9 +64,15 @@ class Checkpoint:
         """Copies the values of a tensor of the model from the checkpoint."""
         name = self._name_of[id(tensor)]
         path = self._files[name]
-        # Opened for each tensor, since a mapped file counts as memory of the process.
-        with _open(path) as file:
-            tensor.copy_(file.get_tensor(name))
+        if tensor.dim() == 0:
+            with _open(path) as file:
+                tensor.copy_(file.get_tensor(name))
+            return
+        rows = max(1, _PART // max(1, tensor[:1].nbytes))
+        for start in range(0, len(tensor), rows):
+            # Opened for each part, since what was read of a mapped file is memory of the process.
+            with _open(path) as file:
+                tensor[start : start + rows].copy_(file.get_slice(name)[start : start + rows])
 
     def _shapes(self) -> Iterator[tuple[str, list[int]]]:
         """The names and shapes in the files."""
