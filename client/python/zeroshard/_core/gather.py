@@ -15,7 +15,7 @@ complete. A view that the program still refers to (``w = layer.weight.t()``) kee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Generic
 
@@ -144,10 +144,11 @@ class Gatherer(Generic[T]):
         self._pass: Hashable = None
         self._frozen: list[Unit[T]] = []
         self._find_units(model, is_large)
-        sizes = [unit.nbytes for unit in self.units]
-        largest = max(sizes, default=0)
-        self._schedule = Schedule(sizes, largest) if ahead else None
-        self.memory = self.framework.parameter_memory(2 * largest)
+        self.memory = self.framework.parameter_memory()
+        self._schedule = Schedule([], 0) if ahead else None
+        #: The bytes of the largest forward, which uses one unit or several.
+        self._largest = -1
+        self._expect(max((unit.nbytes for unit in self.units), default=0))
         for unit in self.units:
             unit.free()
 
@@ -184,7 +185,9 @@ class Gatherer(Generic[T]):
                 own[module] = self._add_unit(module, large)
         for module in modules:
             if any(child in own for child in self.framework.modules(module)):
-                self.framework.around_forward(module, self._begin(own.get(module)), self._end)
+                self.framework.around_forward(
+                    module, self._begin([own[module]] if module in own else []), self._end
+                )
 
     def _add_unit(self, module: Any, parameters: dict[str, T]) -> Unit[T]:
         unit = Unit(self, len(self.units), parameters)
@@ -202,7 +205,26 @@ class Gatherer(Generic[T]):
 
     # ---- forward
 
-    def _begin(self, unit: Unit[T] | None) -> Callable[[], None]:
+    def forward_with(
+        self, parameters: Iterable[T]
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """The functions to be called before and after a forward that uses all of these parameters,
+        which need not be those of one module."""
+        found = {id(p): self._unit_of[id(p)] for p in parameters if id(p) in self._unit_of}
+        units = list(dict.fromkeys(found.values()))
+        self._expect(sum(unit.nbytes for unit in units))
+        return self._begin(units), self._end
+
+    def _expect(self, nbytes: int) -> None:
+        """Adapts prefetching and the memory pool to a forward that uses units of this size."""
+        if nbytes <= self._largest:
+            return
+        self._largest = nbytes
+        self.memory.limit = 2 * nbytes
+        if self._schedule is not None:
+            self._schedule = Schedule([unit.nbytes for unit in self.units], nbytes)
+
+    def _begin(self, units: list[Unit[T]]) -> Callable[[], None]:
         def begin() -> None:
             forward = _RunningForward[T]()
             outermost = not self._forwards and not self.framework.in_backward()
@@ -211,7 +233,9 @@ class Gatherer(Generic[T]):
                 self.settle()
                 forward.hooks = self.framework.saved_tensors(self._pack, _unpack)
                 forward.hooks.__enter__()
-            if unit is not None:
+            for unit in units:
+                unit.start()
+            for unit in units:
                 self._use(unit)
 
         return begin

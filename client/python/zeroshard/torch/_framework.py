@@ -19,6 +19,7 @@ from .._native import Array, Box, Layout
 from .._rendezvous import ProcessGroup, distributed, world_group
 from ..errors import InvalidArgumentError
 from . import _conversion
+from ._compiled import is_compiled_running, outside_graphs, warn_not_compiled
 from ._dtensor import aligned_gradient, distributed_as, layout, local
 from ._gradient import GradientTensor
 from ._mean_gradient import MeanGradient
@@ -167,13 +168,13 @@ class _Torch(Framework[Tensor]):
     def around_forward(
         self, module: nn.Module, begin: Callable[[], None], end: Callable[[], None]
     ) -> None:
-        module.register_forward_pre_hook(_ForwardHook(begin), prepend=True)
-        module.register_forward_hook(_ForwardHook(end), always_call=True)
+        module.register_forward_pre_hook(_ForwardHook(outside_graphs(begin)), prepend=True)
+        module.register_forward_hook(_ForwardHook(outside_graphs(end)), always_call=True)
 
     # ---- gathered parameters
 
-    def parameter_memory(self, limit: int) -> ParameterMemory[Tensor]:
-        return PooledMemory(limit)
+    def parameter_memory(self) -> ParameterMemory[Tensor]:
+        return PooledMemory()
 
     def guard(
         self,
@@ -227,8 +228,11 @@ class _ForwardHook:
         self._call = call
 
     def __call__(self, *_: Any) -> None:
-        if self._call is not None:
-            self._call()
+        if self._call is None or is_compiled_running():
+            return
+        if torch.compiler.is_compiling():
+            warn_not_compiled()
+        self._call()
 
     def __deepcopy__(self, memo: Any) -> _ForwardHook:
         return _ForwardHook()
