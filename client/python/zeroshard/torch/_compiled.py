@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from .._core.gather import Gatherer
 from ._memory import plain_parameters
@@ -25,11 +26,6 @@ class _Running:
     """Whether a compiled module is running. ``torch.compile`` guards on this attribute."""
 
     compiled = False
-
-
-def is_compiled_running() -> bool:
-    """Whether a compiled module is running, which holds the parameters of all modules in it."""
-    return _Running.compiled
 
 
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
@@ -54,12 +50,19 @@ def gather_compiled(model: nn.Module, gatherer: Gatherer[Tensor]) -> None:
     since a program may compile modules at any time."""
     for module in _modules(model):
         call = module._compiled_call_impl
-        if isinstance(call, _CompiledCall) and call.gatherer is gatherer:
-            continue
-        if call is not None:
+        if call is None and isinstance(module, torch._dynamo.OptimizedModule):
+            call = module._call_impl
+        if call is not None and not isinstance(call, _CompiledCall):
             module._compiled_call_impl = _CompiledCall(call, module, gatherer)
-        elif isinstance(module, torch._dynamo.OptimizedModule):
-            module._compiled_call_impl = _CompiledCall(module._call_impl, module, gatherer)
+            for inner in module.modules():
+                _remove_hooks(inner)
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    for hook in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]:
+        if isinstance(hook, _ForwardHook) and hook.handle is not None:
+            # Each hook has another number, of which torch.compile would make another graph.
+            hook.handle.remove()
 
 
 def _modules(model: nn.Module) -> Iterator[nn.Module]:
@@ -71,19 +74,47 @@ def _modules(model: nn.Module) -> Iterator[nn.Module]:
         modules.extend(child for child in module._modules.values() if child is not None)
 
 
+def around_forward(module: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Calls ``begin`` before and ``end`` after each forward of the module, also if it raises an
+    error."""
+    before, after = _ForwardHook(outside_graphs(begin)), _ForwardHook(outside_graphs(end))
+    before.handle = module.register_forward_pre_hook(before, prepend=True)
+    after.handle = module.register_forward_hook(after, always_call=True)
+
+
+class _ForwardHook:
+    """A hook of a module. In a copy of the module, which is not sharded, it has no effect."""
+
+    def __init__(self, call: Callable[[], None] | None = None) -> None:
+        self._call = call
+        self.handle: RemovableHandle | None = None
+
+    def __call__(self, *_: Any) -> None:
+        if self._call is None:
+            return
+        if torch.compiler.is_compiling():
+            warn_not_compiled()
+        self._call()
+
+    def __deepcopy__(self, memo: Any) -> _ForwardHook:
+        return _ForwardHook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ForwardHook, ()
+
+
 class _CompiledCall:
     """Gathers the parameters of a compiled module, calls it, and frees them."""
 
     def __init__(
         self, call: Callable[..., Any], module: nn.Module, gatherer: Gatherer[Tensor]
     ) -> None:
-        self.gatherer = gatherer
         self._call = call
         self._parameters = list(module.parameters())
         self._begin, self._end = gatherer.forward_with(self._parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_compiled_running():  # inside another compiled module
+        if _Running.compiled:  # inside another compiled module
             return self._call(*args, **kwargs)
         if torch.compiler.is_compiling():
             warn_not_compiled()

@@ -31,6 +31,7 @@ METADATA: set[Any] = {
         "is_contiguous", "is_floating_point", "is_inference", "is_neg", "is_pinned", "is_signed",
         "ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook",
         "requires_grad_", "retain_grad", "size", "storage_offset", "stride", "untyped_storage",
+        "_is_view",
     )
 }  # fmt: skip
 METADATA.add(torch._has_compatible_shallow_copy_type)
