@@ -74,6 +74,9 @@ class ParameterMemory(ABC, Generic[T]):
     """Allocates and frees the memory of parameters. A parameter keeps its identity, shape and
     dtype."""
 
+    #: The bytes of unused memory that are kept for later.
+    limit: int = 0
+
     @abstractmethod
     def take(self, parameter: T) -> T:
         """Allocates an uninitialised tensor with the shape, dtype and device of a dropped
@@ -296,8 +299,7 @@ class Framework(ABC, Generic[T]):
     # ---- gathered parameters
 
     @abstractmethod
-    def parameter_memory(self, limit: int) -> ParameterMemory[T]:
-        """Memory for parameters that keeps up to ``limit`` unused bytes for later."""
+    def parameter_memory(self) -> ParameterMemory[T]: ...
 
     @abstractmethod
     def guard(

@@ -16,7 +16,7 @@ complete. A view that the program still refers to (``w = layer.weight.t()``) kee
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Generic
 
@@ -149,10 +149,13 @@ class Gatherer(Generic[T]):
         self._frozen: list[Unit[T]] = []
         self._find_units(model)
         sizes = [unit.nbytes for unit in self.units]
+        self.memory = self.framework.parameter_memory()
+        self._schedule = Schedule([], 0) if ahead else None
+        #: The bytes of a typical forward, which uses one unit, or several if it is compiled.
+        self._typical = -1
         # Not the largest: in a small model that is an embedding as large as all other units.
-        typical = statistics.median_low(sizes) if sizes else 0
-        self._schedule = Schedule(sizes, typical) if ahead else None
-        self.memory = self.framework.parameter_memory(_UNUSED * typical)
+        self._expect(statistics.median_low(sizes) if sizes else 0)
+        self.memory.limit = _UNUSED * self._typical
         #: Bytes of the units that are gathered, or being fetched, and their maximum so far.
         self.gathered_bytes, self.peak_bytes = sum(sizes), 0
         for unit in self.units:
@@ -197,7 +200,9 @@ class Gatherer(Generic[T]):
                 own[module] = self._add_unit(module, large)
         for module in modules:
             if any(child in own for child in self.framework.modules(module)):
-                self.framework.around_forward(module, self._begin(own.get(module)), self._end)
+                self.framework.around_forward(
+                    module, self._begin([own[module]] if module in own else []), self._end
+                )
 
     def _add_unit(self, module: Any, parameters: dict[str, T]) -> Unit[T]:
         unit = Unit(self, len(self.units), parameters)
@@ -215,7 +220,26 @@ class Gatherer(Generic[T]):
 
     # ---- forward
 
-    def _begin(self, unit: Unit[T] | None) -> Callable[[], None]:
+    def forward_with(
+        self, parameters: Iterable[T]
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """The functions to be called before and after a forward that uses all of these parameters,
+        which need not be those of one module."""
+        found = {id(p): self._unit_of[id(p)] for p in parameters if id(p) in self._unit_of}
+        units = list(dict.fromkeys(found.values()))
+        self._expect(sum(unit.nbytes for unit in units))
+        return self._begin(units), self._end
+
+    def _expect(self, nbytes: int) -> None:
+        """Adapts prefetching and the memory pool to a forward that uses units of this size."""
+        if nbytes <= self._typical:
+            return
+        self._typical = nbytes
+        self.memory.limit = max(self.memory.limit, 2 * nbytes)
+        if self._schedule is not None:
+            self._schedule = Schedule([unit.nbytes for unit in self.units], nbytes)
+
+    def _begin(self, units: list[Unit[T]]) -> Callable[[], None]:
         def begin() -> None:
             forward = _RunningForward[T]()
             outermost = not self._forwards and not self.framework.in_backward()
@@ -224,7 +248,9 @@ class Gatherer(Generic[T]):
                 self.settle()
                 forward.hooks = self.framework.saved_tensors(self._pack, _unpack)
                 forward.hooks.__enter__()
-            if unit is not None:
+            for unit in units:
+                unit.start()
+            for unit in units:
                 self._use(unit)
 
         return begin

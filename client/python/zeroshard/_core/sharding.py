@@ -360,7 +360,7 @@ class Sharding(Generic[T]):
                 texts.setdefault(f"the gradient of parameter {entry.name!r}", has)
         agree("optimizer.step", texts, active)
         for entry in self.job.trained if self.level != "os" else changed:
-            mean = current[id(entry.tensor)]
+            mean = current.get(id(entry.tensor))
             if mean is not None:
                 current[id(entry.tensor)] = self.gradients.as_contribution(mean)
         self.gradients.resend(current)

@@ -200,7 +200,7 @@ class _Paddle(Framework[Tensor]):
 
     # ---- gathered parameters
 
-    def parameter_memory(self, limit: int) -> ParameterMemory[Tensor]:
+    def parameter_memory(self) -> ParameterMemory[Tensor]:
         return _memory.Memory()
 
     def guard(

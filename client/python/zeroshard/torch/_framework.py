@@ -19,6 +19,7 @@ from .._native import Array, Box, Layout
 from .._rendezvous import ProcessGroup, distributed, world_group
 from ..errors import InvalidArgumentError
 from . import _conversion
+from ._compiled import around_forward
 from ._dtensor import aligned_gradient, distributed_as, layout, local
 from ._gradient import GradientTensor
 from ._mean_gradient import MeanGradient
@@ -167,13 +168,12 @@ class _Torch(Framework[Tensor]):
     def around_forward(
         self, module: nn.Module, begin: Callable[[], None], end: Callable[[], None]
     ) -> None:
-        module.register_forward_pre_hook(_ForwardHook(begin), prepend=True)
-        module.register_forward_hook(_ForwardHook(end), always_call=True)
+        around_forward(module, begin, end)
 
     # ---- gathered parameters
 
-    def parameter_memory(self, limit: int) -> ParameterMemory[Tensor]:
-        return PooledMemory(limit)
+    def parameter_memory(self) -> ParameterMemory[Tensor]:
+        return PooledMemory()
 
     def guard(
         self,
@@ -218,23 +218,6 @@ class _Torch(Framework[Tensor]):
         self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> AbstractContextManager[Any]:
         return saved_tensors_hooks(pack, unpack)
-
-
-class _ForwardHook:
-    """A hook of a module. In a copy of the module, which is not sharded, it has no effect."""
-
-    def __init__(self, call: Callable[[], None] | None = None) -> None:
-        self._call = call
-
-    def __call__(self, *_: Any) -> None:
-        if self._call is not None:
-            self._call()
-
-    def __deepcopy__(self, memo: Any) -> _ForwardHook:
-        return _ForwardHook()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _ForwardHook, ()
 
 
 class _Hook:

@@ -175,6 +175,11 @@ def _no_memory(gradient: GradientTensor, *args: Any, **kwargs: Any) -> Any:
     )
 
 
+def _storage(gradient: GradientTensor) -> Any:
+    # torch.compile describes the gradients of the parameters that it traces.
+    return NotImplemented if torch.compiler.is_compiling() else _no_memory(gradient)
+
+
 def _text(gradient: GradientTensor, *args: Any, **kwargs: Any) -> Any:
     if gradient.source.is_available:
         return NotImplemented
@@ -217,7 +222,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.__repr__: _text,
     Tensor.__format__: _text,
     Tensor.data_ptr: _no_memory,
-    Tensor.untyped_storage: _no_memory,
+    Tensor.untyped_storage: _storage,
     Tensor.storage: _no_memory,
     Tensor.share_memory_: _no_memory,
     Tensor.set_: _no_memory,

@@ -7,6 +7,7 @@ this size fragment the heap.
 
 from __future__ import annotations
 
+import contextlib
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +31,7 @@ METADATA: set[Any] = {
         "is_contiguous", "is_floating_point", "is_inference", "is_neg", "is_pinned", "is_signed",
         "ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook",
         "requires_grad_", "retain_grad", "size", "storage_offset", "stride", "untyped_storage",
+        "_is_view",
     )
 }  # fmt: skip
 METADATA.add(torch._has_compatible_shallow_copy_type)
@@ -108,6 +110,7 @@ class GatheredParameter(nn.Parameter):
         return nn.Parameter, (self.detach().clone(), self.requires_grad)
 
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(
         cls,
         func: Any,
@@ -122,6 +125,7 @@ class GatheredDTensor(DTensor):
     """A distributed parameter whose local tensor is gathered before an operation reads it."""
 
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(
         cls,
         func: Any,
@@ -181,6 +185,20 @@ def guard(
     module.register_state_dict_post_hook(_CopyState(parameters, release))
 
 
+@contextlib.contextmanager
+def plain_parameters(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """A context in which parameters, which are gathered, have the class that they had before
+    :func:`guard`."""
+    guarded = [(parameter, type(parameter)) for parameter in _gathered(parameters)]
+    for parameter, kind in guarded:
+        parameter.__class__ = DTensor if kind is GatheredDTensor else nn.Parameter
+    try:
+        yield
+    finally:
+        for parameter, kind in guarded:
+            parameter.__class__ = kind
+
+
 def guard_tied(module: nn.Module, parameters: dict[str, Tensor]) -> None:
     """As :meth:`zeroshard._core.framework.Framework.guard_tied`."""
     module.register_state_dict_post_hook(_CopyState(parameters))
@@ -229,9 +247,8 @@ class _CopyState:
 class PooledMemory(ParameterMemory[Tensor]):
     """A pool of blocks on the host; torch's allocator on a device."""
 
-    def __init__(self, limit: int) -> None:
-        """``limit``: unused bytes that are kept for later."""
-        self._pool = _Pool(limit)
+    def __init__(self) -> None:
+        self._pool = _Pool()
         #: The block and the strides of each parameter, by its id.
         self._blocks: dict[int, Tensor] = {}
         self._strides: dict[int, tuple[int, ...]] = {}
@@ -264,7 +281,7 @@ class PooledMemory(ParameterMemory[Tensor]):
             self.put(parameter, _stub(local(parameter)))
         block = self._blocks.pop(id(parameter), None)
         if block is not None:
-            self._pool.give(block)
+            self._pool.give(block, self.limit)
 
 
 def _stub(parameter: Tensor) -> Tensor:
@@ -278,8 +295,7 @@ def _stub(parameter: Tensor) -> Tensor:
 class _Pool:
     """Blocks of CPU memory by size. A block is reused only if no tensor refers to it."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._kept_bytes = 0
         self._blocks: dict[int, list[Tensor]] = {}
 
@@ -291,11 +307,11 @@ class _Pool:
             return blocks.pop()
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
-    def give(self, block: Tensor) -> None:
-        """Returns a block to the pool, unless a tensor still uses it: then that tensor keeps the
-        block."""
+    def give(self, block: Tensor, limit: int) -> None:
+        """Returns a block to the pool, which keeps up to ``limit`` bytes, unless a tensor still
+        uses it: then that tensor keeps the block."""
         nbytes = block.numel()
-        if self._kept_bytes + nbytes <= self._limit and _is_unused(block):
+        if self._kept_bytes + nbytes <= limit and _is_unused(block):
             self._kept_bytes += nbytes
             self._blocks.setdefault(nbytes, []).append(block)
 

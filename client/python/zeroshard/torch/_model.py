@@ -5,21 +5,19 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._core.gather import Gatherer
 from .._core.sharding import Sharding
 from ..errors import InvalidArgumentError
+from ._compiled import gather_compiled, outside_graphs, warn_not_compiled
 from ._dtensor import parts_of_state
 from ._scaler import GradScaler
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class GroupSharded(nn.Module):
@@ -45,6 +43,8 @@ class GroupSharded(nn.Module):
         self.__dict__["sharding"] = sharding
         self.__dict__["_scaler"] = scaler
         self.__dict__["forward"] = _Forward(self)
+        if sharding.gatherer is not None:
+            gather_compiled(module, sharding.gatherer)
 
     @property
     def level(self) -> str:
@@ -60,12 +60,13 @@ class GroupSharded(nn.Module):
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
             _before_forward(self.sharding)
-        if self.sharding.gatherer is None:
+        gatherer = self.sharding.gatherer
+        if gatherer is None:
             return self.module(*args, **kwargs)
         if torch.compiler.is_compiling():
-            _warn_not_compiled()
+            warn_not_compiled()
         try:
-            return _call_eagerly(self.module, args, kwargs)
+            return _call_gathering(self.module, gatherer, args, kwargs)
         except BaseException:
             self.sharding.unwind()
             raise
@@ -140,26 +141,17 @@ def _is_unchanged(fn: Any, tensor: Tensor) -> bool:
     return bool(moved.dtype == probe.dtype and moved.device == probe.device)
 
 
-def _outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Excludes a function and everything that it calls from ``torch.compile``."""
-    kept_out: Callable[P, R] = torch.compiler.disable(function)
-    return kept_out
-
-
-@_outside_graphs
+@outside_graphs
 def _before_forward(sharding: Sharding[Tensor]) -> None:
     sharding.before_forward()
 
 
-@_outside_graphs
-def _call_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@outside_graphs
+def _call_gathering(
+    module: nn.Module,
+    gatherer: Gatherer[Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    gather_compiled(module, gatherer)
     return module(*args, **kwargs)
-
-
-@_outside_graphs
-def _warn_not_compiled() -> None:
-    warnings.warn(
-        "at level p_g_os the model is not compiled, since torch.compile cannot trace parameters "
-        "that are gathered when they are used; use level os_g to compile it",
-        stacklevel=2,
-    )

@@ -97,8 +97,6 @@ def group_sharded_parallel(
         raise InvalidArgumentError(
             f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler"
         )
-    if level == "p_g_os":
-        _check_not_compiled(model)
     ranks = process_group(group)
     initial = Materializer(
         model,
@@ -156,13 +154,3 @@ def _check(model: Any, optimizer: Any) -> None:
             "none of the optimizer's parameters belong to the model; "
             "create the optimizer from model.parameters()"
         )
-
-
-def _check_not_compiled(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
-            raise InvalidArgumentError(
-                f"module {name!r} is compiled, which is not supported at level p_g_os, since "
-                "torch.compile cannot trace parameters that are gathered when they are used; "
-                "use level os_g"
-            )

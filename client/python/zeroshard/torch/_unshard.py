@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._core.sharding import forget
-from ._framework import _ForwardHook
+from ._compiled import _ForwardHook
 from ._memory import _CopyState
 from ._model import GroupSharded
 

@@ -1,0 +1,132 @@
+"""Compiled modules of a model whose parameters are on the servers.
+
+``torch.compile`` traces a module with plain parameters, so a compiled module is used as a whole:
+the parameters of all modules in it are gathered before it runs, are plain while it runs, and are
+freed afterwards.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from .._core.gather import Gatherer
+from ._memory import plain_parameters
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Running:
+    """Whether a compiled module is running. ``torch.compile`` guards on this attribute."""
+
+    compiled = False
+
+
+def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Excludes a function and everything that it calls from ``torch.compile``."""
+    kept_out: Callable[P, R] = torch.compiler.disable(function)
+    return kept_out
+
+
+@outside_graphs
+def warn_not_compiled() -> None:
+    """Warns that a part of a compiled program is not compiled."""
+    warnings.warn(
+        "at level p_g_os torch.compile compiles modules of the model, not functions that call them "
+        "or the model that group_sharded_parallel has returned; this part of the program runs "
+        "without compilation: use module.compile() for each block of the model instead",
+        stacklevel=2,
+    )
+
+
+def gather_compiled(model: nn.Module, gatherer: Gatherer[Tensor]) -> None:
+    """Makes the compiled modules in a model gather their parameters. Called before each forward,
+    since a program may compile modules at any time."""
+    for module in _modules(model):
+        call = module._compiled_call_impl
+        if call is None and isinstance(module, torch._dynamo.OptimizedModule):
+            call = module._call_impl
+        if call is not None and not isinstance(call, _CompiledCall):
+            module._compiled_call_impl = _CompiledCall(call, module, gatherer)
+            for inner in module.modules():
+                _remove_hooks(inner)
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    for hook in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]:
+        if isinstance(hook, _ForwardHook) and hook.handle is not None:
+            # Each hook has another number, of which torch.compile would make another graph.
+            hook.handle.remove()
+
+
+def _modules(model: nn.Module) -> Iterator[nn.Module]:
+    """As ``model.modules()``, which is ten times slower."""
+    modules = [model]
+    while modules:
+        module = modules.pop()
+        yield module
+        modules.extend(child for child in module._modules.values() if child is not None)
+
+
+def around_forward(module: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Calls ``begin`` before and ``end`` after each forward of the module, also if it raises an
+    error."""
+    before, after = _ForwardHook(outside_graphs(begin)), _ForwardHook(outside_graphs(end))
+    before.handle = module.register_forward_pre_hook(before, prepend=True)
+    after.handle = module.register_forward_hook(after, always_call=True)
+
+
+class _ForwardHook:
+    """A hook of a module. In a copy of the module, which is not sharded, it has no effect."""
+
+    def __init__(self, call: Callable[[], None] | None = None) -> None:
+        self._call = call
+        self.handle: RemovableHandle | None = None
+
+    def __call__(self, *_: Any) -> None:
+        if self._call is None:
+            return
+        if torch.compiler.is_compiling():
+            warn_not_compiled()
+        self._call()
+
+    def __deepcopy__(self, memo: Any) -> _ForwardHook:
+        return _ForwardHook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ForwardHook, ()
+
+
+class _CompiledCall:
+    """Gathers the parameters of a compiled module, calls it, and frees them."""
+
+    def __init__(
+        self, call: Callable[..., Any], module: nn.Module, gatherer: Gatherer[Tensor]
+    ) -> None:
+        self._call = call
+        self._parameters = list(module.parameters())
+        self._begin, self._end = gatherer.forward_with(self._parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _Running.compiled:  # inside another compiled module
+            return self._call(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            warn_not_compiled()
+        return self._call_gathered(args, kwargs)
+
+    @outside_graphs
+    def _call_gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._begin()
+        _Running.compiled = True
+        try:
+            with plain_parameters(self._parameters):
+                return self._call(*args, **kwargs)
+        finally:
+            _Running.compiled = False
+            self._end()
