@@ -9,8 +9,8 @@ from typing import Generic
 from .. import _native
 from .._connection import Connection
 from .._native import Rest
-from ..errors import StepAbortedError, StepMismatchError, UnusedParameterError
 from .._rendezvous import ProcessGroup
+from ..errors import StepAbortedError, StepMismatchError, UnusedParameterError
 from .framework import Framework, T
 
 #: The parameter group of a job whose servers average gradients.

@@ -12,8 +12,8 @@ from .._native import Array, Box, Layout
 from ..errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from .entry import Entry
     from .gradients import Gradients
-    from .job import Entry
 
 #: A tensor of the framework.
 T = TypeVar("T")

@@ -17,8 +17,9 @@ from typing import Any, Generic, cast
 
 from .._native import Box
 from ..errors import InvalidArgumentError
+from .entry import Entry
 from .framework import Hook, MeanGradient, T
-from .job import Entry, ModelJob
+from .job import ModelJob
 
 
 class Gradients(Generic[T]):

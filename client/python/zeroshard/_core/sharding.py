@@ -16,10 +16,11 @@ from .._log import LOGGER
 from .._native import Report, Rest, hashes
 from .._rendezvous import ProcessGroup
 from ..errors import InvalidArgumentError, StepAbortedError, StepMismatchError
+from .entry import Entry
 from .framework import Framework, Incoming, Optimizer, T
 from .gather import Gatherer
 from .gradients import Gradients
-from .job import Entry, ModelJob, State
+from .job import ModelJob, State
 from .options import Options
 from .summary import log_start
 

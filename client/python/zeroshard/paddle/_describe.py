@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .._core.sharding import Sharding
 from .._core.layout import local_box
+from .._core.sharding import Sharding
 from .._native import Box
 from .._program import Collective, Description, Module, Variable
 from .._rendezvous import world_group

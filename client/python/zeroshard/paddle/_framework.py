@@ -15,9 +15,9 @@ import numpy as np
 import paddle
 from paddle import Tensor
 
+from .._core.entry import Entry
 from .._core.framework import Framework, Hook, Incoming, Optimizer, ParameterMemory
 from .._core.gradients import Gradients
-from .._core.job import Entry
 from .._native import Array, Box, Layout
 from .._rendezvous import ProcessGroup, world_group
 from . import _autograd, _conversion, _memory

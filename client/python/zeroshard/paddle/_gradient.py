@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from .._core.job import Entry
+    from .._core.entry import Entry
 
 #: The parameter's attribute that holds its :class:`FreedGradient`.
 ATTRIBUTE = "_zeroshard_gradient"

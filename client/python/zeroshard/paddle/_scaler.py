@@ -9,7 +9,6 @@ from paddle.amp.grad_scaler import OptimizerState
 
 from ._optimizer import ShardedOptimizer
 
-
 #: The dtypes of gradients for which Paddle has separate flags.
 _DTYPES = ("fp16", "bf16", "fp32")
 

@@ -10,7 +10,7 @@ from paddle.base import core
 from .._strategy import ShardingStage, check_request, stage_of
 from ..errors import InvalidArgumentError
 from . import _conversion
-from ._mesh import check_mesh, dimension, covers_world
+from ._mesh import check_mesh, covers_world, dimension
 from ._optimizer import ShardedOptimizer
 from ._sharded import group_sharded_parallel
 

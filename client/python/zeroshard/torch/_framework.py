@@ -12,9 +12,9 @@ from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from .._core.entry import Entry
 from .._core.framework import Framework, Hook, Incoming, Optimizer, ParameterMemory
 from .._core.gradients import Gradients
-from .._core.job import Entry
 from .._native import Array, Box, Layout
 from .._rendezvous import ProcessGroup, distributed, world_group
 from ..errors import InvalidArgumentError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._core.gradients import Gradients
-from .._core.job import Entry
+from .._core.entry import Entry
 from ..errors import InvalidArgumentError, TimeoutError
 
 R = TypeVar("R")

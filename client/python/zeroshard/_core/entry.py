@@ -1,0 +1,175 @@
+"""The tensors of a job, and whether the program has written to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic
+
+from .. import _native
+from .._native import Array, TensorSpec
+from ..errors import InvalidArgumentError
+from .framework import Framework, Incoming, T
+from .layout import JobLayout
+
+
+@dataclass
+class Entry(Generic[T]):
+    """One tensor of the manifest."""
+
+    framework: Framework[T]
+    name: str
+    tensor: T
+    #: Whether the servers update it.
+    trained: bool
+    #: Whether it is a buffer of the model.
+    buffer: bool
+    #: Its parameter group.
+    group: int
+    #: Its index in the manifest.
+    index: int
+    #: Whether it is transferred as raw words, because the servers do not support its dtype.
+    raw: bool
+    #: Its layout on one of the job's meshes.
+    layout: JobLayout | None = None
+    #: Whether it is on this worker at all times.
+    resident: bool = True
+    shape: tuple[int, ...] = field(init=False)
+    #: The shape of the local tensor.
+    local_shape: tuple[int, ...] = field(init=False)
+    #: The framework's name of its dtype.
+    dtype: str = field(init=False)
+    #: Whether backward computed gradients for it, when it was last marked.
+    differentiable: bool = field(init=False)
+    #: Whether its values are compared to find out whether the program has written to it. The
+    #: framework does not count all writes.
+    _compared: bool = field(init=False, default=False)
+    #: Its values as far as they are compared, and the framework's counter of changes, when it was
+    #: last marked.
+    _seen: object = field(init=False)
+    #: Keeps the memory of a parameter whose address is compared, so that no other values get it.
+    _memory: object = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.shape = self.framework.shape(self.tensor)
+        self.local_shape = self.framework.local_shape(self.tensor)
+        self.dtype = self.framework.dtype_text(self.tensor)
+        self.differentiable = self.framework.trains(self.tensor)
+        self._seen = self._counted()
+
+    def expose(self) -> None:
+        """The program may write to it from now on, without a count."""
+        if not self._compared and not self.modified:
+            self._compared = True
+            _see([self])
+
+    def hide(self) -> None:
+        """Its memory has changed. The program cannot write to it without a count."""
+        self._compared = False
+        _see([self])
+
+    @property
+    def modified(self) -> bool:
+        """Whether the program has written to it since it was last marked."""
+        return bool(modified([self]))
+
+    def _counted(self) -> object:
+        return self.framework.changes(self.tensor), self.framework.memory(self.tensor)
+
+    def check_kind(self) -> None:
+        """Raises an error if the program has changed its shape or dtype."""
+        shape = self.framework.local_shape(self.tensor)
+        dtype = self.framework.dtype_text(self.tensor)
+        if (shape, dtype) != (self.local_shape, self.dtype):
+            raise InvalidArgumentError(
+                f"parameter {self.name!r} was changed from {self.dtype} of shape "
+                f"{list(self.local_shape)} to {dtype} of shape {list(shape)} after "
+                "group_sharded_parallel; change the model before this call"
+            )
+
+    @property
+    def wire_shape(self) -> tuple[int, ...]:
+        """The shape in which the local tensor is transferred."""
+        return (self.framework.words(self.tensor),) if self.raw else self.local_shape
+
+    def continues(self, before: Entry[T] | None) -> bool:
+        """Whether its values are those that the servers hold for ``before``, its entry in the
+        previous job.
+
+        (Batch norm's updates of its buffers do not count as modifications.)
+        """
+        return (
+            before is not None
+            and not self.buffer
+            # Not all writes to a parameter that did not train were seen.
+            and (before.trained or not self.trained or not before.resident)
+            and not before.modified
+            and before.shape == self.shape
+            and before.raw == self.raw
+        )
+
+    def outgoing(self) -> Array:
+        """Its values for a push."""
+        return (
+            self.framework.outgoing_words(self.tensor)
+            if self.raw
+            else self.framework.outgoing(self.tensor)
+        )
+
+    def incoming(self) -> Incoming:
+        """Memory that receives its values."""
+        return (
+            self.framework.incoming_words(self.tensor)
+            if self.raw
+            else self.framework.incoming(self.tensor)
+        )
+
+    def spec(self, whole: bool) -> TensorSpec:
+        """Its entry in the manifest."""
+        dtype = (
+            "f32" if self.raw else self.framework.dtype_of(f"parameter {self.name!r}", self.tensor)
+        )
+        return TensorSpec(
+            self.name,
+            self.wire_shape if self.raw else self.shape,
+            dtype,
+            frozen=not self.trained and not self.buffer,
+            buffer=self.buffer,
+            group=self.group,
+            whole=whole and self.trained,
+            no_clip=not self.framework.clips(self.tensor),
+            layout=self.layout,
+        )
+
+
+def mark(entries: Sequence[Entry[T]]) -> None:
+    """Records the state of the tensors, to detect changes by the program."""
+    for entry in entries:
+        entry.differentiable = entry.framework.trains(entry.tensor)
+        entry._compared = entry.trained and entry.resident
+    _see(entries)
+
+
+def modified(entries: Sequence[Entry[T]]) -> list[Entry[T]]:
+    """The entries that the program has written to since they were last marked."""
+    looks = _look(entries)
+    return [entry for entry, look in zip(entries, looks, strict=True) if look != entry._seen]
+
+
+def _see(entries: Sequence[Entry[T]]) -> None:
+    for entry, look in zip(entries, _look(entries), strict=True):
+        entry._seen = look
+        is_compared_by_memory = entry.resident and not entry._compared and not entry.buffer
+        entry._memory = entry.framework.alias(entry.tensor) if is_compared_by_memory else None
+
+
+def _look(entries: Sequence[Entry[T]]) -> list[object]:
+    """What is compared of each entry: a hash of its values, or the framework's counter and the
+    address of its memory."""
+    hashes = iter(hashes_of([entry for entry in entries if entry._compared]))
+    return [next(hashes) if entry._compared else entry._counted() for entry in entries]
+
+
+def hashes_of(entries: Sequence[Entry[T]]) -> list[int]:
+    """A hash of the values of each entry."""
+    return _native.hashes([entry.outgoing() for entry in entries])
