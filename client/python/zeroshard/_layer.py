@@ -42,13 +42,15 @@ def add_functions(
     registers a forward hook in the framework."""
     if input_fn is not None:
         before = input_fn
-        layer.register_forward_pre_hook(lambda _, inputs: _as_inputs(before(inputs, mesh)))
+        layer.register_forward_pre_hook(lambda _, inputs: _as_inputs(before(inputs, mesh), inputs))
         layer.__dict__[INPUT_FN] = True
     if output_fn is not None:
         after = output_fn
         after_forward(lambda _, inputs, outputs: after(outputs, mesh))
 
 
-def _as_inputs(inputs: Any) -> Any:
-    """A list of inputs as a tuple, which the frameworks require."""
-    return tuple(inputs) if isinstance(inputs, list) else inputs
+def _as_inputs(returned: Any, inputs: tuple[Any, ...]) -> Any:
+    """A list of inputs as a tuple, which the frameworks require. A layer whose input is a list gets
+    a list."""
+    is_input = len(inputs) == 1 and isinstance(inputs[0], list)
+    return tuple(returned) if isinstance(returned, list) and not is_input else returned

@@ -133,6 +133,10 @@ class UnsupportedModuleError(Error, NotImplementedError):
     types."""
 
 
+class StaticGraphError(Error, NotImplementedError):
+    """The function was called in Paddle's static graph mode."""
+
+
 class AlreadyParallelError(Error, RuntimeError):
     """The module is already parallelised."""
 

@@ -155,6 +155,38 @@ class Borrowed(Classifier):
         return F.linear(F.linear(hidden, self.layers[0].weight), self.layers[2].weight) @ self.scale
 
 
+class Transposed(nn.Layer):
+    """Multiplies by the transposed weight of another layer, which is an attribute of this layer, or
+    in its ``extra_parameters``, as Paddle's own stage 3 requires."""
+
+    def __init__(self, weight: Any, extra: bool) -> None:
+        super().__init__()
+        if extra:
+            self.extra_parameters = [weight]
+        else:
+            self.weight = weight
+
+    def forward(self, x: Any) -> Any:
+        (weight,) = getattr(self, "extra_parameters", None) or self.parameters()
+        return paddle.matmul(x, weight, transpose_y=weight.shape[1] == x.shape[1])
+
+
+class Tied(Classifier):
+    """Three layers with the same weight."""
+
+    def __init__(self) -> None:
+        first = nn.Linear(FEATURES, 32)
+        super().__init__(
+            first,
+            nn.Tanh(),
+            Transposed(first.weight, extra=False),
+            nn.Tanh(),
+            Transposed(first.weight, extra=True),
+            nn.Tanh(),
+            nn.Linear(32, CLASSES),
+        )
+
+
 class Branches(Classifier):
     """Calls its middle layers in a different order in every step, and sometimes skips one."""
 
@@ -197,6 +229,7 @@ MODELS: dict[str, Callable[[], nn.Layer]] = {
     "lstm": LSTM,
     "called twice": CalledTwice,
     "borrowed": Borrowed,
+    "tied": Tied,
     "branches": Branches,
     "frozen": lambda: Frozen(None),
     "unfrozen": lambda: Frozen(7),

@@ -79,6 +79,18 @@ def optimizer_of(training: Training, model: Any) -> Any:
     return make(lr, parameters=parameters, grad_clip=clip, **training.settings)
 
 
+def momentum(model: Any, groups: bool = False) -> Any:
+    """An optimizer with weight decay and clipping, of a list of parameters or of a group."""
+    parameters: Any = model.parameters()
+    return paddle.optimizer.Momentum(
+        0.05,
+        parameters=[{"params": parameters}] if groups else parameters,
+        weight_decay=1e-3,
+        grad_clip=nn.ClipGradByGlobalNorm(0.5),
+        multi_precision=True,
+    )
+
+
 def train(training: Training, system: str, rank: int = 0, world: int = 1) -> Outcome:
     """Trains with ``system``: ``"plain"`` or a level. The losses are means over the ranks."""
     from zeroshard.paddle import GradScaler, group_sharded_parallel

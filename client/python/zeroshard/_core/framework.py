@@ -289,6 +289,11 @@ class Framework(ABC, Generic[T]):
     def own_parameters(self, module: Any) -> Iterable[tuple[str, T]]:
         """The parameters of a module itself, without its children's, by name."""
 
+    def borrowed(self, module: Any) -> Iterable[T]:
+        """The parameters of other modules that the forward of this module may use without one of
+        the accesses that :meth:`guard` detects."""
+        return ()
+
     @abstractmethod
     def around_forward(
         self, module: Any, begin: Callable[[], None], end: Callable[[], None]

@@ -198,11 +198,14 @@ class Gatherer(Generic[T]):
             if large:
                 seen.update(map(id, large.values()))
                 own[module] = self._add_unit(module, large)
+        used: dict[Any, list[Unit[T]]] = {}
         for module in modules:
-            if any(child in own for child in self.framework.modules(module)):
-                self.framework.around_forward(
-                    module, self._begin([own[module]] if module in own else []), self._end
-                )
+            borrowed = (self._unit_of.get(id(p)) for p in self.framework.borrowed(module))
+            units = dict.fromkeys((own.get(module), *borrowed))
+            used[module] = [unit for unit in units if unit is not None]
+        for module in modules:
+            if any(used[child] for child in self.framework.modules(module)):
+                self.framework.around_forward(module, self._begin(used[module]), self._end)
 
     def _add_unit(self, module: Any, parameters: dict[str, T]) -> Unit[T]:
         unit = Unit(self, len(self.units), parameters)

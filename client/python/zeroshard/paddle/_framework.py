@@ -193,6 +193,11 @@ class _Paddle(Framework[Tensor]):
             if value is not None and id(value) not in statistics
         ]
 
+    def borrowed(self, module: Any) -> Iterable[Tensor]:
+        # A tied parameter, and those that the program declares for Paddle's own stage 3.
+        tied = (tensor for _, tensor in self.own_parameters(module))
+        return [*tied, *getattr(module, "extra_parameters", ())]
+
     def around_forward(
         self, module: Any, begin: Callable[[], None], end: Callable[[], None]
     ) -> None:

@@ -10,7 +10,7 @@ import paddle.distributed as dist
 
 from .._agreement import agree
 from .._layer import add_functions, check_functions, parameters_text
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, StaticGraphError
 from ._mesh import check_mesh, mesh_text
 from ._placement import broadcast
 
@@ -43,7 +43,13 @@ def shard_layer(
         InvalidArgumentError: an argument has the wrong type, or a parameter is on another mesh.
         DisagreementError: another rank has a different mesh or layer, or its ``shard_fn`` made
             different changes.
+        StaticGraphError: Paddle is in static graph mode.
     """
+    if not paddle.in_dynamic_mode():
+        raise StaticGraphError(
+            "shard_layer works in dynamic graph mode only; call paddle.disable_static() first, and "
+            "to_static for a distributed model with programs"
+        )
     if not isinstance(layer, paddle.nn.Layer):
         raise InvalidArgumentError(
             f"layer is a {type(layer).__name__}; it must be a paddle.nn.Layer"

@@ -254,7 +254,14 @@ def guard(
                 state[name] = value.detach().clone() if value.is_dist() else alias(value).clone()
         release()
 
-    layer.register_state_dict_hook(copy_state)
+    hook = layer.register_state_dict_hook(copy_state)
+    # Before other hooks, which do not fetch parameters: that of paddle.amp.decorate casts them.
+    layer._state_dict_hooks.move_to_end(hook._hook_id, last=False)
+
+
+def is_guarded(layer: Any) -> bool:
+    """Whether the layer's parameters are gathered, or were until its model was deleted."""
+    return isinstance(layer._parameters, _Parameters)
 
 
 class Memory(ParameterMemory[Any]):

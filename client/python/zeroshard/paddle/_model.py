@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import paddle
+from paddle.base.data_feeder import convert_dtype
+from paddle.base.framework import _current_expected_place
 
 from .._core.sharding import Sharding
 from ..errors import InvalidArgumentError
@@ -108,6 +110,17 @@ class GroupSharded(paddle.nn.Layer):
     def to(
         self, device: Any = None, dtype: Any = None, blocking: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As a layer's, except at ``p_g_os``, where parameters cannot be moved or cast."""
+        """As a layer's, except at ``p_g_os``, where parameters cannot be moved or cast: only the
+        device and the dtype that they have are accepted."""
+        if self.sharding.has_units and self._is_unchanged(device, dtype):
+            return self
         self.sharding.check_movable()
         return super().to(device, dtype, blocking, *args, **kwargs)
+
+    def _is_unchanged(self, device: Any, dtype: Any) -> bool:
+        """Whether the model has this device and dtype. None stands for the present one."""
+        place = paddle.device._convert_to_place(device) if isinstance(device, str) else device
+        tensors = [*self._layer.parameters(), *self._layer.buffers()]
+        return place in (None, _current_expected_place()) and (
+            dtype is None or {convert_dtype(tensor.dtype) for tensor in tensors} == {dtype}
+        )

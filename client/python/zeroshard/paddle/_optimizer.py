@@ -123,11 +123,16 @@ class ShardedOptimizer(SteppedByServers[Any], _conversion.Optimizer):
 
     def set_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state in Paddle's format. Every rank must call it; all ranks take the state of
-        rank 0."""
+        rank 0.
+
+        Raises:
+            InvalidArgumentError: the state belongs to other parameters than the optimizer's.
+        """
+        find = from_state_dict(self._given, state_dict)
         scheduler = state_dict.get("LR_Scheduler")
         if scheduler and isinstance(self._learning_rate, LRScheduler):
             self._learning_rate.set_state_dict(scheduler)
-        self.sharding.reopen(states_of(self._given, from_state_dict(state_dict)))
+        self.sharding.reopen(states_of(self._given, find))
 
     load_state_dict = set_state_dict
 
@@ -164,8 +169,25 @@ def _part(value: Any | None, parameter: Any) -> Any | None:
     return part(value, parameter) if isinstance(value, paddle.Tensor) else value
 
 
-def from_state_dict(state: dict[str, Any]) -> Callable[[str, str], Any | None]:
-    """Finds accumulators in a state dict, regardless of the number at the end of their names."""
+def from_state_dict(optimizer: Any, state: dict[str, Any]) -> Callable[[str, str], Any | None]:
+    """Finds accumulators in a state dict, regardless of the number at the end of their names.
+
+    Raises :class:`~zeroshard.InvalidArgumentError` if the state belongs to other parameters than
+    the optimizer's.
+    """
+    owners = [
+        parameter.name
+        for group in _conversion.param_groups(optimizer)
+        for parameter in group["params"]
+    ]
+    saved = [name for name in state if name not in ("LR_Scheduler", "master_weights")]
+    if saved and not any(name.startswith(f"{owner}_") for name in saved for owner in owners):
+        raise InvalidArgumentError(
+            f"the optimizer state has tensors such as {saved[0]!r}, and none of the optimizer's "
+            f"parameters, whose names are such as {owners[0]!r}; Paddle finds the state of a "
+            "parameter by its name, which is the same if a new process creates the same model, or "
+            "under paddle.utils.unique_name.guard()"
+        )
     by_stem = {
         name.rpartition("_")[0]: value
         for name, value in state.items()
@@ -175,8 +197,9 @@ def from_state_dict(state: dict[str, Any]) -> Callable[[str, str], Any | None]:
 
 
 def own_state(optimizer: Any) -> Callable[[str, str], Any | None]:
-    """Finds the accumulators of a Paddle optimizer, from its steps or from a loaded state."""
-    loaded = from_state_dict(optimizer._accumulators_holder)
+    """Finds the accumulators of a Paddle optimizer, from its steps or from a loaded state. For
+    errors see :func:`from_state_dict`."""
+    loaded = from_state_dict(optimizer, optimizer._accumulators_holder)
 
     def find(accumulator: str, parameter: str) -> Any | None:
         stepped = optimizer._accumulators.get(accumulator, {}).get(parameter)

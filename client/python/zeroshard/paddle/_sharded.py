@@ -8,12 +8,13 @@ from typing import Any
 import paddle
 
 from .._core.options import Options
-from .._core.sharding import Sharding
+from .._core.sharding import Sharding, is_sharded
 from .._session import connection
 from ..errors import InvalidArgumentError
 from . import _conversion
 from ._clip import clip_of
 from ._framework import PADDLE, PaddleOptimizer, process_group
+from ._memory import is_guarded
 from ._model import GroupSharded
 from ._optimizer import ShardedOptimizer, own_state, states_of
 from ._scaler import GradScaler
@@ -114,6 +115,11 @@ def _check(model: Any, optimizer: Any) -> None:
         raise InvalidArgumentError(
             f"optimizer is a {type(optimizer).__name__}; "
             "it must be a paddle.optimizer.Optimizer that is not sharded yet"
+        )
+    if is_sharded(model.parameters()) or any(map(is_guarded, model.sublayers(include_self=True))):
+        raise InvalidArgumentError(
+            "the model is sharded already; use the model and the optimizer that "
+            "group_sharded_parallel has returned, or create the model anew"
         )
     stepped = {
         id(parameter)

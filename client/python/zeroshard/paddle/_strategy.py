@@ -71,8 +71,9 @@ _FIELDS: dict[str, dict[str, Any]] = {
 #: The settings that would change the results and are not supported, and what to do instead.
 _REFUSED = {
     "amp.enable": "run the layer's forward under paddle.amp.auto_cast",
-    "gradient_merge.enable": "train with group_sharded_parallel, which accumulates the gradients "
-    "of several backward passes",
+    "gradient_merge.enable": "with avg, a call with the whole batch makes the same step; to save "
+    "memory, train with group_sharded_parallel, which accumulates the gradients of several "
+    "backward passes",
     "pipeline.enable": "use a mesh without pipeline stages",
     "qat.enable": "quantise the layer before to_static",
     "gradient_scale": "scale the loss",
