@@ -311,12 +311,13 @@ class Framework(ABC, Generic[T]):
         self,
         module: Any,
         parameters: dict[str, T],
-        access: Callable[[], None],
+        access: Callable[[], AbstractContextManager[Any]],
         expose: Callable[[], None],
         renew: Callable[[T], T],
         release: Callable[[], None],
     ) -> None:
-        """Calls ``access`` before an operation reads one of these parameters of a module, and
+        """Calls ``access`` before an operation reads one of these parameters of a module, and runs
+        the operation in the context that it returns if backward could need the parameter. Calls
         ``expose`` before the program gets a view of its memory. ``renew`` gives a parameter other
         memory, which is returned, and leaves the earlier memory to its views.
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic
 
 from .._native import Schedule, Transfer
@@ -278,17 +278,22 @@ class Gatherer(Generic[T]):
             if not self.framework.in_backward():
                 self._free(unit)
 
-    def access(self, unit: Unit[T]) -> None:
-        """Called before an operation reads one of the unit's parameters."""
+    def access(self, unit: Unit[T]) -> AbstractContextManager[Any]:
+        """Called before an operation reads one of the unit's parameters. Returns the context in
+        which the operation runs."""
         if self._forwards:
             self._use(unit)
-        elif self.framework.in_backward():
+            return nullcontext()
+        if self.framework.in_backward():
             self.need_in_backward(unit)
-        elif unit not in self._kept:
+            return nullcontext()
+        if unit not in self._kept:
             unit.finish()
             self._kept.add(unit)
             # The program may keep a view of it, and write to that.
             unit.expose()
+        # The next forward frees the unit, before backward needs it.
+        return self.framework.saved_tensors(self._pack, _unpack)
 
     def _renew(self, unit: Unit[T], parameter: T) -> T:
         """Gives a parameter of the unit other memory, which is not initialised."""

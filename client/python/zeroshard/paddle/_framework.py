@@ -212,7 +212,7 @@ class _Paddle(Framework[Tensor]):
         self,
         module: Any,
         parameters: dict[str, Tensor],
-        access: Callable[[], None],
+        access: Callable[[], AbstractContextManager[Any]],
         expose: Callable[[], None],
         renew: Callable[[Tensor], Tensor],
         release: Callable[[], None],

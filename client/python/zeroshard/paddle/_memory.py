@@ -216,7 +216,7 @@ def _variant(base: type, cls: type) -> type:
 class _Parameters(OrderedDict[str, Any]):
     """A layer's parameters by name. Reading one as an attribute of the layer gathers it."""
 
-    access: Callable[[], None]
+    access: Callable[[], object]
     expose: Callable[[], None]
     gathered: frozenset[str]
 
@@ -232,7 +232,7 @@ class _Parameters(OrderedDict[str, Any]):
 def guard(
     layer: Any,
     parameters: dict[str, Any],
-    access: Callable[[], None],
+    access: Callable[[], object],
     expose: Callable[[], None],
     release: Callable[[], None],
 ) -> None:

@@ -9,29 +9,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .._core.gather import Gatherer
-from ._memory import plain_parameters
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from ._memory import outside_graphs, plain_parameters
 
 
 class _Running:
     """Whether a compiled module is running. ``torch.compile`` guards on this attribute."""
 
     compiled = False
-
-
-def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Excludes a function and everything that it calls from ``torch.compile``."""
-    kept_out: Callable[P, R] = torch.compiler.disable(function)
-    return kept_out
 
 
 @outside_graphs
@@ -49,19 +40,26 @@ def gather_compiled(model: nn.Module, gatherer: Gatherer[Tensor]) -> None:
     """Makes the compiled modules in a model gather their parameters. Called before each forward,
     since a program may compile modules at any time."""
     for module in _modules(model):
-        call = module._compiled_call_impl
-        if call is None and isinstance(module, torch._dynamo.OptimizedModule):
-            call = module._call_impl
-        if call is not None and not isinstance(call, _CompiledCall):
-            module._compiled_call_impl = _CompiledCall(call, module, gatherer)
+        compiled = module._compiled_call_impl
+        if isinstance(compiled, _CompiledCall):
+            continue
+        if compiled is not None or isinstance(module, torch._dynamo.OptimizedModule):
+            module._compiled_call_impl = _CompiledCall(module, gatherer)
             for inner in module.modules():
+                # Every hook has a number of its own, for which torch.compile would make a graph.
                 _remove_hooks(inner)
+
+
+def stop_gathering(module: nn.Module) -> None:
+    """Makes a module's forward what it was before it was sharded."""
+    _remove_hooks(module)
+    if isinstance(module._compiled_call_impl, _CompiledCall):
+        module._compiled_call_impl = module._compiled_call_impl.replaced
 
 
 def _remove_hooks(module: nn.Module) -> None:
     for hook in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]:
         if isinstance(hook, _ForwardHook) and hook.handle is not None:
-            # Each hook has another number, of which torch.compile would make another graph.
             hook.handle.remove()
 
 
@@ -106,10 +104,10 @@ class _ForwardHook:
 class _CompiledCall:
     """Gathers the parameters of a compiled module, calls it, and frees them."""
 
-    def __init__(
-        self, call: Callable[..., Any], module: nn.Module, gatherer: Gatherer[Tensor]
-    ) -> None:
-        self._call = call
+    def __init__(self, module: nn.Module, gatherer: Gatherer[Tensor]) -> None:
+        #: None for the result of ``torch.compile(module)``.
+        self.replaced: Callable[..., Any] | None = module._compiled_call_impl
+        self._call = self.replaced or module._call_impl
         self._parameters = list(module.parameters())
         self._begin, self._end = gatherer.forward_with(self._parameters)
 

@@ -179,7 +179,7 @@ class _Torch(Framework[Tensor]):
         self,
         module: nn.Module,
         parameters: dict[str, Tensor],
-        access: Callable[[], None],
+        access: Callable[[], AbstractContextManager[Any]],
         expose: Callable[[], None],
         renew: Callable[[Tensor], Tensor],
         release: Callable[[], None],

@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .._core.gradients import Gradients
 from .._core.entry import Entry
+from .._core.gradients import Gradients
 from ..errors import InvalidArgumentError, TimeoutError
 
 R = TypeVar("R")

@@ -11,7 +11,8 @@ import contextlib
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,9 @@ from torch.distributed.tensor import DTensor
 from .._core.framework import ParameterMemory
 from ..errors import InvalidArgumentError
 from ._dtensor import local
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: Attributes of a tensor that read its elements, or are views of them.
 _DATA_ATTRIBUTES = {"data", "T", "H", "mT", "mH", "real", "imag"}
@@ -51,6 +55,12 @@ _EXPORTS: set[Any] = {
 }
 
 
+def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Excludes a function and everything that it calls from ``torch.compile``."""
+    kept_out: Callable[P, R] = torch.compiler.disable(function)
+    return kept_out
+
+
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Calls a torch function, after gathering the parameters among its arguments."""
     if func == _DATA.__set__:
@@ -58,12 +68,13 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> An
     parameters: list[Any] = []
     if func not in METADATA:
         parameters = [*_gathered(args), *_gathered((kwargs or {}).values())]
+    context: AbstractContextManager[Any] = contextlib.nullcontext()
     for parameter in parameters:
         if func in _EXPORTS:
             parameter._zeroshard_expose()
         else:
-            parameter._zeroshard_access()
-    with torch._C.DisableTorchFunctionSubclass():
+            context = parameter._zeroshard_access()
+    with context, torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **(kwargs or {}))
         for parameter in parameters:
             if _is_view(result, parameter):
@@ -110,7 +121,7 @@ class GatheredParameter(nn.Parameter):
         return nn.Parameter, (self.detach().clone(), self.requires_grad)
 
     @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def __torch_function__(
         cls,
         func: Any,
@@ -125,7 +136,7 @@ class GatheredDTensor(DTensor):
     """A distributed parameter whose local tensor is gathered before an operation reads it."""
 
     @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def __torch_function__(
         cls,
         func: Any,
@@ -168,7 +179,7 @@ def _expose_all(values: Iterable[Any]) -> None:
 def guard(
     module: nn.Module,
     parameters: dict[str, Tensor],
-    access: Callable[[], None],
+    access: Callable[[], AbstractContextManager[Any]],
     expose: Callable[[], None],
     renew: Callable[[Tensor], Tensor],
     release: Callable[[], None],
@@ -308,8 +319,8 @@ class _Pool:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def give(self, block: Tensor, limit: int) -> None:
-        """Returns a block to the pool, which keeps up to ``limit`` bytes, unless a tensor still
-        uses it: then that tensor keeps the block."""
+        """Returns a block to the pool, which keeps up to ``limit`` bytes. A tensor that still uses
+        the block keeps it."""
         nbytes = block.numel()
         if self._kept_bytes + nbytes <= limit and _is_unused(block):
             self._kept_bytes += nbytes

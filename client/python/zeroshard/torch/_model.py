@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from .._core.gather import Gatherer
 from .._core.sharding import Sharding
 from ..errors import InvalidArgumentError
-from ._compiled import gather_compiled, outside_graphs, warn_not_compiled
+from ._compiled import gather_compiled, warn_not_compiled
 from ._dtensor import parts_of_state
+from ._memory import outside_graphs
 from ._scaler import GradScaler
 
 

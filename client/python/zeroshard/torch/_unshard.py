@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._core.sharding import forget
-from ._compiled import _ForwardHook
+from ._compiled import stop_gathering
 from ._memory import _CopyState
 from ._model import GroupSharded
 
@@ -28,8 +28,7 @@ def unshard(model: GroupSharded) -> nn.Module:
                 del parameter._zeroshard_expose  # type: ignore[attr-defined]
                 del parameter._zeroshard_renew  # type: ignore[attr-defined]
         for module in model.module.modules():
-            _remove(module._forward_pre_hooks, _ForwardHook)
-            _remove(module._forward_hooks, _ForwardHook)
+            stop_gathering(module)
             _remove(module._state_dict_hooks, _CopyState)
     for parameter in model.module.parameters():
         parameter.grad = None
