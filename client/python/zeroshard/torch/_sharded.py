@@ -124,11 +124,11 @@ def group_sharded_parallel(
         initial.undo()
         raise
     optimizer.state.clear()
-    shared = None if scaler is None else GradScaler.sharing(scaler)
+    wrapped = GroupSharded(model, sharding)
     return (
-        GroupSharded(model, sharding, shared),
+        wrapped,
         ShardedOptimizer(optimizer, sharding),
-        shared,
+        None if scaler is None else GradScaler.sharing(scaler),
     )
 
 
