@@ -27,7 +27,6 @@ pub mod placement;
 mod reduce;
 mod requests;
 mod responses;
-mod resting;
 mod servers;
 mod service;
 mod state;

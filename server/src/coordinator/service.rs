@@ -18,7 +18,6 @@ use super::{
     driver::{Driver, MAX_COMMANDS},
     events::{Event, JobRef, Join, Lease, Reply},
     requests::{Waits, create, dialled},
-    responses::reduced,
 };
 use crate::identity;
 
@@ -111,7 +110,7 @@ impl coordinator_service_server::CoordinatorService for Service {
     async fn reduce(&self, request: Request<pb::ReduceRequest>) -> Answer<pb::ReduceResponse> {
         let reduce = Box::new(self.waits.reduce(request)?);
         match self.driver.call(|caller| Event::Reduce { caller, reduce }).await? {
-            Reply::Reduced(norm, resting) => Ok(Response::new(reduced(norm, resting))),
+            Reply::Reduced(norm) => Ok(Response::new(norm.into())),
             other => Err(unexpected(&other)),
         }
     }
@@ -120,14 +119,6 @@ impl coordinator_service_server::CoordinatorService for Service {
         let discard = self.waits.discard(request)?;
         match self.driver.call(|caller| Event::Discard { caller, discard }).await? {
             Reply::Discarded { attempt } => Ok(Response::new(pb::DiscardResponse { attempt })),
-            other => Err(unexpected(&other)),
-        }
-    }
-
-    async fn rest(&self, request: Request<pb::RestRequest>) -> Answer<pb::RestResponse> {
-        let rest = self.waits.rest(request)?;
-        match self.driver.call(|caller| Event::Rest { caller, rest }).await? {
-            Reply::Rested(rested) => Ok(Response::new(rested.into())),
             other => Err(unexpected(&other)),
         }
     }
