@@ -2,7 +2,10 @@
 
 use std::{
     panic::resume_unwind,
-    sync::atomic::{AtomicUsize, Ordering},
+    sync::{
+        OnceLock,
+        atomic::{AtomicUsize, Ordering},
+    },
     thread,
 };
 
@@ -35,6 +38,12 @@ fn hash_all(arrays: &[&[u8]]) -> Vec<u64> {
     arrays.iter().map(of_array).collect()
 }
 
+/// The number of cores that this process may use, which takes a while to determine.
+fn cores() -> usize {
+    static CORES: OnceLock<usize> = OnceLock::new();
+    *CORES.get_or_init(|| thread::available_parallelism().map_or(1, usize::from))
+}
+
 /// The hash of each block. Threads take the next block in turn.
 fn hash_blocks(blocks: &[&[u8]]) -> Vec<u64> {
     let next = AtomicUsize::new(0);
@@ -44,9 +53,9 @@ fn hash_blocks(blocks: &[&[u8]]) -> Vec<u64> {
         taken.map(|(index, block)| (index, XxHash3_64::oneshot(block))).collect::<Vec<_>>()
     };
     let bytes: usize = blocks.iter().map(|block| block.len()).sum();
-    let cores = thread::available_parallelism().map_or(1, usize::from);
     // A thread takes about as long to start as to hash half a block.
-    let others = (bytes / BLOCK / 2).min(cores).min(MAX_THREADS).saturating_sub(1);
+    let useful = (bytes / BLOCK / 2).min(MAX_THREADS);
+    let others = if useful < 2 { 0 } else { useful.min(cores()) - 1 };
     let mut hashes = vec![0; blocks.len()];
     thread::scope(|scope| {
         let started: Vec<_> = (0..others)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from ._log import LOGGER, bytes_text, steps_text
+from ._log import bytes_text, log, steps_text
 
 #: The operations that wait: for tensors; for buckets of gradients, of which a limited number is
 #: sent at a time; and for a step, which includes the remaining gradients, the other ranks and the
@@ -48,7 +48,7 @@ class Activity:
         """Logs a line about the process, if it has made steps. ``traffic``: the bytes that it has
         pulled and pushed."""
         if self.steps:
-            LOGGER.info(
+            log(
                 "%s: %s in %s s; pulled %s, pushed %s; %s",
                 run,
                 steps_text(self.steps),

@@ -46,6 +46,7 @@ class Connection:
         self._leaving: list[Transfer] = []
         self._process = os.getpid()
         self.activity = Activity()
+        self.closed = False
 
     def job_name(self, purpose: str, ranks: tuple[int, ...]) -> str:
         """A name for the next job of these ranks. All ranks get the same name."""
@@ -110,6 +111,7 @@ class Connection:
         """Leaves all jobs and disconnects. An embedded cluster stops when all ranks have left."""
         if self._process != os.getpid():
             return  # a forked child: the connection belongs to its parent
+        self.closed = True
         if self.world.rank == 0:
             self.activity.log_end(self._run, self.cluster.traffic())
         try:

@@ -1,37 +1,39 @@
-"""The logger ``zeroshard``, on which rank 0 reports the beginning and the end of a training.
+"""Messages of rank 0 about the beginning and the end of a training.
 
-Its messages have level INFO. They go to the handlers of the program. If it has none, they go to
-standard error, as the warnings of a program without handlers do. ``logging.getLogger("zeroshard")
-.setLevel(logging.WARNING)`` silences them.
+They are messages of level INFO of the standard logger ``zeroshard``. If the program has set up no
+logging, they are written to standard error, as warnings are.
+``logging.getLogger("zeroshard").setLevel(logging.WARNING)`` silences them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 
-LOGGER = logging.getLogger("zeroshard")
+_LOGGER = logging.getLogger("zeroshard")
 
 
-class _Fallback(logging.Handler):
-    """Writes to standard error, unless the program has a handler that gets the record."""
+def is_shown() -> bool:
+    """Whether a message is shown."""
+    if _is_set_up():
+        return _LOGGER.isEnabledFor(logging.INFO)
+    return not _LOGGER.disabled and _LOGGER.level <= logging.INFO
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Writes one line."""
-        others = [*LOGGER.handlers, *(logging.getLogger().handlers if LOGGER.propagate else [])]
-        if any(handler is not self for handler in others):
-            return
-        try:
-            # In one piece: the ranks share standard error.
-            sys.stderr.write(f"zeroshard: {record.getMessage()}\n")
+
+def log(message: str, *values: object) -> None:
+    """Logs a message with ``%`` placeholders for values."""
+    if _is_set_up():
+        _LOGGER.info(message, *values)
+    elif is_shown():
+        # Standard error may be closed. In one piece: the ranks share it.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(f"zeroshard: {message % values}\n")
             sys.stderr.flush()
-        except Exception:
-            self.handleError(record)
 
 
-if LOGGER.level == logging.NOTSET:
-    LOGGER.setLevel(logging.INFO)
-LOGGER.addHandler(_Fallback())
+def _is_set_up() -> bool:
+    return bool(_LOGGER.handlers or (_LOGGER.propagate and logging.getLogger().handlers))
 
 
 def bytes_text(count: float) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ._activity import Wait, waiting_text
 from ._core.sharding import Sharding, find
 from ._log import bytes_text, steps_text
-from .errors import InvalidArgumentError
+from .errors import InvalidArgumentError, NotInitialisedError
 
 if TYPE_CHECKING:
     from ._status import ServerStatus
@@ -85,9 +85,15 @@ def report(model: Any) -> TrainingReport:
 
     Raises:
         InvalidArgumentError: the model is not sharded.
+        NotInitialisedError: the session has ended.
     """
     sharding = _sharding(model)
     connection = sharding.job.connection
+    if connection.closed:
+        raise NotInitialisedError(
+            "the session of this model has ended; call report before zeroshard.shutdown(), or "
+            "inside the block of zeroshard.init"
+        )
     pulled, pushed = connection.cluster.traffic()
     parameter_bytes, gradient_bytes = sharding.bytes_here()
     return TrainingReport(

@@ -331,6 +331,23 @@ def test_values_that_are_not_determined_are_an_error_that_changes_nothing(
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
+def test_the_model_stays_as_it_is_if_its_initialisation_fails(cluster: zs.Session) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = list(model.parameters())
+
+    def replace_and_fail(module: nn.Module) -> None:
+        module.weight = nn.Parameter(torch.ones(2, 4))
+        raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        group_sharded_parallel(model, optimizer, "os", param_init_fn=replace_and_fail)
+    assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+    assert all(parameter.is_meta for parameter in before)
+    group_sharded_parallel(model, optimizer, "os")
+
+
 def test_values_that_are_never_computed_are_an_error(cluster: zs.Session) -> None:
     model = on_meta(lambda: nn.Linear(2, 2))
     with pytest.raises(zs.InvalidArgumentError, match="'weight' is on the meta device.*to_empty"):

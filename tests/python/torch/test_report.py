@@ -123,6 +123,7 @@ def in_two_sessions(rank: int) -> tuple[list[str], str]:
 
     handler = Collect()
     logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.INFO)
     zs.init(name="first")
     model, optimizer = gpt("p_g_os")
     train(model, optimizer)
@@ -163,7 +164,7 @@ import logging, sys, torch
 import zeroshard as zs
 from zeroshard.torch import group_sharded_parallel
 
-for name in ("loud", "silent"):
+for name in ("loud", "silent", "warnings"):
     with zs.init(name=name):
         model = torch.nn.Linear(20, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -171,11 +172,19 @@ for name in ("loud", "silent"):
         model(torch.ones(2, 20)).sum().backward()
         optimizer.step()
         print(name)
-    logging.getLogger("zeroshard").setLevel(logging.WARNING)
+    if name == "loud":
+        logging.getLogger("zeroshard").setLevel(logging.WARNING)
+    else:
+        logging.getLogger("zeroshard").setLevel(logging.NOTSET)
+        logging.basicConfig(level=logging.WARNING)
+try:
+    zs.report(model)
+except zs.NotInitialisedError:
+    print("ended")
 """
 
 
-def test_without_handlers_the_lines_are_on_standard_error_until_they_are_silenced(
+def test_without_logging_the_lines_are_on_standard_error_until_they_are_silenced(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -183,6 +192,6 @@ def test_without_handlers_the_lines_are_on_standard_error_until_they_are_silence
         [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=90
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "loud\nsilent\n"
+    assert done.stdout == "loud\nsilent\nwarnings\nended\n"
     said = done.stderr.splitlines()
     assert len(said) == 2 and all(line.startswith("zeroshard: loud-") for line in said), said

@@ -13,6 +13,10 @@ from .framework import Framework, Incoming, T
 from .layout import JobLayout
 
 
+#: Bytes of values that are hashed at a time.
+_CHUNK = 1 << 28
+
+
 @dataclass
 class Entry(Generic[T]):
     """One tensor of the manifest."""
@@ -172,4 +176,14 @@ def _look(entries: Sequence[Entry[T]]) -> list[object]:
 
 def hashes_of(entries: Sequence[Entry[T]]) -> list[int]:
     """A hash of the values of each entry."""
-    return _native.hashes([entry.outgoing() for entry in entries])
+    found: list[int] = []
+    arrays: list[Array] = []
+    size = 0
+    for entry in entries:
+        # A copy, if the values are not contiguous in host memory.
+        arrays.append(entry.outgoing())
+        size += entry.framework.nbytes(entry.tensor)
+        if size >= _CHUNK or entry is entries[-1]:
+            found += _native.hashes(arrays)
+            arrays, size = [], 0
+    return found

@@ -178,7 +178,12 @@ class ModelJob(Generic[T]):
             error = raised
         own = "" if error is None else f"{type(error).__name__}: {error}"
         ranks = self.group.ranks
-        texts = self.connection.exchange(f"{self.job.name}/values", own, ranks)
+        try:
+            texts = self.connection.exchange(f"{self.job.name}/values", own, ranks)
+        except Exception:
+            if error is not None:
+                raise error from None
+            raise
         if error is not None:
             raise error
         for rank, text in zip(ranks, texts, strict=True):

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic
 
 from .._agreement import agree
 from .._connection import Connection
-from .._log import LOGGER
+from .._log import is_shown
 from .._native import Report, hashes
 from .._rendezvous import ProcessGroup
 from ..errors import InvalidArgumentError, StepAbortedError, StepMismatchError
@@ -78,8 +77,8 @@ class Sharding(Generic[T]):
         )
         _all.add(self)
         weakref.finalize(self, self.job.retire).atexit = False
-        if group.rank == 0 and LOGGER.isEnabledFor(logging.INFO):
-            log_start(self, len(connection.status().servers))
+        if group.rank == 0 and is_shown():
+            log_start(self)
         connection.activity.begin()
 
     # ---- called by the program

@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from .._log import LOGGER, numel_text
+from .._log import log, numel_text
+from ..errors import Error
 
 if TYPE_CHECKING:
     from .sharding import Sharding
 
 
-def log_start(sharding: Sharding[Any], servers: int) -> None:
-    """Logs what is held where. ``servers``: the number of shard servers."""
+def log_start(sharding: Sharding[Any]) -> None:
+    """Logs what is held where."""
     job = sharding.job
+    try:
+        servers = len(job.connection.status().servers)
+    except Error:
+        return  # the next step reports it
     total = sum(math.prod(entry.shape) for entry in job.entries if not entry.buffer)
-    LOGGER.info(
+    log(
         "%s, level %s: %s parameters on %d shard server%s; %s",
         job.job.name,
         sharding.level,

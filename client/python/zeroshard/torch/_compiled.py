@@ -120,9 +120,9 @@ class _CompiledCall:
 
     @outside_graphs
     def _call_gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._begin()
-        _Running.compiled = True
         try:
+            self._begin()
+            _Running.compiled = True
             with plain_parameters(self._parameters):
                 return self._call(*args, **kwargs)
         finally:

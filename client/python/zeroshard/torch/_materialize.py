@@ -164,9 +164,14 @@ class Materializer:
             initialise = self._initialiser(module)
             assert initialise is not None
             own = list(_own(module))
-            with _OwnTensors(name):
-                initialise()
-            self._put_back(module, own)
+            try:
+                with _OwnTensors(name):
+                    initialise()
+                self._put_back(module, own)
+            except BaseException:
+                for key, registered, tensor in own:
+                    registered[key] = tensor
+                raise
         for tensor in tensors if self._is_source else ():
             if self._checkpoint is not None and tensor in self._checkpoint:
                 self._checkpoint.read(tensor)
