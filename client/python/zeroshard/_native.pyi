@@ -22,6 +22,7 @@ __all__ = [
     "TensorSpec",
     "Transfer",
     "__version__",
+    "hashes",
     "redistribution",
 ]
 __version__: str
