@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import sysconfig
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,6 +177,14 @@ def test_compiled_block_gives_the_same_bits(block: Any, cluster: zs.Session) -> 
     assert_freed(model)
 
 
+def has_compiler() -> bool:
+    """Whether inductor can compile extension modules of Python in C++."""
+    return (
+        shutil.which("g++") is not None and Path(sysconfig.get_path("include"), "Python.h").exists()
+    )
+
+
+@pytest.mark.skipif(not has_compiler(), reason="inductor needs g++ and the headers of Python")
 def test_inductor_gives_the_losses_of_plain_torch(cluster: zs.Session) -> None:
     plain = build()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
