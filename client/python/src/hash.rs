@@ -16,12 +16,12 @@ use crate::array::{Array, Lent};
 
 /// Bytes that one thread hashes at a time.
 const BLOCK: usize = 1 << 20;
-/// A few cores read memory as fast as it can be read.
+/// More threads do not read memory faster.
 const MAX_THREADS: usize = 8;
 
 /// A hash of each array: XXH3 of the hashes of its blocks of 1 MiB.
 ///
-/// The arrays are read by all cores, without the GIL.
+/// The arrays are read by several threads, without the GIL.
 #[pyfunction]
 pub(crate) fn hashes(py: Python<'_>, arrays: Vec<PyRef<'_, Array>>) -> Vec<u64> {
     let lent: Vec<Lent> = arrays.iter().map(|array| Lent::new(py, array)).collect();

@@ -28,7 +28,8 @@ class Activity:
         """The first model is ready to be trained. Later calls have no effect."""
         if self._began is None:
             self._began = time.perf_counter()
-            self.waited = {"pull": 0.0, "push": 0.0, "commit": 0.0}
+            # What was waited for before is not a part of the training.
+            self.waited = dict.fromkeys(self.waited, 0.0)
 
     @property
     def seconds(self) -> float:

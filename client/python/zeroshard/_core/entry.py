@@ -12,7 +12,6 @@ from ..errors import InvalidArgumentError
 from .framework import Framework, Incoming, T
 from .layout import JobLayout
 
-
 #: Bytes of values that are hashed at a time.
 _CHUNK = 1 << 28
 
@@ -62,13 +61,13 @@ class Entry(Generic[T]):
         self._seen = self._counted()
 
     def expose(self) -> None:
-        """The program may write to it from now on, without a count."""
+        """From now on the program may write to it in ways that the framework does not count."""
         if not self._compared and not self.modified:
             self._compared = True
             _see([self])
 
     def hide(self) -> None:
-        """Its memory has changed. The program cannot write to it without a count."""
+        """Its memory has changed. The framework counts all writes of the program to the new one."""
         self._compared = False
         _see([self])
 

@@ -304,7 +304,8 @@ class Framework(ABC, Generic[T]):
     # ---- gathered parameters
 
     @abstractmethod
-    def parameter_memory(self) -> ParameterMemory[T]: ...
+    def parameter_memory(self) -> ParameterMemory[T]:
+        """Memory for gathered parameters."""
 
     @abstractmethod
     def guard(
