@@ -51,7 +51,7 @@ pub use push::TensorData;
 pub use schedule::Schedule;
 pub use shards::Traffic;
 pub use status::{JobStatus, ServerStatus, Status};
-pub use step::{Absent, Commit, Overflow, Reduced, StepReport};
+pub use step::{Absent, Commit, Overflow, Reduced, Rested, StepReport};
 pub use values::{Slots, Values};
 pub use zeroshard_proto::{Error, Result, TensorId};
 

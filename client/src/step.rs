@@ -98,6 +98,8 @@ pub struct StepReport {
     pub world: u32,
     /// The tensors for which at least one rank had no gradient, in manifest order.
     pub absent: Vec<Absent>,
+    /// The ranks that rested (see [`crate::Attempt::rest`]), ascending.
+    pub resting: Vec<u32>,
 }
 
 /// A tensor for which at least one rank has declared that it has no gradient.
@@ -130,6 +132,17 @@ pub struct Reduced {
     /// The L2 norm of the mean, unscaled gradient of each tensor, in manifest order; 0 for a tensor
     /// that is not trained or for which no rank has a gradient.
     pub tensor_norms: Vec<f64>,
+    /// The same as [`StepReport::resting`].
+    pub resting: Vec<u32>,
+}
+
+/// The end of a rest, from which on all ranks take part again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rested {
+    /// The open step, which equals the current version.
+    pub step: u64,
+    /// The highest rank of those that took part in the last step.
+    pub last: u32,
 }
 
 impl StepReport {
@@ -146,6 +159,7 @@ impl StepReport {
             loss: report.loss,
             world: report.world,
             absent: absent.collect(),
+            resting: report.resting.clone(),
         }
     }
 }
@@ -156,6 +170,7 @@ impl Reduced {
             gradient_norm: report.gradient_norm,
             overflow: overflow(report.overflow, manifest),
             tensor_norms: report.tensor_norms.clone(),
+            resting: report.resting.clone(),
         }
     }
 }

@@ -35,6 +35,9 @@ pub(crate) struct Job {
 /// The steps applied to a tensor: their number, and the scalar state of the optimizer after them.
 type Applied = (u64, Vec<f32>);
 
+/// The norm of a step's gradient, that of each tensor's, and the ranks that rest.
+type ReducedNorms = (f64, Vec<f64>, Vec<u32>);
+
 /// Two buckets in transfer while the next one is filled, and one to cover gaps between them.
 const MAX_SENDING: usize = 3;
 
@@ -285,13 +288,23 @@ impl Job {
         wait(py, async move { attempt.discard().await })
     }
 
+    fn rest(&self, py: Python<'_>, step: u64, excluded: bool) -> PyResult<(u64, u32)> {
+        let (attempt, pushes) = self.closed(step)?;
+        let rested = wait(py, async move {
+            arrived(pushes).await?;
+            attempt.rest(excluded).await
+        })?;
+        *lock(&self.outgoing) = Outgoing::default();
+        Ok((rested.step, rested.last))
+    }
+
     #[pyo3(signature = (step, loss_scale=1.0))]
-    fn reduce(&self, py: Python<'_>, step: u64, loss_scale: f64) -> PyResult<(f64, Vec<f64>)> {
+    fn reduce(&self, py: Python<'_>, step: u64, loss_scale: f64) -> PyResult<ReducedNorms> {
         let (attempt, pushes) = self.closed(step)?;
         wait(py, async move {
             arrived(pushes).await?;
             let reduced = attempt.reduce(loss_scale).await?;
-            Ok((reduced.gradient_norm, reduced.tensor_norms))
+            Ok((reduced.gradient_norm, reduced.tensor_norms, reduced.resting))
         })
     }
 
@@ -455,6 +468,11 @@ impl Report {
     #[getter]
     fn overflow(&self) -> Option<(usize, Option<u32>)> {
         self.0.overflow.map(|overflow| (overflow.tensor.index(), overflow.rank))
+    }
+
+    #[getter]
+    fn resting(&self) -> Vec<u32> {
+        self.0.resting.clone()
     }
 
     #[getter]

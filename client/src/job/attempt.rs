@@ -14,7 +14,7 @@ use zeroshard_proto::{
 };
 
 use super::{Job, Member};
-use crate::{Commit, Reduced, StatePart, StepReport, Target, TensorData, push::Contents};
+use crate::{Commit, Reduced, Rested, StatePart, StepReport, Target, TensorData, push::Contents};
 
 /// One try at a step, from [`Job::attempt`]. Cheap to clone.
 ///
@@ -264,6 +264,45 @@ impl Attempt {
         let cause = "the ranks have discarded its gradients".to_owned();
         self.end(self.aborted(self.state.epoch, cause), next);
         Ok(())
+    }
+
+    /// Contributes nothing more to this step and to later ones, and waits until every rank rests,
+    /// for a rank that has no more batches. Gradients that were pushed in this attempt count in its
+    /// step. Meanwhile the steps of the other ranks need no call of this rank. `excluded`: mean
+    /// gradients are over the ranks that do not rest; otherwise this rank counts as one whose
+    /// gradients are zeros. It must be the same on all ranks.
+    ///
+    /// # Errors
+    /// [`Error::StepAborted`] or [`Error::RankLeft`]: a rank was lost or has left, and all rests
+    /// have ended. [`Error::Timeout`], which names the ranks that still train, if they make no step
+    /// for the duration of the timeout.
+    pub async fn rest(&self, excluded: bool) -> Result<Rested> {
+        let Member { cluster, spec, .. } = &*self.job.0;
+        let request = pb::RestRequest { turn: Some(self.turn()), excluded };
+        let response = loop {
+            let before = cluster.describe_job(&spec.name).await?.version;
+            let deadline = Deadline::after(cluster.options.timeout);
+            let rested = cluster.retry("all ranks to rest", |mut client| {
+                let request = request.clone();
+                async move { client.rest(request).await }
+            });
+            match rested.await {
+                Ok(response) => break response,
+                Err(error @ Error::Timeout { .. }) => {
+                    if cluster.describe_job(&spec.name).await?.version == before {
+                        return Err(error);
+                    }
+                }
+                Err(error) => return Err(self.noted(error, deadline).await),
+            }
+        };
+        let pb::RestResponse { step, attempt: number, last } = response;
+        self.end(self.aborted(self.state.epoch, "every rank has rested".to_owned()), number);
+        let (epoch, end) = (self.state.epoch, watch::Sender::new(None));
+        let mut attempts = self.job.0.attempts.lock();
+        attempts.clear();
+        attempts.insert(step, Arc::new(State { epoch, step, number, end }));
+        Ok(Rested { step, last })
     }
 
     fn turn(&self) -> pb::Turn {

@@ -112,10 +112,9 @@ impl Cluster {
         else {
             return;
         };
+        let active = open.active(spec.world);
         let round = &mut open.round;
-        if round.discards.is_empty()
-            || round.discards.len() + open.done.len() != spec.world as usize
-        {
+        if round.discards.is_empty() || round.discards.len() != active {
             return;
         }
         let discards = std::mem::take(&mut round.discards);

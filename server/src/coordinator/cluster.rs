@@ -57,6 +57,7 @@ impl Cluster {
             Event::Commit { caller, commit } => self.commit(caller, *commit, now, &mut out),
             Event::Reduce { caller, reduce } => self.reduce(caller, *reduce, now, &mut out),
             Event::Discard { caller, discard } => self.discard(caller, discard, now, &mut out),
+            Event::Rest { caller, rest } => self.rest(caller, rest, now, &mut out),
             Event::Gone { caller, job, rank: None } => self.creator_gone(&job, caller, &mut out),
             Event::Gone { caller, job, rank: Some(rank) } => {
                 if let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(&job) {
@@ -108,6 +109,7 @@ impl Cluster {
             self.expire_stored(&name, now, out);
             self.expire_reducers(&name, now, out);
             self.expire_discards(&name, now, out);
+            self.expire_rests(&name, now, out);
             self.dispose(&name, now, out);
         }
     }
@@ -197,8 +199,12 @@ impl Open {
     fn next_deadline(&self) -> Option<Now> {
         let last =
             self.last.iter().flat_map(|last| last.waiters.iter().map(|waiter| waiter.deadline));
-        let others =
-            [self.round.next_deadline(), self.queue.next_deadline(), self.members.next_deadline()];
+        let others = [
+            self.round.next_deadline(),
+            self.resting.next_deadline(),
+            self.queue.next_deadline(),
+            self.members.next_deadline(),
+        ];
         last.chain(others.into_iter().flatten()).min()
     }
 }

@@ -165,6 +165,7 @@ impl Open {
             discard.retain(others);
         }
         self.round.reducers.retain(|reducer| others(&reducer.waiter));
+        self.resting.forget_caller(rank, caller);
         if let Some(last) = &mut self.last {
             last.waiters.retain(others);
         }
@@ -244,6 +245,7 @@ impl Cluster {
 
     /// Advances the open step of `name` as far as the registered votes and reports allow.
     pub(super) fn advance(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
+        self.resume_if_all_rest(name, out);
         self.answer_reducers(name, out);
         self.discard_if_all_have(name, out);
         self.decide(name, now, out);

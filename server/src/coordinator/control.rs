@@ -108,6 +108,9 @@ impl From<Command> for serve_response::Command {
             Command::RankDone { job: JobRef { name: job, id: job_id }, rank } => {
                 Self::Done(pb::RankDone { job, job_id, rank })
             }
+            Command::RankRests { job: JobRef { name: job, id: job_id }, rank, ends } => {
+                Self::Rests(pb::RankRests { job, job_id, rank, ends })
+            }
             Command::Decide { job, decision } => Self::Decide(decide(job, decision)),
         }
     }

@@ -49,6 +49,8 @@ pub(crate) struct Report {
     pub(crate) world: u32,
     /// One entry for each tensor with absent ranks, in manifest order.
     pub(crate) absent: Vec<Absent>,
+    /// The ranks that rested, ascending.
+    pub(crate) resting: Vec<u32>,
 }
 
 /// The last decided step.
@@ -94,21 +96,22 @@ impl Open {
 fn decide(spec: &JobSpec, epoch: u64, open: &Open, terms: &Terms) -> (Decision, Report) {
     let attempt = open.attempt(epoch);
     let gradient = Gradient::new(spec, &open.round.reports);
-    let norm = gradient.norm(spec, terms.loss_scale);
+    let scale = open.scale_of_mean(spec.world, terms.loss_scale);
+    let norm = gradient.norm(spec, scale);
     let finite = norm.overflow.is_none();
     // All groups have the same kind of optimizer.
     let apply = finite || !terms.groups.iter().all(Optimizer::skips_overflow);
     let clip = match terms.max_norm {
         Some(max) if apply && finite => {
-            let scaled = gradient.norm_of(spec, &terms.gradient_factors) / terms.loss_scale;
+            let scaled = gradient.norm_of(spec, &terms.gradient_factors) / scale;
             max / scaled.max(max)
         }
         _ => 1.0,
     };
     let update = Update {
         groups: terms.groups.clone(),
-        coefficient: clip / terms.loss_scale,
-        unclipped: 1.0 / terms.loss_scale,
+        coefficient: clip / scale,
+        unclipped: 1.0 / scale,
         gradient_factors: terms.gradient_factors.clone(),
     };
     let report = Report {
@@ -119,6 +122,7 @@ fn decide(spec: &JobSpec, epoch: u64, open: &Open, terms: &Terms) -> (Decision, 
         loss: open.round.loss(),
         world: spec.world,
         absent: gradient.absent,
+        resting: open.resting.ranks().collect(),
     };
     (Decision { attempt, update: apply.then_some(update) }, report)
 }
@@ -130,8 +134,9 @@ impl Cluster {
         else {
             return;
         };
-        // A rank that is done counts as having committed. If all ranks are done, the job has ended.
-        let voters = spec.world as usize - open.done.len();
+        // A rank that is done or rests counts as having committed. If all ranks are done, the job
+        // has ended.
+        let voters = open.active(spec.world);
         let stored = open.last.as_ref().is_none_or(|last| last.pending.is_empty());
         let Some(terms) = open.round.agreed(voters).filter(|_| stored && open.is_reduced()) else {
             return;

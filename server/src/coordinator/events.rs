@@ -12,6 +12,7 @@ use super::{
     jobs::Plan,
     reduce::{Norm, Reduced},
     responses::Stats,
+    resting::Rested,
     succession::Source,
 };
 use crate::attempt::Attempt;
@@ -92,6 +93,8 @@ pub(crate) enum Event {
     Reduce { caller: Caller, reduce: Box<Reduce> },
     /// Discard.
     Discard { caller: Caller, discard: Discard },
+    /// Rest.
+    Rest { caller: Caller, rest: Rest },
     /// The caller disconnected before it was answered; `rank` is absent for CreateJob.
     Gone { caller: Caller, job: String, rank: Option<u32> },
     /// A deadline may have passed.
@@ -108,6 +111,7 @@ impl Event {
             Self::Commit { commit, .. } => Some(commit.wait),
             Self::Reduce { reduce, .. } => Some(reduce.wait),
             Self::Discard { discard, .. } => Some(discard.wait),
+            Self::Rest { rest, .. } => Some(rest.wait),
             _ => None,
         }
     }
@@ -124,6 +128,7 @@ impl Event {
             Self::Commit { caller, commit } => of_turn(caller, &commit.turn),
             Self::Reduce { caller, reduce } => of_turn(caller, &reduce.turn),
             Self::Discard { caller, discard } => of_turn(caller, &discard.turn),
+            Self::Rest { caller, rest } => of_turn(caller, &rest.turn),
             _ => None,
         }
     }
@@ -214,6 +219,15 @@ pub(crate) struct Discard {
     pub(crate) wait: Duration,
 }
 
+/// A rank contributes nothing more until every rank rests.
+#[derive(Debug, Clone)]
+pub(crate) struct Rest {
+    pub(crate) turn: Turn,
+    /// Whether mean gradients are over the other ranks.
+    pub(crate) excluded: bool,
+    pub(crate) wait: Duration,
+}
+
 /// The answer to a call.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Reply {
@@ -226,11 +240,13 @@ pub(crate) enum Reply {
     Joined,
     Left,
     Report(Report),
-    Reduced(Norm),
+    /// The norm, and the ranks that rest.
+    Reduced(Norm, Vec<u32>),
     /// The open attempt.
     Discarded {
         attempt: u32,
     },
+    Rested(Rested),
 }
 
 /// A request to place a job's slices, which is long work that the driver does without its lock.
@@ -260,6 +276,8 @@ pub(crate) enum Command {
     NewAttempt { job: JobRef, attempt: Attempt },
     /// The rank has no more data.
     RankDone { job: JobRef, rank: u32 },
+    /// The rank rests or, if its rest `ends`, takes part again from the next attempt on.
+    RankRests { job: JobRef, rank: u32, ends: bool },
     /// Apply or skip the step.
     Decide { job: JobRef, decision: Decision },
 }

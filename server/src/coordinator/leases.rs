@@ -185,7 +185,8 @@ impl Cluster {
             Cause::Lost | Cause::Returned => {}
         }
         if matches!(cause, Cause::Done) && open.version.is_some() {
-            out.extend(open.round.forget_rank(rank).into_iter().map(lost));
+            let waiters = open.round.forget_rank(rank).into_iter().chain(open.resting.forget(rank));
+            out.extend(waiters.map(lost));
         } else {
             // Before version 0, the epoch also changes for a rank that is done: the servers may
             // have only a part of its uploads, so all ranks upload again.
@@ -219,6 +220,10 @@ impl Cluster {
         }
         // The servers come first: when a worker learns of the epoch, the command to the servers has
         // been sent.
+        let (rested, mut waiters) = open.resting.end();
+        for rank in rested {
+            open.send(&Command::RankRests { job: job.clone(), rank, ends: true }, out);
+        }
         open.send(&Command::NewEpoch { job, epoch: new, rank }, out);
         if !open.round.is_empty() {
             out.push(Action::Aborted);
@@ -233,9 +238,8 @@ impl Cluster {
             };
             Error::StepAborted { job, step, epoch: new, cause }
         };
-        out.extend(
-            open.round.drop_all().into_iter().map(|w| Action::Answer(w.caller, Err(error()))),
-        );
+        waiters.extend(open.round.drop_all());
+        out.extend(waiters.into_iter().map(|w| Action::Answer(w.caller, Err(error()))));
         if matches!(cause, Cause::Lost) {
             out.push(Action::Note(format!("rank {rank} of job {name:?} was lost; epoch {new}")));
         }

@@ -27,6 +27,7 @@ pub mod placement;
 mod reduce;
 mod requests;
 mod responses;
+mod resting;
 mod servers;
 mod service;
 mod state;

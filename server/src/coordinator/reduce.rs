@@ -7,6 +7,7 @@ use zeroshard_proto::{JobSpec, Result, TensorSpec};
 
 use super::{
     cluster::Cluster,
+    decisions::Report,
     events::{Action, Caller, Now, Reduce, Reply, ServerId, Waiter},
     leases::check_rank,
     state::{Job, Open, Phase},
@@ -151,19 +152,20 @@ impl Cluster {
     ) {
         match self.try_reduce(caller, &reduce, now) {
             Ok(None) => self.answer_reducers(&reduce.turn.job.name, out),
-            Ok(Some(norm)) => out.push(Action::Answer(caller, Ok(Reply::Reduced(norm)))),
+            Ok(Some(reply)) => out.push(Action::Answer(caller, Ok(reply))),
             Err(error) => out.push(Action::Answer(caller, Err(error))),
         }
     }
 
     /// Registers the call. Returns the answer if the step was decided.
-    fn try_reduce(&mut self, caller: Caller, reduce: &Reduce, now: Now) -> Result<Option<Norm>> {
+    fn try_reduce(&mut self, caller: Caller, reduce: &Reduce, now: Now) -> Result<Option<Reply>> {
         let Reduce { turn, loss_scale, wait } = reduce;
         let Job { spec, epoch, phase, .. } = self.member_job(&turn.job)?;
         let open = phase.open_mut(&turn.job.name)?;
         check_rank(&turn.job.name, turn.rank, spec.world)?;
         if let Some(decided) = open.decided(turn.attempt.step) {
-            return Ok(Some(decided.report.norm.clone()));
+            let Report { norm, resting, .. } = &decided.report;
+            return Ok(Some(Reply::Reduced(norm.clone(), resting.clone())));
         }
         open.check_turn(turn, open.attempt(*epoch))?;
         let waiter = Waiter::new(caller, now, *wait);
@@ -182,8 +184,9 @@ impl Cluster {
         }
         let gradient = Gradient::new(spec, &open.round.reports);
         for Reducer { waiter, loss_scale, .. } in std::mem::take(&mut open.round.reducers) {
-            let norm = gradient.norm(spec, loss_scale);
-            out.push(Action::Answer(waiter.caller, Ok(Reply::Reduced(norm))));
+            let norm = gradient.norm(spec, open.scale_of_mean(spec.world, loss_scale));
+            let reply = Reply::Reduced(norm, open.resting.ranks().collect());
+            out.push(Action::Answer(waiter.caller, Ok(reply)));
         }
     }
 

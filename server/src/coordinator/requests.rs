@@ -5,7 +5,7 @@ use std::time::Duration;
 use tonic::Request;
 use zeroshard_proto::{Deadline, Error, JobSpec, Result, Succession, job::optimizers, pb};
 
-use super::events::{Commit, Create, Discard, JobRef, Lease, Reduce, Turn};
+use super::events::{Commit, Create, Discard, JobRef, Lease, Reduce, Rest, Turn};
 use crate::{
     attempt::Attempt,
     config::{Address, MAX_WAIT},
@@ -75,6 +75,12 @@ impl Waits {
     pub(super) fn discard(&self, request: Request<pb::DiscardRequest>) -> Result<Discard> {
         let wait = self.of(&request).left();
         Ok(Discard { turn: turn(request.into_inner().turn)?, wait })
+    }
+
+    pub(super) fn rest(&self, request: Request<pb::RestRequest>) -> Result<Rest> {
+        let wait = self.of(&request).left();
+        let pb::RestRequest { turn, excluded } = request.into_inner();
+        Ok(Rest { turn: self::turn(turn)?, excluded, wait })
     }
 }
 

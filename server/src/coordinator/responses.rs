@@ -46,15 +46,16 @@ impl From<Report> for pb::CommitResponse {
             loss: report.loss,
             world: report.world,
             absent: report.absent.into_iter().map(absent).collect(),
+            resting: report.resting,
         }
     }
 }
 
-impl From<Norm> for pb::ReduceResponse {
-    fn from(Norm { value, overflow, tensors }: Norm) -> Self {
-        let overflow = overflow.map(Into::into);
-        Self { gradient_norm: value, overflow, tensor_norms: tensors.to_vec() }
-    }
+/// The answer to Reduce.
+pub(super) fn reduced(norm: Norm, resting: Vec<u32>) -> pb::ReduceResponse {
+    let Norm { value: gradient_norm, overflow, tensors } = norm;
+    let (overflow, tensor_norms) = (overflow.map(Into::into), tensors.to_vec());
+    pb::ReduceResponse { gradient_norm, overflow, tensor_norms, resting }
 }
 
 impl From<Overflow> for pb::Overflow {

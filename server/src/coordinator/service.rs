@@ -18,6 +18,7 @@ use super::{
     driver::{Driver, MAX_COMMANDS},
     events::{Event, JobRef, Join, Lease, Reply},
     requests::{Waits, create, dialled},
+    responses::reduced,
 };
 use crate::identity;
 
@@ -110,7 +111,7 @@ impl coordinator_service_server::CoordinatorService for Service {
     async fn reduce(&self, request: Request<pb::ReduceRequest>) -> Answer<pb::ReduceResponse> {
         let reduce = Box::new(self.waits.reduce(request)?);
         match self.driver.call(|caller| Event::Reduce { caller, reduce }).await? {
-            Reply::Reduced(norm) => Ok(Response::new(norm.into())),
+            Reply::Reduced(norm, resting) => Ok(Response::new(reduced(norm, resting))),
             other => Err(unexpected(&other)),
         }
     }
@@ -119,6 +120,14 @@ impl coordinator_service_server::CoordinatorService for Service {
         let discard = self.waits.discard(request)?;
         match self.driver.call(|caller| Event::Discard { caller, discard }).await? {
             Reply::Discarded { attempt } => Ok(Response::new(pb::DiscardResponse { attempt })),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    async fn rest(&self, request: Request<pb::RestRequest>) -> Answer<pb::RestResponse> {
+        let rest = self.waits.rest(request)?;
+        match self.driver.call(|caller| Event::Rest { caller, rest }).await? {
+            Reply::Rested(rested) => Ok(Response::new(rested.into())),
             other => Err(unexpected(&other)),
         }
     }

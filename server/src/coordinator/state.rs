@@ -15,6 +15,7 @@ use super::{
     jobs::Plan,
     members::{Members, Queue},
     responses::Stats,
+    resting::Resting,
 };
 use crate::attempt::Attempt;
 
@@ -80,6 +81,7 @@ pub(crate) struct Open {
     pub(crate) left: BTreeSet<u32>,
     /// Ranks that have no more data. INVARIANT: not in `members`, not in `left`.
     pub(crate) done: BTreeSet<u32>,
+    pub(crate) resting: Resting,
     pub(crate) peers: Peers,
     pub(crate) round: Round,
     /// The decision that produced `version`.
@@ -100,6 +102,7 @@ impl Open {
             queue: Queue::default(),
             left: BTreeSet::new(),
             done: BTreeSet::new(),
+            resting: Resting::default(),
             peers: Peers::default(),
             round: Round::default(),
             last: None,
@@ -131,15 +134,23 @@ impl Open {
         out.extend(self.members.leases().map(Action::Wake));
     }
 
-    /// The ranks below `world` that are not done and have no call in `present`: those with a
+    /// The number of ranks that take part in the open step.
+    pub(crate) fn active(&self, world: u32) -> usize {
+        world as usize - self.done.len() - self.resting.len()
+    }
+
+    /// The ranks below `world` that take part and have no call in `present`: those with a
     /// worker, and those without.
     pub(crate) fn missing<T>(
         &self,
         world: u32,
         present: &BTreeMap<u32, T>,
     ) -> (Vec<u32>, Vec<u32>) {
-        let missing =
-            (0..world).filter(|rank| !present.contains_key(rank) && !self.done.contains(rank));
+        let missing = (0..world).filter(|rank| {
+            !present.contains_key(rank)
+                && !self.done.contains(rank)
+                && !self.resting.contains(*rank)
+        });
         missing.partition(|&rank| self.members.get(rank).is_some())
     }
 
@@ -183,6 +194,7 @@ impl Phase {
             Self::Open(mut open) => {
                 let mut waiters = open.round.drop_all();
                 waiters.extend(open.last.into_iter().flat_map(|last| last.waiters));
+                waiters.extend(open.resting.end().1);
                 waiters.extend(open.queue.into_waiters());
                 let leases = open.members.leases().collect();
                 waiters.extend(open.members.into_joining());

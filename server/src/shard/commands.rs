@@ -29,6 +29,8 @@ pub(super) enum Command {
     NewAttempt(Attempt),
     /// The rank has no more data.
     RankDone { rank: u32 },
+    /// The rank rests, or takes part again from the next attempt on.
+    RankRests { rank: u32, ends: bool },
     /// Apply the attempt's gradients, or skip the step.
     Decide { attempt: Attempt, update: Option<Update> },
 }
@@ -157,6 +159,7 @@ fn execute<B: Backend>(job: &Job<B>, command: &Command) -> Result<()> {
         }
         Command::NewAttempt(attempt) => job.open_attempt(attempt),
         Command::RankDone { rank } => job.rank_done(rank),
+        Command::RankRests { rank, ends } => job.rank_rests(rank, ends),
         Command::Grant { rank, lease } => {
             job.grant(rank, lease);
             Ok(())

@@ -181,6 +181,9 @@ impl<'a, B: Backend> Session<'a, B> {
             Wire::Done(pb::RankDone { job_id, rank, .. }) => {
                 (job_id, Ok(Command::RankDone { rank }))
             }
+            Wire::Rests(pb::RankRests { job_id, rank, ends, .. }) => {
+                (job_id, Ok(Command::RankRests { rank, ends }))
+            }
             Wire::Decide(decision) => (decision.job_id, Command::decide(decision)),
         };
         // A job that has failed here has no task any more; the coordinator knows it, or will know

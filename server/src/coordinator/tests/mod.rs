@@ -11,6 +11,7 @@ mod leases;
 mod members;
 mod model;
 mod reduces;
+mod resting;
 mod service;
 mod succession;
 mod wire;
@@ -27,7 +28,7 @@ use super::{
     decisions::{Decision, Report, Update},
     events::{
         Action, Caller, Command, Commit, Create, Discard, Event, JobRef, Join, Lease, Link, Now,
-        Reduce, Reply, Said, Turn,
+        Reduce, Reply, Rest, Said, Turn,
     },
     feed::Change,
     jobs::Plan,
@@ -299,6 +300,13 @@ impl Script {
         caller
     }
 
+    /// `excluded` is that of [`Rest`].
+    fn rest(&mut self, turn: Turn, excluded: bool) -> Caller {
+        let caller = self.caller();
+        self.event(Event::Rest { caller, rest: Rest { turn, excluded, wait: WAIT } });
+        caller
+    }
+
     fn reduce(&mut self, lease: Lease, epoch: u64, step: u64, loss_scale: f64) -> Caller {
         let caller = self.caller();
         let reduce = Reduce { turn: turn(lease, epoch, 0, step), loss_scale, wait: WAIT };
@@ -373,7 +381,7 @@ impl Script {
 
     fn reduced(&self, caller: Caller) -> Norm {
         match self.answer(caller) {
-            Some(Ok(Reply::Reduced(norm))) => norm.clone(),
+            Some(Ok(Reply::Reduced(norm, _))) => norm.clone(),
             other => panic!("{caller:?} has {other:?}"),
         }
     }

@@ -52,6 +52,7 @@ fn the_report_of_a_step_is_converted_with_every_field() {
         loss: Some(4.0),
         world: 5,
         absent: vec![Absent { slice: 6, rank: 7, everywhere: false }],
+        resting: vec![8, 9],
     };
     let message = pb::CommitResponse {
         version: 1,
@@ -62,6 +63,7 @@ fn the_report_of_a_step_is_converted_with_every_field() {
         loss: Some(4.0),
         world: 5,
         absent: vec![pb::Absent { slice: 6, rank: 7, everywhere: false }],
+        resting: vec![8, 9],
     };
     assert_eq!(pb::CommitResponse::from(report), message);
 }
@@ -90,6 +92,8 @@ fn commands_are_converted_with_every_field() {
     assert_eq!(sent(Command::NewAttempt { job: job(), attempt }), Wire::NewAttempt(next));
     let done = pb::RankDone { job: name.clone(), job_id, rank: 9 };
     assert_eq!(sent(Command::RankDone { job: job(), rank: 9 }), Wire::Done(done));
+    let rests = pb::RankRests { job: name.clone(), job_id, rank: 9, ends: true };
+    assert_eq!(sent(Command::RankRests { job: job(), rank: 9, ends: true }), Wire::Rests(rests));
     let groups = vec![(&adamw).into()];
     let update = Some(pb::Update {
         groups,

@@ -75,9 +75,18 @@ impl<B: Backend> Job<B> {
     /// [`Error::OutOfMemory`].
     pub(crate) fn rank_done(&self, rank: u32) -> Result<()> {
         self.leases.write().expect("no holder of the lock panics").remove(&rank);
+        self.rank_rests(rank, false)
+    }
+
+    /// `rank` contributes nothing: elements that it has not sent count as zeros, in this step and
+    /// in later ones. If its rest `ends`, it contributes again from the next attempt on.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub(crate) fn rank_rests(&self, rank: u32, ends: bool) -> Result<()> {
         let attempt = self.attempt();
         for (index, slice) in self.slices() {
-            self.finish_reduction(attempt, index, slice.set_done(self.backend(), rank, true)?);
+            self.finish_reduction(attempt, index, slice.set_done(self.backend(), rank, !ends)?);
         }
         Ok(())
     }

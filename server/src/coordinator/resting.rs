@@ -1,0 +1,193 @@
+//! Ranks that rest: they have no more batches, and contribute nothing until every rank rests, as in
+//! torch's `Join`.
+//!
+//! A resting rank keeps its lease. The servers count its elements as zeros, and the steps of the
+//! other ranks need neither its commits nor its discards. When every rank rests, all take part
+//! again, in a new attempt. The end of any lease ends all rests with an error.
+
+use std::collections::BTreeMap;
+
+use zeroshard_proto::{Error, Result, pb};
+
+use super::{
+    cluster::Cluster,
+    commit::missing_ranks,
+    events::{Action, Caller, Command, JobRef, Now, Reply, Rest, Waiter},
+    leases::check_rank,
+    state::{Job, Open, Phase},
+};
+use crate::{attempt::Attempt, listing::some_of};
+
+/// A resting rank.
+#[derive(Debug)]
+struct Rester {
+    /// The step that was open when the rank began to rest.
+    since: u64,
+    /// Whether mean gradients are over the other ranks.
+    excluded: bool,
+    /// More than one if the rank has repeated its call.
+    waiters: Vec<Waiter>,
+}
+
+/// The ranks that rest.
+#[derive(Debug, Default)]
+pub(crate) struct Resting {
+    ranks: BTreeMap<u32, Rester>,
+    /// The end of the last rest, for repeated calls.
+    last: Option<Rested>,
+}
+
+/// All ranks have rested.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Rested {
+    /// The attempt in which all ranks take part again.
+    attempt: Attempt,
+    /// The highest rank that took part in the last step.
+    last: u32,
+}
+
+impl From<Rested> for pb::RestResponse {
+    fn from(Rested { attempt: Attempt { step, number, .. }, last }: Rested) -> Self {
+        Self { step, attempt: number, last }
+    }
+}
+
+impl Resting {
+    pub(super) fn len(&self) -> usize {
+        self.ranks.len()
+    }
+
+    pub(super) fn contains(&self, rank: u32) -> bool {
+        self.ranks.contains_key(&rank)
+    }
+
+    /// The ranks, ascending.
+    pub(super) fn ranks(&self) -> impl Iterator<Item = u32> + '_ {
+        self.ranks.keys().copied()
+    }
+
+    /// Ends all rests. Returns the ranks, and the calls that must be answered.
+    pub(super) fn end(&mut self) -> (Vec<u32>, Vec<Waiter>) {
+        let (ranks, resters): (_, Vec<_>) = std::mem::take(&mut self.ranks).into_iter().unzip();
+        (ranks, resters.into_iter().flat_map(|rester| rester.waiters).collect())
+    }
+
+    /// Forgets a rank, and returns its calls.
+    pub(super) fn forget(&mut self, rank: u32) -> Vec<Waiter> {
+        self.ranks.remove(&rank).map(|rester| rester.waiters).unwrap_or_default()
+    }
+
+    pub(super) fn forget_caller(&mut self, rank: u32, caller: Caller) {
+        if let Some(rester) = self.ranks.get_mut(&rank) {
+            rester.waiters.retain(|waiter| waiter.caller != caller);
+        }
+    }
+
+    pub(super) fn next_deadline(&self) -> Option<Now> {
+        self.ranks.values().flat_map(|rester| &rester.waiters).map(|w| w.deadline).min()
+    }
+}
+
+impl Open {
+    /// The loss scale by which the mean gradient over all ranks is divided, so that the result is
+    /// the mean over the ranks that are not excluded.
+    pub(super) fn scale_of_mean(&self, world: u32, loss_scale: f64) -> f64 {
+        let excluded = self.resting.ranks.values().filter(|rester| rester.excluded).count();
+        loss_scale * (f64::from(world) - excluded as f64) / f64::from(world)
+    }
+}
+
+impl Cluster {
+    pub(super) fn rest(&mut self, caller: Caller, rest: Rest, now: Now, out: &mut Vec<Action>) {
+        match self.try_rest(caller, &rest, now, out) {
+            Ok(None) => self.advance(&rest.turn.job.name, now, out),
+            Ok(Some(rested)) => out.push(Action::Answer(caller, Ok(Reply::Rested(rested)))),
+            Err(error) => out.push(Action::Answer(caller, Err(error))),
+        }
+    }
+
+    /// Registers the call. Returns the end of the rest if all ranks have rested already.
+    fn try_rest(
+        &mut self,
+        caller: Caller,
+        rest: &Rest,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) -> Result<Option<Rested>> {
+        let Rest { turn, excluded, wait } = rest;
+        let (name, rank) = (&turn.job.name, turn.rank);
+        let Job { spec, epoch, phase, .. } = self.member_job(&turn.job)?;
+        let open = phase.open_mut(name)?;
+        check_rank(name, rank, spec.world)?;
+        let (current, waiter) = (open.attempt(*epoch), Waiter::new(caller, now, *wait));
+        if let Some(rester) = open.resting.ranks.get_mut(&rank) {
+            rester.waiters.push(waiter);
+            return Ok(None);
+        }
+        if let Some(rested) = open.resting.last.filter(|rested| rested.attempt == current)
+            && turn.attempt < current
+        {
+            return Ok(Some(rested));
+        }
+        open.check_turn(turn, current)?;
+        let withdrawn = open.round.forget_rank(rank);
+        let lost = || Error::LeaseLost { job: name.clone(), rank };
+        out.extend(withdrawn.into_iter().map(|w| Action::Answer(w.caller, Err(lost()))));
+        let (since, excluded) = (current.step, *excluded);
+        open.resting.ranks.insert(rank, Rester { since, excluded, waiters: vec![waiter] });
+        open.send(&Command::RankRests { job: turn.job.clone(), rank, ends: false }, out);
+        Ok(None)
+    }
+
+    /// When every rank rests, all take part again in a new attempt.
+    pub(super) fn resume_if_all_rest(&mut self, name: &str, out: &mut Vec<Action>) {
+        let Some(Job { spec, id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name)
+        else {
+            return;
+        };
+        let resters = &open.resting.ranks;
+        if resters.is_empty() || open.active(spec.world) > 0 {
+            return;
+        }
+        // The ranks that began to rest last have made the last step.
+        let last = resters.iter().max_by_key(|&(&rank, rester)| (rester.since, rank));
+        let last = last.map_or(0, |(&rank, _)| rank);
+        let (ranks, waiters) = open.resting.end();
+        let number = open.round.attempt + 1;
+        open.round.drop_all();
+        open.round.attempt = number;
+        let attempt = open.attempt(*epoch);
+        let job = JobRef { name: name.to_owned(), id: *id };
+        for rank in ranks {
+            open.send(&Command::RankRests { job: job.clone(), rank, ends: true }, out);
+        }
+        open.send(&Command::NewAttempt { job, attempt }, out);
+        let rested = Rested { attempt, last };
+        open.resting.last = Some(rested);
+        let answer = |w: Waiter| Action::Answer(w.caller, Ok(Reply::Rested(rested)));
+        out.extend(waiters.into_iter().map(answer));
+    }
+
+    /// Answers resting ranks at their deadline with the ranks that still take part. They continue
+    /// to rest.
+    pub(super) fn expire_rests(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
+        let Some(Job { spec, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name)
+        else {
+            return;
+        };
+        let mut expired = Vec::new();
+        for rester in open.resting.ranks.values_mut() {
+            expired.extend(rester.waiters.extract_if(.., |waiter| waiter.deadline <= now));
+        }
+        if expired.is_empty() {
+            return;
+        }
+        let late = missing_ranks(spec, open, &open.resting.ranks, "ranks that still train");
+        let (step, late) = (open.step(), some_of(late));
+        let waiting_for =
+            format!("every rank to rest at step {step} of job {name:?} (epoch {epoch}): {late}");
+        let timeout =
+            |w: Waiter| Action::Answer(w.caller, Err(w.timeout(now, waiting_for.clone())));
+        out.extend(expired.into_iter().map(timeout));
+    }
+}
