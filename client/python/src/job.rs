@@ -8,7 +8,8 @@ use tokio::{
     task::JoinSet,
 };
 use zeroshard_client::{
-    self as client, Absent, Attempt, Commit, Result, StatePart, StepReport, TensorData, TensorId,
+    self as client, Absent, Attempt, Commit, Rested, Result, StatePart, StepReport, TensorData,
+    TensorId,
 };
 use zeroshard_proto::{AppliedSteps, Error, JobVersion, successor_name};
 
@@ -288,14 +289,14 @@ impl Job {
         wait(py, async move { attempt.discard().await })
     }
 
-    fn rest(&self, py: Python<'_>, step: u64, excluded: bool) -> PyResult<(u64, u32)> {
+    fn rest(&self, step: u64, excluded: bool) -> PyResult<Rest> {
         let (attempt, pushes) = self.closed(step)?;
-        let rested = wait(py, async move {
+        self.forget();
+        let task = spawn(async move {
             arrived(pushes).await?;
             attempt.rest(excluded).await
         })?;
-        *lock(&self.outgoing) = Outgoing::default();
-        Ok((rested.step, rested.last))
+        Ok(Rest { task })
     }
 
     #[pyo3(signature = (step, loss_scale=1.0))]
@@ -436,6 +437,26 @@ impl Transfer {
         let runtime = runtime().map_err(raise)?;
         let _ = py.detach(|| runtime.block_on(task));
         Ok(())
+    }
+}
+
+/// A rest that is waited for. It is given up when this object is dropped.
+#[pyclass(module = "zeroshard._native")]
+pub(crate) struct Rest {
+    task: tokio::task::JoinHandle<Result<Rested>>,
+}
+
+impl Drop for Rest {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+#[pymethods]
+impl Rest {
+    fn wait(&mut self, py: Python<'_>) -> PyResult<(u64, u32)> {
+        let Rested { step, last } = join(py, &mut self.task)?.map_err(raise)?;
+        Ok((step, last))
     }
 }
 

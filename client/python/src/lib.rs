@@ -26,7 +26,7 @@ mod _native {
     #[pymodule_export]
     use hash::hashes;
     #[pymodule_export]
-    use job::{Job, Report, Transfer};
+    use job::{Job, Report, Rest, Transfer};
     #[pymodule_export]
     use mesh::{Layout, Mesh, TensorBox, redistribution};
     #[pymodule_export]

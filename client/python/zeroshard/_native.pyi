@@ -280,9 +280,15 @@ class Job:
         :class:`~zeroshard.errors.StepMismatchError` if the step was already decided, and
         :class:`~zeroshard.errors.DisagreementError` if another rank commits the attempt.
         """
-    def reduce(self, step: int, loss_scale: float = 1.0) -> tuple[float, list[float]]:
+    def rest(self, step: int, excluded: bool) -> Rest:
+        """Flushes, and contributes nothing more to ``step`` and later ones, until every rank rests.
+
+        Gradients that were sent for ``step`` count in it. ``excluded``: mean gradients are over the
+        ranks that do not rest. It must be the same on every rank.
+        """
+    def reduce(self, step: int, loss_scale: float = 1.0) -> tuple[float, list[float], list[int]]:
         """Flushes, waits until every rank has flushed, and returns the global norm of the mean
-        gradient, and the norm of each tensor's."""
+        gradient, the norm of each tensor's, and the ranks that rest."""
     def gradient_sum(self, step: int, tensor: int, array: Array) -> None:
         """Fetches the sum over the ranks of the gradients of a tensor in the open attempt. Waits
         until every rank has flushed."""
@@ -339,6 +345,18 @@ class Transfer:
         """Cancels it, and waits until it no longer writes to the memory. Its errors are ignored."""
 
 @final
+class Rest:
+    """The rest of a rank. It is given up when this object is deleted."""
+
+    def wait(self) -> tuple[int, int]:
+        """Waits until every rank rests. Returns the open step, and the highest rank of those that
+        took part in the last step.
+
+        Raises :class:`~zeroshard.errors.StepAbortedError` or
+        :class:`~zeroshard.errors.RankLeftError` if a rank was lost or has left.
+        """
+
+@final
 class Report:
     """The result of a step."""
 
@@ -353,6 +371,9 @@ class Report:
     @property
     def overflow(self) -> tuple[int, int | None] | None:
         """The first tensor with an inf or NaN gradient, and the lowest rank that sent one."""
+    @property
+    def resting(self) -> list[int]:
+        """The ranks that rested, in order."""
     @property
     def absent(self) -> list[tuple[int, int, bool]]:
         """The tensors without a gradient on some rank: tensor, lowest such rank, and whether no

@@ -8,6 +8,7 @@ from typing import Generic
 
 from .. import _native
 from .._connection import Connection
+from .._native import Rest
 from .._rendezvous import ProcessGroup
 from ..errors import StepAbortedError, StepMismatchError, UnusedParameterError
 from .framework import Framework, T
@@ -57,6 +58,8 @@ class Averager(Generic[T]):
         #: The gradients that were sent. The mean replaces their values.
         self._gradients: dict[int, T] = {}
         self._absent: list[int] = []
+        #: The ranks that rested in the last step.
+        self.resting: list[int] = []
         #: Whether the servers may have a part of a step that this rank has abandoned.
         self._interrupted = False
 
@@ -150,12 +153,12 @@ class Averager(Generic[T]):
         self.connection.activity.steps += 1
         for target in targets.values():
             target.finish()
-        self._step = report.version
+        self._step, self.resting = report.version, report.resting
         gradients, self._gradients, self._absent = self._gradients, {}, []
         for index, rank, everywhere in report.absent:
             if everywhere:
                 del gradients[index]
-            elif not unused:
+            elif not unused and rank not in report.resting:
                 raise UnusedParameterError(
                     f"parameter {self._names[index]!r} has a gradient on other ranks, but none on "
                     f"rank {self._group.ranks[rank]}; pass find_unused_parameters=True if ranks "
@@ -163,6 +166,19 @@ class Averager(Generic[T]):
                 )
         for index, gradient in gradients.items():
             self._framework.set_gradient(parameters[index], gradient)
+
+    def rest(self, excluded: bool) -> Rest:
+        """Contributes nothing more until every rank rests. ``excluded``: means are over the ranks
+        that do not rest."""
+        self.resume()
+        return self._job.rest(self._step, excluded)
+
+    def end_rest(self, rest: Rest) -> int:
+        """Waits until every rank rests. Returns the highest rank of those that made the last
+        step."""
+        self._step, last = rest.wait()
+        self.resting = []
+        return last
 
     def abandon(self) -> None:
         """Drops the current step after an error. :meth:`resume` must be called before the next

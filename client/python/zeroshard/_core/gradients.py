@@ -46,6 +46,10 @@ class Gradients(Generic[T]):
         self._unscaled = False
         #: The factor by which the step will multiply gradients to clip them.
         self._clip_factor: float | None = None
+        #: Whether mean gradients are over the ranks that do not rest.
+        self.excluding = False
+        #: The ranks that rest, according to the last call that has asked for norms.
+        self.resting: list[int] = []
         #: Set by a forward: the backward pass that follows is not the last of its step.
         self.hold = False
         #: Backward passes in the open step, by manifest index, and the maximum over the earlier
@@ -97,6 +101,11 @@ class Gradients(Generic[T]):
     def any_sent(self) -> bool:
         """Whether this rank has sent gradients of the open step."""
         return bool(self._sent)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the open step has had no backward pass whose gradients are sent."""
+        return not self._passes and not self._sent
 
     def announce(self) -> None:
         """Called when the program uses ``no_sync``: the pass outside of it is the last one of its
@@ -231,10 +240,12 @@ class Gradients(Generic[T]):
     def _reduce(self) -> list[float]:
         self.send_rest()
         with self._job.connection.activity.waiting("commit"):
-            return self._job.job.reduce(self._job.version, 1.0)[1]
+            _, norms, self.resting = self._job.job.reduce(self._job.version, 1.0)
+        return norms
 
-    def fetch(self, entry: Entry[T]) -> tuple[T, int]:
-        """The sum of the gradients over the ranks as a host tensor, and the number of ranks."""
+    def fetch(self, entry: Entry[T]) -> tuple[T, float]:
+        """The sum of the gradients over the ranks as a host tensor, and the number by which the
+        step divides it."""
         host = self._job.framework.host(entry.shape)
         array = self._job.framework.array(host, Box.whole(entry.shape))
 
@@ -243,7 +254,20 @@ class Gradients(Generic[T]):
                 self._job.job.gradient_sum(self._job.version, entry.index, array)
 
         self._run(receive)
-        return host, self._job.job.divisor(entry.index)
+        divisor = self._job.job.divisor(entry.index)
+        return host, divisor * self._active / self._job.group.size if self.excluding else divisor
+
+    @property
+    def _active(self) -> int:
+        return self._job.group.size - len(self.resting)
+
+    def as_contribution(self, mean: T) -> T:
+        """A mean gradient as values that every rank that does not rest sends: their mean over all
+        ranks is the same again."""
+        if self.excluding or not self.resting:
+            return mean
+        scaled: T = cast(Any, mean) * (self._job.group.size / self._active)
+        return scaled
 
     def clipping(self, entry: Entry[T]) -> float:
         """The factor by which the step will multiply a gradient to clip it."""
@@ -367,6 +391,13 @@ class Gradients(Generic[T]):
             self._job.job.absent(self._job.version, self._absent)
             self._absent = []
 
+    def drop_sent(self) -> None:
+        """Drops the gradients of the open step that were sent."""
+        for entry in self._job.trained:
+            if entry.index in self._sent:
+                self._job.framework.set_gradient(entry.tensor, None)
+        self.restart()
+
     def restart(self, *, keep: bool = False) -> None:
         """Repeats the open step, without the gradients that were sent. ``keep``: parameters keep
         gradients of which this rank has no values, because the program sets them next."""
@@ -395,4 +426,4 @@ class Gradients(Generic[T]):
         self._sent.clear()
         self._absent.clear()
         self._means.clear()
-        self._norms, self._clip_factor, self._unscaled = None, None, False
+        self._norms, self._clip_factor, self._unscaled, self.resting = None, None, False, []

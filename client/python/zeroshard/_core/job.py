@@ -17,6 +17,7 @@ from .._connection import Connection
 from .._native import Array, Box, Job, Mesh
 from .._rendezvous import ProcessGroup
 from ..errors import JobFailedError
+from .broadcast import broadcast
 from .entry import Entry, hashes_of, mark, modified
 from .framework import Framework, Optimizer, T
 from .layout import job_layouts
@@ -179,7 +180,7 @@ class ModelJob(Generic[T]):
         own = "" if error is None else f"{type(error).__name__}: {error}"
         ranks = self.group.ranks
         try:
-            texts = self.connection.exchange(f"{self.job.name}/values", own, ranks)
+            texts = self.exchange("values", own)
         except Exception:
             if error is not None:
                 raise error from None
@@ -335,6 +336,15 @@ class ModelJob(Generic[T]):
     ) -> None:
         with self.connection.activity.waiting("pull"):
             self.job.fetch(self.version, arrays, part=part, label=label)
+
+    def broadcast_buffers(self, source: int) -> None:
+        """All ranks receive the buffers of rank ``source``. Every rank must call it."""
+        buffers = [(entry.name, entry.tensor) for entry in self.buffers]
+        broadcast(self.connection, self.framework, self.group, source, buffers)
+
+    def exchange(self, what: str, value: str) -> list[str]:
+        """Returns the value that each rank has passed for ``what``. Every rank must call it."""
+        return self.connection.exchange(f"{self.job.name}/{what}", value, self.group.ranks)
 
     def states(self) -> Iterator[tuple[Entry[T], State[T]]]:
         """The whole optimizer state of all trained entries that were updated."""

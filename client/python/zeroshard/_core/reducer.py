@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic
 
 from .. import _native
+from .._native import Rest
 from .._rendezvous import ProcessGroup
 from .._session import connection
 from ..errors import InvalidArgumentError, UnusedParameterError
 from .averager import Averager, Named
+from .broadcast import broadcast
 from .framework import Framework, Hook, T
 
 _MB = 1 << 20
@@ -67,6 +69,9 @@ class Reducer(Generic[T]):
         #: Whether creating the job for the current parameters has failed.
         self._broken = False
         self.averager: Averager[T] | None = None
+        #: Whether mean gradients are over the ranks that do not rest.
+        self._excluding = False
+        self._rest: Rest | None = None
         #: Jobs that are no longer used. They are left when every rank uses the next one.
         self._retired: list[Averager[T]] = []
         self._hooks: list[Hook] = []
@@ -85,6 +90,36 @@ class Reducer(Generic[T]):
             yield
         finally:
             self.syncing = before
+
+    def begin_join(self, excluding: bool) -> None:
+        """Called before a loop that may have a different number of steps on each rank.
+        ``excluding``: mean gradients are over the ranks whose loop has not ended."""
+        self._excluding = excluding
+
+    def end_evenly(self) -> None:
+        """Raises :class:`~zeroshard.DisagreementError` if another rank makes a further step."""
+        self._end_failed()
+        if self.averager is not None:
+            self.averager.abandon()
+            self.averager.resume()
+
+    def rest(self) -> None:
+        """Contributes nothing more until every rank rests."""
+        self._end_failed()
+        self._rest = None if self.averager is None else self.averager.rest(self._excluding)
+
+    def end_join(self) -> int:
+        """Waits until every rank rests, and takes the parameters and buffers of the rank that made
+        the last step. Returns this rank."""
+        self._excluding = False
+        rest, self._rest = self._rest, None
+        if self.averager is None or rest is None:
+            return self._group.rank
+        last = self.averager.end_rest(rest)
+        framework = self._framework
+        tensors = [*framework.parameters(self._model), *framework.buffers(self._model)]
+        broadcast(connection(), framework, self._group, last, tensors)
+        return last
 
     def new_buckets(self) -> _native.Buckets:
         """The buckets of the trained parameters."""
@@ -158,6 +193,11 @@ class Reducer(Generic[T]):
             parameter is before for (_, parameter), before in zip(trainable, self._trained)
         )
         if self._broken or not as_before:
+            if self.averager is not None and self.averager.resting:
+                raise InvalidArgumentError(
+                    "a parameter was frozen or unfrozen while another rank has no more batches; "
+                    "change it before or after the loops under zeroshard.torch.join"
+                )
             self._arrange(trainable, broadcast=False)
         elif self.averager is not None:
             self.averager.resume()

@@ -12,7 +12,7 @@ from typing import Any, Generic
 from .._agreement import agree
 from .._connection import Connection
 from .._log import is_shown
-from .._native import Report, hashes
+from .._native import Report, Rest, hashes
 from .._rendezvous import ProcessGroup
 from ..errors import InvalidArgumentError, StepAbortedError, StepMismatchError
 from .entry import Entry
@@ -55,6 +55,9 @@ class Sharding(Generic[T]):
         self._clip_once: float | None = None
         self._interrupted = False
         self._holding = False
+        #: Whether ranks may rest, and the rest of this one.
+        self._joining = False
+        self._rest: Rest | None = None
         self.last_report: Report | None = None
         #: The number of steps so far.
         self.steps = 0
@@ -177,6 +180,7 @@ class Sharding(Generic[T]):
             self.discard()
         # Gradients that were sent belong to the current job: the next step follows the change.
         if not self.gradients.any_sent and self.job.changed():
+            self._check_no_rank_rests()
             self.job.check_written()
             self.reopen(None)
 
@@ -203,7 +207,18 @@ class Sharding(Generic[T]):
         self.discard()
         self._reopen(states)
 
+    def _check_no_rank_rests(self) -> None:
+        resting = self.last_report.resting if self.last_report is not None else []
+        if self._joining and resting:
+            ranks = ", ".join(str(self.job.group.ranks[rank]) for rank in resting)
+            raise InvalidArgumentError(
+                "the program has changed what the servers train (frozen parameters, parameter "
+                f"groups, a loaded state) while rank {ranks} has no more batches; change it before "
+                "or after the loops under zeroshard.torch.join"
+            )
+
     def _reopen(self, states: Mapping[int, State[T]] | None) -> None:
+        self._check_no_rank_rests()
         self.job.reopen(states)
         self.gradients.watch()
         if self.gatherer is not None:
@@ -222,7 +237,8 @@ class Sharding(Generic[T]):
             incoming.finish()
         self.last_report = report
         self._end_step(report)
-        if self._sync_buffers:
+        # Rank 0 sends none while it rests: the other ranks keep their own.
+        if self._sync_buffers and 0 not in report.resting:
             self.job.receive(entry for entry in self.job.received if entry.buffer)
 
     def check_applied(self) -> None:
@@ -236,6 +252,49 @@ class Sharding(Generic[T]):
                 f"{where}, and step {report.version - 1} was skipped; to skip such steps without "
                 "an error, pass a GradScaler to group_sharded_parallel"
             )
+
+    def begin_join(self, excluding: bool) -> None:
+        """Called before a loop that may have a different number of steps on each rank.
+        ``excluding``: mean gradients are over the ranks whose loop has not ended."""
+        shared = next((entry for entry in self.job.entries if entry.layout is not None), None)
+        if shared is not None:
+            raise InvalidArgumentError(
+                f"parameter {shared.name!r} is distributed over ranks, which therefore must have "
+                "the same number of batches; join supports models that every rank has as a whole"
+            )
+        self._joining, self.gradients.excluding = True, excluding
+
+    def end_evenly(self) -> None:
+        """Raises :class:`~zeroshard.DisagreementError` if another rank makes a further step."""
+        self.follow_changes()
+        self._sent(lambda: self.job.job.discard(self.job.version))
+        self.gradients.restart()
+
+    def rest(self) -> None:
+        """Contributes nothing more until every rank rests."""
+        self.follow_changes()
+        if not self.gradients.is_complete:
+            # As with torch's data parallelism, they count in the step of the other ranks.
+            self._sent(self.gradients.send_rest)
+        excluding = self.gradients.excluding
+        self._rest = self._sent(lambda: self.job.job.rest(self.job.version, excluding))
+
+    def end_join(self) -> int:
+        """Waits until every rank rests, and takes the parameters and buffers of the rank that made
+        the last step. Returns this rank."""
+        assert self._rest is not None, "the rank rests"
+        step, last = self._sent(self._rest.wait)
+        self._rest = None
+        self.gradients.drop_sent()
+        if step != self.job.version:
+            self._take_version(step)
+        self.job.broadcast_buffers(last)
+        self._joining = self.gradients.excluding = False
+        return int(last)
+
+    def exchange(self, what: str, value: str) -> list[str]:
+        """Returns the value of each rank. Every rank must call it, once after each rest."""
+        return self.job.exchange(f"{what} at step {self.job.version}", value)
 
     def unwind(self) -> None:
         """Called when a forward of the whole model has raised an exception."""
@@ -277,6 +336,10 @@ class Sharding(Generic[T]):
         moved = self.gradients.any_sent and self.job.changed()
         if not changed and not moved:
             return
+        if changed and self._joining:
+            self.gradients.norms()  # the answer has the ranks that rest
+        resting, size = set(self.gradients.resting), self.job.group.size
+        active = [self.job.group.ranks[rank] for rank in range(size) if rank not in resting]
         current = {id(entry.tensor): self.gradients.current(entry) for entry in self.job.trained}
         if moved:
             self._reopen(None)
@@ -294,7 +357,11 @@ class Sharding(Generic[T]):
             for entry in self.job.trained:
                 has = "a gradient" if current.get(id(entry.tensor)) is not None else "none"
                 texts.setdefault(f"the gradient of parameter {entry.name!r}", has)
-        agree("optimizer.step", texts, self.job.group.ranks)
+        agree("optimizer.step", texts, active)
+        for entry in self.job.trained if self.level != "os" else changed:
+            mean = current.get(id(entry.tensor))
+            if mean is not None:
+                current[id(entry.tensor)] = self.gradients.as_contribution(mean)
         self.gradients.resend(current)
 
     def _end_step(self, report: Report) -> None:
@@ -330,12 +397,16 @@ class Sharding(Generic[T]):
             pass  # the servers have already dropped it
         except StepMismatchError:
             # The step was decided before the interruption: the next step starts from its result.
-            self.job.version += 1
-            self.job.receive(entry for entry in self.job.trained if entry.resident)
-            self.job.mark()
-            if self.gatherer is not None:
-                self.gatherer.new_version()
+            self._take_version(self.job.version + 1)
         self._interrupted = False
+
+    def _take_version(self, version: int) -> None:
+        """Takes the parameters of a version that this rank has not made."""
+        self.job.version = version
+        self.job.receive(entry for entry in self.job.trained if entry.resident)
+        self.job.mark()
+        if self.gatherer is not None:
+            self.gatherer.new_version()
 
     def _commit(self, written: list[Entry[T]], received: list[tuple[int, Incoming]]) -> Report:
         """Commits the step and receives the new parameters."""

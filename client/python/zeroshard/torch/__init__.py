@@ -8,6 +8,7 @@ from ._clip import ClipGradByGlobalNorm, clip_grad_norm_
 from ._data_parallel import DataParallel, fused_allreduce_gradients
 from ._dataloader import ShardDataloader, shard_dataloader
 from ._dist_model import DistModel, to_static
+from ._join import join
 from ._layer import shard_layer
 from ._mesh import Partial, ProcessMesh, Replicate, Shard
 from ._model import GroupSharded
@@ -40,6 +41,7 @@ __all__ = [
     "clip_grad_norm_",
     "fused_allreduce_gradients",
     "group_sharded_parallel",
+    "join",
     "load_group_sharded_model",
     "parallel",
     "reshard",

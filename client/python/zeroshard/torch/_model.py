@@ -18,6 +18,7 @@ from ..errors import InvalidArgumentError
 from ._compiled import gather_compiled, warn_not_compiled
 from ._dtensor import parts_of_state
 from ._memory import outside_graphs
+from ._scaler import GradScaler
 
 
 class GroupSharded(nn.Module):
@@ -29,12 +30,19 @@ class GroupSharded(nn.Module):
     """
 
     module: nn.Module
+    #: The state shared with the optimizer.
+    sharding: Sharding[Tensor]
+    #: The gradient scaler that was passed together with the model.
+    _scaler: GradScaler | None
 
-    def __init__(self, module: nn.Module, sharding: Sharding[Tensor]) -> None:
+    def __init__(
+        self, module: nn.Module, sharding: Sharding[Tensor], scaler: GradScaler | None = None
+    ) -> None:
         super().__init__()
         self.module = module
         # Bypasses torch's registration of submodules and parameters.
         self.__dict__["sharding"] = sharding
+        self.__dict__["_scaler"] = scaler
         self.__dict__["forward"] = _Forward(self)
         if sharding.gatherer is not None:
             gather_compiled(module, sharding.gatherer)
@@ -42,11 +50,7 @@ class GroupSharded(nn.Module):
     @property
     def level(self) -> str:
         """``os``, ``os_g`` or ``p_g_os``."""
-        return self._sharding().level
-
-    def _sharding(self) -> Sharding[Tensor]:
-        sharding: Sharding[Tensor] = self.__dict__["sharding"]
-        return sharding
+        return self.sharding.level
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -56,8 +60,8 @@ class GroupSharded(nn.Module):
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
-            _before_forward(self._sharding())
-        gatherer = self._sharding().gatherer
+            _before_forward(self.sharding)
+        gatherer = self.sharding.gatherer
         if gatherer is None:
             return self.module(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -65,18 +69,18 @@ class GroupSharded(nn.Module):
         try:
             return _call_gathering(self.module, gatherer, args, kwargs)
         except BaseException:
-            self._sharding().unwind()
+            self.sharding.unwind()
             raise
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context whose forwards have backward passes that are not the last of their step: the
         gradients are accumulated on this rank."""
-        return self._sharding().no_sync()
+        return self.sharding.no_sync()
 
     def summon_full_params(self) -> AbstractContextManager[None]:
         """A context in which all parameters are on this worker. Values that the program writes to
         them, which must be the same on all ranks, become part of the next step."""
-        return self._sharding().gathered()
+        return self.sharding.gathered()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The whole state dict of the model, with the model's keys. Any rank may call it."""
@@ -95,7 +99,7 @@ class GroupSharded(nn.Module):
                 "assign is True; it must be False, since the job holds the existing parameters"
             )
         result = self.module.load_state_dict(parts_of_state(self.module, state_dict), strict=strict)
-        self._sharding().take_values()
+        self.sharding.take_values()
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -109,9 +113,9 @@ class GroupSharded(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         tensors = itertools.chain(self.module.parameters(), self.module.buffers())
-        if self._sharding().has_units and all(_is_unchanged(fn, tensor) for tensor in tensors):
+        if self.sharding.has_units and all(_is_unchanged(fn, tensor) for tensor in tensors):
             return self
-        self._sharding().check_movable()
+        self.sharding.check_movable()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 

@@ -37,7 +37,7 @@ def save_group_sharded_model(
             f"optimizer is a {type(optimizer).__name__}; "
             "it must be an optimizer returned by group_sharded_parallel"
         )
-    if wrapped._sharding().job.group.rank != 0:
+    if wrapped.sharding.job.group.rank != 0:
         return
     folder.mkdir(parents=True, exist_ok=True)
     _write(_whole_state(wrapped), folder / _MODEL)
@@ -66,7 +66,7 @@ def _whole_state(wrapped: GroupSharded) -> dict[str, Any]:
         for name, parameter in wrapped.module.named_parameters(remove_duplicate=False)
         if isinstance(parameter, DTensor)
     }
-    whole = wrapped._sharding().whole(distributed)
+    whole = wrapped.sharding.whole(distributed)
     state = wrapped.state_dict()
     return {
         name: whole[name].to(value.dtype) if name in whole else value

@@ -60,7 +60,7 @@ def shard_optimizer(
         accumulation_steps=gradient_accumulation_steps if gradient_accumulation_steps > 1 else None,
     )
     if model is not None:
-        sharding = wrapped._sharding()
+        sharding = wrapped.sharding
 
         def before(module: nn.Module, inputs: Any) -> None:
             if torch.is_grad_enabled():

@@ -124,11 +124,11 @@ def group_sharded_parallel(
         initial.undo()
         raise
     optimizer.state.clear()
-    wrapped = GroupSharded(model, sharding)
+    shared = None if scaler is None else GradScaler.sharing(scaler)
     return (
-        wrapped,
+        GroupSharded(model, sharding, shared),
         ShardedOptimizer(optimizer, sharding),
-        None if scaler is None else GradScaler.sharing(scaler),
+        shared,
     )
 
 

@@ -16,7 +16,7 @@ from ._model import GroupSharded
 def unshard(model: GroupSharded) -> nn.Module:
     """Returns the module with its current parameters. It can be sharded again; its optimizer can
     not be used any more. Every rank must call it."""
-    sharding = model._sharding()
+    sharding = model.sharding
     sharding.follow_changes()
     if sharding.gatherer is not None:
         sharding.gatherer.gather_all()

@@ -1,0 +1,93 @@
+"""``join``: training with a different number of batches on each rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .._core.reducer import Reducer
+from .._core.sharding import Sharding
+from ..errors import InvalidArgumentError, InvalidTypeError
+from ._data_parallel import DataParallel
+from ._model import GroupSharded
+
+#: A model that can be trained with a different number of batches on each rank.
+Joinable = GroupSharded | DataParallel
+
+
+@contextlib.contextmanager
+def join(
+    models: Joinable | Sequence[Joinable],
+    divide_by_initial_world_size: bool = True,
+    enable: bool = True,
+    throw_on_early_termination: bool = False,
+) -> Iterator[None]:
+    """A context for a training loop with a different number of batches on each rank, as torch's
+    ``Join`` and ``DistributedDataParallel.join``.
+
+        with zeroshard.torch.join(model):
+            for inputs, labels in loader:
+                optimizer.zero_grad()
+                loss_function(model(inputs), labels).backward()
+                optimizer.step()
+
+    A rank whose loop ends waits at the end of the context, while the other ranks continue. Its
+    gradients count as zeros. When the loops of all ranks have ended, all ranks have the parameters
+    and buffers of the last one, and train together again. If a rank raises an error, leaves or is
+    lost, the waiting ranks get an error at once that names it.
+
+    Every rank must enter the context. While some ranks wait, the others must not change what the
+    servers train (unfreeze parameters, add parameter groups, load a state).
+
+    Args:
+        models: the models that are trained in the loop: results of
+            :func:`~zeroshard.torch.group_sharded_parallel`, or :class:`DataParallel`.
+        divide_by_initial_world_size: whether mean gradients are divided by the number of all ranks.
+            If False, they are divided by the number of ranks that still have batches.
+        enable: whether loops may differ. If False, the context does nothing.
+        throw_on_early_termination: whether every rank gets a
+            :class:`~zeroshard.DisagreementError` as soon as one rank has no more batches and
+            another makes a step.
+    """
+    joined = [models] if isinstance(models, (GroupSharded, DataParallel)) else list(models)
+    if not joined:
+        raise InvalidArgumentError("models is empty; pass at least one model")
+    trainers = [_trainer(model) for model in joined]
+    for trainer in trainers:
+        trainer.begin_join(excluding=enable and not divide_by_initial_world_size)
+    yield
+    if not enable:
+        return
+    if throw_on_early_termination:
+        for trainer in trainers:
+            trainer.end_evenly()
+    # All models rest before the first wait: the other ranks may train them in turns.
+    for trainer in trainers:
+        trainer.rest()
+    for model, trainer in zip(joined, trainers, strict=True):
+        last = trainer.end_join()
+        if isinstance(model, GroupSharded):
+            _share_scaler(model, last)
+
+
+def _trainer(model: Any) -> Sharding[Tensor] | Reducer[Tensor]:
+    if isinstance(model, GroupSharded):
+        return model.sharding
+    if isinstance(model, DataParallel):
+        return model._reducer
+    raise InvalidTypeError(
+        f"models contains a {type(model).__name__}; pass the model that group_sharded_parallel has "
+        "returned, or a DataParallel of zeroshard.torch"
+    )
+
+
+def _share_scaler(model: GroupSharded, last: int) -> None:
+    """All ranks take the loss scale of rank ``last``: the others have made fewer steps."""
+    scaler = model._scaler
+    if scaler is not None and scaler.is_enabled():
+        states = model.sharding.exchange("scaler", json.dumps(scaler.state_dict()))
+        scaler.load_state_dict(json.loads(states[last]))
