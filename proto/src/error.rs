@@ -127,8 +127,8 @@ pub enum Error {
     /// A rank that the step needs has left the job.
     #[error(
         "step {step} of job {job:?} cannot be completed: rank {rank} has left the job; run the \
-         same number of steps on every rank, start another worker for rank {rank}, or create the \
-         job with departure=absent"
+         same number of steps on every rank or, in Python, train under zeroshard.torch.join; or \
+         start another worker for rank {rank}"
     )]
     RankLeft {
         /// The job.

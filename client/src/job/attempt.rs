@@ -377,12 +377,28 @@ impl Attempt {
         if let Err(error) = self.job.wait_for_news(new_epoch.saturating_sub(1), deadline).await {
             return error;
         }
+        let cause = match cause {
+            Some(cause) => cause,
+            None => self.cause_of_new_epoch().await,
+        };
         let Self { job, state } = self;
-        let cause =
-            cause.unwrap_or_else(|| format!("a rank was lost or has left since epoch {epoch}"));
         match job.version() {
             Some(version) if version > state.step => self.decided(),
             _ => self.end(self.aborted(job.epoch(), cause), 0),
+        }
+    }
+
+    /// Names the first rank without a worker.
+    async fn cause_of_new_epoch(&self) -> String {
+        let Member { cluster, spec, .. } = &*self.job.0;
+        let jobs = cluster.status().await.map(|status| status.jobs).unwrap_or_default();
+        let missing = jobs
+            .iter()
+            .find(|job| job.name == spec.name)
+            .and_then(|job| (0..spec.world).find(|rank| !job.joined.contains(rank)));
+        match missing {
+            Some(rank) => format!("{} was lost or has left", spec.describe_rank(rank)),
+            None => format!("a rank was lost or has left since epoch {}", self.state.epoch),
         }
     }
 

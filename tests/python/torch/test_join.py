@@ -54,19 +54,21 @@ CASES = {
     "clipped by value, divided by the active ranks": Case(
         max_value=0.01, divide_by_initial_world_size=False
     ),
-    "buffers": Case(epochs=((5, 3), (2, 3)), model="cnn", sync_buffers=True),
+    "shared buffers": Case(epochs=((5, 3), (3, 2)), model="cnn", sync_buffers=True),
+    "own buffers": Case(epochs=((2, 4),), model="cnn"),
     "tied": Case(model="gpt", epochs=((3, 2), (1, 2))),
 }
 
 
 def build(case: Case, system: str) -> tuple[Any, Any, Any]:
     model = models.build(case.model)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scaler: Any = torch.amp.GradScaler(
         "cpu", init_scale=256.0, growth_interval=2, enabled=case.scaled
     )
     if system == "ddp":
-        return DistributedDataParallel(model), optimizer, scaler
+        shared = DistributedDataParallel(model, broadcast_buffers=case.sync_buffers)
+        return shared, optimizer, scaler
     if system == "DataParallel":
         return DataParallel(model), optimizer, scaler
     return group_sharded_parallel(
@@ -83,7 +85,11 @@ def train_epoch(
     for index in range(count):
         data = models.share(models.batch(case.model, first + index, 8), rank, 2)
         last = (index + 1) % case.micro == 0
-        quiet = not last and case.no_sync
+        # Without no_sync, DistributedDataParallel averages a gradient once for each pass that
+        # follows, over zeros of the ranks that have ended.
+        quiet = not last and (
+            case.no_sync or isinstance(model, (DistributedDataParallel, DataParallel))
+        )
         with model.no_sync() if quiet else contextlib.nullcontext():
             loss = model(*data)
             scaler.scale(loss).backward()
@@ -112,6 +118,8 @@ def train(case: Case, system: str, rank: int) -> tuple[list[float], dict[str, Te
         options = {"divide_by_initial_world_size": case.divide_by_initial_world_size}
         with model.join(**options) if system == "ddp" else join(model, **options):
             losses += train_epoch(case, rank, first, counts[rank], built)
+        if counts is case.epochs[-1]:
+            break
         if system in REPLICATED:
             # Each rank has its own optimizer, and only the parameters are made equal.
             optimizer.state.clear()
@@ -133,24 +141,141 @@ def train_all(rank: int, name: str) -> None:
     case = CASES[name]
     with zs.init():
         losses, state, _ = train(case, "ddp", rank)
-        hashes = []
+        hashes, parameters = [], dict(models.build(case.model).named_parameters())
         for system in SYSTEMS[1:]:
             ours, found, hash = train(case, system, rank)
             assert len(ours) == len(losses), system
             for one, other in zip(ours, losses, strict=True):
                 assert math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-6), (system, ours, losses)
-            assert_close(found, state, rtol=1e-6, atol=1e-6)
+            if case.sync_buffers:
+                # Under join, DistributedDataParallel shares those of the highest rank, not rank 0.
+                ours_only = {key for key in found if key not in parameters}
+                shared = found
+            else:
+                ours_only = set()
+                shared = {key: value for key, value in found.items() if key in parameters}
+            if not (case.sync_buffers and system == "DataParallel"):
+                states: list[Mapping[str, Tensor]] = [{}, {}]
+                dist.all_gather_object(states, shared)
+                assert_same(states[0], states[1])
+            assert_close(
+                {key: value for key, value in found.items() if key not in ours_only},
+                {key: value for key, value in state.items() if key not in ours_only},
+                rtol=1e-6,
+                atol=1e-6,
+            )
             if system in LEVELS:
                 hashes.append(hash)
                 if system == "os":
                     reference = found
                 assert_same(found, reference)
-            whole: list[Mapping[str, Tensor]] = [{}, {}]
-            dist.all_gather_object(whole, found)
-            assert_same(whole[0], whole[1])
         assert len(set(hashes)) == 1, hashes
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_result_is_that_of_ddp_and_the_same_at_every_level(name: str) -> None:
     ranks.run(2, train_all, name)
+
+
+def ends(rank: int, system: str) -> None:
+    """Errors of this rank while the other one waits, and of the other one."""
+    with zs.init():
+        case = Case()
+        # Without join: the other rank makes a further step.
+        model, optimizer, _ = built = build(case, system)
+        train_epoch(case, rank, 0, 2 + rank, built) if rank == 0 else None
+        if rank == 1:
+            with pytest.raises((zs.RankLeftError, zs.StepAbortedError), match="rank 0 .*left"):
+                train_epoch(case, rank, 0, 3, built)
+        else:
+            leave(model)
+        dist.barrier()
+        # Rank 1 waits in join when rank 0 raises an error and leaves.
+        model, optimizer, _ = built = build(case, system)
+        if rank == 0:
+            with pytest.raises(ZeroDivisionError), join(model):
+                train_epoch(case, rank, 0, 2, built)
+                raise ZeroDivisionError
+            leave(model)
+        else:
+            with pytest.raises(zs.RankLeftError, match="rank 0"), join(model):
+                train_epoch(case, rank, 0, 1, built)
+        dist.barrier()
+        # Every rank gets an error when one has no more batches.
+        built = build(case, system)
+        with pytest.raises(zs.DisagreementError, match="rank [01] and rank [01] disagree"):
+            with join(built[0], throw_on_early_termination=True):
+                train_epoch(case, rank, 0, 2 + rank, built)
+        dist.barrier()
+        built = build(case, system)
+        with join(built[0], throw_on_early_termination=True):
+            train_epoch(case, rank, 0, 2, built)
+        train_epoch(case, rank, 0, 2, built)
+        with join(built[0], enable=False):
+            train_epoch(case, rank, 0, 1, built)
+
+
+def leave(model: Any) -> None:
+    """Leaves the job of a model, as at the end of a program."""
+    if isinstance(model, DataParallel):
+        model._reducer.averager.retire()  # type: ignore[union-attr]
+    else:
+        model.sharding.job.retire()
+
+
+@pytest.mark.parametrize("system", SYSTEMS[1:])
+def test_ranks_that_end_without_join_or_with_an_error_are_named_at_once(system: str) -> None:
+    ranks.run(2, ends, system, timeout=60)
+
+
+def trains_two_models(rank: int) -> None:
+    """Two models, which are trained in turns, with different numbers of batches."""
+    with zs.init():
+        case = Case()
+        first, second = build(case, "os_g"), build(case, "p_g_os")
+        with join([first[0], second[0]]):
+            for index in range(2 + rank):
+                for built in (first, second):
+                    train_epoch(case, rank, index, 1, built)
+        assert_same(first[0].state_dict(), second[0].state_dict())
+        # What cannot be done while a rank waits: a change of what is trained.
+        model, optimizer, _ = first
+        if rank == 0:
+            with pytest.raises((zs.RankLeftError, zs.StepAbortedError)), join(model):
+                pass
+        else:
+            with pytest.raises(zs.InvalidArgumentError, match="while rank 0 has no more batches"):
+                with join(model):
+                    train_epoch(case, rank, 0, 1, first)
+                    model.module.layers[0].weight.requires_grad_(False)
+                    train_epoch(case, rank, 0, 1, first)
+            leave(model)
+        dist.barrier()
+        with pytest.raises(zs.InvalidArgumentError, match="at least one"), join([]):
+            pass
+        with pytest.raises(zs.InvalidTypeError, match="Linear"), join(nn.Linear(1, 1)):  # type: ignore[arg-type]
+            pass
+
+
+def test_several_models_are_joined_together() -> None:
+    ranks.run(2, trains_two_models, timeout=60)
+
+
+def trains_three_ranks(rank: int) -> tuple[str, int]:
+    """Three ranks end at different times, with buffers and edited gradients."""
+    with zs.init():
+        case = Case(max_value=0.01, sync_buffers=True, model="cnn")
+        model, optimizer, _ = build(case, "os_g")
+        for counts in ((4, 1, 2), (1, 3, 2)):
+            with join(model):
+                for index in range(counts[rank]):
+                    optimizer.zero_grad()
+                    model(*models.share(models.batch(case.model, index, 9), rank, 3)).backward()
+                    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+                    optimizer.step()
+        return optimizer.state_hash(), model.sharding.job.version
+
+
+def test_three_ranks_end_at_different_times() -> None:
+    found = ranks.run(3, trains_three_ranks, timeout=60)
+    assert len(set(found)) == 1 and found[0][1] == 4 + 3

@@ -57,6 +57,60 @@ async fn with_departure_absent_a_job_continues_without_a_done_rank() {
 }
 
 #[tokio::test]
+async fn ranks_rest_until_all_do_and_then_train_together_again() {
+    let cluster = Cluster::start(2);
+    let mut jobs = start(cluster.address(), &spec("resting", 2)).await;
+    let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
+    let (one, other) = tokio::join!(training::step(&first, 0), training::step(&second, 0));
+    assert_eq!(one.unwrap(), other.unwrap());
+    let attempt = second.attempt(1).unwrap();
+    let (rested, ()) = tokio::join!(attempt.rest(false), async {
+        for step in 1..3 {
+            assert_eq!(training::step(&first, step).await.unwrap().resting, [1]);
+        }
+        let rested = first.attempt(3).unwrap().rest(false).await.unwrap();
+        assert_eq!((rested.step, rested.last), (3, 0));
+    });
+    assert_eq!(rested.unwrap().step, 3);
+    let (one, other) = tokio::join!(training::step(&first, 3), training::step(&second, 3));
+    let report = one.unwrap();
+    assert!(report.absent.is_empty() && report.resting.is_empty());
+    assert_eq!(report, other.unwrap());
+    // The result is the same as if rank 1 had sent zeros in steps 1 and 2.
+    let parameters = training::pull(&first, 4).await.unwrap();
+    let numel = parameters[0].len();
+    let mut expected = synthetic::values(1 << 40, numel);
+    for step in 0..4 {
+        let gradient = |rank: u64| synthetic::values((rank << 48) | ((step + 1) << 20), numel);
+        let second = if step == 0 || step == 3 { gradient(1) } else { vec![0.0; numel] };
+        for ((value, a), b) in expected.iter_mut().zip(gradient(0)).zip(second) {
+            *value -= (a + b) * 0.5;
+        }
+    }
+    assert_eq!(parameters[0], expected);
+}
+
+#[tokio::test]
+async fn a_resting_rank_is_told_at_once_that_another_was_lost_or_has_left() {
+    let cluster = Cluster::start(1);
+    for lost in [false, true] {
+        let name = if lost { "lost" } else { "gone" };
+        let mut jobs = start(cluster.address(), &spec(name, 2)).await;
+        let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
+        let attempt = second.attempt(0).unwrap();
+        let (rested, ()) = tokio::join!(attempt.rest(false), async {
+            until_calls_wait(&cluster.coordinator, "CoordinatorService/Rest", 1).await;
+            if lost { drop(first) } else { first.leave().await.unwrap() }
+        });
+        match rested {
+            Err(Error::RankLeft { rank: 0, .. }) if !lost => {}
+            Err(Error::StepAborted { cause, .. }) if lost => assert!(cause.contains("rank 0")),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_replacement_waits_for_the_end_of_an_open_lease() {
     let cluster = Cluster::start(1);
     let first = start(cluster.address(), &spec("replaced", 1)).await.remove(0);

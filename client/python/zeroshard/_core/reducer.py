@@ -109,16 +109,15 @@ class Reducer(Generic[T]):
         self._rest = None if self.averager is None else self.averager.rest(self._excluding)
 
     def end_join(self) -> int:
-        """Waits until every rank rests, and takes the parameters and buffers of the rank that made
-        the last step. Returns this rank."""
+        """Waits until every rank rests, and takes the parameters of the rank that made the last
+        step. Returns this rank."""
         self._excluding = False
         rest, self._rest = self._rest, None
         if self.averager is None or rest is None:
             return self._group.rank
         last = self.averager.end_rest(rest)
-        framework = self._framework
-        tensors = [*framework.parameters(self._model), *framework.buffers(self._model)]
-        broadcast(connection(), framework, self._group, last, tensors)
+        parameters = list(self._framework.parameters(self._model))
+        broadcast(connection(), self._framework, self._group, last, parameters)
         return last
 
     def new_buckets(self) -> _native.Buckets:

@@ -280,15 +280,16 @@ class Sharding(Generic[T]):
         self._rest = self._sent(lambda: self.job.job.rest(self.job.version, excluding))
 
     def end_join(self) -> int:
-        """Waits until every rank rests, and takes the parameters and buffers of the rank that made
-        the last step. Returns this rank."""
+        """Waits until every rank rests, and takes the parameters of the last step; with them the
+        buffers of the rank that made it, if ranks share buffers. Returns this rank."""
         assert self._rest is not None, "the rank rests"
         step, last = self._sent(self._rest.wait)
         self._rest = None
         self.gradients.drop_sent()
         if step != self.job.version:
             self._take_version(step)
-        self.job.broadcast_buffers(last)
+        if self._sync_buffers:
+            self.job.broadcast_buffers(last)
         self._joining = self.gradients.excluding = False
         return int(last)
 

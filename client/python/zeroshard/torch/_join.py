@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._core.reducer import Reducer
 from .._core.sharding import Sharding
@@ -37,8 +37,11 @@ def join(
 
     A rank whose loop ends waits at the end of the context, while the other ranks continue. Its
     gradients count as zeros. When the loops of all ranks have ended, all ranks have the parameters
-    and buffers of the last one, and train together again. If a rank raises an error, leaves or is
-    lost, the waiting ranks get an error at once that names it.
+    of the last one (and its buffers, with ``sync_buffers``), and train together again. If a rank
+    raises an error, leaves or is lost, the waiting ranks get an error at once that names it.
+
+    Gradients of backward passes after the last step of a rank, which are not under ``no_sync()``,
+    count in the step that the other ranks make next.
 
     Every rank must enter the context. While some ranks wait, the others must not change what the
     servers train (unfreeze parameters, add parameter groups, load a state).
@@ -53,7 +56,7 @@ def join(
             :class:`~zeroshard.DisagreementError` as soon as one rank has no more batches and
             another makes a step.
     """
-    joined = [models] if isinstance(models, (GroupSharded, DataParallel)) else list(models)
+    joined = [models] if isinstance(models, nn.Module) else list(models)
     if not joined:
         raise InvalidArgumentError("models is empty; pass at least one model")
     trainers = [_trainer(model) for model in joined]
