@@ -1,6 +1,9 @@
 //! The first call to a coordinator: its time limit, the message about a wait, and its error.
 
-use std::time::Duration;
+use std::{
+    io::{Write as _, stderr},
+    time::Duration,
+};
 
 use tokio::time::sleep;
 use zeroshard_proto::{Deadline, Error, Result, pb};
@@ -16,7 +19,6 @@ const SILENT: Duration = Duration::from_secs(1);
 /// # Errors
 /// [`Error::Unavailable`] with the last cause, if there is no answer, or one of another program;
 /// [`Error::Unauthenticated`].
-#[expect(clippy::print_stderr, reason = "every program that connects shows the same message")]
 pub(crate) async fn first_answer(cluster: &Cluster, limit: Duration) -> Result<()> {
     let mut tries = Tries::until(Deadline::after(limit));
     let answered = {
@@ -24,7 +26,9 @@ pub(crate) async fn first_answer(cluster: &Cluster, limit: Duration) -> Result<(
         tokio::select! {
             answered = &mut answer => answered,
             () = sleep(SILENT) => {
-                eprintln!("zeroshard: waiting up to {limit:?} for {} to answer", cluster.peer);
+                let peer = &cluster.peer;
+                // Standard error may be closed.
+                let _ = writeln!(stderr(), "zeroshard: waiting up to {limit:?} for {peer} to answer");
                 answer.await
             }
         }

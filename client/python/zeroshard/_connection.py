@@ -107,6 +107,10 @@ class Connection:
         servers = [ServerStatus(**server) for server in found["servers"]]
         return Status(self.cluster.address, servers, [JobStatus(**job) for job in found["jobs"]])
 
+    def version_of(self, job: Job) -> int:
+        """The current version of a job."""
+        return next(status.version for status in self.status().jobs if status.name == job.name) or 0
+
     def close(self) -> None:
         """Leaves all jobs and disconnects. An embedded cluster stops when all ranks have left."""
         if self._process != os.getpid():

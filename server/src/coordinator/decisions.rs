@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use zeroshard_proto::{JobSpec, Optimizer};
+use zeroshard_proto::{Error, JobSpec, Optimizer, Result};
 
 use super::{
     cluster::Cluster,
@@ -95,7 +95,7 @@ impl Open {
 /// Computes the decision about a step, for the servers, and the report about it, for the ranks.
 fn decide(spec: &JobSpec, epoch: u64, open: &Open, terms: &Terms) -> (Decision, Report) {
     let attempt = open.attempt(epoch);
-    let gradient = Gradient::new(spec, &open.round.reports);
+    let gradient = Gradient::new(spec, open);
     let scale = open.scale_of_mean(spec.world, terms.loss_scale);
     let norm = gradient.norm(spec, scale);
     let finite = norm.overflow.is_none();
@@ -141,6 +141,10 @@ impl Cluster {
         let Some(terms) = open.round.agreed(voters).filter(|_| stored && open.is_reduced()) else {
             return;
         };
+        if let Err(error) = check_written(name, spec, open, terms) {
+            let voters = open.round.withdraw_votes().into_iter();
+            return out.extend(voters.map(|w| Action::Answer(w.caller, Err(error.clone()))));
+        }
         let (decision, report) = decide(spec, *epoch, open, terms);
         let job = JobRef { name: name.to_owned(), id: *id };
         open.send(&Command::Decide { job, decision }, out);
@@ -198,6 +202,21 @@ impl Cluster {
             |w: Waiter| Action::Answer(w.caller, Err(w.timeout(now, waiting_for.clone())));
         out.extend(expired.into_iter().map(timeout));
     }
+}
+
+/// Checks that the values that the program has written have been sent: rank 0 sends those of
+/// tensors that every rank has.
+///
+/// # Errors
+/// [`Error::Invalid`].
+fn check_written(name: &str, spec: &JobSpec, open: &Open, terms: &Terms) -> Result<()> {
+    let mut tensors = spec.manifest.tensors().iter().zip(&terms.written);
+    let written = tensors.find(|(tensor, hash)| tensor.layout.is_none() && **hash != 0);
+    let Some((tensor, _)) = written.filter(|_| !open.takes_part(0)) else { return Ok(()) };
+    let what = format!("tensor {:?} at step {} of job {name:?}", tensor.name, open.step());
+    let expected = "unchanged by the program while rank 0, which sends new values, has no more \
+                    batches";
+    Err(Error::invalid(what, "written to", expected))
 }
 
 fn skipped(name: &str, spec: &JobSpec, step: u64, overflow: Overflow) -> String {

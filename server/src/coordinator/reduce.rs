@@ -37,7 +37,7 @@ pub(crate) struct Overflow {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Absent {
     pub(crate) slice: u32,
-    /// The lowest absent rank.
+    /// The lowest absent rank; one that takes part in the step, if there is one.
     pub(crate) rank: u32,
     /// Whether all ranks are absent.
     pub(crate) everywhere: bool,
@@ -68,8 +68,8 @@ pub(super) struct Gradient {
 impl Gradient {
     /// Adds the sums in f64: slices to tensors, and tensors to the total, in manifest order, so
     /// that the result does not depend on the distribution of slices over the servers.
-    pub(super) fn new(spec: &JobSpec, reports: &BTreeMap<ServerId, Reduced>) -> Self {
-        let manifest = &spec.manifest;
+    pub(super) fn new(spec: &JobSpec, open: &Open) -> Self {
+        let (manifest, reports) = (&spec.manifest, &open.round.reports);
         let mut sums = vec![0.0f64; manifest.slices().len()];
         for &(slice, sum) in reports.values().flat_map(|report| &report.sums) {
             sums[slice as usize] = sum;
@@ -90,7 +90,7 @@ impl Gradient {
         Self {
             sums: tensors,
             overflow: overflows.min_by_key(|overflow| overflow.slice),
-            absent: absent(spec, reports),
+            absent: absent(spec, open),
         }
     }
 
@@ -116,15 +116,16 @@ impl Gradient {
     }
 }
 
-/// For each tensor of which at least one rank lacked a part: the lowest such rank, and whether no
-/// rank had any of it.
-fn absent(spec: &JobSpec, reports: &BTreeMap<ServerId, Reduced>) -> Vec<Absent> {
+/// For each tensor of which at least one rank lacked a part: the lowest such rank, if possible of
+/// those that take part in the step, and whether no rank had any of it.
+fn absent(spec: &JobSpec, open: &Open) -> Vec<Absent> {
+    let order = |rank: u32| (!open.takes_part(rank), rank);
     // By tensor: the lowest rank, and the number of slices without any gradient.
     let mut tensors = BTreeMap::<usize, (u32, usize)>::new();
-    for absent in reports.values().flat_map(|report| &report.absent) {
+    for absent in open.round.reports.values().flat_map(|report| &report.absent) {
         let tensor = spec.manifest.slices()[absent.slice as usize].tensor;
         let (rank, nowhere) = tensors.entry(tensor).or_insert((absent.rank, 0));
-        *rank = absent.rank.min(*rank);
+        *rank = std::cmp::min_by_key(absent.rank, *rank, |&rank| order(rank));
         *nowhere += usize::from(absent.everywhere);
     }
     let merged = tensors.into_iter().map(|(tensor, (rank, nowhere))| {
@@ -182,7 +183,7 @@ impl Cluster {
         if open.round.reducers.is_empty() || !open.is_reduced() {
             return;
         }
-        let gradient = Gradient::new(spec, &open.round.reports);
+        let gradient = Gradient::new(spec, open);
         for Reducer { waiter, loss_scale, .. } in std::mem::take(&mut open.round.reducers) {
             let norm = gradient.norm(spec, open.scale_of_mean(spec.world, loss_scale));
             let reply = Reply::Reduced(norm, open.resting.ranks().collect());

@@ -7,12 +7,12 @@
 
 use std::collections::BTreeMap;
 
-use zeroshard_proto::{Error, Result, pb};
+use zeroshard_proto::{Error, JobSpec, Result, pb};
 
 use super::{
     cluster::Cluster,
     commit::missing_ranks,
-    events::{Action, Caller, Command, JobRef, Now, Reply, Rest, Waiter},
+    events::{Action, Caller, Command, JobRef, Now, Reply, Rest, Turn, Waiter},
     leases::check_rank,
     state::{Job, Open, Phase},
 };
@@ -61,6 +61,11 @@ impl Resting {
         self.ranks.contains_key(&rank)
     }
 
+    /// The step in which a rank began to rest, if it rests.
+    pub(super) fn since(&self, rank: u32) -> Option<u64> {
+        self.ranks.get(&rank).map(|rester| rester.since)
+    }
+
     /// The ranks, ascending.
     pub(super) fn ranks(&self) -> impl Iterator<Item = u32> + '_ {
         self.ranks.keys().copied()
@@ -86,6 +91,41 @@ impl Resting {
     pub(super) fn next_deadline(&self) -> Option<Now> {
         self.ranks.values().flat_map(|rester| &rester.waiters).map(|w| w.deadline).min()
     }
+}
+
+impl Resting {
+    /// # Errors
+    /// [`Error::Disagreement`] if another resting rank differs in `excluded`.
+    fn check_alike(&self, turn: &Turn, excluded: bool) -> Result<()> {
+        let mut others = self.ranks.iter().filter(|(_, rester)| rester.excluded != excluded);
+        let Some((&other_rank, _)) = others.next() else { return Ok(()) };
+        let value = |excluded| match excluded {
+            true => "the ranks that do not rest".to_owned(),
+            false => "all ranks".to_owned(),
+        };
+        Err(Error::Disagreement {
+            job: turn.job.name.clone(),
+            step: turn.attempt.step,
+            what: "the ranks over which gradients are averaged".to_owned(),
+            rank: turn.rank,
+            value: value(excluded),
+            other_rank,
+            other_value: value(!excluded),
+        })
+    }
+}
+
+/// Checks that every rank has whole tensors: otherwise the other ranks lack what only the resting
+/// one has.
+///
+/// # Errors
+/// [`Error::Invalid`].
+fn check_replicated(spec: &JobSpec) -> Result<()> {
+    let distributed = spec.manifest.tensors().iter().find(|tensor| tensor.layout.is_some());
+    distributed.map_or(Ok(()), |tensor| {
+        let what = format!("the layout of tensor {:?}", tensor.name);
+        Err(Error::invalid(what, "a mesh", "none, for ranks with different numbers of batches"))
+    })
 }
 
 impl Open {
@@ -119,6 +159,8 @@ impl Cluster {
         let Job { spec, epoch, phase, .. } = self.member_job(&turn.job)?;
         let open = phase.open_mut(name)?;
         check_rank(name, rank, spec.world)?;
+        check_replicated(spec)?;
+        open.check_lease(turn)?;
         let (current, waiter) = (open.attempt(*epoch), Waiter::new(caller, now, *wait));
         if let Some(rester) = open.resting.ranks.get_mut(&rank) {
             rester.waiters.push(waiter);
@@ -130,6 +172,7 @@ impl Cluster {
             return Ok(Some(rested));
         }
         open.check_turn(turn, current)?;
+        open.resting.check_alike(turn, *excluded)?;
         let withdrawn = open.round.forget_rank(rank);
         let lost = || Error::LeaseLost { job: name.clone(), rank };
         out.extend(withdrawn.into_iter().map(|w| Action::Answer(w.caller, Err(lost()))));
@@ -153,10 +196,12 @@ impl Cluster {
         let last = resters.iter().max_by_key(|&(&rank, rester)| (rester.since, rank));
         let last = last.map_or(0, |(&rank, _)| rank);
         let (ranks, waiters) = open.resting.end();
-        let number = open.round.attempt + 1;
-        open.round.drop_all();
-        open.round.attempt = number;
+        let ended = open.attempt(*epoch);
+        let calls = open.round.drop_all();
+        open.round.attempt = ended.number.saturating_add(1);
         let attempt = open.attempt(*epoch);
+        let stale = |w: Waiter| Action::Answer(w.caller, Err(ended.refusal(name, attempt)));
+        out.extend(calls.into_iter().map(stale));
         let job = JobRef { name: name.to_owned(), id: *id };
         for rank in ranks {
             open.send(&Command::RankRests { job: job.clone(), rank, ends: true }, out);

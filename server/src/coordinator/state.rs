@@ -139,6 +139,11 @@ impl Open {
         world as usize - self.done.len() - self.resting.len()
     }
 
+    /// Whether the rank takes part in the open step: it is neither done nor resting.
+    pub(crate) fn takes_part(&self, rank: u32) -> bool {
+        !self.done.contains(&rank) && !self.resting.contains(rank)
+    }
+
     /// The ranks below `world` that take part and have no call in `present`: those with a
     /// worker, and those without.
     pub(crate) fn missing<T>(
@@ -146,23 +151,36 @@ impl Open {
         world: u32,
         present: &BTreeMap<u32, T>,
     ) -> (Vec<u32>, Vec<u32>) {
-        let missing = (0..world).filter(|rank| {
-            !present.contains_key(rank)
-                && !self.done.contains(rank)
-                && !self.resting.contains(*rank)
-        });
+        let missing =
+            (0..world).filter(|rank| !present.contains_key(rank) && self.takes_part(*rank));
         missing.partition(|&rank| self.members.get(rank).is_some())
     }
 
-    /// Checks that a call belongs to the rank's current lease and to the attempt `current`.
+    /// Checks that a call belongs to the rank's current lease.
+    ///
+    /// # Errors
+    /// [`Error::LeaseLost`].
+    pub(crate) fn check_lease(&self, turn: &Turn) -> Result<()> {
+        let &Turn { ref job, lease, rank, .. } = turn;
+        if self.members.get(rank).is_none_or(|member| member.lease != lease) {
+            return Err(Error::LeaseLost { job: job.name.clone(), rank });
+        }
+        Ok(())
+    }
+
+    /// Checks that a call belongs to the rank's current lease and to the attempt `current`, and
+    /// that the rank does not rest.
     ///
     /// # Errors
     /// [`Error::LeaseLost`], [`Error::RankLeft`], [`Error::StaleEpoch`], [`Error::StepMismatch`],
-    /// [`Error::StaleAttempt`].
+    /// [`Error::StaleAttempt`], [`Error::Invalid`].
     pub(crate) fn check_turn(&self, turn: &Turn, current: Attempt) -> Result<()> {
-        let &Turn { ref job, lease, rank, attempt } = turn;
-        if self.members.get(rank).is_none_or(|member| member.lease != lease) {
-            return Err(Error::LeaseLost { job: job.name.clone(), rank });
+        self.check_lease(turn)?;
+        let &Turn { ref job, rank, attempt, .. } = turn;
+        if let Some(since) = self.resting.since(rank) {
+            let what = format!("rank {rank} of job {:?}", job.name);
+            let expected = "a rank with further batches; it takes part again when every rank rests";
+            return Err(Error::invalid(what, format!("resting since step {since}"), expected));
         }
         if let Some(&rank) = self.left.first() {
             return Err(Error::RankLeft { job: job.name.clone(), rank, step: self.step() });

@@ -14,7 +14,7 @@ pub(super) struct Terms {
     pub(super) gradient_factors: Vec<f64>,
     /// Hashes of the values that the program has written. Empty, or one for each tensor; 0
     /// for a tensor without such values.
-    written: Vec<u64>,
+    pub(super) written: Vec<u64>,
 }
 
 /// The first field in which two terms differ.

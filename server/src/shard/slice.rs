@@ -407,7 +407,7 @@ impl<B: Backend> Inner<B> {
         let sum_of_squares = open.round.sum_of_squares();
         let overflow = open.round.overflow();
         let overflow = (overflow.is_some() || !sum_of_squares.is_finite()).then_some(overflow);
-        Ok(Some(Reduced { sum_of_squares, overflow, absent: open.round.absentees() }))
+        Ok(Some(Reduced { sum_of_squares, overflow, absent: open.round.absentees(&self.done) }))
     }
 }
 

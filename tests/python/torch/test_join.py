@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -253,12 +255,136 @@ def trains_two_models(rank: int) -> None:
         dist.barrier()
         with pytest.raises(zs.InvalidArgumentError, match="at least one"), join([]):
             pass
+        with pytest.raises(zs.InvalidArgumentError, match="throw_on_early_termination"):
+            with join([first[0], second[0]], throw_on_early_termination=True):
+                pass
         with pytest.raises(zs.InvalidTypeError, match="Linear"), join(nn.Linear(1, 1)):  # type: ignore[arg-type]
             pass
 
 
 def test_several_models_are_joined_together() -> None:
     ranks.run(2, trains_two_models, timeout=60)
+
+
+def changes_between_and_in_loops(rank: int, system: str) -> None:
+    """What the program may change between two loops, and what it may not change in one."""
+    with zs.init():
+        case = Case()
+        model, optimizer, _ = built = build(case, system)
+        first, last = model.module.layers[0], model.module.layers[-1]
+        with join(model):
+            train_epoch(case, rank, 0, 2 - rank, built)
+        # Rank 1 rested in the last step of rank 0. That is over.
+        first.weight.requires_grad_(False)
+        with join(model):
+            train_epoch(case, rank, 2, 1 + rank, built)
+            # A parameter that is not trained, as a moving average of others.
+            if system != "p_g_os":
+                with torch.no_grad():
+                    first.weight.fill_(rank)
+            if rank == 1:
+                # What the last rank writes after its last step becomes part of the next one.
+                with torch.no_grad():
+                    last.bias.fill_(7.0)
+        state: list[Any] = [None, None]
+        dist.all_gather_object(state, [first.weight.detach(), last.bias.detach()])
+        assert torch.equal(state[0][1], state[1][1]) and bool((last.bias == 7.0).all())
+        if system != "p_g_os":
+            assert bool((state[0][0] == 1.0).all()) and bool((state[1][0] == 1.0).all())
+        train_epoch(case, rank, 4, 1, built)
+        # A loop does not end between a backward pass and the step.
+        if isinstance(model, DataParallel):
+            return
+        batch = models.share(models.batch(case.model, 5, 8), rank, 2)
+        with pytest.raises(zs.InvalidArgumentError, match="before it ends"), join(model):
+            model(*batch).backward()
+        model.zero_grad()
+        # After an error, the model is trained as before the loop.
+        with pytest.raises(ZeroDivisionError), join(model, divide_by_initial_world_size=False):
+            train_epoch(case, rank, 5, 1, built)
+            raise ZeroDivisionError
+        assert not model.sharding.gradients.excluding
+        first.weight.requires_grad_(True)
+        train_epoch(case, rank, 6, 1, built)
+        if rank == 0:
+            return writes_are_refused(model, built, case)
+        with pytest.raises(zs.InvalidArgumentError, match=r"written to.*while rank 0.*no more"):
+            with join(model):
+                train_epoch(case, rank, 7, 1, built)
+                with model.summon_full_params(), torch.no_grad():
+                    last.weight.mul_(2.0)
+                train_epoch(case, rank, 8, 1, built)
+        leave(model)
+
+
+def writes_are_refused(model: Any, built: tuple[Any, Any, Any], case: Case) -> None:
+    """Rank 0 rests while rank 1 writes to a parameter, which it cannot send."""
+    with pytest.raises((zs.RankLeftError, zs.StepAbortedError), match="rank 1"), join(model):
+        train_epoch(case, 0, 7, 1, built)
+
+
+@pytest.mark.parametrize("system", SYSTEMS[1:])
+def test_changes_of_the_model_between_loops_count_and_others_are_errors(system: str) -> None:
+    ranks.run(2, changes_between_and_in_loops, system, timeout=60)
+
+
+def is_interrupted(rank: int, system: str) -> None:
+    """Ctrl-C while rank 1 waits: it does not take part in steps that it knows nothing about."""
+    with zs.init():
+        case = Case()
+        model, _, _ = built = build(case, system)
+        if rank == 0:
+            with pytest.raises((zs.RankLeftError, zs.StepAbortedError), match="rank 1"):
+                with join(model):
+                    train_epoch(case, rank, 0, 3, built)
+                    dist.barrier()
+                    dist.barrier()
+                    train_epoch(case, rank, 3, 1, built)
+            return
+        with pytest.raises(KeyboardInterrupt), join(model):
+            train_epoch(case, rank, 0, 1, built)
+            interrupt = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+            interrupt.start()
+        dist.barrier()
+        for _ in range(2):
+            with pytest.raises(zs.InvalidArgumentError, match="rank 1 .* is resting since step 1"):
+                train_epoch(case, rank, 1, 1, built)
+        leave(model)
+        dist.barrier()
+
+
+@pytest.mark.parametrize("system", ["DataParallel", "os", "p_g_os"])
+def test_an_interrupted_wait_does_not_mix_steps(system: str) -> None:
+    ranks.run(2, is_interrupted, system, timeout=60)
+
+
+class Branches(nn.Module):
+    """Two layers, of which a forward may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor, both: bool) -> Tensor:
+        loss = self.first(inputs).sum()
+        return loss + self.second(inputs).sum() if both else loss
+
+
+def leaves_parameters_unused(rank: int) -> None:
+    """Rank 2 leaves parameters unused while rank 0 waits."""
+    with zs.init():
+        model = DataParallel(Branches())
+        inputs = torch.ones(2, 4)
+        with join(model):
+            model(inputs, True).backward()
+            model.zero_grad()
+            if rank > 0:
+                with pytest.raises(zs.UnusedParameterError, match="none on rank 2"):
+                    model(inputs, rank == 1).backward()
+
+
+def test_a_rank_that_waits_does_not_hide_unused_parameters_of_another() -> None:
+    ranks.run(3, leaves_parameters_unused, timeout=60)
 
 
 def trains_three_ranks(rank: int) -> tuple[str, int]:

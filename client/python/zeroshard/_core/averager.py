@@ -62,6 +62,8 @@ class Averager(Generic[T]):
         self.resting: list[int] = []
         #: Whether the servers may have a part of a step that this rank has abandoned.
         self._interrupted = False
+        #: Whether this rank does not know the open step, since its rest was interrupted.
+        self._is_behind = False
 
         specs = [
             _native.TensorSpec(
@@ -176,8 +178,9 @@ class Averager(Generic[T]):
     def end_rest(self, rest: Rest) -> int:
         """Waits until every rank rests. Returns the highest rank of those that made the last
         step."""
+        self._is_behind = True
         self._step, last = rest.wait()
-        self.resting = []
+        self._is_behind, self.resting = False, []
         return last
 
     def abandon(self) -> None:
@@ -194,6 +197,9 @@ class Averager(Generic[T]):
         Raises:
             DisagreementError: another rank has finished the step.
         """
+        if self._is_behind:
+            self._step = self.connection.version_of(self._job)
+            self._is_behind, self._interrupted = False, True
         if not self._interrupted:
             return
         try:

@@ -31,6 +31,15 @@ def broadcast(
     ]
     name = connection.job_name("broadcast", members.ranks)
     job = connection.open(name, specs, [AVERAGE], members, 0)
+    try:
+        _transfer(job, framework, members, tensors)
+    finally:
+        connection.leave(job)
+
+
+def _transfer(
+    job: _native.Job, framework: Framework[T], members: ProcessGroup, tensors: Sequence[Named[T]]
+) -> None:
     if members.rank == 0:
         arrays = [framework.outgoing_words(tensor) for _, tensor in tensors]
         job.initialise(list(enumerate(arrays)))
@@ -40,4 +49,3 @@ def broadcast(
         job.fetch(0, [(index, target.array) for index, target in enumerate(targets)], part="")
         for target in targets:
             target.finish()
-    connection.leave(job)

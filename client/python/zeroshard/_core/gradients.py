@@ -391,13 +391,6 @@ class Gradients(Generic[T]):
             self._job.job.absent(self._job.version, self._absent)
             self._absent = []
 
-    def drop_sent(self) -> None:
-        """Drops the gradients of the open step that were sent."""
-        for entry in self._job.trained:
-            if entry.index in self._sent:
-                self._job.framework.set_gradient(entry.tensor, None)
-        self.restart()
-
     def restart(self, *, keep: bool = False) -> None:
         """Repeats the open step, without the gradients that were sent. ``keep``: parameters keep
         gradients of which this rank has no values, because the program sets them next."""

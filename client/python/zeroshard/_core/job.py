@@ -337,10 +337,24 @@ class ModelJob(Generic[T]):
         with self.connection.activity.waiting("pull"):
             self.job.fetch(self.version, arrays, part=part, label=label)
 
-    def broadcast_buffers(self, source: int) -> None:
-        """All ranks receive the buffers of rank ``source``. Every rank must call it."""
-        buffers = [(entry.name, entry.tensor) for entry in self.buffers]
-        broadcast(self.connection, self.framework, self.group, source, buffers)
+    def broadcast_untrained(self, source: int, *, with_buffers: bool) -> None:
+        """All ranks receive the parameters of rank ``source`` that are not trained and are on every
+        rank, and its buffers, if requested. Every rank must call it."""
+        untrained = [
+            entry
+            for entry in self.entries
+            if (with_buffers if entry.buffer else entry.resident and not entry.trained)
+        ]
+        self.broadcast(source, untrained)
+
+    def broadcast(self, source: int, entries: Iterable[Entry[T]]) -> None:
+        """All ranks receive these tensors of rank ``source``. Every rank must call it."""
+        named = [(entry.name, entry.tensor) for entry in entries]
+        broadcast(self.connection, self.framework, self.group, source, named)
+
+    def current_version(self) -> int:
+        """The version of the job, which other ranks may have made."""
+        return self.connection.version_of(self.job)
 
     def exchange(self, what: str, value: str) -> list[str]:
         """Returns the value that each rank has passed for ``what``. Every rank must call it."""

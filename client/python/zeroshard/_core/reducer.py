@@ -96,6 +96,12 @@ class Reducer(Generic[T]):
         ``excluding``: mean gradients are over the ranks whose loop has not ended."""
         self._excluding = excluding
 
+    def leave_join(self) -> None:
+        """Called after such a loop, whether or not it has raised an error."""
+        self._excluding, self._rest = False, None
+        if self.averager is not None:
+            self.averager.resting = []
+
     def end_evenly(self) -> None:
         """Raises :class:`~zeroshard.DisagreementError` if another rank makes a further step."""
         self._end_failed()
@@ -111,11 +117,9 @@ class Reducer(Generic[T]):
     def end_join(self) -> int:
         """Waits until every rank rests, and takes the parameters of the rank that made the last
         step. Returns this rank."""
-        self._excluding = False
-        rest, self._rest = self._rest, None
-        if self.averager is None or rest is None:
+        if self.averager is None or self._rest is None:
             return self._group.rank
-        last = self.averager.end_rest(rest)
+        last = self.averager.end_rest(self._rest)
         parameters = list(self._framework.parameters(self._model))
         broadcast(connection(), self._framework, self._group, last, parameters)
         return last

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic
@@ -55,9 +56,13 @@ class Sharding(Generic[T]):
         self._clip_once: float | None = None
         self._interrupted = False
         self._holding = False
-        #: Whether ranks may rest, and the rest of this one.
+        #: Whether ranks may rest, those that rested in the last step, and the rest of this one.
         self._joining = False
+        self._joins = 0
+        self._resting: list[int] = []
         self._rest: Rest | None = None
+        #: Whether this rank does not know the version of the job, since its rest was interrupted.
+        self._is_behind = False
         self.last_report: Report | None = None
         #: The number of steps so far.
         self.steps = 0
@@ -174,6 +179,8 @@ class Sharding(Generic[T]):
 
     def follow_changes(self) -> None:
         """Continues with a new job if the program has changed the specification of the job."""
+        if self._is_behind:
+            self._catch_up()
         if self._interrupted:
             self._end_interrupted_step()
         if self.gradients.were_dropped:
@@ -208,9 +215,8 @@ class Sharding(Generic[T]):
         self._reopen(states)
 
     def _check_no_rank_rests(self) -> None:
-        resting = self.last_report.resting if self.last_report is not None else []
-        if self._joining and resting:
-            ranks = ", ".join(str(self.job.group.ranks[rank]) for rank in resting)
+        if self._resting:
+            ranks = ", ".join(str(self.job.group.ranks[rank]) for rank in self._resting)
             raise InvalidArgumentError(
                 "the program has changed what the servers train (frozen parameters, parameter "
                 f"groups, a loaded state) while rank {ranks} has no more batches; change it before "
@@ -235,7 +241,7 @@ class Sharding(Generic[T]):
         report: Report = self._sent(lambda: self._commit(written, received))
         for _, incoming in received:
             incoming.finish()
-        self.last_report = report
+        self.last_report, self._resting = report, report.resting
         self._end_step(report)
         # Rank 0 sends none while it rests: the other ranks keep their own.
         if self._sync_buffers and 0 not in report.resting:
@@ -263,39 +269,65 @@ class Sharding(Generic[T]):
                 "the same number of batches; join supports models that every rank has as a whole"
             )
         self._joining, self.gradients.excluding = True, excluding
+        self._joins += 1
+
+    def leave_join(self) -> None:
+        """Called after such a loop, whether or not it has raised an error."""
+        self._joining = self.gradients.excluding = False
+        self._resting, self._rest = [], None
 
     def end_evenly(self) -> None:
         """Raises :class:`~zeroshard.DisagreementError` if another rank makes a further step."""
-        self.follow_changes()
+        self._check_complete()
         self._sent(lambda: self.job.job.discard(self.job.version))
         self.gradients.restart()
 
     def rest(self) -> None:
         """Contributes nothing more until every rank rests."""
-        self.follow_changes()
-        if not self.gradients.is_complete:
-            # As with torch's data parallelism, they count in the step of the other ranks.
-            self._sent(self.gradients.send_rest)
+        self._check_complete()
         excluding = self.gradients.excluding
         self._rest = self._sent(lambda: self.job.job.rest(self.job.version, excluding))
 
+    def _check_complete(self) -> None:
+        self.follow_changes()
+        if not self.gradients.is_complete:
+            raise InvalidArgumentError(
+                f"the loop has ended after a backward pass of step {self.job.version} and before "
+                "the step; call optimizer.step() or zero_grad() before it ends"
+            )
+
     def end_join(self) -> int:
         """Waits until every rank rests, and takes the parameters of the last step; with them the
-        buffers of the rank that made it, if ranks share buffers. Returns this rank."""
+        buffers of the rank that made it, if ranks share buffers, and the parameters that are not
+        trained. Returns this rank."""
         assert self._rest is not None, "the rank rests"
+        self._is_behind = True
         step, last = self._sent(self._rest.wait)
-        self._rest = None
-        self.gradients.drop_sent()
+        self._is_behind = False
         if step != self.job.version:
             self._take_version(step)
-        if self._sync_buffers:
-            self.job.broadcast_buffers(last)
-        self._joining = self.gradients.excluding = False
+        self._share_written(last)
+        self.job.broadcast_untrained(last, with_buffers=self._sync_buffers)
         return int(last)
 
+    def _share_written(self, source: int) -> None:
+        """All ranks take the values that rank ``source`` has written to parameters after its last
+        step. They become part of the next one."""
+        names = [entry.name for entry in self.job.written() if entry.trained or not entry.resident]
+        names = json.loads(self.exchange("written", json.dumps(names))[source])
+        written = [entry for entry in self.job.entries if entry.name in set(names)]
+        for entry in written:
+            if not entry.resident:
+                raise InvalidArgumentError(
+                    f"rank {self.job.group.ranks[source]} has written to parameter {entry.name!r} "
+                    "after its last step, and the parameter is on the servers; write to it before "
+                    "a step, or after the loops under zeroshard.torch.join"
+                )
+        self.job.broadcast(source, written)
+
     def exchange(self, what: str, value: str) -> list[str]:
-        """Returns the value of each rank. Every rank must call it, once after each rest."""
-        return self.job.exchange(f"{what} at step {self.job.version}", value)
+        """Returns the value of each rank. Every rank must call it, once after each loop."""
+        return self.job.exchange(f"{what} after loop {self._joins}", value)
 
     def unwind(self) -> None:
         """Called when a forward of the whole model has raised an exception."""
@@ -348,7 +380,7 @@ class Sharding(Generic[T]):
             self.job.job.discard(self.job.version)
         texts = {}
         for entry in changed:
-            text, gradient = "none", current[id(entry.tensor)]
+            text, gradient = "none", current.get(id(entry.tensor))
             if gradient is not None:
                 [value] = hashes([self.job.framework.outgoing(gradient)])
                 text = f"values with the hash {value:016x}"
@@ -400,6 +432,13 @@ class Sharding(Generic[T]):
             # The step was decided before the interruption: the next step starts from its result.
             self._take_version(self.job.version + 1)
         self._interrupted = False
+
+    def _catch_up(self) -> None:
+        """Takes the current version, after the other ranks may have made any number of steps."""
+        version = self.job.current_version()
+        if version != self.job.version:
+            self._take_version(version)
+        self._is_behind = False
 
     def _take_version(self, version: int) -> None:
         """Takes the parameters of a version that this rank has not made."""

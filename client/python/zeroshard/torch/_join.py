@@ -40,11 +40,10 @@ def join(
     of the last one (and its buffers, with ``sync_buffers``), and train together again. If a rank
     raises an error, leaves or is lost, the waiting ranks get an error at once that names it.
 
-    Gradients of backward passes after the last step of a rank, which are not under ``no_sync()``,
-    count in the step that the other ranks make next.
-
-    Every rank must enter the context. While some ranks wait, the others must not change what the
-    servers train (unfreeze parameters, add parameter groups, load a state).
+    Every rank must enter the context, and its loop must not end between a backward pass and the
+    step. While some ranks wait, the others must not change what the servers train (unfreeze
+    parameters, add parameter groups, load a state). While rank 0 waits, the program must not write
+    to parameters by itself.
 
     Args:
         models: the models that are trained in the loop: results of
@@ -54,27 +53,36 @@ def join(
         enable: whether loops may differ. If False, the context does nothing.
         throw_on_early_termination: whether every rank gets a
             :class:`~zeroshard.DisagreementError` as soon as one rank has no more batches and
-            another makes a step.
+            another makes a step. It must be False if there are several models.
     """
     joined = [models] if isinstance(models, nn.Module) else list(models)
     if not joined:
         raise InvalidArgumentError("models is empty; pass at least one model")
+    if throw_on_early_termination and len(joined) > 1:
+        raise InvalidArgumentError(
+            f"throw_on_early_termination is True with {len(joined)} models; it must be False, or "
+            "pass one of the models"
+        )
     trainers = [_trainer(model) for model in joined]
-    for trainer in trainers:
-        trainer.begin_join(excluding=enable and not divide_by_initial_world_size)
-    yield
     if not enable:
+        yield
         return
-    if throw_on_early_termination:
+    try:
         for trainer in trainers:
-            trainer.end_evenly()
-    # All models rest before the first wait: the other ranks may train them in turns.
-    for trainer in trainers:
-        trainer.rest()
-    for model, trainer in zip(joined, trainers, strict=True):
-        last = trainer.end_join()
-        if isinstance(model, GroupSharded):
-            _share_scaler(model, last)
+            trainer.begin_join(excluding=not divide_by_initial_world_size)
+        yield
+        if throw_on_early_termination:
+            trainers[0].end_evenly()
+        # All models rest before the first wait: the other ranks may train them in turns.
+        for trainer in trainers:
+            trainer.rest()
+        for model, trainer in zip(joined, trainers, strict=True):
+            last = trainer.end_join()
+            if isinstance(model, GroupSharded):
+                _share_scaler(model, last)
+    finally:
+        for trainer in trainers:
+            trainer.leave_join()
 
 
 def _trainer(model: Any) -> Sharding[Tensor] | Reducer[Tensor]:

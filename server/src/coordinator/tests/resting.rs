@@ -120,3 +120,80 @@ fn a_rest_at_another_step_than_the_open_one_is_refused() {
     let caller = script.rest(turn(leases[1], 1, 1, 1), false);
     assert!(matches!(script.error(caller), Error::StepMismatch { step: 1, current: 0, .. }));
 }
+
+#[test]
+fn calls_of_a_resting_rank_are_refused() {
+    let (mut script, leases) = Script::training(2, 1);
+    script.rest(turn(leases[0], 1, 0, 0), false);
+    let calls = [
+        script.commit(commit(leases[0], 1, 0, 0)),
+        script.discard(turn(leases[0], 1, 0, 0)),
+        script.reduce(leases[0], 1, 0, 1.0),
+    ];
+    for caller in calls {
+        let expected = "rank 0 of job \"job\" is resting since step 0; it must be a rank with \
+                        further batches; it takes part again when every rank rests";
+        assert_eq!(script.error(caller).to_string(), expected);
+    }
+    // They do not count in place of rank 1.
+    script.ready_all(0);
+    assert_eq!(script.version(), Some(0));
+}
+
+#[test]
+fn a_repeated_rest_needs_the_lease_of_the_rank() {
+    let (mut script, leases) = Script::training(2, 1);
+    let early = script.rest(turn(leases[1], 1, 1, 0), false);
+    let stranger = script.rest(turn(Lease(999), 1, 1, 0), false);
+    assert_eq!(script.error(stranger), &Error::LeaseLost { job: "job".into(), rank: 1 });
+    script.rest(turn(leases[0], 1, 0, 0), false);
+    assert_eq!(rested(&script, early), (0, 1, 1));
+}
+
+#[test]
+fn ranks_that_rest_agree_on_the_ranks_of_the_mean() {
+    let (mut script, leases) = Script::training(2, 1);
+    let early = script.rest(turn(leases[1], 1, 1, 0), true);
+    let other = script.rest(turn(leases[0], 1, 0, 0), false);
+    let Error::Disagreement { rank: 0, value, other_rank: 1, other_value, .. } =
+        script.error(other)
+    else {
+        panic!()
+    };
+    assert_eq!((&value[..], &other_value[..]), ("all ranks", "the ranks that do not rest"));
+    assert_eq!(script.answer(early), None);
+}
+
+#[test]
+fn values_that_the_program_writes_while_rank_0_rests_are_an_error() {
+    let written = |rank: u32| {
+        let (mut script, leases) = Script::training(2, 1);
+        script.rest(turn(leases[1 - rank as usize], 1, 1 - rank, 0), false);
+        let vote = commit(leases[rank as usize], 1, rank, 0);
+        let written = vec![7; 3];
+        let caller = script.commit(Commit { written, ..vote });
+        script.ready_all(0);
+        script.answer(caller).unwrap().clone()
+    };
+    assert!(written(0).is_ok());
+    let text = written(1).unwrap_err().to_string();
+    assert!(text.contains("at step 0 of job \"job\" is written to; it must be"), "{text}");
+    assert!(text.contains("while rank 0, which sends new values, has no more batches"), "{text}");
+}
+
+#[test]
+fn a_rank_that_rests_does_not_hide_that_another_has_no_gradient() {
+    let big = TensorSpec::new("a", [2 * zeroshard_proto::geometry::blocks::SLICE as u64]);
+    let spec = JobSpec { manifest: Manifest::new(vec![big]).unwrap(), ..spec(3) };
+    let (mut script, leases) = Script::training_of(spec, 1);
+    script.rest(turn(leases[0], 1, 0, 0), false);
+    script.ready(1, 0, |report| {
+        let absent = |slice, rank| Absent { slice, rank, everywhere: false };
+        report.sums = vec![(0, 1.0), (1, 1.0)];
+        report.absent = vec![absent(0, 0), absent(1, 2)];
+    });
+    script.commit(commit(leases[1], 1, 1, 0));
+    let caller = script.commit(commit(leases[2], 1, 2, 0));
+    let absent = Absent { slice: 0, rank: 2, everywhere: false };
+    assert_eq!(script.report(caller).absent, [absent]);
+}

@@ -18,7 +18,7 @@ static ZEROS: [u8; 2 * BLOCK] = [0; 2 * BLOCK];
 /// The ranks that lack all or a part of a slice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Absent {
-    /// The lowest such rank.
+    /// The lowest such rank; one that still takes part, if there is one.
     pub(crate) rank: u32,
     /// Whether no rank has any element of the slice.
     pub(crate) everywhere: bool,
@@ -49,9 +49,10 @@ impl Round {
         true
     }
 
-    /// The absent ranks, if there are any.
-    pub(crate) fn absentees(&self) -> Option<Absent> {
-        let rank = self.turns.iter().filter_map(Turns::lowest_absent).min()?;
+    /// The absent ranks, if there are any. `done`: ranks that are absent from every attempt.
+    pub(crate) fn absentees(&self, done: &[u32]) -> Option<Absent> {
+        let absent = self.turns.iter().flat_map(Turns::absent);
+        let rank = absent.min_by_key(|rank| (done.contains(rank), *rank))?;
         Some(Absent { rank, everywhere: self.is_absent_everywhere() })
     }
 
@@ -62,12 +63,9 @@ impl Round {
 }
 
 impl Turns {
-    fn lowest_absent(&self) -> Option<u32> {
-        if self.absents == 0 {
-            return None;
-        }
-        let turns = (0..self.contributions.len()).filter(|&turn| self.contributions[turn].absent);
-        turns.map(|turn| self.rank(turn)).min()
+    fn absent(&self) -> impl Iterator<Item = u32> {
+        let turns = if self.absents == 0 { 0 } else { self.contributions.len() };
+        (0..turns).filter(|&turn| self.contributions[turn].absent).map(|turn| self.rank(turn))
     }
 
     /// Adds the zeros of absent ranks whose turn has come. The sum must contain a contribution.
