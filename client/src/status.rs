@@ -54,6 +54,8 @@ pub struct JobStatus {
     pub slices: u32,
     /// The reason, if the job has failed.
     pub failure: Option<String>,
+    /// The ranks that rest, ascending.
+    pub resting: Vec<u32>,
 }
 
 impl TryFrom<pb::StatusResponse> for Status {
@@ -97,6 +99,7 @@ impl From<pb::JobStatus> for JobStatus {
             parameters: message.parameters,
             tensors: message.tensors,
             slices: message.slices,
+            resting: message.resting,
             failure: message.failure,
         }
     }

@@ -194,6 +194,7 @@ fn job(status: &client::JobStatus) -> serde_json::Value {
         "joined": status.joined,
         "parameters": status.parameters,
         "tensors": status.tensors,
+        "resting": status.resting,
         "failure": status.failure.as_deref().unwrap_or_default(),
     })
 }

@@ -296,7 +296,7 @@ impl Job {
             arrived(pushes).await?;
             attempt.rest(excluded).await
         })?;
-        Ok(Rest { task })
+        Ok(Rest { task: Some(task) })
     }
 
     #[pyo3(signature = (step, loss_scale=1.0))]
@@ -443,19 +443,25 @@ impl Transfer {
 /// A rest that is waited for. It is given up when this object is dropped.
 #[pyclass(module = "zeroshard._native")]
 pub(crate) struct Rest {
-    task: tokio::task::JoinHandle<Result<Rested>>,
+    /// `None` after its end.
+    task: Option<tokio::task::JoinHandle<Result<Rested>>>,
 }
 
 impl Drop for Rest {
     fn drop(&mut self) {
-        self.task.abort();
+        self.task.iter().for_each(tokio::task::JoinHandle::abort);
     }
 }
 
 #[pymethods]
 impl Rest {
     fn wait(&mut self, py: Python<'_>) -> PyResult<(u64, u32)> {
-        let Rested { step, last } = join(py, &mut self.task)?.map_err(raise)?;
+        let Some(task) = &mut self.task else {
+            return Err(raise(Error::invalid("rest", "ended", "one that was not waited for")));
+        };
+        let ended = join(py, task)?;
+        self.task = None;
+        let Rested { step, last } = ended.map_err(raise)?;
         Ok((step, last))
     }
 }

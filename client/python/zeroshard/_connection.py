@@ -13,7 +13,7 @@ from ._activity import Activity
 from ._native import Cluster, Job, Mesh, TensorSpec, Transfer
 from ._rendezvous import ProcessGroup, Rendezvous
 from ._status import JobStatus, ServerStatus, Status
-from .errors import Error
+from .errors import Error, UnknownJobError
 
 #: Seconds for which rank 0 keeps its embedded cluster when no rank has a job, but not all ranks
 #: have left.
@@ -107,9 +107,12 @@ class Connection:
         servers = [ServerStatus(**server) for server in found["servers"]]
         return Status(self.cluster.address, servers, [JobStatus(**job) for job in found["jobs"]])
 
-    def version_of(self, job: Job) -> int:
-        """The current version of a job."""
-        return next(status.version for status in self.status().jobs if status.name == job.name) or 0
+    def status_of(self, job: Job) -> JobStatus:
+        """The status of a job."""
+        for status in self.status().jobs:
+            if status.name == job.name:
+                return status
+        raise UnknownJobError(f"job {job.name!r} does not exist any more; create it again")
 
     def close(self) -> None:
         """Leaves all jobs and disconnects. An embedded cluster stops when all ranks have left."""

@@ -106,7 +106,7 @@ class Rendezvous:
         return [
             value
             if rank == self._rank
-            else self.receive(f"{key}/{rank}", f"rank {rank} to describe the same model ({key})")
+            else self.receive(f"{key}/{rank}", f"rank {rank} to reach the same call ({key})")
             for rank in ranks
         ]
 

@@ -31,6 +31,8 @@ class JobStatus:
     parameters: int
     tensors: int
     failure: str
+    #: The ranks that have no more batches and wait for the others, ascending.
+    resting: list[int]
 
 
 @dataclass(frozen=True)

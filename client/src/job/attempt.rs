@@ -293,7 +293,7 @@ impl Attempt {
                         return Err(error);
                     }
                 }
-                Err(error) => return Err(self.noted(error, deadline).await),
+                Err(error) => return Err(self.rest_ended(error, deadline).await),
             }
         };
         let pb::RestResponse { step, attempt: number, last } = response;
@@ -303,6 +303,17 @@ impl Attempt {
         attempts.clear();
         attempts.insert(step, Arc::new(State { epoch, step, number, end }));
         Ok(Rested { step, last })
+    }
+
+    /// The error of a rest. Its step is decided in most cases, which is not the reason for its end.
+    async fn rest_ended(&self, error: Error, deadline: Deadline) -> Error {
+        match (error.clone(), self.noted(error, deadline).await) {
+            (aborted @ Error::StepAborted { .. }, _) => aborted,
+            (Error::StaleEpoch { .. }, Error::StepMismatch { .. }) => {
+                self.aborted(self.job.epoch(), self.cause_of_new_epoch().await)
+            }
+            (_, noted) => noted,
+        }
     }
 
     fn turn(&self) -> pb::Turn {

@@ -125,6 +125,7 @@ mod tests {
             parameters: 3,
             tensors: 1,
             slices: 1,
+            resting: Vec::new(),
             failure: Some("server 2 is gone".into()),
         };
         assert!(jobs(std::slice::from_ref(&job)).to_string().contains("failed: server 2 is gone"));

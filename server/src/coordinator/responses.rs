@@ -93,22 +93,26 @@ impl From<&Cluster> for pb::StatusResponse {
 impl From<&Job> for pb::JobStatus {
     fn from(job: &Job) -> Self {
         let JobSpec { name, manifest, world, .. } = job.spec.as_ref();
-        let (joined, version, failure) = match &job.phase {
-            Phase::Waiting { .. } | Phase::Opening { .. } => (Vec::new(), None, None),
-            Phase::Open(open) => (open.members.ranks().collect(), open.version, None),
-            Phase::Failed { reason } => (Vec::new(), None, Some(reason.clone())),
+        let open = match &job.phase {
+            Phase::Open(open) => Some(open),
+            _ => None,
+        };
+        let failure = match &job.phase {
+            Phase::Failed { reason } => Some(reason.clone()),
+            _ => None,
         };
         Self {
             name: name.clone(),
             epoch: job.epoch,
             world: *world,
-            joined,
-            version,
+            joined: open.map(|open| open.members.ranks().collect()).unwrap_or_default(),
+            version: open.and_then(|open| open.version),
             parameters: manifest.parameters(),
             tensors: manifest.tensors().len() as u32,
             slices: manifest.slices().len() as u32,
             failure,
             job_id: job.id,
+            resting: open.map(|open| open.resting.ranks().collect()).unwrap_or_default(),
         }
     }
 }

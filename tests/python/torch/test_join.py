@@ -39,6 +39,9 @@ class Case:
     no_sync: bool = False
     max_norm: float | None = None
     max_value: float | None = None
+    #: How the program clips by value: "edit" changes gradients in place, "read" replaces them after
+    #: it has read them, and "replace" without reading the gradient of the parameter.
+    clips: str = "edit"
     scaled: bool = False
     divide_by_initial_world_size: bool = True
     sync_buffers: bool = False
@@ -53,6 +56,9 @@ CASES = {
     "accumulation without sync": Case(epochs=((6, 3), (4, 4)), micro=2, no_sync=True),
     "clipped by norm, scaled": Case(epochs=((5, 3), (2, 2)), max_norm=0.5, scaled=True),
     "clipped by value": Case(max_value=0.01),
+    "replaced gradients": Case(max_value=0.01, clips="read", epochs=((0, 1), (4, 2))),
+    "replaced gradients, scaled": Case(max_value=0.01, clips="read", scaled=True),
+    "gradients replaced before they are read": Case(max_value=0.01, clips="replace"),
     "clipped by value, divided by the active ranks": Case(
         max_value=0.01, divide_by_initial_world_size=False
     ),
@@ -76,6 +82,19 @@ def build(case: Case, system: str) -> tuple[Any, Any, Any]:
     return group_sharded_parallel(
         model, optimizer, system, scaler, segment_size=SEGMENT, sync_buffers=case.sync_buffers
     )
+
+
+def clip_by_value(case: Case, parameters: list[nn.Parameter]) -> None:
+    limit = case.max_value
+    assert limit is not None
+    if case.clips == "edit":
+        nn.utils.clip_grad_value_(parameters, limit)
+        return
+    for parameter in parameters:
+        if parameter.grad is not None and case.clips == "read":
+            parameter.grad = parameter.grad.clone().clamp(-limit, limit)
+        elif parameter.grad is not None:
+            parameter.grad = torch.full_like(parameter.detach(), limit)
 
 
 def train_epoch(
@@ -104,7 +123,7 @@ def train_epoch(
         if case.max_norm is not None:
             losses.append(float(nn.utils.clip_grad_norm_(parameters, case.max_norm)))
         if case.max_value is not None:
-            nn.utils.clip_grad_value_(parameters, case.max_value)
+            clip_by_value(case, parameters)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -203,11 +222,14 @@ def ends(rank: int, system: str) -> None:
             with pytest.raises(zs.RankLeftError, match="rank 0"), join(model):
                 train_epoch(case, rank, 0, 1, built)
         dist.barrier()
-        # Every rank gets an error when one has no more batches.
+        # Every rank gets an error when one has no more batches, also if another waits for a norm.
+        for clipped in (case, Case(max_norm=0.5)):
+            built = build(clipped, system)
+            with pytest.raises(zs.DisagreementError, match="rank [01] and rank [01] disagree"):
+                with join(built[0], throw_on_early_termination=True):
+                    train_epoch(clipped, rank, 0, 2 + rank, built)
+            dist.barrier()
         built = build(case, system)
-        with pytest.raises(zs.DisagreementError, match="rank [01] and rank [01] disagree"):
-            with join(built[0], throw_on_early_termination=True):
-                train_epoch(case, rank, 0, 2 + rank, built)
         dist.barrier()
         built = build(case, system)
         with join(built[0], throw_on_early_termination=True):
@@ -255,6 +277,8 @@ def trains_two_models(rank: int) -> None:
         dist.barrier()
         with pytest.raises(zs.InvalidArgumentError, match="at least one"), join([]):
             pass
+        with join([second[0], second[0]]):
+            pass
         with pytest.raises(zs.InvalidArgumentError, match="throw_on_early_termination"):
             with join([first[0], second[0]], throw_on_early_termination=True):
                 pass
@@ -292,6 +316,13 @@ def changes_between_and_in_loops(rank: int, system: str) -> None:
         if system != "p_g_os":
             assert bool((state[0][0] == 1.0).all()) and bool((state[1][0] == 1.0).all())
         train_epoch(case, rank, 4, 1, built)
+        # Ranks that write the same values after the same steps agree.
+        with join(model):
+            train_epoch(case, rank, 5, 1, built)
+            for parameter in () if isinstance(model, DataParallel) else model.module.parameters():
+                with model.summon_full_params(), torch.no_grad():
+                    parameter.clamp_(-0.5, 0.5)
+        train_epoch(case, rank, 5, 1, built)
         # A loop does not end between a backward pass and the step.
         if isinstance(model, DataParallel):
             return

@@ -100,6 +100,10 @@ async fn a_resting_rank_is_told_at_once_that_another_was_lost_or_has_left() {
         let attempt = second.attempt(0).unwrap();
         let (rested, ()) = tokio::join!(attempt.rest(false), async {
             until_calls_wait(&cluster.coordinator, "CoordinatorService/Rest", 1).await;
+            // The step in which the rest began is decided.
+            for step in 0..2 {
+                training::step(&first, step).await.unwrap();
+            }
             if lost { drop(first) } else { first.leave().await.unwrap() }
         });
         match rested {

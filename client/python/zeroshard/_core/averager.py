@@ -58,8 +58,6 @@ class Averager(Generic[T]):
         #: The gradients that were sent. The mean replaces their values.
         self._gradients: dict[int, T] = {}
         self._absent: list[int] = []
-        #: The ranks that rested in the last step.
-        self.resting: list[int] = []
         #: Whether the servers may have a part of a step that this rank has abandoned.
         self._interrupted = False
         #: Whether this rank does not know the open step, since its rest was interrupted.
@@ -155,7 +153,7 @@ class Averager(Generic[T]):
         self.connection.activity.steps += 1
         for target in targets.values():
             target.finish()
-        self._step, self.resting = report.version, report.resting
+        self._step = report.version
         gradients, self._gradients, self._absent = self._gradients, {}, []
         for index, rank, everywhere in report.absent:
             if everywhere:
@@ -173,14 +171,19 @@ class Averager(Generic[T]):
         """Contributes nothing more until every rank rests. ``excluded``: means are over the ranks
         that do not rest."""
         self.resume()
+        self._is_behind = True
         return self._job.rest(self._step, excluded)
+
+    def any_rests(self) -> bool:
+        """Whether a rank rests."""
+        return bool(self.connection.status_of(self._job).resting)
 
     def end_rest(self, rest: Rest) -> int:
         """Waits until every rank rests. Returns the highest rank of those that made the last
         step."""
-        self._is_behind = True
-        self._step, last = rest.wait()
-        self._is_behind, self.resting = False, []
+        with self.connection.activity.waiting("commit"):
+            self._step, last = rest.wait()
+        self._is_behind = False
         return last
 
     def abandon(self) -> None:
@@ -198,7 +201,7 @@ class Averager(Generic[T]):
             DisagreementError: another rank has finished the step.
         """
         if self._is_behind:
-            self._step = self.connection.version_of(self._job)
+            self._step = self.connection.status_of(self._job).version or 0
             self._is_behind, self._interrupted = False, True
         if not self._interrupted:
             return

@@ -334,10 +334,25 @@ class Gradients(Generic[T]):
     def were_dropped(self) -> bool:
         """Whether the program has removed all gradients of the open step, as ``zero_grad`` of a
         module does."""
-        shown = self._job.framework.shown_mean
-        return bool(self._means) and all(
-            shown(mean.entry.tensor) is not mean or mean.is_zeroed for mean in self._means.values()
-        )
+        return bool(self._means) and all(self._is_dropped(mean) for mean in self._means.values())
+
+    def _is_dropped(self, mean: MeanGradient[T]) -> bool:
+        tensor = mean.entry.tensor
+        if self._job.framework.shown_mean(tensor) is mean:
+            return mean.is_zeroed
+        return self._job.framework.given_gradient(tensor) is None
+
+    def send_replaced(self) -> None:
+        """Sends this rank's own gradients where the program has replaced the gradient before they
+        were sent, so that these count as changed."""
+        for entry in self._job.trained:
+            framework, mean = self._job.framework, self._means.get(entry.index)
+            if mean is None or entry.index in self._sent:
+                continue
+            is_replaced = framework.shown_mean(entry.tensor) is not mean
+            if is_replaced and not self._is_dropped(mean) and mean.own is not None:
+                self._push(entry, mean.own)
+                self._sent[entry.index] = mean
 
     def changed(self) -> list[Entry[T]]:
         """The parameters whose gradients the program has changed after they were sent."""

@@ -337,15 +337,14 @@ class ModelJob(Generic[T]):
         with self.connection.activity.waiting("pull"):
             self.job.fetch(self.version, arrays, part=part, label=label)
 
-    def broadcast_untrained(self, source: int, *, with_buffers: bool) -> None:
-        """All ranks receive the parameters of rank ``source`` that are not trained and are on every
-        rank, and its buffers, if requested. Every rank must call it."""
-        untrained = [
+    def untrained(self, *, with_buffers: bool) -> list[Entry[T]]:
+        """The parameters that are not trained and are on every rank, and the buffers, if
+        requested."""
+        return [
             entry
             for entry in self.entries
             if (with_buffers if entry.buffer else entry.resident and not entry.trained)
         ]
-        self.broadcast(source, untrained)
 
     def broadcast(self, source: int, entries: Iterable[Entry[T]]) -> None:
         """All ranks receive these tensors of rank ``source``. Every rank must call it."""
@@ -354,7 +353,7 @@ class ModelJob(Generic[T]):
 
     def current_version(self) -> int:
         """The version of the job, which other ranks may have made."""
-        return self.connection.version_of(self.job)
+        return self.connection.status_of(self.job).version or 0
 
     def exchange(self, what: str, value: str) -> list[str]:
         """Returns the value that each rank has passed for ``what``. Every rank must call it."""

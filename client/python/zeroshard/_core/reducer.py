@@ -71,6 +71,8 @@ class Reducer(Generic[T]):
         self.averager: Averager[T] | None = None
         #: Whether mean gradients are over the ranks that do not rest.
         self._excluding = False
+        #: Whether ranks may rest, and the rest of this one.
+        self._joining = False
         self._rest: Rest | None = None
         #: Jobs that are no longer used. They are left when every rank uses the next one.
         self._retired: list[Averager[T]] = []
@@ -94,24 +96,24 @@ class Reducer(Generic[T]):
     def begin_join(self, excluding: bool) -> None:
         """Called before a loop that may have a different number of steps on each rank.
         ``excluding``: mean gradients are over the ranks whose loop has not ended."""
-        self._excluding = excluding
+        self._excluding, self._joining = excluding, True
 
     def leave_join(self) -> None:
         """Called after such a loop, whether or not it has raised an error."""
-        self._excluding, self._rest = False, None
-        if self.averager is not None:
-            self.averager.resting = []
+        self._excluding, self._rest, self._joining = False, None, False
 
     def end_evenly(self) -> None:
         """Raises :class:`~zeroshard.DisagreementError` if another rank makes a further step."""
-        self._end_failed()
         if self.averager is not None:
             self.averager.abandon()
             self.averager.resume()
 
+    def check_complete(self) -> None:
+        """Each backward pass is a step of its own."""
+        self._end_failed()
+
     def rest(self) -> None:
         """Contributes nothing more until every rank rests."""
-        self._end_failed()
         self._rest = None if self.averager is None else self.averager.rest(self._excluding)
 
     def end_join(self) -> int:
@@ -196,7 +198,7 @@ class Reducer(Generic[T]):
             parameter is before for (_, parameter), before in zip(trainable, self._trained)
         )
         if self._broken or not as_before:
-            if self.averager is not None and self.averager.resting:
+            if self.averager is not None and self._joining and self.averager.any_rests():
                 raise InvalidArgumentError(
                     "a parameter was frozen or unfrozen while another rank has no more batches; "
                     "change it before or after the loops under zeroshard.torch.join"

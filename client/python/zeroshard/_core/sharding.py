@@ -16,7 +16,7 @@ from .._log import is_shown
 from .._native import Report, Rest, hashes
 from .._rendezvous import ProcessGroup
 from ..errors import InvalidArgumentError, StepAbortedError, StepMismatchError
-from .entry import Entry
+from .entry import Entry, hashes_of
 from .framework import Framework, Incoming, Optimizer, T
 from .gather import Gatherer
 from .gradients import Gradients
@@ -56,10 +56,10 @@ class Sharding(Generic[T]):
         self._clip_once: float | None = None
         self._interrupted = False
         self._holding = False
-        #: Whether ranks may rest, those that rested in the last step, and the rest of this one.
+        #: Whether ranks may rest, the number of loops in which they might, and the rest of this
+        #: rank.
         self._joining = False
         self._joins = 0
-        self._resting: list[int] = []
         self._rest: Rest | None = None
         #: Whether this rank does not know the version of the job, since its rest was interrupted.
         self._is_behind = False
@@ -215,8 +215,9 @@ class Sharding(Generic[T]):
         self._reopen(states)
 
     def _check_no_rank_rests(self) -> None:
-        if self._resting:
-            ranks = ", ".join(str(self.job.group.ranks[rank]) for rank in self._resting)
+        resting = self.job.connection.status_of(self.job.job).resting if self._joining else []
+        if resting:
+            ranks = ", ".join(str(self.job.group.ranks[rank]) for rank in resting)
             raise InvalidArgumentError(
                 "the program has changed what the servers train (frozen parameters, parameter "
                 f"groups, a loaded state) while rank {ranks} has no more batches; change it before "
@@ -241,7 +242,7 @@ class Sharding(Generic[T]):
         report: Report = self._sent(lambda: self._commit(written, received))
         for _, incoming in received:
             incoming.finish()
-        self.last_report, self._resting = report, report.resting
+        self.last_report = report
         self._end_step(report)
         # Rank 0 sends none while it rests: the other ranks keep their own.
         if self._sync_buffers and 0 not in report.resting:
@@ -274,21 +275,28 @@ class Sharding(Generic[T]):
     def leave_join(self) -> None:
         """Called after such a loop, whether or not it has raised an error."""
         self._joining = self.gradients.excluding = False
-        self._resting, self._rest = [], None
+        self._rest = None
 
     def end_evenly(self) -> None:
         """Raises :class:`~zeroshard.DisagreementError` if another rank makes a further step."""
-        self._check_complete()
-        self._sent(lambda: self.job.job.discard(self.job.version))
+
+        def discard() -> None:
+            # If the other rank waits for the norm of the gradient, it receives it.
+            self.job.job.absent(self.job.version, [entry.index for entry in self.job.trained])
+            self.job.job.flush()
+            self.job.job.discard(self.job.version)
+
+        self._sent(discard)
         self.gradients.restart()
 
     def rest(self) -> None:
         """Contributes nothing more until every rank rests."""
-        self._check_complete()
         excluding = self.gradients.excluding
+        self._is_behind = True
         self._rest = self._sent(lambda: self.job.job.rest(self.job.version, excluding))
 
-    def _check_complete(self) -> None:
+    def check_complete(self) -> None:
+        """Raises an error if the loop has ended within a step."""
         self.follow_changes()
         if not self.gradients.is_complete:
             raise InvalidArgumentError(
@@ -301,29 +309,40 @@ class Sharding(Generic[T]):
         buffers of the rank that made it, if ranks share buffers, and the parameters that are not
         trained. Returns this rank."""
         assert self._rest is not None, "the rank rests"
-        self._is_behind = True
-        step, last = self._sent(self._rest.wait)
+        with self.job.connection.activity.waiting("commit"):
+            step, last = self._sent(self._rest.wait)
         self._is_behind = False
         if step != self.job.version:
             self._take_version(step)
         self._share_written(last)
-        self.job.broadcast_untrained(last, with_buffers=self._sync_buffers)
         return int(last)
 
     def _share_written(self, source: int) -> None:
         """All ranks take the values that rank ``source`` has written to parameters after its last
-        step. They become part of the next one."""
-        names = [entry.name for entry in self.job.written() if entry.trained or not entry.resident]
-        names = json.loads(self.exchange("written", json.dumps(names))[source])
-        written = [entry for entry in self.job.entries if entry.name in set(names)]
-        for entry in written:
+        step, which become part of the next one; and its parameters that are not trained, and its
+        buffers, if ranks share them."""
+        written = self.job.hashes(self.job.written())
+        untrained = self.job.untrained(with_buffers=self._sync_buffers)
+        own = [{index: value for index, value in enumerate(written) if value}, hashes_of(untrained)]
+        ranks = [json.loads(text) for text in self.exchange("written values", json.dumps(own))]
+        differ = [
+            entry
+            for entry in self.job.entries
+            if any(
+                of[0].get(str(entry.index)) != ranks[source][0].get(str(entry.index))
+                for of in ranks
+            )
+        ]
+        for entry in differ:
             if not entry.resident:
                 raise InvalidArgumentError(
                     f"rank {self.job.group.ranks[source]} has written to parameter {entry.name!r} "
                     "after its last step, and the parameter is on the servers; write to it before "
                     "a step, or after the loops under zeroshard.torch.join"
                 )
-        self.job.broadcast(source, written)
+        if any(of[1] != ranks[source][1] for of in ranks):
+            differ += untrained
+        self.job.broadcast(source, differ)
 
     def exchange(self, what: str, value: str) -> list[str]:
         """Returns the value of each rank. Every rank must call it, once after each loop."""
@@ -363,6 +382,8 @@ class Sharding(Generic[T]):
     def _replace(self) -> None:
         """If the program has changed gradients after they were sent, or what the job consists of,
         sends all gradients again, in which all ranks must take part."""
+        if self._joining:
+            self.gradients.send_replaced()
         changed = self.gradients.changed()
         if changed and self.gradients.is_clipped:
             raise self.gradients.changed_after_clipping(changed[0])

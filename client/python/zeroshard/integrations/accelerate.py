@@ -110,6 +110,8 @@ class Accelerator(accelerate.Accelerator):
                 objects[number], objects[index], _ = group_sharded_parallel(
                     model, optimizer, self._level, **self._options
                 )
+                # A rank with fewer batches takes the loss scale of the others (`join`).
+                objects[number]._scaler = self.scaler
                 self._models[self._models.index(given)] = objects[number]
         return super().prepare(*objects, device_placement=device_placement)
 
@@ -175,7 +177,8 @@ class Accelerator(accelerate.Accelerator):
         if self.num_processes == 1:
             yield
             return
-        with self._batches(even), join(list(joinables), enable=not even):
+        batches = contextlib.nullcontext() if even_batches is None else self._batches(even_batches)
+        with batches, join(list(joinables), enable=not even):
             yield
 
     @contextlib.contextmanager

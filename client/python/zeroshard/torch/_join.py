@@ -43,7 +43,10 @@ def join(
     Every rank must enter the context, and its loop must not end between a backward pass and the
     step. While some ranks wait, the others must not change what the servers train (unfreeze
     parameters, add parameter groups, load a state). While rank 0 waits, the program must not write
-    to parameters by itself.
+    to parameters by itself. A schedule that moves with each batch must be brought to the same
+    learning rate on all ranks after the loop. A rank that waits gets a
+    :class:`~zeroshard.TimeoutError` if the others make no step for the ``timeout`` of
+    :func:`zeroshard.init`.
 
     Args:
         models: the models that are trained in the loop: results of
@@ -55,7 +58,7 @@ def join(
             :class:`~zeroshard.DisagreementError` as soon as one rank has no more batches and
             another makes a step. It must be False if there are several models.
     """
-    joined = [models] if isinstance(models, nn.Module) else list(models)
+    joined = list(dict.fromkeys([models] if isinstance(models, nn.Module) else models))
     if not joined:
         raise InvalidArgumentError("models is empty; pass at least one model")
     if throw_on_early_termination and len(joined) > 1:
@@ -71,6 +74,8 @@ def join(
         for trainer in trainers:
             trainer.begin_join(excluding=not divide_by_initial_world_size)
         yield
+        for trainer in trainers:
+            trainer.check_complete()
         if throw_on_early_termination:
             trainers[0].end_evenly()
         # All models rest before the first wait: the other ranks may train them in turns.
