@@ -94,7 +94,9 @@ impl From<&Job> for pb::JobStatus {
     fn from(job: &Job) -> Self {
         let JobSpec { name, manifest, world, .. } = job.spec.as_ref();
         let (joined, version, failure) = match &job.phase {
-            Phase::Waiting { .. } | Phase::Opening { .. } => (Vec::new(), None, None),
+            Phase::Waiting { .. } | Phase::Opening { .. } | Phase::Recovering(_) => {
+                (Vec::new(), None, None)
+            }
             Phase::Open(open) => (open.members.ranks().collect(), open.version, None),
             Phase::Failed { reason } => (Vec::new(), None, Some(reason.clone())),
         };
