@@ -10,6 +10,7 @@ mod identities;
 mod leases;
 mod members;
 mod model;
+mod recovery;
 mod reduces;
 mod resting;
 mod service;
