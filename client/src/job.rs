@@ -11,7 +11,7 @@ use zeroshard_proto::{
 
 use crate::{Cluster, Traffic, cluster::Description, local::local, state};
 use attempt::Attempts;
-use membership::{Membership, watch_membership};
+use membership::{Membership, Watcher};
 
 mod attempt;
 mod membership;
@@ -66,6 +66,8 @@ impl Job {
                     rank,
                     address: address.map(str::to_owned),
                     wait_ms: u32::try_from(wait_ms).unwrap_or(u32::MAX).max(1),
+                    lease: 0,
+                    job_id: 0,
                 };
                 async move {
                     let mut stream = client.join(request).await?.into_inner();
@@ -74,12 +76,20 @@ impl Job {
                 }
             })
             .await?;
-        let lost = Error::LeaseLost { job: job.to_owned(), rank };
-        let first = first.ok_or_else(|| lost.clone())?;
+        let first = first.ok_or_else(|| Error::LeaseLost { job: job.to_owned(), rank })?;
         let spec = JobSpec::try_from(first.spec.clone().unwrap_or_default())?;
         let (id, lease, locals) = (first.job_id, first.lease, LocalTensor::all(&spec, rank));
         let (told, membership) = watch::channel(Membership::new(first)?);
-        let watcher = tokio::spawn(watch_membership(stream, told, cluster.clone(), lost));
+        let lease_held = pb::JoinRequest {
+            job: job.to_owned(),
+            rank,
+            address: address.map(str::to_owned),
+            wait_ms: 0,
+            lease,
+            job_id: id,
+        };
+        let watcher = Watcher { cluster: cluster.clone(), lease: lease_held, told };
+        let watcher = tokio::spawn(watcher.run(stream));
         let (spec, attempts) = (Arc::new(spec), Attempts::default());
         let member =
             Member { cluster, spec, id, rank, lease, locals, membership, watcher, attempts };

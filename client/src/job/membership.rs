@@ -58,33 +58,70 @@ impl Membership {
 }
 
 /// Passes on the coordinator's messages until the lease ends.
-pub(super) async fn watch_membership(
-    mut stream: tonic::Streaming<pb::JoinResponse>,
-    told: watch::Sender<Membership>,
-    cluster: Cluster,
-    lost: Error,
-) {
-    let ended = loop {
-        match stream.message().await {
-            Ok(Some(message)) => {
-                let mut now = told.borrow().clone();
-                if let Err(error) = now.update(message) {
-                    break error;
-                }
-                cluster.shards.forget(&told.borrow().placement, &now.placement);
-                told.send_replace(now);
-            }
-            Ok(None) => break lost,
-            Err(status) => match Error::from_status(&status, &cluster.peer) {
-                error @ (Error::JobFailed { .. } | Error::JobReplaced { .. }) => break error,
-                error => {
-                    tracing::warn!(%error, "the membership stream failed");
-                    break lost;
-                }
-            },
+#[derive(Debug)]
+pub(super) struct Watcher {
+    pub(super) cluster: Cluster,
+    /// The request that continues the lease after a restart of the coordinator.
+    pub(super) lease: pb::JoinRequest,
+    pub(super) told: watch::Sender<Membership>,
+}
+
+type Memberships = tonic::Streaming<pb::JoinResponse>;
+
+impl Watcher {
+    pub(super) async fn run(mut self, mut stream: Memberships) {
+        let ended = loop {
+            let broken = match self.follow(&mut stream).await {
+                Ok(()) => break self.lost(),
+                Err(error) => error,
+            };
+            tracing::warn!(error = %broken, "the membership stream failed; connecting again");
+            stream = match self.attach(broken).await {
+                Ok(stream) => stream,
+                Err(error) => break error,
+            };
+        };
+        self.told.send_modify(|membership| membership.ended = Some(ended));
+    }
+
+    fn lost(&self) -> Error {
+        Error::LeaseLost { job: self.lease.job.clone(), rank: self.lease.rank }
+    }
+
+    /// Passes on messages until the stream ends. Returns the error of a stream that breaks.
+    async fn follow(&mut self, stream: &mut Memberships) -> Result<()> {
+        let failed = |status: tonic::Status| Error::from_status(&status, &self.cluster.peer);
+        while let Some(message) = stream.message().await.map_err(failed)? {
+            let mut now = self.told.borrow().clone();
+            now.update(message)?;
+            self.cluster.shards.forget(&self.told.borrow().placement, &now.placement);
+            self.told.send_replace(now);
         }
-    };
-    told.send_modify(|membership| membership.ended = Some(ended));
+        Ok(())
+    }
+
+    /// Continues the lease with a new stream, if the old one broke because there is no coordinator.
+    ///
+    /// # Errors
+    /// The reason for the end of the lease.
+    async fn attach(&mut self, broken: Error) -> Result<Memberships> {
+        if !matches!(broken, Error::Unavailable { .. }) {
+            return Err(match broken {
+                Error::JobFailed { .. } | Error::JobReplaced { .. } => broken,
+                _ => self.lost(),
+            });
+        }
+        let stream = self.cluster.tries("a stream for the lease", |_| {
+            // The stream has no deadline: it lasts as long as the lease.
+            let mut client = Cluster::client(self.cluster.connection.clone());
+            let request = self.lease.clone();
+            async move { client.join(request).await }
+        });
+        stream.await.map_err(|error| match error {
+            Error::JobFailed { .. } | Error::JobReplaced { .. } => error,
+            _ => self.lost(),
+        })
+    }
 }
 
 impl Job {

@@ -4,7 +4,7 @@
 use std::task::Waker;
 
 use super::{
-    driver::{Driver, Inner},
+    driver::{Driver, Inner, MemberStream},
     events::{Action, Command, Event, Link, Placing, ServerId},
     jobs::Plan,
 };
@@ -26,6 +26,9 @@ impl Driver {
                     {
                         waker.wake();
                     }
+                }
+                Action::Attached(lease) => {
+                    inner.members.insert(lease, MemberStream::default());
                 }
                 Action::End(lease, error) => {
                     if let Some(member) = inner.members.get_mut(&lease) {

@@ -7,6 +7,7 @@ use zeroshard_proto::{Error, JobSpec, Placement, Result};
 
 use super::{
     events::{Action, Event, JobRef, Now, Said, ServerId, Waiter},
+    recovery::{RECOVERY, unknown_yet},
     state::{Job, Open, Phase, ServerState},
 };
 
@@ -17,6 +18,8 @@ pub(crate) struct Cluster {
     pub(super) jobs: BTreeMap<String, Job>,
     /// The last epoch that was assigned; the epochs of all jobs come from this counter.
     epoch: u64,
+    /// Until then, servers may still describe jobs of an earlier coordinator.
+    learns_until: Option<Now>,
 }
 
 /// The content of a DescribeJob response, which the service converts without the driver's lock.
@@ -30,12 +33,19 @@ pub(crate) struct Description {
 }
 
 impl Cluster {
+    /// The state of a coordinator that has just started, and that learns jobs from their servers.
+    pub(crate) fn starting() -> Self {
+        Self { learns_until: Some(RECOVERY), ..Self::default() }
+    }
+
     /// Applies `event`, and returns the resulting actions.
     pub(crate) fn handle(&mut self, event: Event, now: Now) -> Vec<Action> {
         let mut out = Vec::new();
         match event {
-            Event::ServerJoined { stream, server } => {
-                self.server_joined(stream, server, now, &mut out)
+            Event::ServerJoined { stream, server, held, is_new } => {
+                let id = server.id;
+                self.server_joined(stream, server, now, &mut out);
+                self.take_over(id, held, is_new, now, &mut out);
             }
             Event::ServerLost { from, cause } => self.server_lost(from, &cause, now, &mut out),
             Event::Said { from, said } if self.is_current(from) => {
@@ -48,6 +58,7 @@ impl Cluster {
             }
             Event::Delete { caller, job } => self.delete(caller, &job, &mut out),
             Event::Join { caller, join } => self.join(caller, join, now, &mut out),
+            Event::Attach { caller, attach } => self.attach(caller, attach, &mut out),
             Event::Leave { caller, job, lease, done } => {
                 self.leave(caller, &job, lease, done, now, &mut out);
             }
@@ -94,16 +105,19 @@ impl Cluster {
                 creators.iter().map(|waiter| waiter.deadline).min()
             }
             Phase::Open(open) => open.next_deadline(),
+            Phase::Recovering(recovery) => Some(recovery.deadline()),
             Phase::Failed { .. } => None,
         };
         let deadlines = self.jobs.values().flat_map(|job| [waiting(job), self.disposal(job)]);
-        deadlines.flatten().min()
+        deadlines.flatten().chain(self.learns_until).min()
     }
 
     fn tick(&mut self, now: Now, out: &mut Vec<Action>) {
+        self.learns_until.take_if(|until| *until <= now);
         self.expire_creators(now, out);
         let names: Vec<String> = self.jobs.keys().cloned().collect();
         for name in names {
+            self.expire_recovery(&name, now, out);
             self.expire_joins(&name, now, out);
             self.expire_commits(&name, now, out);
             self.expire_stored(&name, now, out);
@@ -120,6 +134,11 @@ impl Cluster {
         self.epoch
     }
 
+    /// No job gets this epoch or an earlier one any more.
+    pub(super) fn see_epoch(&mut self, epoch: u64) {
+        self.epoch = self.epoch.max(epoch);
+    }
+
     pub(super) fn job(&self, job: &str) -> Result<&Job> {
         self.jobs.get(job).ok_or_else(|| Error::UnknownJob { job: job.to_owned() })
     }
@@ -128,13 +147,24 @@ impl Cluster {
         self.jobs.get_mut(job).ok_or_else(|| Error::UnknownJob { job: job.to_owned() })
     }
 
+    /// The job of a worker's call, which may be one of an earlier coordinator.
+    ///
+    /// # Errors
+    /// [`Error::UnknownJob`]; [`Error::Unavailable`] as long as servers may describe it.
+    pub(super) fn known_job(&mut self, job: &str) -> Result<&mut Job> {
+        if self.learns_until.is_some() && !self.jobs.contains_key(job) {
+            return Err(unknown_yet(job));
+        }
+        self.job_mut(job)
+    }
+
     /// The job of a member's call.
     ///
     /// # Errors
     /// [`Error::UnknownJob`]; [`Error::Invalid`] for an id of 0; [`Error::JobReplaced`] if another
     /// job has the name.
     pub(super) fn member_job(&mut self, job: &JobRef) -> Result<&mut Job> {
-        let found = self.job_mut(&job.name)?;
+        let found = self.known_job(&job.name)?;
         match job.id {
             0 => Err(Error::invalid(
                 format!("job_id of job {:?}", job.name),

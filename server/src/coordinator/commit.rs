@@ -293,7 +293,7 @@ pub(super) fn missing_ranks<T>(
 }
 
 /// Checks that a server reports exactly its trained slices.
-fn check_report(report: &Reduced, expected: Option<&Vec<u32>>) -> Result<(), String> {
+pub(super) fn check_report(report: &Reduced, expected: Option<&Vec<u32>>) -> Result<(), String> {
     let expected = expected.map_or(&[][..], Vec::as_slice);
     // The list is ascending: a server may have 100,000 slices.
     let is_own = |slice: u32| expected.binary_search(&slice).is_ok();

@@ -1,20 +1,26 @@
 //! Control streams: the messages from shard servers, and the commands to them.
 
+use std::sync::Arc;
+
 use futures_util::{Stream, StreamExt};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 use zeroshard_proto::{
-    Error, Result, Server,
+    Error, JobSpec, JobVersion, Placement, Result, Server, Succession,
+    job::optimizers,
     pb::{self, serve_request, serve_response},
 };
 
 use super::{
-    decisions::Decision,
+    decisions::{Decision, Figures, Update},
     driver::{Control, Driver},
     events::{Command, Event, JobRef, Lease, Link, OpenJob, Said},
+    jobs::Plan,
+    recovery::{Held, Ranks},
     reduce::{Absent, Overflow, Reduced},
     requests::dialled,
     responses::Stats,
+    resting::Begins,
     succession::SliceCopy,
 };
 use crate::{attempt::Attempt, failure::Failure};
@@ -44,18 +50,47 @@ pub(super) fn commands(
         .then(convert)
 }
 
-/// The server that the first message of a control stream announces.
+/// A server that registers.
+#[derive(Debug)]
+pub(super) struct Registration {
+    pub(super) server: Server,
+    /// The term of the coordinator that it has followed before; 0 for none.
+    pub(super) term: u64,
+    /// The jobs that it holds.
+    pub(super) held: Vec<Held>,
+}
+
+/// Reads the first messages of a control stream, in which the server announces itself and its jobs.
 ///
 /// # Errors
-/// [`Error::Invalid`].
-pub(super) fn hello(first: Option<pb::ServeRequest>) -> Result<Server> {
-    let Some(serve_request::Event::Hello(hello)) = first.and_then(|message| message.event) else {
-        return Err(Error::invalid(
-            "first message of the control stream",
-            "another message",
-            "Hello",
-        ));
+/// [`Error::Invalid`]; those of the stream.
+pub(super) async fn registration(
+    events: &mut Streaming<pb::ServeRequest>,
+    failure: &Failure,
+) -> Result<Registration, Status> {
+    let hello = match events.message().await?.and_then(|message| message.event) {
+        Some(serve_request::Event::Hello(hello)) => hello,
+        _ => return Err(unexpected("first message", "another message", "Hello").into()),
     };
+    let server = server(&hello)?;
+    let mut held = Vec::new();
+    for _ in 0..hello.held_jobs {
+        match events.message().await?.and_then(|message| message.event) {
+            // The spec and the placement may be large.
+            Some(serve_request::Event::Held(job)) => {
+                held.push(failure.blocking("convert a job", move || Held::try_from(job)).await?);
+            }
+            _ => return Err(unexpected("message after Hello", "another message", "HeldJob").into()),
+        }
+    }
+    Ok(Registration { server, term: hello.term, held })
+}
+
+fn unexpected(what: &str, found: &str, expected: &str) -> Error {
+    Error::invalid(format!("{what} of the control stream"), found, expected)
+}
+
+fn server(hello: &pb::Hello) -> Result<Server> {
     let address = dialled("address of the server", &hello.address)?.to_string();
     for (what, number) in [("server_id", hello.server_id), ("incarnation", hello.incarnation)] {
         if number == 0 {
@@ -98,8 +133,8 @@ impl From<Command> for serve_response::Command {
             Command::Grant { job: JobRef { name: job, id: job_id }, rank, lease: Lease(lease) } => {
                 Self::Grant(pb::GrantLease { job, job_id, rank, lease })
             }
-            Command::NewEpoch { job: JobRef { name: job, id: job_id }, epoch, rank } => {
-                Self::NewEpoch(pb::NewEpoch { job, job_id, epoch, rank })
+            Command::NewEpoch { job: JobRef { name: job, id: job_id }, epoch, rank, left } => {
+                Self::NewEpoch(pb::NewEpoch { job, job_id, epoch, rank, left })
             }
             Command::NewAttempt { job: JobRef { name: job, id: job_id }, attempt } => {
                 let Attempt { epoch, step, number: attempt } = attempt;
@@ -108,8 +143,11 @@ impl From<Command> for serve_response::Command {
             Command::RankDone { job: JobRef { name: job, id: job_id }, rank } => {
                 Self::Done(pb::RankDone { job, job_id, rank })
             }
-            Command::RankRests { job: JobRef { name: job, id: job_id }, rank, ends } => {
-                Self::Rests(pb::RankRests { job, job_id, rank, ends })
+            Command::RankRests { job: JobRef { name: job, id: job_id }, rank, begins } => {
+                let ends = begins.is_none();
+                let Begins { since, excluded } =
+                    begins.unwrap_or(Begins { since: 0, excluded: false });
+                Self::Rests(pb::RankRests { job, job_id, rank, ends, since, excluded })
             }
             Command::Decide { job, decision } => Self::Decide(decide(job, decision)),
         }
@@ -130,6 +168,7 @@ fn open_job(open: &OpenJob) -> pb::OpenJob {
         };
         pb::Succession {
             from: Some((&source.succession.from).into()),
+            fresh_state: source.succession.fresh_state,
             servers: source.placement.servers().iter().cloned().map(Into::into).collect(),
             copies: source.copies(spec, placement, *server).into_iter().map(copy).collect(),
         }
@@ -151,7 +190,19 @@ fn decide(JobRef { name: job, id: job_id }: JobRef, decision: Decision) -> pb::D
         unclipped: update.unclipped,
         gradient_factors: update.gradient_factors,
     });
-    pb::Decision { job, job_id, epoch, step, attempt, update }
+    let Figures { scale, clip_coefficient, loss, resting } = decision.figures;
+    pb::Decision {
+        job,
+        job_id,
+        epoch,
+        step,
+        attempt,
+        update,
+        scale,
+        clip_coefficient,
+        loss,
+        resting,
+    }
 }
 
 pub(super) fn said(event: serve_request::Event) -> Result<Said> {
@@ -173,24 +224,71 @@ pub(super) fn said(event: serve_request::Event) -> Result<Said> {
         Wire::Stored(pb::DecisionStored { job: name, job_id, epoch, step }) => {
             Said::Stored { job: job(name, job_id), epoch, step }
         }
-        Wire::Hello(_) => {
-            return Err(Error::invalid(
-                "message of the control stream",
-                "a second Hello",
-                "an event",
-            ));
-        }
+        Wire::Hello(_) => return Err(unexpected("message", "a second Hello", "an event")),
+        Wire::Held(_) => return Err(unexpected("message", "a further HeldJob", "an event")),
     })
 }
 
 fn step_ready(ready: pb::StepReady) -> Said {
-    let pb::StepReady { job: name, job_id: id, epoch, step, attempt: number, .. } = ready;
+    let job = JobRef { name: ready.job.clone(), id: ready.job_id };
+    let pb::StepReady { epoch, step, attempt: number, .. } = ready;
+    Said::Ready { job, attempt: Attempt { epoch, step, number }, reduced: reduced(ready) }
+}
+
+fn reduced(ready: pb::StepReady) -> Reduced {
     let sum = |pb::ReducedSlice { slice, sum_of_squares }| (slice, sum_of_squares);
     let absent = |pb::Absent { slice, rank, everywhere }| Absent { slice, rank, everywhere };
-    let reduced = Reduced {
+    Reduced {
         sums: ready.slices.into_iter().map(sum).collect(),
         overflow: ready.overflow.map(|pb::Overflow { slice, rank }| Overflow { slice, rank }),
         absent: ready.absent.into_iter().map(absent).collect(),
+    }
+}
+
+impl TryFrom<pb::HeldJob> for Held {
+    type Error = Error;
+
+    fn try_from(job: pb::HeldJob) -> Result<Self> {
+        let spec = JobSpec::try_from(job.spec.unwrap_or_default())?;
+        let placement = Placement::try_from(job.placement.unwrap_or_default())?;
+        let (slices, placed) = (spec.manifest.slices().len(), placement.slices());
+        if slices != placed {
+            let what = format!("number of placed slices of job {:?}", spec.name);
+            return Err(Error::invalid(what, placed, slices.to_string()));
+        }
+        let from = job.from.map(JobVersion::try_from).transpose()?;
+        let fresh_state = job.fresh_state;
+        let lease = |pb::HeldLease { rank, lease }| (rank, Lease(lease));
+        let rest = |pb::RankRests { rank, since, excluded, .. }| (rank, (since, excluded));
+        let decision = job.decision.map(decision).transpose()?;
+        Ok(Self {
+            id: job.job_id,
+            plan: Plan::of(&spec, placement),
+            spec: Arc::new(spec),
+            succession: from.map(|from| Arc::new(Succession { from, fresh_state })),
+            attempt: Attempt { epoch: job.epoch, step: job.step, number: job.attempt },
+            published: job.published,
+            initialised: job.initialised,
+            ranks: Ranks {
+                leases: job.leases.into_iter().map(lease).collect(),
+                done: job.done.into_iter().collect(),
+                left: job.left.into_iter().collect(),
+                resting: job.resting.into_iter().map(rest).collect(),
+            },
+            ready: job.ready.map(reduced),
+            decided: decision.zip(job.decided.map(reduced)),
+        })
+    }
+}
+
+fn decision(decision: pb::Decision) -> Result<Decision> {
+    let pb::Decision { epoch, step, attempt: number, scale, clip_coefficient, loss, .. } = decision;
+    let update = |pb::Update { groups, coefficient, unclipped, gradient_factors }| {
+        Ok(Update { groups: optimizers(groups)?, coefficient, unclipped, gradient_factors })
     };
-    Said::Ready { job: JobRef { name, id }, attempt: Attempt { epoch, step, number }, reduced }
+    Ok(Decision {
+        attempt: Attempt { epoch, step, number },
+        update: decision.update.map(update).transpose()?,
+        figures: Figures { scale, clip_coefficient, loss, resting: decision.resting },
+    })
 }

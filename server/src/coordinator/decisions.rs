@@ -20,6 +20,19 @@ pub(crate) struct Decision {
     pub(crate) attempt: Attempt,
     /// `None`: the step is skipped.
     pub(crate) update: Option<Update>,
+    pub(crate) figures: Figures,
+}
+
+/// What the report of a step contains beside the reduced gradient. The servers keep it, so that a
+/// coordinator that is restarted can repeat the report.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Figures {
+    /// The divisor of the mean gradient.
+    pub(crate) scale: f64,
+    pub(crate) clip_coefficient: f64,
+    pub(crate) loss: Option<f64>,
+    /// The ranks that rested, ascending.
+    pub(crate) resting: Vec<u32>,
 }
 
 /// The update that a decision applies.
@@ -65,7 +78,29 @@ pub(crate) struct Decided {
     pub(super) waiters: Vec<Waiter>,
 }
 
+impl Decision {
+    /// The report of the step, whose reduced gradient is `gradient`.
+    pub(super) fn report(&self, spec: &JobSpec, gradient: Gradient) -> Report {
+        let Figures { scale, clip_coefficient, loss, ref resting } = self.figures;
+        Report {
+            version: self.attempt.step + 1,
+            applied: self.update.is_some(),
+            norm: gradient.norm(spec, scale),
+            clip_coefficient,
+            loss,
+            world: spec.world,
+            absent: gradient.absent,
+            resting: resting.clone(),
+        }
+    }
+}
+
 impl Decided {
+    /// A decision that the servers `pending` have not stored yet.
+    pub(super) fn new(report: Report, epoch: u64, pending: BTreeSet<ServerId>) -> Self {
+        Self { report, epoch, pending, waiters: Vec::new() }
+    }
+
     /// Returns the report if every server has stored the decision; otherwise the call waits for it.
     pub(super) fn report_to(&mut self, waiter: Waiter) -> Option<Report> {
         if self.pending.is_empty() {
@@ -95,10 +130,9 @@ impl Open {
 /// Computes the decision about a step, for the servers, and the report about it, for the ranks.
 fn decide(spec: &JobSpec, epoch: u64, open: &Open, terms: &Terms) -> (Decision, Report) {
     let attempt = open.attempt(epoch);
-    let gradient = Gradient::new(spec, open);
+    let gradient = open.gradient(spec);
     let scale = open.scale_of_mean(spec.world, terms.loss_scale);
-    let norm = gradient.norm(spec, scale);
-    let finite = norm.overflow.is_none();
+    let finite = gradient.norm(spec, scale).overflow.is_none();
     // All groups have the same kind of optimizer.
     let apply = finite || !terms.groups.iter().all(Optimizer::skips_overflow);
     let clip = match terms.max_norm {
@@ -108,23 +142,17 @@ fn decide(spec: &JobSpec, epoch: u64, open: &Open, terms: &Terms) -> (Decision, 
         }
         _ => 1.0,
     };
-    let update = Update {
+    let update = apply.then(|| Update {
         groups: terms.groups.clone(),
         coefficient: clip / scale,
         unclipped: 1.0 / scale,
         gradient_factors: terms.gradient_factors.clone(),
-    };
-    let report = Report {
-        version: attempt.step + 1,
-        applied: apply,
-        norm,
-        clip_coefficient: clip,
-        loss: open.round.loss(),
-        world: spec.world,
-        absent: gradient.absent,
-        resting: open.resting.ranks().collect(),
-    };
-    (Decision { attempt, update: apply.then_some(update) }, report)
+    });
+    let (loss, resting) = (open.round.loss(), open.resting.ranks().collect());
+    let figures = Figures { scale, clip_coefficient: clip, loss, resting };
+    let decision = Decision { attempt, update, figures };
+    let report = decision.report(spec, gradient);
+    (decision, report)
 }
 
 impl Cluster {
@@ -159,7 +187,7 @@ impl Cluster {
         }
         open.version = Some(report.version);
         let waiters = open.round.drop_all();
-        let mut decided = Box::new(Decided { report, epoch: *epoch, pending, waiters });
+        let mut decided = Box::new(Decided { waiters, ..Decided::new(report, *epoch, pending) });
         decided.answer(out);
         open.last = Some(decided);
     }

@@ -18,7 +18,8 @@ impl Cluster {
             }
             Phase::Open(_) | Phase::Failed { .. } => job.unused_since + timeout,
             // The callers that create the job wait for it: see `expire_creators`.
-            Phase::Waiting { .. } | Phase::Opening { .. } => return None,
+            // A job that is being recovered has a deadline.
+            Phase::Waiting { .. } | Phase::Opening { .. } | Phase::Recovering(_) => return None,
         };
         // A job is kept while another job continues from it.
         self.successors(job.id).next().is_none().then_some(due)

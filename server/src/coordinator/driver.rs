@@ -21,6 +21,7 @@ use super::{
     cluster::{Cluster, IDLE},
     events::{Caller, Command, Event, Lease, Link, Now, Reply, ServerId},
     feed::Change,
+    recovery::Held,
 };
 use crate::{failure::Failure, metrics::Metrics};
 
@@ -82,7 +83,7 @@ pub(crate) struct Control {
 impl Driver {
     pub(crate) fn new(metrics: Arc<Metrics>, failure: Failure, term: u64) -> Arc<Self> {
         let inner = Inner {
-            cluster: Cluster::default(),
+            cluster: Cluster::starting(),
             calls: HashMap::new(),
             servers: HashMap::new(),
             members: HashMap::new(),
@@ -138,7 +139,13 @@ impl Driver {
     }
 
     /// Registers a shard server.
-    pub(crate) fn add_server(&self, server: Server) -> Result<Control> {
+    /// `held`: the jobs that it has held under the coordinator of the term `before`.
+    pub(crate) fn add_server(
+        &self,
+        server: Server,
+        held: Vec<Held>,
+        before: u64,
+    ) -> Result<Control> {
         let mut inner = self.lock();
         inner.check_running()?;
         inner.last_stream += 1;
@@ -150,7 +157,8 @@ impl Driver {
         if let Some(old) = inner.servers.insert(server.id, new) {
             old.dismissed.cancel();
         }
-        self.handle(&mut inner, Event::ServerJoined { stream: link.stream, server });
+        let is_new = before != self.term;
+        self.handle(&mut inner, Event::ServerJoined { stream: link.stream, server, held, is_new });
         Ok(Control { link, commands, dismissed })
     }
 

@@ -10,9 +10,10 @@ use zeroshard_proto::{Error, JobSpec, Optimizer, Placement, Result, Server, Succ
 use super::{
     decisions::{Decision, Report},
     jobs::Plan,
+    recovery::Held,
     reduce::{Norm, Reduced},
     responses::Stats,
-    resting::Rested,
+    resting::{Begins, Rested},
     succession::Source,
 };
 use crate::attempt::Attempt;
@@ -69,8 +70,9 @@ impl Waiter {
 /// An input of the state machine.
 #[derive(Debug)]
 pub(crate) enum Event {
-    /// A shard server opened a control stream.
-    ServerJoined { stream: u64, server: Server },
+    /// A shard server opened a control stream. It holds jobs, of another coordinator if it `is_new`
+    /// here.
+    ServerJoined { stream: u64, server: Server, held: Vec<Held>, is_new: bool },
     /// A control stream ended.
     ServerLost { from: Link, cause: String },
     /// A message on a control stream.
@@ -83,6 +85,8 @@ pub(crate) enum Event {
     Delete { caller: Caller, job: JobRef },
     /// Join.
     Join { caller: Caller, join: Join },
+    /// A Join with a lease that the rank has already.
+    Attach { caller: Caller, attach: Attach },
     /// Leave.
     Leave { caller: Caller, job: JobRef, lease: Lease, done: bool },
     /// The stream of a Join ended, or its caller disconnected before the stream was opened.
@@ -174,6 +178,16 @@ pub(crate) struct Join {
     pub(crate) rank_wait: Duration,
     /// How long to wait for the servers to accept the lease.
     pub(crate) wait: Duration,
+}
+
+/// A worker continues its lease on a rank, after the coordinator was restarted.
+#[derive(Debug)]
+pub(crate) struct Attach {
+    pub(crate) job: JobRef,
+    pub(crate) rank: u32,
+    /// The host:port at which its peers reach the worker, if it has one.
+    pub(crate) address: Option<String>,
+    pub(crate) lease: Lease,
 }
 
 /// The membership and attempt for which a rank calls.
@@ -270,14 +284,14 @@ pub(crate) enum Command {
     Publish { job: JobRef, epoch: u64 },
     /// Accept pushes with the lease.
     Grant { job: JobRef, rank: u32, lease: Lease },
-    /// The lease of the rank has ended.
-    NewEpoch { job: JobRef, epoch: u64, rank: u32 },
+    /// The lease of the rank has ended, in order if it has `left`.
+    NewEpoch { job: JobRef, epoch: u64, rank: u32, left: bool },
     /// All ranks have discarded the previous attempt.
     NewAttempt { job: JobRef, attempt: Attempt },
     /// The rank has no more data.
     RankDone { job: JobRef, rank: u32 },
-    /// The rank rests or, if its rest `ends`, takes part again from the next attempt on.
-    RankRests { job: JobRef, rank: u32, ends: bool },
+    /// The rank rests or, without `begins`, takes part again from the next attempt on.
+    RankRests { job: JobRef, rank: u32, begins: Option<Begins> },
     /// Apply or skip the step.
     Decide { job: JobRef, decision: Decision },
 }
@@ -307,6 +321,8 @@ pub(crate) enum Action {
     Place(Placing),
     /// Notify a member that it has a membership to read.
     Wake(Lease),
+    /// Register the stream of a lease that continues.
+    Attached(Lease),
     /// End a worker's stream, in order or with an error.
     End(Lease, Option<Error>),
     /// End a control stream.

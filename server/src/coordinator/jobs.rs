@@ -19,6 +19,7 @@ use super::{
         Action, Caller, Command, Create, JobRef, Now, OpenJob, Placing, Reply, ServerId, Waiter,
     },
     placement::place,
+    recovery::unknown_yet,
     state::{Job, Open, Phase},
 };
 
@@ -50,13 +51,17 @@ impl Plan {
     /// # Errors
     /// Those of [`place`].
     pub(crate) fn new(spec: &JobSpec, live: &[Server]) -> Result<Self> {
-        let placement = place(None, live, &weights(spec), spec.replicas as usize)?;
+        Ok(Self::of(spec, place(None, live, &weights(spec), spec.replicas as usize)?))
+    }
+
+    /// The plan with this placement.
+    pub(crate) fn of(spec: &JobSpec, placement: Placement) -> Self {
         let mut trainable = BTreeMap::<ServerId, Vec<u32>>::new();
         for slice in (0..placement.slices()).filter(|&slice| spec.manifest.trains(slice)) {
             let server = placement.servers()[placement.primary(slice)].id;
             trainable.entry(server).or_default().push(slice as u32);
         }
-        Ok(Self { placement: Arc::new(placement), trainable })
+        Self { placement: Arc::new(placement), trainable }
     }
 }
 
@@ -97,6 +102,9 @@ impl Cluster {
             Phase::Open(_) => {
                 let reply = Reply::Created { epoch: job.epoch, job_id: job.id };
                 out.push(Action::Answer(waiter.caller, Ok(reply)));
+            }
+            Phase::Recovering(_) => {
+                out.push(Action::Answer(waiter.caller, Err(unknown_yet(&name))));
             }
             Phase::Failed { reason } => {
                 let reason = format!("{reason}; delete the job before creating it again");
@@ -218,17 +226,26 @@ impl Cluster {
         };
         // A report of an older epoch is about parameters that the server has dropped with that
         // epoch.
-        if epoch != *current
-            || !open.uninitialised.remove(&server)
-            || !open.uninitialised.is_empty()
-        {
+        if epoch != *current || !open.uninitialised.remove(&server) {
+            return;
+        }
+        self.publish_if_initialised(&job.name, out);
+        self.advance(&job.name, now, out);
+    }
+
+    /// Publishes version 0 when every server has its initial parameters.
+    pub(super) fn publish_if_initialised(&mut self, name: &str, out: &mut Vec<Action>) {
+        let Some(Job { id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+            return;
+        };
+        if open.version.is_some() || !open.uninitialised.is_empty() {
             return;
         }
         open.version = Some(0);
-        open.send(&Command::Publish { job: job.clone(), epoch }, out);
+        let job = JobRef { name: name.to_owned(), id: *id };
+        open.send(&Command::Publish { job, epoch: *epoch }, out);
         open.wake_all(out);
-        out.push(Action::Note(format!("job {:?} has all its initial parameters", job.name)));
-        self.advance(&job.name, now, out);
+        out.push(Action::Note(format!("job {name:?} has all its initial parameters")));
     }
 
     pub(super) fn failed_on(
@@ -262,7 +279,7 @@ impl Cluster {
         let failed = Phase::Failed { reason: reason.to_owned() };
         let (id, phase) = (job.id, std::mem::replace(&mut job.phase, failed));
         // A job that never opened has no state to lose: it can be created again at once.
-        if matches!(phase, Phase::Open(_)) {
+        if matches!(phase, Phase::Open(_) | Phase::Recovering(_)) {
             self.jobs.insert(name.to_owned(), job);
             self.unused_from(name, now, out);
         } else {
@@ -360,7 +377,7 @@ impl Cluster {
     fn creators(&mut self, name: &str) -> Option<&mut Vec<Waiter>> {
         match &mut self.jobs.get_mut(name)?.phase {
             Phase::Waiting { creators, .. } | Phase::Opening { creators, .. } => Some(creators),
-            Phase::Open(_) | Phase::Failed { .. } => None,
+            Phase::Open(_) | Phase::Recovering(_) | Phase::Failed { .. } => None,
         }
     }
 

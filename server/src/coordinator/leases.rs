@@ -9,14 +9,15 @@ use zeroshard_proto::{Departure, Error, Result};
 
 use super::{
     cluster::Cluster,
-    events::{Action, Caller, Command, JobRef, Join, Lease, Now, Reply, ServerId, Waiter},
+    events::{Action, Attach, Caller, Command, JobRef, Join, Lease, Now, Reply, ServerId, Waiter},
     members::{Joining, Member},
+    recovery::unknown_yet,
     state::{Job, Phase},
 };
 
 /// The cause of a new epoch.
 #[derive(Debug, Clone, Copy)]
-enum Cause {
+pub(super) enum Cause {
     /// The rank's worker was lost.
     Lost,
     /// The rank's worker left in order.
@@ -26,6 +27,8 @@ enum Cause {
     Done,
     /// A worker takes a rank that was done.
     Returned,
+    /// After a restart of the coordinator, not all servers know of the lease or of its end.
+    Recovered,
 }
 
 impl Cluster {
@@ -43,7 +46,7 @@ impl Cluster {
         out: &mut Vec<Action>,
     ) -> Result<()> {
         let (name, rank) = (join.job.clone(), join.rank);
-        let job = self.job_mut(&name)?;
+        let job = self.known_job(&name)?;
         check_rank(&name, rank, job.spec.world)?;
         let open = job.phase.open_mut(&name)?;
         if open.members.get(rank).is_some() {
@@ -72,7 +75,7 @@ impl Cluster {
         open.send(&Command::Grant { job, rank, lease }, out);
         let pending: BTreeSet<ServerId> = open.servers().collect();
         let joining = Some(Joining { waiter: Waiter::new(caller, now, wait), pending });
-        open.members.insert(rank, Member { lease, address, joining, told: None });
+        open.members.insert(rank, Member { lease, address, joining, told: None, detached: None });
         self.finish_join(&name, lease, out);
     }
 
@@ -114,6 +117,36 @@ impl Cluster {
         out.push(Action::Answer(joining.waiter.caller, Ok(Reply::Joined)));
     }
 
+    /// A worker continues its lease with a new stream.
+    pub(super) fn attach(&mut self, caller: Caller, attach: Attach, out: &mut Vec<Action>) {
+        let answer = match self.try_attach(&attach, out) {
+            Ok(()) => Ok(Reply::Joined),
+            Err(error) => Err(error),
+        };
+        out.push(Action::Answer(caller, answer));
+    }
+
+    fn try_attach(&mut self, attach: &Attach, out: &mut Vec<Action>) -> Result<()> {
+        let Attach { job, rank, address, lease } = attach;
+        let open = self.member_job(job)?.phase.open_mut(&job.name)?;
+        if open.members.rank_of(*lease) != Some(*rank) {
+            return Err(Error::LeaseLost { job: job.name.clone(), rank: *rank });
+        }
+        let Some(member) = open.members.of(*lease) else { return Ok(()) };
+        if member.detached.take().is_none() {
+            let peer = format!("rank {rank} of job {:?}", job.name);
+            let cause = "its earlier connection has not ended yet".to_owned();
+            return Err(Error::Unavailable { peer, cause });
+        }
+        (member.address, member.told) = (address.clone(), None);
+        out.push(Action::Attached(*lease));
+        if address.is_some() {
+            open.peers.set(*rank, address.clone());
+            open.wake_all(out);
+        }
+        Ok(())
+    }
+
     /// A worker gives its rank back. An unknown lease has already ended.
     pub(super) fn leave(
         &mut self,
@@ -128,6 +161,9 @@ impl Cluster {
             Ok(found) => found,
             Err(error) => return out.push(Action::Answer(caller, Err(error))),
         };
+        if matches!(found.phase, Phase::Recovering(_)) {
+            return out.push(Action::Answer(caller, Err(unknown_yet(&job.name))));
+        }
         let absent = done && found.spec.departure == Departure::Absent;
         let cause = if absent { Cause::Done } else { Cause::Left };
         let rank = match &found.phase {
@@ -182,7 +218,7 @@ impl Cluster {
             Cause::Left => {
                 open.left.insert(rank);
             }
-            Cause::Lost | Cause::Returned => {}
+            Cause::Lost | Cause::Returned | Cause::Recovered => {}
         }
         if matches!(cause, Cause::Done) && open.version.is_some() {
             let waiters = open.round.forget_rank(rank).into_iter().chain(open.resting.forget(rank));
@@ -208,7 +244,7 @@ impl Cluster {
 
     /// Drops the gradients of the open step on the servers, because they may contain a part of the
     /// rank's gradients.
-    fn new_epoch(&mut self, name: &str, rank: u32, cause: Cause, out: &mut Vec<Action>) {
+    pub(super) fn new_epoch(&mut self, name: &str, rank: u32, cause: Cause, out: &mut Vec<Action>) {
         let new = self.next_epoch();
         let Some(Job { id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
             return;
@@ -222,9 +258,10 @@ impl Cluster {
         // been sent.
         let (rested, mut waiters) = open.resting.end();
         for rank in rested {
-            open.send(&Command::RankRests { job: job.clone(), rank, ends: true }, out);
+            open.send(&Command::RankRests { job: job.clone(), rank, begins: None }, out);
         }
-        open.send(&Command::NewEpoch { job, epoch: new, rank }, out);
+        let left = matches!(cause, Cause::Left);
+        open.send(&Command::NewEpoch { job, epoch: new, rank, left }, out);
         if !open.round.is_empty() {
             out.push(Action::Aborted);
         }
@@ -235,6 +272,7 @@ impl Cluster {
                 Cause::Lost => format!("rank {rank} was lost"),
                 Cause::Done => format!("rank {rank} left before version 0"),
                 Cause::Returned => format!("rank {rank} joined again"),
+                Cause::Recovered => "the coordinator was restarted".to_owned(),
             };
             Error::StepAborted { job, step, epoch: new, cause }
         };
@@ -247,7 +285,7 @@ impl Cluster {
     }
 
     /// Refuses Joins whose rank has not become free in time, and those whose lease the servers have
-    /// not accepted in time.
+    /// not accepted in time. Ranks that have not attached in time are lost.
     pub(super) fn expire_joins(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         let Some(Job { epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
             return;
@@ -262,6 +300,10 @@ impl Cluster {
                 return;
             };
             let Some(member) = open.members.get_mut(rank) else { continue };
+            if member.detached.is_some() {
+                self.end_lease(name, rank, Cause::Lost, now, out);
+                continue;
+            }
             let Some(Joining { waiter, pending }) = member.joining.take() else { continue };
             // The address was not announced to any peer.
             member.address = None;

@@ -17,6 +17,20 @@ pub(crate) struct Member {
     pub(crate) joining: Option<Joining>,
     /// `None` before its first membership.
     pub(crate) told: Option<Told>,
+    /// When the rank is lost, if it has no stream since the coordinator was restarted.
+    pub(crate) detached: Option<Now>,
+}
+
+impl Member {
+    /// A member that has no stream.
+    pub(super) fn detached(lease: Lease, deadline: Now) -> Self {
+        Self { lease, address: None, joining: None, told: None, detached: Some(deadline) }
+    }
+
+    fn deadline(&self) -> Option<Now> {
+        let joining = self.joining.as_ref().map(|joining| joining.waiter.deadline);
+        joining.into_iter().chain(self.detached).min()
+    }
 }
 
 /// A Join that waits for servers.
@@ -88,17 +102,12 @@ impl Members {
     }
 
     pub(super) fn next_deadline(&self) -> Option<Now> {
-        self.ranks
-            .values()
-            .filter_map(|member| Some(member.joining.as_ref()?.waiter.deadline))
-            .min()
+        self.ranks.values().filter_map(Member::deadline).min()
     }
 
-    /// The ranks whose Join has reached its deadline.
+    /// The ranks whose Join has reached its deadline, and those that have not attached in time.
     pub(super) fn expired(&self, now: Now) -> Vec<u32> {
-        let late = |member: &Member| {
-            member.joining.as_ref().is_some_and(|joining| joining.waiter.deadline <= now)
-        };
+        let late = |member: &Member| member.deadline().is_some_and(|deadline| deadline <= now);
         self.ranks.iter().filter(|(_, member)| late(member)).map(|(&rank, _)| rank).collect()
     }
 }

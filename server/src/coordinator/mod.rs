@@ -2,7 +2,7 @@
 //!
 //! `cluster` takes events and returns actions, with one file for each subject. It is a pure
 //! function of state, event and time (`state`, `events`). Jobs: `jobs`, `placement`, `disposal`.
-//! Servers: `servers`. Workers: `leases`, `members`, `feed`. Steps: `commit`, `terms`, `reduce`,
+//! Servers: `servers`, `recovery`. Workers: `leases`, `members`, `feed`. Steps: `commit`, `terms`, `reduce`,
 //! `attempts`, `decisions`.
 //!
 //! `driver` is the clock, and `actions` carries out the actions. `service`, `requests`,
@@ -24,6 +24,7 @@ mod jobs;
 mod leases;
 mod members;
 pub mod placement;
+mod recovery;
 mod reduce;
 mod requests;
 mod responses;

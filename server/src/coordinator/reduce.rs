@@ -15,7 +15,7 @@ use super::{
 use crate::listing::some_of;
 
 /// The reduced gradient of one server's slices.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Reduced {
     /// All trained slices, ascending, with the sum of squares of their summed gradient.
     pub(crate) sums: Vec<(u32, f64)>,
@@ -68,8 +68,13 @@ pub(super) struct Gradient {
 impl Gradient {
     /// Adds the sums in f64: slices to tensors, and tensors to the total, in manifest order, so
     /// that the result does not depend on the distribution of slices over the servers.
-    pub(super) fn new(spec: &JobSpec, open: &Open) -> Self {
-        let (manifest, reports) = (&spec.manifest, &open.round.reports);
+    /// `contributes`: whether a rank takes part in the step.
+    pub(super) fn new(
+        spec: &JobSpec,
+        reports: &BTreeMap<ServerId, Reduced>,
+        contributes: impl Fn(u32) -> bool,
+    ) -> Self {
+        let manifest = &spec.manifest;
         let mut sums = vec![0.0f64; manifest.slices().len()];
         for &(slice, sum) in reports.values().flat_map(|report| &report.sums) {
             sums[slice as usize] = sum;
@@ -90,7 +95,7 @@ impl Gradient {
         Self {
             sums: tensors,
             overflow: overflows.min_by_key(|overflow| overflow.slice),
-            absent: absent(spec, open),
+            absent: absent(spec, reports, contributes),
         }
     }
 
@@ -118,11 +123,15 @@ impl Gradient {
 
 /// For each tensor of which at least one rank lacked a part: the lowest such rank, if possible of
 /// those that take part in the step, and whether no rank had any of it.
-fn absent(spec: &JobSpec, open: &Open) -> Vec<Absent> {
-    let order = |rank: u32| (!open.takes_part(rank), rank);
+fn absent(
+    spec: &JobSpec,
+    reports: &BTreeMap<ServerId, Reduced>,
+    contributes: impl Fn(u32) -> bool,
+) -> Vec<Absent> {
+    let order = |rank: u32| (!contributes(rank), rank);
     // By tensor: the lowest rank, and the number of slices without any gradient.
     let mut tensors = BTreeMap::<usize, (u32, usize)>::new();
-    for absent in open.round.reports.values().flat_map(|report| &report.absent) {
+    for absent in reports.values().flat_map(|report| &report.absent) {
         let tensor = spec.manifest.slices()[absent.slice as usize].tensor;
         let (rank, nowhere) = tensors.entry(tensor).or_insert((absent.rank, 0));
         *rank = std::cmp::min_by_key(absent.rank, *rank, |&rank| order(rank));
@@ -183,7 +192,7 @@ impl Cluster {
         if open.round.reducers.is_empty() || !open.is_reduced() {
             return;
         }
-        let gradient = Gradient::new(spec, open);
+        let gradient = open.gradient(spec);
         for Reducer { waiter, loss_scale, .. } in std::mem::take(&mut open.round.reducers) {
             let norm = gradient.norm(spec, open.scale_of_mean(spec.world, loss_scale));
             let reply = Reply::Reduced(norm, open.resting.ranks().collect());
@@ -235,6 +244,11 @@ impl Cluster {
 }
 
 impl Open {
+    /// The reduced gradient of the open step.
+    pub(super) fn gradient(&self, spec: &JobSpec) -> Gradient {
+        Gradient::new(spec, &self.round.reports, |rank| self.takes_part(rank))
+    }
+
     /// Whether every server has all gradients of the open step.
     pub(super) fn is_reduced(&self) -> bool {
         self.version.is_some() && self.round.reports.len() == self.trainable.len()

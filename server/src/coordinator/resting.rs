@@ -20,13 +20,22 @@ use crate::{attempt::Attempt, listing::some_of};
 
 /// A resting rank.
 #[derive(Debug)]
-struct Rester {
+pub(super) struct Rester {
     /// The step that was open when the rank began to rest.
-    since: u64,
+    pub(super) since: u64,
     /// Whether mean gradients are over the other ranks.
-    excluded: bool,
+    pub(super) excluded: bool,
     /// More than one if the rank has repeated its call.
-    waiters: Vec<Waiter>,
+    pub(super) waiters: Vec<Waiter>,
+}
+
+/// The beginning of a rest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Begins {
+    /// The step that is open.
+    pub(crate) since: u64,
+    /// Whether mean gradients are over the other ranks.
+    pub(crate) excluded: bool,
 }
 
 /// The ranks that rest.
@@ -55,6 +64,10 @@ impl From<Rested> for pb::RestResponse {
 impl Resting {
     pub(super) fn len(&self) -> usize {
         self.ranks.len()
+    }
+
+    pub(super) fn insert(&mut self, rank: u32, rester: Rester) {
+        self.ranks.insert(rank, rester);
     }
 
     pub(super) fn contains(&self, rank: u32) -> bool {
@@ -178,7 +191,8 @@ impl Cluster {
         out.extend(withdrawn.into_iter().map(|w| Action::Answer(w.caller, Err(lost()))));
         let (since, excluded) = (current.step, *excluded);
         open.resting.ranks.insert(rank, Rester { since, excluded, waiters: vec![waiter] });
-        open.send(&Command::RankRests { job: turn.job.clone(), rank, ends: false }, out);
+        let begins = Some(Begins { since, excluded });
+        open.send(&Command::RankRests { job: turn.job.clone(), rank, begins }, out);
         Ok(None)
     }
 
@@ -204,7 +218,7 @@ impl Cluster {
         out.extend(calls.into_iter().map(stale));
         let job = JobRef { name: name.to_owned(), id: *id };
         for rank in ranks {
-            open.send(&Command::RankRests { job: job.clone(), rank, ends: true }, out);
+            open.send(&Command::RankRests { job: job.clone(), rank, begins: None }, out);
         }
         open.send(&Command::NewAttempt { job, attempt }, out);
         let rested = Rested { attempt, last };

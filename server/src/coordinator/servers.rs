@@ -59,6 +59,11 @@ impl Cluster {
         let names: Vec<String> =
             self.jobs.values().filter(hit).map(|job| job.spec.name.clone()).collect();
         for name in names {
+            if let Some(Job { phase: Phase::Recovering(recovery), .. }) = self.jobs.get_mut(&name) {
+                // It may come back before the deadline.
+                recovery.forget(server);
+                continue;
+            }
             let reason = match self.jobs.get(&name) {
                 Some(Job { spec, phase: Phase::Open(open), .. }) => {
                     format!("{gone}; it held {}", held_by(server, spec, &open.placement))

@@ -14,9 +14,9 @@ use zeroshard_proto::{
 };
 
 use super::{
-    control::{commands, hello, listen},
+    control::{Registration, commands, listen, registration},
     driver::{Driver, MAX_COMMANDS},
-    events::{Event, JobRef, Join, Lease, Reply},
+    events::{Attach, Event, JobRef, Join, Lease, Reply},
     requests::{Waits, create, dialled},
     responses::reduced,
 };
@@ -77,9 +77,13 @@ impl coordinator_service_server::CoordinatorService for Service {
     type JoinStream = Memberships;
 
     async fn join(&self, request: Request<pb::JoinRequest>) -> Answer<Memberships> {
-        let pb::JoinRequest { job, rank, address, wait_ms } = request.into_inner();
+        let pb::JoinRequest { job, rank, address, wait_ms, lease, job_id } = request.into_inner();
         let dialled = |text: String| dialled(&format!("address of rank {rank}"), &text);
         let address = address.map(dialled).transpose()?.map(|address| address.to_string());
+        if lease != 0 {
+            let (job, lease) = (JobRef { name: job, id: job_id }, Lease(lease));
+            return self.attach(Attach { job, rank, address, lease }).await;
+        }
         let (wait, lease) = (self.waits.of_join(wait_ms), Lease(identity::random()?));
         self.driver.add_lease(lease);
         // From now on the lease ends with the stream, also if the caller disconnects while the call
@@ -89,14 +93,7 @@ impl coordinator_service_server::CoordinatorService for Service {
         let rank_wait = wait.min(self.waits.rank);
         let join = Join { job, rank, address, lease, rank_wait, wait };
         self.driver.call(|caller| Event::Join { caller, join }).await?;
-        if let Some(first) = self.driver.first_membership(&stream.job, lease) {
-            stream.first = Some(
-                self.driver
-                    .failure
-                    .blocking("convert a membership", move || Ok(first.into()))
-                    .await?,
-            );
-        }
+        stream.begin().await?;
         Ok(Response::new(stream))
     }
 
@@ -150,9 +147,10 @@ impl coordinator_service_server::CoordinatorService for Service {
         request: Request<Streaming<pb::ServeRequest>>,
     ) -> Answer<Self::ServeStream> {
         let mut events = request.into_inner();
-        let server = hello(events.message().await?)?;
+        let Registration { server, term, held } =
+            registration(&mut events, &self.driver.failure).await?;
         let address = server.address.clone();
-        let control = self.driver.add_server(server)?;
+        let control = self.driver.add_server(server, held, term)?;
         let (driver, from, dismissed) =
             (self.driver.clone(), control.link, control.dismissed.clone());
         tokio::spawn(async move {
@@ -171,6 +169,18 @@ impl coordinator_service_server::CoordinatorService for Service {
     }
 }
 
+impl Service {
+    /// Continues a lease with a new stream.
+    async fn attach(&self, attach: Attach) -> Answer<Memberships> {
+        let (job, rank, lease) = (attach.job.name.clone(), attach.rank, attach.lease);
+        self.driver.call(|caller| Event::Attach { caller, attach }).await?;
+        let driver = self.driver.clone();
+        let mut stream = Memberships { driver, job, rank, lease, first: None };
+        stream.begin().await?;
+        Ok(Response::new(stream))
+    }
+}
+
 fn unexpected(reply: &Reply) -> Status {
     Error::Internal { cause: format!("{reply:?} answers another call") }.into()
 }
@@ -184,6 +194,18 @@ pub(crate) struct Memberships {
     lease: Lease,
     /// The first message, which is large.
     first: Option<pb::JoinResponse>,
+}
+
+impl Memberships {
+    /// Reads the first message, if the lease is still valid.
+    async fn begin(&mut self) -> Result<()> {
+        if let Some(first) = self.driver.first_membership(&self.job, self.lease) {
+            let convert = move || Ok(first.into());
+            let failure = &self.driver.failure;
+            self.first = Some(failure.blocking("convert a membership", convert).await?);
+        }
+        Ok(())
+    }
 }
 
 impl Stream for Memberships {

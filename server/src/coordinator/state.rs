@@ -14,6 +14,7 @@ use super::{
     feed::Peers,
     jobs::Plan,
     members::{Members, Queue},
+    recovery::{Recovery, unknown_yet},
     responses::Stats,
     resting::Resting,
 };
@@ -59,6 +60,8 @@ pub(crate) enum Phase {
     Opening { plan: Plan, pending: BTreeSet<ServerId>, creators: Vec<Waiter> },
     /// Workers can join.
     Open(Box<Open>),
+    /// The coordinator was restarted, and learns the job from its servers.
+    Recovering(Box<Recovery>),
     /// The job has failed, and its servers were told to close it.
     Failed { reason: String },
 }
@@ -194,6 +197,7 @@ impl Phase {
         match self {
             Self::Waiting { .. } | Self::Failed { .. } => None,
             Self::Opening { plan, .. } => Some(&plan.placement),
+            Self::Recovering(recovery) => Some(&recovery.plan.placement),
             Self::Open(open) => Some(&open.placement),
         }
     }
@@ -218,7 +222,7 @@ impl Phase {
                 waiters.extend(open.members.into_joining());
                 (waiters, leases)
             }
-            Self::Failed { .. } => (Vec::new(), Vec::new()),
+            Self::Recovering(_) | Self::Failed { .. } => (Vec::new(), Vec::new()),
         }
     }
 
@@ -242,6 +246,7 @@ impl Phase {
             Self::Failed { reason } => {
                 Error::JobFailed { job: job.to_owned(), reason: reason.clone() }
             }
+            Self::Recovering(_) => unknown_yet(job),
             Self::Waiting { .. } | Self::Opening { .. } | Self::Open(_) => Error::Unavailable {
                 peer: format!("job {job:?}"),
                 cause: "its shard servers have not all opened it yet".to_owned(),

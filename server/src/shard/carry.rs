@@ -47,7 +47,7 @@ pub(super) async fn carry_over<B: Backend>(
     job: &Arc<Job<B>>,
     succession: pb::Succession,
 ) -> Result<()> {
-    let pb::Succession { from, servers, copies } = succession;
+    let pb::Succession { from, servers, copies, .. } = succession;
     let from = Arc::new(JobVersion::try_from(from.unwrap_or_default())?);
     let mut shares: Vec<Vec<SliceCopy>> = servers.iter().map(|_| Vec::new()).collect();
     let mut carried = BTreeMap::<_, usize>::new();

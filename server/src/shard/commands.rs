@@ -3,14 +3,14 @@
 
 use std::sync::Arc;
 
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use zeroshard_proto::{JobSpec, Optimizer, Placement, Result, Token, job::optimizers, pb};
 
 use super::{
     carry::carry_over,
     events::{Events, JobEvent},
-    job::{Job, Opening},
+    job::{Job, Opening, Origin},
     slice::Apply,
     store::Store,
 };
@@ -24,15 +24,17 @@ pub(super) enum Command {
     /// A worker holds the rank with this lease.
     Grant { rank: u32, lease: u64 },
     /// The lease of the rank has ended.
-    NewEpoch { epoch: u64, rank: u32 },
+    NewEpoch { epoch: u64, rank: u32, left: bool },
     /// All ranks have discarded the previous attempt.
     NewAttempt(Attempt),
     /// The rank has no more data.
     RankDone { rank: u32 },
     /// The rank rests, or takes part again from the next attempt on.
-    RankRests { rank: u32, ends: bool },
+    RankRests(pb::RankRests),
     /// Apply the attempt's gradients, or skip the step.
-    Decide { attempt: Attempt, update: Option<Update> },
+    Decide { attempt: Attempt, update: Option<Update>, message: Arc<pb::Decision> },
+    /// Describe the job to a new coordinator.
+    Describe(oneshot::Sender<pb::HeldJob>),
 }
 
 /// The update that a decision applies.
@@ -54,8 +56,9 @@ impl Command {
         let update = |pb::Update { groups, coefficient, unclipped, gradient_factors }| {
             Ok(Update { groups: optimizers(groups)?, coefficient, unclipped, gradient_factors })
         };
-        let update = decision.update.map(update).transpose()?;
-        Ok(Self::Decide { attempt: Attempt { epoch, step, number }, update })
+        let update = decision.update.clone().map(update).transpose()?;
+        let message = Arc::new(decision);
+        Ok(Self::Decide { attempt: Attempt { epoch, step, number }, update, message })
     }
 }
 
@@ -69,7 +72,7 @@ pub(super) struct Task<B: Backend> {
     pub(super) token: Token,
     /// The commands for the job, each of which may be malformed.
     pub(super) commands: mpsc::Receiver<Result<Command>>,
-    /// Cancelled when the coordinator closes the job, or is lost.
+    /// Cancelled when the coordinator closes the job.
     pub(super) closed: CancellationToken,
 }
 
@@ -91,7 +94,11 @@ impl<B: Backend> Task<B> {
 
     async fn serve(&mut self, mut open: pb::OpenJob) -> Result<()> {
         let (epoch, succession) = (open.epoch, open.succession.take());
-        let job = Arc::new(self.open(open).await?);
+        let origin = succession.as_ref().map(|succession| Origin {
+            from: succession.from.clone(),
+            fresh_state: succession.fresh_state,
+        });
+        let job = Arc::new(self.open(open, origin).await?);
         if let Some(succession) = succession {
             carry_over(&self.store, &self.token, self.server, &job, succession).await?;
         }
@@ -102,16 +109,17 @@ impl<B: Backend> Task<B> {
         self.obey(&job).await
     }
 
-    async fn open(&self, open: pb::OpenJob) -> Result<Job<B>> {
+    async fn open(&self, open: pb::OpenJob, origin: Option<Origin>) -> Result<Job<B>> {
         let (store, events, closed) =
             (self.store.clone(), self.events.clone(), self.closed.clone());
         let server = self.server;
         let open = move || {
             Job::open(Opening {
+                origin,
                 id: open.job_id,
                 spec: JobSpec::try_from(open.spec.unwrap_or_default())?,
                 epoch: open.epoch,
-                placement: &Placement::try_from(open.placement.unwrap_or_default())?,
+                placement: Placement::try_from(open.placement.unwrap_or_default())?,
                 server,
                 closed,
                 backend: store.backend.clone(),
@@ -128,8 +136,10 @@ impl<B: Backend> Task<B> {
         let commands = &mut self.commands;
         while let Some(Some(command)) = job.closed().run_until_cancelled(commands.recv()).await {
             match command? {
-                // This command is fast.
+                // These commands are fast.
                 Command::Grant { rank, lease } => job.grant(rank, lease),
+                // The session has ended if nobody receives it.
+                Command::Describe(answer) => drop(answer.send(job.held())),
                 other => {
                     let (job, failure) = (job.clone(), &self.store.failure);
                     let execute = move || execute(&job, &other);
@@ -144,25 +154,22 @@ impl<B: Backend> Task<B> {
 fn execute<B: Backend>(job: &Job<B>, command: &Command) -> Result<()> {
     match *command {
         Command::Publish { epoch } => job.publish(epoch),
-        Command::Decide { attempt, ref update } => {
+        Command::Decide { attempt, ref update, ref message } => {
             let apply = update.as_ref().map(|update| Apply {
                 groups: &update.groups,
                 coefficient: update.coefficient,
                 unclipped: update.unclipped,
                 gradient_factors: &update.gradient_factors,
             });
-            job.decide(attempt, apply)
+            job.decide(message, attempt, apply)
         }
-        Command::NewEpoch { epoch, rank } => {
+        Command::NewEpoch { epoch, rank, left } => {
             tracing::info!(job = job.spec.name, epoch, rank, "new epoch");
-            job.new_epoch(epoch, rank)
+            job.new_epoch(epoch, rank, left)
         }
         Command::NewAttempt(attempt) => job.open_attempt(attempt),
         Command::RankDone { rank } => job.rank_done(rank),
-        Command::RankRests { rank, ends } => job.rank_rests(rank, ends),
-        Command::Grant { rank, lease } => {
-            job.grant(rank, lease);
-            Ok(())
-        }
+        Command::RankRests(ref rests) => job.rank_rests(rests),
+        Command::Grant { .. } | Command::Describe(_) => Ok(()),
     }
 }

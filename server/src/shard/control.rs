@@ -10,11 +10,11 @@ use std::{
     time::Duration,
 };
 
-use tokio::sync::mpsc;
-use tokio_stream::wrappers::ReceiverStream;
+use tokio::sync::{mpsc, oneshot};
+use tokio_stream::{StreamExt, wrappers::ReceiverStream};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use zeroshard_proto::{
-    Error, Result, Token,
+    Deadline, Error, Result, Token,
     pb::{
         self, coordinator_service_client::CoordinatorServiceClient, serve_request::Event,
         serve_response::Command as Wire,
@@ -49,13 +49,47 @@ pub(super) struct Contact<'a> {
     pub(super) term: &'a AtomicU64,
 }
 
+/// How long a job may take to carry out the commands of the last coordinator.
+const DESCRIPTION_LIMIT: Duration = Duration::from_secs(60);
+
+/// The tasks of the jobs, which last longer than a control stream.
+#[derive(Default)]
+pub(super) struct Tasks {
+    events: Events,
+    /// The jobs that are open or being opened, by id.
+    jobs: HashMap<u64, Queue>,
+}
+
+impl Tasks {
+    /// The jobs of this server, after the commands that they have received. A job that is still
+    /// being opened is closed, because nobody waits for it any more.
+    async fn describe<B: Backend>(&mut self, store: &Store<B>) -> Result<Vec<pb::HeldJob>> {
+        let mut held = Vec::new();
+        self.jobs.retain(|&id, _| store.holds(id));
+        let deadline = Deadline::after(DESCRIPTION_LIMIT);
+        for (id, queue) in &self.jobs {
+            let (answer, description) = oneshot::channel();
+            let waiting_for = || format!("job {id:016x} to carry out earlier commands");
+            let sent = queue.commands.send(Ok(Command::Describe(answer)));
+            if deadline.limit(waiting_for, sent).await?.is_ok()
+                && let Ok(description) = deadline.limit(waiting_for, description).await?
+            {
+                held.push(description);
+            }
+        }
+        self.jobs.retain(|&id, _| held.iter().any(|held| held.job_id == id));
+        Ok(held)
+    }
+}
+
 /// Runs one connection to the coordinator, from the greeting until it breaks. Returns the reason.
 pub(super) async fn session<B: Backend>(
     store: &Arc<Store<B>>,
     health: &Health,
     contact: Contact<'_>,
+    tasks: &mut Tasks,
 ) -> Error {
-    let (mut session, mut commands) = match Session::open(store, contact).await {
+    let (mut session, mut commands) = match Session::open(store, contact, tasks).await {
         Ok(opened) => opened,
         Err(error) => return error,
     };
@@ -69,9 +103,7 @@ struct Session<'a, B: Backend> {
     /// The name of the coordinator, for messages.
     peer: String,
     store: &'a Arc<Store<B>>,
-    events: Events,
-    /// The jobs that are open or being opened, by id.
-    jobs: HashMap<u64, Queue>,
+    tasks: &'a mut Tasks,
 }
 
 /// A job's task. When it is dropped, the task ends, and with it every call of the job.
@@ -83,26 +115,34 @@ struct Queue {
 type Commands = tonic::Streaming<pb::ServeResponse>;
 
 impl<'a, B: Backend> Session<'a, B> {
-    async fn open(store: &'a Arc<Store<B>>, contact: Contact<'a>) -> Result<(Self, Commands)> {
-        let Contact { coordinator, advertised, token, server_id, incarnation, .. } = contact;
+    async fn open(
+        store: &'a Arc<Store<B>>,
+        contact: Contact<'a>,
+        tasks: &'a mut Tasks,
+    ) -> Result<(Self, Commands)> {
+        let Contact { coordinator, advertised, token, server_id, incarnation, term } = contact;
         let peer = format!("coordinator {coordinator}");
         let unavailable = |cause: String| Error::Unavailable { peer: peer.clone(), cause };
         let channel = endpoint(coordinator)?.connect().await.map_err(|e| unavailable(chain(&e)))?;
         let mut client = CoordinatorServiceClient::new(Connection::new(channel, token)?)
             .max_decoding_message_size(MAX_CONTROL_MESSAGE)
             .max_encoding_message_size(MAX_CONTROL_MESSAGE);
-        let (events, outgoing) = Events::channel();
-        events.tell(Event::Hello(pb::Hello {
+        // Events from now on follow the descriptions, which may contain them already.
+        let events = ReceiverStream::new(tasks.events.connect());
+        let held = tasks.describe(store).await?;
+        let hello = pb::Hello {
             address: advertised.to_owned(),
             server_id,
             incarnation,
-        }));
-        let outgoing = tokio_stream::StreamExt::map(ReceiverStream::new(outgoing), |event| {
-            pb::ServeRequest { event: Some(event) }
-        });
+            term: term.load(Ordering::Acquire),
+            held_jobs: held.len() as u32,
+        };
+        let first = std::iter::once(Event::Hello(hello)).chain(held.into_iter().map(Event::Held));
+        let outgoing = tokio_stream::iter(first.collect::<Vec<_>>()).chain(events);
+        let outgoing = StreamExt::map(outgoing, |event| pb::ServeRequest { event: Some(event) });
         let failed = |status: tonic::Status| Error::from_status(&status, &peer);
         let mut commands = client.serve(outgoing).await.map_err(failed)?.into_inner();
-        let session = Self { contact, peer: peer.clone(), store, events, jobs: HashMap::new() };
+        let session = Self { contact, peer: peer.clone(), store, tasks };
         match commands.message().await.map_err(failed)? {
             Some(pb::ServeResponse { command: Some(Wire::Welcome(_)), term }) => {
                 session.check_term(term)?;
@@ -127,10 +167,10 @@ impl<'a, B: Backend> Session<'a, B> {
             let command = tokio::select! {
                 command = commands.message() => command,
                 _ = stats.tick() => {
-                    self.events.tell_if_idle(|| Event::Stats(self.store.stats()));
+                    self.tasks.events.tell_if_idle(|| Event::Stats(self.store.stats()));
                     continue;
                 }
-                () = self.events.overflowed() => return overflow,
+                () = self.tasks.events.overflowed() => return overflow,
             };
             match command {
                 Ok(Some(pb::ServeResponse { command, term })) => {
@@ -163,7 +203,7 @@ impl<'a, B: Backend> Session<'a, B> {
             Wire::Open(open) => return self.open_job(open),
             Wire::Close(pb::CloseJob { job, job_id }) => {
                 tracing::info!(job, "job closed");
-                self.jobs.remove(&job_id);
+                self.tasks.jobs.remove(&job_id);
                 return self.store.close(&job, job_id);
             }
             Wire::Publish(pb::Publish { job_id, epoch, .. }) => {
@@ -172,8 +212,8 @@ impl<'a, B: Backend> Session<'a, B> {
             Wire::Grant(pb::GrantLease { job_id, rank, lease, .. }) => {
                 (job_id, Ok(Command::Grant { rank, lease }))
             }
-            Wire::NewEpoch(pb::NewEpoch { job_id, epoch, rank, .. }) => {
-                (job_id, Ok(Command::NewEpoch { epoch, rank }))
+            Wire::NewEpoch(pb::NewEpoch { job_id, epoch, rank, left, .. }) => {
+                (job_id, Ok(Command::NewEpoch { epoch, rank, left }))
             }
             Wire::NewAttempt(pb::NewAttempt { job_id, epoch, step, attempt: number, .. }) => {
                 (job_id, Ok(Command::NewAttempt(Attempt { epoch, step, number })))
@@ -181,20 +221,18 @@ impl<'a, B: Backend> Session<'a, B> {
             Wire::Done(pb::RankDone { job_id, rank, .. }) => {
                 (job_id, Ok(Command::RankDone { rank }))
             }
-            Wire::Rests(pb::RankRests { job_id, rank, ends, .. }) => {
-                (job_id, Ok(Command::RankRests { rank, ends }))
-            }
+            Wire::Rests(rests) => (rests.job_id, Ok(Command::RankRests(rests))),
             Wire::Decide(decision) => (decision.job_id, Command::decide(decision)),
         };
         // A job that has failed here has no task any more; the coordinator knows it, or will know
         // it shortly.
-        let Some(queue) = self.jobs.get(&job_id) else { return };
+        let Some(queue) = self.tasks.jobs.get(&job_id) else { return };
         if let Err(mpsc::error::TrySendError::Full(_)) = queue.commands.try_send(command) {
             tracing::error!(
                 job = format!("{job_id:016x}"),
                 "{MAX_COMMANDS} commands wait; dropping the job"
             );
-            self.jobs.remove(&job_id);
+            self.tasks.jobs.remove(&job_id);
         }
     }
 
@@ -202,10 +240,10 @@ impl<'a, B: Backend> Session<'a, B> {
         let closed = CancellationToken::new();
         let (queue, commands) = mpsc::channel(MAX_COMMANDS);
         let queue = Queue { commands: queue, _closed: closed.clone().drop_guard() };
-        self.jobs.insert(open.job_id, queue);
+        self.tasks.jobs.insert(open.job_id, queue);
         let task = Task {
             store: self.store.clone(),
-            events: self.events.clone(),
+            events: self.tasks.events.clone(),
             server: self.contact.server_id,
             token: self.contact.token.clone(),
             commands,

@@ -1,5 +1,7 @@
 //! The events that this server sends to the coordinator, in order and with bounded memory.
 
+use std::sync::{Arc, Mutex, MutexGuard};
+
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use zeroshard_proto::pb::{self, serve_request::Event};
@@ -51,7 +53,8 @@ impl JobEvent {
     }
 }
 
-fn step_ready(
+/// The message about complete gradients of an attempt.
+pub(super) fn step_ready(
     job: String,
     job_id: u64,
     attempt: Attempt,
@@ -82,27 +85,37 @@ fn step_ready(
     }
 }
 
-/// The queue of events to the coordinator. Clones share it.
-#[derive(Debug, Clone)]
-pub(crate) struct Events {
-    queue: mpsc::Sender<Event>,
+/// The events to the coordinator. Clones share them.
+///
+/// Without a connection, events are dropped: the next coordinator receives the state of all jobs
+/// when the server registers.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Events(Arc<Mutex<Line>>);
+
+/// The queue of one control stream.
+#[derive(Debug, Default)]
+struct Line {
+    queue: Option<mpsc::Sender<Event>>,
     overflow: CancellationToken,
 }
 
 impl Events {
-    /// Creates a queue and its receiver.
-    pub(crate) fn channel() -> (Self, mpsc::Receiver<Event>) {
+    /// Begins a new queue, and returns its receiver.
+    pub(crate) fn connect(&self) -> mpsc::Receiver<Event> {
         let (queue, events) = mpsc::channel(MAX_EVENTS);
-        (Self { queue, overflow: CancellationToken::new() }, events)
+        *self.line() = Line { queue: Some(queue), overflow: CancellationToken::new() };
+        events
     }
 
     /// Sends an event that must not be lost. A coordinator that does not read its stream is given
     /// up: see [`Self::overflowed`].
     pub(crate) fn tell(&self, event: Event) {
+        let line = self.line();
+        let Some(queue) = &line.queue else { return };
         // After the end of the stream events are dropped; the end is detected where commands are
         // read.
-        if let Err(mpsc::error::TrySendError::Full(_)) = self.queue.try_send(event) {
-            self.overflow.cancel();
+        if let Err(mpsc::error::TrySendError::Full(_)) = queue.try_send(event) {
+            line.overflow.cancel();
         }
     }
 
@@ -113,13 +126,19 @@ impl Events {
 
     /// Sends an event that is only useful now, if no other event waits to be sent.
     pub(crate) fn tell_if_idle(&self, event: impl FnOnce() -> Event) {
-        if self.queue.capacity() == MAX_EVENTS {
+        let is_idle = self.line().queue.as_ref().is_some_and(|q| q.capacity() == MAX_EVENTS);
+        if is_idle {
             self.tell(event());
         }
     }
 
     /// Completes when an event could not be queued.
     pub(crate) async fn overflowed(&self) {
-        self.overflow.cancelled().await;
+        let overflow = self.line().overflow.clone();
+        overflow.cancelled().await;
+    }
+
+    fn line(&self) -> MutexGuard<'_, Line> {
+        self.0.lock().expect("no holder of the lock panics")
     }
 }

@@ -1,13 +1,12 @@
 //! One job on this server: its slices, the open step, and the epoch.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, RwLock},
-};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{AppliedSteps, Error, JobSpec, Placement, Result, geometry::Contributions};
+use zeroshard_proto::{
+    AppliedSteps, Error, JobSpec, Placement, Result, geometry::Contributions, pb,
+};
 
 use super::{
     budget::Budget,
@@ -18,17 +17,22 @@ use super::{
 };
 use crate::{attempt::Attempt, backend::Backend, metrics::Metrics};
 use progress::Progress;
+use ranks::Ranks;
 
+mod held;
 mod progress;
+mod ranks;
 mod steps;
 mod wait;
 
 /// A job to be opened, and the resources of this server that it uses.
-pub(crate) struct Opening<'a, B> {
+pub(crate) struct Opening<B> {
     pub(crate) id: u64,
     pub(crate) spec: JobSpec,
     pub(crate) epoch: u64,
-    pub(crate) placement: &'a Placement,
+    pub(crate) placement: Placement,
+    /// What the job takes over from, if it does.
+    pub(crate) origin: Option<Origin>,
     /// The id of this server in the placement.
     pub(crate) server: u64,
     /// Cancelled when the job is closed, also while it is being opened.
@@ -40,10 +44,19 @@ pub(crate) struct Opening<'a, B> {
     pub(crate) events: Events,
 }
 
+/// What a job takes over from, as its creator has requested it.
+#[derive(Debug)]
+pub(crate) struct Origin {
+    pub(crate) from: Option<pb::JobVersion>,
+    pub(crate) fresh_state: bool,
+}
+
 /// A job's slices on this server, and the open attempt.
 pub(crate) struct Job<B: Backend> {
     pub(crate) id: u64,
     pub(crate) spec: JobSpec,
+    placement: Placement,
+    origin: Option<Origin>,
     backend: Arc<B>,
     /// The budget for the memory of early gradients.
     budget: Arc<Budget>,
@@ -52,8 +65,7 @@ pub(crate) struct Job<B: Backend> {
     /// The slices by number; `None` if another server is the primary.
     slices: Vec<Option<Slice<B>>>,
     progress: Mutex<Progress>,
-    /// The lease of each rank that has one. The pushes of a rank must carry it.
-    leases: RwLock<HashMap<u32, u64>>,
+    ranks: RwLock<Ranks>,
     /// Notified when a slice has a new version, and when another attempt is open.
     changed: watch::Sender<()>,
     closed: CancellationToken,
@@ -68,7 +80,7 @@ impl<B: Backend> Job<B> {
     /// # Errors
     /// [`Error::OutOfMemory`], which names the tensor; [`Error::JobFailed`] if the job was closed.
     /// The memory allocated so far is freed.
-    pub(crate) fn open(opening: Opening<'_, B>) -> Result<Self> {
+    pub(crate) fn open(opening: Opening<B>) -> Result<Self> {
         let Opening { id, spec, epoch, placement, server, closed, backend, .. } = opening;
         let attempt = Attempt::first(epoch, 0);
         let mut slices: Vec<_> = (0..spec.manifest.slices().len()).map(|_| None).collect();
@@ -93,13 +105,15 @@ impl<B: Backend> Job<B> {
         Ok(Self {
             id,
             spec,
+            placement,
+            origin: opening.origin,
             backend,
             budget: opening.budget,
             metrics: opening.metrics,
             events: opening.events,
             slices,
             progress: Mutex::new(progress),
-            leases: RwLock::default(),
+            ranks: RwLock::default(),
             changed: watch::Sender::new(()),
             closed,
             contributed: Notify::new(),
@@ -183,8 +197,8 @@ impl<B: Backend> Job<B> {
     /// # Errors
     /// [`Error::LeaseLost`] unless `lease` was granted for `rank`.
     pub(crate) fn check_lease(&self, rank: u32, lease: u64) -> Result<()> {
-        match self.leases.read().expect("no holder of the lock panics").get(&rank) {
-            Some(&granted) if granted == lease => Ok(()),
+        match self.ranks().lease(rank) {
+            Some(granted) if granted == lease => Ok(()),
             _ => Err(Error::LeaseLost { job: self.spec.name.clone(), rank }),
         }
     }
@@ -322,6 +336,14 @@ impl<B: Backend> Job<B> {
 
     fn tell(&self, event: JobEvent) {
         self.events.tell_of(&self.spec.name, self.id, event);
+    }
+
+    fn ranks(&self) -> RwLockReadGuard<'_, Ranks> {
+        self.ranks.read().expect("no holder of the lock panics")
+    }
+
+    fn ranks_mut(&self) -> RwLockWriteGuard<'_, Ranks> {
+        self.ranks.write().expect("no holder of the lock panics")
     }
 
     fn progress(&self) -> MutexGuard<'_, Progress> {

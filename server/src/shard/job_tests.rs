@@ -36,12 +36,14 @@ impl Subject {
         let spec = JobSpec { world, ..JobSpec::new("job", manifest, vec!["sgd".parse().unwrap()]) };
         let servers = vec![Server { id: 1, incarnation: 1, address: "host:1".to_owned() }];
         let placement = Placement::new(servers, 1, vec![0; slices]).unwrap();
-        let (events, said) = Events::channel();
+        let events = Events::default();
+        let said = events.connect();
         let opening = Opening {
             id: JOB_ID,
             spec,
             epoch: 1,
-            placement: &placement,
+            placement,
+            origin: None,
             server: 1,
             closed: CancellationToken::new(),
             backend: Arc::new(Cpu::new()),
@@ -73,7 +75,10 @@ impl Subject {
 
     fn decide(&self, attempt: Attempt) -> Result<()> {
         let groups = &self.job.spec.groups;
+        let Attempt { epoch, step, number } = attempt;
+        let message = pb::Decision { epoch, step, attempt: number, ..Default::default() };
         self.job.decide(
+            &Arc::new(message),
             attempt,
             Some(Apply { groups, coefficient: 1.0, unclipped: 1.0, gradient_factors: &[] }),
         )
@@ -124,7 +129,7 @@ fn a_push_acknowledged_in_an_epoch_is_not_erased_by_the_beginning_of_that_epoch(
             });
         }
         for epoch in 2..=EPOCHS {
-            subject.job.new_epoch(epoch, 0).unwrap();
+            subject.job.new_epoch(epoch, 0, false).unwrap();
         }
         stop.store(true, Ordering::Release);
     });
@@ -159,7 +164,7 @@ fn gradients_of_an_attempt_never_count_in_a_later_one() {
 fn an_upload_of_an_earlier_epoch_does_not_count() {
     let mut subject = Subject::new(2, 1);
     subject.job.upload(at(1, 0, 0), 0, UPLOAD, &chunk(0, 1.0)).unwrap();
-    subject.job.new_epoch(2, 0).unwrap();
+    subject.job.new_epoch(2, 0, false).unwrap();
     // A slice that was completed in epoch 1 may be counted only now.
     subject.job.finish_upload(at(1, 0, 0), 1);
     let stale = subject.job.upload(at(1, 0, 0), 1, UPLOAD, &chunk(0, 1.0));
@@ -193,7 +198,7 @@ fn only_the_granted_lease_of_a_rank_is_accepted_until_it_ends() {
     assert!(check(0, 7).is_ok());
     assert!(matches!(check(0, 8), Err(Error::LeaseLost { .. })));
     assert!(matches!(check(1, 7), Err(Error::LeaseLost { rank: 1, .. })));
-    subject.job.new_epoch(2, 0).unwrap();
+    subject.job.new_epoch(2, 0, false).unwrap();
     assert!(matches!(check(0, 7), Err(Error::LeaseLost { .. })));
 }
 
@@ -226,7 +231,7 @@ fn a_done_rank_counts_as_zeros_in_every_later_step_until_it_returns() {
         }
     }
     assert!(subject.ready().is_some());
-    subject.job.new_epoch(2, 1).unwrap();
+    subject.job.new_epoch(2, 1, false).unwrap();
     for slice in 0..2 {
         subject.push(at(2, 2, 0), slice, 0, 1.0).unwrap();
     }
@@ -258,13 +263,14 @@ fn opening_stops_when_the_job_is_closed() {
         id: JOB_ID,
         spec,
         epoch: 1,
-        placement: &placement,
+        placement,
+        origin: None,
         server: 1,
         closed,
         backend: Arc::new(Cpu::new()),
         budget: Budget::new(0),
         metrics: Metrics::new(),
-        events: Events::channel().0,
+        events: Events::default(),
     });
     assert!(matches!(opened.err(), Some(Error::JobFailed { .. })));
 }

@@ -84,8 +84,8 @@ impl<B: Backend> Shard<B> {
     }
 
     /// Registers with the coordinator, and carries out its commands until `shutdown`. If the
-    /// coordinator is lost, the server drops its jobs, because their steps can no longer be
-    /// decided, and dials the coordinator again.
+    /// coordinator is lost, the server keeps its jobs, and dials the coordinator again. The next
+    /// one learns the jobs from their servers, and continues them.
     pub async fn run(&self, coordinator: &str, advertised: &str, shutdown: CancellationToken) {
         // After `shutdown`, the drain time of the server limits all calls.
         tokio::select! {
@@ -104,8 +104,9 @@ impl<B: Backend> Shard<B> {
             incarnation: self.incarnation,
             term: &AtomicU64::new(0),
         };
+        let mut tasks = control::Tasks::default();
         loop {
-            let session = control::session(&self.store, &self.health, contact);
+            let session = control::session(&self.store, &self.health, contact, &mut tasks);
             let ended = tokio::select! {
                 () = shutdown.cancelled() => break,
                 ended = session => ended,
@@ -119,11 +120,11 @@ impl<B: Backend> Shard<B> {
             }
         }
         self.disconnected().await;
+        self.store.close_all();
     }
 
     async fn disconnected(&self) {
         self.health.set_ready(false).await;
         self.store.metrics.coordinator_connected.set(0);
-        self.store.close_all();
     }
 }

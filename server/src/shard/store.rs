@@ -66,6 +66,11 @@ impl<B: Backend> Store<B> {
         Ok(job.clone())
     }
 
+    /// Whether a job with this id is open.
+    pub(crate) fn holds(&self, id: u64) -> bool {
+        self.jobs.iter().any(|job| job.id == id)
+    }
+
     /// Registers an opened job, which may have been closed meanwhile.
     pub(crate) fn insert(&self, job: Arc<Job<B>>) {
         self.jobs.insert(job.spec.name.clone(), job.clone());

@@ -56,7 +56,8 @@ impl Subject {
         let mut store = Store::new(Cpu::new(), limits, Metrics::new(), Failure::default());
         store.pins = Budget::new(pins);
         let store = Arc::new(store);
-        let (events, said) = Events::channel();
+        let events = Events::default();
+        let said = events.connect();
         let servers = vec![Server { id: 9, incarnation: 1, address: "host:1".to_owned() }];
         let placement = Placement::new(servers, 1, vec![0; spec.manifest.slices().len()]).unwrap();
         let world = spec.world;
@@ -64,7 +65,8 @@ impl Subject {
             id: JOB_ID,
             spec,
             epoch: EPOCH,
-            placement: &placement,
+            placement,
+            origin: None,
             server: 9,
             closed: CancellationToken::new(),
             backend: store.backend.clone(),
@@ -334,7 +336,7 @@ impl Subject {
             unclipped: 1.0,
             gradient_factors: &[],
         };
-        job.decide(Attempt::first(EPOCH, 0), Some(apply)).unwrap();
+        job.decide(&Arc::default(), Attempt::first(EPOCH, 0), Some(apply)).unwrap();
     }
 }
 

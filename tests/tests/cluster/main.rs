@@ -17,6 +17,7 @@ mod norms;
 mod operations;
 mod reads;
 mod refusals;
+mod restart;
 mod resume;
 mod same_bits;
 mod shutdown;

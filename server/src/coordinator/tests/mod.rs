@@ -10,6 +10,7 @@ mod identities;
 mod leases;
 mod members;
 mod model;
+mod recovery;
 mod reduces;
 mod resting;
 mod service;
@@ -25,7 +26,7 @@ use zeroshard_proto::{DType, Error, JobSpec, Manifest, Result, Server, Successio
 
 use super::{
     cluster::Cluster,
-    decisions::{Decision, Report, Update},
+    decisions::{Decision, Figures, Report, Update},
     events::{
         Action, Caller, Command, Commit, Create, Discard, Event, JobRef, Join, Lease, Link, Now,
         Reduce, Reply, Rest, Said, Turn,
@@ -138,6 +139,7 @@ impl Script {
             Action::Dismiss(link) => self.dismissed.push(link.server),
             Action::Decided { .. }
             | Action::Aborted
+            | Action::Attached(_)
             | Action::Tick(_)
             | Action::Forgotten { .. }
             | Action::Note(_) => {}
@@ -163,7 +165,7 @@ impl Script {
     fn server_as(&mut self, server: Server) {
         let stream = self.next();
         self.links.insert(server.id, Link { server: server.id, stream });
-        self.event(Event::ServerJoined { stream, server });
+        self.event(Event::ServerJoined { stream, server, held: Vec::new(), is_new: true });
     }
 
     fn lose_server(&mut self, server: u64) {

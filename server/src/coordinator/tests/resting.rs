@@ -5,7 +5,7 @@ use super::*;
 /// The commands about rests to the first server: rank, and whether its rest ends.
 fn rests(script: &Script) -> Vec<(u32, bool)> {
     let rest = |(server, command): &(u64, Command)| match *command {
-        Command::RankRests { rank, ends, .. } if *server == 1 => Some((rank, ends)),
+        Command::RankRests { rank, begins, .. } if *server == 1 => Some((rank, begins.is_none())),
         _ => None,
     };
     script.commands.iter().filter_map(rest).collect()

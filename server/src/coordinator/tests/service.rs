@@ -75,7 +75,7 @@ struct FakeShard {
 }
 
 fn hello(address: &str) -> pb::Hello {
-    pb::Hello { address: address.to_owned(), server_id: 5, incarnation: 6 }
+    pb::Hello { address: address.to_owned(), server_id: 5, incarnation: 6, ..Default::default() }
 }
 
 impl FakeShard {
@@ -331,7 +331,7 @@ async fn a_creation_whose_caller_disconnects_closes_the_job_on_its_servers() {
 async fn a_server_that_does_not_read_its_commands_is_dismissed() {
     let driver = Driver::new(Metrics::new(), Failure::default(), 7);
     let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
-    let mut control = driver.add_server(server).unwrap();
+    let mut control = driver.add_server(server, Vec::new(), 0).unwrap();
     let said = |said| driver.tell(Event::Said { from: control.link, said });
     let create =
         |caller| Event::Create { caller, job_id: JOB, create: creation(spec(1)), wait: WAIT };

@@ -9,6 +9,7 @@ use zeroshard_proto::{
 };
 
 use super::*;
+use crate::coordinator::resting::Begins;
 use crate::coordinator::{control::said, responses::Stats};
 
 /// The report of a server that waits for this input of the job.
@@ -78,7 +79,9 @@ fn commands_are_converted_with_every_field() {
         unclipped: 0.25,
         gradient_factors: vec![2.0, 3.0],
     };
-    let decision = Decision { attempt, update: Some(update) };
+    let resting = vec![1];
+    let figures = Figures { scale: 2.0, clip_coefficient: 0.5, loss: Some(3.0), resting };
+    let decision = Decision { attempt, update: Some(update), figures };
     let sent = |command: Command| Wire::from(command);
     let close = pb::CloseJob { job: name.clone(), job_id };
     assert_eq!(sent(Command::Close(job())), Wire::Close(close));
@@ -86,14 +89,19 @@ fn commands_are_converted_with_every_field() {
     assert_eq!(sent(Command::Publish { job: job(), epoch: 4 }), Wire::Publish(publish));
     let grant = pb::GrantLease { job: name.clone(), job_id, rank: 5, lease: 6 };
     assert_eq!(sent(Command::Grant { job: job(), rank: 5, lease: Lease(6) }), Wire::Grant(grant));
-    let epoch = pb::NewEpoch { job: name.clone(), job_id, epoch: 7, rank: 8 };
-    assert_eq!(sent(Command::NewEpoch { job: job(), epoch: 7, rank: 8 }), Wire::NewEpoch(epoch));
+    let epoch = pb::NewEpoch { job: name.clone(), job_id, epoch: 7, rank: 8, left: true };
+    assert_eq!(
+        sent(Command::NewEpoch { job: job(), epoch: 7, rank: 8, left: true }),
+        Wire::NewEpoch(epoch)
+    );
     let next = pb::NewAttempt { job: name.clone(), job_id, epoch: 1, step: 2, attempt: 3 };
     assert_eq!(sent(Command::NewAttempt { job: job(), attempt }), Wire::NewAttempt(next));
     let done = pb::RankDone { job: name.clone(), job_id, rank: 9 };
     assert_eq!(sent(Command::RankDone { job: job(), rank: 9 }), Wire::Done(done));
-    let rests = pb::RankRests { job: name.clone(), job_id, rank: 9, ends: true };
-    assert_eq!(sent(Command::RankRests { job: job(), rank: 9, ends: true }), Wire::Rests(rests));
+    let rests =
+        pb::RankRests { job: name.clone(), job_id, rank: 9, ends: false, since: 4, excluded: true };
+    let begins = Some(Begins { since: 4, excluded: true });
+    assert_eq!(sent(Command::RankRests { job: job(), rank: 9, begins }), Wire::Rests(rests));
     let groups = vec![(&adamw).into()];
     let update = Some(pb::Update {
         groups,
@@ -101,7 +109,18 @@ fn commands_are_converted_with_every_field() {
         unclipped: 0.25,
         gradient_factors: vec![2.0, 3.0],
     });
-    let decide = pb::Decision { job: name, job_id, epoch: 1, step: 2, attempt: 3, update };
+    let decide = pb::Decision {
+        job: name,
+        job_id,
+        epoch: 1,
+        step: 2,
+        attempt: 3,
+        update,
+        scale: 2.0,
+        clip_coefficient: 0.5,
+        loss: Some(3.0),
+        resting: vec![1],
+    };
     assert_eq!(sent(Command::Decide { job: job(), decision }), Wire::Decide(decide));
 }
 
@@ -114,7 +133,7 @@ fn a_server_is_told_what_to_copy_from_which_server() {
     let mut slices = Vec::new();
     for (_, command) in script.commands.split_off(script.commands.len() - 2) {
         let Wire::Open(open) = command.into() else { panic!("OpenJob") };
-        let pb::Succession { from: source, servers, copies } = open.succession.unwrap();
+        let pb::Succession { from: source, servers, copies, .. } = open.succession.unwrap();
         assert_eq!(source, Some((&from).into()));
         assert_eq!(servers.iter().map(|server| server.id).collect::<Vec<_>>(), [1, 2]);
         for copy in copies {

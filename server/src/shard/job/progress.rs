@@ -1,8 +1,9 @@
 //! The progress of the upload or of the open attempt, over all of a job's slices on this server.
 
-use std::time::Instant;
+use std::{sync::Arc, time::Instant};
 
 use prometheus::Histogram;
+use zeroshard_proto::pb;
 
 use crate::{attempt::Attempt, shard::slice::Reduced};
 
@@ -17,8 +18,17 @@ pub(super) struct Progress {
     /// The number of incomplete slices.
     pub(super) waiting: usize,
     reduced: Vec<(u32, Reduced)>,
+    /// The last decision.
+    pub(super) last: Option<Decided>,
     /// The arrival of the first gradient; after the reduction, its end.
     phase_began: Option<Instant>,
+}
+
+/// A decision, and the reduced gradients that it is about.
+#[derive(Clone)]
+pub(super) struct Decided {
+    pub(super) decision: Arc<pb::Decision>,
+    pub(super) reduced: Vec<(u32, Reduced)>,
 }
 
 impl Progress {
@@ -35,6 +45,7 @@ impl Progress {
             is_upload: false,
             waiting: slices,
             reduced: Vec::new(),
+            last: None,
             phase_began: None,
         }
     }
@@ -43,7 +54,23 @@ impl Progress {
     pub(super) fn add(&mut self, slice: u32, reduced: Reduced) -> Option<Vec<(u32, Reduced)>> {
         self.reduced.push((slice, reduced));
         self.waiting -= 1;
-        (self.waiting == 0).then(|| std::mem::take(&mut self.reduced))
+        self.reduced().map(<[_]>::to_vec)
+    }
+
+    /// The reduced gradients of all slices, if all are complete.
+    pub(super) fn reduced(&self) -> Option<&[(u32, Reduced)]> {
+        (!self.is_upload && self.waiting == 0).then_some(&self.reduced)
+    }
+
+    /// The progress of another attempt at the same step.
+    pub(super) fn again(&mut self, attempt: Attempt, slices: usize) -> Self {
+        Self { last: self.last.take(), ..Self::step(attempt, self.version, slices) }
+    }
+
+    /// The progress of the step that follows `decision` about this one.
+    pub(super) fn after(&self, decision: Arc<pb::Decision>, next: Attempt, slices: usize) -> Self {
+        let last = Some(Decided { decision, reduced: self.reduced.clone() });
+        Self { last, ..Self::step(next, self.version, slices) }
     }
 
     /// Records that a gradient has arrived.

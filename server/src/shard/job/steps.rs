@@ -2,12 +2,15 @@
 //! job's own task calls these methods one after the other.
 
 use std::{
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Instant,
 };
 
 use rayon::prelude::*;
-use zeroshard_proto::{Error, Result};
+use zeroshard_proto::{Error, Result, pb};
 
 use super::{Job, progress::Progress};
 use crate::{
@@ -26,17 +29,17 @@ const WAKE_ELEMENTS: usize = 1 << 20;
 impl<B: Backend> Job<B> {
     /// From now on only pushes with this lease are accepted from `rank`.
     pub(crate) fn grant(&self, rank: u32, lease: u64) {
-        self.leases.write().expect("no holder of the lock panics").insert(rank, lease);
+        self.ranks_mut().grant(rank, lease);
         self.tell(JobEvent::Granted { rank, lease });
     }
 
-    /// The lease of `rank` has ended: the open attempt ends, and all messages of the old epoch are
+    /// The lease of `rank` has ended, in order if it has `left`: the open attempt ends, and all messages of the old epoch are
     /// stale.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
-    pub(crate) fn new_epoch(&self, epoch: u64, rank: u32) -> Result<()> {
-        self.leases.write().expect("no holder of the lock panics").remove(&rank);
+    pub(crate) fn new_epoch(&self, epoch: u64, rank: u32, left: bool) -> Result<()> {
+        self.ranks_mut().end_lease(rank, left);
         for (_, slice) in self.slices() {
             slice.set_done(self.backend(), rank, false)?;
         }
@@ -57,7 +60,7 @@ impl<B: Backend> Job<B> {
             }
             *progress = match progress.is_upload {
                 true => Progress::upload(attempt, self.slices().count()),
-                false => Progress::step(attempt, progress.version, self.training_slices()),
+                false => progress.again(attempt, self.training_slices()),
             };
         }
         self.changed.send_replace(());
@@ -74,19 +77,24 @@ impl<B: Backend> Job<B> {
     /// # Errors
     /// [`Error::OutOfMemory`].
     pub(crate) fn rank_done(&self, rank: u32) -> Result<()> {
-        self.leases.write().expect("no holder of the lock panics").remove(&rank);
-        self.rank_rests(rank, false)
+        self.ranks_mut().finish(rank);
+        self.set_absent(rank, true)
     }
 
-    /// `rank` contributes nothing: elements that it has not sent count as zeros, in this step and
-    /// in later ones. If its rest `ends`, it contributes again from the next attempt on.
+    /// A rank contributes nothing: elements that it has not sent count as zeros, in this step and
+    /// in later ones. If its rest ends, it contributes again from the next attempt on.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
-    pub(crate) fn rank_rests(&self, rank: u32, ends: bool) -> Result<()> {
+    pub(crate) fn rank_rests(&self, rests: &pb::RankRests) -> Result<()> {
+        self.ranks_mut().rest(rests);
+        self.set_absent(rests.rank, !rests.ends)
+    }
+
+    fn set_absent(&self, rank: u32, absent: bool) -> Result<()> {
         let attempt = self.attempt();
         for (index, slice) in self.slices() {
-            self.finish_reduction(attempt, index, slice.set_done(self.backend(), rank, !ends)?);
+            self.finish_reduction(attempt, index, slice.set_done(self.backend(), rank, absent)?);
         }
         Ok(())
     }
@@ -126,12 +134,17 @@ impl<B: Backend> Job<B> {
     /// # Errors
     /// [`Error::Internal`] if the decision is not about the open attempt, or the attempt is
     /// incomplete; [`Error::Invalid`] for hyperparameters that the job cannot have.
-    pub(crate) fn decide(&self, attempt: Attempt, apply: Option<Apply<'_>>) -> Result<()> {
+    pub(crate) fn decide(
+        &self,
+        decision: &Arc<pb::Decision>,
+        attempt: Attempt,
+        apply: Option<Apply<'_>>,
+    ) -> Result<()> {
         if let Some(apply) = &apply {
             self.spec.validate_step(apply.groups)?;
         }
         let phases = &self.metrics.phases;
-        let next = self.begin_step(attempt)?;
+        let next = self.begin_step(decision, attempt)?;
         let began = Instant::now();
         self.apply(&Step { apply, next })?;
         phases.apply.observe(began.elapsed().as_secs_f64());
@@ -141,7 +154,7 @@ impl<B: Backend> Job<B> {
     }
 
     /// Checks and stores the decision. Returns the first attempt at the next step.
-    fn begin_step(&self, attempt: Attempt) -> Result<Attempt> {
+    fn begin_step(&self, decision: &Arc<pb::Decision>, attempt: Attempt) -> Result<Attempt> {
         let Attempt { epoch, step, .. } = attempt;
         let mut progress = self.progress();
         progress.end_phase(&self.metrics.phases.decide);
@@ -156,7 +169,7 @@ impl<B: Backend> Job<B> {
         // its gradients before the last slice has its version. Gradients therefore count from now
         // on, and the version when all slices have it.
         let next = Attempt::first(epoch, step + 1);
-        *progress = Progress::step(next, progress.version, self.training_slices());
+        *progress = progress.after(decision.clone(), next, self.training_slices());
         drop(progress);
         self.tell(JobEvent::Stored { epoch, step });
         Ok(next)

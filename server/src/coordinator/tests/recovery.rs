@@ -1,0 +1,302 @@
+//! A new coordinator continues jobs as their servers describe them.
+
+use std::{collections::BTreeSet, sync::Arc};
+
+use super::*;
+use crate::coordinator::{
+    decisions::Figures,
+    events::Attach,
+    recovery::{Held, RECOVERY, Ranks},
+};
+
+/// A job of two servers and two ranks in epoch 3.
+struct Before {
+    spec: Arc<JobSpec>,
+    plan: Plan,
+    leases: [Lease; 2],
+}
+
+impl Before {
+    fn new() -> Self {
+        let server = |id| Server { id, incarnation: 1, address: format!("host:{id}") };
+        let spec = JobSpec { min_servers: 2, ..spec(2) };
+        let plan = Plan::new(&spec, &[server(1), server(2)]).unwrap();
+        Self { spec: Arc::new(spec), plan, leases: [Lease(70), Lease(71)] }
+    }
+
+    /// A server's description, in which every gradient of step 4 is missing.
+    fn held(&self) -> Held {
+        Held {
+            id: JOB,
+            spec: self.spec.clone(),
+            plan: self.plan.clone(),
+            succession: None,
+            attempt: Attempt { epoch: 3, step: 4, number: 0 },
+            published: true,
+            initialised: false,
+            ranks: Ranks { leases: (0..).zip(self.leases).collect(), ..Ranks::default() },
+            ready: None,
+            decided: None,
+        }
+    }
+
+    fn reduced(&self, server: u64) -> Reduced {
+        let slices = self.plan.trainable.get(&server).into_iter().flatten();
+        let sums = slices.map(|&slice| (slice, f64::from(slice) + 1.0)).collect();
+        Reduced { sums, overflow: None, absent: Vec::new() }
+    }
+
+    /// A server that has all gradients of step 4.
+    fn ready(&self, server: u64) -> Held {
+        Held { ready: Some(self.reduced(server)), ..self.held() }
+    }
+
+    /// A server that has the decision about step 4.
+    fn decided(&self, server: u64) -> Held {
+        let held = self.held();
+        let figures =
+            Figures { scale: 2.0, clip_coefficient: 0.5, loss: Some(7.0), resting: vec![] };
+        let decision = Decision { attempt: held.attempt, update: None, figures };
+        Held {
+            attempt: Attempt { epoch: 3, step: 5, number: 0 },
+            decided: Some((decision, self.reduced(server))),
+            ..held
+        }
+    }
+
+    /// A new coordinator, with which the servers register one after the other.
+    fn recover(&self, held: [Held; 2]) -> Script {
+        let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
+        for (id, held) in (1..).zip(held) {
+            assert!(script.cluster.describe("job").is_err(), "not before all servers are there");
+            script.returns(id, 1, vec![held]);
+        }
+        script
+    }
+}
+
+impl Script {
+    fn returns(&mut self, id: u64, incarnation: u64, held: Vec<Held>) {
+        let server = Server { id, incarnation, address: format!("host:{id}") };
+        let stream = self.next();
+        self.links.insert(id, Link { server: id, stream });
+        self.event(Event::ServerJoined { stream, server, held, is_new: true });
+    }
+
+    fn attach(&mut self, rank: u32, lease: Lease) -> Result<()> {
+        let caller = self.caller();
+        let attach = Attach { job: job(), rank, address: None, lease };
+        self.event(Event::Attach { caller, attach });
+        self.answers.remove(&caller).expect("it is answered at once").map(drop)
+    }
+
+    /// The commands to a server, without those that it receives in every case.
+    fn told_to(&self, id: u64) -> Vec<Command> {
+        let commands = self.commands.iter().filter(|(server, _)| *server == id);
+        let commands = commands.map(|(_, command)| command.clone());
+        commands.filter(|command| *command != Command::Welcome).collect()
+    }
+}
+
+#[test]
+fn an_attempt_continues_with_the_gradients_that_have_arrived() {
+    let before = Before::new();
+    let mut script = before.recover([before.ready(1), before.held()]);
+    assert_eq!((script.epoch(), script.version()), (3, Some(4)));
+    assert!(script.told_to(1).is_empty() && script.told_to(2).is_empty());
+    for (rank, lease) in (0..).zip(before.leases) {
+        script.attach(rank, lease).unwrap();
+    }
+    let vote = |rank: u32| commit(before.leases[rank as usize], 3, rank, 4);
+    let callers = [script.commit(vote(0)), script.commit(vote(1))];
+    assert_eq!(script.answer(callers[0]), None);
+    let attempt = Attempt { epoch: 3, step: 4, number: 0 };
+    script.said(2, Said::Ready { job: job(), attempt, reduced: before.reduced(2) });
+    assert_eq!(script.report(callers[0]), script.report(callers[1]));
+    // Epochs of the last coordinator are not used again.
+    script.lose(0, before.leases[0]);
+    assert_eq!(script.epoch(), 4);
+}
+
+#[test]
+fn a_decision_that_one_server_has_stands_and_is_reported_to_ranks_that_ask_again() {
+    let before = Before::new();
+    let mut script = before.recover([before.decided(1), before.ready(2)]);
+    let decision = before.decided(1).decided.unwrap().0;
+    assert_eq!(script.told_to(2), [Command::Decide { job: job(), decision }]);
+    assert!(script.told_to(1).is_empty());
+    assert_eq!(script.version(), Some(5));
+    let caller = script.commit(commit(before.leases[0], 3, 0, 4));
+    let report = script.report(caller);
+    assert_eq!((report.version, report.loss, report.clip_coefficient), (5, Some(7.0), 0.5));
+    // The sums of squares of all slices, which two ranks and the scale 2 divide.
+    let sum: f64 = [1, 2].iter().flat_map(|&server| before.reduced(server).sums).map(|s| s.1).sum();
+    assert_eq!(report.norm.value, sum.sqrt() / 2.0 / 2.0);
+}
+
+#[test]
+fn a_server_that_lacks_the_decision_and_its_gradients_is_an_error() {
+    let before = Before::new();
+    let script = before.recover([before.decided(1), before.held()]);
+    let reason = script.failure().unwrap();
+    assert!(reason.contains("another is at step 5"), "{reason}");
+    assert_eq!(script.closed(), [1, 2]);
+}
+
+#[test]
+fn a_lease_that_only_some_servers_know_is_lost_in_a_new_epoch() {
+    let before = Before::new();
+    let mut other = before.held();
+    other.ranks.leases.insert(1, Lease(99));
+    let mut script = before.recover([before.ready(1), other]);
+    assert_eq!(script.new_epochs(), [(1, 4), (2, 4)]);
+    script.attach(0, before.leases[0]).unwrap();
+    for lease in [before.leases[1], Lease(99)] {
+        let lost = Error::LeaseLost { job: "job".into(), rank: 1 };
+        assert_eq!(script.attach(1, lease), Err(lost));
+    }
+    assert!(script.join(1).is_ok());
+    // The gradients of the old epoch do not count.
+    assert!(script.open().round.reports.is_empty());
+}
+
+#[test]
+fn an_epoch_that_only_some_servers_know_is_followed_by_another() {
+    let before = Before::new();
+    let mut newer = before.held();
+    newer.attempt.epoch = 9;
+    let script = before.recover([before.ready(1), newer]);
+    assert_eq!((script.epoch(), script.new_epochs()), (10, vec![(1, 10), (2, 10)]));
+    assert_eq!(script.open().members.len(), 2);
+}
+
+#[test]
+fn an_attempt_and_a_version_that_only_some_servers_know_are_announced_to_the_others() {
+    let before = Before::new();
+    let mut later = before.held();
+    later.attempt.number = 2;
+    let script = before.recover([before.ready(1), later.clone()]);
+    let attempt = later.attempt;
+    assert_eq!(script.told_to(1), [Command::NewAttempt { job: job(), attempt }]);
+    assert!(script.told_to(2).is_empty() && script.open().round.reports.is_empty());
+
+    let at_upload = |published, initialised| Held {
+        attempt: Attempt { epoch: 3, step: 0, number: 0 },
+        published,
+        initialised,
+        ..before.held()
+    };
+    let publish = Command::Publish { job: job(), epoch: 3 };
+    let script = before.recover([at_upload(true, false), at_upload(false, true)]);
+    assert_eq!((script.told_to(1), script.told_to(2)), (vec![], vec![publish.clone()]));
+    let script = before.recover([at_upload(false, true), at_upload(false, true)]);
+    assert_eq!(script.told_to(1), [publish]);
+    assert_eq!(script.version(), Some(0));
+    let script = before.recover([at_upload(false, true), at_upload(false, false)]);
+    assert_eq!((script.version(), &script.open().uninitialised), (None, &BTreeSet::from([2])));
+}
+
+#[test]
+fn ranks_that_have_left_are_done_or_rest_are_known() {
+    let before = Before::new();
+    let held = |change: &dyn Fn(&mut Ranks)| {
+        let mut held = before.held();
+        change(&mut held.ranks);
+        held
+    };
+    let left = held(&|ranks| {
+        ranks.leases.remove(&1);
+        ranks.left.insert(1);
+    });
+    let mut script = before.recover([left.clone(), left]);
+    let caller = script.commit(commit(before.leases[0], 3, 0, 4));
+    assert_eq!(script.error(caller), &Error::RankLeft { job: "job".into(), rank: 1, step: 4 });
+
+    let rests = held(&|ranks| ranks.resting = [(1, (2, true))].into());
+    let mut script = before.recover([rests.clone(), rests.clone()]);
+    assert!(script.new_epochs().is_empty());
+    // Its call, which it repeats, is from the step in which it began to rest.
+    let caller = script.rest(turn(before.leases[1], 3, 1, 2), true);
+    assert_eq!(script.answer(caller), None);
+    let last = script.rest(turn(before.leases[0], 3, 0, 4), true);
+    assert!(matches!(script.answer(last), Some(Ok(Reply::Rested(_)))));
+    assert!(matches!(script.answer(caller), Some(Ok(Reply::Rested(_)))));
+
+    // A rest that only one server knows ends.
+    let script = before.recover([before.held(), rests]);
+    let ends = Command::RankRests { job: job(), rank: 1, begins: None };
+    assert!(script.told_to(2).contains(&ends) && script.new_epochs() == [(1, 4), (2, 4)]);
+}
+
+#[test]
+fn ranks_that_do_not_attach_in_time_are_lost() {
+    let before = Before::new();
+    let mut script = before.recover([before.held(), before.held()]);
+    script.attach(0, before.leases[0]).unwrap();
+    script.after(RECOVERY);
+    assert_eq!((script.epoch(), script.open().members.len()), (4, 1));
+    let error = script.attach(1, before.leases[1]).unwrap_err();
+    assert_eq!(error, Error::LeaseLost { job: "job".into(), rank: 1 });
+    // A rank whose stream has not ended does not attach twice.
+    let error = script.attach(0, before.leases[0]).unwrap_err();
+    assert!(matches!(error, Error::Unavailable { .. }), "{error}");
+}
+
+#[test]
+fn calls_about_jobs_that_servers_may_still_describe_are_to_be_repeated() {
+    let before = Before::new();
+    let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
+    let unavailable = |result: Result<()>| matches!(result, Err(Error::Unavailable { .. }));
+    assert!(unavailable(script.attach(0, before.leases[0])));
+    assert!(unavailable(script.join(0).map(drop)));
+    script.returns(1, 1, vec![before.held()]);
+    assert!(unavailable(script.attach(0, before.leases[0])));
+    let caller = script.create(JobSpec::clone(&before.spec));
+    assert!(unavailable(Err(script.error(caller).clone())));
+    // The other server does not come.
+    script.after(RECOVERY);
+    let reason = script.failure().unwrap();
+    assert_eq!(reason, "shard server host:2 did not connect within 10s of the coordinator's start");
+    let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
+    script.after(RECOVERY);
+    let unknown = Error::UnknownJob { job: "job".into() };
+    assert_eq!(script.attach(0, before.leases[0]), Err(unknown));
+}
+
+#[test]
+fn a_job_without_one_of_its_servers_fails_or_was_closed() {
+    let before = Before::new();
+    let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
+    script.returns(1, 1, vec![before.held()]);
+    script.returns(2, 5, vec![]);
+    assert_eq!(script.failure(), Some("shard server host:2 was restarted"));
+    assert!(script.closed().contains(&1));
+    // A server that does not hold the job any more has been told to close it.
+    for order in [[1, 2], [2, 1]] {
+        let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
+        for id in order {
+            script.returns(id, 1, if id == 1 { vec![before.held()] } else { vec![] });
+        }
+        assert!(script.cluster.jobs.is_empty());
+        assert!(script.closed().contains(&1));
+    }
+    // A server that comes back before the deadline is welcome.
+    let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
+    script.returns(1, 1, vec![before.held()]);
+    script.lose_server(1);
+    script.returns(2, 1, vec![before.held()]);
+    script.returns(1, 1, vec![before.held()]);
+    assert_eq!(script.version(), Some(4));
+}
+
+#[test]
+fn a_server_that_connects_again_to_the_same_coordinator_closes_its_jobs() {
+    let (mut script, _) = Script::training(1, 1);
+    let before = Before::new();
+    let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
+    let stream = script.next();
+    let held = vec![before.held()];
+    script.event(Event::ServerJoined { stream, server, held, is_new: false });
+    assert!(script.failure().is_some_and(|reason| reason.contains("it connected again")));
+    assert_eq!(script.told_to(1).last(), Some(&Command::Close(job())));
+}

@@ -1,0 +1,38 @@
+//! The description of a job for a coordinator that does not know it.
+
+use zeroshard_proto::pb;
+
+use super::{Job, progress::Decided};
+use crate::{attempt::Attempt, backend::Backend, shard::events::step_ready};
+
+impl<B: Backend> Job<B> {
+    /// The state of this job, in which all commands of the last coordinator have been carried out.
+    pub(crate) fn held(&self) -> pb::HeldJob {
+        let (name, id) = (|| self.spec.name.clone(), self.id);
+        let mut held = pb::HeldJob {
+            spec: Some((&self.spec).into()),
+            job_id: id,
+            placement: Some((&self.placement).into()),
+            ..Default::default()
+        };
+        if let Some(origin) = &self.origin {
+            held.from = origin.from.clone();
+            held.fresh_state = origin.fresh_state;
+        }
+        self.ranks().describe(&mut held);
+        let progress = self.progress();
+        let Attempt { epoch, step, number } = progress.attempt;
+        (held.epoch, held.step, held.attempt) = (epoch, step, number);
+        held.published = progress.version.is_some();
+        held.initialised = progress.is_upload && progress.waiting == 0;
+        let ready = progress.reduced().map(<[_]>::to_vec);
+        held.ready = ready.map(|reduced| step_ready(name(), id, progress.attempt, reduced));
+        if let Some(Decided { decision, reduced }) = progress.last.clone() {
+            let pb::Decision { epoch, step, attempt: number, .. } = *decision;
+            let attempt = Attempt { epoch, step, number };
+            held.decided = Some(step_ready(name(), id, attempt, reduced));
+            held.decision = Some(pb::Decision::clone(&decision));
+        }
+        held
+    }
+}
