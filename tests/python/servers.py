@@ -15,14 +15,13 @@ BINARY = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release" /
 TIMEOUT = 10
 
 
-@contextlib.contextmanager
-def server(*arguments: str) -> Iterator[str]:
-    """Runs a server. Returns the address that it listens on."""
+def start(*arguments: str, listen: str = "127.0.0.1:0") -> tuple[subprocess.Popen[str], str]:
+    """Starts a server. Returns its process, and the address that it listens on."""
     command = [
         str(BINARY),
         *arguments,
         "--listen",
-        "127.0.0.1:0",
+        listen,
         "--admin-listen",
         "off",
         "--json",
@@ -30,9 +29,20 @@ def server(*arguments: str) -> Iterator[str]:
         "error",
     ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
-        yield json.loads(process.stdout.readline())["address"]
+        return process, json.loads(process.stdout.readline())["address"]
+    except BaseException:
+        process.kill()
+        raise
+
+
+@contextlib.contextmanager
+def server(*arguments: str) -> Iterator[str]:
+    """Runs a server. Returns the address that it listens on."""
+    process, address = start(*arguments)
+    try:
+        yield address
     finally:
         process.terminate()
         try:
