@@ -248,14 +248,15 @@ fn reduced(ready: pb::StepReady) -> Reduced {
 impl TryFrom<pb::HeldJob> for Held {
     type Error = Error;
 
-    fn try_from(job: pb::HeldJob) -> Result<Self> {
-        let spec = JobSpec::try_from(job.spec.unwrap_or_default())?;
-        let placement = Placement::try_from(job.placement.unwrap_or_default())?;
+    fn try_from(mut job: pb::HeldJob) -> Result<Self> {
+        let spec = JobSpec::try_from(job.spec.take().unwrap_or_default())?;
+        let placement = Placement::try_from(job.placement.take().unwrap_or_default())?;
         let (slices, placed) = (spec.manifest.slices().len(), placement.slices());
         if slices != placed {
             let what = format!("number of placed slices of job {:?}", spec.name);
             return Err(Error::invalid(what, placed, slices.to_string()));
         }
+        check_held(&job, &spec)?;
         let from = job.from.map(JobVersion::try_from).transpose()?;
         let fresh_state = job.fresh_state;
         let lease = |pb::HeldLease { rank, lease }| (rank, Lease(lease));
@@ -278,6 +279,37 @@ impl TryFrom<pb::HeldJob> for Held {
             ready: job.ready.map(reduced),
             decided: decision.zip(job.decided.map(reduced)),
         })
+    }
+}
+
+/// Checks that the ranks, slices and steps of a description exist in its job.
+fn check_held(job: &pb::HeldJob, spec: &JobSpec) -> Result<()> {
+    let invalid = |what: &str, found: u64, limit: u64| {
+        let what = format!("{what} in the description of job {:?}", spec.name);
+        Err(Error::invalid(what, found, format!("less than {limit}")))
+    };
+    let leases = job.leases.iter().map(|lease| lease.rank);
+    let resting = job.resting.iter().map(|rests| rests.rank);
+    let ranks = leases.chain(job.done.iter().copied()).chain(job.left.iter().copied());
+    let decided = job.decision.iter().flat_map(|decision| decision.resting.iter().copied());
+    let mut ranks = ranks.chain(resting).chain(decided);
+    if let Some(rank) = ranks.find(|&rank| rank >= spec.world) {
+        return invalid("rank", rank.into(), spec.world.into());
+    }
+    let figures = job.ready.iter().chain(&job.decided);
+    let mut slices = figures.flat_map(|ready| {
+        let absent = ready.absent.iter().map(|absent| absent.slice);
+        let overflow = ready.overflow.iter().map(|overflow| overflow.slice);
+        ready.slices.iter().map(|slice| slice.slice).chain(absent).chain(overflow)
+    });
+    let held = spec.manifest.slices().len();
+    if let Some(slice) = slices.find(|&slice| slice as usize >= held) {
+        return invalid("slice", slice.into(), held as u64);
+    }
+    let steps = job.decision.iter().map(|decision| decision.step).chain([job.step, job.epoch]);
+    match steps.into_iter().find(|&step| step == u64::MAX) {
+        Some(step) => invalid("step or epoch", step, u64::MAX),
+        None => Ok(()),
     }
 }
 

@@ -170,3 +170,40 @@ fn a_thousand_joins_send_each_worker_one_placement_and_a_peer_for_each_other_wor
     assert_eq!(placements, WORKERS as usize);
     assert!(bytes < 64, "{bytes} bytes for a message about one peer");
 }
+
+#[test]
+fn a_description_with_ranks_slices_or_steps_that_do_not_exist_is_refused() {
+    use crate::coordinator::recovery::Held;
+    let spec = spec(2);
+    let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
+    let placement = Plan::new(&spec, &[server]).unwrap().placement;
+    let held = || pb::HeldJob {
+        spec: Some((&spec).into()),
+        placement: Some(placement.as_ref().into()),
+        job_id: 3,
+        ..Default::default()
+    };
+    assert!(Held::try_from(held()).is_ok());
+    let ready = |slice| {
+        let slices = vec![pb::ReducedSlice { slice, sum_of_squares: 1.0 }];
+        Some(pb::StepReady { slices, ..Default::default() })
+    };
+    let rests = pb::RankRests { rank: 2, ..Default::default() };
+    let decision = |step, resting| Some(pb::Decision { step, resting, ..Default::default() });
+    let refused = [
+        (pb::HeldJob { leases: vec![pb::HeldLease { rank: 2, lease: 1 }], ..held() }, "rank"),
+        (pb::HeldJob { done: vec![7], ..held() }, "rank"),
+        (pb::HeldJob { left: vec![7], ..held() }, "rank"),
+        (pb::HeldJob { resting: vec![rests], ..held() }, "rank"),
+        (pb::HeldJob { decision: decision(1, vec![9]), ..held() }, "rank"),
+        (pb::HeldJob { ready: ready(3), ..held() }, "slice"),
+        (pb::HeldJob { decided: ready(u32::MAX), ..held() }, "slice"),
+        (pb::HeldJob { step: u64::MAX, ..held() }, "step"),
+        (pb::HeldJob { epoch: u64::MAX, ..held() }, "epoch"),
+        (pb::HeldJob { decision: decision(u64::MAX, vec![]), ..held() }, "step"),
+    ];
+    for (held, what) in refused {
+        let error = Held::try_from(held).unwrap_err().to_string();
+        assert!(error.contains(what) && error.contains("description of job"), "{error}");
+    }
+}
