@@ -9,7 +9,7 @@ use zeroshard_client::{Commit, Error, Job};
 use zeroshard_proto::JobSpec;
 use zeroshard_tests::{Cluster, Process, Training, synthetic, training};
 
-use crate::{adamw, connect, job, start, until, until_commits_wait};
+use crate::{adamw, connect, job, start, until, until_calls_wait, until_commits_wait};
 
 fn spec(name: &str, world: u32) -> JobSpec {
     JobSpec { min_servers: 3, ..job(name, world, adamw(), synthetic::kinds(&adamw())) }
@@ -115,6 +115,26 @@ async fn an_upload_continues_with_another_coordinator() {
     let done = AtomicU64::new(0);
     tokio::join!(train(&first, 0..2, &done), train(&second, 0..2, &done));
     assert_eq!(first.state_hash(2).await.unwrap(), calm(2).await.0);
+}
+
+#[tokio::test]
+async fn a_resting_rank_rests_on() {
+    let mut cluster = Cluster::start(3);
+    let mut jobs = start(cluster.address(), &spec("resting", 2)).await;
+    let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
+    let done = AtomicU64::new(0);
+    let attempt = second.attempt(0).unwrap();
+    let others = async {
+        until_calls_wait(&cluster.coordinator, "CoordinatorService/Rest", 1).await;
+        train(&first, 0..2, &done).await;
+        restart(&mut cluster.coordinator);
+        train(&first, 2..4, &done).await;
+        first.attempt(4).unwrap().rest(false).await
+    };
+    let (one, other) = tokio::join!(attempt.rest(false), others);
+    assert_eq!(one.unwrap(), other.unwrap());
+    tokio::join!(train(&first, 4..6, &done), train(&second, 4..6, &done));
+    assert_eq!(first.state_hash(6).await.unwrap(), second.state_hash(6).await.unwrap());
 }
 
 #[tokio::test]
