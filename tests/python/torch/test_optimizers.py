@@ -62,6 +62,11 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Adagrad": ("Adagrad", {"lr": 0.02, "lr_decay": 0.01, "weight_decay": 0.01}),
     "Adagrad, initial": ("Adagrad", {"lr": 0.02, "initial_accumulator_value": 0.1}),
     "Adadelta": ("Adadelta", {"lr": 1.0, "rho": 0.8, "weight_decay": 0.01}),
+    "Adafactor": ("Adafactor", {"lr": 1e-2}),
+    "Adafactor, decay": (
+        "Adafactor",
+        {"lr": 5e-2, "beta2_decay": -0.5, "eps": (1e-4, 1e-2), "d": 2.0, "weight_decay": 0.01},
+    ),
     "RMSprop": ("RMSprop", {"lr": 1e-3}),
     "RMSprop, centered": ("RMSprop", {"lr": 1e-3, "centered": True, "weight_decay": 0.01}),
     "RMSprop, momentum": ("RMSprop", {"lr": 1e-3, "momentum": 0.5, "centered": True}),
