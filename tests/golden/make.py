@@ -124,8 +124,9 @@ def torch_optimizer(hyperparameters, parameters):
     kinds = {
         "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
         "asgd": torch.optim.ASGD, "adamax": torch.optim.Adamax, "nadam": torch.optim.NAdam,
-        "adafactor": torch.optim.Adafactor, "radam": torch.optim.RAdam, "adagrad": torch.optim.Adagrad,
+        "radam": torch.optim.RAdam, "adagrad": torch.optim.Adagrad,
         "adadelta": torch.optim.Adadelta, "rmsprop": torch.optim.RMSprop,
+        "adafactor": torch.optim.Adafactor,
     }  # fmt: skip
     options = dict(hyperparameters)
     kind = kinds[options.pop("name")]

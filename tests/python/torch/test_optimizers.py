@@ -199,7 +199,9 @@ def test_adafactor_steps_parameters_of_every_number_of_dimensions(
             optimizer.step()
             schedule.step()
     tolerance = {"atol": 2e-5} if dtype == torch.float32 else {"atol": 0.05}
-    assert_close({k: v.float() for k, v in model.state_dict().items()}, plain.state_dict(), **tolerance)
+    assert_close(
+        {k: v.float() for k, v in model.state_dict().items()}, plain.state_dict(), **tolerance
+    )
     ours, theirs = found.state_dict()["state"], expected.state_dict()["state"]
     for index, state in theirs.items():
         assert {k: v.shape for k, v in ours[index].items()} == {
