@@ -12,9 +12,14 @@ import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+)
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.utils.data import DataLoader, TensorDataset
 
 import models
@@ -164,14 +169,43 @@ def resume_all(rank: int, folder: str) -> dict[str, Any]:
     return {system: resume(rank, system, folder) for system in SYSTEMS}
 
 
-def work(rank: int, folder: str) -> tuple[Any, Any]:
-    return train_all(rank), resume_all(rank, folder)
+def uneven(system: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of the batches of this rank, and the final state. Rank 0 has a batch more."""
+    config = DataLoaderConfiguration(even_batches=system != "ddp")
+    accelerator = accelerator_of(system, dataloader_config=config)
+    network, loader = models.build("mlp"), DataLoader(data("mlp", 5), 8)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+    seen = []
+    with (
+        Join([model])
+        if system == "ddp"
+        else accelerator.join_uneven_inputs([model], even_batches=False)
+    ):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = model(inputs, targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            seen.append(loss.item())
+    if system != "ddp":
+        with accelerator.join_uneven_inputs([model]):
+            assert len(list(loader)) == 3
+    return seen, {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+def uneven_all() -> dict[str, Any]:
+    return {system: uneven(system) for system in SYSTEMS}
+
+
+def work(rank: int, folder: str) -> tuple[Any, Any, Any]:
+    return train_all(rank), resume_all(rank, folder), uneven_all()
 
 
 @pytest.fixture(scope="module")
 def trained(
     processes: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> list[tuple[Any, Any]]:
+) -> list[tuple[Any, Any, Any]]:
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     return ranks.run(2, work, folder, env=processes, init="env", timeout=LONG)
 
@@ -179,7 +213,7 @@ def trained(
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_see_what_they_see_with_data_parallel_ranks(name: str, trained: Any) -> None:
     tolerance = 1e-3 if name == "bf16" else 1e-5
-    for found, _ in trained:
+    for found, _, _ in trained:
         expected, state = found[name]["ddp"]
         for level in LEVELS:
             seen, our_state = found[name][level]
@@ -188,12 +222,23 @@ def test_programs_see_what_they_see_with_data_parallel_ranks(name: str, trained:
 
 
 def test_a_program_that_loads_a_checkpoint_continues_as_the_one_that_wrote_it(trained: Any) -> None:
-    for _, found in trained:
+    for _, found, _ in trained:
         expected, *_ = found["ddp"]
         for system, (first, second, same) in found.items():
             assert first == pytest.approx(expected, rel=1e-5), system
             assert second == first, system
             assert same, system
+
+
+def test_ranks_may_have_different_numbers_of_batches(trained: Any) -> None:
+    for rank, (_, _, found) in enumerate(trained):
+        expected, state = found["ddp"]
+        assert len(expected) == 3 - rank
+        for level in LEVELS:
+            seen, our_state = found[level]
+            assert seen == pytest.approx(expected, rel=1e-5), level
+            # Without the last step, in which only rank 0 had a batch, rank 1 would differ.
+            assert_close(our_state, state, rtol=1e-5, atol=1e-6)
 
 
 # ---- one process

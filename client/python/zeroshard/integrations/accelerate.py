@@ -8,6 +8,7 @@ and its optimizer where Accelerate would wrap the model in DistributedDataParall
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,11 +16,12 @@ import torch
 from torch import nn
 
 from ..errors import InvalidArgumentError
-from ..torch import GradScaler, GroupSharded, ShardedOptimizer, group_sharded_parallel
+from ..torch import GradScaler, GroupSharded, ShardedOptimizer, group_sharded_parallel, join
 from ._missing import missing
 
 try:
     import accelerate
+    from accelerate.data_loader import DataLoaderDispatcher
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import DistributedType
 except ImportError as error:
@@ -166,14 +168,33 @@ class Accelerator(accelerate.Accelerator):
     def join_uneven_inputs(
         self, joinables: Any, even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Not supported for sharded models if the number of batches differs between ranks."""
+        """As Accelerate's with ranks on GPUs: if batches are not even, ranks may have different
+        numbers of them. Schedulers are called once for each batch of a rank, so they must be
+        brought to the same learning rate after the loop."""
         even = self.even_batches if even_batches is None else even_batches
-        if self.num_processes > 1 and not even:
-            raise InvalidArgumentError(
-                "join_uneven_inputs is called with even_batches=False; every rank must make the "
-                "same number of steps: use even_batches=True"
+        if self.num_processes == 1:
+            yield
+            return
+        with self._batches(even), join(list(joinables), enable=not even):
+            yield
+
+    @contextlib.contextmanager
+    def _batches(self, even: bool) -> Iterator[None]:
+        """A context in which data loaders give all ranks the same number of batches, or not."""
+        loaders = [one for one in self._dataloaders if not isinstance(one, DataLoaderDispatcher)]
+        if len(loaders) < len(self._dataloaders):
+            warnings.warn(
+                "even_batches has no effect on data loaders with dispatch_batches=True",
+                stacklevel=5,
             )
-        yield
+        before = [loader.batch_sampler.even_batches for loader in loaders]
+        for loader in loaders:
+            loader.batch_sampler.even_batches = even
+        try:
+            yield
+        finally:
+            for loader, value in zip(loaders, before, strict=True):
+                loader.batch_sampler.even_batches = value
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's: the model that was passed to :meth:`prepare`."""
