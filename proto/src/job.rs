@@ -229,6 +229,15 @@ impl JobSpec {
                 format!("whole, because {} updates whole tensors", optimizer.name()),
             ));
         }
+        // torch's step divides by the number of elements, and fails.
+        let is_adafactor = matches!(optimizer, Optimizer::Adafactor(_));
+        if is_adafactor && tensor.trains() && tensor.numel() == 0 {
+            return Err(Error::invalid(
+                format!("shape of tensor {:?}", tensor.name),
+                format!("{:?}", tensor.shape),
+                "a shape with elements, because adafactor computes their root mean square",
+            ));
+        }
         Ok(())
     }
 

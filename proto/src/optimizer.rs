@@ -13,12 +13,14 @@ use serde::{Deserialize, Serialize};
 
 mod applied;
 mod hyperparameters;
+mod state_shape;
 
 pub use applied::AppliedSteps;
 pub use hyperparameters::{
-    Adadelta, Adagrad, Adam, AdamW, Adamax, Asgd, Average, Invalid, Lamb, Lion, NAdam, RAdam,
-    RmsProp, Sgd,
+    Adadelta, Adafactor, Adagrad, Adam, AdamW, Adamax, Asgd, Average, Invalid, Lamb, Lion, NAdam,
+    RAdam, RmsProp, Sgd,
 };
+pub use state_shape::StateShape;
 
 /// Declares the optimizers and their names.
 macro_rules! optimizers {
@@ -74,6 +76,8 @@ optimizers! {
     Adagrad "adagrad",
     /// `torch.optim.Adadelta`.
     Adadelta "adadelta",
+    /// `torch.optim.Adafactor`: the second moments of a matrix are those of its rows and columns.
+    Adafactor "adafactor",
     /// `torch.optim.RMSprop`.
     RmsProp "rmsprop",
     /// Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), algorithm 2.
@@ -99,6 +103,7 @@ macro_rules! for_any {
             Optimizer::RAdam($it) => $body,
             Optimizer::Adagrad($it) => $body,
             Optimizer::Adadelta($it) => $body,
+            Optimizer::Adafactor($it) => $body,
             Optimizer::RmsProp($it) => $body,
             Optimizer::Lion($it) => $body,
             Optimizer::Lamb($it) => $body,
@@ -109,7 +114,7 @@ macro_rules! for_any {
 
 impl Optimizer {
     /// The state tensors of the optimizer, by torch's names, in the order in which they are stored.
-    /// Each is f32 and has the size of the parameter.
+    /// Each is f32; [`Optimizer::state_shapes`] are their shapes.
     pub const fn state(&self) -> &'static [&'static str] {
         match self {
             Optimizer::Sgd(sgd) if sgd.momentum != 0.0 => &["momentum_buffer"],
@@ -126,6 +131,7 @@ impl Optimizer {
             Optimizer::NAdam(_) | Optimizer::RAdam(_) => &["exp_avg", "exp_avg_sq"],
             Optimizer::Adagrad(_) => &["sum"],
             Optimizer::Adadelta(_) => &["square_avg", "acc_delta"],
+            Optimizer::Adafactor(_) => &["row_var", "col_var", "variance"],
             Optimizer::RmsProp(rms) => match (rms.momentum != 0.0, rms.centered) {
                 (false, false) => &["square_avg"],
                 (true, false) => &["square_avg", "momentum_buffer"],
@@ -160,7 +166,7 @@ impl Optimizer {
     /// Whether a step needs the whole tensor (its norm decides the update), so that the tensor must
     /// be one slice.
     pub const fn needs_whole_tensors(&self) -> bool {
-        matches!(self, Optimizer::Lamb(_))
+        matches!(self, Optimizer::Lamb(_) | Optimizer::Adafactor(_))
     }
 
     /// Whether a step is skipped when a gradient is inf or NaN.

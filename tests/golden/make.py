@@ -15,7 +15,8 @@ torch's bits differ from machine to machine, for two reasons (both seen in torch
   from the nearest. So each case that has a square root is run twice: as torch is, for vectors.f32,
   and with a correctly rounded square root (in float64, then rounded, which is exact), of whose
   results cases.json has a checksum. The first must be met within a tolerance, the second bit for
-  bit.
+  bit. (Adafactor sums squares, in float32 in torch. It runs in float64 here, and has
+  no checksum.)
 """
 
 import contextlib
@@ -26,6 +27,10 @@ os.environ["ATEN_CPU_CAPABILITY"] = "default"
 import numpy as np
 import torch
 from inputs import LR_FACTORS, RECORDED, SIZES, STEPS, values, write
+
+#: Shapes of the tensors' SIZES. Gradients of matrices are limited to -1..1: the product of the
+#: second moments of a row and a column with a gradient of 2^40 overflows.
+MATRICES = [[], [1, 7], [17, 59]]
 
 CASES = [
     ("sgd", {"name": "sgd"}),
@@ -100,6 +105,18 @@ CASES = [
     ("lamb", {"name": "lamb"}),
     ("lamb weight_decay", {"name": "lamb", "lr": 0.01, "weight_decay": 0.1}),
     ("lamb maximize", {"name": "lamb", "beta1": 0.8, "weight_decay": 0.01, "maximize": True}),
+    ("adafactor", {"name": "adafactor"}),
+    ("adafactor matrices", {"name": "adafactor"}, MATRICES),
+    (
+        "adafactor weight_decay",
+        {"name": "adafactor", "lr": 0.02, "beta2_decay": -0.5, "weight_decay": 0.1},
+        MATRICES,
+    ),
+    (
+        "adafactor maximize",
+        {"name": "adafactor", "eps1": 1e-3, "eps2": 0.1, "d": 2.0, "maximize": True},
+        [[1, 1], [7, 1], [1, 17, 1, 59]],
+    ),
 ]
 
 
@@ -109,26 +126,36 @@ def torch_optimizer(hyperparameters, parameters):
         "asgd": torch.optim.ASGD, "adamax": torch.optim.Adamax, "nadam": torch.optim.NAdam,
         "radam": torch.optim.RAdam, "adagrad": torch.optim.Adagrad,
         "adadelta": torch.optim.Adadelta, "rmsprop": torch.optim.RMSprop,
+        "adafactor": torch.optim.Adafactor,
     }  # fmt: skip
     options = dict(hyperparameters)
     kind = kinds[options.pop("name")]
     if "beta1" in options or "beta2" in options:
         options["betas"] = (options.pop("beta1", 0.9), options.pop("beta2", 0.999))
+    if kind is torch.optim.Adafactor:
+        options["eps"] = (options.pop("eps1", 2.0**-23), options.pop("eps2", 1e-3))
     return kind(parameters, foreach=False, **options)
 
 
-def run_torch(hyperparameters):
-    parameters = [torch.from_numpy(values(t, 0, size).copy()) for t, size in enumerate(SIZES)]
+def run_torch(hyperparameters, shapes):
+    dtype = torch.float64 if hyperparameters["name"] == "adafactor" else torch.float32
+    parameters = [
+        torch.from_numpy(values(t, 0, size).copy()).to(dtype).view(shape)
+        for t, (size, shape) in enumerate(zip(SIZES, shapes))
+    ]
     optimizer = torch_optimizer(hyperparameters, parameters)
     group = optimizer.param_groups[0]
     lr = group["lr"]
     for step in range(1, STEPS + 1):
         group["lr"] = lr * LR_FACTORS[(step - 1) % len(LR_FACTORS)]
         for t, parameter in enumerate(parameters):
-            parameter.grad = torch.from_numpy(values(t, step, len(parameter)).copy())
+            gradient = torch.from_numpy(values(t, step, parameter.numel()).copy()).to(dtype)
+            if any(len(shape) > 1 for shape in shapes):
+                gradient = gradient.clamp(-1, 1)
+            parameter.grad = gradient.view_as(parameter)
         optimizer.step()
         if step in RECORDED:
-            yield [parameter.numpy().copy() for parameter in parameters]
+            yield [parameter.float().numpy().ravel().copy() for parameter in parameters]
 
 
 def lion(w, m, g, step, lr, beta1=0.9, beta2=0.99, weight_decay=0.0):
@@ -192,14 +219,18 @@ def flat(recorded):
 def main():
     torch.set_num_threads(1)
     vectors, cases = [], []
-    for case, hyperparameters in CASES:
+    for case, hyperparameters, *shapes in CASES:
         entry = {"case": case, "optimizer": hyperparameters}
+        if shapes:
+            entry["shapes"] = shapes[0]
+        shapes = shapes[0] if shapes else [[size] for size in SIZES]
         if hyperparameters["name"] in ("lion", "lamb"):
             vectors += flat(run_paper(hyperparameters))
         else:
-            vectors += flat(run_torch(hyperparameters))
+            vectors += flat(run_torch(hyperparameters, shapes))
+        if hyperparameters["name"] not in ("lion", "lamb", "adafactor"):
             with nearest_square_roots():
-                entry["checksum"] = checksum(flat(run_torch(hyperparameters)))
+                entry["checksum"] = checksum(flat(run_torch(hyperparameters, shapes)))
         cases.append(entry)
     write("cases.json", "vectors.f32", {"torch": torch.__version__.split("+")[0]}, cases, vectors)
 

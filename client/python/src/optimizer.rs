@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use pyo3::prelude::*;
 use zeroshard_client::Result;
-use zeroshard_proto::{self as proto, pb};
+use zeroshard_proto::{self as proto, optimizer::StateShape, pb};
 
 use crate::error::raise;
 
@@ -39,6 +39,12 @@ impl Optimizer {
     #[getter]
     fn state(&self) -> &'static [&'static str] {
         self.0.state()
+    }
+
+    fn state_of(&self, shape: Vec<u64>) -> Vec<&'static str> {
+        let shapes = self.0.state_shapes(&shape);
+        let state = self.0.state().iter().zip(shapes);
+        state.filter(|(_, of)| *of != StateShape::Absent).map(|(name, _)| *name).collect()
     }
 
     #[getter]

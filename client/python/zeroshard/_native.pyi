@@ -122,7 +122,10 @@ class Optimizer:
     def hyperparameters(self) -> dict[str, float]: ...
     @property
     def state(self) -> list[str]:
-        """The names of its state tensors. Each is f32 and has the parameter's shape."""
+        """The names of its state tensors. Each is f32, and is transferred in the parameter's
+        shape."""
+    def state_of(self, shape: Sequence[int]) -> list[str]:
+        """The names of the state tensors of a parameter of this shape."""
     @property
     def scalar_state(self) -> list[str]:
         """The names of its state that is one f32 for each parameter, besides the number of applied

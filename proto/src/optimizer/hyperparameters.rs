@@ -23,6 +23,8 @@ enum Range {
     /// Any finite number.
     Finite,
     NonNegative,
+    NonPositive,
+    AtLeastOne,
     /// 0 to 1, without 1.
     BelowOne,
     /// 0 to 1, with 1.
@@ -40,6 +42,8 @@ impl Range {
         let (holds, expected) = match self {
             Self::Finite => (is_finite, "a finite number"),
             Self::NonNegative => (is_finite && value >= 0.0, "a finite number of at least 0"),
+            Self::NonPositive => (is_finite && value <= 0.0, "a finite number of at most 0"),
+            Self::AtLeastOne => (is_finite && value >= 1.0, "a finite number of at least 1"),
             Self::BelowOne => ((0.0..1.0).contains(&value), "at least 0 and less than 1"),
             Self::AtMostOne => ((0.0..=1.0).contains(&value), "at least 0 and at most 1"),
         };
@@ -263,6 +267,28 @@ hyperparameters! {
 }
 
 hyperparameters! {
+    /// Hyperparameters of Adafactor.
+    Adafactor {
+        /// Learning rate: the factor of the weight decay, and the limit of the step relative to the
+        /// root mean square of the parameter, which is `1 / sqrt(t)` in step `t` if that is lower.
+        lr: f64 = 1e-2 => NonNegative,
+        /// The second moments of step `t` move towards the squared gradient by `t^beta2_decay`.
+        beta2_decay: f64 = -0.8 => NonPositive,
+        /// The minimum of the root of the estimated second moment, and of its mean. torch's default
+        /// is the machine epsilon of the parameter's dtype; this is that of f32.
+        eps1: f64 = f32::EPSILON as f64 => NonNegative,
+        /// The minimum of the parameter's root mean square.
+        eps2: f64 = 1e-3 => NonNegative,
+        /// The root mean square of the update above which it is clipped.
+        d: f64 = 1.0 => AtLeastOne,
+        /// Decoupled weight decay: parameters are reduced by `lr * weight_decay` of their value.
+        weight_decay: f64 = 0.0 => NonNegative,
+        /// Maximise the objective instead of minimising it.
+        maximize: bool = false,
+    }
+}
+
+hyperparameters! {
     /// Hyperparameters of RMSprop.
     RmsProp {
         /// Learning rate.
@@ -362,8 +388,8 @@ mod tests {
             let numbers = json.as_object().unwrap().iter().filter(|(_, value)| value.is_f64());
             for (field, _) in numbers {
                 for bad in [-1.0, 1e39] {
-                    if ["dampening", "t0"].contains(&field.as_str()) && bad == -1.0 {
-                        continue; // torch allows any number here
+                    if ["dampening", "t0", "beta2_decay"].contains(&field.as_str()) && bad == -1.0 {
+                        continue; // torch allows it here
                     }
                     let mut json = json.clone();
                     json[field] = bad.into();

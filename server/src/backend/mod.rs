@@ -82,9 +82,10 @@ pub trait Backend: Send + Sync + 'static {
     /// finite.
     fn sum_of_squares(&self, src: &Self::Buffer, range: Range<usize>) -> f64;
 
-    /// Applies one optimizer step in one pass over memory (LAMB: two). `master`, `state` (one
-    /// buffer for each of [`Optimizer::state`], in that order) and `gradient` are f32 and of equal
-    /// size. The new master is also cast into `published`, if there is one, while it is in cache.
+    /// Applies one optimizer step in one pass over memory (LAMB: two, Adafactor: three). `master`,
+    /// `state` (one buffer for each of [`Optimizer::state`], in that order) and `gradient` are f32
+    /// and of equal size, except state of another shape ([`Optimizer::state_shapes`]). The new
+    /// master is also cast into `published`, if there is one, while it is in cache.
     fn apply(
         &self,
         update: &Update<'_>,

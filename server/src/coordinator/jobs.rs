@@ -29,10 +29,12 @@ use super::{
 pub(crate) fn weights(spec: &JobSpec) -> Vec<u64> {
     let weight = |slice: &SliceSpec| {
         let tensor = &spec.manifest.tensors()[slice.tensor];
-        let state = spec.groups.get(tensor.group as usize).map_or(0, |group| group.state().len());
-        let trained = if tensor.trains() { 4 * state + 4 } else { 0 };
+        let group = spec.groups.get(tensor.group as usize).filter(|_| tensor.trains());
+        let shapes = group.map_or_else(Vec::new, |group| group.state_shapes(&tensor.shape));
+        let state: usize = shapes.into_iter().map(|shape| 4 * shape.numel(slice.numel)).sum();
+        let accumulator = if tensor.trains() { 4 } else { 0 };
         let published = if tensor.dtype == DType::F32 { 0 } else { tensor.dtype.size() };
-        ((4 + trained + published) * slice.numel) as u64
+        ((4 + accumulator + published) * slice.numel + state) as u64
     };
     spec.manifest.slices().iter().map(weight).collect()
 }

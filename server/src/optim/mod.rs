@@ -2,29 +2,30 @@
 
 use zeroshard_proto::dtype::DType;
 use zeroshard_proto::geometry::blocks::BLOCK;
-use zeroshard_proto::optimizer::Optimizer;
+use zeroshard_proto::optimizer::{Optimizer, StateShape};
 
 use crate::backend::{Backend, OutOfMemory};
 
-/// The state of `numel` parameters before the first step: one f32 buffer for each of
-/// [`Optimizer::state`], in that order.
+/// The state of `numel` parameters of a tensor of `shape` before the first step: one f32 buffer for
+/// each of [`Optimizer::state`], in that order.
 ///
 /// # Errors
 /// [`OutOfMemory`] if the device cannot hold all buffers; those that were allocated are freed.
 pub fn initial_state<B: Backend>(
     backend: &B,
     optimizer: &Optimizer,
+    shape: &[u64],
     numel: usize,
 ) -> Result<Vec<B::Buffer>, OutOfMemory> {
     let value = optimizer.initial_state();
-    let make = |_: &&str| {
-        let mut buffer = backend.allocate(DType::F32, numel)?;
+    let make = |shape: StateShape| {
+        let mut buffer = backend.allocate(DType::F32, shape.numel(numel))?;
         if value != 0.0 {
             fill(backend, &mut buffer, value);
         }
         Ok(buffer)
     };
-    optimizer.state().iter().map(make).collect()
+    optimizer.state_shapes(shape).into_iter().map(make).collect()
 }
 
 /// Sets all elements to one value.
@@ -62,7 +63,7 @@ mod tests {
             [("adamw".parse().unwrap(), 0.0f32), (Optimizer::Adagrad(adagrad), 0.5)]
         {
             let numel = BLOCK + 3;
-            let state = initial_state(&cpu, &optimizer, numel).unwrap();
+            let state = initial_state(&cpu, &optimizer, &[numel as u64], numel).unwrap();
             assert_eq!(state.len(), optimizer.state().len());
             for buffer in state {
                 let bytes = cpu.read(&Arc::new(buffer), 0..numel, DType::F32);

@@ -15,6 +15,7 @@ use rayon::prelude::*;
 use zeroshard_proto::{
     AppliedSteps, DType, Error, JobVersion, Result, Token,
     error::Remedy,
+    optimizer::StateShape,
     pb::{
         self, data_service_client::DataServiceClient, shard_service_client::ShardServiceClient,
         state_part,
@@ -147,6 +148,11 @@ impl<B: Backend> Copier<B> {
         std::iter::once((master, Part::Master)).chain(state)
     }
 
+    /// Whether the slice of `copy` has this part.
+    fn has(&self, copy: &SliceCopy, part: Part) -> Result<bool> {
+        Ok(self.job.slice(copy.slice)?.shape_of(part) != StateShape::Absent)
+    }
+
     /// Copies from a job on this server.
     async fn copy_here(self, copies: Vec<SliceCopy>) -> Result<()> {
         let JobVersion { job: name, job_id, version } = &*self.from;
@@ -170,12 +176,15 @@ impl<B: Backend> Copier<B> {
             return Err(Error::Internal { cause: format!("{copy:?} is not in job {name:?}") });
         }
         for (message, target) in self.parts().take(if copy.state { usize::MAX } else { 1 }) {
+            if !self.has(copy, target)? {
+                continue;
+            }
             let part = Part::of(Some(&message), &source.spec.groups[0])?;
             let Some(buffer) = from.read(backend, part, name, *version)? else {
                 let cause = format!("version {version} of job {name:?} is no longer available");
                 return Err(Error::Internal { cause });
             };
-            let bytes = backend.read(&buffer, range.clone(), DType::F32);
+            let bytes = from.values(backend, part, &buffer, range.clone(), DType::F32);
             self.job.slice(copy.slice)?.carry(backend, target, copy.offset, &bytes)?;
         }
         if copy.state {
@@ -195,8 +204,13 @@ impl<B: Backend> Copier<B> {
         let connection = Connection::new(endpoint(&holder.address)?.connect_lazy(), token)?;
         let with_state: Vec<SliceCopy> = copies.iter().filter(|copy| copy.state).cloned().collect();
         for (message, target) in self.parts() {
-            let copies = if target == Part::Master { copies } else { &with_state };
-            for copies in copies.chunks(PULLED_EXTENTS) {
+            let mut wanted = Vec::new();
+            for copy in if target == Part::Master { copies } else { &with_state } {
+                if self.has(copy, target)? {
+                    wanted.push(copy.clone());
+                }
+            }
+            for copies in wanted.chunks(PULLED_EXTENTS) {
                 let mut rest: VecDeque<SliceCopy> = copies.iter().cloned().collect();
                 let mut pauses = pauses();
                 while let Err(error) =

@@ -2,6 +2,7 @@
 
 use zeroshard_proto::{
     Error, Optimizer, Result,
+    optimizer::StateShape,
     pb::{self, state_part},
 };
 
@@ -46,12 +47,18 @@ impl Part {
         }
     }
 
-    /// Checks that the tensor has this part; the error names `tensor`.
+    /// Checks that the tensor has this part, of this shape; the error names `tensor`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for optimizer state or the gradient of a slice that is not trained.
-    pub(crate) fn check(self, trains: bool, tensor: &str) -> Result<()> {
+    /// [`Error::Invalid`] for optimizer state or the gradient of a slice that is not trained, and
+    /// for a state tensor that tensors of another number of dimensions have.
+    pub(crate) fn check(self, trains: bool, shape: StateShape, tensor: &str) -> Result<()> {
         match self {
+            Self::State(_) if trains && shape == StateShape::Absent => Err(Error::invalid(
+                format!("optimizer state of tensor {tensor:?}"),
+                "requested or uploaded",
+                "omitted, because a tensor with this number of dimensions does not have it",
+            )),
             Self::State(_) | Self::GradientSum if !trains => {
                 let what = match self {
                     Self::GradientSum => format!("gradient of tensor {tensor:?}"),
@@ -95,9 +102,15 @@ mod tests {
             assert!(matches!(state(unknown), Err(Error::Invalid { .. })), "{unknown}");
         }
         assert!(matches!(part(None), Err(Error::Invalid { .. })));
-        assert!(Part::State(0).check(true, "w").is_ok() && Part::Master.check(false, "w").is_ok());
-        for part in [Part::State(0), Part::GradientSum] {
-            assert!(matches!(part.check(false, "w"), Err(Error::Invalid { .. })));
+        let check = |part: Part, trains, shape| part.check(trains, shape, "w");
+        assert!(check(Part::State(0), true, StateShape::Elements).is_ok());
+        assert!(check(Part::Master, false, StateShape::Elements).is_ok());
+        for (part, trains, shape) in [
+            (Part::State(0), false, StateShape::Elements),
+            (Part::State(0), true, StateShape::Absent),
+            (Part::GradientSum, false, StateShape::Elements),
+        ] {
+            assert!(matches!(check(part, trains, shape), Err(Error::Invalid { .. })));
         }
     }
 }

@@ -136,7 +136,7 @@ fn wanted<B: Backend>(
 ) -> Result<Wanted<B>> {
     let slice = job.slice(extent.slice)?;
     let tensor = &job.spec.manifest.tensors()[slice.spec.tensor].name;
-    part.check(slice.group.is_some(), tensor)?;
+    part.check(slice.group.is_some(), slice.shape_of(part), tensor)?;
     let elements = match boxes.get(&slice.spec.tensor) {
         None => (0..slice.spec.numel).into(),
         Some(of) => of.elements(&slice.spec),
@@ -170,7 +170,7 @@ fn bytes_of<B: Backend>(job: &Job<B>, slice: &Slice<B>, part: Part) -> u64 {
         Part::Parameters => job.spec.manifest.tensors()[slice.spec.tensor].dtype,
         Part::Master | Part::State(_) | Part::GradientSum => DType::F32,
     };
-    (slice.spec.numel * dtype.size()) as u64
+    (slice.shape_of(part).numel(slice.spec.numel) * dtype.size()) as u64
 }
 
 impl<B: Backend> Pull<B> {
@@ -222,7 +222,9 @@ impl<B: Backend> Pull<B> {
             let held = wanted.held.as_ref().expect("it is held");
             let end = wanted.rest.end.min(wanted.rest.start + self.chunk);
             let offset = std::mem::replace(&mut wanted.rest.start, end);
-            let payload = self.job.backend().read(
+            let payload = self.job.slice(wanted.slice)?.values(
+                self.job.backend(),
+                self.part,
                 &held.buffer,
                 wanted.elements.select(offset..end),
                 self.dtype,

@@ -187,7 +187,7 @@ impl<'a, B: Backend> Push<'a, B> {
         match self.what {
             What::Start(Upload { state, .. }) => {
                 let part = state.map_or(Part::Parameters, Part::State);
-                part.check(slice.group.is_some(), tensor)?;
+                part.check(slice.group.is_some(), slice.shape_of(part), tensor)?;
                 Ok(Sent::Initial)
             }
             What::Gradients if slice.group.is_some() => Ok(Sent::Gradient),

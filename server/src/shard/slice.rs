@@ -11,6 +11,7 @@ use std::sync::{
 
 use zeroshard_proto::{
     AppliedSteps, DType, JobSpec, Optimizer, Result, SliceSpec, geometry::SliceContributors,
+    optimizer::StateShape,
 };
 
 use super::{
@@ -28,6 +29,7 @@ use replacement::Replacement;
 use versioned::Versioned;
 
 mod carried;
+mod factors;
 mod read;
 mod received;
 mod replacement;
@@ -50,6 +52,8 @@ pub(crate) struct Slice<B: Backend> {
     no_clip: bool,
     /// The divisor of summed gradients.
     divisor: f64,
+    /// The shapes of the state tensors.
+    state_shapes: Vec<StateShape>,
     /// The initial value of all elements of the optimizer state.
     initial_state: f32,
     /// The dtype of the published parameters.
@@ -160,7 +164,7 @@ impl<B: Backend> Slice<B> {
                     DType::F32 => None,
                     dtype => Some(Versioned::new(buffer(dtype)?)),
                 },
-                state: optim::initial_state(backend, &groups[group], spec.numel)?
+                state: optim::initial_state(backend, &groups[group], &tensor.shape, spec.numel)?
                     .into_iter()
                     .map(Versioned::new)
                     .collect(),
@@ -178,6 +182,8 @@ impl<B: Backend> Slice<B> {
             group,
             no_clip: tensor.no_clip,
             divisor: job.divisor(spec.tensor) as f64,
+            state_shapes: group
+                .map_or_else(Vec::new, |group| groups[group].state_shapes(&tensor.shape)),
             initial_state: group.map_or(0.0, |group| groups[group].initial_state()),
             dtype: tensor.dtype,
             version: AtomicU64::new(NOT_INITIALISED),
@@ -196,7 +202,7 @@ impl<B: Backend> Slice<B> {
         let master = numel * self.master_dtype().size() as u64;
         Memory {
             master,
-            state: numel * 4 * inner.state.len() as u64,
+            state: self.state_shapes.iter().map(|of| 4 * of.numel(self.spec.numel) as u64).sum(),
             accumulator: inner.open.as_ref().map_or(0, |_| numel * 4)
                 + inner.replacement.as_ref().map_or(0, |_| master),
             published: inner.published.as_ref().map_or(0, |_| numel * self.dtype.size() as u64),

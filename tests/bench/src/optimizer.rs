@@ -14,10 +14,11 @@ use comfy_table::Table;
 use serde::Serialize;
 use zeroshard_proto::dtype::DType;
 use zeroshard_proto::geometry::blocks::SLICE;
-use zeroshard_proto::optimizer::{AppliedSteps, Optimizer, Sgd};
+use zeroshard_proto::optimizer::{Adafactor, AppliedSteps, Optimizer, Sgd};
 use zeroshard_server::backend::cpu::Buffer;
 use zeroshard_server::backend::kernels::{Level, stream};
 use zeroshard_server::backend::{Backend, Cpu, OutOfMemory, Update};
+use zeroshard_server::optim::initial_state;
 
 /// The numbers of threads that are measured.
 const THREADS: [usize; 2] = [1, 2];
@@ -65,6 +66,8 @@ fn bytes_a_parameter(optimizer: &Optimizer) -> usize {
     match optimizer {
         // The second pass reads everything except the gradient again, and writes the parameter.
         Optimizer::Lamb(_) => 40,
+        // Three passes read the gradient. The parameter is read twice and written once.
+        Optimizer::Adafactor(_) => 24,
         _ => bytes_added(optimizer),
     }
 }
@@ -72,13 +75,30 @@ fn bytes_a_parameter(optimizer: &Optimizer) -> usize {
 /// The number of bytes per parameter that an addition to the same number of arrays reads and
 /// writes.
 fn bytes_added(optimizer: &Optimizer) -> usize {
-    12 + 8 * optimizer.state().len()
+    4 + 8 * arrays(optimizer)
+}
+
+/// The number of arrays of the parameter's size that a step writes.
+fn arrays(optimizer: &Optimizer) -> usize {
+    match optimizer {
+        // The state of a matrix is small.
+        Optimizer::Adafactor(_) => 1,
+        _ => 1 + optimizer.state().len(),
+    }
+}
+
+/// The shape of the matrix that Adafactor steps. It has 1,024 columns if `numel` is a multiple.
+fn matrix(numel: usize) -> [u64; 2] {
+    let columns = 1 << numel.trailing_zeros().min(10);
+    [numel as u64 / columns, columns]
 }
 
 /// A part of the model: a parameter, two state tensors and a gradient.
 struct Slice {
     arrays: [Buffer; 3],
     gradient: Buffer,
+    /// The state of Adafactor.
+    factors: Vec<Buffer>,
 }
 
 impl Slice {
@@ -88,7 +108,9 @@ impl Slice {
         for (i, value) in gradient.values_mut().iter_mut().enumerate() {
             *value = 0.25 + (i % 1021) as f32 / 2048.0;
         }
-        Ok(Slice { arrays: [array()?, array()?, array()?], gradient })
+        let adafactor = Optimizer::Adafactor(Adafactor::default());
+        let factors = initial_state(cpu, &adafactor, &matrix(numel), numel)?;
+        Ok(Slice { arrays: [array()?, array()?, array()?], gradient, factors })
     }
 
     /// Fills the arrays with positive numbers, which are valid state for every optimizer.
@@ -114,7 +136,10 @@ impl Slice {
     fn step(&mut self, cpu: &Cpu, optimizer: &Optimizer) {
         let update = Update::after(AppliedSteps::new(1), optimizer, 0.5);
         let [master, state @ ..] = &mut self.arrays;
-        let mut state: Vec<_> = state.iter_mut().take(optimizer.state().len()).collect();
+        let mut state: Vec<_> = match optimizer {
+            Optimizer::Adafactor(_) => self.factors.iter_mut().collect(),
+            _ => state.iter_mut().take(optimizer.state().len()).collect(),
+        };
         cpu.apply(&update, master, &mut state, &self.gradient, None);
     }
 }
@@ -160,7 +185,7 @@ impl Times {
             in_parallel(slices, threads, work);
             start.elapsed().as_secs_f64()
         };
-        let arrays = 1 + optimizer.state().len();
+        let arrays = arrays(optimizer);
         self.copy.push(time(&|slice| cpu.copy(&slice.gradient, &mut slice.arrays[0])));
         self.add.push(time(&|slice| slice.add(arrays)));
         time(&|slice| slice.reset(cpu));

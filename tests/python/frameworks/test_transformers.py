@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers as hf
-from torch import Tensor
+from torch import Tensor, nn
 
 import ranks
 import tiny
+import zeroshard as zs
 from environment import LONG
 from training import LEVELS, assert_close, assert_same
 from zeroshard.integrations.transformers import Trainer
-from zeroshard.torch import GroupSharded
+from zeroshard.torch import GroupSharded, group_sharded_parallel
 
 STEPS = 4
 HALF = STEPS // 2
@@ -158,3 +159,11 @@ def test_a_checkpoint_is_the_whole_model_and_the_run_continues_from_it(
         # The last entry is of the run: its mean loss, and the number of operations of both runs.
         assert log[:-2] == before[:-2] and log[-1] == before[-1]
         close(alone, log, 1e-5)
+
+
+def test_the_adafactor_of_transformers_is_refused(cluster: zs.Session) -> None:
+    """Its algorithm is not that of ``torch.optim.Adafactor``."""
+    model: Any = nn.Linear(4, 4)
+    optimizer = hf.Adafactor(model.parameters())
+    with pytest.raises(zs.UnsupportedOptimizerError, match=r"transformers\S*Adafactor;.*torch"):
+        group_sharded_parallel(model, optimizer, "os")

@@ -26,6 +26,7 @@ KNOWN: list[tuple[Any, dict[str, Any], str, tuple[str, ...]]] = [
     (O.RAdam, {"decoupled_weight_decay": True}, "radam", ("exp_avg", "exp_avg_sq")),
     (O.Adagrad, {"initial_accumulator_value": 0.5}, "adagrad", ("sum",)),
     (O.Adadelta, {}, "adadelta", ("square_avg", "acc_delta")),
+    (O.Adafactor, {}, "adafactor", ("row_var", "col_var")),
     (O.RMSprop, {}, "rmsprop", ("square_avg",)),
     (O.RMSprop, {"momentum": 0.9}, "rmsprop", ("square_avg", "momentum_buffer")),
     (O.RMSprop, {"centered": True}, "rmsprop", ("square_avg", "grad_avg")),
@@ -55,7 +56,7 @@ def test_names_and_state_tensors_match_the_servers(
     assert _conversion.optimizer_name(optimizer) == name
     found = _conversion.hyperparameters(name, optimizer.param_groups[0])
     assert found["lr"] == 0.1 and all(type(value) is float for value in found.values())
-    assert tuple(_native.Optimizer(name, found).state) == state
+    assert tuple(_native.Optimizer(name, found).state_of((2, 3))) == state
 
 
 @pytest.mark.parametrize("cls, options, name, names", KNOWN, ids=ids)
@@ -124,7 +125,7 @@ def test_a_differentiable_step_is_refused() -> None:
         _conversion.hyperparameters("sgd", optimizer.param_groups[0])
 
 
-@pytest.mark.parametrize("cls", [O.Adafactor, O.Rprop, O.LBFGS])
+@pytest.mark.parametrize("cls", [O.Rprop, O.LBFGS])
 def test_an_unsupported_optimizer_is_refused_and_supported_ones_are_listed(cls: Any) -> None:
     with pytest.raises(UnsupportedOptimizerError, match=cls.__name__) as error:
         _conversion.optimizer_name(cls([parameter()]))

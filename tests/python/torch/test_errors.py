@@ -56,7 +56,7 @@ def test_an_unsupported_optimizer_is_an_error_that_lists_supported_ones(
         group_sharded_parallel(model, torch.optim.Rprop(model.parameters()), "os")
     message = str(raised.value)
     names = ["SGD", "ASGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad"]
-    names += ["Adadelta", "RMSprop", "Lion", "LAMB"]
+    names += ["Adadelta", "Adafactor", "RMSprop", "Lion", "LAMB"]
     assert "Rprop" in message and [name for name in names if name not in message] == []
     assert isinstance(raised.value, TypeError)
 

@@ -62,6 +62,11 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Adagrad": ("Adagrad", {"lr": 0.02, "lr_decay": 0.01, "weight_decay": 0.01}),
     "Adagrad, initial": ("Adagrad", {"lr": 0.02, "initial_accumulator_value": 0.1}),
     "Adadelta": ("Adadelta", {"lr": 1.0, "rho": 0.8, "weight_decay": 0.01}),
+    "Adafactor": ("Adafactor", {"lr": 1e-2}),
+    "Adafactor, decay": (
+        "Adafactor",
+        {"lr": 5e-2, "beta2_decay": -0.5, "eps": (1e-4, 1e-2), "d": 2.0, "weight_decay": 0.01},
+    ),
     "RMSprop": ("RMSprop", {"lr": 1e-3}),
     "RMSprop, centered": ("RMSprop", {"lr": 1e-3, "centered": True, "weight_decay": 0.01}),
     "RMSprop, momentum": ("RMSprop", {"lr": 1e-3, "momentum": 0.5, "centered": True}),
@@ -158,6 +163,75 @@ def assert_state_close(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
                 )
             else:
                 assert mine == value, key
+
+
+class Shapes(nn.Module):
+    """Parameters with 0 to 4 dimensions, each of which multiplies the input's norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        shapes = [(), (1,), (40,), (1, 1), (3, 50), (50, 3), (2, 5, 33), (6, 4, 3, 3), (5, 7, 1, 1)]
+        self.all = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
+
+    def forward(self, scale: Tensor) -> Tensor:
+        terms = (((scale * (i + 1) + p.sin() * p) ** 2).mean() for i, p in enumerate(self.all))
+        return torch.stack(list(terms)).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adafactor_steps_parameters_of_every_number_of_dimensions(
+    dtype: torch.dtype, cluster: zs.Session
+) -> None:
+    """bf16 parameters have f32 master weights, and the machine epsilon of bf16."""
+    plain, model = Shapes(), Shapes().to(dtype)
+    plain.load_state_dict(model.state_dict())
+    eps = (torch.finfo(dtype).eps, 1e-3)
+    expected = torch.optim.Adafactor(plain.parameters(), lr=0.05, eps=eps, foreach=True)
+    found: Any = torch.optim.Adafactor(model.parameters(), lr=0.05)
+    schedules: list[Any] = [torch.optim.lr_scheduler.StepLR(expected, 2, 0.5)]
+    model, found, _ = group_sharded_parallel(model, found, "os_g", segment_size=SEGMENT)
+    schedules.append(torch.optim.lr_scheduler.StepLR(found, 2, 0.5))
+    for step in range(8):
+        for each, optimizer, schedule in zip((plain, model), (expected, found), schedules):
+            optimizer.zero_grad()
+            each(torch.tensor(0.1 * step, dtype=next(each.parameters()).dtype)).backward()
+            optimizer.step()
+            schedule.step()
+    tolerance = {"atol": 2e-5} if dtype == torch.float32 else {"atol": 0.05}
+    assert_close(
+        {k: v.float() for k, v in model.state_dict().items()}, plain.state_dict(), **tolerance
+    )
+    ours, theirs = found.state_dict()["state"], expected.state_dict()["state"]
+    for index, state in theirs.items():
+        assert {k: v.shape for k, v in ours[index].items()} == {
+            k: v.shape for k, v in state.items()
+        }
+
+
+def test_adafactor_keeps_one_value_for_each_row_and_column(cluster: zs.Session) -> None:
+    model: Any = nn.Linear(512, 256, bias=False)
+    optimizer: Any = torch.optim.Adafactor(model.parameters())
+
+    def state_bytes() -> int:
+        return sum(server.state_bytes for server in cluster.status().servers)
+
+    before = state_bytes()
+    group_sharded_parallel(model, optimizer, "os")
+    # The jobs of other tests may end meanwhile.
+    assert state_bytes() - before <= 4 * (512 + 256)
+
+
+def test_adafactor_refuses_what_it_cannot_do_as_torch(cluster: zs.Session) -> None:
+    model: Any = nn.Linear(4, 4)
+    model.bias.data = model.bias.data.bfloat16()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    with pytest.raises(zs.InvalidArgumentError, match="float32.*give eps a number"):
+        group_sharded_parallel(model, optimizer, "os")
+    empty: Any = nn.Linear(4, 0)
+    optimizer = torch.optim.Adafactor(empty.parameters())
+    with pytest.raises(zs.InvalidArgumentError, match="adafactor"):
+        group_sharded_parallel(empty, optimizer, "os")
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -269,14 +343,15 @@ def test_closure_is_called_and_its_loss_returned(cluster: zs.Session) -> None:
     assert_same(model.state_dict(), other.state_dict())
 
 
+@pytest.mark.parametrize("kind", ["Adam", "Adafactor"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_parameter_group_can_be_added(level: str, cluster: zs.Session) -> None:
+def test_parameter_group_can_be_added(level: str, kind: str, cluster: zs.Session) -> None:
     plain, model = models.build("mlp"), models.build("mlp")
     results = []
     for each, wrap in ((plain, False), (model, True)):
         head = list(each.layers[4].parameters())
         rest = [p for p in each.parameters() if all(p is not q for q in head)]
-        optimizer: Any = torch.optim.Adam(rest, lr=1e-3)
+        optimizer: Any = getattr(torch.optim, kind)(rest, lr=1e-3)
         trained: Any = each
         if wrap:
             trained, optimizer, _ = group_sharded_parallel(

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use futures_util::future::join_all;
 use zeroshard_client::{Commit, Error, Job, StatePart, Target, TensorData, TensorId};
 use zeroshard_proto::{
-    AppliedSteps, DType, JobSpec, Optimizer,
+    AppliedSteps, DType, JobSpec, Optimizer, TensorSpec,
+    optimizer::StateShape,
     pb::{self, push_begin::Contents, state_part::Part},
 };
 use zeroshard_tests::{Cluster, stock, synthetic, training};
@@ -15,13 +16,24 @@ use crate::{adamw, connect, job, sgd, start, until};
 /// A part of all tensors that own their storage and have this part.
 async fn pull_part(job: &Job, version: u64, part: StatePart<'_>) -> Vec<(usize, Vec<f32>)> {
     let tensors = job.spec().manifest.tensors().iter().enumerate();
-    let has = |trains: bool| trains || !matches!(part, StatePart::OptimizerState(_));
-    let owned = tensors.filter(|(_, spec)| spec.alias_of.is_none() && has(spec.trains()));
+    let has = |spec: &TensorSpec| match part {
+        StatePart::OptimizerState(name) => spec.trains() && has_state(job.spec(), spec, name),
+        _ => true,
+    };
+    let owned = tensors.filter(|(_, spec)| spec.alias_of.is_none() && has(spec));
     let mut values: Vec<_> =
         owned.map(|(tensor, spec)| (tensor, vec![f32::NAN; spec.numel() as usize])).collect();
     let targets = values.iter_mut().map(|(tensor, data)| Target::new(TensorId::new(*tensor), data));
     job.pull_part(version, part, targets.collect()).await.unwrap();
     values
+}
+
+/// Whether the optimizer has this state tensor for a trained tensor of this shape.
+fn has_state(job: &JobSpec, tensor: &TensorSpec, name: &str) -> bool {
+    let optimizer = &job.groups[tensor.group as usize];
+    let shapes = optimizer.state_shapes(&tensor.shape);
+    let mut named = optimizer.state().iter().zip(shapes);
+    named.any(|(state, shape)| *state == name && shape != StateShape::Absent)
 }
 
 async fn steps(jobs: &[Job], data: u64, step: u64) {
@@ -107,6 +119,11 @@ async fn a_run_in_half_precision_continues_from_its_master_weights() {
 async fn a_run_continues_from_its_scalar_state() {
     let json = r#"{"name":"nadam","momentum_decay":0.5}"#;
     continues_elsewhere(serde_json::from_str(json).unwrap(), DType::F32).await;
+}
+
+#[tokio::test]
+async fn a_run_continues_from_the_second_moments_of_rows_and_columns() {
+    continues_elsewhere("adafactor".parse().unwrap(), DType::Bf16).await;
 }
 
 #[tokio::test]

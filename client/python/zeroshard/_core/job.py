@@ -232,6 +232,7 @@ class ModelJob(Generic[T]):
         whole = _native.Optimizer(self.optimizer_name).needs_whole_tensors
         specs = [entry.spec(whole) for entry in self.entries]
         self._opened_with = self._state_layout()
+        self._optimizers = [_native.Optimizer(*values) for values in self.groups()]
         self.job = self.connection.open(
             name,
             specs,
@@ -367,7 +368,7 @@ class ModelJob(Generic[T]):
             fetched: dict[str, list[tuple[int, Array]]] = {}
             states: list[dict[str, T]] = []
             for entry in chunk:
-                names = self._opened_with[entry.group][1]
+                names = self._optimizers[entry.group].state_of(entry.shape)
                 tensors = {name: self.framework.host(entry.shape) for name in names}
                 for name, tensor in tensors.items():
                     array = self.framework.array(tensor, Box.whole(entry.shape))

@@ -26,10 +26,15 @@ NAMES: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.RAdam: "radam",
     torch.optim.Adagrad: "adagrad",
     torch.optim.Adadelta: "adadelta",
+    torch.optim.Adafactor: "adafactor",
     torch.optim.RMSprop: "rmsprop",
     Lion: "lion",
     LAMB: "lamb",
 }
+
+#: The dimension in which Adafactor's state tensors have size 1 in torch. On the servers, and in
+#: :data:`State`, their values are repeated to the parameter's shape.
+_REPEATED = {"row_var": -1, "col_var": -2}
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
@@ -83,6 +88,10 @@ def hyperparameters(name: str, group: Mapping[str, Any]) -> dict[str, float]:
     found = {"paddle": False, **group}
     if "betas" in group:
         found["beta1"], found["beta2"] = group["betas"]
+    if name == "adafactor":
+        found["eps1"], found["eps2"] = group["eps"]
+        if found["eps1"] is None:
+            found["eps1"] = _machine_epsilon(group["params"])
     return _numbers(name, found)
 
 
@@ -103,7 +112,11 @@ def to_torch(name: str, state: State[torch.Tensor]) -> dict[str, Any]:
         return dict(tensors)
     names = _native.Optimizer(name).scalar_state
     numbers = {"step": applied, **dict(zip(names, scalars, strict=True))}
-    return {**{key: torch.tensor(float(value)) for key, value in numbers.items()}, **tensors}
+    kept = {
+        key: tensor.narrow(_REPEATED[key], 0, 1).clone() if key in _REPEATED else tensor
+        for key, tensor in tensors.items()
+    }
+    return {**{key: torch.tensor(float(value)) for key, value in numbers.items()}, **kept}
 
 
 def from_torch(
@@ -130,7 +143,7 @@ def from_torch(
         InvalidArgumentError: a part of the state is missing, or a tensor has another shape.
     """
     optimizer = _native.Optimizer(name, hyperparameters)
-    names, scalar_names = optimizer.state, optimizer.scalar_state
+    names, scalar_names = optimizer.state_of(shape), optimizer.scalar_state
     if name == "sgd":
         applied = 1 if names and state.get("momentum_buffer") is not None else 0
     else:
@@ -146,14 +159,44 @@ def from_torch(
         )
     tensors = {}
     for part in names:
-        tensor = state[part]
+        tensor = repeated(part, state[part], shape)
         if tuple(tensor.shape) != tuple(shape):
             raise InvalidArgumentError(
                 f"optimizer state {part!r} has shape {tuple(tensor.shape)}; "
-                f"it must have the parameter's shape, {tuple(shape)}"
+                f"it must have the shape {_shape_of(part, shape)}, since the parameter's is "
+                f"{tuple(shape)}"
             )
         tensors[part] = tensor.detach().to("cpu", torch.float32).contiguous()
     return applied, [float(state[part]) for part in scalar_names], tensors
+
+
+def repeated(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The state tensor ``name`` of a parameter of this shape, repeated to that shape if it has one
+    value for each row or column. A tensor of any other shape is returned as it is."""
+    if name in _REPEATED and tuple(tensor.shape) == _shape_of(name, shape):
+        return tensor.expand(tuple(shape))
+    return tensor
+
+
+def _shape_of(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape in torch of the state tensor ``name`` of a parameter of this shape."""
+    found = list(shape)
+    if name in _REPEATED:
+        found[_REPEATED[name]] = 1
+    return tuple(found)
+
+
+def _machine_epsilon(parameters: Sequence[torch.Tensor]) -> float:
+    """Adafactor's default of the first epsilon. torch takes that of the first parameter with a
+    gradient for the whole group."""
+    dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
+    if len(dtypes) > 1:
+        raise InvalidArgumentError(
+            "the first eps of Adafactor is None, which stands for the machine epsilon of the "
+            f"parameters, and a parameter group has {' and '.join(sorted(map(str, dtypes)))}; "
+            "give eps a number, or give each dtype a parameter group"
+        )
+    return torch.finfo(next(iter(dtypes), torch.float32)).eps
 
 
 def _steps_alike(cls: type[torch.optim.Optimizer], base: type[torch.optim.Optimizer]) -> bool:

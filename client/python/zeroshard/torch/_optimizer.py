@@ -153,7 +153,9 @@ def optimizer_states(
         for parameter in group["params"]:
             if parameter in state and parameter.requires_grad:
                 had = {
-                    key: part(value, parameter) if isinstance(value, Tensor) else value
+                    key: part(_conversion.repeated(key, value, parameter.shape), parameter)
+                    if isinstance(value, Tensor)
+                    else value
                     for key, value in state[parameter].items()
                 }
                 found = _conversion.from_torch(name, values, had, local(parameter).shape)

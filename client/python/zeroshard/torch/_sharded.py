@@ -49,8 +49,9 @@ def group_sharded_parallel(
         model: any module. All ranks take the parameters and buffers of rank 0. Parameters and
             buffers on the meta device are initialised module by module, so that at ``"p_g_os"`` a
             worker does not need memory for the whole model.
-        optimizer: SGD, ASGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta or RMSprop of
-            ``torch.optim``, or Lion or LAMB of ``zeroshard.torch``. Existing state is uploaded.
+        optimizer: SGD, ASGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, Adafactor or
+            RMSprop of ``torch.optim``, or Lion or LAMB of ``zeroshard.torch``. Existing state is
+            uploaded.
         level: the tensors that the servers hold. At ``"os"`` these are the optimizer state, at
             ``"os_g"`` also gradients, which are sent during backward, and at ``"p_g_os"`` also
             parameters, which are fetched for each use.

@@ -2,7 +2,8 @@
 
 use zeroshard_proto::geometry::blocks::BLOCK;
 use zeroshard_proto::optimizer::{
-    Adadelta, Adagrad, Adam, AdamW, Adamax, Asgd, Lamb, Lion, NAdam, Optimizer, RAdam, RmsProp, Sgd,
+    Adadelta, Adafactor, Adagrad, Adam, AdamW, Adamax, Asgd, Lamb, Lion, NAdam, Optimizer, RAdam,
+    RmsProp, Sgd,
 };
 
 use crate::backend::Update;
@@ -28,6 +29,9 @@ pub(super) fn sum_of_squares(values: &[f32]) -> f64 {
 pub(super) fn apply(update: &Update<'_>, w: &mut [f32], state: &mut [Vec<f32>], gradient: &[f32]) {
     if let Optimizer::Lamb(lamb) = update.optimizer {
         return lamb_step(lamb, update, w, state, gradient);
+    }
+    if let Optimizer::Adafactor(adafactor) = update.optimizer {
+        return adafactor_step(adafactor, update, w, state, gradient);
     }
     for i in 0..w.len() {
         let mut element: Vec<f32> = state.iter().map(|tensor| tensor[i]).collect();
@@ -75,7 +79,9 @@ fn element_step(update: &Update<'_>, w: f32, state: &mut [f32], gradient: f32) -
             rmsprop(h, w, state, g)
         }
         Optimizer::Lion(h) => lion(h, w, state, scaled(update, gradient, h.maximize)),
-        Optimizer::Lamb(_) => unreachable!("LAMB works on whole tensors"),
+        Optimizer::Lamb(_) | Optimizer::Adafactor(_) => {
+            unreachable!("LAMB and Adafactor work on whole tensors")
+        }
         Optimizer::Average(_) => gradient * update.coefficient,
     }
 }
@@ -265,4 +271,75 @@ fn lamb_step(
     for (w, update) in w.iter_mut().zip(updates) {
         *w -= (h.lr * trust) as f32 * update;
     }
+}
+
+fn adafactor_step(
+    h: &Adafactor,
+    update: &Update<'_>,
+    w: &mut [f32],
+    state: &mut [Vec<f32>],
+    gradient: &[f32],
+) {
+    let t = update.step as f64;
+    let weight = libm::pow(t, h.beta2_decay);
+    let g: Vec<f32> = gradient.iter().map(|&g| scaled(update, g, h.maximize)).collect();
+    let at_least = |value: f32, minimum: f64| {
+        if value < minimum as f32 { minimum as f32 } else { value }
+    };
+    let [rows, columns, variance] = state else { panic!("three state tensors") };
+    let mut moments = Vec::new();
+    if rows.is_empty() {
+        for (variance, g) in variance.iter_mut().zip(&g) {
+            *variance = lerp(*variance, g * g, weight);
+            moments.push(*variance);
+        }
+    } else {
+        let (width, height) = (w.len() / rows.len(), w.len() / columns.len());
+        let square = |i: usize| f64::from(g[i]) * f64::from(g[i]);
+        for (row, moment) in rows.iter_mut().enumerate() {
+            let sum = sixteen_lanes((0..width).map(|column| square(row * width + column)));
+            *moment = lerp(*moment, (sum / width as f64) as f32, weight);
+        }
+        for (i, moment) in columns.iter_mut().enumerate() {
+            let first = i / width * width * height + i % width;
+            let sum = (0..height).fold(0.0, |sum, row| sum + square(first + row * width));
+            *moment = lerp(*moment, (sum / height as f64) as f32, weight);
+        }
+        for i in 0..w.len() {
+            let matrix = i / (width * height);
+            let of_matrix = &rows[matrix * height..(matrix + 1) * height];
+            let sum = of_matrix.iter().fold(0.0, |sum, &row| sum + f64::from(row));
+            let mean = at_least((sum / height as f64) as f32, h.eps1);
+            moments.push(rows[i / width] * columns[matrix * width + i % width] / mean);
+        }
+    }
+    let updates: Vec<f32> = g
+        .iter()
+        .zip(moments)
+        .map(|(g, moment)| g / at_least(moment, h.eps1 * h.eps1).sqrt())
+        .collect();
+    let squares = if rows.is_empty() {
+        sum_of_squares(&updates)
+    } else {
+        let square = |&update: &f32| f64::from(update) * f64::from(update);
+        let of_rows = updates.chunks(w.len() / rows.len());
+        of_rows.fold(0.0, |sum, row| sum + sixteen_lanes(row.iter().map(square)))
+    };
+    let root_mean = |squares: f64| (squares / g.len() as f64).sqrt();
+    let lr = root_mean(sum_of_squares(w)).max(h.eps2) * h.lr.min(1.0 / t.sqrt());
+    let clipped = -(lr / (root_mean(squares) / h.d).max(1.0)) as f32;
+    for (w, update) in w.iter_mut().zip(updates) {
+        *w = *w * (1.0 - h.lr * h.weight_decay) as f32 + update * clipped;
+    }
+}
+
+/// Element `i` is added to lane `i % 16`, and the lanes are added as a tree.
+fn sixteen_lanes(values: impl Iterator<Item = f64>) -> f64 {
+    let mut lanes = vec![0.0; 16];
+    values.enumerate().for_each(|(i, value)| lanes[i % 16] += value);
+    while lanes.len() > 1 {
+        let upper = lanes.split_off(lanes.len() / 2);
+        lanes.iter_mut().zip(upper).for_each(|(lane, other)| *lane += other);
+    }
+    lanes[0]
 }

@@ -2,13 +2,13 @@
 
 use zeroshard_proto::dtype::DType;
 use zeroshard_proto::geometry::blocks::BLOCK;
-use zeroshard_proto::optimizer::{AppliedSteps, Optimizer};
+use zeroshard_proto::optimizer::{AppliedSteps, Optimizer, StateShape};
 
 use super::{assert_same, buffer_of, contents, from_bytes, numbers, reference, to_bytes};
 use crate::backend::{Backend, Update};
 
 /// Every kernel, and every hyperparameter that selects a different code path.
-const OPTIMIZERS: [&str; 47] = [
+const OPTIMIZERS: [&str; 51] = [
     r#"{"name":"sgd"}"#,
     r#"{"name":"sgd","weight_decay":0.1,"maximize":true}"#,
     r#"{"name":"sgd","momentum":0.9,"dampening":0.5}"#,
@@ -40,6 +40,10 @@ const OPTIMIZERS: [&str; 47] = [
     r#"{"name":"adadelta"}"#,
     r#"{"name":"adadelta","weight_decay":0.1,"maximize":true}"#,
     r#"{"name":"adadelta","rho":1.0}"#,
+    r#"{"name":"adafactor"}"#,
+    r#"{"name":"adafactor","weight_decay":0.1,"beta2_decay":-0.3,"maximize":true}"#,
+    r#"{"name":"adafactor","eps1":0.1,"eps2":10.0,"lr":1.0}"#,
+    r#"{"name":"adafactor","eps1":0.0,"d":1e9}"#,
     r#"{"name":"rmsprop"}"#,
     r#"{"name":"rmsprop","weight_decay":0.1,"maximize":true}"#,
     r#"{"name":"rmsprop","momentum":0.9}"#,
@@ -58,20 +62,38 @@ const OPTIMIZERS: [&str; 47] = [
     r#"{"name":"average"}"#,
 ];
 
+/// Rows that are shorter and longer than the lanes of a sum, and several matrices.
+const MATRICES: [&[usize]; 9] = [
+    &[1, 1],
+    &[3, 0],
+    &[1, 1_003],
+    &[1_003, 1],
+    &[37, 53],
+    &[4, 16],
+    &[3, 5, 33],
+    &[8, 4, 3, 3],
+    &[5, 7, 1, 1],
+];
+
 pub(super) fn run<B: Backend>(backend: &B) {
     for json in OPTIMIZERS {
         let optimizer: Optimizer = serde_json::from_str(json).unwrap();
         optimizer.validate().unwrap();
         for numel in [0, 1, 7, 1_003, 2_049] {
-            steps_equal_the_reference(backend, &optimizer, numel, None);
+            steps_equal_the_reference(backend, &optimizer, &[numel], None);
         }
         for dtype in DType::ALL {
-            steps_equal_the_reference(backend, &optimizer, 4_099, Some(dtype));
+            steps_equal_the_reference(backend, &optimizer, &[4_099], Some(dtype));
+        }
+        if let Optimizer::Adafactor(_) = optimizer {
+            for shape in MATRICES {
+                steps_equal_the_reference(backend, &optimizer, shape, Some(DType::Bf16));
+            }
         }
     }
     let lamb = "lamb".parse().unwrap();
-    steps_equal_the_reference(backend, &lamb, BLOCK, None);
-    steps_equal_the_reference(backend, &lamb, 2 * BLOCK + 77, Some(DType::Bf16));
+    steps_equal_the_reference(backend, &lamb, &[BLOCK], None);
+    steps_equal_the_reference(backend, &lamb, &[2 * BLOCK + 77], Some(DType::Bf16));
     a_zero_norm_is_trusted(backend);
 }
 
@@ -80,13 +102,17 @@ pub(super) fn run<B: Backend>(backend: &B) {
 fn steps_equal_the_reference<B: Backend>(
     backend: &B,
     optimizer: &Optimizer,
-    numel: usize,
+    shape: &[usize],
     published_as: Option<DType>,
 ) {
+    let numel = shape.iter().product();
     let mut expected = numbers(10, numel);
     // Sums and averages of squares are positive. A first step must not depend on a momentum buffer.
     let initial: Vec<f32> = numbers(11, numel).iter().map(|value| value * value).collect();
-    let mut expected_state = vec![initial; optimizer.state().len()];
+    let dims: Vec<u64> = shape.iter().map(|&size| size as u64).collect();
+    let shapes = optimizer.state_shapes(&dims);
+    let of_shape = |of: &StateShape| initial[..of.numel(numel)].to_vec();
+    let mut expected_state: Vec<_> = shapes.iter().map(of_shape).collect();
     let mut master = buffer_of(backend, &expected, DType::F32);
     let of = |values: &Vec<f32>| buffer_of(backend, values, DType::F32);
     let mut state: Vec<_> = expected_state.iter().map(of).collect();
@@ -103,7 +129,7 @@ fn steps_equal_the_reference<B: Backend>(
         backend.apply(&update, &mut master, &mut states, &gradient, published.as_mut());
         reference::apply(&update, &mut expected, &mut expected_state, &values);
 
-        let what = format!("{optimizer:?}, {numel} elements, step {step}");
+        let what = format!("{optimizer:?}, shape {shape:?}, step {step}");
         master = assert_contents(backend, master, &expected, &what);
         for (i, name) in optimizer.state().iter().enumerate() {
             let tensor = state.remove(i);

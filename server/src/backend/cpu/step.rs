@@ -9,7 +9,8 @@ use crate::backend::Update;
 use crate::backend::kernels::prefetch::prefetch;
 use crate::backend::kernels::sum::{self, Lanes};
 use crate::backend::kernels::{
-    adadelta, adagrad, adam, adamax, asgd, average, lamb, lion, nadam, radam, rmsprop, sgd,
+    adadelta, adafactor, adagrad, adam, adamax, asgd, average, lamb, lion, nadam, radam, rmsprop,
+    sgd,
 };
 
 /// The number of elements in a tile, after which a step casts the results and prefetches. It is
@@ -71,6 +72,9 @@ pub(super) fn apply(
                 adadelta::step(level, &s, p, square, delta, g)
             });
         }
+        Optimizer::Adafactor(h) => {
+            cpu.adafactor(&adafactor::Scalars::new(h, step, coefficient), arrays);
+        }
         Optimizer::RmsProp(h) => cpu.rmsprop(h, &rmsprop::Scalars::new(h, coefficient), arrays),
         Optimizer::Lion(h) => {
             let s = lion::Scalars::new(h, coefficient);
@@ -95,8 +99,9 @@ impl Arrays<'_> {
     fn check(&self, optimizer: &Optimizer) {
         let numel = self.master.len();
         assert_eq!(self.state.len(), optimizer.state().len(), "{optimizer}'s state tensors");
+        let is_factored = matches!(optimizer, Optimizer::Adafactor(_));
         assert!(
-            self.state.iter().all(|state| state.len() == numel),
+            is_factored || self.state.iter().all(|state| state.len() == numel),
             "state is of the master's size"
         );
         assert_eq!(self.gradient.len(), numel, "the gradient is of the master's size");
@@ -193,6 +198,86 @@ impl Cpu {
             lamb::update(level, s, p, m, v, update);
             lamb::descend(level, p, update, minus_lr);
         });
+    }
+
+    fn adafactor(&self, s: &adafactor::Scalars, mut arrays: Arrays<'_>) {
+        let level = self.level;
+        let [rows, columns, variance] = &mut arrays.state[..] else {
+            unreachable!("`check` counted the state tensors")
+        };
+        if variance.is_empty() {
+            let rows = std::mem::take(rows);
+            let columns = std::mem::take(columns);
+            return self.adafactor_matrices(s, arrays, rows, columns);
+        }
+        arrays.state.drain(..2);
+        let mut scratch = [0.0; TILE];
+        let (mut parameters, mut updates) = (BlockSums::default(), BlockSums::default());
+        let numel = arrays.master.len();
+        self.tiles(arrays.unpublished(), |p, [v], g| {
+            let update = &mut scratch[..p.len()];
+            adafactor::vector_update(level, s, v, g, update);
+            parameters.add(self, p);
+            updates.add(self, update);
+        });
+        let minus_lr = s.minus_lr(parameters.total(), updates.total(), numel);
+        self.tiles(arrays, |p, [v], g| adafactor::vector_descend(level, s, p, v, g, minus_lr));
+    }
+
+    /// Three passes over all matrices; the first two over one matrix after the other, because a
+    /// small matrix is still in cache.
+    fn adafactor_matrices(
+        &self,
+        s: &adafactor::Scalars,
+        arrays: Arrays<'_>,
+        rows: &mut [f32],
+        columns: &mut [f32],
+    ) {
+        let Arrays { master, gradient, mut published, .. } = arrays;
+        let numel = master.len();
+        if numel == 0 {
+            return;
+        }
+        // The state tensors have a value for each row and for each column of all matrices.
+        let (width, height) = (numel / rows.len(), numel / columns.len());
+        assert!(
+            width * rows.len() == numel && height * columns.len() == numel,
+            "the state tensors are of the matrices' size"
+        );
+        let mut row_sums = vec![0.0; height];
+        let mut column_sums = vec![0.0; width];
+        let mut update_squares = 0.0;
+        let matrices = gradient.chunks(width * height);
+        let moments = rows.chunks_mut(height).zip(columns.chunks_mut(width));
+        for (gradient, (rows, columns)) in matrices.zip(moments) {
+            column_sums.fill(0.0);
+            for (gradient, sum) in gradient.chunks(width).zip(&mut row_sums) {
+                *sum = adafactor::squares(self.level, s, gradient, &mut column_sums);
+            }
+            s.move_moments(rows, &row_sums, width);
+            s.move_moments(columns, &column_sums, height);
+            let mean = s.mean(rows);
+            for (gradient, &row) in gradient.chunks(width).zip(&*rows) {
+                let moments = adafactor::Row { row, columns, mean };
+                update_squares += adafactor::update_squares(self.level, s, gradient, moments);
+            }
+        }
+        let parameter_squares = sum::of_squares(self.level, master);
+        let minus_lr = s.minus_lr(parameter_squares, update_squares, numel);
+        let mut starts = (0..numel).step_by(width);
+        for (rows, columns) in rows.chunks(height).zip(columns.chunks(width)) {
+            let mean = s.mean(rows);
+            for (&row, start) in rows.iter().zip(&mut starts) {
+                let at = start..start + width;
+                let (parameter, gradient) = (&mut master[at.clone()], &gradient[at.clone()]);
+                let moments = adafactor::Row { row, columns, mean };
+                adafactor::descend(self.level, s, parameter, gradient, moments, minus_lr);
+                if let Some(published) = &mut published {
+                    let dtype = published.dtype;
+                    self.encode(parameter, published.bytes_mut(at), dtype);
+                }
+            }
+        }
     }
 }
 

@@ -6,6 +6,7 @@
 //! multiply-adds and never reorders floating-point operations, all three give the same bits.
 
 pub mod adadelta;
+pub mod adafactor;
 pub mod adagrad;
 pub mod adam;
 pub mod adamax;
@@ -130,7 +131,12 @@ struct Lerp {
 impl Lerp {
     /// An average that keeps the fraction `decay` of its value.
     fn keeping(decay: f64) -> Lerp {
-        let weight = (1.0 - decay) as f32;
+        Lerp::by(1.0 - decay)
+    }
+
+    /// An average that moves by the fraction `weight`.
+    fn by(weight: f64) -> Lerp {
+        let weight = weight as f32;
         let from_end = weight >= 0.5;
         Lerp { weight: if from_end { weight - 1.0 } else { weight }, from_end }
     }

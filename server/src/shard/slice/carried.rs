@@ -1,8 +1,8 @@
 //! The initial content of a slice that is copied from the predecessor of the job.
 
-use zeroshard_proto::{AppliedSteps, Error, Result};
+use zeroshard_proto::{AppliedSteps, DType, Elements, Error, Result};
 
-use super::Slice;
+use super::{Slice, factors};
 use crate::{attempt::Attempt, backend::Backend, shard::part::Part};
 
 /// The copied content besides the master weights, which are always copied.
@@ -15,7 +15,8 @@ pub(super) struct Carried {
 }
 
 impl<B: Backend> Slice<B> {
-    /// Stores f32 `bytes` at element `offset` of the master weights or a state tensor.
+    /// Stores f32 `bytes` from element `offset` of the slice on in the master weights or a state
+    /// tensor.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the slice has readers, which is impossible before version 0.
@@ -25,8 +26,9 @@ impl<B: Backend> Slice<B> {
             Part::State(position) => &mut inner.state[position],
             _ => &mut inner.master,
         };
-        let end = offset + bytes.len() / 4;
-        backend.store(buffer.write(backend)?, offset..end, bytes, zeroshard_proto::DType::F32);
+        let elements = Elements::from(offset..offset + bytes.len() / DType::F32.size());
+        let values = (bytes, DType::F32);
+        factors::store(backend, self.shape_of(part), buffer.write(backend)?, &elements, values);
         Ok(())
     }
 

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use zeroshard_proto::{AppliedSteps, DType, Error, Result};
+use bytes::Bytes;
+use zeroshard_proto::{AppliedSteps, DType, Elements, Error, Result, optimizer::StateShape};
 
-use super::{Inner, Slice};
+use super::{Inner, Slice, factors};
 use crate::{backend::Backend, shard::part::Part};
 
 impl<B: Backend> Slice<B> {
@@ -41,6 +42,32 @@ impl<B: Backend> Slice<B> {
         Ok(Some(held))
     }
 
+    /// Elements of the slice from a buffer of [`Self::read`], as little-endian bytes of `dtype`.
+    /// State tensors of another shape are repeated to the slice's.
+    pub(crate) fn values(
+        &self,
+        backend: &B,
+        part: Part,
+        buffer: &Arc<B::Buffer>,
+        elements: impl Into<Elements>,
+        dtype: DType,
+    ) -> Bytes {
+        match self.shape_of(part) {
+            StateShape::Elements => backend.read(buffer, elements, dtype),
+            factor => factors::repeat(backend, factor, buffer, &elements.into(), dtype),
+        }
+    }
+
+    /// The shape of a part of the slice.
+    pub(crate) fn shape_of(&self, part: Part) -> StateShape {
+        match part {
+            Part::State(position) => {
+                self.state_shapes.get(position).copied().unwrap_or(StateShape::Absent)
+            }
+            Part::Parameters | Part::Master | Part::GradientSum => StateShape::Elements,
+        }
+    }
+
     /// The applied steps at `version`.
     ///
     /// # Errors
@@ -72,7 +99,8 @@ impl<B: Backend> Slice<B> {
         hasher.update(&applied.count.to_le_bytes());
         applied.scalar_state.iter().for_each(|value| _ = hasher.update(&value.to_le_bytes()));
         for buffer in &buffers {
-            hasher.update(&backend.read(buffer, 0..self.spec.numel, backend.dtype(buffer)));
+            let all = 0..backend.numel(buffer);
+            hasher.update(&backend.read(buffer, all, backend.dtype(buffer)));
         }
         Ok(*hasher.finalize().as_bytes())
     }

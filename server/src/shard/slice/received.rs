@@ -1,8 +1,9 @@
 //! Content that the uploading rank of each set of contributors sends: initial values, and the
 //! values that replace them.
 
-use zeroshard_proto::geometry::SliceContributors;
+use zeroshard_proto::{geometry::SliceContributors, optimizer::StateShape};
 
+use super::factors;
 use crate::{
     backend::Backend,
     shard::{ranges::Ranges, round::Chunk},
@@ -52,12 +53,13 @@ impl Received {
         self.0[uploaded_by(contributors, chunk.rank)].received.contains(&chunk.range())
     }
 
-    /// Stores the new elements of `chunk`. Returns their number.
+    /// Stores the new elements of `chunk` in `content`, which has this shape. Returns their number.
     pub(super) fn store<B: Backend>(
         &mut self,
         backend: &B,
         contributors: &[SliceContributors],
         content: &mut B::Buffer,
+        shape: StateShape,
         chunk: &Chunk,
     ) -> u64 {
         let index = uploaded_by(contributors, chunk.rank);
@@ -66,7 +68,8 @@ impl Received {
         let ranges = part.received.split(chunk.range());
         for (range, _) in ranges.into_iter().filter(|(_, known)| !known) {
             let values = chunk.select(range.clone());
-            backend.store(content, elements.select(range.clone()), &values.bytes, values.dtype);
+            let elements = elements.select(range.clone());
+            factors::store(backend, shape, content, &elements, (&values.bytes, values.dtype));
             new += range.len() as u64;
             part.received.insert(range);
             part.is_written = true;

@@ -1,7 +1,7 @@
 //! New values of a tensor that come with a step: the content of a buffer (such as batch-norm
 //! statistics), or a parameter that the program has written to.
 
-use zeroshard_proto::{DType, Error, Result, geometry::SliceContributors};
+use zeroshard_proto::{DType, Error, Result, geometry::SliceContributors, optimizer::StateShape};
 
 use super::{Inner, Slice, received::Received, versioned::Versioned};
 use crate::{attempt::Attempt, backend::Backend, shard::round::Chunk};
@@ -42,7 +42,8 @@ impl<B: Backend> Slice<B> {
                 none.insert(Replacement { values, received: Received::new(&self.contributors) })
             }
         };
-        Ok(replacement.received.store(backend, &self.contributors, &mut replacement.values, chunk))
+        let Replacement { values, received } = replacement;
+        Ok(received.store(backend, &self.contributors, values, StateShape::Elements, chunk))
     }
 
     /// The dtype in which the slice's values are kept.

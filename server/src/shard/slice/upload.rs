@@ -3,7 +3,12 @@
 use zeroshard_proto::{AppliedSteps, Error, Result};
 
 use super::{Inner, Slice, received::Received};
-use crate::{attempt::Attempt, backend::Backend, optim, shard::round::Chunk};
+use crate::{
+    attempt::Attempt,
+    backend::Backend,
+    optim,
+    shard::{part::Part, round::Chunk},
+};
 
 /// The contents of an upload.
 #[derive(Debug, Clone, Copy)]
@@ -63,7 +68,8 @@ impl<B: Backend> Slice<B> {
                 "uploaded before the parameters",
             ));
         }
-        let new = uploaded.store(backend, &self.contributors, buffer.write(backend)?, chunk);
+        let shape = self.shape_of(upload.state.map_or(Part::Parameters, Part::State));
+        let new = uploaded.store(backend, &self.contributors, buffer.write(backend)?, shape, chunk);
         Ok((new, upload.state.is_none() && inner.uploaded.is_complete(&self.contributors)))
     }
 
