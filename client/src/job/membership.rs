@@ -77,7 +77,11 @@ impl Watcher {
             };
             tracing::warn!(error = %broken, "the membership stream failed; connecting again");
             stream = match self.attach(broken).await {
-                Ok(stream) => stream,
+                Ok(stream) => {
+                    // Its first message has all peers.
+                    self.told.send_modify(|membership| membership.peers.clear());
+                    stream
+                }
                 Err(error) => break error,
             };
         };

@@ -19,7 +19,10 @@ pub(crate) struct Cluster {
     /// The last epoch that was assigned; the epochs of all jobs come from this counter.
     epoch: u64,
     /// Until then, servers may still describe jobs of an earlier coordinator.
-    learns_until: Option<Now>,
+    pub(super) learns_until: Option<Now>,
+    /// Whether a server has followed another coordinator before; `None` before the first one
+    /// registers.
+    pub(super) has_returning: Option<bool>,
 }
 
 /// The content of a DescribeJob response, which the service converts without the driver's lock.
@@ -44,6 +47,7 @@ impl Cluster {
         match event {
             Event::ServerJoined { stream, server, held, is_new } => {
                 let id = server.id;
+                self.has_returning = Some(is_new || self.has_returning == Some(true));
                 self.server_joined(stream, server, now, &mut out);
                 self.take_over(id, held, is_new, now, &mut out);
             }
@@ -81,6 +85,7 @@ impl Cluster {
     }
 
     fn said(&mut self, server: ServerId, said: Said, now: Now, out: &mut Vec<Action>) {
+        self.amend(server, &said, now, out);
         match said {
             Said::Opened(job) => self.opened(server, &job, now, out),
             Said::Initialised { job, epoch } => self.initialised(server, &job, epoch, now, out),
@@ -113,7 +118,7 @@ impl Cluster {
     }
 
     fn tick(&mut self, now: Now, out: &mut Vec<Action>) {
-        self.learns_until.take_if(|until| *until <= now);
+        self.expire_learning(now, out);
         self.expire_creators(now, out);
         let names: Vec<String> = self.jobs.keys().cloned().collect();
         for name in names {
@@ -140,22 +145,22 @@ impl Cluster {
     }
 
     pub(super) fn job(&self, job: &str) -> Result<&Job> {
-        self.jobs.get(job).ok_or_else(|| Error::UnknownJob { job: job.to_owned() })
+        self.jobs.get(job).ok_or_else(|| self.unknown(job))
     }
 
     pub(super) fn job_mut(&mut self, job: &str) -> Result<&mut Job> {
-        self.jobs.get_mut(job).ok_or_else(|| Error::UnknownJob { job: job.to_owned() })
+        match self.jobs.contains_key(job) {
+            true => Ok(self.jobs.get_mut(job).expect("it is there")),
+            false => Err(self.unknown(job)),
+        }
     }
 
-    /// The job of a worker's call, which may be one of an earlier coordinator.
-    ///
-    /// # Errors
-    /// [`Error::UnknownJob`]; [`Error::Unavailable`] as long as servers may describe it.
-    pub(super) fn known_job(&mut self, job: &str) -> Result<&mut Job> {
-        if self.learns_until.is_some() && !self.jobs.contains_key(job) {
-            return Err(unknown_yet(job));
+    /// The error for a job that does not exist, or that a server may still describe.
+    pub(super) fn unknown(&self, job: &str) -> Error {
+        match self.is_learning() {
+            true => unknown_yet(job),
+            false => Error::UnknownJob { job: job.to_owned() },
         }
-        self.job_mut(job)
     }
 
     /// The job of a member's call.
@@ -164,7 +169,7 @@ impl Cluster {
     /// [`Error::UnknownJob`]; [`Error::Invalid`] for an id of 0; [`Error::JobReplaced`] if another
     /// job has the name.
     pub(super) fn member_job(&mut self, job: &JobRef) -> Result<&mut Job> {
-        let found = self.known_job(&job.name)?;
+        let found = self.job_mut(&job.name)?;
         match job.id {
             0 => Err(Error::invalid(
                 format!("job_id of job {:?}", job.name),

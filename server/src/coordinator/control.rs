@@ -296,6 +296,10 @@ fn check_held(job: &pb::HeldJob, spec: &JobSpec) -> Result<()> {
     if let Some(rank) = ranks.find(|&rank| rank >= spec.world) {
         return invalid("rank", rank.into(), spec.world.into());
     }
+    let both = |rank: &&u32| job.resting.iter().any(|rests| rests.rank == **rank);
+    if let Some(&rank) = job.done.iter().find(both) {
+        return invalid("rank that rests and is done", rank.into(), 0);
+    }
     let figures = job.ready.iter().chain(&job.decided);
     let mut slices = figures.flat_map(|ready| {
         let absent = ready.absent.iter().map(|absent| absent.slice);

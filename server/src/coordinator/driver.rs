@@ -146,6 +146,10 @@ impl Driver {
         held: Vec<Held>,
         before: u64,
     ) -> Result<Control> {
+        if before > self.term {
+            // It refuses the commands of this coordinator.
+            return Err(Error::StaleTerm { term: self.term, current: before });
+        }
         let mut inner = self.lock();
         inner.check_running()?;
         inner.last_stream += 1;
@@ -157,7 +161,7 @@ impl Driver {
         if let Some(old) = inner.servers.insert(server.id, new) {
             old.dismissed.cancel();
         }
-        let is_new = before != self.term;
+        let is_new = before != 0 && before != self.term;
         self.handle(&mut inner, Event::ServerJoined { stream: link.stream, server, held, is_new });
         Ok(Control { link, commands, dismissed })
     }

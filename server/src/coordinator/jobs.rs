@@ -120,13 +120,14 @@ impl Cluster {
 
     /// Requests a placement from the driver, if enough servers are connected.
     pub(super) fn try_place(&mut self, name: &str, out: &mut Vec<Action>) {
-        let enough = self.servers.len();
+        // Another server may hold the job.
+        let (enough, learning) = (self.servers.len(), self.is_learning());
         let Some(Job { spec, id, phase: Phase::Waiting { placing, .. }, .. }) =
             self.jobs.get_mut(name)
         else {
             return;
         };
-        if *placing || enough < spec.min_servers as usize {
+        if learning || *placing || enough < spec.min_servers as usize {
             return;
         }
         *placing = true;
@@ -294,7 +295,7 @@ impl Cluster {
     pub(super) fn delete(&mut self, caller: Caller, job: &JobRef, out: &mut Vec<Action>) {
         let name = job.name.clone();
         let error = match self.jobs.get(&name) {
-            None => Some(Error::UnknownJob { job: name.clone() }),
+            None => Some(self.unknown(&name)),
             Some(found) if job.id != 0 && job.id != found.id => {
                 Some(Error::JobReplaced { job: name.clone() })
             }

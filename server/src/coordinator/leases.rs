@@ -46,7 +46,7 @@ impl Cluster {
         out: &mut Vec<Action>,
     ) -> Result<()> {
         let (name, rank) = (join.job.clone(), join.rank);
-        let job = self.known_job(&name)?;
+        let job = self.job_mut(&name)?;
         check_rank(&name, rank, job.spec.world)?;
         let open = job.phase.open_mut(&name)?;
         if open.members.get(rank).is_some() {

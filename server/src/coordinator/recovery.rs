@@ -20,7 +20,7 @@ use super::{
     cluster::Cluster,
     commit::check_report,
     decisions::{Decided, Decision},
-    events::{Action, Command, JobRef, Lease, Now, ServerId},
+    events::{Action, Command, JobRef, Lease, Now, Said, ServerId},
     jobs::Plan,
     leases::Cause,
     members::Member,
@@ -97,6 +97,9 @@ impl Cluster {
     ) {
         for held in held {
             let job = JobRef { name: held.spec.name.clone(), id: held.id };
+            if is_new {
+                self.make_way_for(&job, out);
+            }
             match self.jobs.get_mut(&job.name) {
                 None if is_new => {
                     out.push(Action::Tick(now + RECOVERY));
@@ -113,6 +116,34 @@ impl Cluster {
             self.jobs.values().filter(recovering).map(|job| job.spec.name.clone()).collect();
         for name in names {
             self.try_recover(&name, now, out);
+        }
+    }
+
+    /// A worker may have asked for the job before a server has described it. It asks again.
+    fn make_way_for(&mut self, job: &JobRef, out: &mut Vec<Action>) {
+        let is_new =
+            |job: &&Job| matches!(job.phase, Phase::Waiting { .. } | Phase::Opening { .. });
+        if self.jobs.get(&job.name).filter(is_new).is_none() {
+            return;
+        }
+        if let Some(Job { id, phase, .. }) = self.jobs.remove(&job.name) {
+            self.dissolve(&job.name, id, phase, &unknown_yet(&job.name), out);
+        }
+    }
+
+    /// Whether servers may still describe jobs: the coordinator has just started, and servers of an
+    /// earlier one have registered, or none at all.
+    pub(super) fn is_learning(&self) -> bool {
+        self.learns_until.is_some() && self.has_returning != Some(false)
+    }
+
+    /// Ends the time in which servers may describe jobs.
+    pub(super) fn expire_learning(&mut self, now: Now, out: &mut Vec<Action>) {
+        if self.learns_until.take_if(|until| *until <= now).is_some() {
+            let names: Vec<String> = self.jobs.keys().cloned().collect();
+            for name in names {
+                self.try_place(&name, out);
+            }
         }
     }
 
@@ -170,6 +201,33 @@ impl Cluster {
         self.publish_if_initialised(name, out);
         self.unused_from(name, now, out);
         self.advance(name, now, out);
+    }
+
+    /// Notes what a server says about a job after it has described the job.
+    pub(super) fn amend(&mut self, server: ServerId, said: &Said, now: Now, out: &mut Vec<Action>) {
+        let (Said::Ready { job, .. } | Said::Initialised { job, .. } | Said::Failed { job, .. }) =
+            said
+        else {
+            return;
+        };
+        let name = self.name(server);
+        let Some(Job { phase: Phase::Recovering(recovery), .. }) = self.reported_job(job) else {
+            return;
+        };
+        let Some(held) = recovery.held.get_mut(&server) else { return };
+        match said {
+            Said::Ready { attempt, reduced, .. } if *attempt == held.attempt => {
+                held.ready = Some(reduced.clone());
+            }
+            Said::Initialised { epoch, .. } if *epoch == held.attempt.epoch => {
+                held.initialised = true;
+            }
+            Said::Failed { reason, .. } => {
+                let reason = format!("{name}: {reason}");
+                self.fail(&job.name, &reason, now, out);
+            }
+            _ => {}
+        }
     }
 
     /// Fails the job at its deadline, if servers have not described it.
@@ -230,13 +288,25 @@ impl Recovery {
                 commands.push((server, publish));
             }
             if attempt.step != step {
-                let decision = decision.filter(|d| d.attempt == attempt && held.ready.is_some());
+                if !self.plan.trainable.contains_key(&server) {
+                    // The decision did not wait for it, so it may lack more than the decision.
+                    attempt = decision.map_or(attempt, |decision| decision.attempt);
+                    commands.push((server, Command::NewAttempt { job: job.clone(), attempt }));
+                }
+                let decision = decision.filter(|d| d.attempt == attempt);
                 let Some(decision) = decision.cloned() else {
                     return Err(format!(
                         "shard server {server:016x} is at {attempt:?} while another is at step \
                          {step}; this is a bug"
                     ));
                 };
+                if held.ready.is_none() && self.plan.trainable.contains_key(&server) {
+                    return Err(format!(
+                        "shard server {server:016x} lacks gradients of step {} that was decided; \
+                         this is a bug",
+                        step - 1
+                    ));
+                }
                 attempt = Attempt::first(attempt.epoch, step);
                 commands.push((server, Command::Decide { job: job.clone(), decision }));
             }
@@ -291,7 +361,8 @@ impl Recovery {
                 Some((known, reduced)) if known.attempt == decision.attempt => Some(reduced),
                 _ => held.ready.as_ref().filter(|_| held.attempt == decision.attempt),
             };
-            if self.plan.trainable.contains_key(&server) {
+            if let Some(trained) = self.plan.trainable.get(&server) {
+                check_report(reduced?, Some(trained)).ok()?;
                 figures.insert(server, reduced?.clone());
             }
         }

@@ -176,6 +176,8 @@ async fn a_job_that_was_deleted_stays_deleted() {
     let mut cluster = Cluster::start(3);
     let jobs = start(cluster.address(), &spec("deleted", 1)).await;
     connect(cluster.address()).await.delete_job("deleted").await.unwrap();
+    let is_closed = |shard: &Process| !shard.get("/metrics").contains("job=\"deleted\"");
+    until("the servers have closed it", || cluster.shards.iter().any(is_closed)).await;
     restart(&mut cluster.coordinator);
     drop(jobs);
     let client = connect(cluster.address()).await;

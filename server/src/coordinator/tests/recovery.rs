@@ -139,7 +139,7 @@ fn a_server_that_lacks_the_decision_and_its_gradients_is_an_error() {
     let before = Before::new();
     let script = before.recover([before.decided(1), before.held()]);
     let reason = script.failure().unwrap();
-    assert!(reason.contains("another is at step 5"), "{reason}");
+    assert!(reason.contains("lacks gradients of step 4 that was decided"), "{reason}");
     assert_eq!(script.closed(), [1, 2]);
 }
 
@@ -299,4 +299,74 @@ fn a_server_that_connects_again_to_the_same_coordinator_closes_its_jobs() {
     script.event(Event::ServerJoined { stream, server, held, is_new: false });
     assert!(script.failure().is_some_and(|reason| reason.contains("it connected again")));
     assert_eq!(script.told_to(1).last(), Some(&Command::Close(job())));
+}
+
+#[test]
+fn what_a_server_says_while_others_are_missing_counts() {
+    let before = Before::new();
+    let starting = || Script { cluster: Cluster::starting(), ..Script::default() };
+    let attempt = before.held().attempt;
+    let mut script = starting();
+    script.returns(1, 1, vec![before.held()]);
+    script.said(1, Said::Ready { job: job(), attempt, reduced: before.reduced(1) });
+    script.returns(2, 1, vec![before.ready(2)]);
+    assert!(script.open().is_reduced());
+
+    let upload = Held {
+        attempt: Attempt { epoch: 3, step: 0, number: 0 },
+        published: false,
+        ..before.held()
+    };
+    let mut script = starting();
+    script.returns(1, 1, vec![upload.clone()]);
+    script.said(1, Said::Initialised { job: job(), epoch: 3 });
+    script.returns(2, 1, vec![Held { initialised: true, ..upload }]);
+    assert_eq!(script.version(), Some(0));
+
+    let mut script = starting();
+    script.returns(1, 1, vec![before.held()]);
+    script.said(1, Said::Failed { job: job(), reason: "out of memory".into() });
+    assert_eq!(script.failure(), Some("shard server host:1: out of memory"));
+}
+
+#[test]
+fn a_job_that_is_created_before_its_servers_return_does_not_replace_the_one_they_hold() {
+    let before = Before::new();
+    let unavailable = |error: &Error| matches!(error, Error::Unavailable { .. });
+    let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
+    // No server is there: nothing is known about any job.
+    assert!(unavailable(&script.cluster.describe("job").unwrap_err()));
+    let deleting = script.delete(0);
+    assert!(unavailable(script.error(deleting)));
+    let creating = script.create(JobSpec { min_servers: 1, ..JobSpec::clone(&before.spec) });
+    assert_eq!(script.answer(creating), None);
+    script.returns(1, 1, vec![before.held()]);
+    assert!(unavailable(script.error(creating)));
+    script.returns(2, 1, vec![before.held()]);
+    assert_eq!((script.version(), script.opens().len()), (Some(4), 0));
+    // A server that holds other jobs does not get new ones before all have had time to return.
+    let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
+    script.returns(3, 1, vec![]);
+    script.create(spec(1));
+    assert!(script.opens().is_empty());
+    script.after(RECOVERY);
+    assert_eq!(script.opens().len(), 1);
+}
+
+#[test]
+fn a_server_without_trained_slices_catches_up() {
+    let mut before = Before::new();
+    // As if server 2 only held the frozen tensor.
+    let slices = before.plan.trainable.remove(&2);
+    before.plan.trainable.entry(1).or_default().extend(slices.into_iter().flatten());
+    before.plan.trainable.entry(1).or_default().sort_unstable();
+    let mut decided = before.decided(1);
+    decided.decided.as_mut().unwrap().0.attempt.number = 2;
+    let decision = decided.decided.as_ref().unwrap().0.clone();
+    let script = before.recover([decided, before.held()]);
+    let attempt = decision.attempt;
+    let expected =
+        [Command::NewAttempt { job: job(), attempt }, Command::Decide { job: job(), decision }];
+    assert_eq!(script.told_to(2), expected);
+    assert_eq!(script.version(), Some(5));
 }

@@ -189,6 +189,7 @@ fn a_description_with_ranks_slices_or_steps_that_do_not_exist_is_refused() {
         Some(pb::StepReady { slices, ..Default::default() })
     };
     let rests = pb::RankRests { rank: 2, ..Default::default() };
+    let done_and_resting = pb::RankRests { rank: 1, ..Default::default() };
     let decision = |step, resting| Some(pb::Decision { step, resting, ..Default::default() });
     let refused = [
         (pb::HeldJob { leases: vec![pb::HeldLease { rank: 2, lease: 1 }], ..held() }, "rank"),
@@ -196,6 +197,7 @@ fn a_description_with_ranks_slices_or_steps_that_do_not_exist_is_refused() {
         (pb::HeldJob { left: vec![7], ..held() }, "rank"),
         (pb::HeldJob { resting: vec![rests], ..held() }, "rank"),
         (pb::HeldJob { decision: decision(1, vec![9]), ..held() }, "rank"),
+        (pb::HeldJob { done: vec![1], resting: vec![done_and_resting], ..held() }, "rests and is"),
         (pb::HeldJob { ready: ready(3), ..held() }, "slice"),
         (pb::HeldJob { decided: ready(u32::MAX), ..held() }, "slice"),
         (pb::HeldJob { step: u64::MAX, ..held() }, "step"),

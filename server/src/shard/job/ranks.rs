@@ -32,9 +32,10 @@ impl Ranks {
     pub(super) fn end_lease(&mut self, rank: u32, left: bool) {
         self.leases.remove(&rank);
         self.done.remove(&rank);
-        if left {
-            self.left.insert(rank);
-        }
+        match left {
+            true => self.left.insert(rank),
+            false => self.left.remove(&rank),
+        };
     }
 
     /// The rank has no more data.

@@ -33,8 +33,8 @@ impl<B: Backend> Job<B> {
         self.tell(JobEvent::Granted { rank, lease });
     }
 
-    /// The lease of `rank` has ended, in order if it has `left`: the open attempt ends, and all messages of the old epoch are
-    /// stale.
+    /// The lease of `rank` has ended, in order if it has `left`: the open attempt ends, and all
+    /// messages of the old epoch are stale.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
