@@ -18,6 +18,7 @@ __all__ = [
     "Mesh",
     "Optimizer",
     "Report",
+    "Rest",
     "Schedule",
     "TensorSpec",
     "Transfer",

@@ -2,8 +2,8 @@
 //!
 //! `cluster` takes events and returns actions, with one file for each subject. It is a pure
 //! function of state, event and time (`state`, `events`). Jobs: `jobs`, `placement`, `disposal`.
-//! Servers: `servers`, `recovery`. Workers: `leases`, `members`, `resting`, `feed`. Steps: `commit`,
-//! `terms`, `reduce`, `attempts`, `decisions`.
+//! Servers: `servers`, `recovery`. Workers: `leases`, `members`, `resting`, `feed`. Steps:
+//! `commit`, `terms`, `reduce`, `attempts`, `decisions`.
 //!
 //! `driver` is the clock, and `actions` carries out the actions. `service`, `requests`,
 //! `responses` and `control` implement the protocol, and only they know its messages.
