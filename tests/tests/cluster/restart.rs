@@ -183,7 +183,7 @@ async fn a_job_that_was_deleted_stays_deleted() {
     let client = connect(cluster.address()).await;
     let connected = async {
         while client.status().await.unwrap().servers.len() < 3 {
-            tokio::time::sleep(Duration::from_millis(10)).await;
+            tokio::task::yield_now().await;
         }
     };
     tokio::time::timeout(Duration::from_secs(30), connected).await.unwrap();
