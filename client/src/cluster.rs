@@ -111,7 +111,7 @@ impl Cluster {
         let CreateJob { spec, from, fresh_state } = job.into();
         spec.validate()?;
         let (spec, from) = (Some((&spec).into()), from.as_ref().map(Into::into));
-        let request = pb::CreateJobRequest { spec, from, fresh_state };
+        let request = pb::CreateJobRequest { spec, from, fresh_state, restore: None };
         self.retry("the job to be made", |mut client| {
             let request = request.clone();
             async move { client.create_job(request).await }

@@ -160,6 +160,50 @@ pub enum Error {
         /// The cause.
         cause: String,
     },
+    /// A server was lost, and the job was restored from a checkpoint.
+    #[error(
+        "job {job:?} was restored from its checkpoint of version {version} after a server was lost; \
+         continue from step {version}"
+    )]
+    RolledBack {
+        /// The job.
+        job: String,
+        /// The version from which the job continues.
+        version: u64,
+    },
+    /// There is no complete checkpoint.
+    #[error(
+        "there is no complete checkpoint of {version} of job {job:?} at {url}; \
+         `zsctl checkpoint ls` lists the checkpoints"
+    )]
+    NoCheckpoint {
+        /// The directory or prefix.
+        url: String,
+        /// The job.
+        job: String,
+        /// "version" and its number, or "any version".
+        version: String,
+    },
+    /// A file of a checkpoint is missing, incomplete or damaged.
+    #[error(
+        "{file} of a checkpoint is damaged: {cause}; restore another version or another copy of it"
+    )]
+    CheckpointDamaged {
+        /// The file, with its URL, and the tensor if only one is damaged.
+        file: String,
+        /// What is wrong.
+        cause: String,
+    },
+    /// A checkpoint cannot be read or written.
+    #[error("cannot {action} {url}: {cause}")]
+    Storage {
+        /// "read", "write", "list" or "remove".
+        action: String,
+        /// The file or directory.
+        url: String,
+        /// The message of the storage.
+        cause: String,
+    },
     /// The version has been replaced by a later one.
     #[error(
         "version {version} of job {job:?} is no longer available; the current version is {current}"
@@ -308,6 +352,10 @@ impl Error {
             | Self::StaleTerm { .. }
             | Self::RankLeft { .. }
             | Self::StepMismatch { .. }
+            | Self::RolledBack { .. }
+            | Self::NoCheckpoint { .. }
+            | Self::CheckpointDamaged { .. }
+            | Self::Storage { .. }
             | Self::VersionGone { .. }
             | Self::Timeout { .. }
             | Self::RankTaken { .. }
@@ -322,7 +370,9 @@ impl Error {
         match self {
             Self::Invalid { .. } => Code::InvalidArgument,
             Self::Unauthenticated { .. } => Code::Unauthenticated,
-            Self::UnknownJob { .. } | Self::JobReplaced { .. } => Code::NotFound,
+            Self::UnknownJob { .. } | Self::JobReplaced { .. } | Self::NoCheckpoint { .. } => {
+                Code::NotFound
+            }
             Self::JobExists { .. } | Self::RankTaken { .. } => Code::AlreadyExists,
             Self::NotHere { .. }
             | Self::StaleEpoch { .. }
@@ -333,7 +383,9 @@ impl Error {
             | Self::JobFailed { .. }
             | Self::LeaseLost { .. }
             | Self::Disagreement { .. } => Code::FailedPrecondition,
-            Self::StepAborted { .. } => Code::Aborted,
+            Self::StepAborted { .. } | Self::RolledBack { .. } => Code::Aborted,
+            Self::CheckpointDamaged { .. } => Code::DataLoss,
+            Self::Storage { .. } => Code::FailedPrecondition,
             Self::VersionGone { .. } => Code::OutOfRange,
             Self::Timeout { .. } => Code::DeadlineExceeded,
             Self::ParkingFull { .. } | Self::OutOfMemory { .. } => Code::ResourceExhausted,

@@ -5,8 +5,8 @@ use std::{collections::BTreeMap, ops::RangeInclusive, sync::Arc, time::Duration}
 use serde_json::Value;
 
 use crate::{
-    DimPlacement, Error, Layout, Manifest, Optimizer, Policy, ProcessMesh, Reduction, Result,
-    TensorBox, TensorLayout, TensorSpec,
+    CheckpointPolicy, DimPlacement, Error, Layout, Manifest, Optimizer, Policy, ProcessMesh,
+    Reduction, Result, TensorBox, TensorLayout, TensorSpec,
     geometry::Contributions,
     manifest::{check_name, check_number_of_tensors},
     pb,
@@ -50,6 +50,8 @@ pub struct JobSpec {
     /// The coordinator deletes the job when every rank has left in order, or when no rank has held
     /// a lease for this duration. `None`: the job is kept until it is deleted.
     pub idle_timeout: Option<Duration>,
+    /// When and where the job is saved. `None`: only when a client asks for it.
+    pub checkpoints: Option<CheckpointPolicy>,
 }
 
 /// The effect of a rank that has left in order on ranks that wait for it.
@@ -75,6 +77,7 @@ impl JobSpec {
             meshes: Vec::new(),
             departure: Departure::Error,
             idle_timeout: None,
+            checkpoints: None,
         }
     }
 
@@ -113,6 +116,7 @@ impl JobSpec {
             let expected = format!("{:?} to {:?}", IDLE_TIMEOUTS.start(), IDLE_TIMEOUTS.end());
             return Err(Error::invalid("idle_timeout", format!("{timeout:?}"), expected));
         }
+        self.checkpoints.as_ref().map_or(Ok(()), CheckpointPolicy::validate)?;
         self.check_contributions()
     }
 
@@ -273,6 +277,7 @@ impl JobSpec {
             ("mesh", self.meshes == other.meshes),
             ("departure", self.departure == other.departure),
             ("idle_timeout", self.idle_timeout == other.idle_timeout),
+            ("policy for checkpoints", self.checkpoints == other.checkpoints),
         ];
         parts.into_iter().find(|(_, equal)| !equal).map(|(part, _)| part.to_owned())
     }
@@ -330,6 +335,7 @@ impl From<&JobSpec> for pb::JobSpec {
             }
             .into(),
             idle_timeout_ms: spec.idle_timeout.map(|timeout| timeout.as_millis() as u64),
+            checkpoints: spec.checkpoints.as_ref().map(Into::into),
         }
     }
 }
@@ -361,6 +367,7 @@ impl TryFrom<pb::JobSpec> for JobSpec {
                 }
             },
             idle_timeout: message.idle_timeout_ms.map(Duration::from_millis),
+            checkpoints: message.checkpoints.map(TryInto::try_into).transpose()?,
         };
         spec.validate()?;
         Ok(spec)

@@ -3,6 +3,7 @@
 //! Generated messages ([`pb`]) are converted on receipt into the types of this crate, whose values
 //! are always valid.
 
+pub mod checkpoint;
 pub mod deadline;
 pub mod dtype;
 pub mod error;
@@ -16,6 +17,7 @@ pub mod succession;
 pub mod token;
 pub mod transport;
 
+pub use checkpoint::{CheckpointPolicy, OnLoss, Restore, RestoreVersion};
 pub use deadline::Deadline;
 pub use dtype::DType;
 pub use error::Error;

@@ -89,12 +89,26 @@ fn tensor() -> impl Strategy<Value = pb::Tensor> {
     )
 }
 
+fn checkpoints() -> impl Strategy<Value = pb::CheckpointPolicy> {
+    let url = prop_oneof![Just("file:///a".to_owned()), name()];
+    let every = || prop::option::of(prop_oneof![0u64..4000, any::<u64>()]);
+    (url, every(), every(), any::<u32>(), -1i32..4).prop_map(
+        |(url, every_steps, every_ms, keep, on_loss)| pb::CheckpointPolicy {
+            url,
+            every_steps,
+            every_ms,
+            keep,
+            on_loss,
+        },
+    )
+}
+
 fn spec() -> impl Strategy<Value = pb::JobSpec> {
     let tensors = prop::collection::vec(tensor(), 0..4);
     let groups = prop::collection::vec(optimizer(), 0..3);
     let count = || prop_oneof![0u32..4, any::<u32>()];
     let meshes = prop::collection::vec(mesh(), 0..3);
-    let policy = (-1i32..4, prop::option::of(any::<u64>()));
+    let policy = (-1i32..4, prop::option::of(any::<u64>()), prop::option::of(checkpoints()));
     (name(), tensors, groups, (count(), count(), count(), policy), meshes).prop_map(
         |(name, tensors, groups, (world, min_servers, replicas, policy), meshes)| pb::JobSpec {
             name,
@@ -106,6 +120,7 @@ fn spec() -> impl Strategy<Value = pb::JobSpec> {
             meshes,
             departure: policy.0,
             idle_timeout_ms: policy.1,
+            checkpoints: policy.2,
         },
     )
 }

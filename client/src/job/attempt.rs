@@ -166,6 +166,7 @@ impl Attempt {
             loss: commit.loss,
             gradient_factors: commit.gradient_factors,
             written: commit.written,
+            ..Default::default()
         };
         // The call is sent regardless of the known epoch, because the step may have been decided
         // before.

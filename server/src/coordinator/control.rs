@@ -179,6 +179,7 @@ fn open_job(open: &OpenJob) -> pb::OpenJob {
         epoch: *epoch,
         placement: Some(placement.as_ref().into()),
         succession,
+        ..Default::default()
     }
 }
 
@@ -226,6 +227,9 @@ pub(super) fn said(event: serve_request::Event) -> Result<Said> {
         }
         Wire::Hello(_) => return Err(unexpected("message", "a second Hello", "an event")),
         Wire::Held(_) => return Err(unexpected("message", "a further HeldJob", "an event")),
+        Wire::Written(_) | Wire::CheckpointFailed(_) => {
+            return Err(unexpected("message", "a message about a checkpoint", "an event"));
+        }
     })
 }
 

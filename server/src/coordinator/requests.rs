@@ -51,6 +51,7 @@ impl Waits {
             loss,
             gradient_factors,
             written,
+            ..
         } = request;
         let turn = self::turn(turn)?;
         Ok(Commit {
@@ -111,7 +112,7 @@ fn positive(what: &str, number: f64, turn: &Turn) -> Result<f64> {
 /// The job that is to be created. Its cost grows with the request: call it on a thread that may
 /// block.
 pub(super) fn create(request: pb::CreateJobRequest) -> Result<Create> {
-    let pb::CreateJobRequest { spec, from, fresh_state } = request;
+    let pb::CreateJobRequest { spec, from, fresh_state, .. } = request;
     let succession = match from {
         Some(from) => Some(Succession { from: from.try_into()?, fresh_state }),
         None if fresh_state => {

@@ -113,6 +113,7 @@ impl From<&Job> for pb::JobStatus {
             failure,
             job_id: job.id,
             resting: open.map(|open| open.resting.ranks().collect()).unwrap_or_default(),
+            ..Default::default()
         }
     }
 }

@@ -121,6 +121,13 @@ impl coordinator_service_server::CoordinatorService for Service {
         }
     }
 
+    async fn save_checkpoint(
+        &self,
+        _request: Request<pb::SaveCheckpointRequest>,
+    ) -> Answer<pb::SaveCheckpointResponse> {
+        Err(Status::unimplemented("checkpoints"))
+    }
+
     async fn rest(&self, request: Request<pb::RestRequest>) -> Answer<pb::RestResponse> {
         let rest = self.waits.rest(request)?;
         match self.driver.call(|caller| Event::Rest { caller, rest }).await? {

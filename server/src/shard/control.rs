@@ -222,6 +222,7 @@ impl<'a, B: Backend> Session<'a, B> {
                 (job_id, Ok(Command::RankDone { rank }))
             }
             Wire::Rests(rests) => (rests.job_id, Ok(Command::RankRests(rests))),
+            Wire::Write(_) | Wire::Cancel(_) => return,
             Wire::Decide(decision) => (decision.job_id, Command::decide(decision)),
         };
         // A job that has failed here has no task any more; the coordinator knows it, or will know
