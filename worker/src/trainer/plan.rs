@@ -100,6 +100,7 @@ impl Plan {
             meshes: self.parallelism.mesh()?.into_iter().map(Into::into).collect(),
             departure: Departure::Error,
             idle_timeout: None,
+            checkpoints: None,
         };
         spec.validate()?;
         Ok(spec)
