@@ -10,6 +10,18 @@ const FILES: [&str; 5] = [
     "zeroshard/v1/worker.proto",
 ];
 
+/// The messages that a `JobSpec` contains.
+const STORED: [&str; 8] = [
+    "JobSpec",
+    "Tensor",
+    "Layout",
+    "DimPlacement",
+    "Mesh",
+    "MeshDim",
+    "Optimizer",
+    "CheckpointPolicy",
+];
+
 fn main() -> Result<(), Box<dyn Error>> {
     for file in FILES {
         println!("cargo::rerun-if-changed={file}");
@@ -19,6 +31,16 @@ fn main() -> Result<(), Box<dyn Error>> {
     // For the reflection service.
     fs::write(out.join("zeroshard.bin"), prost::Message::encode_to_vec(&descriptors))?;
     // `bytes` fields as `Bytes`: a payload that is decoded by generated code is not copied.
-    tonic_prost_build::configure().bytes(".").compile_fds(descriptors)?;
+    let mut build = tonic_prost_build::configure().bytes(".");
+    // Checkpoints contain the specification of their job as JSON. A field that an earlier version
+    // did not have is absent there.
+    build = build.btree_map("zeroshard.v1.Optimizer");
+    for message in STORED {
+        let message = format!("zeroshard.v1.{message}");
+        build = build
+            .type_attribute(&message, "#[derive(serde::Serialize, serde::Deserialize)]")
+            .type_attribute(&message, "#[serde(default)]");
+    }
+    build.compile_fds(descriptors)?;
     Ok(())
 }

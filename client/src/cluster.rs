@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use zeroshard_proto::{
-    Deadline, Error, JobSpec, JobVersion, Placement, Result,
+    Deadline, Error, JobSpec, JobVersion, Placement, Restore, Result,
     pb::{self, coordinator_service_client::CoordinatorServiceClient},
     transport::{CONNECT_TIMEOUT, Connection, MAX_CONTROL_MESSAGE, endpoint},
 };
@@ -53,12 +53,15 @@ pub struct CreateJob {
     pub from: Option<JobVersion>,
     /// With `from`: optimizer state and numbers of applied steps begin as in a new run.
     pub fresh_state: bool,
+    /// The checkpoint from which the job starts. Nothing is uploaded: [`Job::version`] is that of
+    /// the checkpoint from the beginning.
+    pub restore: Option<Restore>,
 }
 
 impl CreateJob {
     /// A job that does not continue from another job.
     pub fn new(spec: JobSpec) -> Self {
-        Self { spec, from: None, fresh_state: false }
+        Self { spec, from: None, fresh_state: false, restore: None }
     }
 }
 
@@ -106,18 +109,36 @@ impl Cluster {
     /// [`Error::JobExists`] if it exists with a different spec or predecessor, [`Error::Timeout`]
     /// if too few servers connect, [`Error::JobFailed`] if they do not have enough memory; for the
     /// predecessor, [`Error::UnknownJob`], [`Error::JobReplaced`], [`Error::JobFailed`], and
-    /// [`Error::VersionGone`] if it has made another step.
+    /// [`Error::VersionGone`] if it has made another step; for a checkpoint,
+    /// [`Error::NoCheckpoint`], [`Error::CheckpointDamaged`] and [`Error::Storage`].
     pub async fn create_job(&self, job: impl Into<CreateJob>) -> Result<()> {
-        let CreateJob { spec, from, fresh_state } = job.into();
+        let CreateJob { spec, from, fresh_state, restore } = job.into();
         spec.validate()?;
         let (spec, from) = (Some((&spec).into()), from.as_ref().map(Into::into));
-        let request = pb::CreateJobRequest { spec, from, fresh_state, restore: None };
+        let restore = restore.as_ref().map(Into::into);
+        let request = pb::CreateJobRequest { spec, from, fresh_state, restore };
         self.retry("the job to be made", |mut client| {
             let request = request.clone();
             async move { client.create_job(request).await }
         })
         .await?;
         Ok(())
+    }
+
+    /// Saves the current version of a job at `url`, or where the policy of the job says. Returns
+    /// the version and the size of the checkpoint in bytes. Training continues meanwhile.
+    ///
+    /// # Errors
+    /// [`Error::UnknownJob`], [`Error::Storage`]; [`Error::Timeout`], after which the save
+    /// continues.
+    pub async fn save_checkpoint(&self, job: &str, url: Option<&str>) -> Result<(u64, u64)> {
+        let saved = self.retry("the checkpoint", |mut client| {
+            let (job, url) = (job.to_owned(), url.unwrap_or_default().to_owned());
+            let request = pb::SaveCheckpointRequest { job, job_id: 0, url };
+            async move { client.save_checkpoint(request).await }
+        });
+        let pb::SaveCheckpointResponse { version, bytes } = saved.await?;
+        Ok((version, bytes))
     }
 
     /// Deletes the job and frees its memory on the servers.

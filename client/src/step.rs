@@ -1,5 +1,8 @@
 //! A rank's vote about a step, and the report of the step.
 
+use bytes::Bytes;
+#[cfg(doc)]
+use zeroshard_proto::checkpoint::MAX_USER_DATA;
 use zeroshard_proto::{Manifest, Optimizer, TensorId, pb};
 
 /// A rank's vote about a step, after it has pushed all gradients.
@@ -22,6 +25,9 @@ pub struct Commit {
     /// one for each tensor of the job, 0 for others; empty: all are 0. They must be equal on all
     /// ranks.
     pub written: Vec<u64>,
+    /// Data of this rank for a checkpoint of the version that the step makes, for example its
+    /// random state: at most [`MAX_USER_DATA`] bytes.
+    pub user_data: Bytes,
 }
 
 impl Default for Commit {
@@ -34,6 +40,7 @@ impl Default for Commit {
             loss: None,
             gradient_factors: Vec::new(),
             written: Vec::new(),
+            user_data: Bytes::new(),
         }
     }
 }
@@ -73,6 +80,12 @@ impl Commit {
     #[must_use]
     pub fn written(self, written: Vec<u64>) -> Self {
         Self { written, ..self }
+    }
+
+    /// Sets [`Self::user_data`].
+    #[must_use]
+    pub fn user_data(self, user_data: impl Into<Bytes>) -> Self {
+        Self { user_data: user_data.into(), ..self }
     }
 }
 

@@ -58,6 +58,15 @@ pub struct Steps {
     pub ready_wait: Histogram,
 }
 
+/// The coordinator's counts of saves.
+#[derive(Debug)]
+pub struct Saves {
+    /// Checkpoints that were completed.
+    pub succeeded: IntCounter,
+    /// Saves that were given up.
+    pub failed: IntCounter,
+}
+
 /// All metrics of a process. Updates are cheap from any thread.
 #[derive(Debug)]
 pub struct Metrics {
@@ -80,6 +89,8 @@ pub struct Metrics {
     pub phases: Phases,
     /// The coordinator's metrics of steps.
     pub steps: Steps,
+    /// The coordinator's metrics of checkpoints.
+    pub saves: Saves,
     /// Current version, by job.
     pub version: IntGaugeVec,
     /// Current epoch, by job.
@@ -105,6 +116,11 @@ impl Metrics {
         let memory = r.gauges("memory_bytes", "Memory of all jobs, by content.", &["kind"]);
         let phase =
             r.histograms("step_phase_seconds", "Duration of the phases of a step.", &["phase"]);
+        let saves = r.counters(
+            "checkpoints_total",
+            "Checkpoints, by the outcome of the save.",
+            &["outcome"],
+        );
         let steps =
             r.counters("steps_total", "Steps, by the decision of the coordinator.", &["outcome"]);
         let wait = r.histograms("step_wait_seconds", "Time that the coordinator waited.", &["for"]);
@@ -138,6 +154,10 @@ impl Metrics {
                 reduce: phase.with_label_values(&["reduce"]),
                 decide: phase.with_label_values(&["decide"]),
                 apply: phase.with_label_values(&["apply"]),
+            },
+            saves: Saves {
+                succeeded: saves.with_label_values(&["succeeded"]),
+                failed: saves.with_label_values(&["failed"]),
             },
             steps: Steps {
                 applied: steps.with_label_values(&["applied"]),

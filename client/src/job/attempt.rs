@@ -166,7 +166,7 @@ impl Attempt {
             loss: commit.loss,
             gradient_factors: commit.gradient_factors,
             written: commit.written,
-            ..Default::default()
+            user_data: commit.user_data,
         };
         // The call is sent regardless of the known epoch, because the step may have been decided
         // before.
@@ -330,7 +330,7 @@ impl Attempt {
     /// The reason for the end of the attempt.
     pub(super) async fn check_epoch(&self, deadline: Deadline) -> Result<()> {
         let ended = self.state.end.borrow().as_ref().map(|end| end.error.clone());
-        if let Some(error) = ended {
+        if let Some(error) = ended.or_else(|| self.rolled_back()) {
             return Err(error);
         }
         let (epoch, current) = (self.state.epoch, self.job.current()?.epoch);
@@ -367,7 +367,12 @@ impl Attempt {
     /// ended.
     async fn noted(&self, error: Error, deadline: Deadline) -> Error {
         let State { epoch, number, .. } = *self.state;
+        if let Some(error) = self.rolled_back() {
+            return error;
+        }
         let (new_epoch, cause) = match &error {
+            // The coordinator has answered before its message about the new epoch has arrived.
+            Error::RolledBack { .. } => (epoch.saturating_add(1), None),
             Error::StaleAttempt { current, .. } if *current > number => {
                 let error = self.aborted(epoch, format!("attempt {number} was discarded"));
                 return self.end(error, *current);
@@ -389,6 +394,9 @@ impl Attempt {
         if let Err(error) = self.job.wait_for_news(new_epoch.saturating_sub(1), deadline).await {
             return error;
         }
+        if let Some(error) = self.rolled_back() {
+            return error;
+        }
         let cause = match cause {
             Some(cause) => cause,
             None => self.cause_of_new_epoch().await,
@@ -398,6 +406,24 @@ impl Attempt {
             Some(version) if version > state.step => self.decided(),
             _ => self.end(self.aborted(job.epoch(), cause), 0),
         }
+    }
+
+    /// Ends the attempt, and all others of its epoch or earlier ones, if the job has returned to a
+    /// checkpoint since. Returns the error for its calls.
+    fn rolled_back(&self) -> Option<Error> {
+        let restored = self.job.0.membership.borrow().restored?;
+        if self.state.epoch >= restored.epoch {
+            return None;
+        }
+        let error = self.job.rolled_back(restored.version);
+        let mut attempts = self.job.0.attempts.lock();
+        for state in attempts.values().filter(|state| state.epoch < restored.epoch) {
+            let attempt = Self { job: self.job.clone(), state: state.clone() };
+            attempt.end(error.clone(), 0);
+        }
+        attempts.retain(|_, state| state.epoch >= restored.epoch);
+        drop(attempts);
+        Some(self.end(error, 0))
     }
 
     /// Names the first rank without a worker.

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use tokio::sync::watch;
-use zeroshard_proto::{Deadline, Error, Placement, Result, pb};
+use zeroshard_proto::{Deadline, Error, OnLoss, Placement, Result, pb};
 
 use super::Job;
 use crate::Cluster;
@@ -19,6 +19,8 @@ pub(super) struct Membership {
     pub(super) placement: Arc<Placement>,
     /// The addresses of the ranks that have announced one.
     pub(super) peers: BTreeMap<u32, String>,
+    /// The last time that the job was restored from a checkpoint while its ranks were waiting.
+    pub(super) restored: Option<pb::Restored>,
     /// The reason for the end of the lease, if it has ended.
     pub(super) ended: Option<Error>,
 }
@@ -32,6 +34,7 @@ impl Membership {
             version: None,
             placement,
             peers: BTreeMap::new(),
+            restored: None,
             ended: None,
         };
         membership.update(pb::JoinResponse { placement: None, ..message })?;
@@ -45,6 +48,7 @@ impl Membership {
             self.placement = Arc::new(placement.try_into()?);
         }
         self.epoch = message.epoch;
+        self.restored = message.restored.or(self.restored);
         // A published version remains published.
         self.version = message.version.or(self.version);
         for pb::Peer { rank, address } in message.peers {
@@ -129,29 +133,42 @@ impl Watcher {
 }
 
 impl Job {
-    /// Runs `work`, unless the lease ends first.
+    /// Runs `work`, unless the lease ends or the job returns to a checkpoint first. A server only
+    /// knows that it was told to drop the job; its error is replaced by the coordinator's reason.
     pub(super) async fn unless_ended<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
         let mut membership = self.0.membership.clone();
-        tokio::select! {
+        let before = membership.borrow().restored;
+        let ends = |now: &Membership| now.ended.is_some() || now.restored != before;
+        let error = tokio::select! {
             biased;
-            result = work => result,
-            Ok(now) = membership.wait_for(|now| now.ended.is_some()) => {
-                Err(now.ended.clone().expect("it was waited for"))
-            }
+            result = work => match result {
+                Err(error @ (Error::JobFailed { .. } | Error::UnknownJob { .. })) => error,
+                result => return result,
+            },
+            Ok(now) = membership.wait_for(ends) => return Err(self.reason(&now)),
+        };
+        match tokio::time::timeout(self.news_timeout(), membership.wait_for(ends)).await {
+            Ok(Ok(now)) => Err(self.reason(&now)),
+            _ => Err(error),
         }
     }
 
-    /// Replaces a server's error after the end of a job by the coordinator's reason. The server
-    /// only knows that it was told to drop the job.
-    pub(super) async fn explained(&self, error: Error) -> Error {
-        if !matches!(error, Error::JobFailed { .. } | Error::UnknownJob { .. }) {
-            return error;
-        }
-        let mut membership = self.0.membership.clone();
-        let ended = membership.wait_for(|now| now.ended.is_some());
-        match tokio::time::timeout(NEWS_TIMEOUT, ended).await {
-            Ok(Ok(now)) => now.ended.clone().unwrap_or(error),
-            _ => error,
+    /// Why calls end whose lease has ended, or whose job has returned to a checkpoint.
+    fn reason(&self, now: &Membership) -> Error {
+        let restored = || now.restored.map(|restored| self.rolled_back(restored.version));
+        let lost = || Error::LeaseLost { job: self.0.spec.name.clone(), rank: self.0.rank };
+        now.ended.clone().or_else(restored).unwrap_or_else(lost)
+    }
+
+    pub(super) fn rolled_back(&self, version: u64) -> Error {
+        Error::RolledBack { job: self.0.spec.name.clone(), version }
+    }
+
+    fn news_timeout(&self) -> Duration {
+        let policy = self.0.spec.checkpoints.as_ref();
+        match policy.is_some_and(|policy| policy.on_loss == OnLoss::Restore) {
+            true => self.0.cluster.options.timeout,
+            false => NEWS_TIMEOUT,
         }
     }
 

@@ -121,12 +121,7 @@ impl Job {
         let (shards, options) = (&cluster.shards, &cluster.options);
         let sends =
             pushes.into_iter().map(|push| push.send(shards, options, &begin, dtype, deadline));
-        let sent = async {
-            match self.unless_ended(try_join_all(sends)).await {
-                Ok(_) => Ok(()),
-                Err(error) => Err(self.explained(error).await),
-            }
-        };
+        let sent = async { self.unless_ended(try_join_all(sends)).await.map(drop) };
         match attempt {
             Some(attempt) => attempt.while_open(sent, deadline).await,
             None => sent.await,
@@ -181,10 +176,7 @@ impl Job {
             pulls.extend(pull::plan(&spec.manifest, &placement, locals, dtype, targets)?);
         }
         let pulls = pulls.into_iter().map(|pull| self.pull_from_one(pull, version, part, deadline));
-        match self.unless_ended(try_join_all(pulls)).await {
-            Ok(_) => Ok(()),
-            Err(error) => Err(self.explained(error).await),
-        }
+        self.unless_ended(try_join_all(pulls)).await.map(drop)
     }
 
     async fn pull_from_one(

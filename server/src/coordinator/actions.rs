@@ -3,10 +3,14 @@
 
 use std::task::Waker;
 
+use zeroshard_proto::Result;
+
 use super::{
     driver::{Driver, Inner, MemberStream},
-    events::{Action, Command, Event, Link, Placing, ServerId},
+    events::{Action, Command, Event, Link, Placed, Placing, ServerId},
     jobs::Plan,
+    save::Completion,
+    storage,
 };
 
 impl Driver {
@@ -48,6 +52,11 @@ impl Driver {
                     steps.ready_wait.observe(ready_wait.as_secs_f64());
                 }
                 Action::Tick(due) => self.arm(inner, due),
+                Action::Complete(completion) => self.complete(completion),
+                Action::SaveEnded { succeeded } => {
+                    let saves = &self.metrics.saves;
+                    if succeeded { saves.succeeded.inc() } else { saves.failed.inc() }
+                }
                 Action::Aborted => self.metrics.steps.aborted.inc(),
                 Action::Forgotten { job } => self.metrics.forget_job(&job),
                 Action::Note(note) => tracing::info!("{note}"),
@@ -59,10 +68,26 @@ impl Driver {
     fn place(&self, placing: Placing) {
         let Some(driver) = self.me.upgrade() else { return };
         tokio::spawn(async move {
-            let plan = move || Ok((Plan::new(&placing.spec, &placing.live), placing.job));
-            if let Ok((plan, job)) = driver.failure.blocking("place a job", plan).await {
-                driver.tell(Event::Placed { job, plan });
-            }
+            let job = placing.job.clone();
+            let placed = driver.plan(placing).await;
+            driver.tell(Event::Placed { job, placed });
+        });
+    }
+
+    async fn plan(&self, placing: Placing) -> Result<Placed> {
+        let checkpoint = storage::find(&placing).await?;
+        let Placing { spec, live, .. } = placing;
+        let plan = move || Plan::new(&spec, &live);
+        Ok(Placed { plan: self.failure.blocking("place a job", plan).await?, checkpoint })
+    }
+
+    /// Completes a checkpoint in a task of its own.
+    fn complete(&self, completion: Completion) {
+        let Some(driver) = self.me.upgrade() else { return };
+        tokio::spawn(async move {
+            let (job, save) = (completion.job.clone(), completion.plan.save);
+            let outcome = storage::complete(completion).await;
+            driver.tell(Event::Completed { job, save, outcome });
         });
     }
 

@@ -18,6 +18,8 @@ pub(crate) struct Cluster {
     pub(super) jobs: BTreeMap<String, Job>,
     /// The last epoch that was assigned; the epochs of all jobs come from this counter.
     epoch: u64,
+    /// The number of the last save.
+    pub(super) saves: u64,
     /// Until then, servers may still describe jobs of an earlier coordinator.
     pub(super) learns_until: Option<Now>,
     /// Whether a server has followed another coordinator before; `None` before the first one
@@ -56,7 +58,7 @@ impl Cluster {
                 self.said(from.server, said, now, &mut out)
             }
             Event::Said { .. } => {}
-            Event::Placed { job, plan } => self.placed(&job, plan, now, &mut out),
+            Event::Placed { job, placed } => self.placed(&job, placed, now, &mut out),
             Event::Create { caller, job_id, create, wait } => {
                 self.create(Waiter::new(caller, now, wait), job_id, *create, &mut out);
             }
@@ -73,6 +75,11 @@ impl Cluster {
             Event::Reduce { caller, reduce } => self.reduce(caller, *reduce, now, &mut out),
             Event::Discard { caller, discard } => self.discard(caller, discard, now, &mut out),
             Event::Rest { caller, rest } => self.rest(caller, rest, now, &mut out),
+            Event::Save { caller, save } => self.save(caller, save, now, &mut out),
+            Event::SaverGone { caller, job } => self.saver_gone(&job, caller),
+            Event::Completed { job, save, outcome } => {
+                self.save_ended(&job, save, outcome, now, &mut out);
+            }
             Event::Gone { caller, job, rank: None } => self.creator_gone(&job, caller, &mut out),
             Event::Gone { caller, job, rank: Some(rank) } => {
                 if let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(&job) {
@@ -95,6 +102,10 @@ impl Cluster {
             Said::Granted { job, rank, lease } => self.granted(server, &job, rank, lease, out),
             Said::Stored { job, epoch, step } => self.stored(server, &job, epoch, step, now, out),
             Said::Failed { job, reason } => self.failed_on(server, &job, &reason, now, out),
+            Said::Written { job, save, files } => self.written(server, &job, save, files, out),
+            Said::SaveFailed { job, save, cause } => {
+                self.save_failed(server, &job, save, cause, now, out);
+            }
             Said::Stats(stats) => {
                 if let Some(known) = self.servers.get_mut(&server) {
                     known.stats = Some(stats);
@@ -106,8 +117,11 @@ impl Cluster {
     /// The earliest deadline of a waiting caller or of an unused job, when [`Event::Tick`] is due.
     pub(crate) fn next_deadline(&self) -> Option<Now> {
         let waiting = |job: &Job| match &job.phase {
-            Phase::Waiting { creators, .. } | Phase::Opening { creators, .. } => {
-                creators.iter().map(|waiter| waiter.deadline).min()
+            Phase::Waiting { creators, interrupted, .. }
+            | Phase::Opening { creators, interrupted, .. } => {
+                let deadlines = creators.iter().map(|waiter| waiter.deadline);
+                let interrupted = interrupted.iter().filter_map(|i| i.next_deadline());
+                deadlines.chain(interrupted).min()
             }
             Phase::Open(open) => open.next_deadline(),
             Phase::Recovering(recovery) => Some(recovery.deadline()),
@@ -123,12 +137,14 @@ impl Cluster {
         let names: Vec<String> = self.jobs.keys().cloned().collect();
         for name in names {
             self.expire_recovery(&name, now, out);
+            self.expire_interrupted(&name, now, out);
             self.expire_joins(&name, now, out);
             self.expire_commits(&name, now, out);
             self.expire_stored(&name, now, out);
             self.expire_reducers(&name, now, out);
             self.expire_discards(&name, now, out);
             self.expire_rests(&name, now, out);
+            self.expire_saves(&name, now, out);
             self.dispose(&name, now, out);
         }
     }
@@ -237,6 +253,7 @@ impl Open {
         let others = [
             self.round.next_deadline(),
             self.resting.next_deadline(),
+            self.saves.next_deadline(),
             self.queue.next_deadline(),
             self.members.next_deadline(),
         ];

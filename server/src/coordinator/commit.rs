@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 
+use bytes::Bytes;
 use zeroshard_proto::{Error, JobSpec, Result};
 
 use super::{
@@ -24,6 +25,7 @@ use crate::{attempt::Attempt, listing::some_of};
 struct Vote {
     terms: Terms,
     loss: Option<f64>,
+    user_data: Bytes,
     /// More than one if the rank has repeated its call.
     waiters: Vec<Waiter>,
 }
@@ -131,7 +133,8 @@ impl Round {
         }
         let vote = self.votes.entry(*rank).or_insert_with(|| {
             self.last_vote = waiter.since;
-            Vote { terms, loss: commit.loss, waiters: Vec::new() }
+            let user_data = commit.user_data.clone();
+            Vote { terms, loss: commit.loss, user_data, waiters: Vec::new() }
         });
         vote.waiters.push(waiter);
         Ok(())
@@ -144,6 +147,12 @@ impl Round {
             expired.extend(vote.waiters.extract_if(.., |waiter| waiter.deadline <= now));
         }
         expired
+    }
+
+    /// The data of the ranks that have sent some, for a checkpoint.
+    pub(super) fn user_data(&self) -> BTreeMap<u32, Bytes> {
+        let votes = self.votes.iter().filter(|(_, vote)| !vote.user_data.is_empty());
+        votes.map(|(&rank, vote)| (rank, vote.user_data.clone())).collect()
     }
 
     /// The mean loss over the ranks that committed, in rank order; `None` unless each of them

@@ -6,7 +6,7 @@ use futures_util::{Stream, StreamExt};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 use zeroshard_proto::{
-    Error, JobSpec, JobVersion, Placement, Result, Server, Succession,
+    Error, JobSpec, JobVersion, Placement, Restore, Result, Server, Succession,
     job::optimizers,
     pb::{self, serve_request, serve_response},
 };
@@ -19,8 +19,9 @@ use super::{
     recovery::{Held, Ranks},
     reduce::{Absent, Overflow, Reduced},
     requests::dialled,
-    responses::Stats,
+    responses::{Files, Stats},
     resting::Begins,
+    save::SavePlan,
     succession::SliceCopy,
 };
 use crate::{attempt::Attempt, failure::Failure};
@@ -150,12 +151,19 @@ impl From<Command> for serve_response::Command {
                 Self::Rests(pb::RankRests { job, job_id, rank, ends, since, excluded })
             }
             Command::Decide { job, decision } => Self::Decide(decide(job, decision)),
+            Command::Write { job: JobRef { name: job, id: job_id }, plan } => {
+                let SavePlan { save, version, url, .. } = plan;
+                Self::Write(pb::WriteCheckpoint { job, job_id, save, url, version })
+            }
+            Command::CancelSave { job: JobRef { name: job, id: job_id }, save } => {
+                Self::Cancel(pb::CancelCheckpoint { job, job_id, save })
+            }
         }
     }
 }
 
 fn open_job(open: &OpenJob) -> pb::OpenJob {
-    let OpenJob { spec, placement, job_id, epoch, server, source } = open;
+    let OpenJob { spec, placement, job_id, epoch, server, source, .. } = open;
     let succession = source.as_ref().map(|source| {
         let copy = |copy: SliceCopy| pb::SliceCopy {
             slice: copy.slice as u32,
@@ -179,7 +187,18 @@ fn open_job(open: &OpenJob) -> pb::OpenJob {
         epoch: *epoch,
         placement: Some(placement.as_ref().into()),
         succession,
-        ..Default::default()
+        restore: open.checkpoint.as_ref().map(|checkpoint| pb::Restore {
+            url: checkpoint.url.clone(),
+            job: checkpoint.job.clone(),
+            version: Some(checkpoint.version),
+            if_any: false,
+        }),
+        requested: open.requested.as_deref().map(Into::into),
+        leases: open
+            .leases
+            .iter()
+            .map(|&(rank, Lease(lease))| pb::HeldLease { rank, lease })
+            .collect(),
     }
 }
 
@@ -227,8 +246,12 @@ pub(super) fn said(event: serve_request::Event) -> Result<Said> {
         }
         Wire::Hello(_) => return Err(unexpected("message", "a second Hello", "an event")),
         Wire::Held(_) => return Err(unexpected("message", "a further HeldJob", "an event")),
-        Wire::Written(_) | Wire::CheckpointFailed(_) => {
-            return Err(unexpected("message", "a message about a checkpoint", "an event"));
+        Wire::Written(pb::CheckpointWritten { job: name, job_id, save, files }) => {
+            Said::Written { job: job(name, job_id), save, files: Files(files) }
+        }
+        Wire::CheckpointFailed(pb::CheckpointFailed { job: name, job_id, save, url, reason }) => {
+            let cause = Error::Storage { action: "write".to_owned(), url, cause: reason };
+            Said::SaveFailed { job: job(name, job_id), save, cause }
         }
     })
 }
@@ -263,6 +286,7 @@ impl TryFrom<pb::HeldJob> for Held {
         check_held(&job, &spec)?;
         let from = job.from.map(JobVersion::try_from).transpose()?;
         let fresh_state = job.fresh_state;
+        let restore = job.restore.map(Restore::try_from).transpose()?.map(Arc::new);
         let lease = |pb::HeldLease { rank, lease }| (rank, Lease(lease));
         let rest = |pb::RankRests { rank, since, excluded, .. }| (rank, (since, excluded));
         let decision = job.decision.map(decision).transpose()?;
@@ -271,6 +295,7 @@ impl TryFrom<pb::HeldJob> for Held {
             plan: Plan::of(&spec, placement),
             spec: Arc::new(spec),
             succession: from.map(|from| Arc::new(Succession { from, fresh_state })),
+            restore,
             attempt: Attempt { epoch: job.epoch, step: job.step, number: job.attempt },
             published: job.published,
             initialised: job.initialised,

@@ -186,10 +186,12 @@ impl Cluster {
             out.push(Action::Note(skipped(name, spec, open.step(), overflow)));
         }
         open.version = Some(report.version);
+        open.saves.user_data = open.round.user_data();
         let waiters = open.round.drop_all();
         let mut decided = Box::new(Decided { waiters, ..Decided::new(report, *epoch, pending) });
         decided.answer(out);
         open.last = Some(decided);
+        self.save_if_due(name, now, out);
     }
 
     /// A server has stored the decision about a step.

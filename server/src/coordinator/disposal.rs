@@ -14,9 +14,10 @@ impl Cluster {
         let due = match &job.phase {
             Phase::Open(open) if !open.members.is_empty() => return None,
             Phase::Open(open) if open.left.len() + open.done.len() == job.spec.world as usize => {
-                job.unused_since
+                job.unused_since.max(open.saves.retry_at)
             }
-            Phase::Open(_) | Phase::Failed { .. } => job.unused_since + timeout,
+            Phase::Open(open) => (job.unused_since + timeout).max(open.saves.retry_at),
+            Phase::Failed { .. } => job.unused_since + timeout,
             // The callers that create the job wait for it: see `expire_creators`.
             // A job that is being recovered has a deadline.
             Phase::Waiting { .. } | Phase::Opening { .. } | Phase::Recovering(_) => return None,
@@ -41,9 +42,13 @@ impl Cluster {
     /// Deletes the job if its time has come; otherwise requests a tick at that time.
     pub(super) fn dispose(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         let Some(job) = self.jobs.get(name) else { return };
+        let unused_since = job.unused_since;
         match self.disposal(job) {
             Some(due) if due <= now => {
-                let unused = now - job.unused_since;
+                if self.save_before_disposal(name, now, out) {
+                    return;
+                }
+                let unused = now - unused_since;
                 out.push(Action::Note(match unused.is_zero() {
                     true => format!("job {name:?} is deleted: every rank has left it"),
                     false => {

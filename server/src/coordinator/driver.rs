@@ -82,8 +82,11 @@ pub(crate) struct Control {
 
 impl Driver {
     pub(crate) fn new(metrics: Arc<Metrics>, failure: Failure, term: u64) -> Arc<Self> {
+        let mut cluster = Cluster::starting();
+        // The saves of earlier coordinators have other numbers.
+        cluster.saves = term << 20;
         let inner = Inner {
-            cluster: Cluster::starting(),
+            cluster,
             calls: HashMap::new(),
             servers: HashMap::new(),
             members: HashMap::new(),

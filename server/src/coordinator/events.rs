@@ -5,15 +5,17 @@
 
 use std::{sync::Arc, time::Duration};
 
-use zeroshard_proto::{Error, JobSpec, Optimizer, Placement, Result, Server, Succession};
+use bytes::Bytes;
+use zeroshard_proto::{Error, JobSpec, Optimizer, Placement, Restore, Result, Server, Succession};
 
 use super::{
     decisions::{Decision, Report},
     jobs::Plan,
     recovery::Held,
     reduce::{Norm, Reduced},
-    responses::Stats,
+    responses::{Files, Stats},
     resting::{Begins, Rested},
+    save::{Completion, Save, SavePlan, Saved},
     succession::Source,
 };
 use crate::attempt::Attempt;
@@ -78,7 +80,7 @@ pub(crate) enum Event {
     /// A message on a control stream.
     Said { from: Link, said: Said },
     /// The answer to [`Action::Place`].
-    Placed { job: JobRef, plan: Result<Plan> },
+    Placed { job: JobRef, placed: Result<Placed> },
     /// CreateJob. `job_id` is for the case that the job is new.
     Create { caller: Caller, job_id: u64, create: Box<Create>, wait: Duration },
     /// DeleteJob. An id of 0 stands for any job of the name.
@@ -99,8 +101,14 @@ pub(crate) enum Event {
     Discard { caller: Caller, discard: Discard },
     /// Rest.
     Rest { caller: Caller, rest: Rest },
+    /// SaveCheckpoint.
+    Save { caller: Caller, save: Save },
+    /// The end of [`Action::Complete`], with the size of the checkpoint in bytes.
+    Completed { job: JobRef, save: u64, outcome: Result<u64> },
     /// The caller disconnected before it was answered; `rank` is absent for CreateJob.
     Gone { caller: Caller, job: String, rank: Option<u32> },
+    /// The caller of SaveCheckpoint disconnected before it was answered.
+    SaverGone { caller: Caller, job: String },
     /// A deadline may have passed.
     Tick,
 }
@@ -116,6 +124,7 @@ impl Event {
             Self::Reduce { reduce, .. } => Some(reduce.wait),
             Self::Discard { discard, .. } => Some(discard.wait),
             Self::Rest { rest, .. } => Some(rest.wait),
+            Self::Save { save, .. } => Some(save.wait),
             _ => None,
         }
     }
@@ -133,6 +142,9 @@ impl Event {
             Self::Reduce { caller, reduce } => of_turn(caller, &reduce.turn),
             Self::Discard { caller, discard } => of_turn(caller, &discard.turn),
             Self::Rest { caller, rest } => of_turn(caller, &rest.turn),
+            Self::Save { caller, save } => {
+                Some(Self::SaverGone { caller: *caller, job: save.job.name.clone() })
+            }
             _ => None,
         }
     }
@@ -153,6 +165,10 @@ pub(crate) enum Said {
     Stored { job: JobRef, epoch: u64, step: u64 },
     /// The server cannot hold or continue the job.
     Failed { job: JobRef, reason: String },
+    /// The server has written its part of a checkpoint.
+    Written { job: JobRef, save: u64, files: Files },
+    /// The server could not write its part of a checkpoint.
+    SaveFailed { job: JobRef, save: u64, cause: Error },
     /// The memory and jobs of the server.
     Stats(Stats),
 }
@@ -163,6 +179,8 @@ pub(crate) struct Create {
     pub(crate) spec: JobSpec,
     /// How it continues from another job, if it does.
     pub(crate) succession: Option<Succession>,
+    /// The checkpoint from which it starts, if it does. INVARIANT: not with `succession`.
+    pub(crate) restore: Option<Restore>,
 }
 
 /// A worker's request for a rank.
@@ -214,6 +232,8 @@ pub(crate) struct Commit {
     pub(crate) gradient_factors: Vec<f64>,
     /// Empty, or one for each tensor.
     pub(crate) written: Vec<u64>,
+    /// For a checkpoint of the version that the step makes.
+    pub(crate) user_data: Bytes,
     pub(crate) wait: Duration,
 }
 
@@ -261,6 +281,7 @@ pub(crate) enum Reply {
         attempt: u32,
     },
     Rested(Rested),
+    Saved(Saved),
 }
 
 /// A request to place a job's slices, which is long work that the driver does without its lock.
@@ -269,6 +290,24 @@ pub(crate) struct Placing {
     pub(crate) job: JobRef,
     pub(crate) spec: Arc<JobSpec>,
     pub(crate) live: Vec<Server>,
+    /// The checkpoint from which the job starts, if it does.
+    pub(crate) restore: Option<Arc<Restore>>,
+}
+
+/// The placement of a job, and the checkpoint from which it starts.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Placed {
+    pub(crate) plan: Plan,
+    pub(crate) checkpoint: Option<Checkpoint>,
+}
+
+/// A complete checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Checkpoint {
+    pub(crate) url: String,
+    /// The name of the job that was saved.
+    pub(crate) job: String,
+    pub(crate) version: u64,
 }
 
 /// A command to a shard server.
@@ -294,6 +333,10 @@ pub(crate) enum Command {
     RankRests { job: JobRef, rank: u32, begins: Option<Begins> },
     /// Apply or skip the step.
     Decide { job: JobRef, decision: Decision },
+    /// Write the slices of a version.
+    Write { job: JobRef, plan: SavePlan },
+    /// Give up a save.
+    CancelSave { job: JobRef, save: u64 },
 }
 
 /// A job that a server is to open. The spec and the placement are shared, because they may be
@@ -308,6 +351,12 @@ pub(crate) struct OpenJob {
     pub(crate) server: ServerId,
     /// Where its slices come from, if they are not uploaded.
     pub(crate) source: Option<Source>,
+    /// The checkpoint that it reads, if it does.
+    pub(crate) checkpoint: Option<Checkpoint>,
+    /// The checkpoint as the creator of the job has requested it.
+    pub(crate) requested: Option<Arc<Restore>>,
+    /// The leases of the ranks, if the job is restored while they wait.
+    pub(crate) leases: Vec<(u32, Lease)>,
 }
 
 /// An output of the state machine. Actions are carried out in their order.
@@ -329,6 +378,10 @@ pub(crate) enum Action {
     Dismiss(Link),
     /// Count a decided step.
     Decided { applied: bool, commit_spread: Duration, ready_wait: Duration },
+    /// Complete a checkpoint, then send [`Event::Completed`].
+    Complete(Completion),
+    /// Count a save.
+    SaveEnded { succeeded: bool },
     /// Count an aborted step.
     Aborted,
     /// Send [`Event::Tick`] at this time, or earlier.

@@ -98,6 +98,8 @@ pub(crate) struct Change {
     pub(crate) placement: Option<Arc<Placement>>,
     /// All peers in the first message; later those that joined or left.
     pub(crate) peers: Vec<Peer>,
+    /// The first epoch and the version after the last restoration while ranks were waiting.
+    pub(crate) restored: Option<(u64, u64)>,
 }
 
 /// A worker that other workers of its job can reach.
@@ -116,7 +118,7 @@ impl Cluster {
             return None;
         };
         let now = open.news(*epoch);
-        let (version, revision) = (open.version, now.peers);
+        let (version, restored, revision) = (open.version, open.rolled_back, now.peers);
         let Open { members, peers, .. } = open.as_mut();
         let member = members.of(lease).filter(|member| member.joining.is_none())?;
         let told = member.told.replace(now.clone());
@@ -131,6 +133,7 @@ impl Cluster {
             epoch: *epoch,
             world: spec.world,
             version,
+            restored,
             spec: told.is_none().then(|| spec.clone()),
             placement: (!same_placement).then_some(now.placement),
             peers: match told {

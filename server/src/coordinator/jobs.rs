@@ -16,10 +16,12 @@ use zeroshard_proto::{DType, Error, JobSpec, JobVersion, Placement, Result, Serv
 use super::{
     cluster::Cluster,
     events::{
-        Action, Caller, Command, Create, JobRef, Now, OpenJob, Placing, Reply, ServerId, Waiter,
+        Action, Caller, Command, Create, JobRef, Now, OpenJob, Placed, Placing, Reply, ServerId,
+        Waiter,
     },
     placement::place,
     recovery::unknown_yet,
+    restore::same_checkpoint,
     state::{Job, Open, Phase},
 };
 
@@ -75,23 +77,30 @@ impl Cluster {
         create: Create,
         out: &mut Vec<Action>,
     ) {
-        let Create { spec, succession } = create;
+        let Create { spec, succession, restore } = create;
         let name = spec.name.clone();
+        self.make_way_for_restored(&name, restore.as_ref(), out);
         let Some(job) = self.jobs.get_mut(&name) else {
             let succession = succession.map(Arc::new);
             if let Some(Err(error)) = succession.as_ref().map(|succession| self.source(succession))
             {
                 return out.push(Action::Answer(waiter.caller, Err(error)));
             }
-            let phase = Phase::Waiting { creators: vec![waiter], placing: false };
+            let creators = vec![waiter];
+            let phase = Phase::Waiting { creators, placing: false, interrupted: None };
             let (spec, unused_since) = (Arc::new(spec), waiter.since);
-            let job = Job { spec, id, epoch: 0, unused_since, succession, phase };
+            let restore = restore.map(Arc::new);
+            let job = Job { spec, id, epoch: 0, unused_since, succession, restore, phase };
             self.jobs.insert(name.clone(), job);
             return self.try_place(&name, out);
         };
         let other =
             || (job.succession.as_deref() != succession.as_ref()).then(|| "predecessor".to_owned());
-        if let Some(difference) = job.spec.difference(&spec).or_else(other) {
+        let checkpoint = || {
+            let is_other = !same_checkpoint(job.restore.as_deref(), restore.as_ref());
+            is_other.then(|| "checkpoint to start from".to_owned())
+        };
+        if let Some(difference) = job.spec.difference(&spec).or_else(other).or_else(checkpoint) {
             return out.push(Action::Answer(
                 waiter.caller,
                 Err(Error::JobExists { job: name, difference }),
@@ -122,40 +131,43 @@ impl Cluster {
     pub(super) fn try_place(&mut self, name: &str, out: &mut Vec<Action>) {
         // Another server may hold the job.
         let (enough, learning) = (self.servers.len(), self.is_learning());
-        let Some(Job { spec, id, phase: Phase::Waiting { placing, .. }, .. }) =
-            self.jobs.get_mut(name)
-        else {
-            return;
-        };
-        if learning || *placing || enough < spec.min_servers as usize {
+        let Some(Job { spec, id, restore, phase, .. }) = self.jobs.get_mut(name) else { return };
+        let Phase::Waiting { placing, interrupted, .. } = phase else { return };
+        let needed = if interrupted.is_some() { 1 } else { spec.min_servers as usize };
+        if learning || *placing || enough < needed {
             return;
         }
         *placing = true;
+        let restore = match interrupted {
+            Some(interrupted) => Some(interrupted.checkpoint.clone()),
+            None => restore.clone(),
+        };
         let (job, spec) = (JobRef { name: name.to_owned(), id: *id }, spec.clone());
-        out.push(Action::Place(Placing { job, spec, live: self.live() }));
+        out.push(Action::Place(Placing { job, spec, live: self.live(), restore }));
     }
 
     /// Waiting -> Opening.
     pub(super) fn placed(
         &mut self,
         job: &JobRef,
-        plan: Result<Plan>,
+        placed: Result<Placed>,
         now: Now,
         out: &mut Vec<Action>,
     ) {
         let live = self.live();
-        let Some(Job { spec, id, succession, phase: Phase::Waiting { placing, .. }, .. }) =
-            self.reported_job(job)
-        else {
+        let Some(Job { spec, id, succession, restore, phase, .. }) = self.reported_job(job) else {
             return;
         };
+        let Phase::Waiting { placing, interrupted, .. } = phase else { return };
         *placing = false;
+        let leases = interrupted.as_ref().map(|interrupted| interrupted.leases());
+        let (leases, requested) = (leases.unwrap_or_default(), restore.clone());
         let (spec, job_id, name) = (spec.clone(), *id, job.name.as_str());
         let succession = succession.clone();
         let source = succession.as_ref().map(|succession| self.source(succession)).transpose();
-        let (plan, source) = match (plan, source) {
-            (Err(error), _) | (_, Err(error)) => return self.abandon(name, &error, out),
-            (Ok(plan), Ok(source)) => (plan, source),
+        let (Placed { plan, checkpoint }, source) = match (placed, source) {
+            (Err(error), _) | (_, Err(error)) => return self.give_up(name, &error, now, out),
+            (Ok(placed), Ok(source)) => (placed, source),
         };
         if !plan.placement.servers().iter().all(|server| live.contains(server)) {
             // A server has been lost meanwhile.
@@ -172,14 +184,26 @@ impl Cluster {
             plan.placement.servers().iter().map(|server| server.id).collect();
         for &server in &pending {
             let (spec, placement) = (spec.clone(), plan.placement.clone());
-            let open = OpenJob { spec, placement, job_id, epoch, server, source: source.clone() };
+            let open = OpenJob {
+                spec,
+                placement,
+                job_id,
+                epoch,
+                server,
+                source: source.clone(),
+                checkpoint: checkpoint.clone(),
+                requested: requested.clone(),
+                leases: leases.clone(),
+            };
             out.push(Action::Command(server, Command::Open(open)));
         }
         if let Some(job) = self.jobs.get_mut(name)
-            && let Phase::Waiting { creators, .. } = &mut job.phase
+            && let Phase::Waiting { creators, interrupted, .. } = &mut job.phase
         {
             job.epoch = epoch;
-            job.phase = Phase::Opening { plan, pending, creators: std::mem::take(creators) };
+            let (creators, interrupted) = (std::mem::take(creators), interrupted.take());
+            let restored = checkpoint.map(|checkpoint| checkpoint.version);
+            job.phase = Phase::Opening { plan, restored, pending, creators, interrupted };
         }
         self.open_if_all_are(name, now, out);
     }
@@ -200,17 +224,28 @@ impl Cluster {
     /// Opening -> Open, when every server has allocated its memory.
     fn open_if_all_are(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         let Some(job) = self.jobs.get_mut(name) else { return };
-        let Phase::Opening { plan, pending, creators } = &mut job.phase else { return };
+        let Phase::Opening { plan, restored, pending, creators, interrupted } = &mut job.phase
+        else {
+            return;
+        };
         if !pending.is_empty() {
             return;
         }
         let reply = Reply::Created { epoch: job.epoch, job_id: job.id };
         let created = |waiter: Waiter| Action::Answer(waiter.caller, Ok(reply.clone()));
         out.extend(std::mem::take(creators).into_iter().map(created));
-        job.phase = Phase::Open(Box::new(Open::new(plan.clone())));
+        let mut open = Open::new(plan.clone());
+        if let Some(version) = *restored {
+            open.restored(version);
+        }
+        let interrupted = interrupted.take();
+        job.phase = Phase::Open(Box::new(open));
         if job.succession.is_some() {
             // Its predecessor may be of no more use.
             out.push(Action::Tick(now));
+        }
+        if let Some(interrupted) = interrupted {
+            self.resume(name, *interrupted, now, out);
         }
         self.unused_from(name, now, out);
     }
@@ -262,6 +297,9 @@ impl Cluster {
         let reason = format!("{}: {reason}", self.name(server));
         match self.reported_job(job) {
             Some(Job { phase: Phase::Open(_), .. }) => self.fail(&job.name, &reason, now, out),
+            Some(Job { phase: Phase::Opening { interrupted: Some(_), .. }, .. }) => {
+                self.fail(&job.name, &reason, now, out);
+            }
             Some(Job { phase: Phase::Opening { .. }, succession, .. }) => {
                 // What the server could not copy may be gone.
                 let succession = succession.clone();
@@ -282,7 +320,14 @@ impl Cluster {
         let failed = Phase::Failed { reason: reason.to_owned() };
         let (id, phase) = (job.id, std::mem::replace(&mut job.phase, failed));
         // A job that never opened has no state to lose: it can be created again at once.
-        if matches!(phase, Phase::Open(_) | Phase::Recovering(_)) {
+        let was_open = matches!(
+            phase,
+            Phase::Open(_)
+                | Phase::Recovering(_)
+                | Phase::Waiting { interrupted: Some(_), .. }
+                | Phase::Opening { interrupted: Some(_), .. }
+        );
+        if was_open {
             self.jobs.insert(name.to_owned(), job);
             self.unused_from(name, now, out);
         } else {
@@ -379,7 +424,9 @@ impl Cluster {
     /// The calls that wait for the job to open; `None` once it has opened or failed.
     fn creators(&mut self, name: &str) -> Option<&mut Vec<Waiter>> {
         match &mut self.jobs.get_mut(name)?.phase {
-            Phase::Waiting { creators, .. } | Phase::Opening { creators, .. } => Some(creators),
+            Phase::Waiting { creators, interrupted: None, .. }
+            | Phase::Opening { creators, interrupted: None, .. } => Some(creators),
+            Phase::Waiting { .. } | Phase::Opening { .. } => None,
             Phase::Open(_) | Phase::Recovering(_) | Phase::Failed { .. } => None,
         }
     }

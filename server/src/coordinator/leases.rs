@@ -166,8 +166,16 @@ impl Cluster {
         }
         let absent = done && found.spec.departure == Departure::Absent;
         let cause = if absent { Cause::Done } else { Cause::Left };
-        let rank = match &found.phase {
+        let rank = match &mut found.phase {
             Phase::Open(open) => open.members.rank_of(lease),
+            Phase::Waiting { interrupted: Some(interrupted), .. }
+            | Phase::Opening { interrupted: Some(interrupted), .. } => {
+                if let Some(rank) = interrupted.members.rank_of(lease) {
+                    interrupted.lose(rank, lease);
+                    out.push(Action::End(lease, None));
+                }
+                None
+            }
             _ => None,
         };
         if let Some(rank) = rank {
@@ -187,7 +195,14 @@ impl Cluster {
         now: Now,
         out: &mut Vec<Action>,
     ) {
-        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
+        let open = match self.jobs.get_mut(name).map(|job| &mut job.phase) {
+            Some(Phase::Open(open)) => open,
+            Some(
+                Phase::Waiting { interrupted: Some(interrupted), .. }
+                | Phase::Opening { interrupted: Some(interrupted), .. },
+            ) => return interrupted.lose(rank, lease),
+            _ => return,
+        };
         if open.members.rank_of(lease) == Some(rank) {
             self.end_lease(name, rank, Cause::Lost, now, out);
         } else {
@@ -235,11 +250,17 @@ impl Cluster {
             let job = JobRef { name: name.to_owned(), id: *id };
             open.send(&Command::RankDone { job, rank }, out);
         }
+        self.admit_next(name, rank, now, out);
+        self.advance(name, now, out);
+        self.unused_from(name, now, out);
+    }
+
+    /// Gives a free rank to the next worker in the queue.
+    pub(super) fn admit_next(&mut self, name: &str, rank: u32, now: Now, out: &mut Vec<Action>) {
+        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else { return };
         if let Some((waiter, join)) = open.queue.pop(rank) {
             self.admit(waiter.caller, join, now, out);
         }
-        self.advance(name, now, out);
-        self.unused_from(name, now, out);
     }
 
     /// Drops the gradients of the open step on the servers, because they may contain a part of the

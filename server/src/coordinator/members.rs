@@ -101,6 +101,19 @@ impl Members {
         self.ranks.into_values().filter_map(|member| Some(member.joining?.waiter))
     }
 
+    /// Removes the members whose Join waits for servers, and returns these calls.
+    pub(super) fn give_up_joining(&mut self) -> Vec<Waiter> {
+        let joining = |member: &Member| member.joining.is_some();
+        let ranks: Vec<u32> = self
+            .ranks
+            .iter()
+            .filter(|(_, member)| joining(member))
+            .map(|(&rank, _)| rank)
+            .collect();
+        let members = ranks.into_iter().filter_map(|rank| self.remove(rank));
+        members.filter_map(|member| Some(member.joining?.waiter)).collect()
+    }
+
     pub(super) fn next_deadline(&self) -> Option<Now> {
         self.ranks.values().filter_map(Member::deadline).min()
     }

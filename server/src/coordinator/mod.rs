@@ -2,7 +2,7 @@
 //!
 //! `cluster` takes events and returns actions, with one file for each subject. It is a pure
 //! function of state, event and time (`state`, `events`). Jobs: `jobs`, `placement`, `disposal`.
-//! Servers: `servers`, `recovery`. Workers: `leases`, `members`, `resting`, `feed`. Steps:
+//! Checkpoints: `save`, `restore`. Servers: `servers`, `recovery`. Workers: `leases`, `members`, `resting`, `feed`. Steps:
 //! `commit`, `terms`, `reduce`, `attempts`, `decisions`.
 //!
 //! `driver` is the clock, and `actions` carries out the actions. `service`, `requests`,
@@ -29,9 +29,12 @@ mod reduce;
 mod requests;
 mod responses;
 mod resting;
+mod restore;
+mod save;
 mod servers;
 mod service;
 mod state;
+mod storage;
 mod succession;
 mod terms;
 

@@ -14,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-use zeroshard_proto::{Error, JobSpec, Succession};
+use zeroshard_proto::{Error, JobSpec, Restore, Succession};
 
 use super::{
     cluster::Cluster,
@@ -40,6 +40,7 @@ pub(crate) struct Held {
     pub(crate) spec: Arc<JobSpec>,
     pub(crate) plan: Plan,
     pub(crate) succession: Option<Arc<Succession>>,
+    pub(crate) restore: Option<Arc<Restore>>,
     /// The open attempt.
     pub(crate) attempt: Attempt,
     /// Whether version 0 is published.
@@ -251,10 +252,11 @@ impl Cluster {
 impl Job {
     fn recovering(server: ServerId, held: Held, now: Now) -> Self {
         let (id, spec, succession) = (held.id, held.spec.clone(), held.succession.clone());
+        let restore = held.restore.clone();
         let (plan, deadline) = (held.plan.clone(), now + RECOVERY);
         let recovery = Recovery { plan, held: BTreeMap::from([(server, held)]), deadline };
         let phase = Phase::Recovering(Box::new(recovery));
-        Self { spec, id, epoch: 0, unused_since: now, succession, phase }
+        Self { spec, id, epoch: 0, unused_since: now, succession, restore, phase }
     }
 }
 

@@ -2,10 +2,19 @@
 
 use std::time::Duration;
 
+use bytes::Bytes;
 use tonic::Request;
-use zeroshard_proto::{Deadline, Error, JobSpec, Result, Succession, job::optimizers, pb};
+use zeroshard_proto::{
+    Deadline, Error, JobSpec, Restore, Result, Succession,
+    checkpoint::{MAX_USER_DATA, check_url},
+    job::optimizers,
+    pb,
+};
 
-use super::events::{Commit, Create, Discard, JobRef, Lease, Reduce, Rest, Turn};
+use super::{
+    events::{Commit, Create, Discard, JobRef, Lease, Reduce, Rest, Turn},
+    save::Save,
+};
 use crate::{
     attempt::Attempt,
     config::{Address, MAX_WAIT},
@@ -51,17 +60,18 @@ impl Waits {
             loss,
             gradient_factors,
             written,
-            ..
+            user_data,
         } = request;
         let turn = self::turn(turn)?;
         Ok(Commit {
             groups: if groups.is_empty() { None } else { Some(optimizers(groups)?) },
             loss_scale: self::loss_scale(loss_scale, &turn)?,
             max_norm: max_norm.map(|norm| positive("max_norm", norm, &turn)).transpose()?,
-            turn,
             loss,
             gradient_factors,
             written,
+            user_data: self::user_data(user_data, &turn)?,
+            turn,
             wait,
         })
     }
@@ -83,6 +93,14 @@ impl Waits {
         let pb::RestRequest { turn, excluded } = request.into_inner();
         Ok(Rest { turn: self::turn(turn)?, excluded, wait })
     }
+
+    pub(super) fn save(&self, request: Request<pb::SaveCheckpointRequest>) -> Result<Save> {
+        let wait = self.of(&request).left();
+        let pb::SaveCheckpointRequest { job: name, job_id: id, url } = request.into_inner();
+        let url = Some(url).filter(|url| !url.is_empty());
+        url.as_deref().map_or(Ok(()), check_url)?;
+        Ok(Save { job: JobRef { name, id }, url, wait })
+    }
 }
 
 fn turn(message: Option<pb::Turn>) -> Result<Turn> {
@@ -91,6 +109,14 @@ fn turn(message: Option<pb::Turn>) -> Result<Turn> {
         message.ok_or_else(absent)?;
     let (job, attempt) = (JobRef { name, id }, Attempt { epoch, step, number });
     Ok(Turn { job, lease: Lease(lease), rank, attempt })
+}
+
+fn user_data(data: Bytes, turn: &Turn) -> Result<Bytes> {
+    if data.len() <= MAX_USER_DATA {
+        return Ok(data);
+    }
+    let what = format!("size of user_data of rank {} at step {}", turn.rank, turn.attempt.step);
+    Err(Error::invalid(what, data.len(), format!("at most {MAX_USER_DATA} bytes")))
 }
 
 /// An absent loss scale means 1.
@@ -112,7 +138,7 @@ fn positive(what: &str, number: f64, turn: &Turn) -> Result<f64> {
 /// The job that is to be created. Its cost grows with the request: call it on a thread that may
 /// block.
 pub(super) fn create(request: pb::CreateJobRequest) -> Result<Create> {
-    let pb::CreateJobRequest { spec, from, fresh_state, .. } = request;
+    let pb::CreateJobRequest { spec, from, fresh_state, restore } = request;
     let succession = match from {
         Some(from) => Some(Succession { from: from.try_into()?, fresh_state }),
         None if fresh_state => {
@@ -120,7 +146,12 @@ pub(super) fn create(request: pb::CreateJobRequest) -> Result<Create> {
         }
         None => None,
     };
-    Ok(Create { spec: job_spec(spec)?, succession })
+    let restore = restore.map(Restore::try_from).transpose()?;
+    if let (Some(_), Some(restore)) = (&succession, &restore) {
+        let found = format!("version of job {:?} beside `from`", restore.job);
+        return Err(Error::invalid("restore", found, "absent in a request with `from`"));
+    }
+    Ok(Create { spec: job_spec(spec)?, succession, restore })
 }
 
 fn job_spec(spec: Option<pb::JobSpec>) -> Result<JobSpec> {

@@ -26,6 +26,7 @@ impl From<Change> for pb::JoinResponse {
             epoch: change.epoch,
             world: change.world,
             version: change.version,
+            restored: change.restored.map(|(epoch, version)| pb::Restored { epoch, version }),
             spec: change.spec.map(|spec| spec.as_ref().into()),
             placement: change.placement.map(|placement| placement.as_ref().into()),
             peers: change.peers.into_iter().map(peer).collect(),
@@ -68,6 +69,10 @@ impl From<Overflow> for pb::Overflow {
 /// operators, and itself reads only [`Self::waiting_for`].
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Stats(pub(super) pb::Stats);
+
+/// The files of a checkpoint that a server has written.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub(crate) struct Files(pub(super) Vec<pb::CheckpointFile>);
 
 impl Stats {
     /// The first tensor and rank of which the server lacks data of the job.
@@ -113,7 +118,8 @@ impl From<&Job> for pb::JobStatus {
             failure,
             job_id: job.id,
             resting: open.map(|open| open.resting.ranks().collect()).unwrap_or_default(),
-            ..Default::default()
+            saved_version: open.and_then(|open| open.saves.last),
+            saving_version: open.and_then(|open| open.saves.current()),
         }
     }
 }

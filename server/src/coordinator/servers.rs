@@ -64,6 +64,9 @@ impl Cluster {
                 recovery.forget(server);
                 continue;
             }
+            if self.interrupt(&name, &gone, now, out) {
+                continue;
+            }
             let reason = match self.jobs.get(&name) {
                 Some(Job { spec, phase: Phase::Open(open), .. }) => {
                     format!("{gone}; it held {}", held_by(server, spec, &open.placement))

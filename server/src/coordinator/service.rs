@@ -19,6 +19,7 @@ use super::{
     events::{Attach, Event, JobRef, Join, Lease, Reply},
     requests::{Waits, create, dialled},
     responses::reduced,
+    save::Saved,
 };
 use crate::identity;
 
@@ -123,9 +124,15 @@ impl coordinator_service_server::CoordinatorService for Service {
 
     async fn save_checkpoint(
         &self,
-        _request: Request<pb::SaveCheckpointRequest>,
+        request: Request<pb::SaveCheckpointRequest>,
     ) -> Answer<pb::SaveCheckpointResponse> {
-        Err(Status::unimplemented("checkpoints"))
+        let save = self.waits.save(request)?;
+        match self.driver.call(|caller| Event::Save { caller, save }).await? {
+            Reply::Saved(Saved { version, bytes }) => {
+                Ok(Response::new(pb::SaveCheckpointResponse { version, bytes }))
+            }
+            other => Err(unexpected(&other)),
+        }
     }
 
     async fn rest(&self, request: Request<pb::RestRequest>) -> Answer<pb::RestResponse> {

@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use zeroshard_proto::{Error, JobSpec, Placement, Result, Succession};
+use zeroshard_proto::{Error, JobSpec, Placement, Restore, Result, Succession};
 
 use super::{
     commit::Round,
@@ -17,6 +17,8 @@ use super::{
     recovery::{Recovery, unknown_yet},
     responses::Stats,
     resting::Resting,
+    restore::Interrupted,
+    save::Saves,
 };
 use crate::attempt::Attempt;
 
@@ -44,6 +46,8 @@ pub(crate) struct Job {
     pub(crate) unused_since: Now,
     /// How it continues from another job, if it does.
     pub(crate) succession: Option<Arc<Succession>>,
+    /// The checkpoint that its creator has requested, if any.
+    pub(crate) restore: Option<Arc<Restore>>,
     pub(crate) phase: Phase,
 }
 
@@ -55,9 +59,19 @@ pub(crate) enum Phase {
         creators: Vec<Waiter>,
         /// Whether [`Action::Place`] is in progress.
         placing: bool,
+        /// The ranks that wait for the job to be restored, if it was open before.
+        interrupted: Option<Box<Interrupted>>,
     },
     /// The servers of the job allocate memory.
-    Opening { plan: Plan, pending: BTreeSet<ServerId>, creators: Vec<Waiter> },
+    Opening {
+        plan: Plan,
+        /// The version of the checkpoint that the servers read.
+        restored: Option<u64>,
+        pending: BTreeSet<ServerId>,
+        creators: Vec<Waiter>,
+        /// As in `Waiting`.
+        interrupted: Option<Box<Interrupted>>,
+    },
     /// Workers can join.
     Open(Box<Open>),
     /// The coordinator was restarted, and learns the job from its servers.
@@ -89,6 +103,9 @@ pub(crate) struct Open {
     pub(crate) round: Round,
     /// The decision that produced `version`.
     pub(crate) last: Option<Box<Decided>>,
+    pub(crate) saves: Saves,
+    /// The first epoch and the version after the last restoration, if ranks were waiting.
+    pub(crate) rolled_back: Option<(u64, u64)>,
 }
 
 impl Open {
@@ -109,6 +126,8 @@ impl Open {
             peers: Peers::default(),
             round: Round::default(),
             last: None,
+            saves: Saves::default(),
+            rolled_back: None,
         }
     }
 
@@ -180,6 +199,9 @@ impl Open {
     pub(crate) fn check_turn(&self, turn: &Turn, current: Attempt) -> Result<()> {
         self.check_lease(turn)?;
         let &Turn { ref job, rank, attempt, .. } = turn;
+        if let Some((_, version)) = self.rolled_back.filter(|(epoch, _)| attempt.epoch < *epoch) {
+            return Err(Error::RolledBack { job: job.name.clone(), version });
+        }
         if let Some(since) = self.resting.since(rank) {
             let what = format!("rank {rank} of job {:?}", job.name);
             let expected = "a rank with further batches; it takes part again when every rank rests";
@@ -210,13 +232,20 @@ impl Phase {
     /// All waiting calls, and all leases.
     pub(crate) fn into_waiting(self) -> (Vec<Waiter>, Vec<Lease>) {
         match self {
-            Self::Waiting { creators, .. } | Self::Opening { creators, .. } => {
-                (creators, Vec::new())
+            Self::Waiting { mut creators, interrupted, .. }
+            | Self::Opening { mut creators, interrupted, .. } => {
+                let mut leases = Vec::new();
+                if let Some(interrupted) = interrupted {
+                    leases.extend(interrupted.members.leases());
+                    creators.extend(interrupted.into_waiters());
+                }
+                (creators, leases)
             }
             Self::Open(mut open) => {
                 let mut waiters = open.round.drop_all();
                 waiters.extend(open.last.into_iter().flat_map(|last| last.waiters));
                 waiters.extend(open.resting.end().1);
+                waiters.extend(open.saves.into_waiters());
                 waiters.extend(open.queue.into_waiters());
                 let leases = open.members.leases().collect();
                 waiters.extend(open.members.into_joining());

@@ -11,6 +11,8 @@ use super::{
     carry::carry_over,
     events::{Events, JobEvent},
     job::{Job, Opening, Origin},
+    restore,
+    save::Saves,
     slice::Apply,
     store::Store,
 };
@@ -33,6 +35,10 @@ pub(super) enum Command {
     RankRests(pb::RankRests),
     /// Apply the attempt's gradients, or skip the step.
     Decide { attempt: Attempt, update: Option<Update>, message: Arc<pb::Decision> },
+    /// Write the slices of the current version.
+    Write(pb::WriteCheckpoint),
+    /// Give up a save.
+    CancelSave { save: u64 },
     /// Describe the job to a new coordinator.
     Describe(oneshot::Sender<pb::HeldJob>),
 }
@@ -94,13 +100,20 @@ impl<B: Backend> Task<B> {
 
     async fn serve(&mut self, mut open: pb::OpenJob) -> Result<()> {
         let (epoch, succession) = (open.epoch, open.succession.take());
-        let origin = succession.as_ref().map(|succession| Origin {
-            from: succession.from.clone(),
-            fresh_state: succession.fresh_state,
-        });
+        let (restore, requested) = (open.restore.take(), open.requested.take());
+        let leases = std::mem::take(&mut open.leases);
+        let from = succession.as_ref().and_then(|succession| succession.from.clone());
+        let fresh_state = succession.as_ref().is_some_and(|succession| succession.fresh_state);
+        let origin = Origin { from, fresh_state, restore: requested };
         let job = Arc::new(self.open(open, origin).await?);
         if let Some(succession) = succession {
             carry_over(&self.store, &self.token, self.server, &job, succession).await?;
+        }
+        for lease in leases {
+            job.grant(lease.rank, lease.lease);
+        }
+        if let Some(checkpoint) = restore {
+            restore::restore(&self.store, &job, checkpoint).await?;
         }
         self.store.insert(job.clone());
         tracing::info!(job = job.spec.name, epoch, slices = job.slices().count(), "job opened");
@@ -109,7 +122,7 @@ impl<B: Backend> Task<B> {
         self.obey(&job).await
     }
 
-    async fn open(&self, open: pb::OpenJob, origin: Option<Origin>) -> Result<Job<B>> {
+    async fn open(&self, open: pb::OpenJob, origin: Origin) -> Result<Job<B>> {
         let (store, events, closed) =
             (self.store.clone(), self.events.clone(), self.closed.clone());
         let server = self.server;
@@ -134,12 +147,19 @@ impl<B: Backend> Task<B> {
     /// Carries out the commands of the coordinator until the job is closed.
     async fn obey(&mut self, job: &Arc<Job<B>>) -> Result<()> {
         let commands = &mut self.commands;
+        let mut saves = Saves::new(self.store.clone(), job.clone(), self.server);
         while let Some(Some(command)) = job.closed().run_until_cancelled(commands.recv()).await {
             match command? {
                 // These commands are fast.
                 Command::Grant { rank, lease } => job.grant(rank, lease),
-                // The session has ended if nobody receives it.
-                Command::Describe(answer) => drop(answer.send(job.held())),
+                Command::Write(write) => saves.begin(write).await,
+                Command::CancelSave { save } => saves.cancel(save),
+                Command::Describe(answer) => {
+                    // Nobody waits for a save of the last coordinator.
+                    saves.cancel_all();
+                    // The session has ended if nobody receives the description.
+                    drop(answer.send(job.held()));
+                }
                 other => {
                     let (job, failure) = (job.clone(), &self.store.failure);
                     let execute = move || execute(&job, &other);
@@ -170,6 +190,9 @@ fn execute<B: Backend>(job: &Job<B>, command: &Command) -> Result<()> {
         Command::NewAttempt(attempt) => job.open_attempt(attempt),
         Command::RankDone { rank } => job.rank_done(rank),
         Command::RankRests(ref rests) => job.rank_rests(rests),
-        Command::Grant { .. } | Command::Describe(_) => Ok(()),
+        Command::Grant { .. }
+        | Command::Write(_)
+        | Command::CancelSave { .. }
+        | Command::Describe(_) => Ok(()),
     }
 }

@@ -222,7 +222,10 @@ impl<'a, B: Backend> Session<'a, B> {
                 (job_id, Ok(Command::RankDone { rank }))
             }
             Wire::Rests(rests) => (rests.job_id, Ok(Command::RankRests(rests))),
-            Wire::Write(_) | Wire::Cancel(_) => return,
+            Wire::Write(write) => (write.job_id, Ok(Command::Write(write))),
+            Wire::Cancel(pb::CancelCheckpoint { job_id, save, .. }) => {
+                (job_id, Ok(Command::CancelSave { save }))
+            }
             Wire::Decide(decision) => (decision.job_id, Command::decide(decision)),
         };
         // A job that has failed here has no task any more; the coordinator knows it, or will know

@@ -25,6 +25,10 @@ pub(crate) enum JobEvent {
     Ready { attempt: Attempt, reduced: Vec<(u32, Reduced)> },
     /// The decision about the step is stored.
     Stored { epoch: u64, step: u64 },
+    /// This server's part of a checkpoint is written.
+    Written { save: u64, files: Vec<pb::CheckpointFile> },
+    /// This server's part of a checkpoint could not be written.
+    SaveFailed { save: u64, url: String, reason: String },
     /// The job cannot continue.
     Failed { epoch: u64, reason: String },
 }
@@ -45,6 +49,12 @@ impl JobEvent {
             }
             Self::Stored { epoch, step } => {
                 Event::Stored(pb::DecisionStored { job, job_id, epoch, step })
+            }
+            Self::Written { save, files } => {
+                Event::Written(pb::CheckpointWritten { job, job_id, save, files })
+            }
+            Self::SaveFailed { save, url, reason } => {
+                Event::CheckpointFailed(pb::CheckpointFailed { job, job_id, save, reason, url })
             }
             Self::Failed { epoch, reason } => {
                 Event::Failed(pb::JobFailed { job, job_id, epoch, reason })

@@ -31,8 +31,7 @@ pub(crate) struct Opening<B> {
     pub(crate) spec: JobSpec,
     pub(crate) epoch: u64,
     pub(crate) placement: Placement,
-    /// What the job takes over from, if it does.
-    pub(crate) origin: Option<Origin>,
+    pub(crate) origin: Origin,
     /// The id of this server in the placement.
     pub(crate) server: u64,
     /// Cancelled when the job is closed, also while it is being opened.
@@ -45,10 +44,13 @@ pub(crate) struct Opening<B> {
 }
 
 /// What a job takes over from, as its creator has requested it.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Origin {
+    /// A version of another job.
     pub(crate) from: Option<pb::JobVersion>,
     pub(crate) fresh_state: bool,
+    /// A checkpoint.
+    pub(crate) restore: Option<pb::Restore>,
 }
 
 /// A job's slices on this server, and the open attempt.
@@ -56,7 +58,7 @@ pub(crate) struct Job<B: Backend> {
     pub(crate) id: u64,
     pub(crate) spec: JobSpec,
     placement: Placement,
-    origin: Option<Origin>,
+    origin: Origin,
     backend: Arc<B>,
     /// The budget for the memory of early gradients.
     budget: Arc<Budget>,
@@ -330,11 +332,20 @@ impl<B: Backend> Job<B> {
         closed_error(&self.spec.name)
     }
 
+    /// A gradient was not reported because a checkpoint held its slice.
+    pub(crate) fn finish_save(&self, index: u32) -> Result<()> {
+        let ended = self.slice(index)?.end_save(self.backend())?;
+        if let Some((attempt, reduced)) = ended {
+            self.finish_reduction(attempt, index, Some(reduced));
+        }
+        Ok(())
+    }
+
     fn training_slices(&self) -> usize {
         self.slices().filter(|(_, slice)| slice.group.is_some()).count()
     }
 
-    fn tell(&self, event: JobEvent) {
+    pub(crate) fn tell(&self, event: JobEvent) {
         self.events.tell_of(&self.spec.name, self.id, event);
     }
 

@@ -10,7 +10,7 @@ use std::sync::{
 };
 
 use zeroshard_proto::{
-    AppliedSteps, DType, JobSpec, Optimizer, Result, SliceSpec, geometry::SliceContributors,
+    AppliedSteps, DType, Error, JobSpec, Optimizer, Result, SliceSpec, geometry::SliceContributors,
     optimizer::StateShape,
 };
 
@@ -33,9 +33,11 @@ mod factors;
 mod read;
 mod received;
 mod replacement;
+mod saved;
 mod upload;
 mod versioned;
 
+pub(crate) use saved::HeldSlice;
 pub(crate) use upload::Upload;
 
 /// The version of a slice of a job whose initial parameters are not complete.
@@ -88,6 +90,8 @@ struct Inner<B: Backend> {
     open: Option<Open<B>>,
     /// The arrived part of new values that come with the open step.
     replacement: Option<Replacement<B>>,
+    /// Whether a checkpoint holds a version of the slice.
+    is_saved: bool,
 }
 
 /// The gradient of the open step.
@@ -304,19 +308,19 @@ impl<B: Backend> Slice<B> {
         }
     }
 
-    /// Publishes version 0. Returns the properties of the first step's gradient if it is complete
-    /// because all ranks are absent.
+    /// Publishes the first version: 0, or that of the checkpoint that was restored. Returns the
+    /// properties of the first step's gradient if it is complete because all ranks are absent.
     ///
     /// # Errors
     /// [`zeroshard_proto::Error::OutOfMemory`].
-    pub(crate) fn publish(&self, backend: &B) -> Result<Option<Reduced>> {
+    pub(crate) fn publish(&self, backend: &B, version: u64) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
         let inner = &mut *inner;
         if let Some(published) = &mut inner.published {
             backend.copy(inner.master.current(), published.write(backend)?);
         }
-        inner.restart(backend, inner.attempt);
-        self.set_version(0);
+        inner.restart(backend, Attempt { step: version, ..inner.attempt });
+        self.set_version(version);
         inner.reduced(backend)
     }
 
@@ -379,6 +383,7 @@ impl<B: Backend> Inner<B> {
             stale_state: false,
             open: None,
             replacement: None,
+            is_saved: false,
         }
     }
 
@@ -400,13 +405,15 @@ impl<B: Backend> Inner<B> {
     }
 
     /// Returns the properties of the gradient when it is found complete for the first time, after
-    /// reserving the memory that the step needs.
+    /// reserving the memory that the step needs. Without that memory the step waits for a
+    /// checkpoint that holds the slice (see [`Slice::end_save`]).
     fn reduced(&mut self, backend: &B) -> Result<Option<Reduced>> {
         if self.open.as_ref().is_none_or(|open| open.is_reported || !open.round.is_complete()) {
             return Ok(None);
         }
-        for buffer in self.buffers() {
-            buffer.reserve(backend)?;
+        match self.reserve(backend) {
+            Err(Error::OutOfMemory { .. }) if self.is_saved => return Ok(None),
+            reserved => reserved?,
         }
         let Some(open) = &mut self.open else { return Ok(None) };
         open.is_reported = true;

@@ -65,7 +65,7 @@ impl Subject {
         let uploaded =
             self.slice.upload(&self.backend, self.attempt.get(), upload, chunk, || Ok(()))?;
         if uploaded.1 {
-            self.slice.publish(&self.backend).unwrap();
+            self.slice.publish(&self.backend, 0).unwrap();
         }
         Ok(uploaded)
     }

@@ -19,7 +19,7 @@ use zeroshard_proto::{
 use super::{
     budget::Budget,
     events::Events,
-    job::{Job, Opening},
+    job::{Job, Opening, Origin},
     pull, push,
     slice::Apply,
     store::{Limits, Store},
@@ -66,7 +66,7 @@ impl Subject {
             spec,
             epoch: EPOCH,
             placement,
-            origin: None,
+            origin: Origin::default(),
             server: 9,
             closed: CancellationToken::new(),
             backend: store.backend.clone(),

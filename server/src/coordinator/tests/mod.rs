@@ -13,6 +13,7 @@ mod model;
 mod recovery;
 mod reduces;
 mod resting;
+mod saves;
 mod service;
 mod succession;
 mod wire;
@@ -22,18 +23,21 @@ use std::{
     time::Duration,
 };
 
+use bytes::Bytes;
 use zeroshard_proto::{DType, Error, JobSpec, Manifest, Result, Server, Succession, TensorSpec};
 
 use super::{
     cluster::Cluster,
     decisions::{Decision, Figures, Report, Update},
     events::{
-        Action, Caller, Command, Commit, Create, Discard, Event, JobRef, Join, Lease, Link, Now,
-        Reduce, Reply, Rest, Said, Turn,
+        Action, Caller, Checkpoint, Command, Commit, Create, Discard, Event, JobRef, Join, Lease,
+        Link, Now, Placed, Reduce, Reply, Rest, Said, Turn,
     },
     feed::Change,
     jobs::Plan,
     reduce::{Absent, Norm, Overflow, Reduced},
+    responses::Files,
+    save::{Completion, Save, Saved},
     state::{Open, Phase},
 };
 use crate::attempt::Attempt;
@@ -53,7 +57,7 @@ fn spec(world: u32) -> JobSpec {
 }
 
 fn creation(spec: JobSpec) -> Box<Create> {
-    Box::new(Create { spec, succession: None })
+    Box::new(Create { spec, succession: None, restore: None })
 }
 
 /// The job, as its members and servers name it.
@@ -75,6 +79,9 @@ struct Script {
     woken: Vec<Lease>,
     ended: Vec<(Lease, Option<Error>)>,
     dismissed: Vec<u64>,
+    completions: Vec<Completion>,
+    /// The checkpoint that jobs find.
+    found: Option<Checkpoint>,
 }
 
 impl Script {
@@ -132,7 +139,9 @@ impl Script {
             }
             Action::Place(placing) => {
                 let plan = Plan::new(&placing.spec, &placing.live);
-                return Some(Event::Placed { job: placing.job, plan });
+                let found = placing.restore.and(self.found.clone());
+                let placed = plan.map(|plan| Placed { plan, checkpoint: found });
+                return Some(Event::Placed { job: placing.job, placed });
             }
             Action::Wake(lease) => self.woken.push(lease),
             Action::End(lease, error) => self.ended.push((lease, error)),
@@ -142,7 +151,9 @@ impl Script {
             | Action::Attached(_)
             | Action::Tick(_)
             | Action::Forgotten { .. }
+            | Action::SaveEnded { .. }
             | Action::Note(_) => {}
+            Action::Complete(completion) => self.completions.push(completion),
         }
         None
     }
@@ -204,7 +215,7 @@ impl Script {
         succession: Option<Succession>,
     ) -> Caller {
         let caller = self.caller();
-        let create = Box::new(Create { spec, succession });
+        let create = Box::new(Create { spec, succession, restore: None });
         self.event(Event::Create { caller, job_id, create, wait: WAIT });
         caller
     }
@@ -431,6 +442,7 @@ fn commit(lease: Lease, epoch: u64, rank: u32, step: u64) -> Commit {
         loss: None,
         gradient_factors: Vec::new(),
         written: Vec::new(),
+        user_data: Bytes::new(),
         wait: WAIT,
     }
 }

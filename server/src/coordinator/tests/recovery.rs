@@ -31,6 +31,7 @@ impl Before {
             spec: self.spec.clone(),
             plan: self.plan.clone(),
             succession: None,
+            restore: None,
             attempt: Attempt { epoch: 3, step: 4, number: 0 },
             published: true,
             initialised: false,

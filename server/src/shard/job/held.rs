@@ -15,10 +15,9 @@ impl<B: Backend> Job<B> {
             placement: Some((&self.placement).into()),
             ..Default::default()
         };
-        if let Some(origin) = &self.origin {
-            held.from = origin.from.clone();
-            held.fresh_state = origin.fresh_state;
-        }
+        held.from = self.origin.from.clone();
+        held.fresh_state = self.origin.fresh_state;
+        held.restore = self.origin.restore.clone();
         self.ranks().describe(&mut held);
         let progress = self.progress();
         let Attempt { epoch, step, number } = progress.attempt;

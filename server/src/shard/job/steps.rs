@@ -99,13 +99,13 @@ impl<B: Backend> Job<B> {
         Ok(())
     }
 
-    /// Every server has its initial parameters: version 0 is published for all readers at once.
+    /// Every server has its initial parameters: version 0 is published.
     ///
     /// # Errors
     /// [`Error::Internal`] if this server does not have them, [`Error::OutOfMemory`].
     pub(crate) fn publish(&self, epoch: u64) -> Result<()> {
-        let attempt = {
-            let mut progress = self.progress();
+        {
+            let progress = self.progress();
             if !progress.is_upload || progress.waiting > 0 || progress.attempt.epoch != epoch {
                 let cause = format!(
                     "version 0 was published in epoch {epoch}; this server is in epoch {} with {} slices incomplete",
@@ -113,16 +113,28 @@ impl<B: Backend> Job<B> {
                 );
                 return Err(Error::Internal { cause });
             }
+        }
+        self.publish_at(0)
+    }
+
+    /// Publishes the first version for all readers at once: 0, or that of a checkpoint.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub(crate) fn publish_at(&self, version: u64) -> Result<()> {
+        let attempt = {
+            let mut progress = self.progress();
+            let attempt = Attempt { step: version, ..progress.attempt };
             // From now on slices accept gradients, one after the other.
-            *progress = Progress::step(progress.attempt, None, self.training_slices());
-            progress.attempt
+            *progress = Progress::step(attempt, None, self.training_slices());
+            attempt
         };
         self.slices.par_iter().enumerate().try_for_each(|(index, slice)| {
             let Some(slice) = slice else { return Ok(()) };
-            self.finish_reduction(attempt, index as u32, slice.publish(self.backend())?);
+            self.finish_reduction(attempt, index as u32, slice.publish(self.backend(), version)?);
             Ok(())
         })?;
-        self.progress().version = Some(0);
+        self.progress().version = Some(version);
         self.changed.send_replace(());
         Ok(())
     }

@@ -105,7 +105,7 @@ impl<B: Backend> Slice<B> {
         Ok(*hasher.finalize().as_bytes())
     }
 
-    fn check_version(&self, job: &str, version: u64) -> Result<()> {
+    pub(super) fn check_version(&self, job: &str, version: u64) -> Result<()> {
         match self.version() {
             Some(current) if current == version => Ok(()),
             current => Err(Error::VersionGone {

@@ -34,7 +34,7 @@ impl Subject {
         let contributors = contributors(&job);
         let slice = Slice::allocate(&backend, &job, 0, contributors, FIRST).unwrap();
         slice.upload(&backend, FIRST, PARAMETERS, &chunk(0, 0, &[1.0, 2.0]), || Ok(())).unwrap();
-        slice.publish(&backend).unwrap();
+        slice.publish(&backend, 0).unwrap();
         backend.room.store(left, Ordering::Relaxed);
         Self { backend, slice, job }
     }

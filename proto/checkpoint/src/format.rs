@@ -1,0 +1,93 @@
+//! The keys of a slice, and the header of a file (safetensors,
+//! <https://huggingface.co/docs/safetensors>).
+
+use std::ops::Range;
+
+use serde_json::{Map, Value, json};
+use zeroshard_proto::{DType, JobSpec, Optimizer};
+
+/// The length of the number in front of the header.
+const PREFIX: usize = 8;
+/// Headers are filled with spaces to a multiple of this length, so that tensors are aligned.
+const ALIGNMENT: usize = 8;
+
+/// A part of a slice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// The f32 master weights; for a tensor that does not train, its content.
+    Values,
+    /// The state tensor at this position of [`Optimizer::state`].
+    State(usize),
+}
+
+/// A one-dimensional tensor in a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Entry {
+    pub(crate) key: String,
+    /// The name of the type in the format.
+    pub(crate) dtype: &'static str,
+    pub(crate) numel: usize,
+    /// The size in bytes.
+    pub(crate) bytes: usize,
+}
+
+/// The parts of slice number `index`, in the order in which they are stored.
+pub(crate) fn parts(spec: &JobSpec, index: usize) -> Vec<(Part, Entry)> {
+    let slice = spec.manifest.slices()[index];
+    let tensor = spec.manifest.tensor_of(index);
+    let entry = |part: &str, dtype: DType, numel: usize| Entry {
+        key: format!("{part}/{}/{}", tensor.name, slice.offset),
+        dtype: name(dtype),
+        numel,
+        bytes: numel * dtype.size(),
+    };
+    if !tensor.trains() {
+        return vec![(Part::Values, entry("values", tensor.dtype, slice.numel))];
+    }
+    let optimizer: &Optimizer = &spec.groups[tensor.group as usize];
+    let mut parts = vec![(Part::Values, entry("master", DType::F32, slice.numel))];
+    let shapes = optimizer.state_shapes(&tensor.shape).into_iter().zip(optimizer.state());
+    for (position, (shape, state)) in shapes.enumerate() {
+        let numel = shape.numel(slice.numel);
+        if numel > 0 {
+            parts.push((Part::State(position), entry(state, DType::F32, numel)));
+        }
+    }
+    parts
+}
+
+fn name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F32 => "F32",
+        DType::Bf16 => "BF16",
+        DType::F16 => "F16",
+    }
+}
+
+/// The beginning of a file with these tensors: the length of the header, and the header.
+pub(crate) fn header<'a>(entries: impl IntoIterator<Item = &'a Entry>) -> Vec<u8> {
+    let (mut tensors, mut end) = (Map::new(), 0);
+    for Entry { key, dtype, numel, bytes } in entries {
+        let offsets = [end, end + bytes];
+        end += bytes;
+        let tensor = json!({"dtype": dtype, "shape": [numel], "data_offsets": offsets});
+        tensors.insert(key.clone(), tensor);
+    }
+    let mut text = Value::Object(tensors).to_string().into_bytes();
+    text.resize(text.len().next_multiple_of(ALIGNMENT), b' ');
+    let mut header = Vec::with_capacity(PREFIX + text.len());
+    header.extend((text.len() as u64).to_le_bytes());
+    header.extend(text);
+    header
+}
+
+/// The positions of tensors of these sizes behind a header of `header` bytes.
+pub(crate) fn ranges(header: u64, sizes: impl IntoIterator<Item = u64>) -> Vec<Range<u64>> {
+    let mut end = header;
+    let range = |size| {
+        let start = end;
+        end = start.saturating_add(size);
+        start..end
+    };
+    sizes.into_iter().map(range).collect()
+}

@@ -1,0 +1,29 @@
+//! Checkpoints: one version of a job's state in an object store, or in a directory.
+//!
+//! ```text
+//! <url>/<job>/<version, 20 digits>/manifest.json
+//!                                  <save>-<server>-<number>.safetensors
+//! ```
+//!
+//! Servers write files of slices in parallel; the manifest is written last, and only if there is
+//! none. Files without a manifest are not a checkpoint: they belong to a save that is in progress
+//! or was given up. Files are never changed.
+//!
+//! The slices of a job follow from its tensors alone, so a checkpoint can be read by any number of
+//! servers. `format` knows the keys of a slice, `manifest` the index of all files, `storage` where
+//! they are; `writer` and `reader` transfer slices.
+
+mod format;
+mod hash;
+mod manifest;
+mod reader;
+mod storage;
+mod user_data;
+mod verify;
+mod writer;
+
+pub use format::Part;
+pub use manifest::Manifest;
+pub use reader::SavedSlice;
+pub use storage::Storage;
+pub use writer::{Save, Source, write};

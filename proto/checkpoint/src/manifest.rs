@@ -1,0 +1,326 @@
+//! The index of a checkpoint: what was saved, its files, and the hash of everything in them.
+
+use std::{collections::BTreeMap, time::SystemTime};
+
+use blake3::Hash;
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use zeroshard_proto::{AppliedSteps, Error, JobSpec, Result, pb};
+
+use crate::{format, hash};
+
+/// The version of the format that this program writes, and the latest that it reads.
+const FORMAT: u32 = 1;
+
+/// The manifest of a checkpoint.
+#[derive(Debug, Clone)]
+pub struct Manifest {
+    contents: Contents,
+    spec: JobSpec,
+    /// The file of each slice, and the position of the slice in the file.
+    places: BTreeMap<u32, (usize, usize)>,
+}
+
+/// What `manifest.json` contains.
+#[derive(Debug, Serialize, Deserialize)]
+struct Document {
+    /// BLAKE3 of the text of `checkpoint`.
+    blake3: String,
+    checkpoint: Box<RawValue>,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Contents {
+    format: u32,
+    job: String,
+    job_id: u64,
+    version: u64,
+    /// The number of the save, with which the names of its files begin.
+    save: u64,
+    /// When the checkpoint was completed, in seconds since 1970.
+    created: u64,
+    spec: pb::JobSpec,
+    files: Vec<File>,
+}
+
+/// A file of a checkpoint.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct File {
+    pub(crate) name: String,
+    pub(crate) bytes: u64,
+    #[serde(with = "hash::hex")]
+    pub(crate) header: Hash,
+    pub(crate) slices: Vec<SliceEntry>,
+    /// The ranks whose data the file has. Such a file has no slices.
+    #[serde(default)]
+    pub(crate) ranks: Vec<RankEntry>,
+}
+
+/// A slice in a file.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct SliceEntry {
+    pub(crate) slice: u32,
+    pub(crate) applied: u64,
+    /// As f64, whose text is exact.
+    #[serde(default)]
+    scalar_state: Vec<f64>,
+    /// One hash for each part.
+    #[serde(with = "hash::hex_list")]
+    pub(crate) hashes: Vec<Hash>,
+}
+
+/// The data of a rank.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct RankEntry {
+    pub(crate) rank: u32,
+    pub(crate) bytes: u64,
+    #[serde(with = "hash::hex")]
+    pub(crate) hash: Hash,
+}
+
+impl Manifest {
+    /// The manifest of a save whose files are written.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] unless each slice of the job is in exactly one file, with a hash for
+    /// each part.
+    pub fn new(
+        spec: &JobSpec,
+        job_id: u64,
+        version: u64,
+        save: u64,
+        files: Vec<pb::CheckpointFile>,
+    ) -> Result<Self> {
+        let since_epoch = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+        let files = files.into_iter().map(|file| File::of_message(file, spec));
+        let contents = Contents {
+            format: FORMAT,
+            job: spec.name.clone(),
+            job_id,
+            version,
+            save,
+            created: since_epoch.as_secs(),
+            spec: spec.into(),
+            files: files.collect::<Result<_>>()?,
+        };
+        Self::of(contents, spec.clone()).map_err(|cause| Error::Internal {
+            cause: format!("the files of version {version} of job {:?}: {cause}", spec.name),
+        })
+    }
+
+    fn of(contents: Contents, spec: JobSpec) -> Result<Self, String> {
+        let mut places = BTreeMap::new();
+        for (number, file) in contents.files.iter().enumerate() {
+            file.check(&spec)?;
+            for (position, entry) in file.slices.iter().enumerate() {
+                if places.insert(entry.slice, (number, position)).is_some() {
+                    return Err(format!("slice {} is there twice", entry.slice));
+                }
+            }
+        }
+        let missing =
+            (0..spec.manifest.number_of_slices() as u32).find(|s| !places.contains_key(s));
+        match missing {
+            Some(slice) => Err(format!("slice {slice} is missing")),
+            None => Ok(Self { contents, spec, places }),
+        }
+    }
+
+    /// Reads `manifest.json`.
+    ///
+    /// # Errors
+    /// A text, if it is damaged or of a later format.
+    pub(crate) fn parse(text: &[u8]) -> Result<Self, String> {
+        let invalid = |error: serde_json::Error| format!("it is not a manifest: {error}");
+        let document: Document = serde_json::from_slice(text).map_err(invalid)?;
+        let checkpoint = document.checkpoint.get();
+        if blake3::hash(checkpoint.as_bytes()).to_hex().as_str() != document.blake3 {
+            return Err("its hash is wrong".to_owned());
+        }
+        #[derive(Deserialize)]
+        struct Format {
+            format: u32,
+        }
+        let Format { format } = serde_json::from_str(checkpoint).map_err(invalid)?;
+        if format > FORMAT {
+            return Err(format!(
+                "its format is {format}, and this version of ZeroShard reads up to {FORMAT}; \
+                 install a later version"
+            ));
+        }
+        let contents: Contents = serde_json::from_str(checkpoint).map_err(invalid)?;
+        let spec = JobSpec::try_from(contents.spec.clone()).map_err(|error| error.to_string())?;
+        Self::of(contents, spec)
+    }
+
+    /// The text of `manifest.json`.
+    pub(crate) fn text(&self) -> Result<String> {
+        let internal = |error: serde_json::Error| Error::Internal { cause: error.to_string() };
+        let checkpoint = serde_json::to_string_pretty(&self.contents).map_err(internal)?;
+        let blake3 = blake3::hash(checkpoint.as_bytes()).to_hex().to_string();
+        let checkpoint = RawValue::from_string(checkpoint).map_err(internal)?;
+        serde_json::to_string(&Document { blake3, checkpoint }).map_err(internal)
+    }
+
+    /// The name of the job.
+    pub fn job(&self) -> &str {
+        &self.contents.job
+    }
+
+    /// The id of the job.
+    pub fn job_id(&self) -> u64 {
+        self.contents.job_id
+    }
+
+    /// The version that was saved.
+    pub fn version(&self) -> u64 {
+        self.contents.version
+    }
+
+    /// The number of the save.
+    pub fn save(&self) -> u64 {
+        self.contents.save
+    }
+
+    /// When the checkpoint was completed, in seconds since 1970.
+    pub fn created(&self) -> u64 {
+        self.contents.created
+    }
+
+    /// The specification of the job.
+    pub fn spec(&self) -> &JobSpec {
+        &self.spec
+    }
+
+    /// The size of all files but the manifest, in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.contents.files.iter().fold(0, |sum, file| sum.saturating_add(file.bytes))
+    }
+
+    /// The names and sizes of the files.
+    pub fn files(&self) -> impl Iterator<Item = (&str, u64)> {
+        self.contents.files.iter().map(|file| (file.name.as_str(), file.bytes))
+    }
+
+    /// The ranks that have stored data, ascending.
+    pub fn ranks(&self) -> Vec<u32> {
+        let ranks = self.contents.files.iter().flat_map(|file| &file.ranks);
+        let mut ranks: Vec<u32> = ranks.map(|entry| entry.rank).collect();
+        ranks.sort_unstable();
+        ranks
+    }
+
+    /// The files.
+    pub(crate) fn entries(&self) -> &[File] {
+        &self.contents.files
+    }
+
+    /// The file with a slice, and the position of the slice in the file.
+    pub(crate) fn place(&self, slice: u32) -> Option<(&File, usize)> {
+        let &(file, position) = self.places.get(&slice)?;
+        Some((self.contents.files.get(file)?, position))
+    }
+
+    /// The first reason for which a job with this specification cannot start from the checkpoint.
+    /// Tensors and the kind of optimizer must be equal. Hyperparameters, parameter groups, layouts,
+    /// the number of ranks and of servers may differ.
+    pub fn difference(&self, spec: &JobSpec) -> Option<String> {
+        let (ours, theirs) = (self.spec.manifest.tensors(), spec.manifest.tensors());
+        if ours.len() != theirs.len() {
+            return Some(format!("number of tensors ({} and {})", ours.len(), theirs.len()));
+        }
+        let differs = ours.iter().zip(theirs).find(|(a, b)| {
+            (&a.name, &a.shape, a.dtype, a.frozen, a.buffer, &a.alias_of, a.policy)
+                != (&b.name, &b.shape, b.dtype, b.frozen, b.buffer, &b.alias_of, b.policy)
+        });
+        if let Some((tensor, _)) = differs {
+            return Some(format!("tensor {:?}", tensor.name));
+        }
+        let same = self.spec.groups[0].same_state_layout(&spec.groups[0]);
+        (!same).then(|| "optimizer".to_owned())
+    }
+}
+
+impl File {
+    fn of_message(file: pb::CheckpointFile, spec: &JobSpec) -> Result<Self> {
+        let pb::CheckpointFile { name, bytes, header_hash, tensor_hashes, slices, ranks } = file;
+        let hashes = tensor_hashes.iter().map(|hash| hash::of_message(hash));
+        let mut hashes = hashes.collect::<Result<Vec<_>>>()?.into_iter();
+        let slices = slices.into_iter().map(|saved| SliceEntry {
+            slice: saved.slice,
+            applied: saved.applied,
+            scalar_state: saved.scalar_state.into_iter().map(f64::from).collect(),
+            hashes: hashes.by_ref().take(number_of_parts(spec, saved.slice)).collect(),
+        });
+        let slices = slices.collect();
+        let ranks = ranks.into_iter().zip(hashes).map(|(saved, hash)| {
+            let pb::SavedRank { rank, bytes } = saved;
+            RankEntry { rank, bytes, hash }
+        });
+        let ranks = ranks.collect();
+        Ok(Self { name, bytes, header: hash::of_message(&header_hash)?, slices, ranks })
+    }
+
+    /// Checks that the slices exist, and that the sizes fit together.
+    fn check(&self, spec: &JobSpec) -> Result<(), String> {
+        let name = &self.name;
+        if name.is_empty() || name.contains('/') || name == ".." {
+            return Err(format!("{name:?} is not the name of a file"));
+        }
+        for entry in &self.slices {
+            let expected = number_of_parts(spec, entry.slice);
+            if expected == 0 || entry.hashes.len() != expected {
+                let found = entry.hashes.len();
+                return Err(format!(
+                    "slice {} in {name} has {found} parts instead of {expected}",
+                    entry.slice
+                ));
+            }
+        }
+        let content: u64 = self.sizes(spec).fold(0, u64::saturating_add);
+        match self.bytes.checked_sub(content) {
+            Some(header) if header >= 8 => Ok(()),
+            _ => Err(format!("{name} has {} bytes, and {content} bytes of tensors", self.bytes)),
+        }
+    }
+
+    /// The sizes of all tensors in the file, in order. The slices exist.
+    pub(crate) fn sizes(&self, spec: &JobSpec) -> impl Iterator<Item = u64> {
+        let parts = self.slices.iter().flat_map(|entry| format::parts(spec, entry.slice as usize));
+        let slices = parts.map(|(_, part)| part.bytes as u64);
+        slices.chain(self.ranks.iter().map(|entry| entry.bytes))
+    }
+
+    /// The hashes of all tensors in the file, in order.
+    pub(crate) fn hashes(&self) -> impl Iterator<Item = &Hash> {
+        let slices = self.slices.iter().flat_map(|entry| &entry.hashes);
+        slices.chain(self.ranks.iter().map(|entry| &entry.hash))
+    }
+
+    /// The size of the header with its length.
+    pub(crate) fn header_bytes(&self, spec: &JobSpec) -> u64 {
+        self.bytes.saturating_sub(self.sizes(spec).fold(0, u64::saturating_add))
+    }
+}
+
+impl SliceEntry {
+    /// The steps applied to the slice.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the optimizer has another scalar state.
+    pub(crate) fn applied(&self, spec: &JobSpec) -> Result<AppliedSteps> {
+        let scalar_state: Vec<f32> = self.scalar_state.iter().map(|&value| value as f32).collect();
+        match spec.manifest.trains(self.slice as usize) {
+            true => AppliedSteps::of(&spec.groups[0], self.applied, &scalar_state),
+            false => Ok(AppliedSteps::default()),
+        }
+    }
+}
+
+/// The number of parts of a slice; 0 for a slice that the job does not have.
+fn number_of_parts(spec: &JobSpec, slice: u32) -> usize {
+    match (slice as usize) < spec.manifest.number_of_slices() {
+        true => format::parts(spec, slice as usize).len(),
+        false => 0,
+    }
+}

@@ -1,0 +1,284 @@
+//! The place of checkpoints: a directory or an object store.
+
+use std::{collections::BTreeSet, fmt, sync::Arc};
+
+use bytes::Bytes;
+use futures_util::TryStreamExt;
+use object_store::{
+    ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, local::LocalFileSystem, path::Path,
+};
+use percent_encoding::percent_decode_str;
+use zeroshard_proto::{Error, Result, checkpoint::check_url};
+
+use crate::Manifest;
+
+/// The name of the manifest.
+const MANIFEST: &str = "manifest.json";
+
+/// A directory or prefix with checkpoints. Cheap to clone.
+#[derive(Clone)]
+pub struct Storage {
+    store: Arc<dyn ObjectStore>,
+    /// The path of the prefix in the store.
+    prefix: Path,
+    url: Arc<str>,
+}
+
+impl fmt::Debug for Storage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Storage").field("url", &self.url).finish_non_exhaustive()
+    }
+}
+
+impl Storage {
+    /// Opens the storage at a URL with the scheme `file`, `s3`, `gs` or `az`. Credentials,
+    /// endpoints and regions come from the usual environment variables (`AWS_ACCESS_KEY_ID`,
+    /// `AWS_ENDPOINT_URL`, `GOOGLE_SERVICE_ACCOUNT`, `AZURE_STORAGE_ACCOUNT_NAME`, ...).
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for an invalid URL; [`Error::Storage`] for an invalid configuration.
+    pub fn open(url: &str) -> Result<Self> {
+        check_url(url)?;
+        let (store, prefix) = match url.strip_prefix("file://") {
+            Some(directory) => local(url, directory)?,
+            None => remote(url)?,
+        };
+        Ok(Self { store, prefix, url: url.trim_end_matches('/').into() })
+    }
+
+    /// The URL.
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// The jobs with checkpoints, complete or not, in alphabetical order.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub async fn jobs(&self) -> Result<Vec<String>> {
+        let names = self.children(&self.prefix).await?;
+        let decode = |name: String| percent_decode_str(&name).decode_utf8_lossy().into_owned();
+        Ok(names.into_iter().map(decode).collect())
+    }
+
+    /// The versions of the complete checkpoints of a job, ascending.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub async fn versions(&self, job: &str) -> Result<Vec<u64>> {
+        let mut complete = Vec::new();
+        for version in self.all_versions(job).await? {
+            let manifest = self.path(job, version, MANIFEST);
+            match self.store.head(&manifest).await {
+                Ok(_) => complete.push(version),
+                Err(object_store::Error::NotFound { .. }) => {}
+                Err(error) => return Err(self.failed("read", &manifest, &error)),
+            }
+        }
+        Ok(complete)
+    }
+
+    /// The versions of all saves, complete or not, ascending.
+    async fn all_versions(&self, job: &str) -> Result<BTreeSet<u64>> {
+        let names = self.children(&self.prefix.clone().join(job)).await?;
+        Ok(names.iter().filter_map(|name| name.parse().ok()).collect())
+    }
+
+    /// The names of the directories in a directory.
+    async fn children(&self, directory: &Path) -> Result<Vec<String>> {
+        let listed = self.store.list_with_delimiter(Some(directory)).await;
+        let listed = listed.map_err(|error| self.failed("list", directory, &error))?;
+        let name = |path: &Path| path.filename().map(str::to_owned);
+        Ok(listed.common_prefixes.iter().filter_map(name).collect())
+    }
+
+    /// The manifest of a checkpoint.
+    ///
+    /// # Errors
+    /// [`Error::NoCheckpoint`] if the version has no complete checkpoint,
+    /// [`Error::CheckpointDamaged`], [`Error::Storage`].
+    pub async fn manifest(&self, job: &str, version: u64) -> Result<Manifest> {
+        let path = self.path(job, version, MANIFEST);
+        let text = match self.store.get(&path).await {
+            Ok(found) => found.bytes().await,
+            Err(error) => Err(error),
+        };
+        let text = text.map_err(|error| match error {
+            object_store::Error::NotFound { .. } => Error::NoCheckpoint {
+                url: self.url.to_string(),
+                job: job.to_owned(),
+                version: format!("version {version}"),
+            },
+            error => self.failed("read", &path, &error),
+        })?;
+        let damaged = |cause| Error::CheckpointDamaged { file: self.name(&path), cause };
+        let manifest = Manifest::parse(&text).map_err(damaged)?;
+        if (manifest.job(), manifest.version()) != (job, version) {
+            let (job, version) = (manifest.job(), manifest.version());
+            return Err(damaged(format!("it is that of version {version} of job {job:?}")));
+        }
+        Ok(manifest)
+    }
+
+    /// Completes a checkpoint by creating its manifest. Returns `false` if the version has one
+    /// already.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub async fn commit(&self, manifest: &Manifest) -> Result<bool> {
+        let path = self.path(manifest.job(), manifest.version(), MANIFEST);
+        let text = manifest.text()?;
+        match self.store.put_opts(&path, text.into(), PutMode::Create.into()).await {
+            Ok(_) => Ok(true),
+            Err(object_store::Error::AlreadyExists { .. }) => Ok(false),
+            Err(error) => Err(self.failed("write", &path, &error)),
+        }
+    }
+
+    /// Removes the files of a save that was given up. A save whose manifest exists is kept.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub async fn discard(&self, job: &str, version: u64, save: u64) -> Result<()> {
+        match self.manifest(job, version).await {
+            Ok(manifest) if manifest.save() == save => return Ok(()),
+            Err(error @ Error::Storage { .. }) => return Err(error),
+            _ => {}
+        }
+        let of_save = prefix_of(save);
+        self.remove_files(job, version, |name| name.starts_with(&of_save)).await
+    }
+
+    /// Removes a checkpoint: the manifest first, so that an incomplete one is never left.
+    ///
+    /// # Errors
+    /// [`Error::NoCheckpoint`] if nothing of the version exists; [`Error::Storage`].
+    pub async fn remove(&self, job: &str, version: u64) -> Result<()> {
+        if !self.all_versions(job).await?.contains(&version) {
+            return Err(Error::NoCheckpoint {
+                url: self.url.to_string(),
+                job: job.to_owned(),
+                version: format!("version {version}"),
+            });
+        }
+        self.remove_files(job, version, |name| name == MANIFEST).await?;
+        self.remove_files(job, version, |_| true).await
+    }
+
+    /// Keeps the newest `keep` complete checkpoints of a job, or all of them if it is 0. Removes
+    /// older ones, and what older saves that were given up have left. Returns the versions of the
+    /// complete checkpoints that were removed.
+    ///
+    /// # Errors
+    /// [`Error::Storage`].
+    pub async fn prune(&self, job: &str, keep: u32) -> Result<Vec<u64>> {
+        let complete = self.versions(job).await?;
+        let Some(newest) = complete.last() else { return Ok(Vec::new()) };
+        let first_kept = match keep {
+            0 => 0,
+            keep => complete.len().saturating_sub(keep as usize),
+        };
+        let kept = &complete[first_kept..];
+        for version in self.all_versions(job).await?.range(..newest) {
+            if !kept.contains(version) {
+                self.remove(job, *version).await?;
+            }
+        }
+        Ok(complete[..first_kept].to_vec())
+    }
+
+    /// Removes the files of a version whose names pass the test.
+    async fn remove_files(
+        &self,
+        job: &str,
+        version: u64,
+        test: impl Fn(&str) -> bool,
+    ) -> Result<()> {
+        let directory = self.directory(job, version);
+        let listed: std::result::Result<Vec<ObjectMeta>, _> =
+            self.store.list(Some(&directory)).try_collect().await;
+        for file in listed.map_err(|error| self.failed("list", &directory, &error))? {
+            if file.location.filename().is_some_and(&test) {
+                match self.store.delete(&file.location).await {
+                    Ok(()) | Err(object_store::Error::NotFound { .. }) => {}
+                    Err(error) => return Err(self.failed("remove", &file.location, &error)),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn store(&self) -> &Arc<dyn ObjectStore> {
+        &self.store
+    }
+
+    /// A range of a file.
+    ///
+    /// # Errors
+    /// [`Error::CheckpointDamaged`] if the file does not exist or is shorter, [`Error::Storage`].
+    pub(crate) async fn read(&self, path: &Path, range: std::ops::Range<u64>) -> Result<Bytes> {
+        let length = range.end - range.start;
+        let damaged = |cause| Error::CheckpointDamaged { file: self.name(path), cause };
+        match self.store.get_range(path, range).await {
+            Ok(bytes) if bytes.len() as u64 == length => Ok(bytes),
+            Ok(bytes) => {
+                Err(damaged(format!("it ends {} bytes early", length - bytes.len() as u64)))
+            }
+            Err(object_store::Error::NotFound { .. }) => Err(damaged("it is missing".to_owned())),
+            Err(error) => match self.store.head(path).await {
+                // The range may be outside of the file.
+                Ok(found) if found.size < length => {
+                    Err(damaged(format!("it has only {} bytes", found.size)))
+                }
+                _ => Err(self.failed("read", path, &error)),
+            },
+        }
+    }
+
+    fn directory(&self, job: &str, version: u64) -> Path {
+        self.prefix.clone().join(job).join(format!("{version:020}"))
+    }
+
+    pub(crate) fn path(&self, job: &str, version: u64, file: &str) -> Path {
+        self.directory(job, version).join(file)
+    }
+
+    /// The URL of a file, for messages.
+    pub(crate) fn name(&self, path: &Path) -> String {
+        let relative: Vec<_> = path.prefix_match(&self.prefix).into_iter().flatten().collect();
+        let relative: Vec<&str> = relative.iter().map(AsRef::as_ref).collect();
+        format!("{}/{}", self.url, relative.join("/"))
+    }
+
+    pub(crate) fn failed(&self, action: &str, path: &Path, error: &object_store::Error) -> Error {
+        let causes =
+            std::iter::successors(Some(error as &dyn std::error::Error), |error| error.source());
+        let cause = causes.last().map(ToString::to_string).unwrap_or_default();
+        Error::Storage { action: action.to_owned(), url: self.name(path), cause }
+    }
+}
+
+/// How the names of the files of a save begin.
+pub(crate) fn prefix_of(save: u64) -> String {
+    format!("{save:016x}-")
+}
+
+fn invalid(url: &str, cause: impl fmt::Display) -> Error {
+    Error::Storage { action: "open".to_owned(), url: url.to_owned(), cause: cause.to_string() }
+}
+
+fn local(url: &str, directory: &str) -> Result<(Arc<dyn ObjectStore>, Path)> {
+    if !directory.starts_with('/') {
+        let expected = "an absolute path after file://, for example file:///checkpoints";
+        return Err(Error::invalid("url of the checkpoints", format!("{url:?}"), expected));
+    }
+    let directory = percent_decode_str(directory).decode_utf8_lossy();
+    std::fs::create_dir_all(&*directory).map_err(|error| invalid(url, error))?;
+    let store = LocalFileSystem::new_with_prefix(&*directory);
+    let store = store.map_err(|error| invalid(url, error))?.with_fsync(true);
+    Ok((Arc::new(store), Path::default()))
+}
+
+fn remote(url: &str) -> Result<(Arc<dyn ObjectStore>, Path)> {
+    Err(invalid(url, "not supported"))
+}

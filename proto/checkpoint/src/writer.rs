@@ -1,0 +1,214 @@
+//! Writes a server's slices of one version, in files of about [`FILE_BYTES`].
+//!
+//! Memory: up to [`READ_AHEAD`] parts of slices are read and hashed ahead, and up to
+//! [`CHUNKS`] chunks of [`CHUNK_BYTES`] are being stored.
+
+use std::{mem, sync::Arc};
+
+use blake3::Hash;
+use bytes::Bytes;
+use futures_util::{StreamExt, stream};
+use object_store::{ObjectStoreExt, WriteMultipart, path::Path};
+use zeroshard_proto::{AppliedSteps, Error, JobSpec, Result, pb};
+
+use crate::{
+    Part, Storage,
+    format::{self, Entry},
+    storage::prefix_of,
+};
+
+/// The size at which a file ends.
+const FILE_BYTES: usize = 1 << 30;
+/// The size of the chunks that are stored.
+const CHUNK_BYTES: usize = 16 << 20;
+/// The number of chunks that are stored at the same time.
+const CHUNKS: usize = 4;
+/// The number of parts that are read and hashed ahead.
+const READ_AHEAD: usize = 4;
+
+/// One version of a server's slices.
+pub trait Source: Send + Sync + 'static {
+    /// A part of a slice, as little-endian bytes. Called once for each part that the slice has, from
+    /// threads that may block.
+    ///
+    /// # Errors
+    /// Any error ends the save.
+    fn part(&self, slice: u32, part: Part) -> Result<Bytes>;
+
+    /// The steps applied to the slice. Called before [`Self::done`].
+    fn applied(&self, slice: u32) -> AppliedSteps;
+
+    /// All parts of the slice have been read; their bytes may still be in use.
+    fn done(&self, slice: u32);
+}
+
+/// A server's part of a save.
+#[derive(Debug, Clone)]
+pub struct Save {
+    /// The specification of the job.
+    pub spec: Arc<JobSpec>,
+    /// The version.
+    pub version: u64,
+    /// The number of the save.
+    pub save: u64,
+    /// The id of the server.
+    pub server: u64,
+}
+
+/// Writes slices. Dropping the future gives the save up; [`Storage::discard`] removes its files.
+///
+/// # Errors
+/// [`Error::Storage`]; those of `source`.
+pub async fn write(
+    storage: &Storage,
+    save: &Save,
+    slices: Vec<u32>,
+    source: Arc<dyn Source>,
+) -> Result<Vec<pb::CheckpointFile>> {
+    let mut files = Vec::new();
+    for slices in split(&save.spec, slices) {
+        let number = files.len();
+        let name = format!("{}{:016x}-{number}.safetensors", prefix_of(save.save), save.server);
+        files.push(write_file(storage, save, name, &slices, &source).await?);
+    }
+    Ok(files)
+}
+
+/// Splits slices into files.
+fn split(spec: &JobSpec, slices: Vec<u32>) -> Vec<Vec<u32>> {
+    let (mut files, mut file, mut bytes) = (Vec::new(), Vec::new(), 0);
+    for slice in slices {
+        file.push(slice);
+        bytes += format::parts(spec, slice as usize).iter().map(|(_, of)| of.bytes).sum::<usize>();
+        if bytes >= FILE_BYTES {
+            files.push(mem::take(&mut file));
+            bytes = 0;
+        }
+    }
+    files.extend(Some(file).filter(|file| !file.is_empty()));
+    files
+}
+
+async fn write_file(
+    storage: &Storage,
+    save: &Save,
+    name: String,
+    slices: &[u32],
+    source: &Arc<dyn Source>,
+) -> Result<pb::CheckpointFile> {
+    let parts: Vec<(u32, Part, Entry)> = slices
+        .iter()
+        .flat_map(|&slice| {
+            let parts = format::parts(&save.spec, slice as usize).into_iter();
+            parts.map(move |(part, entry)| (slice, part, entry))
+        })
+        .collect();
+    let header = format::header(parts.iter().map(|(_, _, entry)| entry));
+    let mut file = pb::CheckpointFile {
+        header_hash: Bytes::copy_from_slice(blake3::hash(&header).as_bytes()),
+        bytes: header.len() as u64
+            + parts.iter().map(|(.., entry)| entry.bytes as u64).sum::<u64>(),
+        ..Default::default()
+    };
+    let path = storage.path(&save.spec.name, save.version, &name);
+    let mut upload = Upload::begin(storage, path).await?;
+    upload.put(header.into()).await?;
+    let wanted: Vec<_> =
+        parts.iter().map(|(slice, part, entry)| (*slice, *part, entry.bytes)).collect();
+    let order: Vec<u32> = wanted.iter().map(|(slice, ..)| *slice).collect();
+    let read = wanted.into_iter().map(|(slice, part, bytes)| {
+        let source = source.clone();
+        async move { read(source, slice, part, bytes).await }
+    });
+    let mut read = stream::iter(read).buffered(READ_AHEAD).enumerate();
+    while let Some((position, part)) = read.next().await {
+        let (bytes, hash) = part?;
+        file.tensor_hashes.push(Bytes::copy_from_slice(hash.as_bytes()));
+        upload.put(bytes).await?;
+        let slice = order[position];
+        if order.get(position + 1) != Some(&slice) {
+            file.slices.push(saved(&save.spec, slice, source.applied(slice)));
+            source.done(slice);
+        }
+    }
+    upload.finish().await?;
+    file.name = name;
+    Ok(file)
+}
+
+fn saved(spec: &JobSpec, slice: u32, applied: AppliedSteps) -> pb::SavedSlice {
+    let scalar_state = match spec.manifest.trains(slice as usize) {
+        true => applied.scalar_state(&spec.groups[0]).to_vec(),
+        false => Vec::new(),
+    };
+    pb::SavedSlice { slice, applied: applied.count, scalar_state }
+}
+
+/// Reads and hashes a part on a thread that may block.
+async fn read(
+    source: Arc<dyn Source>,
+    slice: u32,
+    part: Part,
+    expected: usize,
+) -> Result<(Bytes, Hash)> {
+    let read = move || {
+        let bytes = source.part(slice, part)?;
+        if bytes.len() != expected {
+            let found = bytes.len();
+            let cause = format!("{part:?} of slice {slice} has {found} bytes, not {expected}");
+            return Err(Error::Internal { cause });
+        }
+        let hash = blake3::hash(&bytes);
+        Ok((bytes, hash))
+    };
+    let read = tokio::task::spawn_blocking(read).await;
+    read.unwrap_or_else(|error| Err(Error::Internal { cause: error.to_string() }))
+}
+
+/// A file that is being written.
+struct Upload<'a> {
+    storage: &'a Storage,
+    path: Path,
+    /// `None` after its end.
+    parts: Option<WriteMultipart>,
+}
+
+impl<'a> Upload<'a> {
+    async fn begin(storage: &'a Storage, path: Path) -> Result<Self> {
+        match storage.store().put_multipart(&path).await {
+            Ok(upload) => {
+                let parts = WriteMultipart::new_with_chunk_size(upload, CHUNK_BYTES);
+                Ok(Self { storage, path, parts: Some(parts) })
+            }
+            Err(error) => Err(storage.failed("write", &path, &error)),
+        }
+    }
+
+    /// Stores bytes, without a copy where a chunk is full.
+    async fn put(&mut self, bytes: Bytes) -> Result<()> {
+        let Some(parts) = &mut self.parts else { return Ok(()) };
+        let room = parts.wait_for_capacity(CHUNKS).await;
+        room.map_err(|error| self.storage.failed("write", &self.path, &error))?;
+        parts.put(bytes);
+        Ok(())
+    }
+
+    async fn finish(mut self) -> Result<()> {
+        let Some(parts) = self.parts.take() else { return Ok(()) };
+        match parts.finish().await {
+            Ok(_) => Ok(()),
+            Err(error) => Err(self.storage.failed("write", &self.path, &error)),
+        }
+    }
+}
+
+impl Drop for Upload<'_> {
+    /// Aborts an upload that was given up: an object store keeps its parts otherwise.
+    fn drop(&mut self) {
+        if let Some(parts) = self.parts.take()
+            && let Ok(runtime) = tokio::runtime::Handle::try_current()
+        {
+            runtime.spawn(parts.abort());
+        }
+    }
+}

@@ -1,0 +1,235 @@
+//! Jobs that start from a checkpoint, and jobs that return to their last checkpoint because a
+//! server was lost that held the only copy of a slice.
+//!
+//! ```text
+//! Open --a server is lost--> Waiting --placed--> Opening --all have read their slices--> Open
+//! ```
+//!
+//! The ranks keep their leases meanwhile. Their calls end with an error that makes them call again
+//! and, when the job is open, with [`Error::RolledBack`].
+
+use std::{sync::Arc, time::Duration};
+
+use zeroshard_proto::{Error, OnLoss, Restore, RestoreVersion};
+
+use super::{
+    cluster::Cluster,
+    events::{Action, Command, JobRef, Lease, Now, Waiter},
+    feed::Peers,
+    leases::Cause,
+    members::{Members, Queue},
+    state::{Job, Open, Phase},
+};
+
+/// How long an interrupted job waits for servers and for its slices.
+pub(crate) const RESTORE_LIMIT: Duration = Duration::from_secs(3600);
+
+/// The ranks of a job that was open and is being restored.
+#[derive(Debug)]
+pub(crate) struct Interrupted {
+    /// The last checkpoint of the job.
+    pub(super) checkpoint: Arc<Restore>,
+    pub(super) members: Members,
+    queue: Queue,
+    left: std::collections::BTreeSet<u32>,
+    done: std::collections::BTreeSet<u32>,
+    peers: Peers,
+    /// Ranks whose lease has ended since.
+    lost: Vec<u32>,
+    deadline: Now,
+}
+
+impl Interrupted {
+    /// The leases of the ranks, for the servers.
+    pub(super) fn leases(&self) -> Vec<(u32, Lease)> {
+        let lease = |rank| Some((rank, self.members.get(rank)?.lease));
+        self.members.ranks().filter_map(lease).collect()
+    }
+
+    /// The lease of a rank has ended.
+    pub(super) fn lose(&mut self, rank: u32, lease: Lease) {
+        if self.members.rank_of(lease) != Some(rank) {
+            return self.queue.remove(rank, lease);
+        }
+        self.members.remove(rank);
+        self.peers.set(rank, None);
+        self.lost.push(rank);
+    }
+
+    pub(super) fn next_deadline(&self) -> Option<Now> {
+        self.queue.next_deadline().into_iter().chain([self.deadline]).min()
+    }
+
+    pub(super) fn into_waiters(self) -> Vec<Waiter> {
+        self.queue.into_waiters().chain(self.members.into_joining()).collect()
+    }
+}
+
+/// Whether a job that was created from one checkpoint may be requested with another. The latest
+/// checkpoint stands for any, because there may be a later one since.
+pub(super) fn same_checkpoint(created: Option<&Restore>, requested: Option<&Restore>) -> bool {
+    match requested {
+        Some(Restore { version: RestoreVersion::Latest | RestoreVersion::LatestIfAny, .. }) => true,
+        requested => created == requested,
+    }
+}
+
+impl Cluster {
+    /// Forgets a failed job whose workers create it again from its latest checkpoint.
+    pub(super) fn make_way_for_restored(
+        &mut self,
+        name: &str,
+        requested: Option<&Restore>,
+        out: &mut Vec<Action>,
+    ) {
+        let is_latest = requested.is_some_and(|r| !matches!(r.version, RestoreVersion::Exactly(_)));
+        let failed = matches!(self.jobs.get(name), Some(Job { phase: Phase::Failed { .. }, .. }));
+        if is_latest && failed {
+            self.remove(name, "it is created again from a checkpoint", out);
+        }
+    }
+
+    /// Returns an open job to its last checkpoint, if its policy asks for it. `gone` describes the
+    /// lost server.
+    pub(super) fn interrupt(
+        &mut self,
+        name: &str,
+        gone: &str,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) -> bool {
+        let Some(Job { spec, id, phase, .. }) = self.jobs.get_mut(name) else { return false };
+        let policy = spec.checkpoints.as_ref().filter(|policy| policy.on_loss == OnLoss::Restore);
+        let Some(policy) = policy else { return false };
+        let (url, job) = (policy.url.clone(), name.to_owned());
+        let checkpoint =
+            Arc::new(Restore { url, job: job.clone(), version: RestoreVersion::Latest });
+        let waiting =
+            |interrupted| Phase::Waiting { creators: Vec::new(), placing: false, interrupted };
+        let (servers, interrupted, waiters) = match phase {
+            Phase::Open(open) if open.version.is_some() => {
+                let servers: Vec<_> = open.servers().collect();
+                let (interrupted, waiters) = open.interrupt(checkpoint, now + RESTORE_LIMIT);
+                (servers, Box::new(interrupted), waiters)
+            }
+            Phase::Opening { plan, interrupted, .. } => {
+                let Some(interrupted) = interrupted.take() else { return false };
+                let servers = plan.placement.servers().iter().map(|server| server.id).collect();
+                (servers, interrupted, Vec::new())
+            }
+            _ => return false,
+        };
+        let job = JobRef { name: job, id: *id };
+        *phase = waiting(Some(interrupted));
+        // Commands to the lost server are dropped.
+        let close = |server| Action::Command(server, Command::Close(job.clone()));
+        out.extend(servers.into_iter().map(close));
+        let error = being_restored(name);
+        out.extend(waiters.into_iter().map(|w| Action::Answer(w.caller, Err(error.clone()))));
+        out.push(Action::Aborted);
+        out.push(Action::Note(format!(
+            "{gone}; job {name:?} is restored from its last checkpoint"
+        )));
+        out.push(Action::Tick(now + RESTORE_LIMIT));
+        self.try_place(name, out);
+        true
+    }
+
+    /// The servers of a restored job have read their slices: its ranks continue.
+    pub(super) fn resume(
+        &mut self,
+        name: &str,
+        interrupted: Interrupted,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(Job { id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+            return;
+        };
+        let Interrupted { members, queue, left, done, peers, lost, .. } = interrupted;
+        (open.members, open.queue, open.left, open.done) = (members, queue, left, done);
+        open.peers = peers;
+        open.rolled_back = Some((*epoch, open.step()));
+        let job = JobRef { name: name.to_owned(), id: *id };
+        for &rank in &open.done {
+            open.send(&Command::RankDone { job: job.clone(), rank }, out);
+        }
+        out.push(Action::Note(format!(
+            "job {name:?} continues from version {}, epoch {epoch}",
+            open.step()
+        )));
+        open.wake_all(out);
+        for rank in lost {
+            self.new_epoch(name, rank, Cause::Lost, out);
+            self.admit_next(name, rank, now, out);
+        }
+    }
+
+    /// Ends a job that is being opened: creators receive `error`. A job that was open fails.
+    pub(super) fn give_up(&mut self, name: &str, error: &Error, now: Now, out: &mut Vec<Action>) {
+        match self.jobs.get(name) {
+            Some(Job { phase: Phase::Waiting { interrupted: Some(_), .. }, .. }) => {
+                let reason = format!("it cannot be restored: {error}");
+                self.fail(name, &reason, now, out);
+            }
+            _ => self.abandon(name, error, out),
+        }
+    }
+
+    /// Answers joins at their deadline, and fails a job that could not be restored in time.
+    pub(super) fn expire_interrupted(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
+        let interrupted = match self.jobs.get_mut(name).map(|job| &mut job.phase) {
+            Some(
+                Phase::Waiting { interrupted: Some(interrupted), .. }
+                | Phase::Opening { interrupted: Some(interrupted), .. },
+            ) => interrupted,
+            _ => return,
+        };
+        let error = being_restored(name);
+        for (waiter, _) in interrupted.queue.expire(now) {
+            out.push(Action::Answer(waiter.caller, Err(error.clone())));
+        }
+        if interrupted.deadline <= now {
+            let reason = format!("it could not be restored within {RESTORE_LIMIT:?}");
+            self.fail(name, &reason, now, out);
+        }
+    }
+}
+
+impl Open {
+    /// The job is at the version of a checkpoint, with all of its parameters.
+    pub(super) fn restored(&mut self, version: u64) {
+        self.version = Some(version);
+        self.uninitialised.clear();
+    }
+
+    /// Takes the ranks out of a job, and the calls that wait.
+    fn interrupt(&mut self, checkpoint: Arc<Restore>, deadline: Now) -> (Interrupted, Vec<Waiter>) {
+        let mut waiters = self.round.drop_all();
+        waiters.extend(self.last.take().into_iter().flat_map(|last| last.waiters));
+        waiters.extend(self.resting.end().1);
+        waiters.extend(std::mem::take(&mut self.saves).into_waiters());
+        let mut members = std::mem::take(&mut self.members);
+        // The servers receive the leases when they open the job again.
+        waiters.extend(members.give_up_joining());
+        let interrupted = Interrupted {
+            checkpoint,
+            members,
+            queue: std::mem::take(&mut self.queue),
+            left: std::mem::take(&mut self.left),
+            done: std::mem::take(&mut self.done),
+            peers: std::mem::take(&mut self.peers),
+            lost: Vec::new(),
+            deadline,
+        };
+        (interrupted, waiters)
+    }
+}
+
+/// The error for calls about a job that is being restored; they are repeated.
+fn being_restored(job: &str) -> Error {
+    Error::Unavailable {
+        peer: format!("job {job:?}"),
+        cause: "it is being restored from its last checkpoint".to_owned(),
+    }
+}

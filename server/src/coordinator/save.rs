@@ -1,0 +1,367 @@
+//! Checkpoints: the servers write their slices of one version while training continues.
+//!
+//! The command is sent after the decisions that make the version, so each server finds exactly that
+//! version. When all servers have written their files, the driver writes the manifest, without
+//! which the files are not a checkpoint. A job has at most one save at a time.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
+
+use bytes::Bytes;
+use zeroshard_proto::{Error, JobSpec, Result};
+
+use super::{
+    cluster::Cluster,
+    events::{Action, Caller, Command, JobRef, Now, Reply, ServerId, Waiter},
+    responses::Files,
+    state::{Job, Phase},
+};
+
+/// How long a save may take. It is given up afterwards, so that a store that does not respond does
+/// not end all later saves as well.
+pub(crate) const SAVE_LIMIT: Duration = Duration::from_secs(3600);
+
+/// The pause after a failed save of an unused job.
+const RETRY: Duration = Duration::from_secs(60);
+
+/// A request to save a job.
+#[derive(Debug, Clone)]
+pub(crate) struct Save {
+    pub(crate) job: JobRef,
+    /// The directory or prefix; `None`: that of the job's policy.
+    pub(crate) url: Option<String>,
+    pub(crate) wait: Duration,
+}
+
+/// The checkpoints of an open job.
+#[derive(Debug, Default)]
+pub(crate) struct Saves {
+    current: Option<Saving>,
+    /// The last complete checkpoint.
+    pub(super) last: Option<u64>,
+    /// When the last save began; before the first one, when the first step was decided.
+    began: Option<Now>,
+    /// When an unused job is saved again, after a save has failed.
+    pub(super) retry_at: Now,
+    /// What ranks have sent with their commits of the step that made the current version.
+    pub(super) user_data: BTreeMap<u32, Bytes>,
+}
+
+/// A save that is not complete.
+#[derive(Debug)]
+struct Saving {
+    plan: SavePlan,
+    deadline: Now,
+    /// The servers that have not written their slices yet. Empty: the manifest is being written.
+    pending: BTreeSet<ServerId>,
+    files: Vec<Files>,
+    user_data: BTreeMap<u32, Bytes>,
+    waiters: Vec<Waiter>,
+}
+
+/// What is saved, and where.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct SavePlan {
+    /// A number that no other save has.
+    pub(crate) save: u64,
+    pub(crate) version: u64,
+    pub(crate) url: String,
+    /// The number of checkpoints to keep; 0: all.
+    pub(crate) keep: u32,
+}
+
+/// The end of a save, which the driver carries out without its lock: the data of the ranks and the
+/// manifest are written, and old checkpoints are removed.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Completion {
+    pub(crate) job: JobRef,
+    pub(crate) spec: Arc<JobSpec>,
+    pub(crate) plan: SavePlan,
+    pub(crate) files: Vec<Files>,
+    pub(crate) user_data: BTreeMap<u32, Bytes>,
+}
+
+/// A complete checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Saved {
+    pub(crate) version: u64,
+    pub(crate) bytes: u64,
+}
+
+impl Saves {
+    /// The version that is being saved.
+    pub(super) fn current(&self) -> Option<u64> {
+        self.current.as_ref().map(|saving| saving.plan.version)
+    }
+
+    pub(super) fn next_deadline(&self) -> Option<Now> {
+        let saving = self.current.as_ref()?;
+        saving.waiters.iter().map(|waiter| waiter.deadline).chain([saving.deadline]).min()
+    }
+
+    /// Gives up the current save, and returns the calls that wait for it.
+    pub(super) fn into_waiters(self) -> Vec<Waiter> {
+        self.current.map(|saving| saving.waiters).unwrap_or_default()
+    }
+
+    /// The current save, if it has this number.
+    fn of(&mut self, save: u64) -> Option<&mut Saving> {
+        self.current.as_mut().filter(|saving| saving.plan.save == save)
+    }
+}
+
+impl Cluster {
+    /// A client has asked for a checkpoint of the current version.
+    pub(super) fn save(&mut self, caller: Caller, save: Save, now: Now, out: &mut Vec<Action>) {
+        if let Err(error) = self.try_save(caller, save, now, out) {
+            out.push(Action::Answer(caller, Err(error)));
+        }
+    }
+
+    fn try_save(
+        &mut self,
+        caller: Caller,
+        save: Save,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) -> Result<()> {
+        let Save { job: JobRef { name, id }, url, wait } = save;
+        let job = self.job_mut(&name)?;
+        if id != 0 && id != job.id {
+            return Err(Error::JobReplaced { job: name });
+        }
+        let policy = job.spec.checkpoints.as_ref();
+        let keep = policy.filter(|policy| url.as_ref().is_none_or(|url| *url == policy.url));
+        let keep = keep.map_or(0, |policy| policy.keep);
+        let url = url.or_else(|| policy.map(|policy| policy.url.clone())).ok_or_else(|| {
+            let expected = "the directory for the checkpoint: the job has no policy with one";
+            Error::invalid(format!("url of the checkpoint of job {name:?}"), "absent", expected)
+        })?;
+        let open = job.phase.open_mut(&name)?;
+        let waiter = Waiter::new(caller, now, wait);
+        let Some(version) = open.version else {
+            let cause = "its initial parameters have not all been uploaded yet".to_owned();
+            return Err(Error::Unavailable { peer: format!("job {name:?}"), cause });
+        };
+        if let Some(saving) = &mut open.saves.current {
+            if saving.plan.version == version && saving.plan.url == url {
+                saving.waiters.push(waiter);
+                return Ok(());
+            }
+            let cause = format!("its version {} is being saved", saving.plan.version);
+            return Err(Error::Unavailable { peer: format!("job {name:?}"), cause });
+        }
+        self.begin_save(&name, url, keep, Some(waiter), now, out);
+        Ok(())
+    }
+
+    /// Begins a save of the current version of an open job.
+    fn begin_save(
+        &mut self,
+        name: &str,
+        url: String,
+        keep: u32,
+        waiter: Option<Waiter>,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        self.saves = self.saves.wrapping_add(1).max(1);
+        let save = self.saves;
+        let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+            return;
+        };
+        let Some(version) = open.version else { return };
+        let plan = SavePlan { save, version, url, keep };
+        let job = JobRef { name: name.to_owned(), id: *id };
+        open.send(&Command::Write { job, plan: plan.clone() }, out);
+        open.saves.began = Some(now);
+        open.saves.current = Some(Saving {
+            plan,
+            deadline: now + SAVE_LIMIT,
+            pending: open.servers().collect(),
+            files: Vec::new(),
+            user_data: open.saves.user_data.clone(),
+            waiters: waiter.into_iter().collect(),
+        });
+        out.push(Action::Tick(now + SAVE_LIMIT));
+        self.complete_if_written(name, out);
+    }
+
+    /// Begins a save if the policy of the job asks for one of the version that has just been made.
+    pub(super) fn save_if_due(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
+        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+            return;
+        };
+        let Some(policy) = &spec.checkpoints else { return };
+        let began = *open.saves.began.get_or_insert(now);
+        let version = open.step();
+        let by_steps = policy.every_steps.is_some_and(|every| version.is_multiple_of(every));
+        let by_time = policy.every.is_some_and(|every| now.saturating_sub(began) >= every);
+        if !by_steps && !by_time {
+            return;
+        }
+        if let Some(saving) = &open.saves.current {
+            let running = saving.plan.version;
+            return out.push(Action::Note(format!(
+                "version {version} of job {name:?} is not saved, because version {running} is \
+                 still being saved"
+            )));
+        }
+        let (url, keep) = (policy.url.clone(), policy.keep);
+        self.begin_save(name, url, keep, None, now, out);
+    }
+
+    /// Saves an unused job a last time, if it has a policy and steps that are not saved. Returns
+    /// whether the job is to be kept for it.
+    pub(super) fn save_before_disposal(
+        &mut self,
+        name: &str,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) -> bool {
+        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get(name) else {
+            return false;
+        };
+        let (Some(policy), Some(version)) = (&spec.checkpoints, open.version) else { return false };
+        let is_saving = open.saves.current.is_some();
+        if !is_saving && (open.saves.last >= Some(version) || version == 0) {
+            return false;
+        }
+        if !is_saving {
+            let (url, keep) = (policy.url.clone(), policy.keep);
+            self.begin_save(name, url, keep, None, now, out);
+        }
+        true
+    }
+
+    /// A server has written its part of a checkpoint.
+    pub(super) fn written(
+        &mut self,
+        server: ServerId,
+        job: &JobRef,
+        save: u64,
+        files: Files,
+        out: &mut Vec<Action>,
+    ) {
+        let saving = match self.reported_job(job) {
+            Some(Job { phase: Phase::Open(open), .. }) => open.saves.of(save),
+            _ => None,
+        };
+        let Some(saving) = saving else {
+            let cancel = Command::CancelSave { job: job.clone(), save };
+            return out.push(Action::Command(server, cancel));
+        };
+        if saving.pending.remove(&server) {
+            saving.files.push(files);
+            self.complete_if_written(&job.name, out);
+        }
+    }
+
+    fn complete_if_written(&mut self, name: &str, out: &mut Vec<Action>) {
+        let Some(Job { spec, id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+            return;
+        };
+        let saving = open.saves.current.as_mut().filter(|saving| saving.pending.is_empty());
+        if let Some(saving) = saving {
+            out.push(Action::Complete(Completion {
+                job: JobRef { name: name.to_owned(), id: *id },
+                spec: spec.clone(),
+                plan: saving.plan.clone(),
+                files: std::mem::take(&mut saving.files),
+                user_data: std::mem::take(&mut saving.user_data),
+            }));
+        }
+    }
+
+    /// A save is complete, or has failed on a server or in the driver.
+    pub(super) fn save_ended(
+        &mut self,
+        job: &JobRef,
+        save: u64,
+        outcome: Result<u64>,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(Job { phase: Phase::Open(open), .. }) = self.reported_job(job) else { return };
+        let Some(saving) = open.saves.current.take_if(|saving| saving.plan.save == save) else {
+            return;
+        };
+        let (name, version) = (&job.name, saving.plan.version);
+        match &outcome {
+            Ok(bytes) => {
+                open.saves.last = open.saves.last.max(Some(version));
+                out.push(Action::Note(format!(
+                    "version {version} of job {name:?} is saved: {bytes} bytes at {}",
+                    saving.plan.url
+                )));
+            }
+            Err(error) => {
+                open.saves.retry_at = now + RETRY;
+                let job = job.clone();
+                open.send(&Command::CancelSave { job, save }, out);
+                out.push(Action::Note(format!(
+                    "version {version} of job {name:?} is not saved: {error}"
+                )));
+            }
+        }
+        out.push(Action::SaveEnded { succeeded: outcome.is_ok() });
+        let reply = outcome.map(|bytes| Reply::Saved(Saved { version, bytes }));
+        let answers = saving.waiters.into_iter();
+        out.extend(answers.map(|waiter| Action::Answer(waiter.caller, reply.clone())));
+        self.dispose(name, now, out);
+    }
+
+    /// A server cannot write its part of a checkpoint.
+    pub(super) fn save_failed(
+        &mut self,
+        server: ServerId,
+        job: &JobRef,
+        save: u64,
+        cause: Error,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        out.push(Action::Note(format!("{}: {cause}", self.name(server))));
+        self.save_ended(job, save, Err(cause), now, out);
+    }
+
+    /// Answers callers at their deadline, and gives up a save at its own.
+    pub(super) fn expire_saves(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
+        let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+            return;
+        };
+        let Some(saving) = &mut open.saves.current else { return };
+        let expired = saving.waiters.extract_if(.., |waiter| waiter.deadline <= now);
+        let expired: Vec<Waiter> = expired.collect();
+        let (save, version) = (saving.plan.save, saving.plan.version);
+        let (is_late, pending) = (saving.deadline <= now, saving.pending.clone());
+        let job = JobRef { name: name.to_owned(), id: *id };
+        let waiting_for = match pending.is_empty() {
+            true => format!("the manifest of version {version} of job {name:?} to be written"),
+            false => {
+                let servers = self.names(&pending);
+                format!("{servers} to write version {version} of job {name:?}")
+            }
+        };
+        out.extend(expired.into_iter().map(|waiter| {
+            Action::Answer(waiter.caller, Err(waiter.timeout(now, waiting_for.clone())))
+        }));
+        if is_late {
+            let waited_ms = SAVE_LIMIT.as_millis() as u64;
+            let error = Error::Timeout { waiting_for, waited_ms };
+            self.save_ended(&job, save, Err(error), now, out);
+        }
+    }
+
+    /// The caller of a save has disconnected. The save continues.
+    pub(super) fn saver_gone(&mut self, name: &str, caller: Caller) {
+        if let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name)
+            && let Some(saving) = &mut open.saves.current
+        {
+            saving.waiters.retain(|waiter| waiter.caller != caller);
+        }
+    }
+}

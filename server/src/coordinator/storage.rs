@@ -1,0 +1,107 @@
+//! The coordinator's part of a checkpoint in its storage: the data of the ranks, the manifest, and
+//! the removal of old checkpoints.
+
+use zeroshard_checkpoint::{Manifest, Storage};
+use zeroshard_proto::{Error, JobSpec, Restore, RestoreVersion, Result};
+
+use super::{
+    events::{Checkpoint, Placing},
+    save::{Completion, SavePlan},
+};
+
+/// Finds the checkpoint from which a job starts. `None`: it starts without one.
+///
+/// # Errors
+/// [`Error::NoCheckpoint`]; [`Error::Invalid`] for a checkpoint of another model or optimizer, and
+/// for a job whose own checkpoints are not those that it would continue; [`Error::Storage`],
+/// [`Error::CheckpointDamaged`].
+pub(super) async fn find(placing: &Placing) -> Result<Option<Checkpoint>> {
+    let found = match &placing.restore {
+        Some(restore) => look_up(restore, &placing.spec).await?,
+        None => None,
+    };
+    check_own(&placing.spec, found.as_ref()).await?;
+    Ok(found)
+}
+
+async fn look_up(restore: &Restore, spec: &JobSpec) -> Result<Option<Checkpoint>> {
+    let Restore { url, job, version } = restore;
+    let storage = Storage::open(url)?;
+    let version = match version {
+        RestoreVersion::Exactly(version) => *version,
+        latest => match (storage.versions(job).await?.last(), latest) {
+            (Some(version), _) => *version,
+            (None, RestoreVersion::LatestIfAny) => return Ok(None),
+            (None, _) => {
+                let (url, job) = (url.clone(), job.clone());
+                return Err(Error::NoCheckpoint { url, job, version: "any version".to_owned() });
+            }
+        },
+    };
+    if let Some(difference) = storage.manifest(job, version).await?.difference(spec) {
+        let what = format!("spec of job {:?}", spec.name);
+        let expected = format!("the model and optimizer of version {version} of job {job:?}");
+        return Err(Error::invalid(what, format!("different in its {difference}"), expected));
+    }
+    Ok(Some(Checkpoint { url: url.clone(), job: job.clone(), version }))
+}
+
+/// Checks that the place of a job's own checkpoints has none that the job does not continue: after
+/// the loss of a server it would be restored from one of them.
+async fn check_own(spec: &JobSpec, found: Option<&Checkpoint>) -> Result<()> {
+    let Some(policy) = &spec.checkpoints else { return Ok(()) };
+    let Some(latest) = Storage::open(&policy.url)?.versions(&spec.name).await?.pop() else {
+        return Ok(());
+    };
+    let own = found.filter(|found| found.url == policy.url && found.job == spec.name);
+    if own.is_some_and(|own| own.version == latest) {
+        return Ok(());
+    }
+    let what = format!("latest checkpoint of job {:?} at {}", spec.name, policy.url);
+    let expected = match own {
+        Some(own) => format!(
+            "version {}, from which the job starts; remove the later ones with `zsctl checkpoint rm`",
+            own.version
+        ),
+        None => "absent for a new job; resume from it, remove it with `zsctl checkpoint rm`, or \
+                 choose another name or URL"
+            .to_owned(),
+    };
+    Err(Error::invalid(what, format!("version {latest}"), expected))
+}
+
+/// Completes a checkpoint whose slices are written. Returns its size in bytes.
+///
+/// # Errors
+/// [`Error::Storage`]; [`Error::Internal`] if the servers have not written each slice once.
+pub(super) async fn complete(completion: Completion) -> Result<u64> {
+    let Completion { job, spec, plan, files, user_data } = completion;
+    let SavePlan { save, version, url, keep } = plan;
+    let storage = Storage::open(&url)?;
+    let mut files: Vec<_> = files.into_iter().flat_map(|files| files.0).collect();
+    if !user_data.is_empty() {
+        files.push(storage.write_user_data(&job.name, version, save, &user_data).await?);
+    }
+    let manifest = Manifest::new(&spec, job.id, version, save, files)?;
+    if !storage.commit(&manifest).await? {
+        storage.discard(&job.name, version, save).await?;
+        // A job has one state at a version, so its earlier checkpoint is as good.
+        let existing = storage.manifest(&job.name, version).await?;
+        if existing.job_id() == job.id {
+            return Ok(existing.bytes());
+        }
+        let cause = format!("version {version} of an earlier job of this name is saved there");
+        return Err(Error::Storage { action: "write".to_owned(), url, cause });
+    }
+    // The checkpoint is complete, whether or not others can be removed.
+    match storage.prune(&job.name, keep).await {
+        Ok(removed) if !removed.is_empty() => {
+            tracing::info!(job = job.name, ?removed, "old checkpoints are removed");
+        }
+        Ok(_) => {}
+        Err(error) => {
+            tracing::warn!(job = job.name, %error, "old checkpoints could not be removed");
+        }
+    }
+    Ok(manifest.bytes())
+}

@@ -1,0 +1,326 @@
+//! Checkpoints: saves, jobs that start from one, and jobs that return to one.
+
+use zeroshard_proto::{CheckpointPolicy, OnLoss, Restore, RestoreVersion};
+
+use super::*;
+use crate::coordinator::save::SAVE_LIMIT;
+
+const URL: &str = "file:///checkpoints";
+const SECOND: Duration = Duration::from_secs(1);
+
+fn policy(world: u32, every_steps: u64) -> JobSpec {
+    let policy = CheckpointPolicy {
+        url: URL.to_owned(),
+        every_steps: Some(every_steps),
+        every: None,
+        keep: 3,
+        on_loss: OnLoss::Restore,
+    };
+    JobSpec { checkpoints: Some(policy), ..spec(world) }
+}
+
+fn found(version: u64) -> Option<Checkpoint> {
+    Some(Checkpoint { url: URL.to_owned(), job: "job".to_owned(), version })
+}
+
+impl Script {
+    fn save(&mut self, url: Option<&str>) -> Caller {
+        let caller = self.caller();
+        let save = Save { job: job(), url: url.map(str::to_owned), wait: WAIT };
+        self.event(Event::Save { caller, save });
+        caller
+    }
+
+    /// The saves that each server was told to begin: server, number and version.
+    fn writes(&self) -> Vec<(u64, u64, u64)> {
+        let write = |(server, command): &(u64, Command)| match command {
+            Command::Write { plan, .. } => Some((*server, plan.save, plan.version)),
+            _ => None,
+        };
+        self.commands.iter().filter_map(write).collect()
+    }
+
+    fn cancels(&self) -> Vec<(u64, u64)> {
+        let cancel = |(server, command): &(u64, Command)| match command {
+            Command::CancelSave { save, .. } => Some((*server, *save)),
+            _ => None,
+        };
+        self.commands.iter().filter_map(cancel).collect()
+    }
+
+    fn written(&mut self, server: u64, save: u64) {
+        self.said(server, Said::Written { job: job(), save, files: Files::default() });
+    }
+
+    fn write_all(&mut self) {
+        for (server, save, _) in self.writes() {
+            self.written(server, save);
+        }
+    }
+
+    fn completed(&mut self, save: u64, outcome: Result<u64>) {
+        self.event(Event::Completed { job: job(), save, outcome });
+    }
+
+    /// All ranks make a step.
+    fn step_all(&mut self, leases: &[Lease], step: u64) {
+        let epoch = self.epoch();
+        for (rank, &lease) in (0..).zip(leases) {
+            let user_data = Bytes::from(format!("rank {rank} step {step}"));
+            self.commit(Commit { user_data, ..commit(lease, epoch, rank, step) });
+        }
+        self.ready_all(step);
+        assert_eq!(self.version(), Some(step + 1));
+    }
+}
+
+#[test]
+fn a_checkpoint_is_complete_when_all_servers_have_written_and_the_manifest_is_there() {
+    let (mut script, _) = Script::training(2, 2);
+    let caller = script.save(Some(URL));
+    let [(1, save, 0), (2, other, 0)] = script.writes()[..] else {
+        panic!("{:?}", script.writes())
+    };
+    assert_eq!(save, other);
+    script.written(1, save);
+    assert!(script.completions.is_empty());
+    script.written(1, save);
+    assert!(script.completions.is_empty(), "server 2 has not written");
+    script.written(2, save);
+    assert_eq!(script.completions.len(), 1);
+    assert_eq!(script.answer(caller), None, "there is no manifest");
+    script.completed(save, Ok(10));
+    assert_eq!(script.answer(caller), Some(&Ok(Reply::Saved(Saved { version: 0, bytes: 10 }))));
+    assert_eq!(script.open().saves.last, Some(0));
+}
+
+#[test]
+fn a_save_fails_with_the_error_of_a_server_and_the_job_continues() {
+    let (mut script, leases) = Script::training(1, 2);
+    let caller = script.save(Some(URL));
+    let save = script.writes()[0].1;
+    let cause = Error::Storage {
+        action: "write".to_owned(),
+        url: URL.to_owned(),
+        cause: "the disk is full".to_owned(),
+    };
+    script.said(2, Said::SaveFailed { job: job(), save, cause: cause.clone() });
+    assert_eq!(script.error(caller), &cause);
+    assert_eq!(script.cancels(), [(1, save), (2, save)]);
+    script.step_all(&leases, 0);
+    // A part that is written too late is removed.
+    script.written(1, save);
+    assert_eq!(script.cancels().len(), 3);
+    assert!(script.completions.is_empty());
+    script.save(Some(URL));
+    assert_ne!(script.writes()[2].1, save);
+}
+
+#[test]
+fn a_job_is_saved_by_its_policy_with_the_data_that_the_ranks_sent_with_the_step() {
+    let (mut script, leases) = Script::training_of(policy(2, 2), 2);
+    script.step_all(&leases, 0);
+    assert_eq!(script.writes(), []);
+    script.step_all(&leases, 1);
+    assert_eq!(script.writes().iter().map(|write| write.2).collect::<Vec<_>>(), [2, 2]);
+    // The data of later steps belong to later versions.
+    script.step_all(&leases, 2);
+    script.write_all();
+    let completion = &script.completions[0];
+    assert_eq!((completion.plan.version, completion.plan.keep), (2, 3));
+    let data: Vec<_> = completion.user_data.values().cloned().collect();
+    assert_eq!(data, ["rank 0 step 1", "rank 1 step 1"]);
+    // Version 4 is due while version 2 is being saved.
+    script.step_all(&leases, 3);
+    assert_eq!(script.writes().len(), 2);
+    script.completed(completion_save(&script), Ok(1));
+    script.step_all(&leases, 4);
+    script.step_all(&leases, 5);
+    assert_eq!(script.writes().len(), 4);
+}
+
+fn completion_save(script: &Script) -> u64 {
+    script.completions.last().expect("a save").plan.save
+}
+
+#[test]
+fn a_job_is_saved_after_the_time_of_its_policy() {
+    let mut spec = policy(1, 1);
+    let policy = spec.checkpoints.as_mut().unwrap();
+    (policy.every_steps, policy.every) = (None, Some(10 * SECOND));
+    let (mut script, leases) = Script::training_of(spec, 1);
+    script.step_all(&leases, 0);
+    script.now += 9 * SECOND;
+    script.step_all(&leases, 1);
+    assert_eq!(script.writes(), []);
+    script.now += SECOND;
+    script.step_all(&leases, 2);
+    assert_eq!(script.writes().len(), 1);
+    script.write_all();
+    script.completed(completion_save(&script), Ok(1));
+    script.now += 9 * SECOND;
+    script.step_all(&leases, 3);
+    assert_eq!(script.writes().len(), 1);
+    script.now += SECOND;
+    script.step_all(&leases, 4);
+    assert_eq!(script.writes().len(), 2);
+}
+
+#[test]
+fn a_save_without_a_url_or_during_another_save_is_refused() {
+    let (mut script, leases) = Script::training(1, 1);
+    let caller = script.save(None);
+    assert!(matches!(script.error(caller), Error::Invalid { .. }));
+    script.save(Some(URL));
+    let same = script.save(Some(URL));
+    assert_eq!(script.answer(same), None, "it waits for the same save");
+    script.step_all(&leases, 0);
+    let later = script.save(Some(URL));
+    assert!(matches!(script.error(later), Error::Unavailable { .. }));
+}
+
+#[test]
+fn a_save_that_takes_too_long_is_given_up() {
+    let (mut script, _) = Script::training(1, 1);
+    let caller = script.save(Some(URL));
+    script.after(WAIT);
+    assert!(matches!(script.error(caller), Error::Timeout { .. }));
+    assert_eq!(script.cancels(), []);
+    script.after(SAVE_LIMIT);
+    assert_eq!(script.cancels().len(), 1);
+    assert_eq!(script.cluster.next_deadline(), None);
+}
+
+#[test]
+fn an_unused_job_is_saved_before_it_is_deleted() {
+    let idle = 20 * SECOND;
+    let spec = JobSpec { idle_timeout: Some(idle), ..policy(1, 100) };
+    let (mut script, leases) = Script::training_of(spec, 1);
+    script.step_all(&leases, 0);
+    script.leave(leases[0], true);
+    assert_eq!(script.writes().len(), 1);
+    assert!(script.cluster.jobs.contains_key("job"));
+    script.write_all();
+    let save = completion_save(&script);
+    let full = Error::Storage { action: "write".into(), url: URL.into(), cause: "full".into() };
+    script.completed(save, Err(full));
+    assert!(script.cluster.jobs.contains_key("job"), "it is not saved");
+    assert_eq!(script.writes().len(), 1, "a failed save is not repeated at once");
+    script.after(60 * SECOND);
+    assert_eq!(script.writes().len(), 2);
+    script.write_all();
+    script.completed(completion_save(&script), Ok(1));
+    assert!(!script.cluster.jobs.contains_key("job"));
+}
+
+#[test]
+fn a_job_that_starts_from_a_checkpoint_has_its_version_and_needs_no_upload() {
+    let mut script = Script::with_servers(2);
+    script.found = found(7);
+    let restore =
+        Restore { url: URL.into(), job: "job".into(), version: RestoreVersion::LatestIfAny };
+    let create = |script: &mut Script, restore: Option<Restore>| {
+        let caller = script.caller();
+        let create = Box::new(Create { spec: spec(1), succession: None, restore });
+        script.event(Event::Create { caller, job_id: JOB, create, wait: WAIT });
+        caller
+    };
+    create(&mut script, Some(restore.clone()));
+    let checkpoints = script.commands.iter().filter_map(|(_, command)| match command {
+        Command::Open(open) => open.checkpoint.clone(),
+        _ => None,
+    });
+    assert_eq!(checkpoints.map(|found| found.version).collect::<Vec<_>>(), [7, 7]);
+    script.open_all();
+    assert_eq!(script.version(), Some(7));
+    let lease = script.join(0).unwrap();
+    script.step_all(&[lease], 7);
+    // The latest checkpoint stands for any.
+    let again = create(&mut script, Some(restore.clone()));
+    assert!(matches!(script.answer(again), Some(Ok(Reply::Created { .. }))));
+    for other in [None, Some(Restore { version: RestoreVersion::Exactly(3), ..restore })] {
+        let other = create(&mut script, other);
+        assert!(matches!(script.error(other), Error::JobExists { .. }));
+    }
+}
+
+#[test]
+fn after_the_loss_of_a_server_ranks_continue_from_the_last_checkpoint_with_their_leases() {
+    let (mut script, leases) = Script::training_of(policy(2, 2), 3);
+    (0..5).for_each(|step| script.step_all(&leases, step));
+    let before = script.epoch();
+    let waiting = script.commit(commit(leases[0], before, 0, 5));
+    script.found = found(4);
+    script.commands.clear();
+    script.lose_server(2);
+    assert!(matches!(script.error(waiting), Error::Unavailable { .. }));
+    // The servers that are left drop their slices and read those of the checkpoint.
+    assert_eq!(script.closed(), [1, 2, 3]);
+    let opened: Vec<u64> = script.opens().iter().map(|(server, _)| *server).collect();
+    assert_eq!(opened, [1, 3]);
+    let meanwhile = script.commit(commit(leases[1], before, 1, 5));
+    assert!(matches!(script.error(meanwhile), Error::Unavailable { .. }));
+    script.open_all();
+    assert_eq!(script.version(), Some(4));
+    assert!(script.epoch() > before);
+    let told = script.told(leases[0]).expect("a new epoch");
+    assert_eq!((told.version, told.epoch), (Some(4), script.epoch()));
+    assert!(told.placement.is_some());
+    let late = script.commit(commit(leases[1], before, 1, 5));
+    assert_eq!(script.error(late), &Error::RolledBack { job: "job".into(), version: 4 });
+    script.step_all(&leases, 4);
+    script.step_all(&leases, 5);
+}
+
+#[test]
+fn ranks_that_are_lost_while_a_job_is_restored_are_replaced_in_a_new_epoch() {
+    let (mut script, leases) = Script::training_of(policy(2, 2), 2);
+    (0..2).for_each(|step| script.step_all(&leases, step));
+    script.found = found(2);
+    script.commands.clear();
+    script.lose_server(1);
+    script.lose(1, leases[1]);
+    script.open_all();
+    assert_eq!(script.version(), Some(2));
+    assert_eq!(script.new_epochs().len(), 1);
+    let lease = script.join(1).unwrap();
+    script.step_all(&[leases[0], lease], 2);
+}
+
+#[test]
+fn a_job_without_servers_is_restored_when_one_connects() {
+    let (mut script, leases) = Script::training_of(policy(1, 1), 1);
+    script.step_all(&leases, 0);
+    script.found = found(1);
+    script.commands.clear();
+    script.lose_server(1);
+    assert_eq!(script.opens(), []);
+    script.server(9);
+    script.open_all();
+    script.step_all(&leases, 1);
+}
+
+#[test]
+fn a_job_that_loses_a_server_while_it_is_restored_is_restored_again() {
+    let (mut script, leases) = Script::training_of(policy(1, 1), 3);
+    script.step_all(&leases, 0);
+    script.found = found(1);
+    script.commands.clear();
+    script.lose_server(1);
+    assert_eq!(script.opens().len(), 2);
+    script.commands.clear();
+    script.lose_server(2);
+    assert_eq!(script.opens().len(), 1);
+    script.open_all();
+    script.step_all(&leases, 1);
+}
+
+#[test]
+fn a_job_without_the_policy_fails_with_its_server() {
+    let mut spec = policy(1, 1);
+    spec.checkpoints.as_mut().unwrap().on_loss = OnLoss::Fail;
+    let (mut script, leases) = Script::training_of(spec, 1);
+    script.step_all(&leases, 0);
+    script.lose_server(1);
+    assert!(script.failure().is_some());
+}
