@@ -6,6 +6,7 @@
 mod absent;
 mod attempts;
 mod boxes;
+mod checkpoints;
 mod command_line;
 mod departures;
 mod dtypes;
@@ -18,6 +19,7 @@ mod operations;
 mod reads;
 mod refusals;
 mod restart;
+mod restored;
 mod resume;
 mod same_bits;
 mod shutdown;

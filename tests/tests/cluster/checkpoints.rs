@@ -1,0 +1,268 @@
+//! Checkpoints: saved while training continues, and restored on another cluster.
+
+use std::path::Path;
+
+use futures_util::future::join_all;
+use tempfile::TempDir;
+use zeroshard_client::{CreateJob, Error, Job};
+use zeroshard_proto::{
+    CheckpointPolicy, JobSpec, OnLoss, Optimizer, Restore, RestoreVersion, optimizer::AdamW,
+};
+use zeroshard_tests::{Cluster, synthetic, training};
+
+use crate::{adamw, connect, job, start};
+
+/// A directory for checkpoints. It is in memory where the system has such directories, because
+/// files are flushed to disk, which takes seconds on a busy one.
+pub(crate) fn directory() -> TempDir {
+    let memory = Path::new("/dev/shm");
+    match memory.is_dir() {
+        true => tempfile::tempdir_in(memory).unwrap(),
+        false => tempfile::tempdir().unwrap(),
+    }
+}
+
+/// The URL of a directory.
+pub(crate) fn url(directory: &Path) -> String {
+    format!("file://{}", directory.display())
+}
+
+/// A policy that saves at each version that is a multiple of `every`.
+pub(crate) fn policy(directory: &Path, every: u64) -> CheckpointPolicy {
+    CheckpointPolicy {
+        url: url(directory),
+        every_steps: Some(every),
+        every: None,
+        keep: 0,
+        on_loss: OnLoss::Restore,
+    }
+}
+
+pub(crate) async fn step_all(jobs: &[Job], step: u64) {
+    let reports = join_all(jobs.iter().map(|job| training::step(job, step))).await;
+    reports.into_iter().for_each(|report| drop(report.unwrap()));
+}
+
+/// Creates a job from a checkpoint of job `of`, and joins all ranks.
+async fn resume(address: &str, spec: &JobSpec, directory: &Path, of: &str) -> Vec<Job> {
+    let version = RestoreVersion::Latest;
+    let restore = Restore { url: url(directory), job: of.to_owned(), version };
+    let mut create = CreateJob::new(spec.clone());
+    create.restore = Some(restore);
+    let cluster = connect(address).await;
+    cluster.create_job(create).await.unwrap();
+    let ranks = (0..spec.world).map(|rank| cluster.join(&spec.name, rank));
+    join_all(ranks).await.into_iter().map(|job| job.unwrap()).collect()
+}
+
+/// The versions of the complete checkpoints of a job.
+pub(crate) fn saved(directory: &Path, job: &str) -> Vec<u64> {
+    let Ok(versions) = std::fs::read_dir(directory.join(job)) else { return Vec::new() };
+    let complete = versions.map(|version| version.unwrap().path());
+    let complete = complete.filter(|version| version.join("manifest.json").exists());
+    let number = |path: std::path::PathBuf| path.file_name()?.to_str()?.parse().ok();
+    let mut complete: Vec<u64> = complete.filter_map(number).collect();
+    complete.sort_unstable();
+    complete
+}
+
+#[tokio::test]
+async fn a_restored_job_continues_as_if_it_had_never_stopped() {
+    let directory = directory();
+    let spec = |name: &str| job(name, 2, adamw(), synthetic::kinds_and_large(&adamw()));
+    let cluster = Cluster::start(3);
+    let jobs = start(cluster.address(), &spec("a")).await;
+    for step in 0..3 {
+        step_all(&jobs, step).await;
+    }
+    let client = connect(cluster.address()).await;
+    let place = url(directory.path());
+    let (version, bytes) = client.save_checkpoint("a", Some(&place)).await.unwrap();
+    assert_eq!(version, 3);
+    assert!(bytes > 0);
+    let at_three = jobs[0].state_hash(3).await.unwrap();
+    for step in 3..5 {
+        step_all(&jobs, step).await;
+    }
+    let (parameters, at_five) =
+        (training::pull(&jobs[0], 5).await.unwrap(), jobs[0].state_hash(5).await.unwrap());
+    for servers in [1, 2, 7] {
+        let cluster = Cluster::start(servers);
+        let jobs = resume(cluster.address(), &spec("b"), directory.path(), "a").await;
+        assert_eq!(jobs[0].version(), Some(3));
+        assert_eq!(jobs[0].state_hash(3).await.unwrap(), at_three, "on {servers} servers");
+        for step in 3..5 {
+            step_all(&jobs, step).await;
+        }
+        assert_eq!(jobs[0].state_hash(5).await.unwrap(), at_five, "on {servers} servers");
+        assert_eq!(training::pull(&jobs[0], 5).await.unwrap(), parameters);
+    }
+    // Another number of ranks starts from the same state.
+    for world in [1, 4] {
+        let cluster = Cluster::start(2);
+        let spec = JobSpec { world, ..spec("c") };
+        let jobs = resume(cluster.address(), &spec, directory.path(), "a").await;
+        assert_eq!(jobs[0].state_hash(3).await.unwrap(), at_three, "with {world} ranks");
+        step_all(&jobs, 3).await;
+    }
+}
+
+#[tokio::test]
+async fn the_state_of_every_optimizer_is_saved() {
+    let directory = directory();
+    let (before, after) = (Cluster::start(2), Cluster::start(3));
+    for name in Optimizer::NAMES {
+        let optimizer: Optimizer = name.parse().unwrap();
+        let spec = job(name, 1, optimizer, synthetic::kinds(&optimizer));
+        let jobs = start(before.address(), &spec).await;
+        step_all(&jobs, 0).await;
+        step_all(&jobs, 1).await;
+        let client = connect(before.address()).await;
+        client.save_checkpoint(name, Some(&url(directory.path()))).await.unwrap();
+        step_all(&jobs, 2).await;
+        let resumed = resume(after.address(), &spec, directory.path(), name).await;
+        step_all(&resumed, 2).await;
+        let (expected, found) = (jobs[0].state_hash(3).await, resumed[0].state_hash(3).await);
+        assert_eq!(found.unwrap(), expected.unwrap(), "{name}");
+    }
+}
+
+#[tokio::test]
+async fn a_save_beside_steps_has_exactly_one_version() {
+    const STEPS: u64 = 40;
+    let directory = directory();
+    let cluster = Cluster::start(3);
+    let spec = job("busy", 2, adamw(), synthetic::kinds_and_large(&adamw()));
+    let jobs = start(cluster.address(), &spec).await;
+    let mut hashes = vec![jobs[0].state_hash(0).await.unwrap()];
+    let client = connect(cluster.address()).await;
+    let mut saving = std::pin::pin!(async {
+        let mut versions = Vec::new();
+        loop {
+            let url = url(directory.path());
+            let (version, _) = client.save_checkpoint("busy", Some(&url)).await.unwrap();
+            versions.push(version);
+            if version + 2 >= STEPS {
+                return versions;
+            }
+        }
+    });
+    let mut versions = None;
+    for step in 0..STEPS {
+        let steps = async {
+            step_all(&jobs, step).await;
+            jobs[0].state_hash(step + 1).await.unwrap()
+        };
+        tokio::pin!(steps);
+        let hash = loop {
+            tokio::select! {
+                hash = &mut steps => break hash,
+                done = &mut saving, if versions.is_none() => versions = Some(done),
+            }
+        };
+        hashes.push(hash);
+    }
+    let versions = match versions {
+        Some(versions) => versions,
+        None => {
+            // The last save was of an earlier version; the next ones are of the last.
+            saving.await
+        }
+    };
+    assert!(versions.len() > 2, "{versions:?}");
+    let after = Cluster::start(2);
+    for (number, version) in versions.into_iter().enumerate() {
+        let spec = JobSpec { name: format!("at-{number}"), ..spec.clone() };
+        let mut create = CreateJob::new(spec.clone());
+        let (url, job) = (url(directory.path()), "busy".to_owned());
+        create.restore = Some(Restore { url, job, version: RestoreVersion::Exactly(version) });
+        let client = connect(after.address()).await;
+        client.create_job(create).await.unwrap();
+        let hash = client.state_hash(&spec.name).await.unwrap();
+        assert_eq!(hash, hashes[version as usize], "version {version}");
+        client.delete_job(&spec.name).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_job_is_saved_by_its_policy_and_the_last_checkpoints_are_kept() {
+    let directory = directory();
+    let cluster = Cluster::start(2);
+    let checkpoints = Some(CheckpointPolicy { keep: 2, ..policy(directory.path(), 2) });
+    let spec = JobSpec { checkpoints, ..job("kept", 1, adamw(), synthetic::kinds(&adamw())) };
+    let jobs = start(cluster.address(), &spec).await;
+    for step in 0..9 {
+        step_all(&jobs, step).await;
+        let version = step + 1;
+        let expected = version - version % 2;
+        if expected > 0 {
+            until_saved(directory.path(), "kept", expected).await;
+        }
+    }
+    assert_eq!(saved(directory.path(), "kept"), [6, 8]);
+    // A new job of the name would be restored from checkpoints of another one.
+    connect(cluster.address()).await.delete_job("kept").await.unwrap();
+    let refused = connect(cluster.address()).await.create_job(&spec).await;
+    assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
+    let resumed = resume(cluster.address(), &spec, directory.path(), "kept").await;
+    assert_eq!(resumed[0].version(), Some(8));
+}
+
+/// Returns when the latest complete checkpoint of a job is of `version`.
+pub(crate) async fn until_saved(directory: &Path, job: &str, version: u64) {
+    crate::until(&format!("version {version} is saved"), || {
+        saved(directory, job).last() == Some(&version)
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_checkpoint_of_another_model_is_refused() {
+    let directory = directory();
+    let cluster = Cluster::start(1);
+    let spec = job("first", 1, adamw(), synthetic::small());
+    let jobs = start(cluster.address(), &spec).await;
+    let client = connect(cluster.address()).await;
+    let place = url(directory.path());
+    client.save_checkpoint("first", Some(&place)).await.unwrap();
+    drop(jobs);
+    let create = async |spec: JobSpec, job: &str, version: RestoreVersion| {
+        let mut create = CreateJob::new(spec);
+        create.restore = Some(Restore { url: place.clone(), job: job.to_owned(), version });
+        client.create_job(create).await
+    };
+    let other = || job("second", 1, adamw(), synthetic::kinds(&adamw()));
+    let refused = create(other(), "first", RestoreVersion::Latest).await;
+    assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
+    let lamb = JobSpec { groups: vec!["sgd".parse().unwrap()], ..spec.clone() };
+    let refused =
+        create(JobSpec { name: "second".into(), ..lamb }, "first", RestoreVersion::Latest);
+    assert!(matches!(refused.await, Err(Error::Invalid { .. })));
+    for (job, version) in [("first", RestoreVersion::Exactly(9)), ("other", RestoreVersion::Latest)]
+    {
+        let missing = create(JobSpec { name: "second".into(), ..spec.clone() }, job, version).await;
+        assert!(matches!(missing, Err(Error::NoCheckpoint { .. })), "{missing:?}");
+    }
+    // Other hyperparameters are no other optimizer.
+    let slower = Optimizer::AdamW(AdamW { lr: 0.5, ..AdamW::default() });
+    let spec = JobSpec { name: "second".into(), groups: vec![slower], ..spec };
+    create(spec, "first", RestoreVersion::Latest).await.unwrap();
+    let anew = JobSpec { name: "anew".into(), ..other() };
+    create(anew, "nothing", RestoreVersion::LatestIfAny).await.unwrap();
+    assert_eq!(client.describe_job("anew").await.unwrap().version, None);
+}
+
+#[tokio::test]
+async fn a_save_to_a_full_or_missing_place_is_an_error_and_the_job_continues() {
+    let cluster = Cluster::start(2);
+    let spec = job("full", 1, adamw(), synthetic::small());
+    let jobs = start(cluster.address(), &spec).await;
+    let client = connect(cluster.address()).await;
+    // /dev/full cannot be a directory.
+    let failed = client.save_checkpoint("full", Some("file:///dev/full/checkpoints")).await;
+    assert!(matches!(failed, Err(Error::Storage { .. })), "{failed:?}");
+    step_all(&jobs, 0).await;
+    let directory = directory();
+    let saved = client.save_checkpoint("full", Some(&url(directory.path()))).await;
+    assert_eq!(saved.unwrap().0, 1);
+}

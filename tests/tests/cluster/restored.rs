@@ -1,0 +1,104 @@
+//! Jobs that return to their last checkpoint because a server was lost.
+
+use zeroshard_client::{Error, Job};
+use zeroshard_proto::JobSpec;
+use zeroshard_tests::{Cluster, Training, synthetic, training};
+
+use crate::{
+    adamw,
+    checkpoints::{directory, policy, step_all, until_saved},
+    job, start, until,
+};
+
+const STEPS: u64 = 30;
+
+fn spec(name: &str) -> JobSpec {
+    JobSpec { min_servers: 3, ..job(name, 2, adamw(), synthetic::kinds(&adamw())) }
+}
+
+async fn calm() -> String {
+    let cluster = Cluster::start(3);
+    let run = Training { steps: STEPS, ..Training::new(spec("calm")) };
+    run.run(cluster.address()).await.unwrap().hash
+}
+
+/// Makes steps until [`STEPS`], and goes back where the job was restored. Returns the versions to
+/// which it was restored.
+async fn train(job: &Job, mut step: u64, reached: impl Fn(u64)) -> Vec<u64> {
+    let mut restored = Vec::new();
+    while step < STEPS {
+        match training::step(job, step).await {
+            Ok(report) => {
+                step = report.version;
+                reached(step);
+            }
+            Err(Error::RolledBack { version, .. }) => {
+                restored.push(version);
+                step = version;
+            }
+            Err(error) => panic!("rank {} at step {step}: {error}", job.rank()),
+        }
+    }
+    restored
+}
+
+#[tokio::test]
+async fn a_run_returns_to_its_last_checkpoint_when_a_server_is_killed() {
+    let expected = calm().await;
+    let directory = directory();
+    let mut cluster = Cluster::start(3);
+    let checkpoints = Some(policy(directory.path(), 10));
+    let jobs = start(cluster.address(), &JobSpec { checkpoints, ..spec("killed") }).await;
+    let (epoch, lease) = (jobs[0].epoch(), jobs[0].lease());
+    for step in 0..10 {
+        step_all(&jobs, step).await;
+    }
+    until_saved(directory.path(), "killed", 10).await;
+    for step in 10..15 {
+        step_all(&jobs, step).await;
+    }
+    cluster.shards[1].kill();
+    let (one, other) = tokio::join!(train(&jobs[0], 15, drop), train(&jobs[1], 15, drop));
+    assert_eq!((one, other), (vec![10], vec![10]));
+    assert_eq!(jobs[0].state_hash(STEPS).await.unwrap(), expected);
+    assert!(jobs[0].epoch() > epoch);
+    assert_eq!(jobs[0].lease(), lease, "ranks keep their leases");
+}
+
+#[tokio::test]
+async fn servers_are_killed_and_replaced_during_a_run() {
+    let expected = calm().await;
+    let directory = directory();
+    let mut cluster = Cluster::start(3);
+    let checkpoints = Some(policy(directory.path(), 1));
+    let jobs = start(cluster.address(), &JobSpec { checkpoints, ..spec("replaced") }).await;
+    let reached = std::sync::atomic::AtomicU64::new(0);
+    let note = |step| _ = reached.fetch_max(step, std::sync::atomic::Ordering::Relaxed);
+    let kills = async {
+        for kill in 1..4 {
+            until("the next kill is due", || {
+                reached.load(std::sync::atomic::Ordering::Relaxed) >= kill * 7
+                    && !crate::checkpoints::saved(directory.path(), "replaced").is_empty()
+            })
+            .await;
+            let victim = (kill % 3) as usize;
+            cluster.shards[victim].kill();
+            cluster.shards[victim] = Cluster::shard(cluster.coordinator.address(), &[]);
+        }
+    };
+    let (one, other, ()) = tokio::join!(train(&jobs[0], 0, note), train(&jobs[1], 0, note), kills);
+    assert!(!one.is_empty() && !other.is_empty());
+    assert_eq!(jobs[0].state_hash(STEPS).await.unwrap(), expected);
+}
+
+#[tokio::test]
+async fn a_job_without_a_checkpoint_fails_when_a_server_is_killed() {
+    let directory = directory();
+    let mut cluster = Cluster::start(3);
+    let checkpoints = Some(policy(directory.path(), 10));
+    let jobs = start(cluster.address(), &JobSpec { checkpoints, ..spec("early") }).await;
+    step_all(&jobs, 0).await;
+    cluster.shards[1].kill();
+    let failed = training::step(&jobs[0], 1).await;
+    assert!(matches!(failed, Err(Error::JobFailed { .. })), "{failed:?}");
+}
