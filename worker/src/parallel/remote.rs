@@ -98,11 +98,11 @@ impl Remote {
     pub fn join(
         runtime: &Handle,
         options: Options,
-        spec: &JobSpec,
+        create: impl Into<CreateJob>,
         seat: Seat<'_>,
     ) -> Result<Self> {
         let cluster = runtime.block_on(Cluster::connect(seat.coordinator, options))?;
-        Self::enter(runtime, cluster, spec.into(), (seat.rank, seat.reached_at))
+        Self::enter(runtime, cluster, create.into(), (seat.rank, seat.reached_at))
     }
 
     /// Joins the successor, a job that continues from `version` of this one, with the same rank.

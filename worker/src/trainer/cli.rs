@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand};
-use zeroshard_proto::{DType, Optimizer, Token};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use zeroshard_proto::{CheckpointPolicy, DType, OnLoss, Optimizer, Token};
 
 use super::batches::Sharding;
 use super::error::{Error, Result};
@@ -35,6 +35,24 @@ pub enum Command {
     /// options and seed give the same result, bit for bit, for every level, number of shard servers
     /// and chunk size, in processes and in threads.
     Train(Box<Train>),
+}
+
+/// Whether a new job starts from a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Resume {
+    /// If there is one.
+    Auto,
+    /// There must be none.
+    Never,
+}
+
+/// What happens when a shard server is lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ServerLoss {
+    /// The job returns to its latest checkpoint.
+    Restore,
+    /// The job fails.
+    Fail,
 }
 
 /// Flags of `train`.
@@ -86,6 +104,44 @@ pub struct Train {
     /// Seed of the initial parameters, the windows and the sample
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Training")]
     pub seed: u64,
+
+    /// Save the job at this URL: a directory (file:///checkpoints) or a prefix of an object store
+    /// (s3://bucket/prefix, gs://, az://) that all servers can reach. Training continues meanwhile
+    #[arg(long, value_name = "URL", help_heading = "Checkpoints")]
+    pub checkpoint: Option<String>,
+    /// Number of steps from one checkpoint to the next
+    #[arg(long, value_name = "N", default_value_t = 50, requires = "checkpoint",
+        value_parser = clap::value_parser!(u64).range(1..), help_heading = "Checkpoints")]
+    pub checkpoint_every: u64,
+    /// Number of checkpoints to keep; 0 keeps all
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 3,
+        requires = "checkpoint",
+        help_heading = "Checkpoints"
+    )]
+    pub checkpoint_keep: u32,
+    /// Whether a new job starts from the latest checkpoint of its name. With never, there must be
+    /// none
+    #[arg(
+        long,
+        value_name = "WHEN",
+        default_value = "auto",
+        requires = "checkpoint",
+        help_heading = "Checkpoints"
+    )]
+    pub resume: Resume,
+    /// What happens when a shard server is lost: the job returns to its latest checkpoint on the
+    /// servers that are left, and its workers run the steps since then again; or it fails
+    #[arg(
+        long,
+        value_name = "ACTION",
+        default_value = "restore",
+        requires = "checkpoint",
+        help_heading = "Checkpoints"
+    )]
+    pub on_server_loss: ServerLoss,
 
     /// Width of the model
     #[arg(long, value_name = "N", default_value_t = 128,
@@ -266,7 +322,25 @@ impl Train {
             listen: self.listen,
             seed: self.seed,
             sample_chars: self.sample_chars as usize,
+            checkpoints: self.checkpoints()?,
+            resume: self.resume == Resume::Auto,
         })
+    }
+
+    fn checkpoints(&self) -> Result<Option<CheckpointPolicy>> {
+        let Some(url) = self.checkpoint.clone() else { return Ok(None) };
+        let policy = CheckpointPolicy {
+            url,
+            every_steps: Some(self.checkpoint_every),
+            every: None,
+            keep: self.checkpoint_keep,
+            on_loss: match self.on_server_loss {
+                ServerLoss::Restore => OnLoss::Restore,
+                ServerLoss::Fail => OnLoss::Fail,
+            },
+        };
+        policy.validate()?;
+        Ok(Some(policy))
     }
 
     /// Whether this process starts the servers and workers as separate processes.

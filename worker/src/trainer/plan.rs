@@ -3,8 +3,11 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use zeroshard_client::Options;
-use zeroshard_proto::{DType, Departure, JobSpec, Manifest, Optimizer, Policy, TensorSpec, Token};
+use zeroshard_client::{CreateJob, Options};
+use zeroshard_proto::{
+    CheckpointPolicy, DType, Departure, JobSpec, Manifest, Optimizer, Policy, Restore,
+    RestoreVersion, TensorSpec, Token,
+};
 
 use super::batches::Sharding;
 use super::error::Result;
@@ -55,6 +58,10 @@ pub struct Plan {
     pub seed: u64,
     /// The number of characters to generate at the end.
     pub sample_chars: usize,
+    /// When and where the job is saved, if it is.
+    pub checkpoints: Option<CheckpointPolicy>,
+    /// Whether the job starts from its latest checkpoint, if there is one.
+    pub resume: bool,
 }
 
 impl Plan {
@@ -100,10 +107,25 @@ impl Plan {
             meshes: self.parallelism.mesh()?.into_iter().map(Into::into).collect(),
             departure: Departure::Error,
             idle_timeout: None,
-            checkpoints: None,
+            checkpoints: self.checkpoints.clone(),
         };
         spec.validate()?;
         Ok(spec)
+    }
+
+    /// The request for the job that trains `model`.
+    ///
+    /// # Errors
+    /// Those of [`Self::spec`].
+    pub fn create(&self, model: &Model) -> zeroshard_proto::Result<CreateJob> {
+        let mut create = CreateJob::new(self.spec(model)?);
+        let policy = self.checkpoints.as_ref().filter(|_| self.resume);
+        create.restore = policy.map(|policy| Restore {
+            url: policy.url.clone(),
+            job: self.job.clone(),
+            version: RestoreVersion::LatestIfAny,
+        });
+        Ok(create)
     }
 
     /// The settings of the connection to the cluster.

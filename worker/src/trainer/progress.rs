@@ -87,6 +87,26 @@ impl Output {
         }
     }
 
+    /// Reports that the job was at `step` and has returned to the checkpoint of `version`, because a
+    /// server was lost.
+    ///
+    /// # Errors
+    /// [`Error::System`] if standard output is closed.
+    pub fn restored(&mut self, step: u64, version: u64) -> Result<()> {
+        match self {
+            Self::Quiet => Ok(()),
+            Self::Json => line(&Line::Restored { step, version }),
+            Self::Bar(bar) => {
+                bar.bar.println(format!(
+                    "step {step}: a shard server was lost; continuing from the checkpoint of \
+                     version {version}"
+                ));
+                bar.last = None;
+                Ok(())
+            }
+        }
+    }
+
     /// Clears the bar.
     pub fn finish(&mut self) {
         if let Self::Bar(bar) = self {
@@ -151,6 +171,13 @@ pub enum Line<'a> {
         step: u64,
         /// The held-out loss in nats per character.
         eval_loss: f64,
+    },
+    /// A server was lost, and the job has returned to a checkpoint.
+    Restored {
+        /// The step that was open.
+        step: u64,
+        /// The version of the checkpoint.
+        version: u64,
     },
     /// The summary at the end of the run.
     Done(&'a Summary),

@@ -43,11 +43,11 @@ pub fn train(
     output: &mut Output,
 ) -> Result<Option<Outcome>> {
     let model = plan.model(corpus)?;
-    let spec = plan.spec(&model)?;
+    let create = plan.create(&model)?;
     let listening = listen(plan, runtime)?;
     let reached_at = listening.as_ref().map(|peers| peers.address().to_string());
     let seat = Seat { rank, coordinator: address, reached_at: reached_at.as_deref() };
-    let remote = Remote::join(runtime, plan.options(), &spec, seat)?;
+    let remote = Remote::join(runtime, plan.options(), create, seat)?;
     let peers = match listening {
         Some(listening) => Some(connect(listening, rank, &remote.peers()?)?),
         None => None,
@@ -146,7 +146,17 @@ impl<'a> Run<'a> {
         let mut version = first;
         while version < plan.steps {
             let step = version;
-            let report = self.step(step)?;
+            let report = match self.step(step) {
+                Err(Error::Cluster(ClusterError::RolledBack { version: restored, .. })) => {
+                    // The steps since then are run again, with the same data.
+                    train.retain(|(step, _)| *step < restored);
+                    held_out.retain(|(step, _)| *step <= restored);
+                    output.restored(step, restored)?;
+                    version = restored;
+                    continue;
+                }
+                report => report?,
+            };
             version = report.version;
             skipped += u64::from(!report.applied);
             let loss = report.loss.unwrap_or(f64::NAN);
@@ -157,15 +167,21 @@ impl<'a> Run<'a> {
                 gradient_norm: report.gradient_norm,
                 applied: report.applied,
                 overflow: self.overflow(&report),
-                tokens: self.tokens(version - first),
+                tokens: self.tokens(version.saturating_sub(first)),
                 traffic: self.link.server.traffic(),
             })?;
             let due = version.is_multiple_of(every) || version >= plan.steps;
             // The ranks of the first replica evaluate.
             if due && plan.parallelism.replica(self.rank) == 0 {
-                let loss = levels::evaluate(&self.link, &self.network, version, &self.held_out)?;
-                held_out.push((version, loss));
-                output.evaluation(version, loss)?;
+                match levels::evaluate(&self.link, &self.network, version, &self.held_out) {
+                    // The next step reports it.
+                    Err(Error::Cluster(ClusterError::RolledBack { .. })) => {}
+                    loss => {
+                        let loss = loss?;
+                        held_out.push((version, loss));
+                        output.evaluation(version, loss)?;
+                    }
+                }
             }
         }
         if self.rank != 0 {
@@ -189,7 +205,7 @@ impl<'a> Run<'a> {
             pulled_bytes: traffic.pulled_bytes,
             pushed_bytes: traffic.pushed_bytes,
             elapsed,
-            tokens: self.tokens(version - first),
+            tokens: self.tokens(version.saturating_sub(first)),
             prompt,
             sample,
         }))
