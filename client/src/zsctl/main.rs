@@ -1,6 +1,8 @@
 //! `zsctl`, the tool for operators. It calls a cluster's coordinator and prints tables or JSON.
 
+mod checkpoint;
 mod status;
+mod table;
 
 use std::{process::ExitCode, time::Duration};
 
@@ -54,6 +56,9 @@ enum Command {
         /// Name of the job; `zsctl status` lists the jobs
         job: String,
     },
+    /// Save jobs, and inspect, verify, export and remove their checkpoints
+    #[command(subcommand)]
+    Checkpoint(checkpoint::Command),
     /// Delete a job and free its memory on the servers; its state is lost
     Delete {
         /// Name of the job; `zsctl status` lists the jobs
@@ -76,6 +81,11 @@ async fn main() -> ExitCode {
 #[expect(clippy::print_stdout, reason = "the program's output")]
 async fn run(arguments: &Arguments) -> Result<()> {
     let timeout = Duration::from_secs(arguments.timeout.max(1));
+    if let Command::Checkpoint(command) = &arguments.command
+        && let Some(result) = checkpoint::offline(command, arguments.json).await
+    {
+        return result;
+    }
     let options = Options::default().timeout(timeout).token(arguments.token.clone());
     let cluster = Cluster::connect(&arguments.address, options).await?;
     match &arguments.command {
@@ -86,6 +96,9 @@ async fn run(arguments: &Arguments) -> Result<()> {
                 true => println!("{}", json!({"event": "hash", "job": job, "state_hash": hash})),
                 false => println!("{hash}"),
             }
+        }
+        Command::Checkpoint(command) => {
+            checkpoint::online(command, &cluster, arguments.json).await?;
         }
         Command::Delete { job } => {
             cluster.delete_job(job).await?;

@@ -1,8 +1,10 @@
 //! `zsctl status`.
 
-use comfy_table::{Table, presets};
+use comfy_table::Table;
 use serde_json::json;
 use zeroshard_client::{JobStatus, ServerStatus, Status};
+
+use crate::table::{human, table};
 
 /// Prints servers and jobs.
 #[expect(clippy::print_stdout, reason = "the program's output")]
@@ -13,12 +15,6 @@ pub(crate) fn print(status: &Status, json: bool) {
     } else {
         println!("{}\n\n{}", servers(&status.servers), jobs(&status.jobs));
     }
-}
-
-fn table(header: &[&str]) -> Table {
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING).set_header(header);
-    table
 }
 
 fn servers(servers: &[ServerStatus]) -> Table {
@@ -86,18 +82,6 @@ fn job_json(job: &JobStatus) -> serde_json::Value {
         "joined": job.joined, "parameters": job.parameters, "tensors": job.tensors, "slices": job.slices,
         "failure": job.failure,
     })
-}
-
-/// Bytes with a binary unit.
-fn human(bytes: u64) -> String {
-    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let unit = (0..UNITS.len() - 1)
-        .find(|&unit| bytes >> (10 * (unit + 1)) == 0)
-        .unwrap_or(UNITS.len() - 1);
-    match unit {
-        0 => format!("{bytes} B"),
-        unit => format!("{:.1} {}", bytes as f64 / (1u64 << (10 * unit)) as f64, UNITS[unit]),
-    }
 }
 
 #[cfg(test)]

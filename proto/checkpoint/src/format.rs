@@ -20,13 +20,13 @@ pub enum Part {
     State(usize),
 }
 
-/// A one-dimensional tensor in a file.
+/// A tensor in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Entry {
     pub(crate) key: String,
     /// The name of the type in the format.
     pub(crate) dtype: &'static str,
-    pub(crate) numel: usize,
+    pub(crate) shape: Vec<u64>,
     /// The size in bytes.
     pub(crate) bytes: usize,
 }
@@ -38,7 +38,7 @@ pub(crate) fn parts(spec: &JobSpec, index: usize) -> Vec<(Part, Entry)> {
     let entry = |part: &str, dtype: DType, numel: usize| Entry {
         key: format!("{part}/{}/{}", tensor.name, slice.offset),
         dtype: name(dtype),
-        numel,
+        shape: vec![numel as u64],
         bytes: numel * dtype.size(),
     };
     if !tensor.trains() {
@@ -56,7 +56,7 @@ pub(crate) fn parts(spec: &JobSpec, index: usize) -> Vec<(Part, Entry)> {
     parts
 }
 
-fn name(dtype: DType) -> &'static str {
+pub(crate) fn name(dtype: DType) -> &'static str {
     match dtype {
         DType::F32 => "F32",
         DType::Bf16 => "BF16",
@@ -66,11 +66,19 @@ fn name(dtype: DType) -> &'static str {
 
 /// The beginning of a file with these tensors: the length of the header, and the header.
 pub(crate) fn header<'a>(entries: impl IntoIterator<Item = &'a Entry>) -> Vec<u8> {
-    let (mut tensors, mut end) = (Map::new(), 0);
-    for Entry { key, dtype, numel, bytes } in entries {
+    header_with(Map::new(), entries)
+}
+
+/// A header like [`header`], with further keys before those of the tensors.
+pub(crate) fn header_with<'a>(
+    mut tensors: Map<String, Value>,
+    entries: impl IntoIterator<Item = &'a Entry>,
+) -> Vec<u8> {
+    let mut end = 0;
+    for Entry { key, dtype, shape, bytes } in entries {
         let offsets = [end, end + bytes];
         end += bytes;
-        let tensor = json!({"dtype": dtype, "shape": [numel], "data_offsets": offsets});
+        let tensor = json!({"dtype": dtype, "shape": shape, "data_offsets": offsets});
         tensors.insert(key.clone(), tensor);
     }
     let mut text = Value::Object(tensors).to_string().into_bytes();

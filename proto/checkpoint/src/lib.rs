@@ -13,6 +13,7 @@
 //! servers. `format` knows the keys of a slice, `manifest` the index of all files, `storage` where
 //! they are; `writer` and `reader` transfer slices.
 
+mod export;
 mod format;
 mod hash;
 mod manifest;
@@ -22,6 +23,7 @@ mod user_data;
 mod verify;
 mod writer;
 
+pub use export::Export;
 pub use format::Part;
 pub use manifest::Manifest;
 pub use reader::SavedSlice;

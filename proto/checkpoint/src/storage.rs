@@ -5,9 +5,11 @@ use std::{collections::BTreeSet, fmt, sync::Arc};
 use bytes::Bytes;
 use futures_util::TryStreamExt;
 use object_store::{
-    ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, local::LocalFileSystem, path::Path,
+    ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, local::LocalFileSystem, parse_url_opts,
+    path::Path,
 };
 use percent_encoding::percent_decode_str;
+use url::Url;
 use zeroshard_proto::{Error, Result, checkpoint::check_url};
 
 use crate::Manifest;
@@ -251,11 +253,15 @@ impl Storage {
     }
 
     pub(crate) fn failed(&self, action: &str, path: &Path, error: &object_store::Error) -> Error {
-        let causes =
-            std::iter::successors(Some(error as &dyn std::error::Error), |error| error.source());
-        let cause = causes.last().map(ToString::to_string).unwrap_or_default();
-        Error::Storage { action: action.to_owned(), url: self.name(path), cause }
+        Error::Storage { action: action.to_owned(), url: self.name(path), cause: root_cause(error) }
     }
+}
+
+/// The message of the innermost error.
+fn root_cause(error: &object_store::Error) -> String {
+    let first: &dyn std::error::Error = error;
+    let causes = std::iter::successors(Some(first), |error| error.source());
+    causes.last().map(ToString::to_string).unwrap_or_default()
 }
 
 /// How the names of the files of a save begin.
@@ -280,5 +286,14 @@ fn local(url: &str, directory: &str) -> Result<(Arc<dyn ObjectStore>, Path)> {
 }
 
 fn remote(url: &str) -> Result<(Arc<dyn ObjectStore>, Path)> {
-    Err(invalid(url, "not supported"))
+    // The provider of cryptography for TLS. An error means that the process has one already.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let parsed = Url::parse(url).map_err(|error| invalid(url, error))?;
+    let options = std::env::vars_os().filter_map(|(name, value)| {
+        // The names of options are in lower case.
+        Some((name.into_string().ok()?.to_ascii_lowercase(), value.into_string().ok()?))
+    });
+    let (store, prefix) =
+        parse_url_opts(&parsed, options).map_err(|error| invalid(url, root_cause(&error)))?;
+    Ok((Arc::from(store), prefix))
 }

@@ -27,7 +27,7 @@ impl Storage {
         let entry = |(rank, bytes): (&u32, &Bytes)| Entry {
             key: format!("rank/{rank}"),
             dtype: "U8",
-            numel: bytes.len(),
+            shape: vec![bytes.len() as u64],
             bytes: bytes.len(),
         };
         let entries: Vec<Entry> = ranks.iter().map(entry).collect();
