@@ -281,7 +281,8 @@ fn local(url: &str, directory: &str) -> Result<(Arc<dyn ObjectStore>, Path)> {
     let directory = percent_decode_str(directory).decode_utf8_lossy();
     std::fs::create_dir_all(&*directory).map_err(|error| invalid(url, error))?;
     let store = LocalFileSystem::new_with_prefix(&*directory);
-    let store = store.map_err(|error| invalid(url, error))?.with_fsync(true);
+    let store =
+        store.map_err(|error| invalid(url, error))?.with_fsync(true).with_automatic_cleanup(true);
     Ok((Arc::new(store), Path::default()))
 }
 
