@@ -85,7 +85,7 @@ impl Cluster {
             }
             let phase = Phase::Waiting { creators: vec![waiter], placing: false };
             let (spec, unused_since) = (Arc::new(spec), waiter.since);
-            let job = Job { spec, id, epoch: 0, unused_since, succession, phase };
+            let job = Job { spec, id, epoch: 0, unused_since, succession, learned: None, phase };
             self.jobs.insert(name.clone(), job);
             return self.try_place(&name, out);
         };
@@ -282,7 +282,12 @@ impl Cluster {
         let failed = Phase::Failed { reason: reason.to_owned() };
         let (id, phase) = (job.id, std::mem::replace(&mut job.phase, failed));
         // A job that never opened has no state to lose: it can be created again at once.
-        if matches!(phase, Phase::Open(_) | Phase::Recovering(_)) {
+        let has_state = match &phase {
+            Phase::Open(_) => true,
+            Phase::Recovering(recovery) => recovery.was_used(),
+            _ => false,
+        };
+        if has_state {
             self.jobs.insert(name.to_owned(), job);
             self.unused_from(name, now, out);
         } else {
@@ -292,7 +297,8 @@ impl Cluster {
         self.dissolve(name, id, phase, &error, out);
     }
 
-    pub(super) fn delete(&mut self, caller: Caller, job: &JobRef, out: &mut Vec<Action>) {
+    /// Deletes a job. The answer follows when its servers know it.
+    pub(super) fn delete(&mut self, waiter: Waiter, job: &JobRef, out: &mut Vec<Action>) {
         let name = job.name.clone();
         let error = match self.jobs.get(&name) {
             None => Some(self.unknown(&name)),
@@ -302,11 +308,20 @@ impl Cluster {
             Some(_) => None,
         };
         if let Some(error) = error {
-            return out.push(Action::Answer(caller, Err(error)));
+            return out.push(Action::Answer(waiter.caller, Err(error)));
         }
+        let servers = self.servers_of(&name);
         self.remove(&name, "deleted", out);
         out.push(Action::Note(format!("job {name:?} is deleted")));
-        out.push(Action::Answer(caller, Ok(Reply::Deleted)));
+        let what = format!("the deletion of job {name:?}");
+        self.answer_when_received(vec![waiter], Reply::Deleted, servers, what, out);
+    }
+
+    /// The servers with slices of a job.
+    pub(super) fn servers_of(&self, name: &str) -> Vec<ServerId> {
+        let placement = self.jobs.get(name).and_then(|job| job.phase.placement());
+        let servers = placement.into_iter().flat_map(|placement| placement.servers());
+        servers.map(|server| server.id).collect()
     }
 
     /// Any phase -> gone.
@@ -328,8 +343,11 @@ impl Cluster {
         out: &mut Vec<Action>,
     ) {
         if let Some(placement) = phase.placement() {
-            let live =
-                placement.servers().iter().filter(|server| self.servers.contains_key(&server.id));
+            let is_live = |server: &&Server| {
+                let known = self.servers.get(&server.id);
+                known.is_some_and(|known| known.incarnation == server.incarnation)
+            };
+            let live = placement.servers().iter().filter(is_live);
             let close = Command::Close(JobRef { name: name.to_owned(), id });
             out.extend(live.map(|server| Action::Command(server.id, close.clone())));
         }
@@ -386,6 +404,11 @@ impl Cluster {
 
     fn creators_wait_for(&self, name: &str) -> String {
         match self.jobs.get(name) {
+            Some(Job { spec, phase: Phase::Waiting { .. }, .. })
+                if self.is_learning() && self.servers.len() >= spec.min_servers as usize =>
+            {
+                format!("shard servers that may hold a job {name:?} of the last coordinator")
+            }
             Some(Job { spec, phase: Phase::Waiting { placing: false, .. }, .. }) => {
                 let (connected, needed) = (self.servers.len(), spec.min_servers);
                 format!("shard servers for job {name:?}: {connected} of {needed} are connected")

@@ -2,18 +2,21 @@
 //!
 //! `cluster` takes events and returns actions, with one file for each subject. It is a pure
 //! function of state, event and time (`state`, `events`). Jobs: `jobs`, `placement`, `disposal`.
-//! Servers: `servers`, `recovery`. Workers: `leases`, `members`, `resting`, `feed`. Steps:
-//! `commit`, `terms`, `reduce`, `attempts`, `decisions`.
+//! Servers: `servers`, `absence`, `recovery`, `catch_up`. Workers: `leases`, `members`, `resting`, `feed`. Steps:
+//! `commit`, `confirm`, `terms`, `reduce`, `attempts`, `decisions`.
 //!
 //! `driver` is the clock, and `actions` carries out the actions. `service`, `requests`,
 //! `responses` and `control` implement the protocol, and only they know its messages.
 //!
 //! The coordinator stores nothing on disk: the durable state is on the servers.
 
+mod absence;
 mod actions;
 mod attempts;
+mod catch_up;
 mod cluster;
 mod commit;
+mod confirm;
 mod control;
 mod decisions;
 mod disposal;
@@ -24,6 +27,7 @@ mod jobs;
 mod leases;
 mod members;
 pub mod placement;
+mod probe;
 mod recovery;
 mod reduce;
 mod requests;
@@ -42,13 +46,11 @@ use std::{
 
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
-use zeroshard_proto::{
-    pb::coordinator_service_server::CoordinatorServiceServer,
-    transport::{KEEPALIVE_INTERVAL, KEEPALIVE_TIMEOUT},
-};
+use zeroshard_proto::pb::coordinator_service_server::CoordinatorServiceServer;
 
 use crate::serve::Context;
 use driver::Driver;
+use recovery::RECOVERY;
 use requests::Waits;
 use service::Service;
 
@@ -75,7 +77,7 @@ impl Coordinator {
     /// The services of the coordinator.
     pub fn routes(&self) -> Routes {
         let common = &self.context.common;
-        let rank = (2 * common.keepalive()).max(KEEPALIVE_INTERVAL + KEEPALIVE_TIMEOUT);
+        let rank = (2 * common.keepalive()).max(RECOVERY);
         let waits = Waits { default: common.wait(), rank };
         let service = Service { driver: self.driver.clone(), waits };
         let limit = common.max_message_bytes;

@@ -8,13 +8,14 @@ use std::{
 use zeroshard_proto::{Error, JobSpec, Placement, Result, Succession};
 
 use super::{
+    absence::Away,
     commit::Round,
     decisions::Decided,
     events::{Action, Command, Lease, Now, ServerId, Turn, Waiter},
     feed::Peers,
     jobs::Plan,
     members::{Members, Queue},
-    recovery::{Recovery, unknown_yet},
+    recovery::{Age, Recovery, unknown_yet},
     responses::Stats,
     resting::Resting,
 };
@@ -29,6 +30,8 @@ pub(crate) struct ServerState {
     pub(crate) address: String,
     /// Its last report.
     pub(crate) stats: Option<Stats>,
+    /// Why jobs had failed on it when it connected, by the id of the job.
+    pub(crate) failed: BTreeMap<u64, String>,
 }
 
 /// A job in any phase.
@@ -44,6 +47,8 @@ pub(crate) struct Job {
     pub(crate) unused_since: Now,
     /// How it continues from another job, if it does.
     pub(crate) succession: Option<Arc<Succession>>,
+    /// The latest description by a server; `None` for a job that was created here.
+    pub(crate) learned: Option<Age>,
     pub(crate) phase: Phase,
 }
 
@@ -89,6 +94,8 @@ pub(crate) struct Open {
     pub(crate) round: Round,
     /// The decision that produced `version`.
     pub(crate) last: Option<Box<Decided>>,
+    /// The servers of the placement that are not connected.
+    pub(crate) away: BTreeMap<ServerId, Away>,
 }
 
 impl Open {
@@ -109,6 +116,7 @@ impl Open {
             peers: Peers::default(),
             round: Round::default(),
             last: None,
+            away: BTreeMap::new(),
         }
     }
 

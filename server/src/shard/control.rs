@@ -10,6 +10,7 @@ use std::{
     time::Duration,
 };
 
+use futures_util::future::try_join_all;
 use tokio::sync::{mpsc, oneshot};
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -49,8 +50,9 @@ pub(super) struct Contact<'a> {
     pub(super) term: &'a AtomicU64,
 }
 
-/// How long a job may take to carry out the commands of the last coordinator.
-const DESCRIPTION_LIMIT: Duration = Duration::from_secs(60);
+/// How long the jobs may take to carry out the commands of the last coordinator. If they take
+/// longer, the server dials again.
+const DESCRIPTION_LIMIT: Duration = Duration::from_secs(8);
 
 /// The tasks of the jobs, which last longer than a control stream.
 #[derive(Default)]
@@ -64,19 +66,15 @@ impl Tasks {
     /// The jobs of this server, after the commands that they have received. A job that is still
     /// being opened is closed, because nobody waits for it any more.
     async fn describe<B: Backend>(&mut self, store: &Store<B>) -> Result<Vec<pb::HeldJob>> {
-        let mut held = Vec::new();
         self.jobs.retain(|&id, _| store.holds(id));
         let deadline = Deadline::after(DESCRIPTION_LIMIT);
-        for (id, queue) in &self.jobs {
-            let (answer, description) = oneshot::channel();
+        let descriptions = self.jobs.iter().map(|(id, queue)| async move {
             let waiting_for = || format!("job {id:016x} to carry out earlier commands");
-            let sent = queue.commands.send(Ok(Command::Describe(answer)));
-            if deadline.limit(waiting_for, sent).await?.is_ok()
-                && let Ok(description) = deadline.limit(waiting_for, description).await?
-            {
-                held.push(description);
-            }
-        }
+            deadline.limit(waiting_for, queue.describe()).await
+        });
+        let held = try_join_all(descriptions).await?;
+        // A job without a description has ended meanwhile.
+        let held: Vec<_> = held.into_iter().flatten().collect();
         self.jobs.retain(|&id, _| held.iter().any(|held| held.job_id == id));
         Ok(held)
     }
@@ -112,6 +110,15 @@ struct Queue {
     _closed: DropGuard,
 }
 
+impl Queue {
+    /// The job after the commands that it has received; `None` if it has ended.
+    async fn describe(&self) -> Option<pb::HeldJob> {
+        let (answer, description) = oneshot::channel();
+        self.commands.send(Ok(Command::Describe(answer))).await.ok()?;
+        description.await.ok()
+    }
+}
+
 type Commands = tonic::Streaming<pb::ServeResponse>;
 
 impl<'a, B: Backend> Session<'a, B> {
@@ -136,6 +143,7 @@ impl<'a, B: Backend> Session<'a, B> {
             incarnation,
             term: term.load(Ordering::Acquire),
             held_jobs: held.len() as u32,
+            failed_jobs: tasks.events.failed(),
         };
         let first = std::iter::once(Event::Hello(hello)).chain(held.into_iter().map(Event::Held));
         let outgoing = tokio_stream::iter(first.collect::<Vec<_>>()).chain(events);
@@ -204,6 +212,7 @@ impl<'a, B: Backend> Session<'a, B> {
             Wire::Close(pb::CloseJob { job, job_id }) => {
                 tracing::info!(job, "job closed");
                 self.tasks.jobs.remove(&job_id);
+                self.tasks.events.closed(job_id);
                 return self.store.close(&job, job_id);
             }
             Wire::Publish(pb::Publish { job_id, epoch, .. }) => {
@@ -215,13 +224,18 @@ impl<'a, B: Backend> Session<'a, B> {
             Wire::NewEpoch(pb::NewEpoch { job_id, epoch, rank, left, .. }) => {
                 (job_id, Ok(Command::NewEpoch { epoch, rank, left }))
             }
-            Wire::NewAttempt(pb::NewAttempt { job_id, epoch, step, attempt: number, .. }) => {
-                (job_id, Ok(Command::NewAttempt(Attempt { epoch, step, number })))
+            Wire::NewAttempt(next) => {
+                let pb::NewAttempt { job_id, epoch, step, attempt: number, rested, .. } = next;
+                let attempt = Attempt { epoch, step, number };
+                (job_id, Ok(Command::NewAttempt { attempt, rested }))
             }
             Wire::Done(pb::RankDone { job_id, rank, .. }) => {
                 (job_id, Ok(Command::RankDone { rank }))
             }
             Wire::Rests(rests) => (rests.job_id, Ok(Command::RankRests(rests))),
+            Wire::Confirm(pb::Confirm { number }) => {
+                return self.tasks.events.tell(Event::Confirmed(pb::Confirmed { number }));
+            }
             Wire::Write(_) | Wire::Cancel(_) => return,
             Wire::Decide(decision) => (decision.job_id, Command::decide(decision)),
         };

@@ -149,7 +149,7 @@ fn gradients_of_an_attempt_never_count_in_a_later_one() {
     subject.push(at(1, 0, 0), 0, 1, 7.0).unwrap();
     assert!(subject.ready().is_some());
     // The attempt was reported as ready, and is open again.
-    subject.job.open_attempt(at(1, 0, 1)).unwrap();
+    subject.job.open_attempt(at(1, 0, 1), None).unwrap();
     let stale = subject.push(at(1, 0, 0), 0, 0, 7.0);
     assert!(matches!(stale, Err(Error::StaleAttempt { attempt: 0, current: 1, .. })), "{stale:?}");
     assert!(matches!(subject.decide(at(1, 0, 0)), Err(Error::Internal { .. })));

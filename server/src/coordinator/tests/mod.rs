@@ -1,8 +1,10 @@
 //! Scenarios: sequences of events and their expected results. Time is a number.
 
+mod absence;
 mod attempts;
 mod callers;
 mod commits;
+mod confirm;
 mod decisions;
 mod disposal;
 mod feeds;
@@ -18,7 +20,7 @@ mod succession;
 mod wire;
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{BTreeMap, HashMap, VecDeque},
     time::Duration,
 };
 
@@ -28,8 +30,8 @@ use super::{
     cluster::Cluster,
     decisions::{Decision, Figures, Report, Update},
     events::{
-        Action, Caller, Command, Commit, Create, Discard, Event, JobRef, Join, Lease, Link, Now,
-        Reduce, Reply, Rest, Said, Turn,
+        Action, Caller, Command, Commit, Create, Discard, Event, JobRef, Join, Lease, Leave, Link,
+        Now, Reduce, Reply, Rest, Said, Turn,
     },
     feed::Change,
     jobs::Plan,
@@ -75,6 +77,7 @@ struct Script {
     woken: Vec<Lease>,
     ended: Vec<(Lease, Option<Error>)>,
     dismissed: Vec<u64>,
+    probed: Vec<Server>,
 }
 
 impl Script {
@@ -137,6 +140,7 @@ impl Script {
             Action::Wake(lease) => self.woken.push(lease),
             Action::End(lease, error) => self.ended.push((lease, error)),
             Action::Dismiss(link) => self.dismissed.push(link.server),
+            Action::Probe(server) => self.probed.push(server),
             Action::Decided { .. }
             | Action::Aborted
             | Action::Attached(_)
@@ -151,6 +155,7 @@ impl Script {
     fn reply(&self, command: &Command) -> Option<Said> {
         match command.clone() {
             Command::Grant { job, rank, lease } => Some(Said::Granted { job, rank, lease }),
+            Command::Confirm { number } => Some(Said::Confirmed { number }),
             Command::Decide { job, decision: Decision { attempt, .. } } => {
                 Some(Said::Stored { job, epoch: attempt.epoch, step: attempt.step })
             }
@@ -165,11 +170,16 @@ impl Script {
     fn server_as(&mut self, server: Server) {
         let stream = self.next();
         self.links.insert(server.id, Link { server: server.id, stream });
-        self.event(Event::ServerJoined { stream, server, held: Vec::new(), is_new: true });
+        let (held, failed) = (Vec::new(), BTreeMap::new());
+        self.event(Event::ServerJoined { stream, server, held, failed, is_new: true });
     }
 
+    /// The process of a server ends.
     fn lose_server(&mut self, server: u64) {
+        let live = self.cluster.live();
         self.lose_link(self.links[&server]);
+        let dead = live.into_iter().find(|live| live.id == server);
+        dead.into_iter().for_each(|dead| self.event(Event::Refused(dead)));
     }
 
     fn lose_link(&mut self, from: Link) {
@@ -211,7 +221,7 @@ impl Script {
 
     fn delete(&mut self, id: u64) -> Caller {
         let caller = self.caller();
-        self.event(Event::Delete { caller, job: JobRef { id, ..job() } });
+        self.event(Event::Delete { caller, job: JobRef { id, ..job() }, wait: WAIT });
         caller
     }
 
@@ -281,7 +291,7 @@ impl Script {
 
     fn leave(&mut self, lease: Lease, done: bool) -> Caller {
         let caller = self.caller();
-        self.event(Event::Leave { caller, job: job(), lease, done });
+        self.event(Event::Leave { caller, leave: Leave { job: job(), lease, done }, wait: WAIT });
         caller
     }
 
