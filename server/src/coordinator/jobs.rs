@@ -317,9 +317,14 @@ impl Cluster {
         self.answer_when_received(vec![waiter], Reply::Deleted, servers, what, out);
     }
 
-    /// The servers with slices of a job.
+    /// The servers that may have slices of a job.
     pub(super) fn servers_of(&self, name: &str) -> Vec<ServerId> {
-        let placement = self.jobs.get(name).and_then(|job| job.phase.placement());
+        let phase = self.jobs.get(name).map(|job| &job.phase);
+        if let Some(Phase::Failed { .. }) = phase {
+            // Some of them may not have received the commands to close it.
+            return self.servers.keys().copied().collect();
+        }
+        let placement = phase.and_then(Phase::placement);
         let servers = placement.into_iter().flat_map(|placement| placement.servers());
         servers.map(|server| server.id).collect()
     }
