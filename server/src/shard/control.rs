@@ -11,6 +11,7 @@ use std::{
 };
 
 use futures_util::future::try_join_all;
+use prost::Message;
 use tokio::sync::{mpsc, oneshot};
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -25,10 +26,13 @@ use zeroshard_proto::{
 
 use super::{
     commands::{Command, Task},
-    events::Events,
+    events::{Events, JobEvent},
     store::Store,
 };
 use crate::{attempt::Attempt, backend::Backend, health::Health};
+
+/// The bytes that a message of the control stream needs beside its event, at most.
+const EVENT_BYTES: usize = 16;
 
 /// The interval of the reports about this server's memory.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);
@@ -74,7 +78,20 @@ impl Tasks {
         });
         let held = try_join_all(descriptions).await?;
         // A job without a description has ended meanwhile.
-        let held: Vec<_> = held.into_iter().flatten().collect();
+        let (held, too_long): (Vec<_>, Vec<_>) =
+            held.into_iter().flatten().partition(|held| is_sendable(held, MAX_CONTROL_MESSAGE));
+        for job in too_long {
+            let bytes = job.encoded_len();
+            let name = job.spec.unwrap_or_default().name;
+            tracing::error!(job = name, bytes, "the description of a job is too long");
+            store.close(&name, job.job_id);
+            let reason = format!(
+                "its description for the coordinator needs {bytes} bytes, of at most \
+                 {MAX_CONTROL_MESSAGE}"
+            );
+            let failed = JobEvent::Failed { epoch: job.epoch, reason };
+            self.events.tell_of(&name, job.job_id, failed);
+        }
         self.jobs.retain(|&id, _| held.iter().any(|held| held.job_id == id));
         Ok(held)
     }
@@ -117,6 +134,12 @@ impl Queue {
         self.commands.send(Ok(Command::Describe(answer))).await.ok()?;
         description.await.ok()
     }
+}
+
+/// Whether a description fits into a message of `limit` bytes. A longer one would break the control
+/// stream of all jobs.
+fn is_sendable(held: &pb::HeldJob, limit: usize) -> bool {
+    held.encoded_len() + EVENT_BYTES <= limit
 }
 
 type Commands = tonic::Streaming<pb::ServeResponse>;
@@ -273,4 +296,19 @@ impl<'a, B: Backend> Session<'a, B> {
 fn chain(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(error.source(), |error| error.source());
     causes.fold(error.to_string(), |message, cause| format!("{message}: {cause}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_description_that_is_sendable_fits_into_its_message() {
+        let held = pb::HeldJob { done: (0..1000).collect(), ..Default::default() };
+        let message = pb::ServeRequest { event: Some(Event::Held(held.clone())) };
+        let limit = message.encoded_len();
+        assert!(!is_sendable(&held, limit - 16) && is_sendable(&held, limit + 16));
+        let smallest = (0..2 * limit).find(|&limit| is_sendable(&held, limit)).unwrap();
+        assert!(smallest >= limit);
+    }
 }

@@ -167,3 +167,22 @@ impl Events {
         self.0.lock().expect("no holder of the lock panics")
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_failed_jobs_are_remembered_until_they_are_closed() {
+        let events = Events::default();
+        for id in 0..MAX_FAILED as u64 + 2 {
+            let reason = format!("reason {id}");
+            events.tell_of("job", id, JobEvent::Failed { epoch: 1, reason });
+        }
+        events.closed(5);
+        drop(events.connect());
+        let failed: Vec<u64> = events.failed().iter().map(|failed| failed.job_id).collect();
+        assert_eq!((failed.len(), failed[0]), (MAX_FAILED - 1, 2));
+        assert!(!failed.contains(&5) && events.failed()[0].reason == "reason 2");
+    }
+}

@@ -397,6 +397,9 @@ async fn invalid_requests_get_typed_errors_and_the_server_continues() {
             format!("{what} of shard server host:1")
         );
     }
+    let hello = pb::Hello { held_jobs: u32::MAX, ..hello("host:1") };
+    let refused = FakeShard::greet(&mut client, hello).await.err().expect("refused");
+    assert_eq!(field(Error::from_status(&refused, "")), "held_jobs of shard server host:1");
     for address in ["", "nowhere", "host:0"] {
         let refused = FakeShard::connect(&mut client, address).await.err().expect("refused");
         assert_eq!(field(Error::from_status(&refused, "")), "address of the server");
