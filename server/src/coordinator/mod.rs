@@ -2,10 +2,10 @@
 //!
 //! `cluster` takes events and returns actions, with one file for each subject. It is a pure
 //! function of state, event and time (`state`, `events`). Jobs: `jobs`, `placement`, `disposal`.
-//! Servers: `servers`, `absence`, `recovery`, `catch_up`. Workers: `leases`, `members`, `resting`, `feed`. Steps:
-//! `commit`, `confirm`, `terms`, `reduce`, `attempts`, `decisions`.
+//! Servers: `servers`, `absence`, `recovery`, `rebuild`, `catch_up`. Workers: `leases`, `members`,
+//! `resting`, `feed`. Steps: `commit`, `confirm`, `terms`, `reduce`, `attempts`, `decisions`.
 //!
-//! `driver` is the clock, and `actions` carries out the actions. `service`, `requests`,
+//! `driver` is the clock; `actions` and `probe` carry out the actions. `service`, `requests`,
 //! `responses` and `control` implement the protocol, and only they know its messages.
 //!
 //! The coordinator stores nothing on disk: the durable state is on the servers.
@@ -28,6 +28,7 @@ mod leases;
 mod members;
 pub mod placement;
 mod probe;
+mod rebuild;
 mod recovery;
 mod reduce;
 mod requests;

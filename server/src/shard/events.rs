@@ -93,8 +93,8 @@ pub(super) fn step_ready(
 
 /// The events to the coordinator. Clones share them.
 ///
-/// Without a connection, events are dropped: the coordinator receives the state of all jobs, and the
-/// reasons of those that have failed, when the server registers.
+/// Without a connection, events are dropped: the coordinator receives the state of all jobs, and
+/// the reasons of those that have failed, when the server registers.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Events(Arc<Mutex<Line>>);
 

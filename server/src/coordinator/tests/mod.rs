@@ -6,6 +6,7 @@ mod callers;
 mod commits;
 mod confirm;
 mod decisions;
+mod descriptions;
 mod disposal;
 mod feeds;
 mod identities;
