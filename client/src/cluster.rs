@@ -1,6 +1,12 @@
 //! A cluster, accessed through its coordinator.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
 
 use zeroshard_proto::{
     Deadline, Error, JobSpec, JobVersion, Placement, Restore, Result,
@@ -146,12 +152,29 @@ impl Cluster {
     /// # Errors
     /// [`Error::UnknownJob`], [`Error::Timeout`].
     pub async fn delete_job(&self, job: &str) -> Result<()> {
-        self.retry("the job to be deleted", |mut client| {
-            let request = pb::DeleteJobRequest { job: job.to_owned(), job_id: 0 };
-            async move { client.delete_job(request).await }
-        })
-        .await?;
-        Ok(())
+        // A repeated call needs the id: a job of the name may have been created since.
+        let (id, mut tries) = (AtomicU64::new(0), 0);
+        let deleted = self.retry("the job to be deleted", |mut client| {
+            tries += 1;
+            let (job, id) = (job.to_owned(), &id);
+            async move {
+                if id.load(Relaxed) == 0 {
+                    let status = client.status(pb::StatusRequest {}).await?.into_inner();
+                    let found = status.jobs.iter().find(|of| of.name == job);
+                    id.store(found.map_or(0, |found| found.job_id), Relaxed);
+                }
+                client.delete_job(pb::DeleteJobRequest { job, job_id: id.load(Relaxed) }).await
+            }
+        });
+        match deleted.await {
+            // An earlier try has deleted it, and its answer was lost.
+            Err(Error::UnknownJob { .. } | Error::JobReplaced { .. })
+                if tries > 1 && id.load(Relaxed) != 0 =>
+            {
+                Ok(())
+            }
+            deleted => deleted.map(drop),
+        }
     }
 
     /// The description of the job that a reader needs.

@@ -38,7 +38,7 @@ struct Member {
     locals: Vec<LocalTensor>,
     membership: watch::Receiver<Membership>,
     watcher: JoinHandle<()>,
-    attempts: Attempts,
+    attempts: Arc<Attempts>,
 }
 
 impl Drop for Member {
@@ -66,8 +66,7 @@ impl Job {
                     rank,
                     address: address.map(str::to_owned),
                     wait_ms: u32::try_from(wait_ms).unwrap_or(u32::MAX).max(1),
-                    lease: 0,
-                    job_id: 0,
+                    ..Default::default()
                 };
                 async move {
                     let mut stream = client.join(request).await?.into_inner();
@@ -84,13 +83,15 @@ impl Job {
             job: job.to_owned(),
             rank,
             address: address.map(str::to_owned),
-            wait_ms: 0,
             lease,
             job_id: id,
+            ..Default::default()
         };
-        let watcher = Watcher { cluster: cluster.clone(), lease: lease_held, told };
+        let (spec, attempts) = (Arc::new(spec), Arc::<Attempts>::default());
+        let (cluster_of, attempts_of) = (cluster.clone(), attempts.clone());
+        let watcher =
+            Watcher { cluster: cluster_of, lease: lease_held, told, attempts: attempts_of };
         let watcher = tokio::spawn(watcher.run(stream));
-        let (spec, attempts) = (Arc::new(spec), Attempts::default());
         let member =
             Member { cluster, spec, id, rank, lease, locals, membership, watcher, attempts };
         Ok(Self(Arc::new(member)))
@@ -240,12 +241,16 @@ impl Job {
     async fn end_lease(&self, done: bool) -> Result<()> {
         let Member { cluster, spec, id, lease, .. } = &*self.0;
         let request = pb::LeaveRequest { job: spec.name.clone(), lease: *lease, job_id: *id, done };
-        cluster
-            .retry("leave", |mut client| {
-                let request = request.clone();
-                async move { client.leave(request).await }
-            })
-            .await?;
-        Ok(())
+        let mut tries = 0;
+        let left = cluster.retry("leave", |mut client| {
+            tries += 1;
+            let request = request.clone();
+            async move { client.leave(request).await }
+        });
+        match left.await {
+            // An earlier try has ended the lease, and with it the job.
+            Err(Error::UnknownJob { .. } | Error::JobReplaced { .. }) if tries > 1 => Ok(()),
+            left => left.map(drop),
+        }
     }
 }

@@ -52,6 +52,18 @@ struct End {
 }
 
 impl Attempts {
+    /// The latest step with an attempt in this epoch, and the number of the latest attempt there
+    /// that may be open.
+    pub(super) fn latest(&self, epoch: u64) -> (u64, u32) {
+        let attempts = self.lock();
+        let of_epoch = attempts.values().filter(|state| state.epoch == epoch);
+        let latest = of_epoch.map(|state| {
+            let end = state.end.borrow();
+            (state.step, end.as_ref().map_or(state.number, |end| end.next))
+        });
+        latest.max().unwrap_or_default()
+    }
+
     fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, Arc<State>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

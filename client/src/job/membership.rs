@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use tokio::sync::watch;
 use zeroshard_proto::{Deadline, Error, OnLoss, Placement, Result, pb};
 
-use super::Job;
+use super::{Job, attempt::Attempts};
 use crate::Cluster;
 
 /// The coordinator announces the end of a job at most this long after the servers have reported it.
@@ -68,6 +68,7 @@ pub(super) struct Watcher {
     /// The request that continues the lease after a restart of the coordinator.
     pub(super) lease: pb::JoinRequest,
     pub(super) told: watch::Sender<Membership>,
+    pub(super) attempts: Arc<Attempts>,
 }
 
 type Memberships = tonic::Streaming<pb::JoinResponse>;
@@ -122,7 +123,9 @@ impl Watcher {
         let stream = self.cluster.tries("a stream for the lease", |_| {
             // The stream has no deadline: it lasts as long as the lease.
             let mut client = Cluster::client(self.cluster.connection.clone());
-            let request = self.lease.clone();
+            let epoch = self.told.borrow().epoch;
+            let (step, attempt) = self.attempts.latest(epoch);
+            let request = pb::JoinRequest { epoch, step, attempt, ..self.lease.clone() };
             async move { client.join(request).await }
         });
         stream.await.map_err(|error| match error {

@@ -41,6 +41,7 @@ impl Driver {
                     }
                 }
                 Action::Dismiss(link) => inner.dismiss(link),
+                Action::Probe(server) => self.probe(inner, server),
                 Action::Decided { applied, commit_spread, ready_wait } => {
                     let steps = &self.metrics.steps;
                     if applied {

@@ -74,7 +74,11 @@ impl Cluster {
     ) {
         match self.try_discard(caller, &discard, now, out) {
             Ok(None) => self.advance(&discard.turn.job.name, now, out),
-            Ok(Some(attempt)) => out.push(Action::Answer(caller, Ok(Reply::Discarded { attempt }))),
+            Ok(Some(attempt)) => {
+                let (name, waiter) =
+                    (&discard.turn.job.name, Waiter::new(caller, now, discard.wait));
+                self.answer_attempt(name, vec![waiter], Reply::Discarded { attempt }, out);
+            }
             Err(error) => out.push(Action::Answer(caller, Err(error))),
         }
     }
@@ -123,12 +127,23 @@ impl Cluster {
         let attempt = Attempt { number: discarded.number.saturating_add(1), ..discarded };
         open.round.attempt = attempt.number;
         let job = JobRef { name: name.to_owned(), id: *id };
-        open.send(&Command::NewAttempt { job, attempt }, out);
-        let reply = Reply::Discarded { attempt: attempt.number };
-        let waiters = discards.into_values().flatten();
-        out.extend(waiters.map(|w| Action::Answer(w.caller, Ok(reply.clone()))));
+        open.send(&Command::NewAttempt { job, attempt, rested: None }, out);
         let stale = || discarded.refusal(name, attempt);
         out.extend(reducers.into_iter().map(|w| Action::Answer(w.caller, Err(stale()))));
+        let reply = Reply::Discarded { attempt: attempt.number };
+        self.answer_attempt(name, discards.into_values().flatten().collect(), reply, out);
+    }
+
+    /// Answers calls when the servers know the new attempt.
+    pub(super) fn answer_attempt(
+        &mut self,
+        name: &str,
+        waiters: Vec<Waiter>,
+        reply: Reply,
+        out: &mut Vec<Action>,
+    ) {
+        let (servers, what) = (self.servers_of(name), format!("a new attempt of job {name:?}"));
+        self.answer_when_received(waiters, reply, servers, what, out);
     }
 
     /// Answers ranks at their deadline with the ranks that have not asked to discard the attempt.

@@ -6,6 +6,7 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use zeroshard_proto::{Error, JobSpec, Placement, Result};
 
 use super::{
+    confirm::Confirmations,
     events::{Action, Event, JobRef, Now, Said, ServerId, Waiter},
     recovery::{RECOVERY, unknown_yet},
     state::{Job, Open, Phase, ServerState},
@@ -25,6 +26,7 @@ pub(crate) struct Cluster {
     /// Whether a server has followed another coordinator before; `None` before the first one
     /// registers.
     pub(super) has_returning: Option<bool>,
+    pub(super) confirmations: Confirmations,
 }
 
 /// The content of a DescribeJob response, which the service converts without the driver's lock.
@@ -47,10 +49,10 @@ impl Cluster {
     pub(crate) fn handle(&mut self, event: Event, now: Now) -> Vec<Action> {
         let mut out = Vec::new();
         match event {
-            Event::ServerJoined { stream, server, held, is_new } => {
+            Event::ServerJoined { stream, server, held, failed, is_new } => {
                 let id = server.id;
                 self.has_returning = Some(is_new || self.has_returning == Some(true));
-                self.server_joined(stream, server, now, &mut out);
+                self.server_joined(stream, server, failed, now, &mut out);
                 self.take_over(id, held, is_new, now, &mut out);
             }
             Event::ServerLost { from, cause } => self.server_lost(from, &cause, now, &mut out),
@@ -62,11 +64,13 @@ impl Cluster {
             Event::Create { caller, job_id, create, wait } => {
                 self.create(Waiter::new(caller, now, wait), job_id, *create, &mut out);
             }
-            Event::Delete { caller, job } => self.delete(caller, &job, &mut out),
+            Event::Delete { caller, job, wait } => {
+                self.delete(Waiter::new(caller, now, wait), &job, &mut out);
+            }
             Event::Join { caller, join } => self.join(caller, join, now, &mut out),
-            Event::Attach { caller, attach } => self.attach(caller, attach, &mut out),
-            Event::Leave { caller, job, lease, done } => {
-                self.leave(caller, &job, lease, done, now, &mut out);
+            Event::Attach { caller, attach } => self.attach(caller, attach, now, &mut out),
+            Event::Leave { caller, leave, wait } => {
+                self.leave(Waiter::new(caller, now, wait), &leave, now, &mut out);
             }
             Event::LeaseEnded { job, rank, lease } => {
                 self.lease_ended(&job, rank, lease, now, &mut out)
@@ -86,6 +90,7 @@ impl Cluster {
                     open.forget_caller(rank, caller);
                 }
             }
+            Event::Refused(server) => self.refused(&server, now, &mut out),
             Event::Tick => self.tick(now, &mut out),
         }
         out
@@ -106,6 +111,7 @@ impl Cluster {
             Said::SaveFailed { job, save, cause } => {
                 self.save_failed(server, &job, save, cause, now, out);
             }
+            Said::Confirmed { number } => self.confirmed(server, number, out),
             Said::Stats(stats) => {
                 if let Some(known) = self.servers.get_mut(&server) {
                     known.stats = Some(stats);
@@ -128,16 +134,19 @@ impl Cluster {
             Phase::Failed { .. } => None,
         };
         let deadlines = self.jobs.values().flat_map(|job| [waiting(job), self.disposal(job)]);
-        deadlines.flatten().chain(self.learns_until).min()
+        let deadlines = deadlines.flatten().chain(self.learns_until);
+        deadlines.chain(self.confirmations.next_deadline()).min()
     }
 
     fn tick(&mut self, now: Now, out: &mut Vec<Action>) {
         self.expire_learning(now, out);
         self.expire_creators(now, out);
+        self.expire_confirmations(now, out);
         let names: Vec<String> = self.jobs.keys().cloned().collect();
         for name in names {
             self.expire_recovery(&name, now, out);
             self.expire_interrupted(&name, now, out);
+            self.expire_absence(&name, now, out);
             self.expire_joins(&name, now, out);
             self.expire_commits(&name, now, out);
             self.expire_stored(&name, now, out);
@@ -235,6 +244,9 @@ impl Cluster {
         let mut out = Vec::new();
         // The ends of their control streams are no longer events.
         self.servers.clear();
+        let confirmations = std::mem::take(&mut self.confirmations);
+        let waiters = confirmations.into_waiters();
+        out.extend(waiters.map(|waiter| Action::Answer(waiter.caller, Err(error()))));
         for job in std::mem::take(&mut self.jobs).into_values() {
             let (waiters, members) = job.phase.into_waiting();
             out.extend(
@@ -257,7 +269,8 @@ impl Open {
             self.queue.next_deadline(),
             self.members.next_deadline(),
         ];
-        last.chain(others.into_iter().flatten()).min()
+        let away = self.away.values().map(|away| away.until);
+        last.chain(others.into_iter().flatten()).chain(away).min()
     }
 }
 

@@ -1,12 +1,12 @@
 //! Control streams: the messages from shard servers, and the commands to them.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use futures_util::{Stream, StreamExt};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 use zeroshard_proto::{
-    Error, JobSpec, JobVersion, Placement, Restore, Result, Server, Succession,
+    Deadline, Error, JobSpec, JobVersion, Placement, Restore, Result, Server, Succession,
     job::optimizers,
     pb::{self, serve_request, serve_response},
 };
@@ -51,21 +51,38 @@ pub(super) fn commands(
         .then(convert)
 }
 
+/// The time limit for the first messages of a server, which describe its jobs.
+const REGISTRATION_LIMIT: Duration = Duration::from_secs(30);
+
+/// The maximum number of jobs that a server may describe.
+const MAX_HELD_JOBS: u32 = 4096;
+
 /// A server that registers.
 #[derive(Debug)]
-pub(super) struct Registration {
-    pub(super) server: Server,
+pub(crate) struct Registration {
+    pub(crate) server: Server,
     /// The term of the coordinator that it has followed before; 0 for none.
-    pub(super) term: u64,
+    pub(crate) term: u64,
     /// The jobs that it holds.
-    pub(super) held: Vec<Held>,
+    pub(crate) held: Vec<Held>,
+    /// Why jobs have failed on it, by the id of the job.
+    pub(crate) failed: BTreeMap<u64, String>,
 }
 
 /// Reads the first messages of a control stream, in which the server announces itself and its jobs.
 ///
 /// # Errors
-/// [`Error::Invalid`]; those of the stream.
+/// [`Error::Timeout`] after [`REGISTRATION_LIMIT`]; [`Error::Invalid`]; those of the stream.
 pub(super) async fn registration(
+    events: &mut Streaming<pb::ServeRequest>,
+    failure: &Failure,
+) -> Result<Registration, Status> {
+    let deadline = Deadline::after(REGISTRATION_LIMIT);
+    let waiting_for = || "Hello and the jobs of a shard server".to_owned();
+    deadline.limit(waiting_for, read_registration(events, failure)).await?
+}
+
+async fn read_registration(
     events: &mut Streaming<pb::ServeRequest>,
     failure: &Failure,
 ) -> Result<Registration, Status> {
@@ -74,17 +91,25 @@ pub(super) async fn registration(
         _ => return Err(unexpected("first message", "another message", "Hello").into()),
     };
     let server = server(&hello)?;
+    if hello.held_jobs > MAX_HELD_JOBS {
+        let what = format!("held_jobs of shard server {}", server.address);
+        let expected = format!("at most {MAX_HELD_JOBS}");
+        return Err(Error::invalid(what, hello.held_jobs, expected).into());
+    }
     let mut held = Vec::new();
     for _ in 0..hello.held_jobs {
         match events.message().await?.and_then(|message| message.event) {
             // The spec and the placement may be large.
             Some(serve_request::Event::Held(job)) => {
-                held.push(failure.blocking("convert a job", move || Held::try_from(job)).await?);
+                let convert = move || Held::try_from(job);
+                let job = failure.blocking("convert a job", convert).await?;
+                held.push(Held { term: hello.term, ..job });
             }
             _ => return Err(unexpected("message after Hello", "another message", "HeldJob").into()),
         }
     }
-    Ok(Registration { server, term: hello.term, held })
+    let failed = hello.failed_jobs.into_iter().map(|failed| (failed.job_id, failed.reason));
+    Ok(Registration { server, term: hello.term, held, failed: failed.collect() })
 }
 
 fn unexpected(what: &str, found: &str, expected: &str) -> Error {
@@ -137,9 +162,9 @@ impl From<Command> for serve_response::Command {
             Command::NewEpoch { job: JobRef { name: job, id: job_id }, epoch, rank, left } => {
                 Self::NewEpoch(pb::NewEpoch { job, job_id, epoch, rank, left })
             }
-            Command::NewAttempt { job: JobRef { name: job, id: job_id }, attempt } => {
+            Command::NewAttempt { job: JobRef { name: job, id: job_id }, attempt, rested } => {
                 let Attempt { epoch, step, number: attempt } = attempt;
-                Self::NewAttempt(pb::NewAttempt { job, job_id, epoch, step, attempt })
+                Self::NewAttempt(pb::NewAttempt { job, job_id, epoch, step, attempt, rested })
             }
             Command::RankDone { job: JobRef { name: job, id: job_id }, rank } => {
                 Self::Done(pb::RankDone { job, job_id, rank })
@@ -158,6 +183,7 @@ impl From<Command> for serve_response::Command {
             Command::CancelSave { job: JobRef { name: job, id: job_id }, save } => {
                 Self::Cancel(pb::CancelCheckpoint { job, job_id, save })
             }
+            Command::Confirm { number } => Self::Confirm(pb::Confirm { number }),
         }
     }
 }
@@ -244,6 +270,7 @@ pub(super) fn said(event: serve_request::Event) -> Result<Said> {
         Wire::Stored(pb::DecisionStored { job: name, job_id, epoch, step }) => {
             Said::Stored { job: job(name, job_id), epoch, step }
         }
+        Wire::Confirmed(pb::Confirmed { number }) => Said::Confirmed { number },
         Wire::Hello(_) => return Err(unexpected("message", "a second Hello", "an event")),
         Wire::Held(_) => return Err(unexpected("message", "a further HeldJob", "an event")),
         Wire::Written(pb::CheckpointWritten { job: name, job_id, save, files }) => {
@@ -292,6 +319,7 @@ impl TryFrom<pb::HeldJob> for Held {
         let decision = job.decision.map(decision).transpose()?;
         Ok(Self {
             id: job.job_id,
+            term: 0,
             plan: Plan::of(&spec, placement),
             spec: Arc::new(spec),
             succession: from.map(|from| Arc::new(Succession { from, fresh_state })),
@@ -305,6 +333,7 @@ impl TryFrom<pb::HeldJob> for Held {
                 left: job.left.into_iter().collect(),
                 resting: job.resting.into_iter().map(rest).collect(),
             },
+            rested: job.rested,
             ready: job.ready.map(reduced),
             decided: decision.zip(job.decided.map(reduced)),
         })

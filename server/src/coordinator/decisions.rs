@@ -69,9 +69,9 @@ pub(crate) struct Report {
 /// The last decided step.
 #[derive(Debug)]
 pub(crate) struct Decided {
+    /// For servers that have not received it.
+    pub(super) decision: Decision,
     pub(super) report: Report,
-    /// The epoch in which it was decided.
-    epoch: u64,
     /// Servers that have not stored the decision yet.
     pending: BTreeSet<ServerId>,
     /// Commits that wait for these servers.
@@ -97,8 +97,8 @@ impl Decision {
 
 impl Decided {
     /// A decision that the servers `pending` have not stored yet.
-    pub(super) fn new(report: Report, epoch: u64, pending: BTreeSet<ServerId>) -> Self {
-        Self { report, epoch, pending, waiters: Vec::new() }
+    pub(super) fn new(decision: Decision, report: Report, pending: BTreeSet<ServerId>) -> Self {
+        Self { decision, report, pending, waiters: Vec::new() }
     }
 
     /// Returns the report if every server has stored the decision; otherwise the call waits for it.
@@ -175,7 +175,7 @@ impl Cluster {
         }
         let (decision, report) = decide(spec, *epoch, open, terms);
         let job = JobRef { name: name.to_owned(), id: *id };
-        open.send(&Command::Decide { job, decision }, out);
+        open.send(&Command::Decide { job, decision: decision.clone() }, out);
         let pending: BTreeSet<ServerId> = open.servers().collect();
         out.push(Action::Decided {
             applied: report.applied,
@@ -188,7 +188,7 @@ impl Cluster {
         open.version = Some(report.version);
         open.saves.user_data = open.round.user_data();
         let waiters = open.round.drop_all();
-        let mut decided = Box::new(Decided { waiters, ..Decided::new(report, *epoch, pending) });
+        let mut decided = Box::new(Decided { waiters, ..Decided::new(decision, report, pending) });
         decided.answer(out);
         open.last = Some(decided);
         self.save_if_due(name, now, out);
@@ -205,7 +205,8 @@ impl Cluster {
         out: &mut Vec<Action>,
     ) {
         let Some(Job { phase: Phase::Open(open), .. }) = self.reported_job(job) else { return };
-        let Some(decided) = open.decided(step).filter(|decided| decided.epoch == epoch) else {
+        let Some(decided) = open.decided(step).filter(|of| of.decision.attempt.epoch == epoch)
+        else {
             return;
         };
         if decided.pending.remove(&server) && decided.pending.is_empty() {
@@ -223,7 +224,8 @@ impl Cluster {
         if expired.is_empty() {
             return;
         }
-        let (step, epoch, pending) = (last.report.version - 1, last.epoch, last.pending.clone());
+        let (step, epoch, pending) =
+            (last.report.version - 1, last.decision.attempt.epoch, last.pending.clone());
         let servers = self.names(&pending);
         let waiting_for = format!(
             "{servers} to store the decision about step {step} of job {name:?} (epoch {epoch})"

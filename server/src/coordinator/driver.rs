@@ -7,7 +7,7 @@
 //! threads outside the async runtime.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     sync::{Arc, Mutex, MutexGuard, Weak},
     task::{Context, Poll, Waker},
     time::Instant,
@@ -15,13 +15,13 @@ use std::{
 
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
-use zeroshard_proto::{Error, Result, Server};
+use zeroshard_proto::{Error, Result};
 
 use super::{
     cluster::{Cluster, IDLE},
+    control::Registration,
     events::{Caller, Command, Event, Lease, Link, Now, Reply, ServerId},
     feed::Change,
-    recovery::Held,
 };
 use crate::{failure::Failure, metrics::Metrics};
 
@@ -49,6 +49,8 @@ pub(super) struct Inner {
     pub(super) calls: HashMap<Caller, oneshot::Sender<Result<Reply>>>,
     pub(super) servers: HashMap<ServerId, ServerStream>,
     pub(super) members: HashMap<Lease, MemberStream>,
+    /// The servers that are being dialled.
+    pub(super) probed: HashSet<ServerId>,
     last_caller: u64,
     last_stream: u64,
     /// The time at which the timer is set to fire.
@@ -90,6 +92,7 @@ impl Driver {
             calls: HashMap::new(),
             servers: HashMap::new(),
             members: HashMap::new(),
+            probed: HashSet::new(),
             last_caller: 0,
             last_stream: 0,
             armed: Now::MAX,
@@ -142,13 +145,8 @@ impl Driver {
     }
 
     /// Registers a shard server.
-    /// `held`: the jobs that it has held under the coordinator of the term `before`.
-    pub(crate) fn add_server(
-        &self,
-        server: Server,
-        held: Vec<Held>,
-        before: u64,
-    ) -> Result<Control> {
+    pub(crate) fn add_server(&self, registration: Registration) -> Result<Control> {
+        let Registration { server, term: before, held, failed } = registration;
         if before > self.term {
             // It refuses the commands of this coordinator.
             return Err(Error::StaleTerm { term: self.term, current: before });
@@ -165,8 +163,16 @@ impl Driver {
             old.dismissed.cancel();
         }
         let is_new = before != 0 && before != self.term;
-        self.handle(&mut inner, Event::ServerJoined { stream: link.stream, server, held, is_new });
+        self.handle(
+            &mut inner,
+            Event::ServerJoined { stream: link.stream, server, held, failed, is_new },
+        );
         Ok(Control { link, commands, dismissed })
+    }
+
+    /// The server is not dialled any more.
+    pub(super) fn probed(&self, server: ServerId) {
+        self.lock().probed.remove(&server);
     }
 
     /// Registers the stream of a lease that is about to join.

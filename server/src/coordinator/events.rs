@@ -3,7 +3,7 @@
 //! The driver draws random numbers (job ids, leases) and the identities of callers and streams, and
 //! passes them inside the events, so that the state machine is a pure function.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use zeroshard_proto::{Error, JobSpec, Optimizer, Placement, Restore, Result, Server, Succession};
@@ -74,7 +74,14 @@ impl Waiter {
 pub(crate) enum Event {
     /// A shard server opened a control stream. It holds jobs, of another coordinator if it `is_new`
     /// here.
-    ServerJoined { stream: u64, server: Server, held: Vec<Held>, is_new: bool },
+    /// `failed`: the jobs that have failed there, with the reasons.
+    ServerJoined {
+        stream: u64,
+        server: Server,
+        held: Vec<Held>,
+        failed: BTreeMap<u64, String>,
+        is_new: bool,
+    },
     /// A control stream ended.
     ServerLost { from: Link, cause: String },
     /// A message on a control stream.
@@ -84,13 +91,13 @@ pub(crate) enum Event {
     /// CreateJob. `job_id` is for the case that the job is new.
     Create { caller: Caller, job_id: u64, create: Box<Create>, wait: Duration },
     /// DeleteJob. An id of 0 stands for any job of the name.
-    Delete { caller: Caller, job: JobRef },
+    Delete { caller: Caller, job: JobRef, wait: Duration },
     /// Join.
     Join { caller: Caller, join: Join },
     /// A Join with a lease that the rank has already.
     Attach { caller: Caller, attach: Attach },
     /// Leave.
-    Leave { caller: Caller, job: JobRef, lease: Lease, done: bool },
+    Leave { caller: Caller, leave: Leave, wait: Duration },
     /// The stream of a Join ended, or its caller disconnected before the stream was opened.
     LeaseEnded { job: String, rank: u32, lease: Lease },
     /// Commit.
@@ -109,6 +116,8 @@ pub(crate) enum Event {
     Gone { caller: Caller, job: String, rank: Option<u32> },
     /// The caller of SaveCheckpoint disconnected before it was answered.
     SaverGone { caller: Caller, job: String },
+    /// The address of a server, which was dialled for [`Action::Probe`], refuses connections.
+    Refused(Server),
     /// A deadline may have passed.
     Tick,
 }
@@ -118,7 +127,9 @@ impl Event {
     /// once.
     pub(crate) fn wait(&self) -> Option<Duration> {
         match self {
-            Self::Create { wait, .. } => Some(*wait),
+            Self::Create { wait, .. } | Self::Delete { wait, .. } | Self::Leave { wait, .. } => {
+                Some(*wait)
+            }
             Self::Join { join, .. } => Some(join.rank_wait),
             Self::Commit { commit, .. } => Some(commit.wait),
             Self::Reduce { reduce, .. } => Some(reduce.wait),
@@ -169,6 +180,8 @@ pub(crate) enum Said {
     Written { job: JobRef, save: u64, files: Files },
     /// The server could not write its part of a checkpoint.
     SaveFailed { job: JobRef, save: u64, cause: Error },
+    /// The server has received all commands up to [`Command::Confirm`].
+    Confirmed { number: u64 },
     /// The memory and jobs of the server.
     Stats(Stats),
 }
@@ -206,6 +219,17 @@ pub(crate) struct Attach {
     /// The host:port at which its peers reach the worker, if it has one.
     pub(crate) address: Option<String>,
     pub(crate) lease: Lease,
+    /// The latest attempt that the worker knows.
+    pub(crate) attempt: Attempt,
+}
+
+/// A worker gives its rank back.
+#[derive(Debug)]
+pub(crate) struct Leave {
+    pub(crate) job: JobRef,
+    pub(crate) lease: Lease,
+    /// Whether the rank has no more data.
+    pub(crate) done: bool,
 }
 
 /// The membership and attempt for which a rank calls.
@@ -325,8 +349,9 @@ pub(crate) enum Command {
     Grant { job: JobRef, rank: u32, lease: Lease },
     /// The lease of the rank has ended, in order if it has `left`.
     NewEpoch { job: JobRef, epoch: u64, rank: u32, left: bool },
-    /// All ranks have discarded the previous attempt.
-    NewAttempt { job: JobRef, attempt: Attempt },
+    /// All ranks have discarded the previous attempt or have rested; then `rested` is the highest
+    /// rank that took part in the last step.
+    NewAttempt { job: JobRef, attempt: Attempt, rested: Option<u32> },
     /// The rank has no more data.
     RankDone { job: JobRef, rank: u32 },
     /// The rank rests or, without `begins`, takes part again from the next attempt on.
@@ -337,6 +362,8 @@ pub(crate) enum Command {
     Write { job: JobRef, plan: SavePlan },
     /// Give up a save.
     CancelSave { job: JobRef, save: u64 },
+    /// State that all earlier commands have been received.
+    Confirm { number: u64 },
 }
 
 /// A job that a server is to open. The spec and the placement are shared, because they may be
@@ -376,6 +403,8 @@ pub(crate) enum Action {
     End(Lease, Option<Error>),
     /// End a control stream.
     Dismiss(Link),
+    /// Find out whether a server without a control stream still runs: [`Event::Refused`].
+    Probe(Server),
     /// Count a decided step.
     Decided { applied: bool, commit_spread: Duration, ready_wait: Duration },
     /// Complete a checkpoint, then send [`Event::Completed`].

@@ -90,7 +90,8 @@ impl Cluster {
             let phase = Phase::Waiting { creators, placing: false, interrupted: None };
             let (spec, unused_since) = (Arc::new(spec), waiter.since);
             let restore = restore.map(Arc::new);
-            let job = Job { spec, id, epoch: 0, unused_since, succession, restore, phase };
+            let learned = None;
+            let job = Job { spec, id, epoch: 0, unused_since, succession, restore, learned, phase };
             self.jobs.insert(name.clone(), job);
             return self.try_place(&name, out);
         };
@@ -166,7 +167,7 @@ impl Cluster {
         let succession = succession.clone();
         let source = succession.as_ref().map(|succession| self.source(succession)).transpose();
         let (Placed { plan, checkpoint }, source) = match (placed, source) {
-            (Err(error), _) | (_, Err(error)) => return self.give_up(name, &error, now, out),
+            (Err(error), _) | (_, Err(error)) => return self.cannot_open(name, &error, now, out),
             (Ok(placed), Ok(source)) => (placed, source),
         };
         if !plan.placement.servers().iter().all(|server| live.contains(server)) {
@@ -320,14 +321,14 @@ impl Cluster {
         let failed = Phase::Failed { reason: reason.to_owned() };
         let (id, phase) = (job.id, std::mem::replace(&mut job.phase, failed));
         // A job that never opened has no state to lose: it can be created again at once.
-        let was_open = matches!(
-            phase,
+        let has_state = match &phase {
             Phase::Open(_)
-                | Phase::Recovering(_)
-                | Phase::Waiting { interrupted: Some(_), .. }
-                | Phase::Opening { interrupted: Some(_), .. }
-        );
-        if was_open {
+            | Phase::Waiting { interrupted: Some(_), .. }
+            | Phase::Opening { interrupted: Some(_), .. } => true,
+            Phase::Recovering(recovery) => recovery.was_used(),
+            _ => false,
+        };
+        if has_state {
             self.jobs.insert(name.to_owned(), job);
             self.unused_from(name, now, out);
         } else {
@@ -337,7 +338,8 @@ impl Cluster {
         self.dissolve(name, id, phase, &error, out);
     }
 
-    pub(super) fn delete(&mut self, caller: Caller, job: &JobRef, out: &mut Vec<Action>) {
+    /// Deletes a job. The answer follows when its servers know it.
+    pub(super) fn delete(&mut self, waiter: Waiter, job: &JobRef, out: &mut Vec<Action>) {
         let name = job.name.clone();
         let error = match self.jobs.get(&name) {
             None => Some(self.unknown(&name)),
@@ -347,11 +349,25 @@ impl Cluster {
             Some(_) => None,
         };
         if let Some(error) = error {
-            return out.push(Action::Answer(caller, Err(error)));
+            return out.push(Action::Answer(waiter.caller, Err(error)));
         }
+        let servers = self.servers_of(&name);
         self.remove(&name, "deleted", out);
         out.push(Action::Note(format!("job {name:?} is deleted")));
-        out.push(Action::Answer(caller, Ok(Reply::Deleted)));
+        let what = format!("the deletion of job {name:?}");
+        self.answer_when_received(vec![waiter], Reply::Deleted, servers, what, out);
+    }
+
+    /// The servers that may have slices of a job.
+    pub(super) fn servers_of(&self, name: &str) -> Vec<ServerId> {
+        let phase = self.jobs.get(name).map(|job| &job.phase);
+        if let Some(Phase::Failed { .. }) = phase {
+            // Some of them may not have received the commands to close it.
+            return self.servers.keys().copied().collect();
+        }
+        let placement = phase.and_then(Phase::placement);
+        let servers = placement.into_iter().flat_map(|placement| placement.servers());
+        servers.map(|server| server.id).collect()
     }
 
     /// Any phase -> gone.
@@ -373,8 +389,11 @@ impl Cluster {
         out: &mut Vec<Action>,
     ) {
         if let Some(placement) = phase.placement() {
-            let live =
-                placement.servers().iter().filter(|server| self.servers.contains_key(&server.id));
+            let is_live = |server: &&Server| {
+                let known = self.servers.get(&server.id);
+                known.is_some_and(|known| known.incarnation == server.incarnation)
+            };
+            let live = placement.servers().iter().filter(is_live);
             let close = Command::Close(JobRef { name: name.to_owned(), id });
             out.extend(live.map(|server| Action::Command(server.id, close.clone())));
         }
@@ -433,6 +452,11 @@ impl Cluster {
 
     fn creators_wait_for(&self, name: &str) -> String {
         match self.jobs.get(name) {
+            Some(Job { spec, phase: Phase::Waiting { .. }, .. })
+                if self.is_learning() && self.servers.len() >= spec.min_servers as usize =>
+            {
+                format!("shard servers that may hold a job {name:?} of the last coordinator")
+            }
             Some(Job { spec, phase: Phase::Waiting { placing: false, .. }, .. }) => {
                 let (connected, needed) = (self.servers.len(), spec.min_servers);
                 format!("shard servers for job {name:?}: {connected} of {needed} are connected")

@@ -9,11 +9,16 @@ use zeroshard_proto::{Departure, Error, Result};
 
 use super::{
     cluster::Cluster,
-    events::{Action, Attach, Caller, Command, JobRef, Join, Lease, Now, Reply, ServerId, Waiter},
+    events::{
+        Action, Attach, Caller, Command, JobRef, Join, Lease, Leave, Now, Reply, ServerId, Waiter,
+    },
     members::{Joining, Member},
     recovery::unknown_yet,
     state::{Job, Phase},
 };
+
+/// The maximum number of epochs by which a worker may be ahead of its servers.
+const MAX_AHEAD: u64 = 1 << 32;
 
 /// The cause of a new epoch.
 #[derive(Debug, Clone, Copy)]
@@ -27,7 +32,7 @@ pub(super) enum Cause {
     Done,
     /// A worker takes a rank that was done.
     Returned,
-    /// After a restart of the coordinator, not all servers know of the lease or of its end.
+    /// After a restart of the coordinator, a worker knows a later attempt than the servers.
     Recovered,
 }
 
@@ -118,19 +123,50 @@ impl Cluster {
     }
 
     /// A worker continues its lease with a new stream.
-    pub(super) fn attach(&mut self, caller: Caller, attach: Attach, out: &mut Vec<Action>) {
-        let answer = match self.try_attach(&attach, out) {
-            Ok(()) => Ok(Reply::Joined),
-            Err(error) => Err(error),
+    pub(super) fn attach(
+        &mut self,
+        caller: Caller,
+        attach: Attach,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        if let Err(error) = self.try_attach(&attach, out) {
+            return out.push(Action::Answer(caller, Err(error)));
+        }
+        out.push(Action::Answer(caller, Ok(Reply::Joined)));
+        self.move_ahead(&attach, out);
+        self.advance(&attach.job.name, now, out);
+    }
+
+    /// Begins a new epoch if a worker knows a later attempt than the servers: it was told of it,
+    /// and the coordinator died before a server was.
+    fn move_ahead(&mut self, attach: &Attach, out: &mut Vec<Action>) {
+        let name = &attach.job.name;
+        let Some(Job { spec, epoch, phase: Phase::Open(open), .. }) = self.jobs.get(name) else {
+            return;
         };
-        out.push(Action::Answer(caller, answer));
+        let (current, theirs) = (open.attempt(*epoch), attach.attempt);
+        // A worker may open an attempt at a later step before the open one is decided.
+        let is_ahead =
+            theirs.epoch > current.epoch || theirs > current && theirs.step == current.step;
+        if is_ahead {
+            let world = spec.world;
+            self.see_epoch(theirs.epoch);
+            self.new_epoch(name, world, Cause::Recovered, out);
+        }
     }
 
     fn try_attach(&mut self, attach: &Attach, out: &mut Vec<Action>) -> Result<()> {
-        let Attach { job, rank, address, lease } = attach;
-        let open = self.member_job(job)?.phase.open_mut(&job.name)?;
+        let Attach { job, rank, address, lease, attempt } = attach;
+        let Job { epoch, phase, .. } = self.member_job(job)?;
+        let limit = epoch.saturating_add(MAX_AHEAD);
+        let open = phase.open_mut(&job.name)?;
         if open.members.rank_of(*lease) != Some(*rank) {
             return Err(Error::LeaseLost { job: job.name.clone(), rank: *rank });
+        }
+        if attempt.epoch > limit {
+            let what = format!("epoch that rank {rank} of job {:?} knows", job.name);
+            return Err(Error::invalid(what, attempt.epoch, format!("at most {limit}")));
         }
         let Some(member) = open.members.of(*lease) else { return Ok(()) };
         if member.detached.take().is_none() {
@@ -148,21 +184,15 @@ impl Cluster {
     }
 
     /// A worker gives its rank back. An unknown lease has already ended.
-    pub(super) fn leave(
-        &mut self,
-        caller: Caller,
-        job: &JobRef,
-        lease: Lease,
-        done: bool,
-        now: Now,
-        out: &mut Vec<Action>,
-    ) {
+    /// The answer follows when the servers know it.
+    pub(super) fn leave(&mut self, waiter: Waiter, leave: &Leave, now: Now, out: &mut Vec<Action>) {
+        let &Leave { ref job, lease, done } = leave;
         let found = match self.member_job(job) {
             Ok(found) => found,
-            Err(error) => return out.push(Action::Answer(caller, Err(error))),
+            Err(error) => return out.push(Action::Answer(waiter.caller, Err(error))),
         };
         if matches!(found.phase, Phase::Recovering(_)) {
-            return out.push(Action::Answer(caller, Err(unknown_yet(&job.name))));
+            return out.push(Action::Answer(waiter.caller, Err(unknown_yet(&job.name))));
         }
         let absent = done && found.spec.departure == Departure::Absent;
         let cause = if absent { Cause::Done } else { Cause::Left };
@@ -178,12 +208,15 @@ impl Cluster {
             }
             _ => None,
         };
+        // The job may be deleted when its last rank leaves.
+        let servers = self.servers_of(&job.name);
         if let Some(rank) = rank {
             out.push(Action::Note(format!("rank {rank} of job {:?} left", job.name)));
             out.push(Action::End(lease, None));
             self.end_lease(&job.name, rank, cause, now, out);
         }
-        out.push(Action::Answer(caller, Ok(Reply::Left)));
+        let what = format!("the end of a lease of job {:?}", job.name);
+        self.answer_when_received(vec![waiter], Reply::Left, servers, what, out);
     }
 
     /// A worker's stream has ended, or its Join was given up.

@@ -2,18 +2,22 @@
 //!
 //! `cluster` takes events and returns actions, with one file for each subject. It is a pure
 //! function of state, event and time (`state`, `events`). Jobs: `jobs`, `placement`, `disposal`.
-//! Checkpoints: `save`, `restore`. Servers: `servers`, `recovery`. Workers: `leases`, `members`, `resting`, `feed`. Steps:
-//! `commit`, `terms`, `reduce`, `attempts`, `decisions`.
+//! Checkpoints: `save`, `restore`, `storage`. Servers: `servers`, `absence`, `recovery`, `rebuild`,
+//! `catch_up`. Workers: `leases`, `members`, `resting`, `feed`. Steps: `commit`, `confirm`, `terms`,
+//! `reduce`, `attempts`, `decisions`.
 //!
-//! `driver` is the clock, and `actions` carries out the actions. `service`, `requests`,
+//! `driver` is the clock; `actions` and `probe` carry out the actions. `service`, `requests`,
 //! `responses` and `control` implement the protocol, and only they know its messages.
 //!
 //! The coordinator stores nothing on disk: the durable state is on the servers.
 
+mod absence;
 mod actions;
 mod attempts;
+mod catch_up;
 mod cluster;
 mod commit;
+mod confirm;
 mod control;
 mod decisions;
 mod disposal;
@@ -24,6 +28,8 @@ mod jobs;
 mod leases;
 mod members;
 pub mod placement;
+mod probe;
+mod rebuild;
 mod recovery;
 mod reduce;
 mod requests;
@@ -45,13 +51,11 @@ use std::{
 
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
-use zeroshard_proto::{
-    pb::coordinator_service_server::CoordinatorServiceServer,
-    transport::{KEEPALIVE_INTERVAL, KEEPALIVE_TIMEOUT},
-};
+use zeroshard_proto::pb::coordinator_service_server::CoordinatorServiceServer;
 
 use crate::serve::Context;
 use driver::Driver;
+use recovery::RECOVERY;
 use requests::Waits;
 use service::Service;
 
@@ -78,7 +82,7 @@ impl Coordinator {
     /// The services of the coordinator.
     pub fn routes(&self) -> Routes {
         let common = &self.context.common;
-        let rank = (2 * common.keepalive()).max(KEEPALIVE_INTERVAL + KEEPALIVE_TIMEOUT);
+        let rank = (2 * common.keepalive()).max(RECOVERY);
         let waits = Waits { default: common.wait(), rank };
         let service = Service { driver: self.driver.clone(), waits };
         let limit = common.max_message_bytes;

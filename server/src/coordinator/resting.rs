@@ -43,16 +43,16 @@ pub(crate) struct Begins {
 pub(crate) struct Resting {
     ranks: BTreeMap<u32, Rester>,
     /// The end of the last rest, for repeated calls.
-    last: Option<Rested>,
+    pub(super) last: Option<Rested>,
 }
 
 /// All ranks have rested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Rested {
     /// The attempt in which all ranks take part again.
-    attempt: Attempt,
+    pub(super) attempt: Attempt,
     /// The highest rank that took part in the last step.
-    last: u32,
+    pub(super) last: u32,
 }
 
 impl From<Rested> for pb::RestResponse {
@@ -77,6 +77,17 @@ impl Resting {
     /// The step in which a rank began to rest, if it rests.
     pub(super) fn since(&self, rank: u32) -> Option<u64> {
         self.ranks.get(&rank).map(|rester| rester.since)
+    }
+
+    /// The beginning of the rest of a rank that rests.
+    pub(super) fn begins(&self, rank: u32) -> Option<Begins> {
+        let &Rester { since, excluded, .. } = self.ranks.get(&rank)?;
+        Some(Begins { since, excluded })
+    }
+
+    /// The highest rank of the last step, if `attempt` is open because every rank has rested.
+    pub(super) fn ended(&self, attempt: Attempt) -> Option<u32> {
+        self.last.filter(|rested| rested.attempt == attempt).map(|rested| rested.last)
     }
 
     /// The ranks, ascending.
@@ -154,7 +165,10 @@ impl Cluster {
     pub(super) fn rest(&mut self, caller: Caller, rest: Rest, now: Now, out: &mut Vec<Action>) {
         match self.try_rest(caller, &rest, now, out) {
             Ok(None) => self.advance(&rest.turn.job.name, now, out),
-            Ok(Some(rested)) => out.push(Action::Answer(caller, Ok(Reply::Rested(rested)))),
+            Ok(Some(rested)) => {
+                let waiter = Waiter::new(caller, now, rest.wait);
+                self.answer_attempt(&rest.turn.job.name, vec![waiter], Reply::Rested(rested), out);
+            }
             Err(error) => out.push(Action::Answer(caller, Err(error))),
         }
     }
@@ -220,11 +234,10 @@ impl Cluster {
         for rank in ranks {
             open.send(&Command::RankRests { job: job.clone(), rank, begins: None }, out);
         }
-        open.send(&Command::NewAttempt { job, attempt }, out);
+        open.send(&Command::NewAttempt { job, attempt, rested: Some(last) }, out);
         let rested = Rested { attempt, last };
         open.resting.last = Some(rested);
-        let answer = |w: Waiter| Action::Answer(w.caller, Ok(Reply::Rested(rested)));
-        out.extend(waiters.into_iter().map(answer));
+        self.answer_attempt(name, waiters, Reply::Rested(rested), out);
     }
 
     /// Answers resting ranks at their deadline with the ranks that still take part. They continue

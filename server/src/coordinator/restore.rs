@@ -166,7 +166,13 @@ impl Cluster {
     }
 
     /// Ends a job that is being opened: creators receive `error`. A job that was open fails.
-    pub(super) fn give_up(&mut self, name: &str, error: &Error, now: Now, out: &mut Vec<Action>) {
+    pub(super) fn cannot_open(
+        &mut self,
+        name: &str,
+        error: &Error,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
         match self.jobs.get(name) {
             Some(Job { phase: Phase::Waiting { interrupted: Some(_), .. }, .. }) => {
                 let reason = format!("it cannot be restored: {error}");

@@ -1,8 +1,8 @@
 //! Shard servers that join and are lost.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
-use zeroshard_proto::{JobSpec, Placement, Server};
+use zeroshard_proto::Server;
 
 use super::{
     cluster::Cluster,
@@ -18,6 +18,7 @@ impl Cluster {
         &mut self,
         stream: u64,
         server: Server,
+        failed: BTreeMap<u64, String>,
         now: Now,
         out: &mut Vec<Action>,
     ) {
@@ -36,7 +37,8 @@ impl Cluster {
             self.server_lost(link, "another server connected with its address", now, out);
         }
         out.push(Action::Note(format!("shard server {address} joined, id {id:016x}")));
-        self.servers.insert(id, ServerState { stream, incarnation, address, stats: None });
+        let state = ServerState { stream, incarnation, address, stats: None, failed };
+        self.servers.insert(id, state);
         out.push(Action::Command(id, Command::Welcome));
         let names: Vec<String> = self.jobs.keys().cloned().collect();
         for name in names {
@@ -44,8 +46,8 @@ impl Cluster {
         }
     }
 
-    /// Removes a server. Every job with slices on the server fails, because no other server has
-    /// them.
+    /// Removes a server. A job with slices on the server waits for its return, because no other
+    /// server has them; a job that is being opened fails.
     pub(super) fn server_lost(&mut self, link: Link, cause: &str, now: Now, out: &mut Vec<Action>) {
         if !self.is_current(link) {
             return;
@@ -59,22 +61,33 @@ impl Cluster {
         let names: Vec<String> =
             self.jobs.values().filter(hit).map(|job| job.spec.name.clone()).collect();
         for name in names {
-            if let Some(Job { phase: Phase::Recovering(recovery), .. }) = self.jobs.get_mut(&name) {
-                // It may come back before the deadline.
-                recovery.forget(server);
-                continue;
-            }
-            if self.interrupt(&name, &gone, now, out) {
-                continue;
-            }
-            let reason = match self.jobs.get(&name) {
-                Some(Job { spec, phase: Phase::Open(open), .. }) => {
-                    format!("{gone}; it held {}", held_by(server, spec, &open.placement))
+            match self.jobs.get_mut(&name).map(|job| &mut job.phase) {
+                Some(Phase::Recovering(recovery)) => recovery.forget(server),
+                Some(Phase::Open(open)) => open.miss(server, cause, now, out),
+                _ => {
+                    let reason = format!("{gone} while the job was being opened");
+                    if !self.interrupt(&name, &reason, now, out) {
+                        self.fail(&name, &reason, now, out);
+                    }
                 }
-                _ => format!("{gone} while the job was being opened"),
-            };
-            self.fail(&name, &reason, now, out);
+            }
         }
+        self.confirms_nothing(server, out);
+        self.probe_missing(out);
+    }
+
+    /// Dials the servers that jobs wait for.
+    pub(super) fn probe_missing(&self, out: &mut Vec<Action>) {
+        let missing = self.jobs.values().flat_map(|job| match &job.phase {
+            phase @ (Phase::Open(_) | Phase::Recovering(_)) => {
+                phase.placement().map_or(&[][..], |placement| placement.servers())
+            }
+            _ => &[],
+        });
+        let missing = missing.filter(|server| !self.servers.contains_key(&server.id));
+        let missing: BTreeMap<ServerId, &Server> =
+            missing.map(|server| (server.id, server)).collect();
+        out.extend(missing.into_values().map(|server| Action::Probe(server.clone())));
     }
 
     /// Whether the control stream is the current stream of a connected server.
@@ -104,14 +117,4 @@ impl Cluster {
     pub(super) fn names(&self, servers: &BTreeSet<ServerId>) -> String {
         some_of(servers.iter().map(|&server| self.name(server)))
     }
-}
-
-/// Describes the tensors of which `server` holds slices, for messages.
-fn held_by(server: ServerId, spec: &JobSpec, placement: &Placement) -> String {
-    let slices: Vec<usize> = placement.primary_slices(server).collect();
-    let tensors: BTreeSet<usize> =
-        slices.iter().map(|&slice| spec.manifest.slices()[slice].tensor).collect();
-    let names =
-        tensors.into_iter().map(|tensor| format!("{:?}", spec.manifest.tensors()[tensor].name));
-    format!("{} of {} slices, of the tensors {}", slices.len(), placement.slices(), some_of(names))
 }

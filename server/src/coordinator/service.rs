@@ -14,14 +14,14 @@ use zeroshard_proto::{
 };
 
 use super::{
-    control::{Registration, commands, listen, registration},
+    control::{commands, listen, registration},
     driver::{Driver, MAX_COMMANDS},
-    events::{Attach, Event, JobRef, Join, Lease, Reply},
+    events::{Attach, Event, JobRef, Join, Lease, Leave, Reply},
     requests::{Waits, create, dialled},
     responses::reduced,
     save::Saved,
 };
-use crate::identity;
+use crate::{attempt::Attempt, identity};
 
 /// Serves the calls to a [`Driver`].
 #[derive(Debug)]
@@ -55,9 +55,10 @@ impl coordinator_service_server::CoordinatorService for Service {
         &self,
         request: Request<pb::DeleteJobRequest>,
     ) -> Answer<pb::DeleteJobResponse> {
+        let wait = self.waits.of(&request).left();
         let pb::DeleteJobRequest { job: name, job_id: id } = request.into_inner();
         let job = JobRef { name, id };
-        self.driver.call(|caller| Event::Delete { caller, job }).await?;
+        self.driver.call(|caller| Event::Delete { caller, job, wait }).await?;
         Ok(Response::new(pb::DeleteJobResponse {}))
     }
 
@@ -78,12 +79,15 @@ impl coordinator_service_server::CoordinatorService for Service {
     type JoinStream = Memberships;
 
     async fn join(&self, request: Request<pb::JoinRequest>) -> Answer<Memberships> {
-        let pb::JoinRequest { job, rank, address, wait_ms, lease, job_id } = request.into_inner();
+        let request = request.into_inner();
+        let pb::JoinRequest { job, rank, address, wait_ms, lease, job_id, .. } = request;
         let dialled = |text: String| dialled(&format!("address of rank {rank}"), &text);
         let address = address.map(dialled).transpose()?.map(|address| address.to_string());
         if lease != 0 {
             let (job, lease) = (JobRef { name: job, id: job_id }, Lease(lease));
-            return self.attach(Attach { job, rank, address, lease }).await;
+            let pb::JoinRequest { epoch, step, attempt: number, .. } = request;
+            let attempt = Attempt { epoch, step, number };
+            return self.attach(Attach { job, rank, address, lease, attempt }).await;
         }
         let (wait, lease) = (self.waits.of_join(wait_ms), Lease(identity::random()?));
         self.driver.add_lease(lease);
@@ -144,9 +148,10 @@ impl coordinator_service_server::CoordinatorService for Service {
     }
 
     async fn leave(&self, request: Request<pb::LeaveRequest>) -> Answer<pb::LeaveResponse> {
+        let wait = self.waits.of(&request).left();
         let pb::LeaveRequest { job: name, lease, job_id: id, done } = request.into_inner();
-        let (job, lease) = (JobRef { name, id }, Lease(lease));
-        self.driver.call(|caller| Event::Leave { caller, job, lease, done }).await?;
+        let leave = Leave { job: JobRef { name, id }, lease: Lease(lease), done };
+        self.driver.call(|caller| Event::Leave { caller, leave, wait }).await?;
         Ok(Response::new(pb::LeaveResponse {}))
     }
 
@@ -161,10 +166,9 @@ impl coordinator_service_server::CoordinatorService for Service {
         request: Request<Streaming<pb::ServeRequest>>,
     ) -> Answer<Self::ServeStream> {
         let mut events = request.into_inner();
-        let Registration { server, term, held } =
-            registration(&mut events, &self.driver.failure).await?;
-        let address = server.address.clone();
-        let control = self.driver.add_server(server, held, term)?;
+        let registration = registration(&mut events, &self.driver.failure).await?;
+        let address = registration.server.address.clone();
+        let control = self.driver.add_server(registration)?;
         let (driver, from, dismissed) =
             (self.driver.clone(), control.link, control.dismissed.clone());
         tokio::spawn(async move {

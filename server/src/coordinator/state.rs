@@ -8,13 +8,14 @@ use std::{
 use zeroshard_proto::{Error, JobSpec, Placement, Restore, Result, Succession};
 
 use super::{
+    absence::Away,
     commit::Round,
     decisions::Decided,
     events::{Action, Command, Lease, Now, ServerId, Turn, Waiter},
     feed::Peers,
     jobs::Plan,
     members::{Members, Queue},
-    recovery::{Recovery, unknown_yet},
+    recovery::{Age, Recovery, unknown_yet},
     responses::Stats,
     resting::Resting,
     restore::Interrupted,
@@ -31,6 +32,8 @@ pub(crate) struct ServerState {
     pub(crate) address: String,
     /// Its last report.
     pub(crate) stats: Option<Stats>,
+    /// Why jobs had failed on it when it connected, by the id of the job.
+    pub(crate) failed: BTreeMap<u64, String>,
 }
 
 /// A job in any phase.
@@ -48,6 +51,8 @@ pub(crate) struct Job {
     pub(crate) succession: Option<Arc<Succession>>,
     /// The checkpoint that its creator has requested, if any.
     pub(crate) restore: Option<Arc<Restore>>,
+    /// The latest description by a server; `None` for a job that was created here.
+    pub(crate) learned: Option<Age>,
     pub(crate) phase: Phase,
 }
 
@@ -106,6 +111,8 @@ pub(crate) struct Open {
     pub(crate) saves: Saves,
     /// The first epoch and the version after the last restoration, if ranks were waiting.
     pub(crate) rolled_back: Option<(u64, u64)>,
+    /// The servers of the placement that are not connected.
+    pub(crate) away: BTreeMap<ServerId, Away>,
 }
 
 impl Open {
@@ -128,6 +135,7 @@ impl Open {
             last: None,
             saves: Saves::default(),
             rolled_back: None,
+            away: BTreeMap::new(),
         }
     }
 

@@ -27,8 +27,8 @@ pub(super) enum Command {
     Grant { rank: u32, lease: u64 },
     /// The lease of the rank has ended.
     NewEpoch { epoch: u64, rank: u32, left: bool },
-    /// All ranks have discarded the previous attempt.
-    NewAttempt(Attempt),
+    /// All ranks have discarded the previous attempt, or have rested.
+    NewAttempt { attempt: Attempt, rested: Option<u32> },
     /// The rank has no more data.
     RankDone { rank: u32 },
     /// The rank rests, or takes part again from the next attempt on.
@@ -187,7 +187,7 @@ fn execute<B: Backend>(job: &Job<B>, command: &Command) -> Result<()> {
             tracing::info!(job = job.spec.name, epoch, rank, "new epoch");
             job.new_epoch(epoch, rank, left)
         }
-        Command::NewAttempt(attempt) => job.open_attempt(attempt),
+        Command::NewAttempt { attempt, rested } => job.open_attempt(attempt, rested),
         Command::RankDone { rank } => job.rank_done(rank),
         Command::RankRests(ref rests) => job.rank_rests(rests),
         Command::Grant { .. }

@@ -10,6 +10,8 @@ use std::{
     time::Duration,
 };
 
+use futures_util::future::try_join_all;
+use prost::Message;
 use tokio::sync::{mpsc, oneshot};
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -24,10 +26,13 @@ use zeroshard_proto::{
 
 use super::{
     commands::{Command, Task},
-    events::Events,
+    events::{Events, JobEvent},
     store::Store,
 };
 use crate::{attempt::Attempt, backend::Backend, health::Health};
+
+/// The bytes that a message of the control stream needs beside its event, at most.
+const EVENT_BYTES: usize = 16;
 
 /// The interval of the reports about this server's memory.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);
@@ -49,8 +54,9 @@ pub(super) struct Contact<'a> {
     pub(super) term: &'a AtomicU64,
 }
 
-/// How long a job may take to carry out the commands of the last coordinator.
-const DESCRIPTION_LIMIT: Duration = Duration::from_secs(60);
+/// How long the jobs may take to carry out the commands of the last coordinator. If they take
+/// longer, the server dials again.
+const DESCRIPTION_LIMIT: Duration = Duration::from_secs(8);
 
 /// The tasks of the jobs, which last longer than a control stream.
 #[derive(Default)]
@@ -64,18 +70,27 @@ impl Tasks {
     /// The jobs of this server, after the commands that they have received. A job that is still
     /// being opened is closed, because nobody waits for it any more.
     async fn describe<B: Backend>(&mut self, store: &Store<B>) -> Result<Vec<pb::HeldJob>> {
-        let mut held = Vec::new();
         self.jobs.retain(|&id, _| store.holds(id));
         let deadline = Deadline::after(DESCRIPTION_LIMIT);
-        for (id, queue) in &self.jobs {
-            let (answer, description) = oneshot::channel();
+        let descriptions = self.jobs.iter().map(|(id, queue)| async move {
             let waiting_for = || format!("job {id:016x} to carry out earlier commands");
-            let sent = queue.commands.send(Ok(Command::Describe(answer)));
-            if deadline.limit(waiting_for, sent).await?.is_ok()
-                && let Ok(description) = deadline.limit(waiting_for, description).await?
-            {
-                held.push(description);
-            }
+            deadline.limit(waiting_for, queue.describe()).await
+        });
+        let held = try_join_all(descriptions).await?;
+        // A job without a description has ended meanwhile.
+        let (held, too_long): (Vec<_>, Vec<_>) =
+            held.into_iter().flatten().partition(|held| is_sendable(held, MAX_CONTROL_MESSAGE));
+        for job in too_long {
+            let bytes = job.encoded_len();
+            let name = job.spec.unwrap_or_default().name;
+            tracing::error!(job = name, bytes, "the description of a job is too long");
+            store.close(&name, job.job_id);
+            let reason = format!(
+                "its description for the coordinator needs {bytes} bytes, of at most \
+                 {MAX_CONTROL_MESSAGE}"
+            );
+            let failed = JobEvent::Failed { epoch: job.epoch, reason };
+            self.events.tell_of(&name, job.job_id, failed);
         }
         self.jobs.retain(|&id, _| held.iter().any(|held| held.job_id == id));
         Ok(held)
@@ -112,6 +127,21 @@ struct Queue {
     _closed: DropGuard,
 }
 
+impl Queue {
+    /// The job after the commands that it has received; `None` if it has ended.
+    async fn describe(&self) -> Option<pb::HeldJob> {
+        let (answer, description) = oneshot::channel();
+        self.commands.send(Ok(Command::Describe(answer))).await.ok()?;
+        description.await.ok()
+    }
+}
+
+/// Whether a description fits into a message of `limit` bytes. A longer one would break the control
+/// stream of all jobs.
+fn is_sendable(held: &pb::HeldJob, limit: usize) -> bool {
+    held.encoded_len() + EVENT_BYTES <= limit
+}
+
 type Commands = tonic::Streaming<pb::ServeResponse>;
 
 impl<'a, B: Backend> Session<'a, B> {
@@ -136,6 +166,7 @@ impl<'a, B: Backend> Session<'a, B> {
             incarnation,
             term: term.load(Ordering::Acquire),
             held_jobs: held.len() as u32,
+            failed_jobs: tasks.events.failed(),
         };
         let first = std::iter::once(Event::Hello(hello)).chain(held.into_iter().map(Event::Held));
         let outgoing = tokio_stream::iter(first.collect::<Vec<_>>()).chain(events);
@@ -204,6 +235,7 @@ impl<'a, B: Backend> Session<'a, B> {
             Wire::Close(pb::CloseJob { job, job_id }) => {
                 tracing::info!(job, "job closed");
                 self.tasks.jobs.remove(&job_id);
+                self.tasks.events.closed(job_id);
                 return self.store.close(&job, job_id);
             }
             Wire::Publish(pb::Publish { job_id, epoch, .. }) => {
@@ -215,8 +247,10 @@ impl<'a, B: Backend> Session<'a, B> {
             Wire::NewEpoch(pb::NewEpoch { job_id, epoch, rank, left, .. }) => {
                 (job_id, Ok(Command::NewEpoch { epoch, rank, left }))
             }
-            Wire::NewAttempt(pb::NewAttempt { job_id, epoch, step, attempt: number, .. }) => {
-                (job_id, Ok(Command::NewAttempt(Attempt { epoch, step, number })))
+            Wire::NewAttempt(next) => {
+                let pb::NewAttempt { job_id, epoch, step, attempt: number, rested, .. } = next;
+                let attempt = Attempt { epoch, step, number };
+                (job_id, Ok(Command::NewAttempt { attempt, rested }))
             }
             Wire::Done(pb::RankDone { job_id, rank, .. }) => {
                 (job_id, Ok(Command::RankDone { rank }))
@@ -225,6 +259,9 @@ impl<'a, B: Backend> Session<'a, B> {
             Wire::Write(write) => (write.job_id, Ok(Command::Write(write))),
             Wire::Cancel(pb::CancelCheckpoint { job_id, save, .. }) => {
                 (job_id, Ok(Command::CancelSave { save }))
+            }
+            Wire::Confirm(pb::Confirm { number }) => {
+                return self.tasks.events.tell(Event::Confirmed(pb::Confirmed { number }));
             }
             Wire::Decide(decision) => (decision.job_id, Command::decide(decision)),
         };
@@ -262,4 +299,19 @@ impl<'a, B: Backend> Session<'a, B> {
 fn chain(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(error.source(), |error| error.source());
     causes.fold(error.to_string(), |message, cause| format!("{message}: {cause}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_description_that_is_sendable_fits_into_its_message() {
+        let held = pb::HeldJob { done: (0..1000).collect(), ..Default::default() };
+        let message = pb::ServeRequest { event: Some(Event::Held(held.clone())) };
+        let limit = message.encoded_len();
+        assert!(!is_sendable(&held, limit - 16) && is_sendable(&held, limit + 16));
+        let smallest = (0..2 * limit).find(|&limit| is_sendable(&held, limit)).unwrap();
+        assert!(smallest >= limit);
+    }
 }

@@ -1,6 +1,9 @@
 //! The events that this server sends to the coordinator, in order and with bounded memory.
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Mutex, MutexGuard},
+};
 
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -11,6 +14,9 @@ use crate::attempt::Attempt;
 
 /// The maximum number of events that wait to be sent: a few for each step of each job.
 const MAX_EVENTS: usize = 1 << 14;
+
+/// The maximum number of failed jobs that are remembered.
+const MAX_FAILED: usize = 64;
 
 /// An event of a job.
 #[derive(Debug)]
@@ -97,8 +103,8 @@ pub(super) fn step_ready(
 
 /// The events to the coordinator. Clones share them.
 ///
-/// Without a connection, events are dropped: the next coordinator receives the state of all jobs
-/// when the server registers.
+/// Without a connection, events are dropped: the coordinator receives the state of all jobs, and
+/// the reasons of those that have failed, when the server registers.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Events(Arc<Mutex<Line>>);
 
@@ -107,20 +113,39 @@ pub(crate) struct Events(Arc<Mutex<Line>>);
 struct Line {
     queue: Option<mpsc::Sender<Event>>,
     overflow: CancellationToken,
+    /// The last jobs that have failed, until a coordinator closes them.
+    failed: VecDeque<pb::JobFailed>,
 }
 
 impl Events {
     /// Begins a new queue, and returns its receiver.
     pub(crate) fn connect(&self) -> mpsc::Receiver<Event> {
         let (queue, events) = mpsc::channel(MAX_EVENTS);
-        *self.line() = Line { queue: Some(queue), overflow: CancellationToken::new() };
+        let mut line = self.line();
+        (line.queue, line.overflow) = (Some(queue), CancellationToken::new());
+        drop(line);
         events
+    }
+
+    /// The jobs that have failed here, and that no coordinator has closed since.
+    pub(crate) fn failed(&self) -> Vec<pb::JobFailed> {
+        self.line().failed.iter().cloned().collect()
+    }
+
+    /// The coordinator has closed a job.
+    pub(crate) fn closed(&self, job_id: u64) {
+        self.line().failed.retain(|failed| failed.job_id != job_id);
     }
 
     /// Sends an event that must not be lost. A coordinator that does not read its stream is given
     /// up: see [`Self::overflowed`].
     pub(crate) fn tell(&self, event: Event) {
-        let line = self.line();
+        let mut line = self.line();
+        if let Event::Failed(failed) = &event {
+            line.failed.push_back(failed.clone());
+            let surplus = line.failed.len().saturating_sub(MAX_FAILED);
+            line.failed.drain(..surplus);
+        }
         let Some(queue) = &line.queue else { return };
         // After the end of the stream events are dropped; the end is detected where commands are
         // read.
@@ -150,5 +175,24 @@ impl Events {
 
     fn line(&self) -> MutexGuard<'_, Line> {
         self.0.lock().expect("no holder of the lock panics")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_failed_jobs_are_remembered_until_they_are_closed() {
+        let events = Events::default();
+        for id in 0..MAX_FAILED as u64 + 2 {
+            let reason = format!("reason {id}");
+            events.tell_of("job", id, JobEvent::Failed { epoch: 1, reason });
+        }
+        events.closed(5);
+        drop(events.connect());
+        let failed: Vec<u64> = events.failed().iter().map(|failed| failed.job_id).collect();
+        assert_eq!((failed.len(), failed[0]), (MAX_FAILED - 1, 2));
+        assert!(!failed.contains(&5) && events.failed()[0].reason == "reason 2");
     }
 }

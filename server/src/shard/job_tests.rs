@@ -149,7 +149,7 @@ fn gradients_of_an_attempt_never_count_in_a_later_one() {
     subject.push(at(1, 0, 0), 0, 1, 7.0).unwrap();
     assert!(subject.ready().is_some());
     // The attempt was reported as ready, and is open again.
-    subject.job.open_attempt(at(1, 0, 1)).unwrap();
+    subject.job.open_attempt(at(1, 0, 1), None).unwrap();
     let stale = subject.push(at(1, 0, 0), 0, 0, 7.0);
     assert!(matches!(stale, Err(Error::StaleAttempt { attempt: 0, current: 1, .. })), "{stale:?}");
     assert!(matches!(subject.decide(at(1, 0, 0)), Err(Error::Internal { .. })));
@@ -158,6 +158,34 @@ fn gradients_of_an_attempt_never_count_in_a_later_one() {
     assert_eq!(subject.push(at(1, 0, 1), 0, 1, 3.0).unwrap(), 2);
     let ready = subject.ready().unwrap();
     assert_eq!((ready.attempt, ready.slices[0].sum_of_squares), (1, 32.0));
+}
+
+#[test]
+fn a_command_that_is_repeated_drops_no_gradients() {
+    let mut subject = Subject::initialised(1, 2);
+    subject.job.new_epoch(2, 1, false).unwrap();
+    subject.job.open_attempt(at(2, 0, 1), None).unwrap();
+    subject.push(at(2, 0, 1), 0, 0, 1.0).unwrap();
+    // The server is told of another lease that ended before, and of the attempt again.
+    subject.job.new_epoch(2, 0, true).unwrap();
+    subject.job.open_attempt(at(2, 0, 1), Some(0)).unwrap();
+    subject.push(at(2, 0, 1), 0, 1, 3.0).unwrap();
+    assert_eq!(subject.ready().unwrap().slices[0].sum_of_squares, 32.0);
+    assert_eq!(subject.job.held().rested, None);
+}
+
+#[test]
+fn the_description_of_a_job_has_the_end_of_a_rest_and_a_done_rank_does_not_rest() {
+    let subject = Subject::initialised(1, 2);
+    subject.job.open_attempt(at(1, 0, 1), Some(1)).unwrap();
+    assert_eq!(subject.job.held().rested, Some(1));
+    subject.job.open_attempt(at(1, 0, 2), None).unwrap();
+    assert_eq!(subject.job.held().rested, None);
+    subject.job.grant(1, 7);
+    subject.job.rank_rests(&pb::RankRests { rank: 1, ..Default::default() }).unwrap();
+    subject.job.rank_done(1).unwrap();
+    let held = subject.job.held();
+    assert_eq!((held.resting.len(), held.leases.len(), held.done), (0, 0, vec![1]));
 }
 
 #[test]

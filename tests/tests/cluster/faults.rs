@@ -1,5 +1,7 @@
 //! Workers and servers are lost, and start in any order.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use zeroshard_client::{Commit, Error, Job, Result, StepReport};
 use zeroshard_proto::{JobSpec, pb};
 use zeroshard_tests::{Cluster, FaultProxy, Process, Training, stock, synthetic, training};
@@ -227,20 +229,73 @@ async fn coordinator_servers_and_workers_can_start_in_any_order() {
 }
 
 #[tokio::test]
-async fn a_cut_control_connection_counts_as_a_lost_server() {
-    let proxy = FaultProxy::start().await.unwrap();
+async fn cut_control_connections_do_not_disturb_a_run() {
+    const STEPS: u64 = 60;
+    let calm = Cluster::start(3);
+    let run = Training { steps: STEPS, ..Training::new(spec("calm", 2)) };
+    let expected = run.run(calm.address()).await.unwrap().hash;
+    let payload = calm.payload()[1];
+
     let coordinator = Cluster::coordinator();
+    let proxy = FaultProxy::start().await.unwrap();
     proxy.forward_to(coordinator.address());
-    let _shard = Cluster::shard(proxy.address(), &[]);
-    let spec = job("cut", 1, sgd(1.0), synthetic::small());
-    let job = start(coordinator.address(), &spec).await.remove(0);
-    training::step(&job, 0).await.unwrap();
-    let (failed, ()) =
-        tokio::join!(training::commit(&job, 1, Commit::default()), async { proxy.cut() });
-    assert!(matches!(failed, Err(Error::JobFailed { .. })), "{failed:?}");
-    // The server reconnects by itself, without jobs.
-    let client = connect(coordinator.address()).await;
-    client.delete_job("cut").await.unwrap();
-    let again = Training::new(spec).run(coordinator.address()).await.unwrap();
-    assert_eq!(again.reports.len(), 3);
+    // Two of three servers reach the coordinator through the proxy.
+    let addresses = [proxy.address(), proxy.address(), coordinator.address()];
+    let shards = addresses.map(|address| Cluster::shard(address, &[])).into();
+    let cluster = Cluster { coordinator, shards };
+    let spec = JobSpec { min_servers: 3, ..spec("cut", 2) };
+    let jobs = start(cluster.address(), &spec).await;
+    let (epoch, done) = (jobs[0].epoch(), AtomicU64::new(0));
+    let train = async |job: &Job| {
+        for step in 0..STEPS {
+            training::step(job, step).await.unwrap();
+            done.fetch_max(step, Ordering::Relaxed);
+        }
+    };
+    let cuts = async {
+        for cut in 1..6 {
+            until("the next cut is due", || done.load(Ordering::Relaxed) >= cut * 10).await;
+            let before = proxy.connections();
+            proxy.cut();
+            until("both dial again", || proxy.connections() >= before + 2).await;
+            // The next connections break while the servers describe their jobs, or soon after.
+            proxy.cut_after(400 * cut);
+        }
+    };
+    tokio::join!(train(&jobs[0]), train(&jobs[1]), cuts);
+    assert_eq!(jobs[0].state_hash(STEPS).await.unwrap(), expected);
+    // No rank was lost, and no gradient was sent again.
+    assert_eq!((jobs[0].epoch(), cluster.payload()[1]), (epoch, payload));
+    assert!(proxy.cuts() > 5);
+}
+
+#[tokio::test]
+async fn ranks_join_leave_and_discard_while_a_server_has_no_control_connection() {
+    let coordinator = Cluster::coordinator();
+    let proxy = FaultProxy::start().await.unwrap();
+    proxy.forward_to(coordinator.address());
+    let shards = [proxy.address(), coordinator.address()];
+    let shards = shards.map(|address| Cluster::shard(address, &[])).into();
+    let cluster = Cluster { coordinator, shards };
+    let spec = JobSpec { min_servers: 2, ..spec("away", 2) };
+    let mut jobs = start(cluster.address(), &spec).await;
+    let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
+    let (one, other) = both(&first, &second, 0).await;
+    assert_eq!(one.unwrap(), other.unwrap());
+    let discard = async |job: &Job| {
+        let attempt = job.attempt(1).unwrap();
+        attempt.push(synthetic::gradients(&spec.manifest, job.rank(), 7)).await.unwrap();
+        attempt.discard().await.unwrap();
+    };
+    proxy.cut();
+    tokio::join!(discard(&first), discard(&second));
+    // It is not connected yet, or is connecting.
+    proxy.cut();
+    second.leave().await.unwrap();
+    let second = connect(cluster.address()).await.join("away", 1).await.unwrap();
+    let (one, other) = both(&first, &second, 1).await;
+    assert_eq!(one.unwrap(), other.unwrap());
+    let calm = Training { steps: 2, ..Training::new(self::spec("calm", 2)) };
+    let expected = calm.run(cluster.address()).await.unwrap().hash;
+    assert_eq!(first.state_hash(2).await.unwrap(), expected);
 }

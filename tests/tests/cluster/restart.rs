@@ -138,24 +138,6 @@ async fn a_resting_rank_rests_on() {
 }
 
 #[tokio::test]
-async fn a_rank_that_dies_with_the_coordinator_is_replaced() {
-    let (expected, _) = calm(2).await;
-    let mut cluster = Cluster::start(3);
-    let mut jobs = start(cluster.address(), &spec("both", 2)).await;
-    let (second, first) = (jobs.pop().unwrap(), jobs.pop().unwrap());
-    let done = AtomicU64::new(0);
-    tokio::join!(train(&first, 0..1, &done), train(&second, 0..1, &done));
-    let address = cluster.address().to_owned();
-    cluster.coordinator.kill();
-    drop(second);
-    cluster.coordinator = Cluster::coordinator_at(&address);
-    // Its replacement waits until the lease of the dead one has ended.
-    let second = connect(&address).await.join("both", 1).await.unwrap();
-    tokio::join!(train(&first, 1..2, &done), train(&second, 1..2, &done));
-    assert_eq!(first.state_hash(2).await.unwrap(), expected);
-}
-
-#[tokio::test]
 async fn a_server_that_dies_with_the_coordinator_fails_the_job_and_is_named() {
     let mut cluster = Cluster::start(3);
     let jobs = start(cluster.address(), &spec("shardless", 2)).await;
@@ -168,7 +150,7 @@ async fn a_server_that_dies_with_the_coordinator_fails_the_job_and_is_named() {
     let failed = training::commit(&jobs[0], 1, Commit::default()).await.unwrap_err();
     let text = failed.to_string();
     assert!(matches!(failed, Error::JobFailed { .. }) && text.contains(&dead), "{text}");
-    assert!(text.contains("did not connect within 10s of the coordinator's start"), "{text}");
+    assert!(text.contains("its address refuses connections"), "{text}");
 }
 
 #[tokio::test]
@@ -176,8 +158,6 @@ async fn a_job_that_was_deleted_stays_deleted() {
     let mut cluster = Cluster::start(3);
     let jobs = start(cluster.address(), &spec("deleted", 1)).await;
     connect(cluster.address()).await.delete_job("deleted").await.unwrap();
-    let is_closed = |shard: &Process| !shard.get("/metrics").contains("job=\"deleted\"");
-    until("the servers have closed it", || cluster.shards.iter().any(is_closed)).await;
     restart(&mut cluster.coordinator);
     drop(jobs);
     let client = connect(cluster.address()).await;

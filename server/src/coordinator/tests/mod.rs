@@ -1,9 +1,12 @@
 //! Scenarios: sequences of events and their expected results. Time is a number.
 
+mod absence;
 mod attempts;
 mod callers;
 mod commits;
+mod confirm;
 mod decisions;
+mod descriptions;
 mod disposal;
 mod feeds;
 mod identities;
@@ -19,7 +22,7 @@ mod succession;
 mod wire;
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{BTreeMap, HashMap, VecDeque},
     time::Duration,
 };
 
@@ -31,7 +34,7 @@ use super::{
     decisions::{Decision, Figures, Report, Update},
     events::{
         Action, Caller, Checkpoint, Command, Commit, Create, Discard, Event, JobRef, Join, Lease,
-        Link, Now, Placed, Reduce, Reply, Rest, Said, Turn,
+        Leave, Link, Now, Placed, Reduce, Reply, Rest, Said, Turn,
     },
     feed::Change,
     jobs::Plan,
@@ -82,6 +85,7 @@ struct Script {
     completions: Vec<Completion>,
     /// The checkpoint that jobs find.
     found: Option<Checkpoint>,
+    probed: Vec<Server>,
 }
 
 impl Script {
@@ -146,6 +150,7 @@ impl Script {
             Action::Wake(lease) => self.woken.push(lease),
             Action::End(lease, error) => self.ended.push((lease, error)),
             Action::Dismiss(link) => self.dismissed.push(link.server),
+            Action::Probe(server) => self.probed.push(server),
             Action::Decided { .. }
             | Action::Aborted
             | Action::Attached(_)
@@ -162,6 +167,7 @@ impl Script {
     fn reply(&self, command: &Command) -> Option<Said> {
         match command.clone() {
             Command::Grant { job, rank, lease } => Some(Said::Granted { job, rank, lease }),
+            Command::Confirm { number } => Some(Said::Confirmed { number }),
             Command::Decide { job, decision: Decision { attempt, .. } } => {
                 Some(Said::Stored { job, epoch: attempt.epoch, step: attempt.step })
             }
@@ -176,11 +182,16 @@ impl Script {
     fn server_as(&mut self, server: Server) {
         let stream = self.next();
         self.links.insert(server.id, Link { server: server.id, stream });
-        self.event(Event::ServerJoined { stream, server, held: Vec::new(), is_new: true });
+        let (held, failed) = (Vec::new(), BTreeMap::new());
+        self.event(Event::ServerJoined { stream, server, held, failed, is_new: true });
     }
 
+    /// The process of a server ends.
     fn lose_server(&mut self, server: u64) {
+        let live = self.cluster.live();
         self.lose_link(self.links[&server]);
+        let dead = live.into_iter().find(|live| live.id == server);
+        dead.into_iter().for_each(|dead| self.event(Event::Refused(dead)));
     }
 
     fn lose_link(&mut self, from: Link) {
@@ -222,7 +233,7 @@ impl Script {
 
     fn delete(&mut self, id: u64) -> Caller {
         let caller = self.caller();
-        self.event(Event::Delete { caller, job: JobRef { id, ..job() } });
+        self.event(Event::Delete { caller, job: JobRef { id, ..job() }, wait: WAIT });
         caller
     }
 
@@ -292,7 +303,7 @@ impl Script {
 
     fn leave(&mut self, lease: Lease, done: bool) -> Caller {
         let caller = self.caller();
-        self.event(Event::Leave { caller, job: job(), lease, done });
+        self.event(Event::Leave { caller, leave: Leave { job: job(), lease, done }, wait: WAIT });
         caller
     }
 

@@ -7,17 +7,18 @@ use crate::coordinator::{
     decisions::Figures,
     events::Attach,
     recovery::{Held, RECOVERY, Ranks},
+    resting::{Begins, Rested},
 };
 
 /// A job of two servers and two ranks in epoch 3.
-struct Before {
-    spec: Arc<JobSpec>,
+pub(super) struct Before {
+    pub(super) spec: Arc<JobSpec>,
     plan: Plan,
-    leases: [Lease; 2],
+    pub(super) leases: [Lease; 2],
 }
 
 impl Before {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let server = |id| Server { id, incarnation: 1, address: format!("host:{id}") };
         let spec = JobSpec { min_servers: 2, ..spec(2) };
         let plan = Plan::new(&spec, &[server(1), server(2)]).unwrap();
@@ -25,9 +26,10 @@ impl Before {
     }
 
     /// A server's description, in which every gradient of step 4 is missing.
-    fn held(&self) -> Held {
+    pub(super) fn held(&self) -> Held {
         Held {
             id: JOB,
+            term: 7,
             spec: self.spec.clone(),
             plan: self.plan.clone(),
             succession: None,
@@ -36,6 +38,7 @@ impl Before {
             published: true,
             initialised: false,
             ranks: Ranks { leases: (0..).zip(self.leases).collect(), ..Ranks::default() },
+            rested: None,
             ready: None,
             decided: None,
         }
@@ -66,7 +69,7 @@ impl Before {
     }
 
     /// A new coordinator, with which the servers register one after the other.
-    fn recover(&self, held: [Held; 2]) -> Script {
+    pub(super) fn recover(&self, held: [Held; 2]) -> Script {
         let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
         for (id, held) in (1..).zip(held) {
             assert!(script.cluster.describe("job").is_err(), "not before all servers are there");
@@ -77,25 +80,44 @@ impl Before {
 }
 
 impl Script {
-    fn returns(&mut self, id: u64, incarnation: u64, held: Vec<Held>) {
+    pub(super) fn returns(&mut self, id: u64, incarnation: u64, held: Vec<Held>) {
+        self.returns_after(id, incarnation, held, &[]);
+    }
+
+    /// A server returns, on which jobs have failed.
+    pub(super) fn returns_after(
+        &mut self,
+        id: u64,
+        incarnation: u64,
+        held: Vec<Held>,
+        failed: &[(u64, &str)],
+    ) {
         let server = Server { id, incarnation, address: format!("host:{id}") };
         let stream = self.next();
         self.links.insert(id, Link { server: id, stream });
-        self.event(Event::ServerJoined { stream, server, held, is_new: true });
+        let failed = failed.iter().map(|&(id, reason)| (id, reason.to_owned())).collect();
+        self.event(Event::ServerJoined { stream, server, held, failed, is_new: true });
     }
 
-    fn attach(&mut self, rank: u32, lease: Lease) -> Result<()> {
+    pub(super) fn attach(&mut self, rank: u32, lease: Lease) -> Result<()> {
+        self.attach_at(rank, lease, Attempt::first(0, 0))
+    }
+
+    /// A worker continues its lease, and knows `attempt`.
+    fn attach_at(&mut self, rank: u32, lease: Lease, attempt: Attempt) -> Result<()> {
         let caller = self.caller();
-        let attach = Attach { job: job(), rank, address: None, lease };
+        let attach = Attach { job: job(), rank, address: None, lease, attempt };
         self.event(Event::Attach { caller, attach });
         self.answers.remove(&caller).expect("it is answered at once").map(drop)
     }
 
     /// The commands to a server, without those that it receives in every case.
-    fn told_to(&self, id: u64) -> Vec<Command> {
+    pub(super) fn told_to(&self, id: u64) -> Vec<Command> {
         let commands = self.commands.iter().filter(|(server, _)| *server == id);
         let commands = commands.map(|(_, command)| command.clone());
-        commands.filter(|command| *command != Command::Welcome).collect()
+        let always =
+            |command: &Command| matches!(command, Command::Welcome | Command::Confirm { .. });
+        commands.filter(|command| !always(command)).collect()
     }
 }
 
@@ -145,30 +167,110 @@ fn a_server_that_lacks_the_decision_and_its_gradients_is_an_error() {
 }
 
 #[test]
-fn a_lease_that_only_some_servers_know_is_lost_in_a_new_epoch() {
+fn a_lease_that_only_some_servers_know_ends_because_no_worker_knows_it() {
     let before = Before::new();
     let mut other = before.held();
     other.ranks.leases.insert(1, Lease(99));
     let mut script = before.recover([before.ready(1), other]);
-    assert_eq!(script.new_epochs(), [(1, 4), (2, 4)]);
+    let ends = Command::NewEpoch { job: job(), epoch: 3, rank: 1, left: false };
+    assert_eq!((script.told_to(1), script.told_to(2)), (vec![ends.clone()], vec![ends]));
     script.attach(0, before.leases[0]).unwrap();
     for lease in [before.leases[1], Lease(99)] {
         let lost = Error::LeaseLost { job: "job".into(), rank: 1 };
         assert_eq!(script.attach(1, lease), Err(lost));
     }
     assert!(script.join(1).is_ok());
+    // No gradient was pushed with it, so the others count.
+    assert_eq!((script.epoch(), script.open().round.reports.len()), (3, 1));
+}
+
+#[test]
+fn an_epoch_that_only_some_servers_know_is_announced_to_the_others() {
+    let before = Before::new();
+    let mut newer = before.held();
+    newer.attempt.epoch = 9;
+    newer.ranks.leases.remove(&1);
+    let script = before.recover([before.ready(1), newer.clone()]);
+    let next = Command::NewAttempt { job: job(), attempt: newer.attempt, rested: None };
+    let ends = Command::NewEpoch { job: job(), epoch: 9, rank: 1, left: false };
+    assert_eq!((script.told_to(1), script.told_to(2)), (vec![next, ends], vec![]));
     // The gradients of the old epoch do not count.
+    assert_eq!((script.epoch(), script.open().members.len()), (9, 1));
     assert!(script.open().round.reports.is_empty());
 }
 
 #[test]
-fn an_epoch_that_only_some_servers_know_is_followed_by_another() {
+fn a_rank_that_one_server_knows_as_done_or_left_is_not_lost() {
     let before = Before::new();
-    let mut newer = before.held();
-    newer.attempt.epoch = 9;
-    let script = before.recover([before.ready(1), newer]);
-    assert_eq!((script.epoch(), script.new_epochs()), (10, vec![(1, 10), (2, 10)]));
-    assert_eq!(script.open().members.len(), 2);
+    let mut done = before.held();
+    done.ranks.leases.remove(&1);
+    done.ranks.done.insert(1);
+    let script = before.recover([before.ready(1), done]);
+    assert_eq!(script.told_to(1), [Command::RankDone { job: job(), rank: 1 }]);
+    assert_eq!((script.epoch(), script.open().done.len(), script.told_to(2)), (3, 1, vec![]));
+    assert_eq!(script.open().round.reports.len(), 1);
+
+    let mut left = before.held();
+    left.attempt.epoch = 4;
+    left.ranks.leases.remove(&1);
+    left.ranks.left.insert(1);
+    let mut script = before.recover([left, before.ready(2)]);
+    let ends = Command::NewEpoch { job: job(), epoch: 4, rank: 1, left: true };
+    assert_eq!(script.told_to(2).last(), Some(&ends));
+    let caller = script.commit(commit(before.leases[0], 4, 0, 4));
+    assert_eq!(script.error(caller), &Error::RankLeft { job: "job".into(), rank: 1, step: 4 });
+}
+
+#[test]
+fn a_rest_that_begins_or_ends_with_the_coordinator_is_answered() {
+    let before = Before::new();
+    let resting = |ranks: &[u32]| {
+        let mut held = before.held();
+        held.ranks.resting = ranks.iter().map(|&rank| (rank, (4, false))).collect();
+        held
+    };
+    // It begins: one server was told.
+    let mut script = before.recover([resting(&[1]), resting(&[])]);
+    let begins = Some(Begins { since: 4, excluded: false });
+    assert_eq!(script.told_to(2), [Command::RankRests { job: job(), rank: 1, begins }]);
+    assert_eq!((script.epoch(), script.told_to(1)), (3, vec![]));
+    let first = script.rest(turn(before.leases[1], 3, 1, 4), false);
+    assert_eq!(script.answer(first), None);
+    let last = script.rest(turn(before.leases[0], 3, 0, 4), false);
+    let rested = Rested { attempt: Attempt { epoch: 3, step: 4, number: 1 }, last: 1 };
+    for caller in [first, last] {
+        assert_eq!(script.answer(caller), Some(&Ok(Reply::Rested(rested))));
+    }
+    // It ends: one server was told of the end, or of a part of it, or both were told of all.
+    let mut ended = resting(&[]);
+    (ended.attempt, ended.rested) = (rested.attempt, Some(1));
+    let both = resting(&[0, 1]);
+    for held in [[ended.clone(), both.clone()], [resting(&[]), both], [ended.clone(), ended]] {
+        let mut script = before.recover(held);
+        for rank in [0, 1] {
+            let caller = script.rest(turn(before.leases[rank as usize], 3, rank, 4), false);
+            assert_eq!(script.answer(caller), Some(&Ok(Reply::Rested(rested))));
+        }
+        assert_eq!((script.epoch(), script.open().resting.len()), (3, 0));
+    }
+}
+
+#[test]
+fn a_worker_that_knows_a_later_attempt_than_the_servers_moves_to_a_new_epoch_at_once() {
+    let before = Before::new();
+    let at = |epoch, step, number| Attempt { epoch, step, number };
+    for (theirs, epoch) in [(at(3, 4, 0), 3), (at(3, 5, 0), 3), (at(3, 4, 1), 4), (at(8, 4, 0), 9)]
+    {
+        let mut script = before.recover([before.ready(1), before.ready(2)]);
+        let waiting = script.commit(commit(before.leases[0], 3, 0, 4));
+        script.attach_at(1, before.leases[1], theirs).unwrap();
+        assert_eq!(script.epoch(), epoch, "{theirs:?}");
+        let aborted = matches!(script.answer(waiting), Some(Err(Error::StepAborted { .. })));
+        assert_eq!(aborted, epoch > 3);
+    }
+    let mut script = before.recover([before.held(), before.held()]);
+    let absurd = script.attach_at(1, before.leases[1], at(u64::MAX, 4, 0)).unwrap_err();
+    assert!(matches!(absurd, Error::Invalid { .. }), "{absurd}");
 }
 
 #[test]
@@ -178,7 +280,7 @@ fn an_attempt_and_a_version_that_only_some_servers_know_are_announced_to_the_oth
     later.attempt.number = 2;
     let script = before.recover([before.ready(1), later.clone()]);
     let attempt = later.attempt;
-    assert_eq!(script.told_to(1), [Command::NewAttempt { job: job(), attempt }]);
+    assert_eq!(script.told_to(1), [Command::NewAttempt { job: job(), attempt, rested: None }]);
     assert!(script.told_to(2).is_empty() && script.open().round.reports.is_empty());
 
     let at_upload = |published, initialised| Held {
@@ -222,11 +324,6 @@ fn ranks_that_have_left_are_done_or_rest_are_known() {
     let last = script.rest(turn(before.leases[0], 3, 0, 4), true);
     assert!(matches!(script.answer(last), Some(Ok(Reply::Rested(_)))));
     assert!(matches!(script.answer(caller), Some(Ok(Reply::Rested(_)))));
-
-    // A rest that only one server knows ends.
-    let script = before.recover([before.held(), rests]);
-    let ends = Command::RankRests { job: job(), rank: 1, begins: None };
-    assert!(script.told_to(2).contains(&ends) && script.new_epochs() == [(1, 4), (2, 4)]);
 }
 
 #[test]
@@ -241,65 +338,6 @@ fn ranks_that_do_not_attach_in_time_are_lost() {
     // A rank whose stream has not ended does not attach twice.
     let error = script.attach(0, before.leases[0]).unwrap_err();
     assert!(matches!(error, Error::Unavailable { .. }), "{error}");
-}
-
-#[test]
-fn calls_about_jobs_that_servers_may_still_describe_are_to_be_repeated() {
-    let before = Before::new();
-    let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
-    let unavailable = |result: Result<()>| matches!(result, Err(Error::Unavailable { .. }));
-    assert!(unavailable(script.attach(0, before.leases[0])));
-    assert!(unavailable(script.join(0).map(drop)));
-    script.returns(1, 1, vec![before.held()]);
-    assert!(unavailable(script.attach(0, before.leases[0])));
-    let caller = script.create(JobSpec::clone(&before.spec));
-    assert!(unavailable(Err(script.error(caller).clone())));
-    // The other server does not come.
-    script.after(RECOVERY);
-    let reason = script.failure().unwrap();
-    assert_eq!(reason, "shard server host:2 did not connect within 10s of the coordinator's start");
-    let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
-    script.after(RECOVERY);
-    let unknown = Error::UnknownJob { job: "job".into() };
-    assert_eq!(script.attach(0, before.leases[0]), Err(unknown));
-}
-
-#[test]
-fn a_job_without_one_of_its_servers_fails_or_was_closed() {
-    let before = Before::new();
-    let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
-    script.returns(1, 1, vec![before.held()]);
-    script.returns(2, 5, vec![]);
-    assert_eq!(script.failure(), Some("shard server host:2 was restarted"));
-    assert!(script.closed().contains(&1));
-    // A server that does not hold the job any more has been told to close it.
-    for order in [[1, 2], [2, 1]] {
-        let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
-        for id in order {
-            script.returns(id, 1, if id == 1 { vec![before.held()] } else { vec![] });
-        }
-        assert!(script.cluster.jobs.is_empty());
-        assert!(script.closed().contains(&1));
-    }
-    // A server that comes back before the deadline is welcome.
-    let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
-    script.returns(1, 1, vec![before.held()]);
-    script.lose_server(1);
-    script.returns(2, 1, vec![before.held()]);
-    script.returns(1, 1, vec![before.held()]);
-    assert_eq!(script.version(), Some(4));
-}
-
-#[test]
-fn a_server_that_connects_again_to_the_same_coordinator_closes_its_jobs() {
-    let (mut script, _) = Script::training(1, 1);
-    let before = Before::new();
-    let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
-    let stream = script.next();
-    let held = vec![before.held()];
-    script.event(Event::ServerJoined { stream, server, held, is_new: false });
-    assert!(script.failure().is_some_and(|reason| reason.contains("it connected again")));
-    assert_eq!(script.told_to(1).last(), Some(&Command::Close(job())));
 }
 
 #[test]
@@ -331,30 +369,6 @@ fn what_a_server_says_while_others_are_missing_counts() {
 }
 
 #[test]
-fn a_job_that_is_created_before_its_servers_return_does_not_replace_the_one_they_hold() {
-    let before = Before::new();
-    let unavailable = |error: &Error| matches!(error, Error::Unavailable { .. });
-    let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
-    // No server is there: nothing is known about any job.
-    assert!(unavailable(&script.cluster.describe("job").unwrap_err()));
-    let deleting = script.delete(0);
-    assert!(unavailable(script.error(deleting)));
-    let creating = script.create(JobSpec { min_servers: 1, ..JobSpec::clone(&before.spec) });
-    assert_eq!(script.answer(creating), None);
-    script.returns(1, 1, vec![before.held()]);
-    assert!(unavailable(script.error(creating)));
-    script.returns(2, 1, vec![before.held()]);
-    assert_eq!((script.version(), script.opens().len()), (Some(4), 0));
-    // A server that holds other jobs does not get new ones before all have had time to return.
-    let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
-    script.returns(3, 1, vec![]);
-    script.create(spec(1));
-    assert!(script.opens().is_empty());
-    script.after(RECOVERY);
-    assert_eq!(script.opens().len(), 1);
-}
-
-#[test]
 fn a_server_without_trained_slices_catches_up() {
     let mut before = Before::new();
     // As if server 2 only held the frozen tensor.
@@ -366,8 +380,8 @@ fn a_server_without_trained_slices_catches_up() {
     let decision = decided.decided.as_ref().unwrap().0.clone();
     let script = before.recover([decided, before.held()]);
     let attempt = decision.attempt;
-    let expected =
-        [Command::NewAttempt { job: job(), attempt }, Command::Decide { job: job(), decision }];
+    let next = Command::NewAttempt { job: job(), attempt, rested: None };
+    let expected = [next, Command::Decide { job: job(), decision }];
     assert_eq!(script.told_to(2), expected);
     assert_eq!(script.version(), Some(5));
 }

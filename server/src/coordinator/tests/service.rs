@@ -16,6 +16,7 @@ use crate::{
     config::{Common, MAX_WAIT},
     coordinator::{
         Coordinator,
+        control::Registration,
         driver::{Driver, MAX_COMMANDS},
         requests::Waits,
     },
@@ -142,6 +143,7 @@ impl Drop for FakeShard {
 
 fn reply(command: &Command) -> Option<Said> {
     match command.clone() {
+        Command::Confirm(pb::Confirm { number }) => Some(Said::Confirmed(pb::Confirmed { number })),
         Command::Grant(pb::GrantLease { job, job_id, rank, lease }) => {
             Some(Said::Granted(pb::LeaseGranted { job, job_id, rank, lease }))
         }
@@ -331,7 +333,9 @@ async fn a_creation_whose_caller_disconnects_closes_the_job_on_its_servers() {
 async fn a_server_that_does_not_read_its_commands_is_dismissed() {
     let driver = Driver::new(Metrics::new(), Failure::default(), 7);
     let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
-    let mut control = driver.add_server(server, Vec::new(), 0).unwrap();
+    let (held, failed) = (Vec::new(), BTreeMap::new());
+    let registration = Registration { server, term: 0, held, failed };
+    let mut control = driver.add_server(registration).unwrap();
     let said = |said| driver.tell(Event::Said { from: control.link, said });
     let create =
         |caller| Event::Create { caller, job_id: JOB, create: creation(spec(1)), wait: WAIT };
@@ -393,6 +397,9 @@ async fn invalid_requests_get_typed_errors_and_the_server_continues() {
             format!("{what} of shard server host:1")
         );
     }
+    let hello = pb::Hello { held_jobs: u32::MAX, ..hello("host:1") };
+    let refused = FakeShard::greet(&mut client, hello).await.err().expect("refused");
+    assert_eq!(field(Error::from_status(&refused, "")), "held_jobs of shard server host:1");
     for address in ["", "nowhere", "host:0"] {
         let refused = FakeShard::connect(&mut client, address).await.err().expect("refused");
         assert_eq!(field(Error::from_status(&refused, "")), "address of the server");

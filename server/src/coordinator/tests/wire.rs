@@ -94,8 +94,18 @@ fn commands_are_converted_with_every_field() {
         sent(Command::NewEpoch { job: job(), epoch: 7, rank: 8, left: true }),
         Wire::NewEpoch(epoch)
     );
-    let next = pb::NewAttempt { job: name.clone(), job_id, epoch: 1, step: 2, attempt: 3 };
-    assert_eq!(sent(Command::NewAttempt { job: job(), attempt }), Wire::NewAttempt(next));
+    let next = pb::NewAttempt {
+        job: name.clone(),
+        job_id,
+        epoch: 1,
+        step: 2,
+        attempt: 3,
+        rested: Some(4),
+    };
+    assert_eq!(
+        sent(Command::NewAttempt { job: job(), attempt, rested: Some(4) }),
+        Wire::NewAttempt(next)
+    );
     let done = pb::RankDone { job: name.clone(), job_id, rank: 9 };
     assert_eq!(sent(Command::RankDone { job: job(), rank: 9 }), Wire::Done(done));
     let rests =

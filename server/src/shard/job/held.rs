@@ -22,6 +22,7 @@ impl<B: Backend> Job<B> {
         let progress = self.progress();
         let Attempt { epoch, step, number } = progress.attempt;
         (held.epoch, held.step, held.attempt) = (epoch, step, number);
+        held.rested = progress.rested;
         held.published = progress.version.is_some();
         held.initialised = progress.is_upload && progress.waiting == 0;
         let ready = progress.reduced().map(<[_]>::to_vec);

@@ -20,6 +20,8 @@ pub(super) struct Progress {
     reduced: Vec<(u32, Reduced)>,
     /// The last decision.
     pub(super) last: Option<Decided>,
+    /// If the attempt is open because every rank has rested: the highest rank of the last step.
+    pub(super) rested: Option<u32>,
     /// The arrival of the first gradient; after the reduction, its end.
     phase_began: Option<Instant>,
 }
@@ -46,6 +48,7 @@ impl Progress {
             waiting: slices,
             reduced: Vec::new(),
             last: None,
+            rested: None,
             phase_began: None,
         }
     }

@@ -41,6 +41,8 @@ impl Ranks {
     /// The rank has no more data.
     pub(super) fn finish(&mut self, rank: u32) {
         self.leases.remove(&rank);
+        self.left.remove(&rank);
+        self.resting.remove(&rank);
         self.done.insert(rank);
     }
 

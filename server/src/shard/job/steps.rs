@@ -44,15 +44,16 @@ impl<B: Backend> Job<B> {
             slice.set_done(self.backend(), rank, false)?;
         }
         let attempt = Attempt { epoch, number: 0, ..self.attempt() };
-        self.open_attempt(attempt)
+        self.open_attempt(attempt, None)
     }
 
     /// Messages of earlier attempts are refused from now on. Slices and counts change to the new
-    /// attempt with its first message that reaches them, or here, whichever comes first.
+    /// attempt with its first message that reaches them, or here, whichever comes first. `rested`
+    /// is that of [`pb::NewAttempt`].
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
-    pub(crate) fn open_attempt(&self, attempt: Attempt) -> Result<()> {
+    pub(crate) fn open_attempt(&self, attempt: Attempt, rested: Option<u32>) -> Result<()> {
         {
             let mut progress = self.progress();
             if attempt <= progress.attempt {
@@ -62,6 +63,7 @@ impl<B: Backend> Job<B> {
                 true => Progress::upload(attempt, self.slices().count()),
                 false => progress.again(attempt, self.training_slices()),
             };
+            progress.rested = rested;
         }
         self.changed.send_replace(());
         self.finish_upload(attempt, 0);

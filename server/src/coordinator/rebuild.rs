@@ -1,0 +1,138 @@
+//! Reconstruction of a job from the descriptions by all of its servers.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use zeroshard_proto::JobSpec;
+
+use super::{
+    catch_up::{Known, catch_up},
+    commit::check_report,
+    decisions::{Decided, Decision},
+    events::{Command, JobRef, Lease, Now, ServerId},
+    members::Member,
+    recovery::{Held, Ranks, Recovery},
+    reduce::Gradient,
+    resting::{Rested, Rester},
+    state::Open,
+};
+use crate::attempt::Attempt;
+
+/// A job that continues.
+#[derive(Debug)]
+pub(super) struct Recovered {
+    pub(super) open: Open,
+    pub(super) epoch: u64,
+    /// What some of the servers have not received.
+    pub(super) commands: Vec<(ServerId, Command)>,
+}
+
+impl Recovery {
+    /// The job as its servers describe it together. `deadline`: when a rank without a stream is
+    /// lost.
+    ///
+    /// # Errors
+    /// A text, if the descriptions contradict each other.
+    pub(super) fn rebuild(
+        &self,
+        job: &JobRef,
+        spec: &JobSpec,
+        deadline: Now,
+    ) -> Result<Recovered, String> {
+        let first = Attempt::first(0, 0);
+        let top = self.held.values().map(|held| held.attempt).max().unwrap_or(first);
+        let published = self.held.values().any(|held| held.published);
+        let decision = self.decision_before(top.step);
+        let mut open = Open::new(self.plan.clone());
+        open.version = published.then_some(top.step);
+        open.uninitialised = match published {
+            true => BTreeSet::new(),
+            false => self.servers_where(|held| !held.initialised || held.attempt != top),
+        };
+        open.round.attempt = top.number;
+        for (&server, held) in self.held.iter().filter(|(_, held)| held.attempt == top) {
+            let trained = self.plan.trainable.get(&server);
+            if let Some(ready) = held.ready.clone().filter(|_| trained.is_some()) {
+                check_report(&ready, trained)?;
+                open.round.reports.insert(server, ready);
+            }
+            let rested = held.rested.map(|last| Rested { attempt: top, last });
+            open.resting.last = open.resting.last.or(rested);
+        }
+        open.last = decision.and_then(|decision| self.decided(spec, decision)).map(Box::new);
+        open.take_ranks(self.ranks(top), deadline);
+        let mut commands = Vec::new();
+        for (&server, held) in &self.held {
+            let known = Known { job, epoch: top.epoch, open: &open, decision };
+            let trains = self.plan.trainable.contains_key(&server);
+            let lacks = catch_up(known, held, trains);
+            let lacks = lacks.map_err(|what| format!("shard server {server:016x} {what}"))?;
+            commands.extend(lacks.into_iter().map(|command| (server, command)));
+        }
+        Ok(Recovered { open, epoch: top.epoch, commands })
+    }
+
+    fn servers_where(&self, test: impl Fn(&Held) -> bool) -> BTreeSet<ServerId> {
+        self.held.iter().filter(|(_, held)| test(held)).map(|(&server, _)| server).collect()
+    }
+
+    /// The decision that has led to `step`.
+    fn decision_before(&self, step: u64) -> Option<&Decision> {
+        let decisions = self.held.values().filter_map(|held| Some(&held.decided.as_ref()?.0));
+        decisions.into_iter().find(|decision| decision.attempt.step + 1 == step)
+    }
+
+    /// The decision with its report, for ranks that repeat their commits. `None` if the servers do
+    /// not have all figures, which is the case if no rank can ask.
+    fn decided(&self, spec: &JobSpec, decision: &Decision) -> Option<Decided> {
+        let mut figures = BTreeMap::new();
+        for (&server, held) in &self.held {
+            let reduced = match &held.decided {
+                Some((known, reduced)) if known.attempt == decision.attempt => Some(reduced),
+                _ => held.ready.as_ref().filter(|_| held.attempt == decision.attempt),
+            };
+            if let Some(trained) = self.plan.trainable.get(&server) {
+                check_report(reduced?, Some(trained)).ok()?;
+                figures.insert(server, reduced?.clone());
+            }
+        }
+        let contributes = |rank| !decision.figures.resting.contains(&rank);
+        let gradient = Gradient::new(spec, &figures, contributes);
+        let behind = self.servers_where(|held| held.attempt.step == decision.attempt.step);
+        Some(Decided::new(decision.clone(), decision.report(spec, gradient), behind))
+    }
+
+    /// What the servers know together about the ranks, of which those at the attempt `top` know
+    /// the most.
+    fn ranks(&self, top: Attempt) -> Ranks {
+        let mut ranks = Ranks::default();
+        for newest in self.held.values().filter(|held| held.attempt == top) {
+            let Ranks { leases, done, left, resting } = newest.ranks.clone();
+            ranks.leases.extend(leases);
+            ranks.done.extend(done);
+            ranks.left.extend(left);
+            ranks.resting.extend(resting);
+        }
+        let Ranks { leases, done, left, resting } = &mut ranks;
+        let all = |rank: &u32, lease: &Lease| {
+            self.held.values().all(|held| held.ranks.leases.get(rank) == Some(lease))
+        };
+        // Of a lease that only some servers know, the worker does not know.
+        leases.retain(|rank, lease| !done.contains(rank) && all(rank, lease));
+        left.retain(|rank| !done.contains(rank) && !leases.contains_key(rank));
+        resting.retain(|rank, _| leases.contains_key(rank));
+        ranks
+    }
+}
+
+impl Open {
+    fn take_ranks(&mut self, ranks: Ranks, deadline: Now) {
+        let Ranks { leases, done, left, resting } = ranks;
+        for (rank, lease) in leases {
+            self.members.insert(rank, Member::detached(lease, deadline));
+        }
+        (self.done, self.left) = (done, left);
+        for (rank, (since, excluded)) in resting {
+            self.resting.insert(rank, Rester { since, excluded, waiters: Vec::new() });
+        }
+    }
+}
