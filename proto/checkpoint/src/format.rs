@@ -56,12 +56,25 @@ pub(crate) fn parts(spec: &JobSpec, index: usize) -> Vec<(Part, Entry)> {
     parts
 }
 
+/// The size of all parts of slice number `index`, in bytes.
+pub(crate) fn slice_bytes(spec: &JobSpec, index: usize) -> u64 {
+    parts(spec, index).iter().map(|(_, part)| part.bytes as u64).sum()
+}
+
 pub(crate) fn name(dtype: DType) -> &'static str {
     match dtype {
         DType::F32 => "F32",
         DType::Bf16 => "BF16",
         DType::F16 => "F16",
     }
+}
+
+/// The maximum size of the text of a header with this tensor alone. Keys contain no control
+/// characters.
+pub(crate) fn header_bytes(entry: &Entry) -> usize {
+    const FIXED: usize = r#""":{"data_offsets":[,],"dtype":"BF16","shape":[]},"#.len();
+    const DIGITS: usize = 20;
+    FIXED + (2 + entry.shape.len()) * (DIGITS + 1) + 2 * entry.key.len()
 }
 
 /// The beginning of a file with these tensors: the length of the header, and the header.

@@ -19,6 +19,8 @@ mod hash;
 mod manifest;
 mod reader;
 mod storage;
+mod unfinished;
+mod upload;
 mod user_data;
 mod verify;
 mod writer;
