@@ -156,6 +156,9 @@ impl Manifest {
         }
         let contents: Contents = serde_json::from_str(checkpoint).map_err(invalid)?;
         let spec = JobSpec::try_from(contents.spec.clone()).map_err(|error| error.to_string())?;
+        if spec.name != contents.job {
+            return Err(format!("it is of job {:?} and job {:?}", contents.job, spec.name));
+        }
         Self::of(contents, spec)
     }
 

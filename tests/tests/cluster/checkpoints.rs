@@ -266,3 +266,45 @@ async fn a_save_to_a_full_or_missing_place_is_an_error_and_the_job_continues() {
     let saved = client.save_checkpoint("full", Some(&url(directory.path()))).await;
     assert_eq!(saved.unwrap().0, 1);
 }
+
+#[tokio::test]
+async fn zsctl_saves_lists_verifies_restores_exports_and_removes_checkpoints() {
+    let (directory, out) = (directory(), directory());
+    let place = url(directory.path());
+    let cluster = Cluster::start(2);
+    let spec = job("tool", 2, adamw(), synthetic::kinds(&adamw()));
+    let jobs = start(cluster.address(), &spec).await;
+    let zsctl = |arguments: &str| {
+        let command = format!("checkpoint --json --address {} {arguments}", cluster.address());
+        let output = zeroshard_tests::run("zsctl", &command.split(' ').collect::<Vec<_>>());
+        let text = String::from_utf8(output.stdout).unwrap();
+        let lines = text.lines().map(|line| serde_json::from_str(line).unwrap());
+        match output.status.success() {
+            true => Ok(lines.collect::<Vec<serde_json::Value>>()),
+            false => Err(String::from_utf8(output.stderr).unwrap()),
+        }
+    };
+    for step in 0..2 {
+        step_all(&jobs, step).await;
+        let saved = zsctl(&format!("save tool --url {place}")).unwrap();
+        assert_eq!(saved[0]["version"], step + 1);
+    }
+    let hash = jobs[0].state_hash(2).await.unwrap();
+    let listed = zsctl(&format!("ls --url {place}")).unwrap();
+    let versions: Vec<_> = listed.iter().map(|line| line["version"].as_u64().unwrap()).collect();
+    assert_eq!(versions, [1, 2]);
+    assert_eq!(zsctl(&format!("show tool --url {place}")).unwrap()[0]["optimizer"], "adamw");
+    zsctl(&format!("verify tool 1 --url {place}")).unwrap();
+    let restored = format!("restore tool 2 --name again --world 3 --url {place}");
+    assert_eq!(zsctl(&restored).unwrap()[0]["version"], 2);
+    assert_eq!(connect(cluster.address()).await.state_hash("again").await.unwrap(), hash);
+    let model = out.path().join("model");
+    zsctl(&format!("export tool --to {} --url {place}", model.display())).unwrap();
+    assert!(model.join("model.safetensors").exists());
+    zsctl(&format!("rm tool 1 --url {place}")).unwrap();
+    assert_eq!(saved(directory.path(), "tool"), [2]);
+    let missing = zsctl(&format!("verify tool 1 --url {place}")).unwrap_err();
+    assert!(missing.contains("no complete checkpoint of version 1"), "{missing}");
+    let refused = zsctl("ls --url /checkpoints").unwrap_err();
+    assert!(refused.contains("file:///"), "{refused}");
+}

@@ -25,7 +25,7 @@ fn refusal(program: &str, arguments: &[&str]) -> String {
 fn every_program_has_help_and_a_version() {
     for (program, commands) in [
         ("zeroshard-server", &["", "coordinator", "shard", "all"][..]),
-        ("zsctl", &["", "status", "hash", "delete"]),
+        ("zsctl", &["", "status", "hash", "delete", "checkpoint"]),
         ("zs-bench", &["", "transfer", "optimizer", "step"]),
         ("zeroshard-worker", &["", "train"]),
     ] {

@@ -7,6 +7,7 @@
     reason = "tests, which show the figures that they check"
 )]
 
+mod checkpoints;
 mod parallel;
 mod results;
 

@@ -1,0 +1,367 @@
+//! Checkpoints in a directory: written, read, damaged and removed.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex},
+};
+
+use bytes::Bytes;
+use tempfile::TempDir;
+use zeroshard_checkpoint::{Export, Manifest, Part, Save, SavedSlice, Source, Storage, write};
+use zeroshard_proto::{
+    AppliedSteps, DType, Error, JobSpec, Manifest as Tensors, Optimizer, Policy, Result,
+    TensorSpec, pb,
+};
+
+const JOB: &str = "runs/a %";
+const VERSION: u64 = 12;
+
+/// Tensors of every kind, under an optimizer whose state has other shapes than the parameters.
+fn spec(optimizer: &str) -> JobSpec {
+    let optimizer: Optimizer = optimizer.parse().unwrap();
+    let policy = if optimizer.needs_whole_tensors() { Policy::Whole } else { Policy::Elementwise };
+    let tensor = |name: &str, shape: &[u64]| TensorSpec { policy, ..TensorSpec::new(name, shape) };
+    let mut tensors = vec![
+        tensor("w", &[4, 5]),
+        TensorSpec { dtype: DType::Bf16, ..tensor("h/1", &[3, 2]) },
+        TensorSpec { dtype: DType::F16, frozen: true, ..tensor("frozen", &[7]) },
+        TensorSpec { buffer: true, ..tensor("mean", &[2]) },
+        TensorSpec { alias_of: Some("w".into()), ..tensor("tied", &[4, 5]) },
+        tensor("scalar", &[]),
+    ];
+    if policy == Policy::Elementwise {
+        tensors.push(tensor("empty", &[0, 3]));
+    }
+    JobSpec::new(JOB, Tensors::new(tensors).unwrap(), vec![optimizer])
+}
+
+/// Content that differs in every part of every slice.
+struct Content {
+    spec: JobSpec,
+    done: Mutex<Vec<u32>>,
+}
+
+impl Content {
+    fn bytes(&self, slice: u32, part: Part) -> Bytes {
+        let cut = self.spec.manifest.slices()[slice as usize];
+        let tensor = self.spec.manifest.tensor_of(slice as usize);
+        let (numel, dtype, seed) = match part {
+            Part::Values if tensor.trains() => (cut.numel, DType::F32, 0),
+            Part::Values => (cut.numel, tensor.dtype, 0),
+            Part::State(position) => {
+                let shape = self.spec.groups[0].state_shapes(&tensor.shape)[position];
+                (shape.numel(cut.numel), DType::F32, position + 1)
+            }
+        };
+        let size = numel * dtype.size();
+        (0..size).map(|i| (i * 7 + slice as usize * 31 + seed * 101) as u8).collect()
+    }
+
+    fn slice(&self, slice: u32) -> SavedSlice {
+        let trains = self.spec.manifest.trains(slice as usize);
+        let states = if trains { self.spec.groups[0].state().len() } else { 0 };
+        let state = (0..states).map(|position| self.bytes(slice, Part::State(position)));
+        SavedSlice {
+            values: self.bytes(slice, Part::Values),
+            state: state.collect(),
+            applied: if trains { self.applied(slice) } else { AppliedSteps::default() },
+        }
+    }
+}
+
+impl Source for Content {
+    fn part(&self, slice: u32, part: Part) -> Result<Bytes> {
+        Ok(self.bytes(slice, part))
+    }
+
+    fn applied(&self, slice: u32) -> AppliedSteps {
+        let scalar_state = self.spec.groups[0].scalar_state().len();
+        let values = [0.1, 1.0 / 3.0];
+        AppliedSteps::of(&self.spec.groups[0], 10 + u64::from(slice), &values[..scalar_state])
+            .unwrap()
+    }
+
+    fn done(&self, slice: u32) {
+        self.done.lock().unwrap().push(slice);
+    }
+}
+
+struct Saved {
+    directory: TempDir,
+    storage: Storage,
+    content: Arc<Content>,
+}
+
+impl Saved {
+    fn new(optimizer: &str) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let storage = Storage::open(&format!("file://{}", directory.path().display())).unwrap();
+        let content = Content { spec: spec(optimizer), done: Mutex::default() };
+        Self { directory, storage, content: Arc::new(content) }
+    }
+
+    /// Two servers write their slices, and two ranks their data.
+    async fn files(&self, version: u64, save: u64) -> Vec<pb::CheckpointFile> {
+        let slices = 0..self.content.spec.manifest.number_of_slices() as u32;
+        let (first, second): (Vec<u32>, Vec<u32>) = slices.partition(|slice| slice % 2 == 0);
+        let mut files = Vec::new();
+        for (server, slices) in [(1, first), (2, second)] {
+            let spec = Arc::new(self.content.spec.clone());
+            let save = Save { spec, version, save, server };
+            files.extend(write(&self.storage, &save, slices, self.content.clone()).await.unwrap());
+        }
+        let data = [(0, Bytes::from("random state")), (3, Bytes::from(vec![7; 1000]))];
+        let data = BTreeMap::from(data);
+        files.push(self.storage.write_user_data(JOB, version, save, &data).await.unwrap());
+        files
+    }
+
+    async fn save(&self, version: u64, save: u64) -> Manifest {
+        let files = self.files(version, save).await;
+        let manifest = Manifest::new(&self.content.spec, 9, version, save, files).unwrap();
+        assert!(self.storage.commit(&manifest).await.unwrap());
+        self.storage.manifest(JOB, version).await.unwrap()
+    }
+
+    fn paths(&self) -> Vec<PathBuf> {
+        let jobs = fs::read_dir(self.directory.path()).unwrap().map(|job| job.unwrap().path());
+        let versions = jobs.flat_map(|job| fs::read_dir(job).unwrap());
+        let versions = versions.map(|version| version.unwrap().path());
+        let files = versions.flat_map(|version| fs::read_dir(version).unwrap());
+        files.map(|entry| entry.unwrap().path()).collect()
+    }
+
+    async fn check(&self) -> Result<()> {
+        let manifest = self.storage.manifest(JOB, VERSION).await?;
+        self.storage.verify(&manifest, |_| {}).await
+    }
+}
+
+#[tokio::test]
+async fn slices_and_data_are_read_as_they_were_written() {
+    for optimizer in Optimizer::NAMES {
+        let saved = Saved::new(optimizer);
+        let manifest = saved.save(VERSION, 5).await;
+        assert_eq!(manifest.spec(), &saved.content.spec);
+        assert_eq!((manifest.version(), manifest.job_id(), manifest.save()), (VERSION, 9, 5));
+        for slice in 0..saved.content.spec.manifest.number_of_slices() as u32 {
+            let read = saved.storage.read_slice(&manifest, slice).await.unwrap();
+            assert_eq!(read, saved.content.slice(slice), "{optimizer}, slice {slice}");
+            assert!(saved.content.done.lock().unwrap().contains(&slice));
+        }
+        assert_eq!(manifest.ranks(), [0, 3]);
+        let data = |rank| saved.storage.user_data(&manifest, rank);
+        assert_eq!(data(0).await.unwrap().unwrap(), "random state");
+        assert_eq!(data(3).await.unwrap().unwrap().len(), 1000);
+        assert_eq!(data(1).await.unwrap(), None);
+        let mut bytes = 0;
+        saved.storage.verify(&manifest, |read| bytes += read).await.unwrap();
+        assert_eq!(bytes, manifest.bytes());
+    }
+}
+
+#[tokio::test]
+async fn every_change_of_a_byte_is_found_and_names_the_file() {
+    let saved = Saved::new("adafactor");
+    saved.save(VERSION, 5).await;
+    saved.check().await.unwrap();
+    for path in saved.paths() {
+        let original = fs::read(&path).unwrap();
+        // Of the manifest, which is long, every seventh byte.
+        let step = if path.ends_with("manifest.json") { 7 } else { 1 };
+        for position in (0..original.len()).step_by(step) {
+            let mut changed = original.clone();
+            changed[position] ^= 0x10;
+            fs::write(&path, &changed).unwrap();
+            let name = path.file_name().unwrap().to_str().unwrap();
+            match saved.check().await {
+                Err(Error::CheckpointDamaged { file, .. }) => {
+                    assert!(file.contains(name), "{file} instead of {name}");
+                }
+                other => panic!("byte {position} of {name} has changed: {other:?}"),
+            }
+        }
+        fs::write(&path, &original).unwrap();
+    }
+    saved.check().await.unwrap();
+}
+
+#[tokio::test]
+async fn every_truncation_and_every_missing_file_is_found() {
+    let saved = Saved::new("sgd");
+    saved.save(VERSION, 5).await;
+    for path in saved.paths() {
+        let original = fs::read(&path).unwrap();
+        let is_manifest = path.ends_with("manifest.json");
+        for length in (0..original.len()).step_by(if is_manifest { 13 } else { 1 }) {
+            fs::write(&path, &original[..length]).unwrap();
+            let checked = saved.check().await;
+            assert!(matches!(checked, Err(Error::CheckpointDamaged { .. })), "{checked:?}");
+        }
+        fs::remove_file(&path).unwrap();
+        match saved.check().await {
+            Err(Error::NoCheckpoint { .. }) if is_manifest => {}
+            Err(Error::CheckpointDamaged { cause, .. }) if !is_manifest => {
+                assert!(cause.contains("missing"), "{cause}");
+            }
+            other => panic!("{path:?} is missing: {other:?}"),
+        }
+        fs::write(&path, &original).unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_damaged_slice_is_not_restored() {
+    let saved = Saved::new("adamw");
+    let manifest = saved.save(VERSION, 5).await;
+    let path = saved.paths().into_iter().find(|path| path.to_str().unwrap().contains("1-0.safe"));
+    let path = path.unwrap();
+    let mut contents = fs::read(&path).unwrap();
+    *contents.last_mut().unwrap() ^= 1;
+    fs::write(&path, contents).unwrap();
+    let slices = 0..saved.content.spec.manifest.number_of_slices() as u32;
+    let mut damaged = 0;
+    for slice in slices {
+        match saved.storage.read_slice(&manifest, slice).await {
+            Ok(_) => {}
+            Err(Error::CheckpointDamaged { file, cause }) => {
+                assert!(file.ends_with(".safetensors") && cause.contains("exp_avg_sq"), "{cause}");
+                damaged += 1;
+            }
+            Err(other) => panic!("{other}"),
+        }
+    }
+    assert_eq!(damaged, 1);
+}
+
+#[tokio::test]
+async fn files_without_a_manifest_are_no_checkpoint() {
+    let saved = Saved::new("sgd");
+    saved.files(VERSION, 5).await;
+    assert_eq!(saved.storage.versions(JOB).await.unwrap(), [0; 0]);
+    let missing = saved.storage.manifest(JOB, VERSION).await;
+    assert!(matches!(missing, Err(Error::NoCheckpoint { .. })));
+    saved.storage.discard(JOB, VERSION, 6).await.unwrap();
+    assert_eq!(saved.paths().len(), 3, "those of another save");
+    saved.storage.discard(JOB, VERSION, 5).await.unwrap();
+    assert_eq!(saved.paths().len(), 0);
+}
+
+#[tokio::test]
+async fn of_two_saves_of_one_version_the_first_that_is_complete_remains() {
+    let saved = Saved::new("sgd");
+    let first = saved.save(VERSION, 5).await;
+    let files = saved.files(VERSION, 6).await;
+    let second = Manifest::new(&saved.content.spec, 9, VERSION, 6, files).unwrap();
+    assert!(!saved.storage.commit(&second).await.unwrap());
+    // The complete one is not discarded, even by mistake.
+    saved.storage.discard(JOB, VERSION, 5).await.unwrap();
+    saved.storage.discard(JOB, VERSION, 6).await.unwrap();
+    saved.storage.verify(&first, |_| {}).await.unwrap();
+    assert_eq!(saved.paths().len(), 4);
+}
+
+#[tokio::test]
+async fn the_newest_checkpoints_are_kept() {
+    let saved = Saved::new("sgd");
+    for version in [1, 3, 5, 12] {
+        saved.save(version, version).await;
+    }
+    saved.files(2, 100).await;
+    saved.files(99, 100).await;
+    assert_eq!(saved.storage.prune(JOB, 0).await.unwrap(), [0; 0], "all are kept");
+    assert_eq!(saved.storage.versions(JOB).await.unwrap(), [1, 3, 5, 12]);
+    assert_eq!(saved.storage.prune(JOB, 2).await.unwrap(), [1, 3]);
+    assert_eq!(saved.storage.versions(JOB).await.unwrap(), [5, 12]);
+    assert_eq!(saved.paths().len(), 4 + 4 + 3, "the save of version 99 may be in progress");
+    saved.storage.remove(JOB, 5).await.unwrap();
+    assert!(matches!(saved.storage.remove(JOB, 5).await, Err(Error::NoCheckpoint { .. })));
+    assert_eq!(saved.storage.jobs().await.unwrap(), [JOB]);
+    saved.check().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_later_format_and_hostile_manifests_are_refused() {
+    let saved = Saved::new("sgd");
+    saved.save(VERSION, 5).await;
+    let path = saved.paths().into_iter().find(|path| path.ends_with("manifest.json")).unwrap();
+    let text = fs::read_to_string(&path).unwrap();
+    let inner = text.split_once("\"checkpoint\":").unwrap().1.strip_suffix('}').unwrap();
+    let forge = |inner: &str| {
+        let hash = blake3::hash(inner.as_bytes());
+        fs::write(&path, format!("{{\"blake3\":\"{hash}\",\"checkpoint\":{inner}}}")).unwrap();
+    };
+    let refused = async || match saved.check().await {
+        Err(Error::CheckpointDamaged { cause, .. }) => cause,
+        other => panic!("{other:?}: {}", fs::read_to_string(&path).unwrap()),
+    };
+    let forge = |from: &str, to: &str| {
+        assert!(inner.contains(from), "{from}");
+        forge(&inner.replacen(from, to, 1));
+    };
+    forge("\"format\": 1", "\"format\": 2");
+    assert!(refused().await.contains("install a later version"));
+    let bytes = inner.split_once("\"bytes\": ").unwrap().1.split_once(',').unwrap().0;
+    for huge in [u64::MAX.to_string(), "3".to_owned(), (1u64 << 60).to_string()] {
+        forge(&format!("\"bytes\": {bytes}"), &format!("\"bytes\": {huge}"));
+        refused().await;
+    }
+    forge("\"slice\": 0", "\"slice\": 4000000000");
+    refused().await;
+    for name in ["runs/a %", "0000000000000005-"] {
+        let name = format!("\"name\": \"{name}");
+        forge(&name, &name.replacen(": \"", ": \"../", 1));
+        refused().await;
+    }
+    forge("\"shape\": [", "\"shape\": [18446744073709551615,");
+    refused().await;
+    // Fields of later versions are ignored, and absent ones have their defaults.
+    forge("\"format\": 1", "\"format\": 1, \"later\": {}");
+    saved.check().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_model_is_exported_in_its_own_dtypes() {
+    let saved = Saved::new("adamw");
+    let manifest = saved.save(VERSION, 5).await;
+    let out = tempfile::tempdir().unwrap();
+    let export = |name: &str, file_bytes: u64| (out.path().join(name), file_bytes);
+    for ((directory, file_bytes), files) in
+        [(export("one", 1 << 30), 1), (export("several", 30), 3)]
+    {
+        let export = Export { directory: &directory, file_bytes };
+        saved.storage.export(&manifest, &export, |_| {}).await.unwrap();
+        let names = tensors(&directory);
+        assert_eq!(names, ["empty", "frozen", "h/1", "mean", "scalar", "w"]);
+        let written = fs::read_dir(&directory).unwrap().count();
+        assert_eq!(written, if files == 1 { 1 } else { files + 1 }, "{directory:?}");
+        let again = saved.storage.export(&manifest, &export, |_| {}).await;
+        assert!(matches!(again, Err(Error::Storage { .. })), "it exists");
+    }
+}
+
+/// The names of all tensors in the files of a directory.
+fn tensors(directory: &Path) -> Vec<String> {
+    let mut names = Vec::new();
+    for file in fs::read_dir(directory).unwrap().map(|file| file.unwrap().path()) {
+        if file.extension().is_some_and(|extension| extension == "safetensors") {
+            let contents = fs::read(file).unwrap();
+            let length = u64::from_le_bytes(contents[..8].try_into().unwrap()) as usize;
+            let header: serde_json::Value =
+                serde_json::from_slice(&contents[8..8 + length]).unwrap();
+            let end =
+                header.as_object().unwrap().iter().filter(|(name, _)| *name != "__metadata__");
+            let end = end.map(|(name, tensor)| {
+                names.push(name.clone());
+                tensor["data_offsets"][1].as_u64().unwrap()
+            });
+            assert_eq!(end.max().unwrap() as usize, contents.len() - 8 - length);
+        }
+    }
+    names.sort_unstable();
+    names
+}
