@@ -25,7 +25,7 @@ mod user_data;
 mod verify;
 mod writer;
 
-pub use export::Export;
+pub use export::{Export, exported_bytes};
 pub use format::Part;
 pub use manifest::Manifest;
 pub use reader::SavedSlice;

@@ -19,9 +19,6 @@ use crate::{
 
 /// The size at which a file ends.
 const FILE_BYTES: usize = 1 << 30;
-/// The size of the header at which a file of many small slices ends. Readers of safetensors refuse
-/// headers of more than 100 MB.
-const HEADER_BYTES: usize = 16 << 20;
 /// The number of parts that are read and hashed ahead.
 const READ_AHEAD: usize = 4;
 
@@ -82,7 +79,7 @@ fn split(spec: &JobSpec, slices: Vec<u32>) -> Vec<Vec<u32>> {
             bytes += entry.bytes;
             header += format::header_bytes(&entry);
         }
-        if bytes >= FILE_BYTES || header >= HEADER_BYTES {
+        if bytes >= FILE_BYTES || header >= format::HEADER_BYTES {
             files.push(mem::take(&mut file));
             (bytes, header) = (0, 0);
         }
@@ -190,7 +187,7 @@ mod tests {
     fn headers_of_many_small_tensors_are_not_too_long_for_readers() {
         let headers = headers((0..60_000).map(|i| TensorSpec::new(format!("layers.{i}"), [1])));
         assert!(headers.len() > 1);
-        assert!(headers.iter().all(|&bytes| bytes <= HEADER_BYTES + 4096), "{headers:?}");
+        assert!(headers.iter().all(|&bytes| bytes <= format::HEADER_BYTES + 4096), "{headers:?}");
     }
 
     #[test]

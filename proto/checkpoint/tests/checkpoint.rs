@@ -7,8 +7,8 @@ mod common;
 use std::{fs, path::Path};
 
 use common::{JOB, Saved, VERSION};
-use zeroshard_checkpoint::{Export, Manifest};
-use zeroshard_proto::{Error, Optimizer, checkpoint::MAX_USER_DATA};
+use zeroshard_checkpoint::{Export, Manifest, exported_bytes};
+use zeroshard_proto::{Error, Optimizer};
 
 #[tokio::test]
 async fn slices_and_data_are_read_as_they_were_written() {
@@ -198,19 +198,35 @@ async fn a_model_is_exported_in_its_own_dtypes() {
     let saved = Saved::new("adamw");
     let manifest = saved.save(VERSION, 5).await;
     let out = tempfile::tempdir().unwrap();
-    let export = |name: &str, file_bytes: u64| (out.path().join(name), file_bytes);
-    for ((directory, file_bytes), files) in
-        [(export("one", 1 << 30), 1), (export("several", 30), 3)]
-    {
+    // An export that was killed has left a directory.
+    fs::create_dir(out.path().join(format!(".one.{}-0.partial", std::process::id()))).unwrap();
+    for (name, file_bytes, files) in [("one", 1 << 30, 1), ("several", 30, 3)] {
+        let directory = out.path().join(name);
         let export = Export { directory: &directory, file_bytes };
-        saved.storage.export(&manifest, &export, |_| {}).await.unwrap();
-        let names = tensors(&directory);
-        assert_eq!(names, ["empty", "frozen", "h/1", "mean", "scalar", "w"]);
+        let mut progress = 0;
+        saved.storage.export(&manifest, &export, |bytes| progress += bytes).await.unwrap();
+        assert_eq!(progress, exported_bytes(manifest.spec()));
+        assert_eq!(tensors(&directory), ["empty", "frozen", "h/1", "mean", "scalar", "w"]);
         let written = fs::read_dir(&directory).unwrap().count();
         assert_eq!(written, if files == 1 { 1 } else { files + 1 }, "{directory:?}");
         let again = saved.storage.export(&manifest, &export, |_| {}).await;
         assert!(matches!(again, Err(Error::Storage { .. })), "it exists");
     }
+    assert_eq!(fs::read_dir(out.path()).unwrap().count(), 3);
+}
+
+#[tokio::test]
+async fn an_export_that_fails_leaves_nothing() {
+    let saved = Saved::new("adamw");
+    let manifest = saved.save(VERSION, 5).await;
+    let file = saved.paths().into_iter().find(|path| path.to_str().unwrap().contains("2-0.safe"));
+    fs::remove_file(file.unwrap()).unwrap();
+    let out = tempfile::tempdir().unwrap();
+    let directory = out.path().join("model");
+    let export = Export { directory: &directory, file_bytes: 1 << 30 };
+    let failed = saved.storage.export(&manifest, &export, |_| {}).await;
+    assert!(matches!(failed, Err(Error::CheckpointDamaged { .. })), "{failed:?}");
+    assert_eq!(fs::read_dir(out.path()).unwrap().count(), 0);
 }
 
 /// The names of all tensors in the files of a directory.

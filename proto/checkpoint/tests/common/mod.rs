@@ -45,6 +45,10 @@ pub(crate) struct Content {
 }
 
 impl Content {
+    pub(crate) fn new(spec: JobSpec) -> Self {
+        Self { spec, done: Mutex::default() }
+    }
+
     pub(crate) fn bytes(&self, slice: u32, part: Part) -> Bytes {
         let cut = self.spec.manifest.slices()[slice as usize];
         let tensor = self.spec.manifest.tensor_of(slice as usize);
@@ -99,24 +103,12 @@ impl Saved {
     pub(crate) fn new(optimizer: &str) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let storage = Storage::open(&format!("file://{}", directory.path().display())).unwrap();
-        let content = Content { spec: spec(optimizer), done: Mutex::default() };
+        let content = Content::new(spec(optimizer));
         Self { directory, storage, content: Arc::new(content) }
     }
 
-    /// Two servers write their slices, and two ranks their data.
-    pub(crate) async fn files(&self, version: u64, save: u64) -> Vec<pb::CheckpointFile> {
-        let slices = 0..self.content.spec.manifest.number_of_slices() as u32;
-        let (first, second): (Vec<u32>, Vec<u32>) = slices.partition(|slice| slice % 2 == 0);
-        let mut files = Vec::new();
-        for (server, slices) in [(1, first), (2, second)] {
-            let spec = Arc::new(self.content.spec.clone());
-            let save = Save { spec, version, save, server };
-            files.extend(write(&self.storage, &save, slices, self.content.clone()).await.unwrap());
-        }
-        let data = [(0, Bytes::from("random state")), (3, Bytes::from(vec![7; 1000]))];
-        let data = BTreeMap::from(data);
-        files.push(self.storage.write_user_data(JOB, version, save, &data).await.unwrap());
-        files
+    pub(crate) async fn files(&self, version: u64, number: u64) -> Vec<pb::CheckpointFile> {
+        save(&self.storage, &self.content, version, number).await
     }
 
     pub(crate) async fn save(&self, version: u64, save: u64) -> Manifest {
@@ -138,4 +130,24 @@ impl Saved {
         let manifest = self.storage.manifest(JOB, VERSION).await?;
         self.storage.verify(&manifest, |_| {}).await
     }
+}
+
+/// Two servers write their slices, and two ranks their data.
+pub(crate) async fn save(
+    storage: &Storage,
+    content: &Arc<Content>,
+    version: u64,
+    save: u64,
+) -> Vec<pb::CheckpointFile> {
+    let slices = 0..content.spec.manifest.number_of_slices() as u32;
+    let (first, second): (Vec<u32>, Vec<u32>) = slices.partition(|slice| slice % 2 == 0);
+    let mut files = Vec::new();
+    for (server, slices) in [(1, first), (2, second)] {
+        let save = Save { spec: Arc::new(content.spec.clone()), version, save, server };
+        files.extend(write(storage, &save, slices, content.clone()).await.unwrap());
+    }
+    let data = [(0, Bytes::from("random state")), (3, Bytes::from(vec![7; 1000]))];
+    let (data, job) = (BTreeMap::from(data), &content.spec.name);
+    files.push(storage.write_user_data(job, version, save, &data).await.unwrap());
+    files
 }
