@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Subcommand;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
-use zeroshard_checkpoint::{Export, Manifest, Storage};
+use zeroshard_checkpoint::{Export, Manifest, Storage, exported_bytes};
 use zeroshard_client::{Cluster, CreateJob, Error, Result};
 use zeroshard_proto::{JobSpec, Restore, RestoreVersion};
 
@@ -291,7 +291,7 @@ async fn export_model(
     json: bool,
 ) -> Result<()> {
     let (storage, manifest) = open(job, version, place).await?;
-    let bar = bar(manifest.bytes());
+    let bar = bar(exported_bytes(manifest.spec()));
     let exported = storage.export(&manifest, export, |bytes| bar.inc(bytes)).await;
     bar.finish_and_clear();
     exported?;

@@ -5,6 +5,7 @@ use std::{
     fs::{self, File},
     io::{self, BufWriter, Write},
     path::{Path, PathBuf},
+    process,
 };
 
 use half::{bf16, f16};
@@ -15,6 +16,13 @@ use crate::{
     Manifest, Storage,
     format::{self, Entry},
 };
+
+/// The size of the tensors that [`Storage::export`] writes, in bytes.
+pub fn exported_bytes(spec: &JobSpec) -> u64 {
+    let tensors = spec.manifest.tensors().iter().enumerate();
+    let own = tensors.filter(|(_, tensor)| tensor.alias_of.is_none());
+    own.map(|(index, _)| entry(spec, index).bytes as u64).sum()
+}
 
 /// How a model is exported.
 #[derive(Debug, Clone)]
@@ -47,23 +55,14 @@ impl Storage {
         if export.directory.exists() {
             return Err(failed(io::ErrorKind::AlreadyExists.into()));
         }
-        let partial = partial(export.directory);
-        fs::create_dir_all(&partial).map_err(failed)?;
-        let written = async {
-            let files = split(manifest.spec(), export.file_bytes);
-            for (number, tensors) in files.iter().enumerate() {
-                let path = partial.join(name(number, files.len()));
-                self.write_file(manifest, tensors, &path, &mut progress).await?;
-            }
-            write_index(manifest.spec(), &files, &partial)?;
-            fs::rename(&partial, export.directory).map_err(failed)
-        };
-        let written = written.await;
-        if written.is_err() {
-            // The error that matters is the first one.
-            let _ = fs::remove_dir_all(&partial);
+        let partial = Partial::create(export.directory).map_err(failed)?;
+        let files = split(manifest.spec(), export.file_bytes);
+        for (number, tensors) in files.iter().enumerate() {
+            let path = partial.0.join(name(number, files.len()));
+            self.write_file(manifest, tensors, &path, &mut progress).await?;
         }
-        written
+        write_index(manifest.spec(), &files, &partial.0)?;
+        fs::rename(&partial.0, export.directory).map_err(failed)
     }
 
     async fn write_file(
@@ -81,8 +80,8 @@ impl Storage {
         let spec = manifest.spec();
         let mut file = BufWriter::new(File::create(path).map_err(failed)?);
         let entries: Vec<Entry> = tensors.iter().map(|&tensor| entry(spec, tensor)).collect();
-        let metadata = Map::from_iter([("__metadata__".to_owned(), json!({"format": "pt"}))]);
-        file.write_all(&format::header_with(metadata, &entries)).map_err(failed)?;
+        let header = format::header_with(&[("format", "pt")], &entries);
+        file.write_all(&header).map_err(failed)?;
         for &tensor in tensors {
             for slice in spec.manifest.slices_of(tensor) {
                 let saved = self.read_slice(manifest, slice as u32).await?;
@@ -97,24 +96,49 @@ impl Storage {
     }
 }
 
-/// A directory beside the final one.
-fn partial(directory: &Path) -> PathBuf {
-    let mut name = directory.file_name().unwrap_or_default().to_owned();
-    name.push(".partial");
-    directory.with_file_name(name)
+/// A directory beside the final one, which is removed unless it is renamed.
+struct Partial(PathBuf);
+
+impl Partial {
+    /// Creates the directory, with a name that no other process uses: files of an earlier export
+    /// that was killed must not become a part of this one.
+    fn create(directory: &Path) -> io::Result<Self> {
+        let parent = directory.parent().filter(|parent| !parent.as_os_str().is_empty());
+        parent.map_or(Ok(()), fs::create_dir_all)?;
+        let name = directory.file_name().unwrap_or_default().to_string_lossy();
+        let partial = |number| format!(".{name}.{}-{number}.partial", process::id());
+        let mut paths = (0..u32::MAX).map(|number| directory.with_file_name(partial(number)));
+        paths
+            .find_map(|path| match fs::create_dir(&path) {
+                Ok(()) => Some(Ok(Self(path))),
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => None,
+                Err(error) => Some(Err(error)),
+            })
+            .unwrap_or_else(|| Err(io::ErrorKind::AlreadyExists.into()))
+    }
+}
+
+impl Drop for Partial {
+    fn drop(&mut self) {
+        // After the export the directory has another name.
+        let _ = fs::remove_dir_all(&self.0);
+    }
 }
 
 /// The tensors of each file.
 fn split(spec: &JobSpec, file_bytes: u64) -> Vec<Vec<usize>> {
-    let (mut files, mut bytes) = (vec![Vec::new()], 0);
+    let (mut files, mut bytes, mut header) = (vec![Vec::new()], 0u64, 0);
     let tensors = spec.manifest.tensors().iter().enumerate();
     for (index, _) in tensors.filter(|(_, tensor)| tensor.alias_of.is_none()) {
-        let size = entry(spec, index).bytes as u64;
-        if bytes > 0 && bytes + size > file_bytes {
+        let entry = entry(spec, index);
+        let size = entry.bytes as u64;
+        let is_full = bytes > 0 && bytes.saturating_add(size) > file_bytes;
+        if is_full || header >= format::HEADER_BYTES {
             files.push(Vec::new());
-            bytes = 0;
+            (bytes, header) = (0, 0);
         }
         bytes += size;
+        header += format::header_bytes(&entry);
         if let Some(file) = files.last_mut() {
             file.push(index);
         }
@@ -164,14 +188,16 @@ fn write_index(spec: &JobSpec, files: &[Vec<usize>], directory: &Path) -> Result
 
 /// Rounds f32 values to a dtype, to nearest even.
 fn cast(values: &[u8], dtype: DType) -> Vec<u8> {
-    let values = values.chunks_exact(4).map(|bytes| {
-        let mut value = [0; 4];
-        value.copy_from_slice(bytes);
-        f32::from_le_bytes(value)
-    });
+    let (values, _) = values.as_chunks::<4>();
     match dtype {
-        DType::F32 => values.flat_map(f32::to_le_bytes).collect(),
-        DType::Bf16 => values.flat_map(|value| bf16::from_f32(value).to_le_bytes()).collect(),
-        DType::F16 => values.flat_map(|value| f16::from_f32(value).to_le_bytes()).collect(),
+        DType::F32 => values.as_flattened().to_vec(),
+        DType::Bf16 => round(values, |value| bf16::from_f32(value).to_le_bytes()),
+        DType::F16 => round(values, |value| f16::from_f32(value).to_le_bytes()),
     }
+}
+
+fn round(values: &[[u8; 4]], round: impl Fn(f32) -> [u8; 2]) -> Vec<u8> {
+    let rounded: Vec<[u8; 2]> =
+        values.iter().map(|&value| round(f32::from_le_bytes(value))).collect();
+    rounded.into_flattened()
 }

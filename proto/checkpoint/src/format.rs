@@ -3,13 +3,17 @@
 
 use std::ops::Range;
 
-use serde_json::{Map, Value, json};
+use serde_json::Value;
 use zeroshard_proto::{DType, JobSpec, Optimizer};
 
 /// The length of the number in front of the header.
 const PREFIX: usize = 8;
 /// Headers are filled with spaces to a multiple of this length, so that tensors are aligned.
 const ALIGNMENT: usize = 8;
+
+/// The size of the header at which a file of many small tensors ends. Readers of safetensors refuse
+/// headers of more than 100 MB.
+pub(crate) const HEADER_BYTES: usize = 16 << 20;
 
 /// A part of a slice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,6 +60,11 @@ pub(crate) fn parts(spec: &JobSpec, index: usize) -> Vec<(Part, Entry)> {
     parts
 }
 
+/// The size of all parts of slice number `index`, in bytes.
+pub(crate) fn slice_bytes(spec: &JobSpec, index: usize) -> u64 {
+    parts(spec, index).iter().map(|(_, part)| part.bytes as u64).sum()
+}
+
 pub(crate) fn name(dtype: DType) -> &'static str {
     match dtype {
         DType::F32 => "F32",
@@ -64,24 +73,39 @@ pub(crate) fn name(dtype: DType) -> &'static str {
     }
 }
 
-/// The beginning of a file with these tensors: the length of the header, and the header.
-pub(crate) fn header<'a>(entries: impl IntoIterator<Item = &'a Entry>) -> Vec<u8> {
-    header_with(Map::new(), entries)
+/// The maximum size of the text of a header with this tensor alone. Keys contain no control
+/// characters.
+pub(crate) fn header_bytes(entry: &Entry) -> usize {
+    const FIXED: usize = r#""":{"data_offsets":[,],"dtype":"BF16","shape":[]},"#.len();
+    const DIGITS: usize = 20;
+    FIXED + (2 + entry.shape.len()) * (DIGITS + 1) + 2 * entry.key.len()
 }
 
-/// A header like [`header`], with further keys before those of the tensors.
+/// The beginning of a file with these tensors: the length of the header, and the header. Equal
+/// tensors give equal bytes.
+pub(crate) fn header<'a>(entries: impl IntoIterator<Item = &'a Entry>) -> Vec<u8> {
+    header_with(&[], entries)
+}
+
+/// A header like [`header`], with metadata for programs that read it.
 pub(crate) fn header_with<'a>(
-    mut tensors: Map<String, Value>,
+    metadata: &[(&str, &str)],
     entries: impl IntoIterator<Item = &'a Entry>,
 ) -> Vec<u8> {
     let mut end = 0;
-    for Entry { key, dtype, shape, bytes } in entries {
-        let offsets = [end, end + bytes];
+    let tensors = entries.into_iter().map(|Entry { key, dtype, shape, bytes }| {
+        let start = end;
         end += bytes;
-        let tensor = json!({"dtype": dtype, "shape": shape, "data_offsets": offsets});
-        tensors.insert(key.clone(), tensor);
-    }
-    let mut text = Value::Object(tensors).to_string().into_bytes();
+        let key = Value::from(key.as_str());
+        let shape = Value::from(shape.as_slice());
+        format!(r#"{key}:{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{start},{end}]}}"#)
+    });
+    let metadata: Vec<_> =
+        metadata.iter().map(|(key, text)| format!(r#""{key}":"{text}""#)).collect();
+    let metadata =
+        (!metadata.is_empty()).then(|| format!(r#""__metadata__":{{{}}}"#, metadata.join(",")));
+    let fields: Vec<String> = metadata.into_iter().chain(tensors).collect();
+    let mut text = format!("{{{}}}", fields.join(",")).into_bytes();
     text.resize(text.len().next_multiple_of(ALIGNMENT), b' ');
     let mut header = Vec::with_capacity(PREFIX + text.len());
     header.extend((text.len() as u64).to_le_bytes());

@@ -19,11 +19,13 @@ mod hash;
 mod manifest;
 mod reader;
 mod storage;
+mod unfinished;
+mod upload;
 mod user_data;
 mod verify;
 mod writer;
 
-pub use export::Export;
+pub use export::{Export, exported_bytes};
 pub use format::Part;
 pub use manifest::Manifest;
 pub use reader::SavedSlice;

@@ -1,6 +1,6 @@
 //! The index of a checkpoint: what was saved, its files, and the hash of everything in them.
 
-use std::{collections::BTreeMap, time::SystemTime};
+use std::{collections::BTreeSet, time::SystemTime};
 
 use blake3::Hash;
 use serde::{Deserialize, Serialize};
@@ -17,8 +17,18 @@ const FORMAT: u32 = 1;
 pub struct Manifest {
     contents: Contents,
     spec: JobSpec,
-    /// The file of each slice, and the position of the slice in the file.
-    places: BTreeMap<u32, (usize, usize)>,
+    /// The place of each slice.
+    places: Vec<Place>,
+}
+
+/// Where a slice is.
+#[derive(Debug, Clone, Copy, Default)]
+struct Place {
+    file: usize,
+    /// Its position among the slices of the file.
+    position: usize,
+    /// The offset of its first byte in the file.
+    start: u64,
 }
 
 /// What `manifest.json` contains.
@@ -109,21 +119,17 @@ impl Manifest {
     }
 
     fn of(contents: Contents, spec: JobSpec) -> Result<Self, String> {
-        let mut places = BTreeMap::new();
+        check_complete(&contents.files, spec.manifest.number_of_slices())?;
+        let mut places = vec![Place::default(); spec.manifest.number_of_slices()];
         for (number, file) in contents.files.iter().enumerate() {
-            file.check(&spec)?;
+            let mut start = file.check(&spec)?;
             for (position, entry) in file.slices.iter().enumerate() {
-                if places.insert(entry.slice, (number, position)).is_some() {
-                    return Err(format!("slice {} is there twice", entry.slice));
-                }
+                let slice = entry.slice as usize;
+                places[slice] = Place { file: number, position, start };
+                start += format::slice_bytes(&spec, slice);
             }
         }
-        let missing =
-            (0..spec.manifest.number_of_slices() as u32).find(|s| !places.contains_key(s));
-        match missing {
-            Some(slice) => Err(format!("slice {slice} is missing")),
-            None => Ok(Self { contents, spec, places }),
-        }
+        Ok(Self { contents, spec, places })
     }
 
     /// Reads `manifest.json`.
@@ -218,10 +224,11 @@ impl Manifest {
         &self.contents.files
     }
 
-    /// The file with a slice, and the position of the slice in the file.
-    pub(crate) fn place(&self, slice: u32) -> Option<(&File, usize)> {
-        let &(file, position) = self.places.get(&slice)?;
-        Some((self.contents.files.get(file)?, position))
+    /// The file with a slice, its entry there, and the offset of its first byte in the file.
+    pub(crate) fn place(&self, slice: u32) -> Option<(&File, &SliceEntry, u64)> {
+        let &Place { file, position, start } = self.places.get(slice as usize)?;
+        let file = self.contents.files.get(file)?;
+        Some((file, file.slices.get(position)?, start))
     }
 
     /// The first reason for which a job with this specification cannot start from the checkpoint.
@@ -241,6 +248,24 @@ impl Manifest {
         }
         let same = self.spec.groups[0].same_state_layout(&spec.groups[0]);
         (!same).then(|| "optimizer".to_owned())
+    }
+}
+
+/// Checks that each slice is in exactly one file. The cost is bounded by the number of slices in
+/// the files, because a few bytes can describe a job with millions of slices.
+fn check_complete(files: &[File], slices: usize) -> Result<(), String> {
+    let mut found = BTreeSet::new();
+    for entry in files.iter().flat_map(|file| &file.slices) {
+        if entry.slice as usize >= slices {
+            return Err(format!("slice {} does not exist", entry.slice));
+        }
+        if !found.insert(entry.slice) {
+            return Err(format!("slice {} is there twice", entry.slice));
+        }
+    }
+    match (0..slices as u32).find(|slice| !found.contains(slice)) {
+        Some(slice) => Err(format!("slice {slice} is missing")),
+        None => Ok(()),
     }
 }
 
@@ -264,25 +289,27 @@ impl File {
         Ok(Self { name, bytes, header: hash::of_message(&header_hash)?, slices, ranks })
     }
 
-    /// Checks that the slices exist, and that the sizes fit together.
-    fn check(&self, spec: &JobSpec) -> Result<(), String> {
+    /// Checks the name, the number of hashes, and that the sizes fit together. The slices exist.
+    /// Returns the size of the header with its length.
+    fn check(&self, spec: &JobSpec) -> Result<u64, String> {
         let name = &self.name;
         if name.is_empty() || name.contains('/') || name == ".." {
             return Err(format!("{name:?} is not the name of a file"));
         }
         for entry in &self.slices {
             let expected = number_of_parts(spec, entry.slice);
-            if expected == 0 || entry.hashes.len() != expected {
+            if entry.hashes.len() != expected {
                 let found = entry.hashes.len();
                 return Err(format!(
                     "slice {} in {name} has {found} parts instead of {expected}",
                     entry.slice
                 ));
             }
+            entry.applied(spec).map_err(|error| error.to_string())?;
         }
         let content: u64 = self.sizes(spec).fold(0, u64::saturating_add);
         match self.bytes.checked_sub(content) {
-            Some(header) if header >= 8 => Ok(()),
+            Some(header) if header >= 8 => Ok(header),
             _ => Err(format!("{name} has {} bytes, and {content} bytes of tensors", self.bytes)),
         }
     }

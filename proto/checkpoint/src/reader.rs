@@ -3,10 +3,7 @@
 use bytes::Bytes;
 use zeroshard_proto::{AppliedSteps, Error, Result};
 
-use crate::{
-    Manifest, Part, Storage, format,
-    manifest::{File, SliceEntry},
-};
+use crate::{Manifest, Part, Storage, format};
 
 /// A slice of a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
@@ -28,11 +25,10 @@ impl Storage {
     /// [`Error::CheckpointDamaged`], which names the file and the tensor; [`Error::Storage`].
     pub async fn read_slice(&self, manifest: &Manifest, slice: u32) -> Result<SavedSlice> {
         let spec = manifest.spec();
-        let Some((file, position)) = manifest.place(slice) else {
+        let Some((file, entry, start)) = manifest.place(slice) else {
             return Err(Error::Internal { cause: format!("there is no slice {slice}") });
         };
         let path = self.path(manifest.job(), manifest.version(), &file.name);
-        let (start, entry) = place(file, position, spec);
         let parts = format::parts(spec, slice as usize);
         let sizes = parts.iter().map(|(_, part)| part.bytes as u64);
         let trains = spec.manifest.trains(slice as usize);
@@ -65,16 +61,4 @@ impl Storage {
         }
         Ok(saved)
     }
-}
-
-/// Where a slice begins in its file.
-fn place<'a>(
-    file: &'a File,
-    position: usize,
-    spec: &zeroshard_proto::JobSpec,
-) -> (u64, &'a SliceEntry) {
-    let before = file.slices[..position].iter();
-    let parts = before.flat_map(|entry| format::parts(spec, entry.slice as usize));
-    let before = parts.fold(0, |sum: u64, (_, part)| sum.saturating_add(part.bytes as u64));
-    (file.header_bytes(spec).saturating_add(before), &file.slices[position])
 }

@@ -5,7 +5,8 @@ use std::{collections::BTreeSet, fmt, sync::Arc};
 use bytes::Bytes;
 use futures_util::TryStreamExt;
 use object_store::{
-    ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, local::LocalFileSystem, parse_url_opts,
+    ObjectMeta, ObjectStore, ObjectStoreExt, ObjectStoreScheme, PutMode, aws::AmazonS3Builder,
+    azure::MicrosoftAzureBuilder, gcp::GoogleCloudStorageBuilder, local::LocalFileSystem,
     path::Path,
 };
 use percent_encoding::percent_decode_str;
@@ -21,6 +22,8 @@ const MANIFEST: &str = "manifest.json";
 #[derive(Clone)]
 pub struct Storage {
     store: Arc<dyn ObjectStore>,
+    /// The same store, if it is a directory.
+    local: Option<Arc<LocalFileSystem>>,
     /// The path of the prefix in the store.
     prefix: Path,
     url: Arc<str>,
@@ -41,11 +44,14 @@ impl Storage {
     /// [`Error::Invalid`] for an invalid URL; [`Error::Storage`] for an invalid configuration.
     pub fn open(url: &str) -> Result<Self> {
         check_url(url)?;
-        let (store, prefix) = match url.strip_prefix("file://") {
-            Some(directory) => local(url, directory)?,
-            None => remote(url)?,
-        };
-        Ok(Self { store, prefix, url: url.trim_end_matches('/').into() })
+        let shown = url.trim_end_matches('/').into();
+        if let Some(directory) = url.strip_prefix("file://") {
+            let store = Arc::new(local(url, directory)?);
+            let local = Some(store.clone());
+            return Ok(Self { store, local, prefix: Path::default(), url: shown });
+        }
+        let (store, prefix) = remote(url)?;
+        Ok(Self { store, local: None, prefix, url: shown })
     }
 
     /// The URL.
@@ -197,6 +203,7 @@ impl Storage {
         test: impl Fn(&str) -> bool,
     ) -> Result<()> {
         let directory = self.directory(job, version);
+        self.remove_unfinished(&directory, &test).await?;
         let listed: std::result::Result<Vec<ObjectMeta>, _> =
             self.store.list(Some(&directory)).try_collect().await;
         for file in listed.map_err(|error| self.failed("list", &directory, &error))? {
@@ -208,6 +215,10 @@ impl Storage {
             }
         }
         Ok(())
+    }
+
+    pub(crate) fn local(&self) -> Option<&LocalFileSystem> {
+        self.local.as_deref()
     }
 
     pub(crate) fn store(&self) -> &Arc<dyn ObjectStore> {
@@ -273,7 +284,7 @@ fn invalid(url: &str, cause: impl fmt::Display) -> Error {
     Error::Storage { action: "open".to_owned(), url: url.to_owned(), cause: cause.to_string() }
 }
 
-fn local(url: &str, directory: &str) -> Result<(Arc<dyn ObjectStore>, Path)> {
+fn local(url: &str, directory: &str) -> Result<LocalFileSystem> {
     if !directory.starts_with('/') {
         let expected = "an absolute path after file://, for example file:///checkpoints";
         return Err(Error::invalid("url of the checkpoints", format!("{url:?}"), expected));
@@ -281,20 +292,30 @@ fn local(url: &str, directory: &str) -> Result<(Arc<dyn ObjectStore>, Path)> {
     let directory = percent_decode_str(directory).decode_utf8_lossy();
     std::fs::create_dir_all(&*directory).map_err(|error| invalid(url, error))?;
     let store = LocalFileSystem::new_with_prefix(&*directory);
-    let store =
-        store.map_err(|error| invalid(url, error))?.with_fsync(true).with_automatic_cleanup(true);
-    Ok((Arc::new(store), Path::default()))
+    let store = store.map_err(|error| invalid(url, root_cause(&error)))?;
+    Ok(store.with_fsync(true).with_automatic_cleanup(true))
 }
 
 fn remote(url: &str) -> Result<(Arc<dyn ObjectStore>, Path)> {
     // The provider of cryptography for TLS. An error means that the process has one already.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let parsed = Url::parse(url).map_err(|error| invalid(url, error))?;
-    let options = std::env::vars_os().filter_map(|(name, value)| {
-        // The names of options are in lower case.
-        Some((name.into_string().ok()?.to_ascii_lowercase(), value.into_string().ok()?))
-    });
-    let (store, prefix) =
-        parse_url_opts(&parsed, options).map_err(|error| invalid(url, root_cause(&error)))?;
-    Ok((Arc::from(store), prefix))
+    let (scheme, prefix) =
+        ObjectStoreScheme::parse(&parsed).map_err(|error| invalid(url, error))?;
+    let store: object_store::Result<Arc<dyn ObjectStore>> = match scheme {
+        ObjectStoreScheme::AmazonS3 => {
+            AmazonS3Builder::from_env().with_url(url).build().map(|store| Arc::new(store) as _)
+        }
+        ObjectStoreScheme::GoogleCloudStorage => GoogleCloudStorageBuilder::from_env()
+            .with_url(url)
+            .build()
+            .map(|store| Arc::new(store) as _),
+        ObjectStoreScheme::MicrosoftAzure => MicrosoftAzureBuilder::from_env()
+            .with_url(url)
+            .build()
+            .map(|store| Arc::new(store) as _),
+        _ => return Err(invalid(url, "the scheme is not supported")),
+    };
+    let store = store.map_err(|error| invalid(url, root_cause(&error)))?;
+    Ok((store, prefix))
 }

@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use object_store::ObjectStoreExt;
 use zeroshard_proto::{Error, Result, pb};
 
 use crate::{
     Manifest, Storage,
     format::{self, Entry},
     storage::prefix_of,
+    upload::Upload,
 };
 
 impl Storage {
@@ -31,23 +31,26 @@ impl Storage {
             bytes: bytes.len(),
         };
         let entries: Vec<Entry> = ranks.iter().map(entry).collect();
-        let mut contents = format::header(&entries);
-        let header_hash = Bytes::copy_from_slice(blake3::hash(&contents).as_bytes());
-        ranks.values().for_each(|bytes| contents.extend_from_slice(bytes));
+        let header = Bytes::from(format::header(&entries));
+        let content: usize = entries.iter().map(|entry| entry.bytes).sum();
         let hash = |bytes: &Bytes| Bytes::copy_from_slice(blake3::hash(bytes).as_bytes());
         let saved =
             |(&rank, bytes): (&u32, &Bytes)| pb::SavedRank { rank, bytes: bytes.len() as u64 };
         let file = pb::CheckpointFile {
             name: format!("{}ranks.safetensors", prefix_of(save)),
-            bytes: contents.len() as u64,
-            header_hash,
+            bytes: (header.len() + content) as u64,
+            header_hash: hash(&header),
             tensor_hashes: ranks.values().map(hash).collect(),
             slices: Vec::new(),
             ranks: ranks.iter().map(saved).collect(),
         };
         let path = self.path(job, version, &file.name);
-        let put = self.store().put(&path, contents.into()).await;
-        put.map_err(|error| self.failed("write", &path, &error))?;
+        let mut upload = Upload::begin(self, path).await?;
+        upload.put(header).await?;
+        for bytes in ranks.values() {
+            upload.put(bytes.clone()).await?;
+        }
+        upload.finish().await?;
         Ok(file)
     }
 

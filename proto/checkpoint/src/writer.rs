@@ -1,28 +1,24 @@
 //! Writes a server's slices of one version, in files of about [`FILE_BYTES`].
 //!
 //! Memory: up to [`READ_AHEAD`] parts of slices are read and hashed ahead, and up to
-//! [`CHUNKS`] chunks of [`CHUNK_BYTES`] are being stored.
+//! four chunks of 16 MiB are being stored (`upload`).
 
 use std::{mem, sync::Arc};
 
 use blake3::Hash;
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
-use object_store::{ObjectStoreExt, WriteMultipart, path::Path};
 use zeroshard_proto::{AppliedSteps, Error, JobSpec, Result, pb};
 
 use crate::{
     Part, Storage,
     format::{self, Entry},
     storage::prefix_of,
+    upload::Upload,
 };
 
 /// The size at which a file ends.
 const FILE_BYTES: usize = 1 << 30;
-/// The size of the chunks that are stored.
-const CHUNK_BYTES: usize = 16 << 20;
-/// The number of chunks that are stored at the same time.
-const CHUNKS: usize = 4;
 /// The number of parts that are read and hashed ahead.
 const READ_AHEAD: usize = 4;
 
@@ -76,13 +72,16 @@ pub async fn write(
 
 /// Splits slices into files.
 fn split(spec: &JobSpec, slices: Vec<u32>) -> Vec<Vec<u32>> {
-    let (mut files, mut file, mut bytes) = (Vec::new(), Vec::new(), 0);
+    let (mut files, mut file, mut bytes, mut header) = (Vec::new(), Vec::new(), 0, 0);
     for slice in slices {
         file.push(slice);
-        bytes += format::parts(spec, slice as usize).iter().map(|(_, of)| of.bytes).sum::<usize>();
-        if bytes >= FILE_BYTES {
+        for (_, entry) in format::parts(spec, slice as usize) {
+            bytes += entry.bytes;
+            header += format::header_bytes(&entry);
+        }
+        if bytes >= FILE_BYTES || header >= format::HEADER_BYTES {
             files.push(mem::take(&mut file));
-            bytes = 0;
+            (bytes, header) = (0, 0);
         }
     }
     files.extend(Some(file).filter(|file| !file.is_empty()));
@@ -165,50 +164,45 @@ async fn read(
     read.unwrap_or_else(|error| Err(Error::Internal { cause: error.to_string() }))
 }
 
-/// A file that is being written.
-struct Upload<'a> {
-    storage: &'a Storage,
-    path: Path,
-    /// `None` after its end.
-    parts: Option<WriteMultipart>,
-}
+#[cfg(test)]
+mod tests {
+    use zeroshard_proto::{Manifest, TensorSpec};
 
-impl<'a> Upload<'a> {
-    async fn begin(storage: &'a Storage, path: Path) -> Result<Self> {
-        match storage.store().put_multipart(&path).await {
-            Ok(upload) => {
-                let parts = WriteMultipart::new_with_chunk_size(upload, CHUNK_BYTES);
-                Ok(Self { storage, path, parts: Some(parts) })
-            }
-            Err(error) => Err(storage.failed("write", &path, &error)),
-        }
+    use super::*;
+
+    /// The sizes of the headers of the files with all slices of a job.
+    fn headers(tensors: impl Iterator<Item = TensorSpec>) -> Vec<usize> {
+        let groups = vec!["adamw".parse().unwrap()];
+        let spec = JobSpec::new("a", Manifest::new(tensors.collect()).unwrap(), groups);
+        let slices = (0..spec.manifest.number_of_slices() as u32).collect();
+        let header = |file: &Vec<u32>| {
+            let parts = file.iter().flat_map(|&slice| format::parts(&spec, slice as usize));
+            let entries: Vec<Entry> = parts.map(|(_, entry)| entry).collect();
+            format::header(&entries).len()
+        };
+        split(&spec, slices).iter().map(header).collect()
     }
 
-    /// Stores bytes, without a copy where a chunk is full.
-    async fn put(&mut self, bytes: Bytes) -> Result<()> {
-        let Some(parts) = &mut self.parts else { return Ok(()) };
-        let room = parts.wait_for_capacity(CHUNKS).await;
-        room.map_err(|error| self.storage.failed("write", &self.path, &error))?;
-        parts.put(bytes);
-        Ok(())
+    #[test]
+    fn headers_of_many_small_tensors_are_not_too_long_for_readers() {
+        let headers = headers((0..60_000).map(|i| TensorSpec::new(format!("layers.{i}"), [1])));
+        assert!(headers.len() > 1);
+        assert!(headers.iter().all(|&bytes| bytes <= format::HEADER_BYTES + 4096), "{headers:?}");
     }
 
-    async fn finish(mut self) -> Result<()> {
-        let Some(parts) = self.parts.take() else { return Ok(()) };
-        match parts.finish().await {
-            Ok(_) => Ok(()),
-            Err(error) => Err(self.storage.failed("write", &self.path, &error)),
-        }
-    }
-}
-
-impl Drop for Upload<'_> {
-    /// Aborts an upload that was given up: an object store keeps its parts otherwise.
-    fn drop(&mut self) {
-        if let Some(parts) = self.parts.take()
-            && let Ok(runtime) = tokio::runtime::Handle::try_current()
-        {
-            runtime.spawn(parts.abort());
-        }
+    #[test]
+    fn the_bound_of_a_header_holds_for_names_that_are_escaped() {
+        let name = "\"\\".repeat(500);
+        let tensors = (0..20).map(|i| TensorSpec::new(format!("{name}{i}"), [1 << 42 >> i]));
+        let spec = Manifest::new(tensors.collect()).unwrap();
+        let entries = spec.tensors().iter().map(|tensor| Entry {
+            key: tensor.name.clone(),
+            dtype: "BF16",
+            shape: tensor.shape.clone(),
+            bytes: tensor.shape[0] as usize,
+        });
+        let entries: Vec<Entry> = entries.collect();
+        let bound: usize = entries.iter().map(format::header_bytes).sum();
+        assert!(format::header(&entries).len() <= bound + 16);
     }
 }

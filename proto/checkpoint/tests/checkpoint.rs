@@ -2,144 +2,13 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    path::{Path, PathBuf},
-    sync::{Arc, Mutex},
-};
+mod common;
 
-use bytes::Bytes;
-use tempfile::TempDir;
-use zeroshard_checkpoint::{Export, Manifest, Part, Save, SavedSlice, Source, Storage, write};
-use zeroshard_proto::{
-    AppliedSteps, DType, Error, JobSpec, Manifest as Tensors, Optimizer, Policy, Result,
-    TensorSpec, pb,
-};
+use std::{fs, path::Path};
 
-const JOB: &str = "runs/a %";
-const VERSION: u64 = 12;
-
-/// Tensors of every kind, under an optimizer whose state has other shapes than the parameters.
-fn spec(optimizer: &str) -> JobSpec {
-    let optimizer: Optimizer = optimizer.parse().unwrap();
-    let policy = if optimizer.needs_whole_tensors() { Policy::Whole } else { Policy::Elementwise };
-    let tensor = |name: &str, shape: &[u64]| TensorSpec { policy, ..TensorSpec::new(name, shape) };
-    let mut tensors = vec![
-        tensor("w", &[4, 5]),
-        TensorSpec { dtype: DType::Bf16, ..tensor("h/1", &[3, 2]) },
-        TensorSpec { dtype: DType::F16, frozen: true, ..tensor("frozen", &[7]) },
-        TensorSpec { buffer: true, ..tensor("mean", &[2]) },
-        TensorSpec { alias_of: Some("w".into()), ..tensor("tied", &[4, 5]) },
-        tensor("scalar", &[]),
-    ];
-    if policy == Policy::Elementwise {
-        tensors.push(tensor("empty", &[0, 3]));
-    }
-    JobSpec::new(JOB, Tensors::new(tensors).unwrap(), vec![optimizer])
-}
-
-/// Content that differs in every part of every slice.
-struct Content {
-    spec: JobSpec,
-    done: Mutex<Vec<u32>>,
-}
-
-impl Content {
-    fn bytes(&self, slice: u32, part: Part) -> Bytes {
-        let cut = self.spec.manifest.slices()[slice as usize];
-        let tensor = self.spec.manifest.tensor_of(slice as usize);
-        let (numel, dtype, seed) = match part {
-            Part::Values if tensor.trains() => (cut.numel, DType::F32, 0),
-            Part::Values => (cut.numel, tensor.dtype, 0),
-            Part::State(position) => {
-                let shape = self.spec.groups[0].state_shapes(&tensor.shape)[position];
-                (shape.numel(cut.numel), DType::F32, position + 1)
-            }
-        };
-        let size = numel * dtype.size();
-        (0..size).map(|i| (i * 7 + slice as usize * 31 + seed * 101) as u8).collect()
-    }
-
-    fn slice(&self, slice: u32) -> SavedSlice {
-        let trains = self.spec.manifest.trains(slice as usize);
-        let states = if trains { self.spec.groups[0].state().len() } else { 0 };
-        let state = (0..states).map(|position| self.bytes(slice, Part::State(position)));
-        SavedSlice {
-            values: self.bytes(slice, Part::Values),
-            state: state.collect(),
-            applied: if trains { self.applied(slice) } else { AppliedSteps::default() },
-        }
-    }
-}
-
-impl Source for Content {
-    fn part(&self, slice: u32, part: Part) -> Result<Bytes> {
-        Ok(self.bytes(slice, part))
-    }
-
-    fn applied(&self, slice: u32) -> AppliedSteps {
-        let scalar_state = self.spec.groups[0].scalar_state().len();
-        let values = [0.1, 1.0 / 3.0];
-        AppliedSteps::of(&self.spec.groups[0], 10 + u64::from(slice), &values[..scalar_state])
-            .unwrap()
-    }
-
-    fn done(&self, slice: u32) {
-        self.done.lock().unwrap().push(slice);
-    }
-}
-
-struct Saved {
-    directory: TempDir,
-    storage: Storage,
-    content: Arc<Content>,
-}
-
-impl Saved {
-    fn new(optimizer: &str) -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let storage = Storage::open(&format!("file://{}", directory.path().display())).unwrap();
-        let content = Content { spec: spec(optimizer), done: Mutex::default() };
-        Self { directory, storage, content: Arc::new(content) }
-    }
-
-    /// Two servers write their slices, and two ranks their data.
-    async fn files(&self, version: u64, save: u64) -> Vec<pb::CheckpointFile> {
-        let slices = 0..self.content.spec.manifest.number_of_slices() as u32;
-        let (first, second): (Vec<u32>, Vec<u32>) = slices.partition(|slice| slice % 2 == 0);
-        let mut files = Vec::new();
-        for (server, slices) in [(1, first), (2, second)] {
-            let spec = Arc::new(self.content.spec.clone());
-            let save = Save { spec, version, save, server };
-            files.extend(write(&self.storage, &save, slices, self.content.clone()).await.unwrap());
-        }
-        let data = [(0, Bytes::from("random state")), (3, Bytes::from(vec![7; 1000]))];
-        let data = BTreeMap::from(data);
-        files.push(self.storage.write_user_data(JOB, version, save, &data).await.unwrap());
-        files
-    }
-
-    async fn save(&self, version: u64, save: u64) -> Manifest {
-        let files = self.files(version, save).await;
-        let manifest = Manifest::new(&self.content.spec, 9, version, save, files).unwrap();
-        assert!(self.storage.commit(&manifest).await.unwrap());
-        self.storage.manifest(JOB, version).await.unwrap()
-    }
-
-    fn paths(&self) -> Vec<PathBuf> {
-        let jobs = fs::read_dir(self.directory.path()).unwrap().map(|job| job.unwrap().path());
-        let versions = jobs.flat_map(|job| fs::read_dir(job).unwrap());
-        let versions = versions.map(|version| version.unwrap().path());
-        let files = versions.flat_map(|version| fs::read_dir(version).unwrap());
-        files.map(|entry| entry.unwrap().path()).collect()
-    }
-
-    async fn check(&self) -> Result<()> {
-        let manifest = self.storage.manifest(JOB, VERSION).await?;
-        self.storage.verify(&manifest, |_| {}).await
-    }
-}
+use common::{JOB, Saved, VERSION};
+use zeroshard_checkpoint::{Export, Manifest, exported_bytes};
+use zeroshard_proto::{Error, Optimizer};
 
 #[tokio::test]
 async fn slices_and_data_are_read_as_they_were_written() {
@@ -329,19 +198,35 @@ async fn a_model_is_exported_in_its_own_dtypes() {
     let saved = Saved::new("adamw");
     let manifest = saved.save(VERSION, 5).await;
     let out = tempfile::tempdir().unwrap();
-    let export = |name: &str, file_bytes: u64| (out.path().join(name), file_bytes);
-    for ((directory, file_bytes), files) in
-        [(export("one", 1 << 30), 1), (export("several", 30), 3)]
-    {
+    // An export that was killed has left a directory.
+    fs::create_dir(out.path().join(format!(".one.{}-0.partial", std::process::id()))).unwrap();
+    for (name, file_bytes, files) in [("one", 1 << 30, 1), ("several", 30, 3)] {
+        let directory = out.path().join(name);
         let export = Export { directory: &directory, file_bytes };
-        saved.storage.export(&manifest, &export, |_| {}).await.unwrap();
-        let names = tensors(&directory);
-        assert_eq!(names, ["empty", "frozen", "h/1", "mean", "scalar", "w"]);
+        let mut progress = 0;
+        saved.storage.export(&manifest, &export, |bytes| progress += bytes).await.unwrap();
+        assert_eq!(progress, exported_bytes(manifest.spec()));
+        assert_eq!(tensors(&directory), ["empty", "frozen", "h/1", "mean", "scalar", "w"]);
         let written = fs::read_dir(&directory).unwrap().count();
         assert_eq!(written, if files == 1 { 1 } else { files + 1 }, "{directory:?}");
         let again = saved.storage.export(&manifest, &export, |_| {}).await;
         assert!(matches!(again, Err(Error::Storage { .. })), "it exists");
     }
+    assert_eq!(fs::read_dir(out.path()).unwrap().count(), 3);
+}
+
+#[tokio::test]
+async fn an_export_that_fails_leaves_nothing() {
+    let saved = Saved::new("adamw");
+    let manifest = saved.save(VERSION, 5).await;
+    let file = saved.paths().into_iter().find(|path| path.to_str().unwrap().contains("2-0.safe"));
+    fs::remove_file(file.unwrap()).unwrap();
+    let out = tempfile::tempdir().unwrap();
+    let directory = out.path().join("model");
+    let export = Export { directory: &directory, file_bytes: 1 << 30 };
+    let failed = saved.storage.export(&manifest, &export, |_| {}).await;
+    assert!(matches!(failed, Err(Error::CheckpointDamaged { .. })), "{failed:?}");
+    assert_eq!(fs::read_dir(out.path()).unwrap().count(), 0);
 }
 
 /// The names of all tensors in the files of a directory.

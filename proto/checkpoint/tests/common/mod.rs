@@ -1,0 +1,153 @@
+//! A small job with tensors of every kind, and its checkpoint in a directory.
+
+#![allow(clippy::unwrap_used, dead_code, reason = "tests; not every test needs everything")]
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::PathBuf,
+    sync::{Arc, Mutex},
+};
+
+use bytes::Bytes;
+use tempfile::TempDir;
+use zeroshard_checkpoint::{Manifest, Part, Save, SavedSlice, Source, Storage, write};
+use zeroshard_proto::{
+    AppliedSteps, DType, JobSpec, Manifest as Tensors, Optimizer, Policy, Result, TensorSpec, pb,
+};
+
+pub(crate) const JOB: &str = "runs/a %";
+pub(crate) const VERSION: u64 = 12;
+
+/// Tensors of every kind, under an optimizer whose state has other shapes than the parameters.
+pub(crate) fn spec(optimizer: &str) -> JobSpec {
+    let optimizer: Optimizer = optimizer.parse().unwrap();
+    let policy = if optimizer.needs_whole_tensors() { Policy::Whole } else { Policy::Elementwise };
+    let tensor = |name: &str, shape: &[u64]| TensorSpec { policy, ..TensorSpec::new(name, shape) };
+    let mut tensors = vec![
+        tensor("w", &[4, 5]),
+        TensorSpec { dtype: DType::Bf16, ..tensor("h/1", &[3, 2]) },
+        TensorSpec { dtype: DType::F16, frozen: true, ..tensor("frozen", &[7]) },
+        TensorSpec { buffer: true, ..tensor("mean", &[2]) },
+        TensorSpec { alias_of: Some("w".into()), ..tensor("tied", &[4, 5]) },
+        tensor("scalar", &[]),
+    ];
+    if policy == Policy::Elementwise {
+        tensors.push(tensor("empty", &[0, 3]));
+    }
+    JobSpec::new(JOB, Tensors::new(tensors).unwrap(), vec![optimizer])
+}
+
+/// Content that differs in every part of every slice.
+pub(crate) struct Content {
+    pub(crate) spec: JobSpec,
+    pub(crate) done: Mutex<Vec<u32>>,
+}
+
+impl Content {
+    pub(crate) fn new(spec: JobSpec) -> Self {
+        Self { spec, done: Mutex::default() }
+    }
+
+    pub(crate) fn bytes(&self, slice: u32, part: Part) -> Bytes {
+        let cut = self.spec.manifest.slices()[slice as usize];
+        let tensor = self.spec.manifest.tensor_of(slice as usize);
+        let (numel, dtype, seed) = match part {
+            Part::Values if tensor.trains() => (cut.numel, DType::F32, 0),
+            Part::Values => (cut.numel, tensor.dtype, 0),
+            Part::State(position) => {
+                let shape = self.spec.groups[0].state_shapes(&tensor.shape)[position];
+                (shape.numel(cut.numel), DType::F32, position + 1)
+            }
+        };
+        let size = numel * dtype.size();
+        (0..size).map(|i| (i * 7 + slice as usize * 31 + seed * 101) as u8).collect()
+    }
+
+    pub(crate) fn slice(&self, slice: u32) -> SavedSlice {
+        let trains = self.spec.manifest.trains(slice as usize);
+        let states = if trains { self.spec.groups[0].state().len() } else { 0 };
+        let state = (0..states).map(|position| self.bytes(slice, Part::State(position)));
+        SavedSlice {
+            values: self.bytes(slice, Part::Values),
+            state: state.collect(),
+            applied: if trains { self.applied(slice) } else { AppliedSteps::default() },
+        }
+    }
+}
+
+impl Source for Content {
+    fn part(&self, slice: u32, part: Part) -> Result<Bytes> {
+        Ok(self.bytes(slice, part))
+    }
+
+    fn applied(&self, slice: u32) -> AppliedSteps {
+        let scalar_state = self.spec.groups[0].scalar_state().len();
+        let values = [0.1, 1.0 / 3.0];
+        AppliedSteps::of(&self.spec.groups[0], 10 + u64::from(slice), &values[..scalar_state])
+            .unwrap()
+    }
+
+    fn done(&self, slice: u32) {
+        self.done.lock().unwrap().push(slice);
+    }
+}
+
+pub(crate) struct Saved {
+    pub(crate) directory: TempDir,
+    pub(crate) storage: Storage,
+    pub(crate) content: Arc<Content>,
+}
+
+impl Saved {
+    pub(crate) fn new(optimizer: &str) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let storage = Storage::open(&format!("file://{}", directory.path().display())).unwrap();
+        let content = Content::new(spec(optimizer));
+        Self { directory, storage, content: Arc::new(content) }
+    }
+
+    pub(crate) async fn files(&self, version: u64, number: u64) -> Vec<pb::CheckpointFile> {
+        save(&self.storage, &self.content, version, number).await
+    }
+
+    pub(crate) async fn save(&self, version: u64, save: u64) -> Manifest {
+        let files = self.files(version, save).await;
+        let manifest = Manifest::new(&self.content.spec, 9, version, save, files).unwrap();
+        assert!(self.storage.commit(&manifest).await.unwrap());
+        self.storage.manifest(JOB, version).await.unwrap()
+    }
+
+    pub(crate) fn paths(&self) -> Vec<PathBuf> {
+        let jobs = fs::read_dir(self.directory.path()).unwrap().map(|job| job.unwrap().path());
+        let versions = jobs.flat_map(|job| fs::read_dir(job).unwrap());
+        let versions = versions.map(|version| version.unwrap().path());
+        let files = versions.flat_map(|version| fs::read_dir(version).unwrap());
+        files.map(|entry| entry.unwrap().path()).collect()
+    }
+
+    pub(crate) async fn check(&self) -> Result<()> {
+        let manifest = self.storage.manifest(JOB, VERSION).await?;
+        self.storage.verify(&manifest, |_| {}).await
+    }
+}
+
+/// Two servers write their slices, and two ranks their data.
+pub(crate) async fn save(
+    storage: &Storage,
+    content: &Arc<Content>,
+    version: u64,
+    save: u64,
+) -> Vec<pb::CheckpointFile> {
+    let slices = 0..content.spec.manifest.number_of_slices() as u32;
+    let (first, second): (Vec<u32>, Vec<u32>) = slices.partition(|slice| slice % 2 == 0);
+    let mut files = Vec::new();
+    for (server, slices) in [(1, first), (2, second)] {
+        let save = Save { spec: Arc::new(content.spec.clone()), version, save, server };
+        files.extend(write(storage, &save, slices, content.clone()).await.unwrap());
+    }
+    let data = [(0, Bytes::from("random state")), (3, Bytes::from(vec![7; 1000]))];
+    let (data, job) = (BTreeMap::from(data), &content.spec.name);
+    files.push(storage.write_user_data(job, version, save, &data).await.unwrap());
+    files
+}
