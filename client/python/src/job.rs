@@ -285,6 +285,8 @@ impl Job {
 
     fn forget(&self) {
         *lock(&self.outgoing) = Outgoing::default();
+        // The adapter finds out by itself that the job was restored.
+        self.job.end_rolled_back();
     }
 
     fn discard(&self, py: Python<'_>, step: u64) -> PyResult<()> {

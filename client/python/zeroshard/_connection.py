@@ -35,8 +35,8 @@ class Connection:
         timeout: float,
     ) -> None:
         """``run`` is the prefix of the names of the run's jobs: ``name`` and a random number. Jobs
-        with checkpoints have the prefix ``name``, which later runs have as well. ``rendezvous`` is None for a single
-        process; rank 0 may host the cluster that the other ranks use."""
+        with checkpoints have the prefix ``name``, which later runs have as well. ``rendezvous`` is
+        None for a single process; rank 0 may host the cluster that the other ranks use."""
         self.cluster = cluster
         self.world = world
         self._name = name
@@ -81,8 +81,8 @@ class Connection:
     ) -> Job:
         """Creates a job, unless another rank has created it, and joins it.
 
-        For ``predecessor`` and the arguments after it see :meth:`Cluster.create_job`. The rank leaves the
-        job in :meth:`leave`, or else in :meth:`close`. The coordinator deletes the job when all
+        For ``predecessor`` and the arguments after it see :meth:`Cluster.create_job`. The rank
+        leaves the job in :meth:`leave`, or else in :meth:`close`. The coordinator deletes the job when all
         ranks have left or are lost.
         """
         self.cluster.create_job(

@@ -12,6 +12,7 @@ __all__ = [
     "Array",
     "Box",
     "Buckets",
+    "CheckpointPolicy",
     "Cluster",
     "Job",
     "Layout",
@@ -25,6 +26,7 @@ __all__ = [
     "__version__",
     "hashes",
     "redistribution",
+    "user_data",
 ]
 __version__: str
 

@@ -81,8 +81,8 @@ def init(
         token: the cluster's secret; ``ZEROSHARD_TOKEN`` by default.
         shards: the number of shard servers of a cluster that is started.
         name: the first part of the names of this run's jobs, for ``zsctl status``, dashboards and
-            checkpoints: letters, digits, ``.``, ``-`` and ``_``. By default the name of the script. With several
-            ranks, that of rank 0 counts.
+            checkpoints: letters, digits, ``.``, ``-`` and ``_``. By default the name of the script.
+            With several ranks, that of rank 0 counts.
         wire: the dtype of parameters and gradients on the network: ``"f32"``, ``"bf16"`` or
             ``"f16"``.
         chunk_bytes: the payload of one message.

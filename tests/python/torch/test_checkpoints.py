@@ -217,6 +217,7 @@ def shard(directory: str, width: int = 32, **options: Any) -> tuple[Any, Any, zs
 
 
 def train_one(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
     model(*models.batch("mlp", 0, 8)).backward()
     optimizer.step()
 

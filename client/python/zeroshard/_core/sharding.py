@@ -217,8 +217,8 @@ class Sharding(Generic[T]):
     def reopen(self, states: Mapping[int, State[T]] | None) -> None:
         """Continues with a new job, with ``states`` as its optimizer state if given.
 
-        Raises :class:`~zeroshard.InvalidArgumentError` if the job has checkpoints. Raises :class:`~zeroshard.InvalidArgumentError` if gradients of the open step are on the
-        servers only, which a new job does not take over.
+        Raises :class:`~zeroshard.InvalidArgumentError` if the job has checkpoints, or if gradients
+        of the open step are on the servers only, which a new job does not take over.
         """
         self._check_may_reopen()
         if self.gradients.any_sent and self.level != "os":
