@@ -82,8 +82,8 @@ class Connection:
         """Creates a job, unless another rank has created it, and joins it.
 
         For ``predecessor`` and the arguments after it see :meth:`Cluster.create_job`. The rank
-        leaves the job in :meth:`leave`, or else in :meth:`close`. The coordinator deletes the job when all
-        ranks have left or are lost.
+        leaves the job in :meth:`leave`, or else in :meth:`close`. The coordinator deletes the job
+        when all ranks have left or are lost.
         """
         self.cluster.create_job(
             name,
