@@ -136,6 +136,13 @@ impl Job {
         self.0.membership.borrow().version
     }
 
+    /// The last time that the job was restored from a checkpoint because a server was lost: the
+    /// first epoch after it, and the version of the checkpoint. `None` if it never was.
+    pub fn restored(&self) -> Option<(u64, u64)> {
+        let restored = self.0.membership.borrow().restored?;
+        Some((restored.epoch, restored.version))
+    }
+
     /// The membership generation.
     pub fn epoch(&self) -> u64 {
         self.0.membership.borrow().epoch

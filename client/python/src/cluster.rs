@@ -10,6 +10,7 @@ use zeroshard_server::embedded;
 
 use crate::{
     array::{TensorSpec, parse_dtype},
+    checkpoint::CheckpointPolicy,
     error::raise,
     job::Job,
     mesh::Mesh,
@@ -37,7 +38,7 @@ fn options(
     Ok(options.timeout(seconds("timeout", timeout)?).token(token.unwrap_or_default().into()))
 }
 
-fn seconds(what: &str, number: f64) -> PyResult<Duration> {
+pub(crate) fn seconds(what: &str, number: f64) -> PyResult<Duration> {
     let duration = Duration::try_from_secs_f64(number).ok().filter(|duration| !duration.is_zero());
     duration
         .ok_or_else(|| raise(Error::invalid(what, number, "a number of seconds greater than 0")))
@@ -113,7 +114,7 @@ impl Cluster {
 
     #[pyo3(signature = (
         name, tensors, groups, world, meshes=None, *, idle_timeout=None, predecessor=None,
-        fresh_state=false
+        fresh_state=false, checkpoints=None, resume=false
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn create_job(
@@ -127,13 +128,19 @@ impl Cluster {
         idle_timeout: Option<f64>,
         predecessor: Option<(PyRef<'_, Job>, u64)>,
         fresh_state: bool,
+        checkpoints: Option<PyRef<'_, CheckpointPolicy>>,
+        resume: bool,
     ) -> PyResult<()> {
         let manifest = Manifest::new(tensors.iter().map(|tensor| tensor.0.clone()).collect())
             .map_err(raise)?;
         let meshes = meshes.iter().flatten().map(|mesh| mesh.0.clone()).collect();
         let idle_timeout = idle_timeout.map(|wait| seconds("idle_timeout", wait)).transpose()?;
+        let restore = checkpoints.as_ref().filter(|_| resume).map(|policy| policy.latest(&name));
+        let checkpoints = checkpoints.map(|policy| policy.0.clone());
         let spec = JobSpec::new(name, manifest, optimizers(groups)?);
-        let mut create = client::CreateJob::new(JobSpec { world, meshes, idle_timeout, ..spec });
+        let spec = JobSpec { world, meshes, idle_timeout, checkpoints, ..spec };
+        let mut create = client::CreateJob::new(spec);
+        create.restore = restore;
         create.from = predecessor.map(|(job, version)| job.at(version));
         create.fresh_state = fresh_state;
         let cluster = self.cluster.clone();
@@ -150,6 +157,11 @@ impl Cluster {
     fn delete_job(&self, py: Python<'_>, name: String) -> PyResult<()> {
         let cluster = self.cluster.clone();
         wait(py, async move { cluster.delete_job(&name).await })
+    }
+
+    fn save_checkpoint(&self, py: Python<'_>, name: String) -> PyResult<(u64, u64)> {
+        let cluster = self.cluster.clone();
+        wait(py, async move { cluster.save_checkpoint(&name, None).await })
     }
 
     fn state_hash(&self, py: Python<'_>, name: String) -> PyResult<String> {

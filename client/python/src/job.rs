@@ -178,6 +178,16 @@ impl Job {
         self.job.epoch()
     }
 
+    #[getter]
+    fn version(&self) -> Option<u64> {
+        self.job.version()
+    }
+
+    #[getter]
+    fn restored(&self) -> Option<(u64, u64)> {
+        self.job.restored()
+    }
+
     fn uploads(&self, tensor: usize) -> PyResult<bool> {
         self.job.uploads(TensorId::new(tensor)).map_err(raise)
     }
@@ -275,6 +285,8 @@ impl Job {
 
     fn forget(&self) {
         *lock(&self.outgoing) = Outgoing::default();
+        // The adapter finds out by itself that the job was restored.
+        self.job.end_rolled_back();
     }
 
     fn discard(&self, py: Python<'_>, step: u64) -> PyResult<()> {
@@ -332,7 +344,7 @@ impl Job {
 
     #[pyo3(signature = (
         step, groups, *, loss_scale=1.0, max_norm=None, gradient_factors=None, written=None,
-        targets=None
+        targets=None, user_data=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn commit(
@@ -345,12 +357,14 @@ impl Job {
         gradient_factors: Option<Vec<f64>>,
         written: Option<Vec<u64>>,
         targets: Option<Arrays<'_>>,
+        user_data: Option<Vec<u8>>,
     ) -> PyResult<Report> {
         let groups = optimizers(groups)?;
         let commit = Commit::default().groups(groups).loss_scale(loss_scale).max_norm(max_norm);
         let commit = commit
             .gradient_factors(gradient_factors.unwrap_or_default())
-            .written(written.unwrap_or_default());
+            .written(written.unwrap_or_default())
+            .user_data(user_data.unwrap_or_default());
         let mut targets = Targets::new(py, &targets.unwrap_or_default());
         let (attempt, pushes) = self.closed(step)?;
         let report = wait(py, async move {

@@ -3,6 +3,7 @@
 //! zeroshard-client. `zeroshard/_native.pyi` describes the interface.
 
 mod array;
+mod checkpoint;
 mod cluster;
 mod error;
 mod hash;
@@ -21,6 +22,8 @@ mod _native {
 
     #[pymodule_export]
     use array::{Array, TensorSpec};
+    #[pymodule_export]
+    use checkpoint::{CheckpointPolicy, user_data};
     #[pymodule_export]
     use cluster::Cluster;
     #[pymodule_export]

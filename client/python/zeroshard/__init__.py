@@ -10,12 +10,14 @@ model, optimizer, scaler = group_sharded_parallel(model, optimizer, "p_g_os")
 from __future__ import annotations
 
 from . import errors
+from ._checkpoints import Checkpoints
 from ._native import __version__
 from ._report import TrainingReport, report
 from ._session import Session, init, shutdown, status
 from ._status import JobStatus, ServerStatus, Status
 from .errors import (
     AlreadyParallelError,
+    CheckpointDamagedError,
     DisagreementError,
     Error,
     InternalError,
@@ -26,6 +28,7 @@ from .errors import (
     JobReplacedError,
     LayoutsError,
     LeaseLostError,
+    NoCheckpointError,
     NotATensorError,
     NotHereError,
     NotInitialisedError,
@@ -33,12 +36,14 @@ from .errors import (
     ParkingFullError,
     RankLeftError,
     RankTakenError,
+    RolledBackError,
     StaleAttemptError,
     StaleEpochError,
     StaleTermError,
     StaticGraphError,
     StepAbortedError,
     StepMismatchError,
+    StorageError,
     TimeoutError,
     UnauthenticatedError,
     UnavailableError,
@@ -51,6 +56,8 @@ from .errors import (
 
 __all__ = [
     "AlreadyParallelError",
+    "CheckpointDamagedError",
+    "Checkpoints",
     "DisagreementError",
     "Error",
     "InternalError",
@@ -62,6 +69,7 @@ __all__ = [
     "JobStatus",
     "LayoutsError",
     "LeaseLostError",
+    "NoCheckpointError",
     "NotATensorError",
     "NotHereError",
     "NotInitialisedError",
@@ -71,6 +79,7 @@ __all__ = [
     "RankTakenError",
     "ServerStatus",
     "Session",
+    "RolledBackError",
     "StaleAttemptError",
     "StaleEpochError",
     "StaleTermError",
@@ -78,6 +87,7 @@ __all__ = [
     "Status",
     "StepAbortedError",
     "StepMismatchError",
+    "StorageError",
     "TimeoutError",
     "TrainingReport",
     "UnauthenticatedError",

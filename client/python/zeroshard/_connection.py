@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ._activity import Activity
-from ._native import Cluster, Job, Mesh, TensorSpec, Transfer
+from ._native import CheckpointPolicy, Cluster, Job, Mesh, TensorSpec, Transfer
 from ._rendezvous import ProcessGroup, Rendezvous
 from ._status import JobStatus, ServerStatus, Status
 from .errors import Error, UnknownJobError
@@ -29,14 +29,17 @@ class Connection:
         self,
         cluster: Cluster,
         world: ProcessGroup,
+        name: str,
         run: str,
         rendezvous: Rendezvous | None,
         timeout: float,
     ) -> None:
-        """``run`` is the prefix of the names of the run's jobs. ``rendezvous`` is None for a single
-        process; rank 0 may host the cluster that the other ranks use."""
+        """``run`` is the prefix of the names of the run's jobs: ``name`` and a random number. Jobs
+        with checkpoints have the prefix ``name``, which later runs have as well. ``rendezvous`` is
+        None for a single process; rank 0 may host the cluster that the other ranks use."""
         self.cluster = cluster
         self.world = world
+        self._name = name
         self._run = run
         self._rendezvous = rendezvous
         self._timeout = timeout
@@ -48,16 +51,19 @@ class Connection:
         self.activity = Activity()
         self.closed = False
 
-    def job_name(self, purpose: str, ranks: tuple[int, ...]) -> str:
-        """A name for the next job of these ranks. All ranks get the same name."""
+    def job_name(self, purpose: str, ranks: tuple[int, ...], *, lasting: bool = False) -> str:
+        """A name for the next job of these ranks. All ranks get the same name. ``lasting``: the
+        next run of the program gets it as well."""
         number = self._names[purpose, ranks]
         self._names[purpose, ranks] += 1
         members = "all" if ranks == self.world.ranks else "-".join(map(str, ranks))
-        return f"{self._run}/{purpose}-{number}/{members}"
+        return f"{self._name if lasting else self._run}/{purpose}-{number}/{members}"
 
     def exchange(self, key: str, value: str, ranks: Sequence[int]) -> list[str]:
         """Returns the value that each of ``ranks`` has passed for ``key``, in their order."""
-        return [value] if self._rendezvous is None else self._rendezvous.exchange(key, value, ranks)
+        if self._rendezvous is None:
+            return [value]
+        return self._rendezvous.exchange(f"{self._run}/{key}", value, ranks)
 
     def open(
         self,
@@ -70,12 +76,14 @@ class Connection:
         meshes: Sequence[Mesh] | None = None,
         predecessor: tuple[Job, int] | None = None,
         fresh_state: bool = False,
+        checkpoints: CheckpointPolicy | None = None,
+        resume: bool = False,
     ) -> Job:
         """Creates a job, unless another rank has created it, and joins it.
 
-        For ``predecessor`` and ``fresh_state`` see :meth:`Cluster.create_job`. The rank leaves the
-        job in :meth:`leave`, or else in :meth:`close`. The coordinator deletes the job when all
-        ranks have left or are lost.
+        For ``predecessor`` and the arguments after it see :meth:`Cluster.create_job`. The rank
+        leaves the job in :meth:`leave`, or else in :meth:`close`. The coordinator deletes the job
+        when all ranks have left or are lost.
         """
         self.cluster.create_job(
             name,
@@ -86,6 +94,8 @@ class Connection:
             idle_timeout=_IDLE_TIMEOUT,
             predecessor=predecessor,
             fresh_state=fresh_state,
+            checkpoints=checkpoints,
+            resume=resume,
         )
         job = self.cluster.join(name, group.rank, bucket_numel=bucket_numel)
         self._jobs.append(job)

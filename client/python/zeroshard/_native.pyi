@@ -12,6 +12,7 @@ __all__ = [
     "Array",
     "Box",
     "Buckets",
+    "CheckpointPolicy",
     "Cluster",
     "Job",
     "Layout",
@@ -25,6 +26,7 @@ __all__ = [
     "__version__",
     "hashes",
     "redistribution",
+    "user_data",
 ]
 __version__: str
 
@@ -161,6 +163,24 @@ class TensorSpec:
     ) -> TensorSpec: ...
 
 @final
+class CheckpointPolicy:
+    """When and where a job is saved, and what happens when a server is lost that holds the only
+    copy of a part of it: ``"restore"`` or ``"fail"``."""
+
+    def __new__(
+        cls,
+        url: str,
+        *,
+        every: int | None = None,
+        every_seconds: float | None = None,
+        keep: int = 0,
+        on_loss: str = "restore",
+    ) -> CheckpointPolicy: ...
+
+def user_data(url: str, job: str, version: int, rank: int) -> bytes | None:
+    """The data that a rank has stored in a checkpoint. None if it has stored none."""
+
+@final
 class Cluster:
     """A connection to a cluster of shard servers, which may run inside this process."""
 
@@ -199,6 +219,8 @@ class Cluster:
         idle_timeout: float | None = None,
         predecessor: tuple[Job, int] | None = None,
         fresh_state: bool = False,
+        checkpoints: CheckpointPolicy | None = None,
+        resume: bool = False,
     ) -> None:
         """Creates the job, unless a job with the same name and the same specification exists.
 
@@ -209,9 +231,15 @@ class Cluster:
 
         The coordinator deletes the job when all ranks have left it, or when no rank has held it for
         ``idle_timeout`` seconds. With None, the job is kept until :meth:`delete_job`.
+
+        With ``resume``, the job starts from the latest checkpoint of a job of this name, if there
+        is one. Its version is then that of the checkpoint, and nothing is uploaded.
         """
     def join(self, name: str, rank: int, *, bucket_numel: int = 8388608) -> Job: ...
     def delete_job(self, name: str) -> None: ...
+    def save_checkpoint(self, name: str) -> tuple[int, int]:
+        """Saves the current version of a job where its policy says. Returns the version and the
+        size in bytes when the checkpoint is complete."""
     def state_hash(self, name: str) -> str: ...
     def traffic(self) -> tuple[int, int]:
         """Payload bytes pulled and pushed so far."""
@@ -229,6 +257,14 @@ class Job:
         """The name of the job that takes over from this one: ``name.1`` after ``name``."""
     @property
     def epoch(self) -> int: ...
+    @property
+    def version(self) -> int | None:
+        """The version in the coordinator's last message. None before the initial parameters are
+        complete."""
+    @property
+    def restored(self) -> tuple[int, int] | None:
+        """The last time that the job was restored from a checkpoint because a server was lost: the
+        first epoch after it, and the version of the checkpoint."""
     def uploads(self, tensor: int) -> bool:
         """Whether this rank uploads its box of the tensor. Only one of several replicas does."""
     def initialise(
@@ -308,6 +344,7 @@ class Job:
         gradient_factors: Sequence[float] | None = None,
         written: Sequence[int] | None = None,
         targets: Sequence[tuple[int, Array]] | None = None,
+        user_data: bytes | None = None,
     ) -> Report:
         """Flushes, commits this rank's contribution and waits until the step is decided.
 
@@ -315,6 +352,7 @@ class Job:
         ``written``: for each tensor, the hash of the values that the program has written to it, or
         0; None: it has written none.
         ``targets`` receive the parameters of the new version.
+        ``user_data``: data of this rank for a checkpoint of the new version, at most 16 MiB.
         """
     def pull(
         self, version: int, arrays: Sequence[tuple[int, Array]], *, part: str | None = None

@@ -80,9 +80,9 @@ def init(
             ``torch.multiprocessing.spawn``) rank 0 hosts it and the others connect to it.
         token: the cluster's secret; ``ZEROSHARD_TOKEN`` by default.
         shards: the number of shard servers of a cluster that is started.
-        name: the first part of the names of this run's jobs, for ``zsctl status`` and dashboards:
-            letters, digits, ``.``, ``-`` and ``_``. By default the name of the script. With several
-            ranks, that of rank 0 counts.
+        name: the first part of the names of this run's jobs, for ``zsctl status``, dashboards and
+            checkpoints: letters, digits, ``.``, ``-`` and ``_``. By default the name of the script.
+            With several ranks, that of rank 0 counts.
         wire: the dtype of parameters and gradients on the network: ``"f32"``, ``"bf16"`` or
             ``"f16"``.
         chunk_bytes: the payload of one message.
@@ -132,7 +132,7 @@ def init(
         if "error" in shared:
             raise UnavailableError(f"rank 0 could not connect: {shared['error']}")
         cluster = connect(shared["address"], shared["token"])
-        run = shared["run"]
+        name, run = shared["name"], shared["run"]
     else:
         run = f"{name}-{secrets.token_hex(4)}"
         if address is not None:
@@ -155,11 +155,11 @@ def init(
                 timeout=timeout,
             )
         if rendezvous is not None:
-            shared = {"address": cluster.address, "token": token, "run": run}
+            shared = {"address": cluster.address, "token": token, "name": name, "run": run}
             rendezvous.publish(f"run/{number}", json.dumps(shared))
     # The connection keeps the rendezvous: this process may serve the store, and other ranks may
     # still have to read it.
-    _current = Session(Connection(cluster, world, run, rendezvous, timeout))
+    _current = Session(Connection(cluster, world, name, run, rendezvous, timeout))
     return _current
 
 

@@ -71,6 +71,25 @@ class StepAbortedError(Error):
     data."""
 
 
+class RolledBackError(Error):
+    """A server was lost, and the job was restored from its last checkpoint. ``version`` is the
+    version of the checkpoint; call :meth:`zeroshard.Checkpoints.resume` to continue from it."""
+
+    version: int
+
+
+class NoCheckpointError(Error):
+    """There is no complete checkpoint."""
+
+
+class CheckpointDamagedError(Error):
+    """A file of a checkpoint is missing, incomplete or damaged."""
+
+
+class StorageError(Error, OSError):
+    """A checkpoint cannot be read or written."""
+
+
 class VersionGoneError(Error):
     """The version is no longer available: a later version has replaced it."""
 

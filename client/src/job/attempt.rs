@@ -91,6 +91,22 @@ impl Job {
         attempts.insert(step, state.clone());
         Ok(Attempt { job: self.clone(), state })
     }
+
+    /// Ends the attempts of the epochs before the last restoration of the job from a checkpoint.
+    /// Calls that return [`Error::RolledBack`] have done this; it is for callers who know of the
+    /// restoration from [`Self::restored`].
+    pub fn end_rolled_back(&self) {
+        let Some(restored) = self.0.membership.borrow().restored else { return };
+        let error = self.rolled_back(restored.version);
+        self.0.attempts.lock().retain(|_, state| {
+            let is_open = state.epoch >= restored.epoch;
+            if !is_open {
+                let attempt = Attempt { job: self.clone(), state: state.clone() };
+                attempt.end(error.clone(), 0);
+            }
+            is_open
+        });
+    }
 }
 
 impl Attempt {
@@ -427,15 +443,8 @@ impl Attempt {
         if self.state.epoch >= restored.epoch {
             return None;
         }
-        let error = self.job.rolled_back(restored.version);
-        let mut attempts = self.job.0.attempts.lock();
-        for state in attempts.values().filter(|state| state.epoch < restored.epoch) {
-            let attempt = Self { job: self.job.clone(), state: state.clone() };
-            attempt.end(error.clone(), 0);
-        }
-        attempts.retain(|_, state| state.epoch >= restored.epoch);
-        drop(attempts);
-        Some(self.end(error, 0))
+        self.job.end_rolled_back();
+        Some(self.end(self.job.rolled_back(restored.version), 0))
     }
 
     /// Names the first rank without a worker.

@@ -148,16 +148,24 @@ impl Job {
                 Err(error @ (Error::JobFailed { .. } | Error::UnknownJob { .. })) => error,
                 result => return result,
             },
-            Ok(now) = membership.wait_for(ends) => return Err(self.reason(&now)),
+            Ok(now) = membership.wait_for(ends) => {
+                let now = now.clone();
+                return Err(self.reason(&now));
+            }
         };
         match tokio::time::timeout(self.news_timeout(), membership.wait_for(ends)).await {
-            Ok(Ok(now)) => Err(self.reason(&now)),
+            Ok(Ok(now)) => {
+                let now = now.clone();
+                Err(self.reason(&now))
+            }
             _ => Err(error),
         }
     }
 
-    /// Why calls end whose lease has ended, or whose job has returned to a checkpoint.
+    /// Why calls end whose lease has ended, or whose job has returned to a checkpoint. The attempts
+    /// of the job end with them.
     fn reason(&self, now: &Membership) -> Error {
+        self.end_rolled_back();
         let restored = || now.restored.map(|restored| self.rolled_back(restored.version));
         let lost = || Error::LeaseLost { job: self.0.spec.name.clone(), rank: self.0.rank };
         now.ended.clone().or_else(restored).unwrap_or_else(lost)

@@ -47,13 +47,6 @@ async fn read_scalars(number: u32) -> f64 {
 }
 
 #[tokio::test]
-async fn the_time_to_read_a_slice_does_not_depend_on_the_slices_before_it() {
-    let (few, many) = (read_scalars(500).await, read_scalars(16_000).await);
-    // About 32, and 500 if each read looks at all slices before it.
-    assert!(many / few < 150.0, "32 times the slices took {:.0} times as long", many / few);
-}
-
-#[tokio::test]
 async fn files_of_writers_that_were_killed_are_removed() {
     let saved = Saved::new("sgd");
     let manifest = saved.save(VERSION, 5).await;

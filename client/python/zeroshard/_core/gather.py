@@ -64,6 +64,7 @@ class Unit(Generic[T]):
         if self.allocated:
             return
         job, arrays, incoming, values = self.gatherer.job, [], [], []
+        job.check_not_rolled_back()
         for parameter in self.parameters.values():
             if job.entry(parameter).modified:
                 continue  # an initializer of Paddle has given it memory and values
@@ -351,6 +352,11 @@ class Gatherer(Generic[T]):
         for unit in self.units:
             unit.free()
         self.settle()
+
+    def restart(self) -> None:
+        """Frees all units, also in the middle of a pass that an exception has ended."""
+        self._backward_is_over()
+        self.new_version()
 
     # ---- backward
 

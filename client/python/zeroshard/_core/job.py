@@ -13,10 +13,11 @@ from typing import Any, Generic
 
 from .. import _native
 from .._agreement import agree
+from .._checkpoints import Checkpoints
 from .._connection import Connection
 from .._native import Array, Box, Job, Mesh
 from .._rendezvous import ProcessGroup
-from ..errors import JobFailedError
+from ..errors import JobExistsError, JobFailedError, RolledBackError
 from .broadcast import broadcast
 from .entry import Entry, hashes_of, mark, modified
 from .framework import Framework, Optimizer, T
@@ -42,6 +43,7 @@ class ModelJob(Generic[T]):
         optimizer: Optimizer[T],
         group: ProcessGroup,
         bucket_numel: int,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         self.framework = framework
         self.connection = connection
@@ -54,6 +56,11 @@ class ModelJob(Generic[T]):
         self._by_tensor: dict[int, Entry[T]] = {}
         self.job: Job
         self.version = 0
+        self.checkpoints = checkpoints
+        #: The version of the checkpoint from which the job was started or restored last; 0: none.
+        self.started_at = 0
+        #: :attr:`Job.restored`, as far as this rank has followed.
+        self._followed: tuple[int, int] | None = None
 
     def entry(self, tensor: T) -> Entry[T]:
         """The entry of a tensor of the model."""
@@ -151,13 +158,66 @@ class ModelJob(Generic[T]):
         """
         self._start(fetched)
         try:
-            self._together(lambda: self._upload_initial(states, initial))
-            self.job.initialised()
-            self.receive((entry for entry in self.received if entry.resident), label="receiving")
+            if self._has_values():
+                for _ in initial:
+                    pass  # gives the tensors memory
+                self.receive_resident()
+            else:
+                self._together(lambda: self._upload_initial(states, initial))
+                self.job.initialised()
+                others = (entry for entry in self.received if entry.resident)
+                self.receive(others, label="receiving")
         except BaseException:
             self.connection.leave(self.job, wait=False)
             raise
         self.mark()
+
+    def _has_values(self) -> bool:
+        """Whether the job has started from a checkpoint, and nothing is uploaded. Every rank must
+        call it before it uploads anything."""
+        if self.checkpoints is None:
+            return False
+        version, self._followed = self.job.version, self.job.restored
+        # No rank uploads anything before all have joined.
+        versions = self.exchange("version", str(version))
+        if len(set(versions)) > 1:
+            raise JobFailedError(
+                f"the ranks have joined job {self.job.name!r} at versions {', '.join(versions)}; "
+                "another program is using it: give this run another name"
+            )
+        if version is None:
+            return False
+        if not self.checkpoints.resumes:
+            raise JobExistsError(
+                f"job {self.job.name!r} is at version {version}, and resume is 'never'; delete the "
+                "job, give this run another name, or pass resume='auto'"
+            )
+        self.version = self.started_at = version
+        return True
+
+    @property
+    def is_rolled_back(self) -> bool:
+        """Whether the job was restored from its last checkpoint, and this rank has not followed."""
+        return self.job.restored != self._followed
+
+    def check_not_rolled_back(self) -> None:
+        """Raises :class:`~zeroshard.RolledBackError` if the job was restored from its last
+        checkpoint, and this rank has not followed."""
+        restored = self.job.restored
+        if restored is not None and restored != self._followed:
+            error = RolledBackError(
+                f"job {self.job.name!r} was restored from its checkpoint of version {restored[1]} "
+                "after a server was lost; call Checkpoints.resume()"
+            )
+            error.version = restored[1]
+            raise error
+
+    def follow_restored(self) -> None:
+        """Takes the version to which the job was restored."""
+        restored = self.job.restored
+        assert restored is not None, "the job was restored"
+        self._followed, self.version = restored, restored[1]
+        self.started_at = self.version
 
     def _upload_initial(
         self, states: Mapping[int, State[T]], initial: Iterable[Sequence[T]]
@@ -223,8 +283,9 @@ class ModelJob(Generic[T]):
         for entry in self.entries:
             entry.resident = id(entry.tensor) not in fetched
         self._by_tensor = {id(entry.tensor): entry for entry in self.entries}
+        saved = self.checkpoints
         name = (
-            self.connection.job_name("sharded", self.group.ranks)
+            self.connection.job_name("sharded", self.group.ranks, lasting=saved is not None)
             if predecessor is None
             else predecessor[0].successor_name
         )
@@ -242,6 +303,8 @@ class ModelJob(Generic[T]):
             meshes=meshes,
             predecessor=predecessor,
             fresh_state=fresh_state,
+            checkpoints=None if saved is None else saved.policy,
+            resume=saved is not None and saved.resumes,
         )
         self.version = 0
 
@@ -332,9 +395,14 @@ class ModelJob(Generic[T]):
         for _, incoming in targets:
             incoming.finish()
 
+    def receive_resident(self) -> None:
+        """Fetches everything that is on this worker at all times, at the current version."""
+        self.receive((entry for entry in self.entries if entry.resident), label="receiving")
+
     def _fetch(
         self, arrays: list[tuple[int, Array]], *, part: str | None = None, label: str | None
     ) -> None:
+        self.check_not_rolled_back()
         with self.connection.activity.waiting("pull"):
             self.job.fetch(self.version, arrays, part=part, label=label)
 

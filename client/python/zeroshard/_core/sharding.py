@@ -11,11 +11,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Generic
 
 from .._agreement import agree
+from .._checkpoints import Checkpoints
 from .._connection import Connection
 from .._log import is_shown
 from .._native import Report, Rest, hashes
 from .._rendezvous import ProcessGroup
-from ..errors import InvalidArgumentError, StepAbortedError, StepMismatchError
+from ..errors import (
+    InvalidArgumentError,
+    RolledBackError,
+    StepAbortedError,
+    StepMismatchError,
+)
 from .entry import Entry, hashes_of
 from .framework import Framework, Incoming, Optimizer, T
 from .gather import Gatherer
@@ -44,6 +50,7 @@ class Sharding(Generic[T]):
         max_norm: float | None,
         max_tensor_norm: float | None = None,
         initial: Callable[[Collection[int]], Iterable[Sequence[T]]] | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         """``states``: existing optimizer state, by the ``id`` of its parameter. ``max_norm``: clip
         every step to this global norm. ``max_tensor_norm``: clip the gradient of each parameter to
@@ -51,6 +58,9 @@ class Sharding(Generic[T]):
         ``initial`` of :meth:`ModelJob.open`."""
         self.level = options.level
         self._sync_buffers = options.sync_buffers
+        self._checkpoints = checkpoints
+        if checkpoints is not None:
+            checkpoints.check_unused()
         self._max_norm = max_norm
         self._max_tensor_norm = max_tensor_norm
         self._clip_once: float | None = None
@@ -68,7 +78,9 @@ class Sharding(Generic[T]):
         self.steps = 0
         fetched = options.fetched(framework, model)
         bucket_numel = options.bucket_numel(framework, model)
-        self.job = ModelJob(connection, framework, model, optimizer, group, bucket_numel)
+        self.job = ModelJob(
+            connection, framework, model, optimizer, group, bucket_numel, checkpoints
+        )
         self.job.open(states, fetched, () if initial is None else initial(fetched))
         self.gatherer: Gatherer[T] | None = None
         if self.level == "p_g_os":
@@ -83,6 +95,8 @@ class Sharding(Generic[T]):
             accumulated,
             lambda work: _alive(run())(work),
         )
+        if checkpoints is not None:
+            checkpoints.bind(self)
         _all.add(self)
         weakref.finalize(self, self.job.retire).atexit = False
         if group.rank == 0 and is_shown():
@@ -179,6 +193,7 @@ class Sharding(Generic[T]):
 
     def follow_changes(self) -> None:
         """Continues with a new job if the program has changed the specification of the job."""
+        self.job.check_not_rolled_back()
         if self._is_behind:
             self._catch_up()
         if self._interrupted:
@@ -187,7 +202,7 @@ class Sharding(Generic[T]):
             self.discard()
         # Gradients that were sent belong to the current job: the next step follows the change.
         if not self.gradients.any_sent and self.job.changed():
-            self._check_no_rank_rests()
+            self._check_may_reopen()
             self.job.check_written()
             self.reopen(None)
 
@@ -202,9 +217,10 @@ class Sharding(Generic[T]):
     def reopen(self, states: Mapping[int, State[T]] | None) -> None:
         """Continues with a new job, with ``states`` as its optimizer state if given.
 
-        Raises :class:`~zeroshard.InvalidArgumentError` if gradients of the open step are on the
-        servers only, which a new job does not take over.
+        Raises :class:`~zeroshard.InvalidArgumentError` if the job has checkpoints, or if gradients
+        of the open step are on the servers only, which a new job does not take over.
         """
+        self._check_may_reopen()
         if self.gradients.any_sent and self.level != "os":
             raise InvalidArgumentError(
                 f"the state of the optimizer is loaded between backward and step {self.job.version}"
@@ -214,7 +230,37 @@ class Sharding(Generic[T]):
         self.discard()
         self._reopen(states)
 
-    def _check_no_rank_rests(self) -> None:
+    def roll_back(self) -> None:
+        """Follows the job to the checkpoint from which it was restored, if it was, and drops
+        everything of the steps after it."""
+        while self.job.is_rolled_back:
+            try:
+                self._take_checkpoint()
+            except RolledBackError:
+                # Another server was lost meanwhile.
+                if not self.job.is_rolled_back:
+                    raise
+
+    def _take_checkpoint(self) -> None:
+        self.job.job.forget()
+        self.job.follow_restored()
+        self.gradients.restart()
+        for entry in self.job.trained:
+            self.job.framework.set_gradient(entry.tensor, None)
+        self._clip_once, self._rest = None, None
+        self._interrupted = self._is_behind = False
+        self.job.receive_resident()
+        self.job.mark()
+        if self.gatherer is not None:
+            self.gatherer.restart()
+
+    def _check_may_reopen(self) -> None:
+        if self._checkpoints is not None:
+            raise InvalidArgumentError(
+                "the program has changed what the servers train (frozen parameters, parameter "
+                "groups, a loaded state), which a job with checkpoints does not support; change it "
+                "before group_sharded_parallel, or train without checkpoints"
+            )
         resting = self.job.connection.status_of(self.job.job).resting if self._joining else []
         if resting:
             ranks = ", ".join(str(self.job.group.ranks[rank]) for rank in resting)
@@ -225,7 +271,7 @@ class Sharding(Generic[T]):
             )
 
     def _reopen(self, states: Mapping[int, State[T]] | None) -> None:
-        self._check_no_rank_rests()
+        self._check_may_reopen()
         self.job.reopen(states)
         self.gradients.watch()
         if self.gatherer is not None:
@@ -234,12 +280,13 @@ class Sharding(Generic[T]):
     def step(self) -> None:
         """Sends the remaining gradients, commits the step and receives the new parameters."""
         self.follow_changes()
+        data = None if self._checkpoints is None else self._checkpoints.data()
         self._sent(self._replace)
         self._sent(self.gradients.send_rest)
         written = self.job.written()
         self._sent(lambda: self._replace_values(written))
         received = [(entry.index, entry.incoming()) for entry in self.job.trained if entry.resident]
-        report: Report = self._sent(lambda: self._commit(written, received))
+        report: Report = self._sent(lambda: self._commit(written, received, data))
         for _, incoming in received:
             incoming.finish()
         self.last_report = report
@@ -439,7 +486,7 @@ class Sharding(Generic[T]):
             self._clip_once = None
             # The servers have dropped an aborted step. After any other error, or Ctrl-C, they may
             # have a part of the step.
-            self._interrupted = not isinstance(error, StepAbortedError)
+            self._interrupted = not isinstance(error, (StepAbortedError, RolledBackError))
             raise
 
     def _end_interrupted_step(self) -> None:
@@ -469,8 +516,11 @@ class Sharding(Generic[T]):
         if self.gatherer is not None:
             self.gatherer.new_version()
 
-    def _commit(self, written: list[Entry[T]], received: list[tuple[int, Incoming]]) -> Report:
-        """Commits the step and receives the new parameters."""
+    def _commit(
+        self, written: list[Entry[T]], received: list[tuple[int, Incoming]], data: bytes | None
+    ) -> Report:
+        """Commits the step and receives the new parameters. ``data``: that of this rank for a
+        checkpoint."""
         limits = [norm for norm in (self._clip_once, self._max_norm) if norm is not None]
         factors = self.gradients.factors()
         if self._max_tensor_norm is not None:
@@ -485,12 +535,15 @@ class Sharding(Generic[T]):
                 gradient_factors=factors,
                 written=hashes,
                 targets=[(index, incoming.array) for index, incoming in received],
+                user_data=data,
             )
 
     def _replace_values(self, written: list[Entry[T]]) -> None:
-        """Sends the values that the program has written, and the buffers if ranks share them."""
+        """Sends the values that the program has written, and the buffers if ranks share them or
+        checkpoints have them."""
         # All buffers, since batch norm's updates of them do not count as modifications.
-        buffers = self.job.buffers if self._sync_buffers else ()
+        sends_buffers = self._sync_buffers or self._checkpoints is not None
+        buffers = self.job.buffers if sends_buffers else ()
         arrays = [
             (entry.index, entry.outgoing())
             for entry in (*written, *buffers)

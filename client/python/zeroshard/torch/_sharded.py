@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._checkpoints import Checkpoints
 from .._core.options import Options
 from .._core.sharding import Sharding, is_sharded
 from .._session import connection
@@ -42,6 +43,7 @@ def group_sharded_parallel(
     param_init_fn: Callable[[nn.Module], Any] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> tuple[GroupSharded, ShardedOptimizer, GradScaler | None]:
     """Moves the training state of a model to the shard servers.
 
@@ -78,6 +80,9 @@ def group_sharded_parallel(
             values of all parameters and persistent buffers. All ranks read the names, and rank 0 of
             the group the values.
         device: where tensors on the meta device get their memory; None: the CPU.
+        checkpoints: when and where the servers save the model and the optimizer, and from which
+            checkpoint they start. If there is one, all values come from it. Parameters, parameter
+            groups and their state cannot be replaced later. None: no checkpoints.
 
     Returns:
         The wrapped model, the optimizer that steps on the servers, and the scaler (None if none was
@@ -120,6 +125,7 @@ def group_sharded_parallel(
             ),
             max_norm=max_norm_of(optimizer, grad_clip),
             initial=initial.fill,
+            checkpoints=checkpoints,
         )
     except BaseException:
         initial.undo()

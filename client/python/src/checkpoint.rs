@@ -1,0 +1,63 @@
+//! When a job is saved, and the data of ranks in checkpoints.
+
+use pyo3::{prelude::*, types::PyBytes};
+use zeroshard_checkpoint::Storage;
+use zeroshard_proto::{self as proto, Error, OnLoss, Restore, RestoreVersion};
+
+use crate::{cluster::seconds, error::raise, runtime::wait};
+
+/// When and where a job is saved, and what happens when a server is lost.
+#[pyclass(frozen, module = "zeroshard._native")]
+pub(crate) struct CheckpointPolicy(pub(crate) proto::CheckpointPolicy);
+
+#[pymethods]
+impl CheckpointPolicy {
+    #[new]
+    #[pyo3(signature = (url, *, every=None, every_seconds=None, keep=0, on_loss="restore"))]
+    fn new(
+        url: String,
+        every: Option<u64>,
+        every_seconds: Option<f64>,
+        keep: u32,
+        on_loss: &str,
+    ) -> PyResult<Self> {
+        let on_loss = match on_loss {
+            "restore" => OnLoss::Restore,
+            "fail" => OnLoss::Fail,
+            other => {
+                let expected = "\"restore\" or \"fail\"";
+                return Err(raise(Error::invalid("on_loss", format!("{other:?}"), expected)));
+            }
+        };
+        let interval = every_seconds.map(|number| seconds("every_seconds", number)).transpose()?;
+        let policy =
+            proto::CheckpointPolicy { url, every_steps: every, every: interval, keep, on_loss };
+        policy.validate().map_err(raise)?;
+        Ok(Self(policy))
+    }
+}
+
+impl CheckpointPolicy {
+    /// The latest checkpoint of job `job`, if there is any.
+    pub(crate) fn latest(&self, job: &str) -> Restore {
+        let version = RestoreVersion::LatestIfAny;
+        Restore { url: self.0.url.clone(), job: job.to_owned(), version }
+    }
+}
+
+/// The data that a rank has stored in a checkpoint.
+#[pyfunction]
+pub(crate) fn user_data<'py>(
+    py: Python<'py>,
+    url: String,
+    job: String,
+    version: u64,
+    rank: u32,
+) -> PyResult<Option<Bound<'py, PyBytes>>> {
+    let data = wait(py, async move {
+        let storage = Storage::open(&url)?;
+        let manifest = storage.manifest(&job, version).await?;
+        storage.user_data(&manifest, rank).await
+    })?;
+    Ok(data.map(|bytes| PyBytes::new(py, &bytes)))
+}

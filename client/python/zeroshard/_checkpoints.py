@@ -1,0 +1,148 @@
+"""Checkpoints of a job, which the shard servers write while training continues."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from . import _native
+from .errors import InvalidArgumentError, InvalidTypeError, NoCheckpointError
+
+if TYPE_CHECKING:
+    from ._core.sharding import Sharding
+
+
+class Checkpoints:
+    """When and where the servers save a model and its optimizer, and what a new run starts from.
+
+    A checkpoint belongs to the name of the run (``zs.init(name=...)``, by default that of the
+    script) and to the position of the model among those that the run has sharded with checkpoints.
+    It can be restored on any number of servers and ranks. A server that is lost takes its part of
+    the state with it; the job is then restored from its last checkpoint, and the step raises
+    :class:`~zeroshard.RolledBackError` on every rank::
+
+        checkpoints = zs.Checkpoints("file:///checkpoints", every=100, state=state)
+        model, optimizer, _ = group_sharded_parallel(..., checkpoints=checkpoints)
+        step, saved = checkpoints.resume()
+        restore(saved)
+        while step < total:
+            try:
+                train_one(step)
+                step += 1
+            except zs.RolledBackError:
+                step, saved = checkpoints.resume()
+                restore(saved)
+
+    Saved are parameters, optimizer state and step counts, and the buffers of rank 0. Everything
+    else that the training depends on belongs in ``state``: random state, the position in the data,
+    and the state of a scheduler and of a gradient scaler.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        every: int | None = None,
+        every_seconds: float | None = None,
+        keep: int = 0,
+        on_loss: Literal["restore", "fail"] = "restore",
+        resume: Literal["auto", "never"] = "auto",
+        state: Callable[[], bytes] | None = None,
+    ) -> None:
+        """
+        Args:
+            url: the directory or prefix of the checkpoints, which the coordinator, all servers and
+                all ranks can reach: ``file://``, ``s3://``, ``gs://`` or ``az://``.
+            every: save at each step whose number is a multiple of this.
+            every_seconds: save after the first step that ends so long after the last save began; 1
+                or more.
+            keep: the number of checkpoints to keep; 0: all.
+            on_loss: whether the job is restored from its last checkpoint when a server is lost that
+                holds the only copy of a part of it, or fails.
+            resume: ``"auto"`` starts from the latest checkpoint, if there is one; ``"never"``
+                requires that there is none.
+            state: returns the data of this rank for a checkpoint, at most 16 MiB, in the form that
+                the next step is to begin with. It is called on every rank in each
+                ``optimizer.step()``, because a checkpoint can be requested at any step.
+
+        Raises:
+            InvalidArgumentError: an argument is invalid.
+        """
+        for what, number, least in (("every", every, 1), ("keep", keep, 0)):
+            if number is not None and number < least:
+                raise InvalidArgumentError(f"{what} is {number}; it must be {least} or more")
+        if resume not in ("auto", "never"):
+            raise InvalidArgumentError(f'resume is {resume!r}; it must be "auto" or "never"')
+        self.policy = _native.CheckpointPolicy(
+            url, every=every, every_seconds=every_seconds, keep=keep, on_loss=on_loss
+        )
+        self.resumes = resume == "auto"
+        self._url = url
+        self._state = state
+        # Weak: the job ends with the model, also if the program keeps this object.
+        self._sharding: weakref.ref[Sharding[Any]] | None = None
+
+    def resume(self) -> tuple[int, bytes | None]:
+        """Continues from the checkpoint, on every rank: at the start of a run, and after
+        :class:`~zeroshard.RolledBackError`.
+
+        Returns:
+            The number of steps that the model has made, and the data of this rank at that step.
+                None: there is no data of this rank; ``(0, None)``: there is no checkpoint.
+
+        Raises:
+            InvalidArgumentError: no model is sharded with this object, or it has made steps since.
+            CheckpointDamagedError: the data of this rank is damaged.
+            StorageError: the checkpoint cannot be read.
+        """
+        sharding = None if self._sharding is None else self._sharding()
+        if sharding is None:
+            raise InvalidArgumentError(
+                "resume() was called without a model; pass this object to group_sharded_parallel "
+                "as checkpoints first"
+            )
+        sharding.roll_back()
+        job = sharding.job
+        if job.version != job.started_at:
+            raise InvalidArgumentError(
+                f"resume() was called after step {job.version - 1}; call it before the first step "
+                "or after RolledBackError"
+            )
+        return job.version, self._saved(sharding) if job.version else None
+
+    def _saved(self, sharding: Sharding[Any]) -> bytes | None:
+        job = sharding.job
+        at = self._url, job.job.name, job.version, job.group.rank
+        try:
+            return _native.user_data(*at)
+        except NoCheckpointError:
+            # The job is that of an earlier run which ended between two checkpoints. The coordinator
+            # has the data of its last step.
+            job.connection.cluster.save_checkpoint(job.job.name)
+            return _native.user_data(*at)
+
+    # ---- called by the sharded model
+
+    def check_unused(self) -> None:
+        """Raises an error if another model uses this object."""
+        if self._sharding is not None and self._sharding() is not None:
+            raise InvalidArgumentError(
+                "checkpoints is already used by another model; create one Checkpoints for each"
+            )
+
+    def bind(self, sharding: Sharding[Any]) -> None:
+        """Called when the model has been sharded."""
+        self._sharding = weakref.ref(sharding)
+
+    def data(self) -> bytes | None:
+        """The data of this rank for the step that is being made."""
+        if self._state is None:
+            return None
+        data = self._state()
+        if not isinstance(data, bytes):
+            raise InvalidTypeError(
+                f"state of the checkpoints has returned a {type(data).__name__}; it must return "
+                "bytes"
+            )
+        return data
