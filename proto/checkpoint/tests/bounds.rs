@@ -4,7 +4,7 @@
 
 mod common;
 
-use std::{fs, sync::Arc, time::Instant};
+use std::{fs, sync::Arc};
 
 use bytes::Bytes;
 use common::{JOB, Saved, VERSION};
@@ -28,8 +28,9 @@ impl Source for Scalars {
     fn done(&self, _: u32) {}
 }
 
-/// Saves a job of many scalars. Returns the time to read all of them, in seconds.
-async fn read_scalars(number: u32) -> f64 {
+#[tokio::test]
+async fn many_small_slices_are_read() {
+    let number = 3000;
     let directory = tempfile::tempdir().unwrap();
     let storage = Storage::open(&format!("file://{}", directory.path().display())).unwrap();
     let tensors = (0..number).map(|i| TensorSpec::new(format!("t{i}"), [1]));
@@ -38,12 +39,10 @@ async fn read_scalars(number: u32) -> f64 {
     let save = Save { spec: Arc::new(spec.clone()), version: 1, save: 1, server: 1 };
     let files = write(&storage, &save, (0..number).collect(), Arc::new(Scalars)).await.unwrap();
     let manifest = Manifest::new(&spec, 1, 1, 1, files).unwrap();
-    let began = Instant::now();
     for slice in 0..number {
         let saved = storage.read_slice(&manifest, slice).await.unwrap();
         assert_eq!(saved.values, slice.to_le_bytes()[..]);
     }
-    began.elapsed().as_secs_f64()
 }
 
 #[tokio::test]
