@@ -28,8 +28,8 @@ pub(crate) enum Command {
     Save {
         /// Name of the job
         job: String,
-        /// URL of the directory or prefix, which all servers must be able to reach [default: that of
-        /// the job's policy]
+        /// URL of the directory or prefix, which all servers must be able to reach [default: that
+        /// of the job's policy]
         #[arg(long, env = "ZEROSHARD_CHECKPOINTS", value_name = "URL")]
         url: Option<String>,
     },

@@ -34,8 +34,8 @@ pub struct Export<'a> {
 }
 
 impl Storage {
-    /// Writes the model of a checkpoint to a directory: each tensor in its own dtype, as the servers
-    /// publish it. Tied tensors are left out, as in the files of Hugging Face. Memory is bounded by
+    /// Writes the model of a checkpoint to a directory: each tensor in its own dtype, as the
+    /// servers publish it. Tied tensors are left out, as in the files of Hugging Face. Memory is bounded by
     /// the largest slice. `progress` receives the bytes that were written since its last call.
     ///
     /// # Errors

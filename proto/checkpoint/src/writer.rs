@@ -24,8 +24,8 @@ const READ_AHEAD: usize = 4;
 
 /// One version of a server's slices.
 pub trait Source: Send + Sync + 'static {
-    /// A part of a slice, as little-endian bytes. Called once for each part that the slice has, from
-    /// threads that may block.
+    /// A part of a slice, as little-endian bytes. Called once for each part that the slice has,
+    /// from threads that may block.
     ///
     /// # Errors
     /// Any error ends the save.

@@ -101,7 +101,8 @@ async fn the_same_job_is_written_with_the_same_bytes() {
     assert_eq!(fs::read_dir(written.path().join(&version)).unwrap().count(), number);
 }
 
-/// The index of the files in a manifest. The rest depends on the time, and later versions add to it.
+/// The index of the files in a manifest. The rest depends on the time, and later versions add to
+/// it.
 fn files(text: &[u8]) -> serde_json::Value {
     let mut document: serde_json::Value = serde_json::from_slice(text).unwrap();
     document["checkpoint"]["files"].take()

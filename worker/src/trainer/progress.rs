@@ -87,8 +87,8 @@ impl Output {
         }
     }
 
-    /// Reports that the job was at `step` and has returned to the checkpoint of `version`, because a
-    /// server was lost.
+    /// Reports that the job was at `step` and has returned to the checkpoint of `version`, because
+    /// a server was lost.
     ///
     /// # Errors
     /// [`Error::System`] if standard output is closed.
