@@ -1,4 +1,6 @@
 //! Tests that take minutes: `tests/run long` runs them, `tests/run` does not.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
 mod absence;
 mod epochs;
