@@ -35,8 +35,9 @@ pub struct Export<'a> {
 
 impl Storage {
     /// Writes the model of a checkpoint to a directory: each tensor in its own dtype, as the
-    /// servers publish it. Tied tensors are left out, as in the files of Hugging Face. Memory is bounded by
-    /// the largest slice. `progress` receives the bytes that were written since its last call.
+    /// servers publish it. Tied tensors are left out, as in the files of Hugging Face. Memory is
+    /// bounded by the largest slice. `progress` receives the bytes that were written since its
+    /// last call.
     ///
     /// # Errors
     /// [`Error::Storage`] if the directory exists or cannot be written, and those of
