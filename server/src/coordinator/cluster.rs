@@ -8,7 +8,7 @@ use zeroshard_proto::{Error, JobSpec, Placement, Result};
 use super::{
     confirm::Confirmations,
     events::{Action, Event, JobRef, Now, Said, ServerId, Waiter},
-    recovery::{RECOVERY, unknown_yet},
+    recovery::{LEARNING, unknown_yet},
     state::{Job, Open, Phase, ServerState},
 };
 
@@ -42,7 +42,7 @@ pub(crate) struct Description {
 impl Cluster {
     /// The state of a coordinator that has just started, and that learns jobs from their servers.
     pub(crate) fn starting() -> Self {
-        Self { learns_until: Some(RECOVERY), ..Self::default() }
+        Self { learns_until: Some(LEARNING), ..Self::default() }
     }
 
     /// Applies `event`, and returns the resulting actions.

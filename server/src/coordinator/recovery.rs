@@ -38,6 +38,11 @@ use crate::{attempt::Attempt, listing::some_of};
 /// clients wait for 60 s by default.
 pub(crate) const RECOVERY: Duration = Duration::from_secs(45);
 
+/// How long a coordinator that has just started waits before it places new jobs, and answers calls
+/// about jobs that it does not know: a server may describe a job of that name. Servers of a
+/// coordinator whose process has ended dial again at once.
+pub(crate) const LEARNING: Duration = Duration::from_secs(10);
+
 /// A job as one of its servers describes it.
 #[derive(Debug, Clone)]
 pub(crate) struct Held {
