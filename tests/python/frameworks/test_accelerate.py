@@ -226,7 +226,8 @@ def test_a_program_that_loads_a_checkpoint_continues_as_the_one_that_wrote_it(tr
         expected, *_ = found["ddp"]
         for system, (first, second, same) in found.items():
             assert first == pytest.approx(expected, rel=1e-5), system
-            assert second == first, system
+            # The bits of DistributedDataParallel itself vary from run to run.
+            assert second == (pytest.approx(first, rel=1e-6) if system == "ddp" else first), system
             assert same, system
 
 
