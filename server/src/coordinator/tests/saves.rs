@@ -192,6 +192,29 @@ fn a_save_that_takes_too_long_is_given_up() {
 }
 
 #[test]
+fn a_save_ends_when_a_server_that_has_not_written_loses_its_control_stream() {
+    let (mut script, _) = Script::training(1, 2);
+    let caller = script.save(Some(URL));
+    script.written(1, script.writes()[0].1);
+    // The part that server 1 has written stands.
+    script.lose_link(script.links[&1]);
+    assert_eq!(script.answer(caller), None);
+    script.lose_link(script.links[&2]);
+    assert!(matches!(script.error(caller), Error::Unavailable { .. }));
+    assert!(script.open().saves.current().is_none());
+}
+
+#[test]
+fn a_job_that_waits_for_its_restoration_is_deleted_on_all_servers() {
+    let (mut script, leases) = Script::training_of(policy(1, 1), 2);
+    script.step_all(&leases, 0);
+    script.lose_server(1);
+    script.silent = true;
+    let caller = script.delete(JOB);
+    assert_eq!(script.answer(caller), None, "server 2 may not have closed it");
+}
+
+#[test]
 fn an_unused_job_is_saved_before_it_is_deleted() {
     let idle = 20 * SECOND;
     let spec = JobSpec { idle_timeout: Some(idle), ..policy(1, 100) };
