@@ -59,6 +59,7 @@ impl Cluster {
         open.away.remove(&server);
         out.push(Action::Note(format!("job {:?} continues with {name}", job.name)));
         out.extend(commands.into_iter().map(|command| Action::Command(server, command)));
+        self.save_without(server, &job.name, "it was away when the save began", now, out);
         // What it may have said in vain.
         for (&rank, &lease) in &held.ranks.leases {
             self.granted(server, job, rank, lease, out);

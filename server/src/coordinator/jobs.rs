@@ -361,7 +361,7 @@ impl Cluster {
     /// The servers that may have slices of a job.
     pub(super) fn servers_of(&self, name: &str) -> Vec<ServerId> {
         let phase = self.jobs.get(name).map(|job| &job.phase);
-        if let Some(Phase::Failed { .. }) = phase {
+        if let Some(Phase::Failed { .. } | Phase::Waiting { .. }) = phase {
             // Some of them may not have received the commands to close it.
             return self.servers.keys().copied().collect();
         }

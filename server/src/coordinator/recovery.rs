@@ -187,7 +187,9 @@ impl Cluster {
     fn make_way_for(&mut self, job: &JobRef, age: Age, out: &mut Vec<Action>) {
         let Some(found) = self.jobs.get(&job.name) else { return };
         let error = match found.phase {
-            Phase::Waiting { .. } | Phase::Opening { .. } => unknown_yet(&job.name),
+            Phase::Waiting { interrupted: None, .. } | Phase::Opening { interrupted: None, .. } => {
+                unknown_yet(&job.name)
+            }
             _ if found.id != job.id && found.learned.is_some_and(|learned| learned < age) => {
                 Error::JobReplaced { job: job.name.clone() }
             }

@@ -328,6 +328,24 @@ impl Cluster {
         self.save_ended(job, save, Err(cause), now, out);
     }
 
+    /// Gives up a save of which a server may not have received the command, because its control
+    /// stream has broken.
+    pub(super) fn save_without(
+        &mut self,
+        server: ServerId,
+        name: &str,
+        cause: &str,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get(name) else { return };
+        let saving = open.saves.current.as_ref().filter(|of| of.pending.contains(&server));
+        let Some(save) = saving.map(|saving| saving.plan.save) else { return };
+        let job = JobRef { name: name.to_owned(), id: *id };
+        let (peer, cause) = (self.name(server), cause.to_owned());
+        self.save_ended(&job, save, Err(Error::Unavailable { peer, cause }), now, out);
+    }
+
     /// Answers callers at their deadline, and gives up a save at its own.
     pub(super) fn expire_saves(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {

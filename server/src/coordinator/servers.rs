@@ -63,7 +63,10 @@ impl Cluster {
         for name in names {
             match self.jobs.get_mut(&name).map(|job| &mut job.phase) {
                 Some(Phase::Recovering(recovery)) => recovery.forget(server),
-                Some(Phase::Open(open)) => open.miss(server, cause, now, out),
+                Some(Phase::Open(open)) => {
+                    open.miss(server, cause, now, out);
+                    self.save_without(server, &name, cause, now, out);
+                }
                 _ => {
                     let reason = format!("{gone} while the job was being opened");
                     if !self.interrupt(&name, &reason, now, out) {
