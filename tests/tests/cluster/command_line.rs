@@ -134,7 +134,7 @@ fn every_program_names_an_unreachable_coordinator_and_the_cause() {
 fn a_program_reports_once_that_it_waits_for_a_coordinator_which_starts_later() {
     let address = free_address();
     let mut waiting = Command::new(binary("zsctl"))
-        .args(["--address", &address, "--json", "status"])
+        .args(["--address", &address, "--timeout", "120", "--json", "status"])
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
