@@ -29,7 +29,7 @@ impl From<StatePart<'_>> for pb::StatePart {
             StatePart::Parameters => Part::Parameters(Parameters {}),
             StatePart::MasterWeights => Part::MasterWeights(MasterWeights {}),
             StatePart::OptimizerState(name) => Part::OptimizerState(name.to_owned()),
-            StatePart::GradientSum => Part::GradientSum(GradientSum {}),
+            StatePart::GradientSum => Part::GradientSum(GradientSum { attempt: None }),
         };
         Self { part: Some(part) }
     }

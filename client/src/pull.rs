@@ -144,6 +144,31 @@ pub(crate) struct PullOf<'a> {
     pub(crate) timeout: Duration,
 }
 
+impl<'a> ServerPull<'a> {
+    /// Whether the server is still the primary of all slices that have not arrived.
+    pub(crate) fn is_at_primary(&self, placement: &Placement) -> bool {
+        self.rest
+            .iter()
+            .all(|next| placement.servers()[placement.primary(next.slice as usize)] == self.server)
+    }
+
+    /// Divides what has not arrived among the servers of another placement.
+    pub(crate) fn divide(self, placement: &Placement) -> Vec<Self> {
+        let mut parts: BTreeMap<usize, Self> = BTreeMap::new();
+        for next in self.rest {
+            let primary = placement.primary(next.slice as usize);
+            let part = parts.entry(primary).or_insert_with(|| Self {
+                server: placement.servers()[primary].clone(),
+                dtype: self.dtype,
+                boxes: self.boxes.clone(),
+                rest: VecDeque::new(),
+            });
+            part.rest.push_back(next);
+        }
+        parts.into_values().collect()
+    }
+}
+
 impl ServerPull<'_> {
     /// Pulls the values that have not arrived yet. After an error, arrived values are kept and the
     /// rest can be pulled again.

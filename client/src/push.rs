@@ -48,6 +48,8 @@ pub(crate) struct ServerPush {
     values: Vec<SliceValues>,
     /// Slices for which the rank sends nothing more.
     absent: Vec<u32>,
+    /// Whether the server may still be opening the job, to become a backup.
+    may_be_opening: bool,
 }
 
 /// The maximum number of absent slices in one push. The message that opens a push is at most 4 KiB
@@ -93,22 +95,25 @@ pub(crate) fn plan(
     locals: &[LocalTensor],
     contents: Contents<'_>,
 ) -> Result<Vec<ServerPush>> {
-    let (data, sends): (_, fn(&LocalTensor) -> bool) = match contents {
+    // Primaries send their backups the sums of the gradients, and nothing else.
+    let (data, sends, receivers): (_, fn(&LocalTensor) -> bool, Receivers) = match contents {
         Contents::Absent(tensors) => {
-            let pushes =
-                plan_absent(manifest, placement, locals, tensors, LocalTensor::contributes)?;
+            let sends = LocalTensor::contributes;
+            let pushes = plan_absent(manifest, placement, locals, tensors, sends, primary)?;
             return check_trains(manifest, tensors).map(|()| pushes);
         }
         Contents::Kept(tensors) => {
-            return plan_absent(manifest, placement, locals, tensors, LocalTensor::uploads);
+            let sends = LocalTensor::uploads;
+            return plan_absent(manifest, placement, locals, tensors, sends, Placement::owners);
         }
-        Contents::Contributed(data) => (data, LocalTensor::contributes),
-        Contents::Uploaded(data) => (data, LocalTensor::uploads),
+        Contents::Contributed(data) => (data, LocalTensor::contributes, primary),
+        Contents::Uploaded(data) => (data, LocalTensor::uploads, Placement::owners),
     };
     let push = |server: &Server| ServerPush {
         server: server.clone(),
         values: Vec::new(),
         absent: Vec::new(),
+        may_be_opening: placement.replicas() > 1,
     };
     let mut pushes: Vec<_> = placement.servers().iter().map(push).collect();
     for TensorData { tensor, data } in data {
@@ -125,7 +130,9 @@ pub(crate) fn plan(
                 let (index, data) = (slice as u32, data.clone());
                 let turn = local.turn(index).unwrap_or_default();
                 let values = SliceValues { slice: index, data, range, offset: 0, turn };
-                pushes[placement.primary(slice)].values.push(values);
+                for &server in receivers(placement, slice) {
+                    pushes[server as usize].values.push(values.clone());
+                }
             }
         }
     }
@@ -137,12 +144,21 @@ pub(crate) fn plan(
     Ok(pushes)
 }
 
+/// The positions in the placement of the servers that receive data of a slice.
+type Receivers = fn(&Placement, usize) -> &[u32];
+
+/// The primary of a slice.
+fn primary(placement: &Placement, slice: usize) -> &[u32] {
+    &placement.owners(slice)[..1]
+}
+
 fn plan_absent(
     manifest: &Manifest,
     placement: &Placement,
     locals: &[LocalTensor],
     tensors: &[TensorId],
     sends: fn(&LocalTensor) -> bool,
+    receivers: Receivers,
 ) -> Result<Vec<ServerPush>> {
     let mut slices = vec![Vec::new(); placement.servers().len()];
     for &tensor in tensors {
@@ -153,7 +169,9 @@ fn plan_absent(
             sends(local) && !local.of.in_slice(&manifest.slices()[*slice]).is_empty()
         };
         for slice in manifest.slices_of(tensor).filter(ours) {
-            slices[placement.primary(slice)].push(slice as u32);
+            for &server in receivers(placement, slice) {
+                slices[server as usize].push(slice as u32);
+            }
         }
     }
     let pushes = placement.servers().iter().zip(&slices).flat_map(|(server, slices)| {
@@ -161,6 +179,7 @@ fn plan_absent(
             server: server.clone(),
             values: Vec::new(),
             absent: absent.to_vec(),
+            may_be_opening: placement.replicas() > 1,
         })
     });
     Ok(pushes.collect())
@@ -223,7 +242,14 @@ impl ServerPush {
             }
             let left = if pushed.is_ok() { 0 } else { self.bytes(dtype) };
             shards.pushed.fetch_add(before - left, Ordering::Relaxed);
-            let Err(error) = pushed else { return Ok(()) };
+            let error = match pushed {
+                Ok(_) => return Ok(()),
+                Err(Error::UnknownJob { job }) if self.may_be_opening => Error::Unavailable {
+                    peer: shard.peer,
+                    cause: format!("it has not opened job {job:?} yet"),
+                },
+                Err(error) => error,
+            };
             if let Next::Refresh(error) = tries.next(error).await? {
                 return Err(error);
             }

@@ -78,6 +78,14 @@ impl Placement {
         self.owners(slice)[0] as usize
     }
 
+    /// The slices that server `id` holds, ascending, and whether it is the primary.
+    pub fn slices_of(&self, id: u64) -> impl Iterator<Item = (usize, bool)> + '_ {
+        let owner = move |&owner: &u32| self.servers[owner as usize].id == id;
+        (0..self.slices()).filter_map(move |slice| {
+            self.owners(slice).iter().position(owner).map(|place| (slice, place == 0))
+        })
+    }
+
     /// The slices whose primary is server `id`, ascending.
     pub fn primary_slices(&self, id: u64) -> impl Iterator<Item = usize> + '_ {
         (0..self.slices()).filter(move |&slice| self.servers[self.primary(slice)].id == id)

@@ -97,6 +97,10 @@ pub struct Metrics {
     pub epoch: IntGaugeVec,
     /// Workers with a lease, by job.
     pub workers: IntGaugeVec,
+    /// Slices with fewer replicas than the job asks for, by job.
+    pub degraded_slices: IntGaugeVec,
+    /// From the loss of a server until a job has all its replicas again, in seconds.
+    pub degraded: Histogram,
     /// Connected shard servers.
     pub servers: IntGauge,
     /// On a shard server: 1 while it is connected to the coordinator.
@@ -169,6 +173,18 @@ impl Metrics {
             version: r.gauges("job_version", "Version of the job's parameters.", &["job"]),
             epoch: r.gauges("job_epoch", "Epoch of the job.", &["job"]),
             workers: r.gauges("job_workers", "Workers with a lease.", &["job"]),
+            degraded_slices: r.gauges(
+                "job_degraded_slices",
+                "Slices with fewer replicas than the job asks for.",
+                &["job"],
+            ),
+            degraded: r
+                .histograms(
+                    "degraded_seconds",
+                    "From the loss of a server until a job has all its replicas again.",
+                    &[],
+                )
+                .with_label_values::<&str>(&[]),
             servers: r
                 .gauges("servers", "Connected shard servers.", &[])
                 .with_label_values::<&str>(&[]),
@@ -196,7 +212,7 @@ impl Metrics {
 
     /// Drops the series of a deleted job.
     pub fn forget_job(&self, job: &str) {
-        for gauges in [&self.version, &self.epoch, &self.workers] {
+        for gauges in [&self.version, &self.epoch, &self.workers, &self.degraded_slices] {
             // An error means that the job never had this series.
             let _ = gauges.remove_label_values(&[job]);
         }

@@ -70,7 +70,13 @@ impl Cluster {
     /// # Panics
     /// If it does not start.
     pub fn coordinator_at(address: &str) -> Process {
-        Process::start(server(&["coordinator", "--listen", address, "--admin-listen", "off"]))
+        Process::start(server(&[
+            "coordinator",
+            "--listen",
+            address,
+            "--admin-listen",
+            "127.0.0.1:0",
+        ]))
     }
 
     /// Starts a shard server that registers with the coordinator at `address`.

@@ -383,7 +383,7 @@ impl Attempt {
             Ok(end) = end.wait_for(Option::is_some) => {
                 return Err(end.as_ref().expect("it was waited for").error.clone());
             }
-            result = work => result,
+            result = self.job.while_in(self.state.epoch, work) => result,
         };
         match result {
             Ok(value) => Ok(value),
@@ -457,7 +457,10 @@ impl Attempt {
             .and_then(|job| (0..spec.world).find(|rank| !job.joined.contains(rank)));
         match missing {
             Some(rank) => format!("{} was lost or has left", spec.describe_rank(rank)),
-            None => format!("a rank was lost or has left since epoch {}", self.state.epoch),
+            None => {
+                let since = self.state.epoch;
+                format!("a rank or a shard server was lost or has left since epoch {since}")
+            }
         }
     }
 

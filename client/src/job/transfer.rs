@@ -1,15 +1,15 @@
 //! A rank's bulk transfers: pulls of parameters, uploads of initial parameters and optimizer state,
 //! and the pushes of an attempt.
 
+use std::sync::Arc;
+
 use futures_util::future::try_join_all;
-#[cfg(doc)]
-use zeroshard_proto::Error;
 use zeroshard_proto::{
-    AppliedSteps, DType, Deadline, Result, TensorId,
+    AppliedSteps, DType, Deadline, Error, Placement, Result, TensorId,
     pb::{self, push_begin::Contents as Wire},
 };
 
-use super::{Attempt, Job, Member};
+use super::{Attempt, Job, Member, membership::Membership};
 use crate::{
     StatePart, Target, TensorData, pull,
     push::{self, Contents},
@@ -124,7 +124,28 @@ impl Job {
         let sent = async { self.unless_ended(try_join_all(sends)).await.map(drop) };
         match attempt {
             Some(attempt) => attempt.while_open(sent, deadline).await,
-            None => sent.await,
+            None => self.while_in(begin.epoch, sent).await,
+        }
+    }
+
+    /// Runs `work`, unless the coordinator announces a later epoch: a server of this epoch that was
+    /// lost does not answer.
+    ///
+    /// # Errors
+    /// [`Error::StaleEpoch`]; those of `work`.
+    pub(super) async fn while_in<T>(
+        &self,
+        epoch: u64,
+        work: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        let mut membership = self.0.membership.clone();
+        tokio::select! {
+            biased;
+            result = work => result,
+            Ok(now) = membership.wait_for(|now| now.epoch > epoch) => {
+                let (job, current) = (self.0.spec.name.clone(), now.epoch);
+                Err(Error::StaleEpoch { job, epoch, current })
+            }
         }
     }
 
@@ -183,31 +204,52 @@ impl Job {
         &self,
         mut pull: pull::ServerPull<'_>,
         version: u64,
-        part: StatePart<'_>,
+        part_of: StatePart<'_>,
         deadline: Deadline,
     ) -> Result<()> {
         let Member { cluster, spec, id, .. } = &*self.0;
         let waiting_for = format!("version {version} from shard server {}", pull.server.address);
         let mut tries = Tries::until(deadline);
         loop {
-            let epoch = self.current()?.epoch;
+            let Membership { epoch, placement, .. } = self.current()?;
+            if !pull.is_at_primary(&placement) {
+                let parts = pull.divide(&placement).into_iter();
+                let parts = parts.map(|part| self.pull_from_one(part, version, part_of, deadline));
+                return Box::pin(try_join_all(parts)).await.map(drop);
+            }
             let of = pull::PullOf {
                 job: &spec.name,
                 job_id: *id,
                 epoch,
                 version,
-                part,
+                part: part_of,
                 chunk_bytes: cluster.options.chunk_bytes,
                 timeout: tries.timeout(),
             };
-            let error =
-                match tries.limit(|| waiting_for.clone(), pull.pull(&cluster.shards, &of)).await? {
-                    Ok(()) => return Ok(()),
-                    Err(error) => error,
-                };
+            let pulled = self.while_placed(&placement, pull.pull(&cluster.shards, &of));
+            let error = match tries.limit(|| waiting_for.clone(), pulled).await? {
+                None => continue,
+                Some(Ok(())) => return Ok(()),
+                Some(Err(error)) => error,
+            };
             if let Next::Refresh(_) = tries.next(error).await? {
                 self.wait_for_news(epoch, deadline).await?;
             }
+        }
+    }
+
+    /// Runs `work`, unless the placement changes: a server that was lost does not answer.
+    async fn while_placed<T>(
+        &self,
+        placement: &Arc<Placement>,
+        work: impl Future<Output = T>,
+    ) -> Option<T> {
+        let mut membership = self.0.membership.clone();
+        let moved = |now: &Membership| !Arc::ptr_eq(&now.placement, placement);
+        tokio::select! {
+            biased;
+            result = work => Some(result),
+            Ok(_) = membership.wait_for(moved) => None,
         }
     }
 }

@@ -5,7 +5,7 @@
 //! process has ended, they fail at once: when it was restarted, when another server has its
 //! address, and when its address refuses connections (`probe`).
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, time::Duration};
 
 use zeroshard_proto::{JobSpec, Placement, Server};
 
@@ -14,6 +14,7 @@ use super::{
     cluster::Cluster,
     events::{Action, JobRef, Now, ServerId},
     recovery::{Held, RECOVERY},
+    replicas,
     state::{Job, Open, Phase},
 };
 use crate::listing::some_of;
@@ -29,8 +30,13 @@ pub(crate) struct Away {
 
 impl Open {
     /// The job waits for the server.
-    pub(super) fn miss(&mut self, server: ServerId, cause: &str, now: Now, out: &mut Vec<Action>) {
-        let until = now + RECOVERY;
+    pub(super) fn miss(
+        &mut self,
+        server: ServerId,
+        cause: &str,
+        until: Now,
+        out: &mut Vec<Action>,
+    ) {
         self.away.insert(server, Away { cause: cause.to_owned(), until });
         out.push(Action::Tick(until));
     }
@@ -52,7 +58,7 @@ impl Cluster {
         };
         let decision = open.last.as_ref().map(|last| last.decision.clone());
         let known = Known { job, epoch: *epoch, open, decision: decision.as_ref() };
-        let commands = match catch_up(known, held, open.trainable.contains_key(&server)) {
+        let commands = match catch_up(known, held, open.awaits(server)) {
             Ok(commands) => commands,
             Err(what) => return self.fail(&job.name, &format!("{name} {what}"), now, out),
         };
@@ -75,6 +81,9 @@ impl Cluster {
         if let Some(ready) = held.ready.clone() {
             self.ready(server, job, held.attempt, ready, now, out);
         }
+        self.copy_again(server, job, out);
+        self.copy_next(&job.name, out);
+        self.serve_version(&job.name, out);
     }
 
     /// A server has connected. Fails the jobs that wait for slices that it does not hold any more,
@@ -135,16 +144,17 @@ impl Cluster {
 
     /// Fails the job if a server has been away for too long.
     pub(super) fn expire_absence(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get(name) else { return };
+        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get(name) else { return };
         if let Some(&server) = open.away.iter().find(|(_, away)| away.until <= now).map(|of| of.0) {
-            let why = format!("it did not connect again within {RECOVERY:?}");
+            let patience = patience(spec);
+            let why = format!("it did not connect again within {patience:?}");
             self.give_up(name, server, &why, now, out);
         }
     }
 
-    /// Returns a job to its last checkpoint or, if its policy does not ask for it, fails the job,
-    /// because a server with slices of it will not come back.
-    fn give_up(
+    /// A server with slices of the job will not come back. The job continues with its backups.
+    /// Without them it returns to its last checkpoint or, if its policy does not ask for it, fails.
+    pub(super) fn give_up(
         &mut self,
         name: &str,
         server: ServerId,
@@ -152,6 +162,12 @@ impl Cluster {
         now: Now,
         out: &mut Vec<Action>,
     ) {
+        if let Some(Job { spec, phase: Phase::Recovering(recovery), .. }) = self.jobs.get_mut(name)
+            && spec.replicas > 1
+        {
+            recovery.lost.insert(server, why.to_owned());
+            return self.try_recover(name, now, out);
+        }
         let Some(job) = self.jobs.get(name) else { return };
         let Some(placement) = job.phase.placement() else { return };
         let address = placement.servers().iter().find(|of| of.id == server).map(|of| &of.address);
@@ -162,10 +178,17 @@ impl Cluster {
             reason += &format!("{}; ", away.cause);
         }
         reason += &format!("{why}); it held {}", held_by(server, &job.spec, placement));
-        if !self.interrupt(name, &reason, now, out) {
+        if !self.fail_over(name, server, &reason, now, out)
+            && !self.interrupt(name, &reason, now, out)
+        {
             self.fail(name, &reason, now, out);
         }
     }
+}
+
+/// How long a job waits for a server whose control stream has broken.
+pub(super) fn patience(spec: &JobSpec) -> Duration {
+    if spec.replicas > 1 { replicas::PATIENCE } else { RECOVERY }
 }
 
 /// Describes the tensors of which `server` holds slices, for messages.

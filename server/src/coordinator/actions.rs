@@ -6,6 +6,7 @@ use std::task::Waker;
 use zeroshard_proto::Result;
 
 use super::{
+    cluster::Gauges,
     driver::{Driver, Inner, MemberStream},
     events::{Action, Command, Event, Link, Placed, Placing, ServerId},
     jobs::Plan,
@@ -58,6 +59,9 @@ impl Driver {
                     let saves = &self.metrics.saves;
                     if succeeded { saves.succeeded.inc() } else { saves.failed.inc() }
                 }
+                Action::Redundant { after } => {
+                    self.metrics.degraded.observe(after.as_secs_f64());
+                }
                 Action::Aborted => self.metrics.steps.aborted.inc(),
                 Action::Forgotten { job } => self.metrics.forget_job(&job),
                 Action::Note(note) => tracing::info!("{note}"),
@@ -95,7 +99,9 @@ impl Driver {
     pub(super) fn show(&self, inner: &Inner) {
         let (servers, jobs) = inner.cluster.gauges();
         self.metrics.servers.set(servers as i64);
-        for (job, epoch, version, workers) in jobs {
+        for Gauges { job, epoch, version, workers, degraded } in jobs {
+            let slices = self.metrics.degraded_slices.with_label_values(&[job]);
+            slices.set(degraded as i64);
             self.metrics.epoch.with_label_values(&[job]).set(epoch as i64);
             self.metrics.workers.with_label_values(&[job]).set(workers as i64);
             if let Some(version) = version {

@@ -45,6 +45,12 @@ pub(super) fn catch_up(
     if attempt > current {
         return Err(format!("is at {attempt:?} while the job is at {current:?}; this is a bug"));
     }
+    let is_moved = open.placement != held.plan.placement;
+    if is_moved {
+        let (job, placement) = (job.clone(), open.placement.clone());
+        commands.push(Command::NewPlacement { job, epoch, placement });
+        attempt = Attempt { epoch, number: 0, ..attempt };
+    }
     // A rest that has ended must not be found together with the attempt in which it has ended.
     let ended = held.ranks.resting.keys().filter(|&&rank| !open.resting.contains(rank));
     let rests = |rank, begins| Command::RankRests { job: job.clone(), rank, begins };

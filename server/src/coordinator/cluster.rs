@@ -39,6 +39,18 @@ pub(crate) struct Description {
     pub(crate) job_id: u64,
 }
 
+/// The figures of a job for its metrics.
+#[derive(Debug)]
+pub(crate) struct Gauges<'a> {
+    pub(crate) job: &'a str,
+    pub(crate) epoch: u64,
+    pub(crate) version: Option<u64>,
+    /// The number of ranks with a worker.
+    pub(crate) workers: usize,
+    /// The number of slices with too few replicas.
+    pub(crate) degraded: usize,
+}
+
 impl Cluster {
     /// The state of a coordinator that has just started, and that learns jobs from their servers.
     pub(crate) fn starting() -> Self {
@@ -107,6 +119,7 @@ impl Cluster {
             Said::Granted { job, rank, lease } => self.granted(server, &job, rank, lease, out),
             Said::Stored { job, epoch, step } => self.stored(server, &job, epoch, step, now, out),
             Said::Failed { job, reason } => self.failed_on(server, &job, &reason, now, out),
+            Said::Copied { job, number } => self.copied(server, &job, number, now, out),
             Said::Written { job, save, files } => self.written(server, &job, save, files, out),
             Said::SaveFailed { job, save, cause } => {
                 self.save_failed(server, &job, save, cause, now, out);
@@ -194,6 +207,10 @@ impl Cluster {
     /// [`Error::UnknownJob`]; [`Error::Invalid`] for an id of 0; [`Error::JobReplaced`] if another
     /// job has the name.
     pub(super) fn member_job(&mut self, job: &JobRef) -> Result<&mut Job> {
+        // A member knows that the job exists. The first server that registers may be a new one.
+        if !self.jobs.contains_key(&job.name) && self.learns_until.is_some() {
+            return Err(unknown_yet(&job.name));
+        }
         let found = self.job_mut(&job.name)?;
         match job.id {
             0 => Err(Error::invalid(
@@ -226,11 +243,17 @@ impl Cluster {
         })
     }
 
-    /// Name, epoch, version and number of workers of each job; and the number of servers.
-    pub(crate) fn gauges(&self) -> (usize, impl Iterator<Item = (&str, u64, Option<u64>, usize)>) {
-        let jobs = self.jobs.iter().map(|(name, job)| match &job.phase {
-            Phase::Open(open) => (name.as_str(), job.epoch, open.version, open.members.len()),
-            _ => (name.as_str(), job.epoch, None, 0),
+    /// The number of servers, and the figures of each job.
+    pub(crate) fn gauges(&self) -> (usize, impl Iterator<Item = Gauges<'_>>) {
+        let jobs = self.jobs.iter().map(|(name, job)| {
+            let open = job.phase.open(name).ok();
+            Gauges {
+                job: name,
+                epoch: job.epoch,
+                version: open.and_then(|open| open.version),
+                workers: open.map_or(0, |open| open.members.len()),
+                degraded: open.map_or(0, |open| open.degraded_slices(&job.spec)),
+            }
         });
         (self.servers.len(), jobs)
     }

@@ -246,7 +246,7 @@ impl Cluster {
             return self.fail(&job.name, &reason, now, out);
         }
         // A server without trained slices does not have to report.
-        if open.trainable.contains_key(&server) {
+        if open.awaits(server) && open.replicas.is_current(server, report.copies) {
             open.round.reports.insert(server, report);
         }
         self.advance(&job.name, now, out);

@@ -12,7 +12,7 @@ use zeroshard_proto::{
 };
 
 use super::{
-    decisions::{Decision, Figures, Update},
+    decisions::{Decision, Figures, Replicated, Report, Update},
     driver::{Control, Driver},
     events::{Command, Event, JobRef, Lease, Link, OpenJob, Said},
     jobs::Plan,
@@ -37,7 +37,7 @@ pub(super) fn commands(
         async move {
             let command = match command {
                 // The spec and the placement may be large.
-                Command::Open(_) => {
+                Command::Open(_) | Command::NewPlacement { .. } => {
                     let convert = move || Ok(command.into());
                     failure.blocking("convert a job to be opened", convert).await?
                 }
@@ -176,6 +176,16 @@ impl From<Command> for serve_response::Command {
                 Self::Rests(pb::RankRests { job, job_id, rank, ends, since, excluded })
             }
             Command::Decide { job, decision } => Self::Decide(decide(job, decision)),
+            Command::NewPlacement { job: JobRef { name: job, id: job_id }, epoch, placement } => {
+                let placement = Some(placement.as_ref().into());
+                Self::NewPlacement(pb::NewPlacement { job, job_id, epoch, placement })
+            }
+            Command::Copy { job: JobRef { name: job, id: job_id }, number, version, slices } => {
+                Self::Copy(pb::CopySlices { job, job_id, number, version, slices })
+            }
+            Command::ServeVersion { job: JobRef { name: job, id: job_id }, version } => {
+                Self::ServeVersion(pb::ServeVersion { job, job_id, version })
+            }
             Command::Write { job: JobRef { name: job, id: job_id }, plan } => {
                 let SavePlan { save, version, url, .. } = plan;
                 Self::Write(pb::WriteCheckpoint { job, job_id, save, url, version })
@@ -225,6 +235,7 @@ fn open_job(open: &OpenJob) -> pb::OpenJob {
             .iter()
             .map(|&(rank, Lease(lease))| pb::HeldLease { rank, lease })
             .collect(),
+        version: open.version,
     }
 }
 
@@ -237,6 +248,10 @@ fn decide(JobRef { name: job, id: job_id }: JobRef, decision: Decision) -> pb::D
         gradient_factors: update.gradient_factors,
     });
     let Figures { scale, clip_coefficient, loss, resting } = decision.figures;
+    let (absent, report) = match decision.replicated.map(|of| *of) {
+        Some(Replicated { absent, report }) => (absent, Some(report.into())),
+        None => (Vec::new(), None),
+    };
     pb::Decision {
         job,
         job_id,
@@ -248,6 +263,8 @@ fn decide(JobRef { name: job, id: job_id }: JobRef, decision: Decision) -> pb::D
         clip_coefficient,
         loss,
         resting,
+        absent,
+        report,
     }
 }
 
@@ -271,6 +288,9 @@ pub(super) fn said(event: serve_request::Event) -> Result<Said> {
             Said::Stored { job: job(name, job_id), epoch, step }
         }
         Wire::Confirmed(pb::Confirmed { number }) => Said::Confirmed { number },
+        Wire::Copied(pb::SlicesCopied { job: name, job_id, number }) => {
+            Said::Copied { job: job(name, job_id), number }
+        }
         Wire::Hello(_) => return Err(unexpected("message", "a second Hello", "an event")),
         Wire::Held(_) => return Err(unexpected("message", "a further HeldJob", "an event")),
         Wire::Written(pb::CheckpointWritten { job: name, job_id, save, files }) => {
@@ -296,6 +316,7 @@ fn reduced(ready: pb::StepReady) -> Reduced {
         sums: ready.slices.into_iter().map(sum).collect(),
         overflow: ready.overflow.map(|pb::Overflow { slice, rank }| Overflow { slice, rank }),
         absent: ready.absent.into_iter().map(absent).collect(),
+        copies: ready.copies,
     }
 }
 
@@ -335,6 +356,8 @@ impl TryFrom<pb::HeldJob> for Held {
             },
             rested: job.rested,
             ready: job.ready.map(reduced),
+            empty: job.empty.into_iter().chain(job.copying).collect(),
+            copies: job.copies,
             decided: decision.zip(job.decided.map(reduced)),
         })
     }
@@ -377,6 +400,8 @@ fn check_held(job: &pb::HeldJob, spec: &JobSpec) -> Result<()> {
 
 fn decision(decision: pb::Decision) -> Result<Decision> {
     let pb::Decision { epoch, step, attempt: number, scale, clip_coefficient, loss, .. } = decision;
+    let absent = decision.absent;
+    let replicated = |report| Box::new(Replicated { absent, report: Report::from(report) });
     let update = |pb::Update { groups, coefficient, unclipped, gradient_factors }| {
         Ok(Update { groups: optimizers(groups)?, coefficient, unclipped, gradient_factors })
     };
@@ -384,5 +409,6 @@ fn decision(decision: pb::Decision) -> Result<Decision> {
         attempt: Attempt { epoch, step, number },
         update: decision.update.map(update).transpose()?,
         figures: Figures { scale, clip_coefficient, loss, resting: decision.resting },
+        replicated: decision.report.map(replicated),
     })
 }

@@ -21,6 +21,18 @@ pub(crate) struct Decision {
     /// `None`: the step is skipped.
     pub(crate) update: Option<Update>,
     pub(crate) figures: Figures,
+    /// In a job with replicas.
+    pub(crate) replicated: Option<Box<Replicated>>,
+}
+
+/// What a decision contains in addition in a job with replicas, because backups do not have the
+/// figures of the primary.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Replicated {
+    /// The slices for which no rank had a gradient, ascending.
+    pub(crate) absent: Vec<u32>,
+    /// The report, without the norms of tensors.
+    pub(crate) report: Report,
 }
 
 /// What the report of a step contains beside the reduced gradient. The servers keep it, so that a
@@ -110,6 +122,18 @@ impl Decided {
         None
     }
 
+    /// Whether every server has stored the decision.
+    pub(super) fn is_stored(&self) -> bool {
+        self.pending.is_empty()
+    }
+
+    /// A server that is lost does not have to store the decision.
+    pub(super) fn without(&mut self, server: ServerId, out: &mut Vec<Action>) {
+        if self.pending.remove(&server) {
+            self.answer(out);
+        }
+    }
+
     /// Answers the waiting calls when every server has stored the decision.
     fn answer(&mut self, out: &mut Vec<Action>) {
         if self.pending.is_empty() {
@@ -150,8 +174,15 @@ fn decide(spec: &JobSpec, epoch: u64, open: &Open, terms: &Terms) -> (Decision, 
     });
     let (loss, resting) = (open.round.loss(), open.resting.ranks().collect());
     let figures = Figures { scale, clip_coefficient: clip, loss, resting };
-    let decision = Decision { attempt, update, figures };
+    let mut decision = Decision { attempt, update, figures, replicated: None };
     let report = decision.report(spec, gradient);
+    if spec.replicas > 1 {
+        let absent = open.round.reports.values().flat_map(|report| &report.absent);
+        let everywhere = absent.filter(|absent| absent.everywhere).map(|absent| absent.slice);
+        let mut absent: Vec<u32> = everywhere.collect();
+        absent.sort_unstable();
+        decision.replicated = Some(Box::new(Replicated { absent, report: report.clone() }));
+    }
     (decision, report)
 }
 
@@ -166,7 +197,11 @@ impl Cluster {
         // has ended.
         let voters = open.active(spec.world);
         let stored = open.last.as_ref().is_none_or(|last| last.pending.is_empty());
-        let Some(terms) = open.round.agreed(voters).filter(|_| stored && open.is_reduced()) else {
+        let Some(terms) = open
+            .round
+            .agreed(voters)
+            .filter(|_| stored && open.is_reduced() && !open.replicas.is_copying())
+        else {
             return;
         };
         if let Err(error) = check_written(name, spec, open, terms) {
@@ -211,6 +246,8 @@ impl Cluster {
         };
         if decided.pending.remove(&server) && decided.pending.is_empty() {
             decided.answer(out);
+            self.serve_version(&job.name, out);
+            self.copy_next(&job.name, out);
             self.advance(&job.name, now, out);
         }
     }

@@ -176,6 +176,8 @@ pub(crate) enum Said {
     Stored { job: JobRef, epoch: u64, step: u64 },
     /// The server cannot hold or continue the job.
     Failed { job: JobRef, reason: String },
+    /// The server has copied slices.
+    Copied { job: JobRef, number: u64 },
     /// The server has written its part of a checkpoint.
     Written { job: JobRef, save: u64, files: Files },
     /// The server could not write its part of a checkpoint.
@@ -358,6 +360,12 @@ pub(crate) enum Command {
     RankRests { job: JobRef, rank: u32, begins: Option<Begins> },
     /// Apply or skip the step.
     Decide { job: JobRef, decision: Decision },
+    /// The slices are on other servers, in a new epoch.
+    NewPlacement { job: JobRef, epoch: u64, placement: Arc<Placement> },
+    /// Copy slices from their primaries.
+    Copy { job: JobRef, number: u64, version: u64, slices: Vec<u32> },
+    /// Send a version to those who ask for it.
+    ServeVersion { job: JobRef, version: u64 },
     /// Write the slices of a version.
     Write { job: JobRef, plan: SavePlan },
     /// Give up a save.
@@ -384,6 +392,8 @@ pub(crate) struct OpenJob {
     pub(crate) requested: Option<Arc<Restore>>,
     /// The leases of the ranks, if the job is restored while they wait.
     pub(crate) leases: Vec<(u32, Lease)>,
+    /// The version of a job that runs, of which the server becomes a backup.
+    pub(crate) version: Option<u64>,
 }
 
 /// An output of the state machine. Actions are carried out in their order.
@@ -409,6 +419,8 @@ pub(crate) enum Action {
     Decided { applied: bool, commit_spread: Duration, ready_wait: Duration },
     /// Complete a checkpoint, then send [`Event::Completed`].
     Complete(Completion),
+    /// Count the time without all replicas of a job.
+    Redundant { after: Duration },
     /// Count a save.
     SaveEnded { succeeded: bool },
     /// Count an aborted step.

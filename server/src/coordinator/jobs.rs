@@ -195,6 +195,7 @@ impl Cluster {
                 checkpoint: checkpoint.clone(),
                 requested: requested.clone(),
                 leases: leases.clone(),
+                version: None,
             };
             out.push(Action::Command(server, Command::Open(open)));
         }
@@ -216,6 +217,9 @@ impl Cluster {
         now: Now,
         out: &mut Vec<Action>,
     ) {
+        if self.opened_as_backup(server, job, out) {
+            return;
+        }
         if let Some(Job { phase: Phase::Opening { pending, .. }, .. }) = self.reported_job(job) {
             pending.remove(&server);
             self.open_if_all_are(&job.name, now, out);
@@ -235,7 +239,7 @@ impl Cluster {
         let reply = Reply::Created { epoch: job.epoch, job_id: job.id };
         let created = |waiter: Waiter| Action::Answer(waiter.caller, Ok(reply.clone()));
         out.extend(std::mem::take(creators).into_iter().map(created));
-        let mut open = Open::new(plan.clone());
+        let mut open = Open::new(&job.spec, plan.clone());
         if let Some(version) = *restored {
             open.restored(version);
         }
@@ -296,6 +300,9 @@ impl Cluster {
         out: &mut Vec<Action>,
     ) {
         let reason = format!("{}: {reason}", self.name(server));
+        if self.refused_by(server, job, &reason, now, out) {
+            return;
+        }
         match self.reported_job(job) {
             Some(Job { phase: Phase::Open(_), .. }) => self.fail(&job.name, &reason, now, out),
             Some(Job { phase: Phase::Opening { interrupted: Some(_), .. }, .. }) => {

@@ -3,9 +3,9 @@
 //! Within one epoch a rank has at most one lease. When a lease ends, the epoch changes: at once,
 //! or, if the rank left because it is done, before the rank is given to another worker.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, sync::Arc};
 
-use zeroshard_proto::{Departure, Error, Result};
+use zeroshard_proto::{Departure, Error, JobSpec, Result};
 
 use super::{
     cluster::Cluster,
@@ -14,7 +14,7 @@ use super::{
     },
     members::{Joining, Member},
     recovery::unknown_yet,
-    state::{Job, Phase},
+    state::{Job, Open, Phase},
 };
 
 /// The maximum number of epochs by which a worker may be ahead of its servers.
@@ -299,8 +299,41 @@ impl Cluster {
     /// Drops the gradients of the open step on the servers, because they may contain a part of the
     /// rank's gradients.
     pub(super) fn new_epoch(&mut self, name: &str, rank: u32, cause: Cause, out: &mut Vec<Action>) {
+        let Some(Job { id, .. }) = self.jobs.get(name) else { return };
+        let job = JobRef { name: name.to_owned(), id: *id };
+        let left = matches!(cause, Cause::Left);
+        let announce = |_: &Arc<JobSpec>, open: &mut Open, epoch, out: &mut Vec<Action>| {
+            open.send(&Command::NewEpoch { job, epoch, rank, left }, out);
+        };
+        let error = |step, epoch| {
+            let job = name.to_owned();
+            let cause = match cause {
+                Cause::Left => return Error::RankLeft { job, rank, step },
+                Cause::Lost => format!("rank {rank} was lost"),
+                Cause::Done => format!("rank {rank} left before version 0"),
+                Cause::Returned => format!("rank {rank} joined again"),
+                Cause::Recovered => "the coordinator was restarted".to_owned(),
+            };
+            Error::StepAborted { job, step, epoch, cause }
+        };
+        self.enter_epoch(name, announce, error, out);
+        if matches!(cause, Cause::Lost) {
+            out.push(Action::Note(format!("rank {rank} of job {name:?} was lost")));
+        }
+    }
+
+    /// Begins an epoch: the open attempt and all rests end. `announce` tells the servers. `error`
+    /// is the one for waiting calls, of a step in the epoch.
+    pub(super) fn enter_epoch(
+        &mut self,
+        name: &str,
+        announce: impl FnOnce(&Arc<JobSpec>, &mut Open, u64, &mut Vec<Action>),
+        error: impl Fn(u64, u64) -> Error,
+        out: &mut Vec<Action>,
+    ) {
         let new = self.next_epoch();
-        let Some(Job { id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+        let Some(Job { spec, id, epoch, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name)
+        else {
             return;
         };
         *epoch = new;
@@ -314,27 +347,13 @@ impl Cluster {
         for rank in rested {
             open.send(&Command::RankRests { job: job.clone(), rank, begins: None }, out);
         }
-        let left = matches!(cause, Cause::Left);
-        open.send(&Command::NewEpoch { job, epoch: new, rank, left }, out);
+        announce(spec, open, new, out);
         if !open.round.is_empty() {
             out.push(Action::Aborted);
         }
-        let error = || {
-            let job = name.to_owned();
-            let cause = match cause {
-                Cause::Left => return Error::RankLeft { job, rank, step },
-                Cause::Lost => format!("rank {rank} was lost"),
-                Cause::Done => format!("rank {rank} left before version 0"),
-                Cause::Returned => format!("rank {rank} joined again"),
-                Cause::Recovered => "the coordinator was restarted".to_owned(),
-            };
-            Error::StepAborted { job, step, epoch: new, cause }
-        };
         waiters.extend(open.round.drop_all());
-        out.extend(waiters.into_iter().map(|w| Action::Answer(w.caller, Err(error()))));
-        if matches!(cause, Cause::Lost) {
-            out.push(Action::Note(format!("rank {rank} of job {name:?} was lost; epoch {new}")));
-        }
+        let answer = |waiter: Waiter| Action::Answer(waiter.caller, Err(error(step, new)));
+        out.extend(waiters.into_iter().map(answer));
         open.wake_all(out);
     }
 

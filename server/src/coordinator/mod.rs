@@ -32,6 +32,7 @@ mod probe;
 mod rebuild;
 mod recovery;
 mod reduce;
+mod replicas;
 mod requests;
 mod responses;
 mod resting;

@@ -55,6 +55,35 @@ pub fn place(
     plan.finish(&servers)
 }
 
+/// Keeps each slice on the servers `kept`, the first of which is the primary, and adds servers
+/// where these are fewer than `replicas`, as far as there are any. No slice moves.
+///
+/// # Errors
+/// [`Error::Invalid`] if there is no server.
+pub fn replace_lost(
+    kept: &[Vec<Server>],
+    live: &[Server],
+    weights: &[u64],
+    replicas: usize,
+) -> Result<Placement> {
+    let mut servers: Vec<Server> = kept.iter().flatten().chain(live).cloned().collect();
+    servers.sort_by_key(|server| server.id);
+    servers.dedup();
+    let replicas = replicas.min(servers.len());
+    if replicas == 0 {
+        return Err(Error::invalid("number of shard servers", 0, "at least 1"));
+    }
+    let mut plan = Plan::new(&servers, weights, replicas);
+    let position = |server: &Server| servers.iter().position(|other| other == server);
+    for (slice, kept) in kept.iter().enumerate() {
+        let owners = kept.iter().filter_map(position).map(|owner| owner as u32);
+        plan.owners[slice] = owners.take(replicas).collect();
+    }
+    plan.count();
+    plan.fill();
+    plan.finish(&servers)
+}
+
 struct Plan<'a> {
     weights: &'a [u64],
     replicas: usize,
@@ -103,6 +132,11 @@ impl<'a> Plan<'a> {
             let kept = previous.owners(slice).iter().filter_map(|&owner| survivors[owner as usize]);
             self.owners[slice] = kept.take(self.replicas).collect();
         }
+        self.count();
+    }
+
+    /// Adds up the loads of slices that have servers.
+    fn count(&mut self) {
         for (slice, owners) in self.owners.iter().enumerate() {
             for &owner in owners {
                 self.loads[owner as usize] += self.weights[slice];

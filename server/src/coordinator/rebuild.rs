@@ -11,7 +11,8 @@ use super::{
     events::{Command, JobRef, Lease, Now, ServerId},
     members::Member,
     recovery::{Held, Ranks, Recovery},
-    reduce::Gradient,
+    reduce::{Gradient, Reduced},
+    replicas::Replicas,
     resting::{Rested, Rester},
     state::Open,
 };
@@ -36,13 +37,15 @@ impl Recovery {
         &self,
         job: &JobRef,
         spec: &JobSpec,
+        now: Now,
         deadline: Now,
     ) -> Result<Recovered, String> {
         let first = Attempt::first(0, 0);
         let top = self.held.values().map(|held| held.attempt).max().unwrap_or(first);
         let published = self.held.values().any(|held| held.published);
         let decision = self.decision_before(top.step);
-        let mut open = Open::new(self.plan.clone());
+        let mut open = Open::new(spec, self.plan.clone());
+        open.replicas = Replicas::learn(spec, &self.plan.placement, &self.held, now);
         open.version = published.then_some(top.step);
         open.uninitialised = match published {
             true => BTreeSet::new(),
@@ -51,7 +54,9 @@ impl Recovery {
         open.round.attempt = top.number;
         for (&server, held) in self.held.iter().filter(|(_, held)| held.attempt == top) {
             let trained = self.plan.trainable.get(&server);
-            if let Some(ready) = held.ready.clone().filter(|_| trained.is_some()) {
+            let is_current = |ready: &Reduced| open.replicas.is_current(server, ready.copies);
+            let ready = held.ready.clone().filter(is_current);
+            if let Some(ready) = ready.filter(|_| open.awaits(server)) {
                 check_report(&ready, trained)?;
                 open.round.reports.insert(server, ready);
             }
@@ -63,7 +68,7 @@ impl Recovery {
         let mut commands = Vec::new();
         for (&server, held) in &self.held {
             let known = Known { job, epoch: top.epoch, open: &open, decision };
-            let trains = self.plan.trainable.contains_key(&server);
+            let trains = open.awaits(server);
             let lacks = catch_up(known, held, trains);
             let lacks = lacks.map_err(|what| format!("shard server {server:016x} {what}"))?;
             commands.extend(lacks.into_iter().map(|command| (server, command)));
@@ -84,6 +89,10 @@ impl Recovery {
     /// The decision with its report, for ranks that repeat their commits. `None` if the servers do
     /// not have all figures, which is the case if no rank can ask.
     fn decided(&self, spec: &JobSpec, decision: &Decision) -> Option<Decided> {
+        let behind = self.servers_where(|held| held.attempt.step == decision.attempt.step);
+        if let Some(replicated) = &decision.replicated {
+            return Some(Decided::new(decision.clone(), replicated.report.clone(), behind));
+        }
         let mut figures = BTreeMap::new();
         for (&server, held) in &self.held {
             let reduced = match &held.decided {
@@ -97,7 +106,6 @@ impl Recovery {
         }
         let contributes = |rank| !decision.figures.resting.contains(&rank);
         let gradient = Gradient::new(spec, &figures, contributes);
-        let behind = self.servers_where(|held| held.attempt.step == decision.attempt.step);
         Some(Decided::new(decision.clone(), decision.report(spec, gradient), behind))
     }
 

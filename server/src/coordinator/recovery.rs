@@ -64,6 +64,10 @@ pub(crate) struct Held {
     pub(crate) rested: Option<u32>,
     /// The gradients of the open attempt, if they are complete.
     pub(crate) ready: Option<Reduced>,
+    /// The slices of which the server is a backup without complete content.
+    pub(crate) empty: BTreeSet<u32>,
+    /// The number of the last copy of which the server has been told; 0 for none.
+    pub(crate) copies: u64,
     /// The decision about the previous step, and the gradients that it is about.
     pub(crate) decided: Option<(Decision, Reduced)>,
 }
@@ -95,6 +99,8 @@ impl Held {
 pub(crate) struct Recovery {
     pub(super) plan: Plan,
     pub(super) held: BTreeMap<ServerId, Held>,
+    /// Servers of a job with replicas that will not come back, and why.
+    pub(super) lost: BTreeMap<ServerId, String>,
     deadline: Now,
 }
 
@@ -110,7 +116,8 @@ impl Recovery {
             let part = first.spec.difference(&held.spec).unwrap_or_else(|| "options".to_owned());
             return Some((server, format!("specifications of the job: {part}")));
         }
-        if first.plan != held.plan {
+        // With replicas, the latest placement counts.
+        if first.plan != held.plan && held.spec.replicas <= 1 {
             return Some((server, "placements of its slices".to_owned()));
         }
         let differs = first.succession != held.succession;
@@ -121,6 +128,14 @@ impl Recovery {
     pub(super) fn was_used(&self) -> bool {
         let used = |held: &Held| held.published || held.ranks != Ranks::default();
         self.held.values().any(used)
+    }
+
+    /// A server has described the job. The latest placement counts.
+    fn take(&mut self, server: ServerId, held: Held) {
+        if self.held.values().all(|other| other.attempt.epoch < held.attempt.epoch) {
+            self.plan = held.plan.clone();
+        }
+        self.held.insert(server, held);
     }
 
     /// The server is lost again.
@@ -162,7 +177,7 @@ impl Cluster {
                         out.push(Action::Command(server, Command::Close(job)));
                         continue;
                     }
-                    recovery.held.insert(server, held);
+                    recovery.take(server, held);
                 }
                 Some(Job { id, phase: Phase::Open(open), .. })
                     if *id == job.id && open.away.contains_key(&server) =>
@@ -217,14 +232,25 @@ impl Cluster {
     }
 
     /// Continues a job that all of its servers have described.
-    fn try_recover(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { id, phase: Phase::Recovering(recovery), .. }) = self.jobs.get(name) else {
+    pub(super) fn try_recover(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
+        let Some(Job { spec, id, phase: Phase::Recovering(recovery), .. }) = self.jobs.get(name)
+        else {
             return;
         };
         let mut is_complete = true;
+        let has_replicas = spec.replicas > 1;
+        let mut lost = BTreeMap::new();
         for server in recovery.plan.placement.servers() {
             match self.servers.get(&server.id) {
+                _ if recovery.lost.contains_key(&server.id) => {}
                 None => is_complete = false,
+                Some(known) if known.incarnation != server.incarnation && has_replicas => {
+                    lost.insert(server.id, "it was restarted".to_owned());
+                }
+                Some(known) if has_replicas && !recovery.held.contains_key(&server.id) => {
+                    let why = known.failed.get(id).cloned();
+                    lost.insert(server.id, why.unwrap_or("it has dropped the job".to_owned()));
+                }
                 Some(known) if known.incarnation != server.incarnation => {
                     let reason = format!("{} was restarted", self.name(server.id));
                     return self.fail(name, &reason, now, out);
@@ -240,6 +266,9 @@ impl Cluster {
                 Some(_) => {}
             }
         }
+        if let Some(Job { phase: Phase::Recovering(recovery), .. }) = self.jobs.get_mut(name) {
+            recovery.lost.extend(lost);
+        }
         if is_complete {
             self.recover(name, now, out);
         }
@@ -251,11 +280,15 @@ impl Cluster {
             return;
         };
         let job = JobRef { name: name.to_owned(), id: *id };
-        let recovered = match recovery.rebuild(&job, spec, now + RECOVERY) {
+        let recovered = match recovery.rebuild(&job, spec, now, now + RECOVERY) {
             Ok(recovered) => recovered,
             Err(reason) => return self.fail(name, &reason, now, out),
         };
-        let Recovered { open, epoch, commands } = recovered;
+        let lost = recovery.lost.clone();
+        let Recovered { mut open, epoch, commands } = recovered;
+        for (&server, why) in &lost {
+            open.miss(server, why, now + RECOVERY, out);
+        }
         out.push(Action::Note(format!(
             "job {name:?} continues at step {} in epoch {epoch}, with {} of {} ranks",
             open.step(),
@@ -268,6 +301,11 @@ impl Cluster {
         if let Some(job) = self.jobs.get_mut(name) {
             (job.epoch, job.phase) = (epoch, Phase::Open(Box::new(open)));
         }
+        for (server, why) in lost {
+            self.give_up(name, server, &why, now, out);
+        }
+        self.serve_version(name, out);
+        self.copy_next(name, out);
         self.publish_if_initialised(name, out);
         self.unused_from(name, now, out);
         self.advance(name, now, out);
@@ -323,7 +361,8 @@ impl Job {
         let (id, spec, succession) = (held.id, held.spec.clone(), held.succession.clone());
         let restore = held.restore.clone();
         let (plan, deadline, learned) = (held.plan.clone(), now + RECOVERY, Some(held.age()));
-        let recovery = Recovery { plan, held: BTreeMap::from([(server, held)]), deadline };
+        let held = BTreeMap::from([(server, held)]);
+        let recovery = Recovery { plan, held, lost: BTreeMap::new(), deadline };
         let phase = Phase::Recovering(Box::new(recovery));
         Self { spec, id, epoch: 0, unused_since: now, succession, restore, learned, phase }
     }

@@ -23,6 +23,8 @@ pub(crate) struct Reduced {
     pub(crate) overflow: Option<Overflow>,
     /// The slices from which at least one rank is absent, ascending.
     pub(crate) absent: Vec<Absent>,
+    /// The number of the last copy of which the server has been told; 0 for none.
+    pub(crate) copies: u64,
 }
 
 /// A gradient that contains inf or NaN.
@@ -227,9 +229,10 @@ impl Cluster {
         let uninitialised = open.uninitialised.iter();
         let uninitialised = uninitialised
             .map(|&server| format!("{}, which waits for initial parameters", self.name(server)));
-        let late = open.trainable.keys().filter(|server| !open.round.reports.contains_key(server));
+        let late = open.servers().filter(|&server| open.awaits(server));
+        let late = late.filter(|server| !open.round.reports.contains_key(server));
         let late =
-            late.map(|&server| format!("{}{}", self.name(server), self.lacks(server, job_id)));
+            late.map(|server| format!("{}{}", self.name(server), self.lacks(server, job_id)));
         uninitialised.chain(late).collect()
     }
 
@@ -251,6 +254,7 @@ impl Open {
 
     /// Whether every server has all gradients of the open step.
     pub(super) fn is_reduced(&self) -> bool {
-        self.version.is_some() && self.round.reports.len() == self.trainable.len()
+        let mut awaited = self.servers().filter(|&server| self.awaits(server));
+        self.version.is_some() && awaited.all(|server| self.round.reports.contains_key(&server))
     }
 }

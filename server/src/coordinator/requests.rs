@@ -156,16 +156,7 @@ pub(super) fn create(request: pb::CreateJobRequest) -> Result<Create> {
 
 fn job_spec(spec: Option<pb::JobSpec>) -> Result<JobSpec> {
     let spec = spec.ok_or_else(|| Error::invalid("spec", "absent", "present"))?;
-    let spec = JobSpec::try_from(spec)?;
-    if spec.replicas > 1 {
-        // This version cannot replicate slices, so it must not accept the request.
-        return Err(Error::invalid(
-            "replicas",
-            spec.replicas,
-            "1, because this version does not replicate slices",
-        ));
-    }
-    Ok(spec)
+    JobSpec::try_from(spec)
 }
 
 /// Checks an address that other processes dial.

@@ -52,6 +52,27 @@ impl From<Report> for pb::CommitResponse {
     }
 }
 
+impl From<pb::CommitResponse> for Report {
+    fn from(report: pb::CommitResponse) -> Self {
+        let absent = |pb::Absent { slice, rank, everywhere }| Absent { slice, rank, everywhere };
+        let overflow = |pb::Overflow { slice, rank }| Overflow { slice, rank };
+        Self {
+            version: report.version,
+            applied: report.applied,
+            norm: Norm {
+                value: report.gradient_norm,
+                overflow: report.overflow.map(overflow),
+                tensors: [].into(),
+            },
+            clip_coefficient: report.clip_coefficient,
+            loss: report.loss,
+            world: report.world,
+            absent: report.absent.into_iter().map(absent).collect(),
+            resting: report.resting,
+        }
+    }
+}
+
 /// The answer to Reduce.
 pub(super) fn reduced(norm: Norm, resting: Vec<u32>) -> pb::ReduceResponse {
     let Norm { value: gradient_norm, overflow, tensors } = norm;

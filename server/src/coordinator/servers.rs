@@ -5,8 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use zeroshard_proto::Server;
 
 use super::{
+    absence::patience,
     cluster::Cluster,
     events::{Action, Command, Link, Now, ServerId},
+    recovery::RECOVERY,
     state::{Job, Phase, ServerState},
 };
 use crate::listing::some_of;
@@ -43,6 +45,7 @@ impl Cluster {
         let names: Vec<String> = self.jobs.keys().cloned().collect();
         for name in names {
             self.try_place(&name, out);
+            self.restore_redundancy(&name, now, out);
         }
     }
 
@@ -61,10 +64,11 @@ impl Cluster {
         let names: Vec<String> =
             self.jobs.values().filter(hit).map(|job| job.spec.name.clone()).collect();
         for name in names {
+            let until = now + self.jobs.get(&name).map_or(RECOVERY, |job| patience(&job.spec));
             match self.jobs.get_mut(&name).map(|job| &mut job.phase) {
                 Some(Phase::Recovering(recovery)) => recovery.forget(server),
                 Some(Phase::Open(open)) => {
-                    open.miss(server, cause, now, out);
+                    open.miss(server, cause, until, out);
                     self.save_without(server, &name, cause, now, out);
                 }
                 _ => {

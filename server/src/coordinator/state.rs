@@ -16,6 +16,7 @@ use super::{
     jobs::Plan,
     members::{Members, Queue},
     recovery::{Age, Recovery, unknown_yet},
+    replicas::Replicas,
     responses::Stats,
     resting::Resting,
     restore::Interrupted,
@@ -113,10 +114,12 @@ pub(crate) struct Open {
     pub(crate) rolled_back: Option<(u64, u64)>,
     /// The servers of the placement that are not connected.
     pub(crate) away: BTreeMap<ServerId, Away>,
+    pub(crate) replicas: Replicas,
 }
 
 impl Open {
-    pub(crate) fn new(plan: Plan) -> Self {
+    pub(crate) fn new(spec: &JobSpec, plan: Plan) -> Self {
+        let replicas = Replicas::new(spec, &plan.placement);
         let Plan { placement, trainable } = plan;
         let uninitialised: BTreeSet<_> =
             placement.servers().iter().map(|server| server.id).collect();
@@ -136,6 +139,7 @@ impl Open {
             saves: Saves::default(),
             rolled_back: None,
             away: BTreeMap::new(),
+            replicas,
         }
     }
 

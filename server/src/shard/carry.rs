@@ -80,7 +80,7 @@ pub(super) async fn carry_over<B: Backend>(
 
 /// Consecutive elements of a slice, and their position in a slice of the predecessor.
 #[derive(Debug, Clone)]
-struct SliceCopy {
+pub(super) struct SliceCopy {
     slice: u32,
     offset: usize,
     source: u32,
@@ -91,6 +91,13 @@ struct SliceCopy {
 }
 
 impl SliceCopy {
+    /// A copy of a whole slice from the same job on another server.
+    pub(super) fn whole<B: Backend>(job: &Job<B>, index: u32) -> Result<Self> {
+        let slice = job.slice(index)?;
+        let (length, state) = (slice.spec.numel, slice.group.is_some());
+        Ok(Self { slice: index, offset: 0, source: index, source_offset: 0, length, state })
+    }
+
     fn new<B: Backend>(job: &Job<B>, copy: &pb::SliceCopy) -> Result<Self> {
         let slice = job.slice(copy.slice)?;
         let end = copy.offset.checked_add(copy.length);
@@ -130,10 +137,10 @@ fn malformed(copy: &pb::SliceCopy) -> Error {
 }
 
 /// Copies from one server.
-struct Copier<B: Backend> {
-    store: Arc<Store<B>>,
-    job: Arc<Job<B>>,
-    from: Arc<JobVersion>,
+pub(super) struct Copier<B: Backend> {
+    pub(super) store: Arc<Store<B>>,
+    pub(super) job: Arc<Job<B>>,
+    pub(super) from: Arc<JobVersion>,
 }
 
 impl<B: Backend> Copier<B> {
@@ -194,7 +201,7 @@ impl<B: Backend> Copier<B> {
     }
 
     /// Copies from a job on another server.
-    async fn copy_remote(
+    pub(super) async fn copy_remote(
         self,
         holder: &pb::Server,
         token: &Token,

@@ -11,6 +11,7 @@ use super::{
     carry::carry_over,
     events::{Events, JobEvent},
     job::{Job, Opening, Origin},
+    replicate::{Copies, follow},
     restore,
     save::Saves,
     slice::Apply,
@@ -35,6 +36,12 @@ pub(super) enum Command {
     RankRests(pb::RankRests),
     /// Apply the attempt's gradients, or skip the step.
     Decide { attempt: Attempt, update: Option<Update>, message: Arc<pb::Decision> },
+    /// The slices are on other servers, in a new epoch.
+    NewPlacement { epoch: u64, placement: Placement },
+    /// Copy slices from their primaries.
+    Copy(pb::CopySlices),
+    /// All servers have the decisions that lead to a version.
+    Serve { version: u64 },
     /// Write the slices of the current version.
     Write(pb::WriteCheckpoint),
     /// Give up a save.
@@ -65,6 +72,17 @@ impl Command {
         let update = decision.update.clone().map(update).transpose()?;
         let message = Arc::new(decision);
         Ok(Self::Decide { attempt: Attempt { epoch, step, number }, update, message })
+    }
+}
+
+impl Command {
+    /// Converts a placement.
+    ///
+    /// # Errors
+    /// [`zeroshard_proto::Error::Invalid`] for one that is invalid.
+    pub(super) fn new_placement(next: pb::NewPlacement) -> Result<Self> {
+        let placement = Placement::try_from(next.placement.unwrap_or_default())?;
+        Ok(Self::NewPlacement { epoch: next.epoch, placement })
     }
 }
 
@@ -116,6 +134,11 @@ impl<B: Backend> Task<B> {
             restore::restore(&self.store, &job, checkpoint).await?;
         }
         self.store.insert(job.clone());
+        if job.spec.replicas > 1 {
+            let failure = self.store.failure.clone();
+            let follow = follow(self.store.clone(), job.clone(), self.token.clone());
+            tokio::spawn(async move { failure.guard("the backups of a job", follow).await });
+        }
         tracing::info!(job = job.spec.name, epoch, slices = job.slices().count(), "job opened");
         self.events.tell_of(&job.spec.name, job.id, JobEvent::Opened { epoch });
         job.finish_upload(job.attempt(), 0);
@@ -134,6 +157,7 @@ impl<B: Backend> Task<B> {
                 epoch: open.epoch,
                 placement: Placement::try_from(open.placement.unwrap_or_default())?,
                 server,
+                version: open.version,
                 closed,
                 backend: store.backend.clone(),
                 budget: store.budget.clone(),
@@ -148,12 +172,15 @@ impl<B: Backend> Task<B> {
     async fn obey(&mut self, job: &Arc<Job<B>>) -> Result<()> {
         let commands = &mut self.commands;
         let mut saves = Saves::new(self.store.clone(), job.clone(), self.server);
+        let mut copies = Copies::new(self.store.clone(), job.clone(), self.token.clone());
         while let Some(Some(command)) = job.closed().run_until_cancelled(commands.recv()).await {
             match command? {
                 // These commands are fast.
                 Command::Grant { rank, lease } => job.grant(rank, lease),
                 Command::Write(write) => saves.begin(write).await,
                 Command::CancelSave { save } => saves.cancel(save),
+                Command::Copy(copy) => copies.begin(&copy)?,
+                Command::Serve { version } => job.serve(version),
                 Command::Describe(answer) => {
                     // Nobody waits for a save of the last coordinator.
                     saves.cancel_all();
@@ -161,6 +188,9 @@ impl<B: Backend> Task<B> {
                     drop(answer.send(job.held()));
                 }
                 other => {
+                    if matches!(other, Command::NewPlacement { .. }) {
+                        copies.cancel();
+                    }
                     let (job, failure) = (job.clone(), &self.store.failure);
                     let execute = move || execute(&job, &other);
                     failure.blocking("a command about a job", execute).await?;
@@ -187,11 +217,17 @@ fn execute<B: Backend>(job: &Job<B>, command: &Command) -> Result<()> {
             tracing::info!(job = job.spec.name, epoch, rank, "new epoch");
             job.new_epoch(epoch, rank, left)
         }
+        Command::NewPlacement { epoch, ref placement } => {
+            tracing::info!(job = job.spec.name, epoch, "new placement");
+            job.new_placement(epoch, placement.clone())
+        }
         Command::NewAttempt { attempt, rested } => job.open_attempt(attempt, rested),
         Command::RankDone { rank } => job.rank_done(rank),
         Command::RankRests(ref rests) => job.rank_rests(rests),
         Command::Grant { .. }
         | Command::Write(_)
+        | Command::Copy(_)
+        | Command::Serve { .. }
         | Command::CancelSave { .. }
         | Command::Describe(_) => Ok(()),
     }

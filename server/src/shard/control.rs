@@ -260,6 +260,11 @@ impl<'a, B: Backend> Session<'a, B> {
             Wire::Cancel(pb::CancelCheckpoint { job_id, save, .. }) => {
                 (job_id, Ok(Command::CancelSave { save }))
             }
+            Wire::NewPlacement(next) => (next.job_id, Command::new_placement(next)),
+            Wire::Copy(copy) => (copy.job_id, Ok(Command::Copy(copy))),
+            Wire::ServeVersion(pb::ServeVersion { job_id, version, .. }) => {
+                (job_id, Ok(Command::Serve { version }))
+            }
             Wire::Confirm(pb::Confirm { number }) => {
                 return self.tasks.events.tell(Event::Confirmed(pb::Confirmed { number }));
             }

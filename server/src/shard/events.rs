@@ -9,7 +9,7 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use zeroshard_proto::pb::{self, serve_request::Event};
 
-use super::{round::Absent, slice::Reduced};
+use super::{job::Ready, round::Absent, slice::Reduced};
 use crate::attempt::Attempt;
 
 /// The maximum number of events that wait to be sent: a few for each step of each job.
@@ -28,9 +28,11 @@ pub(crate) enum JobEvent {
     /// Pushes with the lease are accepted from now on.
     Granted { rank: u32, lease: u64 },
     /// The gradients of the attempt are complete: those of all trained slices, in any order.
-    Ready { attempt: Attempt, reduced: Vec<(u32, Reduced)> },
+    Ready { attempt: Attempt, reduced: Ready },
     /// The decision about the step is stored.
     Stored { epoch: u64, step: u64 },
+    /// The slices of a [`pb::CopySlices`] are copied.
+    Copied { number: u64 },
     /// This server's part of a checkpoint is written.
     Written { save: u64, files: Vec<pb::CheckpointFile> },
     /// This server's part of a checkpoint could not be written.
@@ -56,6 +58,7 @@ impl JobEvent {
             Self::Stored { epoch, step } => {
                 Event::Stored(pb::DecisionStored { job, job_id, epoch, step })
             }
+            Self::Copied { number } => Event::Copied(pb::SlicesCopied { job, job_id, number }),
             Self::Written { save, files } => {
                 Event::Written(pb::CheckpointWritten { job, job_id, save, files })
             }
@@ -74,8 +77,9 @@ pub(super) fn step_ready(
     job: String,
     job_id: u64,
     attempt: Attempt,
-    mut reduced: Vec<(u32, Reduced)>,
+    ready: Ready,
 ) -> pb::StepReady {
+    let Ready { slices: mut reduced, copies } = ready;
     reduced.sort_unstable_by_key(|&(slice, _)| slice);
     let slice = |&(slice, Reduced { sum_of_squares, .. }): &(u32, Reduced)| pb::ReducedSlice {
         slice,
@@ -98,6 +102,7 @@ pub(super) fn step_ready(
         slices: reduced.iter().map(slice).collect(),
         overflow: reduced.iter().find_map(overflow),
         absent: reduced.iter().filter_map(absent).collect(),
+        copies,
     }
 }
 

@@ -1,6 +1,8 @@
 //! One job on this server: its slices, the open step, and the epoch.
 
-use std::sync::{Arc, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{
+    Arc, Mutex, MutexGuard, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard, atomic::AtomicU64,
+};
 
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
@@ -13,15 +15,17 @@ use super::{
     events::{Events, JobEvent},
     round::Chunk,
     senders::{self, Sent, describe},
-    slice::{Memory, Reduced, Slice, Upload},
+    slice::{Memory, Reduced, Role, Slice, Upload},
 };
 use crate::{attempt::Attempt, backend::Backend, metrics::Metrics};
 use progress::Progress;
+pub(crate) use progress::Ready;
 use ranks::Ranks;
 
 mod held;
 mod progress;
 mod ranks;
+mod replicas;
 mod steps;
 mod wait;
 
@@ -34,6 +38,8 @@ pub(crate) struct Opening<B> {
     pub(crate) origin: Origin,
     /// The id of this server in the placement.
     pub(crate) server: u64,
+    /// The version of a job that runs already, of which this server is to be a backup.
+    pub(crate) version: Option<u64>,
     /// Cancelled when the job is closed, also while it is being opened.
     pub(crate) closed: CancellationToken,
     pub(crate) backend: Arc<B>,
@@ -57,15 +63,20 @@ pub(crate) struct Origin {
 pub(crate) struct Job<B: Backend> {
     pub(crate) id: u64,
     pub(crate) spec: JobSpec,
-    placement: Placement,
+    /// The id of this server in placements.
+    server: u64,
+    placement: RwLock<Arc<Placement>>,
     origin: Origin,
     backend: Arc<B>,
     /// The budget for the memory of early gradients.
     budget: Arc<Budget>,
     metrics: Arc<Metrics>,
     events: Events,
-    /// The slices by number; `None` if another server is the primary.
-    slices: Vec<Option<Slice<B>>>,
+    /// The slices by number, empty where this server is neither primary nor backup. With another
+    /// placement the server may get more slices.
+    slices: Vec<OnceLock<Slice<B>>>,
+    /// In a job with replicas: the version that can be read.
+    served: AtomicU64,
     progress: Mutex<Progress>,
     ranks: RwLock<Ranks>,
     /// Notified when a slice has a new version, and when another attempt is open.
@@ -76,38 +87,27 @@ pub(crate) struct Job<B: Backend> {
 }
 
 impl<B: Backend> Job<B> {
-    /// Allocates the slices of which this server is the primary. Stops when `opening.closed` is
-    /// cancelled.
+    /// Allocates the slices that this server holds. Stops when `opening.closed` is cancelled.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], which names the tensor; [`Error::JobFailed`] if the job was closed.
     /// The memory allocated so far is freed.
     pub(crate) fn open(opening: Opening<B>) -> Result<Self> {
-        let Opening { id, spec, epoch, placement, server, closed, backend, .. } = opening;
-        let attempt = Attempt::first(epoch, 0);
-        let mut slices: Vec<_> = (0..spec.manifest.slices().len()).map(|_| None).collect();
-        let mut last: Option<(usize, Contributions)> = None;
-        for index in placement.primary_slices(server) {
-            if closed.is_cancelled() {
-                return Err(closed_error(&spec.name));
-            }
-            let cut = spec.manifest.slices()[index];
-            // Most slices follow another slice of the same tensor.
-            let same = last.take_if(|(tensor, _)| *tensor == cut.tensor);
-            let (_, contributions) =
-                last.insert(same.unwrap_or_else(|| (cut.tensor, spec.contributions(cut.tensor))));
-            let contributors = contributions.of_slice(&cut);
-            let slice = Slice::allocate(&*backend, &spec, index, contributors, attempt);
-            slices[index] = Some(slice.map_err(|e| Error::OutOfMemory {
-                what: format!("slice {index} of tensor {:?}", spec.manifest.tensor_of(index).name),
-                bytes: (e.numel * e.dtype.size()) as u64,
-            })?);
-        }
-        let progress = Progress::upload(attempt, slices.iter().flatten().count());
+        let Opening { id, spec, epoch, placement, server, version, closed, backend, .. } = opening;
+        let attempt = Attempt::first(epoch, version.unwrap_or(0));
+        let slices: Vec<_> = (0..spec.manifest.slices().len()).map(|_| OnceLock::new()).collect();
+        let new = Allocation { backend: &*backend, spec: &spec, closed: &closed, slices: &slices };
+        new.allocate(placement.slices_of(server), attempt, version.is_some())?;
+        let progress = match version {
+            None => Progress::upload(attempt, slices.iter().filter_map(OnceLock::get).count()),
+            Some(_) => Progress::step(attempt, version, 0),
+        };
         Ok(Self {
             id,
             spec,
-            placement,
+            server,
+            placement: RwLock::new(Arc::new(placement)),
+            served: AtomicU64::new(0),
             origin: opening.origin,
             backend,
             budget: opening.budget,
@@ -142,7 +142,12 @@ impl<B: Backend> Job<B> {
     /// All slices on this server, with their numbers.
     pub(crate) fn slices(&self) -> impl Iterator<Item = (u32, &Slice<B>)> {
         let numbered = (0u32..).zip(&self.slices);
-        numbered.filter_map(|(index, slice)| Some((index, slice.as_ref()?)))
+        numbered.filter_map(|(index, slice)| Some((index, slice.get()?)))
+    }
+
+    /// The slices of which this server is the primary, with their numbers.
+    pub(crate) fn primary_slices(&self) -> impl Iterator<Item = (u32, &Slice<B>)> {
+        self.slices().filter(|(_, slice)| slice.role() == Role::Primary)
     }
 
     /// Slice number `index`.
@@ -155,7 +160,18 @@ impl<B: Backend> Job<B> {
             let expected = format!("less than the job's number of slices, {}", self.slices.len());
             return Err(Error::invalid("slice", index, expected));
         };
-        slice.as_ref().ok_or_else(|| Error::NotHere { job: self.spec.name.clone(), slice: index })
+        slice.get().ok_or_else(|| Error::NotHere { job: self.spec.name.clone(), slice: index })
+    }
+
+    /// Slice number `index`, of which this server is the primary.
+    ///
+    /// # Errors
+    /// Those of [`Self::slice`].
+    pub(crate) fn primary_slice(&self, index: u32) -> Result<&Slice<B>> {
+        match self.slice(index)? {
+            slice if slice.role() == Role::Primary => Ok(slice),
+            _ => Err(Error::NotHere { job: self.spec.name.clone(), slice: index }),
+        }
     }
 
     /// Checks the epoch of a call.
@@ -185,7 +201,7 @@ impl<B: Backend> Job<B> {
     /// The first tensor and rank for which the open step, or the upload, waits.
     pub(crate) fn waiting_for(&self) -> Option<String> {
         let (index, what, rank) =
-            self.slices().find_map(|(index, slice)| match slice.version() {
+            self.primary_slices().find_map(|(index, slice)| match slice.version() {
                 None => Some((index, "initial parameters", slice.missing_upload()?)),
                 Some(_) => Some((index, "gradient", slice.missing_rank()?)),
             })?;
@@ -255,7 +271,7 @@ impl<B: Backend> Job<B> {
 
     /// Adds a chunk of a rank's gradient. Returns the number of new elements.
     pub(crate) fn contribute(&self, attempt: Attempt, index: u32, chunk: &Chunk) -> Result<u64> {
-        let slice = self.slice(index)?;
+        let slice = self.primary_slice(index)?;
         let current = || self.check_attempt(attempt, slice);
         let (new, reduced) =
             slice.contribute(self.backend(), attempt, chunk, &self.budget, current)?;
@@ -266,7 +282,7 @@ impl<B: Backend> Job<B> {
 
     /// Records that a rank has nothing more to send of a trained slice.
     pub(crate) fn absent(&self, attempt: Attempt, index: u32, rank: u32) -> Result<()> {
-        let slice = self.slice(index)?;
+        let slice = self.primary_slice(index)?;
         let reduced =
             slice.absent(self.backend(), attempt, rank, || self.check_attempt(attempt, slice))?;
         self.contributed.notify_waiters();
@@ -304,15 +320,19 @@ impl<B: Backend> Job<B> {
     /// Counts a slice whose gradient is complete.
     fn finish_reduction(&self, attempt: Attempt, slice: u32, reduced: Option<Reduced>) {
         let Some(reduced) = reduced else { return };
+        let is_primary = self.primary_slice(slice).is_ok();
         let mut progress = self.progress();
         if progress.is_upload || progress.attempt != attempt {
             return; // the attempt has ended
         }
-        if let Some(reduced) = progress.add(slice, reduced) {
+        let ready = progress.add(slice, reduced, is_primary);
+        if let Some(reduced) = &ready {
             progress.end_phase(&self.metrics.phases.reduce);
-            self.tell(JobEvent::Ready { attempt, reduced });
-            drop(progress);
-            // Readers of the gradient wait for it.
+            self.tell(JobEvent::Ready { attempt, reduced: reduced.clone() });
+        }
+        drop(progress);
+        if ready.is_some() || is_primary && self.spec.replicas > 1 {
+            // Readers of the gradient and backups wait for it.
             self.changed.send_replace(());
         }
     }
@@ -341,8 +361,10 @@ impl<B: Backend> Job<B> {
         Ok(())
     }
 
+    /// The number of slices that the open step needs the reduced gradient of.
     fn training_slices(&self) -> usize {
-        self.slices().filter(|(_, slice)| slice.group.is_some()).count()
+        let trains = |slice: &Slice<B>| slice.group.is_some() && slice.role().takes_gradients();
+        self.slices().filter(|(_, slice)| trains(slice)).count()
     }
 
     pub(crate) fn tell(&self, event: JobEvent) {
@@ -359,6 +381,53 @@ impl<B: Backend> Job<B> {
 
     fn progress(&self) -> MutexGuard<'_, Progress> {
         self.progress.lock().expect("no holder of the lock panics")
+    }
+}
+
+/// Slices to be allocated.
+struct Allocation<'a, B: Backend> {
+    backend: &'a B,
+    spec: &'a JobSpec,
+    closed: &'a CancellationToken,
+    slices: &'a [OnceLock<Slice<B>>],
+}
+
+impl<B: Backend> Allocation<'_, B> {
+    /// Allocates the slices that do not exist yet; `wanted` are their numbers, and whether this
+    /// server is the primary. If `is_empty`, their job runs already, and they have no content.
+    ///
+    /// # Errors
+    /// Those of [`Job::open`].
+    fn allocate(
+        &self,
+        wanted: impl Iterator<Item = (usize, bool)>,
+        attempt: Attempt,
+        is_empty: bool,
+    ) -> Result<()> {
+        let Self { spec, slices, .. } = *self;
+        let mut last: Option<(usize, Contributions)> = None;
+        for (index, is_primary) in wanted.filter(|(index, _)| slices[*index].get().is_none()) {
+            if self.closed.is_cancelled() {
+                return Err(closed_error(&spec.name));
+            }
+            let cut = spec.manifest.slices()[index];
+            // Most slices follow another slice of the same tensor.
+            let same = last.take_if(|(tensor, _)| *tensor == cut.tensor);
+            let (_, contributions) =
+                last.insert(same.unwrap_or_else(|| (cut.tensor, spec.contributions(cut.tensor))));
+            let contributors = contributions.of_slice(&cut);
+            let role = if is_primary { Role::Primary } else { Role::Backup };
+            let slice = Slice::allocate(self.backend, spec, index, contributors, attempt, role);
+            let slice = slice.map_err(|e| Error::OutOfMemory {
+                what: format!("slice {index} of tensor {:?}", spec.manifest.tensor_of(index).name),
+                bytes: (e.numel * e.dtype.size()) as u64,
+            })?;
+            if is_empty {
+                slice.begin_empty(attempt);
+            }
+            _ = slices[index].set(slice);
+        }
+        Ok(())
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! `data` and `service` implement the protocol, `store` finds the job, `job` finds the slice, and
 //! `slice` computes on a backend. `control` receives the commands of the coordinator, and
-//! `commands` carries them out for a job. Only `carry` knows the other servers.
+//! `commands` carries them out for a job. Only `carry` and `replicate` know the other servers.
 
 mod budget;
 mod carry;
@@ -15,6 +15,7 @@ mod part;
 mod pull;
 mod push;
 mod ranges;
+mod replicate;
 mod restore;
 mod round;
 mod save;

@@ -12,11 +12,11 @@ use futures_util::{Stream, stream};
 use zeroshard_proto::{
     DType, Deadline, Elements, Error, JobSpec, Result, StridedBox, TensorBox,
     frame::{Extent, Writer},
-    pb,
+    pb::{self, state_part},
 };
 
 use super::{budget::Space, job::Job, part::Part, slice::Slice, store::Store};
-use crate::backend::Backend;
+use crate::{attempt::Attempt, backend::Backend};
 
 /// The payload of one message if the caller does not specify it.
 const CHUNK_BYTES: usize = 1 << 20;
@@ -47,13 +47,45 @@ struct Pull<B: Backend> {
     job: Arc<Job<B>>,
     /// The epoch in which the caller is a member; `None`: a reader.
     epoch: Option<u64>,
-    version: u64,
-    part: Part,
+    content: Content,
     dtype: DType,
     chunk: usize,
     deadline: Deadline,
     wanted: VecDeque<Wanted<B>>,
     writer: Writer,
+}
+
+/// What a pull reads of each slice.
+#[derive(Debug, Clone, Copy)]
+struct Content {
+    version: u64,
+    part: Part,
+    /// The attempt whose reduced gradient a backup wants.
+    attempt: Option<Attempt>,
+}
+
+impl Content {
+    fn of(request: &pb::PullRequest, job: &JobSpec) -> Result<Self> {
+        // All groups have the same state tensors.
+        let part = Part::of(request.part.as_ref(), &job.groups[0])?;
+        let number = match request.part.as_ref().and_then(|part| part.part.as_ref()) {
+            Some(state_part::Part::GradientSum(sum)) => sum.attempt,
+            _ => None,
+        };
+        let (epoch, version) = (request.epoch, request.version);
+        let attempt = number.map(|number| Attempt { epoch, step: version, number });
+        Ok(Self { version, part, attempt })
+    }
+
+    /// The content of a slice; `None` if it is not available yet.
+    fn read<B: Backend>(self, job: &Job<B>, slice: &Slice<B>) -> Result<Option<Arc<B::Buffer>>> {
+        let (backend, name) = (job.backend(), &job.spec.name);
+        match self.attempt {
+            Some(attempt) => slice.reduced_of(backend, name, attempt),
+            None if self.part != Part::GradientSum && !job.serves(self.version) => Ok(None),
+            None => slice.read(backend, self.part, name, self.version),
+        }
+    }
 }
 
 /// Checks the request, and returns the data frames of the response, which can end with an error.
@@ -66,7 +98,9 @@ pub(super) fn pull<B: Backend>(
     deadline: Option<Deadline>,
 ) -> Result<impl Stream<Item = Result<Bytes>> + Send + use<B>> {
     let job = store.job(&request.job, request.job_id)?;
-    let epoch = Some(request.epoch).filter(|&epoch| epoch != 0);
+    let content = Content::of(request, &job.spec)?;
+    // A backup may know an epoch first.
+    let epoch = Some(request.epoch).filter(|&epoch| epoch != 0 && content.attempt.is_none());
     epoch.map_or(Ok(()), |epoch| job.check_epoch(epoch))?;
     let dtype = DType::from_wire(request.dtype)
         .ok_or_else(|| Error::invalid("dtype of a pull", request.dtype, "f32, bf16 or f16"))?;
@@ -74,19 +108,16 @@ pub(super) fn pull<B: Backend>(
         0 => CHUNK_BYTES,
         bytes => bytes.clamp(CHUNK_LIMITS.start, CHUNK_LIMITS.end),
     };
-    // All groups have the same state tensors.
-    let part = Part::of(request.part.as_ref(), &job.spec.groups[0])?;
     let boxes = boxes(&job.spec, &request.boxes)?;
     let wanted = request
         .extents
         .iter()
-        .map(|extent| wanted(&job, part, &boxes, extent))
+        .map(|extent| wanted(&job, content.part, &boxes, extent))
         .collect::<Result<_>>()?;
     let mut pull = Pull {
         store: store.clone(),
         epoch,
-        version: request.version,
-        part,
+        content,
         dtype,
         chunk: bytes / dtype.size(),
         deadline: store.deadline(deadline),
@@ -134,7 +165,7 @@ fn wanted<B: Backend>(
     boxes: &Boxes,
     extent: &pb::Extent,
 ) -> Result<Wanted<B>> {
-    let slice = job.slice(extent.slice)?;
+    let slice = job.primary_slice(extent.slice)?;
     let tensor = &job.spec.manifest.tensors()[slice.spec.tensor].name;
     part.check(slice.group.is_some(), slice.shape_of(part), tensor)?;
     let elements = match boxes.get(&slice.spec.tensor) {
@@ -178,11 +209,11 @@ impl<B: Backend> Pull<B> {
     fn hold(&mut self) -> Result<()> {
         for wanted in self.wanted.iter_mut().filter(|wanted| wanted.held.is_none()) {
             let slice = self.job.slice(wanted.slice)?;
-            let Some(space) = self.store.pins.take(bytes_of(&self.job, slice, self.part)) else {
+            let Some(space) = self.store.pins.take(bytes_of(&self.job, slice, self.content.part))
+            else {
                 return Ok(()); // the rest is held when it is sent
             };
-            let buffer =
-                slice.read(self.job.backend(), self.part, &self.job.spec.name, self.version)?;
+            let buffer = self.content.read(&self.job, slice)?;
             wanted.held = buffer.map(|buffer| Held { buffer, _space: Some(space) });
         }
         Ok(())
@@ -193,9 +224,8 @@ impl<B: Backend> Pull<B> {
         let Some(wanted) = self.wanted.front_mut() else { return Ok(false) };
         if wanted.held.is_none() {
             let slice = self.job.slice(wanted.slice)?;
-            let buffer =
-                slice.read(self.job.backend(), self.part, &self.job.spec.name, self.version)?;
-            let space = || self.store.pins.take(bytes_of(&self.job, slice, self.part));
+            let buffer = self.content.read(&self.job, slice)?;
+            let space = || self.store.pins.take(bytes_of(&self.job, slice, self.content.part));
             wanted.held = buffer.map(|buffer| Held { buffer, _space: space() });
         }
         Ok(wanted.held.is_some())
@@ -224,7 +254,7 @@ impl<B: Backend> Pull<B> {
             let offset = std::mem::replace(&mut wanted.rest.start, end);
             let payload = self.job.slice(wanted.slice)?.values(
                 self.job.backend(),
-                self.part,
+                self.content.part,
                 &held.buffer,
                 wanted.elements.select(offset..end),
                 self.dtype,
@@ -241,26 +271,27 @@ impl<B: Backend> Pull<B> {
     async fn wait(&mut self) -> Result<()> {
         let index = self.wanted.front().expect("something is wanted").slice;
         let slice = self.job.slice(index)?;
-        let (part, version, epoch) = (self.part, self.version, self.epoch);
+        let (content, epoch) = (self.content, self.epoch);
         let name = &self.job.spec.name;
         let ready = || {
             // A member that waits for a step's result must learn that the step was aborted. A
             // reader continues to wait, because the step will be run again.
             epoch.map_or(Ok(()), |epoch| self.job.check_epoch(epoch))?;
-            slice.read(self.job.backend(), part, name, version)
+            content.read(&self.job, slice)
         };
         let waiting_for = || {
             let tensor = &self.job.spec.manifest.tensors()[slice.spec.tensor].name;
             let missing =
                 self.job.waiting_for().map(|missing| format!("; the server waits for {missing}"));
             format!(
-                "version {version} of tensor {tensor:?} of job {name:?} in epoch {}{}",
+                "version {} of tensor {tensor:?} of job {name:?} in epoch {}{}",
+                content.version,
                 self.job.epoch(),
                 missing.unwrap_or_default()
             )
         };
         let buffer = self.job.wait_for(self.deadline, ready, waiting_for).await?;
-        let _space = self.store.pins.take(bytes_of(&self.job, slice, part));
+        let _space = self.store.pins.take(bytes_of(&self.job, slice, content.part));
         self.wanted.front_mut().expect("something is wanted").held = Some(Held { buffer, _space });
         self.hold()
     }

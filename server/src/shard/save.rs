@@ -158,12 +158,13 @@ impl<B: Backend> Snapshot<B> {
     /// Holds the version, which all slices have.
     fn take(job: &Arc<Job<B>>, version: u64) -> Result<Self> {
         let mut held = BTreeMap::new();
-        for (index, slice) in job.slices() {
+        for (index, slice) in job.primary_slices() {
             match slice.hold(job.backend(), &job.spec.name, version) {
                 Ok(slice) => drop(held.insert(index, slice)),
                 Err(error) => {
                     held.clear();
-                    job.slices().take_while(|(other, _)| *other < index).for_each(|(other, _)| {
+                    let before = job.primary_slices().take_while(|(other, _)| *other < index);
+                    before.for_each(|(other, _)| {
                         drop(job.finish_save(other));
                     });
                     return Err(error);

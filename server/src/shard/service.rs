@@ -37,7 +37,7 @@ impl<B: Backend> Service<B> {
                 let digest = held.digest(job.backend(), &request.job, request.version)?;
                 Ok(pb::SliceDigest { slice, digest: digest.to_vec().into() })
             };
-            job.slices().map(digest).collect::<Result<_>>()
+            job.primary_slices().map(digest).collect::<Result<_>>()
         };
         let slices = self.store.failure.blocking("hash the slices", digests).await?;
         Ok(pb::DigestResponse { slices })
@@ -49,7 +49,7 @@ impl<B: Backend> Service<B> {
         let job = self.store.job(&request.job, request.job_id)?;
         job.wait_for_version(request.version, deadline).await?;
         let mut response = pb::StepsResponse::default();
-        for (index, slice) in job.slices().filter(|(_, slice)| slice.group.is_some()) {
+        for (index, slice) in job.primary_slices().filter(|(_, slice)| slice.group.is_some()) {
             let applied = slice.applied(&request.job, request.version)?;
             response.slices.push(pb::SliceSteps {
                 slice: index,

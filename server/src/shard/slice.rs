@@ -6,7 +6,7 @@
 
 use std::sync::{
     Arc, Mutex, MutexGuard,
-    atomic::{AtomicU64, Ordering},
+    atomic::{AtomicU8, AtomicU64, Ordering},
 };
 
 use zeroshard_proto::{
@@ -28,6 +28,7 @@ use received::Received;
 use replacement::Replacement;
 use versioned::Versioned;
 
+mod backup;
 mod carried;
 mod factors;
 mod read;
@@ -37,6 +38,7 @@ mod saved;
 mod upload;
 mod versioned;
 
+pub(crate) use backup::Role;
 pub(crate) use saved::HeldSlice;
 pub(crate) use upload::Upload;
 
@@ -63,6 +65,8 @@ pub(crate) struct Slice<B: Backend> {
     /// Readable without the lock, because waiting for a version must not wait for a step that is
     /// being applied.
     version: AtomicU64,
+    /// A [`Role`]. It changes under the lock.
+    role: AtomicU8,
     inner: Mutex<Inner<B>>,
 }
 
@@ -92,6 +96,8 @@ struct Inner<B: Backend> {
     replacement: Option<Replacement<B>>,
     /// Whether a checkpoint holds a version of the slice.
     is_saved: bool,
+    /// Of a backup: the elements of the reduced gradient that have arrived.
+    from_primary: usize,
 }
 
 /// The gradient of the open step.
@@ -119,6 +125,8 @@ pub(crate) struct Step<'a> {
     pub(crate) apply: Option<Apply<'a>>,
     /// The first attempt at the following step.
     pub(crate) next: Attempt,
+    /// The slices for which no rank had a gradient, ascending, for backups.
+    pub(crate) absent: &'a [u32],
 }
 
 /// The parameters of an applied step that are equal for all slices.
@@ -150,6 +158,7 @@ impl<B: Backend> Slice<B> {
         index: usize,
         contributors: Arc<[SliceContributors]>,
         attempt: Attempt,
+        role: Role,
     ) -> Result<Self, OutOfMemory> {
         let JobSpec { manifest, groups, .. } = job;
         let spec = manifest.slices()[index];
@@ -191,6 +200,7 @@ impl<B: Backend> Slice<B> {
             initial_state: group.map_or(0.0, |group| groups[group].initial_state()),
             dtype: tensor.dtype,
             version: AtomicU64::new(NOT_INITIALISED),
+            role: AtomicU8::new(role as u8),
             inner: Mutex::new(inner),
         })
     }
@@ -233,7 +243,7 @@ impl<B: Backend> Slice<B> {
         self.enter(backend, &mut inner, attempt);
         let open = inner.open.as_mut().expect("the caller asked `group`");
         let new = open.round.contribute(backend, &mut open.sum, chunk, budget)?;
-        Ok((new, inner.reduced(backend)?))
+        Ok((new, inner.reduced(backend, self.role())?))
     }
 
     /// Records that a rank sends nothing more of this attempt's gradient. Returns the properties of
@@ -251,7 +261,7 @@ impl<B: Backend> Slice<B> {
         self.enter(backend, &mut inner, attempt);
         let open = inner.open.as_mut().expect("the caller asked `group`");
         open.round.absent(backend, &mut open.sum, rank);
-        inner.reduced(backend)
+        inner.reduced(backend, self.role())
     }
 
     /// The first rank whose gradient is incomplete.
@@ -273,7 +283,7 @@ impl<B: Backend> Slice<B> {
             return Ok(None);
         }
         self.enter(backend, &mut inner, attempt);
-        inner.reduced(backend)
+        inner.reduced(backend, self.role())
     }
 
     /// From now on `rank` is absent from every attempt or, if it is not `done`, contributes again
@@ -290,11 +300,12 @@ impl<B: Backend> Slice<B> {
             return Ok(None);
         }
         inner.done.push(rank);
-        let Some(open) = inner.open.as_mut().filter(|_| self.version().is_some()) else {
+        let adds = self.version().is_some() && self.role() == Role::Primary;
+        let Some(open) = inner.open.as_mut().filter(|_| adds) else {
             return Ok(None);
         };
         open.round.absent(backend, &mut open.sum, rank);
-        inner.reduced(backend)
+        inner.reduced(backend, self.role())
     }
 
     /// Changes to `attempt`, if it is a later one. Called under the lock.
@@ -304,7 +315,7 @@ impl<B: Backend> Slice<B> {
             if self.version().is_none() {
                 inner.forget_upload();
             }
-            inner.restart(backend, attempt);
+            inner.restart(backend, attempt, self.role());
         }
     }
 
@@ -319,9 +330,9 @@ impl<B: Backend> Slice<B> {
         if let Some(published) = &mut inner.published {
             backend.copy(inner.master.current(), published.write(backend)?);
         }
-        inner.restart(backend, Attempt { step: version, ..inner.attempt });
+        inner.restart(backend, Attempt { step: version, ..inner.attempt }, self.role());
         self.set_version(version);
-        inner.reduced(backend)
+        inner.reduced(backend, self.role())
     }
 
     /// Takes the slice to the version of `step.next`. Returns the properties of the next step's
@@ -330,13 +341,18 @@ impl<B: Backend> Slice<B> {
     /// # Errors
     /// [`zeroshard_proto::Error::OutOfMemory`] if a reader holds the old version and no memory was
     /// reserved, which does not happen after the gradient was reported.
-    pub(crate) fn step(&self, backend: &B, step: &Step<'_>) -> Result<Option<Reduced>> {
+    pub(crate) fn step(&self, backend: &B, index: u32, step: &Step<'_>) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
-        let inner = &mut *inner;
+        let (inner, role) = (&mut *inner, self.role());
+        let is_absent = |open: &Open<B>| match role {
+            Role::Primary => open.round.is_absent_everywhere(),
+            Role::Backup | Role::Copying => step.absent.binary_search(&index).is_ok(),
+            Role::Empty => true,
+        };
         let replaced = inner.take_replacement(&self.contributors);
         if let Some((group, open)) = self.group.zip(inner.open.as_mut())
             && let Some(apply) = step.apply
-            && !open.round.is_absent_everywhere()
+            && !is_absent(open)
         {
             let coefficient = if self.no_clip { apply.unclipped } else { apply.coefficient };
             let factor = apply.gradient_factors.get(self.spec.tensor).copied().unwrap_or(1.0);
@@ -353,9 +369,9 @@ impl<B: Backend> Slice<B> {
             backend.copy(inner.master.current(), published.write(backend)?);
         }
         inner.buffers().for_each(Versioned::release);
-        inner.restart(backend, step.next);
+        inner.restart(backend, step.next, role);
         self.set_version(step.next.step);
-        inner.reduced(backend)
+        inner.reduced(backend, role)
     }
 
     /// Makes `version` available. Called under the lock.
@@ -384,6 +400,7 @@ impl<B: Backend> Inner<B> {
             open: None,
             replacement: None,
             is_saved: false,
+            from_primary: 0,
         }
     }
 
@@ -393,12 +410,14 @@ impl<B: Backend> Inner<B> {
     }
 
     /// Begins `attempt` without contributions.
-    fn restart(&mut self, backend: &B, attempt: Attempt) {
+    fn restart(&mut self, backend: &B, attempt: Attempt, role: Role) {
         self.attempt = attempt;
+        self.from_primary = 0;
         if let Some(open) = &mut self.open {
             open.round.reset();
             open.is_reported = false;
-            for &rank in &self.done {
+            // Of a backup, the sum is the primary's.
+            for &rank in self.done.iter().filter(|_| role == Role::Primary) {
                 open.round.absent(backend, &mut open.sum, rank);
             }
         }
@@ -407,8 +426,13 @@ impl<B: Backend> Inner<B> {
     /// Returns the properties of the gradient when it is found complete for the first time, after
     /// reserving the memory that the step needs. Without that memory the step waits for a
     /// checkpoint that holds the slice (see [`Slice::end_save`]).
-    fn reduced(&mut self, backend: &B) -> Result<Option<Reduced>> {
-        if self.open.as_ref().is_none_or(|open| open.is_reported || !open.round.is_complete()) {
+    fn reduced(&mut self, backend: &B, role: Role) -> Result<Option<Reduced>> {
+        let is_complete = |open: &Open<B>| match role {
+            Role::Primary => open.round.is_complete(),
+            Role::Backup | Role::Copying => self.has_reduced(backend.numel(&open.sum)),
+            Role::Empty => false,
+        };
+        if self.open.as_ref().is_none_or(|open| open.is_reported || !is_complete(open)) {
             return Ok(None);
         }
         match self.reserve(backend) {

@@ -43,7 +43,8 @@ impl Subject {
         let backend = Cpu::new();
         let contributors = contributors(&job);
         let attempt = Attempt::first(1, 0);
-        let slice = Slice::allocate(&backend, &job, 0, contributors, attempt).unwrap();
+        let slice =
+            Slice::allocate(&backend, &job, 0, contributors, attempt, Role::Primary).unwrap();
         let attempt = Cell::new(attempt);
         Self { backend, budget: Budget::new(0), groups: job.groups, slice, attempt }
     }
@@ -117,7 +118,7 @@ impl Subject {
         assert_eq!(self.slice.version(), Some(version));
         let next = Attempt::first(self.attempt.get().epoch, version + 1);
         self.attempt.set(next);
-        assert_eq!(self.slice.step(&self.backend, &Step { apply, next }), Ok(None));
+        assert_eq!(self.slice.step(&self.backend, 0, &Step { apply, next, absent: &[] }), Ok(None));
     }
 
     fn held(&self, part: Part, version: u64) -> Arc<<Cpu as Backend>::Buffer> {

@@ -68,6 +68,7 @@ impl Subject {
             placement,
             origin: Origin::default(),
             server: 9,
+            version: None,
             closed: CancellationToken::new(),
             backend: store.backend.clone(),
             budget: store.budget.clone(),

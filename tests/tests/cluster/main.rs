@@ -18,6 +18,7 @@ mod norms;
 mod operations;
 mod reads;
 mod refusals;
+mod replicas;
 mod restart;
 mod restored;
 mod resume;

@@ -289,7 +289,7 @@ async fn a_spec_that_contradicts_itself_or_an_existing_job_is_refused() {
         "name of the job"
     );
     assert_eq!(invalid(create(Some(pb::JobSpec { world: 0, ..pb() })).await), "world");
-    assert_eq!(invalid(create(Some(pb::JobSpec { replicas: 2, ..pb() })).await), "replicas");
+    assert_eq!(invalid(create(Some(pb::JobSpec { replicas: 65, ..pb() })).await), "replicas");
     assert_eq!(
         invalid(create(Some(pb::JobSpec { groups: vec![], ..pb() })).await),
         "number of parameter groups"

@@ -190,6 +190,11 @@ pub struct Train {
     #[arg(long, value_name = "N", default_value_t = 3,
         value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Cluster")]
     pub shards: u32,
+    /// Number of servers that hold each slice. With 2 or more, training goes on when a server is
+    /// lost
+    #[arg(long, value_name = "N", default_value_t = 1,
+        value_parser = clap::value_parser!(u32).range(1..=64), help_heading = "Cluster")]
+    pub replicas: u32,
     /// Run each server and each worker in a separate process
     #[arg(long, conflicts_with_all = ["address", "rank"], help_heading = "Cluster")]
     pub processes: bool,
@@ -310,6 +315,7 @@ impl Train {
                 self.micro_batches as usize,
             )?,
             shards: self.shards,
+            replicas: self.replicas,
             schedule: Schedule::new(optimizer, self.steps),
             clip: Some(self.clip).filter(|&norm| norm > 0.0),
             loss_scale: self.loss_scale,

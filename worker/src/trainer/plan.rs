@@ -34,6 +34,8 @@ pub struct Plan {
     pub sharding: Sharding,
     /// The number of shard servers to wait for.
     pub shards: u32,
+    /// The number of servers that hold each slice.
+    pub replicas: u32,
     /// The optimizers of each step.
     pub schedule: Schedule,
     /// The maximum global norm of the gradient.
@@ -103,7 +105,7 @@ impl Plan {
             groups,
             world: self.parallelism.workers(),
             min_servers: self.shards,
-            replicas: 1,
+            replicas: self.replicas,
             meshes: self.parallelism.mesh()?.into_iter().map(Into::into).collect(),
             departure: Departure::Error,
             idle_timeout: None,

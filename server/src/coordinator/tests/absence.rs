@@ -1,7 +1,7 @@
 //! A server has received only the first part of the commands, because its control stream has broken
 //! or the coordinator has died.
 
-use std::sync::Arc;
+use std::{collections::BTreeSet, sync::Arc};
 
 use zeroshard_proto::Departure;
 
@@ -65,6 +65,9 @@ impl Shard {
                 | Command::Welcome
                 | Command::Write { .. }
                 | Command::CancelSave { .. } => {}
+                Command::NewPlacement { .. }
+                | Command::Copy { .. }
+                | Command::ServeVersion { .. } => panic!("the job has no replicas"),
                 Command::Close(_) => panic!("the job is closed"),
             },
         }
@@ -186,6 +189,8 @@ impl Play {
             plan: Plan::of(&found.spec, open.placement.as_ref().clone()),
             succession: None,
             restore: None,
+            empty: BTreeSet::new(),
+            copies: 0,
             attempt: Attempt::first(1, 0),
             published: false,
             initialised: false,
@@ -309,6 +314,8 @@ fn a_step_is_decided_and_reported_when_the_server_is_back() {
         plan,
         succession: None,
         restore: None,
+        empty: BTreeSet::new(),
+        copies: 0,
         attempt,
         published: true,
         initialised: false,

@@ -15,6 +15,7 @@ mod members;
 mod model;
 mod recovery;
 mod reduces;
+mod replicas;
 mod resting;
 mod saves;
 mod service;
@@ -157,6 +158,7 @@ impl Script {
             | Action::Tick(_)
             | Action::Forgotten { .. }
             | Action::SaveEnded { .. }
+            | Action::Redundant { .. }
             | Action::Note(_) => {}
             Action::Complete(completion) => self.completions.push(completion),
         }
@@ -167,6 +169,7 @@ impl Script {
     fn reply(&self, command: &Command) -> Option<Said> {
         match command.clone() {
             Command::Grant { job, rank, lease } => Some(Said::Granted { job, rank, lease }),
+            Command::Copy { job, number, .. } => Some(Said::Copied { job, number }),
             Command::Confirm { number } => Some(Said::Confirmed { number }),
             Command::Decide { job, decision: Decision { attempt, .. } } => {
                 Some(Said::Stored { job, epoch: attempt.epoch, step: attempt.step })
@@ -373,7 +376,7 @@ impl Script {
         let slices =
             described.placement.primary_slices(server).filter(|&slice| manifest.trains(slice));
         let sums = slices.map(|slice| (slice as u32, slice as f64 + 1.0)).collect();
-        Reduced { sums, overflow: None, absent: Vec::new() }
+        Reduced { sums, overflow: None, absent: Vec::new(), copies: 0 }
     }
 
     fn stored(&mut self, server: u64, epoch: u64, step: u64) {

@@ -34,6 +34,8 @@ impl Before {
             plan: self.plan.clone(),
             succession: None,
             restore: None,
+            empty: BTreeSet::new(),
+            copies: 0,
             attempt: Attempt { epoch: 3, step: 4, number: 0 },
             published: true,
             initialised: false,
@@ -47,7 +49,7 @@ impl Before {
     fn reduced(&self, server: u64) -> Reduced {
         let slices = self.plan.trainable.get(&server).into_iter().flatten();
         let sums = slices.map(|&slice| (slice, f64::from(slice) + 1.0)).collect();
-        Reduced { sums, overflow: None, absent: Vec::new() }
+        Reduced { sums, overflow: None, absent: Vec::new(), copies: 0 }
     }
 
     /// A server that has all gradients of step 4.
@@ -60,7 +62,7 @@ impl Before {
         let held = self.held();
         let figures =
             Figures { scale: 2.0, clip_coefficient: 0.5, loss: Some(7.0), resting: vec![] };
-        let decision = Decision { attempt: held.attempt, update: None, figures };
+        let decision = Decision { attempt: held.attempt, update: None, figures, replicated: None };
         Held {
             attempt: Attempt { epoch: 3, step: 5, number: 0 },
             decided: Some((decision, self.reduced(server))),

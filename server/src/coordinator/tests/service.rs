@@ -202,6 +202,7 @@ async fn a_job_trains_a_step_over_the_wire() {
             .into(),
         overflow: None,
         absent: Vec::new(),
+        copies: 0,
         job_id,
         attempt: 0,
     };
@@ -371,10 +372,6 @@ async fn invalid_requests_get_typed_errors_and_the_server_continues() {
     let absent = pb::CreateJobRequest::default();
     assert_eq!(field(error(client.create_job(absent).await)), "spec");
     assert_eq!(field(error(client.create_job(create(0)).await)), "world");
-    let replicated = JobSpec { replicas: 2, min_servers: 2, ..spec(1) };
-    let replicated =
-        pb::CreateJobRequest { spec: Some((&replicated).into()), ..Default::default() };
-    assert_eq!(field(error(client.create_job(replicated).await)), "replicas");
     assert_eq!(
         field(error(client.commit(pb::CommitRequest::default()).await)),
         "turn of the call of a rank"

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use prost::Message;
 use zeroshard_proto::{
-    JobVersion, Optimizer,
+    JobVersion, Optimizer, Placement,
     pb::{self, serve_response::Command as Wire},
 };
 
 use super::*;
-use crate::coordinator::resting::Begins;
 use crate::coordinator::{control::said, responses::Stats};
+use crate::coordinator::{decisions::Replicated, resting::Begins};
 
 /// The report of a server that waits for this input of the job.
 pub(super) fn stats(waiting_for: &str) -> Stats {
@@ -30,6 +30,7 @@ fn a_report_of_gradients_is_converted_with_every_field() {
         slices: vec![pb::ReducedSlice { slice: 4, sum_of_squares: 5.0 }],
         overflow: Some(pb::Overflow { slice: 6, rank: Some(7) }),
         absent: vec![pb::Absent { slice: 8, rank: 9, everywhere: true }],
+        copies: 10,
     };
     let Ok(Said::Ready { job: of, attempt, reduced }) =
         said(pb::serve_request::Event::Ready(ready))
@@ -37,15 +38,14 @@ fn a_report_of_gradients_is_converted_with_every_field() {
         panic!("Ready")
     };
     assert_eq!((of, attempt), (job(), Attempt { epoch: 1, step: 2, number: 3 }));
-    assert_eq!(reduced.sums, [(4, 5.0)]);
+    assert_eq!((reduced.sums, reduced.copies), (vec![(4, 5.0)], 10));
     assert_eq!(reduced.overflow, Some(Overflow { slice: 6, rank: Some(7) }));
     assert_eq!(reduced.absent, [Absent { slice: 8, rank: 9, everywhere: true }]);
 }
 
-#[test]
-fn the_report_of_a_step_is_converted_with_every_field() {
+fn report() -> Report {
     let overflow = Some(Overflow { slice: 2, rank: None });
-    let report = Report {
+    Report {
         version: 1,
         applied: true,
         norm: Norm { value: 2.0, overflow, tensors: Arc::new([9.0]) },
@@ -54,7 +54,11 @@ fn the_report_of_a_step_is_converted_with_every_field() {
         world: 5,
         absent: vec![Absent { slice: 6, rank: 7, everywhere: false }],
         resting: vec![8, 9],
-    };
+    }
+}
+
+#[test]
+fn the_report_of_a_step_is_converted_with_every_field() {
     let message = pb::CommitResponse {
         version: 1,
         applied: true,
@@ -66,7 +70,39 @@ fn the_report_of_a_step_is_converted_with_every_field() {
         absent: vec![pb::Absent { slice: 6, rank: 7, everywhere: false }],
         resting: vec![8, 9],
     };
-    assert_eq!(pb::CommitResponse::from(report), message);
+    assert_eq!(pb::CommitResponse::from(report()), message);
+    // Servers keep no norms of tensors.
+    let kept = Report { norm: Norm { tensors: [].into(), ..report().norm }, ..report() };
+    assert_eq!(Report::from(message), kept);
+}
+
+#[test]
+fn commands_about_replicas_are_converted_with_every_field() {
+    let (job_id, name) = (JOB, "job".to_owned());
+    let servers = vec![Server { id: 1, incarnation: 2, address: "host:1".to_owned() }];
+    let placement = Arc::new(Placement::new(servers, 1, vec![0]).unwrap());
+    let next = pb::NewPlacement {
+        job: name.clone(),
+        job_id,
+        epoch: 3,
+        placement: Some(placement.as_ref().into()),
+    };
+    let command = Command::NewPlacement { job: job(), epoch: 3, placement };
+    assert_eq!(Wire::from(command), Wire::NewPlacement(next));
+    let (number, version, slices) = (4, 5, vec![6, 7]);
+    let copy =
+        pb::CopySlices { job: name.clone(), job_id, number, version, slices: slices.clone() };
+    let command = Command::Copy { job: job(), number, version, slices };
+    assert_eq!(Wire::from(command), Wire::Copy(copy));
+    let serve = pb::ServeVersion { job: name.clone(), job_id, version };
+    let command = Command::ServeVersion { job: job(), version };
+    assert_eq!(Wire::from(command), Wire::ServeVersion(serve));
+    let copied = pb::SlicesCopied { job: name, job_id, number };
+    let Ok(Said::Copied { job: of, number: 4 }) = said(pb::serve_request::Event::Copied(copied))
+    else {
+        panic!("Copied")
+    };
+    assert_eq!(of, job());
 }
 
 #[test]
@@ -81,7 +117,8 @@ fn commands_are_converted_with_every_field() {
     };
     let resting = vec![1];
     let figures = Figures { scale: 2.0, clip_coefficient: 0.5, loss: Some(3.0), resting };
-    let decision = Decision { attempt, update: Some(update), figures };
+    let replicated = Some(Box::new(Replicated { absent: vec![4], report: report() }));
+    let decision = Decision { attempt, update: Some(update), figures, replicated };
     let sent = |command: Command| Wire::from(command);
     let close = pb::CloseJob { job: name.clone(), job_id };
     assert_eq!(sent(Command::Close(job())), Wire::Close(close));
@@ -130,6 +167,8 @@ fn commands_are_converted_with_every_field() {
         clip_coefficient: 0.5,
         loss: Some(3.0),
         resting: vec![1],
+        absent: vec![4],
+        report: Some(report().into()),
     };
     assert_eq!(sent(Command::Decide { job: job(), decision }), Wire::Decide(decide));
 }

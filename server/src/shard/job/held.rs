@@ -3,7 +3,11 @@
 use zeroshard_proto::pb;
 
 use super::{Job, progress::Decided};
-use crate::{attempt::Attempt, backend::Backend, shard::events::step_ready};
+use crate::{
+    attempt::Attempt,
+    backend::Backend,
+    shard::{events::step_ready, slice::Role},
+};
 
 impl<B: Backend> Job<B> {
     /// The state of this job, in which all commands of the last coordinator have been carried out.
@@ -12,21 +16,27 @@ impl<B: Backend> Job<B> {
         let mut held = pb::HeldJob {
             spec: Some((&self.spec).into()),
             job_id: id,
-            placement: Some((&self.placement).into()),
+            placement: Some((&*self.placement()).into()),
             ..Default::default()
         };
         held.from = self.origin.from.clone();
         held.fresh_state = self.origin.fresh_state;
         held.restore = self.origin.restore.clone();
         self.ranks().describe(&mut held);
+        let with = |role| {
+            self.slices().filter(move |(_, slice)| slice.role() == role).map(|(index, _)| index)
+        };
+        held.empty = with(Role::Empty).collect();
+        held.copying = with(Role::Copying).collect();
         let progress = self.progress();
         let Attempt { epoch, step, number } = progress.attempt;
         (held.epoch, held.step, held.attempt) = (epoch, step, number);
+        held.copies = progress.copies;
         held.rested = progress.rested;
         held.published = progress.version.is_some();
         held.initialised = progress.is_upload && progress.waiting == 0;
-        let ready = progress.reduced().map(<[_]>::to_vec);
-        held.ready = ready.map(|reduced| step_ready(name(), id, progress.attempt, reduced));
+        held.ready =
+            progress.reduced().map(|reduced| step_ready(name(), id, progress.attempt, reduced));
         if let Some(Decided { decision, reduced }) = progress.last.clone() {
             let pb::Decision { epoch, step, attempt: number, .. } = *decision;
             let attempt = Attempt { epoch, step, number };

@@ -18,6 +18,8 @@ pub(super) struct Progress {
     /// The number of incomplete slices.
     pub(super) waiting: usize,
     reduced: Vec<(u32, Reduced)>,
+    /// The number of the last [`pb::CopySlices`]; 0 for none.
+    pub(super) copies: u64,
     /// The last decision.
     pub(super) last: Option<Decided>,
     /// If the attempt is open because every rank has rested: the highest rank of the last step.
@@ -30,7 +32,15 @@ pub(super) struct Progress {
 #[derive(Clone)]
 pub(super) struct Decided {
     pub(super) decision: Arc<pb::Decision>,
-    pub(super) reduced: Vec<(u32, Reduced)>,
+    pub(super) reduced: Ready,
+}
+
+/// The reduced gradients of all slices of which this server is the primary.
+#[derive(Debug, Clone)]
+pub(crate) struct Ready {
+    pub(crate) slices: Vec<(u32, Reduced)>,
+    /// The number of the last [`pb::CopySlices`]; 0 for none.
+    pub(crate) copies: u64,
 }
 
 impl Progress {
@@ -47,6 +57,7 @@ impl Progress {
             is_upload: false,
             waiting: slices,
             reduced: Vec::new(),
+            copies: 0,
             last: None,
             rested: None,
             phase_began: None,
@@ -54,26 +65,34 @@ impl Progress {
     }
 
     /// Adds a slice's reduced gradient. Returns those of all slices if all are complete.
-    pub(super) fn add(&mut self, slice: u32, reduced: Reduced) -> Option<Vec<(u32, Reduced)>> {
-        self.reduced.push((slice, reduced));
+    pub(super) fn add(&mut self, slice: u32, reduced: Reduced, is_primary: bool) -> Option<Ready> {
+        if is_primary {
+            self.reduced.push((slice, reduced));
+        }
         self.waiting -= 1;
-        self.reduced().map(<[_]>::to_vec)
+        self.reduced()
     }
 
     /// The reduced gradients of all slices, if all are complete.
-    pub(super) fn reduced(&self) -> Option<&[(u32, Reduced)]> {
-        (!self.is_upload && self.waiting == 0).then_some(&self.reduced)
+    pub(super) fn reduced(&self) -> Option<Ready> {
+        let is_complete = !self.is_upload && self.waiting == 0;
+        is_complete.then(|| self.ready())
+    }
+
+    fn ready(&self) -> Ready {
+        Ready { slices: self.reduced.clone(), copies: self.copies }
     }
 
     /// The progress of another attempt at the same step.
     pub(super) fn again(&mut self, attempt: Attempt, slices: usize) -> Self {
-        Self { last: self.last.take(), ..Self::step(attempt, self.version, slices) }
+        let (last, copies) = (self.last.take(), self.copies);
+        Self { last, copies, ..Self::step(attempt, self.version, slices) }
     }
 
     /// The progress of the step that follows `decision` about this one.
     pub(super) fn after(&self, decision: Arc<pb::Decision>, next: Attempt, slices: usize) -> Self {
-        let last = Some(Decided { decision, reduced: self.reduced.clone() });
-        Self { last, ..Self::step(next, self.version, slices) }
+        let last = Some(Decided { decision, reduced: self.ready() });
+        Self { last, copies: self.copies, ..Self::step(next, self.version, slices) }
     }
 
     /// Records that a gradient has arrived.

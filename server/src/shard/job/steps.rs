@@ -132,12 +132,12 @@ impl<B: Backend> Job<B> {
             attempt
         };
         self.slices.par_iter().enumerate().try_for_each(|(index, slice)| {
-            let Some(slice) = slice else { return Ok(()) };
+            let Some(slice) = slice.get() else { return Ok(()) };
             self.finish_reduction(attempt, index as u32, slice.publish(self.backend(), version)?);
             Ok(())
         })?;
         self.progress().version = Some(version);
-        self.changed.send_replace(());
+        self.serve(version);
         Ok(())
     }
 
@@ -160,7 +160,7 @@ impl<B: Backend> Job<B> {
         let phases = &self.metrics.phases;
         let next = self.begin_step(decision, attempt)?;
         let began = Instant::now();
-        self.apply(&Step { apply, next })?;
+        self.apply(&Step { apply, next, absent: &decision.absent })?;
         phases.apply.observe(began.elapsed().as_secs_f64());
         self.progress().version = Some(next.step);
         self.changed.send_replace(());
@@ -192,8 +192,10 @@ impl<B: Backend> Job<B> {
     fn apply(&self, step: &Step<'_>) -> Result<()> {
         let done = AtomicU64::new(0);
         self.slices.par_iter().enumerate().try_for_each(|(index, slice)| {
-            let Some(slice) = slice else { return Ok(()) };
-            self.finish_reduction(step.next, index as u32, slice.step(self.backend(), step)?);
+            let Some(slice) = slice.get() else { return Ok(()) };
+            let index = index as u32;
+            let reduced = slice.step(self.backend(), index, step)?;
+            self.finish_reduction(step.next, index, reduced);
             let numel = slice.spec.numel as u64;
             let before = done.fetch_add(numel, Ordering::Relaxed);
             let wake = WAKE_ELEMENTS as u64;

@@ -34,12 +34,15 @@ impl<B: Backend> Job<B> {
         deadline.limit(waiting_for, wait).await?
     }
 
-    /// Waits until all slices have at least `version`.
+    /// Waits until all slices have at least `version`, and it can be read.
     ///
     /// # Errors
     /// Those of [`Self::wait_for`].
     pub(crate) async fn wait_for_version(&self, version: u64, deadline: Deadline) -> Result<()> {
-        let there = || Ok(self.version().filter(|&current| current >= version));
+        let there = || {
+            let current = self.version().filter(|&current| current >= version);
+            Ok(current.filter(|_| self.serves(version)))
+        };
         let waiting_for = || format!("version {version} of job {:?}", self.spec.name);
         self.wait_for(deadline, there, waiting_for).await.map(|_| ())
     }

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use zeroshard_proto::{AppliedSteps, DType, Elements, Error, Result, optimizer::StateShape};
 
 use super::{Inner, Slice, factors};
-use crate::{backend::Backend, shard::part::Part};
+use crate::{attempt::Attempt, backend::Backend, shard::part::Part};
 
 impl<B: Backend> Slice<B> {
     /// A part of the slice at `version`, which the caller may hold for any time; `None` if the
@@ -40,6 +40,24 @@ impl<B: Backend> Slice<B> {
             buffer.reserve(backend)?;
         }
         Ok(Some(held))
+    }
+
+    /// The reduced gradient of `attempt` for a backup; `None` until every rank has contributed.
+    ///
+    /// # Errors
+    /// Those of [`Attempt::refusal`] if the attempt has ended; [`Error::OutOfMemory`].
+    pub(crate) fn reduced_of(
+        &self,
+        backend: &B,
+        job: &str,
+        attempt: Attempt,
+    ) -> Result<Option<Arc<B::Buffer>>> {
+        let inner = self.lock();
+        match inner.attempt.cmp(&attempt) {
+            std::cmp::Ordering::Less => Ok(None),
+            std::cmp::Ordering::Equal => inner.gradient_sum(backend),
+            std::cmp::Ordering::Greater => Err(attempt.refusal(job, inner.attempt)),
+        }
     }
 
     /// Elements of the slice from a buffer of [`Self::read`], as little-endian bytes of `dtype`.

@@ -32,7 +32,7 @@ impl Subject {
         let job = JobSpec::new("job", manifest, vec!["adamw".parse().unwrap()]);
         let backend = Instrumented::new();
         let contributors = contributors(&job);
-        let slice = Slice::allocate(&backend, &job, 0, contributors, FIRST).unwrap();
+        let slice = Slice::allocate(&backend, &job, 0, contributors, FIRST, Role::Primary).unwrap();
         slice.upload(&backend, FIRST, PARAMETERS, &chunk(0, 0, &[1.0, 2.0]), || Ok(())).unwrap();
         slice.publish(&backend, 0).unwrap();
         backend.room.store(left, Ordering::Relaxed);
@@ -58,7 +58,9 @@ impl Subject {
             unclipped: 1.0,
             gradient_factors: &[],
         });
-        self.slice.step(&self.backend, &Step { apply, next: Attempt::first(1, 1) }).unwrap();
+        self.slice
+            .step(&self.backend, 0, &Step { apply, next: Attempt::first(1, 1), absent: &[] })
+            .unwrap();
     }
 
     fn values(&self, buffer: &Arc<Buffer>) -> Bytes {

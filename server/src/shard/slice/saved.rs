@@ -68,7 +68,7 @@ impl<B: Backend> Slice<B> {
     pub(crate) fn end_save(&self, backend: &B) -> Result<Option<(Attempt, Reduced)>> {
         let mut inner = self.lock();
         inner.is_saved = false;
-        let reduced = match inner.reduced(backend) {
+        let reduced = match inner.reduced(backend, self.role()) {
             Ok(reduced) => reduced,
             Err(error) => {
                 inner.is_saved = true;

@@ -1,0 +1,216 @@
+//! Jobs with replicas: backups, and servers that are lost.
+
+use super::*;
+
+const REPLICAS: u32 = 2;
+
+/// A job of one rank whose three slices have two servers each, of three; version 0 is published.
+fn training() -> (Script, Lease) {
+    let mut script = Script::default();
+    (1..4).for_each(|server| script.server(server));
+    let spec = JobSpec { replicas: REPLICAS, min_servers: 3, ..spec(1) };
+    script.create(spec);
+    script.open_all();
+    script.initialise_all();
+    let lease = script.join(0).unwrap();
+    (script, lease)
+}
+
+/// A server reports the gradients of the open step.
+fn ready(script: &mut Script, server: u64, step: u64, copies: u64) {
+    script.ready(server, step, |reduced| reduced.copies = copies);
+}
+
+fn ready_all(script: &mut Script, step: u64) {
+    for server in script.servers() {
+        let told = script.commands.iter().rev().find_map(|(to, command)| match command {
+            Command::Copy { number, .. } if *to == server => Some(*number),
+            Command::NewPlacement { .. } | Command::Open(_) if *to == server => Some(0),
+            _ => None,
+        });
+        ready(script, server, step, told.unwrap_or(0));
+    }
+}
+
+/// The versions that the servers were told to serve.
+fn served(script: &Script) -> Vec<(u64, u64)> {
+    let served = |(server, command): &(u64, Command)| match command {
+        Command::ServeVersion { version, .. } => Some((*server, *version)),
+        _ => None,
+    };
+    script.commands.iter().filter_map(served).collect()
+}
+
+/// The slices that servers were told to copy, and the versions.
+fn copies(script: &Script) -> Vec<(u64, u64, Vec<u32>)> {
+    let copy = |(server, command): &(u64, Command)| match command {
+        Command::Copy { version, slices, .. } => Some((*server, *version, slices.clone())),
+        _ => None,
+    };
+    script.commands.iter().filter_map(copy).collect()
+}
+
+/// Makes the open step.
+fn step(script: &mut Script, lease: Lease, step: u64) -> Caller {
+    let epoch = script.epoch();
+    let committed = script.commit(commit(lease, epoch, 0, step));
+    ready_all(script, step);
+    assert_eq!(script.report(committed).version, step + 1);
+    committed
+}
+
+#[test]
+fn a_step_waits_for_the_servers_that_are_only_backups() {
+    let (mut script, lease) = training();
+    let placement = script.open().placement.clone();
+    let backups: Vec<u64> =
+        script.servers().into_iter().filter(|&server| script.open().awaits(server)).collect();
+    assert!(backups.len() > placement.servers().len() - 2, "{placement:?}");
+    let committed = script.commit(commit(lease, 1, 0, 0));
+    for &server in &backups {
+        assert_eq!(script.answer(committed), None);
+        ready(&mut script, server, 0, 0);
+    }
+    assert_eq!(script.report(committed).version, 1);
+}
+
+#[test]
+fn a_version_is_served_when_all_servers_have_stored_its_decision() {
+    let (mut script, lease) = training();
+    script.silent = true;
+    let committed = script.commit(commit(lease, 1, 0, 0));
+    ready_all(&mut script, 0);
+    assert_eq!(script.decisions().len(), 3);
+    for server in 1..4 {
+        assert_eq!((script.answer(committed), served(&script)), (None, Vec::new()));
+        script.stored(server, 1, 0);
+    }
+    assert_eq!(script.report(committed).version, 1);
+    assert_eq!(served(&script), [(1, 1), (2, 1), (3, 1)]);
+}
+
+#[test]
+fn backups_of_a_lost_server_become_primaries_and_its_slices_are_copied() {
+    let (mut script, lease) = training();
+    step(&mut script, lease, 0);
+    let before = script.open().placement.clone();
+    let waiting = script.commit(commit(lease, 1, 0, 1));
+    script.lose_server(1);
+    assert!(matches!(script.error(waiting), Error::StepAborted { step: 1, epoch: 2, .. }));
+    let after = script.open().placement.clone();
+    assert!(after.servers().iter().all(|server| server.id != 1));
+    let ids = |placement: &zeroshard_proto::Placement, slice: usize| -> Vec<u64> {
+        let owners = placement.owners(slice).iter();
+        owners.map(|&owner| placement.servers()[owner as usize].id).collect()
+    };
+    let mut lacking = 0;
+    for slice in 0..3 {
+        let kept: Vec<u64> = ids(&before, slice).into_iter().filter(|&id| id != 1).collect();
+        assert_eq!(ids(&after, slice)[..kept.len()], kept, "slice {slice}");
+        lacking += 2 - kept.len();
+    }
+    let copied: usize = copies(&script).iter().map(|(_, _, slices)| slices.len()).sum();
+    assert_eq!(copied, lacking);
+    assert!(copies(&script).iter().all(|&(_, version, _)| version == 1));
+    step(&mut script, lease, 1);
+    assert_eq!(script.open().degraded_slices(&script.cluster.jobs["job"].spec), 0);
+}
+
+#[test]
+fn a_step_waits_while_slices_are_copied_and_for_the_report_after_it() {
+    let (mut script, lease) = training();
+    step(&mut script, lease, 0);
+    script.silent = true;
+    script.lose_server(1);
+    let (server, number) = script
+        .commands
+        .iter()
+        .rev()
+        .find_map(|(server, command)| match command {
+            Command::Copy { number, .. } => Some((*server, *number)),
+            _ => None,
+        })
+        .unwrap();
+    let committed = script.commit(commit(lease, 2, 0, 1));
+    let decided = script.decisions().len();
+    // Reports that servers have sent before they were told to copy.
+    script.servers().into_iter().for_each(|server| ready(&mut script, server, 1, 0));
+    assert_eq!(script.decisions().len(), decided);
+    script.said(server, Said::Copied { job: job(), number });
+    assert_eq!(script.decisions().len(), decided);
+    script.silent = false;
+    ready_all(&mut script, 1);
+    assert_eq!(script.report(committed).version, 2);
+}
+
+#[test]
+fn a_decision_stands_when_a_server_is_lost_that_has_not_stored_it() {
+    let (mut script, lease) = training();
+    script.silent = true;
+    let committed = script.commit(commit(lease, 1, 0, 0));
+    ready_all(&mut script, 0);
+    script.stored(2, 1, 0);
+    script.stored(3, 1, 0);
+    assert_eq!(script.answer(committed), None);
+    script.lose_server(1);
+    assert_eq!(script.report(committed).version, 1);
+    assert_eq!(served(&script), [(2, 1), (3, 1)]);
+}
+
+#[test]
+fn a_job_fails_when_the_last_server_of_a_slice_is_lost() {
+    let (mut script, lease) = training();
+    step(&mut script, lease, 0);
+    script.silent = true;
+    script.lose_server(1);
+    assert!(script.failure().is_none());
+    script.lose_server(2);
+    let failure = script.failure().expect("slices were only on both servers").to_owned();
+    assert!(failure.contains("host:2") && failure.contains("refuses connections"), "{failure}");
+}
+
+#[test]
+fn a_server_that_connects_becomes_a_backup_if_there_were_too_few() {
+    let (mut script, lease) = training();
+    script.lose_server(1);
+    script.lose_server(2);
+    let spec = script.cluster.jobs["job"].spec.clone();
+    assert_eq!(script.open().placement.replicas(), 1);
+    assert_eq!(script.open().degraded_slices(&spec), 3);
+    step(&mut script, lease, 0);
+    script.server(4);
+    assert_eq!(script.opens().last().map(|open| open.0), Some(4));
+    script.said(4, Said::Opened(job()));
+    step(&mut script, lease, 1);
+    assert_eq!(script.open().placement.replicas(), 2);
+    assert_eq!(script.open().degraded_slices(&spec), 0);
+    // Now the first server can be lost.
+    script.lose_server(3);
+    step(&mut script, lease, 2);
+}
+
+#[test]
+fn a_server_that_cannot_be_a_backup_is_left_out() {
+    let (mut script, lease) = training();
+    script.lose_server(1);
+    script.lose_server(2);
+    script.server(4);
+    script.said(4, Said::Failed { job: job(), reason: "out of memory".into() });
+    assert_eq!(script.closed(), [4]);
+    step(&mut script, lease, 0);
+    // Until another one connects.
+    script.server(5);
+    assert_eq!(script.opens().last().map(|open| open.0), Some(5));
+}
+
+#[test]
+fn a_silent_server_is_replaced_after_ten_seconds() {
+    let (mut script, lease) = training();
+    step(&mut script, lease, 0);
+    script.lose_link(script.links[&1]);
+    script.after(Duration::from_secs(9));
+    assert_eq!(script.epoch(), 1);
+    script.after(Duration::from_secs(1));
+    assert_eq!(script.epoch(), 2);
+    step(&mut script, lease, 1);
+}

@@ -1,0 +1,154 @@
+//! Jobs with replicas: servers are killed while they train.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use zeroshard_client::{Commit, Error, Job};
+use zeroshard_proto::JobSpec;
+use zeroshard_tests::{Cluster, Process, Training, synthetic, training};
+
+use crate::{adamw, job, start, until};
+
+fn spec(name: &str, replicas: u32) -> JobSpec {
+    let tensors = synthetic::kinds_and_large(&adamw());
+    JobSpec { min_servers: 3, replicas, ..job(name, 2, adamw(), tensors) }
+}
+
+/// The hash after `steps` undisturbed steps without replicas.
+async fn calm(steps: u64) -> String {
+    let cluster = Cluster::start(3);
+    let run = Training { steps, ..Training::new(spec("calm", 1)) };
+    run.run(cluster.address()).await.unwrap().hash
+}
+
+/// Makes a step, again if a server was lost meanwhile.
+async fn step(job: &Job, step: u64) {
+    loop {
+        match training::step(job, step).await {
+            Ok(_) => return,
+            Err(Error::StepAborted { .. }) => {}
+            // The other rank's commit was decided, and this one's push came too late.
+            Err(Error::StepMismatch { .. }) => {
+                training::commit(job, step, Commit::default()).await.unwrap();
+                return;
+            }
+            Err(error) => panic!("step {step}: {error}"),
+        }
+    }
+}
+
+async fn train(job: &Job, steps: std::ops::Range<u64>, done: &AtomicU64) {
+    for number in steps {
+        training::pull(job, number).await.unwrap();
+        step(job, number).await;
+        done.fetch_max(number, Ordering::Relaxed);
+    }
+}
+
+/// Waits until all slices have their replicas.
+async fn until_redundant(coordinator: &Process, name: &str) {
+    let whole = format!("zeroshard_job_degraded_slices{{job=\"{name}\"}} 0\n");
+    until("all slices have their replicas", || coordinator.get("/metrics").contains(&whole)).await;
+}
+
+/// Kills a server, and starts another one without slices.
+fn replace(cluster: &mut Cluster, server: usize) {
+    cluster.shards[server].kill();
+    cluster.shards[server] = Cluster::shard(cluster.coordinator.address(), &[]);
+}
+
+#[tokio::test]
+async fn replicas_change_no_bit() {
+    let expected = calm(3).await;
+    let cluster = Cluster::start(4);
+    for replicas in 2..4 {
+        let run = Training::new(spec(&format!("replicas{replicas}"), replicas));
+        let trained = run.run(cluster.address()).await.unwrap();
+        assert_eq!(trained.hash, expected, "{replicas} replicas");
+    }
+}
+
+#[tokio::test]
+async fn a_run_survives_the_death_of_one_server_after_the_other() {
+    const STEPS: u64 = 30;
+    let expected = calm(STEPS).await;
+    let mut cluster = Cluster::start(3);
+    let jobs = start(cluster.address(), &spec("failover", 2)).await;
+    let done = AtomicU64::new(0);
+    let kills = async {
+        for kill in 1..6 {
+            until("the next kill is due", || done.load(Ordering::Relaxed) >= kill * 5).await;
+            until_redundant(&cluster.coordinator, "failover").await;
+            replace(&mut cluster, kill as usize % 3);
+        }
+    };
+    tokio::join!(train(&jobs[0], 0..STEPS, &done), train(&jobs[1], 0..STEPS, &done), kills);
+    assert_eq!(jobs[0].state_hash(STEPS).await.unwrap(), expected);
+    until_redundant(&cluster.coordinator, "failover").await;
+}
+
+#[tokio::test]
+async fn a_run_survives_the_death_of_the_coordinator_and_a_server_at_the_same_instant() {
+    const STEPS: u64 = 30;
+    let expected = calm(STEPS).await;
+    let mut cluster = Cluster::start(3);
+    let jobs = start(cluster.address(), &spec("both", 2)).await;
+    let done = AtomicU64::new(0);
+    let kills = async {
+        for kill in 1..6 {
+            until("the next kill is due", || done.load(Ordering::Relaxed) >= kill * 5).await;
+            until_redundant(&cluster.coordinator, "both").await;
+            let address = cluster.coordinator.address().to_owned();
+            cluster.coordinator.kill();
+            cluster.shards[kill as usize % 3].kill();
+            cluster.coordinator = Cluster::coordinator_at(&address);
+            cluster.shards[kill as usize % 3] = Cluster::shard(&address, &[]);
+        }
+    };
+    tokio::join!(train(&jobs[0], 0..STEPS, &done), train(&jobs[1], 0..STEPS, &done), kills);
+    assert_eq!(jobs[0].state_hash(STEPS).await.unwrap(), expected);
+}
+
+#[tokio::test]
+async fn a_run_whose_last_copy_is_lost_fails() {
+    let mut cluster = Cluster::start(3);
+    let jobs = start(cluster.address(), &spec("lost", 2)).await;
+    let (first, second) = tokio::join!(training::step(&jobs[0], 0), training::step(&jobs[1], 0));
+    assert_eq!(first.unwrap(), second.unwrap());
+    cluster.shards[0].kill();
+    cluster.shards[1].kill();
+    let failed = loop {
+        match training::step(&jobs[0], 1).await {
+            Err(Error::StepAborted { .. }) => {}
+            result => break result.unwrap_err(),
+        }
+    };
+    assert!(matches!(failed, Error::JobFailed { .. }), "{failed}");
+}
+
+#[tokio::test]
+async fn a_server_that_joins_later_becomes_the_missing_backup() {
+    let mut cluster = Cluster::start(3);
+    let expected = calm(4).await;
+    let jobs = start(cluster.address(), &spec("later", 2)).await;
+    let done = AtomicU64::new(0);
+    let train = |steps: std::ops::Range<u64>| {
+        futures_util::future::join(
+            train(&jobs[0], steps.clone(), &done),
+            train(&jobs[1], steps, &done),
+        )
+    };
+    train(0..1).await;
+    cluster.shards[0].kill();
+    until("the loss is noticed", || jobs[0].epoch() > 1).await;
+    until_redundant(&cluster.coordinator, "later").await;
+    cluster.shards[1].kill();
+    train(1..2).await;
+    // A single server is left.
+    let address = cluster.coordinator.address().to_owned();
+    cluster.shards[0] = Cluster::shard(&address, &[]);
+    train(2..3).await;
+    until_redundant(&cluster.coordinator, "later").await;
+    cluster.shards[2].kill();
+    train(3..4).await;
+    assert_eq!(jobs[0].state_hash(4).await.unwrap(), expected);
+}
