@@ -24,6 +24,8 @@ use crate::{
 pub(crate) struct Cluster {
     cluster: client::Cluster,
     address: String,
+    /// The number of servers that hold each slice of the jobs that are created.
+    replicas: u32,
     embedded: Mutex<Option<embedded::Cluster>>,
 }
 
@@ -49,8 +51,9 @@ impl Cluster {
     #[staticmethod]
     #[pyo3(signature = (
         address, *, token=None, wire="f32", chunk_bytes=1048576, timeout=600.0,
-        connect_timeout=10.0
+        connect_timeout=10.0, replicas=1
     ))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn connect(
         py: Python<'_>,
         address: String,
@@ -59,18 +62,21 @@ impl Cluster {
         chunk_bytes: usize,
         timeout: f64,
         connect_timeout: f64,
+        replicas: u32,
     ) -> PyResult<Self> {
         let connect_timeout = seconds("connect_timeout", connect_timeout)?;
         let options = options(token, wire, chunk_bytes, timeout)?.connect_timeout(connect_timeout);
         let dialled = address.clone();
         let cluster = wait(py, async move { client::Cluster::connect(&dialled, options).await })?;
-        Ok(Self { cluster, address, embedded: Mutex::new(None) })
+        Ok(Self { cluster, address, replicas, embedded: Mutex::new(None) })
     }
 
     #[staticmethod]
     #[pyo3(signature = (
-        shards=1, *, host="127.0.0.1", token=None, wire="f32", chunk_bytes=1048576, timeout=600.0
+        shards=1, *, host="127.0.0.1", token=None, wire="f32", chunk_bytes=1048576, timeout=600.0,
+        replicas=1
     ))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn embedded(
         py: Python<'_>,
         shards: usize,
@@ -79,6 +85,7 @@ impl Cluster {
         wire: &str,
         chunk_bytes: usize,
         timeout: f64,
+        replicas: u32,
     ) -> PyResult<Self> {
         if shards == 0 {
             return Err(raise(Error::invalid("shards", 0, "1 or more")));
@@ -94,7 +101,8 @@ impl Cluster {
                 .map_err(|e| Error::Internal { cause: format!("start an embedded cluster: {e}") })
         })?;
         let address = embedded.address();
-        let cluster = Self::connect(py, address, token, wire, chunk_bytes, timeout, timeout)?;
+        let cluster =
+            Self::connect(py, address, token, wire, chunk_bytes, timeout, timeout, replicas)?;
         *lock(&cluster.embedded) = Some(embedded);
         Ok(cluster)
     }
@@ -138,7 +146,10 @@ impl Cluster {
         let restore = checkpoints.as_ref().filter(|_| resume).map(|policy| policy.latest(&name));
         let checkpoints = checkpoints.map(|policy| policy.0.clone());
         let spec = JobSpec::new(name, manifest, optimizers(groups)?);
-        let spec = JobSpec { world, meshes, idle_timeout, checkpoints, ..spec };
+        let replicas = self.replicas;
+        let min_servers = replicas.max(1);
+        let spec =
+            JobSpec { world, meshes, idle_timeout, checkpoints, replicas, min_servers, ..spec };
         let mut create = client::CreateJob::new(spec);
         create.restore = restore;
         create.from = predecessor.map(|(job, version)| job.at(version));

@@ -193,6 +193,7 @@ class Cluster:
         chunk_bytes: int = 1048576,
         timeout: float = 600.0,
         connect_timeout: float = 10.0,
+        replicas: int = 1,
     ) -> Cluster: ...
     @staticmethod
     def embedded(
@@ -203,6 +204,7 @@ class Cluster:
         wire: str = "f32",
         chunk_bytes: int = 1048576,
         timeout: float = 600.0,
+        replicas: int = 1,
     ) -> Cluster: ...
     @property
     def address(self) -> str: ...

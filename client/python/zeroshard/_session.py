@@ -71,6 +71,7 @@ def init(
     timeout: float = 600.0,
     deadline: float | None = None,
     connect_timeout: float = 10.0,
+    replicas: int = 1,
 ) -> Session:
     """Connects this process to a cluster, or starts one.
 
@@ -91,6 +92,9 @@ def init(
         deadline: another name for ``timeout``.
         connect_timeout: the maximum time in seconds until the coordinator answers. After a second
             without an answer, one line on standard error names the address.
+        replicas: the number of shard servers that hold each part of a job. With 2 or more, training
+            goes on when a server is lost; the step in which it is lost raises
+            :class:`StepAbortedError`, and is run again.
 
     Raises:
         NotInitialisedError: a session is already open, or the ranks cannot find each other.
@@ -120,6 +124,7 @@ def init(
             chunk_bytes=chunk_bytes,
             timeout=timeout,
             connect_timeout=connect_timeout,
+            replicas=replicas,
         )
 
     rendezvous = Rendezvous(world, timeout) if world.size > 1 else None
@@ -153,6 +158,7 @@ def init(
                 wire=wire,
                 chunk_bytes=chunk_bytes,
                 timeout=timeout,
+                replicas=replicas,
             )
         if rendezvous is not None:
             shared = {"address": cluster.address, "token": token, "name": name, "run": run}

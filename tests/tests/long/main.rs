@@ -3,4 +3,5 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod absence;
+mod chaos;
 mod epochs;

@@ -1,0 +1,61 @@
+"""A job with replicas goes on when a server is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import models
+import zeroshard as zs
+from servers import start
+from zeroshard.torch import group_sharded_parallel
+
+STEPS = 6
+
+
+@contextlib.contextmanager
+def processes(shards: int) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
+    """Runs a coordinator and shard servers, which a test may kill."""
+    running = []
+    try:
+        coordinator, address = start("coordinator")
+        running.append(coordinator)
+        for _ in range(shards):
+            running.append(start("shard", "--coordinator", address)[0])
+        yield address, running[1:]
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
+def train(level: str, killed: subprocess.Popen[str] | None) -> tuple[list[float], str]:
+    """Returns the losses and the final hash. Kills a server between two steps."""
+    model = models.build("mlp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, _ = group_sharded_parallel(model, optimizer, level, segment_size=64)
+    losses: list[float] = []
+    while len(losses) < STEPS:
+        if len(losses) == 3 and killed is not None:
+            killed.kill()
+        try:
+            optimizer.zero_grad()
+            loss = model(*models.batch("mlp", len(losses), 8))
+            loss.backward()
+            optimizer.step()
+        except zs.StepAbortedError:
+            continue
+        losses.append(loss.item())
+    return losses, optimizer.state_hash()
+
+
+@pytest.mark.parametrize("level", ["os", "os_g", "p_g_os"])
+def test_the_losses_and_the_hash_are_those_of_an_undisturbed_run(level: str) -> None:
+    with zs.init(shards=3):
+        expected = train(level, None)
+    with processes(3) as (address, shards), zs.init(address, replicas=2):
+        assert train(level, shards[0]) == expected
