@@ -10,7 +10,7 @@ use zeroshard_proto::{
 };
 use zeroshard_tests::{Cluster, synthetic, training};
 
-use crate::{adamw, connect, job, start};
+use crate::{adamw, connect, job, start, until};
 
 /// A directory for checkpoints. It is in memory where the system has such directories, because
 /// files are flushed to disk, which takes seconds on a busy one.
@@ -194,10 +194,11 @@ async fn a_job_is_saved_by_its_policy_and_the_last_checkpoints_are_kept() {
     for step in 0..9 {
         step_all(&jobs, step).await;
         let version = step + 1;
-        let expected = version - version % 2;
-        if expected > 0 {
-            until_saved(directory.path(), "kept", expected).await;
-        }
+        // A save ends after its checkpoint is complete: older ones are removed. The next version
+        // would not be saved before.
+        let ended =
+            format!("zeroshard_checkpoints_total{{outcome=\"succeeded\"}} {}\n", version / 2);
+        until("the save has ended", || cluster.coordinator.get("/metrics").contains(&ended)).await;
     }
     assert_eq!(saved(directory.path(), "kept"), [6, 8]);
     // A new job of the name would be restored from checkpoints of another one.
@@ -210,7 +211,7 @@ async fn a_job_is_saved_by_its_policy_and_the_last_checkpoints_are_kept() {
 
 /// Returns when the latest complete checkpoint of a job is of `version`.
 pub(crate) async fn until_saved(directory: &Path, job: &str, version: u64) {
-    crate::until(&format!("version {version} is saved"), || {
+    until(&format!("version {version} is saved"), || {
         saved(directory, job).last() == Some(&version)
     })
     .await;
