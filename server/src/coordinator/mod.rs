@@ -2,9 +2,9 @@
 //!
 //! `cluster` takes events and returns actions, with one file for each subject. It is a pure
 //! function of state, event and time (`state`, `events`). Jobs: `jobs`, `placement`, `disposal`.
-//! Checkpoints: `save`, `restore`, `storage`. Servers: `servers`, `absence`, `recovery`,
-//! `rebuild`, `catch_up`. Workers: `leases`, `members`, `resting`, `feed`. Steps: `commit`,
-//! `confirm`, `terms`, `reduce`, `attempts`, `decisions`.
+//! Checkpoints: `save`, `restore`, `storage`. Servers: `servers`, `absence`, `replicas`,
+//! `recovery`, `rebuild`, `catch_up`. Workers: `leases`, `members`, `resting`, `feed`. Steps:
+//! `commit`, `confirm`, `terms`, `reduce`, `attempts`, `decisions`.
 //!
 //! `driver` is the clock; `actions` and `probe` carry out the actions. `service`, `requests`,
 //! `responses` and `control` implement the protocol, and only they know its messages.

@@ -138,6 +138,17 @@ impl Recovery {
         self.held.insert(server, held);
     }
 
+    /// Drops the descriptions by servers that the latest placement does not list, and by those that
+    /// are lost. Returns these servers.
+    fn drop_others(&mut self) -> Vec<ServerId> {
+        let Self { plan, held, lost, .. } = self;
+        let listed: BTreeSet<ServerId> =
+            plan.placement.servers().iter().map(|server| server.id).collect();
+        let other =
+            |server: &ServerId, _: &mut Held| !listed.contains(server) || lost.contains_key(server);
+        held.extract_if(.., other).map(|(server, _)| server).collect()
+    }
+
     /// The server is lost again.
     pub(super) fn forget(&mut self, server: ServerId) {
         self.held.remove(&server);
@@ -275,11 +286,15 @@ impl Cluster {
     }
 
     fn recover(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { spec, id, phase: Phase::Recovering(recovery), .. }) = self.jobs.get(name)
+        let Some(Job { spec, id, phase: Phase::Recovering(recovery), .. }) =
+            self.jobs.get_mut(name)
         else {
             return;
         };
         let job = JobRef { name: name.to_owned(), id: *id };
+        for server in recovery.drop_others() {
+            out.push(Action::Command(server, Command::Close(job.clone())));
+        }
         let recovered = match recovery.rebuild(&job, spec, now, now + RECOVERY) {
             Ok(recovered) => recovered,
             Err(reason) => return self.fail(name, &reason, now, out),

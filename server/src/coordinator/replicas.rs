@@ -106,6 +106,12 @@ impl Replicas {
         Self { empty, active, told, last_copy, degraded, ..Self::default() }
     }
 
+    /// The slices of which a server is a backup without content.
+    #[cfg(test)]
+    pub(super) fn empty_on(&self, server: ServerId) -> BTreeSet<u32> {
+        self.empty.get(&server).cloned().unwrap_or_default()
+    }
+
     /// Whether a server of a slice has its content.
     fn has(&self, server: ServerId, slice: u32) -> bool {
         let lacks = |slices: &BTreeSet<u32>| slices.contains(&slice);
@@ -245,6 +251,9 @@ impl Cluster {
         (open.placement, open.trainable) = (placement, trainable);
         if let Some(lost) = lost {
             open.away.remove(&lost);
+            if open.servers().all(|server| server != lost) {
+                out.push(Action::Command(lost, Command::Close(job.clone())));
+            }
             self.give_up_on(name, lost, now, out);
         }
         self.enter_placement(name, job, &before, lost, out);
@@ -347,11 +356,7 @@ impl Cluster {
             return false;
         }
         open.replicas.refused.insert((server, incarnation));
-        let goes_on = self.fail_over(&job.name, server, reason, now, out);
-        if goes_on {
-            out.push(Action::Command(server, Command::Close(job.clone())));
-        }
-        goes_on
+        self.fail_over(&job.name, server, reason, now, out)
     }
 
     /// Tells a server to copy the next slices without content, unless a step can be decided first.

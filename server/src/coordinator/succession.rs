@@ -52,7 +52,7 @@ impl Source {
         let by_name: HashMap<&str, usize> =
             tensors.map(|(index, tensor)| (tensor.name.as_str(), index)).collect();
         let mut copies = Vec::new();
-        for slice in placement.primary_slices(server) {
+        for (slice, _) in placement.slices_of(server) {
             let tensor = spec.manifest.tensor_of(slice);
             if let Some(&before) = by_name.get(tensor.name.as_str())
                 && self.spec.manifest.tensors()[before].shape == tensor.shape

