@@ -1,12 +1,13 @@
 //! Child processes that run the binaries of the project.
 
 use std::{
+    collections::BTreeMap,
     env,
     ffi::OsStr,
     io::{self, BufRead, BufReader, Read},
     path::PathBuf,
     process::{Child, Command, ExitStatus, Output, Stdio},
-    sync::{Mutex, PoisonError, mpsc},
+    sync::{Arc, Mutex, OnceLock, PoisonError, mpsc},
     thread,
     time::{Duration, Instant},
 };
@@ -30,9 +31,12 @@ pub fn binary(name: &str) -> PathBuf {
     let is_test = folder.ends_with("deps");
     let folder = if is_test { folder.parent().expect("deps is in a folder") } else { folder };
     if let Some(cargo) = env::var_os("CARGO").filter(|_| is_test) {
-        static BUILT: Mutex<Vec<String>> = Mutex::new(Vec::new());
+        // A test that uses one binary does not wait while another test builds another one.
+        static BUILT: Mutex<BTreeMap<String, Arc<OnceLock<()>>>> = Mutex::new(BTreeMap::new());
         let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
-        if !built.iter().any(|built| built == name) {
+        let this = built.entry(name.to_owned()).or_default().clone();
+        drop(built);
+        this.get_or_init(|| {
             let mut build = Command::new(cargo);
             build.args(["build", "--quiet", "--locked", "--workspace", "--bin", name]);
             if folder.ends_with("release") {
@@ -41,8 +45,7 @@ pub fn binary(name: &str) -> PathBuf {
             let status =
                 build.current_dir(env!("CARGO_MANIFEST_DIR")).status().expect("cargo runs");
             assert!(status.success(), "{name} does not build");
-            built.push(name.to_owned());
-        }
+        });
     }
     let path = folder.join(name);
     assert!(
