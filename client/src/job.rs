@@ -1,7 +1,7 @@
 //! A rank's membership in a job: its lease, and its calls to the coordinator and the servers
 //! outside a step. Gradients and votes are in `attempt`.
 
-use std::sync::Arc;
+use std::sync::{Arc, atomic::AtomicU64};
 
 use tokio::{sync::watch, task::JoinHandle};
 use zeroshard_proto::{
@@ -39,6 +39,8 @@ struct Member {
     membership: watch::Receiver<Membership>,
     watcher: JoinHandle<()>,
     attempts: Arc<Attempts>,
+    /// The first epoch after the last restoration that the caller knows of.
+    restoration: AtomicU64,
 }
 
 impl Drop for Member {
@@ -88,12 +90,23 @@ impl Job {
             ..Default::default()
         };
         let (spec, attempts) = (Arc::new(spec), Arc::<Attempts>::default());
+        let restored = membership.borrow().restored.map_or(0, |restored| restored.epoch);
         let (cluster_of, attempts_of) = (cluster.clone(), attempts.clone());
         let watcher =
             Watcher { cluster: cluster_of, lease: lease_held, told, attempts: attempts_of };
         let watcher = tokio::spawn(watcher.run(stream));
-        let member =
-            Member { cluster, spec, id, rank, lease, locals, membership, watcher, attempts };
+        let member = Member {
+            restoration: AtomicU64::new(restored),
+            cluster,
+            spec,
+            id,
+            rank,
+            lease,
+            locals,
+            membership,
+            watcher,
+            attempts,
+        };
         Ok(Self(Arc::new(member)))
     }
 

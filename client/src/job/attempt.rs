@@ -3,7 +3,7 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering},
 };
 
 use futures_util::future::{Either, select};
@@ -75,8 +75,12 @@ impl Job {
     ///
     /// # Errors
     /// [`Error::LeaseLost`], [`Error::JobFailed`], [`Error::JobReplaced`]: no further attempt can
-    /// be opened.
+    /// be opened. [`Error::RolledBack`]: the job has returned to an earlier version.
     pub fn attempt(&self, step: u64) -> Result<Attempt> {
+        self.check_restored(step)?;
+        if let Some(restored) = self.0.membership.borrow().restored {
+            self.0.restoration.fetch_max(restored.epoch, Ordering::AcqRel);
+        }
         let mut attempts = self.0.attempts.lock();
         let before = attempts.get(&step).map(|state| (state.clone(), state.end.borrow().clone()));
         if let Some((state, None)) = before {
@@ -92,11 +96,28 @@ impl Job {
         Ok(Attempt { job: self.clone(), state })
     }
 
+    /// Checks that the job has not returned to a version before `version` between two calls.
+    ///
+    /// # Errors
+    /// [`Error::RolledBack`], once for each restoration.
+    pub(super) fn check_restored(&self, version: u64) -> Result<()> {
+        let restored = self.0.membership.borrow().restored;
+        let known = self.0.restoration.load(Ordering::Acquire);
+        match restored.filter(|of| of.epoch > known && of.version < version) {
+            None => Ok(()),
+            Some(restored) => {
+                self.end_rolled_back();
+                Err(self.rolled_back(restored.version))
+            }
+        }
+    }
+
     /// Ends the attempts of the epochs before the last restoration of the job from a checkpoint.
     /// Calls that return [`Error::RolledBack`] have done this; it is for callers who know of the
     /// restoration from [`Self::restored`].
     pub fn end_rolled_back(&self) {
         let Some(restored) = self.0.membership.borrow().restored else { return };
+        self.0.restoration.fetch_max(restored.epoch, Ordering::AcqRel);
         let error = self.rolled_back(restored.version);
         self.0.attempts.lock().retain(|_, state| {
             let is_open = state.epoch >= restored.epoch;

@@ -189,6 +189,7 @@ impl Job {
         part: StatePart<'_>,
         targets: impl IntoIterator<Item = (DType, Vec<Target<'a>>)>,
     ) -> Result<()> {
+        self.check_restored(version)?;
         let Member { cluster, spec, locals, .. } = &*self.0;
         let deadline = Deadline::after(cluster.options.timeout);
         let placement = self.current()?.placement;

@@ -66,6 +66,26 @@ async fn a_run_returns_to_its_last_checkpoint_when_a_server_is_killed() {
 }
 
 #[tokio::test]
+async fn a_rank_without_a_call_learns_of_the_restoration_from_its_next_one() {
+    let directory = directory();
+    let mut cluster = Cluster::start(3);
+    let checkpoints = Some(policy(directory.path(), 2));
+    let jobs = start(cluster.address(), &JobSpec { checkpoints, ..spec("idle") }).await;
+    for step in 0..3 {
+        step_all(&jobs, step).await;
+    }
+    until_saved(directory.path(), "idle", 2).await;
+    cluster.shards[1].kill();
+    until("the job is restored", || jobs.iter().all(|job| job.restored().is_some())).await;
+    let rolled_back = Error::RolledBack { job: "idle".into(), version: 2 };
+    assert_eq!(jobs[0].attempt(3).err(), Some(rolled_back.clone()));
+    assert_eq!(training::pull(&jobs[1], 3).await, Err(rolled_back));
+    for step in 2..5 {
+        step_all(&jobs, step).await;
+    }
+}
+
+#[tokio::test]
 async fn servers_are_killed_and_replaced_during_a_run() {
     let expected = calm().await;
     let directory = directory();
