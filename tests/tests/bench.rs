@@ -94,6 +94,36 @@ fn step_measures_a_case_at_every_level() {
     }
 }
 
+#[test]
+fn checkpoint_compares_saves_and_restores_with_plain_files_and_steps_beside_saves() {
+    let folder = tempfile::tempdir().unwrap();
+    let case =
+        ["--tensors", "5", "--numel", "1000", "--rounds", "2", "--steps", "2", "--directory"];
+    let arguments = [&["checkpoint"], &case[..], &[folder.path().to_str().unwrap()]].concat();
+    let lines = bench(&arguments, &["seconds", "bytes", "params", "workers", "servers"]);
+    let fields: [(&str, &[&str]); 7] = [
+        ("write", &["gbps"]),
+        ("save", &["gbps", "ratio_plain"]),
+        ("read", &["gbps"]),
+        ("restore", &["gbps", "ratio_plain", "server_peak_bytes", "ratio_state"]),
+        ("step", &["server_peak_bytes", "ratio_state"]),
+        ("step-beside-save", &["ratio_step", "server_peak_bytes", "ratio_state"]),
+        ("save-beside-steps", &["gbps", "ratio_plain"]),
+    ];
+    assert_eq!(lines.len(), fields.len(), "{lines:?}");
+    for (line, (operation, fields)) in lines.iter().zip(fields) {
+        assert_eq!((&line["bench"], &line["operation"]), (&"checkpoint".into(), &operation.into()));
+        for field in fields {
+            assert!(line[field].as_f64().is_some_and(|number| number > 0.0), "{field} in {line}");
+        }
+        let is_read = ["read", "restore"].contains(&operation);
+        assert_eq!(line["cold"].is_boolean(), is_read, "{line}");
+        // f32 master weights and two moments, and the headers of the files.
+        assert!((60_000..100_000).contains(&line["bytes"].as_u64().unwrap()), "{line}");
+    }
+    assert_eq!(folder.path().read_dir().unwrap().count(), 0, "all files are removed");
+}
+
 /// A fake interpreter that imports everything except DeepSpeed, and reports the same result for all
 /// systems.
 const STUB: &str = r#"#!/bin/sh

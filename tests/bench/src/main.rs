@@ -1,6 +1,7 @@
 //! `zs-bench`: benchmarks. Every subcommand measures its baselines in the same run, and prints a
 //! table, or with `--json` one object per line.
 
+mod checkpoint;
 mod optimizer;
 mod sample;
 mod step;
@@ -29,6 +30,7 @@ enum Bench {
     Transfer(transfer::Options),
     Optimizer(optimizer::Options),
     Step(step::Options),
+    Checkpoint(checkpoint::Options),
     Torch(torch::Options),
     #[command(hide = true)]
     StepWorker(step::WorkerOptions),
@@ -44,6 +46,7 @@ fn main() -> std::process::ExitCode {
         Bench::Transfer(options) => transfer::run(&options, json),
         Bench::Optimizer(options) => optimizer::run(&options, json).map_err(Into::into),
         Bench::Step(options) => step::run(&options, json),
+        Bench::Checkpoint(options) => checkpoint::run(&options, json),
         Bench::Torch(options) => torch::run(&options, json),
         Bench::StepWorker(options) => step::run_worker(&options),
         Bench::ServeRaw => transfer::serve_raw(),

@@ -14,7 +14,7 @@ use zeroshard_tests::{Cluster, binary};
 
 use crate::{sample::median, table::Table};
 
-pub(crate) use worker::{WorkerOptions, run as run_worker};
+pub(crate) use worker::{JOB, WARM_UP, Worker, WorkerOptions, run as run_worker, spec};
 
 type Error = Box<dyn std::error::Error>;
 

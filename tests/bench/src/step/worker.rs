@@ -7,11 +7,14 @@ use futures_util::{StreamExt, TryStreamExt, future, stream};
 use serde_json::json;
 use zeroshard_client::{Cluster, Commit, Job, Target, TensorData, TensorId, Values};
 use zeroshard_proto::{JobSpec, Manifest, Result, TensorSpec};
+use zeroshard_tests::synthetic;
 
 use super::{Error, Level};
 
+/// The name of the job.
+pub(crate) const JOB: &str = "step";
 /// The number of steps that are not measured, because memory is accessed for the first time.
-const WARM_UP: usize = 2;
+pub(crate) const WARM_UP: usize = 2;
 /// The number of elements of a bucket, at the levels with buckets.
 const BUCKET: usize = 4 << 20;
 /// The number of buckets in flight.
@@ -21,25 +24,26 @@ const AHEAD: usize = 2;
 #[derive(Debug, Args)]
 pub(crate) struct WorkerOptions {
     #[arg(long)]
-    address: String,
+    pub(crate) address: String,
     #[arg(long)]
-    rank: u32,
+    pub(crate) rank: u32,
     #[arg(long)]
-    workers: u32,
+    pub(crate) workers: u32,
     #[arg(long)]
-    servers: u32,
+    pub(crate) servers: u32,
     #[arg(long)]
-    tensors: usize,
+    pub(crate) tensors: usize,
     #[arg(long)]
-    numel: usize,
+    pub(crate) numel: usize,
     #[arg(long)]
-    level: Level,
+    pub(crate) level: Level,
     #[arg(long)]
-    steps: usize,
+    pub(crate) steps: usize,
 }
 
-struct Worker<'a> {
-    options: &'a WorkerOptions,
+/// A connected rank of a job without a model.
+pub(crate) struct Worker {
+    level: Level,
     job: Job,
     gradient: Values,
     parameters: Vec<Vec<f32>>,
@@ -65,20 +69,13 @@ pub(crate) fn run(options: &WorkerOptions) -> Result<(), Error> {
     Ok(())
 }
 
-impl<'a> Worker<'a> {
-    async fn start(options: &'a WorkerOptions) -> Result<Self> {
+impl Worker {
+    /// Joins the job, which the first rank creates, and pulls its parameters.
+    pub(crate) async fn start(options: &WorkerOptions) -> Result<Self> {
         let cluster = Cluster::connect(&options.address, Default::default()).await?;
-        let tensor = |i| TensorSpec::new(format!("tensor.{i}"), [options.numel as u64]);
-        let manifest = Manifest::new((0..options.tensors).map(tensor).collect())?;
-        let adamw = "adamw".parse().expect("a known optimizer");
-        let spec = JobSpec {
-            world: options.workers,
-            min_servers: options.servers,
-            ..JobSpec::new("step", manifest, vec![adamw])
-        };
-        cluster.create_job(&spec).await?;
-        let job = cluster.join("step", options.rank).await?;
-        let gradient = Values::from(vec![1e-3f32; options.numel]);
+        cluster.create_job(&spec(options)?).await?;
+        let job = cluster.join(JOB, options.rank).await?;
+        let gradient = Values::from(synthetic::values(0, options.numel));
         let all = 0..options.tensors;
         if options.rank == 0 {
             job.initialise(
@@ -96,15 +93,15 @@ impl<'a> Worker<'a> {
             Level::Os => vec![all.clone()],
             Level::OsG | Level::PGOs => buckets.collect(),
         };
-        let mut worker = Self { options, job, gradient, parameters, buckets };
+        let mut worker = Self { level: options.level, job, gradient, parameters, buckets };
         worker.pull(0).await?;
         Ok(worker)
     }
 
     /// Returns the seconds of the step, its push, its decision and its pull.
-    async fn step(&mut self, step: u64) -> Result<[f64; 4]> {
+    pub(crate) async fn step(&mut self, step: u64) -> Result<[f64; 4]> {
         let began = Instant::now();
-        if let Level::PGOs = self.options.level {
+        if let Level::PGOs = self.level {
             // Backward needs the parameters a second time.
             self.pull(step).await?;
         }
@@ -133,7 +130,7 @@ impl<'a> Worker<'a> {
     }
 
     async fn pull(&mut self, version: u64) -> Result<()> {
-        let ahead = match self.options.level {
+        let ahead = match self.level {
             Level::Os | Level::OsG => {
                 return pull_into(&self.job, version, 0, &mut self.parameters).await;
             }
@@ -144,6 +141,18 @@ impl<'a> Worker<'a> {
         let pulls = buckets.map(|(i, arrays)| pull_into(&self.job, version, i * size, arrays));
         stream::iter(pulls).buffered(ahead).try_for_each(|()| future::ok(())).await
     }
+}
+
+/// The job of the ranks with these options.
+pub(crate) fn spec(options: &WorkerOptions) -> Result<JobSpec> {
+    let tensor = |i| TensorSpec::new(format!("tensor.{i}"), [options.numel as u64]);
+    let manifest = Manifest::new((0..options.tensors).map(tensor).collect())?;
+    let adamw = "adamw".parse().expect("a known optimizer");
+    Ok(JobSpec {
+        world: options.workers,
+        min_servers: options.servers,
+        ..JobSpec::new(JOB, manifest, vec![adamw])
+    })
 }
 
 async fn pull_into(job: &Job, version: u64, first: usize, arrays: &mut [Vec<f32>]) -> Result<()> {
