@@ -138,9 +138,13 @@ impl Cluster {
     /// [`Error::UnknownJob`], [`Error::Storage`]; [`Error::Timeout`], after which the save
     /// continues.
     pub async fn save_checkpoint(&self, job: &str, url: Option<&str>) -> Result<(u64, u64)> {
+        let (job, url) = (job.to_owned(), url.unwrap_or_default().to_owned());
+        self.save(pb::SaveCheckpointRequest { job, job_id: 0, url, unless_saved: false }).await
+    }
+
+    pub(crate) async fn save(&self, request: pb::SaveCheckpointRequest) -> Result<(u64, u64)> {
         let saved = self.retry("the checkpoint", |mut client| {
-            let (job, url) = (job.to_owned(), url.unwrap_or_default().to_owned());
-            let request = pb::SaveCheckpointRequest { job, job_id: 0, url };
+            let request = request.clone();
             async move { client.save_checkpoint(request).await }
         });
         let pb::SaveCheckpointResponse { version, bytes } = saved.await?;

@@ -1,7 +1,10 @@
 //! A rank's membership in a job: its lease, and its calls to the coordinator and the servers
 //! outside a step. Gradients and votes are in `attempt`.
 
-use std::sync::{Arc, atomic::AtomicU64};
+use std::{
+    sync::{Arc, atomic::AtomicU64},
+    time::Duration,
+};
 
 use tokio::{sync::watch, task::JoinHandle};
 use zeroshard_proto::{
@@ -18,6 +21,9 @@ mod membership;
 mod transfer;
 
 pub use attempt::Attempt;
+
+/// How long a save may take. It has the same limit in the coordinator.
+const SAVE_LIMIT: Duration = Duration::from_secs(3600);
 
 /// A rank's lease on a job. Cheap to clone. The lease ends with [`Job::leave`] or
 /// [`Job::leave_done`]. If the last clone and the last [`Attempt`] are dropped without one of these
@@ -237,6 +243,25 @@ impl Job {
         let Membership { epoch, placement, .. } = self.current()?;
         let (spec, placement) = (JobSpec::clone(&self.0.spec), Placement::clone(&placement));
         Ok(Description { spec, id: self.0.id, epoch, placement, version: Some(version) })
+    }
+
+    /// Waits until the current version of the job is saved where the policy of the job says, for up
+    /// to an hour. Does nothing if it has been saved already. Returns the version and the size of
+    /// the checkpoint in bytes.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the job has no policy, [`Error::Storage`], [`Error::Timeout`].
+    pub async fn save(&self) -> Result<(u64, u64)> {
+        let Member { cluster, spec, id, .. } = &*self.0;
+        let (job, url) = (spec.name.clone(), String::new());
+        let request = pb::SaveCheckpointRequest { job, job_id: *id, url, unless_saved: true };
+        let deadline = Deadline::after(SAVE_LIMIT);
+        loop {
+            match cluster.save(request.clone()).await {
+                Err(Error::Timeout { .. }) if !deadline.left().is_zero() => {}
+                saved => return saved,
+            }
+        }
     }
 
     /// Ends the lease in order. Ranks that wait for this rank in the open step receive

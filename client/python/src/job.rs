@@ -412,6 +412,11 @@ impl Job {
         Ok(steps.iter().map(parts).collect())
     }
 
+    fn save(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
+        let job = self.job.clone();
+        wait(py, async move { job.save().await })
+    }
+
     fn leave(&self) -> PyResult<Transfer> {
         self.forget();
         let job = self.job.clone();

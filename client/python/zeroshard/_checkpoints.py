@@ -33,6 +33,7 @@ class Checkpoints:
             except zs.RolledBackError:
                 step, saved = checkpoints.resume()
                 restore(saved)
+        checkpoints.save()
 
     Saved are parameters, optimizer state and step counts, and the buffers of rank 0. Everything
     else that the training depends on belongs in ``state``: random state, the position in the data,
@@ -96,12 +97,7 @@ class Checkpoints:
             CheckpointDamagedError: the data of this rank is damaged.
             StorageError: the checkpoint cannot be read.
         """
-        sharding = None if self._sharding is None else self._sharding()
-        if sharding is None:
-            raise InvalidArgumentError(
-                "resume() was called without a model; pass this object to group_sharded_parallel "
-                "as checkpoints first"
-            )
+        sharding = self._bound("resume")
         sharding.roll_back()
         job = sharding.job
         if job.version != job.started_at:
@@ -110,6 +106,30 @@ class Checkpoints:
                 "or after RolledBackError"
             )
         return job.version, self._saved(sharding) if job.version else None
+
+    def save(self) -> int:
+        """Waits until the model is saved as it is after its last step: for example at the end of a
+        run. Does nothing if it has been saved already. One rank or all ranks may call it.
+
+        Returns:
+            The number of steps that the model has made.
+
+        Raises:
+            InvalidArgumentError: no model is sharded with this object.
+            StorageError: the checkpoint cannot be written.
+            TimeoutError: it has not been written after an hour.
+        """
+        version, _bytes = self._bound("save").job.job.save()
+        return version
+
+    def _bound(self, method: str) -> Sharding[Any]:
+        sharding = None if self._sharding is None else self._sharding()
+        if sharding is None:
+            raise InvalidArgumentError(
+                f"{method}() was called without a model; pass this object to "
+                "group_sharded_parallel as checkpoints first"
+            )
+        return sharding
 
     def _saved(self, sharding: Sharding[Any]) -> bytes | None:
         job = sharding.job

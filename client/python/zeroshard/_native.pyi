@@ -376,6 +376,9 @@ class Job:
     def applied_steps(self, version: int) -> list[tuple[int, list[float]]]:
         """The number of steps that were applied to each tensor, and the values of the optimizer's
         ``scalar_state`` after them."""
+    def save(self) -> tuple[int, int]:
+        """Waits until the current version is saved where the policy of the job says. Returns the
+        version and the size in bytes."""
     def leave(self) -> Transfer:
         """Starts to leave the job in order."""
 

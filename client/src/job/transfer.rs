@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use futures_util::future::try_join_all;
 use zeroshard_proto::{
-    AppliedSteps, DType, Deadline, Error, Placement, Result, TensorId,
+    AppliedSteps, DType, Deadline, Error, Result, TensorId,
     pb::{self, push_begin::Contents as Wire},
 };
 
@@ -138,14 +138,25 @@ impl Job {
         epoch: u64,
         work: impl Future<Output = Result<T>>,
     ) -> Result<T> {
+        let done = self.unless(|now| now.epoch > epoch, work).await;
+        done.unwrap_or_else(|now| {
+            let (job, current) = (self.0.spec.name.clone(), now.epoch);
+            Err(Error::StaleEpoch { job, epoch, current })
+        })
+    }
+
+    /// Runs `work`, unless the membership becomes one for which `ended` is true. Returns this
+    /// membership then.
+    async fn unless<T>(
+        &self,
+        ended: impl FnMut(&Membership) -> bool,
+        work: impl Future<Output = T>,
+    ) -> Result<T, Membership> {
         let mut membership = self.0.membership.clone();
         tokio::select! {
             biased;
-            result = work => result,
-            Ok(now) = membership.wait_for(|now| now.epoch > epoch) => {
-                let (job, current) = (self.0.spec.name.clone(), now.epoch);
-                Err(Error::StaleEpoch { job, epoch, current })
-            }
+            result = work => Ok(result),
+            Ok(now) = membership.wait_for(ended) => Err(now.clone()),
         }
     }
 
@@ -205,7 +216,7 @@ impl Job {
         &self,
         mut pull: pull::ServerPull<'_>,
         version: u64,
-        part_of: StatePart<'_>,
+        part: StatePart<'_>,
         deadline: Deadline,
     ) -> Result<()> {
         let Member { cluster, spec, id, .. } = &*self.0;
@@ -214,43 +225,30 @@ impl Job {
         loop {
             let Membership { epoch, placement, .. } = self.current()?;
             if !pull.is_at_primary(&placement) {
-                let parts = pull.divide(&placement).into_iter();
-                let parts = parts.map(|part| self.pull_from_one(part, version, part_of, deadline));
-                return Box::pin(try_join_all(parts)).await.map(drop);
+                let pulls = pull.divide(&placement).into_iter();
+                let pulls = pulls.map(|pull| self.pull_from_one(pull, version, part, deadline));
+                return Box::pin(try_join_all(pulls)).await.map(drop);
             }
             let of = pull::PullOf {
                 job: &spec.name,
                 job_id: *id,
                 epoch,
                 version,
-                part: part_of,
+                part,
                 chunk_bytes: cluster.options.chunk_bytes,
                 timeout: tries.timeout(),
             };
-            let pulled = self.while_placed(&placement, pull.pull(&cluster.shards, &of));
+            // A server that was lost does not answer.
+            let moved = |now: &Membership| !Arc::ptr_eq(&now.placement, &placement);
+            let pulled = self.unless(moved, pull.pull(&cluster.shards, &of));
             let error = match tries.limit(|| waiting_for.clone(), pulled).await? {
-                None => continue,
-                Some(Ok(())) => return Ok(()),
-                Some(Err(error)) => error,
+                Err(_moved) => continue,
+                Ok(Ok(())) => return Ok(()),
+                Ok(Err(error)) => error,
             };
             if let Next::Refresh(_) = tries.next(error).await? {
                 self.wait_for_news(epoch, deadline).await?;
             }
-        }
-    }
-
-    /// Runs `work`, unless the placement changes: a server that was lost does not answer.
-    async fn while_placed<T>(
-        &self,
-        placement: &Arc<Placement>,
-        work: impl Future<Output = T>,
-    ) -> Option<T> {
-        let mut membership = self.0.membership.clone();
-        let moved = |now: &Membership| !Arc::ptr_eq(&now.placement, placement);
-        tokio::select! {
-            biased;
-            result = work => Some(result),
-            Ok(_) = membership.wait_for(moved) => None,
         }
     }
 }

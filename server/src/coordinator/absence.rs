@@ -1,9 +1,10 @@
 //! Absence: the control stream of a server has broken, and the server may come back.
 //!
-//! Its open jobs wait for it for [`RECOVERY`]. When the same process connects again, it describes
+//! Its open jobs wait for it (see [`patience`]). When the same process connects again, it describes
 //! its jobs, receives the commands that it has missed (`catch_up`), and its jobs continue. If its
-//! process has ended, they fail at once: when it was restarted, when another server has its
-//! address, and when its address refuses connections (`probe`).
+//! process has ended, they do not wait: it was restarted, another server has its address, or its
+//! address refuses connections (`probe`). They continue with their backups (`replicas`), return to
+//! their last checkpoint (`restore`), or fail.
 
 use std::{collections::BTreeSet, time::Duration};
 
@@ -142,7 +143,7 @@ impl Cluster {
         }
     }
 
-    /// Fails the job if a server has been away for too long.
+    /// Gives up a server that has been away for too long.
     pub(super) fn expire_absence(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
         let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get(name) else { return };
         if let Some(&server) = open.away.iter().find(|(_, away)| away.until <= now).map(|of| of.0) {

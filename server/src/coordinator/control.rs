@@ -391,9 +391,10 @@ fn check_held(job: &pb::HeldJob, spec: &JobSpec) -> Result<()> {
     if let Some(slice) = slices.find(|&slice| slice as usize >= held) {
         return invalid("slice", slice.into(), held as u64);
     }
-    let steps = job.decision.iter().map(|decision| decision.step).chain([job.step, job.epoch]);
-    match steps.into_iter().find(|&step| step == u64::MAX) {
-        Some(step) => invalid("step or epoch", step, u64::MAX),
+    let steps = job.decision.iter().map(|decision| decision.step);
+    let numbers = steps.chain([job.step, job.epoch, job.copies]);
+    match numbers.into_iter().find(|&number| number == u64::MAX) {
+        Some(number) => invalid("step, epoch or number of a copy", number, u64::MAX),
         None => Ok(()),
     }
 }

@@ -21,12 +21,12 @@ pub(crate) struct Decision {
     /// `None`: the step is skipped.
     pub(crate) update: Option<Update>,
     pub(crate) figures: Figures,
-    /// In a job with replicas.
+    /// `None` in a job without replicas.
     pub(crate) replicated: Option<Box<Replicated>>,
 }
 
-/// What a decision contains in addition in a job with replicas, because backups do not have the
-/// figures of the primary.
+/// The part of a decision that only a job with replicas needs, because backups do not have the
+/// figures of their primaries.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Replicated {
     /// The slices for which no rank had a gradient, ascending.
@@ -122,12 +122,7 @@ impl Decided {
         None
     }
 
-    /// Whether every server has stored the decision.
-    pub(super) fn is_stored(&self) -> bool {
-        self.pending.is_empty()
-    }
-
-    /// A server that is lost does not have to store the decision.
+    /// The decision does not wait for a server that is lost.
     pub(super) fn without(&mut self, server: ServerId, out: &mut Vec<Action>) {
         if self.pending.remove(&server) {
             self.answer(out);
@@ -145,6 +140,11 @@ impl Decided {
 }
 
 impl Open {
+    /// Whether every server has stored the last decision.
+    pub(super) fn is_stored(&self) -> bool {
+        self.last.as_ref().is_none_or(|last| last.pending.is_empty())
+    }
+
     /// The decision about `step`, if it was the last one.
     pub(super) fn decided(&mut self, step: u64) -> Option<&mut Decided> {
         self.last.as_deref_mut().filter(|last| last.report.version == step.wrapping_add(1))
@@ -196,7 +196,7 @@ impl Cluster {
         // A rank that is done or rests counts as having committed. If all ranks are done, the job
         // has ended.
         let voters = open.active(spec.world);
-        let stored = open.last.as_ref().is_none_or(|last| last.pending.is_empty());
+        let stored = open.is_stored();
         let Some(terms) = open
             .round
             .agreed(voters)

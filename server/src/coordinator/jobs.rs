@@ -21,24 +21,28 @@ use super::{
     },
     placement::place,
     recovery::unknown_yet,
+    replicas::Replicas,
     restore::same_checkpoint,
     state::{Job, Open, Phase},
 };
 
-/// The memory that the servers need for each slice, in bytes: f32 master weights; for a trained
-/// slice, f32 optimizer state and a gradient accumulator; and a copy in the published dtype if it
-/// is not f32.
+/// The memory that a server needs for each slice, in bytes.
 pub(crate) fn weights(spec: &JobSpec) -> Vec<u64> {
-    let weight = |slice: &SliceSpec| {
-        let tensor = &spec.manifest.tensors()[slice.tensor];
-        let group = spec.groups.get(tensor.group as usize).filter(|_| tensor.trains());
-        let shapes = group.map_or_else(Vec::new, |group| group.state_shapes(&tensor.shape));
-        let state: usize = shapes.into_iter().map(|shape| 4 * shape.numel(slice.numel)).sum();
-        let accumulator = if tensor.trains() { 4 } else { 0 };
-        let published = if tensor.dtype == DType::F32 { 0 } else { tensor.dtype.size() };
-        ((4 + accumulator + published) * slice.numel + state) as u64
-    };
-    spec.manifest.slices().iter().map(weight).collect()
+    (0..spec.manifest.slices().len()).map(|slice| weight(spec, slice)).collect()
+}
+
+/// The memory that a server needs for slice number `slice`, in bytes: f32 master weights; for a
+/// trained slice, f32 optimizer state and a gradient accumulator; and a copy in the published dtype
+/// if it is not f32.
+pub(super) fn weight(spec: &JobSpec, slice: usize) -> u64 {
+    let SliceSpec { tensor, numel, .. } = spec.manifest.slices()[slice];
+    let tensor = &spec.manifest.tensors()[tensor];
+    let group = spec.groups.get(tensor.group as usize).filter(|_| tensor.trains());
+    let shapes = group.map_or_else(Vec::new, |group| group.state_shapes(&tensor.shape));
+    let state: usize = shapes.into_iter().map(|shape| 4 * shape.numel(numel)).sum();
+    let accumulator = if tensor.trains() { 4 } else { 0 };
+    let published = if tensor.dtype == DType::F32 { 0 } else { tensor.dtype.size() };
+    ((4 + accumulator + published) * numel + state) as u64
 }
 
 /// The placement of a job's slices, with derived data.
@@ -239,7 +243,8 @@ impl Cluster {
         let reply = Reply::Created { epoch: job.epoch, job_id: job.id };
         let created = |waiter: Waiter| Action::Answer(waiter.caller, Ok(reply.clone()));
         out.extend(std::mem::take(creators).into_iter().map(created));
-        let mut open = Open::new(&job.spec, plan.clone());
+        let replicas = Replicas::new(&job.spec, &plan.placement);
+        let mut open = Open::new(plan.clone(), replicas);
         if let Some(version) = *restored {
             open.restored(version);
         }

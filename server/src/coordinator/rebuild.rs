@@ -44,8 +44,8 @@ impl Recovery {
         let top = self.held.values().map(|held| held.attempt).max().unwrap_or(first);
         let published = self.held.values().any(|held| held.published);
         let decision = self.decision_before(top.step);
-        let mut open = Open::new(spec, self.plan.clone());
-        open.replicas = Replicas::learn(spec, &self.plan.placement, &self.held, now);
+        let replicas = Replicas::learn(spec, &self.plan.placement, &self.held, now);
+        let mut open = Open::new(self.plan.clone(), replicas);
         open.version = published.then_some(top.step);
         open.uninitialised = match published {
             true => BTreeSet::new(),
@@ -68,8 +68,7 @@ impl Recovery {
         let mut commands = Vec::new();
         for (&server, held) in &self.held {
             let known = Known { job, epoch: top.epoch, open: &open, decision };
-            let trains = open.awaits(server);
-            let lacks = catch_up(known, held, trains);
+            let lacks = catch_up(known, held, open.awaits(server));
             let lacks = lacks.map_err(|what| format!("shard server {server:016x} {what}"))?;
             commands.extend(lacks.into_iter().map(|command| (server, command)));
         }

@@ -2,7 +2,8 @@
 //!
 //! The servers keep their jobs without a coordinator, and describe them to the next one (`Held`).
 //! When every server of a job's placement has done so, the job continues where the commands of the
-//! last coordinator have left it. Each server has received the first part of the same commands, so
+//! last coordinator have left it. A job with replicas continues without servers whose process has
+//! ended. Each server has received the first part of the same commands, so
 //! the servers at the latest attempt know the most, and the others are told what they lack
 //! (`catch_up`):
 //! - A decision, an epoch, an attempt, and a rank that is done, has left or rests stand if any
@@ -116,7 +117,7 @@ impl Recovery {
             let part = first.spec.difference(&held.spec).unwrap_or_else(|| "options".to_owned());
             return Some((server, format!("specifications of the job: {part}")));
         }
-        // With replicas, the latest placement counts.
+        // A server of a job with replicas may have missed the latest placement.
         if first.plan != held.plan && held.spec.replicas <= 1 {
             return Some((server, "placements of its slices".to_owned()));
         }
@@ -130,7 +131,7 @@ impl Recovery {
         self.held.values().any(used)
     }
 
-    /// A server has described the job. The latest placement counts.
+    /// Adds the description by a server. The placement of the latest epoch is that of the job.
     fn take(&mut self, server: ServerId, held: Held) {
         if self.held.values().all(|other| other.attempt.epoch < held.attempt.epoch) {
             self.plan = held.plan.clone();
@@ -138,8 +139,8 @@ impl Recovery {
         self.held.insert(server, held);
     }
 
-    /// Drops the descriptions by servers that the latest placement does not list, and by those that
-    /// are lost. Returns these servers.
+    /// Drops the descriptions by servers that are lost, or are not in the latest placement. Returns
+    /// these servers.
     fn drop_others(&mut self) -> Vec<ServerId> {
         let Self { plan, held, lost, .. } = self;
         let listed: BTreeSet<ServerId> =
@@ -300,10 +301,7 @@ impl Cluster {
             Err(reason) => return self.fail(name, &reason, now, out),
         };
         let lost = recovery.lost.clone();
-        let Recovered { mut open, epoch, commands } = recovered;
-        for (&server, why) in &lost {
-            open.miss(server, why, now + RECOVERY, out);
-        }
+        let Recovered { open, epoch, commands } = recovered;
         out.push(Action::Note(format!(
             "job {name:?} continues at step {} in epoch {epoch}, with {} of {} ranks",
             open.step(),

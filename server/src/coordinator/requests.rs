@@ -96,10 +96,11 @@ impl Waits {
 
     pub(super) fn save(&self, request: Request<pb::SaveCheckpointRequest>) -> Result<Save> {
         let wait = self.of(&request).left();
-        let pb::SaveCheckpointRequest { job: name, job_id: id, url } = request.into_inner();
+        let pb::SaveCheckpointRequest { job: name, job_id: id, url, unless_saved } =
+            request.into_inner();
         let url = Some(url).filter(|url| !url.is_empty());
         url.as_deref().map_or(Ok(()), check_url)?;
-        Ok(Save { job: JobRef { name, id }, url, wait })
+        Ok(Save { job: JobRef { name, id }, url, unless_saved, wait })
     }
 }
 

@@ -139,7 +139,7 @@ impl From<&Job> for pb::JobStatus {
             failure,
             job_id: job.id,
             resting: open.map(|open| open.resting.ranks().collect()).unwrap_or_default(),
-            saved_version: open.and_then(|open| open.saves.last),
+            saved_version: open.and_then(|open| open.saves.last()),
             saving_version: open.and_then(|open| open.saves.current()),
         }
     }

@@ -2,7 +2,8 @@
 //!
 //! The command is sent after the decisions that make the version, so each server finds exactly that
 //! version. When all servers have written their files, the driver writes the manifest, without
-//! which the files are not a checkpoint. A job has at most one save at a time.
+//! which the files are not a checkpoint. A job has at most one save at a time; a request for
+//! another version waits until it has ended.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -33,6 +34,8 @@ pub(crate) struct Save {
     pub(crate) job: JobRef,
     /// The directory or prefix; `None`: that of the job's policy.
     pub(crate) url: Option<String>,
+    /// Do nothing if the last complete checkpoint is of the current version, and at the same place.
+    pub(crate) unless_saved: bool,
     pub(crate) wait: Duration,
 }
 
@@ -40,8 +43,10 @@ pub(crate) struct Save {
 #[derive(Debug, Default)]
 pub(crate) struct Saves {
     current: Option<Saving>,
-    /// The last complete checkpoint.
-    pub(super) last: Option<u64>,
+    /// The save that begins when the current one has ended.
+    next: Option<Next>,
+    /// The last complete checkpoint, and where it is.
+    last: Option<(Saved, String)>,
     /// When the last save began; before the first one, when the first step was decided.
     began: Option<Now>,
     /// When an unused job is saved again, after a save has failed.
@@ -59,6 +64,14 @@ struct Saving {
     pending: BTreeSet<ServerId>,
     files: Vec<Files>,
     user_data: BTreeMap<u32, Bytes>,
+    waiters: Vec<Waiter>,
+}
+
+/// A save that waits for the end of another one.
+#[derive(Debug)]
+struct Next {
+    url: String,
+    keep: u32,
     waiters: Vec<Waiter>,
 }
 
@@ -97,14 +110,37 @@ impl Saves {
         self.current.as_ref().map(|saving| saving.plan.version)
     }
 
-    pub(super) fn next_deadline(&self) -> Option<Now> {
-        let saving = self.current.as_ref()?;
-        saving.waiters.iter().map(|waiter| waiter.deadline).chain([saving.deadline]).min()
+    /// The last version that has been saved.
+    pub(super) fn last(&self) -> Option<u64> {
+        self.last.as_ref().map(|(saved, _)| saved.version)
     }
 
-    /// Gives up the current save, and returns the calls that wait for it.
+    /// The last complete checkpoint, if it is of this version and at `url`.
+    fn saved(&self, version: u64, url: &str) -> Option<Saved> {
+        let (saved, place) = self.last.as_ref()?;
+        Some(*saved).filter(|saved| saved.version == version && place == url)
+    }
+
+    pub(super) fn next_deadline(&self) -> Option<Now> {
+        let saving = self.current.as_ref()?;
+        let waiters = self.next.iter().flat_map(|next| &next.waiters).chain(&saving.waiters);
+        waiters.map(|waiter| waiter.deadline).chain([saving.deadline]).min()
+    }
+
+    /// Gives up all saves, and returns the calls that wait for them.
     pub(super) fn into_waiters(self) -> Vec<Waiter> {
-        self.current.map(|saving| saving.waiters).unwrap_or_default()
+        let current = self.current.map(|saving| saving.waiters).unwrap_or_default();
+        let next = self.next.map(|next| next.waiters).unwrap_or_default();
+        [current, next].concat()
+    }
+
+    /// Removes the calls from those that wait. Returns them.
+    fn take_waiters(&mut self, taken: impl Fn(&Waiter) -> bool) -> Vec<Waiter> {
+        let current = self.current.iter_mut().map(|saving| &mut saving.waiters);
+        let waiting = current.chain(self.next.iter_mut().map(|next| &mut next.waiters));
+        waiting
+            .flat_map(|waiters| waiters.extract_if(.., |of| taken(of)).collect::<Vec<_>>())
+            .collect()
     }
 
     /// The current save, if it has this number.
@@ -128,14 +164,14 @@ impl Cluster {
         now: Now,
         out: &mut Vec<Action>,
     ) -> Result<()> {
-        let Save { job: JobRef { name, id }, url, wait } = save;
+        let Save { job: JobRef { name, id }, url, unless_saved, wait } = save;
         let job = self.job_mut(&name)?;
         if id != 0 && id != job.id {
             return Err(Error::JobReplaced { job: name });
         }
         let policy = job.spec.checkpoints.as_ref();
-        let keep = policy.filter(|policy| url.as_ref().is_none_or(|url| *url == policy.url));
-        let keep = keep.map_or(0, |policy| policy.keep);
+        let by_policy = policy.filter(|policy| url.as_ref().is_none_or(|url| *url == policy.url));
+        let keep = by_policy.map_or(0, |policy| policy.keep);
         let url = url.or_else(|| policy.map(|policy| policy.url.clone())).ok_or_else(|| {
             let expected = "the directory for the checkpoint: the job has no policy with one";
             Error::invalid(format!("url of the checkpoint of job {name:?}"), "absent", expected)
@@ -146,15 +182,29 @@ impl Cluster {
             let cause = "its initial parameters have not all been uploaded yet".to_owned();
             return Err(Error::Unavailable { peer: format!("job {name:?}"), cause });
         };
-        if let Some(saving) = &mut open.saves.current {
-            if saving.plan.version == version && saving.plan.url == url {
-                saving.waiters.push(waiter);
-                return Ok(());
-            }
-            let cause = format!("its version {} is being saved", saving.plan.version);
+        let saves = &mut open.saves;
+        if let Some(saved) = saves.saved(version, &url).filter(|_| unless_saved) {
+            out.push(Action::Answer(caller, Ok(Reply::Saved(saved))));
+            return Ok(());
+        }
+        let Some(saving) = &mut saves.current else {
+            self.begin_save(&name, url, keep, vec![waiter], now, out);
+            return Ok(());
+        };
+        if saving.plan.version == version && saving.plan.url == url {
+            saving.waiters.push(waiter);
+            return Ok(());
+        }
+        let running = saving.plan.version;
+        let next = Next { url: url.clone(), keep, waiters: Vec::new() };
+        let next = saves.next.get_or_insert(next);
+        if next.url != url {
+            let cause =
+                format!("its version {running} is being saved, and the next at {}", next.url);
             return Err(Error::Unavailable { peer: format!("job {name:?}"), cause });
         }
-        self.begin_save(&name, url, keep, Some(waiter), now, out);
+        out.push(Action::Tick(waiter.deadline));
+        next.waiters.push(waiter);
         Ok(())
     }
 
@@ -164,7 +214,7 @@ impl Cluster {
         name: &str,
         url: String,
         keep: u32,
-        waiter: Option<Waiter>,
+        waiters: Vec<Waiter>,
         now: Now,
         out: &mut Vec<Action>,
     ) {
@@ -184,7 +234,7 @@ impl Cluster {
             pending: open.servers().collect(),
             files: Vec::new(),
             user_data: open.saves.user_data.clone(),
-            waiters: waiter.into_iter().collect(),
+            waiters,
         });
         out.push(Action::Tick(now + SAVE_LIMIT));
         self.complete_if_written(name, out);
@@ -211,7 +261,7 @@ impl Cluster {
             )));
         }
         let (url, keep) = (policy.url.clone(), policy.keep);
-        self.begin_save(name, url, keep, None, now, out);
+        self.begin_save(name, url, keep, Vec::new(), now, out);
     }
 
     /// Saves an unused job a last time, if it has a policy and steps that are not saved. Returns
@@ -227,12 +277,12 @@ impl Cluster {
         };
         let (Some(policy), Some(version)) = (&spec.checkpoints, open.version) else { return false };
         let is_saving = open.saves.current.is_some();
-        if !is_saving && (open.saves.last >= Some(version) || version == 0) {
+        if !is_saving && (open.saves.saved(version, &policy.url).is_some() || version == 0) {
             return false;
         }
         if !is_saving {
             let (url, keep) = (policy.url.clone(), policy.keep);
-            self.begin_save(name, url, keep, None, now, out);
+            self.begin_save(name, url, keep, Vec::new(), now, out);
         }
         true
     }
@@ -292,7 +342,8 @@ impl Cluster {
         let (name, version) = (&job.name, saving.plan.version);
         match &outcome {
             Ok(bytes) => {
-                open.saves.last = open.saves.last.max(Some(version));
+                let saved = Saved { version, bytes: *bytes };
+                open.saves.last = Some((saved, saving.plan.url.clone()));
                 out.push(Action::Note(format!(
                     "version {version} of job {name:?} is saved: {bytes} bytes at {}",
                     saving.plan.url
@@ -311,6 +362,9 @@ impl Cluster {
         let reply = outcome.map(|bytes| Reply::Saved(Saved { version, bytes }));
         let answers = saving.waiters.into_iter();
         out.extend(answers.map(|waiter| Action::Answer(waiter.caller, reply.clone())));
+        if let Some(Next { url, keep, waiters }) = open.saves.next.take() {
+            self.begin_save(name, url, keep, waiters, now, out);
+        }
         self.dispose(name, now, out);
     }
 
@@ -351,9 +405,8 @@ impl Cluster {
         let Some(Job { id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
             return;
         };
+        let expired = open.saves.take_waiters(|waiter| waiter.deadline <= now);
         let Some(saving) = &mut open.saves.current else { return };
-        let expired = saving.waiters.extract_if(.., |waiter| waiter.deadline <= now);
-        let expired: Vec<Waiter> = expired.collect();
         let (save, version) = (saving.plan.save, saving.plan.version);
         let (is_late, pending) = (saving.deadline <= now, saving.pending.clone());
         let job = JobRef { name: name.to_owned(), id: *id };
@@ -376,10 +429,8 @@ impl Cluster {
 
     /// The caller of a save has disconnected. The save continues.
     pub(super) fn saver_gone(&mut self, name: &str, caller: Caller) {
-        if let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name)
-            && let Some(saving) = &mut open.saves.current
-        {
-            saving.waiters.retain(|waiter| waiter.caller != caller);
+        if let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) {
+            open.saves.take_waiters(|waiter| waiter.caller == caller);
         }
     }
 }

@@ -8,7 +8,6 @@ use super::{
     absence::patience,
     cluster::Cluster,
     events::{Action, Command, Link, Now, ServerId},
-    recovery::RECOVERY,
     state::{Job, Phase, ServerState},
 };
 use crate::listing::some_of;
@@ -49,8 +48,8 @@ impl Cluster {
         }
     }
 
-    /// Removes a server. A job with slices on the server waits for its return, because no other
-    /// server has them; a job that is being opened fails.
+    /// Removes a server. A job with slices on the server waits for its return (see [`patience`]); a
+    /// job that is being opened fails.
     pub(super) fn server_lost(&mut self, link: Link, cause: &str, now: Now, out: &mut Vec<Action>) {
         if !self.is_current(link) {
             return;
@@ -64,11 +63,11 @@ impl Cluster {
         let names: Vec<String> =
             self.jobs.values().filter(hit).map(|job| job.spec.name.clone()).collect();
         for name in names {
-            let until = now + self.jobs.get(&name).map_or(RECOVERY, |job| patience(&job.spec));
-            match self.jobs.get_mut(&name).map(|job| &mut job.phase) {
-                Some(Phase::Recovering(recovery)) => recovery.forget(server),
-                Some(Phase::Open(open)) => {
-                    open.miss(server, cause, until, out);
+            let Some(Job { spec, phase, .. }) = self.jobs.get_mut(&name) else { continue };
+            match phase {
+                Phase::Recovering(recovery) => recovery.forget(server),
+                Phase::Open(open) => {
+                    open.miss(server, cause, now + patience(spec), out);
                     self.save_without(server, &name, cause, now, out);
                 }
                 _ => {

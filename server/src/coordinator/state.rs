@@ -118,8 +118,7 @@ pub(crate) struct Open {
 }
 
 impl Open {
-    pub(crate) fn new(spec: &JobSpec, plan: Plan) -> Self {
-        let replicas = Replicas::new(spec, &plan.placement);
+    pub(crate) fn new(plan: Plan, replicas: Replicas) -> Self {
         let Plan { placement, trainable } = plan;
         let uninitialised: BTreeSet<_> =
             placement.servers().iter().map(|server| server.id).collect();

@@ -73,9 +73,7 @@ impl Command {
         let message = Arc::new(decision);
         Ok(Self::Decide { attempt: Attempt { epoch, step, number }, update, message })
     }
-}
 
-impl Command {
     /// Converts a placement.
     ///
     /// # Errors

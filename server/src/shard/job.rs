@@ -97,7 +97,7 @@ impl<B: Backend> Job<B> {
         let attempt = Attempt::first(epoch, version.unwrap_or(0));
         let slices: Vec<_> = (0..spec.manifest.slices().len()).map(|_| OnceLock::new()).collect();
         let new = Allocation { backend: &*backend, spec: &spec, closed: &closed, slices: &slices };
-        new.allocate(placement.slices_of(server), attempt, version.is_some())?;
+        new.allocate((&placement, server), attempt, version.is_some())?;
         let progress = match version {
             None => Progress::upload(attempt, slices.iter().filter_map(OnceLock::get).count()),
             Some(_) => Progress::step(attempt, version, 0),
@@ -320,18 +320,19 @@ impl<B: Backend> Job<B> {
     /// Counts a slice whose gradient is complete.
     fn finish_reduction(&self, attempt: Attempt, slice: u32, reduced: Option<Reduced>) {
         let Some(reduced) = reduced else { return };
-        let is_primary = self.primary_slice(slice).is_ok();
+        let is_primary = self.slice(slice).is_ok_and(|slice| slice.role() == Role::Primary);
         let mut progress = self.progress();
         if progress.is_upload || progress.attempt != attempt {
             return; // the attempt has ended
         }
         let ready = progress.add(slice, reduced, is_primary);
-        if let Some(reduced) = &ready {
+        let is_ready = ready.is_some();
+        if let Some(reduced) = ready {
             progress.end_phase(&self.metrics.phases.reduce);
-            self.tell(JobEvent::Ready { attempt, reduced: reduced.clone() });
+            self.tell(JobEvent::Ready { attempt, reduced });
         }
         drop(progress);
-        if ready.is_some() || is_primary && self.spec.replicas > 1 {
+        if is_ready || is_primary && self.spec.replicas > 1 {
             // Readers of the gradient and backups wait for it.
             self.changed.send_replace(());
         }
@@ -393,18 +394,25 @@ struct Allocation<'a, B: Backend> {
 }
 
 impl<B: Backend> Allocation<'_, B> {
-    /// Allocates the slices that do not exist yet; `wanted` are their numbers, and whether this
-    /// server is the primary. If `is_empty`, their job runs already, and they have no content.
+    /// Allocates the slices of `server` that do not exist yet. If `is_empty`, their job runs
+    /// already, and they have no content.
     ///
     /// # Errors
-    /// Those of [`Job::open`].
+    /// [`Error::Invalid`] for a placement of another number of slices; those of [`Job::open`].
     fn allocate(
         &self,
-        wanted: impl Iterator<Item = (usize, bool)>,
+        (placement, server): (&Placement, u64),
         attempt: Attempt,
         is_empty: bool,
     ) -> Result<()> {
         let Self { spec, slices, .. } = *self;
+        if placement.slices() != slices.len() {
+            let what = format!("placement of job {:?}", spec.name);
+            let (found, expected) = (placement.slices(), slices.len());
+            let (found, expected) = (format!("{found} slices"), format!("{expected} slices"));
+            return Err(Error::invalid(what, found, expected));
+        }
+        let wanted = placement.slices_of(server);
         let mut last: Option<(usize, Contributions)> = None;
         for (index, is_primary) in wanted.filter(|(index, _)| slices[*index].get().is_none()) {
             if self.closed.is_cancelled() {

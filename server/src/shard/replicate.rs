@@ -59,10 +59,7 @@ impl<B: Backend> Copies<B> {
                 let copied = copy(&store, &job, &token, version, slices);
                 match cancelled.run_until_cancelled(copied).await {
                     Some(Ok(())) => job.tell(JobEvent::Copied { number }),
-                    Some(Err(error)) => {
-                        let (epoch, reason) = (job.epoch(), error.to_string());
-                        job.tell(JobEvent::Failed { epoch, reason });
-                    }
+                    Some(Err(error)) => fail(&job, &error),
                     None => {}
                 }
             };
@@ -124,6 +121,11 @@ async fn copy<B: Backend>(
     store.failure.blocking("end a copy of slices", end).await
 }
 
+/// Reports an error that ends the job.
+fn fail<B: Backend>(job: &Job<B>, error: &Error) {
+    job.tell(JobEvent::Failed { epoch: job.epoch(), reason: error.to_string() });
+}
+
 /// Whether a call to a primary cannot succeed later. A primary that does not know yet that it is
 /// one refuses the call, and one that is gone is replaced by the coordinator.
 fn is_final(error: &Error) -> bool {
@@ -162,18 +164,19 @@ pub(super) async fn follow<B: Backend>(store: Arc<Store<B>>, job: Arc<Job<B>>, t
         tokio::select! {
             () = job.closed().cancelled() => return,
             () = ended => {}
-            never = all(pulls) => match never {},
+            never = run(pulls) => match never {},
         }
     }
 }
 
-/// Runs the pulls. When all have ended, nothing is missing until something changes.
-async fn all(pulls: Vec<impl Future<Output = ()>>) -> Infallible {
+/// Runs the pulls, and never returns: after them there is nothing to pull until the state of the
+/// job changes.
+async fn run(pulls: Vec<impl Future<Output = ()>>) -> Infallible {
     join_all(pulls).await;
     std::future::pending().await
 }
 
-/// The connections to primaries, which are kept.
+/// The connections to the primaries of the job.
 type Peers = HashMap<Server, Connection>;
 
 fn connect(server: &Server, token: &Token) -> Result<Connection> {
@@ -202,8 +205,7 @@ async fn receive<B: Backend>(
                 return;
             }
             if is_final(&error) {
-                let (epoch, reason) = (job.epoch(), error.to_string());
-                return job.tell(JobEvent::Failed { epoch, reason });
+                return fail(job, &error);
             }
             tokio::time::sleep(PAUSE).await;
         }

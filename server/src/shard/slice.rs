@@ -429,7 +429,7 @@ impl<B: Backend> Inner<B> {
     fn reduced(&mut self, backend: &B, role: Role) -> Result<Option<Reduced>> {
         let is_complete = |open: &Open<B>| match role {
             Role::Primary => open.round.is_complete(),
-            Role::Backup | Role::Copying => self.has_reduced(backend.numel(&open.sum)),
+            Role::Backup | Role::Copying => self.from_primary == backend.numel(&open.sum),
             Role::Empty => false,
         };
         if self.open.as_ref().is_none_or(|open| open.is_reported || !is_complete(open)) {

@@ -117,14 +117,14 @@ def train_all(rank: int, directory: str, until: int, seed: int) -> dict[str, Any
     """Trains each level until a step, from the last checkpoint."""
     found = {}
     with zs.init(name="train"):
-        for number, level in enumerate(LEVELS):
+        for level in LEVELS:
             run = Run(rank, level, directory, seed)
             run.resume()
             first = run.step
             while run.step < until:
                 run.train_one()
-            if until % EVERY == 0:
-                wait_for(directory, "train", number, until)
+            # Between two checkpoints of the policy.
+            assert run.checkpoints.save() == until
             found[level] = first, *run.result()
     return found
 
@@ -169,7 +169,7 @@ def assert_same_buffers(found: dict[str, Tensor], expected: dict[str, Tensor]) -
 def test_a_new_run_on_other_servers_continues_with_the_same_losses_and_state(
     directory: Path, calm: list[dict[str, Any]]
 ) -> None:
-    for shards, until, seed in ((2, 6, 1), (3, STEPS, 2)):
+    for shards, until, seed in ((2, 7, 1), (3, STEPS, 2)):
         with servers(shards) as address:
             environment = {"ZEROSHARD_ADDRESS": address}
             found = ranks.run(2, train_all, str(directory), until, seed, env=environment)
@@ -177,8 +177,8 @@ def test_a_new_run_on_other_servers_continues_with_the_same_losses_and_state(
         for level in LEVELS:
             first, losses, state, buffers = rank[level]
             _, all_losses, expected_state, expected_buffers = expected[level]
-            assert first == 6, level
-            assert losses == {step: all_losses[step] for step in range(6, STEPS)}, level
+            assert first == 7, level
+            assert losses == {step: all_losses[step] for step in range(7, STEPS)}, level
             assert state == expected_state, level
             assert_same_buffers(buffers, expected_buffers)
 
@@ -305,6 +305,7 @@ def test_an_invalid_policy_is_refused(arguments: dict[str, Any]) -> None:
         zs.Checkpoints(**{"url": "file:///checkpoints", **arguments})
 
 
-def test_resume_needs_a_model() -> None:
-    with pytest.raises(zs.InvalidArgumentError, match="group_sharded_parallel"):
-        zs.Checkpoints("file:///checkpoints").resume()
+@pytest.mark.parametrize("method", ["resume", "save"])
+def test_resume_and_save_need_a_model(method: str) -> None:
+    with pytest.raises(zs.InvalidArgumentError, match=f"{method}.*group_sharded_parallel"):
+        getattr(zs.Checkpoints("file:///checkpoints"), method)()

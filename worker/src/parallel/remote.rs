@@ -243,6 +243,17 @@ impl Remote {
         self.runtime.block_on(self.job.state_hash(version))
     }
 
+    /// Waits until the current version is saved, if the job has a policy for checkpoints.
+    ///
+    /// # Errors
+    /// [`Error::Storage`], [`Error::Timeout`].
+    pub fn save(&self) -> Result<()> {
+        if self.spec().checkpoints.is_some() {
+            self.runtime.block_on(self.job.save())?;
+        }
+        Ok(())
+    }
+
     /// Leaves the job in order: the other ranks are notified at once.
     ///
     /// # Errors

@@ -122,6 +122,7 @@ impl<'a> Run<'a> {
             return Err(Error::NothingToDo { job: plan.job.clone(), version, steps: plan.steps });
         }
         let outcome = self.steps(version, output)?;
+        self.link.server.save()?;
         self.link.server.leave()?;
         Ok(outcome)
     }

@@ -25,8 +25,12 @@ fn found(version: u64) -> Option<Checkpoint> {
 
 impl Script {
     fn save(&mut self, url: Option<&str>) -> Caller {
+        self.save_with(url, false)
+    }
+
+    fn save_with(&mut self, url: Option<&str>, unless_saved: bool) -> Caller {
         let caller = self.caller();
-        let save = Save { job: job(), url: url.map(str::to_owned), wait: WAIT };
+        let save = Save { job: job(), url: url.map(str::to_owned), unless_saved, wait: WAIT };
         self.event(Event::Save { caller, save });
         caller
     }
@@ -91,7 +95,7 @@ fn a_checkpoint_is_complete_when_all_servers_have_written_and_the_manifest_is_th
     assert_eq!(script.answer(caller), None, "there is no manifest");
     script.completed(save, Ok(10));
     assert_eq!(script.answer(caller), Some(&Ok(Reply::Saved(Saved { version: 0, bytes: 10 }))));
-    assert_eq!(script.open().saves.last, Some(0));
+    assert_eq!(script.open().saves.last(), Some(0));
 }
 
 #[test]
@@ -167,7 +171,7 @@ fn a_job_is_saved_after_the_time_of_its_policy() {
 }
 
 #[test]
-fn a_save_without_a_url_or_during_another_save_is_refused() {
+fn a_save_during_another_save_begins_when_that_has_ended() {
     let (mut script, leases) = Script::training(1, 1);
     let caller = script.save(None);
     assert!(matches!(script.error(caller), Error::Invalid { .. }));
@@ -175,8 +179,46 @@ fn a_save_without_a_url_or_during_another_save_is_refused() {
     let same = script.save(Some(URL));
     assert_eq!(script.answer(same), None, "it waits for the same save");
     script.step_all(&leases, 0);
-    let later = script.save(Some(URL));
-    assert!(matches!(script.error(later), Error::Unavailable { .. }));
+    let elsewhere = "file:///elsewhere";
+    let late = script.save(Some(elsewhere));
+    let gone = script.save(Some(elsewhere));
+    script.event(Event::SaverGone { caller: gone, job: "job".to_owned() });
+    let refused = script.save(Some(URL));
+    assert!(matches!(script.error(refused), Error::Unavailable { .. }));
+    script.after(WAIT);
+    assert!(matches!(script.error(late), Error::Timeout { .. }));
+    let later = script.save(Some(elsewhere));
+    script.step_all(&leases, 1);
+    script.write_all();
+    script.completed(completion_save(&script), Ok(7));
+    let (_, save, version) = *script.writes().last().unwrap();
+    assert_eq!(version, 2, "the version at its beginning is saved");
+    script.written(1, save);
+    script.completed(save, Ok(8));
+    assert_eq!(
+        script.answer(later).cloned(),
+        Some(Ok(Reply::Saved(Saved { version: 2, bytes: 8 })))
+    );
+    assert_eq!(script.answer(gone), None);
+}
+
+#[test]
+fn a_version_that_is_saved_is_not_saved_again_unless_this_is_requested() {
+    let (mut script, leases) = Script::training_of(policy(1, 1), 1);
+    script.step_all(&leases, 0);
+    script.write_all();
+    script.completed(completion_save(&script), Ok(7));
+    let again = script.save_with(None, true);
+    let saved = Saved { version: 1, bytes: 7 };
+    assert_eq!(script.answer(again).cloned(), Some(Ok(Reply::Saved(saved))));
+    let elsewhere = script.save_with(Some("file:///elsewhere"), true);
+    assert_eq!(script.answer(elsewhere), None);
+    assert_eq!(script.writes().len(), 2);
+    let (_, save, _) = *script.writes().last().unwrap();
+    script.written(1, save);
+    script.completed(save, Ok(8));
+    script.save(None);
+    assert_eq!(script.writes().len(), 3);
 }
 
 #[test]

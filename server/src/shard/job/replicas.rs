@@ -38,14 +38,15 @@ impl<B: Backend> Job<B> {
     /// The servers of the slices are those of `placement` from now on, and the open attempt ends.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; [`Error::Internal`] if this server is to be the primary of a slice
+    /// [`Error::OutOfMemory`]; [`Error::Invalid`] for a placement of another number of slices;
+    /// [`Error::Internal`] if this server is to be the primary of a slice
     /// without content.
     pub(crate) fn new_placement(&self, epoch: u64, placement: Placement) -> Result<()> {
         let attempt = Attempt { epoch, number: 0, ..self.attempt() };
         let runs = self.version().is_some();
         let Self { backend, spec, closed, slices, .. } = self;
         let new = Allocation { backend: &**backend, spec, closed, slices };
-        new.allocate(placement.slices_of(self.server), self.attempt(), runs)?;
+        new.allocate((&placement, self.server), self.attempt(), runs)?;
         for (index, is_primary) in placement.slices_of(self.server) {
             let Some(slice) = slices[index].get() else { continue };
             let role = match (slice.role(), is_primary) {

@@ -5,10 +5,11 @@ use std::sync::atomic::Ordering;
 
 use zeroshard_proto::{DType, Result};
 
-use super::{Inner, Reduced, Slice};
+use super::{Reduced, Slice};
 use crate::{attempt::Attempt, backend::Backend};
 
-/// What this server is for a slice.
+/// What this server is for a slice. It changes only under the lock of the slice, so that it is the
+/// same during a whole step, and while a gradient arrives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Role {
@@ -40,7 +41,6 @@ impl<B: Backend> Slice<B> {
     }
 
     pub(crate) fn set_role(&self, role: Role) {
-        // Under the lock, so that it does not change during a step or while a gradient arrives.
         let _inner = self.lock();
         self.role.store(role as u8, Ordering::Release);
     }
@@ -113,12 +113,5 @@ impl<B: Backend> Slice<B> {
         backend.store(&mut open.sum, offset..end, bytes, DType::F32);
         inner.from_primary = end;
         inner.reduced(backend, self.role())
-    }
-}
-
-impl<B: Backend> Inner<B> {
-    /// Whether the reduced gradient has arrived from the primary.
-    pub(super) fn has_reduced(&self, numel: usize) -> bool {
-        self.from_primary == numel
     }
 }

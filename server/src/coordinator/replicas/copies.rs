@@ -1,0 +1,130 @@
+//! Backups copy their slices from the primaries, one part of the slices at a time, so that a step
+//! waits for one part at most.
+
+use zeroshard_proto::JobSpec;
+
+use super::Copying;
+use crate::coordinator::{
+    cluster::Cluster,
+    events::{Action, Command, JobRef, Now, ServerId},
+    jobs::weight,
+    state::{Job, Open, Phase},
+};
+
+/// The size of a part: the memory of its slices, in bytes.
+const PART_BYTES: u64 = 64 << 20;
+
+impl Cluster {
+    /// A server has opened the job. Returns whether it was told to do so as a backup, which can now
+    /// copy its slices.
+    pub(in crate::coordinator) fn opened_as_backup(
+        &mut self,
+        server: ServerId,
+        job: &JobRef,
+        out: &mut Vec<Action>,
+    ) -> bool {
+        let Some(Job { phase: Phase::Open(open), .. }) = self.reported_job(job) else {
+            return false;
+        };
+        let was_opening = open.replicas.opening.remove(&server);
+        if was_opening {
+            self.copy_next(&job.name, out);
+        }
+        was_opening
+    }
+
+    /// Tells a server to copy the next part of its slices. While all ranks wait for a decision, the
+    /// step comes first.
+    pub(in crate::coordinator) fn copy_next(&mut self, name: &str, out: &mut Vec<Action>) {
+        let Some(Job { spec, id, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
+            return;
+        };
+        let voters = open.active(spec.world);
+        let is_busy =
+            open.replicas.is_copying() || open.round.agreed(voters).is_some() || !open.is_stored();
+        let Some(version) = open.version.filter(|_| !is_busy) else { return };
+        let Some((server, slices)) = open.next_copy(spec) else { return };
+        let replicas = &mut open.replicas;
+        replicas.last_copy += 1;
+        let number = replicas.last_copy;
+        let trained = slices.iter().filter(|&&slice| spec.manifest.trains(slice as usize)).count();
+        *replicas.active.entry(server).or_default() += trained;
+        replicas.told.insert(server, number);
+        replicas.copying = Some(Copying { number, server, slices: slices.clone() });
+        open.round.reports.remove(&server);
+        let job = JobRef { name: name.to_owned(), id: *id };
+        let command = Command::Copy { job, number, version, slices };
+        out.push(Action::Command(server, command));
+    }
+
+    /// Repeats the command to copy slices to a server that was away: the command, or the answer, may
+    /// have been lost.
+    pub(in crate::coordinator) fn copy_again(
+        &self,
+        server: ServerId,
+        job: &JobRef,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(Job { phase: Phase::Open(open), .. }) = self.jobs.get(&job.name) else { return };
+        let copying = open.replicas.copying.as_ref().filter(|copying| copying.server == server);
+        if let Some((Copying { number, slices, .. }, version)) = copying.zip(open.version) {
+            let (job, number, slices) = (job.clone(), *number, slices.clone());
+            let command = Command::Copy { job, number, version, slices };
+            out.push(Action::Command(server, command));
+        }
+    }
+
+    /// A server has copied slices.
+    pub(in crate::coordinator) fn copied(
+        &mut self,
+        server: ServerId,
+        job: &JobRef,
+        number: u64,
+        now: Now,
+        out: &mut Vec<Action>,
+    ) {
+        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.reported_job(job) else {
+            return;
+        };
+        let is_it = |copying: &mut Copying| (copying.server, copying.number) == (server, number);
+        if open.replicas.copying.take_if(is_it).is_none() {
+            return;
+        }
+        if open.replicas.empty.is_empty()
+            && open.placement.replicas() >= spec.replicas as usize
+            && let Some(since) = open.replicas.degraded.take()
+        {
+            let after = now.saturating_sub(since);
+            out.push(Action::Redundant { after });
+            let seconds = after.as_secs_f64();
+            out.push(Action::Note(format!(
+                "job {:?} has all its replicas again after {seconds:.1} s",
+                job.name
+            )));
+        }
+        self.advance(&job.name, now, out);
+        self.copy_next(&job.name, out);
+    }
+}
+
+impl Open {
+    /// A server that can copy slices, and the next part of them.
+    fn next_copy(&mut self, spec: &JobSpec) -> Option<(ServerId, Vec<u32>)> {
+        let Self { replicas, away, .. } = self;
+        let can =
+            |server: &ServerId| !replicas.opening.contains(server) && !away.contains_key(server);
+        let (&server, slices) = replicas.empty.iter_mut().find(|(server, _)| can(server))?;
+        let mut bytes = 0;
+        let fits = |slice: &u32| {
+            let is_first = bytes == 0;
+            bytes += weight(spec, *slice as usize).max(1);
+            is_first || bytes <= PART_BYTES
+        };
+        let part: Vec<u32> = slices.iter().copied().take_while(fits).collect();
+        match slices.iter().nth(part.len()) {
+            Some(&next) => *slices = slices.split_off(&next),
+            None => _ = replicas.empty.remove(&server),
+        }
+        Some((server, part))
+    }
+}
