@@ -351,21 +351,27 @@ impl Cluster {
         }
     }
 
-    /// Fails the job at its deadline, if servers have not described it.
+    /// At its deadline, a job with replicas continues without the servers that have not described
+    /// it, and another job fails.
     pub(super) fn expire_recovery(&mut self, name: &str, now: Now, out: &mut Vec<Action>) {
-        let Some(Job { phase: Phase::Recovering(recovery), .. }) = self.jobs.get(name) else {
+        let Some(Job { spec, phase: Phase::Recovering(recovery), .. }) = self.jobs.get_mut(name)
+        else {
             return;
         };
         if recovery.deadline > now {
             return;
         }
-        let servers = recovery.plan.placement.servers().iter();
-        let late = servers.filter(|server| !recovery.held.contains_key(&server.id));
+        let why = format!("did not connect within {RECOVERY:?} of the coordinator's start");
+        let Recovery { plan, held, lost, .. } = &mut **recovery;
+        let servers = plan.placement.servers().iter();
+        let late = servers.filter(|of| !held.contains_key(&of.id) && !lost.contains_key(&of.id));
+        if spec.replicas > 1 {
+            let late: Vec<_> = late.map(|server| (server.id, format!("it {why}"))).collect();
+            lost.extend(late);
+            return self.recover(name, now, out);
+        }
         let late: Vec<_> = late.map(|server| format!("shard server {}", server.address)).collect();
-        let late = some_of(late);
-        let reason =
-            format!("{late} did not connect within {RECOVERY:?} of the coordinator's start");
-        self.fail(name, &reason, now, out);
+        self.fail(name, &format!("{} {why}", some_of(late)), now, out);
     }
 }
 

@@ -1,7 +1,7 @@
 //! Jobs with replicas: backups, and servers that are lost.
 
 use super::*;
-use crate::coordinator::recovery::{Held, Ranks};
+use crate::coordinator::recovery::{Held, RECOVERY, Ranks};
 
 const REPLICAS: u32 = 2;
 
@@ -238,6 +238,15 @@ fn held(script: &Script, server: u64, lease: Lease, attempt: Attempt) -> Held {
     }
 }
 
+/// A server describes its job to a new coordinator.
+fn returns(script: &mut Script, id: u64, held: &Held) {
+    let stream = script.next();
+    script.links.insert(id, Link { server: id, stream });
+    let server = Server { id, incarnation: 1, address: format!("host:{id}") };
+    let (held, failed) = (vec![held.clone()], BTreeMap::new());
+    script.event(Event::ServerJoined { stream, server, held, failed, is_new: true });
+}
+
 #[test]
 fn a_new_coordinator_goes_on_without_a_server_that_died_and_ignores_one_that_was_given_up() {
     let (mut before, old_lease) = training();
@@ -249,13 +258,6 @@ fn a_new_coordinator_goes_on_without_a_server_that_died_and_ignores_one_that_was
     let epoch = before.epoch();
     let others = [2, 3].map(|id| held(&before, id, lease, Attempt::first(epoch, 1)));
     let mut script = Script { now: Duration::from_secs(1), ..Script::default() };
-    let returns = |script: &mut Script, id: u64, held: &Held| {
-        let stream = script.next();
-        script.links.insert(id, Link { server: id, stream });
-        let server = Server { id, incarnation: 1, address: format!("host:{id}") };
-        let (held, failed) = (vec![held.clone()], BTreeMap::new());
-        script.event(Event::ServerJoined { stream, server, held, failed, is_new: true });
-    };
     // It has described a job of an earlier placement, with a lease that has ended.
     returns(&mut script, 1, &stale);
     returns(&mut script, 2, &others[0]);
@@ -266,4 +268,29 @@ fn a_new_coordinator_goes_on_without_a_server_that_died_and_ignores_one_that_was
     assert!(script.closed().contains(&1), "{:?}", script.closed());
     assert!(script.epoch() > epoch);
     assert!(script.open().placement.primary_slices(2).count() == 3);
+}
+
+#[test]
+fn a_new_coordinator_goes_on_without_a_server_that_stays_silent() {
+    let (mut before, lease) = training();
+    step(&mut before, lease, 0);
+    let mut script = Script { now: Duration::from_secs(1), ..Script::default() };
+    for id in [1, 2] {
+        returns(&mut script, id, &held(&before, id, lease, Attempt::first(1, 1)));
+    }
+    script.after(RECOVERY);
+    assert!(script.failure().is_none(), "{:?}", script.failure());
+    assert_eq!(script.open().placement.slices_of(3).count(), 0);
+    assert_eq!(copies(&script).len(), 2, "the others copy its slices");
+}
+
+#[test]
+fn a_new_coordinator_without_any_copy_of_a_slice_fails_the_job() {
+    let (mut before, lease) = training();
+    step(&mut before, lease, 0);
+    let mut script = Script { now: Duration::from_secs(1), ..Script::default() };
+    returns(&mut script, 1, &held(&before, 1, lease, Attempt::first(1, 1)));
+    script.after(RECOVERY);
+    let reason = script.failure().expect("two of three servers are silent");
+    assert!(reason.contains("host:2") || reason.contains("host:3"), "{reason}");
 }
