@@ -124,6 +124,26 @@ fn checkpoint_compares_saves_and_restores_with_plain_files_and_steps_beside_save
     assert_eq!(folder.path().read_dir().unwrap().count(), 0, "all files are removed");
 }
 
+#[test]
+fn step_measures_a_job_with_replicas() {
+    let case = ["step", "--replicas", "2", "--tensors", "5", "--numel", "1000", "--steps", "2"];
+    let lines = bench(&case, &["seconds", "server_peak_bytes", "ratio_server_floor"]);
+    assert_eq!(lines.len(), 1);
+    assert_eq!(lines[0]["replicas"], 2);
+}
+
+#[test]
+fn recovery_measures_the_time_from_a_death_to_the_next_step_and_to_all_replicas() {
+    let case = ["--tensors", "5", "--numel", "1000", "--rounds", "2", "--steps", "2"];
+    let numbers = ["seconds", "largest_seconds", "ratio_step", "params", "servers", "replicas"];
+    let lines = bench(&[&["recovery"], &case[..]].concat(), &numbers);
+    let operations: Vec<_> = lines.iter().map(|line| line["operation"].as_str().unwrap()).collect();
+    let expected = ["step", "noticed", "committed", "step-beside-copy", "redundant"];
+    assert_eq!(operations, expected);
+    let seconds = |operation: usize| lines[operation]["seconds"].as_f64().unwrap();
+    assert!(seconds(1) < seconds(2) && seconds(2) < seconds(4), "{lines:?}");
+}
+
 /// A fake interpreter that imports everything except DeepSpeed, and reports the same result for all
 /// systems.
 const STUB: &str = r#"#!/bin/sh

@@ -172,17 +172,18 @@ async fn restore(rank: &WorkerOptions, saved: &TempDir) -> Result<f64, Error> {
 
 /// The options of all ranks of the job on `cluster`.
 fn ranks(options: &Options, cluster: &Cluster) -> Vec<WorkerOptions> {
-    let rank = |rank| WorkerOptions {
+    let first = WorkerOptions {
         address: cluster.address().to_owned(),
-        rank,
+        rank: 0,
         workers: options.workers,
         servers: options.servers as u32,
+        replicas: 1,
         tensors: options.tensors,
         numel: options.numel,
         level: Level::Os,
         steps: 0, // not read: the steps are made here
     };
-    (0..options.workers).map(rank).collect()
+    first.all()
 }
 
 /// The sum of the shard servers' peaks of resident memory.

@@ -3,6 +3,7 @@
 
 mod checkpoint;
 mod optimizer;
+mod recovery;
 mod sample;
 mod step;
 mod table;
@@ -31,6 +32,7 @@ enum Bench {
     Optimizer(optimizer::Options),
     Step(step::Options),
     Checkpoint(checkpoint::Options),
+    Recovery(recovery::Options),
     Torch(torch::Options),
     #[command(hide = true)]
     StepWorker(step::WorkerOptions),
@@ -47,6 +49,7 @@ fn main() -> std::process::ExitCode {
         Bench::Optimizer(options) => optimizer::run(&options, json).map_err(Into::into),
         Bench::Step(options) => step::run(&options, json),
         Bench::Checkpoint(options) => checkpoint::run(&options, json),
+        Bench::Recovery(options) => recovery::run(&options, json),
         Bench::Torch(options) => torch::run(&options, json),
         Bench::StepWorker(options) => step::run_worker(&options),
         Bench::ServeRaw => transfer::serve_raw(),

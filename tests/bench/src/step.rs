@@ -24,9 +24,9 @@ const SERVER_BYTES_PER_PARAMETER: u64 = 16;
 /// Measure a complete step without a model, depending on workers, servers, level and tensors
 ///
 /// Without options, the benchmark measures 67 M parameters in 64 tensors with several numbers of
-/// workers and servers and at every level, then 10 M parameters in 10 tensors and in 10,000
-/// tensors. With any of --workers, --servers, --tensors, --numel and --level, it measures only that
-/// case.
+/// workers and servers, with two servers for each slice and at every level, then 10 M parameters in
+/// 10 tensors and in 10,000 tensors. With any of --workers, --servers, --replicas, --tensors,
+/// --numel and --level, it measures only that case.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
     /// Number of worker processes
@@ -35,6 +35,9 @@ pub(crate) struct Options {
     /// Number of shard servers
     #[arg(long)]
     servers: Option<u32>,
+    /// Number of servers for each slice
+    #[arg(long)]
+    replicas: Option<u32>,
     /// Number of tensors
     #[arg(long)]
     tensors: Option<usize>,
@@ -78,17 +81,20 @@ impl fmt::Display for Level {
 struct Case {
     workers: u32,
     servers: u32,
+    replicas: u32,
     tensors: usize,
     numel: usize,
     level: Level,
 }
 
-const CASE: Case = Case { workers: 2, servers: 2, tensors: 64, numel: 1 << 20, level: Level::Os };
+const CASE: Case =
+    Case { workers: 2, servers: 2, replicas: 1, tensors: 64, numel: 1 << 20, level: Level::Os };
 
 fn cases(options: &Options) -> Vec<Case> {
-    let Options { workers, servers, tensors, numel, level, .. } = *options;
+    let Options { workers, servers, replicas, tensors, numel, level, .. } = *options;
     if workers.is_some()
         || servers.is_some()
+        || replicas.is_some()
         || tensors.is_some()
         || numel.is_some()
         || level.is_some()
@@ -96,6 +102,7 @@ fn cases(options: &Options) -> Vec<Case> {
         return vec![Case {
             workers: workers.unwrap_or(CASE.workers),
             servers: servers.unwrap_or(CASE.servers),
+            replicas: replicas.unwrap_or(CASE.replicas),
             tensors: tensors.unwrap_or(CASE.tensors),
             numel: numel.unwrap_or(CASE.numel),
             level: level.unwrap_or(CASE.level),
@@ -103,10 +110,11 @@ fn cases(options: &Options) -> Vec<Case> {
     }
     let sizes = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (2, 4)];
     let sizes = sizes.map(|(workers, servers)| Case { workers, servers, ..CASE });
+    let replicas = [Case { replicas: 2, ..CASE }];
     let levels = [Level::OsG, Level::PGOs].map(|level| Case { level, ..CASE });
     let tensors =
         [(10, 1_000_000), (10_000, 1_000)].map(|(tensors, numel)| Case { tensors, numel, ..CASE });
-    [&sizes[..], &levels, &tensors].concat()
+    [&sizes[..], &replicas, &levels, &tensors].concat()
 }
 
 pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
@@ -116,6 +124,7 @@ pub(crate) fn run(options: &Options, json: bool) -> Result<(), Error> {
         "tensors",
         "workers",
         "servers",
+        "replicas",
         "level",
         "seconds",
         "gparams_per_s",
@@ -152,11 +161,12 @@ fn measure(case: Case, steps: usize) -> Result<Value, Error> {
     let peak: u64 = cluster.shards.iter().map(|shard| shard.peak_memory()).sum();
     Ok(json!({
         "bench": "step", "params": params, "tensors": case.tensors, "workers": case.workers,
-        "servers": case.servers, "level": case.level.to_string(), "seconds": seconds,
+        "servers": case.servers, "replicas": case.replicas, "level": case.level.to_string(), "seconds": seconds,
         "gparams_per_s": params as f64 / seconds / 1e9,
         "phases": {"push": phase("push"), "decide": phase("decide"), "pull": phase("pull")},
         "server_peak_bytes": peak,
-        "ratio_server_floor": peak as f64 / (params * SERVER_BYTES_PER_PARAMETER) as f64,
+        "ratio_server_floor": peak as f64
+            / (params * SERVER_BYTES_PER_PARAMETER * u64::from(case.replicas)) as f64,
     }))
 }
 
@@ -167,6 +177,7 @@ fn start_worker(case: Case, steps: usize, rank: u32, address: &str) -> Result<Ch
         ("--rank", rank as usize),
         ("--workers", case.workers as usize),
         ("--servers", case.servers as usize),
+        ("--replicas", case.replicas as usize),
         ("--tensors", case.tensors),
         ("--numel", case.numel),
         ("--steps", steps),

@@ -21,7 +21,7 @@ const BUCKET: usize = 4 << 20;
 const AHEAD: usize = 2;
 
 /// One rank (used by `step` itself)
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 pub(crate) struct WorkerOptions {
     #[arg(long)]
     pub(crate) address: String,
@@ -32,6 +32,8 @@ pub(crate) struct WorkerOptions {
     #[arg(long)]
     pub(crate) servers: u32,
     #[arg(long)]
+    pub(crate) replicas: u32,
+    #[arg(long)]
     pub(crate) tensors: usize,
     #[arg(long)]
     pub(crate) numel: usize,
@@ -39,6 +41,13 @@ pub(crate) struct WorkerOptions {
     pub(crate) level: Level,
     #[arg(long)]
     pub(crate) steps: usize,
+}
+
+impl WorkerOptions {
+    /// The options of all ranks of the job.
+    pub(crate) fn all(&self) -> Vec<Self> {
+        (0..self.workers).map(|rank| Self { rank, ..self.clone() }).collect()
+    }
 }
 
 /// A connected rank of a job without a model.
@@ -98,6 +107,11 @@ impl Worker {
         Ok(worker)
     }
 
+    /// The membership generation of the job.
+    pub(crate) fn epoch(&self) -> u64 {
+        self.job.epoch()
+    }
+
     /// Returns the seconds of the step, its push, its decision and its pull.
     pub(crate) async fn step(&mut self, step: u64) -> Result<[f64; 4]> {
         let began = Instant::now();
@@ -106,18 +120,19 @@ impl Worker {
             self.pull(step).await?;
         }
         self.push(step).await?;
-        let pushed = Instant::now();
+        let push = began.elapsed().as_secs_f64();
+        let [decide, pull] = self.commit(step).await?;
+        Ok([began.elapsed().as_secs_f64(), push, decide, pull])
+    }
+
+    /// Commits a step whose gradients have been pushed, and pulls the next version. Returns the
+    /// seconds of the decision and of the pull.
+    pub(crate) async fn commit(&mut self, step: u64) -> Result<[f64; 2]> {
+        let began = Instant::now();
         self.job.attempt(step)?.commit(Commit::default()).await?;
         let decided = Instant::now();
         self.pull(step + 1).await?;
-        let ended = Instant::now();
-        let seconds = |from: Instant, to: Instant| (to - from).as_secs_f64();
-        Ok([
-            seconds(began, ended),
-            seconds(began, pushed),
-            seconds(pushed, decided),
-            seconds(decided, ended),
-        ])
+        Ok([(decided - began).as_secs_f64(), decided.elapsed().as_secs_f64()])
     }
 
     async fn push(&self, step: u64) -> Result<()> {
@@ -151,6 +166,7 @@ pub(crate) fn spec(options: &WorkerOptions) -> Result<JobSpec> {
     Ok(JobSpec {
         world: options.workers,
         min_servers: options.servers,
+        replicas: options.replicas,
         ..JobSpec::new(JOB, manifest, vec![adamw])
     })
 }
