@@ -57,7 +57,7 @@ impl Cluster {
         out.push(Action::Command(server, command));
     }
 
-    /// Repeats the command to copy slices to a server that was away: the command, or the answer, may
+    /// Repeats the command to copy slices to a server that was away: the command or the answer may
     /// have been lost.
     pub(in crate::coordinator) fn copy_again(
         &self,
