@@ -102,7 +102,8 @@ struct Inner<B: Backend> {
 
 /// The gradient of the open step.
 struct Open<B: Backend> {
-    sum: B::Buffer,
+    /// Backups and other readers may hold it, once it is complete.
+    sum: Versioned<B>,
     round: Round,
     /// Whether the reduced gradient has been reported; from then on the step may be decided at any
     /// moment.
@@ -182,7 +183,7 @@ impl<B: Backend> Slice<B> {
                     .map(Versioned::new)
                     .collect(),
                 open: Some(Open {
-                    sum: buffer(DType::F32)?,
+                    sum: Versioned::new(buffer(DType::F32)?),
                     round: Round::new(index as u32, spec.numel, &contributors),
                     is_reported: false,
                 }),
@@ -240,9 +241,9 @@ impl<B: Backend> Slice<B> {
     ) -> Result<(u64, Option<Reduced>)> {
         let mut inner = self.lock();
         current()?;
-        self.enter(backend, &mut inner, attempt);
+        self.enter(backend, &mut inner, attempt)?;
         let open = inner.open.as_mut().expect("the caller asked `group`");
-        let new = open.round.contribute(backend, &mut open.sum, chunk, budget)?;
+        let new = open.round.contribute(backend, open.sum.write(backend)?, chunk, budget)?;
         Ok((new, inner.reduced(backend, self.role())?))
     }
 
@@ -258,9 +259,9 @@ impl<B: Backend> Slice<B> {
     ) -> Result<Option<Reduced>> {
         let mut inner = self.lock();
         current()?;
-        self.enter(backend, &mut inner, attempt);
+        self.enter(backend, &mut inner, attempt)?;
         let open = inner.open.as_mut().expect("the caller asked `group`");
-        open.round.absent(backend, &mut open.sum, rank);
+        open.round.absent(backend, open.sum.write(backend)?, rank);
         inner.reduced(backend, self.role())
     }
 
@@ -282,7 +283,7 @@ impl<B: Backend> Slice<B> {
         {
             return Ok(None);
         }
-        self.enter(backend, &mut inner, attempt);
+        self.enter(backend, &mut inner, attempt)?;
         inner.reduced(backend, self.role())
     }
 
@@ -304,19 +305,23 @@ impl<B: Backend> Slice<B> {
         let Some(open) = inner.open.as_mut().filter(|_| adds) else {
             return Ok(None);
         };
-        open.round.absent(backend, &mut open.sum, rank);
+        open.round.absent(backend, open.sum.write(backend)?, rank);
         inner.reduced(backend, self.role())
     }
 
     /// Changes to `attempt`, if it is a later one. Called under the lock.
-    fn enter(&self, backend: &B, inner: &mut Inner<B>, attempt: Attempt) {
+    ///
+    /// # Errors
+    /// Those of [`Inner::restart`].
+    fn enter(&self, backend: &B, inner: &mut Inner<B>, attempt: Attempt) -> Result<()> {
         if inner.attempt < attempt {
             inner.replacement = None;
             if self.version().is_none() {
                 inner.forget_upload();
             }
-            inner.restart(backend, attempt, self.role());
+            inner.restart(backend, attempt, self.role())?;
         }
+        Ok(())
     }
 
     /// Publishes the first version: 0, or that of the checkpoint that was restored. Returns the
@@ -330,7 +335,7 @@ impl<B: Backend> Slice<B> {
         if let Some(published) = &mut inner.published {
             backend.copy(inner.master.current(), published.write(backend)?);
         }
-        inner.restart(backend, Attempt { step: version, ..inner.attempt }, self.role());
+        inner.restart(backend, Attempt { step: version, ..inner.attempt }, self.role())?;
         self.set_version(version);
         inner.reduced(backend, self.role())
     }
@@ -363,13 +368,13 @@ impl<B: Backend> Slice<B> {
             let master = inner.master.write(backend)?;
             let state = inner.state.iter_mut().map(|state| state.write(backend));
             let mut state = state.collect::<Result<Vec<_>>>()?;
-            backend.apply(&update, master, &mut state, &open.sum, published);
+            backend.apply(&update, master, &mut state, open.sum.current(), published);
             inner.applied = update.applied();
         } else if replaced && let Some(published) = &mut inner.published {
             backend.copy(inner.master.current(), published.write(backend)?);
         }
         inner.buffers().for_each(Versioned::release);
-        inner.restart(backend, step.next, role);
+        inner.restart(backend, step.next, role)?;
         self.set_version(step.next.step);
         inner.reduced(backend, role)
     }
@@ -410,7 +415,11 @@ impl<B: Backend> Inner<B> {
     }
 
     /// Begins `attempt` without contributions.
-    fn restart(&mut self, backend: &B, attempt: Attempt, role: Role) {
+    ///
+    /// # Errors
+    /// [`zeroshard_proto::Error::OutOfMemory`] if ranks are absent, a reader holds the last sum, and
+    /// there is no memory for another one.
+    fn restart(&mut self, backend: &B, attempt: Attempt, role: Role) -> Result<()> {
         self.attempt = attempt;
         self.from_primary = 0;
         if let Some(open) = &mut self.open {
@@ -418,9 +427,10 @@ impl<B: Backend> Inner<B> {
             open.is_reported = false;
             // Of a backup, the sum is the primary's.
             for &rank in self.done.iter().filter(|_| role == Role::Primary) {
-                open.round.absent(backend, &mut open.sum, rank);
+                open.round.absent(backend, open.sum.write(backend)?, rank);
             }
         }
+        Ok(())
     }
 
     /// Returns the properties of the gradient when it is found complete for the first time, after
@@ -429,7 +439,7 @@ impl<B: Backend> Inner<B> {
     fn reduced(&mut self, backend: &B, role: Role) -> Result<Option<Reduced>> {
         let is_complete = |open: &Open<B>| match role {
             Role::Primary => open.round.is_complete(),
-            Role::Backup | Role::Copying => self.from_primary == backend.numel(&open.sum),
+            Role::Backup | Role::Copying => self.from_primary == backend.numel(open.sum.current()),
             Role::Empty => false,
         };
         if self.open.as_ref().is_none_or(|open| open.is_reported || !is_complete(open)) {

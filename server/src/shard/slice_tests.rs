@@ -334,3 +334,19 @@ fn the_sum_of_the_gradients_can_be_read_from_completion_to_the_decision() {
     subject.absent(1);
     assert_eq!(sum(1), Ok(Some(bytes(&[0.0; NUMEL]))));
 }
+
+#[test]
+fn a_sum_that_a_reader_holds_does_not_change_with_the_next_step() {
+    let subject = Subject::new(ADAMW, Subject::tensor(), 2);
+    subject.upload(PARAMETERS, 0, &[9.0; NUMEL]).unwrap();
+    subject.push(0, &[1.0; NUMEL]);
+    subject.push(1, &[2.0; NUMEL]);
+    let held = subject.slice.read(&subject.backend, Part::GradientSum, "job", 0).unwrap().unwrap();
+    subject.push(1, &[2.0; NUMEL]); // a repeated push
+    subject.step(0, 1.0, 1.0);
+    subject.push(0, &[5.0; NUMEL]);
+    assert_eq!(subject.backend.read(&held, 0..NUMEL, DType::F32), bytes(&[3.0; NUMEL]));
+    subject.push(1, &[6.0; NUMEL]);
+    let next = subject.slice.read(&subject.backend, Part::GradientSum, "job", 1).unwrap().unwrap();
+    assert_eq!(subject.backend.read(&next, 0..NUMEL, DType::F32), bytes(&[11.0; NUMEL]));
+}

@@ -99,7 +99,7 @@ impl<B: Backend> Slice<B> {
         if self.version() != Some(attempt.step) || self.role() == Role::Primary {
             return Ok(None);
         }
-        self.enter(backend, &mut inner, attempt);
+        self.enter(backend, &mut inner, attempt)?;
         let inner = &mut *inner;
         let elements = bytes.len() / DType::F32.size();
         let end = offset + elements;
@@ -110,7 +110,7 @@ impl<B: Backend> Slice<B> {
         if !is_open || offset != inner.from_primary || end > numel {
             return Ok(None);
         }
-        backend.store(&mut open.sum, offset..end, bytes, DType::F32);
+        backend.store(open.sum.write(backend)?, offset..end, bytes, DType::F32);
         inner.from_primary = end;
         inner.reduced(backend, self.role())
     }

@@ -62,7 +62,7 @@ impl<B: Backend> Slice<B> {
         let mut inner = self.lock();
         current()?;
         if self.version().is_none() {
-            self.enter(backend, &mut inner, attempt);
+            self.enter(backend, &mut inner, attempt)?;
         }
         let inner = &mut *inner;
         if self.version().is_some() || inner.uploaded.is_complete(&self.contributors) {

@@ -136,20 +136,20 @@ impl<B: Backend> Slice<B> {
 }
 
 impl<B: Backend> Inner<B> {
-    /// A copy of the reduced gradient, zeros if no rank has one; `None` until every rank has
-    /// contributed.
+    /// The reduced gradient, zeros if no rank has one; `None` until every rank has contributed.
     fn gradient_sum(&self, backend: &B) -> Result<Option<Arc<B::Buffer>>> {
         let Some(open) = self.open.as_ref().filter(|open| open.round.is_complete()) else {
             return Ok(None);
         };
-        let numel = backend.numel(&open.sum);
-        let mut copy = backend.allocate(DType::F32, numel).map_err(|_| Error::OutOfMemory {
-            what: "a copy of a gradient that is read".to_owned(),
+        let sum = open.sum.current();
+        if !open.round.is_absent_everywhere() {
+            return Ok(Some(sum.clone()));
+        }
+        let numel = backend.numel(sum);
+        let zeros = backend.allocate(DType::F32, numel).map_err(|_| Error::OutOfMemory {
+            what: "a gradient of zeros that is read".to_owned(),
             bytes: (numel * DType::F32.size()) as u64,
         })?;
-        if !open.round.is_absent_everywhere() {
-            backend.copy(&open.sum, &mut copy);
-        }
-        Ok(Some(Arc::new(copy)))
+        Ok(Some(Arc::new(zeros)))
     }
 }

@@ -28,7 +28,7 @@ impl<B: Backend> Slice<B> {
     ) -> Result<u64> {
         let mut inner = self.lock();
         current()?;
-        self.enter(backend, &mut inner, attempt);
+        self.enter(backend, &mut inner, attempt)?;
         let replacement = match &mut inner.replacement {
             Some(replacement) => replacement,
             none => {

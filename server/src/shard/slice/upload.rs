@@ -38,7 +38,7 @@ impl<B: Backend> Slice<B> {
         let mut inner = self.lock();
         current()?;
         if self.version().is_none() {
-            self.enter(backend, &mut inner, attempt);
+            self.enter(backend, &mut inner, attempt)?;
         }
         let inner = &mut *inner;
         if upload.state.is_some() && inner.carried.is_some_and(|carried| carried.state) {
