@@ -417,8 +417,8 @@ impl<B: Backend> Inner<B> {
     /// Begins `attempt` without contributions.
     ///
     /// # Errors
-    /// [`zeroshard_proto::Error::OutOfMemory`] if ranks are absent, a reader holds the last sum, and
-    /// there is no memory for another one.
+    /// [`zeroshard_proto::Error::OutOfMemory`] if ranks are absent, a reader holds the last sum,
+    /// and there is no memory for another one.
     fn restart(&mut self, backend: &B, attempt: Attempt, role: Role) -> Result<()> {
         self.attempt = attempt;
         self.from_primary = 0;
