@@ -22,3 +22,5 @@ pub mod optim;
 pub mod roles;
 pub mod serve;
 pub mod shard;
+#[cfg(test)]
+mod simulation;

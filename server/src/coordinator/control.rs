@@ -268,7 +268,7 @@ fn decide(JobRef { name: job, id: job_id }: JobRef, decision: Decision) -> pb::D
     }
 }
 
-pub(super) fn said(event: serve_request::Event) -> Result<Said> {
+pub(crate) fn said(event: serve_request::Event) -> Result<Said> {
     use serve_request::Event as Wire;
     let job = |name, id| JobRef { name, id };
     Ok(match event {

@@ -21,7 +21,7 @@ use crate::{attempt::Attempt, backend::Backend};
 
 /// A command of the coordinator for an open job.
 #[derive(Debug)]
-pub(super) enum Command {
+pub(crate) enum Command {
     /// Publish version 0.
     Publish { epoch: u64 },
     /// A worker holds the rank with this lease.
@@ -52,7 +52,7 @@ pub(super) enum Command {
 
 /// The update that a decision applies.
 #[derive(Debug)]
-pub(super) struct Update {
+pub(crate) struct Update {
     groups: Vec<Optimizer>,
     coefficient: f64,
     unclipped: f64,
@@ -64,7 +64,7 @@ impl Command {
     ///
     /// # Errors
     /// [`zeroshard_proto::Error::Invalid`] for an unknown optimizer.
-    pub(super) fn decide(decision: pb::Decision) -> Result<Self> {
+    pub(crate) fn decide(decision: pb::Decision) -> Result<Self> {
         let pb::Decision { epoch, step, attempt: number, .. } = decision;
         let update = |pb::Update { groups, coefficient, unclipped, gradient_factors }| {
             Ok(Update { groups: optimizers(groups)?, coefficient, unclipped, gradient_factors })
@@ -78,7 +78,7 @@ impl Command {
     ///
     /// # Errors
     /// [`zeroshard_proto::Error::Invalid`] for one that is invalid.
-    pub(super) fn new_placement(next: pb::NewPlacement) -> Result<Self> {
+    pub(crate) fn new_placement(next: pb::NewPlacement) -> Result<Self> {
         let placement = Placement::try_from(next.placement.unwrap_or_default())?;
         Ok(Self::NewPlacement { epoch: next.epoch, placement })
     }
@@ -199,7 +199,11 @@ impl<B: Backend> Task<B> {
     }
 }
 
-fn execute<B: Backend>(job: &Job<B>, command: &Command) -> Result<()> {
+/// Carries out a command that takes time.
+///
+/// # Errors
+/// Those of the method of [`Job`], after which the job cannot continue.
+pub(crate) fn execute<B: Backend>(job: &Job<B>, command: &Command) -> Result<()> {
     match *command {
         Command::Publish { epoch } => job.publish(epoch),
         Command::Decide { attempt, ref update, ref message } => {

@@ -229,8 +229,7 @@ impl<'a, B: Backend> Session<'a, B> {
     }
 
     fn dispatch(&mut self, command: Wire) {
-        let (job_id, command) = match command {
-            Wire::Welcome(_) => return,
+        match command {
             Wire::Open(open) => return self.open_job(open),
             Wire::Close(pb::CloseJob { job, job_id }) => {
                 tracing::info!(job, "job closed");
@@ -238,38 +237,12 @@ impl<'a, B: Backend> Session<'a, B> {
                 self.tasks.events.closed(job_id);
                 return self.store.close(&job, job_id);
             }
-            Wire::Publish(pb::Publish { job_id, epoch, .. }) => {
-                (job_id, Ok(Command::Publish { epoch }))
-            }
-            Wire::Grant(pb::GrantLease { job_id, rank, lease, .. }) => {
-                (job_id, Ok(Command::Grant { rank, lease }))
-            }
-            Wire::NewEpoch(pb::NewEpoch { job_id, epoch, rank, left, .. }) => {
-                (job_id, Ok(Command::NewEpoch { epoch, rank, left }))
-            }
-            Wire::NewAttempt(next) => {
-                let pb::NewAttempt { job_id, epoch, step, attempt: number, rested, .. } = next;
-                let attempt = Attempt { epoch, step, number };
-                (job_id, Ok(Command::NewAttempt { attempt, rested }))
-            }
-            Wire::Done(pb::RankDone { job_id, rank, .. }) => {
-                (job_id, Ok(Command::RankDone { rank }))
-            }
-            Wire::Rests(rests) => (rests.job_id, Ok(Command::RankRests(rests))),
-            Wire::Write(write) => (write.job_id, Ok(Command::Write(write))),
-            Wire::Cancel(pb::CancelCheckpoint { job_id, save, .. }) => {
-                (job_id, Ok(Command::CancelSave { save }))
-            }
-            Wire::NewPlacement(next) => (next.job_id, Command::new_placement(next)),
-            Wire::Copy(copy) => (copy.job_id, Ok(Command::Copy(copy))),
-            Wire::ServeVersion(pb::ServeVersion { job_id, version, .. }) => {
-                (job_id, Ok(Command::Serve { version }))
-            }
             Wire::Confirm(pb::Confirm { number }) => {
                 return self.tasks.events.tell(Event::Confirmed(pb::Confirmed { number }));
             }
-            Wire::Decide(decision) => (decision.job_id, Command::decide(decision)),
-        };
+            _ => {}
+        }
+        let Some((job_id, command)) = job_command(command) else { return };
         // A job that has failed here has no task any more; the coordinator knows it, or will know
         // it shortly.
         let Some(queue) = self.tasks.jobs.get(&job_id) else { return };
@@ -298,6 +271,39 @@ impl<'a, B: Backend> Session<'a, B> {
         let failure = self.store.failure.clone();
         tokio::spawn(async move { failure.guard("the task of a job", task.run(open)).await });
     }
+}
+
+/// The id of an open job, and a command for it; `None` for other commands.
+pub(crate) fn job_command(command: Wire) -> Option<(u64, Result<Command>)> {
+    Some(match command {
+        Wire::Publish(pb::Publish { job_id, epoch, .. }) => {
+            (job_id, Ok(Command::Publish { epoch }))
+        }
+        Wire::Grant(pb::GrantLease { job_id, rank, lease, .. }) => {
+            (job_id, Ok(Command::Grant { rank, lease }))
+        }
+        Wire::NewEpoch(pb::NewEpoch { job_id, epoch, rank, left, .. }) => {
+            (job_id, Ok(Command::NewEpoch { epoch, rank, left }))
+        }
+        Wire::NewAttempt(next) => {
+            let pb::NewAttempt { job_id, epoch, step, attempt: number, rested, .. } = next;
+            let attempt = Attempt { epoch, step, number };
+            (job_id, Ok(Command::NewAttempt { attempt, rested }))
+        }
+        Wire::Done(pb::RankDone { job_id, rank, .. }) => (job_id, Ok(Command::RankDone { rank })),
+        Wire::Rests(rests) => (rests.job_id, Ok(Command::RankRests(rests))),
+        Wire::Write(write) => (write.job_id, Ok(Command::Write(write))),
+        Wire::Cancel(pb::CancelCheckpoint { job_id, save, .. }) => {
+            (job_id, Ok(Command::CancelSave { save }))
+        }
+        Wire::NewPlacement(next) => (next.job_id, Command::new_placement(next)),
+        Wire::Copy(copy) => (copy.job_id, Ok(Command::Copy(copy))),
+        Wire::ServeVersion(pb::ServeVersion { job_id, version, .. }) => {
+            (job_id, Ok(Command::Serve { version }))
+        }
+        Wire::Decide(decision) => (decision.job_id, Command::decide(decision)),
+        Wire::Welcome(_) | Wire::Open(_) | Wire::Close(_) | Wire::Confirm(_) => return None,
+    })
 }
 
 /// Formats an error with its causes, because the transport's own message is only "transport error".

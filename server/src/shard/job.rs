@@ -17,6 +17,8 @@ use super::{
     senders::{self, Sent, describe},
     slice::{Memory, Reduced, Role, Slice, Upload},
 };
+#[cfg(test)]
+use crate::simulation::{Safeguard, is_missing};
 use crate::{attempt::Attempt, backend::Backend, metrics::Metrics};
 use progress::Progress;
 pub(crate) use progress::Ready;
@@ -303,6 +305,10 @@ impl<B: Backend> Job<B> {
     /// open and `slice` is at its version.
     fn check_attempt(&self, attempt: Attempt, slice: &Slice<B>) -> Result<()> {
         let mut progress = self.progress();
+        #[cfg(test)]
+        if is_missing(Safeguard::Fence) {
+            return Ok(());
+        }
         if progress.attempt != attempt {
             return Err(attempt.refusal(&self.spec.name, progress.attempt));
         }

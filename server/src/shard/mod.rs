@@ -4,24 +4,24 @@
 //! `slice` computes on a backend. `control` receives the commands of the coordinator, and
 //! `commands` carries them out for a job. Only `carry` and `replicate` know the other servers.
 
-mod budget;
+pub(crate) mod budget;
 mod carry;
-mod commands;
-mod control;
+pub(crate) mod commands;
+pub(crate) mod control;
 mod data;
-mod events;
-mod job;
-mod part;
-mod pull;
+pub(crate) mod events;
+pub(crate) mod job;
+pub(crate) mod part;
+pub(crate) mod pull;
 mod push;
 mod ranges;
 mod replicate;
 mod restore;
-mod round;
+pub(crate) mod round;
 mod save;
 mod senders;
 mod service;
-mod slice;
+pub(crate) mod slice;
 mod stall;
 mod store;
 #[cfg(test)]

@@ -57,11 +57,11 @@ struct Pull<B: Backend> {
 
 /// What a pull reads of each slice.
 #[derive(Debug, Clone, Copy)]
-struct Content {
-    version: u64,
-    part: Part,
+pub(crate) struct Content {
+    pub(crate) version: u64,
+    pub(crate) part: Part,
     /// The attempt whose reduced gradient a backup wants.
-    attempt: Option<Attempt>,
+    pub(crate) attempt: Option<Attempt>,
 }
 
 impl Content {
@@ -78,7 +78,11 @@ impl Content {
     }
 
     /// The content of a slice; `None` if it is not available yet.
-    fn read<B: Backend>(self, job: &Job<B>, slice: &Slice<B>) -> Result<Option<Arc<B::Buffer>>> {
+    pub(crate) fn read<B: Backend>(
+        self,
+        job: &Job<B>,
+        slice: &Slice<B>,
+    ) -> Result<Option<Arc<B::Buffer>>> {
         let (backend, name) = (job.backend(), &job.spec.name);
         match self.attempt {
             Some(attempt) => slice.reduced_of(backend, name, attempt),

@@ -1,0 +1,266 @@
+//! What servers send and receive besides commands: parameters, gradients, and the content of
+//! slices.
+
+use std::{sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use zeroshard_proto::{AppliedSteps, DType, Error, Result};
+
+use super::{
+    server::Copy,
+    world::{Happening, World},
+};
+use crate::{
+    attempt::Attempt,
+    backend::Cpu,
+    shard::{
+        job::Job,
+        part::Part,
+        pull::Content,
+        round::Chunk,
+        slice::{Slice, Upload},
+    },
+};
+
+/// The interval at which a request that has to wait is tried again.
+const WAIT: Duration = Duration::from_millis(1);
+/// How often it is tried.
+const TRIES: u32 = 20;
+
+/// Who has sent a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Sender {
+    Worker { rank: u32, life: u64 },
+    Server { server: usize, life: u64 },
+}
+
+/// A request to a server, about one slice.
+#[derive(Debug, Clone)]
+pub(super) enum Request {
+    /// Initial parameters.
+    Upload { job: u64, server: u64, lease: u64, epoch: u64, slice: u32, chunk: Chunk },
+    /// Parameters at a version.
+    Pull { job: u64, epoch: u64, version: u64, slice: u32 },
+    /// A part of a gradient.
+    Push { job: u64, lease: u64, attempt: Attempt, slice: u32, chunk: Chunk },
+    /// The reduced gradient, from an element on.
+    Reduced { job: u64, attempt: Attempt, slice: u32, offset: usize },
+    /// The whole content at a version.
+    Copy { job: u64, number: u64, version: u64, slice: u32 },
+}
+
+/// The content of an answer.
+#[derive(Debug, Clone)]
+pub(super) enum Payload {
+    Done,
+    Values(Bytes),
+    Slice(Vec<Bytes>, AppliedSteps),
+}
+
+pub(super) type Answer = Result<Payload, Box<Error>>;
+
+impl Request {
+    fn job(&self) -> u64 {
+        match self {
+            Self::Upload { job, .. }
+            | Self::Pull { job, .. }
+            | Self::Push { job, .. }
+            | Self::Reduced { job, .. }
+            | Self::Copy { job, .. } => *job,
+        }
+    }
+
+    /// The answer of a job; `None`: later.
+    fn answer(&self, job: &Job<Cpu>) -> Result<Option<Payload>> {
+        match self {
+            Self::Upload { lease, epoch, slice, chunk, .. } => {
+                job.check_lease(chunk.rank, *lease)?;
+                let attempt = Attempt::first(*epoch, 0);
+                if attempt.epoch > job.epoch() {
+                    return Ok(None);
+                }
+                let upload = Upload { state: None, applied: AppliedSteps::default() };
+                job.upload(attempt, *slice, upload, chunk)?;
+                Ok(Some(Payload::Done))
+            }
+            Self::Pull { epoch, version, slice, .. } => {
+                let of = job.primary_slice(*slice)?;
+                job.check_epoch(*epoch)?;
+                let content = Content { version: *version, part: Part::Parameters, attempt: None };
+                let values = content.read(job, of)?.map(|buffer| {
+                    of.values(job.backend(), content.part, &buffer, 0..of.spec.numel, DType::F32)
+                });
+                Ok(values.map(Payload::Values))
+            }
+            Self::Push { lease, attempt, slice, chunk, .. } => {
+                job.check_lease(chunk.rank, *lease)?;
+                let current = job.attempt();
+                if *attempt > current && attempt.step <= current.step + 1
+                    || job.slice(*slice)?.version().is_none_or(|at| at < attempt.step)
+                {
+                    return Ok(None);
+                }
+                job.contribute(*attempt, *slice, chunk)?;
+                Ok(Some(Payload::Done))
+            }
+            Self::Reduced { attempt, slice, offset, .. } => {
+                let of = job.primary_slice(*slice)?;
+                let sum = of.reduced_of(job.backend(), &job.spec.name, *attempt)?;
+                let values = sum.map(|sum| {
+                    let rest = *offset..of.spec.numel;
+                    of.values(job.backend(), Part::GradientSum, &sum, rest, DType::F32)
+                });
+                Ok(values.map(Payload::Values))
+            }
+            Self::Copy { version, slice, .. } => whole(job, *version, *slice),
+        }
+    }
+}
+
+/// The parts of a slice that a copy has.
+fn parts(slice: &Slice<Cpu>, job: &Job<Cpu>) -> Vec<Part> {
+    let states = if slice.group.is_some() { job.spec.groups[0].state().len() } else { 0 };
+    [Part::Master].into_iter().chain((0..states).map(Part::State)).collect()
+}
+
+/// The whole content of a slice at a version; `None`: later.
+fn whole(job: &Job<Cpu>, version: u64, index: u32) -> Result<Option<Payload>> {
+    let slice = job.primary_slice(index)?;
+    let mut values = Vec::new();
+    for part in parts(slice, job) {
+        let content = Content { version, part, attempt: None };
+        let Some(buffer) = content.read(job, slice)? else { return Ok(None) };
+        values.push(slice.values(job.backend(), part, &buffer, 0..slice.spec.numel, DType::F32));
+    }
+    Ok(Some(Payload::Slice(values, slice.applied(&job.spec.name, version)?)))
+}
+
+impl World {
+    pub(super) fn requested(
+        &mut self,
+        server: usize,
+        life: u64,
+        from: Sender,
+        (request, tries): (Request, u32),
+    ) {
+        let of = &self.servers[server];
+        let is_there = of.is_alive && of.life == life;
+        let job = of.jobs.get(&request.job()).filter(|_| is_there).map(|of| of.job.clone());
+        let answer = match (is_there, job) {
+            (false, _) => {
+                let peer = format!("shard server {server}");
+                Err(Error::Unavailable { peer, cause: "connection refused".to_owned() })
+            }
+            (true, None) => Err(Error::UnknownJob { job: "job".to_owned() }),
+            (true, Some(job)) => match request.answer(&job) {
+                // The caller repeats it.
+                Ok(None) if tries == TRIES => return,
+                Ok(None) => {
+                    let tries = tries + 1;
+                    let again = Happening::Request { server, life, from, request, tries };
+                    let wait = WAIT * self.rng.u32(1..8);
+                    return self.after(wait, again);
+                }
+                Ok(Some(content)) => {
+                    self.check_visible(&job, &request);
+                    Ok(content)
+                }
+                Err(error) => Err(error),
+            },
+        };
+        if is_there {
+            self.flush(server);
+        }
+        let answer = answer.map_err(Box::new);
+        if !self.faults.loses(&mut self.rng) {
+            self.later(Happening::Answered { to: from, request, answer });
+        }
+    }
+
+    /// A version is sent to a worker. In a job with replicas, all of its servers must have the
+    /// decision that leads to it.
+    fn check_visible(&mut self, job: &Arc<Job<Cpu>>, request: &Request) {
+        let &Request::Pull { version, slice, .. } = request else { return };
+        let placement = job.placement();
+        if job.spec.replicas <= 1 {
+            return;
+        }
+        for server in placement.servers() {
+            let of = &self.servers[(server.id - 1) as usize];
+            if !of.is_alive || of.life != server.incarnation {
+                continue;
+            }
+            let step = of.jobs.get(&job.id).map(|of| of.job.attempt().step);
+            if step.is_some_and(|step| step < version) {
+                let index = of.index;
+                return self.fail(format!(
+                    "version {version} of slice {slice} was sent before server {index} had the \
+                     decision"
+                ));
+            }
+        }
+    }
+
+    pub(super) fn answered(&mut self, to: Sender, request: Request, answer: Answer) {
+        match to {
+            Sender::Worker { rank, life } => self.worker_answered(rank, life, request, answer),
+            Sender::Server { server, life } => {
+                let of = &mut self.servers[server];
+                if of.life == life && of.is_alive {
+                    self.receive(server, &request, answer);
+                    self.flush(server);
+                }
+            }
+        }
+    }
+
+    /// A backup receives what it has requested.
+    fn receive(&mut self, server: usize, request: &Request, answer: Answer) {
+        let of = &mut self.servers[server];
+        let Some(running) = of.jobs.get_mut(&request.job()) else { return };
+        let job = running.job.clone();
+        let stored = match (request, answer) {
+            (Request::Reduced { attempt, slice, offset, .. }, Ok(Payload::Values(values))) => {
+                let at = job.slice(*slice).ok().and_then(Slice::version);
+                match at == Some(attempt.step) {
+                    true => job.store_reduced(*attempt, *slice, *offset, &values),
+                    false => Ok(()),
+                }
+            }
+            (Request::Copy { number, slice, .. }, Ok(Payload::Slice(values, applied))) => {
+                let copy = running.copy.as_mut().filter(|copy| copy.number == *number);
+                copy.map_or(Ok(()), |copy| store_copy(&job, copy, *slice, &values, applied))
+            }
+            // A request that failed is repeated.
+            _ => Ok(()),
+        };
+        running.end_copy();
+        if let Err(error) = stored {
+            self.fail(format!("server {server}: {error}"));
+        }
+    }
+}
+
+fn store_copy(
+    job: &Job<Cpu>,
+    copy: &mut Copy,
+    index: u32,
+    values: &[Bytes],
+    applied: AppliedSteps,
+) -> Result<()> {
+    if !copy.missing.contains(&index) {
+        return Ok(());
+    }
+    let slice = job.slice(index)?;
+    for (part, values) in parts(slice, job).into_iter().zip(values) {
+        slice.carry(job.backend(), part, 0, values)?;
+    }
+    if slice.group.is_some() {
+        slice.carry_applied(applied);
+    }
+    copy.missing.retain(|&missing| missing != index);
+    match copy.missing.is_empty() {
+        true => copy.slices.iter().try_for_each(|&i| job.slice(i)?.end_copy(job.backend())),
+        false => Ok(()),
+    }
+}

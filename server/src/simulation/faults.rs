@@ -1,0 +1,141 @@
+//! What goes wrong in a run, and when.
+
+use std::time::Duration;
+
+use fastrand::Rng;
+
+use super::{
+    worker::Worker,
+    world::{Happening, Size, World},
+};
+use crate::coordinator::events::Now;
+
+/// The interval at which a fault that has to wait is tried again.
+const WAIT: Duration = Duration::from_millis(20);
+
+/// Something that goes wrong. A process that ends is started again after `down`.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Fault {
+    /// The process of the coordinator ends.
+    Coordinator { down: Duration },
+    /// The process of a server ends, when all slices have their replicas.
+    Server { server: usize, down: Duration },
+    /// Both end at the same time.
+    Both { server: usize, down: Duration },
+    /// A control stream breaks.
+    Stream { server: usize },
+    /// The process of a worker ends.
+    Worker { rank: u32, down: Duration },
+    /// A worker pushes wrong gradients from now on, and its process ends before it commits them.
+    Doom { rank: u32, down: Duration },
+    /// A server stands still.
+    Still { server: usize, duration: Duration },
+}
+
+/// What goes wrong in a run.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Faults {
+    /// Of 1000 requests and answers on the data plane, these are lost.
+    lost: u32,
+    /// Of 1000 requests on the data plane, these arrive twice.
+    repeated: u32,
+    plan: Vec<(Now, Fault)>,
+}
+
+impl Faults {
+    /// Faults that follow from a seed.
+    pub(super) fn of(size: Size, seed: u64) -> Self {
+        let mut rng = Rng::with_seed(seed ^ 0xFA01);
+        let lost = [0, 0, 10, 100][rng.usize(..4)];
+        let repeated = [0, 50, 300][rng.usize(..3)];
+        let mut at = Now::ZERO;
+        let plan = (0..rng.usize(..7)).map(|_| {
+            let scale = [5_000, 50_000, 500_000][rng.usize(..3)];
+            at += Duration::from_micros(rng.u64(..scale));
+            (at, Fault::any(size, &mut rng))
+        });
+        Self { plan: plan.collect(), lost, repeated }
+    }
+
+    /// How often a request arrives.
+    pub(super) fn copies(&self, rng: &mut Rng) -> usize {
+        if self.loses(rng) {
+            return 0;
+        }
+        1 + usize::from(rng.u32(..1000) < self.repeated)
+    }
+
+    /// Whether a message is lost.
+    pub(super) fn loses(&self, rng: &mut Rng) -> bool {
+        rng.u32(..1000) < self.lost
+    }
+}
+
+impl Fault {
+    fn any(size: Size, rng: &mut Rng) -> Self {
+        let server = rng.usize(..size.servers);
+        let rank = rng.u32(..size.world);
+        let scale = [1_000, 100_000, 2_000_000][rng.usize(..3)];
+        let down = Duration::from_micros(rng.u64(..scale));
+        let can_lose = size.replicas > 1;
+        match rng.u32(..7) {
+            0 => Self::Coordinator { down },
+            1 if can_lose => Self::Server { server, down },
+            2 if can_lose => Self::Both { server, down },
+            3 => Self::Worker { rank, down },
+            4 => Self::Doom { rank, down },
+            5 => Self::Still { server, duration: down * 6 },
+            _ => Self::Stream { server },
+        }
+    }
+}
+
+impl World {
+    pub(super) fn schedule_faults(&mut self) {
+        for (at, fault) in self.faults.plan.clone() {
+            self.at(at, Happening::Fault(fault));
+        }
+    }
+
+    pub(super) fn fault(&mut self, fault: Fault) {
+        // A job that is still being created fails with its servers.
+        self.has_begun |= self.workers.iter().all(Worker::trains);
+        match fault {
+            fault if !self.has_begun => self.after(WAIT, Happening::Fault(fault)),
+            Fault::Coordinator { down } => {
+                self.kill_coordinator();
+                self.after(down, Happening::CoordinatorStarts);
+            }
+            Fault::Server { .. } | Fault::Both { .. } if !self.is_redundant() => {
+                self.after(WAIT, Happening::Fault(fault));
+            }
+            Fault::Server { server, down } => {
+                self.kill_server(server);
+                self.after(down, Happening::ServerStarts { server });
+            }
+            Fault::Both { server, down } => {
+                self.kill_coordinator();
+                self.kill_server(server);
+                self.after(down, Happening::CoordinatorStarts);
+                self.after(down / 2, Happening::ServerStarts { server });
+            }
+            Fault::Stream { server } => self.break_stream(server),
+            Fault::Still { server, duration } => {
+                let until = &mut self.servers[server].still_until;
+                *until = (*until).max(self.now + duration);
+            }
+            Fault::Worker { rank, down } => {
+                if self.workers[rank as usize].step < self.size.steps {
+                    self.kill_worker(rank);
+                    self.after(down, Happening::WorkerStarts { rank });
+                }
+            }
+            Fault::Doom { rank, down } => {
+                if self.workers[rank as usize].step < self.size.steps {
+                    self.workers[rank as usize].doom();
+                    self.after(down / 20, Happening::Fault(Fault::Worker { rank, down }));
+                }
+            }
+        }
+    }
+}

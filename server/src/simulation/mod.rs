@@ -1,0 +1,29 @@
+//! A deterministic simulation of a cluster: the state machine of the coordinator and the jobs of
+//! shard servers, which are those of production, and workers on a virtual network. Everything that
+//! happens follows from a seed: delays, lost and repeated messages, crashes, broken connections and
+//! processes that stand still. The clock is a number.
+//!
+//! A run trains a small job. Every version that a worker pulls must have the bits of an undisturbed
+//! run, every rank must receive the same report of each step, a version may be visible only when
+//! all servers of its slices have the decision, and the run must end. A run that does not do so
+//! prints its seed, and with this seed it happens again:
+//!
+//! ```sh
+//! SIMULATION_SEED=17 cargo test --package zeroshard-server --lib simulation -- --nocapture
+//! ```
+//!
+//! `world` delivers messages and timers. `coordinator`, `server` and `worker` are the processes,
+//! `data` is what servers answer, `faults` decides what goes wrong, and `record` is what must be
+//! the same in all runs.
+
+mod coordinator;
+mod data;
+mod faults;
+mod record;
+mod safeguard;
+mod server;
+mod tests;
+mod worker;
+mod world;
+
+pub(crate) use safeguard::{Safeguard, is_missing};

@@ -1,0 +1,31 @@
+//! Parts of the servers that tests take out, to prove that the simulation finds what they prevent.
+
+use std::cell::Cell;
+
+/// A part that can be taken out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Safeguard {
+    /// Gradients of an attempt that has ended are refused.
+    Fence,
+    /// Gradients that have arrived already are not added again.
+    Ledger,
+    /// A version can be read when all servers have stored the decision that leads to it.
+    Confirmation,
+}
+
+thread_local! {
+    static MISSING: Cell<Option<Safeguard>> = const { Cell::new(None) };
+}
+
+/// Whether the running test has taken out this part.
+pub(crate) fn is_missing(safeguard: Safeguard) -> bool {
+    MISSING.get() == Some(safeguard)
+}
+
+/// Calls `run` without a part of the servers.
+pub(super) fn without<T>(safeguard: Safeguard, run: impl FnOnce() -> T) -> T {
+    MISSING.set(Some(safeguard));
+    let result = run();
+    MISSING.set(None);
+    result
+}

@@ -1,0 +1,375 @@
+//! A shard server: its jobs are those of production. Their commands are carried out one after the
+//! other, as by their tasks.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::Arc,
+    time::Duration,
+};
+
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+use zeroshard_proto::{
+    JobSpec, Placement, Result, Server,
+    pb::{self, serve_request, serve_response},
+};
+
+use super::{
+    data::{Request, Sender},
+    world::{Connection, Happening, JOB, World},
+};
+use crate::{
+    attempt::Attempt,
+    backend::Cpu,
+    coordinator::{
+        events::{Event, Now},
+        recovery::Held,
+    },
+    metrics::Metrics,
+    shard::{
+        budget::Budget,
+        commands::{Command, execute},
+        control::job_command,
+        events::{Events, JobEvent},
+        job::{Job, Opening, Origin},
+        slice::{Role, Slice},
+    },
+};
+
+/// The pause between two tries of a server to reach the coordinator, at most.
+const REDIAL: Duration = Duration::from_millis(500);
+/// The interval at which a backup asks for what is missing.
+const FOLLOW: Duration = Duration::from_millis(2);
+/// The time after which a request without an answer is repeated.
+pub(super) const REPEAT: Duration = Duration::from_millis(100);
+
+/// A process of a shard server, and those before it.
+pub(super) struct ShardServer {
+    pub(super) index: usize,
+    /// The number of the process, which is also its incarnation.
+    pub(super) life: u64,
+    pub(super) is_alive: bool,
+    /// Until when it does nothing.
+    pub(super) still_until: Now,
+    /// The control stream.
+    stream: Option<u64>,
+    /// The highest term of a coordinator so far.
+    term: u64,
+    events: Events,
+    said: Option<mpsc::Receiver<serve_request::Event>>,
+    pub(super) jobs: BTreeMap<u64, Running>,
+    follows: bool,
+    /// When the reduced gradient and the content of a slice were requested.
+    asked: BTreeMap<(bool, u32, Attempt), Now>,
+}
+
+/// A job on a server.
+pub(super) struct Running {
+    pub(super) job: Arc<Job<Cpu>>,
+    commands: VecDeque<Command>,
+    /// The copy in progress: its number, its version, and the slices that are still to be copied.
+    pub(super) copy: Option<Copy>,
+}
+
+/// Slices that are copied from their primaries.
+pub(super) struct Copy {
+    pub(super) number: u64,
+    pub(super) version: u64,
+    pub(super) slices: Vec<u32>,
+    pub(super) missing: Vec<u32>,
+}
+
+impl Running {
+    /// Reports the copy, if all of it has arrived.
+    pub(super) fn end_copy(&mut self) {
+        if let Some(Copy { number, .. }) = self.copy.take_if(|copy| copy.missing.is_empty()) {
+            self.job.tell(JobEvent::Copied { number });
+        }
+    }
+}
+
+impl ShardServer {
+    pub(super) fn new(index: usize) -> Self {
+        Self {
+            index,
+            life: 0,
+            is_alive: false,
+            still_until: Now::ZERO,
+            stream: None,
+            term: 0,
+            events: Events::default(),
+            said: None,
+            jobs: BTreeMap::new(),
+            follows: false,
+            asked: BTreeMap::new(),
+        }
+    }
+
+    fn id(&self) -> u64 {
+        self.index as u64 + 1
+    }
+
+    /// How others know this process.
+    pub(super) fn server(&self) -> Server {
+        let (id, incarnation) = (self.id(), self.life);
+        Server { id, incarnation, address: format!("host{id}:{incarnation}") }
+    }
+
+    fn open(&mut self, open: pb::OpenJob) -> Result<()> {
+        let (id, epoch, leases) = (open.job_id, open.epoch, open.leases);
+        let job = Job::open(Opening {
+            origin: Origin::default(),
+            id,
+            spec: JobSpec::try_from(open.spec.unwrap_or_default())?,
+            epoch,
+            placement: Placement::try_from(open.placement.unwrap_or_default())?,
+            server: self.id(),
+            version: open.version,
+            closed: CancellationToken::new(),
+            backend: Arc::new(Cpu::new()),
+            budget: Budget::new(1 << 20),
+            metrics: Metrics::new(),
+            events: self.events.clone(),
+        })?;
+        leases.into_iter().for_each(|lease| job.grant(lease.rank, lease.lease));
+        self.events.tell_of(JOB, id, JobEvent::Opened { epoch });
+        job.finish_upload(job.attempt(), 0);
+        self.jobs.insert(id, Running { job: Arc::new(job), commands: VecDeque::new(), copy: None });
+        Ok(())
+    }
+
+    /// Carries out the next command for a job. Returns whether there was one.
+    fn work(&mut self) -> bool {
+        let Some((&id, running)) =
+            self.jobs.iter_mut().find(|(_, running)| !running.commands.is_empty())
+        else {
+            return false;
+        };
+        let command = running.commands.pop_front().expect("there is one");
+        let job = running.job.clone();
+        let done = match command {
+            Command::Grant { rank, lease } => {
+                job.grant(rank, lease);
+                Ok(())
+            }
+            Command::Serve { version } => {
+                job.serve(version);
+                Ok(())
+            }
+            Command::Copy(pb::CopySlices { number, version, slices, .. }) => {
+                job.begin_copy(number, &slices).map(|missing| {
+                    let slices = missing.clone();
+                    running.copy = Some(Copy { number, version, slices, missing });
+                    running.end_copy();
+                })
+            }
+            command => {
+                if matches!(command, Command::NewPlacement { .. }) {
+                    running.copy = None;
+                }
+                execute(&job, &command)
+            }
+        };
+        if let Err(error) = done {
+            let failed = JobEvent::Failed { epoch: job.epoch(), reason: error.to_string() };
+            self.events.tell_of(JOB, id, failed);
+            self.jobs.remove(&id);
+        }
+        true
+    }
+}
+
+impl World {
+    pub(super) fn server_starts(&mut self, server: usize) {
+        let of = &mut self.servers[server];
+        if of.is_alive {
+            return;
+        }
+        let life = of.life + 1;
+        *of = ShardServer { life, is_alive: true, ..ShardServer::new(server) };
+        self.later(Happening::Dial { server, life });
+    }
+
+    /// The process of a server ends, and everything that it has is lost.
+    pub(super) fn kill_server(&mut self, server: usize) {
+        let life = self.servers[server].life;
+        self.servers[server] = ShardServer { life, ..ShardServer::new(server) };
+        self.break_stream(server);
+    }
+
+    pub(super) fn dial(&mut self, server: usize, life: u64) {
+        let of = &self.servers[server];
+        if of.life != life || !of.is_alive || of.stream.is_some() {
+            return;
+        }
+        let Some(stream) = self.open_stream() else {
+            let wait = Duration::from_micros(self.rng.u64(..REDIAL.as_micros() as u64));
+            return self.after(wait, Happening::Dial { server, life });
+        };
+        let of = &mut self.servers[server];
+        while of.work() {}
+        of.said = Some(of.events.connect());
+        of.stream = Some(stream);
+        let term = of.term;
+        let held = of.jobs.values().map(|running| Held::try_from(running.job.held()));
+        let held = held.map(|held| Held { term, ..held.expect("a valid description") });
+        let failed = of.events.failed().into_iter().map(|of| (of.job_id, of.reason));
+        let coordinator = self.coordinator.life;
+        let joined = Event::ServerJoined {
+            stream,
+            server: of.server(),
+            held: held.collect(),
+            failed: failed.collect(),
+            is_new: term != 0 && term != coordinator,
+        };
+        let (server_life, joined) = (life, Box::new(joined));
+        let life = coordinator;
+        let register = Happening::Register { life, server, server_life, stream, joined };
+        self.send(Connection::Up(stream), register);
+        self.flush(server);
+    }
+
+    pub(super) fn stream_ended(&mut self, server: usize, life: u64, stream: u64) {
+        let of = &mut self.servers[server];
+        if of.life == life && of.is_alive && of.stream == Some(stream) {
+            of.stream = None;
+            self.later(Happening::Dial { server, life });
+        }
+    }
+
+    pub(super) fn command(
+        &mut self,
+        server: usize,
+        life: u64,
+        (stream, term): (u64, u64),
+        command: serve_response::Command,
+    ) {
+        use serve_response::Command as Wire;
+        let of = &mut self.servers[server];
+        if of.life != life || !of.is_alive || of.stream != Some(stream) {
+            return;
+        }
+        of.term = of.term.max(term);
+        match command {
+            Wire::Open(open) => {
+                if let Err(error) = of.open(open) {
+                    self.fail(format!("server {server} cannot open the job: {error}"));
+                }
+            }
+            Wire::Close(pb::CloseJob { job_id, .. }) => {
+                of.events.closed(job_id);
+                if let Some(running) = of.jobs.remove(&job_id) {
+                    running.job.close();
+                }
+            }
+            Wire::Confirm(pb::Confirm { number }) => {
+                of.events.tell(serve_request::Event::Confirmed(pb::Confirmed { number }));
+            }
+            other => {
+                if let Some((job, command)) = job_command(other)
+                    && let Some(running) = of.jobs.get_mut(&job)
+                {
+                    running.commands.push_back(command.expect("a valid command"));
+                    self.later(Happening::Work { server, life });
+                }
+            }
+        }
+        self.flush(server);
+    }
+
+    pub(super) fn work(&mut self, server: usize, life: u64) {
+        if self.servers[server].life == life && self.servers[server].is_alive {
+            self.servers[server].work();
+            self.flush(server);
+        }
+    }
+
+    /// Sends the events of a server, and continues with what it needs as a backup.
+    pub(super) fn flush(&mut self, server: usize) {
+        let of = &mut self.servers[server];
+        let (coordinator, life) = (self.coordinator.life, of.life);
+        let mut said = Vec::new();
+        while let Some(event) = of.said.as_mut().and_then(|said| said.try_recv().ok()) {
+            said.push(event);
+        }
+        if let Some(stream) = of.stream {
+            for said in said {
+                let said = Happening::Said { life: coordinator, server, stream, said };
+                self.send(Connection::Up(stream), said);
+            }
+        }
+        let of = &mut self.servers[server];
+        if !of.follows && of.jobs.values().any(|running| running.job.spec.replicas > 1) {
+            of.follows = true;
+            self.later(Happening::Follow { server, life });
+        }
+    }
+
+    /// Requests reduced gradients and slices that are missing.
+    pub(super) fn follow(&mut self, server: usize, life: u64) {
+        let of = &mut self.servers[server];
+        if of.life != life || !of.is_alive {
+            return;
+        }
+        of.follows = false;
+        let mut requests = Vec::new();
+        for (&job, running) in &of.jobs {
+            let placement = running.job.placement();
+            let (attempt, missing) = running.job.missing_reduced();
+            for (primary, slices) in missing {
+                let to = placement.servers()[primary].clone();
+                for (slice, offset) in slices {
+                    let request = Request::Reduced { job, attempt, slice, offset };
+                    requests.push(((true, slice, attempt), to.clone(), request));
+                }
+            }
+            let Some(Copy { number, version, missing, .. }) = &running.copy else { continue };
+            for &slice in missing {
+                let to = placement.servers()[placement.primary(slice as usize)].clone();
+                let (number, version) = (*number, *version);
+                let request = Request::Copy { job, number, version, slice };
+                requests.push(((false, slice, attempt), to, request));
+            }
+        }
+        if !requests.is_empty() {
+            self.servers[server].follows = true;
+            let wait = FOLLOW + Duration::from_micros(self.rng.u64(..5_000));
+            self.after(wait, Happening::Follow { server, life });
+        }
+        for (key, to, request) in requests {
+            let asked = &mut self.servers[server].asked;
+            if asked.get(&key).is_none_or(|at| *at + REPEAT <= self.now) {
+                asked.insert(key, self.now);
+                self.request(&to, Sender::Server { server, life }, request);
+            }
+        }
+    }
+
+    /// Compares the state of all slices after the last step, on all of their servers.
+    pub(super) fn compare_final_states(&mut self) {
+        let version = self.size.steps;
+        let mut found = Vec::new();
+        for server in self.servers.iter_mut().filter(|server| server.is_alive) {
+            while server.work() {}
+            for Running { job, .. } in server.jobs.values() {
+                let has = |slice: &Slice<Cpu>| {
+                    let role = slice.role();
+                    slice.version() == Some(version) && matches!(role, Role::Primary | Role::Backup)
+                };
+                for (index, slice) in job.slices().filter(|(_, slice)| has(slice)) {
+                    let hash = slice.digest(job.backend(), JOB, version);
+                    found.push((index, hash.expect("it is at this version")));
+                }
+            }
+        }
+        for &(slice, hash) in &found {
+            let outcome = self.record.ended(slice, hash);
+            self.check(outcome);
+        }
+        for slice in self.record.hashes.keys() {
+            if !found.iter().any(|(index, _)| index == slice) {
+                return self.fail(format!("no server has the final state of slice {slice}"));
+            }
+        }
+    }
+}

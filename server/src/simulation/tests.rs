@@ -1,0 +1,79 @@
+//! Runs by seed.
+
+use std::{
+    collections::HashMap,
+    env,
+    sync::{Mutex, PoisonError},
+};
+
+use super::{
+    faults::Faults,
+    record::Record,
+    safeguard::{Safeguard, without},
+    world::{Size, World},
+};
+
+/// The number of runs without the environment variable `SIMULATION_SEEDS`.
+const SEEDS: u64 = 2000;
+const STEPS: u64 = 6;
+
+/// What an undisturbed run shows, by number of ranks.
+fn undisturbed(world: u32) -> Record {
+    static KNOWN: Mutex<Option<HashMap<u32, Record>>> = Mutex::new(None);
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    let record = known.get_or_insert_default().entry(world).or_insert_with(|| {
+        let size = Size { servers: 1, replicas: 1, world, steps: STEPS };
+        let run = World::new(size, 0, Faults::default(), Record::default()).logged();
+        run.run().unwrap_or_else(|failure| panic!("undisturbed: {failure}"))
+    });
+    record.clone()
+}
+
+fn world(seed: u64) -> World {
+    let mut rng = fastrand::Rng::with_seed(seed ^ 0x512E);
+    let servers = rng.usize(1..5);
+    let replicas = rng.u32(1..4).min(servers as u32);
+    let size = Size { servers, replicas, world: rng.u32(1..4), steps: STEPS };
+    World::new(size, seed, Faults::of(size, seed), undisturbed(size.world))
+}
+
+fn variable(name: &str) -> Option<u64> {
+    env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name} is {text:?}")))
+}
+
+#[test]
+fn runs_with_faults_show_what_an_undisturbed_run_shows() {
+    let seeds = match variable("SIMULATION_SEED") {
+        Some(seed) => seed..seed + 1,
+        None => 0..variable("SIMULATION_SEEDS").unwrap_or(SEEDS),
+    };
+    for seed in seeds {
+        if world(seed).run().is_err() {
+            let failure = world(seed).logged().run().err();
+            panic!("{}\nSIMULATION_SEED={seed} shows it again", failure.expect("the same run"));
+        }
+    }
+}
+
+#[test]
+fn a_seed_gives_the_same_run_again() {
+    for seed in 0..10 {
+        let log = || {
+            let mut world = world(seed).logged();
+            world.fail_at_end();
+            let log = world.run().expect_err("it fails at its end");
+            // The fields of messages that are maps are printed in any order.
+            log.lines().map(|line| line.chars().take(60).collect()).collect::<Vec<String>>()
+        };
+        assert_eq!(log(), log(), "seed {seed}");
+    }
+}
+
+#[test]
+fn the_faults_that_safeguards_prevent_are_found() {
+    for safeguard in [Safeguard::Fence, Safeguard::Ledger, Safeguard::Confirmation] {
+        let found = without(safeguard, || (0..1000).find(|&seed| world(seed).run().is_err()));
+        assert!(found.is_some(), "{safeguard:?}");
+        eprintln!("without {safeguard:?}: a fault in run {found:?}");
+    }
+}

@@ -1,0 +1,534 @@
+//! A worker, which does what the client does: creates and joins the job, uploads the parameters,
+//! and makes steps, again if they are aborted.
+
+use std::{collections::BTreeMap, collections::BTreeSet, sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use zeroshard_proto::{DType, Error, Placement, Server};
+
+use super::{
+    data::{Answer, Payload, Request, Sender},
+    server::REPEAT,
+    world::{Happening, JOB, World, spec},
+};
+use crate::{
+    attempt::Attempt,
+    coordinator::{
+        decisions::Report,
+        events::{Attach, Caller, Commit, Create, Event, JobRef, Join, Lease, Now, Reply, Turn},
+        feed::Change,
+    },
+    shard::round::Chunk,
+};
+
+/// How long calls may wait.
+const WAIT: Duration = Duration::from_secs(60);
+/// The pause after a call that has failed, at most.
+const PAUSE: Duration = Duration::from_millis(500);
+
+/// What a worker hears from the coordinator.
+#[derive(Debug)]
+pub(super) enum Told {
+    Answer(Caller, Result<Reply, Box<Error>>),
+    CallBroken(Caller),
+    Membership(Box<Change>),
+    StreamBroken,
+    StreamEnded(Option<Error>),
+}
+
+/// The open call to the coordinator.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Call {
+    Create,
+    Join,
+    Attach,
+    Commit,
+}
+
+/// A process of a worker, and those before it.
+#[derive(Debug)]
+pub(super) struct Worker {
+    pub(super) life: u64,
+    pub(super) is_alive: bool,
+    pub(super) lease: Option<Lease>,
+    /// The next step.
+    pub(super) step: u64,
+    /// Whether the process will end before it commits. Its gradients are wrong.
+    is_doomed: bool,
+    has_created: bool,
+    has_joined: bool,
+    has_stream: bool,
+    /// The open calls: one for its membership and one for its step at most.
+    calls: BTreeMap<Caller, Call>,
+    /// It has joined, and the first membership has not arrived.
+    awaits_membership: bool,
+    /// No call before this time.
+    quiet_until: Now,
+    job: u64,
+    epoch: u64,
+    /// An error has named this epoch; nothing is pushed before it is announced.
+    known_epoch: u64,
+    version: Option<u64>,
+    placement: Option<Arc<Placement>>,
+    /// The slices that were uploaded in this epoch, with the servers.
+    uploaded: BTreeSet<(u32, u64)>,
+    pulled: BTreeSet<u32>,
+    /// The slices of the next version that were pulled while the step is committed.
+    pulled_next: BTreeSet<u32>,
+    /// The parts of slices that were pushed in this epoch, by their first elements.
+    pushed: BTreeSet<(u32, usize)>,
+    /// The step was decided before, so that nothing has to be pushed.
+    is_decided: bool,
+    /// When requests were sent.
+    asked: BTreeMap<(u8, u32, u64), Now>,
+}
+
+/// The gradient of a rank for an element, and what a doomed process sends.
+fn gradient(rank: u32, step: u64, slice: u32, element: usize, is_doomed: bool) -> f32 {
+    let mixed =
+        (u64::from(rank) * 31 + step * 17 + u64::from(slice) * 7 + element as u64 * 3) % 101;
+    if is_doomed { 1000.0 + mixed as f32 } else { mixed as f32 / 64.0 - 0.75 }
+}
+
+fn bytes(values: impl Iterator<Item = f32>) -> Bytes {
+    values.flat_map(f32::to_le_bytes).collect()
+}
+
+impl Worker {
+    pub(super) fn new() -> Self {
+        Self {
+            life: 0,
+            is_alive: false,
+            lease: None,
+            step: 0,
+            is_doomed: false,
+            has_created: false,
+            has_joined: false,
+            has_stream: false,
+            calls: BTreeMap::new(),
+            awaits_membership: false,
+            quiet_until: Now::ZERO,
+            job: 0,
+            epoch: 0,
+            known_epoch: 0,
+            version: None,
+            placement: None,
+            uploaded: BTreeSet::new(),
+            pulled: BTreeSet::new(),
+            pulled_next: BTreeSet::new(),
+            pushed: BTreeSet::new(),
+            is_decided: false,
+            asked: BTreeMap::new(),
+        }
+    }
+
+    /// Whether it has joined a job whose parameters have been uploaded.
+    pub(super) fn trains(&self) -> bool {
+        self.version.is_some()
+    }
+
+    /// From now on the gradients are wrong, and no step is committed.
+    pub(super) fn doom(&mut self) {
+        self.is_doomed = true;
+    }
+
+    fn attempt(&self) -> Attempt {
+        Attempt::first(self.epoch, self.step)
+    }
+
+    /// Learns of a membership.
+    fn learn(&mut self, change: Change) {
+        if !self.has_joined {
+            self.step = change.version.unwrap_or(0);
+            self.calls.clear();
+        }
+        self.awaits_membership = false;
+        (self.has_joined, self.has_stream, self.job) = (true, true, change.job_id);
+        self.version = self.version.or(change.version);
+        self.placement = change.placement.or(self.placement.take());
+        if change.epoch > self.epoch {
+            self.epoch = change.epoch;
+            self.forget_pushes();
+        }
+    }
+
+    fn forget_pushes(&mut self) {
+        self.pushed.clear();
+        self.uploaded.clear();
+        self.asked.clear();
+    }
+
+    /// An error names an epoch.
+    fn wait_for_epoch(&mut self, epoch: u64) {
+        self.known_epoch = self.known_epoch.max(epoch);
+    }
+
+    /// The step is committed.
+    fn advance(&mut self) {
+        self.step += 1;
+        self.version = Some(self.step);
+        self.pulled = std::mem::take(&mut self.pulled_next);
+        self.is_decided = false;
+        self.forget_pushes();
+    }
+
+    /// Whether a request for parameters has been answered.
+    fn has(&self, request: &Request) -> bool {
+        matches!(request, Request::Pull { slice, .. } if self.pulled.contains(slice))
+    }
+
+    /// Whether a request is due: it has not been sent for a while.
+    fn is_due(&mut self, key: (u8, u32, u64), now: Now) -> bool {
+        let is_due = self.asked.get(&key).is_none_or(|at| *at + REPEAT <= now);
+        if is_due {
+            self.asked.insert(key, now);
+        }
+        is_due
+    }
+}
+
+impl World {
+    pub(super) fn worker_starts(&mut self, rank: u32) {
+        let worker = &mut self.workers[rank as usize];
+        if worker.is_alive {
+            return;
+        }
+        let life = worker.life + 1;
+        *worker = Worker { life, is_alive: true, ..Worker::new() };
+        self.later(Happening::Wake { rank, life, again: true });
+    }
+
+    pub(super) fn kill_worker(&mut self, rank: u32) {
+        let life = self.workers[rank as usize].life;
+        self.workers[rank as usize] = Worker { life, ..Worker::new() };
+        self.disconnect(rank, life);
+    }
+
+    /// Calls the coordinator.
+    fn begin_call(&mut self, rank: u32, call: Call, event: impl FnOnce(Caller, &Worker) -> Event) {
+        let caller = self.call(rank, event);
+        self.workers[rank as usize].calls.insert(caller, call);
+    }
+
+    pub(super) fn wake(&mut self, rank: u32, life: u64, again: bool) {
+        let worker = &self.workers[rank as usize];
+        if worker.life != life || !worker.is_alive || worker.step >= self.size.steps {
+            return;
+        }
+        if again {
+            let wait = Duration::from_micros(500 + self.rng.u64(..20_000));
+            self.after(wait, Happening::Wake { rank, life, again });
+        }
+        self.act_for(rank);
+    }
+
+    fn act_for(&mut self, rank: u32) {
+        let now = self.now;
+        let worker = &self.workers[rank as usize];
+        let is_quiet = worker.quiet_until > now || worker.awaits_membership;
+        let commits = worker.calls.values().any(|call| *call == Call::Commit);
+        let enters = worker.calls.values().any(|call| *call != Call::Commit);
+        if !worker.has_joined || !worker.has_stream {
+            if !is_quiet && !enters {
+                self.enter(rank);
+            }
+            return;
+        }
+        let can_call = !is_quiet && !commits;
+        if worker.version.is_none() {
+            return self.upload(rank);
+        }
+        if worker.known_epoch > worker.epoch {
+            return;
+        }
+        let slices = self.slices();
+        let worker = &self.workers[rank as usize];
+        let has_all =
+            |pulled: &BTreeSet<u32>| slices.iter().all(|(slice, ..)| pulled.contains(slice));
+        if !worker.is_decided && !has_all(&worker.pulled) {
+            let step = worker.step;
+            return self.pull(rank, step);
+        }
+        if !worker.is_decided && !self.push(rank) {
+            return;
+        }
+        let worker = &self.workers[rank as usize];
+        if worker.is_doomed {
+            return;
+        }
+        if can_call {
+            self.commit(rank);
+        }
+        let next = self.workers[rank as usize].step + 1;
+        self.pull(rank, next);
+    }
+
+    /// Creates the job, joins it, or continues with a lease.
+    fn enter(&mut self, rank: u32) {
+        let random = self.rng.u64(1..u64::MAX);
+        let spec = spec(self.size);
+        let worker = &self.workers[rank as usize];
+        let name = || JOB.to_owned();
+        if !worker.has_created && !worker.has_joined {
+            return self.begin_call(rank, Call::Create, move |caller, _| {
+                let create = Create { spec, succession: None, restore: None };
+                Event::Create { caller, job_id: random, create: Box::new(create), wait: WAIT }
+            });
+        }
+        if !worker.has_joined {
+            self.workers[rank as usize].lease = Some(Lease(random));
+            return self.begin_call(rank, Call::Join, move |caller, _| {
+                let (lease, address) = (Lease(random), None);
+                let join =
+                    Join { job: name(), rank, address, lease, rank_wait: WAIT / 2, wait: WAIT };
+                Event::Join { caller, join }
+            });
+        }
+        self.begin_call(rank, Call::Attach, move |caller, worker| {
+            let job = JobRef { name: name(), id: worker.job };
+            let lease = worker.lease.expect("it has joined");
+            let attempt = worker.attempt();
+            Event::Attach { caller, attach: Attach { job, rank, address: None, lease, attempt } }
+        });
+    }
+
+    fn commit(&mut self, rank: u32) {
+        self.begin_call(rank, Call::Commit, move |caller, worker| {
+            let job = JobRef { name: JOB.to_owned(), id: worker.job };
+            let lease = worker.lease.expect("it has joined");
+            let commit = Commit {
+                turn: Turn { job, lease, rank, attempt: worker.attempt() },
+                groups: None,
+                loss_scale: 1.0,
+                max_norm: Some(1.0),
+                loss: Some(f64::from(rank) + worker.step as f64),
+                gradient_factors: Vec::new(),
+                written: Vec::new(),
+                user_data: Bytes::new(),
+                wait: WAIT,
+            };
+            Event::Commit { caller, commit: Box::new(commit) }
+        });
+    }
+
+    /// The slices: number, number of elements, and whether they train.
+    fn slices(&self) -> Vec<(u32, usize, bool)> {
+        let manifest = spec(self.size).manifest;
+        let slices = (0u32..).zip(manifest.slices());
+        slices.map(|(index, of)| (index, of.numel, manifest.trains(index as usize))).collect()
+    }
+
+    /// The servers of a slice, its primary first.
+    fn owners(&self, rank: u32, slice: u32) -> Vec<Server> {
+        let Some(placement) = &self.workers[rank as usize].placement else { return Vec::new() };
+        let owners = placement.owners(slice as usize).iter();
+        owners.map(|&owner| placement.servers()[owner as usize].clone()).collect()
+    }
+
+    fn ask(&mut self, rank: u32, kind: (u8, u32, u64), to: &Server, request: Request) {
+        let now = self.now;
+        let worker = &mut self.workers[rank as usize];
+        if worker.is_due(kind, now) {
+            let from = Sender::Worker { rank, life: worker.life };
+            self.request(to, from, request);
+        }
+    }
+
+    fn upload(&mut self, rank: u32) {
+        if rank != 0 {
+            return;
+        }
+        for (slice, numel, _) in self.slices() {
+            for owner in self.owners(rank, slice) {
+                let worker = &self.workers[rank as usize];
+                if worker.uploaded.contains(&(slice, owner.id)) {
+                    continue;
+                }
+                let values = (0..numel).map(|element| slice as f32 + element as f32 / 8.0);
+                let chunk = Chunk { rank, offset: 0, dtype: DType::F32, bytes: bytes(values) };
+                let (job, epoch) = (worker.job, worker.epoch);
+                let Lease(lease) = worker.lease.expect("it has joined");
+                let server = owner.id;
+                let request = Request::Upload { job, server, lease, epoch, slice, chunk };
+                self.ask(rank, (0, slice, server), &owner, request);
+            }
+        }
+    }
+
+    fn pull(&mut self, rank: u32, version: u64) {
+        for (slice, ..) in self.slices() {
+            let worker = &self.workers[rank as usize];
+            let known = if version == worker.step { &worker.pulled } else { &worker.pulled_next };
+            if known.contains(&slice) {
+                continue;
+            }
+            let (job, epoch) = (worker.job, worker.epoch);
+            let Some(primary) = self.owners(rank, slice).into_iter().next() else { return };
+            let request = Request::Pull { job, epoch, version, slice };
+            self.ask(rank, (1, slice, version), &primary, request);
+        }
+    }
+
+    /// Pushes what is missing. Returns whether everything has been pushed.
+    fn push(&mut self, rank: u32) -> bool {
+        let mut is_complete = true;
+        for (slice, numel, trains) in self.slices() {
+            // Two parts, in any order.
+            let middle = numel / 2;
+            for range in [0..middle, middle..numel] {
+                let (worker, offset) = (&self.workers[rank as usize], range.start);
+                if !trains || range.is_empty() || worker.pushed.contains(&(slice, offset)) {
+                    continue;
+                }
+                is_complete = false;
+                let (step, is_doomed) = (worker.step, worker.is_doomed);
+                let values = range.map(|at| gradient(rank, step, slice, at, is_doomed));
+                let chunk = Chunk { rank, offset, dtype: DType::F32, bytes: bytes(values) };
+                let (job, attempt) = (worker.job, worker.attempt());
+                let Lease(lease) = worker.lease.expect("it has joined");
+                let request = Request::Push { job, lease, attempt, slice, chunk };
+                let Some(primary) = self.owners(rank, slice).into_iter().next() else {
+                    return false;
+                };
+                self.ask(rank, (2, slice, offset as u64), &primary, request);
+            }
+        }
+        is_complete
+    }
+
+    pub(super) fn told(&mut self, rank: u32, life: u64, told: Told) {
+        let now = self.now;
+        let pause = Duration::from_micros(self.rng.u64(..PAUSE.as_micros() as u64));
+        let worker = &mut self.workers[rank as usize];
+        if worker.life != life || !worker.is_alive {
+            return;
+        }
+        match told {
+            Told::Membership(change) => worker.learn(*change),
+            Told::StreamBroken => {
+                worker.has_stream = false;
+                worker.awaits_membership = false;
+                // The answer of a process that has ended may still be under way.
+                worker.calls.retain(|_, call| *call == Call::Commit);
+            }
+            Told::StreamEnded(error) => {
+                self.fail(format!("the lease of rank {rank} has ended: {error:?}"));
+            }
+            Told::CallBroken(caller) => {
+                worker.calls.remove(&caller);
+                worker.quiet_until = now + pause;
+            }
+            Told::Answer(caller, answer) => {
+                let Some(call) = worker.calls.remove(&caller) else { return };
+                match answer {
+                    Ok(reply) => self.replied(rank, call, reply),
+                    Err(error) => {
+                        worker.quiet_until = now + pause / 10;
+                        self.refused_call(rank, call, *error);
+                    }
+                }
+            }
+        }
+        self.later(Happening::Wake { rank, life, again: false });
+    }
+
+    fn replied(&mut self, rank: u32, call: Call, reply: Reply) {
+        let worker = &mut self.workers[rank as usize];
+        match (call, reply) {
+            (Call::Create, Reply::Created { .. }) => worker.has_created = true,
+            // The first membership follows, unless it has arrived before.
+            (Call::Join, Reply::Joined) => worker.awaits_membership = !worker.has_joined,
+            (Call::Attach, Reply::Joined) => worker.awaits_membership = !worker.has_stream,
+            (Call::Commit, Reply::Report(report)) => self.committed(rank, report),
+            (call, reply) => self.fail(format!("{reply:?} answers {call:?}")),
+        }
+    }
+
+    fn committed(&mut self, rank: u32, report: Report) {
+        let step = self.workers[rank as usize].step;
+        if report.version != step + 1 {
+            return self.fail(format!("step {step} has the report of version {}", report.version));
+        }
+        let outcome = self.record.reported(step, report);
+        self.check(outcome);
+        self.workers[rank as usize].advance();
+    }
+
+    /// An error of a call to the coordinator. It is repeated, unless the error is final.
+    fn refused_call(&mut self, rank: u32, call: Call, error: Error) {
+        let worker = &mut self.workers[rank as usize];
+        match error {
+            Error::Unavailable { .. } | Error::Timeout { .. } | Error::RankTaken { .. } => {}
+            Error::StepAborted { epoch, .. } | Error::StaleEpoch { current: epoch, .. } => {
+                worker.wait_for_epoch(epoch);
+            }
+            Error::StepMismatch { current, .. } if current > worker.step => {
+                worker.is_decided = true;
+            }
+            // A new coordinator does not know the job yet. The program ends, and is started again.
+            Error::UnknownJob { .. } if call == Call::Join => {
+                self.kill_worker(rank);
+                self.later(Happening::WorkerStarts { rank });
+            }
+            error => self.fail(format!("{call:?} of rank {rank}: {error}")),
+        }
+    }
+
+    pub(super) fn worker_answered(
+        &mut self,
+        rank: u32,
+        life: u64,
+        request: Request,
+        answer: Answer,
+    ) {
+        let worker = &mut self.workers[rank as usize];
+        if worker.life != life || !worker.is_alive {
+            return;
+        }
+        let (epoch, step) = (worker.epoch, worker.step);
+        match (request, answer) {
+            (Request::Upload { epoch: of, slice, server, .. }, Ok(_)) if of == epoch => {
+                worker.uploaded.insert((slice, server));
+            }
+            (Request::Pull { version, slice, .. }, Ok(Payload::Values(values))) => {
+                let outcome = self.record.pulled(version, slice, &values);
+                self.check(outcome);
+                let worker = &mut self.workers[rank as usize];
+                if version == step {
+                    worker.pulled.insert(slice);
+                } else if version == step + 1 {
+                    worker.pulled_next.insert(slice);
+                }
+            }
+            (Request::Push { attempt, slice, chunk, .. }, Ok(_)) => {
+                if attempt == worker.attempt() {
+                    worker.pushed.insert((slice, chunk.offset));
+                }
+            }
+            (request, Err(error)) => self.refused_request(rank, &request, *error),
+            _ => {}
+        }
+        self.later(Happening::Wake { rank, life, again: false });
+    }
+
+    /// An error of a server. The request is repeated after a while, unless the error is final.
+    fn refused_request(&mut self, rank: u32, request: &Request, error: Error) {
+        let worker = &mut self.workers[rank as usize];
+        match error {
+            Error::Unavailable { .. }
+            | Error::UnknownJob { .. }
+            | Error::NotHere { .. }
+            | Error::LeaseLost { .. } => {}
+            Error::StaleEpoch { current, .. } if current > worker.epoch => {
+                worker.wait_for_epoch(current);
+            }
+            Error::StepMismatch { step, current, .. } if step == worker.step && current > step => {
+                worker.is_decided = true;
+            }
+            Error::StaleEpoch { .. } | Error::StepMismatch { .. } => {}
+            // A repeated request arrives late.
+            Error::VersionGone { version, .. } if version < worker.step || worker.has(request) => {}
+            error => self.fail(format!("{request:?} of rank {rank}: {error}")),
+        }
+    }
+}

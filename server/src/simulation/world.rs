@@ -1,0 +1,343 @@
+//! The virtual network and its clock.
+
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BinaryHeap},
+    time::Duration,
+};
+
+use fastrand::Rng;
+use zeroshard_proto::{
+    JobSpec, Manifest, Server, TensorSpec,
+    pb::{serve_request, serve_response},
+};
+
+use super::{
+    coordinator::Coordinator,
+    data::{Answer, Request, Sender},
+    faults::{Fault, Faults},
+    record::Record,
+    server::ShardServer,
+    worker::{Told, Worker},
+};
+use crate::coordinator::events::{Event, Lease, Now};
+
+/// The name of the job.
+pub(super) const JOB: &str = "job";
+/// The clock at which a run must have ended.
+const LIMIT: Now = Duration::from_secs(1800);
+/// The number of happenings after which a run must have ended.
+const MAX_HAPPENINGS: u64 = 1_000_000;
+
+/// Something that happens at a time. `life` is that of the process it happens to: a message for an
+/// earlier life is lost.
+#[derive(Debug)]
+pub(super) enum Happening {
+    /// An event reaches the coordinator. With a stream of a server, it was sent on it.
+    Event { life: u64, stream: Option<u64>, event: Box<Event> },
+    /// The first messages of a server on a new control stream reach the coordinator.
+    Register { life: u64, server: usize, server_life: u64, stream: u64, joined: Box<Event> },
+    /// A server's message reaches the coordinator.
+    Said { life: u64, server: usize, stream: u64, said: serve_request::Event },
+    /// The coordinator's timer fires.
+    Tick { life: u64 },
+    /// A new coordinator starts.
+    CoordinatorStarts,
+    /// The coordinator dials the address of a server without a control stream.
+    Probe { life: u64, server: Server },
+    /// A command reaches a server.
+    Command { server: usize, life: u64, stream: u64, term: u64, command: serve_response::Command },
+    /// A server notices that its control stream has ended.
+    StreamEnded { server: usize, life: u64, stream: u64 },
+    /// A server dials the coordinator.
+    Dial { server: usize, life: u64 },
+    /// A new process of a server starts.
+    ServerStarts { server: usize },
+    /// A server carries out the next command for its job.
+    Work { server: usize, life: u64 },
+    /// A server requests what it needs as a backup.
+    Follow { server: usize, life: u64 },
+    /// A request reaches a server, or is tried again there because it had to wait.
+    Request { server: usize, life: u64, from: Sender, request: Request, tries: u32 },
+    /// The answer to a request.
+    Answered { to: Sender, request: Request, answer: Answer },
+    /// The coordinator's answer to a call, or a membership, reaches a worker.
+    Told { rank: u32, life: u64, told: Told },
+    /// A worker does what is to be done next, and then `again` and again.
+    Wake { rank: u32, life: u64, again: bool },
+    /// A new process of a worker starts.
+    WorkerStarts { rank: u32 },
+    /// Something goes wrong.
+    Fault(Fault),
+}
+
+struct Scheduled {
+    at: Now,
+    number: u64,
+    happening: Happening,
+}
+
+impl PartialEq for Scheduled {
+    fn eq(&self, other: &Self) -> bool {
+        (self.at, self.number) == (other.at, other.number)
+    }
+}
+impl Eq for Scheduled {}
+impl PartialOrd for Scheduled {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+impl Ord for Scheduled {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (self.at, self.number).cmp(&(other.at, other.number))
+    }
+}
+
+/// A connection on which messages stay in order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Connection {
+    /// From a server to the coordinator, on a control stream.
+    Up(u64),
+    /// From the coordinator to a server.
+    Down(u64),
+    /// From the coordinator to a worker.
+    Member(Lease),
+}
+
+/// The size of a run.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Size {
+    pub(super) servers: usize,
+    pub(super) replicas: u32,
+    pub(super) world: u32,
+    pub(super) steps: u64,
+}
+
+/// A whole cluster.
+pub(super) struct World {
+    pub(super) size: Size,
+    pub(super) rng: Rng,
+    pub(super) now: Now,
+    queue: BinaryHeap<Reverse<Scheduled>>,
+    number: u64,
+    /// The time of the last delivery on each connection.
+    last: BTreeMap<Connection, Now>,
+    pub(super) coordinator: Coordinator,
+    /// When the coordinator has started.
+    pub(super) started: Now,
+    pub(super) servers: Vec<ShardServer>,
+    pub(super) workers: Vec<Worker>,
+    pub(super) faults: Faults,
+    /// Whether all workers have begun to train, after which things go wrong.
+    pub(super) has_begun: bool,
+    pub(super) record: Record,
+    /// What has happened, if it is to be printed.
+    log: Option<Vec<String>>,
+    /// What must not happen, and has.
+    pub(super) failure: Option<String>,
+    /// Whether the run counts as failed at its end, to see its log.
+    fails_at_end: bool,
+}
+
+/// Tensors of one slice each, of different sizes; one is frozen.
+pub(super) fn spec(size: Size) -> JobSpec {
+    let frozen = TensorSpec { frozen: true, ..TensorSpec::new("frozen", [2]) };
+    let tensors = [("a", 3), ("b", 4), ("c", 1), ("d", 6)];
+    let mut tensors: Vec<_> =
+        tensors.map(|(name, numel)| TensorSpec::new(name, [numel])).into_iter().collect();
+    tensors.insert(1, frozen);
+    let manifest = Manifest::new(tensors).expect("valid tensors");
+    let adamw = "adamw".parse().expect("an optimizer");
+    JobSpec {
+        world: size.world,
+        replicas: size.replicas,
+        min_servers: size.servers as u32,
+        ..JobSpec::new(JOB, manifest, vec![adamw])
+    }
+}
+
+impl World {
+    pub(super) fn new(size: Size, seed: u64, faults: Faults, record: Record) -> Self {
+        let mut world = Self {
+            size,
+            rng: Rng::with_seed(seed),
+            now: Now::ZERO,
+            queue: BinaryHeap::new(),
+            number: 0,
+            last: BTreeMap::new(),
+            coordinator: Coordinator::default(),
+            started: Now::ZERO,
+            servers: (0..size.servers).map(ShardServer::new).collect(),
+            workers: (0..size.world).map(|_| Worker::new()).collect(),
+            faults,
+            has_begun: false,
+            record,
+            log: None,
+            failure: None,
+            fails_at_end: false,
+        };
+        world.later(Happening::CoordinatorStarts);
+        (0..size.servers).for_each(|server| world.later(Happening::ServerStarts { server }));
+        (0..size.world).for_each(|rank| world.later(Happening::WorkerStarts { rank }));
+        world.schedule_faults();
+        world
+    }
+
+    /// Prints what happens if the run fails.
+    pub(super) fn logged(self) -> Self {
+        Self { log: Some(Vec::new()), ..self }
+    }
+
+    /// Lets the run fail at its end, so that its log can be seen.
+    pub(super) fn fail_at_end(&mut self) {
+        self.fails_at_end = true;
+    }
+
+    /// Runs to the end. Returns the record.
+    ///
+    /// # Errors
+    /// What must not happen, and has; with everything that happened before, if it is logged.
+    pub(super) fn run(mut self) -> Result<Record, String> {
+        while self.failure.is_none() && !self.has_ended() {
+            let Some(Reverse(Scheduled { at, number, happening })) = self.queue.pop() else {
+                self.fail("nothing happens any more".to_owned());
+                break;
+            };
+            self.now = at;
+            if at > LIMIT || self.number > MAX_HAPPENINGS {
+                self.fail(format!("the run has not ended at {at:?}"));
+                break;
+            }
+            if let Some(log) = &mut self.log {
+                log.push(format!("{at:>12.6?} {happening:?}"));
+            }
+            match self.stands_still(&happening) {
+                // With the same number, so that messages stay in order.
+                Some(at) => self.queue.push(Reverse(Scheduled { at, number, happening })),
+                None => self.happen(happening),
+            }
+        }
+        if self.failure.is_none() {
+            self.compare_final_states();
+        }
+        if self.fails_at_end {
+            self.fail("the end".to_owned());
+        }
+        match self.failure {
+            None => Ok(self.record),
+            Some(failure) => {
+                let log = self.log.map(|log| log.join("\n") + "\n").unwrap_or_default();
+                Err(format!("{log}{failure}"))
+            }
+        }
+    }
+
+    fn has_ended(&self) -> bool {
+        self.workers.iter().all(|worker| worker.step >= self.size.steps)
+    }
+
+    /// Something has happened that must not happen.
+    pub(super) fn fail(&mut self, failure: String) {
+        self.failure.get_or_insert(failure);
+    }
+
+    /// Records the outcome of a comparison.
+    pub(super) fn check(&mut self, outcome: Result<(), String>) {
+        if let Err(failure) = outcome {
+            self.fail(failure);
+        }
+    }
+
+    /// The delay of a message. Most are short.
+    fn delay(&mut self) -> Duration {
+        let micros = match self.rng.u32(..20) {
+            0 => self.rng.u64(..50_000),
+            1..5 => self.rng.u64(..5_000),
+            _ => self.rng.u64(..500),
+        };
+        Duration::from_micros(micros)
+    }
+
+    /// Schedules something after a random delay, on no connection: it may overtake others.
+    pub(super) fn later(&mut self, happening: Happening) {
+        let at = self.now + self.delay();
+        self.at(at, happening);
+    }
+
+    pub(super) fn after(&mut self, wait: Duration, happening: Happening) {
+        self.at(self.now + wait, happening);
+    }
+
+    /// Sends a message on a connection, after those that were sent before.
+    pub(super) fn send(&mut self, connection: Connection, happening: Happening) {
+        let at = self.now + self.delay();
+        let at = self.last.get(&connection).map_or(at, |last| at.max(*last));
+        self.last.insert(connection, at);
+        self.at(at, happening);
+    }
+
+    pub(super) fn at(&mut self, at: Now, happening: Happening) {
+        self.number += 1;
+        self.queue.push(Reverse(Scheduled { at, number: self.number, happening }));
+    }
+
+    /// Sends a request to a server, now and then twice or not at all.
+    pub(super) fn request(&mut self, to: &Server, from: Sender, request: Request) {
+        let server = (to.id - 1) as usize;
+        let copies = self.faults.copies(&mut self.rng);
+        for _ in 0..copies {
+            let request = request.clone();
+            let life = to.incarnation;
+            self.later(Happening::Request { server, life, from, request, tries: 0 });
+        }
+    }
+
+    fn happen(&mut self, happening: Happening) {
+        match happening {
+            Happening::Event { life, stream, event } => self.event(life, stream, *event),
+            Happening::Register { life, server, server_life, stream, joined } => {
+                self.register(life, server, (stream, server_life), *joined);
+            }
+            Happening::Said { life, server, stream, said } => {
+                self.said(life, server, stream, said);
+            }
+            Happening::Tick { life } => self.tick(life),
+            Happening::CoordinatorStarts => self.coordinator_starts(),
+            Happening::Probe { life, server } => self.probe(life, server),
+            Happening::Command { server, life, stream, term, command } => {
+                self.command(server, life, (stream, term), command);
+            }
+            Happening::StreamEnded { server, life, stream } => {
+                self.stream_ended(server, life, stream);
+            }
+            Happening::Dial { server, life } => self.dial(server, life),
+            Happening::ServerStarts { server } => self.server_starts(server),
+            Happening::Work { server, life } => self.work(server, life),
+            Happening::Follow { server, life } => self.follow(server, life),
+            Happening::Request { server, life, from, request, tries } => {
+                self.requested(server, life, from, (request, tries));
+            }
+            Happening::Answered { to, request, answer } => self.answered(to, request, answer),
+            Happening::Told { rank, life, told } => self.told(rank, life, told),
+            Happening::Wake { rank, life, again } => self.wake(rank, life, again),
+            Happening::WorkerStarts { rank } => self.worker_starts(rank),
+            Happening::Fault(fault) => self.fault(fault),
+        }
+    }
+
+    /// When a server that stands still continues, if this happens to it.
+    fn stands_still(&self, happening: &Happening) -> Option<Now> {
+        let server = match happening {
+            Happening::Command { server, .. }
+            | Happening::StreamEnded { server, .. }
+            | Happening::Dial { server, .. }
+            | Happening::Work { server, .. }
+            | Happening::Follow { server, .. }
+            | Happening::Request { server, .. }
+            | Happening::Answered { to: Sender::Server { server, .. }, .. } => server,
+            _ => return None,
+        };
+        Some(self.servers[*server].still_until).filter(|&until| until > self.now)
+    }
+}
