@@ -207,8 +207,16 @@ impl Cluster {
     /// [`Error::UnknownJob`]; [`Error::Invalid`] for an id of 0; [`Error::JobReplaced`] if another
     /// job has the name.
     pub(super) fn member_job(&mut self, job: &JobRef) -> Result<&mut Job> {
-        // A member knows that the job exists. The first server that registers may be a new one.
-        if !self.jobs.contains_key(&job.name) && self.learns_until.is_some() {
+        // A member knows that the job exists. The first server that registers may be a new one, and
+        // another worker may have asked for the job as if it were new.
+        let is_known = self.jobs.get(&job.name).is_some_and(|found| {
+            let is_new = matches!(
+                found.phase,
+                Phase::Waiting { interrupted: None, .. } | Phase::Opening { interrupted: None, .. }
+            );
+            found.id == job.id || !is_new
+        });
+        if !is_known && self.learns_until.is_some() {
             return Err(unknown_yet(&job.name));
         }
         let found = self.job_mut(&job.name)?;

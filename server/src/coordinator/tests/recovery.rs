@@ -387,3 +387,21 @@ fn a_server_without_trained_slices_catches_up() {
     assert_eq!(script.told_to(2), expected);
     assert_eq!(script.version(), Some(5));
 }
+
+#[test]
+fn a_member_waits_when_another_worker_has_created_its_job_again_before_the_servers_return() {
+    let before = Before::new();
+    let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
+    // The worker was started again together with the coordinator.
+    let creator = script.create_as(JOB + 1, before.spec.as_ref().clone());
+    assert_eq!(script.answer(creator), None);
+    let early = script.commit(commit(before.leases[1], 3, 1, 4));
+    assert!(matches!(script.error(early), Error::Unavailable { .. }), "{:?}", script.error(early));
+    let attached = script.attach_at(1, before.leases[1], Attempt::first(3, 4));
+    assert!(matches!(attached, Err(Error::Unavailable { .. })), "{attached:?}");
+    for (server, held) in (1..).zip([before.held(), before.held()]) {
+        script.returns(server, 1, vec![held]);
+    }
+    assert!(matches!(script.error(creator), Error::Unavailable { .. }));
+    script.attach_at(1, before.leases[1], Attempt::first(3, 4)).unwrap();
+}
