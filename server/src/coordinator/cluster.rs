@@ -8,7 +8,7 @@ use zeroshard_proto::{Error, JobSpec, Placement, Result};
 use super::{
     confirm::Confirmations,
     events::{Action, Event, JobRef, Now, Said, ServerId, Waiter},
-    recovery::{LEARNING, unknown_yet},
+    recovery::{LEARNING, RECOVERY, unknown_yet},
     state::{Job, Open, Phase, ServerState},
 };
 
@@ -21,8 +21,11 @@ pub(crate) struct Cluster {
     epoch: u64,
     /// The number of the last save.
     pub(super) saves: u64,
-    /// Until then, servers may still describe jobs of an earlier coordinator.
+    /// Until then, servers may still describe jobs of an earlier coordinator, and no new job is
+    /// placed.
     pub(super) learns_until: Option<Now>,
+    /// Until then, the members of jobs that no server has described wait for their servers.
+    pub(super) members_wait_until: Option<Now>,
     /// Whether a server has followed another coordinator before; `None` before the first one
     /// registers.
     pub(super) has_returning: Option<bool>,
@@ -54,7 +57,8 @@ pub(crate) struct Gauges<'a> {
 impl Cluster {
     /// The state of a coordinator that has just started, and that learns jobs from their servers.
     pub(crate) fn starting() -> Self {
-        Self { learns_until: Some(LEARNING), ..Self::default() }
+        let (learns_until, members_wait_until) = (Some(LEARNING), Some(RECOVERY));
+        Self { learns_until, members_wait_until, ..Self::default() }
     }
 
     /// Applies `event`, and returns the resulting actions.
@@ -148,6 +152,7 @@ impl Cluster {
         };
         let deadlines = self.jobs.values().flat_map(|job| [waiting(job), self.disposal(job)]);
         let deadlines = deadlines.flatten().chain(self.learns_until);
+        let deadlines = deadlines.chain(self.members_wait_until);
         deadlines.chain(self.confirmations.next_deadline()).min()
     }
 
@@ -216,7 +221,7 @@ impl Cluster {
             );
             found.id == job.id || !is_new
         });
-        if !is_known && self.learns_until.is_some() {
+        if !is_known && self.members_wait_until.is_some() {
             return Err(unknown_yet(&job.name));
         }
         let found = self.job_mut(&job.name)?;

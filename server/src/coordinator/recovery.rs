@@ -39,9 +39,10 @@ use crate::{attempt::Attempt, listing::some_of};
 /// clients wait for 60 s by default.
 pub(crate) const RECOVERY: Duration = Duration::from_secs(45);
 
-/// How long a coordinator that has just started waits before it places new jobs, and answers calls
-/// about jobs that it does not know: a server may describe a job of that name. Servers of a
-/// coordinator whose process has ended dial again at once.
+/// How long a coordinator that has just started waits before it places new jobs, and tells those
+/// who are not members of a job that it does not exist: a server may describe a job of that name.
+/// Servers of a coordinator whose process has ended dial again at once. Members of a job know that
+/// it exists, and wait for [`RECOVERY`].
 pub(crate) const LEARNING: Duration = Duration::from_secs(10);
 
 /// A job as one of its servers describes it.
@@ -235,6 +236,7 @@ impl Cluster {
 
     /// Ends the time in which servers may describe jobs.
     pub(super) fn expire_learning(&mut self, now: Now, out: &mut Vec<Action>) {
+        self.members_wait_until.take_if(|until| *until <= now);
         if self.learns_until.take_if(|until| *until <= now).is_some() {
             let names: Vec<String> = self.jobs.keys().cloned().collect();
             for name in names {
@@ -301,7 +303,10 @@ impl Cluster {
             Err(reason) => return self.fail(name, &reason, now, out),
         };
         let lost = recovery.lost.clone();
-        let Recovered { open, epoch, commands } = recovered;
+        let Recovered { mut open, epoch, commands } = recovered;
+        if spec.replicas > 1 {
+            open.uninitialised.retain(|server| !lost.contains_key(server));
+        }
         out.push(Action::Note(format!(
             "job {name:?} continues at step {} in epoch {epoch}, with {} of {} ranks",
             open.step(),
@@ -314,12 +319,12 @@ impl Cluster {
         if let Some(job) = self.jobs.get_mut(name) {
             (job.epoch, job.phase) = (epoch, Phase::Open(Box::new(open)));
         }
+        self.publish_if_initialised(name, out);
         for (server, why) in lost {
             self.give_up(name, server, &why, now, out);
         }
         self.serve_version(name, out);
         self.copy_next(name, out);
-        self.publish_if_initialised(name, out);
         self.unused_from(name, now, out);
         self.advance(name, now, out);
     }

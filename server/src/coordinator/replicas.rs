@@ -196,13 +196,16 @@ impl Cluster {
         now: Now,
         out: &mut Vec<Action>,
     ) -> bool {
-        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get(name) else {
+        let Some(Job { spec, phase: Phase::Open(open), .. }) = self.jobs.get_mut(name) else {
             return false;
         };
         if spec.replicas <= 1 || open.placement.servers().len() <= 1 {
             return false;
         }
         let Some(kept) = open.kept_without(Some(lost)) else { return false };
+        // If the other servers have all initial parameters, the ranks may have been told so.
+        open.uninitialised.remove(&lost);
+        self.publish_if_initialised(name, out);
         out.push(Action::Note(format!("{gone}; job {name:?} continues with its backups")));
         self.change_placement(name, Some(lost), kept, now, out);
         true
@@ -248,9 +251,11 @@ impl Cluster {
             Err(error) => return self.fail(name, &error.to_string(), now, out),
         };
         let (spec, job) = (spec.clone(), JobRef { name: name.to_owned(), id: *id });
-        let before = open.placement.clone();
+        // A server that has lost the job may be connected, and get slices again.
+        let before = open.placement.servers().iter().filter(|server| Some(server.id) != lost);
+        let before: Vec<Server> = before.cloned().collect();
         let held: HashMap<&Server, BTreeSet<u32>> =
-            before.servers().iter().map(|server| (server, slices_on(&before, server.id))).collect();
+            before.iter().map(|server| (server, slices_on(&open.placement, server.id))).collect();
         let is_full = open.version.is_none(); // all parameters are uploaded again
         let empty = empty(&placement, |server, slice| {
             let held = held.get(server).is_some_and(|held| held.contains(&slice));
@@ -295,11 +300,12 @@ impl Cluster {
         }
     }
 
-    /// Tells the servers of the new placement, and begins the epoch.
+    /// Tells the servers of the new placement, of which those in `before` have the job, and begins
+    /// the epoch.
     fn enter_placement(
         &mut self,
         job: JobRef,
-        before: &Placement,
+        before: &[Server],
         lost: Option<ServerId>,
         out: &mut Vec<Action>,
     ) {
@@ -316,7 +322,7 @@ impl Cluster {
         let announce = |spec: &Arc<JobSpec>, open: &mut Open, epoch, out: &mut Vec<Action>| {
             let placement = open.placement.clone();
             for server in placement.servers() {
-                if before.servers().contains(server) {
+                if before.contains(server) {
                     let (job, placement) = (job.clone(), placement.clone());
                     let command = Command::NewPlacement { job, epoch, placement };
                     out.push(Action::Command(server.id, command));

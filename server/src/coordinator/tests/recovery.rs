@@ -405,3 +405,15 @@ fn a_member_waits_when_another_worker_has_created_its_job_again_before_the_serve
     assert!(matches!(script.error(creator), Error::Unavailable { .. }));
     script.attach_at(1, before.leases[1], Attempt::first(3, 4)).unwrap();
 }
+
+#[test]
+fn a_member_waits_for_servers_that_are_slow_to_return() {
+    let before = Before::new();
+    let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
+    script.after(RECOVERY - Duration::from_secs(1));
+    let waiting = script.attach(0, before.leases[0]);
+    assert!(matches!(waiting, Err(Error::Unavailable { .. })), "{waiting:?}");
+    script.after(Duration::from_secs(1));
+    let unknown = script.attach(0, before.leases[0]);
+    assert!(matches!(unknown, Err(Error::UnknownJob { .. })), "{unknown:?}");
+}

@@ -271,6 +271,58 @@ fn a_new_coordinator_goes_on_without_a_server_that_died_and_ignores_one_that_was
 }
 
 #[test]
+fn a_server_that_never_received_its_slices_is_told_again_by_a_new_coordinator() {
+    let (mut before, lease) = training();
+    step(&mut before, lease, 0);
+    let mut script = Script { now: Duration::from_secs(1), ..Script::default() };
+    for id in [1, 2] {
+        returns(&mut script, id, &held(&before, id, lease, Attempt::first(1, 1)));
+    }
+    // The placement lists it, but the last coordinator died before it had the job.
+    script.server(3);
+    assert!(script.failure().is_none(), "{:?}", script.failure());
+    assert_eq!(script.opens().iter().map(|open| open.0).collect::<Vec<_>>(), [3]);
+    assert_eq!(copies(&script), [], "it has not opened the job");
+    script.open_all();
+    let slices = script.open().placement.slices_of(3).count();
+    let copied: usize = copies(&script).iter().map(|(_, _, slices)| slices.len()).sum();
+    assert!(copies(&script).iter().all(|copy| copy.0 == 3), "{:?}", copies(&script));
+    assert_eq!(copied, slices, "it has no content yet");
+}
+
+#[test]
+fn initial_parameters_that_all_other_servers_have_are_not_uploaded_again() {
+    let mut script = Script::default();
+    (1..4).for_each(|server| script.server(server));
+    script.create(JobSpec { replicas: REPLICAS, min_servers: 3, ..spec(1) });
+    script.open_all();
+    script.join(0).unwrap();
+    let epoch = script.epoch();
+    for server in [1, 2] {
+        script.said(server, Said::Initialised { job: job(), epoch });
+    }
+    assert_eq!(script.version(), None);
+    script.lose_server(3);
+    assert_eq!(script.version(), Some(0));
+    assert_eq!(script.open().degraded_slices(&script.cluster.jobs["job"].spec), 0);
+    assert!(!copies(&script).is_empty());
+}
+
+#[test]
+fn a_version_0_of_which_ranks_were_told_survives_the_coordinator_and_a_server() {
+    let (before, lease) = training();
+    let mut script = Script { now: Duration::from_secs(1), ..Script::default() };
+    for id in [1, 2] {
+        // The command to publish it has not arrived.
+        let held = held(&before, id, lease, Attempt::first(1, 0));
+        returns(&mut script, id, &Held { published: false, initialised: true, ..held });
+    }
+    script.event(Event::Refused(Server { id: 3, incarnation: 1, address: "host:3".into() }));
+    assert_eq!(script.version(), Some(0), "{:?}", script.failure());
+    assert_eq!(script.open().placement.slices_of(3).count(), 0);
+}
+
+#[test]
 fn a_new_coordinator_goes_on_without_a_server_that_stays_silent() {
     let (mut before, lease) = training();
     step(&mut before, lease, 0);

@@ -2,7 +2,7 @@
 
 use zeroshard_proto::{AppliedSteps, Error, Result};
 
-use super::{Inner, Slice, received::Received};
+use super::{Inner, Role, Slice, received::Received};
 use crate::{
     attempt::Attempt,
     backend::Backend,
@@ -39,6 +39,9 @@ impl<B: Backend> Slice<B> {
         current()?;
         if self.version().is_none() {
             self.enter(backend, &mut inner, attempt)?;
+        }
+        if matches!(self.role(), Role::Empty | Role::Copying) {
+            return Ok((0, false)); // it is copied from its primary
         }
         let inner = &mut *inner;
         if upload.state.is_some() && inner.carried.is_some_and(|carried| carried.state) {
