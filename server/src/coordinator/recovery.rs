@@ -207,6 +207,11 @@ impl Cluster {
         for name in names {
             self.try_recover(&name, now, out);
         }
+        // After the server was told to close what it holds of an earlier placement.
+        let names: Vec<String> = self.jobs.keys().cloned().collect();
+        for name in names {
+            self.restore_redundancy(&name, now, out);
+        }
         self.probe_missing(out);
     }
 

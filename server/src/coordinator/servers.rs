@@ -44,7 +44,6 @@ impl Cluster {
         let names: Vec<String> = self.jobs.keys().cloned().collect();
         for name in names {
             self.try_place(&name, out);
-            self.restore_redundancy(&name, now, out);
         }
     }
 

@@ -323,6 +323,26 @@ fn a_version_0_of_which_ranks_were_told_survives_the_coordinator_and_a_server() 
 }
 
 #[test]
+fn a_server_that_describes_an_earlier_placement_closes_the_job_before_it_opens_it_again() {
+    let mut script = Script::with_servers(2);
+    script.create(JobSpec { replicas: REPLICAS, min_servers: 2, ..spec(1) });
+    script.open_all();
+    script.initialise_all();
+    let lease = script.join(0).unwrap();
+    let earlier = held(&script, 2, lease, script.first_attempt(0));
+    script.lose_server(2);
+    script.commands.clear();
+    returns(&mut script, 2, &earlier);
+    let of_job = |(server, command): &(u64, Command)| match command {
+        Command::Close(_) if *server == 2 => Some("close"),
+        Command::Open(_) if *server == 2 => Some("open"),
+        _ => None,
+    };
+    let told: Vec<_> = script.commands.iter().filter_map(of_job).collect();
+    assert_eq!(told, ["close", "open"]);
+}
+
+#[test]
 fn a_new_coordinator_goes_on_without_a_server_that_stays_silent() {
     let (mut before, lease) = training();
     step(&mut before, lease, 0);
