@@ -122,9 +122,14 @@ impl Job {
         let sends =
             pushes.into_iter().map(|push| push.send(shards, options, &begin, dtype, deadline));
         let sent = async { self.unless_ended(try_join_all(sends)).await.map(drop) };
+        let had_version = self.version().is_some();
         match attempt {
             Some(attempt) => attempt.while_open(sent, deadline).await,
-            None => self.while_in(begin.epoch, sent).await,
+            None => match self.while_in(begin.epoch, sent).await {
+                // Version 0 contains the upload, whose answer has not arrived.
+                Err(Error::StaleEpoch { .. }) if !had_version && self.version().is_some() => Ok(()),
+                uploaded => uploaded,
+            },
         }
     }
 
