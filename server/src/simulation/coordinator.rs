@@ -275,7 +275,7 @@ impl World {
     fn send_command(&mut self, server: u64, command: Command) {
         let (server, term) = ((server - 1) as usize, self.coordinator.life);
         let Some(&(stream, life)) = self.coordinator.streams.get(&server) else { return };
-        let command = command.into();
+        let command = Box::new(command.into());
         let happening = Happening::Command { server, life, stream, term, command };
         self.send(Connection::Down(stream), happening);
     }

@@ -293,7 +293,7 @@ impl World {
             said.push(event);
         }
         if let Some(stream) = of.stream {
-            for said in said {
+            for said in said.into_iter().map(Box::new) {
                 let said = Happening::Said { life: coordinator, server, stream, said };
                 self.send(Connection::Up(stream), said);
             }

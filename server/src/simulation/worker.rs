@@ -500,10 +500,8 @@ impl World {
                     worker.pulled_next.insert(slice);
                 }
             }
-            (Request::Push { attempt, slice, chunk, .. }, Ok(_)) => {
-                if attempt == worker.attempt() {
-                    worker.pushed.insert((slice, chunk.offset));
-                }
+            (Request::Push { attempt, slice, chunk, .. }, Ok(_)) if attempt == worker.attempt() => {
+                worker.pushed.insert((slice, chunk.offset));
             }
             (request, Err(error)) => self.refused_request(rank, &request, *error),
             _ => {}

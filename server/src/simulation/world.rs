@@ -38,7 +38,7 @@ pub(super) enum Happening {
     /// The first messages of a server on a new control stream reach the coordinator.
     Register { life: u64, server: usize, server_life: u64, stream: u64, joined: Box<Event> },
     /// A server's message reaches the coordinator.
-    Said { life: u64, server: usize, stream: u64, said: serve_request::Event },
+    Said { life: u64, server: usize, stream: u64, said: Box<serve_request::Event> },
     /// The coordinator's timer fires.
     Tick { life: u64 },
     /// A new coordinator starts.
@@ -46,7 +46,13 @@ pub(super) enum Happening {
     /// The coordinator dials the address of a server without a control stream.
     Probe { life: u64, server: Server },
     /// A command reaches a server.
-    Command { server: usize, life: u64, stream: u64, term: u64, command: serve_response::Command },
+    Command {
+        server: usize,
+        life: u64,
+        stream: u64,
+        term: u64,
+        command: Box<serve_response::Command>,
+    },
     /// A server notices that its control stream has ended.
     StreamEnded { server: usize, life: u64, stream: u64 },
     /// A server dials the coordinator.
@@ -300,13 +306,13 @@ impl World {
                 self.register(life, server, (stream, server_life), *joined);
             }
             Happening::Said { life, server, stream, said } => {
-                self.said(life, server, stream, said);
+                self.said(life, server, stream, *said);
             }
             Happening::Tick { life } => self.tick(life),
             Happening::CoordinatorStarts => self.coordinator_starts(),
             Happening::Probe { life, server } => self.probe(life, server),
             Happening::Command { server, life, stream, term, command } => {
-                self.command(server, life, (stream, term), command);
+                self.command(server, life, (stream, term), *command);
             }
             Happening::StreamEnded { server, life, stream } => {
                 self.stream_ended(server, life, stream);
