@@ -236,6 +236,10 @@ fn open_job(open: &OpenJob) -> pb::OpenJob {
             .map(|&(rank, Lease(lease))| pb::HeldLease { rank, lease })
             .collect(),
         version: open.version,
+        decision: open.decision.clone().map(|decision| {
+            let job = JobRef { name: spec.name.clone(), id: *job_id };
+            decide(job, *decision)
+        }),
     }
 }
 

@@ -394,6 +394,8 @@ pub(crate) struct OpenJob {
     pub(crate) leases: Vec<(u32, Lease)>,
     /// The version of a job that runs, of which the server becomes a backup.
     pub(crate) version: Option<u64>,
+    /// The decision that has led to this version.
+    pub(crate) decision: Option<Box<Decision>>,
 }
 
 /// An output of the state machine. Actions are carried out in their order.

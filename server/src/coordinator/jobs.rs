@@ -200,6 +200,7 @@ impl Cluster {
                 requested: requested.clone(),
                 leases: leases.clone(),
                 version: None,
+                decision: None,
             };
             out.push(Action::Command(server, Command::Open(open)));
         }

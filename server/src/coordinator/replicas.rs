@@ -399,6 +399,7 @@ impl Open {
             requested: None,
             leases: self.members.ranks().filter_map(lease).collect(),
             version: self.version,
+            decision: self.last.as_ref().map(|last| Box::new(last.decision.clone())),
         }
     }
 }

@@ -118,6 +118,7 @@ impl<B: Backend> Task<B> {
         let (epoch, succession) = (open.epoch, open.succession.take());
         let (restore, requested) = (open.restore.take(), open.requested.take());
         let leases = std::mem::take(&mut open.leases);
+        let decision = open.decision.take();
         let from = succession.as_ref().and_then(|succession| succession.from.clone());
         let fresh_state = succession.as_ref().is_some_and(|succession| succession.fresh_state);
         let origin = Origin { from, fresh_state, restore: requested };
@@ -127,6 +128,9 @@ impl<B: Backend> Task<B> {
         }
         for lease in leases {
             job.grant(lease.rank, lease.lease);
+        }
+        if let Some(decision) = decision {
+            job.remember(decision);
         }
         if let Some(checkpoint) = restore {
             restore::restore(&self.store, &job, checkpoint).await?;

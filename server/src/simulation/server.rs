@@ -132,6 +132,7 @@ impl ShardServer {
             events: self.events.clone(),
         })?;
         leases.into_iter().for_each(|lease| job.grant(lease.rank, lease.lease));
+        open.decision.into_iter().for_each(|decision| job.remember(decision));
         self.events.tell_of(JOB, id, JobEvent::Opened { epoch });
         job.finish_upload(job.attempt(), 0);
         self.jobs.insert(id, Running { job: Arc::new(job), commands: VecDeque::new(), copy: None });

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import models
+import ranks
 import zeroshard as zs
 from servers import start
 from zeroshard.torch import group_sharded_parallel
@@ -18,7 +21,7 @@ STEPS = 6
 
 
 @contextlib.contextmanager
-def processes(shards: int) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
+def killable(shards: int) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
     """Runs a coordinator and shard servers, which a test may kill."""
     running = []
     try:
@@ -33,15 +36,15 @@ def processes(shards: int) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
             process.communicate()
 
 
-def train(level: str, killed: subprocess.Popen[str] | None) -> tuple[list[float], str]:
-    """Returns the losses and the final hash. Kills a server between two steps."""
+def train(level: str, killed: int | None) -> tuple[list[float], str]:
+    """Returns the losses and the final hash. Kills a server process between two steps."""
     model = models.build("mlp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer, _ = group_sharded_parallel(model, optimizer, level, segment_size=64)
     losses: list[float] = []
     while len(losses) < STEPS:
         if len(losses) == 3 and killed is not None:
-            killed.kill()
+            os.kill(killed, signal.SIGKILL)
         try:
             optimizer.zero_grad()
             loss = model(*models.batch("mlp", len(losses), 8))
@@ -53,9 +56,20 @@ def train(level: str, killed: subprocess.Popen[str] | None) -> tuple[list[float]
     return losses, optimizer.state_hash()
 
 
+def train_undisturbed(rank: int, level: str) -> tuple[list[float], str]:
+    with zs.init(shards=3):
+        return train(level, None)
+
+
+def train_through_loss(rank: int, level: str, killed: int) -> tuple[list[float], str]:
+    with zs.init(replicas=2):
+        return train(level, killed)
+
+
 @pytest.mark.parametrize("level", ["os", "os_g", "p_g_os"])
 def test_the_losses_and_the_hash_are_those_of_an_undisturbed_run(level: str) -> None:
-    with zs.init(shards=3):
-        expected = train(level, None)
-    with processes(3) as (address, shards), zs.init(address, replicas=2):
-        assert train(level, shards[0]) == expected
+    expected = ranks.run(1, train_undisturbed, level, init=None)
+    with killable(3) as (address, shards):
+        environment = {"ZEROSHARD_ADDRESS": address}
+        found = ranks.run(1, train_through_loss, level, shards[0].pid, env=environment, init=None)
+    assert found == expected

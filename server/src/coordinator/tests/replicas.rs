@@ -343,6 +343,25 @@ fn a_server_that_describes_an_earlier_placement_closes_the_job_before_it_opens_i
 }
 
 #[test]
+fn a_new_backup_receives_the_last_decision() {
+    let mut script = Script::with_servers(2);
+    script.create(JobSpec { replicas: REPLICAS, min_servers: 2, ..spec(1) });
+    script.open_all();
+    script.initialise_all();
+    let lease = script.join(0).unwrap();
+    step(&mut script, lease, 0);
+    script.lose_server(2);
+    script.commands.clear();
+    script.server(3);
+    let open = script.commands.iter().find_map(|(server, command)| match command {
+        Command::Open(open) if *server == 3 => Some(open),
+        _ => None,
+    });
+    let decision = open.expect("it becomes a backup").decision.clone();
+    assert_eq!(decision.expect("a step was decided").attempt, Attempt::first(1, 0));
+}
+
+#[test]
 fn a_new_coordinator_goes_on_without_a_server_that_stays_silent() {
     let (mut before, lease) = training();
     step(&mut before, lease, 0);

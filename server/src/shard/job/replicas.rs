@@ -6,9 +6,9 @@ use std::{
 };
 
 use tokio::sync::watch;
-use zeroshard_proto::{Error, Placement, Result};
+use zeroshard_proto::{Error, Placement, Result, pb};
 
-use super::{Allocation, Job};
+use super::{Allocation, Job, Ready, progress::Decided};
 #[cfg(test)]
 use crate::simulation::{Safeguard, is_missing};
 use crate::{
@@ -39,6 +39,13 @@ impl<B: Backend> Job<B> {
     pub(crate) fn serve(&self, version: u64) {
         self.served.fetch_max(version, Ordering::AcqRel);
         self.changed.send_replace(());
+    }
+
+    /// Keeps the decision that has led to the version at which this server has become a backup: the
+    /// other servers that know it may die before all ranks do.
+    pub(crate) fn remember(&self, decision: pb::Decision) {
+        let (decision, none) = (Arc::new(decision), Ready { slices: Vec::new(), copies: 0 });
+        self.progress().last = Some(Decided { decision, reduced: none });
     }
 
     /// The servers of the slices are those of `placement` from now on, and the open attempt ends.
