@@ -60,3 +60,18 @@ def servers(shards: int, flags: Sequence[str] = ()) -> Iterator[str]:
         for _ in range(shards):
             stack.enter_context(server("shard", "--coordinator", address, *flags))
         yield address
+
+
+@contextlib.contextmanager
+def killable(shards: int) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
+    """Runs a coordinator and shard servers, which a test may kill. Returns the coordinator's
+    address, and the processes of the shard servers."""
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(server("coordinator"))
+        running = []
+        for _ in range(shards):
+            process, _ = start("shard", "--coordinator", address)
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            running.append(process)
+        yield address, running

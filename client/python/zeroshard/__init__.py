@@ -15,6 +15,7 @@ from ._native import __version__
 from ._report import TrainingReport, report
 from ._session import Session, init, shutdown, status
 from ._status import JobStatus, ServerStatus, Status
+from ._steps import Step, steps
 from .errors import (
     AlreadyParallelError,
     CheckpointDamagedError,
@@ -85,6 +86,7 @@ __all__ = [
     "StaleTermError",
     "StaticGraphError",
     "Status",
+    "Step",
     "StepAbortedError",
     "StepMismatchError",
     "StorageError",
@@ -103,4 +105,5 @@ __all__ = [
     "report",
     "shutdown",
     "status",
+    "steps",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,6 +12,9 @@ from .errors import InvalidArgumentError, InvalidTypeError, NoCheckpointError
 
 if TYPE_CHECKING:
     from ._core.sharding import Sharding
+
+#: The data of a rank begins with it if ``zeroshard.steps`` has added the state of its loop.
+_MARK = b"zeroshard.steps 1\n"
 
 
 class Checkpoints:
@@ -24,20 +28,17 @@ class Checkpoints:
 
         checkpoints = zs.Checkpoints("file:///checkpoints", every=100, state=state)
         model, optimizer, _ = group_sharded_parallel(..., checkpoints=checkpoints)
-        step, saved = checkpoints.resume()
-        restore(saved)
-        while step < total:
-            try:
-                train_one(step)
-                step += 1
-            except zs.RolledBackError:
-                step, saved = checkpoints.resume()
-                restore(saved)
+        for step in zs.steps(total, checkpoints, restore=restore):
+            with step:
+                train_one(step.number)
         checkpoints.save()
 
-    Saved are parameters, optimizer state and step counts, and the buffers of rank 0. Everything
-    else that the training depends on belongs in ``state``: random state, the position in the data,
-    and the state of a scheduler and of a gradient scaler.
+    Saved are parameters, optimizer state and step counts, and the buffers of rank 0.
+    :func:`~zeroshard.steps` also saves the number of the step and the random state. Everything else
+    that the training depends on belongs in ``state``: the state of a scheduler and of a gradient
+    scaler, for example. A program with another loop calls :meth:`resume` when it starts and after
+    :class:`~zeroshard.RolledBackError`; ``state`` then includes the random state and the position
+    in the data.
     """
 
     def __init__(
@@ -81,6 +82,8 @@ class Checkpoints:
         self.resumes = resume == "auto"
         self._url = url
         self._state = state
+        #: Adds the state of the loop to the data of a rank.
+        self._loop: weakref.WeakMethod[Callable[[bytes | None], bytes]] | None = None
         # Weak: the job ends with the model, also if the program keeps this object.
         self._sharding: weakref.ref[Sharding[Any]] | None = None
 
@@ -105,7 +108,7 @@ class Checkpoints:
                 f"resume() was called after step {job.version - 1}; call it before the first step "
                 "or after RolledBackError"
             )
-        return job.version, self._saved(sharding) if job.version else None
+        return job.version, unpacked(self._saved(sharding, job.group.rank))[1]
 
     def save(self) -> int:
         """Waits until the model is saved as it is after its last step: for example at the end of a
@@ -131,9 +134,11 @@ class Checkpoints:
             )
         return sharding
 
-    def _saved(self, sharding: Sharding[Any]) -> bytes | None:
+    def _saved(self, sharding: Sharding[Any], rank: int) -> bytes | None:
         job = sharding.job
-        at = self._url, job.job.name, job.version, job.group.rank
+        if not job.version:
+            return None
+        at = self._url, job.job.name, job.version, rank
         try:
             return _native.user_data(*at)
         except NoCheckpointError:
@@ -141,6 +146,28 @@ class Checkpoints:
             # has the data of its last step.
             job.connection.cluster.save_checkpoint(job.job.name)
             return _native.user_data(*at)
+
+    # ---- called by zeroshard.steps
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the program saves data of its own."""
+        return self._state is not None
+
+    def follow(self, loop: Callable[[bytes | None], bytes]) -> None:
+        """From now on, ``loop`` adds its state to the data of this rank. A method of an object that
+        was deleted is not called."""
+        self._loop = weakref.WeakMethod(loop)
+
+    def loop_state(self) -> dict[str, Any] | None:
+        """The state of the loop at the step from which :meth:`resume` has continued. A rank that
+        has none takes that of rank 0, without what belongs to the rank."""
+        sharding = self._bound("loop_state")
+        own = unpacked(self._saved(sharding, sharding.job.group.rank))[0]
+        if own is not None:
+            return own
+        first = unpacked(self._saved(sharding, 0))[0]
+        return None if first is None else {"number": first["number"]}
 
     # ---- called by the sharded model
 
@@ -157,12 +184,27 @@ class Checkpoints:
 
     def data(self) -> bytes | None:
         """The data of this rank for the step that is being made."""
-        if self._state is None:
-            return None
-        data = self._state()
-        if not isinstance(data, bytes):
+        data = None if self._state is None else self._state()
+        if self._state is not None and not isinstance(data, bytes):
             raise InvalidTypeError(
                 f"state of the checkpoints has returned a {type(data).__name__}; it must return "
                 "bytes"
             )
-        return data
+        loop = None if self._loop is None else self._loop()
+        return data if loop is None else loop(data)
+
+
+def packed(loop: dict[str, Any], own: bytes | None) -> bytes:
+    """The data of a rank: the state of the loop as JSON on the first line, and the program's own
+    data."""
+    header = json.dumps({**loop, "own": own is not None})
+    return _MARK + header.encode() + b"\n" + (own or b"")
+
+
+def unpacked(data: bytes | None) -> tuple[dict[str, Any] | None, bytes | None]:
+    """The inverse of :func:`packed`. Without a loop, all data is the program's own."""
+    if data is None or not data.startswith(_MARK):
+        return None, data
+    header, _, own = data[len(_MARK) :].partition(b"\n")
+    loop = json.loads(header)
+    return loop, own if loop.pop("own") else None

@@ -67,13 +67,14 @@ class StepMismatchError(Error):
 
 
 class StepAbortedError(Error):
-    """A rank was lost and all gradients of the step were dropped. Run the step again with the same
-    data."""
+    """A rank or a server was lost, and all gradients of the step were dropped. Run the step again
+    with the same data, or use :func:`zeroshard.steps`, which does."""
 
 
 class RolledBackError(Error):
     """A server was lost, and the job was restored from its last checkpoint. ``version`` is the
-    version of the checkpoint; call :meth:`zeroshard.Checkpoints.resume` to continue from it."""
+    version of the checkpoint; call :meth:`zeroshard.Checkpoints.resume` to continue from it, or use
+    :func:`zeroshard.steps`, which does."""
 
     version: int
 

@@ -12,13 +12,15 @@ use crate::coordinator::events::Now;
 
 /// The interval at which a fault that has to wait is tried again.
 const WAIT: Duration = Duration::from_millis(20);
+/// A server that stands still for longer may be lost.
+const LONG: Duration = Duration::from_secs(6);
 
 /// Something that goes wrong. A process that ends is started again after `down`.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Fault {
     /// The process of the coordinator ends.
     Coordinator { down: Duration },
-    /// The process of a server ends, when all slices have their replicas.
+    /// The process of a server ends, when it may be lost.
     Server { server: usize, down: Duration },
     /// Both end at the same time.
     Both { server: usize, down: Duration },
@@ -28,7 +30,7 @@ pub(super) enum Fault {
     Worker { rank: u32, down: Duration },
     /// A worker pushes wrong gradients from now on, and its process ends before it commits them.
     Doom { rank: u32, down: Duration },
-    /// A server stands still.
+    /// A server stands still; for a long time only if it may be lost.
     Still { server: usize, duration: Duration },
 }
 
@@ -84,13 +86,41 @@ impl Fault {
             2 if can_lose => Self::Both { server, down },
             3 => Self::Worker { rank, down },
             4 => Self::Doom { rank, down },
-            5 => Self::Still { server, duration: down * 6 },
+            5 if can_lose => Self::Still { server, duration: down * 6 },
+            5 => Self::Still { server, duration: down * 3 },
             _ => Self::Stream { server },
+        }
+    }
+
+    /// The server that is lost, or may be.
+    fn may_lose(self, world: &World) -> Option<usize> {
+        match self {
+            Self::Server { server, .. } | Self::Both { server, .. } => Some(server),
+            Self::Still { server, duration }
+                if duration > LONG || world.stands_still_for(server, Duration::ZERO) =>
+            {
+                Some(server)
+            }
+            Self::Stream { server } if world.stands_still_for(server, LONG) => Some(server),
+            _ => None,
         }
     }
 }
 
 impl World {
+    /// Whether a server may be lost: all slices have their replicas, also without the servers that
+    /// stand still.
+    fn can_lose(&self, server: usize) -> bool {
+        let mut others = (0..self.servers.len()).filter(|&other| other != server);
+        let any_stands = others.any(|other| self.stands_still_for(other, LONG));
+        self.size.replicas > 1 && self.is_redundant() && !any_stands
+    }
+
+    /// Whether a server will stand still for longer than `duration`.
+    fn stands_still_for(&self, server: usize, duration: Duration) -> bool {
+        self.servers[server].still_until > self.now + duration
+    }
+
     pub(super) fn schedule_faults(&mut self) {
         for (at, fault) in self.faults.plan.clone() {
             self.at(at, Happening::Fault(fault));
@@ -106,7 +136,7 @@ impl World {
                 self.kill_coordinator();
                 self.after(down, Happening::CoordinatorStarts);
             }
-            Fault::Server { .. } | Fault::Both { .. } if !self.is_redundant() => {
+            fault if fault.may_lose(self).is_some_and(|server| !self.can_lose(server)) => {
                 self.after(WAIT, Happening::Fault(fault));
             }
             Fault::Server { server, down } => {

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import models
 import ranks
 import zeroshard as zs
-from servers import server, servers, start
+from servers import killable, servers
 from training import LEVELS, SEGMENT
 from zeroshard.torch import group_sharded_parallel
 
@@ -186,14 +186,7 @@ def test_a_new_run_on_other_servers_continues_with_the_same_losses_and_state(
 def test_a_run_returns_to_its_last_checkpoint_when_a_server_is_killed(
     directory: Path, calm: list[dict[str, Any]]
 ) -> None:
-    with contextlib.ExitStack() as stack:
-        address = stack.enter_context(server("coordinator"))
-        shards = []
-        for _ in range(4):
-            process, _ = start("shard", "--coordinator", address)
-            stack.callback(process.communicate)
-            stack.callback(process.kill)
-            shards.append(process)
+    with killable(4) as (address, shards):
         victims = [process.pid for process in shards[:3]]
         environment = {"ZEROSHARD_ADDRESS": address}
         found = ranks.run(2, train_through_loss, str(directory), victims, env=environment)

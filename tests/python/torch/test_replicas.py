@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,26 +11,10 @@ import torch
 import models
 import ranks
 import zeroshard as zs
-from servers import start
+from servers import killable
 from zeroshard.torch import group_sharded_parallel
 
 STEPS = 6
-
-
-@contextlib.contextmanager
-def killable(shards: int) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
-    """Runs a coordinator and shard servers, which a test may kill."""
-    running = []
-    try:
-        coordinator, address = start("coordinator")
-        running.append(coordinator)
-        for _ in range(shards):
-            running.append(start("shard", "--coordinator", address)[0])
-        yield address, running[1:]
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
 
 
 def train(level: str, killed: int | None) -> tuple[list[float], str]:

@@ -282,6 +282,10 @@ class Framework(ABC, Generic[T]):
         """The model's buffers by full name. Tied buffers appear once."""
 
     @abstractmethod
+    def record_buffers(self, model: Any) -> Callable[[], None]:
+        """Copies the model's buffers. Returns a function that restores them."""
+
+    @abstractmethod
     def modules(self, model: Any) -> Iterable[Any]:
         """The model and all modules in it, parents first, each once."""
 

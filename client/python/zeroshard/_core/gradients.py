@@ -64,6 +64,8 @@ class Gradients(Generic[T]):
         #: Indices in ``_sent`` of parameters without a gradient that were not reported yet.
         self._absent: list[int] = []
         self._hooks: list[Hook] = []
+        #: The number of gradients that were computed since the beginning.
+        self.computed = 0
         self.watch()
 
     def watch(self) -> None:
@@ -126,6 +128,7 @@ class Gradients(Generic[T]):
         return accumulated
 
     def _count(self, entry: Entry[T]) -> None:
+        self.computed += 1
         if self.hold:
             return
         mean = self._job.framework.shown_mean(entry.tensor)
@@ -418,6 +421,18 @@ class Gradients(Generic[T]):
         if self._unscaled:
             self.loss_scale = 1.0
         self._clear()
+
+    def begin(self) -> Entry[T] | None:
+        """Drops the gradients of the last step. Does nothing if there are gradients that no step
+        has used, as far as the framework can tell; returns one of their parameters."""
+        framework = self._job.framework
+        for entry in self._job.trained:
+            is_own = framework.shown_mean(entry.tensor) is None
+            if not self.is_complete or is_own and framework.gradient(entry.tensor) is not None:
+                return entry
+        for entry in self._job.trained:
+            framework.set_gradient(entry.tensor, None)
+        return None
 
     def end_step(self, clip_factor: float) -> None:
         """The step was complete, so its number of backward passes counts. ``clip_factor``: the

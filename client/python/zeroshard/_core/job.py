@@ -76,6 +76,10 @@ class ModelJob(Generic[T]):
         """The entries of the model's buffers."""
         return (entry for entry in self.entries if entry.buffer)
 
+    def record_buffers(self) -> Callable[[], None]:
+        """Copies the model's buffers. Returns a function that restores them."""
+        return self.framework.record_buffers(self._model)
+
     def groups(self) -> list[tuple[str, dict[str, float]]]:
         """The current hyperparameters of the optimizer."""
         return self._optimizer.groups(self.optimizer_name)

@@ -18,6 +18,9 @@ from .framework import Framework, Hook, T
 
 _MB = 1 << 20
 
+#: The reducers of this process.
+_all: weakref.WeakSet[Reducer[Any]] = weakref.WeakSet()
+
 
 class Reducer(Generic[T]):
     """Averages the gradients of a model after each backward pass, in buckets that are sent when
@@ -83,6 +86,7 @@ class Reducer(Generic[T]):
                 "no parameter of the module requires a gradient; unfreeze at least one"
             )
         self._arrange(trainable, broadcast=True)
+        _all.add(self)
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -280,6 +284,11 @@ class Reducer(Generic[T]):
         self._buckets.reset()
         if self.averager is not None:
             self.averager.abandon()
+
+
+def any_averages() -> bool:
+    """Whether a model of this process has gradients that are averaged after each backward pass."""
+    return any(reducer.averager is not None for reducer in _all)
 
 
 def average_now(framework: Framework[T], parameters: Iterable[T], group: ProcessGroup) -> None:

@@ -242,15 +242,21 @@ class Sharding(Generic[T]):
                     raise
 
     def _take_checkpoint(self) -> None:
-        self.job.job.forget()
         self.job.follow_restored()
-        self.gradients.restart()
-        for entry in self.job.trained:
-            self.job.framework.set_gradient(entry.tensor, None)
-        self._clip_once, self._rest = None, None
+        self.abandon()
+        self._rest = None
         self._interrupted = self._is_behind = False
         self.job.receive_resident()
         self.job.mark()
+
+    def abandon(self) -> None:
+        """Drops everything that this worker has of the open step, which the servers have
+        dropped."""
+        self.job.job.forget()
+        self.gradients.restart()
+        for entry in self.job.trained:
+            self.job.framework.set_gradient(entry.tensor, None)
+        self._clip_once = None
         if self.gatherer is not None:
             self.gatherer.restart()
 
@@ -571,6 +577,11 @@ def forget(sharding: Sharding[Any]) -> None:
     _all.discard(sharding)
     sharding.gradients.unwatch()
     sharding.job.retire()
+
+
+def all_open() -> list[Sharding[Any]]:
+    """The sharded models of this process whose session is open."""
+    return [sharding for sharding in _all if not sharding.job.connection.closed]
 
 
 def is_sharded(parameters: Iterable[Any]) -> bool:

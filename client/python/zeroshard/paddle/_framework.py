@@ -181,6 +181,17 @@ class _Paddle(Framework[Tensor]):
             if tensor._is_initialized()
         )
 
+    def record_buffers(self, model: Any) -> Callable[[], None]:
+        with paddle.no_grad():
+            copies = [(buffer, buffer.clone()) for _, buffer in self.buffers(model)]
+
+        def restore() -> None:
+            with paddle.no_grad():
+                for buffer, values in copies:
+                    paddle.assign(values, output=buffer)
+
+        return restore
+
     def modules(self, model: Any) -> Iterable[Any]:
         layers: Iterable[Any] = model.sublayers(include_self=True)
         return layers

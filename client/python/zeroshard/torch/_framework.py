@@ -159,6 +159,27 @@ class _Torch(Framework[Tensor]):
     def buffers(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
         return model.named_buffers()
 
+    def record_buffers(self, model: nn.Module) -> Callable[[], None]:
+        # A forward may write to a buffer, or assign another tensor.
+        held = [(module, dict(module._buffers)) for module in model.modules()]
+        copies = [
+            (buffer, buffer.detach().clone())
+            for _, buffers in held
+            for buffer in buffers.values()
+            # torch refuses to write to elements that share memory.
+            if buffer is not None and 0 not in buffer.stride()
+        ]
+
+        @torch.no_grad()
+        def restore() -> None:
+            for module, buffers in held:
+                module._buffers.clear()
+                module._buffers.update(buffers)
+            for buffer, values in copies:
+                buffer.copy_(values)
+
+        return restore
+
     def modules(self, model: nn.Module) -> Iterable[nn.Module]:
         return model.modules()
 

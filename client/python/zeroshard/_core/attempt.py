@@ -1,0 +1,84 @@
+"""Attempts at a step, which begin with the same gradients and buffers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Generic
+
+from ..errors import InvalidArgumentError
+from . import reducer, sharding
+from .framework import T
+
+
+class Attempt(Generic[T]):
+    """A sharded model at the beginning of a step that may be aborted."""
+
+    def __init__(self, model: sharding.Sharding[T]) -> None:
+        # Weak: the job ends with the model.
+        self._sharding = weakref.ref(model)
+        self._steps = model.steps
+        #: A parameter with a gradient that no step has used, and the number of computed gradients.
+        self._unused = model.gradients.begin()
+        self._computed = model.gradients.computed
+        self._restore_buffers: Callable[[], None] = model.job.record_buffers()
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the model has made a step since."""
+        model = self._sharding()
+        return model is not None and model.steps != self._steps
+
+    def restore(self) -> None:
+        """Drops the gradients of the aborted step, and restores the buffers.
+
+        Raises :class:`~zeroshard.InvalidArgumentError` if there were gradients before the attempt,
+        or the program has written to parameters.
+        """
+        model = self._sharding()
+        if model is None:
+            return
+        if self._unused is not None and model.gradients.computed == self._computed:
+            # The program has left these gradients before, and the step does not train the model.
+            self._restore_buffers()
+            return
+        self._check(model)
+        model.abandon()
+        self._restore_buffers()
+        # The program has not written these values.
+        model.job.mark()
+
+    def _check(self, model: sharding.Sharding[T]) -> None:
+        if self._unused is not None:
+            raise InvalidArgumentError(
+                f"parameter {self._unused.name!r} had a gradient before the block of the step that "
+                "was aborted, which cannot be computed again; put all backward passes of a step "
+                "into its block, and call zero_grad() or clear_grad() at the end of the block"
+            )
+        written = model.job.written()
+        if written:
+            raise InvalidArgumentError(
+                f"parameter {written[0].name!r} was written to since the last step, and the step "
+                "that was aborted cannot be run again from the values before; write to parameters "
+                "outside of the training loop, or catch StepAbortedError in the program"
+            )
+
+
+def attempts() -> list[Attempt[Any]]:
+    """Attempts at the next step of each sharded model of this process."""
+    return [Attempt(model) for model in sharding.all_open()]
+
+
+def check_restorable(begun: Iterable[Attempt[Any]]) -> None:
+    """Raises :class:`~zeroshard.InvalidArgumentError` if what happened since the attempts have
+    begun cannot be run again."""
+    if any(attempt.has_stepped for attempt in begun):
+        raise InvalidArgumentError(
+            "a step was aborted after optimizer.step() had made another one in the same block, "
+            "which cannot be undone; make one step in each block of zeroshard.steps"
+        )
+    if reducer.any_averages():
+        raise InvalidArgumentError(
+            "a step was aborted, and zeroshard.steps does not restore models of DataParallel; use "
+            "group_sharded_parallel, or catch StepAbortedError in the program"
+        )

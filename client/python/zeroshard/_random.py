@@ -1,0 +1,99 @@
+"""The random state of this process, which a step begins with."""
+
+from __future__ import annotations
+
+import base64
+import random
+import sys
+from array import array
+from typing import Any
+
+from .errors import InvalidArgumentError
+
+
+class RandomState:
+    """The state of Python's ``random`` and, if the program has imported them, of ``numpy.random``,
+    torch (CPU and CUDA) and Paddle."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    @classmethod
+    def current(cls) -> RandomState:
+        """The state of this process now."""
+        values: dict[str, Any] = {"python": random.getstate()}
+        numpy, torch, paddle = map(sys.modules.get, ("numpy", "torch", "paddle"))
+        if numpy is not None:
+            values["numpy"] = numpy.random.get_state()
+        if torch is not None:
+            values["torch"] = torch.get_rng_state()
+            # Otherwise this would initialise CUDA.
+            if torch.cuda.is_initialized():
+                values["cuda"] = torch.cuda.get_rng_state_all()
+        if paddle is not None:
+            values["paddle"] = paddle.get_rng_state()
+        return cls(values)
+
+    def restore(self) -> None:
+        """Makes it the state of this process."""
+        values, modules = self._values, sys.modules
+        random.setstate(values["python"])
+        if "numpy" in values:
+            modules["numpy"].random.set_state(values["numpy"])
+        if "torch" in values:
+            modules["torch"].set_rng_state(values["torch"])
+        if "cuda" in values:
+            modules["torch"].cuda.set_rng_state_all(values["cuda"])
+        if "paddle" in values:
+            modules["paddle"].set_rng_state(values["paddle"])
+
+    # ---- in checkpoints, which only PyTorch has
+
+    def to_json(self) -> dict[str, Any]:
+        """The state, except that of Paddle, as values of JSON."""
+        version, words, gauss = self._values["python"]
+        found: dict[str, Any] = {"python": [version, _text(array("I", words).tobytes()), gauss]}
+        if "numpy" in self._values:
+            state = self._values["numpy"]
+            if not isinstance(state, tuple):
+                raise InvalidArgumentError(
+                    f"numpy.random uses {state['bit_generator']}, whose state zeroshard.steps does "
+                    "not save in checkpoints; use numpy.random.seed, or a generator of your own "
+                    "whose state is in the state of the checkpoints"
+                )
+            kind, keys, *rest = state
+            found["numpy"] = [kind, _text(keys.tobytes()), *rest]
+        if "torch" in self._values:
+            found["torch"] = _text(self._values["torch"].numpy().tobytes())
+        if "cuda" in self._values:
+            found["cuda"] = [_text(one.numpy().tobytes()) for one in self._values["cuda"]]
+        return found
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> RandomState:
+        """The inverse of :meth:`to_json`. A library that the program has not imported is omitted,
+        and so is CUDA if this process has another number of devices."""
+        version, words, gauss = found["python"]
+        values: dict[str, Any] = {"python": (version, tuple(array("I", _bytes(words))), gauss)}
+        numpy, torch = map(sys.modules.get, ("numpy", "torch"))
+        if numpy is not None and "numpy" in found:
+            kind, keys, *rest = found["numpy"]
+            values["numpy"] = (kind, numpy.frombuffer(_bytes(keys), dtype=numpy.uint32), *rest)
+        if torch is not None:
+            if "torch" in found:
+                values["torch"] = _tensor(torch, found["torch"])
+            if len(found.get("cuda", ())) == torch.cuda.device_count() > 0:
+                values["cuda"] = [_tensor(torch, one) for one in found["cuda"]]
+        return cls(values)
+
+
+def _tensor(torch: Any, text: str) -> Any:
+    return torch.frombuffer(bytearray(_bytes(text)), dtype=torch.uint8)
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text)

@@ -1,0 +1,250 @@
+"""``steps``: a training loop whose aborted steps are run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Generic, TypeVar, overload
+
+from ._checkpoints import Checkpoints, packed
+from ._core.attempt import Attempt, attempts, check_restorable
+from ._random import RandomState
+from .errors import InvalidArgumentError, InvalidTypeError, RolledBackError, StepAbortedError
+
+B = TypeVar("B")
+
+#: So many attempts at a step may fail one after the other; then its error is raised.
+_MAX_FAILURES = 100
+
+
+class Step(Generic[B]):
+    """One attempt at a step of :func:`steps`, and the context in which it is made."""
+
+    #: The number of the step in the loop, which begins with 0. It stays the same when the step is
+    #: run again.
+    number: int
+    #: The batch of the step; None if :func:`steps` was called with a number.
+    batch: B
+
+    def __init__(self, number: int, batch: B, caught: tuple[type[Exception], ...]) -> None:
+        self.number = number
+        self.batch = batch
+        self._caught = caught
+        self._models: list[Attempt[Any]] = attempts()
+        self._random = RandomState.current()
+        #: The error that has ended the block, if the loop continues after it.
+        self._error: Exception | None = None
+
+    def __enter__(self) -> Step[B]:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if isinstance(error, self._caught):
+            self._error = error
+            return True
+        # The program may keep this object longer than the model.
+        self._models.clear()
+        return False
+
+
+class _Steps(Generic[B]):
+    """The iterator of :func:`steps`."""
+
+    def __init__(
+        self,
+        batch: Callable[[int], B],
+        checkpoints: Checkpoints | None,
+        restore: Callable[[bytes | None], object] | None,
+    ) -> None:
+        """``batch``: returns the batch of a step; raises StopIteration after the last one."""
+        self._batch = batch
+        self._checkpoints = checkpoints
+        self._restore = restore
+        self._step: Step[B] | None = None
+        self._failures = 0
+        #: The random state of the first step.
+        self._first: RandomState | None = None
+
+    def __iter__(self) -> Iterator[Step[B]]:
+        return self
+
+    def __next__(self) -> Step[B]:
+        last = self._step
+        error = None if last is None else last._error
+        self._failures = 0 if error is None else self._failures + 1
+        if last is None:
+            self._step = self._new(0 if self._checkpoints is None else self._resumed())
+            self._first = self._step._random
+        elif isinstance(error, StepAbortedError):
+            self._step = self._again(last, error)
+        elif error is not None:
+            self._step = self._new(self._resumed())
+        else:
+            self._step = self._new(last.number + 1)
+        return self._step
+
+    def _new(self, number: int) -> Step[B]:
+        return self._attempt(number, self._batch(number))
+
+    def _again(self, last: Step[B], error: StepAbortedError) -> Step[B]:
+        """Another attempt at an aborted step, from the same state."""
+        try:
+            check_restorable(last._models)
+            for model in last._models:
+                model.restore()
+        except InvalidArgumentError as refused:
+            raise refused from error
+        last._random.restore()
+        return self._attempt(last.number, last.batch)
+
+    def _attempt(self, number: int, batch: B) -> Step[B]:
+        caught: tuple[type[Exception], ...] = (StepAbortedError, RolledBackError)
+        if self._checkpoints is None:
+            caught = (StepAbortedError,)
+        return Step(number, batch, caught if self._failures + 1 < _MAX_FAILURES else ())
+
+    # ---- checkpoints
+
+    def _resumed(self) -> int:
+        """Continues from the checkpoint. Returns the number of the step."""
+        checkpoints = self._checkpoints
+        assert checkpoints is not None, "the loop has checkpoints"
+        version, own = checkpoints.resume()
+        loop = checkpoints.loop_state()
+        if self._restore is not None:
+            self._restore(own)
+        if loop is not None and "random" in loop:
+            RandomState.from_json(loop["random"]).restore()
+        elif version == 0 and self._first is not None:
+            self._first.restore()
+        checkpoints.follow(self.state)
+        # Another loop may have written the checkpoint.
+        number: int = version if loop is None else loop["number"]
+        return number
+
+    def state(self, own: bytes | None) -> bytes:
+        """The data of this rank for a checkpoint at the end of the step that is being made."""
+        step = self._step
+        assert step is not None, "the loop has begun"
+        if any(model.has_stepped for model in step._models):
+            raise InvalidArgumentError(
+                f"step {step.number} of zeroshard.steps calls optimizer.step() twice; a loop with "
+                "checkpoints can continue only between its steps, so call it once in each"
+            )
+        random = RandomState.current().to_json()
+        return packed({"number": step.number + 1, "random": random}, own)
+
+
+@overload
+def steps(
+    batches: int,
+    checkpoints: Checkpoints | None = None,
+    *,
+    restore: Callable[[bytes | None], object] | None = None,
+) -> Iterator[Step[None]]: ...
+@overload
+def steps(
+    batches: Iterable[B],
+    checkpoints: Checkpoints | None = None,
+    *,
+    restore: Callable[[bytes | None], object] | None = None,
+) -> Iterator[Step[B]]: ...
+def steps(
+    batches: int | Iterable[Any],
+    checkpoints: Checkpoints | None = None,
+    *,
+    restore: Callable[[bytes | None], object] | None = None,
+) -> Iterator[Step[Any]]:
+    """The steps of a training loop. A step that is aborted, because a server or a rank was lost, is
+    run again with the same results::
+
+        for step in zs.steps(loader):
+            with step:
+                optimizer.zero_grad()
+                model(*step.batch).backward()
+                optimizer.step()
+                print(step.number)
+
+    :class:`~zeroshard.StepAbortedError` ends the block, and the loop continues with the same number
+    and batch. The block is the whole step: forwards, all backward passes, clipping, and one
+    ``optimizer.step()``. After that follows everything that depends on the step: schedulers, the
+    ``update()`` of a gradient scaler, evaluation, logs. Code that comes after the block is also run
+    when the step was aborted. A block without ``optimizer.step()`` is not repeated.
+
+    A step begins without gradients, as after ``zero_grad()``. When it is run again, these have the
+    values with which it began:
+
+    - the random state of Python's ``random``, ``numpy.random``, torch (CPU and CUDA) and Paddle;
+    - the buffers of sharded models, such as the running statistics of batch norm.
+
+    Restored are not: generators that the program has created (``torch.Generator``,
+    ``numpy.random.default_rng``), the random state of other devices, buffers of models that are not
+    sharded, and other objects that the block changes before ``optimizer.step()``.
+
+    With ``checkpoints``, the loop begins with the step that follows the checkpoint, and continues
+    from there after :class:`~zeroshard.RolledBackError`. The number of the step and the random
+    state of each rank are a part of the checkpoint, except Paddle's. The random state is that at
+    ``optimizer.step()``: random numbers that are drawn between it and the next step are not drawn
+    again. The loop trains one model. The program saves other data with ``state`` of the
+    checkpoints, which is passed to ``restore``.
+
+    Args:
+        batches: the number of steps, or the batches. With checkpoints, batches must be a sequence
+            (``collections.abc.Sequence``): ``batches[number]`` is the batch of a step.
+        checkpoints: those of the model.
+        restore: called with the data that ``state`` of the checkpoints has returned, when the loop
+            begins and after each RolledBackError; with None if there is no checkpoint, or if it has
+            no data of this rank.
+
+    Raises:
+        InvalidArgumentError: ``checkpoints`` are used with batches that are not a sequence, or only
+            one of ``state`` and ``restore`` is given. In the loop: an aborted step cannot be run
+            again, because a gradient was computed before its block, because the block has made
+            another step or has changed parameters, or because models are in ``DataParallel``; or a
+            block makes two steps in a loop with checkpoints.
+        InvalidTypeError: ``batches`` is neither a number nor iterable.
+        StepAbortedError: the step was aborted 100 times.
+        RolledBackError: a server was lost, and ``checkpoints`` is None.
+    """
+    if (checkpoints is not None and checkpoints.has_state) != (restore is not None):
+        raise InvalidArgumentError(
+            "restore of zeroshard.steps gets the data that state of Checkpoints returns; pass both "
+            "or neither"
+        )
+    return _Steps(_batches(batches, checkpoints is not None), checkpoints, restore)
+
+
+def _batches(batches: int | Iterable[Any], from_any: bool) -> Callable[[int], Any]:
+    """Returns the batch of a step. ``from_any``: the steps may continue from any number."""
+    if isinstance(batches, int):
+        if batches < 0:
+            raise InvalidArgumentError(f"the number of steps is {batches}; it must be 0 or more")
+        return _indexed(batches, lambda number: None)
+    if isinstance(batches, Sequence):
+        return _indexed(len(batches), batches.__getitem__)
+    if not isinstance(batches, Iterable):
+        raise InvalidTypeError(
+            f"batches is a {type(batches).__name__}; it must be a number of steps, or iterable"
+        )
+    if from_any:
+        raise InvalidArgumentError(
+            f"batches is a {type(batches).__name__}, which cannot go back to the batch of a "
+            "checkpoint; with checkpoints, pass a sequence, or a number of steps and make each "
+            "batch from step.number"
+        )
+    found = iter(batches)
+    return lambda number: next(found)
+
+
+def _indexed(total: int, get: Callable[[int], Any]) -> Callable[[int], Any]:
+    def batch(number: int) -> Any:
+        if number >= total:
+            raise StopIteration
+        return get(number)
+
+    return batch

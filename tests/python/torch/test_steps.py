@@ -1,0 +1,395 @@
+"""``zeroshard.steps``: a step that is aborted is run again with the same results."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import models
+import ranks
+import zeroshard as zs
+from servers import killable, servers
+from test_checkpoints import EVERY, STEPS, assert_same_buffers, in_memory, network, wait_for
+from training import LEVELS, SEGMENT
+from zeroshard.torch import DataParallel, group_sharded_parallel
+
+#: The step in which a server is killed or an abort is simulated.
+DISTURBED = 3
+#: The places in a step where this happens.
+PLACES = ("before forward", "before backward", "before clipping", "before step")
+
+Disturb = Callable[[str], None]
+
+
+class Noisy(nn.Module):
+    """Multiplies by numbers from all global generators, and counts its calls in a buffer that each
+    call replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return values * (1 + 0.1 * random.random() + 0.1 * numpy.random.random())
+
+
+def build(level: str, **options: Any) -> tuple[Any, Any, Any]:
+    """A sharded model with batch norm and dropout, its optimizer, and a gradient scaler."""
+    torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
+    model = network()
+    model.layers.insert(3, Noisy())
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+    return group_sharded_parallel(model, optimizer, level, scaler, segment_size=SEGMENT, **options)
+
+
+Result = tuple[dict[int, float], str, dict[str, Tensor], float, list[float], list[int]]
+
+
+def train(level: str, disturb: Disturb, zeroes_first: bool = True) -> Result:
+    """Trains in a loop of ``zeroshard.steps``. ``disturb`` is called at each place of one step."""
+    model, optimizer, scaler = build(level)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    losses: dict[int, float] = {}
+    attempts: list[int] = []
+
+    def at(place: str) -> None:
+        if step.number == DISTURBED:
+            disturb(place)
+
+    for step in zs.steps(STEPS):
+        data = models.batch("mlp", step.number, 16)
+        attempts.append(step.number)
+        with step:
+            if zeroes_first:
+                optimizer.zero_grad()
+            at("before forward")
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(*data)
+            at("before backward")
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            at("before clipping")
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            at("before step")
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+            losses[step.number] = loss.item()
+            if not zeroes_first:
+                optimizer.zero_grad()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return (
+        losses,
+        optimizer.state_hash(),
+        buffers,
+        scaler.get_scale(),
+        schedule.get_last_lr(),
+        attempts,
+    )
+
+
+def assert_same_results(found: Result, expected: Result, repeated: int) -> None:
+    assert found[:2] == expected[:2]
+    assert_same_buffers(found[2], expected[2])
+    assert found[3:5] == expected[3:5]
+    assert found[5] == sorted([*range(STEPS), *[DISTURBED] * repeated])
+
+
+def undisturbed(place: str) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def calm() -> dict[str, Result]:
+    """The results of an undisturbed run at each level."""
+    with zs.init(shards=3):
+        return {level: train(level, undisturbed) for level in LEVELS}
+
+
+class Killing:
+    """Kills a server at a place of the step, once."""
+
+    def __init__(self, place: str, victim: subprocess.Popen[str]) -> None:
+        self.place = place
+        self.victim = victim
+
+    def __call__(self, place: str) -> None:
+        if place == self.place:
+            self.victim.kill()
+            self.victim.wait()
+            self.place = ""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("place", PLACES)
+def test_the_results_are_those_of_an_undisturbed_run_when_a_server_is_killed(
+    place: str, level: str, calm: dict[str, Result]
+) -> None:
+    with killable(3) as (address, shards), zs.init(address, replicas=2):
+        found = train(level, Killing(place, shards[0]))
+    repeated = len(found[5]) - STEPS
+    assert_same_results(found, calm[level], repeated)
+    # The step stands if it was decided before the loss was noticed, or nothing was sent before.
+    assert repeated in (0, 1)
+
+
+class Aborting:
+    """Aborts the step at each of its places, once."""
+
+    def __init__(self) -> None:
+        self.aborted: list[str] = []
+
+    def __call__(self, place: str) -> None:
+        if place not in self.aborted:
+            self.aborted.append(place)
+            raise zs.StepAbortedError(place)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_that_are_zeroed_after_the_step_are_not_added_to_those_of_an_aborted_one(
+    level: str, calm: dict[str, Result], cluster: zs.Session
+) -> None:
+    disturb = Aborting()
+    found = train(level, disturb, zeroes_first=False)
+    assert disturb.aborted == list(PLACES)
+    assert_same_results(found, calm[level], len(PLACES))
+
+
+class Run:
+    """A training of one level on one of two ranks, which writes its losses to a file."""
+
+    def __init__(self, rank: int, level: str, directory: str) -> None:
+        torch.manual_seed(1)
+        bare = network()
+        trained = [parameter for parameter in bare.parameters() if parameter.requires_grad]
+        self.checkpoints = zs.Checkpoints(f"file://{directory}", every=EVERY, state=self.state)
+        self.model, self.optimizer, _ = group_sharded_parallel(
+            bare,
+            torch.optim.AdamW(trained, lr=0.01),
+            level,
+            segment_size=SEGMENT,
+            checkpoints=self.checkpoints,
+        )
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        torch.manual_seed(100 + rank)
+        self.rank, self.level = rank, level
+        self.losses = Path(directory) / f"losses.{rank}"
+
+    def state(self) -> bytes:
+        return pickle.dumps((self.schedule.state_dict(), self.schedule.get_last_lr()))
+
+    def restore(self, saved: bytes | None) -> None:
+        if saved is None:
+            return
+        state, rates = pickle.loads(saved)
+        self.schedule.load_state_dict(state)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        # The state is that in optimizer.step().
+        self.schedule.step()
+
+    def train(self, disturb: Callable[[int], None]) -> str:
+        """Trains to the end, and returns the hash of the state. ``disturb`` is called in each step,
+        between forward and backward."""
+        for step in zs.steps(STEPS, self.checkpoints, restore=self.restore):
+            with step:
+                data = models.batch("mlp", step.number, 16)
+                loss = self.model(*models.share(data, self.rank, 2))
+                with self.losses.open("a") as losses:
+                    losses.write(f"{self.level} {step.number} {loss.item().hex()}\n")
+                disturb(step.number)
+                loss.backward()
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+        return str(self.optimizer.state_hash())
+
+
+def nothing(step: int) -> None:
+    pass
+
+
+def train_undisturbed(rank: int, directory: str) -> list[str]:
+    with zs.init(name="steps"):
+        return [Run(rank, level, directory).train(nothing) for level in LEVELS]
+
+
+def train_through_losses(
+    rank: int, directory: str, victims: list[int], dies: str | None
+) -> list[str]:
+    """Trains all levels. Rank 0 kills a server of each level after a checkpoint; rank 1 is killed
+    later, in the level ``dies``."""
+    hashes = []
+    with zs.init(name="steps"):
+        for number, level in enumerate(LEVELS):
+            run = Run(rank, level, directory)
+            mark = Path(directory) / f"killed.{level}"
+
+            def disturb(step: int) -> None:
+                if rank == 0 and step == EVERY + 1 and not mark.exists():
+                    wait_for(directory, "steps", number, EVERY)
+                    mark.touch()
+                    os.kill(victims[number], signal.SIGKILL)
+                if rank == 1 and level == dies and step == EVERY + 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            hashes.append(run.train(disturb))
+    return hashes
+
+
+def losses(directory: Path, rank: int) -> tuple[list[str], list[str]]:
+    """The losses that a rank has found, each once, and all of them in order."""
+    lines = (directory / f"losses.{rank}").read_text().splitlines()
+    return sorted(set(lines)), lines
+
+
+def test_a_run_with_checkpoints_continues_when_a_server_is_killed_and_when_a_rank_is(
+    tmp_path: Path,
+) -> None:
+    with in_memory() as calm, servers(2) as address:
+        environment = {"ZEROSHARD_ADDRESS": address}
+        expected = ranks.run(2, train_undisturbed, str(calm), env=environment)
+        undisturbed = [losses(calm, rank)[0] for rank in range(2)]
+    with in_memory() as directory, killable(4) as (address, shards):
+        environment = {"ZEROSHARD_ADDRESS": address}
+        arguments = str(directory), [process.pid for process in shards[:3]]
+        for level in LEVELS:
+            # As torchrun does, all ranks are killed when one has died, and start again.
+            with pytest.raises(ranks.RankFailed, match="rank 1:\nended without a word"):
+                ranks.run(2, train_through_losses, *arguments, level, env=environment)
+        found = ranks.run(2, train_through_losses, *arguments, None, env=environment)
+        assert found == expected
+        for rank in range(2):
+            distinct, lines = losses(directory, rank)
+            assert distinct == undisturbed[rank]
+            # At least those after the checkpoint, and that of the killed rank, were run again.
+            assert len(lines) >= len(LEVELS) * (STEPS + 3), lines
+
+
+def loop_of(model: Any, optimizer: Any, total: int, body: Callable[[int], None]) -> list[int]:
+    """The numbers of the steps that are begun."""
+    begun = []
+    for step in zs.steps(total):
+        with step:
+            begun.append(step.number)
+            model(*models.batch("mlp", step.number, 8)).backward()
+            body(len(begun))
+            optimizer.step()
+            optimizer.zero_grad()
+    return begun
+
+
+def abort_first(times: int) -> None:
+    if times == 1:
+        raise zs.StepAbortedError("a rank was lost")
+
+
+def test_what_cannot_be_run_again_is_refused(cluster: zs.Session) -> None:
+    model, optimizer, _ = build("os")
+    assert loop_of(model, optimizer, 2, abort_first) == [0, 0, 1]
+
+    def step_twice(times: int) -> None:
+        optimizer.step()
+        abort_first(times)
+
+    with pytest.raises(zs.InvalidArgumentError, match="one step in each block"):
+        loop_of(model, optimizer, 1, step_twice)
+
+    def write(times: int) -> None:
+        with torch.no_grad():
+            model.module.layers[0].weight.zero_()
+        abort_first(times)
+
+    optimizer.zero_grad()
+    with pytest.raises(zs.InvalidArgumentError, match="layers.0.weight.*was written to"):
+        loop_of(model, optimizer, 1, write)
+
+    optimizer.zero_grad()
+    model(*models.batch("mlp", 0, 8)).backward()
+    with pytest.raises(zs.InvalidArgumentError, match="had a gradient before the block"):
+        loop_of(model, optimizer, 1, abort_first)
+    # The loop does not train the first model.
+    other, its_optimizer, _ = build("os_g")
+    assert loop_of(other, its_optimizer, 1, abort_first) == [0, 0]
+
+
+def test_an_error_of_the_program_ends_the_loop_and_many_aborts_do(cluster: zs.Session) -> None:
+    model, optimizer, _ = build("os")
+
+    def fail(times: int) -> None:
+        raise KeyError("of the program")
+
+    with pytest.raises(KeyError):
+        loop_of(model, optimizer, 1, fail)
+    optimizer.zero_grad()
+    aborts = []
+
+    def abort(times: int) -> None:
+        aborts.append(times)
+        raise zs.StepAbortedError("a rank was lost")
+
+    with pytest.raises(zs.StepAbortedError):
+        loop_of(model, optimizer, 1, abort)
+    assert aborts == list(range(1, 101))
+
+
+def test_batches_are_numbers_sequences_or_iterables_and_are_kept_for_a_repetition() -> None:
+    drawn = []
+
+    def draw() -> Iterator[str]:
+        for batch in "ab":
+            drawn.append(batch)
+            yield batch
+
+    seen = []
+    for step in zs.steps(draw()):
+        with step:
+            seen.append((step.number, step.batch))
+            if len(seen) == 1:
+                raise zs.StepAbortedError("a rank was lost")
+    assert seen == [(0, "a"), (0, "a"), (1, "b")]
+    assert drawn == ["a", "b"]
+    assert [step.batch for step in zs.steps(["x", "y"])] == ["x", "y"]
+    assert [(step.number, step.batch) for step in zs.steps(2)] == [(0, None), (1, None)]
+    checkpoints = zs.Checkpoints("file:///checkpoints")
+    for batches, more, error in (
+        (-1, (), "0 or more"),
+        (1.5, (), "is a float"),
+        (draw(), (checkpoints,), "cannot go back"),
+    ):
+        with pytest.raises(zs.InvalidArgumentError, match=error):
+            zs.steps(batches, *more)  # type: ignore[call-overload]
+    with pytest.raises(zs.InvalidArgumentError, match="both or neither"):
+        zs.steps(1, checkpoints, restore=print)
+
+
+def average(rank: int) -> str:
+    """The error of a step with DataParallel that is aborted."""
+    with zs.init():
+        model = DataParallel(models.build("mlp"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            loop_of(model, optimizer, 1, abort_first)
+        except zs.InvalidArgumentError as error:
+            return str(error)
+    return ""
+
+
+def test_a_step_of_data_parallel_is_not_repeated() -> None:
+    for error in ranks.run(2, average):
+        assert "does not restore models of DataParallel" in error
