@@ -36,6 +36,8 @@ pub struct Parts {
 pub(crate) struct Site {
     pub(crate) listener: TcpListener,
     pub(crate) address: SocketAddr,
+    /// Whether the system has chosen the port, which therefore no other process knows.
+    pub(crate) has_new_address: bool,
     pub(crate) context: Context,
 }
 
@@ -48,7 +50,7 @@ impl Site {
             health: Health::new().await,
             failure: Failure::default(),
         };
-        Ok(Self { listener, address, context })
+        Ok(Self { listener, address, has_new_address: listen.0.port() == 0, context })
     }
 
     /// Serves `parts` until `shutdown`. After a panic, all calls receive an error until then.
@@ -81,7 +83,7 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
             let site = Site::bind(config.listen, &common).await?;
             let admin = AdminSite::bind(config.admin_listen, "coordinator", &site).await?;
             announce(json, "coordinator", site.address, admin.as_ref());
-            let parts = coordinator(&site.context, &shutdown);
+            let parts = coordinator(&site, &shutdown);
             tokio::try_join!(site.run(parts, shutdown.clone()), serve_admin(admin, shutdown))?;
         }
         Role::Shard(config) => {
@@ -99,7 +101,7 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
             shard_site.context.metrics = site.context.metrics.clone();
             shard_site.context.failure = site.context.failure.clone();
             let admin = AdminSite::bind(config.admin_listen, "all", &shard_site).await?;
-            let parts = coordinator(&site.context, &shutdown);
+            let parts = coordinator(&site, &shutdown);
             let dial = dial_self(site.address);
             let shard_parts = shard(&config.shard(), dial, &shard_site, &shutdown)?;
             announce(json, "coordinator", site.address, admin.as_ref());
@@ -115,8 +117,8 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
 }
 
 /// The coordinator's parts.
-pub(crate) fn coordinator(context: &Context, shutdown: &CancellationToken) -> Parts {
-    let coordinator = Coordinator::new(context.clone());
+pub(crate) fn coordinator(site: &Site, shutdown: &CancellationToken) -> Parts {
+    let coordinator = Coordinator::new(site.context.clone(), site.has_new_address);
     let (routes, shutdown) = (coordinator.routes(), shutdown.clone());
     Parts { routes, background: Box::pin(async move { coordinator.run(shutdown).await }) }
 }

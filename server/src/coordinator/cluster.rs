@@ -8,7 +8,7 @@ use zeroshard_proto::{Error, JobSpec, Placement, Result};
 use super::{
     confirm::Confirmations,
     events::{Action, Event, JobRef, Now, Said, ServerId, Waiter},
-    recovery::{LEARNING, RECOVERY, unknown_yet},
+    recovery::{LEARNING, RECOVERY, SETTLING, unknown_yet},
     state::{Job, Open, Phase, ServerState},
 };
 
@@ -26,6 +26,8 @@ pub(crate) struct Cluster {
     pub(super) learns_until: Option<Now>,
     /// Until then, the members of jobs that no server has described wait for their servers.
     pub(super) members_wait_until: Option<Now>,
+    /// Until then, servers of an earlier coordinator may return after the first new one.
+    pub(super) settles_until: Option<Now>,
     /// Whether a server has followed another coordinator before; `None` before the first one
     /// registers.
     pub(super) has_returning: Option<bool>,
@@ -57,8 +59,12 @@ pub(crate) struct Gauges<'a> {
 impl Cluster {
     /// The state of a coordinator that has just started, and that learns jobs from their servers.
     pub(crate) fn starting() -> Self {
-        let (learns_until, members_wait_until) = (Some(LEARNING), Some(RECOVERY));
-        Self { learns_until, members_wait_until, ..Self::default() }
+        Self {
+            settles_until: Some(SETTLING),
+            learns_until: Some(LEARNING),
+            members_wait_until: Some(RECOVERY),
+            ..Self::default()
+        }
     }
 
     /// Applies `event`, and returns the resulting actions.
@@ -151,8 +157,8 @@ impl Cluster {
             Phase::Failed { .. } => None,
         };
         let deadlines = self.jobs.values().flat_map(|job| [waiting(job), self.disposal(job)]);
-        let deadlines = deadlines.flatten().chain(self.learns_until);
-        let deadlines = deadlines.chain(self.members_wait_until);
+        let deadlines = deadlines.flatten().chain(self.settles_until);
+        let deadlines = deadlines.chain(self.learns_until).chain(self.members_wait_until);
         deadlines.chain(self.confirmations.next_deadline()).min()
     }
 

@@ -83,8 +83,12 @@ pub(crate) struct Control {
 }
 
 impl Driver {
-    pub(crate) fn new(metrics: Arc<Metrics>, failure: Failure, term: u64) -> Arc<Self> {
-        let mut cluster = Cluster::starting();
+    pub(crate) fn new(
+        mut cluster: Cluster,
+        metrics: Arc<Metrics>,
+        failure: Failure,
+        term: u64,
+    ) -> Arc<Self> {
         // The saves of earlier coordinators have other numbers.
         cluster.saves = term << 20;
         let inner = Inner {

@@ -55,6 +55,7 @@ use tonic::service::Routes;
 use zeroshard_proto::pb::coordinator_service_server::CoordinatorServiceServer;
 
 use crate::serve::Context;
+use cluster::Cluster;
 use driver::Driver;
 use recovery::RECOVERY;
 use requests::Waits;
@@ -68,15 +69,13 @@ pub struct Coordinator {
 }
 
 impl Coordinator {
-    /// The coordinator of a new cluster without servers and jobs. Its term is the time in
-    /// milliseconds since the Unix epoch.
-    pub fn new(context: Context) -> Self {
+    /// A coordinator without servers and jobs. Its term is the time in milliseconds since the Unix
+    /// epoch. `is_first`: no other coordinator has used its address, so no server has jobs.
+    pub fn new(context: Context, is_first: bool) -> Self {
+        let cluster = if is_first { Cluster::default() } else { Cluster::starting() };
         let since_epoch = SystemTime::UNIX_EPOCH.elapsed().unwrap_or(Duration::ZERO);
-        let driver = Driver::new(
-            context.metrics.clone(),
-            context.failure.clone(),
-            since_epoch.as_millis() as u64,
-        );
+        let term = since_epoch.as_millis() as u64;
+        let driver = Driver::new(cluster, context.metrics.clone(), context.failure.clone(), term);
         Self { context, driver }
     }
 

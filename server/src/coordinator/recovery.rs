@@ -16,11 +16,12 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    mem,
     sync::Arc,
     time::Duration,
 };
 
-use zeroshard_proto::{Error, JobSpec, Restore, Succession};
+use zeroshard_proto::{Error, JobSpec, Restore, Server, Succession};
 
 use super::{
     cluster::Cluster,
@@ -38,6 +39,10 @@ use crate::{attempt::Attempt, listing::some_of};
 /// for 5 s (`CONNECT_TIMEOUT`), and describes its jobs in 8 s (`DESCRIPTION_LIMIT`). Calls of
 /// clients wait for 60 s by default.
 pub(crate) const RECOVERY: Duration = Duration::from_secs(45);
+
+/// The part of [`LEARNING`] in which servers of an earlier coordinator may return after the first
+/// new one. They dial again after half a second (`shard::RECONNECT`).
+pub(crate) const SETTLING: Duration = Duration::from_secs(1);
 
 /// How long a coordinator that has just started waits before it places new jobs, and tells those
 /// who are not members of a job that it does not exist: a server may describe a job of that name.
@@ -94,6 +99,12 @@ impl Held {
     fn age(&self) -> Age {
         (self.term, self.attempt.epoch)
     }
+
+    /// The slices of which the server, which has described the job, has the content.
+    pub(super) fn full_slices(&self, server: ServerId) -> BTreeSet<u32> {
+        let slices = self.plan.placement.slices_of(server).map(|(slice, _)| slice as u32);
+        slices.filter(|slice| !self.empty.contains(slice)).collect()
+    }
 }
 
 /// A job some of whose servers have described it.
@@ -135,9 +146,30 @@ impl Recovery {
     /// Adds the description by a server. The placement of the latest epoch is that of the job.
     fn take(&mut self, server: ServerId, held: Held) {
         if self.held.values().all(|other| other.attempt.epoch < held.attempt.epoch) {
-            self.plan = held.plan.clone();
+            let earlier = mem::replace(&mut self.plan, held.plan.clone());
+            // Another process of a lost server may be in the later placement.
+            let listed = |of: &&Server| self.plan.placement.servers().contains(of);
+            let same: BTreeSet<ServerId> =
+                earlier.placement.servers().iter().filter(listed).map(|of| of.id).collect();
+            self.lost.retain(|lost, _| same.contains(lost));
         }
+        self.lost.remove(&server);
         self.held.insert(server, held);
+    }
+
+    /// Whether each slice has its content on a server that has described the job.
+    fn has_every_slice(&self) -> bool {
+        let held = self.held.iter().filter(|(server, _)| !self.lost.contains_key(server));
+        let full: BTreeMap<ServerId, BTreeSet<u32>> =
+            held.map(|(&server, held)| (server, held.full_slices(server))).collect();
+        let placement = &self.plan.placement;
+        let is_full = |slice: usize| {
+            let owners =
+                placement.owners(slice).iter().map(|&at| &placement.servers()[at as usize]);
+            let mut found = owners.filter_map(|server| full.get(&server.id));
+            found.any(|slices| slices.contains(&(slice as u32)))
+        };
+        (0..placement.slices()).all(is_full)
     }
 
     /// Drops the descriptions by servers that are lost, or are not in the latest placement. Returns
@@ -234,18 +266,21 @@ impl Cluster {
     }
 
     /// Whether servers may still describe jobs: the coordinator has just started, and servers of an
-    /// earlier one have registered, or none at all.
+    /// earlier one have registered, or have had no time to.
     pub(super) fn is_learning(&self) -> bool {
-        self.learns_until.is_some() && self.has_returning != Some(false)
+        let has_settled = self.settles_until.is_none() && self.has_returning == Some(false);
+        self.learns_until.is_some() && !has_settled
     }
 
     /// Ends the time in which servers may describe jobs.
     pub(super) fn expire_learning(&mut self, now: Now, out: &mut Vec<Action>) {
         self.members_wait_until.take_if(|until| *until <= now);
-        if self.learns_until.take_if(|until| *until <= now).is_some() {
+        let has_settled = self.settles_until.take_if(|until| *until <= now).is_some();
+        if has_settled | self.learns_until.take_if(|until| *until <= now).is_some() {
             let names: Vec<String> = self.jobs.keys().cloned().collect();
             for name in names {
                 self.try_place(&name, out);
+                self.try_recover(&name, now, out);
             }
         }
     }
@@ -285,10 +320,13 @@ impl Cluster {
                 Some(_) => {}
             }
         }
-        if let Some(Job { phase: Phase::Recovering(recovery), .. }) = self.jobs.get_mut(name) {
-            recovery.lost.extend(lost);
-        }
-        if is_complete {
+        let waits = self.is_learning();
+        let Some(Job { phase: Phase::Recovering(recovery), .. }) = self.jobs.get_mut(name) else {
+            return;
+        };
+        recovery.lost.extend(lost);
+        // A server that is not back yet may describe a later placement, without those that are lost.
+        if is_complete && !(waits && has_replicas && !recovery.has_every_slice()) {
             self.recover(name, now, out);
         }
     }

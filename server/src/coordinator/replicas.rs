@@ -79,10 +79,8 @@ impl Replicas {
         held: &BTreeMap<ServerId, Held>,
         now: Now,
     ) -> Self {
-        let full = |(&server, held): (&ServerId, &Held)| {
-            (server, &slices_on(&held.plan.placement, server) - &held.empty)
-        };
-        let full: BTreeMap<ServerId, BTreeSet<u32>> = held.iter().map(full).collect();
+        let full: BTreeMap<ServerId, BTreeSet<u32>> =
+            held.iter().map(|(&server, held)| (server, held.full_slices(server))).collect();
         let empty = empty(placement, |server, slice| {
             // What has become of a server without a description is not known here.
             full.get(&server.id).is_none_or(|full| full.contains(&slice))

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{recovery::Before, *};
-use crate::coordinator::recovery::{Held, RECOVERY, Ranks};
+use crate::coordinator::recovery::{Held, RECOVERY, Ranks, SETTLING};
 
 #[test]
 fn descriptions_that_differ_fail_the_job_and_name_both_servers() {
@@ -106,6 +106,33 @@ fn a_job_that_is_created_before_its_servers_return_does_not_replace_the_one_they
     script.create(spec(1));
     assert!(script.opens().is_empty());
     script.after(RECOVERY);
+    assert_eq!(script.opens().len(), 1);
+}
+
+#[test]
+fn servers_of_an_earlier_coordinator_have_time_to_return_after_a_new_one() {
+    let before = Before::new();
+    let create = || {
+        let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
+        let server = Server { id: 3, incarnation: 1, address: "host:3".into() };
+        let stream = script.next();
+        script.links.insert(3, Link { server: 3, stream });
+        let (held, failed) = (Vec::new(), BTreeMap::new());
+        script.event(Event::ServerJoined { stream, server, held, failed, is_new: false });
+        let creating = script.create(JobSpec { min_servers: 1, ..JobSpec::clone(&before.spec) });
+        let unknown = script.attach(0, before.leases[0]);
+        assert!(matches!(unknown, Err(Error::Unavailable { .. })), "{unknown:?}");
+        assert!(script.answer(creating).is_none() && script.opens().is_empty());
+        (script, creating)
+    };
+    let (mut script, creating) = create();
+    script.returns(1, 1, vec![before.held()]);
+    assert!(matches!(script.error(creating), Error::Unavailable { .. }));
+    script.returns(2, 1, vec![before.held()]);
+    assert_eq!((script.version(), script.opens().len()), (Some(4), 0));
+
+    let (mut script, _) = create();
+    script.after(SETTLING);
     assert_eq!(script.opens().len(), 1);
 }
 

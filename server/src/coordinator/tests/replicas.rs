@@ -1,7 +1,9 @@
 //! Jobs with replicas: backups, and servers that are lost.
 
+use zeroshard_proto::Placement;
+
 use super::*;
-use crate::coordinator::recovery::{Held, RECOVERY, Ranks};
+use crate::coordinator::recovery::{Held, LEARNING, RECOVERY, Ranks};
 
 const REPLICAS: u32 = 2;
 
@@ -240,11 +242,14 @@ fn held(script: &Script, server: u64, lease: Lease, attempt: Attempt) -> Held {
 
 /// A server describes its job to a new coordinator.
 fn returns(script: &mut Script, id: u64, held: &Held) {
-    let stream = script.next();
-    script.links.insert(id, Link { server: id, stream });
-    let server = Server { id, incarnation: 1, address: format!("host:{id}") };
-    let (held, failed) = (vec![held.clone()], BTreeMap::new());
-    script.event(Event::ServerJoined { stream, server, held, failed, is_new: true });
+    script.returns(id, 1, vec![held.clone()]);
+}
+
+/// A process of a server does not exist any more.
+fn refused(script: &mut Script, id: u64) {
+    // It may be told something before all lost servers are given up.
+    script.links.entry(id).or_insert(Link { server: id, stream: 0 });
+    script.event(Event::Refused(Server { id, incarnation: 1, address: format!("host:{id}") }));
 }
 
 #[test]
@@ -261,8 +266,7 @@ fn a_new_coordinator_goes_on_without_a_server_that_died_and_ignores_one_that_was
     // It has described a job of an earlier placement, with a lease that has ended.
     returns(&mut script, 1, &stale);
     returns(&mut script, 2, &others[0]);
-    let dead = Server { id: 3, incarnation: 1, address: "host:3".into() };
-    script.event(Event::Refused(dead));
+    refused(&mut script, 3);
     assert!(script.failure().is_none());
     assert_eq!(script.open().members.rank_of(lease), Some(0));
     assert!(script.closed().contains(&1), "{:?}", script.closed());
@@ -317,7 +321,7 @@ fn a_version_0_of_which_ranks_were_told_survives_the_coordinator_and_a_server() 
         let held = held(&before, id, lease, Attempt::first(1, 0));
         returns(&mut script, id, &Held { published: false, initialised: true, ..held });
     }
-    script.event(Event::Refused(Server { id: 3, incarnation: 1, address: "host:3".into() }));
+    refused(&mut script, 3);
     assert_eq!(script.version(), Some(0), "{:?}", script.failure());
     assert_eq!(script.open().placement.slices_of(3).count(), 0);
 }
@@ -384,4 +388,37 @@ fn a_new_coordinator_without_any_copy_of_a_slice_fails_the_job() {
     script.after(RECOVERY);
     let reason = script.failure().expect("two of three servers are silent");
     assert!(reason.contains("host:2") || reason.contains("host:3"), "{reason}");
+}
+
+#[test]
+fn a_server_that_missed_the_latest_placement_does_not_fail_the_job() {
+    let (mut before, lease) = training();
+    step(&mut before, lease, 0);
+    let stale = held(&before, 3, lease, Attempt::first(1, 1));
+    // Server 1 was started again and has copied its slices; server 3 has not been told.
+    let placement = &before.open().placement;
+    let again = |of: &Server| Server { incarnation: if of.id == 1 { 2 } else { 1 }, ..of.clone() };
+    let servers = placement.servers().iter().map(again).collect();
+    let owners = (0..placement.slices()).flat_map(|slice| placement.owners(slice)).copied();
+    let placement = Placement::new(servers, REPLICAS as usize, owners.collect()).unwrap();
+    let latest = Held {
+        plan: Plan::of(&stale.spec, placement),
+        ..held(&before, 1, lease, Attempt::first(2, 1))
+    };
+    // Now server 2 dies together with the coordinator.
+    for is_back in [true, false] {
+        let mut script = Script { cluster: Cluster::starting(), ..Script::default() };
+        returns(&mut script, 3, &stale);
+        refused(&mut script, 1);
+        refused(&mut script, 2);
+        assert_eq!(script.failure(), None);
+        if is_back {
+            script.returns(1, 2, vec![latest.clone()]);
+            assert_eq!((script.version(), script.failure()), (Some(1), None));
+            assert_eq!(script.open().placement.slices_of(2).count(), 0);
+        } else {
+            script.after(LEARNING);
+            assert!(script.failure().expect("no server has all slices").contains("host:2"));
+        }
+    }
 }

@@ -47,7 +47,7 @@ impl Fixture {
             health: Health::new().await,
             failure: Failure::default(),
         };
-        let coordinator = Coordinator::new(context.clone());
+        let coordinator = Coordinator::new(context.clone(), true);
         let shutdown = CancellationToken::new();
         let (token, used) = (shutdown.clone(), context.clone());
         let server = tokio::spawn(async move {
@@ -332,7 +332,7 @@ async fn a_creation_whose_caller_disconnects_closes_the_job_on_its_servers() {
 
 #[tokio::test]
 async fn a_server_that_does_not_read_its_commands_is_dismissed() {
-    let driver = Driver::new(Metrics::new(), Failure::default(), 7);
+    let driver = Driver::new(Cluster::default(), Metrics::new(), Failure::default(), 7);
     let server = Server { id: 1, incarnation: 1, address: "host:1".into() };
     let (held, failed) = (Vec::new(), BTreeMap::new());
     let registration = Registration { server, term: 0, held, failed };
