@@ -5,6 +5,7 @@
 #![expect(clippy::panic, reason = "helpers of tests and benchmarks panic if they cannot continue")]
 
 mod cluster;
+pub mod phase;
 mod process;
 mod proxy;
 pub mod stock;

@@ -186,14 +186,26 @@ impl Process {
         let _ = self.child.wait();
     }
 
+    /// Stops the process (SIGSTOP), and lets it continue after `duration`.
+    ///
+    /// # Panics
+    /// If it has ended.
+    pub fn stand_still(&self, duration: Duration) {
+        let pid = self.id().to_string();
+        signal("-STOP", &pid);
+        thread::spawn(move || {
+            thread::sleep(duration);
+            signal("-CONT", &pid);
+        });
+    }
+
     /// Sends SIGTERM, and waits until the process has ended.
     ///
     /// # Panics
     /// If the process does not end in time.
     pub fn stop(mut self) -> ExitStatus {
         let pid = self.id().to_string();
-        let signalled = Command::new("kill").args([OsStr::new("-TERM"), pid.as_ref()]).status();
-        assert!(signalled.is_ok_and(|s| s.success()), "SIGTERM cannot be sent");
+        signal("-TERM", &pid);
         let deadline = Instant::now() + START_TIMEOUT;
         loop {
             if let Some(status) = self.child.try_wait().expect("the process is a child") {
@@ -209,4 +221,9 @@ impl Drop for Process {
     fn drop(&mut self) {
         self.kill();
     }
+}
+
+fn signal(name: &str, pid: &str) {
+    let sent = Command::new("kill").args([name, pid]).status();
+    assert!(sent.is_ok_and(|status| status.success()), "kill {name} {pid} has failed");
 }

@@ -196,6 +196,15 @@ impl Cluster {
         })
     }
 
+    /// Whether a server counts as one that has the content of a slice of a running job.
+    #[cfg(test)]
+    pub(crate) fn has_content(&self, name: &str, server: ServerId, slice: u32) -> bool {
+        self.jobs.get(name).is_some_and(|job| match &job.phase {
+            Phase::Open(open) => open.replicas.has(server, slice),
+            _ => true,
+        })
+    }
+
     /// Continues a job with replicas without the server `lost`, in a new epoch. Returns `false` if
     /// that is not possible, because the server had the only copy of a slice.
     pub(super) fn fail_over(

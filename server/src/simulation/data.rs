@@ -190,8 +190,13 @@ impl World {
             if !of.is_alive || of.life != server.incarnation {
                 continue;
             }
-            let step = of.jobs.get(&job.id).map(|of| of.job.attempt().step);
-            if step.is_some_and(|step| step < version) {
+            let Some(theirs) = of.jobs.get(&job.id).map(|of| of.job.attempt()) else { continue };
+            // It may have the job of an earlier placement, and become a backup without content.
+            let counts = match &self.coordinator.cluster {
+                Some(cluster) => cluster.has_content(&job.spec.name, server.id, slice),
+                None => theirs.epoch == job.attempt().epoch,
+            };
+            if counts && theirs.step < version {
                 let index = of.index;
                 return self.fail(format!(
                     "version {version} of slice {slice} was sent before server {index} had the \

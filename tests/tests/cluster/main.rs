@@ -16,6 +16,7 @@ mod isolation;
 mod membership;
 mod norms;
 mod operations;
+mod phases;
 mod reads;
 mod refusals;
 mod replicas;
@@ -38,7 +39,8 @@ use zeroshard_tests::synthetic;
 
 /// Options with a deadline that ends a test that would otherwise hang.
 fn options() -> Options {
-    Options::default().timeout(Duration::from_secs(30))
+    let timeout = if cfg!(feature = "long") { 150 } else { 30 };
+    Options::default().timeout(Duration::from_secs(timeout))
 }
 
 /// Options for calls that are expected to reach their deadline.

@@ -45,7 +45,7 @@ async fn train(job: &Job, steps: std::ops::Range<u64>, done: &AtomicU64) {
 }
 
 /// Waits until all slices have their replicas.
-async fn until_redundant(coordinator: &Process, name: &str) {
+pub(crate) async fn until_redundant(coordinator: &Process, name: &str) {
     let whole = format!("zeroshard_job_degraded_slices{{job=\"{name}\"}} 0\n");
     until("all slices have their replicas", || coordinator.get("/metrics").contains(&whole)).await;
 }
