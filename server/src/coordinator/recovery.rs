@@ -325,7 +325,7 @@ impl Cluster {
             return;
         };
         recovery.lost.extend(lost);
-        // A server that is not back yet may describe a later placement, without those that are lost.
+        // A server that is not back yet may describe a later placement, without the lost ones.
         if is_complete && !(waits && has_replicas && !recovery.has_every_slice()) {
             self.recover(name, now, out);
         }

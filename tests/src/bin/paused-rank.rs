@@ -2,6 +2,8 @@
 //!
 //! Usage: `paused-rank ADDRESS JOB RANK PHASE`. It prints a line when it is in the phase.
 
+#![expect(clippy::print_stdout, reason = "its line of output is read by a test")]
+
 use std::{env, error::Error, future};
 
 use zeroshard_client::{Cluster, Options};

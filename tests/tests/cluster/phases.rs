@@ -1,5 +1,5 @@
-//! Each process is killed, or stands still, in each phase of a step. The job ends with the bits of a
-//! run that was not disturbed.
+//! Each process is killed, or stands still, in each phase of a step. The job ends with the bits of
+//! a run that was not disturbed.
 
 use std::{
     io::{BufRead, BufReader},
@@ -27,7 +27,8 @@ use crate::{
 /// The disturbed step is step 1.
 const STEPS: u64 = 3;
 
-/// For how many seconds a process stands still. After 30 s, its peers close their connections.
+/// For how many seconds a process stands still. After 30 s, its peers close their connections;
+/// ranks then lose their leases, because the coordinator finds their streams closed.
 const STILL: &[u64] = if cfg!(feature = "long") { &[5, 15, 40] } else { &[5] };
 
 fn spec(name: &str, replicas: u32) -> JobSpec {
@@ -181,7 +182,7 @@ async fn a_server_and_the_coordinator_stand_still_in_each_phase() {
     let mut runs = Vec::new();
     for &seconds in STILL {
         for phase in Phase::ALL {
-            for server in [true, false] {
+            for server in [true, false].into_iter().take(if seconds < 30 { 2 } else { 1 }) {
                 let run = async move {
                     let mut cluster = Cluster::start(3);
                     let expected = calm(cluster.address()).await;
