@@ -52,6 +52,9 @@ pub struct JobSpec {
     pub idle_timeout: Option<Duration>,
     /// When and where the job is saved. `None`: only when a client asks for it.
     pub checkpoints: Option<CheckpointPolicy>,
+    /// With replicas: the servers of a slice compare its content at every version that is a
+    /// multiple of this number, by default 100. 0: never.
+    pub compare_every: u64,
 }
 
 /// The effect of a rank that has left in order on ranks that wait for it.
@@ -78,7 +81,13 @@ impl JobSpec {
             departure: Departure::Error,
             idle_timeout: None,
             checkpoints: None,
+            compare_every: 100,
         }
+    }
+
+    /// Whether the servers of a slice compare its content at `version`.
+    pub fn compares_at(&self, version: u64) -> bool {
+        self.replicas > 1 && self.compare_every > 0 && version.is_multiple_of(self.compare_every)
     }
 
     /// Checks the rules that involve several parts of the spec.
@@ -278,6 +287,7 @@ impl JobSpec {
             ("departure", self.departure == other.departure),
             ("idle_timeout", self.idle_timeout == other.idle_timeout),
             ("policy for checkpoints", self.checkpoints == other.checkpoints),
+            ("compare_every", self.compare_every == other.compare_every),
         ];
         parts.into_iter().find(|(_, equal)| !equal).map(|(part, _)| part.to_owned())
     }
@@ -336,6 +346,7 @@ impl From<&JobSpec> for pb::JobSpec {
             .into(),
             idle_timeout_ms: spec.idle_timeout.map(|timeout| timeout.as_millis() as u64),
             checkpoints: spec.checkpoints.as_ref().map(Into::into),
+            compare_every: spec.compare_every,
         }
     }
 }
@@ -368,6 +379,7 @@ impl TryFrom<pb::JobSpec> for JobSpec {
             },
             idle_timeout: message.idle_timeout_ms.map(Duration::from_millis),
             checkpoints: message.checkpoints.map(TryInto::try_into).transpose()?,
+            compare_every: message.compare_every,
         };
         spec.validate()?;
         Ok(spec)

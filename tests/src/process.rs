@@ -4,6 +4,7 @@ use std::{
     collections::BTreeMap,
     env,
     ffi::OsStr,
+    fs::File,
     io::{self, BufRead, BufReader, Read},
     path::PathBuf,
     process::{Child, Command, ExitStatus, Output, Stdio},
@@ -162,6 +163,38 @@ impl Process {
         let line = status.lines().find(|line| line.starts_with(field)).expect("Linux reports it");
         let kilobytes = line.split_whitespace().nth(1).expect("a number");
         kilobytes.parse::<u64>().expect("a number") * 1024
+    }
+
+    /// Inverts a bit of the first of these values wherever they follow each other in the memory of
+    /// the process. Returns how often.
+    ///
+    /// # Panics
+    /// If the memory cannot be read or written.
+    pub fn flip_bit(&self, values: &[f32]) -> usize {
+        use std::os::unix::fs::FileExt;
+        let pattern: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let folder = PathBuf::from(format!("/proc/{}", self.id()));
+        let memory = File::options().read(true).write(true).open(folder.join("mem"));
+        let memory = memory.expect("a process may write to the memory of its child");
+        let maps = std::fs::read_to_string(folder.join("maps")).expect("Linux has it");
+        let mut found = 0;
+        for line in maps.lines().filter(|line| line.contains(" rw-p ")) {
+            let (range, _) = line.split_once(' ').expect("an address range");
+            let (start, end) = range.split_once('-').expect("two addresses");
+            let address = |text| u64::from_str_radix(text, 16).expect("an address");
+            let (start, end) = (address(start), address(end));
+            let mut bytes = vec![0; (end - start) as usize];
+            if memory.read_exact_at(&mut bytes, start).is_err() {
+                continue; // a mapping of a device
+            }
+            let at = bytes.windows(pattern.len()).enumerate().step_by(4);
+            for (offset, _) in at.filter(|(_, window)| *window == pattern) {
+                let flipped = [bytes[offset] ^ 1];
+                memory.write_all_at(&flipped, start + offset as u64).expect("it is writable");
+                found += 1;
+            }
+        }
+        found
     }
 
     /// Sends `GET path` to the admin server, and returns the body.

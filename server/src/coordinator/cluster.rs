@@ -130,6 +130,9 @@ impl Cluster {
             Said::Stored { job, epoch, step } => self.stored(server, &job, epoch, step, now, out),
             Said::Failed { job, reason } => self.failed_on(server, &job, &reason, now, out),
             Said::Copied { job, number } => self.copied(server, &job, number, now, out),
+            Said::Hashes { job, epoch, version, slices } => {
+                self.hashes(server, &job, (epoch, version), &slices, now, out);
+            }
             Said::Written { job, save, files } => self.written(server, &job, save, files, out),
             Said::SaveFailed { job, save, cause } => {
                 self.save_failed(server, &job, save, cause, now, out);

@@ -295,6 +295,10 @@ pub(crate) fn said(event: serve_request::Event) -> Result<Said> {
         Wire::Copied(pb::SlicesCopied { job: name, job_id, number }) => {
             Said::Copied { job: job(name, job_id), number }
         }
+        Wire::Hashes(pb::SliceHashes { job: name, job_id, epoch, version, slices }) => {
+            let slices = slices.into_iter().map(|pb::SliceHash { slice, hash }| (slice, hash));
+            Said::Hashes { job: job(name, job_id), epoch, version, slices: slices.collect() }
+        }
         Wire::Hello(_) => return Err(unexpected("message", "a second Hello", "an event")),
         Wire::Held(_) => return Err(unexpected("message", "a further HeldJob", "an event")),
         Wire::Written(pb::CheckpointWritten { job: name, job_id, save, files }) => {

@@ -178,6 +178,8 @@ pub(crate) enum Said {
     Failed { job: JobRef, reason: String },
     /// The server has copied slices.
     Copied { job: JobRef, number: u64 },
+    /// The hashes of the server's slices at a version.
+    Hashes { job: JobRef, epoch: u64, version: u64, slices: Vec<(u32, u64)> },
     /// The server has written its part of a checkpoint.
     Written { job: JobRef, save: u64, files: Files },
     /// The server could not write its part of a checkpoint.

@@ -17,6 +17,7 @@ mod attempts;
 mod catch_up;
 pub(crate) mod cluster;
 mod commit;
+mod compare;
 mod confirm;
 pub(crate) mod control;
 pub(crate) mod decisions;

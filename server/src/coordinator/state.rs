@@ -10,6 +10,7 @@ use zeroshard_proto::{Error, JobSpec, Placement, Restore, Result, Succession};
 use super::{
     absence::Away,
     commit::Round,
+    compare::Comparison,
     decisions::Decided,
     events::{Action, Command, Lease, Now, ServerId, Turn, Waiter},
     feed::Peers,
@@ -115,6 +116,7 @@ pub(crate) struct Open {
     /// The servers of the placement that are not connected.
     pub(crate) away: BTreeMap<ServerId, Away>,
     pub(crate) replicas: Replicas,
+    pub(crate) comparison: Comparison,
 }
 
 impl Open {
@@ -139,6 +141,7 @@ impl Open {
             rolled_back: None,
             away: BTreeMap::new(),
             replicas,
+            comparison: Comparison::default(),
         }
     }
 

@@ -33,6 +33,8 @@ pub(crate) enum JobEvent {
     Stored { epoch: u64, step: u64 },
     /// The slices of a [`pb::CopySlices`] are copied.
     Copied { number: u64 },
+    /// The content of the slices at a version.
+    Hashes { epoch: u64, version: u64, slices: Vec<pb::SliceHash> },
     /// This server's part of a checkpoint is written.
     Written { save: u64, files: Vec<pb::CheckpointFile> },
     /// This server's part of a checkpoint could not be written.
@@ -59,6 +61,9 @@ impl JobEvent {
                 Event::Stored(pb::DecisionStored { job, job_id, epoch, step })
             }
             Self::Copied { number } => Event::Copied(pb::SlicesCopied { job, job_id, number }),
+            Self::Hashes { epoch, version, slices } => {
+                Event::Hashes(pb::SliceHashes { job, job_id, epoch, version, slices })
+            }
             Self::Written { save, files } => {
                 Event::Written(pb::CheckpointWritten { job, job_id, save, files })
             }

@@ -159,6 +159,7 @@ pub(super) fn spec(size: Size) -> JobSpec {
         world: size.world,
         replicas: size.replicas,
         min_servers: size.servers as u32,
+        compare_every: 1,
         ..JobSpec::new(JOB, manifest, vec![adamw])
     }
 }

@@ -148,3 +148,32 @@ async fn a_server_that_joins_later_becomes_the_missing_backup() {
     train(3..4).await;
     assert_eq!(jobs[0].state_hash(4).await.unwrap(), expected);
 }
+
+#[tokio::test]
+async fn a_bit_that_flips_in_the_memory_of_a_server_is_found_and_the_slice_named() {
+    let cluster = Cluster::start(2);
+    let spec = JobSpec { min_servers: 2, compare_every: 2, ..spec("flipped", 2) };
+    let jobs = start(cluster.address(), &spec).await;
+    let done = AtomicU64::new(0);
+    tokio::join!(train(&jobs[0], 0..3, &done), train(&jobs[1], 0..3, &done));
+    let values = training::pull(&jobs[0], 3).await.unwrap();
+    let trained = spec.manifest.tensors().iter().position(|tensor| tensor.trains()).unwrap();
+    let flipped = cluster.shards[1].flip_bit(&values[trained][..8.min(values[trained].len())]);
+    assert!(flipped > 0, "server 1 holds tensor {trained}");
+    let both = async |step| {
+        let (one, _) = tokio::join!(training::step(&jobs[0], step), training::step(&jobs[1], step));
+        one
+    };
+    both(3).await.unwrap();
+    // Version 4 is compared; the servers report it while the next step is under way.
+    let mut step = 4;
+    let error = loop {
+        match both(step).await {
+            Ok(_) => step += 1,
+            Err(error) => break error.to_string(),
+        }
+        assert!(step < 100, "the servers of a slice have different content");
+    };
+    let name = &spec.manifest.tensors()[trained].name;
+    assert!(error.contains(&format!("of tensor {name:?}) at version 4")), "{error}");
+}

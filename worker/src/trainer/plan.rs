@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use zeroshard_client::{CreateJob, Options};
 use zeroshard_proto::{
-    CheckpointPolicy, DType, Departure, JobSpec, Manifest, Optimizer, Policy, Restore,
-    RestoreVersion, TensorSpec, Token,
+    CheckpointPolicy, DType, JobSpec, Manifest, Optimizer, Policy, Restore, RestoreVersion,
+    TensorSpec, Token,
 };
 
 use super::batches::Sharding;
@@ -99,17 +99,14 @@ impl Plan {
             no_clip: false,
             layout: self.parallelism.layout(parameter),
         });
+        let manifest = Manifest::new(tensors.collect())?;
         let spec = JobSpec {
-            name: self.job.clone(),
-            manifest: Manifest::new(tensors.collect())?,
-            groups,
             world: self.parallelism.workers(),
             min_servers: self.shards,
             replicas: self.replicas,
             meshes: self.parallelism.mesh()?.into_iter().map(Into::into).collect(),
-            departure: Departure::Error,
-            idle_timeout: None,
             checkpoints: self.checkpoints.clone(),
+            ..JobSpec::new(self.job.clone(), manifest, groups)
         };
         spec.validate()?;
         Ok(spec)

@@ -422,3 +422,33 @@ fn a_server_that_missed_the_latest_placement_does_not_fail_the_job() {
         }
     }
 }
+
+#[test]
+fn servers_with_different_content_of_a_slice_fail_the_job() {
+    let said = |epoch, version, slices: &[(u32, u64)]| Said::Hashes {
+        job: job(),
+        epoch,
+        version,
+        slices: slices.to_vec(),
+    };
+    let (mut script, lease) = training();
+    step(&mut script, lease, 0);
+    let epoch = script.epoch();
+    script.said(1, said(epoch, 200, &[(0, 5), (1, 6)]));
+    script.said(2, said(epoch, 200, &[(1, 6), (2, 7)]));
+    // Of an earlier version and an earlier epoch, and of a slice that the job does not have.
+    script.said(3, said(epoch, 100, &[(0, 8)]));
+    script.said(3, said(epoch - 1, 200, &[(0, 8)]));
+    script.said(3, said(epoch, 200, &[(0, 5), (9, 1)]));
+    script.said(1, said(epoch, 300, &[(0, 9)]));
+    assert_eq!(script.failure(), None);
+    script.said(3, said(epoch, 300, &[(0, 8)]));
+    let reason = script.failure().expect("the copies of slice 0 differ");
+    assert!(
+        reason.starts_with(
+            "shard server host:3 and shard server host:1 have different content of slice 0 \
+             (elements 0 to 2 of tensor \"a\") at version 300"
+        ),
+        "{reason}"
+    );
+}

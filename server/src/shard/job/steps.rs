@@ -3,7 +3,7 @@
 
 use std::{
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
     time::Instant,
@@ -18,7 +18,7 @@ use crate::{
     backend::Backend,
     shard::{
         events::JobEvent,
-        slice::{Apply, Step},
+        slice::{Apply, Slice, Step},
     },
 };
 
@@ -164,6 +164,25 @@ impl<B: Backend> Job<B> {
         phases.apply.observe(began.elapsed().as_secs_f64());
         self.progress().version = Some(next.step);
         self.changed.send_replace(());
+        if self.spec.compares_at(next.step) {
+            self.tell_hashes(next.epoch, next.step)?;
+        }
+        Ok(())
+    }
+
+    /// Sends the hashes of all slices that have content, which the coordinator compares with those
+    /// of their other servers.
+    fn tell_hashes(&self, epoch: u64, version: u64) -> Result<()> {
+        let hash = |(index, slice): (usize, &OnceLock<Slice<B>>)| {
+            let slice = slice.get().filter(|slice| slice.role().has_content())?;
+            let digest = slice.digest(self.backend(), &self.spec.name, version);
+            let hash =
+                digest.map(|digest| u64::from_le_bytes(std::array::from_fn(|at| digest[at])));
+            Some(hash.map(|hash| pb::SliceHash { slice: index as u32, hash }))
+        };
+        let slices = self.slices.par_iter().enumerate().filter_map(hash);
+        let slices = slices.collect::<Result<_>>()?;
+        self.tell(JobEvent::Hashes { epoch, version, slices });
         Ok(())
     }
 

@@ -25,6 +25,11 @@ pub(crate) enum Role {
 }
 
 impl Role {
+    /// Whether the slice has the content of its version.
+    pub(crate) fn has_content(self) -> bool {
+        matches!(self, Self::Primary | Self::Backup)
+    }
+
     /// Whether the open step needs the reduced gradient here.
     pub(crate) fn takes_gradients(self) -> bool {
         self != Self::Empty
