@@ -159,6 +159,12 @@ class Checkpoints:
         was deleted is not called."""
         self._loop = weakref.WeakMethod(loop)
 
+    @property
+    def job_name(self) -> str:
+        """The name of the job of the model."""
+        name: str = self._bound("job_name").job.job.name
+        return name
+
     def loop_state(self) -> dict[str, Any] | None:
         """The state of the loop at the step from which :meth:`resume` has continued. A rank that
         has none takes that of rank 0, without what belongs to the rank."""

@@ -9,7 +9,13 @@ from typing import Any, Generic, TypeVar, overload
 from ._checkpoints import Checkpoints, packed
 from ._core.attempt import Attempt, attempts, check_restorable
 from ._random import RandomState
-from .errors import InvalidArgumentError, InvalidTypeError, RolledBackError, StepAbortedError
+from .errors import (
+    InvalidArgumentError,
+    InvalidTypeError,
+    NoCheckpointError,
+    RolledBackError,
+    StepAbortedError,
+)
 
 B = TypeVar("B")
 
@@ -116,6 +122,13 @@ class _Steps(Generic[B]):
         assert checkpoints is not None, "the loop has checkpoints"
         version, own = checkpoints.resume()
         loop = checkpoints.loop_state()
+        if version and loop is None:
+            name = checkpoints.job_name
+            raise NoCheckpointError(
+                f"job {name!r} is at version {version}, for which zeroshard.steps has saved no "
+                "data: the coordinator was restarted after that step, or another loop has trained "
+                f"the job; run `zsctl delete {name}` to continue from its last checkpoint"
+            )
         if self._restore is not None:
             self._restore(own)
         if loop is not None and "random" in loop:
@@ -208,6 +221,8 @@ def steps(
             another step or has changed parameters, or because models are in ``DataParallel``; or a
             block makes two steps in a loop with checkpoints.
         InvalidTypeError: ``batches`` is neither a number nor iterable.
+        NoCheckpointError: the job continues, but the data of its last step is gone, because the
+            coordinator was restarted after it.
         StepAbortedError: the step was aborted 100 times.
         RolledBackError: a server was lost, and ``checkpoints`` is None.
     """

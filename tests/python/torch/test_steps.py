@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import random
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 import models
 import ranks
 import zeroshard as zs
-from servers import killable, servers
+from servers import killable, server, servers, start
 from test_checkpoints import EVERY, STEPS, assert_same_buffers, in_memory, network, wait_for
 from training import LEVELS, SEGMENT
 from zeroshard.torch import DataParallel, group_sharded_parallel
@@ -146,6 +147,31 @@ def test_the_results_are_those_of_an_undisturbed_run_when_a_server_is_killed(
     assert_same_results(found, calm[level], repeated)
     # The step stands if it was decided before the loss was noticed, or nothing was sent before.
     assert repeated in (0, 1)
+
+
+def train_in_ranks(rank: int, victims: list[int]) -> list[Result]:
+    """Trains all levels. Rank 0 kills a server in each, if there are any to be killed."""
+
+    def disturb(place: str) -> None:
+        if rank == 0 and place == "before backward" and len(victims) + len(found) == len(LEVELS):
+            os.kill(victims.pop(0), signal.SIGKILL)
+
+    found: list[Result] = []
+    with zs.init(replicas=2):
+        for level in LEVELS:
+            found.append(train(level, disturb))
+    return found
+
+
+def test_two_ranks_have_the_results_of_an_undisturbed_run_when_servers_are_killed() -> None:
+    with killable(5) as (address, shards):
+        environment = {"ZEROSHARD_ADDRESS": address}
+        expected = ranks.run(2, train_in_ranks, [], env=environment)
+        victims = [process.pid for process in shards[: len(LEVELS)]]
+        found = ranks.run(2, train_in_ranks, victims, env=environment)
+    for ours, undisturbed in zip(found, expected, strict=True):
+        for result, calm in zip(ours, undisturbed, strict=True):
+            assert_same_results(result, calm, len(result[5]) - STEPS)
 
 
 class Aborting:
@@ -279,6 +305,41 @@ def test_a_run_with_checkpoints_continues_when_a_server_is_killed_and_when_a_ran
             assert distinct == undisturbed[rank]
             # At least those after the checkpoint, and that of the killed rank, were run again.
             assert len(lines) >= len(LEVELS) * (STEPS + 3), lines
+
+
+def make_steps(rank: int, directory: str, total: int) -> list[int]:
+    """Trains in a run that ends between two checkpoints. Returns the steps that it has made."""
+    zs.init(name="gone")
+    run = Run(rank, "os", directory)
+    made = []
+    for step in zs.steps(total, run.checkpoints, restore=run.restore):
+        with step:
+            run.model(*models.batch("mlp", step.number, 16)).backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            made.append(step.number)
+    return made
+
+
+def test_a_run_whose_data_was_lost_with_the_coordinator_is_not_continued(
+    tmp_path: Path,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        coordinator, address = start("coordinator")
+        stack.callback(lambda: (coordinator.kill(), coordinator.communicate()))
+        stack.enter_context(server("shard", "--coordinator", address))
+        environment = {"ZEROSHARD_ADDRESS": address}
+
+        def run(total: int) -> list[int]:
+            return ranks.run(1, make_steps, str(tmp_path), total, env=environment, init=None)[0]
+
+        assert run(1) == [0]
+        assert run(2) == [1]
+        coordinator.kill()
+        coordinator.communicate()
+        coordinator, _ = start("coordinator", listen=address)
+        with pytest.raises(ranks.RankFailed, match="zsctl delete gone/sharded-0"):
+            run(3)
 
 
 def loop_of(model: Any, optimizer: Any, total: int, body: Callable[[int], None]) -> list[int]:
