@@ -221,11 +221,22 @@ pub struct Coordinator {
         default_value = "127.0.0.1:9400"
     )]
     pub admin_listen: AdminListen,
+    /// Seconds after which a job without workers is deleted, and saved before if it has a policy
+    /// for checkpoints; 0: never. Jobs with an idle timeout of their own have that one
+    #[arg(long, env = "ZEROSHARD_JOB_TIMEOUT", value_name = "SECONDS", default_value_t = 3600)]
+    pub job_timeout: u64,
 }
 
 impl Default for Coordinator {
     fn default() -> Self {
         defaults()
+    }
+}
+
+impl Coordinator {
+    /// [`Self::job_timeout`]; `None`: never.
+    pub fn job_timeout(&self) -> Option<Duration> {
+        optional_seconds(self.job_timeout)
     }
 }
 
@@ -295,9 +306,18 @@ pub struct All {
     /// Maximum number of bytes of early gradients, which wait for the gradients of earlier ranks
     #[arg(long, env = "ZEROSHARD_PARKED_BYTES", value_name = "BYTES", default_value_t = 64 << 20)]
     pub parked_bytes: u64,
+    /// Seconds after which a job without workers is deleted, and saved before if it has a policy
+    /// for checkpoints; 0: never. Jobs with an idle timeout of their own have that one
+    #[arg(long, env = "ZEROSHARD_JOB_TIMEOUT", value_name = "SECONDS", default_value_t = 3600)]
+    pub job_timeout: u64,
 }
 
 impl All {
+    /// [`Self::job_timeout`]; `None`: never.
+    pub fn job_timeout(&self) -> Option<Duration> {
+        optional_seconds(self.job_timeout)
+    }
+
     /// The configuration of the shard server; its coordinator is the one in this process.
     pub fn shard(&self) -> Shard {
         Shard {
@@ -309,6 +329,11 @@ impl All {
             parked_bytes: self.parked_bytes,
         }
     }
+}
+
+/// Seconds as a duration; `None` for 0.
+fn optional_seconds(seconds: u64) -> Option<Duration> {
+    (seconds > 0).then(|| Duration::from_secs(seconds))
 }
 
 /// Checks that a listener on a wildcard address has an advertised address.

@@ -73,7 +73,7 @@ impl Cluster {
         let site = Site::bind(listen, &common).await?;
         let address = Address::from(site.address);
         let failure = site.context.failure.clone();
-        let parts = roles::coordinator(&site, &shutdown);
+        let parts = roles::coordinator(&site, None, &shutdown);
         let mut tasks = JoinSet::new();
         tasks.spawn(site.run(parts, shutdown.clone()));
         let mut healths = Vec::with_capacity(shards);

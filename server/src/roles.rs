@@ -4,7 +4,7 @@ use std::{
     io::{self, Write as _},
     net::SocketAddr,
     pin::Pin,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use serde_json::json;
@@ -83,7 +83,7 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
             let site = Site::bind(config.listen, &common).await?;
             let admin = AdminSite::bind(config.admin_listen, "coordinator", &site).await?;
             announce(json, "coordinator", site.address, admin.as_ref());
-            let parts = coordinator(&site, &shutdown);
+            let parts = coordinator(&site, config.job_timeout(), &shutdown);
             tokio::try_join!(site.run(parts, shutdown.clone()), serve_admin(admin, shutdown))?;
         }
         Role::Shard(config) => {
@@ -101,7 +101,7 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
             shard_site.context.metrics = site.context.metrics.clone();
             shard_site.context.failure = site.context.failure.clone();
             let admin = AdminSite::bind(config.admin_listen, "all", &shard_site).await?;
-            let parts = coordinator(&site, &shutdown);
+            let parts = coordinator(&site, config.job_timeout(), &shutdown);
             let dial = dial_self(site.address);
             let shard_parts = shard(&config.shard(), dial, &shard_site, &shutdown)?;
             announce(json, "coordinator", site.address, admin.as_ref());
@@ -116,9 +116,13 @@ pub async fn run(config: Config, shutdown: CancellationToken) -> Result<(), Erro
     Ok(())
 }
 
-/// The coordinator's parts.
-pub(crate) fn coordinator(site: &Site, shutdown: &CancellationToken) -> Parts {
-    let coordinator = Coordinator::new(site.context.clone(), site.has_new_address);
+/// The coordinator's parts. `job_timeout`: the idle timeout of jobs that have none of their own.
+pub(crate) fn coordinator(
+    site: &Site,
+    job_timeout: Option<Duration>,
+    shutdown: &CancellationToken,
+) -> Parts {
+    let coordinator = Coordinator::new(site.context.clone(), site.has_new_address, job_timeout);
     let (routes, shutdown) = (coordinator.routes(), shutdown.clone());
     Parts { routes, background: Box::pin(async move { coordinator.run(shutdown).await }) }
 }

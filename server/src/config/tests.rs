@@ -48,6 +48,23 @@ fn a_flag_overrides_the_file_and_the_file_overrides_the_default() {
 }
 
 #[test]
+fn jobs_without_workers_are_kept_for_an_hour_or_for_the_time_of_the_flag() {
+    let timeout = |role: &str, arguments: &[&str]| {
+        let all = ["zeroshard-server", role].into_iter().chain(arguments.iter().copied());
+        match load(all).unwrap().role {
+            Role::Coordinator(coordinator) => coordinator.job_timeout(),
+            Role::All(all) => all.job_timeout(),
+            Role::Shard(_) => panic!("role"),
+        }
+    };
+    for role in ["coordinator", "all"] {
+        assert_eq!(timeout(role, &[]), Some(Duration::from_secs(3600)));
+        assert_eq!(timeout(role, &["--job-timeout", "5"]), Some(Duration::from_secs(5)));
+        assert_eq!(timeout(role, &["--job-timeout", "0"]), None);
+    }
+}
+
+#[test]
 fn the_file_alone_can_name_the_coordinator() {
     let file =
         file("[shard]\ncoordinator = \"c:1\"\nlisten = \"0.0.0.0:0\"\nadvertise = \"me:0\"\n");

@@ -32,6 +32,8 @@ pub(crate) struct Cluster {
     /// registers.
     pub(super) has_returning: Option<bool>,
     pub(super) confirmations: Confirmations,
+    /// The idle timeout of jobs that have none of their own; `None`: they are kept.
+    pub(super) job_timeout: Option<Duration>,
 }
 
 /// The content of a DescribeJob response, which the service converts without the driver's lock.
@@ -65,6 +67,11 @@ impl Cluster {
             members_wait_until: Some(RECOVERY),
             ..Self::default()
         }
+    }
+
+    /// Sets the idle timeout of jobs that have none of their own; `None`: they are kept.
+    pub(crate) fn with_job_timeout(self, job_timeout: Option<Duration>) -> Self {
+        Self { job_timeout, ..self }
     }
 
     /// Applies `event`, and returns the resulting actions.

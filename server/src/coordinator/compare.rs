@@ -1,5 +1,5 @@
-//! Servers of a slice compare its content from time to time ([`JobSpec::compare_every`]): each sends
-//! a hash, and the job fails if they differ, since no one knows which server is right.
+//! Servers of a slice compare its content from time to time ([`JobSpec::compare_every`]): each
+//! sends a hash, and the job fails if they differ, since no one knows which server is right.
 //!
 //! [`JobSpec::compare_every`]: zeroshard_proto::JobSpec::compare_every
 

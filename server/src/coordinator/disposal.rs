@@ -1,4 +1,5 @@
-//! Disposal: a job with an idle timeout is deleted when it has been unused for that time.
+//! Disposal: a job is deleted when it has been unused for its idle timeout, or for that of the
+//! coordinator if it has none of its own.
 
 use super::{
     cluster::Cluster,
@@ -10,10 +11,13 @@ impl Cluster {
     /// The time at which the job is deleted unless a rank gets a lease before; `None`: the job is
     /// kept.
     pub(super) fn disposal(&self, job: &Job) -> Option<Now> {
-        let timeout = job.spec.idle_timeout?;
+        let timeout = job.spec.idle_timeout.or(self.job_timeout)?;
         let due = match &job.phase {
             Phase::Open(open) if !open.members.is_empty() => return None,
-            Phase::Open(open) if open.left.len() + open.done.len() == job.spec.world as usize => {
+            Phase::Open(open)
+                if job.spec.idle_timeout.is_some()
+                    && open.left.len() + open.done.len() == job.spec.world as usize =>
+            {
                 job.unused_since.max(open.saves.retry_at)
             }
             Phase::Open(open) => (job.unused_since + timeout).max(open.saves.retry_at),

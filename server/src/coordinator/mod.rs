@@ -72,8 +72,10 @@ pub struct Coordinator {
 impl Coordinator {
     /// A coordinator without servers and jobs. Its term is the time in milliseconds since the Unix
     /// epoch. `is_first`: no other coordinator has used its address, so no server has jobs.
-    pub fn new(context: Context, is_first: bool) -> Self {
+    /// `job_timeout`: the idle timeout of jobs that have none of their own.
+    pub fn new(context: Context, is_first: bool, job_timeout: Option<Duration>) -> Self {
         let cluster = if is_first { Cluster::default() } else { Cluster::starting() };
+        let cluster = cluster.with_job_timeout(job_timeout);
         let since_epoch = SystemTime::UNIX_EPOCH.elapsed().unwrap_or(Duration::ZERO);
         let term = since_epoch.as_millis() as u64;
         let driver = Driver::new(cluster, context.metrics.clone(), context.failure.clone(), term);

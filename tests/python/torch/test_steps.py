@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,38 +114,53 @@ def undisturbed(place: str) -> None:
     pass
 
 
-@pytest.fixture(scope="module")
-def calm() -> dict[str, Result]:
-    """The results of an undisturbed run at each level."""
-    with zs.init(shards=3):
-        return {level: train(level, undisturbed) for level in LEVELS}
-
-
 class Killing:
     """Kills a server at a place of the step, once."""
 
-    def __init__(self, place: str, victim: subprocess.Popen[str]) -> None:
+    def __init__(self, place: str, victim: int) -> None:
         self.place = place
         self.victim = victim
 
     def __call__(self, place: str) -> None:
         if place == self.place:
-            self.victim.kill()
-            self.victim.wait()
+            os.kill(self.victim, signal.SIGKILL)
             self.place = ""
 
 
-@pytest.mark.parametrize("level", LEVELS)
+def train_undisturbed_levels(rank: int) -> dict[str, Result]:
+    with zs.init(shards=3):
+        return {level: train(level, undisturbed) for level in LEVELS}
+
+
+def train_through_kills(rank: int, place: str, victims: list[int]) -> dict[str, Result]:
+    """Trains each level, and kills another server in each."""
+    with zs.init(replicas=2):
+        return {
+            level: train(level, Killing(place, victim))
+            for level, victim in zip(LEVELS, victims, strict=True)
+        }
+
+
+@pytest.fixture(scope="module")
+def calm() -> dict[str, Result]:
+    """The results of an undisturbed run at each level."""
+    found: dict[str, Result] = ranks.run(1, train_undisturbed_levels, init=None)[0]
+    return found
+
+
 @pytest.mark.parametrize("place", PLACES)
-def test_the_results_are_those_of_an_undisturbed_run_when_a_server_is_killed(
-    place: str, level: str, calm: dict[str, Result]
+def test_the_results_are_those_of_an_undisturbed_run_when_servers_are_killed(
+    place: str, calm: dict[str, Result]
 ) -> None:
-    with killable(3) as (address, shards), zs.init(address, replicas=2):
-        found = train(level, Killing(place, shards[0]))
-    repeated = len(found[5]) - STEPS
-    assert_same_results(found, calm[level], repeated)
-    # The step stands if it was decided before the loss was noticed, or nothing was sent before.
-    assert repeated in (0, 1)
+    with killable(5) as (address, shards):
+        victims = [process.pid for process in shards[: len(LEVELS)]]
+        environment = {"ZEROSHARD_ADDRESS": address}
+        [found] = ranks.run(1, train_through_kills, place, victims, env=environment, init=None)
+    for level in LEVELS:
+        repeated = len(found[level][5]) - STEPS
+        assert_same_results(found[level], calm[level], repeated)
+        # The step stands if it was decided before the loss was noticed, or nothing was sent before.
+        assert repeated in (0, 1)
 
 
 def train_in_ranks(rank: int, victims: list[int]) -> list[Result]:

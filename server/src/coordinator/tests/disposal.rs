@@ -95,3 +95,14 @@ fn a_job_without_an_idle_timeout_is_kept() {
     script.after(100 * IDLE);
     assert!(exists(&script));
 }
+
+#[test]
+fn a_job_without_an_idle_timeout_of_its_own_has_that_of_the_coordinator() {
+    let (mut script, leases) = Script::training(1, 1);
+    script.cluster.job_timeout = Some(IDLE);
+    script.leave(leases[0], true);
+    assert!(exists(&script), "every rank has left it, and it is kept for the next run");
+    assert_eq!(script.cluster.next_deadline(), Some(IDLE));
+    script.after(IDLE);
+    assert!(!exists(&script));
+}

@@ -47,7 +47,7 @@ impl Fixture {
             health: Health::new().await,
             failure: Failure::default(),
         };
-        let coordinator = Coordinator::new(context.clone(), true);
+        let coordinator = Coordinator::new(context.clone(), true, None);
         let shutdown = CancellationToken::new();
         let (token, used) = (shutdown.clone(), context.clone());
         let server = tokio::spawn(async move {
