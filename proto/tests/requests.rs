@@ -108,7 +108,8 @@ fn spec() -> impl Strategy<Value = pb::JobSpec> {
     let groups = prop::collection::vec(optimizer(), 0..3);
     let count = || prop_oneof![0u32..4, any::<u32>()];
     let meshes = prop::collection::vec(mesh(), 0..3);
-    let policy = (-1i32..4, prop::option::of(any::<u64>()), prop::option::of(checkpoints()));
+    let timeout = prop::option::of(any::<u64>());
+    let policy = (-1i32..4, timeout, prop::option::of(checkpoints()), any::<u64>());
     (name(), tensors, groups, (count(), count(), count(), policy), meshes).prop_map(
         |(name, tensors, groups, (world, min_servers, replicas, policy), meshes)| pb::JobSpec {
             name,
@@ -121,6 +122,7 @@ fn spec() -> impl Strategy<Value = pb::JobSpec> {
             departure: policy.0,
             idle_timeout_ms: policy.1,
             checkpoints: policy.2,
+            compare_every: policy.3,
         },
     )
 }
